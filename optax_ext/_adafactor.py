@@ -1,0 +1,326 @@
+"""Adafactor: adaptive learning rates with sublinear memory."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_ext import _validate
+from optax_ext._factored import (
+    FactoringRule,
+    accumulator_dtype,
+    check_rule,
+    clip_by_rms,
+    divide_by_root,
+    entries,
+    init_moment,
+    join_moments,
+    leaves_with_factoring,
+    rms,
+    split_moments,
+    two_largest_dims,
+    update_moment,
+)
+
+
+class ScaleByAdafactorState(NamedTuple):
+    """State of Adafactor's second moment; averages are float32, or wider if the parameter is.
+
+    A slot that a parameter does not use is None. ``rows`` and ``cols`` are its factored dims.
+    """
+
+    count: jax.Array  # type: ignore[assignment]  # (), int32, steps taken; hides tuple.count
+    nu: optax.Updates  # full second moment of parameters that are not factored
+    nu_row: optax.Updates  # second moment: the parameter's shape without its cols
+    nu_col: optax.Updates  # second moment: the parameter's shape without its rows
+
+
+class MomentumState(NamedTuple):
+    """State of Adafactor's momentum."""
+
+    mu: optax.Updates  # the parameter's shape, dtype_momentum
+
+
+def scale_by_adafactor(
+    decay_rate: jax.typing.ArrayLike = 0.8,
+    *,
+    decay_offset: jax.typing.ArrayLike = 0,
+    beta2_cap: jax.typing.ArrayLike | None = None,
+    b2: jax.typing.ArrayLike | None = None,
+    eps: jax.typing.ArrayLike = 1e-30,
+    clipping_threshold: jax.typing.ArrayLike | None = 1.0,
+    factoring: FactoringRule | None = two_largest_dims(),
+) -> optax.GradientTransformation:
+    r"""Scales gradients by the root of a factored second moment, and clips by RMS.
+
+    For a factored parameter, with :math:`\operatorname{R}` and :math:`\operatorname{C}` the means
+    of rows and columns and :math:`t` counted from 1,
+
+    .. math::
+
+      \beta_t &= \min(1 - (t - \text{offset})^{-\text{decay\_rate}}, \text{cap}) \\
+      r &\leftarrow \beta_t r + (1 - \beta_t) \operatorname{R}(g^2 + \epsilon), \quad
+      c \leftarrow \beta_t c + (1 - \beta_t) \operatorname{C}(g^2 + \epsilon) \\
+      u &= g / \sqrt{r c^\top / \operatorname{mean}(r)}, \quad
+      \text{update} = u / \max(1, \operatorname{RMS}(u) / d)
+
+    A parameter that is not factored keeps its full second moment. State for a matrix of n x m
+    parameters: n + m float32.
+
+    Args:
+      decay_rate: exponent of the decay schedule, above 0.
+      decay_offset: steps taken before this phase of training began (fine-tuning); until they are
+        reached, as on a fresh state, :math:`\beta_t` is that of the first step, 0.
+      beta2_cap: the largest :math:`\beta_t`, in [0, 1), as for large vision models; None: no cap.
+      b2: a constant decay in place of the schedule, in [0, 1), starting from zero and uncorrected
+        as in CAME; None keeps the schedule.
+      eps: added to the squared gradient; at least 0.
+      clipping_threshold: the largest RMS of an update; None does not clip.
+      factoring: the rule that gives each parameter its rows and columns (``two_largest_dims()``,
+        ``last_two_dims()``, ``by_path({...})``, ``flax_attention()``, one ``Factoring`` for all),
+        or None to factor nothing.
+
+    Returns:
+      A ``GradientTransformation``; updates have the dtype of the gradients, and are not negated.
+
+    Raises:
+      ValueError: on a hyperparameter out of range, a parameter that is not real and floating, a
+        rule that does not fit a parameter's shape, gradients that do not match the state.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_ext
+      >>> tx = optax_ext.scale_by_adafactor(factoring=optax_ext.last_two_dims())
+      >>> state = tx.init({"w": jnp.ones((64, 128), jnp.bfloat16)})
+      >>> state.nu_row["w"].shape, state.nu_row["w"].dtype
+      ((64,), dtype('float32'))
+
+    References:
+      Shazeer, Stern: Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, ICML 2018,
+      arXiv 1804.04235. The cap: Zhai, Kolesnikov, Houlsby, Beyer: Scaling Vision Transformers,
+      CVPR 2022, arXiv 2106.04560.
+    """
+    _validate.positive(decay_rate=decay_rate, clipping_threshold=clipping_threshold)
+    _validate.non_negative(decay_offset=decay_offset, eps=eps)
+    _validate.unit_interval(
+        **{k: v for k, v in {"beta2_cap": beta2_cap, "b2": b2}.items() if v is not None}
+    )
+    rule = check_rule("factoring", factoring)
+
+    def init(params: optax.Params) -> ScaleByAdafactorState:
+        leaves, treedef = leaves_with_factoring(params, rule)
+        moments = [
+            init_moment(leaf, dims, accumulator_dtype(leaf.dtype)) for _, leaf, dims in leaves
+        ]
+        return ScaleByAdafactorState(jnp.zeros([], jnp.int32), *split_moments(treedef, moments))
+
+    def update(
+        updates: optax.Updates, state: ScaleByAdafactorState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, ScaleByAdafactorState]:
+        del params
+        leaves, treedef = leaves_with_factoring(updates, rule)
+        moments = join_moments(
+            treedef, leaves, nu=state.nu, nu_row=state.nu_row, nu_col=state.nu_col
+        )
+        count = optax.safe_increment(state.count)
+        out = []
+        with jax.named_scope("second_moment"):
+            for i, ((_, g, dims), moment) in enumerate(zip(leaves, moments, strict=True)):
+                dtype = moment.dtype
+                x = g.astype(dtype)
+                decay, weight = second_moment_decay(count, dtype)
+                square = jnp.square(x) + _validate.hyperparameter(eps, dtype)
+                moments[i] = update_moment(moment, square, decay, weight, dims)
+                u = clip_by_rms(divide_by_root(x, moments[i], dims), clipping_threshold, dims)
+                out.append(u.astype(g.dtype))
+        state = ScaleByAdafactorState(count, *split_moments(treedef, moments))
+        return treedef.unflatten(out), state
+
+    def second_moment_decay(count: jax.Array, dtype: Any) -> tuple[Any, Any]:
+        if b2 is not None:
+            decay = _validate.hyperparameter(b2, dtype)
+            return decay, 1 - decay
+        step = jnp.maximum(count.astype(dtype) - _validate.hyperparameter(decay_offset, dtype), 1)
+        weight = step ** -_validate.hyperparameter(decay_rate, dtype)
+        if beta2_cap is not None:
+            weight = jnp.maximum(weight, 1 - _validate.hyperparameter(beta2_cap, dtype))
+        return 1 - weight, weight
+
+    return optax.GradientTransformation(init, update)
+
+
+def _scale_by_parameter_rms(
+    min_scale: jax.typing.ArrayLike, rule: FactoringRule | None
+) -> optax.GradientTransformation:
+    """Multiplies updates by max(RMS(parameter), min_scale), each batch slice by its own."""
+
+    def update(
+        updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.EmptyState]:
+        if params is None:
+            raise ValueError("adafactor with multiply_by_parameter_scale needs params in update.")
+        leaves, treedef = leaves_with_factoring(params, rule)
+        out = []
+        for (_, p, dims), u in zip(leaves, entries(treedef, "params", updates), strict=True):
+            if p.size:
+                dtype = accumulator_dtype(p.dtype)
+                floor = _validate.hyperparameter(min_scale, dtype)
+                scale = jnp.maximum(rms(p.astype(dtype), dims), floor)
+                u = (u.astype(dtype) * scale).astype(u.dtype)
+            out.append(u)
+        return treedef.unflatten(out), state
+
+    return optax.GradientTransformation(optax.init_empty_state, update)
+
+
+def _momentum(decay: jax.typing.ArrayLike, dtype: Any | None) -> optax.GradientTransformation:
+    """``mu = decay * mu + (1 - decay) * update``, stored in ``dtype``, computed in float32."""
+
+    def init(params: optax.Params) -> MomentumState:
+        return MomentumState(
+            jax.tree.map(
+                lambda p: jnp.zeros_like(p, dtype=dtype or accumulator_dtype(p.dtype)), params
+            )
+        )
+
+    def update(
+        updates: optax.Updates, state: MomentumState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, MomentumState]:
+        del params
+
+        def average(u: jax.Array, mu: jax.Array) -> jax.Array:
+            wide = jnp.promote_types(accumulator_dtype(u.dtype), mu.dtype)
+            b1 = _validate.hyperparameter(decay, wide)
+            return b1 * mu.astype(wide) + (1 - b1) * u.astype(wide)
+
+        mu = jax.tree.map(average, updates, state.mu)
+        out = jax.tree.map(lambda m, u: m.astype(u.dtype), mu, updates)
+        return out, MomentumState(jax.tree.map(lambda m, old: m.astype(old.dtype), mu, state.mu))
+
+    return optax.GradientTransformation(init, update)
+
+
+def adafactor(
+    learning_rate: optax.ScalarOrSchedule | None = None,
+    *,
+    decay_rate: jax.typing.ArrayLike = 0.8,
+    decay_offset: jax.typing.ArrayLike = 0,
+    beta2_cap: jax.typing.ArrayLike | None = None,
+    b2: jax.typing.ArrayLike | None = None,
+    multiply_by_parameter_scale: bool = True,
+    min_parameter_scale: jax.typing.ArrayLike = 1e-3,
+    relative_step: bool = False,
+    clipping_threshold: jax.typing.ArrayLike | None = 1.0,
+    momentum: jax.typing.ArrayLike | None = None,
+    dtype_momentum: Any | None = None,
+    weight_decay_rate: jax.typing.ArrayLike | None = None,
+    weight_decay_times_lr: bool = False,
+    weight_decay_mask: Any | None = None,
+    eps: jax.typing.ArrayLike = 1e-30,
+    factoring: FactoringRule | None = two_largest_dims(),
+) -> optax.GradientTransformationExtraArgs:
+    r"""Adafactor with every option of ``optax.adafactor``, and state that does not stall.
+
+    In this order: ``scale_by_adafactor``, the learning rate :math:`\eta_t`, the parameter scale,
+    momentum, weight decay:
+
+    .. math::
+
+      u &\leftarrow \eta_t \max(\operatorname{RMS}(\theta), \text{min}) \, u, \quad
+      m \leftarrow \beta_1 m + (1 - \beta_1) u, \quad
+      \theta \leftarrow \theta - m - \lambda \theta
+
+    It is ``optax.adafactor`` to rounding, but for these: averages are float32 whatever the
+    parameters are (there, bfloat16 parameters freeze the second moment), ``decay_offset`` on a
+    fresh state stays finite, and ``factoring=two_largest_dims(n)`` takes the place of
+    ``min_dim_size_to_factor=n``, ``factoring=None`` of ``factored=False``. With
+    ``factoring=last_two_dims()`` it is the Adafactor of Hugging Face (``relative_step=False``) and,
+    with ``relative_step=True``, that of PyTorch.
+
+    Args:
+      learning_rate: a number or a schedule; None leaves the scale to the parameters, or with
+        ``relative_step`` stands for the paper's 0.01.
+      decay_rate: see ``scale_by_adafactor``, as all arguments not listed here.
+      decay_offset: steps taken before this phase of training.
+      beta2_cap: the largest decay of the second moment.
+      b2: a constant decay in place of the schedule.
+      multiply_by_parameter_scale: multiply by max(RMS(parameter), ``min_parameter_scale``).
+      min_parameter_scale: the least parameter scale, above 0.
+      relative_step: use :math:`\eta_t = \min(\text{learning\_rate}, 1 / \sqrt t)`.
+      clipping_threshold: the largest RMS of an update before the learning rate.
+      momentum: decay of an average of the updates, in [0, 1); None keeps none.
+      dtype_momentum: dtype in which momentum is stored; None means float32, or wider if the
+        parameter is.
+      weight_decay_rate: :math:`\lambda`; not multiplied by the learning rate, as in optax and T5X,
+        unless ``weight_decay_times_lr``. None does not decay.
+      weight_decay_times_lr: multiply the decay by :math:`\eta_t`, as PyTorch and AdamW do.
+      weight_decay_mask: a tree of booleans as the parameters, or a function that makes one.
+      eps: added to the squared gradient.
+      factoring: which dims of each parameter are factored; ``batch`` dims also get a parameter
+        scale each.
+
+    Returns:
+      A ``GradientTransformation``.
+
+    Raises:
+      ValueError: as ``scale_by_adafactor``; also on a ``momentum`` outside [0, 1), a negative
+        ``weight_decay_rate``, or ``weight_decay_times_lr`` without a learning rate.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optax_ext
+      >>> tx = optax_ext.adafactor(0.1, momentum=0.9, dtype_momentum=jnp.bfloat16)
+      >>> params = {"w": jnp.ones((4, 8))}
+      >>> state = tx.init(params)
+      >>> loss = lambda p: jnp.mean((p["w"] - 3.0) ** 2)
+      >>> for _ in range(100):
+      ...     updates, state = tx.update(jax.grad(loss)(params), state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> bool(loss(params) < 0.1)
+      True
+
+    References:
+      Shazeer, Stern: Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, ICML 2018,
+      arXiv 1804.04235.
+    """
+    if weight_decay_times_lr and learning_rate is None and not relative_step:
+        raise ValueError("weight_decay_times_lr=True needs a learning_rate or relative_step=True.")
+    _validate.positive(min_parameter_scale=min_parameter_scale)
+    rule = check_rule("factoring", factoring)
+    step_size = _relative_step(learning_rate) if relative_step else learning_rate
+    stages = [
+        scale_by_adafactor(
+            decay_rate,
+            decay_offset=decay_offset,
+            beta2_cap=beta2_cap,
+            b2=b2,
+            eps=eps,
+            clipping_threshold=clipping_threshold,
+            factoring=rule,
+        )
+    ]
+    if step_size is not None:
+        stages.append(optax.scale_by_learning_rate(step_size, flip_sign=False))
+    if multiply_by_parameter_scale:
+        stages.append(_scale_by_parameter_rms(min_parameter_scale, rule))
+    if momentum is not None:
+        _validate.unit_interval(momentum=momentum)
+        stages.append(_momentum(momentum, _validate.as_dtype("dtype_momentum", dtype_momentum)))
+    if weight_decay_rate is not None:
+        _validate.non_negative(weight_decay_rate=weight_decay_rate)
+        decay = _times(weight_decay_rate, step_size) if weight_decay_times_lr else weight_decay_rate
+        stages.append(optax.add_decayed_weights(decay, weight_decay_mask))
+    stages.append(optax.scale(-1.0))
+    return _validate.keep_dtype(optax.chain(*stages))
+
+
+def _relative_step(learning_rate: optax.ScalarOrSchedule | None) -> optax.Schedule:
+    def schedule(count: jax.Array) -> jax.Array:
+        cap = 1e-2 if learning_rate is None else learning_rate
+        cap = cap(count) if callable(cap) else cap
+        return jnp.minimum(cap, jax.lax.rsqrt(jnp.asarray(count + 1, float)))
+
+    return schedule
+
+
+def _times(rate: Any, step_size: Any) -> Any:
+    return (lambda count: rate * step_size(count)) if callable(step_size) else rate * step_size

@@ -1,0 +1,297 @@
+"""CAME: confidence-guided adaptive memory-efficient optimization."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_ext import _validate
+from optax_ext._factored import (
+    Factoring,
+    FactoringRule,
+    Moment,
+    accumulator_dtype,
+    check_rule,
+    clip_by_rms,
+    divide_by_root,
+    entries,
+    init_moment,
+    join_moments,
+    last_two_dims,
+    leaves_with_factoring,
+    split_moments,
+    update_moment,
+)
+
+
+class ScaleByCameState(NamedTuple):
+    """State of CAME; averages are float32, or wider if the parameter is.
+
+    A slot that a parameter does not use is None. ``rows`` and ``cols`` are its factored dims.
+    """
+
+    count: jax.Array  # type: ignore[assignment]  # (), int32, steps taken; hides tuple.count
+    mu: optax.Updates  # momentum: the parameter's shape, mu_dtype
+    nu: optax.Updates  # full second moment of parameters that are not factored
+    nu_row: optax.Updates  # second moment: the parameter's shape without its cols
+    nu_col: optax.Updates  # second moment: the parameter's shape without its rows
+    instability_row: optax.Updates  # instability: the parameter's shape without its cols
+    instability_col: optax.Updates  # instability: the parameter's shape without its rows
+
+
+class _Hyperparameters(NamedTuple):
+    b1: Any
+    b2: Any
+    b3: Any
+    eps: Any
+    eps_instability: Any
+    clipping_threshold: Any | None
+    debias_instability: bool
+
+
+def _update_leaf(
+    g: jax.Array,
+    mu: jax.Array,
+    nu: Moment,
+    instability: Moment,
+    dims: Factoring,
+    count: jax.Array,
+    hyper: _Hyperparameters,
+) -> tuple[jax.Array, jax.Array, Moment, Moment]:
+    """One step for one array: the update, and the new mu, nu and instability."""
+    dtype = nu.dtype
+    b1, b2, b3, eps, eps_instability = (_validate.hyperparameter(h, dtype) for h in hyper[:5])
+    x = g.astype(dtype)
+    with jax.named_scope("second_moment"):
+        nu = update_moment(nu, jnp.square(x) + eps, b2, 1 - b2, dims)
+        u = clip_by_rms(divide_by_root(x, nu, dims), hyper.clipping_threshold, dims)
+    with jax.named_scope("momentum"):
+        m = b1 * mu.astype(dtype) + (1 - b1) * u
+    if not dims.factored:
+        return m.astype(g.dtype), m.astype(mu.dtype), nu, instability
+    with jax.named_scope("confidence"):
+        residual = jnp.square(u - m) + eps_instability
+        instability = update_moment(instability, residual, b3, 1 - b3, dims)
+        out = divide_by_root(m, instability, dims)
+        if hyper.debias_instability:
+            out = out * jnp.sqrt(_one_minus_power(b3, count, dtype))
+    return out.astype(g.dtype), m.astype(mu.dtype), nu, instability
+
+
+def _one_minus_power(beta: Any, count: jax.Array, dtype: Any) -> jax.Array:
+    """``1 - beta**count`` without the cancellation that float32 has at 0.9999."""
+    known = isinstance(beta, float)
+    log_beta: Any = (math.log(beta) if beta > 0 else -math.inf) if known else jnp.log(beta)
+    return -jnp.expm1(count.astype(dtype) * log_beta)
+
+
+def scale_by_came(
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    b3: jax.typing.ArrayLike = 0.9999,
+    *,
+    eps: jax.typing.ArrayLike = 1e-30,
+    eps_instability: jax.typing.ArrayLike = 1e-16,
+    clipping_threshold: jax.typing.ArrayLike | None = 1.0,
+    factoring: FactoringRule | None = last_two_dims(),
+    mu_dtype: Any | None = None,
+    debias_instability: bool = False,
+) -> optax.GradientTransformation:
+    r"""Scales gradients by CAME: factored second moment, momentum, factored confidence.
+
+    For the gradient :math:`g` of a factored parameter, with :math:`\operatorname{R}` and
+    :math:`\operatorname{C}` the means of rows and columns and
+    :math:`r \otimes c = r c^\top / \operatorname{mean}(r)`,
+
+    .. math::
+
+      r &\leftarrow \beta_2 r + (1 - \beta_2) \operatorname{R}(g^2 + \epsilon), \quad
+      c \leftarrow \beta_2 c + (1 - \beta_2) \operatorname{C}(g^2 + \epsilon) \\
+      u &= g / \sqrt{r \otimes c}, \quad u \leftarrow u / \max(1, \operatorname{RMS}(u) / d) \\
+      m &\leftarrow \beta_1 m + (1 - \beta_1) u \\
+      R &\leftarrow \beta_3 R + (1 - \beta_3) \operatorname{R}((u - m)^2 + \epsilon_U), \quad
+      C \leftarrow \beta_3 C + (1 - \beta_3) \operatorname{C}((u - m)^2 + \epsilon_U) \\
+      \text{update} &= m / \sqrt{R \otimes C}
+
+    A parameter that is not factored keeps the full second moment; its update is :math:`m`.
+    The defaults are those of the authors' code, to rounding. There, nothing corrects for starting
+    :math:`R` and :math:`C` at zero: the first updates of factored parameters are about 11 times
+    too large, and decay to normal over some :math:`1 / (1 - \beta_3)` steps. Warm the learning
+    rate up, or set ``debias_instability``.
+
+    State for a matrix of n x m parameters: n m momentum elements and 2 (n + m) float32.
+
+    Args:
+      b1: decay of the momentum, in [0, 1). At 0 the instability is nothing but
+        ``eps_instability``, and updates become huge.
+      b2: decay of the second moment, in [0, 1).
+      b3: decay of the instability, in [0, 1); above ``b2``.
+      eps: added to the squared gradient; at least 0, and 0 only if no row or column of a gradient
+        is ever all zero.
+      eps_instability: added to the squared instability; at least 0.
+      clipping_threshold: the largest RMS of :math:`u`; None does not clip.
+      factoring: the rule that gives each parameter its rows and columns (``last_two_dims()``,
+        ``two_largest_dims()``, ``by_path({...})``, ``flax_attention()``, or one ``Factoring`` for
+        all parameters), or None to factor nothing.
+      mu_dtype: dtype in which the momentum is stored; None means float32, or wider if the
+        parameter is. The instability is always taken from the fresh momentum, before it is cast.
+      debias_instability: divide :math:`R` and :math:`C` by :math:`1 - \beta_3^t`.
+
+    Returns:
+      A ``GradientTransformation``; updates have the dtype of the gradients, and are not negated.
+
+    Raises:
+      ValueError: on a hyperparameter out of range, a parameter that is not real and floating, a
+        rule that does not fit a parameter's shape, gradients that do not match the state.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_ext
+      >>> tx = optax.chain(optax_ext.scale_by_came(), optax.scale_by_learning_rate(1e-3))
+      >>> params = {"w": jnp.ones((64, 128)), "b": jnp.zeros(128)}
+      >>> state = tx.init(params)
+      >>> state[0].nu_row["w"].shape, state[0].nu_col["w"].shape, state[0].nu["b"].shape
+      ((64,), (128,), (128,))
+
+    References:
+      Luo, Ren, Zheng, Jiang, Jiang, You: CAME: Confidence-guided Adaptive Memory Efficient
+      Optimization, ACL 2023, arXiv 2307.02047.
+    """
+    _validate.unit_interval(b1=b1, b2=b2, b3=b3)
+    _validate.non_negative(eps=eps, eps_instability=eps_instability)
+    _validate.positive(clipping_threshold=clipping_threshold)
+    mu_dtype = _validate.as_dtype("mu_dtype", mu_dtype)
+    rule = check_rule("factoring", factoring)
+    hyper = _Hyperparameters(
+        b1, b2, b3, eps, eps_instability, clipping_threshold, debias_instability
+    )
+
+    def init(params: optax.Params) -> ScaleByCameState:
+        leaves, treedef = leaves_with_factoring(params, rule)
+        nus, instabilities, mus = [], [], []
+        for _, leaf, dims in leaves:
+            dtype = accumulator_dtype(leaf.dtype)
+            mus.append(jnp.zeros_like(leaf, dtype=mu_dtype or dtype))
+            nus.append(init_moment(leaf, dims, dtype))
+            # Buffers of its own: a train state that is donated must not hold one array twice.
+            instabilities.append(init_moment(leaf, dims, dtype)._replace(full=None))
+        return _pack(jnp.zeros([], jnp.int32), treedef, mus, nus, instabilities)
+
+    def update(
+        updates: optax.Updates, state: ScaleByCameState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, ScaleByCameState]:
+        del params
+        leaves, treedef = leaves_with_factoring(updates, rule)
+        count = optax.safe_increment(state.count)
+        nus = join_moments(treedef, leaves, nu=state.nu, nu_row=state.nu_row, nu_col=state.nu_col)
+        results = [
+            _update_leaf(g, mu, nu, Moment(None, row, col), dims, count, hyper)
+            for (_, g, dims), mu, nu, row, col in zip(
+                leaves,
+                entries(treedef, "mu", state.mu),
+                nus,
+                entries(treedef, "instability_row", state.instability_row),
+                entries(treedef, "instability_col", state.instability_col),
+                strict=True,
+            )
+        ]
+        out, mus, nus, instabilities = (
+            (list(r) for r in zip(*results, strict=True)) if results else ([],) * 4
+        )
+        return treedef.unflatten(out), _pack(count, treedef, mus, nus, instabilities)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _pack(
+    count: jax.Array, treedef: Any, mus: list, nus: list[Moment], instabilities: list[Moment]
+) -> ScaleByCameState:
+    nu, nu_row, nu_col = split_moments(treedef, nus)
+    _, instability_row, instability_col = split_moments(treedef, instabilities)
+    return ScaleByCameState(
+        count, treedef.unflatten(mus), nu, nu_row, nu_col, instability_row, instability_col
+    )
+
+
+def came(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: jax.typing.ArrayLike = 0.9,
+    b2: jax.typing.ArrayLike = 0.999,
+    b3: jax.typing.ArrayLike = 0.9999,
+    *,
+    eps: jax.typing.ArrayLike = 1e-30,
+    eps_instability: jax.typing.ArrayLike = 1e-16,
+    clipping_threshold: jax.typing.ArrayLike | None = 1.0,
+    factoring: FactoringRule | None = last_two_dims(),
+    mu_dtype: Any | None = None,
+    debias_instability: bool = False,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    weight_decay_mask: Any | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""CAME: Adam's quality at little more than Adafactor's memory.
+
+    ``scale_by_came``, then decoupled weight decay, then the learning rate :math:`\eta`:
+
+    .. math::
+
+      \theta \leftarrow \theta - \eta \, (m / \sqrt{R \otimes C} + \lambda \theta)
+
+    The authors advise 0.5 to 0.9 times AdamW's learning rate, with warm-up.
+
+    Args:
+      learning_rate: a number or a schedule of the step count.
+      b1: see ``scale_by_came``, as all arguments not listed here.
+      b2: decay of the second moment.
+      b3: decay of the instability.
+      eps: added to the squared gradient.
+      eps_instability: added to the squared instability.
+      clipping_threshold: the largest RMS of an update before momentum.
+      factoring: which dims of each parameter are factored.
+      mu_dtype: dtype in which the momentum is stored.
+      debias_instability: correct the instability for starting at zero.
+      weight_decay: :math:`\lambda`, multiplied by the learning rate; a number or a schedule.
+      weight_decay_mask: a tree of booleans as the parameters, or a function that makes one from
+        them; True where weights decay.
+
+    Returns:
+      A ``GradientTransformation`` whose ``update`` needs ``params``.
+
+    Raises:
+      ValueError: as ``scale_by_came``; also on a negative ``weight_decay``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optax_ext
+      >>> tx = optax_ext.came(optax.warmup_cosine_decay_schedule(0.0, 0.1, 10, 100))
+      >>> params = {"w": jnp.ones((4, 8))}
+      >>> state = tx.init(params)
+      >>> loss = lambda p: jnp.mean((p["w"] - 3.0) ** 2)
+      >>> for _ in range(100):
+      ...     updates, state = tx.update(jax.grad(loss)(params), state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> bool(loss(params) < 1e-2)
+      True
+
+    References:
+      Luo, Ren, Zheng, Jiang, Jiang, You: CAME: Confidence-guided Adaptive Memory Efficient
+      Optimization, ACL 2023, arXiv 2307.02047.
+    """
+    if not callable(weight_decay):
+        _validate.non_negative(weight_decay=weight_decay)
+    return _validate.keep_dtype(
+        optax.chain(
+            scale_by_came(
+                b1,
+                b2,
+                b3,
+                eps=eps,
+                eps_instability=eps_instability,
+                clipping_threshold=clipping_threshold,
+                factoring=factoring,
+                mu_dtype=mu_dtype,
+                debias_instability=debias_instability,
+            ),
+            optax.add_decayed_weights(weight_decay, weight_decay_mask),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+    )
