@@ -1,0 +1,210 @@
+"""Partition specs: of parameters, of what ZeRO shards, and of any transformation's state."""
+
+import math
+import warnings
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+AnyMesh = Mesh | AbstractMesh
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def _is_box(x: Any) -> bool:
+    # Flax's boxes for partition metadata, known by their method: Flax is not needed here.
+    return hasattr(x, "get_partition_spec")
+
+
+def path_str(path: Any) -> str:
+    """A key path as ``params/dense/kernel``."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def shardings(mesh: AnyMesh, specs: Any) -> Any:
+    """A ``NamedSharding`` for every spec of a tree."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
+
+
+def axes_of(entry: Any) -> tuple[str, ...]:
+    """The mesh axes that one entry of a spec names."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def num_shards(mesh: AnyMesh, spec: PartitionSpec) -> int:
+    """Into how many different parts a spec cuts an array."""
+    return math.prod(mesh.shape[axis] for entry in spec for axis in axes_of(entry))
+
+
+def resolve_param_specs(params: Any, param_specs: Any, mesh: AnyMesh) -> Any:
+    """A spec for every parameter: the argument, else Flax metadata, else replicated.
+
+    Args:
+      params: arrays or ``ShapeDtypeStruct``; may hold Flax's partition boxes.
+      param_specs: a tree of specs, of which a whole part of ``params`` may share one (a prefix);
+        None to take the metadata.
+      mesh: the mesh whose axes the specs name.
+
+    Raises:
+      ValueError: if the trees do not match, or a spec does not fit its parameter or the mesh.
+    """
+    if param_specs is None:
+        specs = jax.tree.map(
+            lambda x: (
+                jax.tree.map(lambda _: x.get_partition_spec(), x) if _is_box(x) else PartitionSpec()
+            ),
+            params,
+            is_leaf=_is_box,
+        )
+    else:
+        try:
+            specs = jax.tree.map(
+                lambda spec, part: jax.tree.map(lambda _: spec or PartitionSpec(), part),
+                param_specs,
+                params,
+                is_leaf=lambda x: x is None or _is_spec(x),
+            )
+        except ValueError as error:
+            raise ValueError(f"param_specs does not match the parameters: {error}") from None
+
+    def check(path: Any, leaf: Any, spec: PartitionSpec) -> None:
+        _check_spec(path_str(path), tuple(leaf.shape), spec, mesh)
+
+    jax.tree_util.tree_map_with_path(check, params, specs)
+    return specs
+
+
+def _check_spec(path: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> None:
+    if len(spec) > len(shape):
+        raise ValueError(f"{spec} for {path!r} has more entries than its shape {shape}.")
+    for dim, entry in enumerate(spec):
+        for axis in axes_of(entry):
+            if axis not in mesh.axis_names:
+                raise ValueError(
+                    f"{spec} for {path!r}: axis {axis!r} is not in the mesh {mesh.axis_names}."
+                )
+        size = num_shards(mesh, PartitionSpec(entry))
+        if shape[dim] % size:
+            raise ValueError(
+                f"{spec} for {path!r}: dim {dim} of shape {shape} does not divide by {size}."
+            )
+
+
+def add_axis(
+    shape: tuple[int, ...],
+    spec: PartitionSpec,
+    axis: str | tuple[str, ...],
+    size: int,
+    min_size: int,
+) -> tuple[PartitionSpec, int, str]:
+    """Adds a mesh axis, or several, to the longest free dim that divides.
+
+    Args:
+      shape: the array's global shape.
+      spec: what is sharded already; those dims stay as they are.
+      axis: the mesh axes to add.
+      size: how many devices they have.
+      min_size: arrays of fewer elements stay whole.
+
+    Returns:
+      The new spec, the dim that was chosen (-1: none), and why none was.
+    """
+    if math.prod(shape) < max(min_size, 1):
+        return spec, -1, f"whole: {math.prod(shape)} elements, min_shard_size is {min_size}"
+    entries = list(spec) + [None] * (len(shape) - len(spec))
+    free = [d for d, e in enumerate(entries) if e is None and shape[d] and shape[d] % size == 0]
+    if not free:
+        return spec, -1, f"whole: no free dim of {shape} divides by {size}"
+    dim = max(free, key=lambda d: (shape[d], -d))
+    entries[dim] = axis
+    return PartitionSpec(*entries), dim, ""
+
+
+def state_specs(
+    tx: optax.GradientTransformation, params: Any, param_specs: Any, mesh: AnyMesh
+) -> Any:
+    """A partition spec for every leaf of a transformation's state, without rules of its own.
+
+    ``tx.init`` is traced on abstract parameters that carry their shardings on a mesh of Explicit
+    axes; the types of the result tell how each leaf lies: a moment lies as its parameter does, a
+    row statistic as the rows, a counter is replicated.
+
+    Args:
+      tx: any optax transformation.
+      params: the parameters, or ``ShapeDtypeStruct`` in their place.
+      param_specs: a tree of specs as ``params`` (a prefix will do), or None for Flax metadata, or
+        replicated.
+      mesh: the mesh whose axes the specs name; of any axis types, or abstract.
+
+    Returns:
+      A tree as ``tx.init(params)`` with a ``PartitionSpec`` for every array; good as the
+      ``out_shardings`` of ``tx.init`` and of the update on any mesh of these axes.
+
+    Raises:
+      ValueError: if a spec does not fit its parameter or the mesh.
+
+    Warns:
+      UserWarning: if ``tx.init`` cannot be traced with shardings in its types; then leaves that
+        have the shape and path of a parameter lie as it does, and all others are replicated.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, sharding as shd
+      >>> from jax.sharding import AbstractMesh, PartitionSpec as P
+      >>> mesh = AbstractMesh((4, 2), ("data", "model"))
+      >>> params = {"w": jax.ShapeDtypeStruct((256, 512), jnp.float32)}
+      >>> specs = shd.state_specs(optax.adafactor(1e-3), params, {"w": P("data", "model")}, mesh)
+      >>> specs[0].v_row["w"], specs[0].v_col["w"]
+      (P('data',), P('model',))
+    """
+    specs = resolve_param_specs(params, param_specs, mesh)
+    explicit = AbstractMesh(
+        tuple(mesh.shape.values()),
+        mesh.axis_names,
+        axis_types=(AxisType.Explicit,) * len(mesh.axis_names),
+    )
+    typed = jax.tree.map(
+        lambda x, spec: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=NamedSharding(explicit, spec)
+        ),
+        params,
+        specs,
+    )
+    try:
+        with jax.sharding.use_abstract_mesh(explicit):
+            state = jax.eval_shape(tx.init, typed)
+    except Exception as error:  # whatever the transformation's own code raises
+        return _specs_by_path(tx, params, specs, error)
+    return jax.tree.map(
+        lambda x: PartitionSpec() if x.sharding is None else PartitionSpec(*x.sharding.spec), state
+    )
+
+
+def _specs_by_path(
+    tx: optax.GradientTransformation, params: Any, specs: Any, error: Exception
+) -> Any:
+    plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    state = jax.eval_shape(tx.init, plain)  # raises the transformation's own error, if it has one
+    warnings.warn(
+        f"the transformation's init does not work on sharded types ({type(error).__name__}: "
+        f"{error}); state leaves are matched to parameters by path and shape, others replicated.",
+        stacklevel=3,
+    )
+    known = {
+        (path, tuple(leaf.shape)): spec
+        for (path, leaf), spec in zip(
+            jax.tree_util.tree_leaves_with_path(plain),
+            jax.tree.leaves(specs, is_leaf=_is_spec),
+            strict=True,
+        )
+    }
+
+    def match(path: Any, leaf: Any) -> PartitionSpec:
+        suffixes = (path[i:] for i in range(len(path) + 1))
+        found = (known.get((tuple(s), tuple(leaf.shape))) for s in suffixes)
+        return next((spec for spec in found if spec is not None), PartitionSpec())
+
+    return jax.tree_util.tree_map_with_path(match, state)

@@ -1,0 +1,121 @@
+"""Train states, batches, and functions that are compiled for the state they meet."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding
+
+from sharding._specs import AnyMesh, path_str
+
+
+def parts(
+    state: Any, tx: optax.GradientTransformation | None
+) -> tuple[Any, Any, optax.GradientTransformation]:
+    """(params, opt_state, tx) of a Flax ``TrainState`` or a pair."""
+    if all(hasattr(state, name) for name in ("params", "opt_state", "tx", "replace")):
+        if tx is not None and tx is not state.tx:
+            raise ValueError("tx was given, but the train state has a tx of its own.")
+        return state.params, state.opt_state, state.tx
+    if isinstance(state, tuple) and len(state) == 2:
+        if tx is None:
+            raise ValueError("a state that is a pair (params, opt_state) needs the argument tx.")
+        return state[0], state[1], tx
+    raise ValueError(
+        "the state must be a Flax TrainState or a pair (params, opt_state), got "
+        f"{type(state).__name__}."
+    )
+
+
+def params_of(state: Any) -> Any:
+    """The parameters of a ``TrainState`` or a pair."""
+    return state[0] if isinstance(state, tuple) else state.params
+
+
+def step_key(state: Any, key: Any) -> Any:
+    """The random key of this step: a key for the run folded by the step count."""
+    if isinstance(state, tuple):
+        if key is None:
+            raise ValueError(
+                "rngs=True with a state that is a pair needs a new key in each call: "
+                "step(state, batch, key)."
+            )
+        return key
+    return jax.random.fold_in(jax.random.key(0) if key is None else key, state.step)
+
+
+def sharding_on(leaf: Any, mesh: AnyMesh) -> NamedSharding | None:
+    """How a real or abstract array lies on the mesh; None where that is not known."""
+    if isinstance(leaf, jax.core.Tracer):
+        return None
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or dict(sharding.mesh.shape) != dict(mesh.shape):
+        return None
+    return sharding
+
+
+def check_placed(tree: Any, shardings: Any) -> None:
+    """Raises if a real array lies otherwise than it should."""
+
+    def check(path: Any, leaf: Any, want: NamedSharding) -> None:
+        if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
+            return
+        have = getattr(leaf, "sharding", None)
+        if have is None or not have.is_equivalent_to(want, jnp.ndim(leaf)):
+            raise ValueError(
+                f"{path_str(path)!r} should lie on the mesh {dict(want.mesh.shape)} as "
+                f"{want.spec}, found {have if have is not None else type(leaf).__name__}. Make "
+                "the state with zero.init, or place it with "
+                "jax.device_put(state, zero.shardings(state))."
+            )
+
+    jax.tree_util.tree_map_with_path(check, tree, shardings)
+
+
+def check_batch(batch: Any, devices: int, microbatches: int) -> None:
+    """Raises if an array's first dim cannot be cut into a part per device and micro-batch."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if np.ndim(leaf) and leaf.shape[0] % (devices * microbatches):
+            raise ValueError(
+                f"batch array {path_str(path)!r} of shape {leaf.shape}: its first dim does not "
+                f"divide by {devices} devices times {microbatches} micro-batches."
+            )
+
+
+class CompiledStep:
+    """A jitted function of (state, batch), compiled for the first state and batch it meets.
+
+    Only then is it known how they lie. Another structure or other shapes compile again, as in
+    ``jax.jit``.
+    """
+
+    def __init__(
+        self,
+        compile_: Callable[[Any, Any], Callable[..., Any]],
+        check: Callable[[Any], None],
+        select: Callable[[Any], Any] = lambda state: state,
+    ):
+        self._compile = compile_
+        self._check = check
+        self._select = select
+        self._compiled: dict[Any, Any] = {}
+
+    def __call__(self, state: Any, batch: Any, key: Any = None) -> Any:
+        """Runs the function."""
+        return self._jitted(state, batch)(self._select(state), batch, key)
+
+    def lower(self, state: Any, batch: Any, key: Any = None) -> jax.stages.Lowered:
+        """Lowers the function for real or abstract arguments, as ``jax.jit(f).lower``."""
+        return self._jitted(state, batch).lower(self._select(state), batch, key)
+
+    def _jitted(self, state: Any, batch: Any) -> Any:
+        self._check(batch)
+        state = self._select(state)
+        leaves, treedef = jax.tree.flatten((state, batch))
+        signature = (treedef, tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves))
+        if signature not in self._compiled:
+            self._compiled[signature] = self._compile(state, batch)
+        return self._compiled[signature]
