@@ -1,0 +1,127 @@
+"""A small transformer with odd shapes in plain JAX, data of uneven scale, and its optimizers.
+
+No leaf has a true gradient of zero (so no bias of attention keys): there a sharded and an unsharded
+run would differ by nothing but rounding noise.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optax_ext
+
+VOCAB, WIDTH, HEADS, LENGTH, BATCH = 61, 40, 5, 6, 16
+
+# Learning rates at which training is calm: chaos would grow rounding by powers of ten a step.
+OPTIMIZERS = {
+    "came": lambda: optax.chain(
+        optax.clip_by_global_norm(0.5), optax_ext.came(1e-4, weight_decay=0.1)
+    ),
+    "adafactor": lambda: optax_ext.adafactor(
+        1e-3, momentum=0.9, factoring=optax_ext.last_two_dims()
+    ),
+    "adamw": lambda: optax.adamw(1e-3),
+    "lamb": lambda: optax.lamb(1e-3),
+    "muon": lambda: optax.contrib.muon(1e-3),
+}
+
+
+def init_params(dtype):
+    """Each shape is here for a reason. NumPy draws: random bits of jax compile slowly."""
+    shapes = {
+        "embed": (VOCAB, WIDTH),  # first dim odd
+        "scale": (WIDTH,),  # a vector
+        "query": (WIDTH, HEADS, 8),  # attention kernels: three dims
+        "value": (WIDTH, HEADS, 8),
+        "out": (HEADS, 8, WIDTH),
+        "mlp": (2, WIDTH, 24),  # stacked: two branches
+        "mlp_bias": (2, 24),
+        "down": (48, WIDTH),
+        "narrow": (WIDTH, 1),  # a dim of one
+        "odd": (WIDTH, 7),  # only one dim divides
+        "prime": (7, 13),  # nothing divides
+        "unembed": (13, VOCAB),
+        "gain": (),  # a scalar
+    }
+    rng = np.random.default_rng(0)
+    params = {
+        name: rng.normal(1.0 if len(shape) < 2 else 0.0, (shape or (1,))[0] ** -0.5, shape)
+        for name, shape in shapes.items()
+    }
+    return {name: jnp.asarray(value, dtype) for name, value in params.items()}
+
+
+def loss_per_example(params, batch):
+    """Cross entropy of the next token, times the weight of the example."""
+    tokens = batch["tokens"]
+    x = params["embed"][tokens[:, :-1]] * params["scale"][None, None]
+    q = jnp.einsum("bte,ehd->bthd", x, params["query"])
+    v = jnp.einsum("bte,ehd->bthd", x, params["value"])
+    logits = jnp.einsum("bthd,bshd->bhts", q, jnp.roll(q, 1, axis=-1))
+    mask = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
+    attention = jax.nn.softmax(jnp.where(mask[None, None], logits, -1e30))
+    x = x + jnp.einsum("bhts,bshd,hde->bte", attention, v, params["out"])
+    h = jnp.tanh(jnp.einsum("bte,nef->btnf", x, params["mlp"]) + params["mlp_bias"][None, None])
+    x = x + h.reshape(*h.shape[:2], -1) @ params["down"]
+    x = x + jnp.tanh(x @ params["narrow"])
+    y = jnp.tanh(x @ params["odd"]) @ params["prime"] @ params["unembed"] * params["gain"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(y, tokens[:, 1:])
+    return losses.mean(axis=1) * batch["weight"].astype(y.dtype)
+
+
+def loss_fn(params, batch):
+    """The mean over the batch."""
+    return loss_per_example(params, batch).mean()
+
+
+def batch(step, size=BATCH):
+    """A batch whose eighths differ in scale by up to 1000, as uneven shards of real data do."""
+    rng = np.random.default_rng(step)
+    return {
+        "tokens": rng.integers(0, VOCAB, (size, LENGTH)),
+        "weight": np.repeat(10.0 ** rng.uniform(-2, 1, 8), size // 8),
+    }
+
+
+def make_state(tx, dtype):
+    """A function that makes (params, opt_state)."""
+
+    def make():
+        params = init_params(dtype)
+        return params, tx.init(params)
+
+    return make
+
+
+def train_alone(tx, dtype, steps):
+    """The reference: plain jax and optax on one device."""
+    params, opt_state = jax.jit(make_state(tx, dtype))()
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = optax.with_extra_args_support(tx).update(
+            grads, opt_state, params, value=loss
+        )
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    losses = []
+    for i in range(steps):
+        params, opt_state, loss = step(params, opt_state, batch(i))
+        losses.append(float(loss))
+    return (params, opt_state), losses
+
+
+def worst_leaf(state, reference):
+    """The largest difference of any leaf, as a part of the leaf's norm, and which leaf it is."""
+
+    def distance(path, a, b):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert a.shape == b.shape
+        worst.append((np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-300), path))
+
+    worst = []
+    jax.tree_util.tree_map_with_path(distance, state, reference)
+    size, path = max(worst, key=lambda pair: pair[0])
+    return size, jax.tree_util.keystr(path)
