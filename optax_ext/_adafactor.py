@@ -11,6 +11,7 @@ from optax_ext._factored import (
     FactoringRule,
     accumulator_dtype,
     check_rule,
+    check_shapes,
     clip_by_rms,
     divide_by_root,
     entries,
@@ -159,9 +160,11 @@ def _scale_by_parameter_rms(
     ) -> tuple[optax.Updates, optax.EmptyState]:
         if params is None:
             raise ValueError("adafactor with multiply_by_parameter_scale needs params in update.")
-        leaves, treedef = leaves_with_factoring(params, rule)
+        leaves, treedef = leaves_with_factoring(updates, rule)
+        arrays = entries(treedef, "params", params)
+        check_shapes(leaves, "params", arrays)
         out = []
-        for (_, p, dims), u in zip(leaves, entries(treedef, "params", updates), strict=True):
+        for (_, u, dims), p in zip(leaves, arrays, strict=True):
             if p.size:
                 dtype = accumulator_dtype(p.dtype)
                 floor = _validate.hyperparameter(min_scale, dtype)
@@ -187,6 +190,8 @@ def _momentum(decay: jax.typing.ArrayLike, dtype: Any | None) -> optax.GradientT
         updates: optax.Updates, state: MomentumState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, MomentumState]:
         del params
+        leaves, treedef = leaves_with_factoring(updates, None)
+        check_shapes(leaves, "mu", entries(treedef, "mu", state.mu))
 
         def average(u: jax.Array, mu: jax.Array) -> jax.Array:
             wide = jnp.promote_types(accumulator_dtype(u.dtype), mu.dtype)

@@ -14,6 +14,7 @@ from optax_ext._factored import (
     Moment,
     accumulator_dtype,
     check_rule,
+    check_shapes,
     clip_by_rms,
     divide_by_root,
     entries,
@@ -185,11 +186,13 @@ def scale_by_came(
         leaves, treedef = leaves_with_factoring(updates, rule)
         count = optax.safe_increment(state.count)
         nus = join_moments(treedef, leaves, nu=state.nu, nu_row=state.nu_row, nu_col=state.nu_col)
+        mus = entries(treedef, "mu", state.mu)
+        check_shapes(leaves, "mu", mus)
         results = [
             _update_leaf(g, mu, nu, Moment(None, row, col), dims, count, hyper)
             for (_, g, dims), mu, nu, row, col in zip(
                 leaves,
-                entries(treedef, "mu", state.mu),
+                mus,
                 nus,
                 entries(treedef, "instability_row", state.instability_row),
                 entries(treedef, "instability_col", state.instability_col),

@@ -151,8 +151,9 @@ class two_largest_dims:
 class by_path:
     """The first pattern found in a parameter's path decides.
 
-    Paths are the keys joined by ``/``, such as ``params/block_0/attn/query/kernel``; a pattern is a
-    regular expression that may match anywhere in it (``re.search``).
+    Paths are the keys joined by ``/``, such as ``params/block_0/attn/query/kernel``, whether or not
+    the parameter is in a Flax box (``nn.Partitioned``, ``nnx.Param``); a pattern is a regular
+    expression that may match anywhere in it (``re.search``).
 
     Args:
       rules: pattern -> ``Factoring``, another rule, or None for a full second moment.
@@ -175,7 +176,12 @@ class by_path:
         default: FactoringRule | None = last_two_dims(),
     ):
         for pattern, rule in rules.items():
-            re.compile(pattern)
+            try:
+                re.compile(pattern)
+            except (re.error, TypeError) as error:
+                raise ValueError(
+                    f"pattern {pattern!r} is not a regular expression: {error}."
+                ) from None
             check_rule(f"the rule of pattern {pattern!r}", rule)
         object.__setattr__(self, "rules", tuple(rules.items()))
         object.__setattr__(self, "default", check_rule("default", default))
@@ -319,7 +325,7 @@ def leaves_with_factoring(
     flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
 
     def one(path: Any, leaf: Any) -> tuple[str, Any, Factoring]:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        name = _path_name(path)
         _validate.floating(name, leaf)
         shape = tuple(leaf.shape)
         # An array without elements has no means to keep.
@@ -327,6 +333,12 @@ def leaves_with_factoring(
         return name, leaf, (found or Factoring()).resolve(name, shape)
 
     return [one(path, leaf) for path, leaf in flat], treedef
+
+
+def _path_name(path: Any) -> str:
+    """The keys joined by ``/``, without the ``.value`` of a Flax box around the parameter."""
+    boxed = len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value")
+    return jax.tree_util.keystr(path[:-1] if boxed else path, simple=True, separator="/")
 
 
 def split_moments(treedef: Any, moments: list[Moment]) -> tuple[Any, Any, Any]:
@@ -363,6 +375,16 @@ def join_moments(
                 "other parameters or another factoring rule."
             )
     return moments
+
+
+def check_shapes(leaves: list[tuple[str, Any, Factoring]], field: str, arrays: list[Any]) -> None:
+    """Raises unless each gradient has the shape of its array in ``field``."""
+    for (path, leaf, _), array in zip(leaves, arrays, strict=True):
+        if leaf.shape != array.shape:
+            raise ValueError(
+                f"gradient {path!r} of shape {tuple(leaf.shape)} does not match {field!r}, where "
+                f"it has shape {tuple(array.shape)}."
+            )
 
 
 def _moment_shapes(shape: Dims, factoring: Factoring) -> list[Dims | None]:

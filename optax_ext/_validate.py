@@ -51,7 +51,10 @@ def as_dtype(name: str, value: Any) -> np.dtype | None:
     """
     if value is None:
         return None
-    dtype = jnp.dtype(getattr(value, "dtype", value))
+    try:
+        dtype = jnp.dtype(value.dtype if isinstance(value, jax.Array | np.ndarray) else value)
+    except TypeError:
+        raise ValueError(f"{name} must be a floating dtype, got {value!r}.") from None
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"{name} must be a floating dtype, got {dtype}.")
     return dtype

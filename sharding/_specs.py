@@ -178,9 +178,14 @@ def state_specs(
             state = jax.eval_shape(tx.init, typed)
     except Exception as error:  # whatever the transformation's own code raises
         return _specs_by_path(tx, params, specs, error)
-    return jax.tree.map(
-        lambda x: PartitionSpec() if x.sharding is None else PartitionSpec(*x.sharding.spec), state
-    )
+    return jax.tree.map(_spec_of, state)
+
+
+def _spec_of(x: jax.ShapeDtypeStruct) -> PartitionSpec:
+    entries = [] if x.sharding is None else list(x.sharding.spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
 
 
 def _specs_by_path(

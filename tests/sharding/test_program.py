@@ -16,7 +16,6 @@ import sharding as shd
 from . import hlo, model
 
 DEVICES = 8
-WIDTHS = (64, 256, 128)
 # Two matrices that are cut, two vectors that are too small to be.
 SHAPES = {"w0": (64, 256), "b0": (256,), "w1": (256, 128), "b1": (128,)}
 CUT = [math.prod(SHAPES[name]) for name in ("w0", "w1")]
@@ -56,7 +55,6 @@ def compiled(stage, optimizer, microbatches, kind=AxisType.Auto):
     state = jax.eval_shape(init(tx), jax.random.key(0))
     step = zero.train_step(loss_fn, tx=tx, microbatches=microbatches)
     batch = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-    # The accumulation loop must be a loop: XLA unrolls short ones.
     return step.lower(state, batch).compile()
 
 
@@ -161,4 +159,4 @@ def test_the_state_is_born_sharded():
     assert memory.output_size_in_bytes <= params + moments + 64 * 12
     state = zero.init(make, jax.random.key(0), tx=tx)
     assert state[1][0].mu["w1"].addressable_shards[0].data.shape == (256 // DEVICES, 128)
-    assert state[1][0].mu["w1"].sharding.spec == PartitionSpec("data", None)
+    assert state[1][0].mu["w1"].sharding.spec == PartitionSpec("data")

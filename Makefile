@@ -1,0 +1,52 @@
+# make train   trains a language model with CAME under ZeRO stage 2 (the main job)
+# make test    runs all tests, doctests and the notebook
+# make lint    checks style and types
+# make compare trains with CAME, Adafactor and AdamW, and redraws the picture in README.md
+# make wheel   builds the distribution into dist/
+#
+# Each installs what it needs into .venv. PYTHON names the interpreter to make it with.
+
+PYTHON ?= python3
+BIN := .venv/bin
+# JAX's wheels for the accelerators that this machine shows.
+ACCELERATOR := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo ,cuda; \
+                       elif ls /dev/accel0 /dev/vfio/0 >/dev/null 2>&1; then echo ,tpu; fi)
+
+.PHONY: train test lint compare wheel clean
+
+train: .venv/examples
+	$(BIN)/python examples/train_lm.py
+
+compare: .venv/examples
+	$(BIN)/python examples/train_lm.py --compare came,adafactor,adamw --name compare
+	cp runs/compare/compare.png docs/compare.png
+	$(BIN)/python benchmarks/state_bytes.py
+
+test: .venv/test
+	$(BIN)/python -m pytest -n auto --maxprocesses 8
+
+lint: .venv/lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+wheel: .venv/wheel
+	$(BIN)/python -m build --wheel
+
+clean:
+	rm -rf .venv dist runs .pytest_cache .mypy_cache .ruff_cache
+
+# One stamp for each set of dependencies, remade when what they depend on changes.
+.venv/examples: EXTRAS = [examples$(ACCELERATOR)]
+.venv/test: EXTRAS = [test$(ACCELERATOR)]
+.venv/lint: EXTRAS = [test,lint]
+.venv/wheel: EXTRAS = [wheel]
+.venv/examples .venv/test .venv/lint .venv/wheel: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.$(EXTRAS)'
+	@touch $@
+
+# Some systems ship Python without ensurepip; virtualenv brings its own.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "optax-ext needs Python 3.11 or newer; name one with make PYTHON=...")'
+	$(PYTHON) -m venv .venv || \
+		($(PYTHON) -m pip install --user virtualenv && $(PYTHON) -m virtualenv .venv)

@@ -1,0 +1,119 @@
+"""The model of train_lm.py: a small decoder-only transformer over bytes, in Flax linen."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A model's size, and the batch and learning rates that suit it."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int  # bytes
+    batch_size: int  # windows of `context` bytes, all devices together
+    steps: int
+    vocabulary: int = 256
+    learning_rate_scale: float = 1.0  # times the optimizer's own: wide models want smaller steps
+
+
+CONFIGS = {
+    "smoke": Config(layers=2, width=32, heads=2, context=32, batch_size=8, steps=30),
+    "small": Config(layers=4, width=128, heads=4, context=128, batch_size=16, steps=600),
+    "medium": Config(
+        layers=8,
+        width=512,
+        heads=8,
+        context=512,
+        batch_size=64,
+        steps=5000,
+        learning_rate_scale=0.3,
+    ),
+    # The shape of GPT-2 small: 124M parameters. Bytes are the first 256 words of its vocabulary.
+    "gpt2-small": Config(
+        layers=12,
+        width=768,
+        heads=12,
+        context=1024,
+        batch_size=64,
+        steps=20000,
+        vocabulary=50257,
+        learning_rate_scale=0.2,
+    ),
+}
+
+
+class TransformerLM(nn.Module):
+    """Tokens (batch, length) to logits (batch, length, vocabulary)."""
+
+    config: Config
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Each position's logits are for the token after it."""
+        config = self.config
+        small = nn.initializers.normal(0.02)
+        embed = nn.Embed(config.vocabulary, config.width, embedding_init=small, name="embed")
+        x = nn.RMSNorm(name="embed_norm")(embed(tokens))
+        for i in range(config.layers):
+            x = Block(config, name=f"block_{i}")(x)
+        return embed.attend(nn.RMSNorm(name="norm")(x))
+
+
+class Block(nn.Module):
+    """Causal attention, then an MLP, each on the normalized residual stream."""
+
+    config: Config
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``x``: (batch, length, width)."""
+        config = self.config
+        width, head_dim = config.width, config.width // config.heads
+        # Kernels that read the stream keep its scale; the sum of all that write to it keeps it too.
+        into = nn.initializers.normal(width**-0.5)
+        out = nn.initializers.normal((2 * config.layers * width) ** -0.5)
+
+        def heads(name: str) -> nn.Module:
+            return nn.DenseGeneral(
+                (config.heads, head_dim), use_bias=False, kernel_init=into, name=name
+            )
+
+        y = nn.RMSNorm(name="attention_norm")(x)
+        q, k, v = rotate(heads("query")(y)), rotate(heads("key")(y)), heads("value")(y)
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        x += nn.DenseGeneral(width, axis=(-2, -1), use_bias=False, kernel_init=out, name="out")(y)
+
+        y = nn.RMSNorm(name="mlp_norm")(x)
+        y = nn.Dense(4 * width, use_bias=False, kernel_init=into, name="up")(y)
+        y = jnp.square(jax.nn.relu(y))
+        return x + nn.Dense(width, use_bias=False, kernel_init=out, name="down")(y)
+
+
+def rotate(x: jax.Array) -> jax.Array:
+    """Rotary positions: turns pairs of features of (batch, length, heads, head_dim)."""
+    length, half = x.shape[1], x.shape[3] // 2
+    angle = jnp.arange(length)[:, None, None] * 10000.0 ** (-jnp.arange(half) / half)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
+def sample(model: TransformerLM, params: dict, prompt: bytes, length: int, seed: int = 0) -> bytes:
+    """Continues ``prompt``, one byte at a time, at temperature 0.8; as long as the context."""
+
+    @jax.jit
+    def generate(params: dict, window: jax.Array, key: jax.Array) -> jax.Array:
+        def append(window: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+            logits = model.apply({"params": params}, window[None])[0, -1, :256]
+            token = jax.random.categorical(key, logits / 0.8)
+            return jnp.append(window[1:], token), token
+
+        return jax.lax.scan(append, window, jax.random.split(key, length))[1]
+
+    window = jnp.asarray(list(prompt[-model.config.context :]), jnp.int32)
+    return bytes(generate(params, window, jax.random.key(seed)).tolist())

@@ -1,0 +1,379 @@
+"""Trains a byte-level language model with CAME, its memory cut over the devices by ZeRO.
+
+The text is the source code of Python's standard library; the devices are the GPUs or TPUs there
+are, else 8 virtual CPU devices. Stop it by any means: the same command goes on where it was.
+Everything of a run is in runs/NAME/: metrics.jsonl, loss.png, layout.txt (where each array lies),
+summary.json, checkpoints.
+
+  python examples/train_lm.py                                   # CAME, ZeRO stage 2: 3 minutes
+  python examples/train_lm.py --optimizer adamw --stage 0       # plain data parallelism
+  python examples/train_lm.py --compare came,adafactor,adamw    # three runs, one plot
+  python examples/train_lm.py --data ~/books --steps 2000 --name books
+  python examples/train_lm.py --config gpt2-small --microbatches 4
+"""
+
+import argparse
+import copy
+import dataclasses
+import json
+import os
+import pathlib
+import shlex
+import signal
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from _corpus import Corpus
+from _model import CONFIGS, TransformerLM, sample
+from _report import (
+    Metrics,
+    Progress,
+    bits,
+    console,
+    plot_compare,
+    plot_loss,
+    print_memory,
+    print_summary,
+    read_metrics,
+    write_json,
+)
+from flax.training.train_state import TrainState
+
+import optax_ext
+import sharding as shd
+
+
+def matrices(params):
+    """Where weights decay: everywhere but in the scales of norms."""
+    return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+DECAY = {"weight_decay": 0.1}
+RULE = {"factoring": optax_ext.flax_attention()}  # an attention kernel is embed x (heads, head_dim)
+
+# How to make each of a learning rate's schedule, and the rate's peak for --config small. Those of
+# came, adafactor and adamw are the best of four each on held-out text; the others are not tuned.
+OPTIMIZERS = {
+    "came": (
+        # A short run does not outlive the early spike that debias_instability removes.
+        lambda lr: optax_ext.came(
+            lr, **RULE, debias_instability=True, **DECAY, weight_decay_mask=matrices
+        ),
+        4e-3,
+    ),
+    "adafactor": (lambda lr: optax_ext.adafactor(lr, **RULE), 3e-2),
+    "adamw": (lambda lr: optax.adamw(lr, b2=0.95, **DECAY, mask=matrices), 4e-3),
+    "lamb": (lambda lr: optax.lamb(lr, **DECAY, mask=matrices), 1e-2),
+    "lion": (lambda lr: optax.lion(lr, **DECAY, mask=matrices), 5e-4),
+    "muon": (lambda lr: optax.contrib.muon(lr, adam_learning_rate=lambda i: lr(i) / 5), 2e-2),
+    "sgd": (lambda lr: optax.sgd(lr, momentum=0.9), 3e-1),
+}
+
+
+def make_optimizer(name, peak, steps):
+    """The whole chain, and its schedule: warm-up to ``peak``, then a cosine down to 5 % of it."""
+    make, _ = OPTIMIZERS[name]
+    warmup = max(1, min(steps // 20, 1000))
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps, 0.05 * peak)
+    return optax.chain(optax.clip_by_global_norm(1.0), make(schedule)), schedule
+
+
+def train(options, corpus, mesh, directory, stop):
+    """One run in ``directory``: begins it, goes on with it or, where it is finished, reads it.
+
+    Returns:
+      The run's summary; None if it was stopped.
+    """
+    check_same_run(options, corpus, directory)
+    if (directory / "summary.json").exists():
+        console.print(f"{directory} is finished; another --name begins a new run.")
+        return json.loads((directory / "summary.json").read_text())
+
+    model = TransformerLM(CONFIGS[options.config])
+    tx, schedule = make_optimizer(options.optimizer, options.learning_rate, options.steps)
+
+    def make_state(key, tx=tx):
+        params = model.init(key, jnp.zeros((1, corpus.context), jnp.int32))["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    def loss_fn(params, windows):
+        logits = model.apply({"params": params}, windows[:, :-1])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
+        return losses.mean()
+
+    # This is all the sharding there is. A step cuts the batch over the devices, reduce-scatters
+    # the gradients, updates each device's shard, and gathers the parameters.
+    zero = shd.Zero(mesh, stage=options.stage)
+    step = zero.train_step(loss_fn, microbatches=options.microbatches)
+    evaluate = zero.eval_step(loss_fn)
+
+    key = jax.random.key(options.seed)
+    abstract = jax.eval_shape(make_state, key)  # shapes only: nothing is computed yet
+    memory = show_layout(options, corpus, zero, abstract, make_state, directory)
+
+    manager = ocp.CheckpointManager(
+        directory.absolute() / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=2)
+    )
+    held_out = np.split(corpus.validation(16 * options.batch_size), 16)
+
+    def validate(state):
+        return float(np.mean([evaluate(state, zero.put(windows)) for windows in held_out]))
+
+    start = manager.latest_step()
+    if start is None:
+        start, state = 0, zero.init(make_state, key)  # born sharded, never whole on one device
+        metrics = Metrics(directory / "metrics.jsonl", keep=0)
+        console.print("Measuring the untrained model; the first time, this compiles.")
+        metrics.write({"step": 0, "val_loss": validate(state)})
+    else:
+        console.print(f"Going on from the checkpoint at step {start}.")
+        target = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            abstract,
+            zero.shardings(abstract),
+        )
+        state = manager.restore(start, args=ocp.args.StandardRestore(target))
+        metrics = Metrics(directory / "metrics.jsonl", keep=start + 1)  # steps 0 to start
+
+    tokens = options.batch_size * corpus.context
+    with Progress(options.optimizer, metrics.rows, options.steps, tokens) as progress:
+        for i in range(start + 1, options.steps + 1):
+            windows = corpus.batch(options.seed, i, options.batch_size)
+            state, out = step(state, zero.put(windows))
+            row = {"step": i, "loss": float(out["loss"]), "learning_rate": float(schedule(i - 1))}
+            last, stopping = i == options.steps, bool(stop)
+            if last or i % max(1, options.steps // 10) == 0:
+                row["val_loss"] = validate(state)
+            metrics.write(row)  # before the checkpoint, so that none is ahead of the metrics
+            progress.update(row)
+            if last or stopping or i % options.checkpoint_every == 0:
+                manager.save(i, args=ocp.args.StandardSave(state))  # written in the background
+            if stopping and not last:
+                manager.close()  # waits until it is written
+                return None
+    manager.close()
+
+    params, prompt = jax.device_get(state.params), corpus.prompt()
+    summary = {
+        "optimizer": options.optimizer,
+        "steps": options.steps,
+        "val_loss": metrics.rows[-1]["val_loss"],
+        "bits_per_byte": bits(metrics.rows[-1]["val_loss"]),
+        "prompt": prompt.decode(errors="replace"),
+        "sample": sample(model, params, prompt, 300, options.seed).decode(errors="replace"),
+        **memory,
+    }
+    plot_loss(directory / "loss.png", str(directory), metrics.rows)
+    write_json(directory / "summary.json", summary)  # says that the run is finished
+    return summary
+
+
+def show_layout(options, corpus, zero, abstract, make_state, directory):
+    """Prints what lives where, beside AdamW without ZeRO; returns sizes for the summary."""
+    num_params = sum(x.size for x in jax.tree.leaves(abstract.params))
+    console.print(
+        f"{directory}: {num_params / 1e6:.2f}M parameters. {corpus.files} files in {corpus.path}: "
+        f"{len(corpus.train):,} bytes to train on, {len(corpus.held_out):,} held out."
+    )
+    plain = dataclasses.replace(zero, stage=0)
+    adamw, _ = make_optimizer("adamw", 1.0, options.steps)
+    abstract_adamw = jax.eval_shape(lambda key: make_state(key, adamw), jax.random.key(0))
+    layout = zero.describe(abstract)
+    columns = {
+        f"{options.optimizer}, ZeRO {zero.stage}, {zero.mesh.size} devices": layout,
+        "adamw, no ZeRO": plain.describe(abstract_adamw),
+    }
+    print_memory({title: layout.bytes_per_device for title, layout in columns.items()}, zero.stage)
+    (directory / "layout.txt").write_text(f"{layout}\n")
+    return {
+        "bytes_per_device": layout.bytes_per_device,
+        "bytes_without_zero": plain.describe(abstract).bytes_per_device,
+    }
+
+
+def compare(options, corpus, mesh, directory, stop):
+    """A run for each optimizer, on the same batches, and one plot; None if it was stopped."""
+    summaries = {}
+    for name in options.compare:
+        one = copy.copy(options)
+        one.optimizer = name
+        one.learning_rate = tuned_learning_rate(one)
+        summaries[name] = train(one, corpus, mesh, directory / name, stop)
+        if summaries[name] is None:
+            return None
+        print_summary(summaries[name], directory / name)
+    rows = {name: read_metrics(directory / name / "metrics.jsonl") for name in summaries}
+    plot_compare(directory / "compare.png", rows, summaries)
+    return summaries
+
+
+# --- Runs that were begun before ------------------------------------------------------------------
+
+
+class UserError(Exception):
+    """A mistake of whoever gave the command; shown in one line."""
+
+
+# What decides the losses. Other devices, or another stage, change them by rounding alone.
+IDENTITY = ("config", "optimizer", "learning_rate", "steps", "batch_size", "seed")
+
+
+def check_same_run(options, corpus, directory):
+    """Notes the options of a new run; complains if they are not those an old one began with."""
+    asked = {name: getattr(options, name) for name in IDENTITY}
+    asked |= {"data": str(corpus.path), "checksum": corpus.checksum}
+    note = directory / "options.json"
+    if not note.exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        write_json(note, asked)
+    begun = json.loads(note.read_text())
+    for name in asked:
+        if asked[name] == begun[name]:
+            continue
+        what = f"with --{name.replace('_', '-')} {begun[name]}, not {asked[name]}"
+        if name == "checksum":
+            what = f"when the text in {corpus.path} was another"
+        if name == "steps":
+            what += " (the learning rate's schedule depends on it)"
+        raise UserError(f"{directory} was begun {what}; give another --name to begin a new run")
+
+
+def catch_signals():
+    """Returns a list that gets the number of the first SIGINT or SIGTERM; a second one kills."""
+    caught = []
+
+    def note(number, _):
+        if caught:
+            os._exit(128 + number)
+        caught.append(number)
+        console.print("Stopping after this step; once more stops at once.")
+
+    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGTERM, note)
+    return caught
+
+
+# --- The command line -----------------------------------------------------------------------------
+
+
+def parse_args():
+    """The options of the command line; None where the size or the optimizer decides."""
+
+    def positive(text):
+        if int(text) < 1:
+            raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+        return int(text)
+
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [options]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.error = fail
+
+    add = parser.add_argument_group("the run").add_argument
+    add("--name", help="its folder in --runs-dir [made of the options]")
+    add("--runs-dir", metavar="PATH", type=pathlib.Path, default="runs", help="[%(default)s]")
+    add("--compare", metavar="A,B,...", help="train with each of these optimizers; one plot")
+    add("--seed", type=int, default=0, metavar="N", help="of weights and batches [%(default)s]")
+    add("--checkpoint-every", type=positive, metavar="STEPS", help="[a tenth of the run]")
+    add("--smoke", action="store_true", help="a run of seconds: short for --config smoke")
+
+    add = parser.add_argument_group("model and text").add_argument
+    sizes = {"choices": CONFIGS, "default": "small", "metavar": "SIZE"}
+    add("--config", **sizes, help=f"{', '.join(CONFIGS)} [%(default)s]")
+    add("--data", type=pathlib.Path, metavar="PATH", help="a file or a folder [Python's library]")
+    add("--steps", type=positive, metavar="N", help="[the size's]")
+    add("--batch-size", type=positive, metavar="N", help="windows a step [the size's]")
+
+    add = parser.add_argument_group("optimizer").add_argument
+    names = {"choices": OPTIMIZERS, "default": "came", "metavar": "NAME"}
+    add("--optimizer", **names, help=f"{', '.join(OPTIMIZERS)} [%(default)s]")
+    add("--learning-rate", type=float, metavar="X", help="the peak of its schedule [as tuned]")
+
+    add = parser.add_argument_group("devices; a run may go on with others").add_argument
+    add("--devices", type=positive, metavar="N", help="[all; without GPU or TPU 8 virtual ones]")
+    add("--stage", type=int, choices=(0, 1, 2), default=2, help="of ZeRO [%(default)s]")
+    add("--microbatches", type=positive, default=1, metavar="N", help="in a step [%(default)s]")
+    return resolve(parser.parse_args())
+
+
+def resolve(options):
+    """Fills in what depends on other options."""
+    if options.seed < 0:
+        fail(f"--seed must not be negative, got {options.seed}")
+    if options.smoke:
+        options.config = "smoke"
+    config = CONFIGS[options.config]
+    options.steps = options.steps or config.steps
+    options.batch_size = options.batch_size or config.batch_size
+    options.checkpoint_every = options.checkpoint_every or min(max(options.steps // 10, 10), 500)
+    if options.compare is None:
+        if options.learning_rate is None:
+            options.learning_rate = tuned_learning_rate(options)
+        options.name = options.name or f"{options.config}-{options.optimizer}-zero{options.stage}"
+        return options
+    options.compare = options.compare.split(",")
+    options.name = options.name or f"{options.config}-compare"
+    for name in options.compare:
+        if name not in OPTIMIZERS:
+            fail(f"--compare: no optimizer {name!r} (choose from {', '.join(OPTIMIZERS)})")
+    if options.learning_rate is not None:
+        fail("--learning-rate is for one optimizer: with --compare each has its own")
+    return options
+
+
+def tuned_learning_rate(options):
+    """The peak that suits the optimizer and the size of the model."""
+    return OPTIMIZERS[options.optimizer][1] * CONFIGS[options.config].learning_rate_scale
+
+
+def make_mesh(options):
+    """A mesh of the accelerators there are, or of virtual CPU devices."""
+    jax.config.update("jax_num_cpu_devices", options.devices or 8)  # before JAX looks for devices
+    devices = jax.devices()
+    count = options.devices or len(devices)
+    if count > len(devices):
+        raise UserError(f"--devices {count}: there are only {len(devices)}")
+    parts = count * options.microbatches
+    if options.batch_size % parts:
+        raise UserError(
+            f"--batch-size {options.batch_size} does not divide by {parts} "
+            f"({count} devices x {options.microbatches} micro-batches)"
+        )
+    return jax.make_mesh((count,), ("data",), devices=devices[:count])
+
+
+def fail(message):
+    """Ends the process with one line."""
+    print(f"train_lm.py: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def main():
+    """Trains as the command line says."""
+    options = parse_args()
+    stop = catch_signals()
+    directory = options.runs_dir / options.name
+    try:
+        corpus = Corpus(options.data, CONFIGS[options.config].context)
+        mesh = make_mesh(options)
+        run = compare if options.compare else train
+        summary = run(options, corpus, mesh, directory, stop)
+    except (UserError, OSError) as error:
+        fail(error)
+    if summary is None:
+        console.print(f"Stopped, and saved. To go on: {shlex.join(['python', *sys.argv])}")
+        sys.exit(128 + stop[0])
+    if options.compare:
+        console.print(f"The comparison: {directory / 'compare.png'}")
+    else:
+        print_summary(summary, directory)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""The transformations that keep the contract. A new one joins with one row."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optax_ext
+from optax_ext import by_path, flax_attention, last_two_dims, two_largest_dims
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One transformation, and which statements of the contract apply to it."""
+
+    make: Callable[..., optax.GradientTransformation]
+    # Its arguments; under inject_hyperparams all of them are injected.
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # Gradients times a constant give the same updates.
+    scale_invariant: bool = True
+    # Takes a factoring rule, so that slices along its batch dims are independent.
+    factored: bool = True
+
+    def __call__(self, **overrides):
+        return self.make(**(self.arguments | overrides))
+
+
+TRANSFORMATIONS = {
+    "scale_by_came": Row(optax_ext.scale_by_came),
+    "came": Row(optax_ext.came, {"learning_rate": 0.1, "weight_decay": 0.01}),
+    "came, every option": Row(
+        optax_ext.came,
+        {
+            "learning_rate": lambda count: 0.1 / (1 + count),
+            "b1": 0.8,
+            "b2": 0.95,
+            "b3": 0.99,
+            "eps": 1e-28,
+            "eps_instability": 1e-15,
+            "clipping_threshold": 0.7,
+            "factoring": by_path({"b": None}, default=two_largest_dims(2)),
+            "mu_dtype": jnp.bfloat16,
+            "debias_instability": True,
+            "weight_decay": lambda count: 0.1 / (1 + count),
+            "weight_decay_mask": {"w": True, "b": False},
+        },
+    ),
+    "scale_by_adafactor": Row(
+        optax_ext.scale_by_adafactor, {"factoring": last_two_dims(), "b2": 0.9}
+    ),
+    "adafactor": Row(optax_ext.adafactor, {"learning_rate": 0.1, "factoring": last_two_dims()}),
+    "adafactor, every option": Row(
+        optax_ext.adafactor,
+        {
+            "learning_rate": 0.5,
+            "decay_rate": 0.7,
+            "decay_offset": 2,
+            "beta2_cap": 0.9,
+            "min_parameter_scale": 1e-2,
+            "relative_step": True,
+            "clipping_threshold": 0.7,
+            "momentum": 0.9,
+            "dtype_momentum": "bfloat16",
+            "weight_decay_rate": 0.01,
+            "weight_decay_times_lr": True,
+            "weight_decay_mask": {"w": True, "b": False},
+            "eps": 1e-28,
+            "factoring": flax_attention(default=two_largest_dims(2)),
+        },
+    ),
+}
+
+# Options under which nothing is stored in 16 bits, for comparisons in float64.
+WIDE = {
+    optax_ext.came: {"mu_dtype": np.dtype("float64")},
+    optax_ext.adafactor: {"dtype_momentum": np.dtype("float64")},
+}
+
+
+def wide(name):
+    """The transformation, with float64 everywhere."""
+    row = TRANSFORMATIONS[name]
+    return functools.partial(row, **WIDE.get(row.make, {}))

@@ -1,0 +1,73 @@
+"""The checkpoint contract: a state's fields, their order, shapes and dtypes.
+
+Checkpoints written by one release are read by the next. A test that fails here says that they would
+not be: then say so in the changelog, offer a way to convert, and write the new schema down.
+"""
+
+import jax
+import jax.numpy as jnp
+
+import optax_ext
+
+SCHEMA = {
+    "ScaleByCameState": (
+        "count",
+        "mu",
+        "nu",
+        "nu_row",
+        "nu_col",
+        "instability_row",
+        "instability_col",
+    ),
+    "ScaleByAdafactorState": ("count", "nu", "nu_row", "nu_col"),
+    "MomentumState": ("mu",),
+}
+
+PARAMS = {"w": jax.ShapeDtypeStruct((6, 4), jnp.bfloat16), "b": jax.ShapeDtypeStruct((4,), "f2")}
+
+LEAVES = {
+    "came": {
+        "[0].count": "int32[]",
+        "[0].mu['b']": "float32[4]",
+        "[0].mu['w']": "float32[6,4]",
+        "[0].nu['b']": "float32[4]",
+        "[0].nu_row['w']": "float32[6]",
+        "[0].nu_col['w']": "float32[4]",
+        "[0].instability_row['w']": "float32[6]",
+        "[0].instability_col['w']": "float32[4]",
+    },
+    "adafactor": {
+        "[0].count": "int32[]",
+        "[0].nu['b']": "float32[4]",
+        "[0].nu_row['w']": "float32[6]",
+        "[0].nu_col['w']": "float32[4]",
+        "[1].count": "int32[]",
+        "[3].mu['b']": "float32[4]",
+        "[3].mu['w']": "float32[6,4]",
+    },
+}
+
+MAKE = {
+    "came": lambda: optax_ext.came(1e-3),
+    "adafactor": lambda: optax_ext.adafactor(
+        lambda count: 1e-3, momentum=0.9, factoring=optax_ext.last_two_dims()
+    ),
+}
+
+
+def test_every_state_is_in_the_schema():
+    """With its fields in this order."""
+    states = {k: v for k, v in vars(optax_ext).items() if hasattr(v, "_fields")}
+    assert {k: v._fields for k, v in states.items()} == SCHEMA
+    assert all(v.__doc__ for v in states.values())
+
+
+def test_leaves():
+    """Paths, shapes and dtypes, in the order of the leaves; no placeholders."""
+    for name, want in LEAVES.items():
+        state = jax.eval_shape(MAKE[name]().init, PARAMS)
+        have = {
+            jax.tree_util.keystr(path): f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+            for path, leaf in jax.tree.leaves_with_path(state)
+        }
+        assert list(have.items()) == list(want.items()), name

@@ -1,0 +1,183 @@
+"""Traces of an optimizer over hundreds of steps, and what is kept of one.
+
+The gradients are the same bits on every machine: PCG64's raw integers (a stream that NumPy
+guarantees; its distributions it does not) and exact powers of two. They are full rank, their rows,
+columns and elements span several decades, and some steps jump up (the update is clipped) and some
+down (it is not).
+"""
+
+import operator
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+SHAPES = {
+    "scalar": (),
+    "one element": (1,),
+    "vector": (128,),
+    "matrix": (64, 128),
+    "single column": (512, 1),
+    "single row": (1, 32),
+    "stacked": (2, 64, 48),
+    "convolution": (3, 3, 16, 32),
+}
+WHOLE_SIZE = 150  # leaves up to this size are kept whole at these steps, for a readable failure
+WHOLE_STEPS = (1, 200, 500)
+
+
+def uniform(shape, *seed):
+    """Uniform in (-1, 1), never 0."""
+    raw = np.random.PCG64(zlib.crc32(repr(seed).encode())).random_raw(int(np.prod(shape)))
+    return ((raw >> np.uint64(11)) * 2.0**-52 - (1 - 2.0**-53)).reshape(shape)
+
+
+def _decades(shape, spread, *seed):
+    """Powers of two from 2**-spread to 2**spread."""
+    return np.ldexp(1.0, np.rint(uniform(shape, *seed) * spread).astype(int))
+
+
+def gradients(shape, num_steps, seed=0, jumps=3):
+    """(num_steps, *shape), float64; elements and steps jump by up to 2**jumps up or down."""
+    g = uniform((num_steps, *shape), seed, "signs", shape)
+    g = g * _decades((num_steps, *shape), jumps, seed, "elements", shape)
+    g = g * _decades((num_steps,) + (1,) * len(shape), jumps, seed, "steps", shape)
+    for dim, size in enumerate(shape):  # lasting differences between rows and between columns
+        along = [1] * (len(shape) + 1)
+        along[dim + 1] = size
+        g = g * _decades(along, 5, seed, "dim", dim, shape)
+    return g
+
+
+def parameters(shape, seed=0):
+    """Values in (-1, 1)."""
+    return uniform(shape, seed, "parameters", shape)
+
+
+def positive(field):
+    """Whether a field holds averages of squares, to be compared by relative error."""
+    return field.startswith(("nu", "instability"))
+
+
+def project(field, x):
+    """One number that moves if any single element does.
+
+    The weights lie in 1 < abs(w) < 2, so an error of e in one element moves the number by e or
+    more. Averages of squares are positive and span many decades: of these the logarithm is
+    projected, so that e is a relative error, in small elements as in large ones.
+    """
+    xp = jnp if isinstance(x, jax.Array) else np
+    weights = uniform(x.shape, "projection", field, x.shape)
+    return xp.sum((xp.log(x) if positive(field) else x) * (weights + np.sign(weights)))
+
+
+def run(tx, state_of, *, num_steps, shapes=SHAPES, from_zero=False, observe=lambda field, x: x):
+    """{leaf: {field: its observations at every step}} of a transformation, in one ``lax.scan``.
+
+    ``state_of(state)`` gives {field: tree}. ``from_zero`` sets the parameters to zero before every
+    step: what is then in them is the update alone. Else they are observed as ``params``.
+    """
+    params = {k: jnp.asarray(parameters(s)) for k, s in shapes.items()}
+    grads = {k: jnp.asarray(gradients(s, num_steps)) for k, s in shapes.items()}
+    zero = jax.tree.map(jnp.zeros_like, params)
+
+    def step(carry, g):
+        params, state = carry
+        updates, state = tx.update(g, state, params)
+        params = updates if from_zero else optax.apply_updates(params, updates)
+        fields = state_of(state) | {"update" if from_zero else "params": params}
+        seen = {
+            leaf: {
+                f: observe(f, tree[leaf]) for f, tree in fields.items() if tree[leaf] is not None
+            }
+            for leaf in shapes
+        }
+        return (zero if from_zero else params, state), seen
+
+    params = zero if from_zero else params
+    _, seen = jax.jit(lambda c: jax.lax.scan(step, c, grads))((params, tx.init(params)))
+    return jax.tree.map(np.asarray, seen)
+
+
+def unroll(tx, grads, params, *, jit=True):
+    """(updates, params, states) after every step, stacked, of gradients stacked over steps.
+
+    Without ``jit`` many transformations of the same few shapes are quicker: the single operations
+    are compiled once for all of them.
+    """
+
+    def step(carry, g):
+        params, state = carry
+        updates, state = tx.update(g, state, params)
+        params = optax.apply_updates(params, updates)
+        return (params, state), (updates, params, state)
+
+    carry = (params, tx.init(params))
+    if jit:
+        return jax.jit(lambda c: jax.lax.scan(step, c, grads)[1])(carry)
+    seen = []
+    for i in range(len(jax.tree.leaves(grads)[0])):
+        carry, out = step(carry, jax.tree.map(operator.itemgetter(i), grads))
+        seen.append(out)
+    return jax.tree.map(lambda *x: np.stack(x), *seen)
+
+
+def summary(field, x):
+    """What a golden file keeps of one array: the projection, and all of it if it is small."""
+    xp = jnp if isinstance(x, jax.Array) else np
+    kept = {"projection": project(field, x)}
+    if field == "update":  # CAME's reach 200, where the sum's own rounding is above 1e-12
+        kept["rms"] = xp.sqrt(xp.mean(x * x))
+    return kept | ({"whole": x} if x.size <= WHOLE_SIZE else {})
+
+
+class Recorder:
+    """Collects the summaries of a reference's trace, into the arrays of a golden file."""
+
+    def __init__(self, name):
+        self.name, self.seen = name, {}
+
+    def add(self, leaf, field, step, x):
+        kept = summary(field, np.asarray(x, np.float64))
+        key = f"{self.name}/{leaf}/{field}"
+        whole = kept.pop("whole", None)
+        if whole is not None and step in WHOLE_STEPS:
+            self.seen[f"{key}/whole/{step}"] = whole.copy()
+        for kind, number in kept.items():
+            self.seen.setdefault(f"{key}/{kind}", []).append(number)
+
+    def arrays(self):
+        return {k: np.asarray(v) for k, v in self.seen.items()}
+
+
+def compare_to_golden(golden, name, seen, tolerance):
+    """Every array of one trace of a golden file, against ``run(..., observe=summary)``."""
+    keys = [k for k in golden if k.startswith(f"{name}/")]
+    assert {tuple(k.split("/")[1:3]) for k in keys} == {
+        (leaf, field) for leaf, fields in seen.items() for field in fields
+    }
+    for key in keys:
+        _, leaf, field, kind, *step = key.split("/")
+        have, want = seen[leaf][field][kind], golden[key]
+        if kind == "whole":
+            compare(field, have[int(step[0]) - 1], want, tolerance, key)
+        elif kind == "rms":
+            np.testing.assert_allclose(have, want, rtol=tolerance, atol=0, err_msg=key)
+        else:
+            scale = np.maximum(1.0, golden.get(f"{name}/{leaf}/{field}/rms", 1.0))
+            np.testing.assert_allclose(
+                have / scale, want / scale, rtol=0, atol=tolerance, err_msg=key
+            )
+
+
+def compare(field, have, want, tolerance, message):
+    """Relative to each element where the field is an average of squares, else to max(1, it)."""
+    if positive(field):
+        np.testing.assert_allclose(have, want, rtol=tolerance, atol=0, err_msg=message)
+    else:
+        scale = np.maximum(1.0, np.abs(want))
+        np.testing.assert_allclose(
+            have / scale, want / scale, rtol=0, atol=tolerance, err_msg=message
+        )

@@ -1,0 +1,139 @@
+"""The math does not know the sharding, and both packages stand on public interfaces alone."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import optax_ext
+import sharding
+
+PACKAGES = {p.__name__: pathlib.Path(p.__file__).parent for p in (optax_ext, sharding)}
+FILES = {
+    f"{name}/{path.relative_to(root)}": path
+    for name, root in PACKAGES.items()
+    for path in sorted(root.rglob("*.py"))
+}
+MATH = [name for name in FILES if name.startswith("optax_ext/")]
+MODULES = [name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in FILES]
+
+# What places arrays. The math sees arrays with their global shapes.
+PLACEMENT = {
+    "AbstractMesh",
+    "AxisType",
+    "Mesh",
+    "NamedSharding",
+    "PartitionSpec",
+    "axis_name",
+    "axis_names",
+    "device_put",
+    "devices",
+    "make_mesh",
+    "memory_kind",
+    "pmean",
+    "psum",
+    "shard_map",
+    "sharding",
+    "with_sharding_constraint",
+}
+
+
+def imported(source):
+    """The dotted names that a module imports, wherever in it."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def names(source):
+    """Every identifier, attribute and argument name of a module; not its prose."""
+    for node in ast.walk(ast.parse(source)):
+        for field in ("id", "attr", "arg", "name", "asname"):
+            name = getattr(node, field, None)
+            if isinstance(name, str):
+                yield from name.split(".")
+
+
+def run(code):
+    """In a fresh interpreter, away from the repository."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=pathlib.Path(sys.executable).parent,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_files_are_found():
+    assert "optax_ext/_came.py" in MATH
+    assert "sharding" in MODULES
+
+
+@pytest.mark.parametrize("name", MATH)
+def test_the_math_imports_numbers_and_itself(name):
+    known = {"jax", "numpy", "optax", "optax_ext"} | set(sys.stdlib_module_names)
+    for module in imported(FILES[name].read_text()):
+        assert module.split(".")[0] in known, module
+
+
+@pytest.mark.parametrize("name", MATH)
+def test_the_math_places_nothing(name):
+    assert not PLACEMENT & set(names(FILES[name].read_text()))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_only_public_interfaces(name):
+    """Nothing underscored of another package, imported or reached for."""
+    source, own = FILES[name].read_text(), name.split("/")[0]
+    for module in imported(source):
+        parts = module.split(".")
+        if parts[0] not in (own, "", "__future__"):
+            assert not any(p.startswith("_") for p in parts), module
+    assert not {"_src", "_src.core"} & set(names(source))
+
+
+def test_the_checks_see_what_they_look_for():
+    bad = "def f():\n    from jax._src.core import x\n    return jax.sharding.Mesh(axis_name=1)"
+    assert list(imported(bad)) == ["jax._src.core.x"]
+    assert {"Mesh", "axis_name", "sharding"} <= set(names(bad))
+
+
+def test_the_math_loads_neither_the_sharding_nor_flax():
+    run(
+        "import optax_ext, sys; "
+        "found = {'sharding', 'flax', 'orbax', 'torch'} & {m.split('.')[0] for m in sys.modules}; "
+        "assert not found, found"
+    )
+
+
+def test_the_sharding_does_not_need_flax():
+    run("import sys; sys.modules['flax'] = None; import sharding")
+
+
+def test_every_module_imports_alone():
+    """Each in a process of its own, forked where jax and optax are loaded but nothing of ours."""
+    run(
+        f"""
+import importlib, os, sys, traceback, warnings
+import jax, optax
+warnings.filterwarnings("ignore", message=".*fork.*")
+for name in {MODULES!r}:
+    pid = os.fork()
+    if not pid:
+        assert not [m for m in sys.modules if m.split(".")[0] in {set(PACKAGES)!r}]
+        try:
+            importlib.import_module(name)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0, name
+"""
+    )

@@ -1,0 +1,163 @@
+"""examples/train_lm.py as its users meet it: stopped at any moment, gone on with, misused."""
+
+import json
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+pytest.importorskip("flax")
+pytest.importorskip("orbax.checkpoint")
+
+SCRIPT = pathlib.Path(__file__).parents[1] / "examples" / "train_lm.py"
+STEPS, CHECKPOINT_EVERY = 120, 20
+SECONDS = 300  # for one process, on a busy machine
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "numbers.txt"
+    path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(2000)))
+    return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment(tmp_path_factory):
+    """No devices but those that the script asks for; what one process compiled serves the next."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("XLA_FLAGS", raising=False)
+        patch.setenv("JAX_PLATFORMS", "cpu")
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+        yield
+
+
+def start(folder, text, *options):
+    command = (sys.executable, SCRIPT, "--smoke", "--devices", "2", "--data", text)
+    command += ("--steps", str(STEPS), "--checkpoint-every", str(CHECKPOINT_EVERY), *options)
+    return subprocess.Popen(
+        [str(part) for part in command],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process):
+    output, _ = process.communicate(timeout=SECONDS)
+    return process.returncode, output
+
+
+def run(folder, text, *options):
+    return finish(start(folder, text, *options))
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def wait_for_step(process, step):
+    """Reads the process's output until it tells of the step, or of a later one."""
+    watchdog = threading.Timer(SECONDS, process.kill)
+    watchdog.start()
+    output = ""
+    for line in process.stdout:
+        output += line
+        found = re.match(r"step +(\d+)/", line)
+        if found and int(found[1]) >= step:
+            watchdog.cancel()
+            return output
+    raise AssertionError(f"the process ended before step {step}: {output}")
+
+
+def checkpoints(folder):
+    names = (path.name for path in (folder / "checkpoints").glob("*"))
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory, text):
+    """The folder of a run that nothing stopped."""
+    folder = tmp_path_factory.mktemp("unbroken")
+    code, output = run(folder, text)
+    assert code == 0, output
+    return folder / "runs" / "smoke-came-zero2"
+
+
+def test_a_run_stopped_in_every_way_gives_the_losses_of_an_unbroken_one(tmp_path, text, unbroken):
+    folder = tmp_path / "runs" / "smoke-came-zero2"
+
+    process = start(tmp_path, text)
+    wait_for_step(process, 2 * CHECKPOINT_EVERY + 2)
+    process.kill()
+    assert finish(process)[0] == -signal.SIGKILL
+    last = checkpoints(folder)[-1]
+    assert CHECKPOINT_EVERY <= last < STEPS
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1')  # what a process killed while writing leaves
+
+    for stop, exit_code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+        process = start(tmp_path, text)
+        output = wait_for_step(process, last + 10)
+        process.send_signal(stop)
+        code, rest = finish(process)
+        output += rest
+        assert code == exit_code, output
+        assert f"Going on from the checkpoint at step {last}." in output
+        assert "To go on: python" in output
+        last = checkpoints(folder)[-1]
+        assert rows(folder)[-1]["step"] == last < STEPS  # saved where it stopped
+
+    code, output = run(tmp_path, text)
+    assert code == 0, output
+    assert f"Going on from the checkpoint at step {last}." in output
+
+    # Bit for bit on CPU: the batches, and the order of every sum, are those of the unbroken run.
+    assert [row["step"] for row in rows(folder)] == list(range(STEPS + 1))
+    assert rows(folder) == rows(unbroken)
+
+
+def test_it_learns(unbroken):
+    val_losses = [row["val_loss"] for row in rows(unbroken) if "val_loss" in row]
+    assert val_losses[0] == pytest.approx(5.55, abs=0.1)  # log(256): it knows nothing
+    assert val_losses[-1] < 3.0
+
+
+def test_a_finished_run_is_reported_and_kept(unbroken, text):
+    files = {path: path.stat().st_mtime_ns for path in unbroken.rglob("*") if path.is_file()}
+    assert {"metrics.jsonl", "loss.png", "layout.txt", "summary.json"} <= {p.name for p in files}
+    code, output = run(unbroken.parents[1], text)
+    assert code == 0, output
+    assert "is finished" in output
+    assert "bits per byte" in output
+    after = {path: path.stat().st_mtime_ns for path in unbroken.rglob("*") if path.is_file()}
+    assert after == files
+
+
+def test_a_mistake_gives_one_line(unbroken, text):
+    expected = {
+        ("--optimizer", "adamm"): "invalid choice: 'adamm'",
+        ("--compare", "came,adamm"): "no optimizer 'adamm'",
+        ("--batch-size", "7"): "--batch-size 7 does not divide by 2 (2 devices",
+        ("--data", "nowhere"): "nowhere does not exist",
+        ("--data", "small.txt"): "small.txt is too small",
+        ("--steps", "200"): f"was begun with --steps {STEPS}, not 200",
+        ("--seed", "1", "--steps", "0"): "must be at least 1, got 0",
+    }
+    folder = unbroken.parents[1]
+    (folder / "small.txt").write_text("too small")
+    options = list(expected)
+    for pair in (options[i : i + 2] for i in range(0, len(options), 2)):
+        processes = [start(folder, text, *asked) for asked in pair]
+        for asked, process in zip(pair, processes, strict=True):
+            code, output = finish(process)
+            assert code == 2, output
+            assert output.startswith("train_lm.py: error: "), output
+            assert expected[asked] in output
+            assert output.count("\n") == 1
