@@ -1,4 +1,4 @@
-"""One device's part of a gradient: its loss, its micro-batches, what is summed over devices."""
+"""Gradients: each device's loss and micro-batches, and what is summed over the devices."""
 
 import math
 from collections.abc import Callable
@@ -7,8 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from sharding._collectives import Axis
+from sharding._collectives import Axis, reduce_scatter, scatter_spec
+from sharding._layout import Layout
+
+P = PartitionSpec
 
 
 class LossOptions(NamedTuple):
@@ -123,6 +127,49 @@ def device_gradients(
     if options.has_aux:
         metrics["aux"] = mark_scalars(aux)
     return _cast_like(jax.tree.map(lambda g: g * scale, grads), params), metrics
+
+
+def gradients(
+    layout: Layout,
+    loss_fn: Callable[..., Any],
+    options: LossOptions,
+    params: Any,
+    batch: Any,
+    key: Any,
+    param_specs: Any,
+) -> tuple[dict[str, Any], Any]:
+    """Metrics and reduced gradients of a batch that is cut over the mesh; inside ``on_mesh``.
+
+    Stages 1 and 2 return shards, as ``layout.cuts`` lays them.
+    """
+    _, dims, _ = layout.cuts(params, param_specs)
+
+    def local(params: Any, batch: Any, key: Any) -> Any:
+        return device_gradients(
+            loss_fn,
+            options,
+            params,
+            batch,
+            key,
+            axis=layout.axis,
+            reduce=lambda grads: reduce_scatter(
+                grads, dims, layout.axis, layout.other_axes, param_specs
+            ),
+            reduce_each=layout.stage == 2,
+        )
+
+    metric_specs = {"loss": P()}
+    if options.weighted:
+        metric_specs["weight"] = P()
+    if options.has_aux:
+        metric_specs["aux"] = P(layout.axis)
+    run = layout.shard_map(
+        local,
+        (P(), layout.batch_specs(batch), P()),
+        (jax.tree.map(lambda dim: scatter_spec(dim, layout.axis), dims), metric_specs),
+    )
+    grads, metrics = run(params, batch, key)
+    return average_scalars(metrics), grads
 
 
 def _wide_dtype(x: Any) -> Any:

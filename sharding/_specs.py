@@ -11,7 +11,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 AnyMesh = Mesh | AbstractMesh
 
 
-def _is_spec(x: Any) -> bool:
+def is_spec(x: Any) -> bool:
+    """Whether a tree's node is a spec."""
     return isinstance(x, PartitionSpec)
 
 
@@ -25,11 +26,6 @@ def path_str(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def shardings(mesh: AnyMesh, specs: Any) -> Any:
-    """A ``NamedSharding`` for every spec of a tree."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=_is_spec)
-
-
 def axes_of(entry: Any) -> tuple[str, ...]:
     """The mesh axes that one entry of a spec names."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
@@ -38,6 +34,16 @@ def axes_of(entry: Any) -> tuple[str, ...]:
 def num_shards(mesh: AnyMesh, spec: PartitionSpec) -> int:
     """Into how many different parts a spec cuts an array."""
     return math.prod(mesh.shape[axis] for entry in spec for axis in axes_of(entry))
+
+
+def sharding_on(leaf: Any, mesh: AnyMesh) -> NamedSharding | None:
+    """How a real or abstract array lies on the mesh; None where that is not known."""
+    if isinstance(leaf, jax.core.Tracer):
+        return None
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or dict(sharding.mesh.shape) != dict(mesh.shape):
+        return None
+    return sharding
 
 
 def resolve_param_specs(params: Any, param_specs: Any, mesh: AnyMesh) -> Any:
@@ -66,7 +72,7 @@ def resolve_param_specs(params: Any, param_specs: Any, mesh: AnyMesh) -> Any:
                 lambda spec, part: jax.tree.map(lambda _: spec or PartitionSpec(), part),
                 param_specs,
                 params,
-                is_leaf=lambda x: x is None or _is_spec(x),
+                is_leaf=lambda x: x is None or is_spec(x),
             )
         except ValueError as error:
             raise ValueError(f"param_specs does not match the parameters: {error}") from None
@@ -202,7 +208,7 @@ def _specs_by_path(
         (path, tuple(leaf.shape)): spec
         for (path, leaf), spec in zip(
             jax.tree_util.tree_leaves_with_path(plain),
-            jax.tree.leaves(specs, is_leaf=_is_spec),
+            jax.tree.leaves(specs, is_leaf=is_spec),
             strict=True,
         )
     }

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from sharding._specs import AnyMesh, path_str
+from sharding._specs import path_str
 
 
 def parts(
@@ -45,16 +45,6 @@ def step_key(state: Any, key: Any) -> Any:
             )
         return key
     return jax.random.fold_in(jax.random.key(0) if key is None else key, state.step)
-
-
-def sharding_on(leaf: Any, mesh: AnyMesh) -> NamedSharding | None:
-    """How a real or abstract array lies on the mesh; None where that is not known."""
-    if isinstance(leaf, jax.core.Tracer):
-        return None
-    sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding) or dict(sharding.mesh.shape) != dict(mesh.shape):
-        return None
-    return sharding
 
 
 def check_placed(tree: Any, shardings: Any) -> None:

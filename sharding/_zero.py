@@ -1,30 +1,27 @@
 """ZeRO: any optax transformation, its state and gradients cut over the data-parallel devices."""
 
 import dataclasses
-import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from sharding import _specs
-from sharding._collectives import reduce_scatter, scatter_spec
 from sharding._describe import Description, describe_tree
-from sharding._gradients import LossOptions, average_scalars, device_gradients, mark_scalars
-from sharding._specs import AnyMesh
+from sharding._gradients import LossOptions, average_scalars, gradients, mark_scalars
+from sharding._layout import Layout
+from sharding._specs import AnyMesh, state_specs
 from sharding._state import (
     CompiledStep,
     check_batch,
     check_placed,
     params_of,
     parts,
-    sharding_on,
     step_key,
 )
+from sharding._update import update
 
 P = PartitionSpec
 
@@ -89,9 +86,9 @@ class Zero:
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2):
             raise ValueError(f"stage must be 0, 1 or 2, got {self.stage!r}.")
-        if not self._axes:
+        if not self._layout.axes:
             raise ValueError("axis must name at least one mesh axis, got none.")
-        for axis in self._axes:
+        for axis in self._layout.axes:
             if axis not in self.mesh.axis_names:
                 raise ValueError(f"axis {axis!r} is not in the mesh {self.mesh.axis_names}.")
         if self.min_shard_size < 0:
@@ -102,7 +99,11 @@ class Zero:
     @property
     def num_shards(self) -> int:
         """The number of data-parallel devices."""
-        return math.prod(self.mesh.shape[axis] for axis in self._axes)
+        return self._layout.num_shards
+
+    @property
+    def _layout(self) -> Layout:
+        return Layout(self.mesh, self.stage, self.axis, self.min_shard_size)
 
     def specs(
         self,
@@ -128,9 +129,9 @@ class Zero:
           ValueError: if the state is of neither kind, or a spec does not fit.
         """
         params, opt_state, tx = parts(state, tx)
-        param_specs = self._param_specs(params, param_specs)
-        shard_specs, _, _ = self._cuts(params, param_specs)
-        opt_specs = _specs.state_specs(tx, params, shard_specs, self.mesh)
+        param_specs = self._layout.param_specs(params, param_specs)
+        shard_specs, _, _ = self._layout.cuts(params, param_specs)
+        opt_specs = state_specs(tx, params, shard_specs, self.mesh)
         expected: Any = jax.tree.structure(opt_specs)
         found: Any = jax.tree.structure(opt_state)
         if expected != found:
@@ -151,7 +152,7 @@ class Zero:
     ) -> Any:
         """``specs`` as ``NamedSharding`` on the mesh: for ``device_put``, or to restore into."""
         specs = self.specs(state, tx=tx, param_specs=param_specs)
-        return _specs.shardings(self.mesh, specs)
+        return self._layout.shardings(specs)
 
     def describe(
         self,
@@ -173,13 +174,13 @@ class Zero:
         specs = self.specs(state, tx=tx, param_specs=param_specs)
         params, opt_state, _ = parts(state, tx)
         param_specs, opt_specs, _ = parts(specs, tx)
-        grad_specs, _, reasons = self._cuts(params, param_specs)
+        grad_specs, _, reasons = self._layout.cuts(params, param_specs)
         if self.stage < 2:
             grad_specs = param_specs
         rows = describe_tree("params", params, param_specs, self.mesh)
         rows += describe_tree("grads", params, grad_specs, self.mesh, jax.tree.leaves(reasons))
         rows += describe_tree("opt_state", opt_state, opt_specs, self.mesh)
-        return Description(self.mesh, self.stage, self._axes, tuple(rows))
+        return Description(self.mesh, self.stage, self._layout.axes, tuple(rows))
 
     # --- Training -----------------------------------------------------------------------------
 
@@ -224,7 +225,7 @@ class Zero:
         check_batch(batch, max(1, self.num_shards // jax.process_count()), 1)
         return jax.tree.map(
             lambda sharding, x: jax.make_array_from_process_local_data(sharding, np.asarray(x)),
-            self._batch_shardings(batch),
+            self._layout.batch_shardings(batch),
             batch,
         )
 
@@ -272,20 +273,26 @@ class Zero:
 
         def compile_step(state: Any, batch: Any) -> Any:
             specs = self.specs(state, tx=tx)
-            placed = _specs.shardings(self.mesh, specs)
+            placed = self._layout.shardings(specs)
             check_placed(state, placed)
             param_specs = params_of(specs)
 
-            def step(zero: Zero, state: Any, batch: Any, key: Any) -> tuple[Any, dict[str, Any]]:
+            def step(
+                layout: Layout, state: Any, batch: Any, key: Any
+            ) -> tuple[Any, dict[str, Any]]:
                 key = step_key(state, key) if rngs else None
                 params = params_of(state)
-                metrics, grads = zero._gradients(loss_fn, options, params, batch, key, param_specs)
+                metrics, grads = gradients(
+                    layout, loss_fn, options, params, batch, key, param_specs
+                )
                 extra_args = {"value": metrics["loss"]}
-                return zero._update(state, grads, tx, specs, extra_args), metrics
+                return update(layout, state, grads, tx, specs, extra_args), metrics
 
             return jax.jit(
-                self._on_mesh(step, lambda out: (placed, self._batch_shardings(out[1]))),
-                in_shardings=(placed, self._batch_shardings(batch), None),
+                self._layout.on_mesh(
+                    step, lambda out: (placed, self._layout.batch_shardings(out[1]))
+                ),
+                in_shardings=(placed, self._layout.batch_shardings(batch), None),
                 out_shardings=(placed, None),
                 donate_argnums=(0,) if donate else (),
             )
@@ -309,21 +316,21 @@ class Zero:
         """
 
         def compile_eval(params: Any, batch: Any) -> Any:
-            placed = _specs.shardings(self.mesh, self._param_specs(params, None))
+            placed = self._layout.shardings(self._layout.param_specs(params))
             check_placed(params, placed)
 
-            def evaluate(zero: Zero, params: Any, batch: Any, key: Any) -> Any:
+            def evaluate(layout: Layout, params: Any, batch: Any, key: Any) -> Any:
                 del key
-                run = zero._shard_map(
+                run = layout.shard_map(
                     lambda params, batch: mark_scalars(fn(params, batch)),
-                    (P(), zero._batch_specs(batch)),
-                    P(zero.axis),
+                    (P(), layout.batch_specs(batch)),
+                    P(layout.axis),
                 )
                 return average_scalars(run(params, batch))
 
             return jax.jit(
-                self._on_mesh(evaluate, self._batch_shardings),
-                in_shardings=(placed, self._batch_shardings(batch), None),
+                self._layout.on_mesh(evaluate, self._layout.batch_shardings),
+                in_shardings=(placed, self._layout.batch_shardings(batch), None),
             )
 
         return CompiledStep(
@@ -360,16 +367,16 @@ class Zero:
 
         def value_and_grad(params: Any, batch: Any, key: Any = None) -> Any:
             check_batch(batch, self.num_shards, microbatches)
-            specs = self._param_specs(params, param_specs)
+            specs = self._layout.param_specs(params, param_specs)
 
-            def run(zero: Zero, params: Any, batch: Any, key: Any) -> Any:
-                metrics, grads = zero._gradients(loss_fn, options, params, batch, key, specs)
+            def run(layout: Layout, params: Any, batch: Any, key: Any) -> Any:
+                metrics, grads = gradients(layout, loss_fn, options, params, batch, key, specs)
                 value = (metrics["loss"], metrics["aux"]) if has_aux else metrics["loss"]
                 return value, grads
 
-            grad_shardings = _specs.shardings(self.mesh, self._cuts(params, specs)[0])
-            wrapped = self._on_mesh(
-                run, lambda out: (self._batch_shardings(out[0]), grad_shardings)
+            grad_shardings = self._layout.shardings(self._layout.cuts(params, specs)[0])
+            wrapped = self._layout.on_mesh(
+                run, lambda out: (self._layout.batch_shardings(out[0]), grad_shardings)
             )
             return wrapped(params, batch, key)
 
@@ -399,155 +406,10 @@ class Zero:
           The new state, laid out as the old one.
         """
         specs = self.specs(state, tx=tx, param_specs=param_specs)
-        placed = _specs.shardings(self.mesh, specs)
+        placed = self._layout.shardings(specs)
 
-        def run(zero: Zero, state: Any, grads: Any, extra_args: Any) -> Any:
-            return zero._update(state, grads, tx, specs, extra_args)
+        def run(layout: Layout, state: Any, grads: Any, extra_args: Any) -> Any:
+            return update(layout, state, grads, tx, specs, extra_args)
 
-        state = self._on_mesh(run, lambda _: placed)(state, grads, extra_args or {})
+        state = self._layout.on_mesh(run, lambda _: placed)(state, grads, extra_args or {})
         return state.replace(**fields) if fields else state
-
-    # --- How ----------------------------------------------------------------------------------
-
-    @property
-    def _axes(self) -> tuple[str, ...]:
-        return self.axis if isinstance(self.axis, tuple) else (self.axis,)
-
-    @property
-    def _explicit(self) -> tuple[str, ...]:
-        types = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
-        return tuple(name for name, kind in types if kind == AxisType.Explicit)
-
-    def _param_specs(self, params: Any, given: Any) -> Any:
-        if given is None:
-            found = [sharding_on(leaf, self.mesh) for leaf in jax.tree.leaves(params)]
-            if found and None not in found:
-                treedef: Any = jax.tree.structure(params)
-                given = treedef.unflatten([s.spec for s in found if s])
-        return _specs.resolve_param_specs(params, given, self.mesh)
-
-    def _cuts(self, params: Any, param_specs: Any) -> tuple[Any, Any, Any]:
-        """Trees of how each gradient shard lies, the dim it is cut along (-1: whole), and why."""
-        treedef: Any = jax.tree.structure(params)
-        specs = treedef.flatten_up_to(param_specs)
-        cuts = []
-        for (path, leaf), spec in zip(
-            jax.tree_util.tree_leaves_with_path(params), specs, strict=True
-        ):
-            if set(self._axes) & {axis for entry in spec for axis in _specs.axes_of(entry)}:
-                raise ValueError(
-                    f"parameter {_specs.path_str(path)!r} already lies on axis {self.axis!r} "
-                    f"({spec}); at stage {self.stage} parameters are whole along it."
-                )
-            if self.stage == 0:
-                cuts.append((spec, -1, ""))
-            else:
-                shape = tuple(leaf.shape)
-                cuts.append(
-                    _specs.add_axis(shape, spec, self.axis, self.num_shards, self.min_shard_size)
-                )
-        return tuple(treedef.unflatten([cut[i] for cut in cuts]) for i in range(3))
-
-    def _batch_specs(self, tree: Any) -> Any:
-        return jax.tree.map(lambda x: P(self.axis) if np.ndim(x) else P(), tree)
-
-    def _batch_shardings(self, tree: Any) -> Any:
-        return _specs.shardings(self.mesh, self._batch_specs(tree))
-
-    def _shard_map(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-        """``fn`` on each device of the data axes; other axes are left to the partitioner."""
-        return jax.shard_map(
-            fn,
-            # Inside auto_axes the mesh is that of the context.
-            mesh=None if self._explicit else self.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            axis_names=set(self._axes),
-            # With it, the transpose would sum the gradients of whole parameters by itself.
-            check_vma=False,
-        )
-
-    def _gradients(
-        self,
-        loss_fn: Callable[..., Any],
-        options: LossOptions,
-        params: Any,
-        batch: Any,
-        key: Any,
-        param_specs: Any,
-    ) -> tuple[dict[str, Any], Any]:
-        _, dims, _ = self._cuts(params, param_specs)
-        others = frozenset(self.mesh.axis_names) - set(self._axes)
-
-        def local(params: Any, batch: Any, key: Any) -> Any:
-            return device_gradients(
-                loss_fn,
-                options,
-                params,
-                batch,
-                key,
-                axis=self.axis,
-                reduce=lambda grads: reduce_scatter(grads, dims, self.axis, others, param_specs),
-                reduce_each=self.stage == 2,
-            )
-
-        metric_specs = {"loss": P()}
-        if options.weighted:
-            metric_specs["weight"] = P()
-        if options.has_aux:
-            metric_specs["aux"] = P(self.axis)
-        run = self._shard_map(
-            local,
-            (P(), self._batch_specs(batch), P()),
-            (jax.tree.map(lambda dim: scatter_spec(dim, self.axis), dims), metric_specs),
-        )
-        grads, metrics = run(params, batch, key)
-        return average_scalars(metrics), grads
-
-    def _update(
-        self, state: Any, grads: Any, tx: Any, specs: Any, extra_args: dict[str, Any]
-    ) -> Any:
-        params, opt_state, tx = parts(state, tx)
-        param_specs, opt_specs, _ = parts(specs, tx)
-        shard_specs, _, _ = self._cuts(params, param_specs)
-        with jax.named_scope("update"):
-            shards = self._constrain(params, shard_specs)
-            grads = self._constrain(grads, shard_specs)
-            update = optax.with_extra_args_support(tx).update
-            updates, opt_state = update(grads, opt_state, shards, **extra_args)
-            shards = optax.apply_updates(shards, self._constrain(updates, shard_specs))
-            opt_state = self._constrain(opt_state, opt_specs)
-        with jax.named_scope("gather_params"):
-            params = self._constrain(self._constrain(shards, shard_specs), param_specs)
-        if isinstance(state, tuple):
-            return (params, opt_state)
-        return state.replace(step=state.step + 1, params=params, opt_state=opt_state)
-
-    def _constrain(self, tree: Any, specs: Any) -> Any:
-        if not self._explicit:
-            specs = _specs.shardings(self.mesh, specs)
-        return jax.lax.with_sharding_constraint(tree, specs)
-
-    def _on_mesh(self, fn: Callable[..., Any], shardings: Callable[[Any], Any]) -> Any:
-        """``fn(zero, *args)`` as a function of ``args``, all axes of the mesh made Auto for it.
-
-        Explicit axes want to know how the outputs lie: ``shardings`` tells it from their shapes,
-        which an Auto twin of the mesh gives.
-        """
-        if not self._explicit:
-            return functools.partial(fn, self)
-        auto = (AxisType.Auto,) * len(self.mesh.axis_names)
-        if isinstance(self.mesh, Mesh):
-            mesh: AnyMesh = Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=auto)
-        else:
-            mesh = self.mesh.update(axis_types=auto)
-        twin = dataclasses.replace(self, mesh=mesh)
-
-        def call(*args: Any) -> Any:
-            types = jax.tree.map(jax.typeof, args)
-            shapes = jax.tree.map(lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype), types)
-            out = shardings(jax.eval_shape(functools.partial(fn, twin), *shapes))
-            run = functools.partial(fn, self)
-            return jax.sharding.auto_axes(run, axes=self._explicit, out_sharding=out)(*args)
-
-        return call
