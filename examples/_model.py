@@ -23,7 +23,7 @@ class Config:
 
 CONFIGS = {
     "smoke": Config(layers=2, width=32, heads=2, context=32, batch_size=8, steps=30),
-    "small": Config(layers=4, width=128, heads=4, context=128, batch_size=16, steps=600),
+    "small": Config(layers=4, width=128, heads=4, context=128, batch_size=16, steps=500),
     "medium": Config(
         layers=8,
         width=512,
