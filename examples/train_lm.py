@@ -56,7 +56,7 @@ DECAY = {"weight_decay": 0.1}
 RULE = {"factoring": optax_ext.flax_attention()}  # an attention kernel is embed x (heads, head_dim)
 
 # How to make each of a learning rate's schedule, and the rate's peak for --config small. Those of
-# came, adafactor and adamw are the best of four each on held-out text; the others are not tuned.
+# came, adafactor and adamw are the best of three each on held-out text; the others are not tuned.
 OPTIMIZERS = {
     "came": (
         # A short run does not outlive the early spike that debias_instability removes.
