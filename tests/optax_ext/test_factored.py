@@ -114,6 +114,7 @@ def test_a_dim_that_does_not_exist(dim, shape):
         (two_largest_dims(8, batch=(1,)), (4, 16, 12), Factoring(batch=(1,))),
         (Factoring((-1,), (0,)), (3, 4), Factoring((1,), (0,))),
     ],
+    ids=repr,
 )
 def test_rules(rule, shape, want):
     assert rule.resolve("path", shape) == want
