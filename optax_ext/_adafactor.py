@@ -258,7 +258,8 @@ def adafactor(
         parameter is.
       weight_decay_rate: :math:`\lambda`; not multiplied by the learning rate, as in optax and T5X,
         unless ``weight_decay_times_lr``. None does not decay.
-      weight_decay_times_lr: multiply the decay by :math:`\eta_t`, as PyTorch and AdamW do.
+      weight_decay_times_lr: multiply the decay by :math:`\eta_t`, as AdamW does. (PyTorch's
+        Adafactor multiplies by its ``lr``, without the cap of the relative step.)
       weight_decay_mask: a tree of booleans as the parameters, or a function that makes one.
       eps: added to the squared gradient.
       factoring: which dims of each parameter are factored; ``batch`` dims also get a parameter

@@ -134,8 +134,11 @@ def test_decay_offset_on_a_fresh_state_equals_a_start_at_the_offset():
 
 
 def test_bfloat16_parameters_do_not_freeze_the_second_moment():
-    """Gradients drop tenfold at step 3000: optax's bfloat16 row average never hears of it."""
-    num_steps, drop = 4500, 3000
+    """Gradients drop tenfold at step 800: optax's bfloat16 row average never hears of it.
+
+    At the default decay rate of 0.8 that takes 3,000 steps.
+    """
+    num_steps, drop = 1200, 800
     signs = np.sign(traces.uniform((num_steps, 4, 8), "signs"))
     grads = np.where(np.arange(num_steps)[:, None, None] < drop, 1.0, 0.1) * signs
     params = jnp.zeros((4, 8), jnp.bfloat16)
@@ -147,16 +150,18 @@ def test_bfloat16_parameters_do_not_freeze_the_second_moment():
     exact, want = 0.0, []
     for t in range(1, num_steps + 1):
         g = float(np.asarray(grads[t - 1, 0, 0], ml_dtypes.bfloat16))
-        exact += t**-0.8 * (g**2 - exact)
+        exact += (g**2 - exact) / t
         want.append(exact)
 
-    ours = row_average(optax_ext.adafactor(0.0, factoring=two_largest_dims(1)), "nu_row")
+    ours = row_average(
+        optax_ext.adafactor(0.0, decay_rate=1.0, factoring=two_largest_dims(1)), "nu_row"
+    )
     assert ours.dtype == jnp.float32
-    assert want[-1] < 0.2 < want[drop - 1]
+    assert want[-1] < 0.7 < 0.99 < want[drop - 1]
     for row in ours.T:
         np.testing.assert_allclose(row, want, rtol=1e-4)
 
-    theirs = row_average(optax.adafactor(0.0, min_dim_size_to_factor=1), "v_row")
+    theirs = row_average(optax.adafactor(0.0, decay_rate=1.0, min_dim_size_to_factor=1), "v_row")
     assert theirs.dtype == jnp.bfloat16
     np.testing.assert_array_equal(theirs[-1], theirs[drop - 1])  # what is wrong with it
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import optax_ext
 from optax_ext import Factoring, by_path, flax_attention, last_two_dims, two_largest_dims
@@ -300,6 +299,10 @@ def test_scanned_linen_attention():
 
 
 def test_nnx_attention():
+    try:
+        from flax import nnx
+    except (ImportError, AttributeError) as error:  # some flax and jax do not fit each other
+        pytest.skip(f"flax.nnx does not import with jax {jax.__version__}: {error}")
     module = nnx.MultiHeadAttention(
         num_heads=HEADS, in_features=EMBED, decode=False, rngs=nnx.Rngs(0)
     )
