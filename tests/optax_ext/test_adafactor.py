@@ -237,17 +237,9 @@ def test_every_element_equals_live_hugging_face_and_pytorch(name):
 
 def check_against_reference(shape, factoring, *, num_steps=12, reference=None, jit=True, **options):
     """Updates and state of ``scale_by_adafactor`` within 1e-12 of the NumPy reference."""
-    grads = traces.gradients(shape, num_steps)
     tx = optax_ext.scale_by_adafactor(factoring=factoring, **options)
-    updates, _, states = traces.unroll(tx, jnp.asarray(grads), jnp.zeros(shape), jit=jit)
     want = references.Adafactor(shape, **dims.as_kwargs(factoring), **(reference or {}))
-    for i, g in enumerate(grads):
-        traces.compare("update", updates[i], want.step(g), 1e-12, f"update, step {i + 1}")
-        for field, x in want.state().items():
-            have = getattr(states, field)
-            assert (have is None) == (x is None), field
-            if x is not None:
-                traces.compare(field, have[i], x, 1e-12, f"{field}, step {i + 1}")
+    traces.compare_to_reference(tx, want, shape, num_steps, jit=jit)
 
 
 @pytest.mark.usefixtures("x64")

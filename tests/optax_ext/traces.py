@@ -181,3 +181,17 @@ def compare(field, have, want, tolerance, message):
         np.testing.assert_allclose(
             have / scale, want / scale, rtol=0, atol=tolerance, err_msg=message
         )
+
+
+def compare_to_reference(tx, reference, shape, num_steps, *, jit=True):
+    """Every update and state field of one array within 1e-12 of a NumPy reference."""
+    grads = gradients(shape, num_steps)
+    updates, _, states = unroll(tx, jnp.asarray(grads), jnp.zeros(shape), jit=jit)
+    for i, g in enumerate(grads):
+        compare("update", updates[i], reference.step(g), 1e-12, f"update, step {i + 1}")
+        for field, want in reference.state().items():
+            have = getattr(states, field)
+            assert (have is None) == (want is None), field
+            if want is not None:
+                have = np.asarray(have[i], np.float64)  # it may be stored in bfloat16
+                compare(field, have, want, 1e-12, f"{field}, step {i + 1}")
