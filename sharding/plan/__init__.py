@@ -1,0 +1,1 @@
+"""What a configuration will cost, asked before any accelerator is there."""
