@@ -1,5 +1,6 @@
 """Where arrays live and what crosses the wire: ZeRO for any optax transformation."""
 
 from sharding._describe import Description as Description
+from sharding._precision import Precision as Precision
 from sharding._specs import state_specs as state_specs
 from sharding._zero import Zero as Zero

@@ -1,48 +1,63 @@
-"""Collectives of gradient trees, for use inside a ``shard_map`` over the data axes."""
+"""Collectives of lists of arrays, for use inside a ``shard_map`` over the data axes."""
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-Axis = str | tuple[str, ...]
+from sharding._layout import Layout
 
 
-def reduce_scatter(tree: Any, dims: Any, axis: Axis, other_axes: frozenset[str], specs: Any) -> Any:
-    """Sums a tree over a manual mesh axis; each device keeps its part of every leaf.
+class Cut(NamedTuple):
+    """How one array is cut.
 
-    Args:
-      tree: one array per leaf, different on every device of ``axis``.
-      dims: as ``tree``: the dim to scatter, or -1 to keep the whole sum on every device.
-      axis: the manual mesh axis, or axes, to sum over.
-      other_axes: the mesh axes that are left to the partitioner.
-      specs: as ``tree``: how each leaf lies on ``other_axes``. There the sum is made device by
-        device: left to the partitioner, every leaf would first be gathered over them.
-
-    Returns:
-      A tree of sums; a scattered leaf has its dim divided by the size of ``axis``.
+    Attributes:
+      dim: the dim that ZeRO cuts, counted from the end; 0: none.
+      spec: how the array lies on the user's axes of the mesh.
     """
 
-    def sum_leaf(x: jax.Array, dim: int) -> jax.Array:
-        if dim < 0:
-            return lax.psum(x, axis)
-        return lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)
-
-    def sum_tree(tree: Any) -> Any:
-        return jax.tree.map(sum_leaf, tree, dims)
-
-    if not other_axes:
-        return sum_tree(tree)
-    return jax.shard_map(
-        sum_tree,
-        in_specs=(specs,),
-        out_specs=specs,
-        axis_names=other_axes,
-        check_vma=False,
-    )(tree)
+    dim: int
+    spec: PartitionSpec
 
 
-def scatter_spec(dim: int, axis: Axis) -> PartitionSpec:
-    """How a leaf that ``reduce_scatter`` cut along ``dim`` leaves the ``shard_map``."""
-    return PartitionSpec() if dim < 0 else PartitionSpec(*[None] * dim, axis)
+def all_gather(layout: Layout, xs: Sequence[jax.Array], cuts: Sequence[Cut]) -> list[jax.Array]:
+    """Whole arrays from the shards on ``layout.axis``; what is not cut stays as it is."""
+
+    def gather(x: jax.Array, dim: int) -> jax.Array:
+        return lax.all_gather(x, layout.axis, axis=x.ndim + dim, tiled=True) if dim else x
+
+    return _on_each(layout, gather, xs, cuts)
+
+
+def reduce_scatter(
+    layout: Layout, axes: tuple[str, ...], xs: Sequence[jax.Array], cuts: Sequence[Cut]
+) -> list[jax.Array]:
+    """Sums over manual axes; each device keeps its part, and the whole of what is not cut."""
+
+    def reduce(x: jax.Array, dim: int) -> jax.Array:
+        if not dim:
+            return lax.psum(x, axes)
+        return lax.psum_scatter(x, axes, scatter_dimension=x.ndim + dim, tiled=True)
+
+    return _on_each(layout, reduce, xs, cuts)
+
+
+def _on_each(
+    layout: Layout,
+    fn: Callable[[jax.Array, int], jax.Array],
+    xs: Sequence[jax.Array],
+    cuts: Sequence[Cut],
+) -> list[jax.Array]:
+    def run(xs: list[jax.Array]) -> list[jax.Array]:
+        return [fn(x, cut.dim) for x, cut in zip(xs, cuts, strict=True)]
+
+    if not layout.other_axes:
+        return run(list(xs))
+    # Left to the partitioner, every array would first be gathered over the other axes.
+    specs = [cut.spec for cut in cuts]
+    mapped = jax.shard_map(
+        run, in_specs=(specs,), out_specs=specs, axis_names=layout.other_axes, check_vma=False
+    )
+    return mapped(list(xs))

@@ -41,13 +41,15 @@ class Description:
     Attributes:
       mesh: the mesh.
       stage: the ZeRO stage.
-      axes: the axes of data parallelism.
+      axes: the axes that are cut over.
+      replica_axes: the axes of copies.
       rows: the arrays.
     """
 
     mesh: AnyMesh
     stage: int
     axes: tuple[str, ...]
+    replica_axes: tuple[str, ...]
     rows: tuple[Row, ...]
 
     @property
@@ -69,7 +71,10 @@ class Description:
     def __str__(self) -> str:
         """A table of all rows, and the sums."""
         mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
-        lines = [f"ZeRO stage {self.stage} over {'+'.join(self.axes)} on the mesh ({mesh})"]
+        over = "+".join(self.axes)
+        if self.replica_axes:
+            over += f", copies over {'+'.join(self.replica_axes)},"
+        lines = [f"ZeRO stage {self.stage} over {over} on the mesh ({mesh})"]
         table = [("part", "array", "shape", "dtype", "spec", "bytes/device", "")]
         table += [
             (

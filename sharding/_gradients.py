@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from sharding._collectives import Axis, reduce_scatter, scatter_spec
-from sharding._layout import Layout
+from sharding._exchange import Exchange, exchange_of
+from sharding._layout import Layout, Placement
+from sharding._precision import Precision
+from sharding._specs import entry_of
 
 P = PartitionSpec
 
@@ -51,57 +53,61 @@ def average_scalars(tree: Any) -> Any:
 
 
 def device_gradients(
-    loss_fn: Callable[..., Any],
+    exchange: Exchange,
+    loss: Callable[..., Any],
     options: LossOptions,
-    params: Any,
+    params: list[jax.Array],
     batch: Any,
     key: Any,
-    *,
-    axis: Axis,
-    reduce: Callable[[Any], Any],
-    reduce_each: bool,
-) -> tuple[Any, dict[str, Any]]:
+) -> tuple[list[jax.Array], dict[str, Any]]:
     """Gradients of the mean loss over all devices and micro-batches; runs inside a ``shard_map``.
 
     Args:
-      loss_fn: see ``Zero.train_step``.
-      options: what it takes and returns.
-      params: whole parameters.
+      exchange: how parameters and gradients travel.
+      loss: of the list of parameters, a part of the batch, and a key if ``options`` says so.
+      options: what it returns.
+      params: as each device holds them.
       batch: this device's part.
       key: a random key that is the same on all devices, or None.
-      axis: the mesh axes to sum over.
-      reduce: sums a gradient tree over the axes and keeps this device's part.
-      reduce_each: reduce the gradients of each micro-batch, and accumulate what is kept.
 
     Returns:
-      The reduced gradients in the parameters' dtypes, and the metrics, scalars of aux marked.
+      The reduced gradients of the trained parameters, and the metrics, scalars of aux marked.
     """
-    steps = options.microbatches
+    steps, axes = options.microbatches, exchange.layout.data_axes
     if options.rngs:
-        key = jax.random.fold_in(key, lax.axis_index(axis))
+        key = jax.random.fold_in(key, lax.axis_index(axes))
+    cut = jax.tree.map(
+        lambda x: x.reshape(steps, -1, *x.shape[1:]) if jnp.ndim(x) else jnp.full(steps, x), batch
+    )
+
+    def loss_args(part: Any, index: Any) -> tuple[Any, ...]:
+        return (part, jax.random.fold_in(key, index)) if options.rngs else (part,)
+
+    first = jax.tree.map(lambda x: x[0], cut)
+    layered = exchange.gathered_by(loss, *jax.eval_shape(loss_args, first, 0))
+    primals = exchange.primals(params)
+    frozen = [None if t else x for t, x in zip(exchange.trained, primals, strict=True)]
+    trained = [x for t, x in zip(exchange.trained, primals, strict=True) if t]
 
     def one(part: Any, index: Any) -> tuple[Any, Any]:
         """Sums over one micro-batch, and its aux."""
-        args = (part, jax.random.fold_in(key, index)) if options.rngs else (part,)
 
-        def total_loss(params: Any) -> tuple[Any, Any]:
-            out = loss_fn(params, *args)
-            loss, aux = out if options.has_aux else (out, None)
-            total, weight = loss if options.weighted else (loss, jnp.ones(()))
+        def total_loss(trained: list[jax.Array]) -> tuple[Any, Any]:
+            rest = iter(trained)
+            whole = [next(rest) if x is None else x for x in frozen]
+            out = loss(exchange.open(whole, layered), *loss_args(part, index))
+            value, aux = out if options.has_aux else (out, None)
+            total, weight = value if options.weighted else (value, jnp.ones(()))
             return total, (weight, aux)
 
         with jax.named_scope("loss_and_grad"):
             value_and_grad = jax.value_and_grad(total_loss, has_aux=True)
-            (total, (weight, aux)), grads = value_and_grad(params)
-        return (_wide(total), _wide(weight), reduce(grads) if reduce_each else grads), aux
+            (total, (weight, aux)), grads = value_and_grad(trained)
+        return (_wide(total), _wide(weight), exchange.reduce_each(grads)), aux
 
     if steps == 1:
-        (total, weight, grads), aux = one(batch, 0)
+        (total, weight, grads), aux = one(first, 0)
     else:
-        cut = jax.tree.map(
-            lambda x: x.reshape(steps, -1, *x.shape[1:]) if jnp.ndim(x) else jnp.full(steps, x),
-            batch,
-        )
 
         def add(sums: Any, inputs: Any) -> tuple[Any, Any]:
             new, aux = one(*inputs)
@@ -110,79 +116,108 @@ def device_gradients(
             new = lax.optimization_barrier(new)
             return jax.tree.map(lambda a, x: a + x.astype(a.dtype), sums, new), aux
 
-        shapes, _ = jax.eval_shape(one, jax.tree.map(lambda x: x[0], cut), 0)
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, _wide_dtype(x)), shapes)
+        (total, weight, grads), _ = jax.eval_shape(one, first, 0)
+        own = [x.dtype for t, x in zip(exchange.trained, params, strict=True) if t]
+        zeros = (
+            jnp.zeros((), total.dtype),
+            jnp.zeros((), weight.dtype),
+            [
+                jnp.zeros(x.shape, exchange.precision.of_accumulator(dtype))
+                for x, dtype in zip(grads, own, strict=True)
+            ],
+        )
         (total, weight, grads), aux = lax.scan(add, zeros, (cut, jnp.arange(steps)))
         aux = jax.tree.map(_join_microbatches, aux)
-    if not reduce_each:
-        grads = reduce(_cast_like(grads, params))
-    total = lax.psum(total, axis)
+    grads = exchange.reduce_rest(grads)
+    total = lax.psum(total, axes)
     metrics = {}
-    scale: Any = 1.0 / (steps * lax.axis_size(axis))
+    scale: Any = 1.0 / (steps * lax.axis_size(axes))
     if options.weighted:
-        weight = lax.psum(weight, axis)
+        weight = lax.psum(weight, axes)
         scale = jnp.where(weight == 0, 0.0, 1 / jnp.where(weight == 0, 1.0, weight))
         metrics["weight"] = weight
     metrics["loss"] = total * scale
     if options.has_aux:
         metrics["aux"] = mark_scalars(aux)
-    return _cast_like(jax.tree.map(lambda g: g * scale, grads), params), metrics
+    return [g * scale for g in grads], metrics
 
 
 def gradients(
     layout: Layout,
+    precision: Precision,
     loss_fn: Callable[..., Any],
     options: LossOptions,
     params: Any,
     batch: Any,
     key: Any,
-    param_specs: Any,
+    placed: Placement,
+    trained: Any,
 ) -> tuple[dict[str, Any], Any]:
     """Metrics and reduced gradients of a batch that is cut over the mesh; inside ``on_mesh``.
 
-    Stages 1 and 2 return shards, as ``layout.cuts`` lays them.
+    Gradients lie as ``placed.shards``; those of parameters that are not trained are zeros.
     """
-    _, dims, _ = layout.cuts(params, param_specs)
+    exchange = exchange_of(layout, precision, params, placed, trained)
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(params)
 
-    def local(params: Any, batch: Any, key: Any) -> Any:
-        return device_gradients(
-            loss_fn,
-            options,
-            params,
-            batch,
-            key,
-            axis=layout.axis,
-            reduce=lambda grads: reduce_scatter(
-                grads, dims, layout.axis, layout.other_axes, param_specs
-            ),
-            reduce_each=layout.stage == 2,
-        )
+    def loss(leaves: list[Any], *args: Any) -> Any:
+        return loss_fn(treedef.unflatten(leaves), *args)
+
+    def local(leaves: list[jax.Array], batch: Any, key: Any) -> Any:
+        return device_gradients(exchange, loss, options, leaves, batch, key)
 
     metric_specs = {"loss": P()}
     if options.weighted:
         metric_specs["weight"] = P()
     if options.has_aux:
-        metric_specs["aux"] = P(layout.axis)
-    run = layout.shard_map(
-        local,
-        (P(), layout.batch_specs(batch), P()),
-        (jax.tree.map(lambda dim: scatter_spec(dim, layout.axis), dims), metric_specs),
+        metric_specs["aux"] = P(entry_of(layout.data_axes))
+    specs, shard_specs = (
+        [layout.manual_spec(spec) for spec in treedef.flatten_up_to(tree)]
+        for tree in (placed.params, placed.shards)
     )
-    grads, metrics = run(params, batch, key)
-    return average_scalars(metrics), grads
+    out_specs = [spec for spec, t in zip(shard_specs, exchange.trained, strict=True) if t]
+    run = layout.shard_map(
+        local, (specs, layout.batch_specs(batch), P()), (out_specs, metric_specs)
+    )
+    reduced, metrics = run(leaves, batch, key)
+    rest = iter(reduced)
+    grads = [next(rest) if t else x for t, x in zip(exchange.trained, leaves, strict=True)]
+    grads = [
+        g.astype(precision.of_result(x.dtype)) if t else jnp.zeros_like(g)
+        for g, x, t in zip(grads, leaves, exchange.trained, strict=True)
+    ]
+    return average_scalars(metrics), treedef.unflatten(grads)
 
 
-def _wide_dtype(x: Any) -> Any:
-    return jnp.promote_types(x.dtype, jnp.float32)
+def evaluate(
+    layout: Layout,
+    precision: Precision,
+    fn: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    placed: Placement,
+) -> Any:
+    """``fn(params, batch)`` of a batch that is cut over the mesh; inside ``on_mesh``."""
+    exchange = exchange_of(layout, precision, params, placed, jax.tree.map(lambda _: False, params))
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(params)
+
+    def of_leaves(leaves: list[Any], batch: Any) -> Any:
+        return fn(treedef.unflatten(leaves), batch)
+
+    def local(leaves: list[jax.Array], batch: Any) -> Any:
+        layered = exchange.gathered_by(of_leaves, batch)
+        return mark_scalars(of_leaves(exchange.open(leaves, layered), batch))
+
+    specs = [layout.manual_spec(spec) for spec in treedef.flatten_up_to(placed.params)]
+    run = layout.shard_map(local, (specs, layout.batch_specs(batch)), P(entry_of(layout.data_axes)))
+    return average_scalars(run(leaves, batch))
 
 
 def _wide(x: Any) -> jax.Array:
     x = jnp.asarray(x)
-    return x.astype(_wide_dtype(x))
-
-
-def _cast_like(tree: Any, like: Any) -> Any:
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, like)
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def _join_microbatches(x: jax.Array) -> jax.Array:

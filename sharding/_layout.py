@@ -3,17 +3,34 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from sharding import _specs
-from sharding._specs import AnyMesh
+from sharding._specs import AnyMesh, Axis
 
 P = PartitionSpec
+
+
+class Placement(NamedTuple):
+    """How parameters lie; trees as the parameters.
+
+    Attributes:
+      params: specs between steps.
+      shards: specs of the reduced gradients, and of the parameters while they are updated.
+      dims: the dim that is cut, counted from the end; 0: the parameter is whole.
+      reasons: why it is whole.
+    """
+
+    params: Any
+    shards: Any
+    dims: Any
+    reasons: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,25 +39,40 @@ class Layout:
 
     Attributes:
       mesh: the device mesh.
-      stage: 0, 1 or 2.
-      axis: the mesh axis, or axes, of data parallelism.
+      stage: 0 to 3.
+      axis: the mesh axis, or axes, to cut over.
+      replica_axis: the mesh axis, or axes, of copies; None for none.
+      shard_state_over_replicas: cut gradients and optimizer state over the copies, too.
       min_shard_size: parameters of fewer elements are not cut.
     """
 
     mesh: AnyMesh
     stage: int
-    axis: str | tuple[str, ...]
-    min_shard_size: int
+    axis: Axis
+    replica_axis: Axis | None = None
+    shard_state_over_replicas: bool = False
+    min_shard_size: int = 0
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The axes of data parallelism."""
-        return self.axis if isinstance(self.axis, tuple) else (self.axis,)
+        """The axes that parameters and state are cut over."""
+        return _specs.axes_of(self.axis)
+
+    @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The axes that hold copies."""
+        return _specs.axes_of(self.replica_axis)
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes that the batch is cut over, in the order of the mesh."""
+        both = self.axes + self.replica_axes
+        return tuple(name for name in self.mesh.axis_names if name in both)
 
     @property
     def other_axes(self) -> frozenset[str]:
         """The user's axes of the mesh."""
-        return frozenset(self.mesh.axis_names) - set(self.axes)
+        return frozenset(self.mesh.axis_names) - set(self.data_axes)
 
     @property
     def explicit_axes(self) -> tuple[str, ...]:
@@ -50,47 +82,114 @@ class Layout:
 
     @property
     def num_shards(self) -> int:
-        """The number of data-parallel devices."""
-        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+        """Into how many parts parameters or state are cut."""
+        return self._size(self.axes)
 
-    def param_specs(self, params: Any, given: Any = None) -> Any:
-        """The spec of every parameter: given, else as the arrays lie, else Flax's, else whole."""
+    @property
+    def num_replicas(self) -> int:
+        """How many copies there are of each part."""
+        return self._size(self.replica_axes)
+
+    @property
+    def num_devices(self) -> int:
+        """The number of data-parallel devices."""
+        return self.num_shards * self.num_replicas
+
+    def _size(self, axes: tuple[str, ...]) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    # --- Parameters ---------------------------------------------------------------------------
+
+    def place(self, params: Any, given: Any = None) -> Placement:
+        """How parameters lie: along other axes as given, else as they do, else by Flax metadata.
+
+        Raises:
+          ValueError: if the specs do not fit the parameters or the mesh.
+        """
         if given is None:
             found = [_specs.sharding_on(leaf, self.mesh) for leaf in jax.tree.leaves(params)]
             if found and None not in found:
                 treedef: Any = jax.tree.structure(params)
                 given = treedef.unflatten([s.spec for s in found if s])
-        return _specs.resolve_param_specs(params, given, self.mesh)
+        specs = _specs.resolve_param_specs(params, given, self.mesh)
+        treedef = jax.tree.structure(params)
+        placed = [
+            self._place_leaf(_specs.path_str(path), leaf, spec)
+            for (path, leaf), spec in zip(
+                jax.tree_util.tree_leaves_with_path(params),
+                treedef.flatten_up_to(specs),
+                strict=True,
+            )
+        ]
+        return Placement(*(treedef.unflatten([leaf[i] for leaf in placed]) for i in range(4)))
 
-    def cuts(self, params: Any, param_specs: Any) -> tuple[Any, Any, Any]:
-        """Trees of how each gradient shard lies, the dim it is cut along (-1: whole), and why."""
-        treedef: Any = jax.tree.structure(params)
-        specs = treedef.flatten_up_to(param_specs)
-        cuts = []
-        for (path, leaf), spec in zip(
-            jax.tree_util.tree_leaves_with_path(params), specs, strict=True
-        ):
-            if set(self.axes) & {axis for entry in spec for axis in _specs.axes_of(entry)}:
-                raise ValueError(
-                    f"parameter {_specs.path_str(path)!r} already lies on axis {self.axis!r} "
-                    f"({spec}); at stage {self.stage} parameters are whole along it."
-                )
-            if self.stage == 0:
-                cuts.append((spec, -1, ""))
-            else:
-                shape = tuple(leaf.shape)
-                cuts.append(
-                    _specs.add_axis(shape, spec, self.axis, self.num_shards, self.min_shard_size)
-                )
-        return tuple(treedef.unflatten([cut[i] for cut in cuts]) for i in range(3))
+    def _place_leaf(self, path: str, leaf: Any, spec: P) -> tuple[P, P, int, str]:
+        shape = tuple(leaf.shape)
+        entries = list(spec) + [None] * (len(shape) - len(spec))
+        taken = [d for d, e in enumerate(entries) if set(_specs.axes_of(e)) & set(self.data_axes)]
+        if taken and self.stage < 3:
+            raise ValueError(
+                f"parameter {path!r} already lies on axis {self.axis!r} ({spec}); at stage "
+                f"{self.stage} parameters are whole along the axes of data parallelism."
+            )
+        if taken and (len(taken) > 1 or _specs.axes_of(entries[taken[0]]) != self.axes):
+            raise ValueError(
+                f"parameter {path!r} lies as {spec}; of the axes of data parallelism a parameter "
+                f"is cut over {self.axis!r} alone, along one dim that no other axis cuts."
+            )
+        if taken:
+            dim, reason = taken[0], ""
+            entries[dim] = None
+            spec = P(*entries)
+        else:
+            dim, reason = self._choose_dim(leaf, entries)
+        if dim < 0:
+            return spec, spec, 0, reason
+        inner = _specs.with_axis(spec, len(shape), dim, self.axis)
+        shards = inner
+        if self.shard_state_over_replicas and shape[dim] % self.num_devices == 0:
+            shards = _specs.with_axis(spec, len(shape), dim, self.axes + self.replica_axes)
+        return inner if self.stage == 3 else spec, shards, dim - len(shape), ""
+
+    def _choose_dim(self, leaf: Any, entries: list[Any]) -> tuple[int, str]:
+        """The longest free dim that divides; else -1, and why."""
+        if self.stage == 0:
+            return -1, ""
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            return -1, f"whole: {leaf.dtype} is not a number"
+        shape, size = tuple(leaf.shape), math.prod(leaf.shape)
+        if size < max(self.min_shard_size, 1):
+            return -1, f"whole: {size} elements, min_shard_size is {self.min_shard_size}"
+        free = [d for d, e in enumerate(entries) if e is None and shape[d]]
+        parts = [self.num_shards]
+        if self.shard_state_over_replicas:
+            parts.insert(0, self.num_devices)
+        for count in parts:
+            fit = [d for d in free if shape[d] % count == 0]
+            if fit:
+                return max(fit, key=lambda d: (shape[d], -d)), ""
+        return -1, f"whole: no free dim of {shape} divides by {self.num_shards}"
+
+    def manual_spec(self, spec: P) -> P:
+        """What of a spec a ``shard_map`` over the data axes has to know."""
+        return _only(spec, self.data_axes)
+
+    def other_spec(self, spec: P) -> P:
+        """What of a spec is the user's."""
+        return _only(spec, self.other_axes)
+
+    # --- Batches ------------------------------------------------------------------------------
 
     def batch_specs(self, tree: Any) -> Any:
         """Cut along the first dim; scalars are replicated."""
-        return jax.tree.map(lambda x: P(self.axis) if np.ndim(x) else P(), tree)
+        entry = _specs.entry_of(self.data_axes)
+        return jax.tree.map(lambda x: P(entry) if np.ndim(x) else P(), tree)
 
     def batch_shardings(self, tree: Any) -> Any:
         """``batch_specs`` on the mesh."""
         return self.shardings(self.batch_specs(tree))
+
+    # --- Code ---------------------------------------------------------------------------------
 
     def shard_map(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
         """``fn`` on each device of the data axes; other axes are left to the partitioner."""
@@ -100,7 +199,7 @@ class Layout:
             mesh=None if self.explicit_axes else self.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            axis_names=set(self.axes),
+            axis_names=set(self.data_axes),
             # With it, the transpose would sum the gradients of whole parameters by itself.
             check_vma=False,
         )
@@ -140,3 +239,9 @@ class Layout:
             return jax.sharding.auto_axes(run, axes=self.explicit_axes, out_sharding=out)(*args)
 
         return call
+
+
+def _only(spec: P, axes: Collection[str]) -> P:
+    """A spec without the axes that are not among ``axes``."""
+    kept = (tuple(name for name in _specs.axes_of(entry) if name in axes) for entry in spec)
+    return _specs.trim([_specs.entry_of(names) for names in kept])

@@ -9,6 +9,7 @@ import optax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 AnyMesh = Mesh | AbstractMesh
+Axis = str | tuple[str, ...]
 
 
 def is_spec(x: Any) -> bool:
@@ -29,6 +30,11 @@ def path_str(path: Any) -> str:
 def axes_of(entry: Any) -> tuple[str, ...]:
     """The mesh axes that one entry of a spec names."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def entry_of(axes: tuple[str, ...]) -> Any:
+    """The entry of a spec that names these axes."""
+    return axes if len(axes) > 1 else axes[0] if axes else None
 
 
 def num_shards(mesh: AnyMesh, spec: PartitionSpec) -> int:
@@ -100,34 +106,18 @@ def _check_spec(path: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: An
             )
 
 
-def add_axis(
-    shape: tuple[int, ...],
-    spec: PartitionSpec,
-    axis: str | tuple[str, ...],
-    size: int,
-    min_size: int,
-) -> tuple[PartitionSpec, int, str]:
-    """Adds a mesh axis, or several, to the longest free dim that divides.
-
-    Args:
-      shape: the array's global shape.
-      spec: what is sharded already; those dims stay as they are.
-      axis: the mesh axes to add.
-      size: how many devices they have.
-      min_size: arrays of fewer elements stay whole.
-
-    Returns:
-      The new spec, the dim that was chosen (-1: none), and why none was.
-    """
-    if math.prod(shape) < max(min_size, 1):
-        return spec, -1, f"whole: {math.prod(shape)} elements, min_shard_size is {min_size}"
-    entries = list(spec) + [None] * (len(shape) - len(spec))
-    free = [d for d, e in enumerate(entries) if e is None and shape[d] and shape[d] % size == 0]
-    if not free:
-        return spec, -1, f"whole: no free dim of {shape} divides by {size}"
-    dim = max(free, key=lambda d: (shape[d], -d))
+def with_axis(spec: PartitionSpec, ndim: int, dim: int, axis: Axis) -> PartitionSpec:
+    """A spec that cuts a free dim over ``axis``, too."""
+    entries = list(spec) + [None] * (ndim - len(spec))
     entries[dim] = axis
-    return PartitionSpec(*entries), dim, ""
+    return trim(entries)
+
+
+def trim(entries: list[Any]) -> PartitionSpec:
+    """A spec without the dims at the end that nothing cuts."""
+    while entries and entries[-1] is None:
+        entries = entries[:-1]
+    return PartitionSpec(*entries)
 
 
 def state_specs(
@@ -188,10 +178,7 @@ def state_specs(
 
 
 def _spec_of(x: jax.ShapeDtypeStruct) -> PartitionSpec:
-    entries = [] if x.sharding is None else list(x.sharding.spec)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
+    return trim([] if x.sharding is None else list(x.sharding.spec))
 
 
 def _specs_by_path(

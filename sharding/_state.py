@@ -47,6 +47,26 @@ def step_key(state: Any, key: Any) -> Any:
     return jax.random.fold_in(jax.random.key(0) if key is None else key, state.step)
 
 
+def resolve_trainable(params: Any, trainable: Any) -> Any:
+    """Whether each parameter is trained: as asked; never if it is no floating number.
+
+    Raises:
+      ValueError: if the mask does not match the parameters.
+    """
+    mask = trainable(params) if callable(trainable) else trainable
+    try:
+        mask = jax.tree.map(
+            lambda choice, part: jax.tree.map(lambda _: bool(choice), part),
+            True if mask is None else mask,
+            params,
+        )
+    except ValueError as error:
+        raise ValueError(f"trainable does not match the parameters: {error}") from None
+    return jax.tree.map(
+        lambda choice, x: choice and jnp.issubdtype(x.dtype, jnp.inexact), mask, params
+    )
+
+
 def check_placed(tree: Any, shardings: Any) -> None:
     """Raises if a real array lies otherwise than it should."""
 

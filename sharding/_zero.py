@@ -1,4 +1,4 @@
-"""ZeRO: any optax transformation, its state and gradients cut over the data-parallel devices."""
+"""ZeRO: any optax transformation, its state, gradients and parameters cut over the devices."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,15 +10,20 @@ import optax
 from jax.sharding import PartitionSpec
 
 from sharding._describe import Description, describe_tree
-from sharding._gradients import LossOptions, average_scalars, gradients, mark_scalars
+from sharding._export import full_tree
+from sharding._gather import gather, gathered
+from sharding._gradients import LossOptions, evaluate, gradients
 from sharding._layout import Layout
-from sharding._specs import AnyMesh, state_specs
+from sharding._modules import gathered_module
+from sharding._precision import Precision
+from sharding._specs import AnyMesh, Axis, state_specs
 from sharding._state import (
     CompiledStep,
     check_batch,
     check_placed,
     params_of,
     parts,
+    resolve_trainable,
     step_key,
 )
 from sharding._update import update
@@ -33,30 +38,45 @@ class Zero:
     With n devices on ``axis``, Ψ bytes of parameters and as many of gradients, S of optimizer
     state, each device holds
 
-    ===== ======================== ========================= =================
-    stage parameters               gradients                 optimizer state
-    ===== ======================== ========================= =================
-    0     Ψ                        Ψ                         S
-    1     Ψ                        Ψ until they are reduced  S / n
-    2     Ψ                        Ψ / n                     S / n
-    ===== ======================== ========================= =================
+    ===== ========== ======================== ================ ==========================
+    stage parameters gradients                optimizer state  sent by a device in a step
+    ===== ========== ======================== ================ ==========================
+    0     Ψ          Ψ                        S                2Ψ (n - 1) / n
+    1     Ψ          Ψ until they are reduced S / n            2Ψ (n - 1) / n
+    2     Ψ          Ψ / n                    S / n            (k + 1)Ψ (n - 1) / n
+    3     Ψ / n      Ψ / n                    S / n            3kΨ (n - 1) / n
+    ===== ========== ======================== ================ ==========================
 
-    A step computes each device's gradients on its part of the batch, reduce-scatters them
-    (stage 0: all-reduces), updates the shards and gathers the parameters once. The update sees
-    arrays with their global shapes, so that every transformation computes what it computes on one
-    device, up to rounding; what it must sum over shards becomes small reductions. Each parameter
-    is cut along its longest dim that no other mesh axis uses and that n divides; where there is
-    none, or the parameter is small, it stays whole, which ``describe`` tells. Other axes of the
-    mesh stay the user's: his parameter specs are kept.
+    with k micro-batches. A step computes each device's gradients on its part of the batch,
+    reduce-scatters them (stage 0: all-reduces), updates the shards and, at stages 1 and 2, gathers
+    the parameters once. At stage 3 the loss gathers each layer's parameters where it uses them,
+    which ``gathered`` makes a model do. The update sees arrays with their global shapes, so that
+    every transformation computes what it computes on one device, up to rounding; what it must sum
+    over shards becomes small reductions. Each parameter is cut along its longest dim that no
+    other mesh axis uses and that n divides; where there is none, or the parameter is small, it
+    stays whole, which ``describe`` tells. Other axes of the mesh stay the user's: his parameter
+    specs are kept.
+
+    With ``replica_axis`` (hybrid sharding) there is a copy of all this for each of its r devices:
+    the shards of the gradients are all-reduced over it, once a step. With
+    ``shard_state_over_replicas`` they are reduce-scattered instead, each copy updates its part, and
+    the new parameters are gathered over it: S / (n r) for the same bytes on the wire.
 
     Attributes:
       mesh: the device mesh; Auto and Explicit axes both work.
-      stage: 0, 1 or 2.
-      axis: the mesh axis, or axes, of data parallelism.
+      stage: 0 to 3.
+      axis: the mesh axis, or axes, to cut over.
+      replica_axis: the mesh axis, or axes, of copies. The batch is cut over ``axis`` and these.
+      shard_state_over_replicas: cut gradients and optimizer state over the copies, too;
+        parameters stay as they are.
       min_shard_size: parameters of fewer elements are not cut.
+      reshard_after_forward: at stage 3, let go of a layer's gathered parameters after its forward
+        pass, and compute the layer again for the backward pass. False keeps them until then: one
+        gather less, and all gathered layers in memory.
+      precision: dtypes of computing, reducing and accumulating.
 
     Raises:
-      ValueError: on a stage other than 0, 1 or 2, or an axis that is not in the mesh.
+      ValueError: on a stage other than 0 to 3, an axis that is not in the mesh or named twice.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, sharding as shd
@@ -80,17 +100,32 @@ class Zero:
 
     mesh: AnyMesh
     stage: int = 2
-    axis: str | tuple[str, ...] = "data"
+    axis: Axis = "data"
+    replica_axis: Axis | None = None
+    shard_state_over_replicas: bool = False
     min_shard_size: int = 4096
+    reshard_after_forward: bool = True
+    precision: Precision = Precision()
 
     def __post_init__(self) -> None:
-        if self.stage not in (0, 1, 2):
-            raise ValueError(f"stage must be 0, 1 or 2, got {self.stage!r}.")
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage must be 0, 1, 2 or 3, got {self.stage!r}.")
         if not self._layout.axes:
             raise ValueError("axis must name at least one mesh axis, got none.")
-        for axis in self._layout.axes:
+        named = self._layout.axes + self._layout.replica_axes
+        for axis in named:
             if axis not in self.mesh.axis_names:
                 raise ValueError(f"axis {axis!r} is not in the mesh {self.mesh.axis_names}.")
+            if named.count(axis) > 1:
+                raise ValueError(
+                    f"axis {axis!r} is named twice: axis={self.axis!r}, "
+                    f"replica_axis={self.replica_axis!r}. Each mesh axis cuts or copies, once."
+                )
+        if self.shard_state_over_replicas and not (self._layout.replica_axes and self.stage):
+            raise ValueError(
+                "shard_state_over_replicas needs a replica_axis and stage 1, 2 or 3, got "
+                f"replica_axis={self.replica_axis!r} and stage {self.stage}."
+            )
         if self.min_shard_size < 0:
             raise ValueError(f"min_shard_size must not be negative, got {self.min_shard_size}.")
 
@@ -98,12 +133,24 @@ class Zero:
 
     @property
     def num_shards(self) -> int:
-        """The number of data-parallel devices."""
+        """Into how many parts ``axis`` cuts."""
         return self._layout.num_shards
 
     @property
+    def num_devices(self) -> int:
+        """The number of data-parallel devices: ``num_shards`` times the number of copies."""
+        return self._layout.num_devices
+
+    @property
     def _layout(self) -> Layout:
-        return Layout(self.mesh, self.stage, self.axis, self.min_shard_size)
+        return Layout(
+            self.mesh,
+            self.stage,
+            self.axis,
+            self.replica_axis,
+            self.shard_state_over_replicas,
+            self.min_shard_size,
+        )
 
     def specs(
         self,
@@ -129,9 +176,8 @@ class Zero:
           ValueError: if the state is of neither kind, or a spec does not fit.
         """
         params, opt_state, tx = parts(state, tx)
-        param_specs = self._layout.param_specs(params, param_specs)
-        shard_specs, _, _ = self._layout.cuts(params, param_specs)
-        opt_specs = state_specs(tx, params, shard_specs, self.mesh)
+        placed = self._layout.place(params, param_specs)
+        opt_specs = state_specs(tx, params, placed.shards, self.mesh)
         expected: Any = jax.tree.structure(opt_specs)
         found: Any = jax.tree.structure(opt_state)
         if expected != found:
@@ -140,8 +186,8 @@ class Zero:
                 f"found {found}."
             )
         if isinstance(state, tuple):
-            return (param_specs, opt_specs)
-        return jax.tree.map(lambda _: P(), state).replace(params=param_specs, opt_state=opt_specs)
+            return (placed.params, opt_specs)
+        return jax.tree.map(lambda _: P(), state).replace(params=placed.params, opt_state=opt_specs)
 
     def shardings(
         self,
@@ -174,13 +220,20 @@ class Zero:
         specs = self.specs(state, tx=tx, param_specs=param_specs)
         params, opt_state, _ = parts(state, tx)
         param_specs, opt_specs, _ = parts(specs, tx)
-        grad_specs, _, reasons = self._layout.cuts(params, param_specs)
-        if self.stage < 2:
-            grad_specs = param_specs
+        placed = self._layout.place(params, param_specs)
+        grads = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, self.precision.of_result(x.dtype)), params
+        )
+        # Until it is reduced, at stage 1, a gradient is whole.
+        grad_specs = placed.shards if self.stage >= 2 else param_specs
         rows = describe_tree("params", params, param_specs, self.mesh)
-        rows += describe_tree("grads", params, grad_specs, self.mesh, jax.tree.leaves(reasons))
+        rows += describe_tree(
+            "grads", grads, grad_specs, self.mesh, jax.tree.leaves(placed.reasons)
+        )
         rows += describe_tree("opt_state", opt_state, opt_specs, self.mesh)
-        return Description(self.mesh, self.stage, self._layout.axes, tuple(rows))
+        return Description(
+            self.mesh, self.stage, self._layout.axes, self._layout.replica_axes, tuple(rows)
+        )
 
     # --- Training -----------------------------------------------------------------------------
 
@@ -206,9 +259,53 @@ class Zero:
         Raises:
           ValueError: as ``specs``.
         """
-        abstract = jax.eval_shape(make_state, *args)
-        out = self.shardings(abstract, tx=tx, param_specs=param_specs)
+        abstract = self.abstract_state(make_state, *args, tx=tx, param_specs=param_specs)
+        out = jax.tree.map(lambda x: x.sharding, abstract)
         return jax.jit(make_state, out_shardings=out)(*args)
+
+    def abstract_state(
+        self,
+        make_state: Callable[..., Any],
+        *args: Any,
+        tx: optax.GradientTransformation | None = None,
+        param_specs: Any = None,
+    ) -> Any:
+        """The train state that ``init`` would make, in types: what a checkpoint is restored into.
+
+        Args:
+          make_state: as all arguments: see ``init``.
+          *args: arguments of ``make_state``.
+          tx: the transformation, for a pair.
+          param_specs: how the parameters lie on the mesh's other axes.
+
+        Returns:
+          The state with a ``ShapeDtypeStruct`` in place of each array: shape, dtype, and sharding
+          on this mesh at this stage, whatever they were when a checkpoint was written.
+
+        Raises:
+          ValueError: as ``specs``.
+        """
+        abstract = jax.eval_shape(make_state, *args)
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            abstract,
+            self.shardings(abstract, tx=tx, param_specs=param_specs),
+        )
+
+    def full_params(self, state: Any) -> Any:
+        """The whole parameters in host memory, for export.
+
+        Each process gets all of them, as NumPy arrays; on the devices one parameter at a time is
+        whole.
+
+        Args:
+          state: a Flax ``TrainState``, a pair ``(params, opt_state)``, or parameters.
+
+        Returns:
+          The tree of parameters.
+        """
+        is_state = hasattr(state, "opt_state") or (isinstance(state, tuple) and len(state) == 2)
+        return full_tree(params_of(state) if is_state else state)
 
     def put(self, batch: Any) -> Any:
         """Lays this process's part of a batch on the mesh, cut along the first dim.
@@ -222,7 +319,7 @@ class Zero:
         Raises:
           ValueError: if a first dim does not divide by this process's devices.
         """
-        check_batch(batch, max(1, self.num_shards // jax.process_count()), 1)
+        check_batch(batch, max(1, self.num_devices // jax.process_count()), 1)
         return jax.tree.map(
             lambda sharding, x: jax.make_array_from_process_local_data(sharding, np.asarray(x)),
             self._layout.batch_shardings(batch),
@@ -238,6 +335,7 @@ class Zero:
         weighted: bool = False,
         rngs: bool = False,
         microbatches: int = 1,
+        trainable: Any = None,
         donate: bool = True,
     ) -> CompiledStep:
         """A compiled training step: ``step(state, batch) -> (state, metrics)``.
@@ -254,9 +352,14 @@ class Zero:
           rngs: ``loss_fn`` takes a third argument, a random key that differs by step, device and
             micro-batch: ``key`` of the call, or ``jax.random.key(0)``, folded by these. A pair has
             no step count: it needs a new ``key`` each call.
-          microbatches: into how many parts each device cuts its batch. Stage 2 reduce-scatters the
-            gradients of each and accumulates shards; stages 0 and 1 accumulate whole gradients and
-            reduce once. Accumulators are at least float32.
+          microbatches: into how many parts each device cuts its batch. Stages 2 and 3
+            reduce-scatter the gradients of each and accumulate shards; stages 0 and 1 accumulate
+            whole gradients and reduce once.
+          trainable: which parameters are trained: a tree of bools, a prefix of one, or a function
+            of the parameters that returns it, as optax takes masks. The others have no gradient,
+            which the transformation sees as zeros, and never change; so that they have no state
+            either, wrap the transformation in ``optax.masked``. Parameters that are not floating
+            are never trained.
           donate: give the state's memory to the new state; the old one cannot be used again.
 
         Returns:
@@ -273,31 +376,41 @@ class Zero:
 
         def compile_step(state: Any, batch: Any) -> Any:
             specs = self.specs(state, tx=tx)
-            placed = self._layout.shardings(specs)
-            check_placed(state, placed)
-            param_specs = params_of(specs)
+            shardings = self._layout.shardings(specs)
+            check_placed(state, shardings)
+            param_specs, opt_specs, _ = parts(specs, tx)
+            placed = self._layout.place(params_of(state), param_specs)
+            trained = resolve_trainable(params_of(state), trainable)
 
             def step(
                 layout: Layout, state: Any, batch: Any, key: Any
             ) -> tuple[Any, dict[str, Any]]:
                 key = step_key(state, key) if rngs else None
-                params = params_of(state)
                 metrics, grads = gradients(
-                    layout, loss_fn, options, params, batch, key, param_specs
+                    layout,
+                    self.precision,
+                    loss_fn,
+                    options,
+                    params_of(state),
+                    batch,
+                    key,
+                    placed,
+                    trained,
                 )
                 extra_args = {"value": metrics["loss"]}
-                return update(layout, state, grads, tx, specs, extra_args), metrics
+                new = update(layout, state, grads, tx, placed, opt_specs, trained, extra_args)
+                return new, metrics
 
             return jax.jit(
                 self._layout.on_mesh(
-                    step, lambda out: (placed, self._layout.batch_shardings(out[1]))
+                    step, lambda out: (shardings, self._layout.batch_shardings(out[1]))
                 ),
-                in_shardings=(placed, self._layout.batch_shardings(batch), None),
-                out_shardings=(placed, None),
+                in_shardings=(shardings, self._layout.batch_shardings(batch), None),
+                out_shardings=(shardings, None),
                 donate_argnums=(0,) if donate else (),
             )
 
-        return CompiledStep(compile_step, lambda b: check_batch(b, self.num_shards, microbatches))
+        return CompiledStep(compile_step, lambda b: check_batch(b, self.num_devices, microbatches))
 
     def eval_step(self, fn: Callable[[Any, Any], Any]) -> CompiledStep:
         """A compiled function of the parameters and a batch.
@@ -316,26 +429,92 @@ class Zero:
         """
 
         def compile_eval(params: Any, batch: Any) -> Any:
-            placed = self._layout.shardings(self._layout.param_specs(params))
-            check_placed(params, placed)
+            placed = self._layout.place(params)
+            shardings = self._layout.shardings(placed.params)
+            check_placed(params, shardings)
 
-            def evaluate(layout: Layout, params: Any, batch: Any, key: Any) -> Any:
+            def run(layout: Layout, params: Any, batch: Any, key: Any) -> Any:
                 del key
-                run = layout.shard_map(
-                    lambda params, batch: mark_scalars(fn(params, batch)),
-                    (P(), layout.batch_specs(batch)),
-                    P(layout.axis),
-                )
-                return average_scalars(run(params, batch))
+                return evaluate(layout, self.precision, fn, params, batch, placed)
 
             return jax.jit(
-                self._layout.on_mesh(evaluate, self._layout.batch_shardings),
-                in_shardings=(placed, self._layout.batch_shardings(batch), None),
+                self._layout.on_mesh(run, self._layout.batch_shardings),
+                in_shardings=(shardings, self._layout.batch_shardings(batch), None),
             )
 
         return CompiledStep(
-            compile_eval, lambda batch: check_batch(batch, self.num_shards, 1), params_of
+            compile_eval, lambda batch: check_batch(batch, self.num_devices, 1), params_of
         )
+
+    # --- Stage 3, in the loss -----------------------------------------------------------------
+
+    def gather(self, tree: Any) -> Any:
+        """Whole parameters where the loss uses them; their gradients are reduce-scattered.
+
+        For use inside the loss, on any part of its parameters, such as one layer's in the body of
+        a ``lax.scan`` over stacked layers. By itself it does not keep XLA from holding what was
+        gathered until the backward pass: ``gathered`` does. At stages below 3 it changes nothing.
+
+        Args:
+          tree: parameters as the loss got them.
+
+        Returns:
+          The tree, whole.
+
+        Raises:
+          ValueError: at stage 3, if called anywhere else than in the loss.
+        """
+        inside = set(self._layout.data_axes) <= set(jax.sharding.get_abstract_mesh().manual_axes)
+        if self.stage == 3 and not inside:
+            raise ValueError(
+                "zero.gather works in the loss of train_step, value_and_grad or eval_step, and was "
+                "called outside. For whole parameters use zero.full_params; for a function that "
+                "is also called outside, zero.gathered."
+            )
+        return gather(tree)
+
+    def gathered(
+        self, target: Callable[..., Any], *, policy: Callable[..., bool] | None = None
+    ) -> Any:
+        """Makes a layer gather its own parameters in each call, and let go of them after it.
+
+        Under ``jax.checkpoint``: the backward pass gathers again and computes the layer again. XLA
+        is kept from gathering a layer before its input is there. Outside the loss of a step, and at
+        stages below 3, the target does what it always did. With ``reshard_after_forward=False``
+        there is no ``jax.checkpoint``.
+
+        Args:
+          target: a module class of ``flax.linen`` or ``flax.nnx``, whose ``__call__`` is meant
+            (its subclass has the same name, fields and parameters), or a function whose first
+            argument is a tree of parameters, such as the ``__call__`` of a module that is a
+            pytree.
+          policy: what ``jax.checkpoint`` may keep; None for nothing. With
+            ``jax.checkpoint_policies.dots_saveable`` matrix products are not computed again.
+
+        Returns:
+          A class or function to be used in place of the target.
+
+        Raises:
+          ValueError: if the target is a class of another kind.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, optax, sharding as shd
+          >>> zero = shd.Zero(jax.make_mesh((jax.device_count(),), ("data",)), stage=3)
+          >>> block = zero.gathered(lambda p, x: x + jnp.tanh(x @ p["in"]) @ p["out"])
+          >>> def loss_fn(params, x):
+          ...     x, _ = jax.lax.scan(lambda x, p: (block(p, x), None), x, params)
+          ...     return jnp.mean(x**2)
+          >>> tx = optax.sgd(0.1)
+          >>> def make_state():
+          ...     params = {"in": jnp.ones((4, 64, 128)), "out": jnp.ones((4, 128, 64))}
+          ...     return params, tx.init(params)
+          >>> state = zero.init(make_state, tx=tx)
+          >>> step = zero.train_step(loss_fn, tx=tx)
+          >>> state, metrics = step(state, zero.put(jnp.ones((8 * jax.device_count(), 64))))
+        """
+        if isinstance(target, type):
+            return gathered_module(target, policy, self.reshard_after_forward)
+        return gathered(target, policy, self.reshard_after_forward)
 
     # --- The parts, for a step of one's own ---------------------------------------------------
 
@@ -347,6 +526,7 @@ class Zero:
         weighted: bool = False,
         rngs: bool = False,
         microbatches: int = 1,
+        trainable: Any = None,
         param_specs: Any = None,
     ) -> Callable[..., Any]:
         """``jax.value_and_grad`` over the mesh, gradients reduced as the stage asks.
@@ -357,6 +537,7 @@ class Zero:
           weighted: the loss is a pair ``(sum, weight)``.
           rngs: ``loss_fn`` takes a key; here it is folded by device and micro-batch only.
           microbatches: into how many parts each device cuts its batch.
+          trainable: which parameters have a gradient; zeros for the others.
           param_specs: see ``specs``; inside ``jit`` the arrays cannot tell.
 
         Returns:
@@ -366,15 +547,18 @@ class Zero:
         options = LossOptions(has_aux, weighted, rngs, microbatches).check()
 
         def value_and_grad(params: Any, batch: Any, key: Any = None) -> Any:
-            check_batch(batch, self.num_shards, microbatches)
-            specs = self._layout.param_specs(params, param_specs)
+            check_batch(batch, self.num_devices, microbatches)
+            placed = self._layout.place(params, param_specs)
+            trained = resolve_trainable(params, trainable)
 
             def run(layout: Layout, params: Any, batch: Any, key: Any) -> Any:
-                metrics, grads = gradients(layout, loss_fn, options, params, batch, key, specs)
+                metrics, grads = gradients(
+                    layout, self.precision, loss_fn, options, params, batch, key, placed, trained
+                )
                 value = (metrics["loss"], metrics["aux"]) if has_aux else metrics["loss"]
                 return value, grads
 
-            grad_shardings = self._layout.shardings(self._layout.cuts(params, specs)[0])
+            grad_shardings = self._layout.shardings(placed.shards)
             wrapped = self._layout.on_mesh(
                 run, lambda out: (self._layout.batch_shardings(out[0]), grad_shardings)
             )
@@ -388,6 +572,7 @@ class Zero:
         grads: Any,
         *,
         tx: optax.GradientTransformation | None = None,
+        trainable: Any = None,
         param_specs: Any = None,
         extra_args: dict[str, Any] | None = None,
         **fields: Any,
@@ -399,6 +584,7 @@ class Zero:
           grads: a tree as the parameters.
           tx: the transformation, for a pair.
           param_specs: see ``specs``; inside ``jit`` the arrays cannot tell.
+          trainable: which parameters may change; as in ``value_and_grad``.
           extra_args: passed on to ``tx.update`` if it takes extra arguments, such as ``value``.
           **fields: further fields of a ``TrainState`` to replace, such as ``batch_stats``.
 
@@ -406,10 +592,13 @@ class Zero:
           The new state, laid out as the old one.
         """
         specs = self.specs(state, tx=tx, param_specs=param_specs)
-        placed = self._layout.shardings(specs)
+        shardings = self._layout.shardings(specs)
+        param_specs, opt_specs, _ = parts(specs, tx)
+        placed = self._layout.place(params_of(state), param_specs)
+        trained = resolve_trainable(params_of(state), trainable)
 
         def run(layout: Layout, state: Any, grads: Any, extra_args: Any) -> Any:
-            return update(layout, state, grads, tx, specs, extra_args)
+            return update(layout, state, grads, tx, placed, opt_specs, trained, extra_args)
 
-        state = self._layout.on_mesh(run, lambda _: placed)(state, grads, extra_args or {})
+        state = self._layout.on_mesh(run, lambda _: shardings)(state, grads, extra_args or {})
         return state.replace(**fields) if fields else state

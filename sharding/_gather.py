@@ -1,0 +1,224 @@
+"""Stage 3: parameters that are gathered where they are used, and let go of afterwards."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+from sharding._collectives import Cut, all_gather, reduce_scatter
+from sharding._layout import Layout
+
+# The name that marks, in a traced loss, what it passes to ``gather``.
+MARK = "sharding.gather"
+
+
+class How(NamedTuple):
+    """How a parameter is cut and gathered.
+
+    Attributes:
+      layout: the mesh.
+      dim: the dim that is cut, counted from the end: loops over layers take dims off the front.
+      entries: how each dim lies on the user's axes of the mesh.
+      dtype: in which dtype the parameter is gathered.
+      reduce_dtype: in which dtype its gradient is summed.
+    """
+
+    layout: Layout
+    dim: int
+    entries: tuple[Any, ...]
+    dtype: Any
+    reduce_dtype: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Shard:
+    """This device's part of a parameter, until ``gather`` makes it whole."""
+
+    value: jax.Array
+    how: How = dataclasses.field(metadata={"static": True})
+
+
+def is_shard(x: Any) -> bool:
+    """Whether a tree's node is a shard."""
+    return isinstance(x, Shard)
+
+
+def has_shards(tree: Any) -> bool:
+    """Whether any leaf of a tree is a shard."""
+    return any(is_shard(x) for x in jax.tree.leaves(tree, is_leaf=is_shard))
+
+
+# --- Gathering ------------------------------------------------------------------------------------
+
+
+def gather(tree: Any) -> Any:
+    """The tree with every shard made whole; its gradient is reduce-scattered on the way back.
+
+    Arrays that are whole already are only marked, for ``gathered_leaves``.
+    """
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_shard)
+    shards = [x for x in leaves if is_shard(x)]
+    for shard in shards:
+        if -shard.how.dim > shard.value.ndim:
+            raise ValueError(
+                f"a parameter of shape {shard.value.shape} is cut along a dim that a loop over "
+                "layers took off. Name the data axis on another dim of it in param_specs."
+            )
+    dtypes = tuple(shard.value.dtype for shard in shards)
+    values = _gather(tuple(x.how for x in shards), dtypes, [x.value for x in shards])
+    whole = iter(values)
+    return treedef.unflatten(
+        [next(whole) if is_shard(x) else checkpoint_name(x, MARK) for x in leaves]
+    )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather(
+    hows: tuple[How, ...], dtypes: tuple[Any, ...], values: list[jax.Array]
+) -> list[jax.Array]:
+    del dtypes
+    if not hows:
+        return []
+    with jax.named_scope("gather"):
+        cast = [x.astype(how.dtype) for x, how in zip(values, hows, strict=True)]
+        return all_gather(hows[0].layout, cast, _cuts(hows, cast))
+
+
+def _gather_forward(hows: Any, dtypes: Any, values: Any) -> tuple[list[jax.Array], None]:
+    return _gather(hows, dtypes, values), None
+
+
+def _gather_backward(
+    hows: tuple[How, ...], dtypes: tuple[Any, ...], _: None, grads: list[jax.Array]
+) -> tuple[list[jax.Array]]:
+    if not hows:
+        return ([],)
+    layout = hows[0].layout
+    with jax.named_scope("reduce_scatter"):
+        cast = [g.astype(how.reduce_dtype) for g, how in zip(grads, hows, strict=True)]
+        sums = reduce_scatter(layout, layout.axes, cast, _cuts(hows, cast))
+        return ([g.astype(dtype) for g, dtype in zip(sums, dtypes, strict=True)],)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def _cuts(hows: Sequence[How], xs: Sequence[jax.Array]) -> list[Cut]:
+    return [
+        Cut(how.dim, PartitionSpec(*how.entries[len(how.entries) - x.ndim :]))
+        for how, x in zip(hows, xs, strict=True)
+    ]
+
+
+def gathered(
+    fn: Callable[..., Any], policy: Callable[..., bool] | None, reshard: bool
+) -> Callable[..., Any]:
+    """``fn(params, ...)`` that gathers its parameters, again in the backward pass if ``reshard``.
+
+    Where ``params`` holds no shards, ``fn`` as it is.
+    """
+
+    @functools.wraps(fn)
+    def call(params: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (has_shards(params) and reshard):
+            return fn(gather(params), *args, **kwargs)
+        arrays, join = split_arrays((args, kwargs))
+
+        def run(params: Any, arrays: list[Any]) -> Any:
+            params, arrays = together(params, arrays)
+            args, kwargs = join(arrays)
+            return fn(gather(params), *args, **kwargs)
+
+        return jax.checkpoint(run, policy=policy)(params, arrays)
+
+    return call
+
+
+def split_arrays(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """The arrays of a tree, and a function that puts others in their places."""
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(tree)
+    places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
+
+    def join(arrays: list[Any]) -> Any:
+        new = dict(zip(places, arrays, strict=True))
+        return treedef.unflatten([new.get(i, x) for i, x in enumerate(leaves)])
+
+    return [leaves[i] for i in places], join
+
+
+def together(params: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
+    """Parameters and the input of their layer behind one barrier.
+
+    XLA cannot gather ahead of the input then, as it does to gain time; and because what follows
+    uses both of the barrier's outputs, the transpose orders the backward pass alike.
+    """
+    floating = [jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays]
+    moved = [x for f, x in zip(floating, arrays, strict=True) if f]
+    params, moved = lax.optimization_barrier((params, moved))
+    rest = iter(moved)
+    return params, [next(rest) if f else x for f, x in zip(floating, arrays, strict=True)]
+
+
+# --- Which parameters a loss gathers itself -------------------------------------------------------
+
+
+def gathered_leaves(fn: Callable[..., Any], params: list[Any], *args: Any) -> list[bool]:
+    """Of each parameter, whether ``fn`` passes it to ``gather`` and uses it nowhere else.
+
+    Args:
+      fn: ``fn(params, *args)``.
+      params: abstract arrays of whole shapes.
+      *args: abstract arrays, too.
+    """
+    jaxpr: Any = jax.make_jaxpr(fn)(params, *args).jaxpr
+    marked, used = _uses(jaxpr, {jaxpr.invars[i]: i for i in range(len(params))})
+    return [i in marked - used for i in range(len(params))]
+
+
+def _uses(jaxpr: Any, source: dict[Any, int]) -> tuple[set[int], set[int]]:
+    """Of the variables in ``source``, which are marked and which are used otherwise."""
+    marked: set[int] = set()
+    used = {source[var] for var in jaxpr.outvars if _known(var, source)}
+    for eqn in jaxpr.eqns:
+        found = [(i, source[var]) for i, var in enumerate(eqn.invars) if _known(var, source)]
+        if not found:
+            continue
+        if eqn.primitive.name == "name" and eqn.params["name"] == MARK:
+            marked |= {leaf for _, leaf in found}
+            continue
+        inner = list(_inner_jaxprs(eqn))
+        if not inner:
+            used |= {leaf for _, leaf in found}
+        for sub, first in inner:
+            new = {sub.invars[i - first]: leaf for i, leaf in found if i >= first}
+            used |= {leaf for i, leaf in found if i < first}
+            more = _uses(sub, new)
+            marked |= more[0]
+            used |= more[1]
+    return marked, used
+
+
+def _known(var: Any, source: dict[Any, int]) -> bool:
+    return not hasattr(var, "val") and var in source  # literals have values, and no hash
+
+
+def _inner_jaxprs(eqn: Any) -> Iterator[tuple[Any, int]]:
+    """Inner jaxprs whose arguments are those of the equation, from the given one on."""
+    for value in eqn.params.values():
+        for item in value if isinstance(value, list | tuple) else (value,):
+            sub = getattr(item, "jaxpr", item)
+            if not hasattr(sub, "eqns"):
+                continue
+            first = 1 if eqn.primitive.name == "cond" else 0  # the index of the branch
+            if len(sub.invars) + first == len(eqn.invars):
+                yield sub, first

@@ -1,0 +1,72 @@
+"""Which dtype computes, which crosses the wire, which accumulates."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """Dtypes of a step; the parameters' own is that of the train state.
+
+    With bfloat16 parameters and ``optax_ext.master_weights``, parameters are gathered in bfloat16
+    while float32 copies stay where the optimizer state is. With float32 parameters and
+    ``compute=bfloat16``, stage 3 gathers bfloat16; stages 1 and 2, which gather parameters for the
+    state, gather float32. Leaves that are not floating keep their dtype.
+
+    Attributes:
+      compute: parameters are cast to it for the loss; None: as they are.
+      reduce: gradients are cast to it to be summed over devices; None: as autodiff makes them.
+      accumulate: gradients are accumulated over micro-batches in it, and given to the
+        transformation so; None: accumulated in float32 at least, given in the parameters' dtype.
+
+    Example:
+      >>> import jax.numpy as jnp, sharding as shd
+      >>> shd.Precision(compute=jnp.bfloat16, reduce=jnp.float32).reduce
+      dtype('float32')
+
+    References:
+      Micikevicius, Narang, Alben, Diamos, Elsen, Garcia, Ginsburg, Houston, Kuchaiev, Venkatesh,
+      Wu: Mixed Precision Training, ICLR 2018, arXiv 1710.03740.
+    """
+
+    compute: Any = None
+    reduce: Any = None
+    accumulate: Any = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is None:
+                continue
+            dtype = jnp.dtype(value)
+            if not jnp.issubdtype(dtype, jnp.floating):
+                raise ValueError(f"Precision.{field.name} must be a floating dtype, got {dtype}.")
+            object.__setattr__(self, field.name, dtype)
+
+    def of_loss(self, dtype: Any) -> Any:
+        """In which dtype the loss sees a parameter."""
+        return _unless_none(self.compute, dtype)
+
+    def of_sum(self, dtype: Any) -> Any:
+        """In which dtype a gradient is summed over devices."""
+        return _unless_none(self.reduce, dtype)
+
+    def of_accumulator(self, dtype: Any) -> Any:
+        """In which dtype micro-batches are added up."""
+        return _unless_none(self.accumulate, jnp.promote_types(dtype, jnp.float32))
+
+    def of_result(self, dtype: Any) -> Any:
+        """In which dtype the transformation gets a gradient."""
+        return _unless_none(self.accumulate, dtype)
+
+
+def _unless_none(choice: Any, dtype: Any) -> Any:
+    return choice if choice is not None and jnp.issubdtype(dtype, jnp.floating) else dtype
+
+
+def cast(tree: Any, dtype_of: Any) -> Any:
+    """Casts every array to ``dtype_of(its dtype)``."""
+    return jax.tree.map(lambda x: x.astype(dtype_of(x.dtype)), tree)
