@@ -47,23 +47,6 @@ CONFIGS = {
 }
 
 
-class TransformerLM(nn.Module):
-    """Tokens (batch, length) to logits (batch, length, vocabulary)."""
-
-    config: Config
-
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Each position's logits are for the token after it."""
-        config = self.config
-        small = nn.initializers.normal(0.02)
-        embed = nn.Embed(config.vocabulary, config.width, embedding_init=small, name="embed")
-        x = nn.RMSNorm(name="embed_norm")(embed(tokens))
-        for i in range(config.layers):
-            x = Block(config, name=f"block_{i}")(x)
-        return embed.attend(nn.RMSNorm(name="norm")(x))
-
-
 class Block(nn.Module):
     """Causal attention, then an MLP, each on the normalized residual stream."""
 
@@ -92,6 +75,24 @@ class Block(nn.Module):
         y = nn.Dense(4 * width, use_bias=False, kernel_init=into, name="up")(y)
         y = jnp.square(jax.nn.relu(y))
         return x + nn.Dense(width, use_bias=False, kernel_init=out, name="down")(y)
+
+
+class TransformerLM(nn.Module):
+    """Tokens (batch, length) to logits (batch, length, vocabulary); ``block``: a class as Block."""
+
+    config: Config
+    block: type[nn.Module] = Block
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Each position's logits are for the token after it."""
+        config = self.config
+        small = nn.initializers.normal(0.02)
+        embed = nn.Embed(config.vocabulary, config.width, embedding_init=small, name="embed")
+        x = nn.RMSNorm(name="embed_norm")(embed(tokens))
+        for i in range(config.layers):
+            x = self.block(config, name=f"block_{i}")(x)
+        return embed.attend(nn.RMSNorm(name="norm")(x))
 
 
 def rotate(x: jax.Array) -> jax.Array:

@@ -38,17 +38,22 @@ class Metrics:
       rows: what is in the file.
     """
 
-    def __init__(self, path: pathlib.Path, keep: int):
-        """Opens the file, and drops all but the first ``keep`` rows of an earlier process."""
+    def __init__(self, path: pathlib.Path, keep: int, write: bool = True):
+        """Opens the file, and drops all but the first ``keep`` rows of an earlier process.
+
+        Without ``write`` the file is only read: another process writes it.
+        """
         self.rows = read_metrics(path)[:keep]
-        _write_whole(path, "".join(json.dumps(row) + "\n" for row in self.rows))
-        self._file = path.open("a")
+        if write:
+            _write_whole(path, "".join(json.dumps(row) + "\n" for row in self.rows))
+        self._file = path.open("a") if write else None
 
     def write(self, row: dict[str, float]) -> None:
         """Adds a row; it is in the file when this returns."""
         self.rows.append(row)
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        if self._file:
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, float]]:
@@ -127,7 +132,7 @@ def print_memory(columns: dict[str, dict[str, int]], stage: int) -> None:
     """Prints bytes per device, a column for each way to train; the first is at ``stage``."""
     cut, whole = "cut over the devices", "whole on each device"
     rows = {
-        "params": ("parameters", whole),
+        "params": ("parameters", cut if stage == 3 else whole),
         "grads": ("gradients", cut if stage >= 2 else whole),
         "opt_state": ("optimizer state", cut if stage >= 1 else whole),
     }

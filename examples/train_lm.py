@@ -10,6 +10,7 @@ summary.json, checkpoints.
   python examples/train_lm.py --compare came,adafactor,adamw    # three runs, one plot
   python examples/train_lm.py --data ~/books --steps 2000 --name books
   python examples/train_lm.py --config gpt2-small --microbatches 4
+  srun python examples/train_lm.py --distributed                # many processes: see launch/
 """
 
 import argparse
@@ -28,7 +29,8 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from _corpus import Corpus
-from _model import CONFIGS, TransformerLM, sample
+from _distributed import any_stop, ending_together, is_main, join, my_rows, wait_for_all
+from _model import CONFIGS, Block, TransformerLM, sample
 from _report import (
     Metrics,
     Progress,
@@ -93,7 +95,9 @@ def train(options, corpus, mesh, directory, stop):
         console.print(f"{directory} is finished; another --name begins a new run.")
         return json.loads((directory / "summary.json").read_text())
 
-    model = TransformerLM(CONFIGS[options.config])
+    zero = shd.Zero(mesh, stage=options.stage)
+    # At stage 3 a block gathers its parameters when it runs; at the others this changes nothing.
+    model = TransformerLM(CONFIGS[options.config], block=zero.gathered(Block))
     tx, schedule = make_optimizer(options.optimizer, options.learning_rate, options.steps)
 
     def make_state(key, tx=tx):
@@ -106,14 +110,12 @@ def train(options, corpus, mesh, directory, stop):
         return losses.mean()
 
     # This is all the sharding there is. A step cuts the batch over the devices, reduce-scatters
-    # the gradients, updates each device's shard, and gathers the parameters.
-    zero = shd.Zero(mesh, stage=options.stage)
+    # the gradients, updates each device's shard, and gathers the parameters (stage 3: before).
     step = zero.train_step(loss_fn, microbatches=options.microbatches)
     evaluate = zero.eval_step(loss_fn)
 
     key = jax.random.key(options.seed)
-    abstract = jax.eval_shape(make_state, key)  # shapes only: nothing is computed yet
-    memory = show_layout(options, corpus, zero, abstract, make_state, directory)
+    memory = show_layout(options, corpus, zero, make_state, directory)
 
     manager = ocp.CheckpointManager(
         directory.absolute() / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=2)
@@ -121,31 +123,27 @@ def train(options, corpus, mesh, directory, stop):
     held_out = np.split(corpus.validation(16 * options.batch_size), 16)
 
     def validate(state):
-        return float(np.mean([evaluate(state, zero.put(windows)) for windows in held_out]))
+        return float(np.mean([evaluate(state, zero.put(my_rows(x))) for x in held_out]))
 
     start = manager.latest_step()
+    keep = 0 if start is None else start + 1  # rows of steps 0 to start
+    metrics = Metrics(directory / "metrics.jsonl", keep, write=is_main())
     if start is None:
         start, state = 0, zero.init(make_state, key)  # born sharded, never whole on one device
-        metrics = Metrics(directory / "metrics.jsonl", keep=0)
         console.print("Measuring the untrained model; the first time, this compiles.")
         metrics.write({"step": 0, "val_loss": validate(state)})
     else:
         console.print(f"Going on from the checkpoint at step {start}.")
-        target = jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            abstract,
-            zero.shardings(abstract),
-        )
+        target = zero.abstract_state(make_state, key)
         state = manager.restore(start, args=ocp.args.StandardRestore(target))
-        metrics = Metrics(directory / "metrics.jsonl", keep=start + 1)  # steps 0 to start
 
     tokens = options.batch_size * corpus.context
     with Progress(options.optimizer, metrics.rows, options.steps, tokens) as progress:
         for i in range(start + 1, options.steps + 1):
             windows = corpus.batch(options.seed, i, options.batch_size)
-            state, out = step(state, zero.put(windows))
+            state, out = step(state, zero.put(my_rows(windows)))
             row = {"step": i, "loss": float(out["loss"]), "learning_rate": float(schedule(i - 1))}
-            last, stopping = i == options.steps, bool(stop)
+            last, stopping = i == options.steps, any_stop(stop)
             if last or i % max(1, options.steps // 10) == 0:
                 row["val_loss"] = validate(state)
             metrics.write(row)  # before the checkpoint, so that none is ahead of the metrics
@@ -157,7 +155,7 @@ def train(options, corpus, mesh, directory, stop):
                 return None
     manager.close()
 
-    params, prompt = jax.device_get(state.params), corpus.prompt()
+    params, prompt = zero.full_params(state), corpus.prompt()
     summary = {
         "optimizer": options.optimizer,
         "steps": options.steps,
@@ -167,28 +165,32 @@ def train(options, corpus, mesh, directory, stop):
         "sample": sample(model, params, prompt, 300, options.seed).decode(errors="replace"),
         **memory,
     }
-    plot_loss(directory / "loss.png", str(directory), metrics.rows)
-    write_json(directory / "summary.json", summary)  # says that the run is finished
+    if is_main():
+        plot_loss(directory / "loss.png", str(directory), metrics.rows)
+        write_json(directory / "summary.json", summary)  # says that the run is finished
     return summary
 
 
-def show_layout(options, corpus, zero, abstract, make_state, directory):
+def show_layout(options, corpus, zero, make_state, directory):
     """Prints what lives where, beside AdamW without ZeRO; returns sizes for the summary."""
+    adamw, _ = make_optimizer("adamw", 1.0, options.steps)
+    key = jax.random.key(0)
+    abstract = jax.eval_shape(make_state, key)  # shapes only: nothing is computed yet
+    abstract_adamw = jax.eval_shape(lambda key: make_state(key, adamw), key)
     num_params = sum(x.size for x in jax.tree.leaves(abstract.params))
     console.print(
         f"{directory}: {num_params / 1e6:.2f}M parameters. {corpus.files} files in {corpus.path}: "
         f"{len(corpus.train):,} bytes to train on, {len(corpus.held_out):,} held out."
     )
     plain = dataclasses.replace(zero, stage=0)
-    adamw, _ = make_optimizer("adamw", 1.0, options.steps)
-    abstract_adamw = jax.eval_shape(lambda key: make_state(key, adamw), jax.random.key(0))
     layout = zero.describe(abstract)
     columns = {
         f"{options.optimizer}, ZeRO {zero.stage}, {zero.mesh.size} devices": layout,
         "adamw, no ZeRO": plain.describe(abstract_adamw),
     }
     print_memory({title: layout.bytes_per_device for title, layout in columns.items()}, zero.stage)
-    (directory / "layout.txt").write_text(f"{layout}\n")
+    if is_main():
+        (directory / "layout.txt").write_text(f"{layout}\n")
     return {
         "bytes_per_device": layout.bytes_per_device,
         "bytes_without_zero": plain.describe(abstract).bytes_per_device,
@@ -206,8 +208,9 @@ def compare(options, corpus, mesh, directory, stop):
         if summaries[name] is None:
             return None
         print_summary(summaries[name], directory / name)
-    rows = {name: read_metrics(directory / name / "metrics.jsonl") for name in summaries}
-    plot_compare(directory / "compare.png", rows, summaries)
+    if is_main():
+        rows = {name: read_metrics(directory / name / "metrics.jsonl") for name in summaries}
+        plot_compare(directory / "compare.png", rows, summaries)
     return summaries
 
 
@@ -227,9 +230,12 @@ def check_same_run(options, corpus, directory):
     asked = {name: getattr(options, name) for name in IDENTITY}
     asked |= {"data": str(corpus.path), "checksum": corpus.checksum}
     note = directory / "options.json"
-    if not note.exists():
+    if is_main() and not note.exists():
         directory.mkdir(parents=True, exist_ok=True)
         write_json(note, asked)
+    wait_for_all("options.json")
+    if not note.exists():
+        raise UserError(f"{note} is missing: all processes must share the folder --runs-dir")
     begun = json.loads(note.read_text())
     for name in asked:
         if asked[name] == begun[name]:
@@ -297,7 +303,8 @@ def parse_args():
 
     add = parser.add_argument_group("devices; a run may go on with others").add_argument
     add("--devices", type=positive, metavar="N", help="[all; without GPU or TPU 8 virtual ones]")
-    add("--stage", type=int, choices=(0, 1, 2), default=2, help="of ZeRO [%(default)s]")
+    add("--distributed", action="store_true", help="join the cluster's other processes")
+    add("--stage", type=int, choices=(0, 1, 2, 3), default=2, help="of ZeRO [%(default)s]")
     add("--microbatches", type=positive, default=1, metavar="N", help="in a step [%(default)s]")
     return resolve(parser.parse_args())
 
@@ -333,19 +340,25 @@ def tuned_learning_rate(options):
 
 
 def make_mesh(options):
-    """A mesh of the accelerators there are, or of virtual CPU devices."""
-    jax.config.update("jax_num_cpu_devices", options.devices or 8)  # before JAX looks for devices
-    devices = jax.devices()
-    count = options.devices or len(devices)
+    """A mesh of the accelerators there are, or of virtual CPU devices; of all processes."""
+    virtual = options.devices or 8
+    jax.config.update("jax_num_cpu_devices", virtual)  # before JAX looks for devices
+    devices, processes = jax.devices(), jax.process_count()
+    console.quiet = not is_main()
+    count = options.devices or (virtual if devices[0].platform == "cpu" else len(devices))
     if count > len(devices):
         raise UserError(f"--devices {count}: there are only {len(devices)}")
+    if count % processes:
+        raise UserError(f"--devices {count} does not divide by {processes} processes")
     parts = count * options.microbatches
     if options.batch_size % parts:
         raise UserError(
             f"--batch-size {options.batch_size} does not divide by {parts} "
             f"({count} devices x {options.microbatches} micro-batches)"
         )
-    return jax.make_mesh((count,), ("data",), devices=devices[:count])
+    of_process = ([d for d in devices if d.process_index == i] for i in range(processes))
+    devices = [d for mine in of_process for d in mine[: count // processes]]
+    return jax.make_mesh((count,), ("data",), devices=devices)
 
 
 def fail(message):
@@ -357,9 +370,11 @@ def fail(message):
 def main():
     """Trains as the command line says."""
     options = parse_args()
-    stop = catch_signals()
     directory = options.runs_dir / options.name
     try:
+        if options.distributed:
+            join()
+        stop = catch_signals()  # after JAX, which catches SIGTERM too
         corpus = Corpus(options.data, CONFIGS[options.config].context)
         mesh = make_mesh(options)
         run = compare if options.compare else train
@@ -376,4 +391,5 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    with ending_together():
+        main()
