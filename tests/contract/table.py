@@ -24,9 +24,17 @@ class Row:
     scale_invariant: bool = True
     # Takes a factoring rule, so that slices along its batch dims are independent.
     factored: bool = True
+    # Updates of 16-bit parameters are float32, and hold the rounding of the parameters.
+    rounds_parameters: bool = False
 
     def __call__(self, **overrides):
         return self.make(**(self.arguments | overrides))
+
+
+def master_weights(learning_rate, weight_decay, factoring):
+    """Around CAME: the same promises, and what it does to 16-bit parameters."""
+    inner = optax_ext.came(learning_rate, weight_decay=weight_decay, factoring=factoring)
+    return optax_ext.master_weights(inner)
 
 
 TRANSFORMATIONS = {
@@ -71,6 +79,11 @@ TRANSFORMATIONS = {
             "eps": 1e-28,
             "factoring": flax_attention(default=two_largest_dims(2)),
         },
+    ),
+    "master_weights": Row(
+        master_weights,
+        {"learning_rate": 0.1, "weight_decay": 0.01, "factoring": last_two_dims()},
+        rounds_parameters=True,
     ),
 }
 

@@ -6,6 +6,7 @@ not be: then say so in the changelog, offer a way to convert, and write the new 
 
 import jax
 import jax.numpy as jnp
+import optax
 
 import optax_ext
 
@@ -21,6 +22,7 @@ SCHEMA = {
     ),
     "ScaleByAdafactorState": ("count", "nu", "nu_row", "nu_col"),
     "MomentumState": ("mu",),
+    "MasterWeightsState": ("master", "inner_state"),
 }
 
 PARAMS = {"w": jax.ShapeDtypeStruct((6, 4), jnp.bfloat16), "b": jax.ShapeDtypeStruct((4,), "f2")}
@@ -45,6 +47,12 @@ LEAVES = {
         "[3].mu['b']": "float32[4]",
         "[3].mu['w']": "float32[6,4]",
     },
+    "master_weights": {
+        ".master['b']": "float32[4]",
+        ".master['w']": "float32[6,4]",
+        ".inner_state[0].trace['b']": "float32[4]",
+        ".inner_state[0].trace['w']": "float32[6,4]",
+    },
 }
 
 MAKE = {
@@ -52,6 +60,7 @@ MAKE = {
     "adafactor": lambda: optax_ext.adafactor(
         lambda count: 1e-3, momentum=0.9, factoring=optax_ext.last_two_dims()
     ),
+    "master_weights": lambda: optax_ext.master_weights(optax.sgd(1e-3, momentum=0.9)),
 }
 
 
