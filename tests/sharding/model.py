@@ -16,7 +16,7 @@ VOCAB, WIDTH, HEADS, LENGTH, BATCH = 61, 40, 5, 6, 16
 # Learning rates at which training is calm: chaos would grow rounding by powers of ten a step.
 OPTIMIZERS = {
     "came": lambda: optax.chain(
-        optax.clip_by_global_norm(0.5), optax_ext.came(1e-4, weight_decay=0.1)
+        optax.clip_by_global_norm(0.5), optax_ext.came(3e-5, weight_decay=0.1)
     ),
     "adafactor": lambda: optax_ext.adafactor(
         1e-3, momentum=0.9, factoring=optax_ext.last_two_dims()
@@ -52,26 +52,48 @@ def init_params(dtype):
     return {name: jnp.asarray(value, dtype) for name, value in params.items()}
 
 
-def loss_per_example(params, batch):
-    """Cross entropy of the next token, times the weight of the example."""
-    tokens = batch["tokens"]
-    x = params["embed"][tokens[:, :-1]] * params["scale"][None, None]
+def attention(params, x):
     q = jnp.einsum("bte,ehd->bthd", x, params["query"])
     v = jnp.einsum("bte,ehd->bthd", x, params["value"])
     logits = jnp.einsum("bthd,bshd->bhts", q, jnp.roll(q, 1, axis=-1))
     mask = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
-    attention = jax.nn.softmax(jnp.where(mask[None, None], logits, -1e30))
-    x = x + jnp.einsum("bhts,bshd,hde->bte", attention, v, params["out"])
+    weights = jax.nn.softmax(jnp.where(mask[None, None], logits, -1e30))
+    return x + jnp.einsum("bhts,bshd,hde->bte", weights, v, params["out"])
+
+
+def mlp(params, x):
     h = jnp.tanh(jnp.einsum("bte,nef->btnf", x, params["mlp"]) + params["mlp_bias"][None, None])
     x = x + h.reshape(*h.shape[:2], -1) @ params["down"]
-    x = x + jnp.tanh(x @ params["narrow"])
+    return x + jnp.tanh(x @ params["narrow"])
+
+
+def loss_per_example(params, batch, layer=lambda fn: fn):
+    """Cross entropy of the next token, times the weight of the example.
+
+    ``layer`` wraps the functions that are layers; the second is called twice, with the same
+    parameters.
+    """
+    tokens = batch["tokens"]
+    x = params["embed"][tokens[:, :-1]] * params["scale"][None, None]
+    x = layer(attention)({name: params[name] for name in ("query", "value", "out")}, x)
+    for _ in range(2):
+        x = layer(mlp)({k: params[k] for k in ("mlp", "mlp_bias", "down", "narrow")}, x)
     y = jnp.tanh(x @ params["odd"]) @ params["prime"] @ params["unembed"] * params["gain"]
     losses = optax.softmax_cross_entropy_with_integer_labels(y, tokens[:, 1:])
     return losses.mean(axis=1) * batch["weight"].astype(y.dtype)
 
 
+def make_loss(zero):
+    """The mean over the batch; at stage 3 layers gather their parameters."""
+
+    def loss_fn(params, batch):
+        return loss_per_example(params, batch, zero.gathered).mean()
+
+    return loss_fn
+
+
 def loss_fn(params, batch):
-    """The mean over the batch."""
+    """The mean over the batch, of a model that knows nothing of stages."""
     return loss_per_example(params, batch).mean()
 
 
