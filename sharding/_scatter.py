@@ -1,0 +1,88 @@
+"""Reduce-scatter in several forms: what ``lax.psum_scatter`` compiles to depends on the target."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Axis = str | tuple[str, ...]
+FORMS = ("native", "axes", "ring", "all_to_all")
+
+
+def psum_scatter(x: jax.Array, axis: Axis, dim: int, form: str = "native") -> jax.Array:
+    """Sums over mesh axes and keeps one piece, for use inside a ``shard_map`` manual over them.
+
+    Equals ``lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)`` up to the order of the
+    sum; along a tuple of axes devices count in row-major order.
+
+    Args:
+      x: one array on every device, with ``ndim >= 1``.
+      axis: the mesh axis, or axes.
+      dim: the dim that is cut; its size is a multiple of the number of devices.
+      form: ``"native"``, what XLA makes of ``lax.psum_scatter``; ``"axes"``, over one mesh axis
+        after the other; ``"ring"``, neighbour to neighbour, half of every piece each way round;
+        ``"all_to_all"``, an exchange and a local sum (in float32 for narrower floats).
+
+    Returns:
+      The piece of the sum that is this device's, of the dtype of ``x``.
+
+    Raises:
+      ValueError: the form is unknown, or the dim does not divide.
+    """
+    names = (axis,) if isinstance(axis, str) else tuple(axis)
+    num = math.prod(lax.axis_size(name) for name in names)
+    dim %= x.ndim
+    if x.shape[dim] % num:
+        raise ValueError(
+            f"dim {dim} of shape {x.shape} cannot be cut over {num} devices of axis {axis!r}; "
+            f"pad it to a multiple of {num}"
+        )
+    if form == "native":
+        return lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
+    if form == "axes":
+        # The second axis cuts what the first left: row-major order.
+        for name in names:
+            x = lax.psum_scatter(x, name, scatter_dimension=dim, tiled=True)
+        return x
+    if form == "ring":
+        return x if num == 1 else _ring(x, names, num, dim)
+    if form == "all_to_all":
+        return _all_to_all(x, names, num, dim)
+    raise ValueError(f"unknown form {form!r}; known are {', '.join(FORMS)}")
+
+
+def _ring(x: jax.Array, names: tuple[str, ...], num: int, dim: int) -> jax.Array:
+    """Sums that travel: half of every piece upward round the ring, half downward."""
+    me = lax.axis_index(names)
+    size = x.shape[dim] // num
+    up = size // 2  # a piece of one row goes downward whole
+
+    def half(step: int, piece: jax.Array) -> jax.Array:
+        start, length = (0, up) if step > 0 else (up, size - up)
+        return lax.dynamic_slice_in_dim(x, piece % num * size + start, length, dim)
+
+    def body(i: jax.Array, sums: dict[int, jax.Array]) -> dict[int, jax.Array]:
+        return {
+            step: lax.ppermute(sent, names, [(j, (j + step) % num) for j in range(num)])
+            + half(step, me - step * (i + 2))
+            for step, sent in sums.items()
+        }
+
+    # A sum moves on num - 1 times before it is at home, so it starts one place behind its home.
+    steps = (1, -1) if up else (-1,)
+    sums = {step: half(step, me - step) for step in steps}
+    sums = lax.fori_loop(0, num - 1, body, sums)
+    return lax.concatenate([sums[step] for step in steps], dim)
+
+
+def _all_to_all(x: jax.Array, names: tuple[str, ...], num: int, dim: int) -> jax.Array:
+    """Every device is sent its piece by every other and sums what it has got."""
+    x = lax.all_to_all(x, names, split_axis=dim, concat_axis=dim, tiled=True)
+    pieces = x.reshape(*x.shape[:dim], num, x.shape[dim] // num, *x.shape[dim + 1 :])
+    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+    return jnp.sum(pieces, dim, dtype=jnp.float32 if narrow else x.dtype).astype(x.dtype)
+
+
+def choose_form(platform: str, axis_sizes: tuple[int, ...], nbytes: int) -> str:
+    return "native"
