@@ -1,0 +1,255 @@
+"""The files of launch/, and examples/train_lm.py as many processes: stopped, killed, gone on."""
+
+import json
+import os
+import pathlib
+import re
+import shlex
+import signal
+import sys
+import time
+
+import pytest
+
+from ..multiprocess.processes import ROOT, Processes, finish, job, wait_until
+
+pytest.importorskip("flax")
+pytest.importorskip("orbax.checkpoint")
+yaml = pytest.importorskip("yaml")
+
+SCRIPT = ROOT / "examples" / "train_lm.py"
+STEPS, CHECKPOINT_EVERY = 40, 10
+BOUND = 40  # seconds after which no process outlives another, as launch/README.md says
+
+# srun on one node: all tasks of the step, each with its number.
+SRUN = """#!/usr/bin/env bash
+while [[ $1 == --* ]]; do shift; done
+for ((i = 0; i < SLURM_NTASKS; i++)); do SLURM_PROCID=$i SLURM_LOCALID=$i "$@" & done
+for ((i = 0; i < SLURM_NTASKS; i++)); do wait -n || code=$?; done
+exit ${code:-0}
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def environment(tmp_path_factory):
+    """No devices but those that the script asks for; what one process compiled serves the next."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "numbers.txt"
+    path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(2000)))
+    return path
+
+
+@pytest.fixture
+def processes(tmp_path):
+    processes = Processes(tmp_path)
+    yield processes
+    processes.kill()
+
+
+def options(text, runs, stage):
+    return shlex.split(
+        f"--smoke --devices 2 --optimizer adamw --data {text} --runs-dir {runs} --name run "
+        f"--steps {STEPS} --checkpoint-every {CHECKPOINT_EVERY} --stage {stage}"
+    )
+
+
+def rows(folder):
+    path = folder / "run" / "metrics.jsonl"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def losses(folder):
+    return [json.loads(row).get("loss", 0.0) for row in rows(folder)]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory, text):
+    """The folder of a run that nothing stopped: launch/slurm.sbatch, as SLURM runs it."""
+    folder = tmp_path_factory.mktemp("slurm")
+    (folder / "bin").mkdir()
+    srun = folder / "bin" / "srun"
+    srun.write_text(SRUN)
+    srun.chmod(0o755)
+    processes = Processes(folder)
+    try:
+        path = f"{srun.parent}:{os.environ['PATH']}"
+        batch = ("bash", ROOT / "launch" / "slurm.sbatch", *options(text, folder, 3))
+        code, output = finish(processes.start(batch, **job(2), PYTHON=sys.executable, PATH=path))
+        assert code == 0, output
+        assert output.count("bits per byte on held-out text") == 1  # one process prints
+    finally:
+        processes.kill()
+    return folder
+
+
+def test_slurm(unbroken):
+    summary = json.loads((unbroken / "run" / "summary.json").read_text())
+    assert summary["steps"] == STEPS
+    assert summary["val_loss"] < 5.0
+    assert len(rows(unbroken)) == STEPS + 1
+    assert "ZeRO stage 3" in (unbroken / "run" / "layout.txt").read_text()
+
+
+def test_stopped_and_killed_it_goes_on_in_one_process(tmp_path, text, unbroken, processes):
+    command = (SCRIPT, "--distributed", *options(text, tmp_path, 2))
+
+    # A signal to one process stops both after the same step.
+    both = processes.start_python(2, *command)
+    wait_until(lambda: len(rows(tmp_path)) > CHECKPOINT_EVERY // 2, both)
+    both[1].send_signal(signal.SIGTERM)
+    for process in both:
+        code, output = finish(process)
+        assert code == 128 + signal.SIGTERM, output
+    last = len(rows(tmp_path)) - 1
+    assert last < STEPS
+    assert checkpoints(tmp_path) == [last]
+
+    # One is lost without a word: the other one ends, and says so.
+    both = processes.start_python(2, *command)
+    wait_until(lambda: checkpoints(tmp_path)[-1] > last, both)
+    both[1].kill()
+    killed = time.monotonic()
+    code, output = finish(both[0], BOUND)
+    assert time.monotonic() - killed < BOUND
+    assert code not in (0, None), output
+    assert f"Going on from the checkpoint at step {last}." in output
+    assert re.search(
+        r"^train_lm.py: error: process 0 of 2 ends, most likely because another one was lost .*"
+        r"The same command, on as many processes or fewer, goes on from the last checkpoint\.$",
+        output,
+        re.MULTILINE,
+    ), output
+    last = checkpoints(tmp_path)[-1]
+    assert len(rows(tmp_path)) <= STEPS
+
+    # One process goes on, at another stage.
+    (alone,) = processes.start_python(None, SCRIPT, *options(text, tmp_path, 3))
+    code, output = finish(alone)
+    assert code == 0, output
+    assert f"Going on from the checkpoint at step {last}." in output
+    assert losses(tmp_path) == pytest.approx(losses(unbroken), rel=1e-4)
+
+
+def checkpoints(folder):
+    names = (path.name for path in (folder / "run" / "checkpoints").glob("*"))
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def test_without_a_cluster_one_line_says_so(processes):
+    (process,) = processes.start_python(None, SCRIPT, "--distributed", "--smoke")
+    code, output = finish(process)
+    assert code == 2, output
+    assert output.startswith("train_lm.py: error: --distributed found no cluster")
+    assert output.count("\n") == 1
+
+
+def test_slurm_gives_each_gpu_a_process():
+    text = (ROOT / "launch" / "slurm.sbatch").read_text()
+    asked = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?", text, re.MULTILINE))
+    assert asked["ntasks-per-node"] == asked["gpus-per-node"]
+    # JAX gives a task the GPU of its local number: each must see all of its node.
+    assert not {"gpus-per-task", "gpu-bind"} & set(asked)
+    assert asked["signal"].startswith("TERM@")
+
+
+# --- Kubernetes -----------------------------------------------------------------------------------
+
+# The fields of a JobSet, v1alpha2, and of the objects within that ours has; * is required. From the
+# schema in the custom resource definition of JobSet, of August 2026.
+JOBSET = {
+    "spec": "coordinator failurePolicy managedBy network replicatedJobs startupPolicy "
+    "successPolicy suspend ttlSecondsAfterFinished volumeClaimPolicies",
+    "failurePolicy": "maxRestarts restartStrategy rules",
+    "network": "enableDNSHostnames publishNotReadyAddresses subdomain",
+    "replicatedJobs": "dependsOn groupName *name replicas *template",
+    "template": "metadata *spec",
+    "job": "activeDeadlineSeconds backoffLimit backoffLimitPerIndex completionMode completions "
+    "managedBy manualSelector maxFailedIndexes parallelism podFailurePolicy podReplacementPolicy "
+    "selector successPolicy suspend *template ttlSecondsAfterFinished",
+    "pod": "affinity *containers initContainers nodeSelector priorityClassName restartPolicy "
+    "schedulerName securityContext serviceAccountName terminationGracePeriodSeconds tolerations "
+    "topologySpreadConstraints volumes",
+    "container": "args command env envFrom image imagePullPolicy lifecycle livenessProbe *name "
+    "ports readinessProbe resources securityContext startupProbe volumeMounts workingDir",
+    "volumeMounts": "*mountPath *name readOnly subPath",
+}
+
+
+def check_fields(kind, found):
+    known = JOBSET[kind].split()
+    assert set(found) <= {name.removeprefix("*") for name in known}, kind
+    assert {name[1:] for name in known if name.startswith("*")} <= set(found), kind
+    return found
+
+
+@pytest.fixture(scope="module")
+def manifests():
+    text = (ROOT / "launch" / "jobset.yaml").read_text()
+    return {manifest["kind"]: manifest for manifest in yaml.safe_load_all(text)}
+
+
+def test_jobset_has_the_fields_of_its_schema(manifests):
+    jobset = manifests["JobSet"]
+    assert jobset["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
+    spec = check_fields("spec", jobset["spec"])
+    check_fields("failurePolicy", spec["failurePolicy"])
+    check_fields("network", spec["network"])
+    for replicated in spec["replicatedJobs"]:
+        template = check_fields("replicatedJobs", replicated)["template"]
+        job_spec = check_fields("job", check_fields("template", template)["spec"])
+        pod = check_fields("pod", check_fields("template", job_spec["template"])["spec"])
+        for container in pod["containers"]:
+            for mount in check_fields("container", container)["volumeMounts"]:
+                check_fields("volumeMounts", mount)
+
+
+def test_jobset_is_what_jax_looks_for(manifests):
+    """Of one indexed job it takes parallelism as the count, and the pod's index as the number."""
+    spec = manifests["JobSet"]["spec"]
+    (replicated,) = spec["replicatedJobs"]
+    job_spec = replicated["template"]["spec"]
+    assert replicated["replicas"] == 1
+    assert job_spec["completionMode"] == "Indexed"
+    assert job_spec["parallelism"] == job_spec["completions"] > 1
+    assert job_spec["backoffLimit"] == 0
+    # The coordinator's address is POD-0.NAME OF THE JOBSET: the headless service, by default.
+    assert spec["network"]["enableDNSHostnames"] is True
+    assert "subdomain" not in spec["network"]
+    # It asks the API which pod it is in, and for the pod's job.
+    pod = job_spec["template"]["spec"]
+    account = manifests["ServiceAccount"]["metadata"]["name"]
+    assert pod["serviceAccountName"] == account == manifests["RoleBinding"]["subjects"][0]["name"]
+    assert manifests["RoleBinding"]["roleRef"]["name"] == manifests["Role"]["metadata"]["name"]
+    allowed = {(rule["resources"][0], rule["verbs"][0]) for rule in manifests["Role"]["rules"]}
+    assert allowed == {("pods", "list"), ("jobs", "get")}
+
+
+def test_jobset_runs_the_script(manifests):
+    (replicated,) = manifests["JobSet"]["spec"]["replicatedJobs"]
+    pod = replicated["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] > 0
+    assert pod["restartPolicy"] == "Never"
+    python, script, *arguments = container["command"]
+    assert python == "python"
+    assert ROOT / script == SCRIPT
+    assert "--distributed" in arguments
+    (runs,) = (part.split("=")[1] for part in arguments if part.startswith("--runs-dir="))
+    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+    assert mounts[runs] in {volume["name"] for volume in pod["volumes"]}
+
+
+def test_the_readme_tells_of_all():
+    readme = (ROOT / "launch" / "README.md").read_text()
+    for path in pathlib.Path(ROOT / "launch").glob("[!R]*"):
+        assert f"launch/{path.name}" in readme
+    assert "--worker=all" in readme
+    assert str(BOUND) in readme

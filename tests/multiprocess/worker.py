@@ -1,0 +1,69 @@
+"""Trains the small model as one of many processes: python -m ... FOLDER NAME-STAGE-DTYPE ...
+
+Each process writes its losses to FOLDER, and how often it compiled after the first step; the first
+process writes the whole state, too.
+"""
+
+import json
+import os
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+import sharding as shd
+
+from ..sharding import model
+
+DEVICES, STEPS = 4, 5
+
+
+def train(case):
+    """Losses, the number of compilations after the first step, and the state in host memory."""
+    name, stage, dtype = case.split("-")
+    rank, processes = jax.process_index(), jax.process_count()
+    mesh = jax.make_mesh((DEVICES,), ("data",), devices=jax.devices()[:DEVICES])
+    zero = shd.Zero(mesh, stage=int(stage), min_shard_size=0)
+    tx = model.OPTIMIZERS[name]()
+    compiled = []
+
+    def listen(event, *_, **__):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(len(losses))
+
+    with jax.enable_x64(dtype == "float64"):
+        state = zero.init(model.make_state(tx, jnp.dtype(dtype)), tx=tx)
+        step = zero.train_step(lambda p, b: model.loss_fn(zero.gather(p), b), tx=tx)
+        losses = []
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        for i in range(STEPS):
+            mine = {k: np.split(x, processes)[rank] for k, x in model.batch(i).items()}
+            state, metrics = step(state, zero.put(mine))
+            losses.append(float(metrics["loss"]))
+        jax.monitoring.unregister_event_duration_listener(listen)
+        params = jax.tree.leaves(zero.full_params(state))
+        gather = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        opt_state = [np.asarray(x.addressable_data(0)) for x in jax.tree.leaves(gather(state[1]))]
+    return losses, sum(done > 0 for done in compiled), params + opt_state
+
+
+def main(folder, *cases):
+    """One of the processes."""
+    processes = int(os.environ["SLURM_NTASKS"])
+    jax.distributed.initialize(heartbeat_timeout_seconds=30, shutdown_timeout_seconds=60)
+    jax.config.update("jax_num_cpu_devices", DEVICES // processes)
+    assert jax.process_count() == processes
+    for case in cases:
+        losses, compiled, state = train(case)
+        result = {"losses": losses, "compiled": compiled}
+        path = folder / f"{case}-{jax.process_index()}.json"
+        path.write_text(json.dumps(result))
+        if jax.process_index() == 0:
+            np.savez(folder / f"{case}.npz", *state)
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]), *sys.argv[2:])
