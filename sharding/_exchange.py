@@ -69,9 +69,10 @@ class Exchange(NamedTuple):
         return found
 
     def primals(self, params: list[jax.Array]) -> list[jax.Array]:
-        """The parameters as the gradient is taken of them: a shard's has the same dtype."""
+        """The parameters as the gradient is taken of them, which has the same dtype."""
         if self.layout.stage < 3:
-            return params
+            return [x.astype(self.precision.of_loss(x.dtype)) for x in params]
+        # Reduced by the transpose of the gather, which ends in the dtype of the shard.
         return [
             x.astype(jnp.promote_types(x.dtype, self.precision.of_result(x.dtype))) for x in params
         ]
@@ -79,8 +80,7 @@ class Exchange(NamedTuple):
     def open(self, primals: list[jax.Array], layered: list[bool]) -> list[Any]:
         """What the loss gets: whole parameters, and shards of those that it gathers itself."""
         if self.layout.stage < 3:
-            pairs = zip(primals, self.dtypes, strict=True)
-            return [x.astype(self.precision.of_loss(dtype)) for x, dtype in pairs]
+            return primals
         leaves: list[Any] = []
         for x, cut, dtype, shape in zip(primals, self.cuts, self.dtypes, self.shapes, strict=True):
             dtype = self.precision.of_loss(dtype)
@@ -131,7 +131,10 @@ class Exchange(NamedTuple):
             return grads
         cuts = cuts or self._out()
         dtypes = [dtype for dtype, t in zip(self.dtypes, self.trained, strict=True) if t]
-        cast = [grads[i].astype(self.precision.of_sum(dtypes[i])) for i in picked]
+        cast = [
+            grads[i].astype(self.precision.of_sum(self.precision.of_loss(dtypes[i])))
+            for i in picked
+        ]
         with jax.named_scope("reduce_gradients"):
             sums = reduce_scatter(self.layout, axes, cast, [cuts[i] for i in picked])
         new = dict(zip(picked, sums, strict=True))

@@ -1,0 +1,152 @@
+"""Dtypes of a step: what is computed, sent and kept in which, and master weights."""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+
+import optax_ext
+import sharding as shd
+
+from . import model
+
+STEPS = 5
+WIDTH = 256
+
+
+def zero_of(stage, **kwargs):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    return shd.Zero(mesh, stage=stage, **kwargs)
+
+
+def make_state(tx, dtype):
+    def make():
+        params = {
+            "in": jnp.ones((WIDTH, 4 * WIDTH), dtype),
+            "out": jnp.ones((4 * WIDTH, WIDTH), dtype),
+        }
+        return params, tx.init(params)
+
+    return make
+
+
+def make_loss(zero):
+    block = zero.gathered(lambda p, x: jnp.tanh(x.astype(p["in"].dtype) @ p["in"]) @ p["out"])
+    return lambda params, x: jnp.mean(block(params, x) ** 2)
+
+
+def lower(zero, tx, dtype, **kwargs):
+    step = zero.train_step(make_loss(zero), tx=tx, **kwargs)
+    state = zero.abstract_state(make_state(tx, dtype), tx=tx)
+    return step.lower(state, jax.ShapeDtypeStruct((32, WIDTH), jnp.float32))
+
+
+def dtypes_of(text, op):
+    """Dtypes of the large collectives as lowered: XLA:CPU widens them when it compiles."""
+    found = re.findall(rf"stablehlo\.{op}.*?-> tensor<([0-9x]+)x([a-z0-9]+)>", text, re.DOTALL)
+    return {dtype for dims, dtype in found if math.prod(map(int, dims.split("x"))) > 1000}
+
+
+@pytest.mark.parametrize(("name", "per_parameter"), [("adamw", 12), ("came", 8), ("adafactor", 4)])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bytes_of_optimizer_and_master_weights(stage, name, per_parameter):
+    """ZeRO's K: 2 bytes a parameter for the parameters, K / n for optimizer and master weights."""
+    tx = optax_ext.master_weights(
+        {
+            "adamw": optax.adamw(1e-3),
+            "came": optax_ext.came(1e-3),
+            "adafactor": optax_ext.adafactor(1e-3, factoring=optax_ext.last_two_dims()),
+        }[name]
+    )
+    program = lower(zero_of(stage), tx, jnp.bfloat16).compile()
+    count = 8 * WIDTH**2
+    params = 2 * count / (8 if stage == 3 else 1)
+    batch = 32 / 8 * WIDTH * 4
+    expected = params + per_parameter * count / 8 + batch
+    assert program.memory_analysis().argument_size_in_bytes == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_dtypes_on_the_wire(stage):
+    tx = optax_ext.master_weights(optax.adamw(1e-3))
+    precision = shd.Precision(reduce=jnp.float32)
+    lowered = lower(zero_of(stage, precision=precision), tx, jnp.bfloat16)
+    assert dtypes_of(lowered.as_text(), "reduce_scatter") == {"f32"}
+    if stage == 3:  # the gather of the other stages is the partitioner's: in compiled programs only
+        assert dtypes_of(lowered.as_text(), "all_gather") == {"bf16"}
+    plain = lower(zero_of(stage), tx, jnp.bfloat16)
+    assert dtypes_of(plain.as_text(), "reduce_scatter") == {"bf16"}
+
+
+def test_float32_parameters_are_gathered_in_the_compute_dtype():
+    precision = shd.Precision(compute=jnp.bfloat16)
+    lowered = lower(zero_of(3, precision=precision), optax.adamw(1e-3), jnp.float32)
+    assert dtypes_of(lowered.as_text(), "all_gather") == {"bf16"}
+    assert dtypes_of(lowered.as_text(), "reduce_scatter") == {"bf16"}
+
+
+def train(zero, tx, dtype, **kwargs):
+    state = zero.init(model.make_state(tx, dtype), tx=tx)
+    step = zero.train_step(model.make_loss(zero), tx=tx, **kwargs)
+    for i in range(STEPS):
+        state, _ = step(state, zero.put(model.batch(i)))
+    return state
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("stage", "microbatches", "hybrid"),
+    [(0, 1, False), (1, 2, False), (2, 2, False), (3, 1, False), (3, 2, False), (3, 2, True)],
+)
+def test_no_step_on_the_way_is_narrower_than_asked(stage, microbatches, hybrid):
+    """Float32 parameters with float64 in all else: a cast too many would leave 1e-7, not 1e-15."""
+    double = jnp.float64
+    tx = optax_ext.master_weights(model.OPTIMIZERS["came"](), dtype=double)
+
+    state = model.make_state(tx, jnp.float32)()
+
+    @jax.jit
+    def step(state, batch):
+        wide = jax.tree.map(lambda x: x.astype(double), state[0])
+        grads = jax.grad(model.loss_fn)(wide, batch)
+        updates, opt_state = tx.update(grads, state[1], state[0])
+        return optax.apply_updates(state[0], updates), opt_state
+
+    for i in range(STEPS):
+        state = step(state, model.batch(i))
+    mesh = jax.make_mesh((2, 4), ("replica", "data"), axis_types=(AxisType.Auto,) * 2)
+    precision = shd.Precision(compute=double, reduce=double, accumulate=double)
+    kwargs = {"stage": stage, "precision": precision, "min_shard_size": 0}
+    zero = (
+        shd.Zero(mesh, replica_axis="replica", shard_state_over_replicas=True, **kwargs)
+        if hybrid
+        else zero_of(**kwargs)
+    )
+    distance, leaf = model.worst_leaf(
+        train(zero, tx, jnp.float32, microbatches=microbatches), state
+    )
+    assert distance < 1e-12, leaf
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_parameters_are_their_master_weights_rounded(stage):
+    tx = optax_ext.master_weights(model.OPTIMIZERS["came"]())
+    precision = shd.Precision(reduce=jnp.float32, accumulate=jnp.float32)
+    params, opt_state = train(
+        zero_of(stage, precision=precision, min_shard_size=0), tx, jnp.bfloat16
+    )
+    for name, x in jax.device_get(params).items():
+        master = np.asarray(jax.device_get(opt_state.master[name]))
+        np.testing.assert_array_equal(x, master.astype(x.dtype))
+        assert master.dtype == np.float32
+
+
+@pytest.mark.parametrize("field", ["compute", "reduce", "accumulate"])
+def test_a_dtype_that_is_not_floating(field):
+    with pytest.raises(ValueError, match=f"Precision.{field} must be a floating dtype, got int8"):
+        shd.Precision(**{field: jnp.int8})
