@@ -40,11 +40,8 @@ def _bits(x: jax.Array) -> jax.Array:
 def _move(p: jax.Array, master: jax.Array, update: jax.Array) -> tuple[jax.Array, jax.Array]:
     """``u`` and the new master: ``(p + u).astype(p.dtype)`` is the master's ``astype``, in bits."""
     dtype = master.dtype
-    new = master + update.astype(dtype)
-    # Hardware is not of one mind about subnormals of the master's dtype.
-    new = jnp.where(jnp.abs(new) < float(jnp.finfo(dtype).smallest_normal), 0.0, new)
     # One value for both results: two fusions that each compute it may contract it differently.
-    new = jax.lax.optimization_barrier(new)
+    new = jax.lax.optimization_barrier(master + update.astype(dtype))
     want, wide = _rounded(new, p.dtype), p.astype(dtype)
     # The difference of two narrow values: exact, unless one is far below the other's last bit. A
     # value that rounds to -0 stays as it is: 0 + -0 is 0, and only what is below it rounds to -0.
@@ -72,7 +69,6 @@ def master_weights(
     ``master.astype(params.dtype)``, bit for bit, eagerly and under ``jit``. Its update is exact in
     ``dtype``, unless the new value is below the last bit that :math:`\theta + u` keeps (1 becomes
     1e-10); the master is then what the parameter could become, off by a rounding of that step.
-    Subnormals of ``dtype`` become zero.
 
     Floating parameters narrower than ``dtype`` have a master. All others go through ``inner`` as
     they are. Parameters follow their master: one that is changed from outside comes back, so

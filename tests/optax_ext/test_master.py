@@ -129,6 +129,25 @@ def test_several_steps_in_one_program(dtype):
         np.testing.assert_allclose(state.master[k], want_state.master[k], rtol=1e-6, atol=1e-9)
 
 
+@every_dtype
+def test_nothing_is_left_to_a_cast_that_may_be_dropped(dtype):
+    """XLA may drop a cast to 16 bits and back (the CPU compiler does not): there is none."""
+    params = jnp.ones(3, dtype)
+    tx = optax_ext.master_weights(ADD)
+    jaxpr = jax.make_jaxpr(tx.update)(jnp.ones(3), tx.init(params), params)
+
+    def equations(jaxpr):
+        for equation in jaxpr.eqns:
+            yield equation
+            if "jaxpr" in equation.params:
+                yield from equations(equation.params["jaxpr"].jaxpr)
+
+    found = list(equations(jaxpr.jaxpr))
+    assert {"reduce_precision", "optimization_barrier"} <= {e.primitive.name for e in found}
+    for equation in found:
+        assert jnp.dtype(dtype) not in {v.aval.dtype for v in equation.outvars}
+
+
 # An inner transformation that does nothing: masters plus what the test says.
 ADD = optax.GradientTransformation(optax.init_empty_state, lambda u, s, p=None: (u, s))
 
