@@ -1,12 +1,15 @@
 """Reduce-scatter in several forms: what ``lax.psum_scatter`` compiles to depends on the target."""
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 Axis = str | tuple[str, ...]
+# Both ways together. Chosen, not measured: what a step waits for shows in no program.
+_MIN_STEP_BYTES = 1 << 16
 FORMS = ("native", "axes", "ring", "all_to_all")
 
 
@@ -41,15 +44,44 @@ def psum_scatter(x: jax.Array, axis: Axis, dim: int, form: str = "native") -> ja
     if form == "native":
         return lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
     if form == "axes":
-        # The second axis cuts what the first left: row-major order.
-        for name in names:
-            x = lax.psum_scatter(x, name, scatter_dimension=dim, tiled=True)
-        return x
+        return _axes(x, names, dim)
     if form == "ring":
         return x if num == 1 else _ring(x, names, num, dim)
     if form == "all_to_all":
         return _all_to_all(x, names, num, dim)
     raise ValueError(f"unknown form {form!r}; known are {', '.join(FORMS)}")
+
+
+def choose_form(platform: str, axis_sizes: Sequence[int], nbytes: int) -> str:
+    """The form that sends no more than a reduce-scatter must, in the fewest steps.
+
+    From the programs of ``benchmarks/results/scatter_forms.md``: on TPUs ``lax.psum_scatter``
+    mostly becomes a full all-reduce, except over one axis of the torus after the other. Over one
+    flat axis there, a ring sends the least and needs no room, but waits n - 1 times; where what it
+    sends in a step is small, one exchange sends as much at once.
+
+    Args:
+      platform: ``jax.Device.platform``: ``"tpu"``, ``"gpu"``, ``"cpu"``.
+      axis_sizes: the size of each mesh axis that is summed over.
+      nbytes: of the array on one device.
+    """
+    sizes = [size for size in axis_sizes if size > 1]
+    if platform != "tpu" or not sizes:
+        return "native"
+    if len(sizes) > 1:
+        return "axes"
+    return "ring" if nbytes // sizes[0] >= _MIN_STEP_BYTES else "all_to_all"
+
+
+def _axes(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
+    """Scatters over the first axis, then what it left over the next: row-major order."""
+    if dim == 0:
+        # Where whole leading dims are cut, TPU compilers pad nothing and move nothing besides.
+        sizes = [lax.axis_size(name) for name in names]
+        x = x.reshape(*sizes, x.shape[0] // math.prod(sizes), *x.shape[1:])
+    for name in names:
+        x = lax.psum_scatter(x, name, scatter_dimension=dim, tiled=dim > 0)
+    return x
 
 
 def _ring(x: jax.Array, names: tuple[str, ...], num: int, dim: int) -> jax.Array:
@@ -82,7 +114,3 @@ def _all_to_all(x: jax.Array, names: tuple[str, ...], num: int, dim: int) -> jax
     pieces = x.reshape(*x.shape[:dim], num, x.shape[dim] // num, *x.shape[dim + 1 :])
     narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
     return jnp.sum(pieces, dim, dtype=jnp.float32 if narrow else x.dtype).astype(x.dtype)
-
-
-def choose_form(platform: str, axis_sizes: tuple[int, ...], nbytes: int) -> str:
-    return "native"
