@@ -8,6 +8,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from sharding._layout import Layout
+from sharding._scatter import psum_scatter
 
 
 class Cut(NamedTuple):
@@ -39,7 +40,7 @@ def reduce_scatter(
     def reduce(x: jax.Array, dim: int) -> jax.Array:
         if not dim:
             return lax.psum(x, axes)
-        return lax.psum_scatter(x, axes, scatter_dimension=x.ndim + dim, tiled=True)
+        return psum_scatter(x, axes, dim, layout.scatter_form(axes, x.nbytes))
 
     return _on_each(layout, reduce, xs, cuts)
 

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from sharding import _specs
+from sharding._scatter import choose_form
 from sharding._specs import AnyMesh, Axis
 
 P = PartitionSpec
@@ -44,6 +45,7 @@ class Layout:
       replica_axis: the mesh axis, or axes, of copies; None for none.
       shard_state_over_replicas: cut gradients and optimizer state over the copies, too.
       min_shard_size: parameters of fewer elements are not cut.
+      scatter: the form of the reduce-scatter, or ``"auto"``.
     """
 
     mesh: AnyMesh
@@ -52,6 +54,7 @@ class Layout:
     replica_axis: Axis | None = None
     shard_state_over_replicas: bool = False
     min_shard_size: int = 0
+    scatter: str = "auto"
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -177,6 +180,14 @@ class Layout:
     def other_spec(self, spec: P) -> P:
         """What of a spec is the user's."""
         return _only(spec, self.other_axes)
+
+    def scatter_form(self, axes: tuple[str, ...], nbytes: int) -> str:
+        """In which form an array of ``nbytes`` is reduce-scattered over ``axes``."""
+        if self.scatter != "auto":
+            return self.scatter
+        devices = self.mesh.devices.flat if isinstance(self.mesh, Mesh) else [None]
+        platform = getattr(devices[0], "platform", "unknown")  # of an abstract mesh
+        return choose_form(platform, [self.mesh.shape[axis] for axis in axes], nbytes)
 
     # --- Batches ------------------------------------------------------------------------------
 

@@ -75,13 +75,22 @@ def choose_form(platform: str, axis_sizes: Sequence[int], nbytes: int) -> str:
 
 def _axes(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
     """Scatters over the first axis, then what it left over the next: row-major order."""
-    if dim == 0:
-        # Where whole leading dims are cut, TPU compilers pad nothing and move nothing besides.
-        sizes = [lax.axis_size(name) for name in names]
-        x = x.reshape(*sizes, x.shape[0] // math.prod(sizes), *x.shape[1:])
+    if 0 < dim >= x.ndim - 2:
+        for name in names:
+            x = lax.psum_scatter(x, name, scatter_dimension=dim, tiled=True)
+        return x
+    # TPU compilers scatter whole leading dims as they are. Of other dims before the last two, which
+    # are those of the tiles in memory, they would make an all-reduce; and again, by undoing the
+    # transpose, if more than one dim were left between.
+    sizes = [lax.axis_size(name) for name in names]
+    shape = (*x.shape[:dim], x.shape[dim] // math.prod(sizes), *x.shape[dim + 1 :])
+    x = x.reshape(*shape[:dim], *sizes, *shape[dim:])
+    x = jnp.moveaxis(x, range(dim, dim + len(sizes)), range(len(sizes)))
+    if dim:
+        x = x.reshape(*sizes, -1, shape[-1])
     for name in names:
-        x = lax.psum_scatter(x, name, scatter_dimension=dim, tiled=dim > 0)
-    return x
+        x = lax.psum_scatter(x, name, scatter_dimension=0, tiled=False)
+    return x.reshape(shape)
 
 
 def _ring(x: jax.Array, names: tuple[str, ...], num: int, dim: int) -> jax.Array:

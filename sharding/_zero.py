@@ -16,6 +16,7 @@ from sharding._gradients import LossOptions, evaluate, gradients
 from sharding._layout import Layout
 from sharding._modules import gathered_module
 from sharding._precision import Precision
+from sharding._scatter import FORMS
 from sharding._specs import AnyMesh, Axis, state_specs
 from sharding._state import (
     CompiledStep,
@@ -74,6 +75,10 @@ class Zero:
         pass, and compute the layer again for the backward pass. False keeps them until then: one
         gather less, and all gathered layers in memory.
       precision: dtypes of computing, reducing and accumulating.
+      scatter: the form of the reduce-scatter. ``"auto"`` chooses by platform, axes and size: GPUs
+        and CPUs have one (``"native"``); TPUs make an all-reduce of it, twice the bytes, except
+        over one axis of their torus after the other (``"axes"``: give the mesh the axes of the
+        torus, ``axis=("x", "y")``); over one flat axis ``"ring"`` or ``"all_to_all"`` stand in.
 
     Raises:
       ValueError: on a stage other than 0 to 3, an axis that is not in the mesh or named twice.
@@ -106,6 +111,7 @@ class Zero:
     min_shard_size: int = 4096
     reshard_after_forward: bool = True
     precision: Precision = Precision()
+    scatter: str = "auto"
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
@@ -125,6 +131,10 @@ class Zero:
             raise ValueError(
                 "shard_state_over_replicas needs a replica_axis and stage 1, 2 or 3, got "
                 f"replica_axis={self.replica_axis!r} and stage {self.stage}."
+            )
+        if self.scatter not in ("auto", *FORMS):
+            raise ValueError(
+                f"scatter must be 'auto' or one of {', '.join(FORMS)}, got {self.scatter!r}."
             )
         if self.min_shard_size < 0:
             raise ValueError(f"min_shard_size must not be negative, got {self.min_shard_size}.")
@@ -150,6 +160,7 @@ class Zero:
             self.replica_axis,
             self.shard_state_over_replicas,
             self.min_shard_size,
+            self.scatter,
         )
 
     def specs(

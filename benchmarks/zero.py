@@ -1,0 +1,246 @@
+"""What a ZeRO step sends and holds, read from programs compiled for machines that are not here.
+
+A decoder-only transformer (bfloat16 on accelerators, float32 on CPU) at every stage and hybrid,
+with AdamW, Adafactor and CAME. TPU targets need libtpu, GPU targets jax's CUDA plugin.
+
+  python benchmarks/zero.py               # prints the tables, writes benchmarks/results/zero.md
+  python benchmarks/zero.py --smoke       # 8 virtual CPU devices and one optimizer, prints only
+  python benchmarks/zero.py --target cpu:8 --target h200x8
+"""
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import math
+import os
+import pathlib
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import jax.numpy as jnp
+import optax
+from _transformer import Config, apply_block, init, make_loss
+
+import optax_ext
+import sharding as shd
+from sharding._wire import collectives
+from sharding.plan import targets
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+MIB = 2**20
+LENGTH = 128  # of a sequence; each device has one in a micro-batch
+OPTIMIZERS = {
+    "adamw": lambda: optax.adamw(1e-3),
+    "adafactor": lambda: optax_ext.adafactor(1e-3, factoring=optax_ext.last_two_dims()),
+    "came": lambda: optax_ext.came(1e-3),
+}
+# Targets, and the axes of data parallelism of each; the first of two slices' is between them.
+MESHES = {
+    "cpu:8": ((8,), ("data",)),
+    "h200x8": ((8,), ("data",)),
+    "v5e:2x4": ((2, 4), ("x", "y")),
+    "v5e:4x4": ((4, 4), ("x", "y")),
+    "v6e:16x16": ((16, 16), ("x", "y")),
+    "v5p:4x4x4": ((4, 4, 4), ("x", "y", "z")),
+    "v5e:4x4*2": ((2, 4, 4), ("slice", "x", "y")),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One step to compile."""
+
+    target: str
+    stage: int
+    optimizer: str = "adamw"
+    scan: bool = True
+    hybrid: bool = False
+    everywhere: bool = False  # hybrid: optimizer state cut over the copies, too
+    microbatches: int = 1
+    reshard: bool = True
+
+    @property
+    def dtype(self) -> Any:
+        """XLA:CPU widens the sums of bfloat16, so that it gets none."""
+        return jnp.float32 if self.target.startswith("cpu") else jnp.bfloat16
+
+    @property
+    def config(self) -> Config:
+        """The model: small where it is compiled in the tests."""
+        width = 256 if self.target.startswith("cpu") else 2048
+        return Config(4, width, width // 128, 4 * width, self.scan)
+
+    def zero(self) -> shd.Zero:
+        """The mesh and the stage."""
+        shape, names = MESHES[self.target]
+        if self.hybrid and len(shape) == 1:
+            shape, names = (2, shape[0] // 2), ("replica", *names)
+        return shd.Zero(
+            targets.mesh(self.target, shape, names),
+            stage=self.stage,
+            axis=names[1:] if self.hybrid else names,
+            replica_axis=names[0] if self.hybrid else None,
+            shard_state_over_replicas=self.everywhere,
+            min_shard_size=1024,
+            reshard_after_forward=self.reshard,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What a compiled step says, in bytes of one device."""
+
+    wire: float
+    wire_theory: float
+    across_slices: float  # of wire: what leaves a TPU slice
+    update: float  # of wire: what the optimizer's statistics send
+    arguments: int
+    arguments_theory: float
+    aliased: int  # of the arguments: what the new state takes over
+    temporaries: int
+
+
+def lower(case: Case) -> tuple[shd.Zero, Any, jax.stages.Lowered]:
+    """The layout, the abstract state, and the step."""
+    zero, tx = case.zero(), OPTIMIZERS[case.optimizer]()
+
+    def make_state() -> tuple[Any, Any]:
+        params = init(case.config, case.dtype)
+        return params, tx.init(params)
+
+    state = zero.abstract_state(make_state, tx=tx)
+    step = zero.train_step(
+        make_loss(zero.gathered(apply_block)), tx=tx, microbatches=case.microbatches
+    )
+    batch = jax.ShapeDtypeStruct((zero.num_devices * case.microbatches, LENGTH + 1), jnp.int32)
+    return zero, zero.describe(state, tx=tx), step.lower(state, batch)
+
+
+def measure(case: Case) -> Measured:
+    """Compiles the step and reads it, beside what it should be."""
+    zero, layout, lowered = lower(case)
+    compiled = lowered.compile()
+    found = collectives(compiled)
+    memory = compiled.memory_analysis()
+    return Measured(
+        wire=sum(each.wire_bytes for each in found),
+        wire_theory=wire_theory(case, zero, layout),
+        across_slices=sum(each.wire_bytes for each in found if each.across_slices),
+        update=sum(each.wire_bytes for each in found if "/update/" in each.scope),
+        arguments=memory.argument_size_in_bytes,
+        arguments_theory=arguments_theory(case, zero, layout),
+        aliased=memory.alias_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+    )
+
+
+def wire_theory(case: Case, zero: shd.Zero, layout: shd.Description) -> float:
+    """Wire bytes of a step by the table of ``Zero``, parameter by parameter.
+
+    At stage 3 a layer's parameters are gathered twice; those outside the layers once: the tied
+    embedding is kept from the lookup to the logits, and to the backward pass.
+    """
+    n, k = zero.num_shards, case.microbatches
+    copies = zero.num_devices // n
+    total = 0.0
+    for row in layout.rows:
+        if row.part != "params":
+            continue
+        size = math.prod(row.shape) * jnp.dtype(row.dtype).itemsize
+        if case.stage == 0 or math.prod(row.shape) < zero.min_shard_size:
+            total += 2 * size * (n * copies - 1) / (n * copies)  # all-reduced, once
+            continue
+        layered = "blocks" in row.path and case.reshard
+        passes = {1: 2, 2: k + 1, 3: (3 if layered else 2) * k}[case.stage]
+        # The copies sum the shard; or each sums its part of it, and gathers what is new.
+        total += passes * size * (n - 1) / n + 2 * size / n * (copies - 1) / copies
+    return total
+
+
+def arguments_theory(case: Case, zero: shd.Zero, layout: shd.Description) -> float:
+    """Parameters, all of the state divided by n, and the batch."""
+    sizes = {"params": 0, "grads": 0, "opt_state": 0}
+    for row in layout.rows:
+        sizes[row.part] += math.prod(row.shape) * jnp.dtype(row.dtype).itemsize
+    parts = zero.num_devices if case.everywhere else zero.num_shards
+    params = sizes["params"] / (zero.num_shards if case.stage == 3 else 1)
+    state = sizes["opt_state"] / (parts if case.stage else 1)
+    return params + state + case.microbatches * (LENGTH + 1) * 4
+
+
+HEADER = """\
+| target | stage | optimizer | blocks | k | sent, MiB | / theory | between slices | by the update |\
+ arguments, MiB | / theory | temporaries, MiB |
+|---|---|---|---|---|---|---|---|---|---|---|---|"""
+
+
+def row(case: Case, found: Measured) -> str:
+    """A line of the table."""
+    stage = str(case.stage)
+    if case.hybrid:
+        stage += " hybrid, state over all" if case.everywhere else " hybrid"
+    if not case.reshard:
+        stage += ", kept"
+    slices = f"{found.across_slices / MIB:.2f}" if found.across_slices else "-"
+    return (
+        f"| {case.target} | {stage} | {case.optimizer} | {'scan' if case.scan else 'unrolled'} "
+        f"| {case.microbatches} | {found.wire / MIB:.2f} | {found.wire / found.wire_theory:.3f} "
+        f"| {slices} | {found.update / MIB:.3f} | {found.arguments / MIB:.2f} "
+        f"| {found.arguments / found.arguments_theory:.3f} | {found.temporaries / MIB:.1f} |"
+    )
+
+
+def cases(target: str, smoke: bool) -> list[Case]:
+    """What is compiled for a target."""
+    optimizers = ["came"] if smoke else list(OPTIMIZERS)
+    if target.endswith("*2"):
+        return [
+            Case(target, stage, optimizer, hybrid=True, everywhere=everywhere)
+            for optimizer in optimizers
+            for stage, everywhere in ((1, False), (2, False), (3, False), (3, True))
+        ]
+    found = [Case(target, stage, optimizer) for optimizer in optimizers for stage in range(4)]
+    found += [Case(target, stage, scan=False) for stage in (2, 3)]
+    found += [Case(target, 3, reshard=False)]
+    found += [Case(target, stage, microbatches=4) for stage in (1, 2, 3)]
+    if len(MESHES[target][0]) <= 2:
+        found += [
+            Case(target, stage, hybrid=True, everywhere=everywhere)
+            for stage, everywhere in ((2, False), (3, False), (3, True))
+        ]
+    return found[:4] if smoke else found
+
+
+NOTES = """"""
+
+
+def main() -> None:
+    """Prints the table; keeps that of all targets."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="a few steps on cpu:8; no file")
+    parser.add_argument("--target", action="append", choices=MESHES, help="only these; no file")
+    options = parser.parse_args()
+    jax.config.update("jax_num_cpu_devices", 8)
+    names = ["cpu:8"] if options.smoke else options.target or list(MESHES)
+    lines = [HEADER]
+    print(HEADER)
+    for name in names:
+        for case in cases(name, options.smoke):
+            lines.append(row(case, measure(case)))
+            print(lines[-1], flush=True)
+    if names == list(MESHES):
+        how = (
+            f"`python benchmarks/zero.py`, {datetime.date.today()}, jax {jax.__version__}, "
+            f"libtpu {importlib.metadata.version('libtpu')}"
+        )
+        path = ROOT / "benchmarks" / "results" / "zero.md"
+        path.write_text(
+            "\n".join(["# What a ZeRO step sends and holds", "", how, "", *lines, "", NOTES, ""])
+        )
+
+
+if __name__ == "__main__":
+    main()
