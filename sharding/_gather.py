@@ -76,9 +76,11 @@ def gather(tree: Any) -> Any:
     dtypes = tuple(shard.value.dtype for shard in shards)
     values = _gather(tuple(x.how for x in shards), dtypes, [x.value for x in shards])
     whole = iter(values)
-    return treedef.unflatten(
-        [next(whole) if is_shard(x) else checkpoint_name(x, MARK) for x in leaves]
-    )
+    return treedef.unflatten([next(whole) if is_shard(x) else _mark(x) for x in leaves])
+
+
+def _mark(x: Any) -> Any:
+    return checkpoint_name(x, MARK) if isinstance(x, jax.Array | np.ndarray) else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -131,23 +133,25 @@ def gathered(
     def call(params: Any, *args: Any, **kwargs: Any) -> Any:
         if not (has_shards(params) and reshard):
             return fn(gather(params), *args, **kwargs)
+        # What is no array, such as the functions in a module that is a pytree, stays outside.
+        own, join_params = split_arrays(params)
         arrays, join = split_arrays((args, kwargs))
 
-        def run(params: Any, arrays: list[Any]) -> Any:
-            params, arrays = together(params, arrays)
+        def run(own: list[Any], arrays: list[Any]) -> Any:
+            own, arrays = together(own, arrays)
             args, kwargs = join(arrays)
-            return fn(gather(params), *args, **kwargs)
+            return fn(gather(join_params(own)), *args, **kwargs)
 
-        return jax.checkpoint(run, policy=policy)(params, arrays)
+        return jax.checkpoint(run, policy=policy)(own, arrays)
 
     return call
 
 
 def split_arrays(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The arrays of a tree, and a function that puts others in their places."""
+    """The arrays and shards of a tree, and a function that puts others in their places."""
     treedef: Any
-    leaves, treedef = jax.tree.flatten(tree)
-    places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_shard)
+    places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray | Shard)]
 
     def join(arrays: list[Any]) -> Any:
         new = dict(zip(places, arrays, strict=True))
@@ -216,7 +220,7 @@ def _inner_jaxprs(eqn: Any) -> Iterator[tuple[Any, int]]:
     """Inner jaxprs whose arguments are those of the equation, from the given one on."""
     for value in eqn.params.values():
         for item in value if isinstance(value, list | tuple) else (value,):
-            sub = getattr(item, "jaxpr", item)
+            sub: Any = getattr(item, "jaxpr", item)
             if not hasattr(sub, "eqns"):
                 continue
             first = 1 if eqn.primitive.name == "cond" else 0  # the index of the branch

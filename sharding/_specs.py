@@ -1,6 +1,7 @@
 """Partition specs: of parameters, of what ZeRO shards, and of any transformation's state."""
 
 import math
+import sys
 import warnings
 from typing import Any
 
@@ -18,8 +19,15 @@ def is_spec(x: Any) -> bool:
 
 
 def _is_box(x: Any) -> bool:
-    # Flax's boxes for partition metadata, known by their method: Flax is not needed here.
-    return hasattr(x, "get_partition_spec")
+    """Whether a node carries Flax's partition metadata; Flax itself is not needed here."""
+    nnx = sys.modules.get("flax.nnx")
+    return hasattr(x, "get_partition_spec") or (nnx is not None and isinstance(x, nnx.Variable))
+
+
+def _spec_in(box: Any) -> PartitionSpec:
+    if hasattr(box, "get_partition_spec"):  # of linen
+        return box.get_partition_spec()
+    return sys.modules["flax.nnx"].get_partition_spec(box).get_value() or PartitionSpec()
 
 
 def path_str(path: Any) -> str:
@@ -66,9 +74,7 @@ def resolve_param_specs(params: Any, param_specs: Any, mesh: AnyMesh) -> Any:
     """
     if param_specs is None:
         specs = jax.tree.map(
-            lambda x: (
-                jax.tree.map(lambda _: x.get_partition_spec(), x) if _is_box(x) else PartitionSpec()
-            ),
+            lambda x: jax.tree.map(lambda _: _spec_in(x), x) if _is_box(x) else PartitionSpec(),
             params,
             is_leaf=_is_box,
         )

@@ -32,7 +32,14 @@ def parts(
 
 def params_of(state: Any) -> Any:
     """The parameters of a ``TrainState`` or a pair."""
-    return state[0] if isinstance(state, tuple) else state.params
+    if isinstance(state, tuple) and len(state) == 2:
+        return state[0]
+    if not hasattr(state, "params"):
+        raise ValueError(
+            "the state must be a Flax TrainState or a pair (params, opt_state), got "
+            f"{type(state).__name__}."
+        )
+    return state.params
 
 
 def step_key(state: Any, key: Any) -> Any:

@@ -310,13 +310,15 @@ class Zero:
         whole.
 
         Args:
-          state: a Flax ``TrainState``, a pair ``(params, opt_state)``, or parameters.
+          state: a Flax ``TrainState``, or a pair ``(params, opt_state)``.
 
         Returns:
           The tree of parameters.
+
+        Raises:
+          ValueError: if the state is of neither kind.
         """
-        is_state = hasattr(state, "opt_state") or (isinstance(state, tuple) and len(state) == 2)
-        return full_tree(params_of(state) if is_state else state)
+        return full_tree(params_of(state))
 
     def put(self, batch: Any) -> Any:
         """Lays this process's part of a batch on the mesh, cut along the first dim.
