@@ -103,8 +103,8 @@ class Measured:
     temporaries: int
 
 
-def lower(case: Case) -> tuple[shd.Zero, Any, jax.stages.Lowered]:
-    """The layout, the abstract state, and the step."""
+def lower(case: Case) -> tuple[shd.Zero, shd.Description, jax.stages.Lowered]:
+    """The stage, where everything lies, and the step."""
     zero, tx = case.zero(), OPTIMIZERS[case.optimizer]()
 
     def make_state() -> tuple[Any, Any]:
@@ -120,9 +120,13 @@ def lower(case: Case) -> tuple[shd.Zero, Any, jax.stages.Lowered]:
 
 
 def measure(case: Case) -> Measured:
-    """Compiles the step and reads it, beside what it should be."""
+    """Compiles the step and reads it."""
     zero, layout, lowered = lower(case)
-    compiled = lowered.compile()
+    return read(case, zero, layout, lowered.compile())
+
+
+def read(case: Case, zero: shd.Zero, layout: shd.Description, compiled: Any) -> Measured:
+    """What the program says."""
     found = collectives(compiled)
     memory = compiled.memory_analysis()
     return Measured(

@@ -17,6 +17,10 @@ _MEGASCALE = {  # how a TPU program names what goes from slice to slice
 }
 
 
+# A mesh by its axes, and by its devices where they are not in order.
+_MESH = r"@?mesh\[([^\]]*)\](?:, device_ids=\(.*?\))?"
+
+
 class Collective(NamedTuple):
     """One collective of a compiled program.
 
@@ -340,7 +344,7 @@ def _group_size(attributes: str, num_devices: int) -> int:
         return len(match[1].split(","))
     if match := re.search(r"replica_groups=\[\d+,(\d+)\]", attributes):
         return int(match[1])
-    if match := re.search(r"replica_groups=@?mesh\[([^\]]*)\] \{([^}]*)\}", attributes):
+    if match := re.search(rf"replica_groups={_MESH} \{{([^}}]*)\}}", attributes):
         sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", match[1])}
         parts = re.findall(r"'([^']+)'(?::\(\d+\)(\d+))?", match[2])
         return math.prod(int(part) if part else sizes[name] for name, part in parts)

@@ -12,8 +12,9 @@ from jax.sharding import AxisType, PartitionSpec
 
 import optax_ext
 import sharding as shd
+from sharding._wire import collectives
 
-from . import hlo, model
+from . import model
 
 DEVICES = 8
 # Two matrices that are cut, two vectors that are too small to be.
@@ -60,14 +61,12 @@ def compiled(stage, optimizer, microbatches, kind=AxisType.Auto):
 
 def large(program):
     """Counts of (op, in a loop) among collectives of matrix size; small ones are statistics."""
-    found = hlo.collectives(program.as_text())
-    return collections.Counter(
-        (c.op, c.in_loop) for c in found if c.elements >= min(CUT) // DEVICES and c.elements > SMALL
-    )
+    found = collectives(program)
+    return collections.Counter((c.op, c.runs > 1) for c in found if c.elements > SMALL)
 
 
 def elements(program, op):
-    return sum(c.elements for c in hlo.collectives(program.as_text()) if c.op == op)
+    return sum(c.elements for c in collectives(program) if c.op == op)
 
 
 def test_stage_0_all_reduces_and_gathers_nothing():
@@ -81,10 +80,10 @@ def test_stage_0_all_reduces_and_gathers_nothing():
 @pytest.mark.parametrize("stage", [1, 2])
 def test_gradients_reduce_scatter_and_parameters_are_gathered_once(stage, optimizer):
     program = compiled(stage, optimizer, 1)
-    assert elements(program, "reduce-scatter") == sum(CUT) // DEVICES
+    assert elements(program, "reduce-scatter") == sum(CUT)
     assert elements(program, "all-gather") == sum(CUT)
     # What is all-reduced: gradients of the vectors, statistics, norms; nothing like a matrix.
-    biggest = max(c.elements for c in hlo.collectives(program.as_text()) if c.op == "all-reduce")
+    biggest = max(c.elements for c in collectives(program) if c.op == "all-reduce")
     assert biggest <= SMALL
     assert elements(program, "all-to-all") == elements(program, "collective-permute") == 0
 

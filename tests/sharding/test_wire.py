@@ -120,6 +120,7 @@ def entry(*lines, before=""):
         ("mesh['data'=16] {'data'}", 16),
         ("mesh['axis_0'=8,'axis_1'=2] {'axis_1'}", 2),
         ("mesh['axis_0'=16] {'axis_0':(1)4}", 4),
+        ("mesh['axis_0'=2,'axis_1'=8], device_ids=([2,4]T(1,0)) {'axis_1'}", 8),
         ("{}", 16),
         ("{{0},{1}}", 1),
     ],

@@ -1,0 +1,102 @@
+"""Wire bytes and memory of a whole transformer's step, by stage, beside what theory says.
+
+The cases and the theory are those of ``benchmarks/zero.py``, which makes the table of accelerators
+by the same code.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+import zero as benchmark
+from _transformer import Config, apply_block, init, make_loss
+from zero import Case
+
+import sharding as shd
+from sharding._wire import collectives
+
+CPU = functools.partial(Case, "cpu:8")
+CASES = [
+    *(CPU(stage, optimizer) for stage in (0, 1, 3) for optimizer in ("adamw", "adafactor", "came")),
+    CPU(2, "came", scan=False),
+    CPU(3, "adafactor", reshard=False),
+    *(CPU(stage, microbatches=4) for stage in (1, 2, 3)),
+    CPU(0, hybrid=True),
+    CPU(1, "came", hybrid=True, everywhere=True),
+    CPU(2, "adafactor", hybrid=True, microbatches=4),
+    CPU(3, "came", hybrid=True),
+    CPU(3, "came", hybrid=True, everywhere=True),
+]
+
+
+def name_of(case):
+    words = [f"stage{case.stage}", case.optimizer]
+    words += [
+        f"{key}={getattr(case, key)}" for key in ("scan", "reshard") if not getattr(case, key)
+    ]
+    words += [key for key in ("hybrid", "everywhere") if getattr(case, key)]
+    return "-".join([*words, f"k{case.microbatches}"])
+
+
+@functools.cache
+def compiled(case):
+    zero, layout, lowered = benchmark.lower(case)
+    return zero, layout, lowered.compile()
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_a_step_sends_and_holds_what_theory_says(case):
+    zero, layout, program = compiled(case)
+    found = benchmark.read(case, zero, layout, program)
+    assert found.wire == pytest.approx(found.wire_theory, rel=0.05)
+    assert found.arguments == pytest.approx(found.arguments_theory, rel=0.02)
+    batch = case.microbatches * (benchmark.LENGTH + 1) * 4
+    assert found.aliased == found.arguments - batch  # all of the state is updated in place
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.stage and c.microbatches == 1], ids=name_of)
+def test_the_update_sends_vectors_alone(case):
+    """Nothing of a parameter's size is gathered or exchanged in the optimizer."""
+    _, _, program = compiled(case)
+    update = [c for c in collectives(program) if "/update/" in c.scope]
+    assert {c.op for c in update} <= {"all-reduce"}
+    # Row and column statistics of the stacked layers, all together in one collective at most.
+    assert all(c.elements < 0.01 * case.config.num_params for c in update)
+    assert bool(update) == (case.optimizer != "adamw")
+
+
+def test_gradients_accumulate_as_shards_from_stage_2_on():
+    size = 4 * Config(4, 256, 2, 1024).num_params
+    temp = {
+        stage: compiled(CPU(stage, microbatches=4))[2].memory_analysis().temp_size_in_bytes
+        for stage in (1, 2, 3)
+    }
+    assert temp[1] - temp[2] > 0.8 * size * 7 / 8
+    assert temp[3] < temp[2]
+
+
+def test_gathered_weights_do_not_add_up_with_the_layers():
+    """Four more layers cost their activations and shards, as four did before, not whole weights."""
+
+    def temporaries(layers, reshard):
+        config = Config(layers, 256, 2, 512)
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        zero = shd.Zero(mesh, stage=3, min_shard_size=1024, reshard_after_forward=reshard)
+        tx = benchmark.OPTIMIZERS["adamw"]()
+
+        def make_state():
+            params = init(config)
+            return params, tx.init(params)
+
+        step = zero.train_step(make_loss(zero.gathered(apply_block)), tx=tx)
+        batch = jax.ShapeDtypeStruct((8, 17), jnp.int32)
+        lowered = step.lower(zero.abstract_state(make_state, tx=tx), batch)
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    layer = 4 * 12 * 256**2
+    kept, resharded = (
+        (temporaries(8, reshard) - temporaries(4, reshard)) / 4 for reshard in (False, True)
+    )
+    assert kept > layer
+    assert resharded < 0.5 * layer
