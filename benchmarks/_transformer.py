@@ -55,15 +55,21 @@ def apply_block(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
     """Causal attention, then an MLP; ``x`` is (batch, length, width)."""
     y = _norm(x, params["attention_norm"])
     q, k, v = jnp.unstack(jnp.einsum("btw,wchd->cbthd", y, params["qkv"]))
-    y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-    x = x + jnp.einsum("bthd,hdw->btw", y, params["out"])
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) * q.shape[-1] ** -0.5
+    causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))[None, None]
+    weights = jax.nn.softmax(jnp.where(causal, _wide(scores), -1e30)).astype(x.dtype)
+    x = x + jnp.einsum("bhts,bshd,hdw->btw", weights, v, params["out"])
     y = _norm(x, params["mlp_norm"])
     return x + jax.nn.gelu(y @ params["up"]) @ params["down"]
 
 
 def _norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-    mean = jnp.mean(jnp.square(x.astype(jnp.float32)), axis=-1, keepdims=True)
+    mean = jnp.mean(jnp.square(_wide(x)), axis=-1, keepdims=True)
     return (x * jax.lax.rsqrt(mean + 1e-6)).astype(x.dtype) * scale[None, None]
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def make_loss(block: Callable[..., Any] = apply_block) -> Callable[..., Any]:
@@ -77,8 +83,7 @@ def make_loss(block: Callable[..., Any] = apply_block) -> Callable[..., Any]:
             for layer in params["blocks"]:
                 x = block(layer, x)
         logits = _norm(x, params["norm"]) @ params["embed"].T
-        return optax.softmax_cross_entropy_with_integer_labels(
-            logits.astype(jnp.float32), tokens[:, 1:]
-        ).mean()
+        losses = optax.softmax_cross_entropy_with_integer_labels(_wide(logits), tokens[:, 1:])
+        return losses.mean()
 
     return loss_fn

@@ -199,23 +199,22 @@ def row(case: Case, found: Measured) -> str:
 
 def cases(target: str, smoke: bool) -> list[Case]:
     """What is compiled for a target."""
-    optimizers = ["came"] if smoke else list(OPTIMIZERS)
+    if smoke:
+        return [Case(target, stage, "came") for stage in range(4)]
     if target.endswith("*2"):
         return [
-            Case(target, stage, optimizer, hybrid=True, everywhere=everywhere)
-            for optimizer in optimizers
-            for stage, everywhere in ((1, False), (2, False), (3, False), (3, True))
+            *(Case(target, stage, hybrid=True) for stage in (1, 2, 3)),
+            *(Case(target, 3, optimizer, hybrid=True) for optimizer in ("adafactor", "came")),
+            Case(target, 3, hybrid=True, everywhere=True),
         ]
-    found = [Case(target, stage, optimizer) for optimizer in optimizers for stage in range(4)]
-    found += [Case(target, stage, scan=False) for stage in (2, 3)]
-    found += [Case(target, 3, reshard=False)]
-    found += [Case(target, stage, microbatches=4) for stage in (1, 2, 3)]
-    if len(MESHES[target][0]) <= 2:
-        found += [
-            Case(target, stage, hybrid=True, everywhere=everywhere)
-            for stage, everywhere in ((2, False), (3, False), (3, True))
-        ]
-    return found[:4] if smoke else found
+    return [
+        Case(target, 0),
+        *(Case(target, stage, optimizer) for optimizer in OPTIMIZERS for stage in (1, 2, 3)),
+        Case(target, 3, scan=False),
+        Case(target, 3, reshard=False),
+        *(Case(target, stage, microbatches=4) for stage in (1, 2, 3)),
+        *(Case(target, 3, hybrid=True, everywhere=everywhere) for everywhere in (False, True)),
+    ]
 
 
 NOTES = """"""

@@ -386,6 +386,11 @@ def test_another_dim_is_taken_where_the_longest_does_not_divide():
         ({"axis": "dp"}, r"axis 'dp' is not in the mesh \('data',\)"),
         ({"axis": ()}, "axis must name at least one"),
         ({"min_shard_size": -1}, "min_shard_size must not be negative, got -1"),
+        ({"axis": ("data", "data")}, "axis 'data' is named twice"),
+        ({"replica_axis": "data"}, "axis 'data' is named twice: axis='data', replica_axis='data'"),
+        ({"replica_axis": "slice"}, r"axis 'slice' is not in the mesh \('data',\)"),
+        ({"shard_state_over_replicas": True}, "needs a replica_axis and stage 1, 2 or 3"),
+        ({"scatter": "tree"}, "scatter must be 'auto' or one of native, axes, ring, all_to_all"),
     ],
 )
 def test_bad_options(kwargs, message):
@@ -430,3 +435,64 @@ def test_bad_batches():
         step(state, batch(12))
     with pytest.raises(ValueError, match=r"'mask' of shape \(6, 3\).* 4 devices"):
         zero.put(batch(6))
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ({"w": P("dp"), "b": P()}, r"P\('dp',\) for 'w': axis 'dp' is not in the mesh"),
+        ({"w": P(None, None, "data"), "b": P()}, "for 'w' has more entries than its shape"),
+        ({"v": P()}, "param_specs does not match the parameters"),
+        ({"w": P("data", "data"), "b": P()}, "of the axes of data parallelism a parameter is cut"),
+    ],
+)
+def test_bad_specs(specs, message):
+    with pytest.raises(ValueError, match=message):
+        zero_of(stage=3).specs(make_pair(), tx=TX, param_specs=specs)
+
+
+def test_a_spec_may_choose_the_dim_of_stage_3():
+    make = lambda: ({"w": jnp.ones((8, 16))}, TX.init({"w": jnp.ones((8, 16))}))  # noqa: E731
+    zero = zero_of(stage=3)
+    assert zero.specs(jax.eval_shape(make), tx=TX)[0]["w"] == P(None, "data")
+    state = zero.init(make, tx=TX, param_specs={"w": P("data")})
+    step = zero.train_step(lambda p, x: jnp.mean(zero.gather(p)["w"]) * x.mean(), tx=TX)
+    state, _ = step(state, zero.put(np.ones(8, np.float32)))
+    assert state[0]["w"].sharding.spec == P("data")
+
+
+def test_gather_outside_of_the_loss():
+    params = {"w": jnp.ones((8, 16))}
+    zero = zero_of(stage=3)
+    for call in (zero.gather, jax.jit(zero.gather)):
+        with pytest.raises(ValueError, match=r"was called outside\. For whole parameters use"):
+            call(params)
+    # A gathered function is itself there; and below stage 3 there is nothing to gather.
+    assert zero.gathered(lambda p: p["w"].shape)(params) == (8, 16)
+    assert zero_of(stage=2).gather(params)["w"].shape == (8, 16)
+
+
+def test_a_class_that_cannot_be_gathered():
+    with pytest.raises(ValueError, match=r"got <class 'dict'>.* wrap the method"):
+        zero_of(stage=3).gathered(dict)
+
+
+def test_a_parameter_cut_along_the_dim_that_a_scan_takes_off():
+    zero = zero_of(stage=3)
+    block = zero.gathered(lambda p, x: x * p[None])
+
+    def loss_fn(params, x):
+        return jax.lax.scan(lambda x, p: (block(p, x), None), x, params["w"])[0].mean()
+
+    def make():
+        params = {"w": jnp.ones((8, 3))}
+        return params, TX.init(params)
+
+    state = zero.init(make, tx=TX)
+    with pytest.raises(ValueError, match="cut along a dim that a loop over layers took off"):
+        zero.train_step(loss_fn, tx=TX)(state, zero.put(np.ones((8, 3), np.float32)))
+
+
+def test_full_params_of_what_is_no_state():
+    with pytest.raises(ValueError, match=r"must be a Flax TrainState or a pair .* got dict"):
+        zero_of().full_params({"w": jnp.ones(3)})
