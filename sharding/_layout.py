@@ -135,7 +135,7 @@ class Layout:
                 f"parameter {path!r} already lies on axis {self.axis!r} ({spec}); at stage "
                 f"{self.stage} parameters are whole along the axes of data parallelism."
             )
-        if taken and (len(taken) > 1 or _specs.axes_of(entries[taken[0]]) != self.axes):
+        if len(taken) > 1 or (taken and _specs.axes_of(entries[taken[0]]) != self.axes):
             raise ValueError(
                 f"parameter {path!r} lies as {spec}; of the axes of data parallelism a parameter "
                 f"is cut over {self.axis!r} alone, along one dim that no other axis cuts."

@@ -99,8 +99,11 @@ def resolve_param_specs(params: Any, param_specs: Any, mesh: AnyMesh) -> Any:
 def _check_spec(path: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> None:
     if len(spec) > len(shape):
         raise ValueError(f"{spec} for {path!r} has more entries than its shape {shape}.")
+    named = [axis for entry in spec for axis in axes_of(entry)]
     for dim, entry in enumerate(spec):
         for axis in axes_of(entry):
+            if named.count(axis) > 1:
+                raise ValueError(f"{spec} for {path!r} names axis {axis!r} twice.")
             if axis not in mesh.axis_names:
                 raise ValueError(
                     f"{spec} for {path!r}: axis {axis!r} is not in the mesh {mesh.axis_names}."

@@ -443,12 +443,19 @@ def test_bad_batches():
         ({"w": P("dp"), "b": P()}, r"P\('dp',\) for 'w': axis 'dp' is not in the mesh"),
         ({"w": P(None, None, "data"), "b": P()}, "for 'w' has more entries than its shape"),
         ({"v": P()}, "param_specs does not match the parameters"),
-        ({"w": P("data", "data"), "b": P()}, "of the axes of data parallelism a parameter is cut"),
+        ({"w": P("data", "data"), "b": P()}, "for 'w' names axis 'data' twice"),
     ],
 )
 def test_bad_specs(specs, message):
     with pytest.raises(ValueError, match=message):
         zero_of(stage=3).specs(make_pair(), tx=TX, param_specs=specs)
+
+
+def test_a_spec_that_cuts_a_dim_with_the_users_axes_as_well():
+    mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
+    zero = shd.Zero(mesh, stage=3, min_shard_size=0)
+    with pytest.raises(ValueError, match="along one dim that no other axis cuts"):
+        zero.specs(make_pair(), tx=TX, param_specs={"w": P(("data", "model")), "b": P()})
 
 
 def test_a_spec_may_choose_the_dim_of_stage_3():
