@@ -8,6 +8,7 @@ targets need libtpu, the GPU target jax's CUDA plugin.
 """
 
 import argparse
+import datetime
 import importlib.metadata
 import math
 import pathlib
@@ -24,7 +25,6 @@ from sharding._wire import Collective, collectives
 from sharding.plan import targets
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-DATE = "2026-11-21"
 MIB = 2**20
 TARGETS = {  # target -> the logical meshes it is tried with
     "v5e:2x4": [(8,), (2, 4)],
@@ -134,7 +134,8 @@ def main() -> None:
         path = ROOT / "benchmarks" / "results" / "scatter_forms.md"
         how = (
             f"`python benchmarks/scatter_forms.py`, (4096, 4096) per device along dim 0, "
-            f"jax {jax.__version__}, libtpu {importlib.metadata.version('libtpu')}, {DATE}"
+            f"jax {jax.__version__}, libtpu {importlib.metadata.version('libtpu')}, "
+            f"{datetime.date.today()}"
         )
         table = "\n".join(lines)
         path.write_text(f"# Forms of the reduce-scatter\n\n{how}\n\n{table}\n\n{NOTES}\n")

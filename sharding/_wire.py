@@ -61,9 +61,10 @@ def wire_bytes(compiled: Any) -> float:
       ValueError: a loop with collectives has no trip count that can be read, or a collective has
         no agreed cost.
 
-    >>> import jax
-    >>> wire_bytes(jax.jit(lambda x: x + 1).lower(1.0).compile())
-    0.0
+    Example:
+      >>> import jax, sharding as shd
+      >>> shd.wire_bytes(jax.jit(lambda x: x + 1).lower(1.0).compile())
+      0.0
     """
     return float(sum(found.wire_bytes for found in collectives(compiled)))
 
