@@ -21,8 +21,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharding._scatter import FORMS, choose_form, psum_scatter
-from sharding._wire import Collective, collectives
 from sharding.plan import targets
+from sharding.plan._wire import Collective, collectives
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MIB = 2**20

@@ -26,8 +26,8 @@ from _transformer import Config, apply_block, init, make_loss
 
 import optax_ext
 import sharding as shd
-from sharding._wire import collectives
 from sharding.plan import targets
+from sharding.plan._wire import collectives
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MIB = 2**20

@@ -3,6 +3,6 @@
 from sharding._describe import Description as Description
 from sharding._precision import Precision as Precision
 from sharding._specs import state_specs as state_specs
-from sharding._wire import wire_bytes as wire_bytes
 from sharding._zero import Zero as Zero
 from sharding.plan import targets as targets
+from sharding.plan._wire import wire_bytes as wire_bytes

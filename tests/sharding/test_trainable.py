@@ -9,7 +9,7 @@ from jax.sharding import AxisType
 
 import optax_ext
 import sharding as shd
-from sharding._wire import collectives
+from sharding.plan._wire import collectives
 
 from . import model
 

@@ -14,7 +14,7 @@ from _transformer import Config, apply_block, init, make_loss
 from zero import Case
 
 import sharding as shd
-from sharding._wire import collectives
+from sharding.plan._wire import collectives
 
 CPU = functools.partial(Case, "cpu:8")
 CASES = [

@@ -1,0 +1,95 @@
+"""Targets that are not here; their programs, where their compilers are installed."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+import zero as benchmark
+from _transformer import apply_block, init, make_loss
+from zero import Case
+
+import optax_ext
+import sharding as shd
+from sharding.plan._wire import collectives
+
+
+def need(target):
+    """Skips the test where nothing compiles for the target."""
+    if target.startswith("v6e") and jax.__version_info__ < (0, 12):
+        pytest.skip("this jaxlib cannot print what libtpu compiles for v6e")
+    try:
+        shd.targets.topology(target)
+    except ValueError as error:
+        if "installed" in str(error) or "not found" in str(error):
+            pytest.skip(str(error))
+        raise
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("v9z:2x2", "unknown target 'v9z:2x2'; known are v4:2x2x2"),
+        ("cpu:0", "unknown target 'cpu:0'"),
+        ("cpu:64", r"'cpu:64' asked for, 8 CPU devices found; set jax.config.update"),
+        ("h200x12", "more GPUs than one host's must be a multiple of 8"),
+    ],
+)
+def test_bad_names(name, message):
+    with pytest.raises(ValueError, match=message):
+        shd.targets.topology(name)
+
+
+def test_a_mesh_that_does_not_fit():
+    with pytest.raises(ValueError, match=r"mesh shape \(2, 2\) asked for 'cpu:8', which has 8"):
+        shd.targets.mesh("cpu:8", (2, 2), ("a", "b"))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize(
+    "target", ["h200x8", "v5e:2x4", "v5e:4x4", "v6e:16x16", "v5p:4x4x4", "v5e:4x4*2"]
+)
+def test_wire_bytes(target, stage):
+    need(target)
+    found = benchmark.measure(Case(target, stage, hybrid=target.endswith("*2")))
+    assert found.wire == pytest.approx(found.wire_theory, rel=0.05)
+    assert found.arguments == pytest.approx(found.arguments_theory, rel=0.02)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("target", ["h200x8", "v5e:4x4"])
+def test_master_weights_are_never_gathered(target, stage):
+    """Parameters travel as bfloat16, though the update makes them of float32."""
+    need(target)
+    case = Case(target, stage)
+    zero, tx = case.zero(), optax_ext.master_weights(optax.adamw(1e-3))
+
+    def make_state():
+        params = init(case.config, jnp.bfloat16)
+        return params, tx.init(params)
+
+    step = zero.train_step(make_loss(zero.gathered(apply_block)), tx=tx)
+    batch = jax.ShapeDtypeStruct((zero.num_devices, 65), jnp.int32)
+    compiled = step.lower(zero.abstract_state(make_state, tx=tx), batch).compile()
+    gathers = [c for c in collectives(compiled) if c.op == "all-gather" and c.elements > 1e6]
+    assert {c.dtype for c in gathers} == {"bf16"}
+
+
+@pytest.mark.parametrize("target", ["h200x8", "v5e:4x4"])
+def test_unrolled_blocks_are_gathered_one_at_a_time(target):
+    """XLA is kept from gathering all blocks ahead: temporaries are far from the model's size."""
+    need(target)
+    found = benchmark.measure(Case(target, 3, scan=False))
+    whole = benchmark.measure(Case(target, 3, scan=False, reshard=False))
+    layer = 2 * 12 * 2048**2
+    assert whole.temporaries - found.temporaries > 2 * layer
+
+
+def test_the_smoke_table(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["zero.py", "--target", "cpu:8"])
+    monkeypatch.setattr(benchmark, "cases", lambda *_: [Case("cpu:8", 2)])
+    benchmark.main()
+    assert re.search(
+        r"\| cpu:8 \| 2 \| adamw \| scan \| 1 \| [0-9.]+ \| 1\.00", capsys.readouterr().out
+    )
