@@ -208,6 +208,16 @@ def cases(target: str, smoke: bool) -> list[Case]:
             *(Case(target, 3, optimizer, hybrid=True) for optimizer in ("adafactor", "came")),
             Case(target, 3, hybrid=True, everywhere=True),
         ]
+    if target in ("v6e:16x16", "v5p:4x4x4"):  # slow to compile for
+        return [
+            *(Case(target, stage) for stage in range(4)),
+            *(
+                Case(target, stage, optimizer)
+                for optimizer in ("adafactor", "came")
+                for stage in (2, 3)
+            ),
+            Case(target, 3, hybrid=True),
+        ]
     return [
         Case(target, 0),
         *(

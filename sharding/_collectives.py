@@ -27,7 +27,10 @@ def all_gather(layout: Layout, xs: Sequence[jax.Array], cuts: Sequence[Cut]) -> 
     """Whole arrays from the shards on ``layout.axis``; what is not cut stays as it is."""
 
     def gather(x: jax.Array, dim: int) -> jax.Array:
-        return lax.all_gather(x, layout.axis, axis=x.ndim + dim, tiled=True) if dim else x
+        if dim:
+            for axes in layout.gather_steps:
+                x = lax.all_gather(x, axes, axis=x.ndim + dim, tiled=True)
+        return x
 
     return _on_each(layout, gather, xs, cuts)
 

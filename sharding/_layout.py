@@ -181,13 +181,30 @@ class Layout:
         """What of a spec is the user's."""
         return _only(spec, self.other_axes)
 
+    def keep_axes(self, spec: P, axes: Collection[str]) -> P:
+        """A spec that of the axes of data parallelism names these alone."""
+        return _only(spec, self.other_axes | set(axes))
+
     def scatter_form(self, axes: tuple[str, ...], nbytes: int) -> str:
         """In which form an array of ``nbytes`` is reduce-scattered over ``axes``."""
         if self.scatter != "auto":
             return self.scatter
+        return choose_form(self._platform, [self.mesh.shape[axis] for axis in axes], nbytes)
+
+    @property
+    def _platform(self) -> str:
         devices = self.mesh.devices.flat if isinstance(self.mesh, Mesh) else [None]
-        platform = getattr(devices[0], "platform", "unknown")  # of an abstract mesh
-        return choose_form(platform, [self.mesh.shape[axis] for axis in axes], nbytes)
+        return getattr(devices[0], "platform", "unknown")  # of an abstract mesh
+
+    @property
+    def gather_steps(self) -> list[tuple[str, ...]]:
+        """Over which axes, one group after the other, shards are gathered; the last axis first.
+
+        Over all three axes of a TPU's torus at once XLA makes an all-reduce of it.
+        """
+        if self._platform == "tpu" and len(self.axes) > 2:
+            return [(axis,) for axis in reversed(self.axes)]
+        return [self.axes]
 
     # --- Batches ------------------------------------------------------------------------------
 

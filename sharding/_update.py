@@ -6,6 +6,7 @@ import jax
 import optax
 
 from sharding._layout import Layout, Placement
+from sharding._specs import is_spec
 from sharding._state import parts
 
 
@@ -33,8 +34,23 @@ def update(
         shards = optax.apply_updates(shards, layout.constrain(updates, placed.shards))
         opt_state = layout.constrain(opt_state, opt_specs)
     with jax.named_scope("gather_params"):
-        new = layout.constrain(layout.constrain(shards, placed.shards), placed.params)
+        new = layout.constrain(shards, placed.shards)
+        if layout.stage < 3:
+            new = _gather(layout, new, placed)
+        new = layout.constrain(new, placed.params)
         params = jax.tree.map(lambda t, x, old: x if t else old, trained, new, params)
     if isinstance(state, tuple):
         return (params, opt_state)
     return state.replace(step=state.step + 1, params=params, opt_state=opt_state)
+
+
+def _gather(layout: Layout, shards: Any, placed: Placement) -> Any:
+    """Gathers over all but the last group of axes; the last is the caller's constraint."""
+    left = list(layout.axes)
+    for axes in layout.gather_steps[:-1]:
+        left = [axis for axis in left if axis not in axes]
+        specs = jax.tree.map(
+            lambda spec, left=left: layout.keep_axes(spec, left), placed.shards, is_leaf=is_spec
+        )
+        shards = layout.constrain(shards, specs)
+    return shards
