@@ -28,7 +28,7 @@ def all_gather(layout: Layout, xs: Sequence[jax.Array], cuts: Sequence[Cut]) -> 
 
     def gather(x: jax.Array, dim: int) -> jax.Array:
         if dim:
-            for axes in layout.gather_steps:
+            for axes in layout.gather_steps(x.shape[-1] if dim == -1 else None):
                 x = lax.all_gather(x, axes, axis=x.ndim + dim, tiled=True)
         return x
 

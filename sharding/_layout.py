@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from sharding import _specs
-from sharding._scatter import choose_form
+from sharding._scatter import LANES, choose_form
 from sharding._specs import AnyMesh, Axis
 
 P = PartitionSpec
@@ -196,13 +196,14 @@ class Layout:
         devices = self.mesh.devices.flat if isinstance(self.mesh, Mesh) else [None]
         return getattr(devices[0], "platform", "unknown")  # of an abstract mesh
 
-    @property
-    def gather_steps(self) -> list[tuple[str, ...]]:
+    def gather_steps(self, lanes: int | None = None) -> list[tuple[str, ...]]:
         """Over which axes, one group after the other, shards are gathered; the last axis first.
 
-        Over all three axes of a TPU's torus at once XLA makes an all-reduce of it.
+        Over all three axes of a TPU's torus at once XLA makes an all-reduce of it; over two where
+        the last dim is cut into less than a register's ``lanes``.
         """
-        if self._platform == "tpu" and len(self.axes) > 2:
+        narrow = lanes is not None and lanes < LANES
+        if self._platform == "tpu" and len(self.axes) > (1 if narrow else 2):
             return [(axis,) for axis in reversed(self.axes)]
         return [self.axes]
 

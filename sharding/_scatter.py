@@ -10,6 +10,8 @@ from jax import lax
 Axis = str | tuple[str, ...]
 # Both ways together. Chosen, not measured: what a step waits for shows in no program.
 _MIN_STEP_BYTES = 1 << 16
+# Of a TPU's registers.
+LANES = 128
 FORMS = ("native", "axes", "ring", "all_to_all")
 
 
@@ -43,6 +45,8 @@ def psum_scatter(x: jax.Array, axis: Axis, dim: int, form: str = "native") -> ja
         )
     if form == "native":
         return lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
+    if form == "axes" and 0 < dim == x.ndim - 1 and x.shape[dim] // num < LANES:
+        form = "all_to_all"  # pieces of less than a register's lanes are summed by all-reduces
     if form == "axes":
         return _axes(x, names, dim)
     if form == "ring":

@@ -47,7 +47,7 @@ def update(
 def _gather(layout: Layout, shards: Any, placed: Placement) -> Any:
     """Gathers over all but the last group of axes; the last is the caller's constraint."""
     left = list(layout.axes)
-    for axes in layout.gather_steps[:-1]:
+    for axes in layout.gather_steps()[:-1]:
         left = [axis for axis in left if axis not in axes]
         specs = jax.tree.map(
             lambda spec, left=left: layout.keep_axes(spec, left), placed.shards, is_leaf=is_spec
