@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-Axis = str | tuple[str, ...]
+from sharding._specs import Axis, axes_of
+
 # Both ways together. Chosen, not measured: what a step waits for shows in no program.
 _MIN_STEP_BYTES = 1 << 16
 # Of a TPU's registers.
@@ -35,7 +36,7 @@ def psum_scatter(x: jax.Array, axis: Axis, dim: int, form: str = "native") -> ja
     Raises:
       ValueError: the form is unknown, or the dim does not divide.
     """
-    names = (axis,) if isinstance(axis, str) else tuple(axis)
+    names = axes_of(axis)
     num = math.prod(lax.axis_size(name) for name in names)
     dim %= x.ndim
     if x.shape[dim] % num:

@@ -24,9 +24,13 @@ def parts(
         if tx is None:
             raise ValueError("a state that is a pair (params, opt_state) needs the argument tx.")
         return state[0], state[1], tx
-    raise ValueError(
+    raise _no_state(state)
+
+
+def _no_state(found: Any) -> ValueError:
+    return ValueError(
         "the state must be a Flax TrainState or a pair (params, opt_state), got "
-        f"{type(state).__name__}."
+        f"{type(found).__name__}."
     )
 
 
@@ -35,10 +39,7 @@ def params_of(state: Any) -> Any:
     if isinstance(state, tuple) and len(state) == 2:
         return state[0]
     if not hasattr(state, "params"):
-        raise ValueError(
-            "the state must be a Flax TrainState or a pair (params, opt_state), got "
-            f"{type(state).__name__}."
-        )
+        raise _no_state(state)
     return state.params
 
 

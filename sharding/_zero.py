@@ -13,7 +13,7 @@ from sharding._describe import Description, describe_tree
 from sharding._export import full_tree
 from sharding._gather import gather, gathered
 from sharding._gradients import LossOptions, evaluate, gradients
-from sharding._layout import Layout
+from sharding._layout import Layout, Placement
 from sharding._modules import gathered_module
 from sharding._precision import Precision
 from sharding._scatter import FORMS
@@ -211,6 +211,15 @@ class Zero:
         specs = self.specs(state, tx=tx, param_specs=param_specs)
         return self._layout.shardings(specs)
 
+    def _places(
+        self, state: Any, tx: optax.GradientTransformation | None, param_specs: Any = None
+    ) -> tuple[Any, Placement, Any]:
+        """Shardings of a state, how its parameters are cut, and the specs of its ``opt_state``."""
+        specs = self.specs(state, tx=tx, param_specs=param_specs)
+        param_specs, opt_specs, _ = parts(specs, tx)
+        placed = self._layout.place(params_of(state), param_specs)
+        return self._layout.shardings(specs), placed, opt_specs
+
     def describe(
         self,
         state: Any,
@@ -388,11 +397,8 @@ class Zero:
         options = LossOptions(has_aux, weighted, rngs, microbatches).check()
 
         def compile_step(state: Any, batch: Any) -> Any:
-            specs = self.specs(state, tx=tx)
-            shardings = self._layout.shardings(specs)
+            shardings, placed, opt_specs = self._places(state, tx)
             check_placed(state, shardings)
-            param_specs, opt_specs, _ = parts(specs, tx)
-            placed = self._layout.place(params_of(state), param_specs)
             trained = resolve_trainable(params_of(state), trainable)
 
             def step(
@@ -604,10 +610,7 @@ class Zero:
         Returns:
           The new state, laid out as the old one.
         """
-        specs = self.specs(state, tx=tx, param_specs=param_specs)
-        shardings = self._layout.shardings(specs)
-        param_specs, opt_specs, _ = parts(specs, tx)
-        placed = self._layout.place(params_of(state), param_specs)
+        shardings, placed, opt_specs = self._places(state, tx, param_specs)
         trained = resolve_trainable(params_of(state), trainable)
 
         def run(layout: Layout, state: Any, grads: Any, extra_args: Any) -> Any:
