@@ -36,13 +36,12 @@ TARGETS = {  # target -> the logical meshes it is tried with
     "h200x8": [(8,)],
 }
 HEADER = """\
-| target | mesh | dtype | form | collectives | wire, MiB | / theory | temp, MiB | in sequence | us |
-|---|---|---|---|---|---|---|---|---|---|"""
+| target | mesh | cut | dtype | form | collectives | wire, MiB | / theory | temp, MiB | steps | us |
+|---|---|---|---|---|---|---|---|---|---|---|"""
 NOTES = """\
 What one device sends, in the ring convention; theory is (n-1)/n of the array and, for two slices
 (`*2`, the first mesh axis), an all-reduce of the piece across them. **Bold** is what `choose_form`
-takes. "In sequence" is how many collectives wait for one another (a ring's two directions run
-together). "us" is the compiler's own estimate (`cost_analysis`), which sees a loop's body once and
+takes. "Steps" is how many collectives wait for one another (a ring's two directions run together). "us" is the compiler's own estimate (`cost_analysis`), which sees a loop's body once and
 so says nothing about a ring; none is given for GPUs. Temporaries in a TPU's fast memory are not in
 "temp". Nothing was run.
 
@@ -58,17 +57,17 @@ so says nothing about a ring; none is given for GPUs. Temporaries in a TPU's fas
 
 
 def compile_form(
-    mesh: Mesh, form: str, dtype: str, size: int, slices: int
+    mesh: Mesh, form: str, dtype: str, shape: tuple[int, ...], dim: int, slices: int
 ) -> tuple[list[Collective], float, str]:
-    """The collectives, temporary MiB and estimated us of one reduce-scatter of (size, size)."""
+    """The collectives, temporary MiB and estimated us of one reduce-scatter."""
     inner = mesh.axis_names[1:] if slices > 1 else mesh.axis_names
 
     def scatter(x: jax.Array) -> jax.Array:
-        x = psum_scatter(x, inner, 0, form)
-        return lax.psum(x, mesh.axis_names[0]) if slices > 1 else x
+        x = psum_scatter(x[0], inner, dim, form)
+        return (lax.psum(x, mesh.axis_names[0]) if slices > 1 else x)[None]
 
     spec = P(mesh.axis_names)
-    x = jax.ShapeDtypeStruct((mesh.size * size, size), dtype, sharding=NamedSharding(mesh, spec))
+    x = jax.ShapeDtypeStruct((mesh.size, *shape), dtype, sharding=NamedSharding(mesh, spec))
     step = jax.jit(jax.shard_map(scatter, mesh=mesh, in_specs=spec, out_specs=spec))
     compiled = step.lower(x).compile()
     seconds = (compiled.cost_analysis() or {}).get("optimal_seconds", 0.0)
@@ -93,24 +92,33 @@ def in_sequence(found: list[Collective]) -> int:
     return sum(loops) + sum(each.runs == 1 for each in found)
 
 
+def cuts(size: int, sizes: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], int, str]]:
+    """What is scattered: name, shape, dim, dtype; more than the first dim where it matters."""
+    for dtype in ("float32", "bfloat16"):
+        yield "first", (size, size), 0, dtype
+    if len(sizes) > 1:
+        yield "middle", (4, size, size // 4), 1, "bfloat16"
+        yield "last", (size, size), 1, "bfloat16"
+
+
 def rows(target: str, size: int) -> Iterator[str]:
     """The table's lines for one target."""
     slices = 2 if target.endswith("*2") else 1
-    for shape in TARGETS.get(target, [(8,), (2, 4)]):
-        mesh = targets.mesh(target, shape, ("a", "b", "c")[: len(shape)])
-        sizes = shape[1:] if slices > 1 else shape
+    for mesh_shape in TARGETS.get(target, [(8,), (2, 4)]):
+        mesh = targets.mesh(target, mesh_shape, ("a", "b", "c")[: len(mesh_shape)])
+        sizes = mesh_shape[1:] if slices > 1 else mesh_shape
         num = math.prod(sizes)
-        for dtype in ("float32", "bfloat16"):
-            nbytes = size * size * jnp.dtype(dtype).itemsize
+        for cut, shape, dim, dtype in cuts(size, sizes):
+            nbytes = math.prod(shape) * jnp.dtype(dtype).itemsize
             theory = (num - 1) / num * nbytes + 2 * (slices - 1) / slices * nbytes / num
-            chosen = choose_form(mesh.devices.flat[0].platform, sizes, nbytes)
+            chosen = choose_form(mesh.devices.flat[0].platform, sizes, shape, dim, dtype)
             for form in FORMS:
                 if form == "axes" and len(sizes) == 1:
                     continue
-                found, temp, estimate = compile_form(mesh, form, dtype, size, slices)
+                found, temp, estimate = compile_form(mesh, form, dtype, shape, dim, slices)
                 wire = sum(each.wire_bytes for each in found)
                 yield (
-                    f"| {target} | {'x'.join(map(str, shape))} | {dtype} "
+                    f"| {target} | {'x'.join(map(str, mesh_shape))} | {cut} | {dtype} "
                     f"| {f'**{form}**' if form == chosen else form} | {describe(found)} "
                     f"| {wire / MIB:.2f} | {wire / theory:.3f} | {temp:.1f} "
                     f"| {in_sequence(found)} | {estimate} |"
@@ -133,7 +141,7 @@ def main() -> None:
     if not smoke:
         path = ROOT / "benchmarks" / "results" / "scatter_forms.md"
         how = (
-            f"`python benchmarks/scatter_forms.py`, (4096, 4096) per device along dim 0, "
+            f"`python benchmarks/scatter_forms.py`, 4096 x 4096 elements per device, "
             f"jax {jax.__version__}, libtpu {importlib.metadata.version('libtpu')}, "
             f"{datetime.date.today()}"
         )

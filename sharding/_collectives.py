@@ -43,7 +43,7 @@ def reduce_scatter(
     def reduce(x: jax.Array, dim: int) -> jax.Array:
         if not dim:
             return lax.psum(x, axes)
-        return psum_scatter(x, axes, dim, layout.scatter_form(axes, x.nbytes))
+        return psum_scatter(x, axes, dim, layout.scatter_form(axes, x, dim))
 
     return _on_each(layout, reduce, xs, cuts)
 

@@ -185,11 +185,12 @@ class Layout:
         """A spec that of the axes of data parallelism names these alone."""
         return _only(spec, self.other_axes | set(axes))
 
-    def scatter_form(self, axes: tuple[str, ...], nbytes: int) -> str:
-        """In which form an array of ``nbytes`` is reduce-scattered over ``axes``."""
+    def scatter_form(self, axes: tuple[str, ...], x: jax.Array, dim: int) -> str:
+        """In which form one dim of an array is reduce-scattered over ``axes``."""
         if self.scatter != "auto":
             return self.scatter
-        return choose_form(self._platform, [self.mesh.shape[axis] for axis in axes], nbytes)
+        sizes = [self.mesh.shape[axis] for axis in axes]
+        return choose_form(self._platform, sizes, x.shape, dim, x.dtype)
 
     @property
     def _platform(self) -> str:

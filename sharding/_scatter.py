@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +47,6 @@ def psum_scatter(x: jax.Array, axis: Axis, dim: int, form: str = "native") -> ja
         )
     if form == "native":
         return lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
-    if form == "axes" and 0 < dim == x.ndim - 1 and x.shape[dim] // num < LANES:
-        form = "all_to_all"  # pieces of less than a register's lanes are summed by all-reduces
     if form == "axes":
         return _axes(x, names, dim)
     if form == "ring":
@@ -57,25 +56,32 @@ def psum_scatter(x: jax.Array, axis: Axis, dim: int, form: str = "native") -> ja
     raise ValueError(f"unknown form {form!r}; known are {', '.join(FORMS)}")
 
 
-def choose_form(platform: str, axis_sizes: Sequence[int], nbytes: int) -> str:
+def choose_form(
+    platform: str, axis_sizes: Sequence[int], shape: Sequence[int], dim: int, dtype: Any
+) -> str:
     """The form that sends no more than a reduce-scatter must, in the fewest steps.
 
     From the programs of ``benchmarks/results/scatter_forms.md``: on TPUs ``lax.psum_scatter``
-    mostly becomes a full all-reduce, except over one axis of the torus after the other. Over one
-    flat axis there, a ring sends the least and needs no room, but waits n - 1 times; where what it
-    sends in a step is small, one exchange sends as much at once.
+    mostly becomes a full all-reduce, except over one axis of the torus after the other; there too
+    where pieces of the last dim are narrower than a register. Over one flat axis a ring sends the
+    least and needs no room, but waits n - 1 times; where what it sends in a step is small, one
+    exchange sends as much at once.
 
     Args:
       platform: ``jax.Device.platform``: ``"tpu"``, ``"gpu"``, ``"cpu"``.
       axis_sizes: the size of each mesh axis that is summed over.
-      nbytes: of the array on one device.
+      shape: of the array on one device.
+      dim: the dim that is cut.
+      dtype: of the array.
     """
     sizes = [size for size in axis_sizes if size > 1]
     if platform != "tpu" or not sizes:
         return "native"
     if len(sizes) > 1:
-        return "axes"
-    return "ring" if nbytes // sizes[0] >= _MIN_STEP_BYTES else "all_to_all"
+        last = 0 < dim % len(shape) == len(shape) - 1
+        return "all_to_all" if last and shape[-1] // math.prod(sizes) < LANES else "axes"
+    sent = math.prod(shape) * jnp.dtype(dtype).itemsize // sizes[0]
+    return "ring" if sent >= _MIN_STEP_BYTES else "all_to_all"
 
 
 def _axes(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:

@@ -209,8 +209,10 @@ def one_less(params):
 
 
 @pytest.mark.usefixtures("x64")
-# Orbax starts to read all arrays, and drops those after the one that does not fit.
+# Orbax starts to read all arrays, and drops those after the one that does not fit: some before
+# they begin, some while they read.
 @pytest.mark.filterwarnings("ignore:coroutine '_read_array_index_and_device_put':RuntimeWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -82,15 +82,18 @@ def test_errors():
 
 
 @pytest.mark.parametrize(
-    ("platform", "sizes", "nbytes", "form"),
+    ("platform", "sizes", "shape", "dim", "form"),
     [
-        ("gpu", (8,), 1 << 26, "native"),
-        ("cpu", (2, 4), 1 << 26, "native"),
-        ("tpu", (1,), 1 << 26, "native"),
-        ("tpu", (4, 4), 1 << 26, "axes"),
-        ("tpu", (16, 1), 1 << 26, "ring"),  # one axis in truth
-        ("tpu", (256,), 1 << 20, "all_to_all"),
+        ("gpu", (8,), (4096, 4096), 0, "native"),
+        ("cpu", (2, 4), (4096, 4096), 0, "native"),
+        ("tpu", (1,), (4096, 4096), 0, "native"),
+        ("tpu", (4, 4), (4096, 4096), 0, "axes"),
+        ("tpu", (4, 4), (16,), -1, "axes"),  # a first dim, too
+        ("tpu", (4, 4), (64, 2048), -1, "axes"),  # pieces of 128
+        ("tpu", (4, 4), (64, 1024), -1, "all_to_all"),
+        ("tpu", (16, 1), (4096, 4096), 0, "ring"),  # one axis in truth
+        ("tpu", (256,), (512, 512), 0, "all_to_all"),
     ],
 )
-def test_choice(platform, sizes, nbytes, form):
-    assert choose_form(platform, sizes, nbytes) == form
+def test_choice(platform, sizes, shape, dim, form):
+    assert choose_form(platform, sizes, shape, dim, jnp.float32) == form
