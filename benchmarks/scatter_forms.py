@@ -41,9 +41,10 @@ HEADER = """\
 NOTES = """\
 What one device sends, in the ring convention; theory is (n-1)/n of the array and, for two slices
 (`*2`, the first mesh axis), an all-reduce of the piece across them. **Bold** is what `choose_form`
-takes. "Steps" is how many collectives wait for one another (a ring's two directions run together). "us" is the compiler's own estimate (`cost_analysis`), which sees a loop's body once and
-so says nothing about a ring; none is given for GPUs. Temporaries in a TPU's fast memory are not in
-"temp". Nothing was run.
+takes. "Cut" is the dim that is scattered: the first, a middle one, or the last. "Steps" is how many
+collectives wait for one another (a ring's two directions run together). "us" is the compiler's own
+estimate (`cost_analysis`), which sees a loop's body once and so says nothing about a ring; none is
+given for GPUs. Temporaries in a TPU's fast memory are not in "temp". Nothing was run.
 
 - GPU: `native` is a reduce-scatter of the theoretical bytes in one step; nothing to gain.
 - TPU, the mesh has the axes of the torus: `axes` sends the theoretical bytes in as many collectives
