@@ -112,27 +112,32 @@ def entry(*lines, before=""):
 
 
 @pytest.mark.parametrize(
-    ("groups", "n"),
+    ("notation", "groups"),
     [
-        ("{{0,1,2,3},{4,5,6,7}}", 4),
-        ("[4,2]<=[8]", 2),
-        ("[2,8]<=[4,4]T(1,0)", 8),
-        ("mesh['data'=16] {'data'}", 16),
-        ("mesh['axis_0'=8,'axis_1'=2] {'axis_1'}", 2),
-        ("mesh['axis_0'=16] {'axis_0':(1)4}", 4),
-        ("mesh['axis_0'=2,'axis_1'=8], device_ids=([2,4]T(1,0)) {'axis_1'}", 8),
-        ("{}", 16),
-        ("{{0},{1}}", 1),
+        ("{{0,1,2,3},{4,5,6,7}}", [(0, 1, 2, 3), (4, 5, 6, 7)]),
+        ("[4,2]<=[8]", [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        ("[2,4]<=[4,2]T(1,0)", [(0, 2, 4, 6), (1, 3, 5, 7)]),
+        ("mesh['data'=16] {'data'}", [tuple(range(16))]),
+        ("mesh['a'=4,'b'=2] {'b'}", [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", [(0, 1, 4, 5), (2, 3, 6, 7)]),
+        ("mesh['a'=8] {'a':(1)2}", [(0, 4), (1, 5), (2, 6), (3, 7)]),
+        ("mesh['a'=8] {'a':(2)2}", [(0, 2), (1, 3), (4, 6), (5, 7)]),
+        ("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}", [(0, 2, 4, 6), (1, 3, 5, 7)]),
+        ("mesh['a'=2,'b'=2], device_ids=(3,2,1,0) {'b'}", [(3, 2), (1, 0)]),
+        ("{}", [tuple(range(16))]),
+        ("{{0},{1}}", [(0,), (1,)]),
     ],
 )
-def test_notations_of_groups(groups, n):
+def test_notations_of_groups(notation, groups):
     text = entry(
         "%p = f32[64,8]{1,0:T(8,128)} parameter(0)",
-        f"ROOT %r = f32[64,8]{{1,0:T(8,128)S(1)}} all-reduce(%p), replica_groups={groups}, "
+        f"ROOT %r = f32[64,8]{{1,0:T(8,128)S(1)}} all-reduce(%p), replica_groups={notation}, "
         "use_global_device_ids=true, to_apply=%add",
     )
     (found,) = collectives(text)
-    assert (found.group_size, found.wire_bytes) == (n, 2 * (n - 1) / n * 64 * 8 * 4)
+    n = len(groups[0])
+    assert (found.group_size, found.groups) == (n, tuple(groups))
+    assert found.wire_bytes == 2 * (n - 1) / n * 64 * 8 * 4
 
 
 def test_pairs_of_start_and_done():

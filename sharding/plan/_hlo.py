@@ -1,0 +1,196 @@
+"""The text of a compiled program, parsed: computations, instructions, trip counts."""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+_MAX_TRIPS = 1 << 20
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](\{[^}]*\})?")
+
+
+class Instruction(NamedTuple):
+    """One line of a program."""
+
+    name: str
+    type: str
+    op: str
+    operands: list[str]
+    literal: str  # what stands between the parentheses
+    attributes: str
+
+    @property
+    def scope(self) -> str:
+        """The operation it was compiled from."""
+        match = re.search(r'op_name="([^"]*)"', self.attributes)
+        return match[1].replace("\\'", "'") if match else ""
+
+    def callees(self, key: str) -> list[str]:
+        """The computations that an attribute such as ``calls`` names."""
+        match = re.search(rf"\b{key}=(?:{{([^}}]*)}}|%([\w.\-]+))", self.attributes)
+        return re.findall(r"[\w.\-]+", match[1] or match[2]) if match else []
+
+
+class Program:
+    """The computations of an HLO text."""
+
+    def __init__(self, text: str):
+        self.computations: dict[str, dict[str, Instruction]] = {}
+        self.roots: dict[str, str] = {}
+        self.entry = ""
+        counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.split("\n", 1)[0])
+        self.num_devices = math.prod(map(int, counts))
+        name = ""
+        for line in text.splitlines():
+            if match := re.match(r"(ENTRY )?%([\w.\-]+) \(.*\{$", line):
+                name = match[2]
+                self.computations[name] = {}
+                if match[1]:
+                    self.entry = name
+            elif match := re.match(r"\s+(ROOT )?%([\w.\-]+) = (.*)", line):
+                self.computations[name][match[2]] = _parse(match[2], match[3])
+                if match[1]:
+                    self.roots[name] = match[2]
+        if not self.entry:
+            raise ValueError("the text of a compiled program was asked for; it has no ENTRY")
+
+
+def _parse(name: str, text: str) -> Instruction:
+    split = _closing(text, 0) if text.startswith("(") else text.index(" ")
+    opening = text.index("(", split)
+    closing = _closing(text, opening)
+    inside = text[opening + 1 : closing - 1]
+    operands = re.findall(r"%([\w.\-]+)", inside)
+    op = text[split:opening].strip()
+    return Instruction(name, text[:split], op, operands, inside, text[closing:])
+
+
+def _closing(text: str, start: int) -> int:
+    """Just behind the parenthesis that closes the one at ``start``."""
+    depth = 0
+    for match in re.compile(r"[()]").finditer(text, start):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return match.end()
+    raise ValueError(f"unbalanced parentheses in {text[:80]!r}")
+
+
+class Frame:
+    """One computation with what is known of its arguments: the integers that steer its loops.
+
+    A value is an int, a list (a tuple's values), or None where it is not known.
+    """
+
+    def __init__(self, program: Program, computation: str, arguments: list[Any]):
+        self.program = program
+        self.computation = computation
+        self.instructions = program.computations[computation]
+        self.arguments = arguments
+        self.known: dict[str, Any] = {}
+
+    def result(self) -> Any:
+        return self.value(self.program.roots[self.computation])
+
+    def value(self, name: str) -> Any:
+        if name not in self.known:
+            self.known[name] = self._evaluate(self.instructions[name])
+        return self.known[name]
+
+    def _evaluate(self, it: Instruction) -> Any:
+        if it.op == "parameter":
+            index = int(it.literal)
+            return self.arguments[index] if index < len(self.arguments) else None
+        if it.op == "tuple":
+            return [self.value(operand) for operand in it.operands]
+        if it.op == "get-tuple-element":
+            values = self.value(it.operands[0])
+            match = re.search(r"index=(\d+)", it.attributes)
+            return values[int(match[1])] if isinstance(values, list) and match else None
+        if it.op == "while":
+            return self.invariants(it)
+        if it.op == "opt-barrier":
+            return self.value(it.operands[0])
+        if not re.match(r"\w+\[\]", it.type):
+            return None
+        if it.op == "constant":
+            return int(it.literal) if re.fullmatch(r"-?\d+", it.literal) else None
+        if callees := it.callees("calls") + it.callees("to_apply"):
+            arguments = [self.value(operand) for operand in it.operands]
+            return Frame(self.program, callees[0], arguments).result()
+        if it.op in ("copy", "bitcast", "convert"):
+            return self.value(it.operands[0])
+        if it.op in ("add", "subtract", "multiply", "compare"):
+            left, right = (self.value(operand) for operand in it.operands)
+            if not isinstance(left, int) or not isinstance(right, int):
+                return None
+            if it.op == "compare":
+                match = re.search(r"direction=(\w+)", it.attributes)
+                return _compare(left, right, match[1]) if match else None
+            return {"add": left + right, "subtract": left - right, "multiply": left * right}[it.op]
+        return None
+
+    def invariants(self, loop: Instruction) -> Any:
+        """What a loop carries and does not change."""
+        before = self.value(loop.operands[0])
+        after = Frame(self.program, loop.callees("body")[0], [before]).result()
+        if not isinstance(before, list) or not isinstance(after, list):
+            return None
+        return [a if a == b else None for a, b in zip(before, after, strict=True)]
+
+    def trip_count(self, loop: Instruction) -> int | None:
+        """How often a loop runs: as XLA noted it, else by running it on its integers."""
+        if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
+            return int(match[1])
+        state = self.value(loop.operands[0])
+        body, condition = loop.callees("body")[0], loop.callees("condition")[0]
+        for trips in range(_MAX_TRIPS):
+            go_on = Frame(self.program, condition, [state]).result()
+            if go_on is None:
+                return None
+            if not go_on:
+                return trips
+            state = Frame(self.program, body, [state]).result()
+        return None
+
+
+def _compare(left: int, right: int, direction: str) -> bool:
+    return {
+        "LT": left < right,
+        "LE": left <= right,
+        "GT": left > right,
+        "GE": left >= right,
+        "EQ": left == right,
+        "NE": left != right,
+    }[direction]
+
+
+class Array(NamedTuple):
+    """One array of a type.
+
+    Attributes:
+      dtype: as HLO names it.
+      elements: their number.
+      nbytes: without padding.
+      space: the memory it lies in: 0 the device's main memory, 5 the host's, 1 a TPU's fast one.
+    """
+
+    dtype: str
+    elements: int
+    nbytes: float
+    space: int
+
+
+def arrays(text: str) -> Iterator[Array]:
+    """The arrays of a type, those of tuples one by one."""
+    for dtype, dims, layout in _ARRAY.findall(text):
+        width = re.match(r"[a-z]+(\d+)", dtype)
+        bits = 8 if dtype == "pred" else int(width[1]) if width else 0
+        elements = math.prod(int(d.lstrip("<=")) for d in dims.split(",") if d)
+        space = re.search(r"S\((\d+)\)", layout)
+        yield Array(dtype, elements, elements * bits / 8, int(space[1]) if space else 0)
+
+
+def dims_of(text: str) -> tuple[int, ...]:
+    """The shape of a type that is one array."""
+    match = _ARRAY.match(text)
+    return tuple(int(d.lstrip("<=")) for d in match[2].split(",") if d) if match else ()
