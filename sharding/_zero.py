@@ -490,7 +490,7 @@ class Zero:
                 "called outside. For whole parameters use zero.full_params; for a function that "
                 "is also called outside, zero.gathered."
             )
-        return gather(tree)
+        return gather(tree) if self.stage == 3 else tree
 
     def gathered(
         self, target: Callable[..., Any], *, policy: Callable[..., bool] | None = None
@@ -531,9 +531,10 @@ class Zero:
           >>> step = zero.train_step(loss_fn, tx=tx)
           >>> state, metrics = step(state, zero.put(jnp.ones((8 * jax.device_count(), 64))))
         """
-        if isinstance(target, type):
-            return gathered_module(target, policy, self.reshard_after_forward)
-        return gathered(target, policy, self.reshard_after_forward)
+        wrap = gathered_module if isinstance(target, type) else gathered
+        found = wrap(target, policy, self.reshard_after_forward)
+        # Even the mark that gather leaves would have a scan keep parameters for its backward pass.
+        return found if self.stage == 3 else target
 
     # --- The parts, for a step of one's own ---------------------------------------------------
 

@@ -100,3 +100,22 @@ def test_gathered_weights_do_not_add_up_with_the_layers():
     )
     assert kept > layer
     assert resharded < 0.5 * layer
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_below_stage_3_gathered_costs_nothing(stage):
+    """A scan keeps no copy of its layers' parameters."""
+    case = CPU(stage)
+    zero = case.zero()
+    tx = benchmark.OPTIMIZERS["adamw"]()
+
+    def make_state():
+        params = init(case.config)
+        return params, tx.init(params)
+
+    state = zero.abstract_state(make_state, tx=tx)
+    tokens = jax.ShapeDtypeStruct((8, benchmark.LENGTH + 1), jnp.int32)
+    plain = zero.train_step(make_loss(apply_block), tx=tx).lower(state, tokens).compile()
+    _, _, program = compiled(case)
+    memory = [each.memory_analysis().temp_size_in_bytes for each in (plain, program)]
+    assert memory[0] == memory[1]
