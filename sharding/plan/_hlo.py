@@ -25,6 +25,12 @@ class Instruction(NamedTuple):
         match = re.search(r'op_name="([^"]*)"', self.attributes)
         return match[1].replace("\\'", "'") if match else ""
 
+    @property
+    def branches(self) -> list[str]:
+        """The computations that a conditional chooses from."""
+        keys = ("branch_computations", "true_computation", "false_computation")
+        return [name for key in keys for name in self.callees(key)]
+
     def callees(self, key: str) -> list[str]:
         """The computations that an attribute such as ``calls`` names."""
         match = re.search(rf"\b{key}=(?:{{([^}}]*)}}|%([\w.\-]+))", self.attributes)
@@ -38,8 +44,11 @@ class Program:
         self.computations: dict[str, dict[str, Instruction]] = {}
         self.roots: dict[str, str] = {}
         self.entry = ""
-        counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.split("\n", 1)[0])
+        header = text.split("\n", 1)[0]
+        counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
         self.num_devices = math.prod(map(int, counts))
+        # Of the arguments whose memory a result takes over, the numbers.
+        self.donated = {int(i) for i in re.findall(r"\}: \((\d+), \{[\d,]*\}, m", header)}
         name = ""
         for line in text.splitlines():
             if match := re.match(r"(ENTRY )?%([\w.\-]+) \(.*\{$", line):
@@ -63,6 +72,32 @@ def _parse(name: str, text: str) -> Instruction:
     operands = re.findall(r"%([\w.\-]+)", inside)
     op = text[split:opening].strip()
     return Instruction(name, text[:split], op, operands, inside, text[closing:])
+
+
+def changed_in_place(
+    it: Instruction, index: int, program: Program
+) -> tuple[int, Instruction] | None:
+    """Where one result is an operand with a slice changed: that operand, and what is written."""
+    table = None
+    made = it
+    if it.op == "fusion":
+        name = it.callees("calls")[0]
+        table = program.computations[name]
+        root = table[program.roots[name]]
+        made = table[root.operands[index]] if root.op == "tuple" else root
+        while made.op == "bitcast" and made.operands[0] in table:
+            made = table[made.operands[0]]
+    if made.op not in ("dynamic-update-slice", "scatter"):
+        return None
+    if table is None:
+        return 0, made
+    target = table[made.operands[0]]
+    while target.op == "bitcast":
+        target = table[target.operands[0]]
+    if target.op != "parameter":
+        return None
+    written = table.get(made.operands[1 if made.op == "dynamic-update-slice" else -1], made)
+    return int(target.literal), written
 
 
 def _closing(text: str, start: int) -> int:

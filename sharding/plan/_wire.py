@@ -77,7 +77,11 @@ def wire_bytes(compiled: Any) -> float:
 
 def collectives(compiled: Any) -> list[Collective]:
     """Every collective of a compiled program, in program order; see ``wire_bytes``."""
-    program = Program(compiled if isinstance(compiled, str) else compiled.as_text())
+    return collectives_of(Program(compiled if isinstance(compiled, str) else compiled.as_text()))
+
+
+def collectives_of(program: Program) -> list[Collective]:
+    """Every collective of a parsed program."""
     return _walk(program, Frame(program, program.entry, []), 1)
 
 
@@ -104,12 +108,7 @@ def _walk(program: Program, frame: Frame, count: int) -> list[Collective]:
                 found += [_repeat(each, trips) for each in body if trips]
                 found += [_repeat(each, trips + 1) for each in condition]
         elif it.op == "conditional":
-            names = [
-                name
-                for key in ("branch_computations", "true_computation", "false_computation")
-                for name in it.callees(key)
-            ]
-            branches = [inside(name, count, []) for name in names]
+            branches = [inside(name, count, []) for name in it.branches]
             found += max(branches, key=lambda branch: sum(each.wire_bytes for each in branch))
         elif it.op in ("async-update", "async-done"):
             continue  # async-start has named the same computation

@@ -76,8 +76,8 @@ def mesh(name: str, shape: Sequence[int], axis_names: Sequence[str]) -> Mesh:
     Raises:
       ValueError: as ``topology``; or the shape does not fit the devices.
 
-    >>> mesh("cpu:1", (1,), ("data",)).shape
-    OrderedDict([('data', 1)])
+    >>> mesh("cpu:1", (1,), ("data",)).axis_names
+    ('data',)
     """
     devices = topology(name)
     shape = tuple(shape)
