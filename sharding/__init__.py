@@ -5,4 +5,7 @@ from sharding._precision import Precision as Precision
 from sharding._specs import state_specs as state_specs
 from sharding._zero import Zero as Zero
 from sharding.plan import targets as targets
+from sharding.plan._audit import Audit as Audit
+from sharding.plan._audit import audit as audit
+from sharding.plan._devices import DeviceKind as DeviceKind
 from sharding.plan._wire import wire_bytes as wire_bytes

@@ -531,7 +531,7 @@ class Zero:
           >>> step = zero.train_step(loss_fn, tx=tx)
           >>> state, metrics = step(state, zero.put(jnp.ones((8 * jax.device_count(), 64))))
         """
-        wrap = gathered_module if isinstance(target, type) else gathered
+        wrap: Any = gathered_module if isinstance(target, type) else gathered
         found = wrap(target, policy, self.reshard_after_forward)
         # Even the mark that gather leaves would have a scan keep parameters for its backward pass.
         return found if self.stage == 3 else target

@@ -6,6 +6,13 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 _MAX_TRIPS = 1 << 20
+ARITHMETIC = frozenset(
+    (
+        *("add", "subtract", "multiply", "divide", "maximum", "minimum", "power", "remainder"),
+        *("exponential", "exponential-minus-one", "log", "log-plus-one", "sqrt", "rsqrt", "cbrt"),
+        *("tanh", "logistic", "sine", "cosine", "tan", "atan2", "erf"),
+    )
+)
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](\{[^}]*\})?")
 
 
@@ -62,6 +69,24 @@ class Program:
                     self.roots[name] = match[2]
         if not self.entry:
             raise ValueError("the text of a compiled program was asked for; it has no ENTRY")
+
+    def scope(self, it: Instruction, table: dict[str, Instruction]) -> str:
+        """The operation it was compiled from; where none is noted, that of what it is made of."""
+        for _ in range(8):
+            if it.scope and it.op != "parameter":
+                return it.scope
+            inner = [
+                each.scope
+                for name in it.callees("calls") + it.callees("to_apply")
+                for each in self.computations[name].values()
+                if each.scope and each.op != "parameter"
+            ]
+            if inner:
+                return inner[-1]
+            if not it.operands or it.operands[0] not in table:
+                break
+            it = table[it.operands[0]]
+        return ""
 
 
 def _parse(name: str, text: str) -> Instruction:

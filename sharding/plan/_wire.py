@@ -223,7 +223,8 @@ def _groups_of_mesh(mesh: str, ids: str | None, over: str) -> list[tuple[int, ..
     """Groups given as axes of a mesh, ``'x'=4, 'y'=2``, or as parts of axes, ``'x':(2)2``."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     parts = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", over)
-    dims, chosen = [], []
+    dims: list[int] = []
+    chosen: list[int] = []
     for name, size in sizes.items():
         # Where the axis has to be cut for its parts to be dims of their own.
         spans = [(int(before or 1), int(part or size)) for n, before, part in parts if n == name]

@@ -10,12 +10,14 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import AxisType, Mesh
+
+from sharding.plan._devices import KINDS
 
 # How one device per chip is asked for, where that is not the default.
 _TPUS: dict[str, dict[str, str]] = {
@@ -25,15 +27,72 @@ _TPUS: dict[str, dict[str, str]] = {
     "v6e": {},
     "tpu7x": {},
 }
-_GPU_MEMORY = {  # bytes, and bytes per second
-    "h100": (84_942_979_072, 3_352_320_000_000),
-    "h200": (150_754_820_096, 4_800_000_000_000),
-}
+_GPUS = ("h100", "h200")
 _GPUS_PER_HOST = 8
+# Single slices, by the pages of Google Cloud; those of v5p are the usual ones of many.
+_SHAPES = {
+    "v5e": [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)],
+    "v6e": [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)],
+}
+_HOW = "pip install 'optax-ext[aot]'"
 _KNOWN = (
     "v4:2x2x2, v5e:4x4, v5p:4x4x4, v6e:16x16, tpu7x:2x2x1 (a TPU slice; its shape may differ), "
     "v5e:4x4*2 (two slices), h100x8, h200x8, h200x16 (GPUs, 8 to a host), cpu:8"
 )
+
+
+class Target(NamedTuple):
+    """What the name of a target says.
+
+    Attributes:
+      kind: ``"v5e"``, ``"h200"``, ``"cpu"`` ...
+      shape: of the torus of one TPU slice; elsewhere the number of devices.
+      groups: how many TPU slices or hosts of GPUs there are.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    groups: int
+
+    @property
+    def num_devices(self) -> int:
+        """Of all slices."""
+        slices = self.groups if self.kind in _TPUS else 1
+        return math.prod(self.shape) * slices
+
+    @property
+    def mesh_axes(self) -> dict[str, int]:
+        """Axes that suit its links: those of the torus; over them those of slices or hosts."""
+        if self.kind not in _TPUS:
+            inner = {"data": self.shape[0] // self.groups}
+            return {"host": self.groups, **inner} if self.groups > 1 else inner
+        inner = {name: n for name, n in zip("xyz", self.shape, strict=False) if n > 1} or {"x": 1}
+        return {"slice": self.groups, **inner} if self.groups > 1 else inner
+
+
+def parse(name: str) -> Target:
+    """What the name of a target says; nothing needs to be installed for it.
+
+    Raises:
+      ValueError: the name is unknown, or there is no TPU slice of that shape.
+
+    >>> parse("v5e:4x4*2").mesh_axes
+    {'slice': 2, 'x': 4, 'y': 4}
+    """
+    if match := re.fullmatch(r"cpu:([1-9]\d*)", name):
+        return Target("cpu", (int(match[1]),), 1)
+    if match := re.fullmatch(rf"({'|'.join(_GPUS)})x([1-9]\d*)", name):
+        num = int(match[2])
+        if num > _GPUS_PER_HOST and num % _GPUS_PER_HOST:
+            raise ValueError(f"{name!r}: more GPUs than one host's must be a multiple of 8")
+        return Target(match[1], (num,), max(1, num // _GPUS_PER_HOST))
+    if match := re.fullmatch(rf"({'|'.join(_TPUS)}):(\d+(?:x\d+)*)(?:\*([1-9]\d*))?", name):
+        shape = tuple(int(size) for size in match[2].split("x"))
+        if shape not in _SHAPES.get(match[1], [shape]):
+            known = ", ".join("x".join(map(str, each)) for each in _SHAPES[match[1]])
+            raise ValueError(f"there is no slice {name!r}; those of {match[1]} are {known}")
+        return Target(match[1], shape, int(match[3] or 1))
+    raise ValueError(f"unknown target {name!r}; known are {_KNOWN}")
 
 
 def topology(name: str) -> list[jax.Device]:
@@ -52,15 +111,12 @@ def topology(name: str) -> list[jax.Device]:
     >>> [device.platform for device in topology("cpu:1")]
     ['cpu']
     """
-    if match := re.fullmatch(r"cpu:([1-9]\d*)", name):
-        return _cpus(name, int(match[1]))
-    gpus = "|".join(_GPU_MEMORY)
-    if match := re.fullmatch(rf"({gpus})x([1-9]\d*)", name):
-        return _gpus(name, match[1], int(match[2]))
-    tpus = "|".join(_TPUS)
-    if match := re.fullmatch(rf"({tpus}):(\d+(?:x\d+)*)(?:\*([1-9]\d*))?", name):
-        return _tpus(name, match[1], match[2], int(match[3] or 1))
-    raise ValueError(f"unknown target {name!r}; known are {_KNOWN}")
+    target = parse(name)
+    if target.kind == "cpu":
+        return _cpus(name, target.num_devices)
+    if target.kind in _GPUS:
+        return _gpus(name, target)
+    return _tpus(name, target)
 
 
 def mesh(name: str, shape: Sequence[int], axis_names: Sequence[str]) -> Mesh:
@@ -113,45 +169,37 @@ def _cpus(name: str, num: int) -> list[jax.Device]:
     return devices[:num]
 
 
-def _tpus(name: str, generation: str, shape: str, slices: int) -> list[jax.Device]:
+def _tpus(name: str, target: Target) -> list[jax.Device]:
     if importlib.util.find_spec("libtpu") is None:
-        raise ValueError(
-            f"{name!r} needs the TPU compiler, which is not installed: pip install libtpu"
-        )
+        raise ValueError(f"{name!r} needs the TPU compiler, which is not installed: {_HOW}")
     # Nothing is asked of a metadata server, and two processes may compile at once.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    options: dict[str, Any] = {**_TPUS[generation]}
-    if slices > 1:
-        options["num_slices"] = slices
+    options: dict[str, Any] = {**_TPUS[target.kind]}
+    if target.groups > 1:
+        options["num_slices"] = target.groups
+    shape = "x".join(map(str, target.shape))
     try:
-        found = topologies.get_topology_desc(f"{generation}:{shape}", "tpu", **options)
+        found = topologies.get_topology_desc(f"{target.kind}:{shape}", "tpu", **options)
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"the TPU compiler does not know {name!r}: {error}") from error
     return found.devices
 
 
-def _gpus(name: str, kind: str, num: int) -> list[jax.Device]:
-    if num > _GPUS_PER_HOST and num % _GPUS_PER_HOST:
-        raise ValueError(f"{name!r}: more GPUs than one host's must be a multiple of 8")
-    local = min(num, _GPUS_PER_HOST)
+def _gpus(name: str, target: Target) -> list[jax.Device]:
+    layout = f"1x{target.groups}x{target.num_devices // target.groups}"
     try:
         found = topologies.get_topology_desc(
-            name, "cuda", target_config=_gpu_config(kind), topology=f"1x{num // local}x{local}"
+            name, "cuda", target_config=_gpu_config(target.kind), topology=layout
         )
     except NotImplementedError as error:
-        version = jax.__version__
-        raise ValueError(
-            f"{name!r} needs jax's CUDA plugin, which is not found: pip install "
-            f"jax-cuda13-plugin=={version} jax-cuda13-pjrt=={version} (--no-deps is enough to "
-            "compile)"
-        ) from error
+        raise ValueError(f"{name!r} needs jax's CUDA plugin, which is not found: {_HOW}") from error
     return found.devices
 
 
 def _gpu_config(kind: str) -> str:
     """What XLA is told about a Hopper GPU, as the text of its GpuTargetConfigProto."""
-    memory, bandwidth = _GPU_MEMORY[kind]
+    figures = KINDS[kind]
     return f"""
       gpu_device_info {{
         threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -159,7 +207,8 @@ def _gpu_config(kind: str) -> str:
         shared_memory_per_block_optin: 232448
         core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
         block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
-        memory_bandwidth: {bandwidth} device_memory_size: {memory} l2_cache_size: 52428800
+        memory_bandwidth: {figures.bandwidth:.0f} device_memory_size: {figures.memory:.0f}
+        l2_cache_size: 52428800
         cuda_compute_capability {{ major: 9 }}
         registers_per_core_limit: 65536 registers_per_block_limit: 65536
       }}

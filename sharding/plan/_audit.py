@@ -1,0 +1,353 @@
+"""The auditor: memory, traffic and a bound on time of one step, read from its compiled program."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from sharding._specs import AnyMesh
+from sharding.plan._costs import costs
+from sharding.plan._devices import DeviceKind, kind_of
+from sharding.plan._hlo import Program, arrays
+from sharding.plan._liveness import Buffer, at_peak
+from sharding.plan._phases import PHASES, phase_of
+from sharding.plan._report import Table, percent, seconds, size, text_of
+from sharding.plan._warnings import warnings_of
+from sharding.plan._wire import Collective, collectives_of
+
+# By the name of an argument, such as state.params['w'] or state[1][0].mu['w'].
+PARTS = {
+    "master weights": r"\bmaster\b",
+    "optimizer state": r"opt_?state|optimizer|^state\[1\]",
+    "parameters": r"params|^state\[0\]|weights|model",
+    "batch and others": r"",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """Collectives of one kind together.
+
+    Attributes:
+      phase: one of ``PHASES``.
+      op: as ``wire_bytes`` names it.
+      axes: the mesh axes they run over; empty where no mesh is known.
+      dtype: of what is sent.
+      count: how often they run in a step.
+      wire_bytes: what one device sends in them.
+      across_slices: whether they leave a TPU slice.
+      scope: the operation that the dearest of them was compiled from.
+    """
+
+    phase: str
+    op: str
+    axes: tuple[str, ...]
+    dtype: str
+    count: int
+    wire_bytes: float
+    across_slices: bool
+    scope: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """What one step costs one device; ``str()`` makes tables of it, ``to_dict()`` JSON.
+
+    Attributes:
+      devices: how many run the program.
+      kind: what they can do, where that is known.
+      arguments: bytes by what they are: parameters, optimizer state, and so on.
+      results: bytes of results that do not take over the memory of an argument.
+      temporaries: bytes, by the compiler; None for a program given as text.
+      at_peak: what the temporaries are where they are most, estimated from the schedule.
+      host: bytes in the host's memory.
+      traffic: the collectives, dearest first.
+      flops: floating-point operations by phase.
+      matmul_flops: of them, those of matrix products.
+      nbytes: bytes read from and written to main memory, by phase.
+      expected_wire: what theory says that is sent; None where no plan was given.
+      warnings: what looks wrong, in words.
+    """
+
+    devices: int
+    kind: DeviceKind | None
+    arguments: dict[str, float]
+    results: float
+    temporaries: float | None
+    at_peak: dict[str, float]
+    host: float
+    traffic: tuple[Traffic, ...]
+    flops: dict[str, float]
+    matmul_flops: float
+    nbytes: dict[str, float]
+    expected_wire: float | None
+    warnings: tuple[str, ...]
+
+    @property
+    def memory(self) -> float:
+        """Bytes that one device needs for the step: arguments, new results, temporaries."""
+        temporaries = sum(self.at_peak.values()) if self.temporaries is None else self.temporaries
+        return sum(self.arguments.values()) + self.results + temporaries
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether that is less than the device has; None where its kind is not known."""
+        return None if self.kind is None else self.memory <= self.kind.memory
+
+    @property
+    def wire_bytes(self) -> float:
+        """What one device sends in a step."""
+        return sum(each.wire_bytes for each in self.traffic)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The least time of a step by what bounds it; empty where the device is not known."""
+        if self.kind is None:
+            return {}
+        slow = sum(each.wire_bytes for each in self.traffic if each.across_slices)
+        bounds = {
+            "compute": sum(self.flops.values()) / self.kind.flops,
+            "memory": sum(self.nbytes.values()) / self.kind.bandwidth,
+            "wire": (self.wire_bytes - slow) / self.kind.link,
+        }
+        if slow and self.kind.network:
+            bounds["network between slices"] = slow / self.kind.network
+        return bounds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON takes it."""
+        found = dataclasses.asdict(self)
+        extra = {"memory": self.memory, "fits": self.fits, "wire_bytes": self.wire_bytes}
+        return found | extra | {"seconds": self.seconds}
+
+    def tables(self) -> list[Table]:
+        """What there is to show."""
+        tables = [self._memory_table(), self._traffic_table(), self._work_table()]
+        return [table for table in tables if table.rows]
+
+    def __str__(self) -> str:
+        notes = [f"warning: {text}" for text in self.warnings]
+        return "\n".join([text_of(self.tables()), *notes])
+
+    def _memory_table(self) -> Table:
+        rows = [(name, size(value)) for name, value in self.arguments.items() if value]
+        if self.results:
+            rows.append(("results that are new", size(self.results)))
+        peak = sum(self.at_peak.values())
+        if self.temporaries is not None:
+            rows.append(("temporaries, by the compiler", size(self.temporaries)))
+        for name, value in sorted(self.at_peak.items(), key=lambda item: -item[1]):
+            if value > 0.01 * peak:
+                rows.append((f"  of them about: {name}", size(value)))
+        rows.append(("together", size(self.memory)))
+        if self.host:
+            rows.append(("in the host's memory", size(self.host)))
+        if self.kind is not None:
+            verdict = "fits" if self.fits else "DOES NOT FIT"
+            rows.append((f"a {self.kind.name} has: {verdict}", size(self.kind.memory)))
+        return Table("Memory of one device", ("", "bytes"), rows)
+
+    def _traffic_table(self) -> Table:
+        rows: list[tuple[str, ...]] = [
+            (
+                each.phase,
+                each.op,
+                "between slices" if each.across_slices else "+".join(each.axes),
+                each.dtype,
+                str(each.count),
+                size(each.wire_bytes),
+            )
+            for each in self.traffic
+            if each.wire_bytes > 1e-3 * self.wire_bytes
+        ]
+        if rows:
+            rows.append(("together", "", "", "", "", size(self.wire_bytes)))
+        if self.expected_wire:
+            ratio = self.wire_bytes / self.expected_wire
+            rows.append((f"ZeRO's theory: {ratio:.3f} times", *[""] * 4, size(self.expected_wire)))
+        return Table("Sent by one device", ("phase", "op", "axes", "dtype", "runs", "bytes"), rows)
+
+    def _work_table(self) -> Table:
+        total, moved = sum(self.flops.values()), sum(self.nbytes.values())
+        rows = [
+            (phase, f"{self.flops.get(phase, 0) / 1e9:,.1f}", size(self.nbytes.get(phase, 0)))
+            for phase in PHASES
+            if self.flops.get(phase, 0) > 1e-3 * total or self.nbytes.get(phase, 0) > 1e-3 * moved
+        ]
+        rows.append(("together", f"{total / 1e9:,.1f}", size(moved)))
+        bounds = self.seconds
+        for name, value in sorted(bounds.items(), key=lambda item: -item[1]):
+            rows.append((f"not faster than, by {name}", seconds(value), percent(value, bounds)))
+        return Table("Work of one device", ("phase", "GFLOP", "memory traffic"), rows)
+
+
+def audit(
+    compiled: Any,
+    *,
+    mesh: AnyMesh | None = None,
+    device: DeviceKind | str | None = None,
+    expected_wire: float | None = None,
+    parts: Mapping[str, str] = PARTS,
+) -> Audit:
+    """What a compiled step costs: memory, collectives, work, a bound on its time, warnings.
+
+    Works on any jitted function, and on programs for devices that are not here (``targets``).
+    Nothing is run.
+
+    Args:
+      compiled: what ``jax.jit(f).lower(...).compile()`` returns; or its text, which says nothing of
+        temporaries and hosts.
+      mesh: names the axes of collectives; that of the arguments, unless it is given.
+      device: the kind of device, as its figures or as the name of a target; that of the
+        arguments, unless it is given.
+      expected_wire: what theory says that one device sends, in bytes, to compare with.
+      parts: what arguments are, as a regular expression of their names for each part; the first
+        that matches counts.
+
+    Returns:
+      An ``Audit``; ``print`` it.
+
+    Raises:
+      ValueError: ``device`` names no kind that is known.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sharding as shd
+      >>> step = jax.jit(lambda params, x: params @ x)
+      >>> found = shd.audit(step.lower(jnp.ones((8, 16)), jnp.ones((16, 4))).compile())
+      >>> found.matmul_flops, found.arguments["parameters"]
+      (1024.0, 512.0)
+    """
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    program = Program(text)
+    memory = None if isinstance(compiled, str) else compiled.memory_analysis()
+    if mesh is None and not isinstance(compiled, str):
+        mesh = _mesh_of(compiled)
+    found, (work, endless) = collectives_of(program), costs(program)
+    buffers = at_peak(program)
+    flops: dict[str, float] = {}
+    nbytes: dict[str, float] = {}
+    for cost in work:
+        phase = phase_of(cost.scope)
+        flops[phase] = flops.get(phase, 0.0) + cost.flops
+        nbytes[phase] = nbytes.get(phase, 0.0) + cost.nbytes
+    notes = warnings_of(program, found, buffers)
+    notes += [f"how often the loop %{name} runs is unknown: counted once" for name in endless]
+    result = Audit(
+        devices=program.num_devices,
+        kind=_kind(device, mesh),
+        arguments=_arguments(program, parts),
+        results=memory.output_size_in_bytes - memory.alias_size_in_bytes if memory else 0.0,
+        temporaries=memory.temp_size_in_bytes if memory else None,
+        at_peak=_by_use(buffers),
+        host=(memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes) if memory else 0,
+        traffic=_traffic(found, mesh),
+        flops=flops,
+        matmul_flops=sum(cost.matmul_flops for cost in work),
+        nbytes=nbytes,
+        expected_wire=expected_wire,
+        warnings=(),
+    )
+    if result.fits is False:
+        notes.insert(0, _too_large(result))
+    return dataclasses.replace(result, warnings=tuple(notes))
+
+
+def _kind(device: DeviceKind | str | None, mesh: AnyMesh | None) -> DeviceKind | None:
+    if isinstance(device, str):
+        found = kind_of(device)
+        if found is None:
+            raise ValueError(
+                f"device {device!r} asked for, whose figures are not known; give them as a "
+                "sharding.DeviceKind, or leave it out: no bound on the time then"
+            )
+        return found
+    if device is None and isinstance(mesh, jax.sharding.Mesh):
+        return kind_of(mesh.devices.flat[0].device_kind)
+    return device
+
+
+def _mesh_of(compiled: Any) -> AnyMesh | None:
+    for sharding in jax.tree.leaves(compiled.input_shardings):
+        if isinstance(sharding, NamedSharding):
+            return sharding.mesh
+    return None
+
+
+def _arguments(program: Program, parts: Mapping[str, str]) -> dict[str, float]:
+    total = dict.fromkeys(parts, 0.0)
+    for it in program.computations[program.entry].values():
+        if it.op == "parameter":
+            part = next((p for p, pattern in parts.items() if re.search(pattern, it.scope)), None)
+            if part is not None:
+                total[part] += sum(a.nbytes for a in arrays(it.type) if a.space == 0)
+    return total
+
+
+def _traffic(found: list[Collective], mesh: AnyMesh | None) -> tuple[Traffic, ...]:
+    """Collectives that differ in nothing but what they send, together; the dearest first."""
+    together: dict[tuple, list[Collective]] = {}
+    for each in found:
+        axes = () if each.across_slices else _axes(each, mesh)
+        key = (phase_of(each.scope), each.op, axes, each.dtype, each.across_slices)
+        together.setdefault(key, []).append(each)
+    rows = [
+        Traffic(
+            phase,
+            op,
+            axes,
+            dtype,
+            count=sum(each.runs for each in group),
+            wire_bytes=sum(each.wire_bytes for each in group),
+            across_slices=across,
+            scope=max(group, key=lambda each: each.wire_bytes).scope,
+        )
+        for (phase, op, axes, dtype, across), group in together.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.wire_bytes))
+
+
+def _axes(found: Collective, mesh: AnyMesh | None) -> tuple[str, ...]:
+    """Along which axes of the mesh the members of the groups differ."""
+    if mesh is None:
+        return ()
+    sizes = tuple(mesh.shape.values())
+    if max((i for group in found.groups for i in group), default=0) >= math.prod(sizes):
+        return ()
+    differ = set()
+    for group in found.groups:
+        places = np.array(np.unravel_index(np.array(group), sizes))
+        differ |= set(np.flatnonzero((places != places[:, :1]).any(1)).tolist())
+    return tuple(name for i, name in enumerate(mesh.axis_names) if i in differ)
+
+
+def _by_use(buffers: list[Buffer]) -> dict[str, float]:
+    """What temporaries are for, by who makes and who reads them."""
+    total: dict[str, float] = {}
+    for buffer in buffers:
+        made, read = phase_of(buffer.scope), {phase_of(scope) for scope in buffer.readers}
+        if buffer.copy_of:
+            use = "copies of arguments"
+        elif made in ("gather", "update"):
+            use = {"gather": "gathered parameters", "update": "the update"}[made]
+        elif made == "gradient exchange" or read & {"gradient exchange", "update"}:
+            use = "gradients"
+        elif made == "forward" and "backward" in read:
+            use = "activations kept for the backward pass"
+        else:
+            use = {"forward": "forward pass", "backward": "backward pass"}.get(made, "other")
+        total[use] = total.get(use, 0.0) + buffer.nbytes
+    return total
+
+
+def _too_large(found: Audit) -> str:
+    assert found.kind is not None
+    over = found.memory - found.kind.memory
+    return (
+        f"the step needs {size(found.memory)} on each device, {size(over)} more than a "
+        f"{found.kind.name} has"
+    )

@@ -1,0 +1,459 @@
+"""The command line: ``python -m sharding plan`` and ``python -m sharding audit``.
+
+plan says in closed form what each stage of ZeRO holds and sends; audit compiles one step for a
+machine that is not here, and reads what it costs from the program.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import functools
+import importlib
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optax_ext
+from sharding._zero import Zero
+from sharding.plan import _plan, targets
+from sharding.plan._audit import Audit, audit
+from sharding.plan._devices import DeviceKind, kind_of
+from sharding.plan._models import MODELS, Decoder
+from sharding.plan._report import Table, size
+
+_EXAMPLES = """\
+examples:
+  python -m sharding plan --model llama2-7b --optimizer came --target v5e:16x16
+  python -m sharding plan --model 7.5e9 --optimizer adam --master --target h100x64
+  python -m sharding plan --model my_project.model:abstract_params --target v6e:8x8
+  python -m sharding audit --model gpt2-small --target cpu:8 --stage 3
+  python -m sharding audit --step my_project.train:lowered --target v5e:4x4
+"""
+_NEED = "pip install 'optax-ext[cli]'"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; 0, or 2 with a sentence on what is wrong."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.run(options)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m sharding",
+        description=__doc__.split("\n\n", 1)[1],
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(required=True, metavar="plan|audit")
+    plan = commands.add_parser("plan", help="closed form, at once, nothing is compiled")
+    plan.set_defaults(run=_run_plan)
+    check = commands.add_parser("audit", help="compiles a step and reads its program")
+    check.set_defaults(run=_run_audit)
+    for each in (plan, check):
+        _common(each)
+    plan.add_argument(
+        "--state",
+        default="as it is",
+        choices=_plan.STATE_FORMATS,
+        help="what large leaves of optimizer state are stored as",
+    )
+    plan.add_argument("--offload", action="store_true", help="state lies in the host's memory")
+    check.add_argument(
+        "--stage",
+        action="append",
+        choices=["0", "1", "2", "3"],
+        help="0 to 3; may be given several times (3)",
+    )
+    check.add_argument("--hybrid", action="store_true", help="copies over the first mesh axis")
+    check.add_argument("--no-remat", action="store_true", help="stages 0 to 2: no jax.checkpoint")
+    check.add_argument(
+        "--step",
+        metavar="MODULE:FUNCTION",
+        help="instead of a model: what function(mesh) returns is a jax.stages.Lowered",
+    )
+    return parser
+
+
+def _common(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", help="a number of parameters, a name, or module:function (abstract parameters)")
+    add("--optimizer", default="adamw", help="of optax or optax_ext, or module:attribute (adamw)")
+    add("--master", action="store_true", help="float32 master weights beside the parameters")
+    # XLA:CPU widens the sums of bfloat16.
+    add("--dtype", help="of the parameters (bfloat16; float32 for CPUs)")
+    add("--target", required=True, help="v5e:16x16, v5p:4x4x4, v5e:4x4*2, h100x8, h200x64, cpu:8")
+    add("--mesh", help="such as x=16,y=16; the axes that suit the target's links")
+    add("--axis", help="what ZeRO cuts over, such as x,y; all axes of the mesh")
+    add("--replica-axis", help="copies of a hybrid: slice, host, or the first of several axes")
+    add("--microbatches", type=int, default=1, help="gradients of how many are added up (1)")
+    add("--batch", type=int, default=1, help="sequences of a device in a micro-batch (1)")
+    add("--length", type=int, help="tokens of a sequence; as the model has it")
+    figures = parser.add_argument_group(
+        "figures of a device that is not known, or other than known"
+    )
+    figures.add_argument("--memory", type=float, metavar="GIB")
+    figures.add_argument("--bandwidth", type=float, metavar="GB/S", help="of that memory")
+    figures.add_argument("--tflops", type=float, help="of bfloat16 matrix products")
+    figures.add_argument("--link", type=float, metavar="GB/S", help="what it sends at best")
+    add("--json", action="store_true", help="everything, as JSON")
+    add("--plot", metavar="FILE", help="a picture of the memory of one device")
+
+
+# --- Reading the options --------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Setup:
+    """What both commands need to know."""
+
+    params: Any
+    model: Decoder | None
+    tx: optax.GradientTransformation
+    mesh_axes: dict[str, int]
+    axis: tuple[str, ...]
+    replica_axis: tuple[str, ...]
+    device: DeviceKind | None
+    length: int
+
+
+def _setup(options: argparse.Namespace) -> _Setup:
+    target = targets.parse(options.target)
+    mesh_axes = _mesh_axes(options, target)
+    axis = tuple(options.axis.split(",")) if options.axis else tuple(mesh_axes)
+    replica = tuple(options.replica_axis.split(",")) if options.replica_axis else ()
+    if not replica and len(axis) > 1:
+        replica = axis[:1]
+    axis = tuple(name for name in axis if name not in replica)
+    if not options.model:
+        raise ValueError("--model is missing: a number, a name, or module:function")
+    params, model = _params(options.model, _dtype(options), options.length)
+    tx = _optimizer(options.optimizer)
+    length = options.length or (model.length if model else 0)
+    device = _device(options)
+    tx = _plan.with_master(tx) if options.master else tx
+    return _Setup(params, model, tx, mesh_axes, axis, replica, device, length)
+
+
+def _mesh_axes(options: argparse.Namespace, target: targets.Target) -> dict[str, int]:
+    if not options.mesh:
+        return target.mesh_axes
+    axes = {}
+    for part in options.mesh.split(","):
+        match = re.fullmatch(r"(\w+)=([1-9]\d*)", part)
+        if not match:
+            raise ValueError(f"--mesh must look like x=4,y=8, got {options.mesh!r}")
+        axes[match[1]] = int(match[2])
+    if math.prod(axes.values()) != target.num_devices:
+        sizes = " * ".join(map(str, axes.values()))
+        raise ValueError(
+            f"--mesh {options.mesh}: {sizes} = {math.prod(axes.values())} devices asked for, but "
+            f"{options.target} has {target.num_devices}"
+        )
+    return axes
+
+
+def _dtype(options: argparse.Namespace) -> Any:
+    name = options.dtype or ("float32" if options.target.startswith("cpu") else "bfloat16")
+    try:
+        dtype = jnp.dtype(name)
+    except TypeError:
+        raise ValueError(f"--dtype {name!r} is no dtype; bfloat16 and float32 are") from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"--dtype must be a floating dtype, got {dtype}")
+    return dtype
+
+
+def _params(text: str, dtype: Any, length: int | None) -> tuple[Any, Decoder | None]:
+    """Abstract parameters, and the model where it is one of ours."""
+    if ":" in text:
+        return jax.eval_shape(_load(text, "--model")), None
+    if model := MODELS.get(text):
+        if length and not model.biased:
+            model = dataclasses.replace(model, length=length)
+        elif length and length > model.length:
+            raise ValueError(f"{text} has {model.length} positions, --length {length} asked for")
+        return model.abstract(dtype), model
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmbt]?)", text.lower())
+    if not match:
+        raise ValueError(f"--model {text!r} is no number and no model{_nearest(text, MODELS)}")
+    scale = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2]]
+    count = round(float(match[1]) * scale)
+    if count < 1:
+        raise ValueError(f"--model {text!r}: at least one parameter is needed")
+    return _plan.count_to_params(count, dtype), None
+
+
+def _optimizer(text: str) -> optax.GradientTransformation:
+    """A transformation by its name, or by the path of one or of a function that makes one."""
+    if ":" in text:
+        found = _load(text, "--optimizer")
+        return found if isinstance(found, optax.GradientTransformation) else found()
+    makers: dict[str, Callable[..., Any]] = {}
+    for module in (optax.contrib, optax, optax_ext):
+        makers |= {
+            name: getattr(module, name)
+            for name in dir(module)
+            if name.islower() and not name.startswith("_") and callable(getattr(module, name))
+        }
+    if text in makers:
+        for args in ((1e-3,), ()):
+            try:
+                found = makers[text](*args)
+            except (TypeError, ValueError):
+                continue
+            if isinstance(found, optax.GradientTransformation):
+                return found
+    raise ValueError(f"--optimizer {text!r} is no optimizer{_nearest(text, _optimizers(makers))}")
+
+
+def _optimizers(makers: dict[str, Callable[..., Any]]) -> list[str]:
+    """The names that look like optimizers: they take a learning rate."""
+    found = []
+    for name, make in makers.items():
+        code = getattr(make, "__wrapped__", make)
+        if "learning_rate" in getattr(getattr(code, "__code__", None), "co_varnames", ()):
+            found.append(name)
+    return found
+
+
+def _nearest(text: str, names: Any) -> str:
+    near = difflib.get_close_matches(text, list(names), n=4, cutoff=0.4)
+    return f"; nearest are {', '.join(near)}" if near else f"; known are {', '.join(sorted(names))}"
+
+
+def _load(path: str, option: str) -> Any:
+    module, _, name = path.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{option} {path}: {error}") from error
+
+
+def _device(options: argparse.Namespace) -> DeviceKind | None:
+    """The target's figures, those that are given taking their places."""
+    given = {
+        "memory": options.memory and options.memory * 2**30,
+        "bandwidth": options.bandwidth and options.bandwidth * 1e9,
+        "flops": options.tflops and options.tflops * 1e12,
+        "link": options.link and options.link * 1e9,
+    }
+    given = {name: value for name, value in given.items() if value}
+    known = kind_of(options.target)
+    if known is not None:
+        return dataclasses.replace(known, **given)
+    if "memory" not in given:
+        return None
+    kind = options.target.split(":")[0]
+    rest = dict.fromkeys(("bandwidth", "flops", "link"), math.inf)
+    return DeviceKind(**({"name": kind} | rest | given), network=None, source="given")
+
+
+# --- plan -----------------------------------------------------------------------------------------
+
+
+def _run_plan(options: argparse.Namespace) -> int:
+    setup = _setup(options)
+    make = functools.partial(_plan_of, options, setup)
+    found = make(setup.tx, options.state, options.offload)
+    notes = list(found.notes)
+    if found.device is None:
+        notes = [f"What fits is not known: no figures of {options.target}. Give them: --memory GIB"]
+    if found.recommended and not re.search("adamw?$", options.optimizer):
+        adam = optax.adamw(1e-3)
+        other = make(_plan.with_master(adam) if options.master else adam, "as it is", False)
+        notes.append(_plan.saving_of(found, other, found.recommended, (options.optimizer, "adamw")))
+    if re.search("adamw?$", options.optimizer) and len(setup.mesh_axes) == 1:
+        theirs = _plan.deepspeed_stage_2(found.num_params, math.prod(setup.mesh_axes.values()))
+        words = " and ".join(f"{size(value)} by its {name}" for name, value in theirs.items())
+        notes.append(f"DeepSpeed's estimator for stage 2, with Adam and master weights: {words}.")
+    if found.fits is False:
+        notes += _what_would_fit(options, setup)
+    found = dataclasses.replace(found, notes=tuple(notes))
+    if options.json:
+        print(json.dumps(found.to_dict(), indent=1))
+    else:
+        _print(found.tables(), found.notes)
+    if options.plot:
+        from sharding.plan._plot import plot_plan
+
+        plot_plan(found, options.plot)
+    return 2 if found.fits is False else 0
+
+
+def _plan_of(
+    options: argparse.Namespace,
+    setup: _Setup,
+    tx: optax.GradientTransformation,
+    state: str,
+    offload: bool,
+    mesh_axes: dict[str, int] | None = None,
+) -> _plan.Plan:
+    mesh_axes = mesh_axes or setup.mesh_axes
+    tokens = options.batch * options.microbatches * (setup.length + 1) if setup.length else 0
+    return _plan.estimate(
+        setup.params,
+        tx,
+        jax.sharding.AbstractMesh(tuple(mesh_axes.values()), tuple(mesh_axes)),
+        axis=setup.axis,
+        replica_axis=setup.replica_axis or None,
+        microbatches=options.microbatches,
+        batch=4.0 * tokens,
+        state_format=state,
+        offload=offload,
+        device=setup.device,
+        gathered_once=_OUTSIDE_LAYERS if setup.model else "(?!)",
+    )
+
+
+# Of our models: what is no layer is gathered once, and kept to the backward pass.
+_OUTSIDE_LAYERS = r"^(?!layers/)"
+
+
+def _what_would_fit(options: argparse.Namespace, setup: _Setup) -> list[str]:
+    """Changes of which each alone makes the model fit."""
+    found = []
+    came = optax_ext.came(1e-3, mu_dtype=jnp.bfloat16)
+    tries: list[tuple[str, Callable[[], _plan.Plan]]] = [
+        ("--state 8bit", lambda: _plan_of(options, setup, setup.tx, "8bit", options.offload)),
+        ("--offload", lambda: _plan_of(options, setup, setup.tx, options.state, True)),
+        (
+            "CAME with a bfloat16 momentum and no master weights",
+            lambda: _plan_of(options, setup, came, "as it is", options.offload),
+        ),
+    ]
+    for factor in (2, 4, 8, 16, 32, 64, 128, 256):
+        name = setup.axis[-1]
+        more = setup.mesh_axes | {name: setup.mesh_axes[name] * factor}
+        plan = _plan_of(options, setup, setup.tx, options.state, options.offload, more)
+        if plan.fits:
+            num = math.prod(more.values())
+            found.append(f"{num} devices instead of {num // factor}")
+            break
+    found += [name for name, make in tries if make().fits]
+    if not found:
+        return ["No change that is known here makes it fit: cut it over a model axis, too."]
+    return [f"Each of these makes it fit, before activations: {'; '.join(found)}."]
+
+
+# --- audit ----------------------------------------------------------------------------------------
+
+
+def _run_audit(options: argparse.Namespace) -> int:
+    target = targets.parse(options.target)
+    jax.config.update("jax_platforms", "cpu")
+    if target.kind == "cpu":
+        jax.config.update("jax_num_cpu_devices", target.num_devices)
+    if options.step:
+        axes = _mesh_axes(options, target)
+        mesh = targets.mesh(options.target, tuple(axes.values()), tuple(axes))
+        lowered = _load(options.step, "--step")(mesh)
+        found = {options.step: audit(_compile(lowered), mesh=mesh, device=_device(options))}
+    else:
+        setup = _setup(options)
+        if setup.model is None:
+            raise ValueError(
+                "audit compiles a step, so --model must be one of "
+                f"{', '.join(MODELS)}; of a model of your own give the step: --step"
+            )
+        found = {
+            f"stage {stage}": _audit_stage(options, setup, int(stage))
+            for stage in options.stage or ["3"]
+        }
+    if options.json:
+        print(json.dumps({name: each.to_dict() for name, each in found.items()}, indent=1))
+    else:
+        for name, each in found.items():
+            tables = [table._replace(title=f"{name}: {table.title}") for table in each.tables()]
+            _print(tables, [f"warning: {text}" for text in each.warnings])
+    if options.plot:
+        from sharding.plan._plot import plot_audits
+
+        plot_audits(found, options.plot)
+    return 2 if any(each.fits is False for each in found.values()) else 0
+
+
+def _audit_stage(options: argparse.Namespace, setup: _Setup, stage: int) -> Audit:
+    model = setup.model
+    assert model is not None
+    axes = setup.mesh_axes
+    mesh = targets.mesh(options.target, tuple(axes.values()), tuple(axes))
+    hybrid = options.hybrid and bool(setup.replica_axis)
+    zero = Zero(
+        mesh,
+        stage,
+        setup.axis if hybrid else (*setup.replica_axis, *setup.axis),
+        setup.replica_axis if hybrid else None,
+    )
+    layer: Callable[..., Any] = zero.gathered(model.apply_layer)
+    if stage < 3 and not options.no_remat:
+        layer = jax.checkpoint(layer)
+
+    def make_state() -> Any:
+        params = model.init(_dtype(options))
+        return params, setup.tx.init(params)
+
+    step = zero.train_step(model.make_loss(layer), tx=setup.tx, microbatches=options.microbatches)
+    sequences = zero.num_devices * options.batch * options.microbatches
+    batch = jax.ShapeDtypeStruct((sequences, setup.length + 1), jnp.int32)
+    lowered = step.lower(zero.abstract_state(make_state, tx=setup.tx), batch)
+    plan = _plan_of(options, setup, setup.tx, "as it is", False)
+    names = {"stage 3": "3 hybrid"} if hybrid else {}
+    name = names.get(f"stage {stage}", f"stage {stage}")
+    theory = next(each.wire for each in plan.stages if each.name == name)
+    expected = None if hybrid and stage < 3 else theory
+    return audit(_compile(lowered), mesh=mesh, device=setup.device, expected_wire=expected)
+
+
+def _compile(lowered: Any) -> Any:
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        lines = [
+            line.strip() for line in str(error).splitlines() if "xceed" in line or "Used" in line
+        ]
+        raise ValueError(
+            f"the step does not fit, so that its compiler gave up: {' '.join(lines[:2])}"
+        ) from error
+
+
+# --- Showing --------------------------------------------------------------------------------------
+
+
+def _print(tables: Sequence[Table], notes: Sequence[str]) -> None:
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table as RichTable
+    except ImportError:
+        raise ValueError(f"tables need rich: {_NEED}; or ask for --json") from None
+    # Without a terminal as wide as the table wants; on one, as wide as that is.
+    console = Console(width=None if sys.stdout.isatty() else 80, highlight=False)
+    for table in tables:
+        shown = RichTable(
+            title=escape(table.title), title_justify="left", box=box.SIMPLE_HEAD, padding=0
+        )
+        for i, column in enumerate(table.columns):
+            bold = "bold green" if column.endswith("*") else None
+            shown.add_column(column, justify="right" if i else "left", style=bold, no_wrap=True)
+        for row in table.rows:
+            shown.add_row(*map(escape, row), style="bold" if row[0] == "together" else None)
+        console.print(shown)
+    for note in notes:
+        console.print(escape(note), style="yellow" if note.startswith("warning") else None)

@@ -1,0 +1,229 @@
+"""Floating-point operations and bytes of a compiled program, counted with loops repeated."""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from sharding.plan._hlo import (
+    ARITHMETIC,
+    Array,
+    Frame,
+    Instruction,
+    Program,
+    arrays,
+    dims_of,
+)
+
+_FREE = frozenset(
+    (
+        *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier"),
+        *("after-all", "partition-id", "replica-id", "add-dependency", "domain"),
+    )
+)
+_MATMUL = re.compile(r'custom_call_target="__(?:cublas|onednn)\$[^"]*(?:gemm|matmul)[^"]*"')
+
+
+class Cost(NamedTuple):
+    """What one instruction costs, in all its runs on one device.
+
+    Attributes:
+      scope: the operation it was compiled from.
+      flops: floating-point operations: two for each multiply-add of a matrix product, one for each
+        element of other arithmetic.
+      matmul_flops: of them, those of matrix products and convolutions.
+      nbytes: read from main memory and written to it.
+    """
+
+    scope: str
+    flops: float
+    matmul_flops: float
+    nbytes: float
+
+
+def costs(program: Program) -> tuple[list[Cost], list[str]]:
+    """What each instruction costs, and the loops whose trip count is unknown: they count once.
+
+    Of the branches of a conditional, the dearest counts. What a fusion reads of an operand that it
+    slices is the slice, and what it writes into another array in place is what changes.
+    """
+    unknown: list[str] = []
+    return list(_walk(program, Frame(program, program.entry, []), 1, unknown)), unknown
+
+
+def _walk(program: Program, frame: Frame, count: int, unknown: list[str]) -> Iterator[Cost]:
+    table = frame.instructions
+
+    def inside(name: str, count: int, arguments: list) -> Iterator[Cost]:
+        return _walk(program, Frame(program, name, arguments), count, unknown)
+
+    for it in table.values():
+        if it.op == "while":
+            trips = frame.trip_count(it)
+            if trips is None:
+                unknown.append(it.name)
+            runs = count * (1 if trips is None else trips)
+            yield from inside(it.callees("body")[0], runs, [frame.invariants(it)])
+        elif it.op == "conditional":
+            branches = [list(inside(name, count, [])) for name in it.branches]
+            yield from max(branches, key=lambda b: (sum(c.flops for c in b), len(b)))
+        elif it.op in ("call", "async-start"):
+            arguments = [frame.value(operand) for operand in it.operands]
+            for name in it.callees("to_apply") + it.callees("calls"):
+                yield from inside(name, count, arguments)
+        elif it.op not in _FREE and not it.op.endswith(("-done", "-update")):
+            flops, matmul = _flops(it, table, program)
+            nbytes = _bytes(it, table, program)
+            if flops or nbytes:
+                yield Cost(program.scope(it, table), count * flops, count * matmul, count * nbytes)
+
+
+# --- Operations -----------------------------------------------------------------------------------
+
+
+def _flops(it: Instruction, table: dict[str, Instruction], program: Program) -> tuple[float, float]:
+    """All floating-point operations of one instruction, and those of its matrix products."""
+    if it.op == "fusion":
+        inner = program.computations[it.callees("calls")[0]]
+        parts = [_flops(each, inner, program) for each in inner.values()]
+        return sum(part[0] for part in parts), sum(part[1] for part in parts)
+    if it.op == "dot" or (it.op == "custom-call" and _MATMUL.search(it.attributes)):
+        product = _dot(it, table)
+        return product, product
+    if it.op == "convolution":
+        product = _convolution(it, table)
+        return product, product
+    if it.op in ("reduce", "reduce-window"):
+        inputs = it.operands[: max(1, len(it.operands) // 2)]
+        return float(sum(_floating(table[name].type) for name in inputs)), 0.0
+    if it.op == "scatter":
+        return float(_floating(table[it.operands[-1]].type)), 0.0
+    return float(_floating(it.type) if it.op in ARITHMETIC else 0), 0.0
+
+
+def _floating(text: str) -> int:
+    return sum(a.elements for a in arrays(text) if re.match(r"b?f\d", a.dtype))
+
+
+def _dot(it: Instruction, table: dict[str, Instruction]) -> float:
+    found = re.search(
+        r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', it.attributes.replace(" ", "")
+    )
+    shape = dims_of(table[it.operands[0]].type)
+    summed = [int(d) for d in re.findall(r"\d+", found[1])] if found else []
+    return 2.0 * next(arrays(it.type)).elements * math.prod(shape[d] for d in summed)
+
+
+def _convolution(it: Instruction, table: dict[str, Instruction]) -> float:
+    """Two for each pair of an input and a weight that is there: no padding, no holes."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", it.attributes)
+    if not labels:
+        return 0.0
+    left, right, out = (dims_of(text) for text in (*_types(it, table)[:2], it.type))
+    window = dict(re.findall(r"(size|stride|pad|lhs_dilate|rhs_dilate)=(\S+?)[ }]", it.attributes))
+    pairs = 1
+    for i in range(len(window.get("size", "").split("x")) if "size" in window else 0):
+        values = {
+            key: window[key].split("x")[i] if key in window else default
+            for key, default in (("stride", "1"), ("lhs_dilate", "1"), ("rhs_dilate", "1"))
+        }
+        low = int(window["pad"].split("x")[i].split("_")[0]) if "pad" in window else 0
+        stride, holes, spread = (int(values[k]) for k in ("stride", "lhs_dilate", "rhs_dilate"))
+        given, taps = left[labels[1].index(str(i))], right[labels[2].index(str(i))]
+        places = np.arange(out[labels[3].index(str(i))])[:, None] * stride - low
+        places = places + np.arange(taps)[None, :] * spread
+        pairs *= int(
+            np.sum((places >= 0) & (places % holes == 0) & (places <= (given - 1) * holes))
+        )
+    channels = right[labels[2].index("i")]
+    batch, features = out[labels[3].index("b")], out[labels[3].index("f")]
+    groups = re.search(r"batch_group_count=(\d+)", it.attributes)
+    return 2.0 * pairs * channels * batch * features / (int(groups[1]) if groups else 1)
+
+
+# --- Bytes ----------------------------------------------------------------------------------------
+
+
+def _types(it: Instruction, table: dict[str, Instruction]) -> list[str]:
+    return [table[name].type for name in it.operands if name in table]
+
+
+def _size(found: list[Array]) -> float:
+    return sum(array.nbytes for array in found if array.space == 0)
+
+
+def _of(text: str) -> float:
+    return _size(list(arrays(text)))
+
+
+def _bytes(it: Instruction, table: dict[str, Instruction], program: Program) -> float:
+    """What one instruction reads from main memory and writes to it."""
+    types = _types(it, table)
+    if it.op == "fusion":
+        name = it.callees("calls")[0]
+        inner = program.computations[name]
+        params = {int(p.literal): p.name for p in inner.values() if p.op == "parameter"}
+        read = sum(
+            min(_of(text), read_by_fusion(inner, params[i], program)) if _of(text) else 0.0
+            for i, text in enumerate(types)
+            if i in params
+        )
+        return read + _written(it, inner, program.roots[name])
+    if it.op in ("copy-start", "slice-start", "dynamic-slice-start"):
+        found = list(arrays(it.type))  # the target first, or behind the source
+        target = found[0] if it.op == "copy-start" else found[1]
+        return target.nbytes * ((_of(types[0]) > 0) + (target.space == 0))
+    if it.op in ("slice", "dynamic-slice"):
+        return (float(_of(types[0]) > 0) + 1) * _of(it.type) if types else 0.0
+    if it.op == "gather":
+        return 2 * _of(it.type) + _of(types[1])
+    if it.op == "dynamic-update-slice":
+        return 2 * _of(types[1])
+    if it.op == "scatter":
+        return 3 * _of(types[-1]) + _of(types[1])
+    if it.op.endswith("-start"):
+        return _of(it.type)  # operands and results together
+    if it.op == "custom-call" and 'custom_call_target="AllocateBuffer"' in it.attributes:
+        return 0.0
+    return sum(map(_of, types)) + _of(it.type)
+
+
+def read_by_fusion(inner: dict[str, Instruction], name: str, program: Program) -> float:
+    """How many bytes of one parameter a fused computation reads."""
+    total = 0.0
+    for user in inner.values():
+        if name not in user.operands:
+            continue
+        if user.op == "bitcast":
+            total += read_by_fusion(inner, user.name, program)
+        elif user.op in ("slice", "dynamic-slice", "gather") and user.operands[0] == name:
+            total += sum(a.nbytes for a in arrays(user.type))
+        elif user.op == "dynamic-update-slice" and user.operands[0] == name:
+            continue  # written in place
+        elif user.op == "fusion":
+            nested = program.computations[user.callees("calls")[0]]
+            index = user.operands.index(name)
+            params = {int(p.literal): p.name for p in nested.values() if p.op == "parameter"}
+            total += read_by_fusion(nested, params[index], program)
+        else:
+            return sum(a.nbytes for a in arrays(inner[name].type))
+    return total
+
+
+def _written(it: Instruction, inner: dict[str, Instruction], root: str) -> float:
+    """What a fusion writes: of an array that it changes in place, the change."""
+    names = inner[root].operands if inner[root].op == "tuple" else [root]
+    total = 0.0
+    for name, target in zip(names, arrays(it.type), strict=False):
+        if target.space:
+            continue
+        made = inner[name]
+        while made.op == "bitcast" and made.operands[0] in inner:
+            made = inner[made.operands[0]]
+        if made.op == "dynamic-update-slice":
+            total += sum(a.nbytes for a in arrays(inner[made.operands[1]].type))
+        else:
+            total += target.nbytes
+    return total

@@ -1,0 +1,187 @@
+"""Language models by name: their parameters as shapes, and a loss to compile a step of them."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """A decoder-only transformer whose layers are stacked and scanned, or are not.
+
+    Attributes:
+      layers: their number.
+      width: of the residual stream.
+      heads: of the queries; each is ``width // heads`` wide.
+      kv_heads: of keys and values.
+      hidden: width of the MLP.
+      vocabulary: number of tokens.
+      length: of a sequence.
+      gated: whether the MLP has a gate (SwiGLU), or is GELU.
+      tied: whether logits are made with the embedding.
+      biased: whether linear layers and norms have biases, and positions are learned, as GPT-2's.
+      scan: whether the layers are stacked.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    vocabulary: int
+    length: int = 2048
+    gated: bool = True
+    tied: bool = False
+    biased: bool = False
+    scan: bool = True
+
+    def init(self, dtype: Any = jnp.float32) -> dict[str, Any]:
+        """Parameters of one dtype."""
+        width = self.width
+        keys = width // self.heads * self.kv_heads
+        layer: dict[str, Any] = {
+            "attention_norm": _norm_shapes(width, self.biased),
+            "query": (width, width),
+            "key": (width, keys),
+            "value": (width, keys),
+            "out": (width, width),
+            "mlp_norm": _norm_shapes(width, self.biased),
+            "up": (width, self.hidden),
+            "down": (self.hidden, width),
+        }
+        if self.gated:
+            layer["gate"] = (width, self.hidden)
+        if self.biased:
+            layer |= {f"{name}_bias": s[1:] for name, s in layer.items() if _is_shape(s)}
+        if self.scan:
+            layers: Any = jax.tree.map(lambda s: (self.layers, *s), layer, is_leaf=_is_shape)
+        else:
+            layers = [layer] * self.layers
+        shapes = {
+            "embed": (self.vocabulary, width),
+            "layers": layers,
+            "norm": _norm_shapes(width, self.biased),
+        }
+        if self.biased:
+            shapes["positions"] = (self.length, width)
+        if not self.tied:
+            shapes["unembed"] = (width, self.vocabulary)
+
+        def draw(path: Any, shape: tuple[int, ...]) -> jax.Array:
+            name = str(path[-1].key)
+            if name == "scale":
+                return jnp.ones(shape, dtype)
+            if name.endswith("bias"):
+                return jnp.zeros(shape, dtype)
+            return 0.02 * jax.random.normal(jax.random.key(0), shape, dtype)
+
+        return jax.tree_util.tree_map_with_path(draw, shapes, is_leaf=_is_shape)
+
+    def abstract(self, dtype: Any = jnp.float32) -> dict[str, Any]:
+        """The parameters' shapes and dtypes."""
+        return jax.eval_shape(functools.partial(self.init, dtype))
+
+    def apply_layer(self, params: dict[str, Any], x: jax.Array) -> jax.Array:
+        """Causal attention, then an MLP; ``x`` is (batch, length, width)."""
+        y = self._norm(params["attention_norm"], x)
+        head = self.width // self.heads
+        q = self._linear(params, "query", y).reshape(*y.shape[:2], self.kv_heads, -1, head)
+        k, v = (
+            self._linear(params, name, y).reshape(*y.shape[:2], self.kv_heads, head)
+            for name in ("key", "value")
+        )
+        if not self.biased:
+            q, k = _rotate(q), _rotate(k)
+        scores = jnp.einsum("btkgd,bskd->bkgts", q, k) * head**-0.5
+        causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
+        weights = jax.nn.softmax(jnp.where(causal, _wide(scores), -1e30)).astype(x.dtype)
+        y = jnp.einsum("bkgts,bskd->btkgd", weights, v).reshape(x.shape)
+        x = x + self._linear(params, "out", y)
+        y = self._norm(params["mlp_norm"], x)
+        up = self._linear(params, "up", y)
+        up = jax.nn.silu(self._linear(params, "gate", y)) * up if self.gated else jax.nn.gelu(up)
+        return x + self._linear(params, "down", up)
+
+    def make_loss(self, layer: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """The mean cross entropy of the next token, ``loss(params, tokens)``.
+
+        Args:
+          layer: what is used for ``apply_layer``, such as ``zero.gathered(model.apply_layer)``.
+        """
+        layer = layer or self.apply_layer
+
+        def loss_fn(params: dict[str, Any], tokens: jax.Array) -> jax.Array:
+            x = params["embed"][tokens[:, :-1]]
+            if self.biased:
+                x = x + params["positions"][None, : x.shape[1]]
+            if self.scan:
+                x, _ = jax.lax.scan(lambda x, p: (layer(p, x), None), x, params["layers"])
+            else:
+                for p in params["layers"]:
+                    x = layer(p, x)
+            x = self._norm(params["norm"], x)
+            logits = x @ (params["embed"].T if self.tied else params["unembed"])
+            losses = optax.softmax_cross_entropy_with_integer_labels(_wide(logits), tokens[:, 1:])
+            return losses.mean()
+
+        return loss_fn
+
+    def _norm(self, params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        y = _wide(x)
+        if self.biased:
+            y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + 1e-6)
+        y = y.astype(x.dtype) * params["scale"][None, None]
+        return y + params["bias"][None, None] if self.biased else y
+
+    def _linear(self, params: dict[str, jax.Array], name: str, x: jax.Array) -> jax.Array:
+        y = x @ params[name]
+        return y + params[f"{name}_bias"][None, None] if self.biased else y
+
+
+def _is_shape(x: Any) -> bool:
+    return isinstance(x, tuple)
+
+
+def _norm_shapes(width: int, biased: bool) -> dict[str, tuple[int, ...]]:
+    return {"scale": (width,), "bias": (width,)} if biased else {"scale": (width,)}
+
+
+def _rotate(x: jax.Array) -> jax.Array:
+    """Rotary positions; ``x`` is (batch, length, ..., head)."""
+    half = x.shape[-1] // 2
+    rate = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * rate
+    angle = angle.reshape(x.shape[1], *[1] * (x.ndim - 3), half)
+    a, b = jnp.split(_wide(x), 2, axis=-1)
+    turned = (a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle))
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def gpt2(layers: int, width: int, heads: int) -> Decoder:
+    """A model of GPT-2's shape."""
+    return Decoder(
+        layers, width, heads, heads, 4 * width, 50257, 1024, gated=False, tied=True, biased=True
+    )
+
+
+MODELS = {
+    "gpt2-small": gpt2(12, 768, 12),
+    "gpt2-medium": gpt2(24, 1024, 16),
+    "gpt2-large": gpt2(36, 1280, 20),
+    "gpt2-xl": gpt2(48, 1600, 25),
+    "llama2-7b": Decoder(32, 4096, 32, 32, 11008, 32000),
+    "llama2-13b": Decoder(40, 5120, 40, 40, 13824, 32000),
+    "llama2-70b": Decoder(80, 8192, 64, 8, 28672, 32000),
+    "llama3-8b": Decoder(32, 4096, 32, 8, 14336, 128256),
+    "llama3-70b": Decoder(80, 8192, 64, 8, 28672, 128256),
+}

@@ -1,0 +1,20 @@
+"""The parts of a training step, by the scopes that jax leaves in its program."""
+
+import re
+
+PHASES = ("gather", "forward", "backward", "gradient exchange", "update", "other")
+
+
+def phase_of(scope: str) -> str:
+    """The part of a step that an operation belongs to, by the names of its scopes."""
+    names = scope.split("/")[:-1]  # the last is the operation itself
+    inside = {part for name in names for part in re.findall(r"\w+", name)}
+    if "update" in inside:
+        return "update"
+    if inside & {"reduce_gradients", "reduce_scatter"}:
+        return "gradient exchange"
+    if inside & {"gather", "gather_params"}:
+        return "gather"
+    if inside & {"transpose", "rematted_computation"}:
+        return "backward"
+    return "forward" if "jvp" in inside else "other"

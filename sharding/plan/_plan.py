@@ -1,0 +1,381 @@
+"""The planner: what each stage of ZeRO holds and sends, in closed form."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optax_ext
+from sharding._describe import Description, Row
+from sharding._precision import Precision
+from sharding._specs import AnyMesh, Axis, axes_of
+from sharding._zero import Zero
+from sharding.plan._devices import DeviceKind
+from sharding.plan._report import Table, size, text_of
+
+# Bytes of an element of optimizer state, and elements from which on a leaf is stored so. 8 and 4
+# bit: codes, and a float32 scale for each block of 256 or 128.
+STATE_FORMATS = {"as it is": None, "bfloat16": 2.0, "8bit": 1 + 4 / 256, "4bit": 0.5 + 4 / 128}
+_MIN_STATE_SIZE = 4096
+# What is left for activations where a stage is recommended, as a share of the memory.
+_ROOM = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class StagePlan:
+    """What one device holds and sends at one stage; all in bytes.
+
+    Attributes:
+      name: ``"stage 2"`` ...; ``"3 hybrid"`` cuts inside the copies, ``"3 spread"`` gradients and
+        state over the copies, too.
+      params: its parameters.
+      grads: its gradients as the stage keeps them.
+      unreduced: gradients of one micro-batch that are whole until they are reduced, beside them.
+      opt_state: its optimizer state, without master weights.
+      master: its master weights.
+      batch: its part of the batch; 0 where that is not known.
+      host: of the state, what lies in the host's memory instead.
+      wire: what it sends in a step, in the ring convention; without what optimizers send.
+      network: of that, what leaves a host or slice: the sums of a hybrid's copies.
+      host_wire: what goes to the host's memory and comes from there in a step.
+    """
+
+    name: str
+    params: float
+    grads: float
+    unreduced: float
+    opt_state: float
+    master: float
+    batch: float
+    host: float
+    wire: float
+    network: float
+    host_wire: float
+
+    @property
+    def arguments(self) -> float:
+        """What a step is given on the device: parameters, state and batch."""
+        return self.params + self.opt_state + self.master + self.batch - self.host
+
+    @property
+    def memory(self) -> float:
+        """That and gradients as ZeRO counts them, in bytes: no activations, nothing transient."""
+        return self.arguments + self.grads
+
+    @property
+    def peak(self) -> float:
+        """What a step needs at least: that and unreduced gradients."""
+        return self.memory + self.unreduced
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the stages cost, side by side; ``str()`` makes a table of it, ``to_dict()`` JSON.
+
+    Attributes:
+      num_params: how many there are.
+      mesh: the sizes of the mesh's axes.
+      device: what a device can do, where that is known.
+      stages: the stages.
+      recommended: the name of one; empty where none fits, or nothing is known of the device.
+      notes: why, and what else is worth knowing.
+    """
+
+    num_params: int
+    mesh: dict[str, int]
+    device: DeviceKind | None
+    stages: tuple[StagePlan, ...]
+    recommended: str
+    notes: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether any stage does; None where the device is not known."""
+        if self.device is None:
+            return None
+        return min(stage.peak for stage in self.stages) <= self.device.memory
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON takes it."""
+        found = dataclasses.asdict(self)
+        for row, stage in zip(found["stages"], self.stages, strict=True):
+            row |= {name: getattr(stage, name) for name in ("arguments", "memory", "peak")}
+        return found
+
+    def tables(self) -> list[Table]:
+        """What there is to show."""
+        parts: list[tuple[str, Callable[[StagePlan], float]]] = [
+            ("parameters", lambda s: s.params),
+            ("gradients", lambda s: s.grads),
+            ("optimizer state", lambda s: s.opt_state),
+            ("master weights", lambda s: s.master),
+            ("- on the host", lambda s: -s.host),
+            ("batch", lambda s: s.batch),
+            ("together", lambda s: s.memory),
+            ("+ not yet reduced", lambda s: s.unreduced),
+        ]
+        rows = [
+            (name, *(size(value(stage)) for stage in self.stages))
+            for name, value in parts
+            if any(value(stage) for stage in self.stages)
+        ]
+        if self.device:
+            left = [self.device.memory - stage.peak for stage in self.stages]
+            name = f"left of {size(self.device.memory)}"
+            rows.append((name, *(size(x) if x >= 0 else "too much" for x in left)))
+        rows.append(("sent in a step", *(size(stage.wire) for stage in self.stages)))
+        if any(stage.network for stage in self.stages):
+            rows.append(("  to other copies", *(size(stage.network) for stage in self.stages)))
+        if any(stage.host_wire for stage in self.stages):
+            rows.append(("  to the host", *(size(stage.host_wire) for stage in self.stages)))
+        mesh = ", ".join(f"{axis}={number}" for axis, number in self.mesh.items())
+        title = f"{self.num_params:,} parameters on {mesh}: one device"
+        marked = [f"{s.name} *" if s.name == self.recommended else s.name for s in self.stages]
+        return [Table(title, ("", *marked), rows)]
+
+    def __str__(self) -> str:
+        return "\n".join([text_of(self.tables()), *self.notes])
+
+
+def estimate(
+    params: Any,
+    tx: optax.GradientTransformation,
+    mesh: AnyMesh,
+    *,
+    axis: Axis,
+    replica_axis: Axis | None = None,
+    param_specs: Any = None,
+    precision: Precision = Precision(),
+    microbatches: int = 1,
+    min_shard_size: int = 4096,
+    batch: float = 0.0,
+    state_format: str = "as it is",
+    offload: bool = False,
+    device: DeviceKind | None = None,
+    gathered_once: str = "(?!)",
+) -> Plan:
+    """What the stages of ZeRO would hold and send, without compiling anything.
+
+    With S bytes of parameters on n devices and k micro-batches, a device sends, times (n-1)/n: 2 S
+    at stages 0 and 1, (k+1) S at stage 2, 3 k S at stage 3; copies sum what each holds. Where a
+    dim does not divide, the leaf stays whole, as ``Zero`` leaves it. State is that of
+    ``tx.init``, whatever the transformation.
+
+    Args:
+      params: abstract parameters, or real ones.
+      tx: the transformation.
+      mesh: the mesh, real or abstract.
+      axis: what ``Zero`` cuts over.
+      replica_axis: what the hybrid rows take for copies; None for no such rows.
+      param_specs: how parameters lie on other axes.
+      precision: as ``Zero`` takes it.
+      microbatches: how many are accumulated.
+      min_shard_size: as ``Zero`` takes it.
+      batch: bytes of one device's batch.
+      state_format: one of ``STATE_FORMATS``, for leaves of 4096 elements and more.
+      offload: optimizer state and master weights lie in the host's memory.
+      device: what to compare with.
+      gathered_once: a pattern of the paths of parameters that stage 3 gathers once and keeps to the
+        backward pass, as one outside its layers; all others are gathered twice.
+
+    Returns:
+      A ``Plan``; ``print`` it.
+
+    Raises:
+      ValueError: as ``Zero``; or the format is unknown.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from sharding.plan import estimate
+      >>> mesh = jax.sharding.AbstractMesh((64,), ("data",))
+      >>> params = {"w": jax.ShapeDtypeStruct((4096, 16384), jnp.bfloat16)}
+      >>> found = estimate(params, optax.adam(1e-3), mesh, axis="data")
+      >>> [round(stage.memory / 2**20) for stage in found.stages]
+      [512, 260, 134, 8]
+
+    References:
+      Rajbhandari, Rasley, Ruwase, He: ZeRO: Memory Optimizations Toward Training Trillion
+      Parameter Models, SC 2020, arXiv 1910.02054, section 5.
+    """
+    if state_format not in STATE_FORMATS:
+        known = ", ".join(map(repr, STATE_FORMATS))
+        raise ValueError(f"state_format must be one of {known}, got {state_format!r}.")
+    replicas = axes_of(replica_axis) if replica_axis else ()
+    inner = axes_of(axis)
+    plain = Zero(mesh, 3, (*replicas, *inner), min_shard_size=min_shard_size, precision=precision)
+    variants = [(f"stage {stage}", dataclasses.replace(plain, stage=stage)) for stage in range(4)]
+    if replicas:
+        hybrid = dataclasses.replace(plain, axis=inner, replica_axis=replicas)
+        variants += [
+            ("3 hybrid", hybrid),
+            ("3 spread", dataclasses.replace(hybrid, shard_state_over_replicas=True)),
+        ]
+    state = (params, jax.eval_shape(tx.init, params))
+    stages = []
+    for name, zero in variants:
+        found = zero.describe(state, tx=tx, param_specs=param_specs)
+        whole = dataclasses.replace(zero, stage=0, shard_state_over_replicas=False)
+        local = whole.describe(state, tx=tx, param_specs=param_specs)
+        wire, network = _wire(zero, found, local, microbatches, gathered_once)
+        parts = _stage(name, zero, found, local, microbatches, state_format, offload)
+        stages.append(StagePlan(**parts, batch=batch, wire=wire, network=network))
+    num_params = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+    recommended, reason = _recommend(stages, device)
+    return Plan(num_params, dict(mesh.shape), device, tuple(stages), recommended, (reason,))
+
+
+def _stage(
+    name: str,
+    zero: Zero,
+    found: Description,
+    local: Description,
+    microbatches: int,
+    state_format: str,
+    offload: bool,
+) -> dict[str, Any]:
+    """All of a ``StagePlan`` but the wire."""
+    total = found.bytes_per_device
+    rows = [row for row in found.rows if row.part == "opt_state"]
+    master = sum(row.bytes_per_device for row in rows if _is_master(row))
+    state = sum(_stored(row, state_format) for row in rows if not _is_master(row))
+    accumulated = 0.0  # whole gradients, beside the accumulators
+    for row in local.rows:
+        dtype = jnp.dtype(row.dtype)
+        if row.part == "params" and jnp.issubdtype(dtype, jnp.floating):
+            width = zero.precision.of_loss(dtype).itemsize
+            accumulated += row.bytes_per_device / dtype.itemsize * width
+    whole_beside = zero.stage == 2 or (zero.stage < 2 and microbatches > 1)
+    host = master + state if offload else 0.0
+    return {
+        "name": name,
+        "params": total["params"],
+        "grads": total["grads"],
+        "unreduced": accumulated if whole_beside else 0.0,
+        "opt_state": state,
+        "master": master,
+        "host": host,
+        "host_wire": 2 * host,
+    }
+
+
+def _is_master(row: Row) -> bool:
+    return "master" in re.split(r"\W+", row.path)
+
+
+def _stored(row: Row, state_format: str) -> float:
+    """Bytes of one device's part of a state leaf in a format."""
+    width = STATE_FORMATS[state_format]
+    dtype = jnp.dtype(row.dtype)
+    large = math.prod(row.shape) >= _MIN_STATE_SIZE and jnp.issubdtype(dtype, jnp.floating)
+    if width is None or not large or width >= dtype.itemsize:
+        return row.bytes_per_device
+    return row.bytes_per_device / dtype.itemsize * width
+
+
+def _wire(
+    zero: Zero, found: Description, local: Description, k: int, gathered_once: str
+) -> tuple[float, float]:
+    """What one device sends in a step, and what of it goes to other copies."""
+    n, copies = zero.num_shards, zero.num_devices // zero.num_shards
+    total = outside = 0.0
+    whole = {row.path: bool(row.note) for row in found.rows if row.part == "grads"}
+    for row in local.rows:
+        dtype = jnp.dtype(row.dtype)
+        if row.part != "params" or not jnp.issubdtype(dtype, jnp.floating):
+            continue
+        elements = row.bytes_per_device / dtype.itemsize
+        held = row.bytes_per_device
+        seen = elements * zero.precision.of_loss(dtype).itemsize
+        summed = elements * zero.precision.of_sum(zero.precision.of_loss(dtype)).itemsize
+        if zero.stage == 0 or whole[row.path]:
+            total += 2 * summed * (n * copies - 1) / (n * copies)
+            continue
+        if zero.stage == 3:
+            gathers = 1 if re.search(gathered_once, row.path) else 2
+            passes = k * (gathers * seen + summed)
+        else:
+            passes = (k if zero.stage == 2 else 1) * summed + held
+        total += passes * (n - 1) / n
+        # The copies sum the shard; or each sums its part of it, and gathers what is new.
+        second = held if zero.shard_state_over_replicas else summed
+        outside += (summed + second) / n * (copies - 1) / copies
+    return total + outside, outside
+
+
+def _recommend(stages: Sequence[StagePlan], device: DeviceKind | None) -> tuple[str, str]:
+    """The stage that sends least among those that leave room, and why."""
+    if device is None:
+        return "", "What fits is not known: nothing is known of the device's memory."
+    fitting = [stage for stage in stages if stage.peak <= device.memory]
+    if not fitting:
+        least = min(stages, key=lambda stage: stage.peak)
+        return "", (
+            f"Does not fit a {device.name}: {least.name} needs least, {size(least.peak)} of "
+            f"{size(device.memory)}, before activations."
+        )
+    roomy = [stage for stage in fitting if stage.peak <= (1 - _ROOM) * device.memory]
+    if not roomy:
+        best = min(fitting, key=lambda stage: stage.peak)
+        left = size(device.memory - best.peak)
+        return best.name, f"{best.name}: it needs least; only {left} are left for activations."
+    # Among equals the one that needs less.
+    cheapest = min(stage.wire for stage in roomy)
+    best = min(
+        (stage for stage in roomy if stage.wire <= 1.01 * cheapest), key=lambda stage: stage.peak
+    )
+    left = size(device.memory - best.peak)
+    return best.name, (
+        f"{best.name}: of those that leave a fifth of the memory for activations ({left} here), "
+        "it sends least, and of these holds least."
+    )
+
+
+def count_to_params(count: int, dtype: Any = jnp.bfloat16) -> Any:
+    """Abstract parameters of a number: matrices of (4096, 4096), and what is left."""
+    side = 4096
+    matrices, rest = divmod(count, side * side)
+    rows, last = divmod(rest, side)
+    shapes = {"matrices": (matrices, side, side), "rows": (rows, side), "rest": (last,)}
+    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items() if shape[0]}
+
+
+def deepspeed_stage_2(num_params: float, devices: int) -> dict[str, float]:
+    """What DeepSpeed says that Adam needs on a device at stage 2 without offload, in bytes.
+
+    Its documentation counts 4 P + 16 P / n, its code 2 P + 18 P / n: two bytes a parameter of
+    float16 weights; gradients in both float16 and float32, and float32 master and moments, cut.
+
+    References:
+      DeepSpeed's estimate_zero2_model_states_mem_needs and the page on memory requirements.
+    """
+    return {
+        "documentation": 4 * num_params + 16 * num_params / devices,
+        "code": 2 * num_params + 18 * num_params / devices,
+    }
+
+
+def saving_of(plan: Plan, other: Plan, name: str, names: tuple[str, str] = ("it", "AdamW")) -> str:
+    """A sentence on what one optimizer saves beside another at a stage."""
+    mine, theirs = (
+        next(stage for stage in each.stages if stage.name == name) for each in (plan, other)
+    )
+    saved = theirs.memory - mine.memory
+    share = saved / theirs.memory if theirs.memory else 0.0
+    dominate = mine.params + mine.grads > 2 * (mine.opt_state + mine.master - mine.host)
+    text = (
+        f"At {name} {names[0]} holds {size(abs(saved))} {'less' if saved >= 0 else 'more'} than "
+        f"{names[1]}: {abs(share):.0%} of a device's {size(theirs.memory)}."
+    )
+    if dominate and abs(share) < 0.1:
+        text += " Parameters and gradients dominate; the optimizer hardly matters for memory here."
+    return text
+
+
+def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The transformation on float32 master weights."""
+    return optax_ext.master_weights(tx)

@@ -1,0 +1,135 @@
+"""What looks wrong in a compiled step, in words."""
+
+import math
+from collections.abc import Iterator, Sequence
+
+from sharding.plan._costs import read_by_fusion
+from sharding.plan._hlo import Frame, Instruction, Program, arrays, changed_in_place, dims_of
+from sharding.plan._liveness import Buffer, copied_argument
+from sharding.plan._phases import phase_of
+from sharding.plan._report import size
+from sharding.plan._wire import Collective
+
+_SMALL = 1 << 16  # bytes of which nothing is said
+
+
+def warnings_of(
+    program: Program, found: Sequence[Collective], buffers: Sequence[Buffer]
+) -> list[str]:
+    """A sentence for each thing that costs more than it was meant to."""
+    notes = [*_all_reduced(program, found), *_gathered_by_update(found)]
+    notes += _kept_by_loops(program, sum(buffer.nbytes for buffer in buffers))
+    return [*notes, *_donated_and_copied(program)]
+
+
+def _all_reduced(program: Program, found: Sequence[Collective]) -> Iterator[str]:
+    """Sums of which each device keeps a part, but which are made whole on all."""
+    asked = sum(
+        each.wire_bytes
+        for each in found
+        if each.op == "all-reduce" and each.scope.endswith(("/reduce_scatter", "/psum_scatter"))
+    )
+    if asked > _SMALL:
+        yield (
+            f"{size(asked)} are sent by all-reduces where the program asks for reduce-scatters: "
+            "twice what is needed; Zero's scatter='auto' takes a form that the compiler keeps"
+        )
+    wasted = sum(_cut_afterwards(table, program) for table in program.computations.values())
+    if wasted > _SMALL and asked <= _SMALL:
+        yield (
+            f"sums of {size(wasted)} are all-reduced and then cut: each device keeps a part, and a "
+            "reduce-scatter (lax.psum_scatter in a shard_map) would send half"
+        )
+
+
+def _cut_afterwards(table: dict[str, Instruction], program: Program) -> float:
+    """Bytes of the all-reduces of one computation of which only slices are read."""
+    users: dict[str, list[Instruction]] = {}
+    for it in table.values():
+        for operand in it.operands:
+            users.setdefault(operand, []).append(it)
+
+    def read(name: str, nbytes: float) -> float:
+        total = 0.0
+        for user in users.get(name, []):
+            if user.op in ("bitcast", "get-tuple-element", "all-reduce-done"):
+                total += read(user.name, nbytes)
+            elif user.op in ("slice", "dynamic-slice"):
+                total += sum(a.nbytes for a in arrays(user.type))
+            elif user.op == "fusion":
+                inner = program.computations[user.callees("calls")[0]]
+                place = user.operands.index(name)
+                params = {int(p.literal): p.name for p in inner.values() if p.op == "parameter"}
+                total += read_by_fusion(inner, params[place], program)
+            else:
+                return math.inf
+        return total
+
+    total = 0.0
+    for it in table.values():
+        if it.op.removesuffix("-start") == "all-reduce":
+            nbytes = sum(a.nbytes for name in it.operands for a in arrays(table[name].type))
+            if nbytes > _SMALL and read(it.name, nbytes) <= nbytes / 2:
+                total += nbytes
+    return total
+
+
+def _gathered_by_update(found: Sequence[Collective]) -> Iterator[str]:
+    moved = [
+        each
+        for each in found
+        if each.op in ("all-gather", "all-to-all") and phase_of(each.scope) == "update"
+    ]
+    total = sum(each.wire_bytes for each in moved)
+    if total > _SMALL:
+        dearest = max(moved, key=lambda each: each.wire_bytes)
+        yield (
+            f"the optimizer gathers {size(total)} a step (most of it at {dearest.scope}): it needs "
+            "whole arrays, as matrix optimizers do, or its state lies otherwise than its gradient"
+        )
+
+
+def _kept_by_loops(program: Program, peak: float) -> Iterator[str]:
+    """What loops over layers keep of each step until the backward pass."""
+    frame = Frame(program, program.entry, [])
+    for loop in frame.instructions.values():
+        steps = frame.trip_count(loop) if loop.op == "while" else None
+        if not steps or steps < 2 or phase_of(loop.scope + "/") != "forward":
+            continue
+        kept = {"gather": 0.0, "forward": 0.0}
+        for it in program.computations[loop.callees("body")[0]].values():
+            for i, array in enumerate(arrays(it.type) if it.op != "tuple" else ()):
+                changed = changed_in_place(it, i, program)
+                if changed and dims_of(it.type)[:1] == (steps,) and not array.space:
+                    made = "gather" if phase_of(changed[1].scope) == "gather" else "forward"
+                    kept[made] += array.nbytes
+        for made, what, cure in (
+            ("gather", "gathered parameters", "zero.gathered with reshard_after_forward=True"),
+            ("forward", "activations", "jax.checkpoint around a layer"),
+        ):
+            if kept[made] > max(_SMALL, peak / 4):
+                yield (
+                    f"temporaries grow with depth: {size(kept[made] / steps)} of {what} a layer, "
+                    f"{size(kept[made])} in all, are kept for the backward pass; {cure} keeps less"
+                )
+
+
+def _donated_and_copied(program: Program) -> Iterator[str]:
+    table = program.computations[program.entry]
+    donated = {
+        it.scope
+        for it in table.values()
+        if it.op == "parameter" and int(it.literal) in program.donated
+    }
+    copies = [
+        (max(a.nbytes for a in arrays(it.type)), copied_argument(it, table))
+        for it in table.values()
+        if copied_argument(it, table) in donated
+    ]
+    total = sum(nbytes for nbytes, _ in copies)
+    if total > _SMALL:
+        dearest = max(copies)[1]
+        yield (
+            f"{size(total)} of donated arguments are copied ({len(copies)} of them, the largest "
+            f"{dearest}): what takes over their memory is written before they are last read"
+        )
