@@ -14,7 +14,6 @@ from sharding.plan._hlo import (
     Instruction,
     Program,
     arrays,
-    dims_of,
 )
 
 _FREE = frozenset(
@@ -111,7 +110,7 @@ def _dot(it: Instruction, table: dict[str, Instruction]) -> float:
     found = re.search(
         r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', it.attributes.replace(" ", "")
     )
-    shape = dims_of(table[it.operands[0]].type)
+    shape = next(arrays(table[it.operands[0]].type)).dims
     summed = [int(d) for d in re.findall(r"\d+", found[1])] if found else []
     return 2.0 * next(arrays(it.type)).elements * math.prod(shape[d] for d in summed)
 
@@ -121,7 +120,7 @@ def _convolution(it: Instruction, table: dict[str, Instruction]) -> float:
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", it.attributes)
     if not labels:
         return 0.0
-    left, right, out = (dims_of(text) for text in (*_types(it, table)[:2], it.type))
+    left, right, out = (next(arrays(text)).dims for text in (*_types(it, table)[:2], it.type))
     window = dict(re.findall(r"(size|stride|pad|lhs_dilate|rhs_dilate)=(\S+?)[ }]", it.attributes))
     pairs = 1
     for i in range(len(window.get("size", "").split("x")) if "size" in window else 0):

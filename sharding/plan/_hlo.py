@@ -75,9 +75,10 @@ class Program:
         for _ in range(8):
             if it.scope and it.op != "parameter":
                 return it.scope
+            called = it.callees("calls") + (it.callees("to_apply") if it.op == "call" else [])
             inner = [
                 each.scope
-                for name in it.callees("calls") + it.callees("to_apply")
+                for name in called
                 for each in self.computations[name].values()
                 if each.scope and each.op != "parameter"
             ]
@@ -229,12 +230,14 @@ class Array(NamedTuple):
 
     Attributes:
       dtype: as HLO names it.
+      dims: its shape.
       elements: their number.
       nbytes: without padding.
       space: the memory it lies in: 0 the device's main memory, 5 the host's, 1 a TPU's fast one.
     """
 
     dtype: str
+    dims: tuple[int, ...]
     elements: int
     nbytes: float
     space: int
@@ -242,15 +245,10 @@ class Array(NamedTuple):
 
 def arrays(text: str) -> Iterator[Array]:
     """The arrays of a type, those of tuples one by one."""
-    for dtype, dims, layout in _ARRAY.findall(text):
+    for dtype, shape, layout in _ARRAY.findall(text):
         width = re.match(r"[a-z]+(\d+)", dtype)
         bits = 8 if dtype == "pred" else int(width[1]) if width else 0
-        elements = math.prod(int(d.lstrip("<=")) for d in dims.split(",") if d)
+        dims = tuple(int(d.lstrip("<=")) for d in shape.split(",") if d)
+        elements = math.prod(dims)
         space = re.search(r"S\((\d+)\)", layout)
-        yield Array(dtype, elements, elements * bits / 8, int(space[1]) if space else 0)
-
-
-def dims_of(text: str) -> tuple[int, ...]:
-    """The shape of a type that is one array."""
-    match = _ARRAY.match(text)
-    return tuple(int(d.lstrip("<=")) for d in match[2].split(",") if d) if match else ()
+        yield Array(dtype, dims, elements, elements * bits / 8, int(space[1]) if space else 0)

@@ -7,13 +7,14 @@ PHASES = ("gather", "forward", "backward", "gradient exchange", "update", "other
 
 def phase_of(scope: str) -> str:
     """The part of a step that an operation belongs to, by the names of its scopes."""
-    names = scope.split("/")[:-1]  # the last is the operation itself
+    *names, operation = scope.split("/")
     inside = {part for name in names for part in re.findall(r"\w+", name)}
     if "update" in inside:
         return "update"
-    if inside & {"reduce_gradients", "reduce_scatter"}:
+    # By our scopes, or by the operation: autodiff makes a reduce-scatter of a gather.
+    if inside & {"reduce_gradients", "reduce_scatter"} or operation == "reduce_scatter":
         return "gradient exchange"
-    if inside & {"gather", "gather_params"}:
+    if inside & {"gather", "gather_params"} or operation == "all_gather":
         return "gather"
     if inside & {"transpose", "rematted_computation"}:
         return "backward"

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from sharding.plan._costs import read_by_fusion
-from sharding.plan._hlo import Frame, Instruction, Program, arrays, changed_in_place, dims_of
+from sharding.plan._hlo import Frame, Instruction, Program, arrays, changed_in_place
 from sharding.plan._liveness import Buffer, copied_argument
 from sharding.plan._phases import phase_of
 from sharding.plan._report import size
@@ -34,7 +34,7 @@ def _all_reduced(program: Program, found: Sequence[Collective]) -> Iterator[str]
             f"{size(asked)} are sent by all-reduces where the program asks for reduce-scatters: "
             "twice what is needed; Zero's scatter='auto' takes a form that the compiler keeps"
         )
-    wasted = sum(_cut_afterwards(table, program) for table in program.computations.values())
+    wasted = sum(_cut_afterwards(name, program) for name in program.computations)
     if wasted > _SMALL and asked <= _SMALL:
         yield (
             f"sums of {size(wasted)} are all-reduced and then cut: each device keeps a part, and a "
@@ -42,15 +42,16 @@ def _all_reduced(program: Program, found: Sequence[Collective]) -> Iterator[str]
         )
 
 
-def _cut_afterwards(table: dict[str, Instruction], program: Program) -> float:
+def _cut_afterwards(computation: str, program: Program) -> float:
     """Bytes of the all-reduces of one computation of which only slices are read."""
+    table = program.computations[computation]
     users: dict[str, list[Instruction]] = {}
     for it in table.values():
         for operand in it.operands:
             users.setdefault(operand, []).append(it)
 
     def read(name: str, nbytes: float) -> float:
-        total = 0.0
+        total = math.inf if name == program.roots[computation] else 0.0
         for user in users.get(name, []):
             if user.op in ("bitcast", "get-tuple-element", "all-reduce-done"):
                 total += read(user.name, nbytes)
@@ -91,23 +92,40 @@ def _gathered_by_update(found: Sequence[Collective]) -> Iterator[str]:
 
 def _kept_by_loops(program: Program, peak: float) -> Iterator[str]:
     """What loops over layers keep of each step until the backward pass."""
-    frame = Frame(program, program.entry, [])
-    for loop in frame.instructions.values():
-        steps = frame.trip_count(loop) if loop.op == "while" else None
-        if not steps or steps < 2 or phase_of(loop.scope + "/") != "forward":
+    loops = [
+        (Frame(program, name, []).trip_count(it), it)
+        for name, table in program.computations.items()
+        for it in table.values()
+        if it.op == "while" and phase_of(it.scope + "/") == "forward"
+    ]
+    for steps, loop in loops:
+        if not steps or steps < 2:
             continue
+        body = program.computations[loop.callees("body")[0]]
         kept = {"gather": 0.0, "forward": 0.0}
-        for it in program.computations[loop.callees("body")[0]].values():
+        for it in body.values():
             for i, array in enumerate(arrays(it.type) if it.op != "tuple" else ()):
                 changed = changed_in_place(it, i, program)
-                if changed and dims_of(it.type)[:1] == (steps,) and not array.space:
+                if changed and array.dims[:1] == (steps,):
                     made = "gather" if phase_of(changed[1].scope) == "gather" else "forward"
                     kept[made] += array.nbytes
-        for made, what, cure in (
-            ("gather", "gathered parameters", "zero.gathered with reshard_after_forward=True"),
-            ("forward", "activations", "jax.checkpoint around a layer"),
+        # What goes from layer to layer has to be kept; that alone is what jax.checkpoint keeps.
+        root = body[program.roots[loop.callees("body")[0]]]
+        carried = max(
+            (
+                array.nbytes
+                for name in root.operands
+                if body[name].op != "get-tuple-element"
+                for array in arrays(body[name].type)
+                if array.dims[:1] != (steps,)
+            ),
+            default=0.0,
+        )
+        for made, least, what, cure in (
+            ("gather", 0.0, "gathered parameters", "reshard_after_forward=True"),
+            ("forward", 1.5 * steps * carried, "activations", "jax.checkpoint around a layer"),
         ):
-            if kept[made] > max(_SMALL, peak / 4):
+            if kept[made] > max(_SMALL, peak / 4, least):
                 yield (
                     f"temporaries grow with depth: {size(kept[made] / steps)} of {what} a layer, "
                     f"{size(kept[made])} in all, are kept for the backward pass; {cure} keeps less"

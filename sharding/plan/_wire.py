@@ -185,9 +185,15 @@ def _measure(op: str, it: Instruction, frame: Frame, count: int) -> Collective:
         runs=count,
         wire_bytes=count * share * payload,
         across_slices=across and "megascale" in it.attributes,
-        scope=it.scope,
+        scope=it.scope or _scope_of_operand(op, it, frame),
         groups=tuple(groups),
     )
+
+
+def _scope_of_operand(op: str, it: Instruction, frame: Frame) -> str:
+    """Of a collective that was left without a scope, as those beside other slices are."""
+    scope = frame.program.scope(it, frame.instructions)
+    return f"{scope.rpartition('/')[0]}/{op.replace('-', '_')}" if scope else ""
 
 
 def _groups(attributes: str, num_devices: int) -> list[tuple[int, ...]]:
