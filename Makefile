@@ -1,5 +1,5 @@
 # make train   trains a language model with CAME under ZeRO stage 2 (the main job)
-# make test    runs all tests, doctests and the notebook
+# make test    runs all tests, doctests and the notebooks
 # make lint    checks style and types
 # make compare trains with CAME, Adafactor and AdamW, and redraws the picture in README.md
 # make wheel   builds the distribution into dist/

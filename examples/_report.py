@@ -1,17 +1,21 @@
 """What train_lm.py shows and keeps: tables, the progress of a run, its metrics file and plots."""
 
+import dataclasses
 import json
 import math
 import os
 import pathlib
 import sys
 import time
+from collections.abc import Sequence
 
 import rich.console
 import rich.panel
 import rich.progress
-import rich.table
 import rich.text
+
+from sharding import Audit
+from sharding.plan import Plan, show
 
 # A log file gets plain lines of a fixed width, a terminal gets colors and a moving bar.
 console = rich.console.Console(width=None if sys.stdout.isatty() else 100, highlight=False)
@@ -128,21 +132,20 @@ class Progress:
             self._printed = now
 
 
-def print_memory(columns: dict[str, dict[str, int]], stage: int) -> None:
-    """Prints bytes per device, a column for each way to train; the first is at ``stage``."""
-    cut, whole = "cut over the devices", "whole on each device"
-    rows = {
-        "params": ("parameters", cut if stage == 3 else whole),
-        "grads": ("gradients", cut if stage >= 2 else whole),
-        "opt_state": ("optimizer state", cut if stage >= 1 else whole),
-    }
-    table = rich.table.Table("bytes per device", "where", show_footer=True)
-    table.columns[0].footer = "sum"
-    for title, sizes in columns.items():
-        table.add_column(title, human_bytes(sum(sizes.values())), justify="right")
-    for part, (name, where) in rows.items():
-        table.add_row(name, where, *(human_bytes(sizes[part]) for sizes in columns.values()))
-    console.print(table)
+def print_plan(plan: Plan, adamw: Plan, stage: int) -> None:
+    """Prints what each stage would cost a device, the run's own marked, beside plain AdamW."""
+    stages = (*plan.stages, dataclasses.replace(adamw.stages[0], name="adamw, no ZeRO"))
+    marked = dataclasses.replace(plan, stages=stages, recommended=plan.stages[stage].name)
+    notes = ["* this run"]
+    if plan.device:  # else nothing is known of its memory
+        notes += [f"Recommended is {note}" if plan.recommended else note for note in plan.notes]
+    show(marked.tables(), notes, console=console)
+
+
+def print_audit(found: Audit, notes: Sequence[str] = ()) -> None:
+    """Prints what a compiled step holds, sends and computes."""
+    warnings = [f"warning: {text}" for text in found.warnings]
+    show(found.tables(), [*notes, *warnings], console=console)
 
 
 def print_summary(summary: dict, directory: pathlib.Path) -> None:

@@ -3,13 +3,15 @@
 The text is the source code of Python's standard library; the devices are the GPUs or TPUs there
 are, else 8 virtual CPU devices. Stop it by any means: the same command goes on where it was.
 Everything of a run is in runs/NAME/: metrics.jsonl, loss.png, layout.txt (where each array lies),
-summary.json, checkpoints.
+summary.json, checkpoints. It starts with a plan: what a device holds and sends at each stage of
+ZeRO. --audit reads the same, and more, from the compiled step.
 
   python examples/train_lm.py                                   # CAME, ZeRO stage 2: 3 minutes
   python examples/train_lm.py --optimizer adamw --stage 0       # plain data parallelism
   python examples/train_lm.py --compare came,adafactor,adamw    # three runs, one plot
   python examples/train_lm.py --data ~/books --steps 2000 --name books
   python examples/train_lm.py --config gpt2-small --microbatches 4
+  python examples/train_lm.py --stage 3 --audit                 # what the compiled step costs
   srun python examples/train_lm.py --distributed                # many processes: see launch/
 """
 
@@ -38,7 +40,8 @@ from _report import (
     console,
     plot_compare,
     plot_loss,
-    print_memory,
+    print_audit,
+    print_plan,
     print_summary,
     read_metrics,
     write_json,
@@ -47,6 +50,7 @@ from flax.training.train_state import TrainState
 
 import optax_ext
 import sharding as shd
+from sharding.plan import estimate, kind_of
 
 
 def matrices(params):
@@ -100,7 +104,7 @@ def train(options, corpus, mesh, directory, stop):
     model = TransformerLM(CONFIGS[options.config], block=zero.gathered(Block))
     tx, schedule = make_optimizer(options.optimizer, options.learning_rate, options.steps)
 
-    def make_state(key, tx=tx):
+    def make_state(key):
         params = model.init(key, jnp.zeros((1, corpus.context), jnp.int32))["params"]
         return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
@@ -115,7 +119,7 @@ def train(options, corpus, mesh, directory, stop):
     evaluate = zero.eval_step(loss_fn)
 
     key = jax.random.key(options.seed)
-    memory = show_layout(options, corpus, zero, make_state, directory)
+    memory, expected_wire = show_plan(options, corpus, zero, make_state, directory)
 
     manager = ocp.CheckpointManager(
         directory.absolute() / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=2)
@@ -136,6 +140,14 @@ def train(options, corpus, mesh, directory, stop):
         console.print(f"Going on from the checkpoint at step {start}.")
         target = zero.abstract_state(make_state, key)
         state = manager.restore(start, args=ocp.args.StandardRestore(target))
+
+    if options.audit:
+        windows = corpus.batch(options.seed, start + 1, options.batch_size)
+        # Of the real arguments, so that the first step finds its program compiled.
+        compiled = step.lower(state, zero.put(my_rows(windows))).compile()
+        merged = options.stage == 3 and jax.default_backend() == "cpu"
+        notes = ["On CPUs XLA gathers a block once, not once more for the backward pass."] * merged
+        print_audit(shd.audit(compiled, mesh=mesh, expected_wire=expected_wire), notes)
 
     tokens = options.batch_size * corpus.context
     with Progress(options.optimizer, metrics.rows, options.steps, tokens) as progress:
@@ -171,30 +183,41 @@ def train(options, corpus, mesh, directory, stop):
     return summary
 
 
-def show_layout(options, corpus, zero, make_state, directory):
-    """Prints what lives where, beside AdamW without ZeRO; returns sizes for the summary."""
+def show_plan(options, corpus, zero, make_state, directory):
+    """Prints what each stage would cost, beside AdamW without ZeRO; writes the layout of this one.
+
+    Returns:
+      Sizes for the summary, and the bytes that a device should send in a step.
+    """
+    state = jax.eval_shape(make_state, jax.random.key(0))  # shapes only: nothing is computed yet
+    layout = zero.describe(state)
     adamw, _ = make_optimizer("adamw", 1.0, options.steps)
-    key = jax.random.key(0)
-    abstract = jax.eval_shape(make_state, key)  # shapes only: nothing is computed yet
-    abstract_adamw = jax.eval_shape(lambda key: make_state(key, adamw), key)
-    num_params = sum(x.size for x in jax.tree.leaves(abstract.params))
-    console.print(
-        f"{directory}: {num_params / 1e6:.2f}M parameters. {corpus.files} files in {corpus.path}: "
-        f"{len(corpus.train):,} bytes to train on, {len(corpus.held_out):,} held out."
+    plan, other = (
+        estimate(
+            state.params,
+            tx,
+            zero.mesh,
+            axis=zero.axis,
+            microbatches=options.microbatches,
+            batch=4 * options.batch_size * (corpus.context + 1) / zero.num_devices,
+            device=kind_of(zero.mesh.devices.flat[0].device_kind),
+            gathered_once=r"^(?!block_)",  # as embed, which the step gathers
+        )
+        for tx in (state.tx, adamw)
     )
-    plain = dataclasses.replace(zero, stage=0)
-    layout = zero.describe(abstract)
-    columns = {
-        f"{options.optimizer}, ZeRO {zero.stage}, {zero.mesh.size} devices": layout,
-        "adamw, no ZeRO": plain.describe(abstract_adamw),
-    }
-    print_memory({title: layout.bytes_per_device for title, layout in columns.items()}, zero.stage)
+    console.print(
+        f"{directory}: {plan.num_params / 1e6:.2f}M parameters. {corpus.files} files in "
+        f"{corpus.path}: {len(corpus.train):,} bytes to train on, "
+        f"{len(corpus.held_out):,} held out."
+    )
+    print_plan(plan, other, zero.stage)
     if is_main():
         (directory / "layout.txt").write_text(f"{layout}\n")
-    return {
+    sizes = {
         "bytes_per_device": layout.bytes_per_device,
-        "bytes_without_zero": plain.describe(abstract).bytes_per_device,
+        "bytes_without_zero": dataclasses.replace(zero, stage=0).describe(state).bytes_per_device,
     }
+    return sizes, plan.stages[zero.stage].wire
 
 
 def compare(options, corpus, mesh, directory, stop):
@@ -287,6 +310,7 @@ def parse_args():
     add("--compare", metavar="A,B,...", help="train with each of these optimizers; one plot")
     add("--seed", type=int, default=0, metavar="N", help="of weights and batches [%(default)s]")
     add("--checkpoint-every", type=positive, metavar="STEPS", help="[a tenth of the run]")
+    add("--audit", action="store_true", help="show what the compiled step holds, sends, computes")
     add("--smoke", action="store_true", help="a run of seconds: short for --config smoke")
 
     add = parser.add_argument_group("model and text").add_argument

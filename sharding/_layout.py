@@ -155,7 +155,7 @@ class Layout:
         return inner if self.stage == 3 else spec, shards, dim - len(shape), ""
 
     def _choose_dim(self, leaf: Any, entries: list[Any]) -> tuple[int, str]:
-        """The longest free dim that divides; else -1, and why."""
+        """The longest free dim that divides, or one nearly as long; else -1, and why."""
         if self.stage == 0:
             return -1, ""
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
@@ -170,7 +170,13 @@ class Layout:
         for count in parts:
             fit = [d for d in free if shape[d] % count == 0]
             if fit:
-                return max(fit, key=lambda d: (shape[d], -d)), ""
+                best = max(fit, key=lambda d: (shape[d], -d))
+                if best == len(shape) - 1 and shape[best] // count < LANES:
+                    # A TPU's compiler takes three times as long over pieces of the last dim that
+                    # are narrower than its registers. Not a short dim instead: it may be a stack's.
+                    near = [d for d in fit if d != best and 4 * shape[d] >= shape[best]]
+                    best = max(near, key=lambda d: (shape[d], -d), default=best)
+                return best, ""
         return -1, f"whole: no free dim of {shape} divides by {self.num_shards}"
 
     def manual_spec(self, spec: P) -> P:
@@ -261,6 +267,7 @@ class Layout:
             mesh = self.mesh.update(axis_types=auto)
         twin = dataclasses.replace(self, mesh=mesh)
 
+        @functools.wraps(functools.partial(fn, self))  # so that programs name its arguments
         def call(*args: Any) -> Any:
             types = jax.tree.map(jax.typeof, args)
             shapes = jax.tree.map(lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype), types)

@@ -54,9 +54,9 @@ class Zero:
     which ``gathered`` makes a model do. The update sees arrays with their global shapes, so that
     every transformation computes what it computes on one device, up to rounding; what it must sum
     over shards becomes small reductions. Each parameter is cut along its longest dim that no
-    other mesh axis uses and that n divides; where there is none, or the parameter is small, it
-    stays whole, which ``describe`` tells. Other axes of the mesh stay the user's: his parameter
-    specs are kept.
+    other mesh axis uses and that n divides (or one nearly as long, rather than the last into pieces
+    of less than 128); where there is none, or the parameter is small, it stays whole, which
+    ``describe`` tells. Other axes of the mesh stay the user's: his parameter specs are kept.
 
     With ``replica_axis`` (hybrid sharding) there is a copy of all this for each of its r devices:
     the shards of the gradients are all-reduced over it, once a step. With

@@ -82,12 +82,17 @@ def checkpoints(folder):
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory, text):
-    """The folder of a run that nothing stopped."""
+def whole_run(tmp_path_factory, text):
+    """The folder of a run that nothing stopped, and what it printed."""
     folder = tmp_path_factory.mktemp("unbroken")
-    code, output = run(folder, text)
+    code, output = run(folder, text, "--audit")
     assert code == 0, output
-    return folder / "runs" / "smoke-came-zero2"
+    return folder / "runs" / "smoke-came-zero2", output
+
+
+@pytest.fixture(scope="module")
+def unbroken(whole_run):
+    return whole_run[0]
 
 
 def test_a_run_stopped_in_every_way_gives_the_losses_of_an_unbroken_one(tmp_path, text, unbroken):
@@ -127,6 +132,20 @@ def test_it_learns(unbroken):
     val_losses = [row["val_loss"] for row in rows(unbroken) if "val_loss" in row]
     assert val_losses[0] == pytest.approx(5.55, abs=0.1)  # log(256): it knows nothing
     assert val_losses[-1] < 3.0
+
+
+def test_it_begins_with_a_plan_and_the_audit_of_its_step(whole_run):
+    output = whole_run[1]
+    plan, rest = output.split("* this run")
+    audit, _ = rest.split("compiling the training step")
+    assert re.search(r"stage 0 +stage 1 +stage 2 \* +stage 3 +adamw, no ZeRO *\n", plan)
+    # What is planned is what the program is given, and sends.
+    held = [re.search(r"^ parameters +(.*)", text, re.MULTILINE)[1] for text in (plan, audit)]
+    assert held[1].strip() in held[0]
+    sent = re.search(r"sent in a step +(\S+ KiB) +(\S+ KiB) +(\S+ KiB)", plan)[3]
+    ratio, theory = re.search(r"theory: (\S+) times +(\S+ KiB)", audit).groups()
+    assert theory == sent
+    assert float(ratio) == pytest.approx(1.0, abs=0.05)
 
 
 def test_a_finished_run_is_reported_and_kept(unbroken, text):

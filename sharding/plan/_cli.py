@@ -26,7 +26,9 @@ from sharding.plan import _plan, targets
 from sharding.plan._audit import Audit, audit
 from sharding.plan._devices import DeviceKind, kind_of
 from sharding.plan._models import MODELS, Decoder
-from sharding.plan._report import Table, size
+from sharding.plan._plot import plot_audits, plot_plans
+from sharding.plan._report import size
+from sharding.plan._show import show
 
 _EXAMPLES = """\
 examples:
@@ -36,13 +38,13 @@ examples:
   python -m sharding audit --model gpt2-small --target cpu:8 --stage 3
   python -m sharding audit --step my_project.train:lowered --target v5e:4x4
 """
-_NEED = "pip install 'optax-ext[cli]'"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; 0, or 2 with a sentence on what is wrong."""
     options = _parser().parse_args(arguments)
     try:
+        _check_positive(options)
         return options.run(options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -146,6 +148,13 @@ def _setup(options: argparse.Namespace) -> _Setup:
     return _Setup(params, model, tx, mesh_axes, axis, replica, device, length)
 
 
+def _check_positive(options: argparse.Namespace) -> None:
+    for name in ("microbatches", "batch", "length", "memory", "bandwidth", "tflops", "link"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"--{name} must be above 0, got {value}")
+
+
 def _mesh_axes(options: argparse.Namespace, target: targets.Target) -> dict[str, int]:
     if not options.mesh:
         return target.mesh_axes
@@ -154,6 +163,8 @@ def _mesh_axes(options: argparse.Namespace, target: targets.Target) -> dict[str,
         match = re.fullmatch(r"(\w+)=([1-9]\d*)", part)
         if not match:
             raise ValueError(f"--mesh must look like x=4,y=8, got {options.mesh!r}")
+        if match[1] in axes:
+            raise ValueError(f"--mesh {options.mesh}: axis {match[1]!r} is named twice")
         axes[match[1]] = int(match[2])
     if math.prod(axes.values()) != target.num_devices:
         sizes = " * ".join(map(str, axes.values()))
@@ -178,7 +189,12 @@ def _dtype(options: argparse.Namespace) -> Any:
 def _params(text: str, dtype: Any, length: int | None) -> tuple[Any, Decoder | None]:
     """Abstract parameters, and the model where it is one of ours."""
     if ":" in text:
-        return jax.eval_shape(_load(text, "--model")), None
+        try:
+            return jax.eval_shape(_load(text, "--model")), None
+        except TypeError as error:
+            raise ValueError(
+                f"--model {text} must make parameters, given nothing: {error}"
+            ) from error
     if model := MODELS.get(text):
         if length and not model.biased:
             model = dataclasses.replace(model, length=length)
@@ -189,17 +205,26 @@ def _params(text: str, dtype: Any, length: int | None) -> tuple[Any, Decoder | N
     if not match:
         raise ValueError(f"--model {text!r} is no number and no model{_nearest(text, MODELS)}")
     scale = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2]]
-    count = round(float(match[1]) * scale)
-    if count < 1:
-        raise ValueError(f"--model {text!r}: at least one parameter is needed")
-    return _plan.count_to_params(count, dtype), None
+    count = float(match[1]) * scale
+    if not 1 <= count <= 1e15:
+        raise ValueError(f"--model {text!r}: from 1 to 1e15 parameters can be planned")
+    return _plan.count_to_params(round(count), dtype), None
 
 
 def _optimizer(text: str) -> optax.GradientTransformation:
     """A transformation by its name, or by the path of one or of a function that makes one."""
     if ":" in text:
         found = _load(text, "--optimizer")
-        return found if isinstance(found, optax.GradientTransformation) else found()
+        if not isinstance(found, optax.GradientTransformation):
+            try:
+                found = found()
+            except TypeError as error:
+                raise ValueError(
+                    f"--optimizer {text} must make one, given nothing: {error}"
+                ) from error
+        if not isinstance(found, optax.GradientTransformation):
+            raise ValueError(f"--optimizer {text} made no optimizer, but {found!r}")
+        return found
     makers: dict[str, Callable[..., Any]] = {}
     for module in (optax.contrib, optax, optax_ext):
         makers |= {
@@ -211,7 +236,7 @@ def _optimizer(text: str) -> optax.GradientTransformation:
         for args in ((1e-3,), ()):
             try:
                 found = makers[text](*args)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, AttributeError):
                 continue
             if isinstance(found, optax.GradientTransformation):
                 return found
@@ -284,13 +309,11 @@ def _run_plan(options: argparse.Namespace) -> int:
         notes += _what_would_fit(options, setup)
     found = dataclasses.replace(found, notes=tuple(notes))
     if options.json:
-        print(json.dumps(found.to_dict(), indent=1))
+        _print_json(found.to_dict())
     else:
-        _print(found.tables(), found.notes)
+        show(found.tables(), found.notes)
     if options.plot:
-        from sharding.plan._plot import plot_plan
-
-        plot_plan(found, options.plot)
+        _save(plot_plans, {"": found}, options.plot)
     return 2 if found.fits is False else 0
 
 
@@ -374,15 +397,13 @@ def _run_audit(options: argparse.Namespace) -> int:
             for stage in options.stage or ["3"]
         }
     if options.json:
-        print(json.dumps({name: each.to_dict() for name, each in found.items()}, indent=1))
+        _print_json({name: each.to_dict() for name, each in found.items()})
     else:
         for name, each in found.items():
             tables = [table._replace(title=f"{name}: {table.title}") for table in each.tables()]
-            _print(tables, [f"warning: {text}" for text in each.warnings])
+            show(tables, [f"warning: {text}" for text in each.warnings])
     if options.plot:
-        from sharding.plan._plot import plot_audits
-
-        plot_audits(found, options.plot)
+        _save(plot_audits, found, options.plot)
     return 2 if any(each.fits is False for each in found.values()) else 0
 
 
@@ -435,25 +456,15 @@ def _compile(lowered: Any) -> Any:
 # --- Showing --------------------------------------------------------------------------------------
 
 
-def _print(tables: Sequence[Table], notes: Sequence[str]) -> None:
+def _print_json(found: dict[str, Any]) -> None:
+    """What is infinite, such as a bandwidth that nothing is known of, is null."""
+    finite = json.loads(json.dumps(found), parse_constant=lambda _: None)
+    print(json.dumps(finite, indent=1))
+
+
+def _save(plot: Callable[[Any], Any], found: Any, path: str) -> None:
+    """Writes the picture that ``plot`` makes."""
     try:
-        from rich import box
-        from rich.console import Console
-        from rich.markup import escape
-        from rich.table import Table as RichTable
-    except ImportError:
-        raise ValueError(f"tables need rich: {_NEED}; or ask for --json") from None
-    # Without a terminal as wide as the table wants; on one, as wide as that is.
-    console = Console(width=None if sys.stdout.isatty() else 80, highlight=False)
-    for table in tables:
-        shown = RichTable(
-            title=escape(table.title), title_justify="left", box=box.SIMPLE_HEAD, padding=0
-        )
-        for i, column in enumerate(table.columns):
-            bold = "bold green" if column.endswith("*") else None
-            shown.add_column(column, justify="right" if i else "left", style=bold, no_wrap=True)
-        for row in table.rows:
-            shown.add_row(*map(escape, row), style="bold" if row[0] == "together" else None)
-        console.print(shown)
-    for note in notes:
-        console.print(escape(note), style="yellow" if note.startswith("warning") else None)
+        plot(found).savefig(path, dpi=150)
+    except OSError as error:
+        raise ValueError(f"--plot {path}: {error.strerror}") from error

@@ -52,5 +52,5 @@ def kind_of(name: str) -> DeviceKind | None:
 
     None where its figures are not known, as for a CPU: they have to be given.
     """
-    found = re.match(r"(?:nvidia )?(h\d+|v\d+[a-z])", _OF_JAX.get(name, name).lower())
+    found = re.match(r"(?:nvidia |tpu )?(h\d+|v\d+[a-z])", _OF_JAX.get(name, name).lower())
     return KINDS.get(found[1]) if found else None

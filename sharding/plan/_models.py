@@ -156,8 +156,8 @@ def _rotate(x: jax.Array) -> jax.Array:
     """Rotary positions; ``x`` is (batch, length, ..., head)."""
     half = x.shape[-1] // 2
     rate = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * rate
-    angle = angle.reshape(x.shape[1], *[1] * (x.ndim - 3), half)
+    angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * rate[None]
+    angle = angle.reshape(1, x.shape[1], *[1] * (x.ndim - 3), half)
     a, b = jnp.split(_wide(x), 2, axis=-1)
     turned = (a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle))
     return jnp.concatenate(turned, axis=-1).astype(x.dtype)

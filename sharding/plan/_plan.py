@@ -243,24 +243,42 @@ def _stage(
     rows = [row for row in found.rows if row.part == "opt_state"]
     master = sum(row.bytes_per_device for row in rows if _is_master(row))
     state = sum(_stored(row, state_format) for row in rows if not _is_master(row))
-    accumulated = 0.0  # whole gradients, beside the accumulators
+    whole = 0.0  # gradients of one micro-batch
     for row in local.rows:
-        dtype = jnp.dtype(row.dtype)
-        if row.part == "params" and jnp.issubdtype(dtype, jnp.floating):
+        dtype = _floating(row)
+        if row.part == "params" and dtype is not None:
             width = zero.precision.of_loss(dtype).itemsize
-            accumulated += row.bytes_per_device / dtype.itemsize * width
-    whole_beside = zero.stage == 2 or (zero.stage < 2 and microbatches > 1)
+            whole += row.bytes_per_device / dtype.itemsize * width
+    grads = 0.0
+    for row in found.rows:
+        dtype = _floating(row)
+        if row.part == "grads" and dtype is not None:
+            width = zero.precision.of_accumulator(dtype).itemsize if microbatches > 1 else 0
+            grads += row.bytes_per_device / dtype.itemsize * max(width, dtype.itemsize)
+    if zero.stage == 2 or (zero.stage < 2 and microbatches > 1):
+        unreduced = whole
+    else:  # the copies' shard, until they have summed it
+        unreduced = whole / zero.num_shards if zero.shard_state_over_replicas else 0.0
     host = master + state if offload else 0.0
     return {
         "name": name,
         "params": total["params"],
-        "grads": total["grads"],
-        "unreduced": accumulated if whole_beside else 0.0,
+        "grads": grads,
+        "unreduced": unreduced,
         "opt_state": state,
         "master": master,
         "host": host,
         "host_wire": 2 * host,
     }
+
+
+def _floating(row: Row) -> Any:
+    """The dtype of an array of floating numbers; None for any other."""
+    try:
+        dtype = jnp.dtype(row.dtype)
+    except TypeError:  # of random keys
+        return None
+    return dtype if jnp.issubdtype(dtype, jnp.floating) else None
 
 
 def _is_master(row: Row) -> bool:
@@ -270,9 +288,9 @@ def _is_master(row: Row) -> bool:
 def _stored(row: Row, state_format: str) -> float:
     """Bytes of one device's part of a state leaf in a format."""
     width = STATE_FORMATS[state_format]
-    dtype = jnp.dtype(row.dtype)
-    large = math.prod(row.shape) >= _MIN_STATE_SIZE and jnp.issubdtype(dtype, jnp.floating)
-    if width is None or not large or width >= dtype.itemsize:
+    dtype = _floating(row)
+    small = dtype is None or math.prod(row.shape) < _MIN_STATE_SIZE
+    if width is None or small or width >= dtype.itemsize:
         return row.bytes_per_device
     return row.bytes_per_device / dtype.itemsize * width
 
@@ -283,16 +301,16 @@ def _wire(
     """What one device sends in a step, and what of it goes to other copies."""
     n, copies = zero.num_shards, zero.num_devices // zero.num_shards
     total = outside = 0.0
-    whole = {row.path: bool(row.note) for row in found.rows if row.part == "grads"}
+    grads = {row.path: row for row in found.rows if row.part == "grads"}
     for row in local.rows:
-        dtype = jnp.dtype(row.dtype)
-        if row.part != "params" or not jnp.issubdtype(dtype, jnp.floating):
+        dtype = _floating(row)
+        if row.part != "params" or dtype is None:
             continue
         elements = row.bytes_per_device / dtype.itemsize
         held = row.bytes_per_device
         seen = elements * zero.precision.of_loss(dtype).itemsize
         summed = elements * zero.precision.of_sum(zero.precision.of_loss(dtype)).itemsize
-        if zero.stage == 0 or whole[row.path]:
+        if zero.stage == 0 or grads[row.path].note:
             total += 2 * summed * (n * copies - 1) / (n * copies)
             continue
         if zero.stage == 3:
@@ -302,7 +320,8 @@ def _wire(
             passes = (k if zero.stage == 2 else 1) * summed + held
         total += passes * (n - 1) / n
         # The copies sum the shard; or each sums its part of it, and gathers what is new.
-        second = held if zero.shard_state_over_replicas else summed
+        cut_by = {axis for entry in grads[row.path].spec for axis in axes_of(entry)}
+        second = held if cut_by & set(axes_of(zero.replica_axis)) else summed
         outside += (summed + second) / n * (copies - 1) / copies
     return total + outside, outside
 

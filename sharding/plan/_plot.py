@@ -5,6 +5,7 @@ from typing import Any
 
 from sharding.plan._audit import Audit
 from sharding.plan._plan import Plan
+from sharding.plan._report import NEED
 
 _COLORS = {
     "parameters": "#4477aa",
@@ -14,57 +15,93 @@ _COLORS = {
     "temporaries": "#ee6677",
     "batch and others": "#bbbbbb",
 }
+_TALLEST = 2.5  # bars that are higher than this many times the device's memory are cut
 
 
-def plot_plan(plan: Plan, path: str) -> None:
-    """A stacked bar for each stage."""
-    bars = {
-        stage.name: {
-            "parameters": stage.params,
-            "optimizer state": max(stage.opt_state + min(stage.master - stage.host, 0.0), 0.0),
-            "master weights": max(stage.master - stage.host, 0.0),
-            "gradients": stage.grads + stage.unreduced,
+def plot_plans(plans: Mapping[str, Plan]) -> Any:
+    """A panel for each plan, under its name, with a stacked bar for each stage.
+
+    A line shows the memory of the device; bars much higher are cut, and say how high they are.
+
+    Returns:
+      A ``matplotlib.figure.Figure``.
+    """
+    figure, panels = _figure([len(plan.stages) for plan in plans.values()])
+    for axes, (name, plan) in zip(panels, plans.items(), strict=True):
+        bars = {
+            stage.name: {
+                "parameters": stage.params,
+                "optimizer state": max(stage.opt_state + min(stage.master - stage.host, 0.0), 0.0),
+                "master weights": max(stage.master - stage.host, 0.0),
+                "gradients": stage.grads + stage.unreduced,
+            }
+            for stage in plan.stages
         }
-        for stage in plan.stages
-    }
-    title = f"{plan.num_params / 1e9:.3g}B parameters, planned"
-    _bars(bars, plan.device.memory if plan.device else None, title, path)
+        title = f"{name or 'planned'}: {plan.num_params / 1e9:.3g}B parameters"
+        _bars(axes, bars, plan.device.memory if plan.device else None, title)
+    _legend(figure)
+    return figure
 
 
-def plot_audits(audits: Mapping[str, Audit], path: str) -> None:
-    """A stacked bar for each program."""
+def plot_audits(audits: Mapping[str, Audit]) -> Any:
+    """A stacked bar for each program, by its name.
+
+    Returns:
+      A ``matplotlib.figure.Figure``.
+    """
+    figure, (axes,) = _figure([len(audits)])
     bars = {
         name: each.arguments | {"temporaries": each.temporaries or sum(each.at_peak.values())}
         for name, each in audits.items()
     }
     kinds = {each.kind.memory for each in audits.values() if each.kind}
-    _bars(bars, min(kinds, default=None), "Read from the compiled step", path)
+    _bars(axes, bars, min(kinds, default=None), "compiled")
+    _legend(figure)
+    return figure
+
+
+def _figure(bars: list[int]) -> tuple[Any, Any]:
+    """A figure that no window shows, and its panels, for so many bars each."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError(f"a picture needs matplotlib: {NEED}") from None
+    widths = [1.0 + 0.6 * number for number in bars]
+    figure = Figure(figsize=(1.5 + sum(widths), 3.6), layout="constrained")
+    (panels,) = figure.subplots(1, len(bars), squeeze=False, width_ratios=widths)
+    return figure, panels
+
+
+def _legend(figure: Any) -> None:
+    """One for all panels, beside them."""
+    shown: dict[str, Any] = {}
+    for axes in figure.axes:
+        shown |= {bars.get_label(): bars for bars in axes.containers}
+    labels = [part for part in reversed(_COLORS) if part in shown]
+    handles = [shown[part] for part in labels]
+    figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
 
 
 def _bars(
-    bars: Mapping[str, Mapping[str, float]], limit: float | None, title: str, path: str
+    axes: Any, bars: Mapping[str, Mapping[str, float]], limit: float | None, title: str
 ) -> None:
-    try:
-        import matplotlib as mpl
-
-        mpl.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        raise ValueError("--plot needs matplotlib: pip install 'optax-ext[cli]'") from None
-    figure, axes = plt.subplots(figsize=(1.6 + 1.2 * len(bars), 4), layout="constrained")
     bottom: dict[str, float] = dict.fromkeys(bars, 0.0)
     for part, color in _COLORS.items():
         heights = [values.get(part, 0.0) / 2**30 for values in bars.values()]
         if any(heights):
-            shown: Any = list(bars)
-            axes.bar(shown, heights, bottom=list(bottom.values()), label=part, color=color)
+            axes.bar(list(bars), heights, bottom=list(bottom.values()), label=part, color=color)
             bottom = {name: bottom[name] + h for name, h in zip(bars, heights, strict=True)}
     if limit is not None:
-        axes.axhline(limit / 2**30, color="black", linestyle="--", linewidth=1)
-        axes.annotate(" memory of a device", (0, limit / 2**30), va="bottom", fontsize=8)
+        line, top = limit / 2**30, _TALLEST * limit / 2**30
+        axes.axhline(line, color="black", linestyle="--", linewidth=1)
+        right = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "bottom"}
+        axes.text(1, line, f"a device's {line:.0f} GiB", fontsize=8, **right)
+        above = {"ha": "center", "va": "top", "bbox": {"facecolor": "white", "edgecolor": "none"}}
+        for i, height in enumerate(bottom.values()):
+            if height > top:
+                axes.set_ylim(0, top)
+                axes.text(i, 0.96 * top, f"{height:,.0f}", fontsize=8, **above)
     axes.set_ylabel("GiB on one device")
     axes.set_title(title, fontsize=10)
-    axes.legend(fontsize=8, frameon=False)
+    axes.tick_params(axis="x", labelsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+# To show tables and pictures.
+NEED = "pip install 'optax-ext[cli]'"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 

@@ -86,7 +86,8 @@ def parse(name: str) -> Target:
         if num > _GPUS_PER_HOST and num % _GPUS_PER_HOST:
             raise ValueError(f"{name!r}: more GPUs than one host's must be a multiple of 8")
         return Target(match[1], (num,), max(1, num // _GPUS_PER_HOST))
-    if match := re.fullmatch(rf"({'|'.join(_TPUS)}):(\d+(?:x\d+)*)(?:\*([1-9]\d*))?", name):
+    tpus = rf"({'|'.join(_TPUS)}):([1-9]\d*(?:x[1-9]\d*){{0,2}})(?:\*([1-9]\d*))?"
+    if match := re.fullmatch(tpus, name):
         shape = tuple(int(size) for size in match[2].split("x"))
         if shape not in _SHAPES.get(match[1], [shape]):
             known = ", ".join("x".join(map(str, each)) for each in _SHAPES[match[1]])

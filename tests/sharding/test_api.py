@@ -460,13 +460,30 @@ def test_a_spec_that_cuts_a_dim_with_the_users_axes_as_well():
 
 
 def test_a_spec_may_choose_the_dim_of_stage_3():
-    make = lambda: ({"w": jnp.ones((8, 16))}, TX.init({"w": jnp.ones((8, 16))}))  # noqa: E731
+    make = lambda: ({"w": jnp.ones((16, 8))}, TX.init({"w": jnp.ones((16, 8))}))  # noqa: E731
     zero = zero_of(stage=3)
-    assert zero.specs(jax.eval_shape(make), tx=TX)[0]["w"] == P(None, "data")
-    state = zero.init(make, tx=TX, param_specs={"w": P("data")})
+    assert zero.specs(jax.eval_shape(make), tx=TX)[0]["w"] == P("data")
+    state = zero.init(make, tx=TX, param_specs={"w": P(None, "data")})
     step = zero.train_step(lambda p, x: jnp.mean(zero.gather(p)["w"]) * x.mean(), tx=TX)
     state, _ = step(state, zero.put(np.ones(8, np.float32)))
-    assert state[0]["w"].sharding.spec == P("data")
+    assert state[0]["w"].sharding.spec == P(None, "data")
+
+
+def test_narrow_pieces_of_the_last_dim_give_way_to_a_dim_nearly_as_long():
+    shapes = {
+        "near": (256, 512),
+        "wide": (256, 1024),  # pieces of 128
+        "stack": (8, 512),
+        "only": (7, 512),
+    }
+    params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    specs = zero_of(8, stage=3).specs((params, TX.init(params)), tx=TX)[0]
+    assert specs == {
+        "near": P("data"),
+        "wide": P(None, "data"),
+        "stack": P(None, "data"),
+        "only": P(None, "data"),
+    }
 
 
 def test_gather_outside_of_the_loss():

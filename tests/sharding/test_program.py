@@ -159,3 +159,11 @@ def test_the_state_is_born_sharded():
     state = zero.init(make, jax.random.key(0), tx=tx)
     assert state[1][0].mu["w1"].addressable_shards[0].data.shape == (256 // DEVICES, 128)
     assert state[1][0].mu["w1"].sharding.spec == PartitionSpec("data")
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_program_names_its_arguments(kind):
+    """By these names an audit knows parameters from state."""
+    text = compiled(2, "adamw", 1, kind).as_text()
+    for name in (r"state[0][\'w0\']", r"state[1][0].mu[\'w0\']", "batch"):
+        assert f'op_name="{name}"' in text

@@ -1,0 +1,42 @@
+"""Tables on a terminal, and in log files."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from sharding.plan._report import NEED, Table
+
+
+def show(tables: Sequence[Table], notes: Sequence[str] = (), *, console: Any = None) -> None:
+    """Prints tables, and sentences below them.
+
+    Args:
+      tables: what ``tables()`` of a ``Plan`` or an ``Audit`` returns. A column whose name ends in
+        ``*`` is marked.
+      notes: the sentences.
+      console: the ``rich.console.Console`` to print on; by default one as wide as the terminal.
+
+    Raises:
+      ValueError: rich is not installed.
+    """
+    try:
+        from rich import box
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table as RichTable
+    except ImportError:
+        raise ValueError(f"tables need rich: {NEED}; or ask for --json") from None
+    # Without a terminal as wide as the table wants; on one, as wide as that is.
+    console = console or Console(width=None if sys.stdout.isatty() else 80, highlight=False)
+    for table in tables:
+        shown = RichTable(
+            title=escape(table.title), title_justify="left", box=box.SIMPLE_HEAD, padding=0
+        )
+        for i, column in enumerate(table.columns):
+            bold = "bold green" if column.endswith("*") else None
+            shown.add_column(column, justify="right" if i else "left", style=bold, no_wrap=True)
+        for row in table.rows:
+            shown.add_row(*map(escape, row), style="bold" if row[0] == "together" else None)
+        console.print(shown)
+    for note in notes:
+        console.print(escape(note), style="yellow" if note.startswith("warning") else None)

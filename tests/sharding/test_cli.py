@@ -1,0 +1,419 @@
+"""The command line: what it prints, and one sentence for every wrong question."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh
+
+from sharding.plan import estimate
+from sharding.plan._cli import main
+from sharding.plan._plan import count_to_params, with_master
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """Runs a command line: the exit code, and what it printed."""
+    monkeypatch.setattr(sys, "path", [*sys.path])  # to which the command adds the directory
+
+    def run(line):
+        code = main(line.split())
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A module of the user's, named ``mine``."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+
+    def write(text):
+        (tmp_path / "mine.py").write_text(textwrap.dedent(text))
+
+    return write
+
+
+# --- plan -----------------------------------------------------------------------------------------
+
+
+def test_plan(run):
+    code, out, err = run("plan --model llama2-7b --optimizer came --target v5e:16x16")
+    assert (code, err) == (0, "")
+    assert "6,738,415,616 parameters on x=16, y=16: one device" in out
+    for name in ("stage 0", "stage 1", "stage 2", "stage 3", "3 hybrid", "3 spread *"):
+        assert name in out
+    assert out.count("*") == 1
+    assert "\n3 spread: of those that leave a fifth of the memory for activations" in out
+    assert re.search(r"left of 16.0 GiB +too much too much too much 15.8 GiB", out)
+    assert "At 3 spread came holds" in out
+    assert "DeepSpeed" not in out  # who knows of Adam alone
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--model gpt2-small --target cpu:8",
+        "--model 7.5e9 --optimizer adam --master --target h100x64",
+        "--model llama2-70b --master --offload --target v5e:4x4*2 --microbatches 4",
+        "--model 17e9 --optimizer adam --master --offload --target v5p:4x4x4*2",
+        "--model 1e15 --target v5p:16x16x16*2 --memory 999999",
+    ],
+)
+def test_it_fits_into_80_columns(run, line):
+    _, out, _ = run(f"plan {line}")
+    assert max(map(len, out.splitlines())) <= 80
+    assert "…" not in out
+    for row in ("parameters", "gradients", "optimizer state", "together", "sent in a step"):
+        assert re.search(rf"^ ?{row} ", out, re.MULTILINE)
+
+
+def test_json_has_the_numbers_of_estimate(run):
+    code, out, err = run("plan --model 7.5e9 --optimizer adam --master --target h100x64 --json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    mesh = AbstractMesh((8, 8), ("host", "data"))
+    tx = with_master(optax.adam(1e-3))
+    expected = estimate(
+        count_to_params(7_500_000_000), tx, mesh, axis="data", replica_axis="host"
+    ).to_dict()
+    assert found["stages"] == list(expected["stages"])
+    assert (found["num_params"], found["mesh"]) == (7_500_000_000, {"host": 8, "data": 8})
+    assert [round(row["memory"] / 1e9, 1) for row in found["stages"][:4]] == [120, 31.4, 16.6, 1.9]
+    assert (found["recommended"], found["device"]["name"]) == ("stage 1", "h100")
+
+
+def test_options_reach_the_plan(run):
+    """Each changes what it should: of two runs, whose first has the option."""
+
+    def stages(line):
+        code, out, _ = run(f"plan --model gpt2-small --target v5e:4x4 --json {line}")
+        assert code == 0
+        return {row["name"]: row for row in json.loads(out)["stages"]}
+
+    plain, third = stages(""), "stage 3"
+    assert plain[third]["batch"] == 4 * 1025
+    assert stages("--batch 3 --microbatches 2 --length 99")[third]["batch"] == 3 * 2 * 4 * 100
+    assert stages("--microbatches 2")[third]["wire"] > 1.99 * plain[third]["wire"]
+    assert stages("--dtype float32")[third]["params"] == 2 * plain[third]["params"]
+    assert stages("--master")[third]["master"] == pytest.approx(2 * plain[third]["params"])
+    assert stages("--state 4bit")[third]["opt_state"] < 0.27 * plain[third]["opt_state"]
+    assert stages("--offload")[third]["host"] == plain[third]["opt_state"]
+    assert "3 hybrid" not in stages("--mesh x=16")
+    swapped = stages("--replica-axis y --axis x --mesh x=8,y=2")["3 hybrid"]
+    assert swapped["params"] == pytest.approx(plain["stage 0"]["params"] / 8, rel=0.01)
+
+
+@pytest.mark.parametrize("target", ["v5e:4x4", "cpu:8"])
+def test_plot(run, tmp_path, target):
+    path = tmp_path / "plan.png"
+    code, _, err = run(f"plan --model gpt2-small --target {target} --plot {path}")
+    assert (code, err) == (0, "")
+    assert path.read_bytes().startswith(PNG)
+    assert path.stat().st_size > 10_000
+
+
+def test_memory_makes_a_device_known(run):
+    line = "plan --model gpt2-small --target cpu:8"
+    code, out, _ = run(line)
+    assert code == 0
+    assert "What fits is not known: no figures of cpu:8. Give them: --memory GIB" in out
+    assert "left of" not in out
+    assert "*" not in out
+    code, out, _ = run(f"{line} --memory 1")
+    assert code == 0
+    assert "left of 1.00 GiB" in out
+    assert "stage 2 *" not in out
+    assert "stage 3 *" in out
+    code, out, _ = run(f"{line} --memory 1 --json")
+    device = json.loads(out, parse_constant=pytest.fail)["device"]  # Infinity is no JSON
+    assert (device["memory"], device["bandwidth"]) == (2**30, None)
+    _, out, _ = run(f"{line} --memory 2 --bandwidth 100 --tflops 3 --link 5 --json")
+    device = json.loads(out)["device"]
+    figures = [device[name] for name in ("memory", "bandwidth", "flops", "link")]
+    assert figures == [2 * 2**30, 100e9, 3e12, 5e9]
+
+
+def test_figures_replace_those_that_are_known(run):
+    _, out, _ = run("plan --model gpt2-small --target v5e:4x4 --memory 0.1 --json")
+    device = json.loads(out)["device"]
+    assert (device["memory"], device["bandwidth"]) == (0.1 * 2**30, 819e9)
+
+
+def test_deepspeed_is_quoted_beside_adam(run):
+    _, out, _ = run("plan --model 2.85e9 --optimizer adam --target h100x8")
+    assert "15.9 GiB by its documentation and 11.3 GiB by its code" in " ".join(out.split())
+
+
+# --- What does not fit ----------------------------------------------------------------------------
+
+
+def test_more_devices_make_it_fit(run):
+    line = "plan --model llama2-70b --optimizer adamw --master"
+    code, out, err = run(f"{line} --target v5e:4x4")
+    assert (code, err) == (2, "")
+    assert "Does not fit a v5e: stage 3 needs least, 64.2 GiB of 16.0 GiB" in out
+    assert "*" not in out
+    assert "Each of these makes it fit, before activations: 128 devices instead of 16." in out
+    assert run(f"{line} --target v5e:8x8")[0] == 2
+    assert run(f"{line} --target v5e:8x16")[0] == 0
+
+
+def test_what_is_named_does_fit(run, module):
+    """And what is not named does not."""
+    module("""
+        import jax.numpy as jnp, optax_ext
+        came = optax_ext.came(1e-3, mu_dtype=jnp.bfloat16)
+    """)
+    line = "plan --model llama2-70b"
+    came = "CAME with a bfloat16 momentum and no master weights"
+    changes = {
+        "64 devices instead of 32": "--target v5e:8x8",
+        "--state 8bit": "--target v5e:4x8 --state 8bit",
+        "--offload": "--target v5e:4x8 --offload",
+        came: "--target v5e:4x8 --optimizer mine:came",
+    }
+    code, out, _ = run(f"{line} --target v5e:4x8")
+    assert code == 2
+    assert f"fit, before activations: {'; '.join(changes)}." in " ".join(out.split())
+    for options in changes.values():
+        assert run(f"{line} {options}")[0] == 0
+    code, out, _ = run(f"{line} --target v5e:4x8 --memory 12")
+    assert code == 2
+    assert "--state 8bit" not in out
+    assert run(f"{line} --target v5e:4x8 --memory 12 --state 8bit")[0] == 2
+    assert "--offload" in out
+    assert run(f"{line} --target v5e:4x8 --memory 12 --offload")[0] == 0
+
+
+def test_nothing_makes_it_fit(run):
+    code, out, _ = run("plan --model 1e15 --target h100x8")
+    assert code == 2
+    assert "No change that is known here makes it fit: cut it over a model axis, too." in out
+
+
+# --- The user's own -------------------------------------------------------------------------------
+
+
+def test_a_model_and_an_optimizer_of_ones_own(run, module):
+    module("""
+        import jax, jax.numpy as jnp, optax
+        class Model:
+            @staticmethod
+            def init():
+                return {"w": jnp.ones((1000, 800)), "b": jnp.ones(800, jnp.bfloat16)}
+        def abstract():
+            return jax.eval_shape(Model.init)
+        def optimizer():
+            return optax.sgd(0.1, momentum=0.9)
+        made = optimizer()
+    """)
+    line = "plan --json --target h100x8"
+    for model in ("mine:Model.init", "mine:abstract"):
+        for optimizer in ("mine:optimizer", "mine:made"):
+            code, out, _ = run(f"{line} --model {model} --optimizer {optimizer}")
+            found = json.loads(out)
+            assert (code, found["num_params"]) == (0, 800_800)
+            whole = found["stages"][0]
+            assert whole["params"] == whole["opt_state"] == 800_000 * 4 + 800 * 2
+            assert whole["batch"] == 0
+
+
+def test_from_the_working_directory(run, module, tmp_path, monkeypatch):
+    module("def init():\n    import jax.numpy as jnp\n    return jnp.ones(5000)\n")
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run("plan --model mine:init --target h100x8")
+    assert code == 0
+    assert out.startswith("5,000 parameters on data=8")
+
+
+# --- Bad input ------------------------------------------------------------------------------------
+
+GPT2 = "--model gpt2-small"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (f"{GPT2} --target cpu:8 --optimizer adamx", "'adamx' is no optimizer; nearest are .*adam"),
+        (f"{GPT2} --target cpu:8 --optimizer chain", "'chain' is no optimizer"),
+        (f"{GPT2} --target cpu:8 --optimizer optax:adm", "module 'optax' has no attribute 'adm'"),
+        (f"{GPT2} --target cpu:8 --optimizer optax:adam", "must make one, .*'learning_rate'"),
+        (f"{GPT2} --target cpu:8 --optimizer os:getcwd", "os:getcwd made no optimizer, but '/"),
+        ("--model gpt2-tiny --target cpu:8", "'gpt2-tiny' is no number and no model; .*gpt2-small"),
+        ("--model qwen --target cpu:8", "is no number and no model; known are gpt2-large, .*llama"),
+        ("--model 0.4 --target cpu:8", "'0.4': from 1 to 1e15 parameters"),
+        ("--model 1e400 --target cpu:8", "'1e400': from 1 to 1e15 parameters"),
+        ("--model nosuch.module:f --target cpu:8", "--model nosuch.module:f: No module named 'no"),
+        ("--model math:nosuch --target cpu:8", "'math' has no attribute 'nosuch'"),
+        ("--model math:pi --target cpu:8", "--model math:pi must make parameters"),
+        ("--model math:sin --target cpu:8", "--model math:sin must make parameters, given nothing"),
+        ("--target cpu:8", "--model is missing: a number, a name, or module:function"),
+        (f"{GPT2} --target v7:2x2", "unknown target 'v7:2x2'; known are v4:2x2x2, .*cpu:8"),
+        (f"{GPT2} --target v5e:3x3", "no slice 'v5e:3x3'; those of v5e are 1x1, .*, 16x16$"),
+        (
+            f"{GPT2} --target v5e:4x4 --mesh x=4,y=2",
+            r"--mesh x=4,y=2: 4 \* 2 = 8 devices asked for, but v5e:4x4 has 16$",
+        ),
+        (f"{GPT2} --target v5e:4x4 --mesh x=4,x=4", "axis 'x' is named twice"),
+        (f"{GPT2} --target v5e:4x4 --mesh 4x4", "must look like x=4,y=8, got '4x4'"),
+        (f"{GPT2} --target v5e:4x4 --mesh x=0,y=4", "must look like x=4,y=8, got 'x=0,y=4'"),
+        (f"{GPT2} --target v5e:4x4 --axis z", r"axis 'z' is not in the mesh \('x', 'y'\)"),
+        (f"{GPT2} --target v5e:4x4 --replica-axis x,y", "axis must name at least one"),
+        (f"{GPT2} --target cpu:8 --length 2000", "has 1024 positions, --length 2000 asked for"),
+        (f"{GPT2} --target cpu:8 --length -5", "--length must be above 0, got -5"),
+        (f"{GPT2} --target cpu:8 --microbatches 0", "--microbatches must be above 0, got 0"),
+        (f"{GPT2} --target cpu:8 --batch -1", "--batch must be above 0, got -1"),
+        (f"{GPT2} --target cpu:8 --memory nan", "--memory must be above 0, got nan"),
+        (f"{GPT2} --target cpu:8 --dtype int8", "--dtype must be a floating dtype, got int8"),
+        (f"{GPT2} --target cpu:8 --dtype half-ish", "--dtype 'half-ish' is no dtype"),
+        (f"{GPT2} --target cpu:8 --plot /nosuch/x.png", "--plot /nosuch/x.png: No such file"),
+    ],
+)
+def test_bad_input(run, line, message):
+    code, _, err = run(f"plan {line}")
+    assert code == 2
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert re.search(message, err.rstrip("\n"))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("plan --model 1e9", "--target"),
+        ("plan --model 1e9 --target cpu:8 --state 3bit", "'8bit'"),
+        ("audit --model gpt2-small --target cpu:8 --stage 4", "invalid choice: '4'"),
+        ("", "plan|audit"),
+    ],
+)
+def test_bad_options(run, capsys, line, message):
+    with pytest.raises(SystemExit) as error:
+        run(line)
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_rich(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    code, out, err = run("plan --model gpt2-small --target cpu:8")
+    assert (code, out) == (2, "")
+    assert err == "error: tables need rich: pip install 'optax-ext[cli]'; or ask for --json\n"
+    assert run("plan --model gpt2-small --target cpu:8 --json")[0] == 0
+
+
+def test_without_matplotlib(run, monkeypatch):
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    code, _, err = run("plan --model gpt2-small --target cpu:8 --plot x.png")
+    assert code == 2
+    assert re.fullmatch(r"error: .+ needs matplotlib: pip install 'optax-ext\[cli\]'\n", err)
+
+
+# --- audit ----------------------------------------------------------------------------------------
+
+STEP = """
+    import jax, jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec as P
+
+    def lowered(mesh):
+        def step(params, x):
+            return params - jax.grad(lambda p: jnp.sum((x @ p) ** 2))(params)
+
+        params = jax.ShapeDtypeStruct((32, 16), jnp.float32, sharding=NamedSharding(mesh, P()))
+        cut = NamedSharding(mesh, P(mesh.axis_names))
+        x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=cut)
+        return jax.jit(step, out_shardings=NamedSharding(mesh, P())).lower(params, x)
+"""
+
+
+def test_audit_of_a_step(run, module, tmp_path):
+    module(STEP)
+    line = "audit --step mine:lowered --target cpu:8"
+    path = tmp_path / "audit.png"
+    code, out, err = run(f"{line} --plot {path}")
+    assert (code, err) == (0, "")
+    assert path.read_bytes().startswith(PNG)
+    assert max(map(len, out.splitlines())) <= 80
+    for title in ("Memory of one device", "Sent by one device", "Work of one device"):
+        assert f"mine:lowered: {title}" in " ".join(out.split())
+    # The whole gradient of 2 KiB is summed over eight devices.
+    assert re.search(r"all-reduce +data +f32 +1 +3.50 KiB", out)
+    assert re.search(r"parameters +2.00 KiB", out)
+
+    code, out, _ = run(f"{line} --json --mesh a=2,b=4")
+    assert code == 0
+    found = json.loads(out)["mine:lowered"]
+    assert found["wire_bytes"] == 2 * 7 / 8 * 2048
+    assert [each["axes"] for each in found["traffic"]] == [["a", "b"]]
+    assert found["arguments"]["parameters"] == 2048
+    assert found["matmul_flops"] == 2 * (2 * 8 * 32 * 16)
+    assert (found["devices"], found["fits"], found["seconds"]) == (8, None, {})
+
+
+def test_a_step_that_does_not_fit(run, module):
+    module(STEP)
+    line = "audit --step mine:lowered --target cpu:8 --tflops 1 --bandwidth 1 --link 1"
+    code, out, _ = run(f"{line} --memory 1e-6")
+    assert code == 2
+    assert "a cpu has: DOES NOT FIT" in out
+    assert "warning: the step needs" in out
+    code, out, _ = run(f"{line} --memory 1 --json")
+    found = json.loads(out)["mine:lowered"]
+    assert (code, found["fits"]) == (0, True)
+    np.testing.assert_allclose(found["seconds"]["wire"], 3584 / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "--model 7e9 --target cpu:8",
+            "--model must be one of gpt2-small, .*give the step: --step",
+        ),
+        ("--step nosuch:f --target cpu:8", "--step nosuch:f: No module named 'nosuch'"),
+        ("--step math:sin --target cpu:8 --mesh a=3", "a=3: 3 = 3 devices asked for, but cpu:8"),
+        ("--model gpt2-small --target cpu:8 --length 1025", "has 1024 positions"),
+    ],
+)
+def test_bad_audits(run, line, message):
+    code, out, err = run(f"audit {line}")
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert re.search(message, err)
+
+
+# --- As a program ---------------------------------------------------------------------------------
+
+
+def test_as_a_program(tmp_path):
+    command = [sys.executable, "-m", "sharding", "plan", "--target", "v5e:4x4"]
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+
+    def call(*args):
+        return subprocess.run(
+            [*command, *args], capture_output=True, text=True, env=env, cwd=tmp_path, check=False
+        )
+
+    found = call("--model", "llama2-70b", "--json")
+    assert (found.returncode, found.stderr) == (2, "")
+    assert json.loads(found.stdout)["num_params"] == 68_976_648_192
+
+
+def test_the_test_devices_are_kept(run, module):
+    """An audit in this process leaves its configuration as it was."""
+    module(STEP)
+    assert run("audit --step mine:lowered --target cpu:8 --json")[0] == 0
+    assert jax.device_count() == jax.config.jax_num_cpu_devices == 8

@@ -1,0 +1,489 @@
+"""The planner: published figures, the closed form by hand, and what a compiled step holds."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+
+import optax_ext
+import sharding as shd
+from sharding.plan import estimate, targets
+from sharding.plan._devices import kind_of
+from sharding.plan._models import MODELS, Decoder
+from sharding.plan._plan import (
+    STATE_FORMATS,
+    count_to_params,
+    deepspeed_stage_2,
+    saving_of,
+    with_master,
+)
+
+GB, GIB = 1e9, 2**30
+STAGES = [f"stage {i}" for i in range(4)]
+
+
+def plan_of(params, tx=None, sizes=(64,), names=("data",), **options):
+    mesh = AbstractMesh(sizes, names)
+    options = {"axis": names[-1], "replica_axis": names[:-1] or None} | options
+    return estimate(params, tx or optax.adam(1e-3), mesh, **options)
+
+
+def device(gigabytes):
+    return shd.DeviceKind("test", gigabytes * GB, 1e12, 1e14, 1e11, None, "made up")
+
+
+# --- Published figures ----------------------------------------------------------------------------
+
+ADAM = with_master(optax.adam(1e-3))
+CAME = with_master(optax_ext.came(1e-3))
+
+
+def test_the_table_of_the_zero_paper():
+    plan = plan_of(count_to_params(7_500_000_000), ADAM)
+    assert plan.num_params == 7_500_000_000
+    assert [stage.name for stage in plan.stages] == STAGES
+    assert [round(stage.memory / GB, 1) for stage in plan.stages] == [120, 31.4, 16.6, 1.9]
+    whole = plan.stages[0]
+    per_param = [x / 7.5e9 for x in (whole.params, whole.grads, whole.opt_state, whole.master)]
+    assert per_param == pytest.approx([2, 2, 8, 4])
+    # In 2 (n - 1) / n of the parameters' bytes; stage 3 sends half as much again.
+    assert [stage.wire / (2 * 15e9 * 63 / 64) for stage in plan.stages] == pytest.approx(
+        [1, 1, 1, 1.5]
+    )
+
+
+@pytest.mark.parametrize(
+    ("tx", "expected"),
+    [
+        pytest.param(CAME, [90, 30.9, 16.2, 1.41], id="came"),
+        pytest.param(with_master(optax.adafactor(1e-3)), [60, 30.5, 15.7, 0.94], id="adafactor"),
+    ],
+)
+def test_factored_optimizers(tx, expected):
+    """K of 8 and 4 bytes a parameter; rows and columns are what the 2 % are for."""
+    plan = plan_of(count_to_params(7_500_000_000), tx)
+    assert [stage.memory / GB for stage in plan.stages] == pytest.approx(expected, rel=0.02)
+
+
+def test_deepspeed_counts_in_two_ways():
+    t5_3b = deepspeed_stage_2(2.85e9, 8)
+    found = {name: round(value / GIB, 2) for name, value in t5_3b.items()}
+    assert found == {"documentation": 15.93, "code": 11.28}
+
+
+@pytest.mark.parametrize("count", [1, 4095, 4096, 4097, 4096**2 + 5 * 4096 + 3])
+def test_a_number_as_parameters(count):
+    params = count_to_params(count, jnp.float32)
+    assert sum(math.prod(x.shape) for x in jax.tree.leaves(params)) == count
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+
+
+# --- Bytes on the wire ----------------------------------------------------------------------------
+
+SHAPES = {
+    "cut": (64, 24),
+    "once": (16, 40),  # stage 3 gathers it once
+    "half": (12, 35),  # divides by the 4 devices of a copy, not by all 8
+    "odd": (33, 35),
+    "small": (8, 8),  # below min_shard_size
+}
+SIZE = {name: math.prod(shape) for name, shape in SHAPES.items()}
+
+
+def wire_by_hand(k, held=2, summed=4):
+    """The six rows, for k micro-batches; and what goes to the other copy in the last two."""
+
+    def reduced(*names, n=8):
+        return sum(2 * summed * SIZE[name] * (n - 1) / n for name in names)
+
+    def gathered(name, gathers, n):
+        return k * (gathers * held + summed) * SIZE[name] * (n - 1) / n
+
+    def scattered(passes, n=8):
+        return sum((passes * summed + held) * SIZE[x] * (n - 1) / n for x in ("cut", "once"))
+
+    whole = reduced("half", "odd", "small")
+    third = gathered("cut", 2, 8) + gathered("once", 1, 8) + whole
+    inside = sum(
+        gathered(name, gathers, 4) for name, gathers in [("cut", 2), ("once", 1), ("half", 2)]
+    )
+    inside += reduced("odd", "small")
+    shards = {name: SIZE[name] / 4 for name in ("cut", "once", "half")}
+    summed_over_2 = {name: 2 * summed * size * 1 / 2 for name, size in shards.items()}
+    hybrid = sum(summed_over_2.values())
+    spread = summed_over_2["half"] + sum(
+        (summed + held) * shards[name] * 1 / 2 for name in ("cut", "once")
+    )
+    wire = [
+        reduced(*SHAPES),
+        scattered(1) + whole,
+        scattered(k) + whole,
+        third,
+        inside + hybrid,
+        inside + spread,
+    ]
+    return wire, [0, 0, 0, 0, hybrid, spread]
+
+
+def wire_plan(dtype=jnp.bfloat16, **options):
+    params = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in SHAPES.items()}
+    params["steps"] = jax.ShapeDtypeStruct((64, 64), jnp.int32)  # has no gradient
+    tx = optax.sgd(1e-3)
+    options = {"min_shard_size": 100, "gathered_once": "^once$"} | options
+    return plan_of(params, tx, (2, 4), ("host", "data"), **options)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_wire_bytes_by_hand(k):
+    precision = shd.Precision(reduce=jnp.float32)
+    plan = wire_plan(precision=precision, microbatches=k)
+    assert [stage.name for stage in plan.stages] == [*STAGES, "3 hybrid", "3 spread"]
+    wire, network = wire_by_hand(k)
+    assert [stage.wire for stage in plan.stages] == pytest.approx(wire)
+    assert [stage.network for stage in plan.stages] == pytest.approx(network)
+
+
+def test_what_is_computed_in_travels():
+    """Stage 3 gathers in the dtype of the loss, stages 1 and 2 in that of the parameters."""
+    found = wire_plan(jnp.float32, precision=shd.Precision(compute=jnp.bfloat16)).stages
+    narrow, _ = wire_by_hand(1, held=2, summed=2)
+    mixed, _ = wire_by_hand(1, held=4, summed=2)
+    expected = [*mixed[:3], *narrow[3:5]]
+    assert [stage.wire for stage in found[:5]] == pytest.approx(expected)
+
+
+# --- The compiled program -------------------------------------------------------------------------
+
+MODEL = Decoder(2, 128, 4, 2, 384, 512, length=16, gated=False, tied=True)
+OPTIMIZERS = {"adamw": optax.adamw, "came": optax_ext.came, "adafactor": optax.adafactor}
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "k"),
+    [
+        ("stage 0", "adamw", 1),
+        ("stage 1", "came", 1),
+        ("stage 2", "adafactor", 2),
+        ("stage 3", "came", 1),
+        ("3 hybrid", "adamw", 2),
+        ("3 spread", "adafactor", 1),
+    ],
+)
+def test_the_compiled_step(name, optimizer, k):
+    tx = OPTIMIZERS[optimizer](1e-3)
+    mesh = jax.make_mesh((2, 4), ("host", "data"), axis_types=(AxisType.Auto,) * 2)
+    axes = {"axis": "data", "replica_axis": "host"}
+    if name.startswith("stage"):
+        zero = shd.Zero(mesh, int(name[-1]), ("host", "data"), min_shard_size=1000)
+    else:
+        zero = shd.Zero(
+            mesh, 3, **axes, shard_state_over_replicas=name == "3 spread", min_shard_size=1000
+        )
+
+    def make_state():
+        params = MODEL.init()
+        return params, tx.init(params)
+
+    step = zero.train_step(MODEL.make_loss(zero.gathered(MODEL.apply_layer)), tx=tx, microbatches=k)
+    batch = jax.ShapeDtypeStruct((8 * k, MODEL.length + 1), jnp.int32)
+    compiled = step.lower(zero.abstract_state(make_state, tx=tx), batch).compile()
+    plan = estimate(
+        MODEL.abstract(),
+        tx,
+        mesh,
+        **axes,
+        microbatches=k,
+        min_shard_size=1000,
+        batch=4 * k * (MODEL.length + 1),
+        gathered_once=r"^(?!layers/)",
+    )
+    (stage,) = (stage for stage in plan.stages if stage.name == name)
+    arguments = compiled.memory_analysis().argument_size_in_bytes
+    assert stage.arguments == pytest.approx(arguments, rel=0.02)
+    assert shd.wire_bytes(compiled) == pytest.approx(stage.wire, rel=0.05)
+
+
+# --- What is recommended --------------------------------------------------------------------------
+
+# Peaks with four micro-batches, which are added up in float32: 150, 61.4, 31.9 and 2.1 GB; stage 2
+# sends more than 1, less than 3.
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "name", "reason"),
+    [
+        (200, "stage 1", "it sends least"),
+        (80, "stage 1", "it sends least"),
+        (70, "stage 2", "it sends least"),  # stage 1 fits, but leaves less than a fifth
+        (35, "stage 3", "it sends least"),
+        (2.2, "stage 3", "it needs least; only 8"),
+    ],
+)
+def test_recommended(gigabytes, name, reason):
+    plan = plan_of(count_to_params(7_500_000_000), ADAM, microbatches=4, device=device(gigabytes))
+    assert (plan.recommended, plan.fits) == (name, True)
+    assert reason in plan.notes[0]
+    assert plan.notes[0].startswith(name)
+    (stage,) = (stage for stage in plan.stages if stage.name == name)
+    roomy = [s for s in plan.stages if s.peak <= 0.8 * gigabytes * GB]
+    assert stage.wire == min((s.wire for s in roomy), default=stage.wire)
+
+
+def test_unreduced_gradients_count():
+    """Stage 2 needs 15 GB more than it holds, until its gradients are reduced."""
+    params = count_to_params(7_500_000_000)
+    plan = plan_of(params, ADAM, microbatches=4)
+    peaks = [round(stage.peak / GB, 1) for stage in plan.stages]
+    assert peaks == [150, 61.4, 31.9, 2.1]
+    once = plan_of(params, ADAM)
+    assert [round(stage.unreduced / GB) for stage in once.stages] == [0, 0, 15, 0]
+
+
+def test_nothing_fits():
+    plan = plan_of(count_to_params(7_500_000_000), ADAM, device=device(1.5))
+    assert (plan.recommended, plan.fits) == ("", False)
+    assert plan.notes[0].startswith("Does not fit a test: stage 3 needs least, 1.75 GiB of 1.40")
+
+
+def test_an_unknown_device():
+    plan = plan_of(count_to_params(7_500_000_000), ADAM)
+    assert (plan.recommended, plan.fits, plan.device) == ("", None, None)
+    assert "not known" in plan.notes[0]
+    assert "left of" not in str(plan)
+
+
+def test_what_is_shown():
+    plan = plan_of(count_to_params(7_500_000_000), ADAM, device=device(200))
+    text = str(plan)
+    assert text.startswith("7,500,000,000 parameters on data=64: one device\n")
+    assert "stage 1 *" in text
+    assert "1.75 GiB" in text  # stage 3 together
+    row = plan.to_dict()["stages"][3]
+    assert row["memory"] == row["arguments"] + row["grads"] == plan.stages[3].memory
+    assert row["peak"] == row["memory"] + row["unreduced"]
+
+
+# --- Formats of state -----------------------------------------------------------------------------
+
+STATE_SHAPES = {"large": (64, 128), "just": (4096,), "small": (4095,)}
+
+
+def formatted(tx, dtype=jnp.bfloat16, **options):
+    params = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in STATE_SHAPES.items()}
+    return plan_of(params, tx, (8,), **options).stages
+
+
+@pytest.mark.parametrize(
+    ("state_format", "width"), [("bfloat16", 2), ("8bit", 1 + 4 / 256), ("4bit", 0.5 + 4 / 128)]
+)
+def test_state_formats(state_format, width):
+    plain = formatted(ADAM)
+    found = formatted(ADAM, state_format=state_format)
+    # Two moments, of leaves of 4096 elements and more; nothing of these stays whole.
+    saved = 2 * (64 * 128 + 4096) * (4 - width)
+    for a, b, n in zip(plain, found, [1, 8, 8, 8], strict=True):
+        assert a.opt_state - b.opt_state == pytest.approx(saved / n)
+        assert (a.master, a.params, a.grads, a.wire) == (b.master, b.params, b.grads, b.wire)
+    assert plain[0].master == 4 * (64 * 128 + 4096 + 4095)
+
+
+def test_no_format_widens():
+    tx = optax.adam(1e-3)
+    narrow = formatted(tx, jnp.float8_e4m3fn)
+    assert formatted(tx, jnp.float8_e4m3fn, state_format="bfloat16") == narrow
+    assert formatted(tx, jnp.float8_e4m3fn, state_format="8bit") == narrow  # scales are beside it
+    assert formatted(tx, state_format="bfloat16") == formatted(tx)
+    assert formatted(tx, state_format="8bit")[3].opt_state < formatted(tx)[3].opt_state
+
+
+def test_offload():
+    for plain, found in zip(
+        formatted(ADAM, batch=100.0), formatted(ADAM, batch=100.0, offload=True), strict=True
+    ):
+        assert found.host == plain.opt_state + plain.master
+        assert found.host_wire == 2 * found.host
+        assert found.arguments == plain.params + 100
+        assert (plain.host, plain.host_wire, found.wire) == (0, 0, plain.wire)
+
+
+def test_an_unknown_format():
+    with pytest.raises(ValueError, match="got '3bit'") as error:
+        formatted(ADAM, state_format="3bit")
+    assert all(repr(name) in str(error.value) for name in STATE_FORMATS)
+
+
+def test_random_keys_in_the_state():
+    """Typed keys have no width that a format could change, and their dtype is not NumPy's."""
+    key = jax.random.key(0)
+    tx = optax.chain(optax.add_noise(0.1, 0.5, key), optax.adam(1e-3))
+    plain, found = (formatted(tx, state_format=name)[0] for name in ("as it is", "8bit"))
+    assert plain.opt_state > found.opt_state > 0
+    assert plain.opt_state >= formatted(optax.adam(1e-3))[0].opt_state + 8
+
+
+# --- What an optimizer saves ----------------------------------------------------------------------
+
+
+def test_a_saving_that_matters_and_one_that_does_not():
+    params = count_to_params(7_500_000_000)
+    adamw, came = (plan_of(params, tx) for tx in (ADAM, CAME))
+    whole = saving_of(came, adamw, "stage 0", ("CAME", "AdamW"))
+    assert whole.startswith("At stage 0 CAME holds 27.9 GiB less than AdamW: 25% of a device's")
+    assert "dominate" not in whole
+    cut = saving_of(came, adamw, "stage 2")
+    # Of 4 bytes a parameter on 64 devices, 447 MiB, less what CAME's rows and columns take.
+    assert cut.startswith("At stage 2 it holds 433 MiB less than AdamW: 3% of")
+    assert cut.endswith(
+        "Parameters and gradients dominate; the optimizer hardly matters for memory here."
+    )
+    assert "AdamW holds 433 MiB more than CAME" in saving_of(
+        adamw, came, "stage 2", ("AdamW", "CAME")
+    )
+    assert "dominate" not in saving_of(came, adamw, "stage 3")
+    sgd = plan_of(params, optax.sgd(1e-3))  # parameters and gradients are all, and it matters
+    assert saving_of(sgd, adamw, "stage 0").endswith("75% of a device's 112 GiB.")
+
+
+# --- Models ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [
+        ("gpt2-small", 124_439_808),
+        ("llama2-7b", 6_738_415_616),
+        ("llama2-70b", 68_976_648_192),
+        ("llama3-8b", 8_030_261_248),
+        ("llama3-70b", 70_553_706_496),
+    ],
+)
+def test_published_sizes(name, count):
+    leaves = jax.tree.leaves(MODELS[name].abstract(jnp.bfloat16))
+    assert sum(math.prod(x.shape) for x in leaves) == count
+    assert {x.dtype for x in leaves} == {jnp.dtype("bfloat16")}
+
+
+GATED = Decoder(2, 16, 4, 2, 24, 32, length=8)
+BIASED = Decoder(2, 16, 4, 4, 24, 32, length=8, gated=False, tied=True, biased=True)
+both = pytest.mark.parametrize("model", [GATED, BIASED], ids=["gated", "biased"])
+
+
+def filled(model, scale=0.3):
+    """Parameters that all differ: those of ``init`` have no biases and norms of one."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda x: jnp.asarray(x + scale * rng.standard_normal(x.shape, np.float32)),
+        jax.jit(model.init)(),
+    )
+
+
+def tokens_of(model, batch=2):
+    shape = (batch, model.length + 1)
+    return jnp.asarray(np.random.default_rng(1).integers(0, model.vocabulary, shape, np.int32))
+
+
+@both
+def test_scanned_is_unrolled(model):
+    unrolled = dataclasses.replace(model, scan=False)
+    params, tokens = filled(model), tokens_of(model)
+    layers = [jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(model.layers)]
+    split = params | {"layers": layers}
+    assert jax.tree.map(jnp.shape, split) == jax.tree.map(jnp.shape, unrolled.abstract())
+    loss = jax.jit(model.make_loss())
+    scanned = loss(params, tokens)
+    np.testing.assert_allclose(jax.jit(unrolled.make_loss())(split, tokens), scanned, rtol=1e-6)
+    backward = params | {"layers": jax.tree.map(lambda x: x[::-1], params["layers"])}
+    assert abs(loss(backward, tokens) - scanned) > 1e-3
+
+
+@both
+def test_layers_are_causal(model):
+    layer = jax.tree.map(lambda x: x[0], filled(model)["layers"])
+    x = np.random.default_rng(2).standard_normal((1, 5, model.width), np.float32)
+    slopes = jax.jit(jax.jacobian(lambda x: model.apply_layer(layer, x)[0, :, 0]))(x)[:, 0]
+    seen = np.abs(slopes).max(-1) > 1e-6  # whether the output at t depends on the input at s
+    np.testing.assert_array_equal(seen, np.tri(5, dtype=bool))
+
+
+@both
+def test_the_loss_is_of_the_next_token(model):
+    """Without layers and at one position, by hand."""
+    params, tokens = filled(model), tokens_of(model)[:, :2]
+    found = jax.jit(model.make_loss(lambda _, x: x))(params, tokens)
+    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    x = p["embed"][tokens[:, 0]]
+    if model.biased:
+        x = x + p["positions"][0]
+        x = x - x.mean(-1, keepdims=True)
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * p["norm"]["scale"]
+    x = x + p["norm"].get("bias", 0)
+    logits = x @ (p["embed"].T if model.tied else p["unembed"])
+    losses = np.log(np.exp(logits).sum(-1)) - logits[[0, 1], tokens[:, 1]]
+    np.testing.assert_allclose(found, losses.mean(), rtol=1e-5)
+
+
+# --- Targets and devices --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "num", "axes"),
+    [
+        ("cpu:8", 8, {"data": 8}),
+        ("h200x4", 4, {"data": 4}),
+        ("h100x64", 64, {"host": 8, "data": 8}),
+        ("v5e:16x16", 256, {"x": 16, "y": 16}),
+        ("v5e:1x1", 1, {"x": 1}),
+        ("v5e:4x4*2", 32, {"slice": 2, "x": 4, "y": 4}),
+        ("v4:2x2x1", 4, {"x": 2, "y": 2}),
+        ("v5p:4x4x8*3", 384, {"slice": 3, "x": 4, "y": 4, "z": 8}),
+    ],
+)
+def test_targets(name, num, axes):
+    target = targets.parse(name)
+    assert target.num_devices == num == math.prod(axes.values())
+    assert target.mesh_axes == axes
+    assert list(target.mesh_axes) == list(axes)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("v5e:3x3", "no slice 'v5e:3x3'; those of v5e are 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16,"),
+        ("v6e:4x4x4", "no slice 'v6e:4x4x4'; those of v6e are"),
+        ("v5p:0x4", "unknown target 'v5p:0x4'; known are v4"),
+        ("v5p:2x2x2x2", "unknown target"),
+        ("v5e:4x4*0", "unknown target"),
+        ("h100x0", "unknown target"),
+        ("h100x12", "must be a multiple of 8"),
+        ("tpu", "unknown target 'tpu'"),
+        ("", "unknown target ''"),
+    ],
+)
+def test_bad_targets(name, message):
+    with pytest.raises(ValueError, match=message):
+        targets.parse(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("v5e:4x4*2", "v5e"),
+        ("h200x8", "h200"),
+        ("TPU v5 lite", "v5e"),
+        ("TPU v5e", "v5e"),
+        ("TPU v5", "v5p"),
+        ("TPU v5p", "v5p"),
+        ("TPU v6 lite", "v6e"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("TPU v4", None),
+        ("cpu:8", None),
+    ],
+)
+def test_kinds_of_devices(name, kind):
+    found = kind_of(name)
+    assert (found and found.name) == kind
