@@ -26,7 +26,7 @@ def test_ci_runs_every_command():
     ci = (ROOT / ".ci" / "run").read_text()
     makefile = (ROOT / "Makefile").read_text()
     for command in commands:
-        if command.startswith("pip install"):
+        if command.startswith("pip install") or command in ci:
             continue  # .ci/check_wheel installs the wheel
         script = re.search(r"\S+\.py", command)
         if script:

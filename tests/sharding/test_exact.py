@@ -63,7 +63,7 @@ def test_fewer_devices(stage, devices):
 
 
 @pytest.mark.parametrize(
-    ("name", "stage"), [*((name, 2) for name in model.OPTIMIZERS), ("came", 3), ("lamb", 3)]
+    ("name", "stage"), [("adamw", 2), ("adafactor", 2), ("came", 2), ("came", 3), ("lamb", 3)]
 )
 def test_float32(name, stage):
     check(name, shd.Zero(mesh_of(8), stage=stage, min_shard_size=0), jnp.float32)
