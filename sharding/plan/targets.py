@@ -1,14 +1,21 @@
 """Compile-only devices: programs for accelerators that are not here.
 
 A program compiled for them can be read (its collectives, its memory) but not run. TPU targets need
-the ``libtpu`` package, GPU targets the CUDA plugin of jax. Set ``JAX_PLATFORMS=cpu`` in a process
-that only compiles, so that jax does not look for the accelerators themselves.
+the ``libtpu`` package, GPU targets the CUDA plugin of jax: ``pip install 'optax-ext[aot]'``.
+Nothing of them is loaded before a target is asked for. Set ``JAX_PLATFORMS=cpu`` in a process that
+only compiles, so that jax does not look for the accelerators themselves.
+
+Where jax finds these packages and no accelerator, it says so whenever it starts, in every program
+of the environment. To keep them apart, install them into a folder of their own, which only this
+module looks into: ``pip install --target DIR 'jax[tpu,cuda13-local]'`` of the same jax version, and
+``SHARDING_COMPILERS=DIR`` in the environment.
 """
 
 import importlib.util
 import math
 import os
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -170,7 +177,13 @@ def _cpus(name: str, num: int) -> list[jax.Device]:
     return devices[:num]
 
 
+def _find_compilers() -> None:
+    folders = os.environ.get("SHARDING_COMPILERS", "").split(os.pathsep)
+    sys.path.extend(folder for folder in folders if folder and folder not in sys.path)
+
+
 def _tpus(name: str, target: Target) -> list[jax.Device]:
+    _find_compilers()
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError(f"{name!r} needs the TPU compiler, which is not installed: {_HOW}")
     # Nothing is asked of a metadata server, and two processes may compile at once.
@@ -188,13 +201,17 @@ def _tpus(name: str, target: Target) -> list[jax.Device]:
 
 
 def _gpus(name: str, target: Target) -> list[jax.Device]:
+    _find_compilers()
     layout = f"1x{target.groups}x{target.num_devices // target.groups}"
     try:
         found = topologies.get_topology_desc(
             name, "cuda", target_config=_gpu_config(target.kind), topology=layout
         )
     except NotImplementedError as error:
-        raise ValueError(f"{name!r} needs jax's CUDA plugin, which is not found: {_HOW}") from error
+        raise ValueError(
+            f"{name!r} needs jax's CUDA plugin, which is not found: {_HOW}; one in "
+            "SHARDING_COMPILERS is seen only before jax is first used"
+        ) from error
     return found.devices
 
 

@@ -1,6 +1,9 @@
 """Targets that are not here; their programs, where their compilers are installed."""
 
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +20,6 @@ from sharding.plan._wire import collectives
 
 def need(target):
     """Skips the test where nothing compiles for the target."""
-    if target.startswith("v6e") and jax.__version_info__ < (0, 12):
-        pytest.skip("this jaxlib cannot print what libtpu compiles for v6e")
     try:
         shd.targets.topology(target)
     except ValueError as error:
@@ -44,6 +45,23 @@ def test_bad_names(name, message):
 def test_a_mesh_that_does_not_fit():
     with pytest.raises(ValueError, match=r"mesh shape \(2, 2\) asked for 'cpu:8', which has 8"):
         shd.targets.mesh("cpu:8", (2, 2), ("a", "b"))
+
+
+def test_compilers_in_a_folder_of_their_own(tmp_path):
+    """Seen when a target is asked for; a program that does not is not disturbed by them."""
+    (tmp_path / "libtpu").mkdir()
+    (tmp_path / "libtpu" / "__init__.py").write_text("raise RuntimeError('loaded')")
+    code = (
+        "import importlib.util, jax, sharding as shd\n"
+        "assert jax.default_backend() == 'cpu'\n"
+        "before = importlib.util.find_spec('libtpu')\n"
+        "try:\n    shd.targets.topology('v5e:2x4')\n"
+        "except Exception as error:\n    found = type(error)\n"
+        "assert before is not None or found is not ValueError, 'the folder was not looked into'\n"
+    )
+    env = os.environ | {"SHARDING_COMPILERS": str(tmp_path)}
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.parametrize("stage", [2, 3])
