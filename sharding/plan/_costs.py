@@ -162,14 +162,12 @@ def _bytes(it: Instruction, table: dict[str, Instruction], program: Program) -> 
     types = _types(it, table)
     if it.op == "fusion":
         name = it.callees("calls")[0]
-        inner = program.computations[name]
-        params = {int(p.literal): p.name for p in inner.values() if p.op == "parameter"}
         read = sum(
-            min(_of(text), read_by_fusion(inner, params[i], program)) if _of(text) else 0.0
-            for i, text in enumerate(types)
-            if i in params
+            min(_of(table[operand].type), read_by_fusion(it, operand, program))
+            for operand in it.operands
+            if _of(table[operand].type)
         )
-        return read + _written(it, inner, program.roots[name])
+        return read + _written(it, program.computations[name], program.roots[name])
     if it.op in ("copy-start", "slice-start", "dynamic-slice-start"):
         found = list(arrays(it.type))  # the target first, or behind the source
         target = found[0] if it.op == "copy-start" else found[1]
@@ -189,23 +187,27 @@ def _bytes(it: Instruction, table: dict[str, Instruction], program: Program) -> 
     return sum(map(_of, types)) + _of(it.type)
 
 
-def read_by_fusion(inner: dict[str, Instruction], name: str, program: Program) -> float:
-    """How many bytes of one parameter a fused computation reads."""
+def read_by_fusion(it: Instruction, operand: str, program: Program) -> float:
+    """How many bytes of one operand a fusion reads: of one that it slices, the slices."""
+    inner = program.computations[it.callees("calls")[0]]
+    place = it.operands.index(operand)
+    (name,) = (p.name for p in inner.values() if p.op == "parameter" and int(p.literal) == place)
+    return _read(inner, name, program)
+
+
+def _read(inner: dict[str, Instruction], name: str, program: Program) -> float:
     total = 0.0
     for user in inner.values():
         if name not in user.operands:
             continue
         if user.op == "bitcast":
-            total += read_by_fusion(inner, user.name, program)
+            total += _read(inner, user.name, program)
         elif user.op in ("slice", "dynamic-slice", "gather") and user.operands[0] == name:
             total += sum(a.nbytes for a in arrays(user.type))
         elif user.op == "dynamic-update-slice" and user.operands[0] == name:
             continue  # written in place
         elif user.op == "fusion":
-            nested = program.computations[user.callees("calls")[0]]
-            index = user.operands.index(name)
-            params = {int(p.literal): p.name for p in nested.values() if p.op == "parameter"}
-            total += read_by_fusion(nested, params[index], program)
+            total += read_by_fusion(user, name, program)
         else:
             return sum(a.nbytes for a in arrays(inner[name].type))
     return total

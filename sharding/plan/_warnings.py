@@ -58,10 +58,7 @@ def _cut_afterwards(computation: str, program: Program) -> float:
             elif user.op in ("slice", "dynamic-slice"):
                 total += sum(a.nbytes for a in arrays(user.type))
             elif user.op == "fusion":
-                inner = program.computations[user.callees("calls")[0]]
-                place = user.operands.index(name)
-                params = {int(p.literal): p.name for p in inner.values() if p.op == "parameter"}
-                total += read_by_fusion(inner, params[place], program)
+                total += read_by_fusion(user, name, program)
             else:
                 return math.inf
         return total
