@@ -54,11 +54,11 @@ def test_matrix_products(fn, shapes, flops):
 @pytest.mark.parametrize(
     ("padding", "stride", "holes", "dilation", "pairs"),
     [
-        ("VALID", 1, 1, 1, 6 * 3),  # 8 places, 3 taps
-        ("SAME", 1, 1, 1, 8 * 3 - 2),  # two taps lie outside
-        ("VALID", 2, 1, 1, 3 * 3),
-        ("VALID", 1, 1, 2, 4 * 3),
-        ("VALID", 1, 2, 1, 7 * 2 + 6),  # every other place is a hole
+        (0, 1, 1, 1, 6 * 3),  # 8 places, 3 taps
+        (1, 1, 1, 1, 8 * 3 - 2),  # two taps lie outside
+        (0, 2, 1, 1, 3 * 3),
+        (0, 1, 1, 2, 4 * 3),
+        (0, 1, 2, 1, 7 * 2 + 6),  # every other place is a hole
     ],
 )
 def test_convolutions_without_what_is_padding(padding, stride, holes, dilation, pairs):
@@ -67,7 +67,7 @@ def test_convolutions_without_what_is_padding(padding, stride, holes, dilation, 
             x,
             w,
             (stride,),
-            padding,
+            [(padding, padding)],
             lhs_dilation=(holes,),
             rhs_dilation=(dilation,),
             dimension_numbers=("NHC", "HIO", "NHC"),
