@@ -15,7 +15,7 @@ from sharding.plan._costs import costs
 from sharding.plan._devices import DeviceKind, kind_of
 from sharding.plan._hlo import Program, arrays
 from sharding.plan._liveness import Buffer, at_peak
-from sharding.plan._phases import PHASES, phase_of
+from sharding.plan._phases import PHASES, phase_of, shortened
 from sharding.plan._report import Table, percent, seconds, size, text_of
 from sharding.plan._warnings import warnings_of
 from sharding.plan._wire import Collective, collectives_of
@@ -157,20 +157,23 @@ class Audit:
             (
                 each.phase,
                 each.op,
-                "between slices" if each.across_slices else "+".join(each.axes),
+                "slices" if each.across_slices else "+".join(each.axes),
                 each.dtype,
                 str(each.count),
                 size(each.wire_bytes),
+                shortened(each.scope),
             )
             for each in self.traffic
             if each.wire_bytes > 1e-3 * self.wire_bytes
         ]
         if rows:
-            rows.append(("together", "", "", "", "", size(self.wire_bytes)))
+            rows.append(("together", "", "", "", "", size(self.wire_bytes), ""))
         if self.expected_wire:
             ratio = self.wire_bytes / self.expected_wire
-            rows.append((f"ZeRO's theory: {ratio:.3f} times", *[""] * 4, size(self.expected_wire)))
-        return Table("Sent by one device", ("phase", "op", "axes", "dtype", "runs", "bytes"), rows)
+            theory = (f"{ratio:.3f} of theory", *[""] * 4, size(self.expected_wire), "")
+            rows.append(theory)
+        columns = ("phase", "op", "axes", "dtype", "runs", "bytes", "mostly of")
+        return Table("Sent by one device", columns, rows)
 
     def _work_table(self) -> Table:
         total, moved = sum(self.flops.values()), sum(self.nbytes.values())

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import optax
 
 import optax_ext
+from sharding._precision import Precision
 from sharding._zero import Zero
 from sharding.plan import _plan, targets
 from sharding.plan._audit import Audit, audit
@@ -95,6 +96,8 @@ def _common(parser: argparse.ArgumentParser) -> None:
     add("--master", action="store_true", help="float32 master weights beside the parameters")
     # XLA:CPU widens the sums of bfloat16.
     add("--dtype", help="of the parameters (bfloat16; float32 for CPUs)")
+    add("--compute-dtype", help="parameters are cast to it for the loss; as they are")
+    add("--reduce-dtype", help="gradients are summed over devices in it; as they are")
     add("--target", required=True, help="v5e:16x16, v5p:4x4x4, v5e:4x4*2, h100x8, h200x64, cpu:8")
     add("--mesh", help="such as x=16,y=16; the axes that suit the target's links")
     add("--axis", help="what ZeRO cuts over, such as x,y; all axes of the mesh")
@@ -126,6 +129,7 @@ class _Setup:
     mesh_axes: dict[str, int]
     axis: tuple[str, ...]
     replica_axis: tuple[str, ...]
+    precision: Precision
     device: DeviceKind | None
     length: int
 
@@ -141,11 +145,15 @@ def _setup(options: argparse.Namespace) -> _Setup:
     if not options.model:
         raise ValueError("--model is missing: a number, a name, or module:function")
     params, model = _params(options.model, _dtype(options), options.length)
+    precision = Precision(
+        compute=_floating("--compute-dtype", options.compute_dtype),
+        reduce=_floating("--reduce-dtype", options.reduce_dtype),
+    )
     tx = _optimizer(options.optimizer)
     length = options.length or (model.length if model else 0)
     device = _device(options)
     tx = _plan.with_master(tx) if options.master else tx
-    return _Setup(params, model, tx, mesh_axes, axis, replica, device, length)
+    return _Setup(params, model, tx, mesh_axes, axis, replica, precision, device, length)
 
 
 def _check_positive(options: argparse.Namespace) -> None:
@@ -176,13 +184,19 @@ def _mesh_axes(options: argparse.Namespace, target: targets.Target) -> dict[str,
 
 
 def _dtype(options: argparse.Namespace) -> Any:
-    name = options.dtype or ("float32" if options.target.startswith("cpu") else "bfloat16")
+    default = "float32" if options.target.startswith("cpu") else "bfloat16"
+    return _floating("--dtype", options.dtype or default)
+
+
+def _floating(option: str, name: str | None) -> Any:
+    if name is None:
+        return None
     try:
         dtype = jnp.dtype(name)
     except TypeError:
-        raise ValueError(f"--dtype {name!r} is no dtype; bfloat16 and float32 are") from None
+        raise ValueError(f"{option} {name!r} is no dtype; bfloat16 and float32 are") from None
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"--dtype must be a floating dtype, got {dtype}")
+        raise ValueError(f"{option} must be a floating dtype, got {dtype}")
     return dtype
 
 
@@ -333,6 +347,7 @@ def _plan_of(
         jax.sharding.AbstractMesh(tuple(mesh_axes.values()), tuple(mesh_axes)),
         axis=setup.axis,
         replica_axis=setup.replica_axis or None,
+        precision=setup.precision,
         microbatches=options.microbatches,
         batch=4.0 * tokens,
         state_format=state,
@@ -401,7 +416,13 @@ def _run_audit(options: argparse.Namespace) -> int:
     else:
         for name, each in found.items():
             tables = [table._replace(title=f"{name}: {table.title}") for table in each.tables()]
-            show(tables, [f"warning: {text}" for text in each.warnings])
+            notes = [f"warning: {text}" for text in each.warnings]
+            if each.kind is None:
+                notes.append(
+                    f"Whether it fits, and how long it takes at least, is not known: no figures of "
+                    f"{options.target}. Give them: --memory, --bandwidth, --tflops, --link"
+                )
+            show(tables, notes)
     if options.plot:
         _save(plot_audits, found, options.plot)
     return 2 if any(each.fits is False for each in found.values()) else 0
@@ -418,6 +439,7 @@ def _audit_stage(options: argparse.Namespace, setup: _Setup, stage: int) -> Audi
         stage,
         setup.axis if hybrid else (*setup.replica_axis, *setup.axis),
         setup.replica_axis if hybrid else None,
+        precision=setup.precision,
     )
     layer: Callable[..., Any] = zero.gathered(model.apply_layer)
     if stage < 3 and not options.no_remat:

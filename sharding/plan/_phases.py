@@ -2,6 +2,10 @@
 
 import re
 
+_OF_JAX = re.compile(
+    r"jit\(.*\)|shard_map|while|body|cond|closed_call|checkpoint|rematted_computation|jvp\(\)"
+    r"|transpose\(jvp\(\)\)|branch_\d+_fun"
+)
 PHASES = ("gather", "forward", "backward", "gradient exchange", "update", "other")
 
 
@@ -19,3 +23,10 @@ def phase_of(scope: str) -> str:
     if inside & {"transpose", "rematted_computation"}:
         return "backward"
     return "forward" if "jvp" in inside else "other"
+
+
+def shortened(scope: str) -> str:
+    """The end of a scope, without what jax itself adds to every loop and function."""
+    own = [part for part in scope.split("/") if not _OF_JAX.fullmatch(part)]
+    two = "/".join(own[-2:])
+    return two if len(two) <= 18 else own[-1][-18:]

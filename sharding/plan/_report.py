@@ -50,6 +50,6 @@ def text_of(tables: Sequence[Table]) -> str:
                 cell.ljust(width) if i == 0 else cell.rjust(width)
                 for i, (cell, width) in enumerate(zip(line, widths, strict=True))
             ]
-            block.append("  " + "  ".join(cells).rstrip())
+            block.append("  " + " ".join(cells).rstrip())
         blocks.append("\n".join(block))
     return "\n\n".join(blocks)

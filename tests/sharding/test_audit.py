@@ -16,7 +16,7 @@ from sharding.plan._costs import costs
 from sharding.plan._devices import KINDS
 from sharding.plan._hlo import Program
 from sharding.plan._liveness import at_peak
-from sharding.plan._phases import phase_of
+from sharding.plan._phases import phase_of, shortened
 
 MIB = 2**20
 PROGRAMS = pathlib.Path(__file__).parent / "programs"
@@ -403,10 +403,15 @@ def test_what_does_not_fit():
 # --- Shown ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", RECORDED)
+def test_tables_fit_80_columns(name):
+    shown = str(recorded(name))
+    assert all(len(line) <= 80 for line in shown.splitlines() if not line.startswith("warning"))
+
+
 def test_text_and_json():
     found = recorded("v5e_4x4")
     shown = str(found)
-    assert all(len(line) <= 80 for line in shown.splitlines() if not line.startswith("warning"))
     for word in ("parameters", "reduce-scatter", "gradient exchange", "not faster than, by wire"):
         assert word in shown
     again = json.loads(json.dumps(found.to_dict()))
@@ -417,12 +422,25 @@ def test_text_and_json():
 def test_theory_beside_it():
     text = (PROGRAMS / "cpu_8.txt").read_text()
     theory = 3 * 4 * LAYERS * WIDTH**2 * 7 / 8
-    assert "ZeRO's theory: 1.000 times" in str(shd.audit(text, expected_wire=theory))
+    assert "1.000 of theory" in str(shd.audit(text, expected_wire=theory))
 
 
 def test_an_unknown_device():
     with pytest.raises(ValueError, match=r"device 'abacus' asked for, whose figures are not known"):
         shd.audit(compiled(lambda x: x, (2,)), device="abacus")
+
+
+@pytest.mark.parametrize(
+    ("scope", "shown"),
+    [
+        ("jit(step)/shard_map/jvp()/while/body/closed_call/gather/all_gather", "gather/all_gather"),
+        ("jit(step)/transpose(jvp(gather))/reduce_scatter", "reduce_scatter"),  # both are too long
+        ("jit(step)/update/reduce_sum", "update/reduce_sum"),
+        ("", ""),
+    ],
+)
+def test_scopes_are_shown_by_their_ends(scope, shown):
+    assert shortened(scope) == shown
 
 
 @pytest.mark.parametrize(

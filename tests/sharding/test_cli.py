@@ -106,6 +106,8 @@ def test_options_reach_the_plan(run):
     assert stages("--batch 3 --microbatches 2 --length 99")[third]["batch"] == 3 * 2 * 4 * 100
     assert stages("--microbatches 2")[third]["wire"] > 1.99 * plain[third]["wire"]
     assert stages("--dtype float32")[third]["params"] == 2 * plain[third]["params"]
+    both = stages("--dtype float32 --compute-dtype bfloat16 --reduce-dtype float32")[third]
+    assert both["wire"] == pytest.approx(4 / 3 * plain[third]["wire"], rel=0.03)
     assert stages("--master")[third]["master"] == pytest.approx(2 * plain[third]["params"])
     assert stages("--state 4bit")[third]["opt_state"] < 0.27 * plain[third]["opt_state"]
     assert stages("--offload")[third]["host"] == plain[third]["opt_state"]
@@ -277,6 +279,7 @@ GPT2 = "--model gpt2-small"
         (f"{GPT2} --target cpu:8 --batch -1", "--batch must be above 0, got -1"),
         (f"{GPT2} --target cpu:8 --memory nan", "--memory must be above 0, got nan"),
         (f"{GPT2} --target cpu:8 --dtype int8", "--dtype must be a floating dtype, got int8"),
+        (f"{GPT2} --target cpu:8 --reduce-dtype int8", "--reduce-dtype must be a floating dtype"),
         (f"{GPT2} --target cpu:8 --dtype half-ish", "--dtype 'half-ish' is no dtype"),
         (f"{GPT2} --target cpu:8 --plot /nosuch/x.png", "--plot /nosuch/x.png: No such file"),
     ],
