@@ -191,9 +191,12 @@ def _measure(op: str, it: Instruction, frame: Frame, count: int) -> Collective:
 
 
 def _scope_of_operand(op: str, it: Instruction, frame: Frame) -> str:
-    """Of a collective that was left without a scope, as those beside other slices are."""
-    scope = frame.program.scope(it, frame.instructions)
-    return f"{scope.rpartition('/')[0]}/{op.replace('-', '_')}" if scope else ""
+    """Of a collective that was left without a scope, as those beside other slices are.
+
+    A sum belongs to what it sums; what an array is gathered for its maker does not tell.
+    """
+    scope = "" if op == "all-gather" else frame.program.scope(it, frame.instructions)
+    return "/".join([*scope.split("/")[:-1], op.replace("-", "_")])
 
 
 def _groups(attributes: str, num_devices: int) -> list[tuple[int, ...]]:
