@@ -58,7 +58,7 @@ def row(name: str, target: str, optimizer: str, stage: int) -> str:
         mesh,
         axis=tuple(axes),
         batch=4 * (LENGTH + 1),
-        gathered_once=r"^(?!layers/)",
+        gathered_once=model.gathered_once,
     )
     planned = plan.stages[stage]
     zero = shd.Zero(mesh, stage, tuple(axes))

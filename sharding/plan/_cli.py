@@ -152,7 +152,7 @@ def _setup(options: argparse.Namespace) -> _Setup:
     tx = _optimizer(options.optimizer)
     length = options.length or (model.length if model else 0)
     device = _device(options)
-    tx = _plan.with_master(tx) if options.master else tx
+    tx = optax_ext.master_weights(tx) if options.master else tx
     return _Setup(params, model, tx, mesh_axes, axis, replica, precision, device, length)
 
 
@@ -313,7 +313,7 @@ def _run_plan(options: argparse.Namespace) -> int:
         notes = [f"What fits is not known: no figures of {options.target}. Give them: --memory GIB"]
     if found.recommended and not re.search("adamw?$", options.optimizer):
         adam = optax.adamw(1e-3)
-        other = make(_plan.with_master(adam) if options.master else adam, "as it is", False)
+        other = make(optax_ext.master_weights(adam) if options.master else adam, "as it is", False)
         notes.append(_plan.saving_of(found, other, found.recommended, (options.optimizer, "adamw")))
     if re.search("adamw?$", options.optimizer) and len(setup.mesh_axes) == 1:
         theirs = _plan.deepspeed_stage_2(found.num_params, math.prod(setup.mesh_axes.values()))
@@ -353,12 +353,8 @@ def _plan_of(
         state_format=state,
         offload=offload,
         device=setup.device,
-        gathered_once=_OUTSIDE_LAYERS if setup.model else "(?!)",
+        gathered_once=setup.model.gathered_once if setup.model else "(?!)",
     )
-
-
-# Of our models: what is no layer is gathered once, and kept to the backward pass.
-_OUTSIDE_LAYERS = r"^(?!layers/)"
 
 
 def _what_would_fit(options: argparse.Namespace, setup: _Setup) -> list[str]:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +39,9 @@ class Decoder:
     tied: bool = False
     biased: bool = False
     scan: bool = True
+
+    # What is no layer stage 3 gathers once, and keeps to the backward pass; see ``estimate``.
+    gathered_once: ClassVar[str] = r"^(?!layers/)"
 
     def init(self, dtype: Any = jnp.float32) -> dict[str, Any]:
         """Parameters of one dtype."""

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import optax_ext
 from sharding._describe import Description, Row
 from sharding._precision import Precision
 from sharding._specs import AnyMesh, Axis, axes_of
@@ -217,10 +216,9 @@ def estimate(
         ]
     state = (params, jax.eval_shape(tx.init, params))
     stages = []
-    for name, zero in variants:
-        found = zero.describe(state, tx=tx, param_specs=param_specs)
-        whole = dataclasses.replace(zero, stage=0, shard_state_over_replicas=False)
-        local = whole.describe(state, tx=tx, param_specs=param_specs)
+    described = [zero.describe(state, tx=tx, param_specs=param_specs) for _, zero in variants]
+    local = described[0]  # at stage 0 nothing is cut but by the user's axes
+    for (name, zero), found in zip(variants, described, strict=True):
         wire, network = _wire(zero, found, local, microbatches, gathered_once)
         parts = _stage(name, zero, found, local, microbatches, state_format, offload)
         stages.append(StagePlan(**parts, batch=batch, wire=wire, network=network))
@@ -393,8 +391,3 @@ def saving_of(plan: Plan, other: Plan, name: str, names: tuple[str, str] = ("it"
     if dominate and abs(share) < 0.1:
         text += " Parameters and gradients dominate; the optimizer hardly matters for memory here."
     return text
-
-
-def with_master(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """The transformation on float32 master weights."""
-    return optax_ext.master_weights(tx)

@@ -13,9 +13,10 @@ import optax
 import pytest
 from jax.sharding import AbstractMesh
 
+import optax_ext
 from sharding.plan import estimate
 from sharding.plan._cli import main
-from sharding.plan._plan import count_to_params, with_master
+from sharding.plan._plan import count_to_params
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -83,7 +84,7 @@ def test_json_has_the_numbers_of_estimate(run):
     assert (code, err) == (0, "")
     found = json.loads(out)
     mesh = AbstractMesh((8, 8), ("host", "data"))
-    tx = with_master(optax.adam(1e-3))
+    tx = optax_ext.master_weights(optax.adam(1e-3))
     expected = estimate(
         count_to_params(7_500_000_000), tx, mesh, axis="data", replica_axis="host"
     ).to_dict()

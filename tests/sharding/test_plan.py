@@ -20,7 +20,6 @@ from sharding.plan._plan import (
     count_to_params,
     deepspeed_stage_2,
     saving_of,
-    with_master,
 )
 
 GB, GIB = 1e9, 2**30
@@ -39,8 +38,9 @@ def device(gigabytes):
 
 # --- Published figures ----------------------------------------------------------------------------
 
-ADAM = with_master(optax.adam(1e-3))
-CAME = with_master(optax_ext.came(1e-3))
+ADAM = optax_ext.master_weights(optax.adam(1e-3))
+CAME = optax_ext.master_weights(optax_ext.came(1e-3))
+ADAFACTOR = optax_ext.master_weights(optax.adafactor(1e-3))
 
 
 def test_the_table_of_the_zero_paper():
@@ -61,7 +61,9 @@ def test_the_table_of_the_zero_paper():
     ("tx", "expected"),
     [
         pytest.param(CAME, [90, 30.9, 16.2, 1.41], id="came"),
-        pytest.param(with_master(optax.adafactor(1e-3)), [60, 30.5, 15.7, 0.94], id="adafactor"),
+        pytest.param(
+            optax_ext.master_weights(optax.adafactor(1e-3)), [60, 30.5, 15.7, 0.94], id="adafactor"
+        ),
     ],
 )
 def test_factored_optimizers(tx, expected):
