@@ -143,7 +143,7 @@ def test_it_begins_with_a_plan_and_the_audit_of_its_step(whole_run):
     held = [re.search(r"^ parameters +(.*)", text, re.MULTILINE)[1] for text in (plan, audit)]
     assert held[1].strip() in held[0]
     sent = re.search(r"sent in a step +(\S+ KiB) +(\S+ KiB) +(\S+ KiB)", plan)[3]
-    ratio, theory = re.search(r"theory: (\S+) times +(\S+ KiB)", audit).groups()
+    ratio, theory = re.search(r"(\S+) of theory +(\S+ KiB)", audit).groups()
     assert theory == sent
     assert float(ratio) == pytest.approx(1.0, abs=0.05)
 
