@@ -27,7 +27,7 @@ import optax
 
 import optax_ext
 import sharding as shd
-from sharding.plan import MODELS, estimate, targets
+from sharding.plan import MODELS, estimate, kind_of, targets
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 MIB = 2**20
@@ -58,6 +58,7 @@ def row(name: str, target: str, optimizer: str, stage: int) -> str:
         mesh,
         axis=tuple(axes),
         batch=4 * (LENGTH + 1),
+        device=kind_of(target),
         gathered_once=model.gathered_once,
     )
     planned = plan.stages[stage]

@@ -1,6 +1,7 @@
 """The planner: what each stage of ZeRO holds and sends, in closed form."""
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -9,10 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
 from sharding._describe import Description, Row
 from sharding._precision import Precision
-from sharding._specs import AnyMesh, Axis, axes_of
+from sharding._specs import AnyMesh, Axis, axes_of, num_shards
 from sharding._zero import Zero
 from sharding.plan._devices import DeviceKind
 from sharding.plan._report import Table, size, text_of
@@ -178,7 +180,7 @@ def estimate(
       batch: bytes of one device's batch.
       state_format: one of ``STATE_FORMATS``, for leaves of 4096 elements and more.
       offload: optimizer state and master weights lie in the host's memory.
-      device: what to compare with.
+      device: what to compare with; arrays are counted as they fill its memory.
       gathered_once: a pattern of the paths of parameters that stage 3 gathers once and keeps to the
         backward pass, as one outside its layers; all others are gathered twice.
 
@@ -216,15 +218,44 @@ def estimate(
         ]
     state = (params, jax.eval_shape(tx.init, params))
     stages = []
+    tile = device.tile if device else None
     described = [zero.describe(state, tx=tx, param_specs=param_specs) for _, zero in variants]
     local = described[0]  # at stage 0 nothing is cut but by the user's axes
     for (name, zero), found in zip(variants, described, strict=True):
         wire, network = _wire(zero, found, local, microbatches, gathered_once)
-        parts = _stage(name, zero, found, local, microbatches, state_format, offload)
+        filled = _in_tiles(found, tile)
+        parts = _stage(name, zero, filled, local, microbatches, state_format, offload)
         stages.append(StagePlan(**parts, batch=batch, wire=wire, network=network))
     num_params = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
     recommended, reason = _recommend(stages, device)
     return Plan(num_params, dict(mesh.shape), device, tuple(stages), recommended, (reason,))
+
+
+def _in_tiles(found: Description, tile: tuple[int, int] | None) -> Description:
+    """The same arrays with the bytes that they take where memory is filled tile by tile.
+
+    The compiler lays those dims innermost that waste least. Few rows take smaller tiles: 1, 2, 4.
+    """
+    if tile is None:
+        return found
+
+    def fill(row: Row) -> Row:
+        cuts = [num_shards(found.mesh, PartitionSpec(entry)) for entry in row.spec]
+        cuts += [1] * (len(row.shape) - len(cuts))
+        shape = [extent // cut for extent, cut in zip(row.shape, cuts, strict=True)]
+        if len(shape) < 2 or not all(shape):
+            return row
+        rows, columns = tile
+
+        def waste(second: int, last: int) -> float:
+            height = min(rows, 2 ** math.ceil(math.log2(shape[second])))
+            filled = math.ceil(shape[second] / height) * height
+            return filled / shape[second] * math.ceil(shape[last] / columns) * columns / shape[last]
+
+        least = min(waste(*dims) for dims in itertools.permutations(range(len(shape)), 2))
+        return dataclasses.replace(row, bytes_per_device=round(row.bytes_per_device * least))
+
+    return dataclasses.replace(found, rows=tuple(map(fill, found.rows)))
 
 
 def _stage(

@@ -281,6 +281,29 @@ def formatted(tx, dtype=jnp.bfloat16, **options):
 
 
 @pytest.mark.parametrize(
+    ("shape", "dtype", "stage", "filled"),
+    [
+        ((768, 768), jnp.bfloat16, 0, 768 * 768 * 2),
+        ((768, 96), jnp.bfloat16, 0, 96 * 768 * 2),  # transposed: columns of 768
+        ((60, 100), jnp.float32, 0, 64 * 128 * 4),  # neither dim is whole tiles
+        ((768, 1000), jnp.bfloat16, 3, 16 * 1024 * 2),  # 12 rows of a device fill 16
+        ((50257, 768), jnp.bfloat16, 3, 16 * 50304 * 2),  # as v5p compiles it
+        ((256, 1000), jnp.float32, 3, 4 * 1024 * 4),  # 4 rows take tiles of 4
+        ((192, 1000), jnp.float32, 3, 4 * 1024 * 4),  # 3 rows, too
+        ((4096,), jnp.float32, 0, 4096 * 4),
+    ],
+)
+def test_tiles(shape, dtype, stage, filled):
+    params = {"w": jax.ShapeDtypeStruct(shape, dtype)}
+    plan = plan_of(params, device=kind_of("v5p:4x4x4"), min_shard_size=0)
+    assert plan.stages[stage].params == filled
+    close = plan_of(params, device=kind_of("h200"), min_shard_size=0)
+    size = math.prod(shape) * jnp.dtype(dtype).itemsize
+    assert close.stages[stage].params == size / (64 if stage == 3 else 1)
+    assert plan.stages[stage].wire == close.stages[stage].wire
+
+
+@pytest.mark.parametrize(
     ("state_format", "width"), [("bfloat16", 2), ("8bit", 1 + 4 / 256), ("4bit", 0.5 + 4 / 128)]
 )
 def test_state_formats(state_format, width):
