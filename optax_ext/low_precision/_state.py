@@ -1,0 +1,306 @@
+"""``low_precision_state``: any transformation, its state in few bits between steps."""
+
+import math
+import re
+import warnings
+import zlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_ext import _validate
+from optax_ext.low_precision._formats import (
+    ROUNDINGS,
+    BFloat16,
+    Dynamic,
+    Format,
+    Linear,
+    Quantized,
+    decode,
+    encode,
+)
+from optax_ext.low_precision._rounding import make_key, next_key, uniform
+
+# Fields whose arrays are never negative, nearly all of them averages of squares. A field of one
+# state alone is written with the state's name.
+_UNSIGNED = frozenset(
+    {"nu", "nu_max", "sum_of_squares", "e_g", "e_x", "exp_avg_sq", "step_sizes", "FactoredState.v"}
+)
+# Fields that are no averages: copies of parameters, and sums that are still growing.
+_EXACT = frozenset({"master", "acc_grads", "z", "params0", "init_params"})
+
+
+class LowPrecisionState(NamedTuple):
+    """State of ``low_precision_state``."""
+
+    key: jax.Array | None  # (2,), uint32: seed, steps taken; None unless rounding is stochastic
+    inner_state: optax.OptState  # that of inner, with a ``Quantized`` in place of large arrays
+
+
+def low_precision_state(
+    inner: optax.GradientTransformation,
+    bits: int | Format = 8,
+    *,
+    formats: Mapping[str, Format | None] | None = None,
+    rounding: str = "stochastic",
+    block_size: int | None = None,
+    min_size: int = 4096,
+    seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Keeps the state of ``inner`` in few bits between steps; inside a step it is float32.
+
+    With :math:`D` what reads a stored array and :math:`E` what stores one,
+
+    .. math::
+
+      u, s \leftarrow \operatorname{inner}(g, D(q)), \quad q \leftarrow E(s)
+
+    Stored so are the arrays of the state that have their parameter's shape and at least
+    ``min_size`` elements: moments, not the rows and columns of factored ones. Second moments (fields
+    that optax and this library name ``nu``, ``nu_max``, ``sum_of_squares``, ``e_g``, ``e_x``,
+    ``exp_avg_sq``, ``step_sizes``, and Adafactor's ``v``) take unsigned codes, and none that is
+    positive becomes 0; all others take signed ones. Copies of parameters and running
+    sums (``master``, ``acc_grads``, ``z``, ``params0``, ``init_params``) stay what they are.
+    ``describe_state`` lists what was done. All of it depends on global shapes alone, so that a
+    mesh changes neither numbers nor checkpoints.
+
+    Bytes an element: 8 bits 1.016, 4 bits 0.531 (second moments 0.5 and two vectors), ``Float8``
+    1.039, 16 bits 2.
+
+    Args:
+      inner: any transformation.
+      bits: 8: ``Dynamic(8)``. 4: ``Dynamic(4)``, and for second moments ``Linear(4, rank1=True)``.
+        16: ``BFloat16()``. Or a format for all arrays.
+      formats: other formats by the path of an array in the state, as regular expressions of which
+        the first that is found in it counts: ``{"nu": Float8(), "embed": None}``; None leaves an
+        array as it is. Arrays of any shape and size can be named.
+      rounding: ``"nearest"``: an average stops moving where a step is less than half the distance
+        of two codes. ``"stochastic"``: up or down so that the mean is right; no bytes more.
+        ``"compensated"``: the error is kept in 8 bits more, and added when the array is read.
+      block_size: elements to a scale, a power of two; None means 256 of 8 bits, 128 of 4 bits.
+      min_size: smaller arrays stay what they are.
+      seed: of stochastic rounding; it and the step make the noise.
+
+    Returns:
+      A ``GradientTransformation`` that takes what ``inner`` takes.
+
+    Raises:
+      ValueError: on an unknown format or rounding, a block size that is no power of two, a pattern
+        that names no array, an ``inner`` that is or holds a ``low_precision_state``.
+
+    Warns:
+      UserWarning: if the state of ``inner`` has no floating array, so that there is nothing to do.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_ext
+      >>> params = {"w": jnp.ones((256, 1024)), "b": jnp.zeros(1024)}
+      >>> state = optax_ext.low_precision_state(optax.adamw(1e-3)).init(params)
+      >>> print(optax_ext.describe_state(state))
+      inner_state/0/mu/w  (256, 1024)  Dynamic(bits=8, block_size=256) signed      266,240 bytes
+      inner_state/0/nu/w  (256, 1024)  Dynamic(bits=8, block_size=256) unsigned    266,240 bytes
+      others              float32, int32, uint32                                     8,204 bytes
+
+    References:
+      Dettmers, Lewis, Shleifer, Zettlemoyer: 8-bit Optimizers via Block-wise Quantization,
+      ICLR 2022, arXiv 2110.02861. Li, Chen, Zhu: Memory Efficient Optimizers with 4-bit States,
+      NeurIPS 2023, arXiv 2309.01507.
+    """
+    rules = _check_formats(formats or {})
+    default = {signed: _default_format(bits, block_size, signed) for signed in (True, False)}
+    if rounding not in ROUNDINGS:
+        raise ValueError(
+            f"rounding must be one of {', '.join(map(repr, ROUNDINGS))}, got {rounding!r}."
+        )
+    _validate.non_negative(min_size=min_size)
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be in [0, 2**32), got {seed!r}.")
+    inner = optax.with_extra_args_support(inner)
+
+    def choose(path: Any, leaf: Any, field: str | None) -> tuple[Format, bool] | None:
+        """How an array of the state is stored, and whether signed; None leaves it as it is."""
+        if not _is_floating(leaf) or not leaf.ndim or not leaf.size:
+            return None
+        signed = field not in _UNSIGNED and (field or "").rpartition(".")[2] not in _UNSIGNED
+        for pattern, fmt in rules.items():
+            if re.search(pattern, _name(path)):
+                return None if fmt is None else (fmt, signed)
+        if field is None or field.rpartition(".")[2] in _EXACT or leaf.size < min_size:
+            return None
+        fmt = default[signed]
+        return (fmt, signed) if fmt.bits < 8 * leaf.dtype.itemsize else None
+
+    def init(params: optax.Params) -> LowPrecisionState:
+        state = inner.init(params)
+        flat, treedef = _flatten(state)
+        _check_inner(flat, rules)
+        fields = _fields(state, flat, params)
+        first = "compensated" if rounding == "compensated" else "nearest"
+        with jax.named_scope("low_precision"):
+            stored = [
+                encode(leaf, *choice, first) if (choice := choose(path, leaf, field)) else leaf
+                for (path, leaf), field in zip(flat, fields, strict=True)
+            ]
+        key = make_key(seed) if rounding == "stochastic" else None
+        return LowPrecisionState(key, treedef.unflatten(stored))
+
+    def update(
+        updates: optax.Updates,
+        state: LowPrecisionState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, LowPrecisionState]:
+        old, treedef = _flatten(state.inner_state)
+        with jax.named_scope("low_precision"):
+            read = [decode(leaf) if isinstance(leaf, Quantized) else leaf for _, leaf in old]
+        updates, new = inner.update(updates, treedef.unflatten(read), params, **extra_args)
+        key = None if state.key is None else next_key(state.key)
+        with jax.named_scope("low_precision"):
+            stored = [
+                _store_again(path, was, leaf, key) if isinstance(was, Quantized) else leaf
+                for (path, was), leaf in zip(old, treedef.flatten_up_to(new), strict=True)
+            ]
+        return updates, LowPrecisionState(key, treedef.unflatten(stored))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def describe_state(state: optax.OptState) -> str:
+    """A table of the arrays that a state keeps in low precision, and of the bytes of all.
+
+    Args:
+      state: the state of any transformation, or abstract arrays in its place.
+
+    Returns:
+      A line for each ``Quantized``: path, shape, format, bytes with scales; and one for all others.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_ext
+      >>> tx = optax_ext.low_precision_state(optax.lion(1e-4), bits=4)
+      >>> print(optax_ext.describe_state(tx.init(jnp.zeros((128, 128)))))
+      inner_state/0/mu  (128, 128)  Dynamic(bits=4, block_size=128) signed  8,704 bytes
+      others            int32, uint32                                          12 bytes
+    """
+    lines, others, dtypes = [], 0, set()
+    for path, leaf in _flatten(state)[0]:
+        if isinstance(leaf, Quantized):
+            sign = "signed" if leaf.signed else "unsigned"
+            more = "" if leaf.rest is None else ", 8 bits of error"
+            size = f"{leaf.nbytes:,} bytes"
+            lines.append((_name(path), str(leaf.shape), f"{leaf.format} {sign}{more}", size))
+        elif hasattr(leaf, "dtype"):
+            others += math.prod(leaf.shape) * leaf.dtype.itemsize
+            dtypes.add(str(leaf.dtype))
+    lines.append(("others", "", ", ".join(sorted(dtypes)), f"{others:,} bytes"))
+    widths = [max(len(line[i]) for line in lines) for i in range(4)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if i == 3 else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )
+
+
+# --- Choosing -------------------------------------------------------------------------------------
+
+
+def _default_format(bits: Any, block_size: int | None, signed: bool) -> Format:
+    if isinstance(bits, Format):
+        if block_size is not None:
+            raise ValueError(f"block_size={block_size} has no effect: the format is {bits}.")
+        return bits
+    if bits == 8:
+        return Dynamic(8, block_size)
+    if bits == 4:
+        return Dynamic(4, block_size) if signed else Linear(4, block_size, rank1=True)
+    if bits == 16:
+        return _default_format(BFloat16(), block_size, signed)
+    raise ValueError(f"bits must be 4, 8, 16 or a format such as Float8(), got {bits!r}.")
+
+
+def _check_formats(formats: Mapping[str, Any]) -> dict[str, Format | None]:
+    for pattern, fmt in formats.items():
+        if fmt is not None and not isinstance(fmt, Format):
+            raise ValueError(
+                f"formats[{pattern!r}] must be a format such as Dynamic(8), or None; got {fmt!r}."
+            )
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"formats: {pattern!r} is no regular expression: {error}.") from None
+    return dict(formats)
+
+
+def _check_inner(flat: list[Any], rules: Mapping[str, Any]) -> None:
+    if any(isinstance(leaf, Quantized) for _, leaf in flat):
+        raise ValueError("low_precision_state is around another one; take one of them away.")
+    names = [_name(path) for path, leaf in flat if _is_floating(leaf)]
+    if flat and not names:
+        warnings.warn(
+            "low_precision_state: the state has no floating arrays, so nothing is stored in low "
+            "precision.",
+            stacklevel=3,
+        )
+    for pattern in rules:
+        if names and not any(re.search(pattern, name) for name in names):
+            raise ValueError(
+                f"formats: no array of the state is named by {pattern!r}; the first are "
+                f"{', '.join(map(repr, names[:5]))}."
+            )
+
+
+def _fields(state: Any, flat: list[Any], params: Any) -> list[str | None]:
+    """For arrays that belong to a parameter, ``State.field``; ``""`` if no field; None for others.
+
+    They have its shape, and its path after the field's.
+    """
+    shapes = {path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+
+    def field(path: Any, leaf: Any) -> str | None:
+        for i in range(len(path) + 1):
+            if getattr(leaf, "shape", None) == shapes.get(path[i:], ()) and path[i:] in shapes:
+                return _field_of(state, path[:i])
+        return None
+
+    return [field(path, leaf) for path, leaf in flat]
+
+
+def _field_of(node: Any, path: Any) -> str:
+    """The last attribute on a path, with the class that has it."""
+    found = ""
+    for key in path:
+        if isinstance(key, jax.tree_util.GetAttrKey):
+            found = f"{type(node).__name__}.{key.name}"
+            node = getattr(node, key.name)
+        else:
+            node = node[key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.key]
+    return found
+
+
+# --- One array ------------------------------------------------------------------------------------
+
+
+def _store_again(path: Any, old: Quantized, new: jax.Array, key: jax.Array | None) -> Quantized:
+    """A new value in the format of the old one."""
+    if old.rest is not None:
+        return encode(new, old.format, old.signed, "compensated")
+    if key is None:
+        return encode(new, old.format, old.signed, "nearest")
+    noise = uniform(key, zlib.crc32(_name(path).encode()), old.shape)
+    return encode(new, old.format, old.signed, "stochastic", noise)
+
+
+def _is_floating(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def _flatten(state: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    """(path, leaf) for every leaf, of which a ``Quantized`` is one, and the tree's structure."""
+    return jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, Quantized))
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
