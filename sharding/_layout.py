@@ -16,6 +16,10 @@ from sharding._scatter import LANES, choose_form
 from sharding._specs import AnyMesh, Axis
 
 P = PartitionSpec
+# The last dim is cut into multiples of this, or another is: blocks of quantized state stay whole,
+# and so do a TPU's registers (its compiler takes three times as long over narrower pieces).
+_WHOLE = 256
+_LONG = 64  # elements of a dim that may be cut in place of the last
 
 
 class Placement(NamedTuple):
@@ -171,11 +175,10 @@ class Layout:
             fit = [d for d in free if shape[d] % count == 0]
             if fit:
                 best = max(fit, key=lambda d: (shape[d], -d))
-                if best == len(shape) - 1 and shape[best] // count < LANES:
-                    # A TPU's compiler takes three times as long over pieces of the last dim that
-                    # are narrower than its registers. Not a short dim instead: it may be a stack's.
-                    near = [d for d in fit if d != best and 4 * shape[d] >= shape[best]]
-                    best = max(near, key=lambda d: (shape[d], -d), default=best)
+                if best == len(shape) - 1 and shape[best] // count % _WHOLE:
+                    # Not a short dim instead: it may be a stack's.
+                    others = [d for d in fit if d != best and shape[d] >= _LONG]
+                    best = max(others, key=lambda d: (shape[d], -d), default=best)
                 return best, ""
         return -1, f"whole: no free dim of {shape} divides by {self.num_shards}"
 

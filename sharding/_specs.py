@@ -166,6 +166,14 @@ def state_specs(
       (P('data',), P('model',))
     """
     specs = resolve_param_specs(params, param_specs, mesh)
+    try:
+        return jax.tree.map(_spec_of, _typed_init(tx, params, specs, mesh))
+    except Exception as error:  # whatever the transformation's own code raises
+        return _specs_by_path(tx, params, specs, mesh, error)
+
+
+def _typed_init(tx: optax.GradientTransformation, params: Any, specs: Any, mesh: AnyMesh) -> Any:
+    """The state's types, with the shardings that follow from those of the parameters."""
     explicit = AbstractMesh(
         tuple(mesh.shape.values()),
         mesh.axis_names,
@@ -178,12 +186,8 @@ def state_specs(
         params,
         specs,
     )
-    try:
-        with jax.sharding.use_abstract_mesh(explicit):
-            state = jax.eval_shape(tx.init, typed)
-    except Exception as error:  # whatever the transformation's own code raises
-        return _specs_by_path(tx, params, specs, error)
-    return jax.tree.map(_spec_of, state)
+    with jax.sharding.use_abstract_mesh(explicit):
+        return jax.eval_shape(tx.init, typed)
 
 
 def _spec_of(x: jax.ShapeDtypeStruct) -> PartitionSpec:
@@ -191,27 +195,45 @@ def _spec_of(x: jax.ShapeDtypeStruct) -> PartitionSpec:
 
 
 def _specs_by_path(
-    tx: optax.GradientTransformation, params: Any, specs: Any, error: Exception
+    tx: optax.GradientTransformation, params: Any, specs: Any, mesh: AnyMesh, error: Exception
 ) -> Any:
+    """Specs where ``tx.init`` fails on some of the parameters as they lie, or on all of them.
+
+    State of those lies as its parameter does if it has its path and shape, else it is replicated.
+    """
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     state = jax.eval_shape(tx.init, plain)  # raises the transformation's own error, if it has one
+    leaves = jax.tree_util.tree_leaves_with_path(plain)
+    treedef: Any = jax.tree.structure(plain)
+    flat_specs = treedef.flatten_up_to(specs)
+
+    def init(kept: set[int]) -> Any:
+        """The state's types where all other parameters are whole; None if ``tx.init`` fails."""
+        some = [spec if i in kept else PartitionSpec() for i, spec in enumerate(flat_specs)]
+        try:
+            return _typed_init(tx, params, treedef.unflatten(some), mesh)
+        except Exception:
+            return None
+
+    kept = {i for i in range(len(leaves)) if init({i}) is not None}
+    typed = init(kept)
+    if typed is None:
+        kept, typed = set(), state
+    left = {
+        (path, tuple(leaf.shape)): spec
+        for i, ((path, leaf), spec) in enumerate(zip(leaves, flat_specs, strict=True))
+        if i not in kept
+    }
     warnings.warn(
         f"the transformation's init does not work on sharded types ({type(error).__name__}: "
-        f"{error}); state leaves are matched to parameters by path and shape, others replicated.",
+        f"{error}); state of {', '.join(repr(path_str(path)) for path, _ in left)} is matched to "
+        "parameters by path and shape, and replicated where that finds none.",
         stacklevel=3,
     )
-    known = {
-        (path, tuple(leaf.shape)): spec
-        for (path, leaf), spec in zip(
-            jax.tree_util.tree_leaves_with_path(plain),
-            jax.tree.leaves(specs, is_leaf=is_spec),
-            strict=True,
-        )
-    }
 
-    def match(path: Any, leaf: Any) -> PartitionSpec:
-        suffixes = (path[i:] for i in range(len(path) + 1))
-        found = (known.get((tuple(s), tuple(leaf.shape))) for s in suffixes)
-        return next((spec for spec in found if spec is not None), PartitionSpec())
+    def match(path: Any, leaf: Any, like: Any) -> PartitionSpec:
+        ends = range(len(path) + 1)
+        parts = ((path[i:j], tuple(leaf.shape)) for i in ends for j in reversed(ends[i:]))
+        return next((left[part] for part in parts if part in left), _spec_of(like))
 
-    return jax.tree_util.tree_map_with_path(match, state)
+    return jax.tree_util.tree_map_with_path(match, state, typed)

@@ -263,6 +263,7 @@ class _Scaled:
 
     def measure(self, x: jax.Array) -> tuple[jax.Array, ...]:
         """What to store as the scales of a folded array."""
+        x = jnp.where(jnp.isnan(x), jnp.inf, x)  # XLA's maximum may pass over NaN on CPUs
         if self.rank1:
             dims = range(x.ndim)
             size = jnp.abs(x)
@@ -281,17 +282,29 @@ class _Scaled:
         power = jnp.floor(16 * math.log2(448**2 / 2) / jnp.maximum(octaves, 1e-6))
         return largest, jnp.clip(jnp.where(largest > 0, power, 16), 1, 255).astype(jnp.uint8)
 
-    def spread(self, scale: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
-        """The scale of each folded element, and the power it was raised to, or None."""
+    def normalize(self, x: jax.Array, scale: tuple[jax.Array, ...]) -> jax.Array:
+        """A folded array relative to its scales; 0 where they are 0."""
         if self.rank1:
-            ndim = len(scale)
-            out = jnp.full([1] * ndim, jnp.inf, self.dtype)
-            for d, part in enumerate(scale):
-                others = [e for e in range(ndim) if e != d]
-                out = jnp.minimum(out, jax.lax.expand_dims(part, others))
-            return out, None
-        largest, *power = map(self._repeat, scale)
-        return largest, power[0].astype(self.dtype) / 16 if power else None
+            least = self.largest(scale)
+            return x / jnp.where(least > 0, least, 1)
+        known = jnp.abs(scale[0]) >= jnp.finfo(self.dtype).tiny
+        inverse = jnp.where(known, 1 / jnp.where(known, scale[0], 1), 0)
+        return jnp.clip(x * self._repeat(inverse), -1, 1)
+
+    def largest(self, scale: tuple[jax.Array, ...]) -> jax.Array:
+        """For each folded element what stands for 1."""
+        if not self.rank1:
+            return self._repeat(scale[0])
+        ndim = len(scale)
+        out = jnp.full([1] * ndim, jnp.inf, self.dtype)
+        for d, part in enumerate(scale):
+            others = [e for e in range(ndim) if e != d]
+            out = jnp.minimum(out, jax.lax.expand_dims(part, others))
+        return out
+
+    def power(self, scale: tuple[jax.Array, ...]) -> Any:
+        """The power that each folded element was raised to, or None."""
+        return self._repeat(scale[1].astype(self.dtype) / 16) if self.expand else None
 
     def level(self, y: jax.Array, power: Any) -> jax.Array:
         """The last level not above a magnitude relative to its scale."""
@@ -326,8 +339,9 @@ def encode(
     top, lowest = scaled.map.top, scaled.map.lowest
     x = scaled.fold(x)
     scale = scaled.measure(x)
-    largest, power = scaled.spread(scale)
-    x = x / jnp.where(largest == 0, 1, largest)  # elements of scale 0 are 0
+    positive = x > 0
+    x = scaled.normalize(x, scale)
+    power = scaled.power(scale)
     y = jnp.abs(x)
     level = scaled.level(y, power)
     low, high = (scaled.value(jnp.minimum(level + i, top), power) for i in (0, 1))
@@ -344,7 +358,7 @@ def encode(
     if signed:
         level = jnp.maximum(jnp.where(x < 0, -level, level), -lowest) + lowest
     elif scaled.map.zero:
-        level = jnp.where(y > 0, jnp.maximum(level, 1), level)
+        level = jnp.where(positive, jnp.maximum(level, 1), level)
     level = scaled.unfold(level)
     rest = None
     if rounding == "compensated":
@@ -368,7 +382,7 @@ def decode(q: Quantized) -> jax.Array:
     if q.rest is not None:
         level = (level << 8) | q.rest
     level = scaled.fold(level)
-    largest, power = scaled.spread(q.scale)
+    power = scaled.power(q.scale)
     if q.signed:
         level = level - (scaled.map.lowest << (0 if q.rest is None else 8))
     size = jnp.abs(level)
@@ -380,7 +394,7 @@ def decode(q: Quantized) -> jax.Array:
         out = out + (above - out) * ((size & 255).astype(q.dtype) / 256)
     if q.signed:
         out = jnp.where(level < 0, -out, out)
-    return scaled.unfold(out * largest)
+    return scaled.unfold(out * scaled.largest(q.scale))
 
 
 def _encode_bfloat16(

@@ -105,6 +105,7 @@ class LinearMap:
         return jnp.clip(steps.astype(jnp.int32), 0, self.top)
 
 
+@dataclasses.dataclass(frozen=True)
 class Float8Map:
     """The magnitudes of E4M3 (4 bits of exponent, 3 of fraction, no infinity) over 448."""
 

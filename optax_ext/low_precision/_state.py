@@ -59,10 +59,10 @@ def low_precision_state(
       u, s \leftarrow \operatorname{inner}(g, D(q)), \quad q \leftarrow E(s)
 
     Stored so are the arrays of the state that have their parameter's shape and at least
-    ``min_size`` elements: moments, not the rows and columns of factored ones. Second moments (fields
-    that optax and this library name ``nu``, ``nu_max``, ``sum_of_squares``, ``e_g``, ``e_x``,
-    ``exp_avg_sq``, ``step_sizes``, and Adafactor's ``v``) take unsigned codes, and none that is
-    positive becomes 0; all others take signed ones. Copies of parameters and running
+    ``min_size`` elements: moments, not the rows and columns of factored ones. Second moments
+    (fields that optax and this library name ``nu``, ``nu_max``, ``sum_of_squares``, ``e_g``,
+    ``e_x``, ``exp_avg_sq``, ``step_sizes``, and Adafactor's ``v``) take unsigned codes, and none
+    that is positive becomes 0; all others take signed ones. Copies of parameters and running
     sums (``master``, ``acc_grads``, ``z``, ``params0``, ``init_params``) stay what they are.
     ``describe_state`` lists what was done. All of it depends on global shapes alone, so that a
     mesh changes neither numbers nor checkpoints.
@@ -140,7 +140,10 @@ def low_precision_state(
         first = "compensated" if rounding == "compensated" else "nearest"
         with jax.named_scope("low_precision"):
             stored = [
-                encode(leaf, *choice, first) if (choice := choose(path, leaf, field)) else leaf
+                # Behind a barrier, or XLA computes the codes of so many zeros while it compiles.
+                encode(jax.lax.optimization_barrier(leaf), *choice, first)
+                if (choice := choose(path, leaf, field))
+                else leaf
                 for (path, leaf), field in zip(flat, fields, strict=True)
             ]
         key = make_key(seed) if rounding == "stochastic" else None

@@ -23,6 +23,7 @@ SCHEMA = {
     "ScaleByAdafactorState": ("count", "nu", "nu_row", "nu_col"),
     "MomentumState": ("mu",),
     "MasterWeightsState": ("master", "inner_state"),
+    "LowPrecisionState": ("key", "inner_state"),
 }
 
 PARAMS = {"w": jax.ShapeDtypeStruct((6, 4), jnp.bfloat16), "b": jax.ShapeDtypeStruct((4,), "f2")}
@@ -53,6 +54,13 @@ LEAVES = {
         ".inner_state[0].trace['b']": "float32[4]",
         ".inner_state[0].trace['w']": "float32[6,4]",
     },
+    "low_precision_state": {
+        ".key": "uint32[2]",
+        ".inner_state[0].trace['b'].codes": "uint8[2]",
+        ".inner_state[0].trace['b'].scale[0]": "float32[1]",
+        ".inner_state[0].trace['w'].codes": "uint8[3,4]",
+        ".inner_state[0].trace['w'].scale[0]": "float32[1,4]",
+    },
 }
 
 MAKE = {
@@ -61,6 +69,9 @@ MAKE = {
         lambda count: 1e-3, momentum=0.9, factoring=optax_ext.last_two_dims()
     ),
     "master_weights": lambda: optax_ext.master_weights(optax.sgd(1e-3, momentum=0.9)),
+    "low_precision_state": lambda: optax_ext.low_precision_state(
+        optax.sgd(1e-3, momentum=0.9), bits=4, min_size=0
+    ),
 }
 
 

@@ -469,10 +469,12 @@ def test_a_spec_may_choose_the_dim_of_stage_3():
     assert state[0]["w"].sharding.spec == P(None, "data")
 
 
-def test_narrow_pieces_of_the_last_dim_give_way_to_a_dim_nearly_as_long():
+def test_the_last_dim_is_cut_into_multiples_of_256_or_another_is():
     shapes = {
         "near": (256, 512),
-        "wide": (256, 1024),  # pieces of 128
+        "wide": (256, 2048),
+        "uneven": (256, 3072),  # pieces of 384
+        "short": (12, 64, 768),
         "stack": (8, 512),
         "only": (7, 512),
     }
@@ -481,6 +483,8 @@ def test_narrow_pieces_of_the_last_dim_give_way_to_a_dim_nearly_as_long():
     assert specs == {
         "near": P("data"),
         "wide": P(None, "data"),
+        "uneven": P("data"),
+        "short": P(None, "data"),
         "stack": P(None, "data"),
         "only": P(None, "data"),
     }

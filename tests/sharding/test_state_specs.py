@@ -43,6 +43,9 @@ TRANSFORMATIONS = {
     "partition": optax.partition({True: optax.adamw(1e-3), False: optax_ext.adafactor(1e-3)}, HALF),
     "apply_if_finite": optax.apply_if_finite(optax_ext.came(1e-3), 3),
     "came": optax_ext.came(1e-3),
+    "low_precision_state": optax_ext.low_precision_state(
+        optax.adamw(1e-3), rounding="compensated", block_size=64
+    ),
     "our_adafactor": optax_ext.adafactor(1e-3, momentum=0.9, factoring=optax_ext.last_two_dims()),
 }
 
@@ -124,10 +127,23 @@ def test_an_init_that_cannot_be_typed_falls_back_and_says_so():
         }
 
     tx = optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
-    with pytest.warns(UserWarning, match="matched to parameters by path and shape"):
+    with pytest.warns(UserWarning, match="'stacked' is matched to parameters by path and shape"):
         specs = shd.state_specs(tx, ABSTRACT, SPECS, MESH)
     assert specs["mu"] == SPECS
-    assert specs["flat"]["wide"] == P()
+    assert specs["flat"]["stacked"] == P()
+    assert specs["flat"]["wide"] == P(("data", "model"))  # the others keep their types
+
+
+def test_an_init_that_takes_no_types_at_all_falls_back():
+    def init(params):
+        if any(jax.typeof(p).sharding.mesh.axis_names for p in jax.tree.leaves(params)):
+            raise TypeError("no meshes here")
+        return {"mu": jax.tree.map(jnp.zeros_like, params), "count": jnp.zeros([])}
+
+    tx = optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
+    with pytest.warns(UserWarning, match="no meshes here"):
+        specs = shd.state_specs(tx, ABSTRACT, SPECS, MESH)
+    assert specs == {"mu": SPECS, "count": P()}
 
 
 def test_a_broken_init_raises_its_own_error():
