@@ -21,5 +21,13 @@ from optax_ext.low_precision import Float8 as Float8
 from optax_ext.low_precision import Linear as Linear
 from optax_ext.low_precision import LowPrecisionState as LowPrecisionState
 from optax_ext.low_precision import Quantized as Quantized
+from optax_ext.low_precision import StochasticRoundingState as StochasticRoundingState
+from optax_ext.low_precision import adafactor8bit as adafactor8bit
+from optax_ext.low_precision import adamw8bit as adamw8bit
+from optax_ext.low_precision import apply_updates as apply_updates
+from optax_ext.low_precision import came8bit as came8bit
 from optax_ext.low_precision import describe_state as describe_state
+from optax_ext.low_precision import lamb8bit as lamb8bit
+from optax_ext.low_precision import lion8bit as lion8bit
 from optax_ext.low_precision import low_precision_state as low_precision_state
+from optax_ext.low_precision import stochastic_rounding as stochastic_rounding

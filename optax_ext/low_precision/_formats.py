@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_ext.low_precision._maps import DynamicMap, Float8Map, LinearMap, Map
+from optax_ext.low_precision._rounding import stochastic_bfloat16, top_half
 
 ROUNDINGS = ("nearest", "stochastic", "compensated")
 _MIN_DIM = 64  # a shorter dim would take many scales
@@ -407,7 +408,7 @@ def _encode_bfloat16(
         codes, rest = stochastic_bfloat16(x, noise), None
     else:
         bits = jnp.where(jnp.isfinite(x), bits + 128, bits)
-        codes, rest = _top_half(bits), ((bits >> 8) & 255).astype(jnp.uint8)
+        codes, rest = top_half(bits), ((bits >> 8) & 255).astype(jnp.uint8)
     if not signed and rest is None:
         codes = jnp.where(x > 0, jnp.maximum(codes, jnp.finfo(jnp.bfloat16).tiny), codes)
     return codes, rest
@@ -418,15 +419,3 @@ def _decode_bfloat16(codes: jax.Array, rest: jax.Array | None) -> jax.Array:
         return codes.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(codes, jnp.uint16).astype(jnp.uint32) << 16
     return jax.lax.bitcast_convert_type(bits | (rest.astype(jnp.uint32) << 8), jnp.float32)
-
-
-def _top_half(bits: jax.Array) -> jax.Array:
-    """The bfloat16 of the first 16 bits of a float32."""
-    return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
-
-
-def stochastic_bfloat16(x: jax.Array, noise: jax.Array) -> jax.Array:
-    """One of the two nearest bfloat16, so that the mean over the noise is the float32 ``x``."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    up = (noise * 65536).astype(jnp.uint32)
-    return _top_half(jnp.where(jnp.isfinite(x), bits + up, bits))

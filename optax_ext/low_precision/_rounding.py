@@ -1,4 +1,4 @@
-"""Random bits for stochastic rounding: the same on every mesh, and cheap enough to fuse."""
+"""Stochastic rounding, and its random bits: the same on every mesh, cheap enough to fuse."""
 
 import math
 
@@ -11,6 +11,12 @@ def _mix(x: jax.Array) -> jax.Array:
     x = (x ^ (x >> 16)) * jnp.uint32(0x21F0AAAD)
     x = (x ^ (x >> 15)) * jnp.uint32(0x735A2D97)
     return x ^ (x >> 15)
+
+
+def check_seed(seed: int) -> None:
+    """Raises unless the seed is a uint32."""
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be in [0, 2**32), got {seed!r}.")
 
 
 def make_key(seed: int) -> jax.Array:
@@ -37,3 +43,15 @@ def uniform(key: jax.Array, salt: int, shape: tuple[int, ...]) -> jax.Array:
     # Twice, so that the noise of one step is not that of another at shifted indices.
     bits = _mix(_mix(index ^ step) + _mix(step))
     return (bits >> 8).astype(jnp.float32) * 2.0**-24
+
+
+def top_half(bits: jax.Array) -> jax.Array:
+    """The bfloat16 of the first 16 bits of a float32."""
+    return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
+
+
+def stochastic_bfloat16(x: jax.Array, noise: jax.Array) -> jax.Array:
+    """One of the two nearest bfloat16, so that the mean over the noise is the float32 ``x``."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    up = (noise * 65536).astype(jnp.uint32)
+    return top_half(jnp.where(jnp.isfinite(x), bits + up, bits))

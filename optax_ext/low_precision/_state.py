@@ -22,7 +22,7 @@ from optax_ext.low_precision._formats import (
     decode,
     encode,
 )
-from optax_ext.low_precision._rounding import make_key, next_key, uniform
+from optax_ext.low_precision._rounding import check_seed, make_key, next_key, uniform
 
 # Fields whose arrays are never negative, nearly all of them averages of squares. A field of one
 # state alone is written with the state's name.
@@ -115,8 +115,7 @@ def low_precision_state(
             f"rounding must be one of {', '.join(map(repr, ROUNDINGS))}, got {rounding!r}."
         )
     _validate.non_negative(min_size=min_size)
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed must be in [0, 2**32), got {seed!r}.")
+    check_seed(seed)
     inner = optax.with_extra_args_support(inner)
 
     def choose(path: Any, leaf: Any, field: str | None) -> tuple[Format, bool] | None:

@@ -24,6 +24,7 @@ SCHEMA = {
     "MomentumState": ("mu",),
     "MasterWeightsState": ("master", "inner_state"),
     "LowPrecisionState": ("key", "inner_state"),
+    "StochasticRoundingState": ("key", "inner_state"),
 }
 
 PARAMS = {"w": jax.ShapeDtypeStruct((6, 4), jnp.bfloat16), "b": jax.ShapeDtypeStruct((4,), "f2")}

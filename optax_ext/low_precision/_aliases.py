@@ -1,0 +1,60 @@
+"""Optimizers with 8-bit state, under the names that users look for."""
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec
+
+import optax
+
+from optax_ext._adafactor import adafactor
+from optax_ext._came import came
+from optax_ext.low_precision._state import low_precision_state
+
+_Arguments = ParamSpec("_Arguments")
+
+
+def _in_8_bits(
+    name: str,
+    make: Callable[_Arguments, optax.GradientTransformation],
+    described: str,
+    bytes_per_parameter: str,
+) -> Callable[_Arguments, optax.GradientTransformationExtraArgs]:
+    """``make`` with ``low_precision_state`` around what it makes."""
+
+    @functools.wraps(make)
+    def make_8_bits(
+        *args: _Arguments.args, **kwargs: _Arguments.kwargs
+    ) -> optax.GradientTransformationExtraArgs:
+        return low_precision_state(make(*args, **kwargs))
+
+    make_8_bits.__name__ = make_8_bits.__qualname__ = name
+    make_8_bits.__module__ = __name__
+    make_8_bits.__doc__ = f"""{described}, its moments in 8 bits.
+
+    Takes what it takes, and is ``low_precision_state`` of it: {bytes_per_parameter} of state for a
+    parameter in a large matrix, stochastic rounding. For other formats, roundings, or choices of
+    arrays, call ``low_precision_state`` yourself.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_ext
+      >>> state = optax_ext.{name}(1e-3).init({{"w": jnp.zeros((256, 256))}})
+      >>> "Dynamic(bits=8, block_size=256)" in optax_ext.describe_state(state)
+      True
+
+    References:
+      Dettmers, Lewis, Shleifer, Zettlemoyer: 8-bit Optimizers via Block-wise Quantization,
+      ICLR 2022, arXiv 2110.02861.
+    """
+    return make_8_bits
+
+
+adamw8bit = _in_8_bits("adamw8bit", optax.adamw, "``optax.adamw``", "2.03 bytes")
+lion8bit = _in_8_bits("lion8bit", optax.lion, "``optax.lion``", "1.02 bytes")
+lamb8bit = _in_8_bits("lamb8bit", optax.lamb, "``optax.lamb`` with its trust ratio", "2.03 bytes")
+came8bit = _in_8_bits("came8bit", came, "``came``", "1.02 bytes")
+adafactor8bit = _in_8_bits(
+    "adafactor8bit",
+    functools.wraps(adafactor)(functools.partial(adafactor, momentum=0.9)),
+    "``adafactor`` with momentum (0.9 unless given)",
+    "1.02 bytes",
+)

@@ -1,0 +1,154 @@
+"""Bfloat16 parameters without master weights: the sum is rounded stochastically."""
+
+import zlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_ext.low_precision._rounding import (
+    check_seed,
+    make_key,
+    next_key,
+    stochastic_bfloat16,
+    uniform,
+)
+
+
+class StochasticRoundingState(NamedTuple):
+    """State of ``stochastic_rounding``."""
+
+    key: jax.Array  # (2,), uint32: seed, steps taken
+    inner_state: optax.OptState
+
+
+def apply_updates(params: optax.Params, updates: optax.Updates, key: jax.Array) -> optax.Params:
+    r"""``optax.apply_updates`` whose sums are rounded stochastically where parameters are bfloat16.
+
+    With :math:`\lfloor \cdot \rfloor` and :math:`\lceil \cdot \rceil` the two bfloat16 beside a
+    float32, :math:`\theta \leftarrow \lceil s \rceil` with probability
+    :math:`(s - \lfloor s \rfloor) / (\lceil s \rceil - \lfloor s \rfloor)`, else
+    :math:`\lfloor s \rfloor`, for :math:`s = \theta + u` in float32. A step that rounding to
+    nearest would lose is then taken as often as is right: the mean is that of float32.
+
+    Args:
+      params: the parameters; those that are not bfloat16 are added to as optax does.
+      updates: a tree of the same structure; None leaves a parameter as it is.
+      key: a new ``jax.random.key`` for each step.
+
+    Returns:
+      The new parameters, in their dtypes.
+
+    Raises:
+      ValueError: if the trees do not match.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optax_ext
+      >>> nearest = stochastic = jnp.ones(1000, jnp.bfloat16)
+      >>> for i in range(100):
+      ...     step = jnp.full(1000, -1e-3)
+      ...     nearest = optax.apply_updates(nearest, step)
+      ...     stochastic = optax_ext.apply_updates(stochastic, step, jax.random.key(i))
+      >>> print(nearest.mean(), round(float(stochastic.astype(jnp.float32).mean()), 2))
+      1 0.9
+
+    References:
+      Gupta, Agrawal, Gopalakrishnan, Narayanan: Deep Learning with Limited Numerical Precision,
+      ICML 2015, arXiv 1502.02551.
+    """
+    seed = jax.random.bits(key, (2,), jnp.uint32)
+
+    def add(path: Any, p: Any, u: Any) -> Any:
+        if u is None or p is None:
+            return p
+        return _rounded_sum(path, p, u, seed).astype(p.dtype)
+
+    return jax.tree_util.tree_map_with_path(add, params, updates, is_leaf=lambda x: x is None)
+
+
+def stochastic_rounding(
+    inner: optax.GradientTransformation, seed: int = 0
+) -> optax.GradientTransformationExtraArgs:
+    r"""Runs ``inner`` in float32 on bfloat16 parameters, and rounds the sum stochastically.
+
+    What ``apply_updates`` of this library does, for where ``optax.apply_updates`` is called by
+    others, as by a Flax ``TrainState`` or ``sharding.Zero``: the update is the difference to the
+    rounded sum, which is exact in float32. Unlike ``master_weights`` it keeps no copy: no bytes
+    beyond the state of ``inner`` and a key.
+
+    Args:
+      inner: the transformation; it sees bfloat16 parameters and their gradients as float32, so that
+        its state is float32, too. Nothing may change the updates after it: it goes last in a chain.
+      seed: it and the step make the noise, the same on every mesh.
+
+    Returns:
+      A ``GradientTransformation`` whose ``update`` needs ``params``; the updates of bfloat16
+      parameters are float32.
+
+    Raises:
+      ValueError: on an ``update`` without ``params``; a seed that is no uint32.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_ext
+      >>> params = jnp.ones(1000, jnp.bfloat16)
+      >>> tx = optax_ext.stochastic_rounding(optax.sgd(1e-3))
+      >>> state = tx.init(params)
+      >>> for _ in range(100):
+      ...     updates, state = tx.update(jnp.ones_like(params), state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> round(float(params.astype(jnp.float32).mean()), 2)
+      0.9
+
+    References:
+      Gupta, Agrawal, Gopalakrishnan, Narayanan: Deep Learning with Limited Numerical Precision,
+      ICML 2015, arXiv 1502.02551.
+    """
+    inner = optax.with_extra_args_support(inner)
+    check_seed(seed)
+
+    def init(params: optax.Params) -> StochasticRoundingState:
+        return StochasticRoundingState(make_key(seed), inner.init(jax.tree.map(_widen, params)))
+
+    def update(
+        updates: optax.Updates,
+        state: StochasticRoundingState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, StochasticRoundingState]:
+        if params is None:
+            raise ValueError("stochastic_rounding needs params in update.")
+        grads = jax.tree.map(lambda g, p: _like(g, p), updates, params)
+        wide = jax.tree.map(_widen, params)
+        out, inner_state = inner.update(grads, state.inner_state, wide, **extra_args)
+        key = next_key(state.key)
+
+        def difference(path: Any, u: Any, p: Any) -> Any:
+            if p.dtype != jnp.bfloat16:
+                return u
+            return _rounded_sum(path, p, u, key) - p.astype(jnp.float32)
+
+        with jax.named_scope("stochastic_rounding"):
+            out = jax.tree_util.tree_map_with_path(difference, out, params)
+        return out, StochasticRoundingState(key, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _widen(p: Any) -> Any:
+    return jnp.asarray(p, jnp.float32) if p.dtype == jnp.bfloat16 else p
+
+
+def _like(g: Any, p: Any) -> Any:
+    """A gradient in the dtype that ``inner`` sees its parameter in."""
+    return g.astype(jnp.float32) if p.dtype == jnp.bfloat16 else g
+
+
+def _rounded_sum(path: Any, p: jax.Array, u: Any, key: jax.Array) -> jax.Array:
+    """``p + u``; where ``p`` is bfloat16, the float32 of the bfloat16 it is rounded to."""
+    if p.dtype != jnp.bfloat16:
+        return p + u
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    noise = uniform(key, zlib.crc32(name.encode()), p.shape)
+    new = p.astype(jnp.float32) + jnp.asarray(u, jnp.float32)
+    return stochastic_bfloat16(new, noise).astype(jnp.float32)
