@@ -14,10 +14,7 @@ from optax_ext.low_precision._maps import DynamicMap, Float8Map, LinearMap, Map
 from optax_ext.low_precision._rounding import stochastic_bfloat16, top_half
 
 ROUNDINGS = ("nearest", "stochastic", "compensated")
-_MIN_DIM = 64  # a shorter dim would take many scales
-_PAIR = 256  # two codes of a byte are half of this apart
-_CUTS = 8  # dims that divide by this can be cut
-_MAX_MASKS = 64  # blocks of a dim that are told apart by their index in it
+_ROWS = 8  # of a block, as of a TPU's registers: to find and to apply its scale moves nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +113,8 @@ class Quantized:
     """An array in a low-precision format; a node of the state's tree.
 
     Attributes:
-      codes: uint8 (bfloat16 for that format) of the array's shape; two 4-bit codes to a byte along
-        the dim of the blocks.
+      codes: uint8 (bfloat16 for that format) of the array's shape; two 4-bit codes to a byte, half
+        as many rows.
       scale: what each block, or row and column, is scaled by; negative where a block was negated.
       rest: 8 further bits of each element, uint8 of the array's shape, where rounding errors are
         kept; else None.
@@ -144,35 +141,55 @@ class Quantized:
 # --- Layout ---------------------------------------------------------------------------------------
 
 
-def block_dim(shape: tuple[int, ...]) -> int:
-    """The dim that blocks lie along: the last of at least 64 elements, else the longest."""
-    long = [d for d, extent in enumerate(shape) if extent >= _MIN_DIM]
-    return long[-1] if long else max(range(len(shape)), key=lambda d: shape[d])
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """Blocks of an array: ``rows`` along its longest dim but the last, ``columns`` of the last.
 
-
-def is_cut_through(shape: tuple[int, ...], size: int) -> bool:
-    """Whether an array can be cut only along its blocks' dim, and there between their ends.
-
-    As (50257, 768), which over 8 devices is cut into columns of 96.
+    Eight rows where there are as many, so that whoever cuts either dim hardly ever cuts a block.
     """
-    dim = block_dim(shape)
-    others = [n for d, n in enumerate(shape) if d != dim and n >= _MIN_DIM and n % _CUTS == 0]
-    return not others and shape[dim] % _CUTS == 0 and shape[dim] // _CUTS % size != 0
+
+    shape: tuple[int, ...]
+    size: int
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """The dims of rows and of columns; the same in a vector, which has no rows."""
+        last = len(self.shape) - 1
+        return max(range(last), key=lambda d: (self.shape[d], d), default=last), last
+
+    @property
+    def rows_and_columns(self) -> tuple[int, int]:
+        """Of a full block."""
+        row, last = self.dims
+        most = 1 if row == last else min(self.size, _power_of_two(self.shape[row]))
+        rows = min(most, max(_ROWS, self.size // _power_of_two(self.shape[last])))
+        return rows, self.size // rows
+
+    def reduce(self, op: Any, x: jax.Array, neutral: float) -> jax.Array:
+        """What ``op`` makes of each block."""
+        (row, last), (rows, columns) = self.dims, self.rows_and_columns
+        if rows > 1:  # first, for it is cheap, and leaves an eighth
+            x = op(_split(x, row, rows, neutral), axis=row + 1)
+        return op(_split(x, last, columns, neutral), axis=last + 1)
+
+    def repeat(self, per_block: jax.Array) -> jax.Array:
+        """For each element what its block has."""
+        (row, last), (rows, columns) = self.dims, self.rows_and_columns
+        out = _repeat(per_block, last, columns, self.shape[last])
+        return _repeat(out, row, rows, self.shape[row]) if rows > 1 else out
 
 
-def _pack_dim(shape: tuple[int, ...], size: int) -> int:
-    """The dim along which two codes share a byte."""
-    dim = block_dim(shape)
-    if len(shape) == 1 or not is_cut_through(shape, size):
-        return dim
-    return max((d for d in range(len(shape)) if d != dim), key=lambda d: shape[d])
+def _power_of_two(extent: int) -> int:
+    """The least that is not less."""
+    return 1 << (extent - 1).bit_length()
 
 
-def _split(x: jax.Array, dim: int, size: int) -> jax.Array:
-    """One dim as two: which block, and where in it. A last block that is not full gets zeros."""
+def _split(x: jax.Array, dim: int, size: int, neutral: float = 0) -> jax.Array:
+    """One dim as two: which group, and where in it. A last group that is not full is filled up."""
     missing = -x.shape[dim] % size
     if missing:
-        x = jnp.pad(x, [(0, missing if d == dim else 0) for d in range(x.ndim)])
+        pad = [(0, missing if d == dim else 0) for d in range(x.ndim)]
+        x = jnp.pad(x, pad, constant_values=neutral)
     return x.reshape(*x.shape[:dim], x.shape[dim] // size, size, *x.shape[dim + 1 :])
 
 
@@ -182,9 +199,15 @@ def _join(x: jax.Array, dim: int, extent: int) -> jax.Array:
     return jax.lax.slice_in_dim(x, 0, extent, axis=dim)
 
 
+def _repeat(x: jax.Array, dim: int, times: int, extent: int) -> jax.Array:
+    shape = (*x.shape[: dim + 1], times, *x.shape[dim + 1 :])
+    kept = [d for d in range(len(shape)) if d != dim + 1]
+    return _join(jax.lax.broadcast_in_dim(x, shape, kept), dim, extent)
+
+
 def _half(extent: int) -> int:
-    """How far apart the two codes of a byte are, so that a cut of whole pairs moves nothing."""
-    return _PAIR // 2 if extent % _PAIR == 0 else -(-extent // 2)
+    """How many rows apart the two codes of a byte are."""
+    return min(_ROWS, -(-extent // 2))
 
 
 def _pack(codes: jax.Array, dim: int) -> jax.Array:
@@ -192,15 +215,15 @@ def _pack(codes: jax.Array, dim: int) -> jax.Array:
     half = _half(codes.shape[dim])
     pairs = _split(_split(codes, dim, half), dim, 2)
     low, high = (jax.lax.index_in_dim(pairs, i, dim + 1, keepdims=False) for i in (0, 1))
-    bytes_ = low | (high << 4)
-    return _join(bytes_, dim, bytes_.shape[dim] * half)
+    both = low | (high << 4)
+    return _join(both, dim, both.shape[dim] * half)
 
 
 def _unpack(packed: jax.Array, dim: int, extent: int) -> jax.Array:
     """The inverse of ``_pack``."""
-    bytes_ = _split(packed, dim, _half(extent))
-    pairs = jnp.stack([bytes_ & 15, bytes_ >> 4], dim + 1)
-    return _join(_join(pairs, dim, 2 * bytes_.shape[dim]), dim, extent)
+    both = _split(packed, dim, _half(extent))
+    pairs = jnp.stack([both & 15, both >> 4], dim + 1)
+    return _join(_join(pairs, dim, 2 * both.shape[dim]), dim, extent)
 
 
 # --- Codes ----------------------------------------------------------------------------------------
@@ -217,53 +240,17 @@ def _map(fmt: Any, signed: bool) -> Map:
 
 
 class _Scaled:
-    """How the elements of an array, in the shape that its scales fit, relate to a map's levels."""
+    """How the elements of an array relate to their scales and to a map's levels."""
 
     def __init__(self, fmt: Any, signed: bool, shape: tuple[int, ...], dtype: Any):
         self.map = _map(fmt, signed)
-        self.signed, self.shape, self.dtype = signed, shape, dtype
+        self.signed, self.dtype = signed, dtype
         self.rank1 = isinstance(fmt, Linear) and fmt.rank1 and len(shape) > 1
         self.expand = isinstance(fmt, Float8) and fmt.expand
-        self.dim = block_dim(shape)
-        self.extent = shape[self.dim]
-        self.size = min(fmt.block_size, self.extent)
-        self.count = -(-self.extent // self.size)
-        self.masked = self.count <= _MAX_MASKS and is_cut_through(shape, self.size)
-
-    def fold(self, x: jax.Array) -> jax.Array:
-        """An array as its blocks, where the scales want it so."""
-        return x if self.rank1 or self.masked else _split(x, self.dim, self.size)
-
-    def unfold(self, x: jax.Array) -> jax.Array:
-        """The inverse of ``fold``."""
-        return x if self.rank1 or self.masked else _join(x, self.dim, self.extent)
-
-    def _reduce(self, op: Any, x: jax.Array, neutral: float) -> jax.Array:
-        """What ``op`` makes of each block."""
-        if not self.masked:
-            return op(x, axis=self.dim + 1)
-        block = self._block_of()
-        parts = [op(jnp.where(block == i, x, neutral), axis=self.dim) for i in range(self.count)]
-        return jnp.stack(parts, self.dim)
-
-    def _repeat(self, scale: jax.Array) -> jax.Array:
-        """For each element what its block has."""
-        if not self.masked:
-            return jnp.expand_dims(scale, self.dim + 1)
-        block = self._block_of()
-        out, *others = (
-            jax.lax.slice_in_dim(scale, i, i + 1, axis=self.dim) for i in range(self.count)
-        )
-        for i, other in enumerate(others, 1):
-            out = jnp.where(block >= i, other, out)
-        return out
-
-    def _block_of(self) -> jax.Array:
-        shape = [self.extent if d == self.dim else 1 for d in range(len(self.shape))]
-        return jax.lax.broadcasted_iota(jnp.int32, shape, self.dim) // self.size
+        self.blocks = _Blocks(shape, fmt.block_size)
 
     def measure(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """What to store as the scales of a folded array."""
+        """What to store as the scales of an array."""
         x = jnp.where(jnp.isnan(x), jnp.inf, x)  # XLA's maximum may pass over NaN on CPUs
         if self.rank1:
             dims = range(x.ndim)
@@ -271,31 +258,31 @@ class _Scaled:
             return tuple(jnp.max(size, axis=[e for e in dims if e != d]) for d in dims)
         if self.signed and self.map.lowest < self.map.top:
             # 1 has no negative: a block whose largest element is negative is stored negated.
-            up, down = (self._reduce(jnp.max, part, -jnp.inf) for part in (x, -x))
+            up, down = (self.blocks.reduce(jnp.max, part, -jnp.inf) for part in (x, -x))
             return (jnp.where(down > up, -down, up),)
         size = jnp.abs(x)
-        largest = self._reduce(jnp.max, size, 0.0)
+        largest = self.blocks.reduce(jnp.max, size, 0.0)
         if not self.expand:
             return (largest,)
-        least = self._reduce(jnp.min, jnp.where(size > 0, size, jnp.inf), jnp.inf)
+        least = self.blocks.reduce(jnp.min, jnp.where(size > 0, size, jnp.inf), jnp.inf)
         # Sixteenths of the power that stretches the block to the normal range of E4M3.
         octaves = jnp.log2(largest) - jnp.log2(jnp.minimum(least, largest))
         power = jnp.floor(16 * math.log2(448**2 / 2) / jnp.maximum(octaves, 1e-6))
         return largest, jnp.clip(jnp.where(largest > 0, power, 16), 1, 255).astype(jnp.uint8)
 
     def normalize(self, x: jax.Array, scale: tuple[jax.Array, ...]) -> jax.Array:
-        """A folded array relative to its scales; 0 where they are 0."""
+        """An array relative to its scales; 0 where they are 0."""
         if self.rank1:
             least = self.largest(scale)
             return x / jnp.where(least > 0, least, 1)
         known = jnp.abs(scale[0]) >= jnp.finfo(self.dtype).tiny
         inverse = jnp.where(known, 1 / jnp.where(known, scale[0], 1), 0)
-        return jnp.clip(x * self._repeat(inverse), -1, 1)
+        return jnp.clip(x * self.blocks.repeat(inverse), -1, 1)
 
     def largest(self, scale: tuple[jax.Array, ...]) -> jax.Array:
-        """For each folded element what stands for 1."""
+        """For each element what stands for 1."""
         if not self.rank1:
-            return self._repeat(scale[0])
+            return self.blocks.repeat(scale[0])
         ndim = len(scale)
         out = jnp.full([1] * ndim, jnp.inf, self.dtype)
         for d, part in enumerate(scale):
@@ -304,16 +291,24 @@ class _Scaled:
         return out
 
     def power(self, scale: tuple[jax.Array, ...]) -> Any:
-        """The power that each folded element was raised to, or None."""
-        return self._repeat(scale[1].astype(self.dtype) / 16) if self.expand else None
+        """The power that each element was raised to, or None."""
+        return self.blocks.repeat(scale[1].astype(self.dtype) / 16) if self.expand else None
 
-    def level(self, y: jax.Array, power: Any) -> jax.Array:
-        """The last level not above a magnitude relative to its scale."""
-        return self.map.level(y if power is None else y**power)
+    def position(self, y: jax.Array, power: Any) -> jax.Array:
+        """The level of a magnitude relative to its scale, with a fraction."""
+        return jnp.clip(self.map.position(y if power is None else y**power), 0, self.map.top)
 
     def value(self, level: jax.Array, power: Any) -> jax.Array:
-        """A level's magnitude relative to the scale."""
+        """The magnitude of a level relative to its scale."""
         out = self.map.value(level, self.dtype)
+        return out if power is None else out ** (1 / power)
+
+    def fine_value(self, fine: jax.Array, power: Any) -> jax.Array:
+        """The same for a level in 256ths."""
+        low, high = (
+            self.map.value(jnp.minimum((fine >> 8) + i, self.map.top), self.dtype) for i in (0, 1)
+        )
+        out = low + (high - low) * ((fine & 255).astype(self.dtype) / 256)
         return out if power is None else out ** (1 / power)
 
 
@@ -337,36 +332,27 @@ def encode(
         codes, rest = _encode_bfloat16(x.astype(jnp.float32), signed, rounding, noise)
         return Quantized(codes, (), rest, shape, dtype, fmt, signed)
     scaled = _Scaled(fmt, signed, shape, dtype)
-    top, lowest = scaled.map.top, scaled.map.lowest
-    x = scaled.fold(x)
+    lowest = scaled.map.lowest
     scale = scaled.measure(x)
     positive = x > 0
     x = scaled.normalize(x, scale)
     power = scaled.power(scale)
-    y = jnp.abs(x)
-    level = scaled.level(y, power)
-    low, high = (scaled.value(jnp.minimum(level + i, top), power) for i in (0, 1))
-    gap = high - low
-    part = jnp.clip((y - low) / jnp.where(gap > 0, gap, 1), 0, 1)
+    position = scaled.position(jnp.abs(x), power)
     if rounding == "compensated":
-        level = (level << 8) + jnp.round(part * 256).astype(jnp.int32)
-        top, lowest = top << 8, lowest << 8
-    elif rounding == "stochastic":
-        level = level + (scaled.fold(noise) < part)
+        level, lowest = jnp.round(position * 256), lowest << 8
     else:
-        level = level + (part >= 0.5)
-    level = jnp.clip(level, 0, top)
+        level = jnp.floor(position + (noise if rounding == "stochastic" else 0.5))
+    level = level.astype(jnp.int32)
     if signed:
         level = jnp.maximum(jnp.where(x < 0, -level, level), -lowest) + lowest
     elif scaled.map.zero:
         level = jnp.where(positive, jnp.maximum(level, 1), level)
-    level = scaled.unfold(level)
     rest = None
     if rounding == "compensated":
         level, rest = level >> 8, (level & 255).astype(jnp.uint8)
     codes = level.astype(jnp.uint8)
     if fmt.bits == 4:
-        codes = _pack(codes, _pack_dim(shape, scaled.size))
+        codes = _pack(codes, scaled.blocks.dims[0])
     return Quantized(codes, scale, rest, shape, dtype, fmt, signed)
 
 
@@ -377,25 +363,19 @@ def decode(q: Quantized) -> jax.Array:
     scaled = _Scaled(q.format, q.signed, q.shape, q.dtype)
     codes = q.codes
     if q.format.bits == 4:
-        dim = _pack_dim(q.shape, scaled.size)
+        dim = scaled.blocks.dims[0]
         codes = _unpack(codes, dim, q.shape[dim])
     level = codes.astype(jnp.int32)
     if q.rest is not None:
         level = (level << 8) | q.rest
-    level = scaled.fold(level)
     power = scaled.power(q.scale)
     if q.signed:
         level = level - (scaled.map.lowest << (0 if q.rest is None else 8))
-    size = jnp.abs(level)
-    if q.rest is None:
-        out = scaled.value(size, power)
-    else:
-        out = scaled.value(size >> 8, power)
-        above = scaled.value(jnp.minimum((size >> 8) + 1, scaled.map.top), power)
-        out = out + (above - out) * ((size & 255).astype(q.dtype) / 256)
+    read = scaled.value if q.rest is None else scaled.fine_value
+    out = read(jnp.abs(level), power)
     if q.signed:
         out = jnp.where(level < 0, -out, out)
-    return scaled.unfold(out * scaled.largest(q.scale))
+    return out * scaled.largest(q.scale)
 
 
 def _encode_bfloat16(

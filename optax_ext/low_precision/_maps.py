@@ -1,12 +1,11 @@
 """Number maps: which values between 0 and 1 the codes of a format stand for.
 
 A map orders the magnitudes that it has: level 0 is the smallest, level ``top`` is 1. ``value``
-gives the magnitude of a level, ``level`` the last level that is not above a magnitude. Both are
-arithmetic: a table look-up in each element does not vectorize on TPUs, nor fuse.
+gives the magnitude of a level; ``position`` the level of a magnitude, with a fraction between two.
+Both are arithmetic: a table look-up in each element does not vectorize on TPUs, nor fuse.
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,8 @@ import jax.numpy as jnp
 @dataclasses.dataclass(frozen=True)
 class DynamicMap:
     """Powers of ten, each divided into twice as many equal parts as the one below it.
+
+    Of power i, the parts' middles are ``10^(i + 1 - exponents) (0.1 + 0.9 (j + 1/2) / parts)``.
 
     Attributes:
       exponents: how many powers of ten: bits - 1.
@@ -37,43 +38,40 @@ class DynamicMap:
 
     @property
     def _shift(self) -> int:
-        """What makes the first level of each power of ten a power of two."""
+        """What makes the first level of each power of ten a power of two: its number of parts."""
         return 0 if self.signed else 1
-
-    def _lines(self) -> list[tuple[float, float]]:
-        """Per power of ten: the value at its first level, and the slope over all its levels."""
-        lines = []
-        for i in range(self.exponents):
-            unit, parts = 10.0 ** (i - self.exponents + 1), 2 ** (i + self._shift)
-            lines.append((unit * (0.1 + 0.45 / parts), 0.9 * unit))
-        return lines
 
     def value(self, level: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
         """The magnitude of each level."""
-        # M = 2^i (1 + f): the bits of a float32 hold i and f.
+        # The level is parts (1 + share): a float32 has both in its bits.
         bits = jax.lax.bitcast_convert_type((level + self._shift).astype(jnp.float32), jnp.int32)
-        power = (bits >> 23) - 127 - self._shift
         share = jax.lax.bitcast_convert_type((bits & 0x7FFFFF) | 0x3F800000, jnp.float32)
-        lines = self._lines()
-        first = _select(power, [line[0] for line in lines], dtype)
-        slope = _select(power, [line[1] for line in lines], dtype)
-        out = first + slope * (share.astype(dtype) - 1)
-        out = jnp.where(level >= self.top, jnp.ones([], dtype), out)
-        return jnp.where(level <= 0, jnp.zeros([], dtype), out)
+        half = jax.lax.bitcast_convert_type((253 << 23) - (bits & 0x7F800000), jnp.float32)
+        unit = jnp.full([], 10.0 ** (1 - self.exponents), dtype)
+        for i in range(1, self.exponents):
+            first = 2 ** (i + self._shift) - self._shift
+            unit = jnp.where(level >= first, jnp.full([], 10.0 ** (i + 1 - self.exponents)), unit)
+        out = unit * (0.1 + 0.9 * ((share - 1) + half).astype(dtype))
+        out = jnp.where(level >= self.top, 1, out)
+        return jnp.where(level <= 0, 0, out).astype(dtype)
 
-    def level(self, y: jax.Array) -> jax.Array:
-        """The last level that is not above each magnitude, to rounding."""
-        lines = self._lines()
-        power = jnp.zeros(y.shape, jnp.int32)
-        for first, _ in lines[1:]:
-            power += (y >= first).astype(jnp.int32)
-        parts = 1 << (power + self._shift)
-        start = _select(power, [line[0] for line in lines], y.dtype)
-        over = _select(power, [1 / line[1] for line in lines], y.dtype)
-        part = jnp.floor((y - start) * over * parts.astype(y.dtype)).astype(jnp.int32)
-        out = parts + jnp.clip(part, 0, parts - 1) - self._shift
-        out = jnp.where(y < lines[0][0], 0, out)
-        return jnp.where(y >= 1, self.top, out)
+    def position(self, y: jax.Array) -> jax.Array:
+        """The level of each magnitude, with a fraction."""
+        inverse, parts = (jnp.full([], x, y.dtype) for x in (10.0 ** (self.exponents - 1), 1.0))
+        parts = parts * 2**self._shift
+        top = jnp.zeros(y.shape, bool)
+        for i in range(1, self.exponents):
+            num = 2 ** (i + self._shift)
+            top = y >= 10.0 ** (i + 1 - self.exponents) * (0.1 + 0.45 / num)
+            inverse = jnp.where(top, 10.0 ** (self.exponents - 1 - i), inverse)
+            parts = jnp.where(top, num, parts)
+        share = y * inverse
+        inside = (share - 0.1) * (parts / 0.9) - 0.5
+        # From the last part's middle to the next power's first, or to 1.
+        beyond = ((share - 1) * parts + 0.45) * jnp.where(top, 1 / 0.45, 1 / 2.7)
+        out = jnp.where(inside < parts - 1, inside, parts - 1 + jnp.clip(beyond, 0, 1))
+        least = 10.0 ** (1 - self.exponents) * (0.1 + 0.45 / 2**self._shift)
+        return jnp.where(y < least, y / least, jnp.maximum(out, 0) + (parts - self._shift))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,10 +97,9 @@ class LinearMap:
             return level.astype(dtype) / self.top
         return (level + 1).astype(dtype) / (self.top + 1)
 
-    def level(self, y: jax.Array) -> jax.Array:
-        """The last level that is not above each magnitude, to rounding; the first if all are."""
-        steps = jnp.floor(y * self.top) if self.zero else jnp.floor(y * (self.top + 1)) - 1
-        return jnp.clip(steps.astype(jnp.int32), 0, self.top)
+    def position(self, y: jax.Array) -> jax.Array:
+        """The level of each magnitude, with a fraction; 0 below the first."""
+        return y * self.top if self.zero else jnp.maximum(y * (self.top + 1) - 1, 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,19 +116,11 @@ class Float8Map:
         small = level.astype(jnp.float32) * 2.0**-9
         return jnp.where(level < 8, small, normal).astype(dtype) / 448
 
-    def level(self, y: jax.Array) -> jax.Array:
-        """The last level that is not above each magnitude."""
-        x = jnp.minimum(y * 448, 448).astype(jnp.float32)
-        normal = (jax.lax.bitcast_convert_type(x, jnp.int32) >> 20) - (120 << 3)
-        return jnp.where(x < 2.0**-6, (x * 512).astype(jnp.int32), normal)
+    def position(self, y: jax.Array) -> jax.Array:
+        """The level of each magnitude, with a fraction."""
+        x = (y * 448).astype(jnp.float32)
+        bits = jax.lax.bitcast_convert_type(x, jnp.int32) - (120 << 23)
+        return jnp.where(x < 2.0**-6, x * 512, bits.astype(jnp.float32) * 2.0**-20).astype(y.dtype)
 
 
 Map = DynamicMap | LinearMap | Float8Map
-
-
-def _select(index: jax.Array, values: Sequence[float], dtype: jax.typing.DTypeLike) -> jax.Array:
-    """``values[index]``, without a look-up in memory."""
-    out = jnp.full([], values[0], dtype)
-    for i, value in enumerate(values[1:], 1):
-        out = jnp.where(index >= i, jnp.full([], value, dtype), out)
-    return out

@@ -27,13 +27,11 @@ FORMATS = {
     "bf16": BFloat16(),
 }
 SHAPES = {
-    "as the blocks": (3, 512),
-    "a ragged last block": (5, 300),
-    "ragged, and odd": (2, 131),
-    "one block is too long": (7, 70),
-    "blocks along the first dim": (300, 8),
+    "whole blocks": (16, 512),
+    "ragged last blocks": (13, 300),
+    "fewer rows than a block": (3, 131),
+    "fewer columns than a block": (300, 8),
     "no long dim": (5, 9, 7),
-    "a cut goes through its blocks": (101, 768),
     "a vector": (1000,),
     "one element": (1,),
     "one column": (640, 1),
@@ -111,13 +109,14 @@ MAPS = [
 
 
 @pytest.mark.parametrize("number_map", MAPS, ids=repr)
-def test_the_level_of_a_magnitude_is_the_last_below_it(number_map):
-    values = values_of(number_map)
+def test_positions_are_levels_and_the_share_of_the_way_to_the_next(number_map):
+    values = values_of(number_map).astype(np.float64)
     assert (np.diff(values) > 0).all()
-    inside = np.concatenate([values[:-1] + np.diff(values) * share for share in (0.01, 0.5, 0.99)])
-    want = np.searchsorted(values, inside, side="right") - 1
-    np.testing.assert_array_equal(number_map.level(jnp.asarray(inside)), np.maximum(want, 0))
-    np.testing.assert_array_equal(number_map.level(jnp.ones(1)), number_map.top)
+    levels = np.arange(number_map.top)
+    for share in (0.0, 0.01, 0.5, 0.99):
+        between = jnp.asarray(values[:-1] + np.diff(values) * share, jnp.float32)
+        np.testing.assert_allclose(number_map.position(between), levels + share, atol=3e-5)
+    assert float(number_map.position(jnp.ones(()))) == number_map.top
 
 
 # --- One array ------------------------------------------------------------------------------------
@@ -125,9 +124,11 @@ def test_the_level_of_a_magnitude_is_the_last_below_it(number_map):
 
 def of_elements(q, part):
     """What a stored array has for each block, for each element of it, by NumPy."""
-    dim = _formats.block_dim(q.shape)
-    size = min(q.format.block_size, q.shape[dim])
-    return np.take(np.asarray(part), np.arange(q.shape[dim]) // size, axis=dim)
+    blocks = _formats._Blocks(q.shape, q.format.block_size)
+    part = np.asarray(part)
+    (row, last), (rows, columns) = blocks.dims, blocks.rows_and_columns
+    part = np.take(part, np.arange(q.shape[last]) // columns, axis=last)
+    return part if row == last else np.take(part, np.arange(q.shape[row]) // rows, axis=row)
 
 
 def scales_of(q):
@@ -140,7 +141,7 @@ def scales_of(q):
 CASES = [(fmt, shape) for fmt in FORMATS for shape in SHAPES if fmt == "8 bits"] + [
     (fmt, shape)
     for fmt in FORMATS
-    for shape in ("ragged, and odd", "a cut goes through its blocks", "stacked")
+    for shape in ("ragged last blocks", "fewer rows than a block", "a vector")
     if fmt != "8 bits"
 ]
 
@@ -161,8 +162,9 @@ def test_round_trip(fmt, signed, shape):
     share = np.abs(x) / np.where(scale == 0, 1, scale)
     values = values_of(number_map).astype(np.float64)
     above = np.searchsorted(values, share**power * (1 - 1e-5))
-    low, high = (values[np.clip(above - i, 0, None)] ** (1 / power) for i in (1, 0))
-    bound = (high - low) / 2 * scale
+    low, high = (values[np.clip(above - i, 0, None)] for i in (1, 0))
+    low, middle, high = (y ** (1 / power) for y in (low, (low + high) / 2, high))
+    bound = np.maximum(high - middle, middle - low) * scale
     # Beside the values: a map without zero; the largest of the sign that has one code less.
     bound = np.where(share < values[0], values[0] * scale, bound)
     if signed and number_map.lowest < number_map.top:
@@ -264,7 +266,7 @@ def test_stochastic_rounding_has_the_right_mean(fmt, signed):
     inside = np.abs(x) >= np.abs(np.where(low == 0, 0, low)) * (1 - 1e-6) if not signed else True
     error = np.abs(got.mean(0) - x)
     bound = 5 * got.std(0) / np.sqrt(draws) + 1e-6 * np.abs(x)
-    assert np.mean((error <= bound) | ~np.asarray(inside)) > 0.99
+    assert np.mean((error <= bound) | ~np.asarray(inside)) > 0.98  # others: beyond the last code
     if fmt.bits == 4:
         assert got.std() > 0
 
@@ -290,41 +292,52 @@ def test_compensation_keeps_eight_bits_more(fmt, signed):
 @pytest.mark.parametrize(
     ("fmt", "signed", "shape", "nbytes"),
     [
-        (Dynamic(), True, (768, 3072), 768 * 3072 + 4 * 768 * 12),
-        (Dynamic(), True, (5, 300), 1500 + 4 * 5 * 2),  # the ragged block has a scale
-        (Dynamic(4), True, (768, 3072), 768 * 3072 // 2 + 4 * 768 * 24),
-        (Dynamic(4), True, (5, 301), 5 * 151 + 4 * 5 * 3),  # half a byte is left over
+        (Dynamic(), True, (768, 3072), 768 * 3072 * (1 + 4 / 256)),
+        (Dynamic(), True, (13, 300), 13 * 300 + 4 * 2 * 10),  # ragged blocks have a scale
+        (Dynamic(4), True, (768, 3072), 768 * 3072 * (1 / 2 + 4 / 128)),
+        (Dynamic(4), True, (5, 301), 3 * 301 + 4 * 19),  # half a byte is left over
         (Linear(4, rank1=True), False, (768, 3072), 768 * 3072 // 2 + 4 * (768 + 3072)),
         (Linear(4, rank1=True), False, (4096,), 2048 + 4 * 32),  # a vector has blocks
-        (Float8(), True, (768, 3072), 768 * 3072 + 5 * 768 * 24),
+        (Float8(), True, (768, 3072), 768 * 3072 * (1 + 5 / 128)),
         (BFloat16(), True, (768, 3072), 2 * 768 * 3072),
-        (Dynamic(), True, (768, 12, 64), 768 * 768 + 4 * 768 * 12),
-        (Dynamic(), True, (4096, 8), 4096 * 8 + 4 * 16 * 8),
+        (Dynamic(), True, (768, 12, 64), 768 * 768 * (1 + 4 / 256)),
+        (Dynamic(), True, (4096, 8), 4096 * 8 * (1 + 4 / 256)),
+        (Dynamic(4), True, (50257, 768), 25136 * 768 + 4 * 6283 * 48),
     ],
     ids=str,
 )
 def test_bytes(fmt, signed, shape, nbytes):
-    q = encode(jnp.ones(shape), fmt, signed)
-    assert q.nbytes == sum(np.asarray(x).nbytes for x in jax.tree.leaves(q)) == nbytes
-    more = encode(jnp.ones(shape), fmt, signed, "compensated")
+    q = jax.eval_shape(lambda x: encode(x, fmt, signed), jnp.zeros(shape))
+    assert q.nbytes == nbytes
+    more = jax.eval_shape(lambda x: encode(x, fmt, signed, "compensated"), jnp.zeros(shape))
     assert more.nbytes == nbytes + np.prod(shape)
 
 
-@pytest.mark.parametrize("fmt", [Dynamic(), Linear(4, rank1=True), Float8()], ids=str)
-@every_rounding
-def test_a_cut_through_the_blocks_changes_no_number(fmt, rounding, monkeypatch):
-    """Blocks told apart by index store what blocks that are a dim of their own do."""
-    x = example((101, 768), True)
-    noise = jnp.asarray(np.random.default_rng(1).random(x.shape, np.float32))
-    assert _formats.is_cut_through(x.shape, 256)
-    store = lambda: jax.jit(lambda x: encode(x, fmt, True, rounding, noise))(x)  # noqa: E731
-    masked = store()
-    monkeypatch.setattr(_formats, "is_cut_through", lambda shape, size: False)
-    folded = store()
-    jax.tree.map(np.testing.assert_array_equal, masked.scale, folded.scale)
-    have = jax.jit(lambda q: decode(q))(folded)
-    monkeypatch.undo()
-    np.testing.assert_array_equal(have, jax.jit(decode)(masked))
+def test_blocks_are_eight_rows_high():
+    """A cut that leaves eight rows, or 32 columns, goes through no block."""
+    shape = {
+        (768, 3072): (96, 96),
+        (768, 12, 64): (96, 12, 2),  # rows are of the longest dim but the last
+        (12, 64, 768): (12, 8, 24),
+        (4096, 8): (128, 1),  # few columns: more rows
+        (3, 512): (1, 8),  # few rows: more columns
+        (4096,): (16,),
+    }
+    for whole, scales in shape.items():
+        q = jax.eval_shape(lambda x: encode(x, Dynamic(), True), jnp.zeros(whole))
+        assert q.scale[0].shape == scales, whole
+
+
+def test_a_code_depends_on_its_block_alone():
+    x = example((32, 96), True)
+    q = encode(x, Dynamic(4, 128), True)
+    other = x.copy()
+    other[8:16, 16:32] *= 3.0
+    p = encode(other, Dynamic(4, 128), True)
+    assert (np.asarray(q.scale[0]) != np.asarray(p.scale[0])).sum() == 1
+    moved = np.asarray(decode(q)) != np.asarray(decode(p))
+    assert moved[8:16, 16:32].any()
+    assert moved.sum() == moved[8:16, 16:32].sum()
 
 
 # --- Noise ----------------------------------------------------------------------------------------
@@ -360,23 +373,24 @@ def drive(tx, steps, level):
 
     One element in each block is 30 times as large; the others are what is looked at.
     """
-    shape = (8, 256)
-    size = jnp.ones(shape).at[:, 0].set(30.0)
-    params = jnp.zeros(shape)
+    size = np.ones((8, 128))
+    size[::8, ::32] = 30.0
+    params = jnp.zeros(size.shape)
 
     @jax.jit
     def run(state, key, mean_square):
         def body(state, i):
-            g = jax.random.normal(jax.random.fold_in(key, i), shape)
+            g = jax.random.normal(jax.random.fold_in(key, i), size.shape)
             g = g * jnp.where(size > 1, size, jnp.sqrt(mean_square))
             return tx.update(g, state, params)[1], None
 
         return jax.lax.scan(body, state, jnp.arange(steps))[0]
 
-    state = run(tx.init(params), jax.random.key(1), 1.0)
+    state = run(jax.jit(tx.init)(params), jax.random.key(1), 1.0)
     state = run(state, jax.random.key(2), level)
     nu = optax.tree.get(getattr(state, "inner_state", state), "nu")
-    return np.asarray(decode(nu) if isinstance(nu, Quantized) else nu)[:, 1:]
+    nu = jax.jit(decode)(nu) if isinstance(nu, Quantized) else nu
+    return np.asarray(nu)[size == 1]
 
 
 def test_a_second_moment_follows_when_it_doubles_beside_an_outlier():
@@ -567,10 +581,12 @@ def test_sixteen_bit_state_of_sixteen_bit_parameters_is_read_as_float32():
 
 
 def test_the_same_seed_gives_the_same_noise():
-    runs = [
-        train(low_precision_state(optax.adamw(1e-3), seed=seed), steps=2)[0]["w"]
-        for seed in (0, 0, 1)
-    ]
+    grads = tree_of({"w": (64, 70)})
+    runs = []
+    for seed in (0, 0, 1):
+        tx = low_precision_state(optax.trace(0.9), seed=seed)
+        _, state = jax.jit(tx.update)(grads, jax.jit(tx.init)(grads))
+        runs.append(state.inner_state.trace["w"].codes)
     np.testing.assert_array_equal(runs[0], runs[1])
     assert (np.asarray(runs[0]) != np.asarray(runs[2])).any()
 
@@ -642,9 +658,9 @@ def test_errors_of_init():
     params = tree_of(MODEL)
     tx = low_precision_state(optax.adamw(1e-3))
     with pytest.raises(ValueError, match="low_precision_state is around another one"):
-        low_precision_state(optax.chain(tx)).init(params)
+        jax.eval_shape(low_precision_state(optax.chain(tx)).init, params)
     with pytest.raises(ValueError, match="no array of the state is named by 'nux'; the first are"):
-        low_precision_state(optax.adamw(1e-3), formats={"nux": None}).init(params)
+        jax.eval_shape(low_precision_state(optax.adamw(1e-3), formats={"nux": None}).init, params)
     with pytest.warns(UserWarning, match="the state has no floating arrays"):
         low_precision_state(
             optax.adafactor(1e-3).__class__(*optax.scale_by_schedule(lambda _: 1.0))
