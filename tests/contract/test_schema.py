@@ -60,7 +60,7 @@ LEAVES = {
         ".inner_state[0].trace['b'].codes": "uint8[2]",
         ".inner_state[0].trace['b'].scale[0]": "float32[1]",
         ".inner_state[0].trace['w'].codes": "uint8[3,4]",
-        ".inner_state[0].trace['w'].scale[0]": "float32[1,4]",
+        ".inner_state[0].trace['w'].scale[0]": "float32[1,1]",
     },
 }
 

@@ -679,7 +679,8 @@ def test_errors_of_init():
 
 def test_describe_state_counts_every_byte():
     params = tree_of(MODEL)
-    state = low_precision_state(optax.adamw(1e-3), 4, rounding="compensated").init(params)
+    tx = low_precision_state(optax.adamw(1e-3), 4, rounding="compensated")
+    state = jax.jit(tx.init)(params)
     text = optax_ext.describe_state(state)
     sizes = [int(line.split()[-2].replace(",", "")) for line in text.splitlines()]
     assert sum(sizes) == sum(x.nbytes for x in jax.tree.leaves(state))
