@@ -1,6 +1,5 @@
 """Bfloat16 parameters without master weights: the sum is rounded stochastically."""
 
-import zlib
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +11,7 @@ from optax_ext.low_precision._rounding import (
     make_key,
     next_key,
     stochastic_bfloat16,
-    uniform,
+    uniform_for,
 )
 
 
@@ -108,7 +107,9 @@ def stochastic_rounding(
     check_seed(seed)
 
     def init(params: optax.Params) -> StochasticRoundingState:
-        return StochasticRoundingState(make_key(seed), inner.init(jax.tree.map(_widen, params)))
+        return StochasticRoundingState(
+            make_key(seed), inner.init(jax.tree.map(_widen, params, params))
+        )
 
     def update(
         updates: optax.Updates,
@@ -118,8 +119,8 @@ def stochastic_rounding(
     ) -> tuple[optax.Updates, StochasticRoundingState]:
         if params is None:
             raise ValueError("stochastic_rounding needs params in update.")
-        grads = jax.tree.map(lambda g, p: _like(g, p), updates, params)
-        wide = jax.tree.map(_widen, params)
+        grads = jax.tree.map(_widen, updates, params)
+        wide = jax.tree.map(_widen, params, params)
         out, inner_state = inner.update(grads, state.inner_state, wide, **extra_args)
         key = next_key(state.key)
 
@@ -135,20 +136,15 @@ def stochastic_rounding(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _widen(p: Any) -> Any:
-    return jnp.asarray(p, jnp.float32) if p.dtype == jnp.bfloat16 else p
-
-
-def _like(g: Any, p: Any) -> Any:
-    """A gradient in the dtype that ``inner`` sees its parameter in."""
-    return g.astype(jnp.float32) if p.dtype == jnp.bfloat16 else g
+def _widen(x: Any, p: Any) -> Any:
+    """A parameter, or its gradient, in the dtype that ``inner`` sees."""
+    return jnp.asarray(x, jnp.float32) if p.dtype == jnp.bfloat16 else x
 
 
 def _rounded_sum(path: Any, p: jax.Array, u: Any, key: jax.Array) -> jax.Array:
     """``p + u``; where ``p`` is bfloat16, the float32 of the bfloat16 it is rounded to."""
     if p.dtype != jnp.bfloat16:
         return p + u
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
-    noise = uniform(key, zlib.crc32(name.encode()), p.shape)
+    noise = uniform_for(path, key, p.shape)
     new = p.astype(jnp.float32) + jnp.asarray(u, jnp.float32)
     return stochastic_bfloat16(new, noise).astype(jnp.float32)

@@ -1,6 +1,8 @@
 """Stochastic rounding, and its random bits: the same on every mesh, cheap enough to fuse."""
 
 import math
+import zlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +45,12 @@ def uniform(key: jax.Array, salt: int, shape: tuple[int, ...]) -> jax.Array:
     # Twice, so that the noise of one step is not that of another at shifted indices.
     bits = _mix(_mix(index ^ step) + _mix(step))
     return (bits >> 8).astype(jnp.float32) * 2.0**-24
+
+
+def uniform_for(path: Any, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """``uniform``, salted with an array's path in its tree."""
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    return uniform(key, zlib.crc32(name.encode()), shape)
 
 
 def top_half(bits: jax.Array) -> jax.Array:

@@ -3,7 +3,6 @@
 import math
 import re
 import warnings
-import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -22,7 +21,7 @@ from optax_ext.low_precision._formats import (
     decode,
     encode,
 )
-from optax_ext.low_precision._rounding import check_seed, make_key, next_key, uniform
+from optax_ext.low_precision._rounding import check_seed, make_key, next_key, uniform_for
 
 # Fields whose arrays are never negative, nearly all of them averages of squares. A field of one
 # state alone is written with the state's name.
@@ -263,7 +262,7 @@ def _fields(state: Any, flat: list[Any], params: Any) -> list[str | None]:
 
     def field(path: Any, leaf: Any) -> str | None:
         for i in range(len(path) + 1):
-            if getattr(leaf, "shape", None) == shapes.get(path[i:], ()) and path[i:] in shapes:
+            if path[i:] in shapes and getattr(leaf, "shape", None) == shapes[path[i:]]:
                 return _field_of(state, path[:i])
         return None
 
@@ -291,7 +290,7 @@ def _store_again(path: Any, old: Quantized, new: jax.Array, key: jax.Array | Non
         return encode(new, old.format, old.signed, "compensated")
     if key is None:
         return encode(new, old.format, old.signed, "nearest")
-    noise = uniform(key, zlib.crc32(_name(path).encode()), old.shape)
+    noise = uniform_for(path, key, old.shape)
     return encode(new, old.format, old.signed, "stochastic", noise)
 
 
