@@ -8,6 +8,7 @@ ZeRO. --audit reads the same, and more, from the compiled step.
 
   python examples/train_lm.py                                   # CAME, ZeRO stage 2: 3 minutes
   python examples/train_lm.py --optimizer adamw --stage 0       # plain data parallelism
+  python examples/train_lm.py --state 8bit                      # CAME's momentum in 8 bits
   python examples/train_lm.py --compare came,adafactor,adamw    # three runs, one plot
   python examples/train_lm.py --data ~/books --steps 2000 --name books
   python examples/train_lm.py --config gpt2-small --microbatches 4
@@ -79,13 +80,19 @@ OPTIMIZERS = {
     "sgd": (lambda lr: optax.sgd(lr, momentum=0.9), 3e-1),
 }
 
+# How an optimizer's moments are stored between steps.
+STATES = {"float32": None, "bfloat16": 16, "8bit": 8, "fp8": optax_ext.Float8(), "4bit": 4}
 
-def make_optimizer(name, peak, steps):
+
+def make_optimizer(name, peak, steps, state="float32"):
     """The whole chain, and its schedule: warm-up to ``peak``, then a cosine down to 5 % of it."""
     make, _ = OPTIMIZERS[name]
     warmup = max(1, min(steps // 20, 1000))
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps, 0.05 * peak)
-    return optax.chain(optax.clip_by_global_norm(1.0), make(schedule)), schedule
+    tx = make(schedule)
+    if STATES[state] is not None:
+        tx = optax_ext.low_precision_state(tx, STATES[state])
+    return optax.chain(optax.clip_by_global_norm(1.0), tx), schedule
 
 
 def train(options, corpus, mesh, directory, stop):
@@ -102,7 +109,9 @@ def train(options, corpus, mesh, directory, stop):
     zero = shd.Zero(mesh, stage=options.stage)
     # At stage 3 a block gathers its parameters when it runs; at the others this changes nothing.
     model = TransformerLM(CONFIGS[options.config], block=zero.gathered(Block))
-    tx, schedule = make_optimizer(options.optimizer, options.learning_rate, options.steps)
+    tx, schedule = make_optimizer(
+        options.optimizer, options.learning_rate, options.steps, options.state
+    )
 
     def make_state(key):
         params = model.init(key, jnp.zeros((1, corpus.context), jnp.int32))["params"]
@@ -170,6 +179,7 @@ def train(options, corpus, mesh, directory, stop):
     params, prompt = zero.full_params(state), corpus.prompt()
     summary = {
         "optimizer": options.optimizer,
+        "state": options.state,
         "steps": options.steps,
         "val_loss": metrics.rows[-1]["val_loss"],
         "bits_per_byte": bits(metrics.rows[-1]["val_loss"]),
@@ -245,7 +255,7 @@ class UserError(Exception):
 
 
 # What decides the losses. Other devices, or another stage, change them by rounding alone.
-IDENTITY = ("config", "optimizer", "learning_rate", "steps", "batch_size", "seed")
+IDENTITY = ("config", "optimizer", "state", "learning_rate", "steps", "batch_size", "seed")
 
 
 def check_same_run(options, corpus, directory):
@@ -323,6 +333,8 @@ def parse_args():
     add = parser.add_argument_group("optimizer").add_argument
     names = {"choices": OPTIMIZERS, "default": "came", "metavar": "NAME"}
     add("--optimizer", **names, help=f"{', '.join(OPTIMIZERS)} [%(default)s]")
+    states = {"choices": STATES, "default": "float32", "metavar": "FORMAT"}
+    add("--state", **states, help=f"its moments: {', '.join(STATES)} [%(default)s]")
     add("--learning-rate", type=float, metavar="X", help="the peak of its schedule [as tuned]")
 
     add = parser.add_argument_group("devices; a run may go on with others").add_argument
@@ -346,7 +358,10 @@ def resolve(options):
     if options.compare is None:
         if options.learning_rate is None:
             options.learning_rate = tuned_learning_rate(options)
-        options.name = options.name or f"{options.config}-{options.optimizer}-zero{options.stage}"
+        if not options.name:
+            options.name = f"{options.config}-{options.optimizer}-zero{options.stage}"
+            if options.state != "float32":
+                options.name += f"-{options.state}"
         return options
     options.compare = options.compare.split(",")
     options.name = options.name or f"{options.config}-compare"

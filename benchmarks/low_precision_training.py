@@ -1,0 +1,120 @@
+"""What low-precision state does to training: every format against float32, on the same batches.
+
+Runs examples/train_lm.py for each optimizer, format and seed, on one device, and compares the loss
+on held-out text at the end. A run that is finished in runs/low_precision/ is read, not repeated,
+so that the command can be stopped and given again. All 30 runs take hours on two cores.
+
+  python benchmarks/low_precision_training.py            # writes benchmarks/results/
+  python benchmarks/low_precision_training.py --smoke    # 30 steps of a tiny model, prints only
+"""
+
+import argparse
+import datetime
+import json
+import pathlib
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+import jax
+import matplotlib
+import numpy as np
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+OPTIMIZERS = ("adamw", "came")
+STATES = ("float32", "8bit", "4bit", "fp8", "bfloat16")
+SEEDS = (0, 1, 2)
+Losses = Mapping[tuple[str, str, int], float]
+
+
+def train(optimizer: str, state: str, seed: int, runs: pathlib.Path, options: Sequence[str]) -> dict:
+    """One run; returns its summary."""
+    name = f"{optimizer}-{state}-{seed}"
+    summary = runs / name / "summary.json"
+    if not summary.exists():
+        command = [sys.executable, str(ROOT / "examples" / "train_lm.py"), "--devices", "1"]
+        command += ["--optimizer", optimizer, "--state", state, "--seed", str(seed)]
+        command += ["--runs-dir", str(runs), "--name", name, *options]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    return json.loads(summary.read_text())
+
+
+def changes(losses: Losses, optimizer: str, state: str) -> np.ndarray:
+    """By how much a format's loss is above float32's, for each seed, in percent."""
+    pairs = [(losses[optimizer, state, i], losses[optimizer, "float32", i]) for i in SEEDS]
+    return np.array([100 * (loss / exact - 1) for loss, exact in pairs])
+
+
+def table(losses: Losses) -> str:
+    """The losses as a Markdown table."""
+    lines = [
+        "| optimizer | state | validation loss, seeds 0, 1, 2 | mean | above float32, by seed |"
+        " mean |",
+        "|---|---|---|---|---|---|",
+    ]
+    for optimizer in OPTIMIZERS:
+        for state in STATES:
+            found = [losses[optimizer, state, seed] for seed in SEEDS]
+            above = changes(losses, optimizer, state)
+            lines.append(
+                f"| {optimizer} | {state} | {', '.join(f'{x:.4f}' for x in found)} "
+                f"| {np.mean(found):.4f} | {', '.join(f'{x:+.2f} %' for x in above)} "
+                f"| {above.mean():+.2f} % |"
+            )
+    return "\n".join(lines)
+
+
+def plot(path: pathlib.Path, losses: Losses) -> None:
+    """Draws each run's change against float32, and how far seeds are apart in float32."""
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
+    for ax, optimizer in zip(axes, OPTIMIZERS, strict=True):
+        exact = np.array([losses[optimizer, "float32", seed] for seed in SEEDS])
+        spread = 100 * (exact / exact.mean() - 1)
+        ax.axhspan(spread.min(), spread.max(), color="0.9", label="float32, seed to seed")
+        for i, state in enumerate(STATES[1:]):
+            above = changes(losses, optimizer, state)
+            ax.plot([i] * len(SEEDS), above, "o", color=f"C{i}", alpha=0.5)
+            ax.plot([i - 0.25, i + 0.25], [above.mean()] * 2, color=f"C{i}")
+        ax.axhline(0, color="black", linewidth=0.8)
+        ax.set_xticks(range(len(STATES) - 1), STATES[1:])
+        ax.set_title(optimizer)
+        ax.grid(axis="y", alpha=0.3)
+    axes[0].set_ylabel("validation loss against float32, %")
+    axes[0].legend(loc="upper left")
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    """Trains what is not there yet; prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="a tiny model; writes no results")
+    smoke = parser.parse_args().smoke
+    runs = ROOT / "runs" / ("low_precision_smoke" if smoke else "low_precision")
+    losses = {}
+    for seed in SEEDS:
+        for state in STATES:
+            for optimizer in OPTIMIZERS:
+                summary = train(optimizer, state, seed, runs, ["--smoke"] if smoke else [])
+                losses[optimizer, state, seed] = summary["val_loss"]
+                print(f"{optimizer} {state} seed {seed}: {summary['val_loss']:.4f}", flush=True)
+    print(table(losses))
+    if not smoke:
+        results = ROOT / "benchmarks" / "results"
+        how = (
+            f"`python benchmarks/low_precision_training.py`, {datetime.date.today()}, "
+            f"jax {jax.__version__}; {summary['steps']} steps of `make train`'s model on one CPU "
+            "device, the same batches and learning rate for all formats of an optimizer, "
+            "stochastic rounding. Loss in nats per byte on 16 batches of held-out text."
+        )
+        picture = "![by format](low_precision_training.png)"
+        title = "# Training with low-precision state"
+        text = "\n\n".join([title, how, picture, table(losses)])
+        (results / "low_precision_training.md").write_text(f"{text}\n")
+        plot(results / "low_precision_training.png", losses)
+
+
+if __name__ == "__main__":
+    main()
