@@ -27,7 +27,9 @@ SEEDS = (0, 1, 2)
 Losses = Mapping[tuple[str, str, int], float]
 
 
-def train(optimizer: str, state: str, seed: int, runs: pathlib.Path, options: Sequence[str]) -> dict:
+def train(
+    optimizer: str, state: str, seed: int, runs: pathlib.Path, options: Sequence[str]
+) -> dict:
     """One run; returns its summary."""
     name = f"{optimizer}-{state}-{seed}"
     summary = runs / name / "summary.json"
