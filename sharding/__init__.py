@@ -1,6 +1,7 @@
 """Where arrays live and what crosses the wire: ZeRO for any optax transformation."""
 
 from sharding._describe import Description as Description
+from sharding._offload import offload as offload
 from sharding._precision import Precision as Precision
 from sharding._specs import state_specs as state_specs
 from sharding._zero import Zero as Zero

@@ -6,6 +6,7 @@ import jax
 import optax
 
 from sharding._layout import Layout, Placement
+from sharding._offload import streamed
 from sharding._specs import is_spec
 from sharding._state import parts
 
@@ -30,9 +31,14 @@ def update(
         shards = layout.constrain(params, placed.shards)
         grads = layout.constrain(grads, placed.shards)
         run = optax.with_extra_args_support(tx).update
-        updates, opt_state = run(grads, opt_state, shards, **extra_args)
-        shards = optax.apply_updates(shards, layout.constrain(updates, placed.shards))
-        opt_state = layout.constrain(opt_state, opt_specs)
+
+        def advance(shards: Any, opt_state: Any) -> tuple[Any, Any]:
+            updates, opt_state = run(grads, opt_state, shards, **extra_args)
+            shards = optax.apply_updates(shards, layout.constrain(updates, placed.shards))
+            return shards, layout.constrain(opt_state, opt_specs)
+
+        specs = (placed.shards, opt_specs)
+        shards, opt_state = streamed(advance, shards, opt_state, specs)
     with jax.named_scope("gather_params"):
         new = layout.constrain(shards, placed.shards)
         if layout.stage < 3:

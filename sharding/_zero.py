@@ -15,6 +15,7 @@ from sharding._gather import gather, gathered
 from sharding._gradients import LossOptions, evaluate, gradients
 from sharding._layout import Layout, Placement
 from sharding._modules import gathered_module
+from sharding._offload import host_shardings
 from sharding._precision import Precision
 from sharding._scatter import FORMS
 from sharding._specs import AnyMesh, Axis, state_specs
@@ -79,6 +80,9 @@ class Zero:
         and CPUs have one (``"native"``); TPUs make an all-reduce of it, twice the bytes, except
         over one axis of their torus after the other (``"axes"``: give the mesh the axes of the
         torus, ``axis=("x", "y")``); over one flat axis ``"ring"`` or ``"all_to_all"`` stand in.
+      offload: ``"optimizer"`` keeps the optimizer state, master weights included, in the host's
+        memory (``pinned_host``), and streams it through the device in each step, as ``offload``
+        tells; arrays of fewer than ``min_shard_size`` elements stay on the device.
 
     Raises:
       ValueError: on a stage other than 0 to 3, an axis that is not in the mesh or named twice.
@@ -112,6 +116,7 @@ class Zero:
     reshard_after_forward: bool = True
     precision: Precision = Precision()
     scatter: str = "auto"
+    offload: str | None = None
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
@@ -136,6 +141,8 @@ class Zero:
             raise ValueError(
                 f"scatter must be 'auto' or one of {', '.join(FORMS)}, got {self.scatter!r}."
             )
+        if self.offload not in (None, "optimizer"):
+            raise ValueError(f"offload must be 'optimizer' or None, got {self.offload!r}.")
         if self.min_shard_size < 0:
             raise ValueError(f"min_shard_size must not be negative, got {self.min_shard_size}.")
 
@@ -208,8 +215,17 @@ class Zero:
         param_specs: Any = None,
     ) -> Any:
         """``specs`` as ``NamedSharding`` on the mesh: for ``device_put``, or to restore into."""
-        specs = self.specs(state, tx=tx, param_specs=param_specs)
-        return self._layout.shardings(specs)
+        return self._shardings(state, self.specs(state, tx=tx, param_specs=param_specs))
+
+    def _shardings(self, state: Any, specs: Any) -> Any:
+        shardings = self._layout.shardings(specs)
+        if self.offload is None:
+            return shardings
+        if isinstance(state, tuple):
+            params, opt_state = shardings
+            return params, host_shardings(opt_state, state[1], self.min_shard_size)
+        moved = host_shardings(shardings.opt_state, state.opt_state, self.min_shard_size)
+        return shardings.replace(opt_state=moved)
 
     def _places(
         self, state: Any, tx: optax.GradientTransformation | None, param_specs: Any = None
@@ -218,7 +234,7 @@ class Zero:
         specs = self.specs(state, tx=tx, param_specs=param_specs)
         param_specs, opt_specs, _ = parts(specs, tx)
         placed = self._layout.place(params_of(state), param_specs)
-        return self._layout.shardings(specs), placed, opt_specs
+        return self._shardings(state, specs), placed, opt_specs
 
     def describe(
         self,

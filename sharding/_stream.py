@@ -1,0 +1,287 @@
+"""Runs a function whose large inputs lie in the host's memory, few of them on the device at a time.
+
+XLA sees a step as one graph, and left alone brings all inputs to the device first. Here the
+function is traced, and run output by output: what the first one needs is loaded, with it every
+other output is computed that needs no more, what replaces a host input goes back, and the loads for
+the next output wait for that. A stack of layers is run layer by layer, in a loop over the stack,
+where each operation is found to work on the layers one by one.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sharding._graph import Equation, Graph, bind
+from sharding._layers import WHOLE, bind_layer, is_stack, layer_of, operand_dims
+
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+def on_host(x: Any) -> bool:
+    """Whether an array lies in the host's memory."""
+    return jax.typeof(x).memory_space == HOST
+
+
+def stream(
+    fn: Callable[[list[Any]], list[Any]],
+    inputs: Sequence[Any],
+    homes: Sequence[int | None],
+    leaders: Sequence[int],
+    first_dim_free: Callable[[int], bool] = lambda i: True,
+) -> list[Any]:
+    """``fn(inputs)``, bringing inputs in the host's memory to the device for as long as needed.
+
+    Args:
+      fn: a function of arrays, all seen as on the device. What it closes over stays where it is.
+      inputs: its arguments.
+      homes: for each output, which input it replaces; it returns to that one's memory. None for
+        outputs that replace none, which stay on the device.
+      leaders: the outputs after which to go, one after the other; others are computed as soon as
+        all that they need has been loaded.
+      first_dim_free: whether the first dim of an input is in one piece on every device.
+
+    Returns:
+      The outputs.
+
+    Warns:
+      UserWarning: if every one of several leaders needs most of what is in the host's memory.
+    """
+    graph = Graph(fn, inputs, [on_host(x) for x in inputs])
+    run = _Run(graph, inputs, homes, first_dim_free)
+    for group in _groups(graph, leaders):
+        run.group(group)
+    return [run.outputs[j] for j in range(len(graph.outputs))]
+
+
+def _groups(graph: Graph, leaders: Sequence[int]) -> list[list[int]]:
+    """All outputs by the leader after which they can be computed without another load."""
+    groups, loaded, left = [], 0, set(range(len(graph.outputs)))
+    for leader in [*leaders, *range(len(graph.outputs))]:
+        if leader not in left:
+            continue
+        loaded |= graph.loads[graph.outputs[leader]]
+        ready = [j for j in sorted(left) if not graph.loads[graph.outputs[j]] & ~loaded]
+        left -= set(ready)
+        groups.append(ready)
+    _warn_if_at_once(graph, leaders)
+    return groups
+
+
+def _warn_if_at_once(graph: Graph, leaders: Sequence[int]) -> None:
+    hosted = [i for i, mask in enumerate(graph.loads) if mask == 1 << i]
+    sizes = {i: math.prod(graph.shape(i)) * graph.types[i].dtype.itemsize for i in hosted}
+    masks = [graph.loads[graph.outputs[j]] for j in leaders]
+    needed = [sum(sizes[i] for i in hosted if mask >> i & 1) for mask in masks if mask]
+    if len(needed) > 2 and 2 * min(needed) > sum(sizes.values()):
+        warnings.warn(
+            "offload: each parameter's update depends on the state of most others (such as a clip "
+            "by global norm after the moments), so that all of it is on the device at once.",
+            stacklevel=2,
+        )
+
+
+# --- Running --------------------------------------------------------------------------------------
+
+
+class _Run:
+    """The values of a graph that have been computed, and the outputs where they belong."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        inputs: Sequence[Any],
+        homes: Sequence[int | None],
+        first_dim_free: Callable[[int], bool],
+    ):
+        self.graph, self.inputs, self.homes = graph, inputs, homes
+        self.first_dim_free = first_dim_free
+        self.values = dict(graph.constants)
+        self.values |= {i: x for i, x in enumerate(inputs) if not graph.loads[i]}
+        self.outputs: dict[int, Any] = {}
+        self.stored: tuple[Any, ...] = ()  # what the last group returned to the host
+
+    def group(self, outputs: list[int]) -> None:
+        """Computes some outputs; those that replace an array of the host go there."""
+        graph = self.graph
+        # What is not changed is not touched.
+        same = [j for j in outputs if graph.outputs[j] == self.homes[j]]
+        self.outputs |= {j: self.inputs[graph.outputs[j]] for j in same}
+        outputs = [j for j in outputs if j not in same]
+        loop = _Loop.find(self, outputs)
+        if loop:
+            outputs = [j for j in outputs if j not in loop.outputs]
+            self._compute([*loop.whole, *(graph.outputs[j] for j in outputs)])
+            self.outputs |= loop.run()
+        else:
+            self._compute([graph.outputs[j] for j in outputs])
+        self.outputs |= {
+            j: jax.device_put(self.values[graph.outputs[j]], HOST)
+            if self.replaces_host(j)
+            else self.values[graph.outputs[j]]
+            for j in outputs
+        }
+        new = (*outputs, *(loop.outputs if loop else ()))
+        self.stored = tuple(self.outputs[j] for j in new if self.replaces_host(j)) or self.stored
+
+    def replaces_host(self, output: int) -> bool:
+        """Whether an output belongs into the host's memory."""
+        home = self.homes[output]
+        return home is not None and self.graph.loads[home] == 1 << home
+
+    def after_stored(self, arrays: Sequence[Any]) -> list[Any]:
+        """Arrays that are not there before the last group has been stored."""
+        return list(lax.optimization_barrier((*arrays, *self.stored))[: len(arrays)])
+
+    def _compute(self, values: list[int]) -> None:
+        equations, inputs = self.graph.needed(values, self.values)
+        if inputs:
+            held = self.after_stored([self.inputs[i] for i in inputs])
+            self.values |= zip(inputs, jax.device_put(held, DEVICE), strict=True)
+        for eqn in equations:
+            out = bind(eqn, [self.values[v] for v in eqn.operands])
+            self.values |= zip(eqn.results, out, strict=True)
+
+
+# --- Layer by layer -------------------------------------------------------------------------------
+
+
+class _CannotCutError(Exception):
+    """A part of a graph does not work on the layers of a stack one by one."""
+
+
+class _Loop:
+    """A part of a graph that does the same to each layer of a stack, as a loop over the layers.
+
+    Attributes:
+      outputs: those that it makes.
+      whole: values that must have been computed before.
+    """
+
+    def __init__(self, run: _Run, outputs: list[int], stacks: list[int]):
+        """Finds what to run in the loop: backward from the outputs, each cut along dim 0.
+
+        Raises:
+          _CannotCutError: if one that depends on the stacks must see several layers at once.
+        """
+        graph = run.graph
+        self._run, self.outputs = run, outputs
+        self._length = graph.shape(stacks[0])[0]
+        needs_stacks = sum(1 << i for i in stacks)
+        self._homes = [self._home(j) for j in outputs]
+        self._equations: list[tuple[Equation, int, list[int]]] = []
+        self.whole: list[int] = []
+        demands: dict[int, set[int]] = {graph.outputs[j]: {0} for j in outputs}
+        equations, inputs = graph.needed([graph.outputs[j] for j in outputs], run.values)
+        for eqn in reversed(equations):
+            dims: set[int] = set().union(*(demands.get(v, ()) for v in eqn.results))
+            if not dims:
+                continue  # needed by what is computed before
+            operands = operand_dims(graph, eqn, *dims) if len(dims) == 1 else None
+            if operands is not None:
+                self._equations.insert(0, (eqn, dims.pop(), operands))
+                for value, dim in zip(eqn.operands, operands, strict=True):
+                    demands.setdefault(value, set()).add(dim)
+            elif any(graph.loads[v] & needs_stacks for v in eqn.results):
+                raise _CannotCutError
+            else:
+                self.whole += [v for v in eqn.results if v in demands]
+        inputs = [i for i in inputs if i in demands]
+        # What comes layer by layer: the stacks, and smaller arrays beside them.
+        self._parts = [
+            i
+            for i in inputs
+            if demands[i] == {0} and graph.shape(i)[0] == self._length and run.first_dim_free(i)
+        ]
+        self.whole += [i for i in inputs if i not in self._parts]
+        if set(stacks) - set(self._parts):
+            raise _CannotCutError
+
+    def _home(self, output: int) -> int | None:
+        """The input that an output replaces layer by layer, if it is of the same type."""
+        graph, home = self._run.graph, self._run.homes[output]
+        made = graph.types[graph.outputs[output]]
+        if made.shape[:1] != (self._length,):
+            raise _CannotCutError
+        if home is None:
+            return None
+        if not self._run.first_dim_free(home):
+            raise _CannotCutError
+        old = graph.types[home]
+        if (made.shape, made.dtype) == (old.shape, old.dtype):
+            return home
+        if self._run.replaces_host(output):
+            raise _CannotCutError
+        return None
+
+    @classmethod
+    def find(cls, run: _Run, outputs: list[int]) -> "_Loop | None":
+        """The loop for what in a group of outputs is a stack; None if there is none."""
+        graph = run.graph
+        _, inputs = graph.needed([graph.outputs[j] for j in outputs], run.values)
+        stacks = [i for i in inputs if run.first_dim_free(i) and is_stack(graph.shape(i))]
+        if not stacks:
+            return None
+        loads = sum(1 << i for i in stacks)
+        try:
+            return cls(run, [j for j in outputs if graph.loads[graph.outputs[j]] & loads], stacks)
+        except _CannotCutError:
+            return None
+
+    def run(self) -> dict[int, Any]:
+        """All layers; returns the outputs."""
+        run, types = self._run, self._run.graph.types
+        held = dict(
+            zip(self._parts, run.after_stored([run.inputs[i] for i in self._parts]), strict=True)
+        )
+        made = [types[run.graph.outputs[j]] for j in self.outputs]
+        buffers = [
+            held[i] if i in held else jnp.zeros(t.shape, t.dtype) if i is None else run.inputs[i]
+            for i, t in zip(self._homes, made, strict=True)
+        ]
+
+        def load(buffers: list[Any], layer: Any) -> list[Any]:
+            now = held | dict(zip(self._homes, buffers, strict=True))
+            return jax.device_put([layer_of(now[i], layer, 0) for i in self._parts], DEVICE)
+
+        def body(layer: Any, carry: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+            buffers, parts = carry
+            # The next layer is on its way while this one is computed.
+            following = load(buffers, jnp.minimum(layer + 1, self._length - 1))
+            new = self._evaluate(layer, parts, buffers)
+            new = [
+                jax.device_put(x, HOST) if run.replaces_host(j) else x
+                for j, x in zip(self.outputs, new, strict=True)
+            ]
+            return [
+                lax.dynamic_update_slice_in_dim(old, x, layer, 0)
+                for old, x in zip(buffers, new, strict=True)
+            ], following
+
+        buffers, _ = lax.fori_loop(0, self._length, body, (buffers, load(buffers, 0)))
+        return dict(zip(self.outputs, buffers, strict=True))
+
+    def _evaluate(self, layer: Any, parts: list[Any], buffers: list[Any]) -> list[Any]:
+        """The outputs of one layer, of what was loaded for it."""
+        values = dict(zip(self._parts, parts, strict=True))
+        replaced = {
+            home: buffer
+            for home, buffer in zip(self._homes, buffers, strict=True)
+            if not on_host(buffer)
+        }
+
+        def operand(value: int, dim: int) -> Any:
+            if value in values:
+                return values[value]
+            # Read where it is written, a parameter needs no copy.
+            whole = replaced[value] if value in replaced and dim == 0 else self._run.values[value]
+            return whole if dim == WHOLE else layer_of(whole, layer, dim)
+
+        for eqn, dim, dims in self._equations:
+            operands = [operand(v, d) for v, d in zip(eqn.operands, dims, strict=True)]
+            values |= zip(eqn.results, bind_layer(eqn, dim, operands, layer), strict=True)
+        return [operand(self._run.graph.outputs[j], 0) for j in self.outputs]
