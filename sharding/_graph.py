@@ -1,6 +1,8 @@
 """A traced function as a list of equations that can be evaluated in parts."""
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
@@ -51,18 +53,25 @@ class Graph:
 
         for eqn in jaxpr.eqns:
             operands = tuple(map(read, eqn.invars))
+            types = [var.aval for var in eqn.outvars]
             inner = eqn.params.get(_INLINED.get(eqn.primitive.name, ""))
-            if inner is None:
-                loads = 0
-                for operand in operands:
-                    loads |= self.loads[operand]
-                results = tuple(self._value(v.aval, loads) for v in eqn.outvars)
-                self.maker |= dict.fromkeys(results, len(self.equations))
-                self.equations.append(Equation(eqn.primitive, eqn.params, operands, results))
+            if inner is not None:
+                results = self._inline(inner, operands)
+            elif eqn.primitive.name == "optimization_barrier":
+                # It keeps values apart from what is made of them, one by one as well as together.
+                each = zip(operands, types, strict=True)
+                results = [self._equation(eqn, (x,), [aval])[0] for x, aval in each]
             else:
-                results = tuple(self._inline(inner, operands))
+                results = self._equation(eqn, operands, types)
             known |= zip(eqn.outvars, results, strict=True)
         return list(map(read, jaxpr.outvars))
+
+    def _equation(self, eqn: Any, operands: tuple[int, ...], types: list[Any]) -> list[int]:
+        loads = functools.reduce(operator.or_, (self.loads[x] for x in operands), 0)
+        results = [self._value(aval, loads) for aval in types]
+        self.maker |= dict.fromkeys(results, len(self.equations))
+        self.equations.append(Equation(eqn.primitive, eqn.params, operands, tuple(results)))
+        return results
 
     def _value(self, aval: Any, loads: int) -> int:
         self.types.append(aval)

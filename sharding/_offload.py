@@ -81,13 +81,18 @@ def offload(
             lambda updates, state: inner.update(updates, state, params, **extra_args),
             updates,
             state,
+            after=updates,
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def streamed(
-    fn: Callable[[Any, Any], tuple[Any, Any]], tree: Any, state: Any, specs: Any = None
+    fn: Callable[[Any, Any], tuple[Any, Any]],
+    tree: Any,
+    state: Any,
+    after: Any,
+    specs: Any = None,
 ) -> tuple[Any, Any]:
     """``fn(tree, state)``, a new tree and a new state, streaming what of the state is on the host.
 
@@ -95,6 +100,7 @@ def streamed(
       fn: the function; sees all arrays as on the device.
       tree: parameters, or updates: what comes after the other.
       state: the state.
+      after: gradients; nothing is loaded before they are there.
       specs: how both lie on the mesh; None for not known.
     """
     if not any(map(on_host, jax.tree.leaves(state))):
@@ -115,7 +121,8 @@ def streamed(
         return leaves
 
     leaders = range(len(jax.tree.leaves(tree)))
-    out = stream(flat_fn, inputs, range(len(inputs)), leaders, free.__getitem__)
+    homes, after = range(len(inputs)), jax.tree.leaves(after)
+    out = stream(flat_fn, inputs, homes, leaders, free.__getitem__, after)
     return jax.tree.unflatten(treedef, out)
 
 

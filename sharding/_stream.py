@@ -32,7 +32,8 @@ def stream(
     inputs: Sequence[Any],
     homes: Sequence[int | None],
     leaders: Sequence[int],
-    first_dim_free: Callable[[int], bool] = lambda i: True,
+    first_dim_free: Callable[[int], bool],
+    after: Sequence[Any],
 ) -> list[Any]:
     """``fn(inputs)``, bringing inputs in the host's memory to the device for as long as needed.
 
@@ -44,6 +45,7 @@ def stream(
       leaders: the outputs after which to go, one after the other; others are computed as soon as
         all that they need has been loaded.
       first_dim_free: whether the first dim of an input is in one piece on every device.
+      after: arrays that must be there before the first load.
 
     Returns:
       The outputs.
@@ -52,7 +54,7 @@ def stream(
       UserWarning: if every one of several leaders needs most of what is in the host's memory.
     """
     graph = Graph(fn, inputs, [on_host(x) for x in inputs])
-    run = _Run(graph, inputs, homes, first_dim_free)
+    run = _Run(graph, inputs, homes, first_dim_free, after)
     for group in _groups(graph, leaders):
         run.group(group)
     return [run.outputs[j] for j in range(len(graph.outputs))]
@@ -97,13 +99,14 @@ class _Run:
         inputs: Sequence[Any],
         homes: Sequence[int | None],
         first_dim_free: Callable[[int], bool],
+        after: Sequence[Any],
     ):
         self.graph, self.inputs, self.homes = graph, inputs, homes
         self.first_dim_free = first_dim_free
         self.values = dict(graph.constants)
         self.values |= {i: x for i, x in enumerate(inputs) if not graph.loads[i]}
         self.outputs: dict[int, Any] = {}
-        self.stored: tuple[Any, ...] = ()  # what the last group returned to the host
+        self.awaited = tuple(after)  # later, what the last group returned to the host
 
     def group(self, outputs: list[int]) -> None:
         """Computes some outputs; those that replace an array of the host go there."""
@@ -126,21 +129,22 @@ class _Run:
             for j in outputs
         }
         new = (*outputs, *(loop.outputs if loop else ()))
-        self.stored = tuple(self.outputs[j] for j in new if self.replaces_host(j)) or self.stored
+        stored = tuple(self.outputs[j] for j in new if self.replaces_host(j))
+        self.awaited = stored or self.awaited
 
     def replaces_host(self, output: int) -> bool:
         """Whether an output belongs into the host's memory."""
         home = self.homes[output]
         return home is not None and self.graph.loads[home] == 1 << home
 
-    def after_stored(self, arrays: Sequence[Any]) -> list[Any]:
-        """Arrays that are not there before the last group has been stored."""
-        return list(lax.optimization_barrier((*arrays, *self.stored))[: len(arrays)])
+    def in_turn(self, arrays: Sequence[Any]) -> list[Any]:
+        """Arrays that are not read before the last group has been stored."""
+        return list(lax.optimization_barrier((*arrays, *self.awaited))[: len(arrays)])
 
     def _compute(self, values: list[int]) -> None:
         equations, inputs = self.graph.needed(values, self.values)
         if inputs:
-            held = self.after_stored([self.inputs[i] for i in inputs])
+            held = self.in_turn([self.inputs[i] for i in inputs])
             self.values |= zip(inputs, jax.device_put(held, DEVICE), strict=True)
         for eqn in equations:
             out = bind(eqn, [self.values[v] for v in eqn.operands])
@@ -236,7 +240,7 @@ class _Loop:
         """All layers; returns the outputs."""
         run, types = self._run, self._run.graph.types
         held = dict(
-            zip(self._parts, run.after_stored([run.inputs[i] for i in self._parts]), strict=True)
+            zip(self._parts, run.in_turn([run.inputs[i] for i in self._parts]), strict=True)
         )
         made = [types[run.graph.outputs[j]] for j in self.outputs]
         buffers = [

@@ -38,7 +38,7 @@ def update(
             return shards, layout.constrain(opt_state, opt_specs)
 
         specs = (placed.shards, opt_specs)
-        shards, opt_state = streamed(advance, shards, opt_state, specs)
+        shards, opt_state = streamed(advance, shards, opt_state, grads, specs)
     with jax.named_scope("gather_params"):
         new = layout.constrain(shards, placed.shards)
         if layout.stage < 3:
