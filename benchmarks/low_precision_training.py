@@ -96,8 +96,8 @@ def main() -> None:
     smoke = parser.parse_args().smoke
     runs = ROOT / "runs" / ("low_precision_smoke" if smoke else "low_precision")
     losses = {}
-    for seed in SEEDS:
-        for state in STATES:
+    for state in STATES:
+        for seed in SEEDS:
             for optimizer in OPTIMIZERS:
                 summary = train(optimizer, state, seed, runs, ["--smoke"] if smoke else [])
                 losses[optimizer, state, seed] = summary["val_loss"]

@@ -21,8 +21,10 @@ class Row:
       shape: its global shape.
       dtype: its dtype.
       spec: how it lies on the mesh.
-      bytes_per_device: what one device holds of it, in bytes.
+      bytes_per_device: what one device holds of it, in bytes; in the host's memory where ``memory``
+        says so.
       note: why it is not cut over the data axis; empty where it is, or was not to be.
+      memory: ``"device"`` or ``"host"``.
     """
 
     part: str
@@ -32,6 +34,7 @@ class Row:
     spec: PartitionSpec
     bytes_per_device: int
     note: str
+    memory: str = "device"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,14 +57,19 @@ class Description:
 
     @property
     def bytes_per_device(self) -> dict[str, int]:
-        """Bytes that one device holds of each part: ``params``, ``grads`` and ``opt_state``.
+        """Bytes in a device's memory of each part: ``params``, ``grads`` and ``opt_state``.
 
         ``grads`` is what the stage keeps; until it is reduced, a gradient is whole.
         """
         total = dict.fromkeys(("params", "grads", "opt_state"), 0)
         for row in self.rows:
-            total[row.part] += row.bytes_per_device
+            total[row.part] += row.bytes_per_device if row.memory == "device" else 0
         return total
+
+    @property
+    def host_bytes_per_device(self) -> int:
+        """Bytes that are in the host's memory for each of its devices."""
+        return sum(row.bytes_per_device for row in self.rows if row.memory == "host")
 
     @property
     def fallbacks(self) -> tuple[Row, ...]:
@@ -84,7 +92,7 @@ class Description:
                 row.dtype,
                 str(tuple(row.spec)),
                 f"{row.bytes_per_device:,}",
-                row.note,
+                "in host memory" if row.memory == "host" else row.note,
             )
             for row in self.rows
         ]
@@ -92,6 +100,8 @@ class Description:
             (part, "total", "", "", "", f"{size:,}", "")
             for part, size in self.bytes_per_device.items()
         ]
+        if self.host_bytes_per_device:
+            table.append(("host", "total", "", "", "", f"{self.host_bytes_per_device:,}", ""))
         widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
         for line in table:
             cells = [

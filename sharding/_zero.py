@@ -1,6 +1,7 @@
 """ZeRO: any optax transformation, its state, gradients and parameters cut over the devices."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -266,7 +267,9 @@ class Zero:
         rows += describe_tree(
             "grads", grads, grad_specs, self.mesh, jax.tree.leaves(placed.reasons)
         )
-        rows += describe_tree("opt_state", opt_state, opt_specs, self.mesh)
+        for row in describe_tree("opt_state", opt_state, opt_specs, self.mesh):
+            moved = self.offload and math.prod(row.shape) >= self.min_shard_size
+            rows.append(dataclasses.replace(row, memory="host") if moved else row)
         return Description(
             self.mesh, self.stage, self._layout.axes, self._layout.replica_axes, tuple(rows)
         )

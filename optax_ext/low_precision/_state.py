@@ -30,6 +30,9 @@ _UNSIGNED = frozenset(
 )
 # Fields that are no averages: copies of parameters, and sums that are still growing.
 _EXACT = frozenset({"master", "acc_grads", "z", "params0", "init_params"})
+# Scales and biases weigh little, and ZeRO would cut them into less than a block: vectors must be so
+# many times as large as other arrays.
+_VECTOR = 16
 
 
 class LowPrecisionState(NamedTuple):
@@ -58,13 +61,13 @@ def low_precision_state(
       u, s \leftarrow \operatorname{inner}(g, D(q)), \quad q \leftarrow E(s)
 
     Stored so are the arrays of the state that have their parameter's shape and at least
-    ``min_size`` elements: moments, not the rows and columns of factored ones. Second moments
-    (fields that optax and this library name ``nu``, ``nu_max``, ``sum_of_squares``, ``e_g``,
-    ``e_x``, ``exp_avg_sq``, ``step_sizes``, and Adafactor's ``v``) take unsigned codes, and none
-    that is positive becomes 0; all others take signed ones. Copies of parameters and running
-    sums (``master``, ``acc_grads``, ``z``, ``params0``, ``init_params``) stay what they are.
-    ``describe_state`` lists what was done. All of it depends on global shapes alone, so that a
-    mesh changes neither numbers nor checkpoints.
+    ``min_size`` elements (vectors: 16 times as many): moments, not the rows and columns of
+    factored ones. Second moments (fields that optax and this library name ``nu``, ``nu_max``,
+    ``sum_of_squares``, ``e_g``, ``e_x``, ``exp_avg_sq``, ``step_sizes``, and Adafactor's ``v``)
+    take unsigned codes, and none that is positive becomes 0; all others take signed ones. Copies
+    of parameters and running sums (``master``, ``acc_grads``, ``z``, ``params0``,
+    ``init_params``) stay what they are. ``describe_state`` lists what was done. All of it depends
+    on global shapes alone, so that a mesh changes neither numbers nor checkpoints.
 
     Bytes an element: 8 bits 1.016, 4 bits 0.531 (second moments 0.5 and two vectors), ``Float8``
     1.039, 16 bits 2.
@@ -80,7 +83,8 @@ def low_precision_state(
         of two codes. ``"stochastic"``: up or down so that the mean is right; no bytes more.
         ``"compensated"``: the error is kept in 8 bits more, and added when the array is read.
       block_size: elements to a scale, a power of two; None means 256 of 8 bits, 128 of 4 bits.
-      min_size: smaller arrays stay what they are.
+      min_size: arrays of fewer elements, and vectors of less than 16 times as many, stay what they
+        are.
       seed: of stochastic rounding; it and the step make the noise.
 
     Returns:
@@ -125,7 +129,9 @@ def low_precision_state(
         for pattern, fmt in rules.items():
             if re.search(pattern, _name(path)):
                 return None if fmt is None else (fmt, signed)
-        if field is None or field.rpartition(".")[2] in _EXACT or leaf.size < min_size:
+        if field is None or field.rpartition(".")[2] in _EXACT:
+            return None
+        if leaf.size < min_size * (_VECTOR if leaf.ndim == 1 else 1):
             return None
         fmt = default[signed]
         return (fmt, signed) if fmt.bits < 8 * leaf.dtype.itemsize else None

@@ -13,6 +13,7 @@ import json
 import math
 import re
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -320,7 +321,9 @@ def _run_plan(options: argparse.Namespace) -> int:
         words = " and ".join(f"{size(value)} by its {name}" for name, value in theirs.items())
         notes.append(f"DeepSpeed's estimator for stage 2, with Adam and master weights: {words}.")
     if found.fits is False:
-        notes += _what_would_fit(options, setup)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of layouts that are only tried
+            notes += _what_would_fit(options, setup)
     found = dataclasses.replace(found, notes=tuple(notes))
     if options.json:
         _print_json(found.to_dict())

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
+from optax_ext import Float8, low_precision_state
 from sharding._describe import Description, Row
 from sharding._precision import Precision
 from sharding._specs import AnyMesh, Axis, axes_of, num_shards
@@ -19,10 +20,14 @@ from sharding._zero import Zero
 from sharding.plan._devices import DeviceKind
 from sharding.plan._report import Table, size, text_of
 
-# Bytes of an element of optimizer state, and elements from which on a leaf is stored so. 8 and 4
-# bit: codes, and a float32 scale for each block of 256 or 128.
-STATE_FORMATS = {"as it is": None, "bfloat16": 2.0, "8bit": 1 + 4 / 256, "4bit": 0.5 + 4 / 128}
-_MIN_STATE_SIZE = 4096
+# What ``low_precision_state`` is told to store moments as.
+STATE_FORMATS: dict[str, Any] = {
+    "as it is": None,
+    "bfloat16": 16,
+    "fp8": Float8(),
+    "8bit": 8,
+    "4bit": 4,
+}
 # What is left for activations where a stage is recommended, as a share of the memory.
 _ROOM = 0.2
 
@@ -178,7 +183,8 @@ def estimate(
       microbatches: how many are accumulated.
       min_shard_size: as ``Zero`` takes it.
       batch: bytes of one device's batch.
-      state_format: one of ``STATE_FORMATS``, for leaves of 4096 elements and more.
+      state_format: one of ``STATE_FORMATS``: with another than ``"as it is"`` the plan is that of
+        ``low_precision_state(tx, ...)``.
       offload: optimizer state and master weights lie in the host's memory.
       device: what to compare with; arrays are counted as they fill its memory.
       gathered_once: a pattern of the paths of parameters that stage 3 gathers once and keeps to the
@@ -208,7 +214,16 @@ def estimate(
         raise ValueError(f"state_format must be one of {known}, got {state_format!r}.")
     replicas = axes_of(replica_axis) if replica_axis else ()
     inner = axes_of(axis)
-    plain = Zero(mesh, 3, (*replicas, *inner), min_shard_size=min_shard_size, precision=precision)
+    if STATE_FORMATS[state_format] is not None:
+        tx = low_precision_state(tx, STATE_FORMATS[state_format])
+    plain = Zero(
+        mesh,
+        3,
+        (*replicas, *inner),
+        min_shard_size=min_shard_size,
+        precision=precision,
+        offload="optimizer" if offload else None,
+    )
     variants = [(f"stage {stage}", dataclasses.replace(plain, stage=stage)) for stage in range(4)]
     if replicas:
         hybrid = dataclasses.replace(plain, axis=inner, replica_axis=replicas)
@@ -224,7 +239,7 @@ def estimate(
     for (name, zero), found in zip(variants, described, strict=True):
         wire, network = _wire(zero, found, local, microbatches, gathered_once)
         filled = _in_tiles(found, tile)
-        parts = _stage(name, zero, filled, local, microbatches, state_format, offload)
+        parts = _stage(name, zero, filled, local, microbatches)
         stages.append(StagePlan(**parts, batch=batch, wire=wire, network=network))
     num_params = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
     recommended, reason = _recommend(stages, device)
@@ -264,14 +279,12 @@ def _stage(
     found: Description,
     local: Description,
     microbatches: int,
-    state_format: str,
-    offload: bool,
 ) -> dict[str, Any]:
     """All of a ``StagePlan`` but the wire."""
     total = found.bytes_per_device
     rows = [row for row in found.rows if row.part == "opt_state"]
     master = sum(row.bytes_per_device for row in rows if _is_master(row))
-    state = sum(_stored(row, state_format) for row in rows if not _is_master(row))
+    state = sum(row.bytes_per_device for row in rows if not _is_master(row))
     whole = 0.0  # gradients of one micro-batch
     for row in local.rows:
         dtype = _floating(row)
@@ -288,7 +301,7 @@ def _stage(
         unreduced = whole
     else:  # the copies' shard, until they have summed it
         unreduced = whole / zero.num_shards if zero.shard_state_over_replicas else 0.0
-    host = master + state if offload else 0.0
+    host = found.host_bytes_per_device
     return {
         "name": name,
         "params": total["params"],
@@ -312,16 +325,6 @@ def _floating(row: Row) -> Any:
 
 def _is_master(row: Row) -> bool:
     return "master" in re.split(r"\W+", row.path)
-
-
-def _stored(row: Row, state_format: str) -> float:
-    """Bytes of one device's part of a state leaf in a format."""
-    width = STATE_FORMATS[state_format]
-    dtype = _floating(row)
-    small = dtype is None or math.prod(row.shape) < _MIN_STATE_SIZE
-    if width is None or small or width >= dtype.itemsize:
-        return row.bytes_per_device
-    return row.bytes_per_device / dtype.itemsize * width
 
 
 def _wire(

@@ -510,6 +510,9 @@ def test_which_arrays_are_stored_and_how():
         f"0/{f}/{k}": s for f, s in (("mu", signed), ("nu", unsigned)) for k in MODEL if k != "b"
     }
     assert formats_of(optax.adamw(1e-3)) == want
+    # Vectors, once they are 16 times as large.
+    for size, num in ((65535, 0), (65536, 2)):
+        assert len(formats_of(optax.adamw(1e-3), {"v": jnp.zeros(size)})) == num
     four = {k: (Dynamic(4), True) if "mu" in k else (Linear(4, rank1=True), False) for k in want}
     assert formats_of(optax.adamw(1e-3), bits=4) == four
     assert formats_of(optax.adamw(1e-3), bits=16) == {

@@ -110,8 +110,10 @@ def test_options_reach_the_plan(run):
     both = stages("--dtype float32 --compute-dtype bfloat16 --reduce-dtype float32")[third]
     assert both["wire"] == pytest.approx(4 / 3 * plain[third]["wire"], rel=0.03)
     assert stages("--master")[third]["master"] == pytest.approx(2 * plain[third]["params"])
-    assert stages("--state 4bit")[third]["opt_state"] < 0.27 * plain[third]["opt_state"]
-    assert stages("--offload")[third]["host"] == plain[third]["opt_state"]
+    # Momentum of 2 bytes an element, then half a byte and scales.
+    assert 0.25 < stages("--state 4bit")[third]["opt_state"] / plain[third]["opt_state"] < 0.28
+    # All but what is smaller than min_shard_size.
+    assert 0.99 < stages("--offload")[third]["host"] / plain[third]["opt_state"] < 1
     assert "3 hybrid" not in stages("--mesh x=16")
     swapped = stages("--replica-axis y --axis x --mesh x=8,y=2")["3 hybrid"]
     assert swapped["params"] == pytest.approx(plain["stage 0"]["params"] / 8, rel=0.01)
