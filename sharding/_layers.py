@@ -68,6 +68,8 @@ def operand_dims(graph: Graph, eqn: Equation, dim: int) -> list[int] | None:
         return None if found is None else [found]
     if name == "concatenate" and params["dimension"] != dim:
         return [dim] * len(shapes)
+    if name == "stack" and params["axis"] != dim:
+        return [dim - (params["axis"] < dim)] * len(shapes)
     if name == "split" and params["axis"] != dim:
         return [dim]
     if name == "pad" and tuple(params["padding_config"][dim]) == (0, 0, 0):

@@ -27,7 +27,9 @@ def offload(
 
     For use inside ``jit`` on one device, or on arrays that are cut along other dims than a
     stack's first. With ``Zero`` use ``Zero(offload="optimizer")``, which knows how arrays are cut.
-    Arrays return to the memory they come from.
+    Arrays return to the memory they come from. A jitted step to which the state is donated must be
+    told all ``in_shardings`` and ``out_shardings``: without, JAX (0.10 to 0.12) may write a result
+    of the device where an array of the host of the same shape was, and abort.
 
     Args:
       inner: any transformation, such as a ``low_precision_state`` (8 bits: a quarter of the
@@ -51,7 +53,10 @@ def offload(
       >>> state = tx.init(params)
       >>> state[0].mu["w"].sharding.memory_kind, state[0].mu["b"].sharding.memory_kind
       ('pinned_host', 'device')
-      >>> updates, state = jax.jit(tx.update, donate_argnums=1)(params, state, params)
+      >>> at, home = jax.tree.map(lambda x: x.sharding, (params, state))
+      >>> places = {"in_shardings": (at, home, at), "out_shardings": (at, home)}
+      >>> step = jax.jit(tx.update, donate_argnums=1, **places)
+      >>> updates, state = step(params, state, params)
       >>> state[0].mu["w"].sharding.memory_kind
       'pinned_host'
 
