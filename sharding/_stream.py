@@ -227,7 +227,7 @@ class _Loop:
         """The loop for what in a group of outputs is a stack; None if there is none."""
         graph = run.graph
         _, inputs = graph.needed([graph.outputs[j] for j in outputs], run.values)
-        stacks = [i for i in inputs if run.first_dim_free(i) and is_stack(graph.shape(i))]
+        stacks = [i for i in inputs if is_stack(graph.shape(i))]
         if not stacks:
             return None
         loads = sum(1 << i for i in stacks)

@@ -322,6 +322,7 @@ LAYER_BY_LAYER = {
     "padded": lambda x: jnp.pad(x, ((0, 0), (1, 0), (0, 2)))[:, :8, 2:],
     "squeezed": lambda x: jnp.squeeze(x[:, None] + 1, 1),
     "stacked": lambda x: jnp.stack([x, -x], 1).sum(1) + x,
+    "stacked before": lambda x: jnp.stack([x, -x], 0).max(0),
     "bits": lambda x: lax.bitcast_convert_type(
         lax.bitcast_convert_type(x, jnp.uint32) ^ jnp.uint32(1 << 31), jnp.float32
     ),
@@ -448,7 +449,7 @@ def test_memory_of_a_program_for_tpus(stacked, monkeypatch):
         placed = jax.tree.map(lambda x: x.sharding, state)
         step = jax.jit(
             lambda state, grads: zero.apply_gradients(state, grads, tx=tx),
-            donate_argnums=(0, 1),
+            donate_argnums=0,
             out_shardings=placed,
         )
         return step.lower(state, state[0]).compile().memory_analysis()
