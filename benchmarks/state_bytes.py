@@ -1,7 +1,8 @@
-"""Bytes of train state: what each optimizer keeps, alone and under ZeRO, for GPT-2 small.
+"""Bytes of train state: what each optimizer keeps, alone and under ZeRO, and in few bits.
 
-Nothing is allocated. The sizes are those of the arguments of a compiled program that takes the
-train state as ZeRO lays it, on 8 virtual CPU devices.
+GPT-2 small, and a 7B Llama with Flax's attention kernels. Nothing is allocated. The sizes are those
+of the arguments of a compiled program that takes the train state as ZeRO lays it, on 8 virtual CPU
+devices: all arrays, with scales, counts and keys.
 
   python benchmarks/state_bytes.py            # prints the table, writes benchmarks/results/
   python benchmarks/state_bytes.py --smoke    # a tiny model, prints only
@@ -33,6 +34,15 @@ OPTIMIZERS = {
     "optax_ext.came, bf16 mu": optax_ext.came(1e-3, mu_dtype=jnp.bfloat16, **ATTENTION),
     "optax_ext.adafactor": optax_ext.adafactor(1e-3, **ATTENTION),
 }
+# In which formats the moments of which optimizers.
+FORMATS = {"float32": None, "bfloat16": 16, "8bit": 8, "fp8": optax_ext.Float8(), "4bit": 4}
+STORED = {
+    "optax.adamw": optax.adamw(1e-3),
+    "optax.lion": optax.lion(1e-4),
+    "optax.lamb": optax.lamb(1e-3),
+    "optax_ext.came": optax_ext.came(1e-3, **ATTENTION),
+    "optax_ext.adafactor, momentum": optax_ext.adafactor(1e-3, momentum=0.9, **ATTENTION),
+}
 MIB = 2**20
 
 
@@ -44,28 +54,71 @@ def argument_bytes(mesh: jax.sharding.Mesh, stage: int, state: tuple, tx) -> int
     return program.memory_analysis().argument_size_in_bytes
 
 
-def table(config: str) -> str:
-    """The sizes of one model as a Markdown table."""
-    mesh = jax.make_mesh((DEVICES,), ("data",))
-    model = TransformerLM(CONFIGS[config])
+def model(config: str) -> dict:
+    """The abstract parameters of one of train_lm.py's models."""
+    made = TransformerLM(CONFIGS[config])
+    return jax.eval_shape(
+        lambda key: made.init(key, jnp.zeros((1, 8), jnp.int32))["params"], jax.random.key(0)
+    )
 
-    def init(key: jax.Array) -> dict:
-        return model.init(key, jnp.zeros((1, 8), jnp.int32))["params"]
 
-    params = jax.eval_shape(init, jax.random.key(0))
-    num_params = sum(x.size for x in jax.tree.leaves(params))
+def llama(layers: int = 32, width: int = 4096, heads: int = 32, hidden: int = 11008) -> dict:
+    """Abstract parameters in Llama's shape, attention kernels as Flax has them."""
+    into, out = (width, heads, width // heads), (heads, width // heads, width)
+    shapes = {name: {"kernel": into} for name in ("query", "key", "value")} | {
+        "out": {"kernel": out},
+        "gate": {"kernel": (width, hidden)},
+        "up": {"kernel": (width, hidden)},
+        "down": {"kernel": (hidden, width)},
+        "attention_norm": {"scale": (width,)},
+        "mlp_norm": {"scale": (width,)},
+    }
+    shapes = {f"block_{i}": shapes for i in range(layers)} | {
+        "embed": {"embedding": (32000, width)},
+        "unembed": {"kernel": (width, 32000)},
+        "norm": {"scale": (width,)},
+    }
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        shapes,
+        is_leaf=lambda x: isinstance(x, tuple),
+    )
+
+
+def count(params: dict) -> int:
+    """The number of parameters."""
+    return sum(x.size for x in jax.tree.leaves(params))
+
+
+def table(mesh: jax.sharding.Mesh, params: dict) -> str:
+    """What optimizers keep for a model, as a Markdown table."""
     lines = [
-        f"{config}: {num_params:,} float32 parameters ({4 * num_params / MIB:.1f} MiB)",
-        "",
         f"| optimizer | state, MiB | bytes a parameter | a device's, ZeRO 1-2 on {DEVICES}, MiB |",
         "|---|---|---|---|",
     ]
     for name, tx in OPTIMIZERS.items():
         state = (params, jax.eval_shape(tx.init, params))
-        alone, cut = (argument_bytes(mesh, stage, state, tx) - 4 * num_params for stage in (0, 2))
-        lines.append(
-            f"| `{name}` | {alone / MIB:.1f} | {alone / num_params:.2f} | {cut / MIB:.1f} |"
+        alone, cut = (
+            argument_bytes(mesh, stage, state, tx) - 4 * count(params) for stage in (0, 2)
         )
+        lines.append(
+            f"| `{name}` | {alone / MIB:.1f} | {alone / count(params):.2f} | {cut / MIB:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def formats_table(mesh: jax.sharding.Mesh, params: dict) -> str:
+    """Bytes a parameter of optimizers by format, as a Markdown table."""
+    lines = [f"| optimizer | {' | '.join(FORMATS)} |", "|---" * (len(FORMATS) + 1) + "|"]
+    for name, inner in STORED.items():
+        cells = []
+        for bits in FORMATS.values():
+            tx = inner if bits is None else optax_ext.low_precision_state(inner, bits)
+            state = (params, jax.eval_shape(tx.init, params))
+            size = argument_bytes(mesh, 0, state, tx) - 4 * count(params)
+            cells.append(f"{size / count(params):.3f}")
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+        print(lines[-1], flush=True)
     return "\n".join(lines)
 
 
@@ -76,11 +129,23 @@ def main() -> None:
     smoke = parser.parse_args().smoke
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    text = table("smoke" if smoke else "gpt2-small")
+    mesh = jax.make_mesh((DEVICES,), ("data",))
+    name, params = ("smoke", model("smoke")) if smoke else ("gpt2-small", model("gpt2-small"))
+    sizes = f"{name}: {count(params):,} float32 parameters ({4 * count(params) / MIB:.1f} MiB)"
+    parts = [sizes, table(mesh, params)]
+    models = {name: params}
+    if not smoke:
+        models["llama2-7b, Flax's attention kernels"] = llama()
+    for name, params in models.items():
+        parts += [
+            f"Bytes a parameter of `low_precision_state`, scales included: {name}, "
+            f"{count(params):,} parameters",
+            formats_table(mesh, params),
+        ]
+    text = "\n\n".join(parts)
     print(text)
     if not smoke:
         path = ROOT / "benchmarks" / "results" / "state_bytes.md"
-        path.parent.mkdir(exist_ok=True)
         how = f"`python benchmarks/state_bytes.py`, jax {jax.__version__}"
         path.write_text(f"# State bytes\n\n{how}\n\n{text}\n")
 

@@ -139,7 +139,7 @@ def low_precision_state(
     def init(params: optax.Params) -> LowPrecisionState:
         state = inner.init(params)
         flat, treedef = _flatten(state)
-        _check_inner(flat, rules)
+        _check_inner(flat, rules, params)
         fields = _fields(state, flat, params)
         first = "compensated" if rounding == "compensated" else "nearest"
         with jax.named_scope("low_precision"):
@@ -241,11 +241,11 @@ def _check_formats(formats: Mapping[str, Any]) -> dict[str, Format | None]:
     return dict(formats)
 
 
-def _check_inner(flat: list[Any], rules: Mapping[str, Any]) -> None:
+def _check_inner(flat: list[Any], rules: Mapping[str, Any], params: Any) -> None:
     if any(isinstance(leaf, Quantized) for _, leaf in flat):
         raise ValueError("low_precision_state is around another one; take one of them away.")
     names = [_name(path) for path, leaf in flat if _is_floating(leaf)]
-    if flat and not names:
+    if not names and any(map(_is_floating, jax.tree.leaves(params))):
         warnings.warn(
             "low_precision_state: the state has no floating arrays, so nothing is stored in low "
             "precision.",

@@ -26,6 +26,8 @@ class Row:
     factored: bool = True
     # Updates of 16-bit parameters are float32, and hold the rounding of the parameters.
     rounds_parameters: bool = False
+    # Keeps codes and scales of blocks, which have no parameter's shape or dtype.
+    blocks: bool = False
 
     def __call__(self, **overrides):
         return self.make(**(self.arguments | overrides))
@@ -35,6 +37,12 @@ def master_weights(learning_rate, weight_decay, factoring):
     """Around CAME: the same promises, and what it does to 16-bit parameters."""
     inner = optax_ext.came(learning_rate, weight_decay=weight_decay, factoring=factoring)
     return optax_ext.master_weights(inner)
+
+
+def low_precision(learning_rate, weight_decay, factoring):
+    """Around CAME, every array in 8 bits."""
+    inner = optax_ext.came(learning_rate, weight_decay=weight_decay, factoring=factoring)
+    return optax_ext.low_precision_state(inner, rounding="compensated", min_size=0)
 
 
 TRANSFORMATIONS = {
@@ -84,6 +92,12 @@ TRANSFORMATIONS = {
         master_weights,
         {"learning_rate": 0.1, "weight_decay": 0.01, "factoring": last_two_dims()},
         rounds_parameters=True,
+    ),
+    "low_precision_state": Row(
+        low_precision,
+        {"learning_rate": 0.1, "weight_decay": 0.01, "factoring": last_two_dims()},
+        factored=False,  # blocks go through stacks
+        blocks=True,
     ),
 }
 
