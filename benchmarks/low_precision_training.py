@@ -5,7 +5,7 @@ on held-out text at the end. A run that is finished in runs/low_precision/ is re
 so that the command can be stopped and given again. All 30 runs take hours on two cores.
 
   python benchmarks/low_precision_training.py            # writes benchmarks/results/
-  python benchmarks/low_precision_training.py --smoke    # 30 steps of a tiny model, prints only
+  python benchmarks/low_precision_training.py --smoke    # a tiny model, two runs, prints only
 """
 
 import argparse
@@ -41,10 +41,14 @@ def train(
     return json.loads(summary.read_text())
 
 
+def of(losses: Losses, optimizer: str, state: str) -> np.ndarray:
+    """The losses of an optimizer and a format, by seed."""
+    return np.array([losses[key] for key in sorted(losses) if key[:2] == (optimizer, state)])
+
+
 def changes(losses: Losses, optimizer: str, state: str) -> np.ndarray:
     """By how much a format's loss is above float32's, for each seed, in percent."""
-    pairs = [(losses[optimizer, state, i], losses[optimizer, "float32", i]) for i in SEEDS]
-    return np.array([100 * (loss / exact - 1) for loss, exact in pairs])
+    return 100 * (of(losses, optimizer, state) / of(losses, optimizer, "float32") - 1)
 
 
 def table(losses: Losses) -> str:
@@ -54,15 +58,13 @@ def table(losses: Losses) -> str:
         " mean |",
         "|---|---|---|---|---|---|",
     ]
-    for optimizer in OPTIMIZERS:
-        for state in STATES:
-            found = [losses[optimizer, state, seed] for seed in SEEDS]
-            above = changes(losses, optimizer, state)
-            lines.append(
-                f"| {optimizer} | {state} | {', '.join(f'{x:.4f}' for x in found)} "
-                f"| {np.mean(found):.4f} | {', '.join(f'{x:+.2f} %' for x in above)} "
-                f"| {above.mean():+.2f} % |"
-            )
+    for optimizer, state in dict.fromkeys(key[:2] for key in losses):
+        found, above = of(losses, optimizer, state), changes(losses, optimizer, state)
+        lines.append(
+            f"| {optimizer} | {state} | {', '.join(f'{x:.4f}' for x in found)} "
+            f"| {found.mean():.4f} | {', '.join(f'{x:+.2f} %' for x in above)} "
+            f"| {above.mean():+.2f} % |"
+        )
     return "\n".join(lines)
 
 
@@ -73,7 +75,7 @@ def plot(path: pathlib.Path, losses: Losses) -> None:
 
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6), sharey=True, layout="constrained")
     for ax, optimizer in zip(axes, OPTIMIZERS, strict=True):
-        exact = np.array([losses[optimizer, "float32", seed] for seed in SEEDS])
+        exact = of(losses, optimizer, "float32")
         spread = 100 * (exact / exact.mean() - 1)
         ax.axhspan(spread.min(), spread.max(), color="0.9", label="float32, seed to seed")
         for i, state in enumerate(STATES[1:]):
@@ -95,13 +97,15 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a tiny model; writes no results")
     smoke = parser.parse_args().smoke
     runs = ROOT / "runs" / ("low_precision_smoke" if smoke else "low_precision")
+    cases = [("came", "float32", 0), ("came", "4bit", 0)]
+    if not smoke:
+        # All optimizers and seeds of a format before the next: what is stopped has whole formats.
+        cases = [(name, state, i) for state in STATES for i in SEEDS for name in OPTIMIZERS]
     losses = {}
-    for state in STATES:
-        for seed in SEEDS:
-            for optimizer in OPTIMIZERS:
-                summary = train(optimizer, state, seed, runs, ["--smoke"] if smoke else [])
-                losses[optimizer, state, seed] = summary["val_loss"]
-                print(f"{optimizer} {state} seed {seed}: {summary['val_loss']:.4f}", flush=True)
+    for optimizer, state, seed in cases:
+        summary = train(optimizer, state, seed, runs, ["--smoke"] if smoke else [])
+        losses[optimizer, state, seed] = summary["val_loss"]
+        print(f"{optimizer} {state} seed {seed}: {summary['val_loss']:.4f}", flush=True)
     print(table(losses))
     if not smoke:
         results = ROOT / "benchmarks" / "results"

@@ -106,7 +106,8 @@ def train(options, corpus, mesh, directory, stop):
         console.print(f"{directory} is finished; another --name begins a new run.")
         return json.loads((directory / "summary.json").read_text())
 
-    zero = shd.Zero(mesh, stage=options.stage)
+    where = "optimizer" if options.offload else None
+    zero = shd.Zero(mesh, stage=options.stage, offload=where)
     # At stage 3 a block gathers its parameters when it runs; at the others this changes nothing.
     model = TransformerLM(CONFIGS[options.config], block=zero.gathered(Block))
     tx, schedule = make_optimizer(
@@ -209,6 +210,7 @@ def show_plan(options, corpus, zero, make_state, directory):
             zero.mesh,
             axis=zero.axis,
             microbatches=options.microbatches,
+            offload=options.offload,
             batch=4 * options.batch_size * (corpus.context + 1) / zero.num_devices,
             device=kind_of(zero.mesh.devices.flat[0].device_kind),
             gathered_once=r"^(?!block_)",  # as embed, which the step gathers
@@ -341,6 +343,7 @@ def parse_args():
     add("--devices", type=positive, metavar="N", help="[all; without GPU or TPU 8 virtual ones]")
     add("--distributed", action="store_true", help="join the cluster's other processes")
     add("--stage", type=int, choices=(0, 1, 2, 3), default=2, help="of ZeRO [%(default)s]")
+    add("--offload", action="store_true", help="keep optimizer state in the host's memory")
     add("--microbatches", type=positive, default=1, metavar="N", help="in a step [%(default)s]")
     return resolve(parser.parse_args())
 
