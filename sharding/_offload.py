@@ -1,15 +1,16 @@
 """Optimizer state in the host's memory."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from optax_ext._in_turn import Graph, by_parameter
 from sharding._specs import is_spec
-from sharding._stream import HOST, on_host, stream
+from sharding._stream import HOST, Streamed, on_host
 
 KIND = "pinned_host"
 
@@ -110,25 +111,15 @@ def streamed(
     """
     if not any(map(on_host, jax.tree.leaves(state))):
         return fn(tree, state)
-    inputs, treedef = jax.tree.flatten((tree, state))
-    free = [True] * len(inputs)
+    free: list[bool] | None = None
     if specs is not None:
-        flat = jax.tree.leaves(specs, is_leaf=is_spec)
-        free = [not spec or spec[0] is None for spec in flat]
+        free = [not spec or spec[0] is None for spec in jax.tree.leaves(specs, is_leaf=is_spec)]
 
-    def flat_fn(inputs: list[Any]) -> list[Any]:
-        out = fn(*jax.tree.unflatten(treedef, inputs))
-        leaves, found = jax.tree.flatten(out)
-        if str(found) != str(treedef):
-            raise ValueError(
-                f"the transformation's state changes its structure: {treedef} became {found}."
-            )
-        return leaves
+    def turns(graph: Graph, inputs: list[Any], homes: Sequence[int]) -> Streamed:
+        awaited = jax.tree.leaves(after)
+        return Streamed(graph, inputs, homes, awaited, lambda i: free is None or free[i])
 
-    leaders = range(len(jax.tree.leaves(tree)))
-    homes, after = range(len(inputs)), jax.tree.leaves(after)
-    out = stream(flat_fn, inputs, homes, leaders, free.__getitem__, after)
-    return jax.tree.unflatten(treedef, out)
+    return by_parameter(fn, tree, state, on_host, turns)
 
 
 def is_large(x: Any, min_size: int) -> bool:

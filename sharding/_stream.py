@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding._graph import Equation, Graph, bind
+from optax_ext._in_turn import Equation, Graph, Turns
 from sharding._layers import WHOLE, bind_layer, is_stack, layer_of, operand_dims
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -27,57 +27,10 @@ def on_host(x: Any) -> bool:
     return jax.typeof(x).memory_space == HOST
 
 
-def stream(
-    fn: Callable[[list[Any]], list[Any]],
-    inputs: Sequence[Any],
-    homes: Sequence[int | None],
-    leaders: Sequence[int],
-    first_dim_free: Callable[[int], bool],
-    after: Sequence[Any],
-) -> list[Any]:
-    """``fn(inputs)``, bringing inputs in the host's memory to the device for as long as needed.
-
-    Args:
-      fn: a function of arrays, all seen as on the device. What it closes over stays where it is.
-      inputs: its arguments.
-      homes: for each output, which input it replaces; it returns to that one's memory. None for
-        outputs that replace none, which stay on the device.
-      leaders: the outputs after which to go, one after the other; others are computed as soon as
-        all that they need has been loaded.
-      first_dim_free: whether the first dim of an input is in one piece on every device.
-      after: arrays that must be there before the first load.
-
-    Returns:
-      The outputs.
-
-    Warns:
-      UserWarning: if every one of several leaders needs most of what is in the host's memory.
-    """
-    graph = Graph(fn, inputs, [on_host(x) for x in inputs])
-    run = _Run(graph, inputs, homes, first_dim_free, after)
-    for group in _groups(graph, leaders):
-        run.group(group)
-    return [run.outputs[j] for j in range(len(graph.outputs))]
-
-
-def _groups(graph: Graph, leaders: Sequence[int]) -> list[list[int]]:
-    """All outputs by the leader after which they can be computed without another load."""
-    groups, loaded, left = [], 0, set(range(len(graph.outputs)))
-    for leader in [*leaders, *range(len(graph.outputs))]:
-        if leader not in left:
-            continue
-        loaded |= graph.loads[graph.outputs[leader]]
-        ready = [j for j in sorted(left) if not graph.loads[graph.outputs[j]] & ~loaded]
-        left -= set(ready)
-        groups.append(ready)
-    _warn_if_at_once(graph, leaders)
-    return groups
-
-
 def _warn_if_at_once(graph: Graph, leaders: Sequence[int]) -> None:
-    hosted = [i for i, mask in enumerate(graph.loads) if mask == 1 << i]
+    hosted = [i for i, mask in enumerate(graph.reads) if mask == 1 << i]
     sizes = {i: math.prod(graph.shape(i)) * graph.types[i].dtype.itemsize for i in hosted}
-    masks = [graph.loads[graph.outputs[j]] for j in leaders]
+    masks = [graph.reads[graph.outputs[j]] for j in leaders]
     needed = [sum(sizes[i] for i in hosted if mask >> i & 1) for mask in masks if mask]
     if len(needed) > 2 and 2 * min(needed) > sum(sizes.values()):
         warnings.warn(
@@ -87,68 +40,61 @@ def _warn_if_at_once(graph: Graph, leaders: Sequence[int]) -> None:
         )
 
 
-# --- Running --------------------------------------------------------------------------------------
+class Streamed(Turns):
+    """Turns whose marked inputs lie in the host's memory, and what replaces them returns there.
 
+    Args:
+      graph: the function; all its equations run on the device.
+      inputs: as for all turns.
+      homes: for each output, which input it replaces; it returns to that one's memory.
+      after: arrays that must be there before the first load.
+      first_dim_free: whether the first dim of an input is in one piece on every device.
 
-class _Run:
-    """The values of a graph that have been computed, and the outputs where they belong."""
+    Warns:
+      UserWarning: if every one of several leaders needs most of what is in the host's memory.
+    """
 
     def __init__(
         self,
         graph: Graph,
         inputs: Sequence[Any],
         homes: Sequence[int | None],
-        first_dim_free: Callable[[int], bool],
-        after: Sequence[Any],
+        after: Sequence[Any] = (),
+        first_dim_free: Callable[[int], bool] = lambda i: True,
     ):
-        self.graph, self.inputs, self.homes = graph, inputs, homes
+        super().__init__(graph, inputs, homes, after)
         self.first_dim_free = first_dim_free
-        self.values = dict(graph.constants)
-        self.values |= {i: x for i, x in enumerate(inputs) if not graph.loads[i]}
-        self.outputs: dict[int, Any] = {}
-        self.awaited = tuple(after)  # later, what the last group returned to the host
+
+    def all(self, leaders: Sequence[int]) -> list[Any]:
+        """Runs the graph, one group after the other; returns the outputs."""
+        _warn_if_at_once(self.graph, leaders)
+        return super().all(leaders)
 
     def group(self, outputs: list[int]) -> None:
         """Computes some outputs; those that replace an array of the host go there."""
-        graph = self.graph
         # What is not changed is not touched.
-        same = [j for j in outputs if graph.outputs[j] == self.homes[j]]
-        self.outputs |= {j: self.inputs[graph.outputs[j]] for j in same}
+        same = [j for j in outputs if self.graph.outputs[j] == self.homes[j]]
+        self.outputs |= {j: self.inputs[self.graph.outputs[j]] for j in same}
         outputs = [j for j in outputs if j not in same]
         loop = _Loop.find(self, outputs)
-        if loop:
-            outputs = [j for j in outputs if j not in loop.outputs]
-            self._compute([*loop.whole, *(graph.outputs[j] for j in outputs)])
-            self.outputs |= loop.run()
-        else:
-            self._compute([graph.outputs[j] for j in outputs])
-        self.outputs |= {
-            j: jax.device_put(self.values[graph.outputs[j]], HOST)
-            if self.replaces_host(j)
-            else self.values[graph.outputs[j]]
-            for j in outputs
-        }
-        new = (*outputs, *(loop.outputs if loop else ()))
-        stored = tuple(self.outputs[j] for j in new if self.replaces_host(j))
-        self.awaited = stored or self.awaited
+        if loop is None:
+            super().group(outputs)
+            return
+        rest = [j for j in outputs if j not in loop.outputs]
+        self.compute([*loop.whole, *(self.graph.outputs[j] for j in rest)])
+        self.outputs |= loop.run()
+        before = self.awaited
+        super().group(rest)
+        stored = tuple(self.outputs[j] for j in loop.outputs if self.replaces_marked(j))
+        self.awaited = (*stored, *(() if self.awaited is before else self.awaited)) or before
 
-    def replaces_host(self, output: int) -> bool:
-        """Whether an output belongs into the host's memory."""
-        home = self.homes[output]
-        return home is not None and self.graph.loads[home] == 1 << home
+    def load(self, arrays: list[Any]) -> list[Any]:
+        """From the host."""
+        return jax.device_put(arrays, DEVICE)
 
-    def in_turn(self, arrays: Sequence[Any]) -> list[Any]:
-        """Arrays that are not read before the last group has been stored."""
-        return list(lax.optimization_barrier((*arrays, *self.awaited))[: len(arrays)])
-
-    def _compute(self, values: list[int]) -> None:
-        equations, inputs = self.graph.needed(values, self.values)
-        if inputs:
-            held = self.in_turn([self.inputs[i] for i in inputs])
-            self.values |= zip(inputs, jax.device_put(held, DEVICE), strict=True)
-        for eqn in equations:
-            out = bind(eqn, [self.values[v] for v in eqn.operands])
-            self.values |= zip(eqn.results, out, strict=True)
+    def store(self, output: int, x: Any) -> Any:
+        """To the host, if it came from there."""
+        return jax.device_put(x, HOST) if self.replaces_marked(output) else x
 
 
 # --- Layer by layer -------------------------------------------------------------------------------
@@ -166,7 +112,7 @@ class _Loop:
       whole: values that must have been computed before.
     """
 
-    def __init__(self, run: _Run, outputs: list[int], stacks: list[int]):
+    def __init__(self, run: Streamed, outputs: list[int], stacks: list[int]):
         """Finds what to run in the loop: backward from the outputs, each cut along dim 0.
 
         Raises:
@@ -190,7 +136,7 @@ class _Loop:
                 self._equations.insert(0, (eqn, dims.pop(), operands))
                 for value, dim in zip(eqn.operands, operands, strict=True):
                     demands.setdefault(value, set()).add(dim)
-            elif any(graph.loads[v] & needs_stacks for v in eqn.results):
+            elif any(graph.reads[v] & needs_stacks for v in eqn.results):
                 raise _CannotCutError
             else:
                 self.whole += [v for v in eqn.results if v in demands]
@@ -218,12 +164,12 @@ class _Loop:
         old = graph.types[home]
         if (made.shape, made.dtype) == (old.shape, old.dtype):
             return home
-        if self._run.replaces_host(output):
+        if self._run.replaces_marked(output):
             raise _CannotCutError
         return None
 
     @classmethod
-    def find(cls, run: _Run, outputs: list[int]) -> "_Loop | None":
+    def find(cls, run: Streamed, outputs: list[int]) -> "_Loop | None":
         """The loop for what in a group of outputs is a stack; None if there is none."""
         graph = run.graph
         _, inputs = graph.needed([graph.outputs[j] for j in outputs], run.values)
@@ -232,7 +178,7 @@ class _Loop:
             return None
         loads = sum(1 << i for i in stacks)
         try:
-            return cls(run, [j for j in outputs if graph.loads[graph.outputs[j]] & loads], stacks)
+            return cls(run, [j for j in outputs if graph.reads[graph.outputs[j]] & loads], stacks)
         except _CannotCutError:
             return None
 
@@ -258,7 +204,7 @@ class _Loop:
             following = load(buffers, jnp.minimum(layer + 1, self._length - 1))
             new = self._evaluate(layer, parts, buffers)
             new = [
-                jax.device_put(x, HOST) if run.replaces_host(j) else x
+                jax.device_put(x, HOST) if run.replaces_marked(j) else x
                 for j, x in zip(self.outputs, new, strict=True)
             ]
             return [

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _validate
+from optax_ext._in_turn import by_parameter
 from optax_ext.low_precision._formats import (
     ROUNDINGS,
     BFloat16,
@@ -159,17 +160,32 @@ def low_precision_state(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LowPrecisionState]:
-        old, treedef = _flatten(state.inner_state)
-        with jax.named_scope("low_precision"):
-            read = [decode(leaf) if isinstance(leaf, Quantized) else leaf for _, leaf in old]
-        updates, new = inner.update(updates, treedef.unflatten(read), params, **extra_args)
-        key = None if state.key is None else next_key(state.key)
-        with jax.named_scope("low_precision"):
-            stored = [
-                _store_again(path, was, leaf, key) if isinstance(was, Quantized) else leaf
-                for (path, was), leaf in zip(old, treedef.flatten_up_to(new), strict=True)
-            ]
-        return updates, LowPrecisionState(key, treedef.unflatten(stored))
+        def step(
+            updates: optax.Updates, state: LowPrecisionState
+        ) -> tuple[optax.Updates, LowPrecisionState]:
+            old, treedef = _flatten(state.inner_state)
+            with jax.named_scope("low_precision"):
+                read = [decode(leaf) if isinstance(leaf, Quantized) else leaf for _, leaf in old]
+            updates, new = inner.update(updates, treedef.unflatten(read), params, **extra_args)
+            key = None if state.key is None else next_key(state.key)
+            with jax.named_scope("low_precision"):
+                stored = [
+                    _store_again(path, was, leaf, key) if isinstance(was, Quantized) else leaf
+                    for (path, was), leaf in zip(old, treedef.flatten_up_to(new), strict=True)
+                ]
+            return updates, LowPrecisionState(key, treedef.unflatten(stored))
+
+        leaves = jax.tree.leaves((updates, state, params, extra_args))
+        if not any(isinstance(x, jax.core.Tracer) for x in leaves):
+            return step(updates, state)
+        # Else XLA holds the float32 moments of all parameters at once.
+        codes = {
+            id(x)
+            for _, leaf in _flatten(state.inner_state)[0]
+            if isinstance(leaf, Quantized)
+            for x in jax.tree.leaves(leaf)
+        }
+        return by_parameter(step, updates, state, lambda x: id(x) in codes)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

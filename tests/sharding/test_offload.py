@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sharding as shd
-from sharding._stream import HOST, on_host, stream
+from optax_ext._in_turn import Graph
+from sharding._stream import HOST, Streamed, on_host
 
 from .test_targets import need
 
@@ -293,11 +294,11 @@ def put(x):
 
 def streamed(fn, *arrays):
     """Streams a function of arrays that all lie on the host and are replaced."""
-    count = len(arrays)
 
     @jax.jit
     def call(*inputs):
-        return stream(lambda xs: list(fn(*xs)), inputs, range(count), [0], lambda i: True, ())
+        graph = Graph(lambda xs: list(fn(*xs)), inputs, [True] * len(inputs))
+        return Streamed(graph, inputs, range(len(inputs))).all([0])
 
     return call, call(*map(put, arrays))
 
@@ -361,7 +362,8 @@ def test_a_first_dim_that_is_cut_has_no_loop():
     assert has_loop(call, put(x))
 
     def cut(x):
-        return stream(lambda xs: [fn(xs[0])], [x], [0], [0], lambda i: False, ())
+        graph = Graph(lambda xs: [fn(xs[0])], [x], [True])
+        return Streamed(graph, [x], [0], first_dim_free=lambda i: False).all([0])
 
     assert not has_loop(cut, put(x))
 
