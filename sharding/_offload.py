@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._in_turn import Graph, by_parameter
+from optax_ext.in_turn import Graph, by_parameter
 from sharding._specs import is_spec
 from sharding._stream import HOST, Streamed, on_host
 

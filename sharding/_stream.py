@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_ext._in_turn import Equation, Graph, Turns
+from optax_ext.in_turn import Equation, Graph, Turns
 from sharding._layers import WHOLE, bind_layer, is_stack, layer_of, operand_dims
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _validate
-from optax_ext._in_turn import by_parameter
+from optax_ext.in_turn import by_parameter
 from optax_ext.low_precision._formats import (
     ROUNDINGS,
     BFloat16,

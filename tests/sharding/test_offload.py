@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sharding as shd
-from optax_ext._in_turn import Graph
+from optax_ext.in_turn import Graph
 from sharding._stream import HOST, Streamed, on_host
 
 from .test_targets import need

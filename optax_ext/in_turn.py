@@ -2,7 +2,8 @@
 
 XLA sees a step as one graph and may compute every parameter's intermediates before it uses the
 first. Here the function is traced, and run output by output: what reads marked inputs waits until
-the outputs before have been made.
+the outputs before have been made. For ``low_precision_state``, and for ``sharding``, which brings
+marked inputs from the host.
 """
 
 import dataclasses
@@ -17,6 +18,8 @@ from jax.extend.core import Literal
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
+    """One operation, on values by number."""
+
     primitive: Any
     params: dict[str, Any]
     operands: tuple[int, ...]
