@@ -6,6 +6,7 @@ the outputs before have been made. For ``low_precision_state``, and for ``shardi
 marked inputs from the host.
 """
 
+import contextlib
 import dataclasses
 import functools
 import operator
@@ -24,6 +25,7 @@ class Equation:
     params: dict[str, Any]
     operands: tuple[int, ...]
     results: tuple[int, ...]
+    scope: str
 
 
 class Graph:
@@ -52,7 +54,7 @@ class Graph:
         self.maker: dict[int, int] = {}
         self.outputs = self._inline(closed, tuple(range(len(inputs))))
 
-    def _inline(self, closed: Any, inputs: Sequence[int]) -> list[int]:
+    def _inline(self, closed: Any, inputs: Sequence[int], outer: str = "") -> list[int]:
         jaxpr, consts = getattr(closed, "jaxpr", closed), getattr(closed, "consts", ())
         known = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
@@ -64,23 +66,28 @@ class Graph:
         for eqn in jaxpr.eqns:
             operands = tuple(map(read, eqn.invars))
             types = [var.aval for var in eqn.outvars]
+            # Named scopes: profilers and the auditor tell phases by them.
+            scope = "/".join(filter(None, (outer, str(eqn.source_info.name_stack))))
             inner = eqn.params.get(_INLINED.get(eqn.primitive.name, ""))
             if inner is not None:
-                results = self._inline(inner, operands)
+                results = self._inline(inner, operands, scope)
             elif eqn.primitive.name == "optimization_barrier":
                 # It keeps values apart from what is made of them, one by one as well as together.
                 each = zip(operands, types, strict=True)
-                results = [self._equation(eqn, (x,), [aval])[0] for x, aval in each]
+                results = [self._equation(eqn, (x,), [aval], scope)[0] for x, aval in each]
             else:
-                results = self._equation(eqn, operands, types)
+                results = self._equation(eqn, operands, types, scope)
             known |= zip(eqn.outvars, results, strict=True)
         return list(map(read, jaxpr.outvars))
 
-    def _equation(self, eqn: Any, operands: tuple[int, ...], types: list[Any]) -> list[int]:
+    def _equation(
+        self, eqn: Any, operands: tuple[int, ...], types: list[Any], scope: str
+    ) -> list[int]:
         reads = functools.reduce(operator.or_, (self.reads[x] for x in operands), 0)
         results = [self._value(aval, reads) for aval in types]
         self.maker |= dict.fromkeys(results, len(self.equations))
-        self.equations.append(Equation(eqn.primitive, eqn.params, operands, tuple(results)))
+        made = Equation(eqn.primitive, eqn.params, operands, tuple(results), scope)
+        self.equations.append(made)
         return results
 
     def _value(self, aval: Any, reads: int) -> int:
@@ -130,7 +137,8 @@ def bind(
 ) -> Sequence[Any]:
     """The results of an equation's primitive, with other parameters than its own where given."""
     params = eqn.primitive.get_bind_params(eqn.params if params is None else params)
-    out = eqn.primitive.bind(*operands, **params)
+    with jax.named_scope(eqn.scope) if eqn.scope else contextlib.nullcontext():
+        out = eqn.primitive.bind(*operands, **params)
     return out if eqn.primitive.multiple_results else [out]
 
 
