@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import state_bytes
 
 import optax_ext
 from optax_ext import BFloat16, Dynamic, Float8, Linear, Quantized, low_precision_state
@@ -688,3 +689,39 @@ def test_describe_state_counts_every_byte():
     sizes = [int(line.split()[-2].replace(",", "")) for line in text.splitlines()]
     assert sum(sizes) == sum(x.nbytes for x in jax.tree.leaves(state))
     assert "Linear(bits=4, block_size=128, rank1=True) unsigned, 8 bits of error" in text
+
+
+# --- What it costs --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "most"),
+    [
+        ("optax.adamw", 8, 2.1),
+        ("optax.adamw", 4, 1.1),
+        ("optax_ext.came", 8, 1.1),
+        ("optax_ext.came", 4, 0.6),
+    ],
+)
+def test_bytes_a_parameter(name, bits, most):
+    """Scales included, of a Llama's layers with Flax's attention kernels."""
+    params = state_bytes.llama(layers=1)
+    tx = low_precision_state(state_bytes.STORED[name], bits)
+    state = jax.eval_shape(tx.init, params)
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    assert most / 1.3 < held / state_bytes.count(params) <= most
+
+
+def test_codes_of_a_parameter_wait_for_those_of_the_one_before():
+    """By the barriers: without them a compiler may hold the float32 moments of all at once."""
+    tx = low_precision_state(optax.adam(1e-3))
+    params = {k: jnp.ones((64, 64 + i)) for i, k in enumerate("abc")}
+    jaxpr = jax.make_jaxpr(tx.update)(params, tx.init(params)).jaxpr
+    barriers = [e for e in jaxpr.eqns if e.primitive.name == "optimization_barrier"]
+    assert len(barriers) == 3
+    stored = [v for v in jaxpr.outvars if v.aval.dtype == jnp.uint8]
+    for i, barrier in enumerate(barriers):
+        read = {v.aval.shape for v in barrier.invars[:4]}
+        assert (64, 64 + i) in read
+        waits_for = {v.aval.shape for v in barrier.invars[4:] if v in stored}
+        assert waits_for == ({(64, 64 + i - 1)} if i else set())
