@@ -1,7 +1,6 @@
 """ZeRO: any optax transformation, its state, gradients and parameters cut over the devices."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,7 @@ from sharding._gather import gather, gathered
 from sharding._gradients import LossOptions, evaluate, gradients
 from sharding._layout import Layout, Placement
 from sharding._modules import gathered_module
-from sharding._offload import host_shardings
+from sharding._offload import host_shardings, is_large
 from sharding._precision import Precision
 from sharding._scatter import FORMS
 from sharding._specs import AnyMesh, Axis, state_specs
@@ -267,8 +266,9 @@ class Zero:
         rows += describe_tree(
             "grads", grads, grad_specs, self.mesh, jax.tree.leaves(placed.reasons)
         )
-        for row in describe_tree("opt_state", opt_state, opt_specs, self.mesh):
-            moved = self.offload and math.prod(row.shape) >= self.min_shard_size
+        kept = describe_tree("opt_state", opt_state, opt_specs, self.mesh)
+        for row, x in zip(kept, jax.tree.leaves(opt_state), strict=True):
+            moved = self.offload and is_large(x, self.min_shard_size)
             rows.append(dataclasses.replace(row, memory="host") if moved else row)
         return Description(
             self.mesh, self.stage, self._layout.axes, self._layout.replica_axes, tuple(rows)
