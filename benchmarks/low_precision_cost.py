@@ -138,10 +138,11 @@ def main() -> None:
         f"`python benchmarks/low_precision_cost.py`, {datetime.date.today()}, "
         f"jax {jax.__version__}, libtpu {importlib.metadata.version('libtpu')}"
     )
+    cores = len(os.sched_getaffinity(0))
     parts = [
         "# Cost of low-precision state",
         how,
-        f"Update of 8 matrices of 1024 x 1024 on this CPU ({os.cpu_count()} cores), 30 rounds",
+        f"Update of 8 matrices of 1024 x 1024 on {cores} core(s) of this CPU, 30 rounds",
         cpu,
         "Update of 4 matrices of 4096 x 4096, compiled for one v5e chip",
         tpu,

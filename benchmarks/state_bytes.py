@@ -35,7 +35,7 @@ OPTIMIZERS = {
     "optax_ext.adafactor": optax_ext.adafactor(1e-3, **ATTENTION),
 }
 # In which formats the moments of which optimizers.
-FORMATS = {"float32": None, "bfloat16": 16, "8bit": 8, "fp8": optax_ext.Float8(), "4bit": 4}
+FORMATS = {"float32": None, **optax_ext.STATE_FORMATS}
 STORED = {
     "optax.adamw": optax.adamw(1e-3),
     "optax.lion": optax.lion(1e-4),

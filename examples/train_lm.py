@@ -81,7 +81,7 @@ OPTIMIZERS = {
 }
 
 # How an optimizer's moments are stored between steps.
-STATES = {"float32": None, "bfloat16": 16, "8bit": 8, "fp8": optax_ext.Float8(), "4bit": 4}
+STATES = ("float32", *optax_ext.STATE_FORMATS)
 
 
 def make_optimizer(name, peak, steps, state="float32"):
@@ -90,8 +90,8 @@ def make_optimizer(name, peak, steps, state="float32"):
     warmup = max(1, min(steps // 20, 1000))
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps, 0.05 * peak)
     tx = make(schedule)
-    if STATES[state] is not None:
-        tx = optax_ext.low_precision_state(tx, STATES[state])
+    if state != "float32":
+        tx = optax_ext.low_precision_state(tx, optax_ext.STATE_FORMATS[state])
     return optax.chain(optax.clip_by_global_norm(1.0), tx), schedule
 
 

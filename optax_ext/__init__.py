@@ -15,6 +15,7 @@ from optax_ext._factored import last_two_dims as last_two_dims
 from optax_ext._factored import two_largest_dims as two_largest_dims
 from optax_ext._master import MasterWeightsState as MasterWeightsState
 from optax_ext._master import master_weights as master_weights
+from optax_ext.low_precision import STATE_FORMATS as STATE_FORMATS
 from optax_ext.low_precision import BFloat16 as BFloat16
 from optax_ext.low_precision import Dynamic as Dynamic
 from optax_ext.low_precision import Float8 as Float8

@@ -156,21 +156,18 @@ def groups(graph: Graph, leaders: Sequence[int]) -> list[list[int]]:
 
 
 class Turns:
-    """The values of a graph that have been computed, and its outputs.
+    """The values of a graph that have been computed, and its outputs: each replaces an input.
 
     Attributes:
-      graph: the graph.
+      graph: the graph; as many outputs as inputs.
       inputs: what it is a function of.
-      homes: for each output, which input it replaces; None for none.
       values: what is known.
       outputs: those that are made.
       awaited: what has to be there before the next marked input is read.
     """
 
-    def __init__(
-        self, graph: Graph, inputs: Sequence[Any], homes: Sequence[int | None], after: Sequence[Any]
-    ):
-        self.graph, self.inputs, self.homes = graph, inputs, homes
+    def __init__(self, graph: Graph, inputs: Sequence[Any], after: Sequence[Any] = ()):
+        self.graph, self.inputs = graph, inputs
         self.values = dict(graph.constants)
         self.values |= {i: x for i, x in enumerate(inputs) if not graph.reads[i]}
         self.outputs: dict[int, Any] = {}
@@ -194,8 +191,7 @@ class Turns:
 
     def replaces_marked(self, output: int) -> bool:
         """Whether an output is the new value of a marked input."""
-        home = self.homes[output]
-        return home is not None and self.graph.reads[home] == 1 << home
+        return self.graph.reads[output] == 1 << output
 
     def in_turn(self, arrays: Sequence[Any]) -> list[Any]:
         """Arrays that are not read before what is awaited is there."""
@@ -223,9 +219,7 @@ def by_parameter(
     tree: Any,
     state: Any,
     is_marked: Callable[[Any], bool],
-    turns: Callable[[Graph, list[Any], Sequence[int]], Turns] = lambda graph, inputs, homes: Turns(
-        graph, inputs, homes, ()
-    ),
+    turns: Callable[[Graph, list[Any]], Turns] = Turns,
 ) -> tuple[Any, Any]:
     """``fn(tree, state)``, a new tree and a new state, one leaf of the tree after the other.
 
@@ -251,5 +245,5 @@ def by_parameter(
             )
         return leaves
 
-    run = turns(Graph(flat_fn, inputs, marked), inputs, range(len(inputs)))
+    run = turns(Graph(flat_fn, inputs, marked), inputs)
     return jax.tree.unflatten(treedef, run.all(range(leaders)))

@@ -1,7 +1,7 @@
 """Optimizer state in the host's memory."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -115,9 +115,9 @@ def streamed(
     if specs is not None:
         free = [not spec or spec[0] is None for spec in jax.tree.leaves(specs, is_leaf=is_spec)]
 
-    def turns(graph: Graph, inputs: list[Any], homes: Sequence[int]) -> Streamed:
+    def turns(graph: Graph, inputs: list[Any]) -> Streamed:
         awaited = jax.tree.leaves(after)
-        return Streamed(graph, inputs, homes, awaited, lambda i: free is None or free[i])
+        return Streamed(graph, inputs, awaited, lambda i: free is None or free[i])
 
     return by_parameter(fn, tree, state, on_host, turns)
 

@@ -45,8 +45,7 @@ class Streamed(Turns):
 
     Args:
       graph: the function; all its equations run on the device.
-      inputs: as for all turns.
-      homes: for each output, which input it replaces; it returns to that one's memory.
+      inputs: as for all turns; an output returns to the memory of the input that it replaces.
       after: arrays that must be there before the first load.
       first_dim_free: whether the first dim of an input is in one piece on every device.
 
@@ -58,11 +57,10 @@ class Streamed(Turns):
         self,
         graph: Graph,
         inputs: Sequence[Any],
-        homes: Sequence[int | None],
         after: Sequence[Any] = (),
         first_dim_free: Callable[[int], bool] = lambda i: True,
     ):
-        super().__init__(graph, inputs, homes, after)
+        super().__init__(graph, inputs, after)
         self.first_dim_free = first_dim_free
 
     def all(self, leaders: Sequence[int]) -> list[Any]:
@@ -73,8 +71,8 @@ class Streamed(Turns):
     def group(self, outputs: list[int]) -> None:
         """Computes some outputs; those that replace an array of the host go there."""
         # What is not changed is not touched.
-        same = [j for j in outputs if self.graph.outputs[j] == self.homes[j]]
-        self.outputs |= {j: self.inputs[self.graph.outputs[j]] for j in same}
+        same = [j for j in outputs if self.graph.outputs[j] == j]
+        self.outputs |= {j: self.inputs[j] for j in same}
         outputs = [j for j in outputs if j not in same]
         loop = _Loop.find(self, outputs)
         if loop is None:
@@ -152,18 +150,13 @@ class _Loop:
             raise _CannotCutError
 
     def _home(self, output: int) -> int | None:
-        """The input that an output replaces layer by layer, if it is of the same type."""
-        graph, home = self._run.graph, self._run.homes[output]
-        made = graph.types[graph.outputs[output]]
-        if made.shape[:1] != (self._length,):
+        """The input whose place an output takes layer by layer; None if they differ in type."""
+        graph = self._run.graph
+        made, old = graph.types[graph.outputs[output]], graph.types[output]
+        if made.shape[:1] != (self._length,) or not self._run.first_dim_free(output):
             raise _CannotCutError
-        if home is None:
-            return None
-        if not self._run.first_dim_free(home):
-            raise _CannotCutError
-        old = graph.types[home]
         if (made.shape, made.dtype) == (old.shape, old.dtype):
-            return home
+            return output
         if self._run.replaces_marked(output):
             raise _CannotCutError
         return None

@@ -16,6 +16,7 @@ from optax_ext.low_precision._formats import (
     ROUNDINGS,
     BFloat16,
     Dynamic,
+    Float8,
     Format,
     Linear,
     Quantized,
@@ -31,6 +32,8 @@ _UNSIGNED = frozenset(
 )
 # Fields that are no averages: copies of parameters, and sums that are still growing.
 _EXACT = frozenset({"master", "acc_grads", "z", "params0", "init_params"})
+# Formats by name, as what ``low_precision_state`` takes.
+STATE_FORMATS: dict[str, int | Format] = {"bfloat16": 16, "8bit": 8, "fp8": Float8(), "4bit": 4}
 # Scales and biases weigh little, and ZeRO would cut them into less than a block: vectors must be so
 # many times as large as other arrays.
 _VECTOR = 16

@@ -69,9 +69,8 @@ def _parser() -> argparse.ArgumentParser:
         _common(each)
     plan.add_argument(
         "--state",
-        default="as it is",
-        choices=_plan.STATE_FORMATS,
-        help="what large leaves of optimizer state are stored as",
+        choices=optax_ext.STATE_FORMATS,
+        help="what large leaves of optimizer state are stored as (as the optimizer has them)",
     )
     plan.add_argument("--offload", action="store_true", help="state lies in the host's memory")
     check.add_argument(
@@ -248,9 +247,9 @@ def _optimizer(text: str) -> optax.GradientTransformation:
             if name.islower() and not name.startswith("_") and callable(getattr(module, name))
         }
     if text in makers:
-        for args in ((1e-3,), ()):
+        for options in ({"learning_rate": 1e-3}, {}):
             try:
-                found = makers[text](*args)
+                found = makers[text](**options)
             except (TypeError, ValueError, AttributeError):
                 continue
             if isinstance(found, optax.GradientTransformation):
@@ -314,7 +313,7 @@ def _run_plan(options: argparse.Namespace) -> int:
         notes = [f"What fits is not known: no figures of {options.target}. Give them: --memory GIB"]
     if found.recommended and not re.search("adamw?$", options.optimizer):
         adam = optax.adamw(1e-3)
-        other = make(optax_ext.master_weights(adam) if options.master else adam, "as it is", False)
+        other = make(optax_ext.master_weights(adam) if options.master else adam, None, False)
         notes.append(_plan.saving_of(found, other, found.recommended, (options.optimizer, "adamw")))
     if re.search("adamw?$", options.optimizer) and len(setup.mesh_axes) == 1:
         theirs = _plan.deepspeed_stage_2(found.num_params, math.prod(setup.mesh_axes.values()))
@@ -338,7 +337,7 @@ def _plan_of(
     options: argparse.Namespace,
     setup: _Setup,
     tx: optax.GradientTransformation,
-    state: str,
+    state: str | None,
     offload: bool,
     mesh_axes: dict[str, int] | None = None,
 ) -> _plan.Plan:
@@ -369,7 +368,7 @@ def _what_would_fit(options: argparse.Namespace, setup: _Setup) -> list[str]:
         ("--offload", lambda: _plan_of(options, setup, setup.tx, options.state, True)),
         (
             "CAME with a bfloat16 momentum and no master weights",
-            lambda: _plan_of(options, setup, came, "as it is", options.offload),
+            lambda: _plan_of(options, setup, came, None, options.offload),
         ),
     ]
     for factor in (2, 4, 8, 16, 32, 64, 128, 256):
@@ -452,7 +451,7 @@ def _audit_stage(options: argparse.Namespace, setup: _Setup, stage: int) -> Audi
     sequences = zero.num_devices * options.batch * options.microbatches
     batch = jax.ShapeDtypeStruct((sequences, setup.length + 1), jnp.int32)
     lowered = step.lower(zero.abstract_state(make_state, tx=setup.tx), batch)
-    plan = _plan_of(options, setup, setup.tx, "as it is", False)
+    plan = _plan_of(options, setup, setup.tx, None, False)
     names = {"stage 3": "3 hybrid"} if hybrid else {}
     name = names.get(f"stage {stage}", f"stage {stage}")
     theory = next(each.wire for each in plan.stages if each.name == name)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from optax_ext import Float8, low_precision_state
+from optax_ext import STATE_FORMATS, low_precision_state
 from sharding._describe import Description, Row
 from sharding._precision import Precision
 from sharding._specs import AnyMesh, Axis, axes_of, num_shards
@@ -20,14 +20,6 @@ from sharding._zero import Zero
 from sharding.plan._devices import DeviceKind
 from sharding.plan._report import Table, size, text_of
 
-# What ``low_precision_state`` is told to store moments as.
-STATE_FORMATS: dict[str, Any] = {
-    "as it is": None,
-    "bfloat16": 16,
-    "fp8": Float8(),
-    "8bit": 8,
-    "4bit": 4,
-}
 # What is left for activations where a stage is recommended, as a share of the memory.
 _ROOM = 0.2
 
@@ -160,7 +152,7 @@ def estimate(
     microbatches: int = 1,
     min_shard_size: int = 4096,
     batch: float = 0.0,
-    state_format: str = "as it is",
+    state_format: str | None = None,
     offload: bool = False,
     device: DeviceKind | None = None,
     gathered_once: str = "(?!)",
@@ -183,8 +175,8 @@ def estimate(
       microbatches: how many are accumulated.
       min_shard_size: as ``Zero`` takes it.
       batch: bytes of one device's batch.
-      state_format: one of ``STATE_FORMATS``: with another than ``"as it is"`` the plan is that of
-        ``low_precision_state(tx, ...)``.
+      state_format: one of ``optax_ext.STATE_FORMATS``: the plan is that of
+        ``low_precision_state(tx, ...)``; None leaves the state as it is.
       offload: optimizer state and master weights lie in the host's memory.
       device: what to compare with; arrays are counted as they fill its memory.
       gathered_once: a pattern of the paths of parameters that stage 3 gathers once and keeps to the
@@ -209,12 +201,12 @@ def estimate(
       Rajbhandari, Rasley, Ruwase, He: ZeRO: Memory Optimizations Toward Training Trillion
       Parameter Models, SC 2020, arXiv 1910.02054, section 5.
     """
-    if state_format not in STATE_FORMATS:
+    if state_format is not None and state_format not in STATE_FORMATS:
         known = ", ".join(map(repr, STATE_FORMATS))
-        raise ValueError(f"state_format must be one of {known}, got {state_format!r}.")
+        raise ValueError(f"state_format must be None or one of {known}, got {state_format!r}.")
     replicas = axes_of(replica_axis) if replica_axis else ()
     inner = axes_of(axis)
-    if STATE_FORMATS[state_format] is not None:
+    if state_format is not None:
         tx = low_precision_state(tx, STATE_FORMATS[state_format])
     plain = Zero(
         mesh,

@@ -224,6 +224,7 @@ def test_a_model_and_an_optimizer_of_ones_own(run, module):
         made = optimizer()
     """)
     line = "plan --json --target h100x8"
+    assert run(f"{line} --model mine:abstract --optimizer scale_by_muon")[0] == 0
     for model in ("mine:Model.init", "mine:abstract"):
         for optimizer in ("mine:optimizer", "mine:made"):
             code, out, _ = run(f"{line} --model {model} --optimizer {optimizer}")

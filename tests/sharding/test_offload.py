@@ -298,7 +298,7 @@ def streamed(fn, *arrays):
     @jax.jit
     def call(*inputs):
         graph = Graph(lambda xs: list(fn(*xs)), inputs, [True] * len(inputs))
-        return Streamed(graph, inputs, range(len(inputs))).all([0])
+        return Streamed(graph, inputs).all([0])
 
     return call, call(*map(put, arrays))
 
@@ -363,7 +363,7 @@ def test_a_first_dim_that_is_cut_has_no_loop():
 
     def cut(x):
         graph = Graph(lambda xs: [fn(xs[0])], [x], [True])
-        return Streamed(graph, [x], [0], first_dim_free=lambda i: False).all([0])
+        return Streamed(graph, [x], first_dim_free=lambda i: False).all([0])
 
     assert not has_loop(cut, put(x))
 
