@@ -8,15 +8,13 @@ accessed and temporaries as the compiler reports them (needs libtpu: pip install
 """
 
 import argparse
-import datetime
-import importlib.metadata
 import os
-import pathlib
 import time
 from collections.abc import Sequence
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import _results
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +24,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 import optax_ext
 import sharding as shd
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 OPTIMIZERS = {"adamw": optax.adamw(1e-3), "came": optax_ext.came(1e-3)}
 FORMATS = {
     "float32": None,
@@ -134,21 +131,14 @@ def main() -> None:
     cpu = cpu_table(1024, 8, 30)
     print(cpu)
     tpu = tpu_table("v5e:1x1", 4096, 4)
-    how = (
-        f"`python benchmarks/low_precision_cost.py`, {datetime.date.today()}, "
-        f"jax {jax.__version__}, libtpu {importlib.metadata.version('libtpu')}"
-    )
     cores = len(os.sched_getaffinity(0))
     parts = [
-        "# Cost of low-precision state",
-        how,
         f"Update of 8 matrices of 1024 x 1024 on {cores} core(s) of this CPU, 30 rounds",
         cpu,
         "Update of 4 matrices of 4096 x 4096, compiled for one v5e chip",
         tpu,
     ]
-    path = ROOT / "benchmarks" / "results" / "low_precision_cost.md"
-    path.write_text("\n\n".join(parts) + "\n")
+    _results.write("low_precision_cost", "Cost of low-precision state", "", *parts)
 
 
 if __name__ == "__main__":

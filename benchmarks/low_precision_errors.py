@@ -10,9 +10,8 @@ that benchmarks/low_precision_training.py leaves in runs/low_precision/. An erro
 """
 
 import argparse
-import datetime
-import pathlib
 
+import _results
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,8 +21,7 @@ import orbax.checkpoint as ocp
 import optax_ext
 from optax_ext import Dynamic, Float8, Linear
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-RUNS = ROOT / "runs" / "low_precision"
+RUNS = _results.ROOT / "runs" / "low_precision"
 SHAPE = (1024, 1024)
 FORMATS = {
     "8bit": Dynamic(8),
@@ -136,15 +134,13 @@ def main() -> None:
     smoke = parser.parse_args().smoke
     text = table(random_arrays() | ({} if smoke else trained_arrays()))
     if not smoke:
-        how = (
-            f"`python benchmarks/low_precision_errors.py`, {datetime.date.today()}, "
-            f"jax {jax.__version__}. Mean relative error of elements that are not zero; "
+        about = (
+            "Mean relative error of elements that are not zero; "
             "of 1 where an element becomes 0 or more than twice as large: such are lost. Second "
             "moments never become 0: the least of a block are raised."
         )
-        path = ROOT / "benchmarks" / "results" / "low_precision_errors.md"
-        title = "# Errors of low-precision formats"
-        path.write_text("\n\n".join([title, how, text, KNOWN]) + "\n")
+        title = "Errors of low-precision formats"
+        _results.write("low_precision_errors", title, about, text, KNOWN)
 
 
 if __name__ == "__main__":

@@ -9,18 +9,16 @@ so that the command can be stopped and given again. All 30 runs take hours on tw
 """
 
 import argparse
-import datetime
 import json
 import pathlib
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
-import jax
+import _results
 import matplotlib
 import numpy as np
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 OPTIMIZERS = ("adamw", "came")
 STATES = ("float32", "8bit", "4bit", "fp8", "bfloat16")
 SEEDS = (0, 1, 2)
@@ -34,7 +32,12 @@ def train(
     name = f"{optimizer}-{state}-{seed}"
     summary = runs / name / "summary.json"
     if not summary.exists():
-        command = [sys.executable, str(ROOT / "examples" / "train_lm.py"), "--devices", "1"]
+        command = [
+            sys.executable,
+            str(_results.ROOT / "examples" / "train_lm.py"),
+            "--devices",
+            "1",
+        ]
         command += ["--optimizer", optimizer, "--state", state, "--seed", str(seed)]
         command += ["--runs-dir", str(runs), "--name", name, *options]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -96,7 +99,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="a tiny model; writes no results")
     smoke = parser.parse_args().smoke
-    runs = ROOT / "runs" / ("low_precision_smoke" if smoke else "low_precision")
+    runs = _results.ROOT / "runs" / ("low_precision_smoke" if smoke else "low_precision")
     cases = [("came", "float32", 0), ("came", "4bit", 0)]
     if not smoke:
         # All optimizers and seeds of a format before the next: what is stopped has whole formats.
@@ -108,18 +111,15 @@ def main() -> None:
         print(f"{optimizer} {state} seed {seed}: {summary['val_loss']:.4f}", flush=True)
     print(table(losses))
     if not smoke:
-        results = ROOT / "benchmarks" / "results"
-        how = (
-            f"`python benchmarks/low_precision_training.py`, {datetime.date.today()}, "
-            f"jax {jax.__version__}; {summary['steps']} steps of `make train`'s model on one CPU "
+        about = (
+            f"{summary['steps']} steps of `make train`'s model on one CPU "
             "device, the same batches and learning rate for all formats of an optimizer, "
             "stochastic rounding. Loss in nats per byte on 16 batches of held-out text."
         )
         picture = "![by format](low_precision_training.png)"
-        title = "# Training with low-precision state"
-        text = "\n\n".join([title, how, picture, table(losses)])
-        (results / "low_precision_training.md").write_text(f"{text}\n")
-        plot(results / "low_precision_training.png", losses)
+        title = "Training with low-precision state"
+        _results.write("low_precision_training", title, about, picture, table(losses))
+        plot(_results.RESULTS / "low_precision_training.png", losses)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,13 @@ device. TPU targets need libtpu: pip install 'optax-ext[aot]'. Nothing is run.
 
 import argparse
 import dataclasses
-import datetime
-import importlib.metadata
 import os
-import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import _results
 import jax
 import jax.numpy as jnp
 import optax
@@ -28,7 +26,6 @@ import optax_ext
 import sharding as shd
 from sharding.plan import MODELS, targets
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 MIB = 2**20
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "adamw": lambda: optax_ext.master_weights(optax.adamw(1e-3)),
@@ -98,17 +95,15 @@ def main() -> None:
             lines.append(line)
             print(line, flush=True)
     if not smoke:
-        how = (
-            f"`python benchmarks/offload.py`, {datetime.date.today()}, jax {jax.__version__}, "
-            f"libtpu {importlib.metadata.version('libtpu')}; MiB of one device, ZeRO stage 3, "
+        about = (
+            "MiB of one device, ZeRO stage 3, "
             "bfloat16 parameters and gradients, float32 master weights. Arguments hold parameters, "
             "gradients and what of the state is on the device. `device`: no offload. `whole`: the "
             "state is on the host, and all of it is brought to the device. `streamed`: "
             '`Zero(offload="optimizer")`. Host memory that the compiler counts as a temporary is '
             "a second copy of what it lays out anew."
         )
-        path = ROOT / "benchmarks" / "results" / "offload.md"
-        path.write_text("\n".join(["# Optimizer state on the host", "", how, "", *lines, ""]))
+        _results.write("offload", "Optimizer state on the host", about, "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -10,10 +10,7 @@ plugin: pip install 'optax-ext[aot]'. Nothing is run.
 
 import argparse
 import dataclasses
-import datetime
-import importlib.metadata
 import os
-import pathlib
 import resource
 import time
 from collections.abc import Iterator
@@ -21,6 +18,7 @@ from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import _results
 import jax
 import jax.numpy as jnp
 import optax
@@ -29,7 +27,6 @@ import optax_ext
 import sharding as shd
 from sharding.plan import MODELS, estimate, kind_of, targets
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 MIB = 2**20
 LENGTH = 512
 TARGETS = ("cpu:8", "h200x8", "v5p:4x4x4")
@@ -113,13 +110,10 @@ def main() -> None:
         print(line, flush=True)
     if not smoke:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        how = (
-            f"`python benchmarks/plan_vs_audit.py`, {datetime.date.today()}, "
-            f"jax {jax.__version__}, libtpu {importlib.metadata.version('libtpu')}; sequences of "
-            f"{LENGTH} tokens, one a device. The process held at most {peak:.1f} GiB."
+        about = (
+            f"Sequences of {LENGTH} tokens, one a device. The process held at most {peak:.1f} GiB."
         )
-        path = ROOT / "benchmarks" / "results" / "plan_vs_audit.md"
-        path.write_text("\n".join(["# Planned and compiled", "", how, "", *lines, ""]))
+        _results.write("plan_vs_audit", "Planned and compiled", about, "\n".join(lines))
 
 
 if __name__ == "__main__":

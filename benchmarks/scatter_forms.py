@@ -8,12 +8,10 @@ targets need libtpu, the GPU target jax's CUDA plugin.
 """
 
 import argparse
-import datetime
-import importlib.metadata
 import math
-import pathlib
 from collections.abc import Iterator
 
+import _results
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -24,7 +22,6 @@ from sharding._scatter import FORMS, choose_form, psum_scatter
 from sharding.plan import targets
 from sharding.plan._wire import Collective, collectives
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 MIB = 2**20
 TARGETS = {  # target -> the logical meshes it is tried with
     "v5e:2x4": [(8,), (2, 4)],
@@ -140,14 +137,8 @@ def main() -> None:
             print(line, flush=True)
             lines.append(line)
     if not smoke:
-        path = ROOT / "benchmarks" / "results" / "scatter_forms.md"
-        how = (
-            f"`python benchmarks/scatter_forms.py`, 4096 x 4096 elements per device, "
-            f"jax {jax.__version__}, libtpu {importlib.metadata.version('libtpu')}, "
-            f"{datetime.date.today()}"
-        )
-        table = "\n".join(lines)
-        path.write_text(f"# Forms of the reduce-scatter\n\n{how}\n\n{table}\n\n{NOTES}\n")
+        title, about = "Forms of the reduce-scatter", "4096 x 4096 elements per device."
+        _results.write("scatter_forms", title, about, "\n".join(lines), NOTES)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ devices: all arrays, with scales, counts and keys.
 """
 
 import argparse
-import pathlib
 import sys
 
+import _results
 import jax
 import jax.numpy as jnp
 import optax
@@ -19,10 +19,9 @@ import optax
 import optax_ext
 import sharding as shd
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "examples"))
+sys.path.insert(0, str(_results.ROOT / "examples"))
 
-from _model import CONFIGS, TransformerLM  # noqa: E402
+from _model import CONFIGS, TransformerLM
 
 DEVICES = 8
 ATTENTION = {"factoring": optax_ext.flax_attention()}
@@ -145,9 +144,7 @@ def main() -> None:
     text = "\n\n".join(parts)
     print(text)
     if not smoke:
-        path = ROOT / "benchmarks" / "results" / "state_bytes.md"
-        how = f"`python benchmarks/state_bytes.py`, jax {jax.__version__}"
-        path.write_text(f"# State bytes\n\n{how}\n\n{text}\n")
+        _results.write("state_bytes", "State bytes", "", text)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,13 @@ with AdamW, Adafactor and CAME. TPU targets need libtpu, GPU targets jax's CUDA 
 
 import argparse
 import dataclasses
-import datetime
-import importlib.metadata
 import math
 import os
-import pathlib
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+import _results
 import jax
 import jax.numpy as jnp
 import optax
@@ -29,7 +27,6 @@ import sharding as shd
 from sharding.plan import targets
 from sharding.plan._wire import collectives
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
 MIB = 2**20
 LENGTH = 128  # of a sequence; each device has one in a micro-batch
 OPTIMIZERS = {
@@ -271,14 +268,7 @@ def main() -> None:
             lines.append(row(case, measure(case)))
             print(lines[-1], flush=True)
     if names == list(MESHES):
-        how = (
-            f"`python benchmarks/zero.py`, {datetime.date.today()}, jax {jax.__version__}, "
-            f"libtpu {importlib.metadata.version('libtpu')}"
-        )
-        path = ROOT / "benchmarks" / "results" / "zero.md"
-        path.write_text(
-            "\n".join(["# What a ZeRO step sends and holds", "", how, "", *lines, "", NOTES, ""])
-        )
+        _results.write("zero", "What a ZeRO step sends and holds", "", "\n".join(lines), NOTES)
 
 
 if __name__ == "__main__":

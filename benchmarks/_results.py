@@ -1,0 +1,29 @@
+"""Keeps a benchmark's tables in results/, with what made them: command, commit, date, versions."""
+
+import datetime
+import importlib.metadata
+import pathlib
+import subprocess
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def _versions() -> str:
+    """The versions of jax, and of the TPU compiler where it was imported."""
+    names = ["jax", *(["libtpu"] if "libtpu" in sys.modules else [])]
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+
+
+def write(name: str, title: str, about: str, *parts: str) -> None:
+    """Writes results/<name>.md, of benchmarks/<name>.py: title, what it is about, and the parts.
+
+    The commit is marked "+" if files have changed since.
+    """
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=7", "--exclude=*", "--dirty=+"]
+    commit = subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
+    command, today = f"`python benchmarks/{name}.py`", datetime.date.today()
+    how = f"{command} at commit {commit}, {today}, {_versions()}. {about}".strip()
+    text = "\n\n".join([f"# {title}", how, *parts])
+    (RESULTS / f"{name}.md").write_text(f"{text}\n")
