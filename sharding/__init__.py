@@ -1,5 +1,6 @@
 """Where arrays live and what crosses the wire: ZeRO for any optax transformation."""
 
+from sharding import sync as sync
 from sharding._describe import Description as Description
 from sharding._offload import offload as offload
 from sharding._precision import Precision as Precision

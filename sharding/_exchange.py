@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from sharding._collectives import Cut, reduce_scatter
 from sharding._gather import How, Shard, gather, gathered_leaves
 from sharding._layout import Layout, Placement
 from sharding._precision import Precision
-from sharding._specs import axes_of
+from sharding._specs import axes_of, path_str
+from sharding.sync import GradientSync
 
 
 class Exchange(NamedTuple):
@@ -26,6 +28,10 @@ class Exchange(NamedTuple):
       cuts: how they and their gradients are cut over ``layout.axis``.
       replica_cuts: how gradients are cut further, over the replicas.
       trained: whether they have a gradient.
+      paths: their names.
+      sync: what makes the mean of gradients, in place of a sum: over ``layout.replica_axes`` if
+        there are such, else over ``layout.axes``.
+      keeps_state: whether ``sync`` has a state.
     """
 
     layout: Layout
@@ -35,11 +41,23 @@ class Exchange(NamedTuple):
     cuts: list[Cut]
     replica_cuts: list[Cut]
     trained: list[bool]
+    paths: list[str]
+    sync: GradientSync | None = None
+    keeps_state: bool = False
 
     @property
     def reduces_each(self) -> bool:
-        """Whether each micro-batch reduces its gradients, so that only shards accumulate."""
-        return self.layout.stage >= 2
+        """Whether each micro-batch reduces its gradients, so that only shards accumulate.
+
+        What an exchange did not send, it would keep whole: it is asked once a step.
+        """
+        once = self.keeps_state and not self.layout.replica_axes
+        return self.layout.stage >= 2 and not once
+
+    @property
+    def _syncs_axes(self) -> bool:
+        """Whether ``sync`` is what exchanges gradients over ``layout.axes``."""
+        return self.sync is not None and not self.layout.replica_axes
 
     # --- In -----------------------------------------------------------------------------------
 
@@ -82,14 +100,17 @@ class Exchange(NamedTuple):
         if self.layout.stage < 3:
             return primals
         leaves: list[Any] = []
-        for x, cut, dtype, shape in zip(primals, self.cuts, self.dtypes, self.shapes, strict=True):
+        for x, cut, dtype, shape, sum_by in zip(
+            primals, self.cuts, self.dtypes, self.shapes, self._sums(), strict=True
+        ):
             dtype = self.precision.of_loss(dtype)
             if not cut.dim:
                 leaves.append(x.astype(dtype))
                 continue
             entries = tuple(cut.spec) + (None,) * (len(shape) - len(cut.spec))
             reduce_dtype = self.precision.of_sum(dtype)
-            leaves.append(Shard(x, How(self.layout, cut.dim, entries, dtype, reduce_dtype)))
+            how = How(self.layout, cut.dim, entries, dtype, reduce_dtype, sum_by)
+            leaves.append(Shard(x, how))
         at_once = gather([x for x, later in zip(leaves, layered, strict=True) if not later])
         rest = iter(at_once)
         return [x if later else next(rest) for x, later in zip(leaves, layered, strict=True)]
@@ -101,9 +122,12 @@ class Exchange(NamedTuple):
 
         At stage 3 the transpose of the gather has done it.
         """
-        if self.layout.stage != 2:
+        if self.layout.stage != 2 or not self.reduces_each:
             return grads
-        return self._reduce(grads, self.layout.axes, [bool(cut.dim) for cut in self._out()])
+        is_cut = [bool(cut.dim) for cut in self._out()]
+        if self._syncs_axes:
+            return self._sync(grads, is_cut, self.no_state())[0]
+        return self._reduce(grads, self.layout.axes, is_cut)
 
     def reduce_rest(self, grads: list[jax.Array]) -> list[jax.Array]:
         """The accumulated gradients, summed over all that they were not summed over yet."""
@@ -114,6 +138,65 @@ class Exchange(NamedTuple):
             cuts = [cut for cut, t in zip(self.replica_cuts, self.trained, strict=True) if t]
             grads = self._reduce(grads, self.layout.replica_axes, is_cut, cuts)
         return self._reduce(grads, self.layout.data_axes, [not cut for cut in is_cut])
+
+    def sync_rest(
+        self, grads: list[jax.Array], state: Any, scale: Any
+    ) -> tuple[list[jax.Array], Any]:
+        """``reduce_rest`` times ``scale`` by ``sync``, and its new state.
+
+        Scaled before they are sent: what is kept for later is of the gradient, not of a sum.
+        """
+        left = [not (cut.dim and self.reduces_each) for cut in self._out()]
+        if self.layout.replica_axes:
+            grads = self._reduce(grads, self.layout.axes, left)
+            left = [True] * len(grads)
+        return self._sync([g * scale for g in grads], left, state)
+
+    def _sync(
+        self, grads: list[jax.Array], chosen: list[bool], state: Any
+    ) -> tuple[list[jax.Array], Any]:
+        """The chosen leaves' sums as ``sync`` makes them, and its new state."""
+        assert self.sync is not None
+        replicas = self.layout.replica_axes
+        axes = replicas or self.layout.axes
+        every = self.replica_cuts if replicas else self.cuts
+        cuts = [cut for cut, t in zip(every, self.trained, strict=True) if t]
+        paths = [path for path, t in zip(self.paths, self.trained, strict=True) if t]
+        tree: dict[str, Any] = dict.fromkeys(self.paths)
+        dims = dict.fromkeys(self.paths, 0)
+        for path, g, choice, cut in zip(paths, grads, chosen, cuts, strict=True):
+            if choice:
+                tree[path], dims[path] = g, cut.dim
+        with jax.named_scope("reduce_gradients"):
+            means, state = self.sync.reduce_scatter(tree, state, axes, dims)
+        num = lax.axis_size(axes)
+        return [
+            means[path] * num if choice else g
+            for path, g, choice in zip(paths, grads, chosen, strict=True)
+        ], state
+
+    def no_state(self) -> Any:
+        """The state of a ``sync`` that keeps none."""
+        if self.sync is None:
+            return None
+        types = zip(self.paths, self.shapes, self.dtypes, strict=True)
+        return self.sync.init({p: jax.ShapeDtypeStruct(s, d) for p, s, d in types})
+
+    def _sums(self) -> list[Callable[[jax.Array, int], jax.Array] | None]:
+        """What sums the gradients of parameters that are gathered where they are used."""
+        if self.sync is None or not self._syncs_axes:
+            return [None] * len(self.paths)
+        sync, axes, state = self.sync, self.layout.axes, self.no_state()
+        tree, dims = dict.fromkeys(self.paths), dict.fromkeys(self.paths, 0)
+
+        def sum_of(path: str) -> Callable[[jax.Array, int], jax.Array]:
+            def run(g: jax.Array, dim: int) -> jax.Array:
+                means, _ = sync.reduce_scatter(tree | {path: g}, state, axes, dims | {path: dim})
+                return means[path] * lax.axis_size(axes)
+
+            return run
+
+        return list(map(sum_of, self.paths))
 
     def _out(self) -> list[Cut]:
         return [cut for cut, trained in zip(self.cuts, self.trained, strict=True) if trained]
@@ -142,7 +225,13 @@ class Exchange(NamedTuple):
 
 
 def exchange_of(
-    layout: Layout, precision: Precision, params: Any, placed: Placement, trained: Any
+    layout: Layout,
+    precision: Precision,
+    params: Any,
+    placed: Placement,
+    trained: Any,
+    sync: GradientSync | None = None,
+    keeps_state: bool = False,
 ) -> Exchange:
     """The exchange of a tree of parameters, whole ones or their types."""
     treedef: Any = jax.tree.structure(params)
@@ -164,4 +253,7 @@ def exchange_of(
         cuts,
         replica_cuts,
         treedef.flatten_up_to(trained),
+        [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)],
+        sync,
+        keeps_state,
     )

@@ -28,6 +28,7 @@ class How(NamedTuple):
       entries: how each dim lies on the user's axes of the mesh.
       dtype: in which dtype the parameter is gathered.
       reduce_dtype: in which dtype its gradient is summed.
+      sum_by: what sums it, in place of a reduce-scatter: of the gradient and the dim, the piece.
     """
 
     layout: Layout
@@ -35,6 +36,7 @@ class How(NamedTuple):
     entries: tuple[Any, ...]
     dtype: Any
     reduce_dtype: Any
+    sum_by: Callable[[jax.Array, int], jax.Array] | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -107,7 +109,8 @@ def _gather_backward(
     layout = hows[0].layout
     with jax.named_scope("reduce_scatter"):
         cast = [g.astype(how.reduce_dtype) for g, how in zip(grads, hows, strict=True)]
-        sums = reduce_scatter(layout, layout.axes, cast, _cuts(hows, cast))
+        own = [how.sum_by(g, how.dim) for g, how in zip(cast, hows, strict=True) if how.sum_by]
+        sums = own or reduce_scatter(layout, layout.axes, cast, _cuts(hows, cast))
         return ([g.astype(dtype) for g, dtype in zip(sums, dtypes, strict=True)],)
 
 

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from sharding import _synced
 from sharding._exchange import Exchange, exchange_of
 from sharding._layout import Layout, Placement
 from sharding._precision import Precision
 from sharding._specs import entry_of
+from sharding.sync import GradientSync
 
 P = PartitionSpec
 
@@ -59,7 +61,8 @@ def device_gradients(
     params: list[jax.Array],
     batch: Any,
     key: Any,
-) -> tuple[list[jax.Array], dict[str, Any]]:
+    sync_state: Any = None,
+) -> tuple[list[jax.Array], dict[str, Any], Any]:
     """Gradients of the mean loss over all devices and micro-batches; runs inside a ``shard_map``.
 
     Args:
@@ -69,9 +72,11 @@ def device_gradients(
       params: as each device holds them.
       batch: this device's part.
       key: a random key that is the same on all devices, or None.
+      sync_state: of the exchange, this device's.
 
     Returns:
-      The reduced gradients of the trained parameters, and the metrics, scalars of aux marked.
+      The reduced gradients of the trained parameters; the metrics, scalars of aux marked; and the
+      new state of the exchange.
     """
     steps, axes = options.microbatches, exchange.layout.data_axes
     if options.rngs:
@@ -128,7 +133,6 @@ def device_gradients(
         )
         (total, weight, grads), aux = lax.scan(add, zeros, (cut, jnp.arange(steps)))
         aux = jax.tree.map(_join_microbatches, aux)
-    grads = exchange.reduce_rest(grads)
     total = lax.psum(total, axes)
     metrics = {}
     scale: Any = 1.0 / (steps * lax.axis_size(axes))
@@ -139,7 +143,11 @@ def device_gradients(
     metrics["loss"] = total * scale
     if options.has_aux:
         metrics["aux"] = mark_scalars(aux)
-    return [g * scale for g in grads], metrics
+    if exchange.sync is not None:
+        grads, sync_state = exchange.sync_rest(grads, sync_state, scale)
+    else:
+        grads = [g * scale for g in exchange.reduce_rest(grads)]
+    return grads, metrics, sync_state
 
 
 def gradients(
@@ -152,20 +160,26 @@ def gradients(
     key: Any,
     placed: Placement,
     trained: Any,
-) -> tuple[dict[str, Any], Any]:
+    sync: GradientSync | None = None,
+    sync_state: Any = None,
+) -> tuple[dict[str, Any], Any, Any]:
     """Metrics and reduced gradients of a batch that is cut over the mesh; inside ``on_mesh``.
 
-    Gradients lie as ``placed.shards``; those of parameters that are not trained are zeros.
+    Gradients lie as ``placed.shards``; those of parameters that are not trained are zeros. Last the
+    new state of the exchange.
     """
-    exchange = exchange_of(layout, precision, params, placed, trained)
+    keeps_state = sync_state is not None
+    exchange = exchange_of(layout, precision, params, placed, trained, sync, keeps_state)
     treedef: Any
     leaves, treedef = jax.tree.flatten(params)
 
     def loss(leaves: list[Any], *args: Any) -> Any:
         return loss_fn(treedef.unflatten(leaves), *args)
 
-    def local(leaves: list[jax.Array], batch: Any, key: Any) -> Any:
-        return device_gradients(exchange, loss, options, leaves, batch, key)
+    def local(leaves: list[jax.Array], batch: Any, key: Any, sync_state: Any) -> Any:
+        own = jax.tree.map(lambda x: x[0, 0], sync_state) if keeps_state else exchange.no_state()
+        grads, metrics, new = device_gradients(exchange, loss, options, leaves, batch, key, own)
+        return grads, metrics, jax.tree.map(lambda x: x[None, None], new)
 
     metric_specs = {"loss": P()}
     if options.weighted:
@@ -177,17 +191,18 @@ def gradients(
         for tree in (placed.params, placed.shards)
     )
     out_specs = [spec for spec, t in zip(shard_specs, exchange.trained, strict=True) if t]
+    at = _synced.spec(layout)
     run = layout.shard_map(
-        local, (specs, layout.batch_specs(batch), P()), (out_specs, metric_specs)
+        local, (specs, layout.batch_specs(batch), P(), at), (out_specs, metric_specs, at)
     )
-    reduced, metrics = run(leaves, batch, key)
+    reduced, metrics, sync_state = run(leaves, batch, key, sync_state)
     rest = iter(reduced)
     grads = [next(rest) if t else x for t, x in zip(exchange.trained, leaves, strict=True)]
     grads = [
         g.astype(precision.of_result(x.dtype)) if t else jnp.zeros_like(g)
         for g, x, t in zip(grads, leaves, exchange.trained, strict=True)
     ]
-    return average_scalars(metrics), treedef.unflatten(grads)
+    return average_scalars(metrics), treedef.unflatten(grads), sync_state if keeps_state else None
 
 
 def evaluate(

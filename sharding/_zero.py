@@ -9,6 +9,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from sharding import _synced
 from sharding._describe import Description, describe_tree
 from sharding._export import full_tree
 from sharding._gather import gather, gathered
@@ -29,6 +30,7 @@ from sharding._state import (
     step_key,
 )
 from sharding._update import update
+from sharding.sync import GradientSync
 
 P = PartitionSpec
 
@@ -83,6 +85,12 @@ class Zero:
       offload: ``"optimizer"`` keeps the optimizer state, master weights included, in the host's
         memory (``pinned_host``), and streams it through the device in each step, as ``offload``
         tells; arrays of fewer than ``min_shard_size`` elements stay on the device.
+      sync: how gradients meet, such as ``sharding.sync.powersgd(4)``; None: all of them are summed.
+        With a ``replica_axis`` it is what the copies exchange, and inside a copy gradients are
+        summed. What it keeps lies in the train state, in ``opt_state``
+        (``sharding.sync.SyncedState``). An exchange that keeps something is asked once a step,
+        others, at stages 2 and 3, for each micro-batch. At stage 3 without copies, only such have
+        a meaning.
 
     Raises:
       ValueError: on a stage other than 0 to 3, an axis that is not in the mesh or named twice.
@@ -117,6 +125,7 @@ class Zero:
     precision: Precision = Precision()
     scatter: str = "auto"
     offload: str | None = None
+    sync: GradientSync | None = None
 
     def __post_init__(self) -> None:
         if self.stage not in (0, 1, 2, 3):
@@ -143,6 +152,8 @@ class Zero:
             )
         if self.offload not in (None, "optimizer"):
             raise ValueError(f"offload must be 'optimizer' or None, got {self.offload!r}.")
+        if self.sync is not None and not isinstance(self.sync, GradientSync):
+            raise ValueError(f"sync must be a GradientSync or None, got {self.sync!r}.")
         if self.min_shard_size < 0:
             raise ValueError(f"min_shard_size must not be negative, got {self.min_shard_size}.")
 
@@ -193,6 +204,8 @@ class Zero:
         Raises:
           ValueError: if the state is of neither kind, or a spec does not fit.
         """
+        state = self._with_sync(state, param_specs)
+        state, sync_state = _synced.take(state)
         params, opt_state, tx = parts(state, tx)
         placed = self._layout.place(params, param_specs)
         opt_specs = state_specs(tx, params, placed.shards, self.mesh)
@@ -204,8 +217,27 @@ class Zero:
                 f"found {found}."
             )
         if isinstance(state, tuple):
-            return (placed.params, opt_specs)
-        return jax.tree.map(lambda _: P(), state).replace(params=placed.params, opt_state=opt_specs)
+            specs: Any = (placed.params, opt_specs)
+        else:
+            specs = jax.tree.map(lambda _: P(), state)
+            specs = specs.replace(params=placed.params, opt_state=opt_specs)
+        return _synced.put(specs, jax.tree.map(lambda _: _synced.spec(self._layout), sync_state))
+
+    def _with_sync(self, state: Any, param_specs: Any, real: bool = False) -> Any:
+        """A state with that of the exchange, if it keeps one: its types, or ``real`` arrays."""
+        if self.sync is None or _synced.has_sync(state):
+            return state
+        sync, params = self.sync, params_of(state)
+        placed = self._layout.place(params, param_specs)
+        _synced.check(self._layout, sync, params, placed)
+        types = _synced.local_types(self._layout, params, placed)
+        if not _synced.keeps_state(sync, types):
+            return state
+
+        def make() -> Any:
+            return _synced.init(sync, self._layout, types)
+
+        return _synced.put(state, make() if real else jax.eval_shape(make))
 
     def shardings(
         self,
@@ -221,18 +253,22 @@ class Zero:
         shardings = self._layout.shardings(specs)
         if self.offload is None:
             return shardings
-        if isinstance(state, tuple):
-            params, opt_state = shardings
-            return params, host_shardings(opt_state, state[1], self.min_shard_size)
-        moved = host_shardings(shardings.opt_state, state.opt_state, self.min_shard_size)
-        return shardings.replace(opt_state=moved)
+        shardings, sync = _synced.take(shardings)
+        opt_state = _synced.opt_state_of(_synced.take(state)[0])
+        moved = host_shardings(_synced.opt_state_of(shardings), opt_state, self.min_shard_size)
+        return _synced.put(_synced.with_opt_state(shardings, moved), sync)
 
     def _places(
         self, state: Any, tx: optax.GradientTransformation | None, param_specs: Any = None
     ) -> tuple[Any, Placement, Any]:
-        """Shardings of a state, how its parameters are cut, and the specs of its ``opt_state``."""
+        """Shardings of a state, how its parameters are cut, and the specs of ``tx``'s state."""
         specs = self.specs(state, tx=tx, param_specs=param_specs)
-        param_specs, opt_specs, _ = parts(specs, tx)
+        if _synced.has_sync(specs) and not _synced.has_sync(state):
+            raise ValueError(
+                "the exchange of gradients keeps a state, which this train state does not hold. "
+                "Make it with zero.init."
+            )
+        param_specs, opt_specs, _ = parts(_synced.take(specs)[0], tx)
         placed = self._layout.place(params_of(state), param_specs)
         return self._shardings(state, specs), placed, opt_specs
 
@@ -253,7 +289,9 @@ class Zero:
         Returns:
           A ``Description``; printed, it is a table.
         """
+        state = self._with_sync(state, param_specs)
         specs = self.specs(state, tx=tx, param_specs=param_specs)
+        (state, sync_state), (specs, sync_specs) = map(_synced.take, (state, specs))
         params, opt_state, _ = parts(state, tx)
         param_specs, opt_specs, _ = parts(specs, tx)
         placed = self._layout.place(params, param_specs)
@@ -270,6 +308,7 @@ class Zero:
         for row, x in zip(kept, jax.tree.leaves(opt_state), strict=True):
             moved = self.offload and is_large(x, self.min_shard_size)
             rows.append(dataclasses.replace(row, memory="host") if moved else row)
+        rows += describe_tree("sync", sync_state, sync_specs, self.mesh)
         return Description(
             self.mesh, self.stage, self._layout.axes, self._layout.replica_axes, tuple(rows)
         )
@@ -300,7 +339,11 @@ class Zero:
         """
         abstract = self.abstract_state(make_state, *args, tx=tx, param_specs=param_specs)
         out = jax.tree.map(lambda x: x.sharding, abstract)
-        return jax.jit(make_state, out_shardings=out)(*args)
+
+        def make(*args: Any) -> Any:
+            return self._with_sync(make_state(*args), param_specs, real=True)
+
+        return jax.jit(make, out_shardings=out)(*args)
 
     def abstract_state(
         self,
@@ -324,7 +367,7 @@ class Zero:
         Raises:
           ValueError: as ``specs``.
         """
-        abstract = jax.eval_shape(make_state, *args)
+        abstract = self._with_sync(jax.eval_shape(make_state, *args), param_specs)
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             abstract,
@@ -424,7 +467,8 @@ class Zero:
                 layout: Layout, state: Any, batch: Any, key: Any
             ) -> tuple[Any, dict[str, Any]]:
                 key = step_key(state, key) if rngs else None
-                metrics, grads = gradients(
+                state, sync_state = _synced.take(state)
+                metrics, grads, sync_state = gradients(
                     layout,
                     self.precision,
                     loss_fn,
@@ -434,10 +478,12 @@ class Zero:
                     key,
                     placed,
                     trained,
+                    self.sync,
+                    sync_state,
                 )
                 extra_args = {"value": metrics["loss"]}
                 new = update(layout, state, grads, tx, placed, opt_specs, trained, extra_args)
-                return new, metrics
+                return _synced.put(new, sync_state), metrics
 
             return jax.jit(
                 self._layout.on_mesh(
@@ -588,11 +634,26 @@ class Zero:
         def value_and_grad(params: Any, batch: Any, key: Any = None) -> Any:
             check_batch(batch, self.num_devices, microbatches)
             placed = self._layout.place(params, param_specs)
+            types = _synced.local_types(self._layout, params, placed)
+            if _synced.keeps_state(self.sync, types):
+                raise ValueError(
+                    "value_and_grad cannot return what the exchange of gradients keeps; use "
+                    "train_step, or sharding.sync.transformation in a shard_map of your own."
+                )
             trained = resolve_trainable(params, trainable)
 
             def run(layout: Layout, params: Any, batch: Any, key: Any) -> Any:
-                metrics, grads = gradients(
-                    layout, self.precision, loss_fn, options, params, batch, key, placed, trained
+                metrics, grads, _ = gradients(
+                    layout,
+                    self.precision,
+                    loss_fn,
+                    options,
+                    params,
+                    batch,
+                    key,
+                    placed,
+                    trained,
+                    self.sync,
                 )
                 value = (metrics["loss"], metrics["aux"]) if has_aux else metrics["loss"]
                 return value, grads
@@ -634,7 +695,9 @@ class Zero:
         trained = resolve_trainable(params_of(state), trainable)
 
         def run(layout: Layout, state: Any, grads: Any, extra_args: Any) -> Any:
-            return update(layout, state, grads, tx, placed, opt_specs, trained, extra_args)
+            state, sync_state = _synced.take(state)
+            new = update(layout, state, grads, tx, placed, opt_specs, trained, extra_args)
+            return _synced.put(new, sync_state)
 
         state = self._layout.on_mesh(run, lambda _: shardings)(state, grads, extra_args or {})
         return state.replace(**fields) if fields else state

@@ -1,0 +1,109 @@
+"""The state of an exchange of gradients, which lies beside the optimizer's."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from sharding._layout import Layout, Placement
+from sharding._specs import entry_of, path_str
+from sharding.sync import GradientSync, SyncedState
+
+
+def local_types(layout: Layout, params: Any, placed: Placement) -> dict[str, Any]:
+    """Of each parameter by its path, the type of what a device has of its gradient to exchange.
+
+    All of it; with replicas, which exchange what a copy has summed, the device's shard.
+    """
+    treedef: Any = jax.tree.structure(params)
+    types = {}
+    for (path, x), dim in zip(
+        jax.tree_util.tree_leaves_with_path(params), treedef.flatten_up_to(placed.dims), strict=True
+    ):
+        shape = list(x.shape)
+        if dim and layout.replica_axes:
+            shape[dim] //= layout.num_shards
+        types[path_str(path)] = jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+    return types
+
+
+def keeps_state(sync: GradientSync | None, types: dict[str, Any]) -> bool:
+    """Whether an exchange keeps any array between steps."""
+    return sync is not None and bool(jax.tree.leaves(jax.eval_shape(sync.init, types)))
+
+
+def init(sync: GradientSync, layout: Layout, types: dict[str, Any]) -> Any:
+    """The exchange's state of all devices: (exchanging devices, devices of a copy, ...)."""
+    first, second = _axes(layout)
+    sizes = [math.prod(layout.mesh.shape[axis] for axis in axes) for axes in (first, second)]
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (*sizes, *x.shape)), sync.init(types))
+
+
+def spec(layout: Layout) -> PartitionSpec:
+    """How every array of the state lies."""
+    return PartitionSpec(*(entry_of(axes) for axes in _axes(layout)))
+
+
+def _axes(layout: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    return (layout.replica_axes, layout.axes) if layout.replica_axes else (layout.axes, ())
+
+
+def check(layout: Layout, sync: GradientSync, params: Any, placed: Placement) -> None:
+    """Raises where an exchange has no meaning.
+
+    Raises:
+      ValueError: at stage 3 without replicas, if it has a state; if other axes cut parameters.
+    """
+    types = local_types(layout, params, placed)
+    if layout.stage == 3 and not layout.replica_axes and keeps_state(sync, types):
+        raise ValueError(
+            "sync: at stage 3 gradients are exchanged layer by layer, in the backward pass, and no "
+            "device has room for what an exchange keeps of all of them; this one has a state. Use "
+            "one without (dense, qsgd with rounding='nearest'), a stage below 3, or a "
+            "replica_axis: then it exchanges shards, between the copies."
+        )
+    treedef: Any = jax.tree.structure(params)
+    specs = zip(types, treedef.flatten_up_to(placed.params), strict=True)
+    cut = [path for path, spec in specs if any(layout.other_spec(spec))]
+    if cut:
+        raise ValueError(
+            f"sync: {cut[0]!r} is cut over other axes of the mesh than those of data parallelism; "
+            "only the plain exchange (sync=None) takes such parameters."
+        )
+
+
+# --- In a train state -----------------------------------------------------------------------------
+
+
+def has_sync(state: Any) -> bool:
+    """Whether a train state holds the state of an exchange."""
+    return isinstance(opt_state_of(state), SyncedState)
+
+
+def opt_state_of(state: Any) -> Any:
+    """The ``opt_state`` of a ``TrainState`` or a pair."""
+    return state[1] if isinstance(state, tuple) else state.opt_state
+
+
+def with_opt_state(state: Any, opt_state: Any) -> Any:
+    """A train state with another ``opt_state``."""
+    if isinstance(state, tuple):
+        return (state[0], opt_state)
+    return state.replace(opt_state=opt_state)
+
+
+def take(state: Any) -> tuple[Any, Any]:
+    """A train state whose ``opt_state`` is the transformation's alone, and the exchange's state."""
+    if not has_sync(state):
+        return state, None
+    both = opt_state_of(state)
+    return with_opt_state(state, both.inner_state), both.sync_state
+
+
+def put(state: Any, sync_state: Any) -> Any:
+    """Undoes ``take``."""
+    if sync_state is None:
+        return state
+    return with_opt_state(state, SyncedState(opt_state_of(state), sync_state))

@@ -1,0 +1,12 @@
+"""How gradients meet: whole, quantized, low-rank or sparse. ``Zero(sync=...)`` takes one."""
+
+from sharding.sync._dense import dense as dense
+from sharding.sync._interface import GradientSync as GradientSync
+from sharding.sync._interface import SyncState as SyncState
+from sharding.sync._interface import by_path as by_path
+from sharding.sync._powersgd import powersgd as powersgd
+from sharding.sync._quantized import qsgd as qsgd
+from sharding.sync._state import SyncedState as SyncedState
+from sharding.sync._state import resize as resize
+from sharding.sync._state import transformation as transformation
+from sharding.sync._top_k import top_k as top_k

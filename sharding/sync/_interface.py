@@ -1,0 +1,269 @@
+"""What a gradient exchange is, and how one is made of a method for single arrays."""
+
+import re
+import zlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sharding._specs import Axis, axes_of, path_str
+
+Axes = tuple[str, ...]
+
+
+class GradientSync(NamedTuple):
+    """How the gradients of several devices become their mean; used inside a ``shard_map``.
+
+    Attributes:
+      init: ``init(params) -> state``, one device's; real or abstract parameters, of which only
+        paths, shapes and dtypes count.
+      all_reduce: ``all_reduce(grads, state, axis) -> (mean, state)``. ``grads`` is a tree as
+        ``params``, None in it for what is not exchanged; ``axis`` a mesh axis, or several.
+      reduce_scatter: ``reduce_scatter(grads, state, axis, dims) -> (pieces, state)``: of each mean
+        this device's piece along a dim, counted from the end; 0 for the whole mean.
+    """
+
+    init: Callable[[Any], Any]
+    all_reduce: Callable[[Any, Any, Axis], tuple[Any, Any]]
+    reduce_scatter: Callable[[Any, Any, Axis, Any], tuple[Any, Any]]
+
+
+class Method(NamedTuple):
+    """How one array is exchanged.
+
+    Attributes:
+      init: of its type, the state that a device keeps for it.
+      mean: ``mean(x, state, axes, noise) -> (mean, state)``.
+      piece: ``piece(x, state, axes, noise, dim) -> (piece, state)``; None cuts it from the mean.
+      is_linear: whether infinities and NaN pass through by themselves.
+      counts: whether the method looks at the number of steps in ``noise``.
+    """
+
+    init: Callable[[Any], Any]
+    mean: Callable[..., tuple[jax.Array, Any]]
+    piece: Callable[..., tuple[jax.Array, Any]] | None = None
+    is_linear: bool = False
+    counts: bool = False
+
+
+class Noise(NamedTuple):
+    """What randomness and schedules are made of; the same on all devices.
+
+    Attributes:
+      step: how many exchanges were before this one; None if no method counts.
+      salt: a number that differs from array to array.
+    """
+
+    step: Any
+    salt: int
+
+    def key(self, seed: int) -> jax.Array:
+        """A random key of this step and array."""
+        key = jax.random.fold_in(jax.random.key(seed), self.salt)
+        return key if self.step is None else jax.random.fold_in(key, self.step)
+
+
+class SyncState(NamedTuple):
+    """State of an exchange that is made of methods for single arrays."""
+
+    step: jax.Array | None  # int32; None unless a method counts
+    arrays: Any  # a tree as the parameters: each one's own
+
+
+def leafwise(choose: Callable[[str, Any], Method]) -> GradientSync:
+    """The exchange of a tree: of each array by the method that its path and type choose.
+
+    Where a device's gradient is not finite, all devices get NaN, and the state stays what it was.
+    """
+
+    def init(params: Any) -> SyncState:
+        treedef: Any
+        flat, treedef = jax.tree_util.tree_flatten_with_path(params)
+        methods = [choose(path_str(path), x) for path, x in flat]
+        arrays = [method.init(x) for method, (_, x) in zip(methods, flat, strict=True)]
+        counts = any(method.counts for method in methods)
+        return SyncState(jnp.zeros((), jnp.int32) if counts else None, treedef.unflatten(arrays))
+
+    def all_reduce(grads: Any, state: SyncState, axis: Axis) -> tuple[Any, SyncState]:
+        dims = jax.tree.map(lambda _: 0, grads, is_leaf=_is_none)
+        return reduce_scatter(grads, state, axis, dims)
+
+    def reduce_scatter(
+        grads: Any, state: SyncState, axis: Axis, dims: Any
+    ) -> tuple[Any, SyncState]:
+        axes = check_axes(axis)
+        treedef: Any
+        flat, treedef = jax.tree_util.tree_flatten_with_path(grads, is_leaf=_is_none)
+        out = [x for _, x in flat]
+        kept = treedef.flatten_up_to(state.arrays)
+        dims = treedef.flatten_up_to(dims)
+        chosen = {i: choose(path_str(path), x) for i, (path, x) in enumerate(flat) if x is not None}
+        lossy = [i for i, method in chosen.items() if not method.is_linear]
+        broken = _broken([out[i] for i in lossy], axes)
+        for i, method in chosen.items():
+            noise = Noise(state.step, salt(path_str(flat[i][0])))
+            x, old, dtype = out[i], kept[i], out[i].dtype
+            bad = broken[lossy.index(i)] if i in lossy else None
+            if bad is not None:
+                x = jnp.where(bad, jnp.zeros_like(x), x)
+            if not dims[i]:
+                x, new = method.mean(x, old, axes, noise)
+            elif method.piece is not None:
+                x, new = method.piece(x, old, axes, noise, dims[i])
+            else:
+                x, new = method.mean(x, old, axes, noise)
+                x = own_piece(x, axes, dims[i])
+            if bad is not None:
+                x = jnp.where(bad, jnp.full_like(x, jnp.nan), x)
+                new = jax.tree.map(lambda a, b, bad=bad: jnp.where(bad, a, b), old, new)
+            out[i], kept[i] = x.astype(dtype), new
+        step = None if state.step is None else state.step + 1
+        return treedef.unflatten(out), SyncState(step, treedef.unflatten(kept))
+
+    return GradientSync(init, all_reduce, reduce_scatter)
+
+
+def by_path(
+    rules: Mapping[str, GradientSync], *, default: GradientSync | None = None
+) -> GradientSync:
+    """Exchanges each array by the first pattern that is found in its path.
+
+    Args:
+      rules: regular expression -> exchange. Paths are keys joined by ``/``, such as
+        ``block_0/mlp/kernel``; a pattern may match anywhere in them.
+      default: for arrays in which no pattern is found; None for ``dense()``.
+
+    Returns:
+      A ``GradientSync``.
+
+    Raises:
+      ValueError: if a pattern is no regular expression, a rule no exchange; when used: if a
+        pattern decides for no array.
+
+    Example:
+      >>> from sharding import sync
+      >>> exchange = sync.by_path({"embedding": sync.top_k(0.01), "kernel": sync.powersgd(4)})
+    """
+    from sharding.sync._dense import dense  # which is made of this module
+
+    for pattern, rule in rules.items():
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise ValueError(f"pattern {pattern!r} is no regular expression: {error}.") from None
+        if not isinstance(rule, GradientSync):
+            raise ValueError(f"by_path: {pattern!r} must name a GradientSync, got {rule!r}.")
+    parts = [*rules.values(), default or dense()]
+
+    def split(flat: list[tuple[str, Any]]) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = [{} for _ in parts]
+        for path, x in flat:
+            found = (i for i, pattern in enumerate(rules) if re.search(pattern, path))
+            groups[next(found, len(rules))][path] = x
+        return groups
+
+    def named(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
+        flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_none)
+        return [(path_str(path), x) for path, x in flat], treedef
+
+    def init(params: Any) -> tuple[Any, ...]:
+        flat, _ = jax.tree_util.tree_flatten_with_path(params)
+        groups = split([(path_str(path), x) for path, x in flat])
+        for pattern, group in zip(rules, groups, strict=False):
+            if not group:
+                raise ValueError(f"by_path: pattern {pattern!r} decides for no array.")
+        return tuple(part.init(group) for part, group in zip(parts, groups, strict=True))
+
+    def all_reduce(grads: Any, state: Any, axis: Axis) -> tuple[Any, Any]:
+        dims = jax.tree.map(lambda _: 0, grads, is_leaf=_is_none)
+        return reduce_scatter(grads, state, axis, dims)
+
+    def reduce_scatter(grads: Any, state: Any, axis: Axis, dims: Any) -> tuple[Any, Any]:
+        flat, treedef = named(grads)
+        flat_dims = dict(zip((p for p, _ in flat), treedef.flatten_up_to(dims), strict=True))
+        out: dict[str, Any] = {}
+        new = []
+        for part, group, old in zip(parts, split(flat), state, strict=True):
+            of_group = {path: flat_dims[path] for path in group}
+            reduced, kept = part.reduce_scatter(group, old, axis, of_group)
+            out |= reduced
+            new.append(kept)
+        return treedef.unflatten([out[path] for path, _ in flat]), tuple(new)
+
+    return GradientSync(init, all_reduce, reduce_scatter)
+
+
+# --- For methods ----------------------------------------------------------------------------------
+
+
+def check_axes(axis: Axis) -> Axes:
+    """The axes, all of which an enclosing ``shard_map`` has made manual.
+
+    Raises:
+      ValueError: if one is not.
+    """
+    axes, manual = axes_of(axis), jax.sharding.get_abstract_mesh().manual_axes
+    missing = [name for name in axes if name not in manual]
+    if missing or not axes:
+        raise ValueError(
+            f"gradients are exchanged over axis {axis!r} of a shard_map, but "
+            f"{', '.join(map(repr, missing)) or 'no axis'} is not one of its manual axes "
+            f"{tuple(manual)}."
+        )
+    return axes
+
+
+def wide(x: jax.Array) -> jax.Array:
+    """In float32 at least, in which errors are kept and sums are made."""
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def own_piece(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    """This device's piece of an array along a dim."""
+    dim %= x.ndim
+    size = x.shape[dim] // lax.axis_size(axes)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
+
+
+def from_step(start: int, method: Method, before: Method) -> Method:
+    """A method that takes over at a step; until then its state stays what it was."""
+    if not start:
+        return method
+
+    def run(name: str) -> Callable[..., tuple[jax.Array, Any]]:
+        def choose(x: jax.Array, state: Any, axes: Axes, noise: Noise, *dim: int) -> Any:
+            def plain(x: jax.Array, state: Any) -> Any:
+                return getattr(before, name)(x, (), axes, noise, *dim)[0], state
+
+            def other(x: jax.Array, state: Any) -> Any:
+                fn = getattr(method, name)
+                if fn is not None:
+                    return fn(x, state, axes, noise, *dim)
+                mean, new = method.mean(x, state, axes, noise)
+                return own_piece(mean, axes, *dim), new
+
+            return lax.cond(noise.step >= start, other, plain, x, state)
+
+        return choose
+
+    return Method(method.init, run("mean"), run("piece"), method.is_linear, counts=True)
+
+
+def _broken(grads: list[jax.Array], axes: Axes) -> jax.Array:
+    """Of each array, whether any device's is not finite."""
+    if not grads:
+        return jnp.zeros(0, bool)
+    found = jnp.stack([~jnp.all(jnp.isfinite(g)) for g in grads])
+    return lax.pmax(found.astype(jnp.int32), axes) > 0
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def salt(path: str) -> int:
+    """A number for a path: the same wherever the array lies in its tree."""
+    return zlib.crc32(path.encode())

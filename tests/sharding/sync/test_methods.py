@@ -1,0 +1,386 @@
+"""Every method against NumPy in float64, over many steps; what it promises of errors and means."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import optax_ext
+from sharding import sync
+from sharding.sync._quantized import dequantize, quantize
+
+from .harness import Exchange, stacked
+from .traces import DEVICES, RANK, SHAPES, START, STEPS
+
+GOLDEN = pathlib.Path(__file__).with_name("golden") / "powersgd.npz"
+BIG = {"w": (24, 40), "stack": (3, 16, 20), "b": (37,)}  # 37 divides by no number of devices
+PIECES = {"w": -1, "stack": -2, "b": 0}
+
+
+def norm(x):
+    return float(np.linalg.norm(x))
+
+
+def assert_close(have, want, tolerance):
+    for k, x in want.items():
+        assert norm(have[k] - x) <= tolerance * norm(x), k
+
+
+# --- Dense ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num", [1, 2, 8])
+@pytest.mark.parametrize("dims", [None, PIECES], ids=["means", "pieces"])
+def test_dense(num, dims, x64):
+    exchange = Exchange(sync.dense(), BIG, num, dims)
+    for step in range(3):
+        grads = stacked(step, BIG, num)
+        assert_close(exchange(grads), {k: g.mean(0) for k, g in grads.items()}, 1e-15)
+
+
+def test_dense_in_a_narrow_dtype(x64):
+    exchange = Exchange(sync.dense("bfloat16"), BIG, 4)
+    assert "bf16[24,40]" in str(jax.make_jaxpr(exchange.mapped)(stacked(0, BIG, 4), exchange.state))
+    grads = stacked(0, BIG, 4)
+    want = {k: np.asarray(jnp.asarray(g).astype("bfloat16"), np.float64) for k, g in grads.items()}
+    assert_close(exchange(grads), {k: g.mean(0) for k, g in want.items()}, 2**-8)
+
+
+# --- PowerSGD -------------------------------------------------------------------------------------
+
+
+def reference_powersgd(m, q):
+    """One step of the paper: mean, new Q, and the two forms of what each device keeps."""
+    q = np.linalg.qr(q)[0]
+    p = np.linalg.qr(np.sum(m @ q, 0))[0]
+    own = np.swapaxes(m, -1, -2) @ p
+    q = own.mean(0)
+    return p @ np.swapaxes(q, -1, -2), q, m - p @ np.swapaxes(own, -1, -2)
+
+
+def test_powersgd_is_that_of_pytorch(x64):
+    """The same means as torch's hook of the same Q, which keeps its errors in the other form.
+
+    Of noise power iteration is chaotic: rounding errors grow tenfold in about ten steps.
+    """
+    golden = np.load(GOLDEN)
+    exchange = Exchange(sync.powersgd(RANK, start_step=START, min_compression=1.5), SHAPES, DEVICES)
+    for name, cols in (("w", 20), ("v", 8)):
+        q = np.broadcast_to(golden[f"q/{cols}"], (DEVICES, 1, cols, RANK))
+        exchange.state.arrays[name]["q"] = jnp.asarray(q)
+    for step in range(STEPS):
+        have = exchange(stacked(step, SHAPES, DEVICES))
+        for name in SHAPES:
+            want = golden[f"{name}/{step}"]
+            most = 2e-13 if step < 20 else 1e-10
+            assert norm(have[name] - want) < most * norm(want), (name, step)
+
+
+@pytest.mark.parametrize("dims", [None, PIECES], ids=["means", "pieces"])
+def test_powersgd_over_hundreds_of_steps(dims, x64):
+    """Each step from where the exchange is: rounding errors of the steps before are chaos."""
+    num, rank, steps = 4, 3, 300
+    exchange = Exchange(sync.powersgd(rank, min_compression=1.0), BIG, num, dims)
+    for step in range(steps):
+        grads = stacked(step, BIG, num)
+        before = {k: exchange.kept(k) for k in ("w", "stack")}
+        have = exchange(grads)
+        for k, old in before.items():
+            m = grads[k] + old["error"]
+            q = old["q"][0].reshape(*BIG[k][:-2], *old["q"].shape[-2:])
+            want, q, error = reference_powersgd(m, q)
+            new = exchange.kept(k)
+            assert norm(have[k] - want) < 1e-12 * norm(want), (k, step)
+            assert norm(new["error"] - error) < 1e-12 * norm(error), (k, step)
+            assert norm(new["q"][0].reshape(q.shape) - q) < 1e-12 * norm(q), (k, step)
+            assert norm(new["q"] - new["q"][:1]) == 0
+        np.testing.assert_allclose(have["b"], grads["b"].mean(0), rtol=1e-14)
+
+
+def test_powersgd_keeps_no_growing_error(x64):
+    """The usual form grows like the root of the steps, from the same start."""
+    num, shapes = 4, {"w": (48, 64)}
+    exchange = Exchange(sync.powersgd(2), shapes, num)
+    q = exchange.kept("w")["q"][0]
+    usual, sizes = np.zeros((num, 1, 48, 64)), {}
+    for step in range(400):
+        grads = stacked(step, shapes, num)
+        exchange(grads)
+        m = grads["w"][:, None] + usual
+        mean, q, _ = reference_powersgd(m, q)
+        usual = m - mean
+        if step in (49, 399):
+            sizes[step] = norm(exchange.kept("w")["error"]), norm(usual)
+    assert sizes[399][0] < 1.3 * sizes[49][0]
+    assert sizes[399][1] > 2 * sizes[49][1]
+
+
+@pytest.mark.parametrize("rank", [1, 2, 5])
+def test_powersgd_sends_all_of_what_has_few_ranks(rank, x64):
+    """Each matrix of a stack by itself, of very different size."""
+    rng = np.random.default_rng(rank)
+    shapes = {"stack": (3, 24, 20)}
+    scale = np.array([1e-4, 1.0, 1e4])[:, None, None]
+    left = rng.normal(size=(4, 3, 24, rank))
+    grads = {"stack": scale * (left @ rng.normal(size=(3, rank, 20)))}
+    exchange = Exchange(sync.powersgd(rank, min_compression=1.0), shapes, 4)
+    for _ in range(2):
+        have = exchange(grads)["stack"]
+    want = grads["stack"].mean(0)
+    for i in range(3):
+        assert norm(have[i] - want[i]) < 1e-12 * norm(want[i])
+
+
+def test_powersgd_of_zeros_and_of_too_few_ranks(x64):
+    exchange = Exchange(sync.powersgd(4, min_compression=1.0), {"w": (24, 40)}, 4)
+    zeros = exchange({"w": np.zeros((4, 24, 40))})["w"]
+    np.testing.assert_array_equal(zeros, 0)
+    one = np.zeros((4, 24, 40))
+    one[:, 3, 5] = [1.0, 2.0, 3.0, 4.0]
+    for _ in range(3):  # Q is zero after zeros
+        have = exchange({"w": one})["w"]
+    assert np.isfinite(have).all()
+    sent = 3 * one.mean(0) - exchange.kept("w")["error"].mean(0)
+    assert norm(sent - 3 * one.mean(0)) < 1e-12
+
+
+def test_powersgd_sees_matrices_as_optimizers_do(x64):
+    shapes = {"query/kernel": (24, 4, 8), "out/kernel": (4, 8, 24)}
+    rule = optax_ext.flax_attention()
+    exchange = Exchange(sync.powersgd(2, factoring=rule, min_compression=1.0), shapes, 2)
+    assert exchange.kept("query/kernel")["q"].shape == (2, 1, 32, 2)
+    assert exchange.kept("out/kernel")["q"].shape == (2, 1, 24, 2)
+    q = {k: exchange.kept(k)["q"][0] for k in shapes}
+    grads = stacked(0, shapes, 2)
+    have = exchange(grads)
+    for k, (rows, cols) in {"query/kernel": (24, 32), "out/kernel": (32, 24)}.items():
+        want, _, _ = reference_powersgd(grads[k].reshape(2, 1, rows, cols), q[k])
+        assert norm(have[k] - want.reshape(shapes[k])) < 1e-12 * norm(want)
+
+
+def test_powersgd_without_memory(x64):
+    """No warm start draws another Q each step; no feedback keeps nothing."""
+    shapes, grads = {"w": (24, 40)}, stacked(0, {"w": (24, 40)}, 2)
+    cold = Exchange(sync.powersgd(2, warm_start=False, error_feedback=False), shapes, 2)
+    assert cold.kept("w") == {}
+    assert norm(cold(grads)["w"] - cold(grads)["w"]) > 1e-3
+    forgetful = Exchange(sync.powersgd(2, error_feedback=False), shapes, 2)
+    assert set(forgetful.kept("w")) == {"q"}
+    for _ in range(60):
+        have = forgetful(grads)["w"]
+    u, s, v = np.linalg.svd(grads["w"].mean(0))
+    assert norm(have - (u[:, :2] * s[:2]) @ v[:2]) < 1e-3 * s[0]  # power iteration converges
+
+
+# --- Top k ----------------------------------------------------------------------------------------
+
+
+def largest(x, density):
+    """A mask of the largest elements."""
+    count = max(1, int(np.ceil(density * x.size)))
+    mask = np.zeros(x.size, bool)
+    mask[np.argsort(-np.abs(x).ravel(), kind="stable")[:count]] = True
+    return mask.reshape(x.shape)
+
+
+class ReferenceTopK:
+    """Gradient dropping, deep gradient compression and EF21 as their papers say, on one array."""
+
+    def __init__(
+        self, shape, num, density, feedback="error", momentum=None, nesterov=False, clip=None
+    ):
+        self.u, self.e = np.zeros((num, *shape)), np.zeros((num, *shape))
+        self.density, self.feedback, self.momentum = density, feedback, momentum
+        self.nesterov, self.clip = nesterov, clip
+        self.step = 0
+
+    def __call__(self, grads):
+        num = len(grads)
+        steps = [s for s in self.density if s <= self.step]
+        density = self.density[max(steps)]
+        self.step += 1
+        sent = np.zeros_like(grads)
+        for i, g in enumerate(grads):
+            if self.clip is not None:
+                g = g * min(1.0, self.clip / np.sqrt(num) / norm(g))
+            if self.feedback == "ef21":
+                c = g - self.e[i]
+                self.e[i] += c * largest(c, density)
+                sent[i] = self.e[i]
+                continue
+            if self.momentum is None:
+                whole = self.e[i] + g if self.feedback else g
+            elif self.nesterov:
+                self.u[i] = self.momentum * (self.u[i] + g)
+                whole = self.e[i] + self.u[i] + g
+            else:
+                self.u[i] = self.momentum * self.u[i] + g
+                whole = self.e[i] + self.u[i]
+            mask = largest(whole, density)
+            sent[i] = whole * mask
+            self.e[i] = whole * ~mask
+            self.u[i] = self.u[i] * ~mask
+        return sent.mean(0)
+
+
+TOP_K = {
+    "gradient dropping": {},
+    "no memory": {"feedback": None},
+    "momentum": {"momentum": 0.9},
+    "deep gradient compression": {"momentum": 0.9, "nesterov": True, "clip_norm": 3.0},
+    "EF21": {"feedback": "ef21"},
+}
+
+
+@pytest.mark.parametrize("name", TOP_K)
+@pytest.mark.parametrize("dims", [None, PIECES], ids=["means", "pieces"])
+def test_top_k_over_hundreds_of_steps(name, dims, x64):
+    options, num = TOP_K[name], 4
+    densities = {0: 1.0, 2: 0.3, 5: 0.05}
+    exchange = Exchange(sync.top_k(densities, min_size=1, **options), BIG, num, dims)
+    options = dict(options)
+    clip = options.pop("clip_norm", None)
+    references = {k: ReferenceTopK(s, num, densities, clip=clip, **options) for k, s in BIG.items()}
+    for step in range(200):
+        grads = stacked(step, BIG, num)
+        assert_close(exchange(grads), {k: references[k](grads[k]) for k in BIG}, 1e-12)
+
+
+def test_top_k_counts_small_arrays_in_full(x64):
+    exchange = Exchange(sync.top_k(0.01, min_size=100), {"w": (24, 40), "b": (37,)}, 2)
+    grads = stacked(0, {"w": (24, 40), "b": (37,)}, 2)
+    have = exchange(grads)
+    np.testing.assert_allclose(have["b"], grads["b"].mean(0), rtol=1e-15)
+    assert exchange.kept("b") == ()
+    assert 10 <= np.count_nonzero(have["w"]) <= 20
+
+
+def test_approximate_top_k_keeps_what_it_misses(x64):
+    shapes = {"w": (64, 80)}
+    exchange = Exchange(sync.top_k(0.1, approximate=True, min_size=1), shapes, 2)
+    total = sent = 0.0
+    for step in range(5):
+        grads = stacked(step, shapes, 2)
+        total, sent = total + grads["w"].mean(0), sent + exchange(grads)["w"]
+    left = exchange.kept("w")["error"].mean(0)
+    assert norm(sent + left - total) < 1e-13 * norm(total)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(1, 60),
+    st.integers(1, 9),
+    st.sampled_from([1, 2, 3, 5, 8]),
+    st.floats(0.01, 1.0),
+    st.integers(0, 99),
+)
+def test_what_was_sent_and_what_is_kept_are_all_gradients(rows, cols, num, density, seed):
+    shapes = {"w": (rows, cols)}
+    with jax.enable_x64(True):
+        exchange = Exchange(sync.top_k(density, min_size=1), shapes, num)
+        total, sent = np.zeros((rows, cols)), np.zeros((rows, cols))
+        for step in range(4):
+            grads = stacked(seed + step, shapes, num)
+            total, sent = total + grads["w"].mean(0), sent + exchange(grads)["w"]
+            left = exchange.kept("w")["error"].mean(0)
+            assert norm(sent + left - total) <= 1e-13 * norm(total)
+
+
+# --- Quantized ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("norm_name", ["max", "l2"])
+def test_codes_are_the_nearest(bits, norm_name):
+    levels, block = 2 ** (bits - 1) - 1, 32
+    x = np.random.default_rng(bits).normal(size=(3, 100)) * 10.0 ** np.arange(-2, 1)[:, None]
+    codes, scales = quantize(jnp.asarray(x, jnp.float32), bits, block, norm_name)
+    assert codes.dtype == (jnp.int8 if bits == 8 else jnp.uint8)
+    assert codes.shape == (3, 128 * bits // 8)
+    assert scales.shape == (3, 4)
+    have = np.asarray(dequantize(codes, scales, bits, block))
+    blocks = np.pad(x, ((0, 0), (0, 28))).reshape(3, 4, block)
+    size = np.abs(blocks).max(-1) if norm_name == "max" else np.linalg.norm(blocks, axis=-1)
+    level = (size / levels)[..., None]
+    want = np.round(blocks / level) * level
+    np.testing.assert_allclose(have.reshape(want.shape), want, rtol=1e-5, atol=1e-6 * size.max())
+    assert np.abs(have.reshape(want.shape) - blocks).max() <= 0.501 * level.max()
+
+
+def bernstein(variance, draws, elements, chance=1e-6):
+    """What the mean of draws within 1 of theirs exceeds at any of some elements, with a chance."""
+    bits = np.log(2 * elements / chance)
+    return (bits / 3 + np.sqrt(bits**2 / 9 + 2 * bits * draws * variance)) / draws
+
+
+@pytest.mark.parametrize(("bits", "norm_name"), [(8, "max"), (8, "l2"), (4, "max"), (4, "l2")])
+def test_stochastic_codes_are_right_on_average(bits, norm_name):
+    """Fails by chance once in a million runs."""
+    draws, size, levels = 2000, 512, 2 ** (bits - 1) - 1
+    x = np.random.default_rng(1).normal(size=(1, size)).astype(np.float32)
+    encode = jax.jit(
+        jax.vmap(lambda key: dequantize(*quantize(x, bits, size, norm_name, key), bits, size)[0])
+    )
+    found = np.asarray(encode(jax.random.split(jax.random.key(0), draws)), np.float64)
+    level = (np.abs(x).max() if norm_name == "max" else np.linalg.norm(x)) / levels
+    share = np.abs(x[0]) / level % 1
+    most = bernstein(share * (1 - share), draws, size) * level
+    assert (np.abs(found.mean(0) - x[0]) < most + 1e-6 * level).all()
+    variance = np.mean(np.sum((found - x) ** 2, 1))
+    if norm_name == "l2":  # the bound of the QSGD paper
+        bound = min(size / levels**2, np.sqrt(size) / levels) * np.sum(x**2)
+        assert variance < bound
+    assert variance > 0
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("dims", [None, PIECES], ids=["means", "pieces"])
+def test_quantized_means(bits, rounding, dims, x64):
+    """Each device's elements are off by at most a level of their block; a whole mean once more."""
+    num, levels = 8, 2 ** (bits - 1) - 1
+    exchange = Exchange(
+        sync.qsgd(bits, block_size=16, rounding=rounding, min_size=1), BIG, num, dims
+    )
+    for step in range(5):
+        grads = stacked(step, BIG, num)
+        have = exchange(grads)
+        for k, g in grads.items():
+            level = np.abs(g).reshape(num, -1).max(1).mean() / levels
+            twice = dims is None or not dims[k]
+            most = (0.51 if rounding == "nearest" else 1.01) * level * (2.1 if twice else 1)
+            assert np.abs(have[k] - g.mean(0)).max() <= most, (k, step)
+            assert norm(have[k] - g.mean(0)) > 0
+
+
+def test_quantized_means_are_right_on_average(x64):
+    """Of 400 exchanges of one gradient; nearest rounding never comes to it.
+
+    Fails by chance once in a million runs, if the spread is what it was in these 400.
+    """
+    shapes, num = {"w": (16, 24)}, 4
+    grads = stacked(0, shapes, num)
+    want = grads["w"].mean(0)
+    spread = {}
+    for rounding in ("stochastic", "nearest"):
+        exchange = Exchange(
+            sync.qsgd(4, block_size=128, rounding=rounding, min_size=1), shapes, num
+        )
+        found = np.stack([exchange(grads)["w"] for _ in range(400)])
+        spread[rounding] = norm(found.mean(0) - want)
+        if rounding == "stochastic":
+            level = found.max(0) - found.min(0) + 1e-6  # nearly that of one draw
+            most = bernstein((found.std(0) / level) ** 2, 400, want.size) * level
+            assert (np.abs(found.mean(0) - want) < most + 1e-6).all()
+    assert spread["nearest"] > 5 * spread["stochastic"]
+
+
+def test_what_sends_nothing_and_what_sends_one_element(x64):
+    exchange = Exchange(sync.qsgd(4, min_size=1), {"w": (3,), "e": (1, 1)}, 8)
+    have = exchange({"w": np.zeros((8, 3)), "e": np.arange(8.0).reshape(8, 1, 1)})
+    np.testing.assert_array_equal(have["w"], 0)
+    np.testing.assert_allclose(have["e"], 3.5, rtol=1e-6)
