@@ -59,9 +59,11 @@ class Description:
     def bytes_per_device(self) -> dict[str, int]:
         """Bytes in a device's memory of each part: ``params``, ``grads`` and ``opt_state``.
 
-        ``grads`` is what the stage keeps; until it is reduced, a gradient is whole.
+        ``grads`` is what the stage keeps; until it is reduced, a gradient is whole. ``sync``, what
+        an exchange of gradients keeps, is there if there is such.
         """
         total = dict.fromkeys(("params", "grads", "opt_state"), 0)
+        total |= {row.part: 0 for row in self.rows if row.part not in total}
         for row in self.rows:
             total[row.part] += row.bytes_per_device if row.memory == "device" else 0
         return total

@@ -5,11 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding._layout import Layout, Placement
 from sharding._specs import entry_of, path_str
-from sharding.sync import GradientSync, SyncedState
+from sharding.sync import GradientSync, SyncedState, resize
 
 
 def local_types(layout: Layout, params: Any, placed: Placement) -> dict[str, Any]:
@@ -39,6 +39,34 @@ def init(sync: GradientSync, layout: Layout, types: dict[str, Any]) -> Any:
     first, second = _axes(layout)
     sizes = [math.prod(layout.mesh.shape[axis] for axis in axes) for axes in (first, second)]
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (*sizes, *x.shape)), sync.init(types))
+
+
+def types_of(layout: Layout, state: Any, devices: int) -> Any:
+    """Types of such a state of another number of devices; cut if they divide."""
+    first, _ = _axes(layout)
+    divides = devices % math.prod(layout.mesh.shape[axis] for axis in first) == 0
+    at = spec(layout) if divides else PartitionSpec(None, *spec(layout)[1:])
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(
+            (devices, *x.shape[1:]), x.dtype, sharding=NamedSharding(layout.mesh, at)
+        ),
+        state,
+    )
+
+
+def resized(layout: Layout, state: Any) -> Any:
+    """The state of another number of devices as one of these."""
+    sizes = [math.prod(layout.mesh.shape[axis] for axis in axes) for axes in _axes(layout)]
+    leaves = jax.tree.leaves(state)
+    if not leaves:
+        raise ValueError("the train state holds no state of an exchange of gradients.")
+    if leaves[0].shape[1] != sizes[1]:
+        raise ValueError(
+            f"the exchange kept what {leaves[0].shape[1]} shards of a copy had to send, and now "
+            f"there are {sizes[1]}: only the number of copies may change."
+        )
+    at = NamedSharding(layout.mesh, spec(layout))
+    return jax.jit(resize, static_argnums=1, out_shardings=at)(state, sizes[0])
 
 
 def spec(layout: Layout) -> PartitionSpec:

@@ -351,6 +351,7 @@ class Zero:
         *args: Any,
         tx: optax.GradientTransformation | None = None,
         param_specs: Any = None,
+        sync_devices: int | None = None,
     ) -> Any:
         """The train state that ``init`` would make, in types: what a checkpoint is restored into.
 
@@ -359,6 +360,8 @@ class Zero:
           *args: arguments of ``make_state``.
           tx: the transformation, for a pair.
           param_specs: how the parameters lie on the mesh's other axes.
+          sync_devices: between how many devices gradients were exchanged when the checkpoint was
+            written, if that were others: ``resize_sync`` makes of it a state for these.
 
         Returns:
           The state with a ``ShapeDtypeStruct`` in place of each array: shape, dtype, and sharding
@@ -368,11 +371,33 @@ class Zero:
           ValueError: as ``specs``.
         """
         abstract = self._with_sync(jax.eval_shape(make_state, *args), param_specs)
-        return jax.tree.map(
+        abstract = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             abstract,
             self.shardings(abstract, tx=tx, param_specs=param_specs),
         )
+        if sync_devices is None:
+            return abstract
+        plain, sync_state = _synced.take(abstract)
+        return _synced.put(plain, _synced.types_of(self._layout, sync_state, sync_devices))
+
+    def resize_sync(self, state: Any) -> Any:
+        """A train state whose exchange of gradients was between another number of devices.
+
+        Every device begins with the mean of what all have kept, so that on average nothing that
+        was to be sent later is lost.
+
+        Args:
+          state: as restored into ``abstract_state(..., sync_devices=...)``.
+
+        Returns:
+          The state as ``init`` lays it.
+
+        Raises:
+          ValueError: if the exchange keeps nothing, or copies were cut into other shards.
+        """
+        plain, sync_state = _synced.take(state)
+        return _synced.put(plain, _synced.resized(self._layout, sync_state))
 
     def full_params(self, state: Any) -> Any:
         """The whole parameters in host memory, for export.
