@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,45 +54,55 @@ class Collective(NamedTuple):
     groups: tuple[tuple[int, ...], ...] = ()
 
 
-def wire_bytes(compiled: Any) -> float:
+def wire_bytes(compiled: Any, *, branches: str = "dearest") -> float:
     """Bytes that one device sends in one run of a compiled program.
 
     In the ring convention, with ``n`` devices in a group: an all-reduce sends 2(n-1)/n of its
     array, a reduce-scatter, all-gather or all-to-all (n-1)/n of the full array, a permute what it
-    is given. What a loop repeats counts as often; of the branches of a conditional, the dearest.
+    is given. What a loop repeats counts as often.
 
     Args:
       compiled: what ``jax.jit(f).lower(...).compile()`` returns, or its text.
+      branches: which branch of a conditional counts: the ``"dearest"``, or the ``"cheapest"``, as
+        where an exchange sends less if gradients are as sparse as was expected.
 
     Raises:
-      ValueError: a loop with collectives has no trip count that can be read, or a collective has
-        no agreed cost.
+      ValueError: ``branches`` is neither, a loop with collectives has no trip count that can be
+        read, or a collective has no agreed cost.
 
     Example:
       >>> import jax, sharding as shd
       >>> shd.wire_bytes(jax.jit(lambda x: x + 1).lower(1.0).compile())
       0.0
     """
-    return float(sum(found.wire_bytes for found in collectives(compiled)))
+    return float(sum(found.wire_bytes for found in collectives(compiled, branches)))
 
 
-def collectives(compiled: Any) -> list[Collective]:
+def collectives(compiled: Any, branches: str = "dearest") -> list[Collective]:
     """Every collective of a compiled program, in program order; see ``wire_bytes``."""
-    return collectives_of(Program(compiled if isinstance(compiled, str) else compiled.as_text()))
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    return collectives_of(Program(text), branches)
 
 
-def collectives_of(program: Program) -> list[Collective]:
+def collectives_of(program: Program, branches: str = "dearest") -> list[Collective]:
     """Every collective of a parsed program."""
-    return _walk(program, Frame(program, program.entry, []), 1)
+    if branches not in _BRANCHES:
+        raise ValueError(f"branches must be one of {', '.join(_BRANCHES)}, got {branches!r}.")
+    return _walk(program, Frame(program, program.entry, []), 1, _BRANCHES[branches])
 
 
-def _walk(program: Program, frame: Frame, count: int) -> list[Collective]:
+_BRANCHES: dict[str, Callable[..., Any]] = {"dearest": max, "cheapest": min}
+
+
+def _walk(
+    program: Program, frame: Frame, count: int, choose: Callable[..., Any]
+) -> list[Collective]:
     """The collectives of a computation that runs ``count`` times, and of those it calls."""
     found: list[Collective] = []
     chains: set[str] = set()
 
     def inside(name: str, count: int, arguments: list[Any]) -> list[Collective]:
-        return _walk(program, Frame(program, name, arguments), count)
+        return _walk(program, Frame(program, name, arguments), count, choose)
 
     for it in frame.instructions.values():
         if it.op == "while":
@@ -109,7 +120,7 @@ def _walk(program: Program, frame: Frame, count: int) -> list[Collective]:
                 found += [_repeat(each, trips + 1) for each in condition]
         elif it.op == "conditional":
             branches = [inside(name, count, []) for name in it.branches]
-            found += max(branches, key=lambda branch: sum(each.wire_bytes for each in branch))
+            found += choose(branches, key=lambda branch: sum(each.wire_bytes for each in branch))
         elif it.op in ("async-update", "async-done"):
             continue  # async-start has named the same computation
         elif op := _kind(it):

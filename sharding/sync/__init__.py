@@ -10,3 +10,4 @@ from sharding.sync._state import SyncedState as SyncedState
 from sharding.sync._state import resize as resize
 from sharding.sync._state import transformation as transformation
 from sharding.sync._top_k import top_k as top_k
+from sharding.sync._zen import zen as zen

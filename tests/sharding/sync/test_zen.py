@@ -1,0 +1,300 @@
+"""ZEN loses nothing, whatever is where; sends what its formula says; and falls back as a whole."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+
+import sharding as shd
+from sharding import sync
+from sharding.plan._wire import collectives, wire_bytes
+from sharding.sync import _zen
+from sharding.sync._mixer import Mixer
+
+from .harness import Exchange
+
+# --- The permutation ------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5000), st.integers(0, 1000))
+def test_the_mixer_permutes(size, seed):
+    mixer, x = Mixer(size, seed), jnp.arange(size, dtype=jnp.int32)
+    mixed = mixer.mix(x)
+    assert mixed.dtype == jnp.int32
+    np.testing.assert_array_equal(np.sort(mixed), x)
+    np.testing.assert_array_equal(mixer.unmix(mixed), x)
+
+
+@pytest.mark.parametrize("size", [2**22, 50257, 2**20 + 1, 100_000])
+@pytest.mark.parametrize("num", [8, 16, 64])
+def test_the_mixer_balances(size, num):
+    """What lies together, or a power of two apart, goes to all owners alike."""
+    mixer = Mixer(size)
+    count = size // 16
+    for name, rows in {
+        "the first": np.arange(count),
+        "the last": size - 1 - np.arange(count),
+        "every second": 2 * np.arange(count),
+        "every eighth": 8 * np.arange(count),
+        "every sixteenth": 16 * np.arange(count),
+    }.items():
+        owners = np.asarray(mixer.mix(jnp.asarray(rows, jnp.int32))) // -(-size // num)
+        share = np.bincount(owners, minlength=num) * num / count
+        # A random hash would be off by more for one owner in 30,000.
+        assert share.max() < 1 + 4.2 * np.sqrt(num / count), (name, share.max())
+
+
+def test_other_seeds_are_other_permutations():
+    x = jnp.arange(1000, dtype=jnp.int32)
+    assert np.mean(Mixer(1000, 1).mix(x) == Mixer(1000, 2).mix(x)) < 0.05
+
+
+# --- The mean -------------------------------------------------------------------------------------
+
+
+def rows_to_one_owner(size, num, count):
+    """Rows that the hash gives to the first device."""
+    mine = np.flatnonzero(np.asarray(Mixer(size).mix(jnp.arange(size))) < -(-size // num))
+    return mine[:count]
+
+
+def pick(kind, size, num, count, rng):
+    return {
+        "uniform": lambda: rng.choice(size, count, replace=False),
+        "the first": lambda: np.arange(count),
+        "the last": lambda: size - 1 - np.arange(count),
+        "the very first": lambda: np.array([0]),
+        "to one owner": lambda: rows_to_one_owner(size, num, count),
+        "all": lambda: np.arange(size),
+        "none": lambda: np.array([], int),
+    }[kind]()
+
+
+KINDS = ("uniform", "the first", "the last", "the very first", "to one owner", "all", "none")
+
+
+def gradients(shape, num, count, kind, seed=0):
+    """Of each device, with so many rows of the kind; devices of another size and other rows."""
+    rng = np.random.default_rng(seed)
+    grads = np.zeros((num, *shape))
+    for i in range(num):
+        rows = pick(kind, shape[0], num, count, rng)
+        grads[i, rows] = rng.normal(size=(len(rows), *shape[1:])) * 10 ** (i / 3)
+    return grads
+
+
+def assert_mean(have, grads):
+    want = grads.mean(0)
+    assert np.linalg.norm(have - want) <= 1e-15 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num", [1, 3, 8])
+@pytest.mark.parametrize("granularity", ["row", "element"])
+def test_the_mean_is_that_of_everything(kind, num, granularity, x64):
+    """1009 divides by nothing."""
+    shape = (1009, 6) if granularity == "row" else (1009,)
+    exchange = Exchange(sync.zen(0.05, granularity=granularity, min_size=1), {"w": shape}, num)
+    for seed in range(3):
+        grads = gradients(shape, num, 50, kind, seed)
+        assert_mean(exchange({"w": grads})["w"], grads)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("shape", "dim"), [((1024, 16), -2), ((1009, 16), -1), ((256, 4, 8), -1)])
+def test_pieces(kind, shape, dim, x64):
+    exchange = Exchange(sync.zen(0.05, min_size=1), {"w": shape}, 8, {"w": dim})
+    for seed in range(2):
+        grads = gradients(shape, 8, 12, kind, seed)
+        assert_mean(exchange({"w": grads})["w"], grads)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    rows=st.integers(1, 300),
+    width=st.integers(1, 9),
+    num=st.sampled_from([1, 2, 3, 5, 8]),
+    density=st.floats(0.001, 1.0),
+    union=st.none() | st.floats(0.001, 1.0),
+    real=st.floats(0.0, 1.0),
+    seed=st.integers(0, 99),
+)
+def test_any_size_density_and_number_of_devices(rows, width, num, density, union, real, seed):
+    rng = np.random.default_rng(seed)
+    grads = rng.normal(size=(num, rows, width)) * (rng.random((num, rows, 1)) < real)
+    with jax.enable_x64(True):
+        method = sync.zen(density, union_density=union, min_size=1, seed=seed)
+        exchange = Exchange(method, {"w": (rows, width)}, num)
+        assert_mean(exchange({"w": grads})["w"], grads)
+
+
+# --- What is sent ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Where not only rows are sent, but everything, all becomes NaN."""
+
+    def spoil(fn):
+        def spoiled(*args):
+            return jax.tree.map(lambda x: x * jnp.nan, fn(*args))
+
+        return spoiled
+
+    plain = _zen.dense_method()
+    spoiled = plain._replace(mean=spoil(plain.mean), piece=spoil(plain.piece))
+    monkeypatch.setattr(_zen, "dense_method", lambda: spoiled)
+    monkeypatch.setattr(_zen, "_gather_whole", spoil(_zen._gather_whole))
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "options", "is_sparse"),
+    [
+        ("uniform", 50, {}, True),
+        ("none", 50, {}, True),
+        ("the first", 50, {"union_density": 0.06}, True),  # the same rows on all devices
+        ("uniform", 50, {"union_density": 0.06}, False),  # more come together than was expected
+        ("uniform", 80, {}, True),  # in two rounds
+        ("uniform", 170, {"union_density": 0.9}, True),  # in four
+        ("uniform", 400, {}, False),
+        ("to one owner", 25, {}, True),  # in four
+        ("to one owner", 120, {}, False),
+        ("all", 0, {}, False),
+    ],
+)
+def test_when_everything_is_sent(kind, count, options, is_sparse, poisoned, x64):
+    exchange = Exchange(sync.zen(0.05, min_size=1, **options), {"w": (1009, 16)}, 8)
+    grads = gradients((1009, 16), 8, count, kind)
+    have = exchange({"w": grads})["w"]
+    if is_sparse:
+        assert_mean(have, grads)
+    else:
+        assert np.isnan(have).all()
+
+
+@pytest.mark.parametrize("dim", [-2, -1])
+@pytest.mark.parametrize(("kind", "count"), [("uniform", 50), ("the first", 50), ("the first", 90)])
+def test_when_everything_is_sent_of_pieces(dim, kind, count, poisoned, x64):
+    """Rows that are cut as they lie are not balanced: the first go to one owner."""
+    exchange = Exchange(sync.zen(0.05, min_size=1), {"w": (1024, 16)}, 8, {"w": dim})
+    grads = gradients((1024, 16), 8, count, kind)
+    have = exchange({"w": grads})["w"]
+    if count == 50 or dim == -1:  # in four rounds, or in two
+        assert_mean(have, grads)
+    else:
+        assert np.isnan(have).all()
+
+
+def program(exchange, shape, num, dims=None):
+    runner = Exchange(exchange, {"w": shape}, num, dims, jnp.float32)
+    x = jax.ShapeDtypeStruct((num, *shape), jnp.float32)
+    return jax.jit(runner.mapped).lower({"w": x}, runner.state).compile()
+
+
+def room(expected):
+    """Rows that are sent where so many are expected: what chance adds is three deviations."""
+    return expected + 3 * np.sqrt(expected)
+
+
+@pytest.mark.parametrize("density", [0.01, 0.05])
+def test_bytes_are_those_of_the_formula(density):
+    """Of the branch that is taken, within 3 %."""
+    rows, width, num, union = 2**16, 32, 8, 4 * density
+    compiled = program(sync.zen(density, union_density=union), (rows, width), num)
+    places = rows // num
+    push = (num - 1) * room(density * places) * (4 * width + 4)
+    pull = (num - 1) * (room(union * places) * 4 * width + places / 8)
+    have = wire_bytes(compiled, branches="cheapest")
+    assert abs(have - push - pull) < 0.03 * (push + pull)
+    dense = wire_bytes(program(sync.dense(), (rows, width), num))
+    assert have < (density * 3.5 + 0.01) * dense
+    assert wire_bytes(compiled) > dense  # the counts, and everything
+    kinds = {c.dtype for c in collectives(compiled, "cheapest") if c.op == "all-gather"}
+    assert "u8" in kinds
+
+
+@pytest.mark.parametrize("dim", [-2, -1])
+def test_pieces_are_not_sent_back(dim):
+    rows, width, num, density = 2**14, 64, 8, 0.02
+    compiled = program(sync.zen(density), (rows, width), num, {"w": dim})
+    if dim == -2:  # each owner's rows, and where they belong
+        want = (num - 1) * room(density * rows / num) * 4 * (width + 1)
+    else:  # a part of each row, and to all where it belongs
+        want = (num - 1) * room(density * rows) * 4 * (width / num + 1)
+    have = wire_bytes(compiled, branches="cheapest")
+    assert abs(have - want) < 0.03 * want
+
+
+def test_an_audit_of_a_program_with_branches():
+    text = str(shd.audit(program(sync.zen(0.01), (4096, 16), 8)))
+    assert "all-to-all" in text or "all-reduce" in text
+    with pytest.raises(ValueError, match="branches must be one of dearest, cheapest"):
+        wire_bytes(program(sync.dense(), (8, 8), 2), branches="first")
+
+
+def test_what_is_not_finite_stays_in_its_row(x64):
+    grads = gradients((1009, 6), 8, 40, "uniform")
+    grads[3, 0] = 1.0
+    grads[3, 0, 2] = np.inf
+    grads[5, 77, 1] = np.nan
+    have = Exchange(sync.zen(0.05, min_size=1), {"w": (1009, 6)}, 8)({"w": grads})["w"].copy()
+    assert np.isinf(have[0, 2])
+    assert np.isnan(have[77, 1])
+    have[0, 2] = have[77, 1] = 0.0
+    assert np.isfinite(have).all()
+
+
+# --- Under ZeRO -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("rows", [512, 509])
+def test_the_same_training(stage, rows, x64):
+    """As without, up to rounding: an embedding whose rows are cut, or its last dim."""
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+    def make_state():
+        rng = np.random.default_rng(0)
+        shapes = {"embedding": (rows, 16), "out": (16, 8)}
+        params = {k: jnp.asarray(rng.normal(size=s)) for k, s in shapes.items()}
+        return params, tx.init(params)
+
+    def run(exchange):
+        mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+        zero = shd.Zero(mesh, stage, min_shard_size=64, sync=exchange)
+
+        def loss(params, ids):
+            params = zero.gather(params)
+            return jnp.mean(jnp.tanh(params["embedding"][ids] @ params["out"]) ** 2)
+
+        state = zero.init(make_state, tx=tx)
+        step = zero.train_step(loss, tx=tx, microbatches=2)
+        for i in range(5):
+            rng = np.random.default_rng(i)
+            ids = np.minimum(rng.zipf(1.3, 128) - 1, rows - 1)
+            state, _ = step(state, zero.put(jnp.asarray(ids)))
+        return jax.device_get(state[0])
+
+    exchange = sync.by_path({"embedding": sync.zen(0.02, min_size=64)})
+    have, want, start = run(exchange), run(None), jax.device_get(make_state()[0])
+    for k, x in want.items():
+        assert np.linalg.norm(have[k] - x) < 1e-12 * np.linalg.norm(x - start[k]), k
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"density": 0.0}, "density must be above 0 and at most 1, got 0.0"),
+        ({"density": 1.1}, "density must be above 0 and at most 1, got 1.1"),
+        ({"union_density": 0}, "union_density must be above 0"),
+        ({"granularity": "column"}, "granularity must be 'row' or 'element'"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        sync.zen(**options)
