@@ -337,12 +337,15 @@ class Zero:
         Raises:
           ValueError: as ``specs``.
         """
-        abstract = self.abstract_state(make_state, *args, tx=tx, param_specs=param_specs)
+        make = make_state
+        if self.sync is not None:
+
+            def make(*args: Any) -> Any:
+                return self._with_sync(make_state(*args), param_specs, real=True)
+
+        # One function, traced once: a TrainState whose tx it makes is equal to itself alone.
+        abstract = self.abstract_state(make, *args, tx=tx, param_specs=param_specs)
         out = jax.tree.map(lambda x: x.sharding, abstract)
-
-        def make(*args: Any) -> Any:
-            return self._with_sync(make_state(*args), param_specs, real=True)
-
         return jax.jit(make, out_shardings=out)(*args)
 
     def abstract_state(

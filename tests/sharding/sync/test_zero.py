@@ -210,9 +210,9 @@ def test_frozen_parameters_are_not_sent(x64):
 def test_a_flax_train_state():
     model = nn.Dense(64)
     x = jnp.ones((16, 32))
-    tx = optax.adam(1e-3)
 
     def make():
+        tx = optax.adam(1e-3)
         params = model.init(jax.random.key(0), x)["params"]
         return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
