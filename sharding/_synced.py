@@ -107,7 +107,8 @@ def check(layout: Layout, sync: GradientSync, params: Any, placed: Placement) ->
 
 def has_sync(state: Any) -> bool:
     """Whether a train state holds the state of an exchange."""
-    return isinstance(opt_state_of(state), SyncedState)
+    found = state[1:2] if isinstance(state, tuple) else [getattr(state, "opt_state", None)]
+    return any(isinstance(x, SyncedState) for x in found)
 
 
 def opt_state_of(state: Any) -> Any:

@@ -41,21 +41,21 @@ def test_what_is_left_out_stays_what_it_was(x64):
     assert np.any(state.arrays["mlp/in"]["error"])
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_one_number_that_is_not_finite(bad, x64):
+def test_one_number_that_is_not_finite(x64):
     """Its array becomes NaN on all devices, and no other; nothing of it is kept."""
     for exchange in (sync.top_k(0.1, min_size=1), sync.qsgd(8, min_size=1), sync.powersgd(2)):
         runner = Exchange(exchange, SHAPES, 4)
-        runner(stacked(0, SHAPES, 4))
-        before = runner.kept("mlp/in")
-        grads = stacked(1, SHAPES, 4)
-        grads["mlp/in"][2, 3, 4] = bad
-        have = runner(grads)
-        assert np.isnan(have["mlp/in"]).all()
-        assert np.isfinite(have["embed"]).all()
-        for a, b in zip(*map(jax.tree.leaves, (before, runner.kept("mlp/in"))), strict=True):
-            np.testing.assert_array_equal(a, b)
-        assert np.isfinite(runner(stacked(2, SHAPES, 4))["mlp/in"]).all()
+        for bad in (np.nan, np.inf, -np.inf):
+            runner(stacked(0, SHAPES, 4))
+            before = runner.kept("mlp/in")
+            grads = stacked(1, SHAPES, 4)
+            grads["mlp/in"][2, 3, 4] = bad
+            have = runner(grads)
+            assert np.isnan(have["mlp/in"]).all()
+            assert np.isfinite(have["embed"]).all()
+            for a, b in zip(*map(jax.tree.leaves, (before, runner.kept("mlp/in"))), strict=True):
+                np.testing.assert_array_equal(a, b)
+            assert np.isfinite(runner(stacked(2, SHAPES, 4))["mlp/in"]).all()
 
 
 def test_dense_passes_what_is_not_finite(x64):

@@ -270,7 +270,7 @@ def test_approximate_top_k_keeps_what_it_misses(x64):
     assert norm(sent + left - total) < 1e-13 * norm(total)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     st.integers(1, 60),
     st.integers(1, 9),

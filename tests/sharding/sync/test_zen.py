@@ -20,7 +20,7 @@ from .harness import Exchange
 # --- The permutation ------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.integers(1, 5000), st.integers(0, 1000))
 def test_the_mixer_permutes(size, seed):
     mixer, x = Mixer(size, seed), jnp.arange(size, dtype=jnp.int32)
@@ -93,28 +93,28 @@ def assert_mean(have, grads):
     assert np.linalg.norm(have - want) <= 1e-15 * np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num", [1, 3, 8])
 @pytest.mark.parametrize("granularity", ["row", "element"])
-def test_the_mean_is_that_of_everything(kind, num, granularity, x64):
+def test_the_mean_is_that_of_everything(num, granularity, x64):
     """1009 divides by nothing."""
     shape = (1009, 6) if granularity == "row" else (1009,)
     exchange = Exchange(sync.zen(0.05, granularity=granularity, min_size=1), {"w": shape}, num)
-    for seed in range(3):
-        grads = gradients(shape, num, 50, kind, seed)
-        assert_mean(exchange({"w": grads})["w"], grads)
+    for kind in KINDS:
+        for seed in range(3):
+            grads = gradients(shape, num, 50, kind, seed)
+            assert_mean(exchange({"w": grads})["w"], grads)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("shape", "dim"), [((1024, 16), -2), ((1009, 16), -1), ((256, 4, 8), -1)])
-def test_pieces(kind, shape, dim, x64):
+def test_pieces(shape, dim, x64):
     exchange = Exchange(sync.zen(0.05, min_size=1), {"w": shape}, 8, {"w": dim})
-    for seed in range(2):
-        grads = gradients(shape, 8, 12, kind, seed)
-        assert_mean(exchange({"w": grads})["w"], grads)
+    for kind in KINDS:
+        for seed in range(2):
+            grads = gradients(shape, 8, 12, kind, seed)
+            assert_mean(exchange({"w": grads})["w"], grads)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     rows=st.integers(1, 300),
     width=st.integers(1, 9),
@@ -252,8 +252,7 @@ def test_what_is_not_finite_stays_in_its_row(x64):
 # --- Under ZeRO -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("rows", [512, 509])
+@pytest.mark.parametrize(("stage", "rows"), [(0, 509), (1, 512), (2, 509), (2, 512), (3, 512)])
 def test_the_same_training(stage, rows, x64):
     """As without, up to rounding: an embedding whose rows are cut, or its last dim."""
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
