@@ -1,5 +1,6 @@
 """How gradients meet: whole, quantized, low-rank or sparse. ``Zero(sync=...)`` takes one."""
 
+from sharding.sync._agsparse import agsparse as agsparse
 from sharding.sync._dense import dense as dense
 from sharding.sync._interface import GradientSync as GradientSync
 from sharding.sync._interface import SyncState as SyncState

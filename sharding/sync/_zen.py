@@ -1,18 +1,17 @@
 """Gradients most of whose rows are zero: only the others are sent, and nothing is lost."""
 
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sharding._scatter import scatter_sum
 from sharding.sync._dense import dense_method
 from sharding.sync._interface import Axes, GradientSync, Method, Noise, leafwise, own_piece, wide
 from sharding.sync._mixer import Mixer
-
-_ROUNDS = (1, 2, 4)
+from sharding.sync._rows import Entries, Owners, in_rounds, pick, repeat, room_for
 
 
 def zen(
@@ -77,28 +76,22 @@ def zen(
         raise ValueError(f"granularity must be 'row' or 'element', got {granularity!r}.")
     plain = dense_method()
 
-    def rows_of(x: jax.Array) -> jax.Array:
-        return wide(x).reshape(x.shape[0] if granularity == "row" else x.size, -1)
-
     def mean(x: jax.Array, state: Any, axes: Axes, noise: Noise) -> tuple[jax.Array, Any]:
-        num, rows = lax.axis_size(axes), rows_of(x)
+        num = lax.axis_size(axes)
+        rows = x.reshape(x.shape[0] if granularity == "row" else x.size, -1)
         owners = Owners(rows.shape[0], num, Mixer(rows.shape[0], seed))
         union = min(1.0, num * density) if union_density is None else union_density
-        push = [_room(density, owners.places)]
-        pull = _room(union, owners.places)
+        room, back = room_for(density, owners.places), room_for(union, owners.places)
 
-        def sparse(rounds: int) -> Callable[[jax.Array], jax.Array]:
-            def run(rows: jax.Array) -> jax.Array:
-                total, touched = _push(_entries(rows, owners), owners, push[0], rounds, axes)
-                return _pull(total, touched, owners, pull, axes) / num
-
-            return run
+        def send(entries: Entries, rounds: int) -> jax.Array:
+            total, touched = _push(entries, owners, room, rounds, axes)
+            return _pull((total / num).astype(x.dtype), touched, owners, back, axes)
 
         def whole(rows: jax.Array) -> jax.Array:
-            return plain.mean(rows, (), axes, noise)[0]
+            return plain.mean(rows, (), axes, noise)[0].astype(x.dtype)
 
-        counts = _counts(rows, owners)
-        return _choose(counts, push[0], owners, axes, sparse, whole, rows).reshape(x.shape), state
+        most = owners.places * rows.shape[1] / (rows.shape[1] + 1)
+        return in_rounds(rows, owners, room, axes, send, whole, most).reshape(x.shape), state
 
     def piece(
         x: jax.Array, state: Any, axes: Axes, noise: Noise, dim: int
@@ -108,27 +101,23 @@ def zen(
             total, state = mean(x, state, axes, noise)
             return own_piece(total, axes, dim), state
         by_rows = dim % x.ndim == 0
-        rows = rows_of(x) if by_rows else jnp.moveaxis(wide(x), dim, 1)
+        rows = x if by_rows else jnp.moveaxis(x, dim, 1)
         owners = Owners(x.shape[0], num if by_rows else 1)
-        room = _room(density, owners.places)
+        room = room_for(density, owners.places)
+        width = x.size // x.shape[0]
 
-        def sparse(rounds: int) -> Callable[[jax.Array], jax.Array]:
-            def run(rows: jax.Array) -> jax.Array:
-                if by_rows:
-                    return _push(_entries(rows, owners), owners, room, rounds, axes)[0] / num
-                return _push_parts(rows, owners, room, rounds, axes) / num
-
-            return run
+        def send(entries: Entries, rounds: int) -> jax.Array:
+            if by_rows:
+                return _push(entries, owners, room, rounds, axes)[0] / num
+            return _push_parts(entries, rows.shape, room, rounds, axes) / num
 
         def whole(rows: jax.Array) -> jax.Array:
-            if by_rows:
-                return plain.piece(rows, (), axes, noise, -2)[0]  # type: ignore[misc]
-            return plain.piece(rows, (), axes, noise, 1 - rows.ndim)[0]  # type: ignore[misc]
+            return wide(scatter_sum(rows, axes, 0 if by_rows else 1)) / num
 
-        out = _choose(_counts(rows, owners), room, owners, axes, sparse, whole, rows)
-        if by_rows:
-            return out.reshape(-1, *x.shape[1:]), state
-        return jnp.moveaxis(out, 1, dim), state
+        # An index goes to the owner of the row, or to all devices.
+        most = owners.places * width / (width + (1 if by_rows else num))
+        out = in_rounds(rows, owners, room, axes, send, whole, most)
+        return (out if by_rows else jnp.moveaxis(out, 1, dim)), state
 
     method = Method(lambda x: (), mean, piece, is_linear=True)
 
@@ -137,100 +126,6 @@ def zen(
         return method if has_rows and math.prod(x.shape) >= min_size else plain
 
     return leafwise(choose)
-
-
-class Owners:
-    """Which device owns which row, and in which place of its memory.
-
-    Args:
-      rows: how many there are.
-      num: how many devices.
-      mixer: the permutation of rows that is cut into contiguous parts; None cuts them as they lie.
-
-    Attributes:
-      places: of an owner's memory.
-    """
-
-    def __init__(self, rows: int, num: int, mixer: Mixer | None = None):
-        self.rows, self.num, self._mixer = rows, num, mixer
-        self.places = -(-rows // num)
-
-    def row_at(self) -> jax.Array:
-        """The row in each place, owner after owner; ``rows`` where there is none."""
-        at = jnp.arange(self.num * self.places, dtype=jnp.int32)
-        if self._mixer is None:
-            return jnp.minimum(at, self.rows)
-        row = self._mixer.unmix(jnp.minimum(at, self.rows - 1))
-        return jnp.where(at < self.rows, row, self.rows)
-
-    def place_of(self, rows: jax.Array) -> jax.Array:
-        """The place of each row, counted through all owners."""
-        return rows if self._mixer is None else self._mixer.mix(rows)
-
-
-class Entries(NamedTuple):
-    """What a device has to send; lists have an entry for each.
-
-    Attributes:
-      owner: to which device; sorted.
-      rank: how many before it go to the same device; of what is not sent -1.
-      place: in that device's memory.
-      values: ``values(indices)``, the rows of these entries, zeros where an index is too large.
-    """
-
-    owner: jax.Array
-    rank: jax.Array
-    place: jax.Array
-    values: Callable[[jax.Array], jax.Array]
-
-
-def _room(density: float, places: int) -> int:
-    """Of so many places what part is expected to be taken, and three standard deviations."""
-    expected = density * places
-    return min(places, math.ceil(expected + 3 * math.sqrt(expected * (1 - density))) or 1)
-
-
-def _is_set(rows: jax.Array, owners: Owners) -> jax.Array:
-    """(owners, places): whether a row is there that is not zero."""
-    found = jnp.any(rows != 0, axis=tuple(range(1, rows.ndim)))
-    return jnp.take(found, owners.row_at(), fill_value=False).reshape(owners.num, owners.places)
-
-
-def _counts(rows: jax.Array, owners: Owners) -> jax.Array:
-    """How many rows go to each owner."""
-    return jnp.sum(_is_set(rows, owners), 1, dtype=jnp.int32)
-
-
-def _entries(rows: jax.Array, owners: Owners) -> Entries:
-    """A dense gradient's, one for each place of each owner."""
-    found = _is_set(rows, owners)
-    rank = jnp.where(found, jnp.cumsum(found, 1, dtype=jnp.int32) - 1, -1).ravel()
-    at = jnp.arange(rank.size, dtype=jnp.int32)
-
-    def values(indices: jax.Array) -> jax.Array:
-        row = jnp.take(owners.row_at(), indices, fill_value=owners.rows)
-        return jnp.take(rows, row, axis=0, fill_value=0)
-
-    return Entries(at // owners.places, rank, at % owners.places, values)
-
-
-def _choose(
-    counts: jax.Array,
-    room: int,
-    owners: Owners,
-    axes: Axes,
-    sparse: Callable[[int], Callable[[jax.Array], jax.Array]],
-    whole: Callable[[jax.Array], jax.Array],
-    rows: jax.Array,
-) -> jax.Array:
-    """The fewest rounds in which all is sent; everything where that is not more."""
-    width = rows.size // rows.shape[0]
-    worth = [r for r in _ROUNDS if r * room * (width + 1) < owners.places * width]
-    if not worth:
-        return whole(rows)
-    needed = lax.pmax(-(-jnp.max(counts) // room), axes)
-    choice = jnp.searchsorted(jnp.array(worth), needed)
-    return lax.switch(choice, [*map(sparse, worth), whole], rows)
 
 
 def _push(
@@ -242,46 +137,39 @@ def _push(
 
     def one(i: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         total, touched = carry
-        picked = _pick(entries, num, room, i)
+        picked = pick(entries, num, room, i)
         place = jnp.take(entries.place, picked, fill_value=places)
-        values = entries.values(picked)
         place, values = (
             lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
-            for x in (place, values)
+            for x in (place, entries.values(picked))
         )
-        return (
-            total.at[place].add(values, mode="drop"),
-            touched.at[place].set(True, mode="drop"),
-        )
+        total = total.at[place].add(values.astype(total.dtype), mode="drop")
+        return total, touched.at[place].set(True, mode="drop")
 
-    start = jnp.zeros((places, *kind.shape[1:]), kind.dtype), jnp.zeros(places, bool)
-    return lax.fori_loop(0, rounds, one, start) if rounds > 1 else one(0, start)
+    dtype = jnp.promote_types(kind.dtype, jnp.float32)
+    start = jnp.zeros((places, *kind.shape[1:]), dtype), jnp.zeros(places, bool)
+    return repeat(rounds, one, start)
 
 
-def _push_parts(rows: jax.Array, owners: Owners, room: int, rounds: int, axes: Axes) -> jax.Array:
+def _push_parts(
+    entries: Entries, shape: tuple[int, ...], room: int, rounds: int, axes: Axes
+) -> jax.Array:
     """The sum of all rows, of each this device's part of the second dim."""
-    num, entries = lax.axis_size(axes), _entries(rows, owners)
-    shape = (rows.shape[0], rows.shape[1] // num, *rows.shape[2:])
+    num = lax.axis_size(axes)
+    part = (shape[1] // num, *shape[2:])
 
     def one(i: Any, total: jax.Array) -> jax.Array:
-        picked = _pick(entries, 1, room, i)
-        place = jnp.take(entries.place, picked, fill_value=owners.rows)
-        values = entries.values(picked).reshape(room, num, *shape[1:])
+        picked = pick(entries, 1, room, i)
+        place = jnp.take(entries.place, picked, fill_value=shape[0])
+        values = entries.values(picked).reshape(room, num, *part)
         place = lax.all_gather(place, axes, tiled=True)
         values = lax.all_to_all(values, axes, split_axis=1, concat_axis=0, tiled=True)
-        return total.at[place].add(values.reshape(-1, *shape[1:]), mode="drop")
+        values = values.reshape(-1, *part).astype(total.dtype)
+        return total.at[place].add(values, mode="drop")
 
-    start = jnp.zeros(shape, rows.dtype)
-    return lax.fori_loop(0, rounds, one, start) if rounds > 1 else one(0, start)
-
-
-def _pick(entries: Entries, num: int, room: int, i: Any) -> jax.Array:
-    """Indices of the entries of a round, ``room`` for each owner; too large where there is none."""
-    size = entries.rank.size
-    taken = (entries.rank >= 0) & (entries.rank // room == i)
-    at = jnp.where(taken, entries.owner * room + entries.rank % room, num * room)
-    empty = jnp.full(num * room, size, jnp.int32)
-    return empty.at[at].set(jnp.arange(size, dtype=jnp.int32), mode="drop")
+    kind = jax.eval_shape(entries.values, jax.ShapeDtypeStruct((1,), jnp.int32))
+    dtype = jnp.promote_types(kind.dtype, jnp.float32)
+    return repeat(rounds, one, jnp.zeros((shape[0], *part), dtype))
 
 
 def _pull(total: jax.Array, touched: jax.Array, owners: Owners, room: int, axes: Axes) -> jax.Array:

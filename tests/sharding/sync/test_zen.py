@@ -1,5 +1,7 @@
 """ZEN loses nothing, whatever is where; sends what its formula says; and falls back as a whole."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +14,7 @@ from jax.sharding import AxisType
 import sharding as shd
 from sharding import sync
 from sharding.plan._wire import collectives, wire_bytes
-from sharding.sync import _zen
+from sharding.sync import _agsparse, _zen
 from sharding.sync._mixer import Mixer
 
 from .harness import Exchange
@@ -94,11 +96,15 @@ def assert_mean(have, grads):
 
 
 @pytest.mark.parametrize("num", [1, 3, 8])
-@pytest.mark.parametrize("granularity", ["row", "element"])
-def test_the_mean_is_that_of_everything(num, granularity, x64):
+@pytest.mark.parametrize("name", ["rows", "elements", "agsparse"])
+def test_the_mean_is_that_of_everything(num, name, x64):
     """1009 divides by nothing."""
-    shape = (1009, 6) if granularity == "row" else (1009,)
-    exchange = Exchange(sync.zen(0.05, granularity=granularity, min_size=1), {"w": shape}, num)
+    method, shape = {
+        "rows": (sync.zen(0.05, min_size=1), (1009, 6)),
+        "elements": (sync.zen(0.05, granularity="element", min_size=1), (1009,)),
+        "agsparse": (sync.agsparse(0.05, min_size=1), (1009, 6)),
+    }[name]
+    exchange = Exchange(method, {"w": shape}, num)
     for kind in KINDS:
         for seed in range(3):
             grads = gradients(shape, num, 50, kind, seed)
@@ -147,8 +153,10 @@ def poisoned(monkeypatch):
         return spoiled
 
     plain = _zen.dense_method()
-    spoiled = plain._replace(mean=spoil(plain.mean), piece=spoil(plain.piece))
-    monkeypatch.setattr(_zen, "dense_method", lambda: spoiled)
+    spoiled = plain._replace(mean=spoil(plain.mean))
+    for module in (_zen, _agsparse):
+        monkeypatch.setattr(module, "dense_method", lambda: spoiled)
+    monkeypatch.setattr(_zen, "scatter_sum", spoil(_zen.scatter_sum))
     monkeypatch.setattr(_zen, "_gather_whole", spoil(_zen._gather_whole))
 
 
@@ -216,6 +224,44 @@ def test_bytes_are_those_of_the_formula(density):
     assert wire_bytes(compiled) > dense  # the counts, and everything
     kinds = {c.dtype for c in collectives(compiled, "cheapest") if c.op == "all-gather"}
     assert "u8" in kinds
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "is_sparse"),
+    [("uniform", 10, True), ("to one owner", 20, True), ("uniform", 30, True), ("all", 0, False)],
+)
+def test_when_everything_is_gathered(kind, count, is_sparse, poisoned, x64):
+    exchange = Exchange(sync.agsparse(0.01, min_size=1), {"w": (1009, 16)}, 8)
+    grads = gradients((1009, 16), 8, count, kind)
+    have = exchange({"w": grads})["w"]
+    if is_sparse:
+        assert_mean(have, grads)
+    else:
+        assert np.isnan(have).all()
+
+
+def test_bytes_of_gathered_rows():
+    rows, width, num, density = 2**14, 64, 8, 0.02
+    compiled = program(sync.agsparse(density), (rows, width), num)
+    want = (num - 1) * room(density * rows) * 4 * (width + 1)
+    have = wire_bytes(compiled, branches="cheapest")
+    assert abs(have - want) < 0.03 * want
+
+
+def test_narrow_gradients_are_sent_as_they_are():
+    """And summed in float32."""
+    runner = Exchange(sync.zen(0.05, min_size=1), {"w": (1024, 16)}, 8, dtype=jnp.bfloat16)
+    text = str(
+        jax.make_jaxpr(runner.mapped)({"w": jnp.ones((8, 1024, 16), jnp.bfloat16)}, runner.state)
+    )
+    sent = re.findall(r"(\w+)\[[\d,]*\] = all_(?:to_all|gather)\[", text)
+    assert set(sent) == {"bf16", "i32", "u8"}
+    grads = gradients((1024, 16), 8, 20, "uniform")
+    narrow = np.asarray(jnp.asarray(grads, jnp.bfloat16), np.float32)
+    have = np.asarray(runner({"w": narrow})["w"], np.float32)
+    want = np.asarray(jnp.asarray(narrow.mean(0)).astype(jnp.bfloat16), np.float32)
+    np.testing.assert_allclose(have, want, rtol=2**-7)
+    assert np.mean(have == want) > 0.99
 
 
 @pytest.mark.parametrize("dim", [-2, -1])
@@ -297,3 +343,8 @@ def test_the_same_training(stage, rows, x64):
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         sync.zen(**options)
+
+
+def test_bad_density_of_agsparse():
+    with pytest.raises(ValueError, match="density must be above 0 and at most 1, got 2"):
+        sync.agsparse(2)
