@@ -1,6 +1,8 @@
 """How gradients meet: whole, quantized, low-rank or sparse. ``Zero(sync=...)`` takes one."""
 
 from sharding.sync._agsparse import agsparse as agsparse
+from sharding.sync._costs import Choice as Choice
+from sharding.sync._costs import Sparsity as Sparsity
 from sharding.sync._dense import dense as dense
 from sharding.sync._interface import GradientSync as GradientSync
 from sharding.sync._interface import SyncState as SyncState

@@ -1,0 +1,84 @@
+"""Measured sparsity, and the closed forms of what is sent, counted by hand."""
+
+import numpy as np
+import pytest
+
+from sharding import sync
+from sharding.sync import Sparsity
+
+ROWS, WIDTH = 1024, 64
+
+
+def spread(num, count, same=0, seed=0):
+    """Rows of devices: some that all have, and others of their own."""
+    order = np.random.default_rng(seed).permutation(ROWS)
+    rest = order[same:]
+    return [np.concatenate([order[:same], rest[i * count : (i + 1) * count]]) for i in range(num)]
+
+
+def test_what_is_measured():
+    found = Sparsity.measure(spread(4, 10, same=6), ROWS, WIDTH)
+    assert found.num_devices == 4
+    assert found.densities == {1: 16 / ROWS, 2: 26 / ROWS, 4: 46 / ROWS}
+    assert found.overlap == 6 / 16
+    often = [np.repeat(x, 3) for x in spread(4, 10, same=6)]
+    assert Sparsity.measure(often, ROWS, WIDTH) == found
+
+
+def test_skewness_and_blocks():
+    """All rows in the first quarter, four to a block of 256 elements."""
+    ids = [np.arange(32), np.arange(32), np.arange(64), np.arange(64)]
+    found = Sparsity.measure(ids, ROWS, WIDTH)
+    assert found.skewness == (4.0, 4.0)
+    assert found.block_densities == (48 / ROWS, 64 / ROWS)
+    apart = Sparsity.measure([np.arange(0, ROWS, 16)] * 4, ROWS, WIDTH)
+    assert apart.skewness == (1.0, 1.0)
+    assert apart.block_densities == (0.25, 0.25)
+    assert Sparsity.measure([np.array([], int)] * 2, ROWS, WIDTH).densities == {1: 0.0, 2: 0.0}
+
+
+def test_bytes_by_hand():
+    found = Sparsity.measure(spread(8, 16), ROWS, WIDTH)
+    row, indexed = 4 * WIDTH, 4 * WIDTH + 4
+    have = found.bytes_sent()
+    assert have["dense"] == 2 * 7 / 8 * ROWS * row
+    assert have["agsparse"] == pytest.approx(7 * 16 * indexed)
+    assert have["sparcml"] == pytest.approx((16 + 32 + 64) * indexed)
+    assert have["zen"] == pytest.approx(7 / 8 * (16 * indexed + 128 * row + ROWS / 8))
+    # Of 256 blocks of four rows, by owners of 32 blocks: what the fullest has, of one and of all.
+    one = [np.unique(x // 4) for x in spread(8, 16)]
+    fullest = np.mean([np.bincount(x // 128, minlength=8).max() / x.size for x in spread(8, 16)])
+    rows = np.concatenate(spread(8, 16))
+    every = np.unique(rows // 4).size * np.bincount(rows // 128, minlength=8).max() / rows.size
+    mean = np.mean([x.size for x in one])
+    want = 7 / 8 * 8 * (fullest * mean + every) * 4 * row
+    assert have["omnireduce"] == pytest.approx(want)
+    assert found.bytes_sent(2)["dense"] == have["dense"] / 2
+
+
+@pytest.mark.parametrize(
+    ("ids", "name", "ties"),
+    [
+        (spread(2, 8), "agsparse", []),
+        (spread(16, 2), "agsparse", ["zen"]),  # sent once or sent back, it is as much
+        (spread(16, 2, same=30), "zen", []),  # what all have is sent back once
+        (spread(64, 14, same=2), "zen", []),
+        ([np.arange(ROWS)] * 2, "dense", ["agsparse", "zen"]),
+    ],
+    ids=["few devices", "no overlap", "overlap", "many devices", "not sparse"],
+)
+def test_the_cheapest(ids, name, ties):
+    found = Sparsity.measure(ids, ROWS, WIDTH)
+    choice, costs = found.choose(), found.bytes_sent()
+    assert choice.name == name == min(("dense", "agsparse", "zen"), key=costs.get)
+    assert isinstance(choice.sync, sync.GradientSync)
+    found_ties = choice.note.partition("bytes. ")[2].partition(" would")[0]
+    assert found_ties == " and ".join(ties)
+
+
+def test_bad_input():
+    with pytest.raises(ValueError, match="at least one device"):
+        Sparsity.measure([], ROWS, WIDTH)
+    for row in (-1, ROWS):
+        with pytest.raises(ValueError, match="rows must be from 0 to 1023"):
+            Sparsity.measure([np.array([row])], ROWS, WIDTH)
