@@ -1,0 +1,166 @@
+"""What exchanges of gradients send: compiled programs beside their formulas.
+
+Sparse exchanges: one table of V rows, of which each device has those of a batch of tokens that are
+distributed as words are (Zipf), until 1 % of all rows are there. Rooms are made for the measured
+densities; what counts is the branch of the program that these gradients take. SparCML and
+OmniReduce are formulas alone. TPU targets need libtpu: pip install 'optax-ext[aot]'. Nothing is
+run.
+
+  python benchmarks/gradient_exchange.py            # prints the tables, writes benchmarks/results/
+  python benchmarks/gradient_exchange.py --smoke    # 8 virtual CPU devices, prints only
+"""
+
+import argparse
+import math
+import os
+from collections.abc import Iterator
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import _results
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import sharding as shd
+from sharding import sync
+from sharding.plan import targets
+from sharding.sync._mixer import Mixer
+
+SPARSE = [  # target, devices, rows
+    ("cpu:8", 8, 2**18),
+    ("v5e:4x4", 16, 2**18),
+    ("v5e:4x4", 16, 2**22),
+    ("v5e:8x8", 64, 2**18),
+    ("v5e:8x8", 64, 2**22),
+    ("h200x8*2", 16, 2**22),
+    ("h200x8*8", 64, 2**22),
+]
+WIDTH, DENSITY = 64, 0.01
+MATRIX = (4096, 4096)
+SPARSE_HEADER = """\
+| target | V | density, of the sum | skewness, of the sum | hashed: fullest owner | rounds | zen, MiB |\
+ / formula | bound | dense | agsparse | formula: sparcml | omnireduce |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|"""
+LOSSY_HEADER = """\
+| target | exchange | whole mean, MiB | / formula | a piece, MiB | / formula | / dense |
+|---|---|---|---|---|---|---|"""
+
+
+def words(num: int, rows: int, seed: int = 0) -> list[np.ndarray]:
+    """Rows of each device, 1 % of all: distinct draws from a Zipf distribution."""
+    rng, found = np.random.default_rng(seed), []
+    cumulative = np.cumsum(1 / np.arange(1, rows + 1))
+    want = int(DENSITY * rows)
+    for _ in range(num):
+        have = np.array([], np.int64)
+        while have.size < want:
+            draws = np.searchsorted(cumulative, rng.random(want) * cumulative[-1])
+            new = np.concatenate([have, draws])
+            _, first = np.unique(new, return_index=True)
+            have = new[np.sort(first)]
+        found.append(have[:want])
+    return found
+
+
+def sent(
+    target: str,
+    num: int,
+    exchange: sync.GradientSync,
+    shape: tuple[int, ...],
+    dim: int = 0,
+    branches: str = "cheapest",
+) -> float:
+    """Bytes that one device sends for one gradient, in a compiled program."""
+    mesh = targets.mesh(target, (num,), ("data",))
+    state = exchange.init(jax.ShapeDtypeStruct(shape, jnp.float32))
+
+    def run(x: jax.Array) -> jax.Array:
+        return exchange.reduce_scatter(x[0], state, "data", dim)[0][None]
+
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    sharding = jax.sharding.NamedSharding(mesh, P("data"))
+    x = jax.ShapeDtypeStruct((num, *shape), jnp.float32, sharding=sharding)
+    return shd.wire_bytes(jax.jit(mapped).lower(x).compile(), branches=branches)
+
+
+def sparse_rows(smoke: bool) -> Iterator[str]:
+    """A line for each target and size."""
+    for target, num, rows in [("cpu:8", 8, 2**12)] if smoke else SPARSE:
+        ids = words(num, rows)
+        found = sync.Sparsity.measure(ids, rows, WIDTH)
+        one, union = found.densities[1], found.densities[num]
+        mixed = np.asarray(Mixer(rows).mix(jnp.arange(rows, dtype=jnp.int32)))
+        places = -(-rows // num)
+        counts = np.stack([np.bincount(mixed[x] // places, minlength=num) for x in ids])
+        all_rows = np.unique(np.concatenate(ids))
+        back = np.bincount(mixed[all_rows] // places, minlength=num)
+        room = math.ceil(one * places + 3 * math.sqrt(one * places * (1 - one)))
+        rounds = -(-counts.max() // room)
+        fullest = max(counts.max() * num / counts.sum(1).max(), back.max() * num / back.sum())
+        zen = sent(target, num, sync.zen(one, union_density=union), (rows, WIDTH))
+        agsparse = sent(target, num, sync.agsparse(one), (rows, WIDTH))
+        dense = sent(target, num, sync.dense(), (rows, WIDTH))
+        theory = found.bytes_sent()
+        bound = 1 + 3 / math.sqrt(one * places)
+        mib = [x / 2**20 for x in (dense, agsparse, theory["sparcml"], theory["omnireduce"])]
+        yield (
+            f"| {target} | 2^{rows.bit_length() - 1} | {one:.2%}, {union:.2%} "
+            f"| {found.skewness[0]:.1f}, {found.skewness[1]:.1f} | {fullest:.3f} | {rounds} "
+            f"| {zen / 2**20:.1f} | {zen / theory['zen']:.3f} | {bound:.3f} | "
+            + " | ".join(f"{x:,.1f}" for x in mib)
+            + " |"
+        )
+
+
+def lossy_rows(smoke: bool) -> Iterator[str]:
+    """A line for each target and exchange that keeps no state, or whose state does not matter."""
+    rows, cols = (256, 256) if smoke else MATRIX
+    size = rows * cols
+    for target, num in (
+        [("cpu:8", 8)] if smoke else [("cpu:8", 8), ("v5e:4x4", 16), ("h200x8*8", 64)]
+    ):
+        share = (num - 1) / num
+        cases = {
+            "qsgd(8)": (sync.qsgd(8, rounding="nearest"), 2 * size * (1 + 4 / 512), 0.5),
+            "qsgd(4)": (sync.qsgd(4, rounding="nearest"), 2 * size * (0.5 + 4 / 512), 0.5),
+            "powersgd(4)": (sync.powersgd(4), 2 * 4 * 4 * (rows + cols), 1),
+            "top_k(0.001)": (sync.top_k(0.001), 8 * num * math.ceil(0.001 * size), 1),
+        }
+        dense = sent(target, num, sync.dense(), (rows, cols))
+        for name, (exchange, full, part) in cases.items():
+            whole = sent(target, num, exchange, (rows, cols))
+            piece = sent(target, num, exchange, (rows, cols), -1)
+            yield (
+                f"| {target} | {name} | {whole / 2**20:.2f} | {whole / (share * full):.3f} "
+                f"| {piece / 2**20:.2f} | {piece / (share * full * part):.3f} "
+                f"| {whole / dense:.4f} |"
+            )
+
+
+def main() -> None:
+    """Prints the tables; keeps those of all targets."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="8 virtual CPU devices; no file")
+    smoke = parser.parse_args().smoke
+    jax.config.update("jax_num_cpu_devices", 8)
+    tables = []
+    for header, rows in ((SPARSE_HEADER, sparse_rows), (LOSSY_HEADER, lossy_rows)):
+        lines = [header]
+        print(header)
+        for line in rows(smoke):
+            lines.append(line)
+            print(line, flush=True)
+        tables.append("\n".join(lines))
+    if not smoke:
+        about = (
+            f"What one device sends. First a table of V rows of {WIDTH} float32 numbers, {DENSITY:.0%} "
+            "of which each device has, Zipf-distributed; `bound` is 1 + 3 / root of the rows that a "
+            "device has for one owner. Then a matrix of 4096 x 4096; a piece is what ZeRO keeps."
+        )
+        _results.write("gradient_exchange", "Exchanges of gradients", about, *tables)
+
+
+if __name__ == "__main__":
+    main()
