@@ -162,9 +162,10 @@ class Exchange(NamedTuple):
         every = self.replica_cuts if replicas else self.cuts
         cuts = [cut for cut, t in zip(every, self.trained, strict=True) if t]
         paths = [path for path, t in zip(self.paths, self.trained, strict=True) if t]
+        cast = self._cast(grads)
         tree: dict[str, Any] = dict.fromkeys(self.paths)
         dims = dict.fromkeys(self.paths, 0)
-        for path, g, choice, cut in zip(paths, grads, chosen, cuts, strict=True):
+        for path, g, choice, cut in zip(paths, cast, chosen, cuts, strict=True):
             if choice:
                 tree[path], dims[path] = g, cut.dim
         with jax.named_scope("reduce_gradients"):
@@ -198,6 +199,14 @@ class Exchange(NamedTuple):
 
         return list(map(sum_of, self.paths))
 
+    def _cast(self, grads: list[jax.Array]) -> list[jax.Array]:
+        """In the dtypes in which gradients are sent."""
+        dtypes = [dtype for dtype, t in zip(self.dtypes, self.trained, strict=True) if t]
+        return [
+            g.astype(self.precision.of_sum(self.precision.of_loss(dtype)))
+            for g, dtype in zip(grads, dtypes, strict=True)
+        ]
+
     def _out(self) -> list[Cut]:
         return [cut for cut, trained in zip(self.cuts, self.trained, strict=True) if trained]
 
@@ -213,13 +222,11 @@ class Exchange(NamedTuple):
         if not picked:
             return grads
         cuts = cuts or self._out()
-        dtypes = [dtype for dtype, t in zip(self.dtypes, self.trained, strict=True) if t]
-        cast = [
-            grads[i].astype(self.precision.of_sum(self.precision.of_loss(dtypes[i])))
-            for i in picked
-        ]
+        cast = self._cast(grads)
         with jax.named_scope("reduce_gradients"):
-            sums = reduce_scatter(self.layout, axes, cast, [cuts[i] for i in picked])
+            sums = reduce_scatter(
+                self.layout, axes, [cast[i] for i in picked], [cuts[i] for i in picked]
+            )
         new = dict(zip(picked, sums, strict=True))
         return [new.get(i, g) for i, g in enumerate(grads)]
 

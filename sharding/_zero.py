@@ -88,7 +88,8 @@ class Zero:
       sync: how gradients meet, such as ``sharding.sync.powersgd(4)``; None: all of them are summed.
         With a ``replica_axis`` it is what the copies exchange, and inside a copy gradients are
         summed. What it keeps lies in the train state, in ``opt_state``
-        (``sharding.sync.SyncedState``). An exchange that keeps something is asked once a step,
+        (``sharding.sync.SyncedState``). Gradients come to it in the dtype of ``precision.reduce``;
+        what it sends is its own. An exchange that keeps something is asked once a step,
         others, at stages 2 and 3, for each micro-batch. At stage 3 without copies, only such have
         a meaning.
 

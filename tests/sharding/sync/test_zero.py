@@ -361,6 +361,24 @@ def test_bytes_are_those_of_the_formula(name, stage):
         assert ("s8" if name == "qsgd 8" else "u8") in dtypes
 
 
+@pytest.mark.parametrize(("reduce", "sent_in"), [(None, "bf16"), (jnp.float32, "f32")])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_are_sent_in_the_dtype_that_precision_says(stage, reduce, sent_in):
+    precision = shd.Precision(compute=jnp.bfloat16, reduce=reduce)
+    zero = zero_of(sync.dense(), stage, precision=precision)
+
+    def mixed_loss(params, x):
+        return loss(params, x.astype(jnp.bfloat16), zero.gather).astype(jnp.float32)
+
+    jaxpr = str(
+        jax.make_jaxpr(zero.value_and_grad(mixed_loss))(
+            initial(jnp.float32), batch_of(0, jnp.float32)
+        )
+    )
+    found = set(re.findall(r":(\w+)\[[\d,]+\] = reduce_scatter\[", jaxpr))
+    assert found == {sent_in}
+
+
 # --- Bad input ------------------------------------------------------------------------------------
 
 
