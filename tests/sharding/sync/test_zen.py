@@ -160,6 +160,13 @@ def poisoned(monkeypatch):
     monkeypatch.setattr(_zen, "_gather_whole", spoil(_zen._gather_whole))
 
 
+def assert_mean_or_poison(have, grads, is_sparse):
+    if is_sparse:
+        assert_mean(have, grads)
+    else:
+        assert np.isnan(have).all()
+
+
 @pytest.mark.parametrize(
     ("kind", "count", "options", "is_sparse"),
     [
@@ -178,11 +185,7 @@ def poisoned(monkeypatch):
 def test_when_everything_is_sent(kind, count, options, is_sparse, poisoned, x64):
     exchange = Exchange(sync.zen(0.05, min_size=1, **options), {"w": (1009, 16)}, 8)
     grads = gradients((1009, 16), 8, count, kind)
-    have = exchange({"w": grads})["w"]
-    if is_sparse:
-        assert_mean(have, grads)
-    else:
-        assert np.isnan(have).all()
+    assert_mean_or_poison(exchange({"w": grads})["w"], grads, is_sparse)
 
 
 @pytest.mark.parametrize("dim", [-2, -1])
@@ -191,11 +194,8 @@ def test_when_everything_is_sent_of_pieces(dim, kind, count, poisoned, x64):
     """Rows that are cut as they lie are not balanced: the first go to one owner."""
     exchange = Exchange(sync.zen(0.05, min_size=1), {"w": (1024, 16)}, 8, {"w": dim})
     grads = gradients((1024, 16), 8, count, kind)
-    have = exchange({"w": grads})["w"]
-    if count == 50 or dim == -1:  # in four rounds, or in two
-        assert_mean(have, grads)
-    else:
-        assert np.isnan(have).all()
+    is_sparse = count == 50 or dim == -1  # in four rounds, or in two
+    assert_mean_or_poison(exchange({"w": grads})["w"], grads, is_sparse)
 
 
 def program(exchange, shape, num, dims=None):
@@ -233,11 +233,7 @@ def test_bytes_are_those_of_the_formula(density):
 def test_when_everything_is_gathered(kind, count, is_sparse, poisoned, x64):
     exchange = Exchange(sync.agsparse(0.01, min_size=1), {"w": (1009, 16)}, 8)
     grads = gradients((1009, 16), 8, count, kind)
-    have = exchange({"w": grads})["w"]
-    if is_sparse:
-        assert_mean(have, grads)
-    else:
-        assert np.isnan(have).all()
+    assert_mean_or_poison(exchange({"w": grads})["w"], grads, is_sparse)
 
 
 def test_bytes_of_gathered_rows():
