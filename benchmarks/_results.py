@@ -2,9 +2,11 @@
 
 import datetime
 import importlib.metadata
+import itertools
 import pathlib
 import subprocess
 import sys
+from collections.abc import Iterable
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -14,6 +16,15 @@ def _versions() -> str:
     """The versions of jax, and of the TPU compiler where it was imported."""
     names = ["jax", *(["libtpu"] if "libtpu" in sys.modules else [])]
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+
+
+def table(header: str, rows: Iterable[str]) -> str:
+    """Lines under their header; each is printed as soon as it is there."""
+    lines = []
+    for line in itertools.chain([header], rows):
+        print(line, flush=True)
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def write(name: str, title: str, about: str, *parts: str) -> None:

@@ -27,6 +27,7 @@ import sharding as shd
 from sharding import sync
 from sharding.plan import targets
 from sharding.sync._mixer import Mixer
+from sharding.sync._rows import room_for
 
 SPARSE = [  # target, devices, rows
     ("cpu:8", 8, 2**18),
@@ -71,7 +72,6 @@ def sent(
     exchange: sync.GradientSync,
     shape: tuple[int, ...],
     dim: int = 0,
-    branches: str = "cheapest",
 ) -> float:
     """Bytes that one device sends for one gradient, in a compiled program."""
     mesh = targets.mesh(target, (num,), ("data",))
@@ -83,7 +83,7 @@ def sent(
     mapped = jax.shard_map(run, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
     sharding = jax.sharding.NamedSharding(mesh, P("data"))
     x = jax.ShapeDtypeStruct((num, *shape), jnp.float32, sharding=sharding)
-    return shd.wire_bytes(jax.jit(mapped).lower(x).compile(), branches=branches)
+    return shd.wire_bytes(jax.jit(mapped).lower(x).compile(), branches="cheapest")
 
 
 def sparse_rows(smoke: bool) -> Iterator[str]:
@@ -97,8 +97,7 @@ def sparse_rows(smoke: bool) -> Iterator[str]:
         counts = np.stack([np.bincount(mixed[x] // places, minlength=num) for x in ids])
         all_rows = np.unique(np.concatenate(ids))
         back = np.bincount(mixed[all_rows] // places, minlength=num)
-        room = math.ceil(one * places + 3 * math.sqrt(one * places * (1 - one)))
-        rounds = -(-counts.max() // room)
+        rounds = -(-counts.max() // room_for(one, places))
         fullest = max(counts.max() * num / counts.sum(1).max(), back.max() * num / back.sum())
         zen = sent(target, num, sync.zen(one, union_density=union), (rows, WIDTH))
         agsparse = sent(target, num, sync.agsparse(one), (rows, WIDTH))
@@ -146,12 +145,7 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     tables = []
     for header, rows in ((SPARSE_HEADER, sparse_rows), (LOSSY_HEADER, lossy_rows)):
-        lines = [header]
-        print(header)
-        for line in rows(smoke):
-            lines.append(line)
-            print(line, flush=True)
-        tables.append("\n".join(lines))
+        tables.append(_results.table(header, rows(smoke)))
     if not smoke:
         about = (
             f"What one device sends. First a table of V rows of {WIDTH} float32 numbers, of which "

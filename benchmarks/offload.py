@@ -88,12 +88,8 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="gpt2-small on cpu:8; no file")
     smoke = parser.parse_args().smoke
     jax.config.update("jax_num_cpu_devices", 8)
-    lines = [HEADER]
-    print(HEADER)
-    for case in [("gpt2-small", "cpu:8", "came", True)] if smoke else CASES:
-        for line in rows(*case):
-            lines.append(line)
-            print(line, flush=True)
+    cases = [("gpt2-small", "cpu:8", "came", True)] if smoke else CASES
+    table = _results.table(HEADER, (line for case in cases for line in rows(*case)))
     if not smoke:
         about = (
             "MiB of one device, ZeRO stage 3, "
@@ -103,7 +99,7 @@ def main() -> None:
             '`Zero(offload="optimizer")`. Host memory that the compiler counts as a temporary is '
             "a second copy of what it lays out anew."
         )
-        _results.write("offload", "Optimizer state on the host", about, "\n".join(lines))
+        _results.write("offload", "Optimizer state on the host", about, table)
 
 
 if __name__ == "__main__":

@@ -103,17 +103,13 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="two steps on cpu:8; no file")
     smoke = parser.parse_args().smoke
     jax.config.update("jax_num_cpu_devices", 8)
-    lines = [HEADER]
-    print(HEADER)
-    for line in rows(smoke):
-        lines.append(line)
-        print(line, flush=True)
+    table = _results.table(HEADER, rows(smoke))
     if not smoke:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         about = (
             f"Sequences of {LENGTH} tokens, one a device. The process held at most {peak:.1f} GiB."
         )
-        _results.write("plan_vs_audit", "Planned and compiled", about, "\n".join(lines))
+        _results.write("plan_vs_audit", "Planned and compiled", about, table)
 
 
 if __name__ == "__main__":

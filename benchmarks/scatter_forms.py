@@ -130,15 +130,11 @@ def main() -> None:
     smoke = parser.parse_args().smoke
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
-    lines = [HEADER]
-    print(HEADER)
-    for target in ["cpu:8"] if smoke else TARGETS:
-        for line in rows(target, 256 if smoke else 4096):
-            print(line, flush=True)
-            lines.append(line)
+    names, size = (["cpu:8"], 256) if smoke else (TARGETS, 4096)
+    table = _results.table(HEADER, (line for name in names for line in rows(name, size)))
     if not smoke:
         title, about = "Forms of the reduce-scatter", "4096 x 4096 elements per device."
-        _results.write("scatter_forms", title, about, "\n".join(lines), NOTES)
+        _results.write("scatter_forms", title, about, table, NOTES)
 
 
 if __name__ == "__main__":

@@ -29,11 +29,6 @@ def local_types(layout: Layout, params: Any, placed: Placement) -> dict[str, Any
     return types
 
 
-def keeps_state(sync: GradientSync | None, types: dict[str, Any]) -> bool:
-    """Whether an exchange keeps any array between steps."""
-    return sync is not None and bool(jax.tree.leaves(jax.eval_shape(sync.init, types)))
-
-
 def init(sync: GradientSync, layout: Layout, types: dict[str, Any]) -> Any:
     """The exchange's state of all devices: (exchanging devices, devices of a copy, ...)."""
     first, second = _axes(layout)
@@ -78,14 +73,16 @@ def _axes(layout: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return (layout.replica_axes, layout.axes) if layout.replica_axes else (layout.axes, ())
 
 
-def check(layout: Layout, sync: GradientSync, params: Any, placed: Placement) -> None:
-    """Raises where an exchange has no meaning.
+def state_types(layout: Layout, sync: GradientSync, params: Any, placed: Placement) -> Any:
+    """The types of ``init``; None if the exchange keeps nothing.
 
     Raises:
-      ValueError: at stage 3 without replicas, if it has a state; if other axes cut parameters.
+      ValueError: at stage 3 without replicas, if it keeps something; if other axes cut parameters.
     """
     types = local_types(layout, params, placed)
-    if layout.stage == 3 and not layout.replica_axes and keeps_state(sync, types):
+    state = jax.eval_shape(lambda: init(sync, layout, types))
+    keeps_state = bool(jax.tree.leaves(state))
+    if layout.stage == 3 and not layout.replica_axes and keeps_state:
         raise ValueError(
             "sync: at stage 3 gradients are exchanged layer by layer, in the backward pass, and no "
             "device has room for what an exchange keeps of all of them; this one has a state. Use "
@@ -100,6 +97,7 @@ def check(layout: Layout, sync: GradientSync, params: Any, placed: Placement) ->
             f"sync: {cut[0]!r} is cut over other axes of the mesh than those of data parallelism; "
             "only the plain exchange (sync=None) takes such parameters."
         )
+    return state if keeps_state else None
 
 
 # --- In a train state -----------------------------------------------------------------------------

@@ -230,15 +230,11 @@ class Zero:
             return state
         sync, params = self.sync, params_of(state)
         placed = self._layout.place(params, param_specs)
-        _synced.check(self._layout, sync, params, placed)
-        types = _synced.local_types(self._layout, params, placed)
-        if not _synced.keeps_state(sync, types):
-            return state
-
-        def make() -> Any:
-            return _synced.init(sync, self._layout, types)
-
-        return _synced.put(state, make() if real else jax.eval_shape(make))
+        kept = _synced.state_types(self._layout, sync, params, placed)
+        if real and kept is not None:
+            types = _synced.local_types(self._layout, params, placed)
+            kept = _synced.init(sync, self._layout, types)
+        return _synced.put(state, kept)
 
     def shardings(
         self,
@@ -663,8 +659,8 @@ class Zero:
         def value_and_grad(params: Any, batch: Any, key: Any = None) -> Any:
             check_batch(batch, self.num_devices, microbatches)
             placed = self._layout.place(params, param_specs)
-            types = _synced.local_types(self._layout, params, placed)
-            if _synced.keeps_state(self.sync, types):
+            sync = self.sync
+            if sync and _synced.state_types(self._layout, sync, params, placed) is not None:
                 raise ValueError(
                     "value_and_grad cannot return what the exchange of gradients keeps; use "
                     "train_step, or sharding.sync.transformation in a shard_map of your own."

@@ -8,7 +8,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharding.sync._dense import dense_method
-from sharding.sync._interface import Axes, GradientSync, Method, Noise, leafwise, wide
+from sharding.sync._interface import (
+    Axes,
+    GradientSync,
+    Method,
+    Noise,
+    check_density,
+    leafwise,
+    wide,
+)
 from sharding.sync._rows import Entries, Owners, in_rounds, pick, repeat, room_for
 
 
@@ -33,8 +41,7 @@ def agsparse(density: float = 0.01, *, min_size: int = 4096) -> GradientSync:
       >>> from sharding import sync
       >>> exchange = sync.by_path({"embedding": sync.agsparse(density=0.01)})
     """
-    if not 0 < density <= 1:
-        raise ValueError(f"density must be above 0 and at most 1, got {density!r}.")
+    check_density(density)
     plain = dense_method()
 
     def mean(x: jax.Array, state: Any, axes: Axes, noise: Noise) -> tuple[jax.Array, Any]:

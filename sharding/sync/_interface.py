@@ -48,6 +48,15 @@ class Method(NamedTuple):
     is_linear: bool = False
     counts: bool = False
 
+    def reduce(
+        self, x: jax.Array, state: Any, axes: Axes, noise: "Noise", dim: int
+    ) -> tuple[jax.Array, Any]:
+        """The mean, or this device's piece of it along a dim, counted from the end; 0 for none."""
+        if dim and self.piece is not None:
+            return self.piece(x, state, axes, noise, dim)
+        x, state = self.mean(x, state, axes, noise)
+        return (own_piece(x, axes, dim) if dim else x), state
+
 
 class Noise(NamedTuple):
     """What randomness and schedules are made of; the same on all devices.
@@ -80,42 +89,29 @@ def leafwise(choose: Callable[[str, Any], Method]) -> GradientSync:
     """
 
     def init(params: Any) -> SyncState:
-        treedef: Any
-        flat, treedef = jax.tree_util.tree_flatten_with_path(params)
-        methods = [choose(path_str(path), x) for path, x in flat]
+        flat, treedef = _named(params)
+        methods = [choose(path, x) for path, x in flat]
         arrays = [method.init(x) for method, (_, x) in zip(methods, flat, strict=True)]
         counts = any(method.counts for method in methods)
         return SyncState(jnp.zeros((), jnp.int32) if counts else None, treedef.unflatten(arrays))
-
-    def all_reduce(grads: Any, state: SyncState, axis: Axis) -> tuple[Any, SyncState]:
-        dims = jax.tree.map(lambda _: 0, grads, is_leaf=_is_none)
-        return reduce_scatter(grads, state, axis, dims)
 
     def reduce_scatter(
         grads: Any, state: SyncState, axis: Axis, dims: Any
     ) -> tuple[Any, SyncState]:
         axes = check_axes(axis)
-        treedef: Any
-        flat, treedef = jax.tree_util.tree_flatten_with_path(grads, is_leaf=_is_none)
+        flat, treedef = _named(grads, is_leaf=_is_none)
         out = [x for _, x in flat]
         kept = treedef.flatten_up_to(state.arrays)
         dims = treedef.flatten_up_to(dims)
-        chosen = {i: choose(path_str(path), x) for i, (path, x) in enumerate(flat) if x is not None}
+        chosen = {i: choose(path, x) for i, (path, x) in enumerate(flat) if x is not None}
         lossy = [i for i, method in chosen.items() if not method.is_linear]
-        broken = _broken([out[i] for i in lossy], axes)
+        broken = dict(zip(lossy, _broken([out[i] for i in lossy], axes), strict=True))
         for i, method in chosen.items():
-            noise = Noise(state.step, salt(path_str(flat[i][0])))
-            x, old, dtype = out[i], kept[i], out[i].dtype
-            bad = broken[lossy.index(i)] if i in lossy else None
+            noise = Noise(state.step, salt(flat[i][0]))
+            x, old, dtype, bad = out[i], kept[i], out[i].dtype, broken.get(i)
             if bad is not None:
                 x = jnp.where(bad, jnp.zeros_like(x), x)
-            if not dims[i]:
-                x, new = method.mean(x, old, axes, noise)
-            elif method.piece is not None:
-                x, new = method.piece(x, old, axes, noise, dims[i])
-            else:
-                x, new = method.mean(x, old, axes, noise)
-                x = own_piece(x, axes, dims[i])
+            x, new = method.reduce(x, old, axes, noise, dims[i])
             if bad is not None:
                 x = jnp.where(bad, jnp.full_like(x, jnp.nan), x)
                 new = jax.tree.map(lambda a, b, bad=bad: jnp.where(bad, a, b), old, new)
@@ -123,7 +119,7 @@ def leafwise(choose: Callable[[str, Any], Method]) -> GradientSync:
         step = None if state.step is None else state.step + 1
         return treedef.unflatten(out), SyncState(step, treedef.unflatten(kept))
 
-    return GradientSync(init, all_reduce, reduce_scatter)
+    return _with_all_reduce(init, reduce_scatter)
 
 
 def by_path(
@@ -165,24 +161,15 @@ def by_path(
             groups[next(found, len(rules))][path] = x
         return groups
 
-    def named(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
-        flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_none)
-        return [(path_str(path), x) for path, x in flat], treedef
-
     def init(params: Any) -> tuple[Any, ...]:
-        flat, _ = jax.tree_util.tree_flatten_with_path(params)
-        groups = split([(path_str(path), x) for path, x in flat])
+        groups = split(_named(params)[0])
         for pattern, group in zip(rules, groups, strict=False):
             if not group:
                 raise ValueError(f"by_path: pattern {pattern!r} decides for no array.")
         return tuple(part.init(group) for part, group in zip(parts, groups, strict=True))
 
-    def all_reduce(grads: Any, state: Any, axis: Axis) -> tuple[Any, Any]:
-        dims = jax.tree.map(lambda _: 0, grads, is_leaf=_is_none)
-        return reduce_scatter(grads, state, axis, dims)
-
     def reduce_scatter(grads: Any, state: Any, axis: Axis, dims: Any) -> tuple[Any, Any]:
-        flat, treedef = named(grads)
+        flat, treedef = _named(grads, is_leaf=_is_none)
         flat_dims = dict(zip((p for p, _ in flat), treedef.flatten_up_to(dims), strict=True))
         out: dict[str, Any] = {}
         new = []
@@ -193,7 +180,27 @@ def by_path(
             new.append(kept)
         return treedef.unflatten([out[path] for path, _ in flat]), tuple(new)
 
+    return _with_all_reduce(init, reduce_scatter)
+
+
+def _with_all_reduce(
+    init: Callable[[Any], Any], reduce_scatter: Callable[[Any, Any, Axis, Any], tuple[Any, Any]]
+) -> GradientSync:
+    """An exchange whose ``all_reduce`` is its ``reduce_scatter`` along no dim."""
+
+    def all_reduce(grads: Any, state: Any, axis: Axis) -> tuple[Any, Any]:
+        dims = jax.tree.map(lambda _: 0, grads, is_leaf=_is_none)
+        return reduce_scatter(grads, state, axis, dims)
+
     return GradientSync(init, all_reduce, reduce_scatter)
+
+
+def _named(
+    tree: Any, is_leaf: Callable[[Any], bool] | None = None
+) -> tuple[list[tuple[str, Any]], Any]:
+    """The leaves of a tree with their paths, and its structure."""
+    flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
+    return [(path_str(path), x) for path, x in flat], treedef
 
 
 # --- For methods ----------------------------------------------------------------------------------
@@ -216,6 +223,12 @@ def check_axes(axis: Axis) -> Axes:
     return axes
 
 
+def check_density(density: float, name: str = "density") -> None:
+    """Raises unless it is a part of something."""
+    if not 0 < density <= 1:
+        raise ValueError(f"{name} must be above 0 and at most 1, got {density!r}.")
+
+
 def wide(x: jax.Array) -> jax.Array:
     """In float32 at least, in which errors are kept and sums are made."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -233,23 +246,16 @@ def from_step(start: int, method: Method, before: Method) -> Method:
     if not start:
         return method
 
-    def run(name: str) -> Callable[..., tuple[jax.Array, Any]]:
-        def choose(x: jax.Array, state: Any, axes: Axes, noise: Noise, *dim: int) -> Any:
-            def plain(x: jax.Array, state: Any) -> Any:
-                return getattr(before, name)(x, (), axes, noise, *dim)[0], state
+    def reduce(x: jax.Array, state: Any, axes: Axes, noise: Noise, dim: int = 0) -> Any:
+        def plain(x: jax.Array, state: Any) -> Any:
+            return before.reduce(x, (), axes, noise, dim)[0], state
 
-            def other(x: jax.Array, state: Any) -> Any:
-                fn = getattr(method, name)
-                if fn is not None:
-                    return fn(x, state, axes, noise, *dim)
-                mean, new = method.mean(x, state, axes, noise)
-                return own_piece(mean, axes, *dim), new
+        def other(x: jax.Array, state: Any) -> Any:
+            return method.reduce(x, state, axes, noise, dim)
 
-            return lax.cond(noise.step >= start, other, plain, x, state)
+        return lax.cond(noise.step >= start, other, plain, x, state)
 
-        return choose
-
-    return Method(method.init, run("mean"), run("piece"), method.is_linear, counts=True)
+    return Method(method.init, reduce, reduce, method.is_linear, counts=True)
 
 
 def _broken(grads: list[jax.Array], axes: Axes) -> jax.Array:

@@ -9,7 +9,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharding.sync._dense import dense_method
-from sharding.sync._interface import Axes, GradientSync, Method, Noise, leafwise, wide
+from sharding.sync._interface import (
+    Axes,
+    GradientSync,
+    Method,
+    Noise,
+    check_density,
+    leafwise,
+    wide,
+)
 
 _FEEDBACKS = ("error", "ef21", None)
 
@@ -126,8 +134,7 @@ def _check(
     clip_norm: float | None,
 ) -> None:
     for density in schedule.values():
-        if not 0 < density <= 1:
-            raise ValueError(f"density must be above 0 and at most 1, got {density!r}.")
+        check_density(density)
     if 0 not in schedule:
         raise ValueError(f"density must tell what counts from step 0 on, got {dict(schedule)}.")
     if feedback not in _FEEDBACKS:

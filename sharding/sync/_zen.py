@@ -9,7 +9,16 @@ from jax import lax
 
 from sharding._scatter import scatter_sum
 from sharding.sync._dense import dense_method
-from sharding.sync._interface import Axes, GradientSync, Method, Noise, leafwise, own_piece, wide
+from sharding.sync._interface import (
+    Axes,
+    GradientSync,
+    Method,
+    Noise,
+    check_density,
+    leafwise,
+    own_piece,
+    wide,
+)
 from sharding.sync._mixer import Mixer
 from sharding.sync._rows import Entries, Owners, in_rounds, pick, repeat, room_for
 
@@ -69,9 +78,9 @@ def zen(
       Wang, Xu, Xi, Wang, Shrivastava, Ng: ZEN: Empowering Distributed Training with
       Sparsity-driven Data Synchronization, OSDI 2025, arXiv 2309.13254.
     """
-    for name, value in (("density", density), ("union_density", union_density)):
-        if value is not None and not 0 < value <= 1:
-            raise ValueError(f"{name} must be above 0 and at most 1, got {value!r}.")
+    check_density(density)
+    if union_density is not None:
+        check_density(union_density, "union_density")
     if granularity not in ("row", "element"):
         raise ValueError(f"granularity must be 'row' or 'element', got {granularity!r}.")
     plain = dense_method()
