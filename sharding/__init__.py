@@ -2,6 +2,10 @@
 
 from sharding import sync as sync
 from sharding._describe import Description as Description
+from sharding._lookup import lookup as lookup
+from sharding._lookup import shuffle_rows as shuffle_rows
+from sharding._lookup import unshuffle_rows as unshuffle_rows
+from sharding._modules import sparse_embedding as sparse_embedding
 from sharding._offload import offload as offload
 from sharding._precision import Precision as Precision
 from sharding._specs import state_specs as state_specs

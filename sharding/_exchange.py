@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sharding import _gather, _lookup
 from sharding._collectives import Cut, reduce_scatter
-from sharding._gather import How, Shard, gather, gathered_leaves
+from sharding._gather import How, Shard, gather, uses
 from sharding._layout import Layout, Placement
 from sharding._precision import Precision
 from sharding._specs import axes_of, path_str
-from sharding.sync import GradientSync
+from sharding.sync import GradientSync, RowMethod
 
 
 class Exchange(NamedTuple):
@@ -32,6 +33,9 @@ class Exchange(NamedTuple):
       sync: what makes the mean of gradients, in place of a sum: over ``layout.replica_axes`` if
         there are such, else over ``layout.axes``.
       keeps_state: whether ``sync`` has a state.
+      rows: how ``sync`` takes the gradients of rows that were looked up; None where it does not.
+      later: which parameters the loss makes whole itself, or looks up rows of them; found by
+        ``of_loss``.
     """
 
     layout: Layout
@@ -44,6 +48,8 @@ class Exchange(NamedTuple):
     paths: list[str]
     sync: GradientSync | None = None
     keeps_state: bool = False
+    rows: tuple[RowMethod | None, ...] = ()
+    later: tuple[bool, ...] = ()
 
     @property
     def reduces_each(self) -> bool:
@@ -59,24 +65,45 @@ class Exchange(NamedTuple):
         """Whether ``sync`` is what exchanges gradients over ``layout.axes``."""
         return self.sync is not None and not self.layout.replica_axes
 
+    @property
+    def _by_rows(self) -> list[bool]:
+        """Of the trained parameters, whose gradients the derivative of ``lookup`` has summed."""
+        return [
+            later and self.layout.stage < 3
+            for later, t in zip(self.later, self.trained, strict=True)
+            if t
+        ]
+
     # --- In -----------------------------------------------------------------------------------
 
-    def gathered_by(self, loss: Callable[..., Any], *args: Any) -> list[bool]:
-        """Which parameters a loss of their list gathers itself, where it uses them.
+    def of_loss(self, loss: Callable[..., Any], *args: Any) -> "Exchange":
+        """Itself, knowing which parameters a loss of their list makes whole, or looks up, itself.
 
         Warns:
-          UserWarning: if it does so for none of those that are cut.
+          UserWarning: at stage 3, if it does so for none of those that are cut; if it looks up
+            rows of a table that ``sync`` would exchange by rows, and uses it otherwise too.
         """
-        if self.layout.stage < 3:
-            return [False] * len(self.shapes)
+        if self.layout.stage < 3 and not any(self.rows):
+            return self._replace(later=(False,) * len(self.shapes))
         whole = [
             jax.ShapeDtypeStruct(shape, self.precision.of_loss(dtype))
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         ]
-        found = gathered_leaves(loss, whole, *args)
-        cut = [x for x, how in zip(whole, self.cuts, strict=True) if how.dim]
-        if cut and not any(f and how.dim for f, how in zip(found, self.cuts, strict=True)):
-            size = sum(math.prod(x.shape) * x.dtype.itemsize for x in cut)
+        found = uses(loss, whole, [_gather.MARK, _lookup.MARK], *args)
+        for i in found.marked[_lookup.MARK] & found.otherwise:
+            if self.rows[i]:
+                warnings.warn(
+                    f"the loss looks up rows of {self.paths[i]!r}, and uses it in another way "
+                    "too: its gradient has no rows that are zero, and is exchanged whole.",
+                    stacklevel=2,
+                )
+        if self.layout.stage < 3:
+            own = found.marked[_lookup.MARK] - found.otherwise
+            return self._replace(later=tuple(i in own and bool(r) for i, r in enumerate(self.rows)))
+        own = set().union(*found.marked.values()) - found.otherwise
+        cut = {i for i, cut in enumerate(self.cuts) if cut.dim}
+        if cut and not cut & own:
+            size = sum(math.prod(whole[i].shape) * whole[i].dtype.itemsize for i in cut)
             warnings.warn(
                 "stage 3 with a loss that gathers no layer where it is used: all parameters, "
                 f"{size / 2**20:.1f} MiB, are gathered at once, and each device holds them whole "
@@ -84,36 +111,57 @@ class Exchange(NamedTuple):
                 "or call zero.gather in each layer.",
                 stacklevel=2,
             )
-        return found
+        return self._replace(later=tuple(i in own for i in range(len(whole))))
 
     def primals(self, params: list[jax.Array]) -> list[jax.Array]:
-        """The parameters as the gradient is taken of them, which has the same dtype."""
+        """The parameters as the gradient is taken of them, which has the same shape and dtype."""
         if self.layout.stage < 3:
-            return [x.astype(self.precision.of_loss(x.dtype)) for x in params]
+            return [
+                self._tap(i, x) if later else x.astype(self.precision.of_loss(x.dtype))
+                for i, (x, later) in enumerate(zip(params, self.later, strict=True))
+            ]
         # Reduced by the transpose of the gather, which ends in the dtype of the shard.
         return [
             x.astype(jnp.promote_types(x.dtype, self.precision.of_result(x.dtype))) for x in params
         ]
 
-    def open(self, primals: list[jax.Array], layered: list[bool]) -> list[Any]:
-        """What the loss gets: whole parameters, and shards of those that it gathers itself."""
-        if self.layout.stage < 3:
+    def _tap(self, i: int, x: jax.Array) -> jax.Array:
+        """Zeros for what this device keeps of a gradient that is exchanged by rows."""
+        shape, dim = list(x.shape), self.cuts[i].dim
+        if dim:
+            shape[dim] //= self.layout.num_shards
+        dtype = self.precision.of_sum(self.precision.of_loss(x.dtype))
+        return jnp.zeros(shape, jnp.promote_types(dtype, jnp.float32))
+
+    def open(self, primals: list[jax.Array], params: list[jax.Array]) -> list[Any]:
+        """What the loss gets: whole parameters, and in their own form those that it takes so."""
+        if not (self.layout.stage == 3 or any(self.later)):
             return primals
         leaves: list[Any] = []
-        for x, cut, dtype, shape, sum_by in zip(
-            primals, self.cuts, self.dtypes, self.shapes, self._sums(), strict=True
+        for x, param, later, how in zip(primals, params, self.later, self._hows(), strict=True):
+            if self.layout.stage == 3 and how.dim:
+                leaves.append(Shard(x, how))
+            elif self.layout.stage < 3 and later:
+                leaves.append(_lookup.Table(param.astype(how.dtype), x, how))
+            else:
+                leaves.append(x.astype(how.dtype))
+        if self.layout.stage < 3:
+            return leaves
+        at_once = gather([x for x, later in zip(leaves, self.later, strict=True) if not later])
+        rest = iter(at_once)
+        return [x if later else next(rest) for x, later in zip(leaves, self.later, strict=True)]
+
+    def _hows(self) -> list[How]:
+        """How each parameter is cut, gathered, looked up."""
+        hows = []
+        for cut, dtype, shape, sum_by, rows in zip(
+            self.cuts, self.dtypes, self.shapes, self._sums(), self.rows, strict=True
         ):
             dtype = self.precision.of_loss(dtype)
-            if not cut.dim:
-                leaves.append(x.astype(dtype))
-                continue
             entries = tuple(cut.spec) + (None,) * (len(shape) - len(cut.spec))
             reduce_dtype = self.precision.of_sum(dtype)
-            how = How(self.layout, cut.dim, entries, dtype, reduce_dtype, sum_by)
-            leaves.append(Shard(x, how))
-        at_once = gather([x for x, later in zip(leaves, layered, strict=True) if not later])
-        rest = iter(at_once)
-        return [x if later else next(rest) for x, later in zip(leaves, layered, strict=True)]
+            hows.append(How(self.layout, cut.dim, entries, dtype, reduce_dtype, sum_by, rows))
+        return hows
 
     # --- Out ----------------------------------------------------------------------------------
 
@@ -126,7 +174,8 @@ class Exchange(NamedTuple):
             return grads
         is_cut = [bool(cut.dim) for cut in self._out()]
         if self._syncs_axes:
-            return self._sync(grads, is_cut, self.no_state())[0]
+            chosen = [cut and not rows for cut, rows in zip(is_cut, self._by_rows, strict=True)]
+            return self._sync(grads, chosen, self.no_state())[0]
         return self._reduce(grads, self.layout.axes, is_cut)
 
     def reduce_rest(self, grads: list[jax.Array]) -> list[jax.Array]:
@@ -146,7 +195,10 @@ class Exchange(NamedTuple):
 
         Scaled before they are sent: what is kept for later is of the gradient, not of a sum.
         """
-        left = [not (cut.dim and self.reduces_each) for cut in self._out()]
+        left = [
+            not (rows or (cut.dim and self.reduces_each))
+            for cut, rows in zip(self._out(), self._by_rows, strict=True)
+        ]
         if self.layout.replica_axes:
             grads = self._reduce(grads, self.layout.axes, left)
             left = [True] * len(grads)
@@ -185,7 +237,7 @@ class Exchange(NamedTuple):
 
     def _sums(self) -> list[Callable[[jax.Array, int], jax.Array] | None]:
         """What sums the gradients of parameters that are gathered where they are used."""
-        if self.sync is None or not self._syncs_axes:
+        if self.sync is None or not self._syncs_axes or self.layout.stage < 3:
             return [None] * len(self.paths)
         sync, axes, state = self.sync, self.layout.axes, self.no_state()
         tree, dims = dict.fromkeys(self.paths), dict.fromkeys(self.paths, 0)
@@ -252,6 +304,14 @@ def exchange_of(
         axes = {axis for entry in shards for axis in axes_of(entry)}
         cuts.append(Cut(dim, other))
         replica_cuts.append(Cut(dim if axes & set(layout.replica_axes) else 0, other))
+    paths = [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    trained = treedef.flatten_up_to(trained)
+    rows: list[RowMethod | None] = [None] * len(leaves)
+    if sync is not None and sync.rows is not None and not layout.replica_axes:
+        rows = [
+            sync.rows(path, x) if t else None
+            for path, x, t in zip(paths, leaves, trained, strict=True)
+        ]
     return Exchange(
         layout,
         precision,
@@ -259,8 +319,9 @@ def exchange_of(
         [x.dtype for x in leaves],
         cuts,
         replica_cuts,
-        treedef.flatten_up_to(trained),
-        [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)],
+        trained,
+        paths,
         sync,
         keeps_state,
+        tuple(rows),
     )

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from sharding._collectives import Cut, all_gather, reduce_scatter
 from sharding._layout import Layout
+from sharding.sync import RowMethod
 
 # The name that marks, in a traced loss, what it passes to ``gather``.
 MARK = "sharding.gather"
@@ -29,6 +30,7 @@ class How(NamedTuple):
       dtype: in which dtype the parameter is gathered.
       reduce_dtype: in which dtype its gradient is summed.
       sum_by: what sums it, in place of a reduce-scatter: of the gradient and the dim, the piece.
+      rows: how that of rows that were looked up is exchanged; None for all of the gradient.
     """
 
     layout: Layout
@@ -37,6 +39,7 @@ class How(NamedTuple):
     dtype: Any
     reduce_dtype: Any
     sum_by: Callable[[jax.Array, int], jax.Array] | None = None
+    rows: RowMethod | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -179,40 +182,49 @@ def together(params: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
 # --- Which parameters a loss gathers itself -------------------------------------------------------
 
 
-def gathered_leaves(fn: Callable[..., Any], params: list[Any], *args: Any) -> list[bool]:
-    """Of each parameter, whether ``fn`` passes it to ``gather`` and uses it nowhere else.
+class Uses(NamedTuple):
+    """What a loss does with its parameters; numbers of these.
+
+    Attributes:
+      marked: by mark, which it passes to a function that leaves it.
+      otherwise: which it uses in another way.
+    """
+
+    marked: dict[str, set[int]]
+    otherwise: set[int]
+
+
+def uses(fn: Callable[..., Any], params: list[Any], marks: Sequence[str], *args: Any) -> Uses:
+    """What ``fn(params, *args)`` does with its parameters.
 
     Args:
-      fn: ``fn(params, *args)``.
+      fn: a loss.
       params: abstract arrays of whole shapes.
+      marks: which names are marks.
       *args: abstract arrays, too.
     """
     jaxpr: Any = jax.make_jaxpr(fn)(params, *args).jaxpr
-    marked, used = _uses(jaxpr, {jaxpr.invars[i]: i for i in range(len(params))})
-    return [i in marked - used for i in range(len(params))]
+    found = Uses({mark: set() for mark in marks}, set())
+    _find_uses(jaxpr, {jaxpr.invars[i]: i for i in range(len(params))}, found)
+    return found
 
 
-def _uses(jaxpr: Any, source: dict[Any, int]) -> tuple[set[int], set[int]]:
-    """Of the variables in ``source``, which are marked and which are used otherwise."""
-    marked: set[int] = set()
-    used = {source[var] for var in jaxpr.outvars if _known(var, source)}
+def _find_uses(jaxpr: Any, source: dict[Any, int], uses: Uses) -> None:
+    """Adds what a jaxpr does with the variables in ``source``."""
+    uses.otherwise.update(source[var] for var in jaxpr.outvars if _known(var, source))
     for eqn in jaxpr.eqns:
         found = [(i, source[var]) for i, var in enumerate(eqn.invars) if _known(var, source)]
         if not found:
             continue
-        if eqn.primitive.name == "name" and eqn.params["name"] == MARK:
-            marked |= {leaf for _, leaf in found}
+        if eqn.primitive.name == "name" and eqn.params["name"] in uses.marked:
+            uses.marked[eqn.params["name"]].update(leaf for _, leaf in found)
             continue
         inner = list(_inner_jaxprs(eqn))
         if not inner:
-            used |= {leaf for _, leaf in found}
+            uses.otherwise.update(leaf for _, leaf in found)
         for sub, first in inner:
-            new = {sub.invars[i - first]: leaf for i, leaf in found if i >= first}
-            used |= {leaf for i, leaf in found if i < first}
-            more = _uses(sub, new)
-            marked |= more[0]
-            used |= more[1]
-    return marked, used
+            uses.otherwise.update(leaf for i, leaf in found if i < first)
+            _find_uses(sub, {sub.invars[i - first]: leaf for i, leaf in found if i >= first}, uses)
 
 
 def _known(var: Any, source: dict[Any, int]) -> bool:

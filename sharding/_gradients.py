@@ -89,7 +89,7 @@ def device_gradients(
         return (part, jax.random.fold_in(key, index)) if options.rngs else (part,)
 
     first = jax.tree.map(lambda x: x[0], cut)
-    layered = exchange.gathered_by(loss, *jax.eval_shape(loss_args, first, 0))
+    exchange = exchange.of_loss(loss, *jax.eval_shape(loss_args, first, 0))
     primals = exchange.primals(params)
     frozen = [None if t else x for t, x in zip(exchange.trained, primals, strict=True)]
     trained = [x for t, x in zip(exchange.trained, primals, strict=True) if t]
@@ -100,7 +100,7 @@ def device_gradients(
         def total_loss(trained: list[jax.Array]) -> tuple[Any, Any]:
             rest = iter(trained)
             whole = [next(rest) if x is None else x for x in frozen]
-            out = loss(exchange.open(whole, layered), *loss_args(part, index))
+            out = loss(exchange.open(whole, params), *loss_args(part, index))
             value, aux = out if options.has_aux else (out, None)
             total, weight = value if options.weighted else (value, jnp.ones(()))
             return total, (weight, aux)
@@ -222,8 +222,8 @@ def evaluate(
         return fn(treedef.unflatten(leaves), batch)
 
     def local(leaves: list[jax.Array], batch: Any) -> Any:
-        layered = exchange.gathered_by(of_leaves, batch)
-        return mark_scalars(of_leaves(exchange.open(leaves, layered), batch))
+        opened = exchange.of_loss(of_leaves, batch).open(leaves, leaves)
+        return mark_scalars(of_leaves(opened, batch))
 
     specs = [layout.manual_spec(spec) for spec in treedef.flatten_up_to(placed.params)]
     run = layout.shard_map(local, (specs, layout.batch_specs(batch)), P(entry_of(layout.data_axes)))

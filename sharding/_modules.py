@@ -1,10 +1,16 @@
-"""Flax modules whose calls gather their own parameters; only their users need Flax."""
+"""Flax modules that gather their own parameters, or look up rows of them.
+
+Only their users need Flax.
+"""
 
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from sharding._gather import gather, gathered, has_shards, split_arrays, together
+from sharding._lookup import is_handle, lookup
 
 
 def gathered_module(cls: type, policy: Callable[..., bool] | None, reshard: bool) -> type:
@@ -16,15 +22,18 @@ def gathered_module(cls: type, policy: Callable[..., bool] | None, reshard: bool
     for name, wrap in (("flax.linen", _linen_call), ("flax.nnx", _nnx_call)):
         flax = sys.modules.get(name)
         if flax is not None and issubclass(cls, flax.Module):
-            call = wrap(flax, cls, policy, reshard)
-            # Linen names parameters after the class.
-            names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-            return type(cls)(cls.__name__, (cls,), {"__call__": call, **names})
+            return _subclass(cls, __call__=wrap(flax, cls, policy, reshard))
     raise ValueError(
         f"zero.gathered takes a function of parameters, or a module class of flax.linen or "
         f"flax.nnx, got {cls}. For modules that are pytrees wrap the method: "
         "zero.gathered(Block.__call__)(block, x)."
     )
+
+
+def _subclass(cls: type, **methods: Any) -> type:
+    """A subclass with other methods and the same name, after which Linen names parameters."""
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls)(cls.__name__, (cls,), {**methods, **names})
 
 
 def _linen_call(nn: Any, cls: Any, policy: Any, reshard: bool) -> Callable[..., Any]:
@@ -72,3 +81,56 @@ def _nnx_call(nnx: Any, cls: Any, policy: Any, reshard: bool) -> Callable[..., A
         return out
 
     return __call__
+
+
+# --- Embeddings -----------------------------------------------------------------------------------
+
+
+def sparse_embedding(cls: type, *, shuffled: bool = False) -> type:
+    """An embedding whose gradient is exchanged by the rows that were looked up.
+
+    Args:
+      cls: ``flax.linen.Embed``, ``flax.nnx.Embed``, or a subclass of one.
+      shuffled: its rows are kept in the order of ``shuffle_rows``, which spreads frequent tokens
+        over the devices; to load a table from elsewhere, shuffle it.
+
+    Returns:
+      A subclass with the same name, fields and parameters whose ``__call__`` is ``lookup``. Its
+      ``attend`` uses the whole table: a table that does both is exchanged whole.
+
+    Raises:
+      ValueError: if the class is neither.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp, sharding as shd
+      >>> embed = shd.sparse_embedding(nn.Embed)(num_embeddings=100, features=8)
+      >>> embed.init_with_output(jax.random.key(0), jnp.zeros((2, 3), int))[0].shape
+      (2, 3, 8)
+    """
+    linen, nnx = sys.modules.get("flax.linen"), sys.modules.get("flax.nnx")
+    base: Any = cls
+    if linen is not None and issubclass(cls, linen.Embed):
+
+        def setup(self: Any) -> None:
+            kept = linen.meta.unbox(self.variables.get("params", {}).get("embedding"))
+            if is_handle(kept):
+                self.embedding = kept  # Linen would compare the shape of a shard with the table's
+            else:
+                base.setup(self)
+
+        def linen_call(self: Any, inputs: jax.Array) -> jax.Array:
+            rows = lookup(self.embedding, inputs, shuffled=shuffled)
+            return self.promote_dtype(rows, dtype=self.dtype, inexact=False)[0]
+
+        return _subclass(cls, setup=setup, __call__=linen_call)
+    if nnx is not None and issubclass(cls, nnx.Embed):
+
+        def nnx_call(self: Any, inputs: jax.Array) -> jax.Array:
+            rows = lookup(self.embedding.get_value(), inputs, shuffled=shuffled)
+            return self.promote_dtype((rows,), dtype=self.dtype, inexact=False)[0]
+
+        return _subclass(cls, __call__=nnx_call)
+    raise ValueError(
+        "sparse_embedding takes flax.linen.Embed, flax.nnx.Embed or a subclass of one, got "
+        f"{cls}. In other modules call lookup."
+    )

@@ -5,6 +5,7 @@ from sharding.sync._costs import Choice as Choice
 from sharding.sync._costs import Sparsity as Sparsity
 from sharding.sync._dense import dense as dense
 from sharding.sync._interface import GradientSync as GradientSync
+from sharding.sync._interface import RowMethod as RowMethod
 from sharding.sync._interface import SyncState as SyncState
 from sharding.sync._interface import by_path as by_path
 from sharding.sync._powersgd import powersgd as powersgd

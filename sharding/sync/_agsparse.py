@@ -7,17 +7,28 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding.sync._dense import dense_method
+from sharding.sync._dense import dense_mean, dense_method
 from sharding.sync._interface import (
     Axes,
     GradientSync,
     Method,
     Noise,
+    RowMethod,
     check_density,
     leafwise,
-    wide,
+    own_piece,
 )
-from sharding.sync._rows import Entries, Owners, in_rounds, pick, repeat, room_for
+from sharding.sync._rows import (
+    Entries,
+    Owners,
+    Rows,
+    dense_rows,
+    in_rounds,
+    looked_up_rows,
+    pick,
+    repeat,
+    room_for,
+)
 
 
 def agsparse(density: float = 0.01, *, min_size: int = 4096) -> GradientSync:
@@ -44,29 +55,41 @@ def agsparse(density: float = 0.01, *, min_size: int = 4096) -> GradientSync:
     check_density(density)
     plain = dense_method()
 
-    def mean(x: jax.Array, state: Any, axes: Axes, noise: Noise) -> tuple[jax.Array, Any]:
-        num, width = lax.axis_size(axes), x.size // x.shape[0]
-        owners = Owners(x.shape[0], 1)
-        room = room_for(density, x.shape[0])
+    def mean_of(rows: Rows, axes: Axes) -> jax.Array:
+        num, height = lax.axis_size(axes), rows.shape[0]
+        owners = Owners(height, 1)
+        room = room_for(min(density, rows.density), height)
 
         def send(entries: Entries, rounds: int) -> jax.Array:
             def one(i: Any, total: jax.Array) -> jax.Array:
                 picked = pick(entries, 1, room, i)
-                row = jnp.take(entries.place, picked, fill_value=x.shape[0])
+                row = jnp.take(entries.place, picked, fill_value=height)
                 row, values = (
                     lax.all_gather(part, axes, tiled=True) for part in (row, entries.values(picked))
                 )
                 return total.at[row].add(values.astype(total.dtype), mode="drop")
 
-            return repeat(rounds, one, jnp.zeros_like(wide(x))) / num
+            kind = jnp.promote_types(rows.dtype, jnp.float32)
+            return repeat(rounds, one, jnp.zeros(rows.shape, kind)) / num
 
-        def whole(rows: jax.Array) -> jax.Array:
-            return plain.mean(rows, (), axes, noise)[0]
+        def whole() -> jax.Array:
+            return dense_mean(rows.whole(), axes)
 
-        most = 2 * x.shape[0] * width / (width + 1) / num
-        return in_rounds(x, owners, room, axes, send, whole, most), state
+        width = math.prod(rows.shape[1:])
+        most = 2 * height * width / (width + 1) / num
+        return in_rounds(lambda: rows.entries(owners), room, axes, send, whole, most)
 
-    method = Method(lambda x: (), mean, is_linear=True)
+    def mean(x: jax.Array, state: Any, axes: Axes, noise: Noise) -> tuple[jax.Array, Any]:
+        return mean_of(dense_rows(x), axes), state
+
+    def reduce_rows(
+        ids: jax.Array, rows: jax.Array, num_rows: int, axes: Axes, dim: int
+    ) -> jax.Array:
+        total = mean_of(looked_up_rows(ids, num_rows, rows), axes)
+        return own_piece(total, axes, dim) if dim else total
+
+    of_rows = RowMethod(reduce_rows, density)
+    method = Method(lambda x: (), mean, is_linear=True, rows=of_rows)
     return leafwise(
         lambda path, x: method if len(x.shape) > 1 and math.prod(x.shape) >= min_size else plain
     )

@@ -45,12 +45,22 @@ def dense_method(dtype: Any = None) -> Method:
 
     def mean(x: jax.Array, state: Any, axes: Axes, noise: Noise) -> tuple[jax.Array, Any]:
         del noise
-        return wide(lax.psum(x.astype(dtype or x.dtype), axes)) / lax.axis_size(axes), state
+        return dense_mean(x.astype(dtype or x.dtype), axes), state
 
     def piece(
         x: jax.Array, state: Any, axes: Axes, noise: Noise, dim: int
     ) -> tuple[jax.Array, Any]:
         del noise
-        return wide(scatter_sum(x.astype(dtype or x.dtype), axes, dim)) / lax.axis_size(axes), state
+        return dense_piece(x.astype(dtype or x.dtype), axes, dim), state
 
     return Method(lambda x: (), mean, piece, is_linear=True)
+
+
+def dense_mean(x: jax.Array, axes: Axes) -> jax.Array:
+    """The mean, summed in the array's dtype; in float32 at least."""
+    return wide(lax.psum(x, axes)) / lax.axis_size(axes)
+
+
+def dense_piece(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    """This device's piece of it."""
+    return wide(scatter_sum(x, axes, dim)) / lax.axis_size(axes)

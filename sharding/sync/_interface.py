@@ -24,11 +24,28 @@ class GradientSync(NamedTuple):
         ``params``, None in it for what is not exchanged; ``axis`` a mesh axis, or several.
       reduce_scatter: ``reduce_scatter(grads, state, axis, dims) -> (pieces, state)``: of each mean
         this device's piece along a dim, counted from the end; 0 for the whole mean.
+      rows: ``rows(path, array) -> RowMethod``, how the gradient of a table is exchanged of which
+        rows were looked up; None where it must be whole, as for ``GradientSync.rows``.
     """
 
     init: Callable[[Any], Any]
     all_reduce: Callable[[Any, Any, Axis], tuple[Any, Any]]
     reduce_scatter: Callable[[Any, Any, Axis, Any], tuple[Any, Any]]
+    rows: "Callable[[str, Any], RowMethod | None] | None" = None
+
+
+class RowMethod(NamedTuple):
+    """How the gradient of a table is exchanged, given the rows that were looked up; no state.
+
+    Attributes:
+      reduce: ``reduce(ids, rows, num_rows, axes, dim)``: of the gradients (lookups, ...) of rows
+        that were looked up, the mean of the table's, or this device's piece of it along a dim,
+        counted from the end; 0 for the whole mean.
+      density: how many of all rows a device looks up, as is expected.
+    """
+
+    reduce: Callable[..., jax.Array]
+    density: float
 
 
 class Method(NamedTuple):
@@ -40,6 +57,7 @@ class Method(NamedTuple):
       piece: ``piece(x, state, axes, noise, dim) -> (piece, state)``; None cuts it from the mean.
       is_linear: whether infinities and NaN pass through by themselves.
       counts: whether the method looks at the number of steps in ``noise``.
+      rows: how it takes rows that were looked up; None if it does not.
     """
 
     init: Callable[[Any], Any]
@@ -47,6 +65,7 @@ class Method(NamedTuple):
     piece: Callable[..., tuple[jax.Array, Any]] | None = None
     is_linear: bool = False
     counts: bool = False
+    rows: RowMethod | None = None
 
     def reduce(
         self, x: jax.Array, state: Any, axes: Axes, noise: "Noise", dim: int
@@ -119,7 +138,7 @@ def leafwise(choose: Callable[[str, Any], Method]) -> GradientSync:
         step = None if state.step is None else state.step + 1
         return treedef.unflatten(out), SyncState(step, treedef.unflatten(kept))
 
-    return _with_all_reduce(init, reduce_scatter)
+    return _with_all_reduce(init, reduce_scatter, lambda path, x: choose(path, x).rows)
 
 
 def by_path(
@@ -154,11 +173,14 @@ def by_path(
             raise ValueError(f"by_path: {pattern!r} must name a GradientSync, got {rule!r}.")
     parts = [*rules.values(), default or dense()]
 
+    def part_of(path: str) -> int:
+        found = (i for i, pattern in enumerate(rules) if re.search(pattern, path))
+        return next(found, len(rules))
+
     def split(flat: list[tuple[str, Any]]) -> list[dict[str, Any]]:
         groups: list[dict[str, Any]] = [{} for _ in parts]
         for path, x in flat:
-            found = (i for i, pattern in enumerate(rules) if re.search(pattern, path))
-            groups[next(found, len(rules))][path] = x
+            groups[part_of(path)][path] = x
         return groups
 
     def init(params: Any) -> tuple[Any, ...]:
@@ -180,11 +202,17 @@ def by_path(
             new.append(kept)
         return treedef.unflatten([out[path] for path, _ in flat]), tuple(new)
 
-    return _with_all_reduce(init, reduce_scatter)
+    def rows(path: str, x: Any) -> RowMethod | None:
+        found = parts[part_of(path)].rows
+        return found(path, x) if found else None
+
+    return _with_all_reduce(init, reduce_scatter, rows)
 
 
 def _with_all_reduce(
-    init: Callable[[Any], Any], reduce_scatter: Callable[[Any, Any, Axis, Any], tuple[Any, Any]]
+    init: Callable[[Any], Any],
+    reduce_scatter: Callable[[Any, Any, Axis, Any], tuple[Any, Any]],
+    rows: Callable[[str, Any], RowMethod | None],
 ) -> GradientSync:
     """An exchange whose ``all_reduce`` is its ``reduce_scatter`` along no dim."""
 
@@ -192,7 +220,7 @@ def _with_all_reduce(
         dims = jax.tree.map(lambda _: 0, grads, is_leaf=_is_none)
         return reduce_scatter(grads, state, axis, dims)
 
-    return GradientSync(init, all_reduce, reduce_scatter)
+    return GradientSync(init, all_reduce, reduce_scatter, rows)
 
 
 def _named(

@@ -1,4 +1,4 @@
-"""Rows that are not zero: which, how many, to whom; and in how many rounds they are sent."""
+"""Gradients most of whose rows are zero: which are not, whose they are, and how they are sent."""
 
 import functools
 import math
@@ -48,7 +48,7 @@ class Entries(NamedTuple):
     """What a device has to send; lists have an entry for each.
 
     Attributes:
-      owner: to which device; sorted.
+      owner: to which device.
       rank: how many before it go to the same device; of what is not sent -1.
       place: in that device's memory.
       values: ``values(indices)``, the rows of these entries, zeros where an index is too large.
@@ -66,19 +66,107 @@ def room_for(density: float, places: int) -> int:
     return min(places, math.ceil(expected + 3 * math.sqrt(expected * (1 - density))) or 1)
 
 
-def entries_of(rows: jax.Array, owners: Owners) -> Entries:
-    """A dense gradient's, one for each place of each owner."""
-    row_at = owners.row_at()
-    found = jnp.any(rows != 0, axis=tuple(range(1, rows.ndim)))
-    found = jnp.take(found, row_at, fill_value=False).reshape(owners.num, owners.places)
-    rank = jnp.where(found, jnp.cumsum(found, 1, dtype=jnp.int32) - 1, -1).ravel()
-    at = jnp.arange(rank.size, dtype=jnp.int32)
+class Rows(NamedTuple):
+    """A gradient by rows, along its first dim.
 
-    def values(indices: jax.Array) -> jax.Array:
-        row = jnp.take(row_at, indices, fill_value=owners.rows)
-        return jnp.take(rows, row, axis=0, fill_value=0)
+    Attributes:
+      shape: of the gradient.
+      dtype: of it, too.
+      density: how many of its rows can be other than zero, of all.
+      entries: of ``Owners``.
+      whole: the gradient.
+    """
 
-    return Entries(at // owners.places, rank, at % owners.places, values)
+    shape: tuple[int, ...]
+    dtype: Any
+    density: float
+    entries: Callable[[Owners], Entries]
+    whole: Callable[[], jax.Array]
+
+
+def dense_rows(x: jax.Array) -> Rows:
+    """A gradient in which rows that are zero have to be found."""
+
+    def entries(owners: Owners) -> Entries:
+        """One for each place of each owner."""
+        row_at = owners.row_at()
+        found = jnp.any(x != 0, axis=tuple(range(1, x.ndim)))
+        found = jnp.take(found, row_at, fill_value=False).reshape(owners.num, owners.places)
+        rank = jnp.where(found, jnp.cumsum(found, 1, dtype=jnp.int32) - 1, -1).ravel()
+        at = jnp.arange(rank.size, dtype=jnp.int32)
+
+        def values(indices: jax.Array) -> jax.Array:
+            row = jnp.take(row_at, indices, fill_value=owners.rows)
+            return jnp.take(x, row, axis=0, fill_value=0)
+
+        return Entries(at // owners.places, rank, at % owners.places, values)
+
+    return Rows(x.shape, x.dtype, 1.0, entries, lambda: x)
+
+
+def looked_up_rows(ids: jax.Array, num_rows: int, rows: jax.Array) -> Rows:
+    """The gradient of a table, from those of rows that were looked up, some more than once.
+
+    Args:
+      ids: (lookups,); those outside the table have no gradient.
+      num_rows: of the table.
+      rows: (lookups, ...).
+    """
+    kind = jnp.promote_types(rows.dtype, jnp.float32)
+
+    def added(at: jax.Array, size: int) -> jax.Array:
+        sums = jnp.zeros((size, *rows.shape[1:]), kind)
+        return sums.at[at].add(rows.astype(kind), mode="drop").astype(rows.dtype)
+
+    def entries(owners: Owners) -> Entries:
+        """One for each lookup; the first of a row stands for all of them."""
+        once = distinct(ids, owners)
+
+        def values(indices: jax.Array) -> jax.Array:
+            return jnp.take(added(once.first, ids.size), indices, axis=0, fill_value=0)
+
+        return once.entries._replace(values=values)
+
+    def whole() -> jax.Array:
+        return added(jnp.where(ids < 0, num_rows, ids), num_rows)
+
+    shape = (num_rows, *rows.shape[1:])
+    return Rows(shape, rows.dtype, min(1.0, ids.size / num_rows), entries, whole)
+
+
+class Distinct(NamedTuple):
+    """Rows that were looked up, each once.
+
+    Attributes:
+      entries: one for each lookup, of which the first of every row is sent; without values.
+      first: of each lookup, which one that is.
+    """
+
+    entries: Entries
+    first: jax.Array
+
+
+def distinct(ids: jax.Array, owners: Owners) -> Distinct:
+    """Which of the lookups (entries,) stand for their row, and who owns it."""
+    valid = (ids >= 0) & (ids < owners.rows)
+    place = owners.place_of(jnp.where(valid, ids, 0))
+    place = jnp.where(valid, place, owners.num * owners.places)
+    order = jnp.argsort(place, stable=True)
+    place = place[order]
+    new = jnp.concatenate([jnp.ones(1, bool), place[1:] != place[:-1]])
+    taken = new & (place < owners.num * owners.places)
+    owner = place // owners.places
+    before = jnp.cumsum(taken, dtype=jnp.int32) - taken
+    start = jnp.searchsorted(owner, jnp.arange(owners.num + 1, dtype=owner.dtype))
+    rank = jnp.where(taken, before - before[start][owner], -1)
+    of_row = lax.cummax(jnp.where(new, jnp.arange(place.size, dtype=jnp.int32), 0))
+
+    def back(x: jax.Array) -> jax.Array:
+        """In the order of the lookups."""
+        return jnp.zeros_like(x).at[order].set(x)
+
+    none = Entries(back(owner), back(rank), back(place % owners.places), lambda indices: indices)
+    return Distinct(none, back(order[of_row].astype(jnp.int32)))
 
 
 def pick(entries: Entries, num: int, room: int, i: Any) -> jax.Array:
@@ -91,19 +179,17 @@ def pick(entries: Entries, num: int, room: int, i: Any) -> jax.Array:
 
 
 def in_rounds(
-    rows: jax.Array,
-    owners: Owners,
+    entries: Callable[[], Entries],
     room: int,
     axes: Axes,
     send: Callable[[Entries, int], jax.Array],
-    whole: Callable[[jax.Array], jax.Array],
+    whole: Callable[[], jax.Array],
     most: float,
 ) -> jax.Array:
-    """What is made of rows where only some are not zero, in the fewest rounds that send all.
+    """What is made of some rows, in the fewest rounds that send them all.
 
     Args:
-      rows: (rows, ...).
-      owners: of rows.
+      entries: what is to be sent.
       room: of entries for an owner in a round.
       axes: the devices, which all decide alike.
       send: of entries and the number of rounds.
@@ -112,12 +198,12 @@ def in_rounds(
     """
     worth = [r for r in _ROUNDS if r * room < most]
     if not worth:
-        return whole(rows)
-    entries = entries_of(rows, owners)
-    needed = lax.pmax(-(-(jnp.max(entries.rank) + 1) // room), axes)
-    branches = [functools.partial(send, entries, rounds) for rounds in worth]
+        return whole()
+    found = entries()
+    needed = lax.pmax(-(-(jnp.max(found.rank) + 1) // room), axes)
+    branches = [functools.partial(send, found, rounds) for rounds in worth]
     choice = jnp.searchsorted(jnp.array(worth, jnp.int32), needed)
-    return lax.switch(choice, [*branches, functools.partial(whole, rows)])
+    return lax.switch(choice, [*branches, whole])
 
 
 def repeat(rounds: int, body: Callable[[Any, Any], Any], start: Any) -> Any:

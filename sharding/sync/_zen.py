@@ -1,26 +1,37 @@
 """Gradients most of whose rows are zero: only the others are sent, and nothing is lost."""
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding._scatter import scatter_sum
-from sharding.sync._dense import dense_method
+from sharding.sync._dense import dense_mean, dense_method, dense_piece
 from sharding.sync._interface import (
     Axes,
     GradientSync,
     Method,
     Noise,
+    RowMethod,
     check_density,
     leafwise,
     own_piece,
-    wide,
 )
 from sharding.sync._mixer import Mixer
-from sharding.sync._rows import Entries, Owners, in_rounds, pick, repeat, room_for
+from sharding.sync._rows import (
+    Entries,
+    Owners,
+    Rows,
+    dense_rows,
+    in_rounds,
+    looked_up_rows,
+    pick,
+    repeat,
+    room_for,
+)
 
 
 def zen(
@@ -85,50 +96,69 @@ def zen(
         raise ValueError(f"granularity must be 'row' or 'element', got {granularity!r}.")
     plain = dense_method()
 
-    def mean(x: jax.Array, state: Any, axes: Axes, noise: Noise) -> tuple[jax.Array, Any]:
+    def mean_of(rows: Rows, axes: Axes) -> jax.Array:
         num = lax.axis_size(axes)
-        rows = x.reshape(x.shape[0] if granularity == "row" else x.size, -1)
         owners = Owners(rows.shape[0], num, Mixer(rows.shape[0], seed))
-        union = min(1.0, num * density) if union_density is None else union_density
-        room, back = room_for(density, owners.places), room_for(union, owners.places)
+        one = min(density, rows.density)
+        union = min(1.0, num * one if union_density is None else union_density)
+        room, back = room_for(one, owners.places), room_for(union, owners.places)
 
         def send(entries: Entries, rounds: int) -> jax.Array:
             total, touched = _push(entries, owners, room, rounds, axes)
-            return _pull((total / num).astype(x.dtype), touched, owners, back, axes)
+            return _pull((total / num).astype(rows.dtype), touched, owners, back, axes)
 
-        def whole(rows: jax.Array) -> jax.Array:
-            return plain.mean(rows, (), axes, noise)[0].astype(x.dtype)
+        def whole() -> jax.Array:
+            return dense_mean(rows.whole(), axes).astype(rows.dtype)
 
-        most = owners.places * rows.shape[1] / (rows.shape[1] + 1)
-        return in_rounds(rows, owners, room, axes, send, whole, most).reshape(x.shape), state
+        width = math.prod(rows.shape[1:])
+        most = owners.places * width / (width + 1)
+        return in_rounds(lambda: rows.entries(owners), room, axes, send, whole, most)
+
+    def piece_of(rows: Rows, axes: Axes, dim: int) -> jax.Array:
+        """Along dim 0 or 1."""
+        num = lax.axis_size(axes)
+        owners = Owners(rows.shape[0], 1 if dim else num)
+        room = room_for(min(density, rows.density), owners.places)
+
+        def send(entries: Entries, rounds: int) -> jax.Array:
+            if dim:
+                return _push_parts(entries, rows.shape, room, rounds, axes) / num
+            return _push(entries, owners, room, rounds, axes)[0] / num
+
+        def whole() -> jax.Array:
+            return dense_piece(rows.whole(), axes, dim)
+
+        # An index goes to the owner of the row, or to all devices.
+        width = math.prod(rows.shape[1:])
+        most = owners.places * width / (width + (num if dim else 1))
+        return in_rounds(lambda: rows.entries(owners), room, axes, send, whole, most)
+
+    def mean(x: jax.Array, state: Any, axes: Axes, noise: Noise) -> tuple[jax.Array, Any]:
+        rows = x.reshape(x.shape[0] if granularity == "row" else x.size, -1)
+        return mean_of(dense_rows(rows), axes).reshape(x.shape), state
 
     def piece(
         x: jax.Array, state: Any, axes: Axes, noise: Noise, dim: int
     ) -> tuple[jax.Array, Any]:
-        num = lax.axis_size(axes)
         if granularity == "element":
             total, state = mean(x, state, axes, noise)
             return own_piece(total, axes, dim), state
-        by_rows = dim % x.ndim == 0
-        rows = x if by_rows else jnp.moveaxis(x, dim, 1)
-        owners = Owners(x.shape[0], num if by_rows else 1)
-        room = room_for(density, owners.places)
-        width = x.size // x.shape[0]
+        return along(x, axes, dim, dense_rows), state
 
-        def send(entries: Entries, rounds: int) -> jax.Array:
-            if by_rows:
-                return _push(entries, owners, room, rounds, axes)[0] / num
-            return _push_parts(entries, rows.shape, room, rounds, axes) / num
+    def reduce_rows(
+        ids: jax.Array, rows: jax.Array, num_rows: int, axes: Axes, dim: int
+    ) -> jax.Array:
+        make = functools.partial(looked_up_rows, ids, num_rows)
+        return along(rows, axes, dim, make) if dim else mean_of(make(rows), axes)
 
-        def whole(rows: jax.Array) -> jax.Array:
-            return wide(scatter_sum(rows, axes, 0 if by_rows else 1)) / num
+    def along(x: jax.Array, axes: Axes, dim: int, make: Callable[[jax.Array], Rows]) -> jax.Array:
+        """The piece of a gradient that is made of an array of as many dims."""
+        if dim % x.ndim == 0:
+            return piece_of(make(x), axes, 0)
+        return jnp.moveaxis(piece_of(make(jnp.moveaxis(x, dim, 1)), axes, 1), 1, dim)
 
-        # An index goes to the owner of the row, or to all devices.
-        most = owners.places * width / (width + (1 if by_rows else num))
-        out = in_rounds(rows, owners, room, axes, send, whole, most)
-        return (out if by_rows else jnp.moveaxis(out, 1, dim)), state
-
-    method = Method(lambda x: (), mean, piece, is_linear=True)
+    of_rows = RowMethod(reduce_rows, density) if granularity == "row" else None
+    method = Method(lambda x: (), mean, piece, is_linear=True, rows=of_rows)
 
     def choose(path: str, x: Any) -> Method:
         has_rows = granularity == "element" or len(x.shape) > 1

@@ -1,0 +1,215 @@
+"""Tables of which a loss looks up rows: neither they nor their gradients cross the wire whole."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from sharding._gather import How, Shard, gather, is_shard
+from sharding.sync._mixer import Mixer
+from sharding.sync._rows import Entries, Owners, distinct, in_rounds, pick, repeat, room_for
+
+# The name that marks, in a traced loss, what it passes to ``lookup``.
+MARK = "sharding.lookup"
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Table:
+    """A whole table, for ``lookup`` alone.
+
+    Attributes:
+      value: its rows.
+      tap: zeros that stand for it where the gradient is taken, of the shape of what a device keeps
+        of that.
+      how: how the gradient is exchanged.
+    """
+
+    value: jax.Array
+    tap: jax.Array
+    how: How = dataclasses.field(metadata={"static": True})
+
+
+def is_handle(x: Any) -> bool:
+    """Whether a parameter is given in a form that ``lookup`` and ``gather`` know."""
+    return isinstance(x, Shard | Table)
+
+
+def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
+    r"""Rows of a table, such as token embeddings; in a loss of ``Zero``, sparse on the wire.
+
+    What ``jnp.take(table, ids, axis=0)`` gives. Its derivative makes a gradient of the table's
+    size, nearly all of it zeros. Where ``Zero(sync=...)`` exchanges the table by rows
+    (``sync.zen``, ``sync.agsparse``) and a loss uses it in no other way, the rows that were looked
+    up are exchanged instead: each once, to the device that owns it. At stage 3 rows come to the
+    device in the same way; the table is whole nowhere. With T lookups on a device, of
+    :math:`T_1 \le T` rows, and D numbers a row, a device sends and receives about
+    :math:`T_1 D` numbers for the gradient, at stage 3 once more for the rows; how much room there
+    is for them is fixed when the step is compiled, by T and by the density the exchange was told.
+    More rows are sent in rounds, or the table whole: nothing is lost.
+
+    ZeRO cuts rows as they lie, and in most vocabularies the frequent ones lie together, on one
+    device. ``shuffled`` spreads them: the table is kept in the order of a permutation that all
+    devices can compute.
+
+    Updates stay those of the transformation, of all rows: one with momentum or weight decay changes
+    rows that were not looked up, too. Statistics of columns, as factored ones keep, are sums over
+    all owners, which the update makes.
+
+    Args:
+      table: (rows, ...), as the loss got it.
+      ids: integers of any shape; negative ones count from the end. Rows outside the table are NaN.
+      shuffled: the table is in the order of ``shuffle_rows``.
+
+    Returns:
+      An array of the shape of ``ids`` and that of a row.
+
+    Raises:
+      ValueError: if ``ids`` are no integers, or the table has no rows.
+
+    Example:
+      >>> import jax.numpy as jnp, sharding as shd
+      >>> table = jnp.arange(10.0).reshape(5, 2)
+      >>> shd.lookup(table, jnp.array([3, 0])).tolist()
+      [[6.0, 7.0], [0.0, 1.0]]
+      >>> shd.lookup(shd.shuffle_rows(table), jnp.array([3, 0]), shuffled=True).tolist()
+      [[6.0, 7.0], [0.0, 1.0]]
+    """
+    ids = jnp.asarray(ids)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ValueError(f"lookup: ids must be integers, got {ids.dtype}.")
+    if is_shard(table) and (table.how.rows is None or table.how.dim != -table.value.ndim):
+        table = gather(table)
+    value = table.value if is_handle(table) else jnp.asarray(table)
+    if not value.ndim:
+        raise ValueError("lookup: the table is a scalar and has no rows.")
+    num_rows = value.shape[0]
+    if is_shard(table):
+        num_rows *= table.how.layout.num_shards
+    at = ids.astype(jnp.int32).ravel()
+    at = jnp.where(at < 0, at + num_rows, at)
+    inside = (at >= 0) & (at < num_rows)
+    if shuffled:
+        at = Mixer(num_rows).mix(jnp.where(inside, at, 0))
+    at = jnp.where(inside, at, num_rows)
+    if is_shard(table):
+        rows = _fetch(_Call(table.how, value.dtype, num_rows), value, at)
+    elif isinstance(table, Table):
+        rows = _take(_Call(table.how, table.tap.dtype, num_rows), value, table.tap, at)
+    else:
+        rows = jnp.take(checkpoint_name(value, MARK), at, axis=0)
+    return rows.reshape(*ids.shape, *rows.shape[1:])
+
+
+def shuffle_rows(table: jax.Array) -> jax.Array:
+    """A table in the order in which ``lookup(..., shuffled=True)`` expects it.
+
+    Args:
+      table: (rows, ...).
+
+    Returns:
+      The table, its rows permuted. Undone by ``unshuffle_rows``, as for export.
+    """
+    size = table.shape[0]
+    return jnp.take(table, Mixer(size).unmix(jnp.arange(size, dtype=jnp.int32)), axis=0)
+
+
+def unshuffle_rows(table: jax.Array) -> jax.Array:
+    """Undoes ``shuffle_rows``."""
+    size = table.shape[0]
+    return jnp.take(table, Mixer(size).mix(jnp.arange(size, dtype=jnp.int32)), axis=0)
+
+
+class _Call(NamedTuple):
+    """What is known of a lookup when it is traced.
+
+    Attributes:
+      how: how the gradient is exchanged.
+      dtype: of the gradient.
+      num_rows: of the whole table.
+    """
+
+    how: How
+    dtype: Any
+    num_rows: int
+
+    def gradient(self, ids: jax.Array, grad: jax.Array) -> jax.Array:
+        """What this device keeps of the table's gradient."""
+        how = self.how
+        assert how.rows is not None
+        axes = how.layout.axes
+        grad = grad.astype(how.reduce_dtype)
+        mean = how.rows.reduce(ids, grad, self.num_rows, axes, how.dim)
+        return (mean * lax.axis_size(axes)).astype(self.dtype)
+
+
+# --- Below stage 3: the table is here, its gradient is not ----------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _take(call: _Call, value: jax.Array, tap: jax.Array, ids: jax.Array) -> jax.Array:
+    del call, tap
+    return jnp.take(value, ids, axis=0)
+
+
+def _take_forward(call: _Call, value: jax.Array, tap: jax.Array, ids: jax.Array) -> Any:
+    return _take(call, value, tap, ids), ids
+
+
+def _take_backward(call: _Call, ids: jax.Array, grad: jax.Array) -> Any:
+    with jax.named_scope("reduce_gradients"):
+        return None, call.gradient(ids, grad), None
+
+
+_take.defvjp(_take_forward, _take_backward)
+
+
+# --- At stage 3: rows come from the devices that own them -----------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fetch(call: _Call, shard: jax.Array, ids: jax.Array) -> jax.Array:
+    how = call.how
+    assert how.rows is not None
+    axes, places = how.layout.axes, shard.shape[0]
+    num, shard = lax.axis_size(axes), shard.astype(how.dtype)
+    owners = Owners(call.num_rows, num)
+    once = distinct(ids, owners)
+    room = room_for(min(how.rows.density, ids.size / call.num_rows), places)
+
+    def send(entries: Entries, rounds: int) -> jax.Array:
+        def one(i: Any, found: jax.Array) -> jax.Array:
+            picked = pick(entries, num, room, i)
+            asked = jnp.take(entries.place, picked, fill_value=places)
+            asked = lax.all_to_all(asked, axes, split_axis=0, concat_axis=0, tiled=True)
+            rows = jnp.take(shard, asked, axis=0, fill_value=0)
+            rows = lax.all_to_all(rows, axes, split_axis=0, concat_axis=0, tiled=True)
+            return found.at[picked].set(rows, mode="drop")
+
+        found = repeat(rounds, one, jnp.zeros((ids.size, *shard.shape[1:]), shard.dtype))
+        return jnp.take(found, jnp.where(ids < call.num_rows, once.first, ids.size), axis=0)
+
+    def whole() -> jax.Array:
+        return jnp.take(gather(Shard(shard, how)), ids, axis=0)
+
+    width = math.prod(shard.shape[1:])
+    most = places * width / (width + 1)
+    with jax.named_scope("gather"):
+        return in_rounds(lambda: once.entries, room, axes, send, whole, most)
+
+
+def _fetch_forward(call: _Call, shard: jax.Array, ids: jax.Array) -> Any:
+    return _fetch(call, shard, ids), ids
+
+
+def _fetch_backward(call: _Call, ids: jax.Array, grad: jax.Array) -> Any:
+    with jax.named_scope("reduce_scatter"):
+        return call.gradient(ids, grad), None
+
+
+_fetch.defvjp(_fetch_forward, _fetch_backward)

@@ -1,0 +1,380 @@
+"""Tables by rows: what a loss that looks rows up gets, learns and sends."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+
+import sharding as shd
+from sharding import sync
+from sharding.plan._wire import collectives
+
+TOKENS = 64  # of a batch, on all devices
+
+
+def mesh_of(num, kind=AxisType.Auto):
+    return jax.make_mesh((num,), ("data",), axis_types=(kind,), devices=jax.devices()[:num])
+
+
+def zero_of(exchange, stage, num=8, kind=AxisType.Auto, **options):
+    return shd.Zero(mesh_of(num, kind), stage, sync=exchange, min_shard_size=16, **options)
+
+
+def ids_of(step, rows, how="zipf"):
+    """(sequences, 4); of one step, of all devices."""
+    rng = np.random.default_rng(step)
+    if how == "zipf":
+        ids = np.minimum(rng.zipf(1.5, TOKENS) - 1, rows - 1)
+    elif how == "one":
+        ids = np.full(TOKENS, rows - 1)
+    elif how == "last owner":
+        ids = rows - 1 - rng.integers(0, max(1, rows // 8), TOKENS)
+    else:
+        ids = rng.integers(0, rows, TOKENS)
+    return jnp.asarray(ids.reshape(-1, 4), jnp.int32)
+
+
+def batch_of(step, rows, how="zipf"):
+    scale = 10.0 ** np.repeat(np.arange(8) / 4, TOKENS // 32)  # devices of different size
+    return {"ids": ids_of(step, rows, how), "scale": jnp.asarray(scale)}
+
+
+def initial(shape, dtype=jnp.float64):
+    rng = np.random.default_rng(0)
+    width = int(np.prod(shape[1:]))
+    table = jnp.asarray(rng.normal(size=shape), dtype)
+    return {"table": table, "out": jnp.asarray(0.2 * rng.normal(size=(width, 24)), dtype)}
+
+
+def loss_by(look):
+    """Of parameters and a batch, ``look`` finding rows; its gradients have full rank."""
+
+    def loss(params, batch):
+        x = look(params["table"], batch["ids"])
+        x = jnp.tanh(x.reshape(*batch["ids"].shape, -1) @ params["out"])
+        x = jnp.cumsum(x, axis=1) * batch["scale"][:, None, None].astype(x.dtype)
+        return jnp.mean((x - 1) ** 2)
+
+    return loss
+
+
+def take(table, ids):
+    return jnp.take(table, ids, axis=0)
+
+
+def train(zero, look, shape, steps=4, how="zipf", tx=None, table=None, **options):
+    tx = tx or optax.adamw(1e-2)
+    params = initial(shape) | ({} if table is None else {"table": table})
+
+    def loss(params, batch):
+        return loss_by(look)(params | {"out": zero.gather(params["out"])}, batch)
+
+    state = zero.init(lambda: (params, tx.init(params)), tx=tx)
+    step = zero.train_step(loss, tx=tx, **options)
+    for i in range(steps):
+        state, _ = step(state, zero.put(batch_of(i, shape[0], how)))
+    return state[0]
+
+
+def assert_same(have, want, start, tolerance=1e-12):
+    for k in want:
+        path = np.linalg.norm(np.asarray(want[k] - start[k]))
+        assert path > 0
+        off = np.linalg.norm(np.asarray(jax.device_get(have[k])) - np.asarray(want[k]))
+        assert off < tolerance * path, (k, off / path)
+
+
+CASES = [  # exchange, stage, devices, shape, ids, why
+    (sync.zen(0.2, min_size=1), 0, 8, (96, 16), "zipf", "whole means"),
+    (sync.zen(0.2, min_size=1), 1, 8, (96, 16), "zipf", "a piece, and no gradient pulled"),
+    (sync.zen(0.2, min_size=1), 2, 4, (96, 16), "zipf", "a piece"),
+    (sync.zen(0.2, min_size=1), 3, 8, (96, 16), "zipf", "rows are fetched"),
+    (sync.zen(0.9, min_size=1), 3, 2, (96, 16), "uniform", "duplicates on both devices"),
+    (sync.zen(0.05, min_size=1), 2, 8, (1024, 16), "last owner", "all rows to one owner: rounds"),
+    (sync.zen(0.05, min_size=1), 3, 8, (1024, 16), "last owner", "rounds at stage 3"),
+    (sync.zen(0.001, min_size=1), 3, 8, (1024, 16), "uniform", "more than four rounds: whole"),
+    (sync.zen(0.1, min_size=1), 3, 8, (96, 16), "one", "one row, by all devices"),
+    (sync.zen(0.2, min_size=1), 2, 8, (99, 16), "zipf", "columns are cut"),
+    (sync.zen(0.2, min_size=1), 3, 8, (99, 16), "zipf", "columns are cut: gathered whole"),
+    (sync.zen(0.2, min_size=1), 2, 8, (99, 13), "zipf", "nothing divides"),
+    (sync.zen(0.2, min_size=1), 3, 8, (99, 13), "zipf", "nothing divides at stage 3"),
+    (sync.zen(0.2, min_size=1), 3, 8, (96, 3, 5), "zipf", "rows of two dims"),
+    (sync.agsparse(0.2, min_size=1), 0, 4, (96, 16), "zipf", "another exchange"),
+    (sync.agsparse(0.2, min_size=1), 2, 8, (96, 16), "zipf", "which pulls all"),
+    (sync.agsparse(0.2, min_size=1), 3, 8, (96, 16), "zipf", "and fetches"),
+    (sync.dense(), 2, 8, (96, 16), "zipf", "no rows: as ever"),
+    (sync.dense(), 3, 8, (96, 16), "zipf", "no rows at stage 3"),
+    (None, 3, 8, (96, 16), "zipf", "no exchange at stage 3"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"stage {c[1]}, {c[5]}")
+def test_equals_one_device_with_take(case, x64):
+    exchange, stage, num, shape, how, _ = case
+    want = train(zero_of(None, 0, 1), take, shape, how=how)
+    have = train(zero_of(exchange, stage, num), shd.lookup, shape, how=how)
+    assert_same(have, want, initial(shape))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_shuffled_tables(stage, x64):
+    shape = (96, 16)
+    want = train(zero_of(None, 0, 1), take, shape)
+    mixed = shd.shuffle_rows(initial(shape)["table"])
+    assert np.any(mixed != initial(shape)["table"])
+    zero = zero_of(sync.zen(0.3, min_size=1), stage)
+
+    def look(table, ids):
+        return shd.lookup(table, ids, shuffled=True)
+
+    have = jax.device_get(train(zero, look, shape, table=mixed))
+    have["table"] = shd.unshuffle_rows(have["table"])
+    assert_same(have, want, initial(shape))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_micro_batches_and_two_lookups(stage, kind, x64):
+    def twice(look):
+        return lambda table, ids: look(table, ids) - 0.5 * look(table, ids[:, ::-1])
+
+    shape, exchange = (96, 16), sync.zen(0.2, min_size=1)
+    want = train(zero_of(None, 0, 1), twice(take), shape)
+    zero = zero_of(exchange, stage, 4, kind)
+    have = train(zero, twice(shd.lookup), shape, microbatches=2)
+    assert_same(have, want, initial(shape))
+
+
+def test_in_loops_and_checkpoints(x64):
+    """As a loss may use it: in a scan over positions, computed again in the backward pass."""
+
+    def scanned(look):
+        def one(carry, ids):
+            return carry, look(ids)
+
+        return lambda table, ids: jnp.moveaxis(
+            jax.lax.scan(
+                lambda c, i: (c, jax.checkpoint(lambda t, i: look(t, i))(table, i)), 0, ids.T
+            )[1],
+            0,
+            1,
+        )
+
+    shape = (96, 16)
+    want = train(zero_of(None, 0, 1), take, shape)
+    for stage in (2, 3):
+        have = train(zero_of(sync.zen(0.2, min_size=1), stage), scanned(shd.lookup), shape)
+        assert_same(have, want, initial(shape))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_frozen_tables(stage, x64):
+    zero = zero_of(sync.zen(0.2, min_size=1), stage)
+    trainable = {"table": False, "out": True}
+    have = train(zero, shd.lookup, (96, 16), trainable=trainable)
+    np.testing.assert_array_equal(have["table"], initial((96, 16))["table"])
+    assert np.any(np.asarray(have["out"]) != np.asarray(initial((96, 16))["out"]))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_narrow_dtypes(stage):
+    """Rows and their gradients are sent as precision says, and summed in float32."""
+    shape, tx = (96, 16), optax.sgd(1e-2)
+    params = initial(shape, jnp.float32)
+    plain, rows = (
+        zero_of(exchange, stage, precision=shd.Precision(compute=jnp.bfloat16))
+        for exchange in (None, sync.zen(0.2, min_size=1))
+    )
+
+    def updated(zero, look):
+        def loss(params, batch):
+            params = {"table": params["table"], "out": zero.gather(params["out"])}
+            return loss_by(look)(params, batch).astype(jnp.float32)
+
+        state = zero.init(lambda: (params, tx.init(params)), tx=tx)
+        state, _ = zero.train_step(loss, tx=tx)(state, zero.put(batch_of(0, shape[0])))
+        return np.asarray(jax.device_get(state[0]["table"])) - params["table"]
+
+    want = updated(plain, lambda table, ids: take(plain.gather(table), ids))
+    have = updated(rows, shd.lookup)
+    assert 0 < np.linalg.norm(have - want) < 1e-2 * np.linalg.norm(want)
+
+
+# --- Modules --------------------------------------------------------------------------------------
+
+
+def of_linen(embed):
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, batch):
+            x = embed(96, 16, dtype=jnp.float64, param_dtype=jnp.float64, name="embed")(
+                batch["ids"]
+            )
+            return jnp.mean(
+                (nn.Dense(24, param_dtype=jnp.float64)(x) * batch["scale"][:, None, None] - 1) ** 2
+            )
+
+    model = Model()
+    make = lambda: model.init(jax.random.key(0), batch_of(0, 96))["params"]  # noqa: E731
+    return make, lambda params, batch: model.apply({"params": params}, batch)
+
+
+def of_nnx(embed):
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            kinds = {"dtype": jnp.float64, "param_dtype": jnp.float64, "rngs": rngs}
+            self.embed, self.out = embed(96, 16, **kinds), nnx.Linear(16, 24, **kinds)
+
+        def __call__(self, batch):
+            x = self.out(self.embed(batch["ids"]))
+            return jnp.mean((x * batch["scale"][:, None, None] - 1) ** 2)
+
+    graph, params = nnx.split(Model(nnx.Rngs(0)), nnx.Param)
+    return lambda: params, lambda params, batch: nnx.merge(graph, params)(batch)
+
+
+@pytest.mark.filterwarnings("ignore:stage 3 with a loss that gathers no layer")
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize(("model", "embed"), [(of_linen, nn.Embed), (of_nnx, nnx.Embed)])
+def test_flax_modules(model, embed, stage, x64):
+    tx = optax.adamw(1e-2)
+    found = []
+    for zero, cls in (
+        (zero_of(None, 0, 1), embed),
+        (zero_of(sync.zen(0.2, min_size=1), stage), shd.sparse_embedding(embed)),
+    ):
+        make, loss = model(cls)
+        state = zero.init(lambda make=make: (make(), tx.init(make())), tx=tx)
+        start = jax.device_get(state[0])
+        step = zero.train_step(loss, tx=tx)
+        jaxpr = str(jax.make_jaxpr(zero.value_and_grad(loss))(start, batch_of(0, 96)))
+        # Nobody adds rows into a gradient of the table's size but the branch that sends it whole.
+        for i in range(4):
+            state, _ = step(state, zero.put(batch_of(i, 96)))
+        leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(state[0]))
+        found.append((start, {jax.tree_util.keystr(k): x for k, x in leaves}, jaxpr))
+    (start, want, _), (again, have, jaxpr) = found
+    assert "all_to_all" in jaxpr
+    for x, y in zip(jax.tree.leaves(start), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert list(want) == list(have)
+    for (k, x), first in zip(want.items(), jax.tree.leaves(start), strict=True):
+        assert np.linalg.norm(have[k] - x) < 1e-12 * np.linalg.norm(x - first), k
+
+
+def test_an_embedding_by_itself():
+    ids = ids_of(0, 50, "uniform")
+    embed, sparse = (
+        cls(50, 8, dtype=jnp.bfloat16) for cls in (nn.Embed, shd.sparse_embedding(nn.Embed))
+    )
+    params = embed.init(jax.random.key(0), ids)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, params, sparse.init(jax.random.key(0), ids)))
+    assert jnp.array_equal(embed.apply(params, ids), sparse.apply(params, ids))
+    assert sparse.apply(params, ids).dtype == jnp.bfloat16
+    query = jnp.ones((3, 8))
+    assert jnp.array_equal(
+        embed.apply(params, query, method="attend"), sparse.apply(params, query, method="attend")
+    )
+
+
+# --- By itself ------------------------------------------------------------------------------------
+
+
+def test_outside_of_a_step():
+    table = jnp.asarray(np.random.default_rng(0).normal(size=(7, 3)), jnp.float32)
+    ids = jnp.array([[0, 6, -1], [-7, 3, 3]])
+    np.testing.assert_array_equal(shd.lookup(table, ids), table[ids])
+    np.testing.assert_array_equal(shd.lookup(table, jnp.array(2)), table[2])
+    assert np.all(np.isnan(shd.lookup(table, jnp.array([7, -8]))))
+    want = jax.grad(lambda t: jnp.sum(t[ids] ** 3))(table)
+    have = jax.grad(lambda t: jnp.sum(shd.lookup(t, ids) ** 3))(table)
+    np.testing.assert_allclose(have, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_rows_outside_the_table(stage, x64):
+    """They are NaN, which nobody overlooks, and no other row gets a gradient of theirs."""
+    zero, tx = zero_of(sync.zen(0.2, min_size=1), stage), optax.sgd(1.0)
+    params = {"table": initial((96, 16))["table"]}
+
+    def loss(params, ids):
+        rows = shd.lookup(params["table"], ids)
+        return jnp.sum(jnp.where(jnp.isnan(rows), 7.0, rows))
+
+    state = zero.init(lambda: (params, tx.init(params)), tx=tx)
+    step = zero.train_step(loss, tx=tx)
+    ids = np.full(8, 96)
+    ids[3], ids[5] = 4, -97
+    state, metrics = step(state, zero.put(ids))
+    changed = np.asarray(jax.device_get(state[0]["table"])) - params["table"]
+    assert np.flatnonzero(np.any(changed != 0, 1)).tolist() == [4]
+    want = (7 * 16 * 7 + np.sum(params["table"][4])) / 8
+    np.testing.assert_allclose(metrics["loss"], want, rtol=1e-12)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 64, 1000])
+def test_shuffling_is_undone(size):
+    table = jnp.arange(2.0 * size).reshape(size, 2)
+    np.testing.assert_array_equal(shd.unshuffle_rows(shd.shuffle_rows(table)), table)
+    ids = jnp.arange(size)
+    found = shd.lookup(shd.shuffle_rows(table), ids, shuffled=True)
+    np.testing.assert_array_equal(found, table)
+
+
+def test_bad_input():
+    table = jnp.ones((4, 2))
+    with pytest.raises(ValueError, match="ids must be integers, got float32"):
+        shd.lookup(table, jnp.ones(3))
+    with pytest.raises(ValueError, match="a scalar and has no rows"):
+        shd.lookup(jnp.ones(()), jnp.zeros(3, int))
+    with pytest.raises(ValueError, match=r"takes flax.linen.Embed, .* got <class .*Dense"):
+        shd.sparse_embedding(nn.Dense)
+
+
+def test_a_table_that_is_used_otherwise_too(x64):
+    """A tied one: its gradient is whole, and the user hears of it."""
+
+    def look(table, ids):
+        return shd.lookup(table, ids) + 0.1 * jnp.mean(table)
+
+    shape = (96, 16)
+    want = train(zero_of(None, 0, 1), look, shape)
+    with pytest.warns(UserWarning, match=r"rows of 'table', and uses it in another way too"):
+        have = train(zero_of(sync.zen(0.2, min_size=1), 2), look, shape)
+    assert_same(have, want, initial(shape))
+
+
+# --- On the wire ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bytes_are_those_of_the_rows(stage):
+    """Of a table of 4 MiB, two tokens on a device: gradients, and at stage 3 the rows."""
+    shape, num, lookups = (2**14, 64), 8, 32
+    zero, tx = zero_of(sync.zen(0.5, min_size=1), stage), optax.sgd(1e-2)
+    params = {"table": jax.ShapeDtypeStruct(shape, jnp.float32)}
+    state = zero.abstract_state(lambda: (params_of(params), tx.init(params_of(params))), tx=tx)
+
+    def loss(params, ids):
+        return jnp.mean(shd.lookup(params["table"], ids) ** 2)
+
+    ids = jax.ShapeDtypeStruct((num * lookups,), jnp.int32)
+    compiled = zero.train_step(loss, tx=tx).lower(state, ids).compile()
+    found = [c for c in collectives(compiled, branches="cheapest") if c.wire_bytes > 64]
+    scopes = ("reduce_gradients", "reduce_scatter", "gather/")
+    sent = {s: sum(c.wire_bytes for c in found if s in c.scope) for s in scopes}
+    room = int(np.ceil(lookups / num + 3 * np.sqrt(lookups / num * (1 - lookups / 2**14))))
+    rows, indices = ((num - 1) * room * 4 * width for width in (64, 1))
+    push = "reduce_scatter" if stage == 3 else "reduce_gradients"
+    assert sent[push] == rows + indices
+    if stage == 3:
+        assert sent["gather/"] == rows + indices
+    assert not any(c.op == "all-reduce" for c in found)
+
+
+def params_of(types):
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), types)
