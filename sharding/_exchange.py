@@ -160,7 +160,8 @@ class Exchange(NamedTuple):
             dtype = self.precision.of_loss(dtype)
             entries = tuple(cut.spec) + (None,) * (len(shape) - len(cut.spec))
             reduce_dtype = self.precision.of_sum(dtype)
-            hows.append(How(self.layout, cut.dim, entries, dtype, reduce_dtype, sum_by, rows))
+            bits = self.precision.gather_bits
+            hows.append(How(self.layout, cut.dim, entries, dtype, reduce_dtype, sum_by, rows, bits))
         return hows
 
     # --- Out ----------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ class How(NamedTuple):
       reduce_dtype: in which dtype its gradient is summed.
       sum_by: what sums it, in place of a reduce-scatter: of the gradient and the dim, the piece.
       rows: how that of rows that were looked up is exchanged; None for all of the gradient.
+      bits: in which codes a matrix is gathered; None as it is.
     """
 
     layout: Layout
@@ -40,6 +41,7 @@ class How(NamedTuple):
     reduce_dtype: Any
     sum_by: Callable[[jax.Array, int], jax.Array] | None = None
     rows: RowMethod | None = None
+    bits: int | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -97,7 +99,7 @@ def _gather(
         return []
     with jax.named_scope("gather"):
         cast = [x.astype(how.dtype) for x, how in zip(values, hows, strict=True)]
-        return all_gather(hows[0].layout, cast, _cuts(hows, cast))
+        return all_gather(hows[0].layout, cast, _cuts(hows, cast), hows[0].bits)
 
 
 def _gather_forward(hows: Any, dtypes: Any, values: Any) -> tuple[list[jax.Array], None]:

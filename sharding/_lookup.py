@@ -181,6 +181,7 @@ def _fetch(call: _Call, shard: jax.Array, ids: jax.Array) -> jax.Array:
     owners = Owners(call.num_rows, num)
     once = distinct(ids, owners)
     room = room_for(min(how.rows.density, ids.size / call.num_rows), places)
+    limit = min(ids.size, places)
 
     def send(entries: Entries, rounds: int) -> jax.Array:
         def one(i: Any, found: jax.Array) -> jax.Array:
@@ -200,7 +201,7 @@ def _fetch(call: _Call, shard: jax.Array, ids: jax.Array) -> jax.Array:
     width = math.prod(shard.shape[1:])
     most = places * width / (width + 1)
     with jax.named_scope("gather"):
-        return in_rounds(lambda: once.entries, room, axes, send, whole, most)
+        return in_rounds(lambda: once.entries, limit, room, axes, send, whole, most)
 
 
 def _fetch_forward(call: _Call, shard: jax.Array, ids: jax.Array) -> Any:

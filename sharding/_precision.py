@@ -16,11 +16,19 @@ class Precision:
     ``compute=bfloat16``, stage 3 gathers bfloat16; stages 1 and 2, which gather parameters for the
     state, gather float32. Leaves that are not floating keep their dtype.
 
+    At stage 3 ``gather`` sends parameters in 8 or 4 bits (ZeRO++'s qwZ): matrices of at least 512
+    elements a shard, in blocks of 512 with a scale each. The loss sees what the codes stand for;
+    the gradient is taken there, and changes the parameters themselves.
+
     Attributes:
       compute: parameters are cast to it for the loss; None: as they are.
       reduce: gradients are cast to it to be summed over devices; None: as autodiff makes them.
       accumulate: gradients are accumulated over micro-batches in it, and given to the
         transformation so; None: accumulated in float32 at least, given in the parameters' dtype.
+      gather: at stage 3, in which parameters are sent: int8 or int4; None: as they are computed in.
+
+    Raises:
+      ValueError: if a dtype is not floating, or ``gather`` neither int8 nor int4.
 
     Example:
       >>> import jax.numpy as jnp, sharding as shd
@@ -29,12 +37,15 @@ class Precision:
 
     References:
       Micikevicius, Narang, Alben, Diamos, Elsen, Garcia, Ginsburg, Houston, Kuchaiev, Venkatesh,
-      Wu: Mixed Precision Training, ICLR 2018, arXiv 1710.03740.
+      Wu: Mixed Precision Training, ICLR 2018, arXiv 1710.03740. Wang, Qin, Jacobs, Holmes,
+      Rajbhandari, Ruwase, Yan, Yang, He: ZeRO++: Extremely Efficient Collective Communication for
+      Giant Model Training, 2023, arXiv 2306.10209.
     """
 
     compute: Any = None
     reduce: Any = None
     accumulate: Any = None
+    gather: Any = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -42,7 +53,10 @@ class Precision:
             if value is None:
                 continue
             dtype = jnp.dtype(value)
-            if not jnp.issubdtype(dtype, jnp.floating):
+            if field.name == "gather":
+                if dtype not in (jnp.int8, jnp.int4):
+                    raise ValueError(f"Precision.gather must be int8, int4 or None, got {dtype}.")
+            elif not jnp.issubdtype(dtype, jnp.floating):
                 raise ValueError(f"Precision.{field.name} must be a floating dtype, got {dtype}.")
             object.__setattr__(self, field.name, dtype)
 
@@ -53,6 +67,11 @@ class Precision:
     def of_sum(self, dtype: Any) -> Any:
         """In which dtype a gradient is summed over devices."""
         return _unless_none(self.reduce, dtype)
+
+    @property
+    def gather_bits(self) -> int | None:
+        """In how many bits parameters are sent, if in codes."""
+        return None if self.gather is None else jnp.iinfo(self.gather).bits
 
     def of_accumulator(self, dtype: Any) -> Any:
         """In which dtype micro-batches are added up."""

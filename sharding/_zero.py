@@ -77,7 +77,7 @@ class Zero:
       reshard_after_forward: at stage 3, let go of a layer's gathered parameters after its forward
         pass, and compute the layer again for the backward pass. False keeps them until then: one
         gather less, and all gathered layers in memory.
-      precision: dtypes of computing, reducing and accumulating.
+      precision: dtypes of computing, reducing, accumulating and gathering.
       scatter: the form of the reduce-scatter. ``"auto"`` chooses by platform, axes and size: GPUs
         and CPUs have one (``"native"``); TPUs make an all-reduce of it, twice the bytes, except
         over one axis of their torus after the other (``"axes"``: give the mesh the axes of the
@@ -155,6 +155,11 @@ class Zero:
             raise ValueError(f"offload must be 'optimizer' or None, got {self.offload!r}.")
         if self.sync is not None and not isinstance(self.sync, GradientSync):
             raise ValueError(f"sync must be a GradientSync or None, got {self.sync!r}.")
+        if self.precision.gather is not None and self.stage < 3:
+            raise ValueError(
+                f"precision.gather={self.precision.gather} is for stage 3, where a step gathers "
+                f"parameters for the loss; at stage {self.stage} the train state holds them whole."
+            )
         if self.min_shard_size < 0:
             raise ValueError(f"min_shard_size must not be negative, got {self.min_shard_size}.")
 

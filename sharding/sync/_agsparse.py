@@ -58,7 +58,7 @@ def agsparse(density: float = 0.01, *, min_size: int = 4096) -> GradientSync:
     def mean_of(rows: Rows, axes: Axes) -> jax.Array:
         num, height = lax.axis_size(axes), rows.shape[0]
         owners = Owners(height, 1)
-        room = room_for(min(density, rows.density), height)
+        room = room_for(min(density, rows.limit / height), height)
 
         def send(entries: Entries, rounds: int) -> jax.Array:
             def one(i: Any, total: jax.Array) -> jax.Array:
@@ -77,7 +77,7 @@ def agsparse(density: float = 0.01, *, min_size: int = 4096) -> GradientSync:
 
         width = math.prod(rows.shape[1:])
         most = 2 * height * width / (width + 1) / num
-        return in_rounds(lambda: rows.entries(owners), room, axes, send, whole, most)
+        return in_rounds(lambda: rows.entries(owners), rows.limit, room, axes, send, whole, most)
 
     def mean(x: jax.Array, state: Any, axes: Axes, noise: Noise) -> tuple[jax.Array, Any]:
         return mean_of(dense_rows(x), axes), state

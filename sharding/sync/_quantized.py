@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from sharding.sync._dense import dense_method
@@ -132,7 +133,7 @@ def quantize(
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block_size)))
     blocks = x.reshape(x.shape[0], -1, block_size)
     size = jnp.abs(blocks).max(-1) if norm == "max" else jnp.sqrt(jnp.sum(blocks**2, -1))
-    scales = size.astype(jnp.float32) / levels
+    scales = size.astype(jnp.float32) * np.float32(1 / levels)  # as XLA divides by a constant
     steps = blocks / jnp.where(scales == 0, 1, scales)[..., None].astype(x.dtype)
     if key is None:
         steps = jnp.round(steps)

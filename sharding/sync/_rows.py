@@ -72,14 +72,14 @@ class Rows(NamedTuple):
     Attributes:
       shape: of the gradient.
       dtype: of it, too.
-      density: how many of its rows can be other than zero, of all.
+      limit: how many of its rows can be other than zero.
       entries: of ``Owners``.
       whole: the gradient.
     """
 
     shape: tuple[int, ...]
     dtype: Any
-    density: float
+    limit: int
     entries: Callable[[Owners], Entries]
     whole: Callable[[], jax.Array]
 
@@ -101,7 +101,7 @@ def dense_rows(x: jax.Array) -> Rows:
 
         return Entries(at // owners.places, rank, at % owners.places, values)
 
-    return Rows(x.shape, x.dtype, 1.0, entries, lambda: x)
+    return Rows(x.shape, x.dtype, x.shape[0], entries, lambda: x)
 
 
 def looked_up_rows(ids: jax.Array, num_rows: int, rows: jax.Array) -> Rows:
@@ -130,8 +130,8 @@ def looked_up_rows(ids: jax.Array, num_rows: int, rows: jax.Array) -> Rows:
     def whole() -> jax.Array:
         return added(jnp.where(ids < 0, num_rows, ids), num_rows)
 
-    shape = (num_rows, *rows.shape[1:])
-    return Rows(shape, rows.dtype, min(1.0, ids.size / num_rows), entries, whole)
+    limit = min(ids.size, num_rows)
+    return Rows((num_rows, *rows.shape[1:]), rows.dtype, limit, entries, whole)
 
 
 class Distinct(NamedTuple):
@@ -180,6 +180,7 @@ def pick(entries: Entries, num: int, room: int, i: Any) -> jax.Array:
 
 def in_rounds(
     entries: Callable[[], Entries],
+    limit: int,
     room: int,
     axes: Axes,
     send: Callable[[Entries, int], jax.Array],
@@ -190,20 +191,28 @@ def in_rounds(
 
     Args:
       entries: what is to be sent.
-      room: of entries for an owner in a round.
+      limit: how many of them an owner can get from one device.
+      room: how many it can in a round.
       axes: the devices, which all decide alike.
       send: of entries and the number of rounds.
       whole: what is done where more rounds were needed, or they would send as much.
       most: how many entries of an owner cost as much as ``whole``.
     """
-    worth = [r for r in _ROUNDS if r * room < most]
+    worst = -(-limit // room)
+    if worst * room < most:  # then nobody makes room for the whole, either
+        worth = [*(r for r in _ROUNDS if r < worst), worst]
+    else:
+        worth = [r for r in _ROUNDS if r * room < most]
     if not worth:
         return whole()
     found = entries()
+    branches: list[Callable[[], jax.Array]] = [functools.partial(send, found, r) for r in worth]
+    if worth[-1] != worst:
+        branches.append(whole)
+    if len(branches) == 1:
+        return branches[0]()
     needed = lax.pmax(-(-(jnp.max(found.rank) + 1) // room), axes)
-    branches = [functools.partial(send, found, rounds) for rounds in worth]
-    choice = jnp.searchsorted(jnp.array(worth, jnp.int32), needed)
-    return lax.switch(choice, [*branches, whole])
+    return lax.switch(jnp.searchsorted(jnp.array(worth, jnp.int32), needed), branches)
 
 
 def repeat(rounds: int, body: Callable[[Any, Any], Any], start: Any) -> Any:

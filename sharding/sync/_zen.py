@@ -99,9 +99,10 @@ def zen(
     def mean_of(rows: Rows, axes: Axes) -> jax.Array:
         num = lax.axis_size(axes)
         owners = Owners(rows.shape[0], num, Mixer(rows.shape[0], seed))
-        one = min(density, rows.density)
+        one = min(density, rows.limit / rows.shape[0])
         union = min(1.0, num * one if union_density is None else union_density)
         room, back = room_for(one, owners.places), room_for(union, owners.places)
+        limit = min(rows.limit, owners.places)
 
         def send(entries: Entries, rounds: int) -> jax.Array:
             total, touched = _push(entries, owners, room, rounds, axes)
@@ -112,13 +113,14 @@ def zen(
 
         width = math.prod(rows.shape[1:])
         most = owners.places * width / (width + 1)
-        return in_rounds(lambda: rows.entries(owners), room, axes, send, whole, most)
+        return in_rounds(lambda: rows.entries(owners), limit, room, axes, send, whole, most)
 
     def piece_of(rows: Rows, axes: Axes, dim: int) -> jax.Array:
         """Along dim 0 or 1."""
         num = lax.axis_size(axes)
         owners = Owners(rows.shape[0], 1 if dim else num)
-        room = room_for(min(density, rows.density), owners.places)
+        room = room_for(min(density, rows.limit / rows.shape[0]), owners.places)
+        limit = min(rows.limit, owners.places)
 
         def send(entries: Entries, rounds: int) -> jax.Array:
             if dim:
@@ -131,7 +133,7 @@ def zen(
         # An index goes to the owner of the row, or to all devices.
         width = math.prod(rows.shape[1:])
         most = owners.places * width / (width + (num if dim else 1))
-        return in_rounds(lambda: rows.entries(owners), room, axes, send, whole, most)
+        return in_rounds(lambda: rows.entries(owners), limit, room, axes, send, whole, most)
 
     def mean(x: jax.Array, state: Any, axes: Axes, noise: Noise) -> tuple[jax.Array, Any]:
         rows = x.reshape(x.shape[0] if granularity == "row" else x.size, -1)

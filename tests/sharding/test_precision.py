@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 
 import optax_ext
 import sharding as shd
+from sharding.plan._wire import collectives
 
 from . import model
 
@@ -157,3 +158,70 @@ def test_parameters_are_their_master_weights_rounded(stage):
 def test_a_dtype_that_is_not_floating(field):
     with pytest.raises(ValueError, match=f"Precision.{field} must be a floating dtype, got int8"):
         shd.Precision(**{field: jnp.int8})
+
+
+# --- Parameters gathered in codes -----------------------------------------------------------------
+
+
+def coded(x, spec, num, bits):
+    """In NumPy: what the codes of an array's shards stand for, of matrices of at least 512."""
+    cut = [d for d, entry in enumerate(spec) if entry == "data"]
+    if not cut or x.ndim < 2 or x.size // num < 512:
+        return x
+    pieces = []
+    for piece in np.split(x, num, cut[0]):
+        flat = np.pad(piece.ravel(), (0, -piece.size % 512)).reshape(-1, 512)
+        levels = 2 ** (bits - 1) - 1
+        scale = np.abs(flat).max(1, keepdims=True).astype(np.float32) * np.float32(1 / levels)
+        codes = np.round(flat / np.where(scale == 0, 1, scale)).astype(np.float32)
+        pieces.append((codes * scale).ravel()[: piece.size].reshape(piece.shape))
+    return np.concatenate(pieces, cut[0]).astype(x.dtype)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize(("dtype", "bits"), [(jnp.int8, 8), (jnp.int4, 4)])
+def test_the_loss_sees_codes_and_the_update_the_parameters(dtype, bits, hybrid):
+    """Against one device that is given, in each step, the gradient at what codes stand for."""
+    mesh = jax.make_mesh(
+        (2, 2), ("replica", "data"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+    if not hybrid:
+        mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
+    replicas = "replica" if hybrid else None
+    precision = shd.Precision(gather=dtype)
+    zero = shd.Zero(mesh, 3, replica_axis=replicas, precision=precision, min_shard_size=0)
+    tx = optax.adamw(1e-3)
+    params, opt_state = model.make_state(tx, jnp.float64)()
+    specs, _ = zero.specs((params, opt_state), tx=tx)
+    changed = []
+    for i in range(STEPS):
+        seen = {k: coded(np.asarray(x), specs[k], 2, bits) for k, x in params.items()}
+        changed += [k for k, x in seen.items() if np.any(x != np.asarray(params[k]))]
+        grads = jax.grad(model.loss_fn)(seen, model.batch(i))
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    assert {"embed", "query", "mlp", "down"} <= set(changed)
+    assert not {"scale", "prime", "gain"} & set(changed)
+    distance, leaf = model.worst_leaf(train(zero, tx, jnp.float64)[0], params)
+    assert distance < 1e-12, leaf
+
+
+@pytest.mark.parametrize(("dtype", "sent"), [(jnp.int8, "i8"), (jnp.int4, "ui8")])
+def test_codes_are_what_is_gathered(dtype, sent):
+    """Twice, each time a byte or half of one a parameter and a scale for 512 of them."""
+    zero, tx = zero_of(3, precision=shd.Precision(gather=dtype)), optax.sgd(1e-3)
+    lowered = lower(zero, tx, jnp.float32)
+    assert dtypes_of(lowered.as_text(), "all_gather") == {sent}
+    found = [c for c in collectives(lowered.compile()) if c.op == "all-gather"]
+    count, size = 8 * WIDTH**2, {"i8": 1, "ui8": 0.5}[sent]
+    gathers = len([c for c in found if c.dtype != "f32"]) / 2  # XLA:CPU computes no layer again
+    want = gathers * 7 / 8 * count * (size + 4 / 512)
+    assert sum(c.wire_bytes for c in found) == pytest.approx(want, rel=1e-6)
+
+
+def test_codes_have_no_meaning_below_stage_3():
+    with pytest.raises(ValueError, match=r"gather=int8 is for stage 3, .* at stage 2 the train"):
+        zero_of(2, precision=shd.Precision(gather=jnp.int8))
+    with pytest.raises(ValueError, match="gather must be int8, int4 or None, got int16"):
+        shd.Precision(gather=jnp.int16)
