@@ -3,8 +3,8 @@
 Sparse exchanges: one table of V rows, of which each device has those of a batch of tokens that are
 distributed as words are (Zipf), until 1 % of all rows are there. Rooms are made for the measured
 densities; what counts is the branch of the program that these gradients take. SparCML and
-OmniReduce are formulas alone. TPU targets need libtpu: pip install 'optax-ext[aot]'. Nothing is
-run.
+OmniReduce are formulas alone. Then steps of ZeRO that look up rows of a table. TPU targets need
+libtpu: pip install 'optax-ext[aot]'. Nothing is run.
 
   python benchmarks/gradient_exchange.py            # prints the tables, writes benchmarks/results/
   python benchmarks/gradient_exchange.py --smoke    # 8 virtual CPU devices, prints only
@@ -14,6 +14,7 @@ import argparse
 import math
 import os
 from collections.abc import Iterator
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -21,6 +22,7 @@ import _results
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import PartitionSpec as P
 
 import sharding as shd
@@ -35,9 +37,12 @@ SPARSE = [  # target, devices, rows
     ("v5e:4x4", 16, 2**22),
     ("v5e:8x8", 64, 2**18),
     ("v5e:8x8", 64, 2**22),
+    ("v5e:8x8", 64, 2**24),
     ("h200x16", 16, 2**22),
     ("h200x64", 64, 2**22),
 ]
+TABLES = [("v5e:4x4", 16), ("h200x16", 16)]
+LOOKUPS = 4096  # of a device in a step
 LOSSY = [("cpu:8", 8), ("v5e:4x4", 16), ("h200x64", 64)]
 WIDTH, DENSITY = 64, 0.01
 MATRIX = (4096, 4096)
@@ -45,6 +50,9 @@ SPARSE_HEADER = """\
 | target | V | density, of the sum | skewness, of the sum | hashed: fullest owner | rounds |\
  zen, MiB | / formula | bound | dense | agsparse | formula: sparcml | omnireduce |
 |---|---|---|---|---|---|---|---|---|---|---|---|---|"""
+TABLE_HEADER = """\
+| target | stage | gradient of the table | sent in a step, MiB | temporaries, MiB |
+|---|---|---|---|---|"""
 LOSSY_HEADER = """\
 | target | exchange | whole mean, MiB | / formula | a piece, MiB | / formula | / dense |
 |---|---|---|---|---|---|---|"""
@@ -137,6 +145,44 @@ def lossy_rows(smoke: bool) -> Iterator[str]:
             )
 
 
+def table_rows(smoke: bool) -> Iterator[str]:
+    """A line for each target, stage and way in which a step exchanges a table's gradient."""
+    rows, lookups = (2**12, 32) if smoke else (2**20, LOOKUPS)
+    density = lookups / rows
+    for target, num in [("cpu:8", 8)] if smoke else TABLES:
+        mesh = targets.mesh(target, (num,), ("data",))
+        for stage in (0, 2, 3):
+            for name, exchange, by_rows in (
+                ("whole", None, False),
+                ("`zen` finds its rows", sync.zen(density), False),
+                ("`zen` of `lookup`", sync.zen(density), True),
+            ):
+                compiled = lookup_step(shd.Zero(mesh, stage, sync=exchange), rows, lookups, by_rows)
+                sent = shd.wire_bytes(compiled, branches="cheapest")
+                memory = compiled.memory_analysis().temp_size_in_bytes
+                yield (
+                    f"| {target} | {stage} | {name} | {sent / 2**20:.2f} | {memory / 2**20:.1f} |"
+                )
+
+
+def lookup_step(zero: shd.Zero, rows: int, lookups: int, by_rows: bool) -> Any:
+    """A compiled step of SGD whose loss looks up rows of a table, and nothing else."""
+    tx = optax.sgd(0.1)
+
+    def make_state() -> Any:
+        params = {"table": jnp.zeros((rows, WIDTH))}
+        return params, tx.init(params)
+
+    def loss(params: Any, ids: jax.Array) -> jax.Array:
+        table = params["table"]
+        found = shd.lookup(table, ids) if by_rows else jnp.take(zero.gather(table), ids, axis=0)
+        return jnp.mean(found**2)
+
+    state = zero.abstract_state(make_state, tx=tx)
+    ids = jax.ShapeDtypeStruct((zero.num_devices * lookups,), jnp.int32)
+    return zero.train_step(loss, tx=tx).lower(state, ids).compile()
+
+
 def main() -> None:
     """Prints the tables; keeps those of all targets."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -144,14 +190,21 @@ def main() -> None:
     smoke = parser.parse_args().smoke
     jax.config.update("jax_num_cpu_devices", 8)
     tables = []
-    for header, rows in ((SPARSE_HEADER, sparse_rows), (LOSSY_HEADER, lossy_rows)):
+    for header, rows in (
+        (SPARSE_HEADER, sparse_rows),
+        (TABLE_HEADER, table_rows),
+        (LOSSY_HEADER, lossy_rows),
+    ):
         tables.append(_results.table(header, rows(smoke)))
     if not smoke:
         about = (
             f"What one device sends. First a table of V rows of {WIDTH} float32 numbers, of which "
             f"each device has {DENSITY:.0%}, Zipf-distributed; the fullest owner is that of one "
             "device's rows, or of the sum, over the mean; `bound` is 1 + 3 / root of the rows that "
-            "a device has for one owner. Then a matrix of 4096 x 4096; a piece is what ZeRO keeps."
+            "a device has for one owner. Then a step of SGD whose loss looks up "
+            f"{LOOKUPS} rows on each device of 2^20, of {WIDTH} float32 numbers (256 MiB), and "
+            "nothing else; below stage 3 the new parameters are gathered, too. Then a matrix of "
+            "4096 x 4096; a piece is what ZeRO keeps."
         )
         _results.write("gradient_exchange", "Exchanges of gradients", about, *tables)
 

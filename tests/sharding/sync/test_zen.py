@@ -152,11 +152,12 @@ def poisoned(monkeypatch):
 
         return spoiled
 
-    plain = _zen.dense_method()
-    spoiled = plain._replace(mean=spoil(plain.mean))
-    for module in (_zen, _agsparse):
-        monkeypatch.setattr(module, "dense_method", lambda: spoiled)
-    monkeypatch.setattr(_zen, "scatter_sum", spoil(_zen.scatter_sum))
+    for module, name in (
+        (_zen, "dense_mean"),
+        (_zen, "dense_piece"),
+        (_agsparse, "dense_mean"),
+    ):
+        monkeypatch.setattr(module, name, spoil(getattr(module, name)))
     monkeypatch.setattr(_zen, "_gather_whole", spoil(_zen._gather_whole))
 
 
