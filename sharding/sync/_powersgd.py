@@ -1,5 +1,6 @@
 """Gradients as products of two narrow matrices."""
 
+import functools
 import math
 from typing import Any
 
@@ -31,6 +32,7 @@ def powersgd(
     factoring: FactoringRule = last_two_dims(),
     error_feedback: bool = True,
     warm_start: bool = True,
+    alternate: bool = False,
     seed: int = 0,
 ) -> GradientSync:
     r"""Sends of each matrix what one step of power iteration finds, and keeps the rest for later.
@@ -50,6 +52,10 @@ def powersgd(
     On the wire two all-reduces of rank x (rows + columns) numbers a matrix, 2 (n - 1) / n times.
     State of a device: its error, as large as the gradients, and Q.
 
+    ``alternate`` takes the two factors in turns, as an alternating factorization does: one step
+    multiplies with Q alone and sends P, the next with P and sends Q. Half the bytes, and one
+    all-reduce in a step.
+
     Args:
       rank: columns of P and Q.
       start_step: before this step gradients are sent whole.
@@ -60,13 +66,15 @@ def powersgd(
         one, all at once.
       error_feedback: keep what was not sent. Without, much of the gradient is lost.
       warm_start: begin with the Q of the step before, not with a random one.
+      alternate: send P in steps of even number, Q in the others.
       seed: of the first Q, or of all.
 
     Returns:
       A ``GradientSync``.
 
     Raises:
-      ValueError: if ``rank`` is below 1, or so large that it compresses nothing.
+      ValueError: if ``rank`` is below 1, or so large that it compresses nothing; if ``alternate``
+        has no warm start.
 
     Example:
       >>> from sharding import sync
@@ -74,7 +82,9 @@ def powersgd(
 
     References:
       Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed
-      Optimization, NeurIPS 2019, arXiv 1905.13727.
+      Optimization, NeurIPS 2019, arXiv 1905.13727. Cho, Muthusamy, Nemanich, Puri: GradZip:
+      Gradient Compression using Alternating Matrix Factorization for Large-scale Deep Learning,
+      NeurIPS 2019 workshop.
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ValueError(f"rank must be an integer of at least 1, got {rank!r}.")
@@ -82,6 +92,8 @@ def powersgd(
         raise ValueError(f"start_step must not be negative, got {start_step}.")
     if not min_compression >= 1:
         raise ValueError(f"min_compression must be at least 1, got {min_compression}.")
+    if alternate and not warm_start:
+        raise ValueError("alternate needs warm_start=True: it goes on with the factor before.")
 
     def view_of(path: str, x: Any) -> "_View | None":
         found = factoring.resolve(path, tuple(x.shape))
@@ -98,23 +110,29 @@ def powersgd(
 
         def init(x: Any) -> dict[str, jax.Array]:
             dtype = jnp.promote_types(x.dtype, jnp.float32)
-            noise = Noise(None, salt(path))
-            state = {"q": _random(noise.key(seed), view, rank, dtype)} if warm_start else {}
+            key = Noise(None, salt(path)).key(seed)
+            state = {"q": _random(key, view, view.cols, rank, dtype)} if warm_start else {}
+            if alternate:
+                state["p"] = _random(jax.random.fold_in(key, 1), view, view.rows, rank, dtype)
             return state | ({"error": jnp.zeros(x.shape, dtype)} if error_feedback else {})
 
         def mean(x: jax.Array, state: Any, axes: Axes, noise: Noise) -> tuple[jax.Array, Any]:
             x = wide(x)
             m = view.matrices(x + state["error"] if error_feedback else x)
-            q = state["q"] if warm_start else _random(noise.key(seed), view, rank, x.dtype)
-            p = orthonormal(lax.psum(m @ orthonormal(q), axes))
-            own = jnp.swapaxes(m, -1, -2) @ p
-            q = lax.pmean(own, axes)
-            state = {"q": q} if warm_start else {}
+            factors = {name: factor for name, factor in state.items() if name != "error"}
+            if not warm_start:
+                factors = {"q": _random(noise.key(seed), view, view.cols, rank, x.dtype)}
+            if alternate:
+                kernels = [functools.partial(kernel, axes) for kernel in (_first, _second)]
+                found, own, factors = lax.cond(noise.step % 2 == 0, *kernels, m, factors)
+            else:
+                found, own, factors = _both(axes, m, factors)
+            state = factors if warm_start else {}
             if error_feedback:
-                state["error"] = view.array(m - p @ jnp.swapaxes(own, -1, -2))
-            return view.array(p @ jnp.swapaxes(q, -1, -2)), state
+                state["error"] = view.array(m - own)
+            return view.array(found), state
 
-        method = Method(init, mean, counts=not warm_start)
+        method = Method(init, mean, counts=alternate or not warm_start)
         return from_step(start_step, method, dense_method())
 
     inner = leafwise(choose)
@@ -159,13 +177,41 @@ class _View:
         return m.reshape(self._ordered).transpose(order)
 
 
-def _random(key: jax.Array, view: _View, rank: int, dtype: Any) -> jax.Array:
-    return jax.random.normal(key, (view.count, view.cols, rank), dtype)
-
-
 def orthonormal(x: jax.Array) -> jax.Array:
     """Orthonormal columns that span those of each matrix; of rank-deficient ones, and more.
 
     A zero or dependent column becomes any that is orthogonal to the others, never NaN.
     """
     return jnp.linalg.qr(x)[0]
+
+
+# --- Of a stack of matrices: the mean that is found, this device's part in it, the factors --------
+
+_Found = tuple[jax.Array, jax.Array, dict[str, jax.Array]]
+
+
+def _both(axes: Axes, m: jax.Array, factors: dict[str, jax.Array]) -> _Found:
+    p = orthonormal(lax.psum(m @ orthonormal(factors["q"]), axes))
+    own = _turned(m) @ p
+    q = lax.pmean(own, axes)
+    return p @ _turned(q), p @ _turned(own), {"q": q}
+
+
+def _first(axes: Axes, m: jax.Array, factors: dict[str, jax.Array]) -> _Found:
+    basis = orthonormal(factors["q"])
+    own = m @ basis
+    p = lax.pmean(own, axes)
+    return p @ _turned(basis), own @ _turned(basis), {"p": p, "q": factors["q"]}
+
+
+def _second(axes: Axes, m: jax.Array, factors: dict[str, jax.Array]) -> _Found:
+    found, own, turned = _first(axes, _turned(m), {"p": factors["q"], "q": factors["p"]})
+    return _turned(found), _turned(own), {"p": turned["q"], "q": turned["p"]}
+
+
+def _turned(x: jax.Array) -> jax.Array:
+    return jnp.swapaxes(x, -1, -2)
+
+
+def _random(key: jax.Array, view: _View, size: int, rank: int, dtype: Any) -> jax.Array:
+    return jax.random.normal(key, (view.count, size, rank), dtype)

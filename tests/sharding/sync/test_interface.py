@@ -92,6 +92,7 @@ def test_outside_of_a_shard_map():
     [
         (lambda: sync.powersgd(0), "rank must be an integer of at least 1, got 0"),
         (lambda: sync.powersgd(2.0), "rank must be an integer"),
+        (lambda: sync.powersgd(2, alternate=True, warm_start=False), "alternate needs warm_start"),
         (lambda: sync.powersgd(start_step=-1), "start_step must not be negative"),
         (lambda: sync.powersgd(min_compression=0.5), "min_compression must be at least 1"),
         (lambda: sync.top_k(0.0), "density must be above 0 and at most 1, got 0.0"),

@@ -12,6 +12,8 @@ from jax.sharding import AxisType
 import sharding as shd
 from sharding import sync
 from sharding.plan._wire import collectives
+from sharding.sync._mixer import Mixer
+from sharding.sync._rows import Owners, distinct
 
 TOKENS = 64  # of a batch, on all devices
 
@@ -202,6 +204,26 @@ def test_narrow_dtypes(stage):
     want = updated(plain, lambda table, ids: take(plain.gather(table), ids))
     have = updated(rows, shd.lookup)
     assert 0 < np.linalg.norm(have - want) < 1e-2 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize(("rows", "num", "mixed"), [(64, 8, False), (99, 8, True), (5, 1, False)])
+@pytest.mark.parametrize("how", ["zipf", "one", "uniform"])
+def test_every_row_is_sent_once_and_owners_are_filled_from_the_front(rows, num, mixed, how):
+    owners = Owners(rows, num, Mixer(rows) if mixed else None)
+    ids = np.array(ids_of(0, rows, how)).ravel()
+    ids[[3, 7]] = rows, -1  # outside the table
+    entries, first = distinct(jnp.asarray(ids), owners)
+    sent = np.flatnonzero(entries.rank >= 0)
+    inside = (ids >= 0) & (ids < rows)
+    assert sorted(ids[sent]) == sorted(set(ids[inside]))
+    np.testing.assert_array_equal(ids[first][inside], ids[inside])
+    assert set(first[inside].tolist()) == set(sent.tolist())
+    place = np.asarray(owners.place_of(jnp.asarray(ids[sent])))
+    np.testing.assert_array_equal(entries.owner[sent], place // owners.places)
+    np.testing.assert_array_equal(entries.place[sent], place % owners.places)
+    for owner in range(num):
+        ranks = np.sort(entries.rank[sent][entries.owner[sent] == owner])
+        np.testing.assert_array_equal(ranks, np.arange(ranks.size))
 
 
 # --- Modules --------------------------------------------------------------------------------------

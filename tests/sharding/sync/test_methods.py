@@ -148,6 +148,39 @@ def test_powersgd_of_zeros_and_of_too_few_ranks(x64):
     assert norm(sent - 3 * one.mean(0)) < 1e-12
 
 
+def test_powersgd_by_turns(x64):
+    """One factor a step, for 200 steps: against NumPy, each step from where the exchange is."""
+    num, rank = 4, 3
+    exchange = Exchange(sync.powersgd(rank, alternate=True, min_compression=1.0), BIG, num)
+    for step in range(200):
+        grads = stacked(step, BIG, num)
+        before = {k: exchange.kept(k) for k in ("w", "stack")}
+        have = exchange(grads)
+        for k, old in before.items():
+            m = (grads[k] + old["error"]).reshape(num, -1, *BIG[k][-2:])
+            new, (used, sent) = exchange.kept(k), ("qp" if step % 2 == 0 else "pq")
+            basis = np.linalg.qr(old[used][0])[0]
+            m = m if used == "q" else np.swapaxes(m, -1, -2)
+            want = m.mean(0) @ basis @ np.swapaxes(basis, -1, -2)
+            error = m - m @ basis @ np.swapaxes(basis, -1, -2)
+            if used == "p":
+                want, error = np.swapaxes(want, -1, -2), np.swapaxes(error, -1, -2)
+            assert norm(have[k].ravel() - want.ravel()) < 1e-12 * norm(want), (k, step)
+            assert norm(new["error"].ravel() - error.ravel()) < 1e-12 * norm(error), (k, step)
+            assert norm(new[sent][0] - (m @ basis).mean(0)) < 1e-12 * norm(m @ basis)
+            np.testing.assert_array_equal(new[used], old[used])
+
+
+def test_powersgd_by_turns_finds_what_both_find(x64):
+    """Of one gradient again and again its best approximation; of few ranks all of it."""
+    shapes, grads = {"w": (24, 40)}, stacked(0, {"w": (24, 40)}, 2)
+    exchange = Exchange(sync.powersgd(2, alternate=True, error_feedback=False), shapes, 2)
+    for _ in range(120):
+        have = exchange(grads)["w"]
+    u, s, v = np.linalg.svd(grads["w"].mean(0))
+    assert norm(have - (u[:, :2] * s[:2]) @ v[:2]) < 1e-3 * s[0]
+
+
 def test_powersgd_sees_matrices_as_optimizers_do(x64):
     shapes = {"query/kernel": (24, 4, 8), "out/kernel": (4, 8, 24)}
     rule = optax_ext.flax_attention()
