@@ -417,3 +417,87 @@ def test_what_sends_nothing_and_what_sends_one_element(x64):
     have = exchange({"w": np.zeros((8, 3)), "e": np.arange(8.0).reshape(8, 1, 1)})
     np.testing.assert_array_equal(have["w"], 0)
     np.testing.assert_allclose(have["e"], 3.5, rtol=1e-6)
+
+
+# --- What biased compressors lose -----------------------------------------------------------------
+
+DRAWN = {
+    "gaussian": lambda rng, size: rng.normal(size=size),
+    "student t3": lambda rng, size: rng.standard_t(3, size=size),
+    "log-normal": lambda rng, size: rng.lognormal(0, 2, size=size) * rng.choice([-1, 1], size=size),
+}
+
+
+def lost(compress, name, size, draws=64):
+    """Of arrays of numbers, what part of the squared norm is lost: of each draw."""
+    rng = np.random.default_rng(0)
+    xs = [DRAWN[name](rng, size).astype(np.float32) for _ in range(draws)]
+    return np.array([norm(compress(x) - x) ** 2 / norm(x) ** 2 for x in xs])
+
+
+def coded(bits, block):
+    def compress(x):
+        codes, scales = quantize(jnp.asarray(x.reshape(1, -1)), bits, block)
+        return np.asarray(dequantize(codes, scales, bits, block))[0, : x.size].reshape(x.shape)
+
+    return compress
+
+
+def exchanged(method, shape):
+    exchange = Exchange(method, {"w": shape}, 1, dtype=jnp.float32)
+    start = exchange.state
+
+    def compress(x):
+        exchange.state = start
+        return exchange({"w": x[None]})["w"]
+
+    return compress
+
+
+@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize(("bits", "block", "most"), [(8, 256, 4e-4), (4, 128, 0.054)])
+def test_codes_contract(bits, block, most, name):
+    """Nearest codes lose less than half a level of each element, of any numbers there are."""
+    found = lost(coded(bits, block), name, (16, 1024))
+    assert (found > 0).all()
+    # Half a level of a block's largest element, which is no more than its norm.
+    assert (found <= block / (2 * (2 ** (bits - 1) - 1)) ** 2).all()
+    if name == "gaussian":
+        assert found.max() < most
+
+
+@pytest.mark.parametrize(("name", "mean"), [("gaussian", 0.917), ("student t3", 0.643)])
+def test_top_k_contracts(name, mean):
+    """By k of n elements at least, of any numbers; by how much on average of these.
+
+    The means are those of other draws, three digits of them: as far apart as 5 standard errors,
+    chance exceeds them once in a million runs.
+    """
+    size = (64, 1024)
+    found = lost(exchanged(sync.top_k(0.01, min_size=1), size), name, size, draws=24)
+    assert (found <= 1 - np.ceil(0.01 * 65536) / 65536).all()
+    assert abs(found.mean() - mean) < 5 * found.std() / np.sqrt(found.size) + 1e-3
+
+
+def test_top_k_of_heavy_tails_loses_little():
+    size = (64, 1024)
+    found = lost(exchanged(sync.top_k(0.01, min_size=1), size), "log-normal", size, draws=8)
+    assert 0 < found.max() < 0.2
+
+
+@pytest.mark.parametrize("rank", [1, 4])
+@pytest.mark.parametrize("alternate", [False, True])
+def test_powersgd_contracts(rank, alternate):
+    """A projection never adds. A random one of the rows keeps rank / rows on average.
+
+    One that looked at the matrix first keeps more; with alternate it has not, and keeps
+    rank / columns. Fails by chance once in a million runs.
+    """
+    method = sync.powersgd(rank, alternate=alternate, min_compression=1.0, warm_start=True)
+    found = lost(exchanged(method, (32, 48)), "gaussian", (32, 48), draws=40)
+    assert (found < 1).all()
+    noise = 5 * found.std() / np.sqrt(found.size)
+    if alternate:
+        assert abs(found.mean() - (1 - rank / 48)) < noise
+    else:
+        assert found.mean() + noise < 1 - rank / 32
