@@ -67,10 +67,10 @@ def agsparse(density: float = 0.01, *, min_size: int = 4096) -> GradientSync:
                 row, values = (
                     lax.all_gather(part, axes, tiled=True) for part in (row, entries.values(picked))
                 )
-                return total.at[row].add(values.astype(total.dtype), mode="drop")
+                return total.at[row].add(values.astype(total.dtype) / num, mode="drop")
 
             kind = jnp.promote_types(rows.dtype, jnp.float32)
-            return repeat(rounds, one, jnp.zeros(rows.shape, kind)) / num
+            return repeat(rounds, one, jnp.zeros(rows.shape, kind))
 
         def whole() -> jax.Array:
             return dense_mean(rows.whole(), axes)

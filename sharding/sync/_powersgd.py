@@ -192,9 +192,9 @@ _Found = tuple[jax.Array, jax.Array, dict[str, jax.Array]]
 
 def _both(axes: Axes, m: jax.Array, factors: dict[str, jax.Array]) -> _Found:
     p = orthonormal(lax.psum(m @ orthonormal(factors["q"]), axes))
-    own = _turned(m) @ p
+    own = _turned(p) @ m  # Q transposed: XLA:CPU would copy m to transpose it
     q = lax.pmean(own, axes)
-    return p @ _turned(q), p @ _turned(own), {"q": q}
+    return p @ q, p @ own, {"q": _turned(q)}
 
 
 def _first(axes: Axes, m: jax.Array, factors: dict[str, jax.Array]) -> _Found:
@@ -205,8 +205,10 @@ def _first(axes: Axes, m: jax.Array, factors: dict[str, jax.Array]) -> _Found:
 
 
 def _second(axes: Axes, m: jax.Array, factors: dict[str, jax.Array]) -> _Found:
-    found, own, turned = _first(axes, _turned(m), {"p": factors["q"], "q": factors["p"]})
-    return _turned(found), _turned(own), {"p": turned["q"], "q": turned["p"]}
+    basis = orthonormal(factors["p"])
+    own = _turned(basis) @ m
+    q = lax.pmean(own, axes)
+    return basis @ q, basis @ own, {"p": factors["p"], "q": _turned(q)}
 
 
 def _turned(x: jax.Array) -> jax.Array:
