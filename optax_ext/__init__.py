@@ -13,6 +13,7 @@ from optax_ext._factored import by_path as by_path
 from optax_ext._factored import flax_attention as flax_attention
 from optax_ext._factored import last_two_dims as last_two_dims
 from optax_ext._factored import two_largest_dims as two_largest_dims
+from optax_ext._lazy import lazy_rows as lazy_rows
 from optax_ext._master import MasterWeightsState as MasterWeightsState
 from optax_ext._master import master_weights as master_weights
 from optax_ext.low_precision import STATE_FORMATS as STATE_FORMATS

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -43,6 +44,17 @@ def low_precision(learning_rate, weight_decay, factoring):
     """Around CAME, every array in 8 bits."""
     inner = optax_ext.came(learning_rate, weight_decay=weight_decay, factoring=factoring)
     return optax_ext.low_precision_state(inner, rounding="compensated", min_size=0)
+
+
+def lazy_rows(learning_rate, weight_decay, factoring):
+    """Around CAME, every array a table whose rows all have a gradient."""
+    inner = optax_ext.came(learning_rate, weight_decay=weight_decay, factoring=factoring)
+    return optax_ext.lazy_rows(inner, lambda params: jax.tree.map(is_table, params))
+
+
+def is_table(x):
+    """Whether the first dim is unlike all others."""
+    return x.ndim > 0 and x.shape[0] not in x.shape[1:]
 
 
 TRANSFORMATIONS = {
@@ -98,6 +110,9 @@ TRANSFORMATIONS = {
         {"learning_rate": 0.1, "weight_decay": 0.01, "factoring": last_two_dims()},
         factored=False,  # blocks go through stacks
         blocks=True,
+    ),
+    "lazy_rows": Row(
+        lazy_rows, {"learning_rate": 0.1, "weight_decay": 0.01, "factoring": last_two_dims()}
     ),
 }
 
