@@ -180,7 +180,7 @@ def _fetch(call: _Call, shard: jax.Array, ids: jax.Array) -> jax.Array:
     num, shard = lax.axis_size(axes), shard.astype(how.dtype)
     owners = Owners(call.num_rows, num)
     once = distinct(ids, owners)
-    room = room_for(min(how.rows.density, ids.size / call.num_rows), places)
+    room = room_for(min(how.rows.density, ids.size / call.num_rows), places, num**2)
     limit = min(ids.size, places)
 
     def send(entries: Entries, rounds: int) -> jax.Array:

@@ -58,7 +58,7 @@ def agsparse(density: float = 0.01, *, min_size: int = 4096) -> GradientSync:
     def mean_of(rows: Rows, axes: Axes) -> jax.Array:
         num, height = lax.axis_size(axes), rows.shape[0]
         owners = Owners(height, 1)
-        room = room_for(min(density, rows.limit / height), height)
+        room = room_for(min(density, rows.limit / height), height, num)
 
         def send(entries: Entries, rounds: int) -> jax.Array:
             def one(i: Any, total: jax.Array) -> jax.Array:

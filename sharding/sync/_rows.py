@@ -60,10 +60,15 @@ class Entries(NamedTuple):
     values: Callable[[jax.Array], jax.Array]
 
 
-def room_for(density: float, places: int) -> int:
-    """Of so many places what part is expected to be taken, and three standard deviations."""
+def room_for(density: float, places: int, lists: int) -> int:
+    """How many of so many places are taken in the fullest of some lists, each a part of all.
+
+    Chance is left one time in 100: a sum of independent choices exceeds its mean by z standard
+    deviations with a chance of about exp(-z^2 / 2), each of the lists.
+    """
     expected = density * places
-    return min(places, math.ceil(expected + 3 * math.sqrt(expected * (1 - density))) or 1)
+    spread = math.sqrt(2 * math.log(100 * lists) * expected * (1 - density))
+    return min(places, math.ceil(expected + spread) or 1)
 
 
 class Rows(NamedTuple):

@@ -62,7 +62,8 @@ def zen(
       \underbrace{d V (4 D + 4)}_{\text{push}} +
       \underbrace{d_n V \, 4 D + V / 8}_{\text{pull}} \text{ bytes},
 
-    and three standard deviations of what a hash leaves to chance.
+    and room for what a hash leaves to chance: :math:`\sqrt{2 \ln 100 n^2}` standard deviations of
+    what a device has for an owner. One time in 100 the fullest of all these lists is longer.
 
     Args:
       density: what part of its rows are not zero on one device: for an embedding the distinct
@@ -101,7 +102,8 @@ def zen(
         owners = Owners(rows.shape[0], num, Mixer(rows.shape[0], seed))
         one = min(density, rows.limit / rows.shape[0])
         union = min(1.0, num * one if union_density is None else union_density)
-        room, back = room_for(one, owners.places), room_for(union, owners.places)
+        room = room_for(one, owners.places, num**2)
+        back = room_for(union, owners.places, num)
         limit = min(rows.limit, owners.places)
 
         def send(entries: Entries, rounds: int) -> jax.Array:
@@ -119,7 +121,8 @@ def zen(
         """Along dim 0 or 1."""
         num = lax.axis_size(axes)
         owners = Owners(rows.shape[0], 1 if dim else num)
-        room = room_for(min(density, rows.limit / rows.shape[0]), owners.places)
+        one = min(density, rows.limit / rows.shape[0])
+        room = room_for(one, owners.places, num * owners.num)
         limit = min(rows.limit, owners.places)
 
         def send(entries: Entries, rounds: int) -> jax.Array:

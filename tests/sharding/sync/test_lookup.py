@@ -389,7 +389,8 @@ def test_bytes_are_those_of_the_rows(stage):
     found = [c for c in collectives(compiled, branches="cheapest") if c.wire_bytes > 64]
     scopes = ("reduce_gradients", "(reduce_scatter)", "(gather)")
     sent = {s: sum(c.wire_bytes for c in found if s in c.scope) for s in scopes}
-    room = int(np.ceil(lookups / num + 3 * np.sqrt(lookups / num * (1 - lookups / 2**14))))
+    spread = 2 * np.log(100 * num**2) * lookups / num * (1 - lookups / 2**14)
+    room = int(np.ceil(lookups / num + np.sqrt(spread)))
     rows, indices = ((num - 1) * room * 4 * width for width in (64, 1))
     push = "(reduce_scatter)" if stage == 3 else "reduce_gradients"
     assert sent[push] == rows + indices

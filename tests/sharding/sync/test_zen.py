@@ -176,7 +176,7 @@ def assert_mean_or_poison(have, grads, is_sparse):
         ("the first", 50, {"union_density": 0.06}, True),  # the same rows on all devices
         ("uniform", 50, {"union_density": 0.06}, False),  # more come together than was expected
         ("uniform", 80, {}, True),  # in two rounds
-        ("uniform", 170, {"union_density": 0.9}, True),  # in four
+        ("uniform", 170, {"union_density": 0.8}, True),  # in four
         ("uniform", 400, {}, False),
         ("to one owner", 25, {}, True),  # in four
         ("to one owner", 120, {}, False),
@@ -205,9 +205,9 @@ def program(exchange, shape, num, dims=None):
     return jax.jit(runner.mapped).lower({"w": x}, runner.state).compile()
 
 
-def room(expected):
-    """Rows that are sent where so many are expected: what chance adds is three deviations."""
-    return expected + 3 * np.sqrt(expected)
+def room(expected, lists):
+    """Rows that are sent where so many are expected, and the fullest list has more."""
+    return expected + np.sqrt(2 * np.log(100 * lists) * expected)
 
 
 @pytest.mark.parametrize("density", [0.01, 0.05])
@@ -216,8 +216,8 @@ def test_bytes_are_those_of_the_formula(density):
     rows, width, num, union = 2**16, 32, 8, 4 * density
     compiled = program(sync.zen(density, union_density=union), (rows, width), num)
     places = rows // num
-    push = (num - 1) * room(density * places) * (4 * width + 4)
-    pull = (num - 1) * (room(union * places) * 4 * width + places / 8)
+    push = (num - 1) * room(density * places, num**2) * (4 * width + 4)
+    pull = (num - 1) * (room(union * places, num) * 4 * width + places / 8)
     have = wire_bytes(compiled, branches="cheapest")
     assert abs(have - push - pull) < 0.03 * (push + pull)
     dense = wire_bytes(program(sync.dense(), (rows, width), num))
@@ -240,7 +240,7 @@ def test_when_everything_is_gathered(kind, count, is_sparse, poisoned, x64):
 def test_bytes_of_gathered_rows():
     rows, width, num, density = 2**14, 64, 8, 0.02
     compiled = program(sync.agsparse(density), (rows, width), num)
-    want = (num - 1) * room(density * rows) * 4 * (width + 1)
+    want = (num - 1) * room(density * rows, num) * 4 * (width + 1)
     have = wire_bytes(compiled, branches="cheapest")
     assert abs(have - want) < 0.03 * want
 
@@ -266,9 +266,9 @@ def test_pieces_are_not_sent_back(dim):
     rows, width, num, density = 2**14, 64, 8, 0.02
     compiled = program(sync.zen(density), (rows, width), num, {"w": dim})
     if dim == -2:  # each owner's rows, and where they belong
-        want = (num - 1) * room(density * rows / num) * 4 * (width + 1)
+        want = (num - 1) * room(density * rows / num, num**2) * 4 * (width + 1)
     else:  # a part of each row, and to all where it belongs
-        want = (num - 1) * room(density * rows) * 4 * (width / num + 1)
+        want = (num - 1) * room(density * rows, num) * 4 * (width / num + 1)
     have = wire_bytes(compiled, branches="cheapest")
     assert abs(have - want) < 0.03 * want
 
