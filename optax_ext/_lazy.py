@@ -32,19 +32,22 @@ def lazy_rows(
     this; so does a clip by the table's root mean square.
 
     The step reads and writes the whole table as before: this changes what is learned, not what it
-    costs.
+    costs. What stores moments in blocks goes around it (``low_precision_state(lazy_rows(...))``);
+    so does what adds up gradients of several steps.
 
     Args:
       inner: the transformation.
-      mask: which parameters are tables: a tree of bools, a prefix of one, or a function of the
-        parameters that returns it. Rows are their first dim.
+      mask: which parameters are tables: a bool for each, or for each part of the tree; or a
+        function of the parameters that returns it. Rows are their first dim.
 
     Returns:
       A ``GradientTransformation`` with the state of ``inner``.
 
     Raises:
       ValueError: in ``init``, if the mask does not fit; if a table is a scalar, or has another dim
-        as long as its rows, so that statistics of both cannot be told apart.
+        as long as its rows, so that statistics of both cannot be told apart; if ``inner`` keeps
+        something of it in another shape than the table's, or what is left of that without some
+        dims.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_ext
@@ -77,7 +80,10 @@ def lazy_rows(
                     f"lazy_rows: {name!r} of shape {x.shape} needs a first dim of rows that is "
                     "unlike its others."
                 )
-        return inner.init(params)
+        state = inner.init(params)
+        if known:
+            _check(state, tables_of(params), _paths(params))
+        return state
 
     def update(
         updates: optax.Updates,
@@ -91,7 +97,7 @@ def lazy_rows(
                 path: jnp.any(g != 0, axis=tuple(range(1, g.ndim)))
                 for path, g in tables_of(updates).items()
             }
-            paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(updates)]
+            paths = _paths(updates)
 
             def keep(path: Key, new: Any, old: Any) -> Any:
                 owner = _owner(path, paths)
@@ -105,6 +111,25 @@ def lazy_rows(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _paths(tree: Any) -> list[Key]:
+    return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def _check(state: Any, tables: dict[Key, Any], paths: list[Key]) -> None:
+    """Raises if what is kept of a table has not its dims, in their order, or some of them."""
+    for path, x in jax.tree_util.tree_leaves_with_path(state):
+        owner = _owner(path, paths)
+        if owner not in tables:
+            continue
+        dims = iter(tables[owner].shape)
+        if not all(size in dims for size in x.shape):
+            raise ValueError(
+                f"lazy_rows: {jax.tree_util.keystr(path)} of shape {x.shape} belongs to a table of "
+                f"shape {tables[owner].shape}, but has no such dims: which of it belongs to a row "
+                "cannot be told. Put what stores it so around: low_precision_state(lazy_rows(...))."
+            )
+
+
 def _where(rows: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     """``new`` in these rows; all of it if it has no rows."""
     if not new.ndim or new.shape[0] != rows.size:
@@ -113,13 +138,15 @@ def _where(rows: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
 
 
 def _owner(path: Key, paths: list[Key]) -> Key | None:
-    """The parameter whose path is in that of a leaf of the state: the longest, if several are."""
+    """The parameter whose path is in that of a leaf of the state: the longest of several."""
     found = [
-        own
+        (len(own), i, own)
         for own in paths
-        if any(path[i : i + len(own)] == own for i in range(len(path) - len(own) + 1))
+        for i in range(len(path) - len(own) + 1)
+        if path[i : i + len(own)] == own
     ]
-    return max(found, key=len, default=None)
+    # Of parameters in a list, whose keys are numbers as those of a chain are, the last.
+    return max(found, key=lambda match: match[:2], default=(0, 0, None))[2]
 
 
 def _resolved(mask: Any, tree: Any) -> list[bool]:
@@ -130,4 +157,7 @@ def _resolved(mask: Any, tree: Any) -> list[bool]:
             jax.tree.map(lambda m, part: jax.tree.map(lambda _: bool(m), part), found, tree)
         )
     except ValueError as error:
-        raise ValueError(f"lazy_rows: the mask does not fit the parameters: {error}") from None
+        raise ValueError(
+            "lazy_rows: the mask does not fit the parameters; it needs a bool for each of them, or "
+            f"for each part of their tree: {error}"
+        ) from None

@@ -41,7 +41,8 @@ def all_gather(
     """
 
     def gather(x: jax.Array, dim: int) -> jax.Array:
-        if dim and bits and x.ndim > 1 and x.size >= _BLOCK:
+        floating = jnp.issubdtype(x.dtype, jnp.floating)
+        if dim and bits and floating and x.ndim > 1 and x.size >= _BLOCK:
             return _gather_codes(layout, x, dim, bits)
         if dim:
             for axes in layout.gather_steps(x.shape[-1] if dim == -1 else None):

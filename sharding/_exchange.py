@@ -33,7 +33,8 @@ class Exchange(NamedTuple):
       sync: what makes the mean of gradients, in place of a sum: over ``layout.replica_axes`` if
         there are such, else over ``layout.axes``.
       keeps_state: whether ``sync`` has a state.
-      rows: how ``sync`` takes the gradients of rows that were looked up; None where it does not.
+      rows: how ``sync`` takes the gradients of rows that were looked up, between the shards; None
+        where it does not.
       later: which parameters the loss makes whole itself, or looks up rows of them; found by
         ``of_loss``.
     """
@@ -81,25 +82,39 @@ class Exchange(NamedTuple):
 
         Warns:
           UserWarning: at stage 3, if it does so for none of those that are cut; if it looks up
-            rows of a table that ``sync`` would exchange by rows, and uses it otherwise too.
+            rows of a table that ``sync`` would exchange by rows, but in a way that needs all of it.
         """
-        if self.layout.stage < 3 and not any(self.rows):
+        by_rows = {i for i, rows in enumerate(self.rows) if rows}
+        if self.layout.stage < 3:
+            by_rows = {i for i in by_rows if self.trained[i]}
+        if self.layout.stage < 3 and not by_rows:
             return self._replace(later=(False,) * len(self.shapes))
         whole = [
             jax.ShapeDtypeStruct(shape, self.precision.of_loss(dtype))
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         ]
         found = uses(loss, whole, [_gather.MARK, _lookup.MARK], *args)
-        for i in found.marked[_lookup.MARK] & found.otherwise:
-            if self.rows[i]:
-                warnings.warn(
-                    f"the loss looks up rows of {self.paths[i]!r}, and uses it in another way "
-                    "too: its gradient has no rows that are zero, and is exchanged whole.",
-                    stacklevel=2,
+        looked_up = found.marked[_lookup.MARK]
+        wanted = by_rows & looked_up.keys()
+        for i in wanted & found.otherwise:
+            _warn_whole(f"the loss looks up rows of {self.paths[i]!r}, and uses it otherwise too")
+        for i in wanted & found.marked[_gather.MARK].keys():
+            _warn_whole(f"the loss looks up rows of {self.paths[i]!r}, and gathers it too")
+        if by_rows:
+            for shape in found.unknown[_lookup.MARK]:
+                _warn_whole(
+                    f"the loss looks up rows of an array of shape {shape} that is no parameter as "
+                    "it came: it was gathered, cast or computed"
                 )
         if self.layout.stage < 3:
-            own = found.marked[_lookup.MARK] - found.otherwise
-            return self._replace(later=tuple(i in own and bool(r) for i, r in enumerate(self.rows)))
+            own = wanted - found.otherwise
+            for i in own & found.branched:
+                # Devices that take another branch would wait for those that exchange.
+                _warn_whole(f"the loss looks up rows of {self.paths[i]!r} in a branch or a while")
+            own -= found.branched
+            # Of a stack that is cut along a dim that loops take off, no slice has a piece.
+            own = {i for i in own if -self.cuts[i].dim <= looked_up[i]}
+            return self._replace(later=tuple(i in own for i in range(len(whole))))
         own = set().union(*found.marked.values()) - found.otherwise
         cut = {i for i, cut in enumerate(self.cuts) if cut.dim}
         if cut and not cut & own:
@@ -174,10 +189,10 @@ class Exchange(NamedTuple):
         if self.layout.stage != 2 or not self.reduces_each:
             return grads
         is_cut = [bool(cut.dim) for cut in self._out()]
+        chosen = [cut and not rows for cut, rows in zip(is_cut, self._by_rows, strict=True)]
         if self._syncs_axes:
-            chosen = [cut and not rows for cut, rows in zip(is_cut, self._by_rows, strict=True)]
             return self._sync(grads, chosen, self.no_state())[0]
-        return self._reduce(grads, self.layout.axes, is_cut)
+        return self._reduce(grads, self.layout.axes, chosen)
 
     def reduce_rest(self, grads: list[jax.Array]) -> list[jax.Array]:
         """The accumulated gradients, summed over all that they were not summed over yet."""
@@ -284,6 +299,12 @@ class Exchange(NamedTuple):
         return [new.get(i, g) for i, g in enumerate(grads)]
 
 
+def _warn_whole(what: str) -> None:
+    warnings.warn(
+        f"{what}: its gradient is exchanged whole, and at stage 3 it is gathered.", stacklevel=3
+    )
+
+
 def exchange_of(
     layout: Layout,
     precision: Precision,
@@ -308,11 +329,8 @@ def exchange_of(
     paths = [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     trained = treedef.flatten_up_to(trained)
     rows: list[RowMethod | None] = [None] * len(leaves)
-    if sync is not None and sync.rows is not None and not layout.replica_axes:
-        rows = [
-            sync.rows(path, x) if t else None
-            for path, x, t in zip(paths, leaves, trained, strict=True)
-        ]
+    if sync is not None and sync.rows is not None:
+        rows = [sync.rows(path, x) for path, x in zip(paths, leaves, strict=True)]
     return Exchange(
         layout,
         precision,

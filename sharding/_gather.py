@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -44,13 +45,63 @@ class How(NamedTuple):
     bits: int | None = None
 
 
+class Handle:
+    """A parameter for ``gather`` or ``lookup``: no array, but it can be asked what it will be."""
+
+    value: jax.Array
+    shape: tuple[int, ...]
+
+    @property
+    def dtype(self) -> Any:
+        """Of the parameter as the loss sees it."""
+        return self.value.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Its dims."""
+        return self.value.ndim
+
+    @property
+    def size(self) -> int:
+        """Its elements."""
+        return math.prod(self.shape)
+
+    def astype(self, dtype: Any) -> "Handle":
+        """Itself, if that is its dtype."""
+        if jnp.dtype(dtype) != self.dtype:
+            raise TypeError(f"{_NO_ARRAY} It cannot become {jnp.dtype(dtype)}.")
+        return self
+
+    def __jax_array__(self) -> jax.Array:
+        raise TypeError(_NO_ARRAY)
+
+    def __getitem__(self, index: Any) -> Any:
+        raise TypeError(_NO_ARRAY)
+
+
+_NO_ARRAY = "This parameter is not whole on the device: it is for gather and lookup alone."
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
-class Shard:
+class Shard(Handle):
     """This device's part of a parameter, until ``gather`` makes it whole."""
 
     value: jax.Array
     how: How = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        """Of the whole parameter."""
+        shape, dim = list(self.value.shape), self.how.dim
+        if -dim <= len(shape):
+            shape[dim] *= self.how.layout.num_shards
+        return tuple(shape)
+
+    @property
+    def dtype(self) -> Any:
+        """In which it is gathered."""
+        return self.how.dtype
 
 
 def is_shard(x: Any) -> bool:
@@ -188,12 +239,17 @@ class Uses(NamedTuple):
     """What a loss does with its parameters; numbers of these.
 
     Attributes:
-      marked: by mark, which it passes to a function that leaves it.
+      marked: by mark, which it passes to a function that leaves it, and the fewest dims they have
+        there: loops over layers take dims off the front.
       otherwise: which it uses in another way.
+      branched: which it marks in a branch that not all devices need take.
+      unknown: by mark, shapes of what is marked and is no parameter as it came.
     """
 
-    marked: dict[str, set[int]]
+    marked: dict[str, dict[int, int]]
     otherwise: set[int]
+    branched: set[int]
+    unknown: dict[str, list[tuple[int, ...]]]
 
 
 def uses(fn: Callable[..., Any], params: list[Any], marks: Sequence[str], *args: Any) -> Uses:
@@ -206,27 +262,37 @@ def uses(fn: Callable[..., Any], params: list[Any], marks: Sequence[str], *args:
       *args: abstract arrays, too.
     """
     jaxpr: Any = jax.make_jaxpr(fn)(params, *args).jaxpr
-    found = Uses({mark: set() for mark in marks}, set())
+    found = Uses({mark: {} for mark in marks}, set(), set(), {mark: [] for mark in marks})
     _find_uses(jaxpr, {jaxpr.invars[i]: i for i in range(len(params))}, found)
     return found
 
 
-def _find_uses(jaxpr: Any, source: dict[Any, int], uses: Uses) -> None:
+def _find_uses(jaxpr: Any, source: dict[Any, int], uses: Uses, branch: bool = False) -> None:
     """Adds what a jaxpr does with the variables in ``source``."""
     uses.otherwise.update(source[var] for var in jaxpr.outvars if _known(var, source))
     for eqn in jaxpr.eqns:
         found = [(i, source[var]) for i, var in enumerate(eqn.invars) if _known(var, source)]
-        if not found:
+        mark = eqn.params["name"] if eqn.primitive.name == "name" else None
+        if mark in uses.marked:
+            shape = eqn.invars[0].aval.shape
+            if not found:
+                uses.unknown[mark].append(shape)
+            for _, leaf in found:
+                kept = uses.marked[mark]
+                kept[leaf] = min(len(shape), kept.get(leaf, len(shape)))
+                uses.branched.update({leaf} if branch else ())
             continue
-        if eqn.primitive.name == "name" and eqn.params["name"] in uses.marked:
-            uses.marked[eqn.params["name"]].update(leaf for _, leaf in found)
+        if eqn.primitive.name == "sharding_constraint" and found:
+            source = source | {eqn.outvars[0]: found[0][1]}
             continue
         inner = list(_inner_jaxprs(eqn))
         if not inner:
             uses.otherwise.update(leaf for _, leaf in found)
+        own = branch or eqn.primitive.name in ("cond", "while")
         for sub, first in inner:
             uses.otherwise.update(leaf for i, leaf in found if i < first)
-            _find_uses(sub, {sub.invars[i - first]: leaf for i, leaf in found if i >= first}, uses)
+            known = {sub.invars[i - first]: leaf for i, leaf in found if i >= first}
+            _find_uses(sub, known, uses, own)
 
 
 def _known(var: Any, source: dict[Any, int]) -> bool:

@@ -212,9 +212,14 @@ def evaluate(
     params: Any,
     batch: Any,
     placed: Placement,
+    sync: GradientSync | None,
 ) -> Any:
-    """``fn(params, batch)`` of a batch that is cut over the mesh; inside ``on_mesh``."""
-    exchange = exchange_of(layout, precision, params, placed, jax.tree.map(lambda _: False, params))
+    """``fn(params, batch)`` of a batch that is cut over the mesh; inside ``on_mesh``.
+
+    ``sync`` says which tables are fetched by rows.
+    """
+    trained = jax.tree.map(lambda _: False, params)
+    exchange = exchange_of(layout, precision, params, placed, trained, sync)
     treedef: Any
     leaves, treedef = jax.tree.flatten(params)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from sharding._gather import How, Shard, gather, is_shard
+from sharding._gather import Handle, How, Shard, gather, is_shard
 from sharding.sync._mixer import Mixer
 from sharding.sync._rows import Entries, Owners, distinct, in_rounds, pick, repeat, room_for
 
@@ -20,7 +20,7 @@ MARK = "sharding.lookup"
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
-class Table:
+class Table(Handle):
     """A whole table, for ``lookup`` alone.
 
     Attributes:
@@ -34,10 +34,10 @@ class Table:
     tap: jax.Array
     how: How = dataclasses.field(metadata={"static": True})
 
-
-def is_handle(x: Any) -> bool:
-    """Whether a parameter is given in a form that ``lookup`` and ``gather`` know."""
-    return isinstance(x, Shard | Table)
+    @property
+    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
+        """Of the table."""
+        return self.value.shape
 
 
 def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
@@ -46,12 +46,19 @@ def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
     What ``jnp.take(table, ids, axis=0)`` gives. Its derivative makes a gradient of the table's
     size, nearly all of it zeros. Where ``Zero(sync=...)`` exchanges the table by rows
     (``sync.zen``, ``sync.agsparse``) and a loss uses it in no other way, the rows that were looked
-    up are exchanged instead: each once, to the device that owns it. At stage 3 rows come to the
-    device in the same way; the table is whole nowhere. With T lookups on a device, of
+    up are exchanged instead, each once (``zen``: to the device that owns it). At stage 3 rows come
+    to the device in the same way, in ``eval_step`` too. With T lookups on a device, of
     :math:`T_1 \le T` rows, and D numbers a row, a device sends and receives about
     :math:`T_1 D` numbers for the gradient, at stage 3 once more for the rows; how much room there
     is for them is fixed when the step is compiled, by T and by the density the exchange was told.
-    More rows are sent in rounds, or the table whole: nothing is lost.
+    More rows are sent in more rounds, or the table whole: nothing is lost.
+
+    A table that is used in another way as well (tied to the output, gathered, cast) is exchanged
+    whole, with a warning; so is one that is looked up in a branch that other devices may not take.
+    ``Zero`` gives the loss a handle in place of such a table, which has a ``shape`` and a ``dtype``
+    and is for ``lookup`` alone. Of a Linen module that declares its table by ``self.param`` Linen
+    compares the shape with that of a shard, at stage 3: ``sparse_embedding`` knows. Batch the ids:
+    under ``jax.vmap`` all ways to exchange are computed.
 
     ZeRO cuts rows as they lie, and in most vocabularies the frequent ones lie together, on one
     device. ``shuffled`` spreads them: the table is kept in the order of a permutation that all
@@ -83,26 +90,30 @@ def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
     ids = jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(f"lookup: ids must be integers, got {ids.dtype}.")
-    if is_shard(table) and (table.how.rows is None or table.how.dim != -table.value.ndim):
+    if is_shard(table) and (table.how.rows is None or -table.how.dim > table.value.ndim):
         table = gather(table)
-    value = table.value if is_handle(table) else jnp.asarray(table)
-    if not value.ndim:
-        raise ValueError("lookup: the table is a scalar and has no rows.")
-    num_rows = value.shape[0]
-    if is_shard(table):
-        num_rows *= table.how.layout.num_shards
-    at = ids.astype(jnp.int32).ravel()
-    at = jnp.where(at < 0, at + num_rows, at)
+    table = table if isinstance(table, Handle) else jnp.asarray(table)
+    shape = table.shape
+    if not shape or not shape[0]:
+        raise ValueError(f"lookup: the table, of shape {shape}, has no rows.")
+    if not ids.size:
+        return jnp.zeros((*ids.shape, *shape[1:]), table.dtype)
+    num_rows = shape[0]
+    at = ids.astype(
+        jnp.promote_types(ids.dtype, jnp.int32) if ids.dtype.itemsize < 4 else ids.dtype
+    )
+    at = jnp.where(at < 0, at + num_rows, at).ravel()
     inside = (at >= 0) & (at < num_rows)
+    at = at.astype(jnp.int32)
     if shuffled:
         at = Mixer(num_rows).mix(jnp.where(inside, at, 0))
     at = jnp.where(inside, at, num_rows)
-    if is_shard(table):
-        rows = _fetch(_Call(table.how, value.dtype, num_rows), value, at)
+    if isinstance(table, Shard):
+        rows = _fetch(_Call(table.how, table.value.dtype, num_rows), table.value, at)
     elif isinstance(table, Table):
-        rows = _take(_Call(table.how, table.tap.dtype, num_rows), value, table.tap, at)
+        rows = _take(_Call(table.how, table.tap.dtype, num_rows), table.value, table.tap, at)
     else:
-        rows = jnp.take(checkpoint_name(value, MARK), at, axis=0)
+        rows = jnp.take(checkpoint_name(table, MARK), at, axis=0)
     return rows.reshape(*ids.shape, *rows.shape[1:])
 
 
@@ -176,30 +187,35 @@ _take.defvjp(_take_forward, _take_backward)
 def _fetch(call: _Call, shard: jax.Array, ids: jax.Array) -> jax.Array:
     how = call.how
     assert how.rows is not None
-    axes, places = how.layout.axes, shard.shape[0]
+    axes, dim = how.layout.axes, how.dim % shard.ndim
     num, shard = lax.axis_size(axes), shard.astype(how.dtype)
-    owners = Owners(call.num_rows, num)
+    # Where another dim is cut all devices have a part of every row.
+    owners = Owners(call.num_rows, 1 if dim else num)
     once = distinct(ids, owners)
-    room = room_for(min(how.rows.density, ids.size / call.num_rows), places, num**2)
-    limit = min(ids.size, places)
+    density = min(how.rows.density, ids.size / call.num_rows)
+    room = room_for(density, owners.places, num * owners.num)
+    shape = Shard(shard, how).shape[1:]
 
     def send(entries: Entries, rounds: int) -> jax.Array:
         def one(i: Any, found: jax.Array) -> jax.Array:
-            picked = pick(entries, num, room, i)
-            asked = jnp.take(entries.place, picked, fill_value=places)
-            asked = lax.all_to_all(asked, axes, split_axis=0, concat_axis=0, tiled=True)
+            picked = pick(entries, owners.num, room, i)
+            asked = jnp.take(entries.place, picked, fill_value=owners.places)
+            if dim:
+                asked = lax.all_gather(asked, axes, tiled=True)
+            else:
+                asked = lax.all_to_all(asked, axes, split_axis=0, concat_axis=0, tiled=True)
             rows = jnp.take(shard, asked, axis=0, fill_value=0)
-            rows = lax.all_to_all(rows, axes, split_axis=0, concat_axis=0, tiled=True)
+            rows = lax.all_to_all(rows, axes, split_axis=0, concat_axis=dim, tiled=True)
             return found.at[picked].set(rows, mode="drop")
 
-        found = repeat(rounds, one, jnp.zeros((ids.size, *shard.shape[1:]), shard.dtype))
+        found = repeat(rounds, one, jnp.zeros((ids.size, *shape), shard.dtype))
         return jnp.take(found, jnp.where(ids < call.num_rows, once.first, ids.size), axis=0)
 
     def whole() -> jax.Array:
-        return jnp.take(gather(Shard(shard, how)), ids, axis=0)
+        return jnp.take(gather(Shard(shard, how._replace(bits=None))), ids, axis=0)
 
-    width = math.prod(shard.shape[1:])
-    most = places * width / (width + 1)
+    width, limit = math.prod(shape), min(ids.size, owners.places)
+    most = owners.places * width / (width + (num if dim else 1))
     with jax.named_scope("gather"):
         return in_rounds(lambda: once.entries, limit, room, axes, send, whole, most)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax
 
-from sharding._gather import gather, gathered, has_shards, split_arrays, together
-from sharding._lookup import is_handle, lookup
+from sharding._gather import Handle, gather, gathered, has_shards, split_arrays, together
+from sharding._lookup import lookup
 
 
 def gathered_module(cls: type, policy: Callable[..., bool] | None, reshard: bool) -> type:
@@ -90,7 +90,7 @@ def sparse_embedding(cls: type, *, shuffled: bool = False) -> type:
     """An embedding whose gradient is exchanged by the rows that were looked up.
 
     Args:
-      cls: ``flax.linen.Embed``, ``flax.nnx.Embed``, or a subclass of one.
+      cls: ``flax.linen.Embed`` or ``flax.nnx.Embed``, or a subclass that calls and sets up alike.
       shuffled: its rows are kept in the order of ``shuffle_rows``, which spreads frequent tokens
         over the devices; to load a table from elsewhere, shuffle it.
 
@@ -99,7 +99,7 @@ def sparse_embedding(cls: type, *, shuffled: bool = False) -> type:
       ``attend`` uses the whole table: a table that does both is exchanged whole.
 
     Raises:
-      ValueError: if the class is neither.
+      ValueError: if the class is neither, or has a ``__call__`` or ``setup`` of its own.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp, sharding as shd
@@ -110,10 +110,11 @@ def sparse_embedding(cls: type, *, shuffled: bool = False) -> type:
     linen, nnx = sys.modules.get("flax.linen"), sys.modules.get("flax.nnx")
     base: Any = cls
     if linen is not None and issubclass(cls, linen.Embed):
+        _check_own(cls, linen.Embed, ("setup", "__call__"))
 
         def setup(self: Any) -> None:
             kept = linen.meta.unbox(self.variables.get("params", {}).get("embedding"))
-            if is_handle(kept):
+            if isinstance(kept, Handle):
                 self.embedding = kept  # Linen would compare the shape of a shard with the table's
             else:
                 base.setup(self)
@@ -124,8 +125,11 @@ def sparse_embedding(cls: type, *, shuffled: bool = False) -> type:
 
         return _subclass(cls, setup=setup, __call__=linen_call)
     if nnx is not None and issubclass(cls, nnx.Embed):
+        _check_own(cls, nnx.Embed, ("__call__",))
 
-        def nnx_call(self: Any, inputs: jax.Array) -> jax.Array:
+        def nnx_call(self: Any, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+            if out_sharding is not None:
+                raise ValueError(f"rows lie as their ids do; got out_sharding={out_sharding}.")
             rows = lookup(self.embedding.get_value(), inputs, shuffled=shuffled)
             return self.promote_dtype((rows,), dtype=self.dtype, inexact=False)[0]
 
@@ -134,3 +138,13 @@ def sparse_embedding(cls: type, *, shuffled: bool = False) -> type:
         "sparse_embedding takes flax.linen.Embed, flax.nnx.Embed or a subclass of one, got "
         f"{cls}. In other modules call lookup."
     )
+
+
+def _check_own(cls: Any, base: Any, names: tuple[str, ...]) -> None:
+    """Raises if a subclass has methods of its own that would not be called."""
+    own = [name for name in names if getattr(cls, name) is not getattr(base, name)]
+    if own:
+        raise ValueError(
+            f"{cls} has a {own[0]} of its own, which sparse_embedding would replace. Make the "
+            "subclass of sparse_embedding(...) instead."
+        )

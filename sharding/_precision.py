@@ -16,9 +16,10 @@ class Precision:
     ``compute=bfloat16``, stage 3 gathers bfloat16; stages 1 and 2, which gather parameters for the
     state, gather float32. Leaves that are not floating keep their dtype.
 
-    At stage 3 ``gather`` sends parameters in 8 or 4 bits (ZeRO++'s qwZ): matrices of at least 512
-    elements a shard, in blocks of 512 with a scale each. The loss sees what the codes stand for;
-    the gradient is taken there, and changes the parameters themselves.
+    At stage 3 ``gather`` sends parameters in 8 or 4 bits (ZeRO++'s qwZ): floating matrices of at
+    least 512 elements a shard, in blocks of 512 with a scale each. The loss sees what the codes
+    stand for; the gradient is taken there, and changes the parameters themselves. Rows that
+    ``lookup`` fetches are sent as they are.
 
     Attributes:
       compute: parameters are cast to it for the loss; None: as they are.

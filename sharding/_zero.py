@@ -549,7 +549,7 @@ class Zero:
 
             def run(layout: Layout, params: Any, batch: Any, key: Any) -> Any:
                 del key
-                return evaluate(layout, self.precision, fn, params, batch, placed)
+                return evaluate(layout, self.precision, fn, params, batch, placed, self.sync)
 
             return jax.jit(
                 self._layout.on_mesh(run, self._layout.batch_shardings),

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding.sync._dense import dense_mean, dense_method
+from sharding.sync._dense import dense_mean, dense_method, dense_piece
 from sharding.sync._interface import (
     Axes,
     GradientSync,
@@ -16,12 +16,12 @@ from sharding.sync._interface import (
     RowMethod,
     check_density,
     leafwise,
-    own_piece,
 )
 from sharding.sync._rows import (
     Entries,
     Owners,
     Rows,
+    along,
     dense_rows,
     in_rounds,
     looked_up_rows,
@@ -55,10 +55,15 @@ def agsparse(density: float = 0.01, *, min_size: int = 4096) -> GradientSync:
     check_density(density)
     plain = dense_method()
 
-    def mean_of(rows: Rows, axes: Axes) -> jax.Array:
-        num, height = lax.axis_size(axes), rows.shape[0]
+    def reduced(rows: Rows, axes: Axes, dim: int | None) -> jax.Array:
+        """The mean, or this device's piece of it along dim 0 or 1."""
+        num, (height, *_) = lax.axis_size(axes), rows.shape
         owners = Owners(height, 1)
         room = room_for(min(density, rows.limit / height), height, num)
+        shape = list(rows.shape)
+        if dim is not None:
+            shape[dim] //= num
+            first = lax.axis_index(axes) * shape[dim]
 
         def send(entries: Entries, rounds: int) -> jax.Array:
             def one(i: Any, total: jax.Array) -> jax.Array:
@@ -67,29 +72,40 @@ def agsparse(density: float = 0.01, *, min_size: int = 4096) -> GradientSync:
                 row, values = (
                     lax.all_gather(part, axes, tiled=True) for part in (row, entries.values(picked))
                 )
+                if dim == 0:
+                    row = jnp.where(row < first, height, row - first)
+                elif dim == 1:
+                    values = lax.dynamic_slice_in_dim(values, first, shape[1], 1)
                 return total.at[row].add(values.astype(total.dtype) / num, mode="drop")
 
             kind = jnp.promote_types(rows.dtype, jnp.float32)
-            return repeat(rounds, one, jnp.zeros(rows.shape, kind))
+            return repeat(rounds, one, jnp.zeros(shape, kind))
 
         def whole() -> jax.Array:
-            return dense_mean(rows.whole(), axes)
+            found = rows.whole()
+            return dense_mean(found, axes) if dim is None else dense_piece(found, axes, dim)
 
         width = math.prod(rows.shape[1:])
-        most = 2 * height * width / (width + 1) / num
+        most = (2 if dim is None else 1) * height * width / (width + 1) / num
         return in_rounds(lambda: rows.entries(owners), rows.limit, room, axes, send, whole, most)
 
     def mean(x: jax.Array, state: Any, axes: Axes, noise: Noise) -> tuple[jax.Array, Any]:
-        return mean_of(dense_rows(x), axes), state
+        return reduced(dense_rows(x), axes, None), state
+
+    def piece(
+        x: jax.Array, state: Any, axes: Axes, noise: Noise, dim: int
+    ) -> tuple[jax.Array, Any]:
+        return along(x, dim, lambda x, dim: reduced(dense_rows(x), axes, dim)), state
 
     def reduce_rows(
         ids: jax.Array, rows: jax.Array, num_rows: int, axes: Axes, dim: int
     ) -> jax.Array:
-        total = mean_of(looked_up_rows(ids, num_rows, rows), axes)
-        return own_piece(total, axes, dim) if dim else total
+        def of(x: jax.Array, dim: int | None) -> jax.Array:
+            return reduced(looked_up_rows(ids, num_rows, x), axes, dim)
 
-    of_rows = RowMethod(reduce_rows, density)
-    method = Method(lambda x: (), mean, is_linear=True, rows=of_rows)
+        return along(rows, dim, of) if dim else of(rows, None)
+
+    method = Method(lambda x: (), mean, piece, is_linear=True, rows=RowMethod(reduce_rows, density))
     return leafwise(
         lambda path, x: method if len(x.shape) > 1 and math.prod(x.shape) >= min_size else plain
     )

@@ -54,7 +54,7 @@ def powersgd(
 
     ``alternate`` takes the two factors in turns, as an alternating factorization does: one step
     multiplies with Q alone and sends P, the next with P and sends Q. Half the bytes, and one
-    all-reduce in a step.
+    all-reduce in a step; both factors are kept, and what is sent fits the gradient less well.
 
     Args:
       rank: columns of P and Q.

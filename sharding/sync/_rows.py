@@ -126,11 +126,8 @@ def looked_up_rows(ids: jax.Array, num_rows: int, rows: jax.Array) -> Rows:
     def entries(owners: Owners) -> Entries:
         """One for each lookup; the first of a row stands for all of them."""
         once = distinct(ids, owners)
-
-        def values(indices: jax.Array) -> jax.Array:
-            return jnp.take(added(once.first, ids.size), indices, axis=0, fill_value=0)
-
-        return once.entries._replace(values=values)
+        sums = added(once.first, ids.size)
+        return once.entries._replace(values=lambda at: jnp.take(sums, at, axis=0, fill_value=0))
 
     def whole() -> jax.Array:
         return added(jnp.where(ids < 0, num_rows, ids), num_rows)
@@ -172,6 +169,13 @@ def distinct(ids: jax.Array, owners: Owners) -> Distinct:
 
     none = Entries(back(owner), back(rank), back(place % owners.places), lambda indices: indices)
     return Distinct(none, back(order[of_row].astype(jnp.int32)))
+
+
+def along(x: jax.Array, dim: int, reduce: Callable[[jax.Array, int], jax.Array]) -> jax.Array:
+    """A piece along any dim, by what makes one along dim 0 or 1."""
+    if dim % x.ndim == 0:
+        return reduce(x, 0)
+    return jnp.moveaxis(reduce(jnp.moveaxis(x, dim, 1), 1), 1, dim)
 
 
 def pick(entries: Entries, num: int, room: int, i: Any) -> jax.Array:

@@ -1,8 +1,6 @@
 """Gradients most of whose rows are zero: only the others are sent, and nothing is lost."""
 
-import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,6 +23,7 @@ from sharding.sync._rows import (
     Entries,
     Owners,
     Rows,
+    along,
     dense_rows,
     in_rounds,
     looked_up_rows,
@@ -148,19 +147,16 @@ def zen(
         if granularity == "element":
             total, state = mean(x, state, axes, noise)
             return own_piece(total, axes, dim), state
-        return along(x, axes, dim, dense_rows), state
+        return along(x, dim, lambda x, dim: piece_of(dense_rows(x), axes, dim)), state
 
     def reduce_rows(
         ids: jax.Array, rows: jax.Array, num_rows: int, axes: Axes, dim: int
     ) -> jax.Array:
-        make = functools.partial(looked_up_rows, ids, num_rows)
-        return along(rows, axes, dim, make) if dim else mean_of(make(rows), axes)
-
-    def along(x: jax.Array, axes: Axes, dim: int, make: Callable[[jax.Array], Rows]) -> jax.Array:
-        """The piece of a gradient that is made of an array of as many dims."""
-        if dim % x.ndim == 0:
-            return piece_of(make(x), axes, 0)
-        return jnp.moveaxis(piece_of(make(jnp.moveaxis(x, dim, 1)), axes, 1), 1, dim)
+        if not dim:
+            return mean_of(looked_up_rows(ids, num_rows, rows), axes)
+        return along(
+            rows, dim, lambda x, dim: piece_of(looked_up_rows(ids, num_rows, x), axes, dim)
+        )
 
     of_rows = RowMethod(reduce_rows, density) if granularity == "row" else None
     method = Method(lambda x: (), mean, piece, is_linear=True, rows=of_rows)

@@ -115,6 +115,34 @@ def test_names_within_names():
     assert np.all(updates["m"]["a"] == -0.9)
 
 
+@pytest.mark.parametrize("table", [0, 1])
+def test_parameters_in_a_list(table):
+    """Whose keys are numbers, as those of a chain's states are."""
+    params = [jnp.ones((8, 3)), jnp.ones((8, 3))]
+    tx = optax_ext.lazy_rows(
+        optax.chain(optax.trace(0.9), optax.scale(-1.0)), [not table, table == 1]
+    )
+    state = tx.init(params)
+    _, state = tx.update([jnp.ones((8, 3))] * 2, state)
+    _, state = tx.update([jnp.zeros((8, 3)).at[5].set(1.0)] * 2, state)
+    changed = [np.any(x != 1.0, 1).sum() for x in state[0].trace]
+    assert changed == ([1, 8] if table == 0 else [8, 1])
+
+
+def test_stored_in_blocks():
+    """Rows of moments in blocks cannot be told apart: what stores them goes around."""
+    params = {"table": jnp.ones((512, 128))}
+    inner = optax.sgd(1.0, momentum=0.9)
+    with pytest.raises(ValueError, match=r"belongs to a table .* around: low_precision_state"):
+        optax_ext.lazy_rows(optax_ext.low_precision_state(inner), True).init(params)
+    tx = optax_ext.low_precision_state(optax_ext.lazy_rows(inner, True))
+    state = tx.init(params)
+    for row, size in ((slice(None), 1e-3), (2, 1.0), (3, 1e-3)):
+        grads = {"table": jnp.zeros((512, 128)).at[row].set(size)}
+        updates, state = tx.update(grads, state, params)
+    assert np.flatnonzero(np.any(updates["table"] != 0, 1)).tolist() == [3]
+
+
 def test_bad_input():
     params = {"table": jnp.ones((4, 2)), "square": jnp.ones((3, 3)), "scalar": jnp.ones(())}
     for name in ("square", "scalar"):

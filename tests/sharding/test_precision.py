@@ -220,6 +220,19 @@ def test_codes_are_what_is_gathered(dtype, sent):
     assert sum(c.wire_bytes for c in found) == pytest.approx(want, rel=1e-6)
 
 
+def test_what_is_no_float_is_gathered_as_it_is():
+    zero, tx = zero_of(3, precision=shd.Precision(gather=jnp.int8)), optax.sgd(1.0)
+    params = {"ids": jnp.arange(4096).reshape(64, 64), "w": jnp.ones((64, 64))}
+
+    def loss(params, x):
+        off = jnp.abs(zero.gather(params["ids"]) - jnp.arange(4096).reshape(64, 64)).max()
+        return jnp.mean(x @ zero.gather(params["w"])) + off
+
+    state = zero.init(lambda: (params, tx.init(params)), tx=tx)
+    _, metrics = zero.train_step(loss, tx=tx)(state, zero.put(jnp.zeros((8, 64))))
+    assert metrics["loss"] == 0
+
+
 def test_codes_have_no_meaning_below_stage_3():
     with pytest.raises(ValueError, match=r"gather=int8 is for stage 3, .* at stage 2 the train"):
         zero_of(2, precision=shd.Precision(gather=jnp.int8))

@@ -1,5 +1,7 @@
 """Tables by rows: what a loss that looks rows up gets, learns and sends."""
 
+import re
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -101,12 +103,14 @@ CASES = [  # exchange, stage, devices, shape, ids, why
     (sync.zen(0.001, min_size=1), 3, 8, (1024, 16), "uniform", "more than four rounds: whole"),
     (sync.zen(0.1, min_size=1), 3, 8, (96, 16), "one", "one row, by all devices"),
     (sync.zen(0.2, min_size=1), 2, 8, (99, 16), "zipf", "columns are cut"),
-    (sync.zen(0.2, min_size=1), 3, 8, (99, 16), "zipf", "columns are cut: gathered whole"),
+    (sync.zen(0.2, min_size=1), 3, 8, (99, 16), "zipf", "columns are fetched"),
+    (sync.zen(0.2, min_size=1), 3, 8, (99, 4, 16), "zipf", "columns of rows of two dims"),
+    (sync.agsparse(0.2, min_size=1), 3, 8, (99, 16), "zipf", "columns of agsparse"),
     (sync.zen(0.2, min_size=1), 2, 8, (99, 13), "zipf", "nothing divides"),
     (sync.zen(0.2, min_size=1), 3, 8, (99, 13), "zipf", "nothing divides at stage 3"),
     (sync.zen(0.2, min_size=1), 3, 8, (96, 3, 5), "zipf", "rows of two dims"),
     (sync.agsparse(0.2, min_size=1), 0, 4, (96, 16), "zipf", "another exchange"),
-    (sync.agsparse(0.2, min_size=1), 2, 8, (96, 16), "zipf", "which pulls all"),
+    (sync.agsparse(0.2, min_size=1), 2, 8, (96, 16), "zipf", "which keeps its own rows"),
     (sync.agsparse(0.2, min_size=1), 3, 8, (96, 16), "zipf", "and fetches"),
     (sync.dense(), 2, 8, (96, 16), "zipf", "no rows: as ever"),
     (sync.dense(), 3, 8, (96, 16), "zipf", "no rows at stage 3"),
@@ -171,6 +175,44 @@ def test_in_loops_and_checkpoints(x64):
     for stage in (2, 3):
         have = train(zero_of(sync.zen(0.2, min_size=1), stage), scanned(shd.lookup), shape)
         assert_same(have, want, initial(shape))
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_copies(stage, x64):
+    """Inside a copy by rows, between the copies what is left of them whole."""
+    mesh = jax.make_mesh((2, 4), ("copies", "data"), axis_types=(AxisType.Auto,) * 2)
+    exchange, shape = sync.by_path({"table": sync.zen(0.2, min_size=1)}), (96, 16)
+    zero = shd.Zero(mesh, stage, replica_axis="copies", sync=exchange, min_shard_size=16)
+    want = train(zero_of(None, 0, 1), take, shape)
+    assert_same(train(zero, shd.lookup, shape), want, initial(shape))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_stacks_of_tables(stage, x64):
+    """Looked up in a scan over the stack, along which they may be cut."""
+    shape, exchange = (8, 12, 4), sync.zen(0.5, min_size=1)
+    zero, tx = zero_of(exchange, stage), optax.sgd(0.1)
+    params = {"table": initial(shape)["table"]}
+
+    def loss(look):
+        def run(params, ids):
+            def add(total, table):
+                return total + jnp.sum(jnp.tanh(look(table, ids))) ** 2, None
+
+            return jax.lax.scan(add, 0.0, params["table"])[0]
+
+        return run
+
+    specs = {"table": jax.sharding.PartitionSpec(None, "data")} if stage == 3 else None
+    if stage == 3:  # whose rows are cut: 12 over 4
+        zero = zero_of(exchange, stage, 4)
+    state = zero.init(lambda: (params, tx.init(params)), tx=tx, param_specs=specs)
+    ids = np.arange(16) % 12
+    have = jax.device_get(zero.train_step(loss(shd.lookup), tx=tx)(state, zero.put(ids))[0][0])
+    parts = jnp.asarray(ids).reshape(zero.num_devices, -1)
+    grads = jax.vmap(jax.grad(loss(take)), (None, 0))(params, parts)
+    want = params["table"] - 0.1 * grads["table"].mean(0)
+    np.testing.assert_allclose(have["table"], want, rtol=1e-12)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -338,6 +380,41 @@ def test_rows_outside_the_table(stage, x64):
     np.testing.assert_allclose(metrics["loss"], want, rtol=1e-12)
 
 
+@pytest.mark.parametrize("dtype", [jnp.uint8, jnp.int8, jnp.uint32, jnp.int64])
+def test_ids_of_any_integer_dtype(dtype, x64):
+    table = jnp.arange(600.0).reshape(300, 2)
+    ids = jnp.asarray([3, 100, jnp.iinfo(dtype).max], dtype)
+    np.testing.assert_array_equal(shd.lookup(table, ids), take(table, ids))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_a_handle_can_be_asked(stage, x64):
+    """No ids, the table's shape and dtype; all else is an error that says what it is."""
+    zero, tx = zero_of(sync.zen(0.2, min_size=1), stage), optax.sgd(1.0)
+    params = {"table": initial((96, 16))["table"]}
+
+    def loss(params, ids):
+        table = params["table"]
+        assert (table.shape, table.ndim, table.size) == ((96, 16), 2, 96 * 16)
+        ids = jnp.minimum(ids, table.shape[0] - 1)
+        empty = shd.lookup(table, ids[:0])
+        assert empty.shape == (0, 16)
+        return jnp.sum(shd.lookup(table.astype(table.dtype), ids)) + jnp.sum(empty)
+
+    state = zero.init(lambda: (params, tx.init(params)), tx=tx)
+    ids = zero.put(np.arange(8) * 20)
+    _, metrics = zero.train_step(loss, tx=tx)(state, ids)
+    rows = params["table"][np.minimum(np.arange(8) * 20, 95)]
+    np.testing.assert_allclose(metrics["loss"], jnp.sum(rows) / 8, rtol=1e-12)
+
+    def careless(params, ids):
+        jnp.asarray(params["table"])  # of which nothing is traced when the loss is looked at
+        return loss(params, ids)
+
+    with pytest.raises(TypeError, match="not whole on the device"):
+        zero.train_step(careless, tx=tx)(state, ids)
+
+
 @pytest.mark.parametrize("size", [1, 2, 7, 64, 1000])
 def test_shuffling_is_undone(size):
     table = jnp.arange(2.0 * size).reshape(size, 2)
@@ -351,21 +428,48 @@ def test_bad_input():
     table = jnp.ones((4, 2))
     with pytest.raises(ValueError, match="ids must be integers, got float32"):
         shd.lookup(table, jnp.ones(3))
-    with pytest.raises(ValueError, match="a scalar and has no rows"):
-        shd.lookup(jnp.ones(()), jnp.zeros(3, int))
+    for shape in ((), (0, 4)):
+        with pytest.raises(ValueError, match=r"the table, of shape .* has no rows"):
+            shd.lookup(jnp.ones(shape), jnp.zeros(3, int), shuffled=True)
     with pytest.raises(ValueError, match=r"takes flax.linen.Embed, .* got <class .*Dense"):
         shd.sparse_embedding(nn.Dense)
 
+    class Scaled(nn.Embed):
+        def __call__(self, ids):
+            return 4 * super().__call__(ids)
 
-def test_a_table_that_is_used_otherwise_too(x64):
-    """A tied one: its gradient is whole, and the user hears of it."""
+    class Extra(nn.Embed):
+        def setup(self):
+            super().setup()
 
-    def look(table, ids):
-        return shd.lookup(table, ids) + 0.1 * jnp.mean(table)
+    for cls, name in ((Scaled, "__call__"), (Extra, "setup")):
+        with pytest.raises(ValueError, match=f"has a {name} of its own"):
+            shd.sparse_embedding(cls)
+    embed = shd.sparse_embedding(nnx.Embed)(4, 2, rngs=nnx.Rngs(0))
+    assert embed(jnp.zeros(3, int), out_sharding=None).shape == (3, 2)
+    with pytest.raises(ValueError, match="rows lie as their ids do"):
+        embed(jnp.zeros(3, int), out_sharding=jax.sharding.PartitionSpec())
 
+
+@pytest.mark.parametrize(
+    ("look", "match"),
+    [
+        (lambda t, i: shd.lookup(t, i) + 0.1 * jnp.mean(t), "'table', and uses it otherwise too"),
+        (lambda t, i: shd.lookup(2.0 * t, i), r"shape \(96, 16\) that is no parameter as it came"),
+        (
+            lambda t, i: jax.lax.cond(
+                i.sum() > 30, lambda: shd.lookup(t, i), lambda: jnp.ones((*i.shape, 16))
+            ),
+            "'table' in a branch",
+        ),
+    ],
+    ids=["tied", "scaled", "in a branch"],
+)
+def test_what_needs_the_whole_gradient(look, match, x64):
+    """It is exchanged whole, and the user hears of it."""
     shape = (96, 16)
-    want = train(zero_of(None, 0, 1), look, shape)
-    with pytest.warns(UserWarning, match=r"rows of 'table', and uses it in another way too"):
+    want = train(zero_of(None, 2), look, shape)
+    with pytest.warns(UserWarning, match=f"{match}.*: its gradient is exchanged whole"):
         have = train(zero_of(sync.zen(0.2, min_size=1), 2), look, shape)
     assert_same(have, want, initial(shape))
 
@@ -403,3 +507,65 @@ def test_bytes_are_those_of_the_rows(stage):
 
 def params_of(types):
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), types)
+
+
+def gathered_tables(lowered, rows):
+    """All-gathers of the whole table, by rows or by columns, in a program that is not optimized."""
+    return len(re.findall(rf"all_gather.*-> tensor<{rows}x16xf32>", lowered.as_text()))
+
+
+@pytest.mark.parametrize("rows", [4096, 4099])
+@pytest.mark.parametrize("what", ["train", "frozen", "evaluate", "copies"])
+def test_no_step_of_stage_3_gathers_the_table(what, rows):
+    """Whichever dim is cut; not where it is only read, nor where there are copies."""
+    mesh = jax.make_mesh((2, 4), ("copies", "data"), axis_types=(AxisType.Auto,) * 2)
+    if what != "copies":
+        mesh = mesh_of(8)
+    copies = "copies" if what == "copies" else None
+    exchange, tx = sync.zen(0.01), optax.sgd(0.1)
+    zero = shd.Zero(mesh, 3, replica_axis=copies, sync=exchange)
+    params = {"table": jnp.ones((rows, 16)), "w": jnp.ones((64, 64))}
+    state = zero.abstract_state(lambda: (params, tx.init(params)), tx=tx)
+
+    def loss(params, ids):
+        return jnp.mean(shd.lookup(params["table"], ids)) + jnp.mean(zero.gather(params["w"]))
+
+    ids = jax.ShapeDtypeStruct((8 * 16,), jnp.int32)
+    if what == "evaluate":
+        lowered = zero.eval_step(loss).lower(state, ids)
+    else:
+        trainable = {"table": what != "frozen", "w": True}
+        lowered = zero.train_step(loss, tx=tx, trainable=trainable).lower(state, ids)
+    assert not gathered_tables(lowered, rows)
+    assert "all_to_all" in lowered.as_text()
+
+
+def test_a_table_of_a_gathered_block_is_gathered():
+    """And the user hears that it could be otherwise."""
+    zero, tx = zero_of(sync.zen(0.01), 3), optax.sgd(0.1)
+    params = {"table": jnp.ones((4096, 16))}
+    block = zero.gathered(lambda params, ids: jnp.mean(shd.lookup(params["table"], ids)))
+    state = zero.abstract_state(lambda: (params, tx.init(params)), tx=tx)
+    ids = jax.ShapeDtypeStruct((8 * 16,), jnp.int32)
+    with pytest.warns(UserWarning, match=r"shape \(4096, 16\) that is no parameter as it came"):
+        lowered = zero.train_step(block, tx=tx).lower(state, ids)
+    assert gathered_tables(lowered, 4096)
+
+
+def test_partition_metadata_hides_no_table():
+    """Flax lays a constraint on what it takes out of its boxes."""
+    zero, tx = zero_of(sync.zen(0.01), 2), optax.sgd(0.1)
+    init = nn.with_partitioning(nn.initializers.ones, (None, None))
+    model = shd.sparse_embedding(nn.Embed)(4096, 16, embedding_init=init)
+
+    def make():
+        params = model.init(jax.random.key(0), jnp.zeros(8, int))
+        return params, tx.init(params)
+
+    ids = jax.ShapeDtypeStruct((8 * 16,), jnp.int32)
+    step = zero.train_step(lambda params, ids: jnp.mean(model.apply(params, ids)), tx=tx)
+    with jax.set_mesh(zero.mesh):
+        compiled = step.lower(zero.abstract_state(make, tx=tx), ids).compile()
+    found = [c for c in collectives(compiled) if "reduce_gradients" in c.scope]
+    assert found
+    assert not [c for c in found if c.op == "reduce-scatter"]
