@@ -89,8 +89,6 @@ STATES = ("float32", *optax_ext.STATE_FORMATS)
 
 def zen_of_table(config, windows):
     """The rows of the table that a device's part of a batch reads are sent, all else whole."""
-    if not config.ngrams:
-        raise UserError("--sync zen is for the table of n-grams of --config ngrams")
     read = windows * config.context * len(NGRAM_DISTANCES)  # if no n-gram comes twice
     return sync.by_path({"ngram_embed": sync.zen(min(1.0, read / config.ngrams))})
 
@@ -413,6 +411,8 @@ def resolve(options):
     options.checkpoint_every = options.checkpoint_every or min(max(options.steps // 10, 10), 500)
     if options.sync == "dgc" and (options.optimizer, options.state) != ("sgd", "float32"):
         fail("--sync dgc has the momentum of SGD in it: it needs --optimizer sgd, without --state")
+    if options.sync == "zen" and not config.ngrams:
+        fail("--sync zen is for a table of n-grams: give --config ngrams")
     if options.stage == 3 and options.sync not in ("dense", "zen"):
         fail(f"--sync {options.sync} keeps a state, for which stage 3 has no room: give --stage 2")
     if options.compare is None:
