@@ -147,7 +147,7 @@ def test_what_was_not_sent_yet_goes_on_with_other_devices(tmp_path, text):
     assert "of theory" not in output
     val_losses = [row["val_loss"] for row in rows(folder) if "val_loss" in row]
     assert val_losses == sorted(val_losses, reverse=True)
-    assert val_losses[-1] < 3.5
+    assert val_losses[-1] < 4.0
 
 
 @jax.numpy_rank_promotion("allow")  # as the script has it
