@@ -9,13 +9,11 @@ so that the command can be stopped and given again. All 30 runs take hours on tw
 """
 
 import argparse
-import json
 import pathlib
-import subprocess
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import _results
+import _training
 import matplotlib
 import numpy as np
 
@@ -23,25 +21,6 @@ OPTIMIZERS = ("adamw", "came")
 STATES = ("float32", "8bit", "4bit", "fp8", "bfloat16")
 SEEDS = (0, 1, 2)
 Losses = Mapping[tuple[str, str, int], float]
-
-
-def train(
-    optimizer: str, state: str, seed: int, runs: pathlib.Path, options: Sequence[str]
-) -> dict:
-    """One run; returns its summary."""
-    name = f"{optimizer}-{state}-{seed}"
-    summary = runs / name / "summary.json"
-    if not summary.exists():
-        command = [
-            sys.executable,
-            str(_results.ROOT / "examples" / "train_lm.py"),
-            "--devices",
-            "1",
-        ]
-        command += ["--optimizer", optimizer, "--state", state, "--seed", str(seed)]
-        command += ["--runs-dir", str(runs), "--name", name, *options]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return json.loads(summary.read_text())
 
 
 def of(losses: Losses, optimizer: str, state: str) -> np.ndarray:
@@ -106,7 +85,9 @@ def main() -> None:
         cases = [(name, state, i) for state in STATES for i in SEEDS for name in OPTIMIZERS]
     losses = {}
     for optimizer, state, seed in cases:
-        summary = train(optimizer, state, seed, runs, ["--smoke"] if smoke else [])
+        options = ["--devices", "1", "--optimizer", optimizer, "--state", state]
+        options += ["--seed", str(seed), *(["--smoke"] if smoke else [])]
+        summary = _training.summary_of(runs, f"{optimizer}-{state}-{seed}", options)
         losses[optimizer, state, seed] = summary["val_loss"]
         print(f"{optimizer} {state} seed {seed}: {summary['val_loss']:.4f}", flush=True)
     print(table(losses))

@@ -19,11 +19,21 @@ class Config:
     steps: int
     vocabulary: int = 256
     learning_rate_scale: float = 1.0  # times the optimizer's own: wide models want smaller steps
+    ngrams: int = 0  # rows of a table of hashed n-grams; 0 for none
 
+
+NGRAM_DISTANCES = (1, 2)  # how far back the first byte of a bigram and of a trigram is
 
 CONFIGS = {
     "smoke": Config(layers=2, width=32, heads=2, context=32, batch_size=8, steps=30),
     "small": Config(layers=4, width=128, heads=4, context=128, batch_size=16, steps=500),
+    # Nine tenths of these two are the table, of which a batch reads 4096 or 2048 rows at most.
+    "ngrams": Config(
+        layers=4, width=128, heads=4, context=128, batch_size=16, steps=500, ngrams=65536
+    ),
+    "ngrams-small": Config(
+        layers=2, width=64, heads=2, context=64, batch_size=16, steps=500, ngrams=16384
+    ),
     "medium": Config(
         layers=8,
         width=512,
@@ -78,10 +88,17 @@ class Block(nn.Module):
 
 
 class TransformerLM(nn.Module):
-    """Tokens (batch, length) to logits (batch, length, vocabulary); ``block``: a class as Block."""
+    """Tokens (batch, length) to logits (batch, length, vocabulary).
+
+    Attributes:
+      config: its size.
+      block: a class as ``Block``.
+      embed: the class of the table of n-grams, as ``nn.Embed``.
+    """
 
     config: Config
     block: type[nn.Module] = Block
+    embed: type[nn.Module] = nn.Embed
 
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
@@ -89,10 +106,34 @@ class TransformerLM(nn.Module):
         config = self.config
         small = nn.initializers.normal(0.02)
         embed = nn.Embed(config.vocabulary, config.width, embedding_init=small, name="embed")
-        x = nn.RMSNorm(name="embed_norm")(embed(tokens))
+        x = embed(tokens)
+        if config.ngrams:
+            # Rows begin at zero: an n-gram that was never seen says nothing.
+            zeros = nn.initializers.zeros
+            table = self.embed(
+                config.ngrams, config.width, embedding_init=zeros, name="ngram_embed"
+            )
+            x += table(ngram_rows(tokens, config.ngrams)).sum(-2)
+        x = nn.RMSNorm(name="embed_norm")(x)
         for i in range(config.layers):
             x = self.block(config, name=f"block_{i}")(x)
         return embed.attend(nn.RMSNorm(name="norm")(x))
+
+
+def ngram_rows(tokens: jax.Array, rows: int) -> jax.Array:
+    """The rows of a table that stand for the last 2 and the last 3 tokens: (batch, length, 2).
+
+    As hash n-gram embeddings of the Byte Latent Transformer (Pagnoni et al. 2024, arXiv
+    2412.09871). Before the first token are zeros. N-grams may share a row.
+    """
+    tokens = tokens.astype(jnp.uint32)
+    found, code = [], tokens
+    for distance in NGRAM_DISTANCES:
+        before = jnp.pad(tokens, ((0, 0), (distance, 0)))[:, : tokens.shape[1]]
+        code = (code ^ jnp.uint32(distance)) * jnp.uint32(0x9E3779B1) + before
+        mixed = (code ^ (code >> 15)) * jnp.uint32(0x85EBCA6B)
+        found.append((mixed ^ (mixed >> 13)) % jnp.uint32(rows))
+    return jnp.stack(found, -1).astype(jnp.int32)
 
 
 def rotate(x: jax.Array) -> jax.Array:

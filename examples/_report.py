@@ -132,11 +132,16 @@ class Progress:
             self._printed = now
 
 
-def print_plan(plan: Plan, adamw: Plan, stage: int) -> None:
-    """Prints what each stage would cost a device, the run's own marked, beside plain AdamW."""
+def print_plan(plan: Plan, adamw: Plan, stage: int, plain: bool = True) -> None:
+    """Prints what each stage would cost a device, the run's own marked, beside plain AdamW.
+
+    Unless gradients meet in the plain way, it says that what is sent is not what the run sends.
+    """
     stages = (*plan.stages, dataclasses.replace(adamw.stages[0], name="adamw, no ZeRO"))
     marked = dataclasses.replace(plan, stages=stages, recommended=plan.stages[stage].name)
     notes = ["* this run"]
+    if not plain:
+        notes.append("Sent is what a plain sum of gradients sends, not what --sync does.")
     if plan.device:  # else nothing is known of its memory
         notes += [f"Recommended is {note}" if plan.recommended else note for note in plan.notes]
     show(marked.tables(), notes, console=console)

@@ -9,6 +9,7 @@ ZeRO. --audit reads the same, and more, from the compiled step.
   python examples/train_lm.py                                   # CAME, ZeRO stage 2: 3 minutes
   python examples/train_lm.py --optimizer adamw --stage 0       # plain data parallelism
   python examples/train_lm.py --state 8bit                      # CAME's momentum in 8 bits
+  python examples/train_lm.py --config ngrams --sync zen        # sparse gradients of a large table
   python examples/train_lm.py --compare came,adafactor,adamw    # three runs, one plot
   python examples/train_lm.py --data ~/books --steps 2000 --name books
   python examples/train_lm.py --config gpt2-small --microbatches 4
@@ -19,6 +20,7 @@ ZeRO. --audit reads the same, and more, from the compiled step.
 import argparse
 import copy
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -33,7 +35,7 @@ import optax
 import orbax.checkpoint as ocp
 from _corpus import Corpus
 from _distributed import any_stop, ending_together, is_main, join, my_rows, wait_for_all
-from _model import CONFIGS, Block, TransformerLM, sample
+from _model import CONFIGS, NGRAM_DISTANCES, Block, TransformerLM, sample
 from _report import (
     Metrics,
     Progress,
@@ -51,6 +53,7 @@ from flax.training.train_state import TrainState
 
 import optax_ext
 import sharding as shd
+from sharding import sync
 from sharding.plan import estimate, kind_of
 
 
@@ -84,11 +87,37 @@ OPTIMIZERS = {
 STATES = ("float32", *optax_ext.STATE_FORMATS)
 
 
-def make_optimizer(name, peak, steps, state="float32"):
+def zen_of_table(config, windows):
+    """The rows of the table that a device's part of a batch reads are sent, all else whole."""
+    read = windows * config.context * len(NGRAM_DISTANCES)  # if no n-gram comes twice
+    return sync.by_path({"ngram_embed": sync.zen(min(1.0, read / config.ngrams))})
+
+
+# How gradients meet, by the model's size and a device's windows of a batch; None for a plain sum.
+SYNCS = {
+    "dense": lambda config, windows: None,
+    "zen": zen_of_table,
+    "qsgd8": lambda config, windows: sync.qsgd(8),
+    "qsgd4": lambda config, windows: sync.qsgd(4),
+    "powersgd": lambda config, windows: sync.powersgd(4, **RULE),
+    "topk": lambda config, windows: sync.top_k(0.01),
+    "ef21": lambda config, windows: sync.top_k(0.01, feedback="ef21"),
+    # Deep gradient compression has momentum and clipping in it: see make_optimizer.
+    "dgc": lambda config, windows: sync.top_k(
+        0.01, momentum=0.9, clip_norm=1.0, min_size=SENT_WHOLE
+    ),
+}
+SENT_WHOLE = 4096  # smaller arrays are sent as they are, without momentum
+
+
+def make_optimizer(name, peak, steps, state="float32", exchange="dense"):
     """The whole chain, and its schedule: warm-up to ``peak``, then a cosine down to 5 % of it."""
     make, _ = OPTIMIZERS[name]
     warmup = max(1, min(steps // 20, 1000))
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps, 0.05 * peak)
+    if exchange == "dgc":  # the rest of SGD with momentum
+        small = functools.partial(jax.tree.map, lambda x: x.size < SENT_WHOLE)
+        return optax.chain(optax.masked(optax.trace(0.9), small), optax.sgd(schedule)), schedule
     tx = make(schedule)
     if state != "float32":
         tx = optax_ext.low_precision_state(tx, optax_ext.STATE_FORMATS[state])
@@ -106,12 +135,14 @@ def train(options, corpus, mesh, directory, stop):
         console.print(f"{directory} is finished; another --name begins a new run.")
         return json.loads((directory / "summary.json").read_text())
 
+    config = CONFIGS[options.config]
     where = "optimizer" if options.offload else None
-    zero = shd.Zero(mesh, stage=options.stage, offload=where)
+    exchange = SYNCS[options.sync](config, options.batch_size // mesh.size)
+    zero = shd.Zero(mesh, stage=options.stage, offload=where, sync=exchange)
     # At stage 3 a block gathers its parameters when it runs; at the others this changes nothing.
-    model = TransformerLM(CONFIGS[options.config], block=zero.gathered(Block))
+    model = TransformerLM(config, block=zero.gathered(Block))
     tx, schedule = make_optimizer(
-        options.optimizer, options.learning_rate, options.steps, options.state
+        options.optimizer, options.learning_rate, options.steps, options.state, options.sync
     )
 
     def make_state(key):
@@ -129,7 +160,7 @@ def train(options, corpus, mesh, directory, stop):
     evaluate = zero.eval_step(loss_fn)
 
     key = jax.random.key(options.seed)
-    memory, expected_wire = show_plan(options, corpus, zero, make_state, directory)
+    sizes, expected_wire = show_plan(options, corpus, zero, make_state, directory)
 
     manager = ocp.CheckpointManager(
         directory.absolute() / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=2)
@@ -148,8 +179,7 @@ def train(options, corpus, mesh, directory, stop):
         metrics.write({"step": 0, "val_loss": validate(state)})
     else:
         console.print(f"Going on from the checkpoint at step {start}.")
-        target = zero.abstract_state(make_state, key)
-        state = manager.restore(start, args=ocp.args.StandardRestore(target))
+        state = restore(manager, start, zero, make_state, key)
 
     if options.audit:
         windows = corpus.batch(options.seed, start + 1, options.batch_size)
@@ -158,6 +188,8 @@ def train(options, corpus, mesh, directory, stop):
         merged = options.stage == 3 and jax.default_backend() == "cpu"
         notes = ["On CPUs XLA gathers a block once, not once more for the backward pass."] * merged
         print_audit(shd.audit(compiled, mesh=mesh, expected_wire=expected_wire), notes)
+        # Where gradients are as sparse as the exchange expects.
+        sizes["wire_bytes"] = shd.wire_bytes(compiled, branches="cheapest")
 
     tokens = options.batch_size * corpus.context
     with Progress(options.optimizer, metrics.rows, options.steps, tokens) as progress:
@@ -171,7 +203,9 @@ def train(options, corpus, mesh, directory, stop):
             metrics.write(row)  # before the checkpoint, so that none is ahead of the metrics
             progress.update(row)
             if last or stopping or i % options.checkpoint_every == 0:
-                manager.save(i, args=ocp.args.StandardSave(state))  # written in the background
+                note = {"devices": zero.num_devices}
+                # Written in the background.
+                manager.save(i, args=ocp.args.StandardSave(state), custom_metadata=note)
             if stopping and not last:
                 manager.close()  # waits until it is written
                 return None
@@ -181,12 +215,13 @@ def train(options, corpus, mesh, directory, stop):
     summary = {
         "optimizer": options.optimizer,
         "state": options.state,
+        "sync": options.sync,
         "steps": options.steps,
         "val_loss": metrics.rows[-1]["val_loss"],
         "bits_per_byte": bits(metrics.rows[-1]["val_loss"]),
         "prompt": prompt.decode(errors="replace"),
         "sample": sample(model, params, prompt, 300, options.seed).decode(errors="replace"),
-        **memory,
+        **sizes,
     }
     if is_main():
         plot_loss(directory / "loss.png", str(directory), metrics.rows)
@@ -194,11 +229,23 @@ def train(options, corpus, mesh, directory, stop):
     return summary
 
 
+def restore(manager, step, zero, make_state, key):
+    """The state of a checkpoint, whatever devices wrote it."""
+    devices = manager.metadata(step).custom_metadata["devices"]
+    target = zero.abstract_state(make_state, key, sync_devices=devices)
+    state = manager.restore(step, args=ocp.args.StandardRestore(target))
+    if devices != zero.num_devices and isinstance(state.opt_state, sync.SyncedState):
+        # Each device kept what it has not sent yet; these begin with the mean.
+        return zero.resize_sync(state)
+    return state
+
+
 def show_plan(options, corpus, zero, make_state, directory):
     """Prints what each stage would cost, beside AdamW without ZeRO; writes the layout of this one.
 
     Returns:
-      Sizes for the summary, and the bytes that a device should send in a step.
+      Sizes for the summary, and the bytes that a device should send in a step; None where the
+      exchange of gradients is not the plain one.
     """
     state = jax.eval_shape(make_state, jax.random.key(0))  # shapes only: nothing is computed yet
     layout = zero.describe(state)
@@ -222,14 +269,14 @@ def show_plan(options, corpus, zero, make_state, directory):
         f"{corpus.path}: {len(corpus.train):,} bytes to train on, "
         f"{len(corpus.held_out):,} held out."
     )
-    print_plan(plan, other, zero.stage)
+    print_plan(plan, other, zero.stage, plain=zero.sync is None)
     if is_main():
         (directory / "layout.txt").write_text(f"{layout}\n")
     sizes = {
         "bytes_per_device": layout.bytes_per_device,
         "bytes_without_zero": dataclasses.replace(zero, stage=0).describe(state).bytes_per_device,
     }
-    return sizes, plan.stages[zero.stage].wire
+    return sizes, plan.stages[zero.stage].wire if zero.sync is None else None
 
 
 def compare(options, corpus, mesh, directory, stop):
@@ -256,8 +303,9 @@ class UserError(Exception):
     """A mistake of whoever gave the command; shown in one line."""
 
 
-# What decides the losses. Other devices, or another stage, change them by rounding alone.
-IDENTITY = ("config", "optimizer", "state", "learning_rate", "steps", "batch_size", "seed")
+# What decides the losses. Other devices, or another stage, change them by rounding alone, but for
+# an exchange that is lossy: what is lost depends on how many devices there are.
+IDENTITY = ("config", "optimizer", "state", "sync", "learning_rate", "steps", "batch_size", "seed")
 
 
 def check_same_run(options, corpus, directory):
@@ -339,6 +387,9 @@ def parse_args():
     add("--state", **states, help=f"its moments: {', '.join(STATES)} [%(default)s]")
     add("--learning-rate", type=float, metavar="X", help="the peak of its schedule [as tuned]")
 
+    names = {"choices": SYNCS, "default": "dense", "metavar": "NAME"}
+    add("--sync", **names, help=f"how gradients meet: {', '.join(SYNCS)} [%(default)s]")
+
     add = parser.add_argument_group("devices; a run may go on with others").add_argument
     add("--devices", type=positive, metavar="N", help="[all; without GPU or TPU 8 virtual ones]")
     add("--distributed", action="store_true", help="join the cluster's other processes")
@@ -358,6 +409,12 @@ def resolve(options):
     options.steps = options.steps or config.steps
     options.batch_size = options.batch_size or config.batch_size
     options.checkpoint_every = options.checkpoint_every or min(max(options.steps // 10, 10), 500)
+    if options.sync == "dgc" and (options.optimizer, options.state) != ("sgd", "float32"):
+        fail("--sync dgc has the momentum of SGD in it: it needs --optimizer sgd, without --state")
+    if options.sync == "zen" and not config.ngrams:
+        fail("--sync zen is for a table of n-grams: give --config ngrams")
+    if options.stage == 3 and options.sync not in ("dense", "zen"):
+        fail(f"--sync {options.sync} keeps a state, for which stage 3 has no room: give --stage 2")
     if options.compare is None:
         if options.learning_rate is None:
             options.learning_rate = tuned_learning_rate(options)
@@ -365,6 +422,8 @@ def resolve(options):
             options.name = f"{options.config}-{options.optimizer}-zero{options.stage}"
             if options.state != "float32":
                 options.name += f"-{options.state}"
+            if options.sync != "dense":
+                options.name += f"-{options.sync}"
         return options
     options.compare = options.compare.split(",")
     options.name = options.name or f"{options.config}-compare"

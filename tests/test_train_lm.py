@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 
+import jax
+import numpy as np
 import pytest
 
 pytest.importorskip("flax")
@@ -128,6 +130,48 @@ def test_a_run_stopped_in_every_way_gives_the_losses_of_an_unbroken_one(tmp_path
     assert rows(folder) == rows(unbroken)
 
 
+def test_what_was_not_sent_yet_goes_on_with_other_devices(tmp_path, text):
+    options = ("--sync", "topk", "--steps", "60", "--checkpoint-every", "10")
+    process = start(tmp_path, text, *options)
+    output = wait_for_step(process, 12)
+    process.send_signal(signal.SIGINT)
+    code, rest = finish(process)
+    assert code == 130, output + rest
+    folder = tmp_path / "runs" / "smoke-came-zero2-topk"
+    last = checkpoints(folder)[-1]
+
+    code, output = run(tmp_path, text, *options, "--devices", "4", "--audit")
+    assert code == 0, output
+    assert f"Going on from the checkpoint at step {last}." in output
+    assert "Sent is what a plain sum of gradients sends" in output
+    assert "of theory" not in output
+    val_losses = [row["val_loss"] for row in rows(folder) if "val_loss" in row]
+    assert val_losses == sorted(val_losses, reverse=True)
+    assert val_losses[-1] < 4.0
+
+
+@jax.numpy_rank_promotion("allow")  # as the script has it
+def test_no_byte_changes_the_logits_before_it(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    from _model import Config, TransformerLM, ngram_rows
+
+    model = TransformerLM(Config(1, 16, 1, 12, batch_size=1, steps=1, ngrams=64))
+    tokens = np.random.default_rng(0).integers(0, 256, (1, 12))
+    params = model.init(jax.random.key(0), tokens)["params"]
+    params["ngram_embed"]["embedding"] = jax.random.normal(jax.random.key(1), (64, 16))
+    logits = model.apply({"params": params}, tokens)
+    read = np.asarray(ngram_rows(tokens, 64))
+    for i in (0, 1, 6, 11):
+        other = tokens.copy()
+        other[0, i] ^= 1
+        changed = model.apply({"params": params}, other)
+        np.testing.assert_array_equal(changed[:, :i], logits[:, :i])
+        assert np.all(np.any(changed[:, i:] != logits[:, i:], -1))
+        # A bigram ends at a byte or at the next, a trigram one later still.
+        others = np.asarray(ngram_rows(other, 64))
+        assert set(np.nonzero(others != read)[1]) <= {i, i + 1, i + 2}
+
+
 def test_it_learns(unbroken):
     val_losses = [row["val_loss"] for row in rows(unbroken) if "val_loss" in row]
     assert val_losses[0] == pytest.approx(5.55, abs=0.1)  # log(256): it knows nothing
@@ -168,6 +212,10 @@ def test_a_mistake_gives_one_line(unbroken, text):
         ("--data", "small.txt"): "small.txt is too small",
         ("--steps", "200"): f"was begun with --steps {STEPS}, not 200",
         ("--seed", "1", "--steps", "0"): "must be at least 1, got 0",
+        ("--name", unbroken.name, "--sync", "topk"): "was begun with --sync dense, not topk",
+        ("--sync", "zen"): "--sync zen is for a table of n-grams",
+        ("--sync", "dgc"): "it needs --optimizer sgd",
+        ("--sync", "qsgd8", "--stage", "3"): "stage 3 has no room",
     }
     folder = unbroken.parents[1]
     (folder / "small.txt").write_text("too small")
