@@ -28,6 +28,7 @@ import shlex
 import signal
 import sys
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -140,7 +141,9 @@ def train(options, corpus, mesh, directory, stop):
     exchange = SYNCS[options.sync](config, options.batch_size // mesh.size)
     zero = shd.Zero(mesh, stage=options.stage, offload=where, sync=exchange)
     # At stage 3 a block gathers its parameters when it runs; at the others this changes nothing.
-    model = TransformerLM(config, block=zero.gathered(Block))
+    # So does the table of n-grams with its gradient: only rows that a batch reads are exchanged.
+    embed = shd.sparse_embedding(nn.Embed) if options.sync == "zen" else nn.Embed
+    model = TransformerLM(config, block=zero.gathered(Block), embed=embed)
     tx, schedule = make_optimizer(
         options.optimizer, options.learning_rate, options.steps, options.state, options.sync
     )
