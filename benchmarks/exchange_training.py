@@ -90,7 +90,7 @@ def plot(path: pathlib.Path, runs: pathlib.Path, summaries: Summaries) -> None:
         column, color = OPTIMIZERS.index(optimizer), f"C{EXCHANGES.index(exchange)}"
         style = {"color": color, "label": exchange, "linewidth": 1.2, "markersize": 3}
         style["linestyle"] = "--" if exchange == "zen" else "-"  # it lies on dense
-        axes[0, column].plot(steps, losses, marker="o", **style)
+        axes[0, column].plot(steps[1:], losses[1:], marker="o", **style)
         axes[1, column].plot(sent[1:], losses[1:], marker="o", **style)
     for column, optimizer in enumerate(OPTIMIZERS):
         axes[0, column].set(title=optimizer, xlabel="step")
