@@ -20,7 +20,6 @@ ZeRO. --audit reads the same, and more, from the compiled step.
 import argparse
 import copy
 import dataclasses
-import functools
 import json
 import os
 import pathlib
@@ -104,11 +103,8 @@ SYNCS = {
     "topk": lambda config, windows: sync.top_k(0.01),
     "ef21": lambda config, windows: sync.top_k(0.01, feedback="ef21"),
     # Deep gradient compression has momentum and clipping in it: see make_optimizer.
-    "dgc": lambda config, windows: sync.top_k(
-        0.01, momentum=0.9, clip_norm=1.0, min_size=SENT_WHOLE
-    ),
+    "dgc": lambda config, windows: sync.top_k(0.01, momentum=0.9, clip_norm=1.0),
 }
-SENT_WHOLE = 4096  # smaller arrays are sent as they are, without momentum
 
 
 def make_optimizer(name, peak, steps, state="float32", exchange="dense"):
@@ -117,8 +113,7 @@ def make_optimizer(name, peak, steps, state="float32", exchange="dense"):
     warmup = max(1, min(steps // 20, 1000))
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps, 0.05 * peak)
     if exchange == "dgc":  # the rest of SGD with momentum
-        small = functools.partial(jax.tree.map, lambda x: x.size < SENT_WHOLE)
-        return optax.chain(optax.masked(optax.trace(0.9), small), optax.sgd(schedule)), schedule
+        return optax.sgd(schedule), schedule
     tx = make(schedule)
     if state != "float32":
         tx = optax_ext.low_precision_state(tx, optax_ext.STATE_FORMATS[state])

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding.sync._dense import dense_method
+from sharding.sync._dense import dense_mean, dense_method
 from sharding.sync._interface import (
     Axes,
     GradientSync,
@@ -59,7 +59,7 @@ def top_k(
       clip_norm: the norm that a gradient is cut to before all else, an array at a time; on n
         devices that over the root of n.
       approximate: may miss some of the largest (``lax.approx_max_k``); faster on TPUs.
-      min_size: smaller arrays are sent whole.
+      min_size: smaller arrays are sent whole, with the same momentum and clip.
 
     Returns:
       A ``GradientSync``.
@@ -87,23 +87,32 @@ def top_k(
         state = {} if momentum is None else {"momentum": zeros}
         return state | ({"error": zeros} if feedback else {})
 
-    def mean(x: jax.Array, state: Any, axes: Axes, noise: Noise) -> tuple[jax.Array, Any]:
+    def clipped(x: jax.Array, axes: Axes) -> jax.Array:
         x = wide(x)
-        if clip_norm is not None:
-            most = clip_norm / math.sqrt(lax.axis_size(axes))
-            norm = jnp.sqrt(jnp.sum(x**2))
-            x = x * jnp.minimum(1, most / jnp.where(norm == 0, 1, norm))
-        new = {}
+        if clip_norm is None:
+            return x
+        most = clip_norm / math.sqrt(lax.axis_size(axes))
+        norm = jnp.sqrt(jnp.sum(x**2))
+        return x * jnp.minimum(1, most / jnp.where(norm == 0, 1, norm))
+
+    def moved(old: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The momentum, and by how much it moves."""
+        assert momentum is not None
+        if nesterov:
+            new = momentum * (old + x)
+            return new, new + x
+        new = momentum * old + x
+        return new, new
+
+    def mean(x: jax.Array, state: Any, axes: Axes, noise: Noise) -> tuple[jax.Array, Any]:
+        x, new = clipped(x, axes), {}
         if feedback == "ef21":
             whole = x - state["own"]
         elif momentum is None:
             whole = x + state["error"] if feedback else x
-        elif nesterov:
-            new["momentum"] = momentum * (state["momentum"] + x)
-            whole = state["error"] + new["momentum"] + x
         else:
-            new["momentum"] = momentum * state["momentum"] + x
-            whole = state["error"] + new["momentum"]
+            new["momentum"], whole = moved(state["momentum"], x)
+            whole += state["error"]
 
         total, indices = _by_step(schedule, noise, whole, axes, approximate)
         total = total.reshape(x.shape)
@@ -122,7 +131,14 @@ def top_k(
             new["momentum"] = unsent(new["momentum"])
         return total, new
 
+    def small(x: jax.Array, state: Any, axes: Axes, noise: Noise) -> tuple[jax.Array, Any]:
+        del noise
+        new, x = moved(state["momentum"], dense_mean(clipped(x, axes), axes))
+        return x, {"momentum": new}
+
     method, plain = Method(init, mean, counts=len(schedule) > 1), dense_method()
+    if momentum is not None:
+        plain = Method(lambda x: {"momentum": init(x)["momentum"]}, small)
     return leafwise(lambda path, x: method if x.size >= min_size else plain)
 
 

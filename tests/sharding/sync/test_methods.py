@@ -292,6 +292,23 @@ def test_top_k_counts_small_arrays_in_full(x64):
     assert 10 <= np.count_nonzero(have["w"]) <= 20
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_top_k_gives_small_arrays_the_same_momentum(nesterov, x64):
+    """As if all of it counted: the learning rate is one for all."""
+    shapes, num, clip = {"w": (24, 40), "b": (37,)}, 4, 3.0
+    options = {"momentum": 0.9, "nesterov": nesterov}
+    exchange = Exchange(sync.top_k(0.1, min_size=100, clip_norm=clip, **options), shapes, num)
+    momentum = 0
+    for step in range(50):
+        grads = stacked(step, shapes, num)
+        parts = [g * min(1.0, clip / np.sqrt(num) / norm(g)) for g in grads["b"]]
+        g = np.mean(parts, 0)
+        momentum = 0.9 * (momentum + g) if nesterov else 0.9 * momentum + g
+        have = exchange(grads)["b"]
+        want = momentum + g if nesterov else momentum
+        assert norm(have - want) < 1e-13 * norm(want)
+
+
 def test_approximate_top_k_keeps_what_it_misses(x64):
     shapes = {"w": (64, 80)}
     exchange = Exchange(sync.top_k(0.1, approximate=True, min_size=1), shapes, 2)
