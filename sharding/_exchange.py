@@ -11,10 +11,11 @@ from jax import lax
 
 from sharding import _gather, _lookup
 from sharding._collectives import Cut, reduce_scatter
-from sharding._gather import How, Shard, gather, uses
+from sharding._gather import How, Shard, gather
 from sharding._layout import Layout, Placement
 from sharding._precision import Precision
 from sharding._specs import axes_of, path_str
+from sharding._uses import uses
 from sharding.sync import GradientSync, RowMethod
 
 
