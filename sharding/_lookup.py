@@ -65,8 +65,8 @@ def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
     devices can compute.
 
     Updates stay those of the transformation, of all rows: one with momentum or weight decay changes
-    rows that were not looked up, too. Statistics of columns, as factored ones keep, are sums over
-    all owners, which the update makes.
+    rows that were not looked up, too, unless ``optax_ext.lazy_rows`` is around it. Statistics of
+    columns, as factored ones keep, are sums over all owners, which the update makes.
 
     Args:
       table: (rows, ...), as the loss got it.
@@ -99,10 +99,8 @@ def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
     if not ids.size:
         return jnp.zeros((*ids.shape, *shape[1:]), table.dtype)
     num_rows = shape[0]
-    at = ids.astype(
-        jnp.promote_types(ids.dtype, jnp.int32) if ids.dtype.itemsize < 4 else ids.dtype
-    )
-    at = jnp.where(at < 0, at + num_rows, at).ravel()
+    at = ids.astype(jnp.int32 if ids.dtype.itemsize < 4 else ids.dtype).ravel()
+    at = jnp.where(at < 0, at + num_rows, at)
     inside = (at >= 0) & (at < num_rows)
     at = at.astype(jnp.int32)
     if shuffled:
