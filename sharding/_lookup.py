@@ -11,6 +11,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from sharding._gather import Handle, How, Shard, gather, is_shard
+from sharding.sync._interface import gather_all
 from sharding.sync._mixer import Mixer
 from sharding.sync._rows import Entries, Owners, distinct, in_rounds, pick, repeat, room_for
 
@@ -199,7 +200,7 @@ def _fetch(call: _Call, shard: jax.Array, ids: jax.Array) -> jax.Array:
             picked = pick(entries, owners.num, room, i)
             asked = jnp.take(entries.place, picked, fill_value=owners.places)
             if dim:
-                asked = lax.all_gather(asked, axes, tiled=True)
+                asked = gather_all(asked, axes)
             else:
                 asked = lax.all_to_all(asked, axes, split_axis=0, concat_axis=0, tiled=True)
             rows = jnp.take(shard, asked, axis=0, fill_value=0)

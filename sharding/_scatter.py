@@ -59,10 +59,14 @@ def psum_scatter(x: jax.Array, axis: Axis, dim: int, form: str = "native") -> ja
 def scatter_sum(x: jax.Array, axis: Axis, dim: int) -> jax.Array:
     """``psum_scatter`` in the form that suits the devices of the ``shard_map`` around it."""
     axes = axes_of(axis)
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    platform = "unknown" if device is None else device.platform
     sizes = [lax.axis_size(name) for name in axes]
-    return psum_scatter(x, axes, dim, choose_form(platform, sizes, x.shape, dim, x.dtype))
+    return psum_scatter(x, axes, dim, choose_form(platform(), sizes, x.shape, dim, x.dtype))
+
+
+def platform() -> str:
+    """That of the devices of the ``shard_map`` around it."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return "unknown" if device is None else device.platform
 
 
 def choose_form(

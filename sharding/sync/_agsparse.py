@@ -15,6 +15,7 @@ from sharding.sync._interface import (
     Noise,
     RowMethod,
     check_density,
+    gather_all,
     leafwise,
 )
 from sharding.sync._rows import (
@@ -69,9 +70,7 @@ def agsparse(density: float = 0.01, *, min_size: int = 4096) -> GradientSync:
             def one(i: Any, total: jax.Array) -> jax.Array:
                 picked = pick(entries, 1, room, i)
                 row = jnp.take(entries.place, picked, fill_value=height)
-                row, values = (
-                    lax.all_gather(part, axes, tiled=True) for part in (row, entries.values(picked))
-                )
+                row, values = (gather_all(part, axes) for part in (row, entries.values(picked)))
                 if dim == 0:
                     row = jnp.where(row < first, height, row - first)
                 elif dim == 1:

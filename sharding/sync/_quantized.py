@@ -8,7 +8,15 @@ import numpy as np
 from jax import lax
 
 from sharding.sync._dense import dense_method
-from sharding.sync._interface import Axes, GradientSync, Method, Noise, leafwise, wide
+from sharding.sync._interface import (
+    Axes,
+    GradientSync,
+    Method,
+    Noise,
+    gather_all,
+    leafwise,
+    wide,
+)
 
 _NORMS = ("max", "l2")
 _ROUNDINGS = ("stochastic", "nearest")
@@ -97,7 +105,7 @@ def qsgd(
         rows = -(-x.size // num)
         flat = jnp.pad(wide(x).ravel(), (0, num * rows - x.size)).reshape(num, rows)
         codes, scales = encode(exchange(flat, axes, first)[None], second)
-        codes, scales = (lax.all_gather(part, axes, axis=0, tiled=True) for part in (codes, scales))
+        codes, scales = (gather_all(part, axes) for part in (codes, scales))
         found = dequantize(codes, scales, bits, block_size)[:, :rows]
         return found.ravel()[: x.size].reshape(x.shape), state
 

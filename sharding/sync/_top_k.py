@@ -15,6 +15,7 @@ from sharding.sync._interface import (
     Method,
     Noise,
     check_density,
+    gather_all,
     leafwise,
     wide,
 )
@@ -176,9 +177,7 @@ def _by_step(
             flat = x.ravel()
             find = lax.approx_max_k if approximate else lax.top_k
             indices = find(jnp.abs(flat), count)[1]
-            values, places = (
-                lax.all_gather(part, axes, axis=0, tiled=True) for part in (flat[indices], indices)
-            )
+            values, places = (gather_all(part, axes) for part in (flat[indices], indices))
             total = jnp.zeros_like(flat).at[places].add(values) / lax.axis_size(axes)
             # Of one length for all densities; what is too far is dropped.
             return total, jnp.pad(indices, (0, max(counts) - count), constant_values=flat.size)

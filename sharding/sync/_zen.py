@@ -15,6 +15,7 @@ from sharding.sync._interface import (
     Noise,
     RowMethod,
     check_density,
+    gather_all,
     leafwise,
     own_piece,
 )
@@ -202,7 +203,7 @@ def _push_parts(
         picked = pick(entries, 1, room, i)
         place = jnp.take(entries.place, picked, fill_value=shape[0])
         values = entries.values(picked).reshape(room, num, *part)
-        place = lax.all_gather(place, axes, tiled=True)
+        place = gather_all(place, axes)
         values = lax.all_to_all(values, axes, split_axis=1, concat_axis=0, tiled=True)
         values = values.reshape(-1, *part).astype(total.dtype)
         return total.at[place].add(values, mode="drop")
@@ -222,9 +223,9 @@ def _pull(total: jax.Array, touched: jax.Array, owners: Owners, room: int, axes:
         at = jnp.full(room, places, jnp.int32)
         here = jnp.arange(places, dtype=jnp.int32)
         at = at.at[jnp.where(touched, rank, room)].set(here, mode="drop")
-        values = lax.all_gather(jnp.take(total, at, axis=0, fill_value=0), axes, tiled=True)
+        values = gather_all(jnp.take(total, at, axis=0, fill_value=0), axes)
         bits = jnp.packbits(touched)
-        bits = lax.all_gather(bits, axes, tiled=True).reshape(num, -1)
+        bits = gather_all(bits, axes).reshape(num, -1)
         touched = jnp.unpackbits(bits, axis=1, count=places).astype(bool)
         rank = jnp.cumsum(touched, 1, dtype=jnp.int32) - 1
         first = jnp.arange(num, dtype=jnp.int32)[:, None]
@@ -243,4 +244,4 @@ def _pull(total: jax.Array, touched: jax.Array, owners: Owners, room: int, axes:
 
 
 def _gather_whole(total: jax.Array, axes: Axes) -> jax.Array:
-    return lax.all_gather(total, axes, tiled=True)
+    return gather_all(total, axes)

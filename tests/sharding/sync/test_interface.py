@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from sharding import sync
+from sharding.sync import _interface
 
 from .harness import Exchange, mesh_of, stacked
 
@@ -76,6 +78,22 @@ def test_resize_keeps_the_mean(num):
         have["error"], np.broadcast_to(np.mean(state["error"], 0), (num, 3, 5)), rtol=1e-6
     )
     np.testing.assert_array_equal(have["step"], np.full(num, 7))
+
+
+@pytest.mark.parametrize("size", [5, 1024, 1500])
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8])
+def test_vectors_are_gathered_in_tiles_on_tpus(size, dtype, monkeypatch):
+    """And nothing of what fills them up is left."""
+    monkeypatch.setattr(_interface, "platform", lambda: "tpu")
+    x = jnp.asarray(np.random.default_rng(0).integers(0, 200, (4, size)), dtype)
+    run = jax.shard_map(
+        lambda x: _interface.gather_all(x[0], ("data",)),
+        mesh=mesh_of(4),
+        in_specs=P("data"),
+        out_specs=P(),
+        check_vma=False,
+    )
+    np.testing.assert_array_equal(run(x), x.ravel())
 
 
 def test_outside_of_a_shard_map():
