@@ -1,5 +1,6 @@
 """Tables by rows: what a loss that looks rows up gets, learns and sends."""
 
+import functools
 import re
 
 import flax.linen as nn
@@ -84,6 +85,12 @@ def train(zero, look, shape, steps=4, how="zipf", tx=None, table=None, **options
     return state[0]
 
 
+@functools.cache
+def alone(shape, how="zipf"):
+    """One device, and ``take``."""
+    return jax.device_get(train(zero_of(None, 0, 1), take, shape, how=how))
+
+
 def assert_same(have, want, start, tolerance=1e-12):
     for k in want:
         path = np.linalg.norm(np.asarray(want[k] - start[k]))
@@ -121,7 +128,7 @@ CASES = [  # exchange, stage, devices, shape, ids, why
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"stage {c[1]}, {c[5]}")
 def test_equals_one_device_with_take(case, x64):
     exchange, stage, num, shape, how, _ = case
-    want = train(zero_of(None, 0, 1), take, shape, how=how)
+    want = alone(shape, how)
     have = train(zero_of(exchange, stage, num), shd.lookup, shape, how=how)
     assert_same(have, want, initial(shape))
 
@@ -129,7 +136,7 @@ def test_equals_one_device_with_take(case, x64):
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_shuffled_tables(stage, x64):
     shape = (96, 16)
-    want = train(zero_of(None, 0, 1), take, shape)
+    want = alone(shape)
     mixed = shd.shuffle_rows(initial(shape)["table"])
     assert np.any(mixed != initial(shape)["table"])
     zero = zero_of(sync.zen(0.3, min_size=1), stage)
@@ -171,7 +178,7 @@ def test_in_loops_and_checkpoints(x64):
         )
 
     shape = (96, 16)
-    want = train(zero_of(None, 0, 1), take, shape)
+    want = alone(shape)
     for stage in (2, 3):
         have = train(zero_of(sync.zen(0.2, min_size=1), stage), scanned(shd.lookup), shape)
         assert_same(have, want, initial(shape))
@@ -183,7 +190,7 @@ def test_copies(stage, x64):
     mesh = jax.make_mesh((2, 4), ("copies", "data"), axis_types=(AxisType.Auto,) * 2)
     exchange, shape = sync.by_path({"table": sync.zen(0.2, min_size=1)}), (96, 16)
     zero = shd.Zero(mesh, stage, replica_axis="copies", sync=exchange, min_shard_size=16)
-    want = train(zero_of(None, 0, 1), take, shape)
+    want = alone(shape)
     assert_same(train(zero, shd.lookup, shape), want, initial(shape))
 
 
