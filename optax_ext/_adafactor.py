@@ -12,16 +12,15 @@ from optax_ext._factored import (
     accumulator_dtype,
     check_rule,
     check_shapes,
-    clip_by_rms,
-    divide_by_root,
     entries,
     init_moment,
     join_moments,
     leaves_with_factoring,
+    normalize,
     rms,
     split_moments,
+    times,
     two_largest_dims,
-    update_moment,
 )
 
 
@@ -128,12 +127,12 @@ def scale_by_adafactor(
         with jax.named_scope("second_moment"):
             for i, ((_, g, dims), moment) in enumerate(zip(leaves, moments, strict=True)):
                 dtype = moment.dtype
-                x = g.astype(dtype)
                 decay, weight = second_moment_decay(count, dtype)
-                square = jnp.square(x) + _validate.hyperparameter(eps, dtype)
-                moments[i] = update_moment(moment, square, decay, weight, dims)
-                u = clip_by_rms(divide_by_root(x, moments[i], dims), clipping_threshold, dims)
-                out.append(u.astype(g.dtype))
+                floor = _validate.hyperparameter(eps, dtype)
+                moments[i], scales = normalize(
+                    moment, g, floor, decay, weight, clipping_threshold, dims
+                )
+                out.append(times(g.astype(dtype), scales).astype(g.dtype))
         state = ScaleByAdafactorState(count, *split_moments(treedef, moments))
         return treedef.unflatten(out), state
 

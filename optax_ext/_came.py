@@ -15,16 +15,18 @@ from optax_ext._factored import (
     accumulator_dtype,
     check_rule,
     check_shapes,
-    clip_by_rms,
-    divide_by_root,
     entries,
     init_moment,
     join_moments,
     last_two_dims,
     leaves_with_factoring,
+    normalize,
+    root_factors,
     split_moments,
+    times,
     update_moment,
 )
+from optax_ext._passes import again
 
 
 class ScaleByCameState(NamedTuple):
@@ -64,18 +66,31 @@ def _update_leaf(
     """One step for one array: the update, and the new mu, nu and instability."""
     dtype = nu.dtype
     b1, b2, b3, eps, eps_instability = (_validate.hyperparameter(h, dtype) for h in hyper[:5])
-    x = g.astype(dtype)
     with jax.named_scope("second_moment"):
-        nu = update_moment(nu, jnp.square(x) + eps, b2, 1 - b2, dims)
-        u = clip_by_rms(divide_by_root(x, nu, dims), hyper.clipping_threshold, dims)
-    with jax.named_scope("momentum"):
-        m = b1 * mu.astype(dtype) + (1 - b1) * u
+        nu, factors = normalize(nu, g, eps, b2, 1 - b2, hyper.clipping_threshold, dims)
+
+    def momentum(mu: jax.Array, args: tuple) -> tuple[jax.Array, jax.Array]:
+        g, factors, b1, rest = args
+        u = times(g.astype(dtype), factors)
+        return u, b1 * mu.astype(dtype) + rest * u
+
+    def residual(mu: jax.Array, args: tuple) -> tuple[jax.Array, jax.Array | None]:
+        u, m = momentum(mu, args)
+        return jnp.square(u - m), m if mu.dtype == dtype else None
+
+    args = (g, factors, jnp.asarray(b1, dtype), jnp.asarray(1 - b1, dtype))
     if not dims.factored:
+        with jax.named_scope("momentum"):
+            _, m = momentum(mu, args)
         return m.astype(g.dtype), m.astype(mu.dtype), nu, instability
     with jax.named_scope("confidence"):
-        residual = jnp.square(u - m) + eps_instability
-        instability = update_moment(instability, residual, b3, 1 - b3, dims)
-        out = divide_by_root(m, instability, dims)
+        instability, m = update_moment(
+            instability, residual, mu, args, eps_instability, b3, 1 - b3, dims
+        )
+        trust = root_factors(instability, dims)
+        if m is None:
+            _, m = momentum(mu, (g, *again(args[1:], trust)))
+        out = times(m, trust)
         if hyper.debias_instability:
             out = out * jnp.sqrt(_one_minus_power(b3, count, dtype))
     return out.astype(g.dtype), m.astype(mu.dtype), nu, instability

@@ -7,15 +7,15 @@ rows and of its columns, n + m numbers for n x m.
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 
 from optax_ext import _validate
+from optax_ext._passes import Dims, again, mean, sweep
 
-Dims = tuple[int, ...]
 
 
 # --- Which dims -----------------------------------------------------------------------------
@@ -248,12 +248,6 @@ class Moment(NamedTuple):
         return next(slot.dtype for slot in self if slot is not None)
 
 
-def mean(x: jax.Array, dims: Dims, keepdims: bool = False) -> jax.Array:
-    """The mean over ``dims``, scaled before it is summed: squares of 1e18 fit into float32."""
-    count = math.prod(x.shape[d] for d in dims)
-    return jnp.sum(x * (1.0 / count), axis=dims, keepdims=keepdims)
-
-
 def init_moment(like: Any, factoring: Factoring, dtype: Any) -> Moment:
     """Zeros; the factored ones are reductions of zeros like ``like``, to inherit its sharding."""
     zeros = jnp.zeros_like(like, dtype=dtype)
@@ -263,51 +257,85 @@ def init_moment(like: Any, factoring: Factoring, dtype: Any) -> Moment:
 
 
 def update_moment(
-    moment: Moment, square: jax.Array, decay: Any, weight: Any, factoring: Factoring
-) -> Moment:
-    """``decay * moment + weight * (means of square)``."""
+    moment: Moment,
+    fn: Callable[..., tuple[jax.Array, jax.Array | None]],
+    array: jax.Array,
+    args: Any,
+    eps: Any,
+    decay: Any,
+    weight: Any,
+    factoring: Factoring,
+) -> tuple[Moment, jax.Array | None]:
+    """``decay * moment + weight * (x + eps)``, where ``(x, new) = fn(array, args)``; and ``new``.
 
-    def average(old: jax.Array | None, dims: Dims) -> jax.Array | None:
-        if old is None:
-            return None
-        new = mean(square, dims) if dims else square
-        return decay * old + weight * new
-
-    return Moment(
-        average(moment.full, ()),
-        average(moment.row, factoring.cols),
-        average(moment.col, factoring.rows),
-    )
-
-
-def divide_by_root(x: jax.Array, moment: Moment, factoring: Factoring) -> jax.Array:
-    """``x / sqrt(moment)``, where the factored moment is ``row * col / mean(row)``.
-
-    The product row * col is never formed (it leaves float32's range where the quotient does not),
-    and ``x`` meets its row first: that keeps an all-zero row beside a huge one at zero.
+    Of a factored moment, with the means of ``x`` over columns and over rows.
     """
     if moment.full is not None:
-        return x * jax.lax.rsqrt(moment.full)
+        x, new = fn(array, args)
+        return Moment(decay * moment.full + weight * (x + eps), None, None), new
+    (row, col), new = sweep(fn, array, args, factoring.cols, factoring.rows)
+    return Moment(
+        None,
+        decay * moment.row + weight * (row + eps),
+        decay * moment.col + weight * (col + eps),
+    ), new
+
+
+def root_factors(moment: Moment, factoring: Factoring) -> tuple[jax.Array, ...]:
+    """Factors whose product is ``1 / sqrt(moment)``; a factored one is ``row * col / mean(row)``.
+
+    The product row * col is never formed (it leaves float32's range where the quotient does not).
+    """
+    if moment.full is not None:
+        return (jax.lax.rsqrt(moment.full),)
     assert moment.row is not None
     assert moment.col is not None
     row = jnp.expand_dims(moment.row, factoring.cols)
     col = jnp.expand_dims(moment.col, factoring.rows)
     scale = jax.lax.rsqrt(row) * jnp.sqrt(mean(row, factoring.rows, keepdims=True))
-    return x * scale * jax.lax.rsqrt(col)
+    return scale, jax.lax.rsqrt(col)
+
+
+def times(x: jax.Array, factors: Sequence[jax.Array]) -> jax.Array:
+    """``x`` times each factor in turn: its row first, which keeps an all-zero row at zero."""
+    for factor in factors:
+        x = x * factor
+    return x
+
+
+def normalize(
+    moment: Moment,
+    g: jax.Array,
+    eps: Any,
+    decay: Any,
+    weight: Any,
+    threshold: Any | None,
+    factoring: Factoring,
+) -> tuple[Moment, tuple[jax.Array, ...]]:
+    """The second moment after ``g``, and factors of ``g``: to its root, and clipped by RMS.
+
+    The last factor is ``1 / max(1, RMS / threshold)`` for every batch slice; None does not clip.
+    """
+    dtype = moment.dtype
+
+
+    def square(g: jax.Array, _: Any) -> tuple[jax.Array, None]:
+        return jnp.square(g.astype(dtype)), None
+
+    moment, _ = update_moment(moment, square, g, (), eps, decay, weight, factoring)
+    factors = root_factors(moment, factoring)
+    if threshold is None or not g.size:
+        return moment, factors
+    threshold = _validate.hyperparameter(threshold, dtype)
+    u = times(g.astype(dtype), again(factors, factors))
+    return moment, (*factors, 1.0 / jnp.maximum(1.0, rms(u, factoring) / threshold))
 
 
 def rms(x: jax.Array, factoring: Factoring) -> jax.Array:
     """The root mean square of every batch slice, shaped to broadcast against ``x``."""
     dims = tuple(d for d in range(x.ndim) if d not in factoring.batch)
-    return jnp.sqrt(mean(jnp.square(x), dims, keepdims=True))
-
-
-def clip_by_rms(x: jax.Array, threshold: Any | None, factoring: Factoring) -> jax.Array:
-    """``x / max(1, RMS(x) / threshold)`` for every batch slice; None leaves ``x`` alone."""
-    if threshold is None or not x.size:
-        return x
-    threshold = _validate.hyperparameter(threshold, x.dtype)
-    return x / jnp.maximum(1.0, rms(x, factoring) / threshold)
+    count = math.prod(x.shape[d] for d in dims)
+    return jnp.sqrt(jnp.sum(jnp.square(x), dims, keepdims=True) / count)
 
 
 # --- Trees ----------------------------------------------------------------------------------
