@@ -8,7 +8,9 @@ import optax
 
 from optax_ext import _validate
 from optax_ext._factored import (
+    Factoring,
     FactoringRule,
+    Moment,
     accumulator_dtype,
     check_rule,
     check_shapes,
@@ -16,12 +18,15 @@ from optax_ext._factored import (
     init_moment,
     join_moments,
     leaves_with_factoring,
-    normalize,
+    normalizers,
+    per_shape,
     rms,
     split_moments,
     times,
     two_largest_dims,
+    update_squares,
 )
+from optax_ext._passes import together
 
 
 class ScaleByAdafactorState(NamedTuple):
@@ -40,6 +45,26 @@ class MomentumState(NamedTuple):
     """State of Adafactor's momentum."""
 
     mu: optax.Updates  # the parameter's shape, dtype_momentum
+
+
+@per_shape
+def _second_moment(
+    hyper: tuple,
+    dims: Factoring,
+    g: jax.Array,
+    moment: Moment,
+    decay: jax.Array,
+    weight: jax.Array,
+) -> tuple[Moment, jax.Array | None]:
+    eps = _validate.hyperparameter(hyper[0], moment.dtype)
+    return update_squares(moment, g, eps, decay, weight, dims)
+
+
+@per_shape
+def _normalizers(
+    hyper: tuple, dims: Factoring, g: jax.Array, moment: tuple[Moment, jax.Array | None]
+) -> tuple[jax.Array, ...]:
+    return normalizers(*moment, g, hyper[0], dims)
 
 
 def scale_by_adafactor(
@@ -123,23 +148,33 @@ def scale_by_adafactor(
             treedef, leaves, nu=state.nu, nu_row=state.nu_row, nu_col=state.nu_col
         )
         count = optax.safe_increment(state.count)
-        out = []
+
+        def step(g: jax.Array, moment: Moment, dims: Factoring) -> tuple[Moment, jax.Array | None]:
+            decay, weight = second_moment_decay(count, moment.dtype)
+            return _second_moment((eps,), dims, g, moment, decay, weight)
+
+        grads, dims = [g for _, g, _ in leaves], [factoring for _, _, factoring in leaves]
+        # In two rounds, each of which ends in sums over all devices that hold a parameter.
         with jax.named_scope("second_moment"):
-            for i, ((_, g, dims), moment) in enumerate(zip(leaves, moments, strict=True)):
-                dtype = moment.dtype
-                decay, weight = second_moment_decay(count, dtype)
-                floor = _validate.hyperparameter(eps, dtype)
-                moments[i], scales = normalize(
-                    moment, g, floor, decay, weight, clipping_threshold, dims
-                )
-                out.append(times(g.astype(dtype), scales).astype(g.dtype))
+            found = together([step(*one) for one in zip(grads, moments, dims, strict=True)])
+            moments = [moment for moment, _ in found]
+            factors = together(
+                [
+                    _normalizers((clipping_threshold,), *one)
+                    for one in zip(dims, grads, found, strict=True)
+                ]
+            )
+            out = [
+                times(g.astype(moment.dtype), factor).astype(g.dtype)
+                for g, moment, factor in zip(grads, moments, factors, strict=True)
+            ]
         state = ScaleByAdafactorState(count, *split_moments(treedef, moments))
         return treedef.unflatten(out), state
 
     def second_moment_decay(count: jax.Array, dtype: Any) -> tuple[Any, Any]:
         if b2 is not None:
             decay = _validate.hyperparameter(b2, dtype)
-            return decay, 1 - decay
+            return jnp.asarray(decay, dtype), jnp.asarray(1 - decay, dtype)
         step = jnp.maximum(count.astype(dtype) - _validate.hyperparameter(decay_offset, dtype), 1)
         weight = step ** -_validate.hyperparameter(decay_rate, dtype)
         if beta2_cap is not None:

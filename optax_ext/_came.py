@@ -1,6 +1,8 @@
 """CAME: confidence-guided adaptive memory-efficient optimization."""
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,13 +22,16 @@ from optax_ext._factored import (
     join_moments,
     last_two_dims,
     leaves_with_factoring,
-    normalize,
+    level,
+    normalizers,
+    per_shape,
     root_factors,
     split_moments,
     times,
     update_moment,
+    update_squares,
 )
-from optax_ext._passes import again
+from optax_ext._passes import again, together
 
 
 class ScaleByCameState(NamedTuple):
@@ -54,46 +59,81 @@ class _Hyperparameters(NamedTuple):
     debias_instability: bool
 
 
-def _update_leaf(
+@per_shape
+def _second_moment(
+    hyper: _Hyperparameters, dims: Factoring, g: jax.Array, nu: Moment
+) -> tuple[Moment, jax.Array | None]:
+    b2, eps = (_validate.hyperparameter(h, nu.dtype) for h in (hyper.b2, hyper.eps))
+    return update_squares(nu, g, eps, b2, 1 - b2, dims)
+
+
+@per_shape
+def _normalizers(
+    hyper: _Hyperparameters,
+    dims: Factoring,
+    g: jax.Array,
+    second_moment: tuple[Moment, jax.Array | None],
+) -> tuple[jax.Array, ...]:
+    return normalizers(*second_moment, g, hyper.clipping_threshold, dims)
+
+
+def _momentum(mu: jax.Array, args: tuple) -> tuple[jax.Array, jax.Array]:
+    """The normalized gradient, and its average; in the dtype of ``b1``."""
+    g, factors, b1, rest = args
+    u = times(g.astype(b1.dtype), factors)
+    return u, b1 * mu.astype(b1.dtype) + rest * u
+
+
+def _residual(mu: jax.Array, args: tuple) -> tuple[jax.Array, jax.Array | None]:
+    """The squared instability, and the new momentum unless it is stored in another dtype."""
+    u, m = _momentum(mu, args)
+    return jnp.square(u - m), m if mu.dtype == m.dtype else None
+
+
+@per_shape
+def _instability(
+    hyper: _Hyperparameters,
+    dims: Factoring,
     g: jax.Array,
     mu: jax.Array,
-    nu: Moment,
+    factors: tuple[jax.Array, ...],
     instability: Moment,
-    dims: Factoring,
-    count: jax.Array,
-    hyper: _Hyperparameters,
-) -> tuple[jax.Array, jax.Array, Moment, Moment]:
-    """One step for one array: the update, and the new mu, nu and instability."""
-    dtype = nu.dtype
-    b1, b2, b3, eps, eps_instability = (_validate.hyperparameter(h, dtype) for h in hyper[:5])
-    with jax.named_scope("second_moment"):
-        nu, factors = normalize(nu, g, eps, b2, 1 - b2, hyper.clipping_threshold, dims)
-
-    def momentum(mu: jax.Array, args: tuple) -> tuple[jax.Array, jax.Array]:
-        g, factors, b1, rest = args
-        u = times(g.astype(dtype), factors)
-        return u, b1 * mu.astype(dtype) + rest * u
-
-    def residual(mu: jax.Array, args: tuple) -> tuple[jax.Array, jax.Array | None]:
-        u, m = momentum(mu, args)
-        return jnp.square(u - m), m if mu.dtype == dtype else None
-
-    args = (g, factors, jnp.asarray(b1, dtype), jnp.asarray(1 - b1, dtype))
+) -> tuple[tuple[Moment, jax.Array | None], jax.Array | None]:
+    """The new instability with its level and, where it is at hand, the new momentum."""
     if not dims.factored:
-        with jax.named_scope("momentum"):
-            _, m = momentum(mu, args)
-        return m.astype(g.dtype), m.astype(mu.dtype), nu, instability
-    with jax.named_scope("confidence"):
-        instability, m = update_moment(
-            instability, residual, mu, args, eps_instability, b3, 1 - b3, dims
-        )
-        trust = root_factors(instability, dims)
-        if m is None:
-            _, m = momentum(mu, (g, *again(args[1:], trust)))
-        out = times(m, trust)
-        if hyper.debias_instability:
-            out = out * jnp.sqrt(_one_minus_power(b3, count, dtype))
-    return out.astype(g.dtype), m.astype(mu.dtype), nu, instability
+        return (instability, None), None
+    dtype = instability.dtype
+    b1, b3, eps = (
+        _validate.hyperparameter(h, dtype) for h in (hyper.b1, hyper.b3, hyper.eps_instability)
+    )
+    args = (g, factors, jnp.asarray(b1, dtype), jnp.asarray(1 - b1, dtype))
+    instability, m = update_moment(instability, _residual, mu, args, eps, b3, 1 - b3, dims)
+    return (instability, level(instability, dims)), m
+
+
+@per_shape
+def _direction(
+    hyper: _Hyperparameters,
+    dims: Factoring,
+    g: jax.Array,
+    mu: jax.Array,
+    m: jax.Array | None,
+    factors: tuple[jax.Array, ...],
+    instability: tuple[Moment, jax.Array | None],
+    count: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The update and the new momentum ``m``, computed again if it is None."""
+    dtype = factors[0].dtype
+    trust = root_factors(*instability, dims) if dims.factored else ()
+    if m is None:
+        b1 = _validate.hyperparameter(hyper.b1, dtype)
+        small = (factors, jnp.asarray(b1, dtype), jnp.asarray(1 - b1, dtype))
+        _, m = _momentum(mu, (g, *(again(small, trust) if trust else small)))
+    out = times(m, trust)
+    if dims.factored and hyper.debias_instability:
+        b3 = _validate.hyperparameter(hyper.b3, dtype)
+        out = out * jnp.sqrt(_one_minus_power(b3, count, dtype))
+    return out.astype(g.dtype), m.astype(mu.dtype)
 
 
 def _one_minus_power(beta: Any, count: jax.Array, dtype: Any) -> jax.Array:
@@ -203,23 +243,49 @@ def scale_by_came(
         nus = join_moments(treedef, leaves, nu=state.nu, nu_row=state.nu_row, nu_col=state.nu_col)
         mus = entries(treedef, "mu", state.mu)
         check_shapes(leaves, "mu", mus)
-        results = [
-            _update_leaf(g, mu, nu, Moment(None, row, col), dims, count, hyper)
-            for (_, g, dims), mu, nu, row, col in zip(
-                leaves,
-                mus,
-                nus,
+        instabilities = [
+            Moment(None, row, col)
+            for row, col in zip(
                 entries(treedef, "instability_row", state.instability_row),
                 entries(treedef, "instability_col", state.instability_col),
                 strict=True,
             )
         ]
-        out, mus, nus, instabilities = (
-            (list(r) for r in zip(*results, strict=True)) if results else ([],) * 4
+        dims = [factoring for _, _, factoring in leaves]
+        grads = [g for _, g, _ in leaves]
+        each = functools.partial(_each, hyper, dims, grads)
+        # In three rounds, each of which ends in sums over all devices that hold a parameter.
+        with jax.named_scope("second_moment"):
+            nus = together(each(_second_moment, nus))
+            factors = together(each(_normalizers, nus))
+        with jax.named_scope("confidence"):
+            found = each(_instability, mus, factors, instabilities)
+            instabilities = together([moment for moment, _ in found])
+        with jax.named_scope("momentum"):
+            results = each(
+                _direction,
+                mus,
+                [m for _, m in found],
+                factors,
+                instabilities,
+                [count] * len(grads),
+            )
+        out, mus = [u for u, _ in results], [m for _, m in results]
+        return treedef.unflatten(out), _pack(
+            count, treedef, mus, [nu for nu, _ in nus], [moment for moment, _ in instabilities]
         )
-        return treedef.unflatten(out), _pack(count, treedef, mus, nus, instabilities)
 
     return optax.GradientTransformation(init, update)
+
+
+def _each(
+    hyper: _Hyperparameters,
+    dims: list[Factoring],
+    grads: list[jax.Array],
+    kernel: Callable[..., Any],
+    *columns: list[Any],
+) -> list[Any]:
+    return [kernel(hyper, *arguments) for arguments in zip(dims, grads, *columns, strict=True)]
 
 
 def _pack(

@@ -12,11 +12,10 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_ext import _validate
-from optax_ext._passes import Dims, again, mean, sweep
-
-
+from optax_ext._passes import Dims, Function, again, mean, sweep
 
 # --- Which dims -----------------------------------------------------------------------------
 
@@ -258,7 +257,7 @@ def init_moment(like: Any, factoring: Factoring, dtype: Any) -> Moment:
 
 def update_moment(
     moment: Moment,
-    fn: Callable[..., tuple[jax.Array, jax.Array | None]],
+    fn: Function,
     array: jax.Array,
     args: Any,
     eps: Any,
@@ -281,8 +280,17 @@ def update_moment(
     ), new
 
 
-def root_factors(moment: Moment, factoring: Factoring) -> tuple[jax.Array, ...]:
-    """Factors whose product is ``1 / sqrt(moment)``; a factored one is ``row * col / mean(row)``.
+def level(moment: Moment, factoring: Factoring) -> jax.Array | None:
+    """The mean of a factored moment's rows, shaped to broadcast against the array."""
+    if moment.row is None:
+        return None
+    return mean(jnp.expand_dims(moment.row, factoring.cols), factoring.rows, keepdims=True)
+
+
+def root_factors(
+    moment: Moment, level: jax.Array | None, factoring: Factoring
+) -> tuple[jax.Array, ...]:
+    """Factors whose product is ``1 / sqrt(moment)``; a factored one is ``row * col / level``.
 
     The product row * col is never formed (it leaves float32's range where the quotient does not).
     """
@@ -290,10 +298,10 @@ def root_factors(moment: Moment, factoring: Factoring) -> tuple[jax.Array, ...]:
         return (jax.lax.rsqrt(moment.full),)
     assert moment.row is not None
     assert moment.col is not None
+    assert level is not None
     row = jnp.expand_dims(moment.row, factoring.cols)
     col = jnp.expand_dims(moment.col, factoring.rows)
-    scale = jax.lax.rsqrt(row) * jnp.sqrt(mean(row, factoring.rows, keepdims=True))
-    return scale, jax.lax.rsqrt(col)
+    return jax.lax.rsqrt(row) * jnp.sqrt(level), jax.lax.rsqrt(col)
 
 
 def times(x: jax.Array, factors: Sequence[jax.Array]) -> jax.Array:
@@ -303,32 +311,35 @@ def times(x: jax.Array, factors: Sequence[jax.Array]) -> jax.Array:
     return x
 
 
-def normalize(
-    moment: Moment,
-    g: jax.Array,
-    eps: Any,
-    decay: Any,
-    weight: Any,
-    threshold: Any | None,
-    factoring: Factoring,
-) -> tuple[Moment, tuple[jax.Array, ...]]:
-    """The second moment after ``g``, and factors of ``g``: to its root, and clipped by RMS.
-
-    The last factor is ``1 / max(1, RMS / threshold)`` for every batch slice; None does not clip.
-    """
-    dtype = moment.dtype
-
+def update_squares(
+    moment: Moment, g: jax.Array, eps: Any, decay: Any, weight: Any, factoring: Factoring
+) -> tuple[Moment, jax.Array | None]:
+    """``decay * moment + weight * (g**2 + eps)``, or its means over rows and columns; its level."""
 
     def square(g: jax.Array, _: Any) -> tuple[jax.Array, None]:
-        return jnp.square(g.astype(dtype)), None
+        return jnp.square(g.astype(moment.dtype)), None
 
     moment, _ = update_moment(moment, square, g, (), eps, decay, weight, factoring)
-    factors = root_factors(moment, factoring)
+    return moment, level(moment, factoring)
+
+
+def normalizers(
+    moment: Moment,
+    level: jax.Array | None,
+    g: jax.Array,
+    threshold: Any | None,
+    factoring: Factoring,
+) -> tuple[jax.Array, ...]:
+    """Factors that take ``g`` to ``u = g / sqrt(moment)``, and to ``u / max(1, RMS(u) / d)``.
+
+    Every batch slice has its own RMS; a threshold ``d`` of None does not clip.
+    """
+    factors = root_factors(moment, level, factoring)
     if threshold is None or not g.size:
-        return moment, factors
-    threshold = _validate.hyperparameter(threshold, dtype)
-    u = times(g.astype(dtype), again(factors, factors))
-    return moment, (*factors, 1.0 / jnp.maximum(1.0, rms(u, factoring) / threshold))
+        return factors
+    threshold = _validate.hyperparameter(threshold, moment.dtype)
+    u = times(g.astype(moment.dtype), again(factors, factors))
+    return (*factors, 1.0 / jnp.maximum(1.0, rms(u, factoring) / threshold))
 
 
 def rms(x: jax.Array, factoring: Factoring) -> jax.Array:
@@ -336,6 +347,20 @@ def rms(x: jax.Array, factoring: Factoring) -> jax.Array:
     dims = tuple(d for d in range(x.ndim) if d not in factoring.batch)
     count = math.prod(x.shape[d] for d in dims)
     return jnp.sqrt(jnp.sum(jnp.square(x), dims, keepdims=True) / count)
+
+
+def per_shape(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of an array and static arguments, traced once for all arrays of one shape.
+
+    Its first argument is the hyperparameters; where one is traced, each array traces the kernel.
+    """
+    compiled = jax.jit(kernel, static_argnums=(0, 1))
+
+    def call(hyper: Any, dims: Factoring, *arrays: Any) -> Any:
+        known = all(h is None or isinstance(h, int | float | np.dtype) for h in hyper)
+        return (compiled if known else kernel)(hyper, dims, *arrays)
+
+    return call
 
 
 # --- Trees ----------------------------------------------------------------------------------

@@ -83,9 +83,13 @@ def test_the_math_imports_numbers_and_itself(name):
         assert module.split(".")[0] in known, module
 
 
+# It asks whether arrays lie on several devices, not on which: the same numbers to rounding.
+ASKED = {"optax_ext/_passes.py": {"sharding"}}
+
+
 @pytest.mark.parametrize("name", MATH)
 def test_the_math_places_nothing(name):
-    assert not PLACEMENT & set(names(FILES[name].read_text()))
+    assert PLACEMENT & set(names(FILES[name].read_text())) == ASKED.get(name, set())
 
 
 @pytest.mark.parametrize("name", FILES)
