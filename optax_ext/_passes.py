@@ -128,14 +128,15 @@ def _one_by_one(
     leaves, treedef = jax.tree.flatten(args)
     small = {i: a for i, a in enumerate(leaves) if a.size < array.size}
     one = jnp.ones((), array.dtype)
+    dtype = jax.eval_shape(fn, array, args)[0].dtype
 
     def run(after: Any, scale: float) -> tuple[jax.Array, jax.Array | None]:
-        factors = (small, one, jnp.asarray(scale, one.dtype))
+        factors = (small, one, jnp.asarray(scale, dtype))
         fresh, unit, factor = factors if after is None else renew(factors, after)
         x, new = fn(
             array * unit, treedef.unflatten([fresh.get(i, a) for i, a in enumerate(leaves)])
         )
-        return x * factor.astype(x.dtype), new
+        return x * factor, new
 
     means: list[jax.Array] = []
     done = None
@@ -164,9 +165,9 @@ def _sum_by_stages(x: jax.Array, dims: Dims) -> tuple[jax.Array, jax.Array]:
 
 def _num_blocks(shape: Dims) -> int:
     """Into how many equal parts a CPU cuts the first dim; 1 if none are near the size wanted."""
-    size = math.prod(shape)
-    counts = range(-(-size // _BLOCK), 16 * size // _BLOCK + 1)
-    return next((n for n in counts if shape[0] % n == 0), 1)
+    wanted = math.prod(shape) / _BLOCK
+    near = [n for n in range(1, int(16 * wanted) + 1) if shape[0] % n == 0 and n > wanted / 4]
+    return min(near, key=lambda n: abs(math.log(n / wanted)), default=1) if wanted > 1 else 1
 
 
 def _block_by_block(
