@@ -27,14 +27,16 @@ def table(header: str, rows: Iterable[str]) -> str:
     return "\n".join(lines)
 
 
-def write(name: str, title: str, about: str, *parts: str) -> None:
-    """Writes results/<name>.md, of benchmarks/<name>.py: title, what it is about, and the parts.
+def write(name: str, title: str, about: str, *parts: str, script: str | None = None) -> None:
+    """Writes results/<name>.md: title, what it is about, and the parts.
+
+    It is of benchmarks/<name>.py, or of ``script`` there.
 
     The commit is marked "+" if files have changed since.
     """
     git = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=7", "--exclude=*", "--dirty=+"]
     commit = subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
-    command, today = f"`python benchmarks/{name}.py`", datetime.date.today()
+    command, today = f"`python benchmarks/{script or name}.py`", datetime.date.today()
     how = f"{command} at commit {commit}, {today}, {_versions()}. {about}".strip()
     text = "\n\n".join([f"# {title}", how, *parts])
     (RESULTS / f"{name}.md").write_text(f"{text}\n")

@@ -9,9 +9,11 @@ Every form is ``at_once`` to rounding, which is why this is the only file of the
 where a program runs.
 """
 
+import contextlib
+import contextvars
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +29,8 @@ _SMALL = 2**14
 _BLOCK = 2**19
 # Rows that a GPU adds up first where it sums columns.
 _STAGE = 64
+
+_APART = contextvars.ContextVar("apart", default=False)
 
 
 def mean(x: jax.Array, dims: Dims, keepdims: bool = False) -> jax.Array:
@@ -82,10 +86,26 @@ def together(tree: Any) -> Any:
 
     Sums over several devices then meet in one all-reduce. XLA for TPUs finds them by itself.
     """
-    if not _partitioned(tree):
+    if _APART.get() or not _partitioned(tree):
         return tree
     hold = jax.lax.optimization_barrier
     return jax.lax.platform_dependent(tree, cuda=hold, rocm=hold, default=lambda tree: tree)
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """What is traced here is to run parameter after parameter: nothing waits for the others."""
+    token = _APART.set(True)
+    try:
+        yield
+    finally:
+        _APART.reset(token)
+
+
+def abstract(aval: Any) -> jax.ShapeDtypeStruct:
+    """What to trace in place of an array, so that its passes are those of the array."""
+    place = aval.sharding if aval.sharding.mesh.size > 1 else None
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=place)
 
 
 def _partitioned(*trees: Any) -> bool:

@@ -16,6 +16,8 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
+from optax_ext import _passes
+
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
@@ -43,10 +45,8 @@ class Graph:
     def __init__(
         self, fn: Callable[[list[Any]], list[Any]], inputs: Sequence[Any], marked: Sequence[bool]
     ):
-        types = [jax.typeof(x) for x in inputs]
-        closed = jax.make_jaxpr(fn)(
-            [jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type) for t in types]
-        )
+        with _passes.apart():
+            closed = jax.make_jaxpr(fn)([_passes.abstract(jax.typeof(x)) for x in inputs])
         self.types: list[Any] = list(closed.in_avals)
         self.reads = [1 << i if mark else 0 for i, mark in enumerate(marked)]
         self.constants: dict[int, Any] = {}

@@ -1,0 +1,291 @@
+"""Time of an optimizer's step on this machine, beside what a user would pick instead.
+
+All take the same matrices, round by round in turn. The bytes that a step must move, at the
+bandwidth of a copy measured in the same rounds, are the time below which none can be. Then the
+start-up: how long it takes to trace and compile the step of a model with 500 arrays.
+
+PyTorch and the authors' CAME take part where they are installed: pip install 'optax-ext[parity]'.
+
+  python benchmarks/step_time.py            # writes benchmarks/results/step_time_<platform>.md
+  python benchmarks/step_time.py --smoke    # small, prints only
+"""
+
+import argparse
+import dataclasses
+import importlib.util
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import _results
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optax
+
+import optax_ext
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+MATRICES = {"up": (1024, 4096), "down": (4096, 1024), "embed": (6144, 1024)}
+# Six blocks and an embedding: 56.6 million parameters.
+SHAPES = [MATRICES["up"]] * 6 + [MATRICES["down"]] * 6 + [MATRICES["embed"]]
+LEARNING_RATE = 1e-3
+
+
+@dataclasses.dataclass
+class Contender:
+    """One optimizer with its parameters.
+
+    Attributes:
+      floor: bytes a parameter that its step reads and writes at least, if each matrix comes from
+        memory whenever a sum over it must be finished first.
+      step: takes one step and waits for it.
+      times: in seconds.
+    """
+
+    floor: int
+    step: Callable[[], None]
+    times: list[float] = dataclasses.field(default_factory=list)
+
+
+# What each must move: AdamW reads four arrays and writes three. CAME reads the gradient for the
+# second moment, for the clip and for the momentum, which it reads and writes, and then again reads
+# momentum and parameter to write the parameter.
+OPTIMIZERS: dict[str, tuple[int, Callable[[], optax.GradientTransformation]]] = {
+    "optax.adamw": (28, lambda: optax.adamw(LEARNING_RATE)),
+    "optax.adafactor": (24, lambda: optax.adafactor(LEARNING_RATE)),
+    "optax.adafactor, momentum": (32, lambda: optax.adafactor(LEARNING_RATE, momentum=0.9)),
+    "optax_ext.came": (32, lambda: optax_ext.came(LEARNING_RATE)),
+    "optax_ext.adafactor, no scale": (
+        20,
+        lambda: optax_ext.adafactor(LEARNING_RATE, multiply_by_parameter_scale=False),
+    ),
+    "optax_ext.adafactor": (24, lambda: optax_ext.adafactor(LEARNING_RATE)),
+    "optax_ext.adafactor, momentum": (
+        32,
+        lambda: optax_ext.adafactor(LEARNING_RATE, momentum=0.9),
+    ),
+}
+
+
+def gradients(shapes: list[tuple[int, ...]]) -> list[np.ndarray]:
+    """Full-rank gradients, whose rows and columns differ in scale."""
+    rng = np.random.default_rng(0)
+    return [
+        (rng.normal(size=s) * rng.uniform(0.1, 1, (s[0], 1))).astype(np.float32) for s in shapes
+    ]
+
+
+def of_jax(tx: optax.GradientTransformation, floor: int, grads: list[np.ndarray]) -> Contender:
+    """A compiled step; parameters and state are donated, so that it works in place."""
+
+    def step(params: list, state: Any, grads: list) -> tuple:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    on_device = [jnp.asarray(g) for g in grads]
+    held = [[jnp.full_like(g, 0.5) for g in on_device]]
+    held.append(jax.jit(tx.init)(held[0]))
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*held, on_device).compile()
+
+    def once() -> None:
+        held[:] = compiled(*held, on_device)
+        jax.block_until_ready(held)
+
+    return Contender(floor, once)
+
+
+def of_torch(grads: list[np.ndarray]) -> dict[str, Contender]:
+    """PyTorch's fused AdamW and Adafactor, and CAME of its authors."""
+    import torch
+
+    def one(make: Callable[[list], Any], floor: int) -> Contender:
+        device = "cuda" if jax.default_backend() == "gpu" else "cpu"
+        params = []
+        for g in grads:
+            param = torch.nn.Parameter(torch.full(g.shape, 0.5, device=device))
+            param.grad = torch.from_numpy(g.copy()).to(device)
+            params.append(param)
+        optimizer = make(params)
+
+        def once() -> None:
+            optimizer.step()
+            if device == "cuda":
+                torch.cuda.synchronize()
+
+        return Contender(floor, once)
+
+    made = {
+        "torch.optim.AdamW, fused": one(
+            lambda p: torch.optim.AdamW(p, LEARNING_RATE, fused=True), 28
+        ),
+        "torch.optim.Adafactor": one(lambda p: torch.optim.Adafactor(p, LEARNING_RATE), 24),
+    }
+    if importlib.util.find_spec("came_pytorch"):
+        from came_pytorch import CAME
+
+        made["came-pytorch"] = one(lambda p: CAME(p, lr=LEARNING_RATE), 32)
+    return made
+
+
+def copy_of(grads: list[np.ndarray]) -> Contender:
+    """A copy of every array in place of another: read 4 bytes, written 4."""
+    return of_jax(
+        optax.GradientTransformation(
+            lambda params: None,
+            lambda g, state, params: (jax.tree.map(jnp.subtract, g, params), None),
+        ),
+        12,
+        grads,
+    )
+
+
+def check(grads: list[np.ndarray]) -> None:
+    """The step of this platform equals that of one matrix at a time in eager operations."""
+    g = jnp.asarray(grads[0])
+    for make in (optax_ext.scale_by_came, optax_ext.scale_by_adafactor):
+        tx = make()
+        state = slow = tx.init(g)
+        for i in range(3):
+            out, state = jax.jit(tx.update)(g * (1 + i), state)
+            with jax.disable_jit():
+                want, slow = tx.update(g * (1 + i), slow)
+        error = float(jnp.linalg.norm(out - want) / jnp.linalg.norm(want))
+        if not error < 1e-5:
+            raise AssertionError(f"{make.__name__}: updates differ by {error:.1e} of their norm.")
+        print(f"{make.__name__} checked: {error:.1e}", flush=True)
+
+
+def measure(contenders: dict[str, Contender], rounds: int) -> None:
+    """Steps in turn; the first of each is not counted."""
+    for i in range(rounds + 2):
+        for contender in contenders.values():
+            start = time.perf_counter()
+            contender.step()
+            if i > 1:
+                contender.times.append(time.perf_counter() - start)
+
+
+def time_table(contenders: dict[str, Contender], num_params: int) -> str:
+    """Medians, ratios to optax.adamw round by round, and the share of the copy's bandwidth."""
+    base = np.array(contenders["optax.adamw"].times)
+    copy = contenders["copy"]
+    bandwidth = copy.floor * num_params / np.median(copy.times)
+
+    def row(name: str, contender: Contender) -> str:
+        low, middle, high = np.percentile(np.array(contender.times) / base, (25, 50, 75))
+        share = contender.floor * num_params / np.median(contender.times) / bandwidth
+        return (
+            f"| {name} | {1e3 * np.median(contender.times):.1f} | {middle:.2f} "
+            f"({low:.2f}-{high:.2f}) | {contender.floor} | {share:.0%} |"
+        )
+
+    return _results.table(
+        "| step | ms, median | / optax.adamw, median (quartiles) | bytes a parameter it must move "
+        "| share of the copy's bandwidth |\n|---|---|---|---|---|",
+        (row(name, one) for name, one in contenders.items()),
+    )
+
+
+def draw(contenders: dict[str, Contender], num_params: int, path: Any) -> None:
+    """Bytes that must move against time, and the line of the copy's bandwidth."""
+    figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
+    copy = contenders["copy"]
+    slope = np.median(copy.times) / copy.floor
+    axes.plot([0, 36], [0, 36e3 * slope], color="grey", label="at the bandwidth of a copy")
+    for i, (name, one) in enumerate(contenders.items()):
+        low, middle, high = 1e3 * np.percentile(one.times, (25, 50, 75))
+        axes.errorbar(
+            one.floor,
+            middle,
+            yerr=[[middle - low], [high - middle]],
+            marker="osD^v"[i // 10] if "optax_ext" not in name else "*",
+            markersize=12 if "optax_ext" in name else 6,
+            label=name,
+        )
+    axes.set(xlabel="bytes a parameter that must move", ylabel="ms a step", ylim=(0, None))
+    axes.set_title(f"One step of {num_params / 1e6:.1f}M parameters")
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure.savefig(path, dpi=120)
+
+
+def startup_table(arrays: int) -> str:
+    """Seconds from a Python function to a program, for a model of many arrays."""
+    block = [(256, 256)] * 4 + [(256, 1024), (1024, 256)] + [(256,)] * 4 + [(1024,), (256,)]
+    shapes = [block[i % len(block)] for i in range(arrays)]
+    params = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+
+    def rows():
+        base = None
+        for name in ("optax.adamw", "optax.adafactor", "optax_ext.adafactor", "optax_ext.came"):
+            tx = OPTIMIZERS[name][1]()
+
+            def step(params: list, state: Any, grads: list, tx: Any = tx) -> tuple:
+                updates, state = tx.update(grads, state, params)
+                return optax.apply_updates(params, updates), state
+
+            state = jax.eval_shape(tx.init, params)
+            jax.clear_caches()
+            start = time.perf_counter()
+            lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, params)
+            traced = time.perf_counter() - start
+            lowered.compile()
+            seconds = time.perf_counter() - start
+            base = base or seconds
+            yield f"| {name} | {traced:.2f} | {seconds:.2f} | {seconds / base:.1f} |"
+
+    return _results.table(
+        "| step | traced and lowered in, s | and compiled, s | / optax.adamw |\n|---|---|---|---|",
+        rows(),
+    )
+
+
+def main() -> None:
+    """Checks, measures, and keeps what was measured at whole size."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="small, without PyTorch; no file")
+    parser.add_argument("--rounds", type=int, default=20)
+    options = parser.parse_args()
+    shapes = [(64, 256)] * 2 if options.smoke else SHAPES
+    grads = gradients(shapes)
+    num_params = sum(g.size for g in grads)
+    check(grads)
+    contenders = {"copy": copy_of(grads)}
+    contenders |= {n: of_jax(make(), floor, grads) for n, (floor, make) in OPTIMIZERS.items()}
+    if not options.smoke and importlib.util.find_spec("torch"):
+        contenders |= of_torch(grads)
+    measure(contenders, 2 if options.smoke else options.rounds)
+    times = time_table(contenders, num_params)
+    startup = startup_table(12 if options.smoke else 500)
+    if options.smoke:
+        return
+    platform = jax.default_backend()
+    where = (
+        f"{len(os.sched_getaffinity(0))} CPU cores"
+        if platform == "cpu"
+        else jax.devices()[0].device_kind
+    )
+    name = f"step_time_{platform}"
+    copy = contenders["copy"]
+    bandwidth = copy.floor * num_params / np.median(copy.times) / 1e9
+    draw(contenders, num_params, _results.RESULTS / f"{name}.png")
+    _results.write(
+        name,
+        "Time of a step",
+        f"On {where}: {num_params / 1e6:.1f}M float32 parameters in {len(grads)} matrices, "
+        f"{options.rounds} rounds in turn. The copy reads two arrays and writes one, at "
+        f"{bandwidth:.0f} GB/s.",
+        times,
+        f"![Bytes and time]({name}.png)",
+        "Start-up of a step for 500 arrays, half of them matrices",
+        startup,
+        script="step_time",
+    )
+
+
+if __name__ == "__main__":
+    main()
