@@ -162,7 +162,10 @@ def _one_by_one(
     done = None
     for over in reversed(dims):
         x, new = run(done, 1.0 / _count(array, over))
-        total, done = _sum_by_stages(x, over)
+        if apart:
+            total = done = jnp.sum(x, over)
+        else:
+            total, done = _sum_by_stages(x, over)
         means.insert(0, total)
     return means, run(done, 1.0)[1] if apart else new
 
@@ -205,7 +208,7 @@ def _block_by_block(
 
     def body(i: jax.Array, carry: tuple) -> tuple:
         array, totals = carry
-        start = i * length
+        start = jnp.asarray(i) * length
         # Kept, at the size of a block; the sums are read from here.
         x = jax.lax.optimization_barrier(run(array, start)[0] * (1.0 / max(counts)))
         sums = [jnp.sum(x, over) * (max(counts) / n) for over, n in zip(dims, counts, strict=True)]
@@ -213,12 +216,6 @@ def _block_by_block(
             total + s if 0 in over else jax.lax.dynamic_update_slice_in_dim(total, s, start, 0)
             for total, s, over in zip(totals, sums, dims, strict=True)
         ]
-        if has_new:
-            # Once the sums are there nothing reads the old block any more: it fits in its place.
-            start += _zero(sums[0]).astype(start.dtype)
-            _, new = run(array, start)
-            assert new is not None
-            array = jax.lax.dynamic_update_slice_in_dim(array, new, start, 0)
         return array, totals
 
     x, new = jax.eval_shape(fn, array, args)
@@ -227,4 +224,8 @@ def _block_by_block(
         jnp.zeros([n for d, n in enumerate(array.shape) if d not in over], x.dtype) for over in dims
     ]
     array, totals = jax.lax.fori_loop(0, blocks, body, (array, zeros))
-    return totals, array if has_new else None
+    if has_new:
+        leaves, treedef = jax.tree.flatten(args)
+        leaves = [_renewed(a, totals) if a.size < array.size else a for a in leaves]
+        return totals, fn(array, treedef.unflatten(leaves))[1]
+    return totals, None
