@@ -2,6 +2,8 @@
 # make test    runs all tests, doctests and the notebooks
 # make lint    checks style and types
 # make compare trains with CAME, Adafactor and AdamW, and redraws the picture in README.md
+# make bench   measures optimizer steps on this machine, into benchmarks/results/
+# make bench-gpu measures them on a GPU, with the jax that PYTHON has
 # make wheel   builds the distribution into dist/
 #
 # Each installs what it needs into .venv. PYTHON names the interpreter to make it with.
@@ -12,7 +14,7 @@ BIN := .venv/bin
 ACCELERATOR := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo ,cuda; \
                        elif ls /dev/accel0 /dev/vfio/0 >/dev/null 2>&1; then echo ,tpu; fi)
 
-.PHONY: train test lint compare wheel clean
+.PHONY: train test lint compare bench bench-gpu wheel clean
 
 train: .venv/examples
 	$(BIN)/python examples/train_lm.py
@@ -21,6 +23,15 @@ compare: .venv/examples
 	$(BIN)/python examples/train_lm.py --compare came,adafactor,adamw --name compare
 	cp runs/compare/compare.png docs/compare.png
 	$(BIN)/python benchmarks/state_bytes.py
+
+bench: .venv/examples
+	$(BIN)/python benchmarks/step_time.py
+	! $(BIN)/python -c 'import libtpu, jax_cuda13_plugin' 2>/dev/null || \
+		$(BIN)/python benchmarks/step_bytes.py
+
+# Where jax is installed with its GPU wheels already, PYTHON runs it as it is.
+bench-gpu:
+	PYTHONPATH=. $(PYTHON) benchmarks/step_time.py --platform gpu
 
 test: .venv/test
 	$(BIN)/python -m pytest -n auto --maxprocesses 8

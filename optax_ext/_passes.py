@@ -143,7 +143,7 @@ def _one_by_one(
     array: jax.Array,
     args: Any,
 ) -> Swept:
-    """A pass for each mean; ``new`` comes with the last of them, or ``apart`` after it."""
+    """A pass for each mean; ``new`` comes with the last of them, or on CPUs ``apart`` after it."""
     treedef: Any
     leaves, treedef = jax.tree.flatten(args)
     small = {i: a for i, a in enumerate(leaves) if a.size < array.size}
@@ -203,29 +203,23 @@ def _block_by_block(
         whole = a.ndim < array.ndim or a.shape[0] == 1
         return a if whole else jax.lax.dynamic_slice_in_dim(a, start, length)
 
-    def run(array: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        return fn(block(array, start), jax.tree.map(lambda a: block(a, start), args))
-
-    def body(i: jax.Array, carry: tuple) -> tuple:
-        array, totals = carry
+    def body(i: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
         start = jnp.asarray(i) * length
+        x, _ = fn(block(array, start), jax.tree.map(lambda a: block(a, start), args))
         # Kept, at the size of a block; the sums are read from here.
-        x = jax.lax.optimization_barrier(run(array, start)[0] * (1.0 / max(counts)))
+        x = jax.lax.optimization_barrier(x * (1.0 / max(counts)))
         sums = [jnp.sum(x, over) * (max(counts) / n) for over, n in zip(dims, counts, strict=True)]
-        totals = [
+        return [
             total + s if 0 in over else jax.lax.dynamic_update_slice_in_dim(total, s, start, 0)
             for total, s, over in zip(totals, sums, dims, strict=True)
         ]
-        return array, totals
 
     x, new = jax.eval_shape(fn, array, args)
-    has_new = new is not None
     zeros = [
         jnp.zeros([n for d, n in enumerate(array.shape) if d not in over], x.dtype) for over in dims
     ]
-    array, totals = jax.lax.fori_loop(0, blocks, body, (array, zeros))
-    if has_new:
-        leaves, treedef = jax.tree.flatten(args)
-        leaves = [_renewed(a, totals) if a.size < array.size else a for a in leaves]
-        return totals, fn(array, treedef.unflatten(leaves))[1]
-    return totals, None
+    totals = jax.lax.fori_loop(0, blocks, body, zeros)
+    if new is None:
+        return totals, None
+    args = jax.tree.map(lambda a: _renewed(a, totals) if a.size < array.size else a, args)
+    return totals, fn(array, args)[1]
