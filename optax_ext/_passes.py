@@ -25,7 +25,7 @@ Function = Callable[[jax.Array, Any], tuple[jax.Array, jax.Array | None]]
 Swept = tuple[list[jax.Array], jax.Array | None]
 
 # Elements from which a form of its own is worth its compilation, and those of a CPU's block.
-_SMALL = 2**14
+_SMALL = 2**17
 _BLOCK = 2**19
 # Rows that a GPU adds up first where it sums columns.
 _STAGE = 64
