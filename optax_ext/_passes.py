@@ -139,11 +139,11 @@ def _one_by_one(
     fn: Function,
     dims: Sequence[Dims],
     renew: Callable[[Any, Any], Any],
-    apart: bool,
+    alone: bool,
     array: jax.Array,
     args: Any,
 ) -> Swept:
-    """A pass for each mean; ``new`` comes with the last of them, or on CPUs ``apart`` after it."""
+    """A pass for each mean; ``new`` comes with the last of them, or on CPUs ``alone`` after it."""
     treedef: Any
     leaves, treedef = jax.tree.flatten(args)
     small = {i: a for i, a in enumerate(leaves) if a.size < array.size}
@@ -162,12 +162,12 @@ def _one_by_one(
     done = None
     for over in reversed(dims):
         x, new = run(done, 1.0 / _count(array, over))
-        if apart:
+        if alone:
             total = done = jnp.sum(x, over)
         else:
             total, done = _sum_by_stages(x, over)
         means.insert(0, total)
-    return means, run(done, 1.0)[1] if apart else new
+    return means, run(done, 1.0)[1] if alone else new
 
 
 def _sum_by_stages(x: jax.Array, dims: Dims) -> tuple[jax.Array, jax.Array]:
