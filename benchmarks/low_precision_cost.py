@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _steps import step_of
 from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_ext
@@ -49,16 +50,6 @@ def transformations(
     }
 
 
-def step(tx: optax.GradientTransformation):
-    """An update, as a function of parameters, state and gradients."""
-
-    def run(params: dict, state: optax.OptState, grads: dict) -> tuple:
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return run
-
-
 def cpu_table(
     size: int, matrices: int, rounds: int, optimizers: Sequence[str] = tuple(OPTIMIZERS)
 ) -> str:
@@ -69,7 +60,7 @@ def cpu_table(
         params = jax.tree.map(jnp.ones_like, grads)
         state = jax.jit(tx.init)(params)
         start = time.perf_counter()
-        compiled = jax.jit(step(tx), donate_argnums=(0, 1)).lower(params, state, grads).compile()
+        compiled = jax.jit(step_of(tx), donate_argnums=(0, 1)).lower(params, state, grads).compile()
         running[key] = [compiled, params, state, time.perf_counter() - start, []]
     for _ in range(rounds):
         for one in running.values():
@@ -107,7 +98,7 @@ def tpu_table(target: str, size: int, matrices: int) -> str:
     ]
     for (name, fmt), tx in transformations().items():
         state = jax.eval_shape(tx.init, params)
-        lowered = jax.jit(step(tx), donate_argnums=(0, 1)).lower(
+        lowered = jax.jit(step_of(tx), donate_argnums=(0, 1)).lower(
             place(params), place(state), place(params)
         )
         start = time.perf_counter()

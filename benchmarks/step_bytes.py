@@ -20,6 +20,7 @@ import _results
 import jax
 import jax.numpy as jnp
 import optax
+from _steps import step_of
 from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_ext
@@ -63,9 +64,8 @@ def compiled(target: str, tx: optax.GradientTransformation, shapes: Shapes, dtyp
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
 
     def step(params: list, state: Any, grads: list) -> tuple:
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+        wide = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        return step_of(tx)(params, state, wide)
 
     params = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
     grads = [jax.ShapeDtypeStruct(s, dtype) for s in shapes]
@@ -152,8 +152,7 @@ def reductions(target: str, tx: optax.GradientTransformation, num_layers: int) -
         )
 
     def step(state: tuple, grads: dict) -> tuple:
-        updates, opt_state = tx.update(grads, state[1], state[0])
-        return optax.apply_updates(state[0], updates), opt_state
+        return step_of(tx)(*state, grads)
 
     program = (
         jax.jit(step, donate_argnums=0, out_shardings=placed)

@@ -25,15 +25,15 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
+from _steps import step_of
 
 import optax_ext
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-MATRICES = {"up": (1024, 4096), "down": (4096, 1024), "embed": (6144, 1024)}
-# Six blocks and an embedding: 56.6 million parameters.
-SHAPES = [MATRICES["up"]] * 6 + [MATRICES["down"]] * 6 + [MATRICES["embed"]]
+# The MLPs of six blocks and an embedding: 56.6 million parameters.
+SHAPES = [(1024, 4096)] * 6 + [(4096, 1024)] * 6 + [(6144, 1024)]
 LEARNING_RATE = 1e-3
 
 
@@ -83,15 +83,10 @@ def gradients(shapes: list[tuple[int, ...]]) -> list[np.ndarray]:
 
 def of_jax(tx: optax.GradientTransformation, floor: int, grads: list[np.ndarray]) -> Contender:
     """A compiled step; parameters and state are donated, so that it works in place."""
-
-    def step(params: list, state: Any, grads: list) -> tuple:
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
     on_device = [jnp.asarray(g) for g in grads]
     held = [[jnp.full_like(g, 0.5) for g in on_device]]
     held.append(jax.jit(tx.init)(held[0]))
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*held, on_device).compile()
+    compiled = jax.jit(step_of(tx), donate_argnums=(0, 1)).lower(*held, on_device).compile()
 
     def once() -> None:
         held[:] = compiled(*held, on_device)
@@ -229,14 +224,10 @@ def startup_table(arrays: int) -> str:
         for name in ("optax.adamw", "optax.adafactor", "optax_ext.adafactor", "optax_ext.came"):
             tx = OPTIMIZERS[name][1]()
 
-            def step(params: list, state: Any, grads: list, tx: Any = tx) -> tuple:
-                updates, state = tx.update(grads, state, params)
-                return optax.apply_updates(params, updates), state
-
             state = jax.eval_shape(tx.init, params)
             jax.clear_caches()
             start = time.perf_counter()
-            lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, params)
+            lowered = jax.jit(step_of(tx), donate_argnums=(0, 1)).lower(params, state, params)
             traced = time.perf_counter() - start
             lowered.compile()
             seconds = time.perf_counter() - start

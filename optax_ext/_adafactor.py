@@ -14,6 +14,7 @@ from optax_ext._factored import (
     accumulator_dtype,
     check_rule,
     check_shapes,
+    each,
     entries,
     init_moment,
     join_moments,
@@ -53,11 +54,10 @@ def _second_moment(
     dims: Factoring,
     g: jax.Array,
     moment: Moment,
-    decay: jax.Array,
-    weight: jax.Array,
+    decay_and_weight: tuple[jax.Array, jax.Array],
 ) -> tuple[Moment, jax.Array | None]:
     eps = _validate.hyperparameter(hyper[0], moment.dtype)
-    return update_squares(moment, g, eps, decay, weight, dims)
+    return update_squares(moment, g, eps, *decay_and_weight, dims)
 
 
 @per_shape
@@ -149,21 +149,13 @@ def scale_by_adafactor(
         )
         count = optax.safe_increment(state.count)
 
-        def step(g: jax.Array, moment: Moment, dims: Factoring) -> tuple[Moment, jax.Array | None]:
-            decay, weight = second_moment_decay(count, moment.dtype)
-            return _second_moment((eps,), dims, g, moment, decay, weight)
-
         grads, dims = [g for _, g, _ in leaves], [factoring for _, _, factoring in leaves]
         # In two rounds, each of which ends in sums over all devices that hold a parameter.
         with jax.named_scope("second_moment"):
-            found = together([step(*one) for one in zip(grads, moments, dims, strict=True)])
+            decays = [second_moment_decay(count, moment.dtype) for moment in moments]
+            found = together(each(_second_moment, (eps,), dims, grads, moments, decays))
             moments = [moment for moment, _ in found]
-            factors = together(
-                [
-                    _normalizers((clipping_threshold,), *one)
-                    for one in zip(dims, grads, found, strict=True)
-                ]
-            )
+            factors = together(each(_normalizers, (clipping_threshold,), dims, grads, found))
             out = [
                 times(g.astype(moment.dtype), factor).astype(g.dtype)
                 for g, moment, factor in zip(grads, moments, factors, strict=True)

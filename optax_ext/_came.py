@@ -1,8 +1,6 @@
 """CAME: confidence-guided adaptive memory-efficient optimization."""
 
-import functools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +15,7 @@ from optax_ext._factored import (
     accumulator_dtype,
     check_rule,
     check_shapes,
+    each,
     entries,
     init_moment,
     join_moments,
@@ -77,6 +76,13 @@ def _normalizers(
     return normalizers(*second_moment, g, hyper.clipping_threshold, dims)
 
 
+def _small(hyper: _Hyperparameters, factors: tuple[jax.Array, ...]) -> tuple:
+    """What the momentum takes beside the matrices: factors of the gradient, b1 and 1 - b1."""
+    dtype = factors[0].dtype
+    b1 = _validate.hyperparameter(hyper.b1, dtype)
+    return factors, jnp.asarray(b1, dtype), jnp.asarray(1 - b1, dtype)
+
+
 def _momentum(mu: jax.Array, args: tuple) -> tuple[jax.Array, jax.Array]:
     """The normalized gradient, and its average; in the dtype of ``b1``."""
     g, factors, b1, rest = args
@@ -103,10 +109,8 @@ def _instability(
     if not dims.factored:
         return (instability, None), None
     dtype = instability.dtype
-    b1, b3, eps = (
-        _validate.hyperparameter(h, dtype) for h in (hyper.b1, hyper.b3, hyper.eps_instability)
-    )
-    args = (g, factors, jnp.asarray(b1, dtype), jnp.asarray(1 - b1, dtype))
+    b3, eps = (_validate.hyperparameter(h, dtype) for h in (hyper.b3, hyper.eps_instability))
+    args = (g, *_small(hyper, factors))
     instability, m = update_moment(instability, _residual, mu, args, eps, b3, 1 - b3, dims)
     return (instability, level(instability, dims)), m
 
@@ -126,8 +130,7 @@ def _direction(
     dtype = factors[0].dtype
     trust = root_factors(*instability, dims) if dims.factored else ()
     if m is None:
-        b1 = _validate.hyperparameter(hyper.b1, dtype)
-        small = (factors, jnp.asarray(b1, dtype), jnp.asarray(1 - b1, dtype))
+        small = _small(hyper, factors)
         _, m = _momentum(mu, (g, *(again(small, trust) if trust else small)))
     out = times(m, trust)
     if dims.factored and hyper.debias_instability:
@@ -253,17 +256,19 @@ def scale_by_came(
         ]
         dims = [factoring for _, _, factoring in leaves]
         grads = [g for _, g, _ in leaves]
-        each = functools.partial(_each, hyper, dims, grads)
         # In three rounds, each of which ends in sums over all devices that hold a parameter.
         with jax.named_scope("second_moment"):
-            nus = together(each(_second_moment, nus))
-            factors = together(each(_normalizers, nus))
+            nus = together(each(_second_moment, hyper, dims, grads, nus))
+            factors = together(each(_normalizers, hyper, dims, grads, nus))
         with jax.named_scope("confidence"):
-            found = each(_instability, mus, factors, instabilities)
+            found = each(_instability, hyper, dims, grads, mus, factors, instabilities)
             instabilities = together([moment for moment, _ in found])
         with jax.named_scope("momentum"):
             results = each(
                 _direction,
+                hyper,
+                dims,
+                grads,
                 mus,
                 [m for _, m in found],
                 factors,
@@ -276,16 +281,6 @@ def scale_by_came(
         )
 
     return optax.GradientTransformation(init, update)
-
-
-def _each(
-    hyper: _Hyperparameters,
-    dims: list[Factoring],
-    grads: list[jax.Array],
-    kernel: Callable[..., Any],
-    *columns: list[Any],
-) -> list[Any]:
-    return [kernel(hyper, *arguments) for arguments in zip(dims, grads, *columns, strict=True)]
 
 
 def _pack(

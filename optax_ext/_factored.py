@@ -345,6 +345,7 @@ def normalizers(
 def rms(x: jax.Array, factoring: Factoring) -> jax.Array:
     """The root mean square of every batch slice, shaped to broadcast against ``x``."""
     dims = tuple(d for d in range(x.ndim) if d not in factoring.batch)
+    # Divided at the end: XLA on CPUs would write a matrix of the scale that arrays share.
     count = math.prod(x.shape[d] for d in dims)
     return jnp.sqrt(jnp.sum(jnp.square(x), dims, keepdims=True) / count)
 
@@ -361,6 +362,17 @@ def per_shape(kernel: Callable[..., Any]) -> Callable[..., Any]:
         return (compiled if known else kernel)(hyper, dims, *arrays)
 
     return call
+
+
+def each(
+    kernel: Callable[..., Any],
+    hyper: Any,
+    dims: Sequence[Factoring],
+    grads: Sequence[jax.Array],
+    *columns: Sequence[Any],
+) -> list[Any]:
+    """What a kernel of one array gives for every array of a tree."""
+    return [kernel(hyper, *arguments) for arguments in zip(dims, grads, *columns, strict=True)]
 
 
 # --- Trees ----------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Every form of a pass is the same mathematics; what the programs read is in tests/sharding."""
 
+import contextlib
 import functools
 
 import hypothesis
@@ -31,27 +32,23 @@ def form(request, monkeypatch):
         yield request.param
 
 
+@contextlib.contextmanager
 def use(monkeypatch, name):
     """The form is chosen while a kernel is traced: no trace may outlive it."""
     platform, blocks = FORMS[name]
-    chosen = []
-
-    def pick(*args, default, **forms):
-        chosen.append(platform in forms)
-        return forms.get(platform, default)(*args)
-
-    class Use:
-        def __enter__(self):
-            jax.clear_caches()
-            monkeypatch.setattr(_passes, "_SMALL", 0)
-            monkeypatch.setattr(_passes, "_num_blocks", blocks)
-            monkeypatch.setattr(jax.lax, "platform_dependent", pick)
-
-        def __exit__(self, *_):
-            monkeypatch.undo()
-            jax.clear_caches()
-
-    return Use()
+    jax.clear_caches()
+    monkeypatch.setattr(_passes, "_SMALL", 0)
+    monkeypatch.setattr(_passes, "_num_blocks", blocks)
+    monkeypatch.setattr(
+        jax.lax,
+        "platform_dependent",
+        lambda *args, default, **forms: forms.get(platform, default)(*args),
+    )
+    try:
+        yield
+    finally:
+        monkeypatch.undo()
+        jax.clear_caches()
 
 
 # --- One pass -----------------------------------------------------------------------------------
