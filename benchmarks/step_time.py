@@ -16,7 +16,7 @@ import dataclasses
 import importlib.util
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import _results
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
-from _steps import step_of
+from _steps import quartiles, step_of, take_turns
 
 import optax_ext
 
@@ -35,6 +35,7 @@ import matplotlib.pyplot as plt
 # The MLPs of six blocks and an embedding: 56.6 million parameters.
 SHAPES = [(1024, 4096)] * 6 + [(4096, 1024)] * 6 + [(6144, 1024)]
 LEARNING_RATE = 1e-3
+Times = Mapping[str, np.ndarray]
 
 
 @dataclasses.dataclass
@@ -45,12 +46,10 @@ class Contender:
       floor: bytes a parameter that its step reads and writes at least, if each matrix comes from
         memory whenever a sum over it must be finished first.
       step: takes one step and waits for it.
-      times: in seconds.
     """
 
     floor: int
     step: Callable[[], None]
-    times: list[float] = dataclasses.field(default_factory=list)
 
 
 # What each must move: AdamW reads four arrays and writes three. CAME reads the gradient for the
@@ -156,32 +155,16 @@ def check(grads: list[np.ndarray]) -> None:
         print(f"{make.__name__} checked: {error:.1e}", flush=True)
 
 
-def measure(contenders: dict[str, Contender], rounds: int) -> None:
-    """Steps in turn; the first of each are not counted.
-
-    Each round has an order of its own: what ran before leaves its marks in caches and allocator.
-    """
-    rng = np.random.default_rng(0)
-    for i in range(rounds + 2):
-        for contender in rng.permutation(list(contenders.values())):
-            start = time.perf_counter()
-            contender.step()
-            if i > 1:
-                contender.times.append(time.perf_counter() - start)
-
-
-def time_table(contenders: dict[str, Contender], num_params: int) -> str:
+def time_table(contenders: dict[str, Contender], times: Times, num_params: int) -> str:
     """Medians, ratios to optax.adamw round by round, and the share of the copy's bandwidth."""
-    base = np.array(contenders["optax.adamw"].times)
-    copy = contenders["copy"]
-    bandwidth = copy.floor * num_params / np.median(copy.times)
+    bandwidth = contenders["copy"].floor * num_params / np.median(times["copy"])
 
     def row(name: str, contender: Contender) -> str:
-        low, middle, high = np.percentile(np.array(contender.times) / base, (25, 50, 75))
-        share = contender.floor * num_params / np.median(contender.times) / bandwidth
+        median = np.median(times[name])
+        share = contender.floor * num_params / median / bandwidth
         return (
-            f"| {name} | {1e3 * np.median(contender.times):.1f} | {middle:.2f} "
-            f"({low:.2f}-{high:.2f}) | {contender.floor} | {share:.0%} |"
+            f"| {name} | {1e3 * median:.1f} | {quartiles(times[name] / times['optax.adamw'])} "
+            f"| {contender.floor} | {share:.0%} |"
         )
 
     return _results.table(
@@ -191,14 +174,13 @@ def time_table(contenders: dict[str, Contender], num_params: int) -> str:
     )
 
 
-def draw(contenders: dict[str, Contender], num_params: int, path: Any) -> None:
+def draw(contenders: dict[str, Contender], times: Times, num_params: int, path: Any) -> None:
     """Bytes that must move against time, and the line of the copy's bandwidth."""
     figure, axes = plt.subplots(figsize=(7, 4.5), layout="constrained")
-    copy = contenders["copy"]
-    slope = np.median(copy.times) / copy.floor
+    slope = np.median(times["copy"]) / contenders["copy"].floor
     axes.plot([0, 36], [0, 36e3 * slope], color="grey", label="at the bandwidth of a copy")
     for i, (name, one) in enumerate(contenders.items()):
-        low, middle, high = 1e3 * np.percentile(one.times, (25, 50, 75))
+        low, middle, high = 1e3 * np.percentile(times[name], (25, 50, 75))
         axes.errorbar(
             one.floor,
             middle,
@@ -256,8 +238,10 @@ def main() -> None:
     contenders |= {n: of_jax(make(), floor, grads) for n, (floor, make) in OPTIMIZERS.items()}
     if not options.smoke and importlib.util.find_spec("torch"):
         contenders |= of_torch(grads)
-    measure(contenders, 2 if options.smoke else options.rounds)
-    times = time_table(contenders, num_params)
+    times = take_turns(
+        {name: one.step for name, one in contenders.items()}, 2 if options.smoke else options.rounds
+    )
+    step_table = time_table(contenders, times, num_params)
     startup = startup_table(12 if options.smoke else 500)
     if options.smoke:
         return
@@ -268,16 +252,15 @@ def main() -> None:
         else jax.devices()[0].device_kind
     )
     name = f"step_time_{platform}"
-    copy = contenders["copy"]
-    bandwidth = copy.floor * num_params / np.median(copy.times) / 1e9
-    draw(contenders, num_params, _results.RESULTS / f"{name}.png")
+    bandwidth = contenders["copy"].floor * num_params / np.median(times["copy"]) / 1e9
+    draw(contenders, times, num_params, _results.RESULTS / f"{name}.png")
     _results.write(
         name,
         "Time of a step",
         f"On {where}: {num_params / 1e6:.1f}M float32 parameters in {len(grads)} matrices, "
         f"{options.rounds} rounds. The copy reads two arrays and writes one, at "
         f"{bandwidth:.0f} GB/s.",
-        times,
+        step_table,
         f"![Bytes and time]({name}.png)",
         "Start-up of a step for 500 arrays, half of them matrices",
         startup,
