@@ -2,7 +2,7 @@
 # make test    runs all tests, doctests and the notebooks
 # make lint    checks style and types
 # make compare trains with CAME, Adafactor and AdamW, and redraws the picture in README.md
-# make bench   measures optimizer steps on this machine, into benchmarks/results/
+# make bench   measures optimizer and training steps on this machine, into benchmarks/results/
 # make bench-gpu measures them on a GPU, with the jax that PYTHON has
 # make wheel   builds the distribution into dist/
 #
@@ -26,12 +26,14 @@ compare: .venv/examples
 
 bench: .venv/examples
 	$(BIN)/python benchmarks/step_time.py
+	$(BIN)/python benchmarks/training_step.py
 	! $(BIN)/python -c 'import libtpu, jax_cuda13_plugin' 2>/dev/null || \
 		$(BIN)/python benchmarks/step_bytes.py
 
 # Where jax is installed with its GPU wheels already, PYTHON runs it as it is.
 bench-gpu:
 	PYTHONPATH=. $(PYTHON) benchmarks/step_time.py --platform gpu
+	PYTHONPATH=. $(PYTHON) benchmarks/training_step.py --platform gpu
 
 test: .venv/test
 	$(BIN)/python -m pytest -n auto --maxprocesses 8

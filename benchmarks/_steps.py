@@ -1,11 +1,19 @@
 """An optimizer's step as benchmarks compile it, and steps that take turns to be timed."""
 
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import sharding as shd
+
+Shapes = Sequence[tuple[int, ...]]
 
 
 def step_of(tx: optax.GradientTransformation) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
@@ -18,17 +26,65 @@ def step_of(tx: optax.GradientTransformation) -> Callable[[Any, Any, Any], tuple
     return step
 
 
+def lowered(
+    target: str, tx: optax.GradientTransformation, shapes: Shapes, dtype: Any = jnp.float32
+) -> jax.stages.Lowered:
+    """The step of float32 arrays on one device of the target, its arguments donated.
+
+    Gradients have this dtype.
+    """
+    mesh = shd.targets.mesh(target, (1,), ("data",))
+    place = NamedSharding(mesh, PartitionSpec())
+
+    def on_device(tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
+
+    def step(params: list, state: Any, grads: list) -> tuple:
+        wide = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        return step_of(tx)(params, state, wide)
+
+    params = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
+    grads = [jax.ShapeDtypeStruct(s, dtype) for s in shapes]
+    state = jax.eval_shape(tx.init, params)
+    return jax.jit(step, donate_argnums=(0, 1)).lower(
+        on_device(params), on_device(state), on_device(grads)
+    )
+
+
+def compiled(*arguments: Any) -> jax.stages.Compiled:
+    """What ``lowered`` gives, compiled."""
+    return lowered(*arguments).compile()
+
+
+def cost(program: jax.stages.Compiled, shapes: Shapes) -> tuple[float, float]:
+    """Bytes a parameter that a program accesses in main memory, and that it keeps meanwhile."""
+    size = sum(math.prod(s) for s in shapes)
+    moved = sum(shd.audit(program).nbytes.values()) / size
+    return moved, program.memory_analysis().temp_size_in_bytes / size
+
+
+def replacing(fn: Callable[..., Any], held: list, *inputs: Any) -> Callable[[], None]:
+    """A call of ``fn`` that puts the first things it returns in place of those it was given."""
+
+    def call() -> None:
+        held[:] = fn(*held, *inputs)[: len(held)]
+        jax.block_until_ready(held)
+
+    return call
+
+
 def take_turns(
-    steps: Mapping[str, Callable[[], None]], rounds: int, warm_up: int = 2
-) -> dict[str, np.ndarray]:
+    steps: Mapping[Any, Callable[[], None]], rounds: int, warm_up: int = 2
+) -> dict[Any, np.ndarray]:
     """The seconds of each step in each round; those of the first rounds are not counted.
 
     Each round has an order of its own: what ran before leaves its marks in caches and allocator.
     """
     rng = np.random.default_rng(0)
-    times: dict[str, list[float]] = {name: [] for name in steps}
+    times: dict[Any, list[float]] = {name: [] for name in steps}
     for i in range(rounds + warm_up):
-        for name in rng.permutation(list(steps)):
+        for j in rng.permutation(len(steps)):
+            name = list(steps)[j]
             start = time.perf_counter()
             steps[name]()
             if i >= warm_up:

@@ -10,7 +10,7 @@ accessed and temporaries as the compiler reports them (needs libtpu: pip install
 import argparse
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -19,11 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _steps import step_of
-from jax.sharding import NamedSharding, PartitionSpec
+from _steps import cost, lowered, quartiles, replacing, step_of, take_turns
 
 import optax_ext
-import sharding as shd
 
 OPTIMIZERS = {"adamw": optax.adamw(1e-3), "came": optax_ext.came(1e-3)}
 FORMATS = {
@@ -55,60 +53,47 @@ def cpu_table(
 ) -> str:
     """Times of an update on this machine, against float32."""
     grads = {f"w{i}": jnp.full((size, size), 0.01) for i in range(matrices)}
-    running = {}
+    steps, seconds = {}, {}
     for key, tx in transformations(optimizers).items():
         params = jax.tree.map(jnp.ones_like, grads)
-        state = jax.jit(tx.init)(params)
+        held = [params, jax.jit(tx.init)(params)]
         start = time.perf_counter()
-        compiled = jax.jit(step_of(tx), donate_argnums=(0, 1)).lower(params, state, grads).compile()
-        running[key] = [compiled, params, state, time.perf_counter() - start, []]
-    for _ in range(rounds):
-        for one in running.values():
-            start = time.perf_counter()
-            one[1], one[2] = jax.block_until_ready(one[0](one[1], one[2], grads))
-            one[4].append(time.perf_counter() - start)
-    lines = [
-        "| optimizer | state | ms, median | / float32, median (quartiles) | compiled in, s |",
-        "|---|---|---|---|---|",
-    ]
-    for (name, fmt), (_, _, _, seconds, times) in running.items():
-        ratios = np.array(times) / np.array(running[name, "float32"][4])
-        low, middle, high = np.percentile(ratios, (25, 50, 75))
-        lines.append(
-            f"| {name} | {fmt} | {1e3 * np.median(times):.1f} "
-            f"| {middle:.2f} ({low:.2f}-{high:.2f}) | {seconds:.1f} |"
+        step = jax.jit(step_of(tx), donate_argnums=(0, 1)).lower(*held, grads).compile()
+        seconds[key] = time.perf_counter() - start
+        steps[key] = replacing(step, held, grads)
+    times = take_turns(steps, rounds)
+
+    def row(key: tuple[str, str]) -> str:
+        return (
+            f"| {' | '.join(key)} | {1e3 * np.median(times[key]):.1f} "
+            f"| {quartiles(times[key] / times[key[0], 'float32'])} | {seconds[key]:.1f} |"
         )
-    return "\n".join(lines)
+
+    return _results.table(
+        "| optimizer | state | ms, median | / float32, median (quartiles) | compiled in, s |\n"
+        "|---|---|---|---|---|",
+        map(row, steps),
+    )
 
 
 def tpu_table(target: str, size: int, matrices: int) -> str:
     """Bytes that a compiled update accesses on one chip."""
-    mesh = shd.targets.mesh(target, (1,), ("data",))
-    whole = NamedSharding(mesh, PartitionSpec())
+    shapes = [(size, size)] * matrices
 
-    def place(tree: object) -> object:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), tree)
+    def rows() -> Iterator[str]:
+        for (name, fmt), tx in transformations().items():
+            step = lowered(target, tx, shapes)
+            start = time.perf_counter()
+            program = step.compile()
+            seconds = time.perf_counter() - start
+            moved, held = cost(program, shapes)
+            yield f"| {name} | {fmt} | {moved:.1f} | {held:.2f} | {seconds:.0f} |"
 
-    params = {f"w{i}": jax.ShapeDtypeStruct((size, size), jnp.float32) for i in range(matrices)}
-    count = matrices * size**2
-    lines = [
+    return _results.table(
         "| optimizer | state | bytes accessed, a parameter | temporaries, a parameter |"
-        " compiled in, s |",
-        "|---|---|---|---|---|",
-    ]
-    for (name, fmt), tx in transformations().items():
-        state = jax.eval_shape(tx.init, params)
-        lowered = jax.jit(step_of(tx), donate_argnums=(0, 1)).lower(
-            place(params), place(state), place(params)
-        )
-        start = time.perf_counter()
-        compiled = lowered.compile()
-        seconds = time.perf_counter() - start
-        moved = sum(shd.audit(compiled).nbytes.values()) / count
-        held = compiled.memory_analysis().temp_size_in_bytes / count
-        lines.append(f"| {name} | {fmt} | {moved:.1f} | {held:.2f} | {seconds:.0f} |")
-        print(lines[-1], flush=True)
-    return "\n".join(lines)
+        " compiled in, s |\n|---|---|---|---|---|",
+        rows(),
+    )
 
 
 def main() -> None:
@@ -117,10 +102,9 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="small, the CPU alone; no file")
     smoke = parser.parse_args().smoke
     if smoke:
-        print(cpu_table(64, 1, 3, ["adamw"]))
+        cpu_table(64, 1, 3, ["adamw"])
         return
     cpu = cpu_table(1024, 8, 30)
-    print(cpu)
     tpu = tpu_table("v5e:1x1", 4096, 4)
     cores = len(os.sched_getaffinity(0))
     parts = [

@@ -8,7 +8,6 @@ of a step under ZeRO, on which it waits. Needs the compilers: pip install 'optax
 """
 
 import argparse
-import math
 import os
 import re
 from collections.abc import Sequence
@@ -20,13 +19,11 @@ import _results
 import jax
 import jax.numpy as jnp
 import optax
-from _steps import step_of
-from jax.sharding import NamedSharding, PartitionSpec
+from _steps import Shapes, compiled, cost, step_of
 
 import optax_ext
 import sharding as shd
 
-Shapes = Sequence[tuple[int, ...]]
 # Matrices of a 7B Llama and of GPT-2 small, and what ZeRO leaves of them on 8 and 64 devices.
 SHAPES: dict[str, Shapes] = {
     "7B: 4096 x 4096": [(4096, 4096)],
@@ -52,36 +49,9 @@ OPTIMIZERS = {
     "adafactor, momentum": (optax_ext.adafactor(1e-3, momentum=0.9), jnp.float32),
     "optax.adamw, 16 bits": (optax.adamw(1e-3, mu_dtype=_16), _16),
     "came, 16 bits": (optax_ext.came(1e-3, mu_dtype=_16), _16),
+    "optax.adamw, 8-bit state": (optax_ext.low_precision_state(optax.adamw(1e-3)), jnp.float32),
+    "came, 8-bit state": (optax_ext.low_precision_state(optax_ext.came(1e-3)), jnp.float32),
 }
-
-
-def compiled(target: str, tx: optax.GradientTransformation, shapes: Shapes, dtype: Any) -> Any:
-    """The step of matrices on one device of the target, its arguments donated."""
-    mesh = shd.targets.mesh(target, (1,), ("data",))
-    place = NamedSharding(mesh, PartitionSpec())
-
-    def on_device(tree: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), tree)
-
-    def step(params: list, state: Any, grads: list) -> tuple:
-        wide = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
-        return step_of(tx)(params, state, wide)
-
-    params = [jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes]
-    grads = [jax.ShapeDtypeStruct(s, dtype) for s in shapes]
-    state = jax.eval_shape(tx.init, params)
-    return (
-        jax.jit(step, donate_argnums=(0, 1))
-        .lower(on_device(params), on_device(state), on_device(grads))
-        .compile()
-    )
-
-
-def cost(program: Any, shapes: Shapes) -> tuple[float, float]:
-    """Bytes a parameter that a program accesses in main memory, and that it keeps meanwhile."""
-    size = sum(math.prod(s) for s in shapes)
-    moved = sum(shd.audit(program).nbytes.values()) / size
-    return moved, program.memory_analysis().temp_size_in_bytes / size
 
 
 def bytes_table(target: str, shapes: dict[str, Shapes] = SHAPES) -> str:

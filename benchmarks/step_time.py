@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
-from _steps import quartiles, step_of, take_turns
+from _steps import quartiles, replacing, step_of, take_turns
 
 import optax_ext
 
@@ -76,7 +76,8 @@ def gradients(shapes: list[tuple[int, ...]]) -> list[np.ndarray]:
     """Full-rank gradients, whose rows and columns differ in scale."""
     rng = np.random.default_rng(0)
     return [
-        (rng.normal(size=s) * rng.uniform(0.1, 1, (s[0], 1))).astype(np.float32) for s in shapes
+        (rng.normal(size=s) * rng.uniform(0.1, 1, (s[0],) + (1,) * (len(s) - 1))).astype(np.float32)
+        for s in shapes
     ]
 
 
@@ -86,12 +87,7 @@ def of_jax(tx: optax.GradientTransformation, floor: int, grads: list[np.ndarray]
     held = [[jnp.full_like(g, 0.5) for g in on_device]]
     held.append(jax.jit(tx.init)(held[0]))
     compiled = jax.jit(step_of(tx), donate_argnums=(0, 1)).lower(*held, on_device).compile()
-
-    def once() -> None:
-        held[:] = compiled(*held, on_device)
-        jax.block_until_ready(held)
-
-    return Contender(floor, once)
+    return Contender(floor, replacing(compiled, held, on_device))
 
 
 def of_torch(grads: list[np.ndarray]) -> dict[str, Contender]:

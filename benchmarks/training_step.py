@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _steps import quartiles, step_of, take_turns
+from _steps import quartiles, replacing, step_of, take_turns
 from _transformer import Config, init, make_loss
 
 import optax_ext
@@ -54,16 +54,6 @@ class Contender:
     update: Callable[[], None]
 
 
-def _repeat(fn: Callable[..., tuple], held: list, *inputs: Any) -> Callable[[], None]:
-    """A call that puts what ``fn`` returns in place of what it was given."""
-
-    def call() -> None:
-        held[:] = fn(*held, *inputs)[: len(held)]
-        jax.block_until_ready(held)
-
-    return call
-
-
 def of_optax(tx: optax.GradientTransformation, config: Config, tokens: np.ndarray) -> Contender:
     """Plain JAX and optax on one device, parameters and state donated."""
     held = [init(config)]
@@ -76,8 +66,8 @@ def of_optax(tx: optax.GradientTransformation, config: Config, tokens: np.ndarra
 
     grads = jax.jit(jax.grad(loss_fn))(held[0], tokens)
     return Contender(
-        _repeat(jax.jit(step, donate_argnums=(0, 1)), held, jnp.asarray(tokens)),
-        _repeat(jax.jit(update, donate_argnums=(0, 1)), held, grads),
+        replacing(jax.jit(step, donate_argnums=(0, 1)), held, jnp.asarray(tokens)),
+        replacing(jax.jit(update, donate_argnums=(0, 1)), held, grads),
     )
 
 
@@ -97,8 +87,8 @@ def of_zero(tx: optax.GradientTransformation, config: Config, tokens: np.ndarray
         return (zero.apply_gradients(state, grads, tx=tx),)
 
     return Contender(
-        _repeat(zero.train_step(make_loss(), tx=tx), held, batch),
-        _repeat(jax.jit(update, donate_argnums=0), held, grads),
+        replacing(zero.train_step(make_loss(), tx=tx), held, batch),
+        replacing(jax.jit(update, donate_argnums=0), held, grads),
     )
 
 
