@@ -187,10 +187,10 @@ def _sum_by_stages(x: jax.Array, dims: Dims) -> tuple[jax.Array, jax.Array]:
 
 
 def _num_blocks(shape: Dims) -> int:
-    """Into how many equal parts a CPU cuts the first dim; 1 if none are near the size wanted."""
-    wanted = math.prod(shape) / _BLOCK
-    near = [n for n in range(1, int(16 * wanted) + 1) if shape[0] % n == 0 and n > wanted / 4]
-    return min(near, key=lambda n: abs(math.log(n / wanted)), default=1) if wanted > 1 else 1
+    """Into how many equal parts a CPU cuts the first dim: two or more; 1 if none are near."""
+    wanted = max(2.0, math.prod(shape) / _BLOCK)
+    near = [n for n in range(2, int(16 * wanted) + 1) if shape[0] % n == 0 and n > wanted / 4]
+    return min(near, key=lambda n: abs(math.log(n / wanted)), default=1)
 
 
 def _block_by_block(

@@ -116,13 +116,20 @@ def test_the_zero_of_any_value_is_zero(value):
 
 @pytest.mark.parametrize(
     ("shape", "blocks"),
-    [((4096, 4096), 32), ((32000, 4096), 250), ((50257, 768), 29), ((3, 3, 512, 512), 3)],
+    [
+        ((4096, 4096), 32),
+        ((32000, 4096), 250),
+        ((50257, 768), 29),
+        ((3, 3, 512, 512), 3),
+        ((768, 768), 2),
+        ((12, 64, 768), 2),
+    ],
 )
 def test_blocks_cut_the_first_dim_into_equal_parts(shape, blocks):
     assert _passes._num_blocks(shape) == blocks
 
 
-@pytest.mark.parametrize("shape", [(40009, 1000), (7, 5), (1, 2**22)])
+@pytest.mark.parametrize("shape", [(40009, 1000), (37, 5), (1, 2**22)])
 def test_what_has_no_fitting_divisor_is_not_cut(shape):
     assert _passes._num_blocks(shape) == 1
 
