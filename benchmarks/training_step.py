@@ -1,8 +1,9 @@
 """A whole training step of GPT-2 small: tokens per second, and the optimizer's share of it.
 
-CAME and AdamW under ZeRO stage 2 on all devices, beside the same model in optax alone on one, and,
-where PyTorch is installed, in PyTorch. All take turns on the same tokens. The optimizer's share is
-the time of its update alone, with gradients at hand, over that of the step.
+CAME and AdamW in optax alone and in PyTorch, where it is installed; and under ZeRO stage 2 on all
+devices. They take turns on the same tokens, those that fit into memory at once, each time beside
+optax alone with AdamW. The optimizer's share is the time of its update alone, with gradients at
+hand, over that of the step.
 
   python benchmarks/training_step.py           # writes benchmarks/results/training_step_cpu.md
   python benchmarks/training_step.py --platform gpu
@@ -11,9 +12,11 @@ the time of its update alone, with gradients at hand, over that of the step.
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
+import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -39,6 +42,7 @@ OPTIMIZERS = {
     "AdamW": lambda: optax.adamw(LEARNING_RATE),
     "CAME": lambda: optax_ext.came(LEARNING_RATE, factoring=FACTORING),
 }
+BASE = "optax alone, AdamW"
 
 
 @dataclasses.dataclass
@@ -52,6 +56,9 @@ class Contender:
 
     step: Callable[[], None]
     update: Callable[[], None]
+
+
+Group = dict[str, Callable[[], Contender]]
 
 
 def of_optax(tx: optax.GradientTransformation, config: Config, tokens: np.ndarray) -> Contender:
@@ -92,8 +99,8 @@ def of_zero(tx: optax.GradientTransformation, config: Config, tokens: np.ndarray
     )
 
 
-def of_torch(config: Config, tokens: np.ndarray) -> dict[str, Contender]:
-    """The same model in PyTorch, with its fused AdamW and CAME of its authors."""
+def of_torch(make: Callable[[list], Any], config: Config, tokens: np.ndarray) -> Contender:
+    """The same model in PyTorch."""
     import torch
     from torch import nn
     from torch.nn import functional as F
@@ -139,33 +146,61 @@ def of_torch(config: Config, tokens: np.ndarray) -> dict[str, Contender]:
 
     batch = torch.from_numpy(tokens).long().to(device)
 
-    def one(make: Callable[[list], Any]) -> Contender:
-        model = Model().to(device)
-        if sum(p.numel() for p in model.parameters()) != config.num_params:
-            raise AssertionError("the model in PyTorch is another than that in JAX.")
-        optimizer = make(list(model.parameters()))
+    model = Model().to(device)
+    if sum(p.numel() for p in model.parameters()) != config.num_params:
+        raise AssertionError("the model in PyTorch is another than that in JAX.")
+    optimizer = make(list(model.parameters()))
 
-        def wait() -> None:
-            if device == "cuda":
-                torch.cuda.synchronize()
+    def update() -> None:
+        optimizer.step()
+        if device == "cuda":
+            torch.cuda.synchronize()
 
-        def update() -> None:
-            optimizer.step()
-            wait()
+    def step() -> None:
+        optimizer.zero_grad()
+        model(batch).backward()
+        update()
 
-        def step() -> None:
-            optimizer.zero_grad()
-            model(batch).backward()
-            update()
+    return Contender(step, update)
 
-        return Contender(step, update)
 
-    made = {"PyTorch, AdamW fused": one(lambda p: torch.optim.AdamW(p, LEARNING_RATE, fused=True))}
-    if importlib.util.find_spec("came_pytorch"):
-        from came_pytorch import CAME
+def groups(config: Config, tokens: np.ndarray, torch_too: bool) -> list[Group]:
+    """Who takes turns with whom: the first of each is what the others are compared with."""
+    alone = {
+        f"optax alone, {name}": functools.partial(of_optax, make(), config, tokens)
+        for name, make in OPTIMIZERS.items()
+    }
+    if torch_too:
+        import torch
 
-        made["PyTorch, came-pytorch"] = one(lambda p: CAME(p, lr=LEARNING_RATE))
-    return made
+        made = {"AdamW fused": lambda p: torch.optim.AdamW(p, LEARNING_RATE, fused=True)}
+        if importlib.util.find_spec("came_pytorch"):
+            from came_pytorch import CAME
+
+            made["came-pytorch"] = lambda p: CAME(p, lr=LEARNING_RATE)
+        alone |= {
+            f"PyTorch, {name}": functools.partial(of_torch, make, config, tokens)
+            for name, make in made.items()
+        }
+    zero = {BASE: alone[BASE]} | {
+        f"ZeRO 2, {name}": functools.partial(of_zero, make(), config, tokens)
+        for name, make in OPTIMIZERS.items()
+    }
+    return [alone, zero]
+
+
+def measure(group: Group, rounds: int, num_tokens: int) -> Iterator[str]:
+    """A row for each contender."""
+    contenders = {name: make() for name, make in group.items()}
+    # Whole steps first: PyTorch's update needs the gradients of one.
+    steps = take_turns({name: one.step for name, one in contenders.items()}, rounds, warm_up=1)
+    updates = take_turns({name: one.update for name, one in contenders.items()}, rounds)
+    for name in contenders:
+        step, update = np.median(steps[name]), np.median(updates[name])
+        yield (
+            f"| {name} | {num_tokens / step:.0f} | {quartiles(steps[BASE] / steps[name])} "
+            f"| {step:.2f} | {update:.3f} | {update / step:.1%} |"
+        )
 
 
 def main() -> None:
@@ -183,30 +218,13 @@ def main() -> None:
     tokens = np.random.default_rng(0).integers(
         config.vocabulary, size=(8, length + 1), dtype=np.int32
     )
-    contenders: dict[str, Contender] = {}
-    for name, make in OPTIMIZERS.items():
-        contenders[f"optax alone, {name}"] = of_optax(make(), config, tokens)
-    for name, make in OPTIMIZERS.items():
-        contenders[f"ZeRO 2, {name}"] = of_zero(make(), config, tokens)
-    if not options.smoke and importlib.util.find_spec("torch"):
-        contenders |= of_torch(config, tokens)
-    # Whole steps first: PyTorch's update needs the gradients of one.
+    torch_too = not options.smoke and bool(importlib.util.find_spec("torch"))
     rounds = 1 if options.smoke else options.rounds
-    steps = take_turns({name: one.step for name, one in contenders.items()}, rounds, warm_up=1)
-    updates = take_turns({name: one.update for name, one in contenders.items()}, rounds)
-    base = steps["optax alone, AdamW"]
-
-    def row(name: str) -> str:
-        step, update = np.median(steps[name]), np.median(updates[name])
-        return (
-            f"| {name} | {num_tokens / step:.0f} | {quartiles(base / steps[name])} "
-            f"| {step:.2f} | {update:.3f} | {update / step:.1%} |"
-        )
-
+    rows = (measure(g, rounds, num_tokens) for g in groups(config, tokens, torch_too))
     table = _results.table(
         "| step | tokens a second | / optax alone with AdamW, median (quartiles) | s, median "
         "| of them the update, s | share |\n|---|---|---|---|---|---|",
-        map(row, contenders),
+        itertools.chain.from_iterable(rows),
     )
     if options.smoke:
         return
