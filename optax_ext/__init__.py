@@ -13,6 +13,13 @@ from optax_ext._factored import by_path as by_path
 from optax_ext._factored import flax_attention as flax_attention
 from optax_ext._factored import last_two_dims as last_two_dims
 from optax_ext._factored import two_largest_dims as two_largest_dims
+from optax_ext._lamb import ScaleByLambState as ScaleByLambState
+from optax_ext._lamb import lamb as lamb
+from optax_ext._lamb import scale_by_lamb as scale_by_lamb
+from optax_ext._lars import LarsMomentumState as LarsMomentumState
+from optax_ext._lars import ScaleByLarsState as ScaleByLarsState
+from optax_ext._lars import lars as lars
+from optax_ext._lars import scale_by_lars as scale_by_lars
 from optax_ext._lazy import lazy_rows as lazy_rows
 from optax_ext._master import MasterWeightsState as MasterWeightsState
 from optax_ext._master import master_weights as master_weights
