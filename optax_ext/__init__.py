@@ -16,6 +16,9 @@ from optax_ext._factored import two_largest_dims as two_largest_dims
 from optax_ext._lamb import ScaleByLambState as ScaleByLambState
 from optax_ext._lamb import lamb as lamb
 from optax_ext._lamb import scale_by_lamb as scale_by_lamb
+from optax_ext._large_batch import gradual_warmup as gradual_warmup
+from optax_ext._large_batch import linear_scaling as linear_scaling
+from optax_ext._large_batch import square_root_scaling as square_root_scaling
 from optax_ext._lars import LarsMomentumState as LarsMomentumState
 from optax_ext._lars import ScaleByLarsState as ScaleByLarsState
 from optax_ext._lars import lars as lars
@@ -23,6 +26,10 @@ from optax_ext._lars import scale_by_lars as scale_by_lars
 from optax_ext._lazy import lazy_rows as lazy_rows
 from optax_ext._master import MasterWeightsState as MasterWeightsState
 from optax_ext._master import master_weights as master_weights
+from optax_ext._noise_scale import GradientNoiseScaleState as GradientNoiseScaleState
+from optax_ext._noise_scale import batch_advice as batch_advice
+from optax_ext._noise_scale import gradient_noise_scale as gradient_noise_scale
+from optax_ext._noise_scale import noise_scale as noise_scale
 from optax_ext.low_precision import STATE_FORMATS as STATE_FORMATS
 from optax_ext.low_precision import BFloat16 as BFloat16
 from optax_ext.low_precision import Dynamic as Dynamic

@@ -26,6 +26,7 @@ SCHEMA = {
     "ScaleByLarsState": ("count",),
     "LarsMomentumState": ("trace",),
     "ScaleByLambState": ("count", "mu", "nu"),
+    "GradientNoiseScaleState": ("count", "squared_norm", "variance"),
     "LowPrecisionState": ("key", "inner_state"),
     "StochasticRoundingState": ("key", "inner_state"),
 }
