@@ -484,7 +484,8 @@ class Zero:
           ``optax_ext.gradient_noise_scale`` needs them: the mean of the squared norms of the
           gradients of each device and micro-batch, or at stage 3 of each copy and micro-batch, in
           the proportions of their weights. That costs a float or two in the sum that makes the
-          loss; at stage 3 also a sum of what is not cut for each micro-batch.
+          loss; at stage 3 also a sum of what is not cut for each micro-batch. Where ``sync`` loses
+          something, the transformation compares them with the mean as it was exchanged.
 
         Raises:
           ValueError: if ``microbatches`` is below 1. When called: if the state does not lie as
