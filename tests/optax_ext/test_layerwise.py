@@ -261,12 +261,13 @@ def test_norms_of_any_magnitude(size):
 @every_maker
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_norms_of_narrow_parameters_are_summed_in_float32(make, dtype):
-    """4096 ones: in bfloat16 their sum stops at 256, in float16 their squares' at 2048."""
-    params = {"w": jnp.ones((64, 64), dtype)}
-    grads = {"w": jnp.full((64, 64), 0.5, dtype)}
+    """In float16 squares of 1e-4 are 0, and squares of 300 infinite."""
+    params = {"w": jnp.full((64, 64), 1e-4, dtype)}
+    grads = {"w": jnp.full((64, 64), 300.0, dtype)}
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), (params, grads))
     have, want = first(make, params, grads)["w"], first(make, *wide)["w"]
     assert have.dtype == dtype
+    assert np.all(want != 0)
     np.testing.assert_allclose(have.astype(np.float32), want, rtol=2.0**-8)
 
 
