@@ -133,7 +133,8 @@ class Progress:
         self._bar.update(self._task, completed=step, text=text)
         due = step % -(-self._steps // 20) == 0 or now - self._printed > 30
         if due and not console.is_terminal:
-            console.print(f"step {step:>{len(str(self._steps))}}/{self._steps}  {text}")
+            line = f"step {step:>{len(str(self._steps))}}/{self._steps}  {text}"
+            console.print(line, soft_wrap=True)
             self._printed = now
 
 
@@ -141,8 +142,8 @@ def batch_note(noise_scale: float, windows: int) -> str:
     """Where the batch is beside the critical size."""
     advice = batch_advice(noise_scale, windows)
     if advice == "unknown":
-        return "batch: critical size not known yet"
-    return f"batch {advice} the critical size (~{noise_scale:,.0f} windows)"
+        return "critical batch size not known yet"
+    return f"batch {advice} the critical size, ~{noise_scale:,.0f} windows"
 
 
 def print_plan(plan: Plan, adamw: Plan, stage: int, plain: bool = True) -> None:
