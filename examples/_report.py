@@ -143,7 +143,7 @@ def batch_note(noise_scale: float, windows: int) -> str:
     advice = batch_advice(noise_scale, windows)
     if advice == "unknown":
         return "critical batch size not known yet"
-    return f"batch {advice} the critical size, ~{noise_scale:,.0f} windows"
+    return f"batch {advice} the critical size, ~{noise_scale:,.1f} windows"
 
 
 def print_plan(plan: Plan, adamw: Plan, stage: int, plain: bool = True) -> None:
