@@ -14,6 +14,7 @@ import rich.panel
 import rich.progress
 import rich.text
 
+from optax_ext import batch_advice
 from sharding import Audit
 from sharding.plan import Plan, show
 
@@ -85,9 +86,11 @@ def _write_whole(path: pathlib.Path, text: str) -> None:
 class Progress:
     """A bar on a terminal; elsewhere a line every twentieth of the steps, or every 30 seconds."""
 
-    def __init__(self, title: str, rows: list[dict[str, float]], steps: int, tokens: int):
-        """``rows``: of the steps done before; ``tokens``: in one step."""
-        self._steps, self._tokens = steps, tokens
+    def __init__(
+        self, title: str, rows: list[dict[str, float]], steps: int, tokens: int, windows: int
+    ):
+        """``rows``: of the steps done before; ``tokens``, ``windows``: in one step."""
+        self._steps, self._tokens, self._windows = steps, tokens, windows
         self._first: tuple[int, float] | None = None  # a step and when it ended: it compiled
         self._printed = time.monotonic()
         self._val_loss = next((r["val_loss"] for r in reversed(rows) if "val_loss" in r), None)
@@ -125,11 +128,22 @@ class Progress:
             pace = (now - self._first[1]) / (step - self._first[0])
             minutes, seconds = divmod(round(pace * (self._steps - step)), 60)
             text += f"  {self._tokens / pace:,.0f} tokens/s  {minutes}:{seconds:02d} left"
+        if "noise_scale" in row:
+            text += f"  {batch_note(row['noise_scale'], self._windows)}"
         self._bar.update(self._task, completed=step, text=text)
         due = step % -(-self._steps // 20) == 0 or now - self._printed > 30
         if due and not console.is_terminal:
-            console.print(f"step {step:>{len(str(self._steps))}}/{self._steps}  {text}")
+            line = f"step {step:>{len(str(self._steps))}}/{self._steps}  {text}"
+            console.print(line, soft_wrap=True)
             self._printed = now
+
+
+def batch_note(noise_scale: float, windows: int) -> str:
+    """Where the batch is beside the critical size."""
+    advice = batch_advice(noise_scale, windows)
+    if advice == "unknown":
+        return "critical batch size not known yet"
+    return f"batch {advice} the critical size, ~{noise_scale:,.1f} windows"
 
 
 def print_plan(plan: Plan, adamw: Plan, stage: int, plain: bool = True) -> None:

@@ -14,6 +14,7 @@ ZeRO. --audit reads the same, and more, from the compiled step.
   python examples/train_lm.py --data ~/books --steps 2000 --name books
   python examples/train_lm.py --config gpt2-small --microbatches 4
   python examples/train_lm.py --stage 3 --audit                 # what the compiled step costs
+  python examples/train_lm.py --noise-scale                     # would a larger batch be worth it?
   srun python examples/train_lm.py --distributed                # many processes: see launch/
 """
 
@@ -77,7 +78,7 @@ OPTIMIZERS = {
     ),
     "adafactor": (lambda lr: optax_ext.adafactor(lr, **RULE), 3e-2),
     "adamw": (lambda lr: optax.adamw(lr, b2=0.95, **DECAY, mask=matrices), 4e-3),
-    "lamb": (lambda lr: optax.lamb(lr, **DECAY, mask=matrices), 1e-2),
+    "lamb": (lambda lr: optax_ext.lamb(lr, **DECAY), 1e-2),
     "lion": (lambda lr: optax.lion(lr, **DECAY, mask=matrices), 5e-4),
     "muon": (lambda lr: optax.contrib.muon(lr, adam_learning_rate=lambda i: lr(i) / 5), 2e-2),
     "sgd": (lambda lr: optax.sgd(lr, momentum=0.9), 3e-1),
@@ -107,17 +108,23 @@ SYNCS = {
 }
 
 
-def make_optimizer(name, peak, steps, state="float32", exchange="dense"):
-    """The whole chain, and its schedule: warm-up to ``peak``, then a cosine down to 5 % of it."""
+def make_optimizer(name, peak, steps, state="float32", exchange="dense", measured=None):
+    """The whole chain, and its schedule: warm-up to ``peak``, then a cosine down to 5 % of it.
+
+    With ``measured`` it begins with the noise scale of batches of so many windows.
+    """
     make, _ = OPTIMIZERS[name]
     warmup = max(1, min(steps // 20, 1000))
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps, 0.05 * peak)
-    if exchange == "dgc":  # the rest of SGD with momentum
-        return optax.sgd(schedule), schedule
     tx = make(schedule)
     if state != "float32":
         tx = optax_ext.low_precision_state(tx, optax_ext.STATE_FORMATS[state])
-    return optax.chain(optax.clip_by_global_norm(1.0), tx), schedule
+    tx = optax.chain(optax.clip_by_global_norm(1.0), tx)
+    if exchange == "dgc":  # the rest of SGD with momentum
+        tx = optax.sgd(schedule)
+    if measured:  # before the clip
+        tx = optax.chain(optax_ext.gradient_noise_scale(measured), tx)
+    return tx, schedule
 
 
 def train(options, corpus, mesh, directory, stop):
@@ -140,7 +147,12 @@ def train(options, corpus, mesh, directory, stop):
     embed = shd.sparse_embedding(nn.Embed) if options.sync == "zen" else nn.Embed
     model = TransformerLM(config, block=zero.gathered(Block), embed=embed)
     tx, schedule = make_optimizer(
-        options.optimizer, options.learning_rate, options.steps, options.state, options.sync
+        options.optimizer,
+        options.learning_rate,
+        options.steps,
+        options.state,
+        options.sync,
+        options.batch_size if options.noise_scale else None,
     )
 
     def make_state(key):
@@ -190,11 +202,14 @@ def train(options, corpus, mesh, directory, stop):
         sizes["wire_bytes"] = shd.wire_bytes(compiled, branches="cheapest")
 
     tokens = options.batch_size * corpus.context
-    with Progress(options.optimizer, metrics.rows, options.steps, tokens) as progress:
+    progress = Progress(options.optimizer, metrics.rows, options.steps, tokens, options.batch_size)
+    with progress:
         for i in range(start + 1, options.steps + 1):
             windows = corpus.batch(options.seed, i, options.batch_size)
             state, out = step(state, zero.put(my_rows(windows)))
             row = {"step": i, "loss": float(out["loss"]), "learning_rate": float(schedule(i - 1))}
+            if options.noise_scale:
+                row["noise_scale"] = float(optax_ext.noise_scale(state.opt_state))
             last, stopping = i == options.steps, any_stop(stop)
             if last or i % max(1, options.steps // 10) == 0:
                 row["val_loss"] = validate(state)
@@ -302,8 +317,12 @@ class UserError(Exception):
 
 
 # What decides the losses. Other devices, or another stage, change them by rounding alone, but for
-# an exchange that is lossy: what is lost depends on how many devices there are.
-IDENTITY = ("config", "optimizer", "state", "sync", "learning_rate", "steps", "batch_size", "seed")
+# an exchange that is lossy: what is lost depends on how many devices there are. And what more is in
+# a checkpoint.
+IDENTITY = (
+    *("config", "optimizer", "state", "sync", "learning_rate", "steps", "batch_size", "seed"),
+    "noise_scale",
+)
 
 
 def check_same_run(options, corpus, directory):
@@ -317,7 +336,7 @@ def check_same_run(options, corpus, directory):
     wait_for_all("options.json")
     if not note.exists():
         raise UserError(f"{note} is missing: all processes must share the folder --runs-dir")
-    begun = json.loads(note.read_text())
+    begun = {"noise_scale": False} | json.loads(note.read_text())  # older runs do not tell
     for name in asked:
         if asked[name] == begun[name]:
             continue
@@ -369,6 +388,7 @@ def parse_args():
     add("--seed", type=int, default=0, metavar="N", help="of weights and batches [%(default)s]")
     add("--checkpoint-every", type=positive, metavar="STEPS", help="[a tenth of the run]")
     add("--audit", action="store_true", help="show what the compiled step holds, sends, computes")
+    add("--noise-scale", action="store_true", help="measure how large a batch is worth it")
     add("--smoke", action="store_true", help="a run of seconds: short for --config smoke")
 
     add = parser.add_argument_group("model and text").add_argument
@@ -413,6 +433,10 @@ def resolve(options):
         fail("--sync zen is for a table of n-grams: give --config ngrams")
     if options.stage == 3 and options.sync not in ("dense", "zen"):
         fail(f"--sync {options.sync} keeps a state, for which stage 3 has no room: give --stage 2")
+    if options.noise_scale and options.stage == 3 and options.microbatches < 2:
+        fail("--noise-scale at stage 3 compares micro-batches: give --microbatches 2 or more")
+    if options.noise_scale and options.stage < 3 and options.sync == "zen":
+        fail("--noise-scale needs local gradients, which --sync zen adds up in the backward pass")
     if options.compare is None:
         if options.learning_rate is None:
             options.learning_rate = tuned_learning_rate(options)
@@ -455,6 +479,8 @@ def make_mesh(options):
             f"--batch-size {options.batch_size} does not divide by {parts} "
             f"({count} devices x {options.microbatches} micro-batches)"
         )
+    if options.noise_scale and parts < 2:
+        raise UserError("--noise-scale needs two devices, or --microbatches 2 or more")
     of_process = ([d for d in devices if d.process_index == i] for i in range(processes))
     devices = [d for mine in of_process for d in mine[: count // processes]]
     return jax.make_mesh((count,), ("data",), devices=devices)

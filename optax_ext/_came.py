@@ -135,11 +135,11 @@ def _direction(
     out = times(m, trust)
     if dims.factored and hyper.debias_instability:
         b3 = _validate.hyperparameter(hyper.b3, dtype)
-        out = out * jnp.sqrt(_one_minus_power(b3, count, dtype))
+        out = out * jnp.sqrt(one_minus_power(b3, count, dtype))
     return out.astype(g.dtype), m.astype(mu.dtype)
 
 
-def _one_minus_power(beta: Any, count: jax.Array, dtype: Any) -> jax.Array:
+def one_minus_power(beta: Any, count: jax.Array, dtype: Any) -> jax.Array:
     """``1 - beta**count`` without the cancellation that float32 has at 0.9999."""
     known = isinstance(beta, float)
     log_beta: Any = (math.log(beta) if beta > 0 else -math.inf) if known else jnp.log(beta)

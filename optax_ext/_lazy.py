@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_ext import _validate
+
 Key = tuple[Any, ...]
 
 
@@ -66,7 +68,7 @@ def lazy_rows(
 
     def tables_of(tree: Any) -> dict[Key, Any]:
         """The tables of parameters or gradients, by path."""
-        chosen = _resolved(mask, tree)
+        chosen = _validate.mask("lazy_rows: the mask", mask, tree)
         flat = jax.tree_util.tree_leaves_with_path(tree)
         return {path: x for (path, x), c in zip(flat, chosen, strict=True) if c}
 
@@ -147,17 +149,3 @@ def _owner(path: Key, paths: list[Key]) -> Key | None:
     ]
     # Of parameters in a list, whose keys are numbers as those of a chain are, the last.
     return max(found, key=lambda match: match[:2], default=(0, 0, None))[2]
-
-
-def _resolved(mask: Any, tree: Any) -> list[bool]:
-    """The mask of each leaf."""
-    found = mask(tree) if callable(mask) else mask
-    try:
-        return jax.tree.leaves(
-            jax.tree.map(lambda m, part: jax.tree.map(lambda _: bool(m), part), found, tree)
-        )
-    except ValueError as error:
-        raise ValueError(
-            "lazy_rows: the mask does not fit the parameters; it needs a bool for each of them, or "
-            f"for each part of their tree: {error}"
-        ) from None

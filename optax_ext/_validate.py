@@ -76,6 +76,20 @@ def floating(path: str, leaf: Any) -> None:
         )
 
 
+def mask(name: str, value: Any, tree: Any) -> list[bool]:
+    """The bool of each leaf, from a tree of bools, a prefix of one, or a function that makes it."""
+    found = value(tree) if callable(value) else value
+    try:
+        return jax.tree.leaves(
+            jax.tree.map(lambda m, part: jax.tree.map(lambda _: bool(m), part), found, tree)
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"{name} does not fit the parameters; it needs a bool for each of them, or for each "
+            f"part of their tree: {error}"
+        ) from None
+
+
 def keep_dtype(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:

@@ -68,7 +68,7 @@ class Exchange(NamedTuple):
         return self.sync is not None and not self.layout.replica_axes
 
     @property
-    def _by_rows(self) -> list[bool]:
+    def by_rows(self) -> list[bool]:
         """Of the trained parameters, whose gradients the derivative of ``lookup`` has summed."""
         return [
             later and self.layout.stage < 3
@@ -189,15 +189,15 @@ class Exchange(NamedTuple):
         """
         if self.layout.stage != 2 or not self.reduces_each:
             return grads
-        is_cut = [bool(cut.dim) for cut in self._out()]
-        chosen = [cut and not rows for cut, rows in zip(is_cut, self._by_rows, strict=True)]
+        is_cut = [bool(cut.dim) for cut in self.out()]
+        chosen = [cut and not rows for cut, rows in zip(is_cut, self.by_rows, strict=True)]
         if self._syncs_axes:
             return self._sync(grads, chosen, self.no_state())[0]
         return self._reduce(grads, self.layout.axes, chosen)
 
     def reduce_rest(self, grads: list[jax.Array]) -> list[jax.Array]:
         """The accumulated gradients, summed over all that they were not summed over yet."""
-        is_cut = [bool(cut.dim) for cut in self._out()]
+        is_cut = [bool(cut.dim) for cut in self.out()]
         if not self.reduces_each:
             grads = self._reduce(grads, self.layout.axes, is_cut)
         if self.layout.replica_axes:
@@ -214,7 +214,7 @@ class Exchange(NamedTuple):
         """
         left = [
             not (rows or (cut.dim and self.reduces_each))
-            for cut, rows in zip(self._out(), self._by_rows, strict=True)
+            for cut, rows in zip(self.out(), self.by_rows, strict=True)
         ]
         if self.layout.replica_axes:
             grads = self._reduce(grads, self.layout.axes, left)
@@ -276,7 +276,8 @@ class Exchange(NamedTuple):
             for g, dtype in zip(grads, dtypes, strict=True)
         ]
 
-    def _out(self) -> list[Cut]:
+    def out(self) -> list[Cut]:
+        """How the gradients of trained parameters are cut."""
         return [cut for cut, trained in zip(self.cuts, self.trained, strict=True) if trained]
 
     def _reduce(
@@ -290,7 +291,7 @@ class Exchange(NamedTuple):
         picked = [i for i, choice in enumerate(chosen) if choice]
         if not picked:
             return grads
-        cuts = cuts or self._out()
+        cuts = cuts or self.out()
         cast = self._cast(grads)
         with jax.named_scope("reduce_gradients"):
             sums = reduce_scatter(

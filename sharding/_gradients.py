@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from sharding import _synced
+from sharding import _pieces, _synced
 from sharding._exchange import Exchange, exchange_of
 from sharding._layout import Layout, Placement
 from sharding._precision import Precision
@@ -26,6 +26,8 @@ class LossOptions(NamedTuple):
     weighted: bool = False
     rngs: bool = False
     microbatches: int = 1
+    # Whether the transformation asks how large the gradients of the pieces of a batch are.
+    local_norm: bool = False
 
     def check(self) -> "LossOptions":
         """Itself, or an error that names the bad option."""
@@ -75,8 +77,8 @@ def device_gradients(
       sync_state: of the exchange, this device's.
 
     Returns:
-      The reduced gradients of the trained parameters; the metrics, scalars of aux marked; and the
-      new state of the exchange.
+      The reduced gradients of the trained parameters; the metrics, scalars of aux marked, with
+      ``local`` what ``options.local_norm`` asks for; and the new state of the exchange.
     """
     steps, axes = options.microbatches, exchange.layout.data_axes
     if options.rngs:
@@ -108,10 +110,16 @@ def device_gradients(
         with jax.named_scope("loss_and_grad"):
             value_and_grad = jax.value_and_grad(total_loss, has_aux=True)
             (total, (weight, aux)), grads = value_and_grad(trained)
-        return (_wide(total), _wide(weight), exchange.reduce_each(grads)), aux
+        local: list[jax.Array] = []
+        if options.local_norm:
+            with jax.named_scope("local_norm"):
+                local = _pieces.squares(
+                    exchange, grads, _wide(weight) if options.weighted else None
+                )
+        return (_wide(total), _wide(weight), local, exchange.reduce_each(grads)), aux
 
     if steps == 1:
-        (total, weight, grads), aux = one(first, 0)
+        (total, weight, local, grads), aux = one(first, 0)
     else:
 
         def add(sums: Any, inputs: Any) -> tuple[Any, Any]:
@@ -121,26 +129,32 @@ def device_gradients(
             new = lax.optimization_barrier(new)
             return jax.tree.map(lambda a, x: a + x.astype(a.dtype), sums, new), aux
 
-        (total, weight, grads), _ = jax.eval_shape(one, first, 0)
+        (total, weight, local, grads), _ = jax.eval_shape(one, first, 0)
         own = [x.dtype for t, x in zip(exchange.trained, params, strict=True) if t]
         zeros = (
             jnp.zeros((), total.dtype),
             jnp.zeros((), weight.dtype),
+            [jnp.zeros((), x.dtype) for x in local],
             [
                 jnp.zeros(x.shape, exchange.precision.of_accumulator(dtype))
                 for x, dtype in zip(grads, own, strict=True)
             ],
         )
-        (total, weight, grads), aux = lax.scan(add, zeros, (cut, jnp.arange(steps)))
+        (total, weight, local, grads), aux = lax.scan(add, zeros, (cut, jnp.arange(steps)))
         aux = jax.tree.map(_join_microbatches, aux)
-    total = lax.psum(total, axes)
-    metrics = {}
+    metrics: dict[str, Any] = {}
+    total, *local = _pieces.psum_together([total, *local], axes)
     scale: Any = 1.0 / (steps * lax.axis_size(axes))
     if options.weighted:
         weight = lax.psum(weight, axes)
         scale = jnp.where(weight == 0, 0.0, 1 / jnp.where(weight == 0, 1.0, weight))
         metrics["weight"] = weight
     metrics["loss"] = total * scale
+    if options.local_norm:
+        metrics["local"] = {"local_squared_norm": local[0] * scale}
+        if options.weighted:
+            of_one = exchange.layout.num_shards if exchange.layout.stage == 3 else 1
+            metrics["local"]["num_pieces"] = local[1] / of_one
     if options.has_aux:
         metrics["aux"] = mark_scalars(aux)
     if exchange.sync is not None:
@@ -184,6 +198,8 @@ def gradients(
     metric_specs = {"loss": P()}
     if options.weighted:
         metric_specs["weight"] = P()
+    if options.local_norm:
+        metric_specs["local"] = P()
     if options.has_aux:
         metric_specs["aux"] = P(entry_of(layout.data_axes))
     specs, shard_specs = (

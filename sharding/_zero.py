@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from sharding import _synced
+from sharding import _pieces, _synced
 from sharding._describe import Description, describe_tree
 from sharding._export import full_tree
 from sharding._gather import gather, gathered
@@ -480,11 +480,18 @@ class Zero:
           ``step(state, batch, key=None) -> (state, metrics)``, with a ``lower`` of the same
           arguments. ``metrics`` has ``"loss"``, with ``weighted`` also ``"weight"`` (the total),
           with ``has_aux`` also ``"aux"``. A transformation that takes extra arguments gets
-          ``value=loss``.
+          ``value=loss``; one that reads ``local_squared_norm`` gets it with ``num_pieces``, as
+          ``optax_ext.gradient_noise_scale`` needs them: the mean of the squared norms of the
+          gradients of each device and micro-batch, or at stage 3 of each copy and micro-batch, in
+          the proportions of their weights. That costs a float or two in the sum that makes the
+          loss; at stage 3 also a sum of what is not cut for each micro-batch. Where ``sync`` loses
+          something, the transformation compares them with the mean as it was exchanged.
 
         Raises:
           ValueError: if ``microbatches`` is below 1. When called: if the state does not lie as
-            ``init`` lays it, or a batch does not divide by devices times ``microbatches``.
+            ``init`` lays it, or a batch does not divide by devices times ``microbatches``; if a
+            transformation asks for ``local_squared_norm`` where there is one piece, or a table's
+            gradient is exchanged by rows.
         """
         options = LossOptions(has_aux, weighted, rngs, microbatches).check()
 
@@ -498,12 +505,17 @@ class Zero:
             ) -> tuple[Any, dict[str, Any]]:
                 key = step_key(state, key) if rngs else None
                 state, sync_state = _synced.take(state)
+                params, opt_state, own_tx = parts(state, tx)
+                extra_args: dict[str, Any] = {}
+                asked = _pieces.asks(own_tx, params, opt_state, self.precision, trained)
+                if asked:
+                    extra_args["num_pieces"] = _pieces.num_pieces(layout, microbatches)
                 metrics, grads, sync_state = gradients(
                     layout,
                     self.precision,
                     loss_fn,
-                    options,
-                    params_of(state),
+                    options._replace(local_norm=asked),
+                    params,
                     batch,
                     key,
                     placed,
@@ -511,7 +523,7 @@ class Zero:
                     self.sync,
                     sync_state,
                 )
-                extra_args = {"value": metrics["loss"]}
+                extra_args |= {"value": metrics["loss"], **metrics.pop("local", {})}
                 new = update(layout, state, grads, tx, placed, opt_specs, trained, extra_args)
                 return _synced.put(new, sync_state), metrics
 

@@ -192,6 +192,18 @@ def test_it_begins_with_a_plan_and_the_audit_of_its_step(whole_run):
     assert float(ratio) == pytest.approx(1.0, abs=0.05)
 
 
+def test_the_log_tells_where_the_batch_is(tmp_path, text):
+    options = ("--noise-scale", "--steps", "20", "--checkpoint-every", "10")
+    code, output = run(tmp_path, text, *options)
+    assert code == 0, output
+    measured = rows(tmp_path / "runs" / "smoke-came-zero2")[-1]["noise_scale"]
+    assert 0 < measured < 1000  # windows: such text is easy, and so is the beginning
+    last = next(line for line in output.splitlines() if line.startswith("step 20/20"))
+    found = re.search(r"batch (below|near|above) the critical size, ~(\d+\.\d) windows", last)
+    assert found, output
+    assert float(found[2]) == pytest.approx(measured, abs=0.05 + 1e-9)
+
+
 def test_a_finished_run_is_reported_and_kept(unbroken, text):
     files = {path: path.stat().st_mtime_ns for path in unbroken.rglob("*") if path.is_file()}
     assert {"metrics.jsonl", "loss.png", "layout.txt", "summary.json"} <= {p.name for p in files}
@@ -216,6 +228,9 @@ def test_a_mistake_gives_one_line(unbroken, text):
         ("--sync", "zen"): "--sync zen is for a table of n-grams",
         ("--sync", "dgc"): "it needs --optimizer sgd",
         ("--sync", "qsgd8", "--stage", "3"): "stage 3 has no room",
+        ("--name", unbroken.name, "--noise-scale"): "with --noise-scale False, not True",
+        ("--noise-scale", "--stage", "3"): "at stage 3 compares micro-batches",
+        ("--noise-scale", "--devices", "1"): "needs two devices, or --microbatches 2",
     }
     folder = unbroken.parents[1]
     (folder / "small.txt").write_text("too small")

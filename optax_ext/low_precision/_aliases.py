@@ -8,6 +8,7 @@ import optax
 
 from optax_ext._adafactor import adafactor
 from optax_ext._came import came
+from optax_ext._lamb import lamb
 from optax_ext.low_precision._state import low_precision_state
 
 _Arguments = ParamSpec("_Arguments")
@@ -50,7 +51,7 @@ def _in_8_bits(
 
 adamw8bit = _in_8_bits("adamw8bit", optax.adamw, "``optax.adamw``", "2.03 bytes")
 lion8bit = _in_8_bits("lion8bit", optax.lion, "``optax.lion``", "1.02 bytes")
-lamb8bit = _in_8_bits("lamb8bit", optax.lamb, "``optax.lamb`` with its trust ratio", "2.03 bytes")
+lamb8bit = _in_8_bits("lamb8bit", lamb, "``lamb`` with its trust ratio", "2.03 bytes")
 came8bit = _in_8_bits("came8bit", came, "``came``", "1.02 bytes")
 adafactor8bit = _in_8_bits(
     "adafactor8bit",

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 
 import optax_ext
-from optax_ext import by_path, flax_attention, last_two_dims, two_largest_dims
+from optax_ext import Factoring, by_path, flax_attention, last_two_dims, two_largest_dims
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +99,54 @@ TRANSFORMATIONS = {
             "eps": 1e-28,
             "factoring": flax_attention(default=two_largest_dims(2)),
         },
+    ),
+    "lars": Row(
+        optax_ext.lars,
+        # A trust coefficient with which a few steps of the tests move something.
+        {"learning_rate": 0.1, "weight_decay": 0.01, "trust_coefficient": 0.5},
+        scale_invariant=False,  # the parameters' part of the denominator is not
+        factored=False,
+    ),
+    "lars, every option": Row(
+        optax_ext.lars,
+        {
+            # Where the gradient is zero, weight decay alone is the direction of a step.
+            "learning_rate": lambda count: 0.007 / (1 + 0.01 * count),
+            "momentum": 0.8,
+            "weight_decay": lambda count: 0.1 / (1 + count),
+            "trust_coefficient": 0.5,
+            "denominator": "optax",
+            "nesterov": True,
+            "weight_decay_mask": {"w": True, "b": False},
+            "trust_ratio_mask": None,
+            "stacked": Factoring(),
+        },
+        scale_invariant=False,
+        factored=False,
+    ),
+    "scale_by_lamb": Row(optax_ext.scale_by_lamb, scale_invariant=False, factored=False),
+    "lamb": Row(
+        # Where the gradient is zero, weight decay alone moves a layer by the whole learning rate.
+        optax_ext.lamb,
+        {"learning_rate": 0.01, "weight_decay": 0.01},
+        scale_invariant=False,  # eps
+        factored=False,
+    ),
+    "lamb, every option": Row(
+        optax_ext.lamb,
+        {
+            "learning_rate": lambda count: 0.01 / (1 + 0.01 * count),
+            "b1": 0.8,
+            "b2": 0.95,
+            "eps": 1e-8,
+            "weight_decay": lambda count: 0.1 / (1 + count),
+            "weight_decay_mask": {"w": True, "b": False},
+            "trust_ratio_mask": None,
+            "norm_bounds": (0.1, 3.0),
+            "stacked": Factoring(),
+        },
+        scale_invariant=False,
+        factored=False,
     ),
     "master_weights": Row(
         master_weights,

@@ -1,5 +1,6 @@
 """Bad input raises at the call that made it, naming the argument and its value."""
 
+import functools
 import re
 
 import jax
@@ -26,18 +27,29 @@ MAKERS = {
     "scale_by_came": optax_ext.scale_by_came,
     "adafactor": optax_ext.adafactor,
     "scale_by_adafactor": optax_ext.scale_by_adafactor,
+    "lars": functools.partial(optax_ext.lars, 1e-3),
+    "scale_by_lars": optax_ext.scale_by_lars,
+    "lamb": functools.partial(optax_ext.lamb, 1e-3),
+    "scale_by_lamb": optax_ext.scale_by_lamb,
 }
 
 BETA, NOT_NEGATIVE, POSITIVE = "must be in [0, 1)", "must not be negative", "must be positive"
 HYPERPARAMETERS = [
     (("came", "scale_by_came"), ("b1", "b2", "b3"), BETA),
     (("adafactor", "scale_by_adafactor"), ("b2", "beta2_cap"), BETA),
-    (("adafactor",), ("momentum",), BETA),
+    (("adafactor", "lars"), ("momentum",), BETA),
+    (("lamb", "scale_by_lamb"), ("b1", "b2"), BETA),
     (("came", "scale_by_came"), ("eps", "eps_instability"), NOT_NEGATIVE),
     (("adafactor", "scale_by_adafactor"), ("eps", "decay_offset"), NOT_NEGATIVE),
-    (("came",), ("weight_decay",), NOT_NEGATIVE),
+    (("came", "lars", "scale_by_lars", "lamb", "scale_by_lamb"), ("weight_decay",), NOT_NEGATIVE),
     (("adafactor",), ("weight_decay_rate",), NOT_NEGATIVE),
-    (tuple(MAKERS), ("clipping_threshold",), POSITIVE),
+    (("lars", "scale_by_lars"), ("trust_coefficient",), POSITIVE),
+    (("lamb", "scale_by_lamb"), ("eps",), POSITIVE),
+    (
+        ("came", "scale_by_came", "adafactor", "scale_by_adafactor"),
+        ("clipping_threshold",),
+        POSITIVE,
+    ),
     (("adafactor", "scale_by_adafactor"), ("decay_rate",), POSITIVE),
     (("adafactor",), ("min_parameter_scale",), POSITIVE),
 ]
@@ -139,7 +151,7 @@ def test_a_state_of_another_rule(make):
             make(factoring=other).update(PARAMS, state)
 
 
-@pytest.mark.parametrize("maker", ["came", "adafactor"])
+@pytest.mark.parametrize("maker", ["came", "adafactor", "lars", "lamb"])
 def test_parameters_are_needed(maker):
     tx = MAKERS[maker]()
     with pytest.raises(ValueError, match="params"):

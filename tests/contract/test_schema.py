@@ -23,6 +23,10 @@ SCHEMA = {
     "ScaleByAdafactorState": ("count", "nu", "nu_row", "nu_col"),
     "MomentumState": ("mu",),
     "MasterWeightsState": ("master", "inner_state"),
+    "ScaleByLarsState": ("count",),
+    "LarsMomentumState": ("trace",),
+    "ScaleByLambState": ("count", "mu", "nu"),
+    "GradientNoiseScaleState": ("count", "squared_norm", "variance"),
     "LowPrecisionState": ("key", "inner_state"),
     "StochasticRoundingState": ("key", "inner_state"),
 }
@@ -49,6 +53,18 @@ LEAVES = {
         "[3].mu['b']": "float32[4]",
         "[3].mu['w']": "float32[6,4]",
     },
+    "lars": {
+        "[0].count": "int32[]",
+        "[2].trace['b']": "float32[4]",
+        "[2].trace['w']": "float32[6,4]",
+    },
+    "lamb": {
+        "[0].count": "int32[]",
+        "[0].mu['b']": "float32[4]",
+        "[0].mu['w']": "float32[6,4]",
+        "[0].nu['b']": "float32[4]",
+        "[0].nu['w']": "float32[6,4]",
+    },
     "master_weights": {
         ".master['b']": "float32[4]",
         ".master['w']": "float32[6,4]",
@@ -69,6 +85,8 @@ MAKE = {
     "adafactor": lambda: optax_ext.adafactor(
         lambda count: 1e-3, momentum=0.9, factoring=optax_ext.last_two_dims()
     ),
+    "lars": lambda: optax_ext.lars(1e-3, weight_decay=lambda count: 1e-4),
+    "lamb": lambda: optax_ext.lamb(1e-3),
     "master_weights": lambda: optax_ext.master_weights(optax.sgd(1e-3, momentum=0.9)),
     "low_precision_state": lambda: optax_ext.low_precision_state(
         optax.sgd(1e-3, momentum=0.9), bits=4, min_size=0

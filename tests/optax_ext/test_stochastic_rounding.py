@@ -114,7 +114,7 @@ def test_errors():
 NAMED = {
     "adamw8bit": optax.adamw,
     "lion8bit": optax.lion,
-    "lamb8bit": optax.lamb,
+    "lamb8bit": optax_ext.lamb,
     "came8bit": optax_ext.came,
     "adafactor8bit": lambda rate: optax_ext.adafactor(rate, momentum=0.9),
 }

@@ -1,0 +1,146 @@
+"""Learning rates for large batches: how they grow with the batch, and how training begins."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_ext import _validate
+
+
+def _check_numbers(**values: Any) -> None:
+    """Raises unless every value is a positive number."""
+    for name, value in values.items():
+        if callable(value):
+            raise ValueError(
+                f"{name} must be a number, got {value!r}; scale the numbers that a schedule is "
+                "made of, or its values."
+            )
+    _validate.positive(**values)
+
+
+def linear_scaling(base_lr: float, base_batch: float, batch: float) -> float:
+    r"""The learning rate for a batch k times as large: k times as high.
+
+    .. math::
+
+      \eta = \eta_0 \, B / B_0
+
+    For SGD, with ``gradual_warmup``, as long as the batch is below the critical size.
+
+    Args:
+      base_lr: :math:`\eta_0`, the rate that suits the batch ``base_batch``.
+      base_batch: :math:`B_0`, in any unit: examples, tokens.
+      batch: :math:`B`, in the same unit.
+
+    Returns:
+      The learning rate.
+
+    Raises:
+      ValueError: if one of them is not a positive number.
+
+    Example:
+      >>> from optax_ext import linear_scaling
+      >>> linear_scaling(0.1, base_batch=256, batch=8192)
+      3.2
+
+    References:
+      Goyal, Dollár, Girshick, Noordhuis, Wesolowski, Kyrola, Tulloch, Jia, He: Accurate, Large
+      Minibatch SGD: Training ImageNet in 1 Hour, 2017, arXiv 1706.02677.
+    """
+    _check_numbers(base_lr=base_lr, base_batch=base_batch, batch=batch)
+    return base_lr * (batch / base_batch)
+
+
+def square_root_scaling(base_lr: float, base_batch: float, batch: float) -> float:
+    r"""The learning rate for a batch k times as large: the root of k times as high.
+
+    .. math::
+
+      \eta = \eta_0 \sqrt{B / B_0}
+
+    It keeps the variance of a step's noise; for adaptive methods such as Adam and LAMB.
+
+    Args:
+      base_lr: :math:`\eta_0`, the rate that suits the batch ``base_batch``.
+      base_batch: :math:`B_0`, in any unit: examples, tokens.
+      batch: :math:`B`, in the same unit.
+
+    Returns:
+      The learning rate.
+
+    Raises:
+      ValueError: if one of them is not a positive number.
+
+    Example:
+      >>> from optax_ext import square_root_scaling
+      >>> square_root_scaling(1e-3, base_batch=512, batch=32768)
+      0.008
+
+    References:
+      Krizhevsky: One Weird Trick for Parallelizing Convolutional Neural Networks, 2014,
+      arXiv 1404.5997. For LAMB: You, Li, Reddi, Hseu, Kumar, Bhojanapalli, Song, Demmel, Keutzer,
+      Hsieh: Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, ICLR 2020,
+      arXiv 1904.00962.
+    """
+    _check_numbers(base_lr=base_lr, base_batch=base_batch, batch=batch)
+    return base_lr * math.sqrt(batch / base_batch)
+
+
+def gradual_warmup(
+    learning_rate: optax.ScalarOrSchedule,
+    warmup_steps: int,
+    start: float = 0.0,
+) -> optax.Schedule:
+    r"""A line from ``start`` to the schedule, in place of the schedule's first steps.
+
+    With the schedule :math:`\eta(t)` and W steps of warm-up,
+
+    .. math::
+
+      \eta'(t) = \begin{cases}
+        s + (\eta(W) - s) \, t / W & t < W \\ \eta(t) & t \ge W \end{cases}
+
+    The schedule is not moved: as in the paper, it counts from the first step of training, so that
+    rates fall where they would without warm-up, and a decay to zero ends where it was to end. (To
+    begin it after the warm-up, ``optax.join_schedules``.) The paper starts at the rate of the small
+    batch, ``start=base_lr``, and warms up for 5 epochs.
+
+    Args:
+      learning_rate: a number or a schedule of the step count.
+      warmup_steps: W; 0 for no warm-up.
+      start: s, the rate of the first step.
+
+    Returns:
+      A schedule.
+
+    Raises:
+      ValueError: on negative ``warmup_steps`` or ``start``.
+
+    Example:
+      >>> import optax, optax_ext
+      >>> peak = optax_ext.linear_scaling(0.1, base_batch=256, batch=1024)
+      >>> decay = optax.piecewise_constant_schedule(peak, {30: 0.1, 60: 0.1})
+      >>> schedule = optax_ext.gradual_warmup(decay, 5, start=0.1)
+      >>> [round(float(schedule(t)), 3) for t in (0, 1, 4, 5, 29, 31, 61)]
+      [0.1, 0.16, 0.34, 0.4, 0.4, 0.04, 0.004]
+
+    References:
+      Goyal, Dollár, Girshick, Noordhuis, Wesolowski, Kyrola, Tulloch, Jia, He: Accurate, Large
+      Minibatch SGD: Training ImageNet in 1 Hour, 2017, arXiv 1706.02677.
+    """
+    _validate.non_negative(warmup_steps=warmup_steps, start=start)
+    if not callable(learning_rate):
+        _validate.non_negative(learning_rate=learning_rate)
+
+    def rate(count: jax.typing.ArrayLike) -> Any:
+        return learning_rate(count) if callable(learning_rate) else learning_rate
+
+    def schedule(count: jax.typing.ArrayLike) -> jax.Array:
+        done = jnp.asarray(count, float) / max(warmup_steps, 1)
+        ramp = start + (rate(warmup_steps) - start) * done
+        return jnp.where(jnp.asarray(count) < warmup_steps, ramp, rate(count))
+
+    return schedule

@@ -1,0 +1,258 @@
+"""LARS: layer-wise adaptive rate scaling, for large batches."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_ext import _validate
+from optax_ext._factored import (
+    FactoringRule,
+    accumulator_dtype,
+    check_rule,
+    check_shapes,
+    entries,
+    leaves_with_factoring,
+)
+from optax_ext._passes import together
+from optax_ext._trust_ratio import (
+    Layer,
+    check_decay,
+    check_masks,
+    decay_rate,
+    decayed,
+    layers,
+    norm,
+    ratio,
+)
+
+_DENOMINATORS = ("paper", "optax")
+
+
+class ScaleByLarsState(NamedTuple):
+    """State of LARS's local learning rates."""
+
+    # (), int32, steps taken; None unless weight_decay is a schedule. Hides tuple.count.
+    count: jax.Array | None  # type: ignore[assignment]
+
+
+class LarsMomentumState(NamedTuple):
+    """State of LARS's momentum; float32, or wider if the parameter is."""
+
+    trace: optax.Updates  # the parameter's shape
+
+
+def _local_rate(
+    layer: Layer, trust_coefficient: Any, rate: Any, denominator: str
+) -> jax.Array | None:
+    """The local learning rate, shaped to broadcast against the array; None without a ratio."""
+    if not layer.has_ratio:
+        return None
+    w_norm = norm(layer.w, layer.batch)
+    if denominator == "optax":
+        found = moved = norm(decayed(layer.g, layer, rate), layer.batch)
+    else:
+        moved = norm(layer.g, layer.batch)
+        found = decayed(moved, layer._replace(w=w_norm), rate)
+    trust = _validate.hyperparameter(trust_coefficient, w_norm.dtype)
+    return ratio(trust * w_norm, found, (w_norm == 0) | (moved == 0))
+
+
+def _scale_by_local_rate(
+    trust_coefficient: Any,
+    weight_decay: optax.ScalarOrSchedule,
+    weight_decay_mask: Any,
+    trust_ratio_mask: Any,
+    denominator: str,
+    stacked: FactoringRule | None,
+) -> optax.GradientTransformation:
+    """``scale_by_lars`` whose updates stay float32."""
+    _validate.positive(trust_coefficient=trust_coefficient)
+    check_decay(weight_decay)
+    check_masks(weight_decay_mask=weight_decay_mask, trust_ratio_mask=trust_ratio_mask)
+    if denominator not in _DENOMINATORS:
+        raise ValueError(f"denominator must be 'paper' or 'optax', got {denominator!r}.")
+    rule = check_rule("stacked", stacked)
+
+    def init(params: optax.Params) -> ScaleByLarsState:
+        leaves_with_factoring(params, rule)
+        return ScaleByLarsState(jnp.zeros([], jnp.int32) if callable(weight_decay) else None)
+
+    def update(
+        updates: optax.Updates, state: ScaleByLarsState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, ScaleByLarsState]:
+        found, treedef = layers("lars", updates, params, rule, weight_decay_mask, trust_ratio_mask)
+        decay = decay_rate(weight_decay, state.count)
+        with jax.named_scope("trust_ratio"):
+            rates = together(
+                [_local_rate(layer, trust_coefficient, decay, denominator) for layer in found]
+            )
+            out = [decayed(layer.g, layer, decay) for layer in found]
+            out = [u if r is None else u * r for u, r in zip(out, rates, strict=True)]
+        count = None if state.count is None else optax.safe_increment(state.count)
+        return treedef.unflatten(out), ScaleByLarsState(count)
+
+    return optax.GradientTransformation(init, update)
+
+
+def scale_by_lars(
+    trust_coefficient: jax.typing.ArrayLike = 0.001,
+    *,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    weight_decay_mask: Any | None = "matrices",
+    trust_ratio_mask: Any | None = "matrices",
+    denominator: str = "paper",
+    stacked: FactoringRule | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Decays weights, and scales each layer's gradient by its local learning rate.
+
+    With the norms of whole arrays,
+
+    .. math::
+
+      \text{update} = \eta \frac{\|w\|}{\|g\| + \beta \|w\|} \, (g + \beta w)
+
+    Where :math:`\|w\|` or :math:`\|g\|` is 0, and for arrays without a trust ratio, the update is
+    :math:`g + \beta w`.
+
+    Args:
+      trust_coefficient: :math:`\eta`, above 0.
+      weight_decay: :math:`\beta`, a number or a schedule of the step count.
+      weight_decay_mask: where weights decay: ``"matrices"``, arrays of at least two dims, so
+        neither biases nor the scales of norms; None, everywhere; or a tree of bools as the
+        parameters, a prefix of one, or a function that makes one from them.
+      trust_ratio_mask: where there is a local learning rate, likewise.
+      denominator: ``"paper"`` as above; ``"optax"``: :math:`\|g + \beta w\|`, which is smaller
+        where gradient and weights point in opposite directions.
+      stacked: a rule whose ``batch`` dims are stacks of layers, such as ``Factoring(batch=(0,))``
+        or ``by_path({"block": Factoring(batch=(0,))}, default=None)``: each slice has its own
+        norms, and these are not counted as dims of a matrix.
+
+    Returns:
+      A ``GradientTransformation`` whose ``update`` needs ``params``; updates have the dtype of the
+      gradients, and are not negated.
+
+    Raises:
+      ValueError: on a hyperparameter out of range, another denominator, a mask that does not fit,
+        a parameter that is not real and floating, gradients that do not match the parameters.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_ext
+      >>> tx = optax_ext.scale_by_lars(0.1)
+      >>> params = {"w": jnp.full((2, 2), 3.0), "b": jnp.ones(2)}
+      >>> updates, _ = tx.update(params, tx.init(params), params)
+      >>> round(float(jnp.linalg.norm(updates["w"])), 3), updates["b"].tolist()
+      (0.6, [1.0, 1.0])
+
+    References:
+      You, Gitman, Ginsburg: Large Batch Training of Convolutional Networks, 2017, arXiv 1708.03888.
+    """
+    return _validate.keep_dtype(
+        _scale_by_local_rate(
+            trust_coefficient,
+            weight_decay,
+            weight_decay_mask,
+            trust_ratio_mask,
+            denominator,
+            stacked,
+        )
+    )
+
+
+def _momentum(decay: jax.typing.ArrayLike, nesterov: bool) -> optax.GradientTransformation:
+    """``trace = update + decay * trace``, in float32 or wider."""
+
+    def init(params: optax.Params) -> LarsMomentumState:
+        return LarsMomentumState(
+            jax.tree.map(lambda p: jnp.zeros_like(p, dtype=accumulator_dtype(p.dtype)), params)
+        )
+
+    def update(
+        updates: optax.Updates, state: LarsMomentumState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, LarsMomentumState]:
+        del params
+        leaves, treedef = leaves_with_factoring(updates, None)
+        check_shapes(leaves, "trace", entries(treedef, "trace", state.trace))
+
+        def add(u: jax.Array, trace: jax.Array) -> jax.Array:
+            return u.astype(trace.dtype) + _validate.hyperparameter(decay, trace.dtype) * trace
+
+        trace = jax.tree.map(add, updates, state.trace)
+        return jax.tree.map(add, updates, trace) if nesterov else trace, LarsMomentumState(trace)
+
+    return optax.GradientTransformation(init, update)
+
+
+def lars(
+    learning_rate: optax.ScalarOrSchedule,
+    momentum: jax.typing.ArrayLike = 0.9,
+    *,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
+    trust_coefficient: jax.typing.ArrayLike = 0.001,
+    denominator: str = "paper",
+    nesterov: bool = False,
+    weight_decay_mask: Any | None = "matrices",
+    trust_ratio_mask: Any | None = "matrices",
+    stacked: FactoringRule | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""LARS: SGD with momentum and a learning rate for each layer.
+
+    ``scale_by_lars``, then the learning rate :math:`\gamma`, then momentum:
+
+    .. math::
+
+      v \leftarrow m v + \gamma \, \eta \frac{\|w\|}{\|g\| + \beta \|w\|} \, (g + \beta w), \quad
+      w \leftarrow w - v
+
+    Biases and the scales of norms are trained by plain SGD with momentum, and do not decay, unless
+    the masks say otherwise. With ``denominator="optax"`` and both masks None it is ``optax.lars``
+    to rounding, but for state that is float32 whatever the parameters are.
+
+    Args:
+      learning_rate: a number or a schedule of the step count.
+      momentum: :math:`m`, in [0, 1).
+      weight_decay: see ``scale_by_lars``, as all arguments not listed here.
+      trust_coefficient: :math:`\eta`.
+      denominator: ``"paper"`` or ``"optax"``.
+      nesterov: update by :math:`m v` plus the newest term once more.
+      weight_decay_mask: where weights decay.
+      trust_ratio_mask: where there is a local learning rate.
+      stacked: which dims are stacks of layers.
+
+    Returns:
+      A ``GradientTransformation`` whose ``update`` needs ``params``.
+
+    Raises:
+      ValueError: as ``scale_by_lars``; also on a ``momentum`` outside [0, 1).
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optax_ext
+      >>> tx = optax_ext.lars(optax.linear_schedule(30.0, 0.0, 100), weight_decay=1e-4)
+      >>> params = {"w": jnp.ones((4, 8))}
+      >>> state = tx.init(params)
+      >>> loss = lambda p: jnp.mean((p["w"] - 3.0) ** 2)
+      >>> for _ in range(100):
+      ...     updates, state = tx.update(jax.grad(loss)(params), state, params)
+      ...     params = optax.apply_updates(params, updates)
+      >>> bool(loss(params) < 1e-2)
+      True
+
+    References:
+      You, Gitman, Ginsburg: Large Batch Training of Convolutional Networks, 2017, arXiv 1708.03888.
+    """
+    _validate.unit_interval(momentum=momentum)
+    return _validate.keep_dtype(
+        optax.chain(
+            _scale_by_local_rate(
+                trust_coefficient,
+                weight_decay,
+                weight_decay_mask,
+                trust_ratio_mask,
+                denominator,
+                stacked,
+            ),
+            optax.scale_by_learning_rate(learning_rate),
+            _momentum(momentum, nesterov),
+        )
+    )

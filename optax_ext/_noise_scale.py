@@ -1,0 +1,222 @@
+"""The gradient noise scale: how large a batch is worth its examples."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_ext import _validate
+from optax_ext._came import one_minus_power
+
+_HOW = (
+    "gradient_noise_scale compares the gradient with those of pieces of the batch: update needs "
+    "local_squared_norm, the mean of the squared norms of the pieces' gradients, and num_pieces, "
+    "how many there were. The train_step of sharding.Zero passes both"
+)
+
+
+class GradientNoiseScaleState(NamedTuple):
+    """State of ``gradient_noise_scale``: averages without bias, of the steps so far."""
+
+    count: jax.Array  # type: ignore[assignment]  # (), int32, steps averaged; hides tuple.count
+    squared_norm: jax.Array  # (), float32, |G|^2 of the true gradient
+    variance: jax.Array  # (), float32, tr(Sigma): the variance of one example's gradient
+
+
+def estimates(
+    squared_norm: jax.Array, local_squared_norm: jax.Array, num_pieces: Any, batch_size: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Unbiased estimates of ``|G|**2`` and of ``tr(Sigma)`` from one step.
+
+    The paper's, with ``B_big = batch_size`` and ``B_small = batch_size / num_pieces``.
+    """
+    others = jnp.asarray(num_pieces, squared_norm.dtype) - 1
+    return (
+        ((others + 1) * squared_norm - local_squared_norm) / others,
+        (local_squared_norm - squared_norm) * (batch_size / others),
+    )
+
+
+def gradient_noise_scale(
+    batch_size: jax.typing.ArrayLike, *, decay: jax.typing.ArrayLike = 0.99
+) -> optax.GradientTransformationExtraArgs:
+    r"""Leaves gradients as they are, and measures their noise beside.
+
+    A batch of B examples comes in n pieces: one for each device, or micro-batch, or both. With
+    :math:`|G_B|^2` the squared norm of the gradient and :math:`|G_b|^2` the mean of those of the
+    pieces' gradients, b = B / n examples each,
+
+    .. math::
+
+      |G|^2 \approx \frac{B |G_B|^2 - b |G_b|^2}{B - b}, \quad
+      \operatorname{tr} \Sigma \approx \frac{|G_b|^2 - |G_B|^2}{1 / b - 1 / B}, \quad
+      B_\text{simple} = \frac{\operatorname{tr} \Sigma}{|G|^2}
+
+    Both estimates are unbiased; both are averaged over steps, and ``noise_scale`` divides the
+    averages. Gradients of batches much smaller than :math:`B_\text{simple}` are mostly noise: twice
+    the batch then takes nearly half the steps. Beyond it, twice the batch gains little.
+
+    It has to see all gradients as they come: it goes first in a chain (before a clip), and inside
+    no ``optax.MultiSteps``, which adds up what should be compared.
+
+    With weights (masked tokens), a piece counts by its weight, ``batch_size`` is the mean total
+    weight of a batch, and what is measured is the noise of one unit of weight. A step with less
+    than two pieces that have any is left out, and so is one whose gradients are not finite.
+
+    Args:
+      batch_size: B, in the unit in which the noise scale is wanted: examples, or tokens. Above 0.
+      decay: of the averages, in [0, 1).
+
+    Returns:
+      A ``GradientTransformation`` whose ``update`` needs ``local_squared_norm``, a scalar, and
+      ``num_pieces``, which ``sharding.Zero`` passes in ``train_step``.
+
+    Raises:
+      ValueError: on a ``batch_size`` or ``decay`` out of range. In ``update``: if one of its
+        arguments is missing, or there is but one piece, which cannot tell noise from gradient.
+
+    Example:
+      Four examples; each is a piece.
+
+      >>> import jax, jax.numpy as jnp, optax, optax_ext
+      >>> tx = optax.chain(optax_ext.gradient_noise_scale(batch_size=4), optax.adam(1e-3))
+      >>> params, x = jnp.zeros(3), jnp.eye(4, 3) + 1.0
+      >>> grads = jax.vmap(jax.grad(lambda p, x: jnp.sum((p - x) ** 2)), (None, 0))(params, x)
+      >>> local = jnp.mean(jnp.sum(grads**2, axis=1))
+      >>> _, state = tx.update(
+      ...     grads.mean(0), tx.init(params), params, local_squared_norm=local, num_pieces=4
+      ... )
+      >>> round(float(optax_ext.noise_scale(state)), 3)
+      0.167
+
+    References:
+      McCandlish, Kaplan, Amodei, OpenAI Dota Team: An Empirical Model of Large-Batch Training,
+      2018, arXiv 1812.06162, appendix A.
+    """
+    _validate.positive(batch_size=batch_size)
+    _validate.unit_interval(decay=decay)
+
+    def init(params: optax.Params) -> GradientNoiseScaleState:
+        del params
+        # Buffers of their own: a train state that is donated must not hold one array twice.
+        return GradientNoiseScaleState(
+            jnp.zeros([], jnp.int32), jnp.zeros([], jnp.float32), jnp.zeros([], jnp.float32)
+        )
+
+    def update(
+        updates: optax.Updates,
+        state: GradientNoiseScaleState,
+        params: optax.Params | None = None,
+        *,
+        local_squared_norm: jax.typing.ArrayLike | None = None,
+        num_pieces: jax.typing.ArrayLike | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, GradientNoiseScaleState]:
+        del params, extra_args
+        given = {"local_squared_norm": local_squared_norm, "num_pieces": num_pieces}
+        missing = [name for name, value in given.items() if value is None]
+        if missing:
+            raise ValueError(f"{_HOW}; missing here: {', '.join(missing)}.")
+        known = not isinstance(num_pieces, jax.core.Tracer)
+        if known and not num_pieces >= 2:  # type: ignore[operator]
+            raise ValueError(f"{_HOW}. Of {num_pieces} piece there is nothing to compare with.")
+        with jax.named_scope("noise_scale"):
+            new = average(updates, state, jnp.asarray(local_squared_norm), num_pieces)
+        return updates, new
+
+    def average(
+        updates: optax.Updates, state: GradientNoiseScaleState, local: jax.Array, num_pieces: Any
+    ) -> GradientNoiseScaleState:
+        squared_norm = sum_of_squares(jax.tree.leaves(updates))
+        dtype = squared_norm.dtype
+        enough = jnp.asarray(num_pieces) >= 2
+        pieces = jnp.where(enough, num_pieces, 2)
+        size = _validate.hyperparameter(batch_size, dtype)
+        found = estimates(squared_norm, local.astype(dtype), pieces, size)
+        usable = enough & jnp.isfinite(squared_norm) & jnp.isfinite(local)
+        count = optax.safe_increment(state.count)
+        keep = _validate.hyperparameter(decay, jnp.float32)
+        weight = (1 - keep) / one_minus_power(keep, count, jnp.float32)
+        new = GradientNoiseScaleState(
+            count,
+            *(
+                old + weight * (x.astype(old.dtype) - old)
+                for old, x in zip((state.squared_norm, state.variance), found, strict=True)
+            ),
+        )
+        return jax.tree.map(lambda a, b: jnp.where(usable, a, b), new, state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def sum_of_squares(arrays: list[jax.Array]) -> jax.Array:
+    """The squared norm of arrays together, in float32 or wider."""
+    squares = (
+        jnp.sum(jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32)))) for x in arrays
+    )
+    return sum(squares, start=jnp.zeros([], jnp.float32))
+
+
+def noise_scale(state: optax.OptState) -> jax.Array:
+    r"""The gradient noise scale :math:`B_\text{simple}` that an optimizer's state has measured.
+
+    Args:
+      state: a state with that of ``gradient_noise_scale`` somewhere in it.
+
+    Returns:
+      A scalar, in the unit of ``batch_size``. It is NaN before the first step, and may be negative
+      after the first few, or where the gradient is nothing but noise.
+
+    Raises:
+      ValueError: if there is no such state, or more than one.
+    """
+
+    def is_state(x: Any) -> bool:
+        return isinstance(x, GradientNoiseScaleState)
+
+    found = [x for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
+    if len(found) != 1:
+        raise ValueError(
+            f"noise_scale needs a state with that of one gradient_noise_scale, found {len(found)}."
+        )
+    return found[0].variance / found[0].squared_norm
+
+
+def batch_advice(noise_scale: jax.Array | float, batch_size: float, near: float = 2.0) -> str:
+    r"""Where a batch lies beside the critical size, which is about the noise scale.
+
+    A run to the same loss takes :math:`1 + B_\text{noise} / B` times the fewest steps, and
+    :math:`1 + B / B_\text{noise}` times the fewest examples.
+
+    Args:
+      noise_scale: what was measured, averaged over many steps.
+      batch_size: the batch, in the same unit.
+      near: up to which factor apart they are near each other; at least 1.
+
+    Returns:
+      ``"below"``: a larger batch takes fewer steps for few more examples. ``"near"``: the balance.
+      ``"above"``: a smaller batch takes fewer examples for few more steps. ``"unknown"``: the noise
+      scale is not positive and finite.
+
+    Raises:
+      ValueError: if ``batch_size`` is not positive, or ``near`` is below 1.
+
+    Example:
+      >>> from optax_ext import batch_advice
+      >>> [batch_advice(1000.0, batch) for batch in (64, 1500, 8192)]
+      ['below', 'near', 'above']
+
+    References:
+      McCandlish, Kaplan, Amodei, OpenAI Dota Team: An Empirical Model of Large-Batch Training,
+      2018, arXiv 1812.06162.
+    """
+    _validate.positive(batch_size=batch_size)
+    if not near >= 1:
+        raise ValueError(f"near must be at least 1, got {near}.")
+    size = float(noise_scale)
+    if not 0 < size < float("inf"):
+        return "unknown"
+    if batch_size * near < size:
+        return "below"
+    return "above" if batch_size > near * size else "near"

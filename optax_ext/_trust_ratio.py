@@ -1,0 +1,122 @@
+"""Trust ratios: the norms of LARS and LAMB, and which arrays have a ratio.
+
+Norms are those of whole arrays with their global shapes, wherever their elements lie.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_ext import _validate
+from optax_ext._factored import (
+    FactoringRule,
+    accumulator_dtype,
+    check_shapes,
+    entries,
+    leaves_with_factoring,
+)
+
+# Powers of two: multiplying by them is exact.
+_DOWN, _UP = 2.0**-90, 2.0**90
+
+
+class Layer(NamedTuple):
+    """One array of a step, and what is to be done with it.
+
+    Attributes:
+      g: the gradient, in the dtype of the step.
+      w: the parameter, likewise.
+      batch: dims along which slices are layers of their own.
+      decays: whether its weights decay.
+      has_ratio: whether its update is scaled by a trust ratio.
+    """
+
+    g: jax.Array
+    w: jax.Array
+    batch: tuple[int, ...]
+    decays: bool
+    has_ratio: bool
+
+
+def norm(x: jax.Array, batch: tuple[int, ...] = ()) -> jax.Array:
+    """The 2-norm of each batch slice, shaped to broadcast against ``x``.
+
+    Three sums in one pass: where the squares overflow or vanish, those of scaled elements do not.
+    """
+    dims = tuple(d for d in range(x.ndim) if d not in batch)
+
+    def sum_of_squares(scale: float) -> jax.Array:
+        return jnp.sum(jnp.square(x * scale), axis=dims, keepdims=True)
+
+    plain = sum_of_squares(1.0)
+    return jnp.where(
+        plain < 1e-20,
+        jnp.sqrt(sum_of_squares(_UP)) * _DOWN,
+        jnp.where(
+            plain <= float(jnp.finfo(x.dtype).max),
+            jnp.sqrt(plain),
+            jnp.sqrt(sum_of_squares(_DOWN)) * _UP,
+        ),
+    )
+
+
+def ratio(numerator: jax.Array, denominator: jax.Array, zero: jax.Array) -> jax.Array:
+    """The quotient, and 1 where a norm is ``zero``."""
+    return jnp.where(zero, 1.0, numerator / jnp.where(zero, 1.0, denominator))
+
+
+def check_masks(**masks: Any) -> None:
+    """Raises on a mask that is a string other than ``"matrices"``."""
+    for name, mask in masks.items():
+        if isinstance(mask, str) and mask != "matrices":
+            raise ValueError(
+                f"{name} must be 'matrices', a tree of bools, a function that makes one from the "
+                f"parameters, or None for all; got {mask!r}."
+            )
+
+
+def layers(
+    name: str,
+    updates: optax.Updates,
+    params: optax.Params | None,
+    stacked: FactoringRule | None,
+    weight_decay_mask: Any,
+    trust_ratio_mask: Any,
+) -> tuple[list[Layer], Any]:
+    """The arrays of a step of the transformation ``name``, and the tree's structure."""
+    if params is None:
+        raise ValueError(f"{name} needs params in update.")
+    leaves, treedef = leaves_with_factoring(updates, stacked)
+    arrays = entries(treedef, "params", params)
+    check_shapes(leaves, "params", arrays)
+
+    def chosen(argument: str, mask: Any) -> list[bool]:
+        if isinstance(mask, str):
+            return [g.ndim - len(dims.batch) > 1 for _, g, dims in leaves]
+        return _validate.mask(argument, True if mask is None else mask, params)
+
+    decays = chosen("weight_decay_mask", weight_decay_mask)
+    ratios = chosen("trust_ratio_mask", trust_ratio_mask)
+    found = []
+    for (_, g, dims), w, *flags in zip(leaves, arrays, decays, ratios, strict=True):
+        dtype = accumulator_dtype(w.dtype)
+        found.append(Layer(g.astype(dtype), w.astype(dtype), dims.batch, *flags))
+    return found, treedef
+
+
+def decay_rate(weight_decay: optax.ScalarOrSchedule, count: jax.Array | None) -> Any:
+    """The rate of this step: a number, or what a schedule gives for the steps taken."""
+    return weight_decay(count) if callable(weight_decay) else weight_decay
+
+
+def check_decay(weight_decay: optax.ScalarOrSchedule) -> None:
+    """Raises on a negative rate."""
+    if not callable(weight_decay):
+        _validate.non_negative(weight_decay=weight_decay)
+
+
+def decayed(u: jax.Array, layer: Layer, rate: Any) -> jax.Array:
+    """``u + rate * w``, if the layer's weights decay."""
+    return u + _validate.hyperparameter(rate, u.dtype) * layer.w if layer.decays else u

@@ -1,0 +1,228 @@
+"""Learning rates for large batches, and the gradient noise scale where it is known."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_ext
+from optax_ext import batch_advice, gradient_noise_scale, gradual_warmup, noise_scale
+
+# --- Learning rates -------------------------------------------------------------------------------
+
+
+def test_the_rates_of_the_paper():
+    """ResNet-50 at batch 8192: 3.2, from 0.1 for 256."""
+    assert optax_ext.linear_scaling(0.1, 256, 8192) == pytest.approx(3.2, rel=1e-15)
+    assert optax_ext.square_root_scaling(0.1, 256, 1024) == pytest.approx(0.2, rel=1e-15)
+    assert optax_ext.linear_scaling(0.1, 256, 64) == pytest.approx(0.025, rel=1e-15)
+
+
+@pytest.mark.parametrize("rule", [optax_ext.linear_scaling, optax_ext.square_root_scaling])
+def test_rates_and_batches_are_positive_numbers(rule):
+    good = {"base_lr": 0.1, "base_batch": 256, "batch": 8192}
+    for name in good:
+        for bad in (0, -1.0, np.nan):
+            with pytest.raises(ValueError, match=f"^{name} must be positive, got "):
+                rule(**good | {name: bad})
+        with pytest.raises(ValueError, match=f"^{name} must be a number, got "):
+            rule(**good | {name: optax.constant_schedule(1.0)})
+
+
+def test_warm_up_takes_the_place_of_the_first_steps():
+    """As in the paper: the schedule goes on at the step at which it would be without it."""
+    decay = optax.cosine_decay_schedule(4.0, 100)
+    schedule = gradual_warmup(decay, 20, start=0.5)
+    at = np.array([schedule(t) for t in range(120)])
+    np.testing.assert_allclose(at[:21], np.linspace(0.5, decay(20), 21), rtol=1e-6)
+    np.testing.assert_array_equal(at[20:], [decay(t) for t in range(20, 120)])
+    assert at[100] == 0
+    assert gradual_warmup(2.0, 4)(1) == 0.5
+    assert gradual_warmup(2.0, 0)(0) == 2.0
+    # Under jit, of a count that is traced, in an optimizer.
+    np.testing.assert_allclose(
+        jax.jit(jax.vmap(schedule))(jnp.arange(120)), at, rtol=1e-6, atol=1e-6
+    )
+    tx = optax.inject_hyperparams(optax.sgd)(schedule)
+    assert jax.jit(tx.init)(jnp.ones(3)).hyperparams["learning_rate"] == 0.5
+
+
+def test_bad_warm_up():
+    with pytest.raises(ValueError, match="warmup_steps must not be negative, got -1"):
+        gradual_warmup(1.0, -1)
+    with pytest.raises(ValueError, match=r"start must not be negative, got -0\.1"):
+        gradual_warmup(1.0, 5, start=-0.1)
+    with pytest.raises(ValueError, match="learning_rate must not be negative, got nan"):
+        gradual_warmup(np.nan, 5)
+
+
+# --- The noise scale ------------------------------------------------------------------------------
+
+BATCH, WIDTH = 32, 24
+MEAN = np.linspace(-0.4, 0.9, WIDTH)
+DEVIATION = np.geomspace(0.1, 3.0, WIDTH)  # of each element of an example's gradient
+TRUE = (DEVIATION**2).sum() / (MEAN**2).sum()
+
+
+def measure(pieces, steps, decay=0.9999, mean=MEAN):
+    """The state after gradients whose mean and covariance are known."""
+    tx = gradient_noise_scale(BATCH, decay=decay)
+
+    @jax.jit
+    def run(key):
+        def step(state, key):
+            noise = jax.random.normal(key, (BATCH, WIDTH))
+            examples = jnp.asarray(mean)[None] + noise * jnp.asarray(DEVIATION)[None]
+            local = examples.reshape(pieces, -1, WIDTH).mean(axis=1)
+            norms = jnp.sum(local**2, axis=1)
+            # In two leaves: what counts is the norm of all.
+            whole = {"a": local.mean(axis=0)[:5], "b": local.mean(axis=0)[5:].reshape(-1, 1)}
+            _, state = tx.update(whole, state, local_squared_norm=norms.mean(), num_pieces=pieces)
+            return state, state
+
+        return jax.lax.scan(step, tx.init(None), jax.random.split(key, steps))
+
+    return run(jax.random.key(0))
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("pieces", [2, 8, 32])
+def test_it_finds_the_noise_scale_that_is_there(pieces):
+    state, _ = measure(pieces, 4000)
+    np.testing.assert_allclose(noise_scale(state), TRUE, rtol=0.05)
+    np.testing.assert_allclose(state.squared_norm, (MEAN**2).sum(), rtol=0.04)
+    np.testing.assert_allclose(state.variance, (DEVIATION**2).sum(), rtol=0.04)
+    assert int(state.count) == 4000
+
+
+@pytest.mark.usefixtures("x64")
+def test_both_estimates_are_without_bias():
+    """Over 4000 single steps, within three standard errors; |G|^2 of pure noise is 0."""
+    for mean in (MEAN, 0 * MEAN):
+        _, states = measure(4, 4000, decay=0.0, mean=mean)
+        for found, want in (
+            (states.squared_norm, (mean**2).sum()),
+            (states.variance, (DEVIATION**2).sum()),
+        ):
+            error = np.std(found) / np.sqrt(found.size)
+            assert abs(np.mean(found) - want) < 3 * error
+            assert 0 < error < 0.05 * (DEVIATION**2).sum()
+
+
+@pytest.mark.usefixtures("x64")
+def test_averages_are_the_weighted_means_by_hand():
+    """Steps weigh as powers of the decay, and from the first step on the weights add up to 1."""
+    rng = np.random.default_rng(0)
+    tx = gradient_noise_scale(96.0, decay=0.8)
+    state, seen = tx.init(None), []
+    for _ in range(12):
+        pieces = rng.normal(size=(6, 5)) + 1
+        whole, local = pieces.mean(axis=0), (pieces**2).sum(axis=1).mean()
+        out, state = tx.update(
+            jnp.asarray(whole), state, local_squared_norm=local, num_pieces=6, value=0.0
+        )
+        np.testing.assert_array_equal(out, whole)
+        big, small, squared = 96.0, 16.0, whole @ whole
+        seen.append(
+            [
+                (big * squared - small * local) / (big - small),
+                (local - squared) / (1 / small - 1 / big),
+            ]
+        )
+        weights = 0.8 ** np.arange(len(seen))[::-1]
+        squared_norm, variance = weights @ np.array(seen) / weights.sum()
+        np.testing.assert_allclose(state.squared_norm, squared_norm, rtol=1e-5)
+        np.testing.assert_allclose(state.variance, variance, rtol=1e-5)
+        np.testing.assert_allclose(noise_scale(state), variance / squared_norm, rtol=1e-5)
+
+
+def test_state_and_gradients_keep_their_types():
+    for dtype in ("bfloat16", "float32"):
+        tx = gradient_noise_scale(64)
+        grads = {"w": jnp.full((3, 2), 0.5, dtype), "none": None}
+        state = tx.init(grads)
+        assert len({x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)}) == 3
+        assert np.isnan(noise_scale(state))
+        step = jax.jit(lambda g, s, tx=tx: tx.update(g, s, local_squared_norm=2.0, num_pieces=2))
+        out, new = step(grads, state)
+        assert jax.tree.map(jax.typeof, (out, new)) == jax.tree.map(jax.typeof, (grads, state))
+        np.testing.assert_array_equal(out["w"], grads["w"])
+
+
+def test_squares_of_narrow_gradients_are_summed_in_float32():
+    """In float16 that of 300 is infinite."""
+    tx = gradient_noise_scale(64)
+    grads = jnp.full((8, 8), 300.0, jnp.float16)
+    _, state = tx.update(grads, tx.init(None), local_squared_norm=64 * 9e4 + 4, num_pieces=2)
+    assert float(state.squared_norm) == 64 * 9e4 - 4
+    assert float(state.variance) == 4 * 64
+
+
+def test_a_step_that_tells_nothing_is_left_out():
+    tx = gradient_noise_scale(8)
+    step = jax.jit(lambda g, s, norm, n: tx.update(g, s, local_squared_norm=norm, num_pieces=n)[1])
+    good = step(jnp.ones(3), tx.init(None), 5.0, 2)
+    assert int(good.count) == 1
+    for args in ((jnp.ones(3), 5.0, 1), (jnp.ones(3), jnp.nan, 2), (jnp.array([jnp.inf]), 5.0, 2)):
+        after = step(args[0], good, *args[1:])
+        jax.tree.map(np.testing.assert_array_equal, after, good)
+
+
+def test_what_is_missing_is_named():
+    tx = optax.chain(gradient_noise_scale(8), optax.sgd(0.1))
+    grads = jnp.ones(3)
+    for given, missing in (
+        ({}, "local_squared_norm, num_pieces"),
+        ({"local_squared_norm": 1.0}, "num_pieces"),
+        ({"num_pieces": 2}, "local_squared_norm"),
+    ):
+        with pytest.raises(ValueError, match=f"missing here: {missing}"):
+            tx.update(grads, tx.init(grads), **given)
+    with pytest.raises(ValueError, match="Of 1 piece there is nothing to compare with"):
+        tx.update(grads, tx.init(grads), local_squared_norm=1.0, num_pieces=1)
+    for bad in (0, -1, np.nan):
+        with pytest.raises(ValueError, match="batch_size must be positive"):
+            gradient_noise_scale(bad)
+    with pytest.raises(ValueError, match=r"decay must be in \[0, 1\), got 1"):
+        gradient_noise_scale(8, decay=1)
+
+
+def test_it_is_found_in_any_state():
+    tx = optax.chain(
+        optax.inject_hyperparams(gradient_noise_scale)(batch_size=8),
+        optax_ext.low_precision_state(optax_ext.lamb(1e-3), min_size=0),
+    )
+    params = {"w": jnp.ones((16, 16))}
+    _, state = jax.jit(tx.update)(
+        params, tx.init(params), params, local_squared_norm=320.0, num_pieces=4
+    )
+    np.testing.assert_allclose(
+        noise_scale({"opt": state}), 64 * (8 / 3) / ((4 * 256 - 320) / 3), rtol=1e-6
+    )
+    with pytest.raises(ValueError, match="one gradient_noise_scale, found 0"):
+        noise_scale(optax.adam(1e-3).init(params))
+    with pytest.raises(ValueError, match="one gradient_noise_scale, found 2"):
+        noise_scale((state, state))
+
+
+def test_advice():
+    """Bounds themselves are near; a scale that means nothing is unknown."""
+    for size, want in (
+        (100.0, "below"),
+        (64.1, "below"),
+        (64.0, "near"),
+        (32.0, "near"),
+        (16.0, "near"),
+        (15.9, "above"),
+        (np.nan, "unknown"),
+        (-3.0, "unknown"),
+        (0.0, "unknown"),
+        (np.inf, "unknown"),
+    ):
+        assert batch_advice(jnp.asarray(size), 32) == want
+    assert batch_advice(100.0, 32, near=4.0) == "near"
+    with pytest.raises(ValueError, match=r"near must be at least 1, got 0\.5"):
+        batch_advice(1.0, 1, near=0.5)
+    with pytest.raises(ValueError, match="batch_size must be positive, got 0"):
+        batch_advice(1.0, 0)
