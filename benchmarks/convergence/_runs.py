@@ -1,0 +1,171 @@
+"""One training run, from a configuration to a row."""
+
+import datetime
+import functools
+import importlib.metadata
+import math
+import os
+import time
+from typing import Any
+
+import _contenders
+import _models
+import _results
+import _rows
+import _sizes
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _tasks import TASKS, Corpus
+
+POINTS = 20  # of the curves of validation loss
+EARLY = 64  # steps whose loss and update are kept one by one
+
+Config = dict[str, Any]
+
+
+class Program:
+    """Compiled training of a task by a contender; learning rate and weight decay are inputs.
+
+    Args:
+      config: a run's; its seed, learning rate and weight decay do not matter.
+    """
+
+    def __init__(self, config: Config):
+        self._task = TASKS[config["task"]]
+        model = _sizes.model(config)
+        steps, warmup, contender = config["steps"], config["warmup"], config["contender"]
+        betas = {k: v for k, v in config["hyper"].items() if k not in TRACED}
+
+        def loss_fn(params: Any, batch: Any) -> jax.Array:
+            return _models.loss_fn(model, params, batch, self._task.causal)
+
+        def make(traced: dict[str, jax.Array]) -> Any:
+            return _contenders.transformation(contender, {**betas, **traced}, warmup, steps)
+
+        def init(seed: jax.Array, traced: dict[str, jax.Array]) -> Any:
+            params = _models.init(model, jax.random.key(seed), self._task.encoder_decoder)
+            return params, make(traced).init(params)
+
+        def train(state: Any, traced: dict[str, jax.Array], batches: Any) -> Any:
+            tx = make(traced)
+
+            def step(state: Any, batch: Any) -> Any:
+                params, opt_state = state
+                loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+                updates, opt_state = tx.update(grads, opt_state, params)
+                params = jax.tree.map(jnp.add, params, updates)
+                return (params, opt_state), (loss, _matrix_rms(updates))
+
+            return jax.lax.scan(step, state, batches)
+
+        self.init = jax.jit(init)
+        self.train = jax.jit(train, donate_argnums=0)
+        # In slices of a training batch: what is in memory at once stays small.
+        self.evaluate = jax.jit(
+            lambda params, batches: jax.lax.map(lambda b: loss_fn(params, b), batches).mean()
+        )
+
+
+TRACED = ("learning_rate", "weight_decay")
+
+
+def _matrix_rms(updates: Any) -> jax.Array:
+    """Root mean square of the updates of all matrices."""
+    matrices = [u for u in jax.tree.leaves(updates) if u.ndim > 1]
+    total = sum(jnp.sum(jnp.square(u)) for u in matrices)
+    return jnp.sqrt(total / sum(u.size for u in matrices))
+
+
+def signature(config: Config) -> str:
+    """The same for configurations that one program runs."""
+    fixed = {k: v for k, v in config.items() if k not in ("seed", "hyper")}
+    betas = {k: v for k, v in config["hyper"].items() if k not in TRACED}
+    return _rows.key_of({**fixed, "betas": betas})
+
+
+class Trainer:
+    """Runs configurations; keeps the last programs.
+
+    Args:
+      corpus: the text.
+      programs: how many are kept.
+    """
+
+    def __init__(self, path: Any = None, programs: int = 3):
+        self._path = path
+        self._programs: dict[str, Program] = {}
+        self._keep = programs
+        self.corpus = functools.cache(lambda context: Corpus(path, context))
+
+    def program(self, config: Config) -> Program:
+        """The program of a configuration."""
+        name = signature(config)
+        program = self._programs.pop(name, None) or Program(config)
+        self._programs[name] = program
+        while len(self._programs) > self._keep:
+            del self._programs[next(iter(self._programs))]
+        return program
+
+    def run(self, config: Config) -> _rows.Row:
+        """Trains; stops early where the loss is no number any more."""
+        started = time.perf_counter()
+        program, task = self.program(config), TASKS[config["task"]]
+        corpus = self.corpus(config["context"])
+        size, steps = _sizes.SIZES[config["size"]], config["steps"]
+        traced = {name: jnp.float32(config["hyper"][name]) for name in TRACED}
+        validation = _sliced(task.validation(corpus, size.curve_windows), size.slice)
+        state = program.init(jnp.uint32(config["seed"]), traced)
+        sizes = [sum(x.nbytes for x in jax.tree.leaves(part)) for part in state]
+        num_params = sum(x.size for x in jax.tree.leaves(state[0]))
+        curve, losses, rms = [], [], []
+        for start in range(0, steps, steps // POINTS):
+            numbers = range(start, start + steps // POINTS)
+            batches = [task.batch(corpus, config["seed"], i, config["batch"]) for i in numbers]
+            stacked = jax.tree.map(lambda *x: np.stack(x), *batches)
+            state, (loss, update) = program.train(state, traced, stacked)
+            losses.extend(np.asarray(loss).tolist())
+            rms.extend(np.asarray(update).tolist())
+            curve.append((numbers[-1] + 1, float(program.evaluate(state[0], validation))))
+            if not math.isfinite(curve[-1][1]):
+                break
+        large = _sliced(task.validation(corpus, size.final_windows), size.slice)
+        final = float(program.evaluate(state[0], large))
+        untrained = math.log(256)
+        return {
+            "key": _rows.key_of(config),
+            "config": config,
+            "loss": _number(final),
+            "diverged": not final < untrained,
+            "curve": [(step, _number(loss)) for step, loss in curve],
+            "train": _thinned(losses, steps // POINTS),
+            "early_loss": [_number(x) for x in losses[:EARLY]],
+            "early_update_rms": [_number(x) for x in rms[:EARLY]],
+            "num_params": num_params,
+            "state_bytes": sizes[1],
+            "tokens": steps * config["batch"] * config["context"],
+            "seconds": round(time.perf_counter() - started, 2),
+            "commit": _results.commit(),
+            "jax": importlib.metadata.version("jax"),
+            "corpus": corpus.checksum,
+            "machine": f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores",
+            "date": datetime.datetime.now().isoformat(timespec="seconds"),
+        }
+
+
+def _number(x: float) -> float | None:
+    """Five digits; None for what JSON cannot say."""
+    return float(f"{x:.6g}") if math.isfinite(x) else None
+
+
+def _thinned(losses: list[float], every: int) -> list[tuple[int, float | None]]:
+    """Means of ``every`` steps, at their last step."""
+    return [
+        (i + every, _number(float(np.mean(losses[i : i + every]))))
+        for i in range(0, len(losses), every)
+    ]
+
+
+def _sliced(batch: Any, size: int) -> Any:
+    """(n, ...) to (n / size, size, ...)."""
+    return jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), batch)

@@ -1,0 +1,74 @@
+"""How large models, batches and runs are."""
+
+import dataclasses
+from typing import Any
+
+import _models
+from _tasks import VOCABULARY
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """One scale of the comparison.
+
+    Attributes:
+      layers: of the model.
+      width: of the model.
+      heads: of the model.
+      context: bytes of a window.
+      batch: windows.
+      steps: of a run.
+      curve_windows: held-out windows of the points of a curve.
+      final_windows: held-out windows at the end.
+      slice: windows that are evaluated at once.
+      dtype: of activations.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    batch: int
+    steps: int
+    curve_windows: int = 32
+    final_windows: int = 512
+    slice: int = 8
+    dtype: str = "float32"
+
+
+SIZES = {
+    "smoke": Size(2, 32, 2, 32, 4, 40, curve_windows=8, final_windows=16),
+    "cpu": Size(4, 160, 5, 128, 8, 300),
+    # The study of batch sizes: 64 times the batch in 200 steps.
+    "cpu_batch": Size(3, 96, 3, 64, 2, 12800, curve_windows=64, final_windows=512, slice=16),
+}
+
+
+def config(size: str, task: str, contender: str, seed: int, hyper: dict[str, float]) -> dict:
+    """The configuration of a run of this size; all that its result depends on."""
+    of = SIZES[size]
+    return {
+        "size": size,
+        "task": task,
+        "contender": contender,
+        "layers": of.layers,
+        "width": of.width,
+        "heads": of.heads,
+        "context": of.context,
+        "batch": of.batch,
+        "steps": of.steps,
+        "warmup": of.steps // 10,
+        "seed": seed,
+        "hyper": dict(hyper),
+    }
+
+
+def model(config: dict[str, Any]) -> _models.Config:
+    """The model of a configuration."""
+    return _models.Config(
+        layers=config["layers"],
+        width=config["width"],
+        heads=config["heads"],
+        vocabulary=VOCABULARY,
+        dtype=SIZES[config["size"]].dtype,
+    )
