@@ -16,10 +16,12 @@ import _sizes
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _tasks import TASKS, Corpus
+from _tasks import TASKS, VOCABULARY, Corpus
 
 POINTS = 20  # of the curves of validation loss
 EARLY = 64  # steps whose loss and update are kept one by one
+
+TRACED = ("learning_rate", "weight_decay")
 
 Config = dict[str, Any]
 
@@ -32,19 +34,17 @@ class Program:
     """
 
     def __init__(self, config: Config):
-        self._task = TASKS[config["task"]]
-        model = _sizes.model(config)
+        causal, model = TASKS[config["task"]].causal, _sizes.model(config)
         steps, warmup, contender = config["steps"], config["warmup"], config["contender"]
         betas = {k: v for k, v in config["hyper"].items() if k not in TRACED}
 
         def loss_fn(params: Any, batch: Any) -> jax.Array:
-            return _models.loss_fn(model, params, batch, self._task.causal)
+            return _models.loss_fn(model, params, batch, causal)
 
         def make(traced: dict[str, jax.Array]) -> Any:
             return _contenders.transformation(contender, {**betas, **traced}, warmup, steps)
 
-        def init(seed: jax.Array, traced: dict[str, jax.Array]) -> Any:
-            params = _models.init(model, jax.random.key(seed), self._task.encoder_decoder)
+        def init(params: Any, traced: dict[str, jax.Array]) -> Any:
             return params, make(traced).init(params)
 
         def train(state: Any, traced: dict[str, jax.Array], batches: Any) -> Any:
@@ -65,9 +65,6 @@ class Program:
         self.evaluate = jax.jit(
             lambda params, batches: jax.lax.map(lambda b: loss_fn(params, b), batches).mean()
         )
-
-
-TRACED = ("learning_rate", "weight_decay")
 
 
 def _matrix_rms(updates: Any) -> jax.Array:
@@ -115,7 +112,8 @@ class Trainer:
         size, steps = _sizes.SIZES[config["size"]], config["steps"]
         traced = {name: jnp.float32(config["hyper"][name]) for name in TRACED}
         validation = _sliced(task.validation(corpus, size.curve_windows), size.slice)
-        state = program.init(jnp.uint32(config["seed"]), traced)
+        params = _models.init(_sizes.model(config), config["seed"], task.encoder_decoder)
+        state = program.init(params, traced)
         sizes = [sum(x.nbytes for x in jax.tree.leaves(part)) for part in state]
         num_params = sum(x.size for x in jax.tree.leaves(state[0]))
         curve, losses, rms = [], [], []
@@ -131,12 +129,11 @@ class Trainer:
                 break
         large = _sliced(task.validation(corpus, size.final_windows), size.slice)
         final = float(program.evaluate(state[0], large))
-        untrained = math.log(256)
         return {
             "key": _rows.key_of(config),
             "config": config,
             "loss": _number(final),
-            "diverged": not final < untrained,
+            "diverged": not final < math.log(VOCABULARY),  # no better than chance
             "curve": [(step, _number(loss)) for step, loss in curve],
             "train": _thinned(losses, steps // POINTS),
             "early_loss": [_number(x) for x in losses[:EARLY]],
