@@ -85,7 +85,7 @@ class Trainer:
     """Runs configurations; keeps the last programs.
 
     Args:
-      corpus: the text.
+      path: of the text, as Corpus takes it.
       programs: how many are kept.
     """
 
@@ -93,6 +93,7 @@ class Trainer:
         self._path = path
         self._programs: dict[str, Program] = {}
         self._keep = programs
+        self._commit = _results.commit()  # as the code was when it was loaded
         self.corpus = functools.cache(lambda context: Corpus(path, context))
 
     def program(self, config: Config) -> Program:
@@ -142,7 +143,7 @@ class Trainer:
             "state_bytes": sizes[1],
             "tokens": steps * config["batch"] * config["context"],
             "seconds": round(time.perf_counter() - started, 2),
-            "commit": _results.commit(),
+            "commit": self._commit,
             "jax": importlib.metadata.version("jax"),
             "corpus": corpus.checksum,
             "machine": f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores",

@@ -40,12 +40,18 @@ SIZES = {
     "smoke": Size(2, 32, 2, 32, 4, 40, curve_windows=8, final_windows=16),
     "cpu": Size(4, 160, 5, 128, 8, 300),
     # The study of batch sizes: 64 times the batch in 200 steps.
+    "smoke_batch": Size(2, 32, 2, 32, 1, 1280, curve_windows=8, final_windows=16),
     "cpu_batch": Size(3, 96, 3, 64, 2, 12800, curve_windows=64, final_windows=512, slice=16),
 }
 
 
-def config(size: str, task: str, contender: str, seed: int, hyper: dict[str, float]) -> dict:
-    """The configuration of a run of this size; all that its result depends on."""
+def config(
+    size: str, task: str, contender: str, seed: int, hyper: dict[str, float], times: int = 1
+) -> dict[str, Any]:
+    """The configuration of a run of this size; all that its result depends on.
+
+    With ``times`` the batch there are as many fewer steps, so that tokens are equal.
+    """
     of = SIZES[size]
     return {
         "size": size,
@@ -55,9 +61,9 @@ def config(size: str, task: str, contender: str, seed: int, hyper: dict[str, flo
         "width": of.width,
         "heads": of.heads,
         "context": of.context,
-        "batch": of.batch,
-        "steps": of.steps,
-        "warmup": of.steps // 10,
+        "batch": of.batch * times,
+        "steps": of.steps // times,
+        "warmup": of.steps // times // 10,
         "seed": seed,
         "hyper": dict(hyper),
     }

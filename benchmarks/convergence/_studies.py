@@ -13,6 +13,7 @@ from _rows import Row, key_of
 TUNING_SEED = 0
 FINAL_SEEDS = (1, 2, 3)
 MAIN = tuple(name for name, one in CONTENDERS.items() if one.budget >= 10)
+BATCH_BUDGETS = {1: 7, 4: 5, 16: 5, 64: 5}  # times the base's batch: runs of the search
 SPIKE = ("came", "came_debiased", "adafactor", "adamw")
 
 Config = dict[str, Any]
@@ -52,16 +53,23 @@ def space(contender: str) -> _search.Space:
     return _search.Space(one.budget, one.learning_rate, one.weight_decays, one.betas)
 
 
+def searched(
+    rows: Rows, space: _search.Space, config: Callable[[_search.Trial], Config]
+) -> tuple[dict[_search.Trial, float], list[Config]]:
+    """The trials of a search that are known, and the configurations that must be run next."""
+    found, wanted = _search.replay(space, lambda trial: loss_of(rows, config(trial)))
+    return found, [config(trial) for trial in wanted]
+
+
 def tuned(
     rows: Rows, size: str, task: str, contender: str
 ) -> tuple[dict[_search.Trial, float], list[Config]]:
-    """The trials of the search that are known, and the configurations that must be run next."""
-
-    def config(trial: _search.Trial) -> Config:
-        return _sizes.config(size, task, contender, TUNING_SEED, trial.hyper)
-
-    found, wanted = _search.replay(space(contender), lambda t: loss_of(rows, config(t)))
-    return found, [config(trial) for trial in wanted]
+    """The search of a contender on a task."""
+    return searched(
+        rows,
+        space(contender),
+        lambda trial: _sizes.config(size, task, contender, TUNING_SEED, trial.hyper),
+    )
 
 
 def best(rows: Rows, size: str, task: str, contender: str) -> dict[str, float] | None:
@@ -96,6 +104,58 @@ def spike(rows: Rows, size: str, task: str, contender: str) -> Plan:
     return _plan(f"spike {task} {contender}", rows, configs, 2 * len(FINAL_SEEDS), hyper is None)
 
 
+def batch(rows: Rows, size: str, task: str, contender: str) -> Plan:
+    """Batches of 1, 4, 16 and 64 times the base at equal tokens.
+
+    The learning rate of the base is searched; a larger batch takes it by the linear rule and by
+    the square-root rule, around which it is searched as well.
+    """
+    name, total = f"batch {task} {contender}", sum(BATCH_BUDGETS.values()) + len(BATCH_BUDGETS) - 1
+    if contender not in MAIN or task != "next_token":
+        return Plan(name, 0, 0, [])
+    base, wanted = batch_search(rows, size, contender, 1)
+    if wanted:
+        return Plan(name, total, len(base), wanted, "the base's learning rate")
+    done, ready = len(base), []
+    for times in list(BATCH_BUDGETS)[1:]:
+        found, wanted = batch_search(rows, size, contender, times)
+        linear = batch_linear(rows, size, contender, times)
+        missing = [linear] if key_of(linear) not in rows else []
+        done += len(found) + 1 - len(missing)
+        ready += missing + wanted
+    return Plan(name, total, done, ready)
+
+
+def batch_search(
+    rows: Rows, size: str, contender: str, times: int
+) -> tuple[dict[_search.Trial, float], list[Config]]:
+    """The search for the learning rate at a batch; above the base around the square-root rule.
+
+    Weight decay and betas are those from which all searches start.
+    """
+    one = space(contender)
+    centre = one.centre if times == 1 else _base_exponent(rows, size, contender)
+    centre += math.log10(times) / 2
+    small = _search.Space(BATCH_BUDGETS[times], centre, one.weight_decays[:1], one.betas[:1])
+    return searched(rows, small, lambda trial: _batch_config(size, contender, trial.hyper, times))
+
+
+def batch_linear(rows: Rows, size: str, contender: str, times: int) -> Config:
+    """The run at the learning rate of the linear rule."""
+    one = space(contender)
+    exponent = _base_exponent(rows, size, contender) + math.log10(times)
+    trial = _search.Trial(exponent, one.weight_decays[0], tuple(one.betas[0].items()))
+    return _batch_config(size, contender, trial.hyper, times)
+
+
+def _base_exponent(rows: Rows, size: str, contender: str) -> float:
+    return _search.best(batch_search(rows, size, contender, 1)[0]).exponent
+
+
+def _batch_config(size: str, contender: str, hyper: dict[str, float], times: int) -> Config:
+    return _sizes.config(f"{size}_batch", "next_token", contender, TUNING_SEED, hyper, times)
+
+
 def _plan(name: str, rows: Rows, configs: Sequence[Config], total: int, waits: bool) -> Plan:
     missing = [config for config in configs if key_of(config) not in rows]
     why = "its tuning" if waits else ""
@@ -105,6 +165,7 @@ def _plan(name: str, rows: Rows, configs: Sequence[Config], total: int, waits: b
 STUDIES: dict[str, Callable[[Rows, str, str, str], Plan]] = {
     "tuning": tuning,
     "final": final,
+    "batch": batch,
     "spike": spike,
 }
 

@@ -33,7 +33,8 @@ MARGIN = 1.25  # a run is expected to take this times the slowest of its like
 def options() -> argparse.Namespace:
     """Of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", default="cpu", choices=_sizes.SIZES)
+    sizes = [name for name in _sizes.SIZES if not name.endswith("_batch")]
+    parser.add_argument("--size", default="cpu", choices=sizes)
     parser.add_argument("--study", nargs="+", default=["tuning"], choices=_studies.STUDIES)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
