@@ -96,12 +96,17 @@ def spike(rows: Rows, size: str, task: str, contender: str) -> Plan:
     """The best configuration with warm-up and without."""
     if contender not in SPIKE:
         return Plan(f"spike {task} {contender}", 0, 0, [])
+    configs = spike_configs(rows, size, task, contender)
+    return _plan(f"spike {task} {contender}", rows, configs, 2 * len(FINAL_SEEDS), not configs)
+
+
+def spike_configs(rows: Rows, size: str, task: str, contender: str) -> list[Config]:
+    """Its runs, which are known once the search is finished."""
     hyper = best(rows, size, task, contender)
-    configs = []
-    if hyper:
-        configs = [_sizes.config(size, task, contender, seed, hyper) for seed in FINAL_SEEDS]
-        configs += [{**config, "warmup": 0} for config in configs]
-    return _plan(f"spike {task} {contender}", rows, configs, 2 * len(FINAL_SEEDS), hyper is None)
+    if hyper is None:
+        return []
+    configs = [_sizes.config(size, task, contender, seed, hyper) for seed in FINAL_SEEDS]
+    return configs + [{**config, "warmup": 0} for config in configs]
 
 
 def batch(rows: Rows, size: str, task: str, contender: str) -> Plan:
@@ -142,8 +147,17 @@ def batch_search(
 
 def batch_linear(rows: Rows, size: str, contender: str, times: int) -> Config:
     """The run at the learning rate of the linear rule."""
+    return _batch_rule(rows, size, contender, times, power=1.0)
+
+
+def batch_square_root(rows: Rows, size: str, contender: str, times: int) -> Config:
+    """The run at the learning rate of the square-root rule."""
+    return _batch_rule(rows, size, contender, times, power=0.5)
+
+
+def _batch_rule(rows: Rows, size: str, contender: str, times: int, power: float) -> Config:
     one = space(contender)
-    exponent = _base_exponent(rows, size, contender) + math.log10(times)
+    exponent = _base_exponent(rows, size, contender) + power * math.log10(times)
     trial = _search.Trial(exponent, one.weight_decays[0], tuple(one.betas[0].items()))
     return _batch_config(size, contender, trial.hyper, times)
 

@@ -16,6 +16,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 
@@ -42,8 +43,11 @@ def options() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=1, help="processes, one core each")
     parser.add_argument("--corpus", type=pathlib.Path, help="text; the standard library's source")
     parser.add_argument("--rows", type=pathlib.Path, help="file of the runs")
+    parser.add_argument("--smoke", action="store_true", help="tiny, seconds; keeps no rows")
     parser.add_argument("--core", type=int, help=argparse.SUPPRESS)  # this is a worker
     chosen = parser.parse_args()
+    if chosen.smoke:
+        chosen.size, chosen.study, chosen.contenders = "smoke", ["tuning", "final"], ["lion"]
     results = _results.RESULTS / "convergence" / f"runs_{chosen.size}.jsonl"
     chosen.rows = chosen.rows or results
     return chosen
@@ -144,6 +148,10 @@ def report_end(plans: list, ready: list) -> None:
 def main() -> int:
     """Starts the workers, or is one."""
     chosen = options()
+    if chosen.core is None and chosen.smoke:
+        with tempfile.TemporaryDirectory() as folder:
+            sys.argv += ["--rows", f"{folder}/rows.jsonl"]
+            return start_workers(chosen.workers)
     if chosen.core is None:
         return start_workers(chosen.workers)
     if chosen.size.startswith("cpu"):
