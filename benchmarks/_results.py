@@ -28,9 +28,15 @@ def table(header: str, rows: Iterable[str]) -> str:
 
 
 def commit() -> str:
-    """The commit of the code, marked "+" if files have changed since."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=7", "--exclude=*", "--dirty=+"]
-    return subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
+    """The commit of the code, marked "+" if files other than results have changed since."""
+
+    def git(*args: str) -> str:
+        command = ["git", "-C", str(ROOT), *args]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    results = f":(exclude){RESULTS.relative_to(ROOT)}"
+    changed = git("diff", "--name-only", "HEAD", "--", ".", results)
+    return git("rev-parse", "--short=7", "HEAD") + ("+" if changed else "")
 
 
 def write(name: str, title: str, about: str, *parts: str, script: str | None = None) -> None:

@@ -107,7 +107,7 @@ class Trainer:
 
     def run(self, config: Config) -> _rows.Row:
         """Trains; stops early where the loss is no number any more."""
-        started = time.perf_counter()
+        started, worked = time.perf_counter(), time.process_time()
         program, task = self.program(config), TASKS[config["task"]]
         corpus = self.corpus(config["context"])
         size, steps = _sizes.SIZES[config["size"]], config["steps"]
@@ -143,6 +143,7 @@ class Trainer:
             "state_bytes": sizes[1],
             "tokens": steps * config["batch"] * config["context"],
             "seconds": round(time.perf_counter() - started, 2),
+            "cpu_seconds": round(time.process_time() - worked, 2),
             "commit": self._commit,
             "jax": importlib.metadata.version("jax"),
             "corpus": corpus.checksum,

@@ -14,6 +14,7 @@ import fcntl
 import os
 import pathlib
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,7 +29,7 @@ import _studies
 from _contenders import CONTENDERS
 from _tasks import TASKS
 
-MARGIN = 1.25  # a run is expected to take this times the slowest of its like
+MARGIN = 1.25  # a run is expected to take this times the median of its like
 
 
 def options() -> argparse.Namespace:
@@ -94,7 +95,7 @@ def expected(rows: dict, config: dict) -> float:
         for row in rows.values()
         if all(row["config"][name] == config[name] for name in like)
     ]
-    return MARGIN * max(times or [row["seconds"] for row in rows.values()] or [0.0])
+    return MARGIN * statistics.median(times or [row["seconds"] for row in rows.values()] or [0.0])
 
 
 def work(chosen: argparse.Namespace) -> None:
