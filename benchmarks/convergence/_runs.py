@@ -5,9 +5,11 @@ import functools
 import importlib.metadata
 import math
 import os
+import pathlib
 import time
 from typing import Any
 
+import _checkpoints
 import _contenders
 import _models
 import _results
@@ -20,6 +22,7 @@ from _tasks import TASKS, VOCABULARY, Corpus
 
 POINTS = 20  # of the curves of validation loss
 EARLY = 64  # steps whose loss and update are kept one by one
+SAVE_EVERY = 60.0  # seconds between checkpoints
 
 TRACED = ("learning_rate", "weight_decay")
 
@@ -105,8 +108,27 @@ class Trainer:
             del self._programs[next(iter(self._programs))]
         return program
 
-    def run(self, config: Config) -> _rows.Row:
-        """Trains; stops early where the loss is no number any more."""
+    def checkpoints(self, config: Config, folder: pathlib.Path) -> _checkpoints.Checkpoints:
+        """Of a run on this text."""
+        text = self.corpus(config["context"]).checksum
+        return _checkpoints.Checkpoints(folder / f"{_rows.key_of(config)}-{text}")
+
+    def run(
+        self,
+        config: Config,
+        saved: _checkpoints.Checkpoints | None = None,
+        until: float = math.inf,
+    ) -> _rows.Row | None:
+        """Trains; ends early where the loss is no number any more.
+
+        Args:
+          config: of the run.
+          saved: where it goes on from, and where it is saved every minute.
+          until: when to stop, as time.monotonic() counts; needs ``saved``.
+
+        Returns:
+          The row; None if the run was stopped, and saved.
+        """
         started, worked = time.perf_counter(), time.process_time()
         program, task = self.program(config), TASKS[config["task"]]
         corpus = self.corpus(config["context"])
@@ -117,34 +139,57 @@ class Trainer:
         state = program.init(params, traced)
         sizes = [sum(x.nbytes for x in jax.tree.leaves(part)) for part in state]
         num_params = sum(x.size for x in jax.tree.leaves(state[0]))
-        curve, losses, rms = [], [], []
-        for start in range(0, steps, steps // POINTS):
-            numbers = range(start, start + steps // POINTS)
+        log: dict[str, Any] = {"curve": [], "loss": [], "rms": [], "commits": []}
+        log |= {"seconds": 0.0, "cpu_seconds": 0.0}
+        if saved is not None:
+            state, log = saved.restore(state, log)
+        log["commits"] = list(dict.fromkeys([*log["commits"], self._commit]))
+
+        def note_time() -> None:
+            nonlocal started, worked
+            log["seconds"] += time.perf_counter() - started
+            log["cpu_seconds"] += time.process_time() - worked
+            started, worked = time.perf_counter(), time.process_time()
+
+        each, last_save = steps // POINTS, time.monotonic()
+        for start in range(len(log["loss"]), steps, each):
+            begun = time.monotonic()
+            numbers = range(start, start + each)
             batches = [task.batch(corpus, config["seed"], i, config["batch"]) for i in numbers]
             stacked = jax.tree.map(lambda *x: np.stack(x), *batches)
             state, (loss, update) = program.train(state, traced, stacked)
-            losses.extend(np.asarray(loss).tolist())
-            rms.extend(np.asarray(update).tolist())
-            curve.append((numbers[-1] + 1, float(program.evaluate(state[0], validation))))
-            if not math.isfinite(curve[-1][1]):
+            log["loss"].extend(np.asarray(loss).tolist())
+            log["rms"].extend(np.asarray(update).tolist())
+            log["curve"].append([start + each, float(program.evaluate(state[0], validation))])
+            if not math.isfinite(log["curve"][-1][1]):
                 break
+            now = time.monotonic()
+            stop = now + 1.5 * (now - begun) > until
+            if saved is not None and (stop or now > last_save + SAVE_EVERY):
+                note_time()
+                saved.save(start + each, state, log)
+                last_save = time.monotonic()
+                if stop:
+                    return None
         large = _sliced(task.validation(corpus, size.final_windows), size.slice)
         final = float(program.evaluate(state[0], large))
+        note_time()
+        losses, rms = log["loss"], log["rms"]
         return {
             "key": _rows.key_of(config),
             "config": config,
             "loss": _number(final),
             "diverged": not final < math.log(VOCABULARY),  # no better than chance
-            "curve": [(step, _number(loss)) for step, loss in curve],
-            "train": _thinned(losses, steps // POINTS),
+            "curve": [(step, _number(loss)) for step, loss in log["curve"]],
+            "train": _thinned(losses, each),
             "early_loss": [_number(x) for x in losses[:EARLY]],
             "early_update_rms": [_number(x) for x in rms[:EARLY]],
             "num_params": num_params,
             "state_bytes": sizes[1],
             "tokens": steps * config["batch"] * config["context"],
-            "seconds": round(time.perf_counter() - started, 2),
-            "cpu_seconds": round(time.process_time() - worked, 2),
-            "commit": self._commit,
+            "seconds": round(log["seconds"], 2),
+            "cpu_seconds": round(log["cpu_seconds"], 2),
+            "commit": ", ".join(log["commits"]),
             "jax": importlib.metadata.version("jax"),
             "corpus": corpus.checksum,
             "machine": f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores",

@@ -12,9 +12,12 @@ from _rows import Row, key_of
 
 TUNING_SEED = 0
 FINAL_SEEDS = (1, 2, 3)
+RERUN_SEED = 4
+RERUN = ("adamw", "adafactor", "came", "lamb")
 MAIN = tuple(name for name, one in CONTENDERS.items() if one.budget >= 10)
 BATCH_BUDGETS = {1: 7, 4: 5, 16: 5, 64: 5}  # times the base's batch: runs of the search
 SPIKE = ("came", "came_debiased", "adafactor", "adamw")
+LARGE = (1.0, 0.562, 0.316)  # times the learning rate that is best in the small model
 
 Config = dict[str, Any]
 Rows = Mapping[str, Row]
@@ -170,6 +173,49 @@ def _batch_config(size: str, contender: str, hyper: dict[str, float], times: int
     return _sizes.config(f"{size}_batch", "next_token", contender, TUNING_SEED, hyper, times)
 
 
+def large(rows: Rows, size: str, task: str, contender: str) -> Plan:
+    """What the search chose in a larger model, at its learning rate and two lower ones."""
+    name = f"large {task} {contender}"
+    if contender not in MAIN or task != "next_token" or f"{size}_large" not in _sizes.SIZES:
+        return Plan(name, 0, 0, [])
+    configs = large_configs(rows, size, contender)
+    return _plan(name, rows, configs, len(LARGE), not configs)
+
+
+def large_configs(rows: Rows, size: str, contender: str) -> list[Config]:
+    """Its runs, which are known once the search is finished."""
+    hyper = best(rows, size, "next_token", contender)
+    if hyper is None:
+        return []
+    rates = [float(f"{times * hyper['learning_rate']:.3g}") for times in LARGE]
+    return [
+        _sizes.config(
+            f"{size}_large", "next_token", contender, TUNING_SEED, {**hyper, "learning_rate": rate}
+        )
+        for rate in rates
+    ]
+
+
+def best_known(rows: Rows, size: str, task: str, contender: str) -> tuple[dict[str, float], int]:
+    """The best hyperparameters of a search as far as it went, and after how many runs.
+
+    Without any they are those from which the search starts.
+    """
+    found, _ = tuned(rows, size, task, contender)
+    if not any(math.isfinite(loss) for loss in found.values()):
+        one = space(contender)
+        start = _search.Trial(one.centre, one.weight_decays[0], tuple(one.betas[0].items()))
+        return start.hyper, 0
+    return _search.best(found).hyper, len(found)
+
+
+def rerun(known: Rows, rows: Rows, size: str, contender: str) -> Plan:
+    """One run on a fresh seed with the best that is ``known``; ``rows`` has the reruns."""
+    hyper, _ = best_known(known, size, "next_token", contender)
+    config = _sizes.config(size, "next_token", contender, RERUN_SEED, hyper)
+    return _plan(f"rerun next_token {contender}", rows, [config], 1, False)
+
+
 def _plan(name: str, rows: Rows, configs: Sequence[Config], total: int, waits: bool) -> Plan:
     missing = [config for config in configs if key_of(config) not in rows]
     why = "its tuning" if waits else ""
@@ -181,6 +227,7 @@ STUDIES: dict[str, Callable[[Rows, str, str, str], Plan]] = {
     "final": final,
     "batch": batch,
     "spike": spike,
+    "large": large,
 }
 
 

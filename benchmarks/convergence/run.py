@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 import _results
@@ -29,18 +29,18 @@ import _studies
 from _contenders import CONTENDERS
 from _tasks import TASKS
 
+CLAIMS = _results.ROOT / "runs" / "convergence"
 MARGIN = 1.25  # a run is expected to take this times the median of its like
 
 
 def options() -> argparse.Namespace:
     """Of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    sizes = [name for name in _sizes.SIZES if not name.endswith("_batch")]
-    parser.add_argument("--size", default="cpu", choices=sizes)
+    parser.add_argument("--size", default="cpu", choices=_sizes.MAIN)
     parser.add_argument("--study", nargs="+", default=["tuning"], choices=_studies.STUDIES)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
-    parser.add_argument("--minutes", type=float, help="start no run that would end later")
+    parser.add_argument("--minutes", type=float, help="end in time: see Studies in README.md")
     parser.add_argument("--workers", type=int, default=1, help="processes, one core each")
     parser.add_argument("--corpus", type=pathlib.Path, help="text; the standard library's source")
     parser.add_argument("--rows", type=pathlib.Path, help="file of the runs")
@@ -76,9 +76,8 @@ def start_workers(number: int) -> int:
 @contextlib.contextmanager
 def claimed(name: str) -> Iterator[bool]:
     """Whether this process is the one that runs ``name``; a dead process holds no claim."""
-    folder = _results.ROOT / "runs" / "convergence"
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f"{name}.lock").open("w") as file:
+    CLAIMS.mkdir(parents=True, exist_ok=True)
+    with (CLAIMS / f"{name}.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -98,23 +97,34 @@ def expected(rows: dict, config: dict) -> float:
     return MARGIN * statistics.median(times or [row["seconds"] for row in rows.values()] or [0.0])
 
 
-def work(chosen: argparse.Namespace) -> None:
-    """Runs what is ready and not claimed, until nothing is or the time is over."""
+Plans = Callable[[dict[str, _rows.Row]], list[_studies.Plan]]
+
+
+def work(chosen: argparse.Namespace, plans: Plans) -> None:
+    """Runs what is ready and not claimed, until nothing is or the time is over.
+
+    Args:
+      chosen: of the command line: size, corpus, rows, minutes.
+      plans: what is to be run, by the rows that are there.
+    """
     import _runs  # after the process has its core
 
     trainer = _runs.Trainer(chosen.corpus)
-    checksum = trainer.corpus(_sizes.SIZES[chosen.size].context).checksum
+    size = _sizes.SIZES[chosen.size]
+    checksum = trainer.corpus(size.context).checksum
     end = time.monotonic() + 60 * (chosen.minutes or float("inf"))
     last, parent = "", os.getppid()
     while os.getppid() == parent:
         rows = _rows.finished(chosen.rows, checksum)
-        chosen_plans = list(
-            _studies.plans(rows, chosen.size, chosen.study, chosen.tasks, chosen.contenders)
-        )
-        ready = [(plan, config) for plan in chosen_plans for config in plan.ready]
-        affordable = [pair for pair in ready if time.monotonic() + expected(rows, pair[1]) < end]
+        asked = plans(rows)
+        ready = [(plan, config) for plan in asked for config in plan.ready]
+        affordable = [
+            pair
+            for pair in ready
+            if time.monotonic() + (0 if size.resumes else expected(rows, pair[1])) < end
+        ]
         if not affordable:
-            report_end(chosen_plans, ready)
+            report_end(asked, ready)
             return
         # What is compiled already goes first.
         affordable.sort(key=lambda pair: _runs.signature(pair[1]) != last)
@@ -122,8 +132,14 @@ def work(chosen: argparse.Namespace) -> None:
             with claimed(_rows.key_of(config)) as mine:
                 if not mine or _rows.key_of(config) in _rows.finished(chosen.rows, checksum):
                     continue
-                row = trainer.run(config)
+                saved = trainer.checkpoints(config, CLAIMS / "saved") if size.resumes else None
+                row = trainer.run(config, saved, end)
+                if row is None:
+                    print(f"{plan.name}, seed {config['seed']}: saved, goes on later.", flush=True)
+                    return
                 _rows.append(chosen.rows, row)
+                if saved:
+                    saved.delete()
             last = _runs.signature(config)
             values = ", ".join(f"{name} {value:g}" for name, value in config["hyper"].items())
             print(
@@ -155,9 +171,10 @@ def main() -> int:
             return start_workers(chosen.workers)
     if chosen.core is None:
         return start_workers(chosen.workers)
-    if chosen.size.startswith("cpu"):
+    if chosen.size == "cpu":
         os.sched_setaffinity(0, {chosen.core})
-    work(chosen)
+    asked = chosen.size, chosen.study, chosen.tasks, chosen.contenders
+    work(chosen, lambda rows: list(_studies.plans(rows, *asked)))
     return 0
 
 
