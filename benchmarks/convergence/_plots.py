@@ -122,7 +122,8 @@ def finals(found: Mapping[str, Mapping[str, Final]], path: pathlib.Path) -> None
                 ax.plot([losses.mean()] * 2, [place - 0.3, place + 0.3], color=colour)
             else:
                 text = f"{len(losses) - len(shown)} of {len(losses)} diverged or above"
-                ax.annotate(text, (0.98, place), xycoords=("axes fraction", "data"), ha="right")
+                style = {"ha": "right", "fontsize": 7, "color": colour}
+                ax.annotate(text, (0.98, place + 0.3), xycoords=("axes fraction", "data"), **style)
         if BASELINE in contenders:
             mean = float(np.mean(contenders[BASELINE].losses))
             if math.isfinite(mean):
@@ -144,7 +145,7 @@ def curves(found: Mapping[str, Mapping[str, Final]], path: pathlib.Path) -> None
             _band(ax, name, steps, losses)
             if np.isfinite(losses[:, -1]).all():
                 ends[name] = (float(steps[-1]), float(losses[:, -1].mean()))
-            shown += [losses[:, len(steps) // 4 :].ravel()]
+            shown += [losses[:, len(steps) // 3 :].ravel()]
         values = np.concatenate(shown)
         values = values[np.isfinite(values)]
         if values.size:
@@ -176,6 +177,7 @@ def sensitivity(rows: Rows, size: str, tasks: Sequence[str], path: pathlib.Path)
             x, y = (np.array(values) for values in zip(*line, strict=True))
             colour, marker, style = STYLE[name]
             look = {"color": colour, "linestyle": style, "marker": marker, "markersize": 5}
+            look |= {"markerfacecolor": "none"} if name.endswith("8bit") else {}
             ax.plot(10.0**x, np.where(y < top, y, np.nan), label=name, **look)
             high = 10.0 ** x[~(y < top)]
             ax.plot(high, np.full(len(high), top), color=colour, marker=6, linestyle="none")

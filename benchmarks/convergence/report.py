@@ -35,11 +35,11 @@ def where(rows: _summary.Rows) -> str:
     def all_of(name: str) -> str:
         return ", ".join(sorted({str(row[name]) for row in rows.values()}))
 
-    hours = sum(row["seconds"] for row in rows.values()) / 3600
+    hours = sum(row["cpu_seconds"] for row in rows.values()) / 3600
     commits = Counter(row["commit"] for row in rows.values()).most_common()
     of_commits = ", ".join(f"{name} ({number} runs)" for name, number in commits)
     return (
-        f"{len(rows)} runs, {hours:.1f} hours of one process, on {all_of('machine')}; commits "
+        f"{len(rows)} runs, {hours:.1f} hours of CPU time, on {all_of('machine')}; commits "
         f"{of_commits}, jax {all_of('jax')}, checksum of the text {all_of('corpus')}."
     )
 
