@@ -49,11 +49,11 @@ def _spread(values: np.ndarray) -> str:
     return f"{np.mean(values):.3f}{deviation}"
 
 
-def _interval(values: np.ndarray) -> str:
-    """Mean of differences and its interval, where there are several."""
+def _interval(values: np.ndarray, further: bool = False) -> str:
+    """Mean of differences and its interval, or that of a ``further`` one, if there are several."""
     if not values.size or not np.isfinite(values).all():
         return "-"
-    half = _summary.half_width(values)
+    half = _summary.half_width(values, further)
     mean = float(np.mean(values))
     return f"{mean:+.3f}" + (f" ({mean - half:+.3f} to {mean + half:+.3f})" if half else "")
 
@@ -169,13 +169,13 @@ def rerun(known: Rows, fresh: Rows, size: str) -> str:
     lines, same = [], _summary.corpus(known) == _summary.corpus(fresh)
     for one in _summary.reruns(known, fresh, size, _studies.RERUN):
         committed = "-" if one.committed is None else _spread(one.committed.losses)
-        against = "-" if one.expected is None else _interval(one.expected)
+        against = "-" if one.expected is None else _interval(one.expected, further=True)
         budget = CONTENDERS[one.name].budget
         cells = [f"`{one.name}`", f"{one.searched} of {budget}", committed, _cell(one.loss)]
         difference = "-" if one.difference is None else f"{one.difference:+.3f}"
         lines.append([*cells, against, difference, one.verdict])
     header = ["contender", "runs of the search", "committed loss", "loss of the rerun"]
-    header += ["committed, minus AdamW's", "rerun, minus AdamW's", "agrees"]
+    header += ["committed, minus AdamW's (interval)", "rerun, minus AdamW's", "agrees"]
     notes = [
         f"One run each on seed {_studies.RERUN_SEED}, which none of the committed runs has. It "
         "agrees where its difference to AdamW lies in the interval that holds 19 of 20 further "
