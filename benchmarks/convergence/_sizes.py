@@ -56,7 +56,7 @@ SIZES = {
     ),
 }
 # Of the command line; the others belong to one of them.
-MAIN = tuple(name for name in SIZES if not name.endswith(("_batch", "_large")))
+CHOICES = tuple(name for name in SIZES if not name.endswith(("_batch", "_large")))
 
 
 def config(

@@ -143,7 +143,7 @@ def write(rows: _summary.Rows, size: str) -> None:
 def main() -> None:
     """Writes the report, or prints that of made-up rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", default="cpu", choices=_sizes.MAIN)
+    parser.add_argument("--size", default="cpu", choices=_sizes.CHOICES)
     parser.add_argument("--smoke", action="store_true", help="of made-up rows; keeps nothing")
     chosen = parser.parse_args()
     if chosen.smoke:

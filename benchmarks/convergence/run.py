@@ -36,11 +36,13 @@ MARGIN = 1.25  # a run is expected to take this times the median of its like
 def options() -> argparse.Namespace:
     """Of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", default="cpu", choices=_sizes.MAIN)
+    parser.add_argument("--size", default="cpu", choices=_sizes.CHOICES)
     parser.add_argument("--study", nargs="+", default=["tuning"], choices=_studies.STUDIES)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=CONTENDERS)
-    parser.add_argument("--minutes", type=float, help="end in time: see Studies in README.md")
+    parser.add_argument(
+        "--minutes", type=float, help="start nothing, or save, that would end later"
+    )
     parser.add_argument("--workers", type=int, default=1, help="processes, one core each")
     parser.add_argument("--corpus", type=pathlib.Path, help="text; the standard library's source")
     parser.add_argument("--rows", type=pathlib.Path, help="file of the runs")

@@ -92,7 +92,7 @@ def measured(size: str, names: Sequence[str], rounds: int, steps: int) -> dict[s
 def main() -> None:
     """Measures, and keeps what was measured at whole size."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--size", default="cpu", choices=_sizes.MAIN)
+    parser.add_argument("--size", default="cpu", choices=_sizes.CHOICES)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--steps", type=int, default=5, help="of a round")
     parser.add_argument("--smoke", action="store_true", help="tiny, seconds; keeps nothing")
