@@ -95,11 +95,11 @@ def _hyper(hyper: Mapping[str, float]) -> list[str]:
 
 
 def searching(rows: Rows, size: str, task: str) -> str:
-    """The best so far of searches that are not finished; empty if there are none."""
+    """The best so far of searches that no final run followed yet; empty if there are none."""
     lines = []
     for name, one in CONTENDERS.items():
-        found, wanted = _studies.tuned(rows, size, task, name)
-        if found and wanted:
+        found, _ = _studies.tuned(rows, size, task, name)
+        if found and _summary.final(rows, size, task, name) is None:
             hyper, runs = _studies.best_known(rows, size, task, name)
             loss = _cell(min(found.values()))
             lines.append([f"`{name}`", f"{runs} of {one.budget}", loss, *_hyper(hyper)])

@@ -83,7 +83,7 @@ def parts(
             out += [_tables.losses(contenders, measured["ratios"])]
             out += ["What the search chose:", _tables.chosen(contenders)]
         if searching:
-            out += ["Searches under way, on their one seed:", searching]
+            out += ["No final runs yet; the lowest loss of the search, on its one seed:", searching]
     if found:
         text = "Mean over the seeds, on fewer held-out windows; the band is from lowest to highest."
         out += ["## Learning curves", text, f"![Validation loss](curves_{size}.png)"]

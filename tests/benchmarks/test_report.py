@@ -92,6 +92,13 @@ def test_a_report_of_part_of_the_rows_says_what_is_missing(rows, there, tmp_path
         assert "adamw 1 of 12" in todo
 
 
+def test_a_search_shows_until_its_finals_do(rows):
+    seeds = {key: row for key, row in rows.items() if row["config"]["seed"] == 0}
+    assert "| `came` | 12 of 12 |" in _tables.searching(seeds, SIZE, TASK)
+    assert _tables.searching(rows, SIZE, TASK) == ""
+    assert _tables.searching({}, SIZE, TASK) == ""
+
+
 def test_a_whole_report_and_its_pictures(rows, tmp_path):
     measured = {"ratios": {"came": [1.1, 1.2, 1.3]}, "about": "2 rounds."}
     text = "\n\n".join(report.parts(rows, SIZE, tmp_path, measured))
