@@ -270,5 +270,7 @@ def spike(rows: Rows, size: str, task: str, path: pathlib.Path) -> None:
     axes[0, 0].set_ylabel("training loss, nats")
     axes[1, 0].set_ylabel("update of matrices, RMS / peak learning rate")
     for ax, at in zip(axes.flat, ends, strict=True):
+        if not ax.lines:
+            ax.text(0.5, 0.5, "no runs yet", transform=ax.transAxes, ha="center")
         _label_ends(ax, at)
     _save(figure, path)
