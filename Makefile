@@ -4,6 +4,7 @@
 # make compare trains with CAME, Adafactor and AdamW, and redraws the picture in README.md
 # make bench   measures optimizer and training steps on this machine, into benchmarks/results/
 # make bench-gpu measures them on a GPU, with the jax that PYTHON has
+# make evidence runs the heart of the comparison of optimizers again, and draws its report
 # make wheel   builds the distribution into dist/
 #
 # Each installs what it needs into .venv. PYTHON names the interpreter to make it with.
@@ -14,7 +15,7 @@ BIN := .venv/bin
 ACCELERATOR := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo ,cuda; \
                        elif ls /dev/accel0 /dev/vfio/0 >/dev/null 2>&1; then echo ,tpu; fi)
 
-.PHONY: train test lint compare bench bench-gpu wheel clean
+.PHONY: train test lint compare bench bench-gpu evidence wheel clean
 
 train: .venv/examples
 	$(BIN)/python examples/train_lm.py
@@ -34,6 +35,9 @@ bench: .venv/examples
 bench-gpu:
 	PYTHONPATH=. $(PYTHON) benchmarks/step_time.py --platform gpu
 	PYTHONPATH=. $(PYTHON) benchmarks/training_step.py --platform gpu
+
+evidence: .venv/examples
+	JAX_PLATFORMS=cpu $(BIN)/python benchmarks/convergence/evidence.py
 
 test: .venv/test
 	$(BIN)/python -m pytest -n auto --maxprocesses 8

@@ -27,16 +27,24 @@ def table(header: str, rows: Iterable[str]) -> str:
     return "\n".join(lines)
 
 
+def commit() -> str:
+    """The commit of the code, marked "+" if files other than results have changed since."""
+
+    def git(*args: str) -> str:
+        command = ["git", "-C", str(ROOT), *args]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    results = f":(exclude){RESULTS.relative_to(ROOT)}"
+    changed = git("diff", "--name-only", "HEAD", "--", ".", results)
+    return git("rev-parse", "--short=7", "HEAD") + ("+" if changed else "")
+
+
 def write(name: str, title: str, about: str, *parts: str, script: str | None = None) -> None:
     """Writes results/<name>.md: title, what it is about, and the parts.
 
     It is of benchmarks/<name>.py, or of ``script`` there.
-
-    The commit is marked "+" if files have changed since.
     """
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=7", "--exclude=*", "--dirty=+"]
-    commit = subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
     command, today = f"`python benchmarks/{script or name}.py`", datetime.date.today()
-    how = f"{command} at commit {commit}, {today}, {_versions()}. {about}".strip()
+    how = f"{command} at commit {commit()}, {today}, {_versions()}. {about}".strip()
     text = "\n\n".join([f"# {title}", how, *parts])
     (RESULTS / f"{name}.md").write_text(f"{text}\n")

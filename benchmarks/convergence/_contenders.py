@@ -1,0 +1,158 @@
+"""The optimizers that are compared, and what is searched for each.
+
+All get the same treatment: gradients clipped to a global norm of 1, a schedule, and decoupled
+weight decay on matrices, multiplied by the learning rate.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optax_ext
+
+Hyper = Mapping[str, Any]  # learning_rate and weight_decay, which may be traced, and the betas
+
+
+def is_matrix(params: Any) -> Any:
+    """A tree of booleans: what is decayed."""
+    return jax.tree.map(lambda x: jnp.ndim(x) > 1, params)
+
+
+def adamw(schedule: optax.Schedule, hyper: Hyper) -> optax.GradientTransformation:
+    """Optax's."""
+    wd = hyper["weight_decay"]
+    return optax.adamw(schedule, b2=hyper["b2"], weight_decay=wd, mask=is_matrix)
+
+
+def adafactor(schedule: optax.Schedule, hyper: Hyper) -> optax.GradientTransformation:
+    """CAME without its confidence: second moment, clip and momentum are the same."""
+    return optax.chain(
+        optax_ext.scale_by_adafactor(b2=hyper["b2"], factoring=optax_ext.last_two_dims()),
+        optax.ema(0.9, debias=False),
+        optax.add_decayed_weights(hyper["weight_decay"], is_matrix),
+        optax.scale_by_learning_rate(schedule),
+    )
+
+
+def came(
+    schedule: optax.Schedule, hyper: Hyper, debias: bool = False
+) -> optax.GradientTransformation:
+    """As its authors publish it, unless the instability is debiased."""
+    return optax_ext.came(
+        schedule,
+        b2=hyper["b2"],
+        b3=hyper["b3"],
+        debias_instability=debias,
+        weight_decay=hyper["weight_decay"],
+        weight_decay_mask=is_matrix,
+    )
+
+
+def came_debiased(schedule: optax.Schedule, hyper: Hyper) -> optax.GradientTransformation:
+    """CAME without the early spike."""
+    return came(schedule, hyper, debias=True)
+
+
+def lamb(schedule: optax.Schedule, hyper: Hyper) -> optax.GradientTransformation:
+    """By the paper: neither scales of norms nor biases have a trust ratio or decay."""
+    return optax_ext.lamb(schedule, b2=hyper["b2"], weight_decay=hyper["weight_decay"])
+
+
+def muon(schedule: optax.Schedule, hyper: Hyper) -> optax.GradientTransformation:
+    """Muon for the matrices of blocks, AdamW for the embedding and the norms.
+
+    Updates are scaled to the RMS of AdamW's, so that one learning rate suits both.
+    """
+
+    def dimension_numbers(params: Any) -> Any:
+        orthogonal = optax.contrib.MuonDimensionNumbers()
+        return jax.tree.map_with_path(
+            lambda path, x: None if "embed" in str(path[0]) or x.ndim < 2 else orthogonal, params
+        )
+
+    return optax.contrib.muon(
+        schedule,
+        beta=hyper["momentum"],
+        weight_decay=hyper["weight_decay"],
+        adam_weight_decay=hyper["weight_decay"],
+        weight_decay_mask=is_matrix,
+        muon_weight_dimension_numbers=dimension_numbers,
+        consistent_rms=0.2,
+    )
+
+
+def lion(schedule: optax.Schedule, hyper: Hyper) -> optax.GradientTransformation:
+    """Optax's."""
+    wd = hyper["weight_decay"]
+    return optax.lion(schedule, b1=hyper["b1"], b2=hyper["b2"], weight_decay=wd, mask=is_matrix)
+
+
+def adamw_8bit(schedule: optax.Schedule, hyper: Hyper) -> optax.GradientTransformation:
+    """AdamW whose moments are kept in 8 bits."""
+    return optax_ext.low_precision_state(adamw(schedule, hyper))
+
+
+def came_8bit(schedule: optax.Schedule, hyper: Hyper) -> optax.GradientTransformation:
+    """CAME whose momentum is kept in 8 bits."""
+    return optax_ext.low_precision_state(came(schedule, hyper))
+
+
+@dataclasses.dataclass(frozen=True)
+class Contender:
+    """An optimizer and its search space.
+
+    Attributes:
+      make: the transformation of a schedule and the other hyperparameters.
+      budget: runs of the search.
+      learning_rate: the centre of the grid of learning rates, an exponent of 10.
+      betas: what the authors advise, the first from the start of the search.
+      weight_decays: values searched, the first from the start of the search.
+    """
+
+    make: Callable[[optax.Schedule, Hyper], optax.GradientTransformation]
+    budget: int
+    learning_rate: float
+    betas: tuple[dict[str, float], ...]
+    weight_decays: tuple[float, ...] = (0.1, 0.0, 1.0)
+
+
+_B2 = ({"b2": 0.999}, {"b2": 0.99}, {"b2": 0.95})
+_CAME = ({"b2": 0.999, "b3": 0.9999}, {"b2": 0.999, "b3": 0.995}, {"b2": 0.95, "b3": 0.995})
+_MUON = ({"momentum": 0.95}, {"momentum": 0.9}, {"momentum": 0.98})
+_LION = ({"b1": 0.9, "b2": 0.99}, {"b1": 0.95, "b2": 0.98})
+
+CONTENDERS = {
+    "adamw": Contender(adamw, 12, -2.5, _B2),
+    "adafactor": Contender(adafactor, 12, -2.5, _B2),
+    "came": Contender(came, 12, -3.0, _CAME),
+    "came_debiased": Contender(came_debiased, 12, -2.5, _CAME),
+    "lamb": Contender(lamb, 12, -2.0, _B2),
+    "muon": Contender(muon, 12, -2.0, _MUON),
+    "lion": Contender(lion, 6, -3.5, _LION, (1.0, 0.1, 10.0)),
+    "adamw_8bit": Contender(adamw_8bit, 6, -2.5, _B2),
+    "came_8bit": Contender(came_8bit, 6, -3.0, _CAME),
+}
+
+
+def schedule(learning_rate: Any, warmup: int, steps: int) -> optax.Schedule:
+    """Linear over ``warmup`` steps, then a cosine to a tenth of the peak, which may be traced."""
+
+    def at(count: jax.Array) -> jax.Array:
+        done = jnp.clip((count - warmup) / (steps - warmup), 0, 1)
+        cosine = 0.1 + 0.45 * (1 + jnp.cos(jnp.pi * done))
+        return learning_rate * jnp.minimum((count + 1) / max(warmup, 1), cosine)
+
+    return at
+
+
+def transformation(
+    contender: str, hyper: Hyper, warmup: int, steps: int
+) -> optax.GradientTransformation:
+    """What a run applies to its gradients."""
+    shape = schedule(hyper["learning_rate"], warmup, steps)
+    clip = optax.clip_by_global_norm(1.0)
+    return optax.chain(clip, CONTENDERS[contender].make(shape, hyper))

@@ -1,0 +1,276 @@
+"""Pictures of the report; colours of Okabe and Ito, which most colour-blind people tell apart."""
+
+import math
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import _search
+import _studies
+import _summary
+import matplotlib
+import numpy as np
+from _summary import BASELINE, Final, Rows
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+# Colour, marker, line: 8-bit state is its parent's, dotted.
+STYLE = {
+    "adamw": ("#000000", "o", "-"),
+    "adafactor": ("#E69F00", "s", "-"),
+    "came": ("#D55E00", "^", "-"),
+    "came_debiased": ("#0072B2", "v", "-"),
+    "lamb": ("#009E73", "D", "-"),
+    "muon": ("#CC79A7", "P", "-"),
+    "lion": ("#56B4E9", "X", "-"),
+    "adamw_8bit": ("#000000", "o", ":"),
+    "came_8bit": ("#D55E00", "^", ":"),
+}
+TOP = 0.6  # nats above the best that a picture shows
+
+
+def _axes(columns: int, rows: int = 1, width: float = 4.6, **kwargs: Any) -> tuple[Any, np.ndarray]:
+    figure, axes = plt.subplots(
+        rows,
+        columns,
+        figsize=(width * columns + 0.4, 3.8 * rows),
+        layout="constrained",
+        squeeze=False,
+        **kwargs,
+    )
+    for ax in axes.flat:
+        ax.grid(alpha=0.3)
+        ax.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _save(figure: Any, path: pathlib.Path) -> None:
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _label_ends(ax: Any, ends: Mapping[str, tuple[float, float]]) -> None:
+    """Names at the right of lines, each at its line's end unless another is there.
+
+    Args:
+      ax: whose limits are set.
+      ends: x and y of the last point, by name.
+    """
+    if not ends:
+        return
+    low, high = ax.get_ylim()
+    log = ax.get_yscale() == "log"
+    to, back = (np.log10, lambda y: 10.0**y) if log else (np.asarray, float)
+    bottom, top = float(to(low)), float(to(high))
+    order = sorted(ends, key=lambda name: ends[name][1])
+    places = to(np.clip([ends[name][1] for name in order], low, high))
+    gap = 0.055 * (top - bottom)
+    for _ in range(200):  # those that touch push each other apart
+        short = np.maximum(gap - np.diff(places), 0) / 2
+        places[:-1] -= short
+        places[1:] += short
+        places = np.clip(places, bottom, top)
+    for name, place in zip(order, places, strict=True):
+        ax.annotate(
+            name,
+            xy=(ends[name][0], min(max(ends[name][1], low), high)),
+            xytext=(1.03, back(place)),
+            textcoords=ax.get_yaxis_transform(),
+            color=STYLE[name][0],
+            fontsize=8,
+            va="center",
+            annotation_clip=False,
+            arrowprops={
+                "arrowstyle": "-",
+                "color": STYLE[name][0],
+                "alpha": 0.4,
+                "linewidth": 0.6,
+                "relpos": (0, 0.5),
+                "shrinkA": 0,
+            },
+        )
+
+
+def _band(ax: Any, name: str, x: np.ndarray, runs: np.ndarray) -> None:
+    """The mean of runs, (runs, points), and between which values they lie."""
+    colour, _, line = STYLE[name]
+    ax.plot(x, runs.mean(0), color=colour, linestyle=line, linewidth=1.5)
+    ax.fill_between(x, runs.min(0), runs.max(0), color=colour, alpha=0.2, linewidth=0)
+
+
+def _stacked(runs: Sequence[np.ndarray]) -> np.ndarray:
+    """(runs, points) of the shortest."""
+    length = min(len(run) for run in runs)
+    return np.array([run[:length] for run in runs])
+
+
+def finals(found: Mapping[str, Mapping[str, Final]], path: pathlib.Path) -> None:
+    """Final losses of all seeds, best contender on top; a bar at their mean."""
+    figure, axes = _axes(len(found))
+    for ax, (task, contenders) in zip(axes.flat, found.items(), strict=True):
+        order = sorted(contenders, key=lambda name: -float(np.mean(contenders[name].losses)))
+        best = min(float(np.mean(one.losses)) for one in contenders.values())
+        for place, name in enumerate(order):
+            losses = contenders[name].losses
+            shown = losses[losses < best + TOP]
+            colour, marker, _ = STYLE[name]
+            hollow = "none" if name.endswith("8bit") else colour
+            style = {"color": colour, "marker": marker, "markerfacecolor": hollow}
+            ax.plot(shown, np.full(len(shown), place), linestyle="none", **style)
+            if len(shown) == len(losses):
+                ax.plot([losses.mean()] * 2, [place - 0.3, place + 0.3], color=colour)
+            else:
+                text = f"{len(losses) - len(shown)} of {len(losses)} diverged or above"
+                style = {"ha": "right", "fontsize": 7, "color": colour}
+                ax.annotate(text, (0.98, place + 0.3), xycoords=("axes fraction", "data"), **style)
+        if BASELINE in contenders:
+            mean = float(np.mean(contenders[BASELINE].losses))
+            if math.isfinite(mean):
+                ax.axvline(mean, color="black", linewidth=0.8, alpha=0.5)
+        ax.set_yticks(range(len(order)), order)
+        ax.set(title=task, xlabel="validation loss at the end, nats")
+    _save(figure, path)
+
+
+def curves(found: Mapping[str, Mapping[str, Final]], path: pathlib.Path) -> None:
+    """Validation loss against step: mean over the seeds, and between which values they lie."""
+    figure, axes = _axes(len(found))
+    for ax, (task, contenders) in zip(axes.flat, found.items(), strict=True):
+        ends, shown = {}, []
+        for name, one in contenders.items():
+            runs = [_summary.curve(row) for row in one.rows.values()]
+            losses = _stacked([y for _, y in runs])
+            steps = runs[0][0][: losses.shape[1]]
+            _band(ax, name, steps, losses)
+            if np.isfinite(losses[:, -1]).all():
+                ends[name] = (float(steps[-1]), float(losses[:, -1].mean()))
+            shown += [losses[:, len(steps) // 3 :].ravel()]
+        values = np.concatenate(shown)
+        values = values[np.isfinite(values)]
+        if values.size:
+            ax.set_ylim(values.min() - 0.03, np.percentile(values, 97) + 0.03)
+        ax.set(title=task, xlabel="step", ylabel="validation loss, nats")
+        _label_ends(ax, ends)
+    _save(figure, path)
+
+
+def sensitivity(rows: Rows, size: str, tasks: Sequence[str], path: pathlib.Path) -> None:
+    """Loss against learning rate with the other hyperparameters as at the start of the search.
+
+    A triangle at the top stands for a run that is above the picture or diverged, a star for the
+    best of the whole search.
+    """
+    figure, axes = _axes(len(tasks))
+    for ax, task in zip(axes.flat, tasks, strict=True):
+        searches = {name: _studies.tuned(rows, size, task, name)[0] for name in STYLE}
+        searches = {name: found for name, found in searches.items() if found}
+        lowest = [min(found.values()) for found in searches.values()]
+        top = min(lowest) + TOP if np.isfinite(min(lowest)) else 10.0
+        for name, found in searches.items():
+            first = next(iter(found))
+            line = sorted(
+                (trial.exponent, loss)
+                for trial, loss in found.items()
+                if (trial.weight_decay, trial.betas) == (first.weight_decay, first.betas)
+            )
+            x, y = (np.array(values) for values in zip(*line, strict=True))
+            colour, marker, style = STYLE[name]
+            look = {"color": colour, "linestyle": style, "marker": marker, "markersize": 5}
+            look |= {"markerfacecolor": "none"} if name.endswith("8bit") else {}
+            ax.plot(10.0**x, np.where(y < top, y, np.nan), label=name, **look)
+            high = 10.0 ** x[~(y < top)]
+            ax.plot(high, np.full(len(high), top), color=colour, marker=6, linestyle="none")
+            best = _search.best(found)
+            if found[best] < top:
+                ax.plot(10**best.exponent, found[best], "*", color=colour, markersize=12)
+        ax.set(title=task, xscale="log", xlabel="peak learning rate", ylim=(None, top + 0.02))
+        ax.set_ylabel("validation loss, nats")
+        # Many lines cross here: names at their ends would be names of nothing.
+        ax.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    _save(figure, path)
+
+
+def batches(rows: Rows, size: str, path: pathlib.Path) -> None:
+    """Loss against batch at equal tokens: searched, the lead over AdamW, and by two rules.
+
+    A triangle at the top stands for a run that is above the picture or diverged.
+    """
+    figure, axes = _axes(2, 2)
+    found = {name: _summary.batches(rows, size, name) for name in _studies.MAIN}
+    found = {name: points for name, points in found.items() if points}
+    sizes = sorted({at.batch for points in found.values() for at in points})
+    known = [at.searched for points in found.values() for at in points if at.searched is not None]
+    best = min(known) if np.isfinite(min(known)) else 0.0
+    fields = {
+        "searched": "learning rate searched",
+        "linear": "linear rule from the smallest batch",
+        "square_root": "square-root rule from the smallest batch",
+    }
+    for ax, (field, title) in zip(axes.flat[[0, 2, 3]], fields.items(), strict=True):
+        ends = {}
+        for name, points in found.items():
+            there = [(at.batch, getattr(at, field)) for at in points]
+            there = [(x, y) for x, y in there if y is not None]
+            if not there:
+                continue
+            x, y = (np.array(values) for values in zip(*there, strict=True))
+            colour, marker, _ = STYLE[name]
+            inside = y < best + TOP
+            ax.plot(x[inside], y[inside], color=colour, marker=marker, markersize=5)
+            high = np.full(np.sum(~inside), best + TOP)
+            ax.plot(x[~inside], high, color=colour, marker=6, linestyle="none")
+            if inside.any():
+                ends[name] = (float(x[inside][-1]), float(y[inside][-1]))
+        ax.set(title=title, ylabel="validation loss, nats", ylim=(best - 0.05, best + TOP + 0.02))
+        ax.set_xlim(sizes[0] / 1.2, sizes[-1] * 1.2)
+        _sizes_axis(ax, sizes)
+        _label_ends(ax, ends)
+    ax, ends = axes[0, 1], {}
+    ax.axhline(0, color=STYLE[BASELINE][0], linewidth=1)
+    for name in found:
+        leads = _summary.lead(rows, size, name)
+        if leads:
+            colour, marker, _ = STYLE[name]
+            ax.plot(list(leads), list(leads.values()), color=colour, marker=marker, markersize=5)
+            ends[name] = (max(leads), leads[max(leads)])
+    ax.set(title="searched, minus AdamW's", ylabel="nats; below 0 is better than AdamW")
+    ax.set_xlim(sizes[0] / 1.2, sizes[-1] * 1.2)
+    _sizes_axis(ax, sizes)
+    _label_ends(ax, ends)
+    _save(figure, path)
+
+
+def _sizes_axis(ax: Any, sizes: Sequence[int]) -> None:
+    ax.set(xscale="log", xlabel="batch, windows")
+    ax.set_xticks(sizes, [str(x) for x in sizes])
+    ax.minorticks_off()
+
+
+def spike(rows: Rows, size: str, task: str, path: pathlib.Path) -> None:
+    """Early loss, and RMS of the updates of matrices, with warm-up and without."""
+    figure, axes = _axes(2, 2, sharex=True, sharey="row")
+    ends: list[dict[str, tuple[float, float]]] = [{} for _ in range(4)]
+    for column, warm in enumerate((True, False)):
+        for name in _studies.SPIKE:
+            found = _summary.spike(rows, size, task, name, warm)
+            if not found:
+                continue
+            losses = [[np.nan if x is None else x for x in row["early_loss"]] for row in found]
+            updates = [_summary.early_update(row) for row in found]
+            for line, runs in enumerate((losses, updates)):
+                values = _stacked([np.array(run) for run in runs])
+                _band(axes[line, column], name, np.arange(1, values.shape[1] + 1), values)
+                last = float(values[:, -1].mean())
+                if np.isfinite(last):
+                    ends[2 * line + column][name] = (float(values.shape[1]), last)
+    for column, title in enumerate(("with warm-up", "without warm-up")):
+        axes[0, column].set(title=title)
+        axes[1, column].set(xlabel="step", yscale="log")
+    axes[0, 0].set_ylabel("training loss, nats")
+    axes[1, 0].set_ylabel("update of matrices, RMS / peak learning rate")
+    for ax, at in zip(axes.flat, ends, strict=True):
+        if not ax.lines:
+            ax.text(0.5, 0.5, "no runs yet", transform=ax.transAxes, ha="center")
+        _label_ends(ax, at)
+    _save(figure, path)

@@ -1,0 +1,215 @@
+"""One training run, from a configuration to a row."""
+
+import datetime
+import functools
+import importlib.metadata
+import math
+import os
+import pathlib
+import time
+from typing import Any
+
+import _checkpoints
+import _contenders
+import _models
+import _results
+import _rows
+import _sizes
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _tasks import TASKS, VOCABULARY, Corpus
+
+POINTS = 20  # of the curves of validation loss
+EARLY = 64  # steps whose loss and update are kept one by one
+SAVE_EVERY = 60.0  # seconds between checkpoints
+
+TRACED = ("learning_rate", "weight_decay")
+
+Config = dict[str, Any]
+
+
+class Program:
+    """Compiled training of a task by a contender; learning rate and weight decay are inputs.
+
+    Args:
+      config: a run's; its seed, learning rate and weight decay do not matter.
+    """
+
+    def __init__(self, config: Config):
+        causal, model = TASKS[config["task"]].causal, _sizes.model(config)
+        steps, warmup, contender = config["steps"], config["warmup"], config["contender"]
+        betas = {k: v for k, v in config["hyper"].items() if k not in TRACED}
+
+        def loss_fn(params: Any, batch: Any) -> jax.Array:
+            return _models.loss_fn(model, params, batch, causal)
+
+        def make(traced: dict[str, jax.Array]) -> Any:
+            return _contenders.transformation(contender, {**betas, **traced}, warmup, steps)
+
+        def init(params: Any, traced: dict[str, jax.Array]) -> Any:
+            return params, make(traced).init(params)
+
+        def train(state: Any, traced: dict[str, jax.Array], batches: Any) -> Any:
+            tx = make(traced)
+
+            def step(state: Any, batch: Any) -> Any:
+                params, opt_state = state
+                loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+                updates, opt_state = tx.update(grads, opt_state, params)
+                params = jax.tree.map(jnp.add, params, updates)
+                return (params, opt_state), (loss, _matrix_rms(updates))
+
+            return jax.lax.scan(step, state, batches)
+
+        self.init = jax.jit(init)
+        self.train = jax.jit(train, donate_argnums=0)
+        # In slices of a training batch: what is in memory at once stays small.
+        self.evaluate = jax.jit(
+            lambda params, batches: jax.lax.map(lambda b: loss_fn(params, b), batches).mean()
+        )
+
+
+def _matrix_rms(updates: Any) -> jax.Array:
+    """Root mean square of the updates of all matrices."""
+    matrices = [u for u in jax.tree.leaves(updates) if u.ndim > 1]
+    total = sum(jnp.sum(jnp.square(u)) for u in matrices)
+    return jnp.sqrt(total / sum(u.size for u in matrices))
+
+
+def signature(config: Config) -> str:
+    """The same for configurations that one program runs."""
+    fixed = {k: v for k, v in config.items() if k not in ("seed", "hyper")}
+    betas = {k: v for k, v in config["hyper"].items() if k not in TRACED}
+    return _rows.key_of({**fixed, "betas": betas})
+
+
+class Trainer:
+    """Runs configurations; keeps the last programs.
+
+    Args:
+      path: of the text, as Corpus takes it.
+      programs: how many are kept.
+    """
+
+    def __init__(self, path: Any = None, programs: int = 3):
+        self._path = path
+        self._programs: dict[str, Program] = {}
+        self._keep = programs
+        self._commit = _results.commit()  # as the code was when it was loaded
+        self.corpus = functools.cache(lambda context: Corpus(path, context))
+
+    def program(self, config: Config) -> Program:
+        """The program of a configuration."""
+        name = signature(config)
+        program = self._programs.pop(name, None) or Program(config)
+        self._programs[name] = program
+        while len(self._programs) > self._keep:
+            del self._programs[next(iter(self._programs))]
+        return program
+
+    def checkpoints(self, config: Config, folder: pathlib.Path) -> _checkpoints.Checkpoints:
+        """Of a run on this text."""
+        text = self.corpus(config["context"]).checksum
+        return _checkpoints.Checkpoints(folder / f"{_rows.key_of(config)}-{text}")
+
+    def run(
+        self,
+        config: Config,
+        saved: _checkpoints.Checkpoints | None = None,
+        until: float = math.inf,
+    ) -> _rows.Row | None:
+        """Trains; ends early where the loss is no number any more.
+
+        Args:
+          config: of the run.
+          saved: where it goes on from, and where it is saved every minute.
+          until: when to stop, as time.monotonic() counts; needs ``saved``.
+
+        Returns:
+          The row; None if the run was stopped, and saved.
+        """
+        started, worked = time.perf_counter(), time.process_time()
+        program, task = self.program(config), TASKS[config["task"]]
+        corpus = self.corpus(config["context"])
+        size, steps = _sizes.SIZES[config["size"]], config["steps"]
+        traced = {name: jnp.float32(config["hyper"][name]) for name in TRACED}
+        validation = _sliced(task.validation(corpus, size.curve_windows), size.slice)
+        params = _models.init(_sizes.model(config), config["seed"], task.encoder_decoder)
+        state = program.init(params, traced)
+        sizes = [sum(x.nbytes for x in jax.tree.leaves(part)) for part in state]
+        num_params = sum(x.size for x in jax.tree.leaves(state[0]))
+        log: dict[str, Any] = {"curve": [], "loss": [], "rms": [], "commits": []}
+        log |= {"seconds": 0.0, "cpu_seconds": 0.0}
+        if saved is not None:
+            state, log = saved.restore(state, log)
+        log["commits"] = list(dict.fromkeys([*log["commits"], self._commit]))
+
+        def note_time() -> None:
+            nonlocal started, worked
+            log["seconds"] += time.perf_counter() - started
+            log["cpu_seconds"] += time.process_time() - worked
+            started, worked = time.perf_counter(), time.process_time()
+
+        each, last_save = steps // POINTS, time.monotonic()
+        for start in range(len(log["loss"]), steps, each):
+            begun = time.monotonic()
+            numbers = range(start, start + each)
+            batches = [task.batch(corpus, config["seed"], i, config["batch"]) for i in numbers]
+            stacked = jax.tree.map(lambda *x: np.stack(x), *batches)
+            state, (loss, update) = program.train(state, traced, stacked)
+            log["loss"].extend(np.asarray(loss).tolist())
+            log["rms"].extend(np.asarray(update).tolist())
+            log["curve"].append([start + each, float(program.evaluate(state[0], validation))])
+            if not math.isfinite(log["curve"][-1][1]):
+                break
+            now = time.monotonic()
+            stop = now + 1.5 * (now - begun) > until
+            if saved is not None and (stop or now > last_save + SAVE_EVERY):
+                note_time()
+                saved.save(start + each, state, log)
+                last_save = time.monotonic()
+                if stop:
+                    return None
+        large = _sliced(task.validation(corpus, size.final_windows), size.slice)
+        final = float(program.evaluate(state[0], large))
+        note_time()
+        losses, rms = log["loss"], log["rms"]
+        return {
+            "key": _rows.key_of(config),
+            "config": config,
+            "loss": _number(final),
+            "diverged": not final < math.log(VOCABULARY),  # no better than chance
+            "curve": [(step, _number(loss)) for step, loss in log["curve"]],
+            "train": _thinned(losses, each),
+            "early_loss": [_number(x) for x in losses[:EARLY]],
+            "early_update_rms": [_number(x) for x in rms[:EARLY]],
+            "num_params": num_params,
+            "state_bytes": sizes[1],
+            "tokens": steps * config["batch"] * config["context"],
+            "seconds": round(log["seconds"], 2),
+            "cpu_seconds": round(log["cpu_seconds"], 2),
+            "commit": ", ".join(log["commits"]),
+            "jax": importlib.metadata.version("jax"),
+            "corpus": corpus.checksum,
+            "machine": f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores",
+            "date": datetime.datetime.now().isoformat(timespec="seconds"),
+        }
+
+
+def _number(x: float) -> float | None:
+    """Five digits; None for what JSON cannot say."""
+    return float(f"{x:.6g}") if math.isfinite(x) else None
+
+
+def _thinned(losses: list[float], every: int) -> list[tuple[int, float | None]]:
+    """Means of ``every`` steps, at their last step."""
+    return [
+        (i + every, _number(float(np.mean(losses[i : i + every]))))
+        for i in range(0, len(losses), every)
+    ]
+
+
+def _sliced(batch: Any, size: int) -> Any:
+    """(n, ...) to (n / size, size, ...)."""
+    return jax.tree.map(lambda x: x.reshape(-1, size, *x.shape[1:]), batch)

@@ -1,0 +1,94 @@
+"""How large models, batches and runs are."""
+
+import dataclasses
+from typing import Any
+
+import _models
+from _tasks import VOCABULARY
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """One scale of the comparison.
+
+    Attributes:
+      layers: of the model.
+      width: of the model.
+      heads: of the model.
+      context: bytes of a window.
+      batch: windows.
+      steps: of a run.
+      curve_windows: held-out windows of the points of a curve.
+      final_windows: held-out windows at the end.
+      slice: windows that are evaluated at once.
+      dtype: of activations; parameters are float32.
+      resumes: whether runs are so long that they are saved on the way.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    batch: int
+    steps: int
+    curve_windows: int = 32
+    final_windows: int = 512
+    slice: int = 8
+    dtype: str = "float32"
+    resumes: bool = False
+
+
+SIZES = {
+    "smoke": Size(2, 32, 2, 32, 4, 40, curve_windows=8, final_windows=16),
+    "cpu": Size(4, 160, 5, 128, 8, 300),
+    # The study of batch sizes: 64 times the batch in 200 steps.
+    "smoke_batch": Size(2, 32, 2, 32, 1, 1280, curve_windows=8, final_windows=16),
+    "cpu_batch": Size(3, 96, 3, 64, 2, 12800, curve_windows=64, final_windows=512, slice=16),
+    # On one GPU: 14.3M parameters, 16.6M in the encoder-decoder; 33M bytes.
+    "gpu": Size(8, 384, 6, 512, 64, 1000, 64, 512, slice=64, dtype="bfloat16", resumes=True),
+    "gpu_batch": Size(
+        6, 256, 4, 256, 8, 12800, 128, 1024, slice=128, dtype="bfloat16", resumes=True
+    ),
+    # As many parameters as GPT-2 small, which has a third of them in its embedding: 124.9M.
+    "smoke_large": Size(4, 32, 2, 32, 4, 40, curve_windows=8, final_windows=16),
+    "gpu_large": Size(
+        15, 832, 13, 512, 64, 2000, 64, 512, slice=32, dtype="bfloat16", resumes=True
+    ),
+}
+# Of the command line; the others belong to one of them.
+CHOICES = tuple(name for name in SIZES if not name.endswith(("_batch", "_large")))
+
+
+def config(
+    size: str, task: str, contender: str, seed: int, hyper: dict[str, float], times: int = 1
+) -> dict[str, Any]:
+    """The configuration of a run of this size; all that its result depends on.
+
+    With ``times`` the batch there are as many fewer steps, so that tokens are equal.
+    """
+    of = SIZES[size]
+    return {
+        "size": size,
+        "task": task,
+        "contender": contender,
+        "layers": of.layers,
+        "width": of.width,
+        "heads": of.heads,
+        "context": of.context,
+        "batch": of.batch * times,
+        "steps": of.steps // times,
+        "warmup": of.steps // times // 10,
+        "seed": seed,
+        "hyper": dict(hyper),
+    }
+
+
+def model(config: dict[str, Any]) -> _models.Config:
+    """The model of a configuration."""
+    return _models.Config(
+        layers=config["layers"],
+        width=config["width"],
+        heads=config["heads"],
+        vocabulary=VOCABULARY,
+        dtype=SIZES[config["size"]].dtype,
+    )

@@ -1,0 +1,161 @@
+"""Tables and pictures of the comparison of optimizers, from the rows that run.py wrote.
+
+It takes what is there, and says what is missing.
+
+  python benchmarks/convergence/report.py --size cpu    # writes benchmarks/results/convergence/
+  python benchmarks/convergence/report.py --smoke       # of made-up rows, prints only
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+import tempfile
+from collections import Counter
+from typing import Any
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+import _made_up
+import _plots
+import _results
+import _rows
+import _sizes
+import _studies
+import _summary
+import _tables
+from _contenders import CONTENDERS
+from _tasks import TASKS
+
+FOLDER = _results.RESULTS / "convergence"
+
+
+def where(rows: _summary.Rows) -> str:
+    """Which machines, commits and text the rows come from."""
+
+    def all_of(name: str) -> str:
+        return ", ".join(sorted({str(row[name]) for row in rows.values()}))
+
+    hours = sum(row["cpu_seconds"] for row in rows.values()) / 3600
+    commits = Counter(row["commit"] for row in rows.values()).most_common()
+    of_commits = ", ".join(f"{name} ({number} runs)" for name, number in commits)
+    return (
+        f"{len(rows)} runs, {hours:.1f} hours of CPU time, on {all_of('machine')}; commits "
+        f"{of_commits}, jax {all_of('jax')}, checksum of the text {all_of('corpus')}."
+    )
+
+
+def times(size: str, folder: pathlib.Path) -> dict[str, Any]:
+    """What step_ratios.py measured; without ratios if it has not."""
+    path = folder / f"time_{size}.json"
+    return json.loads(path.read_text()) if path.exists() else {"ratios": {}}
+
+
+def parts(
+    rows: _summary.Rows, size: str, folder: pathlib.Path, measured: dict[str, Any]
+) -> list[str]:
+    """The report's parts in order; draws its pictures into ``folder``."""
+    every = {task: _summary.finals(rows, size, task, list(CONTENDERS)) for task in TASKS}
+    found = {task: contenders for task, contenders in every.items() if contenders}
+    out = []
+    todo = _tables.missing(rows, size, list(TASKS))
+    if todo:
+        out += ["**Not finished**: what is missing is listed at the end."]
+    if found:
+        _plots.finals(found, folder / f"finals_{size}.png")
+        _plots.curves(found, folder / f"curves_{size}.png")
+        out += [
+            "## Final losses",
+            "Cross entropy in nats on 512 held-out windows, lower is better. Each mark is a seed, "
+            "each bar a mean; the line is AdamW's. Differences are taken seed by seed: an interval "
+            "that has 0 in it shows no difference.",
+            f"![Final losses](finals_{size}.png)",
+        ]
+        if measured["ratios"]:
+            out += [f"Time of a training step: {measured['about']}"]
+        else:
+            out += ["Time of a training step: not measured yet (step_ratios.py)."]
+    for task, contenders in every.items():
+        searching = _tables.searching(rows, size, task)
+        if not contenders and not searching:
+            continue
+        out += [f"### {task}"]
+        if contenders:
+            out += [_tables.losses(contenders, measured["ratios"])]
+            out += ["What the search chose:", _tables.chosen(contenders)]
+        if searching:
+            out += ["No final runs yet; the lowest loss of the search, on its one seed:", searching]
+    if found:
+        text = "Mean over the seeds, on fewer held-out windows; the band is from lowest to highest."
+        out += ["## Learning curves", text, f"![Validation loss](curves_{size}.png)"]
+    searched = [t for t in TASKS if any(_studies.tuned(rows, size, t, c)[0] for c in CONTENDERS)]
+    if searched:
+        _plots.sensitivity(rows, size, searched, folder / f"learning_rates_{size}.png")
+        text = (
+            "The runs of the search, one seed. Lines have weight decay and betas as at its start; "
+            "stars are the best of all; triangles at the top are runs that diverged or are above."
+        )
+        out += ["## Learning rates", text, f"![Loss](learning_rates_{size}.png)"]
+    table = _tables.batches(rows, size)
+    if table:
+        _plots.batches(rows, size, folder / f"batch_{size}.png")
+        text = f"One seed. {noise(every.get('next_token', {}))}".strip()
+        out += ["## Batches at equal tokens", text, table, f"![Loss](batch_{size}.png)"]
+    for task in searched:
+        table = _tables.spike(rows, size, task)
+        if table:
+            _plots.spike(rows, size, task, folder / f"spike_{task}_{size}.png")
+            text = "Bands are from the lowest to the highest of the seeds."
+            out += [f"## First steps, {task}", table, text, f"![Spike](spike_{task}_{size}.png)"]
+    table = _tables.large(rows, size)
+    if table:
+        of = _sizes.SIZES[f"{size}_large"]
+        text = (
+            f"{of.layers} layers of width {of.width}, next token, one seed, at the best of the "
+            "search times a factor."
+        )
+        out += ["## Large model", text, table]
+    return out + (["## Not there yet", todo] if todo else [])
+
+
+def noise(found: dict[str, _summary.Final]) -> str:
+    """How far the final runs of one contender are apart, to judge single runs by."""
+    deviations = [
+        one.losses.std(ddof=1) for one in found.values() if len(one.rows) > 2 and one.finite
+    ]
+    if not deviations:
+        return ""
+    middle = sorted(deviations)[len(deviations) // 2]
+    return (
+        f"Final runs of one contender differ by {middle:.3f} nats from seed to seed (median "
+        "standard deviation): differences of that size mean nothing."
+    )
+
+
+def write(rows: _summary.Rows, size: str) -> None:
+    """Writes the report of one size and its pictures."""
+    text = "\n\n".join(parts(rows, size, FOLDER, times(size, FOLDER)))
+    print(text)
+    about = f"{where(rows)} Method: [benchmarks/convergence](../../convergence/README.md)."
+    title = f"Optimizers compared, size {size}"
+    _results.write(f"convergence/{size}", title, about, text, script="convergence/report")
+
+
+def main() -> None:
+    """Writes the report, or prints that of made-up rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", default="cpu", choices=_sizes.CHOICES)
+    parser.add_argument("--smoke", action="store_true", help="of made-up rows; keeps nothing")
+    chosen = parser.parse_args()
+    if chosen.smoke:
+        with tempfile.TemporaryDirectory() as folder:
+            none: dict[str, Any] = {"ratios": {}}
+            print("\n\n".join(parts(_made_up.rows("smoke"), "smoke", pathlib.Path(folder), none)))
+        return
+    rows = _rows.finished(FOLDER / f"runs_{chosen.size}.jsonl")
+    if not rows:
+        raise SystemExit(f"{FOLDER} has no runs of size {chosen.size}: run.py makes them.")
+    write(rows, chosen.size)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Rows of finished runs: whole lines, stable keys, one text."""
+
+import multiprocessing
+
+import _rows
+import _sizes
+import pytest
+
+
+def row(key, corpus=1):
+    return {"key": key, "corpus": corpus, "loss": 2.5}
+
+
+def test_a_torn_line_is_ignored_and_does_not_harm_the_next(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    _rows.append(path, row("a"))
+    _rows.append(path, row("b"))
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.warns(UserWarning, match="line 2"):
+        assert list(_rows.finished(path)) == ["a"]
+    _rows.append(path, row("c"))
+    with pytest.warns(UserWarning, match="line 2"):
+        assert list(_rows.finished(path)) == ["a", "c"]
+
+
+def _append_many(path, name):
+    for i in range(50):
+        _rows.append(path, row(f"{name}{i}" + 2000 * "x"))
+
+
+def test_several_processes_append(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=_append_many, args=(path, name)) for name in "ab"]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert len(_rows.finished(path)) == 100
+
+
+def test_rows_of_another_text_are_left_out_with_a_note(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    for name, corpus in (("a", 1), ("b", 1), ("c", 2)):
+        _rows.append(path, row(name, corpus))
+    assert list(_rows.finished(path)) == ["a", "b"]
+    assert "1 rows of other texts than 1" in capsys.readouterr().out
+    assert list(_rows.finished(path, corpus=2)) == ["c"]
+
+
+def test_keys_are_stable():
+    hyper = {"learning_rate": 0.00316, "weight_decay": 0.1, "b2": 0.999}
+    config = _sizes.config("cpu", "next_token", "adamw", 0, hyper)
+    assert _rows.key_of(config) == "d34f537e7d072a5c"
+    assert _rows.key_of(dict(reversed(config.items()))) == _rows.key_of(config)
+    assert _rows.key_of({**config, "seed": 1}) != _rows.key_of(config)
+    assert _rows.key_of({**config, "hyper": {**hyper, "b2": 0.99}}) != _rows.key_of(config)

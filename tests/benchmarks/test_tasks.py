@@ -1,0 +1,88 @@
+"""The tasks of the comparison of optimizers: what is hidden, and the order of the data."""
+
+import types
+
+import _tasks
+import jax
+import numpy as np
+import pytest
+from _corpus import Corpus
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text"
+    path.write_bytes(np.random.default_rng(0).integers(256, size=100_000, dtype=np.uint8).tobytes())
+    return Corpus(path, context=128)
+
+
+def test_targets_of_next_token_are_the_bytes_after(corpus):
+    batch = _tasks.TASKS["next_token"].batch(corpus, 0, 0, 4)
+    np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
+
+
+def test_masks(corpus):
+    batch = _tasks.TASKS["masked"].batch(corpus, 0, 0, 512)
+    chosen = batch["weights"] == 1
+    np.testing.assert_array_equal(chosen.sum(axis=1), round(0.15 * 128))
+    same = batch["inputs"] == batch["targets"]
+    assert same[~chosen].all()
+    hidden = batch["inputs"] == _tasks.MASK
+    # Three standard deviations of 9728 draws.
+    assert abs(hidden[chosen].mean() - 0.8) < 0.012
+    assert abs(same[chosen].mean() - 0.1 - 0.1 / 256) < 0.01
+    assert batch["inputs"][~hidden].max() < 256
+    # No position is preferred.
+    assert np.ptp(chosen.mean(axis=0)) < 0.11
+
+
+def rebuilt(source, targets):
+    """The text: each sentinel replaced by what the targets say of it."""
+    spans, current = {}, None
+    for token in targets:
+        if token >= _tasks.FIRST_SENTINEL:
+            current = spans.setdefault(token, [])
+        elif token != _tasks.END:
+            current.append(token)
+    text = []
+    for token in source:
+        text.extend(spans.pop(token) if token >= _tasks.FIRST_SENTINEL else [token])
+    assert not spans
+    return text
+
+
+def test_spans_rebuild_the_text(corpus):
+    windows = corpus.batch(0, 0, 64)
+    batch = _tasks.span_corruption(windows, np.random.default_rng(0))
+    noise = round(0.15 * 128)
+    for row in range(64):
+        source, targets = batch["source"][row], batch["targets"][row]
+        assert source[-1] == targets[-1] == _tasks.END
+        assert rebuilt(source[:-1].tolist(), targets.tolist()) == windows[row, :-1].tolist()
+        assert (targets < 256).sum() == noise
+        sentinels = targets[targets >= _tasks.FIRST_SENTINEL]
+        assert sentinels.tolist() == [_tasks.FIRST_SENTINEL + i for i in range(round(noise / 3))]
+    np.testing.assert_array_equal(batch["inputs"][:, 0], _tasks.START)
+    np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
+
+
+@pytest.mark.parametrize("name", _tasks.TASKS)
+def test_data_are_a_function_of_seed_and_step(corpus, name):
+    task = _tasks.TASKS[name]
+    first = task.batch(corpus, 1, 7, 8)
+    task.batch(corpus, 1, 8, 8)
+    jax.tree.map(np.testing.assert_array_equal, first, task.batch(corpus, 1, 7, 8))
+    for seed, step in ((1, 8), (2, 7)):
+        assert (task.batch(corpus, seed, step, 8)["targets"] != first["targets"]).any()
+    jax.tree.map(
+        np.testing.assert_array_equal, task.validation(corpus, 8), task.validation(corpus, 8)
+    )
+
+
+def test_masks_differ_between_steps_on_the_same_windows():
+    windows = np.arange(129, dtype=np.int32)[None] * np.ones((4, 1), np.int32)
+    corpus = types.SimpleNamespace(batch=lambda seed, step, size: windows[:size])
+    for name in ("masked", "span_corruption"):
+        task = _tasks.TASKS[name]
+        batches = [task.batch(corpus, 0, step, 4) for step in (0, 1)]
+        assert any((batches[0][k] != batches[1][k]).any() for k in batches[0])
