@@ -14,7 +14,6 @@ import json
 import os
 import pathlib
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,20 +46,7 @@ def one(size: str, contender: str, corpus: Corpus, steps: int) -> Callable[[], N
         held[0], _ = program.train(held[0], traced, stacked)
         jax.block_until_ready(held[0])
 
-    once()
     return once
-
-
-def measure(contenders: dict[str, Callable[[], None]], rounds: int) -> dict[str, np.ndarray]:
-    """Seconds by round; what ran before leaves its marks, so each round has its own order."""
-    rng = np.random.default_rng(0)
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name in rng.permutation(list(contenders)):
-            start = time.perf_counter()
-            contenders[name]()
-            times[name].append(time.perf_counter() - start)
-    return {name: np.array(seconds) for name, seconds in times.items()}
 
 
 def ratios(times: dict[str, np.ndarray]) -> dict[str, list[float]]:
@@ -75,9 +61,11 @@ def ratios(times: dict[str, np.ndarray]) -> dict[str, list[float]]:
 def measured(size: str, names: Sequence[str], rounds: int, steps: int) -> dict[str, Any]:
     """What the report reads."""
     import jax
+    from _steps import take_turns
 
     corpus = Corpus(None, _sizes.SIZES[size].context)
-    times = measure({name: one(size, name, corpus, steps) for name in names}, rounds)
+    steppers = {name: one(size, name, corpus, steps) for name in names}
+    times = take_turns(steppers, rounds, warm_up=1)
     of = f"{rounds} rounds of {steps} steps"
     core = "one core of " if size != "gpu" else ""
     where = f"{core}{jax.devices()[0].device_kind}, {os.cpu_count()} cores"
