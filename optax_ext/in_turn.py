@@ -122,6 +122,17 @@ class Graph:
         return [self.equations[i] for i in sorted(equations)], sorted(inputs)
 
 
+# Primitives that do something with each element by itself, and that take many together.
+_NAMES = """
+abs acos acosh add and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp
+convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
+integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not
+optimization_barrier or population_count pow reduce_precision rem round rsqrt select_n shift_left
+shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
+"""
+ELEMENTWISE = frozenset(_NAMES.split())
+REDUCTIONS = frozenset(f"reduce_{kind}" for kind in ("sum", "max", "min", "prod", "and", "or"))
+
 # Primitives that only call a function, and the parameter that holds it.
 _INLINED = {
     "jit": "jaxpr",

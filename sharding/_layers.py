@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from optax_ext.in_turn import Equation, Graph, bind
+from optax_ext.in_turn import ELEMENTWISE, REDUCTIONS, Equation, Graph, bind
 
 # Elements of one layer, over all devices, from which on a stack is worth a loop.
 MIN_LAYER_SIZE = 2**18
@@ -22,17 +22,6 @@ def layer_of(x: Any, layer: Any, dim: int) -> Any:
     return lax.dynamic_index_in_dim(x, layer, dim, keepdims=True)
 
 
-_NAMES = """
-abs acos acosh add and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp
-convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
-integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not
-optimization_barrier or population_count pow reduce_precision rem round rsqrt select_n shift_left
-shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
-"""
-_ELEMENTWISE = frozenset(_NAMES.split())
-_REDUCTIONS = frozenset(f"reduce_{kind}" for kind in ("sum", "max", "min", "prod", "and", "or"))
-
-
 def operand_dims(graph: Graph, eqn: Equation, dim: int) -> list[int] | None:
     """Along which dim each operand is cut where the result is along ``dim``; None if that fails."""
     name, params = eqn.primitive.name, eqn.params
@@ -40,7 +29,7 @@ def operand_dims(graph: Graph, eqn: Equation, dim: int) -> list[int] | None:
     out = graph.shape(eqn.results[0])
     if dim == WHOLE:
         return None
-    if name in _ELEMENTWISE:
+    if name in ELEMENTWISE:
         if any(s and len(s) != len(out) for s in shapes):
             return None
         return [dim if s and s[dim] == out[dim] else WHOLE for s in shapes]
@@ -51,7 +40,7 @@ def operand_dims(graph: Graph, eqn: Equation, dim: int) -> list[int] | None:
         at = params["broadcast_dimensions"]
         same = dim in at and shapes[0][at.index(dim)] == out[dim]
         return [at.index(dim) if same else WHOLE]
-    if name in _REDUCTIONS and len(shapes) == 1:
+    if name in REDUCTIONS and len(shapes) == 1:
         return [[d for d in range(len(shapes[0])) if d not in params["axes"]][dim]]
     if name == "transpose":
         return [params["permutation"][dim]]

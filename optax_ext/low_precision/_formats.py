@@ -251,15 +251,15 @@ class _Scaled:
 
     def measure(self, x: jax.Array) -> tuple[jax.Array, ...]:
         """What to store as the scales of an array."""
+        if self.signed and not self.rank1 and self.map.lowest < self.map.top:
+            # 1 has no negative: a block whose largest element is negative is stored negated.
+            largest = _from_order(self.blocks.reduce(jnp.max, _order(x), 0), self.dtype)
+            return (jnp.where(jnp.isnan(largest), jnp.inf, largest),)
         x = jnp.where(jnp.isnan(x), jnp.inf, x)  # XLA's maximum may pass over NaN on CPUs
         if self.rank1:
             dims = range(x.ndim)
             size = jnp.abs(x)
             return tuple(jnp.max(size, axis=[e for e in dims if e != d]) for d in dims)
-        if self.signed and self.map.lowest < self.map.top:
-            # 1 has no negative: a block whose largest element is negative is stored negated.
-            up, down = (self.blocks.reduce(jnp.max, part, -jnp.inf) for part in (x, -x))
-            return (jnp.where(down > up, -down, up),)
         size = jnp.abs(x)
         largest = self.blocks.reduce(jnp.max, size, 0.0)
         if not self.expand:
@@ -310,6 +310,23 @@ class _Scaled:
         )
         out = low + (high - low) * ((fine & 255).astype(self.dtype) / 256)
         return out if power is None else out ** (1 / power)
+
+
+def _order(x: jax.Array) -> jax.Array:
+    """Unsigned integers in the order of magnitudes, of two alike the positive one above.
+
+    The element of largest magnitude, with its sign, is then found in one pass. XLA for GPUs writes
+    an array to memory before it looks for its largest and its smallest element.
+    """
+    bits = x.dtype.itemsize * 8
+    unsigned = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}"))
+    return (unsigned << 1) | (1 - (unsigned >> (bits - 1)))
+
+
+def _from_order(order: jax.Array, dtype: Any) -> jax.Array:
+    """The inverse of ``_order``."""
+    bits = order.dtype.itemsize * 8
+    return jax.lax.bitcast_convert_type((order >> 1) | ((1 - (order & 1)) << (bits - 1)), dtype)
 
 
 def encode(

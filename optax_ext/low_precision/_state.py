@@ -1,9 +1,10 @@
 """``low_precision_state``: any transformation, its state in few bits between steps."""
 
+import functools
 import math
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _validate
-from optax_ext.in_turn import by_parameter
+from optax_ext.in_turn import ELEMENTWISE, REDUCTIONS, Graph, Turns, by_parameter
 from optax_ext.low_precision._formats import (
     ROUNDINGS,
     BFloat16,
@@ -182,13 +183,12 @@ def low_precision_state(
         if not any(isinstance(x, jax.core.Tracer) for x in leaves):
             return step(updates, state)
         # Else XLA holds the float32 moments of all parameters at once.
-        codes = {
-            id(x)
-            for _, leaf in _flatten(state.inner_state)[0]
-            if isinstance(leaf, Quantized)
-            for x in jax.tree.leaves(leaf)
-        }
-        return by_parameter(step, updates, state, lambda x: id(x) in codes)
+        stored = [x for _, x in _flatten(state.inner_state)[0] if isinstance(x, Quantized)]
+        marked, scales = (
+            set(map(id, jax.tree.leaves(x))) for x in (stored, [q.scale for q in stored])
+        )
+        turns = functools.partial(_ScalesFirst, scales=scales)
+        return by_parameter(step, updates, state, lambda x: id(x) in marked, turns)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -304,6 +304,43 @@ def _field_of(node: Any, path: Any) -> str:
         else:
             node = node[key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.key]
     return found
+
+
+# --- Order ----------------------------------------------------------------------------------------
+
+
+# What costs little more than to read its operands. Not loops or products of matrices.
+_LIGHT = ELEMENTWISE | REDUCTIONS | {"broadcast_in_dim", "pad", "reshape", "slice", "squeeze"}
+
+
+class _ScalesFirst(Turns):
+    """Turns that find scales, forget the moments behind them, and compute these again for codes.
+
+    Codes need the scales of whole blocks. Else XLA writes float32 moments to memory in between.
+    """
+
+    def __init__(self, graph: Graph, inputs: Sequence[Any], *, scales: Container[int]):
+        super().__init__(graph, inputs)
+        self._scales = {i for i, x in enumerate(inputs) if id(x) in scales}
+
+    def group(self, outputs: list[int]) -> None:
+        """Computes some outputs, new scales before what depends on them."""
+        graph = self.graph
+        made = {j: graph.outputs[j] for j in outputs if self.replaces_marked(j)}
+        scales = [value for j, value in made.items() if j in self._scales]
+        codes = [
+            math.prod(graph.shape(value)) for j, value in made.items() if j not in self._scales
+        ]
+        equations, _ = graph.needed(scales, self.values)
+        twice = [eqn for eqn in equations if any(graph.reads[value] for value in eqn.results)]
+        if scales and codes and all(eqn.primitive.name in _LIGHT for eqn in twice):
+            known = set(self.values)
+            self.compute(scales)
+            for value in self.values.keys() - known:
+                if graph.reads[value] and math.prod(graph.shape(value)) >= min(codes):
+                    del self.values[value]
+            self.awaited = tuple(self.values[value] for value in scales)
+        super().group(outputs)
 
 
 # --- One array ------------------------------------------------------------------------------------

@@ -198,6 +198,20 @@ def test_what_is_special(fmt, signed, rounding):
         np.testing.assert_allclose(trip(x, noise=noise)[1], x, rtol=2.0**-8)
 
 
+def test_the_scale_of_a_signed_block_is_its_largest_element(x64):
+    """With its sign, positive where both are there: XLA need not look for it twice."""
+    x = np.random.default_rng(0).normal(size=(8, 256)).astype(np.float32)
+    x[0, :3] = 7, -7, 6.999999
+    x[1, 5], x[2, 5], x[3, 5] = -np.inf, np.nan, -np.nan
+    x[4], x[5] = 0, -0.0
+    for dtype in (np.float32, np.float64):
+        scale = _formats.encode(jnp.asarray(x, dtype).reshape(-1), Dynamic(8), True).scale[0]
+        y = np.where(np.isnan(x), np.inf, x.astype(scale.dtype))
+        largest = np.take_along_axis(y, np.abs(y).argmax(1)[:, None], 1)[:, 0]
+        assert (largest < 0).any()
+        np.testing.assert_array_equal(np.asarray(scale), largest)
+
+
 @every_format
 @every_rounding
 def test_nothing_positive_becomes_zero(fmt, rounding):
@@ -712,16 +726,42 @@ def test_bytes_a_parameter(name, bits, most):
     assert most / 1.3 < held / state_bytes.count(params) <= most
 
 
-def test_codes_of_a_parameter_wait_for_those_of_the_one_before():
-    """By the barriers: without them a compiler may hold the float32 moments of all at once."""
-    tx = low_precision_state(optax.adam(1e-3))
-    params = {k: jnp.ones((64, 64 + i)) for i, k in enumerate("abc")}
+def equations_of(tx, params, primitive):
     jaxpr = jax.make_jaxpr(tx.update)(params, tx.init(params)).jaxpr
-    barriers = [e for e in jaxpr.eqns if e.primitive.name == "optimization_barrier"]
-    assert len(barriers) == 3
-    stored = [v for v in jaxpr.outvars if v.aval.dtype == jnp.uint8]
-    for i, barrier in enumerate(barriers):
-        read = {v.aval.shape for v in barrier.invars[:4]}
-        assert (64, 64 + i) in read
-        waits_for = {v.aval.shape for v in barrier.invars[4:] if v in stored}
-        assert waits_for == ({(64, 64 + i - 1)} if i else set())
+    return jaxpr, [e for e in jaxpr.eqns if e.primitive.name == primitive]
+
+
+def test_codes_of_a_parameter_wait_for_its_scales_and_for_those_of_the_one_before():
+    """By the barriers: without them a compiler may hold the float32 moments of all at once."""
+    params = {k: jnp.ones((64, 64 + i)) for i, k in enumerate("abc")}
+    tx = low_precision_state(optax.adam(1e-3))
+    jaxpr, barriers = equations_of(tx, params, "optimization_barrier")
+    assert len(barriers) == 6
+    stored = jaxpr.outvars[3:]
+    for i, (first, second) in enumerate(zip(barriers[::2], barriers[1::2], strict=True)):
+        codes, scales = ((64, 64 + i), jnp.uint8), ((8, -(-(64 + i) // 32)), jnp.float32)
+        kinds = [[(v.aval.shape, v.aval.dtype) for v in e.invars] for e in (first, second)]
+        before = [((64, 64 + i - 1), jnp.uint8)] * (2 if i else 0)
+        assert [k for k in kinds[0] if k[1] == jnp.uint8] == [codes, codes, *before]
+        assert all(v in stored for v in first.invars[4:] if v.aval.dtype == jnp.uint8)
+        assert kinds[1] == [codes, codes, scales, scales]
+        # The codes are those of the state once more; the scales are new.
+        assert second.invars[:2] == [v for v in first.invars[:4] if v.aval.dtype == jnp.uint8]
+        assert all(v in stored for v in second.invars[2:])
+
+
+@pytest.mark.parametrize("light", [True, False])
+def test_only_what_is_light_is_computed_twice(light):
+    def update(updates, state, params=None):
+        del params
+        average = jax.tree.map(
+            lambda m, g: (0.5 * m if light else m @ jnp.eye(len(m))) + jnp.sin(m + g),
+            state.trace,
+            updates,
+        )
+        return average, optax.TraceState(average)
+
+    tx = low_precision_state(optax.GradientTransformation(optax.trace(0.9).init, update))
+    params = {"w": jnp.ones((64, 64))}
+    assert len(equations_of(tx, params, "dot_general")[1]) == (0 if light else 1)
+    assert len(equations_of(tx, params, "sin")[1]) == (2 if light else 1)
