@@ -81,6 +81,15 @@ def again(factors: Any, after: Any) -> Any:
     return jax.lax.platform_dependent(factors, after, cpu=_renewed, default=_held)
 
 
+def reread(arrays: Any, after: Any) -> Any:
+    """The same arrays, which GPUs read once more when ``after`` is there."""
+    if _APART.get():
+        return arrays
+    return jax.lax.platform_dependent(
+        arrays, after, cuda=_held, rocm=_held, default=lambda arrays, _: arrays
+    )
+
+
 def together(tree: Any) -> Any:
     """The same arrays, none of which is there before all are.
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext import _validate
+from optax_ext import _passes, _validate
 from optax_ext.in_turn import ELEMENTWISE, REDUCTIONS, Graph, Turns, by_parameter
 from optax_ext.low_precision._formats import (
     ROUNDINGS,
@@ -316,7 +316,8 @@ _LIGHT = ELEMENTWISE | REDUCTIONS | {"broadcast_in_dim", "pad", "reshape", "slic
 class _ScalesFirst(Turns):
     """Turns that find scales, forget the moments behind them, and compute these again for codes.
 
-    Codes need the scales of whole blocks. Else XLA writes float32 moments to memory in between.
+    Codes need the scales of whole blocks. XLA for GPUs writes float32 moments to memory in between;
+    elsewhere it sees that both are the same.
     """
 
     def __init__(self, graph: Graph, inputs: Sequence[Any], *, scales: Container[int]):
@@ -336,10 +337,13 @@ class _ScalesFirst(Turns):
         if scales and codes and all(eqn.primitive.name in _LIGHT for eqn in twice):
             known = set(self.values)
             self.compute(scales)
-            for value in self.values.keys() - known:
-                if graph.reads[value] and math.prod(graph.shape(value)) >= min(codes):
-                    del self.values[value]
-            self.awaited = tuple(self.values[value] for value in scales)
+            made_of_codes = {
+                value: self.values.pop(value)
+                for value in self.values.keys() - known
+                if graph.reads[value] and math.prod(graph.shape(value)) >= min(codes)
+            }
+            inputs = {i: x for i, x in made_of_codes.items() if i not in graph.maker}
+            self.values |= _passes.reread(inputs, [self.values[value] for value in scales])
         super().group(outputs)
 
 
