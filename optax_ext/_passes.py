@@ -82,12 +82,10 @@ def again(factors: Any, after: Any) -> Any:
 
 
 def reread(arrays: Any, after: Any) -> Any:
-    """The same arrays, which GPUs read once more when ``after`` is there."""
+    """The same arrays, read once more when ``after`` is there; but not on CPUs."""
     if _APART.get():
         return arrays
-    return jax.lax.platform_dependent(
-        arrays, after, cuda=_held, rocm=_held, default=lambda arrays, _: arrays
-    )
+    return jax.lax.platform_dependent(arrays, after, cpu=lambda arrays, _: arrays, default=_held)
 
 
 def together(tree: Any) -> Any:

@@ -316,8 +316,8 @@ _LIGHT = ELEMENTWISE | REDUCTIONS | {"broadcast_in_dim", "pad", "reshape", "slic
 class _ScalesFirst(Turns):
     """Turns that find scales, forget the moments behind them, and compute these again for codes.
 
-    Codes need the scales of whole blocks. XLA for GPUs writes float32 moments to memory in between;
-    elsewhere it sees that both are the same.
+    Codes need the scales of whole blocks, and XLA writes float32 moments to memory in between. On
+    CPUs it sees that both are the same.
     """
 
     def __init__(self, graph: Graph, inputs: Sequence[Any], *, scales: Container[int]):

@@ -746,7 +746,7 @@ def test_codes_of_a_parameter_wait_for_those_of_the_one_before():
 
 
 def test_codes_are_read_again_when_the_scales_are_there():
-    """On GPUs, where XLA keeps float32 moments from the scales to the codes if it may."""
+    """Else XLA may keep float32 moments from the scales to the codes."""
     tx = low_precision_state(optax.adam(1e-3))
     params = {k: jnp.ones((64, 64 + i)) for i, k in enumerate("abc")}
     jaxpr, rereads = equations_of(tx, params, "cond")
