@@ -31,6 +31,7 @@ _BLOCK = 2**19
 _STAGE = 64
 
 _APART = contextvars.ContextVar("apart", default=False)
+_SIMPLE = contextvars.ContextVar("simple", default=False)
 
 
 def mean(x: jax.Array, dims: Dims, keepdims: bool = False) -> jax.Array:
@@ -56,7 +57,7 @@ def sweep(fn: Function, array: jax.Array, args: Any, *dims: Dims) -> Swept:
         x, new = fn(array, args)
         return [mean(x, one) for one in dims], new
 
-    if array.size < _SMALL:
+    if array.size < _SMALL or _SIMPLE.get():
         return at_once(array, args)
     gpu = functools.partial(_one_by_one, fn, dims, _held, False)
     forms: dict[str, Any] = {"cuda": gpu, "rocm": gpu}
@@ -76,7 +77,7 @@ def again(factors: Any, after: Any) -> Any:
     To XLA they are new: what the pass before computed with them is computed again, not kept.
     Matrices are left alone, since those that a pass reads may be computed on the way.
     """
-    if _partitioned(factors, after):
+    if _SIMPLE.get() or _partitioned(factors, after):
         return _held(factors, after)
     return jax.lax.platform_dependent(factors, after, cpu=_renewed, default=_held)
 
@@ -100,13 +101,18 @@ def together(tree: Any) -> Any:
 
 
 @contextlib.contextmanager
-def apart() -> Iterator[None]:
-    """What is traced here is to run parameter after parameter: nothing waits for the others."""
-    token = _APART.set(True)
+def apart(simple: bool) -> Iterator[None]:
+    """What is traced here is to run parameter after parameter: nothing waits for the others.
+
+    Args:
+      simple: the form for all machines, of operations that can be done layer by layer.
+    """
+    tokens = _APART.set(True), _SIMPLE.set(simple or _SIMPLE.get())
     try:
         yield
     finally:
-        _APART.reset(token)
+        _APART.reset(tokens[0])
+        _SIMPLE.reset(tokens[1])
 
 
 def abstract(aval: Any) -> jax.ShapeDtypeStruct:

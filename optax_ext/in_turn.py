@@ -33,6 +33,12 @@ class Equation:
 class Graph:
     """A traced function without inner jits. Values are numbers, inputs the first of them.
 
+    Args:
+      fn: from a list of arrays to a list of arrays.
+      inputs: the arrays.
+      marked: which of them count in ``reads``.
+      simple: whether passes over matrices take the form that has no branches for machines.
+
     Attributes:
       types: shape and dtype of every value.
       constants: the values that are known from the start.
@@ -43,9 +49,13 @@ class Graph:
     """
 
     def __init__(
-        self, fn: Callable[[list[Any]], list[Any]], inputs: Sequence[Any], marked: Sequence[bool]
+        self,
+        fn: Callable[[list[Any]], list[Any]],
+        inputs: Sequence[Any],
+        marked: Sequence[bool],
+        simple: bool = False,
     ):
-        with _passes.apart():
+        with _passes.apart(simple):
             closed = jax.make_jaxpr(fn)([_passes.abstract(jax.typeof(x)) for x in inputs])
         self.types: list[Any] = list(closed.in_avals)
         self.reads = [1 << i if mark else 0 for i, mark in enumerate(marked)]
@@ -231,6 +241,7 @@ def by_parameter(
     state: Any,
     is_marked: Callable[[Any], bool],
     turns: Callable[[Graph, list[Any]], Turns] = Turns,
+    simple: bool = False,
 ) -> tuple[Any, Any]:
     """``fn(tree, state)``, a new tree and a new state, one leaf of the tree after the other.
 
@@ -240,6 +251,7 @@ def by_parameter(
       state: the state; ``fn`` may not change its structure.
       is_marked: which arrays of the state are not to be read all at once.
       turns: what runs the graph.
+      simple: as for ``Graph``.
 
     Raises:
       ValueError: if the structure changes.
@@ -256,5 +268,5 @@ def by_parameter(
             )
         return leaves
 
-    run = turns(Graph(flat_fn, inputs, marked), inputs)
+    run = turns(Graph(flat_fn, inputs, marked, simple), inputs)
     return jax.tree.unflatten(treedef, run.all(range(leaders)))

@@ -119,7 +119,8 @@ def streamed(
         awaited = jax.tree.leaves(after)
         return Streamed(graph, inputs, awaited, lambda i: free is None or free[i])
 
-    return by_parameter(fn, tree, state, on_host, turns)
+    # Only operations that machines have in common can be done layer by layer.
+    return by_parameter(fn, tree, state, on_host, turns, simple=True)
 
 
 def is_large(x: Any, min_size: int) -> bool:

@@ -355,6 +355,23 @@ def test_each_operation(name):
     assert has_loop(call, put(x)) == (not whole)
 
 
+@pytest.mark.parametrize("name", ["came by layer", "adafactor by layer", "8 bits, came by layer"])
+def test_factored_optimizers_go_layer_by_layer(name):
+    """Of matrices as large as those that machines read in forms of their own."""
+    tx = {
+        "came by layer": optax_ext.came(1e-4, factoring=BY_LAYER),
+        "adafactor by layer": optax_ext.adafactor(1e-3, momentum=0.9, factoring=BY_LAYER),
+        "8 bits, came by layer": optax_ext.came8bit(1e-4, factoring=BY_LAYER),
+    }[name]
+    params = {"stack": jnp.ones((3, 512, 512))}
+    tx = shd.offload(tx)
+    state = tx.init(params)
+    assert has_loop(tx.update, params, state, params)
+    text = str(jax.make_jaxpr(tx.update)(params, state, params))
+    assert "cond[" not in text
+    assert "platform_index" not in text
+
+
 def test_a_first_dim_that_is_cut_has_no_loop():
     x = jnp.ones(STACK)
     fn = LAYER_BY_LAYER["elementwise"]
