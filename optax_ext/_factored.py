@@ -5,6 +5,7 @@ rows and of its columns, n + m numbers for n x m.
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_ext import _validate
-from optax_ext._passes import Dims, Function, again, mean, sweep
+from optax_ext._passes import Dims, Function, again, is_simple, mean, sweep
 
 # --- Which dims -----------------------------------------------------------------------------
 
@@ -355,11 +356,17 @@ def per_shape(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
     Its first argument is the hyperparameters; where one is traced, each array traces the kernel.
     """
-    compiled = jax.jit(kernel, static_argnums=(0, 1))
+
+    @functools.partial(jax.jit, static_argnums=(0, 1, 2))
+    def compiled(simple: bool, hyper: Any, dims: Factoring, *arrays: Any) -> Any:
+        del simple  # beside the arguments, all that a trace depends on
+        return kernel(hyper, dims, *arrays)
 
     def call(hyper: Any, dims: Factoring, *arrays: Any) -> Any:
         known = all(h is None or isinstance(h, int | float | np.dtype) for h in hyper)
-        return (compiled if known else kernel)(hyper, dims, *arrays)
+        if not known:
+            return kernel(hyper, dims, *arrays)
+        return compiled(is_simple(), hyper, dims, *arrays)
 
     return call
 

@@ -57,7 +57,7 @@ def sweep(fn: Function, array: jax.Array, args: Any, *dims: Dims) -> Swept:
         x, new = fn(array, args)
         return [mean(x, one) for one in dims], new
 
-    if array.size < _SMALL or _SIMPLE.get():
+    if array.size < _SMALL or is_simple():
         return at_once(array, args)
     gpu = functools.partial(_one_by_one, fn, dims, _held, False)
     forms: dict[str, Any] = {"cuda": gpu, "rocm": gpu}
@@ -77,7 +77,7 @@ def again(factors: Any, after: Any) -> Any:
     To XLA they are new: what the pass before computed with them is computed again, not kept.
     Matrices are left alone, since those that a pass reads may be computed on the way.
     """
-    if _SIMPLE.get() or _partitioned(factors, after):
+    if is_simple() or _partitioned(factors, after):
         return _held(factors, after)
     return jax.lax.platform_dependent(factors, after, cpu=_renewed, default=_held)
 
@@ -113,6 +113,11 @@ def apart(simple: bool) -> Iterator[None]:
     finally:
         _APART.reset(tokens[0])
         _SIMPLE.reset(tokens[1])
+
+
+def is_simple() -> bool:
+    """Whether passes that are traced here take the form for all machines."""
+    return _SIMPLE.get()
 
 
 def abstract(aval: Any) -> jax.ShapeDtypeStruct:

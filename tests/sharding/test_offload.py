@@ -364,6 +364,8 @@ def test_factored_optimizers_go_layer_by_layer(name):
         "8 bits, came by layer": optax_ext.came8bit(1e-4, factoring=BY_LAYER),
     }[name]
     params = {"stack": jnp.ones((3, 512, 512))}
+    on_device = tx.init(params)
+    assert "platform_index" in str(jax.make_jaxpr(tx.update)(params, on_device, params))
     tx = shd.offload(tx)
     state = tx.init(params)
     assert has_loop(tx.update, params, state, params)
