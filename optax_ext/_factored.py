@@ -5,7 +5,6 @@ rows and of its columns, n + m numbers for n x m.
 """
 
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -357,10 +356,12 @@ def per_shape(kernel: Callable[..., Any]) -> Callable[..., Any]:
     Its first argument is the hyperparameters; where one is traced, each array traces the kernel.
     """
 
-    @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-    def compiled(simple: bool, hyper: Any, dims: Factoring, *arrays: Any) -> Any:
+    def traced(simple: bool, hyper: Any, dims: Factoring, *arrays: Any) -> Any:
         del simple  # beside the arguments, all that a trace depends on
         return kernel(hyper, dims, *arrays)
+
+    traced.__name__ = kernel.__name__  # in profiles
+    compiled = jax.jit(traced, static_argnums=(0, 1, 2))
 
     def call(hyper: Any, dims: Factoring, *arrays: Any) -> Any:
         known = all(h is None or isinstance(h, int | float | np.dtype) for h in hyper)
