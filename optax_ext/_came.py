@@ -1,6 +1,5 @@
 """CAME: confidence-guided adaptive memory-efficient optimization."""
 
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _validate
+from optax_ext._bias import one_minus_power
 from optax_ext._factored import (
     Factoring,
     FactoringRule,
@@ -137,13 +137,6 @@ def _direction(
         b3 = _validate.hyperparameter(hyper.b3, dtype)
         out = out * jnp.sqrt(one_minus_power(b3, count, dtype))
     return out.astype(g.dtype), m.astype(mu.dtype)
-
-
-def one_minus_power(beta: Any, count: jax.Array, dtype: Any) -> jax.Array:
-    """``1 - beta**count`` without the cancellation that float32 has at 0.9999."""
-    known = isinstance(beta, float)
-    log_beta: Any = (math.log(beta) if beta > 0 else -math.inf) if known else jnp.log(beta)
-    return -jnp.expm1(count.astype(dtype) * log_beta)
 
 
 def scale_by_came(

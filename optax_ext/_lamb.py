@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _validate
-from optax_ext._came import one_minus_power
+from optax_ext._bias import one_minus_power
 from optax_ext._factored import (
     FactoringRule,
     accumulator_dtype,

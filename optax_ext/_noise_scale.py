@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _validate
-from optax_ext._came import one_minus_power
+from optax_ext._bias import one_minus_power
 
 _HOW = (
     "gradient_noise_scale compares the gradient with those of pieces of the batch: update needs "
