@@ -3,6 +3,7 @@
 import datetime
 import importlib.metadata
 import itertools
+import os
 import pathlib
 import subprocess
 import sys
@@ -37,6 +38,15 @@ def commit() -> str:
     results = f":(exclude){RESULTS.relative_to(ROOT)}"
     changed = git("diff", "--name-only", "HEAD", "--", ".", results)
     return git("rev-parse", "--short=7", "HEAD") + ("+" if changed else "")
+
+
+def machine(accelerator: str) -> str:
+    """The accelerator, or "cpu" with its model where the system tells it, and how many cores."""
+    info = pathlib.Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    model = f"cpu ({models[0]})" if accelerator == "cpu" and models else accelerator
+    return f"{model}, {os.cpu_count()} cores"
 
 
 def write(name: str, title: str, about: str, *parts: str, script: str | None = None) -> None:

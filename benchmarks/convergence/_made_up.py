@@ -49,6 +49,8 @@ def row(config: dict[str, Any]) -> _rows.Row:
         "cpu_seconds": 1.0,
         "commit": "0000000",
         "jax": "0",
+        "optax": "0",
+        "python": "0",
         "corpus": CORPUS,
         "machine": "none",
         "date": "2000-01-01T00:00:00",

@@ -27,7 +27,21 @@ STYLE = {
     "adamw_8bit": ("#000000", "o", ":"),
     "came_8bit": ("#D55E00", "^", ":"),
 }
-TOP = 0.6  # nats above the best that a picture shows
+TOP = 0.5  # nats above the worst of the contenders' best runs that a picture shows
+
+
+ABOVE = 0.02  # between the triangles of contenders that are above it
+
+
+def _top(losses: Sequence[float]) -> float:
+    """Of a picture of which these must be seen."""
+    finite = [loss for loss in losses if math.isfinite(loss)]
+    return max(finite) + TOP if finite else 10.0
+
+
+def _above(ax: Any, x: np.ndarray, top: float, place: int, colour: str) -> None:
+    """Triangles for what is above the picture or diverged, a line for each contender."""
+    ax.plot(x, np.full(len(x), top + ABOVE * place), color=colour, marker=6, linestyle="none")
 
 
 def _axes(columns: int, rows: int = 1, width: float = 4.6, **kwargs: Any) -> tuple[Any, np.ndarray]:
@@ -110,10 +124,11 @@ def finals(found: Mapping[str, Mapping[str, Final]], path: pathlib.Path) -> None
     figure, axes = _axes(len(found))
     for ax, (task, contenders) in zip(axes.flat, found.items(), strict=True):
         order = sorted(contenders, key=lambda name: -float(np.mean(contenders[name].losses)))
-        best = min(float(np.mean(one.losses)) for one in contenders.values())
+        baseline = contenders.get(BASELINE, contenders[order[-1]])
+        top = float(np.mean(baseline.losses)) + TOP
         for place, name in enumerate(order):
             losses = contenders[name].losses
-            shown = losses[losses < best + TOP]
+            shown = losses[losses < top]
             colour, marker, _ = STYLE[name]
             hollow = "none" if name.endswith("8bit") else colour
             style = {"color": colour, "marker": marker, "markerfacecolor": hollow}
@@ -165,9 +180,8 @@ def sensitivity(rows: Rows, size: str, tasks: Sequence[str], path: pathlib.Path)
     for ax, task in zip(axes.flat, tasks, strict=True):
         searches = {name: _studies.tuned(rows, size, task, name)[0] for name in STYLE}
         searches = {name: found for name, found in searches.items() if found}
-        lowest = [min(found.values()) for found in searches.values()]
-        top = min(lowest) + TOP if np.isfinite(min(lowest)) else 10.0
-        for name, found in searches.items():
+        top = _top([min(found.values()) for found in searches.values()])
+        for place, (name, found) in enumerate(searches.items()):
             first = next(iter(found))
             line = sorted(
                 (trial.exponent, loss)
@@ -180,11 +194,12 @@ def sensitivity(rows: Rows, size: str, tasks: Sequence[str], path: pathlib.Path)
             look |= {"markerfacecolor": "none"} if name.endswith("8bit") else {}
             ax.plot(10.0**x, np.where(y < top, y, np.nan), label=name, **look)
             high = 10.0 ** x[~(y < top)]
-            ax.plot(high, np.full(len(high), top), color=colour, marker=6, linestyle="none")
+            _above(ax, high, top, place, colour)
             best = _search.best(found)
             if found[best] < top:
                 ax.plot(10**best.exponent, found[best], "*", color=colour, markersize=12)
-        ax.set(title=task, xscale="log", xlabel="peak learning rate", ylim=(None, top + 0.02))
+        ax.set(title=task, xscale="log", xlabel="peak learning rate")
+        ax.set_ylim(top=top + ABOVE * (len(searches) + 1))
         ax.set_ylabel("validation loss, nats")
         # Many lines cross here: names at their ends would be names of nothing.
         ax.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
@@ -192,7 +207,7 @@ def sensitivity(rows: Rows, size: str, tasks: Sequence[str], path: pathlib.Path)
 
 
 def batches(rows: Rows, size: str, path: pathlib.Path) -> None:
-    """Loss against batch at equal tokens: searched, the lead over AdamW, and by two rules.
+    """Loss against batch at equal tokens: the best, the lead over AdamW, and by two rules.
 
     A triangle at the top stands for a run that is above the picture or diverged.
     """
@@ -200,29 +215,29 @@ def batches(rows: Rows, size: str, path: pathlib.Path) -> None:
     found = {name: _summary.batches(rows, size, name) for name in _studies.MAIN}
     found = {name: points for name, points in found.items() if points}
     sizes = sorted({at.batch for points in found.values() for at in points})
-    known = [at.searched for points in found.values() for at in points if at.searched is not None]
-    best = min(known) if np.isfinite(min(known)) else 0.0
+    known = [at.best for points in found.values() for at in points if at.best is not None]
+    top, low = _top(known), min(known)
     fields = {
-        "searched": "learning rate searched",
+        "best": "best learning rate",
         "linear": "linear rule from the smallest batch",
         "square_root": "square-root rule from the smallest batch",
     }
     for ax, (field, title) in zip(axes.flat[[0, 2, 3]], fields.items(), strict=True):
         ends = {}
-        for name, points in found.items():
+        for place, (name, points) in enumerate(found.items()):
             there = [(at.batch, getattr(at, field)) for at in points]
             there = [(x, y) for x, y in there if y is not None]
             if not there:
                 continue
             x, y = (np.array(values) for values in zip(*there, strict=True))
             colour, marker, _ = STYLE[name]
-            inside = y < best + TOP
+            inside = y < top
             ax.plot(x[inside], y[inside], color=colour, marker=marker, markersize=5)
-            high = np.full(np.sum(~inside), best + TOP)
-            ax.plot(x[~inside], high, color=colour, marker=6, linestyle="none")
+            _above(ax, x[~inside], top, place, colour)
             if inside.any():
                 ends[name] = (float(x[inside][-1]), float(y[inside][-1]))
-        ax.set(title=title, ylabel="validation loss, nats", ylim=(best - 0.05, best + TOP + 0.02))
+        ax.set(title=title, ylabel="validation loss, nats")
+        ax.set_ylim(low - 0.05 if math.isfinite(low) else None, top + ABOVE * (len(found) + 1))
         ax.set_xlim(sizes[0] / 1.2, sizes[-1] * 1.2)
         _sizes_axis(ax, sizes)
         _label_ends(ax, ends)
@@ -234,7 +249,7 @@ def batches(rows: Rows, size: str, path: pathlib.Path) -> None:
             colour, marker, _ = STYLE[name]
             ax.plot(list(leads), list(leads.values()), color=colour, marker=marker, markersize=5)
             ends[name] = (max(leads), leads[max(leads)])
-    ax.set(title="searched, minus AdamW's", ylabel="nats; below 0 is better than AdamW")
+    ax.set(title="best, minus AdamW's", ylabel="nats; below 0 is better than AdamW")
     ax.set_xlim(sizes[0] / 1.2, sizes[-1] * 1.2)
     _sizes_axis(ax, sizes)
     _label_ends(ax, ends)
@@ -268,7 +283,7 @@ def spike(rows: Rows, size: str, task: str, path: pathlib.Path) -> None:
         axes[0, column].set(title=title)
         axes[1, column].set(xlabel="step", yscale="log")
     axes[0, 0].set_ylabel("training loss, nats")
-    axes[1, 0].set_ylabel("update of matrices, RMS / peak learning rate")
+    axes[1, 0].set_ylabel("update of matrices, RMS")
     for ax, at in zip(axes.flat, ends, strict=True):
         if not ax.lines:
             ax.text(0.5, 0.5, "no runs yet", transform=ax.transAxes, ha="center")

@@ -4,8 +4,8 @@ import datetime
 import functools
 import importlib.metadata
 import math
-import os
 import pathlib
+import platform
 import time
 from typing import Any
 
@@ -191,8 +191,10 @@ class Trainer:
             "cpu_seconds": round(log["cpu_seconds"], 2),
             "commit": ", ".join(log["commits"]),
             "jax": importlib.metadata.version("jax"),
+            "optax": importlib.metadata.version("optax"),
+            "python": platform.python_version(),
             "corpus": corpus.checksum,
-            "machine": f"{jax.devices()[0].device_kind}, {os.cpu_count()} cores",
+            "machine": _results.machine(jax.devices()[0].device_kind),
             "date": datetime.datetime.now().isoformat(timespec="seconds"),
         }
 

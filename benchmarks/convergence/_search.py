@@ -20,12 +20,15 @@ class Space:
       centre: of the grid of learning rates, an exponent of 10.
       weight_decays: values, the first from the start.
       betas: the other hyperparameters together, the first from the start.
+      shifts: decades by which the learning rate moves with each of these, where they change the
+        size of updates; none if empty.
     """
 
     budget: int
     centre: float
     weight_decays: tuple[float, ...]
     betas: tuple[dict[str, float], ...]
+    shifts: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +52,7 @@ def search(space: Space) -> Generator[list[Trial], list[float], dict[Trial, floa
     1. Learning rates half a decade apart around the centre: five, or three if the budget is below
        ten. While the best is the smallest or the largest, one more beyond it.
     2. The other weight decays, at the best learning rate.
-    3. The other betas, at the best of these.
+    3. The other betas, at the best of these and its learning rate times what they ask for.
     4. Learning rates a quarter of a decade to both sides of the best, then an eighth, and so on,
        until the budget is spent.
 
@@ -74,7 +77,11 @@ def search(space: Space) -> Generator[list[Trial], list[float], dict[Trial, floa
     at = best(found)
     yield from run(dataclasses.replace(at, weight_decay=wd) for wd in space.weight_decays)
     at = best(found)
-    yield from run(dataclasses.replace(at, betas=tuple(b.items())) for b in space.betas)
+    for_betas = zip(space.betas, space.shifts or [0.0] * len(space.betas), strict=True)
+    yield from run(
+        dataclasses.replace(_move(at, shift), betas=tuple(betas.items()))
+        for betas, shift in for_betas
+    )
     step = 0.25
     while len(found) < space.budget:
         at = best(found)
@@ -106,7 +113,8 @@ def _beyond(found: dict[Trial, float]) -> float | None:
 def edges(space: Space, found: dict[Trial, float]) -> list[str]:
     """Names of the hyperparameters whose best value has no worse one beyond it.
 
-    No weight decay at all is no edge: there is nothing beyond.
+    No weight decay at all is no edge: there is nothing beyond. What the budget left out is named,
+    too.
     """
     at = best(found)
     alike = [t.exponent for t in found if (t.weight_decay, t.betas) == (at.weight_decay, at.betas)]
@@ -116,11 +124,20 @@ def edges(space: Space, found: dict[Trial, float]) -> list[str]:
         names.append("learning_rate")
     elif at.exponent in (min(alike), max(alike)):
         names.append("learning_rate at these betas")
-    if at.weight_decay == max(space.weight_decays):
+    decays = {trial.weight_decay for trial in found}
+    if at.weight_decay == max(decays) and len(decays) > 1:
         names.append("weight_decay")
-    options = [tuple(b.items()) for b in space.betas]
-    if len(options) > 1 and at.betas in (options[0], options[-1]):
-        names.append("betas")
+    betas = {trial.betas for trial in found}
+    for name, value in at.betas:
+        values = {dict(one)[name] for one in betas}
+        if len(values) > 1 and value in (min(values), max(values)):
+            names.append(name)
+    for name, tried, all_of in (
+        ("weight decays", decays, space.weight_decays),
+        ("betas", betas, space.betas),
+    ):
+        if len(tried) < len(all_of):
+            names.append(f"{len(tried)} of {len(all_of)} {name} tried")
     return names
 
 

@@ -13,9 +13,11 @@ from _rows import Row, key_of
 TUNING_SEED = 0
 FINAL_SEEDS = (1, 2, 3)
 RERUN_SEED = 4
-RERUN = ("adamw", "adafactor", "came", "lamb")
+RERUN = ("adamw", "adafactor", "came", "lamb", "muon")
 MAIN = tuple(name for name, one in CONTENDERS.items() if one.budget >= 10)
-BATCH_BUDGETS = {1: 7, 4: 5, 16: 5, 64: 5}  # times the base's batch: runs of the search
+BATCH_BUDGETS = {1: 7, 4: 7, 16: 7, 64: 7}  # times the base's batch: runs of the search
+BATCH_ENDS = (1, 64)  # of these the best is run on other seeds
+BATCH_SEEDS = (1, 2)
 SPIKE = ("came", "came_debiased", "adafactor", "adamw")
 LARGE = (1.0, 0.562, 0.316)  # times the learning rate that is best in the small model
 
@@ -53,7 +55,7 @@ def loss_of(rows: Rows, config: Config) -> float | None:
 def space(contender: str) -> _search.Space:
     """What is searched for a contender."""
     one = CONTENDERS[contender]
-    return _search.Space(one.budget, one.learning_rate, one.weight_decays, one.betas)
+    return _search.Space(one.budget, one.learning_rate, one.weight_decays, one.betas, one.shifts)
 
 
 def searched(
@@ -95,6 +97,20 @@ def final(rows: Rows, size: str, task: str, contender: str) -> Plan:
     return _plan(f"final {task} {contender}", rows, configs, len(FINAL_SEEDS), hyper is None)
 
 
+def parent(rows: Rows, size: str, task: str, contender: str) -> Plan:
+    """State in few bits with what the search chose for its float32 parent, on the same seeds."""
+    configs = parent_configs(rows, size, task, contender)
+    total = len(FINAL_SEEDS) if CONTENDERS[contender].parent else 0
+    return _plan(f"parent {task} {contender}", rows, configs, total, bool(total and not configs))
+
+
+def parent_configs(rows: Rows, size: str, task: str, contender: str) -> list[Config]:
+    """Its runs, which are known once the search of the parent is finished."""
+    of = CONTENDERS[contender].parent
+    hyper = best(rows, size, task, of) if of else None
+    return [_sizes.config(size, task, contender, seed, hyper) for seed in FINAL_SEEDS if hyper]
+
+
 def spike(rows: Rows, size: str, task: str, contender: str) -> Plan:
     """The best configuration with warm-up and without."""
     if contender not in SPIKE:
@@ -116,22 +132,25 @@ def batch(rows: Rows, size: str, task: str, contender: str) -> Plan:
     """Batches of 1, 4, 16 and 64 times the base at equal tokens.
 
     The learning rate of the base is searched; a larger batch takes it by the linear rule and by
-    the square-root rule, around which it is searched as well.
+    the square-root rule, around which it is searched as well. The best of the smallest and of the
+    largest batch is run on other seeds.
     """
-    name, total = f"batch {task} {contender}", sum(BATCH_BUDGETS.values()) + len(BATCH_BUDGETS) - 1
+    name = f"batch {task} {contender}"
     if contender not in MAIN or task != "next_token":
         return Plan(name, 0, 0, [])
-    base, wanted = batch_search(rows, size, contender, 1)
-    if wanted:
-        return Plan(name, total, len(base), wanted, "the base's learning rate")
-    done, ready = len(base), []
-    for times in list(BATCH_BUDGETS)[1:]:
-        found, wanted = batch_search(rows, size, contender, times)
-        linear = batch_linear(rows, size, contender, times)
-        missing = [linear] if key_of(linear) not in rows else []
-        done += len(found) + 1 - len(missing)
-        ready += missing + wanted
-    return Plan(name, total, done, ready)
+    total = sum(BATCH_BUDGETS.values()) + len(BATCH_BUDGETS) - 1
+    total += len(BATCH_ENDS) * len(BATCH_SEEDS)
+    done, ready, waits = 0, [], ""
+    for times in BATCH_BUDGETS:
+        found, wanted = batch_trials(rows, size, contender, times)
+        seeds = batch_seeds(rows, size, contender, times)
+        missing = [config for config in seeds if key_of(config) not in rows]
+        done += len(found) + len(seeds) - len(missing)
+        ready += wanted + missing
+        if times == 1 and wanted:
+            waits = "the base's learning rate"
+            break
+    return Plan(name, total, done, ready, waits)
 
 
 def batch_search(
@@ -142,35 +161,61 @@ def batch_search(
     Weight decay and betas are those from which all searches start.
     """
     one = space(contender)
-    centre = one.centre if times == 1 else _base_exponent(rows, size, contender)
-    centre += math.log10(times) / 2
+    centre = one.centre if times == 1 else batch_square_root(rows, size, contender, times).exponent
     small = _search.Space(BATCH_BUDGETS[times], centre, one.weight_decays[:1], one.betas[:1])
-    return searched(rows, small, lambda trial: _batch_config(size, contender, trial.hyper, times))
+    return searched(rows, small, lambda trial: batch_config(size, contender, trial, times))
 
 
-def batch_linear(rows: Rows, size: str, contender: str, times: int) -> Config:
-    """The run at the learning rate of the linear rule."""
-    return _batch_rule(rows, size, contender, times, power=1.0)
+def batch_trials(
+    rows: Rows, size: str, contender: str, times: int
+) -> tuple[dict[_search.Trial, float], list[Config]]:
+    """All trials at a batch that are known, and what must be run: the search and the linear rule.
+
+    Above the base they need the base's.
+    """
+    found, wanted = batch_search(rows, size, contender, times)
+    if times == 1:
+        return found, wanted
+    trial = batch_linear(rows, size, contender, times)
+    config = batch_config(size, contender, trial, times)
+    loss = loss_of(rows, config)
+    return (found, [config, *wanted]) if loss is None else ({**found, trial: loss}, wanted)
 
 
-def batch_square_root(rows: Rows, size: str, contender: str, times: int) -> Config:
-    """The run at the learning rate of the square-root rule."""
-    return _batch_rule(rows, size, contender, times, power=0.5)
+def batch_best(rows: Rows, size: str, contender: str, times: int) -> _search.Trial | None:
+    """The best of all trials at a batch; None until they are finished."""
+    found, wanted = batch_trials(rows, size, contender, times)
+    return None if wanted else _search.best(found)
 
 
-def _batch_rule(rows: Rows, size: str, contender: str, times: int, power: float) -> Config:
-    one = space(contender)
-    exponent = _base_exponent(rows, size, contender) + power * math.log10(times)
-    trial = _search.Trial(exponent, one.weight_decays[0], tuple(one.betas[0].items()))
-    return _batch_config(size, contender, trial.hyper, times)
+def batch_seeds(rows: Rows, size: str, contender: str, times: int) -> list[Config]:
+    """The best at a batch on other seeds, where there are to be any."""
+    trial = batch_best(rows, size, contender, times)
+    if trial is None or times not in BATCH_ENDS:
+        return []
+    return [batch_config(size, contender, trial, times, seed) for seed in BATCH_SEEDS]
 
 
-def _base_exponent(rows: Rows, size: str, contender: str) -> float:
-    return _search.best(batch_search(rows, size, contender, 1)[0]).exponent
+def batch_linear(rows: Rows, size: str, contender: str, times: int) -> _search.Trial:
+    """What the linear rule says."""
+    return _batch_rule(rows, size, contender, times)
 
 
-def _batch_config(size: str, contender: str, hyper: dict[str, float], times: int) -> Config:
-    return _sizes.config(f"{size}_batch", "next_token", contender, TUNING_SEED, hyper, times)
+def batch_square_root(rows: Rows, size: str, contender: str, times: int) -> _search.Trial:
+    """What the square-root rule says."""
+    return _batch_rule(rows, size, contender, math.sqrt(times))
+
+
+def _batch_rule(rows: Rows, size: str, contender: str, factor: float) -> _search.Trial:
+    base = _search.best(batch_search(rows, size, contender, 1)[0])
+    return dataclasses.replace(base, exponent=base.exponent + math.log10(factor))
+
+
+def batch_config(
+    size: str, contender: str, trial: _search.Trial, times: int, seed: int = TUNING_SEED
+) -> Config:
+    """The configuration of a trial at a batch."""
+    return _sizes.config(f"{size}_batch", "next_token", contender, seed, trial.hyper, times)
 
 
 def large(rows: Rows, size: str, task: str, contender: str) -> Plan:
@@ -225,8 +270,9 @@ def _plan(name: str, rows: Rows, configs: Sequence[Config], total: int, waits: b
 STUDIES: dict[str, Callable[[Rows, str, str, str], Plan]] = {
     "tuning": tuning,
     "final": final,
-    "batch": batch,
+    "parent": parent,
     "spike": spike,
+    "batch": batch,
     "large": large,
 }
 

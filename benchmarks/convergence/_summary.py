@@ -3,17 +3,18 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import _search
 import _sizes
 import _studies
 import numpy as np
+from _contenders import CONTENDERS, schedule
 from _rows import Row, key_of
+from scipy import stats
 
 Rows = Mapping[str, Row]
 BASELINE = "adamw"
-# Of Student's t, 97.5 %, by the number of values; more are not needed.
-STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,13 +83,53 @@ def difference(one: Final, baseline: Final) -> np.ndarray:
     return np.array([loss(one.rows[s]) - loss(baseline.rows[s]) for s in seeds])
 
 
-def half_width(values: np.ndarray, further: bool = False) -> float:
-    """Of the 95 % interval of a mean, or of that of one ``further`` value; 0 for one value."""
-    n = len(values)
-    if n < 2:
-        return 0.0
-    scale = 1 / n + (1 if further else 0)
-    return STUDENT[n] * float(np.std(values, ddof=1)) * math.sqrt(scale)
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """How far apart runs are of which only the seed differs, from all contenders together.
+
+    Attributes:
+      deviation: standard deviation of what the means of contenders and of seeds leave.
+      freedom: its degrees of freedom.
+    """
+
+    deviation: float
+    freedom: int
+
+    def half_width(self, seeds: int, further: bool = False) -> float:
+        """Of the 95 % interval of the difference of two contenders, a mean over seeds.
+
+        Or of that of the difference on one ``further`` seed.
+        """
+        scale = 2 / seeds + (2 if further else 0)
+        quantile = float(stats.t.ppf(0.975, self.freedom))
+        return quantile * self.deviation * math.sqrt(scale)
+
+
+def spread(losses: Sequence[np.ndarray]) -> Spread | None:
+    """Of the losses of contenders, each on the same seeds; None of less than two of them."""
+    if len(losses) < 2 or len(losses[0]) < 2:
+        return None
+    x = np.array(losses)
+    rest = x - x.mean(0) - x.mean(1, keepdims=True) + x.mean()
+    freedom = (x.shape[0] - 1) * (x.shape[1] - 1)
+    return Spread(math.sqrt(float((rest**2).sum()) / freedom), freedom)
+
+
+def spread_of(found: Mapping[str, Final]) -> Spread | None:
+    """Of the contenders that have all final runs, none of which diverged."""
+    whole = [one for one in found.values() if len(one.rows) == len(_studies.FINAL_SEEDS)]
+    return spread([one.losses for one in whole if one.finite])
+
+
+def at_parents(rows: Rows, size: str, task: str, contender: str) -> np.ndarray:
+    """Loss minus that of the float32 parent with the same hyperparameters, for each seed."""
+    of = final(rows, size, task, CONTENDERS[contender].parent or BASELINE)
+    configs = _studies.parent_configs(rows, size, task, contender)
+    there = {config["seed"]: rows.get(key_of(config)) for config in configs}
+    if of is None:
+        return np.array([])
+    pairs = [(row, of.rows.get(seed)) for seed, row in there.items()]
+    return np.array([loss(one) - loss(other) for one, other in pairs if one and other])
 
 
 def curve(row: Row) -> tuple[np.ndarray, np.ndarray]:
@@ -122,15 +163,19 @@ def steps_to_baseline(one: Final, baseline: Final) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class AtBatch:
-    """A contender's losses at one batch; None where a run is missing, infinite if it diverged."""
+    """A contender's losses at one batch; None where a run is missing, infinite if it diverged.
+
+    ``others`` are those of the best learning rate on other seeds.
+    """
 
     batch: int
     steps: int
     linear: float | None
     square_root: float | None
-    searched: float | None
+    best: float | None
     learning_rate: float | None
     on_edge: bool
+    others: np.ndarray
 
 
 def batches(rows: Rows, size: str, contender: str) -> list[AtBatch]:
@@ -141,29 +186,57 @@ def batches(rows: Rows, size: str, contender: str) -> list[AtBatch]:
 
 
 def lead(rows: Rows, size: str, contender: str) -> dict[int, float]:
-    """Searched loss minus the baseline's at the same batch, where both are there."""
-    base = {at.batch: at.searched for at in batches(rows, size, BASELINE)}
+    """The best loss minus the baseline's at the same batch, where both are there."""
+    base = {at.batch: at.best for at in batches(rows, size, BASELINE)}
     out = {}
     for at in batches(rows, size, contender):
         other = base.get(at.batch)
-        if contender != BASELINE and at.searched is not None and other is not None:
-            out[at.batch] = at.searched - other
+        if contender != BASELINE and at.best is not None and other is not None:
+            out[at.batch] = at.best - other
     return {batch: less for batch, less in out.items() if math.isfinite(less)}
 
 
+def batch_finals(rows: Rows, size: str) -> dict[int, dict[str, np.ndarray]]:
+    """Losses on the other seeds by batch and contender, where all are there and finite."""
+    out: dict[int, dict[str, np.ndarray]] = {}
+    for name in _studies.MAIN:
+        for at in batches(rows, size, name):
+            if len(at.others) == len(_studies.BATCH_SEEDS) and np.isfinite(at.others).all():
+                out.setdefault(at.batch, {})[name] = at.others
+    return out
+
+
 def _at_batch(rows: Rows, size: str, contender: str, times: int) -> AtBatch:
-    found, wanted = _studies.batch_search(rows, size, contender, times)
-    linear = _studies.batch_linear(rows, size, contender, times)
-    at_linear = _studies.loss_of(rows, linear)
-    at_root = _studies.loss_of(rows, _studies.batch_square_root(rows, size, contender, times))
-    trial = None if wanted else _search.best(found)
-    exponents = [one.exponent for one in found]
-    on_edge = trial is not None and trial.exponent in (min(exponents), max(exponents))
-    rate = None if trial is None else trial.hyper["learning_rate"]
-    searched = None if trial is None else found[trial]
-    if searched is not None and at_linear is not None and at_linear < searched:
-        searched, rate, on_edge = at_linear, linear["hyper"]["learning_rate"], True
-    return AtBatch(linear["batch"], linear["steps"], at_linear, at_root, searched, rate, on_edge)
+    def config(trial: _search.Trial) -> _studies.Config:
+        return _studies.batch_config(size, contender, trial, times)
+
+    linear = config(_studies.batch_linear(rows, size, contender, times))
+    root = config(_studies.batch_square_root(rows, size, contender, times))
+    found, _ = _studies.batch_trials(rows, size, contender, times)
+    best = _studies.batch_best(rows, size, contender, times)
+    exponents = [trial.exponent for trial in found]
+    others = _studies.batch_seeds(rows, size, contender, times)
+    return AtBatch(
+        batch=linear["batch"],
+        steps=linear["steps"],
+        linear=_studies.loss_of(rows, linear),
+        square_root=_studies.loss_of(rows, root),
+        best=None if best is None else found[best],
+        learning_rate=None if best is None else best.hyper["learning_rate"],
+        on_edge=best is not None and best.exponent in (min(exponents), max(exponents)),
+        others=np.array([loss(rows[key_of(one)]) for one in others if key_of(one) in rows]),
+    )
+
+
+def growth(config: Mapping[str, Any]) -> float:
+    """How many times larger CAME's updates are as published than debiased, over a run.
+
+    The mean of 1 / sqrt(1 - b3**t), weighted by the learning rate.
+    """
+    steps = np.arange(config["steps"])
+    rate = np.asarray(schedule(1.0, config["warmup"], config["steps"])(steps))
+    factor = (1 - config["hyper"]["b3"] ** (steps + 1.0)) ** -0.5
+    return float((factor * rate).sum() / rate.sum())
 
 
 def spike(rows: Rows, size: str, task: str, contender: str, warm: bool) -> list[Row]:
@@ -177,9 +250,8 @@ def spike(rows: Rows, size: str, task: str, contender: str, warm: bool) -> list[
 
 
 def early_update(row: Row) -> np.ndarray:
-    """RMS of the first updates of matrices over the peak learning rate; nan where it was none."""
-    values = [np.nan if x is None else x for x in row["early_update_rms"]]
-    return np.array(values) / row["config"]["hyper"]["learning_rate"]
+    """RMS of the first updates of matrices; nan where it was none."""
+    return np.array([np.nan if x is None else x for x in row["early_update_rms"]])
 
 
 def corpus(rows: Rows) -> int | None:
@@ -198,6 +270,7 @@ class Rerun:
       loss: of the rerun.
       difference: of that to the baseline's rerun.
       expected: differences of the committed runs, by seed.
+      half_width: of the interval around their mean in which a further one is expected.
     """
 
     name: str
@@ -206,14 +279,15 @@ class Rerun:
     loss: float | None
     difference: float | None
     expected: np.ndarray | None
+    half_width: float | None
 
     @property
     def verdict(self) -> str:
         """Whether the rerun's difference is one that the committed ones let expect."""
-        if self.difference is None or self.expected is None or len(self.expected) < 2:
+        if self.difference is None or self.expected is None or self.half_width is None:
             return "-"
-        half = half_width(self.expected, further=True)
-        return "yes" if abs(self.difference - np.mean(self.expected)) <= half else "no"
+        away = abs(self.difference - float(np.mean(self.expected)))
+        return "yes" if away <= self.half_width else "no"
 
 
 def reruns(known: Rows, fresh: Rows, size: str, contenders: Sequence[str]) -> list[Rerun]:
@@ -224,14 +298,17 @@ def reruns(known: Rows, fresh: Rows, size: str, contenders: Sequence[str]) -> li
         config = _sizes.config(size, "next_token", name, _studies.RERUN_SEED, hyper)
         return _studies.loss_of(fresh, config)
 
-    baseline, out = final(known, size, "next_token", BASELINE), []
+    every = finals(known, size, "next_token", list(CONTENDERS))
+    baseline, apart, out = every.get(BASELINE), spread_of(every), []
     for name in contenders:
         _, searched = _studies.best_known(known, size, "next_token", name)
-        committed, loss, base = final(known, size, "next_token", name), of(name), of(BASELINE)
+        committed, loss, base = every.get(name), of(name), of(BASELINE)
         other = name != BASELINE
         difference = loss - base if other and loss is not None and base is not None else None
         expected = difference_of(committed, baseline) if other else None
-        out.append(Rerun(name, searched, committed, loss, difference, expected))
+        seeds = 0 if expected is None else len(expected)
+        half = apart.half_width(seeds, further=True) if apart and seeds else None
+        out.append(Rerun(name, searched, committed, loss, difference, expected, half))
     return out
 
 

@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import _sizes
 import _studies
 import _summary
 import numpy as np
 from _contenders import CONTENDERS
-from _summary import BASELINE, Final, Rows
+from _summary import BASELINE, Final, Rows, Spread
 
 Ratios = Mapping[str, Sequence[float]]
 
@@ -20,13 +21,13 @@ def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 def losses(found: Mapping[str, Final], ratios: Ratios) -> str:
     """Final losses, what they took, and what the optimizer keeps; best first."""
-    baseline = found.get(BASELINE)
+    baseline, apart = found.get(BASELINE), _summary.spread_of(found)
     lines = []
     for name, one in sorted(found.items(), key=lambda item: float(np.mean(item[1].losses))):
         against = steps = "-"
         if baseline is not None and name != BASELINE:
-            against = _interval(_summary.difference(one, baseline))
-            steps = _steps(_summary.steps_to_baseline(one, baseline))
+            against = _interval(_summary.difference(one, baseline), apart)
+            steps = _steps(_summary.steps_to_baseline(one, baseline), one)
         cells = [f"`{name}`", _spread(one.losses), str(len(one.rows)), against, steps]
         lines.append([*cells, f"{one.state_bytes:.2f}", _ratio(ratios.get(name))])
     header = [
@@ -34,9 +35,9 @@ def losses(found: Mapping[str, Final], ratios: Ratios) -> str:
         "validation loss, mean ± sd",
         "seeds",
         "minus AdamW's (95 % interval)",
-        "steps to AdamW's loss",
+        "steps (tokens) to AdamW's loss",
         "state, bytes a parameter",
-        "time of a step / AdamW's (quartiles)",
+        "time of a training step / AdamW's (quartiles)",
     ]
     return _table(header, lines)
 
@@ -49,13 +50,15 @@ def _spread(values: np.ndarray) -> str:
     return f"{np.mean(values):.3f}{deviation}"
 
 
-def _interval(values: np.ndarray, further: bool = False) -> str:
-    """Mean of differences and its interval, or that of a ``further`` one, if there are several."""
+def _interval(values: np.ndarray, apart: Spread | None, further: bool = False) -> str:
+    """Mean of differences and its interval, or that of a ``further`` one."""
     if not values.size or not np.isfinite(values).all():
         return "-"
-    half = _summary.half_width(values, further)
     mean = float(np.mean(values))
-    return f"{mean:+.3f}" + (f" ({mean - half:+.3f} to {mean + half:+.3f})" if half else "")
+    if apart is None:
+        return f"{mean:+.3f}"
+    half = apart.half_width(len(values), further)
+    return f"{mean:+.3f} ({mean - half:+.3f} to {mean + half:+.3f})"
 
 
 def _ratio(quartiles: Sequence[float] | None) -> str:
@@ -65,14 +68,18 @@ def _ratio(quartiles: Sequence[float] | None) -> str:
     return f"{middle:.2f} ({low:.2f}-{high:.2f})"
 
 
-def _steps(counts: np.ndarray) -> str:
+def _steps(counts: np.ndarray, one: Final) -> str:
+    """Median of the seeds, and which part of them got there."""
     if not counts.size:
         return "-"
-    reached = counts[np.isfinite(counts)]
-    missed = len(counts) - reached.size
-    if not reached.size:
-        return "not reached"
-    return f"{reached.mean():.0f}" + (f", {missed} of {len(counts)} not" if missed else "")
+    row = next(iter(one.rows.values()))
+    steps, missed = row["config"]["steps"], int(np.isinf(counts).sum())
+    if missed == len(counts):
+        return f"> {steps}"
+    middle = float(np.median(counts))
+    tokens = middle / steps * row["tokens"]
+    text = f"> {steps}" if np.isinf(middle) else f"{middle:.0f} ({tokens / 1e3:.0f}k)"
+    return text + (f"; {missed} of {len(counts)} not" if missed else "")
 
 
 def chosen(found: Mapping[str, Final]) -> str:
@@ -107,6 +114,17 @@ def searching(rows: Rows, size: str, task: str) -> str:
     return _table(header, lines) if lines else ""
 
 
+def parents(rows: Rows, size: str, task: str, found: Mapping[str, Final]) -> str:
+    """What state in few bits changes at its parent's hyperparameters; empty without runs."""
+    lines, apart = [], _summary.spread_of(found)
+    for name, one in CONTENDERS.items():
+        less = _summary.at_parents(rows, size, task, name) if one.parent else np.array([])
+        if less.size:
+            lines.append([f"`{name}`", f"`{one.parent}`", str(len(less)), _interval(less, apart)])
+    header = ["contender", "parent", "seeds", "minus the parent's loss (95 % interval)"]
+    return _table(header, lines) if lines else ""
+
+
 def batches(rows: Rows, size: str) -> str:
     """Losses by batch with each rule; empty where nothing is known."""
     lines = []
@@ -114,13 +132,36 @@ def batches(rows: Rows, size: str) -> str:
         leads = _summary.lead(rows, size, name)
         for at in _summary.batches(rows, size, name):
             rate = "-" if at.learning_rate is None else f"{at.learning_rate:g}"
-            values = [_cell(x) for x in (at.linear, at.square_root, at.searched)]
+            values = [_cell(x) for x in (at.linear, at.square_root, at.best)]
             edge = "learning rate" if at.on_edge else "-"
             less = f"{leads[at.batch]:+.3f}" if at.batch in leads else "-"
             lines.append([f"`{name}`", str(at.batch), str(at.steps), *values, less, rate, edge])
-    header = ["contender", "batch", "steps", "linear rule", "square-root rule", "searched"]
-    header += ["searched, minus AdamW's", "its learning rate", "on an edge"]
+    header = ["contender", "batch", "steps", "linear rule", "square-root rule", "best"]
+    header += ["best, minus AdamW's", "its learning rate", "on an edge"]
     return _table(header, lines) if lines else ""
+
+
+def batch_finals(rows: Rows, size: str) -> str:
+    """The best of the smallest and of the largest batch on other seeds; empty without runs."""
+    lines = []
+    for batch, found in _summary.batch_finals(rows, size).items():
+        apart, base = _summary.spread(list(found.values())), found.get(BASELINE)
+        for name, losses in sorted(found.items(), key=lambda item: float(item[1].mean())):
+            other = name != BASELINE and base is not None
+            less = _interval(losses - base, apart) if other else "-"
+            lines.append([str(batch), f"`{name}`", str(len(losses)), _spread(losses), less])
+    header = ["batch", "contender", "seeds", "validation loss, mean ± sd"]
+    return _table([*header, "minus AdamW's (95 % interval)"], lines) if lines else ""
+
+
+def growths(size: str) -> str:
+    """How much larger CAME's updates are as published, by the steps of a run."""
+    out = []
+    for times in _studies.BATCH_BUDGETS:
+        hyper = {"b3": CONTENDERS["came"].betas[0]["b3"]}
+        config = _sizes.config(f"{size}_batch", "next_token", "came", 0, hyper, times)
+        out.append(f"{_summary.growth(config):.1f} in {config['steps']} steps")
+    return ", ".join(out)
 
 
 def _cell(loss: float | None) -> str:
@@ -139,10 +180,12 @@ def spike(rows: Rows, size: str, task: str) -> str:
                 continue
             values = np.array([_summary.loss(row) for row in found])
             largest = max(float(np.nanmax(_summary.early_update(row))) for row in found)
+            rate = found[0]["config"]["hyper"]["learning_rate"]
             kind = "10 % of the steps" if warm else "none"
-            lines.append([f"`{name}`", kind, str(len(found)), _spread(values), f"{largest:.2g}"])
-    header = ["contender", "warm-up", "seeds", "validation loss, mean ± sd"]
-    header += ["largest early update, RMS / peak learning rate"]
+            cells = [f"`{name}`", kind, str(len(found)), _spread(values), f"{rate:g}"]
+            lines.append([*cells, f"{largest:.2g}", f"{largest / rate:.2g}"])
+    header = ["contender", "warm-up", "seeds", "validation loss, mean ± sd", "peak learning rate"]
+    header += ["largest early update, RMS", "/ peak learning rate"]
     return _table(header, lines) if lines else ""
 
 
@@ -167,9 +210,11 @@ def _has_large(size: str) -> bool:
 def rerun(known: Rows, fresh: Rows, size: str) -> str:
     """The reruns beside the committed rows, and whether they agree."""
     lines, same = [], _summary.corpus(known) == _summary.corpus(fresh)
+    every = _summary.finals(known, size, "next_token", list(CONTENDERS))
+    apart = _summary.spread_of(every)
     for one in _summary.reruns(known, fresh, size, _studies.RERUN):
         committed = "-" if one.committed is None else _spread(one.committed.losses)
-        against = "-" if one.expected is None else _interval(one.expected, further=True)
+        against = "-" if one.expected is None else _interval(one.expected, apart, True)
         budget = CONTENDERS[one.name].budget
         cells = [f"`{one.name}`", f"{one.searched} of {budget}", committed, _cell(one.loss)]
         difference = "-" if one.difference is None else f"{one.difference:+.3f}"

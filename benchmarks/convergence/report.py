@@ -33,14 +33,15 @@ def where(rows: _summary.Rows) -> str:
     """Which machines, commits and text the rows come from."""
 
     def all_of(name: str) -> str:
-        return ", ".join(sorted({str(row[name]) for row in rows.values()}))
+        return ", ".join(sorted({str(row[name]) for row in rows.values() if name in row}))
 
     hours = sum(row["cpu_seconds"] for row in rows.values()) / 3600
     commits = Counter(row["commit"] for row in rows.values()).most_common()
     of_commits = ", ".join(f"{name} ({number} runs)" for name, number in commits)
     return (
         f"{len(rows)} runs, {hours:.1f} hours of CPU time, on {all_of('machine')}; commits "
-        f"{of_commits}, jax {all_of('jax')}, checksum of the text {all_of('corpus')}."
+        f"{of_commits}, jax {all_of('jax')}, optax {all_of('optax')}, Python {all_of('python')}, "
+        f"checksum of the text {all_of('corpus')}."
     )
 
 
@@ -66,8 +67,11 @@ def parts(
         out += [
             "## Final losses",
             "Cross entropy in nats on 512 held-out windows, lower is better. Each mark is a seed, "
-            "each bar a mean; the line is AdamW's. Differences are taken seed by seed: an interval "
-            "that has 0 in it shows no difference.",
+            "each bar a mean; the line is AdamW's. Differences are taken seed by seed; the width "
+            "of their intervals comes from all contenders together (what is left beside the means "
+            "of contenders and of seeds). One that has 0 in it does not show a difference. They "
+            "leave out that hyperparameters were chosen on one other seed, by the same windows. "
+            "Steps to AdamW's loss are read from the curves, which have fewer windows.",
             f"![Final losses](finals_{size}.png)",
         ]
         if measured["ratios"]:
@@ -82,6 +86,8 @@ def parts(
         if contenders:
             out += [_tables.losses(contenders, measured["ratios"])]
             out += ["What the search chose:", _tables.chosen(contenders)]
+            few = _tables.parents(rows, size, task, contenders)
+            out += ["State in 8 bits at the hyperparameters of float32:", few] if few else []
         if searching:
             out += ["No final runs yet; the lowest loss of the search, on its one seed:", searching]
     if found:
@@ -98,13 +104,22 @@ def parts(
     table = _tables.batches(rows, size)
     if table:
         _plots.batches(rows, size, folder / f"batch_{size}.png")
-        text = f"One seed. {noise(every.get('next_token', {}))}".strip()
+        text = (
+            "One seed. As published CAME's updates are larger than debiased, which counts for more "
+            f"the fewer steps there are: {_tables.growths(size)} (mean of 1 / sqrt(1 - b3^t), "
+            "weighted by the schedule)."
+        )
         out += ["## Batches at equal tokens", text, table, f"![Loss](batch_{size}.png)"]
+        others = _tables.batch_finals(rows, size)
+        out += ["The best learning rates on seeds that did not choose them:", others] * bool(others)
     for task in searched:
         table = _tables.spike(rows, size, task)
         if table:
             _plots.spike(rows, size, task, folder / f"spike_{task}_{size}.png")
-            text = "Bands are from the lowest to the highest of the seeds."
+            text = (
+                "Learning rates as the search with warm-up chose them. Bands are from the lowest "
+                "to the highest of the seeds."
+            )
             out += [f"## First steps, {task}", table, text, f"![Spike](spike_{task}_{size}.png)"]
     table = _tables.large(rows, size)
     if table:
@@ -115,20 +130,6 @@ def parts(
         )
         out += ["## Large model", text, table]
     return out + (["## Not there yet", todo] if todo else [])
-
-
-def noise(found: dict[str, _summary.Final]) -> str:
-    """How far the final runs of one contender are apart, to judge single runs by."""
-    deviations = [
-        one.losses.std(ddof=1) for one in found.values() if len(one.rows) > 2 and one.finite
-    ]
-    if not deviations:
-        return ""
-    middle = sorted(deviations)[len(deviations) // 2]
-    return (
-        f"Final runs of one contender differ by {middle:.3f} nats from seed to seed (median "
-        "standard deviation): differences of that size mean nothing."
-    )
 
 
 def write(rows: _summary.Rows, size: str) -> None:

@@ -68,7 +68,7 @@ def measured(size: str, names: Sequence[str], rounds: int, steps: int) -> dict[s
     times = take_turns(steppers, rounds, warm_up=1)
     of = f"{rounds} rounds of {steps} steps"
     core = "one core of " if size != "gpu" else ""
-    where = f"{core}{jax.devices()[0].device_kind}, {os.cpu_count()} cores"
+    where = core + _results.machine(jax.devices()[0].device_kind)
     about = (
         f"{of} on {where}; commit {_results.commit()}, {datetime.date.today()}, "
         f"jax {importlib.metadata.version('jax')}."

@@ -28,17 +28,28 @@ def final_rows(rows, contender):
     return _summary.final(rows, SIZE, TASK, contender).rows
 
 
-def test_intervals_are_student_s():
-    for n, quantile in _summary.STUDENT.items():
-        assert quantile == pytest.approx(stats.t.ppf(0.975, n - 1), abs=1e-3)
-    values = np.array([0.1, 0.2, 0.6])
-    low, high = stats.t.interval(0.95, 2, values.mean(), stats.sem(values))
-    assert _summary.half_width(values) == pytest.approx((high - low) / 2, rel=1e-3)
-    # Of one more value: half of the difference between it and the mean of the others.
-    deviation = values.std(ddof=1) * math.sqrt(1 + 1 / 3)
-    further = _summary.half_width(values, further=True)
-    assert further == pytest.approx(stats.t.ppf(0.975, 2) * deviation, rel=1e-3)
-    assert _summary.half_width(values[:1]) == 0
+def test_intervals_hold_what_they_say():
+    """Of 2,000 made-up comparisons, 95 % hold the true difference, and one further seed's."""
+    rng, n = np.random.default_rng(0), 3
+    inside = further = 0
+    for _ in range(2000):
+        seeds = rng.normal(size=n + 1)  # what all contenders have in common
+        losses = np.arange(5.0)[:, None] + seeds + 0.1 * rng.normal(size=(5, n + 1))
+        apart = _summary.spread(list(losses[:, :n]))
+        assert apart.freedom == 8
+        found = (losses[4] - losses[0])[:n].mean()
+        inside += abs(found - 4) <= apart.half_width(n)
+        further += abs(losses[4, n] - losses[0, n] - found) <= apart.half_width(n, further=True)
+    assert 0.935 < inside / 2000 < 0.965
+    assert 0.935 < further / 2000 < 0.965
+
+
+def test_spread_of_two_is_that_of_paired_differences():
+    a, b = np.array([0.1, 0.2, 0.6]), np.array([0.5, 0.1, 0.3])
+    low, high = stats.t.interval(0.95, 2, (a - b).mean(), stats.sem(a - b))
+    assert _summary.spread([a, b]).half_width(3) == pytest.approx((high - low) / 2)
+    assert _summary.spread([a]) is None
+    assert _summary.spread([a[:1], b[:1]]) is None
 
 
 def test_differences_are_taken_seed_by_seed(rows):
@@ -68,11 +79,50 @@ def test_losses_name_what_diverged(rows):
     assert text.splitlines()[-1].startswith("| `came`")
 
 
+def test_few_bits_are_compared_with_their_parent_s_settings(rows):
+    of = _summary.final(rows, SIZE, TASK, "came")
+    own = {
+        (row["config"]["seed"], row["config"]["contender"], str(row["config"]["hyper"])): row
+        for row in rows.values()
+    }
+    want = [own[s, "came_8bit", str(of.hyper)]["loss"] - of.rows[s]["loss"] for s in (1, 2, 3)]
+    np.testing.assert_allclose(_summary.at_parents(rows, SIZE, TASK, "came_8bit"), want)
+    text = _tables.parents(rows, SIZE, TASK, _summary.finals(rows, SIZE, TASK, FEW))
+    assert f"| `came_8bit` | `came` | 3 | {np.mean(want):+.3f} (" in text
+
+
+def test_a_best_at_the_linear_rule_is_no_edge_inside_of_the_search(rows):
+    def edges(losses):
+        """Of a batch at which these are the losses of the exponents, as far as known."""
+        some = {
+            key: row
+            for key, row in rows.items()
+            if row["config"]["batch"] != 4 or row["config"]["contender"] != "adamw"
+        }
+        while True:
+            _, wanted = _studies.batch_trials(some, SIZE, "adamw", 4)
+            if not wanted:
+                return _summary.batches(some, SIZE, "adamw")[1]
+            for config in wanted:
+                loss = losses(math.log10(config["hyper"]["learning_rate"]))
+                some[_rows.key_of(config)] = {
+                    **_made_up.row(config),
+                    "loss": loss,
+                    "diverged": False,
+                }
+
+    linear = _studies.batch_linear(rows, SIZE, "adamw", 4).exponent
+    at = edges(lambda exponent: 2 + abs(exponent - linear))
+    assert at.best == pytest.approx(at.linear)
+    assert not at.on_edge
+    assert edges(lambda exponent: 2 - exponent).on_edge
+
+
 def test_a_lead_is_the_baseline_s_at_the_same_batch(rows):
     for at in _summary.batches(rows, SIZE, "came"):
         (base,) = [x for x in _summary.batches(rows, SIZE, "adamw") if x.batch == at.batch]
         lead = _summary.lead(rows, SIZE, "came")[at.batch]
-        assert lead == pytest.approx(at.searched - base.searched)
+        assert lead == pytest.approx(at.best - base.best)
     assert not _summary.lead(rows, SIZE, "adamw")
 
 
@@ -159,6 +209,7 @@ def test_a_rerun_agrees_if_its_difference_does(rows):
         "adafactor": "yes",
         "came": "no",
         "lamb": "yes",
+        "muon": "yes",
     }
     want = means["came"] + 1 - base.losses.mean()
     assert found["came"].difference == pytest.approx(want)

@@ -1,5 +1,6 @@
 """The search for hyperparameters: its budget, its edges, and that it is replayed."""
 
+import dataclasses
 import math
 
 import _search
@@ -65,7 +66,38 @@ def test_edges_that_remain_are_named():
     _, found = run(SPACE, bowl(9.0, weight_decay=1.0, b2=0.9))
     assert "learning_rate" in _search.edges(SPACE, found)
     _, found = run(SPACE, bowl(-2.5, weight_decay=2.0, b2=0.9))
-    assert _search.edges(SPACE, found) == ["weight_decay", "betas"]
+    assert _search.edges(SPACE, found) == ["weight_decay", "b2"]
+    # By value, wherever it stands among the betas.
+    _, found = run(SPACE, bowl(-2.5, b2=0.9))
+    assert _search.edges(SPACE, found) == ["b2"]
+    turned = dataclasses.replace(SPACE, betas=SPACE.betas[::-1])
+    assert _search.edges(turned, run(turned, bowl(-2.5, b2=0.99))[1]) == []
+    assert _search.edges(turned, run(turned, bowl(-2.5, b2=0.9))[1]) == ["b2"]
+
+
+def test_what_the_budget_left_out_is_named():
+    few = dataclasses.replace(SPACE, budget=6)
+    _, found = run(few, bowl(-2.5))
+    assert _search.edges(few, found)[-1] == "2 of 3 betas tried"
+    few = dataclasses.replace(SPACE, budget=4)
+    _, found = run(few, bowl(-2.5))
+    assert _search.edges(few, found)[-2:] == ["2 of 3 weight decays tried", "1 of 3 betas tried"]
+
+
+def test_learning_rates_move_with_betas():
+    """Where betas change the size of updates they are tried at a rate that suits them."""
+    moved = dataclasses.replace(SPACE, shifts=(0.0, 0.75, 0.25))
+
+    def loss(trial):
+        b2 = dict(trial.betas)["b2"]
+        best = {0.999: -2.5, 0.99: -1.7, 0.95: 0.0}[b2]
+        return (trial.exponent - best) ** 2 + (0.2 if b2 != 0.99 else 0)
+
+    order, found = run(moved, loss)
+    assert [(t.exponent, dict(t.betas)["b2"]) for t in order[7:9]] == [(-1.75, 0.99), (-2.25, 0.95)]
+    assert dict(_search.best(found).betas)["b2"] == 0.99
+    # In place it would have lost.
+    assert loss(dataclasses.replace(order[7], exponent=-2.5)) > found[order[2]]
 
 
 def test_a_search_that_diverges_goes_down():

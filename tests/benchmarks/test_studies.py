@@ -30,7 +30,7 @@ def run_all(studies, contenders, rows=None):
 @pytest.mark.parametrize("study", _studies.STUDIES)
 def test_studies_end_with_as_many_runs_as_they_say(study):
     studies = [study] if study in ("tuning", "batch") else ["tuning", study]
-    plans, rows = run_all(studies, ["came", "lion"])
+    plans, rows = run_all(studies, ["came", "lion", "came_8bit"])
     assert all(plan.done == plan.total and not plan.waits for plan in plans)
     assert len(rows) == sum(plan.total for plan in plans)
 
@@ -61,9 +61,27 @@ def test_batches_have_equal_tokens():
     configs = [row["config"] for row in rows.values()]
     assert len({config["batch"] * config["steps"] for config in configs}) == 1
     assert {config["batch"] for config in configs} == {1, 4, 16, 64}
-    base = _studies._base_exponent(rows, "smoke", "adamw")
+    base = _studies.batch_best(rows, "smoke", "adamw", 1).hyper["learning_rate"]
     for times in (4, 16, 64):
-        config = _studies.batch_linear(rows, "smoke", "adamw", times)
-        assert config["hyper"]["learning_rate"] == pytest.approx(times * 10**base, rel=0.01)
         rates = {c["hyper"]["learning_rate"] for c in configs if c["batch"] == times}
-        assert float(f"{math.sqrt(times) * 10**base:.3g}") in rates
+        for factor in (times, math.sqrt(times)):
+            assert any(rate == pytest.approx(factor * base, rel=0.01) for rate in rates)
+
+
+def test_the_best_at_the_ends_of_the_batches_is_run_on_other_seeds():
+    _, rows = run_all(["batch"], ["adamw"])
+    for times in (1, 4, 16, 64):
+        here = [row for row in rows.values() if row["config"]["batch"] == times]
+        others = [row["config"] for row in here if row["config"]["seed"]]
+        assert [config["seed"] for config in others] == ([1, 2] if times in (1, 64) else [])
+        best = min((row for row in here if not row["config"]["seed"]), key=lambda r: r["loss"])
+        assert all(config["hyper"] == best["config"]["hyper"] for config in others)
+
+
+def test_few_bits_take_what_the_search_chose_for_float32():
+    _, rows = run_all(["tuning", "parent"], ["came", "came_8bit"])
+    got = _studies.parent_configs(rows, "smoke", "next_token", "came_8bit")
+    assert [config["seed"] for config in got] == [1, 2, 3]
+    hyper = _studies.best(rows, "smoke", "next_token", "came")
+    assert all(config["hyper"] == hyper for config in got)
+    assert {config["contender"] for config in got} == {"came_8bit"}
