@@ -2,6 +2,7 @@
 
 import math
 
+import _contenders
 import _made_up
 import _plots
 import _rows
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 import report
 from scipy import stats
+
+import optax_ext
 
 SIZE, TASK = "smoke", "next_token"
 NO_TIMES = {"ratios": {}}
@@ -116,6 +119,26 @@ def test_a_best_at_the_linear_rule_is_no_edge_inside_of_the_search(rows):
     assert at.best == pytest.approx(at.linear)
     assert not at.on_edge
     assert edges(lambda exponent: 2 - exponent).on_edge
+    assert edges(lambda exponent: 2 + exponent).on_edge
+
+
+def test_growth_is_what_debiasing_takes_away():
+    """Updates of CAME as published and debiased differ by a factor alone; this is its mean."""
+    steps, warmup, b3 = 40, 4, 0.99
+    published = optax_ext.scale_by_came(b3=b3)
+    debiased = optax_ext.scale_by_came(b3=b3, debias_instability=True)
+    rng, rate = np.random.default_rng(0), _contenders.schedule(1.0, warmup, steps)
+    params = np.ones((8, 8), np.float32)
+    states = [published.init(params), debiased.init(params)]
+    factors, weights = [], []
+    for i in range(steps):
+        grads = rng.normal(size=params.shape).astype(np.float32)
+        large, states[0] = published.update(grads, states[0], params)
+        small, states[1] = debiased.update(grads, states[1], params)
+        factors.append(float(np.median(large / small)))
+        weights.append(float(rate(i)))
+    got = _summary.growth({"steps": steps, "warmup": warmup, "hyper": {"b3": b3}})
+    assert got == pytest.approx(np.average(factors, weights=weights), rel=1e-4)
 
 
 def test_a_lead_is_the_baseline_s_at_the_same_batch(rows):
