@@ -15,7 +15,7 @@ from _summary import BASELINE, Final, Rows
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-# Colour, marker, line: 8-bit state is its parent's, dotted.
+# Colour, marker, line: 8-bit state is its parent's, hollow and dotted.
 STYLE = {
     "adamw": ("#000000", "o", "-"),
     "adafactor": ("#E69F00", "s", "-"),
@@ -33,10 +33,18 @@ TOP = 0.5  # nats above the worst of the contenders' best runs that a picture sh
 ABOVE = 0.02  # between the triangles of contenders that are above it
 
 
-def _top(losses: Sequence[float]) -> float:
+def _look(name: str) -> dict[str, Any]:
+    """Of a contender's lines and markers."""
+    colour, marker, line = STYLE[name]
+    face = "none" if name.endswith("8bit") else colour
+    style = {"color": colour, "linestyle": line, "marker": marker, "markersize": 5}
+    return {**style, "markerfacecolor": face}
+
+
+def _top(losses: Sequence[float], room: float = TOP) -> float:
     """Of a picture of which these must be seen."""
     finite = [loss for loss in losses if math.isfinite(loss)]
-    return max(finite) + TOP if finite else 10.0
+    return max(finite) + room if finite else 10.0
 
 
 def _above(ax: Any, x: np.ndarray, top: float, place: int, colour: str) -> None:
@@ -129,10 +137,8 @@ def finals(found: Mapping[str, Mapping[str, Final]], path: pathlib.Path) -> None
         for place, name in enumerate(order):
             losses = contenders[name].losses
             shown = losses[losses < top]
-            colour, marker, _ = STYLE[name]
-            hollow = "none" if name.endswith("8bit") else colour
-            style = {"color": colour, "marker": marker, "markerfacecolor": hollow}
-            ax.plot(shown, np.full(len(shown), place), linestyle="none", **style)
+            colour = STYLE[name][0]
+            ax.plot(shown, np.full(len(shown), place), **{**_look(name), "linestyle": "none"})
             if len(shown) == len(losses):
                 ax.plot([losses.mean()] * 2, [place - 0.3, place + 0.3], color=colour)
             else:
@@ -189,10 +195,8 @@ def sensitivity(rows: Rows, size: str, tasks: Sequence[str], path: pathlib.Path)
                 if (trial.weight_decay, trial.betas) == (first.weight_decay, first.betas)
             )
             x, y = (np.array(values) for values in zip(*line, strict=True))
-            colour, marker, style = STYLE[name]
-            look = {"color": colour, "linestyle": style, "marker": marker, "markersize": 5}
-            look |= {"markerfacecolor": "none"} if name.endswith("8bit") else {}
-            ax.plot(10.0**x, np.where(y < top, y, np.nan), label=name, **look)
+            colour = STYLE[name][0]
+            ax.plot(10.0**x, np.where(y < top, y, np.nan), label=name, **_look(name))
             high = 10.0 ** x[~(y < top)]
             _above(ax, high, top, place, colour)
             best = _search.best(found)
@@ -216,24 +220,23 @@ def batches(rows: Rows, size: str, path: pathlib.Path) -> None:
     found = {name: points for name, points in found.items() if points}
     sizes = sorted({at.batch for points in found.values() for at in points})
     known = [at.best for points in found.values() for at in points if at.best is not None]
-    top, low = _top(known), min(known)
+    low = min(known)
     fields = {
         "best": "best learning rate",
         "linear": "linear rule from the smallest batch",
         "square_root": "square-root rule from the smallest batch",
     }
     for ax, (field, title) in zip(axes.flat[[0, 2, 3]], fields.items(), strict=True):
-        ends = {}
+        ends, top = {}, _top(known, 0.05 if field == "best" else TOP)
         for place, (name, points) in enumerate(found.items()):
             there = [(at.batch, getattr(at, field)) for at in points]
             there = [(x, y) for x, y in there if y is not None]
             if not there:
                 continue
             x, y = (np.array(values) for values in zip(*there, strict=True))
-            colour, marker, _ = STYLE[name]
             inside = y < top
-            ax.plot(x[inside], y[inside], color=colour, marker=marker, markersize=5)
-            _above(ax, x[~inside], top, place, colour)
+            ax.plot(x[inside], y[inside], **_look(name))
+            _above(ax, x[~inside], top, place, STYLE[name][0])
             if inside.any():
                 ends[name] = (float(x[inside][-1]), float(y[inside][-1]))
         ax.set(title=title, ylabel="validation loss, nats")
@@ -246,8 +249,7 @@ def batches(rows: Rows, size: str, path: pathlib.Path) -> None:
     for name in found:
         leads = _summary.lead(rows, size, name)
         if leads:
-            colour, marker, _ = STYLE[name]
-            ax.plot(list(leads), list(leads.values()), color=colour, marker=marker, markersize=5)
+            ax.plot(list(leads), list(leads.values()), **_look(name))
             ends[name] = (max(leads), leads[max(leads)])
     ax.set(title="best, minus AdamW's", ylabel="nats; below 0 is better than AdamW")
     ax.set_xlim(sizes[0] / 1.2, sizes[-1] * 1.2)

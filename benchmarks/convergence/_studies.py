@@ -256,9 +256,14 @@ def best_known(rows: Rows, size: str, task: str, contender: str) -> tuple[dict[s
 
 def rerun(known: Rows, rows: Rows, size: str, contender: str) -> Plan:
     """One run on a fresh seed with the best that is ``known``; ``rows`` has the reruns."""
-    hyper, _ = best_known(known, size, "next_token", contender)
-    config = _sizes.config(size, "next_token", contender, RERUN_SEED, hyper)
+    config = rerun_config(known, size, contender)
     return _plan(f"rerun next_token {contender}", rows, [config], 1, False)
+
+
+def rerun_config(known: Rows, size: str, contender: str) -> Config:
+    """Its configuration."""
+    hyper, _ = best_known(known, size, "next_token", contender)
+    return _sizes.config(size, "next_token", contender, RERUN_SEED, hyper)
 
 
 def _plan(name: str, rows: Rows, configs: Sequence[Config], total: int, waits: bool) -> Plan:

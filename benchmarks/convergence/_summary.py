@@ -294,9 +294,7 @@ def reruns(known: Rows, fresh: Rows, size: str, contenders: Sequence[str]) -> li
     """Of the contenders in order; ``known`` are the committed rows, ``fresh`` the others."""
 
     def of(name: str) -> float | None:
-        hyper, _ = _studies.best_known(known, size, "next_token", name)
-        config = _sizes.config(size, "next_token", name, _studies.RERUN_SEED, hyper)
-        return _studies.loss_of(fresh, config)
+        return _studies.loss_of(fresh, _studies.rerun_config(known, size, name))
 
     every = finals(known, size, "next_token", list(CONTENDERS))
     baseline, apart, out = every.get(BASELINE), spread_of(every), []

@@ -1,8 +1,8 @@
 """Runs the heart of the comparison again and draws all of its report anew.
 
 Next token; AdamW, Adafactor, CAME, LAMB and Muon, each in its best known configuration; one seed
-that no other run has. It says whether they agree with the rows that are committed, and draws the whole
-report from those. What is finished is kept in runs/convergence/ until ``make clean``.
+that no other run has. It says whether they agree with the rows that are committed, and draws the
+whole report from those. What is finished is kept in runs/convergence/ until ``make clean``.
 
   python benchmarks/convergence/evidence.py           # two cores, some minutes
   python benchmarks/convergence/evidence.py --smoke   # tiny, seconds; prints only
