@@ -114,14 +114,18 @@ def searching(rows: Rows, size: str, task: str) -> str:
     return _table(header, lines) if lines else ""
 
 
-def parents(rows: Rows, size: str, task: str, found: Mapping[str, Final]) -> str:
-    """What state in few bits changes at its parent's hyperparameters; empty without runs."""
-    lines, apart = [], _summary.spread_of(found)
+def parents(rows: Rows, size: str, task: str) -> str:
+    """What state in few bits changes at its parent's hyperparameters; empty without runs.
+
+    Each seed is shown: such runs go the same way, so that the spread of contenders says nothing.
+    """
+    lines = []
     for name, one in CONTENDERS.items():
         less = _summary.at_parents(rows, size, task, name) if one.parent else np.array([])
         if less.size:
-            lines.append([f"`{name}`", f"`{one.parent}`", str(len(less)), _interval(less, apart)])
-    header = ["contender", "parent", "seeds", "minus the parent's loss (95 % interval)"]
+            each = ", ".join(f"{x:+.4f}" for x in less)
+            lines.append([f"`{name}`", f"`{one.parent}`", f"{less.mean():+.4f}", each])
+    header = ["contender", "parent", "minus the parent's loss, mean", "by seed"]
     return _table(header, lines) if lines else ""
 
 

@@ -86,7 +86,7 @@ def parts(
         if contenders:
             out += [_tables.losses(contenders, measured["ratios"])]
             out += ["What the search chose:", _tables.chosen(contenders)]
-            few = _tables.parents(rows, size, task, contenders)
+            few = _tables.parents(rows, size, task)
             out += ["State in 8 bits at the hyperparameters of float32:", few] if few else []
         if searching:
             out += ["No final runs yet; the lowest loss of the search, on its one seed:", searching]
