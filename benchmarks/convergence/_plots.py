@@ -265,12 +265,16 @@ def _sizes_axis(ax: Any, sizes: Sequence[int]) -> None:
 
 
 def spike(rows: Rows, size: str, task: str, path: pathlib.Path) -> None:
-    """Early loss, and RMS of the updates of matrices, with warm-up and without."""
+    """Early loss, and RMS of the updates of matrices, with warm-up and without.
+
+    Where betas change the spike, with those that the search started with.
+    """
     figure, axes = _axes(2, 2, sharex=True, sharey="row")
     ends: list[dict[str, tuple[float, float]]] = [{} for _ in range(4)]
     for column, warm in enumerate((True, False)):
         for name in _studies.SPIKE:
-            found = _summary.spike(rows, size, task, name, warm)
+            hypers = _studies.spike_hypers(rows, size, task, name)
+            found = _summary.spike(rows, size, task, name, hypers[-1], warm) if hypers else []
             if not found:
                 continue
             losses = [[np.nan if x is None else x for x in row["early_loss"]] for row in found]

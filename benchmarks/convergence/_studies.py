@@ -115,17 +115,37 @@ def spike(rows: Rows, size: str, task: str, contender: str) -> Plan:
     """The best configuration with warm-up and without."""
     if contender not in SPIKE:
         return Plan(f"spike {task} {contender}", 0, 0, [])
-    configs = spike_configs(rows, size, task, contender)
-    return _plan(f"spike {task} {contender}", rows, configs, 2 * len(FINAL_SEEDS), not configs)
+    hypers = spike_hypers(rows, size, task, contender)
+    configs = [
+        c for h in hypers for warm in (1, 0) for c in spike_configs(size, task, contender, h, warm)
+    ]
+    total = len(configs) or 2 * len(FINAL_SEEDS)
+    return _plan(f"spike {task} {contender}", rows, configs, total, not configs)
 
 
-def spike_configs(rows: Rows, size: str, task: str, contender: str) -> list[Config]:
-    """Its runs, which are known once the search is finished."""
-    hyper = best(rows, size, task, contender)
-    if hyper is None:
+def spike_hypers(rows: Rows, size: str, task: str, contender: str) -> list[dict[str, float]]:
+    """The best hyperparameters, and the best with the betas that the search started with.
+
+    The latter only where betas change the size of updates, and so the spike. They are known once
+    the search is finished.
+    """
+    found, wanted = tuned(rows, size, task, contender)
+    if wanted:
         return []
-    configs = [_sizes.config(size, task, contender, seed, hyper) for seed in FINAL_SEEDS]
-    return configs + [{**config, "warmup": 0} for config in configs]
+    hypers, of = [_search.best(found).hyper], space(contender)
+    if of.shifts:
+        first = tuple(of.betas[0].items())
+        there = {trial: loss for trial, loss in found.items() if trial.betas == first}
+        hypers.append(_search.best(there).hyper)
+    return hypers if hypers[0] != hypers[-1] else hypers[:1]
+
+
+def spike_configs(
+    size: str, task: str, contender: str, hyper: Mapping[str, float], warm: bool
+) -> list[Config]:
+    """The runs with these hyperparameters, with warm-up or without."""
+    configs = [_sizes.config(size, task, contender, seed, dict(hyper)) for seed in FINAL_SEEDS]
+    return configs if warm else [{**config, "warmup": 0} for config in configs]
 
 
 def batch(rows: Rows, size: str, task: str, contender: str) -> Plan:

@@ -239,14 +239,12 @@ def growth(config: Mapping[str, Any]) -> float:
     return float((factor * rate).sum() / rate.sum())
 
 
-def spike(rows: Rows, size: str, task: str, contender: str, warm: bool) -> list[Row]:
+def spike(
+    rows: Rows, size: str, task: str, contender: str, hyper: Mapping[str, float], warm: bool
+) -> list[Row]:
     """The runs of that study with warm-up or without, as far as they are there."""
-    configs = _studies.spike_configs(rows, size, task, contender)
-    return [
-        rows[key_of(config)]
-        for config in configs
-        if bool(config["warmup"]) == warm and key_of(config) in rows
-    ]
+    configs = _studies.spike_configs(size, task, contender, hyper, warm)
+    return [rows[key_of(config)] for config in configs if key_of(config) in rows]
 
 
 def early_update(row: Row) -> np.ndarray:

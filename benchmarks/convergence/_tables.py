@@ -178,18 +178,20 @@ def spike(rows: Rows, size: str, task: str) -> str:
     """Final losses and the largest early update with warm-up and without; empty without runs."""
     lines = []
     for name in _studies.SPIKE:
-        for warm in (True, False):
-            found = _summary.spike(rows, size, task, name, warm)
-            if not found:
-                continue
-            values = np.array([_summary.loss(row) for row in found])
-            largest = max(float(np.nanmax(_summary.early_update(row))) for row in found)
-            rate = found[0]["config"]["hyper"]["learning_rate"]
-            kind = "10 % of the steps" if warm else "none"
-            cells = [f"`{name}`", kind, str(len(found)), _spread(values), f"{rate:g}"]
-            lines.append([*cells, f"{largest:.2g}", f"{largest / rate:.2g}"])
-    header = ["contender", "warm-up", "seeds", "validation loss, mean ± sd", "peak learning rate"]
-    header += ["largest early update, RMS", "/ peak learning rate"]
+        for hyper in _studies.spike_hypers(rows, size, task, name):
+            for warm in (True, False):
+                found = _summary.spike(rows, size, task, name, hyper, warm)
+                if not found:
+                    continue
+                values = np.array([_summary.loss(row) for row in found])
+                largest = max(float(np.nanmax(_summary.early_update(row))) for row in found)
+                rate, _, others = _hyper(hyper)
+                kind = "10 % of the steps" if warm else "none"
+                cells = [f"`{name}`", others, rate, kind, str(len(found)), _spread(values)]
+                relative = largest / hyper["learning_rate"]
+                lines.append([*cells, f"{largest:.2g}", f"{relative:.2g}"])
+    header = ["contender", "betas", "peak learning rate", "warm-up", "seeds"]
+    header += ["validation loss, mean ± sd", "largest early update, RMS", "/ peak learning rate"]
     return _table(header, lines) if lines else ""
 
 

@@ -117,8 +117,9 @@ def parts(
         if table:
             _plots.spike(rows, size, task, folder / f"spike_{task}_{size}.png")
             text = (
-                "Learning rates as the search with warm-up chose them. Bands are from the lowest "
-                "to the highest of the seeds."
+                "Learning rates as the search with warm-up chose them; for CAME also with the "
+                "betas that its authors publish, as in the picture. Bands are from the lowest to "
+                "the highest of the seeds."
             )
             out += [f"## First steps, {task}", table, text, f"![Spike](spike_{task}_{size}.png)"]
     table = _tables.large(rows, size)

@@ -41,6 +41,27 @@ def test_studies_share_runs():
     assert len(rows) == 12 + 6
 
 
+def test_spikes_are_also_those_of_the_published_betas():
+    def run(better):
+        rows, plans = {}, None
+        while plans is None or any(plan.ready for plan in plans):
+            plans = list(
+                _studies.plans(rows, "smoke", ["tuning", "spike"], ["next_token"], ["came"])
+            )
+            for config in plans[0].ready + plans[1].ready:
+                less = 1.0 if config["hyper"]["b3"] == better else 0.0
+                found = {"config": config, "loss": loss(config) - less, "diverged": False}
+                rows[_rows.key_of(config)] = found
+        return _studies.spike_hypers(rows, "smoke", "next_token", "came"), plans[1].total
+
+    hypers, total = run(better=0.995)
+    assert [hyper["b3"] for hyper in hypers] == [0.995, 0.9999]
+    assert total == 12
+    hypers, total = run(better=0.9999)
+    assert [hyper["b3"] for hyper in hypers] == [0.9999]
+    assert total == 6
+
+
 def test_final_waits_for_tuning():
     (plan,) = _studies.plans({}, "smoke", ["final"], ["masked"], ["came"])
     assert plan.ready == []
