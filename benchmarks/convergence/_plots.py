@@ -28,8 +28,6 @@ STYLE = {
     "came_8bit": ("#D55E00", "^", ":"),
 }
 TOP = 0.5  # nats above the worst of the contenders' best runs that a picture shows
-
-
 ABOVE = 0.02  # between the triangles of contenders that are above it
 
 
@@ -277,10 +275,8 @@ def spike(rows: Rows, size: str, task: str, path: pathlib.Path) -> None:
             found = _summary.spike(rows, size, task, name, hypers[-1], warm) if hypers else []
             if not found:
                 continue
-            losses = [[np.nan if x is None else x for x in row["early_loss"]] for row in found]
-            updates = [_summary.early_update(row) for row in found]
-            for line, runs in enumerate((losses, updates)):
-                values = _stacked([np.array(run) for run in runs])
+            for line, field in enumerate(("early_loss", "early_update_rms")):
+                values = _stacked([_summary.numbers(row[field]) for row in found])
                 _band(axes[line, column], name, np.arange(1, values.shape[1] + 1), values)
                 last = float(values[:, -1].mean())
                 if np.isfinite(last):

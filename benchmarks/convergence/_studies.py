@@ -93,8 +93,13 @@ def tuning(rows: Rows, size: str, task: str, contender: str) -> Plan:
 def final(rows: Rows, size: str, task: str, contender: str) -> Plan:
     """The best configuration on fresh seeds."""
     hyper = best(rows, size, task, contender)
-    configs = [_sizes.config(size, task, contender, seed, hyper) for seed in FINAL_SEEDS if hyper]
+    configs = final_configs(size, task, contender, hyper) if hyper else []
     return _plan(f"final {task} {contender}", rows, configs, len(FINAL_SEEDS), hyper is None)
+
+
+def final_configs(size: str, task: str, contender: str, hyper: dict[str, float]) -> list[Config]:
+    """Runs with these hyperparameters on the seeds that did not choose them."""
+    return [_sizes.config(size, task, contender, seed, hyper) for seed in FINAL_SEEDS]
 
 
 def parent(rows: Rows, size: str, task: str, contender: str) -> Plan:
@@ -108,7 +113,7 @@ def parent_configs(rows: Rows, size: str, task: str, contender: str) -> list[Con
     """Its runs, which are known once the search of the parent is finished."""
     of = CONTENDERS[contender].parent
     hyper = best(rows, size, task, of) if of else None
-    return [_sizes.config(size, task, contender, seed, hyper) for seed in FINAL_SEEDS if hyper]
+    return final_configs(size, task, contender, hyper) if hyper else []
 
 
 def spike(rows: Rows, size: str, task: str, contender: str) -> Plan:
@@ -141,10 +146,10 @@ def spike_hypers(rows: Rows, size: str, task: str, contender: str) -> list[dict[
 
 
 def spike_configs(
-    size: str, task: str, contender: str, hyper: Mapping[str, float], warm: bool
+    size: str, task: str, contender: str, hyper: dict[str, float], warm: bool
 ) -> list[Config]:
     """The runs with these hyperparameters, with warm-up or without."""
-    configs = [_sizes.config(size, task, contender, seed, dict(hyper)) for seed in FINAL_SEEDS]
+    configs = final_configs(size, task, contender, hyper)
     return configs if warm else [{**config, "warmup": 0} for config in configs]
 
 

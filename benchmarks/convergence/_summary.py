@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import _search
-import _sizes
 import _studies
 import numpy as np
 from _contenders import CONTENDERS, schedule
@@ -61,10 +60,8 @@ def final(rows: Rows, size: str, task: str, contender: str) -> Final | None:
     if wanted:
         return None
     hyper = _search.best(found).hyper
-    configs = {
-        seed: _sizes.config(size, task, contender, seed, hyper) for seed in _studies.FINAL_SEEDS
-    }
-    there = {seed: rows[key_of(c)] for seed, c in configs.items() if key_of(c) in rows}
+    configs = _studies.final_configs(size, task, contender, hyper)
+    there = {c["seed"]: rows[key_of(c)] for c in configs if key_of(c) in rows}
     if not there:
         return None
     edges = _search.edges(_studies.space(contender), found)
@@ -123,19 +120,24 @@ def spread_of(found: Mapping[str, Final]) -> Spread | None:
 
 def at_parents(rows: Rows, size: str, task: str, contender: str) -> np.ndarray:
     """Loss minus that of the float32 parent with the same hyperparameters, for each seed."""
-    of = final(rows, size, task, CONTENDERS[contender].parent or BASELINE)
-    configs = _studies.parent_configs(rows, size, task, contender)
-    there = {config["seed"]: rows.get(key_of(config)) for config in configs}
+    parent = CONTENDERS[contender].parent
+    of = final(rows, size, task, parent) if parent else None
     if of is None:
         return np.array([])
-    pairs = [(row, of.rows.get(seed)) for seed, row in there.items()]
+    configs = _studies.parent_configs(rows, size, task, contender)
+    pairs = [(rows.get(key_of(config)), of.rows.get(config["seed"])) for config in configs]
     return np.array([loss(one) - loss(other) for one, other in pairs if one and other])
+
+
+def numbers(values: Sequence[float | None]) -> np.ndarray:
+    """Of a row; not a number where the run had none."""
+    return np.array([np.nan if x is None else x for x in values])
 
 
 def curve(row: Row) -> tuple[np.ndarray, np.ndarray]:
     """Steps and validation losses; not a number where the loss was none."""
     steps, losses = zip(*row["curve"], strict=True)
-    return np.array(steps), np.array([np.nan if x is None else x for x in losses])
+    return np.array(steps), numbers(losses)
 
 
 def steps_to(row: Row, wanted: float) -> float:
@@ -240,16 +242,11 @@ def growth(config: Mapping[str, Any]) -> float:
 
 
 def spike(
-    rows: Rows, size: str, task: str, contender: str, hyper: Mapping[str, float], warm: bool
+    rows: Rows, size: str, task: str, contender: str, hyper: dict[str, float], warm: bool
 ) -> list[Row]:
     """The runs of that study with warm-up or without, as far as they are there."""
     configs = _studies.spike_configs(size, task, contender, hyper, warm)
     return [rows[key_of(config)] for config in configs if key_of(config) in rows]
-
-
-def early_update(row: Row) -> np.ndarray:
-    """RMS of the first updates of matrices; nan where it was none."""
-    return np.array([np.nan if x is None else x for x in row["early_update_rms"]])
 
 
 def corpus(rows: Rows) -> int | None:

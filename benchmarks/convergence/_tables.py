@@ -26,7 +26,8 @@ def losses(found: Mapping[str, Final], ratios: Ratios) -> str:
     for name, one in sorted(found.items(), key=lambda item: float(np.mean(item[1].losses))):
         against = steps = "-"
         if baseline is not None and name != BASELINE:
-            against = _interval(_summary.difference(one, baseline), apart)
+            less = _summary.difference(one, baseline)
+            against = _interval(less, _half_width(apart, less))
             steps = _steps(_summary.steps_to_baseline(one, baseline), one)
         cells = [f"`{name}`", _spread(one.losses), str(len(one.rows)), against, steps]
         lines.append([*cells, f"{one.state_bytes:.2f}", _ratio(ratios.get(name))])
@@ -50,15 +51,19 @@ def _spread(values: np.ndarray) -> str:
     return f"{np.mean(values):.3f}{deviation}"
 
 
-def _interval(values: np.ndarray, apart: Spread | None, further: bool = False) -> str:
-    """Mean of differences and its interval, or that of a ``further`` one."""
+def _interval(values: np.ndarray, half_width: float | None) -> str:
+    """Mean of differences, and the interval around it if there is one."""
     if not values.size or not np.isfinite(values).all():
         return "-"
     mean = float(np.mean(values))
-    if apart is None:
+    if half_width is None:
         return f"{mean:+.3f}"
-    half = apart.half_width(len(values), further)
-    return f"{mean:+.3f} ({mean - half:+.3f} to {mean + half:+.3f})"
+    return f"{mean:+.3f} ({mean - half_width:+.3f} to {mean + half_width:+.3f})"
+
+
+def _half_width(apart: Spread | None, differences: np.ndarray) -> float | None:
+    """Of the interval of their mean."""
+    return apart.half_width(len(differences)) if apart and differences.size else None
 
 
 def _ratio(quartiles: Sequence[float] | None) -> str:
@@ -121,7 +126,7 @@ def parents(rows: Rows, size: str, task: str) -> str:
     """
     lines = []
     for name, one in CONTENDERS.items():
-        less = _summary.at_parents(rows, size, task, name) if one.parent else np.array([])
+        less = _summary.at_parents(rows, size, task, name)
         if less.size:
             each = ", ".join(f"{x:+.4f}" for x in less)
             lines.append([f"`{name}`", f"`{one.parent}`", f"{less.mean():+.4f}", each])
@@ -152,7 +157,7 @@ def batch_finals(rows: Rows, size: str) -> str:
         apart, base = _summary.spread(list(found.values())), found.get(BASELINE)
         for name, losses in sorted(found.items(), key=lambda item: float(item[1].mean())):
             other = name != BASELINE and base is not None
-            less = _interval(losses - base, apart) if other else "-"
+            less = _interval(losses - base, _half_width(apart, losses)) if other else "-"
             lines.append([str(batch), f"`{name}`", str(len(losses)), _spread(losses), less])
     header = ["batch", "contender", "seeds", "validation loss, mean ± sd"]
     return _table([*header, "minus AdamW's (95 % interval)"], lines) if lines else ""
@@ -184,7 +189,8 @@ def spike(rows: Rows, size: str, task: str) -> str:
                 if not found:
                     continue
                 values = np.array([_summary.loss(row) for row in found])
-                largest = max(float(np.nanmax(_summary.early_update(row))) for row in found)
+                updates = [_summary.numbers(row["early_update_rms"]) for row in found]
+                largest = max(float(np.nanmax(run)) for run in updates)
                 rate, _, others = _hyper(hyper)
                 kind = "10 % of the steps" if warm else "none"
                 cells = [f"`{name}`", others, rate, kind, str(len(found)), _spread(values)]
@@ -216,11 +222,9 @@ def _has_large(size: str) -> bool:
 def rerun(known: Rows, fresh: Rows, size: str) -> str:
     """The reruns beside the committed rows, and whether they agree."""
     lines, same = [], _summary.corpus(known) == _summary.corpus(fresh)
-    every = _summary.finals(known, size, "next_token", list(CONTENDERS))
-    apart = _summary.spread_of(every)
     for one in _summary.reruns(known, fresh, size, _studies.RERUN):
         committed = "-" if one.committed is None else _spread(one.committed.losses)
-        against = "-" if one.expected is None else _interval(one.expected, apart, True)
+        against = "-" if one.expected is None else _interval(one.expected, one.half_width)
         budget = CONTENDERS[one.name].budget
         cells = [f"`{one.name}`", f"{one.searched} of {budget}", committed, _cell(one.loss)]
         difference = "-" if one.difference is None else f"{one.difference:+.3f}"

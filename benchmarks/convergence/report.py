@@ -111,7 +111,8 @@ def parts(
         )
         out += ["## Batches at equal tokens", text, table, f"![Loss](batch_{size}.png)"]
         others = _tables.batch_finals(rows, size)
-        out += ["The best learning rates on seeds that did not choose them:", others] * bool(others)
+        of_others = "The best learning rates on seeds that did not choose them:"
+        out += [of_others, others] if others else []
     for task in searched:
         table = _tables.spike(rows, size, task)
         if table:

@@ -14,7 +14,7 @@ def loss(config):
     return 2 + (exponent + 2.6 - 0.3 * math.log10(tokens / 128)) ** 2
 
 
-def run_all(studies, contenders, rows=None):
+def run_all(studies, contenders, rows=None, loss=loss):
     """Runs what is ready, one at a time, until nothing is; all plans."""
     rows = {} if rows is None else rows
     while True:
@@ -43,15 +43,11 @@ def test_studies_share_runs():
 
 def test_spikes_are_also_those_of_the_published_betas():
     def run(better):
-        rows, plans = {}, None
-        while plans is None or any(plan.ready for plan in plans):
-            plans = list(
-                _studies.plans(rows, "smoke", ["tuning", "spike"], ["next_token"], ["came"])
-            )
-            for config in plans[0].ready + plans[1].ready:
-                less = 1.0 if config["hyper"]["b3"] == better else 0.0
-                found = {"config": config, "loss": loss(config) - less, "diverged": False}
-                rows[_rows.key_of(config)] = found
+        plans, rows = run_all(
+            ["tuning", "spike"],
+            ["came"],
+            loss=lambda config: loss(config) - (config["hyper"]["b3"] == better),
+        )
         return _studies.spike_hypers(rows, "smoke", "next_token", "came"), plans[1].total
 
     hypers, total = run(better=0.995)
