@@ -14,6 +14,8 @@ import pytest
 import optax_ext
 from optax_ext import Factoring, by_path, flax_attention, last_two_dims, two_largest_dims
 
+from ..flax_nnx import needs_nnx, nnx
+
 RULES = {
     "Factoring": Factoring((0,), (1,)),
     "last_two_dims": last_two_dims(),
@@ -298,11 +300,8 @@ def test_scanned_linen_attention():
     check_optimizers_run(params, flax_attention(batch=(0,)))
 
 
+@needs_nnx
 def test_nnx_attention():
-    try:
-        from flax import nnx
-    except (ImportError, AttributeError) as error:  # some flax and jax do not fit each other
-        pytest.skip(f"flax.nnx does not import with jax {jax.__version__}: {error}")
     module = nnx.MultiHeadAttention(
         num_heads=HEADS, in_features=EMBED, decode=False, rngs=nnx.Rngs(0)
     )

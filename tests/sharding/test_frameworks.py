@@ -18,14 +18,8 @@ from jax.sharding import PartitionSpec as P
 import optax_ext
 import sharding as shd
 
+from ..flax_nnx import needs_nnx, nnx
 from . import model
-
-try:
-    from flax import nnx
-except Exception as error:  # with some pairs of versions it does not import
-    nnx, WHY = None, f"flax.nnx does not import with jax {jax.__version__}: {error}"
-else:
-    WHY = ""
 
 pytestmark = pytest.mark.usefixtures("x64")
 VOCAB, WIDTH, HIDDEN, LAYERS, STEPS = 24, 16, 48, 2, 5
@@ -322,8 +316,6 @@ def test_linen_partition_metadata(stage):
 
 
 # --- Flax nnx -----------------------------------------------------------------------------------
-
-needs_nnx = pytest.mark.skipif(nnx is None, reason=WHY)
 
 if nnx is not None:
 
