@@ -107,7 +107,7 @@ def parts(
         text = (
             "One seed. As published CAME's updates are larger than debiased, which counts for more "
             f"the fewer steps there are: {_tables.growths(size)} (mean of 1 / sqrt(1 - b3^t), "
-            "weighted by the schedule)."
+            "weighted by the schedule). Triangles at the top are runs that diverged or are above."
         )
         out += ["## Batches at equal tokens", text, table, f"![Loss](batch_{size}.png)"]
         others = _tables.batch_finals(rows, size)
