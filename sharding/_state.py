@@ -103,6 +103,39 @@ def check_batch(batch: Any, devices: int, microbatches: int) -> None:
             )
 
 
+def check_alive(state: Any, **others: Any) -> None:
+    """Raises if an array was donated or deleted: jax itself may end the process.
+
+    Args:
+      state: a train state, or its parameters.
+      **others: further arguments of the call, by name.
+
+    Raises:
+      ValueError: that names the array and says what to do.
+    """
+    for name, tree in {"state": state, **others}.items():
+        # Runs in every step: the path of a leaf is made for the error alone.
+        for i, x in enumerate(jax.tree.leaves(tree)):
+            if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted():
+                path, _ = jax.tree_util.tree_leaves_with_path(tree)[i]
+                raise ValueError(_deleted(name, path_str(path), x))
+
+
+def _deleted(name: str, path: str, x: jax.Array) -> str:
+    at = f"{path!r} ({x.aval})" if path else f"{x.aval}"
+    if name != "state":
+        return (
+            f"argument {name!r}: {at} was deleted, or donated to an earlier call of a jitted "
+            "function. Make it anew for each call."
+        )
+    return (
+        f"the state was donated to an earlier call of a step, which reused its memory: {at} is "
+        "deleted. Go on with the state that the step returned: `state, metrics = step(state, "
+        "batch)`. Where that is lost, make the state anew with zero.init, or restore a checkpoint; "
+        "zero.train_step(..., donate=False) leaves the old state usable."
+    )
+
+
 class CompiledStep:
     """A jitted function of (state, batch), compiled for the first state and batch it meets.
 
@@ -123,6 +156,7 @@ class CompiledStep:
 
     def __call__(self, state: Any, batch: Any, key: Any = None) -> Any:
         """Runs the function."""
+        check_alive(self._select(state), batch=batch, key=key)
         return self._jitted(state, batch)(self._select(state), batch, key)
 
     def lower(self, state: Any, batch: Any, key: Any = None) -> jax.stages.Lowered:

@@ -22,6 +22,7 @@ from sharding._scatter import FORMS
 from sharding._specs import AnyMesh, Axis, state_specs
 from sharding._state import (
     CompiledStep,
+    check_alive,
     check_batch,
     check_placed,
     params_of,
@@ -419,7 +420,9 @@ class Zero:
         Raises:
           ValueError: if the state is of neither kind.
         """
-        return full_tree(params_of(state))
+        params = params_of(state)
+        check_alive(params)
+        return full_tree(params)
 
     def put(self, batch: Any) -> Any:
         """Lays this process's part of a batch on the mesh, cut along the first dim.
@@ -488,10 +491,10 @@ class Zero:
           something, the transformation compares them with the mean as it was exchanged.
 
         Raises:
-          ValueError: if ``microbatches`` is below 1. When called: if the state does not lie as
-            ``init`` lays it, or a batch does not divide by devices times ``microbatches``; if a
-            transformation asks for ``local_squared_norm`` where there is one piece, or a table's
-            gradient is exchanged by rows.
+          ValueError: if ``microbatches`` is below 1. When called: if the state was donated to an
+            earlier call, or does not lie as ``init`` lays it; if a batch does not divide by
+            devices times ``microbatches``; if a transformation asks for ``local_squared_norm``
+            where there is one piece, or a table's gradient is exchanged by rows.
         """
         options = LossOptions(has_aux, weighted, rngs, microbatches).check()
 
@@ -674,6 +677,7 @@ class Zero:
         options = LossOptions(has_aux, weighted, rngs, microbatches).check()
 
         def value_and_grad(params: Any, batch: Any, key: Any = None) -> Any:
+            check_alive(params, batch=batch, key=key)
             check_batch(batch, self.num_devices, microbatches)
             placed = self._layout.place(params, param_specs)
             sync = self.sync
@@ -733,6 +737,7 @@ class Zero:
         Returns:
           The new state, laid out as the old one.
         """
+        check_alive(state, grads=grads, extra_args=extra_args)
         shardings, placed, opt_specs = self._places(state, tx, param_specs)
         trained = resolve_trainable(params_of(state), trainable)
 
