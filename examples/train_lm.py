@@ -284,7 +284,7 @@ def show_plan(options, corpus, zero, make_state, directory):
     )
     print_plan(plan, other, zero.stage, plain=zero.sync is None)
     if is_main():
-        (directory / "layout.txt").write_text(f"{layout}\n")
+        (directory / "layout.txt").write_text(f"{layout}\n\n{layout.table()}\n")
     sizes = {
         "bytes_per_device": layout.bytes_per_device,
         "bytes_without_zero": dataclasses.replace(zero, stage=0).describe(state).bytes_per_device,

@@ -1,5 +1,6 @@
 """Where arrays live and what crosses the wire: ZeRO for any optax transformation."""
 
+from optax_ext import __version__ as __version__
 from sharding import sync as sync
 from sharding._describe import Description as Description
 from sharding._lookup import lookup as lookup

@@ -1,4 +1,8 @@
-"""``python -m sharding plan`` and ``python -m sharding audit``."""
+"""``python -m sharding plan`` and ``python -m sharding audit``: the command ``optax-ext``.
+
+A file ``sharding.py`` in the working folder hides this package from ``python -m sharding``, not
+from ``optax-ext``.
+"""
 
 import sys
 

@@ -1,14 +1,17 @@
-"""What lies where: the table that ``Zero.describe`` returns."""
+"""Placement of a train state: what ``Zero.describe`` returns, in a short and a long form."""
 
 import dataclasses
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
 from sharding._specs import AnyMesh, num_shards, path_str
+
+_NAMED = 4  # parameters that a reason names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +26,8 @@ class Row:
       spec: how it lies on the mesh.
       bytes_per_device: what one device holds of it, in bytes; in the host's memory where ``memory``
         says so.
-      note: why it is not cut over the data axis; empty where it is, or was not to be.
+      note: why a gradient, and at stage 3 a parameter, is not sharded over the data axis; empty
+        where it is, or the stage does not ask for it.
       memory: ``"device"`` or ``"host"``.
     """
 
@@ -39,14 +43,40 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What lies where on a mesh, a row per array; ``str()`` makes a table of it.
+    """The placement of a train state on a mesh, a row per array.
+
+    ``str()`` is the short form: totals, the reasons why arrays are unsharded, and a line for each
+    group of like parameters (the same path but for the numbers in it, the same shape, placement and
+    reason). ``table()`` is the long form, a line for each array.
 
     Attributes:
       mesh: the mesh.
       stage: the ZeRO stage.
-      axes: the axes that are cut over.
-      replica_axes: the axes of copies.
+      axes: the axes that are sharded over.
+      replica_axes: the axes of replicas.
       rows: the arrays.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, sharding as shd
+      >>> mesh = jax.sharding.AbstractMesh((8,), ("data",))
+      >>> tx = optax.adam(1e-3)
+      >>> def make_state():
+      ...     layer = {"w": jnp.ones((256, 64)), "scale": jnp.ones(64)}
+      ...     params = {f"layer_{i}": layer for i in range(12)}
+      ...     return params, tx.init(params)
+      >>> found = shd.Zero(mesh, stage=2).describe(jax.eval_shape(make_state), tx=tx)
+      >>> print(found)
+      ZeRO stage 2 over data on the mesh (data=8): bytes of one device
+        params       789,504
+        grads        101,376  of    789,504  unsharded
+        opt_state    202,756  of  1,579,012  unsharded
+        total      1,093,636  of  3,158,020  unsharded
+      left unsharded
+        layer_*/scale (12 arrays, 3,072 bytes of gradients): 64 elements, min_shard_size is 4096
+      parameter           n  shape      dtype    sharded as   params   grads  opt_state
+      layer_*/scale      12  (64,)      float32  ()            3,072   3,072      6,144
+      layer_*/w          12  (256, 64)  float32  ('data',)   786,432  98,304    196,608
+      opt_state/0/count   1  ()         int32    ()                                   4
     """
 
     mesh: AnyMesh
@@ -75,16 +105,15 @@ class Description:
 
     @property
     def fallbacks(self) -> tuple[Row, ...]:
-        """The rows of arrays that stay whole though the stage would cut them."""
-        return tuple(row for row in self.rows if row.note)
+        """The rows of gradients that stay unsharded though the stage would shard them."""
+        return tuple(row for row in self.rows if row.note and row.part == "grads")
 
     def __str__(self) -> str:
-        """A table of all rows, and the sums."""
-        mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
-        over = "+".join(self.axes)
-        if self.replica_axes:
-            over += f", copies over {'+'.join(self.replica_axes)},"
-        lines = [f"ZeRO stage {self.stage} over {over} on the mesh ({mesh})"]
+        """The short form."""
+        return "\n".join([f"{self._title}: bytes of one device", *_short_form(self)])
+
+    def table(self) -> str:
+        """The long form: a line for each array, and the totals."""
         table = [("part", "array", "shape", "dtype", "spec", "bytes/device", "")]
         table += [
             (
@@ -104,14 +133,15 @@ class Description:
         ]
         if self.host_bytes_per_device:
             table.append(("host", "total", "", "", "", f"{self.host_bytes_per_device:,}", ""))
-        widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-        for line in table:
-            cells = [
-                cell.rjust(width) if i == 5 else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ]
-            lines.append("  ".join(cells).rstrip())
-        return "\n".join(lines)
+        return "\n".join([self._title, *_aligned(table, numbers={5})])
+
+    @property
+    def _title(self) -> str:
+        mesh = ", ".join(f"{axis}={size}" for axis, size in self.mesh.shape.items())
+        over = "+".join(self.axes)
+        if self.replica_axes:
+            over += f", replicas over {'+'.join(self.replica_axes)},"
+        return f"ZeRO stage {self.stage} over {over} on the mesh ({mesh})"
 
 
 def describe_tree(
@@ -128,3 +158,135 @@ def describe_tree(
         size = math.prod(shape) * leaf.dtype.itemsize // num_shards(mesh, spec)
         rows.append(Row(part, path_str(path), shape, str(leaf.dtype), spec, size, note))
     return rows
+
+
+# --- The short form -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Parameter:
+    """A parameter with all that belongs to it; bytes of one device by part."""
+
+    path: str
+    row: Row
+    spec: PartitionSpec
+    sizes: dict[str, int]
+    host: bool = False
+
+    @property
+    def pattern(self) -> str:
+        """Its path without the numbers, such as those of layers."""
+        return re.sub(r"\d+", "*", self.path)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What like parameters have in common."""
+        row = self.row
+        return (self.pattern, row.shape, row.dtype, self.spec, row.note, self.host)
+
+
+def _short_form(found: Description) -> Iterator[str]:
+    total: dict[str, tuple[int, int]] = {}
+    for row in found.rows:
+        held, full = total.get(row.part, (0, 0))
+        size = row.bytes_per_device if row.memory == "device" else 0
+        array = row.bytes_per_device * num_shards(found.mesh, row.spec)
+        total[row.part] = (held + size, full + array)
+    everything = (sum(held for held, _ in total.values()), sum(full for _, full in total.values()))
+    lines = []
+    for part, (held, full) in [*total.items(), ("total", everything)]:
+        beside = ("of", f"{full:,}", "unsharded") if held < full else ("", "", "")
+        lines.append((f"  {part}", f"{held:,}", *beside))
+    if found.host_bytes_per_device:
+        lines.append(("  host memory", f"{found.host_bytes_per_device:,}", "", "", ""))
+    yield from _aligned(lines, numbers={1, 3})
+    params = list(_parameters(found))
+    yield from _reasons(params)
+    yield from _groups(params, found)
+
+
+def _parameters(found: Description) -> Iterator[_Parameter]:
+    """The parameters in their order, then other arrays, each by itself."""
+    params: dict[str, _Parameter] = {}
+    others = []
+    for row in found.rows:
+        path = row.path if row.part in ("params", "grads") else _owner(row.path, params)
+        if path is None or row.part not in ("params", "grads", "opt_state"):
+            path, owner = None, _Parameter(f"{row.part}/{row.path}", row, row.spec, {})
+            others.append(owner)
+        else:
+            owner = params.setdefault(path, _Parameter(path, row, row.spec, {}))
+        owner.sizes[row.part] = owner.sizes.get(row.part, 0) + row.bytes_per_device
+        owner.host |= row.memory == "host"
+        if row.note:
+            owner.row = dataclasses.replace(owner.row, note=row.note)
+        # Of the arrays of its shape, the one over most devices: at stage 1 its optimizer state.
+        if row.shape == owner.row.shape:
+            owner.spec = max(owner.spec, row.spec, key=lambda spec: num_shards(found.mesh, spec))
+    return iter([*params.values(), *others])
+
+
+def _owner(path: str, params: Iterable[str]) -> str | None:
+    """The parameter whose path a path of the optimizer state contains, the longest at the end."""
+    names, known = path.split("/"), set(params)
+    for end in range(len(names), 0, -1):
+        for start in range(end):
+            name = "/".join(names[start:end])
+            # A number inside is the place in a chain, or of a list.
+            if name in known and (end == len(names) or not name.isdigit()):
+                return name
+    return None
+
+
+def _reasons(params: Sequence[_Parameter]) -> Iterator[str]:
+    """Of the parameters that could not be sharded: names, bytes and why."""
+    reasons: dict[str, list[_Parameter]] = {}
+    for each in params:
+        if each.row.note:
+            reasons.setdefault(each.row.note, []).append(each)
+    if reasons:
+        yield "left unsharded"
+    for note, group in sorted(reasons.items(), key=lambda item: -_gradients(item[1])):
+        names = list(dict.fromkeys(each.pattern for each in group))
+        shown = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+        arrays = f"{len(group)} array{'s' if len(group) > 1 else ''}"
+        sums = f"({arrays}, {_gradients(group):,} bytes of gradients)"
+        yield f"  {shown} {sums}: {note.removeprefix('whole: ')}"
+
+
+def _gradients(params: Sequence[_Parameter]) -> int:
+    return sum(each.sizes.get("grads", 0) for each in params)
+
+
+def _groups(params: Sequence[_Parameter], found: Description) -> Iterator[str]:
+    groups: dict[tuple[Any, ...], list[_Parameter]] = {}
+    for each in params:
+        groups.setdefault(each.key, []).append(each)
+    parts = [part for part in found.bytes_per_device if any(part in p.sizes for p in params)]
+    lines = [("parameter", "n", "shape", "dtype", "sharded as", *parts, "")]
+    for (pattern, shape, dtype, spec, _, host), group in groups.items():
+        sums = [sum(each.sizes.get(part, 0) for each in group) for part in parts]
+        lines.append(
+            (
+                pattern if len(group) > 1 else group[0].path,
+                str(len(group)),
+                str(shape),
+                dtype,
+                str(tuple(spec)),
+                *(f"{size:,}" if size else "" for size in sums),
+                "state in host memory" if host else "",
+            )
+        )
+    yield from _aligned(lines, numbers={1, *range(5, 5 + len(parts))})
+
+
+def _aligned(lines: Sequence[Sequence[str]], numbers: set[int]) -> list[str]:
+    """Cells in columns; those of numbers to the right."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return [
+        "  ".join(
+            cell.rjust(width) if i in numbers else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]

@@ -282,7 +282,7 @@ class Zero:
         tx: optax.GradientTransformation | None = None,
         param_specs: Any = None,
     ) -> Description:
-        """What lies where: a row per array, bytes per device, and every leaf that stays whole.
+        """The placement of a state: a row per array, bytes per device, and what is left unsharded.
 
         Args:
           state: real or abstract, as all arguments here: see ``specs``.
@@ -290,7 +290,8 @@ class Zero:
           param_specs: how the parameters lie on the mesh's other axes.
 
         Returns:
-          A ``Description``; printed, it is a table.
+          A ``Description``; printed, groups of like parameters with totals on top; its
+          ``table()`` has a line for each array.
         """
         state = self._with_sync(state, param_specs)
         specs = self.specs(state, tx=tx, param_specs=param_specs)
@@ -303,10 +304,11 @@ class Zero:
         )
         # Until it is reduced, at stage 1, a gradient is whole.
         grad_specs = placed.shards if self.stage >= 2 else param_specs
-        rows = describe_tree("params", params, param_specs, self.mesh)
-        rows += describe_tree(
-            "grads", grads, grad_specs, self.mesh, jax.tree.leaves(placed.reasons)
+        reasons = jax.tree.leaves(placed.reasons)
+        rows = describe_tree(
+            "params", params, param_specs, self.mesh, reasons if self.stage == 3 else None
         )
+        rows += describe_tree("grads", grads, grad_specs, self.mesh, reasons)
         kept = describe_tree("opt_state", opt_state, opt_specs, self.mesh)
         for row, x in zip(kept, jax.tree.leaves(opt_state), strict=True):
             moved = self.offload and is_large(x, self.min_shard_size)

@@ -1,8 +1,4 @@
-"""The command line: ``python -m sharding plan`` and ``python -m sharding audit``.
-
-plan says in closed form what each stage of ZeRO holds and sends; audit compiles one step for a
-machine that is not here, and reads what it costs from the program.
-"""
+"""The command line: ``optax-ext plan`` and ``optax-ext audit``, or ``python -m sharding ...``."""
 
 import argparse
 import dataclasses
@@ -11,6 +7,7 @@ import functools
 import importlib
 import json
 import math
+import pathlib
 import re
 import sys
 import warnings
@@ -22,6 +19,7 @@ import jax.numpy as jnp
 import optax
 
 import optax_ext
+from optax_ext import __version__
 from sharding._precision import Precision
 from sharding._zero import Zero
 from sharding.plan import _plan, targets
@@ -32,19 +30,27 @@ from sharding.plan._plot import plot_audits, plot_plans
 from sharding.plan._report import size
 from sharding.plan._show import show
 
-_EXAMPLES = """\
+_ABOUT = """\
+plan computes in closed form what each stage of ZeRO holds and sends; audit compiles one step,
+also for a machine that is not here, and reads from the program what it costs.
+"""
+_EPILOG = """\
 examples:
-  python -m sharding plan --model llama2-7b --optimizer came --target v5e:16x16
-  python -m sharding plan --model 7.5e9 --optimizer adam --master --target h100x64
-  python -m sharding plan --model my_project.model:abstract_params --target v6e:8x8
-  python -m sharding audit --model gpt2-small --target cpu:8 --stage 3
-  python -m sharding audit --step my_project.train:lowered --target v5e:4x4
+  {prog} plan --model llama2-7b --optimizer came --target v5e:16x16
+  {prog} plan --model 7.5e9 --optimizer adam --master --target h100x64
+  {prog} plan --model my_project.model:abstract_params --target v6e:8x8
+  {prog} audit --model gpt2-small --target cpu:8 --stage 3
+  {prog} audit --step my_project.train:lowered --target v5e:4x4
+
+optax-ext and python -m sharding are the same command. Where the working folder has a file
+sharding.py, python -m sharding runs that file instead, in silence; optax-ext does not.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; 0, or 2 with a sentence on what is wrong."""
-    options = _parser().parse_args(arguments)
+    installed = pathlib.Path(sys.argv[0]).stem == "optax-ext"
+    options = _parser("optax-ext" if installed else "python -m sharding").parse_args(arguments)
     try:
         _check_positive(options)
         return options.run(options)
@@ -53,13 +59,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m sharding",
-        description=__doc__.split("\n\n", 1)[1],
-        epilog=_EXAMPLES,
+        prog=prog,
+        description=_ABOUT,
+        epilog=_EPILOG.format(prog=prog),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"optax-ext {__version__}")
     commands = parser.add_subparsers(required=True, metavar="plan|audit")
     plan = commands.add_parser("plan", help="closed form, at once, nothing is compiled")
     plan.set_defaults(run=_run_plan)

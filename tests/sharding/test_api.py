@@ -1,6 +1,7 @@
 """What users call: losses of every kind, both kinds of state, batches, errors."""
 
 import pickle
+import re
 
 import jax
 import jax.numpy as jnp
@@ -355,7 +356,8 @@ def test_describe_counts_bytes_and_names_what_stays_whole():
     }
     text = str(found)
     assert "ZeRO stage 2 over data on the mesh (data=4)" in text
-    assert "whole: 3 elements, min_shard_size is 4" in text
+    assert "b (1 array, 12 bytes of gradients): 3 elements, min_shard_size is 4" in text
+    assert "whole: 3 elements, min_shard_size is 4" in found.table()
     # What it says is what the arrays hold.
     state = zero.init(lambda: make_pair(tx), tx=tx)
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
@@ -364,6 +366,68 @@ def test_describe_counts_bytes_and_names_what_stays_whole():
     stage_0 = zero_of(stage=0).describe(abstract, tx=tx)
     assert stage_0.bytes_per_device["opt_state"] == 2 * whole + 4
     assert not stage_0.fallbacks
+
+
+def layered(tx, num=12):
+    layer = {"kernel": jnp.ones((64, 32)), "scale": jnp.ones(32)}
+    params = {f"layer_{i}": layer for i in range(num)} | {"head": {"kernel": jnp.ones((64, 32))}}
+    return params, tx.init(params)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_describe_groups_like_parameters(stage):
+    """One line for the kernels of all layers; its numbers are sums of the rows."""
+    zero, tx = zero_of(stage=stage, min_shard_size=100), optax_ext.came(1e-3)
+    found = zero.describe(jax.eval_shape(lambda: layered(tx)), tx=tx)
+    lines = {line.split()[0]: line.split() for line in str(found).splitlines()}
+    kernels = [row for row in found.rows if re.search(r"layer_\d+/kernel", row.path)]
+    assert len(kernels) > 24
+    sums = dict.fromkeys(found.bytes_per_device, 0)
+    for row in kernels:
+        sums[row.part] += row.bytes_per_device
+    assert lines["layer_*/kernel"][1] == "12"
+    assert lines["layer_*/kernel"][-3:] == [f"{size:,}" for size in sums.values()]
+    assert lines["head/kernel"][1] == "1"  # alike but for its name
+    assert ("('data',)" in lines["head/kernel"]) == (stage > 0)
+    assert len(str(found).splitlines()) < 14 < len(found.table().splitlines())
+    total = found.bytes_per_device
+    assert lines["total"][1] == f"{sum(total.values()):,}"
+    assert [lines[part][1] for part in total] == [f"{size:,}" for size in total.values()]
+    params, _ = jax.eval_shape(lambda: layered(tx))
+    unsharded = sum(4 * x.size for x in jax.tree.leaves(params))
+    if stage >= 2:
+        assert lines["grads"][2:] == ["of", f"{unsharded:,}", "unsharded"]
+    assert ("layer_*/scale (12 arrays, " in str(found)) == (stage > 0)
+
+
+def test_parameters_of_stage_3_have_reasons():
+    def notes(stage):
+        zero, tx = zero_of(stage=stage, min_shard_size=100), optax.sgd(0.1)
+        found = zero.describe(jax.eval_shape(lambda: layered(tx, 1)), tx=tx)
+        rows = {row.path: row.note for row in found.rows if row.part == "params"}
+        assert [row.path for row in found.fallbacks] == ["layer_0/scale"]  # once
+        return rows
+
+    kernels = {"head/kernel": "", "layer_0/kernel": ""}
+    assert notes(3) == kernels | {"layer_0/scale": "whole: 32 elements, min_shard_size is 100"}
+    assert notes(2) == kernels | {"layer_0/scale": ""}  # none is to be sharded
+
+
+def test_whose_state_an_array_is():
+    """By the longest path that its own ends with; lists and chains are told apart."""
+
+    def make():
+        params = [jnp.ones((64, 32)), {"0": jnp.ones((64, 32)), "mu": jnp.ones((8, 8))}]
+        tx = optax.adam(1e-3)
+        return params, tx.init(params)
+
+    zero = zero_of(min_shard_size=0)
+    found = zero.describe(jax.eval_shape(make), tx=optax.adam(1e-3))
+    lines = {line.split()[0]: line.split() for line in str(found).splitlines()}
+    assert lines["0"][-1] == f"{2 * 4 * 64 * 32 // 4:,}"
+    assert lines["1/0"][-1] == f"{2 * 4 * 64 * 32 // 4:,}"
+    assert lines["1/mu"][-1] == f"{2 * 4 * 8 * 8 // 4:,}"
+    assert lines["opt_state/0/count"][-1] == "4"
 
 
 def test_another_dim_is_taken_where_the_longest_does_not_divide():

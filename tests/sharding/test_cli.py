@@ -1,11 +1,14 @@
 """The command line: what it prints, and one sentence for every wrong question."""
 
+import importlib
 import json
 import os
+import pathlib
 import re
 import subprocess
 import sys
 import textwrap
+import tomllib
 
 import jax
 import numpy as np
@@ -14,6 +17,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 import optax_ext
+import sharding
 from sharding.plan import estimate
 from sharding.plan._cli import main
 from sharding.plan._plan import count_to_params
@@ -417,6 +421,54 @@ def test_as_a_program(tmp_path):
     found = call("--model", "llama2-70b", "--json")
     assert (found.returncode, found.stderr) == (2, "")
     assert json.loads(found.stdout)["num_params"] == 68_976_648_192
+
+
+PROJECT = pathlib.Path(__file__).parents[2] / "pyproject.toml"
+
+
+def test_the_console_command(tmp_path):
+    """Beside a ``sharding.py``, which ``python -m sharding`` runs instead."""
+    scripts = tomllib.loads(PROJECT.read_text())["project"]["scripts"]
+    module, _, name = scripts["optax-ext"].partition(":")
+    assert getattr(importlib.import_module(module), name) is main
+    # As installers write it.
+    command = tmp_path / "bin" / "optax-ext"
+    command.parent.mkdir()
+    command.write_text(f"import sys\nfrom {module} import {name}\nsys.exit({name}())\n")
+    folder = tmp_path / "work"
+    folder.mkdir()
+    (folder / "sharding.py").write_text("")
+    path = os.pathsep.join(filter(None, [str(PROJECT.parent), os.environ.get("PYTHONPATH")]))
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+
+    def call(*args):
+        return subprocess.run(
+            [sys.executable, *args], capture_output=True, text=True, env=env, cwd=folder, check=True
+        ).stdout
+
+    plan = ("plan", "--model", "1e9", "--target", "v5e:4x4", "--json")
+    assert call("-m", "sharding", *plan) == ""
+    assert json.loads(call(str(command), *plan))["num_params"] == 10**9
+    assert call(str(command), "--version") == f"optax-ext {optax_ext.__version__}\n"
+    assert "usage: optax-ext [-h]" in call(str(command), "--help")
+
+
+def test_help_notes_the_pitfall(run, capsys):
+    with pytest.raises(SystemExit) as error:
+        run("--help")
+    assert error.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "the working folder has a file sharding.py, python -m sharding runs that" in shown
+    assert "python -m sharding plan --model llama2-7b" in shown
+
+
+def test_one_version_for_both_packages():
+    project = tomllib.loads(PROJECT.read_text())
+    assert sharding.__version__ == optax_ext.__version__
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*", sharding.__version__)
+    assert "version" in project["project"]["dynamic"]
+    source = PROJECT.parent / project["tool"]["hatch"]["version"]["path"]
+    assert f'__version__ = "{sharding.__version__}"' in source.read_text()
 
 
 def test_the_test_devices_are_kept(run, module):

@@ -202,7 +202,8 @@ def test_what_is_described():
     assert plain.host_bytes_per_device == 0
     parts, before = found.bytes_per_device, plain.bytes_per_device
     assert before["opt_state"] - parts["opt_state"] == found.host_bytes_per_device
-    assert str(found).count("in host memory") == 6
+    assert found.table().count("in host memory") == 6
+    assert "state in host memory" in str(found)
     assert "host memory" not in str(plain)
 
 

@@ -423,7 +423,9 @@ def test_no_exchange():
 
 def test_what_is_described():
     zero = zero_of(sync.powersgd(4, min_compression=1.0), 2)
-    text = str(zero.describe(jax.eval_shape(make_state(SGD, jnp.float32)), tx=SGD))
+    found = zero.describe(jax.eval_shape(make_state(SGD, jnp.float32)), tx=SGD)
+    assert "sync/arrays/w/error" in str(found)
+    text = found.table()
     assert re.search(r"sync +arrays/w/error +\(8, 1, 32, 64\)", text)
     assert re.search(r"sync +total", text)
     assert "arrays/b" not in text
