@@ -345,8 +345,9 @@ def normalizers(
 def rms(x: jax.Array, factoring: Factoring) -> jax.Array:
     """The root mean square of every batch slice, shaped to broadcast against ``x``."""
     dims = tuple(d for d in range(x.ndim) if d not in factoring.batch)
-    # Divided at the end: XLA on CPUs would write a matrix of the scale that arrays share.
-    count = math.prod(x.shape[d] for d in dims)
+    # Divided at the end: XLA on CPUs would write a matrix of the scale that arrays share. By a
+    # float: JAX makes int32 of an integer, and large models have arrays of more elements.
+    count = float(math.prod(x.shape[d] for d in dims))
     return jnp.sqrt(jnp.sum(jnp.square(x), dims, keepdims=True) / count)
 
 

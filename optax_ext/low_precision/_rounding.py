@@ -7,6 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+# Elements that a uint32 tells apart.
+_MOST = 2**32
+
 
 def _mix(x: jax.Array) -> jax.Array:
     """A bijection of uint32 in which every bit of the input moves half of the output's."""
@@ -38,13 +41,29 @@ def uniform(key: jax.Array, salt: int, shape: tuple[int, ...]) -> jax.Array:
     the same promise, at ten times the arithmetic.
     """
     step = _mix(_mix(key[0] ^ jnp.uint32(salt)) + key[1])
+    # A uint32 numbers the elements of the inner dims; each slice of the outer dims of a larger
+    # array has a step of its own.
+    num = _num_outer_dims(shape)
+    if num:
+        step = _mix(_mix(step) + _index((*shape[:num], *[1] * (len(shape) - num))))
+    index = _index((*[1] * num, *shape[num:]))
+    # Twice, so that the noise of one step is not that of another at shifted indices.
+    bits = _mix(_mix(index ^ step) + _mix(step))
+    return (bits >> 8).astype(jnp.float32) * 2.0**-24
+
+
+def _num_outer_dims(shape: tuple[int, ...]) -> int:
+    """The fewest leading dims without which at most 2**32 elements are left."""
+    return next(d for d in range(len(shape) + 1) if math.prod(shape[d:]) <= _MOST)
+
+
+def _index(shape: tuple[int, ...]) -> jax.Array:
+    """The row-major index of each element, modulo 2**32."""
     index = jnp.zeros(shape, jnp.uint32)
     for dim in range(len(shape)):
         stride = math.prod(shape[dim + 1 :]) & 0xFFFFFFFF
         index += jax.lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(stride)
-    # Twice, so that the noise of one step is not that of another at shifted indices.
-    bits = _mix(_mix(index ^ step) + _mix(step))
-    return (bits >> 8).astype(jnp.float32) * 2.0**-24
+    return index
 
 
 def uniform_for(path: Any, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:

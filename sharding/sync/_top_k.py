@@ -21,6 +21,8 @@ from sharding.sync._interface import (
 )
 
 _FEEDBACKS = ("error", "ef21", None)
+# Elements that the int32 indices of a top-k can address.
+_MOST = 2**31 - 1
 
 
 def top_k(
@@ -50,6 +52,9 @@ def top_k(
 
     On the wire (n - 1) k values and indices, 8 bytes each, from each device: all are gathered. Each
     device keeps an error as large as the gradients, with ``momentum`` or ``"ef21"`` two.
+
+    An array of more than 2^31 - 1 elements is split into equal sections that int32 can index, and
+    each section sends its own largest elements.
 
     Args:
       density: what part of an array's elements is sent, above 0, at most 1. Or several by the step
@@ -116,11 +121,11 @@ def top_k(
             whole += state["error"]
 
         total, indices = _by_step(schedule, noise, whole, axes, approximate)
-        total = total.reshape(x.shape)
+        total = _array(total, x.shape)
 
         def unsent(y: jax.Array) -> jax.Array:
             """Zeros where an element was sent."""
-            return y.ravel().at[indices].set(0, mode="drop").reshape(x.shape)
+            return _array(_each(_zeroed)(_sections(y), indices), x.shape)
 
         if feedback == "ef21":
             own = state["own"] + whole - unsent(whole)
@@ -166,25 +171,52 @@ def _check(
         raise ValueError(f"clip_norm must be positive, got {clip_norm!r}.")
 
 
+def _sections(x: jax.Array) -> jax.Array:
+    """The array as a vector; as rows of a matrix where int32 cannot index a vector of its size."""
+    count = -(-x.size // _MOST)
+    if count <= 1:
+        return x.ravel()
+    return jnp.pad(x.ravel(), (0, -x.size % count)).reshape(count, -1)
+
+
+def _array(sections: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """The inverse of ``_sections``."""
+    return sections.ravel()[: math.prod(shape)].reshape(shape)
+
+
+def _each(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of a vector, applied to every section."""
+
+    def run(sections: jax.Array, *more: Any) -> Any:
+        return (fn if sections.ndim == 1 else jax.vmap(fn))(sections, *more)
+
+    return run
+
+
+def _zeroed(flat: jax.Array, indices: jax.Array) -> jax.Array:
+    return flat.at[indices].set(0, mode="drop")
+
+
 def _by_step(
     schedule: Mapping[int, float], noise: Noise, x: jax.Array, axes: Axes, approximate: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """The mean of what is sent, flat, and where this device sent; by the density of the step."""
-    counts = [max(1, math.ceil(density * x.size)) for density in schedule.values()]
+    """The mean of what is sent, by sections, and where this device sent; by the step's density."""
+    sections = _sections(x)
+    size = sections.shape[-1]
+    counts = [max(1, math.ceil(density * size)) for density in schedule.values()]
 
     def send(count: int) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
-        def run(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-            flat = x.ravel()
+        def run(flat: jax.Array) -> tuple[jax.Array, jax.Array]:
             find = lax.approx_max_k if approximate else lax.top_k
             indices = find(jnp.abs(flat), count)[1]
             values, places = (gather_all(part, axes) for part in (flat[indices], indices))
             total = jnp.zeros_like(flat).at[places].add(values) / lax.axis_size(axes)
             # Of one length for all densities; what is too far is dropped.
-            return total, jnp.pad(indices, (0, max(counts) - count), constant_values=flat.size)
+            return total, jnp.pad(indices, (0, max(counts) - count), constant_values=size)
 
-        return run
+        return _each(run)
 
     if len(schedule) == 1:
-        return send(counts[0])(x)
+        return send(counts[0])(sections)
     now = jnp.searchsorted(jnp.array(list(schedule)), noise.step, side="right") - 1
-    return lax.switch(now, [send(count) for count in counts], x)
+    return lax.switch(now, [send(count) for count in counts], sections)

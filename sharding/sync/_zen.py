@@ -33,6 +33,9 @@ from sharding.sync._rows import (
     room_for,
 )
 
+# Elements that int32 can number, with room for owners whose last places are empty.
+_MOST_ELEMENTS = 2**31 - 2**20
+
 
 def zen(
     density: float = 0.01,
@@ -80,7 +83,8 @@ def zen(
       what is not finite stays in its row.
 
     Raises:
-      ValueError: if a density is not above 0 and at most 1, or the granularity is unknown.
+      ValueError: if a density is not above 0 and at most 1, or the granularity is unknown; in
+        ``init``: if single elements are to be numbered in an array of 2^31 or more.
 
     Example:
       >>> from sharding import sync
@@ -163,6 +167,12 @@ def zen(
     method = Method(lambda x: (), mean, piece, is_linear=True, rows=of_rows)
 
     def choose(path: str, x: Any) -> Method:
+        if granularity == "element" and math.prod(x.shape) > _MOST_ELEMENTS:
+            raise ValueError(
+                f"zen numbers single elements in int32, up to {_MOST_ELEMENTS:,}; {path!r} of "
+                f"shape {tuple(x.shape)} has {math.prod(x.shape):,}. Use granularity='row' for it "
+                "(sync.by_path), or make one parameter of each layer."
+            )
         has_rows = granularity == "element" or len(x.shape) > 1
         return method if has_rows and math.prod(x.shape) >= min_size else plain
 

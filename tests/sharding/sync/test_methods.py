@@ -1,5 +1,6 @@
 """Every method against NumPy in float64, over many steps; what it promises of errors and means."""
 
+import math
 import pathlib
 
 import jax
@@ -281,6 +282,32 @@ def test_top_k_over_hundreds_of_steps(name, dims, x64):
     for step in range(200):
         grads = stacked(step, BIG, num)
         assert_close(exchange(grads), {k: references[k](grads[k]) for k in BIG}, 1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in TOP_K if "clip_norm" not in TOP_K[name]])
+def test_top_k_of_an_array_that_one_index_cannot_address(name, x64, monkeypatch):
+    """Each section of it is an array of its own, with its own largest elements."""
+    monkeypatch.setattr("sharding.sync._top_k._MOST", 400)
+    shapes, num, densities = {"even": (24, 40), "odd": (7, 131)}, 4, {0: 0.3, 5: 0.05}
+    exchange = Exchange(sync.top_k(densities, min_size=1, **TOP_K[name]), shapes, num)
+
+    def sections(g):
+        flat = g.reshape(num, -1)
+        flat = np.pad(flat, ((0, 0), (0, -flat.shape[1] % 3)))
+        return np.moveaxis(flat.reshape(num, 3, -1), 1, 0)
+
+    def reference(size):
+        return ReferenceTopK((-(-size // 3),), num, densities, **TOP_K[name])
+
+    references = {k: [reference(math.prod(s)) for _ in range(3)] for k, s in shapes.items()}
+    for step in range(50):
+        grads = stacked(step, shapes, num)
+        want = {}
+        for k, s in shapes.items():
+            pairs = zip(references[k], sections(grads[k]), strict=True)
+            flat = np.concatenate([run(part) for run, part in pairs])
+            want[k] = flat[: math.prod(s)].reshape(s)
+        assert_close(exchange(grads), want, 1e-12)
 
 
 def test_top_k_counts_small_arrays_in_full(x64):

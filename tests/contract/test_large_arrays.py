@@ -1,0 +1,99 @@
+"""Parameters of more than 2**31 elements: traced and lowered at the shapes of large models."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_ext
+from optax_ext import BFloat16, Dynamic, Float8, Linear
+from optax_ext.low_precision._rounding import make_key, uniform
+
+from .table import TRANSFORMATIONS
+
+MODELS = {
+    "13B, stacked": {"w": (40, 5120, 13824), "b": (40, 5120), "q": (40, 5120, 40, 128)},
+    "70B, stacked": {"w": (80, 8192, 28672), "b": (80, 8192), "q": (80, 8192, 64, 128)},
+    "405B, stacked": {"w": (126, 16384, 53248), "b": (126, 16384), "q": (126, 16384, 128, 128)},
+    "405B": {"w": (128256, 16384), "b": (16384,), "q": (16384, 128, 128)},
+}
+PLATFORMS = ("cpu", "cuda", "tpu")
+
+
+def trace(tx, shapes, dtype=jnp.bfloat16, platforms=(), **extra):
+    """Init and update on abstract parameters; for these platforms, the text for their compilers."""
+    params = {k: jax.ShapeDtypeStruct(shape, dtype) for k, shape in shapes.items()}
+    tx = optax.with_extra_args_support(tx)
+    state = jax.eval_shape(tx.init, params)
+    traced = jax.jit(functools.partial(tx.update, **extra)).trace(params, state, params)
+    if platforms:
+        traced.lower(lowering_platforms=platforms)
+    updates, new = traced.out_info
+    assert jax.tree.map(lambda x: x.shape, updates) == {k: tuple(s) for k, s in shapes.items()}
+    same = jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), state, new)
+    assert all(jax.tree.leaves(same))
+
+
+def test_every_transformation_of_the_contract():
+    for row in TRANSFORMATIONS.values():
+        masks = {k: None for k in row.arguments if k == "weight_decay_mask"}
+        tx = row(**masks)
+        for model, shapes in MODELS.items():
+            trace(tx, shapes, platforms=PLATFORMS if model == "405B, stacked" else ())
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic", "compensated"])
+@pytest.mark.parametrize(
+    "bits",
+    [
+        Dynamic(8),
+        4,
+        Dynamic(4, block_size=64),
+        Linear(8),
+        Linear(8, rank1=True),
+        Float8(),
+        Float8(expand=False),
+        BFloat16(),
+    ],
+    ids=str,
+)
+def test_every_format(bits, rounding):
+    for inner in (optax.adamw(1e-3), optax_ext.came(1e-3)):
+        tx = optax_ext.low_precision_state(inner, bits, rounding=rounding)
+        trace(tx, MODELS["13B, stacked"])
+        trace(tx, MODELS["405B, stacked"], platforms=("cpu",))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_what_goes_around_them(dtype):
+    came = optax_ext.came(1e-3)
+    noise = optax_ext.gradient_noise_scale(batch_size=32)
+    wrapped = {
+        "master weights": optax_ext.master_weights(optax_ext.came8bit(1e-3)),
+        "stochastic rounding": optax_ext.stochastic_rounding(came),
+        "lazy rows": optax_ext.lazy_rows(came, {"w": True, "q": False, "b": False}),
+        "noise scale": optax.chain(noise, came),
+    }
+    for name, tx in wrapped.items():
+        extra = {"local_squared_norm": 1.0, "num_pieces": 4} if name == "noise scale" else {}
+        for shapes in MODELS.values():
+            trace(tx, shapes, dtype, PLATFORMS, **extra)
+
+
+def test_noise_of_elements_that_one_uint32_cannot_number():
+    """Elements 2**32 apart have noise of their own, uniform and unlike that of the others."""
+    shape = (5, 2**16, 2**16)
+
+    @jax.jit
+    def corner(key):  # XLA computes no more than is read
+        return jnp.stack([uniform(key, 5, shape)[i, 7, :4096] for i in range(5)])
+
+    compiled = corner.lower(make_key(0)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**20
+    noise = np.asarray(compiled(make_key(0)), np.float64)
+    assert np.abs(noise.mean(1) - 0.5).max() < 4 * np.sqrt(1 / 12 / 4096)
+    correlation = np.corrcoef(noise) - np.eye(5)
+    assert np.abs(correlation).max() < 5 / np.sqrt(4096)

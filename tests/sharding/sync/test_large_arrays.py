@@ -1,0 +1,62 @@
+"""Gradients of more than 2**31 elements: every method is lowered at the shapes of large models."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+from sharding import sync
+
+SHAPES = {
+    "13B, stacked": (40, 5120, 13824),
+    "70B, stacked": (80, 8192, 28672),
+    "405B, stacked": (126, 16384, 53248),
+    "405B": (16384, 53248),
+    "405B, vocabulary": (128256, 16384),
+    "405B, stacked attention": (126, 16384, 128, 128),
+}
+METHODS = {
+    "dense": sync.dense(),
+    "dense, bfloat16": sync.dense("bfloat16"),
+    "qsgd, 8 bits": sync.qsgd(8),
+    "qsgd, 4 bits": sync.qsgd(4, rounding="nearest", norm="l2"),
+    "powersgd": sync.powersgd(4),
+    "powersgd, alternate": sync.powersgd(4, alternate=True, start_step=3),
+    "top_k": sync.top_k(0.01),
+    "top_k, approximate": sync.top_k(0.01, approximate=True),
+    "top_k, by steps": sync.top_k({0: 0.25, 9: 0.01}, momentum=0.9, clip_norm=1.0),
+    "top_k, EF21": sync.top_k(0.01, feedback="ef21"),
+    "zen": sync.zen(),
+    "agsparse": sync.agsparse(),
+}
+
+
+def lower(method, shape, dim):
+    """One step on 8 devices of a TPU, as text for its compiler."""
+    grads = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
+
+    def step(grads, state):
+        return method.reduce_scatter(grads, state, "data", {"w": dim})
+
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(
+        step, mesh=mesh, in_specs=P(), out_specs=(P("data"), P()), check_vma=False
+    )
+    traced = jax.jit(mapped).trace(grads, jax.eval_shape(method.init, grads))
+    return traced.lower(lowering_platforms=("tpu",))
+
+
+@pytest.mark.parametrize("dim", [0, -1, -2], ids=["mean", "columns", "rows"])
+@pytest.mark.parametrize("name", METHODS)
+def test_gradients_of_large_models(name, dim):
+    for shape in SHAPES.values():
+        lower(METHODS[name], shape, dim)
+
+
+def test_single_elements_are_numbered_up_to_a_limit_that_is_named():
+    method = sync.zen(granularity="element")
+    lower(method, SHAPES["405B"], 0)
+    params = {"layers": {"w": jax.ShapeDtypeStruct(SHAPES["13B, stacked"], jnp.float32)}}
+    with pytest.raises(ValueError, match=r"'layers/w' .* 2,831,155,200.*granularity='row'"):
+        jax.eval_shape(method.init, params)
