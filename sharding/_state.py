@@ -94,12 +94,35 @@ def check_placed(tree: Any, shardings: Any) -> None:
 
 
 def check_batch(batch: Any, devices: int, microbatches: int) -> None:
-    """Raises if an array's first dim cannot be cut into a part per device and micro-batch."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        if np.ndim(leaf) and leaf.shape[0] % (devices * microbatches):
+    """Raises unless the batch has rows, as many in each array, that divide over the devices.
+
+    Args:
+      batch: a tree of arrays; scalars are replicated.
+      devices: that shard the batch.
+      microbatches: of each device.
+
+    Raises:
+      ValueError: that names the arrays.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    if not leaves:
+        raise ValueError(f"the batch is empty: it holds no arrays, only {batch!r}.")
+    arrays = [(path_str(path) or "batch", tuple(x.shape)) for path, x in leaves if np.ndim(x)]
+    for path, shape in arrays:
+        if not shape[0]:
+            raise ValueError(f"the batch is empty: {path!r} has shape {shape}.")
+        if shape[0] != arrays[0][1][0]:
             raise ValueError(
-                f"batch array {path_str(path)!r} of shape {leaf.shape}: its first dim does not "
-                f"divide by {devices} devices times {microbatches} micro-batches."
+                f"batch arrays {arrays[0][0]!r} of shape {arrays[0][1]} and {path!r} of shape "
+                f"{shape} differ in their first dim, which is sharded: it has to be the batch in "
+                "each array. Pass arrays that every device needs in full as model_state, or close "
+                "over them."
+            )
+    for path, shape in arrays:
+        if shape[0] % (devices * microbatches):
+            raise ValueError(
+                f"batch array {path!r} of shape {shape}: its first dim does not divide by "
+                f"{devices} devices times {microbatches} micro-batches."
             )
 
 

@@ -431,12 +431,15 @@ class Zero:
 
         Args:
           batch: a tree of arrays; the first dim of each is the batch. Scalars are replicated.
+            Other arrays that every device needs in full, such as class weights, belong in the
+            model state, or in the closure of the loss.
 
         Returns:
           The tree as global arrays.
 
         Raises:
-          ValueError: if a first dim does not divide by this process's devices.
+          ValueError: if the batch is empty, first dims differ, or one does not divide by this
+            process's devices.
         """
         check_batch(batch, max(1, self.num_devices // jax.process_count()), 1)
         return jax.tree.map(
@@ -494,9 +497,10 @@ class Zero:
 
         Raises:
           ValueError: if ``microbatches`` is below 1. When called: if the state was donated to an
-            earlier call, or does not lie as ``init`` lays it; if a batch does not divide by
-            devices times ``microbatches``; if a transformation asks for ``local_squared_norm``
-            where there is one piece, or a table's gradient is exchanged by rows.
+            earlier call, or does not lie as ``init`` lays it; if a batch is empty, has
+            first dims that differ or does not divide by devices times ``microbatches``; if a
+            transformation asks for ``local_squared_norm`` where there is one piece, or a table's
+            gradient is exchanged by rows.
         """
         options = LossOptions(has_aux, weighted, rngs, microbatches).check()
 
@@ -556,7 +560,7 @@ class Zero:
 
         Raises:
           ValueError: when called with parameters that do not lie as ``init`` lays them, or a
-            batch that does not divide by the devices.
+            batch that is empty, has first dims that differ or does not divide by the devices.
         """
 
         def compile_eval(params: Any, batch: Any) -> Any:

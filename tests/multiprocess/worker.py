@@ -12,6 +12,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import sharding as shd
@@ -41,6 +42,8 @@ def train(case):
         jax.monitoring.register_event_duration_secs_listener(listen)
         for i in range(STEPS):
             mine = {k: np.split(x, processes)[rank] for k, x in model.batch(i).items()}
+            with pytest.raises(ValueError, match="differ in their first dim"):
+                zero.put(mine | {"class_weights": np.ones(1)})
             state, metrics = step(state, zero.put(mine))
             losses.append(float(metrics["loss"]))
         jax.monitoring.unregister_event_duration_listener(listen)

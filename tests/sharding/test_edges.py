@@ -77,3 +77,41 @@ def test_a_batch_that_was_deleted():
     data["y"].delete()
     with pytest.raises(ValueError, match=r"argument 'batch': 'y' \(float32.*was deleted"):
         zero.train_step(mean_loss, tx=TX)(state, data)
+
+
+# --- Batches ----------------------------------------------------------------------------------
+
+
+BAD_BATCHES = {
+    "other rows": (
+        {"x": (16, 64), "y": (16,), "class_weights": (8,)},
+        r"'class_weights' of shape \(8,\) and 'x' of shape \(16, 64\) differ .* model_state",
+    ),
+    "one row": ({"x": (16, 8), "z": (1,)}, r"'x' of shape \(16, 8\) and 'z' of shape \(1,\)"),
+    "no rows": ({"x": (0, 8), "y": (0,)}, r"the batch is empty: 'x' has shape \(0, 8\)"),
+    "no array": ({"x": None}, r"the batch is empty: it holds no arrays, only \{'x': None\}"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BATCHES)
+@pytest.mark.parametrize("n", [1, 2, 8])
+def test_bad_batches(n, name):
+    """Class weights that are sharded with the batch changed the loss, in silence."""
+    shapes, message = BAD_BATCHES[name]
+    bad = jax.tree.map(np.ones, shapes, is_leaf=lambda x: isinstance(x, tuple))
+    zero = zero_of(n)
+    state = zero.init(make_pair, tx=TX)
+    for call in (
+        zero.put,
+        lambda b: zero.train_step(mean_loss, tx=TX)(state, b),
+        lambda b: zero.eval_step(mean_loss)(state, b),
+        lambda b: zero.value_and_grad(mean_loss)(state[0], b),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call(bad)
+
+
+def test_scalars_of_a_batch_are_replicated():
+    data = zero_of(4).put({"x": np.ones((8, 2)), "scale": 3.0, "none": None})
+    assert data["scale"].sharding.is_fully_replicated
+    assert not data["x"].sharding.is_fully_replicated
