@@ -126,6 +126,38 @@ def abstract(aval: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=place)
 
 
+def splittable(x: jax.Array, dim: int, groups: int) -> jax.Array:
+    """The array, ready for ``dim`` to become two dims of which the first has so many ``groups``.
+
+    Where its type has the dim sharded, and not into groups, the dim is gathered.
+    """
+    if groups % _num_shards(x, dim) == 0:
+        return x
+    return _with_entry(x, dim, None)
+
+
+def sharded_as(x: jax.Array, dim: int, like: jax.Array) -> jax.Array:
+    """The array, sharded along ``dim`` as the type of ``like`` is, if it divides."""
+    if jax.typeof(x).sharding.spec == jax.typeof(like).sharding.spec:
+        return x
+    num = _num_shards(like, dim)
+    return x if x.shape[dim] % num else _with_entry(x, dim, jax.typeof(like).sharding.spec[dim])
+
+
+def _num_shards(x: jax.Array, dim: int) -> int:
+    """Into how many shards the type of an array divides a dim; 1 where XLA decides."""
+    sharding = jax.typeof(x).sharding
+    entry = sharding.spec[dim] if dim < len(sharding.spec) else None
+    axes = entry if isinstance(entry, tuple) else (entry,)
+    return math.prod(sharding.mesh.shape[axis] for axis in axes if axis is not None)
+
+
+def _with_entry(x: jax.Array, dim: int, entry: Any) -> jax.Array:
+    spec = list(jax.typeof(x).sharding.spec)
+    spec[dim] = entry
+    return jax.sharding.reshard(x, jax.sharding.PartitionSpec(*spec))
+
+
 def _partitioned(*trees: Any) -> bool:
     """Whether arrays lie on several devices, between which XLA cuts no loops."""
     return any(jax.typeof(a).sharding.mesh.size > 1 for a in jax.tree.leaves(trees))

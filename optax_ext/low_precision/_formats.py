@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_ext._passes import sharded_as, splittable
 from optax_ext.low_precision._maps import DynamicMap, Float8Map, LinearMap, Map
 from optax_ext.low_precision._rounding import stochastic_bfloat16, top_half
 
@@ -189,7 +190,8 @@ def _split(x: jax.Array, dim: int, size: int, neutral: float = 0) -> jax.Array:
     missing = -x.shape[dim] % size
     if missing:
         pad = [(0, missing if d == dim else 0) for d in range(x.ndim)]
-        x = jnp.pad(x, pad, constant_values=neutral)
+        x = jnp.pad(splittable(x, dim, x.shape[dim] + missing), pad, constant_values=neutral)
+    x = splittable(x, dim, x.shape[dim] // size)
     return x.reshape(*x.shape[:dim], x.shape[dim] // size, size, *x.shape[dim + 1 :])
 
 
@@ -369,7 +371,8 @@ def encode(
         level, rest = level >> 8, (level & 255).astype(jnp.uint8)
     codes = level.astype(jnp.uint8)
     if fmt.bits == 4:
-        codes = _pack(codes, scaled.blocks.dims[0])
+        dim = scaled.blocks.dims[0]
+        codes = sharded_as(_pack(codes, dim), dim, codes)
     return Quantized(codes, scale, rest, shape, dtype, fmt, signed)
 
 
