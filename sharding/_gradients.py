@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from sharding import _pieces, _synced
+from sharding import _model_state, _pieces, _synced
 from sharding._exchange import Exchange, exchange_of
 from sharding._layout import Layout, Placement
 from sharding._precision import Precision
@@ -19,21 +19,50 @@ from sharding.sync import GradientSync
 P = PartitionSpec
 
 
+# What a loss may ask of ``rngs``: nothing, a key for each micro-batch of a device, one for each
+# example, or (for nnx models, which hold keys of their own) the number of the micro-batch, too.
+RNGS = (False, True, "per_example", "numbered")
+
+
 class LossOptions(NamedTuple):
     """What a loss function takes and returns; see ``Zero.train_step``."""
 
     has_aux: bool = False
     weighted: bool = False
-    rngs: bool = False
+    rngs: bool | str = False
     microbatches: int = 1
     # Whether the transformation asks how large the gradients of the pieces of a batch are.
     local_norm: bool = False
+    model_state: bool = False
+    # How devices' model states become one: a prefix tree of _model_state.REDUCTIONS.
+    reduction: Any = "mean"
 
     def check(self) -> "LossOptions":
         """Itself, or an error that names the bad option."""
         if self.microbatches < 1:
             raise ValueError(f"microbatches must be at least 1, got {self.microbatches}.")
+        if self.rngs not in RNGS:
+            raise ValueError(f"rngs must be a bool or 'per_example', got {self.rngs!r}.")
+        _model_state.check_reduction(self.reduction)
         return self
+
+    def split(self, out: Any) -> tuple[Any, Any, Any]:
+        """``(value, new model state, aux)`` of what a loss returned; None for what it does not."""
+        if self.model_state and self.has_aux:
+            value, (model_state, aux) = out
+        elif self.model_state:
+            (value, model_state), aux = out, None
+        else:
+            (value, aux), model_state = out if self.has_aux else (out, None), None
+        return value, model_state, aux
+
+
+class Inputs(NamedTuple):
+    """What a loss takes beside the parameters; None for what its options do not ask for."""
+
+    batch: Any
+    key: Any = None  # the same on all devices
+    model_state: Any = None  # the same on all devices
 
 
 class _Scalar(NamedTuple):
@@ -61,75 +90,84 @@ def device_gradients(
     loss: Callable[..., Any],
     options: LossOptions,
     params: list[jax.Array],
-    batch: Any,
-    key: Any,
+    inputs: Inputs,
     sync_state: Any = None,
-) -> tuple[list[jax.Array], dict[str, Any], Any]:
+) -> tuple[list[jax.Array], dict[str, Any], Any, Any]:
     """Gradients of the mean loss over all devices and micro-batches; runs inside a ``shard_map``.
 
     Args:
       exchange: how parameters and gradients travel.
-      loss: of the list of parameters, a part of the batch, and a key if ``options`` says so.
-      options: what it returns.
+      loss: of the list of parameters, a micro-batch, and what else ``options`` asks for.
+      options: what it takes and returns.
       params: as each device holds them.
-      batch: this device's part.
-      key: a random key that is the same on all devices, or None.
+      inputs: this device's shard of the batch, and what is the same on all devices.
       sync_state: of the exchange, this device's.
 
     Returns:
       The reduced gradients of the trained parameters; the metrics, scalars of aux marked, with
-      ``local`` what ``options.local_norm`` asks for; and the new state of the exchange.
+      ``local`` what ``options.local_norm`` asks for; the new state of the exchange; and the new
+      model state, the same on all devices.
     """
     steps, axes = options.microbatches, exchange.layout.data_axes
-    if options.rngs:
-        key = jax.random.fold_in(key, lax.axis_index(axes))
     cut = jax.tree.map(
-        lambda x: x.reshape(steps, -1, *x.shape[1:]) if jnp.ndim(x) else jnp.full(steps, x), batch
+        lambda x: x.reshape(steps, -1, *x.shape[1:]) if jnp.ndim(x) else jnp.full(steps, x),
+        inputs.batch,
     )
 
-    def loss_args(part: Any, index: Any) -> tuple[Any, ...]:
-        return (part, jax.random.fold_in(key, index)) if options.rngs else (part,)
+    def loss_args(part: Any, index: Any, model_state: Any) -> tuple[Any, ...]:
+        args = (part, model_state) if options.model_state else (part,)
+        # Micro-batches are numbered as they follow each other in the batch of all devices.
+        number = lax.axis_index(axes) * steps + index
+        return (*args, _key(options, inputs.key, number, part)) if options.rngs else args
 
     first = jax.tree.map(lambda x: x[0], cut)
-    exchange = exchange.of_loss(loss, *jax.eval_shape(loss_args, first, 0))
+    args = jax.eval_shape(loss_args, first, 0, inputs.model_state)
+    exchange = exchange.of_loss(loss, *args)
+    unchanged: list[bool] = []  # of the leaves of the model state; known when the loss is traced
     primals = exchange.primals(params)
     frozen = [None if t else x for t, x in zip(exchange.trained, primals, strict=True)]
     trained = [x for t, x in zip(exchange.trained, primals, strict=True) if t]
 
-    def one(part: Any, index: Any) -> tuple[Any, Any]:
-        """Sums over one micro-batch, and its aux."""
+    def one(part: Any, index: Any, model_state: Any) -> tuple[Any, Any, Any]:
+        """Sums over one micro-batch, the model state after it, and its aux."""
 
         def total_loss(trained: list[jax.Array]) -> tuple[Any, Any]:
             rest = iter(trained)
             whole = [next(rest) if x is None else x for x in frozen]
-            out = loss(exchange.open(whole, params), *loss_args(part, index))
-            value, aux = out if options.has_aux else (out, None)
+            out = loss(exchange.open(whole, params), *loss_args(part, index, model_state))
+            value, new, aux = options.split(out)
+            if options.model_state:
+                new, unchanged[:] = _model_state.checked(model_state, new)
             total, weight = value if options.weighted else (value, jnp.ones(()))
-            return total, (weight, aux)
+            return total, (weight, new, aux)
 
         with jax.named_scope("loss_and_grad"):
             value_and_grad = jax.value_and_grad(total_loss, has_aux=True)
-            (total, (weight, aux)), grads = value_and_grad(trained)
+            (total, (weight, model_state, aux)), grads = value_and_grad(trained)
         local: list[jax.Array] = []
         if options.local_norm:
             with jax.named_scope("local_norm"):
                 local = _pieces.squares(
                     exchange, grads, _wide(weight) if options.weighted else None
                 )
-        return (_wide(total), _wide(weight), local, exchange.reduce_each(grads)), aux
+        sums = (_wide(total), _wide(weight), local, exchange.reduce_each(grads))
+        return sums, model_state, aux
 
+    model_state = inputs.model_state
     if steps == 1:
-        (total, weight, local, grads), aux = one(first, 0)
+        (total, weight, local, grads), model_state, aux = one(first, 0, model_state)
     else:
 
-        def add(sums: Any, inputs: Any) -> tuple[Any, Any]:
-            new, aux = one(*inputs)
+        def add(carry: Any, numbered: tuple[Any, Any]) -> tuple[Any, Any]:
+            sums, model_state = carry
+            new, model_state, aux = one(*numbered, model_state)
             # Without the barrier XLA:TPU moves the reductions out of the loop, and the whole
             # gradient is accumulated after all.
             new = lax.optimization_barrier(new)
-            return jax.tree.map(lambda a, x: a + x.astype(a.dtype), sums, new), aux
+            sums = jax.tree.map(lambda a, x: a + x.astype(a.dtype), sums, new)
+            return (sums, model_state), aux
 
-        (total, weight, local, grads), _ = jax.eval_shape(one, first, 0)
+        (total, weight, local, grads), _, _ = jax.eval_shape(one, first, 0, model_state)
         own = [x.dtype for t, x in zip(exchange.trained, params, strict=True) if t]
         zeros = (
             jnp.zeros((), total.dtype),
@@ -140,7 +178,8 @@ def device_gradients(
                 for x, dtype in zip(grads, own, strict=True)
             ],
         )
-        (total, weight, local, grads), aux = lax.scan(add, zeros, (cut, jnp.arange(steps)))
+        (sums, model_state), aux = lax.scan(add, (zeros, model_state), (cut, jnp.arange(steps)))
+        total, weight, local, grads = sums
         aux = jax.tree.map(_join_microbatches, aux)
     metrics: dict[str, Any] = {}
     total, *local = _pieces.psum_together([total, *local], axes)
@@ -161,7 +200,21 @@ def device_gradients(
         grads, sync_state = exchange.sync_rest(grads, sync_state, scale)
     else:
         grads = [g * scale for g in exchange.reduce_rest(grads)]
-    return grads, metrics, sync_state
+    if options.model_state:
+        model_state = _model_state.reduced(
+            inputs.model_state, model_state, unchanged, options.reduction, axes
+        )
+    return grads, metrics, sync_state, model_state
+
+
+def _key(options: LossOptions, key: Any, number: jax.Array, part: Any) -> Any:
+    """What the loss gets as its key for one micro-batch, by the number it has in the batch."""
+    if options.rngs == "numbered":
+        return number, None if key is None else jax.random.fold_in(key, number)
+    if options.rngs != "per_example":
+        return jax.random.fold_in(key, number)
+    size = next(x.shape[0] for x in jax.tree.leaves(part) if jnp.ndim(x))
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, number * size + jnp.arange(size))
 
 
 def gradients(
@@ -170,17 +223,16 @@ def gradients(
     loss_fn: Callable[..., Any],
     options: LossOptions,
     params: Any,
-    batch: Any,
-    key: Any,
+    inputs: Inputs,
     placed: Placement,
     trained: Any,
     sync: GradientSync | None = None,
     sync_state: Any = None,
-) -> tuple[dict[str, Any], Any, Any]:
+) -> tuple[dict[str, Any], Any, Any, Any]:
     """Metrics and reduced gradients of a batch that is cut over the mesh; inside ``on_mesh``.
 
     Gradients lie as ``placed.shards``; those of parameters that are not trained are zeros. Last the
-    new state of the exchange.
+    new state of the exchange, and the new model state.
     """
     keeps_state = sync_state is not None
     exchange = exchange_of(layout, precision, params, placed, trained, sync, keeps_state)
@@ -190,10 +242,12 @@ def gradients(
     def loss(leaves: list[Any], *args: Any) -> Any:
         return loss_fn(treedef.unflatten(leaves), *args)
 
-    def local(leaves: list[jax.Array], batch: Any, key: Any, sync_state: Any) -> Any:
+    def local(leaves: list[jax.Array], inputs: Inputs, sync_state: Any) -> Any:
         own = jax.tree.map(lambda x: x[0, 0], sync_state) if keeps_state else exchange.no_state()
-        grads, metrics, new = device_gradients(exchange, loss, options, leaves, batch, key, own)
-        return grads, metrics, jax.tree.map(lambda x: x[None, None], new)
+        grads, metrics, own, model_state = device_gradients(
+            exchange, loss, options, leaves, inputs, own
+        )
+        return grads, metrics, jax.tree.map(lambda x: x[None, None], own), model_state
 
     metric_specs = {"loss": P()}
     if options.weighted:
@@ -208,17 +262,17 @@ def gradients(
     )
     out_specs = [spec for spec, t in zip(shard_specs, exchange.trained, strict=True) if t]
     at = _synced.spec(layout)
-    run = layout.shard_map(
-        local, (specs, layout.batch_specs(batch), P(), at), (out_specs, metric_specs, at)
-    )
-    reduced, metrics, sync_state = run(leaves, batch, key, sync_state)
+    input_specs = Inputs(layout.batch_specs(inputs.batch), P(), P())
+    run = layout.shard_map(local, (specs, input_specs, at), (out_specs, metric_specs, at, P()))
+    reduced, metrics, sync_state, model_state = run(leaves, inputs, sync_state)
     rest = iter(reduced)
     grads = [next(rest) if t else x for t, x in zip(exchange.trained, leaves, strict=True)]
     grads = [
         g.astype(precision.of_result(x.dtype)) if t else jnp.zeros_like(g)
         for g, x, t in zip(grads, leaves, exchange.trained, strict=True)
     ]
-    return average_scalars(metrics), treedef.unflatten(grads), sync_state if keeps_state else None
+    sync_state = sync_state if keeps_state else None
+    return average_scalars(metrics), treedef.unflatten(grads), sync_state, model_state
 
 
 def evaluate(
@@ -226,29 +280,31 @@ def evaluate(
     precision: Precision,
     fn: Callable[..., Any],
     params: Any,
-    batch: Any,
+    args: tuple[Any, ...],
     placed: Placement,
     sync: GradientSync | None,
 ) -> Any:
-    """``fn(params, batch)`` of a batch that is cut over the mesh; inside ``on_mesh``.
+    """``fn(params, *args)``; inside ``on_mesh``.
 
-    ``sync`` says which tables are fetched by rows.
+    The first of ``args`` is a batch that is cut over the mesh; others are replicated. ``sync`` says
+    which tables are fetched by rows.
     """
     trained = jax.tree.map(lambda _: False, params)
     exchange = exchange_of(layout, precision, params, placed, trained, sync)
     treedef: Any
     leaves, treedef = jax.tree.flatten(params)
 
-    def of_leaves(leaves: list[Any], batch: Any) -> Any:
-        return fn(treedef.unflatten(leaves), batch)
+    def of_leaves(leaves: list[Any], *args: Any) -> Any:
+        return fn(treedef.unflatten(leaves), *args)
 
-    def local(leaves: list[jax.Array], batch: Any) -> Any:
-        opened = exchange.of_loss(of_leaves, batch).open(leaves, leaves)
-        return mark_scalars(of_leaves(opened, batch))
+    def local(leaves: list[jax.Array], args: tuple[Any, ...]) -> Any:
+        opened = exchange.of_loss(of_leaves, *args).open(leaves, leaves)
+        return mark_scalars(of_leaves(opened, *args))
 
     specs = [layout.manual_spec(spec) for spec in treedef.flatten_up_to(placed.params)]
-    run = layout.shard_map(local, (specs, layout.batch_specs(batch)), P(entry_of(layout.data_axes)))
-    return average_scalars(run(leaves, batch))
+    arg_specs = (layout.batch_specs(args[0]), *(P() for _ in args[1:]))
+    run = layout.shard_map(local, (specs, arg_specs), P(entry_of(layout.data_axes)))
+    return average_scalars(run(leaves, args))
 
 
 def _wide(x: Any) -> jax.Array:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -50,6 +51,7 @@ class Layout:
       shard_state_over_replicas: cut gradients and optimizer state over the copies, too.
       min_shard_size: parameters of fewer elements are not cut.
       scatter: the form of the reduce-scatter, or ``"auto"``.
+      unsharded: patterns of the paths of parameters that ZeRO does not shard.
     """
 
     mesh: AnyMesh
@@ -59,6 +61,7 @@ class Layout:
     shard_state_over_replicas: bool = False
     min_shard_size: int = 0
     scatter: str = "auto"
+    unsharded: tuple[str, ...] = ()
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -149,7 +152,7 @@ class Layout:
             entries[dim] = None
             spec = P(*entries)
         else:
-            dim, reason = self._choose_dim(leaf, entries)
+            dim, reason = self._choose_dim(path, leaf, entries)
         if dim < 0:
             return spec, spec, 0, reason
         inner = _specs.with_axis(spec, len(shape), dim, self.axis)
@@ -158,12 +161,15 @@ class Layout:
             shards = _specs.with_axis(spec, len(shape), dim, self.axes + self.replica_axes)
         return inner if self.stage == 3 else spec, shards, dim - len(shape), ""
 
-    def _choose_dim(self, leaf: Any, entries: list[Any]) -> tuple[int, str]:
+    def _choose_dim(self, path: str, leaf: Any, entries: list[Any]) -> tuple[int, str]:
         """The longest free dim that divides, or one nearly as long; else -1, and why."""
         if self.stage == 0:
             return -1, ""
         if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             return -1, f"whole: {leaf.dtype} is not a number"
+        asked = next((p for p in self.unsharded if re.search(p, path)), None)
+        if asked is not None:
+            return -1, f"whole: asked for by unsharded={asked!r}"
         shape, size = tuple(leaf.shape), math.prod(leaf.shape)
         if size < max(self.min_shard_size, 1):
             return -1, f"whole: {size} elements, min_shard_size is {self.min_shard_size}"
@@ -227,6 +233,11 @@ class Layout:
     def batch_shardings(self, tree: Any) -> Any:
         """``batch_specs`` on the mesh."""
         return self.shardings(self.batch_specs(tree))
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """On every device in full."""
+        return NamedSharding(self.mesh, P())
 
     # --- Code ---------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ def gathered_module(cls: type, policy: Callable[..., bool] | None, reshard: bool
     Raises:
       ValueError: if the class is neither.
     """
-    for name, wrap in (("flax.linen", _linen_call), ("flax.nnx", _nnx_call)):
+    for name, wrap in (("flax.linen", gathered_call), ("flax.nnx", _nnx_call)):
         flax = sys.modules.get(name)
         if flax is not None and issubclass(cls, flax.Module):
             return _subclass(cls, __call__=wrap(flax, cls, policy, reshard))
@@ -36,7 +36,9 @@ def _subclass(cls: type, **methods: Any) -> type:
     return type(cls)(cls.__name__, (cls,), {**methods, **names})
 
 
-def _linen_call(nn: Any, cls: Any, policy: Any, reshard: bool) -> Callable[..., Any]:
+def gathered_call(nn: Any, cls: Any, policy: Any, reshard: bool) -> Callable[..., Any]:
+    """The ``__call__`` of a linen module that gathers its own parameters."""
+
     # Only functional transforms: those of classes rename the modules within.
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.is_initializing():

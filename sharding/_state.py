@@ -43,6 +43,32 @@ def params_of(state: Any) -> Any:
     return state.params
 
 
+def model_state_of(state: Any, names: Any) -> Any:
+    """The fields of a ``TrainState`` that a loss takes as its model state.
+
+    One name gives the field's value, several a dict.
+    """
+    if isinstance(names, str):
+        return _field(state, names)
+    return {name: _field(state, name) for name in names}
+
+
+def _field(state: Any, name: str) -> Any:
+    if isinstance(state, tuple) or not hasattr(state, name):
+        raise ValueError(
+            f"model_state={name!r} names no field of the train state, a {type(state).__name__}. A "
+            "pair (params, opt_state) has none: use model_state=True, and give the model state in "
+            "each call of the step."
+        )
+    return getattr(state, name)
+
+
+def with_model_state(state: Any, names: Any, model_state: Any) -> Any:
+    """A ``TrainState`` with other values of these fields."""
+    fields = {names: model_state} if isinstance(names, str) else model_state
+    return state.replace(**fields)
+
+
 def step_key(state: Any, key: Any) -> Any:
     """The random key of this step: a key for the run folded by the step count."""
     if isinstance(state, tuple):
@@ -177,14 +203,17 @@ class CompiledStep:
         self._select = select
         self._compiled: dict[Any, Any] = {}
 
-    def __call__(self, state: Any, batch: Any, key: Any = None) -> Any:
+    def __call__(self, state: Any, batch: Any, key: Any = None, model_state: Any = None) -> Any:
         """Runs the function."""
-        check_alive(self._select(state), batch=batch, key=key)
-        return self._jitted(state, batch)(self._select(state), batch, key)
+        selected = self._select(state)
+        check_alive(selected, batch=batch, key=key, model_state=model_state)
+        return self._jitted(state, batch)(selected, batch, key, model_state)
 
-    def lower(self, state: Any, batch: Any, key: Any = None) -> jax.stages.Lowered:
+    def lower(
+        self, state: Any, batch: Any, key: Any = None, model_state: Any = None
+    ) -> jax.stages.Lowered:
         """Lowers the function for real or abstract arguments, as ``jax.jit(f).lower``."""
-        return self._jitted(state, batch).lower(self._select(state), batch, key)
+        return self._jitted(state, batch).lower(self._select(state), batch, key, model_state)
 
     def _jitted(self, state: Any, batch: Any) -> Any:
         self._check(batch)

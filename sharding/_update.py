@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from sharding._layout import Layout, Placement
@@ -48,6 +49,15 @@ def update(
     if isinstance(state, tuple):
         return (params, opt_state)
     return state.replace(step=state.step + 1, params=params, opt_state=opt_state)
+
+
+def global_norm(layout: Layout, grads: Any, placed: Placement) -> jax.Array:
+    """The norm of all gradients together, in float32 or wider; inside ``on_mesh``."""
+    with jax.named_scope("grad_norm"):
+        grads = layout.constrain(grads, placed.shards)
+        floating = [g for g in jax.tree.leaves(grads) if jnp.issubdtype(g.dtype, jnp.inexact)]
+        wide = [g.astype(jnp.promote_types(g.dtype, jnp.float32)) for g in floating]
+        return optax.global_norm(wide)
 
 
 def _gather(layout: Layout, shards: Any, placed: Placement) -> Any:

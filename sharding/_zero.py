@@ -1,6 +1,8 @@
 """ZeRO: any optax transformation, its state, gradients and parameters cut over the devices."""
 
 import dataclasses
+import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,11 +11,11 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from sharding import _pieces, _synced
+from sharding import _linen, _pieces, _synced
 from sharding._describe import Description, describe_tree
 from sharding._export import full_tree
 from sharding._gather import gather, gathered
-from sharding._gradients import LossOptions, evaluate, gradients
+from sharding._gradients import Inputs, LossOptions, evaluate, gradients
 from sharding._layout import Layout, Placement
 from sharding._modules import gathered_module
 from sharding._offload import host_shardings, is_large
@@ -25,12 +27,14 @@ from sharding._state import (
     check_alive,
     check_batch,
     check_placed,
+    model_state_of,
     params_of,
     parts,
     resolve_trainable,
     step_key,
+    with_model_state,
 )
-from sharding._update import update
+from sharding._update import global_norm, update
 from sharding.sync import GradientSync
 
 P = PartitionSpec
@@ -93,6 +97,12 @@ class Zero:
         what it sends is its own. An exchange that keeps something is asked once a step,
         others, at stages 2 and 3, for each micro-batch. At stage 3 without copies, only such have
         a meaning.
+      unsharded: regular expressions; parameters in whose path one is found stay unsharded, and so
+        does their state.
+      gathered_blocks: at stage 3, which modules of a Flax linen model (or of an nnx model in
+        ``nnx_train_step``) gather their own parameters, as ``gathered`` makes them: names of
+        classes, or regular expressions of paths. Of nested ones the outermost counts. The model
+        itself stays as it is.
 
     Raises:
       ValueError: on a stage other than 0 to 3, an axis that is not in the mesh or named twice.
@@ -128,8 +138,12 @@ class Zero:
     scatter: str = "auto"
     offload: str | None = None
     sync: GradientSync | None = None
+    unsharded: str | tuple[str, ...] = ()
+    gathered_blocks: str | tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("unsharded", "gathered_blocks"):
+            object.__setattr__(self, name, _patterns(name, getattr(self, name)))
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"stage must be 0, 1, 2 or 3, got {self.stage!r}.")
         if not self._layout.axes:
@@ -186,6 +200,7 @@ class Zero:
             self.shard_state_over_replicas,
             self.min_shard_size,
             self.scatter,
+            tuple(self.unsharded),
         )
 
     def specs(
@@ -448,6 +463,17 @@ class Zero:
             batch,
         )
 
+    def replicate(self, tree: Any) -> Any:
+        """Places arrays on every device in full, such as a model state.
+
+        Args:
+          tree: a tree of arrays, the same on all processes.
+
+        Returns:
+          The tree as replicated global arrays.
+        """
+        return jax.device_put(tree, self._layout.replicated)
+
     def train_step(
         self,
         loss_fn: Callable[..., Any],
@@ -455,9 +481,13 @@ class Zero:
         tx: optax.GradientTransformation | None = None,
         has_aux: bool = False,
         weighted: bool = False,
-        rngs: bool = False,
+        rngs: bool | str = False,
+        model_state: str | tuple[str, ...] | bool = False,
+        model_state_reduction: Any = "mean",
         microbatches: int = 1,
         trainable: Any = None,
+        grad_norm: bool = False,
+        sync_batch_norm: bool = True,
         donate: bool = True,
     ) -> CompiledStep:
         """A compiled training step: ``step(state, batch) -> (state, metrics)``.
@@ -471,9 +501,24 @@ class Zero:
           weighted: the loss is a pair ``(sum, weight)``; both are added over devices and
             micro-batches and divided once, as masked tokens need. A total weight of zero gives a
             zero loss and zero gradients.
-          rngs: ``loss_fn`` takes a third argument, a random key that differs by step, device and
-            micro-batch: ``key`` of the call, or ``jax.random.key(0)``, folded by these. A pair has
-            no step count: it needs a new ``key`` each call.
+          rngs: ``loss_fn`` takes a random key as its last argument: ``key`` of the call, or
+            ``jax.random.key(0)``, folded by the step and by the number of the micro-batch in the
+            batch of all devices. A run draws the same on another number of devices if devices
+            times ``microbatches`` stay the same. With ``"per_example"`` the argument is an array
+            of keys, one for each example, for models under ``jax.vmap``: they depend on the step
+            and on the place of the example in the batch alone, so that a run goes on as it was on
+            any number of devices. A pair has no step count: it needs a new ``key`` each call.
+          model_state: ``loss_fn`` takes a third argument beside the parameters and the batch,
+            replicated and not differentiated (statistics, counters, tables, a teacher), and
+            returns its new value: ``(loss, new)``, or with ``has_aux`` ``(loss, (new, aux))``. What
+            only is read, it returns as it came. The name of a field of the ``TrainState`` says
+            where it is; several names make a dict. True: each call gives it,
+            ``step(state, batch, model_state=...)``, and its new value is
+            ``metrics["model_state"]``. Micro-batches change it one after the other.
+          model_state_reduction: how the new values of all devices become one: ``"mean"`` (of
+            leaves that are not floating the first device's), ``"sum"`` (the old value and what
+            each device added to it), ``"same"`` (they are equal as they are); or a prefix tree of
+            these. Leaves that the loss returns as they came cost nothing.
           microbatches: into how many parts each device cuts its batch. Stages 2 and 3
             reduce-scatter the gradients of each and accumulate shards; stages 0 and 1 accumulate
             whole gradients and reduce once.
@@ -482,12 +527,17 @@ class Zero:
             which the transformation sees as zeros, and never change; so that they have no state
             either, wrap the transformation in ``optax.masked``. Parameters that are not floating
             are never trained.
+          grad_norm: add ``metrics["grad_norm"]``, the norm of the mean gradient of all trained
+            parameters, before the transformation: a float in one more all-reduce.
+          sync_batch_norm: ``flax.linen.BatchNorm`` takes its statistics over the micro-batch of all
+            devices, as it does on one device, without an ``axis_name``; a sum of two vectors for
+            each, forward and backward. False leaves the statistics to each device.
           donate: give the state's memory to the new state; the old one cannot be used again.
 
         Returns:
-          ``step(state, batch, key=None) -> (state, metrics)``, with a ``lower`` of the same
-          arguments. ``metrics`` has ``"loss"``, with ``weighted`` also ``"weight"`` (the total),
-          with ``has_aux`` also ``"aux"``. A transformation that takes extra arguments gets
+          ``step(state, batch, key=None, model_state=None) -> (state, metrics)``, with a ``lower``
+          of the same arguments. ``metrics`` has ``"loss"``, with ``weighted`` also ``"weight"`` (the
+          total), with ``has_aux`` also ``"aux"``. A transformation that takes extra arguments gets
           ``value=loss``; one that reads ``local_squared_norm`` gets it with ``num_pieces``, as
           ``optax_ext.gradient_noise_scale`` needs them: the mean of the squared norms of the
           gradients of each device and micro-batch, or at stage 3 of each copy and micro-batch, in
@@ -496,13 +546,22 @@ class Zero:
           something, the transformation compares them with the mean as it was exchanged.
 
         Raises:
-          ValueError: if ``microbatches`` is below 1. When called: if the state was donated to an
-            earlier call, or does not lie as ``init`` lays it; if a batch is empty, has
-            first dims that differ or does not divide by devices times ``microbatches``; if a
-            transformation asks for ``local_squared_norm`` where there is one piece, or a table's
-            gradient is exchanged by rows.
+          ValueError: if an option is none that exists. When called: if the state was donated to an
+            earlier call, or does not lie as ``init`` lays it; if a batch is empty, has first dims
+            that differ or does not divide by devices times ``microbatches``; if a transformation
+            asks for ``local_squared_norm`` where there is one piece, or a table's gradient is
+            exchanged by rows; if the model state does not come back as it was.
         """
-        options = LossOptions(has_aux, weighted, rngs, microbatches).check()
+        options = LossOptions(
+            has_aux,
+            weighted,
+            rngs,
+            microbatches,
+            model_state=bool(model_state),
+            reduction=model_state_reduction,
+        ).check()
+        names = model_state if isinstance(model_state, str | tuple) else None
+        loss_fn = self._in_step(loss_fn, sync_batch_norm)
 
         def compile_step(state: Any, batch: Any) -> Any:
             shardings, placed, opt_specs = self._places(state, tx)
@@ -510,76 +569,132 @@ class Zero:
             trained = resolve_trainable(params_of(state), trainable)
 
             def step(
-                layout: Layout, state: Any, batch: Any, key: Any
+                layout: Layout, state: Any, batch: Any, key: Any, given: Any
             ) -> tuple[Any, dict[str, Any]]:
+                _check_given(given, model_state)
                 key = step_key(state, key) if rngs else None
+                inputs = Inputs(batch, key, model_state_of(state, names) if names else given)
                 state, sync_state = _synced.take(state)
                 params, opt_state, own_tx = parts(state, tx)
                 extra_args: dict[str, Any] = {}
                 asked = _pieces.asks(own_tx, params, opt_state, self.precision, trained)
                 if asked:
                     extra_args["num_pieces"] = _pieces.num_pieces(layout, microbatches)
-                metrics, grads, sync_state = gradients(
+                metrics, grads, sync_state, new_model_state = gradients(
                     layout,
                     self.precision,
                     loss_fn,
                     options._replace(local_norm=asked),
                     params,
-                    batch,
-                    key,
+                    inputs,
                     placed,
                     trained,
                     self.sync,
                     sync_state,
                 )
                 extra_args |= {"value": metrics["loss"], **metrics.pop("local", {})}
+                if grad_norm:
+                    metrics["grad_norm"] = global_norm(layout, grads, placed)
                 new = update(layout, state, grads, tx, placed, opt_specs, trained, extra_args)
+                if names:
+                    new = with_model_state(new, names, new_model_state)
+                elif model_state:
+                    metrics["model_state"] = new_model_state
                 return _synced.put(new, sync_state), metrics
 
+            def out_shardings(out: Any) -> Any:
+                metrics = self._layout.batch_shardings(out[1])
+                if "model_state" in metrics:
+                    metrics["model_state"] = jax.tree.map(
+                        lambda _: self._layout.replicated, out[1]["model_state"]
+                    )
+                return shardings, metrics
+
             return jax.jit(
-                self._layout.on_mesh(
-                    step, lambda out: (shardings, self._layout.batch_shardings(out[1]))
+                self._layout.on_mesh(step, out_shardings),
+                in_shardings=(
+                    shardings,
+                    self._layout.batch_shardings(batch),
+                    None,
+                    self._layout.replicated,
                 ),
-                in_shardings=(shardings, self._layout.batch_shardings(batch), None),
                 out_shardings=(shardings, None),
                 donate_argnums=(0,) if donate else (),
             )
 
         return CompiledStep(compile_step, lambda b: check_batch(b, self.num_devices, microbatches))
 
-    def eval_step(self, fn: Callable[[Any, Any], Any]) -> CompiledStep:
+    def eval_step(
+        self, fn: Callable[..., Any], *, model_state: str | tuple[str, ...] | bool = False
+    ) -> CompiledStep:
         """A compiled function of the parameters and a batch.
 
         Args:
           fn: ``fn(params, batch)``, on one device's part of the batch, returns any tree. Scalars
             are averaged over the devices; arrays, whose first dim is the batch, are concatenated.
+          model_state: ``fn`` takes a third argument, as in ``train_step``; it is only read.
 
         Returns:
-          ``evaluate(state, batch) -> tree``, with a ``lower`` of the same arguments. The state is
-          as in ``train_step``, and is kept.
+          ``evaluate(state, batch, key=None, model_state=None) -> tree``, with a ``lower`` of the
+          same arguments; ``key`` is not used. The state is as in ``train_step``, and is kept.
 
         Raises:
           ValueError: when called with parameters that do not lie as ``init`` lays them, or a
             batch that is empty, has first dims that differ or does not divide by the devices.
         """
+        names = model_state if isinstance(model_state, str | tuple) else None
+        fn = self._in_step(fn, sync_batch_norm=True, all_blocks=False)
 
-        def compile_eval(params: Any, batch: Any) -> Any:
+        def select(state: Any) -> Any:
+            return params_of(state), model_state_of(state, names) if names else None
+
+        def compile_eval(selected: Any, batch: Any) -> Any:
+            params, fields = selected
             placed = self._layout.place(params)
-            shardings = self._layout.shardings(placed.params)
-            check_placed(params, shardings)
+            shardings = (
+                self._layout.shardings(placed.params),
+                jax.tree.map(lambda _: self._layout.replicated, fields),
+            )
+            check_placed(selected, shardings)
 
-            def run(layout: Layout, params: Any, batch: Any, key: Any) -> Any:
+            def run(layout: Layout, selected: Any, batch: Any, key: Any, given: Any) -> Any:
                 del key
-                return evaluate(layout, self.precision, fn, params, batch, placed, self.sync)
+                _check_given(given, model_state)
+                params, fields = selected
+                args = (batch, fields if names else given) if model_state else (batch,)
+                return evaluate(layout, self.precision, fn, params, args, placed, self.sync)
 
             return jax.jit(
                 self._layout.on_mesh(run, self._layout.batch_shardings),
-                in_shardings=(shardings, self._layout.batch_shardings(batch), None),
+                in_shardings=(
+                    shardings,
+                    self._layout.batch_shardings(batch),
+                    None,
+                    self._layout.replicated,
+                ),
             )
 
         return CompiledStep(
-            compile_eval, lambda batch: check_batch(batch, self.num_devices, 1), params_of
+            compile_eval, lambda batch: check_batch(batch, self.num_devices, 1), select
         )
+
+    def _in_step(
+        self, loss_fn: Callable[..., Any], sync_batch_norm: bool, all_blocks: bool = True
+    ) -> Callable[..., Any]:
+        """A loss whose Flax modules know that the batch, and at stage 3 the model, is sharded."""
+        blocks = tuple(self.gathered_blocks) if self.stage == 3 else ()
+        axes = self._layout.data_axes
+
+        @functools.wraps(loss_fn)
+        def call(*args: Any) -> Any:
+            context = _linen.in_step(axes, sync_batch_norm, blocks, self.reshard_after_forward)
+            with context as check_found:
+                out = loss_fn(*args)
+                if all_blocks:
+                    check_found()
+            return out
+
+        return call
 
     # --- Stage 3, in the loss -----------------------------------------------------------------
 
@@ -660,10 +775,13 @@ class Zero:
         *,
         has_aux: bool = False,
         weighted: bool = False,
-        rngs: bool = False,
+        rngs: bool | str = False,
+        model_state: bool = False,
+        model_state_reduction: Any = "mean",
         microbatches: int = 1,
         trainable: Any = None,
         param_specs: Any = None,
+        sync_batch_norm: bool = True,
     ) -> Callable[..., Any]:
         """``jax.value_and_grad`` over the mesh, gradients reduced as the stage asks.
 
@@ -671,19 +789,35 @@ class Zero:
           loss_fn: as all arguments not listed here: see ``train_step``.
           has_aux: ``loss_fn`` returns ``(loss, aux)``.
           weighted: the loss is a pair ``(sum, weight)``.
-          rngs: ``loss_fn`` takes a key; here it is folded by device and micro-batch only.
+          rngs: ``loss_fn`` takes a key; here it is not folded by the step.
+          model_state: ``loss_fn`` takes a model state, which each call gives.
+          model_state_reduction: how the new values of all devices become one.
           microbatches: into how many parts each device cuts its batch.
           trainable: which parameters have a gradient; zeros for the others.
           param_specs: see ``specs``; inside ``jit`` the arrays cannot tell.
+          sync_batch_norm: see ``train_step``.
 
         Returns:
-          A function ``(params, batch, key=None)`` that returns ``(loss, grads)``, or with
-          ``has_aux`` ``((loss, aux), grads)``; good inside ``jit``.
+          A function ``(params, batch, key=None, model_state=None)`` that returns ``(loss, grads)``;
+          in place of the loss, with ``has_aux`` ``(loss, aux)``, with ``model_state``
+          ``(loss, new)``, with both ``(loss, (new, aux))``. Good inside ``jit``.
         """
-        options = LossOptions(has_aux, weighted, rngs, microbatches).check()
+        options = LossOptions(
+            has_aux,
+            weighted,
+            rngs,
+            microbatches,
+            model_state=model_state,
+            reduction=model_state_reduction,
+        ).check()
+        loss_fn = self._in_step(loss_fn, sync_batch_norm)
+        asks_model_state = model_state
 
-        def value_and_grad(params: Any, batch: Any, key: Any = None) -> Any:
-            check_alive(params, batch=batch, key=key)
+        def value_and_grad(
+            params: Any, batch: Any, key: Any = None, model_state: Any = None
+        ) -> Any:
+            check_alive(params, batch=batch, key=key, model_state=model_state)
+            _check_given(model_state, asks_model_state)
             check_batch(batch, self.num_devices, microbatches)
             placed = self._layout.place(params, param_specs)
             sync = self.sync
@@ -694,27 +828,29 @@ class Zero:
                 )
             trained = resolve_trainable(params, trainable)
 
-            def run(layout: Layout, params: Any, batch: Any, key: Any) -> Any:
-                metrics, grads, _ = gradients(
+            def run(layout: Layout, params: Any, *inputs: Any) -> Any:
+                metrics, grads, _, new = gradients(
                     layout,
                     self.precision,
                     loss_fn,
                     options,
                     params,
-                    batch,
-                    key,
+                    Inputs(*inputs),
                     placed,
                     trained,
                     self.sync,
                 )
-                value = (metrics["loss"], metrics["aux"]) if has_aux else metrics["loss"]
-                return value, grads
+                return metrics["loss"], metrics.get("aux"), new, grads
 
-            grad_shardings = self._layout.shardings(placed.shards)
-            wrapped = self._layout.on_mesh(
-                run, lambda out: (self._layout.batch_shardings(out[0]), grad_shardings)
-            )
-            return wrapped(params, batch, key)
+            def out_shardings(out: Any) -> Any:
+                grad_shardings = self._layout.shardings(placed.shards)
+                replicated = jax.tree.map(lambda _: self._layout.replicated, out[2])
+                return *self._layout.batch_shardings(out[:2]), replicated, grad_shardings
+
+            wrapped = self._layout.on_mesh(run, out_shardings)
+            loss, aux, new, grads = wrapped(params, batch, key, model_state)
+            extra = (new, aux) if has_aux and asks_model_state else new if asks_model_state else aux
+            return ((loss, extra) if has_aux or asks_model_state else loss), grads
 
         return value_and_grad
 
@@ -754,3 +890,25 @@ class Zero:
 
         state = self._layout.on_mesh(run, lambda _: shardings)(state, grads, extra_args or {})
         return state.replace(**fields) if fields else state
+
+
+def _patterns(name: str, given: Any) -> tuple[str, ...]:
+    """Regular expressions as a tuple, or an error that names the argument."""
+    patterns = (given,) if isinstance(given, str) else tuple(given)
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise ValueError(f"{name}: {pattern!r} is not a regular expression: {error}.") from None
+    return patterns
+
+
+def _check_given(given: Any, model_state: Any) -> None:
+    """Raises unless a call gives a model state just where the step takes it from there."""
+    if model_state is True and given is None:
+        raise ValueError("model_state=True: give it in each call, step(..., model_state=...).")
+    if model_state is not True and given is not None:
+        raise ValueError(
+            "a model state was given in the call, but the step was made with "
+            f"model_state={model_state!r}; True takes it from there."
+        )

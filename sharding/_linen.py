@@ -1,0 +1,100 @@
+"""What modules of an unmodified Flax linen model do otherwise in the loss of a step.
+
+``BatchNorm`` takes its statistics over the batch of all devices, and blocks that are named gather
+their own parameters. Only users of Flax need it.
+"""
+
+import contextlib
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from sharding._modules import gathered_call
+
+
+def matches(pattern: str, name: str, path: str) -> bool:
+    """Whether a pattern is the name of a module's class, or is found in the module's path."""
+    return pattern == name or bool(path and re.search(pattern, path))
+
+
+@contextlib.contextmanager
+def in_step(
+    axes: tuple[str, ...], sync_batch_norm: bool, blocks: Sequence[str], reshard: bool
+) -> Iterator[Callable[[], None]]:
+    """A context in which linen modules know that the batch is sharded.
+
+    Args:
+      axes: the mesh axes that the batch is sharded over.
+      sync_batch_norm: whether statistics are those of the batch of all devices.
+      blocks: class names or patterns of paths of the modules that gather their own parameters.
+      reshard: whether a block is computed again for the backward pass.
+
+    Yields:
+      A check that raises a ``ValueError`` if some of ``blocks`` were not found.
+    """
+    nn = sys.modules.get("flax.linen")
+    if nn is None:
+        yield lambda: _check_found(blocks, set(), {})
+        return
+    found: set[str] = set()
+    seen: dict[str, str] = {}
+    inside = False  # of a block that gathers: what it holds is gathered with it
+
+    def intercept(next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
+        nonlocal inside
+        module = context.module
+        if context.method_name != "__call__" or module.is_initializing():
+            return next_fun(*args, **kwargs)
+        if sync_batch_norm and isinstance(module, nn.BatchNorm):
+            with _axis_name(module, axes):
+                return next_fun(*args, **kwargs)
+        name, path = type(module).__name__, "/".join(module.path)
+        seen.setdefault(name, path)
+        own = {pattern for pattern in blocks if matches(pattern, name, path)}
+        found.update(own)
+        if inside or not own:
+            return next_fun(*args, **kwargs)
+        inside = True
+        try:
+            return gathered_call(nn, type(module), None, reshard)(module, *args, **kwargs)
+        finally:
+            inside = False
+
+    with nn.intercept_methods(intercept):
+        yield lambda: _check_found(blocks, found, seen)
+
+
+def _check_found(blocks: Sequence[str], found: set[str], seen: dict[str, str]) -> None:
+    missing = [pattern for pattern in blocks if pattern not in found]
+    if missing:
+        modules = ", ".join(f"{name} ({path or 'the model'})" for name, path in seen.items())
+        raise ValueError(
+            f"gathered_blocks: {missing[0]!r} is neither the class nor in the path of a Flax linen "
+            f"module that the loss calls. It calls {modules or 'none'}."
+        )
+
+
+@contextlib.contextmanager
+def _axis_name(module: Any, axes: tuple[str, ...]) -> Iterator[None]:
+    """A ``BatchNorm`` over the axes of the batch, unless it names one that is there."""
+    own = module.axis_name
+    if own is not None and _is_bound(own):
+        yield
+        return
+    # A module is frozen; its fields are put back when the call ends.
+    object.__setattr__(module, "axis_name", axes)
+    try:
+        yield
+    finally:
+        object.__setattr__(module, "axis_name", own)
+
+
+def _is_bound(axis_name: Any) -> bool:
+    try:
+        jax.lax.axis_size(axis_name)
+    except NameError:
+        return False
+    return True

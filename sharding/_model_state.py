@@ -1,0 +1,119 @@
+"""What a loss reads and returns beside the parameters: statistics, counters, tables, a teacher.
+
+The model state is replicated. Each device computes its own new one from its shard of the batch,
+micro-batch after micro-batch; then the devices' values become one again.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sharding._specs import path_str
+
+REDUCTIONS = ("mean", "sum", "same")
+
+
+def check_reduction(reduction: Any) -> None:
+    """Raises if a leaf of a tree is no reduction."""
+    for found in jax.tree.leaves(reduction):
+        if found not in REDUCTIONS:
+            raise ValueError(
+                f"model_state_reduction must be one of {', '.join(map(repr, REDUCTIONS))}, or a "
+                f"tree of them, got {found!r}."
+            )
+
+
+def checked(old: Any, new: Any) -> tuple[Any, list[bool]]:
+    """The new state in the dtypes of the old one, and which leaves the loss returned as they came.
+
+    Raises:
+      ValueError: if the structure or a shape differs.
+    """
+    expected: Any = jax.tree.structure(old)
+    found: Any = jax.tree.structure(new)
+    if found != expected:
+        raise ValueError(
+            "with model_state a loss returns (loss, new_model_state), or with has_aux (loss, "
+            "(new_model_state, aux)); the new state must have the structure of the old one: "
+            f"{expected}, found {found}."
+        )
+    before, after = jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new)
+    for (path, x), y in zip(before, after, strict=True):
+        if jnp.shape(x) != jnp.shape(y):
+            raise ValueError(
+                f"the loss returned model state {path_str(path)!r} of shape {jnp.shape(y)}, and "
+                f"got it with {jnp.shape(x)}."
+            )
+    unchanged = [x is y for (_, x), y in zip(before, after, strict=True)]
+    return jax.tree.map(_as, old, new), unchanged
+
+
+def _as(old: Any, new: Any) -> Any:
+    if new is old or jnp.issubdtype(old.dtype, jax.dtypes.extended):
+        return new
+    return jnp.asarray(new, old.dtype)
+
+
+def reduced(
+    old: Any, new: Any, unchanged: list[bool], reduction: Any, axes: tuple[str, ...]
+) -> Any:
+    """One model state of those of all devices; inside a ``shard_map``.
+
+    Args:
+      old: the state before the step, the same on all devices.
+      new: this device's.
+      unchanged: which leaves the loss returned as they came; they take no part.
+      reduction: a prefix tree. ``"mean"``: the mean, of leaves that are not floating the first
+        device's; ``"sum"``: the old value and what each device added to it; ``"same"``: all
+        devices have computed the same.
+      axes: the mesh axes to reduce over.
+    """
+    try:
+        kinds = jax.tree.leaves(
+            jax.tree.map(lambda kind, part: jax.tree.map(lambda _: kind, part), reduction, old)
+        )
+    except ValueError as error:
+        raise ValueError(f"model_state_reduction does not match the model state: {error}") from None
+    treedef: Any
+    before, treedef = jax.tree.flatten(old)
+    after = jax.tree.leaves(new)
+    chosen = [
+        i
+        for i, (kind, same) in enumerate(zip(kinds, unchanged, strict=True))
+        if not same and kind != "same"
+    ]
+    terms = [_term(kinds[i], before[i], after[i], axes) for i in chosen]
+    sums = lax.psum(terms, axes) if terms else []  # all leaves in one collective
+    for i, total in zip(chosen, sums, strict=True):
+        after[i] = _result(kinds[i], before[i], after[i], total, axes)
+    return treedef.unflatten(after)
+
+
+def _floating(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _term(kind: str, old: jax.Array, new: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """What a device adds to the sum over devices."""
+    if kind == "sum":
+        return new - old
+    if _floating(new):
+        return new.astype(jnp.promote_types(new.dtype, jnp.float32))
+    plain = jax.random.key_data(new) if jnp.issubdtype(new.dtype, jax.dtypes.prng_key) else new
+    wide = plain.astype(jnp.int32) if plain.dtype == jnp.bool_ else plain
+    return jnp.where(lax.axis_index(axes) == 0, wide, jnp.zeros_like(wide))
+
+
+def _result(
+    kind: str, old: jax.Array, new: jax.Array, total: jax.Array, axes: tuple[str, ...]
+) -> jax.Array:
+    """The leaf that the sum over devices makes."""
+    if kind == "sum":
+        return old + total
+    if _floating(new):
+        return (total / lax.axis_size(axes)).astype(new.dtype)
+    if jnp.issubdtype(new.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(total, impl=jax.random.key_impl(new))
+    return total.astype(new.dtype)
