@@ -81,7 +81,7 @@ def _check_found(blocks: Sequence[str], found: set[str], seen: dict[str, str]) -
 def _axis_name(module: Any, axes: tuple[str, ...]) -> Iterator[None]:
     """A ``BatchNorm`` over the axes of the batch, unless it names one that is there."""
     own = module.axis_name
-    if own is not None and _is_bound(own):
+    if is_bound(own):
         yield
         return
     # A module is frozen; its fields are put back when the call ends.
@@ -92,7 +92,10 @@ def _axis_name(module: Any, axes: tuple[str, ...]) -> Iterator[None]:
         object.__setattr__(module, "axis_name", own)
 
 
-def _is_bound(axis_name: Any) -> bool:
+def is_bound(axis_name: Any) -> bool:
+    """Whether there is such a mesh axis, or axis of ``vmap``, where this is called."""
+    if axis_name is None:
+        return False
     try:
         jax.lax.axis_size(axis_name)
     except NameError:

@@ -3,7 +3,8 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from sharding import _linen, _pieces, _synced
+from sharding import _linen, _nnx, _pieces, _synced
 from sharding._describe import Description, describe_tree
 from sharding._export import full_tree
 from sharding._gather import gather, gathered
@@ -536,9 +537,9 @@ class Zero:
 
         Returns:
           ``step(state, batch, key=None, model_state=None) -> (state, metrics)``, with a ``lower``
-          of the same arguments. ``metrics`` has ``"loss"``, with ``weighted`` also ``"weight"`` (the
-          total), with ``has_aux`` also ``"aux"``. A transformation that takes extra arguments gets
-          ``value=loss``; one that reads ``local_squared_norm`` gets it with ``num_pieces``, as
+          of the same arguments. ``metrics`` has ``"loss"``, with ``weighted`` also ``"weight"``
+          (the total), with ``has_aux`` also ``"aux"``. A transformation that takes extra arguments
+          gets ``value=loss``; one that reads ``local_squared_norm`` gets it with ``num_pieces``, as
           ``optax_ext.gradient_noise_scale`` needs them: the mean of the squared norms of the
           gradients of each device and micro-batch, or at stage 3 of each copy and micro-batch, in
           the proportions of their weights. That costs a float or two in the sum that makes the
@@ -572,7 +573,7 @@ class Zero:
                 layout: Layout, state: Any, batch: Any, key: Any, given: Any
             ) -> tuple[Any, dict[str, Any]]:
                 _check_given(given, model_state)
-                key = step_key(state, key) if rngs else None
+                key = step_key(state, key) if rngs in (True, "per_example") else key
                 inputs = Inputs(batch, key, model_state_of(state, names) if names else given)
                 state, sync_state = _synced.take(state)
                 params, opt_state, own_tx = parts(state, tx)
@@ -695,6 +696,93 @@ class Zero:
             return out
 
         return call
+
+    # --- Flax nnx -----------------------------------------------------------------------------
+
+    def nnx_init(self, make: Callable[..., Any], *args: Any, param_specs: Any = None) -> Any:
+        """Makes an nnx model and its optimizer, each device its own shard of them.
+
+        Args:
+          make: a function of ``args`` that returns ``(model, nnx.Optimizer(model, tx, wrt=...))``.
+          *args: its arguments, such as a random key.
+          param_specs: how the parameters lie on the mesh's other axes; None: by their metadata.
+
+        Returns:
+          ``(model, optimizer)``; their values do not depend on the mesh.
+        """
+        return _nnx.init(self, make, args, param_specs)
+
+    def nnx_train_step(
+        self,
+        loss_fn: Callable[..., Any],
+        *,
+        has_aux: bool = False,
+        weighted: bool = False,
+        rngs: bool = False,
+        microbatches: int = 1,
+        reductions: Mapping[type, str] = MappingProxyType({}),
+        trainable: Any = None,
+        grad_norm: bool = False,
+    ) -> _nnx.NnxStep:
+        """A training step of an nnx model that updates it in place, as under ``nnx.jit``.
+
+        Batch statistics, counters and all other variables come back into the model. ``nnx.Rngs``
+        that the model holds draw anew for each micro-batch of each device and for each step.
+        ``nnx.BatchNorm`` takes its statistics over the micro-batch of all devices, without an
+        ``axis_name``. Variables that the loss makes, as ``sow`` does, are not kept: return them in
+        ``aux``.
+
+        Args:
+          loss_fn: ``loss_fn(model, batch) -> loss``; it may change variables of the model.
+          has_aux: as all arguments not listed here: see ``train_step``.
+          weighted: the loss is a pair ``(sum, weight)``.
+          rngs: ``loss_fn`` takes a key as its last argument, such as for ``nnx.Rngs(key)``.
+          microbatches: into how many parts each device splits its batch.
+          reductions: how the variables of all devices become one, by their type, such as
+            ``{Counter: "sum"}``; ``"mean"`` for all others.
+          trainable: which of the parameters that the optimizer has are trained.
+          grad_norm: add ``metrics["grad_norm"]``.
+
+        Returns:
+          ``step(model, optimizer, batch, key=None) -> metrics``, with a ``lower`` of the same
+          arguments. Parameters are what the optimizer's ``wrt`` selects. A model that is on one
+          device is placed on the mesh by the first call; ``nnx_init`` makes it there.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, optax, sharding as shd
+          >>> from flax import nnx
+          >>> zero = shd.Zero(jax.make_mesh((jax.device_count(),), ("data",)), stage=2)
+          >>> def make():
+          ...     model = nnx.Sequential(nnx.Linear(64, 64, rngs=(r := nnx.Rngs(0))), nnx.relu)
+          ...     return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+          >>> model, optimizer = zero.nnx_init(make)
+          >>> step = zero.nnx_train_step(lambda model, x: jnp.mean(model(x) ** 2))
+          >>> metrics = step(model, optimizer, zero.put(jnp.ones((8 * jax.device_count(), 64))))
+          >>> int(optimizer.step[...])
+          1
+        """
+        options = {
+            "has_aux": has_aux,
+            "weighted": weighted,
+            "microbatches": microbatches,
+            "trainable": trainable,
+            "grad_norm": grad_norm,
+        }
+        return _nnx.NnxStep(self, loss_fn, rngs, reductions, options)
+
+    def nnx_eval_step(
+        self, fn: Callable[[Any, Any], Any], *, wrt: Any = None
+    ) -> Callable[[Any, Any], Any]:
+        """A compiled function of an nnx model and a batch; the model is only read.
+
+        Args:
+          fn: ``fn(model, batch)``, as in ``eval_step``.
+          wrt: what selects the parameters, as in ``nnx.Optimizer``; None for ``nnx.Param``.
+
+        Returns:
+          ``evaluate(model, batch) -> tree``.
+        """
+        return _nnx.eval_step(self, fn, wrt)
 
     # --- Stage 3, in the loss -----------------------------------------------------------------
 

@@ -1,0 +1,267 @@
+"""Flax nnx models and their ``nnx.Optimizer`` under ZeRO: updated in place, as under ``nnx.jit``.
+
+A step splits the model into what is trained, its random state and all other variables; the last two
+travel as the model state of ``Zero.train_step``. Only users of Flax need it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from sharding._linen import is_bound, matches
+from sharding._modules import gathered_module
+from sharding._state import CompiledStep
+
+
+class NnxStep:
+    """A training step of ``(model, optimizer, batch)`` that updates both in place.
+
+    Attributes:
+      zero: where the state is placed.
+      loss_fn: of the model, a batch, and a key if ``rngs`` says so.
+      rngs: whether it takes a key.
+      reductions: how variables become one over devices, by their type.
+      options: further arguments of ``train_step``.
+    """
+
+    def __init__(
+        self,
+        zero: Any,
+        loss_fn: Callable[..., Any],
+        rngs: bool,
+        reductions: Mapping[type, str],
+        options: dict[str, Any],
+    ):
+        self.zero, self.loss_fn, self.rngs = zero, loss_fn, rngs
+        self.reductions, self.options = reductions, options
+        self._steps: dict[Any, CompiledStep] = {}
+
+    def __call__(self, model: Any, optimizer: Any, batch: Any, key: Any = None) -> dict[str, Any]:
+        """Updates model and optimizer; returns the metrics of ``train_step``."""
+        from flax import nnx
+
+        if not _is_placed((model, optimizer.opt_state), self.zero.mesh):
+            place(self.zero, model, optimizer)
+        step, state, args = self._arguments(model, optimizer, batch, key)
+        (params, opt_state), metrics = step(state, *args)
+        new = metrics.pop("model_state")
+        nnx.update(model, params, new["rest"], new["next_rng"])
+        _set_opt_state(optimizer, opt_state)
+        optimizer.step[...] += 1
+        return metrics
+
+    def lower(self, model: Any, optimizer: Any, batch: Any, key: Any = None) -> jax.stages.Lowered:
+        """Lowers the step, as ``jax.jit(f).lower``."""
+        step, state, args = self._arguments(model, optimizer, batch, key)
+        return step.lower(state, *args)
+
+    def _arguments(
+        self, model: Any, optimizer: Any, batch: Any, key: Any
+    ) -> tuple[CompiledStep, Any, tuple[Any, Any, Any]]:
+        """The compiled step, its state, and ``(batch, key, model state)``."""
+        from flax import nnx
+
+        graph, params, rng, rest = _split(model, optimizer.wrt, nnx.RngState, ...)
+        if self.rngs:
+            key = jax.random.fold_in(jax.random.key(0) if key is None else key, optimizer.step[...])
+        # The random state goes in twice: as it is for all micro-batches, and as it will be.
+        parts = {"rest": nnx.as_pure(rest), "rng": nnx.as_pure(rng), "next_rng": nnx.as_pure(rng)}
+        signature = (graph, optimizer.wrt, id(optimizer.tx))
+        if signature not in self._steps:
+            reduction = {
+                "rest": jax.tree.map(self._reduction, rest, is_leaf=_is_variable),
+                "rng": "same",
+                "next_rng": "same",
+            }
+            # The blocks of the model are gathered by prepare: the loss calls no linen modules.
+            zero = dataclasses.replace(self.zero, gathered_blocks=())
+            self._steps[signature] = zero.train_step(
+                self._loss(graph, optimizer.wrt),
+                tx=optimizer.tx,
+                rngs="numbered",
+                model_state=True,
+                model_state_reduction=reduction,
+                **self.options,
+            )
+        state = nnx.as_pure((params, optimizer.opt_state))
+        return self._steps[signature], state, (batch, key, parts)
+
+    def _reduction(self, variable: Any) -> str:
+        found = (kind for cls, kind in self.reductions.items() if isinstance(variable, cls))
+        return next(found, "mean")
+
+    def _loss(self, graph: Any, wrt: Any) -> Callable[..., Any]:
+        from flax import nnx
+
+        def loss(params: Any, batch: Any, parts: Any, numbered: Any) -> tuple[Any, Any]:
+            number, key = numbered
+            rng = jax.tree.map(lambda x: _fold(x, number), parts["rng"])
+            model = nnx.merge(graph, params, rng, parts["rest"], copy=True)
+            prepare(self.zero, model)
+            out = self.loss_fn(model, batch, key) if self.rngs else self.loss_fn(model, batch)
+            value, aux = out if self.options.get("has_aux") else (out, None)
+            _, _, rng, rest = _split(model, wrt, nnx.RngState, ...)
+            new = {
+                "rest": _like(parts["rest"], rest),
+                "rng": parts["rng"],
+                # Counts have moved on; keys are those of the run again.
+                "next_rng": jax.tree.map(
+                    lambda old, x: old if _is_key(old) else x,
+                    parts["rng"],
+                    _like(parts["rng"], rng),
+                ),
+            }
+            return value, ((new, aux) if self.options.get("has_aux") else new)
+
+        return loss
+
+
+def eval_step(zero: Any, fn: Callable[[Any, Any], Any], wrt: Any) -> Callable[[Any, Any], Any]:
+    """``evaluate(model, batch)`` of ``fn(model, batch)``; see ``Zero.nnx_eval_step``."""
+    from flax import nnx
+
+    wrt = nnx.Param if wrt is None else wrt
+    compiled: dict[Any, CompiledStep] = {}
+
+    def evaluate(model: Any, batch: Any) -> Any:
+        graph, params, rest = _split(model, wrt, ...)
+
+        def run(params: Any, batch: Any, rest: Any) -> Any:
+            model = nnx.merge(graph, params, rest, copy=True)
+            prepare(zero, model)
+            return fn(model, batch)
+
+        if graph not in compiled:
+            compiled[graph] = zero.eval_step(run, model_state=True)
+        params, rest = nnx.as_pure((params, rest))
+        return compiled[graph]((params, ()), batch, model_state=rest)
+
+    return evaluate
+
+
+# --- Where models are placed ----------------------------------------------------------------------
+
+
+def init(zero: Any, make: Callable[..., Any], args: tuple[Any, ...], param_specs: Any) -> Any:
+    """Model and optimizer as ``make(*args)`` makes them, each device its own shard."""
+    from flax import nnx
+
+    def arrays(*args: Any) -> Any:
+        model, optimizer = make(*args)
+        _, params, rest = _split(model, optimizer.wrt, ...)
+        return nnx.as_pure(((params, optimizer.opt_state), rest, optimizer.step))
+
+    with nnx.use_eager_sharding(False):  # placed below
+        model, optimizer = nnx.eval_shape(make, *args)
+        shardings = _shardings(zero, model, optimizer, param_specs)
+        replicated = zero._layout.replicated
+        run = jax.jit(arrays, out_shardings=(shardings, replicated, replicated))
+        (params, opt_state), rest, step = run(*args)
+    nnx.update(model, params, rest)
+    _set_opt_state(optimizer, opt_state)
+    optimizer.step.set_value(step)
+    return model, optimizer
+
+
+def place(zero: Any, model: Any, optimizer: Any, param_specs: Any = None) -> None:
+    """Moves a model and its optimizer onto the mesh, in place."""
+    from flax import nnx
+
+    _, params, rest = _split(model, optimizer.wrt, ...)
+    shardings = _shardings(zero, model, optimizer, param_specs)
+    state = jax.device_put(nnx.as_pure((params, optimizer.opt_state)), shardings)
+    nnx.update(model, state[0], jax.device_put(nnx.as_pure(rest), zero._layout.replicated))
+    _set_opt_state(optimizer, state[1])
+
+
+def _shardings(zero: Any, model: Any, optimizer: Any, param_specs: Any) -> Any:
+    """Of the parameters and the optimizer's state."""
+    from flax import nnx
+
+    params = nnx.state(model, optimizer.wrt)
+    if param_specs is None:
+        param_specs = nnx.as_pure(nnx.get_partition_spec(params))
+    state = nnx.as_pure((params, optimizer.opt_state))
+    return zero.shardings(state, tx=optimizer.tx, param_specs=param_specs)
+
+
+def _is_placed(tree: Any, mesh: Any) -> bool:
+    """Whether every array is on all devices of the mesh."""
+    leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    return all(x.sharding.device_set == set(mesh.devices.flat) for x in leaves)
+
+
+def _set_opt_state(optimizer: Any, opt_state: Any) -> None:
+    from flax import nnx
+
+    treedef: Any = jax.tree.structure(optimizer.opt_state)
+    optimizer.opt_state = nnx.data(treedef.unflatten(jax.tree.leaves(opt_state)))
+
+
+# --- Inside the loss ------------------------------------------------------------------------------
+
+
+def prepare(zero: Any, model: Any) -> None:
+    """Makes modules of a model act on a sharded batch, and at stage 3 gather their parameters."""
+    from flax import nnx
+
+    blocks = zero.gathered_blocks if zero.stage == 3 else ()
+    gathered: list[tuple[Any, ...]] = []
+    found: set[str] = set()
+    modules = sorted(nnx.iter_modules(model), key=lambda item: len(item[0]))  # outermost first
+    for path, module in modules:
+        if isinstance(module, nnx.BatchNorm) and not is_bound(module.axis_name):
+            module.axis_name = zero._layout.data_axes
+        name = "/".join(map(str, path))
+        own = {p for p in blocks if matches(p, type(module).__name__, name)}
+        found |= own
+        if own and not any(path[: len(outer)] == outer for outer in gathered):
+            gathered.append(path)
+            module.__class__ = gathered_module(type(module), None, zero.reshard_after_forward)
+    missing = [p for p in blocks if p not in found]
+    if missing:
+        raise ValueError(
+            f"gathered_blocks: {missing[0]!r} is neither the class nor in the path of a module of "
+            f"the model. It has {', '.join('/'.join(map(str, path)) for path, _ in modules[1:])}."
+        )
+
+
+def _like(old: Any, new: Any) -> Any:
+    """The pure values of ``new`` at the paths of ``old``: what a loss sows is not kept."""
+    from flax import nnx
+
+    values = dict(nnx.to_flat_state(new))
+    kept = [(path, values[path]) for path, _ in nnx.to_flat_state(old)]
+    return nnx.as_pure(nnx.from_flat_state(kept))
+
+
+def _split(model: Any, *filters: Any) -> tuple[Any, ...]:
+    """The graph, and a state for each filter."""
+    from flax import nnx
+
+    return tuple(nnx.split(model, *filters))
+
+
+def _is_variable(x: Any) -> bool:
+    from flax import nnx
+
+    return isinstance(x, nnx.Variable)
+
+
+def _is_key(x: Any) -> bool:
+    return jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _counted(old: Any, new: Any) -> Any:
+    """Random state after a step: counts have moved on, keys are those of the run."""
+    return old if _is_key(old) else new
+
+
+def _fold(x: jax.Array, number: jax.Array) -> jax.Array:
+    """Keys of any shape, folded by a number; counts as they are."""
+    if not _is_key(x):
+        return x
+    fold = jax.vmap(jax.random.fold_in, (0, None))
+    return fold(x.reshape(-1), number).reshape(x.shape)
