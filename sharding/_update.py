@@ -57,7 +57,7 @@ def global_norm(layout: Layout, grads: Any, placed: Placement) -> jax.Array:
         grads = layout.constrain(grads, placed.shards)
         floating = [g for g in jax.tree.leaves(grads) if jnp.issubdtype(g.dtype, jnp.inexact)]
         wide = [g.astype(jnp.promote_types(g.dtype, jnp.float32)) for g in floating]
-        return optax.global_norm(wide)
+        return optax.tree.norm(wide)
 
 
 def _gather(layout: Layout, shards: Any, placed: Placement) -> Any:
