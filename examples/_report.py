@@ -156,8 +156,7 @@ def print_plan(plan: Plan, adamw: Plan, stage: int, plain: bool = True) -> None:
     notes = ["* this run"]
     if not plain:
         notes.append("Sent is what a plain sum of gradients sends, not what --sync does.")
-    if plan.device:  # else nothing is known of its memory
-        notes += [f"Recommended is {note}" if plan.recommended else note for note in plan.notes]
+    notes += plan.notes if plan.device else plan.notes[1:]  # else nothing is known of its memory
     show(marked.tables(), notes, console=console)
 
 

@@ -10,6 +10,7 @@ import math
 import pathlib
 import re
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from sharding._precision import Precision
 from sharding._zero import Zero
 from sharding.plan import _plan, targets
 from sharding.plan._audit import Audit, audit
-from sharding.plan._devices import DeviceKind, kind_of
+from sharding.plan._devices import KINDS, DeviceKind, kind_of
 from sharding.plan._models import MODELS, Decoder
 from sharding.plan._plot import plot_audits, plot_plans
 from sharding.plan._report import size
@@ -34,6 +35,7 @@ _ABOUT = """\
 plan computes in closed form what each stage of ZeRO holds and sends; audit compiles one step,
 also for a machine that is not here, and reads from the program what it costs.
 """
+_FIGURES = "--memory GIB, and for times --tflops, --bandwidth and --link"
 _EPILOG = """\
 examples:
   {prog} plan --model llama2-7b --optimizer came --target v5e:16x16
@@ -41,6 +43,12 @@ examples:
   {prog} plan --model my_project.model:abstract_params --target v6e:8x8
   {prog} audit --model gpt2-small --target cpu:8 --stage 3
   {prog} audit --step my_project.train:lowered --target v5e:4x4
+
+targets to plan and to compile for (audit; needs pip install 'optax-ext[aot]' but for CPUs):
+{compiled}
+targets to plan only:
+{planned}
+any other: NAMExNUMBER with its figures, such as --target newx8 --memory 96 --tflops 1000
 
 optax-ext and python -m sharding are the same command. Where the working folder has a file
 sharding.py, python -m sharding runs that file instead, in silence; optax-ext does not.
@@ -63,7 +71,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=prog,
         description=_ABOUT,
-        epilog=_EPILOG.format(prog=prog),
+        epilog=_EPILOG.format(prog=prog, **_target_names()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"optax-ext {__version__}")
@@ -96,6 +104,24 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
+def _target_names() -> dict[str, str]:
+    """Examples of targets for the help text, by what can be done with them."""
+    tpus = {"v4": "2x2x2", "v5e": "4x4", "v5p": "4x4x4", "v6e": "16x16", "tpu7x": "2x2x1"}
+    names = {name: f"{name}:{tpus[name]}" if name in tpus else f"{name}x8" for name in KINDS}
+    names["cpu"] = "cpu:8"
+    kinds = {name: targets.parse(example).compiles for name, example in names.items()}
+    return {
+        word: textwrap.fill(
+            ", ".join(names[name] for name, compiles in kinds.items() if compiles == wanted),
+            width=78,
+            initial_indent="  ",
+            subsequent_indent="  ",
+            break_on_hyphens=False,
+        )
+        for word, wanted in (("compiled", True), ("planned", False))
+    }
+
+
 def _common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", help="a number of parameters, a name, or module:function (abstract parameters)")
@@ -105,7 +131,12 @@ def _common(parser: argparse.ArgumentParser) -> None:
     add("--dtype", help="of the parameters (bfloat16; float32 for CPUs)")
     add("--compute-dtype", help="parameters are cast to it for the loss; as they are")
     add("--reduce-dtype", help="gradients are summed over devices in it; as they are")
-    add("--target", required=True, help="v5e:16x16, v5p:4x4x4, v5e:4x4*2, h100x8, h200x64, cpu:8")
+    add(
+        "--target",
+        required=True,
+        help="v5e:16x16, v5p:4x4x4, v5e:4x4*2 (two slices), h100x8, h200x64, cpu:8 ...; all kinds "
+        "are listed by --help without a command",
+    )
     add("--mesh", help="such as x=16,y=16; the axes that suit the target's links")
     add("--axis", help="what ZeRO cuts over, such as x,y; all axes of the mesh")
     add("--replica-axis", help="copies of a hybrid: slice, host, or the first of several axes")
@@ -142,7 +173,7 @@ class _Setup:
 
 
 def _setup(options: argparse.Namespace) -> _Setup:
-    target = targets.parse(options.target)
+    target = _target(options)
     mesh_axes = _mesh_axes(options, target)
     axis = tuple(options.axis.split(",")) if options.axis else tuple(mesh_axes)
     replica = tuple(options.replica_axis.split(",")) if options.replica_axis else ()
@@ -161,6 +192,21 @@ def _setup(options: argparse.Namespace) -> _Setup:
     device = _device(options)
     tx = optax_ext.master_weights(tx) if options.master else tx
     return _Setup(params, model, tx, mesh_axes, axis, replica, precision, device, length)
+
+
+def _target(options: argparse.Namespace) -> targets.Target:
+    """The target; one that is not known, GPUs by any name, where its figures are given."""
+    try:
+        return targets.parse(options.target)
+    except ValueError as error:
+        if not str(error).startswith("unknown target"):
+            raise
+        match = re.fullmatch(r"([a-z][\w.-]*?)x([1-9]\d*)", options.target)
+        if match and options.memory:
+            return targets.gpus(options.target, match[1], int(match[2]))
+        raise ValueError(
+            f"{error}. Any other can be planned as NAMExNUMBER with its figures: {_FIGURES}"
+        ) from None
 
 
 def _check_positive(options: argparse.Namespace) -> None:
@@ -303,7 +349,7 @@ def _device(options: argparse.Namespace) -> DeviceKind | None:
         return dataclasses.replace(known, **given)
     if "memory" not in given:
         return None
-    kind = options.target.split(":")[0]
+    kind = _target(options).kind
     rest = dict.fromkeys(("bandwidth", "flops", "link"), math.inf)
     return DeviceKind(**({"name": kind} | rest | given), network=None, source="given")
 
@@ -317,11 +363,11 @@ def _run_plan(options: argparse.Namespace) -> int:
     found = make(setup.tx, options.state, options.offload)
     notes = list(found.notes)
     if found.device is None:
-        notes = [f"What fits is not known: no figures of {options.target}. Give them: --memory GIB"]
+        notes[0] = f"What fits is not known: no figures of {options.target}. Give them: {_FIGURES}"
+    if any(map(found.seconds, found.stages)):
+        notes.append(_about_times(options, setup))
     if found.recommended and not re.search("adamw?$", options.optimizer):
-        adam = optax.adamw(1e-3)
-        other = make(optax_ext.master_weights(adam) if options.master else adam, None, False)
-        notes.append(_plan.saving_of(found, other, found.recommended, (options.optimizer, "adamw")))
+        notes += _beside_adamw(options, setup, found)
     if re.search("adamw?$", options.optimizer) and len(setup.mesh_axes) == 1:
         theirs = _plan.deepspeed_stage_2(found.num_params, math.prod(setup.mesh_axes.values()))
         words = " and ".join(f"{size(value)} by its {name}" for name, value in theirs.items())
@@ -340,6 +386,33 @@ def _run_plan(options: argparse.Namespace) -> int:
     return 2 if found.fits is False else 0
 
 
+def _about_times(options: argparse.Namespace, setup: _Setup) -> str:
+    assert setup.device is not None
+    sequences = options.batch * options.microbatches
+    attention = ", attention in full" if setup.model else ", without attention"
+    return (
+        f"Times are lower bounds at the peak figures of a {setup.device.name}, for "
+        f"{sequences} sequence{'s' if sequences > 1 else ''} of {setup.length:,} tokens on each "
+        f"device in a step: 6 operations a parameter and token{attention}, no recomputation."
+    )
+
+
+def _beside_adamw(options: argparse.Namespace, setup: _Setup, found: _plan.Plan) -> list[str]:
+    """What the optimizer saves beside AdamW; where it saves nothing, why."""
+    adamw = optax.adamw(1e-3)
+    adamw = optax_ext.master_weights(adamw) if options.master else adamw
+    other = _plan_of(options, setup, adamw, None, False)
+    names = (options.optimizer, "adamw")
+    notes = [_plan.saving_of(found, other, found.recommended, names)]
+    mine, theirs = (
+        next(stage.opt_state for stage in plan.stages if stage.name == found.recommended)
+        for plan in (found, other)
+    )
+    if mine > theirs:
+        notes.append(_plan.why_wider(setup.params, setup.tx, adamw, names))
+    return [note for note in notes if note]
+
+
 def _plan_of(
     options: argparse.Namespace,
     setup: _Setup,
@@ -349,7 +422,11 @@ def _plan_of(
     mesh_axes: dict[str, int] | None = None,
 ) -> _plan.Plan:
     mesh_axes = mesh_axes or setup.mesh_axes
-    tokens = options.batch * options.microbatches * (setup.length + 1) if setup.length else 0
+    sequences = options.batch * options.microbatches
+    tokens = float(sequences * setup.length)
+    num_params = sum(math.prod(x.shape) for x in jax.tree.leaves(setup.params))
+    flops = setup.model.flops(tokens, setup.length) if setup.model else 6.0 * num_params * tokens
+    num_devices = math.prod(mesh_axes.get(name, 1) for name in (*setup.replica_axis, *setup.axis))
     return _plan.estimate(
         setup.params,
         tx,
@@ -358,11 +435,13 @@ def _plan_of(
         replica_axis=setup.replica_axis or None,
         precision=setup.precision,
         microbatches=options.microbatches,
-        batch=4.0 * tokens,
+        batch=4.0 * sequences * (setup.length + 1) if setup.length else 0.0,
         state_format=state,
         offload=offload,
         device=setup.device,
         gathered_once=setup.model.gathered_once if setup.model else "(?!)",
+        tokens=tokens * num_devices,
+        flops=flops,
     )
 
 
@@ -396,7 +475,7 @@ def _what_would_fit(options: argparse.Namespace, setup: _Setup) -> list[str]:
 
 
 def _run_audit(options: argparse.Namespace) -> int:
-    target = targets.parse(options.target)
+    target = _target(options)
     jax.config.update("jax_platforms", "cpu")
     if target.kind == "cpu":
         jax.config.update("jax_num_cpu_devices", target.num_devices)

@@ -3,8 +3,9 @@
 import dataclasses
 import re
 
-_GIB, _TERA = 2**30, 1e12
+_GIB, _GIGA, _TERA = 2**30, 1e9, 1e12
 _TPU, _TILE = "cloud.google.com/tpu/docs/", (8, 128)
+_AMPERE = "NVIDIA A100 data sheet, SXM; network: of DGX A100, 200 Gb/s a GPU"
 _GPU = "NVIDIA's data sheet of the SXM module; network: of DGX systems, 400 Gb/s a GPU"
 
 
@@ -34,29 +35,107 @@ class DeviceKind:
     tile: tuple[int, int] | None = None
 
 
-# Makers give links as both ways together, of which a device sends half. The memory of GPUs is what
-# their driver reports.
+def _gpu(name: str, *figures: float, network: float | None = None, source: str) -> DeviceKind:
+    memory, bandwidth, tflops, link = figures
+    return DeviceKind(
+        name, memory * _GIGA, bandwidth * _GIGA, tflops * _TERA, link * _GIGA, network, source
+    )
+
+
+# Makers give links as both directions together, of which a device sends half, and products of GPUs
+# often with sparsity, of which these are half. The memory of h100 and h200 is what their driver
+# reports; of other GPUs it is what the maker names, in units of 1e9 bytes: not more than there is.
+# PCIe stands for the link where GPUs have no other.
 KINDS = {
     kind.name: kind
     for kind in (
         DeviceKind(
+            # Link: 1.1 PB/s of all-reduce for a pod of 4096 chips, which are 6 links of 45 GB/s.
+            # Network: Austin et al., How to Scale Your Model, 2025, chapter TPUs.
+            *("v4", 32 * _GIB, 1200e9, 275 * _TERA, 6 * 45e9, 6.25e9, _TPU + "v4", _TILE)
+        ),
+        DeviceKind(
             "v5e", 16 * _GIB, 819e9, 197 * _TERA, 400e9 / 2, 200e9 / 8 / 8, _TPU + "v5e", _TILE
         ),
-        DeviceKind("v5p", 95 * _GIB, 2765e9, 459 * _TERA, 1200e9 / 2, None, _TPU + "v5p", _TILE),
+        DeviceKind(
+            # Network: the table of generations on the page of tpu7x.
+            *("v5p", 95 * _GIB, 2765e9, 459 * _TERA, 1200e9 / 2, 50e9 / 8, _TPU + "v5p", _TILE)
+        ),
         DeviceKind(
             "v6e", 32 * _GIB, 1640e9, 918 * _TERA, 800e9 / 2, 800e9 / 8 / 8, _TPU + "v6e", _TILE
         ),
+        DeviceKind(
+            # jax shows a chip as two devices, each with half of it.
+            "tpu7x",
+            192 * _GIB / 2,
+            7380e9 / 2,
+            2307 * _TERA / 2,
+            1200e9 / 2 / 2,
+            100e9 / 8 / 2,
+            _TPU + "tpu7x",
+            _TILE,
+        ),
+        _gpu("a100-40", 40, 1555, 312, 600 / 2, network=200e9 / 8, source=_AMPERE),
+        _gpu("a100-80", 80, 2039, 312, 600 / 2, network=200e9 / 8, source=_AMPERE),
+        _gpu("l40s", 48, 864, 362.05, 64 / 2, source="NVIDIA L40S data sheet"),
+        _gpu(
+            *("rtx4090", 24, 1008, 165.2, 64 / 2),
+            source="NVIDIA Ada GPU architecture, appendix A: bfloat16 with float32 sums",
+        ),
+        _gpu(
+            # A quarter of the 838 TFLOPS of float16 with sparsity and float16 sums.
+            *("rtx5090", 32, 1792, 209.5, 128 / 2),
+            source="NVIDIA RTX Blackwell GPU architecture, appendix A: bfloat16 with float32 sums",
+        ),
+        _gpu(
+            *("h100-pcie", 80, 2000, 756, 128 / 2),
+            source="NVIDIA H100 data sheet; the link is PCIe, a bridge joins two GPUs at 300 GB/s",
+        ),
         DeviceKind("h100", 84_942_979_072, 3352e9, 989 * _TERA, 900e9 / 2, 400e9 / 8, _GPU),
         DeviceKind("h200", 150_754_820_096, 4800e9, 989 * _TERA, 900e9 / 2, 400e9 / 8, _GPU),
+        _gpu(
+            *("b200", 180, 8000, 2250, 1800 / 2),
+            network=400e9 / 8,
+            source="NVIDIA DGX B200 data sheet; network: 400 Gb/s a GPU",
+        ),
+        _gpu(
+            *("gb200", 186, 8000, 2500, 1800 / 2),
+            network=400e9 / 8,
+            source="NVIDIA GB200 NVL72 data sheet; network: 400 Gb/s a GPU",
+        ),
+        _gpu(
+            *("mi300x", 192, 5300, 1307.4, 7 * 128 / 2),
+            source="AMD Instinct MI300X data sheet; link: 7 of 128 GB/s, both directions together",
+        ),
     )
 }
-_OF_JAX = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
+_OF_JAX = {
+    "tpu v4": "v4",
+    "tpu v5 lite": "v5e",
+    "tpu v5": "v5p",
+    "tpu v6 lite": "v6e",
+    "tpu7x": "tpu7x",
+}
+# Where a driver's name is not the kind's; other forms of these GPUs have other figures.
+_OF_DRIVERS = {
+    r"a100-sxm4-(40|80)gb": r"a100-\1",
+    r"h100 80gb hbm3": "h100",
+    r"h100 pcie": "h100-pcie",
+    r"rtx (4090|5090)": r"rtx\1",
+}
 
 
 def kind_of(name: str) -> DeviceKind | None:
     """The kind of a target such as ``"v5e:4x4"``, or of a ``jax.Device.device_kind``.
 
     None where its figures are not known, as for a CPU: they have to be given.
+
+    >>> kind_of("h200x8").name, kind_of("NVIDIA A100-SXM4-80GB").name, kind_of("cpu:8")
+    ('h200', 'a100-80', None)
     """
-    found = re.match(r"(?:nvidia |tpu )?(h\d+|v\d+[a-z])", _OF_JAX.get(name, name).lower())
-    return KINDS.get(found[1]) if found else None
+    text = _OF_JAX.get(name.lower(), name.lower())
+    text = re.sub(r"^(nvidia |geforce |amd |instinct |tpu )+", "", text)
+    for pattern, kind in _OF_DRIVERS.items():
+        text = re.sub(f"^{pattern}$", kind, text)
+    found = re.fullmatch(rf"({'|'.join(KINDS)})(x\d+|:.*)?", text)
+    return KINDS[found[1]] if found else None

@@ -89,6 +89,17 @@ class Decoder:
         """The parameters' shapes and dtypes."""
         return jax.eval_shape(functools.partial(self.init, dtype))
 
+    def flops(self, num_tokens: float, length: int) -> float:
+        """Floating-point operations of a training step: no layer is computed twice.
+
+        Six a token for each element of a matrix that it is multiplied with, and attention, which
+        is computed in full and masked: 12 x width x length a token and layer.
+        """
+        keys = self.width // self.heads * self.kv_heads
+        layer = self.width * (2 * self.width + 2 * keys + (3 if self.gated else 2) * self.hidden)
+        matrices = self.layers * layer + self.width * self.vocabulary
+        return num_tokens * (6.0 * matrices + 12.0 * self.layers * self.width * length)
+
     def apply_layer(self, params: dict[str, Any], x: jax.Array) -> jax.Array:
         """Causal attention, then an MLP; ``x`` is (batch, length, width)."""
         y = self._norm(params["attention_norm"], x)
@@ -187,4 +198,5 @@ MODELS = {
     "llama2-70b": Decoder(80, 8192, 64, 8, 28672, 32000),
     "llama3-8b": Decoder(32, 4096, 32, 8, 14336, 128256),
     "llama3-70b": Decoder(80, 8192, 64, 8, 28672, 128256),
+    "llama3-405b": Decoder(126, 16384, 128, 8, 53248, 128256),
 }

@@ -18,10 +18,15 @@ from sharding._precision import Precision
 from sharding._specs import AnyMesh, Axis, axes_of, num_shards
 from sharding._zero import Zero
 from sharding.plan._devices import DeviceKind
-from sharding.plan._report import Table, size, text_of
+from sharding.plan._report import Table, count, seconds, size, text_of
 
 # What is left for activations where a stage is recommended, as a share of the memory.
 _ROOM = 0.2
+_TIGHT = 0.1  # less than this share, and a warning is issued
+_NO_ACTIVATIONS = (
+    "Activations are not counted (?): they depend on the code of the model. audit compiles a step, "
+    "and reads them from its program."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +46,8 @@ class StagePlan:
       wire: what it sends in a step, in the ring convention; without what optimizers send.
       network: of that, what leaves a host or slice: the sums of a hybrid's copies.
       host_wire: what goes to the host's memory and comes from there in a step.
+      moved: what it reads from and writes to its memory in a step, at least: parameters in the
+        forward and the backward pass, gradients once, and twice what the update changes.
     """
 
     name: str
@@ -54,6 +61,7 @@ class StagePlan:
     wire: float
     network: float
     host_wire: float
+    moved: float
 
     @property
     def arguments(self) -> float:
@@ -82,6 +90,8 @@ class Plan:
       stages: the stages.
       recommended: the name of one; empty where none fits, or nothing is known of the device.
       notes: why, and what else is worth knowing.
+      tokens: of all devices in a step; 0 where that is not known.
+      flops: floating-point operations of one device in a step; 0 where that is not known.
     """
 
     num_params: int
@@ -90,6 +100,8 @@ class Plan:
     stages: tuple[StagePlan, ...]
     recommended: str
     notes: tuple[str, ...]
+    tokens: float = 0.0
+    flops: float = 0.0
 
     @property
     def fits(self) -> bool | None:
@@ -98,12 +110,43 @@ class Plan:
             return None
         return min(stage.peak for stage in self.stages) <= self.device.memory
 
+    def headroom(self, stage: StagePlan) -> float | None:
+        """What a stage leaves for activations, as a share of the device's memory."""
+        return None if self.device is None else 1 - stage.peak / self.device.memory
+
+    def seconds(self, stage: StagePlan) -> dict[str, float]:
+        """The least time of a step by what bounds it; empty where work or device is not known.
+
+        A device computes, moves and sends at its peak; nothing is computed twice. What goes to
+        other replicas takes the network where the mesh has an axis of hosts or slices.
+        """
+        if self.device is None or not self.flops:
+            return {}
+        slow = stage.network if {"host", "slice"} & set(self.mesh) and self.device.network else 0.0
+        bounds = {
+            "compute": self.flops / self.device.flops,
+            "memory": stage.moved / self.device.bandwidth,
+            "wire": (stage.wire - slow) / self.device.link,
+        }
+        if slow and self.device.network:
+            bounds["network"] = slow / self.device.network
+        return {name: value for name, value in bounds.items() if value}
+
+    def tokens_per_second(self, stage: StagePlan) -> float | None:
+        """Of all devices at best, where computing, moving and sending overlap completely."""
+        bounds = self.seconds(stage)
+        return self.tokens / max(bounds.values()) if bounds and self.tokens else None
+
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON takes it."""
+        """Everything, as JSON takes it; ``activations``, which are not counted, are None."""
         found = dataclasses.asdict(self)
         for row, stage in zip(found["stages"], self.stages, strict=True):
             row |= {name: getattr(stage, name) for name in ("arguments", "memory", "peak")}
-        return found
+            row["activations"] = None
+            row["headroom"] = self.headroom(stage)
+            row["seconds"] = self.seconds(stage)
+            row["tokens_per_second"] = self.tokens_per_second(stage)
+        return found | {"fits": self.fits, "not_counted": ["activations"]}
 
     def tables(self) -> list[Table]:
         """What there is to show."""
@@ -122,6 +165,7 @@ class Plan:
             for name, value in parts
             if any(value(stage) for stage in self.stages)
         ]
+        rows.append(("+ activations", *("?" for _ in self.stages)))
         if self.device:
             left = [self.device.memory - stage.peak for stage in self.stages]
             name = f"left of {size(self.device.memory)}"
@@ -131,10 +175,25 @@ class Plan:
             rows.append(("  to other copies", *(size(stage.network) for stage in self.stages)))
         if any(stage.host_wire for stage in self.stages):
             rows.append(("  to the host", *(size(stage.host_wire) for stage in self.stages)))
+        rows += self._times()
         mesh = ", ".join(f"{axis}={number}" for axis, number in self.mesh.items())
         title = f"{self.num_params:,} parameters on {mesh}: one device"
         marked = [f"{s.name} *" if s.name == self.recommended else s.name for s in self.stages]
         return [Table(title, ("", *marked), rows)]
+
+    def _times(self) -> list[tuple[str, ...]]:
+        """Rows of lower bounds; a bound that nothing is known of is left out."""
+        bounds = [self.seconds(stage) for stage in self.stages]
+        names = ("compute", "memory", "wire", "network")
+        rows = [
+            (f"{name}, at least", *(seconds(each[name]) if name in each else "" for each in bounds))
+            for name in names
+            if any(name in each for each in bounds)
+        ]
+        best = [self.tokens_per_second(stage) for stage in self.stages]
+        if any(best):
+            rows.append(("tokens/s, at most", *(count(each) if each else "" for each in best)))
+        return rows
 
     def __str__(self) -> str:
         return "\n".join([text_of(self.tables()), *self.notes])
@@ -156,6 +215,8 @@ def estimate(
     offload: bool = False,
     device: DeviceKind | None = None,
     gathered_once: str = "(?!)",
+    tokens: float = 0.0,
+    flops: float = 0.0,
 ) -> Plan:
     """What the stages of ZeRO would hold and send, without compiling anything.
 
@@ -181,6 +242,8 @@ def estimate(
       device: what to compare with; arrays are counted as they fill its memory.
       gathered_once: a pattern of the paths of parameters that stage 3 gathers once and keeps to the
         backward pass, as one outside its layers; all others are gathered twice.
+      tokens: of all devices in a step, for the tokens per second at best.
+      flops: floating-point operations of one device in a step, for the least time of a step.
 
     Returns:
       A ``Plan``; ``print`` it.
@@ -235,7 +298,10 @@ def estimate(
         stages.append(StagePlan(**parts, batch=batch, wire=wire, network=network))
     num_params = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
     recommended, reason = _recommend(stages, device)
-    return Plan(num_params, dict(mesh.shape), device, tuple(stages), recommended, (reason,))
+    notes = (reason, *_tight(stages, device), _NO_ACTIVATIONS)
+    return Plan(
+        num_params, dict(mesh.shape), device, tuple(stages), recommended, notes, tokens, flops
+    )
 
 
 def _in_tiles(found: Description, tile: tuple[int, int] | None) -> Description:
@@ -303,6 +369,7 @@ def _stage(
         "master": master,
         "host": host,
         "host_wire": 2 * host,
+        "moved": 3 * microbatches * whole + 2 * (total["params"] + state + master - host),
     }
 
 
@@ -365,7 +432,9 @@ def _recommend(stages: Sequence[StagePlan], device: DeviceKind | None) -> tuple[
     if not roomy:
         best = min(fitting, key=lambda stage: stage.peak)
         left = size(device.memory - best.peak)
-        return best.name, f"{best.name}: it needs least; only {left} are left for activations."
+        return best.name, (
+            f"{best.name} is recommended: it needs least; only {left} are left for activations."
+        )
     # Among equals the one that needs less.
     cheapest = min(stage.wire for stage in roomy)
     best = min(
@@ -373,9 +442,23 @@ def _recommend(stages: Sequence[StagePlan], device: DeviceKind | None) -> tuple[
     )
     left = size(device.memory - best.peak)
     return best.name, (
-        f"{best.name}: of those that leave a fifth of the memory for activations ({left} here), "
-        "it sends least, and of these holds least."
+        f"{best.name} is recommended: it sends least among the stages that leave {_ROOM:.0%} of "
+        f"the memory for activations ({left} here); ties go to the smaller."
     )
+
+
+def _tight(stages: Sequence[StagePlan], device: DeviceKind | None) -> list[str]:
+    """A warning of stages that fit, but leave next to nothing for activations."""
+    if device is None:
+        return []
+    names = [s.name for s in stages if (1 - _TIGHT) * device.memory < s.peak <= device.memory]
+    if not names:
+        return []
+    leave = "leaves" if len(names) == 1 else "leave"
+    return [
+        f"warning: {', '.join(names)} {leave} less than {_TIGHT:.0%} of the memory for activations "
+        "and for what the allocator loses: hardly enough to train."
+    ]
 
 
 def count_to_params(count: int, dtype: Any = jnp.bfloat16) -> Any:
@@ -417,3 +500,34 @@ def saving_of(plan: Plan, other: Plan, name: str, names: tuple[str, str] = ("it"
     if dominate and abs(share) < 0.1:
         text += " Parameters and gradients dominate; the optimizer hardly matters for memory here."
     return text
+
+
+def why_wider(
+    params: Any,
+    tx: optax.GradientTransformation,
+    other: optax.GradientTransformation,
+    names: tuple[str, str] = ("it", "AdamW"),
+) -> str:
+    """A sentence where one optimizer keeps wider numbers than another; else empty.
+
+    The moments of optax have the dtype of their parameters, bfloat16 as well.
+    """
+    mine, theirs = (_widest(params, each) for each in (tx, other))
+    if theirs is None or mine is None or mine.itemsize <= theirs.itemsize:
+        return ""
+    return (
+        f"{names[1]} keeps its moments in {theirs}, the dtype of the parameters; {names[0]} keeps "
+        f"its averages in {mine}, so that small steps are not lost. With --master both are float32."
+    )
+
+
+def _widest(params: Any, tx: optax.GradientTransformation) -> Any:
+    """The widest dtype of large floating arrays of the state, as wide parameters make them."""
+    state = jax.tree.leaves(jax.eval_shape(tx.init, params))
+    limit = max((math.prod(x.shape) for x in jax.tree.leaves(params)), default=0)
+    wide = [
+        jnp.dtype(x.dtype)
+        for x in state
+        if jnp.issubdtype(x.dtype, jnp.floating) and 2 * math.prod(x.shape) >= limit
+    ]
+    return max(wide, key=lambda dtype: dtype.itemsize, default=None)

@@ -25,6 +25,16 @@ def size(nbytes: float) -> str:
     return f"{value:.{digits}f} {_UNITS[unit]}"
 
 
+def count(value: float) -> str:
+    """A number in thousands, millions ..., three digits: ``1.50 M``."""
+    for unit in ("", " k", " M", " G", " T"):
+        if value < 1000 or unit == " T":
+            break
+        value /= 1000
+    digits = 0 if value >= 100 or not unit else 1 if value >= 10 else 2
+    return f"{value:.{digits}f}{unit}"
+
+
 def seconds(value: float) -> str:
     """A time in a unit that suits it."""
     for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "us")):

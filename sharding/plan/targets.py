@@ -35,7 +35,10 @@ _TPUS: dict[str, dict[str, str]] = {
     "tpu7x": {},
 }
 _GPUS = ("h100", "h200")
-_GPUS_PER_HOST = 8
+# GPUs that can be planned for; XLA is not told enough of them to compile.
+_PLANNED = tuple(kind for kind in KINDS if kind not in _TPUS and kind not in _GPUS)
+_GPUS_PER_HOST = {"gb200": 72}  # joined by links; 8 of the others
+_CORES = {"tpu7x": 2}  # devices of a chip
 # Single slices, by the pages of Google Cloud; those of v5p are the usual ones of many.
 _SHAPES = {
     "v5e": [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)],
@@ -44,7 +47,8 @@ _SHAPES = {
 _HOW = "pip install 'optax-ext[aot]'"
 _KNOWN = (
     "v4:2x2x2, v5e:4x4, v5p:4x4x4, v6e:16x16, tpu7x:2x2x1 (a TPU slice; its shape may differ), "
-    "v5e:4x4*2 (two slices), h100x8, h200x8, h200x16 (GPUs, 8 to a host), cpu:8"
+    "v5e:4x4*2 (two slices), h100x8, h200x8, h200x16 (GPUs, 8 to a host), cpu:8; and to plan only, "
+    f"GPUs that cannot be compiled for: {', '.join(f'{kind}x8' for kind in _PLANNED)}"
 )
 
 
@@ -65,7 +69,12 @@ class Target(NamedTuple):
     def num_devices(self) -> int:
         """Of all slices."""
         slices = self.groups if self.kind in _TPUS else 1
-        return math.prod(self.shape) * slices
+        return math.prod(self.shape) * slices * _CORES.get(self.kind, 1)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether programs can be compiled for it here; else it can be planned only."""
+        return self.kind == "cpu" or self.kind in _TPUS or self.kind in _GPUS
 
     @property
     def mesh_axes(self) -> dict[str, int]:
@@ -74,6 +83,8 @@ class Target(NamedTuple):
             inner = {"data": self.shape[0] // self.groups}
             return {"host": self.groups, **inner} if self.groups > 1 else inner
         inner = {name: n for name, n in zip("xyz", self.shape, strict=False) if n > 1} or {"x": 1}
+        if self.kind in _CORES:
+            inner["core"] = _CORES[self.kind]
         return {"slice": self.groups, **inner} if self.groups > 1 else inner
 
 
@@ -88,11 +99,8 @@ def parse(name: str) -> Target:
     """
     if match := re.fullmatch(r"cpu:([1-9]\d*)", name):
         return Target("cpu", (int(match[1]),), 1)
-    if match := re.fullmatch(rf"({'|'.join(_GPUS)})x([1-9]\d*)", name):
-        num = int(match[2])
-        if num > _GPUS_PER_HOST and num % _GPUS_PER_HOST:
-            raise ValueError(f"{name!r}: more GPUs than one host's must be a multiple of 8")
-        return Target(match[1], (num,), max(1, num // _GPUS_PER_HOST))
+    if match := re.fullmatch(rf"({'|'.join((*_GPUS, *_PLANNED))})x([1-9]\d*)", name):
+        return gpus(name, match[1], int(match[2]))
     tpus = rf"({'|'.join(_TPUS)}):([1-9]\d*(?:x[1-9]\d*){{0,2}})(?:\*([1-9]\d*))?"
     if match := re.fullmatch(tpus, name):
         shape = tuple(int(size) for size in match[2].split("x"))
@@ -101,6 +109,14 @@ def parse(name: str) -> Target:
             raise ValueError(f"there is no slice {name!r}; those of {match[1]} are {known}")
         return Target(match[1], shape, int(match[3] or 1))
     raise ValueError(f"unknown target {name!r}; known are {_KNOWN}")
+
+
+def gpus(name: str, kind: str, num: int) -> Target:
+    """So many GPUs of a kind, known or not, on hosts."""
+    host = _GPUS_PER_HOST.get(kind, 8)
+    if num > host and num % host:
+        raise ValueError(f"{name!r}: more GPUs than one host's must be a multiple of {host}")
+    return Target(kind, (num,), max(1, num // host))
 
 
 def topology(name: str) -> list[jax.Device]:
@@ -122,6 +138,11 @@ def topology(name: str) -> list[jax.Device]:
     target = parse(name)
     if target.kind == "cpu":
         return _cpus(name, target.num_devices)
+    if not target.compiles:
+        raise ValueError(
+            f"{name!r} can be planned, not compiled for; targets to compile for are CPUs, TPUs "
+            f"({', '.join(_TPUS)}) and GPUs ({', '.join(_GPUS)})"
+        )
     if target.kind in _GPUS:
         return _gpus(name, target)
     return _tpus(name, target)

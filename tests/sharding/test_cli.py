@@ -20,6 +20,8 @@ import optax_ext
 import sharding
 from sharding.plan import estimate
 from sharding.plan._cli import main
+from sharding.plan._devices import kind_of
+from sharding.plan._models import MODELS
 from sharding.plan._plan import count_to_params
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -59,7 +61,7 @@ def test_plan(run):
     for name in ("stage 0", "stage 1", "stage 2", "stage 3", "3 hybrid", "3 spread *"):
         assert name in out
     assert out.count("*") == 1
-    assert "\n3 spread: of those that leave a fifth of the memory for activations" in out
+    assert "\n3 spread is recommended: it sends least among the stages that leave 20%" in out
     assert re.search(r"left of 16.0 GiB +too much too much too much 15.8 GiB", out)
     assert "At 3 spread came holds" in out
     assert "DeepSpeed" not in out  # who knows of Adam alone
@@ -90,7 +92,12 @@ def test_json_has_the_numbers_of_estimate(run):
     mesh = AbstractMesh((8, 8), ("host", "data"))
     tx = optax_ext.master_weights(optax.adam(1e-3))
     expected = estimate(
-        count_to_params(7_500_000_000), tx, mesh, axis="data", replica_axis="host"
+        count_to_params(7_500_000_000),
+        tx,
+        mesh,
+        axis="data",
+        replica_axis="host",
+        device=kind_of("h100x64"),
     ).to_dict()
     assert found["stages"] == list(expected["stages"])
     assert (found["num_params"], found["mesh"]) == (7_500_000_000, {"host": 8, "data": 8})
@@ -159,9 +166,120 @@ def test_figures_replace_those_that_are_known(run):
     assert (device["memory"], device["bandwidth"]) == (0.1 * 2**30, 819e9)
 
 
+def test_a_device_that_nobody_knows(run):
+    line = "plan --model gpt2-small --target newx16 --memory 96 --tflops 1000 --link 450 --json"
+    code, out, err = run(f"{line} --bandwidth 4000")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["mesh"] == {"host": 2, "data": 8}
+    assert found["device"]["name"] == "new"
+    figures = [found["device"][name] for name in ("memory", "flops", "link", "bandwidth")]
+    assert figures == [96 * 2**30, 1e15, 450e9, 4e12]
+    assert set(found["stages"][3]["seconds"]) == {"compute", "memory", "wire"}
+    assert set(json.loads(run(line)[1])["stages"][3]["seconds"]) == {"compute", "wire"}
+
+
 def test_deepspeed_is_quoted_beside_adam(run):
     _, out, _ = run("plan --model 2.85e9 --optimizer adam --target h100x8")
     assert "15.9 GiB by its documentation and 11.3 GiB by its code" in " ".join(out.split())
+
+
+def test_activations_are_said_not_to_be_counted(run):
+    line = "plan --model gpt2-small --target v5e:2x2"
+    _, out, _ = run(line)
+    assert re.search(r"^ ?\+ activations +(\? +){5}\? *$", out, re.MULTILINE)
+    assert "Activations are not counted (?): they depend on the code of the model." in out
+    _, out, _ = run(f"{line} --json")
+    found = json.loads(out)
+    assert found["not_counted"] == ["activations"]
+    assert [stage["activations"] for stage in found["stages"]] == [None] * 6
+    _, out, _ = run("plan --model 1e9 --target cpu:8")  # nothing is known of the device
+    assert "Activations are not counted (?)" in out
+
+
+def test_little_room_is_warned_of(run):
+    """GPT-2 small holds 1.9 GiB at stage 0, 0.3 GiB at stage 3."""
+    line = "plan --model gpt2-small --target cpu:8"
+    _, out, _ = run(f"{line} --memory 2")
+    assert re.search(r"^warning: stage 0 leaves less than 10% of the memory", out, re.MULTILINE)
+    assert "less than 10%" not in run(f"{line} --memory 4")[1]
+    _, out, _ = run(f"{line} --memory 2 --json")
+    found = json.loads(out)
+    stages = {stage["name"]: stage for stage in found["stages"]}
+    assert 0 < stages["stage 0"]["headroom"] < 0.1
+    assert stages["stage 0"]["headroom"] == pytest.approx(1 - stages["stage 0"]["peak"] / 2**31)
+    assert found["fits"] is True
+
+
+def test_times_and_tokens_at_the_roofline(run):
+    line = "plan --model llama2-7b --target v5e:16x16 --batch 2 --microbatches 3 --length 1024"
+    _, out, _ = run(f"{line} --json")
+    found, kind = json.loads(out), kind_of("v5e:16x16")
+    tokens = 2 * 3 * 1024
+    # All but the embedding, which is looked up; two products of attention, there and back.
+    flops = 6 * (6_738_415_616 - 32000 * 4096) * tokens + 12 * 32 * 4096 * 1024 * tokens
+    assert found["flops"] == pytest.approx(flops, rel=1e-3)
+    assert found["tokens"] == 256 * tokens
+    size, stage = 2 * 6_738_415_616, found["stages"][3]
+    moved = 3 * 3 * size + 2 * (stage["params"] + stage["opt_state"])
+    assert stage["seconds"] == pytest.approx(
+        {
+            "compute": flops / kind.flops,
+            "memory": moved / kind.bandwidth,
+            "wire": stage["wire"] / kind.link,
+        },
+        rel=1e-3,
+    )
+    slowest = max(stage["seconds"].values())
+    assert stage["tokens_per_second"] == pytest.approx(256 * tokens / slowest)
+    _, out, _ = run(line)
+    for name in ("compute, at least", "memory, at least", "wire, at least", "tokens/s, at most"):
+        assert re.search(rf"^ ?{name} +\d", out, re.MULTILINE)
+    assert "6 sequences of 1,024 tokens on each device in a step" in " ".join(out.split())
+
+
+def test_the_network_counts_where_replicas_are_on_other_hosts(run):
+    def seconds(target):
+        _, out, _ = run(f"plan --model gpt2-small --target {target} --json")
+        return {row["name"]: row["seconds"] for row in json.loads(out)["stages"]}
+
+    assert set(seconds("v5e:4x4*2")["3 hybrid"]) == {"compute", "memory", "wire", "network"}
+    assert "network" in seconds("h100x64")["3 spread"]
+    assert "network" not in seconds("v5e:4x4")["3 hybrid"]  # another axis of the torus
+
+
+def test_no_times_where_the_work_is_not_known(run):
+    line = "plan --model 1e9 --target h100x8"
+    assert "at least" not in run(line)[1]
+    _, out, _ = run(f"{line} --length 512 --json")
+    found = json.loads(out)
+    assert found["flops"] == 6e9 * 512  # without attention: nothing is known of layers
+    assert found["stages"][0]["seconds"]["compute"] == pytest.approx(6e9 * 512 / 989e12)
+    _, out, _ = run("plan --model 1e9 --length 512 --target cpu:8 --memory 40 --tflops 2")
+    assert "compute, at least" in out
+    assert "wire, at least" not in out  # its link is not known
+
+
+def test_operations_of_a_model_are_those_of_its_program(run):
+    """Six a parameter and token, and attention: as compiled, without recomputation."""
+    line = "audit --model gpt2-small --length 64 --target cpu:8 --stage 0 --no-remat --json"
+    code, out, _ = run(line)
+    assert code == 0
+    found = json.loads(out)["stage 0"]["matmul_flops"]
+    assert MODELS["gpt2-small"].flops(64, 64) == pytest.approx(found, rel=0.01)
+
+
+def test_why_came_holds_more_than_adamw(run):
+    """Where optax keeps moments in bfloat16, and only there."""
+    line = "plan --model gpt2-small --optimizer came --target v5e:2x2"
+    _, out, _ = run(line)
+    text = " ".join(out.split())
+    assert re.search(r"came holds .* more than adamw", text)
+    assert "adamw keeps its moments in bfloat16, the dtype of the parameters; came keeps" in text
+    for options in ("--master", "--dtype float32"):
+        text = " ".join(run(f"{line} {options}")[1].split())
+        assert re.search(r"came holds .* less than adamw", text)
+        assert "keeps its moments" not in text
 
 
 # --- What does not fit ----------------------------------------------------------------------------
@@ -270,7 +388,14 @@ GPT2 = "--model gpt2-small"
         ("--model math:pi --target cpu:8", "--model math:pi must make parameters"),
         ("--model math:sin --target cpu:8", "--model math:sin must make parameters, given nothing"),
         ("--target cpu:8", "--model is missing: a number, a name, or module:function"),
-        (f"{GPT2} --target v7:2x2", "unknown target 'v7:2x2'; known are v4:2x2x2, .*cpu:8"),
+        (
+            f"{GPT2} --target v7:2x2",
+            "unknown target 'v7:2x2'; known are v4:2x2x2, .*cpu:8.* a100-40x8.* can be planned as "
+            "NAMExNUMBER with its figures: --memory GIB, .*--tflops, --bandwidth and --link$",
+        ),
+        (f"{GPT2} --target newx8", "unknown target 'newx8'; known .* NAMExNUMBER .*--memory GIB"),
+        (f"{GPT2} --target newx12 --memory 8", "'newx12': .* must be a multiple of 8"),
+        (f"{GPT2} --target h100x12 --memory 8", "'h100x12': .* must be a multiple of 8"),
         (f"{GPT2} --target v5e:3x3", "no slice 'v5e:3x3'; those of v5e are 1x1, .*, 16x16$"),
         (
             f"{GPT2} --target v5e:4x4 --mesh x=4,y=2",
@@ -393,6 +518,10 @@ def test_a_step_that_does_not_fit(run, module):
             "--model 7e9 --target cpu:8",
             "--model must be one of gpt2-small, .*give the step: --step",
         ),
+        (
+            "--model gpt2-small --target a100-80x8",
+            r"'a100-80x8' can be planned, not compiled for; .* CPUs, TPUs \(v4, .* \(h100, h200\)",
+        ),
         ("--step nosuch:f --target cpu:8", "--step nosuch:f: No module named 'nosuch'"),
         ("--step math:sin --target cpu:8 --mesh a=3", "a=3: 3 = 3 devices asked for, but cpu:8"),
         ("--model gpt2-small --target cpu:8 --length 1025", "has 1024 positions"),
@@ -460,6 +589,12 @@ def test_help_notes_the_pitfall(run, capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "the working folder has a file sharding.py, python -m sharding runs that" in shown
     assert "python -m sharding plan --model llama2-7b" in shown
+    compiled, planned = shown.split("targets to plan only:")
+    for name in ("v4:2x2x2", "v5e:4x4", "v5p:4x4x4", "tpu7x:2x2x1", "h200x8", "cpu:8"):
+        assert name in compiled
+    for name in ("a100-40x8", "l40sx8", "rtx5090x8", "h100-pciex8", "gb200x8", "mi300xx8"):
+        assert name in planned
+    assert "NAMExNUMBER with its figures" in planned
 
 
 def test_one_version_for_both_packages():

@@ -14,7 +14,7 @@ import optax_ext
 import sharding as shd
 from optax_ext import STATE_FORMATS, low_precision_state
 from sharding.plan import estimate, targets
-from sharding.plan._devices import kind_of
+from sharding.plan._devices import KINDS, kind_of
 from sharding.plan._models import MODELS, Decoder
 from sharding.plan._plan import (
     count_to_params,
@@ -383,6 +383,7 @@ def test_a_saving_that_matters_and_one_that_does_not():
         ("llama2-70b", 68_976_648_192),
         ("llama3-8b", 8_030_261_248),
         ("llama3-70b", 70_553_706_496),
+        ("llama3-405b", 405_853_388_800),
     ],
 )
 def test_published_sizes(name, count):
@@ -464,6 +465,10 @@ def test_the_loss_is_of_the_next_token(model):
         ("v5e:4x4*2", 32, {"slice": 2, "x": 4, "y": 4}),
         ("v4:2x2x1", 4, {"x": 2, "y": 2}),
         ("v5p:4x4x8*3", 384, {"slice": 3, "x": 4, "y": 4, "z": 8}),
+        ("tpu7x:2x2x1", 8, {"x": 2, "y": 2, "core": 2}),  # two devices to a chip
+        ("gb200x144", 144, {"host": 2, "data": 72}),
+        ("a100-80x16", 16, {"host": 2, "data": 8}),
+        ("mi300xx8", 8, {"data": 8}),
     ],
 )
 def test_targets(name, num, axes):
@@ -503,10 +508,60 @@ def test_bad_targets(name, message):
         ("TPU v5p", "v5p"),
         ("TPU v6 lite", "v6e"),
         ("NVIDIA H100 80GB HBM3", "h100"),
-        ("TPU v4", None),
+        ("TPU v4", "v4"),
+        ("TPU7x", "tpu7x"),
+        ("tpu7x:2x2x1", "tpu7x"),
+        ("TPU v3", None),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("h100-pciex8", "h100-pcie"),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("a100-80x16", "a100-80"),
+        ("NVIDIA A100 80GB PCIe", None),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA L40", None),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("rtx5090x2", "rtx5090"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA GB200", "gb200"),
+        ("AMD Instinct MI300X", "mi300x"),
+        ("mi300xx8", "mi300x"),
         ("cpu:8", None),
     ],
 )
 def test_kinds_of_devices(name, kind):
     found = kind_of(name)
     assert (found and found.name) == kind
+
+
+def test_figures_of_devices():
+    """Each has a source and every figure; no mistake of a thousand, none of products with zeros."""
+    assert {"a100-40", "a100-80", "l40s", "rtx4090", "rtx5090", "h100-pcie", "h100"} <= KINDS.keys()
+    assert {"h200", "b200", "gb200", "mi300x", "v4", "v5e", "v5p", "v6e", "tpu7x"} <= KINDS.keys()
+    for name, kind in KINDS.items():
+        assert kind.name == name
+        assert len(kind.source) > 10
+        assert 16e9 <= kind.memory < 200 * GIB
+        assert 0.8e12 <= kind.bandwidth <= 8e12
+        assert 165e12 <= kind.flops <= 2.5e15
+        assert 32e9 <= kind.link <= 900e9
+        assert kind.network is None or 3e9 <= kind.network <= 50e9
+        assert 80 < kind.flops / kind.bandwidth < 600  # operations a byte
+        assert (kind.tile is None) == (not name.startswith(("v", "tpu")))
+
+
+@pytest.mark.parametrize(
+    ("name", "compiles"),
+    [
+        *[(name, True) for name in ("v4:2x2x1", "tpu7x:2x2x1", "h100x8", "cpu:8")],
+        *[(name, False) for name in ("a100-40x8", "h100-pciex8", "mi300xx8", "gb200x72")],
+    ],
+)
+def test_planned_or_compiled(name, compiles):
+    assert targets.parse(name).compiles == compiles
+    if not compiles:
+        with pytest.raises(
+            ValueError, match=rf"'{name}' can be planned, not compiled for; .* CPUs"
+        ):
+            targets.topology(name)
