@@ -704,7 +704,8 @@ class Zero:
 
         Args:
           make: a function of ``args`` that returns ``(model, nnx.Optimizer(model, tx, wrt=...))``.
-          *args: its arguments, such as a random key.
+          *args: its arguments, such as a random key; traced, so bind others with
+            ``functools.partial``.
           param_specs: how the parameters lie on the mesh's other axes; None: by their metadata.
 
         Returns:
