@@ -25,3 +25,15 @@ def x64():
     """Float64 is float64 in a test that asks for this."""
     with jax.enable_x64(True):
         yield
+
+
+def pytest_collection_modifyitems(items):
+    """Doctests that import ``flax.nnx`` run where it imports, as the tests of it do."""
+    try:
+        import flax.nnx  # noqa: F401
+    except Exception as error:
+        skip = pytest.mark.skip(reason=f"flax.nnx does not import: {error}")
+        for item in items:
+            doctest = getattr(item, "dtest", None)
+            if doctest is not None and "import nnx" in doctest.docstring:
+                item.add_marker(skip)

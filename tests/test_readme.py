@@ -1,17 +1,27 @@
-"""README.md tells the truth: its examples run, and CI runs its commands."""
+"""README.md and docs/ are true: their examples run, and CI runs the README's commands."""
 
 import pathlib
 import re
 
 import pytest
 
-from . import readme
+from . import flax_nnx, readme
 
 ROOT = pathlib.Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("code", readme.blocks(ROOT / "README.md"))
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = [
+    pytest.param(code, id=f"{page.stem}-{i}")
+    for page in PAGES
+    for i, code in enumerate(readme.blocks(page))
+]
+
+
+@pytest.mark.parametrize("code", EXAMPLES)
 def test_example(code):
+    if "import nnx" in code and flax_nnx.nnx is None:
+        pytest.skip(flax_nnx.why)
     readme.run(code)
 
 
