@@ -162,8 +162,7 @@ def print_plan(plan: Plan, adamw: Plan, stage: int, plain: bool = True) -> None:
 
 def print_audit(found: Audit, notes: Sequence[str] = ()) -> None:
     """Prints what a compiled step holds, sends and computes."""
-    warnings = [f"warning: {text}" for text in found.warnings]
-    show(found.tables(), [*notes, *warnings], console=console)
+    show(found.tables(), [*notes, *found.sentences], console=console)
 
 
 def print_summary(summary: dict, directory: pathlib.Path) -> None:

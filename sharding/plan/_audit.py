@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,22 +10,18 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from sharding._specs import AnyMesh
+from sharding.plan._arguments import PARTS, Argument, arguments_of
 from sharding.plan._costs import costs
 from sharding.plan._devices import DeviceKind, kind_of
-from sharding.plan._hlo import Program, arrays
+from sharding.plan._hlo import Program
 from sharding.plan._liveness import Buffer, at_peak
 from sharding.plan._phases import PHASES, phase_of, shortened
-from sharding.plan._report import Table, percent, seconds, size, text_of
+from sharding.plan._report import Table, count, percent, seconds, size, text_of
 from sharding.plan._warnings import warnings_of
 from sharding.plan._wire import Collective, collectives_of
 
-# By the name of an argument, such as state.params['w'] or state[1][0].mu['w'].
-PARTS = {
-    "master weights": r"\bmaster\b",
-    "optimizer state": r"opt_?state|optimizer|^state\[1\]",
-    "parameters": r"params|^state\[0\]|weights|model",
-    "batch and others": r"",
-}
+# Less than this share of the memory left, and a warning is issued.
+_TIGHT = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +67,8 @@ class Audit:
       nbytes: bytes read from and written to main memory, by phase.
       expected_wire: what theory says that is sent; None where no plan was given.
       warnings: what looks wrong, in words.
+      notes: what to know of the figures, in words.
+      tokens: of all devices in a step; 0 where that was not given.
     """
 
     devices: int
@@ -87,6 +84,8 @@ class Audit:
     nbytes: dict[str, float]
     expected_wire: float | None
     warnings: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    tokens: float = 0.0
 
     @property
     def memory(self) -> float:
@@ -98,6 +97,11 @@ class Audit:
     def fits(self) -> bool | None:
         """Whether that is less than the device has; None where its kind is not known."""
         return None if self.kind is None else self.memory <= self.kind.memory
+
+    @property
+    def headroom(self) -> float | None:
+        """What is left, as a share of the device's memory; negative where it does not fit."""
+        return None if self.kind is None else 1 - self.memory / self.kind.memory
 
     @property
     def wire_bytes(self) -> float:
@@ -119,11 +123,17 @@ class Audit:
             bounds["network between slices"] = slow / self.kind.network
         return bounds
 
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of all devices at best, where computing, moving and sending overlap completely."""
+        slowest = max(self.seconds.values(), default=0.0)
+        return self.tokens / slowest if self.tokens and slowest else None
+
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON takes it."""
         found = dataclasses.asdict(self)
-        extra = {"memory": self.memory, "fits": self.fits, "wire_bytes": self.wire_bytes}
-        return found | extra | {"seconds": self.seconds}
+        names = ("memory", "fits", "headroom", "wire_bytes", "seconds", "tokens_per_second")
+        return found | {name: getattr(self, name) for name in names}
 
     def tables(self) -> list[Table]:
         """What there is to show."""
@@ -131,8 +141,13 @@ class Audit:
         return [table for table in tables if table.rows]
 
     def __str__(self) -> str:
-        notes = [f"warning: {text}" for text in self.warnings]
-        return "\n".join([text_of(self.tables()), *notes])
+        return "\n".join([text_of(self.tables()), *self.sentences])
+
+    @property
+    def sentences(self) -> list[str]:
+        """Warnings and notes, to be printed below the tables."""
+        warnings = [f"warning: {text}" for text in self.warnings]
+        return warnings + [f"note: {text}" for text in self.notes]
 
     def _memory_table(self) -> Table:
         rows = [(name, size(value)) for name, value in self.arguments.items() if value]
@@ -149,6 +164,8 @@ class Audit:
             rows.append(("in the host's memory", size(self.host)))
         if self.kind is not None:
             verdict = "fits" if self.fits else "DOES NOT FIT"
+            if self.fits and (self.headroom or 0) < _TIGHT:
+                verdict = "fits, barely"
             rows.append((f"a {self.kind.name} has: {verdict}", size(self.kind.memory)))
         return Table("Memory of one device", ("", "bytes"), rows)
 
@@ -186,6 +203,8 @@ class Audit:
         bounds = self.seconds
         for name, value in sorted(bounds.items(), key=lambda item: -item[1]):
             rows.append((f"not faster than, by {name}", seconds(value), percent(value, bounds)))
+        if self.tokens_per_second:
+            rows.append(("tokens/s of all, at most", count(self.tokens_per_second), ""))
         return Table("Work of one device", ("phase", "GFLOP", "memory traffic"), rows)
 
 
@@ -196,6 +215,7 @@ def audit(
     device: DeviceKind | str | None = None,
     expected_wire: float | None = None,
     parts: Mapping[str, str] = PARTS,
+    tokens: float = 0.0,
 ) -> Audit:
     """What a compiled step costs: memory, collectives, work, a bound on its time, warnings.
 
@@ -203,14 +223,17 @@ def audit(
     Nothing is run.
 
     Args:
-      compiled: what ``jax.jit(f).lower(...).compile()`` returns; or its text, which says nothing of
-        temporaries and hosts.
+      compiled: what ``jax.jit(f).lower(...)`` returns, which is compiled then, and the only form in
+        which products of float32 matrices are looked for; or what its ``compile()`` returns; or the
+        text of that, which says nothing of temporaries and hosts.
       mesh: names the axes of collectives; that of the arguments, unless it is given.
       device: the kind of device, as its figures or as the name of a target; that of the
         arguments, unless it is given.
       expected_wire: what theory says that one device sends, in bytes, to compare with.
       parts: what arguments are, as a regular expression of their names for each part; the first
-        that matches counts.
+        that matches counts. By default, where no name matches, what comes back with the type that
+        it had is taken for parameters or state, and a note names it.
+      tokens: of all devices in a step, for the tokens per second at best.
 
     Returns:
       An ``Audit``; ``print`` it.
@@ -225,6 +248,9 @@ def audit(
       >>> found.matmul_flops, found.arguments["parameters"]
       (1024.0, 512.0)
     """
+    source = ""
+    if isinstance(compiled, jax.stages.Lowered):
+        source, compiled = compiled.as_text(), compiled.compile()
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     program = Program(text)
     memory = None if isinstance(compiled, str) else compiled.memory_analysis()
@@ -238,15 +264,18 @@ def audit(
         phase = phase_of(cost.scope)
         flops[phase] = flops.get(phase, 0.0) + cost.flops
         nbytes[phase] = nbytes.get(phase, 0.0) + cost.nbytes
-    notes = warnings_of(program, found, buffers)
+    arguments, about = arguments_of(program, parts)
+    about += _widened(arguments, found, None if isinstance(compiled, str) else compiled)
+    temporaries = memory.temp_size_in_bytes if memory else None
+    notes = warnings_of(program, found, buffers, arguments, source)
     notes += [f"how often the loop %{name} runs is unknown: counted once" for name in endless]
     result = Audit(
         devices=program.num_devices,
         kind=_kind(device, mesh),
-        arguments=_arguments(program, parts),
+        arguments=_by_part(arguments, parts),
         results=memory.output_size_in_bytes - memory.alias_size_in_bytes if memory else 0.0,
-        temporaries=memory.temp_size_in_bytes if memory else None,
-        at_peak=_by_use(buffers),
+        temporaries=temporaries,
+        at_peak=_by_use(buffers, temporaries),
         host=(memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes) if memory else 0,
         traffic=_traffic(found, mesh),
         flops=flops,
@@ -254,9 +283,11 @@ def audit(
         nbytes=nbytes,
         expected_wire=expected_wire,
         warnings=(),
+        notes=tuple(about),
+        tokens=tokens,
     )
-    if result.fits is False:
-        notes.insert(0, _too_large(result))
+    if result.headroom is not None and result.headroom < _TIGHT:
+        notes.insert(0, _barely(result) if result.fits else _too_large(result))
     return dataclasses.replace(result, warnings=tuple(notes))
 
 
@@ -281,14 +312,25 @@ def _mesh_of(compiled: Any) -> AnyMesh | None:
     return None
 
 
-def _arguments(program: Program, parts: Mapping[str, str]) -> dict[str, float]:
+def _by_part(arguments: list[Argument], parts: Mapping[str, str]) -> dict[str, float]:
     total = dict.fromkeys(parts, 0.0)
-    for it in program.computations[program.entry].values():
-        if it.op == "parameter":
-            part = next((p for p, pattern in parts.items() if re.search(pattern, it.scope)), None)
-            if part is not None:
-                total[part] += sum(a.nbytes for a in arrays(it.type) if a.space == 0)
+    for each in arguments:
+        if each.part:
+            total[each.part] += each.nbytes
     return total
+
+
+def _widened(arguments: list[Argument], found: list[Collective], compiled: Any) -> list[str]:
+    """A note on the CPU's float32 collectives of bfloat16 arrays."""
+    shardings = jax.tree.leaves(compiled.input_shardings) if compiled is not None else []
+    platforms = {device.platform for each in shardings for device in each.device_set}
+    narrow = any(each.part == "parameters" and each.array.dtype == "bf16" for each in arguments)
+    if platforms != {"cpu"} or not narrow or not any(each.dtype == "f32" for each in found):
+        return []
+    return [
+        "collectives of bfloat16 arrays are shown as float32: XLA widens them on CPUs; on a TPU or "
+        "a GPU they send half"
+    ]
 
 
 def _traffic(found: list[Collective], mesh: AnyMesh | None) -> tuple[Traffic, ...]:
@@ -328,8 +370,11 @@ def _axes(found: Collective, mesh: AnyMesh | None) -> tuple[str, ...]:
     return tuple(name for i, name in enumerate(mesh.axis_names) if i in differ)
 
 
-def _by_use(buffers: list[Buffer]) -> dict[str, float]:
-    """What temporaries are for, by who makes and who reads them."""
+def _by_use(buffers: list[Buffer], limit: float | None) -> dict[str, float]:
+    """What temporaries are for, by who makes and who reads them; together not above a limit.
+
+    The compiler may write a buffer into the memory of a result, where it is no temporary.
+    """
     total: dict[str, float] = {}
     for buffer in buffers:
         made, read = phase_of(buffer.scope), {phase_of(scope) for scope in buffer.readers}
@@ -344,7 +389,19 @@ def _by_use(buffers: list[Buffer]) -> dict[str, float]:
         else:
             use = {"forward": "forward pass", "backward": "backward pass"}.get(made, "other")
         total[use] = total.get(use, 0.0) + buffer.nbytes
+    together = sum(total.values())
+    if limit is not None and together > limit:
+        total = {use: value * limit / together for use, value in total.items()}
     return total
+
+
+def _barely(found: Audit) -> str:
+    assert found.kind is not None
+    left = found.kind.memory - found.memory
+    return (
+        f"the step fits a {found.kind.name} with only {size(left)} ({found.headroom:.0%}) to "
+        "spare: allocators and libraries need some of it"
+    )
 
 
 def _too_large(found: Audit) -> str:

@@ -25,6 +25,7 @@ from sharding._precision import Precision
 from sharding._zero import Zero
 from sharding.plan import _plan, targets
 from sharding.plan._audit import Audit, audit
+from sharding.plan._batch import FoundBatch, Tried, find_batch
 from sharding.plan._devices import KINDS, DeviceKind, kind_of
 from sharding.plan._models import MODELS, Decoder
 from sharding.plan._plot import plot_audits, plot_plans
@@ -42,6 +43,7 @@ examples:
   {prog} plan --model 7.5e9 --optimizer adam --master --target h100x64
   {prog} plan --model my_project.model:abstract_params --target v6e:8x8
   {prog} audit --model gpt2-small --target cpu:8 --stage 3
+  {prog} audit --model llama2-7b --optimizer came --target v5e:8x8 --find-batch
   {prog} audit --step my_project.train:lowered --target v5e:4x4
 
 targets to plan and to compile for (audit; needs pip install 'optax-ext[aot]' but for CPUs):
@@ -76,32 +78,148 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"optax-ext {__version__}")
     commands = parser.add_subparsers(required=True, metavar="plan|audit")
-    plan = commands.add_parser("plan", help="closed form, at once, nothing is compiled")
+    plan = commands.add_parser(
+        "plan",
+        help="closed form: at once, nothing is compiled",
+        description="What each stage of ZeRO holds and sends, in closed form; without activations.",
+    )
     plan.set_defaults(run=_run_plan)
-    check = commands.add_parser("audit", help="compiles a step and reads its program")
+    check = commands.add_parser(
+        "audit",
+        help="compile a step and read its program",
+        description="Memory, with activations, traffic, work and warnings, read from the program "
+        "of one training step, which is compiled and not run.",
+    )
     check.set_defaults(run=_run_audit)
-    for each in (plan, check):
-        _common(each)
-    plan.add_argument(
+    _plan_options(plan)
+    _audit_options(check)
+    return parser
+
+
+def _plan_options(parser: argparse.ArgumentParser) -> None:
+    model = _model_options(parser)
+    model.add_argument(
         "--state",
         choices=optax_ext.STATE_FORMATS,
-        help="what large leaves of optimizer state are stored as (as the optimizer has them)",
+        help="format of large leaves of the optimizer state (default: as the optimizer has them)",
     )
-    plan.add_argument("--offload", action="store_true", help="state lies in the host's memory")
-    check.add_argument(
+    model.add_argument(
+        "--offload", action="store_true", help="keep the optimizer state in host memory"
+    )
+    _machine_options(parser)
+    _batch_options(parser)
+    _output_options(parser)
+
+
+def _audit_options(parser: argparse.ArgumentParser) -> None:
+    model = _model_options(parser)
+    model.add_argument(
+        "--step",
+        metavar="MODULE:FUNCTION",
+        help="instead of a model, a step of your own: function(mesh) returns what jax.jit(f)"
+        ".lower(...) returns; with --find-batch it is function(mesh, batch)",
+    )
+    machine = _machine_options(parser)
+    machine.add_argument(
         "--stage",
         action="append",
         choices=["0", "1", "2", "3"],
-        help="0 to 3; may be given several times (3)",
+        help="ZeRO stage; give it several times for several (default: 3)",
     )
-    check.add_argument("--hybrid", action="store_true", help="copies over the first mesh axis")
-    check.add_argument("--no-remat", action="store_true", help="stages 0 to 2: no jax.checkpoint")
-    check.add_argument(
-        "--step",
-        metavar="MODULE:FUNCTION",
-        help="instead of a model: what function(mesh) returns is a jax.stages.Lowered",
+    machine.add_argument(
+        "--hybrid", action="store_true", help="replicas over the first mesh axis, not shards"
     )
-    return parser
+    batch = _batch_options(parser)
+    batch.add_argument(
+        "--no-remat", action="store_true", help="at stages 0 to 2 keep all activations of a layer"
+    )
+    batch.add_argument(
+        "--find-batch",
+        action="store_true",
+        help="find the largest --batch that fits, by compiling several sizes from --batch on",
+    )
+    batch.add_argument(
+        "--headroom",
+        type=float,
+        default=0.1,
+        metavar="SHARE",
+        help="with --find-batch: the share of the memory that is left free (default: 0.1)",
+    )
+    _output_options(parser)
+
+
+def _model_options(parser: argparse.ArgumentParser) -> Any:
+    group = parser.add_argument_group("model and optimizer")
+    add = group.add_argument
+    add(
+        "--model",
+        help="a number of parameters such as 7e9 (plan), MODULE:FUNCTION that returns abstract "
+        f"parameters (plan), or one of {', '.join(MODELS)}",
+    )
+    add(
+        "--optimizer",
+        default="adamw",
+        help="of optax_ext or optax, by name, or MODULE:ATTRIBUTE (default: adamw)",
+    )
+    add("--master", action="store_true", help="float32 master weights beside the parameters")
+    # XLA:CPU widens the sums of bfloat16.
+    add("--dtype", help="of the parameters (default: bfloat16, for CPUs float32)")
+    add("--compute-dtype", metavar="DTYPE", help="of the loss (default: that of the parameters)")
+    add("--reduce-dtype", metavar="DTYPE", help="in which gradients are summed over devices")
+    return group
+
+
+def _machine_options(parser: argparse.ArgumentParser) -> Any:
+    group = parser.add_argument_group("machine and sharding")
+    add = group.add_argument
+    add(
+        "--target",
+        required=True,
+        help="v5e:16x16, v5p:4x4x4, v5e:4x4*2 (two slices), h100x8, h200x64, cpu:8 ...; --help "
+        "without a command lists all kinds",
+    )
+    add("--mesh", metavar="AXES", help="such as x=16,y=16 (default: axes that suit the links)")
+    add("--axis", metavar="AXES", help="what ZeRO shards over, such as x,y (default: all axes)")
+    add(
+        "--replica-axis",
+        metavar="AXES",
+        help="of the replicas of a hybrid (default: slice, host, or the first of several axes)",
+    )
+    figures = parser.add_argument_group(
+        "figures of a device: of an unknown one, or other than known"
+    )
+    figures.add_argument("--memory", type=float, metavar="GIB", help="its memory")
+    figures.add_argument("--bandwidth", type=float, metavar="GB/S", help="of that memory")
+    figures.add_argument("--tflops", type=float, help="of dense bfloat16 matrix products")
+    figures.add_argument("--link", type=float, metavar="GB/S", help="what it sends at best")
+    return group
+
+
+def _batch_options(parser: argparse.ArgumentParser) -> Any:
+    group = parser.add_argument_group("batch")
+    add = group.add_argument
+    add(
+        "--batch",
+        type=int,
+        default=1,
+        metavar="N",
+        help="sequences of one device in a micro-batch (default: 1)",
+    )
+    add(
+        "--microbatches",
+        type=int,
+        default=1,
+        metavar="N",
+        help="how many are accumulated in a step (default: 1)",
+    )
+    add("--length", type=int, metavar="TOKENS", help="of a sequence (default: as the model has it)")
+    return group
+
+
+def _output_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument("--json", action="store_true", help="everything, as JSON")
+    group.add_argument("--plot", metavar="FILE", help="a picture of the memory of one device")
 
 
 def _target_names() -> dict[str, str]:
@@ -120,38 +238,6 @@ def _target_names() -> dict[str, str]:
         )
         for word, wanted in (("compiled", True), ("planned", False))
     }
-
-
-def _common(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--model", help="a number of parameters, a name, or module:function (abstract parameters)")
-    add("--optimizer", default="adamw", help="of optax or optax_ext, or module:attribute (adamw)")
-    add("--master", action="store_true", help="float32 master weights beside the parameters")
-    # XLA:CPU widens the sums of bfloat16.
-    add("--dtype", help="of the parameters (bfloat16; float32 for CPUs)")
-    add("--compute-dtype", help="parameters are cast to it for the loss; as they are")
-    add("--reduce-dtype", help="gradients are summed over devices in it; as they are")
-    add(
-        "--target",
-        required=True,
-        help="v5e:16x16, v5p:4x4x4, v5e:4x4*2 (two slices), h100x8, h200x64, cpu:8 ...; all kinds "
-        "are listed by --help without a command",
-    )
-    add("--mesh", help="such as x=16,y=16; the axes that suit the target's links")
-    add("--axis", help="what ZeRO cuts over, such as x,y; all axes of the mesh")
-    add("--replica-axis", help="copies of a hybrid: slice, host, or the first of several axes")
-    add("--microbatches", type=int, default=1, help="gradients of how many are added up (1)")
-    add("--batch", type=int, default=1, help="sequences of a device in a micro-batch (1)")
-    add("--length", type=int, help="tokens of a sequence; as the model has it")
-    figures = parser.add_argument_group(
-        "figures of a device that is not known, or other than known"
-    )
-    figures.add_argument("--memory", type=float, metavar="GIB")
-    figures.add_argument("--bandwidth", type=float, metavar="GB/S", help="of that memory")
-    figures.add_argument("--tflops", type=float, help="of bfloat16 matrix products")
-    figures.add_argument("--link", type=float, metavar="GB/S", help="what it sends at best")
-    add("--json", action="store_true", help="everything, as JSON")
-    add("--plot", metavar="FILE", help="a picture of the memory of one device")
 
 
 # --- Reading the options --------------------------------------------------------------------------
@@ -479,40 +565,109 @@ def _run_audit(options: argparse.Namespace) -> int:
     jax.config.update("jax_platforms", "cpu")
     if target.kind == "cpu":
         jax.config.update("jax_num_cpu_devices", target.num_devices)
+    device = _device(options)
+    if options.find_batch and device is None:
+        raise ValueError(
+            f"--find-batch needs the memory of a device, and none is known of {options.target}: "
+            "give --memory GIB"
+        )
+    if not 0 <= options.headroom < 1:
+        raise ValueError(f"--headroom must be from 0 to below 1, got {options.headroom}")
+    steps = _steps(options, target)
+    searches = {}
+    if options.find_batch:
+        for name, make in steps.items():
+            print(f"{name}: trying batches", file=sys.stderr)
+            searches[name] = find_batch(
+                make, device=device, headroom=options.headroom, start=options.batch, report=_report
+            )
+        found = {name: each.audit for name, each in searches.items() if each.audit}
+    else:
+        found = {name: _that_compiles(make, options.batch) for name, make in steps.items()}
+    if options.json:
+        rows = {name: each.to_dict() for name, each in found.items()}
+        for name, search in searches.items():
+            rows[name] = rows.get(name, {}) | {"find_batch": search.to_dict()}
+        _print_json(rows)
+    else:
+        _show_audits(options, found, searches)
+    if options.plot and found:
+        _save(plot_audits, found, options.plot)
+    fits = [each.fits for each in found.values()] + [each.batch > 0 for each in searches.values()]
+    return 2 if False in fits else 0
+
+
+def _show_audits(
+    options: argparse.Namespace, found: dict[str, Audit], searches: dict[str, FoundBatch]
+) -> None:
+    for name, each in found.items():
+        batch = f", batch {searches[name].batch}" if name in searches else ""
+        tables = [table._replace(title=f"{name}{batch}: {table.title}") for table in each.tables()]
+        notes = each.sentences
+        if each.kind is None:
+            notes.append(
+                f"Whether it fits, and how long it takes at least, is not known: no figures of "
+                f"{options.target}. Give them: --memory, --bandwidth, --tflops, --link"
+            )
+        show(tables, notes)
+    for name, search in searches.items():
+        tables = [table._replace(title=f"{name}: {table.title}") for table in search.tables()]
+        show(tables, [f"{name}: {search.sentence}"])
+
+
+def _report(tried: Tried) -> None:
+    """A line as soon as a size is known: compiling takes its time."""
+    need = size(tried.memory) if math.isfinite(tried.memory) else "more than there is"
+    verdict = "fits" if tried.fits else "too much"
+    print(f"  batch {tried.batch}: {need}, {verdict}", file=sys.stderr, flush=True)
+
+
+def _steps(
+    options: argparse.Namespace, target: targets.Target
+) -> dict[str, Callable[[int], Audit]]:
+    """For each step that is asked for a function that audits it with a batch of some size."""
     if options.step:
         axes = _mesh_axes(options, target)
         mesh = targets.mesh(options.target, tuple(axes.values()), tuple(axes))
-        lowered = _load(options.step, "--step")(mesh)
-        found = {options.step: audit(_compile(lowered), mesh=mesh, device=_device(options))}
-    else:
-        setup = _setup(options)
-        if setup.model is None:
-            raise ValueError(
-                "audit compiles a step, so --model must be one of "
-                f"{', '.join(MODELS)}; of a model of your own give the step: --step"
-            )
-        found = {
-            f"stage {stage}": _audit_stage(options, setup, int(stage))
-            for stage in options.stage or ["3"]
-        }
-    if options.json:
-        _print_json({name: each.to_dict() for name, each in found.items()})
-    else:
-        for name, each in found.items():
-            tables = [table._replace(title=f"{name}: {table.title}") for table in each.tables()]
-            notes = [f"warning: {text}" for text in each.warnings]
-            if each.kind is None:
-                notes.append(
-                    f"Whether it fits, and how long it takes at least, is not known: no figures of "
-                    f"{options.target}. Give them: --memory, --bandwidth, --tflops, --link"
-                )
-            show(tables, notes)
-    if options.plot:
-        _save(plot_audits, found, options.plot)
-    return 2 if any(each.fits is False for each in found.values()) else 0
+        make = _load(options.step, "--step")
+        device = _device(options)
+
+        def audit_step(batch: int) -> Audit:
+            lowered = make(mesh, batch) if options.find_batch else make(mesh)
+            return audit(lowered, mesh=mesh, device=device)
+
+        return {options.step: audit_step}
+    setup = _setup(options)
+    if setup.model is None:
+        raise ValueError(
+            "audit compiles a step, so --model must be one of "
+            f"{', '.join(MODELS)}; of a model of your own give the step: --step"
+        )
+    return {
+        f"stage {stage}": functools.partial(_audit_stage, options, setup, int(stage))
+        for stage in options.stage or ["3"]
+    }
 
 
-def _audit_stage(options: argparse.Namespace, setup: _Setup, stage: int) -> Audit:
+def _audit_stage(options: argparse.Namespace, setup: _Setup, stage: int, batch: int) -> Audit:
+    lowered, mesh, num_devices = lower_stage(options, setup, stage, batch)
+    hybrid = options.hybrid and bool(setup.replica_axis)
+    name = "3 hybrid" if hybrid and stage == 3 else f"stage {stage}"
+    plan = _plan_of(options, setup, setup.tx, None, False)
+    theory = next(each.wire for each in plan.stages if each.name == name)
+    return audit(
+        lowered,
+        mesh=mesh,
+        device=setup.device,
+        expected_wire=None if hybrid and stage < 3 else theory,
+        tokens=float(num_devices * batch * options.microbatches * setup.length),
+    )
+
+
+def lower_stage(
+    options: argparse.Namespace, setup: _Setup, stage: int, batch: int
+) -> tuple[jax.stages.Lowered, jax.sharding.Mesh, int]:
+    """The step of a named model at a stage, its mesh, and the number of data-parallel devices."""
     model = setup.model
     assert model is not None
     axes = setup.mesh_axes
@@ -534,20 +689,15 @@ def _audit_stage(options: argparse.Namespace, setup: _Setup, stage: int) -> Audi
         return params, setup.tx.init(params)
 
     step = zero.train_step(model.make_loss(layer), tx=setup.tx, microbatches=options.microbatches)
-    sequences = zero.num_devices * options.batch * options.microbatches
-    batch = jax.ShapeDtypeStruct((sequences, setup.length + 1), jnp.int32)
-    lowered = step.lower(zero.abstract_state(make_state, tx=setup.tx), batch)
-    plan = _plan_of(options, setup, setup.tx, None, False)
-    names = {"stage 3": "3 hybrid"} if hybrid else {}
-    name = names.get(f"stage {stage}", f"stage {stage}")
-    theory = next(each.wire for each in plan.stages if each.name == name)
-    expected = None if hybrid and stage < 3 else theory
-    return audit(_compile(lowered), mesh=mesh, device=setup.device, expected_wire=expected)
+    sequences = zero.num_devices * batch * options.microbatches
+    tokens = jax.ShapeDtypeStruct((sequences, setup.length + 1), jnp.int32)
+    lowered = step.lower(zero.abstract_state(make_state, tx=setup.tx), tokens)
+    return lowered, mesh, zero.num_devices
 
 
-def _compile(lowered: Any) -> Any:
+def _that_compiles(make: Callable[[int], Audit], batch: int) -> Audit:
     try:
-        return lowered.compile()
+        return make(batch)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

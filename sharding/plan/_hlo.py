@@ -55,7 +55,9 @@ class Program:
         counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
         self.num_devices = math.prod(map(int, counts))
         # Of the arguments whose memory a result takes over, the numbers.
-        self.donated = {int(i) for i in re.findall(r"\}: \((\d+), \{[\d,]*\}, m", header)}
+        aliases = re.findall(r"\{([\d,]*)\}: \((\d+), \{[\d,]*\}, m", header)
+        self.donated = {int(number) for _, number in aliases}
+        self.aliased = {int(place or 0) for place, _ in aliases}  # those results
         name = ""
         for line in text.splitlines():
             if match := re.match(r"(ENTRY )?%([\w.\-]+) \(.*\{$", line):

@@ -6,12 +6,13 @@ _OF_JAX = re.compile(
     r"jit\(.*\)|shard_map|while|body|cond|closed_call|checkpoint|rematted_computation|jvp\(\)"
     r"|transpose\(jvp\(\)\)|branch_\d+_fun"
 )
+_OF_AUTODIFF = re.compile(r"\b(?:transpose|jvp|vmap)\(((?:[^()]|\([^()]*\))*)\)")
 PHASES = ("gather", "forward", "backward", "gradient exchange", "update", "other")
 
 
 def phase_of(scope: str) -> str:
     """The part of a step that an operation belongs to, by the names of its scopes."""
-    *names, operation = scope.split("/")
+    *names, operation = first_of(scope).split("/")
     inside = {part for name in names for part in re.findall(r"\w+", name)}
     if "update" in inside:
         return "update"
@@ -27,6 +28,22 @@ def phase_of(scope: str) -> str:
 
 def shortened(scope: str) -> str:
     """The end of a scope, without what jax itself adds to every loop and function."""
-    own = [part for part in scope.split("/") if not _OF_JAX.fullmatch(part)]
+    text, before = first_of(scope), ""
+    while text != before:  # a scope with a slash is inside, as in transpose(jvp(a/b))
+        text, before = _OF_AUTODIFF.sub(r"\1", text), text
+    own = [part for part in text.split("/") if part and not _OF_JAX.fullmatch(part)]
     two = "/".join(own[-2:])
     return two if len(two) <= 18 else own[-1][-18:]
+
+
+def first_of(scope: str) -> str:
+    """The first of several scopes, of an operation that XLA made of others: ``a/(b/x:c/y)``."""
+    found = re.fullmatch(r"(.*?/|)\((.*)\)", scope)
+    if not found:
+        return scope
+    depth = 0
+    for i, letter in enumerate(found[2]):
+        depth += (letter == "(") - (letter == ")")
+        if letter == ":" and depth == 0:
+            return found[1] + found[2][:i]
+    return found[1] + found[2]

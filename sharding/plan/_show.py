@@ -29,9 +29,8 @@ def show(tables: Sequence[Table], notes: Sequence[str] = (), *, console: Any = N
     # Without a terminal as wide as the table wants; on one, as wide as that is.
     console = console or Console(width=None if sys.stdout.isatty() else 80, highlight=False)
     for table in tables:
-        shown = RichTable(
-            title=escape(table.title), title_justify="left", box=box.SIMPLE_HEAD, padding=0
-        )
+        console.print(escape(table.title), style="italic")  # rich breaks titles of narrow tables
+        shown = RichTable(box=box.SIMPLE_HEAD, padding=0)
         for i, column in enumerate(table.columns):
             bold = "bold green" if column.endswith("*") else None
             shown.add_column(column, justify="right" if i else "left", style=bold, no_wrap=True)

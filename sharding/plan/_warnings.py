@@ -1,8 +1,10 @@
 """What looks wrong in a compiled step, in words."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 
+from sharding.plan._arguments import STATE, Argument
 from sharding.plan._costs import read_by_fusion
 from sharding.plan._hlo import Frame, Instruction, Program, arrays, changed_in_place
 from sharding.plan._liveness import Buffer, copied_argument
@@ -11,15 +13,86 @@ from sharding.plan._report import size
 from sharding.plan._wire import Collective
 
 _SMALL = 1 << 16  # bytes of which nothing is said
+_WIDE = 0.05  # of the work of matrix products
 
 
 def warnings_of(
-    program: Program, found: Sequence[Collective], buffers: Sequence[Buffer]
+    program: Program,
+    found: Sequence[Collective],
+    buffers: Sequence[Buffer],
+    arguments: Sequence[Argument],
+    source: str = "",
 ) -> list[str]:
-    """A sentence for each thing that costs more than it was meant to."""
+    """A sentence for each thing that costs more than it was meant to.
+
+    Args:
+      program: the compiled program.
+      found: its collectives.
+      buffers: its temporaries at the peak.
+      arguments: its arguments.
+      source: the StableHLO text that it was compiled from; empty where that is not known.
+    """
     notes = [*_all_reduced(program, found), *_gathered_by_update(found)]
     notes += _kept_by_loops(program, sum(buffer.nbytes for buffer in buffers))
-    return [*notes, *_donated_and_copied(program)]
+    notes += [*_donated_and_copied(program), *_not_donated(arguments)]
+    notes += _replicated_state(arguments, program.num_devices)
+    return [*notes, *_wide_products(arguments, source)]
+
+
+def _not_donated(arguments: Sequence[Argument]) -> Iterator[str]:
+    """A state of which a new one is made while the old one keeps its memory."""
+    kept = [a for a in arguments if a.part in STATE and a.returned and not a.donated]
+    total = sum(each.nbytes for each in kept)
+    if total > _SMALL:
+        what = " and ".join(dict.fromkeys(each.part for each in kept))
+        yield (
+            f"the state is not donated: {size(total)} of {what} come back as new arrays while the "
+            "old ones keep their memory; jax.jit(step, donate_argnums=...) lets results take it "
+            "over, as the steps of Zero do"
+        )
+
+
+def _replicated_state(arguments: Sequence[Argument], num_devices: int) -> Iterator[str]:
+    """Optimizer state of which every device has all."""
+    state = [a for a in arguments if a.part in ("optimizer state", "master weights")]
+    total = sum(each.nbytes for each in state)
+    whole = sum(each.nbytes for each in state if each.replicated)
+    if num_devices > 1 and whole > max(_SMALL, total / 2):
+        yield (
+            f"{size(whole)} of optimizer state are replicated: each of the {num_devices} devices "
+            f"holds and updates all of it; Zero(mesh, stage=1) shards it to about "
+            f"{size(whole / num_devices)}"
+        )
+
+
+_PRODUCT = re.compile(
+    r"stablehlo\.dot_general .*contracting_dims = \[([\d, ]*)\] x .*"
+    r": \(tensor<([^>]*)>, tensor<([^>]*)>\) -> tensor<([^>]*)>"
+)
+
+
+def _wide_products(arguments: Sequence[Argument], source: str) -> Iterator[str]:
+    """Products of float32 matrices in a program whose parameters are narrower."""
+    params = [each for each in arguments if each.part == "parameters"]
+    narrow = sum(each.nbytes for each in params if each.array.dtype in ("bf16", "f16"))
+    if not source or narrow <= sum(each.nbytes for each in params) / 2:
+        return
+    total, wide, largest = 0.0, 0.0, (0.0, "")
+    for match in _PRODUCT.finditer(source):
+        *left, dtype = match[2].split("x")
+        summed = math.prod(int(left[int(d)]) for d in match[1].split(",") if d.strip())
+        flops = 2.0 * summed * math.prod(map(int, match[4].split("x")[:-1]))
+        total += flops
+        if "f32" in (dtype, match[3].split("x")[-1]):
+            wide += flops
+            largest = max(largest, (flops, f"{match[2]} with {match[3]}"))
+    if wide > _WIDE * total:
+        yield (
+            f"{wide / total:.0%} of the work of matrix products (loops counted once) is in "
+            f"float32, though most parameters are narrower; the largest multiplies {largest[1]}. "
+            "One float32 array (a constant, a mask, an input) widens all that it meets: cast it, "
+            "or set Precision(compute=...)"
+        )
 
 
 def _all_reduced(program: Program, found: Sequence[Collective]) -> Iterator[str]:
@@ -34,7 +107,9 @@ def _all_reduced(program: Program, found: Sequence[Collective]) -> Iterator[str]
             f"{size(asked)} are sent by all-reduces where the program asks for reduce-scatters: "
             "twice what is needed; Zero's scatter='auto' takes a form that the compiler keeps"
         )
-    wasted = sum(_cut_afterwards(name, program) for name in program.computations)
+    # TPU: an all-reduce and a slice in a computation of this name run as one reduce-scatter.
+    names = [name for name in program.computations if not name.startswith("all-reduce-scatter")]
+    wasted = sum(_cut_afterwards(name, program) for name in names)
     if wasted > _SMALL and asked <= _SMALL:
         yield (
             f"sums of {size(wasted)} are all-reduced and then cut: each device keeps a part, and a "

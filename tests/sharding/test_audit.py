@@ -1,22 +1,30 @@
 """What the auditor reads equals what can be counted by hand, on programs of each platform."""
 
+import dataclasses
+import functools
 import json
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import optax_ext
 import sharding as shd
+from sharding.plan import find_batch
 from sharding.plan._costs import costs
 from sharding.plan._devices import KINDS
 from sharding.plan._hlo import Program
 from sharding.plan._liveness import at_peak
 from sharding.plan._phases import phase_of, shortened
+
+from ..flax_nnx import needs_nnx, nnx
 
 MIB = 2**20
 PROGRAMS = pathlib.Path(__file__).parent / "programs"
@@ -192,10 +200,6 @@ def test_arguments_by_name_and_new_results():
 
 def test_a_state_of_zero_is_told_apart():
     """A pair, and master weights in it."""
-    import optax
-
-    import optax_ext
-
     tx = optax_ext.master_weights(optax.adam(1e-3))
     zero = shd.Zero(jax.make_mesh((8,), ("data",), (AxisType.Auto,)), stage=2, min_shard_size=0)
 
@@ -327,6 +331,38 @@ def test_an_all_reduce_that_is_cut_afterwards():
     assert not shd.audit(on_mesh(lambda x: lax.psum(x, "data"))).warnings
 
 
+FUSED = """HloModule step, is_scheduled=true, replica_count=1, num_partitions=8
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%NAME (p: f32[256,512], i: s32[]) -> f32[32,512] {
+  %p = f32[256,512]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %z = s32[] constant(0)
+  %r = f32[256,512]{1,0} all-reduce(%p), replica_groups=[1,8]<=[8], to_apply=%add
+  ROOT %s = f32[32,512]{1,0} dynamic-slice(%r, %i, %z), dynamic_slice_sizes={32,512}
+}
+
+ENTRY %main (x: f32[256,512], j: s32[]) -> f32[32,512] {
+  %x = f32[256,512]{1,0} parameter(0)
+  %j = s32[] parameter(1)
+  ROOT %f = f32[32,512]{1,0} fusion(%x, %j), kind=kCustom, calls=%NAME
+}
+"""
+
+
+def test_what_a_tpu_runs_as_a_reduce_scatter():
+    """It is written as an all-reduce and a slice."""
+    found = shd.audit(FUSED.replace("NAME", "all-reduce-scatter.1"))
+    assert [each.op for each in found.traffic] == ["reduce-scatter"]
+    assert found.warnings == ()
+    assert "all-reduced and then cut" in shd.audit(FUSED.replace("NAME", "other")).warnings[0]
+
+
 def test_a_reduce_scatter_that_became_an_all_reduce():
     def fn(x):
         me = lax.axis_index("data")
@@ -400,6 +436,262 @@ def test_what_does_not_fit():
     assert "DOES NOT FIT" in str(found)
 
 
+def beginner(dtype=jnp.float32, donate=(), replicated=True, inputs=jnp.bfloat16):
+    """A step as one writes it first: lowered for 8 devices, its batch sharded."""
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
+    tx = optax.adam(1e-3)
+
+    def step(params, opt_state, x):
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    def place(x, spec):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    params = {"w": jax.ShapeDtypeStruct((512, 256), dtype)}
+    state = jax.eval_shape(tx.init, params)
+    over = P() if replicated else P("data")
+    state = jax.tree.map(lambda x: place(x, over if x.ndim else P()), state)
+    params = jax.tree.map(lambda x: place(x, P()), params)
+    x = place(jax.ShapeDtypeStruct((64, 512), inputs), P("data"))
+    out = jax.tree.map(lambda x: x.sharding, (params, state))
+    shardings = (*out, NamedSharding(mesh, P()))
+    return jax.jit(step, donate_argnums=donate, out_shardings=shardings).lower(params, state, x)
+
+
+def test_a_state_that_is_not_donated():
+    def found(donate):
+        warnings = shd.audit(beginner(donate=donate, replicated=False).compile()).warnings
+        return [text for text in warnings if "not donated" in text]
+
+    size = 4 * 512 * 256
+    (text,) = found(())
+    # A device's eighth of two moments, and all of the parameters.
+    assert f"{size / 2**10 * 1.25:.0f} KiB of parameters and optimizer state come back" in text
+    (text,) = found((0,))
+    assert f"{size / 2**10 / 4:.0f} KiB of optimizer state come back" in text
+    assert found((0, 1)) == []
+
+
+def test_gradients_that_come_back_are_no_new_state():
+    def grads(params, x):
+        return jax.grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(params)
+
+    params = {"w": jax.ShapeDtypeStruct((512, 256), jnp.float32)}
+    x = jax.ShapeDtypeStruct((64, 512), jnp.float32)
+    assert not shd.audit(jax.jit(grads).lower(params, x).compile()).warnings
+
+
+def test_an_optimizer_state_that_is_replicated():
+    def found(**options):
+        warnings = shd.audit(beginner(donate=(0, 1), **options).compile()).warnings
+        return [text for text in warnings if "replicated" in text]
+
+    (text,) = found()
+    assert "1.00 MiB of optimizer state are replicated: each of the 8 devices holds" in text
+    assert "Zero(mesh, stage=1) shards it to about 128 KiB" in text
+    assert found(replicated=False) == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "inputs", "warned"),
+    [
+        (jnp.bfloat16, jnp.float32, True),  # the batch widens all
+        (jnp.bfloat16, jnp.bfloat16, False),
+        (jnp.float32, jnp.float32, False),  # as asked
+    ],
+)
+def test_float32_products_by_accident(dtype, inputs, warned):
+    lowered = beginner(dtype, donate=(0, 1), replicated=False, inputs=inputs)
+    found = [text for text in shd.audit(lowered).warnings if "matrix products" in text]
+    assert len(found) == warned
+    if warned:
+        assert "100% of the work of matrix products" in found[0]
+        assert re.search(
+            r"multiplies (64x512xf32 with 512x256xf32|512x64xf32|64x256xf32)", found[0]
+        )
+
+
+def test_bfloat16_collectives_on_cpus_have_a_note():
+    def notes(dtype):
+        lowered = beginner(dtype, donate=(0, 1), replicated=False, inputs=dtype)
+        return shd.audit(lowered.compile()).notes
+
+    (note,) = notes(jnp.bfloat16)
+    assert "shown as float32: XLA widens them on CPUs" in note
+    assert notes(jnp.float32) == ()
+    assert f"note: {note}" in str(shd.audit(beginner(jnp.bfloat16)))
+
+
+def test_parameters_that_are_not_named_params():
+    def step(theta, mu, x):
+        g = jax.grad(lambda w: jnp.mean((x @ w["k"]) ** 2))(theta)
+        mu = jax.tree.map(lambda m, g: 0.9 * m + g, mu, g)
+        return jax.tree.map(lambda w, m: w - 0.1 * m, theta, mu), mu
+
+    tree = {"k": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+    x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    found = shd.audit(jax.jit(step, donate_argnums=(0, 1)).lower(tree, tree, x).compile())
+    size = 4 * 64 * 64
+    assert found.arguments["parameters"] == found.arguments["optimizer state"] == size
+    assert found.arguments["batch and others"] == 4 * 8 * 64
+    (note,) = found.notes
+    assert "no argument is named params" in note
+    assert "of theta, mu;" in note
+    # As its caller says, nothing has to be found.
+    parts = {"weights": "theta", "rest": ""}
+    named = shd.audit(jax.jit(step).lower(tree, tree, x).compile(), parts=parts)
+    assert named.arguments == {"weights": size, "rest": size + 4 * 8 * 64}
+    assert named.notes == ()
+
+
+def test_where_no_parameters_are_to_be_found():
+    def grads(weight, x):
+        return jax.grad(lambda w: jnp.mean((x @ w) ** 2))(weight)
+
+    found = shd.audit(compiled(grads, (8, 8), (8, 8)))
+    assert "none comes back: all are counted as batch and others" in found.notes[0]
+    assert found.arguments["batch and others"] == 2 * 4 * 8 * 8
+    assert shd.audit(compiled(lambda x, y: x @ y, (8, 8), (8, 8))).notes == ()  # no training step
+
+
+@needs_nnx
+def test_the_state_of_an_nnx_module():
+    model = nnx.Linear(32, 16, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(model)
+
+    def step(module, x):
+        def loss(module):
+            return jnp.mean(nnx.merge(graph, module)(x) ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, module, jax.grad(loss)(module))
+
+    x = jax.ShapeDtypeStruct((8, 32), jnp.float32)
+    found = shd.audit(jax.jit(step, donate_argnums=0).lower(state, x).compile())
+    assert found.arguments["parameters"] == 4 * (32 * 16 + 16)
+    assert "of module;" in found.notes[0]
+
+
+def test_parts_of_the_temporaries_are_not_more_than_all():
+    """A gradient that is written into the new parameters is no temporary."""
+
+    def step(params, x):
+        g = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(params)
+        return params - 0.1 * g
+
+    found = shd.audit(compiled(step, (512, 512), (8, 512)))
+    assert 0 < sum(found.at_peak.values()) <= found.temporaries * (1 + 1e-9)
+
+
+def test_little_is_left():
+    program = compiled(lambda x: x * 2, (1024, 1024))  # 8 MiB
+    for mib, verdict, warned in ((8.5, "fits, barely", 1), (9, "a small has: fits", 0)):
+        kind = shd.DeviceKind("small", mib * MIB, 1e9, 1e9, 1e9, None, "made up")
+        found = shd.audit(program, device=kind)
+        assert found.headroom == pytest.approx(1 - 8 / mib)
+        assert found.to_dict()["headroom"] == found.headroom
+        assert verdict in str(found)
+        assert len(found.warnings) == warned
+        assert all("512 KiB (6%) to spare" in text for text in found.warnings)
+
+
+def test_tokens_at_best():
+    program = compiled(lambda x: x * 2, (1024, 1024))
+    kind = shd.DeviceKind("small", 100 * MIB, 8 * MIB, 1e9, 1e9, None, "made up")
+    found = shd.audit(program, device=kind, tokens=3000)
+    assert found.tokens_per_second == pytest.approx(3000)  # 8 MiB are moved, in a second
+    assert found.to_dict()["tokens_per_second"] == found.tokens_per_second
+    assert re.search(r"tokens/s of all, at most +3.00 k", str(found))
+    assert shd.audit(program, tokens=3000).tokens_per_second is None
+    assert shd.audit(program, device=kind).tokens_per_second is None
+
+
+# --- The largest batch ----------------------------------------------------------------------------
+
+
+def needing(nbytes):
+    """What makes, in place of a step, the audit of one that needs ``nbytes(batch)``."""
+    audit = shd.audit(compiled(lambda x: x, (2,)))
+
+    def make(batch):
+        asked.append(batch)
+        return dataclasses.replace(
+            audit, arguments={"all": float(nbytes(batch))}, results=0.0, temporaries=0.0
+        )
+
+    asked = []
+    return make, asked
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "most"),
+    [
+        (lambda b: 100 + 7 * b, 5),  # as of most steps: a line is met at once
+        (lambda b: 100 + 64 * -(-b // 64), 25),  # padded
+        (lambda b: b * b, 25),
+        (lambda b: 50 * b**0.5, 15),
+        (lambda b: b if b < 300 else 10_000 + b, 35),
+    ],
+)
+@pytest.mark.parametrize("memory", [10, 200, 1000, 3000, 20_000])
+def test_find_batch(nbytes, most, memory):
+    make, asked = needing(nbytes)
+    found = find_batch(make, memory=memory / 0.9, limit=5000)
+    fitting = [b for b in range(1, 5001) if nbytes(b) <= memory + 1e-6]
+    assert found.batch == max(fitting, default=0)
+    assert [each.batch for each in found.tried] == asked
+    assert len(set(asked)) == len(asked) <= most
+    assert [each.memory for each in found.tried] == list(map(nbytes, asked))
+    assert found.complete == (found.batch < 5000)
+    if found.batch:
+        assert found.audit.memory == nbytes(found.batch)
+        assert f"the largest batch that fits is {found.batch} on each device" in str(found)
+    else:
+        assert found.audit is None
+        assert "no batch fits: 1 needs" in str(found)
+
+
+def test_find_batch_with_a_compiler_that_gives_up():
+    """As those of TPUs do, saying what was needed or not."""
+
+    def make(batch, text):
+        if batch > 11:
+            raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {text.format(batch / 10)}")
+        x = jax.ShapeDtypeStruct((batch, 12_800), jnp.float32)
+        return jax.jit(lambda x: x * 2).lower(x)  # 102,400 bytes each
+
+    for text in ("Used {}M of 1.0M hbm.", "no words"):
+        found = find_batch(functools.partial(make, text=text), memory=2 * MIB, headroom=0)
+        assert found.batch == 11
+        failed = [each.memory for each in found.tried if not each.fits]
+        assert failed
+        for each in found.tried:
+            if not each.fits:
+                assert each.memory == (each.batch / 10 * MIB if "Used" in text else np.inf)
+    assert "more than there is" in str(found)
+
+    def wrong(batch):
+        raise jax.errors.JaxRuntimeError("INTERNAL: of another kind")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="of another kind"):
+        find_batch(wrong, memory=1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "needs the memory of a device, and none is known of None"),
+        ({"device": "cpu:8"}, "none is known of 'cpu:8'"),
+        ({"memory": 1.0, "headroom": 1.0}, "headroom must be from 0 to below 1, got 1.0"),
+        ({"memory": 1.0, "start": 0}, "start must be from 1 to limit = 65536, got 0"),
+    ],
+)
+def test_bad_searches(options, message):
+    with pytest.raises(ValueError, match=message):
+        find_batch(needing(lambda b: b)[0], **options)
+
+
 # --- Shown ----------------------------------------------------------------------------------------
 
 
@@ -437,6 +729,10 @@ def test_an_unknown_device():
         ("jit(step)/transpose(jvp(gather))/reduce_scatter", "reduce_scatter"),  # both are too long
         ("jit(step)/update/reduce_sum", "update/reduce_sum"),
         ("", ""),
+        ("jit(step)/transpose(jvp(a/b))/reduce_sum", "b/reduce_sum"),
+        ("jit(step)/jvp(a/b)/jit(take_along_axis)/gather", "b/gather"),
+        # XLA made one of two.
+        ("jit(f)/(transpose(jvp(a/b))/dot_general:jvp(a/b)/reduce_sum)", "b/dot_general"),
     ],
 )
 def test_scopes_are_shown_by_their_ends(scope, shown):
@@ -455,6 +751,7 @@ def test_scopes_are_shown_by_their_ends(scope, shown):
         ("jit(step)/update/mul", "update"),
         ("jit(step)/gather_params/copy", "gather"),
         ("jit(f)/add", "other"),
+        ("jit(f)/(transpose(jvp(a/b))/dot_general:jvp(a/b)/reduce_sum)", "backward"),
         ("", "other"),
     ],
 )

@@ -523,6 +523,14 @@ def test_a_step_that_does_not_fit(run, module):
             r"'a100-80x8' can be planned, not compiled for; .* CPUs, TPUs \(v4, .* \(h100, h200\)",
         ),
         ("--step nosuch:f --target cpu:8", "--step nosuch:f: No module named 'nosuch'"),
+        (
+            "--model gpt2-small --target cpu:8 --find-batch",
+            "--find-batch needs the memory of a device, and none is known of cpu:8: .* --memory",
+        ),
+        (
+            "--model gpt2-small --target cpu:8 --find-batch --memory 1 --headroom 1.5",
+            "headroom must be from 0 to below 1, got 1.5",
+        ),
         ("--step math:sin --target cpu:8 --mesh a=3", "a=3: 3 = 3 devices asked for, but cpu:8"),
         ("--model gpt2-small --target cpu:8 --length 1025", "has 1024 positions"),
     ],
@@ -533,6 +541,49 @@ def test_bad_audits(run, line, message):
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     assert re.search(message, err)
+
+
+def test_find_batch(run):
+    """Of two stages, each tried size with what it needs; the one found is audited."""
+    line = "audit --model gpt2-small --length 32 --target cpu:8 --stage 3 --find-batch"
+    code, out, err = run(f"{line} --memory 1 --json")
+    assert code == 0
+    found = json.loads(out)["stage 3"]
+    search = found["find_batch"]
+    assert (search["headroom"], search["usable"]) == (0.1, 0.9 * 2**30)
+    sizes = {each["batch"]: each["memory"] for each in search["tried"]}
+    best = search["batch"]
+    assert sizes[best] <= 0.9 * 2**30 < sizes[best + 1]
+    assert found["memory"] == sizes[best]
+    assert all(each["fits"] == (each["memory"] <= 0.9 * 2**30) for each in search["tried"])
+    for batch in sizes:
+        assert re.search(rf"^  batch {batch}: [\d.]+ [MG]iB, (fits|too much)$", err, re.MULTILINE)
+    # As one that is asked for by its size.
+    _, out, _ = run(line.replace("--find-batch", f"--batch {best} --json"))
+    assert json.loads(out)["stage 3"]["memory"] == found["memory"]
+
+
+def test_find_batch_of_a_step_of_ones_own(run, module):
+    module("""
+        import jax, jax.numpy as jnp
+        from jax.sharding import NamedSharding, PartitionSpec as P
+
+        def lowered(mesh, batch):
+            over = NamedSharding(mesh, P(mesh.axis_names))
+            x = jax.ShapeDtypeStruct((8 * batch, 1024), jnp.float32, sharding=over)
+            return jax.jit(lambda x: x * 2, out_shardings=over).lower(x)
+    """)
+    line = "audit --step mine:lowered --target cpu:8 --find-batch --memory 0.001"  # of 8 KiB each
+    code, out, _ = run(line)
+    assert code == 0
+    assert "mine:lowered, batch 117: Memory of one device" in out
+    assert "mine:lowered: the largest batch that fits is 117 on each device" in out
+    assert re.search(r"^ ?118 +944 KiB +too much", out, re.MULTILINE)
+    code, out, _ = run(f"{line} --headroom 0.5")
+    assert "the largest batch that fits is 65 on each device" in out
+    code, out, _ = run(f"{line} --batch 200")
+    assert code == 2
+    assert "no batch fits: 200 needs 1.56 MiB" in out
 
 
 # --- As a program ---------------------------------------------------------------------------------
@@ -595,6 +646,18 @@ def test_help_notes_the_pitfall(run, capsys):
     for name in ("a100-40x8", "l40sx8", "rtx5090x8", "h100-pciex8", "gb200x8", "mi300xx8"):
         assert name in planned
     assert "NAMExNUMBER with its figures" in planned
+
+
+@pytest.mark.parametrize("command", ["plan", "audit"])
+def test_help_of_a_command(run, capsys, command):
+    with pytest.raises(SystemExit) as error:
+        run(f"{command} --help")
+    assert error.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for word in ("model and optimizer:", "machine and sharding:", "batch:", "output:", "--target"):
+        assert word in shown
+    assert "llama3-405b" in shown
+    assert ("--find-batch find the largest" in shown) == (command == "audit")
 
 
 def test_one_version_for_both_packages():

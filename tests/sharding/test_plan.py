@@ -565,3 +565,33 @@ def test_planned_or_compiled(name, compiles):
             ValueError, match=rf"'{name}' can be planned, not compiled for; .* CPUs"
         ):
             targets.topology(name)
+
+
+# --- Large models ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [
+        ("llama2-13b", optax_ext.came),
+        ("llama3-70b", optax_ext.adafactor),
+        ("llama3-405b", optax_ext.came),
+        ("llama2-13b", optax_ext.came8bit),
+    ],
+)
+def test_steps_of_large_models_lower(model, optimizer):
+    """Their stacked layers have more than 2^31 elements; nothing is compiled."""
+    decoder, tx = MODELS[model], optax_ext.master_weights(optimizer(1e-3))
+    shapes = [x.shape for x in jax.tree.leaves(decoder.abstract(jnp.bfloat16))]
+    assert max(map(math.prod, shapes)) > 2**31
+    zero = shd.Zero(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), stage=3)
+
+    def make_state():
+        params = decoder.init(jnp.bfloat16)
+        return params, tx.init(params)
+
+    step = zero.train_step(decoder.make_loss(zero.gathered(decoder.apply_layer)), tx=tx)
+    batch = jax.ShapeDtypeStruct((8, decoder.length + 1), jnp.int32)
+    text = step.lower(zero.abstract_state(make_state, tx=tx), batch).as_text()
+    layers = "x".join(map(str, max(shapes, key=math.prod)))
+    assert f"tensor<{layers}xbf16>" in text
