@@ -106,12 +106,7 @@ class NnxStep:
             new = {
                 "rest": _like(parts["rest"], rest),
                 "rng": parts["rng"],
-                # Counts have moved on; keys are those of the run again.
-                "next_rng": jax.tree.map(
-                    lambda old, x: old if _is_key(old) else x,
-                    parts["rng"],
-                    _like(parts["rng"], rng),
-                ),
+                "next_rng": jax.tree.map(_counted, parts["rng"], _like(parts["rng"], rng)),
             }
             return value, ((new, aux) if self.options.get("has_aux") else new)
 

@@ -163,6 +163,22 @@ def test_random_state_of_the_model():
     assert not np.allclose(other, expected, rtol=1e-3)
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_every_micro_batch_has_masks_of_its_own(microbatches):
+    """Of rows that are the same, each micro-batch's are dropped otherwise."""
+
+    def with_outputs(lm, batch):
+        y = lm.blocks[0].dropout(batch["x"])
+        return jnp.mean(y), y == 0
+
+    zero = zero_of(2, 4)
+    lm, optimizer = zero.nnx_init(functools.partial(make, 0.5))
+    step = zero.nnx_train_step(with_outputs, has_aux=True, microbatches=microbatches)
+    masks = [np.asarray(step(lm, optimizer, {"x": np.ones((8, WIDTH))})["aux"]) for _ in range(2)]
+    parts = [tuple(part.ravel()) for mask in masks for part in np.split(mask, 4 * microbatches)]
+    assert len(set(parts)) == len(parts)
+
+
 def test_options_of_train_step():
     def with_aux(lm, batch, key):
         lm.made_here = nnx.Intermediate(batch["x"])
