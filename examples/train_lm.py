@@ -197,7 +197,9 @@ def train(options, corpus, mesh, directory, stop):
         compiled = step.lower(state, zero.put(my_rows(windows))).compile()
         merged = options.stage == 3 and jax.default_backend() == "cpu"
         notes = ["On CPUs XLA gathers a block once, not once more for the backward pass."] * merged
-        print_audit(shd.audit(compiled, mesh=mesh, expected_wire=expected_wire), notes)
+        tokens = options.batch_size * corpus.context
+        found = shd.audit(compiled, mesh=mesh, expected_wire=expected_wire, tokens=tokens)
+        print_audit(found, notes)
         # Where gradients are as sparse as the exchange expects.
         sizes["wire_bytes"] = shd.wire_bytes(compiled, branches="cheapest")
 
@@ -263,6 +265,8 @@ def show_plan(options, corpus, zero, make_state, directory):
     state = jax.eval_shape(make_state, jax.random.key(0))  # shapes only: nothing is computed yet
     layout = zero.describe(state)
     adamw, _ = make_optimizer("adamw", 1.0, options.steps)
+    tokens = options.batch_size * corpus.context
+    num_params = sum(x.size for x in jax.tree.leaves(state.params))
     plan, other = (
         estimate(
             state.params,
@@ -274,6 +278,8 @@ def show_plan(options, corpus, zero, make_state, directory):
             batch=4 * options.batch_size * (corpus.context + 1) / zero.num_devices,
             device=kind_of(zero.mesh.devices.flat[0].device_kind),
             gathered_once=r"^(?!block_)",  # as embed, which the step gathers
+            tokens=tokens,
+            flops=6 * num_params * tokens / zero.num_devices,  # attention left out
         )
         for tx in (state.tx, adamw)
     )

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from sharding._specs import AnyMesh
 from sharding.plan._arguments import PARTS, Argument, arguments_of
 from sharding.plan._costs import costs
-from sharding.plan._devices import DeviceKind, kind_of
+from sharding.plan._devices import KINDS, DeviceKind, kind_of
 from sharding.plan._hlo import Program
 from sharding.plan._liveness import Buffer, at_peak
 from sharding.plan._phases import PHASES, phase_of, shortened
@@ -296,8 +296,9 @@ def _kind(device: DeviceKind | str | None, mesh: AnyMesh | None) -> DeviceKind |
         found = kind_of(device)
         if found is None:
             raise ValueError(
-                f"device {device!r} asked for, whose figures are not known; give them as a "
-                "sharding.DeviceKind, or leave it out: no bound on the time then"
+                f"device {device!r} asked for, whose figures are not known; known are "
+                f"{', '.join(KINDS)}. Give those of another as a sharding.DeviceKind, or leave it "
+                "out: no bound on the time then"
             )
         return found
     if device is None and isinstance(mesh, jax.sharding.Mesh):
