@@ -330,6 +330,10 @@ class Zero:
             moved = self.offload and is_large(x, self.min_shard_size)
             rows.append(dataclasses.replace(row, memory="host") if moved else row)
         rows += describe_tree("sync", sync_state, sync_specs, self.mesh)
+        if not isinstance(state, tuple):
+            others = state.replace(step=None, params=None, opt_state=None)
+            replicated = [P()] * len(jax.tree.leaves(others))
+            rows += describe_tree("model_state", others, replicated, self.mesh)
         return Description(
             self.mesh, self.stage, self._layout.axes, self._layout.replica_axes, tuple(rows)
         )

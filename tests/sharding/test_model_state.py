@@ -356,6 +356,18 @@ def test_a_model_state_comes_back_as_it_was(returned, message):
         step(state, zero.put({"x": np.ones((8, 16))}), model_state={"a": np.ones(4)})
 
 
+def test_it_is_described():
+    zero = shd.Zero(mesh_of(), stage=2, min_shard_size=0)
+    state = zero.init(make_state)
+    found = zero.describe(state)
+    stats = [row for row in found.rows if row.part == "model_state"]
+    assert {row.path for row in stats} == {
+        f"batch_stats/Block_{i}/BatchNorm_0/{name}" for i in range(2) for name in ("mean", "var")
+    }
+    assert found.bytes_per_device["model_state"] == 4 * 32 * 8
+    assert "model_state" in str(found)
+
+
 # --- Random keys ----------------------------------------------------------------------------------
 
 
