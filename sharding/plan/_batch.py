@@ -11,6 +11,7 @@ from sharding.plan._audit import Audit, audit
 from sharding.plan._devices import DeviceKind, kind_of
 from sharding.plan._report import Table, size, text_of
 
+_FARTHEST = 8  # times the largest size that is known to fit
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -96,8 +97,8 @@ def find_batch(
 
     Steps are compiled and audited, not run, so that the device need not be here. The size is found
     by bisection: one that fits and one that does not close in on each other. The next size is where
-    a straight line through what is known meets the memory, as memory grows in the batch, or the
-    middle, where lines do not halve what is left.
+    a straight line through what is known meets the memory, as memory grows in the batch, but at
+    most 8 times what fits; or the middle, where lines do not halve what is left.
 
     Args:
       make_step: a function of the batch size that returns the step as ``jax.jit(f).lower(...)``
@@ -148,13 +149,14 @@ def find_batch(
         tried[batch] = Tried(batch, need, isinstance(found, Audit) and need <= usable)
         if report is not None:
             report(tried[batch])
-        width = high - low
+        width, before = high - low, low
         if isinstance(found, Audit) and tried[batch].fits:
             low, best = batch, found
         else:
             high = batch
-        # Lines that twice did not halve what is left give way to the middle.
-        misses = 0 if misses == 2 or 2 * (high - low) <= width else misses + 1
+        # Lines that twice did not halve what is left, or double what fits, give way to the middle.
+        good = 2 * (high - low) <= width or (high > limit and low >= 2 * before)
+        misses = 0 if misses == 2 or good else misses + 1
         batch = _next(low, high, limit, list(tried.values()), usable, misses < 2)
     return FoundBatch(low, memory, headroom, tuple(tried.values()), best, high <= limit)
 
@@ -168,6 +170,8 @@ def _next(low: int, high: int, limit: int, tried: list[Tried], usable: float, by
         slope = (b.memory - a.memory) / (b.batch - a.batch)
         if slope > 0:
             guess = int(a.batch + (usable - a.memory) / slope + 1e-6)
+            if high > limit:  # small batches hardly show what a large one needs
+                guess = min(guess, _FARTHEST * low)
             return min(max(guess, low + 1), high - 1)
     if high > limit:
         return min(2 * low, limit)

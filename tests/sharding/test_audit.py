@@ -627,7 +627,7 @@ def needing(nbytes):
 @pytest.mark.parametrize(
     ("nbytes", "most"),
     [
-        (lambda b: 100 + 7 * b, 5),  # as of most steps: a line is met at once
+        (lambda b: 100 + 7 * b, 7),  # as of most steps: a line is met at once
         (lambda b: 100 + 64 * -(-b // 64), 25),  # padded
         (lambda b: b * b, 25),
         (lambda b: 50 * b**0.5, 15),

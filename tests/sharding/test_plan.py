@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -595,3 +597,17 @@ def test_steps_of_large_models_lower(model, optimizer):
     text = step.lower(zero.abstract_state(make_state, tx=tx), batch).as_text()
     layers = "x".join(map(str, max(shapes, key=math.prod)))
     assert f"tensor<{layers}xbf16>" in text
+
+
+# --- The page -------------------------------------------------------------------------------------
+
+
+def test_the_table_of_devices_in_the_documentation():
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    assert [re.match(r"`(.*?)(?::\.\.\.|xN)`", row[0])[1] for row in rows] == list(KINDS)
+    for row, kind in zip(rows, KINDS.values(), strict=True):
+        figures = (kind.memory / 1e9, kind.bandwidth / 1e9, kind.flops / 1e12, kind.link / 1e9)
+        assert [float(x) for x in row[1:5]] == pytest.approx(figures, rel=5e-3)
+        planned = kind.name in targets._PLANNED
+        assert row[5:] == ["no" if planned else "yes", kind.source]
