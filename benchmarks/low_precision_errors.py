@@ -30,9 +30,10 @@ FORMATS = {
     "fp8": Float8(),
     "fp8, not expanded": Float8(expand=False),
     "bfloat16": optax_ext.BFloat16(),
-    "4bit": Dynamic(4),
+    "4bit, blocks": Dynamic(4),
+    "4bit rank-1": Dynamic(4, rank1=True),
     "4bit linear": Linear(4),
-    "4bit rank-1": Linear(4, rank1=True),
+    "4bit linear rank-1": Linear(4, rank1=True),
 }
 # What others measured of the same, reference and seed apart.
 KNOWN = """\

@@ -39,7 +39,7 @@ def _in_8_bits(
     Example:
       >>> import jax.numpy as jnp, optax, optax_ext
       >>> state = optax_ext.{name}(1e-3).init({{"w": jnp.zeros((256, 256))}})
-      >>> "Dynamic(bits=8, block_size=256)" in optax_ext.describe_state(state)
+      >>> "Dynamic(bits=8, block_size=256, rank1=False)" in optax_ext.describe_state(state)
       True
 
     References:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_ext._passes import sharded_as, splittable
-from optax_ext.low_precision._maps import DynamicMap, Float8Map, LinearMap, Map
+from optax_ext.low_precision._maps import DynamicMap, Float8Map, LinearMap, Map, SymmetricMap
 from optax_ext.low_precision._rounding import stochastic_bfloat16, top_half
 
 ROUNDINGS = ("nearest", "stochastic", "compensated")
@@ -28,6 +28,7 @@ class Dynamic:
     Attributes:
       bits: 8 or 4.
       block_size: elements that share a float32 scale; None means 256 of 8 bits, 128 of 4 bits.
+      rank1: as for ``Linear``: scales follow rows and columns whose sizes differ by decades.
 
     References:
       Dettmers, Lewis, Shleifer, Zettlemoyer: 8-bit Optimizers via Block-wise Quantization,
@@ -36,6 +37,7 @@ class Dynamic:
 
     bits: int = 8
     block_size: int | None = None
+    rank1: bool = False
 
     def __post_init__(self) -> None:
         """Raises unless the fields make sense."""
@@ -247,13 +249,15 @@ class _Scaled:
     def __init__(self, fmt: Any, signed: bool, shape: tuple[int, ...], dtype: Any):
         self.map = _map(fmt, signed)
         self.signed, self.dtype = signed, dtype
-        self.rank1 = isinstance(fmt, Linear) and fmt.rank1 and len(shape) > 1
+        self.rank1 = isinstance(fmt, Dynamic | Linear) and fmt.rank1 and len(shape) > 1
+        if self.rank1 and isinstance(self.map, DynamicMap) and signed:
+            self.map = SymmetricMap(self.map)  # a row cannot be negated for its largest element
         self.expand = isinstance(fmt, Float8) and fmt.expand
         self.blocks = _Blocks(shape, fmt.block_size)
 
     def measure(self, x: jax.Array) -> tuple[jax.Array, ...]:
         """What to store as the scales of an array."""
-        if self.signed and not self.rank1 and self.map.lowest < self.map.top:
+        if self.signed and self.map.lowest < self.map.top:
             # 1 has no negative: a block whose largest element is negative is stored negated.
             largest = _from_order(self.blocks.reduce(jnp.max, _order(x), 0), self.dtype)
             return (jnp.where(jnp.isnan(largest), jnp.inf, largest),)
@@ -360,7 +364,9 @@ def encode(
     if rounding == "compensated":
         level, lowest = jnp.round(position * 256), lowest << 8
     else:
+        # Not above the top: float32 rounds 255 + (1 - 2^-24) to 256, which is code 0.
         level = jnp.floor(position + (noise if rounding == "stochastic" else 0.5))
+        level = jnp.minimum(level, scaled.map.top)
     level = level.astype(jnp.int32)
     if signed:
         level = jnp.maximum(jnp.where(x < 0, -level, level), -lowest) + lowest

@@ -75,6 +75,42 @@ class DynamicMap:
 
 
 @dataclasses.dataclass(frozen=True)
+class SymmetricMap:
+    """A signed dynamic map without the level that has no negative; the one below it stands for 1.
+
+    Attributes:
+      map: the map.
+    """
+
+    map: DynamicMap
+    zero = True
+
+    @property
+    def top(self) -> int:
+        """The level of 1."""
+        return self.map.lowest
+
+    @property
+    def lowest(self) -> int:
+        """The highest level that also has a negative."""
+        return self.top
+
+    @property
+    def _largest(self) -> float:
+        """What the other map has at the level of 1."""
+        return 1 - 0.45 / 2 ** (self.map.exponents - 1)
+
+    def value(self, level: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
+        """The magnitude of each level."""
+        out = self.map.value(level, dtype) * (1 / self._largest)
+        return jnp.where(level >= self.top, jnp.ones([], dtype), out)
+
+    def position(self, y: jax.Array) -> jax.Array:
+        """The level of each magnitude, with a fraction."""
+        return self.map.position(y * self._largest)
+
+
+@dataclasses.dataclass(frozen=True)
 class LinearMap:
     """Equal steps up to 1.
 
@@ -123,4 +159,4 @@ class Float8Map:
         return jnp.where(x < 2.0**-6, x * 512, bits.astype(jnp.float32) * 2.0**-20).astype(y.dtype)
 
 
-Map = DynamicMap | LinearMap | Float8Map
+Map = DynamicMap | SymmetricMap | LinearMap | Float8Map

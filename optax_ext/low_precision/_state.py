@@ -74,13 +74,22 @@ def low_precision_state(
     ``init_params``) stay what they are. ``describe_state`` lists what was done. All of it depends
     on global shapes alone, so that a mesh changes neither numbers nor checkpoints.
 
-    Bytes an element: 8 bits 1.016, 4 bits 0.531 (second moments 0.5 and two vectors), ``Float8``
-    1.039, 16 bits 2.
+    Bytes an element: 8 bits 1.016, 4 bits 0.5 and two vectors a matrix, ``Float8`` 1.039, 16 bits
+    2.
+
+    A moment that is far below its scale is rounded up to the least code now and then. Divided by
+    the root of a second moment that is stored more finely, that is a huge step: where columns of
+    the gradient differ by three decades, blocks of 4 bits under second moments in rows and columns
+    make steps of AdamW 65 times as large as float32 does, where they differ by six, thousands of
+    times. By default both moments therefore have scales of one kind: no element of an update is
+    then above 5 times the largest of float32 in 4 and 8 bits, 3 times in ``Float8``, over zero to
+    six decades. Store second moments no more finely than first ones when you choose formats
+    yourself.
 
     Args:
       inner: any transformation.
-      bits: 8: ``Dynamic(8)``. 4: ``Dynamic(4)``, and for second moments ``Linear(4, rank1=True)``.
-        16: ``BFloat16()``. Or a format for all arrays.
+      bits: 8: ``Dynamic(8)``. 4: ``Dynamic(4, rank1=True)``, and for second moments
+        ``Linear(4, rank1=True)``. 16: ``BFloat16()``. Or a format for all arrays.
       formats: other formats by the path of an array in the state, as regular expressions of which
         the first that is found in it counts: ``{"nu": Float8(), "embed": None}``; None leaves an
         array as it is. Arrays of any shape and size can be named.
@@ -105,11 +114,11 @@ def low_precision_state(
     Example:
       >>> import jax.numpy as jnp, optax, optax_ext
       >>> params = {"w": jnp.ones((256, 1024)), "b": jnp.zeros(1024)}
-      >>> state = optax_ext.low_precision_state(optax.adamw(1e-3)).init(params)
-      >>> print(optax_ext.describe_state(state))
-      inner_state/0/mu/w  (256, 1024)  Dynamic(bits=8, block_size=256) signed      266,240 bytes
-      inner_state/0/nu/w  (256, 1024)  Dynamic(bits=8, block_size=256) unsigned    266,240 bytes
-      others              float32, int32, uint32                                     8,204 bytes
+      >>> tx = optax_ext.low_precision_state(optax.adamw(1e-3), optax_ext.Float8())
+      >>> print(optax_ext.describe_state(tx.init(params)))
+      inner_state/0/mu/w  (256, 1024)  Float8(block_size=128, expand=True) signed    272,384 bytes
+      inner_state/0/nu/w  (256, 1024)  Float8(block_size=128, expand=True) unsigned  272,384 bytes
+      others              float32, int32, uint32                                       8,204 bytes
 
     References:
       Dettmers, Lewis, Shleifer, Zettlemoyer: 8-bit Optimizers via Block-wise Quantization,
@@ -206,8 +215,8 @@ def describe_state(state: optax.OptState) -> str:
       >>> import jax.numpy as jnp, optax, optax_ext
       >>> tx = optax_ext.low_precision_state(optax.lion(1e-4), bits=4)
       >>> print(optax_ext.describe_state(tx.init(jnp.zeros((128, 128)))))
-      inner_state/0/mu  (128, 128)  Dynamic(bits=4, block_size=128) signed  8,704 bytes
-      others            int32, uint32                                          12 bytes
+      inner_state/0/mu  (128, 128)  Dynamic(bits=4, block_size=128, rank1=True) signed  9,216 bytes
+      others            int32, uint32                                                      12 bytes
     """
     lines, others, dtypes = [], 0, set()
     for path, leaf in _flatten(state)[0]:
@@ -241,7 +250,10 @@ def _default_format(bits: Any, block_size: int | None, signed: bool) -> Format:
     if bits == 8:
         return Dynamic(8, block_size)
     if bits == 4:
-        return Dynamic(4, block_size) if signed else Linear(4, block_size, rank1=True)
+        # Scales of one kind for both moments: where those of the second follow columns and those of
+        # the first do not, the least code of the first stands over a far smaller root.
+        kind = Dynamic if signed else Linear
+        return kind(4, block_size, rank1=True)
     if bits == 16:
         return _default_format(BFloat16(), block_size, signed)
     raise ValueError(f"bits must be 4, 8, 16 or a format such as Float8(), got {bits!r}.")

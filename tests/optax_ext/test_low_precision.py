@@ -21,6 +21,7 @@ FORMATS = {
     "8 bits": Dynamic(),
     "8 bits linear": Linear(),
     "4 bits": Dynamic(4),
+    "4 bits in rows and columns": Dynamic(4, rank1=True),
     "4 bits linear": Linear(4),
     "4 bits rank 1": Linear(4, rank1=True),
     "fp8": Float8(),
@@ -134,7 +135,7 @@ def of_elements(q, part):
 
 def scales_of(q):
     """The scale of each element: of its block, or the least of its row's and its column's."""
-    if isinstance(q.format, Linear) and q.format.rank1 and len(q.shape) > 1:
+    if getattr(q.format, "rank1", False) and len(q.shape) > 1:
         return functools.reduce(np.minimum, np.ix_(*map(np.asarray, q.scale)))
     return of_elements(q, np.abs(q.scale[0]))
 
@@ -158,7 +159,7 @@ def test_round_trip(fmt, signed, shape):
     if isinstance(fmt, BFloat16):
         np.testing.assert_array_equal(y, jnp.asarray(x).astype(jnp.bfloat16).astype(jnp.float32))
         return
-    scale, number_map = scales_of(q), _formats._map(fmt, signed)
+    scale, number_map = scales_of(q), _formats._Scaled(fmt, signed, x.shape, jnp.float32).map
     power = of_elements(q, q.scale[1]) / 16 if isinstance(fmt, Float8) and fmt.expand else 1.0
     share = np.abs(x) / np.where(scale == 0, 1, scale)
     values = values_of(number_map).astype(np.float64)
@@ -528,7 +529,8 @@ def test_which_arrays_are_stored_and_how():
     # Vectors, once they are 16 times as large.
     for size, num in ((65535, 0), (65536, 2)):
         assert len(formats_of(optax.adamw(1e-3), {"v": jnp.zeros(size)})) == num
-    four = {k: (Dynamic(4), True) if "mu" in k else (Linear(4, rank1=True), False) for k in want}
+    first, second = (Dynamic(4, rank1=True), True), (Linear(4, rank1=True), False)
+    four = {k: first if "mu" in k else second for k in want}
     assert formats_of(optax.adamw(1e-3), bits=4) == four
     assert formats_of(optax.adamw(1e-3), bits=16) == {
         k: (BFloat16(), s) for k, (_, s) in want.items()
