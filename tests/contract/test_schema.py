@@ -76,7 +76,8 @@ LEAVES = {
         ".inner_state[0].trace['b'].codes": "uint8[2]",
         ".inner_state[0].trace['b'].scale[0]": "float32[1]",
         ".inner_state[0].trace['w'].codes": "uint8[3,4]",
-        ".inner_state[0].trace['w'].scale[0]": "float32[1,1]",
+        ".inner_state[0].trace['w'].scale[0]": "float32[6]",
+        ".inner_state[0].trace['w'].scale[1]": "float32[4]",
     },
 }
 
