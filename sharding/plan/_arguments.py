@@ -3,7 +3,7 @@
 import collections
 import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sharding.plan._hlo import Array, Program, arrays
 from sharding.plan._phases import phase_of
@@ -50,13 +50,23 @@ class Argument(NamedTuple):
         return re.split(r"\W", self.name)[0]
 
 
-def arguments_of(program: Program, parts: Mapping[str, str]) -> tuple[list[Argument], list[str]]:
-    """The arguments, and a note where parameters had to be found without their name."""
+def arguments_of(
+    program: Program, parts: Mapping[str, str], shardings: Sequence[Any] = ()
+) -> tuple[list[Argument], list[str]]:
+    """The arguments, and a note where parameters had to be found without their name.
+
+    Args:
+      program: the compiled program.
+      parts: what arguments are, by their names; see ``audit``.
+      shardings: those of the arguments, where they are known: programs for TPUs do not say.
+    """
     results = _results(program)
     found = []
-    for it in program.computations[program.entry].values():
-        if it.op != "parameter":
-            continue
+    table = program.computations[program.entry]
+    given = [it for it in table.values() if it.op == "parameter"]
+    if len(shardings) != len(given):  # some arguments are not used
+        shardings = ()
+    for it in given:
         for array in arrays(it.type):
             part = next((p for p, pattern in parts.items() if re.search(pattern, it.scope)), "")
             donated = int(it.literal) in program.donated
@@ -64,6 +74,8 @@ def arguments_of(program: Program, parts: Mapping[str, str]) -> tuple[list[Argum
             returned = donated or results[key] > 0
             results[key] -= returned and not donated
             whole = "sharding={replicated}" in it.attributes
+            if shardings:
+                whole = shardings[int(it.literal)].is_fully_replicated
             found.append(Argument(it.scope, part, array, donated, returned, whole))
     if parts is PARTS and not any(each.part in STATE for each in found) and _trains(program):
         return _by_structure(found)

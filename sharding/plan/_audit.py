@@ -264,8 +264,9 @@ def audit(
         phase = phase_of(cost.scope)
         flops[phase] = flops.get(phase, 0.0) + cost.flops
         nbytes[phase] = nbytes.get(phase, 0.0) + cost.nbytes
-    arguments, about = arguments_of(program, parts)
-    about += _widened(arguments, found, None if isinstance(compiled, str) else compiled)
+    placed = [] if isinstance(compiled, str) else jax.tree.leaves(compiled.input_shardings)
+    arguments, about = arguments_of(program, parts, placed)
+    about += _widened(arguments, found, placed)
     temporaries = memory.temp_size_in_bytes if memory else None
     notes = warnings_of(program, found, buffers, arguments, source)
     notes += [f"how often the loop %{name} runs is unknown: counted once" for name in endless]
@@ -321,9 +322,8 @@ def _by_part(arguments: list[Argument], parts: Mapping[str, str]) -> dict[str, f
     return total
 
 
-def _widened(arguments: list[Argument], found: list[Collective], compiled: Any) -> list[str]:
+def _widened(arguments: list[Argument], found: list[Collective], shardings: list[Any]) -> list[str]:
     """A note on the CPU's float32 collectives of bfloat16 arrays."""
-    shardings = jax.tree.leaves(compiled.input_shardings) if compiled is not None else []
     platforms = {device.platform for each in shardings for device in each.device_set}
     narrow = any(each.part == "parameters" and each.array.dtype == "bf16" for each in arguments)
     if platforms != {"cpu"} or not narrow or not any(each.dtype == "f32" for each in found):

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import optax_ext
 import sharding as shd
 from sharding.plan import find_batch
+from sharding.plan._arguments import PARTS, arguments_of
 from sharding.plan._costs import costs
 from sharding.plan._devices import KINDS
 from sharding.plan._hlo import Program
@@ -492,6 +493,21 @@ def test_an_optimizer_state_that_is_replicated():
     assert "1.00 MiB of optimizer state are replicated: each of the 8 devices holds" in text
     assert "Zero(mesh, stage=1) shards it to about 128 KiB" in text
     assert found(replicated=False) == []
+
+
+def test_programs_that_do_not_say_how_arguments_are_placed():
+    """As those of TPUs: the shardings of the compiled step do."""
+    compiled = beginner(donate=(0, 1)).compile()
+    text = compiled.as_text().replace("sharding={replicated}, ", "")
+    shardings = jax.tree.leaves(compiled.input_shardings)
+
+    def replicated(shardings):
+        found, _ = arguments_of(Program(text), PARTS, shardings)
+        return {each.name for each in found if each.replicated}
+
+    state = {"opt_state[0].count", "opt_state[0].mu['w']", "opt_state[0].nu['w']"}
+    assert replicated(shardings) == state | {"params['w']"}
+    assert replicated([]) == replicated(shardings[1:]) == set()  # which is whose, nobody knows
 
 
 @pytest.mark.parametrize(
