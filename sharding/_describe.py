@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -226,14 +226,14 @@ def _parameters(found: Description) -> Iterator[_Parameter]:
     return iter([*params.values(), *others])
 
 
-def _owner(path: str, params: Iterable[str]) -> str | None:
+def _owner(path: str, params: Container[str]) -> str | None:
     """The parameter whose path a path of the optimizer state contains, the longest at the end."""
-    names, known = path.split("/"), set(params)
+    names = path.split("/")
     for end in range(len(names), 0, -1):
         for start in range(end):
             name = "/".join(names[start:end])
             # A number inside is the place in a chain, or of a list.
-            if name in known and (end == len(names) or not name.isdigit()):
+            if name in params and (end == len(names) or not name.isdigit()):
                 return name
     return None
 

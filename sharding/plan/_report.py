@@ -38,8 +38,9 @@ def count(value: float) -> str:
 def seconds(value: float) -> str:
     """A time in a unit that suits it."""
     for factor, unit in ((1, "s"), (1e3, "ms"), (1e6, "us")):
-        if value * factor >= 1 or unit == "us":
-            return f"{value * factor:.3g} {unit}"
+        scaled = value * factor
+        if scaled >= 1 or unit == "us":
+            return f"{scaled:,.0f} {unit}" if scaled >= 100 else f"{scaled:.3g} {unit}"
     raise AssertionError
 
 

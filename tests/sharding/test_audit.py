@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sharding as shd
+from sharding.plan import _report as report
 from sharding.plan import find_batch
 from sharding.plan._arguments import PARTS, arguments_of
 from sharding.plan._costs import costs
@@ -738,6 +739,13 @@ def test_an_unknown_device():
         ValueError, match=r"'abacus' .* known are v4, .*h200.* as a sharding\.DeviceKind"
     ):
         shd.audit(compiled(lambda x: x, (2,)), device="abacus")
+
+
+def test_numbers_in_words():
+    times = {4321.0: "4,321 s", 2.5: "2.5 s", 0.9999: "1,000 ms", 0.0123: "12.3 ms", 4e-6: "4 us"}
+    assert {value: report.seconds(value) for value in times} == times
+    counts = {7.0: "7", 999.0: "999", 1500.0: "1.50 k", 12_340_000.0: "12.3 M", 1e18: "1000000 T"}
+    assert {value: report.count(value) for value in counts} == counts
 
 
 @pytest.mark.parametrize(
