@@ -24,7 +24,7 @@ sys.path.insert(0, str(_results.ROOT / "examples"))
 from _model import CONFIGS, TransformerLM
 
 DEVICES = 8
-ATTENTION = {"factoring": optax_ext.flax_attention()}
+ATTENTION = {"factoring": optax_ext.flax_transformer()}
 OPTIMIZERS = {
     "optax.adamw": optax.adamw(1e-3),
     "optax.adamw, bf16 mu": optax.adamw(1e-3, mu_dtype=jnp.bfloat16),

@@ -57,14 +57,8 @@ import sharding as shd
 from sharding import sync
 from sharding.plan import estimate, kind_of
 
-
-def matrices(params):
-    """Where weights decay: everywhere but in the scales of norms."""
-    return jax.tree.map(lambda x: x.ndim > 1, params)
-
-
 DECAY = {"weight_decay": 0.1}
-RULE = {"factoring": optax_ext.flax_attention()}  # an attention kernel is embed x (heads, head_dim)
+RULE = {"factoring": optax_ext.flax_transformer()}  # attention kernels: embed x (heads, head_dim)
 
 # How to make each of a learning rate's schedule, and the rate's peak for --config small. Those of
 # came, adafactor and adamw are the best of three each on held-out text; the others are not tuned.
@@ -72,14 +66,14 @@ OPTIMIZERS = {
     "came": (
         # A short run does not outlive the early spike that debias_instability removes.
         lambda lr: optax_ext.came(
-            lr, **RULE, debias_instability=True, **DECAY, weight_decay_mask=matrices
+            lr, **RULE, debias_instability=True, **DECAY, weight_decay_mask=optax_ext.decay_mask
         ),
         4e-3,
     ),
     "adafactor": (lambda lr: optax_ext.adafactor(lr, **RULE), 3e-2),
-    "adamw": (lambda lr: optax.adamw(lr, b2=0.95, **DECAY, mask=matrices), 4e-3),
+    "adamw": (lambda lr: optax.adamw(lr, b2=0.95, **DECAY, mask=optax_ext.decay_mask), 4e-3),
     "lamb": (lambda lr: optax_ext.lamb(lr, **DECAY), 1e-2),
-    "lion": (lambda lr: optax.lion(lr, **DECAY, mask=matrices), 5e-4),
+    "lion": (lambda lr: optax.lion(lr, **DECAY, mask=optax_ext.decay_mask), 5e-4),
     "muon": (lambda lr: optax.contrib.muon(lr, adam_learning_rate=lambda i: lr(i) / 5), 2e-2),
     "sgd": (lambda lr: optax.sgd(lr, momentum=0.9), 3e-1),
 }

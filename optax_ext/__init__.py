@@ -30,6 +30,11 @@ from optax_ext._noise_scale import GradientNoiseScaleState as GradientNoiseScale
 from optax_ext._noise_scale import batch_advice as batch_advice
 from optax_ext._noise_scale import gradient_noise_scale as gradient_noise_scale
 from optax_ext._noise_scale import noise_scale as noise_scale
+from optax_ext._transformer import FactoringRow as FactoringRow
+from optax_ext._transformer import FactoringTable as FactoringTable
+from optax_ext._transformer import decay_mask as decay_mask
+from optax_ext._transformer import describe_factoring as describe_factoring
+from optax_ext._transformer import flax_transformer as flax_transformer
 from optax_ext._version import __version__ as __version__
 from optax_ext.low_precision import STATE_FORMATS as STATE_FORMATS
 from optax_ext.low_precision import BFloat16 as BFloat16

@@ -103,8 +103,9 @@ def scale_by_adafactor(
       eps: added to the squared gradient; at least 0.
       clipping_threshold: the largest RMS of an update; None does not clip.
       factoring: the rule that gives each parameter its rows and columns (``two_largest_dims()``,
-        ``last_two_dims()``, ``by_path({...})``, ``flax_attention()``, one ``Factoring`` for all),
-        or None to factor nothing.
+        ``flax_transformer()``, which is right for Flax's attention and stacked layers,
+        ``last_two_dims()``, ``by_path({...})``, one ``Factoring`` for all), or None to factor
+        nothing. ``describe_factoring`` shows what a rule does.
 
     Returns:
       A ``GradientTransformation``; updates have the dtype of the gradients, and are not negated.

@@ -184,9 +184,10 @@ def scale_by_came(
         is ever all zero.
       eps_instability: added to the squared instability; at least 0.
       clipping_threshold: the largest RMS of :math:`u`; None does not clip.
-      factoring: the rule that gives each parameter its rows and columns (``last_two_dims()``,
-        ``two_largest_dims()``, ``by_path({...})``, ``flax_attention()``, or one ``Factoring`` for
-        all parameters), or None to factor nothing.
+      factoring: the rule that gives each parameter its rows and columns (``flax_transformer()``,
+        which is right for Flax's attention and stacked layers, ``last_two_dims()``,
+        ``two_largest_dims()``, ``by_path({...})``, or one ``Factoring`` for all parameters), or
+        None to factor nothing. ``describe_factoring`` shows what a rule does.
       mu_dtype: dtype in which the momentum is stored; None means float32, or wider if the
         parameter is. The instability is always taken from the fresh momentum, before it is cast.
       debias_instability: divide :math:`R` and :math:`C` by :math:`1 - \beta_3^t`.

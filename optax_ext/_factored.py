@@ -196,7 +196,9 @@ def flax_attention(
     batch: Dims = (),
     default: FactoringRule | None = None,
 ) -> by_path:
-    """The rule for Flax's attention: heads and head_dim together are one side of the matrix.
+    """The rule for Flax's attention alone: heads and head_dim together are one side of the matrix.
+
+    ``flax_transformer`` is right for whole models, stacked or not.
 
     Kernels of ``query``, ``key`` and ``value`` are (..., embed, heads, head_dim), those of ``out``
     (..., heads, head_dim, embed); their biases are vectors in two dims and keep the full moment.
@@ -204,22 +206,41 @@ def flax_attention(
     rule keeps 0.01.
 
     Args:
-      batch: dims of independent slices in every parameter, such as (0,) under ``nn.scan``.
-      default: the rule for all other parameters; None means ``last_two_dims(batch=batch)``.
+      batch: dims of independent slices in every parameter, such as (0,) under ``nn.scan``. A kernel
+        or embedding of two dims is not stacked: it is a matrix, as (vocab, embed) is.
+      default: the rule for all other parameters; None means ``last_two_dims(batch=batch)``, and
+        ``last_two_dims()`` for kernels and embeddings of two dims.
 
     Example:
       >>> from optax_ext import flax_attention
       >>> flax_attention().resolve("block/attn/out/kernel", (12, 64, 768))
       Factoring(rows=(0, 1), cols=(2,), batch=())
     """
+    if default is None:
+        default = last_two_dims(batch=batch)
+        if batch:
+            matrix = {r"(^|/)(kernel|embedding)$": _at_least_a_matrix(batch)}
+            default = by_path(matrix, default=default)
     return by_path(
         {
             r"(^|/)(query|key|value)/kernel$": Factoring((-3,), (-2, -1), batch),
             r"(^|/)(query|key|value)/bias$": Factoring(batch=batch),
             r"(^|/)out/kernel$": Factoring((-3, -2), (-1,), batch),
         },
-        default=last_two_dims(batch=batch) if default is None else default,
+        default=default,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _at_least_a_matrix:
+    """The last two dims; ``batch`` counts only where two dims are left beside it."""
+
+    batch: Dims
+
+    def resolve(self, path: str, shape: Dims) -> Factoring | None:
+        """The factoring of one parameter."""
+        stacked = len(shape) >= 2 + len(self.batch)
+        return last_two_dims(batch=self.batch if stacked else ()).resolve(path, shape)
 
 
 def check_rule(name: str, rule: Any) -> Any:

@@ -62,7 +62,7 @@ def powersgd(
       min_compression: matrices are compressed if rank x (rows + columns) times this is less than
         rows x columns; all others, and vectors, are sent whole.
       factoring: which dims are rows and columns, as optimizers take it
-        (``optax_ext.flax_attention()``); all other dims stack matrices that are compressed one by
+        (``optax_ext.flax_transformer()``); all other dims stack matrices that are compressed one by
         one, all at once.
       error_feedback: keep what was not sent. Without, much of the gradient is lost.
       warm_start: begin with the Q of the step before, not with a random one.

@@ -182,9 +182,9 @@ def test_powersgd_by_turns_finds_what_both_find(x64):
     assert norm(have - (u[:, :2] * s[:2]) @ v[:2]) < 1e-3 * s[0]
 
 
-def test_powersgd_sees_matrices_as_optimizers_do(x64):
+@pytest.mark.parametrize("rule", [optax_ext.flax_attention(), optax_ext.flax_transformer()])
+def test_powersgd_sees_matrices_as_optimizers_do(rule, x64):
     shapes = {"query/kernel": (24, 4, 8), "out/kernel": (4, 8, 24)}
-    rule = optax_ext.flax_attention()
     exchange = Exchange(sync.powersgd(2, factoring=rule, min_compression=1.0), shapes, 2)
     assert exchange.kept("query/kernel")["q"].shape == (2, 1, 32, 2)
     assert exchange.kept("out/kernel")["q"].shape == (2, 1, 24, 2)

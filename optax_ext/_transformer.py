@@ -1,0 +1,244 @@
+"""A factoring rule for Flax transformers by name and rank, what a rule costs, and what decays."""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import jax
+import optax
+
+from optax_ext._factored import (
+    Factoring,
+    FactoringRule,
+    accumulator_dtype,
+    check_rule,
+    leaves_with_factoring,
+)
+from optax_ext._passes import Dims
+
+# Parts under which Flax stacks layers: "layers", "blocks" or a scan by its name; not a list or a
+# numbered module, whose layers are apart ("layers/0", "layers_0").
+STACKED = r"(^|/)(layers|blocks|\w*[sS]can\w*)/(?!\d+(/|$))"
+
+_ROWS, _COLS = Factoring((-3,), (-2, -1)), Factoring((-3, -2), (-1,))
+# What one layer has: a pattern of the end of a path, the rank from which on the factoring is this.
+_ATTENTION: tuple[tuple[str, int, Factoring], ...] = (
+    # (embed, heads, head_dim)
+    (r"(query|key|value|[qkv]_proj)/kernel$", 3, _ROWS),
+    # (heads, head_dim, embed)
+    (r"(out|o_proj|out_proj)/kernel$", 3, _COLS),
+    (r"attn_vec_einsum/(kernel|w)$", 3, _COLS),
+    # (embed, 3, heads, head_dim): three matrices
+    (r"(qkv|kv|qkv_proj|kv_proj)/kernel$", 4, Factoring((-4,), (-2, -1), (-3,))),
+    # (3, heads, embed, head_dim)
+    (r"(qkv|kv)_einsum/(kernel|w)$", 4, Factoring((-2,), (-3, -1), (-4,))),
+    # (heads, embed, head_dim)
+    (r"q_einsum/(kernel|w)$", 3, Factoring((-2,), (-3, -1))),
+)
+_VECTOR = r"(^|/)(bias|scale|[\w]*norm\w*|[\w]*norm[\w]*/\w+)$"
+_MATRIX = r"(^|/)(kernel|embedding)$"
+
+
+@dataclasses.dataclass(frozen=True)
+class flax_transformer:
+    """The rule for transformers in Flax: embedding, head, attention, stacked layers and all.
+
+    In this order, by the end of a parameter's path and its rank:
+
+    - ``bias`` and ``scale``, and what a norm has, are vectors and keep the full moment.
+    - Attention kernels are one matrix, heads and head_dim together on one side: ``query``, ``key``,
+      ``value`` and ``out``; fused ones (``qkv``, ``qkv_einsum``, ``kv_einsum``) are one for each of
+      query, key and value.
+    - Of all else with two dims or more the last two are rows and columns; dims before them stack
+      matrices that share a clip, as in ``last_two_dims``.
+
+    A parameter under ``stacked`` has one dim more, along which every layer has its own statistics,
+    clip and scale: a (layers, n) bias is a vector a layer, never a matrix. Kernels and embeddings
+    that have no dim to spare are not stacked, whatever their path, and nor are layers in lists
+    (``layers/0/...``).
+
+    Attributes:
+      stacked: a pattern of the paths under which layers are stacked (``nn.scan``); None if nowhere.
+      stack_dim: the dim of layers there, counted from the front; MaxText has 1.
+
+    Raises:
+      ValueError: on a ``stacked`` that is no pattern, a negative ``stack_dim``.
+
+    Example:
+      >>> from optax_ext import flax_transformer
+      >>> rule = flax_transformer()
+      >>> rule.resolve("embed/embedding", (32000, 4096))
+      Factoring(rows=(0,), cols=(1,), batch=())
+      >>> rule.resolve("layers/attn/query/kernel", (32, 4096, 32, 128))
+      Factoring(rows=(1,), cols=(2, 3), batch=(0,))
+      >>> rule.resolve("layers/mlp/bias", (32, 4096))
+      Factoring(rows=(), cols=(), batch=(0,))
+    """
+
+    stacked: str | None = STACKED
+    stack_dim: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises unless the fields make sense."""
+        try:
+            re.compile(self.stacked or "")
+        except (re.error, TypeError) as error:
+            raise ValueError(
+                f"stacked must be a regular expression or None, got {self.stacked!r}: {error}."
+            ) from None
+        if isinstance(self.stack_dim, bool) or not self.stack_dim >= 0:
+            raise ValueError(f"stack_dim must not be negative, got {self.stack_dim!r}.")
+
+    def resolve(self, path: str, shape: Dims) -> Factoring | None:
+        """The factoring of one parameter."""
+        ndim = len(shape)
+        stacked = bool(self.stacked and re.search(self.stacked, path))
+        stacked = stacked and self.stack_dim < ndim and ndim > _least_rank(path)
+        free = [d for d in range(ndim) if not (stacked and d == self.stack_dim)]
+        found = _of_one_layer(path, len(free))
+        rows, cols, batch = (
+            tuple(sorted(free[d] for d in dims)) for dims in (found.rows, found.cols, found.batch)
+        )
+        return Factoring(rows, cols, (*batch, self.stack_dim) if stacked else batch).resolve(
+            path, shape
+        )
+
+
+def _least_rank(path: str) -> int:
+    """The rank that a parameter of this name has in one layer, at least."""
+    if re.search(_VECTOR, path):
+        return 1
+    for pattern, rank, _ in _ATTENTION:
+        if "einsum" in pattern and re.search(rf"(^|/){pattern}", path):
+            return rank
+    return 2 if re.search(_MATRIX, path) else 1
+
+
+def _of_one_layer(path: str, ndim: int) -> Factoring:
+    """The factoring of a parameter that is not stacked; dims count from the end."""
+    if ndim < 2 or re.search(_VECTOR, path):
+        return Factoring()
+    for pattern, rank, factoring in _ATTENTION:
+        if ndim >= rank and re.search(rf"(^|/){pattern}", path):
+            return factoring
+    return Factoring((-2,), (-1,))
+
+
+@dataclasses.dataclass(frozen=True)
+class FactoringRow:
+    """One parameter of a ``FactoringTable``.
+
+    Attributes:
+      path: its keys joined by ``/``.
+      shape: its shape.
+      factoring: which of its dims are factored.
+      nbytes: bytes of its second moment.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    factoring: Factoring
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class FactoringTable:
+    """What a rule makes of every parameter; ``str`` gives a table.
+
+    Attributes:
+      rows: one for each parameter.
+    """
+
+    rows: tuple[FactoringRow, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all second moments."""
+        return sum(row.nbytes for row in self.rows)
+
+    def __str__(self) -> str:
+        lines = [(r.path, str(r.shape), _words(r), f"{r.nbytes:,} bytes") for r in self.rows]
+        lines.append(("all", "", "", f"{self.nbytes:,} bytes"))
+        widths = [max(len(line[i]) for line in lines) for i in range(4)]
+        return "\n".join(
+            "  ".join(
+                cell.rjust(width) if i == 3 else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            )
+            for line in lines
+        )
+
+
+def _words(row: FactoringRow) -> str:
+    """The factoring in sizes: rows x columns, and how many of them."""
+
+    def sizes(dims: Dims) -> str:
+        return "*".join(str(row.shape[d]) for d in dims)
+
+    factoring = row.factoring
+    used = (*factoring.rows, *factoring.cols, *factoring.batch)
+    stacked = tuple(d for d in range(len(row.shape)) if d not in used)
+    words = "full" if not factoring.factored else f"{sizes(factoring.rows)} x "
+    words += sizes(factoring.cols)
+    words += f", {sizes(factoring.batch)} apart" if factoring.batch else ""
+    return words + (f", {sizes(stacked)} stacked" if factoring.factored and stacked else "")
+
+
+def describe_factoring(rule: FactoringRule | None, params: optax.Params) -> FactoringTable:
+    """What a rule makes of every parameter, and the bytes of the second moments.
+
+    Args:
+      rule: a rule, as optimizers take it; None factors nothing.
+      params: the parameters, or abstract arrays in their place.
+
+    Returns:
+      A table, to be printed. Its bytes are those of one second moment: all that Adafactor keeps
+      beside momentum; CAME keeps as much again of factored parameters.
+
+    Raises:
+      ValueError: if ``rule`` is none, or does not fit a parameter's shape.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optax_ext import describe_factoring, flax_transformer
+      >>> params = {"layers": {"query": {"kernel": jnp.ones((2, 8, 4, 16))}}, "head": jnp.ones(5)}
+      >>> print(describe_factoring(flax_transformer(), params))
+      head                 (5,)           full                   20 bytes
+      layers/query/kernel  (2, 8, 4, 16)  8 x 4*16, 2 apart     576 bytes
+      all                                                       596 bytes
+    """
+
+    def row(path: str, leaf: Any, factoring: Factoring) -> FactoringRow:
+        shape = tuple(leaf.shape)
+        sides = (factoring.cols, factoring.rows) if factoring.factored else ((),)
+        count = sum(math.prod(n for d, n in enumerate(shape) if d not in left) for left in sides)
+        size = accumulator_dtype(leaf.dtype).itemsize
+        return FactoringRow(path, shape, factoring, count * size)
+
+    leaves, _ = leaves_with_factoring(params, check_rule("rule", rule))
+    return FactoringTable(tuple(row(*leaf) for leaf in leaves))
+
+
+def decay_mask(params: optax.Params, rule: FactoringRule = flax_transformer()) -> Any:
+    """Which parameters are matrices: those that weight decay is meant for.
+
+    ``ndim > 1`` would decay attention biases (heads, head_dim) and, of stacked layers, every bias
+    and norm scale.
+
+    Args:
+      params: the parameters, or abstract arrays in their place.
+      rule: what tells matrices: those that it factors.
+
+    Returns:
+      A tree of bools as ``params``, such as ``optax.adamw`` takes as ``mask`` and ``came`` as
+      ``weight_decay_mask`` (as they take the function itself).
+
+    Example:
+      >>> import jax.numpy as jnp, optax_ext
+      >>> query = {"kernel": jnp.ones((8, 4, 16)), "bias": jnp.ones((4, 16))}
+      >>> optax_ext.decay_mask({"query": query})
+      {'query': {'bias': False, 'kernel': True}}
+    """
+    leaves, treedef = leaves_with_factoring(params, check_rule("rule", rule))
+    return jax.tree.unflatten(treedef, [factoring.factored for _, _, factoring in leaves])
