@@ -1,5 +1,6 @@
 """How a mesh is used: which axes cut what, and how code gets onto it."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from sharding import _specs
 from sharding._scatter import LANES, choose_form
@@ -118,7 +119,9 @@ class Layout:
         """
         if given is None:
             found = [_specs.sharding_on(leaf, self.mesh) for leaf in jax.tree.leaves(params)]
-            if found and None not in found:
+            # Types that are replicated, as arguments on a mesh make them, ask for nothing.
+            asked = any(s and (isinstance(s.mesh, Mesh) or any(s.spec)) for s in found)
+            if asked and None not in found:
                 treedef: Any = jax.tree.structure(params)
                 given = treedef.unflatten([s.spec for s in found if s])
         specs = _specs.resolve_param_specs(params, given, self.mesh)
@@ -239,6 +242,32 @@ class Layout:
         """On every device in full."""
         return NamedSharding(self.mesh, P())
 
+    def place_batch(self, batch: Any) -> Any:
+        """A batch with its arrays that are elsewhere, such as on one device, moved to the mesh.
+
+        Others, ``jit`` moves: those of NumPy, and of devices that nobody chose.
+        """
+
+        def place(x: Any, want: NamedSharding) -> Any:
+            if not _is_committed(x) or x.sharding.is_equivalent_to(want, x.ndim):
+                return x
+            return jax.device_put(x, want)
+
+        return jax.tree.map(place, batch, self.batch_shardings(batch))
+
+    def bring(self, args: Any) -> Any:
+        """Arguments with their arrays that are on other devices than the mesh's, replicated."""
+        if not isinstance(self.mesh, Mesh):
+            return args
+        devices = set(self.mesh.devices.flat)
+
+        def place(x: Any) -> Any:
+            if not _is_committed(x) or x.sharding.device_set == devices:
+                return x
+            return jax.device_put(x, self.replicated)
+
+        return jax.tree.map(place, args)
+
     # --- Code ---------------------------------------------------------------------------------
 
     def shard_map(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
@@ -273,7 +302,13 @@ class Layout:
         which an Auto twin of the mesh gives.
         """
         if not self.explicit_axes:
-            return functools.partial(fn, self)
+
+            @functools.wraps(functools.partial(fn, self))
+            def checked(*args: Any) -> Any:
+                check_context(self.mesh)
+                return fn(self, *args)
+
+            return checked
         auto = (AxisType.Auto,) * len(self.mesh.axis_names)
         if isinstance(self.mesh, Mesh):
             mesh: AnyMesh = Mesh(self.mesh.devices, self.mesh.axis_names, axis_types=auto)
@@ -283,13 +318,63 @@ class Layout:
 
         @functools.wraps(functools.partial(fn, self))  # so that programs name its arguments
         def call(*args: Any) -> Any:
+            check_context(self.mesh)
             types = jax.tree.map(jax.typeof, args)
             shapes = jax.tree.map(lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype), types)
-            out = shardings(jax.eval_shape(functools.partial(fn, twin), *shapes))
+            with jax.sharding.use_abstract_mesh(_abstract(mesh)):
+                out = shardings(jax.eval_shape(functools.partial(fn, twin), *shapes))
             run = functools.partial(fn, self)
             return jax.sharding.auto_axes(run, axes=self.explicit_axes, out_sharding=out)(*args)
 
         return call
+
+
+def _is_committed(x: Any) -> bool:
+    """Whether a real array is where somebody asked for it."""
+    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed
+
+
+def _abstract(mesh: AnyMesh) -> AbstractMesh:
+    return mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+
+
+def no_mesh(keep: AnyMesh | None = None) -> contextlib.AbstractContextManager[Any]:
+    """No mesh in the context, whatever ``jax.set_mesh`` set; inside ``jit``, what there is.
+
+    All of ZeRO names its own mesh. A function then compiles once, for calls from everywhere.
+
+    Args:
+      keep: a mesh that stays in the context if it is there and its axes are Auto.
+    """
+    found = jax.sharding.get_abstract_mesh()
+    kept = keep is not None and _kind(found) == _kind(_abstract(keep))
+    if kept and set(found.axis_types) == {AxisType.Auto}:
+        return contextlib.nullcontext()
+    try:
+        # Where none is set, too: to the cache of jit that is another context.
+        return jax.set_mesh(None)
+    except ValueError:  # inside jit, where a mesh can only be checked
+        return contextlib.nullcontext()
+
+
+def check_context(mesh: AnyMesh) -> None:
+    """Raises if the context, inside ``jit``, has another mesh."""
+    found, wanted = jax.sharding.get_abstract_mesh(), _abstract(mesh)
+    if not (found.empty or found.manual_axes or _kind(found) == _kind(wanted)):
+        raise ValueError(
+            f"inside jit, the mesh of the context is {_named(found)} and that of Zero is "
+            f"{_named(wanted)}. Call the jitted function under jax.set_mesh(zero.mesh), or where "
+            "no mesh is set."
+        )
+
+
+def _kind(mesh: AbstractMesh) -> tuple[Any, Any]:
+    return tuple(mesh.shape.items()), mesh.axis_types
+
+
+def _named(mesh: AbstractMesh) -> str:
+    axes = zip(mesh.shape.items(), mesh.axis_types, strict=True)
+    return "(" + ", ".join(f"{name}={size} {kind.name}" for (name, size), kind in axes) + ")"
 
 
 def _only(spec: P, axes: Collection[str]) -> P:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from sharding._layout import no_mesh
 from sharding._linen import is_bound, matches
 from sharding._modules import gathered_module
 from sharding._state import CompiledStep
@@ -42,20 +43,22 @@ class NnxStep:
         """Updates model and optimizer; returns the metrics of ``train_step``."""
         from flax import nnx
 
-        if not _is_placed((model, optimizer.opt_state), self.zero.mesh):
-            place(self.zero, model, optimizer)
-        step, state, args = self._arguments(model, optimizer, batch, key)
-        (params, opt_state), metrics = step(state, *args)
-        new = metrics.pop("model_state")
-        nnx.update(model, params, new["rest"], new["next_rng"])
-        _set_opt_state(optimizer, opt_state)
-        optimizer.step[...] += 1
+        with no_mesh():
+            if not _is_placed((model, optimizer.opt_state), self.zero.mesh):
+                place(self.zero, model, optimizer)
+            step, state, args = self._arguments(model, optimizer, batch, key)
+            (params, opt_state), metrics = step(state, *args)
+            new = metrics.pop("model_state")
+            nnx.update(model, params, new["rest"], new["next_rng"])
+            _set_opt_state(optimizer, opt_state)
+            optimizer.step[...] += 1
         return metrics
 
     def lower(self, model: Any, optimizer: Any, batch: Any, key: Any = None) -> jax.stages.Lowered:
         """Lowers the step, as ``jax.jit(f).lower``."""
-        step, state, args = self._arguments(model, optimizer, batch, key)
-        return step.lower(state, *args)
+        with no_mesh():
+            step, state, args = self._arguments(model, optimizer, batch, key)
+            return step.lower(state, *args)
 
     def _arguments(
         self, model: Any, optimizer: Any, batch: Any, key: Any

@@ -186,7 +186,9 @@ def _typed_init(tx: optax.GradientTransformation, params: Any, specs: Any, mesh:
         params,
         specs,
     )
-    with jax.sharding.use_abstract_mesh(explicit):
+    # Of a mesh in the context the next may not change the size.
+    none = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+    with none, jax.sharding.use_abstract_mesh(explicit):
         return jax.eval_shape(tx.init, typed)
 
 

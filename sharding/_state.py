@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 
+from sharding._layout import no_mesh
 from sharding._specs import path_str
 
 
@@ -108,7 +109,8 @@ def check_placed(tree: Any, shardings: Any) -> None:
         if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
             return
         have = getattr(leaf, "sharding", None)
-        if have is None or not have.is_equivalent_to(want, jnp.ndim(leaf)):
+        fits = have is not None and have.is_equivalent_to(want, jnp.ndim(leaf))
+        if not fits or _explicit(have) > _explicit(want):
             raise ValueError(
                 f"{path_str(path)!r} should lie on the mesh {dict(want.mesh.shape)} as "
                 f"{want.spec}, found {have if have is not None else type(leaf).__name__}. Make "
@@ -117,6 +119,15 @@ def check_placed(tree: Any, shardings: Any) -> None:
             )
 
     jax.tree_util.tree_map_with_path(check, tree, shardings)
+
+
+def _explicit(sharding: Any) -> set[str]:
+    """The Explicit axes of its mesh; jax takes no arrays of these where Zero has Auto ones."""
+    mesh = getattr(sharding, "mesh", None)
+    if mesh is None:
+        return set()
+    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return {name for name, kind in types if kind == AxisType.Explicit}
 
 
 def check_batch(batch: Any, devices: int, microbatches: int) -> None:
@@ -185,6 +196,12 @@ def _deleted(name: str, path: str, x: jax.Array) -> str:
     )
 
 
+def signature_of(tree: Any) -> Any:
+    """What distinguishes compiled functions: structure, shapes and dtypes of the arguments."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves)
+
+
 class CompiledStep:
     """A jitted function of (state, batch), compiled for the first state and batch it meets.
 
@@ -195,11 +212,11 @@ class CompiledStep:
     def __init__(
         self,
         compile_: Callable[[Any, Any], Callable[..., Any]],
-        check: Callable[[Any], None],
+        prepare: Callable[[Any], Any],
         select: Callable[[Any], Any] = lambda state: state,
     ):
         self._compile = compile_
-        self._check = check
+        self._prepare = prepare
         self._select = select
         self._compiled: dict[Any, Any] = {}
 
@@ -207,19 +224,26 @@ class CompiledStep:
         """Runs the function."""
         selected = self._select(state)
         check_alive(selected, batch=batch, key=key, model_state=model_state)
-        return self._jitted(state, batch)(selected, batch, key, model_state)
+        with no_mesh():
+            batch = self._prepare(batch)
+            run = self._jitted(selected, batch)
+            try:
+                return run(selected, batch, key, model_state)
+            except ValueError:
+                self._compile(selected, batch)  # raises if this state is placed in another way
+                raise
 
     def lower(
         self, state: Any, batch: Any, key: Any = None, model_state: Any = None
     ) -> jax.stages.Lowered:
         """Lowers the function for real or abstract arguments, as ``jax.jit(f).lower``."""
-        return self._jitted(state, batch).lower(self._select(state), batch, key, model_state)
+        selected = self._select(state)
+        with no_mesh():
+            batch = self._prepare(batch)
+            return self._jitted(selected, batch).lower(selected, batch, key, model_state)
 
-    def _jitted(self, state: Any, batch: Any) -> Any:
-        self._check(batch)
-        state = self._select(state)
-        leaves, treedef = jax.tree.flatten((state, batch))
-        signature = (treedef, tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in leaves))
+    def _jitted(self, selected: Any, batch: Any) -> Any:
+        signature = signature_of((selected, batch))
         if signature not in self._compiled:
-            self._compiled[signature] = self._compile(state, batch)
+            self._compiled[signature] = self._compile(selected, batch)
         return self._compiled[signature]

@@ -17,12 +17,12 @@ from sharding._describe import Description, describe_tree
 from sharding._export import full_tree
 from sharding._gather import gather, gathered
 from sharding._gradients import Inputs, LossOptions, evaluate, gradients
-from sharding._layout import Layout, Placement
+from sharding._layout import Layout, Placement, no_mesh
 from sharding._modules import gathered_module
 from sharding._offload import host_shardings, is_large
 from sharding._precision import Precision
 from sharding._scatter import FORMS
-from sharding._specs import AnyMesh, Axis, state_specs
+from sharding._specs import AnyMesh, Axis, is_spec, state_specs
 from sharding._state import (
     CompiledStep,
     check_alive,
@@ -32,6 +32,7 @@ from sharding._state import (
     params_of,
     parts,
     resolve_trainable,
+    signature_of,
     step_key,
     with_model_state,
 )
@@ -371,7 +372,8 @@ class Zero:
         # One function, traced once: a TrainState whose tx it makes is equal to itself alone.
         abstract = self.abstract_state(make, *args, tx=tx, param_specs=param_specs)
         out = jax.tree.map(lambda x: x.sharding, abstract)
-        return jax.jit(make, out_shardings=out)(*args)
+        with no_mesh(keep=self.mesh):
+            return jax.jit(make, out_shardings=out)(*self._layout.bring(args))
 
     def abstract_state(
         self,
@@ -398,7 +400,8 @@ class Zero:
         Raises:
           ValueError: as ``specs``.
         """
-        abstract = self._with_sync(jax.eval_shape(make_state, *args), param_specs)
+        with no_mesh(keep=self.mesh):
+            abstract = self._with_sync(jax.eval_shape(make_state, *args), param_specs)
         abstract = jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
             abstract,
@@ -425,7 +428,8 @@ class Zero:
           ValueError: if the exchange keeps nothing, or copies were cut into other shards.
         """
         plain, sync_state = _synced.take(state)
-        return _synced.put(plain, _synced.resized(self._layout, sync_state))
+        with no_mesh():
+            return _synced.put(plain, _synced.resized(self._layout, sync_state))
 
     def full_params(self, state: Any) -> Any:
         """The whole parameters in host memory, for export.
@@ -444,7 +448,8 @@ class Zero:
         """
         params = params_of(state)
         check_alive(params)
-        return full_tree(params)
+        with no_mesh():
+            return full_tree(params)
 
     def put(self, batch: Any) -> Any:
         """Lays this process's part of a batch on the mesh, cut along the first dim.
@@ -627,7 +632,11 @@ class Zero:
                 donate_argnums=(0,) if donate else (),
             )
 
-        return CompiledStep(compile_step, lambda b: check_batch(b, self.num_devices, microbatches))
+        def prepare(batch: Any) -> Any:
+            check_batch(batch, self.num_devices, microbatches)
+            return self._layout.place_batch(batch)
+
+        return CompiledStep(compile_step, prepare)
 
     def eval_step(
         self, fn: Callable[..., Any], *, model_state: str | tuple[str, ...] | bool = False
@@ -679,9 +688,11 @@ class Zero:
                 ),
             )
 
-        return CompiledStep(
-            compile_eval, lambda batch: check_batch(batch, self.num_devices, 1), select
-        )
+        def prepare(batch: Any) -> Any:
+            check_batch(batch, self.num_devices, 1)
+            return self._layout.place_batch(batch)
+
+        return CompiledStep(compile_eval, prepare, select)
 
     def _in_step(
         self, loss_fn: Callable[..., Any], sync_batch_norm: bool, all_blocks: bool = True
@@ -715,7 +726,8 @@ class Zero:
         Returns:
           ``(model, optimizer)``; their values do not depend on the mesh.
         """
-        return _nnx.init(self, make, args, param_specs)
+        with no_mesh(keep=self.mesh):
+            return _nnx.init(self, make, self._layout.bring(args), param_specs)
 
     def nnx_train_step(
         self,
@@ -905,6 +917,7 @@ class Zero:
         ).check()
         loss_fn = self._in_step(loss_fn, sync_batch_norm)
         asks_model_state = model_state
+        compiled: dict[Any, Any] = {}
 
         def value_and_grad(
             params: Any, batch: Any, key: Any = None, model_state: Any = None
@@ -940,8 +953,18 @@ class Zero:
                 replicated = jax.tree.map(lambda _: self._layout.replicated, out[2])
                 return *self._layout.batch_shardings(out[:2]), replicated, grad_shardings
 
+            batch = self._layout.place_batch(batch)
+            args = (params, batch, key, model_state)
             wrapped = self._layout.on_mesh(run, out_shardings)
-            loss, aux, new, grads = wrapped(params, batch, key, model_state)
+            if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
+                # Called eagerly, a shard_map over some of the axes knows nothing of the others.
+                name = (signature_of(args), *jax.tree.leaves(placed.shards, is_leaf=is_spec))
+                if name not in compiled:
+                    out = (None, None, None, self._layout.shardings(placed.shards))
+                    compiled[name] = jax.jit(wrapped, out_shardings=out)
+                wrapped = compiled[name]
+            with no_mesh():
+                loss, aux, new, grads = wrapped(*args)
             extra = (new, aux) if has_aux and asks_model_state else new if asks_model_state else aux
             return ((loss, extra) if has_aux or asks_model_state else loss), grads
 
@@ -981,7 +1004,8 @@ class Zero:
             new = update(layout, state, grads, tx, placed, opt_specs, trained, extra_args)
             return _synced.put(new, sync_state)
 
-        state = self._layout.on_mesh(run, lambda _: shardings)(state, grads, extra_args or {})
+        with no_mesh():
+            state = self._layout.on_mesh(run, lambda _: shardings)(state, grads, extra_args or {})
         return state.replace(**fields) if fields else state
 
 

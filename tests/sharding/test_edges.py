@@ -1,13 +1,19 @@
 """What users do that is wrong, or unusual: an error that says what to do, or it works."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import sharding as shd
+
+from ..flax_nnx import needs_nnx, nnx
 
 KINDS = [AxisType.Auto, AxisType.Explicit]
 TX = optax.adamw(1e-2)
@@ -115,3 +121,184 @@ def test_scalars_of_a_batch_are_replicated():
     data = zero_of(4).put({"x": np.ones((8, 2)), "scale": 3.0, "none": None})
     assert data["scale"].sharding.is_fully_replicated
     assert not data["x"].sharding.is_fully_replicated
+
+
+# --- A mesh in the context --------------------------------------------------------------------
+
+MESHES = {
+    "one device": ((1,), ("data",), None),
+    "two devices": ((2,), ("data",), None),
+    "one axis": ((8,), ("data",), None),
+    "a model axis": ((4, 2), ("data", "model"), {"w": P(None, "model"), "b": P("model")}),
+    "two axes": ((2, 4), ("x", "y"), None),
+}
+
+
+def run_all(zero, context, param_specs):
+    """What everything returns inside a context, and how often a loss was traced for a step."""
+    traces = []
+
+    def loss_fn(params, batch):
+        traces.append(1)
+        return mean_loss(params, batch)
+
+    loss_fn = zero.gathered(loss_fn)
+    out = {}
+    step = zero.train_step(loss_fn, tx=TX, microbatches=2)
+    with context():
+        abstract = zero.abstract_state(make_pair, tx=TX, param_specs=param_specs)
+        specs = jax.tree.map(lambda x: x.sharding.spec, abstract[0])
+        state, data = zero.init(make_pair, tx=TX, param_specs=param_specs), zero.put(batch())
+        out["eval_step"] = zero.eval_step(loss_fn)(state, data)
+        out["value_and_grad"] = zero.value_and_grad(loss_fn)(state[0], data)
+        grads = out["value_and_grad"][1]
+        out["apply_gradients"] = zero.apply_gradients(state, grads, tx=TX)
+
+        @jax.jit
+        def own_step(state, data):
+            loss, grads = zero.value_and_grad(loss_fn, param_specs=specs)(state[0], data)
+            return zero.apply_gradients(state, grads, tx=TX, param_specs=specs), loss
+
+        out["own_step"] = own_step(state, data)
+        out["full_params"] = zero.full_params(state)
+        out["describe"] = jnp.asarray(
+            [row.bytes_per_device for row in zero.describe(state, tx=TX).rows]
+        )
+        traces.clear()
+        state, _ = step(state, data)
+        once = len(traces)
+        for _ in range(2):
+            state, out["metrics"] = step(state, data)
+    # The same function outside of the context.
+    out["state"], _ = step(state, data)
+    assert len(traces) == once
+    return jax.tree.map(np.asarray, out)
+
+
+CASES = [(mesh, stage, None) for mesh in MESHES for stage in (2, 3)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("mesh", "stage", "offload"), [*CASES, ("one axis", 2, "optimizer")])
+def test_under_set_mesh(mesh, kind, stage, offload):
+    """The same numbers, and no more compilations, whether the user sets the mesh or not."""
+    shape, axes, specs = MESHES[mesh]
+    axis = axes if "x" in axes else "data"
+    zero = zero_of(stage=stage, kind=kind, shape=shape, axes=axes, axis=axis, offload=offload)
+    expected = run_all(zero, contextlib.nullcontext, specs)
+    found = run_all(zero, lambda: jax.set_mesh(zero.mesh), specs)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+OTHERS = {
+    "other axis types": ((4,), ("data",), None),
+    "another shape": ((2, 2), ("a", "b"), AxisType.Explicit),
+    "other devices": ((2,), ("data",), AxisType.Explicit),
+    "other devices, Auto": ((2,), ("data",), AxisType.Auto),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("other", OTHERS)
+def test_under_another_mesh(other, kind):
+    """Zero uses its own mesh; what cannot be is an error that names both."""
+    zero = zero_of(kind=kind)
+    opposite = KINDS[1 - KINDS.index(kind)]
+    shape, axes, other_kind = OTHERS[other]
+    kind_of_other = other_kind or opposite
+    mesh = zero_of(kind=kind_of_other, shape=shape, axes=axes, axis=axes[0]).mesh
+    step = zero.train_step(mean_loss, tx=TX)
+    expected, metrics = step(zero.init(make_pair, tx=TX), zero.put(batch()))
+    with jax.set_mesh(mesh):
+        state = zero.init(lambda key: make_pair(), jax.random.key(0), tx=TX)
+        # Arrays that are made here are on the mesh of the context.
+        state, found = step(state, jax.tree.map(jnp.asarray, batch()))
+        loss, _ = zero.value_and_grad(mean_loss)(state[0], zero.put(batch()))
+        with pytest.raises(ValueError, match=r"mesh of the context is .* that of Zero is \(data=4"):
+            jax.jit(lambda p: zero.value_and_grad(mean_loss, param_specs=P())(p, batch()))(
+                zero.full_params(state)
+            )
+    np.testing.assert_array_equal(found["loss"], metrics["loss"])
+    np.testing.assert_array_equal(state[0]["w"], expected[0]["w"])
+    assert loss < metrics["loss"]
+
+
+class Partitioned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        kernel = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
+        x = nn.Dense(32, kernel_init=kernel)(x)
+        return nn.Dense(4)(nn.relu(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_metadata_under_set_mesh(kind):
+    """Flax's constraints are no assertions, and replicated types do not hide the metadata."""
+    zero = zero_of(stage=3, kind=kind, shape=(2, 2), axes=("data", "model"))
+
+    def make(key):
+        params = Partitioned().init(key, jnp.ones((1, 8)))["params"]
+        return params, TX.init(params)
+
+    expected = zero.init(make, jax.random.key(0), tx=TX)
+    with jax.set_mesh(zero.mesh):
+        found = zero.init(make, jax.random.key(0), tx=TX)
+    assert found[0]["Dense_0"]["kernel"].value.sharding.spec == P("data", "model")
+    same = lambda x, y: x.sharding.spec == y.sharding.spec  # noqa: E731
+    assert jax.tree.all(jax.tree.map(same, found, expected))
+    # Equal up to what XLA fuses.
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), found, expected)
+
+
+@needs_nnx
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("other", [False, True])
+def test_nnx_under_set_mesh(kind, other):
+    zero = zero_of(kind=kind)
+
+    def make():
+        model = nnx.Linear(8, 16, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, TX, wrt=nnx.Param)
+
+    def losses(context):
+        with context():
+            model, optimizer = zero.nnx_init(make)
+            step = zero.nnx_train_step(lambda model, b: jnp.mean((model(b["x"]) - b["y"]) ** 2))
+            return [float(step(model, optimizer, zero.put(batch()))["loss"]) for _ in range(3)]
+
+    mesh = zero_of(2, axes=("other",), axis="other").mesh if other else zero.mesh
+    assert losses(lambda: jax.set_mesh(mesh)) == losses(contextlib.nullcontext)
+
+
+# --- Arrays that are elsewhere ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arrays_on_other_devices_are_moved(kind):
+    """A batch, and pretrained parameters, on one device; a batch that is on the mesh in full."""
+    zero = zero_of(kind=kind)
+    pretrained = jax.device_put(make_pair()[0], jax.devices()[7])
+    state = zero.init(lambda params: (params, TX.init(params)), pretrained, tx=TX)
+    step = zero.train_step(mean_loss, tx=TX, donate=False)
+    expected, metrics = step(state, zero.put(batch()))
+    for place in (jax.devices()[7], zero.replicate(0).sharding):
+        new, found = step(state, jax.device_put(batch(), place))
+        np.testing.assert_array_equal(found["loss"], metrics["loss"])
+        np.testing.assert_array_equal(new[0]["w"], expected[0]["w"])
+        value_and_grad = zero.value_and_grad(mean_loss)
+        loss, _ = value_and_grad(state[0], jax.device_put(batch(), place))
+        np.testing.assert_array_equal(loss, metrics["loss"])
+
+
+def test_a_state_that_is_placed_otherwise_after_the_first_step():
+    """And one on a mesh with Explicit axes, where those of Zero are Auto."""
+    zero = zero_of(kind=AxisType.Auto)
+    step = zero.train_step(mean_loss, tx=TX)
+    state, _ = step(zero.init(make_pair, tx=TX), zero.put(batch()))
+    messages = {zero_of(stage=3): "'b' already lies on axis 'data'", zero_of(): "'0/b' should lie"}
+    for other, message in messages.items():
+        elsewhere = jax.device_put(jax.device_get(state), other.shardings(make_pair(), tx=TX))
+        for one in (step, zero.train_step(mean_loss, tx=TX)):
+            with pytest.raises(ValueError, match=message):
+                one(elsewhere, zero.put(batch()))
+    step(state, zero.put(batch()))
