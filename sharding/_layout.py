@@ -344,14 +344,15 @@ def no_mesh(keep: AnyMesh | None = None) -> contextlib.AbstractContextManager[An
     All of ZeRO names its own mesh. A function then compiles once, for calls from everywhere.
 
     Args:
-      keep: a mesh that stays in the context if it is there and its axes are Auto.
+      keep: a mesh that stays in the context if it is there and its axes are Auto. An empty context
+        stays as it is, too: to the caches of jax one that is set empty is another.
     """
-    found = jax.sharding.get_abstract_mesh()
-    kept = keep is not None and _kind(found) == _kind(_abstract(keep))
-    if kept and set(found.axis_types) == {AxisType.Auto}:
-        return contextlib.nullcontext()
+    if keep is not None:
+        found = jax.sharding.get_abstract_mesh()
+        same = _kind(found) == _kind(_abstract(keep))
+        if found.empty or (same and set(found.axis_types) == {AxisType.Auto}):
+            return contextlib.nullcontext()
     try:
-        # Where none is set, too: to the cache of jit that is another context.
         return jax.set_mesh(None)
     except ValueError:  # inside jit, where a mesh can only be checked
         return contextlib.nullcontext()
