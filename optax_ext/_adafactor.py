@@ -245,11 +245,13 @@ def adafactor(
     clipping_threshold: jax.typing.ArrayLike | None = 1.0,
     momentum: jax.typing.ArrayLike | None = None,
     dtype_momentum: Any | None = None,
-    weight_decay_rate: jax.typing.ArrayLike | None = None,
+    weight_decay_rate: optax.ScalarOrSchedule | None = None,
     weight_decay_times_lr: bool = False,
     weight_decay_mask: Any | None = None,
     eps: jax.typing.ArrayLike = 1e-30,
     factoring: FactoringRule | None = two_largest_dims(),
+    min_dim_size_to_factor: int | None = None,
+    factored: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adafactor with every option of ``optax.adafactor``, and state that does not stall.
 
@@ -262,12 +264,11 @@ def adafactor(
       m \leftarrow \beta_1 m + (1 - \beta_1) u, \quad
       \theta \leftarrow \theta - m - \lambda \theta
 
-    It is ``optax.adafactor`` to rounding, but for these: averages are float32 whatever the
-    parameters are (there, bfloat16 parameters freeze the second moment), ``decay_offset`` on a
-    fresh state stays finite, and ``factoring=two_largest_dims(n)`` takes the place of
-    ``min_dim_size_to_factor=n``, ``factoring=None`` of ``factored=False``. With
-    ``factoring=last_two_dims()`` it is the Adafactor of Hugging Face (``relative_step=False``) and,
-    with ``relative_step=True``, that of PyTorch.
+    It is ``optax.adafactor`` to rounding, and takes its options, all but the first by name. But
+    averages are float32 whatever the parameters are (there, bfloat16 parameters freeze the second
+    moment), and ``decay_offset`` on a fresh state stays finite. With ``factoring=last_two_dims()``
+    it is the Adafactor of Hugging Face (``relative_step=False``) and, with ``relative_step=True``,
+    that of PyTorch.
 
     Args:
       learning_rate: a number or a schedule; None leaves the scale to the parameters, or with
@@ -291,13 +292,16 @@ def adafactor(
       eps: added to the squared gradient.
       factoring: which dims of each parameter are factored; ``batch`` dims also get a parameter
         scale each.
+      min_dim_size_to_factor: optax's name for ``factoring=two_largest_dims(n)``.
+      factored: False is optax's name for ``factoring=None``.
 
     Returns:
       A ``GradientTransformation``.
 
     Raises:
       ValueError: as ``scale_by_adafactor``; also on a ``momentum`` outside [0, 1), a negative
-        ``weight_decay_rate``, or ``weight_decay_times_lr`` without a learning rate.
+        ``weight_decay_rate``, ``weight_decay_times_lr`` without a learning rate, or a ``factoring``
+        beside one of optax's two names for it.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_ext
@@ -318,7 +322,7 @@ def adafactor(
     if weight_decay_times_lr and learning_rate is None and not relative_step:
         raise ValueError("weight_decay_times_lr=True needs a learning_rate or relative_step=True.")
     _validate.positive(min_parameter_scale=min_parameter_scale)
-    rule = check_rule("factoring", factoring)
+    rule = _rule(factoring, min_dim_size_to_factor, factored)
     step_size = _relative_step(learning_rate) if relative_step else learning_rate
     stages = [
         scale_by_adafactor(
@@ -339,11 +343,26 @@ def adafactor(
         _validate.unit_interval(momentum=momentum)
         stages.append(_momentum(momentum, _validate.as_dtype("dtype_momentum", dtype_momentum)))
     if weight_decay_rate is not None:
-        _validate.non_negative(weight_decay_rate=weight_decay_rate)
+        if not callable(weight_decay_rate):
+            _validate.non_negative(weight_decay_rate=weight_decay_rate)
         decay = _times(weight_decay_rate, step_size) if weight_decay_times_lr else weight_decay_rate
         stages.append(optax.add_decayed_weights(decay, weight_decay_mask))
     stages.append(optax.scale(-1.0))
     return _validate.keep_dtype(optax.chain(*stages))
+
+
+def _rule(factoring: Any, min_dim_size: int | None, factored: bool) -> FactoringRule | None:
+    """The rule, by our name for it or by optax's two."""
+    rule = check_rule("factoring", factoring)
+    given = [] if min_dim_size is None else [f"min_dim_size_to_factor={min_dim_size}"]
+    given += [] if factored else ["factored=False"]
+    if given and rule != two_largest_dims():
+        raise ValueError(
+            f"factoring={rule} and {' and '.join(given)} both say what is factored; give one."
+        )
+    if not factored:
+        return None
+    return rule if min_dim_size is None else two_largest_dims(min_dim_size)
 
 
 def _relative_step(learning_rate: optax.ScalarOrSchedule | None) -> optax.Schedule:
@@ -356,4 +375,11 @@ def _relative_step(learning_rate: optax.ScalarOrSchedule | None) -> optax.Schedu
 
 
 def _times(rate: Any, step_size: Any) -> Any:
-    return (lambda count: rate * step_size(count)) if callable(step_size) else rate * step_size
+    """The product of two numbers or schedules."""
+    if not callable(rate) and not callable(step_size):
+        return rate * step_size
+
+    def at(value: Any, count: jax.Array) -> Any:
+        return value(count) if callable(value) else value
+
+    return lambda count: at(rate, count) * at(step_size, count)

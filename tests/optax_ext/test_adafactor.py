@@ -1,6 +1,7 @@
 """Adafactor against optax, Hugging Face and PyTorch where they agree, and the paper's formulas."""
 
 import functools
+import inspect
 import pathlib
 
 import hypothesis
@@ -94,6 +95,37 @@ def test_200_steps_equal_optax(option):
             assert (nu is None) == (nu_reference.shape == (200, 1))  # optax's placeholder
             if nu is not None:
                 np.testing.assert_allclose(nu, nu_reference, rtol=1e-6, err_msg=f"{k} {field}")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_dim_size_to_factor": 13},
+        {"factored": False},
+        {"factored": False, "min_dim_size_to_factor": 2},
+        {"min_dim_size_to_factor": 2, "weight_decay_rate": lambda count: 0.1 / (1 + count)},
+    ],
+    ids=["least size", "nothing", "nothing, with a size", "decay by a schedule"],
+)
+def test_the_options_of_optax_by_their_names(options):
+    """Every parameter of its signature is one of ours, and does the same."""
+    names = inspect.signature(optax.adafactor).parameters
+    assert set(names) <= set(inspect.signature(optax_ext.adafactor).parameters)
+    params = {k: jnp.asarray(traces.parameters(s), jnp.float32) for k, s in SHAPES.items()}
+    grads = {k: jnp.asarray(traces.gradients(s, 20), jnp.float32) for k, s in SHAPES.items()}
+    have, want = (
+        traces.unroll(make(learning_rate=0.1, **options), grads, params)[0]
+        for make in (optax_ext.adafactor, optax.adafactor)
+    )
+    for k, x in have.items():
+        np.testing.assert_allclose(x, want[k], rtol=0, atol=2e-4 * np.abs(want[k]).max())
+
+
+def test_two_words_on_what_is_factored_are_refused():
+    with pytest.raises(ValueError, match="factored=False both say what is factored; give one"):
+        optax_ext.adafactor(0.1, factoring=optax_ext.last_two_dims(), factored=False)
+    with pytest.raises(ValueError, match="factoring=None and min_dim_size_to_factor=64 both"):
+        optax_ext.adafactor(0.1, factoring=None, min_dim_size_to_factor=64)
 
 
 @pytest.mark.usefixtures("x64")
