@@ -104,6 +104,46 @@ class Shard(Handle):
         return self.how.dtype
 
 
+class LeafShard(Shard):
+    """A shard that is a leaf of a tree, as an array is; loops over layers do not take it."""
+
+
+def call_with_shards(fn: Callable[..., Any], leaves: list[Any], *args: Any) -> Any:
+    """``fn(leaves, *args)``, a loss that may match the tree of its parameters with another.
+
+    Shards are nodes of a tree, so that loops over layers take a dim off what they hold. A function
+    that matches trees by the first, such as ``equinox.combine(params, static)``, then finds a node
+    where the other tree has a leaf or None: it is called again, with shards that are leaves.
+
+    Raises:
+      ValueError: if neither will do.
+    """
+    try:
+        return fn(leaves, *args)
+    except ValueError as error:
+        if f"{Shard.__module__}.{Shard.__name__}" not in str(error):
+            raise
+        try:
+            return fn([_as_leaf(x) for x in leaves], *args)
+        except (TypeError, ValueError) as other:
+            # As a loop over layers complains of what is neither an array nor a tree of them.
+            if not any(part in str(other) for part in (_NO_ARRAY, "__jax_array__", "JAX type")):
+                raise
+            raise ValueError(
+                "at stage 3 the loss matches the tree of its parameters with another, and loops "
+                "over stacked parameters too. Name the parameters last where trees are matched: "
+                "equinox.combine(static, params), not combine(params, static)."
+            ) from error
+
+
+def _as_leaf(x: Any) -> Any:
+    return LeafShard(x.value, x.how) if is_shard(x) else x
+
+
+def _as_node(x: Any) -> Any:
+    return Shard(x.value, x.how) if isinstance(x, LeafShard) else x
+
+
 def is_shard(x: Any) -> bool:
     """Whether a tree's node is a shard."""
     return isinstance(x, Shard)
@@ -216,7 +256,7 @@ def split_arrays(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         new = dict(zip(places, arrays, strict=True))
         return treedef.unflatten([new.get(i, x) for i, x in enumerate(leaves)])
 
-    return [leaves[i] for i in places], join
+    return [_as_node(leaves[i]) for i in places], join
 
 
 def together(params: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 
 from sharding import _model_state, _pieces, _synced
 from sharding._exchange import Exchange, exchange_of
+from sharding._gather import call_with_shards
 from sharding._layout import Layout, Placement
 from sharding._precision import Precision
 from sharding._specs import entry_of
@@ -134,7 +135,8 @@ def device_gradients(
         def total_loss(trained: list[jax.Array]) -> tuple[Any, Any]:
             rest = iter(trained)
             whole = [next(rest) if x is None else x for x in frozen]
-            out = loss(exchange.open(whole, params), *loss_args(part, index, model_state))
+            leaves = exchange.open(whole, params)
+            out = call_with_shards(loss, leaves, *loss_args(part, index, model_state))
             value, new, aux = options.split(out)
             if options.model_state:
                 new, unchanged[:] = _model_state.checked(model_state, new)
@@ -299,7 +301,7 @@ def evaluate(
 
     def local(leaves: list[jax.Array], args: tuple[Any, ...]) -> Any:
         opened = exchange.of_loss(of_leaves, *args).open(leaves, leaves)
-        return mark_scalars(of_leaves(opened, *args))
+        return mark_scalars(call_with_shards(of_leaves, opened, *args))
 
     specs = [layout.manual_spec(spec) for spec in treedef.flatten_up_to(placed.params)]
     arg_specs = (layout.batch_specs(args[0]), *(P() for _ in args[1:]))

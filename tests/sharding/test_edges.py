@@ -1,7 +1,9 @@
 """What users do that is wrong, or unusual: an error that says what to do, or it works."""
 
 import contextlib
+import warnings
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -302,3 +304,88 @@ def test_a_state_that_is_placed_otherwise_after_the_first_step():
             with pytest.raises(ValueError, match=message):
                 one(elsewhere, zero.put(batch()))
     step(state, zero.put(batch()))
+
+
+# --- Trees of parameters that are matched with others -------------------------------------------
+
+
+class EqxBlock(eqx.Module):
+    linear: eqx.nn.Linear
+    norm: eqx.nn.LayerNorm
+
+    def __init__(self, key):
+        self.linear, self.norm = eqx.nn.Linear(16, 16, key=key), eqx.nn.LayerNorm(16)
+
+    def __call__(self, x):
+        return x + jax.nn.relu(self.linear(self.norm(x)))
+
+
+def eqx_parts(stacked):
+    """(parameters, all else) of three blocks: a list, or one whose arrays are stacked."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    blocks = eqx.filter_vmap(EqxBlock)(keys) if stacked else [EqxBlock(key) for key in keys]
+    return eqx.partition(blocks, eqx.is_inexact_array)
+
+
+EQX_FORMS = {
+    "combine": lambda params, static: eqx.combine(params, static),
+    "partition": lambda params, static: eqx.combine(
+        *eqx.partition(eqx.combine(params, static), eqx.is_array)
+    ),
+    "tree_at": lambda params, static: eqx.tree_at(
+        lambda blocks: blocks[0].linear.bias, eqx.combine(params, static), replace_fn=lambda b: b
+    ),
+    "tree.map": lambda params, static: jax.tree.map(
+        lambda x: x.astype(jnp.float32) if eqx.is_array(x) else x, eqx.combine(params, static)
+    ),
+}
+
+
+@pytest.mark.parametrize("form", EQX_FORMS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [1, 4])
+def test_equinox_trees_at_stage_3(n, kind, form):
+    zero = zero_of(n, stage=3, kind=kind)
+    params, static = eqx_parts(stacked=False)
+    x = batch()["y"]
+
+    def loss_of(block):
+        def loss_fn(params, x):
+            for one in EQX_FORMS[form](params, static):
+                x = jax.vmap(lambda x, one=one: block(one, x))(x)
+            return jnp.mean(x**2)
+
+        return loss_fn
+
+    expected, grads = jax.value_and_grad(loss_of(EqxBlock.__call__))(params, x)
+    state = zero.init(lambda: (params, TX.init(params)), tx=TX)
+    loss_fn = loss_of(zero.gathered(EqxBlock.__call__))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # blocks gather their own parameters
+        loss, found = zero.value_and_grad(loss_fn)(state[0], zero.put(x))
+        evaluated = zero.eval_step(loss_fn)(state, zero.put(x))
+    np.testing.assert_allclose([loss, evaluated], [expected] * 2, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), found, grads)
+
+
+@pytest.mark.parametrize("static_first", [True, False])
+def test_equinox_under_scan_at_stage_3(static_first):
+    """Where trees are matched and looped over, static parts come first, and the error says so."""
+    zero = zero_of(stage=3)
+    params, static = eqx_parts(stacked=True)
+    block = zero.gathered(EqxBlock.__call__)
+
+    def loss_fn(params, x):
+        def body(x, layer):
+            trees = (static, layer) if static_first else (layer, static)
+            return jax.vmap(lambda x: block(eqx.combine(*trees), x))(x), None
+
+        return jnp.mean(jax.lax.scan(body, x, params)[0] ** 2)
+
+    state = zero.init(lambda: (params, TX.init(params)), tx=TX)
+    step, data = zero.train_step(loss_fn, tx=TX), zero.put(batch()["y"])
+    if static_first:
+        assert step(state, data)[1]["loss"] > 0
+    else:
+        with pytest.raises(ValueError, match=r"equinox\.combine\(static, params\), not"):
+            step(state, data)

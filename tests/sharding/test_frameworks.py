@@ -506,8 +506,9 @@ class EqxLM(eqx.Module):
         return self.norm(x) @ self.embed.T
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_equinox(stage):
+@pytest.mark.parametrize(("stage", "static_first"), [(2, False), (3, True), (3, False)])
+def test_equinox(stage, static_first):
+    """Trees are combined in either order, though a shard is a node of several leaves."""
     zero = zero_of(stage)
     abstract = eqx.filter_eval_shape(EqxLM, jax.random.key(0))
     static = eqx.filter(abstract, lambda x: not isinstance(x, jax.ShapeDtypeStruct))
@@ -518,8 +519,8 @@ def test_equinox(stage):
 
     def loss_of(call):
         def loss_fn(params, batch):
-            # In this order: at stage 3 a leaf of the parameters may be a node of several.
-            return cross_entropy(eqx.combine(static, params)(batch["tokens"], call), batch)
+            trees = (static, params) if static_first else (params, static)
+            return cross_entropy(eqx.combine(*trees)(batch["tokens"], call), batch)
 
         return loss_fn
 
