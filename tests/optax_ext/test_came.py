@@ -2,6 +2,7 @@
 
 import pathlib
 
+import flax.linen as nn
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -241,3 +242,41 @@ def test_hyperparameters_reach_the_inner_transformation():
         want, _, _ = traces.unroll(optax_ext.scale_by_came(**options), grads, params, jit=False)
         np.testing.assert_array_equal(have["w"], -want["w"], err_msg=str(options))
         assert not np.array_equal(have["w"], default["w"]), options
+
+
+# --- Parameters without a gradient --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("eps", "low", "high"), [(1e-30, 0.1, 1.0), (1e-12, 0.0, 0.02)])
+def test_rounding_noise_of_key_biases_becomes_updates_unless_eps_is_above_it(eps, low, high):
+    """A bias of keys moves all logits of a query alike: its gradient is zero but for rounding."""
+    attention = nn.MultiHeadDotProductAttention(num_heads=4)
+    x = jax.random.normal(jax.random.key(0), (8, 16, 32))
+    params = attention.init(jax.random.key(1), x)["params"]
+    noise = jax.random.normal(jax.random.key(2), (32,))
+    params = jax.tree.map(lambda p: p + 0.1 * jnp.resize(noise, p.shape), params)
+
+    @jax.jit
+    def grad(key):
+        x, y = jax.random.normal(key, (2, 8, 16, 32))
+        return jax.grad(lambda p: jnp.mean((attention.apply({"params": p}, x) - y) ** 2))(params)
+
+    def updates_of(eps):
+        tx = optax_ext.scale_by_came(
+            eps=eps, factoring=optax_ext.flax_transformer(), debias_instability=True
+        )
+        state, update = tx.init(params), jax.jit(tx.update)
+        for i in range(10):
+            grads = grad(jax.random.key(3 + i))
+            updates, state = update(grads, state)
+        return grads, updates
+
+    def size(x):
+        return float(jnp.sqrt(jnp.mean(jnp.square(x))))
+
+    (grads, updates), (_, plain) = updates_of(eps), updates_of(1e-30)
+    assert size(grads["key"]["bias"]) < 1e-6 * size(grads["value"]["bias"])
+    assert low <= size(updates["key"]["bias"]) < high
+    for name in ("query", "value", "out"):
+        for field, x in updates[name].items():
+            np.testing.assert_allclose(x, plain[name][field], rtol=1e-3, atol=1e-5)

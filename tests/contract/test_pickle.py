@@ -1,0 +1,66 @@
+"""What can be sent to another process: states, rules, formats; transformations as optax's can.
+
+No transformation of optax goes through ``pickle``, for its functions are closures; all of them go
+through ``cloudpickle``, and so do ours.
+"""
+
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_ext
+import sharding as shd
+
+from .table import TRANSFORMATIONS
+
+PARAMS = {"w": jnp.linspace(-1.0, 1.0, 24).reshape(6, 4), "b": jnp.linspace(0.5, 1.0, 4)}
+VALUES = {
+    "Factoring": optax_ext.Factoring((0,), (1, 2)),
+    "last_two_dims": optax_ext.last_two_dims(2, batch=(0,)),
+    "two_largest_dims": optax_ext.two_largest_dims(),
+    "by_path": optax_ext.by_path({"a": None, "b": optax_ext.last_two_dims()}),
+    "flax_attention": optax_ext.flax_attention(batch=(0,)),
+    "flax_transformer": optax_ext.flax_transformer(stack_dim=1),
+    "describe_factoring": optax_ext.describe_factoring(optax_ext.flax_transformer(), PARAMS),
+    "Precision": shd.Precision(),
+    **optax_ext.STATE_FORMATS,
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_values(name):
+    assert pickle.loads(pickle.dumps(VALUES[name])) == VALUES[name]
+
+
+def assert_same(have, want):
+    assert jax.tree.structure(have) == jax.tree.structure(want)
+    jax.tree.map(np.testing.assert_array_equal, have, want)
+
+
+def step_of(tx, state):
+    return tx.update(jax.tree.map(jnp.cos, PARAMS), state, PARAMS)
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_states(name):
+    """A step goes on from a state that was pickled, bit for bit."""
+    tx = TRANSFORMATIONS[name]()
+    _, state = step_of(tx, tx.init(PARAMS))
+    again = pickle.loads(pickle.dumps(state))
+    assert_same(again, state)
+    assert_same(step_of(tx, again), step_of(tx, state))
+
+
+@pytest.mark.parametrize("name", ["adamw", *TRANSFORMATIONS])
+def test_transformations(name):
+    """With cloudpickle where it is installed; pickle refuses them, as it does those of optax."""
+    tx = optax.adamw(1e-3) if name == "adamw" else TRANSFORMATIONS[name]()
+    with pytest.raises((AttributeError, pickle.PicklingError), match="local object"):
+        pickle.dumps(tx)
+    cloudpickle = pytest.importorskip("cloudpickle")
+    again = pickle.loads(cloudpickle.dumps(tx))
+    assert_same(step_of(again, again.init(PARAMS)), step_of(tx, tx.init(PARAMS)))
