@@ -271,8 +271,12 @@ class Layout:
     # --- Code ---------------------------------------------------------------------------------
 
     def shard_map(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
-        """``fn`` on each device of the data axes; other axes are left to the partitioner."""
-        return jax.shard_map(
+        """``fn`` on each device of the data axes; other axes are left to the partitioner.
+
+        Raises:
+          ValueError: in the call, in place of errors of jax that do not say what to do.
+        """
+        mapped = jax.shard_map(
             fn,
             # Inside auto_axes the mesh is that of the context.
             mesh=None if self.explicit_axes else self.mesh,
@@ -282,6 +286,33 @@ class Layout:
             # With it, the transpose would sum the gradients of whole parameters by itself.
             check_vma=False,
         )
+
+        @functools.wraps(fn)
+        def call(*args: Any) -> Any:
+            try:
+                return mapped(*args)
+            except NotImplementedError as error:
+                raise self._explained(error) from error
+
+        return call
+
+    def _explained(self, error: NotImplementedError) -> Exception:
+        """What a user can do about an error of jax; the error itself where that is not known."""
+        if "Closing over" in str(error):
+            return ValueError(
+                "the loss closes over an array that is on a mesh of Explicit axes, which jax does "
+                "not support. Pass it as model_state (train_step, value_and_grad and eval_step take "
+                "it), close over a NumPy array, or make the mesh with axis_types="
+                f"(jax.sharding.AxisType.Auto,) * {len(self.mesh.axis_names)}. jax says: {error}"
+            )
+        if "`Manual` AxisType" in str(error):
+            return ValueError(
+                "the loss asks for a sharding over the axes of data parallelism "
+                f"{self.data_axes}, such as by out_sharding or reshard. In a step each device has "
+                "its shard of the batch, and these axes cannot be named: leave the argument out, "
+                f"or name other axes of the mesh. jax says: {error}"
+            )
+        return error
 
     def shardings(self, specs: Any) -> Any:
         """A ``NamedSharding`` for every spec of a tree."""

@@ -163,6 +163,16 @@ def check_batch(batch: Any, devices: int, microbatches: int) -> None:
             )
 
 
+def check_compiled() -> None:
+    """Raises under ``jax.disable_jit``: without compiling, nothing is sharded."""
+    if jax.config.read("jax_disable_jit"):
+        raise ValueError(
+            "ZeRO's steps do not run under jax.disable_jit(): what shards arrays is compiled. To "
+            "debug a loss, call it by itself, loss_fn(params, batch), or print from it with "
+            "jax.debug.print; to run the step all the same, wrap it in jax.disable_jit(False)."
+        )
+
+
 def check_alive(state: Any, **others: Any) -> None:
     """Raises if an array was donated or deleted: jax itself may end the process.
 
@@ -222,6 +232,7 @@ class CompiledStep:
 
     def __call__(self, state: Any, batch: Any, key: Any = None, model_state: Any = None) -> Any:
         """Runs the function."""
+        check_compiled()
         selected = self._select(state)
         check_alive(selected, batch=batch, key=key, model_state=model_state)
         with no_mesh():

@@ -27,6 +27,7 @@ from sharding._state import (
     CompiledStep,
     check_alive,
     check_batch,
+    check_compiled,
     check_placed,
     model_state_of,
     params_of,
@@ -369,6 +370,7 @@ class Zero:
             def make(*args: Any) -> Any:
                 return self._with_sync(make_state(*args), param_specs, real=True)
 
+        check_compiled()
         # One function, traced once: a TrainState whose tx it makes is equal to itself alone.
         abstract = self.abstract_state(make, *args, tx=tx, param_specs=param_specs)
         out = jax.tree.map(lambda x: x.sharding, abstract)
@@ -922,6 +924,7 @@ class Zero:
         def value_and_grad(
             params: Any, batch: Any, key: Any = None, model_state: Any = None
         ) -> Any:
+            check_compiled()
             check_alive(params, batch=batch, key=key, model_state=model_state)
             _check_given(model_state, asks_model_state)
             check_batch(batch, self.num_devices, microbatches)
