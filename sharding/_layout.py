@@ -301,8 +301,8 @@ class Layout:
         if "Closing over" in str(error):
             return ValueError(
                 "the loss closes over an array that is on a mesh of Explicit axes, which jax does "
-                "not support. Pass it as model_state (train_step, value_and_grad and eval_step take "
-                "it), close over a NumPy array, or make the mesh with axis_types="
+                "not support. Pass it as model_state (train_step, value_and_grad and eval_step "
+                "take it), close over a NumPy array, or make the mesh with axis_types="
                 f"(jax.sharding.AxisType.Auto,) * {len(self.mesh.axis_names)}. jax says: {error}"
             )
         if "`Manual` AxisType" in str(error):

@@ -165,7 +165,8 @@ def check_batch(batch: Any, devices: int, microbatches: int) -> None:
 
 def check_compiled() -> None:
     """Raises under ``jax.disable_jit``: without compiling, nothing is sharded."""
-    if jax.config.read("jax_disable_jit"):
+    config: Any = jax.config
+    if config.jax_disable_jit:
         raise ValueError(
             "ZeRO's steps do not run under jax.disable_jit(): what shards arrays is compiled. To "
             "debug a loss, call it by itself, loss_fn(params, batch), or print from it with "
