@@ -66,7 +66,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return options.run(options)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).splitlines()[0]
+        print(f"error: the compiler of {options.target} failed: {reason}", file=sys.stderr)
+    return 2
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:

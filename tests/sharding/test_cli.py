@@ -586,6 +586,32 @@ def test_find_batch_of_a_step_of_ones_own(run, module):
     assert "no batch fits: 200 needs 1.56 MiB" in out
 
 
+@pytest.mark.parametrize("options", ["", "--find-batch --memory 1"])
+def test_a_compiler_that_fails(run, module, options):
+    """Its own words, in one line; one that runs out of memory is another case."""
+    module("""
+        import jax
+
+        def lowered(mesh, batch=1):
+            raise jax.errors.JaxRuntimeError("INTERNAL: no such thing\\nmore of it")
+    """)
+    code, out, err = run(f"audit --step mine:lowered --target cpu:8 {options}")
+    assert (code, out) == (2, "")
+    *_, last = err.splitlines()
+    assert last == "error: the compiler of cpu:8 failed: INTERNAL: no such thing"
+    module("""
+        import jax
+
+        def lowered(mesh):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 17G of 15.75G hbm")
+    """)
+    sys.modules.pop("mine")
+    if not options:
+        code, out, err = run("audit --step mine:lowered --target cpu:8")
+        assert (code, out) == (2, "")
+        assert err.startswith("error: the step does not fit, so that its compiler gave up: RES")
+
+
 # --- As a program ---------------------------------------------------------------------------------
 
 
