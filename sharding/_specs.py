@@ -24,10 +24,45 @@ def _is_box(x: Any) -> bool:
     return hasattr(x, "get_partition_spec") or (nnx is not None and isinstance(x, nnx.Variable))
 
 
-def _spec_in(box: Any) -> PartitionSpec:
+def _spec_in(path: str, box: Any, mesh: AnyMesh) -> PartitionSpec:
+    """The spec in a box, whose logical names the rules in the context turn into mesh axes."""
+    linen = sys.modules.get("flax.linen")
+    if linen is not None and isinstance(box, linen.LogicallyPartitioned):
+        return _spec_by_rules(linen, path, box, mesh)
     if hasattr(box, "get_partition_spec"):  # of linen
         return box.get_partition_spec()
     return sys.modules["flax.nnx"].get_partition_spec(box).get_value() or PartitionSpec()
+
+
+def _spec_by_rules(linen: Any, path: str, box: Any, mesh: AnyMesh) -> PartitionSpec:
+    """As Flax does it: a name without a rule, or with one that says None, is replicated.
+
+    Raises:
+      ValueError: if a rule names an axis that the mesh does not have; without rules, if the names
+        are no axes of the mesh themselves.
+    """
+    names = box.get_partition_spec()
+    rules = [(name, axes) for name, axes in (*(box.rules or ()), *linen.get_logical_axis_rules())]
+    if not rules:
+        missing = [axis for entry in names for axis in axes_of(entry)]
+        missing = [axis for axis in missing if axis not in mesh.axis_names]
+        if missing:
+            raise ValueError(
+                f"parameter {path!r} has the logical axes {tuple(names)}, of which {missing[0]!r} "
+                f"is not in the mesh {mesh.axis_names}, and no rules are in the context. Call this "
+                "within flax.linen.logical_axis_rules(rules), or pass param_specs."
+            )
+        return names
+    for name, axes in rules:
+        axes = tuple(axes) if isinstance(axes, list) else axes
+        for axis in axes_of(axes):
+            if axis not in mesh.axis_names and name in box.names:
+                raise ValueError(
+                    f"parameter {path!r}: the rule {(name, axes)} of its logical axis {name!r} "
+                    f"names the mesh axis {axis!r}, and the mesh has {mesh.axis_names}. Change "
+                    "the rule, such as to None for replicated, or pass param_specs."
+                )
+    return linen.logical_to_mesh_axes(tuple(names), rules)
 
 
 def path_str(path: Any) -> str:
@@ -73,11 +108,14 @@ def resolve_param_specs(params: Any, param_specs: Any, mesh: AnyMesh) -> Any:
       ValueError: if the trees do not match, or a spec does not fit its parameter or the mesh.
     """
     if param_specs is None:
-        specs = jax.tree.map(
-            lambda x: jax.tree.map(lambda _: _spec_in(x), x) if _is_box(x) else PartitionSpec(),
-            params,
-            is_leaf=_is_box,
-        )
+
+        def given(path: Any, x: Any) -> Any:
+            if not _is_box(x):
+                return PartitionSpec()
+            spec = _spec_in(path_str(path), x, mesh)
+            return jax.tree.map(lambda _: spec, x)
+
+        specs = jax.tree_util.tree_map_with_path(given, params, is_leaf=_is_box)
     else:
         try:
             specs = jax.tree.map(

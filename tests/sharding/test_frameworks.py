@@ -315,6 +315,50 @@ def test_linen_partition_metadata(stage):
     assert kernel.sharding.spec == (P("data", "model") if stage == 3 else P(None, "model"))
 
 
+class Logical(nn.Module):
+    """Kernels that name their dims, as Flax's lm1b does; rules say which axes these are."""
+
+    @nn.compact
+    def __call__(self, x, train=False, *, scale=1.0):
+        init = nn.initializers.lecun_normal()
+        up = nn.with_logical_partitioning(init, ("embed", "mlp"))
+        down = nn.with_logical_partitioning(init, ("mlp", "embed"))
+        h = jnp.tanh(nn.Dense(HIDDEN, kernel_init=up, **F64)(x))
+        return x + nn.Dense(WIDTH, kernel_init=down, **F64)(h) * scale
+
+
+@pytest.mark.parametrize("rules", [[["mlp", "model"]], (("mlp", "model"), ("embed", None))])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_linen_logical_axes(stage, rules):
+    """Names become mesh axes by the rules in the context; without a rule they are replicated."""
+    zero = zero_of(stage, model_axis=True)
+    lm = LM(zero.gathered(Logical))
+    reference, losses = linen_reference(Logical, False, ADAMW)
+    with nn.logical_axis_rules(rules):
+        state, metrics = train(zero, linen_state(lm, ADAMW), linen_loss(lm), ADAMW)
+    assert_same(state, reference, metrics, losses)
+    kernel = state.params["Logical_0"]["Dense_0"]["kernel"].value
+    assert kernel.sharding.spec == (P("data", "model") if stage == 3 else P(None, "model"))
+
+
+def test_linen_logical_axes_that_have_no_mesh_axis():
+    zero = zero_of(2, model_axis=True)
+    abstract = jax.eval_shape(linen_state(LM(Logical), ADAMW))
+    message = r"Logical_0/Dense_0/kernel.* 'embed' is not in the mesh .*logical_axis_rules\(rules\)"
+    with pytest.raises(ValueError, match=message):
+        zero.specs(abstract)
+    message = (
+        r"rule \('mlp', 'tensor'\) of its logical axis 'mlp' .* the mesh has \('data', 'model'\)"
+    )
+    with (
+        nn.logical_axis_rules([("mlp", "tensor"), ("unused", "axis")]),
+        pytest.raises(ValueError, match=message),
+    ):
+        zero.specs(abstract)
+    found = zero.specs(abstract, param_specs=P())
+    assert found.params["Logical_0"]["Dense_0"]["kernel"].value == P()
+
+
 # --- Flax nnx -----------------------------------------------------------------------------------
 
 if nnx is not None:
