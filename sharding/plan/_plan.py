@@ -172,7 +172,7 @@ class Plan:
             rows.append((name, *(size(x) if x >= 0 else "too much" for x in left)))
         rows.append(("sent in a step", *(size(stage.wire) for stage in self.stages)))
         if any(stage.network for stage in self.stages):
-            rows.append(("  to other copies", *(size(stage.network) for stage in self.stages)))
+            rows.append(("  to replicas", *(size(stage.network) for stage in self.stages)))
         if any(stage.host_wire for stage in self.stages):
             rows.append(("  to the host", *(size(stage.host_wire) for stage in self.stages)))
         rows += self._times()
