@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from sharding._modules import gathered_call
+from sharding._specs import axes_of, entry_of
 
 
 def matches(pattern: str, name: str, path: str) -> bool:
@@ -63,8 +64,15 @@ def in_step(
         finally:
             inside = False
 
-    with nn.intercept_methods(intercept):
+    # Each device has its own shard of the batch: constraints cannot name the axes it is over.
+    rules = [(name, _without(axis, axes)) for name, axis in nn.get_logical_axis_rules()]
+    with nn.intercept_methods(intercept), nn.logical_axis_rules(rules):
         yield lambda: _check_found(blocks, found, seen)
+
+
+def _without(entry: Any, axes: tuple[str, ...]) -> Any:
+    """The mesh axes of a rule that are not among ``axes``."""
+    return entry_of(tuple(axis for axis in axes_of(entry) if axis not in axes))
 
 
 def _check_found(blocks: Sequence[str], found: set[str], seen: dict[str, str]) -> None:

@@ -22,6 +22,7 @@ import pytest
 from flax import linen as nn
 from flax.training import train_state
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sharding as shd
@@ -100,7 +101,7 @@ CONFIG = {
     "vocab_size": 40,
     "output_vocab_size": 40,
     "emb_dim": 16,
-    "num_heads": 2,
+    "num_heads": 4,
     "num_layers": 2,
     "qkv_dim": 16,
     "mlp_dim": 32,
@@ -208,6 +209,37 @@ def test_transformers(name, stage, dropout, tx_name):
         losses.append(float(metrics["loss"]))
     reference, expected = transformer_alone(name, dropout, tx_name)
     compare((state.params, state.opt_state), reference, losses, expected)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_lm1b_in_its_own_form(stage):
+    """Its mesh, its logical axes and rules: at stage 3 they say what is sharded over fsdp."""
+    code = example("lm1b")
+    config = code.models.TransformerConfig(**CONFIG, dropout_rate=0.0, deterministic=True)
+    rules = [["mlp", "tensor"], ["vocab", "tensor"], ["embed", "fsdp"], ["heads", "tensor"]]
+    if stage < 3:  # parameters are unsharded over the axis of ZeRO
+        rules[2] = ["embed", None]
+
+    def make():
+        params = code.models.TransformerLM(config).init(jax.random.key(0), tokens(0))["params"]
+        return TrainState.create(apply_fn=None, params=wide(params), tx=TXS["adamw"]())
+
+    _, loss_fn, blocks = transformer("lm1b", 0.0)
+    mesh = jax.make_mesh((1, 4, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    zero = shd.Zero(mesh, stage=stage, axis="fsdp", min_shard_size=0, gathered_blocks=blocks)
+    with nn.logical_axis_rules(rules):
+        state = zero.init(make)
+        step = zero.train_step(loss_fn, weighted=True, rngs=True)
+        losses = []
+        for i in range(STEPS):
+            batch = {"inputs": tokens(2 * i), "targets": tokens(2 * i + 1)}
+            state, metrics = step(state, zero.put(batch), jax.random.key(5))
+            losses.append(float(metrics["loss"]))
+    table = state.params["decoder"]["Embed_0"]["embedding"].value
+    assert table.sharding.spec == P("tensor", "fsdp" if stage == 3 else None)
+    reference, expected = transformer_alone("lm1b", 0.0, "adamw")
+    found = jax.tree.leaves((state.params, state.opt_state))
+    compare(found, jax.tree.leaves(reference), losses, expected)
 
 
 # --- imagenet: a ResNet with batch norms that name the axis of pmap -------------------------------
