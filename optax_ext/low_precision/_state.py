@@ -74,7 +74,7 @@ def low_precision_state(
     ``init_params``) stay what they are. ``describe_state`` lists what was done. All of it depends
     on global shapes alone, so that a mesh changes neither numbers nor checkpoints.
 
-    Bytes an element: 8 bits 1.016, 4 bits 0.5 and two vectors a matrix, ``Float8`` 1.039, 16 bits
+    Bytes an element: 8 bits 1.016, 4 bits 0.50 (two vectors a matrix), ``Float8`` 1.039, 16 bits
     2.
 
     A moment that is far below its scale is rounded up to the least code now and then. Divided by
