@@ -120,16 +120,3 @@ def test_rules_of_the_metadata_itself():
     state = abstract, jax.eval_shape(optax.sgd(0.1).init, abstract)
     specs = shd.Zero(mesh_of(AxisType.Auto), stage=2).specs(state, tx=optax.sgd(0.1))
     assert specs[0]["Dense_0"]["kernel"].value == P(None, "tensor")
-
-
-@pytest.mark.parametrize(
-    ("rules", "message"),
-    [
-        ((), r"'Block_0/Dense_0/kernel' .* no rules are .*logical_axis_rules\(rules\)"),
-        ((("mlp", "model"),), r"the rule \('mlp', 'model'\) .* names the mesh axis 'model'"),
-    ],
-)
-def test_names_that_lead_nowhere_raise(rules, message):
-    zero = shd.Zero(mesh_of(AxisType.Auto), stage=2)
-    with nn.logical_axis_rules(rules), pytest.raises(ValueError, match=message):
-        zero.init(make)
