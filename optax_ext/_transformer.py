@@ -16,6 +16,7 @@ from optax_ext._factored import (
     leaves_with_factoring,
 )
 from optax_ext._passes import Dims
+from optax_ext._tables import aligned
 
 # Parts under which Flax stacks layers: "layers", "blocks" or a scan by its name; not a list or a
 # numbered module, whose layers are apart ("layers/0", "layers_0").
@@ -160,14 +161,7 @@ class FactoringTable:
     def __str__(self) -> str:
         lines = [(r.path, str(r.shape), _words(r), f"{r.nbytes:,} bytes") for r in self.rows]
         lines.append(("all", "", "", f"{self.nbytes:,} bytes"))
-        widths = [max(len(line[i]) for line in lines) for i in range(4)]
-        return "\n".join(
-            "  ".join(
-                cell.rjust(width) if i == 3 else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-            )
-            for line in lines
-        )
+        return aligned(lines)
 
 
 def _words(row: FactoringRow) -> str:

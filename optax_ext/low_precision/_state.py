@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _passes, _validate
+from optax_ext._tables import aligned
 from optax_ext.in_turn import ELEMENTWISE, REDUCTIONS, Graph, Turns, by_parameter
 from optax_ext.low_precision._formats import (
     ROUNDINGS,
@@ -229,14 +230,7 @@ def describe_state(state: optax.OptState) -> str:
             others += math.prod(leaf.shape) * leaf.dtype.itemsize
             dtypes.add(str(leaf.dtype))
     lines.append(("others", "", ", ".join(sorted(dtypes)), f"{others:,} bytes"))
-    widths = [max(len(line[i]) for line in lines) for i in range(4)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if i == 3 else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
+    return aligned(lines)
 
 
 # --- Choosing -------------------------------------------------------------------------------------

@@ -188,6 +188,17 @@ def transformer_alone(name, dropout, tx_name):
     return (state.params, state.opt_state), losses
 
 
+def train(zero, make, loss_fn):
+    """The state and the losses of a transformer."""
+    state, losses = zero.init(make), []
+    step = zero.train_step(loss_fn, weighted=True, rngs=True)
+    for i in range(STEPS):
+        batch = {"inputs": tokens(2 * i), "targets": tokens(2 * i + 1)}
+        state, metrics = step(state, zero.put(batch), jax.random.key(5))
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
 @pytest.mark.parametrize(
     ("name", "stage", "dropout", "tx_name"),
     [
@@ -199,14 +210,7 @@ def transformer_alone(name, dropout, tx_name):
 )
 def test_transformers(name, stage, dropout, tx_name):
     make, loss_fn, blocks = transformer(name, dropout)
-    zero = zero_of(stage, blocks)
-    state = zero.init(functools.partial(make, TXS[tx_name]()))
-    step = zero.train_step(loss_fn, weighted=True, rngs=True)
-    losses = []
-    for i in range(STEPS):
-        batch = {"inputs": tokens(2 * i), "targets": tokens(2 * i + 1)}
-        state, metrics = step(state, zero.put(batch), jax.random.key(5))
-        losses.append(float(metrics["loss"]))
+    state, losses = train(zero_of(stage, blocks), functools.partial(make, TXS[tx_name]()), loss_fn)
     reference, expected = transformer_alone(name, dropout, tx_name)
     compare((state.params, state.opt_state), reference, losses, expected)
 
@@ -228,13 +232,7 @@ def test_lm1b_in_its_own_form(stage):
     mesh = jax.make_mesh((1, 4, 2), ("data", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
     zero = shd.Zero(mesh, stage=stage, axis="fsdp", min_shard_size=0, gathered_blocks=blocks)
     with nn.logical_axis_rules(rules):
-        state = zero.init(make)
-        step = zero.train_step(loss_fn, weighted=True, rngs=True)
-        losses = []
-        for i in range(STEPS):
-            batch = {"inputs": tokens(2 * i), "targets": tokens(2 * i + 1)}
-            state, metrics = step(state, zero.put(batch), jax.random.key(5))
-            losses.append(float(metrics["loss"]))
+        state, losses = train(zero, make, loss_fn)
     table = state.params["decoder"]["Embed_0"]["embedding"].value
     assert table.sharding.spec == P("tensor", "fsdp" if stage == 3 else None)
     reference, expected = transformer_alone("lm1b", 0.0, "adamw")
