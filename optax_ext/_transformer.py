@@ -37,7 +37,7 @@ _ATTENTION: tuple[tuple[str, int, Factoring], ...] = (
     # (heads, embed, head_dim)
     (r"q_einsum/(kernel|w)$", 3, Factoring((-2,), (-3, -1))),
 )
-_VECTOR = r"(^|/)(bias|scale|[\w]*norm\w*|[\w]*norm[\w]*/\w+)$"
+_VECTOR = r"(^|/)(bias|scale|\w*norm\w*|\w*norm\w*/(?!kernel$|embedding$)\w+)$"
 _MATRIX = r"(^|/)(kernel|embedding)$"
 
 

@@ -22,7 +22,8 @@ P = PartitionSpec
 
 # What a loss may ask of ``rngs``: nothing, a key for each micro-batch of a device, one for each
 # example, or (for nnx models, which hold keys of their own) the number of the micro-batch, too.
-RNGS = (False, True, "per_example", "numbered")
+NUMBERED: Any = object()
+RNGS = (False, True, "per_example", NUMBERED)
 
 
 class LossOptions(NamedTuple):
@@ -211,11 +212,14 @@ def device_gradients(
 
 def _key(options: LossOptions, key: Any, number: jax.Array, part: Any) -> Any:
     """What the loss gets as its key for one micro-batch, by the number it has in the batch."""
-    if options.rngs == "numbered":
+    if options.rngs is NUMBERED:
         return number, None if key is None else jax.random.fold_in(key, number)
     if options.rngs != "per_example":
         return jax.random.fold_in(key, number)
-    size = next(x.shape[0] for x in jax.tree.leaves(part) if jnp.ndim(x))
+    sizes = [x.shape[0] for x in jax.tree.leaves(part) if jnp.ndim(x)]
+    if not sizes:
+        raise ValueError("rngs='per_example': the batch holds scalars alone, and no examples.")
+    size = sizes[0]
     return jax.vmap(jax.random.fold_in, (None, 0))(key, number * size + jnp.arange(size))
 
 

@@ -268,6 +268,15 @@ class Layout:
 
         return jax.tree.map(place, args)
 
+    def copy(self, tree: Any, shardings: Any) -> Any:
+        """Arrays moved to the mesh, in memory of their own.
+
+        ``device_put`` lets an array that is there already share its memory with the result, and a
+        step that is given both, one of them to donate, ends the process.
+        """
+        moved = jax.device_put(tree, shardings)
+        return jax.jit(lambda x: jax.tree.map(jnp.copy, x), out_shardings=shardings)(moved)
+
     # --- Code ---------------------------------------------------------------------------------
 
     def shard_map(self, fn: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
@@ -354,6 +363,10 @@ class Layout:
             shapes = jax.tree.map(lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype), types)
             with jax.sharding.use_abstract_mesh(_abstract(mesh)):
                 out = shardings(jax.eval_shape(functools.partial(fn, twin), *shapes))
+            # Of a mesh with axes of both kinds: Auto ones are no part of types.
+            out = jax.tree.map(
+                lambda at: NamedSharding(self.mesh, _only(at.spec, self.explicit_axes)), out
+            )
             run = functools.partial(fn, self)
             return jax.sharding.auto_axes(run, axes=self.explicit_axes, out_sharding=out)(*args)
 

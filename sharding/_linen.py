@@ -72,6 +72,7 @@ def in_step(
 
 def _without(entry: Any, axes: tuple[str, ...]) -> Any:
     """The mesh axes of a rule that are not among ``axes``."""
+    entry = tuple(entry) if isinstance(entry, list) else entry
     return entry_of(tuple(axis for axis in axes_of(entry) if axis not in axes))
 
 

@@ -47,13 +47,29 @@ def checked(old: Any, new: Any) -> tuple[Any, list[bool]]:
                 f"got it with {jnp.shape(x)}."
             )
     unchanged = [x is y for (_, x), y in zip(before, after, strict=True)]
-    return jax.tree.map(_as, old, new), unchanged
+    return jax.tree_util.tree_map_with_path(_as, old, new), unchanged
 
 
-def _as(old: Any, new: Any) -> Any:
-    if new is old or jnp.issubdtype(old.dtype, jax.dtypes.extended):
+# Kinds of numbers: one is stored as the same kind, or one further down.
+_KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+
+
+def _as(path: Any, old: Any, new: Any) -> Any:
+    """The new value in the dtype of the old one."""
+    if new is old:
         return new
-    return jnp.asarray(new, old.dtype)
+    found, kept = jnp.result_type(new), old.dtype
+    if _rank(found) > _rank(kept) or (_rank(found) < 0 and found != kept):
+        raise ValueError(
+            f"the loss returned model state {path_str(path)!r} as {found}, and got it as {kept}, "
+            "which cannot hold it. Begin with an array of the wider dtype."
+        )
+    return new if _rank(found) < 0 else jnp.asarray(new, kept)
+
+
+def _rank(dtype: Any) -> int:
+    """The kind of a dtype; below 0 where it is no number, such as a key."""
+    return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), -1)
 
 
 def reduced(
@@ -76,6 +92,11 @@ def reduced(
         )
     except ValueError as error:
         raise ValueError(f"model_state_reduction does not match the model state: {error}") from None
+    for (path, x), kind in zip(jax.tree_util.tree_leaves_with_path(old), kinds, strict=True):
+        if kind == "sum" and not jnp.issubdtype(x.dtype, jnp.number):
+            raise ValueError(
+                f"model_state_reduction: {path_str(path)!r} is {x.dtype}, of which there is no sum."
+            )
     treedef: Any
     before, treedef = jax.tree.flatten(old)
     after = jax.tree.leaves(new)

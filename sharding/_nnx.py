@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+from sharding import _synced
+from sharding._gradients import NUMBERED
 from sharding._layout import no_mesh
 from sharding._linen import is_bound, matches
 from sharding._modules import gathered_module
@@ -44,8 +46,6 @@ class NnxStep:
         from flax import nnx
 
         with no_mesh():
-            if not _is_placed((model, optimizer.opt_state), self.zero.mesh):
-                place(self.zero, model, optimizer)
             step, state, args = self._arguments(model, optimizer, batch, key)
             (params, opt_state), metrics = step(state, *args)
             new = metrics.pop("model_state")
@@ -66,24 +66,31 @@ class NnxStep:
         """The compiled step, its state, and ``(batch, key, model state)``."""
         from flax import nnx
 
-        graph, params, rng, rest = _split(model, optimizer.wrt, nnx.RngState, ...)
+        zero = self.zero
+        if not _is_placed((model, optimizer.opt_state), zero.mesh):
+            place(zero, model, optimizer)
+        graph, params, rng, sown, rest = _split(model, *_filters(optimizer.wrt))
+        # An average of the parameters may begin as the very arrays that the step donates.
+        donated = {id(x) for x in jax.tree.leaves((params, optimizer.opt_state))}
+        rest = jax.tree.map(lambda x: zero.replicate(x) if id(x) in donated else x, rest)
         if self.rngs:
+            key = zero._layout.bring(key)
             key = jax.random.fold_in(jax.random.key(0) if key is None else key, optimizer.step[...])
         # The random state goes in twice: as it is for all micro-batches, and as it will be.
         parts = {"rest": nnx.as_pure(rest), "rng": nnx.as_pure(rng), "next_rng": nnx.as_pure(rng)}
+        parts["sown"] = nnx.as_pure(sown)
         signature = (graph, optimizer.wrt, id(optimizer.tx))
         if signature not in self._steps:
             reduction = {
                 "rest": jax.tree.map(self._reduction, rest, is_leaf=_is_variable),
-                "rng": "same",
-                "next_rng": "same",
+                **dict.fromkeys(("rng", "next_rng", "sown"), "same"),
             }
             # The blocks of the model are gathered by prepare: the loss calls no linen modules.
-            zero = dataclasses.replace(self.zero, gathered_blocks=())
-            self._steps[signature] = zero.train_step(
+            plain = dataclasses.replace(zero, gathered_blocks=())
+            self._steps[signature] = plain.train_step(
                 self._loss(graph, optimizer.wrt),
                 tx=optimizer.tx,
-                rngs="numbered",
+                rngs=NUMBERED,
                 model_state=True,
                 model_state_reduction=reduction,
                 **self.options,
@@ -101,14 +108,15 @@ class NnxStep:
         def loss(params: Any, batch: Any, parts: Any, numbered: Any) -> tuple[Any, Any]:
             number, key = numbered
             rng = jax.tree.map(lambda x: _fold(x, number), parts["rng"])
-            model = nnx.merge(graph, params, rng, parts["rest"], copy=True)
+            model = nnx.merge(graph, params, rng, parts["sown"], parts["rest"], copy=True)
             prepare(self.zero, model)
             out = self.loss_fn(model, batch, key) if self.rngs else self.loss_fn(model, batch)
             value, aux = out if self.options.get("has_aux") else (out, None)
-            _, _, rng, rest = _split(model, wrt, nnx.RngState, ...)
+            _, _, rng, _, rest = _split(model, *_filters(wrt))
             new = {
                 "rest": _like(parts["rest"], rest),
                 "rng": parts["rng"],
+                "sown": parts["sown"],
                 "next_rng": jax.tree.map(_counted, parts["rng"], _like(parts["rng"], rng)),
             }
             return value, ((new, aux) if self.options.get("has_aux") else new)
@@ -124,6 +132,11 @@ def eval_step(zero: Any, fn: Callable[[Any, Any], Any], wrt: Any) -> Callable[[A
     compiled: dict[Any, CompiledStep] = {}
 
     def evaluate(model: Any, batch: Any) -> Any:
+        if not _is_placed(nnx.state(model, wrt), zero.mesh):
+            raise ValueError(
+                "the model is not on the mesh. Make it with zero.nnx_init, or train a step: the "
+                "first one places it."
+            )
         graph, params, rest = _split(model, wrt, ...)
 
         def run(params: Any, batch: Any, rest: Any) -> Any:
@@ -169,8 +182,8 @@ def place(zero: Any, model: Any, optimizer: Any, param_specs: Any = None) -> Non
 
     _, params, rest = _split(model, optimizer.wrt, ...)
     shardings = _shardings(zero, model, optimizer, param_specs)
-    state = jax.device_put(nnx.as_pure((params, optimizer.opt_state)), shardings)
-    nnx.update(model, state[0], jax.device_put(nnx.as_pure(rest), zero._layout.replicated))
+    state = zero._layout.copy(nnx.as_pure((params, optimizer.opt_state)), shardings)
+    nnx.update(model, state[0], zero._layout.copy(nnx.as_pure(rest), zero._layout.replicated))
     _set_opt_state(optimizer, state[1])
 
 
@@ -182,6 +195,14 @@ def _shardings(zero: Any, model: Any, optimizer: Any, param_specs: Any) -> Any:
     if param_specs is None:
         param_specs = nnx.as_pure(nnx.get_partition_spec(params))
     state = nnx.as_pure((params, optimizer.opt_state))
+    if zero.sync is not None:
+        placed = zero._layout.place(state[0], param_specs)
+        if _synced.state_types(zero._layout, zero.sync, state[0], placed) is not None:
+            raise ValueError(
+                "sync: this gradient sync keeps a state, which an nnx.Optimizer has no place for. "
+                "Use train_step with the pair (params, opt_state) of nnx.split, or a sync without "
+                "a state."
+            )
     return zero.shardings(state, tx=optimizer.tx, param_specs=param_specs)
 
 
@@ -231,8 +252,22 @@ def _like(old: Any, new: Any) -> Any:
     from flax import nnx
 
     values = dict(nnx.to_flat_state(new))
-    kept = [(path, values[path]) for path, _ in nnx.to_flat_state(old)]
+    paths = [path for path, _ in nnx.to_flat_state(old)]
+    for path in paths:
+        if path not in values:
+            name = "/".join(map(str, path))
+            raise ValueError(
+                f"the loss removed the variable {name!r} of the model; a step keeps all."
+            )
+    kept = [(path, values[path]) for path in paths]
     return nnx.as_pure(nnx.from_flat_state(kept))
+
+
+def _filters(wrt: Any) -> tuple[Any, ...]:
+    """What a step splits a model by: parameters, random state, what was sown, all else."""
+    from flax import nnx
+
+    return wrt, nnx.RngState, nnx.Intermediate, ...
 
 
 def _split(model: Any, *filters: Any) -> tuple[Any, ...]:

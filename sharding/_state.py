@@ -207,6 +207,44 @@ def _deleted(name: str, path: str, x: jax.Array) -> str:
     )
 
 
+def check_apart(donated: Any, others: Any, buffers: bool) -> None:
+    """Raises if an array is given twice, once to be donated: jax itself may end the process.
+
+    Args:
+      donated: a tree whose memory is given away.
+      others: further arguments.
+      buffers: also find different arrays that share the memory of a CPU, which takes longer.
+
+    Raises:
+      ValueError: that names both.
+    """
+
+    def mark(x: jax.Array) -> Any:
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        if not buffers or is_key or not x.size or not x.addressable_shards:
+            return id(x)
+        shard = x.addressable_shards[0]
+        on_cpu = shard.device.platform == "cpu"
+        return shard.data.unsafe_buffer_pointer() if on_cpu else id(x)
+
+    first: dict[Any, int] = {}
+    given = jax.tree.leaves((donated, others))
+    count = len(jax.tree.leaves(donated))
+    for i, x in enumerate(given):
+        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+            continue
+        key = mark(x)
+        if key in first and first[key] < count:
+            paths = jax.tree_util.tree_leaves_with_path((donated, others))
+            one, two = (path_str(paths[j][0]).partition("/")[2] for j in (first[key], i))
+            raise ValueError(
+                f"{one!r} of the state and {two!r} of the arguments are one array in memory, and "
+                "the step donates the first. Copy one of them: jnp.copy(x), or zero.replicate(x) "
+                "for a model state; or make the step with donate=False."
+            )
+        first.setdefault(key, i)
+
+
 def signature_of(tree: Any) -> Any:
     """What distinguishes compiled functions: structure, shapes and dtypes of the arguments."""
     leaves, treedef = jax.tree.flatten(tree)
@@ -225,10 +263,15 @@ class CompiledStep:
         compile_: Callable[[Any, Any], Callable[..., Any]],
         prepare: Callable[[Any], Any],
         select: Callable[[Any], Any] = lambda state: state,
+        *,
+        bring: Callable[[Any], Any] = lambda args: args,
+        donates: bool = False,
     ):
         self._compile = compile_
         self._prepare = prepare
         self._select = select
+        self._bring = bring
+        self._donates = donates
         self._compiled: dict[Any, Any] = {}
 
     def __call__(self, state: Any, batch: Any, key: Any = None, model_state: Any = None) -> Any:
@@ -238,12 +281,20 @@ class CompiledStep:
         check_alive(selected, batch=batch, key=key, model_state=model_state)
         with no_mesh():
             batch = self._prepare(batch)
+            key, model_state = self._bring((key, model_state))
+            signature = signature_of((selected, batch))
+            if self._donates:
+                new = signature not in self._compiled
+                check_apart(selected, (batch, key, model_state), buffers=new)
             run = self._jitted(selected, batch)
             try:
                 return run(selected, batch, key, model_state)
             except ValueError:
-                self._compile(selected, batch)  # raises if this state is placed in another way
-                raise
+                # Of the same shapes, and placed otherwise: raises, or this is for that placement.
+                run = self._compile(selected, batch)
+                result = run(selected, batch, key, model_state)
+                self._compiled[signature] = run
+                return result
 
     def lower(
         self, state: Any, batch: Any, key: Any = None, model_state: Any = None

@@ -334,6 +334,7 @@ class Zero:
         rows += describe_tree("sync", sync_state, sync_specs, self.mesh)
         if not isinstance(state, tuple):
             others = state.replace(step=None, params=None, opt_state=None)
+            others = jax.tree.map(_abstract, others)
             replicated = [P()] * len(jax.tree.leaves(others))
             rows += describe_tree("model_state", others, replicated, self.mesh)
         return Description(
@@ -482,9 +483,9 @@ class Zero:
           tree: a tree of arrays, the same on all processes.
 
         Returns:
-          The tree as replicated global arrays.
+          The tree as replicated global arrays, in memory of their own.
         """
-        return jax.device_put(tree, self._layout.replicated)
+        return self._layout.copy(tree, self._layout.replicated)
 
     def train_step(
         self,
@@ -638,7 +639,7 @@ class Zero:
             check_batch(batch, self.num_devices, microbatches)
             return self._layout.place_batch(batch)
 
-        return CompiledStep(compile_step, prepare)
+        return CompiledStep(compile_step, prepare, bring=self._layout.bring, donates=donate)
 
     def eval_step(
         self, fn: Callable[..., Any], *, model_state: str | tuple[str, ...] | bool = False
@@ -694,7 +695,7 @@ class Zero:
             check_batch(batch, self.num_devices, 1)
             return self._layout.place_batch(batch)
 
-        return CompiledStep(compile_eval, prepare, select)
+        return CompiledStep(compile_eval, prepare, select, bring=self._layout.bring)
 
     def _in_step(
         self, loss_fn: Callable[..., Any], sync_batch_norm: bool, all_blocks: bool = True
@@ -742,6 +743,7 @@ class Zero:
         reductions: Mapping[type, str] = MappingProxyType({}),
         trainable: Any = None,
         grad_norm: bool = False,
+        donate: bool = True,
     ) -> _nnx.NnxStep:
         """A training step of an nnx model that updates it in place, as under ``nnx.jit``.
 
@@ -761,6 +763,8 @@ class Zero:
             ``{Counter: "sum"}``; ``"mean"`` for all others.
           trainable: which of the parameters that the optimizer has are trained.
           grad_norm: add ``metrics["grad_norm"]``.
+          donate: give the memory of parameters and optimizer state to the new ones. What
+            ``nnx.clone`` makes of the model outside it shares that memory, and is then deleted.
 
         Returns:
           ``step(model, optimizer, batch, key=None) -> metrics``, with a ``lower`` of the same
@@ -786,6 +790,7 @@ class Zero:
             "microbatches": microbatches,
             "trainable": trainable,
             "grad_norm": grad_norm,
+            "donate": donate,
         }
         return _nnx.NnxStep(self, loss_fn, rngs, reductions, options)
 
@@ -927,6 +932,9 @@ class Zero:
             check_compiled()
             check_alive(params, batch=batch, key=key, model_state=model_state)
             _check_given(model_state, asks_model_state)
+            if rngs and key is None:
+                raise ValueError("rngs asks for a key: value_and_grad(...)(params, batch, key).")
+            key, model_state = self._layout.bring((key, model_state))
             check_batch(batch, self.num_devices, microbatches)
             placed = self._layout.place(params, param_specs)
             sync = self.sync
@@ -1012,9 +1020,16 @@ class Zero:
         return state.replace(**fields) if fields else state
 
 
+def _abstract(x: Any) -> Any:
+    """The shape and dtype of an array, or of a Python number."""
+    if hasattr(x, "dtype") and hasattr(x, "shape"):
+        return x
+    return jax.ShapeDtypeStruct(np.shape(x), jax.dtypes.canonicalize_dtype(np.result_type(x)))
+
+
 def _patterns(name: str, given: Any) -> tuple[str, ...]:
     """Regular expressions as a tuple, or an error that names the argument."""
-    patterns = (given,) if isinstance(given, str) else tuple(given)
+    patterns = (given,) if isinstance(given, str) else tuple(given or ())
     for pattern in patterns:
         try:
             re.compile(pattern)

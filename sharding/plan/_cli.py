@@ -437,6 +437,11 @@ def _device(options: argparse.Namespace) -> DeviceKind | None:
     if known is not None:
         return dataclasses.replace(known, **given)
     if "memory" not in given:
+        if given:
+            raise ValueError(
+                f"nothing is known of {options.target}: beside --bandwidth, --tflops and --link a "
+                "device needs --memory GIB."
+            )
         return None
     kind = _target(options).kind
     rest = dict.fromkeys(("bandwidth", "flops", "link"), math.inf)

@@ -31,6 +31,10 @@ MODELS = {
         ("params/encoder/encoderblock_1/MultiHeadDotProductAttention_0/out/bias", (512,), FULL),
         ("params/encoder/encoderblock_1/MlpBlock_0/Dense_0/kernel", (512, 2048), MATRIX),
         ("params/decoder/logitdense/kernel", (512, 32000), MATRIX),
+        # Matrices of modules that have "norm" in their names.
+        ("params/blocks_0/pre_norm_mlp/kernel", (512, 2048), MATRIX),
+        ("params/encoder/layernorm_embedding/embedding", (1000, 64), MATRIX),
+        ("params/blocks_0/pre_norm_mlp/bias", (2048,), FULL),
     ],
     "linen, scanned": [
         ("params/embed/embedding", (32000, 512), MATRIX),

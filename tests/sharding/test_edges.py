@@ -389,3 +389,31 @@ def test_equinox_under_scan_at_stage_3(static_first):
     else:
         with pytest.raises(ValueError, match=r"equinox\.combine\(static, params\), not"):
             step(state, data)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_axes_of_both_kinds(stage):
+    kinds = (AxisType.Auto, AxisType.Explicit)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds)
+    plain = zero_of(shape=(4, 2), axes=("data", "model"), kind=AxisType.Auto, stage=stage)
+    losses = []
+    for zero in (shd.Zero(mesh, stage=stage, min_shard_size=0), plain):
+        specs = {"w": P(None, "model"), "b": P()}
+        state = zero.init(make_pair, tx=TX, param_specs=specs)
+        step = zero.train_step(zero.gathered(mean_loss), tx=TX)
+        for _ in range(2):
+            state, metrics = step(state, zero.put(batch()))
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(*losses, rtol=1e-6)
+
+
+def test_two_placements_in_one_step():
+    zero = zero_of(shape=(4, 2), axes=("data", "model"), kind=AxisType.Auto)
+    step = zero.train_step(zero.gathered(mean_loss), tx=TX)
+    losses = []
+    for specs in ({"w": P(None, "model"), "b": P()}, {"w": P(), "b": P()}):
+        state = zero.init(make_pair, tx=TX, param_specs=specs)
+        state, metrics = step(state, zero.put(batch()))
+        state, _ = step(state, zero.put(batch()))
+        losses.append(float(metrics["loss"]))
+    np.testing.assert_allclose(*losses, rtol=1e-6)

@@ -20,7 +20,7 @@ from . import model
 pytestmark = pytest.mark.usefixtures("x64")
 STEPS = 4
 RULES = (
-    ("batch", "data"),
+    ("batch", ["data"]),  # as rules in YAML are
     ("embed", None),
     ("mlp", "tensor"),
     ("heads", ("tensor",)),

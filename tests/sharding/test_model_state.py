@@ -246,7 +246,7 @@ def test_reductions(devices, count, stage):
     options = {"model_state": True, "model_state_reduction": REDUCTION, "microbatches": count}
     step = zero.train_step(counting_loss, tx=SGD, **options)
     state, kept = zero.init(pair, tx=SGD), zero.replicate(counters())
-    xs = np.random.default_rng(0).normal(size=(2, 48, 16))
+    xs = np.random.default_rng(0).normal(size=(3, 48, 16))
     for x in xs:
         state, metrics = step(state, zero.put({"x": x}), model_state=kept)
         kept = metrics["model_state"]
@@ -256,11 +256,11 @@ def test_reductions(devices, count, stage):
             expected = 0.5 * expected + 0.5 * part.mean((1, 2))
             key = jax.random.split(key)[0]
         expected = np.full(devices, expected.mean())
-    assert kept["seen"] == 96
-    assert kept["steps"] == 2 * count
+    assert kept["seen"] == 144
+    assert kept["steps"] == 3 * count
     np.testing.assert_allclose(kept["ratio"], expected[0], rtol=1e-12)
     assert (jax.random.key_data(kept["key"]) == jax.random.key_data(key)).all()
-    assert kept["flag"] == 0  # turned an even number of times
+    assert kept["flag"] == (count == 1)  # turned 3 or 6 times
     np.testing.assert_array_equal(kept["table"], counters()["table"])  # as it came, to the bit
     assert {x.dtype for x in jax.tree.leaves(kept)} == {
         x.dtype for x in jax.tree.leaves(counters())
@@ -323,6 +323,7 @@ ERRORS = [
         "does not match",
     ),
     ({"rngs": "each"}, {}, "per_example"),
+    ({"rngs": "numbered"}, {}, "per_example"),
 ]
 
 
@@ -436,3 +437,90 @@ def test_unsharded_by_path(stage):
 def test_a_pattern_that_is_none_raises():
     with pytest.raises(ValueError, match="unsharded: '\\(' is not a regular expression"):
         shd.Zero(mesh_of(), unsharded="(")
+
+
+# --- What goes wrong ------------------------------------------------------------------------------
+
+
+def reading(params, batch, state):
+    return jnp.mean((batch["x"] @ params["w"]) ** 2), state
+
+
+def test_a_teacher_that_begins_as_the_parameters():
+    """On CPUs an array that is donated and also given ends the process."""
+    zero = shd.Zero(mesh_of(), stage=2)
+    state, batch = zero.init(pair, tx=SGD), zero.put({"x": np.ones((8, 16))})
+    step = zero.train_step(reading, tx=SGD, model_state=True)
+    with pytest.raises(ValueError, match=r"'0/w' of the state and .* are one array in memory"):
+        step(state, batch, model_state=state[0])
+    teacher = zero.replicate(state[0])
+    state, metrics = step(state, batch, model_state=teacher)
+    assert metrics["model_state"]["w"].shape == (16, 8)
+    assert not teacher["w"].is_deleted()
+
+
+@pytest.mark.parametrize("shared", ["the same array", "the same memory"])
+def test_an_average_that_begins_as_the_parameters(shared):
+    def averaging(params, batch, ema):
+        loss = jnp.mean((batch["x"] @ params["w"]) ** 2)
+        return loss, jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, ema, params)
+
+    def make(params):
+        return TrainState.create(
+            apply_fn=None, params=params, batch_stats=None, ema=params, tx=optax.sgd(0.1)
+        )
+
+    zero = shd.Zero(mesh_of(), stage=2)
+    state, batch = zero.init(make, PARAMS), zero.put({"x": np.ones((8, 16))})
+    step = zero.train_step(averaging, model_state="ema")
+    same = state.replace(ema=state.params)
+    if shared == "the same memory":
+        alone = make(jax.tree.map(jnp.asarray, PARAMS))
+        same = jax.device_put(alone, zero.shardings(alone))
+    with pytest.raises(ValueError, match="are one array in memory"):
+        step(same, batch)
+    state, _ = step(state, batch)
+
+
+def test_no_value_is_cut_short_in_silence():
+    zero = shd.Zero(mesh_of(), stage=2)
+    state, batch = zero.init(pair, tx=SGD), zero.put({"x": np.ones((8, 16))})
+
+    def averaging(params, batch, ema):
+        return params["w"].sum(), {"ema": 0.9 * ema["ema"] + 0.5}
+
+    step = zero.train_step(averaging, tx=SGD, model_state=True)
+    with pytest.raises(ValueError, match="'ema' as float64, and got it as int"):
+        step(state, batch, model_state={"ema": 0})
+    step = zero.train_step(reading, tx=SGD, model_state=True, model_state_reduction="sum")
+    with pytest.raises(ValueError, match="'flag' is bool, of which there is no sum"):
+        step(state, batch, model_state={"flag": np.zeros((), bool)})
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_keys_and_states_on_one_device_are_moved(kind):
+    zero = shd.Zero(mesh_of(kind=kind), stage=2)
+    batch = zero.put({"x": np.ones((8, 16))})
+    key, table = jax.device_put((jax.random.key(1), jnp.ones(3)), jax.devices()[0])
+
+    def loss_fn(params, batch, table, key):
+        loss = jnp.mean((batch["x"] @ params["w"]) ** 2) + jax.random.uniform(key)
+        return loss * table.sum(), table
+
+    options = {"rngs": True, "model_state": True}
+    step = zero.train_step(loss_fn, tx=SGD, **options)
+    state, metrics = step(zero.init(pair, tx=SGD), batch, key, model_state=table)
+    grad = zero.value_and_grad(loss_fn, **options)
+    (loss, _), _ = grad(zero.init(pair, tx=SGD)[0], batch, key, model_state=table)
+    np.testing.assert_allclose(loss, metrics["loss"], rtol=1e-12)
+    with pytest.raises(ValueError, match="rngs asks for a key"):
+        grad(state[0], batch, model_state=table)
+
+
+def test_a_number_in_a_field_is_described():
+    class Decaying(train_state.TrainState):
+        decay: float = 0.9
+
+    zero = shd.Zero(mesh_of(), stage=2)
+    state = Decaying.create(apply_fn=None, params=PARAMS, tx=SGD)
+    assert zero.describe(state).bytes_per_device["model_state"] == 8
