@@ -715,8 +715,8 @@ def test_describe_state_counts_every_byte():
     [
         ("optax.adamw", 8, 2.1),
         ("optax.adamw", 4, 1.1),
-        ("optax_ext.came", 8, 1.1),
-        ("optax_ext.came", 4, 0.6),
+        ("optax_ext.came, flax_transformer()", 8, 1.1),
+        ("optax_ext.came, flax_transformer()", 4, 0.6),
     ],
 )
 def test_bytes_a_parameter(name, bits, most):
