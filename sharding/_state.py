@@ -238,8 +238,8 @@ def check_apart(donated: Any, others: Any, buffers: bool) -> None:
             paths = jax.tree_util.tree_leaves_with_path((donated, others))
             one, two = (path_str(paths[j][0]).partition("/")[2] for j in (first[key], i))
             raise ValueError(
-                f"{one!r} of the state and {two!r} of the arguments are one array in memory, and "
-                "the step donates the first. Copy one of them: jnp.copy(x), or zero.replicate(x) "
+                f"{one!r} of the state and {two!r} of the call are one array in memory, and the "
+                "step donates the first. Copy one of them: jnp.copy(x), or zero.replicate(x) "
                 "for a model state; or make the step with donate=False."
             )
         first.setdefault(key, i)
@@ -285,7 +285,8 @@ class CompiledStep:
             signature = signature_of((selected, batch))
             if self._donates:
                 new = signature not in self._compiled
-                check_apart(selected, (batch, key, model_state), buffers=new)
+                others = {"batch": batch, "key": key, "model_state": model_state}
+                check_apart(selected, others, buffers=new)
             run = self._jitted(selected, batch)
             try:
                 return run(selected, batch, key, model_state)

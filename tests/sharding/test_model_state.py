@@ -451,7 +451,7 @@ def test_a_teacher_that_begins_as_the_parameters():
     zero = shd.Zero(mesh_of(), stage=2)
     state, batch = zero.init(pair, tx=SGD), zero.put({"x": np.ones((8, 16))})
     step = zero.train_step(reading, tx=SGD, model_state=True)
-    with pytest.raises(ValueError, match=r"'0/w' of the state and .* are one array in memory"):
+    with pytest.raises(ValueError, match=r"'0/w' of the state and 'model_state/w' of the call"):
         step(state, batch, model_state=state[0])
     teacher = zero.replicate(state[0])
     state, metrics = step(state, batch, model_state=teacher)
