@@ -176,12 +176,12 @@ def init(zero: Any, make: Callable[..., Any], args: tuple[Any, ...], param_specs
     return model, optimizer
 
 
-def place(zero: Any, model: Any, optimizer: Any, param_specs: Any = None) -> None:
+def place(zero: Any, model: Any, optimizer: Any) -> None:
     """Moves a model and its optimizer onto the mesh, in place."""
     from flax import nnx
 
     _, params, rest = _split(model, optimizer.wrt, ...)
-    shardings = _shardings(zero, model, optimizer, param_specs)
+    shardings = _shardings(zero, model, optimizer, None)
     state = zero._layout.copy(nnx.as_pure((params, optimizer.opt_state)), shardings)
     nnx.update(model, state[0], zero._layout.copy(nnx.as_pure(rest), zero._layout.replicated))
     _set_opt_state(optimizer, state[1])

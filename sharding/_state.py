@@ -287,7 +287,7 @@ class CompiledStep:
                 new = signature not in self._compiled
                 others = {"batch": batch, "key": key, "model_state": model_state}
                 check_apart(selected, others, buffers=new)
-            run = self._jitted(selected, batch)
+            run = self._jitted(signature, selected, batch)
             try:
                 return run(selected, batch, key, model_state)
             except ValueError:
@@ -304,10 +304,10 @@ class CompiledStep:
         selected = self._select(state)
         with no_mesh():
             batch = self._prepare(batch)
-            return self._jitted(selected, batch).lower(selected, batch, key, model_state)
+            run = self._jitted(signature_of((selected, batch)), selected, batch)
+            return run.lower(selected, batch, key, model_state)
 
-    def _jitted(self, selected: Any, batch: Any) -> Any:
-        signature = signature_of((selected, batch))
+    def _jitted(self, signature: Any, selected: Any, batch: Any) -> Any:
         if signature not in self._compiled:
             self._compiled[signature] = self._compile(selected, batch)
         return self._compiled[signature]

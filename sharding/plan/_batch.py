@@ -64,7 +64,7 @@ class FoundBatch:
     def tables(self) -> list[Table]:
         """What there is to show."""
         rows = [
-            (str(each.batch), _bytes(each.memory), "fits" if each.fits else "too much")
+            (str(each.batch), needed(each.memory), "fits" if each.fits else "too much")
             for each in self.tried
         ]
         title = f"Batches of a device in {size(self.usable)}, {self.headroom:.0%} left free"
@@ -74,7 +74,7 @@ class FoundBatch:
     def sentence(self) -> str:
         """The result in words."""
         if not self.batch:
-            return f"no batch fits: {self.tried[0].batch} needs {_bytes(self.tried[0].memory)}"
+            return f"no batch fits: {self.tried[0].batch} needs {needed(self.tried[0].memory)}"
         more = "" if self.complete else "; larger ones were not tried"
         return f"the largest batch that fits is {self.batch} on each device{more}"
 
@@ -192,5 +192,6 @@ def _audited(
         return float(found[1]) * _UNITS[found[2]] if found else float("inf")
 
 
-def _bytes(nbytes: float) -> str:
+def needed(nbytes: float) -> str:
+    """The memory of a step in words; infinite where its compiler gave up."""
     return size(nbytes) if nbytes < float("inf") else "more than there is"

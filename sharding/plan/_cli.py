@@ -25,7 +25,7 @@ from sharding._precision import Precision
 from sharding._zero import Zero
 from sharding.plan import _plan, targets
 from sharding.plan._audit import Audit, audit
-from sharding.plan._batch import FoundBatch, Tried, find_batch
+from sharding.plan._batch import FoundBatch, Tried, find_batch, needed
 from sharding.plan._devices import KINDS, DeviceKind, kind_of
 from sharding.plan._models import MODELS, Decoder
 from sharding.plan._plot import plot_audits, plot_plans
@@ -625,9 +625,8 @@ def _show_audits(
 
 def _report(tried: Tried) -> None:
     """A line as soon as a size is known: compiling takes its time."""
-    need = size(tried.memory) if math.isfinite(tried.memory) else "more than there is"
     verdict = "fits" if tried.fits else "too much"
-    print(f"  batch {tried.batch}: {need}, {verdict}", file=sys.stderr, flush=True)
+    print(f"  batch {tried.batch}: {needed(tried.memory)}, {verdict}", file=sys.stderr, flush=True)
 
 
 def _steps(

@@ -3,21 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
+from low_precision_steps import OPTIMIZERS
 
 import optax_ext
 from optax_ext import STATE_FORMATS, Dynamic, Float8, Linear
 from optax_ext.low_precision._formats import decode, encode
 
 SHAPE, STEPS = (32, 128), 300
-OPTIMIZERS = {
-    "AdamW": optax.adamw(1.0, weight_decay=0.0),
-    "Lion": optax.lion(1.0, weight_decay=0.0),
-    "LAMB": optax_ext.lamb(1.0),
-    "CAME": optax_ext.came(1.0),
-    "Adafactor": optax_ext.adafactor(1.0, momentum=0.9, factoring=optax_ext.last_two_dims()),
-}
 # An element of an update over the largest of float32: the first figure where a second moment is
 # stored, whose codes next to each other are up to 2.7 times apart, the other where it is not.
 MOST = {"bfloat16": (1.1, 1.1), "8bit": (5.0, 1.2), "fp8": (3.0, 1.2), "4bit": (5.0, 1.3)}
