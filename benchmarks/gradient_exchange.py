@@ -27,9 +27,9 @@ from jax.sharding import PartitionSpec as P
 
 import sharding as shd
 from sharding import sync
+from sharding.collectives._permutation import Mixer
+from sharding.collectives._rows import room_for
 from sharding.plan import targets
-from sharding.sync._mixer import Mixer
-from sharding.sync._rows import room_for
 
 SPARSE = [  # target, devices, rows
     ("cpu:8", 8, 2**18),

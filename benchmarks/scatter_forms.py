@@ -18,7 +18,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sharding._scatter import FORMS, choose_form, psum_scatter
+from sharding.collectives._reduce_scatter import FORMS, choose_form, psum_scatter
 from sharding.plan import targets
 from sharding.plan._wire import Collective, collectives
 

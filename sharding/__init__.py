@@ -2,17 +2,17 @@
 
 from optax_ext import __version__ as __version__
 from sharding import sync as sync
-from sharding._describe import Description as Description
-from sharding._lookup import lookup as lookup
-from sharding._lookup import shuffle_rows as shuffle_rows
-from sharding._lookup import unshuffle_rows as unshuffle_rows
-from sharding._modules import sparse_embedding as sparse_embedding
-from sharding._offload import offload as offload
-from sharding._precision import Precision as Precision
-from sharding._specs import state_specs as state_specs
 from sharding._zero import Zero as Zero
+from sharding.offload._transformation import offload as offload
+from sharding.placement._describe import Description as Description
+from sharding.placement._state_specs import state_specs as state_specs
 from sharding.plan import targets as targets
 from sharding.plan._audit import Audit as Audit
 from sharding.plan._audit import audit as audit
 from sharding.plan._devices import DeviceKind as DeviceKind
 from sharding.plan._wire import wire_bytes as wire_bytes
+from sharding.step._flax_modules import sparse_embedding as sparse_embedding
+from sharding.step._lookup import lookup as lookup
+from sharding.step._lookup import shuffle_rows as shuffle_rows
+from sharding.step._lookup import unshuffle_rows as unshuffle_rows
+from sharding.step._precision import Precision as Precision

@@ -12,18 +12,15 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
-from sharding import _linen, _nnx, _pieces, _synced
-from sharding._describe import Description, describe_tree
-from sharding._export import full_tree
-from sharding._gather import gather, gathered
-from sharding._gradients import Inputs, LossOptions, evaluate, gradients
-from sharding._layout import Layout, Placement, no_mesh
-from sharding._modules import gathered_module
-from sharding._offload import host_shardings, is_large
-from sharding._precision import Precision
-from sharding._scatter import FORMS
-from sharding._specs import AnyMesh, Axis, is_spec, state_specs
-from sharding._state import (
+from sharding.collectives._reduce_scatter import FORMS
+from sharding.offload._transformation import host_shardings, is_large
+from sharding.placement._describe import Description, describe_tree
+from sharding.placement._export import full_tree
+from sharding.placement._layout import Layout, Placement, no_mesh
+from sharding.placement._specs import AnyMesh, Axis, is_spec
+from sharding.placement._state_specs import state_specs
+from sharding.step import _flax_linen, _flax_nnx, _local_norm, _sync_state
+from sharding.step._compiled_step import (
     CompiledStep,
     check_alive,
     check_batch,
@@ -37,7 +34,11 @@ from sharding._state import (
     step_key,
     with_model_state,
 )
-from sharding._update import global_norm, update
+from sharding.step._flax_modules import gathered_module
+from sharding.step._gather_params import gather, gathered
+from sharding.step._gradients import Inputs, LossOptions, evaluate, gradients
+from sharding.step._precision import Precision
+from sharding.step._update import global_norm, update
 from sharding.sync import GradientSync
 
 P = PartitionSpec
@@ -230,7 +231,7 @@ class Zero:
           ValueError: if the state is of neither kind, or a spec does not fit.
         """
         state = self._with_sync(state, param_specs)
-        state, sync_state = _synced.take(state)
+        state, sync_state = _sync_state.take(state)
         params, opt_state, tx = parts(state, tx)
         placed = self._layout.place(params, param_specs)
         opt_specs = state_specs(tx, params, placed.shards, self.mesh)
@@ -246,19 +247,21 @@ class Zero:
         else:
             specs = jax.tree.map(lambda _: P(), state)
             specs = specs.replace(params=placed.params, opt_state=opt_specs)
-        return _synced.put(specs, jax.tree.map(lambda _: _synced.spec(self._layout), sync_state))
+        return _sync_state.put(
+            specs, jax.tree.map(lambda _: _sync_state.spec(self._layout), sync_state)
+        )
 
     def _with_sync(self, state: Any, param_specs: Any, real: bool = False) -> Any:
         """A state with that of the exchange, if it keeps one: its types, or ``real`` arrays."""
-        if self.sync is None or _synced.has_sync(state):
+        if self.sync is None or _sync_state.has_sync(state):
             return state
         sync, params = self.sync, params_of(state)
         placed = self._layout.place(params, param_specs)
-        kept = _synced.state_types(self._layout, sync, params, placed)
+        kept = _sync_state.state_types(self._layout, sync, params, placed)
         if real and kept is not None:
-            types = _synced.local_types(self._layout, params, placed)
-            kept = _synced.init(sync, self._layout, types)
-        return _synced.put(state, kept)
+            types = _sync_state.local_types(self._layout, params, placed)
+            kept = _sync_state.init(sync, self._layout, types)
+        return _sync_state.put(state, kept)
 
     def shardings(
         self,
@@ -274,22 +277,22 @@ class Zero:
         shardings = self._layout.shardings(specs)
         if self.offload is None:
             return shardings
-        shardings, sync = _synced.take(shardings)
-        opt_state = _synced.opt_state_of(_synced.take(state)[0])
-        moved = host_shardings(_synced.opt_state_of(shardings), opt_state, self.min_shard_size)
-        return _synced.put(_synced.with_opt_state(shardings, moved), sync)
+        shardings, sync = _sync_state.take(shardings)
+        opt_state = _sync_state.opt_state_of(_sync_state.take(state)[0])
+        moved = host_shardings(_sync_state.opt_state_of(shardings), opt_state, self.min_shard_size)
+        return _sync_state.put(_sync_state.with_opt_state(shardings, moved), sync)
 
     def _places(
         self, state: Any, tx: optax.GradientTransformation | None, param_specs: Any = None
     ) -> tuple[Any, Placement, Any]:
         """Shardings of a state, how its parameters are cut, and the specs of ``tx``'s state."""
         specs = self.specs(state, tx=tx, param_specs=param_specs)
-        if _synced.has_sync(specs) and not _synced.has_sync(state):
+        if _sync_state.has_sync(specs) and not _sync_state.has_sync(state):
             raise ValueError(
                 "the exchange of gradients keeps a state, which this train state does not hold. "
                 "Make it with zero.init."
             )
-        param_specs, opt_specs, _ = parts(_synced.take(specs)[0], tx)
+        param_specs, opt_specs, _ = parts(_sync_state.take(specs)[0], tx)
         placed = self._layout.place(params_of(state), param_specs)
         return self._shardings(state, specs), placed, opt_specs
 
@@ -313,7 +316,7 @@ class Zero:
         """
         state = self._with_sync(state, param_specs)
         specs = self.specs(state, tx=tx, param_specs=param_specs)
-        (state, sync_state), (specs, sync_specs) = map(_synced.take, (state, specs))
+        (state, sync_state), (specs, sync_specs) = map(_sync_state.take, (state, specs))
         params, opt_state, _ = parts(state, tx)
         param_specs, opt_specs, _ = parts(specs, tx)
         placed = self._layout.place(params, param_specs)
@@ -412,8 +415,8 @@ class Zero:
         )
         if sync_devices is None:
             return abstract
-        plain, sync_state = _synced.take(abstract)
-        return _synced.put(plain, _synced.types_of(self._layout, sync_state, sync_devices))
+        plain, sync_state = _sync_state.take(abstract)
+        return _sync_state.put(plain, _sync_state.types_of(self._layout, sync_state, sync_devices))
 
     def resize_sync(self, state: Any) -> Any:
         """A train state whose exchange of gradients was between another number of devices.
@@ -430,9 +433,9 @@ class Zero:
         Raises:
           ValueError: if the exchange keeps nothing, or copies were cut into other shards.
         """
-        plain, sync_state = _synced.take(state)
+        plain, sync_state = _sync_state.take(state)
         with no_mesh():
-            return _synced.put(plain, _synced.resized(self._layout, sync_state))
+            return _sync_state.put(plain, _sync_state.resized(self._layout, sync_state))
 
     def full_params(self, state: Any) -> Any:
         """The whole parameters in host memory, for export.
@@ -587,12 +590,12 @@ class Zero:
                 _check_given(given, model_state)
                 key = step_key(state, key) if rngs in (True, "per_example") else key
                 inputs = Inputs(batch, key, model_state_of(state, names) if names else given)
-                state, sync_state = _synced.take(state)
+                state, sync_state = _sync_state.take(state)
                 params, opt_state, own_tx = parts(state, tx)
                 extra_args: dict[str, Any] = {}
-                asked = _pieces.asks(own_tx, params, opt_state, self.precision, trained)
+                asked = _local_norm.asks(own_tx, params, opt_state, self.precision, trained)
                 if asked:
-                    extra_args["num_pieces"] = _pieces.num_pieces(layout, microbatches)
+                    extra_args["num_pieces"] = _local_norm.num_pieces(layout, microbatches)
                 metrics, grads, sync_state, new_model_state = gradients(
                     layout,
                     self.precision,
@@ -613,7 +616,7 @@ class Zero:
                     new = with_model_state(new, names, new_model_state)
                 elif model_state:
                     metrics["model_state"] = new_model_state
-                return _synced.put(new, sync_state), metrics
+                return _sync_state.put(new, sync_state), metrics
 
             def out_shardings(out: Any) -> Any:
                 metrics = self._layout.batch_shardings(out[1])
@@ -706,7 +709,7 @@ class Zero:
 
         @functools.wraps(loss_fn)
         def call(*args: Any) -> Any:
-            context = _linen.in_step(axes, sync_batch_norm, blocks, self.reshard_after_forward)
+            context = _flax_linen.in_step(axes, sync_batch_norm, blocks, self.reshard_after_forward)
             with context as check_found:
                 out = loss_fn(*args)
                 if all_blocks:
@@ -730,7 +733,7 @@ class Zero:
           ``(model, optimizer)``; their values do not depend on the mesh.
         """
         with no_mesh(keep=self.mesh):
-            return _nnx.init(self, make, self._layout.bring(args), param_specs)
+            return _flax_nnx.init(self, make, self._layout.bring(args), param_specs)
 
     def nnx_train_step(
         self,
@@ -744,7 +747,7 @@ class Zero:
         trainable: Any = None,
         grad_norm: bool = False,
         donate: bool = True,
-    ) -> _nnx.NnxStep:
+    ) -> _flax_nnx.NnxStep:
         """A training step of an nnx model that updates it in place, as under ``nnx.jit``.
 
         Batch statistics, counters and all other variables come back into the model. ``nnx.Rngs``
@@ -792,7 +795,7 @@ class Zero:
             "grad_norm": grad_norm,
             "donate": donate,
         }
-        return _nnx.NnxStep(self, loss_fn, rngs, reductions, options)
+        return _flax_nnx.NnxStep(self, loss_fn, rngs, reductions, options)
 
     def nnx_eval_step(
         self, fn: Callable[[Any, Any], Any], *, wrt: Any = None
@@ -806,7 +809,7 @@ class Zero:
         Returns:
           ``evaluate(model, batch) -> tree``.
         """
-        return _nnx.eval_step(self, fn, wrt)
+        return _flax_nnx.eval_step(self, fn, wrt)
 
     # --- Stage 3, in the loss -----------------------------------------------------------------
 
@@ -938,7 +941,7 @@ class Zero:
             check_batch(batch, self.num_devices, microbatches)
             placed = self._layout.place(params, param_specs)
             sync = self.sync
-            if sync and _synced.state_types(self._layout, sync, params, placed) is not None:
+            if sync and _sync_state.state_types(self._layout, sync, params, placed) is not None:
                 raise ValueError(
                     "value_and_grad cannot return what the exchange of gradients keeps; use "
                     "train_step, or sharding.sync.transformation in a shard_map of your own."
@@ -1011,9 +1014,9 @@ class Zero:
         trained = resolve_trainable(params_of(state), trainable)
 
         def run(layout: Layout, state: Any, grads: Any, extra_args: Any) -> Any:
-            state, sync_state = _synced.take(state)
+            state, sync_state = _sync_state.take(state)
             new = update(layout, state, grads, tx, placed, opt_specs, trained, extra_args)
-            return _synced.put(new, sync_state)
+            return _sync_state.put(new, sync_state)
 
         with no_mesh():
             state = self._layout.on_mesh(run, lambda _: shardings)(state, grads, extra_args or {})

@@ -105,6 +105,41 @@ def test_only_public_interfaces(name):
     assert not {"_src", "_src.core"} & set(names(source))
 
 
+# Each layer of `sharding` imports only itself and those before it. `plan` reads all of them.
+LAYERS = ("placement", "collectives", "sync", "offload", "step", "_zero", "plan", "__main__")
+
+
+def layer_of(name):
+    """The layer of a module given by its dotted name or its file; None outside ``sharding``."""
+    parts = name.removesuffix(".py").replace("/", ".").split(".")
+    return parts[1] if parts[0] == "sharding" and len(parts) > 1 else None
+
+
+def upward_imports(name, source):
+    """What a module of ``sharding`` imports from a layer above its own."""
+    own = LAYERS.index(layer_of(name))
+    layers = {module: layer_of(module) for module in imported(source)}
+    return [m for m, layer in layers.items() if layer in LAYERS and LAYERS.index(layer) > own]
+
+
+@pytest.mark.parametrize("name", [f for f in FILES if f.startswith("sharding/")])
+def test_imports_go_one_way(name):
+    if name == "sharding/__init__.py":
+        return  # the public face
+    assert layer_of(name) in LAYERS, f"{name} belongs to no layer"
+    source = FILES[name].read_text()
+    assert not upward_imports(name, source)
+    # The package itself imports every layer.
+    assert not [m for m in imported(source) if m == "sharding"]
+    assert not [m for m in imported(source) if m.split(".")[0] == "" or m.startswith(".")]
+
+
+def test_an_upward_import_is_seen():
+    source = "from sharding.plan._wire import wire_bytes\nfrom sharding import sync"
+    assert upward_imports("sharding/step/_update.py", source) == ["sharding.plan._wire.wire_bytes"]
+    assert upward_imports("sharding/placement/_layout.py", source)[-1] == "sharding.sync"
+
+
 def test_the_checks_see_what_they_look_for():
     bad = "def f():\n    from jax._src.core import x\n    return jax.sharding.Mesh(axis_name=1)"
     assert list(imported(bad)) == ["jax._src.core.x"]

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from sharding._specs import AnyMesh
+from sharding.placement._specs import AnyMesh
 from sharding.plan._arguments import PARTS, Argument, arguments_of
 from sharding.plan._costs import costs
 from sharding.plan._devices import KINDS, DeviceKind, kind_of

@@ -21,7 +21,6 @@ import optax
 
 import optax_ext
 from optax_ext import __version__
-from sharding._precision import Precision
 from sharding._zero import Zero
 from sharding.plan import _plan, targets
 from sharding.plan._audit import Audit, audit
@@ -31,6 +30,7 @@ from sharding.plan._models import MODELS, Decoder
 from sharding.plan._plot import plot_audits, plot_plans
 from sharding.plan._report import size
 from sharding.plan._show import show
+from sharding.step._precision import Precision
 
 _ABOUT = """\
 plan computes in closed form what each stage of ZeRO holds and sends; audit compiles one step,

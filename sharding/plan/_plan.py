@@ -13,12 +13,12 @@ import optax
 from jax.sharding import PartitionSpec
 
 from optax_ext import STATE_FORMATS, low_precision_state
-from sharding._describe import Description, Row
-from sharding._precision import Precision
-from sharding._specs import AnyMesh, Axis, axes_of, num_shards
 from sharding._zero import Zero
+from sharding.placement._describe import Description, Row
+from sharding.placement._specs import AnyMesh, Axis, axes_of, num_shards
 from sharding.plan._devices import DeviceKind
 from sharding.plan._report import Table, count, seconds, size, text_of
+from sharding.step._precision import Precision
 
 # What is left for activations where a stage is recommended, as a share of the memory.
 _ROOM = 0.2

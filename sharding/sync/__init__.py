@@ -1,17 +1,17 @@
 """How gradients meet: whole, quantized, low-rank or sparse. ``Zero(sync=...)`` takes one."""
 
 from sharding.sync._agsparse import agsparse as agsparse
-from sharding.sync._costs import Choice as Choice
-from sharding.sync._costs import Sparsity as Sparsity
+from sharding.sync._by_path import by_path as by_path
 from sharding.sync._dense import dense as dense
 from sharding.sync._interface import GradientSync as GradientSync
 from sharding.sync._interface import RowMethod as RowMethod
 from sharding.sync._interface import SyncState as SyncState
-from sharding.sync._interface import by_path as by_path
 from sharding.sync._powersgd import powersgd as powersgd
-from sharding.sync._quantized import qsgd as qsgd
-from sharding.sync._state import SyncedState as SyncedState
-from sharding.sync._state import resize as resize
-from sharding.sync._state import transformation as transformation
+from sharding.sync._qsgd import qsgd as qsgd
+from sharding.sync._sparsity import Choice as Choice
+from sharding.sync._sparsity import Sparsity as Sparsity
+from sharding.sync._synced_state import SyncedState as SyncedState
+from sharding.sync._synced_state import resize as resize
+from sharding.sync._synced_state import transformation as transformation
 from sharding.sync._top_k import top_k as top_k
 from sharding.sync._zen import zen as zen

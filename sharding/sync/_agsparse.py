@@ -7,18 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding.sync._dense import dense_mean, dense_method, dense_piece
-from sharding.sync._interface import (
-    Axes,
-    GradientSync,
-    Method,
-    Noise,
-    RowMethod,
-    check_density,
-    gather_all,
-    leafwise,
-)
-from sharding.sync._rows import (
+from sharding.collectives._all_gather import gather_all
+from sharding.collectives._rows import (
     Entries,
     Owners,
     Rows,
@@ -29,6 +19,16 @@ from sharding.sync._rows import (
     pick,
     repeat,
     room_for,
+)
+from sharding.placement._specs import Axes
+from sharding.sync._dense import dense_mean, dense_method, dense_piece
+from sharding.sync._interface import (
+    GradientSync,
+    Method,
+    Noise,
+    RowMethod,
+    check_density,
+    leafwise,
 )
 
 

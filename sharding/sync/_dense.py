@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding._scatter import scatter_sum
-from sharding.sync._interface import Axes, GradientSync, Method, Noise, leafwise, wide
+from sharding.collectives._reduce_scatter import scatter_sum
+from sharding.placement._specs import Axes
+from sharding.sync._interface import GradientSync, Method, Noise, leafwise, wide
 
 
 def dense(dtype: Any = None) -> GradientSync:

@@ -1,21 +1,15 @@
 """What a gradient exchange is, and how one is made of a method for single arrays."""
 
-import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding._scatter import platform
-from sharding._specs import Axis, axes_of, path_str
-
-Axes = tuple[str, ...]
-
-# Of a vector in a TPU's memory.
-_TILE_BYTES = 4096
+from sharding.collectives._reduce_scatter import own_piece
+from sharding.placement._specs import Axes, Axis, axes_of, path_str
 
 
 class GradientSync(NamedTuple):
@@ -112,7 +106,7 @@ def leafwise(choose: Callable[[str, Any], Method]) -> GradientSync:
     """
 
     def init(params: Any) -> SyncState:
-        flat, treedef = _named(params)
+        flat, treedef = named_leaves(params)
         methods = [choose(path, x) for path, x in flat]
         arrays = [method.init(x) for method, (_, x) in zip(methods, flat, strict=True)]
         counts = any(method.counts for method in methods)
@@ -122,7 +116,7 @@ def leafwise(choose: Callable[[str, Any], Method]) -> GradientSync:
         grads: Any, state: SyncState, axis: Axis, dims: Any
     ) -> tuple[Any, SyncState]:
         axes = check_axes(axis)
-        flat, treedef = _named(grads, is_leaf=_is_none)
+        flat, treedef = named_leaves(grads, is_leaf=is_none)
         out = [x for _, x in flat]
         kept = treedef.flatten_up_to(state.arrays)
         dims = treedef.flatten_up_to(dims)
@@ -142,78 +136,10 @@ def leafwise(choose: Callable[[str, Any], Method]) -> GradientSync:
         step = None if state.step is None else state.step + 1
         return treedef.unflatten(out), SyncState(step, treedef.unflatten(kept))
 
-    return _with_all_reduce(init, reduce_scatter, lambda path, x: choose(path, x).rows)
+    return with_all_reduce(init, reduce_scatter, lambda path, x: choose(path, x).rows)
 
 
-def by_path(
-    rules: Mapping[str, GradientSync], *, default: GradientSync | None = None
-) -> GradientSync:
-    """Exchanges each array by the first pattern that is found in its path.
-
-    Args:
-      rules: regular expression -> exchange. Paths are keys joined by ``/``, such as
-        ``block_0/mlp/kernel``; a pattern may match anywhere in them.
-      default: for arrays in which no pattern is found; None for ``dense()``.
-
-    Returns:
-      A ``GradientSync``.
-
-    Raises:
-      ValueError: if a pattern is no regular expression, a rule no exchange; when used: if a
-        pattern decides for no array.
-
-    Example:
-      >>> from sharding import sync
-      >>> exchange = sync.by_path({"embedding": sync.top_k(0.01), "kernel": sync.powersgd(4)})
-    """
-    from sharding.sync._dense import dense  # which is made of this module
-
-    for pattern, rule in rules.items():
-        try:
-            re.compile(pattern)
-        except (re.error, TypeError) as error:
-            raise ValueError(f"pattern {pattern!r} is no regular expression: {error}.") from None
-        if not isinstance(rule, GradientSync):
-            raise ValueError(f"by_path: {pattern!r} must name a GradientSync, got {rule!r}.")
-    parts = [*rules.values(), default or dense()]
-
-    def part_of(path: str) -> int:
-        found = (i for i, pattern in enumerate(rules) if re.search(pattern, path))
-        return next(found, len(rules))
-
-    def split(flat: list[tuple[str, Any]]) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = [{} for _ in parts]
-        for path, x in flat:
-            groups[part_of(path)][path] = x
-        return groups
-
-    def init(params: Any) -> tuple[Any, ...]:
-        groups = split(_named(params)[0])
-        for pattern, group in zip(rules, groups, strict=False):
-            if not group:
-                raise ValueError(f"by_path: pattern {pattern!r} decides for no array.")
-        return tuple(part.init(group) for part, group in zip(parts, groups, strict=True))
-
-    def reduce_scatter(grads: Any, state: Any, axis: Axis, dims: Any) -> tuple[Any, Any]:
-        flat, treedef = _named(grads, is_leaf=_is_none)
-        flat_dims = dict(zip((p for p, _ in flat), treedef.flatten_up_to(dims), strict=True))
-        out: dict[str, Any] = {}
-        new = []
-        for part, group, old in zip(parts, split(flat), state, strict=True):
-            of_group = {path: flat_dims[path] for path in group}
-            reduced, kept = part.reduce_scatter(group, old, axis, of_group)
-            out |= reduced
-            new.append(kept)
-        return treedef.unflatten([out[path] for path, _ in flat]), tuple(new)
-
-    def rows(path: str, x: Any) -> RowMethod | None:
-        found = parts[part_of(path)].rows
-        return found(path, x) if found else None
-
-    return _with_all_reduce(init, reduce_scatter, rows)
-
-
-def _with_all_reduce(
+def with_all_reduce(
     init: Callable[[Any], Any],
     reduce_scatter: Callable[[Any, Any, Axis, Any], tuple[Any, Any]],
     rows: Callable[[str, Any], RowMethod | None],
@@ -221,13 +147,13 @@ def _with_all_reduce(
     """An exchange whose ``all_reduce`` is its ``reduce_scatter`` along no dim."""
 
     def all_reduce(grads: Any, state: Any, axis: Axis) -> tuple[Any, Any]:
-        dims = jax.tree.map(lambda _: 0, grads, is_leaf=_is_none)
+        dims = jax.tree.map(lambda _: 0, grads, is_leaf=is_none)
         return reduce_scatter(grads, state, axis, dims)
 
     return GradientSync(init, all_reduce, reduce_scatter, rows)
 
 
-def _named(
+def named_leaves(
     tree: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[tuple[str, Any]], Any]:
     """The leaves of a tree with their paths, and its structure."""
@@ -266,23 +192,6 @@ def wide(x: jax.Array) -> jax.Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def own_piece(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    """This device's piece of an array along a dim."""
-    dim %= x.ndim
-    size = x.shape[dim] // lax.axis_size(axes)
-    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
-
-
-def gather_all(x: jax.Array, axes: Axes) -> jax.Array:
-    """All devices' arrays, one after the other along the first dim."""
-    tile = _TILE_BYTES // x.dtype.itemsize
-    if platform() != "tpu" or x.ndim > 1 or x.size < tile or x.size % tile == 0:
-        return lax.all_gather(x, axes, tiled=True)
-    # Of vectors that do not fill whole tiles XLA:TPU would make an all-reduce, twice the bytes.
-    found = lax.all_gather(jnp.pad(x, (0, -x.size % tile)), axes)
-    return found[:, : x.size].ravel()
-
-
 def from_step(start: int, method: Method, before: Method) -> Method:
     """A method that takes over at a step; until then its state stays what it was."""
     if not start:
@@ -308,7 +217,7 @@ def _broken(grads: list[jax.Array], axes: Axes) -> jax.Array:
     return lax.pmax(found.astype(jnp.int32), axes) > 0
 
 
-def _is_none(x: Any) -> bool:
+def is_none(x: Any) -> bool:
     return x is None
 
 

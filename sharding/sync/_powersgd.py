@@ -9,10 +9,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_ext import Factoring, FactoringRule, last_two_dims
-from sharding._specs import path_str
+from sharding.placement._specs import Axes, path_str
 from sharding.sync._dense import dense_method
 from sharding.sync._interface import (
-    Axes,
     GradientSync,
     Method,
     Noise,

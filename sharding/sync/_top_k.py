@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sharding.collectives._all_gather import gather_all
+from sharding.placement._specs import Axes
 from sharding.sync._dense import dense_mean, dense_method
 from sharding.sync._interface import (
-    Axes,
     GradientSync,
     Method,
     Noise,
     check_density,
-    gather_all,
     leafwise,
     wide,
 )

@@ -7,20 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding.sync._dense import dense_mean, dense_method, dense_piece
-from sharding.sync._interface import (
-    Axes,
-    GradientSync,
-    Method,
-    Noise,
-    RowMethod,
-    check_density,
-    gather_all,
-    leafwise,
-    own_piece,
-)
-from sharding.sync._mixer import Mixer
-from sharding.sync._rows import (
+from sharding.collectives._all_gather import gather_all
+from sharding.collectives._permutation import Mixer
+from sharding.collectives._reduce_scatter import own_piece
+from sharding.collectives._rows import (
     Entries,
     Owners,
     Rows,
@@ -31,6 +21,16 @@ from sharding.sync._rows import (
     pick,
     repeat,
     room_for,
+)
+from sharding.placement._specs import Axes
+from sharding.sync._dense import dense_mean, dense_method, dense_piece
+from sharding.sync._interface import (
+    GradientSync,
+    Method,
+    Noise,
+    RowMethod,
+    check_density,
+    leafwise,
 )
 
 # Elements that int32 can number, with room for owners whose last places are empty.

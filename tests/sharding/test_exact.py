@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import sharding as shd
-from sharding._layout import Layout
+from sharding.placement._layout import Layout
 
 from . import model
 
@@ -106,7 +106,7 @@ def test_two_data_axes(stage):
 @pytest.mark.parametrize("stage", [2, 3])
 def test_scatter_and_gather_one_axis_after_the_other(stage, monkeypatch):
     """As on TPUs, whose platform the mesh pretends to be of."""
-    monkeypatch.setattr(Layout, "_platform", "tpu")
+    monkeypatch.setattr(Layout, "platform", "tpu")
     mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"), axis_types=(AxisType.Auto,) * 3)
     zero = shd.Zero(mesh, stage=stage, axis=("x", "y", "z"), min_shard_size=0)
     check("adafactor", zero, jnp.float64)

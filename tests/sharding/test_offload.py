@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import optax_ext
 import sharding as shd
 from optax_ext.in_turn import Graph
-from sharding._stream import HOST, Streamed, on_host
+from sharding.offload._stream import HOST, Streamed, on_host
 
 from .test_targets import need
 
@@ -32,7 +32,7 @@ SHAPES = {
 @pytest.fixture(autouse=True)
 def small_layers(monkeypatch):
     """Layers of the tests are small."""
-    monkeypatch.setattr("sharding._layers.MIN_LAYER_SIZE", 128)
+    monkeypatch.setattr("sharding.offload._layer_rules.MIN_LAYER_SIZE", 128)
 
 
 def initial(dtype=jnp.float64):

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from sharding._scatter import FORMS, choose_form, psum_scatter
+from sharding.collectives._reduce_scatter import FORMS, choose_form, psum_scatter
 from sharding.plan._wire import wire_bytes
 
 pytestmark = pytest.mark.usefixtures("x64")

@@ -13,9 +13,9 @@ from jax.sharding import AxisType
 
 import sharding as shd
 from sharding import sync
+from sharding.collectives._permutation import Mixer
+from sharding.collectives._rows import Owners, distinct
 from sharding.plan._wire import collectives
-from sharding.sync._mixer import Mixer
-from sharding.sync._rows import Owners, distinct
 
 from ...flax_nnx import needs_nnx, nnx
 

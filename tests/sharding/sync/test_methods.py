@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import optax_ext
 from sharding import sync
-from sharding.sync._quantized import dequantize, quantize
+from sharding.collectives._block_codec import dequantize, quantize
 
 from .harness import Exchange, stacked
 from .traces import DEVICES, RANK, SHAPES, START, STEPS

@@ -13,9 +13,9 @@ from jax.sharding import AxisType
 
 import sharding as shd
 from sharding import sync
+from sharding.collectives._permutation import Mixer
 from sharding.plan._wire import collectives, wire_bytes
 from sharding.sync import _agsparse, _zen
-from sharding.sync._mixer import Mixer
 
 from .harness import Exchange
 

@@ -9,8 +9,15 @@ from typing import Any
 
 import jax
 
-from sharding._gather import Handle, gather, gathered, has_shards, split_arrays, together
-from sharding._lookup import lookup
+from sharding.step._gather_params import (
+    Handle,
+    gather,
+    gathered,
+    has_shards,
+    split_arrays,
+    together,
+)
+from sharding.step._lookup import lookup
 
 
 def gathered_module(cls: type, policy: Callable[..., bool] | None, reshard: bool) -> type:

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from sharding import _model_state, _pieces, _synced
-from sharding._exchange import Exchange, exchange_of
-from sharding._gather import call_with_shards
-from sharding._layout import Layout, Placement
-from sharding._precision import Precision
-from sharding._specs import entry_of
+from sharding.placement._layout import Layout, Placement
+from sharding.placement._specs import entry_of
+from sharding.step import _local_norm, _model_state, _sync_state
+from sharding.step._gather_params import call_with_shards
+from sharding.step._param_plan import Exchange, exchange_of
+from sharding.step._precision import Precision
 from sharding.sync import GradientSync
 
 P = PartitionSpec
@@ -150,7 +150,7 @@ def device_gradients(
         local: list[jax.Array] = []
         if options.local_norm:
             with jax.named_scope("local_norm"):
-                local = _pieces.squares(
+                local = _local_norm.squares(
                     exchange, grads, _wide(weight) if options.weighted else None
                 )
         sums = (_wide(total), _wide(weight), local, exchange.reduce_each(grads))
@@ -185,7 +185,7 @@ def device_gradients(
         total, weight, local, grads = sums
         aux = jax.tree.map(_join_microbatches, aux)
     metrics: dict[str, Any] = {}
-    total, *local = _pieces.psum_together([total, *local], axes)
+    total, *local = _local_norm.psum_together([total, *local], axes)
     scale: Any = 1.0 / (steps * lax.axis_size(axes))
     if options.weighted:
         weight = lax.psum(weight, axes)
@@ -267,7 +267,7 @@ def gradients(
         for tree in (placed.params, placed.shards)
     )
     out_specs = [spec for spec, t in zip(shard_specs, exchange.trained, strict=True) if t]
-    at = _synced.spec(layout)
+    at = _sync_state.spec(layout)
     input_specs = Inputs(layout.batch_specs(inputs.batch), P(), P())
     run = layout.shard_map(local, (specs, input_specs, at), (out_specs, metric_specs, at, P()))
     reduced, metrics, sync_state, model_state = run(leaves, inputs, sync_state)

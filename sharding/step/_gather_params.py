@@ -13,8 +13,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from sharding._collectives import Cut, all_gather, reduce_scatter
-from sharding._layout import Layout
+from sharding.collectives._all_gather import all_gather
+from sharding.collectives._on_other_axes import ArrayLayout
+from sharding.collectives._reduce_scatter import reduce_scatter
+from sharding.placement._layout import Layout
 from sharding.sync import RowMethod
 
 # The name that marks, in a traced loss, what it passes to ``gather``; for ``uses``.
@@ -213,9 +215,9 @@ def _gather_backward(
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
-def _cuts(hows: Sequence[How], xs: Sequence[jax.Array]) -> list[Cut]:
+def _cuts(hows: Sequence[How], xs: Sequence[jax.Array]) -> list[ArrayLayout]:
     return [
-        Cut(how.dim, PartitionSpec(*how.entries[len(how.entries) - x.ndim :]))
+        ArrayLayout(how.dim, PartitionSpec(*how.entries[len(how.entries) - x.ndim :]))
         for how, x in zip(hows, xs, strict=True)
     ]
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sharding._specs import Axis
+from sharding.placement._specs import Axis
 from sharding.sync._interface import GradientSync
 
 

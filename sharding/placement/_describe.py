@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from sharding._specs import AnyMesh, num_shards, path_str
+from sharding.placement._specs import AnyMesh, num_shards, path_str
 
 _NAMED = 4  # parameters that a reason names
 

@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding import _gather, _lookup
-from sharding._collectives import Cut, reduce_scatter
-from sharding._gather import How, Shard, gather
-from sharding._layout import Layout, Placement
-from sharding._precision import Precision
-from sharding._specs import axes_of, path_str
-from sharding._uses import uses
+from sharding.collectives._on_other_axes import ArrayLayout
+from sharding.collectives._reduce_scatter import reduce_scatter
+from sharding.placement._layout import Layout, Placement
+from sharding.placement._specs import axes_of, path_str
+from sharding.step import _gather_params, _lookup
+from sharding.step._gather_params import How, Shard, gather
+from sharding.step._param_uses import uses
+from sharding.step._precision import Precision
 from sharding.sync import GradientSync, RowMethod
 
 
@@ -44,8 +45,8 @@ class Exchange(NamedTuple):
     precision: Precision
     shapes: list[tuple[int, ...]]
     dtypes: list[Any]
-    cuts: list[Cut]
-    replica_cuts: list[Cut]
+    cuts: list[ArrayLayout]
+    replica_cuts: list[ArrayLayout]
     trained: list[bool]
     paths: list[str]
     sync: GradientSync | None = None
@@ -94,12 +95,12 @@ class Exchange(NamedTuple):
             jax.ShapeDtypeStruct(shape, self.precision.of_loss(dtype))
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         ]
-        found = uses(loss, whole, [_gather.MARK, _lookup.MARK], *args)
+        found = uses(loss, whole, [_gather_params.MARK, _lookup.MARK], *args)
         looked_up = found.marked[_lookup.MARK]
         wanted = by_rows & looked_up.keys()
         for i in wanted & found.otherwise:
             _warn_whole(f"the loss looks up rows of {self.paths[i]!r}, and uses it otherwise too")
-        for i in wanted & found.marked[_gather.MARK].keys():
+        for i in wanted & found.marked[_gather_params.MARK].keys():
             _warn_whole(f"the loss looks up rows of {self.paths[i]!r}, and gathers it too")
         if by_rows:
             for shape in found.unknown[_lookup.MARK]:
@@ -276,7 +277,7 @@ class Exchange(NamedTuple):
             for g, dtype in zip(grads, dtypes, strict=True)
         ]
 
-    def out(self) -> list[Cut]:
+    def out(self) -> list[ArrayLayout]:
         """How the gradients of trained parameters are cut."""
         return [cut for cut, trained in zip(self.cuts, self.trained, strict=True) if trained]
 
@@ -285,7 +286,7 @@ class Exchange(NamedTuple):
         grads: list[jax.Array],
         axes: tuple[str, ...],
         chosen: list[bool],
-        cuts: list[Cut] | None = None,
+        cuts: list[ArrayLayout] | None = None,
     ) -> list[jax.Array]:
         """Sums the chosen leaves over axes."""
         picked = [i for i, choice in enumerate(chosen) if choice]
@@ -326,8 +327,8 @@ def exchange_of(
     ):
         other = layout.other_spec(spec)
         axes = {axis for entry in shards for axis in axes_of(entry)}
-        cuts.append(Cut(dim, other))
-        replica_cuts.append(Cut(dim if axes & set(layout.replica_axes) else 0, other))
+        cuts.append(ArrayLayout(dim, other))
+        replica_cuts.append(ArrayLayout(dim if axes & set(layout.replica_axes) else 0, other))
     paths = [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
     trained = treedef.flatten_up_to(trained)
     rows: list[RowMethod | None] = [None] * len(leaves)

@@ -13,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from sharding import _specs
-from sharding._scatter import LANES, choose_form
-from sharding._specs import AnyMesh, Axis
+from sharding.placement import _specs
+from sharding.placement._specs import AnyMesh, Axis
 
 P = PartitionSpec
 # The last dim is cut into multiples of this, or another is: blocks of quantized state stay whole,
@@ -203,33 +202,16 @@ class Layout:
         """A spec that of the axes of data parallelism names these alone."""
         return _only(spec, self.other_axes | set(axes))
 
-    def scatter_form(self, axes: tuple[str, ...], x: jax.Array, dim: int) -> str:
-        """In which form one dim of an array is reduce-scattered over ``axes``."""
-        if self.scatter != "auto":
-            return self.scatter
-        sizes = [self.mesh.shape[axis] for axis in axes]
-        return choose_form(self._platform, sizes, x.shape, dim, x.dtype)
-
     @property
-    def _platform(self) -> str:
+    def platform(self) -> str:
+        """That of the devices, such as ``tpu``; ``unknown`` of an abstract mesh."""
         devices = self.mesh.devices.flat if isinstance(self.mesh, Mesh) else [None]
-        return getattr(devices[0], "platform", "unknown")  # of an abstract mesh
-
-    def gather_steps(self, lanes: int | None = None) -> list[tuple[str, ...]]:
-        """Over which axes, one group after the other, shards are gathered; the last axis first.
-
-        Over all three axes of a TPU's torus at once XLA makes an all-reduce of it; over two where
-        the last dim is cut into less than a register's ``lanes``.
-        """
-        narrow = lanes is not None and lanes < LANES
-        if self._platform == "tpu" and len(self.axes) > (1 if narrow else 2):
-            return [(axis,) for axis in reversed(self.axes)]
-        return [self.axes]
+        return getattr(devices[0], "platform", "unknown")
 
     # --- Batches ------------------------------------------------------------------------------
 
     def batch_specs(self, tree: Any) -> Any:
-        """Cut along the first dim; scalars are replicated."""
+        """ArrayLayout along the first dim; scalars are replicated."""
         entry = _specs.entry_of(self.data_axes)
         return jax.tree.map(lambda x: P(entry) if np.ndim(x) else P(), tree)
 

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from sharding._gather import Handle, How, Shard, gather, is_shard
-from sharding.sync._interface import gather_all
-from sharding.sync._mixer import Mixer
-from sharding.sync._rows import Entries, Owners, distinct, in_rounds, pick, repeat, room_for
+from sharding.collectives._all_gather import gather_all
+from sharding.collectives._permutation import Mixer
+from sharding.collectives._rows import Entries, Owners, distinct, in_rounds, pick, repeat, room_for
+from sharding.step._gather_params import Handle, How, Shard, gather, is_shard
 
 # The name that marks, in a traced loss, what it passes to ``lookup``.
 MARK = "sharding.lookup"

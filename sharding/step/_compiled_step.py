@@ -9,8 +9,8 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding
 
-from sharding._layout import no_mesh
-from sharding._specs import path_str
+from sharding.placement._layout import no_mesh
+from sharding.placement._specs import path_str
 
 
 def parts(

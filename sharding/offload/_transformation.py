@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext.in_turn import Graph, by_parameter
-from sharding._specs import is_spec
-from sharding._stream import HOST, Streamed, on_host
+from sharding.offload._stream import HOST, Streamed, on_host
+from sharding.placement._specs import is_spec
 
 KIND = "pinned_host"
 

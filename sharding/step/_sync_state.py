@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sharding._layout import Layout, Placement
-from sharding._specs import entry_of, path_str
+from sharding.placement._layout import Layout, Placement
+from sharding.placement._specs import entry_of, path_str
 from sharding.sync import GradientSync, SyncedState, resize
 
 

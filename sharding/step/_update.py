@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sharding._layout import Layout, Placement
-from sharding._offload import streamed
-from sharding._specs import is_spec
-from sharding._state import parts
+from sharding.collectives._all_gather import gather_steps
+from sharding.offload._transformation import streamed
+from sharding.placement._layout import Layout, Placement
+from sharding.placement._specs import is_spec
+from sharding.step._compiled_step import parts
 
 
 def update(
@@ -63,7 +64,7 @@ def global_norm(layout: Layout, grads: Any, placed: Placement) -> jax.Array:
 def _gather(layout: Layout, shards: Any, placed: Placement) -> Any:
     """Gathers over all but the last group of axes; the last is the caller's constraint."""
     left = list(layout.axes)
-    for axes in layout.gather_steps()[:-1]:
+    for axes in gather_steps(layout)[:-1]:
         left = [axis for axis in left if axis not in axes]
         specs = jax.tree.map(
             lambda spec, left=left: layout.keep_axes(spec, left), placed.shards, is_leaf=is_spec

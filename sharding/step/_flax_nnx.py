@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 
-from sharding import _synced
-from sharding._gradients import NUMBERED
-from sharding._layout import no_mesh
-from sharding._linen import is_bound, matches
-from sharding._modules import gathered_module
-from sharding._state import CompiledStep
+from sharding.placement._layout import no_mesh
+from sharding.step import _sync_state
+from sharding.step._compiled_step import CompiledStep
+from sharding.step._flax_linen import is_bound, matches
+from sharding.step._flax_modules import gathered_module
+from sharding.step._gradients import NUMBERED
 
 
 class NnxStep:
@@ -197,7 +197,7 @@ def _shardings(zero: Any, model: Any, optimizer: Any, param_specs: Any) -> Any:
     state = nnx.as_pure((params, optimizer.opt_state))
     if zero.sync is not None:
         placed = zero._layout.place(state[0], param_specs)
-        if _synced.state_types(zero._layout, zero.sync, state[0], placed) is not None:
+        if _sync_state.state_types(zero._layout, zero.sync, state[0], placed) is not None:
             raise ValueError(
                 "sync: this gradient sync keeps a state, which an nnx.Optimizer has no place for. "
                 "Use train_step with the pair (params, opt_state) of nnx.split, or a sync without "

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding.sync._interface import Axes
-from sharding.sync._mixer import Mixer
+from sharding.collectives._permutation import Mixer
+from sharding.placement._specs import Axes
 
 _ROUNDS = (1, 2, 4)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-from sharding._modules import gathered_call
-from sharding._specs import axes_of, entry_of
+from sharding.placement._specs import axes_of, entry_of
+from sharding.step._flax_modules import gathered_call
 
 
 def matches(pattern: str, name: str, path: str) -> bool:

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding._specs import Axis, axes_of
+from sharding.collectives._on_other_axes import ArrayLayout, on_each
+from sharding.placement._layout import Layout
+from sharding.placement._specs import Axes, Axis, axes_of
 
 # Both ways together. Chosen, not measured: what a step waits for shows in no program.
 _MIN_STEP_BYTES = 1 << 16
@@ -95,6 +97,34 @@ def choose_form(
         return "all_to_all" if last and shape[-1] // math.prod(sizes) < LANES else "axes"
     sent = math.prod(shape) * jnp.dtype(dtype).itemsize // sizes[0]
     return "ring" if sent >= _MIN_STEP_BYTES else "all_to_all"
+
+
+def reduce_scatter(
+    layout: Layout, axes: tuple[str, ...], xs: Sequence[jax.Array], cuts: Sequence[ArrayLayout]
+) -> list[jax.Array]:
+    """Sums over manual axes; each device keeps its part, and the whole of what is not cut."""
+
+    def reduce(x: jax.Array, dim: int) -> jax.Array:
+        if not dim:
+            return lax.psum(x, axes)
+        return psum_scatter(x, axes, dim, scatter_form(layout, axes, x, dim))
+
+    return on_each(layout, reduce, xs, cuts)
+
+
+def scatter_form(layout: Layout, axes: tuple[str, ...], x: jax.Array, dim: int) -> str:
+    """In which form one dim of an array is reduce-scattered over ``axes``."""
+    if layout.scatter != "auto":
+        return layout.scatter
+    sizes = [layout.mesh.shape[axis] for axis in axes]
+    return choose_form(layout.platform, sizes, x.shape, dim, x.dtype)
+
+
+def own_piece(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    """This device's piece of an array along a dim."""
+    dim %= x.ndim
+    size = x.shape[dim] // lax.axis_size(axes)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
 
 
 def _axes(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:

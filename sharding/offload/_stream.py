@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_ext.in_turn import Equation, Graph, Turns
-from sharding._layers import WHOLE, bind_layer, is_stack, layer_of, operand_dims
+from sharding.offload._layer_rules import WHOLE, bind_layer, is_stack, layer_of, operand_dims
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding._specs import path_str
+from sharding.placement._specs import path_str
 
 REDUCTIONS = ("mean", "sum", "same")
 

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from sharding._exchange import Exchange
-from sharding._layout import Layout
-from sharding._precision import Precision
-from sharding._uses import uses
+from sharding.placement._layout import Layout
+from sharding.step._param_plan import Exchange
+from sharding.step._param_uses import uses
+from sharding.step._precision import Precision
 
 
 def asks(

@@ -1,0 +1,1 @@
+"""Reduce-scatter, all-gather and sparse rows between devices, and their codecs."""

@@ -1,0 +1,1 @@
+"""The training step: micro-batches, gathering, reduction, update, Flax."""
