@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sharding.collectives._array_layout import ArrayLayout, on_each
 from sharding.collectives._block_codec import dequantize, quantize
-from sharding.collectives._on_other_axes import ArrayLayout, on_each
 from sharding.collectives._reduce_scatter import LANES, platform
 from sharding.placement._layout import Layout
 from sharding.placement._specs import Axes

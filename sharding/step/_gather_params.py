@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from sharding.collectives._all_gather import all_gather
-from sharding.collectives._on_other_axes import ArrayLayout
+from sharding.collectives._array_layout import ArrayLayout
 from sharding.collectives._reduce_scatter import reduce_scatter
 from sharding.placement._layout import Layout
 from sharding.sync import RowMethod

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding.collectives._on_other_axes import ArrayLayout
+from sharding.collectives._array_layout import ArrayLayout
 from sharding.collectives._reduce_scatter import reduce_scatter
 from sharding.placement._layout import Layout, Placement
 from sharding.placement._specs import axes_of, path_str
