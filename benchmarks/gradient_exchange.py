@@ -27,8 +27,8 @@ from jax.sharding import PartitionSpec as P
 
 import sharding as shd
 from sharding import sync
-from sharding.collectives._permutation import Mixer
-from sharding.collectives._rows import room_for
+from sharding.collectives._permutation import Permutation
+from sharding.collectives._sparse_rows import list_capacity
 from sharding.plan import targets
 
 SPARSE = [  # target, devices, rows
@@ -99,14 +99,14 @@ def sparse_rows(smoke: bool) -> Iterator[str]:
         ids = words(num, rows)
         found = sync.Sparsity.measure(ids, rows, WIDTH)
         one, union = found.densities[1], found.densities[num]
-        mixed = np.asarray(Mixer(rows).mix(jnp.arange(rows, dtype=jnp.int32)))
+        mixed = np.asarray(Permutation(rows).apply(jnp.arange(rows, dtype=jnp.int32)))
         places = -(-rows // num)
         counts = np.stack([np.bincount(mixed[x] // places, minlength=num) for x in ids])
         all_rows = np.unique(np.concatenate(ids))
         back = np.bincount(mixed[all_rows] // places, minlength=num)
-        room = room_for(one, places, num**2)
+        room = list_capacity(one, places, num**2)
         rounds = next(r for r in (1, 2, 4) if counts.max() <= r * room)
-        assert back.max() <= room_for(union, places, num)  # else all of the sum is sent
+        assert back.max() <= list_capacity(union, places, num)  # else all of the sum is sent
         fullest = max(counts.max() * num / counts.sum(1).max(), back.max() * num / back.sum())
         zen = sent(target, num, sync.zen(one, union_density=union), (rows, WIDTH))
         zen += (rounds - 1) * (num - 1) * room * 4 * (WIDTH + 1)

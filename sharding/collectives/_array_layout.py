@@ -10,30 +10,32 @@ from sharding.placement._layout import Layout
 
 
 class ArrayLayout(NamedTuple):
-    """How one array is cut.
+    """How one array is sharded.
 
     Attributes:
-      dim: the dim that ZeRO cuts, counted from the end; 0: none.
-      spec: how the array lies on the user's axes of the mesh.
+      dim: the dim that ZeRO shards, counted from the end; 0 if the array is unsharded.
+      spec: the placement of the array on the user's axes of the mesh.
     """
 
     dim: int
     spec: PartitionSpec
 
 
-def on_each(
+def map_arrays(
     layout: Layout,
     fn: Callable[[jax.Array, int], jax.Array],
     xs: Sequence[jax.Array],
-    cuts: Sequence[ArrayLayout],
+    array_layouts: Sequence[ArrayLayout],
 ) -> list[jax.Array]:
+    """``fn(x, dim)`` of every array, where ``fn`` runs collectives over ZeRO's axes."""
+
     def run(xs: list[jax.Array]) -> list[jax.Array]:
-        return [fn(x, cut.dim) for x, cut in zip(xs, cuts, strict=True)]
+        return [fn(x, at.dim) for x, at in zip(xs, array_layouts, strict=True)]
 
     if not layout.other_axes:
         return run(list(xs))
     # Left to the partitioner, every array would first be gathered over the other axes.
-    specs = [cut.spec for cut in cuts]
+    specs = [at.spec for at in array_layouts]
     mapped = jax.shard_map(
         run, in_specs=(specs,), out_specs=specs, axis_names=layout.other_axes, check_vma=False
     )

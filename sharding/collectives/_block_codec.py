@@ -9,37 +9,42 @@ from jax import lax
 def quantize(
     x: jax.Array, bits: int, block_size: int, norm: str = "max", key: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Codes and scales of each row, in blocks; the last one is filled up with zeros.
+    """Codes and scales of each row, in blocks; the last block is padded with zeros.
 
     Args:
       x: (rows, elements).
-      bits: 8: int8. 4: uint8 that holds two codes.
-      block_size: elements to a scale.
-      norm: ``"max"`` or ``"l2"``.
-      key: of stochastic rounding; None rounds to nearest.
+      bits: 8 for int8 codes, 4 for uint8 that hold two codes each.
+      block_size: elements per scale.
+      norm: the norm of a block that its scale represents, ``"max"`` or ``"l2"``.
+      key: the random key of stochastic rounding; None rounds to nearest.
+
+    Returns:
+      Codes (rows, padded elements * bits / 8) and float32 scales (rows, blocks).
     """
-    levels = 2 ** (bits - 1) - 1
+    num_levels = 2 ** (bits - 1) - 1
     x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % block_size)))
-    blocks = x.reshape(x.shape[0], -1, block_size)
-    size = jnp.abs(blocks).max(-1) if norm == "max" else jnp.sqrt(jnp.sum(blocks**2, -1))
-    scales = size.astype(jnp.float32) * np.float32(1 / levels)  # as XLA divides by a constant
+    blocks = x.reshape(x.shape[0], -1, block_size)  # (rows, blocks, block_size)
+    # One scale per block: its norm is num_levels steps.
+    norms = jnp.abs(blocks).max(-1) if norm == "max" else jnp.sqrt(jnp.sum(blocks**2, -1))
+    scales = norms.astype(jnp.float32) * np.float32(1 / num_levels)  # as XLA divides by a constant
     steps = blocks / jnp.where(scales == 0, 1, scales)[..., None].astype(x.dtype)
     if key is None:
         steps = jnp.round(steps)
     else:
         steps = jnp.floor(steps + jax.random.uniform(key, steps.shape, steps.dtype))
-    # What float32 made of the scale may lift the largest element above the last level.
-    codes = jnp.clip(steps, -levels, levels).astype(jnp.int8).reshape(x.shape)
+    # A scale rounded to float32 may lift the largest element above the last level.
+    codes = jnp.clip(steps, -num_levels, num_levels).astype(jnp.int8).reshape(x.shape)
     if bits == 4:
+        # Two neighbours share a byte, the first in its lower half.
         low, high = jnp.split(codes.reshape(x.shape[0], -1, 2), 2, -1)
         codes = ((low & 15) | (high << 4)).squeeze(-1).astype(jnp.uint8)
     return codes, scales
 
 
 def dequantize(codes: jax.Array, scales: jax.Array, bits: int, block_size: int) -> jax.Array:
-    """What codes stand for: (rows, elements, filled up to whole blocks), float32."""
+    """The inverse of ``quantize`` up to rounding: (rows, padded elements), float32."""
     if bits == 4:
         both = lax.bitcast_convert_type(codes, jnp.int8)
-        codes = jnp.stack([(both << 4) >> 4, both >> 4], -1)
+        codes = jnp.stack([(both << 4) >> 4, both >> 4], -1)  # shifts extend the sign
     blocks = codes.reshape(*scales.shape, block_size).astype(jnp.float32) * scales[..., None]
     return blocks.reshape(scales.shape[0], -1)

@@ -1,25 +1,27 @@
-"""A permutation that scatters neighbours, computed without a table."""
+"""A pseudorandom permutation of row numbers, computed without a table."""
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-# Odd, so that they can be undone; their bits are those of the golden ratio and of the root of 3.
+# Odd, hence invertible modulo 2**32; the bits of the golden ratio and of the square root of 3.
 _FACTORS = (0x9E3779B1, 0xBB67AE85)
 
 
-class Mixer:
-    """A permutation of 0, 1, ... size - 1.
+class Permutation:
+    """A pseudorandom permutation of 0, 1, ..., size - 1 that separates neighbours.
 
-    Numbers of as many bits as size - 1 has are multiplied by odd factors and xored with their own
-    upper halves; what leaves the range goes round again until it is back in it, as it must.
+    Numbers of as many bits as size - 1 are multiplied by odd factors and xored with their own upper
+    halves; both steps are invertible. A result of size or more is permuted again until it is less
+    (cycle walking).
 
     Args:
-      size: how many numbers, at most 2**31.
-      seed: which permutation.
+      size: how many numbers are permuted, at most 2**31.
+      seed: selects the permutation.
     """
 
     def __init__(self, size: int, seed: int = 0):
@@ -28,37 +30,39 @@ class Mixer:
         offsets = np.random.default_rng(seed).integers(0, 2**31, 2)
         self._factors = [(f + 2 * int(o)) % 2**32 for f, o in zip(_FACTORS, offsets, strict=True)]
 
-    def mix(self, x: jax.Array) -> jax.Array:
-        """Where each number goes; int32."""
-        return self._walk(x, self._step)
+    def apply(self, x: jax.Array) -> jax.Array:
+        """The image of each number; int32."""
+        return self._walk(x, self._forward)
 
-    def unmix(self, x: jax.Array) -> jax.Array:
-        """What goes to each number: undoes ``mix``."""
-        return self._walk(x, self._step_back)
+    def invert(self, x: jax.Array) -> jax.Array:
+        """The number whose image is each of these; int32."""
+        return self._walk(x, self._backward)
 
-    def _walk(self, x: jax.Array, step: object) -> jax.Array:
-        x = step(x.astype(jnp.uint32))  # type: ignore[operator]
+    def _walk(self, x: jax.Array, step: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Repeats a step on the numbers that are outside the range."""
+        x = step(x.astype(jnp.uint32))
         if self._size < 2**self._bits:
             x = lax.while_loop(
                 lambda x: jnp.any(x >= self._size),
-                lambda x: jnp.where(x < self._size, x, step(x)),  # type: ignore[operator]
+                lambda x: jnp.where(x < self._size, x, step(x)),
                 x,
             )
         return x.astype(jnp.int32)
 
-    def _step(self, x: jax.Array) -> jax.Array:
+    def _forward(self, x: jax.Array) -> jax.Array:
         for factor in self._factors:
-            x = self._fold(self._times(x, factor))
+            x = self._fold(self._multiply(x, factor))
         return x
 
-    def _step_back(self, x: jax.Array) -> jax.Array:
+    def _backward(self, x: jax.Array) -> jax.Array:
         for factor in reversed(self._factors):
-            x = self._times(self._fold(x), pow(factor, -1, 2**32))
+            x = self._multiply(self._fold(x), pow(factor, -1, 2**32))
         return x
 
-    def _times(self, x: jax.Array, factor: int) -> jax.Array:
+    def _multiply(self, x: jax.Array, factor: int) -> jax.Array:
+        """The product modulo 2**bits."""
         return (x * jnp.uint32(factor)) & jnp.uint32(2**self._bits - 1)
 
     def _fold(self, x: jax.Array) -> jax.Array:
-        """Undoes itself: the upper half, which is xored into the lower one, stays what it is."""
+        """Xors the upper half into the lower one; its own inverse, as the upper half stays."""
         return x ^ (x >> ((self._bits + 1) // 2))

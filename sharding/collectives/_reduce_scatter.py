@@ -8,19 +8,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding.collectives._array_layout import ArrayLayout, on_each
+from sharding.collectives._array_layout import ArrayLayout, map_arrays
 from sharding.placement._layout import Layout
 from sharding.placement._specs import Axes, Axis, axes_of
 
-# Both ways together. Chosen, not measured: what a step waits for shows in no program.
-_MIN_STEP_BYTES = 1 << 16
-# Of a TPU's registers.
+# From how many bytes per step, in both directions, a ring is used. Chosen, not measured: a compiled
+# program does not show what a step waits for.
+_MIN_RING_BYTES = 1 << 16
+# Elements in one row of a TPU's vector register.
 LANES = 128
 FORMS = ("native", "axes", "ring", "all_to_all")
 
 
 def psum_scatter(x: jax.Array, axis: Axis, dim: int, form: str = "native") -> jax.Array:
-    """Sums over mesh axes and keeps one piece, for use inside a ``shard_map`` manual over them.
+    """Sums over the manual mesh axes of a ``shard_map`` and leaves each device its shard.
 
     Equals ``lax.psum_scatter(x, axis, scatter_dimension=dim, tiled=True)`` up to the order of the
     sum; along a tuple of axes devices count in row-major order.
@@ -28,45 +29,46 @@ def psum_scatter(x: jax.Array, axis: Axis, dim: int, form: str = "native") -> ja
     Args:
       x: one array on every device, with ``ndim >= 1``.
       axis: the mesh axis, or axes.
-      dim: the dim that is cut; its size is a multiple of the number of devices.
-      form: ``"native"``, what XLA makes of ``lax.psum_scatter``; ``"axes"``, over one mesh axis
-        after the other; ``"ring"``, neighbour to neighbour, half of every piece each way round;
-        ``"all_to_all"``, an exchange and a local sum (in float32 for narrower floats).
+      dim: the dim that is scattered; its size is a multiple of the number of devices.
+      form: ``"native"``, whatever XLA makes of ``lax.psum_scatter``; ``"axes"``, over one mesh axis
+        after the other; ``"ring"``, from neighbour to neighbour, half of every shard in each
+        direction; ``"all_to_all"``, an all-to-all and a local sum (in float32 for narrower floats).
 
     Returns:
-      The piece of the sum that is this device's, of the dtype of ``x``.
+      This device's shard of the sum, in the dtype of ``x``.
 
     Raises:
-      ValueError: the form is unknown, or the dim does not divide.
+      ValueError: if the form is unknown, or the dim does not divide.
     """
     names = axes_of(axis)
     num = math.prod(lax.axis_size(name) for name in names)
     dim %= x.ndim
     if x.shape[dim] % num:
         raise ValueError(
-            f"dim {dim} of shape {x.shape} cannot be cut over {num} devices of axis {axis!r}; "
-            f"pad it to a multiple of {num}"
+            f"psum_scatter: dim {dim} of shape {x.shape} cannot be sharded over {num} devices of "
+            f"axis {axis!r}. Pad it to a multiple of {num}."
         )
     if form == "native":
         return lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
     if form == "axes":
-        return _axes(x, names, dim)
+        return _scatter_axis_by_axis(x, names, dim)
     if form == "ring":
-        return x if num == 1 else _ring(x, names, num, dim)
+        return x if num == 1 else _scatter_in_ring(x, names, num, dim)
     if form == "all_to_all":
-        return _all_to_all(x, names, num, dim)
-    raise ValueError(f"unknown form {form!r}; known are {', '.join(FORMS)}")
+        return _scatter_by_all_to_all(x, names, num, dim)
+    raise ValueError(f"psum_scatter: form must be one of {', '.join(FORMS)}, got {form!r}.")
 
 
-def scatter_sum(x: jax.Array, axis: Axis, dim: int) -> jax.Array:
-    """``psum_scatter`` in the form that suits the devices of the ``shard_map`` around it."""
+def psum_scatter_auto(x: jax.Array, axis: Axis, dim: int) -> jax.Array:
+    """``psum_scatter`` in the form for the devices of the enclosing ``shard_map``."""
     axes = axes_of(axis)
     sizes = [lax.axis_size(name) for name in axes]
-    return psum_scatter(x, axes, dim, choose_form(platform(), sizes, x.shape, dim, x.dtype))
+    form = choose_form(current_platform(), sizes, x.shape, dim, x.dtype)
+    return psum_scatter(x, axes, dim, form)
 
 
-def platform() -> str:
-    """That of the devices of the ``shard_map`` around it."""
+def current_platform() -> str:
+    """The platform of the devices of the enclosing ``shard_map``, ``"unknown"`` without devices."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return "unknown" if device is None else device.platform
 
@@ -76,18 +78,18 @@ def choose_form(
 ) -> str:
     """The form that sends no more than a reduce-scatter must, in the fewest steps.
 
-    From the programs of ``benchmarks/results/scatter_forms.md``: on TPUs ``lax.psum_scatter``
-    mostly becomes a full all-reduce, except over one axis of the torus after the other; there too
-    where pieces of the last dim are narrower than a register. Over one flat axis a ring sends the
-    least and needs no room, but waits n - 1 times; where what it sends in a step is small, one
-    exchange sends as much at once.
+    Derived from the programs of ``benchmarks/results/scatter_forms.md``. On TPUs
+    ``lax.psum_scatter`` mostly compiles to a full all-reduce. Over one axis of the torus after the
+    other it does not, unless shards of the last dim are narrower than a register. Over a single
+    flat axis a ring sends the least and needs no extra memory, but waits n - 1 times; if its steps
+    are small, an all-to-all sends as much at once.
 
     Args:
       platform: ``jax.Device.platform``: ``"tpu"``, ``"gpu"``, ``"cpu"``.
       axis_sizes: the size of each mesh axis that is summed over.
-      shape: of the array on one device.
-      dim: the dim that is cut.
-      dtype: of the array.
+      shape: the shape of the array on one device.
+      dim: the dim that is scattered.
+      dtype: the dtype of the array.
     """
     sizes = [size for size in axis_sizes if size > 1]
     if platform != "tpu" or not sizes:
@@ -95,49 +97,56 @@ def choose_form(
     if len(sizes) > 1:
         last = 0 < dim % len(shape) == len(shape) - 1
         return "all_to_all" if last and shape[-1] // math.prod(sizes) < LANES else "axes"
-    sent = math.prod(shape) * jnp.dtype(dtype).itemsize // sizes[0]
-    return "ring" if sent >= _MIN_STEP_BYTES else "all_to_all"
+    step_bytes = math.prod(shape) * jnp.dtype(dtype).itemsize // sizes[0]
+    return "ring" if step_bytes >= _MIN_RING_BYTES else "all_to_all"
 
 
-def reduce_scatter(
-    layout: Layout, axes: tuple[str, ...], xs: Sequence[jax.Array], cuts: Sequence[ArrayLayout]
+def reduce_scatter_arrays(
+    layout: Layout,
+    axes: tuple[str, ...],
+    xs: Sequence[jax.Array],
+    array_layouts: Sequence[ArrayLayout],
 ) -> list[jax.Array]:
-    """Sums over manual axes; each device keeps its part, and the whole of what is not cut."""
+    """Sums over manual axes: this device's shards, and the full sums of unsharded arrays."""
 
     def reduce(x: jax.Array, dim: int) -> jax.Array:
         if not dim:
             return lax.psum(x, axes)
-        return psum_scatter(x, axes, dim, scatter_form(layout, axes, x, dim))
+        return psum_scatter(x, axes, dim, form_on(layout, axes, x, dim))
 
-    return on_each(layout, reduce, xs, cuts)
+    return map_arrays(layout, reduce, xs, array_layouts)
 
 
-def scatter_form(layout: Layout, axes: tuple[str, ...], x: jax.Array, dim: int) -> str:
-    """In which form one dim of an array is reduce-scattered over ``axes``."""
+def form_on(layout: Layout, axes: tuple[str, ...], x: jax.Array, dim: int) -> str:
+    """The form of a reduce-scatter over ``axes``: the user's, else that for the mesh."""
     if layout.scatter != "auto":
         return layout.scatter
     sizes = [layout.mesh.shape[axis] for axis in axes]
     return choose_form(layout.platform, sizes, x.shape, dim, x.dtype)
 
 
-def own_piece(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    """This device's piece of an array along a dim."""
+def own_shard(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    """This device's shard of a replicated array along a dim."""
     dim %= x.ndim
     size = x.shape[dim] // lax.axis_size(axes)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
 
 
-def _axes(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
-    """Scatters over the first axis, then what it left over the next: row-major order."""
+# --- Forms ----------------------------------------------------------------------------------------
+
+
+def _scatter_axis_by_axis(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
+    """Scatters over the first axis, then its shards over the next: row-major order."""
     if 0 < dim >= x.ndim - 2:
         for name in names:
             x = lax.psum_scatter(x, name, scatter_dimension=dim, tiled=True)
         return x
-    # TPU compilers scatter whole leading dims as they are. Of other dims before the last two, which
-    # are those of the tiles in memory, they would make an all-reduce; and again, by undoing the
-    # transpose, if more than one dim were left between.
+    # TPU compilers scatter leading dims directly. A dim between the first and the last two, which
+    # are those of the tiles in memory, becomes an all-reduce instead. So does a transposed one, if
+    # more than one dim is left before the last: the compiler undoes the transpose.
     sizes = [lax.axis_size(name) for name in names]
     shape = (*x.shape[:dim], x.shape[dim] // math.prod(sizes), *x.shape[dim + 1 :])
+    # (..., dim, ...) -> (..., *sizes, dim / devices, ...) -> (*sizes, ..., dim / devices, ...)
     x = x.reshape(*shape[:dim], *sizes, *shape[dim:])
     x = jnp.moveaxis(x, range(dim, dim + len(sizes)), range(len(sizes)))
     if dim:
@@ -147,33 +156,34 @@ def _axes(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
     return x.reshape(shape)
 
 
-def _ring(x: jax.Array, names: tuple[str, ...], num: int, dim: int) -> jax.Array:
-    """Sums that travel: half of every piece upward round the ring, half downward."""
+def _scatter_in_ring(x: jax.Array, names: tuple[str, ...], num: int, dim: int) -> jax.Array:
+    """Passes partial sums from neighbour to neighbour: half of every shard in each direction."""
     me = lax.axis_index(names)
     size = x.shape[dim] // num
-    up = size // 2  # a piece of one row goes downward whole
+    up = size // 2  # rows of a shard that travel upwards; a shard of one row travels downwards
 
-    def half(step: int, piece: jax.Array) -> jax.Array:
-        start, length = (0, up) if step > 0 else (up, size - up)
-        return lax.dynamic_slice_in_dim(x, piece % num * size + start, length, dim)
+    def half(direction: int, shard: jax.Array) -> jax.Array:
+        """The local contribution to the half of a shard that travels in this direction."""
+        start, length = (0, up) if direction > 0 else (up, size - up)
+        return lax.dynamic_slice_in_dim(x, shard % num * size + start, length, dim)
 
     def body(i: jax.Array, sums: dict[int, jax.Array]) -> dict[int, jax.Array]:
         return {
-            step: lax.ppermute(sent, names, [(j, (j + step) % num) for j in range(num)])
-            + half(step, me - step * (i + 2))
-            for step, sent in sums.items()
+            direction: lax.ppermute(sent, names, [(j, (j + direction) % num) for j in range(num)])
+            + half(direction, me - direction * (i + 2))
+            for direction, sent in sums.items()
         }
 
-    # A sum moves on num - 1 times before it is at home, so it starts one place behind its home.
-    steps = (1, -1) if up else (-1,)
-    sums = {step: half(step, me - step) for step in steps}
+    # A sum moves num - 1 times before it reaches its owner, so it starts one device past it.
+    directions = (1, -1) if up else (-1,)
+    sums = {direction: half(direction, me - direction) for direction in directions}
     sums = lax.fori_loop(0, num - 1, body, sums)
-    return lax.concatenate([sums[step] for step in steps], dim)
+    return lax.concatenate([sums[direction] for direction in directions], dim)
 
 
-def _all_to_all(x: jax.Array, names: tuple[str, ...], num: int, dim: int) -> jax.Array:
-    """Every device is sent its piece by every other and sums what it has got."""
+def _scatter_by_all_to_all(x: jax.Array, names: tuple[str, ...], num: int, dim: int) -> jax.Array:
+    """Sends every device its shard and sums the received ones."""
     x = lax.all_to_all(x, names, split_axis=dim, concat_axis=dim, tiled=True)
-    pieces = x.reshape(*x.shape[:dim], num, x.shape[dim] // num, *x.shape[dim + 1 :])
+    shards = x.reshape(*x.shape[:dim], num, x.shape[dim] // num, *x.shape[dim + 1 :])
     narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-    return jnp.sum(pieces, dim, dtype=jnp.float32 if narrow else x.dtype).astype(x.dtype)
+    return jnp.sum(shards, dim, dtype=jnp.float32 if narrow else x.dtype).astype(x.dtype)

@@ -13,9 +13,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from sharding.collectives._all_gather import all_gather
+from sharding.collectives._all_gather import all_gather_arrays
 from sharding.collectives._array_layout import ArrayLayout
-from sharding.collectives._reduce_scatter import reduce_scatter
+from sharding.collectives._reduce_scatter import reduce_scatter_arrays
 from sharding.placement._layout import Layout
 from sharding.sync import RowMethod
 
@@ -192,7 +192,7 @@ def _gather(
         return []
     with jax.named_scope("gather"):
         cast = [x.astype(how.dtype) for x, how in zip(values, hows, strict=True)]
-        return all_gather(hows[0].layout, cast, _cuts(hows, cast), hows[0].bits)
+        return all_gather_arrays(hows[0].layout, cast, _cuts(hows, cast), hows[0].bits)
 
 
 def _gather_forward(hows: Any, dtypes: Any, values: Any) -> tuple[list[jax.Array], None]:
@@ -208,7 +208,7 @@ def _gather_backward(
     with jax.named_scope("reduce_scatter"):
         cast = [g.astype(how.reduce_dtype) for g, how in zip(grads, hows, strict=True)]
         own = [how.sum_by(g, how.dim) for g, how in zip(cast, hows, strict=True) if how.sum_by]
-        sums = own or reduce_scatter(layout, layout.axes, cast, _cuts(hows, cast))
+        sums = own or reduce_scatter_arrays(layout, layout.axes, cast, _cuts(hows, cast))
         return ([g.astype(dtype) for g, dtype in zip(sums, dtypes, strict=True)],)
 
 

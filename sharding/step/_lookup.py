@@ -10,9 +10,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from sharding.collectives._all_gather import gather_all
-from sharding.collectives._permutation import Mixer
-from sharding.collectives._rows import Entries, Owners, distinct, in_rounds, pick, repeat, room_for
+from sharding.collectives._all_gather import all_gather_concat
+from sharding.collectives._permutation import Permutation
+from sharding.collectives._sparse_rows import (
+    RowOwners,
+    SendList,
+    candidates_of_round,
+    for_rounds,
+    in_rounds,
+    list_capacity,
+    unique_lookups,
+)
 from sharding.step._gather_params import Handle, How, Shard, gather, is_shard
 
 # The name that marks, in a traced loss, what it passes to ``lookup``.
@@ -105,7 +113,7 @@ def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
     inside = (at >= 0) & (at < num_rows)
     at = at.astype(jnp.int32)
     if shuffled:
-        at = Mixer(num_rows).mix(jnp.where(inside, at, 0))
+        at = Permutation(num_rows).apply(jnp.where(inside, at, 0))
     at = jnp.where(inside, at, num_rows)
     if isinstance(table, Shard):
         rows = _fetch(_Call(table.how, table.value.dtype, num_rows), table.value, at)
@@ -126,13 +134,13 @@ def shuffle_rows(table: jax.Array) -> jax.Array:
       The table, its rows permuted. Undone by ``unshuffle_rows``, as for export.
     """
     size = table.shape[0]
-    return jnp.take(table, Mixer(size).unmix(jnp.arange(size, dtype=jnp.int32)), axis=0)
+    return jnp.take(table, Permutation(size).invert(jnp.arange(size, dtype=jnp.int32)), axis=0)
 
 
 def unshuffle_rows(table: jax.Array) -> jax.Array:
     """Undoes ``shuffle_rows``."""
     size = table.shape[0]
-    return jnp.take(table, Mixer(size).mix(jnp.arange(size, dtype=jnp.int32)), axis=0)
+    return jnp.take(table, Permutation(size).apply(jnp.arange(size, dtype=jnp.int32)), axis=0)
 
 
 class _Call(NamedTuple):
@@ -189,34 +197,34 @@ def _fetch(call: _Call, shard: jax.Array, ids: jax.Array) -> jax.Array:
     axes, dim = how.layout.axes, how.dim % shard.ndim
     num, shard = lax.axis_size(axes), shard.astype(how.dtype)
     # Where another dim is cut all devices have a part of every row.
-    owners = Owners(call.num_rows, 1 if dim else num)
-    once = distinct(ids, owners)
+    owners = RowOwners(call.num_rows, 1 if dim else num)
+    unique = unique_lookups(ids, owners)
     density = min(how.rows.density, ids.size / call.num_rows)
-    room = room_for(density, owners.places, num * owners.num)
+    capacity = list_capacity(density, owners.num_slots, num * owners.num_owners)
     shape = Shard(shard, how).shape[1:]
 
-    def send(entries: Entries, rounds: int) -> jax.Array:
+    def send(send_list: SendList, num_rounds: int) -> jax.Array:
         def one(i: Any, found: jax.Array) -> jax.Array:
-            picked = pick(entries, owners.num, room, i)
-            asked = jnp.take(entries.place, picked, fill_value=owners.places)
+            picked = candidates_of_round(send_list, owners.num_owners, capacity, i)
+            asked = jnp.take(send_list.slot, picked, fill_value=owners.num_slots)
             if dim:
-                asked = gather_all(asked, axes)
+                asked = all_gather_concat(asked, axes)
             else:
                 asked = lax.all_to_all(asked, axes, split_axis=0, concat_axis=0, tiled=True)
             rows = jnp.take(shard, asked, axis=0, fill_value=0)
             rows = lax.all_to_all(rows, axes, split_axis=0, concat_axis=dim, tiled=True)
             return found.at[picked].set(rows, mode="drop")
 
-        found = repeat(rounds, one, jnp.zeros((ids.size, *shape), shard.dtype))
-        return jnp.take(found, jnp.where(ids < call.num_rows, once.first, ids.size), axis=0)
+        found = for_rounds(num_rounds, one, jnp.zeros((ids.size, *shape), shard.dtype))
+        return jnp.take(found, jnp.where(ids < call.num_rows, unique.first, ids.size), axis=0)
 
     def whole() -> jax.Array:
         return jnp.take(gather(Shard(shard, how._replace(bits=None))), ids, axis=0)
 
-    width, limit = math.prod(shape), min(ids.size, owners.places)
-    most = owners.places * width / (width + (num if dim else 1))
+    width, limit = math.prod(shape), min(ids.size, owners.num_slots)
+    most = owners.num_slots * width / (width + (num if dim else 1))
     with jax.named_scope("gather"):
-        return in_rounds(lambda: once.entries, limit, room, axes, send, whole, most)
+        return in_rounds(lambda: unique.send_list, limit, capacity, axes, send, whole, most)
 
 
 def _fetch_forward(call: _Call, shard: jax.Array, ids: jax.Array) -> Any:

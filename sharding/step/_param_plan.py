@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharding.collectives._array_layout import ArrayLayout
-from sharding.collectives._reduce_scatter import reduce_scatter
+from sharding.collectives._reduce_scatter import reduce_scatter_arrays
 from sharding.placement._layout import Layout, Placement
 from sharding.placement._specs import axes_of, path_str
 from sharding.step import _gather_params, _lookup
@@ -295,7 +295,7 @@ class Exchange(NamedTuple):
         cuts = cuts or self.out()
         cast = self._cast(grads)
         with jax.named_scope("reduce_gradients"):
-            sums = reduce_scatter(
+            sums = reduce_scatter_arrays(
                 self.layout, axes, [cast[i] for i in picked], [cuts[i] for i in picked]
             )
         new = dict(zip(picked, sums, strict=True))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sharding.collectives._all_gather import gather_steps
+from sharding.collectives._all_gather import gather_axis_groups
 from sharding.offload._transformation import streamed
 from sharding.placement._layout import Layout, Placement
 from sharding.placement._specs import is_spec
@@ -64,7 +64,7 @@ def global_norm(layout: Layout, grads: Any, placed: Placement) -> jax.Array:
 def _gather(layout: Layout, shards: Any, placed: Placement) -> Any:
     """Gathers over all but the last group of axes; the last is the caller's constraint."""
     left = list(layout.axes)
-    for axes in gather_steps(layout)[:-1]:
+    for axes in gather_axis_groups(layout)[:-1]:
         left = [axis for axis in left if axis not in axes]
         specs = jax.tree.map(
             lambda spec, left=left: layout.keep_axes(spec, left), placed.shards, is_leaf=is_spec

@@ -1,4 +1,4 @@
-"""Rows that are not zero, from all devices to all."""
+"""SparseRows that are not zero, from all devices to all."""
 
 import math
 from typing import Any
@@ -7,18 +7,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding.collectives._all_gather import gather_all
-from sharding.collectives._rows import (
-    Entries,
-    Owners,
-    Rows,
-    along,
-    dense_rows,
+from sharding.collectives._all_gather import all_gather_concat
+from sharding.collectives._sparse_rows import (
+    RowOwners,
+    SendList,
+    SparseRows,
+    along_dim,
+    candidates_of_round,
+    for_rounds,
     in_rounds,
-    looked_up_rows,
-    pick,
-    repeat,
-    room_for,
+    list_capacity,
+    rows_of_array,
+    rows_of_lookups,
 )
 from sharding.placement._specs import Axes
 from sharding.sync._dense import dense_mean, dense_method, dense_piece
@@ -56,21 +56,23 @@ def agsparse(density: float = 0.01, *, min_size: int = 4096) -> GradientSync:
     check_density(density)
     plain = dense_method()
 
-    def reduced(rows: Rows, axes: Axes, dim: int | None) -> jax.Array:
+    def reduced(rows: SparseRows, axes: Axes, dim: int | None) -> jax.Array:
         """The mean, or this device's piece of it along dim 0 or 1."""
         num, (height, *_) = lax.axis_size(axes), rows.shape
-        owners = Owners(height, 1)
-        room = room_for(min(density, rows.limit / height), height, num)
+        owners = RowOwners(height, 1)
+        room = list_capacity(min(density, rows.max_rows / height), height, num)
         shape = list(rows.shape)
         if dim is not None:
             shape[dim] //= num
             first = lax.axis_index(axes) * shape[dim]
 
-        def send(entries: Entries, rounds: int) -> jax.Array:
+        def send(send_list: SendList, rounds: int) -> jax.Array:
             def one(i: Any, total: jax.Array) -> jax.Array:
-                picked = pick(entries, 1, room, i)
-                row = jnp.take(entries.place, picked, fill_value=height)
-                row, values = (gather_all(part, axes) for part in (row, entries.values(picked)))
+                picked = candidates_of_round(send_list, 1, room, i)
+                row = jnp.take(send_list.slot, picked, fill_value=height)
+                row, values = (
+                    all_gather_concat(part, axes) for part in (row, send_list.values(picked))
+                )
                 if dim == 0:
                     row = jnp.where(row < first, height, row - first)
                 elif dim == 1:
@@ -78,31 +80,33 @@ def agsparse(density: float = 0.01, *, min_size: int = 4096) -> GradientSync:
                 return total.at[row].add(values.astype(total.dtype) / num, mode="drop")
 
             kind = jnp.promote_types(rows.dtype, jnp.float32)
-            return repeat(rounds, one, jnp.zeros(shape, kind))
+            return for_rounds(rounds, one, jnp.zeros(shape, kind))
 
         def whole() -> jax.Array:
-            found = rows.whole()
+            found = rows.dense()
             return dense_mean(found, axes) if dim is None else dense_piece(found, axes, dim)
 
         width = math.prod(rows.shape[1:])
         most = (2 if dim is None else 1) * height * width / (width + 1) / num
-        return in_rounds(lambda: rows.entries(owners), rows.limit, room, axes, send, whole, most)
+        return in_rounds(
+            lambda: rows.send_list(owners), rows.max_rows, room, axes, send, whole, most
+        )
 
     def mean(x: jax.Array, state: Any, axes: Axes, noise: Noise) -> tuple[jax.Array, Any]:
-        return reduced(dense_rows(x), axes, None), state
+        return reduced(rows_of_array(x), axes, None), state
 
     def piece(
         x: jax.Array, state: Any, axes: Axes, noise: Noise, dim: int
     ) -> tuple[jax.Array, Any]:
-        return along(x, dim, lambda x, dim: reduced(dense_rows(x), axes, dim)), state
+        return along_dim(x, dim, lambda x, dim: reduced(rows_of_array(x), axes, dim)), state
 
     def reduce_rows(
         ids: jax.Array, rows: jax.Array, num_rows: int, axes: Axes, dim: int
     ) -> jax.Array:
         def of(x: jax.Array, dim: int | None) -> jax.Array:
-            return reduced(looked_up_rows(ids, num_rows, x), axes, dim)
+            return reduced(rows_of_lookups(ids, num_rows, x), axes, dim)
 
-        return along(rows, dim, of) if dim else of(rows, None)
+        return along_dim(rows, dim, of) if dim else of(rows, None)
 
     method = Method(lambda x: (), mean, piece, is_linear=True, rows=RowMethod(reduce_rows, density))
     return leafwise(

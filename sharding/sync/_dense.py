@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding.collectives._reduce_scatter import scatter_sum
+from sharding.collectives._reduce_scatter import psum_scatter_auto
 from sharding.placement._specs import Axes
 from sharding.sync._interface import GradientSync, Method, Noise, leafwise, wide
 
@@ -64,4 +64,4 @@ def dense_mean(x: jax.Array, axes: Axes) -> jax.Array:
 
 def dense_piece(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
     """This device's piece of it."""
-    return wide(scatter_sum(x, axes, dim)) / lax.axis_size(axes)
+    return wide(psum_scatter_auto(x, axes, dim)) / lax.axis_size(axes)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding.collectives._reduce_scatter import own_piece
+from sharding.collectives._reduce_scatter import own_shard
 from sharding.placement._specs import Axes, Axis, axes_of, path_str
 
 
@@ -72,7 +72,7 @@ class Method(NamedTuple):
         if dim and self.piece is not None:
             return self.piece(x, state, axes, noise, dim)
         x, state = self.mean(x, state, axes, noise)
-        return (own_piece(x, axes, dim) if dim else x), state
+        return (own_shard(x, axes, dim) if dim else x), state
 
 
 class Noise(NamedTuple):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding.collectives._all_gather import gather_all
+from sharding.collectives._all_gather import all_gather_concat
 from sharding.collectives._block_codec import dequantize, quantize
 from sharding.placement._specs import Axes
 from sharding.sync._dense import dense_method
@@ -105,7 +105,7 @@ def qsgd(
         rows = -(-x.size // num)
         flat = jnp.pad(wide(x).ravel(), (0, num * rows - x.size)).reshape(num, rows)
         codes, scales = encode(exchange(flat, axes, first)[None], second)
-        codes, scales = (gather_all(part, axes) for part in (codes, scales))
+        codes, scales = (all_gather_concat(part, axes) for part in (codes, scales))
         found = dequantize(codes, scales, bits, block_size)[:, :rows]
         return found.ravel()[: x.size].reshape(x.shape), state
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding.collectives._all_gather import gather_all
+from sharding.collectives._all_gather import all_gather_concat
 from sharding.placement._specs import Axes
 from sharding.sync._dense import dense_mean, dense_method
 from sharding.sync._interface import (
@@ -209,7 +209,7 @@ def _by_step(
         def run(flat: jax.Array) -> tuple[jax.Array, jax.Array]:
             find = lax.approx_max_k if approximate else lax.top_k
             indices = find(jnp.abs(flat), count)[1]
-            values, places = (gather_all(part, axes) for part in (flat[indices], indices))
+            values, places = (all_gather_concat(part, axes) for part in (flat[indices], indices))
             total = jnp.zeros_like(flat).at[places].add(values) / lax.axis_size(axes)
             # Of one length for all densities; what is too far is dropped.
             return total, jnp.pad(indices, (0, max(counts) - count), constant_values=size)

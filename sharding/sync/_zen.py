@@ -7,20 +7,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding.collectives._all_gather import gather_all
-from sharding.collectives._permutation import Mixer
-from sharding.collectives._reduce_scatter import own_piece
-from sharding.collectives._rows import (
-    Entries,
-    Owners,
-    Rows,
-    along,
-    dense_rows,
+from sharding.collectives._all_gather import all_gather_concat
+from sharding.collectives._permutation import Permutation
+from sharding.collectives._reduce_scatter import own_shard
+from sharding.collectives._sparse_rows import (
+    RowOwners,
+    SendList,
+    SparseRows,
+    along_dim,
+    candidates_of_round,
+    for_rounds,
     in_rounds,
-    looked_up_rows,
-    pick,
-    repeat,
-    room_for,
+    list_capacity,
+    rows_of_array,
+    rows_of_lookups,
 )
 from sharding.placement._specs import Axes
 from sharding.sync._dense import dense_mean, dense_method, dense_piece
@@ -101,66 +101,66 @@ def zen(
         raise ValueError(f"granularity must be 'row' or 'element', got {granularity!r}.")
     plain = dense_method()
 
-    def mean_of(rows: Rows, axes: Axes) -> jax.Array:
+    def mean_of(rows: SparseRows, axes: Axes) -> jax.Array:
         num = lax.axis_size(axes)
-        owners = Owners(rows.shape[0], num, Mixer(rows.shape[0], seed))
-        one = min(density, rows.limit / rows.shape[0])
+        owners = RowOwners(rows.shape[0], num, Permutation(rows.shape[0], seed))
+        one = min(density, rows.max_rows / rows.shape[0])
         union = min(1.0, num * one if union_density is None else union_density)
-        room = room_for(one, owners.places, num**2)
-        back = room_for(union, owners.places, num)
-        limit = min(rows.limit, owners.places)
+        room = list_capacity(one, owners.num_slots, num**2)
+        back = list_capacity(union, owners.num_slots, num)
+        limit = min(rows.max_rows, owners.num_slots)
 
-        def send(entries: Entries, rounds: int) -> jax.Array:
-            total, touched = _push(entries, owners, room, rounds, axes)
+        def send(send_list: SendList, rounds: int) -> jax.Array:
+            total, touched = _push(send_list, owners, room, rounds, axes)
             return _pull((total / num).astype(rows.dtype), touched, owners, back, axes)
 
         def whole() -> jax.Array:
-            return dense_mean(rows.whole(), axes).astype(rows.dtype)
+            return dense_mean(rows.dense(), axes).astype(rows.dtype)
 
         width = math.prod(rows.shape[1:])
-        most = owners.places * width / (width + 1)
-        return in_rounds(lambda: rows.entries(owners), limit, room, axes, send, whole, most)
+        most = owners.num_slots * width / (width + 1)
+        return in_rounds(lambda: rows.send_list(owners), limit, room, axes, send, whole, most)
 
-    def piece_of(rows: Rows, axes: Axes, dim: int) -> jax.Array:
+    def piece_of(rows: SparseRows, axes: Axes, dim: int) -> jax.Array:
         """Along dim 0 or 1."""
         num = lax.axis_size(axes)
-        owners = Owners(rows.shape[0], 1 if dim else num)
-        one = min(density, rows.limit / rows.shape[0])
-        room = room_for(one, owners.places, num * owners.num)
-        limit = min(rows.limit, owners.places)
+        owners = RowOwners(rows.shape[0], 1 if dim else num)
+        one = min(density, rows.max_rows / rows.shape[0])
+        room = list_capacity(one, owners.num_slots, num * owners.num_owners)
+        limit = min(rows.max_rows, owners.num_slots)
 
-        def send(entries: Entries, rounds: int) -> jax.Array:
+        def send(send_list: SendList, rounds: int) -> jax.Array:
             if dim:
-                return _push_parts(entries, rows.shape, room, rounds, axes) / num
-            return _push(entries, owners, room, rounds, axes)[0] / num
+                return _push_parts(send_list, rows.shape, room, rounds, axes) / num
+            return _push(send_list, owners, room, rounds, axes)[0] / num
 
         def whole() -> jax.Array:
-            return dense_piece(rows.whole(), axes, dim)
+            return dense_piece(rows.dense(), axes, dim)
 
         # An index goes to the owner of the row, or to all devices.
         width = math.prod(rows.shape[1:])
-        most = owners.places * width / (width + (num if dim else 1))
-        return in_rounds(lambda: rows.entries(owners), limit, room, axes, send, whole, most)
+        most = owners.num_slots * width / (width + (num if dim else 1))
+        return in_rounds(lambda: rows.send_list(owners), limit, room, axes, send, whole, most)
 
     def mean(x: jax.Array, state: Any, axes: Axes, noise: Noise) -> tuple[jax.Array, Any]:
         rows = x.reshape(x.shape[0] if granularity == "row" else x.size, -1)
-        return mean_of(dense_rows(rows), axes).reshape(x.shape), state
+        return mean_of(rows_of_array(rows), axes).reshape(x.shape), state
 
     def piece(
         x: jax.Array, state: Any, axes: Axes, noise: Noise, dim: int
     ) -> tuple[jax.Array, Any]:
         if granularity == "element":
             total, state = mean(x, state, axes, noise)
-            return own_piece(total, axes, dim), state
-        return along(x, dim, lambda x, dim: piece_of(dense_rows(x), axes, dim)), state
+            return own_shard(total, axes, dim), state
+        return along_dim(x, dim, lambda x, dim: piece_of(rows_of_array(x), axes, dim)), state
 
     def reduce_rows(
         ids: jax.Array, rows: jax.Array, num_rows: int, axes: Axes, dim: int
     ) -> jax.Array:
         if not dim:
-            return mean_of(looked_up_rows(ids, num_rows, rows), axes)
-        return along(
-            rows, dim, lambda x, dim: piece_of(looked_up_rows(ids, num_rows, x), axes, dim)
+            return mean_of(rows_of_lookups(ids, num_rows, rows), axes)
+        return along_dim(
+            rows, dim, lambda x, dim: piece_of(rows_of_lookups(ids, num_rows, x), axes, dim)
         )
 
     of_rows = RowMethod(reduce_rows, density) if granularity == "row" else None
@@ -180,62 +180,64 @@ def zen(
 
 
 def _push(
-    entries: Entries, owners: Owners, room: int, rounds: int, axes: Axes
+    send_list: SendList, owners: RowOwners, room: int, rounds: int, axes: Axes
 ) -> tuple[jax.Array, jax.Array]:
     """What all devices have for the places of this one: the sums, and which places were meant."""
-    num, places = owners.num, owners.places
-    kind = jax.eval_shape(entries.values, jax.ShapeDtypeStruct((1,), jnp.int32))
+    num, places = owners.num_owners, owners.num_slots
+    kind = jax.eval_shape(send_list.values, jax.ShapeDtypeStruct((1,), jnp.int32))
 
     def one(i: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         total, touched = carry
-        picked = pick(entries, num, room, i)
-        place = jnp.take(entries.place, picked, fill_value=places)
+        picked = candidates_of_round(send_list, num, room, i)
+        place = jnp.take(send_list.slot, picked, fill_value=places)
         place, values = (
             lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
-            for x in (place, entries.values(picked))
+            for x in (place, send_list.values(picked))
         )
         total = total.at[place].add(values.astype(total.dtype), mode="drop")
         return total, touched.at[place].set(True, mode="drop")
 
     dtype = jnp.promote_types(kind.dtype, jnp.float32)
     start = jnp.zeros((places, *kind.shape[1:]), dtype), jnp.zeros(places, bool)
-    return repeat(rounds, one, start)
+    return for_rounds(rounds, one, start)
 
 
 def _push_parts(
-    entries: Entries, shape: tuple[int, ...], room: int, rounds: int, axes: Axes
+    send_list: SendList, shape: tuple[int, ...], room: int, rounds: int, axes: Axes
 ) -> jax.Array:
     """The sum of all rows, of each this device's part of the second dim."""
     num = lax.axis_size(axes)
     part = (shape[1] // num, *shape[2:])
 
     def one(i: Any, total: jax.Array) -> jax.Array:
-        picked = pick(entries, 1, room, i)
-        place = jnp.take(entries.place, picked, fill_value=shape[0])
-        values = entries.values(picked).reshape(room, num, *part)
-        place = gather_all(place, axes)
+        picked = candidates_of_round(send_list, 1, room, i)
+        place = jnp.take(send_list.slot, picked, fill_value=shape[0])
+        values = send_list.values(picked).reshape(room, num, *part)
+        place = all_gather_concat(place, axes)
         values = lax.all_to_all(values, axes, split_axis=1, concat_axis=0, tiled=True)
         values = values.reshape(-1, *part).astype(total.dtype)
         return total.at[place].add(values, mode="drop")
 
-    kind = jax.eval_shape(entries.values, jax.ShapeDtypeStruct((1,), jnp.int32))
+    kind = jax.eval_shape(send_list.values, jax.ShapeDtypeStruct((1,), jnp.int32))
     dtype = jnp.promote_types(kind.dtype, jnp.float32)
-    return repeat(rounds, one, jnp.zeros((shape[0], *part), dtype))
+    return for_rounds(rounds, one, jnp.zeros((shape[0], *part), dtype))
 
 
-def _pull(total: jax.Array, touched: jax.Array, owners: Owners, room: int, axes: Axes) -> jax.Array:
+def _pull(
+    total: jax.Array, touched: jax.Array, owners: RowOwners, room: int, axes: Axes
+) -> jax.Array:
     """All rows of the sum, of what each owner has of it."""
-    places, num = owners.places, owners.num
-    place_of = owners.place_of(jnp.arange(owners.rows, dtype=jnp.int32))
+    places, num = owners.num_slots, owners.num_owners
+    place_of = owners.slot_of(jnp.arange(owners.num_rows, dtype=jnp.int32))
 
     def sparse(total: jax.Array, touched: jax.Array) -> jax.Array:
         rank = jnp.cumsum(touched, dtype=jnp.int32) - 1
         at = jnp.full(room, places, jnp.int32)
         here = jnp.arange(places, dtype=jnp.int32)
         at = at.at[jnp.where(touched, rank, room)].set(here, mode="drop")
-        values = gather_all(jnp.take(total, at, axis=0, fill_value=0), axes)
+        values = all_gather_concat(jnp.take(total, at, axis=0, fill_value=0), axes)
         bits = jnp.packbits(touched)
-        bits = gather_all(bits, axes).reshape(num, -1)
+        bits = all_gather_concat(bits, axes).reshape(num, -1)
         touched = jnp.unpackbits(bits, axis=1, count=places).astype(bool)
         rank = jnp.cumsum(touched, 1, dtype=jnp.int32) - 1
         first = jnp.arange(num, dtype=jnp.int32)[:, None]
@@ -254,4 +256,4 @@ def _pull(total: jax.Array, touched: jax.Array, owners: Owners, room: int, axes:
 
 
 def _gather_whole(total: jax.Array, axes: Axes) -> jax.Array:
-    return gather_all(total, axes)
+    return all_gather_concat(total, axes)

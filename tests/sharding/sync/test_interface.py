@@ -84,10 +84,10 @@ def test_resize_keeps_the_mean(num):
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8])
 def test_vectors_are_gathered_in_tiles_on_tpus(size, dtype, monkeypatch):
     """And nothing of what fills them up is left."""
-    monkeypatch.setattr(_all_gather, "platform", lambda: "tpu")
+    monkeypatch.setattr(_all_gather, "current_platform", lambda: "tpu")
     x = jnp.asarray(np.random.default_rng(0).integers(0, 200, (4, size)), dtype)
     run = jax.shard_map(
-        lambda x: _all_gather.gather_all(x[0], ("data",)),
+        lambda x: _all_gather.all_gather_concat(x[0], ("data",)),
         mesh=mesh_of(4),
         in_specs=P("data"),
         out_specs=P(),

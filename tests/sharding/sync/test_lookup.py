@@ -13,8 +13,8 @@ from jax.sharding import AxisType
 
 import sharding as shd
 from sharding import sync
-from sharding.collectives._permutation import Mixer
-from sharding.collectives._rows import Owners, distinct
+from sharding.collectives._permutation import Permutation
+from sharding.collectives._sparse_rows import RowOwners, unique_lookups
 from sharding.plan._wire import collectives
 
 from ...flax_nnx import needs_nnx, nnx
@@ -259,20 +259,20 @@ def test_narrow_dtypes(stage):
 @pytest.mark.parametrize(("rows", "num", "mixed"), [(64, 8, False), (99, 8, True), (5, 1, False)])
 @pytest.mark.parametrize("how", ["zipf", "one", "uniform"])
 def test_every_row_is_sent_once_and_owners_are_filled_from_the_front(rows, num, mixed, how):
-    owners = Owners(rows, num, Mixer(rows) if mixed else None)
+    owners = RowOwners(rows, num, Permutation(rows) if mixed else None)
     ids = np.array(ids_of(0, rows, how)).ravel()
     ids[[3, 7]] = rows, -1  # outside the table
-    entries, first = distinct(jnp.asarray(ids), owners)
-    sent = np.flatnonzero(entries.rank >= 0)
+    send_list, first = unique_lookups(jnp.asarray(ids), owners)
+    sent = np.flatnonzero(send_list.rank >= 0)
     inside = (ids >= 0) & (ids < rows)
     assert sorted(ids[sent]) == sorted(set(ids[inside]))
     np.testing.assert_array_equal(ids[first][inside], ids[inside])
     assert set(first[inside].tolist()) == set(sent.tolist())
-    place = np.asarray(owners.place_of(jnp.asarray(ids[sent])))
-    np.testing.assert_array_equal(entries.owner[sent], place // owners.places)
-    np.testing.assert_array_equal(entries.place[sent], place % owners.places)
+    place = np.asarray(owners.slot_of(jnp.asarray(ids[sent])))
+    np.testing.assert_array_equal(send_list.owner[sent], place // owners.num_slots)
+    np.testing.assert_array_equal(send_list.slot[sent], place % owners.num_slots)
     for owner in range(num):
-        ranks = np.sort(entries.rank[sent][entries.owner[sent] == owner])
+        ranks = np.sort(send_list.rank[sent][send_list.owner[sent] == owner])
         np.testing.assert_array_equal(ranks, np.arange(ranks.size))
 
 

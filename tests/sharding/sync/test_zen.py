@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 
 import sharding as shd
 from sharding import sync
-from sharding.collectives._permutation import Mixer
+from sharding.collectives._permutation import Permutation
 from sharding.plan._wire import collectives, wire_bytes
 from sharding.sync import _agsparse, _zen
 
@@ -25,18 +25,18 @@ from .harness import Exchange
 @settings(max_examples=15, deadline=None)
 @given(st.integers(1, 5000), st.integers(0, 1000))
 def test_the_mixer_permutes(size, seed):
-    mixer, x = Mixer(size, seed), jnp.arange(size, dtype=jnp.int32)
-    mixed = mixer.mix(x)
+    permutation, x = Permutation(size, seed), jnp.arange(size, dtype=jnp.int32)
+    mixed = permutation.apply(x)
     assert mixed.dtype == jnp.int32
     np.testing.assert_array_equal(np.sort(mixed), x)
-    np.testing.assert_array_equal(mixer.unmix(mixed), x)
+    np.testing.assert_array_equal(permutation.invert(mixed), x)
 
 
 @pytest.mark.parametrize("size", [2**22, 50257, 2**20 + 1, 100_000])
 @pytest.mark.parametrize("num", [8, 16, 64])
 def test_the_mixer_balances(size, num):
     """What lies together, or a power of two apart, goes to all owners alike."""
-    mixer = Mixer(size)
+    permutation = Permutation(size)
     count = size // 16
     for name, rows in {
         "the first": np.arange(count),
@@ -45,7 +45,7 @@ def test_the_mixer_balances(size, num):
         "every eighth": 8 * np.arange(count),
         "every sixteenth": 16 * np.arange(count),
     }.items():
-        owners = np.asarray(mixer.mix(jnp.asarray(rows, jnp.int32))) // -(-size // num)
+        owners = np.asarray(permutation.apply(jnp.asarray(rows, jnp.int32))) // -(-size // num)
         share = np.bincount(owners, minlength=num) * num / count
         # A random hash would be off by more for one owner in 30,000.
         assert share.max() < 1 + 4.2 * np.sqrt(num / count), (name, share.max())
@@ -53,7 +53,7 @@ def test_the_mixer_balances(size, num):
 
 def test_other_seeds_are_other_permutations():
     x = jnp.arange(1000, dtype=jnp.int32)
-    assert np.mean(Mixer(1000, 1).mix(x) == Mixer(1000, 2).mix(x)) < 0.05
+    assert np.mean(Permutation(1000, 1).apply(x) == Permutation(1000, 2).apply(x)) < 0.05
 
 
 # --- The mean -------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def test_other_seeds_are_other_permutations():
 
 def rows_to_one_owner(size, num, count):
     """Rows that the hash gives to the first device."""
-    mine = np.flatnonzero(np.asarray(Mixer(size).mix(jnp.arange(size))) < -(-size // num))
+    mine = np.flatnonzero(np.asarray(Permutation(size).apply(jnp.arange(size))) < -(-size // num))
     return mine[:count]
 
 

@@ -1,0 +1,266 @@
+"""Gradients with mostly zero rows: which rows are sent, to which owner, in how many rounds."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sharding.collectives._dtypes import sum_dtype
+from sharding.collectives._permutation import Permutation
+from sharding.placement._specs import Axes
+
+# Numbers of rounds that a program may have a branch for, beside the one for the worst case.
+_ROUND_COUNTS = (1, 2, 4)
+
+
+class RowOwners:
+    """Which device owns each row of an array, and in which slot of its memory.
+
+    Args:
+      num_rows: rows of the array.
+      num_owners: devices that own rows.
+      permutation: maps row numbers to slots, counted over all owners; None for the identity, so
+        that each owner has contiguous rows.
+
+    Attributes:
+      num_slots: slots of each owner; the last ones of the last owners may be empty.
+    """
+
+    def __init__(self, num_rows: int, num_owners: int, permutation: Permutation | None = None):
+        self.num_rows, self.num_owners = num_rows, num_owners
+        self.num_slots = -(-num_rows // num_owners)
+        self._permutation = permutation
+
+    def row_of_slots(self) -> jax.Array:
+        """The row in every slot, owner after owner; ``num_rows`` in empty slots."""
+        slot = jnp.arange(self.num_owners * self.num_slots, dtype=jnp.int32)
+        if self._permutation is None:
+            return jnp.minimum(slot, self.num_rows)
+        row = self._permutation.invert(jnp.minimum(slot, self.num_rows - 1))
+        return jnp.where(slot < self.num_rows, row, self.num_rows)
+
+    def slot_of(self, rows: jax.Array) -> jax.Array:
+        """The slot of each row, counted over all owners."""
+        return rows if self._permutation is None else self._permutation.apply(rows)
+
+
+class SendList(NamedTuple):
+    """The rows that a device may have to send, its candidates; arrays are (candidates,), int32.
+
+    Attributes:
+      owner: the device that owns the row.
+      rank: the position of the row among those for the same owner; -1 if it is not sent.
+      slot: the slot of the row in the owner's memory.
+      values: ``values(indices)``, the rows (indices, ...) of these candidates; zeros where an index
+        is out of range.
+    """
+
+    owner: jax.Array
+    rank: jax.Array
+    slot: jax.Array
+    values: Callable[[jax.Array], jax.Array]
+
+
+def list_capacity(density: float, num_slots: int, num_lists: int) -> int:
+    """How many rows the fullest of several lists has, if each slot is filled with a probability.
+
+    Exceeded one time in 100: a sum of independent choices exceeds its mean by z standard deviations
+    with a probability of about exp(-z^2 / 2), for each list.
+
+    Args:
+      density: the probability that a slot is filled.
+      num_slots: the slots of one list.
+      num_lists: how many lists there are.
+    """
+    expected = density * num_slots
+    margin = math.sqrt(2 * math.log(100 * num_lists) * expected * (1 - density))
+    return min(num_slots, math.ceil(expected + margin) or 1)
+
+
+class SparseRows(NamedTuple):
+    """A gradient that is sparse along its first dim.
+
+    Attributes:
+      shape: of the gradient.
+      dtype: of the gradient.
+      max_rows: at most so many rows are nonzero.
+      send_list: the ``SendList`` for given ``RowOwners``.
+      dense: the gradient as one array.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    max_rows: int
+    send_list: Callable[[RowOwners], SendList]
+    dense: Callable[[], jax.Array]
+
+
+def rows_of_array(x: jax.Array) -> SparseRows:
+    """A gradient (rows, ...) whose nonzero rows have to be found."""
+
+    def send_list(owners: RowOwners) -> SendList:
+        """Candidates are all slots of all owners."""
+        row_of_slots = owners.row_of_slots()  # (owners * slots,)
+        nonzero = jnp.any(x != 0, axis=tuple(range(1, x.ndim)))  # (rows,)
+        nonzero = jnp.take(nonzero, row_of_slots, fill_value=False)
+        nonzero = nonzero.reshape(owners.num_owners, owners.num_slots)
+        rank = jnp.where(nonzero, jnp.cumsum(nonzero, 1, dtype=jnp.int32) - 1, -1).ravel()
+        slot = jnp.arange(rank.size, dtype=jnp.int32)  # counted over all owners
+
+        def values(indices: jax.Array) -> jax.Array:
+            row = jnp.take(row_of_slots, indices, fill_value=owners.num_rows)
+            return jnp.take(x, row, axis=0, fill_value=0)
+
+        return SendList(slot // owners.num_slots, rank, slot % owners.num_slots, values)
+
+    return SparseRows(x.shape, x.dtype, x.shape[0], send_list, lambda: x)
+
+
+def rows_of_lookups(ids: jax.Array, num_rows: int, rows: jax.Array) -> SparseRows:
+    """The gradient of a table, given the gradients of looked-up rows, which may repeat.
+
+    Args:
+      ids: (lookups,), the row of each; ids outside the table have no gradient.
+      num_rows: of the table.
+      rows: (lookups, ...), the gradient of each looked-up row.
+    """
+    dtype = sum_dtype(rows.dtype)
+
+    def scatter_add(index: jax.Array, size: int) -> jax.Array:
+        """Adds up the rows with the same index: (size, ...)."""
+        sums = jnp.zeros((size, *rows.shape[1:]), dtype)
+        return sums.at[index].add(rows.astype(dtype), mode="drop").astype(rows.dtype)
+
+    def send_list(owners: RowOwners) -> SendList:
+        """Candidates are all lookups; the first one of a row holds the sum of all."""
+        unique = unique_lookups(ids, owners)
+        sums = scatter_add(unique.first, ids.size)  # (lookups, ...)
+        return unique.send_list._replace(
+            values=lambda indices: jnp.take(sums, indices, axis=0, fill_value=0)
+        )
+
+    def dense() -> jax.Array:
+        return scatter_add(jnp.where(ids < 0, num_rows, ids), num_rows)
+
+    max_rows = min(ids.size, num_rows)
+    return SparseRows((num_rows, *rows.shape[1:]), rows.dtype, max_rows, send_list, dense)
+
+
+class UniqueLookups(NamedTuple):
+    """Looked-up rows, each sent once.
+
+    Attributes:
+      send_list: a candidate per lookup, of which the first one of every row is sent; its ``values``
+        are a placeholder.
+      first: (lookups,), the index of the first lookup of the same row.
+    """
+
+    send_list: SendList
+    first: jax.Array
+
+
+def unique_lookups(ids: jax.Array, owners: RowOwners) -> UniqueLookups:
+    """Which of the lookups (lookups,) are the first ones of their rows, and who owns these."""
+    # Sort the lookups by slot, so that those of one row are neighbours, and those of one owner.
+    valid = (ids >= 0) & (ids < owners.num_rows)
+    slot = owners.slot_of(jnp.where(valid, ids, 0))  # counted over all owners
+    slot = jnp.where(valid, slot, owners.num_owners * owners.num_slots)  # invalid ids come last
+    order = jnp.argsort(slot, stable=True)
+    slot = slot[order]
+
+    # Of each row the first lookup is sent. Its rank: sent ones before it, less those of the owners
+    # before its own. All arrays are (lookups,) in sorted order, except start.
+    is_first = jnp.concatenate([jnp.ones(1, bool), slot[1:] != slot[:-1]])
+    is_sent = is_first & (slot < owners.num_owners * owners.num_slots)
+    owner = slot // owners.num_slots
+    num_before = jnp.cumsum(is_sent, dtype=jnp.int32) - is_sent
+    start = jnp.searchsorted(owner, jnp.arange(owners.num_owners + 1, dtype=owner.dtype))
+    rank = jnp.where(is_sent, num_before - num_before[start][owner], -1)
+    first = lax.cummax(jnp.where(is_first, jnp.arange(slot.size, dtype=jnp.int32), 0))
+
+    def unsort(x: jax.Array) -> jax.Array:
+        return jnp.zeros_like(x).at[order].set(x)
+
+    send_list = SendList(
+        unsort(owner), unsort(rank), unsort(slot % owners.num_slots), lambda indices: indices
+    )
+    return UniqueLookups(send_list, unsort(order[first].astype(jnp.int32)))
+
+
+def along_dim(x: jax.Array, dim: int, fn: Callable[[jax.Array, int], jax.Array]) -> jax.Array:
+    """``fn(x, dim)`` for a function that takes dim 0 or 1 alone; other dims are moved to 1."""
+    if dim % x.ndim == 0:
+        return fn(x, 0)
+    return jnp.moveaxis(fn(jnp.moveaxis(x, dim, 1), 1), 1, dim)
+
+
+# --- Rounds ---------------------------------------------------------------------------------------
+# The size of what a device sends is fixed when a program is compiled: in one round up to `capacity`
+# rows for each owner. A device with more rows for one owner sends them in further rounds.
+
+
+def candidates_of_round(
+    send_list: SendList, num_owners: int, capacity: int, round_index: Any
+) -> jax.Array:
+    """The candidates that one round sends, (owners * capacity,); out of range in unused places."""
+    num_candidates = send_list.rank.size
+    chosen = (send_list.rank >= 0) & (send_list.rank // capacity == round_index)
+    place = jnp.where(
+        chosen, send_list.owner * capacity + send_list.rank % capacity, num_owners * capacity
+    )
+    unused = jnp.full(num_owners * capacity, num_candidates, jnp.int32)
+    return unused.at[place].set(jnp.arange(num_candidates, dtype=jnp.int32), mode="drop")
+
+
+def in_rounds(
+    make_send_list: Callable[[], SendList],
+    max_per_owner: int,
+    capacity: int,
+    axes: Axes,
+    send: Callable[[SendList, int], jax.Array],
+    send_dense: Callable[[], jax.Array],
+    break_even: float,
+) -> jax.Array:
+    """``send`` in the fewest rounds that suffice for all devices, or ``send_dense``.
+
+    Args:
+      make_send_list: makes the rows to be sent.
+      max_per_owner: how many rows one device can have for one owner.
+      capacity: how many rows a device sends to one owner in a round.
+      axes: the mesh axes of the devices, all of which take the same branch.
+      send: ``send(send_list, num_rounds)``, the result from so many rounds.
+      send_dense: the result from the full array, for when more rounds are needed than pay off.
+      break_even: the rows per owner that cost as much as ``send_dense``.
+    """
+    # Which numbers of rounds are cheaper than the full array.
+    worst_rounds = -(-max_per_owner // capacity)
+    if worst_rounds * capacity < break_even:
+        # Rounds always suffice: the program needs no branch, nor memory, for the full array.
+        round_counts = [*(r for r in _ROUND_COUNTS if r < worst_rounds), worst_rounds]
+    else:
+        round_counts = [r for r in _ROUND_COUNTS if r * capacity < break_even]
+    if not round_counts:
+        return send_dense()
+
+    # One branch for each of them, in ascending order, then the full array.
+    send_list = make_send_list()
+    branches: list[Callable[[], jax.Array]] = [
+        functools.partial(send, send_list, r) for r in round_counts
+    ]
+    if round_counts[-1] != worst_rounds:
+        branches.append(send_dense)
+    if len(branches) == 1:
+        return branches[0]()
+
+    # The first branch that suffices for the longest list of any device.
+    needed = lax.pmax(-(-(jnp.max(send_list.rank) + 1) // capacity), axes)
+    return lax.switch(jnp.searchsorted(jnp.array(round_counts, jnp.int32), needed), branches)
+
+
+def for_rounds(num_rounds: int, body: Callable[[Any, Any], Any], init: Any) -> Any:
+    """``body(round_index, carry)`` for each round; without a loop if there is only one."""
+    return lax.fori_loop(0, num_rounds, body, init) if num_rounds > 1 else body(0, init)
