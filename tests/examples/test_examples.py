@@ -1,0 +1,77 @@
+"""The small files of examples/: each runs as its docstring says, and its loss falls."""
+
+import re
+
+import pytest
+
+from .. import flax_nnx
+from ..multiprocess.processes import ROOT, Processes, finish
+
+pytest.importorskip("flax")
+pytest.importorskip("orbax.checkpoint")
+
+EXAMPLES = ROOT / "examples"
+NAMES = ("many_hosts", "nnx_model", "scanned_stack", "zero_checkpoint")
+
+
+@pytest.fixture
+def processes(tmp_path, monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)  # compiled as for a user
+    processes = Processes(tmp_path)
+    yield processes
+    processes.kill()
+
+
+def output_of(process):
+    code, output = finish(process)
+    assert code == 0, output
+    return output
+
+
+def losses(output):
+    """The printed losses by step."""
+    return {int(i): float(x) for i, x in re.findall(r"^step (\d+): loss (\S+)", output, re.M)}
+
+
+def run(processes, name, *options):
+    return output_of(*processes.start_python(None, EXAMPLES / f"{name}.py", *options))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_example_is_short_and_says_how_to_run_it(name):
+    lines = (EXAMPLES / f"{name}.py").read_text().splitlines()
+    assert len(lines) <= 80
+    assert any(line.startswith(f"  python examples/{name}.py") for line in lines)
+
+
+@pytest.mark.parametrize(
+    "name", ["scanned_stack", pytest.param("nnx_model", marks=flax_nnx.needs_nnx)]
+)
+def test_loss_falls(processes, name):
+    found = list(losses(run(processes, name)).values())
+    assert len(found) > 3
+    assert found[-1] < 0.6 * found[0]
+
+
+def test_checkpoint_resumes_at_another_stage_and_number_of_devices(processes):
+    expected = losses(run(processes, "zero_checkpoint", "--folder", "one", "--steps", "40"))
+    assert list(expected) == [10, 20, 30, 40]
+    assert expected[40] < 0.7 * expected[10]
+
+    first = run(processes, "zero_checkpoint", "--folder", "two", "--steps", "20")
+    options = ("--folder", "two", "--steps", "40", "--stage", "3", "--devices", "4")
+    second = run(processes, "zero_checkpoint", *options)
+    assert "Resumed at step 20, at stage 3 on 4 devices." in second
+    assert list(losses(second)) == [30, 40]
+    assert losses(first) | losses(second) == pytest.approx(expected, rel=1e-3)
+
+
+def test_two_processes_train_as_one(processes):
+    expected = losses(run(processes, "many_hosts"))
+    assert expected[50] < 0.6 * expected[10]
+
+    both = processes.start_python(2, EXAMPLES / "many_hosts.py", "--distributed")
+    first, second = map(output_of, both)
+    assert "processes: 2, devices: 8" in first
+    assert losses(first) == pytest.approx(expected, rel=1e-3)
+    assert "step" not in second  # one process prints
