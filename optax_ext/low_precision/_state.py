@@ -13,7 +13,6 @@ import optax
 
 from optax_ext import _passes, _validate
 from optax_ext._tables import aligned
-from optax_ext.in_turn import ELEMENTWISE, REDUCTIONS, Graph, Turns, by_parameter
 from optax_ext.low_precision._formats import (
     ROUNDINGS,
     BFloat16,
@@ -26,6 +25,7 @@ from optax_ext.low_precision._formats import (
     encode,
 )
 from optax_ext.low_precision._rounding import check_seed, make_key, next_key, uniform_for
+from optax_ext.schedule import ELEMENTWISE, REDUCTIONS, Graph, ScheduledRun, run_by_leaf
 
 # Fields whose arrays are never negative, nearly all of them averages of squares. A field of one
 # state alone is written with the state's name.
@@ -194,11 +194,11 @@ def low_precision_state(
             return step(updates, state)
         # Else XLA holds the float32 moments of all parameters at once.
         stored = [x for _, x in _flatten(state.inner_state)[0] if isinstance(x, Quantized)]
-        marked, scales = (
+        deferred, scales = (
             set(map(id, jax.tree.leaves(x))) for x in (stored, [q.scale for q in stored])
         )
-        turns = functools.partial(_ScalesFirst, scales=scales)
-        return by_parameter(step, updates, state, lambda x: id(x) in marked, turns)
+        make_run = functools.partial(_ScalesFirst, scales=scales)
+        return run_by_leaf(step, updates, state, lambda x: id(x) in deferred, make_run)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -319,8 +319,8 @@ def _field_of(node: Any, path: Any) -> str:
 _LIGHT = ELEMENTWISE | REDUCTIONS | {"broadcast_in_dim", "pad", "reshape", "slice", "squeeze"}
 
 
-class _ScalesFirst(Turns):
-    """Turns that find scales, forget the moments behind them, and compute these again for codes.
+class _ScalesFirst(ScheduledRun):
+    """Computes scales first, discards the moments, and computes these again for the codes.
 
     Codes need the scales of whole blocks, and XLA writes float32 moments to memory in between. On
     CPUs it sees that both are the same.
@@ -330,10 +330,10 @@ class _ScalesFirst(Turns):
         super().__init__(graph, inputs)
         self._scales = {i for i, x in enumerate(inputs) if id(x) in scales}
 
-    def group(self, outputs: list[int]) -> None:
+    def run_group(self, outputs: list[int]) -> None:
         """Computes some outputs, new scales before what depends on them."""
         graph = self.graph
-        made = {j: graph.outputs[j] for j in outputs if self.replaces_marked(j)}
+        made = {j: graph.outputs[j] for j in outputs if self.replaces_deferred(j)}
         scales = [value for j, value in made.items() if j in self._scales]
         codes = [
             math.prod(graph.shape(value)) for j, value in made.items() if j not in self._scales
@@ -348,9 +348,9 @@ class _ScalesFirst(Turns):
                 for value in self.values.keys() - known
                 if graph.reads[value] and math.prod(graph.shape(value)) >= min(codes)
             }
-            inputs = {i: x for i, x in made_of_codes.items() if i not in graph.maker}
+            inputs = {i: x for i, x in made_of_codes.items() if i not in graph.producer}
             self.values |= _passes.reread(inputs, [self.values[value] for value in scales])
-        super().group(outputs)
+        super().run_group(outputs)
 
 
 # --- One array ------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from optax_ext.in_turn import ELEMENTWISE, REDUCTIONS, Equation, Graph, bind
+from optax_ext.schedule import ELEMENTWISE, REDUCTIONS, Equation, Graph, bind
 
 # Elements of one layer, over all devices, from which on a stack is worth a loop.
 MIN_LAYER_SIZE = 2**18

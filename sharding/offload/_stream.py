@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_ext.in_turn import Equation, Graph, Turns
+from optax_ext.schedule import Equation, Graph, ScheduledRun
 from sharding.offload._layer_rules import WHOLE, bind_layer, is_stack, layer_of, operand_dims
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
@@ -27,10 +27,10 @@ def on_host(x: Any) -> bool:
     return jax.typeof(x).memory_space == HOST
 
 
-def _warn_if_at_once(graph: Graph, leaders: Sequence[int]) -> None:
+def _warn_if_at_once(graph: Graph, roots: Sequence[int]) -> None:
     hosted = [i for i, mask in enumerate(graph.reads) if mask == 1 << i]
     sizes = {i: math.prod(graph.shape(i)) * graph.types[i].dtype.itemsize for i in hosted}
-    masks = [graph.reads[graph.outputs[j]] for j in leaders]
+    masks = [graph.reads[graph.outputs[j]] for j in roots]
     needed = [sum(sizes[i] for i in hosted if mask >> i & 1) for mask in masks if mask]
     if len(needed) > 2 and 2 * min(needed) > sum(sizes.values()):
         warnings.warn(
@@ -40,17 +40,17 @@ def _warn_if_at_once(graph: Graph, leaders: Sequence[int]) -> None:
         )
 
 
-class Streamed(Turns):
-    """Turns whose marked inputs lie in the host's memory, and what replaces them returns there.
+class Streamed(ScheduledRun):
+    """A scheduled run whose deferred inputs, and their replacements, are in host memory.
 
     Args:
       graph: the function; all its equations run on the device.
-      inputs: as for all turns; an output returns to the memory of the input that it replaces.
+      inputs: the arrays; an output returns to the memory of the input that it replaces.
       after: arrays that must be there before the first load.
       first_dim_free: whether the first dim of an input is in one piece on every device.
 
     Warns:
-      UserWarning: if every one of several leaders needs most of what is in the host's memory.
+      UserWarning: if every one of several roots needs most of what is in the host's memory.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Streamed(Turns):
         super().__init__(graph, inputs, after)
         self.first_dim_free = first_dim_free
 
-    def all(self, leaders: Sequence[int]) -> list[Any]:
+    def run(self, roots: Sequence[int]) -> list[Any]:
         """Runs the graph, one group after the other; returns the outputs."""
-        _warn_if_at_once(self.graph, leaders)
-        return super().all(leaders)
+        _warn_if_at_once(self.graph, roots)
+        return super().run(roots)
 
-    def group(self, outputs: list[int]) -> None:
+    def run_group(self, outputs: list[int]) -> None:
         """Computes some outputs; those that replace an array of the host go there."""
         # What is not changed is not touched.
         same = [j for j in outputs if self.graph.outputs[j] == j]
@@ -76,15 +76,15 @@ class Streamed(Turns):
         outputs = [j for j in outputs if j not in same]
         loop = _Loop.find(self, outputs)
         if loop is None:
-            super().group(outputs)
+            super().run_group(outputs)
             return
         rest = [j for j in outputs if j not in loop.outputs]
         self.compute([*loop.whole, *(self.graph.outputs[j] for j in rest)])
         self.outputs |= loop.run()
-        before = self.awaited
-        super().group(rest)
-        stored = tuple(self.outputs[j] for j in loop.outputs if self.replaces_marked(j))
-        self.awaited = (*stored, *(() if self.awaited is before else self.awaited)) or before
+        before = self.barrier
+        super().run_group(rest)
+        stored = tuple(self.outputs[j] for j in loop.outputs if self.replaces_deferred(j))
+        self.barrier = (*stored, *(() if self.barrier is before else self.barrier)) or before
 
     def load(self, arrays: list[Any]) -> list[Any]:
         """From the host."""
@@ -92,7 +92,7 @@ class Streamed(Turns):
 
     def store(self, output: int, x: Any) -> Any:
         """To the host, if it came from there."""
-        return jax.device_put(x, HOST) if self.replaces_marked(output) else x
+        return jax.device_put(x, HOST) if self.replaces_deferred(output) else x
 
 
 # --- Layer by layer -------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ class _Loop:
             raise _CannotCutError
         if (made.shape, made.dtype) == (old.shape, old.dtype):
             return output
-        if self._run.replaces_marked(output):
+        if self._run.replaces_deferred(output):
             raise _CannotCutError
         return None
 
@@ -179,7 +179,7 @@ class _Loop:
         """All layers; returns the outputs."""
         run, types = self._run, self._run.graph.types
         held = dict(
-            zip(self._parts, run.in_turn([run.inputs[i] for i in self._parts]), strict=True)
+            zip(self._parts, run.after_barrier([run.inputs[i] for i in self._parts]), strict=True)
         )
         made = [types[run.graph.outputs[j]] for j in self.outputs]
         buffers = [
@@ -197,7 +197,7 @@ class _Loop:
             following = load(buffers, jnp.minimum(layer + 1, self._length - 1))
             new = self._evaluate(layer, parts, buffers)
             new = [
-                jax.device_put(x, HOST) if run.replaces_marked(j) else x
+                jax.device_put(x, HOST) if run.replaces_deferred(j) else x
                 for j, x in zip(self.outputs, new, strict=True)
             ]
             return [

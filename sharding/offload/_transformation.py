@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext.in_turn import Graph, by_parameter
+from optax_ext.schedule import Graph, run_by_leaf
 from sharding.offload._stream import HOST, Streamed, on_host
 from sharding.placement._specs import is_spec
 
@@ -115,12 +115,11 @@ def streamed(
     if specs is not None:
         free = [not spec or spec[0] is None for spec in jax.tree.leaves(specs, is_leaf=is_spec)]
 
-    def turns(graph: Graph, inputs: list[Any]) -> Streamed:
-        awaited = jax.tree.leaves(after)
-        return Streamed(graph, inputs, awaited, lambda i: free is None or free[i])
+    def make_run(graph: Graph, inputs: list[Any]) -> Streamed:
+        return Streamed(graph, inputs, jax.tree.leaves(after), lambda i: free is None or free[i])
 
     # Only operations that machines have in common can be done layer by layer.
-    return by_parameter(fn, tree, state, on_host, turns, simple=True)
+    return run_by_leaf(fn, tree, state, on_host, make_run, simple=True)
 
 
 def is_large(x: Any, min_size: int) -> bool:

@@ -1,9 +1,11 @@
-"""Runs a function of many arrays one output after another, so that few intermediates live at once.
+"""Runs a traced function in an execution order of its own, so that few intermediates are live.
 
 XLA sees a step as one graph and may compute every parameter's intermediates before it uses the
-first. Here the function is traced, and run output by output: what reads marked inputs waits until
-the outputs before have been made. For ``low_precision_state``, and for ``sharding``, which brings
-marked inputs from the host.
+first. Here the function is traced and its equations are evaluated output by output. A barrier keeps
+the deferred inputs of one output from being read before the previous outputs have been computed.
+
+An internal interface, without promises to users: ``low_precision_state`` schedules its quantized
+state by it, and ``sharding.offload`` its transfers from host memory.
 """
 
 import contextlib
@@ -21,7 +23,7 @@ from optax_ext import _passes
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
-    """One operation, on values by number."""
+    """One operation of a ``Graph``; operands and results are numbers of values."""
 
     primitive: Any
     params: dict[str, Any]
@@ -31,20 +33,20 @@ class Equation:
 
 
 class Graph:
-    """A traced function without inner jits. Values are numbers, inputs the first of them.
+    """A traced function with its inner jits inlined. Values are numbered, inputs first.
 
     Args:
-      fn: from a list of arrays to a list of arrays.
+      fn: maps a list of arrays to a list of arrays.
       inputs: the arrays.
-      marked: which of them count in ``reads``.
-      simple: whether passes over matrices take the form that has no branches for machines.
+      deferred: for each input, whether it counts in ``reads``.
+      simple: whether passes over matrices take the form without branches for platforms.
 
     Attributes:
       types: shape and dtype of every value.
-      constants: the values that are known from the start.
-      equations: in an order in which they can be evaluated.
-      maker: of a value that is neither input nor constant, the number of its equation.
-      reads: for each value the marked inputs that it depends on, as bits.
+      constants: the values that are known without evaluation.
+      equations: all operations, in an order in which they can be evaluated.
+      producer: the index of the equation that computes a value; inputs and constants have none.
+      reads: the deferred inputs that a value depends on, as the bits of an int.
       outputs: the values that the function returns.
     """
 
@@ -52,16 +54,16 @@ class Graph:
         self,
         fn: Callable[[list[Any]], list[Any]],
         inputs: Sequence[Any],
-        marked: Sequence[bool],
+        deferred: Sequence[bool],
         simple: bool = False,
     ):
         with _passes.apart(simple):
             closed = jax.make_jaxpr(fn)([_passes.abstract(jax.typeof(x)) for x in inputs])
         self.types: list[Any] = list(closed.in_avals)
-        self.reads = [1 << i if mark else 0 for i, mark in enumerate(marked)]
+        self.reads = [1 << i if wait else 0 for i, wait in enumerate(deferred)]
         self.constants: dict[int, Any] = {}
         self.equations: list[Equation] = []
-        self.maker: dict[int, int] = {}
+        self.producer: dict[int, int] = {}
         self.outputs = self._inline(closed, tuple(range(len(inputs))))
 
     def _inline(self, closed: Any, inputs: Sequence[int], outer: str = "") -> list[int]:
@@ -76,15 +78,15 @@ class Graph:
         for eqn in jaxpr.eqns:
             operands = tuple(map(read, eqn.invars))
             types = [var.aval for var in eqn.outvars]
-            # Named scopes: profilers and the auditor tell phases by them.
+            # Named scopes: profilers and the auditor identify phases by them.
             scope = "/".join(filter(None, (outer, str(eqn.source_info.name_stack))))
             inner = eqn.params.get(_INLINED.get(eqn.primitive.name, ""))
             if inner is not None:
                 results = self._inline(inner, operands, scope)
             elif eqn.primitive.name == "optimization_barrier":
-                # It keeps values apart from what is made of them, one by one as well as together.
-                each = zip(operands, types, strict=True)
-                results = [self._equation(eqn, (x,), [aval], scope)[0] for x, aval in each]
+                # One barrier per operand: a joint one would make every value depend on all inputs.
+                pairs = zip(operands, types, strict=True)
+                results = [self._equation(eqn, (x,), [aval], scope)[0] for x, aval in pairs]
             else:
                 results = self._equation(eqn, operands, types, scope)
             known |= zip(eqn.outvars, results, strict=True)
@@ -95,9 +97,8 @@ class Graph:
     ) -> list[int]:
         reads = functools.reduce(operator.or_, (self.reads[x] for x in operands), 0)
         results = [self._value(aval, reads) for aval in types]
-        self.maker |= dict.fromkeys(results, len(self.equations))
-        made = Equation(eqn.primitive, eqn.params, operands, tuple(results), scope)
-        self.equations.append(made)
+        self.producer |= dict.fromkeys(results, len(self.equations))
+        self.equations.append(Equation(eqn.primitive, eqn.params, operands, tuple(results), scope))
         return results
 
     def _value(self, aval: Any, reads: int) -> int:
@@ -111,39 +112,39 @@ class Graph:
         return value
 
     def shape(self, value: int) -> tuple[int, ...]:
-        """The shape of a value."""
+        """Returns the shape of a value."""
         return self.types[value].shape
 
     def needed(
         self, values: Iterable[int], known: Container[int]
     ) -> tuple[list[Equation], list[int]]:
-        """The equations that lead from known values to these, in order; and the inputs needed."""
-        equations, inputs, seen, left = set(), [], set(), list(values)
-        while left:
-            value = left.pop()
+        """Returns what ``values`` need beyond ``known``: equations, in order, and inputs."""
+        equations, inputs, seen, pending = set(), [], set(), list(values)
+        while pending:
+            value = pending.pop()
             if value in seen or value in known:
                 continue
             seen.add(value)
-            if value in self.maker:
-                equations.add(self.maker[value])
-                left += self.equations[self.maker[value]].operands
+            if value in self.producer:
+                equations.add(self.producer[value])
+                pending += self.equations[self.producer[value]].operands
             else:
                 inputs.append(value)
         return [self.equations[i] for i in sorted(equations)], sorted(inputs)
 
 
-# Primitives that do something with each element by itself, and that take many together.
-_NAMES = """
+# Primitives that map each element by itself, and those that reduce dims.
+_ELEMENTWISE_NAMES = """
 abs acos acosh add and asin asinh atan atan2 atanh bitcast_convert_type cbrt ceil clamp
 convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt
 integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not
 optimization_barrier or population_count pow reduce_precision rem round rsqrt select_n shift_left
 shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
 """
-ELEMENTWISE = frozenset(_NAMES.split())
+ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 REDUCTIONS = frozenset(f"reduce_{kind}" for kind in ("sum", "max", "min", "prod", "and", "or"))
 
-# Primitives that only call a function, and the parameter that holds it.
+# Primitives that only call a function: the parameter that holds its jaxpr.
 _INLINED = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -156,35 +157,42 @@ _INLINED = {
 def bind(
     eqn: Equation, operands: Sequence[Any], params: dict[str, Any] | None = None
 ) -> Sequence[Any]:
-    """The results of an equation's primitive, with other parameters than its own where given."""
+    """Evaluates an equation; ``params`` replaces the parameters of its primitive if given."""
     params = eqn.primitive.get_bind_params(eqn.params if params is None else params)
     with jax.named_scope(eqn.scope) if eqn.scope else contextlib.nullcontext():
         out = eqn.primitive.bind(*operands, **params)
     return out if eqn.primitive.multiple_results else [out]
 
 
-def groups(graph: Graph, leaders: Sequence[int]) -> list[list[int]]:
-    """All outputs by the leader after which they need no marked input that was not yet read."""
+def output_groups(graph: Graph, roots: Sequence[int]) -> list[list[int]]:
+    """The execution order: one group of outputs per root.
+
+    A group holds every output that depends on no deferred inputs but those of the roots so far.
+
+    Args:
+      graph: the function.
+      roots: outputs, in the order in which their deferred inputs are to be read.
+    """
     found, read, left = [], 0, set(range(len(graph.outputs)))
-    for leader in [*leaders, *range(len(graph.outputs))]:
-        if leader not in left:
+    for root in [*roots, *range(len(graph.outputs))]:
+        if root not in left:
             continue
-        read |= graph.reads[graph.outputs[leader]]
+        read |= graph.reads[graph.outputs[root]]
         ready = [j for j in sorted(left) if not graph.reads[graph.outputs[j]] & ~read]
         left -= set(ready)
         found.append(ready)
     return found
 
 
-class Turns:
-    """The values of a graph that have been computed, and its outputs: each replaces an input.
+class ScheduledRun:
+    """One evaluation of a graph whose outputs replace its inputs, group by group.
 
     Attributes:
-      graph: the graph; as many outputs as inputs.
-      inputs: what it is a function of.
-      values: what is known.
-      outputs: those that are made.
-      awaited: what has to be there before the next marked input is read.
+      graph: the graph; it has as many outputs as inputs.
+      inputs: the arrays that it is evaluated on.
+      values: the values computed so far.
+      outputs: the outputs computed so far.
+      barrier: the arrays that must be computed before the next deferred input is read.
     """
 
     def __init__(self, graph: Graph, inputs: Sequence[Any], after: Sequence[Any] = ()):
@@ -192,81 +200,82 @@ class Turns:
         self.values = dict(graph.constants)
         self.values |= {i: x for i, x in enumerate(inputs) if not graph.reads[i]}
         self.outputs: dict[int, Any] = {}
-        self.awaited = tuple(after)
+        self.barrier = tuple(after)
 
-    def group(self, outputs: list[int]) -> None:
-        """Computes some outputs, of marked inputs that are not read before it is their turn."""
+    def run(self, roots: Sequence[int]) -> list[Any]:
+        """Evaluates the graph in the execution order of ``roots``; returns all outputs."""
+        for group in output_groups(self.graph, roots):
+            self.run_group(group)
+        return [self.outputs[j] for j in range(len(self.graph.outputs))]
+
+    def run_group(self, outputs: list[int]) -> None:
+        """Computes some outputs; the next group's deferred inputs wait for them."""
         self.compute([self.graph.outputs[j] for j in outputs])
         self.outputs |= {j: self.store(j, self.values[self.graph.outputs[j]]) for j in outputs}
-        made = tuple(self.outputs[j] for j in outputs if self.replaces_marked(j))
-        self.awaited = made or self.awaited
-
-    def load(self, arrays: list[Any]) -> list[Any]:
-        """Marked inputs as the graph's equations take them."""
-        return arrays
-
-    def store(self, output: int, x: Any) -> Any:
-        """An output as the caller takes it."""
-        del output
-        return x
-
-    def replaces_marked(self, output: int) -> bool:
-        """Whether an output is the new value of a marked input."""
-        return self.graph.reads[output] == 1 << output
-
-    def in_turn(self, arrays: Sequence[Any]) -> list[Any]:
-        """Arrays that are not read before what is awaited is there."""
-        return list(jax.lax.optimization_barrier((*arrays, *self.awaited))[: len(arrays)])
+        replaced = tuple(self.outputs[j] for j in outputs if self.replaces_deferred(j))
+        self.barrier = replaced or self.barrier
 
     def compute(self, values: list[int]) -> None:
-        """Makes values known, reading what marked inputs they need."""
+        """Computes values, and reads the deferred inputs that they need."""
         equations, inputs = self.graph.needed(values, self.values)
         if inputs:
-            held = self.in_turn([self.inputs[i] for i in inputs])
+            held = self.after_barrier([self.inputs[i] for i in inputs])
             self.values |= zip(inputs, self.load(held), strict=True)
         for eqn in equations:
             out = bind(eqn, [self.values[v] for v in eqn.operands])
             self.values |= zip(eqn.results, out, strict=True)
 
-    def all(self, leaders: Sequence[int]) -> list[Any]:
-        """Runs the graph, one group after the other; returns the outputs."""
-        for group in groups(self.graph, leaders):
-            self.group(group)
-        return [self.outputs[j] for j in range(len(self.graph.outputs))]
+    def after_barrier(self, arrays: Sequence[Any]) -> list[Any]:
+        """Returns the arrays, not read before those of ``barrier`` have been computed."""
+        return list(jax.lax.optimization_barrier((*arrays, *self.barrier))[: len(arrays)])
+
+    def replaces_deferred(self, output: int) -> bool:
+        """Whether an output is the new value of a deferred input and depends on no other."""
+        return self.graph.reads[output] == 1 << output
+
+    def load(self, arrays: list[Any]) -> list[Any]:
+        """Converts deferred inputs to operands of the graph's equations."""
+        return arrays
+
+    def store(self, output: int, x: Any) -> Any:
+        """Converts a computed output to what the caller receives."""
+        del output
+        return x
 
 
-def by_parameter(
+def run_by_leaf(
     fn: Callable[[Any, Any], tuple[Any, Any]],
     tree: Any,
     state: Any,
-    is_marked: Callable[[Any], bool],
-    turns: Callable[[Graph, list[Any]], Turns] = Turns,
+    is_deferred: Callable[[Any], bool],
+    make_run: Callable[[Graph, list[Any]], ScheduledRun] = ScheduledRun,
     simple: bool = False,
 ) -> tuple[Any, Any]:
-    """``fn(tree, state)``, a new tree and a new state, one leaf of the tree after the other.
+    """Evaluates ``fn(tree, state) -> (tree, state)`` for one leaf of ``tree`` after the other.
 
     Args:
       fn: the function.
-      tree: parameters or updates.
-      state: the state; ``fn`` may not change its structure.
-      is_marked: which arrays of the state are not to be read all at once.
-      turns: what runs the graph.
-      simple: as for ``Graph``.
+      tree: parameters or updates; its leaves are the roots of the execution order.
+      state: the state; ``fn`` must preserve its structure.
+      is_deferred: whether an array of the state is read only when a leaf of the tree needs it.
+      make_run: makes the object that evaluates the graph.
+      simple: see ``Graph``.
 
     Raises:
-      ValueError: if the structure changes.
+      ValueError: if ``fn`` changes the structure of the tree or the state.
     """
     inputs, treedef = jax.tree.flatten((tree, state))
-    leaders = len(jax.tree.leaves(tree))
-    marked = [i >= leaders and is_marked(x) for i, x in enumerate(inputs)]
+    num_roots = len(jax.tree.leaves(tree))
+    deferred = [i >= num_roots and is_deferred(x) for i, x in enumerate(inputs)]
 
     def flat_fn(inputs: list[Any]) -> list[Any]:
         leaves, found = jax.tree.flatten(fn(*jax.tree.unflatten(treedef, inputs)))
         if str(found) != str(treedef):
             raise ValueError(
-                f"the transformation's state changes its structure: {treedef} became {found}."
+                f"the transformation changes the structure of (updates, state) from {treedef} to "
+                f"{found}; it must return both in the structure it receives."
             )
         return leaves
 
-    run = turns(Graph(flat_fn, inputs, marked, simple), inputs)
-    return jax.tree.unflatten(treedef, run.all(range(leaders)))
+    run = make_run(Graph(flat_fn, inputs, deferred, simple), inputs)
+    return jax.tree.unflatten(treedef, run.run(range(num_roots)))
