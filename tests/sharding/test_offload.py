@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import optax_ext
 import sharding as shd
 from optax_ext.schedule import Graph
+from sharding.offload import _layer_rules
 from sharding.offload._stream import HOST, Streamed, on_host
 
 from .test_targets import need
@@ -32,7 +33,7 @@ SHAPES = {
 @pytest.fixture(autouse=True)
 def small_layers(monkeypatch):
     """Layers of the tests are small."""
-    monkeypatch.setattr("sharding.offload._layer_rules.MIN_LAYER_SIZE", 128)
+    monkeypatch.setattr(_layer_rules, "MIN_LAYER_SIZE", 128)
 
 
 def initial(dtype=jnp.float64):
@@ -299,7 +300,7 @@ def streamed(fn, *arrays):
     @jax.jit
     def call(*inputs):
         graph = Graph(lambda xs: list(fn(*xs)), inputs, [True] * len(inputs))
-        return Streamed(graph, inputs).all([0])
+        return Streamed(graph, inputs).run([0])
 
     return call, call(*map(put, arrays))
 
@@ -383,7 +384,7 @@ def test_a_first_dim_that_is_cut_has_no_loop():
 
     def cut(x):
         graph = Graph(lambda xs: [fn(xs[0])], [x], [True])
-        return Streamed(graph, [x], first_dim_free=lambda i: False).all([0])
+        return Streamed(graph, [x], first_dim_free=lambda i: False).run([0])
 
     assert not has_loop(cut, put(x))
 
