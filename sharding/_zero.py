@@ -92,8 +92,9 @@ class Zero:
         over one axis of their torus after the other (``"axes"``: give the mesh the axes of the
         torus, ``axis=("x", "y")``); over one flat axis ``"ring"`` or ``"all_to_all"`` stand in.
       offload: ``"optimizer"`` keeps the optimizer state, master weights included, in the host's
-        memory (``pinned_host``), and streams it through the device in each step, as ``offload``
-        tells; arrays of fewer than ``min_shard_size`` elements stay on the device.
+        memory (``pinned_host``), and streams it through the device in each step; see
+        ``sharding.offload``.
+      offload_min_size: with ``offload``, state arrays of fewer elements stay on the device.
       sync: how gradients meet, such as ``sharding.sync.powersgd(4)``; None: all of them are summed.
         With a ``replica_axis`` it is what the copies exchange, and inside a copy gradients are
         summed. What it keeps lies in the train state, in ``opt_state``
@@ -141,6 +142,7 @@ class Zero:
     precision: Precision = Precision()
     scatter: str = "auto"
     offload: str | None = None
+    offload_min_size: int = dataclasses.field(default=4096, kw_only=True)
     sync: GradientSync | None = None
     unsharded: str | tuple[str, ...] = ()
     gathered_blocks: str | tuple[str, ...] = ()
@@ -179,8 +181,9 @@ class Zero:
                 f"precision.gather={self.precision.gather} is for stage 3, where a step gathers "
                 f"parameters for the loss; at stage {self.stage} the train state holds them whole."
             )
-        if self.min_shard_size < 0:
-            raise ValueError(f"min_shard_size must not be negative, got {self.min_shard_size}.")
+        for name in ("min_shard_size", "offload_min_size"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}.")
 
     # --- Where everything lies ----------------------------------------------------------------
 
@@ -279,7 +282,8 @@ class Zero:
             return shardings
         shardings, sync = _sync_state.take(shardings)
         opt_state = _sync_state.opt_state_of(_sync_state.take(state)[0])
-        moved = host_shardings(_sync_state.opt_state_of(shardings), opt_state, self.min_shard_size)
+        on_device = _sync_state.opt_state_of(shardings)
+        moved = host_shardings(on_device, opt_state, self.offload_min_size)
         return _sync_state.put(_sync_state.with_opt_state(shardings, moved), sync)
 
     def _places(
@@ -332,7 +336,7 @@ class Zero:
         rows += describe_tree("grads", grads, grad_specs, self.mesh, reasons)
         kept = describe_tree("opt_state", opt_state, opt_specs, self.mesh)
         for row, x in zip(kept, jax.tree.leaves(opt_state), strict=True):
-            moved = self.offload and is_large(x, self.min_shard_size)
+            moved = self.offload and is_large(x, self.offload_min_size)
             rows.append(dataclasses.replace(row, memory="host") if moved else row)
         rows += describe_tree("sync", sync_state, sync_specs, self.mesh)
         if not isinstance(state, tuple):

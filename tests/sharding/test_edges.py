@@ -26,7 +26,7 @@ def zero_of(n=4, stage=2, kind=AxisType.Explicit, shape=None, axes=("data",), **
     shape = shape or (n,)
     devices = jax.devices()[: np.prod(shape)]
     mesh = jax.make_mesh(shape, axes, axis_types=(kind,) * len(axes), devices=devices)
-    return shd.Zero(mesh, stage=stage, min_shard_size=0, **kwargs)
+    return shd.Zero(mesh, stage=stage, min_shard_size=0, offload_min_size=0, **kwargs)
 
 
 def make_pair():

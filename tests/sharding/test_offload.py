@@ -76,7 +76,8 @@ OPTIMIZERS = {
 
 def zero_of(num, stage, kind=AxisType.Auto, offload="optimizer", **options):
     mesh = jax.make_mesh((num,), ("data",), axis_types=(kind,), devices=jax.devices()[:num])
-    return shd.Zero(mesh, stage, min_shard_size=512, offload=offload, **options)
+    options = {"min_shard_size": 512, "offload_min_size": 512} | options
+    return shd.Zero(mesh, stage, offload=offload, **options)
 
 
 def run(zero, tx, dtype=jnp.float64, steps=STEPS):
@@ -139,6 +140,7 @@ def test_explicit_axes_and_replicas(x64):
         shard_state_over_replicas=True,
         min_shard_size=512,
         offload="optimizer",
+        offload_min_size=512,
     )
     assert_same(run(hybrid, tx), want)
 
@@ -148,7 +150,7 @@ def test_a_stack_cut_along_its_first_dim(x64):
     tx = optax.adamw(1e-3)
     specs = {k: P() for k in SHAPES} | {"stack": P("tensor")}
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    zero = shd.Zero(mesh, 2, min_shard_size=512, offload="optimizer")
+    zero = shd.Zero(mesh, 2, min_shard_size=512, offload="optimizer", offload_min_size=512)
     state = zero.init(lambda: (initial(), tx.init(initial())), tx=tx, param_specs=specs)
     step = zero.train_step(loss, tx=tx)
     for i in range(STEPS):
@@ -208,9 +210,24 @@ def test_what_is_described():
     assert "host memory" not in str(plain)
 
 
+@pytest.mark.parametrize("min_shard_size", [0, 10**6])
+def test_offload_min_size_alone_decides_what_is_offloaded(min_shard_size):
+    tx = optax.sgd(1e-3, momentum=0.9)
+    abstract = jax.eval_shape(lambda: (initial("float32"), tx.init(initial("float32"))))
+    zero = zero_of(8, 2, min_shard_size=min_shard_size, offload_min_size=300)
+    on_host = {name for name, shape in SHAPES.items() if np.prod(shape) >= 300}
+    assert on_host == {"stack", "wide", "out"}
+    kinds = jax.tree.map(lambda x: x.memory_kind, zero.shardings(abstract, tx=tx)[1][0].trace)
+    assert {name for name, kind in kinds.items() if kind == "pinned_host"} == on_host
+    rows = [row for row in zero.describe(abstract, tx=tx).rows if row.part == "opt_state"]
+    assert {row.path.split("/")[-1] for row in rows if row.memory == "host"} == on_host
+
+
 def test_bad_input():
     with pytest.raises(ValueError, match="offload must be 'optimizer' or None, got 'params'"):
         zero_of(8, 2, offload="params")
+    with pytest.raises(ValueError, match="offload_min_size must not be negative, got -1"):
+        zero_of(8, 2, offload_min_size=-1)
 
 
 def test_devices_that_do_not_tell_of_their_memory():

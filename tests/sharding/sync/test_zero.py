@@ -232,7 +232,7 @@ def test_a_flax_train_state():
 def test_state_on_the_host():
     """The optimizer's goes there; the exchange's stays where gradients are."""
     tx = optax.adamw(1e-3)
-    zero = zero_of(sync.powersgd(2), 1, offload="optimizer")
+    zero = zero_of(sync.powersgd(2), 1, offload="optimizer", offload_min_size=256)
     state = zero.init(make_state(tx, jnp.float32), tx=tx)
     step = zero.train_step(loss, tx=tx)
     for _ in range(2):
