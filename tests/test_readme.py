@@ -1,5 +1,6 @@
-"""README.md and docs/ are true: their examples run, and CI runs the README's commands."""
+"""README.md, CONTRIBUTING.md and docs/ are true: examples run, links resolve, CI runs commands."""
 
+import ast
 import pathlib
 import re
 
@@ -7,13 +8,22 @@ import pytest
 
 from . import flax_nnx, readme
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+def pages(folder):
+    """The Markdown files of a folder; not links to others, nor what the documentation builds."""
+    found = sorted((ROOT / folder).rglob("*.md"))
+    return [p for p in found if p == p.resolve() and "_build" not in p.parts]
+
+
+DOCS = pages("docs")
+PAGES = [README, CONTRIBUTING, ROOT / "CHANGELOG.md", *DOCS]
+PAGES += [page for folder in ("benchmarks", "launch", "sharding") for page in pages(folder)]
 EXAMPLES = [
-    pytest.param(code, id=f"{page.stem}-{i}")
-    for page in PAGES
+    pytest.param(code, id=f"{page.relative_to(ROOT).with_suffix('')}-{i}")
+    for page in (README, *DOCS)
     for i, code in enumerate(readme.blocks(page))
 ]
 
@@ -25,22 +35,82 @@ def test_example(code):
     readme.run(code)
 
 
+# --- Links and paths --------------------------------------------------------------------------
+
+
+def links(page):
+    """The relative targets of a page's links and pictures, without anchors."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found = re.findall(r"\]\(([^)\s]+)\)", text)
+    return [link.split("#")[0] for link in found if not re.match(r"[a-z]+:|#", link)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_relative_link_exists(page):
+    missing = [link for link in links(page) if not (page.parent / link).exists()]
+    assert not missing
+
+
+def test_links_are_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("[a](a.md#top) ![b](b/c.png) [d](https://d) [e](#e)\n```sh\n[f](g)\n```\n")
+    assert links(page) == ["a.md", "b/c.png"]
+
+
+def paths(text):
+    """What a text names in backticks that looks like a file or a folder of this repository."""
+    names = re.findall(r"`([\w.*/-]+)`", text)
+    return [name for name in names if "/" in name or name.endswith(".py")]
+
+
+def test_every_path_in_contributing_exists():
+    found = paths(CONTRIBUTING.read_text())
+    assert len(found) > 40
+    assert not [path for path in found if not (ROOT / path).exists()]
+
+
+def test_the_layers_in_contributing_are_those_of_the_layer_test():
+    layers = ast.literal_eval(
+        re.search(r"^LAYERS = (.*)$", (ROOT / "tests/test_layers.py").read_text(), re.M)[1]
+    )
+    section = CONTRIBUTING.read_text().split("## The layers")[1].split("##")[0]
+    found = re.findall(r"^\| `sharding/(\w+)", section, re.M)
+    assert found == [layer for layer in layers if layer != "__main__"]
+
+
+# --- Commands ---------------------------------------------------------------------------------
+
+# Commands that need a cluster, or install the package: .ci/check_wheel installs the wheel.
+NOT_IN_CI = ("pip install", "sbatch", "srun", "mpirun", "kubectl", "gcloud")
+
+
+def commands(page):
+    """The lines of a page's shell examples, without comments."""
+    lines = (line for block in readme.blocks(page, "sh") for line in block.splitlines())
+    return [line for line in (line.split("  #")[0].strip() for line in lines) if line]
+
+
+def options(text):
+    return set(re.findall(r"--[a-z][a-z-]*", text))
+
+
 def test_ci_runs_every_command():
     """At ``--smoke`` size where it is long: then the command is the same up to its options."""
-    commands = [
-        line.split("  #")[0].strip()
-        for block in readme.blocks(ROOT / "README.md", "sh")
-        for line in block.splitlines()
-    ]
-    assert "make train" in commands
+    found = [command for page in (README, *DOCS) for command in commands(page)]
+    assert "make train" in found
     ci = (ROOT / ".ci" / "run").read_text()
     makefile = (ROOT / "Makefile").read_text()
-    for command in commands:
-        if command.startswith("pip install") or command in ci:
-            continue  # .ci/check_wheel installs the wheel
+    cli_tests = (ROOT / "tests" / "sharding" / "test_cli.py").read_text()
+    for command in found:
+        if command.startswith(NOT_IN_CI) or command in ci:
+            continue
         script = re.search(r"\S+\.py", command)
+        planner = re.search(r"optax-ext (plan|audit)", command)
         if script:
             assert script[0] in ci, command
+        elif planner:  # with other values; options that take minutes are in the tests
+            assert planner[0] in ci, command
+            assert options(command) <= options(ci) | options(cli_tests), command
         else:
             target = command.removeprefix("make ")
             recipe = re.search(rf"^{target}:.*\n((\t.*\n)+)", makefile, flags=re.MULTILINE)
