@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +16,7 @@ from sharding.offload._transformation import host_shardings, is_large
 from sharding.placement._describe import Description, describe_tree
 from sharding.placement._export import full_tree
 from sharding.placement._layout import Layout, Placement, no_mesh
-from sharding.placement._specs import AnyMesh, Axis, is_spec
+from sharding.placement._specs import AnyMesh, Axis, check_patterns, is_spec
 from sharding.placement._state_specs import state_specs
 from sharding.step import _flax_linen, _flax_nnx, _local_norm, _sync_state
 from sharding.step._compiled_step import (
@@ -1037,11 +1036,7 @@ def _abstract(x: Any) -> Any:
 def _patterns(name: str, given: Any) -> tuple[str, ...]:
     """Regular expressions as a tuple, or an error that names the argument."""
     patterns = (given,) if isinstance(given, str) else tuple(given or ())
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except (re.error, TypeError) as error:
-            raise ValueError(f"{name}: {pattern!r} is not a regular expression: {error}.") from None
+    check_patterns(name, patterns)
     return patterns
 
 

@@ -1,7 +1,9 @@
 """Partition specs: of parameters, of what ZeRO shards, and of any transformation's state."""
 
 import math
+import re
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -67,6 +69,15 @@ def _spec_by_rules(linen: Any, path: str, box: Any, mesh: AnyMesh) -> PartitionS
 def path_str(path: Any) -> str:
     """A key path as ``params/dense/kernel``."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def check_patterns(name: str, patterns: Iterable[Any]) -> None:
+    """Raises a ``ValueError`` that names the argument unless all are regular expressions."""
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise ValueError(f"{name}: {pattern!r} is not a regular expression: {error}.") from None
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""How gradients meet: whole, quantized, low-rank or sparse. ``Zero(sync=...)`` takes one."""
+"""Gradient sync methods: dense, quantized, low-rank or sparse. ``Zero(sync=...)`` takes one."""
 
 from sharding.sync._agsparse import agsparse as agsparse
 from sharding.sync._by_path import by_path as by_path

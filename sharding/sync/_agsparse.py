@@ -1,4 +1,4 @@
-"""SparseRows that are not zero, from all devices to all."""
+"""Sparse gradient sync by all-gather: every device receives all nonzero rows and adds them."""
 
 import math
 from typing import Any
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharding.collectives._all_gather import all_gather_concat
+from sharding.collectives._dtypes import sum_dtype
 from sharding.collectives._sparse_rows import (
     RowOwners,
     SendList,
@@ -21,94 +22,102 @@ from sharding.collectives._sparse_rows import (
     rows_of_lookups,
 )
 from sharding.placement._specs import Axes
-from sharding.sync._dense import dense_mean, dense_method, dense_piece
+from sharding.sync._dense import dense_mean, dense_mean_shard, dense_method
 from sharding.sync._interface import (
     GradientSync,
     Method,
-    Noise,
     RowMethod,
+    StepContext,
     check_density,
     leafwise,
 )
 
 
 def agsparse(density: float = 0.01, *, min_size: int = 4096) -> GradientSync:
-    r"""Gathers from all devices the rows that are not zero; each device adds them.
+    r"""Gathers the nonzero rows of all devices; each device adds them.
 
-    On the wire (n - 1) d V (4 D + 4) bytes for V rows of D float32 numbers of which a part d is not
-    zero: less than ``zen`` where devices are few, and growing with their number. Losslessness,
-    rounds and the fallback to whole gradients are those of ``zen``.
+    Wire bytes per device: (n - 1) d V (4 D + 4) for V rows of D float32 numbers of which a fraction
+    d is nonzero. That is less than ``zen`` sends if there are few devices, and grows with their
+    number. Losslessness, rounds and the fallback to full gradients are those of ``zen``.
 
     Args:
-      density: what part of its rows are not zero on one device.
-      min_size: smaller arrays, and arrays of one dim, are sent whole.
+      density: the fraction of rows that are nonzero on one device.
+      min_size: smaller arrays, and arrays of one dim, are sent in full.
 
     Returns:
-      A ``GradientSync`` without state.
+      A stateless ``GradientSync``.
 
     Raises:
       ValueError: if the density is not above 0 and at most 1.
 
     Example:
       >>> from sharding import sync
-      >>> exchange = sync.by_path({"embedding": sync.agsparse(density=0.01)})
+      >>> grad_sync = sync.by_path({"embedding": sync.agsparse(density=0.01)})
     """
     check_density(density)
-    plain = dense_method()
 
-    def reduced(rows: SparseRows, axes: Axes, dim: int | None) -> jax.Array:
-        """The mean, or this device's piece of it along dim 0 or 1."""
-        num, (height, *_) = lax.axis_size(axes), rows.shape
-        owners = RowOwners(height, 1)
-        room = list_capacity(min(density, rows.max_rows / height), height, num)
-        shape = list(rows.shape)
-        if dim is not None:
-            shape[dim] //= num
-            first = lax.axis_index(axes) * shape[dim]
-
-        def send(send_list: SendList, rounds: int) -> jax.Array:
-            def one(i: Any, total: jax.Array) -> jax.Array:
-                picked = candidates_of_round(send_list, 1, room, i)
-                row = jnp.take(send_list.slot, picked, fill_value=height)
-                row, values = (
-                    all_gather_concat(part, axes) for part in (row, send_list.values(picked))
-                )
-                if dim == 0:
-                    row = jnp.where(row < first, height, row - first)
-                elif dim == 1:
-                    values = lax.dynamic_slice_in_dim(values, first, shape[1], 1)
-                return total.at[row].add(values.astype(total.dtype) / num, mode="drop")
-
-            kind = jnp.promote_types(rows.dtype, jnp.float32)
-            return for_rounds(rounds, one, jnp.zeros(shape, kind))
-
-        def whole() -> jax.Array:
-            found = rows.dense()
-            return dense_mean(found, axes) if dim is None else dense_piece(found, axes, dim)
-
-        width = math.prod(rows.shape[1:])
-        most = (2 if dim is None else 1) * height * width / (width + 1) / num
-        return in_rounds(
-            lambda: rows.send_list(owners), rows.max_rows, room, axes, send, whole, most
-        )
-
-    def mean(x: jax.Array, state: Any, axes: Axes, noise: Noise) -> tuple[jax.Array, Any]:
-        return reduced(rows_of_array(x), axes, None), state
-
-    def piece(
-        x: jax.Array, state: Any, axes: Axes, noise: Noise, dim: int
+    def all_reduce(
+        x: jax.Array, state: Any, axes: Axes, context: StepContext
     ) -> tuple[jax.Array, Any]:
-        return along_dim(x, dim, lambda x, dim: reduced(rows_of_array(x), axes, dim)), state
+        return _mean(rows_of_array(x), density, axes, None), state
+
+    def reduce_scatter(
+        x: jax.Array, state: Any, axes: Axes, context: StepContext, dim: int
+    ) -> tuple[jax.Array, Any]:
+        return along_dim(x, dim, lambda x, dim: _mean(rows_of_array(x), density, axes, dim)), state
 
     def reduce_rows(
         ids: jax.Array, rows: jax.Array, num_rows: int, axes: Axes, dim: int
     ) -> jax.Array:
-        def of(x: jax.Array, dim: int | None) -> jax.Array:
-            return reduced(rows_of_lookups(ids, num_rows, x), axes, dim)
+        def mean(rows: jax.Array, dim: int | None) -> jax.Array:
+            return _mean(rows_of_lookups(ids, num_rows, rows), density, axes, dim)
 
-        return along_dim(rows, dim, of) if dim else of(rows, None)
+        return along_dim(rows, dim, mean) if dim else mean(rows, None)
 
-    method = Method(lambda x: (), mean, piece, is_linear=True, rows=RowMethod(reduce_rows, density))
+    method = Method(
+        lambda x: (),
+        all_reduce,
+        reduce_scatter,
+        is_linear=True,
+        rows=RowMethod(reduce_rows, density),
+    )
+    small = dense_method()
     return leafwise(
-        lambda path, x: method if len(x.shape) > 1 and math.prod(x.shape) >= min_size else plain
+        lambda path, x: method if len(x.shape) > 1 and math.prod(x.shape) >= min_size else small
+    )
+
+
+def _mean(rows: SparseRows, density: float, axes: Axes, dim: int | None) -> jax.Array:
+    """The mean, or this device's shard of it along dim 0 or 1."""
+    num, (num_rows, *_) = lax.axis_size(axes), rows.shape
+    owners = RowOwners(num_rows, 1)  # one list for all devices
+    capacity = list_capacity(min(density, rows.max_rows / num_rows), num_rows, num)
+    shape = list(rows.shape)  # of the result
+    if dim is not None:
+        shape[dim] //= num
+        start = lax.axis_index(axes) * shape[dim]
+
+    def send(send_list: SendList, num_rounds: int) -> jax.Array:
+        def add_round(i: Any, mean: jax.Array) -> jax.Array:
+            chosen = candidates_of_round(send_list, 1, capacity, i)
+            row = jnp.take(send_list.slot, chosen, fill_value=num_rows)
+            parts = (row, send_list.values(chosen))
+            row, values = (all_gather_concat(x, axes) for x in parts)  # (devices * capacity, ...)
+            if dim == 0:
+                row = jnp.where(row < start, num_rows, row - start)
+            elif dim == 1:
+                values = lax.dynamic_slice_in_dim(values, start, shape[1], 1)
+            return mean.at[row].add(values.astype(mean.dtype) / num, mode="drop")
+
+        return for_rounds(num_rounds, add_round, jnp.zeros(shape, sum_dtype(rows.dtype)))
+
+    def send_dense() -> jax.Array:
+        full = rows.dense()
+        return dense_mean(full, axes) if dim is None else dense_mean_shard(full, axes, dim)
+
+    # An all-reduce sends all rows twice, a reduce-scatter once; an index is as long as a number.
+    width = math.prod(rows.shape[1:])
+    break_even = (2 if dim is None else 1) * num_rows * width / (width + 1) / num
+    return in_rounds(
+        lambda: rows.send_list(owners), rows.max_rows, capacity, axes, send, send_dense, break_even
     )

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from sharding.placement._specs import Axis
+from sharding.placement._specs import Axis, check_patterns
 from sharding.sync._dense import dense
 from sharding.sync._interface import (
     GradientSync,
@@ -18,64 +18,77 @@ from sharding.sync._interface import (
 def by_path(
     rules: Mapping[str, GradientSync], *, default: GradientSync | None = None
 ) -> GradientSync:
-    """Exchanges each array by the first pattern that is found in its path.
+    """Synchronizes each gradient by the first pattern that is found in its path.
 
     Args:
-      rules: regular expression -> exchange. Paths are keys joined by ``/``, such as
+      rules: regular expression -> gradient sync. Paths are keys joined by ``/``, such as
         ``block_0/mlp/kernel``; a pattern may match anywhere in them.
-      default: for arrays in which no pattern is found; None for ``dense()``.
+      default: for paths in which no pattern is found; None for ``dense()``.
 
     Returns:
       A ``GradientSync``.
 
     Raises:
-      ValueError: if a pattern is no regular expression, a rule no exchange; when used: if a
-        pattern decides for no array.
+      ValueError: if a pattern is not a regular expression, or a rule not a ``GradientSync``; in
+        ``init``: if a pattern is the first match of no path.
 
     Example:
       >>> from sharding import sync
-      >>> exchange = sync.by_path({"embedding": sync.top_k(0.01), "kernel": sync.powersgd(4)})
+      >>> grad_sync = sync.by_path({"embedding": sync.top_k(0.01), "kernel": sync.powersgd(4)})
     """
+    check_patterns("by_path", rules)
     for pattern, rule in rules.items():
-        try:
-            re.compile(pattern)
-        except (re.error, TypeError) as error:
-            raise ValueError(f"pattern {pattern!r} is no regular expression: {error}.") from None
         if not isinstance(rule, GradientSync):
-            raise ValueError(f"by_path: {pattern!r} must name a GradientSync, got {rule!r}.")
-    parts = [*rules.values(), default or dense()]
+            raise ValueError(
+                f"by_path: the rule of {pattern!r} must be a GradientSync, such as sync.dense(), "
+                f"got {rule!r}."
+            )
+    syncs = [*rules.values(), default or dense()]
 
-    def part_of(path: str) -> int:
+    def sync_of(path: str) -> int:
+        """The index in ``syncs``."""
         found = (i for i, pattern in enumerate(rules) if re.search(pattern, path))
         return next(found, len(rules))
 
     def split(flat: list[tuple[str, Any]]) -> list[dict[str, Any]]:
-        groups: list[dict[str, Any]] = [{} for _ in parts]
+        """The leaves of each sync, by path."""
+        groups: list[dict[str, Any]] = [{} for _ in syncs]
         for path, x in flat:
-            groups[part_of(path)][path] = x
+            groups[sync_of(path)][path] = x
         return groups
 
-    def init(params: Any) -> tuple[Any, ...]:
-        groups = split(named_leaves(params)[0])
-        for pattern, group in zip(rules, groups, strict=False):
+    def init(params: Any) -> Any:
+        flat, _ = named_leaves(params)
+        groups = split(flat)
+        for pattern, group in zip(rules, groups[:-1], strict=True):
             if not group:
-                raise ValueError(f"by_path: pattern {pattern!r} decides for no array.")
-        return tuple(part.init(group) for part, group in zip(parts, groups, strict=True))
+                raise ValueError(
+                    f"by_path: {pattern!r} is the first pattern found in no path. Remove it, "
+                    "correct it, or move it before the others; the paths are "
+                    f"{_listed([path for path, _ in flat])}."
+                )
+        return tuple(sync.init(group) for sync, group in zip(syncs, groups, strict=True))
 
     def reduce_scatter(grads: Any, state: Any, axis: Axis, dims: Any) -> tuple[Any, Any]:
         flat, treedef = named_leaves(grads, is_leaf=is_none)
         flat_dims = dict(zip((p for p, _ in flat), treedef.flatten_up_to(dims), strict=True))
         out: dict[str, Any] = {}
-        new = []
-        for part, group, old in zip(parts, split(flat), state, strict=True):
-            of_group = {path: flat_dims[path] for path in group}
-            reduced, kept = part.reduce_scatter(group, old, axis, of_group)
+        new_states = []
+        for sync, group, old in zip(syncs, split(flat), state, strict=True):
+            group_dims = {path: flat_dims[path] for path in group}
+            reduced, new = sync.reduce_scatter(group, old, axis, group_dims)
             out |= reduced
-            new.append(kept)
-        return treedef.unflatten([out[path] for path, _ in flat]), tuple(new)
+            new_states.append(new)
+        return treedef.unflatten([out[path] for path, _ in flat]), tuple(new_states)
 
     def rows(path: str, x: Any) -> RowMethod | None:
-        found = parts[part_of(path)].rows
-        return found(path, x) if found else None
+        rows_of = syncs[sync_of(path)].rows
+        return rows_of(path, x) if rows_of else None
 
     return with_all_reduce(init, reduce_scatter, rows)
+
+
+def _listed(paths: list[str], most: int = 8) -> str:
+    """Paths as text, at most some of them."""
+    text = ", ".join(map(repr, paths[:most]))
+    return text + (f" and {len(paths) - most} more" if len(paths) > most else "")

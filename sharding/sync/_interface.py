@@ -1,4 +1,4 @@
-"""What a gradient exchange is, and how one is made of a method for single arrays."""
+"""The interface of gradient sync, and how a sync of trees is made of methods for single arrays."""
 
 import zlib
 from collections.abc import Callable
@@ -16,14 +16,16 @@ class GradientSync(NamedTuple):
     """How the gradients of several devices become their mean; used inside a ``shard_map``.
 
     Attributes:
-      init: ``init(params) -> state``, one device's; real or abstract parameters, of which only
-        paths, shapes and dtypes count.
-      all_reduce: ``all_reduce(grads, state, axis) -> (mean, state)``. ``grads`` is a tree as
-        ``params``, None in it for what is not exchanged; ``axis`` a mesh axis, or several.
-      reduce_scatter: ``reduce_scatter(grads, state, axis, dims) -> (pieces, state)``: of each mean
-        this device's piece along a dim, counted from the end; 0 for the whole mean.
-      rows: ``rows(path, array) -> RowMethod``, how the gradient of a table is exchanged of which
-        rows were looked up; None where it must be whole, as for ``GradientSync.rows``.
+      init: ``init(params) -> state``, the state of one device. Parameters are real or abstract;
+        only their paths, shapes and dtypes matter.
+      all_reduce: ``all_reduce(grads, state, axis) -> (mean, state)``. ``grads`` is a tree like
+        ``params``, with None for gradients that are not synchronized; ``axis`` is a mesh axis, or a
+        tuple of them.
+      reduce_scatter: ``reduce_scatter(grads, state, axis, dims) -> (shards, state)``: this device's
+        shard of each mean along a dim, counted from the end; 0 for the full mean.
+      rows: ``rows(path, array) -> RowMethod``, how the gradient of a table is synchronized by
+        looked-up rows; None if the full gradient is needed. The field is None if that holds for
+        all arrays.
     """
 
     init: Callable[[Any], Any]
@@ -33,13 +35,13 @@ class GradientSync(NamedTuple):
 
 
 class RowMethod(NamedTuple):
-    """How the gradient of a table is exchanged, given the rows that were looked up; no state.
+    """How the gradient of a table is synchronized by looked-up rows; stateless.
 
     Attributes:
-      reduce: ``reduce(ids, rows, num_rows, axes, dim)``: of the gradients (lookups, ...) of rows
-        that were looked up, the mean of the table's, or this device's piece of it along a dim,
-        counted from the end; 0 for the whole mean.
-      density: how many of all rows a device looks up, as is expected.
+      reduce: ``reduce(ids, rows, num_rows, axes, dim)``: from the gradients (lookups, ...) of
+        looked-up rows the mean gradient of the table, or this device's shard of it along a dim,
+        counted from the end; 0 for the full mean.
+      density: the expected fraction of all rows that one device looks up.
     """
 
     reduce: Callable[..., jax.Array]
@@ -47,70 +49,71 @@ class RowMethod(NamedTuple):
 
 
 class Method(NamedTuple):
-    """How one array is exchanged.
+    """How one array is synchronized.
 
     Attributes:
-      init: of its type, the state that a device keeps for it.
-      mean: ``mean(x, state, axes, noise) -> (mean, state)``.
-      piece: ``piece(x, state, axes, noise, dim) -> (piece, state)``; None cuts it from the mean.
-      is_linear: whether infinities and NaN pass through by themselves.
-      counts: whether the method looks at the number of steps in ``noise``.
-      rows: how it takes rows that were looked up; None if it does not.
+      init: ``init(x) -> state``, the state of one device for a real or abstract array.
+      all_reduce: ``all_reduce(x, state, axes, context) -> (mean, state)``.
+      reduce_scatter: ``reduce_scatter(x, state, axes, context, dim) -> (shard, state)``; None to
+        slice the shard from the full mean.
+      is_linear: whether infinities and NaN propagate to the mean by themselves.
+      counts_steps: whether the method reads the step in its ``context``.
+      rows: how it synchronizes looked-up rows; None if it does not.
     """
 
     init: Callable[[Any], Any]
-    mean: Callable[..., tuple[jax.Array, Any]]
-    piece: Callable[..., tuple[jax.Array, Any]] | None = None
+    all_reduce: Callable[..., tuple[jax.Array, Any]]
+    reduce_scatter: Callable[..., tuple[jax.Array, Any]] | None = None
     is_linear: bool = False
-    counts: bool = False
+    counts_steps: bool = False
     rows: RowMethod | None = None
 
     def reduce(
-        self, x: jax.Array, state: Any, axes: Axes, noise: "Noise", dim: int
+        self, x: jax.Array, state: Any, axes: Axes, context: "StepContext", dim: int
     ) -> tuple[jax.Array, Any]:
-        """The mean, or this device's piece of it along a dim, counted from the end; 0 for none."""
-        if dim and self.piece is not None:
-            return self.piece(x, state, axes, noise, dim)
-        x, state = self.mean(x, state, axes, noise)
+        """The mean, or this device's shard of it along a dim, counted from the end; 0 for none."""
+        if dim and self.reduce_scatter is not None:
+            return self.reduce_scatter(x, state, axes, context, dim)
+        x, state = self.all_reduce(x, state, axes, context)
         return (own_shard(x, axes, dim) if dim else x), state
 
 
-class Noise(NamedTuple):
-    """What randomness and schedules are made of; the same on all devices.
+class StepContext(NamedTuple):
+    """What random keys and schedules depend on; the same on all devices.
 
     Attributes:
-      step: how many exchanges were before this one; None if no method counts.
-      salt: a number that differs from array to array.
+      step: how many syncs there were before; None if no method counts steps.
+      path_hash: distinguishes arrays by their paths.
     """
 
     step: Any
-    salt: int
+    path_hash: int
 
     def key(self, seed: int) -> jax.Array:
-        """A random key of this step and array."""
-        key = jax.random.fold_in(jax.random.key(seed), self.salt)
+        """A random key for this step and array."""
+        key = jax.random.fold_in(jax.random.key(seed), self.path_hash)
         return key if self.step is None else jax.random.fold_in(key, self.step)
 
 
 class SyncState(NamedTuple):
-    """State of an exchange that is made of methods for single arrays."""
+    """The state of a sync that is made of methods for single arrays."""
 
-    step: jax.Array | None  # int32; None unless a method counts
-    arrays: Any  # a tree as the parameters: each one's own
+    step: jax.Array | None  # int32; None unless a method counts steps
+    arrays: Any  # a tree like the parameters: the state of each one's method
 
 
 def leafwise(choose: Callable[[str, Any], Method]) -> GradientSync:
-    """The exchange of a tree: of each array by the method that its path and type choose.
+    """The sync of a tree, of every array by the method that ``choose(path, array)`` returns.
 
-    Where a device's gradient is not finite, all devices get NaN, and the state stays what it was.
+    If the gradient of any device is not finite, all devices get NaN, and the state is unchanged.
     """
 
     def init(params: Any) -> SyncState:
         flat, treedef = named_leaves(params)
         methods = [choose(path, x) for path, x in flat]
-        arrays = [method.init(x) for method, (_, x) in zip(methods, flat, strict=True)]
-        counts = any(method.counts for method in methods)
-        return SyncState(jnp.zeros((), jnp.int32) if counts else None, treedef.unflatten(arrays))
+        states = [method.init(x) for method, (_, x) in zip(methods, flat, strict=True)]
+        counts = any(method.counts_steps for method in methods)
+        return SyncState(jnp.zeros((), jnp.int32) if counts else None, treedef.unflatten(states))
 
     def reduce_scatter(
         grads: Any, state: SyncState, axis: Axis, dims: Any
@@ -118,23 +121,26 @@ def leafwise(choose: Callable[[str, Any], Method]) -> GradientSync:
         axes = check_axes(axis)
         flat, treedef = named_leaves(grads, is_leaf=is_none)
         out = [x for _, x in flat]
-        kept = treedef.flatten_up_to(state.arrays)
+        states = treedef.flatten_up_to(state.arrays)
         dims = treedef.flatten_up_to(dims)
-        chosen = {i: choose(path, x) for i, (path, x) in enumerate(flat) if x is not None}
-        lossy = [i for i, method in chosen.items() if not method.is_linear]
-        broken = dict(zip(lossy, _broken([out[i] for i in lossy], axes), strict=True))
-        for i, method in chosen.items():
-            noise = Noise(state.step, salt(flat[i][0]))
-            x, old, dtype, bad = out[i], kept[i], out[i].dtype, broken.get(i)
-            if bad is not None:
-                x = jnp.where(bad, jnp.zeros_like(x), x)
-            x, new = method.reduce(x, old, axes, noise, dims[i])
-            if bad is not None:
-                x = jnp.where(bad, jnp.full_like(x, jnp.nan), x)
-                new = jax.tree.map(lambda a, b, bad=bad: jnp.where(bad, a, b), old, new)
-            out[i], kept[i] = x.astype(dtype), new
+        methods = {i: choose(path, x) for i, (path, x) in enumerate(flat) if x is not None}
+
+        # Lossy methods would turn NaN into finite numbers: one all-reduce of flags finds it first.
+        lossy = [i for i, method in methods.items() if not method.is_linear]
+        flags = dict(zip(lossy, _any_nonfinite([out[i] for i in lossy], axes), strict=True))
+
+        for i, method in methods.items():
+            context = StepContext(state.step, path_hash(flat[i][0]))
+            x, old, dtype, nonfinite = out[i], states[i], out[i].dtype, flags.get(i)
+            if nonfinite is not None:
+                x = jnp.where(nonfinite, jnp.zeros_like(x), x)
+            x, new = method.reduce(x, old, axes, context, dims[i])
+            if nonfinite is not None:
+                x = jnp.where(nonfinite, jnp.full_like(x, jnp.nan), x)
+                new = jax.tree.map(lambda a, b, at=nonfinite: jnp.where(at, a, b), old, new)
+            out[i], states[i] = x.astype(dtype), new
         step = None if state.step is None else state.step + 1
-        return treedef.unflatten(out), SyncState(step, treedef.unflatten(kept))
+        return treedef.unflatten(out), SyncState(step, treedef.unflatten(states))
 
     return with_all_reduce(init, reduce_scatter, lambda path, x: choose(path, x).rows)
 
@@ -144,7 +150,7 @@ def with_all_reduce(
     reduce_scatter: Callable[[Any, Any, Axis, Any], tuple[Any, Any]],
     rows: Callable[[str, Any], RowMethod | None],
 ) -> GradientSync:
-    """An exchange whose ``all_reduce`` is its ``reduce_scatter`` along no dim."""
+    """A sync whose ``all_reduce`` is its ``reduce_scatter`` along no dim."""
 
     def all_reduce(grads: Any, state: Any, axis: Axis) -> tuple[Any, Any]:
         dims = jax.tree.map(lambda _: 0, grads, is_leaf=is_none)
@@ -161,66 +167,64 @@ def named_leaves(
     return [(path_str(path), x) for path, x in flat], treedef
 
 
-# --- For methods ----------------------------------------------------------------------------------
+def is_none(x: Any) -> bool:
+    """Whether a gradient is left out of the sync."""
+    return x is None
 
 
-def check_axes(axis: Axis) -> Axes:
-    """The axes, all of which an enclosing ``shard_map`` has made manual.
-
-    Raises:
-      ValueError: if one is not.
-    """
-    axes, manual = axes_of(axis), jax.sharding.get_abstract_mesh().manual_axes
-    missing = [name for name in axes if name not in manual]
-    if missing or not axes:
-        raise ValueError(
-            f"gradients are exchanged over axis {axis!r} of a shard_map, but "
-            f"{', '.join(map(repr, missing)) or 'no axis'} is not one of its manual axes "
-            f"{tuple(manual)}."
-        )
-    return axes
-
-
-def check_density(density: float, name: str = "density") -> None:
-    """Raises unless it is a part of something."""
-    if not 0 < density <= 1:
-        raise ValueError(f"{name} must be above 0 and at most 1, got {density!r}.")
-
-
-def wide(x: jax.Array) -> jax.Array:
-    """In float32 at least, in which errors are kept and sums are made."""
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
-def from_step(start: int, method: Method, before: Method) -> Method:
-    """A method that takes over at a step; until then its state stays what it was."""
-    if not start:
-        return method
-
-    def reduce(x: jax.Array, state: Any, axes: Axes, noise: Noise, dim: int = 0) -> Any:
-        def plain(x: jax.Array, state: Any) -> Any:
-            return before.reduce(x, (), axes, noise, dim)[0], state
-
-        def other(x: jax.Array, state: Any) -> Any:
-            return method.reduce(x, state, axes, noise, dim)
-
-        return lax.cond(noise.step >= start, other, plain, x, state)
-
-    return Method(method.init, reduce, reduce, method.is_linear, counts=True)
-
-
-def _broken(grads: list[jax.Array], axes: Axes) -> jax.Array:
-    """Of each array, whether any device's is not finite."""
+def _any_nonfinite(grads: list[jax.Array], axes: Axes) -> jax.Array:
+    """Whether any device's gradient is not finite, (arrays,) bool."""
     if not grads:
         return jnp.zeros(0, bool)
     found = jnp.stack([~jnp.all(jnp.isfinite(g)) for g in grads])
     return lax.pmax(found.astype(jnp.int32), axes) > 0
 
 
-def is_none(x: Any) -> bool:
-    return x is None
+# --- For methods ----------------------------------------------------------------------------------
 
 
-def salt(path: str) -> int:
-    """A number for a path: the same wherever the array lies in its tree."""
+def check_axes(axis: Axis) -> Axes:
+    """The axes as a tuple.
+
+    Raises:
+      ValueError: if there are none, or an enclosing ``shard_map`` is not manual over one of them.
+    """
+    axes, manual = axes_of(axis), jax.sharding.get_abstract_mesh().manual_axes
+    if not axes:
+        raise ValueError(f"gradient sync needs at least one mesh axis, got {axis!r}.")
+    missing = [name for name in axes if name not in manual]
+    if missing:
+        raise ValueError(
+            f"gradient sync over axis {axis!r} runs inside a shard_map that is manual over it, but "
+            f"{', '.join(map(repr, missing))} is not one of the manual axes {tuple(manual)} here. "
+            "Call it inside such a shard_map."
+        )
+    return axes
+
+
+def check_density(density: float, name: str = "density") -> None:
+    """Raises unless the density is in (0, 1]."""
+    if not 0 < density <= 1:
+        raise ValueError(f"{name} must be above 0 and at most 1, got {density!r}.")
+
+
+def from_step(start: int, method: Method, before: Method) -> Method:
+    """A method that replaces a stateless one from a step on; until then its state is unchanged."""
+    if not start:
+        return method
+
+    def reduce(x: jax.Array, state: Any, axes: Axes, context: StepContext, dim: int = 0) -> Any:
+        def run_before(x: jax.Array, state: Any) -> Any:
+            return before.reduce(x, (), axes, context, dim)[0], state
+
+        def run_method(x: jax.Array, state: Any) -> Any:
+            return method.reduce(x, state, axes, context, dim)
+
+        return lax.cond(context.step >= start, run_method, run_before, x, state)
+
+    return Method(method.init, reduce, reduce, method.is_linear, counts_steps=True)
+
+
+def path_hash(path: str) -> int:
+    """A number for a path, the same in every process."""
     return zlib.crc32(path.encode())

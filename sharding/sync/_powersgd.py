@@ -9,17 +9,17 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_ext import Factoring, FactoringRule, last_two_dims
+from sharding.collectives._dtypes import sum_dtype, to_sum_dtype
 from sharding.placement._specs import Axes, path_str
 from sharding.sync._dense import dense_method
 from sharding.sync._interface import (
     GradientSync,
     Method,
-    Noise,
+    StepContext,
     SyncState,
     from_step,
     leafwise,
-    salt,
-    wide,
+    path_hash,
 )
 
 
@@ -34,9 +34,9 @@ def powersgd(
     alternate: bool = False,
     seed: int = 0,
 ) -> GradientSync:
-    r"""Sends of each matrix what one step of power iteration finds, and keeps the rest for later.
+    r"""Sends a low-rank approximation of each matrix, found by one step of power iteration.
 
-    With :math:`e_i` what device i has not sent yet and Q of the step before,
+    With :math:`e_i` the error-feedback residual of device i and Q of the step before,
 
     .. math::
 
@@ -44,40 +44,42 @@ def powersgd(
       Q_i = M_i^\top P, \quad Q \leftarrow \frac 1n \sum_i Q_i, \quad
       \bar g = P Q^\top, \quad e_i \leftarrow M_i - P Q_i^\top
 
-    where Q is orthogonalized before it is used. The usual error, :math:`M_i - P Q^\top`, gives the
-    same means, but it keeps each device's own deviation for ever and grows with the root of the
+    where Q is orthogonalized before it is used. The usual residual, :math:`M_i - P Q^\top`, gives
+    the same means, but it accumulates each device's own deviation and grows with the root of the
     number of steps; this one stays bounded.
 
-    On the wire two all-reduces of rank x (rows + columns) numbers a matrix, 2 (n - 1) / n times.
-    State of a device: its error, as large as the gradients, and Q.
+    Wire bytes per device and matrix: 2 (n - 1) / n times those of rank x (rows + columns) numbers,
+    in two all-reduces. State per device: the residual, as large as the gradients, and Q.
 
-    ``alternate`` takes the two factors in turns, as an alternating factorization does: one step
-    multiplies with Q alone and sends P, the next with P and sends Q. Half the bytes, and one
-    all-reduce in a step; both factors are kept, and what is sent fits the gradient less well.
+    ``alternate`` computes one of the two factors per step, as an alternating factorization does:
+    one step multiplies by Q and sends P, the next multiplies by P and sends Q. It sends half the
+    bytes in a single all-reduce per step; both factors are part of the state, and the approximation
+    is less accurate.
 
     Args:
       rank: columns of P and Q.
-      start_step: before this step gradients are sent whole.
+      start_step: before this step gradients are sent in full.
       min_compression: matrices are compressed if rank x (rows + columns) times this is less than
-        rows x columns; all others, and vectors, are sent whole.
-      factoring: which dims are rows and columns, as optimizers take it
-        (``optax_ext.flax_transformer()``); all other dims stack matrices that are compressed one by
-        one, all at once.
-      error_feedback: keep what was not sent. Without, much of the gradient is lost.
-      warm_start: begin with the Q of the step before, not with a random one.
-      alternate: send P in steps of even number, Q in the others.
-      seed: of the first Q, or of all.
+        rows x columns; all others, and vectors, are sent in full.
+      factoring: which dims are rows and columns, as for optimizers
+        (``optax_ext.flax_transformer()``); all other dims stack matrices, each of which is
+        compressed by itself, all at once.
+      error_feedback: add the residual to the next gradient. Without it, much of the gradient is
+        lost.
+      warm_start: start from the Q of the step before instead of a random one.
+      alternate: send P in even steps, Q in odd ones.
+      seed: of the first Q; of every Q without ``warm_start``.
 
     Returns:
       A ``GradientSync``.
 
     Raises:
-      ValueError: if ``rank`` is below 1, or so large that it compresses nothing; if ``alternate``
+      ValueError: if ``rank`` is below 1, or so large that nothing is compressed; if ``alternate``
         has no warm start.
 
     Example:
       >>> from sharding import sync
-      >>> exchange = sync.powersgd(rank=4, start_step=100)
+      >>> grad_sync = sync.powersgd(rank=4, start_step=100)
 
     References:
       Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed
@@ -85,20 +87,14 @@ def powersgd(
       Gradient Compression using Alternating Matrix Factorization for Large-scale Deep Learning,
       NeurIPS 2019 workshop.
     """
-    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
-        raise ValueError(f"rank must be an integer of at least 1, got {rank!r}.")
-    if start_step < 0:
-        raise ValueError(f"start_step must not be negative, got {start_step}.")
-    if not min_compression >= 1:
-        raise ValueError(f"min_compression must be at least 1, got {min_compression}.")
-    if alternate and not warm_start:
-        raise ValueError("alternate needs warm_start=True: it goes on with the factor before.")
+    _check(rank, start_step, min_compression, warm_start, alternate)
 
-    def view_of(path: str, x: Any) -> "_View | None":
-        found = factoring.resolve(path, tuple(x.shape))
-        if found is None or not found.factored:
+    def view_of(path: str, x: Any) -> "_MatrixView | None":
+        """The matrices of an array; None if it is sent in full."""
+        dims = factoring.resolve(path, tuple(x.shape))
+        if dims is None or not dims.factored:
             return None
-        view = _View(tuple(x.shape), found)
+        view = _MatrixView(tuple(x.shape), dims)
         small = rank * (view.rows + view.cols) * min_compression < view.rows * view.cols
         return view if small and jnp.issubdtype(x.dtype, jnp.floating) else None
 
@@ -107,31 +103,36 @@ def powersgd(
         if view is None:
             return dense_method()
 
+        def random(key: jax.Array, size: int, dtype: Any) -> jax.Array:
+            return jax.random.normal(key, (view.count, size, rank), dtype)
+
         def init(x: Any) -> dict[str, jax.Array]:
-            dtype = jnp.promote_types(x.dtype, jnp.float32)
-            key = Noise(None, salt(path)).key(seed)
-            state = {"q": _random(key, view, view.cols, rank, dtype)} if warm_start else {}
+            dtype = sum_dtype(x.dtype)
+            key = StepContext(None, path_hash(path)).key(seed)
+            state = {"q": random(key, view.cols, dtype)} if warm_start else {}
             if alternate:
-                state["p"] = _random(jax.random.fold_in(key, 1), view, view.rows, rank, dtype)
+                state["p"] = random(jax.random.fold_in(key, 1), view.rows, dtype)
             return state | ({"error": jnp.zeros(x.shape, dtype)} if error_feedback else {})
 
-        def mean(x: jax.Array, state: Any, axes: Axes, noise: Noise) -> tuple[jax.Array, Any]:
-            x = wide(x)
-            m = view.matrices(x + state["error"] if error_feedback else x)
+        def all_reduce(
+            x: jax.Array, state: Any, axes: Axes, context: StepContext
+        ) -> tuple[jax.Array, Any]:
+            x = to_sum_dtype(x)
+            m = view.matrices(x + state["error"] if error_feedback else x)  # (count, rows, cols)
             factors = {name: factor for name, factor in state.items() if name != "error"}
             if not warm_start:
-                factors = {"q": _random(noise.key(seed), view, view.cols, rank, x.dtype)}
+                factors = {"q": random(context.key(seed), view.cols, x.dtype)}
             if alternate:
-                kernels = [functools.partial(kernel, axes) for kernel in (_first, _second)]
-                found, own, factors = lax.cond(noise.step % 2 == 0, *kernels, m, factors)
+                updates = [functools.partial(f, axes) for f in (_update_p, _update_q)]
+                mean, own, factors = lax.cond(context.step % 2 == 0, *updates, m, factors)
             else:
-                found, own, factors = _both(axes, m, factors)
+                mean, own, factors = _update_both(axes, m, factors)
             state = factors if warm_start else {}
             if error_feedback:
                 state["error"] = view.array(m - own)
-            return view.array(found), state
+            return view.array(mean), state
 
-        method = Method(init, mean, counts=alternate or not warm_start)
+        method = Method(init, all_reduce, counts_steps=alternate or not warm_start)
         return from_step(start_step, method, dense_method())
 
     inner = leafwise(choose)
@@ -140,22 +141,38 @@ def powersgd(
         flat = jax.tree_util.tree_leaves_with_path(params)
         if not any(view_of(path_str(path), x) for path, x in flat):
             raise ValueError(
-                f"rank {rank} compresses no parameter: rank x (rows + columns) x "
-                f"{min_compression} is less than rows x columns for none of "
-                f"{sorted({tuple(x.shape) for _, x in flat})}."
+                f"powersgd: rank {rank} compresses no parameter: rank x (rows + columns) x "
+                f"{min_compression} is less than rows x columns for none of the shapes "
+                f"{sorted({tuple(x.shape) for _, x in flat})}. Use a smaller rank, or sync.dense()."
             )
         return inner.init(params)
 
     return GradientSync(init, inner.all_reduce, inner.reduce_scatter)
 
 
-class _View:
+def _check(
+    rank: Any, start_step: int, min_compression: float, warm_start: bool, alternate: bool
+) -> None:
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
+        raise ValueError(f"rank must be an integer of at least 1, got {rank!r}.")
+    if start_step < 0:
+        raise ValueError(f"start_step must not be negative, got {start_step}.")
+    if not min_compression >= 1:
+        raise ValueError(f"min_compression must be at least 1, got {min_compression}.")
+    if alternate and not warm_start:
+        raise ValueError(
+            "alternate needs warm_start=True, since each step uses the factor of the step before; "
+            f"got warm_start={warm_start}."
+        )
+
+
+class _MatrixView:
     """An array as a stack of matrices.
 
     Attributes:
-      rows: of each.
-      cols: of each.
-      count: how many.
+      rows: rows of each matrix.
+      cols: columns of each matrix.
+      count: how many matrices there are.
     """
 
     def __init__(self, shape: tuple[int, ...], factoring: Factoring):
@@ -171,48 +188,48 @@ class _View:
         return x.transpose(self._order).reshape(self.count, self.rows, self.cols)
 
     def array(self, m: jax.Array) -> jax.Array:
-        """The array of such matrices."""
-        order = sorted(range(len(self._order)), key=self._order.__getitem__)
-        return m.reshape(self._ordered).transpose(order)
+        """The inverse of ``matrices``."""
+        inverse = sorted(range(len(self._order)), key=self._order.__getitem__)
+        return m.reshape(self._ordered).transpose(inverse)
 
 
 def orthonormal(x: jax.Array) -> jax.Array:
-    """Orthonormal columns that span those of each matrix; of rank-deficient ones, and more.
+    """An orthonormal basis (count, size, rank) whose span contains the columns of each matrix.
 
-    A zero or dependent column becomes any that is orthogonal to the others, never NaN.
+    A zero or dependent column becomes an arbitrary one that is orthogonal to the others, never NaN.
     """
     return jnp.linalg.qr(x)[0]
 
 
-# --- Of a stack of matrices: the mean that is found, this device's part in it, the factors --------
+# --- One step of power iteration ------------------------------------------------------------------
+# On a stack of matrices m (count, rows, cols) of this device, with factors p (count, rows, rank)
+# and q (count, cols, rank), each returns the mean approximation, this device's contribution to it
+# (both like m), and the new factors.
 
-_Found = tuple[jax.Array, jax.Array, dict[str, jax.Array]]
+_Update = tuple[jax.Array, jax.Array, dict[str, jax.Array]]
 
 
-def _both(axes: Axes, m: jax.Array, factors: dict[str, jax.Array]) -> _Found:
-    p = orthonormal(lax.psum(m @ orthonormal(factors["q"]), axes))
-    own = _turned(p) @ m  # Q transposed: XLA:CPU would copy m to transpose it
+def _update_both(axes: Axes, m: jax.Array, factors: dict[str, jax.Array]) -> _Update:
+    p = orthonormal(lax.psum(m @ orthonormal(factors["q"]), axes))  # (count, rows, rank)
+    # Q transposed, (count, rank, cols): XLA:CPU would copy m to transpose it.
+    own = _transposed(p) @ m
     q = lax.pmean(own, axes)
-    return p @ q, p @ own, {"q": _turned(q)}
+    return p @ q, p @ own, {"q": _transposed(q)}
 
 
-def _first(axes: Axes, m: jax.Array, factors: dict[str, jax.Array]) -> _Found:
-    basis = orthonormal(factors["q"])
+def _update_p(axes: Axes, m: jax.Array, factors: dict[str, jax.Array]) -> _Update:
+    basis = orthonormal(factors["q"])  # (count, cols, rank)
     own = m @ basis
     p = lax.pmean(own, axes)
-    return p @ _turned(basis), own @ _turned(basis), {"p": p, "q": factors["q"]}
+    return p @ _transposed(basis), own @ _transposed(basis), {"p": p, "q": factors["q"]}
 
 
-def _second(axes: Axes, m: jax.Array, factors: dict[str, jax.Array]) -> _Found:
-    basis = orthonormal(factors["p"])
-    own = _turned(basis) @ m
+def _update_q(axes: Axes, m: jax.Array, factors: dict[str, jax.Array]) -> _Update:
+    basis = orthonormal(factors["p"])  # (count, rows, rank)
+    own = _transposed(basis) @ m  # (count, rank, cols)
     q = lax.pmean(own, axes)
-    return basis @ q, basis @ own, {"p": factors["p"], "q": _turned(q)}
+    return basis @ q, basis @ own, {"p": factors["p"], "q": _transposed(q)}
 
 
-def _turned(x: jax.Array) -> jax.Array:
+def _transposed(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(x, -1, -2)
-
-
-def _random(key: jax.Array, view: _View, size: int, rank: int, dtype: Any) -> jax.Array:
-    return jax.random.normal(key, (view.count, size, rank), dtype)

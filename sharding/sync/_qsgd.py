@@ -1,4 +1,4 @@
-"""Gradients in 8 or 4 bits on the wire."""
+"""Quantized gradient sync: 8 or 4 bits per element on the wire."""
 
 from typing import Any
 
@@ -8,15 +8,10 @@ from jax import lax
 
 from sharding.collectives._all_gather import all_gather_concat
 from sharding.collectives._block_codec import dequantize, quantize
+from sharding.collectives._dtypes import to_sum_dtype
 from sharding.placement._specs import Axes
 from sharding.sync._dense import dense_method
-from sharding.sync._interface import (
-    GradientSync,
-    Method,
-    Noise,
-    leafwise,
-    wide,
-)
+from sharding.sync._interface import GradientSync, Method, StepContext, leafwise
 
 _NORMS = ("max", "l2")
 _ROUNDINGS = ("stochastic", "nearest")
@@ -31,42 +26,41 @@ def qsgd(
     min_size: int = 4096,
     seed: int = 0,
 ) -> GradientSync:
-    r"""Sends gradients in 8 or 4 bits, each block of them scaled by its norm.
+    r"""Sends gradients in 8 or 4 bits per element, with one scale per block.
 
-    With :math:`s` = 127 levels of 8 bits, 7 of 4 bits, and :math:`\xi` that rounds
-    :math:`s |v_j| / \lVert v \rVert` up or down so that its mean is that,
+    With :math:`s` levels, 127 of 8 bits or 7 of 4 bits, and :math:`\xi_j` the value
+    :math:`s |v_j| / \lVert v \rVert` rounded up or down at random, without bias,
 
     .. math::
 
       Q(v)_j = \frac{\lVert v \rVert}{s} \operatorname{sign}(v_j) \, \xi_j
 
-    Every device is sent its part of all others' codes, sums what they stand for, and sends the
-    codes of the sum to all; a device that keeps a piece alone (ZeRO) is not sent the others, and
-    its sum is not rounded again. With ``norm="max"`` and ``rounding="nearest"`` this is the
-    exchange of ZeRO++ (qgZ); the maximum loses 8 to 66 times less than the Euclidean norm of the
-    QSGD paper.
+    A reduce-scatter sends each device the codes of its shard by all-to-all; it decodes and sums
+    them. For a full mean the sums are quantized again and all-gathered. With ``norm="max"`` and
+    ``rounding="nearest"`` this is the quantized reduce-scatter of ZeRO++ (qgZ); the maximum loses 8
+    to 66 times less than the Euclidean norm of the QSGD paper.
 
-    On the wire (n - 1) / n of (bits / 8 + 4 / block_size) bytes an element, twice that for a whole
-    mean. Each element is off by less than one level of its block, twice for a whole mean; the mean
-    error is zero if rounding is stochastic.
+    Wire bytes per device: (n - 1) / n times (bits / 8 + 4 / block_size) per element for a shard of
+    the mean, twice that for a full mean. The error of an element is below one level of its block,
+    two levels for a full mean; its expectation is zero with stochastic rounding.
 
     Args:
-      bits: 8 or 4; two codes of 4 bits fill a byte.
-      block_size: elements to a scale (float32); even.
-      norm: ``"max"`` or ``"l2"``: what 1 stands for.
+      bits: 8 or 4; a byte holds two codes of 4 bits.
+      block_size: elements per scale (float32); even.
+      norm: ``"max"`` or ``"l2"``: the norm of a block that is represented by the last level.
       rounding: ``"stochastic"`` or ``"nearest"``.
-      min_size: smaller arrays are sent as they are.
-      seed: of the noise; it, the step, the array and the device make it.
+      min_size: smaller arrays are sent unquantized.
+      seed: of the noise, which also depends on step, array and device.
 
     Returns:
       A ``GradientSync``; its state is a count of steps, none with ``rounding="nearest"``.
 
     Raises:
-      ValueError: on other bits, norms or roundings, or a block size that is odd or below 2.
+      ValueError: if bits, norm or rounding are unknown, or the block size is odd or below 2.
 
     Example:
       >>> from sharding import sync
-      >>> exchange = sync.qsgd(4, block_size=128)
+      >>> grad_sync = sync.qsgd(4, block_size=128)
 
     References:
       Alistarh, Grubic, Li, Tomioka, Vojnovic: QSGD: Communication-Efficient SGD via Gradient
@@ -86,37 +80,42 @@ def qsgd(
     def encode(x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         return quantize(x, bits, block_size, norm, key)
 
-    def exchange(pieces: jax.Array, axes: Axes, key: jax.Array | None) -> jax.Array:
-        """The mean of this device's piece; ``pieces`` has a row for every device."""
-        codes, scales = encode(pieces, key)
+    def mean_of_shards(shards: jax.Array, axes: Axes, key: jax.Array | None) -> jax.Array:
+        """The mean of this device's shard, (elements,), given (devices, elements) to send."""
+        codes, scales = encode(shards, key)
         codes, scales = (
             lax.all_to_all(part, axes, split_axis=0, concat_axis=0, tiled=True)
             for part in (codes, scales)
         )
-        return jnp.mean(dequantize(codes, scales, bits, block_size), 0)[: pieces.shape[1]]
+        return jnp.mean(dequantize(codes, scales, bits, block_size), 0)[: shards.shape[1]]
 
-    def keys(noise: Noise, axes: Axes) -> list[Any]:
+    def keys(context: StepContext, axes: Axes) -> list[Any]:
+        """This device's keys of the two quantizations."""
         if not stochastic:
             return [None, None]
-        return list(jax.random.split(jax.random.fold_in(noise.key(seed), lax.axis_index(axes))))
+        return list(jax.random.split(jax.random.fold_in(context.key(seed), lax.axis_index(axes))))
 
-    def mean(x: jax.Array, state: Any, axes: Axes, noise: Noise) -> tuple[jax.Array, Any]:
-        num, first, second = lax.axis_size(axes), *keys(noise, axes)
-        rows = -(-x.size // num)
-        flat = jnp.pad(wide(x).ravel(), (0, num * rows - x.size)).reshape(num, rows)
-        codes, scales = encode(exchange(flat, axes, first)[None], second)
+    def all_reduce(
+        x: jax.Array, state: Any, axes: Axes, context: StepContext
+    ) -> tuple[jax.Array, Any]:
+        num, first, second = lax.axis_size(axes), *keys(context, axes)
+        size = -(-x.size // num)
+        # Reduce-scatter of equal shards of the flat array, then an all-gather of their mean.
+        shards = jnp.pad(to_sum_dtype(x).ravel(), (0, num * size - x.size)).reshape(num, size)
+        codes, scales = encode(mean_of_shards(shards, axes, first)[None], second)
         codes, scales = (all_gather_concat(part, axes) for part in (codes, scales))
-        found = dequantize(codes, scales, bits, block_size)[:, :rows]
-        return found.ravel()[: x.size].reshape(x.shape), state
+        means = dequantize(codes, scales, bits, block_size)[:, :size]  # (devices, size)
+        return means.ravel()[: x.size].reshape(x.shape), state
 
-    def piece(
-        x: jax.Array, state: Any, axes: Axes, noise: Noise, dim: int
+    def reduce_scatter(
+        x: jax.Array, state: Any, axes: Axes, context: StepContext, dim: int
     ) -> tuple[jax.Array, Any]:
         num, dim = lax.axis_size(axes), dim % x.ndim
-        shape = (*x.shape[:dim], x.shape[dim] // num, *x.shape[dim + 1 :])
-        pieces = wide(x).reshape(*shape[:dim], num, *shape[dim:])
-        pieces = jnp.moveaxis(pieces, dim, 0).reshape(num, -1)
-        return exchange(pieces, axes, keys(noise, axes)[0]).reshape(shape), state
+        shape = (*x.shape[:dim], x.shape[dim] // num, *x.shape[dim + 1 :])  # of a shard
+        shards = to_sum_dtype(x).reshape(*shape[:dim], num, *shape[dim:])
+        shards = jnp.moveaxis(shards, dim, 0).reshape(num, -1)  # (devices, elements)
+        return mean_of_shards(shards, axes, keys(context, axes)[0]).reshape(shape), state
 
-    method, plain = Method(lambda x: (), mean, piece, counts=stochastic), dense_method()
-    return leafwise(lambda path, x: method if x.size >= min_size else plain)
+    method = Method(lambda x: (), all_reduce, reduce_scatter, counts_steps=stochastic)
+    small = dense_method()
+    return leafwise(lambda path, x: method if x.size >= min_size else small)

@@ -1,4 +1,4 @@
-"""State of an exchange as global arrays: a row for every device."""
+"""The state of a gradient sync as global arrays, with a row for every device."""
 
 from typing import Any, NamedTuple
 
@@ -11,12 +11,13 @@ from sharding.sync._interface import GradientSync
 
 
 class SyncedState(NamedTuple):
-    """What ``Zero`` keeps as ``opt_state`` where its exchange of gradients has a state.
+    """The ``opt_state`` of a train state under ``Zero`` with a stateful gradient sync.
 
     Attributes:
-      inner_state: the transformation's.
-      sync_state: the exchange's; each array has a first dim of devices between which gradients are
-        exchanged, and a second of those of a copy (1 without copies).
+      inner_state: the state of the transformation.
+      sync_state: the state of the sync. The first dim of each array is that of the devices between
+        which gradients are synchronized, the second that of the shards of a replica (1 without
+        replicas).
     """
 
     inner_state: optax.OptState
@@ -26,20 +27,20 @@ class SyncedState(NamedTuple):
 def transformation(
     sync: GradientSync, axis: Axis, num_devices: int
 ) -> optax.GradientTransformation:
-    """An exchange as a gradient transformation, for a ``shard_map`` of one's own.
+    """A gradient sync as a gradient transformation, for a ``shard_map`` of one's own.
 
     Args:
-      sync: the exchange.
-      axis: the mesh axis, or axes, over which gradients become their mean.
-      num_devices: how many devices these have.
+      sync: the gradient sync.
+      axis: the mesh axis, or axes, over which gradients are averaged.
+      num_devices: how many devices are on them.
 
     Returns:
-      A ``GradientTransformation``. ``init``, outside the ``shard_map``, gives every array of the
-      state a first dim of devices; inside, where ``update`` is called, it is 1: cut it over
-      ``axis``.
+      A ``GradientTransformation``. ``init`` runs outside the ``shard_map`` and gives every array of
+      the state a first dim of ``num_devices``. ``update`` runs inside, where that dim is 1: shard
+      it over ``axis``.
 
     Raises:
-      ValueError: inside, if ``axis`` is not one of the ``shard_map``'s.
+      ValueError: in ``update``, if the ``shard_map`` is not manual over ``axis``.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -74,24 +75,24 @@ def transformation(
 
 
 def resize(state: Any, num_devices: int) -> Any:
-    """State of an exchange for another number of devices.
+    """The state of a gradient sync for another number of devices.
 
-    Every device begins with the mean of what all had: what is sent later stays the same on
-    average. For use on ``sync_state``, or on any tree in which the first dim of all arrays is that
-    of devices; good inside ``jit``.
+    Every device starts with the mean of the residuals, so that what is sent later stays the same on
+    average. For ``sync_state``, or any tree whose arrays have a first dim of devices; runs inside
+    ``jit`` too.
 
     Args:
       state: a tree of arrays.
-      num_devices: how many devices there are now.
+      num_devices: the new number of devices.
 
     Returns:
-      The tree, its arrays with a first dim of ``num_devices``. Counts are those of the first
+      The tree, its arrays with a first dim of ``num_devices``. Integers are those of the first
       device.
     """
 
-    def one(x: Any) -> jax.Array:
+    def resize_array(x: Any) -> jax.Array:
         floating = jnp.issubdtype(x.dtype, jnp.inexact)
         row = jnp.mean(x, axis=0) if floating else x[0]
         return jnp.broadcast_to(row, (num_devices, *x.shape[1:]))
 
-    return jax.tree.map(one, state)
+    return jax.tree.map(resize_array, state)

@@ -1,4 +1,4 @@
-"""The largest elements of each gradient; the rest waits."""
+"""Sparse gradient sync: the largest elements of each gradient, with error feedback."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,20 +9,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharding.collectives._all_gather import all_gather_concat
+from sharding.collectives._dtypes import sum_dtype, to_sum_dtype
 from sharding.placement._specs import Axes
 from sharding.sync._dense import dense_mean, dense_method
 from sharding.sync._interface import (
     GradientSync,
     Method,
-    Noise,
+    StepContext,
     check_density,
     leafwise,
-    wide,
 )
 
 _FEEDBACKS = ("error", "ef21", None)
 # Elements that the int32 indices of a top-k can address.
-_MOST = 2**31 - 1
+_MAX_SECTION_SIZE = 2**31 - 1
 
 
 def top_k(
@@ -35,47 +35,47 @@ def top_k(
     approximate: bool = False,
     min_size: int = 4096,
 ) -> GradientSync:
-    r"""Sends the largest elements of each gradient, and keeps the rest for later.
+    r"""Sends the largest elements of each gradient and adds the rest to the next one.
 
-    With :math:`T` that keeps the elements of largest magnitude and :math:`e_i` what device i has
-    not sent yet (gradient dropping),
+    With :math:`T` selecting the elements of largest magnitude and :math:`e_i` the error-feedback
+    residual of device i (gradient dropping),
 
     .. math::
 
       a_i = e_i + g_i, \quad \bar g = \frac 1n \sum_i T(a_i), \quad e_i \leftarrow a_i - T(a_i)
 
-    ``momentum`` m makes deep gradient compression of it, for an optimizer without momentum:
-    :math:`u_i \leftarrow m u_i + g_i`, :math:`a_i = e_i + u_i`, and where an element is sent
-    :math:`u_i` becomes zero, too. ``feedback="ef21"`` sends what has changed:
+    ``momentum`` m turns it into deep gradient compression, for an optimizer without momentum:
+    :math:`u_i \leftarrow m u_i + g_i`, :math:`a_i = e_i + u_i`, and :math:`u_i` becomes zero, too,
+    at the elements that are sent. ``feedback="ef21"`` sends corrections of an estimate of the mean:
     :math:`c_i = T(g_i - h_i)`, :math:`h_i \leftarrow h_i + c_i`,
     :math:`\bar g = \frac 1n \sum_i h_i`.
 
-    On the wire (n - 1) k values and indices, 8 bytes each, from each device: all are gathered. Each
-    device keeps an error as large as the gradients, with ``momentum`` or ``"ef21"`` two.
+    Wire bytes per device: an all-gather of k values and indices, (n - 1) k times 8. State per
+    device: a residual as large as the gradients, with ``momentum`` or ``"ef21"`` two such arrays.
 
     An array of more than 2^31 - 1 elements is split into equal sections that int32 can index, and
     each section sends its own largest elements.
 
     Args:
-      density: what part of an array's elements is sent, above 0, at most 1. Or several by the step
-        from which on they count, as a warm-up: ``{0: 0.25, 100: 0.06, 200: 0.01}``.
-      feedback: ``"error"``, ``"ef21"``, or None: what is not sent is lost.
+      density: the fraction of an array's elements that is sent, above 0, at most 1. Or a schedule,
+        step -> density from that step on, as a warm-up: ``{0: 0.25, 100: 0.06, 200: 0.01}``.
+      feedback: ``"error"``, ``"ef21"``, or None: elements that are not sent are lost.
       momentum: of deep gradient compression; needs ``feedback="error"``.
-      nesterov: its form of Nesterov: :math:`u \leftarrow m (u + g)`, :math:`a = e + u + g`.
-      clip_norm: the norm that a gradient is cut to before all else, an array at a time; on n
-        devices that over the root of n.
-      approximate: may miss some of the largest (``lax.approx_max_k``); faster on TPUs.
-      min_size: smaller arrays are sent whole, with the same momentum and clip.
+      nesterov: its Nesterov form: :math:`u \leftarrow m (u + g)`, :math:`a = e + u + g`.
+      clip_norm: each device first clips the gradient of each array to this norm, divided by the
+        root of the number of devices.
+      approximate: may miss some of the largest elements (``lax.approx_max_k``); faster on TPUs.
+      min_size: smaller arrays are sent in full, with the same momentum and clip.
 
     Returns:
       A ``GradientSync``.
 
     Raises:
-      ValueError: if a density is not above 0 and at most 1, or options do not go together.
+      ValueError: if a density is not above 0 and at most 1, or options exclude each other.
 
     Example:
       >>> from sharding import sync
-      >>> exchange = sync.top_k({0: 0.25, 100: 0.06, 200: 0.01}, momentum=0.9, clip_norm=1.0)
+      >>> grad_sync = sync.top_k({0: 0.25, 100: 0.06, 200: 0.01}, momentum=0.9, clip_norm=1.0)
 
     References:
       Aji, Heafield: Sparse Communication for Distributed Gradient Descent, EMNLP 2017,
@@ -87,22 +87,22 @@ def top_k(
     _check(schedule, feedback, momentum, nesterov, clip_norm)
 
     def init(x: Any) -> dict[str, jax.Array]:
-        zeros = jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32))
+        zeros = jnp.zeros(x.shape, sum_dtype(x.dtype))
         if feedback == "ef21":
             return {"own": zeros, "mean": zeros}
         state = {} if momentum is None else {"momentum": zeros}
         return state | ({"error": zeros} if feedback else {})
 
-    def clipped(x: jax.Array, axes: Axes) -> jax.Array:
-        x = wide(x)
+    def clip(x: jax.Array, axes: Axes) -> jax.Array:
+        x = to_sum_dtype(x)
         if clip_norm is None:
             return x
-        most = clip_norm / math.sqrt(lax.axis_size(axes))
+        max_norm = clip_norm / math.sqrt(lax.axis_size(axes))
         norm = jnp.sqrt(jnp.sum(x**2))
-        return x * jnp.minimum(1, most / jnp.where(norm == 0, 1, norm))
+        return x * jnp.minimum(1, max_norm / jnp.where(norm == 0, 1, norm))
 
-    def moved(old: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The momentum, and by how much it moves."""
+    def add_momentum(old: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The new momentum, and the update made of it."""
         assert momentum is not None
         if nesterov:
             new = momentum * (old + x)
@@ -110,42 +110,50 @@ def top_k(
         new = momentum * old + x
         return new, new
 
-    def mean(x: jax.Array, state: Any, axes: Axes, noise: Noise) -> tuple[jax.Array, Any]:
-        x, new = clipped(x, axes), {}
+    def all_reduce(
+        x: jax.Array, state: Any, axes: Axes, context: StepContext
+    ) -> tuple[jax.Array, Any]:
+        # What would be sent at density 1, like x.
+        x, new = clip(x, axes), {}
         if feedback == "ef21":
-            whole = x - state["own"]
+            full = x - state["own"]
         elif momentum is None:
-            whole = x + state["error"] if feedback else x
+            full = x + state["error"] if feedback else x
         else:
-            new["momentum"], whole = moved(state["momentum"], x)
-            whole += state["error"]
+            new["momentum"], full = add_momentum(state["momentum"], x)
+            full += state["error"]
 
-        total, indices = _by_step(schedule, noise, whole, axes, approximate)
-        total = _array(total, x.shape)
+        # The mean of the largest elements of all devices, and which ones this device sent.
+        mean, indices = _mean_of_largest(schedule, context, full, axes, approximate)
+        mean = _array(mean, x.shape)
 
         def unsent(y: jax.Array) -> jax.Array:
-            """Zeros where an element was sent."""
-            return _array(_each(_zeroed)(_sections(y), indices), x.shape)
+            """The array with zeros at the elements that were sent."""
+            return _array(_per_section(_zero_at)(_sections(y), indices), x.shape)
 
+        # The new state.
         if feedback == "ef21":
-            own = state["own"] + whole - unsent(whole)
-            total = state["mean"] + total
-            return total, {"own": own, "mean": total}
+            own = state["own"] + full - unsent(full)
+            mean = state["mean"] + mean
+            return mean, {"own": own, "mean": mean}
         if feedback:
-            new["error"] = unsent(whole)
+            new["error"] = unsent(full)
         if momentum is not None:
             new["momentum"] = unsent(new["momentum"])
-        return total, new
+        return mean, new
 
-    def small(x: jax.Array, state: Any, axes: Axes, noise: Noise) -> tuple[jax.Array, Any]:
-        del noise
-        new, x = moved(state["momentum"], dense_mean(clipped(x, axes), axes))
+    def all_reduce_small(
+        x: jax.Array, state: Any, axes: Axes, context: StepContext
+    ) -> tuple[jax.Array, Any]:
+        """In full, with momentum."""
+        del context
+        new, x = add_momentum(state["momentum"], dense_mean(clip(x, axes), axes))
         return x, {"momentum": new}
 
-    method, plain = Method(init, mean, counts=len(schedule) > 1), dense_method()
+    method, small = Method(init, all_reduce, counts_steps=len(schedule) > 1), dense_method()
     if momentum is not None:
-        plain = Method(lambda x: {"momentum": init(x)["momentum"]}, small)
-    return leafwise(lambda path, x: method if x.size >= min_size else plain)
+        small = Method(lambda x: {"momentum": init(x)["momentum"]}, all_reduce_small)
+    return leafwise(lambda path, x: method if x.size >= min_size else small)
 
 
 def _check(
@@ -158,7 +166,7 @@ def _check(
     for density in schedule.values():
         check_density(density)
     if 0 not in schedule:
-        raise ValueError(f"density must tell what counts from step 0 on, got {dict(schedule)}.")
+        raise ValueError(f"density must have an entry for step 0, got {dict(schedule)}.")
     if feedback not in _FEEDBACKS:
         raise ValueError(f"feedback must be 'error', 'ef21' or None, got {feedback!r}.")
     if momentum is not None and feedback != "error":
@@ -166,14 +174,17 @@ def _check(
     if momentum is not None and not 0 <= momentum < 1:
         raise ValueError(f"momentum must be at least 0 and below 1, got {momentum!r}.")
     if nesterov and momentum is None:
-        raise ValueError("nesterov needs a momentum.")
+        raise ValueError("nesterov needs momentum, such as momentum=0.9, got None.")
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm must be positive, got {clip_norm!r}.")
 
 
+# --- Sections -------------------------------------------------------------------------------------
+
+
 def _sections(x: jax.Array) -> jax.Array:
-    """The array as a vector; as rows of a matrix where int32 cannot index a vector of its size."""
-    count = -(-x.size // _MOST)
+    """The array as a vector, or as (sections, size) if int32 cannot index such a vector."""
+    count = -(-x.size // _MAX_SECTION_SIZE)
     if count <= 1:
         return x.ravel()
     return jnp.pad(x.ravel(), (0, -x.size % count)).reshape(count, -1)
@@ -184,8 +195,8 @@ def _array(sections: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return sections.ravel()[: math.prod(shape)].reshape(shape)
 
 
-def _each(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of a vector, applied to every section."""
+def _per_section(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of vectors, applied to every section."""
 
     def run(sections: jax.Array, *more: Any) -> Any:
         return (fn if sections.ndim == 1 else jax.vmap(fn))(sections, *more)
@@ -193,14 +204,14 @@ def _each(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _zeroed(flat: jax.Array, indices: jax.Array) -> jax.Array:
+def _zero_at(flat: jax.Array, indices: jax.Array) -> jax.Array:
     return flat.at[indices].set(0, mode="drop")
 
 
-def _by_step(
-    schedule: Mapping[int, float], noise: Noise, x: jax.Array, axes: Axes, approximate: bool
+def _mean_of_largest(
+    schedule: Mapping[int, float], context: StepContext, x: jax.Array, axes: Axes, approximate: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """The mean of what is sent, by sections, and where this device sent; by the step's density."""
+    """The mean of what all devices send, in sections, and the indices that this device sent."""
     sections = _sections(x)
     size = sections.shape[-1]
     counts = [max(1, math.ceil(density * size)) for density in schedule.values()]
@@ -208,15 +219,16 @@ def _by_step(
     def send(count: int) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
         def run(flat: jax.Array) -> tuple[jax.Array, jax.Array]:
             find = lax.approx_max_k if approximate else lax.top_k
-            indices = find(jnp.abs(flat), count)[1]
-            values, places = (all_gather_concat(part, axes) for part in (flat[indices], indices))
-            total = jnp.zeros_like(flat).at[places].add(values) / lax.axis_size(axes)
-            # Of one length for all densities; what is too far is dropped.
-            return total, jnp.pad(indices, (0, max(counts) - count), constant_values=size)
+            own = find(jnp.abs(flat), count)[1]  # (count,)
+            values, indices = (all_gather_concat(part, axes) for part in (flat[own], own))
+            mean = jnp.zeros_like(flat).at[indices].add(values) / lax.axis_size(axes)
+            # Equally long for all densities; padding is out of range and dropped.
+            return mean, jnp.pad(own, (0, max(counts) - count), constant_values=size)
 
-        return _each(run)
+        return _per_section(run)
 
     if len(schedule) == 1:
         return send(counts[0])(sections)
-    now = jnp.searchsorted(jnp.array(list(schedule)), noise.step, side="right") - 1
-    return lax.switch(now, [send(count) for count in counts], sections)
+    # One branch per density; the current one is the last whose step is reached.
+    current = jnp.searchsorted(jnp.array(list(schedule)), context.step, side="right") - 1
+    return lax.switch(current, [send(count) for count in counts], sections)

@@ -1,13 +1,16 @@
-"""Gradients most of whose rows are zero: only the others are sent, and nothing is lost."""
+"""Sparse gradient sync by owners: only nonzero rows are sent, and nothing is lost."""
 
+import functools
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from sharding.collectives._all_gather import all_gather_concat
+from sharding.collectives._dtypes import sum_dtype
 from sharding.collectives._permutation import Permutation
 from sharding.collectives._reduce_scatter import own_shard
 from sharding.collectives._sparse_rows import (
@@ -23,18 +26,18 @@ from sharding.collectives._sparse_rows import (
     rows_of_lookups,
 )
 from sharding.placement._specs import Axes
-from sharding.sync._dense import dense_mean, dense_method, dense_piece
+from sharding.sync._dense import dense_mean, dense_mean_shard, dense_method
 from sharding.sync._interface import (
     GradientSync,
     Method,
-    Noise,
     RowMethod,
+    StepContext,
     check_density,
     leafwise,
 )
 
-# Elements that int32 can number, with room for owners whose last places are empty.
-_MOST_ELEMENTS = 2**31 - 2**20
+# Elements that int32 can number, less some for the empty slots of the last owners.
+_MAX_ELEMENTS = 2**31 - 2**20
 
 
 def zen(
@@ -45,50 +48,52 @@ def zen(
     min_size: int = 4096,
     seed: int = 0,
 ) -> GradientSync:
-    r"""Sends the rows that are not zero, each to a device that owns it, and what came of it back.
+    r"""Sends each nonzero row to the device that owns it, and the nonzero sums back to all.
 
-    The scheme of ZEN: a hash that all devices share scatters rows over owners, so that each gets
-    about as many (*push*); owners add, and send all others their rows and a bit for each of those
-    that are zero (*pull*). The hash is a permutation: owner and place in its memory are arithmetic,
-    no two rows meet, and no index stands for "empty". How much is sent is fixed when a program is
-    compiled, from the density that is expected. Devices that have more rows for an owner than that
-    go on for 2 or 4 rounds; beyond, or where fewer would not be less, the whole gradient is sent.
-    All devices decide alike, from the largest count.
+    The scheme of ZEN. A hash that all devices share distributes rows evenly over owners (*push*).
+    Owners add them up and send all devices the nonzero sums, with one bit per row that flags these
+    (*pull*). The hash is a permutation: owner and slot of a row are arithmetic, no two rows share a
+    slot, and no index is reserved for empty slots. How much is sent is fixed when a program is
+    compiled, from the expected density. Devices with more rows for one owner send them in 2 or 4
+    rounds. If these do not suffice, or would not send less, the full gradient is sent. All devices
+    take the same branch, that of the largest count.
 
-    A device that keeps a piece (ZeRO) needs no pull: where rows are cut it owns those of its piece,
-    as they lie; where another dim is cut, it is sent its part of every row.
+    A reduce-scatter (ZeRO) needs no pull. If rows are sharded, each device owns those of its shard,
+    unpermuted; if another dim is sharded, each device receives its shard of every row.
 
-    On the wire (n - 1) / n of, with d the density and d_n that of the sum, V rows of D numbers,
+    Wire bytes per device: (n - 1) / n times the following, with d the density, d_n that of the sum,
+    V rows of D float32 numbers,
 
     .. math::
 
       \underbrace{d V (4 D + 4)}_{\text{push}} +
-      \underbrace{d_n V \, 4 D + V / 8}_{\text{pull}} \text{ bytes},
+      \underbrace{d_n V \, 4 D + V / 8}_{\text{pull}}
 
-    and room for what a hash leaves to chance: :math:`\sqrt{2 \ln 100 n^2}` standard deviations of
-    what a device has for an owner. One time in 100 the fullest of all these lists is longer.
+    and a margin for the chance in a hash: :math:`\sqrt{2 \ln 100 n^2}` standard deviations of the
+    number of rows that a device has for an owner. The longest of all these lists exceeds it in one
+    step of 100.
 
     Args:
-      density: what part of its rows are not zero on one device: for an embedding the distinct
-        tokens of a batch over all tokens.
-      union_density: the same of the sum over devices; None for that of one device times their
-        number, at most 1: the sum if no row is on two devices.
-      granularity: ``"row"``: along the first dim. ``"element"``: each number by itself, as after a
+      density: the fraction of rows that are nonzero on one device: for an embedding, the distinct
+        tokens of a batch over the vocabulary.
+      union_density: the same of the sum over devices; None for ``density`` times the number of
+        devices, at most 1, which is exact if no row is nonzero on two devices.
+      granularity: ``"row"``: along the first dim. ``"element"``: every number by itself, as after a
         top-k.
-      min_size: smaller arrays are sent whole; so are, of rows, arrays of one dim.
+      min_size: smaller arrays are sent in full; for rows, arrays of one dim too.
       seed: of the hash.
 
     Returns:
-      A ``GradientSync`` without state. The mean equals that of ``dense`` up to the order of sums;
-      what is not finite stays in its row.
+      A stateless ``GradientSync``. The mean equals that of ``dense`` up to the order of sums;
+      values that are not finite stay in their rows.
 
     Raises:
       ValueError: if a density is not above 0 and at most 1, or the granularity is unknown; in
-        ``init``: if single elements are to be numbered in an array of 2^31 or more.
+        ``init``: if granularity is ``"element"`` and an array has 2^31 elements or more.
 
     Example:
       >>> from sharding import sync
-      >>> exchange = sync.by_path({"embedding": sync.zen(density=0.01)})
+      >>> grad_sync = sync.by_path({"embedding": sync.zen(density=0.01)})
 
     References:
       Wang, Xu, Xi, Wang, Shrivastava, Ng: ZEN: Empowering Distributed Training with
@@ -99,161 +104,223 @@ def zen(
         check_density(union_density, "union_density")
     if granularity not in ("row", "element"):
         raise ValueError(f"granularity must be 'row' or 'element', got {granularity!r}.")
-    plain = dense_method()
+    by_row = granularity == "row"
+    scheme = _Scheme(density, union_density, seed)
 
-    def mean_of(rows: SparseRows, axes: Axes) -> jax.Array:
-        num = lax.axis_size(axes)
-        owners = RowOwners(rows.shape[0], num, Permutation(rows.shape[0], seed))
-        one = min(density, rows.max_rows / rows.shape[0])
-        union = min(1.0, num * one if union_density is None else union_density)
-        room = list_capacity(one, owners.num_slots, num**2)
-        back = list_capacity(union, owners.num_slots, num)
-        limit = min(rows.max_rows, owners.num_slots)
-
-        def send(send_list: SendList, rounds: int) -> jax.Array:
-            total, touched = _push(send_list, owners, room, rounds, axes)
-            return _pull((total / num).astype(rows.dtype), touched, owners, back, axes)
-
-        def whole() -> jax.Array:
-            return dense_mean(rows.dense(), axes).astype(rows.dtype)
-
-        width = math.prod(rows.shape[1:])
-        most = owners.num_slots * width / (width + 1)
-        return in_rounds(lambda: rows.send_list(owners), limit, room, axes, send, whole, most)
-
-    def piece_of(rows: SparseRows, axes: Axes, dim: int) -> jax.Array:
-        """Along dim 0 or 1."""
-        num = lax.axis_size(axes)
-        owners = RowOwners(rows.shape[0], 1 if dim else num)
-        one = min(density, rows.max_rows / rows.shape[0])
-        room = list_capacity(one, owners.num_slots, num * owners.num_owners)
-        limit = min(rows.max_rows, owners.num_slots)
-
-        def send(send_list: SendList, rounds: int) -> jax.Array:
-            if dim:
-                return _push_parts(send_list, rows.shape, room, rounds, axes) / num
-            return _push(send_list, owners, room, rounds, axes)[0] / num
-
-        def whole() -> jax.Array:
-            return dense_piece(rows.dense(), axes, dim)
-
-        # An index goes to the owner of the row, or to all devices.
-        width = math.prod(rows.shape[1:])
-        most = owners.num_slots * width / (width + (num if dim else 1))
-        return in_rounds(lambda: rows.send_list(owners), limit, room, axes, send, whole, most)
-
-    def mean(x: jax.Array, state: Any, axes: Axes, noise: Noise) -> tuple[jax.Array, Any]:
-        rows = x.reshape(x.shape[0] if granularity == "row" else x.size, -1)
-        return mean_of(rows_of_array(rows), axes).reshape(x.shape), state
-
-    def piece(
-        x: jax.Array, state: Any, axes: Axes, noise: Noise, dim: int
+    def all_reduce(
+        x: jax.Array, state: Any, axes: Axes, context: StepContext
     ) -> tuple[jax.Array, Any]:
-        if granularity == "element":
-            total, state = mean(x, state, axes, noise)
-            return own_shard(total, axes, dim), state
-        return along_dim(x, dim, lambda x, dim: piece_of(rows_of_array(x), axes, dim)), state
+        rows = x.reshape(x.shape[0] if by_row else x.size, -1)
+        return scheme.mean(rows_of_array(rows), axes).reshape(x.shape), state
+
+    def reduce_scatter(
+        x: jax.Array, state: Any, axes: Axes, context: StepContext, dim: int
+    ) -> tuple[jax.Array, Any]:
+        if not by_row:
+            mean, state = all_reduce(x, state, axes, context)
+            return own_shard(mean, axes, dim), state
+        shard_of = lambda x, dim: scheme.mean_shard(rows_of_array(x), axes, dim)  # noqa: E731
+        return along_dim(x, dim, shard_of), state
 
     def reduce_rows(
         ids: jax.Array, rows: jax.Array, num_rows: int, axes: Axes, dim: int
     ) -> jax.Array:
         if not dim:
-            return mean_of(rows_of_lookups(ids, num_rows, rows), axes)
+            return scheme.mean(rows_of_lookups(ids, num_rows, rows), axes)
         return along_dim(
-            rows, dim, lambda x, dim: piece_of(rows_of_lookups(ids, num_rows, x), axes, dim)
+            rows,
+            dim,
+            lambda rows, dim: scheme.mean_shard(rows_of_lookups(ids, num_rows, rows), axes, dim),
         )
 
-    of_rows = RowMethod(reduce_rows, density) if granularity == "row" else None
-    method = Method(lambda x: (), mean, piece, is_linear=True, rows=of_rows)
+    row_method = RowMethod(reduce_rows, density) if by_row else None
+    method = Method(lambda x: (), all_reduce, reduce_scatter, is_linear=True, rows=row_method)
+    small = dense_method()
 
     def choose(path: str, x: Any) -> Method:
-        if granularity == "element" and math.prod(x.shape) > _MOST_ELEMENTS:
+        size = math.prod(x.shape)
+        if not by_row and size > _MAX_ELEMENTS:
             raise ValueError(
-                f"zen numbers single elements in int32, up to {_MOST_ELEMENTS:,}; {path!r} of "
-                f"shape {tuple(x.shape)} has {math.prod(x.shape):,}. Use granularity='row' for it "
-                "(sync.by_path), or make one parameter of each layer."
+                f"zen with granularity='element' numbers elements in int32, up to "
+                f"{_MAX_ELEMENTS:,}; {path!r} of shape {tuple(x.shape)} has {size:,}. Use "
+                "granularity='row' for it (sync.by_path), or make one parameter of each layer."
             )
-        has_rows = granularity == "element" or len(x.shape) > 1
-        return method if has_rows and math.prod(x.shape) >= min_size else plain
+        has_rows = not by_row or len(x.shape) > 1
+        return method if has_rows and size >= min_size else small
 
     return leafwise(choose)
 
 
-def _push(
-    send_list: SendList, owners: RowOwners, room: int, rounds: int, axes: Axes
-) -> tuple[jax.Array, jax.Array]:
-    """What all devices have for the places of this one: the sums, and which places were meant."""
-    num, places = owners.num_owners, owners.num_slots
-    kind = jax.eval_shape(send_list.values, jax.ShapeDtypeStruct((1,), jnp.int32))
+class _Scheme(NamedTuple):
+    """Push and pull, sized for the expected densities.
 
-    def one(i: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        total, touched = carry
-        picked = candidates_of_round(send_list, num, room, i)
-        place = jnp.take(send_list.slot, picked, fill_value=places)
-        place, values = (
-            lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
-            for x in (place, send_list.values(picked))
-        )
-        total = total.at[place].add(values.astype(total.dtype), mode="drop")
-        return total, touched.at[place].set(True, mode="drop")
+    Attributes:
+      density: of one device's rows.
+      union_density: of the sum over devices; None for the largest it can be.
+      seed: of the permutation.
+    """
 
-    dtype = jnp.promote_types(kind.dtype, jnp.float32)
-    start = jnp.zeros((places, *kind.shape[1:]), dtype), jnp.zeros(places, bool)
-    return for_rounds(rounds, one, start)
+    density: float
+    union_density: float | None
+    seed: int
+
+    def mean(self, rows: SparseRows, axes: Axes) -> jax.Array:
+        """The full mean: push to permuted owners, then pull."""
+        num, num_rows = lax.axis_size(axes), rows.shape[0]
+        owners = RowOwners(num_rows, num, Permutation(num_rows, self.seed))
+        density = self._density_of(rows)
+        union_density = self.union_density
+        if union_density is None:
+            union_density = min(1.0, num * density)
+        capacity = list_capacity(density, owners.num_slots, num**2)
+        pull_capacity = list_capacity(union_density, owners.num_slots, num)
+
+        def send(send_list: SendList, num_rounds: int) -> jax.Array:
+            total, touched = _push(send_list, owners, capacity, num_rounds, axes)
+            return _pull((total / num).astype(rows.dtype), touched, owners, pull_capacity, axes)
+
+        def send_dense() -> jax.Array:
+            return dense_mean(rows.dense(), axes).astype(rows.dtype)
+
+        return _send_rows(rows, owners, capacity, axes, send, send_dense, num_indices=1)
+
+    def mean_shard(self, rows: SparseRows, axes: Axes, dim: int) -> jax.Array:
+        """This device's shard of the mean along dim 0 or 1: a push alone."""
+        num = lax.axis_size(axes)
+        # Sharded rows have their shard's owner; otherwise one list goes to all devices.
+        owners = RowOwners(rows.shape[0], 1 if dim else num)
+        num_lists = num * owners.num_owners
+        capacity = list_capacity(self._density_of(rows), owners.num_slots, num_lists)
+
+        def send(send_list: SendList, num_rounds: int) -> jax.Array:
+            if dim:
+                return _push_columns(send_list, rows.shape, capacity, num_rounds, axes) / num
+            return _push(send_list, owners, capacity, num_rounds, axes)[0] / num
+
+        def send_dense() -> jax.Array:
+            return dense_mean_shard(rows.dense(), axes, dim)
+
+        num_indices = num if dim else 1
+        return _send_rows(rows, owners, capacity, axes, send, send_dense, num_indices)
+
+    def _density_of(self, rows: SparseRows) -> float:
+        return min(self.density, rows.max_rows / rows.shape[0])
 
 
-def _push_parts(
-    send_list: SendList, shape: tuple[int, ...], room: int, rounds: int, axes: Axes
+def _send_rows(
+    rows: SparseRows,
+    owners: RowOwners,
+    capacity: int,
+    axes: Axes,
+    send: Callable[[SendList, int], jax.Array],
+    send_dense: Callable[[], jax.Array],
+    num_indices: int,
 ) -> jax.Array:
-    """The sum of all rows, of each this device's part of the second dim."""
+    """``in_rounds`` for rows that are sent with this many indices of 4 bytes each."""
+    width = math.prod(rows.shape[1:])
+    break_even = owners.num_slots * width / (width + num_indices)
+    max_per_owner = min(rows.max_rows, owners.num_slots)
+    make_send_list = functools.partial(rows.send_list, owners)
+    return in_rounds(make_send_list, max_per_owner, capacity, axes, send, send_dense, break_even)
+
+
+def _push(
+    send_list: SendList, owners: RowOwners, capacity: int, num_rounds: int, axes: Axes
+) -> tuple[jax.Array, jax.Array]:
+    """Sends rows to their owners: the sums in this device's slots, and which slots got a row."""
+    num, num_slots = owners.num_owners, owners.num_slots
+    row = jax.eval_shape(send_list.values, jax.ShapeDtypeStruct((1,), jnp.int32))
+
+    def add_round(i: Any, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        total, touched = carry
+        chosen = candidates_of_round(send_list, num, capacity, i)  # (owners * capacity,)
+        slot = jnp.take(send_list.slot, chosen, fill_value=num_slots)
+        slot, values = (
+            lax.all_to_all(x, axes, split_axis=0, concat_axis=0, tiled=True)
+            for x in (slot, send_list.values(chosen))
+        )
+        total = total.at[slot].add(values.astype(total.dtype), mode="drop")
+        return total, touched.at[slot].set(True, mode="drop")
+
+    total = jnp.zeros((num_slots, *row.shape[1:]), sum_dtype(row.dtype))
+    return for_rounds(num_rounds, add_round, (total, jnp.zeros(num_slots, bool)))
+
+
+def _push_columns(
+    send_list: SendList, shape: tuple[int, ...], capacity: int, num_rounds: int, axes: Axes
+) -> jax.Array:
+    """Sends every device its shard of the second dim of all rows: the sum (rows, shard, ...)."""
     num = lax.axis_size(axes)
-    part = (shape[1] // num, *shape[2:])
+    shard = (shape[1] // num, *shape[2:])  # of one row
 
-    def one(i: Any, total: jax.Array) -> jax.Array:
-        picked = candidates_of_round(send_list, 1, room, i)
-        place = jnp.take(send_list.slot, picked, fill_value=shape[0])
-        values = send_list.values(picked).reshape(room, num, *part)
-        place = all_gather_concat(place, axes)
+    def add_round(i: Any, total: jax.Array) -> jax.Array:
+        chosen = candidates_of_round(send_list, 1, capacity, i)  # (capacity,)
+        slot = jnp.take(send_list.slot, chosen, fill_value=shape[0])
+        values = send_list.values(chosen).reshape(capacity, num, *shard)
+        slot = all_gather_concat(slot, axes)  # (devices * capacity,)
+        # The devices' dim is scattered; received rows are concatenated along the first.
         values = lax.all_to_all(values, axes, split_axis=1, concat_axis=0, tiled=True)
-        values = values.reshape(-1, *part).astype(total.dtype)
-        return total.at[place].add(values, mode="drop")
+        values = values.reshape(-1, *shard).astype(total.dtype)
+        return total.at[slot].add(values, mode="drop")
 
-    kind = jax.eval_shape(send_list.values, jax.ShapeDtypeStruct((1,), jnp.int32))
-    dtype = jnp.promote_types(kind.dtype, jnp.float32)
-    return for_rounds(rounds, one, jnp.zeros((shape[0], *part), dtype))
+    row = jax.eval_shape(send_list.values, jax.ShapeDtypeStruct((1,), jnp.int32))
+    total = jnp.zeros((shape[0], *shard), sum_dtype(row.dtype))
+    return for_rounds(num_rounds, add_round, total)
 
 
 def _pull(
-    total: jax.Array, touched: jax.Array, owners: RowOwners, room: int, axes: Axes
+    total: jax.Array, touched: jax.Array, owners: RowOwners, capacity: int, axes: Axes
 ) -> jax.Array:
-    """All rows of the sum, of what each owner has of it."""
-    places, num = owners.num_slots, owners.num_owners
-    place_of = owners.slot_of(jnp.arange(owners.num_rows, dtype=jnp.int32))
+    """Gathers the sums from their owners, (rows, ...) in the order of the array.
 
-    def sparse(total: jax.Array, touched: jax.Array) -> jax.Array:
-        rank = jnp.cumsum(touched, dtype=jnp.int32) - 1
-        at = jnp.full(room, places, jnp.int32)
-        here = jnp.arange(places, dtype=jnp.int32)
-        at = at.at[jnp.where(touched, rank, room)].set(here, mode="drop")
-        values = all_gather_concat(jnp.take(total, at, axis=0, fill_value=0), axes)
-        bits = jnp.packbits(touched)
-        bits = all_gather_concat(bits, axes).reshape(num, -1)
-        touched = jnp.unpackbits(bits, axis=1, count=places).astype(bool)
-        rank = jnp.cumsum(touched, 1, dtype=jnp.int32) - 1
-        first = jnp.arange(num, dtype=jnp.int32)[:, None]
-        found = jnp.where(touched, rank + room * first, num * room).ravel()
-        return jnp.take(values, jnp.take(found, place_of), axis=0, fill_value=0)
+    Args:
+      total: (slots, ...), the sums that this device owns.
+      touched: (slots,), which of them are nonzero.
+      owners: where rows are.
+      capacity: how many sums an owner can send as rows; with more, all owners send all slots.
+      axes: the mesh axes of the owners.
+    """
+    slot_of_row = owners.slot_of(jnp.arange(owners.num_rows, dtype=jnp.int32))  # (rows,)
 
-    def whole(total: jax.Array, touched: jax.Array) -> jax.Array:
+    def rows_alone(total: jax.Array, touched: jax.Array) -> jax.Array:
+        return _pull_rows(total, touched, slot_of_row, capacity, axes)
+
+    def all_slots(total: jax.Array, touched: jax.Array) -> jax.Array:
         del touched
-        return jnp.take(_gather_whole(total, axes), place_of, axis=0)
+        return _pull_all_slots(total, slot_of_row, axes)
 
-    width = total.size // places
-    if room * width * 32 + places >= places * width * 32:
-        return whole(total, touched)
+    # In bits per owner: rows with a flag per slot have to be fewer than all slots.
+    num_slots = owners.num_slots
+    width = total.size // num_slots
+    if capacity * width * 32 + num_slots >= num_slots * width * 32:
+        return all_slots(total, touched)
     most = lax.pmax(jnp.sum(touched, dtype=jnp.int32), axes)
-    return lax.cond(most <= room, sparse, whole, total, touched)
+    return lax.cond(most <= capacity, rows_alone, all_slots, total, touched)
 
 
-def _gather_whole(total: jax.Array, axes: Axes) -> jax.Array:
-    return all_gather_concat(total, axes)
+def _pull_rows(
+    total: jax.Array, touched: jax.Array, slot_of_row: jax.Array, capacity: int, axes: Axes
+) -> jax.Array:
+    """Gathers the touched slots, at most ``capacity`` of each owner."""
+    num, num_slots = lax.axis_size(axes), touched.size
+
+    # Send: the touched rows, moved to the front, and a bit for every slot.
+    rank = jnp.cumsum(touched, dtype=jnp.int32) - 1  # (slots,)
+    at = jnp.full(capacity, num_slots, jnp.int32)
+    slots = jnp.arange(num_slots, dtype=jnp.int32)
+    at = at.at[jnp.where(touched, rank, capacity)].set(slots, mode="drop")
+    values = all_gather_concat(jnp.take(total, at, axis=0, fill_value=0), axes)
+    bits = jnp.packbits(touched)
+    bits = all_gather_concat(bits, axes).reshape(num, -1)  # (owners, slots / 8)
+
+    # Receive: values are (owners * capacity, ...). Counting bits finds each slot in them.
+    touched = jnp.unpackbits(bits, axis=1, count=num_slots).astype(bool)  # (owners, slots)
+    rank = jnp.cumsum(touched, 1, dtype=jnp.int32) - 1
+    owner = jnp.arange(num, dtype=jnp.int32)[:, None]
+    index = jnp.where(touched, rank + capacity * owner, num * capacity).ravel()
+    return jnp.take(values, jnp.take(index, slot_of_row), axis=0, fill_value=0)
+
+
+def _pull_all_slots(total: jax.Array, slot_of_row: jax.Array, axes: Axes) -> jax.Array:
+    """Gathers all slots of all owners."""
+    return jnp.take(all_gather_concat(total, axes), slot_of_row, axis=0)

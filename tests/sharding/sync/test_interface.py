@@ -16,7 +16,10 @@ SHAPES = {"embed": (64, 8), "mlp/in": (24, 40), "b": (24,)}
 
 def test_the_first_pattern_decides(x64):
     rules = {"mlp": sync.powersgd(2), "^m": sync.dense(), "embed$": sync.top_k(0.1, min_size=1)}
-    with pytest.raises(ValueError, match=r"pattern '\^m' decides for no array"):
+    with pytest.raises(
+        ValueError,
+        match=r"by_path: '\^m' is .* in no path.* 'embed', 'mlp/in'",
+    ):
         Exchange(sync.by_path(rules), SHAPES, 2)
     del rules["^m"]
     exchange = sync.by_path(rules)
@@ -99,9 +102,9 @@ def test_vectors_are_gathered_in_tiles_on_tpus(size, dtype, monkeypatch):
 def test_outside_of_a_shard_map():
     grads = {"w": jnp.ones((8, 8))}
     for exchange in (sync.dense(), sync.top_k(0.5), sync.qsgd()):
-        with pytest.raises(ValueError, match=r"axis 'data' .* is not one of its manual axes"):
+        with pytest.raises(ValueError, match=r"axis 'data' .* is not one of the manual axes"):
             exchange.all_reduce(grads, exchange.init(grads), "data")
-        with pytest.raises(ValueError, match="no axis is not one"):
+        with pytest.raises(ValueError, match="at least one mesh axis, got \\(\\)"):
             exchange.all_reduce(grads, exchange.init(grads), ())
 
 
@@ -115,19 +118,19 @@ def test_outside_of_a_shard_map():
         (lambda: sync.powersgd(min_compression=0.5), "min_compression must be at least 1"),
         (lambda: sync.top_k(0.0), "density must be above 0 and at most 1, got 0.0"),
         (lambda: sync.top_k(1.5), "density must be above 0 and at most 1, got 1.5"),
-        (lambda: sync.top_k({3: 0.5}), "what counts from step 0 on"),
+        (lambda: sync.top_k({3: 0.5}), "an entry for step 0"),
         (lambda: sync.top_k(feedback="sum"), "feedback must be 'error', 'ef21' or None"),
         (lambda: sync.top_k(feedback="ef21", momentum=0.9), "momentum needs feedback='error'"),
         (lambda: sync.top_k(momentum=1.0), "momentum must be at least 0 and below 1"),
-        (lambda: sync.top_k(nesterov=True), "nesterov needs a momentum"),
+        (lambda: sync.top_k(nesterov=True), "nesterov needs momentum"),
         (lambda: sync.top_k(clip_norm=0), "clip_norm must be positive"),
         (lambda: sync.qsgd(3), "bits must be 4 or 8, got 3"),
         (lambda: sync.qsgd(block_size=7), "block_size must be even"),
         (lambda: sync.qsgd(norm="l1"), "norm must be one of max, l2"),
         (lambda: sync.qsgd(rounding="up"), "rounding must be one of"),
         (lambda: sync.dense("int8"), "dtype must be a floating dtype"),
-        (lambda: sync.by_path({"(": sync.dense()}), "no regular expression"),
-        (lambda: sync.by_path({"w": "dense"}), "'w' must name a GradientSync"),
+        (lambda: sync.by_path({"(": sync.dense()}), "by_path: '\\(' is not a regular expression"),
+        (lambda: sync.by_path({"w": "dense"}), "the rule of 'w' must be a GradientSync"),
     ],
 )
 def test_bad_options(make, message):

@@ -287,7 +287,7 @@ def test_top_k_over_hundreds_of_steps(name, dims, x64):
 @pytest.mark.parametrize("name", [name for name in TOP_K if "clip_norm" not in TOP_K[name]])
 def test_top_k_of_an_array_that_one_index_cannot_address(name, x64, monkeypatch):
     """Each section of it is an array of its own, with its own largest elements."""
-    monkeypatch.setattr("sharding.sync._top_k._MOST", 400)
+    monkeypatch.setattr("sharding.sync._top_k._MAX_SECTION_SIZE", 400)
     shapes, num, densities = {"even": (24, 40), "odd": (7, 131)}, 4, {0: 0.3, 5: 0.05}
     exchange = Exchange(sync.top_k(densities, min_size=1, **TOP_K[name]), shapes, num)
 

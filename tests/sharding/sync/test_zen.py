@@ -154,11 +154,11 @@ def poisoned(monkeypatch):
 
     for module, name in (
         (_zen, "dense_mean"),
-        (_zen, "dense_piece"),
+        (_zen, "dense_mean_shard"),
         (_agsparse, "dense_mean"),
     ):
         monkeypatch.setattr(module, name, spoil(getattr(module, name)))
-    monkeypatch.setattr(_zen, "_gather_whole", spoil(_zen._gather_whole))
+    monkeypatch.setattr(_zen, "_pull_all_slots", spoil(_zen._pull_all_slots))
 
 
 def assert_mean_or_poison(have, grads, is_sparse):
