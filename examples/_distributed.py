@@ -1,4 +1,4 @@
-"""Many processes of train_lm.py: how they meet, what they agree on, how they end."""
+"""Running train_lm.py as many processes: joining, agreeing to stop, ending together."""
 
 import contextlib
 import os
@@ -11,43 +11,43 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-# A process that gives no sign of life for so many seconds is lost, and the others end.
+# Seconds without a heartbeat after which a process counts as lost, and the others end.
 LOST_AFTER = 30
 
 
 def join() -> None:
-    """Meets the other processes; the cluster's environment says where and how many they are."""
+    """Joins the other processes, which JAX finds through the cluster's environment."""
     try:
         jax.distributed.initialize(
             heartbeat_timeout_seconds=LOST_AFTER, shutdown_timeout_seconds=LOST_AFTER
         )
     except ValueError as error:
         raise OSError(
-            f"--distributed found no cluster ({error}): launch/README.md tells how to start it"
+            f"--distributed found no cluster ({error}). See launch/README.md for how to start one."
         ) from error
 
 
 def is_main() -> bool:
-    """Whether this is the process that prints and writes; checkpoints are written by all."""
+    """Whether this process prints and writes files; all processes write checkpoints."""
     return jax.process_index() == 0
 
 
 def wait_for_all(name: str) -> None:
-    """Returns when all processes have come here."""
+    """Returns once all processes have called this."""
     multihost_utils.sync_global_devices(name)
 
 
 def my_rows(batch: np.ndarray) -> np.ndarray:
-    """This process's part of a batch that all processes know."""
+    """This process's shard of a batch that every process has in full."""
     return np.split(batch, jax.process_count())[jax.process_index()]
 
 
 def any_stop(stop: list[int]) -> bool:
-    """Whether any process was told to stop, the same on all; ``stop`` gets the signal's number.
+    """Whether any process received a stop signal, agreed by all; ``stop`` gets its number.
 
-    Each step asks, for where one process stops all must: the next step would wait for it. JAX's
-    ``reached_preemption_sync_point`` asks for less, a microsecond instead of a millisecond, but
-    misses Ctrl-C, and a SIGTERM that comes before the first step of a resumed run.
+    Called in every step: once one process stops, the next step of the others would wait forever.
+    JAX's ``reached_preemption_sync_point`` takes a microsecond instead of a millisecond, but misses
+    Ctrl-C, and a SIGTERM before the first step of a resumed run.
     """
     if jax.process_count() == 1:
         return bool(stop)
@@ -61,25 +61,26 @@ def any_stop(stop: list[int]) -> bool:
 def ending_together() -> Iterator[None]:
     """Ends this process at once on an error, so that the others do not wait for it.
 
-    Where the loss of a process shows as an error here, as with CPU devices, this says so. Where a
-    collective hangs instead, JAX aborts the process after ``LOST_AFTER`` seconds, with its words.
+    With CPU devices the loss of another process raises an error here, which is reported in one
+    line. On platforms where collectives hang instead, JAX aborts this process after ``LOST_AFTER``
+    seconds with a message of its own.
     """
     try:
         yield
     except Exception as error:
         if not jax.distributed.is_initialized():
             raise
-        cause = "most likely because another one was lost"
+        cause = "most likely because another process was lost"
         if not isinstance(error, jax.errors.JaxRuntimeError):
-            cause = "at a failure of its own"
+            cause = "because of an error of its own"
             traceback.print_exc()
         print(
             f"train_lm.py: error: process {jax.process_index()} of {jax.process_count()} ends, "
-            f"{cause} ({str(error).partition(chr(10))[0]}). The same command, on as many processes "
-            "or fewer, goes on from the last checkpoint.",
+            f"{cause} ({str(error).partition(chr(10))[0]}). The same command, with as many "
+            "processes or fewer, resumes from the last checkpoint.",
             file=sys.stderr,
             flush=True,
         )
         if is_main():
-            time.sleep(1)  # JAX aborts the others when this one ends: let them speak first
+            time.sleep(1)  # JAX aborts the others when this one ends: let them print first
         os._exit(1)

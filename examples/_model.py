@@ -9,16 +9,16 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A model's size, and the batch and learning rates that suit it."""
+    """The size of a model, with its batch size, steps and learning rate scale."""
 
     layers: int
     width: int
     heads: int
     context: int  # bytes
-    batch_size: int  # windows of `context` bytes, all devices together
+    batch_size: int  # windows of `context` bytes, over all devices
     steps: int
     vocabulary: int = 256
-    learning_rate_scale: float = 1.0  # times the optimizer's own: wide models want smaller steps
+    learning_rate_scale: float = 1.0  # times the optimizer's: wide models need smaller steps
     ngrams: int = 0  # rows of a table of hashed n-grams; 0 for none
 
 
@@ -27,7 +27,7 @@ NGRAM_DISTANCES = (1, 2)  # how far back the first byte of a bigram and of a tri
 CONFIGS = {
     "smoke": Config(layers=2, width=32, heads=2, context=32, batch_size=8, steps=30),
     "small": Config(layers=4, width=128, heads=4, context=128, batch_size=16, steps=500),
-    # Nine tenths of these two are the table, of which a batch reads 4096 or 2048 rows at most.
+    # Nine tenths of these two are the n-gram table; a batch reads at most 4096 or 2048 of its rows.
     "ngrams": Config(
         layers=4, width=128, heads=4, context=128, batch_size=16, steps=500, ngrams=65536
     ),
@@ -64,10 +64,10 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """``x``: (batch, length, width)."""
+        """``x`` and the result: (batch, length, width)."""
         config = self.config
         width, head_dim = config.width, config.width // config.heads
-        # Kernels that read the stream keep its scale; the sum of all that write to it keeps it too.
+        # `into` keeps the scale of the residual stream; `out` keeps it for the sum of all blocks.
         into = nn.initializers.normal(width**-0.5)
         out = nn.initializers.normal((2 * config.layers * width) ** -0.5)
 
@@ -91,9 +91,9 @@ class TransformerLM(nn.Module):
     """Tokens (batch, length) to logits (batch, length, vocabulary).
 
     Attributes:
-      config: its size.
-      block: a class as ``Block``.
-      embed: the class of the table of n-grams, as ``nn.Embed``.
+      config: the size of the model.
+      block: the class of the layers, such as ``Block``.
+      embed: the class of the n-gram table, such as ``nn.Embed``.
     """
 
     config: Config
@@ -108,7 +108,7 @@ class TransformerLM(nn.Module):
         embed = nn.Embed(config.vocabulary, config.width, embedding_init=small, name="embed")
         x = embed(tokens)
         if config.ngrams:
-            # Rows begin at zero: an n-gram that was never seen says nothing.
+            # Rows start at zero: an n-gram that was never seen adds nothing.
             zeros = nn.initializers.zeros
             table = self.embed(
                 config.ngrams, config.width, embedding_init=zeros, name="ngram_embed"
@@ -120,24 +120,24 @@ class TransformerLM(nn.Module):
         return embed.attend(nn.RMSNorm(name="norm")(x))
 
 
-def ngram_rows(tokens: jax.Array, rows: int) -> jax.Array:
-    """The rows of a table that stand for the last 2 and the last 3 tokens: (batch, length, 2).
+def ngram_rows(tokens: jax.Array, num_rows: int) -> jax.Array:
+    """Row numbers of the bigram and the trigram that end at each token: (batch, length, 2).
 
-    As hash n-gram embeddings of the Byte Latent Transformer (Pagnoni et al. 2024, arXiv
-    2412.09871). Before the first token are zeros. N-grams may share a row.
+    Hash n-gram embeddings of the Byte Latent Transformer (Pagnoni et al. 2024, arXiv 2412.09871).
+    Zeros are padded before the first token. Different n-grams may share a row.
     """
     tokens = tokens.astype(jnp.uint32)
-    found, code = [], tokens
+    rows_of_ngrams, code = [], tokens
     for distance in NGRAM_DISTANCES:
-        before = jnp.pad(tokens, ((0, 0), (distance, 0)))[:, : tokens.shape[1]]
-        code = (code ^ jnp.uint32(distance)) * jnp.uint32(0x9E3779B1) + before
+        previous = jnp.pad(tokens, ((0, 0), (distance, 0)))[:, : tokens.shape[1]]
+        code = (code ^ jnp.uint32(distance)) * jnp.uint32(0x9E3779B1) + previous
         mixed = (code ^ (code >> 15)) * jnp.uint32(0x85EBCA6B)
-        found.append((mixed ^ (mixed >> 13)) % jnp.uint32(rows))
-    return jnp.stack(found, -1).astype(jnp.int32)
+        rows_of_ngrams.append((mixed ^ (mixed >> 13)) % jnp.uint32(num_rows))
+    return jnp.stack(rows_of_ngrams, -1).astype(jnp.int32)
 
 
 def rotate(x: jax.Array) -> jax.Array:
-    """Rotary positions: turns pairs of features of (batch, length, heads, head_dim)."""
+    """Rotary position embedding of ``x``: (batch, length, heads, head_dim)."""
     length, half = x.shape[1], x.shape[3] // 2
     angle = jnp.arange(length)[:, None, None] * 10000.0 ** (-jnp.arange(half) / half)
     cos, sin = jnp.cos(angle), jnp.sin(angle)
@@ -146,7 +146,7 @@ def rotate(x: jax.Array) -> jax.Array:
 
 
 def sample(model: TransformerLM, params: dict, prompt: bytes, length: int, seed: int = 0) -> bytes:
-    """Continues ``prompt``, one byte at a time, at temperature 0.8; as long as the context."""
+    """Continues ``prompt`` by ``length`` bytes, sampled one by one at temperature 0.8."""
 
     @jax.jit
     def generate(params: dict, window: jax.Array, key: jax.Array) -> jax.Array:

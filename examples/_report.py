@@ -1,4 +1,4 @@
-"""What train_lm.py shows and keeps: tables, the progress of a run, its metrics file and plots."""
+"""Output of train_lm.py: tables, a progress bar, the metrics file and plots."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ console = rich.console.Console(width=None if sys.stdout.isatty() else 100, highl
 
 
 def bits(loss: float) -> float:
-    """Bits per byte of a loss in nats."""
+    """A loss in nats as bits per byte."""
     return loss / math.log(2)
 
 
@@ -37,20 +37,20 @@ def human_bytes(size: float) -> str:
 
 
 class Metrics:
-    """A file of a JSON object a step, that survives a process killed while it writes.
+    """A file with one JSON object per step, which survives a process killed while it writes.
 
     Attributes:
-      rows: what is in the file.
+      rows: the contents of the file.
     """
 
-    def __init__(self, path: pathlib.Path, keep: int, write: bool = True):
-        """Opens the file, and drops all but the first ``keep`` rows of an earlier process.
+    def __init__(self, path: pathlib.Path, num_rows: int, write: bool = True):
+        """Opens the file, and drops all but the first ``num_rows`` rows of an earlier process.
 
-        Without ``write`` the file is only read: another process writes it.
+        Without ``write`` the file is only read, because another process writes it.
         """
-        self.rows = read_metrics(path)[:keep]
+        self.rows = read_metrics(path)[:num_rows]
         if write:
-            _write_whole(path, "".join(json.dumps(row) + "\n" for row in self.rows))
+            _write_atomically(path, "".join(json.dumps(row) + "\n" for row in self.rows))
         self._file = path.open("a") if write else None
 
     def write(self, row: dict[str, float]) -> None:
@@ -62,7 +62,7 @@ class Metrics:
 
 
 def read_metrics(path: pathlib.Path) -> list[dict[str, float]]:
-    """The rows of a metrics file, up to the first that is not whole; [] if there is no file."""
+    """The rows of a metrics file, up to the first incomplete one; [] if there is no file."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -73,25 +73,25 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, float]]:
 
 
 def write_json(path: pathlib.Path, content: dict) -> None:
-    """Writes a file that is whole or as it was, whenever the process is killed."""
-    _write_whole(path, json.dumps(content, indent=2) + "\n")
+    """Writes a file atomically: a process killed meanwhile leaves the old content."""
+    _write_atomically(path, json.dumps(content, indent=2) + "\n")
 
 
-def _write_whole(path: pathlib.Path, text: str) -> None:
+def _write_atomically(path: pathlib.Path, text: str) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(text)
     os.replace(temporary, path)
 
 
 class Progress:
-    """A bar on a terminal; elsewhere a line every twentieth of the steps, or every 30 seconds."""
+    """A bar on a terminal; in a log, a line every twentieth of the run or every 30 seconds."""
 
     def __init__(
         self, title: str, rows: list[dict[str, float]], steps: int, tokens: int, windows: int
     ):
-        """``rows``: of the steps done before; ``tokens``, ``windows``: in one step."""
+        """``rows``: metrics of the steps done so far; ``tokens``, ``windows``: of one step."""
         self._steps, self._tokens, self._windows = steps, tokens, windows
-        self._first: tuple[int, float] | None = None  # a step and when it ended: it compiled
+        self._first: tuple[int, float] | None = None  # the step that compiled, and when it ended
         self._printed = time.monotonic()
         self._val_loss = next((r["val_loss"] for r in reversed(rows) if "val_loss" in r), None)
         done = rows[-1]["step"]
@@ -139,7 +139,7 @@ class Progress:
 
 
 def batch_note(noise_scale: float, windows: int) -> str:
-    """Where the batch is beside the critical size."""
+    """How the batch compares with the critical batch size."""
     advice = batch_advice(noise_scale, windows)
     if advice == "unknown":
         return "critical batch size not known yet"
@@ -147,29 +147,29 @@ def batch_note(noise_scale: float, windows: int) -> str:
 
 
 def print_plan(plan: Plan, adamw: Plan, stage: int, plain: bool = True) -> None:
-    """Prints what each stage would cost a device, the run's own marked, beside plain AdamW.
+    """Prints the cost of each stage, with this run's stage marked, and of AdamW without ZeRO.
 
-    Unless gradients meet in the plain way, it says that what is sent is not what the run sends.
+    Unless the run sums gradients (``plain``), a note says that its sync sends other bytes.
     """
     stages = (*plan.stages, dataclasses.replace(adamw.stages[0], name="adamw, no ZeRO"))
     marked = dataclasses.replace(plan, stages=stages, recommended=plan.stages[stage].name)
     notes = ["* this run"]
     if not plain:
-        notes.append("Sent is what a plain sum of gradients sends, not what --sync does.")
-    notes += plan.notes if plan.device else plan.notes[1:]  # else nothing is known of its memory
+        notes.append("The bytes sent are those of summed gradients, not those of --sync.")
+    notes += plan.notes if plan.device else plan.notes[1:]  # the first is about its memory
     show(marked.tables(), notes, console=console)
 
 
 def print_audit(found: Audit, notes: Sequence[str] = ()) -> None:
-    """Prints what a compiled step holds, sends and computes."""
+    """Prints the memory, traffic and work of a compiled step."""
     show(found.tables(), [*notes, *found.sentences], console=console)
 
 
 def print_summary(summary: dict, directory: pathlib.Path) -> None:
-    """Prints what a finished run came to, and where its files are."""
+    """Prints the result of a finished run, and where its files are."""
     text = rich.text.Text(summary["prompt"][-200:], style="dim")
     text.append(summary["sample"], style="not dim bold")
-    title = "end of a held-out file's excerpt (dim), and how the model goes on"
+    title = "excerpt of a held-out file (dim), and the model's continuation"
     console.print(rich.panel.Panel(text, title=title))
     console.print(
         f"{summary['optimizer']}: {summary['bits_per_byte']:.3f} bits per byte on held-out text "
@@ -207,17 +207,17 @@ def plot_loss(path: pathlib.Path, title: str, rows: list[dict[str, float]]) -> N
 
 
 def plot_compare(path: pathlib.Path, rows: dict[str, list], summaries: dict[str, dict]) -> None:
-    """Draws several runs by name: their losses, and the bytes of their optimizer states."""
+    """Draws the losses of several runs by name, and the bytes of their optimizer states."""
     figure, (left, right) = _axes(11, 2, width_ratios=(5, 4))
     for i, (name, summary) in enumerate(summaries.items()):
         _draw_losses(left, rows[name], f"C{i}", f"{name}: {summary['bits_per_byte']:.3f}")
-        for j, part in enumerate(("bytes_without_zero", "bytes_per_device")):
-            size = summary[part]["opt_state"]
+        for j, key in enumerate(("bytes_without_zero", "bytes_per_device")):
+            size = summary[key]["opt_state"]
             bar = right.barh(i + 0.4 * j, size, 0.38, color=f"C{i}", alpha=(0.4, 1.0)[j])
             right.bar_label(bar, [human_bytes(size)], padding=3)
     left.set_title("Loss (points: held-out text)")
     left.legend(title="bits per byte at the end")
-    right.set_title("Optimizer state of a device (pale: no ZeRO)")
+    right.set_title("Optimizer state per device (pale: no ZeRO)")
     right.set_yticks([i + 0.2 for i in range(len(summaries))], list(summaries))
     right.set_xticks([])
     right.invert_yaxis()

@@ -1,10 +1,10 @@
-"""Trains a byte-level language model with CAME, its memory cut over the devices by ZeRO.
+"""Trains a byte-level language model with CAME, its optimizer state sharded by ZeRO.
 
-The text is the source code of Python's standard library; the devices are the GPUs or TPUs there
-are, else 8 virtual CPU devices. Stop it by any means: the same command goes on where it was.
-Everything of a run is in runs/NAME/: metrics.jsonl, loss.png, layout.txt (where each array lies),
-summary.json, checkpoints. It starts with a plan: what a device holds and sends at each stage of
-ZeRO. --audit reads the same, and more, from the compiled step.
+The text is the source code of Python's standard library. The devices are the GPUs or TPUs of this
+machine, or else 8 virtual CPU devices. Stop it by any means: the same command resumes the run.
+A run writes runs/NAME/: metrics.jsonl, loss.png, layout.txt (the placement of each array),
+summary.json, checkpoints. It starts with a plan: the bytes that a device holds and sends at each
+stage of ZeRO. --audit reads the same, and more, from the compiled step.
 
   python examples/train_lm.py                                   # CAME, ZeRO stage 2: 3 minutes
   python examples/train_lm.py --optimizer adamw --stage 0       # plain data parallelism
@@ -14,7 +14,7 @@ ZeRO. --audit reads the same, and more, from the compiled step.
   python examples/train_lm.py --data ~/books --steps 2000 --name books
   python examples/train_lm.py --config gpt2-small --microbatches 4
   python examples/train_lm.py --stage 3 --audit                 # what the compiled step costs
-  python examples/train_lm.py --noise-scale                     # would a larger batch be worth it?
+  python examples/train_lm.py --noise-scale                     # estimate the critical batch size
   srun python examples/train_lm.py --distributed                # many processes: see launch/
 """
 
@@ -58,19 +58,23 @@ from sharding import sync
 from sharding.plan import estimate, kind_of
 
 DECAY = {"weight_decay": 0.1}
-RULE = {"factoring": optax_ext.flax_transformer()}  # attention kernels: embed x (heads, head_dim)
+FACTORING = {"factoring": optax_ext.flax_transformer()}  # attention: embed x (heads, head_dim)
 
-# How to make each of a learning rate's schedule, and the rate's peak for --config small. Those of
-# came, adafactor and adamw are the best of three each on held-out text; the others are not tuned.
+# Each optimizer as a function of its learning rate schedule, and the peak of the schedule for
+# --config small: for came, adafactor and adamw the best of three on held-out text, else not tuned.
 OPTIMIZERS = {
     "came": (
-        # A short run does not outlive the early spike that debias_instability removes.
+        # Debiasing removes the large updates of the first steps, which dominate a short run.
         lambda lr: optax_ext.came(
-            lr, **RULE, debias_instability=True, **DECAY, weight_decay_mask=optax_ext.decay_mask
+            lr,
+            **FACTORING,
+            debias_instability=True,
+            **DECAY,
+            weight_decay_mask=optax_ext.decay_mask,
         ),
         4e-3,
     ),
-    "adafactor": (lambda lr: optax_ext.adafactor(lr, **RULE), 3e-2),
+    "adafactor": (lambda lr: optax_ext.adafactor(lr, **FACTORING), 3e-2),
     "adamw": (lambda lr: optax.adamw(lr, b2=0.95, **DECAY, mask=optax_ext.decay_mask), 4e-3),
     "lamb": (lambda lr: optax_ext.lamb(lr, **DECAY), 1e-2),
     "lion": (lambda lr: optax.lion(lr, **DECAY, mask=optax_ext.decay_mask), 5e-4),
@@ -78,34 +82,34 @@ OPTIMIZERS = {
     "sgd": (lambda lr: optax.sgd(lr, momentum=0.9), 3e-1),
 }
 
-# How an optimizer's moments are stored between steps.
+# Formats of the optimizer's moments between steps.
 STATES = ("float32", *optax_ext.STATE_FORMATS)
 
 
 def zen_of_table(config, windows):
-    """The rows of the table that a device's part of a batch reads are sent, all else whole."""
-    read = windows * config.context * len(NGRAM_DISTANCES)  # if no n-gram comes twice
-    return sync.by_path({"ngram_embed": sync.zen(min(1.0, read / config.ngrams))})
+    """Sparse sync of the n-gram table, at the density of the rows that a device reads."""
+    num_rows = windows * config.context * len(NGRAM_DISTANCES)  # if no n-gram occurs twice
+    return sync.by_path({"ngram_embed": sync.zen(min(1.0, num_rows / config.ngrams))})
 
 
-# How gradients meet, by the model's size and a device's windows of a batch; None for a plain sum.
+# Each gradient sync, from the model's size and the windows per device; None sums the gradients.
 SYNCS = {
     "dense": lambda config, windows: None,
     "zen": zen_of_table,
     "qsgd8": lambda config, windows: sync.qsgd(8),
     "qsgd4": lambda config, windows: sync.qsgd(4),
-    "powersgd": lambda config, windows: sync.powersgd(4, **RULE),
+    "powersgd": lambda config, windows: sync.powersgd(4, **FACTORING),
     "topk": lambda config, windows: sync.top_k(0.01),
     "ef21": lambda config, windows: sync.top_k(0.01, feedback="ef21"),
-    # Deep gradient compression has momentum and clipping in it: see make_optimizer.
+    # Deep gradient compression includes momentum and clipping: see make_optimizer.
     "dgc": lambda config, windows: sync.top_k(0.01, momentum=0.9, clip_norm=1.0),
 }
 
 
-def make_optimizer(name, peak, steps, state="float32", exchange="dense", measured=None):
-    """The whole chain, and its schedule: warm-up to ``peak``, then a cosine down to 5 % of it.
+def make_optimizer(name, peak, steps, state="float32", sync_name="dense", noise_scale_batch=None):
+    """The chain of transformations, and its schedule: warm-up to ``peak``, then cosine to 5 %.
 
-    With ``measured`` it begins with the noise scale of batches of so many windows.
+    With ``noise_scale_batch`` the chain starts by measuring the noise scale of such batches.
     """
     make, _ = OPTIMIZERS[name]
     warmup = max(1, min(steps // 20, 1000))
@@ -114,30 +118,33 @@ def make_optimizer(name, peak, steps, state="float32", exchange="dense", measure
     if state != "float32":
         tx = optax_ext.low_precision_state(tx, optax_ext.STATE_FORMATS[state])
     tx = optax.chain(optax.clip_by_global_norm(1.0), tx)
-    if exchange == "dgc":  # the rest of SGD with momentum
+    if sync_name == "dgc":  # the rest of SGD with momentum is in the sync
         tx = optax.sgd(schedule)
-    if measured:  # before the clip
-        tx = optax.chain(optax_ext.gradient_noise_scale(measured), tx)
+    if noise_scale_batch:  # before the clip
+        tx = optax.chain(optax_ext.gradient_noise_scale(noise_scale_batch), tx)
     return tx, schedule
 
 
 def train(options, corpus, mesh, directory, stop):
-    """One run in ``directory``: begins it, goes on with it or, where it is finished, reads it.
+    """One run in ``directory``: starts or resumes it; of a finished run, reads the summary.
 
     Returns:
-      The run's summary; None if it was stopped.
+      The summary of the run; None if it was stopped.
     """
     check_same_run(options, corpus, directory)
     if (directory / "summary.json").exists():
-        console.print(f"{directory} is finished; another --name begins a new run.")
+        console.print(f"{directory} is finished. Give another --name to start a new run.")
         return json.loads((directory / "summary.json").read_text())
 
     config = CONFIGS[options.config]
-    where = "optimizer" if options.offload else None
-    exchange = SYNCS[options.sync](config, options.batch_size // mesh.size)
-    zero = shd.Zero(mesh, stage=options.stage, offload=where, sync=exchange)
-    # At stage 3 a block gathers its parameters when it runs; at the others this changes nothing.
-    # So does the table of n-grams with its gradient: only rows that a batch reads are exchanged.
+    zero = shd.Zero(
+        mesh,
+        stage=options.stage,
+        offload="optimizer" if options.offload else None,
+        sync=SYNCS[options.sync](config, options.batch_size // mesh.size),
+    )
+    # At stage 3 each block gathers its parameters when it runs; at other stages nothing changes.
+    # With --sync zen only the rows of the n-gram table that a batch reads are sent.
     embed = shd.sparse_embedding(nn.Embed) if options.sync == "zen" else nn.Embed
     model = TransformerLM(config, block=zero.gathered(Block), embed=embed)
     tx, schedule = make_optimizer(
@@ -158,7 +165,7 @@ def train(options, corpus, mesh, directory, stop):
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
         return losses.mean()
 
-    # This is all the sharding there is. A step cuts the batch over the devices, reduce-scatters
+    # This is all the sharding there is. A step shards the batch over the devices, reduce-scatters
     # the gradients, updates each device's shard, and gathers the parameters (stage 3: before).
     step = zero.train_step(loss_fn, microbatches=options.microbatches)
     evaluate = zero.eval_step(loss_fn)
@@ -175,26 +182,26 @@ def train(options, corpus, mesh, directory, stop):
         return float(np.mean([evaluate(state, zero.put(my_rows(x))) for x in held_out]))
 
     start = manager.latest_step()
-    keep = 0 if start is None else start + 1  # rows of steps 0 to start
-    metrics = Metrics(directory / "metrics.jsonl", keep, write=is_main())
+    num_rows = 0 if start is None else start + 1  # of steps 0 to start
+    metrics = Metrics(directory / "metrics.jsonl", num_rows, write=is_main())
     if start is None:
-        start, state = 0, zero.init(make_state, key)  # born sharded, never whole on one device
-        console.print("Measuring the untrained model; the first time, this compiles.")
+        start, state = 0, zero.init(make_state, key)  # created sharded
+        console.print("Evaluating the untrained model, which compiles the first time.")
         metrics.write({"step": 0, "val_loss": validate(state)})
     else:
-        console.print(f"Going on from the checkpoint at step {start}.")
+        console.print(f"Resuming from the checkpoint at step {start}.")
         state = restore(manager, start, zero, make_state, key)
 
     if options.audit:
         windows = corpus.batch(options.seed, start + 1, options.batch_size)
-        # Of the real arguments, so that the first step finds its program compiled.
+        # Lowered for the real arguments, so that the first step reuses the compiled program.
         compiled = step.lower(state, zero.put(my_rows(windows))).compile()
         merged = options.stage == 3 and jax.default_backend() == "cpu"
-        notes = ["On CPUs XLA gathers a block once, not once more for the backward pass."] * merged
+        notes = ["On CPUs XLA gathers a block once, not again in the backward pass."] * merged
         tokens = options.batch_size * corpus.context
         found = shd.audit(compiled, mesh=mesh, expected_wire=expected_wire, tokens=tokens)
         print_audit(found, notes)
-        # Where gradients are as sparse as the exchange expects.
+        # For gradients as sparse as the sync expects.
         sizes["wire_bytes"] = shd.wire_bytes(compiled, branches="cheapest")
 
     tokens = options.batch_size * corpus.context
@@ -209,14 +216,14 @@ def train(options, corpus, mesh, directory, stop):
             last, stopping = i == options.steps, any_stop(stop)
             if last or i % max(1, options.steps // 10) == 0:
                 row["val_loss"] = validate(state)
-            metrics.write(row)  # before the checkpoint, so that none is ahead of the metrics
+            metrics.write(row)  # before the checkpoint, which must not be ahead of the metrics
             progress.update(row)
             if last or stopping or i % options.checkpoint_every == 0:
                 note = {"devices": zero.num_devices}
-                # Written in the background.
+                # The checkpoint is written in the background.
                 manager.save(i, args=ocp.args.StandardSave(state), custom_metadata=note)
             if stopping and not last:
-                manager.close()  # waits until it is written
+                manager.close()  # waits for the checkpoint
                 return None
     manager.close()
 
@@ -234,29 +241,29 @@ def train(options, corpus, mesh, directory, stop):
     }
     if is_main():
         plot_loss(directory / "loss.png", str(directory), metrics.rows)
-        write_json(directory / "summary.json", summary)  # says that the run is finished
+        write_json(directory / "summary.json", summary)  # marks the run as finished
     return summary
 
 
 def restore(manager, step, zero, make_state, key):
-    """The state of a checkpoint, whatever devices wrote it."""
+    """The state of a checkpoint, for this mesh and stage whatever mesh wrote it."""
     devices = manager.metadata(step).custom_metadata["devices"]
     target = zero.abstract_state(make_state, key, sync_devices=devices)
     state = manager.restore(step, args=ocp.args.StandardRestore(target))
     if devices != zero.num_devices and isinstance(state.opt_state, sync.SyncedState):
-        # Each device kept what it has not sent yet; these begin with the mean.
+        # Each device had its own error-feedback residual; all start from their mean.
         return zero.resize_sync(state)
     return state
 
 
 def show_plan(options, corpus, zero, make_state, directory):
-    """Prints what each stage would cost, beside AdamW without ZeRO; writes the layout of this one.
+    """Prints the cost of each stage and of AdamW without ZeRO; writes the layout of this run.
 
     Returns:
-      Sizes for the summary, and the bytes that a device should send in a step; None where the
-      exchange of gradients is not the plain one.
+      Sizes for the summary, and the bytes that a device should send in a step; None unless
+      gradients are summed.
     """
-    state = jax.eval_shape(make_state, jax.random.key(0))  # shapes only: nothing is computed yet
+    state = jax.eval_shape(make_state, jax.random.key(0))  # shapes only: nothing is computed
     layout = zero.describe(state)
     adamw, _ = make_optimizer("adamw", 1.0, options.steps)
     tokens = options.batch_size * corpus.context
@@ -278,7 +285,7 @@ def show_plan(options, corpus, zero, make_state, directory):
         for tx in (state.tx, adamw)
     )
     console.print(
-        f"{directory}: {plan.num_params / 1e6:.2f}M parameters. {corpus.files} files in "
+        f"{directory}: {plan.num_params / 1e6:.2f}M parameters. {corpus.num_files} files in "
         f"{corpus.path}: {len(corpus.train):,} bytes to train on, "
         f"{len(corpus.held_out):,} held out."
     )
@@ -293,13 +300,13 @@ def show_plan(options, corpus, zero, make_state, directory):
 
 
 def compare(options, corpus, mesh, directory, stop):
-    """A run for each optimizer, on the same batches, and one plot; None if it was stopped."""
+    """One run per optimizer, on the same batches, and one plot; None if a run was stopped."""
     summaries = {}
     for name in options.compare:
-        one = copy.copy(options)
-        one.optimizer = name
-        one.learning_rate = tuned_learning_rate(one)
-        summaries[name] = train(one, corpus, mesh, directory / name, stop)
+        run_options = copy.copy(options)
+        run_options.optimizer = name
+        run_options.learning_rate = tuned_learning_rate(run_options)
+        summaries[name] = train(run_options, corpus, mesh, directory / name, stop)
         if summaries[name] is None:
             return None
         print_summary(summaries[name], directory / name)
@@ -309,16 +316,15 @@ def compare(options, corpus, mesh, directory, stop):
     return summaries
 
 
-# --- Runs that were begun before ------------------------------------------------------------------
+# --- Resuming a run -------------------------------------------------------------------------------
 
 
 class UserError(Exception):
-    """A mistake of whoever gave the command; shown in one line."""
+    """A mistake in the command; reported in one line."""
 
 
-# What decides the losses. Other devices, or another stage, change them by rounding alone, but for
-# an exchange that is lossy: what is lost depends on how many devices there are. And what more is in
-# a checkpoint.
+# Options that determine the losses of a run or the contents of its checkpoints. The devices and the
+# stage are none of them: they change losses by rounding alone, except with a lossy sync.
 IDENTITY = (
     *("config", "optimizer", "state", "sync", "learning_rate", "steps", "batch_size", "seed"),
     "noise_scale",
@@ -326,40 +332,40 @@ IDENTITY = (
 
 
 def check_same_run(options, corpus, directory):
-    """Notes the options of a new run; complains if they are not those an old one began with."""
-    asked = {name: getattr(options, name) for name in IDENTITY}
-    asked |= {"data": str(corpus.path), "checksum": corpus.checksum}
-    note = directory / "options.json"
-    if is_main() and not note.exists():
+    """Writes the options of a new run; raises if a resumed run was started with others."""
+    requested = {name: getattr(options, name) for name in IDENTITY}
+    requested |= {"data": str(corpus.path), "checksum": corpus.checksum}
+    path = directory / "options.json"
+    if is_main() and not path.exists():
         directory.mkdir(parents=True, exist_ok=True)
-        write_json(note, asked)
+        write_json(path, requested)
     wait_for_all("options.json")
-    if not note.exists():
-        raise UserError(f"{note} is missing: all processes must share the folder --runs-dir")
-    begun = {"noise_scale": False} | json.loads(note.read_text())  # older runs do not tell
-    for name in asked:
-        if asked[name] == begun[name]:
+    if not path.exists():
+        raise UserError(f"{path} is missing: all processes must share the folder --runs-dir.")
+    started = {"noise_scale": False} | json.loads(path.read_text())  # absent in older runs
+    for name in requested:
+        if requested[name] == started[name]:
             continue
-        what = f"with --{name.replace('_', '-')} {begun[name]}, not {asked[name]}"
+        what = f"with --{name.replace('_', '-')} {started[name]}, not {requested[name]}"
         if name == "checksum":
-            what = f"when the text in {corpus.path} was another"
+            what = f"with other text in {corpus.path}"
         if name == "steps":
-            what += " (the learning rate's schedule depends on it)"
-        raise UserError(f"{directory} was begun {what}; give another --name to begin a new run")
+            what += " (the learning rate schedule depends on it)"
+        raise UserError(f"{directory} was started {what}. Give another --name to start a new run.")
 
 
 def catch_signals():
-    """Returns a list that gets the number of the first SIGINT or SIGTERM; a second one kills."""
+    """A list that gets the number of the first SIGINT or SIGTERM; a second signal ends at once."""
     caught = []
 
-    def note(number, _):
+    def catch(number, _):
         if caught:
             os._exit(128 + number)
         caught.append(number)
-        console.print("Stopping after this step; once more stops at once.")
+        console.print("Stopping after this step. Another signal stops at once.")
 
-    signal.signal(signal.SIGINT, note)
-    signal.signal(signal.SIGTERM, note)
+    signal.signal(signal.SIGINT, catch)
+    signal.signal(signal.SIGTERM, catch)
     return caught
 
 
@@ -367,7 +373,7 @@ def catch_signals():
 
 
 def parse_args():
-    """The options of the command line; None where the size or the optimizer decides."""
+    """The options of the command line, with defaults that depend on other options resolved."""
 
     def positive(text):
         if int(text) < 1:
@@ -382,13 +388,13 @@ def parse_args():
     parser.error = fail
 
     add = parser.add_argument_group("the run").add_argument
-    add("--name", help="its folder in --runs-dir [made of the options]")
+    add("--name", help="folder in --runs-dir [from the options]")
     add("--runs-dir", metavar="PATH", type=pathlib.Path, default="runs", help="[%(default)s]")
     add("--compare", metavar="A,B,...", help="train with each of these optimizers; one plot")
     add("--seed", type=int, default=0, metavar="N", help="of weights and batches [%(default)s]")
     add("--checkpoint-every", type=positive, metavar="STEPS", help="[a tenth of the run]")
-    add("--audit", action="store_true", help="show what the compiled step holds, sends, computes")
-    add("--noise-scale", action="store_true", help="measure how large a batch is worth it")
+    add("--audit", action="store_true", help="memory, traffic and work of the compiled step")
+    add("--noise-scale", action="store_true", help="estimate the critical batch size")
     add("--smoke", action="store_true", help="a run of seconds: short for --config smoke")
 
     add = parser.add_argument_group("model and text").add_argument
@@ -402,25 +408,25 @@ def parse_args():
     names = {"choices": OPTIMIZERS, "default": "came", "metavar": "NAME"}
     add("--optimizer", **names, help=f"{', '.join(OPTIMIZERS)} [%(default)s]")
     states = {"choices": STATES, "default": "float32", "metavar": "FORMAT"}
-    add("--state", **states, help=f"its moments: {', '.join(STATES)} [%(default)s]")
-    add("--learning-rate", type=float, metavar="X", help="the peak of its schedule [as tuned]")
+    add("--state", **states, help=f"moments in {', '.join(STATES)} [%(default)s]")
+    add("--learning-rate", type=float, metavar="X", help="peak of its schedule [as tuned]")
 
     names = {"choices": SYNCS, "default": "dense", "metavar": "NAME"}
-    add("--sync", **names, help=f"how gradients meet: {', '.join(SYNCS)} [%(default)s]")
+    add("--sync", **names, help=f"gradient sync: {', '.join(SYNCS)} [%(default)s]")
 
-    add = parser.add_argument_group("devices; a run may go on with others").add_argument
+    add = parser.add_argument_group("devices; a run may resume on others").add_argument
     add("--devices", type=positive, metavar="N", help="[all; without GPU or TPU 8 virtual ones]")
     add("--distributed", action="store_true", help="join the cluster's other processes")
     add("--stage", type=int, choices=(0, 1, 2, 3), default=2, help="of ZeRO [%(default)s]")
-    add("--offload", action="store_true", help="keep optimizer state in the host's memory")
+    add("--offload", action="store_true", help="optimizer state in host memory")
     add("--microbatches", type=positive, default=1, metavar="N", help="in a step [%(default)s]")
     return resolve(parser.parse_args())
 
 
 def resolve(options):
-    """Fills in what depends on other options."""
+    """Checks the options, and fills in those that depend on others."""
     if options.seed < 0:
-        fail(f"--seed must not be negative, got {options.seed}")
+        fail(f"--seed must not be negative, got {options.seed}.")
     if options.smoke:
         options.config = "smoke"
     config = CONFIGS[options.config]
@@ -428,15 +434,18 @@ def resolve(options):
     options.batch_size = options.batch_size or config.batch_size
     options.checkpoint_every = options.checkpoint_every or min(max(options.steps // 10, 10), 500)
     if options.sync == "dgc" and (options.optimizer, options.state) != ("sgd", "float32"):
-        fail("--sync dgc has the momentum of SGD in it: it needs --optimizer sgd, without --state")
+        fail("--sync dgc includes the momentum of SGD: it needs --optimizer sgd, without --state.")
     if options.sync == "zen" and not config.ngrams:
-        fail("--sync zen is for a table of n-grams: give --config ngrams")
+        fail("--sync zen is for an n-gram table: give --config ngrams.")
     if options.stage == 3 and options.sync not in ("dense", "zen"):
-        fail(f"--sync {options.sync} keeps a state, for which stage 3 has no room: give --stage 2")
+        fail(f"--sync {options.sync} has a state, which stage 3 does not support: give --stage 2.")
     if options.noise_scale and options.stage == 3 and options.microbatches < 2:
-        fail("--noise-scale at stage 3 compares micro-batches: give --microbatches 2 or more")
+        fail("--noise-scale at stage 3 compares micro-batches: give --microbatches 2 or more.")
     if options.noise_scale and options.stage < 3 and options.sync == "zen":
-        fail("--noise-scale needs local gradients, which --sync zen adds up in the backward pass")
+        fail(
+            "--noise-scale needs the gradients of single devices, which --sync zen sums in the "
+            "backward pass: give another --sync."
+        )
     if options.compare is None:
         if options.learning_rate is None:
             options.learning_rate = tuned_learning_rate(options)
@@ -451,55 +460,55 @@ def resolve(options):
     options.name = options.name or f"{options.config}-compare"
     for name in options.compare:
         if name not in OPTIMIZERS:
-            fail(f"--compare: no optimizer {name!r} (choose from {', '.join(OPTIMIZERS)})")
+            fail(f"--compare: no optimizer {name!r} (choose from {', '.join(OPTIMIZERS)}).")
     if options.learning_rate is not None:
-        fail("--learning-rate is for one optimizer: with --compare each has its own")
+        fail("--learning-rate is for one optimizer: with --compare each has its own.")
     return options
 
 
 def tuned_learning_rate(options):
-    """The peak that suits the optimizer and the size of the model."""
+    """The peak of the schedule for an optimizer and a size of the model."""
     return OPTIMIZERS[options.optimizer][1] * CONFIGS[options.config].learning_rate_scale
 
 
 def make_mesh(options):
-    """A mesh of the accelerators there are, or of virtual CPU devices; of all processes."""
+    """A mesh of the accelerators of all processes, or of virtual CPU devices."""
     virtual = options.devices or 8
     jax.config.update("jax_num_cpu_devices", virtual)  # before JAX looks for devices
     devices, processes = jax.devices(), jax.process_count()
     console.quiet = not is_main()
     count = options.devices or (virtual if devices[0].platform == "cpu" else len(devices))
     if count > len(devices):
-        raise UserError(f"--devices {count}: there are only {len(devices)}")
+        raise UserError(f"--devices {count}: there are only {len(devices)}.")
     if count % processes:
-        raise UserError(f"--devices {count} does not divide by {processes} processes")
-    parts = count * options.microbatches
-    if options.batch_size % parts:
+        raise UserError(f"--devices {count} is not divisible by {processes} processes.")
+    num_shards = count * options.microbatches  # of the batch
+    if options.batch_size % num_shards:
         raise UserError(
-            f"--batch-size {options.batch_size} does not divide by {parts} "
-            f"({count} devices x {options.microbatches} micro-batches)"
+            f"--batch-size {options.batch_size} is not divisible by {num_shards} "
+            f"({count} devices x {options.microbatches} micro-batches)."
         )
-    if options.noise_scale and parts < 2:
-        raise UserError("--noise-scale needs two devices, or --microbatches 2 or more")
-    of_process = ([d for d in devices if d.process_index == i] for i in range(processes))
-    devices = [d for mine in of_process for d in mine[: count // processes]]
+    if options.noise_scale and num_shards < 2:
+        raise UserError("--noise-scale needs two devices, or --microbatches 2 or more.")
+    by_process = ([d for d in devices if d.process_index == i] for i in range(processes))
+    devices = [d for own in by_process for d in own[: count // processes]]
     return jax.make_mesh((count,), ("data",), devices=devices)
 
 
 def fail(message):
-    """Ends the process with one line."""
+    """Prints an error in one line and exits."""
     print(f"train_lm.py: error: {message}", file=sys.stderr)
     sys.exit(2)
 
 
 def main():
-    """Trains as the command line says."""
+    """Runs the command line."""
     options = parse_args()
     directory = options.runs_dir / options.name
     try:
         if options.distributed:
             join()
-        stop = catch_signals()  # after JAX, which catches SIGTERM too
+        stop = catch_signals()  # after JAX, which also catches SIGTERM
         corpus = Corpus(options.data, CONFIGS[options.config].context)
         mesh = make_mesh(options)
         run = compare if options.compare else train
@@ -507,10 +516,10 @@ def main():
     except (UserError, OSError) as error:
         fail(error)
     if summary is None:
-        console.print(f"Stopped, and saved. To go on: {shlex.join(['python', *sys.argv])}")
+        console.print(f"Stopped and saved. To resume: {shlex.join(['python', *sys.argv])}")
         sys.exit(128 + stop[0])
     if options.compare:
-        console.print(f"The comparison: {directory / 'compare.png'}")
+        console.print(f"Comparison: {directory / 'compare.png'}")
     else:
         print_summary(summary, directory)
 

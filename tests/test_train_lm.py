@@ -1,4 +1,4 @@
-"""examples/train_lm.py as its users meet it: stopped at any moment, gone on with, misused."""
+"""examples/train_lm.py as users run it: stopped at any moment, resumed, misused."""
 
 import json
 import pathlib
@@ -29,7 +29,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def environment(tmp_path_factory):
-    """No devices but those that the script asks for; what one process compiled serves the next."""
+    """Only the devices that the script requests; processes share a compilation cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("XLA_FLAGS", raising=False)
         patch.setenv("JAX_PLATFORMS", "cpu")
@@ -65,7 +65,7 @@ def rows(folder):
 
 
 def wait_for_step(process, step):
-    """Reads the process's output until it tells of the step, or of a later one."""
+    """Reads the process's output until it reports the step, or a later one."""
     watchdog = threading.Timer(SECONDS, process.kill)
     watchdog.start()
     output = ""
@@ -84,20 +84,22 @@ def checkpoints(folder):
 
 
 @pytest.fixture(scope="module")
-def whole_run(tmp_path_factory, text):
-    """The folder of a run that nothing stopped, and what it printed."""
-    folder = tmp_path_factory.mktemp("unbroken")
+def uninterrupted_run(tmp_path_factory, text):
+    """The folder of an uninterrupted run, and what it printed."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
     code, output = run(folder, text, "--audit")
     assert code == 0, output
     return folder / "runs" / "smoke-came-zero2", output
 
 
 @pytest.fixture(scope="module")
-def unbroken(whole_run):
-    return whole_run[0]
+def uninterrupted(uninterrupted_run):
+    return uninterrupted_run[0]
 
 
-def test_a_run_stopped_in_every_way_gives_the_losses_of_an_unbroken_one(tmp_path, text, unbroken):
+def test_a_run_stopped_in_every_way_has_the_losses_of_an_uninterrupted_one(
+    tmp_path, text, uninterrupted
+):
     folder = tmp_path / "runs" / "smoke-came-zero2"
 
     process = start(tmp_path, text)
@@ -116,21 +118,21 @@ def test_a_run_stopped_in_every_way_gives_the_losses_of_an_unbroken_one(tmp_path
         code, rest = finish(process)
         output += rest
         assert code == exit_code, output
-        assert f"Going on from the checkpoint at step {last}." in output
-        assert "To go on: python" in output
+        assert f"Resuming from the checkpoint at step {last}." in output
+        assert "To resume: python" in output
         last = checkpoints(folder)[-1]
         assert rows(folder)[-1]["step"] == last < STEPS  # saved where it stopped
 
     code, output = run(tmp_path, text)
     assert code == 0, output
-    assert f"Going on from the checkpoint at step {last}." in output
+    assert f"Resuming from the checkpoint at step {last}." in output
 
-    # Bit for bit on CPU: the batches, and the order of every sum, are those of the unbroken run.
+    # Bit for bit on CPU: batches, and the order of every sum, are those of the uninterrupted run.
     assert [row["step"] for row in rows(folder)] == list(range(STEPS + 1))
-    assert rows(folder) == rows(unbroken)
+    assert rows(folder) == rows(uninterrupted)
 
 
-def test_what_was_not_sent_yet_goes_on_with_other_devices(tmp_path, text):
+def test_error_feedback_residuals_resume_on_other_devices(tmp_path, text):
     options = ("--sync", "topk", "--steps", "60", "--checkpoint-every", "10")
     process = start(tmp_path, text, *options)
     output = wait_for_step(process, 12)
@@ -142,8 +144,8 @@ def test_what_was_not_sent_yet_goes_on_with_other_devices(tmp_path, text):
 
     code, output = run(tmp_path, text, *options, "--devices", "4", "--audit")
     assert code == 0, output
-    assert f"Going on from the checkpoint at step {last}." in output
-    assert "Sent is what a plain sum of gradients sends" in output
+    assert f"Resuming from the checkpoint at step {last}." in output
+    assert "The bytes sent are those of summed gradients" in output
     assert "of theory" not in output
     val_losses = [row["val_loss"] for row in rows(folder) if "val_loss" in row]
     assert val_losses == sorted(val_losses, reverse=True)
@@ -172,18 +174,18 @@ def test_no_byte_changes_the_logits_before_it(monkeypatch):
         assert set(np.nonzero(others != read)[1]) <= {i, i + 1, i + 2}
 
 
-def test_it_learns(unbroken):
-    val_losses = [row["val_loss"] for row in rows(unbroken) if "val_loss" in row]
-    assert val_losses[0] == pytest.approx(5.55, abs=0.1)  # log(256): it knows nothing
+def test_it_learns(uninterrupted):
+    val_losses = [row["val_loss"] for row in rows(uninterrupted) if "val_loss" in row]
+    assert val_losses[0] == pytest.approx(5.55, abs=0.1)  # log(256): untrained
     assert val_losses[-1] < 3.0
 
 
-def test_it_begins_with_a_plan_and_the_audit_of_its_step(whole_run):
-    output = whole_run[1]
+def test_it_begins_with_a_plan_and_the_audit_of_its_step(uninterrupted_run):
+    output = uninterrupted_run[1]
     plan, rest = output.split("* this run")
     audit, _ = rest.split("compiling the training step")
     assert re.search(r"stage 0 +stage 1 +stage 2 \* +stage 3 +adamw, no ZeRO *\n", plan)
-    # What is planned is what the program is given, and sends.
+    # The plan agrees with the program on arguments and bytes sent.
     held = [re.search(r"^ parameters +(.*)", text, re.MULTILINE)[1] for text in (plan, audit)]
     assert held[1].strip() in held[0]
     sent = re.search(r"sent in a step +(\S+ KiB) +(\S+ KiB) +(\S+ KiB)", plan)[3]
@@ -192,7 +194,7 @@ def test_it_begins_with_a_plan_and_the_audit_of_its_step(whole_run):
     assert float(ratio) == pytest.approx(1.0, abs=0.05)
 
 
-def test_the_log_tells_where_the_batch_is(tmp_path, text):
+def test_the_log_compares_the_batch_with_the_critical_size(tmp_path, text):
     options = ("--noise-scale", "--steps", "20", "--checkpoint-every", "10")
     code, output = run(tmp_path, text, *options)
     assert code == 0, output
@@ -204,42 +206,42 @@ def test_the_log_tells_where_the_batch_is(tmp_path, text):
     assert float(found[2]) == pytest.approx(measured, abs=0.05 + 1e-9)
 
 
-def test_a_finished_run_is_reported_and_kept(unbroken, text):
-    files = {path: path.stat().st_mtime_ns for path in unbroken.rglob("*") if path.is_file()}
+def test_a_finished_run_is_reported_and_left_unchanged(uninterrupted, text):
+    files = {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*") if path.is_file()}
     assert {"metrics.jsonl", "loss.png", "layout.txt", "summary.json"} <= {p.name for p in files}
-    code, output = run(unbroken.parents[1], text)
+    code, output = run(uninterrupted.parents[1], text)
     assert code == 0, output
     assert "is finished" in output
     assert "bits per byte" in output
-    after = {path: path.stat().st_mtime_ns for path in unbroken.rglob("*") if path.is_file()}
+    after = {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*") if path.is_file()}
     assert after == files
 
 
-def test_a_mistake_gives_one_line(unbroken, text):
+def test_a_mistake_gives_one_line(uninterrupted, text):
     expected = {
         ("--optimizer", "adamm"): "invalid choice: 'adamm'",
         ("--compare", "came,adamm"): "no optimizer 'adamm'",
-        ("--batch-size", "7"): "--batch-size 7 does not divide by 2 (2 devices",
+        ("--batch-size", "7"): "--batch-size 7 is not divisible by 2 (2 devices",
         ("--data", "nowhere"): "nowhere does not exist",
         ("--data", "small.txt"): "small.txt is too small",
-        ("--steps", "200"): f"was begun with --steps {STEPS}, not 200",
+        ("--steps", "200"): f"was started with --steps {STEPS}, not 200",
         ("--seed", "1", "--steps", "0"): "must be at least 1, got 0",
-        ("--name", unbroken.name, "--sync", "topk"): "was begun with --sync dense, not topk",
-        ("--sync", "zen"): "--sync zen is for a table of n-grams",
+        ("--name", uninterrupted.name, "--sync", "topk"): "was started with --sync dense, not topk",
+        ("--sync", "zen"): "--sync zen is for an n-gram table",
         ("--sync", "dgc"): "it needs --optimizer sgd",
-        ("--sync", "qsgd8", "--stage", "3"): "stage 3 has no room",
-        ("--name", unbroken.name, "--noise-scale"): "with --noise-scale False, not True",
+        ("--sync", "qsgd8", "--stage", "3"): "which stage 3 does not support",
+        ("--name", uninterrupted.name, "--noise-scale"): "with --noise-scale False, not True",
         ("--noise-scale", "--stage", "3"): "at stage 3 compares micro-batches",
         ("--noise-scale", "--devices", "1"): "needs two devices, or --microbatches 2",
     }
-    folder = unbroken.parents[1]
+    folder = uninterrupted.parents[1]
     (folder / "small.txt").write_text("too small")
-    options = list(expected)
-    for pair in (options[i : i + 2] for i in range(0, len(options), 2)):
-        processes = [start(folder, text, *asked) for asked in pair]
-        for asked, process in zip(pair, processes, strict=True):
+    mistakes = list(expected)
+    for pair in (mistakes[i : i + 2] for i in range(0, len(mistakes), 2)):
+        processes = [start(folder, text, *options) for options in pair]
+        for options, process in zip(pair, processes, strict=True):
             code, output = finish(process)
             assert code == 2, output
             assert output.startswith("train_lm.py: error: "), output
-            assert expected[asked] in output
+            assert expected[options] in output
             assert output.count("\n") == 1

@@ -1,4 +1,4 @@
-"""The files of launch/, and examples/train_lm.py as many processes: stopped, killed, gone on."""
+"""The files of launch/, and examples/train_lm.py as many processes: stopped, killed, resumed."""
 
 import json
 import os
@@ -32,7 +32,7 @@ exit ${code:-0}
 
 @pytest.fixture(scope="module", autouse=True)
 def environment(tmp_path_factory):
-    """No devices but those that the script asks for; what one process compiled serves the next."""
+    """Only the devices that the script requests; processes share a compilation cache."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
         patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
@@ -71,8 +71,8 @@ def losses(folder):
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory, text):
-    """The folder of a run that nothing stopped: launch/slurm.sbatch, as SLURM runs it."""
+def uninterrupted(tmp_path_factory, text):
+    """The folder of an uninterrupted run: launch/slurm.sbatch, as SLURM runs it."""
     folder = tmp_path_factory.mktemp("slurm")
     (folder / "bin").mkdir()
     srun = folder / "bin" / "srun"
@@ -90,15 +90,15 @@ def unbroken(tmp_path_factory, text):
     return folder
 
 
-def test_slurm(unbroken):
-    summary = json.loads((unbroken / "run" / "summary.json").read_text())
+def test_slurm(uninterrupted):
+    summary = json.loads((uninterrupted / "run" / "summary.json").read_text())
     assert summary["steps"] == STEPS
     assert summary["val_loss"] < 5.0
-    assert len(rows(unbroken)) == STEPS + 1
-    assert "ZeRO stage 3" in (unbroken / "run" / "layout.txt").read_text()
+    assert len(rows(uninterrupted)) == STEPS + 1
+    assert "ZeRO stage 3" in (uninterrupted / "run" / "layout.txt").read_text()
 
 
-def test_stopped_and_killed_it_goes_on_in_one_process(tmp_path, text, unbroken, processes):
+def test_a_stopped_and_killed_run_resumes_in_one_process(tmp_path, text, uninterrupted, processes):
     command = (SCRIPT, "--distributed", *options(text, tmp_path, 2))
 
     # A signal to one process stops both after the same step.
@@ -112,7 +112,7 @@ def test_stopped_and_killed_it_goes_on_in_one_process(tmp_path, text, unbroken, 
     assert last < STEPS
     assert checkpoints(tmp_path) == [last]
 
-    # One is lost without a word: the other one ends, and says so.
+    # One process is killed: the other one ends with an error.
     both = processes.start_python(2, *command)
     wait_until(lambda: checkpoints(tmp_path)[-1] > last, both)
     both[1].kill()
@@ -120,22 +120,22 @@ def test_stopped_and_killed_it_goes_on_in_one_process(tmp_path, text, unbroken, 
     code, output = finish(both[0], BOUND)
     assert time.monotonic() - killed < BOUND
     assert code not in (0, None), output
-    assert f"Going on from the checkpoint at step {last}." in output
+    assert f"Resuming from the checkpoint at step {last}." in output
     assert re.search(
-        r"^train_lm.py: error: process 0 of 2 ends, most likely because another one was lost .*"
-        r"The same command, on as many processes or fewer, goes on from the last checkpoint\.$",
+        r"^train_lm.py: error: process 0 of 2 ends, most likely because another process was lost .*"
+        r"The same command, with as many processes or fewer, resumes from the last checkpoint\.$",
         output,
         re.MULTILINE,
     ), output
     last = checkpoints(tmp_path)[-1]
     assert len(rows(tmp_path)) <= STEPS
 
-    # One process goes on, at another stage.
+    # One process resumes, at another stage.
     (alone,) = processes.start_python(None, SCRIPT, *options(text, tmp_path, 3))
     code, output = finish(alone)
     assert code == 0, output
-    assert f"Going on from the checkpoint at step {last}." in output
-    assert losses(tmp_path) == pytest.approx(losses(unbroken), rel=1e-4)
+    assert f"Resuming from the checkpoint at step {last}." in output
+    assert losses(tmp_path) == pytest.approx(losses(uninterrupted), rel=1e-4)
 
 
 def checkpoints(folder):
@@ -143,7 +143,7 @@ def checkpoints(folder):
     return sorted(int(name) for name in names if name.isdigit())
 
 
-def test_without_a_cluster_one_line_says_so(processes):
+def test_without_a_cluster_the_error_has_one_line(processes):
     (process,) = processes.start_python(None, SCRIPT, "--distributed", "--smoke")
     code, output = finish(process)
     assert code == 2, output
@@ -151,18 +151,18 @@ def test_without_a_cluster_one_line_says_so(processes):
     assert output.count("\n") == 1
 
 
-def test_slurm_gives_each_gpu_a_process():
+def test_slurm_starts_one_process_per_gpu():
     text = (ROOT / "launch" / "slurm.sbatch").read_text()
-    asked = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?", text, re.MULTILINE))
-    assert asked["ntasks-per-node"] == asked["gpus-per-node"]
-    # JAX gives a task the GPU of its local number: each must see all of its node.
-    assert not {"gpus-per-task", "gpu-bind"} & set(asked)
-    assert asked["signal"].startswith("TERM@")
+    requested = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?", text, re.MULTILINE))
+    assert requested["ntasks-per-node"] == requested["gpus-per-node"]
+    # JAX assigns GPUs by the local task number, so each task must see all GPUs of its node.
+    assert not {"gpus-per-task", "gpu-bind"} & set(requested)
+    assert requested["signal"].startswith("TERM@")
 
 
 # --- Kubernetes -----------------------------------------------------------------------------------
 
-# The fields of a JobSet, v1alpha2, and of the objects within that ours has; * is required. From the
+# The fields of a JobSet, v1alpha2, and of the objects that ours contains; * is required. From the
 # schema in the custom resource definition of JobSet, of August 2026.
 JOBSET = {
     "spec": "coordinator failurePolicy managedBy network replicatedJobs startupPolicy "
@@ -211,8 +211,8 @@ def test_jobset_has_the_fields_of_its_schema(manifests):
                 check_fields("volumeMounts", mount)
 
 
-def test_jobset_is_what_jax_looks_for(manifests):
-    """Of one indexed job it takes parallelism as the count, and the pod's index as the number."""
+def test_jobset_matches_how_jax_finds_processes(manifests):
+    """JAX takes the parallelism of one indexed job as the count, and the pod's index as the id."""
     spec = manifests["JobSet"]["spec"]
     (replicated,) = spec["replicatedJobs"]
     job_spec = replicated["template"]["spec"]
@@ -220,10 +220,10 @@ def test_jobset_is_what_jax_looks_for(manifests):
     assert job_spec["completionMode"] == "Indexed"
     assert job_spec["parallelism"] == job_spec["completions"] > 1
     assert job_spec["backoffLimit"] == 0
-    # The coordinator's address is POD-0.NAME OF THE JOBSET: the headless service, by default.
+    # The coordinator's address is POD-0.NAME OF THE JOBSET: by default the headless service.
     assert spec["network"]["enableDNSHostnames"] is True
     assert "subdomain" not in spec["network"]
-    # It asks the API which pod it is in, and for the pod's job.
+    # JAX requests its own pod, and the job of the pod, from the API.
     pod = job_spec["template"]["spec"]
     account = manifests["ServiceAccount"]["metadata"]["name"]
     assert pod["serviceAccountName"] == account == manifests["RoleBinding"]["subjects"][0]["name"]
@@ -247,7 +247,7 @@ def test_jobset_runs_the_script(manifests):
     assert mounts[runs] in {volume["name"] for volume in pod["volumes"]}
 
 
-def test_the_readme_tells_of_all():
+def test_the_readme_describes_every_file():
     readme = (ROOT / "launch" / "README.md").read_text()
     for path in pathlib.Path(ROOT / "launch").glob("[!R]*"):
         assert f"launch/{path.name}" in readme
