@@ -1,5 +1,6 @@
 # make train   trains a language model with CAME under ZeRO stage 2 (the main job)
 # make test    runs all tests, doctests and the notebooks
+# make check   checks style and types, and runs the tests of the files that differ from main
 # make lint    checks style and types
 # make compare trains with CAME, Adafactor and AdamW, and redraws the picture in README.md
 # make bench   measures optimizer and training steps on this machine, into benchmarks/results/
@@ -15,7 +16,7 @@ BIN := .venv/bin
 ACCELERATOR := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo ,cuda; \
                        elif ls /dev/accel0 /dev/vfio/0 >/dev/null 2>&1; then echo ,tpu; fi)
 
-.PHONY: train test lint compare bench bench-gpu evidence wheel clean
+.PHONY: train test check lint compare bench bench-gpu evidence wheel clean
 
 train: .venv/examples
 	$(BIN)/python examples/train_lm.py
@@ -42,6 +43,9 @@ evidence: .venv/examples
 test: .venv/test
 	$(BIN)/python -m pytest -n auto --maxprocesses 8
 
+check: lint .venv/test
+	$(BIN)/python tests/changed.py -n auto --maxprocesses 8
+
 lint: .venv/lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -51,7 +55,7 @@ wheel: .venv/wheel
 	$(BIN)/python -m build --wheel
 
 clean:
-	rm -rf .venv dist runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv dist runs .jax_cache .pytest_cache .mypy_cache .ruff_cache
 
 # One stamp for each set of dependencies, remade when what they depend on changes.
 .venv/examples: EXTRAS = [examples$(ACCELERATOR)]

@@ -1,9 +1,10 @@
 """The strict rig of every test: virtual CPU devices, no silent rank promotion, exact float64.
 
-Warnings are errors too; that is said in pyproject.toml.
+Warnings are errors too; that is said in pyproject.toml. Compiled programs are kept in .jax_cache.
 """
 
 import os
+import pathlib
 
 # Before jax starts a backend; a machine's accelerators have tests of their own.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -13,11 +14,19 @@ os.environ["XLA_FLAGS"] = (
     + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 ).strip()
 
+# Programs are compiled once, and read by later runs and by the processes that tests start.
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".jax_cache")
+)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
 import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+CACHE_BYTES = 2 * 1024**3  # several versions of every program
 
 
 @pytest.fixture
@@ -25,6 +34,34 @@ def x64():
     """Float64 is float64 in a test that asks for this."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def scopes_in_cache_key():
+    """For tests of the names in compiled programs: the cache ignores names, so that it could answer
+    with the program of an earlier version, whose scopes had other names.
+    """
+    name = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, name)
+    jax.config.update(name, True)
+    yield
+    jax.config.update(name, before)
+
+
+def pytest_sessionstart(session):
+    """Removes the oldest programs of a cache that has grown over its limit.
+
+    JAX's own limit takes a lock and lists the whole folder for every program.
+    """
+    folder = pathlib.Path(os.environ["JAX_COMPILATION_CACHE_DIR"])
+    if hasattr(session.config, "workerinput") or not folder.is_dir():
+        return
+    programs = [(path.stat(), path) for path in folder.glob("*-cache")]
+    size = 0
+    for stat, path in sorted(programs, key=lambda pair: pair[0].st_mtime, reverse=True):
+        size += stat.st_size
+        if size > CACHE_BYTES:
+            path.unlink()
 
 
 def pytest_collection_modifyitems(items):

@@ -28,6 +28,8 @@ from sharding.plan._phases import phase_of, shortened
 
 from ..flax_nnx import needs_nnx, nnx
 
+pytestmark = pytest.mark.usefixtures("scopes_in_cache_key")
+
 MIB = 2**20
 PROGRAMS = pathlib.Path(__file__).parent / "programs"
 

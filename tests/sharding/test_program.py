@@ -16,6 +16,8 @@ from sharding.plan._wire import collectives
 
 from . import model
 
+pytestmark = pytest.mark.usefixtures("scopes_in_cache_key")
+
 DEVICES = 8
 # Two matrices that are cut, two vectors that are too small to be.
 SHAPES = {"w0": (64, 256), "b0": (256,), "w1": (256, 128), "b1": (128,)}

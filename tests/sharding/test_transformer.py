@@ -16,6 +16,8 @@ from zero import Case
 import sharding as shd
 from sharding.plan._wire import collectives
 
+pytestmark = pytest.mark.usefixtures("scopes_in_cache_key")
+
 CPU = functools.partial(Case, "cpu:8")
 CASES = [
     *(CPU(stage, optimizer) for stage in (0, 1, 3) for optimizer in ("adamw", "adafactor", "came")),

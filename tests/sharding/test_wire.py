@@ -36,6 +36,7 @@ def rotate(x, n=8):
     return lax.ppermute(x, "a", [(i, (i + 1) % n) for i in range(n)])
 
 
+@pytest.mark.usefixtures("scopes_in_cache_key")
 @pytest.mark.parametrize(
     ("op", "step", "expected"),
     [

@@ -490,6 +490,7 @@ def test_what_needs_the_whole_gradient(look, match, x64):
 # --- On the wire ----------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("scopes_in_cache_key")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bytes_are_those_of_the_rows(stage):
     """Of a table of 4 MiB, two tokens on a device: gradients, and at stage 3 the rows."""
@@ -565,6 +566,7 @@ def test_a_table_of_a_gathered_block_is_gathered():
     assert gathered_tables(lowered, 4096)
 
 
+@pytest.mark.usefixtures("scopes_in_cache_key")
 def test_partition_metadata_hides_no_table():
     """Flax lays a constraint on what it takes out of its boxes."""
     zero, tx = zero_of(sync.zen(0.01), 2), optax.sgd(0.1)

@@ -332,6 +332,7 @@ def sent(exchange, stage, dtype=jnp.float32):
     return sum(c.wire_bytes for c in found), {c.dtype for c in found if c.op == "all-to-all"}
 
 
+@pytest.mark.usefixtures("scopes_in_cache_key")
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("name", ["qsgd 8", "qsgd 4", "powersgd", "top_k"])
 def test_bytes_are_those_of_the_formula(name, stage):
