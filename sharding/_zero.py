@@ -12,7 +12,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from sharding.collectives._reduce_scatter import FORMS
-from sharding.offload._transformation import host_shardings, is_large
+from sharding.offload._host_memory import host_shardings, is_large
 from sharding.placement._describe import Description, describe_tree
 from sharding.placement._export import full_tree
 from sharding.placement._layout import Layout, Placement, no_mesh

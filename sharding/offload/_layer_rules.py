@@ -1,4 +1,8 @@
-"""Which operations work on the layers of a stack one by one, and how they run on one layer."""
+"""Which operations work on each layer of a stack by itself, and how they run on one layer.
+
+A stacked array has one layer per index of some dim, the first in a parameter. For an operation that
+is computed layer by layer, the rules give the dim along which each operand is sliced.
+"""
 
 import math
 from collections.abc import Sequence
@@ -9,79 +13,99 @@ from jax import lax
 
 from optax_ext.schedule import ELEMENTWISE, REDUCTIONS, Equation, Graph, bind
 
-# Elements of one layer, over all devices, from which on a stack is worth a loop.
+# Elements of one layer, on all devices together, from which on a stack is worth a loop.
 MIN_LAYER_SIZE = 2**18
-WHOLE = -1  # in place of the dim that an operand is cut along
+UNSLICED = -1  # in place of a dim: the operand has no layers, and all of them use it in full
+
+# The parameter that holds the shape of the result.
+_SHAPE_PARAMS = {
+    "broadcast_in_dim": "shape",
+    "iota": "shape",
+    "reshape": "new_sizes",
+    "slice": "limit_indices",
+}
 
 
 def is_stack(shape: tuple[int, ...]) -> bool:
+    """Whether an array of this shape is worth a loop over its first dim."""
     return len(shape) > 1 and shape[0] > 2 and math.prod(shape[1:]) >= MIN_LAYER_SIZE
 
 
-def layer_of(x: Any, layer: Any, dim: int) -> Any:
+def slice_layer(x: Any, layer: Any, dim: int) -> Any:
+    """One layer, with a dim of size 1 in place of that of the layers."""
     return lax.dynamic_index_in_dim(x, layer, dim, keepdims=True)
 
 
 def operand_dims(graph: Graph, eqn: Equation, dim: int) -> list[int] | None:
-    """Along which dim each operand is cut where the result is along ``dim``; None if that fails."""
+    """Along which dim each operand is sliced if the result is sliced along ``dim``.
+
+    Returns:
+      A dim, or ``UNSLICED``, for each operand; None if the operation needs several layers at once,
+      or is unknown.
+    """
     name, params = eqn.primitive.name, eqn.params
     shapes = [graph.shape(v) for v in eqn.operands]
     out = graph.shape(eqn.results[0])
-    if dim == WHOLE:
+    if dim == UNSLICED:
         return None
+
+    # The operands have the dims of the result.
     if name in ELEMENTWISE:
         if any(s and len(s) != len(out) for s in shapes):
             return None
-        return [dim if s and s[dim] == out[dim] else WHOLE for s in shapes]
+        return [dim if s and s[dim] == out[dim] else UNSLICED for s in shapes]
     if name == "sharding_constraint":
         spec = params["sharding"].spec
         return [dim] if dim >= len(spec) or spec[dim] is None else None
-    if name == "broadcast_in_dim" and len(shapes) == 1:
-        at = params["broadcast_dimensions"]
-        same = dim in at and shapes[0][at.index(dim)] == out[dim]
-        return [at.index(dim) if same else WHOLE]
-    if name in REDUCTIONS and len(shapes) == 1:
-        return [[d for d in range(len(shapes[0])) if d not in params["axes"]][dim]]
-    if name == "transpose":
-        return [params["permutation"][dim]]
-    if name == "squeeze":
-        return [[d for d in range(len(shapes[0])) if d not in params["dimensions"]][dim]]
-    if name == "reshape" and len(shapes) == 1 and params["dimensions"] is None:
-        before = math.prod(out[:dim])
-        fit = (
-            d
-            for d, n in enumerate(shapes[0])
-            if n == out[dim] and math.prod(shapes[0][:d]) == before
-        )
-        found = next(fit, None)
-        return None if found is None else [found]
     if name == "concatenate" and params["dimension"] != dim:
         return [dim] * len(shapes)
-    if name == "stack" and params["axis"] != dim:
-        return [dim - (params["axis"] < dim)] * len(shapes)
     if name == "split" and params["axis"] != dim:
         return [dim]
     if name == "pad" and tuple(params["padding_config"][dim]) == (0, 0, 0):
-        return [dim, WHOLE]
+        return [dim, UNSLICED]
     if name == "slice" and len(out) and out[dim] == shapes[0][dim]:
         return [dim]
+
+    # Dims are added, removed or moved.
+    if name == "broadcast_in_dim" and len(shapes) == 1:
+        at = params["broadcast_dimensions"]
+        same = dim in at and shapes[0][at.index(dim)] == out[dim]
+        return [at.index(dim) if same else UNSLICED]
+    if name in REDUCTIONS and len(shapes) == 1:
+        return [_remaining(shapes[0], params["axes"])[dim]]
+    if name == "squeeze":
+        return [_remaining(shapes[0], params["dimensions"])[dim]]
+    if name == "transpose":
+        return [params["permutation"][dim]]
+    if name == "reshape" and len(shapes) == 1 and params["dimensions"] is None:
+        return _dim_before_reshape(shapes[0], out, dim)
+    if name == "stack" and params["axis"] != dim:
+        return [dim - (params["axis"] < dim)] * len(shapes)
     return [] if name == "iota" and not shapes else None
 
 
-def bind_layer(eqn: Equation, dim: int, operands: list[Any], layer: Any) -> Sequence[Any]:
-    """The results of an equation, of operands that are cut to one layer."""
+def _remaining(shape: tuple[int, ...], removed: Sequence[int]) -> list[int]:
+    """The dims that an operation does not remove."""
+    return [d for d in range(len(shape)) if d not in removed]
+
+
+def _dim_before_reshape(shape: tuple[int, ...], out: tuple[int, ...], dim: int) -> list[int] | None:
+    """The dim of the operand with the same size and as many elements before it."""
+    before = math.prod(out[:dim])
+    for d, size in enumerate(shape):
+        if size == out[dim] and math.prod(shape[:d]) == before:
+            return [d]
+    return None
+
+
+def bind_to_layer(eqn: Equation, dim: int, operands: list[Any], layer: Any) -> Sequence[Any]:
+    """The results of an equation for one layer, from operands that are sliced to it."""
     name, params = eqn.primitive.name, dict(eqn.params)
     if name == "iota" and params["dimension"] == dim:
         shape = (*params["shape"][:dim], 1, *params["shape"][dim + 1 :])
         return [jnp.full(shape, layer, params["dtype"])]
-    key = {
-        "broadcast_in_dim": "shape",
-        "iota": "shape",
-        "reshape": "new_sizes",
-        "slice": "limit_indices",
-    }
-    if name in key:
-        sizes = list(params[key[name]])
+    if name in _SHAPE_PARAMS:
+        sizes = list(params[_SHAPE_PARAMS[name]])
         sizes[dim] = 1
-        params[key[name]] = tuple(sizes)
+        params[_SHAPE_PARAMS[name]] = tuple(sizes)
     return bind(eqn, operands, params)

@@ -1,4 +1,4 @@
-"""State in the host's memory: the same numbers, and never much of it on the device."""
+"""State in host memory: the same numbers, and never much of it on the device."""
 
 import re
 
@@ -16,14 +16,15 @@ import optax_ext
 import sharding as shd
 from optax_ext.schedule import Graph
 from sharding.offload import _layer_rules
-from sharding.offload._stream import HOST, Streamed, on_host
+from sharding.offload._host_memory import HOST, on_host
+from sharding.offload._stream import StreamedRun
 
 from .test_targets import need
 
 STEPS = 5
 SHAPES = {
     "stack": (6, 16, 32),  # six layers
-    "wide": (4, 32, 64),  # cut along its last dim or its second, never the first
+    "wide": (4, 32, 64),  # sharded along its last dim or its second, never the first
     "in": (8, 32),
     "out": (32, 64),
     "bias": (64,),
@@ -132,11 +133,11 @@ def test_explicit_axes_and_replicas(x64):
     tx = OPTIMIZERS["clip"]()
     want = run(zero_of(1, 0, offload=None), tx)
     assert_same(run(zero_of(8, 2, AxisType.Explicit), tx), want)
-    mesh = jax.make_mesh((2, 4), ("copy", "data"), axis_types=(AxisType.Auto,) * 2)
+    mesh = jax.make_mesh((2, 4), ("replica", "data"), axis_types=(AxisType.Auto,) * 2)
     hybrid = shd.Zero(
         mesh,
         3,
-        replica_axis="copy",
+        replica_axis="replica",
         shard_state_over_replicas=True,
         min_shard_size=512,
         offload="optimizer",
@@ -145,8 +146,8 @@ def test_explicit_axes_and_replicas(x64):
     assert_same(run(hybrid, tx), want)
 
 
-def test_a_stack_cut_along_its_first_dim(x64):
-    """Then its layers are on different devices: it goes whole."""
+def test_a_stack_sharded_along_its_first_dim(x64):
+    """Its layers are on different devices, so that it is loaded at once."""
     tx = optax.adamw(1e-3)
     specs = {k: P() for k in SHAPES} | {"stack": P("tensor")}
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
@@ -158,7 +159,7 @@ def test_a_stack_cut_along_its_first_dim(x64):
     assert_same(state, run(zero_of(1, 0, offload=None), tx))
 
 
-def test_checkpoints_go_on_with_and_without(tmp_path, x64):
+def test_a_checkpoint_resumes_with_and_without_offload(tmp_path, x64):
     tx = OPTIMIZERS["clip"]()
     want = run(zero_of(4, 2, offload=None), tx, steps=STEPS + 1)
     checkpointer = ocp.StandardCheckpointer()
@@ -230,11 +231,11 @@ def test_bad_input():
         zero_of(8, 2, offload_min_size=-1)
 
 
-def test_devices_that_do_not_tell_of_their_memory():
+def test_compile_only_gpu_targets_are_rejected():
     need("h200x8")
     mesh = shd.targets.mesh("h200x8", (8,), ("data",))
     zero = shd.Zero(mesh, 2, offload="optimizer")
-    with pytest.raises(ValueError, match="offload needs devices with pinned_host memory"):
+    with pytest.raises(ValueError, match=r"pinned_host memory, got .* Compile-only GPU targets"):
         zero.abstract_state(
             lambda: (initial("float32"), optax.adam(1e-3).init(initial("float32"))),
             tx=optax.adam(1e-3),
@@ -246,7 +247,7 @@ def test_devices_that_do_not_tell_of_their_memory():
 
 @pytest.mark.filterwarnings("ignore:the transformation's init")
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_transformation_does_what_the_inner_one_does(name, x64):
+def test_the_transformation_equals_the_inner_one(name, x64):
     inner = OPTIMIZERS[name]()
     tx = shd.offload(inner, min_size=512)
     grad = jax.jit(jax.grad(loss))
@@ -312,12 +313,12 @@ def put(x):
 
 
 def streamed(fn, *arrays):
-    """Streams a function of arrays that all lie on the host and are replaced."""
+    """Streams a function of arrays that are all in host memory and replaced."""
 
     @jax.jit
     def call(*inputs):
         graph = Graph(lambda xs: list(fn(*xs)), inputs, [True] * len(inputs))
-        return Streamed(graph, inputs).run([0])
+        return StreamedRun(graph, inputs).run([0])
 
     return call, call(*map(put, arrays))
 
@@ -350,7 +351,7 @@ LAYER_BY_LAYER = {
     "inner jit": lambda x: jax.jit(lambda y: y * 2)(x),
     "clamped": lambda x: lax.clamp(-0.5, x, 0.5),
 }
-WHOLE = {
+AT_ONCE = {
     "sum of all": lambda x: x / jnp.sum(x),
     "over layers": lambda x: x - jnp.mean(x, axis=0)[None],
     "sorted": lambda x: jnp.sort(x, axis=0),
@@ -363,20 +364,20 @@ WHOLE = {
 }
 
 
-@pytest.mark.parametrize("name", [*LAYER_BY_LAYER, *(f"whole: {name}" for name in WHOLE)])
+@pytest.mark.parametrize("name", [*LAYER_BY_LAYER, *(f"at once: {name}" for name in AT_ONCE)])
 def test_each_operation(name):
-    whole = name.startswith("whole: ")
-    fn = WHOLE[name.removeprefix("whole: ")] if whole else LAYER_BY_LAYER[name]
+    at_once = name.startswith("at once: ")
+    fn = AT_ONCE[name.removeprefix("at once: ")] if at_once else LAYER_BY_LAYER[name]
     x = jnp.asarray(np.random.default_rng(0).normal(size=STACK), jnp.float32)
     call, (have,) = streamed(lambda x: [fn(x)], x)
     np.testing.assert_array_equal(np.asarray(have), np.asarray(jax.jit(fn)(x)))
     assert on_host(have)
-    assert has_loop(call, put(x)) == (not whole)
+    assert has_loop(call, put(x)) == (not at_once)
 
 
 @pytest.mark.parametrize("name", ["came by layer", "adafactor by layer", "8 bits, came by layer"])
 def test_factored_optimizers_go_layer_by_layer(name):
-    """Of matrices as large as those that machines read in forms of their own."""
+    """With matrices so large that their passes branch on the platform outside of a stream."""
     tx = {
         "came by layer": optax_ext.came(1e-4, factoring=BY_LAYER),
         "adafactor by layer": optax_ext.adafactor(1e-3, momentum=0.9, factoring=BY_LAYER),
@@ -393,21 +394,21 @@ def test_factored_optimizers_go_layer_by_layer(name):
     assert "platform_index" not in text
 
 
-def test_a_first_dim_that_is_cut_has_no_loop():
+def test_a_sharded_first_dim_has_no_loop():
     x = jnp.ones(STACK)
     fn = LAYER_BY_LAYER["elementwise"]
     call, _ = streamed(lambda x: [fn(x)], x)
     assert has_loop(call, put(x))
 
-    def cut(x):
+    def sharded(x):
         graph = Graph(lambda xs: [fn(xs[0])], [x], [True])
-        return Streamed(graph, [x], first_dim_free=lambda i: False).run([0])
+        return StreamedRun(graph, [x], first_dim_free=lambda i: False).run([0])
 
-    assert not has_loop(cut, put(x))
+    assert not has_loop(sharded, put(x))
 
 
 def test_two_stacks_and_a_sum_over_one_of_them():
-    """What needs all layers is computed before; what does not, in the loop."""
+    """Values that need all layers are computed before the loop, the others in it."""
     rng = np.random.default_rng(1)
     m, v = (jnp.asarray(rng.normal(size=STACK), jnp.float32) for _ in range(2))
     grads = jnp.asarray(rng.normal(size=STACK), jnp.float32)
@@ -439,7 +440,7 @@ def loads_and_stores(jaxpr):
 
 
 def test_each_load_waits_for_the_store_before_it():
-    """By the barriers: without them XLA would load everything first."""
+    """Without the barriers XLA would load everything first."""
     tx = shd.offload(optax.trace(0.9), min_size=1)
     params = {k: jnp.ones((2 + i, 4)) for i, k in enumerate("abc")}
     jaxpr = jax.make_jaxpr(tx.update)(params, tx.init(params))
@@ -468,11 +469,11 @@ def test_each_load_waits_for_the_store_before_it():
 
 @pytest.mark.parametrize("stacked", [True, False])
 def test_memory_of_a_program_for_tpus(stacked, monkeypatch):
-    """State leaves the device and its peak falls by most of it; the host holds it once."""
+    """The peak on the device falls by most of the state; the host holds it once."""
     monkeypatch.undo()
     need("v5e:2x4")
     mesh = shd.targets.mesh("v5e:2x4", (8,), ("data",))
-    # Large, as libtpu 0.0.50 keeps a dozen tables of 16 KiB for each array.
+    # Large, since libtpu 0.0.50 has a dozen tables of 16 KiB for each array.
     layers, shape = 8, (2048, 4096)
     tx = optax_ext.master_weights(optax.adamw(1e-3))
     names = ["w"] if stacked else [f"w{i}" for i in range(layers)]

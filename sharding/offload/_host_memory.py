@@ -1,0 +1,47 @@
+"""Which arrays are placed in host memory, and their shardings there."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+MEMORY_KIND = "pinned_host"
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+def on_host(x: Any) -> bool:
+    """Whether an array is in host memory."""
+    return jax.typeof(x).memory_space == HOST
+
+
+def is_large(x: Any, min_size: int) -> bool:
+    """Whether an array is to be offloaded."""
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    return not is_key and math.prod(x.shape) >= min_size
+
+
+def host_shardings(shardings: Any, tree: Any, min_size: int) -> Any:
+    """The shardings of a tree, those of its large arrays in host memory."""
+    return jax.tree.map(
+        lambda sharding, x: host_sharding(sharding) if is_large(x, min_size) else sharding,
+        shardings,
+        tree,
+    )
+
+
+def host_sharding(sharding: Any) -> Any:
+    """The sharding in host memory.
+
+    Raises:
+      ValueError: if the devices do not have it.
+    """
+    moved = sharding.with_memory_kind(MEMORY_KIND)
+    if moved.memory_kind != MEMORY_KIND:
+        kinds = ", ".join(sorted({d.device_kind for d in sharding.device_set}))
+        raise ValueError(
+            f"offload needs devices with {MEMORY_KIND} memory, got {kinds} without it. "
+            "Compile-only GPU targets do not report memory kinds and are rejected: use real GPUs, "
+            "a compile-only TPU target, or no offload."
+        )
+    return moved
