@@ -1,4 +1,4 @@
-"""What sparse exchanges send, in closed form, and which of them sends least."""
+"""Wire bytes of sparse sync methods in closed form, and the method that sends least."""
 
 import dataclasses
 import itertools
@@ -13,17 +13,17 @@ from sharding.sync._dense import dense
 from sharding.sync._interface import GradientSync
 from sharding.sync._zen import zen
 
-_BLOCK = 256  # elements of OmniReduce's blocks
-_TIE = 1.1
+_BLOCK_SIZE = 256  # elements of OmniReduce's blocks
+_TIE = 1.1  # methods that send less than so many times the least are reported as ties
 
 
 class Choice(NamedTuple):
-    """Of the exchanges that are here, the one that sends least.
+    """The gradient sync of this package that sends least.
 
     Attributes:
       name: ``"dense"``, ``"agsparse"`` or ``"zen"``.
-      sync: the exchange, made for what was measured.
-      note: what it sends, what the others would, and where the choice hardly matters.
+      sync: the gradient sync, with the measured densities.
+      note: what each method sends, and which ones send nearly as little.
     """
 
     name: str
@@ -38,13 +38,13 @@ class Sparsity:
     Attributes:
       rows: of the array.
       width: elements of a row.
-      densities: of the sums over the first 1, 2, 4, ... devices and over all, averaged over groups
-        of so many: what part of the rows is not zero. By the number of devices.
-      overlap: of two devices, how many rows both have over those of the one that has fewer; the
-        mean of neighbours.
-      skewness: of as many contiguous parts of the rows as there are devices, what the fullest has
-        over what all have on average: of one device, and of the sum.
-      block_densities: as ``densities`` of one device and of the sum, of blocks of 256 elements.
+      densities: number of devices -> the fraction of rows that are nonzero in the sum over so many,
+        for 1, 2, 4, ... and all devices, averaged over groups.
+      overlap: of two neighbouring devices, the rows that both have over those of the device with
+        fewer; the mean over neighbours.
+      skewness: of the rows in as many contiguous ranges as there are devices, the fullest range
+        over the mean: for one device, and for the sum.
+      block_densities: as ``densities``, for one device and for the sum, of blocks of 256 elements.
 
     Example:
       >>> import numpy as np
@@ -65,57 +65,64 @@ class Sparsity:
 
     @property
     def num_devices(self) -> int:
-        """How many were measured."""
+        """The number of measured devices."""
         return max(self.densities)
 
     @classmethod
     def measure(cls, ids: Sequence[Any], rows: int, width: int) -> "Sparsity":
-        """Of the rows that each device has.
+        """The sparsity of arrays, from the nonzero rows of each device.
 
         Args:
-          ids: for each device the rows that are not zero, such as its tokens; any may come often.
+          ids: for each device its nonzero rows, such as its tokens; they may repeat.
           rows: of the array.
           width: elements of a row.
 
         Raises:
-          ValueError: if there are no devices, or a row is not one of the array.
+          ValueError: if there are no devices, or an id is not a row of the array.
         """
         sets = [np.unique(np.asarray(x).ravel()) for x in ids]
         num = len(sets)
         if not num:
-            raise ValueError("ids must have the rows of at least one device, got none.")
-        if any(x.size and not 0 <= x[0] <= x[-1] < rows for x in sets):
-            raise ValueError(f"rows must be from 0 to {rows - 1}.")
+            raise ValueError("ids must hold the rows of at least one device, got none.")
+        for x in sets:
+            if x.size and not 0 <= x[0] <= x[-1] < rows:
+                raise ValueError(f"ids must be from 0 to {rows - 1}, got {x[0]} to {x[-1]}.")
+        union = np.unique(np.concatenate(sets))
+
+        # Fractions of rows in the sums over 1, 2, 4, ... and all devices.
         sizes = [2**i for i in range(num.bit_length()) if 2**i < num] + [num]
         densities = {}
         for size in sizes:
             groups = [sets[i : i + size] for i in range(0, num - size + 1, size)]
-            found = [np.unique(np.concatenate(group)).size for group in groups]
-            densities[size] = float(np.mean(found)) / rows
-        union = np.unique(np.concatenate(sets))
-        pairs = [
+            counts = [np.unique(np.concatenate(group)).size for group in groups]
+            densities[size] = float(np.mean(counts)) / rows
+
+        overlaps = [
             np.intersect1d(a, b, assume_unique=True).size / min(a.size, b.size)
             for a, b in itertools.pairwise(sets)
             if a.size and b.size
         ]
-        one = float(np.mean([_skewness(x, rows, num) for x in sets]))
-        block = max(1, _BLOCK // width)
-        in_blocks = [np.unique(x // block).size for x in (*sets, union)]
-        blocks = -(-rows // block)
+        skewness_of_one = float(np.mean([_skewness(x, rows, num) for x in sets]))
+
+        # The same fractions of OmniReduce's blocks, which hold several rows.
+        rows_per_block = max(1, _BLOCK_SIZE // width)
+        block_counts = [np.unique(x // rows_per_block).size for x in (*sets, union)]
+        num_blocks = -(-rows // rows_per_block)
         return cls(
             rows,
             width,
             densities,
-            float(np.mean(pairs)) if pairs else 0.0,
-            (one, _skewness(union, rows, num)),
-            (float(np.mean(in_blocks[:-1])) / blocks, in_blocks[-1] / blocks),
+            float(np.mean(overlaps)) if overlaps else 0.0,
+            (skewness_of_one, _skewness(union, rows, num)),
+            (float(np.mean(block_counts[:-1])) / num_blocks, block_counts[-1] / num_blocks),
         )
 
     def bytes_sent(self, itemsize: int = 4) -> dict[str, float]:
-        r"""What one device sends for the whole mean, of each scheme.
+        r"""The bytes that one device sends for the full mean, by scheme.
 
-        With n devices, d and :math:`d_k` the density of one and of the sum of k, V rows of D
-        numbers of b bytes, s and :math:`s_n` the skewness, :math:`\beta` densities of blocks:
+        With n devices, :math:`d` and :math:`d_k` the densities of one device and of the sum of k,
+        V rows of D numbers of b bytes, :math:`s` and :math:`s_n` the skewness of one device and of
+        the sum, :math:`\beta` and :math:`\beta_n` the densities of blocks:
 
         ========== ========================================================================
         dense      :math:`2 (n - 1) / n \, V D b`
@@ -129,41 +136,40 @@ class Sparsity:
           Wang, Xu, Xi, Wang, Shrivastava, Ng: ZEN: Empowering Distributed Training with
           Sparsity-driven Data Synchronization, OSDI 2025, arXiv 2309.13254.
         """
-        num, whole = self.num_devices, self.rows * self.width * itemsize
+        num, full = self.num_devices, self.rows * self.width * itemsize
         indexed = self.rows * (self.width * itemsize + 4)
         share = (num - 1) / num
         one, union = self.densities[1], self.densities[num]
         rounds = [self.densities[2**i] for i in range(math.ceil(math.log2(num)))]
-        in_blocks = sum(s * d for s, d in zip(self.skewness, self.block_densities, strict=True))
+        blocks = sum(s * d for s, d in zip(self.skewness, self.block_densities, strict=True))
         return {
-            "dense": 2 * share * whole,
+            "dense": 2 * share * full,
             "agsparse": (num - 1) * one * indexed,
             "sparcml": sum(rounds) * indexed,
-            "omnireduce": share * in_blocks * whole,
-            "zen": share * (one * indexed + union * whole + self.rows / 8),
+            "omnireduce": share * blocks * full,
+            "zen": share * (one * indexed + union * full + self.rows / 8),
         }
 
     def choose(self, itemsize: int = 4) -> Choice:
-        """Which exchange sends least: ``dense``, ``agsparse`` or ``zen``.
+        """The method that sends least: ``dense``, ``agsparse`` or ``zen``.
 
         Args:
           itemsize: bytes of an element.
         """
         one, union = (max(self.densities[num], 1 / self.rows) for num in (1, self.num_devices))
-        made = {"dense": dense(), "agsparse": agsparse(one), "zen": zen(one, union_density=union)}
-        costs = {name: cost for name, cost in self.bytes_sent(itemsize).items() if name in made}
+        syncs = {"dense": dense(), "agsparse": agsparse(one), "zen": zen(one, union_density=union)}
+        costs = {name: cost for name, cost in self.bytes_sent(itemsize).items() if name in syncs}
         name = min(costs, key=costs.__getitem__)
-        told = ", ".join(f"{each} {cost:,.0f} bytes" for each, cost in costs.items())
-        ties = [each for each, cost in costs.items() if each != name and cost < _TIE * costs[name]]
-        note = f"{name} sends least: {told}."
+        note = f"{name} sends least: {', '.join(f'{k} {v:,.0f} bytes' for k, v in costs.items())}."
+        ties = [k for k, cost in costs.items() if k != name and cost < _TIE * costs[name]]
         if ties:
             note += f" {' and '.join(ties)} would send less than 10 % more: measure the time."
-        return Choice(name, made[name], note)
+        return Choice(name, syncs[name], note)
 
 
-def _skewness(rows: np.ndarray, total: int, parts: int) -> float:
-    """What the fullest of contiguous parts has over the mean."""
+def _skewness(rows: np.ndarray, total: int, num_ranges: int) -> float:
+    """The fullest of several contiguous ranges of rows over the mean."""
     if not rows.size:
         return 1.0
-    counts = np.bincount(rows // -(-total // parts), minlength=parts)
-    return float(counts.max() * parts / rows.size)
+    counts = np.bincount(rows // -(-total // num_ranges), minlength=num_ranges)
+    return float(counts.max() * num_ranges / rows.size)

@@ -1,4 +1,4 @@
-"""Measured sparsity, and the closed forms of what is sent, counted by hand."""
+"""Measured sparsity, and the closed forms of wire bytes against counts by hand."""
 
 import numpy as np
 import pytest
@@ -10,13 +10,13 @@ ROWS, WIDTH = 1024, 64
 
 
 def spread(num, count, same=0, seed=0):
-    """Rows of devices: some that all have, and others of their own."""
+    """Rows of devices: some shared by all, and others of their own."""
     order = np.random.default_rng(seed).permutation(ROWS)
     rest = order[same:]
     return [np.concatenate([order[:same], rest[i * count : (i + 1) * count]]) for i in range(num)]
 
 
-def test_what_is_measured():
+def test_measured_densities():
     found = Sparsity.measure(spread(4, 10, same=6), ROWS, WIDTH)
     assert found.num_devices == 4
     assert found.densities == {1: 16 / ROWS, 2: 26 / ROWS, 4: 46 / ROWS}
@@ -45,7 +45,7 @@ def test_bytes_by_hand():
     assert have["agsparse"] == pytest.approx(7 * 16 * indexed)
     assert have["sparcml"] == pytest.approx((16 + 32 + 64) * indexed)
     assert have["zen"] == pytest.approx(7 / 8 * (16 * indexed + 128 * row + ROWS / 8))
-    # Of 256 blocks of four rows, by owners of 32 blocks: what the fullest has, of one and of all.
+    # 256 blocks of four rows, 32 per owner: the share of the fullest, of one device and of all.
     one = [np.unique(x // 4) for x in spread(8, 16)]
     fullest = np.mean([np.bincount(x // 128, minlength=8).max() / x.size for x in spread(8, 16)])
     rows = np.concatenate(spread(8, 16))
@@ -60,14 +60,14 @@ def test_bytes_by_hand():
     ("ids", "name", "ties"),
     [
         (spread(2, 8), "agsparse", []),
-        (spread(16, 2), "agsparse", ["zen"]),  # sent once or sent back, it is as much
-        (spread(16, 2, same=30), "zen", []),  # what all have is sent back once
+        (spread(16, 2), "agsparse", ["zen"]),  # sent once or sent back, the bytes are the same
+        (spread(16, 2, same=30), "zen", []),  # shared rows are sent back once
         (spread(64, 14, same=2), "zen", []),
         ([np.arange(ROWS)] * 2, "dense", ["agsparse", "zen"]),
     ],
     ids=["few devices", "no overlap", "overlap", "many devices", "not sparse"],
 )
-def test_the_cheapest(ids, name, ties):
+def test_the_method_that_sends_least(ids, name, ties):
     found = Sparsity.measure(ids, ROWS, WIDTH)
     choice, costs = found.choose(), found.bytes_sent()
     assert choice.name == name == min(("dense", "agsparse", "zen"), key=costs.get)
@@ -80,5 +80,5 @@ def test_bad_input():
     with pytest.raises(ValueError, match="at least one device"):
         Sparsity.measure([], ROWS, WIDTH)
     for row in (-1, ROWS):
-        with pytest.raises(ValueError, match="rows must be from 0 to 1023"):
+        with pytest.raises(ValueError, match=f"ids must be from 0 to 1023, got {row} to {row}"):
             Sparsity.measure([np.array([row])], ROWS, WIDTH)
