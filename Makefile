@@ -6,6 +6,7 @@
 # make bench   measures optimizer and training steps on this machine, into benchmarks/results/
 # make bench-gpu measures them on a GPU, with the jax that PYTHON has
 # make evidence runs the heart of the comparison of optimizers again, and draws its report
+# make docs    builds the documentation site into docs/_build/html/
 # make wheel   builds the distribution into dist/
 #
 # Each installs what it needs into .venv. PYTHON names the interpreter to make it with.
@@ -16,7 +17,7 @@ BIN := .venv/bin
 ACCELERATOR := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo ,cuda; \
                        elif ls /dev/accel0 /dev/vfio/0 >/dev/null 2>&1; then echo ,tpu; fi)
 
-.PHONY: train test check lint compare bench bench-gpu evidence wheel clean
+.PHONY: train test check lint compare bench bench-gpu evidence docs wheel clean
 
 train: .venv/examples
 	$(BIN)/python examples/train_lm.py
@@ -51,18 +52,23 @@ lint: .venv/lint
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: .venv/docs
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build/html
+	@echo "The site is docs/_build/html/index.html"
+
 wheel: .venv/wheel
 	$(BIN)/python -m build --wheel
 
 clean:
-	rm -rf .venv dist runs .jax_cache .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv dist runs docs/_build .jax_cache .pytest_cache .mypy_cache .ruff_cache
 
 # One stamp for each set of dependencies, remade when what they depend on changes.
 .venv/examples: EXTRAS = [examples$(ACCELERATOR)]
 .venv/test: EXTRAS = [test$(ACCELERATOR)]
 .venv/lint: EXTRAS = [test,lint]
+.venv/docs: EXTRAS = [docs]
 .venv/wheel: EXTRAS = [wheel]
-.venv/examples .venv/test .venv/lint .venv/wheel: pyproject.toml constraints.txt | $(BIN)/python
+.venv/examples .venv/test .venv/lint .venv/docs .venv/wheel: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.$(EXTRAS)'
 	@touch $@
 

@@ -603,7 +603,7 @@ def test_steps_of_large_models_lower(model, optimizer):
 
 
 def test_the_table_of_devices_in_the_documentation():
-    page = (pathlib.Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "guides" / "planning.md").read_text()
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
     assert [re.match(r"`(.*?)(?::\.\.\.|xN)`", row[0])[1] for row in rows] == list(KINDS)
     for row, kind in zip(rows, KINDS.values(), strict=True):

@@ -1,0 +1,89 @@
+"""Signatures as the source writes them: default values and short types, not their reprs.
+
+States, which are named tuples, get a list of their fields with the comments beside them: shape,
+dtype and which dims of the parameter they have.
+"""
+
+import ast
+import inspect
+import re
+import textwrap
+
+# Private modules mean nothing to a reader: `_validate.Hyper` is shown as `Hyper`.
+_PRIVATE = re.compile(r"\b(?:_\w+\.)+(?=\w)")
+
+
+def _tree(obj):
+    return ast.parse(textwrap.dedent(inspect.getsource(obj))).body[0]
+
+
+def _text(node):
+    return _PRIVATE.sub("", ast.unparse(node))
+
+
+def _function(obj, drop_first):
+    definition = _tree(inspect.unwrap(obj))
+    arguments = definition.args
+    if drop_first:
+        (arguments.posonlyargs or arguments.args).pop(0)
+    returns = _text(definition.returns) if definition.returns else None
+    return f"({_text(arguments)})", returns
+
+
+def _fields(cls):
+    """The annotated fields of a class and of its bases, as arguments."""
+    found = {}
+    for base in reversed(cls.__mro__[:-1]):
+        if "__annotations__" in vars(base):
+            for item in _tree(base).body:
+                if isinstance(item, ast.AnnAssign):
+                    default = f" = {_text(item.value)}" if item.value else ""
+                    found[item.target.id] = f"{_text(item.annotation)}{default}"
+    return "(" + ", ".join(f"{name}: {text}" for name, text in found.items()) + ")"
+
+
+def _has_source(function):
+    """False for what ``dataclasses`` has generated."""
+    return function.__code__.co_filename != "<string>"
+
+
+def _is_named_tuple(obj):
+    return isinstance(obj, type) and issubclass(obj, tuple) and hasattr(obj, "_fields")
+
+
+def process_signature(app, what, name, obj, options, signature, returns):
+    """Reads a signature from the source, where there is one."""
+    if what in ("function", "method"):
+        return _function(obj, drop_first=what == "method")
+    if what == "class" and _is_named_tuple(obj):
+        return "", None
+    if what == "class" and inspect.isfunction(obj.__init__) and _has_source(obj.__init__):
+        return _function(obj.__init__, drop_first=True)[0], None
+    if what == "class" and hasattr(obj, "__dataclass_fields__"):
+        return _fields(obj), None
+    return None
+
+
+def process_docstring(app, what, name, obj, options, lines):
+    """Adds the commented fields of a named tuple."""
+    if what != "class" or not _is_named_tuple(obj):
+        return
+    found = re.findall(r"^    (\w+): ([^#\n]+?)(?:  #(?! type)(.*?))?$", _uncommented(obj), re.M)
+    if found:
+        lines += ["", "Fields:", ""]
+    for field, annotation, comment in found:
+        comment = comment.replace("|", r"\|").replace("*", r"\*")
+        lines.append(f"- **{field}** (``{annotation.strip()}``){':' * bool(comment)}{comment}")
+    lines.append("")
+
+
+def _uncommented(cls):
+    """The source of a class without comments for the type checker."""
+    return re.sub(r"  # type: ignore\S*", "", inspect.getsource(cls))
+
+
+def setup(app):
+    """Connects both."""
+    app.connect("autodoc-process-signature", process_signature)
+    app.connect("autodoc-process-docstring", process_docstring)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
