@@ -1,0 +1,65 @@
+"""The documentation is true: the Python blocks of its pages run, and the API pages are complete.
+
+The blocks of a page run in order and share their names, as a reader would paste them.
+"""
+
+import pathlib
+import re
+
+import pytest
+
+import optax_ext
+import sharding
+import sharding.plan
+import sharding.sync
+
+from . import flax_nnx
+
+DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
+PAGES = [DOCS / "index.md", *sorted(DOCS.glob("guides/*.md")), *sorted(DOCS.glob("recipes/*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
+
+
+def run_blocks(page):
+    """Runs the Python blocks of a page; tracebacks name the page and its lines."""
+    text = page.read_text()
+    names = {"__name__": "__main__"}
+    for block in BLOCK.finditer(text):
+        before = "\n" * text[: block.start(1)].count("\n")
+        exec(compile(before + block[1], page, "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
+def test_blocks_run(page, monkeypatch, tmp_path):
+    if "import nnx" in page.read_text() and flax_nnx.nnx is None:
+        pytest.skip(flax_nnx.why)
+    monkeypatch.chdir(tmp_path)  # where pages write checkpoints
+    run_blocks(page)
+
+
+def test_a_broken_block_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("```python\nx = 1\n```\ntext\n```python\nassert x == 2\n```\n")
+    with pytest.raises(AssertionError) as error:
+        run_blocks(page)
+    assert error.traceback[-1].lineno == 5  # counted from 0
+
+
+@pytest.mark.parametrize(
+    ("module", "page"),
+    [
+        (optax_ext, "optax_ext"),
+        (sharding, "sharding"),
+        (sharding.sync, "sync"),
+        (sharding.plan, "plan"),
+    ],
+    ids=lambda x: getattr(x, "__name__", x),
+)
+def test_the_api_pages_have_every_public_name(module, page):
+    lines = (DOCS / "api" / f"{page}.rst").read_text()
+    if module is sharding:
+        lines += (DOCS / "api" / "plan.rst").read_text()
+    documented = set(re.findall(r"^\.\. (?:auto)?(?:class|function|data):: (\w+)$", lines, re.M))
+    exported = set(re.findall(r" as (\w+)$", pathlib.Path(module.__file__).read_text(), re.M))
+    assert exported - documented <= {"__version__", "sync", "targets"}
