@@ -1,4 +1,4 @@
-"""ZeRO: any optax transformation, its state, gradients and parameters cut over the devices."""
+"""ZeRO: shards the optimizer state, gradients and parameters of any optax transformation."""
 
 import dataclasses
 import functools
@@ -15,28 +15,39 @@ from sharding.collectives._reduce_scatter import FORMS
 from sharding.offload._host_memory import host_shardings, is_large
 from sharding.placement._describe import Description, describe_tree
 from sharding.placement._export import full_tree
-from sharding.placement._layout import Layout, Placement, no_mesh
-from sharding.placement._specs import AnyMesh, Axis, check_patterns, is_spec
+from sharding.placement._layout import Layout, Placement
+from sharding.placement._on_mesh import no_mesh, on_mesh
+from sharding.placement._specs import AnyMesh, Axis, check_patterns, is_spec, path_str
 from sharding.placement._state_specs import state_specs
-from sharding.step import _flax_linen, _flax_nnx, _local_norm, _sync_state
-from sharding.step._compiled_step import (
-    CompiledStep,
-    check_alive,
-    check_batch,
-    check_compiled,
-    check_placed,
+from sharding.placement._train_state import (
     model_state_of,
+    opt_state_of,
     params_of,
     parts,
     resolve_trainable,
-    signature_of,
-    step_key,
     with_model_state,
+    with_opt_state,
 )
+from sharding.step import _flax_linen, _flax_nnx, _local_norm
+from sharding.step._checks import check_alive, check_batch, check_compiled, check_placed
+from sharding.step._compiled_step import CompiledStep, signature_of
 from sharding.step._flax_modules import gathered_module
 from sharding.step._gather_params import gather, gathered
-from sharding.step._gradients import Inputs, LossOptions, evaluate, gradients
+from sharding.step._gradients import Inputs, Loss, evaluate, gradients
 from sharding.step._precision import Precision
+from sharding.step._rng import step_key
+from sharding.step._step_plan import StepSpec
+from sharding.step._sync_state import (
+    has_sync_state,
+    init_sync_state,
+    join_sync_state,
+    local_gradients,
+    resize_sync_state,
+    split_sync_state,
+    sync_spec,
+    sync_state_types,
+    types_for_devices,
+)
 from sharding.step._update import global_norm, update
 from sharding.sync import GradientSync
 
@@ -45,13 +56,13 @@ P = PartitionSpec
 
 @dataclasses.dataclass(frozen=True)
 class Zero:
-    """Data parallelism that keeps one copy of the optimizer state, for any optax transformation.
+    """Data parallelism without replicated optimizer state, for any optax transformation (ZeRO).
 
     With n devices on ``axis``, Ψ bytes of parameters and as many of gradients, S of optimizer
     state, each device holds
 
     ===== ========== ======================== ================ ==========================
-    stage parameters gradients                optimizer state  sent by a device in a step
+    stage parameters gradients                optimizer state  bytes sent per device and step
     ===== ========== ======================== ================ ==========================
     0     Ψ          Ψ                        S                2Ψ (n - 1) / n
     1     Ψ          Ψ until they are reduced S / n            2Ψ (n - 1) / n
@@ -59,54 +70,57 @@ class Zero:
     3     Ψ / n      Ψ / n                    S / n            3kΨ (n - 1) / n
     ===== ========== ======================== ================ ==========================
 
-    with k micro-batches. A step computes each device's gradients on its part of the batch,
+    with k micro-batches. A step computes gradients on each device's shard of the batch,
     reduce-scatters them (stage 0: all-reduces), updates the shards and, at stages 1 and 2, gathers
-    the parameters once. At stage 3 the loss gathers each layer's parameters where it uses them,
-    which ``gathered`` makes a model do. The update sees arrays with their global shapes, so that
-    every transformation computes what it computes on one device, up to rounding; what it must sum
-    over shards becomes small reductions. Each parameter is cut along its longest dim that no
-    other mesh axis uses and that n divides (or one nearly as long, rather than the last into pieces
-    of less than 128); where there is none, or the parameter is small, it stays whole, which
-    ``describe`` tells. Other axes of the mesh stay the user's: his parameter specs are kept.
+    the parameters once. At stage 3 the loss gathers each layer's parameters where it uses them;
+    ``gathered`` makes a model do so. The update sees arrays with their global shapes: every
+    transformation computes what it computes on one device, up to rounding, and sums over shards
+    become small reductions.
 
-    With ``replica_axis`` (hybrid sharding) there is a copy of all this for each of its r devices:
+    Each parameter is sharded along its longest dim that no other mesh axis shards and that n
+    divides. If that is the last dim, and its shards would not be multiples of 256 elements, another
+    dim of at least 64 elements is preferred. A parameter that is small or has no such dim is left
+    unsharded (see ``describe``). Other mesh axes are the user's: parameter specs on them are
+    preserved.
+
+    With ``replica_axis`` (hybrid sharding) each of its r devices holds a replica of all shards:
     the shards of the gradients are all-reduced over it, once a step. With
-    ``shard_state_over_replicas`` they are reduce-scattered instead, each copy updates its part, and
-    the new parameters are gathered over it: S / (n r) for the same bytes on the wire.
+    ``shard_state_over_replicas`` they are reduce-scattered instead, each replica updates its shard,
+    and the new parameters are gathered: S / (n r) for the same bytes on the wire.
 
     Attributes:
       mesh: the device mesh; Auto and Explicit axes both work.
       stage: 0 to 3.
-      axis: the mesh axis, or axes, to cut over.
-      replica_axis: the mesh axis, or axes, of copies. The batch is cut over ``axis`` and these.
-      shard_state_over_replicas: cut gradients and optimizer state over the copies, too;
-        parameters stay as they are.
-      min_shard_size: parameters of fewer elements are not cut.
-      reshard_after_forward: at stage 3, let go of a layer's gathered parameters after its forward
-        pass, and compute the layer again for the backward pass. False keeps them until then: one
-        gather less, and all gathered layers in memory.
+      axis: the mesh axis, or axes, to shard over.
+      replica_axis: the mesh axis, or axes, of replicas. The batch is sharded over ``axis`` and
+        these.
+      shard_state_over_replicas: shard gradients and optimizer state over the replicas, too;
+        the placement of parameters stays the same.
+      min_shard_size: parameters with fewer elements are not sharded.
+      reshard_after_forward: at stage 3, free a layer's gathered parameters after its forward pass,
+        and gather and compute the layer again in the backward pass. False stores them until then:
+        one gather less, and all gathered layers in memory.
       precision: dtypes of computing, reducing, accumulating and gathering.
-      scatter: the form of the reduce-scatter. ``"auto"`` chooses by platform, axes and size: GPUs
-        and CPUs have one (``"native"``); TPUs make an all-reduce of it, twice the bytes, except
-        over one axis of their torus after the other (``"axes"``: give the mesh the axes of the
-        torus, ``axis=("x", "y")``); over one flat axis ``"ring"`` or ``"all_to_all"`` stand in.
-      offload: ``"optimizer"`` keeps the optimizer state, master weights included, in the host's
-        memory (``pinned_host``), and streams it through the device in each step; see
+      scatter: the form of the reduce-scatter. ``"auto"`` chooses by platform, axes and size. On
+        GPUs and CPUs it is XLA's (``"native"``). XLA:TPU turns that into an all-reduce, twice the
+        bytes, unless it runs over one torus axis after the other (``"axes"``: make the mesh with
+        the axes of the torus, ``axis=("x", "y")``); over one flat axis ``"ring"`` or
+        ``"all_to_all"`` replace it.
+      offload: ``"optimizer"`` stores the optimizer state, master weights included, in host memory
+        (``pinned_host``), and streams it through the device in each step; see
         ``sharding.offload``.
-      offload_min_size: with ``offload``, state arrays of fewer elements stay on the device.
-      sync: how gradients meet, such as ``sharding.sync.powersgd(4)``; None: all of them are summed.
-        With a ``replica_axis`` it is what the copies exchange, and inside a copy gradients are
-        summed. What it keeps lies in the train state, in ``opt_state``
-        (``sharding.sync.SyncedState``). Gradients come to it in the dtype of ``precision.reduce``;
-        what it sends is its own. An exchange that keeps something is asked once a step,
-        others, at stages 2 and 3, for each micro-batch. At stage 3 without copies, only such have
-        a meaning.
-      unsharded: regular expressions; parameters in whose path one is found stay unsharded, and so
-        does their state.
-      gathered_blocks: at stage 3, which modules of a Flax linen model (or of an nnx model in
-        ``nnx_train_step``) gather their own parameters, as ``gathered`` makes them: names of
-        classes, or regular expressions of paths. Of nested ones the outermost counts. The model
-        itself stays as it is.
+      offload_min_size: with ``offload``, state arrays with fewer elements stay on the device.
+      sync: the gradient synchronization, such as ``sharding.sync.powersgd(4)``; None sums
+        gradients as they are. With a ``replica_axis``, replicas synchronize by it, and gradients
+        are summed within a replica. Its state, such as error-feedback residuals, is part of the
+        train state, in ``opt_state`` (``sharding.sync.SyncedState``). It receives gradients in the
+        dtype of ``precision.reduce``. Stateful syncs run once per step, stateless ones at stages 2
+        and 3 once per micro-batch; stage 3 without replicas requires a stateless sync.
+      unsharded: regular expressions; a parameter is left unsharded, and so is its state, if one is
+        found in its path.
+      gathered_blocks: at stage 3, the modules of a Flax linen model (or of an nnx model in
+        ``nnx_train_step``) that gather their own parameters, without a change to the model: class
+        names, or regular expressions of paths. Within a module that gathers, nested ones do not.
 
     Raises:
       ValueError: on a stage other than 0 to 3, an axis that is not in the mesh or named twice.
@@ -160,7 +174,7 @@ class Zero:
             if named.count(axis) > 1:
                 raise ValueError(
                     f"axis {axis!r} is named twice: axis={self.axis!r}, "
-                    f"replica_axis={self.replica_axis!r}. Each mesh axis cuts or copies, once."
+                    f"replica_axis={self.replica_axis!r}. A mesh axis shards or replicates, once."
                 )
         if self.shard_state_over_replicas and not (self._layout.replica_axes and self.stage):
             raise ValueError(
@@ -178,22 +192,22 @@ class Zero:
         if self.precision.gather is not None and self.stage < 3:
             raise ValueError(
                 f"precision.gather={self.precision.gather} is for stage 3, where a step gathers "
-                f"parameters for the loss; at stage {self.stage} the train state holds them whole."
+                f"parameters for the loss; at stage {self.stage} they are replicated between steps."
             )
         for name in ("min_shard_size", "offload_min_size"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}.")
 
-    # --- Where everything lies ----------------------------------------------------------------
+    # --- Placement ----------------------------------------------------------------------------
 
     @property
     def num_shards(self) -> int:
-        """Into how many parts ``axis`` cuts."""
+        """The number of devices on ``axis``."""
         return self._layout.num_shards
 
     @property
     def num_devices(self) -> int:
-        """The number of data-parallel devices: ``num_shards`` times the number of copies."""
+        """The number of data-parallel devices: ``num_shards`` times the number of replicas."""
         return self._layout.num_devices
 
     @property
@@ -222,9 +236,9 @@ class Zero:
           state: a Flax ``TrainState`` or a pair ``(params, opt_state)``; real or abstract
             (``jax.eval_shape(make_state, ...)``).
           tx: the transformation, for a pair.
-          param_specs: how the parameters lie on the mesh's other axes: a tree of specs, or a
-            prefix of one. None takes it from the arrays where they are sharded already, else from
-            Flax metadata, else replicates.
+          param_specs: specs of the parameters on the other mesh axes: a tree, or a prefix of one.
+            None takes them from arrays that are sharded already, else from Flax metadata, else
+            replicates.
 
         Returns:
           The state with a ``PartitionSpec`` in place of each array.
@@ -233,7 +247,7 @@ class Zero:
           ValueError: if the state is of neither kind, or a spec does not fit.
         """
         state = self._with_sync(state, param_specs)
-        state, sync_state = _sync_state.take(state)
+        state, sync_state = split_sync_state(state)
         params, opt_state, tx = parts(state, tx)
         placed = self._layout.place(params, param_specs)
         opt_specs = state_specs(tx, params, placed.shards, self.mesh)
@@ -249,21 +263,19 @@ class Zero:
         else:
             specs = jax.tree.map(lambda _: P(), state)
             specs = specs.replace(params=placed.params, opt_state=opt_specs)
-        return _sync_state.put(
-            specs, jax.tree.map(lambda _: _sync_state.spec(self._layout), sync_state)
-        )
+        return join_sync_state(specs, jax.tree.map(lambda _: sync_spec(self._layout), sync_state))
 
     def _with_sync(self, state: Any, param_specs: Any, real: bool = False) -> Any:
-        """A state with that of the exchange, if it keeps one: its types, or ``real`` arrays."""
-        if self.sync is None or _sync_state.has_sync(state):
+        """A state with that of the gradient sync, if it has one: its types, or ``real`` arrays."""
+        if self.sync is None or has_sync_state(state):
             return state
         sync, params = self.sync, params_of(state)
         placed = self._layout.place(params, param_specs)
-        kept = _sync_state.state_types(self._layout, sync, params, placed)
+        kept = sync_state_types(self._layout, sync, params, placed)
         if real and kept is not None:
-            types = _sync_state.local_types(self._layout, params, placed)
-            kept = _sync_state.init(sync, self._layout, types)
-        return _sync_state.put(state, kept)
+            types = local_gradients(self._layout, params, placed)
+            kept = init_sync_state(sync, self._layout, types)
+        return join_sync_state(state, kept)
 
     def shardings(
         self,
@@ -279,23 +291,22 @@ class Zero:
         shardings = self._layout.shardings(specs)
         if self.offload is None:
             return shardings
-        shardings, sync = _sync_state.take(shardings)
-        opt_state = _sync_state.opt_state_of(_sync_state.take(state)[0])
-        on_device = _sync_state.opt_state_of(shardings)
-        moved = host_shardings(on_device, opt_state, self.offload_min_size)
-        return _sync_state.put(_sync_state.with_opt_state(shardings, moved), sync)
+        shardings, sync = split_sync_state(shardings)
+        opt_state = opt_state_of(split_sync_state(state)[0])
+        moved = host_shardings(opt_state_of(shardings), opt_state, self.offload_min_size)
+        return join_sync_state(with_opt_state(shardings, moved), sync)
 
     def _places(
         self, state: Any, tx: optax.GradientTransformation | None, param_specs: Any = None
     ) -> tuple[Any, Placement, Any]:
-        """Shardings of a state, how its parameters are cut, and the specs of ``tx``'s state."""
+        """Shardings of a state, the placement of its parameters, and specs of ``tx``'s state."""
         specs = self.specs(state, tx=tx, param_specs=param_specs)
-        if _sync_state.has_sync(specs) and not _sync_state.has_sync(state):
+        if has_sync_state(specs) and not has_sync_state(state):
             raise ValueError(
-                "the exchange of gradients keeps a state, which this train state does not hold. "
-                "Make it with zero.init."
+                "the gradient sync has a state, which this train state lacks. Make the train state "
+                "with zero.init."
             )
-        param_specs, opt_specs, _ = parts(_sync_state.take(specs)[0], tx)
+        param_specs, opt_specs, _ = parts(split_sync_state(specs)[0], tx)
         placed = self._layout.place(params_of(state), param_specs)
         return self._shardings(state, specs), placed, opt_specs
 
@@ -311,7 +322,7 @@ class Zero:
         Args:
           state: real or abstract, as all arguments here: see ``specs``.
           tx: the transformation, for a pair.
-          param_specs: how the parameters lie on the mesh's other axes.
+          param_specs: specs of the parameters on the other mesh axes.
 
         Returns:
           A ``Description``; printed, groups of like parameters with totals on top; its
@@ -319,14 +330,14 @@ class Zero:
         """
         state = self._with_sync(state, param_specs)
         specs = self.specs(state, tx=tx, param_specs=param_specs)
-        (state, sync_state), (specs, sync_specs) = map(_sync_state.take, (state, specs))
+        (state, sync_state), (specs, sync_specs) = map(split_sync_state, (state, specs))
         params, opt_state, _ = parts(state, tx)
         param_specs, opt_specs, _ = parts(specs, tx)
         placed = self._layout.place(params, param_specs)
         grads = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, self.precision.of_result(x.dtype)), params
         )
-        # Until it is reduced, at stage 1, a gradient is whole.
+        # At stage 1 gradients are unsharded until they are reduced.
         grad_specs = placed.shards if self.stage >= 2 else param_specs
         reasons = jax.tree.leaves(placed.reasons)
         rows = describe_tree(
@@ -356,7 +367,7 @@ class Zero:
         tx: optax.GradientTransformation | None = None,
         param_specs: Any = None,
     ) -> Any:
-        """Makes a train state, each device its own part of it.
+        """Makes a train state, each device its own shard of it.
 
         Args:
           make_state: a function of ``args`` that returns a Flax ``TrainState``, or a pair
@@ -382,7 +393,7 @@ class Zero:
         abstract = self.abstract_state(make, *args, tx=tx, param_specs=param_specs)
         out = jax.tree.map(lambda x: x.sharding, abstract)
         with no_mesh(keep=self.mesh):
-            return jax.jit(make, out_shardings=out)(*self._layout.bring(args))
+            return jax.jit(make, out_shardings=out)(*self._layout.replicate_foreign(args))
 
     def abstract_state(
         self,
@@ -398,9 +409,9 @@ class Zero:
           make_state: as all arguments: see ``init``.
           *args: arguments of ``make_state``.
           tx: the transformation, for a pair.
-          param_specs: how the parameters lie on the mesh's other axes.
-          sync_devices: between how many devices gradients were exchanged when the checkpoint was
-            written, if that were others: ``resize_sync`` makes of it a state for these.
+          param_specs: specs of the parameters on the other mesh axes.
+          sync_devices: the number of devices that synchronized gradients when the checkpoint was
+            written, if it differs; ``resize_sync`` converts the restored state.
 
         Returns:
           The state with a ``ShapeDtypeStruct`` in place of each array: shape, dtype, and sharding
@@ -418,33 +429,31 @@ class Zero:
         )
         if sync_devices is None:
             return abstract
-        plain, sync_state = _sync_state.take(abstract)
-        return _sync_state.put(plain, _sync_state.types_of(self._layout, sync_state, sync_devices))
+        plain, sync_state = split_sync_state(abstract)
+        return join_sync_state(plain, types_for_devices(self._layout, sync_state, sync_devices))
 
     def resize_sync(self, state: Any) -> Any:
-        """A train state whose exchange of gradients was between another number of devices.
+        """Converts the gradient sync's state of another number of devices.
 
-        Every device begins with the mean of what all have kept, so that on average nothing that
-        was to be sent later is lost.
+        Every device starts with the mean of all residuals, so that on average no gradient is lost.
 
         Args:
           state: as restored into ``abstract_state(..., sync_devices=...)``.
 
         Returns:
-          The state as ``init`` lays it.
+          The state, placed as by ``init``.
 
         Raises:
-          ValueError: if the exchange keeps nothing, or copies were cut into other shards.
+          ValueError: if the sync has no state, or replicas had another number of shards.
         """
-        plain, sync_state = _sync_state.take(state)
+        plain, sync_state = split_sync_state(state)
         with no_mesh():
-            return _sync_state.put(plain, _sync_state.resized(self._layout, sync_state))
+            return join_sync_state(plain, resize_sync_state(self._layout, sync_state))
 
     def full_params(self, state: Any) -> Any:
-        """The whole parameters in host memory, for export.
+        """The unsharded parameters in host memory, for export.
 
-        Each process gets all of them, as NumPy arrays; on the devices one parameter at a time is
-        whole.
+        Each process gets all of them, as NumPy arrays. The devices gather one parameter at a time.
 
         Args:
           state: a Flax ``TrainState``, or a pair ``(params, opt_state)``.
@@ -461,7 +470,7 @@ class Zero:
             return full_tree(params)
 
     def put(self, batch: Any) -> Any:
-        """Lays this process's part of a batch on the mesh, cut along the first dim.
+        """Places this process's part of a batch on the mesh, sharded along the first dim.
 
         Args:
           batch: a tree of arrays; the first dim of each is the batch. Scalars are replicated.
@@ -512,8 +521,8 @@ class Zero:
         """A compiled training step: ``step(state, batch) -> (state, metrics)``.
 
         Args:
-          loss_fn: ``loss_fn(params, batch) -> loss``, the mean loss over the part of the batch
-            that one device holds.
+          loss_fn: ``loss_fn(params, batch) -> loss``, the mean loss over one device's shard of the
+            batch.
           tx: the transformation, where the state is a pair.
           has_aux: ``loss_fn`` returns ``(loss, aux)``. Scalars of ``aux`` are averaged over
             devices and micro-batches; arrays, whose first dim is the batch, are concatenated.
@@ -526,21 +535,21 @@ class Zero:
             times ``microbatches`` stay the same. With ``"per_example"`` the argument is an array
             of keys, one for each example, for models under ``jax.vmap``: they depend on the step
             and on the place of the example in the batch alone, so that a run goes on as it was on
-            any number of devices. A pair has no step count: it needs a new ``key`` each call.
+            any number of devices. A pair has no step count and requires a new ``key`` in each call.
           model_state: ``loss_fn`` takes a third argument beside the parameters and the batch,
             replicated and not differentiated (statistics, counters, tables, a teacher), and
             returns its new value: ``(loss, new)``, or with ``has_aux`` ``(loss, (new, aux))``. What
-            only is read, it returns as it came. The name of a field of the ``TrainState`` says
-            where it is; several names make a dict. True: each call gives it,
+            it only reads, it returns unchanged. A string names the field of the ``TrainState`` that
+            holds it; several names make a dict. With True each call passes it,
             ``step(state, batch, model_state=...)``, and its new value is
             ``metrics["model_state"]``. Micro-batches change it one after the other.
-          model_state_reduction: how the new values of all devices become one: ``"mean"`` (of
-            leaves that are not floating the first device's), ``"sum"`` (the old value and what
-            each device added to it), ``"same"`` (they are equal as they are); or a prefix tree of
-            these. Leaves that the loss returns as they came cost nothing.
-          microbatches: into how many parts each device cuts its batch. Stages 2 and 3
-            reduce-scatter the gradients of each and accumulate shards; stages 0 and 1 accumulate
-            whole gradients and reduce once.
+          model_state_reduction: how the new values of all devices are reduced: ``"mean"`` (for
+            leaves that are not floating, the first device's value), ``"sum"`` (the old value plus
+            what each device added), ``"same"`` (all are equal already); or a prefix tree of these.
+            Leaves that the loss returns unchanged cost nothing.
+          microbatches: the number of micro-batches into which each device splits its shard of the
+            batch. Stages 2 and 3 reduce-scatter the gradients of each and accumulate shards; stages
+            0 and 1 accumulate unsharded gradients and reduce once.
           trainable: which parameters are trained: a tree of bools, a prefix of one, or a function
             of the parameters that returns it, as optax takes masks. The others have no gradient,
             which the transformation sees as zeros, and never change; so that they have no state
@@ -551,27 +560,28 @@ class Zero:
           sync_batch_norm: ``flax.linen.BatchNorm`` takes its statistics over the micro-batch of all
             devices, as it does on one device, without an ``axis_name``; a sum of two vectors for
             each, forward and backward. False leaves the statistics to each device.
-          donate: give the state's memory to the new state; the old one cannot be used again.
+          donate: reuse the state's memory for the new state; the old one cannot be used again.
 
         Returns:
           ``step(state, batch, key=None, model_state=None) -> (state, metrics)``, with a ``lower``
           of the same arguments. ``metrics`` has ``"loss"``, with ``weighted`` also ``"weight"``
           (the total), with ``has_aux`` also ``"aux"``. A transformation that takes extra arguments
           gets ``value=loss``; one that reads ``local_squared_norm`` gets it with ``num_pieces``, as
-          ``optax_ext.gradient_noise_scale`` needs them: the mean of the squared norms of the
-          gradients of each device and micro-batch, or at stage 3 of each copy and micro-batch, in
-          the proportions of their weights. That costs a float or two in the sum that makes the
-          loss; at stage 3 also a sum of what is not cut for each micro-batch. Where ``sync`` loses
-          something, the transformation compares them with the mean as it was exchanged.
+          ``optax_ext.gradient_noise_scale`` requires: the mean of the squared norms of the
+          gradients of each device and micro-batch, or at stage 3 of each replica and micro-batch,
+          in proportion to their weights. That costs a float or two in the all-reduce of the loss;
+          at stage 3 also a sum of the unsharded gradients for each micro-batch. With a lossy
+          ``sync`` the transformation compares them with the synchronized mean.
 
         Raises:
-          ValueError: if an option is none that exists. When called: if the state was donated to an
-            earlier call, or does not lie as ``init`` lays it; if a batch is empty, has first dims
-            that differ or does not divide by devices times ``microbatches``; if a transformation
-            asks for ``local_squared_norm`` where there is one piece, or a table's gradient is
-            exchanged by rows; if the model state does not come back as it was.
+          ValueError: on an unknown option. When called: if the state was donated to an earlier
+            call, or is not placed as by ``init``; if a batch is empty, has first dims that differ
+            or does not divide by devices times ``microbatches``; if a transformation requires
+            ``local_squared_norm`` where there is only one gradient, or where a table is
+            synchronized by rows; if the loss returns a model state of another structure.
         """
-        options = LossOptions(
+        loss = Loss(
+            self._in_step(loss_fn, sync_batch_norm),
             has_aux,
             weighted,
             rngs,
@@ -580,46 +590,40 @@ class Zero:
             reduction=model_state_reduction,
         ).check()
         names = model_state if isinstance(model_state, str | tuple) else None
-        loss_fn = self._in_step(loss_fn, sync_batch_norm)
 
         def compile_step(state: Any, batch: Any) -> Any:
             shardings, placed, opt_specs = self._places(state, tx)
             check_placed(state, shardings)
             trained = resolve_trainable(params_of(state), trainable)
+            spec = StepSpec(self.precision, placed, trained, self.sync)
 
             def step(
-                layout: Layout, state: Any, batch: Any, key: Any, given: Any
+                layout: Layout, state: Any, batch: Any, key: Any, passed: Any
             ) -> tuple[Any, dict[str, Any]]:
-                _check_given(given, model_state)
+                _check_passed(passed, model_state)
                 key = step_key(state, key) if rngs in (True, "per_example") else key
-                inputs = Inputs(batch, key, model_state_of(state, names) if names else given)
-                state, sync_state = _sync_state.take(state)
+                inputs = Inputs(batch, key, model_state_of(state, names) if names else passed)
+                state, sync_state = split_sync_state(state)
                 params, opt_state, own_tx = parts(state, tx)
                 extra_args: dict[str, Any] = {}
-                asked = _local_norm.asks(own_tx, params, opt_state, self.precision, trained)
-                if asked:
-                    extra_args["num_pieces"] = _local_norm.num_pieces(layout, microbatches)
-                metrics, grads, sync_state, new_model_state = gradients(
-                    layout,
-                    self.precision,
-                    loss_fn,
-                    options._replace(local_norm=asked),
-                    params,
-                    inputs,
-                    placed,
-                    trained,
-                    self.sync,
-                    sync_state,
+                local_norm = _local_norm.is_required(
+                    own_tx, params, opt_state, self.precision, trained
                 )
+                if local_norm:
+                    extra_args["num_pieces"] = _local_norm.num_local_gradients(layout, microbatches)
+                found = gradients(
+                    layout, spec, loss._replace(local_norm=local_norm), params, inputs, sync_state
+                )
+                metrics = found.metrics
                 extra_args |= {"value": metrics["loss"], **metrics.pop("local", {})}
                 if grad_norm:
-                    metrics["grad_norm"] = global_norm(layout, grads, placed)
-                new = update(layout, state, grads, tx, placed, opt_specs, trained, extra_args)
+                    metrics["grad_norm"] = global_norm(layout, found.grads, placed)
+                new = update(layout, spec, opt_specs, state, found.grads, tx, extra_args)
                 if names:
-                    new = with_model_state(new, names, new_model_state)
+                    new = with_model_state(new, names, found.model_state)
                 elif model_state:
-                    metrics["model_state"] = new_model_state
-                return _sync_state.put(new, sync_state), metrics
+                    metrics["model_state"] = found.model_state
+                return join_sync_state(new, found.sync_state), metrics
 
             def out_shardings(out: Any) -> Any:
                 metrics = self._layout.batch_shardings(out[1])
@@ -630,7 +634,7 @@ class Zero:
                 return shardings, metrics
 
             return jax.jit(
-                self._layout.on_mesh(step, out_shardings),
+                on_mesh(self._layout, step, out_shardings),
                 in_shardings=(
                     shardings,
                     self._layout.batch_shardings(batch),
@@ -645,7 +649,9 @@ class Zero:
             check_batch(batch, self.num_devices, microbatches)
             return self._layout.place_batch(batch)
 
-        return CompiledStep(compile_step, prepare, bring=self._layout.bring, donates=donate)
+        return CompiledStep(
+            compile_step, prepare, replicate_foreign=self._layout.replicate_foreign, donates=donate
+        )
 
     def eval_step(
         self, fn: Callable[..., Any], *, model_state: str | tuple[str, ...] | bool = False
@@ -659,10 +665,11 @@ class Zero:
 
         Returns:
           ``evaluate(state, batch, key=None, model_state=None) -> tree``, with a ``lower`` of the
-          same arguments; ``key`` is not used. The state is as in ``train_step``, and is kept.
+          same arguments; ``key`` is not used. The state is as in ``train_step``; it is not
+          donated.
 
         Raises:
-          ValueError: when called with parameters that do not lie as ``init`` lays them, or a
+          ValueError: when called with parameters that are not placed as by ``init``, or a
             batch that is empty, has first dims that differ or does not divide by the devices.
         """
         names = model_state if isinstance(model_state, str | tuple) else None
@@ -679,16 +686,18 @@ class Zero:
                 jax.tree.map(lambda _: self._layout.replicated, fields),
             )
             check_placed(selected, shardings)
+            untrained = jax.tree.map(lambda _: False, params)
+            spec = StepSpec(self.precision, placed, untrained, self.sync)
 
-            def run(layout: Layout, selected: Any, batch: Any, key: Any, given: Any) -> Any:
+            def run(layout: Layout, selected: Any, batch: Any, key: Any, passed: Any) -> Any:
                 del key
-                _check_given(given, model_state)
+                _check_passed(passed, model_state)
                 params, fields = selected
-                args = (batch, fields if names else given) if model_state else (batch,)
-                return evaluate(layout, self.precision, fn, params, args, placed, self.sync)
+                args = (batch, fields if names else passed) if model_state else (batch,)
+                return evaluate(layout, spec, fn, params, args)
 
             return jax.jit(
-                self._layout.on_mesh(run, self._layout.batch_shardings),
+                on_mesh(self._layout, run, self._layout.batch_shardings),
                 in_shardings=(
                     shardings,
                     self._layout.batch_shardings(batch),
@@ -701,7 +710,9 @@ class Zero:
             check_batch(batch, self.num_devices, 1)
             return self._layout.place_batch(batch)
 
-        return CompiledStep(compile_eval, prepare, select, bring=self._layout.bring)
+        return CompiledStep(
+            compile_eval, prepare, select, replicate_foreign=self._layout.replicate_foreign
+        )
 
     def _in_step(
         self, loss_fn: Callable[..., Any], sync_batch_norm: bool, all_blocks: bool = True
@@ -730,13 +741,13 @@ class Zero:
           make: a function of ``args`` that returns ``(model, nnx.Optimizer(model, tx, wrt=...))``.
           *args: its arguments, such as a random key; traced, so bind others with
             ``functools.partial``.
-          param_specs: how the parameters lie on the mesh's other axes; None: by their metadata.
+          param_specs: specs of the parameters on the other mesh axes; None takes their metadata.
 
         Returns:
           ``(model, optimizer)``; their values do not depend on the mesh.
         """
         with no_mesh(keep=self.mesh):
-            return _flax_nnx.init(self, make, self._layout.bring(args), param_specs)
+            return _flax_nnx.init(self, make, self._layout.replicate_foreign(args), param_specs)
 
     def nnx_train_step(
         self,
@@ -756,7 +767,7 @@ class Zero:
         Batch statistics, counters and all other variables come back into the model. ``nnx.Rngs``
         that the model holds draw anew for each micro-batch of each device and for each step.
         ``nnx.BatchNorm`` takes its statistics over the micro-batch of all devices, without an
-        ``axis_name``. Variables that the loss makes, as ``sow`` does, are not kept: return them in
+        ``axis_name``. Variables that the loss creates, as ``sow`` does, are dropped: return them in
         ``aux``.
 
         Args:
@@ -764,13 +775,13 @@ class Zero:
           has_aux: as all arguments not listed here: see ``train_step``.
           weighted: the loss is a pair ``(sum, weight)``.
           rngs: ``loss_fn`` takes a key as its last argument, such as for ``nnx.Rngs(key)``.
-          microbatches: into how many parts each device splits its batch.
-          reductions: how the variables of all devices become one, by their type, such as
+          microbatches: the number of micro-batches of each device.
+          reductions: how the variables of all devices are reduced, by their type, such as
             ``{Counter: "sum"}``; ``"mean"`` for all others.
           trainable: which of the parameters that the optimizer has are trained.
           grad_norm: add ``metrics["grad_norm"]``.
-          donate: give the memory of parameters and optimizer state to the new ones. What
-            ``nnx.clone`` makes of the model outside it shares that memory, and is then deleted.
+          donate: reuse the memory of parameters and optimizer state for the new ones. An
+            ``nnx.clone`` of the model shares that memory, and is deleted by the step.
 
         Returns:
           ``step(model, optimizer, batch, key=None) -> metrics``, with a ``lower`` of the same
@@ -817,46 +828,50 @@ class Zero:
     # --- Stage 3, in the loss -----------------------------------------------------------------
 
     def gather(self, tree: Any) -> Any:
-        """Whole parameters where the loss uses them; their gradients are reduce-scattered.
+        """Gathers parameters where the loss uses them; their gradients are reduce-scattered.
 
-        For use inside the loss, on any part of its parameters, such as one layer's in the body of
-        a ``lax.scan`` over stacked layers. By itself it does not keep XLA from holding what was
-        gathered until the backward pass: ``gathered`` does. At stages below 3 it changes nothing.
+        For use inside the loss, on any subtree of its parameters, such as one layer's in the body
+        of a ``lax.scan`` over stacked layers. By itself it does not free the gathered parameters
+        between the forward and the backward pass: ``gathered`` does. Below stage 3 it is the
+        identity.
 
         Args:
-          tree: parameters as the loss got them.
+          tree: parameters as the loss received them.
 
         Returns:
-          The tree, whole.
+          The tree, unsharded.
 
         Raises:
           ValueError: at stage 3, if called anywhere else than in the loss.
         """
         inside = set(self._layout.data_axes) <= set(jax.sharding.get_abstract_mesh().manual_axes)
         if self.stage == 3 and not inside:
+            paths = [path_str(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+            described = ", ".join(map(repr, paths[:3])) + (", ..." if len(paths) > 3 else "")
             raise ValueError(
                 "zero.gather works in the loss of train_step, value_and_grad or eval_step, and was "
-                "called outside. For whole parameters use zero.full_params; for a function that "
-                "is also called outside, zero.gathered."
+                f"called outside, on {described}. For unsharded parameters use "
+                "zero.full_params(state); for a function that is also called outside, "
+                "zero.gathered(fn)."
             )
         return gather(tree) if self.stage == 3 else tree
 
     def gathered(
         self, target: Callable[..., Any], *, policy: Callable[..., bool] | None = None
     ) -> Any:
-        """Makes a layer gather its own parameters in each call, and let go of them after it.
+        """Makes a layer gather its own parameters in each call, and free them after it.
 
-        Under ``jax.checkpoint``: the backward pass gathers again and computes the layer again. XLA
-        is kept from gathering a layer before its input is there. Outside the loss of a step, and at
-        stages below 3, the target does what it always did. With ``reshard_after_forward=False``
-        there is no ``jax.checkpoint``.
+        The layer runs under ``jax.checkpoint``: the backward pass gathers and computes it again. A
+        barrier keeps XLA from gathering a layer before its input exists. Outside the loss of a
+        step, and below stage 3, the target is unchanged. With ``reshard_after_forward=False`` there
+        is no ``jax.checkpoint``.
 
         Args:
           target: a module class of ``flax.linen`` or ``flax.nnx``, whose ``__call__`` is meant
             (its subclass has the same name, fields and parameters), or a function whose first
             argument is a tree of parameters, such as the ``__call__`` of a module that is a
             pytree.
-          policy: what ``jax.checkpoint`` may keep; None for nothing. With
+          policy: what ``jax.checkpoint`` may store; None for nothing. With
             ``jax.checkpoint_policies.dots_saveable`` matrix products are not computed again.
 
         Returns:
@@ -882,7 +897,7 @@ class Zero:
         """
         wrap: Any = gathered_module if isinstance(target, type) else gathered
         found = wrap(target, policy, self.reshard_after_forward)
-        # Even the mark that gather leaves would have a scan keep parameters for its backward pass.
+        # Even the mark of gather would make a scan store parameters for its backward pass.
         return found if self.stage == 3 else target
 
     # --- The parts, for a step of one's own ---------------------------------------------------
@@ -901,18 +916,18 @@ class Zero:
         param_specs: Any = None,
         sync_batch_norm: bool = True,
     ) -> Callable[..., Any]:
-        """``jax.value_and_grad`` over the mesh, gradients reduced as the stage asks.
+        """``jax.value_and_grad`` over the mesh, gradients reduced as the stage requires.
 
         Args:
           loss_fn: as all arguments not listed here: see ``train_step``.
           has_aux: ``loss_fn`` returns ``(loss, aux)``.
           weighted: the loss is a pair ``(sum, weight)``.
           rngs: ``loss_fn`` takes a key; here it is not folded by the step.
-          model_state: ``loss_fn`` takes a model state, which each call gives.
-          model_state_reduction: how the new values of all devices become one.
-          microbatches: into how many parts each device cuts its batch.
+          model_state: ``loss_fn`` takes a model state, which each call passes.
+          model_state_reduction: how the new values of all devices are reduced.
+          microbatches: the number of micro-batches of each device.
           trainable: which parameters have a gradient; zeros for the others.
-          param_specs: see ``specs``; inside ``jit`` the arrays cannot tell.
+          param_specs: see ``specs``; required inside ``jit``, where arrays do not show them.
           sync_batch_norm: see ``train_step``.
 
         Returns:
@@ -920,7 +935,8 @@ class Zero:
           in place of the loss, with ``has_aux`` ``(loss, aux)``, with ``model_state``
           ``(loss, new)``, with both ``(loss, (new, aux))``. Good inside ``jit``.
         """
-        options = LossOptions(
+        loss = Loss(
+            self._in_step(loss_fn, sync_batch_norm),
             has_aux,
             weighted,
             rngs,
@@ -928,8 +944,7 @@ class Zero:
             model_state=model_state,
             reduction=model_state_reduction,
         ).check()
-        loss_fn = self._in_step(loss_fn, sync_batch_norm)
-        asks_model_state = model_state
+        takes_model_state = model_state
         compiled: dict[Any, Any] = {}
 
         def value_and_grad(
@@ -937,33 +952,25 @@ class Zero:
         ) -> Any:
             check_compiled()
             check_alive(params, batch=batch, key=key, model_state=model_state)
-            _check_given(model_state, asks_model_state)
+            _check_passed(model_state, takes_model_state)
             if rngs and key is None:
-                raise ValueError("rngs asks for a key: value_and_grad(...)(params, batch, key).")
-            key, model_state = self._layout.bring((key, model_state))
+                raise ValueError("rngs requires a key: value_and_grad(...)(params, batch, key).")
+            key, model_state = self._layout.replicate_foreign((key, model_state))
             check_batch(batch, self.num_devices, microbatches)
             placed = self._layout.place(params, param_specs)
             sync = self.sync
-            if sync and _sync_state.state_types(self._layout, sync, params, placed) is not None:
+            if sync and sync_state_types(self._layout, sync, params, placed) is not None:
                 raise ValueError(
-                    "value_and_grad cannot return what the exchange of gradients keeps; use "
-                    "train_step, or sharding.sync.transformation in a shard_map of your own."
+                    "value_and_grad cannot return the state of the gradient sync; use train_step, "
+                    "or sharding.sync.transformation in a shard_map of your own."
                 )
             trained = resolve_trainable(params, trainable)
+            spec = StepSpec(self.precision, placed, trained, self.sync)
 
             def run(layout: Layout, params: Any, *inputs: Any) -> Any:
-                metrics, grads, _, new = gradients(
-                    layout,
-                    self.precision,
-                    loss_fn,
-                    options,
-                    params,
-                    Inputs(*inputs),
-                    placed,
-                    trained,
-                    self.sync,
-                )
-                return metrics["loss"], metrics.get("aux"), new, grads
+                found = gradients(layout, spec, loss, params, Inputs(*inputs))
+                metrics = found.metrics
+                return metrics["loss"], metrics.get("aux"), found.model_state, found.grads
 
             def out_shardings(out: Any) -> Any:
                 grad_shardings = self._layout.shardings(placed.shards)
@@ -972,7 +979,7 @@ class Zero:
 
             batch = self._layout.place_batch(batch)
             args = (params, batch, key, model_state)
-            wrapped = self._layout.on_mesh(run, out_shardings)
+            wrapped = on_mesh(self._layout, run, out_shardings)
             if not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(args)):
                 # Called eagerly, a shard_map over some of the axes knows nothing of the others.
                 name = (signature_of(args), *jax.tree.leaves(placed.shards, is_leaf=is_spec))
@@ -981,9 +988,11 @@ class Zero:
                     compiled[name] = jax.jit(wrapped, out_shardings=out)
                 wrapped = compiled[name]
             with no_mesh():
-                loss, aux, new, grads = wrapped(*args)
-            extra = (new, aux) if has_aux and asks_model_state else new if asks_model_state else aux
-            return ((loss, extra) if has_aux or asks_model_state else loss), grads
+                value, aux, new, grads = wrapped(*args)
+            extra = (
+                (new, aux) if has_aux and takes_model_state else new if takes_model_state else aux
+            )
+            return ((value, extra) if has_aux or takes_model_state else value), grads
 
         return value_and_grad
 
@@ -1004,25 +1013,26 @@ class Zero:
           state: a ``TrainState``, or a pair ``(params, opt_state)``.
           grads: a tree as the parameters.
           tx: the transformation, for a pair.
-          param_specs: see ``specs``; inside ``jit`` the arrays cannot tell.
+          param_specs: see ``specs``; required inside ``jit``, where arrays do not show them.
           trainable: which parameters may change; as in ``value_and_grad``.
           extra_args: passed on to ``tx.update`` if it takes extra arguments, such as ``value``.
           **fields: further fields of a ``TrainState`` to replace, such as ``batch_stats``.
 
         Returns:
-          The new state, laid out as the old one.
+          The new state, placed as the old one.
         """
         check_alive(state, grads=grads, extra_args=extra_args)
         shardings, placed, opt_specs = self._places(state, tx, param_specs)
         trained = resolve_trainable(params_of(state), trainable)
+        spec = StepSpec(self.precision, placed, trained, self.sync)
 
         def run(layout: Layout, state: Any, grads: Any, extra_args: Any) -> Any:
-            state, sync_state = _sync_state.take(state)
-            new = update(layout, state, grads, tx, placed, opt_specs, trained, extra_args)
-            return _sync_state.put(new, sync_state)
+            state, sync_state = split_sync_state(state)
+            new = update(layout, spec, opt_specs, state, grads, tx, extra_args)
+            return join_sync_state(new, sync_state)
 
         with no_mesh():
-            state = self._layout.on_mesh(run, lambda _: shardings)(state, grads, extra_args or {})
+            state = on_mesh(self._layout, run, lambda _: shardings)(state, grads, extra_args or {})
         return state.replace(**fields) if fields else state
 
 
@@ -1040,12 +1050,15 @@ def _patterns(name: str, given: Any) -> tuple[str, ...]:
     return patterns
 
 
-def _check_given(given: Any, model_state: Any) -> None:
-    """Raises unless a call gives a model state just where the step takes it from there."""
-    if model_state is True and given is None:
-        raise ValueError("model_state=True: give it in each call, step(..., model_state=...).")
-    if model_state is not True and given is not None:
+def _check_passed(passed: Any, model_state: Any) -> None:
+    """Raises unless a call passes a model state exactly if the step takes it from there."""
+    if model_state is True and passed is None:
         raise ValueError(
-            "a model state was given in the call, but the step was made with "
-            f"model_state={model_state!r}; True takes it from there."
+            "the step was made with model_state=True, and the call passes none. Call it as "
+            "step(..., model_state=...)."
+        )
+    if model_state is not True and passed is not None:
+        raise ValueError(
+            "the call passes a model state, but the step was made with "
+            f"model_state={model_state!r}. Make it with model_state=True."
         )

@@ -251,7 +251,7 @@ def _reasons(params: Sequence[_Parameter]) -> Iterator[str]:
         shown = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
         arrays = f"{len(group)} array{'s' if len(group) > 1 else ''}"
         sums = f"({arrays}, {_gradients(group):,} bytes of gradients)"
-        yield f"  {shown} {sums}: {note.removeprefix('whole: ')}"
+        yield f"  {shown} {sums}: {note.removeprefix('unsharded: ')}"
 
 
 def _gradients(params: Sequence[_Parameter]) -> int:

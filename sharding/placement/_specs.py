@@ -3,7 +3,7 @@
 import math
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import jax
@@ -91,12 +91,12 @@ def entry_of(axes: tuple[str, ...]) -> Any:
 
 
 def num_shards(mesh: AnyMesh, spec: PartitionSpec) -> int:
-    """Into how many different parts a spec cuts an array."""
+    """The number of distinct shards of an array with this spec."""
     return math.prod(mesh.shape[axis] for entry in spec for axis in axes_of(entry))
 
 
 def sharding_on(leaf: Any, mesh: AnyMesh) -> NamedSharding | None:
-    """How a real or abstract array lies on the mesh; None where that is not known."""
+    """The sharding of a real or abstract array on the mesh; None if it is not known."""
     if isinstance(leaf, jax.core.Tracer):
         return None
     sharding = getattr(leaf, "sharding", None)
@@ -110,8 +110,7 @@ def resolve_param_specs(params: Any, param_specs: Any, mesh: AnyMesh) -> Any:
 
     Args:
       params: arrays or ``ShapeDtypeStruct``; may hold Flax's partition boxes.
-      param_specs: a tree of specs, of which a whole part of ``params`` may share one (a prefix);
-        None to take the metadata.
+      param_specs: a tree of specs, or a prefix of one; None to take the metadata.
       mesh: the mesh whose axes the specs name.
 
     Raises:
@@ -163,15 +162,21 @@ def _check_spec(path: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: An
             )
 
 
+def only_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
+    """A spec without the axes that are not among ``axes``."""
+    kept = (tuple(name for name in axes_of(entry) if name in axes) for entry in spec)
+    return trim([entry_of(names) for names in kept])
+
+
 def with_axis(spec: PartitionSpec, ndim: int, dim: int, axis: Axis) -> PartitionSpec:
-    """A spec that cuts a free dim over ``axis``, too."""
+    """A spec that shards a free dim over ``axis``, too."""
     entries = list(spec) + [None] * (ndim - len(spec))
     entries[dim] = axis
     return trim(entries)
 
 
 def trim(entries: list[Any]) -> PartitionSpec:
-    """A spec without the dims at the end that nothing cuts."""
+    """A spec without the unsharded dims at the end."""
     while entries and entries[-1] is None:
         entries = entries[:-1]
     return PartitionSpec(*entries)

@@ -10,12 +10,12 @@ from typing import Any
 import jax
 
 from sharding.step._gather_params import (
-    Handle,
+    ParamHandle,
+    after_input,
     gather,
     gathered,
     has_shards,
     split_arrays,
-    together,
 )
 from sharding.step._lookup import lookup
 
@@ -62,7 +62,7 @@ def gathered_call(nn: Any, cls: Any, policy: Any, reshard: bool) -> Callable[...
             moved: list[Any] = []
 
             def whole(params: Any) -> Any:
-                params, moved[:] = together(params, arrays)
+                params, moved[:] = after_input(params, arrays)
                 return gather(params)
 
             def inner(module: Any) -> Any:
@@ -123,7 +123,7 @@ def sparse_embedding(cls: type, *, shuffled: bool = False) -> type:
 
         def setup(self: Any) -> None:
             kept = linen.meta.unbox(self.variables.get("params", {}).get("embedding"))
-            if isinstance(kept, Handle):
+            if isinstance(kept, ParamHandle):
                 self.embedding = kept  # Linen would compare the shape of a shard with the table's
             else:
                 base.setup(self)

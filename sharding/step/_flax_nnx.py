@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 
-from sharding.placement._layout import no_mesh
+from sharding.placement._on_mesh import no_mesh
 from sharding.step import _sync_state
 from sharding.step._compiled_step import CompiledStep
 from sharding.step._flax_linen import is_bound, matches
 from sharding.step._flax_modules import gathered_module
-from sharding.step._gradients import NUMBERED
+from sharding.step._rng import NUMBERED
 
 
 class NnxStep:
@@ -74,7 +74,7 @@ class NnxStep:
         donated = {id(x) for x in jax.tree.leaves((params, optimizer.opt_state))}
         rest = jax.tree.map(lambda x: zero.replicate(x) if id(x) in donated else x, rest)
         if self.rngs:
-            key = zero._layout.bring(key)
+            key = zero._layout.replicate_foreign(key)
             key = jax.random.fold_in(jax.random.key(0) if key is None else key, optimizer.step[...])
         # The random state goes in twice: as it is for all micro-batches, and as it will be.
         parts = {"rest": nnx.as_pure(rest), "rng": nnx.as_pure(rng), "next_rng": nnx.as_pure(rng)}
@@ -197,7 +197,7 @@ def _shardings(zero: Any, model: Any, optimizer: Any, param_specs: Any) -> Any:
     state = nnx.as_pure((params, optimizer.opt_state))
     if zero.sync is not None:
         placed = zero._layout.place(state[0], param_specs)
-        if _sync_state.state_types(zero._layout, zero.sync, state[0], placed) is not None:
+        if _sync_state.sync_state_types(zero._layout, zero.sync, state[0], placed) is not None:
             raise ValueError(
                 "sync: this gradient sync keeps a state, which an nnx.Optimizer has no place for. "
                 "Use train_step with the pair (params, opt_state) of nnx.split, or a sync without "

@@ -1,4 +1,4 @@
-"""Stage 3: parameters that are gathered where they are used, and let go of afterwards."""
+"""Gathers parameters: after the update at stages 1 and 2, where the loss uses them at stage 3."""
 
 import dataclasses
 import functools
@@ -13,28 +13,51 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from sharding.collectives._all_gather import all_gather_arrays
+from sharding.collectives._all_gather import all_gather_arrays, gather_axis_groups
 from sharding.collectives._array_layout import ArrayLayout
 from sharding.collectives._reduce_scatter import reduce_scatter_arrays
-from sharding.placement._layout import Layout
+from sharding.placement._layout import Layout, Placement
+from sharding.placement._specs import is_spec
 from sharding.sync import RowMethod
 
-# The name that marks, in a traced loss, what it passes to ``gather``; for ``uses``.
+# --- Stages 1 and 2: all parameters at once, after the update -------------------------------------
+
+
+def gather_updated(layout: Layout, shards: Any, placed: Placement) -> Any:
+    """Gathers over all but the last group of axes; the caller's constraint gathers over that one.
+
+    Runs on the partitioner's global view, inside ``on_mesh``.
+    """
+    remaining = list(layout.axes)
+    for axes in gather_axis_groups(layout)[:-1]:
+        remaining = [axis for axis in remaining if axis not in axes]
+        specs = jax.tree.map(
+            lambda spec, axes=remaining: layout.keep_axes(spec, axes),
+            placed.shards,
+            is_leaf=is_spec,
+        )
+        shards = layout.constrain(shards, specs)
+    return shards
+
+
+# --- Stage 3: handles in place of parameters ------------------------------------------------------
+
+# The name that marks, in a traced loss, the arrays that it passes to ``gather``; for ``find_uses``.
 MARK = "sharding.gather"
 
 
-class How(NamedTuple):
-    """How a parameter is cut and gathered.
+class GatherSpec(NamedTuple):
+    """How a parameter is gathered, and its gradient reduced.
 
     Attributes:
       layout: the mesh.
-      dim: the dim that is cut, counted from the end: loops over layers take dims off the front.
-      entries: how each dim lies on the user's axes of the mesh.
-      dtype: in which dtype the parameter is gathered.
-      reduce_dtype: in which dtype its gradient is summed.
-      sum_by: what sums it, in place of a reduce-scatter: of the gradient and the dim, the piece.
-      rows: how that of rows that were looked up is exchanged; None for all of the gradient.
-      bits: in which codes a matrix is gathered; None as it is.
+      dim: the sharded dim, counted from the end: loops over layers take dims off the front.
+      entries: per dim, the entry of the spec on the user's axes of the mesh.
+      dtype: in which the parameter is gathered.
+      reduce_dtype: in which its gradient is summed.
+      reduce: ``reduce(gradient, dim)``, a gradient sync's own in place of the reduce-scatter.
+      rows: the sync of rows that were looked up; None to sync the full gradient.
+      bits: of the codes that a matrix is gathered in; None to gather it as it is.
     """
 
     layout: Layout
@@ -42,108 +65,75 @@ class How(NamedTuple):
     entries: tuple[Any, ...]
     dtype: Any
     reduce_dtype: Any
-    sum_by: Callable[[jax.Array, int], jax.Array] | None = None
+    reduce: Callable[[jax.Array, int], jax.Array] | None = None
     rows: RowMethod | None = None
     bits: int | None = None
 
 
-class Handle:
-    """A parameter for ``gather`` or ``lookup``: no array, but it can be asked what it will be."""
+_NOT_AN_ARRAY = (
+    "This parameter is sharded, and not an array yet. Pass it to zero.gather first, or to "
+    "sharding.lookup for rows of it."
+)
+
+
+class ParamHandle:
+    """A parameter for ``gather`` or ``lookup``: it has a shape and a dtype, but is no array."""
 
     value: jax.Array
     shape: tuple[int, ...]
 
     @property
     def dtype(self) -> Any:
-        """Of the parameter as the loss sees it."""
+        """The dtype of the parameter as the loss sees it."""
         return self.value.dtype
 
     @property
     def ndim(self) -> int:
-        """Its dims."""
+        """The number of dims."""
         return self.value.ndim
 
     @property
     def size(self) -> int:
-        """Its elements."""
+        """The number of elements."""
         return math.prod(self.shape)
 
-    def astype(self, dtype: Any) -> "Handle":
+    def astype(self, dtype: Any) -> "ParamHandle":
         """Itself, if that is its dtype."""
         if jnp.dtype(dtype) != self.dtype:
-            raise TypeError(f"{_NO_ARRAY} It cannot become {jnp.dtype(dtype)}.")
+            raise TypeError(f"{_NOT_AN_ARRAY} It cannot be cast to {jnp.dtype(dtype)} before.")
         return self
 
     def __jax_array__(self) -> jax.Array:
-        raise TypeError(_NO_ARRAY)
+        raise TypeError(_NOT_AN_ARRAY)
 
     def __getitem__(self, index: Any) -> Any:
-        raise TypeError(_NO_ARRAY)
-
-
-_NO_ARRAY = "This parameter is not whole on the device: it is for gather and lookup alone."
+        raise TypeError(_NOT_AN_ARRAY)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
-class Shard(Handle):
-    """This device's part of a parameter, until ``gather`` makes it whole."""
+class Shard(ParamHandle):
+    """This device's shard of a parameter, for ``gather``."""
 
     value: jax.Array
-    how: How = dataclasses.field(metadata={"static": True})
+    spec: GatherSpec = dataclasses.field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        """Of the whole parameter."""
-        shape, dim = list(self.value.shape), self.how.dim
+        """The shape of the unsharded parameter."""
+        shape, dim = list(self.value.shape), self.spec.dim
         if -dim <= len(shape):
-            shape[dim] *= self.how.layout.num_shards
+            shape[dim] *= self.spec.layout.num_shards
         return tuple(shape)
 
     @property
     def dtype(self) -> Any:
-        """In which it is gathered."""
-        return self.how.dtype
+        """The dtype in which it is gathered."""
+        return self.spec.dtype
 
 
 class LeafShard(Shard):
-    """A shard that is a leaf of a tree, as an array is; loops over layers do not take it."""
-
-
-def call_with_shards(fn: Callable[..., Any], leaves: list[Any], *args: Any) -> Any:
-    """``fn(leaves, *args)``, a loss that may match the tree of its parameters with another.
-
-    Shards are nodes of a tree, so that loops over layers take a dim off what they hold. A function
-    that matches trees by the first, such as ``equinox.combine(params, static)``, then finds a node
-    where the other tree has a leaf or None: it is called again, with shards that are leaves.
-
-    Raises:
-      ValueError: if neither will do.
-    """
-    try:
-        return fn(leaves, *args)
-    except ValueError as error:
-        if f"{Shard.__module__}.{Shard.__name__}" not in str(error):
-            raise
-        try:
-            return fn([_as_leaf(x) for x in leaves], *args)
-        except (TypeError, ValueError) as other:
-            # As a loop over layers complains of what is neither an array nor a tree of them.
-            if not any(part in str(other) for part in (_NO_ARRAY, "__jax_array__", "JAX type")):
-                raise
-            raise ValueError(
-                "at stage 3 the loss matches the tree of its parameters with another, and loops "
-                "over stacked parameters too. Name the parameters last where trees are matched: "
-                "equinox.combine(static, params), not combine(params, static)."
-            ) from error
-
-
-def _as_leaf(x: Any) -> Any:
-    return LeafShard(x.value, x.how) if is_shard(x) else x
-
-
-def _as_node(x: Any) -> Any:
-    return Shard(x.value, x.how) if isinstance(x, LeafShard) else x
+    """A shard that is a leaf of a tree, as an array is; loops over layers do not accept it."""
 
 
 def is_shard(x: Any) -> bool:
@@ -156,27 +146,64 @@ def has_shards(tree: Any) -> bool:
     return any(is_shard(x) for x in jax.tree.leaves(tree, is_leaf=is_shard))
 
 
-# --- Gathering ------------------------------------------------------------------------------------
+def call_with_shards(fn: Callable[..., Any], leaves: list[Any], *args: Any) -> Any:
+    """``fn(leaves, *args)``, a loss that may match the tree of its parameters with another.
+
+    Shards are nodes of a tree, so that loops over layers can slice the arrays in them. A function
+    that matches trees by the first, such as ``equinox.combine(params, static)``, then finds a node
+    where the other tree has a leaf or None. In that case the function is called again with shards
+    that are leaves.
+
+    Raises:
+      ValueError: if neither form works.
+    """
+    try:
+        return fn(leaves, *args)
+    except ValueError as error:
+        if f"{Shard.__module__}.{Shard.__name__}" not in str(error):
+            raise
+        try:
+            return fn([_as_leaf(x) for x in leaves], *args)
+        except (TypeError, ValueError) as other:
+            # How a loop over layers rejects what is neither an array nor a tree of arrays.
+            rejections = (_NOT_AN_ARRAY, "__jax_array__", "JAX type")
+            if not any(text in str(other) for text in rejections):
+                raise
+            raise ValueError(
+                "at stage 3 the loss matches the tree of its parameters with another, and loops "
+                "over stacked parameters too. Name the parameters last where trees are matched: "
+                "equinox.combine(static, params), not combine(params, static)."
+            ) from error
+
+
+def _as_leaf(x: Any) -> Any:
+    return LeafShard(x.value, x.spec) if is_shard(x) else x
+
+
+def _as_node(x: Any) -> Any:
+    return Shard(x.value, x.spec) if isinstance(x, LeafShard) else x
+
+
+# --- Stage 3: the gather and its transpose --------------------------------------------------------
 
 
 def gather(tree: Any) -> Any:
-    """The tree with every shard made whole; its gradient is reduce-scattered on the way back.
+    """The tree with every shard gathered; the gradient is reduce-scattered in the backward pass.
 
-    Arrays that are whole already are only marked, for ``uses``.
+    Arrays are only marked, for ``find_uses``.
     """
     treedef: Any
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_shard)
     shards = [x for x in leaves if is_shard(x)]
     for shard in shards:
-        if -shard.how.dim > shard.value.ndim:
+        if -shard.spec.dim > shard.value.ndim:
             raise ValueError(
-                f"a parameter of shape {shard.value.shape} is cut along a dim that a loop over "
-                "layers took off. Name the data axis on another dim of it in param_specs."
+                f"a parameter of shape {shard.value.shape} is sharded along a dim that a loop over "
+                "layers slices off. Name the data axis on another dim of it in param_specs."
             )
     dtypes = tuple(shard.value.dtype for shard in shards)
-    values = _gather(tuple(x.how for x in shards), dtypes, [x.value for x in shards])
-    whole = iter(values)
-    return treedef.unflatten([next(whole) if is_shard(x) else _mark(x) for x in leaves])
+    full = iter(_gather_arrays(tuple(x.spec for x in shards), dtypes, [x.value for x in shards]))
+    return treedef.unflatten([next(full) if is_shard(x) else _mark(x) for x in leaves])
 
 
 def _mark(x: Any) -> Any:
@@ -184,72 +211,78 @@ def _mark(x: Any) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gather(
-    hows: tuple[How, ...], dtypes: tuple[Any, ...], values: list[jax.Array]
+def _gather_arrays(
+    specs: tuple[GatherSpec, ...], dtypes: tuple[Any, ...], shards: list[jax.Array]
 ) -> list[jax.Array]:
-    del dtypes
-    if not hows:
+    del dtypes  # of the shards, for the backward pass
+    if not specs:
         return []
     with jax.named_scope("gather"):
-        cast = [x.astype(how.dtype) for x, how in zip(values, hows, strict=True)]
-        return all_gather_arrays(hows[0].layout, cast, _cuts(hows, cast), hows[0].bits)
+        cast = [x.astype(spec.dtype) for x, spec in zip(shards, specs, strict=True)]
+        return all_gather_arrays(specs[0].layout, cast, _array_layouts(specs, cast), specs[0].bits)
 
 
-def _gather_forward(hows: Any, dtypes: Any, values: Any) -> tuple[list[jax.Array], None]:
-    return _gather(hows, dtypes, values), None
+def _gather_forward(specs: Any, dtypes: Any, shards: Any) -> tuple[list[jax.Array], None]:
+    return _gather_arrays(specs, dtypes, shards), None
 
 
 def _gather_backward(
-    hows: tuple[How, ...], dtypes: tuple[Any, ...], _: None, grads: list[jax.Array]
+    specs: tuple[GatherSpec, ...], dtypes: tuple[Any, ...], _: None, grads: list[jax.Array]
 ) -> tuple[list[jax.Array]]:
-    if not hows:
+    if not specs:
         return ([],)
-    layout = hows[0].layout
+    layout = specs[0].layout
     with jax.named_scope("reduce_scatter"):
-        cast = [g.astype(how.reduce_dtype) for g, how in zip(grads, hows, strict=True)]
-        own = [how.sum_by(g, how.dim) for g, how in zip(cast, hows, strict=True) if how.sum_by]
-        sums = own or reduce_scatter_arrays(layout, layout.axes, cast, _cuts(hows, cast))
+        cast = [g.astype(spec.reduce_dtype) for g, spec in zip(grads, specs, strict=True)]
+        synced = [s.reduce(g, s.dim) for g, s in zip(cast, specs, strict=True) if s.reduce]
+        sums = synced or reduce_scatter_arrays(
+            layout, layout.axes, cast, _array_layouts(specs, cast)
+        )
         return ([g.astype(dtype) for g, dtype in zip(sums, dtypes, strict=True)],)
 
 
-_gather.defvjp(_gather_forward, _gather_backward)
+_gather_arrays.defvjp(_gather_forward, _gather_backward)
 
 
-def _cuts(hows: Sequence[How], xs: Sequence[jax.Array]) -> list[ArrayLayout]:
+def _array_layouts(specs: Sequence[GatherSpec], xs: Sequence[jax.Array]) -> list[ArrayLayout]:
+    """Of arrays that may lack leading dims, which loops over layers took off."""
     return [
-        ArrayLayout(how.dim, PartitionSpec(*how.entries[len(how.entries) - x.ndim :]))
-        for how, x in zip(hows, xs, strict=True)
+        ArrayLayout(spec.dim, PartitionSpec(*spec.entries[len(spec.entries) - x.ndim :]))
+        for spec, x in zip(specs, xs, strict=True)
     ]
+
+
+# --- Stage 3: layers that gather their own parameters ---------------------------------------------
 
 
 def gathered(
     fn: Callable[..., Any], policy: Callable[..., bool] | None, reshard: bool
 ) -> Callable[..., Any]:
-    """``fn(params, ...)`` that gathers its parameters, again in the backward pass if ``reshard``.
+    """``fn(params, ...)`` that gathers its parameters, and if ``reshard`` again in backward.
 
-    Where ``params`` holds no shards, ``fn`` as it is.
+    If ``params`` holds no shards, ``fn`` is called as it is.
     """
 
     @functools.wraps(fn)
     def call(params: Any, *args: Any, **kwargs: Any) -> Any:
         if not (has_shards(params) and reshard):
             return fn(gather(params), *args, **kwargs)
-        # What is no array, such as the functions in a module that is a pytree, stays outside.
-        own, join_params = split_arrays(params)
-        arrays, join = split_arrays((args, kwargs))
+        # Leaves that are no arrays, such as functions in a module that is a pytree, stay outside.
+        shards, join_params = split_arrays(params)
+        arrays, join_args = split_arrays((args, kwargs))
 
-        def run(own: list[Any], arrays: list[Any]) -> Any:
-            own, arrays = together(own, arrays)
-            args, kwargs = join(arrays)
-            return fn(gather(join_params(own)), *args, **kwargs)
+        def run(shards: list[Any], arrays: list[Any]) -> Any:
+            shards, arrays = after_input(shards, arrays)
+            args, kwargs = join_args(arrays)
+            return fn(gather(join_params(shards)), *args, **kwargs)
 
-        return jax.checkpoint(run, policy=policy)(own, arrays)
+        return jax.checkpoint(run, policy=policy)(shards, arrays)
 
     return call
 
 
 def split_arrays(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The arrays and shards of a tree, and a function that puts others in their places."""
+    """The arrays and shards of a tree, and a function that puts new ones in their places."""
     treedef: Any
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_shard)
     places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray | Shard)]
@@ -261,14 +294,15 @@ def split_arrays(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     return [_as_node(leaves[i]) for i in places], join
 
 
-def together(params: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
+def after_input(params: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
     """Parameters and the input of their layer behind one barrier.
 
-    XLA cannot gather ahead of the input then, as it does to gain time; and because what follows
-    uses both of the barrier's outputs, the transpose orders the backward pass alike.
+    It keeps XLA from prefetching: gathering the layers' parameters long before their input exists,
+    all of them in memory at once. Since the layer uses both outputs of the barrier, its transpose
+    orders the backward pass in the same way.
     """
     floating = [jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays]
-    moved = [x for f, x in zip(floating, arrays, strict=True) if f]
-    params, moved = lax.optimization_barrier((params, moved))
-    rest = iter(moved)
-    return params, [next(rest) if f else x for f, x in zip(floating, arrays, strict=True)]
+    inputs = [x for f, x in zip(floating, arrays, strict=True) if f]
+    params, inputs = lax.optimization_barrier((params, inputs))
+    behind = iter(inputs)
+    return params, [next(behind) if f else x for f, x in zip(floating, arrays, strict=True)]

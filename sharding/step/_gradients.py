@@ -1,5 +1,6 @@
-"""Gradients: each device's loss and micro-batches, and what is summed over the devices."""
+"""Gradients of a step: each device's loss, its micro-batches, and the sums over devices."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,37 +10,35 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from sharding.placement._layout import Layout, Placement
+from sharding.collectives._dtypes import to_sum_dtype
+from sharding.placement._layout import Layout
+from sharding.placement._on_mesh import over_data_axes
 from sharding.placement._specs import entry_of
 from sharding.step import _local_norm, _model_state, _sync_state
 from sharding.step._gather_params import call_with_shards
-from sharding.step._param_plan import Exchange, exchange_of
-from sharding.step._precision import Precision
-from sharding.sync import GradientSync
+from sharding.step._loss_params import differentiated, loss_params
+from sharding.step._reduce_gradients import reduce_accumulated, reduce_microbatch, sync_accumulated
+from sharding.step._rng import RNGS, microbatch_key
+from sharding.step._step_plan import StepPlan, StepSpec, plan_step
 
 P = PartitionSpec
 
 
-# What a loss may ask of ``rngs``: nothing, a key for each micro-batch of a device, one for each
-# example, or (for nnx models, which hold keys of their own) the number of the micro-batch, too.
-NUMBERED: Any = object()
-RNGS = (False, True, "per_example", NUMBERED)
+class Loss(NamedTuple):
+    """A loss function, and what it takes and returns; see ``Zero.train_step``."""
 
-
-class LossOptions(NamedTuple):
-    """What a loss function takes and returns; see ``Zero.train_step``."""
-
+    fn: Callable[..., Any]
     has_aux: bool = False
     weighted: bool = False
     rngs: bool | str = False
     microbatches: int = 1
-    # Whether the transformation asks how large the gradients of the pieces of a batch are.
+    # Whether the transformation requires the norms of the local gradients.
     local_norm: bool = False
     model_state: bool = False
-    # How devices' model states become one: a prefix tree of _model_state.REDUCTIONS.
+    # How the model states of all devices are reduced: a prefix tree of _model_state.REDUCTIONS.
     reduction: Any = "mean"
 
-    def check(self) -> "LossOptions":
+    def check(self) -> "Loss":
         """Itself, or an error that names the bad option."""
         if self.microbatches < 1:
             raise ValueError(f"microbatches must be at least 1, got {self.microbatches}.")
@@ -49,7 +48,7 @@ class LossOptions(NamedTuple):
         return self
 
     def split(self, out: Any) -> tuple[Any, Any, Any]:
-        """``(value, new model state, aux)`` of what a loss returned; None for what it does not."""
+        """``(value, new model state, aux)`` of what ``fn`` returned; None for what it does not."""
         if self.model_state and self.has_aux:
             value, (model_state, aux) = out
         elif self.model_state:
@@ -60,21 +59,30 @@ class LossOptions(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What a loss takes beside the parameters; None for what its options do not ask for."""
+    """The arguments of a loss beside the parameters; None for those it does not take."""
 
-    batch: Any
+    batch: Any  # sharded over the data axes
     key: Any = None  # the same on all devices
     model_state: Any = None  # the same on all devices
 
 
+class Gradients(NamedTuple):
+    """Reduced gradients, and all else that a step computes before the update."""
+
+    grads: Any
+    metrics: dict[str, Any]
+    sync_state: Any
+    model_state: Any
+
+
 class _Scalar(NamedTuple):
-    """Marks what was a scalar on each device: on the mesh it is an array over the devices."""
+    """Marks a scalar of each device: on the mesh it is an array over the devices."""
 
     value: jax.Array
 
 
 def mark_scalars(tree: Any) -> Any:
-    """Gives every leaf a first dim to concatenate devices along; scalars are marked."""
+    """Gives every leaf a first dim along which devices are concatenated; scalars are marked."""
     return jax.tree.map(lambda x: x if jnp.ndim(x) else _Scalar(jnp.asarray(x)[None]), tree)
 
 
@@ -87,235 +95,240 @@ def average_scalars(tree: Any) -> Any:
     )
 
 
-def device_gradients(
-    exchange: Exchange,
-    loss: Callable[..., Any],
-    options: LossOptions,
-    params: list[jax.Array],
+# --- On the mesh ----------------------------------------------------------------------------------
+
+
+def gradients(
+    layout: Layout,
+    spec: StepSpec,
+    loss: Loss,
+    params: Any,
     inputs: Inputs,
     sync_state: Any = None,
-) -> tuple[list[jax.Array], dict[str, Any], Any, Any]:
-    """Gradients of the mean loss over all devices and micro-batches; runs inside a ``shard_map``.
+) -> Gradients:
+    """Reduced gradients of the mean loss over a batch, and its metrics; inside ``on_mesh``.
 
-    Args:
-      exchange: how parameters and gradients travel.
-      loss: of the list of parameters, a micro-batch, and what else ``options`` asks for.
-      options: what it takes and returns.
-      params: as each device holds them.
-      inputs: this device's shard of the batch, and what is the same on all devices.
-      sync_state: of the exchange, this device's.
-
-    Returns:
-      The reduced gradients of the trained parameters; the metrics, scalars of aux marked, with
-      ``local`` what ``options.local_norm`` asks for; the new state of the exchange; and the new
-      model state, the same on all devices.
+    Gradients are placed as ``spec.placed.shards``; those of untrained parameters are zeros.
     """
-    steps, axes = options.microbatches, exchange.layout.data_axes
-    cut = jax.tree.map(
-        lambda x: x.reshape(steps, -1, *x.shape[1:]) if jnp.ndim(x) else jnp.full(steps, x),
-        inputs.batch,
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(params)
+    trained = treedef.flatten_up_to(spec.trained)
+    has_state = sync_state is not None
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+
+    def of_leaves(leaves: list[Any], *args: Any) -> Any:
+        return loss.fn(treedef.unflatten(leaves), *args)
+
+    def on_device(leaves: list[jax.Array], inputs: Inputs, sync_state: Any) -> Gradients:
+        args = jax.eval_shape(functools.partial(_first_args, loss, layout.data_axes), inputs)
+        plan = plan_step(layout, spec, types, has_state, of_leaves, *args)
+        local = loss._replace(fn=of_leaves)
+        own = jax.tree.map(lambda x: x[0, 0], sync_state) if has_state else plan.empty_sync_state()
+        found = device_gradients(plan, local, leaves, inputs, own)
+        new = jax.tree.map(lambda x: x[None, None], found.sync_state)
+        return found._replace(sync_state=new)
+
+    metric_specs = {"loss": P()}
+    if loss.weighted:
+        metric_specs["weight"] = P()
+    if loss.local_norm:
+        metric_specs["local"] = P()
+    if loss.has_aux:
+        metric_specs["aux"] = P(entry_of(layout.data_axes))
+    param_specs, shard_specs = (
+        [layout.manual_spec(spec) for spec in treedef.flatten_up_to(tree)]
+        for tree in (spec.placed.params, spec.placed.shards)
+    )
+    grad_specs = [s for s, t in zip(shard_specs, trained, strict=True) if t]
+    sync_spec = _sync_state.sync_spec(layout)
+    run = over_data_axes(
+        layout,
+        on_device,
+        (param_specs, Inputs(layout.batch_specs(inputs.batch), P(), P()), sync_spec),
+        Gradients(grad_specs, metric_specs, sync_spec, P()),
+    )
+    found = run(leaves, inputs, sync_state)
+    reduced = iter(found.grads)
+    grads = [
+        next(reduced).astype(spec.precision.of_result(x.dtype)) if t else jnp.zeros_like(x)
+        for x, t in zip(leaves, trained, strict=True)
+    ]
+    return Gradients(
+        treedef.unflatten(grads),
+        average_scalars(found.metrics),
+        found.sync_state if has_state else None,
+        found.model_state,
     )
 
-    def loss_args(part: Any, index: Any, model_state: Any) -> tuple[Any, ...]:
-        args = (part, model_state) if options.model_state else (part,)
-        # Micro-batches are numbered as they follow each other in the batch of all devices.
-        number = lax.axis_index(axes) * steps + index
-        return (*args, _key(options, inputs.key, number, part)) if options.rngs else args
 
-    first = jax.tree.map(lambda x: x[0], cut)
-    args = jax.eval_shape(loss_args, first, 0, inputs.model_state)
-    exchange = exchange.of_loss(loss, *args)
-    unchanged: list[bool] = []  # of the leaves of the model state; known when the loss is traced
-    primals = exchange.primals(params)
-    frozen = [None if t else x for t, x in zip(exchange.trained, primals, strict=True)]
-    trained = [x for t, x in zip(exchange.trained, primals, strict=True) if t]
+def evaluate(
+    layout: Layout, spec: StepSpec, fn: Callable[..., Any], params: Any, args: tuple[Any, ...]
+) -> Any:
+    """``fn(params, *args)``; inside ``on_mesh``.
 
-    def one(part: Any, index: Any, model_state: Any) -> tuple[Any, Any, Any]:
-        """Sums over one micro-batch, the model state after it, and its aux."""
+    The first of ``args`` is a batch that is sharded over the data axes; the others are replicated.
+    """
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(params)
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+
+    def of_leaves(leaves: list[Any], *args: Any) -> Any:
+        return fn(treedef.unflatten(leaves), *args)
+
+    def on_device(leaves: list[jax.Array], args: tuple[Any, ...]) -> Any:
+        plan = plan_step(layout, spec, types, False, of_leaves, *args)
+        return mark_scalars(call_with_shards(of_leaves, loss_params(plan, leaves, leaves), *args))
+
+    specs = [layout.manual_spec(spec) for spec in treedef.flatten_up_to(spec.placed.params)]
+    arg_specs = (layout.batch_specs(args[0]), *(P() for _ in args[1:]))
+    run = over_data_axes(layout, on_device, (specs, arg_specs), P(entry_of(layout.data_axes)))
+    return average_scalars(run(leaves, args))
+
+
+# --- On one device --------------------------------------------------------------------------------
+
+
+def device_gradients(
+    plan: StepPlan, loss: Loss, params: list[jax.Array], inputs: Inputs, sync_state: Any = None
+) -> Gradients:
+    """Gradients of the mean loss over all devices and micro-batches; inside a ``shard_map``.
+
+    Args:
+      plan: how parameters are gathered and gradients reduced.
+      loss: of the list of parameters.
+      params: as this device holds them.
+      inputs: this device's shard of the batch, and the arguments that are replicated.
+      sync_state: this device's.
+
+    Returns:
+      The reduced gradients of the trained parameters; the metrics, scalars of aux marked; the new
+      state of the sync, and the new model state, which is the same on all devices.
+    """
+    axes = plan.layout.data_axes
+    sums, model_state, unchanged, aux = _accumulate(plan, loss, params, inputs)
+
+    # One sum over devices for the loss and the local norms, one for the weight.
+    metrics: dict[str, Any] = {}
+    total, *local = _local_norm.psum_stacked([sums.loss, *sums.local], axes)
+    scale: Any = 1.0 / (loss.microbatches * lax.axis_size(axes))
+    if loss.weighted:
+        weight = lax.psum(sums.weight, axes)
+        scale = jnp.where(weight == 0, 0.0, 1 / jnp.where(weight == 0, 1.0, weight))
+        metrics["weight"] = weight
+    metrics["loss"] = total * scale
+    if loss.local_norm:
+        metrics["local"] = {"local_squared_norm": local[0] * scale}
+        if loss.weighted:
+            metrics["local"]["num_pieces"] = local[1] / _local_norm.devices_per_gradient(plan)
+    if loss.has_aux:
+        metrics["aux"] = mark_scalars(aux)
+
+    if plan.sync is not None:
+        grads, sync_state = sync_accumulated(plan, sums.grads, sync_state, scale)
+    else:
+        grads = [g * scale for g in reduce_accumulated(plan, sums.grads)]
+    if loss.model_state:
+        model_state = _model_state.reduce_over_devices(
+            inputs.model_state, model_state, unchanged, loss.reduction, axes
+        )
+    return Gradients(grads, metrics, sync_state, model_state)
+
+
+class _Sums(NamedTuple):
+    """Sums over micro-batches, of one device."""
+
+    loss: jax.Array
+    weight: jax.Array
+    local: list[jax.Array]  # as _local_norm.squares returns them
+    grads: list[jax.Array]
+
+
+def _accumulate(
+    plan: StepPlan, loss: Loss, params: list[jax.Array], inputs: Inputs
+) -> tuple[_Sums, Any, list[bool], Any]:
+    """Runs the micro-batches one after the other.
+
+    Returns:
+      The sums; the model state after the last micro-batch, with which of its leaves no loss
+      changed; and the aux of all micro-batches.
+    """
+    steps, axes = loss.microbatches, plan.layout.data_axes
+    unchanged: list[bool] = []  # per leaf of the model state; known when the loss is traced
+    primals = differentiated(plan, params)
+    untrained = [
+        None if param.trained else x for param, x in zip(plan.params, primals, strict=True)
+    ]
+    trained = [x for param, x in zip(plan.params, primals, strict=True) if param.trained]
+
+    def run(microbatch: Any, index: Any, model_state: Any) -> tuple[_Sums, Any, Any]:
+        """The sums of one micro-batch, the model state after it, and its aux."""
 
         def total_loss(trained: list[jax.Array]) -> tuple[Any, Any]:
-            rest = iter(trained)
-            whole = [next(rest) if x is None else x for x in frozen]
-            leaves = exchange.open(whole, params)
-            out = call_with_shards(loss, leaves, *loss_args(part, index, model_state))
-            value, new, aux = options.split(out)
-            if options.model_state:
+            in_order = iter(trained)
+            leaves = [next(in_order) if x is None else x for x in untrained]
+            args = _loss_args(loss, axes, inputs.key, microbatch, index, model_state)
+            out = call_with_shards(loss.fn, loss_params(plan, leaves, params), *args)
+            value, new, aux = loss.split(out)
+            if loss.model_state:
                 new, unchanged[:] = _model_state.checked(model_state, new)
-            total, weight = value if options.weighted else (value, jnp.ones(()))
+            total, weight = value if loss.weighted else (value, jnp.ones(()))
             return total, (weight, new, aux)
 
         with jax.named_scope("loss_and_grad"):
             value_and_grad = jax.value_and_grad(total_loss, has_aux=True)
             (total, (weight, model_state, aux)), grads = value_and_grad(trained)
+        total, weight = (to_sum_dtype(jnp.asarray(x)) for x in (total, weight))
         local: list[jax.Array] = []
-        if options.local_norm:
+        if loss.local_norm:
             with jax.named_scope("local_norm"):
-                local = _local_norm.squares(
-                    exchange, grads, _wide(weight) if options.weighted else None
-                )
-        sums = (_wide(total), _wide(weight), local, exchange.reduce_each(grads))
-        return sums, model_state, aux
+                local = _local_norm.squares(plan, grads, weight if loss.weighted else None)
+        return _Sums(total, weight, local, reduce_microbatch(plan, grads)), model_state, aux
 
-    model_state = inputs.model_state
+    split = jax.tree.map(
+        lambda x: x.reshape(steps, -1, *x.shape[1:]) if jnp.ndim(x) else jnp.full(steps, x),
+        inputs.batch,
+    )  # (micro-batch, examples of a device, ...)
+    first = jax.tree.map(lambda x: x[0], split)
     if steps == 1:
-        (total, weight, local, grads), model_state, aux = one(first, 0, model_state)
-    else:
+        sums, model_state, aux = run(first, 0, inputs.model_state)
+        return sums, model_state, unchanged, aux
 
-        def add(carry: Any, numbered: tuple[Any, Any]) -> tuple[Any, Any]:
-            sums, model_state = carry
-            new, model_state, aux = one(*numbered, model_state)
-            # Without the barrier XLA:TPU moves the reductions out of the loop, and the whole
-            # gradient is accumulated after all.
-            new = lax.optimization_barrier(new)
-            sums = jax.tree.map(lambda a, x: a + x.astype(a.dtype), sums, new)
-            return (sums, model_state), aux
+    def add(carry: Any, numbered: tuple[Any, Any]) -> tuple[Any, Any]:
+        sums, model_state = carry
+        new, model_state, aux = run(*numbered, model_state)
+        # Without the barrier XLA:TPU moves the reductions out of the loop, and accumulates
+        # unsharded gradients after all.
+        new = lax.optimization_barrier(new)
+        sums = jax.tree.map(lambda a, x: a + x.astype(a.dtype), sums, new)
+        return (sums, model_state), aux
 
-        (total, weight, local, grads), _, _ = jax.eval_shape(one, first, 0, model_state)
-        own = [x.dtype for t, x in zip(exchange.trained, params, strict=True) if t]
-        zeros = (
-            jnp.zeros((), total.dtype),
-            jnp.zeros((), weight.dtype),
-            [jnp.zeros((), x.dtype) for x in local],
-            [
-                jnp.zeros(x.shape, exchange.precision.of_accumulator(dtype))
-                for x, dtype in zip(grads, own, strict=True)
-            ],
-        )
-        (sums, model_state), aux = lax.scan(add, (zeros, model_state), (cut, jnp.arange(steps)))
-        total, weight, local, grads = sums
-        aux = jax.tree.map(_join_microbatches, aux)
-    metrics: dict[str, Any] = {}
-    total, *local = _local_norm.psum_together([total, *local], axes)
-    scale: Any = 1.0 / (steps * lax.axis_size(axes))
-    if options.weighted:
-        weight = lax.psum(weight, axes)
-        scale = jnp.where(weight == 0, 0.0, 1 / jnp.where(weight == 0, 1.0, weight))
-        metrics["weight"] = weight
-    metrics["loss"] = total * scale
-    if options.local_norm:
-        metrics["local"] = {"local_squared_norm": local[0] * scale}
-        if options.weighted:
-            of_one = exchange.layout.num_shards if exchange.layout.stage == 3 else 1
-            metrics["local"]["num_pieces"] = local[1] / of_one
-    if options.has_aux:
-        metrics["aux"] = mark_scalars(aux)
-    if exchange.sync is not None:
-        grads, sync_state = exchange.sync_rest(grads, sync_state, scale)
-    else:
-        grads = [g * scale for g in exchange.reduce_rest(grads)]
-    if options.model_state:
-        model_state = _model_state.reduced(
-            inputs.model_state, model_state, unchanged, options.reduction, axes
-        )
-    return grads, metrics, sync_state, model_state
-
-
-def _key(options: LossOptions, key: Any, number: jax.Array, part: Any) -> Any:
-    """What the loss gets as its key for one micro-batch, by the number it has in the batch."""
-    if options.rngs is NUMBERED:
-        return number, None if key is None else jax.random.fold_in(key, number)
-    if options.rngs != "per_example":
-        return jax.random.fold_in(key, number)
-    sizes = [x.shape[0] for x in jax.tree.leaves(part) if jnp.ndim(x)]
-    if not sizes:
-        raise ValueError("rngs='per_example': the batch holds scalars alone, and no examples.")
-    size = sizes[0]
-    return jax.vmap(jax.random.fold_in, (None, 0))(key, number * size + jnp.arange(size))
-
-
-def gradients(
-    layout: Layout,
-    precision: Precision,
-    loss_fn: Callable[..., Any],
-    options: LossOptions,
-    params: Any,
-    inputs: Inputs,
-    placed: Placement,
-    trained: Any,
-    sync: GradientSync | None = None,
-    sync_state: Any = None,
-) -> tuple[dict[str, Any], Any, Any, Any]:
-    """Metrics and reduced gradients of a batch that is cut over the mesh; inside ``on_mesh``.
-
-    Gradients lie as ``placed.shards``; those of parameters that are not trained are zeros. Last the
-    new state of the exchange, and the new model state.
-    """
-    keeps_state = sync_state is not None
-    exchange = exchange_of(layout, precision, params, placed, trained, sync, keeps_state)
-    treedef: Any
-    leaves, treedef = jax.tree.flatten(params)
-
-    def loss(leaves: list[Any], *args: Any) -> Any:
-        return loss_fn(treedef.unflatten(leaves), *args)
-
-    def local(leaves: list[jax.Array], inputs: Inputs, sync_state: Any) -> Any:
-        own = jax.tree.map(lambda x: x[0, 0], sync_state) if keeps_state else exchange.no_state()
-        grads, metrics, own, model_state = device_gradients(
-            exchange, loss, options, leaves, inputs, own
-        )
-        return grads, metrics, jax.tree.map(lambda x: x[None, None], own), model_state
-
-    metric_specs = {"loss": P()}
-    if options.weighted:
-        metric_specs["weight"] = P()
-    if options.local_norm:
-        metric_specs["local"] = P()
-    if options.has_aux:
-        metric_specs["aux"] = P(entry_of(layout.data_axes))
-    specs, shard_specs = (
-        [layout.manual_spec(spec) for spec in treedef.flatten_up_to(tree)]
-        for tree in (placed.params, placed.shards)
-    )
-    out_specs = [spec for spec, t in zip(shard_specs, exchange.trained, strict=True) if t]
-    at = _sync_state.spec(layout)
-    input_specs = Inputs(layout.batch_specs(inputs.batch), P(), P())
-    run = layout.shard_map(local, (specs, input_specs, at), (out_specs, metric_specs, at, P()))
-    reduced, metrics, sync_state, model_state = run(leaves, inputs, sync_state)
-    rest = iter(reduced)
-    grads = [next(rest) if t else x for t, x in zip(exchange.trained, leaves, strict=True)]
-    grads = [
-        g.astype(precision.of_result(x.dtype)) if t else jnp.zeros_like(g)
-        for g, x, t in zip(grads, leaves, exchange.trained, strict=True)
+    like, _, _ = jax.eval_shape(run, first, 0, inputs.model_state)
+    accumulators = [
+        jnp.zeros(g.shape, plan.precision.of_accumulator(param.dtype))
+        for g, param in zip(like.grads, plan.trained, strict=True)
     ]
-    sync_state = sync_state if keeps_state else None
-    return average_scalars(metrics), treedef.unflatten(grads), sync_state, model_state
+    zeros = jax.tree.map(lambda x: jnp.zeros((), x.dtype), like._replace(grads=[]))
+    carry = (zeros._replace(grads=accumulators), inputs.model_state)
+    (sums, model_state), aux = lax.scan(add, carry, (split, jnp.arange(steps)))
+    return sums, model_state, unchanged, jax.tree.map(_join_microbatches, aux)
 
 
-def evaluate(
-    layout: Layout,
-    precision: Precision,
-    fn: Callable[..., Any],
-    params: Any,
-    args: tuple[Any, ...],
-    placed: Placement,
-    sync: GradientSync | None,
-) -> Any:
-    """``fn(params, *args)``; inside ``on_mesh``.
-
-    The first of ``args`` is a batch that is cut over the mesh; others are replicated. ``sync`` says
-    which tables are fetched by rows.
-    """
-    trained = jax.tree.map(lambda _: False, params)
-    exchange = exchange_of(layout, precision, params, placed, trained, sync)
-    treedef: Any
-    leaves, treedef = jax.tree.flatten(params)
-
-    def of_leaves(leaves: list[Any], *args: Any) -> Any:
-        return fn(treedef.unflatten(leaves), *args)
-
-    def local(leaves: list[jax.Array], args: tuple[Any, ...]) -> Any:
-        opened = exchange.of_loss(of_leaves, *args).open(leaves, leaves)
-        return mark_scalars(call_with_shards(of_leaves, opened, *args))
-
-    specs = [layout.manual_spec(spec) for spec in treedef.flatten_up_to(placed.params)]
-    arg_specs = (layout.batch_specs(args[0]), *(P() for _ in args[1:]))
-    run = layout.shard_map(local, (specs, arg_specs), P(entry_of(layout.data_axes)))
-    return average_scalars(run(leaves, args))
+def _first_args(loss: Loss, axes: tuple[str, ...], inputs: Inputs) -> tuple[Any, ...]:
+    """The arguments of the loss for the first micro-batch, to be traced for their types."""
+    first = jax.tree.map(
+        lambda x: x[: x.shape[0] // loss.microbatches] if jnp.ndim(x) else x, inputs.batch
+    )
+    return _loss_args(loss, axes, inputs.key, first, 0, inputs.model_state)
 
 
-def _wide(x: Any) -> jax.Array:
-    x = jnp.asarray(x)
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+def _loss_args(
+    loss: Loss, axes: tuple[str, ...], key: Any, microbatch: Any, index: Any, model_state: Any
+) -> tuple[Any, ...]:
+    """The arguments of the loss after the parameters, for micro-batch ``index`` of this device."""
+    args = (microbatch, model_state) if loss.model_state else (microbatch,)
+    # Micro-batches are numbered in the order of the batch of all devices.
+    number = lax.axis_index(axes) * loss.microbatches + index
+    return (*args, microbatch_key(loss.rngs, key, number, microbatch)) if loss.rngs else args
 
 
 def _join_microbatches(x: jax.Array) -> jax.Array:

@@ -1,8 +1,8 @@
-"""How large the gradients of the pieces of a batch are, for transformations that ask.
+"""Squared norms of local gradients, for transformations that require them.
 
-A piece is what has a gradient of its own before gradients meet: at stages below 3 what a device
-computes of a micro-batch; at stage 3, where gradients leave the backward pass summed over the
-devices of a copy, what a copy computes of it.
+A local gradient is one that exists before gradients are reduced: below stage 3, that of a
+micro-batch of one device; at stage 3, where the backward pass already sums over the axes of shards,
+that of a micro-batch of one replica.
 """
 
 from typing import Any
@@ -12,20 +12,21 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from sharding.collectives._dtypes import to_sum_dtype
 from sharding.placement._layout import Layout
-from sharding.step._param_plan import Exchange
-from sharding.step._param_uses import uses
+from sharding.step._param_uses import find_uses
 from sharding.step._precision import Precision
+from sharding.step._step_plan import StepPlan
 
 
-def asks(
+def is_required(
     tx: optax.GradientTransformation,
     params: Any,
     opt_state: Any,
     precision: Precision,
     trained: Any,
 ) -> bool:
-    """Whether what a transformation computes depends on ``local_squared_norm``."""
+    """Whether the update of a transformation depends on its argument ``local_squared_norm``."""
 
     def types(tree: Any) -> Any:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
@@ -43,81 +44,86 @@ def asks(
         trained,
     )
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    return bool(
-        uses(update, [scalar], (), grads, types(opt_state), types(params), scalar).otherwise
-    )
+    uses = find_uses(update, [scalar], (), grads, types(opt_state), types(params), scalar)
+    return bool(uses.otherwise)
 
 
-def num_pieces(layout: Layout, microbatches: int) -> int:
-    """How many pieces there are.
+def num_local_gradients(layout: Layout, microbatches: int) -> int:
+    """The number of local gradients in a step, which transformations get as ``num_pieces``.
 
     Raises:
-      ValueError: if there is but one.
+      ValueError: if there is only one.
     """
     at_once = layout.num_replicas if layout.stage == 3 else layout.num_devices
     if at_once * microbatches < 2:
         why = (
-            "at stage 3 gradients leave the backward pass summed over the devices of a copy, so "
-            "that a micro-batch is one piece. Use microbatches=2 or more, a replica_axis, or a "
-            "stage below 3"
+            "at stage 3 the backward pass sums gradients over the devices of a replica, so that a "
+            "micro-batch has one gradient. Use microbatches=2 or more, a replica_axis, or a stage "
+            "below 3"
             if layout.stage == 3 and layout.num_devices > 1
             else "this is one device with one micro-batch. Use microbatches=2 or more"
         )
         raise ValueError(
-            "the transformation compares the gradient with those of the pieces of a batch "
-            f"(local_squared_norm, as gradient_noise_scale does), and there is one piece: {why}."
+            "the transformation compares the mean gradient with the gradients of devices and "
+            "micro-batches (local_squared_norm, as gradient_noise_scale does), and there is only "
+            f"one: {why}."
         )
     return at_once * microbatches
 
 
-def squares(
-    exchange: Exchange, grads: list[jax.Array], weight: jax.Array | None
-) -> list[jax.Array]:
-    """This device's part of the sum over all pieces of ``|gradient of the sum|**2 / weight``.
+def devices_per_gradient(plan: StepPlan) -> int:
+    """The number of devices that share a local gradient."""
+    return plan.layout.num_shards if plan.layout.stage == 3 else 1
 
-    And with weights of their own its part of the number of pieces, times the devices of a piece.
+
+def squares(plan: StepPlan, grads: list[jax.Array], weight: jax.Array | None) -> list[jax.Array]:
+    """This device's terms of sums over all local gradients; inside a ``shard_map``.
 
     Args:
-      exchange: how the gradients meet.
-      grads: of the sum of losses over a micro-batch, before ``exchange.reduce_each``.
-      weight: by which the sum is to be divided; None: by the number of devices.
+      plan: of the step.
+      grads: of the sum of losses over a micro-batch, before ``reduce_microbatch``.
+      weight: by which that sum is to be divided; None for the number of devices.
+
+    Returns:
+      The term of the sum of ``|gradient|**2 / weight``. With a ``weight`` also the term of the
+      number of local gradients whose weight is above zero, times ``devices_per_gradient``.
 
     Raises:
-      ValueError: if the gradient of a table was summed before it could be seen.
+      ValueError: if the gradient of a table is synced by rows: no device has its own.
     """
-    if any(exchange.by_rows):
-        names = [p for p, t in zip(exchange.paths, exchange.trained, strict=True) if t]
-        table = names[exchange.by_rows.index(True)]
+    table = next((param.path for param in plan.trained if param.synced_by_rows), None)
+    if table is not None:
         raise ValueError(
-            "the transformation asks how large the gradients of single devices are "
-            f"(local_squared_norm), and that of {table!r} is exchanged by rows as the backward "
-            "pass makes it: no device has its own. Exchange the table whole (another sync), or use "
-            "stage 3 with micro-batches."
+            "the transformation requires the norms of the gradients of single devices "
+            f"(local_squared_norm), and that of {table!r} is synchronized by rows in the backward "
+            "pass: no device has its own. Use another sync for the table, or stage 3 with "
+            "micro-batches."
         )
-    layout = exchange.layout
+    layout = plan.layout
     if layout.stage < 3:
         total = _sum_of_squares(grads)
     else:
-        whole = [not cut.dim for cut in exchange.out()]
+        # Sharded gradients are sums over the axes of shards already, unsharded ones are not.
+        unsharded = [not param.shard.dim for param in plan.trained]
         weight = None if weight is None else lax.psum(weight, layout.axes)
-        rest = [g for g, w in zip(grads, whole, strict=True) if w]
-        total = _sum_of_squares([g for g, w in zip(grads, whole, strict=True) if not w])
-        if rest:
-            total = total + _sum_of_squares(lax.psum(rest, layout.axes)) / layout.num_shards
+        local = [g for g, u in zip(grads, unsharded, strict=True) if u]
+        total = _sum_of_squares([g for g, u in zip(grads, unsharded, strict=True) if not u])
+        if local:
+            total = total + _sum_of_squares(lax.psum(local, layout.axes)) / layout.num_shards
     if weight is None:
         return [total / layout.num_shards if layout.stage == 3 else total]
-    some = weight > 0
-    return [jnp.where(some, total / jnp.where(some, weight, 1), 0), some.astype(total.dtype)]
+    counts = weight > 0
+    return [jnp.where(counts, total / jnp.where(counts, weight, 1), 0), counts.astype(total.dtype)]
 
 
 def _sum_of_squares(arrays: list[jax.Array]) -> jax.Array:
     """In float32 or wider."""
-    wide = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in arrays)
-    return sum((jnp.sum(jnp.square(x)) for x in wide), start=jnp.zeros((), jnp.float32))
+    squared = (jnp.sum(jnp.square(to_sum_dtype(x))) for x in arrays)
+    return sum(squared, start=jnp.zeros((), jnp.float32))
 
 
-def psum_together(scalars: list[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
-    """Sums of scalars over devices, of several in one collective."""
+def psum_stacked(scalars: list[jax.Array], axes: tuple[str, ...]) -> list[jax.Array]:
+    """Sums of scalars over devices, in one collective."""
     if len(scalars) == 1:
         return [lax.psum(scalars[0], axes)]
     dtypes = [x.dtype for x in scalars]

@@ -21,7 +21,7 @@ from sharding.collectives._sparse_rows import (
     list_capacity,
     unique_lookups,
 )
-from sharding.step._gather_params import Handle, How, Shard, gather, is_shard
+from sharding.step._gather_params import GatherSpec, ParamHandle, Shard, gather, is_shard
 
 # The name that marks, in a traced loss, what it passes to ``lookup``.
 MARK = "sharding.lookup"
@@ -29,19 +29,19 @@ MARK = "sharding.lookup"
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
-class Table(Handle):
+class Table(ParamHandle):
     """A whole table, for ``lookup`` alone.
 
     Attributes:
       value: its rows.
       tap: zeros that stand for it where the gradient is taken, of the shape of what a device keeps
         of that.
-      how: how the gradient is exchanged.
+      spec: how the gradient is exchanged.
     """
 
     value: jax.Array
     tap: jax.Array
-    how: How = dataclasses.field(metadata={"static": True})
+    spec: GatherSpec = dataclasses.field(metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -99,9 +99,9 @@ def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
     ids = jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(f"lookup: ids must be integers, got {ids.dtype}.")
-    if is_shard(table) and (table.how.rows is None or -table.how.dim > table.value.ndim):
+    if is_shard(table) and (table.spec.rows is None or -table.spec.dim > table.value.ndim):
         table = gather(table)
-    table = table if isinstance(table, Handle) else jnp.asarray(table)
+    table = table if isinstance(table, ParamHandle) else jnp.asarray(table)
     shape = table.shape
     if not shape or not shape[0]:
         raise ValueError(f"lookup: the table, of shape {shape}, has no rows.")
@@ -116,9 +116,9 @@ def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
         at = Permutation(num_rows).apply(jnp.where(inside, at, 0))
     at = jnp.where(inside, at, num_rows)
     if isinstance(table, Shard):
-        rows = _fetch(_Call(table.how, table.value.dtype, num_rows), table.value, at)
+        rows = _fetch(_Call(table.spec, table.value.dtype, num_rows), table.value, at)
     elif isinstance(table, Table):
-        rows = _take(_Call(table.how, table.tap.dtype, num_rows), table.value, table.tap, at)
+        rows = _take(_Call(table.spec, table.tap.dtype, num_rows), table.value, table.tap, at)
     else:
         rows = jnp.take(checkpoint_name(table, MARK), at, axis=0)
     return rows.reshape(*ids.shape, *rows.shape[1:])
@@ -147,22 +147,22 @@ class _Call(NamedTuple):
     """What is known of a lookup when it is traced.
 
     Attributes:
-      how: how the gradient is exchanged.
+      spec: how the gradient is exchanged.
       dtype: of the gradient.
       num_rows: of the whole table.
     """
 
-    how: How
+    spec: GatherSpec
     dtype: Any
     num_rows: int
 
     def gradient(self, ids: jax.Array, grad: jax.Array) -> jax.Array:
         """What this device keeps of the table's gradient."""
-        how = self.how
-        assert how.rows is not None
-        axes = how.layout.axes
-        grad = grad.astype(how.reduce_dtype)
-        mean = how.rows.reduce(ids, grad, self.num_rows, axes, how.dim)
+        spec = self.spec
+        assert spec.rows is not None
+        axes = spec.layout.axes
+        grad = grad.astype(spec.reduce_dtype)
+        mean = spec.rows.reduce(ids, grad, self.num_rows, axes, spec.dim)
         return (mean * lax.axis_size(axes)).astype(self.dtype)
 
 
@@ -192,16 +192,16 @@ _take.defvjp(_take_forward, _take_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fetch(call: _Call, shard: jax.Array, ids: jax.Array) -> jax.Array:
-    how = call.how
-    assert how.rows is not None
-    axes, dim = how.layout.axes, how.dim % shard.ndim
-    num, shard = lax.axis_size(axes), shard.astype(how.dtype)
+    spec = call.spec
+    assert spec.rows is not None
+    axes, dim = spec.layout.axes, spec.dim % shard.ndim
+    num, shard = lax.axis_size(axes), shard.astype(spec.dtype)
     # Where another dim is cut all devices have a part of every row.
     owners = RowOwners(call.num_rows, 1 if dim else num)
     unique = unique_lookups(ids, owners)
-    density = min(how.rows.density, ids.size / call.num_rows)
+    density = min(spec.rows.density, ids.size / call.num_rows)
     capacity = list_capacity(density, owners.num_slots, num * owners.num_owners)
-    shape = Shard(shard, how).shape[1:]
+    shape = Shard(shard, spec).shape[1:]
 
     def send(send_list: SendList, num_rounds: int) -> jax.Array:
         def one(i: Any, found: jax.Array) -> jax.Array:
@@ -219,7 +219,7 @@ def _fetch(call: _Call, shard: jax.Array, ids: jax.Array) -> jax.Array:
         return jnp.take(found, jnp.where(ids < call.num_rows, unique.first, ids.size), axis=0)
 
     def whole() -> jax.Array:
-        return jnp.take(gather(Shard(shard, how._replace(bits=None))), ids, axis=0)
+        return jnp.take(gather(Shard(shard, spec._replace(bits=None))), ids, axis=0)
 
     width, limit = math.prod(shape), min(ids.size, owners.num_slots)
     most = owners.num_slots * width / (width + (num if dim else 1))

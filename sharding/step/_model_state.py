@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sharding.collectives._dtypes import to_sum_dtype
 from sharding.placement._specs import path_str
 
 REDUCTIONS = ("mean", "sum", "same")
@@ -72,7 +73,7 @@ def _rank(dtype: Any) -> int:
     return next((i for i, kind in enumerate(_KINDS) if jnp.issubdtype(dtype, kind)), -1)
 
 
-def reduced(
+def reduce_over_devices(
     old: Any, new: Any, unchanged: list[bool], reduction: Any, axes: tuple[str, ...]
 ) -> Any:
     """One model state of those of all devices; inside a ``shard_map``.
@@ -121,7 +122,7 @@ def _term(kind: str, old: jax.Array, new: jax.Array, axes: tuple[str, ...]) -> j
     if kind == "sum":
         return new - old
     if _floating(new):
-        return new.astype(jnp.promote_types(new.dtype, jnp.float32))
+        return to_sum_dtype(new)
     plain = jax.random.key_data(new) if jnp.issubdtype(new.dtype, jax.dtypes.prng_key) else new
     wide = plain.astype(jnp.int32) if plain.dtype == jnp.bool_ else plain
     return jnp.where(lax.axis_index(axes) == 0, wide, jnp.zeros_like(wide))

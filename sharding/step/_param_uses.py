@@ -1,4 +1,4 @@
-"""What a loss does with its parameters: which it gathers or looks up itself."""
+"""How a loss uses its parameters: which ones it gathers, or looks up rows of, by itself."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -6,15 +6,15 @@ from typing import Any, NamedTuple
 import jax
 
 
-class Uses(NamedTuple):
-    """What a loss does with its parameters; numbers of these.
+class ParamUses(NamedTuple):
+    """How a function uses its parameters, given by their indices.
 
     Attributes:
-      marked: by mark, which it passes to a function that leaves it, and the fewest dims they have
-        there: loops over layers take dims off the front.
-      otherwise: which it uses in another way.
-      branched: which it marks in a branch that not all devices need take.
-      unknown: by mark, shapes of what is marked and is no parameter as it came.
+      marked: for each mark, the parameters that carry it, each with the smallest number of dims it
+        has there: loops over layers take dims off the front.
+      otherwise: the parameters with any unmarked use.
+      branched: the parameters marked in a branch or loop that some devices may not enter.
+      unknown: for each mark, shapes of marked arrays that are not unmodified parameters.
     """
 
     marked: dict[str, dict[int, int]]
@@ -23,55 +23,66 @@ class Uses(NamedTuple):
     unknown: dict[str, list[tuple[int, ...]]]
 
 
-def uses(fn: Callable[..., Any], params: list[Any], marks: Sequence[str], *args: Any) -> Uses:
-    """What ``fn(params, *args)`` does with its parameters.
+def find_uses(
+    fn: Callable[..., Any], params: list[Any], marks: Sequence[str], *args: Any
+) -> ParamUses:
+    """Traces ``fn(params, *args)`` and reports how it uses its parameters.
 
     Args:
-      fn: a loss.
-      params: abstract arrays of whole shapes.
-      marks: which names are marks.
+      fn: a function of a list of parameters, such as a loss.
+      params: abstract arrays of unsharded shapes.
+      marks: the names that ``checkpoint_name`` gives to parameters.
       *args: abstract arrays, too.
     """
     jaxpr: Any = jax.make_jaxpr(fn)(params, *args).jaxpr
-    found = Uses({mark: {} for mark in marks}, set(), set(), {mark: [] for mark in marks})
-    _find_uses(jaxpr, {jaxpr.invars[i]: i for i in range(len(params))}, found)
+    found = ParamUses({mark: {} for mark in marks}, set(), set(), {mark: [] for mark in marks})
+    _visit(jaxpr, {jaxpr.invars[i]: i for i in range(len(params))}, found)
     return found
 
 
-def _find_uses(jaxpr: Any, source: dict[Any, int], uses: Uses, branch: bool = False) -> None:
-    """Adds what a jaxpr does with the variables in ``source``."""
-    uses.otherwise.update(source[var] for var in jaxpr.outvars if _known(var, source))
+def _visit(jaxpr: Any, params: dict[Any, int], uses: ParamUses, branch: bool = False) -> None:
+    """Adds the uses in one jaxpr.
+
+    Args:
+      jaxpr: of the function, or of a loop, branch or call in it.
+      params: the variables that hold parameters, with their indices.
+      uses: where they are added.
+      branch: whether some devices may not run this jaxpr, or not as often.
+    """
+    uses.otherwise.update(params[var] for var in jaxpr.outvars if _holds_param(var, params))
     for eqn in jaxpr.eqns:
-        found = [(i, source[var]) for i, var in enumerate(eqn.invars) if _known(var, source)]
+        operands = [
+            (i, params[var]) for i, var in enumerate(eqn.invars) if _holds_param(var, params)
+        ]
         mark = eqn.params["name"] if eqn.primitive.name == "name" else None
         if mark in uses.marked:
             shape = eqn.invars[0].aval.shape
-            if not found:
+            if not operands:
                 uses.unknown[mark].append(shape)
-            for _, leaf in found:
-                kept = uses.marked[mark]
-                kept[leaf] = min(len(shape), kept.get(leaf, len(shape)))
-                uses.branched.update({leaf} if branch else ())
+            for _, param in operands:
+                ndims = uses.marked[mark]
+                ndims[param] = min(len(shape), ndims.get(param, len(shape)))
+                uses.branched.update({param} if branch else ())
             continue
-        if eqn.primitive.name == "sharding_constraint" and found:
-            source = source | {eqn.outvars[0]: found[0][1]}
+        if eqn.primitive.name == "sharding_constraint" and operands:
+            params = params | {eqn.outvars[0]: operands[0][1]}  # still the parameter
             continue
         inner = list(_inner_jaxprs(eqn))
         if not inner:
-            uses.otherwise.update(leaf for _, leaf in found)
-        own = branch or eqn.primitive.name in ("cond", "while")
+            uses.otherwise.update(param for _, param in operands)
+        in_branch = branch or eqn.primitive.name in ("cond", "while")
         for sub, first in inner:
-            uses.otherwise.update(leaf for i, leaf in found if i < first)
-            known = {sub.invars[i - first]: leaf for i, leaf in found if i >= first}
-            _find_uses(sub, known, uses, own)
+            uses.otherwise.update(param for i, param in operands if i < first)
+            passed = {sub.invars[i - first]: param for i, param in operands if i >= first}
+            _visit(sub, passed, uses, in_branch)
 
 
-def _known(var: Any, source: dict[Any, int]) -> bool:
-    return not hasattr(var, "val") and var in source  # literals have values, and no hash
+def _holds_param(var: Any, params: dict[Any, int]) -> bool:
+    return not hasattr(var, "val") and var in params  # literals have values, and no hash
 
 
 def _inner_jaxprs(eqn: Any) -> Iterator[tuple[Any, int]]:
-    """Inner jaxprs whose arguments are those of the equation, from the given one on."""
+    """Inner jaxprs whose arguments are the operands of the equation, from a first one on."""
     for value in eqn.params.values():
         for item in value if isinstance(value, list | tuple) else (value,):
             sub: Any = getattr(item, "jaxpr", item)

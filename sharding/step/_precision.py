@@ -3,8 +3,9 @@
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+
+from sharding.collectives._dtypes import sum_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +77,7 @@ class Precision:
 
     def of_accumulator(self, dtype: Any) -> Any:
         """In which dtype micro-batches are added up."""
-        return _unless_none(self.accumulate, jnp.promote_types(dtype, jnp.float32))
+        return _unless_none(self.accumulate, sum_dtype(dtype))
 
     def of_result(self, dtype: Any) -> Any:
         """In which dtype the transformation gets a gradient."""
@@ -85,8 +86,3 @@ class Precision:
 
 def _unless_none(choice: Any, dtype: Any) -> Any:
     return choice if choice is not None and jnp.issubdtype(dtype, jnp.floating) else dtype
-
-
-def cast(tree: Any, dtype_of: Any) -> Any:
-    """Casts every array to ``dtype_of(its dtype)``."""
-    return jax.tree.map(lambda x: x.astype(dtype_of(x.dtype)), tree)

@@ -1,4 +1,4 @@
-"""The state of an exchange of gradients, which lies beside the optimizer's."""
+"""The state of a gradient sync in a train state: its placement, and where it is stored."""
 
 import math
 from typing import Any
@@ -9,13 +9,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding.placement._layout import Layout, Placement
 from sharding.placement._specs import entry_of, path_str
+from sharding.placement._train_state import opt_state_of, with_opt_state
 from sharding.sync import GradientSync, SyncedState, resize
 
+# --- Arrays with a row for every device -----------------------------------------------------------
 
-def local_types(layout: Layout, params: Any, placed: Placement) -> dict[str, Any]:
-    """Of each parameter by its path, the type of what a device has of its gradient to exchange.
 
-    All of it; with replicas, which exchange what a copy has summed, the device's shard.
+def local_gradients(layout: Layout, params: Any, placed: Placement) -> dict[str, Any]:
+    """The types of the gradients that a device passes to the sync, by the paths of parameters.
+
+    They are unsharded; with replicas, between which shards are synchronized, they are shards.
     """
     treedef: Any = jax.tree.structure(params)
     types = {}
@@ -29,108 +32,99 @@ def local_types(layout: Layout, params: Any, placed: Placement) -> dict[str, Any
     return types
 
 
-def init(sync: GradientSync, layout: Layout, types: dict[str, Any]) -> Any:
-    """The exchange's state of all devices: (exchanging devices, devices of a copy, ...)."""
-    first, second = _axes(layout)
-    sizes = [math.prod(layout.mesh.shape[axis] for axis in axes) for axes in (first, second)]
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (*sizes, *x.shape)), sync.init(types))
-
-
-def types_of(layout: Layout, state: Any, devices: int) -> Any:
-    """Types of such a state of another number of devices; cut if they divide."""
-    first, _ = _axes(layout)
-    divides = devices % math.prod(layout.mesh.shape[axis] for axis in first) == 0
-    at = spec(layout) if divides else PartitionSpec(None, *spec(layout)[1:])
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(
-            (devices, *x.shape[1:]), x.dtype, sharding=NamedSharding(layout.mesh, at)
-        ),
-        state,
-    )
-
-
-def resized(layout: Layout, state: Any) -> Any:
-    """The state of another number of devices as one of these."""
+def init_sync_state(sync: GradientSync, layout: Layout, gradients: dict[str, Any]) -> Any:
+    """The states of all devices: (synchronizing devices, devices of a replica, ...)."""
     sizes = [math.prod(layout.mesh.shape[axis] for axis in axes) for axes in _axes(layout)]
-    leaves = jax.tree.leaves(state)
-    if not leaves:
-        raise ValueError("the train state holds no state of an exchange of gradients.")
-    if leaves[0].shape[1] != sizes[1]:
-        raise ValueError(
-            f"the exchange kept what {leaves[0].shape[1]} shards of a copy had to send, and now "
-            f"there are {sizes[1]}: only the number of copies may change."
-        )
-    at = NamedSharding(layout.mesh, spec(layout))
-    return jax.jit(resize, static_argnums=1, out_shardings=at)(state, sizes[0])
+    state = sync.init(gradients)
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (*sizes, *x.shape)), state)
 
 
-def spec(layout: Layout) -> PartitionSpec:
-    """How every array of the state lies."""
+def sync_spec(layout: Layout) -> PartitionSpec:
+    """The spec of every array of the state."""
     return PartitionSpec(*(entry_of(axes) for axes in _axes(layout)))
 
 
 def _axes(layout: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes between which gradients are synchronized, and those within a replica."""
     return (layout.replica_axes, layout.axes) if layout.replica_axes else (layout.axes, ())
 
 
-def state_types(layout: Layout, sync: GradientSync, params: Any, placed: Placement) -> Any:
-    """The types of ``init``; None if the exchange keeps nothing.
+def sync_state_types(layout: Layout, sync: GradientSync, params: Any, placed: Placement) -> Any:
+    """The types of the state; None for a stateless sync.
 
     Raises:
-      ValueError: at stage 3 without replicas, if it keeps something; if other axes cut parameters.
+      ValueError: at stage 3 without replicas, if the sync has a state; if axes other than the data
+        axes shard a parameter.
     """
-    types = local_types(layout, params, placed)
-    state = jax.eval_shape(lambda: init(sync, layout, types))
-    keeps_state = bool(jax.tree.leaves(state))
-    if layout.stage == 3 and not layout.replica_axes and keeps_state:
+    gradients = local_gradients(layout, params, placed)
+    state = jax.eval_shape(lambda: init_sync_state(sync, layout, gradients))
+    has_state = bool(jax.tree.leaves(state))
+    if layout.stage == 3 and not layout.replica_axes and has_state:
         raise ValueError(
-            "sync: at stage 3 gradients are exchanged layer by layer, in the backward pass, and no "
-            "device has room for what an exchange keeps of all of them; this one has a state. Use "
-            "one without (dense, qsgd with rounding='nearest'), a stage below 3, or a "
-            "replica_axis: then it exchanges shards, between the copies."
+            "sync: at stage 3 without replicas the backward pass synchronizes gradients layer by "
+            "layer, and no device holds the full gradients whose residuals this stateful sync "
+            "stores. Use a stateless sync (dense, qsgd with rounding='nearest'), a stage below 3, "
+            "or a replica_axis, over which shards are synchronized."
         )
     treedef: Any = jax.tree.structure(params)
-    specs = zip(types, treedef.flatten_up_to(placed.params), strict=True)
-    cut = [path for path, spec in specs if any(layout.other_spec(spec))]
-    if cut:
+    specs = zip(gradients, treedef.flatten_up_to(placed.params), strict=True)
+    on_other_axes = [path for path, spec in specs if any(layout.other_spec(spec))]
+    if on_other_axes:
         raise ValueError(
-            f"sync: {cut[0]!r} is cut over other axes of the mesh than those of data parallelism; "
-            "only the plain exchange (sync=None) takes such parameters."
+            f"sync: {on_other_axes[0]!r} is sharded over mesh axes other than the data axes; only "
+            "the plain sum (sync=None) supports such parameters."
         )
-    return state if keeps_state else None
+    return state if has_state else None
+
+
+# --- Another number of devices --------------------------------------------------------------------
+
+
+def types_for_devices(layout: Layout, state: Any, devices: int) -> Any:
+    """The types of a state of another number of devices; sharded if that number divides."""
+    first, _ = _axes(layout)
+    divides = devices % math.prod(layout.mesh.shape[axis] for axis in first) == 0
+    spec = sync_spec(layout) if divides else PartitionSpec(None, *sync_spec(layout)[1:])
+    sharding = NamedSharding(layout.mesh, spec)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((devices, *x.shape[1:]), x.dtype, sharding=sharding), state
+    )
+
+
+def resize_sync_state(layout: Layout, state: Any) -> Any:
+    """A state of another number of devices as one of the devices of this layout."""
+    sizes = [math.prod(layout.mesh.shape[axis] for axis in axes) for axes in _axes(layout)]
+    leaves = jax.tree.leaves(state)
+    if not leaves:
+        raise ValueError("the train state holds no state of a gradient sync to resize.")
+    if leaves[0].shape[1] != sizes[1]:
+        raise ValueError(
+            f"the state of the gradient sync is that of {leaves[0].shape[1]} shards in a replica, "
+            f"and the mesh has {sizes[1]}: only the number of replicas may change."
+        )
+    sharding = NamedSharding(layout.mesh, sync_spec(layout))
+    return jax.jit(resize, static_argnums=1, out_shardings=sharding)(state, sizes[0])
 
 
 # --- In a train state -----------------------------------------------------------------------------
 
 
-def has_sync(state: Any) -> bool:
-    """Whether a train state holds the state of an exchange."""
+def has_sync_state(state: Any) -> bool:
+    """Whether a train state holds the state of a gradient sync."""
     found = state[1:2] if isinstance(state, tuple) else [getattr(state, "opt_state", None)]
     return any(isinstance(x, SyncedState) for x in found)
 
 
-def opt_state_of(state: Any) -> Any:
-    """The ``opt_state`` of a ``TrainState`` or a pair."""
-    return state[1] if isinstance(state, tuple) else state.opt_state
-
-
-def with_opt_state(state: Any, opt_state: Any) -> Any:
-    """A train state with another ``opt_state``."""
-    if isinstance(state, tuple):
-        return (state[0], opt_state)
-    return state.replace(opt_state=opt_state)
-
-
-def take(state: Any) -> tuple[Any, Any]:
-    """A train state whose ``opt_state`` is the transformation's alone, and the exchange's state."""
-    if not has_sync(state):
+def split_sync_state(state: Any) -> tuple[Any, Any]:
+    """A train state with the transformation's own ``opt_state``, and the state of the sync."""
+    if not has_sync_state(state):
         return state, None
     both = opt_state_of(state)
     return with_opt_state(state, both.inner_state), both.sync_state
 
 
-def put(state: Any, sync_state: Any) -> Any:
-    """Undoes ``take``."""
+def join_sync_state(state: Any, sync_state: Any) -> Any:
+    """Undoes ``split_sync_state``."""
     if sync_state is None:
         return state
     return with_opt_state(state, SyncedState(opt_state_of(state), sync_state))

@@ -352,12 +352,12 @@ def test_describe_counts_bytes_and_names_what_stays_whole():
     whole, cut = (24 + 3) * 4, (24 // 4 + 3) * 4
     assert found.bytes_per_device == {"params": whole, "grads": cut, "opt_state": 2 * cut + 4}
     assert {row.path: row.note for row in found.fallbacks} == {
-        "b": "whole: 3 elements, min_shard_size is 4"
+        "b": "unsharded: 3 elements, min_shard_size is 4"
     }
     text = str(found)
     assert "ZeRO stage 2 over data on the mesh (data=4)" in text
     assert "b (1 array, 12 bytes of gradients): 3 elements, min_shard_size is 4" in text
-    assert "whole: 3 elements, min_shard_size is 4" in found.table()
+    assert "unsharded: 3 elements, min_shard_size is 4" in found.table()
     # What it says is what the arrays hold.
     state = zero.init(lambda: make_pair(tx), tx=tx)
     held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
@@ -409,7 +409,7 @@ def test_parameters_of_stage_3_have_reasons():
         return rows
 
     kernels = {"head/kernel": "", "layer_0/kernel": ""}
-    assert notes(3) == kernels | {"layer_0/scale": "whole: 32 elements, min_shard_size is 100"}
+    assert notes(3) == kernels | {"layer_0/scale": "unsharded: 32 elements, min_shard_size is 100"}
     assert notes(2) == kernels | {"layer_0/scale": ""}  # none is to be sharded
 
 
@@ -438,7 +438,7 @@ def test_another_dim_is_taken_where_the_longest_does_not_divide():
     found = zero_of(4).describe(jax.eval_shape(make), tx=TX)
     grads = {row.path: row for row in found.rows if row.part == "grads"}
     assert grads["w"].spec == P(None, "data")
-    assert grads["odd"].note == "whole: no free dim of (9, 7) divides by 4"
+    assert grads["odd"].note == "unsharded: no free dim of (9, 7) divides by 4"
 
 
 # --- Errors -----------------------------------------------------------------------------------
@@ -471,7 +471,7 @@ def test_bad_microbatches():
 def test_bad_states():
     zero = zero_of()
     step = zero.train_step(mean_loss, tx=TX)
-    with pytest.raises(ValueError, match=r"'0/b' should lie on the mesh .* Make the state with"):
+    with pytest.raises(ValueError, match=r"'0/b' has the placement .* Make the state with"):
         step(make_pair(), zero.put(batch()))
     with pytest.raises(ValueError, match="needs the argument tx"):
         zero.train_step(mean_loss)(make_pair(), batch())
@@ -479,7 +479,7 @@ def test_bad_states():
         zero.specs({"params": 1})
     with pytest.raises(ValueError, match=r"not that of tx\.init"):
         zero.specs(make_pair(optax.adam(1.0)), tx=TX)
-    with pytest.raises(ValueError, match="already lies on axis 'data'"):
+    with pytest.raises(ValueError, match="is sharded over axis 'data' already"):
         zero.specs(make_pair(), tx=TX, param_specs={"w": P("data"), "b": P()})
 
 
@@ -488,7 +488,7 @@ def test_a_state_of_another_stage_is_refused():
     tx = optax.adamw(1e-3)
     state = zero_of(stage=0).init(lambda: make_pair(tx), tx=tx)
     zero = zero_of(stage=2)
-    with pytest.raises(ValueError, match=r"mu/w' should lie on the mesh"):
+    with pytest.raises(ValueError, match=r"mu/w' has the placement"):
         zero.train_step(mean_loss, tx=tx)(state, zero.put(batch()))
 
 

@@ -297,7 +297,10 @@ def test_a_state_that_is_placed_otherwise_after_the_first_step():
     zero = zero_of(kind=AxisType.Auto)
     step = zero.train_step(mean_loss, tx=TX)
     state, _ = step(zero.init(make_pair, tx=TX), zero.put(batch()))
-    messages = {zero_of(stage=3): "'b' already lies on axis 'data'", zero_of(): "'0/b' should lie"}
+    messages = {
+        zero_of(stage=3): "'b' is sharded over axis 'data' already",
+        zero_of(): "'0/b' has the placement",
+    }
     for other, message in messages.items():
         elsewhere = jax.device_put(jax.device_get(state), other.shardings(make_pair(), tx=TX))
         for one in (step, zero.train_step(mean_loss, tx=TX)):

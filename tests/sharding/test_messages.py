@@ -74,7 +74,7 @@ def test_an_out_sharding_over_the_batch(kind):
         state = zero.init(lambda: (jax.tree.map(jnp.array, params), TX.init(params)), tx=TX)
         return zero.train_step(loss_fn, tx=TX)(state, zero.put(np.arange(8)))
 
-    with pytest.raises(ValueError, match=r"over the axes of data parallelism \('data',\)"):
+    with pytest.raises(ValueError, match=r"over the data axes \('data',\)"):
         run(PartitionSpec("data"))
     run(None)
 

@@ -420,7 +420,7 @@ def test_rows_that_are_summed_in_the_backward_pass_are_refused():
         y = batch["x"] @ params["w"] + shd.lookup(params["table"], batch["row"])
         return (y**2).mean()
 
-    with pytest.raises(ValueError, match="that of 'table' is exchanged by rows as the backward"):
+    with pytest.raises(ValueError, match="that of 'table' is synchronized by rows in the backward"):
         lowered(zero, tx_of(), loss)
     lowered(zero, optax.sgd(1e-2), loss)
     # At stage 3 what is compared are micro-batches, after the rows were summed.

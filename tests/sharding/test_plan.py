@@ -319,7 +319,7 @@ def test_state_formats(state_format):
     assert found[0].opt_state < 0.65 * plain[0].opt_state
     for a, b in zip(plain, found, strict=True):
         assert (a.master, a.params, a.grads, a.wire) == (b.master, b.params, b.grads, b.wire)
-    # ArrayLayout over 8 devices: all but what is small.
+    # Sharded over 8 devices: all but small arrays.
     assert found[3].opt_state < found[0].opt_state / 8 + 2 * 4 * 4095 + 1000
     assert plain[0].master == 4 * NUM_STATE
 

@@ -420,7 +420,7 @@ def test_what_a_handle_can_be_asked(stage, x64):
         jnp.asarray(params["table"])  # of which nothing is traced when the loss is looked at
         return loss(params, ids)
 
-    with pytest.raises(TypeError, match="not whole on the device"):
+    with pytest.raises(TypeError, match="is sharded, and not an array"):
         zero.train_step(careless, tx=tx)(state, ids)
 
 
@@ -468,7 +468,7 @@ def test_rows_of_an_nnx_module_lie_as_their_ids():
     ("look", "match"),
     [
         (lambda t, i: shd.lookup(t, i) + 0.1 * jnp.mean(t), "'table', and uses it otherwise too"),
-        (lambda t, i: shd.lookup(2.0 * t, i), r"shape \(96, 16\) that is no parameter as it came"),
+        (lambda t, i: shd.lookup(2.0 * t, i), r"shape \(96, 16\) that is not an unmodified"),
         (
             lambda t, i: jax.lax.cond(
                 i.sum() > 30, lambda: shd.lookup(t, i), lambda: jnp.ones((*i.shape, 16))
@@ -479,10 +479,10 @@ def test_rows_of_an_nnx_module_lie_as_their_ids():
     ids=["tied", "scaled", "in a branch"],
 )
 def test_what_needs_the_whole_gradient(look, match, x64):
-    """It is exchanged whole, and the user hears of it."""
+    """Its full gradient is synchronized, and a warning is issued."""
     shape = (96, 16)
     want = train(zero_of(None, 2), look, shape)
-    with pytest.warns(UserWarning, match=f"{match}.*: its gradient is exchanged whole"):
+    with pytest.warns(UserWarning, match=f"{match}.*: its full gradient is synchronized"):
         have = train(zero_of(sync.zen(0.2, min_size=1), 2), look, shape)
     assert_same(have, want, initial(shape))
 
@@ -561,7 +561,7 @@ def test_a_table_of_a_gathered_block_is_gathered():
     block = zero.gathered(lambda params, ids: jnp.mean(shd.lookup(params["table"], ids)))
     state = zero.abstract_state(lambda: (params, tx.init(params)), tx=tx)
     ids = jax.ShapeDtypeStruct((8 * 16,), jnp.int32)
-    with pytest.warns(UserWarning, match=r"shape \(4096, 16\) that is no parameter as it came"):
+    with pytest.warns(UserWarning, match=r"shape \(4096, 16\) that is not an unmodified"):
         lowered = zero.train_step(block, tx=tx).lower(state, ids)
     assert gathered_tables(lowered, 4096)
 

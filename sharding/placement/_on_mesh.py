@@ -1,0 +1,149 @@
+"""Runs code on a layout's mesh: contexts, Explicit axes, and ``shard_map`` over the data axes."""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+
+from sharding.placement._layout import Layout
+from sharding.placement._specs import AnyMesh, only_axes
+
+
+def on_mesh(
+    layout: Layout, fn: Callable[..., Any], out_shardings: Callable[[Any], Any]
+) -> Callable[..., Any]:
+    """``fn(layout, *args)`` as a function of ``args``, for which all mesh axes are Auto.
+
+    Args:
+      layout: the mesh.
+      fn: the function.
+      out_shardings: from the shapes of the outputs to their shardings. On Explicit axes
+        ``auto_axes`` requires these; the shapes come from tracing ``fn`` on an Auto twin of the
+        mesh.
+    """
+    if not layout.explicit_axes:
+
+        @functools.wraps(functools.partial(fn, layout))
+        def checked(*args: Any) -> Any:
+            check_context(layout.mesh)
+            return fn(layout, *args)
+
+        return checked
+    auto = (AxisType.Auto,) * len(layout.mesh.axis_names)
+    if isinstance(layout.mesh, Mesh):
+        mesh: AnyMesh = Mesh(layout.mesh.devices, layout.mesh.axis_names, axis_types=auto)
+    else:
+        mesh = layout.mesh.update(axis_types=auto)
+    twin = dataclasses.replace(layout, mesh=mesh)
+
+    @functools.wraps(functools.partial(fn, layout))  # compiled programs name its arguments
+    def call(*args: Any) -> Any:
+        check_context(layout.mesh)
+        types = jax.tree.map(jax.typeof, args)
+        shapes = jax.tree.map(lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype), types)
+        with jax.sharding.use_abstract_mesh(_abstract(mesh)):
+            out = out_shardings(jax.eval_shape(functools.partial(fn, twin), *shapes))
+        # On a mesh with axes of both types, Auto axes are no part of the types of outputs.
+        out = jax.tree.map(
+            lambda s: NamedSharding(layout.mesh, only_axes(s.spec, layout.explicit_axes)), out
+        )
+        run = functools.partial(fn, layout)
+        return jax.sharding.auto_axes(run, axes=layout.explicit_axes, out_sharding=out)(*args)
+
+    return call
+
+
+def over_data_axes(
+    layout: Layout, fn: Callable[..., Any], in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """A ``shard_map`` of ``fn`` over the data axes; other axes are left to the partitioner.
+
+    Raises:
+      ValueError: in the call, in place of errors of jax that name no remedy.
+    """
+    mapped = jax.shard_map(
+        fn,
+        # Inside auto_axes the mesh is that of the context.
+        mesh=None if layout.explicit_axes else layout.mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(layout.data_axes),
+        # With it, the transpose would sum the gradients of unsharded parameters by itself.
+        check_vma=False,
+    )
+
+    @functools.wraps(fn)
+    def call(*args: Any) -> Any:
+        try:
+            return mapped(*args)
+        except NotImplementedError as error:
+            raise _with_remedy(layout, error) from error
+
+    return call
+
+
+def _with_remedy(layout: Layout, error: NotImplementedError) -> Exception:
+    """An error that says what to do; the error itself where that is not known."""
+    if "Closing over" in str(error):
+        return ValueError(
+            "the loss closes over an array on a mesh of Explicit axes, which jax does not support. "
+            "Pass it as model_state (train_step, value_and_grad and eval_step take it), close over "
+            "a NumPy array, or make the mesh with axis_types="
+            f"(jax.sharding.AxisType.Auto,) * {len(layout.mesh.axis_names)}. jax says: {error}"
+        )
+    if "`Manual` AxisType" in str(error):
+        return ValueError(
+            f"the loss requests a sharding over the data axes {layout.data_axes}, such as by "
+            "out_sharding or reshard. In a step each device has its shard of the batch, and these "
+            f"axes cannot be named: omit the argument, or name other mesh axes. jax says: {error}"
+        )
+    return error
+
+
+def _abstract(mesh: AnyMesh) -> AbstractMesh:
+    return mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+
+
+def no_mesh(keep: AnyMesh | None = None) -> contextlib.AbstractContextManager[Any]:
+    """A context without a mesh, whatever ``jax.set_mesh`` set; inside ``jit``, no change.
+
+    ZeRO names its own mesh everywhere. A function then compiles once for calls from all contexts.
+
+    Args:
+      keep: a mesh that stays in the context if it is there and its axes are Auto. So does an empty
+        context: for the caches of jax it differs from one that is set to be empty.
+    """
+    if keep is not None:
+        found = jax.sharding.get_abstract_mesh()
+        same = _axis_sizes_and_types(found) == _axis_sizes_and_types(_abstract(keep))
+        if found.empty or (same and set(found.axis_types) == {AxisType.Auto}):
+            return contextlib.nullcontext()
+    try:
+        return jax.set_mesh(None)
+    except ValueError:  # inside jit, where a mesh can only be checked
+        return contextlib.nullcontext()
+
+
+def check_context(mesh: AnyMesh) -> None:
+    """Raises if the context, inside ``jit``, has another mesh."""
+    found, wanted = jax.sharding.get_abstract_mesh(), _abstract(mesh)
+    same = _axis_sizes_and_types(found) == _axis_sizes_and_types(wanted)
+    if not (found.empty or found.manual_axes or same):
+        raise ValueError(
+            f"inside jit, the mesh of the context is {_printed(found)} and that of Zero is "
+            f"{_printed(wanted)}. Call the jitted function under jax.set_mesh(zero.mesh), or where "
+            "no mesh is set."
+        )
+
+
+def _axis_sizes_and_types(mesh: AbstractMesh) -> tuple[Any, Any]:
+    return tuple(mesh.shape.items()), mesh.axis_types
+
+
+def _printed(mesh: AbstractMesh) -> str:
+    axes = zip(mesh.shape.items(), mesh.axis_types, strict=True)
+    return "(" + ", ".join(f"{name}={size} {kind.name}" for (name, size), kind in axes) + ")"

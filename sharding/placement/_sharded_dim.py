@@ -1,0 +1,44 @@
+"""Which dim of a parameter ZeRO shards."""
+
+from collections.abc import Sequence
+
+# Shards of the last dim are multiples of this many elements, or another dim is preferred: blocks of
+# quantized state stay unsplit, and so do a TPU's registers (its compiler takes three times as long
+# over narrower shards).
+LAST_DIM_MULTIPLE = 256
+# A dim has to have this many elements to be sharded in place of the last one; a shorter one may be
+# the dim of a stack of layers, which loops take off.
+MIN_OTHER_DIM = 64
+
+
+def choose_sharded_dim(
+    shape: Sequence[int], free: Sequence[int], shard_counts: Sequence[int]
+) -> int | None:
+    """The longest free dim that divides by the number of shards; the first of equally long ones.
+
+    If that is the last dim, and its shards would not be multiples of 256 elements, the longest
+    other dim of at least 64 elements that divides is chosen instead, if there is one.
+
+    Args:
+      shape: of the parameter.
+      free: the dims that no other mesh axis shards.
+      shard_counts: numbers of shards, in order of preference.
+
+    Returns:
+      A dim, or None if no free dim divides by any of the counts.
+    """
+
+    def length(dim: int) -> tuple[int, int]:
+        return shape[dim], -dim
+
+    last = len(shape) - 1
+    for count in shard_counts:
+        divisible = [dim for dim in free if shape[dim] and shape[dim] % count == 0]
+        if not divisible:
+            continue
+        best = max(divisible, key=length)
+        if best == last and shape[last] // count % LAST_DIM_MULTIPLE:
+            others = [d for d in divisible if d != last and shape[d] >= MIN_OTHER_DIM]
+            best = max(others, key=length, default=last)
+        return best
+    return None

@@ -1,0 +1,96 @@
+"""Train states: a Flax ``TrainState``, or a pair ``(params, opt_state)``."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def parts(
+    state: Any, tx: optax.GradientTransformation | None
+) -> tuple[Any, Any, optax.GradientTransformation]:
+    """(params, opt_state, tx) of a Flax ``TrainState`` or a pair."""
+    if all(hasattr(state, name) for name in ("params", "opt_state", "tx", "replace")):
+        if tx is not None and tx is not state.tx:
+            raise ValueError("tx was given, but the train state has a tx of its own.")
+        return state.params, state.opt_state, state.tx
+    if isinstance(state, tuple) and len(state) == 2:
+        if tx is None:
+            raise ValueError("a state that is a pair (params, opt_state) needs the argument tx.")
+        return state[0], state[1], tx
+    raise _no_state(state)
+
+
+def _no_state(found: Any) -> ValueError:
+    return ValueError(
+        "the state must be a Flax TrainState or a pair (params, opt_state), got "
+        f"{type(found).__name__}."
+    )
+
+
+def params_of(state: Any) -> Any:
+    """The parameters of a ``TrainState`` or a pair."""
+    if isinstance(state, tuple) and len(state) == 2:
+        return state[0]
+    if not hasattr(state, "params"):
+        raise _no_state(state)
+    return state.params
+
+
+def model_state_of(state: Any, names: Any) -> Any:
+    """The fields of a ``TrainState`` that a loss takes as its model state.
+
+    One name gives the field's value, several a dict.
+    """
+    if isinstance(names, str):
+        return _field(state, names)
+    return {name: _field(state, name) for name in names}
+
+
+def _field(state: Any, name: str) -> Any:
+    if isinstance(state, tuple) or not hasattr(state, name):
+        raise ValueError(
+            f"model_state={name!r} names no field of the train state, a {type(state).__name__}. A "
+            "pair (params, opt_state) has none: use model_state=True, and give the model state in "
+            "each call of the step."
+        )
+    return getattr(state, name)
+
+
+def with_model_state(state: Any, names: Any, model_state: Any) -> Any:
+    """A ``TrainState`` with other values of these fields."""
+    fields = {names: model_state} if isinstance(names, str) else model_state
+    return state.replace(**fields)
+
+
+def opt_state_of(state: Any) -> Any:
+    """The ``opt_state`` of a ``TrainState`` or a pair."""
+    return state[1] if isinstance(state, tuple) else state.opt_state
+
+
+def with_opt_state(state: Any, opt_state: Any) -> Any:
+    """A train state with another ``opt_state``."""
+    if isinstance(state, tuple):
+        return (state[0], opt_state)
+    return state.replace(opt_state=opt_state)
+
+
+def resolve_trainable(params: Any, trainable: Any) -> Any:
+    """Whether each parameter is trained: as asked; never if it is no floating number.
+
+    Raises:
+      ValueError: if the mask does not match the parameters.
+    """
+    mask = trainable(params) if callable(trainable) else trainable
+    try:
+        mask = jax.tree.map(
+            lambda choice, part: jax.tree.map(lambda _: bool(choice), part),
+            True if mask is None else mask,
+            params,
+        )
+    except ValueError as error:
+        raise ValueError(f"trainable does not match the parameters: {error}") from None
+    return jax.tree.map(
+        lambda choice, x: choice and jnp.issubdtype(x.dtype, jnp.inexact), mask, params
+    )

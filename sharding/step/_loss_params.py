@@ -1,0 +1,102 @@
+"""The parameters as the loss gets them, and as its gradient is taken."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from sharding.collectives._dtypes import sum_dtype
+from sharding.step._gather_params import GatherSpec, Shard, gather
+from sharding.step._lookup import Table
+from sharding.step._step_plan import ParamPlan, StepPlan
+
+
+def differentiated(plan: StepPlan, params: list[jax.Array]) -> list[jax.Array]:
+    """The differentiated inputs; a gradient has the shape and the dtype of its input.
+
+    Args:
+      plan: of the step.
+      params: as this device holds them; at stage 3 shards.
+    """
+    if plan.layout.stage == 3:
+        # The transpose of the gather, which reduces gradients, ends in the dtype of the shard.
+        result = plan.precision.of_result
+        return [x.astype(jnp.promote_types(x.dtype, result(x.dtype))) for x in params]
+    return [
+        _gradient_tap(plan, param) if param.synced_by_rows else x.astype(param.loss_dtype)
+        for param, x in zip(plan.params, params, strict=True)
+    ]
+
+
+def _gradient_tap(plan: StepPlan, param: ParamPlan) -> jax.Array:
+    """Zeros in place of a table that is synced by rows, of the shape of its gradient's shard."""
+    shape, dim = list(param.shape), param.shard.dim
+    if dim:
+        shape[dim] //= plan.layout.num_shards
+    return jnp.zeros(shape, sum_dtype(param.reduce_dtype))
+
+
+def loss_params(plan: StepPlan, inputs: list[jax.Array], params: list[jax.Array]) -> list[Any]:
+    """What the loss gets: unsharded parameters, and handles of those it gathers by itself.
+
+    Args:
+      plan: of the step.
+      inputs: the differentiated inputs, and in their places the parameters that have no gradient.
+      params: as this device holds them.
+    """
+    gather_specs = _gather_specs(plan)
+    if plan.layout.stage < 3:
+        if not any(param.synced_by_rows for param in plan.params):
+            return inputs
+        return [
+            Table(x.astype(spec.dtype), tap, spec)
+            if param.synced_by_rows
+            else tap.astype(spec.dtype)
+            for param, x, tap, spec in zip(plan.params, params, inputs, gather_specs, strict=True)
+        ]
+    leaves = [
+        Shard(x, spec) if spec.dim else x.astype(spec.dtype)
+        for x, spec in zip(inputs, gather_specs, strict=True)
+    ]
+    by_loss = [param.gathered_by_loss for param in plan.params]
+    at_once = iter(gather([x for x, own in zip(leaves, by_loss, strict=True) if not own]))
+    return [x if own else next(at_once) for x, own in zip(leaves, by_loss, strict=True)]
+
+
+def _gather_specs(plan: StepPlan) -> list[GatherSpec]:
+    specs = []
+    for param, reduce in zip(plan.params, _backward_syncs(plan), strict=True):
+        entries = tuple(param.shard.spec)
+        specs.append(
+            GatherSpec(
+                plan.layout,
+                param.shard.dim,
+                entries + (None,) * (len(param.shape) - len(entries)),
+                param.loss_dtype,
+                param.reduce_dtype,
+                reduce,
+                param.rows,
+                plan.precision.gather_bits,
+            )
+        )
+    return specs
+
+
+def _backward_syncs(plan: StepPlan) -> list[Callable[[jax.Array, int], jax.Array] | None]:
+    """Per parameter, the sync of its gradient in the backward pass; None for a reduce-scatter."""
+    if plan.sync is None or not plan.syncs_shard_axes or plan.layout.stage < 3:
+        return [None] * len(plan.params)
+    sync, axes, state = plan.sync, plan.layout.axes, plan.empty_sync_state()
+    nothing = {param.path: None for param in plan.params}
+    dims = dict.fromkeys(nothing, 0)
+
+    def sync_of(path: str) -> Callable[[jax.Array, int], jax.Array]:
+        def reduce(grad: jax.Array, dim: int) -> jax.Array:
+            means, _ = sync.reduce_scatter(nothing | {path: grad}, state, axes, dims | {path: dim})
+            return means[path] * lax.axis_size(axes)
+
+        return reduce
+
+    return [sync_of(param.path) for param in plan.params]

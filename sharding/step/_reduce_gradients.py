@@ -1,0 +1,109 @@
+"""Sums gradients over devices: of each micro-batch, and of what the micro-batches accumulated.
+
+All functions take and return the gradients of the trained parameters, and run inside a
+``shard_map`` over the data axes.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from sharding.collectives._array_layout import ArrayLayout
+from sharding.collectives._reduce_scatter import reduce_scatter_arrays
+from sharding.step._step_plan import StepPlan
+
+
+def reduce_microbatch(plan: StepPlan, grads: list[jax.Array]) -> list[jax.Array]:
+    """Reduce-scatters the sharded gradients of one micro-batch over the axes of shards.
+
+    At stage 3 the transpose of the gather has done it. Below stage 2, and with a sync that has a
+    state, micro-batches accumulate unreduced gradients.
+    """
+    if plan.layout.stage != 2 or not plan.reduces_microbatches:
+        return grads
+    chosen = [bool(param.shard.dim) and not param.synced_by_rows for param in plan.trained]
+    if plan.syncs_shard_axes:
+        return _sync(plan, grads, chosen, plan.empty_sync_state())[0]
+    return _sum(plan, grads, plan.layout.axes, chosen, _shards(plan))
+
+
+def reduce_accumulated(plan: StepPlan, grads: list[jax.Array]) -> list[jax.Array]:
+    """Sums the accumulated gradients over all axes that they were not summed over yet."""
+    layout, sharded = plan.layout, [bool(param.shard.dim) for param in plan.trained]
+    if not plan.reduces_microbatches:
+        grads = _sum(plan, grads, layout.axes, sharded, _shards(plan))
+    if layout.replica_axes:
+        replica_shards = [param.replica_shard for param in plan.trained]
+        grads = _sum(plan, grads, layout.replica_axes, sharded, replica_shards)
+    unsharded = [not choice for choice in sharded]
+    return _sum(plan, grads, layout.data_axes, unsharded, _shards(plan))
+
+
+def sync_accumulated(
+    plan: StepPlan, grads: list[jax.Array], state: Any, scale: Any
+) -> tuple[list[jax.Array], Any]:
+    """``reduce_accumulated`` times ``scale`` by the plan's sync, and the new state of the sync.
+
+    Gradients are scaled before they are sent: residuals are those of the gradient, not of a sum.
+    """
+    chosen = [
+        not (param.synced_by_rows or (param.shard.dim and plan.reduces_microbatches))
+        for param in plan.trained
+    ]
+    if plan.layout.replica_axes:
+        grads = _sum(plan, grads, plan.layout.axes, chosen, _shards(plan))
+        chosen = [True] * len(grads)
+    return _sync(plan, [g * scale for g in grads], chosen, state)
+
+
+def _shards(plan: StepPlan) -> list[ArrayLayout]:
+    return [param.shard for param in plan.trained]
+
+
+def _sum(
+    plan: StepPlan,
+    grads: list[jax.Array],
+    axes: tuple[str, ...],
+    chosen: Sequence[bool],
+    arrays: Sequence[ArrayLayout],
+) -> list[jax.Array]:
+    """Sums the chosen gradients over axes; reduce-scatters those whose array has a sharded dim."""
+    picked = [i for i, choice in enumerate(chosen) if choice]
+    if not picked:
+        return grads
+    cast = _to_reduce_dtypes(plan, grads)
+    with jax.named_scope("reduce_gradients"):
+        sums = reduce_scatter_arrays(
+            plan.layout, axes, [cast[i] for i in picked], [arrays[i] for i in picked]
+        )
+    new = dict(zip(picked, sums, strict=True))
+    return [new.get(i, g) for i, g in enumerate(grads)]
+
+
+def _sync(
+    plan: StepPlan, grads: list[jax.Array], chosen: Sequence[bool], state: Any
+) -> tuple[list[jax.Array], Any]:
+    """The sums of the chosen gradients by the plan's sync, and its new state."""
+    assert plan.sync is not None
+    replicas = plan.layout.replica_axes
+    axes = replicas or plan.layout.axes
+    tree: dict[str, Any] = {param.path: None for param in plan.params}
+    dims = dict.fromkeys(tree, 0)
+    cast = _to_reduce_dtypes(plan, grads)
+    for param, g, choice in zip(plan.trained, cast, chosen, strict=True):
+        if choice:
+            tree[param.path] = g
+            dims[param.path] = (param.replica_shard if replicas else param.shard).dim
+    with jax.named_scope("reduce_gradients"):
+        means, state = plan.sync.reduce_scatter(tree, state, axes, dims)
+    num = lax.axis_size(axes)
+    return [
+        means[param.path] * num if choice else g
+        for param, g, choice in zip(plan.trained, grads, chosen, strict=True)
+    ], state
+
+
+def _to_reduce_dtypes(plan: StepPlan, grads: list[jax.Array]) -> list[jax.Array]:
+    return [g.astype(param.reduce_dtype) for g, param in zip(grads, plan.trained, strict=True)]

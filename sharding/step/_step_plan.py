@@ -1,0 +1,241 @@
+"""The plan of a step: how each parameter is sharded, gathered, differentiated and synchronized."""
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from sharding.collectives._array_layout import ArrayLayout
+from sharding.placement._layout import Layout, Placement
+from sharding.placement._specs import axes_of, path_str
+from sharding.step import _gather_params, _lookup
+from sharding.step._param_uses import ParamUses, find_uses
+from sharding.step._precision import Precision
+from sharding.sync import GradientSync, RowMethod
+
+
+class StepSpec(NamedTuple):
+    """What a step is told about its parameters; trees as the parameters.
+
+    Attributes:
+      precision: the dtypes of computing, reducing, accumulating and gathering.
+      placed: the placement of the parameters.
+      trained: bools, whether each parameter has a gradient.
+      sync: makes the mean of gradients, in place of a sum: over the replica axes if there are any,
+        else over the axes of shards.
+    """
+
+    precision: Precision
+    placed: Placement
+    trained: Any
+    sync: GradientSync | None = None
+
+
+class ParamPlan(NamedTuple):
+    """One parameter in a step.
+
+    Attributes:
+      path: its path in the tree.
+      shape: its unsharded shape.
+      dtype: in the train state.
+      loss_dtype: as the loss sees it.
+      reduce_dtype: in which its gradient is summed over devices.
+      trained: whether it has a gradient.
+      shard: how it and its gradient are sharded over the axes of shards.
+      replica_shard: how its gradient is sharded over the replica axes as well.
+      rows: the sync of rows that were looked up; None to sync the full gradient.
+      gathered_by_loss: at stage 3, whether the loss gathers it, or looks up rows of it, by itself.
+      synced_by_rows: below stage 3, whether the derivative of ``lookup`` syncs its gradient.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    loss_dtype: Any
+    reduce_dtype: Any
+    trained: bool
+    shard: ArrayLayout
+    replica_shard: ArrayLayout
+    rows: RowMethod | None
+    gathered_by_loss: bool
+    synced_by_rows: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """All parameters in a step.
+
+    Attributes:
+      layout: the mesh and the stage.
+      precision: the dtypes of the step.
+      params: a plan for each leaf of the parameters.
+      sync: see ``StepSpec``.
+      sync_has_state: whether ``sync`` has a state, such as error-feedback residuals.
+    """
+
+    layout: Layout
+    precision: Precision
+    params: tuple[ParamPlan, ...]
+    sync: GradientSync | None
+    sync_has_state: bool
+
+    @property
+    def trained(self) -> tuple[ParamPlan, ...]:
+        """The parameters that have a gradient, in their order."""
+        return tuple(param for param in self.params if param.trained)
+
+    @property
+    def reduces_microbatches(self) -> bool:
+        """Whether the gradients of each micro-batch are reduced, so that only shards accumulate.
+
+        A sync with a state runs once a step: its residuals are those of the full gradient.
+        """
+        once = self.sync_has_state and not self.layout.replica_axes
+        return self.layout.stage >= 2 and not once
+
+    @property
+    def syncs_shard_axes(self) -> bool:
+        """Whether ``sync`` makes the mean over the axes of shards."""
+        return self.sync is not None and not self.layout.replica_axes
+
+    def empty_sync_state(self) -> Any:
+        """The state of a ``sync`` that has no arrays in it."""
+        if self.sync is None:
+            return None
+        return self.sync.init({p.path: jax.ShapeDtypeStruct(p.shape, p.dtype) for p in self.params})
+
+
+def plan_step(
+    layout: Layout,
+    spec: StepSpec,
+    params: Any,
+    sync_has_state: bool,
+    loss: Callable[..., Any],
+    *args: Any,
+) -> StepPlan:
+    """The plan of a step with one loss.
+
+    Args:
+      layout: the mesh and the stage.
+      spec: how the parameters are placed, trained and synchronized.
+      params: the tree of parameters, unsharded, or their types.
+      sync_has_state: whether the sync has a state.
+      loss: a function of the list of parameters and ``args``.
+      *args: abstract arrays.
+
+    Warns:
+      UserWarning: see ``_gathered_by_loss`` and ``_synced_by_rows``.
+    """
+    treedef: Any = jax.tree.structure(params)
+    flat = zip(
+        jax.tree_util.tree_leaves_with_path(params),
+        *map(treedef.flatten_up_to, (spec.trained, *spec.placed[:3])),
+        strict=True,
+    )
+    plans = []
+    for (path, x), trained, param_spec, shard_spec, dim in flat:
+        name, other = path_str(path), layout.other_spec(param_spec)
+        axes = {axis for entry in shard_spec for axis in axes_of(entry)}
+        replica_dim = dim if axes & set(layout.replica_axes) else 0
+        loss_dtype = spec.precision.of_loss(x.dtype)
+        rows = spec.sync.rows if spec.sync is not None else None
+        plans.append(
+            ParamPlan(
+                name,
+                tuple(x.shape),
+                x.dtype,
+                loss_dtype,
+                spec.precision.of_sum(loss_dtype),
+                trained,
+                ArrayLayout(dim, other),
+                ArrayLayout(replica_dim, other),
+                None if rows is None else rows(name, x),
+                gathered_by_loss=False,
+                synced_by_rows=False,
+            )
+        )
+    by_loss, by_rows = _handles(layout, plans, loss, args)
+    complete = tuple(
+        plan._replace(gathered_by_loss=i in by_loss, synced_by_rows=i in by_rows)
+        for i, plan in enumerate(plans)
+    )
+    return StepPlan(layout, spec.precision, complete, spec.sync, sync_has_state)
+
+
+def _handles(
+    layout: Layout, plans: list[ParamPlan], loss: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[set[int], set[int]]:
+    """Which parameters the loss gets as handles: at stage 3 as shards, below it as tables."""
+    with_rows = {i for i, plan in enumerate(plans) if plan.rows is not None}
+    if layout.stage < 3:
+        with_rows = {i for i in with_rows if plans[i].trained}
+        if not with_rows:
+            return set(), set()  # the loss need not be traced
+    params = [jax.ShapeDtypeStruct(plan.shape, plan.loss_dtype) for plan in plans]
+    uses = find_uses(loss, params, [_gather_params.MARK, _lookup.MARK], *args)
+    _warn_of_full_tables(plans, with_rows, uses)
+    if layout.stage < 3:
+        return set(), _synced_by_rows(plans, with_rows, uses)
+    return _gathered_by_loss(plans, uses), set()
+
+
+def _gathered_by_loss(plans: list[ParamPlan], uses: ParamUses) -> set[int]:
+    """At stage 3, the parameters that the loss gathers, or looks up rows of, and nothing else.
+
+    Warns:
+      UserWarning: if none of the sharded ones is among them.
+    """
+    own = set().union(*uses.marked.values()) - uses.otherwise
+    sharded = {i for i, plan in enumerate(plans) if plan.shard.dim}
+    if sharded and not sharded & own:
+        size = sum(
+            math.prod(plans[i].shape) * jnp.dtype(plans[i].loss_dtype).itemsize for i in sharded
+        )
+        warnings.warn(
+            "stage 3 with a loss that gathers no layer where it is used: all parameters, "
+            f"{size / 2**20:.1f} MiB, are gathered at once, and each device holds them unsharded "
+            "from the forward to the backward pass. Wrap the model's blocks in zero.gathered, "
+            "or call zero.gather in each layer.",
+            stacklevel=2,
+        )
+    return own
+
+
+def _synced_by_rows(plans: list[ParamPlan], with_rows: set[int], uses: ParamUses) -> set[int]:
+    """Below stage 3, the tables whose gradient is synced by the rows that were looked up.
+
+    Warns:
+      UserWarning: if a table is looked up in a branch: devices that take the other one would leave
+        those that sync waiting.
+    """
+    looked_up = uses.marked[_lookup.MARK]
+    tables = (with_rows & looked_up.keys()) - uses.otherwise
+    for i in tables & uses.branched:
+        _warn_full_sync(f"the loss looks up rows of {plans[i].path!r} in a branch or a while loop")
+    tables -= uses.branched
+    # A stack that is sharded along a dim that loops slice off has no shard of a single slice.
+    return {i for i in tables if -plans[i].shard.dim <= looked_up[i]}
+
+
+def _warn_of_full_tables(plans: list[ParamPlan], with_rows: set[int], uses: ParamUses) -> None:
+    """Warns about tables that could be synced by rows, if the loss did not use them otherwise."""
+    tables = with_rows & uses.marked[_lookup.MARK].keys()
+    for i in tables & uses.otherwise:
+        _warn_full_sync(f"the loss looks up rows of {plans[i].path!r}, and uses it otherwise too")
+    for i in tables & uses.marked[_gather_params.MARK].keys():
+        _warn_full_sync(f"the loss looks up rows of {plans[i].path!r}, and gathers it too")
+    for shape in uses.unknown[_lookup.MARK] if with_rows else ():
+        _warn_full_sync(
+            f"the loss looks up rows of an array of shape {shape} that is not an unmodified "
+            "parameter: it was gathered, cast or computed"
+        )
+
+
+def _warn_full_sync(found: str) -> None:
+    warnings.warn(
+        f"{found}: its full gradient is synchronized, and at stage 3 it is gathered.", stacklevel=3
+    )
