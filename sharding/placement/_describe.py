@@ -23,11 +23,11 @@ class Row:
       path: where it is in its part, such as ``dense/kernel``.
       shape: its global shape.
       dtype: its dtype.
-      spec: how it lies on the mesh.
+      spec: its placement on the mesh.
       bytes_per_device: what one device holds of it, in bytes; in the host's memory where ``memory``
         says so.
       note: why a gradient, and at stage 3 a parameter, is not sharded over the data axis; empty
-        where it is, or the stage does not ask for it.
+        where it is, or the stage does not shard it.
       memory: ``"device"`` or ``"host"``.
     """
 
@@ -89,8 +89,8 @@ class Description:
     def bytes_per_device(self) -> dict[str, int]:
         """Bytes in a device's memory of each part: ``params``, ``grads`` and ``opt_state``.
 
-        ``grads`` is what the stage keeps; until it is reduced, a gradient is whole. ``sync``, what
-        an exchange of gradients keeps, is there if there is such.
+        ``grads`` is what the stage stores; before they are reduced, gradients are unsharded. A
+        stateful gradient sync adds ``sync``.
         """
         total = dict.fromkeys(("params", "grads", "opt_state"), 0)
         total |= {row.part: 0 for row in self.rows if row.part not in total}

@@ -1,4 +1,4 @@
-"""Whole arrays in host memory."""
+"""Export: unsharded arrays in host memory."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 
 def full_tree(tree: Any) -> Any:
-    """A tree of global arrays as NumPy arrays, whole on every process."""
+    """A tree of global arrays as unsharded NumPy arrays, on every process."""
     return jax.tree.map(_full, tree)
 
 
@@ -16,6 +16,6 @@ def _full(x: Any) -> np.ndarray:
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_addressable:
         return np.asarray(jax.device_get(x))
-    # One array at a time is whole on the devices, and freed when it is on the host.
-    whole = NamedSharding(sharding.mesh, PartitionSpec())
-    return np.asarray(jax.jit(lambda x: x, out_shardings=whole)(x).addressable_data(0))
+    # The devices gather one array at a time, and free it when it is on the host.
+    replicated = NamedSharding(sharding.mesh, PartitionSpec())
+    return np.asarray(jax.jit(lambda x: x, out_shardings=replicated)(x).addressable_data(0))

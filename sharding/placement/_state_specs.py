@@ -16,8 +16,8 @@ def state_specs(
     """A partition spec for every leaf of a transformation's state, without rules of its own.
 
     ``tx.init`` is traced on abstract parameters that carry their shardings on a mesh of Explicit
-    axes; the types of the result tell how each leaf lies: a moment lies as its parameter does, a
-    row statistic as the rows, a counter is replicated.
+    axes. The types of the result hold the spec of each leaf: that of its parameter for a moment,
+    that of the rows for a row statistic, replicated for a counter.
 
     Args:
       tx: any optax transformation.
@@ -35,7 +35,7 @@ def state_specs(
 
     Warns:
       UserWarning: if ``tx.init`` cannot be traced with shardings in its types; then leaves that
-        have the shape and path of a parameter lie as it does, and all others are replicated.
+        have the shape and path of a parameter get its spec, and all others are replicated.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, sharding as shd
@@ -54,7 +54,7 @@ def state_specs(
 
 
 def _typed_init(tx: optax.GradientTransformation, params: Any, specs: Any, mesh: AnyMesh) -> Any:
-    """The state's types, with the shardings that follow from those of the parameters."""
+    """The types of the state, with shardings derived from those of the parameters."""
     explicit = AbstractMesh(
         tuple(mesh.shape.values()),
         mesh.axis_names,
@@ -67,7 +67,7 @@ def _typed_init(tx: optax.GradientTransformation, params: Any, specs: Any, mesh:
         params,
         specs,
     )
-    # Of a mesh in the context the next may not change the size.
+    # A mesh in the context cannot be replaced by one of another size; an empty one can.
     none = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
     with none, jax.sharding.use_abstract_mesh(explicit):
         return jax.eval_shape(tx.init, typed)
@@ -80,9 +80,9 @@ def _spec_of(x: jax.ShapeDtypeStruct) -> PartitionSpec:
 def _specs_by_path(
     tx: optax.GradientTransformation, params: Any, specs: Any, mesh: AnyMesh, error: Exception
 ) -> Any:
-    """Specs where ``tx.init`` fails on some of the parameters as they lie, or on all of them.
+    """Specs where ``tx.init`` fails on the shardings of some parameters, or of all.
 
-    State of those lies as its parameter does if it has its path and shape, else it is replicated.
+    Their state gets the spec of the parameter of the same path and shape, else it is replicated.
     """
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     state = jax.eval_shape(tx.init, plain)  # raises the transformation's own error, if it has one
@@ -90,22 +90,22 @@ def _specs_by_path(
     treedef: Any = jax.tree.structure(plain)
     flat_specs = treedef.flatten_up_to(specs)
 
-    def init(kept: set[int]) -> Any:
-        """The state's types where all other parameters are whole; None if ``tx.init`` fails."""
-        some = [spec if i in kept else PartitionSpec() for i, spec in enumerate(flat_specs)]
+    def init(sharded: set[int]) -> Any:
+        """Types of the state if only these parameters are sharded; None if ``tx.init`` fails."""
+        some = [spec if i in sharded else PartitionSpec() for i, spec in enumerate(flat_specs)]
         try:
             return _typed_init(tx, params, treedef.unflatten(some), mesh)
         except Exception:
             return None
 
-    kept = {i for i in range(len(leaves)) if init({i}) is not None}
-    typed = init(kept)
+    works = {i for i in range(len(leaves)) if init({i}) is not None}
+    typed = init(works)
     if typed is None:
-        kept, typed = set(), state
+        works, typed = set(), state
     left = {
         (path, tuple(leaf.shape)): spec
         for i, ((path, leaf), spec) in enumerate(zip(leaves, flat_specs, strict=True))
-        if i not in kept
+        if i not in works
     }
     warnings.warn(
         f"the transformation's init does not work on sharded types ({type(error).__name__}: "

@@ -52,7 +52,7 @@ def _field(state: Any, name: str) -> Any:
     if isinstance(state, tuple) or not hasattr(state, name):
         raise ValueError(
             f"model_state={name!r} names no field of the train state, a {type(state).__name__}. A "
-            "pair (params, opt_state) has none: use model_state=True, and give the model state in "
+            "pair (params, opt_state) has none: use model_state=True, and pass the model state in "
             "each call of the step."
         )
     return getattr(state, name)
@@ -77,7 +77,7 @@ def with_opt_state(state: Any, opt_state: Any) -> Any:
 
 
 def resolve_trainable(params: Any, trainable: Any) -> Any:
-    """Whether each parameter is trained: as asked; never if it is no floating number.
+    """Whether each parameter is trained: as requested, and never if it is not floating.
 
     Raises:
       ValueError: if the mask does not match the parameters.

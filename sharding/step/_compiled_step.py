@@ -19,7 +19,7 @@ def signature_of(tree: Any) -> Any:
 class CompiledStep:
     """A jitted function of (state, batch), compiled for the first state and batch it meets.
 
-    Only then is it known how they lie. Another structure or other shapes compile again, as in
+    Their placement is known only then. Another structure or other shapes compile again, as in
     ``jax.jit``.
     """
 
@@ -56,7 +56,7 @@ class CompiledStep:
             try:
                 return run(selected, batch, key, model_state)
             except ValueError:
-                # Of the same shapes, and placed otherwise: raises, or this is for that placement.
+                # The same shapes in another placement: this raises, or compiles for that one.
                 run = self._compile(selected, batch)
                 result = run(selected, batch, key, model_state)
                 self._compiled[signature] = run

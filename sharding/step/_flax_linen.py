@@ -1,7 +1,7 @@
-"""What modules of an unmodified Flax linen model do otherwise in the loss of a step.
+"""Changes the behavior of an unmodified Flax linen model in the loss of a step.
 
-``BatchNorm`` takes its statistics over the batch of all devices, and blocks that are named gather
-their own parameters. Only users of Flax need it.
+``BatchNorm`` takes its statistics over the batch of all devices, and ``gathered_blocks`` gather
+their own parameters. Flax is imported only if the user has.
 """
 
 import contextlib

@@ -61,7 +61,7 @@ def gathered_call(nn: Any, cls: Any, policy: Any, reshard: bool) -> Callable[...
         def run(module: Any, arrays: list[Any]) -> Any:
             moved: list[Any] = []
 
-            def whole(params: Any) -> Any:
+            def gather_after_input(params: Any) -> Any:
                 params, moved[:] = after_input(params, arrays)
                 return gather(params)
 
@@ -69,7 +69,7 @@ def gathered_call(nn: Any, cls: Any, policy: Any, reshard: bool) -> Callable[...
                 args, kwargs = join(moved)
                 return cls.__call__(module, *args, **kwargs)
 
-            return nn.map_variables(inner, "params", trans_in_fn=whole)(module)
+            return nn.map_variables(inner, "params", trans_in_fn=gather_after_input)(module)
 
         return nn.remat(run, policy=policy)(self, arrays)
 
@@ -96,16 +96,16 @@ def _nnx_call(nnx: Any, cls: Any, policy: Any, reshard: bool) -> Callable[..., A
 
 
 def sparse_embedding(cls: type, *, shuffled: bool = False) -> type:
-    """An embedding whose gradient is exchanged by the rows that were looked up.
+    """An embedding whose gradient is synchronized by the rows that were looked up.
 
     Args:
       cls: ``flax.linen.Embed`` or ``flax.nnx.Embed``, or a subclass that calls and sets up alike.
-      shuffled: its rows are kept in the order of ``shuffle_rows``, which spreads frequent tokens
-        over the devices; to load a table from elsewhere, shuffle it.
+      shuffled: its rows are in the order of ``shuffle_rows``, which spreads frequent tokens over
+        the devices; shuffle a table that is loaded from elsewhere.
 
     Returns:
       A subclass with the same name, fields and parameters whose ``__call__`` is ``lookup``. Its
-      ``attend`` uses the whole table: a table that does both is exchanged whole.
+      ``attend`` uses the full table: the full gradient of a table with both uses is synchronized.
 
     Raises:
       ValueError: if the class is neither, or has a ``__call__`` or ``setup`` of its own.
@@ -122,9 +122,9 @@ def sparse_embedding(cls: type, *, shuffled: bool = False) -> type:
         _check_own(cls, linen.Embed, ("setup", "__call__"))
 
         def setup(self: Any) -> None:
-            kept = linen.meta.unbox(self.variables.get("params", {}).get("embedding"))
-            if isinstance(kept, ParamHandle):
-                self.embedding = kept  # Linen would compare the shape of a shard with the table's
+            handle = linen.meta.unbox(self.variables.get("params", {}).get("embedding"))
+            if isinstance(handle, ParamHandle):
+                self.embedding = handle  # Linen would compare the shape of a shard with the table's
             else:
                 base.setup(self)
 
@@ -138,7 +138,10 @@ def sparse_embedding(cls: type, *, shuffled: bool = False) -> type:
 
         def nnx_call(self: Any, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
             if out_sharding is not None:
-                raise ValueError(f"rows lie as their ids do; got out_sharding={out_sharding}.")
+                raise ValueError(
+                    "sparse_embedding does not support out_sharding: rows are sharded as their "
+                    f"ids. Got {out_sharding}; leave the argument out."
+                )
             rows = lookup(self.embedding.get_value(), inputs, shuffled=shuffled)
             return self.promote_dtype((rows,), dtype=self.dtype, inexact=False)[0]
 

@@ -22,10 +22,10 @@ class NnxStep:
     """A training step of ``(model, optimizer, batch)`` that updates both in place.
 
     Attributes:
-      zero: where the state is placed.
+      zero: the placement of the state.
       loss_fn: of the model, a batch, and a key if ``rngs`` says so.
       rngs: whether it takes a key.
-      reductions: how variables become one over devices, by their type.
+      reductions: how the variables of all devices are reduced, by their type.
       options: further arguments of ``train_step``.
     """
 
@@ -199,7 +199,7 @@ def _shardings(zero: Any, model: Any, optimizer: Any, param_specs: Any) -> Any:
         placed = zero._layout.place(state[0], param_specs)
         if _sync_state.sync_state_types(zero._layout, zero.sync, state[0], placed) is not None:
             raise ValueError(
-                "sync: this gradient sync keeps a state, which an nnx.Optimizer has no place for. "
+                "sync: this gradient sync has a state, which an nnx.Optimizer cannot store. "
                 "Use train_step with the pair (params, opt_state) of nnx.split, or a sync without "
                 "a state."
             )
@@ -248,7 +248,7 @@ def prepare(zero: Any, model: Any) -> None:
 
 
 def _like(old: Any, new: Any) -> Any:
-    """The pure values of ``new`` at the paths of ``old``: what a loss sows is not kept."""
+    """The pure values of ``new`` at the paths of ``old``; what a loss sows is dropped."""
     from flax import nnx
 
     values = dict(nnx.to_flat_state(new))
@@ -257,10 +257,11 @@ def _like(old: Any, new: Any) -> Any:
         if path not in values:
             name = "/".join(map(str, path))
             raise ValueError(
-                f"the loss removed the variable {name!r} of the model; a step keeps all."
+                f"the loss removed the variable {name!r} of the model, which a step requires. "
+                "Reset its value instead."
             )
-    kept = [(path, values[path]) for path in paths]
-    return nnx.as_pure(nnx.from_flat_state(kept))
+    same_paths = [(path, values[path]) for path in paths]
+    return nnx.as_pure(nnx.from_flat_state(same_paths))
 
 
 def _filters(wrt: Any) -> tuple[Any, ...]:

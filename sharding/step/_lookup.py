@@ -1,4 +1,4 @@
-"""Tables of which a loss looks up rows: neither they nor their gradients cross the wire whole."""
+"""Tables that a loss looks up rows of: only rows, and gradients of rows, cross the wire."""
 
 import dataclasses
 import functools
@@ -30,13 +30,12 @@ MARK = "sharding.lookup"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Table(ParamHandle):
-    """A whole table, for ``lookup`` alone.
+    """The handle of an unsharded table, for ``lookup`` alone.
 
     Attributes:
       value: its rows.
-      tap: zeros that stand for it where the gradient is taken, of the shape of what a device keeps
-        of that.
-      spec: how the gradient is exchanged.
+      tap: zeros in its place among the differentiated inputs, of the shape of its gradient's shard.
+      spec: how rows are gathered and the gradient is synchronized.
     """
 
     value: jax.Array
@@ -52,30 +51,30 @@ class Table(ParamHandle):
 def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
     r"""Rows of a table, such as token embeddings; in a loss of ``Zero``, sparse on the wire.
 
-    What ``jnp.take(table, ids, axis=0)`` gives. Its derivative makes a gradient of the table's
-    size, nearly all of it zeros. Where ``Zero(sync=...)`` exchanges the table by rows
-    (``sync.zen``, ``sync.agsparse``) and a loss uses it in no other way, the rows that were looked
-    up are exchanged instead, each once (``zen``: to the device that owns it). At stage 3 rows come
-    to the device in the same way, in ``eval_step`` too. With T lookups on a device, of
-    :math:`T_1 \le T` rows, and D numbers a row, a device sends and receives about
-    :math:`T_1 D` numbers for the gradient, at stage 3 once more for the rows; how much room there
-    is for them is fixed when the step is compiled, by T and by the density the exchange was told.
-    More rows are sent in more rounds, or the table whole: nothing is lost.
+    Equals ``jnp.take(table, ids, axis=0)``, whose derivative is a gradient of the table's size,
+    nearly all zeros. If ``Zero(sync=...)`` syncs the table by rows (``sync.zen``,
+    ``sync.agsparse``) and the loss uses it in no other way, only the rows that were looked up are
+    synchronized, each once (``zen``: it is sent to the device that owns it). At stage 3 the rows
+    are fetched in the same way, in ``eval_step`` too. With T lookups of :math:`T_1 \le T` distinct
+    rows on a device, and D numbers a row, a device sends and receives about :math:`T_1 D` numbers
+    for the gradient, and as many again at stage 3 for the rows. Buffers are sized when the step is
+    compiled, from T and the density the sync was made with. If there are more rows, they are sent
+    in several rounds, or the full table is: no gradient is lost.
 
-    A table that is used in another way as well (tied to the output, gathered, cast) is exchanged
-    whole, with a warning; so is one that is looked up in a branch that other devices may not take.
-    ``Zero`` gives the loss a handle in place of such a table, which has a ``shape`` and a ``dtype``
-    and is for ``lookup`` alone. Of a Linen module that declares its table by ``self.param`` Linen
-    compares the shape with that of a shard, at stage 3: ``sparse_embedding`` knows. Batch the ids:
-    under ``jax.vmap`` all ways to exchange are computed.
+    The full gradient of a table is synchronized, with a warning, if the loss uses the table in
+    another way as well (tied to the output, gathered, cast), or looks it up in a branch that other
+    devices may not take. Otherwise ``Zero`` passes the loss a handle in place of the table, which
+    has a ``shape`` and a ``dtype`` and is for ``lookup`` alone. A Linen module that declares its
+    table by ``self.param`` compares its shape with that of a shard, at stage 3;
+    ``sparse_embedding`` avoids that. Batch the ids: ``jax.vmap`` computes all branches of the sync.
 
-    ZeRO cuts rows as they lie, and in most vocabularies the frequent ones lie together, on one
-    device. ``shuffled`` spreads them: the table is kept in the order of a permutation that all
-    devices can compute.
+    ZeRO shards rows in their order, and in most vocabularies the frequent ones are neighbors, on
+    one device. ``shuffled`` spreads them: the table is stored in the order of a permutation that
+    all devices can compute.
 
-    Updates stay those of the transformation, of all rows: one with momentum or weight decay changes
-    rows that were not looked up, too, unless ``optax_ext.lazy_rows`` is around it. Statistics of
-    columns, as factored ones keep, are sums over all owners, which the update makes.
+    The transformation updates all rows: momentum or weight decay also changes rows that were not
+    looked up, unless ``optax_ext.lazy_rows`` wraps it. Statistics of columns, as in factored second
+    moments, are sums over all owners, made in the update.
 
     Args:
       table: (rows, ...), as the loss got it.
@@ -116,9 +115,9 @@ def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
         at = Permutation(num_rows).apply(jnp.where(inside, at, 0))
     at = jnp.where(inside, at, num_rows)
     if isinstance(table, Shard):
-        rows = _fetch(_Call(table.spec, table.value.dtype, num_rows), table.value, at)
+        rows = _fetch(_Lookup(table.spec, table.value.dtype, num_rows), table.value, at)
     elif isinstance(table, Table):
-        rows = _take(_Call(table.spec, table.tap.dtype, num_rows), table.value, table.tap, at)
+        rows = _take(_Lookup(table.spec, table.tap.dtype, num_rows), table.value, table.tap, at)
     else:
         rows = jnp.take(checkpoint_name(table, MARK), at, axis=0)
     return rows.reshape(*ids.shape, *rows.shape[1:])
@@ -143,13 +142,13 @@ def unshuffle_rows(table: jax.Array) -> jax.Array:
     return jnp.take(table, Permutation(size).apply(jnp.arange(size, dtype=jnp.int32)), axis=0)
 
 
-class _Call(NamedTuple):
-    """What is known of a lookup when it is traced.
+class _Lookup(NamedTuple):
+    """The static arguments of a lookup.
 
     Attributes:
-      spec: how the gradient is exchanged.
+      spec: how rows are gathered and the gradient is synchronized.
       dtype: of the gradient.
-      num_rows: of the whole table.
+      num_rows: of the unsharded table.
     """
 
     spec: GatherSpec
@@ -157,7 +156,7 @@ class _Call(NamedTuple):
     num_rows: int
 
     def gradient(self, ids: jax.Array, grad: jax.Array) -> jax.Array:
-        """What this device keeps of the table's gradient."""
+        """This device's shard of the table's gradient."""
         spec = self.spec
         assert spec.rows is not None
         axes = spec.layout.axes
@@ -170,16 +169,16 @@ class _Call(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _take(call: _Call, value: jax.Array, tap: jax.Array, ids: jax.Array) -> jax.Array:
+def _take(call: _Lookup, value: jax.Array, tap: jax.Array, ids: jax.Array) -> jax.Array:
     del call, tap
     return jnp.take(value, ids, axis=0)
 
 
-def _take_forward(call: _Call, value: jax.Array, tap: jax.Array, ids: jax.Array) -> Any:
+def _take_forward(call: _Lookup, value: jax.Array, tap: jax.Array, ids: jax.Array) -> Any:
     return _take(call, value, tap, ids), ids
 
 
-def _take_backward(call: _Call, ids: jax.Array, grad: jax.Array) -> Any:
+def _take_backward(call: _Lookup, ids: jax.Array, grad: jax.Array) -> Any:
     with jax.named_scope("reduce_gradients"):
         return None, call.gradient(ids, grad), None
 
@@ -191,47 +190,54 @@ _take.defvjp(_take_forward, _take_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fetch(call: _Call, shard: jax.Array, ids: jax.Array) -> jax.Array:
+def _fetch(call: _Lookup, shard: jax.Array, ids: jax.Array) -> jax.Array:
     spec = call.spec
     assert spec.rows is not None
     axes, dim = spec.layout.axes, spec.dim % shard.ndim
     num, shard = lax.axis_size(axes), shard.astype(spec.dtype)
-    # Where another dim is cut all devices have a part of every row.
+    # If another dim than the rows is sharded, every device holds a shard of every row.
     owners = RowOwners(call.num_rows, 1 if dim else num)
     unique = unique_lookups(ids, owners)
     density = min(spec.rows.density, ids.size / call.num_rows)
     capacity = list_capacity(density, owners.num_slots, num * owners.num_owners)
-    shape = Shard(shard, spec).shape[1:]
+    row_shape = Shard(shard, spec).shape[1:]
 
-    def send(send_list: SendList, num_rounds: int) -> jax.Array:
-        def one(i: Any, found: jax.Array) -> jax.Array:
+    def fetch_unique(send_list: SendList, num_rounds: int) -> jax.Array:
+        def one_round(i: Any, rows: jax.Array) -> jax.Array:
+            # Send slots to the owners of the rows ...
             picked = candidates_of_round(send_list, owners.num_owners, capacity, i)
-            asked = jnp.take(send_list.slot, picked, fill_value=owners.num_slots)
+            slots = jnp.take(send_list.slot, picked, fill_value=owners.num_slots)
             if dim:
-                asked = all_gather_concat(asked, axes)
+                slots = all_gather_concat(slots, axes)
             else:
-                asked = lax.all_to_all(asked, axes, split_axis=0, concat_axis=0, tiled=True)
-            rows = jnp.take(shard, asked, axis=0, fill_value=0)
-            rows = lax.all_to_all(rows, axes, split_axis=0, concat_axis=dim, tiled=True)
-            return found.at[picked].set(rows, mode="drop")
+                slots = lax.all_to_all(slots, axes, split_axis=0, concat_axis=0, tiled=True)
+            # ... which send the rows, or their shards of the rows, back.
+            sent = jnp.take(shard, slots, axis=0, fill_value=0)
+            fetched = lax.all_to_all(sent, axes, split_axis=0, concat_axis=dim, tiled=True)
+            return rows.at[picked].set(fetched, mode="drop")
 
-        found = for_rounds(num_rounds, one, jnp.zeros((ids.size, *shape), shard.dtype))
-        return jnp.take(found, jnp.where(ids < call.num_rows, unique.first, ids.size), axis=0)
+        rows = jnp.zeros((ids.size, *row_shape), shard.dtype)  # at the first lookup of each
+        rows = for_rounds(num_rounds, one_round, rows)
+        first = jnp.where(ids < call.num_rows, unique.first, ids.size)  # (lookups,)
+        return jnp.take(rows, first, axis=0)
 
-    def whole() -> jax.Array:
+    def gather_table() -> jax.Array:
         return jnp.take(gather(Shard(shard, spec._replace(bits=None))), ids, axis=0)
 
-    width, limit = math.prod(shape), min(ids.size, owners.num_slots)
-    most = owners.num_slots * width / (width + (num if dim else 1))
+    row_size, limit = math.prod(row_shape), min(ids.size, owners.num_slots)
+    # The number of rows whose slots and values are as many bytes as the table.
+    break_even = owners.num_slots * row_size / (row_size + (num if dim else 1))
     with jax.named_scope("gather"):
-        return in_rounds(lambda: unique.send_list, limit, capacity, axes, send, whole, most)
+        return in_rounds(
+            lambda: unique.send_list, limit, capacity, axes, fetch_unique, gather_table, break_even
+        )
 
 
-def _fetch_forward(call: _Call, shard: jax.Array, ids: jax.Array) -> Any:
+def _fetch_forward(call: _Lookup, shard: jax.Array, ids: jax.Array) -> Any:
     return _fetch(call, shard, ids), ids
 
 
-def _fetch_backward(call: _Call, ids: jax.Array, grad: jax.Array) -> Any:
+def _fetch_backward(call: _Lookup, ids: jax.Array, grad: jax.Array) -> Any:
     with jax.named_scope("reduce_scatter"):
         return call.gradient(ids, grad), None
 

@@ -1,7 +1,7 @@
-"""What a loss reads and returns beside the parameters: statistics, counters, tables, a teacher.
+"""Model state: what a loss reads and returns beside parameters (statistics, counters, a teacher).
 
-The model state is replicated. Each device computes its own new one from its shard of the batch,
-micro-batch after micro-batch; then the devices' values become one again.
+The model state is replicated. Each device computes its own new value from its shard of the batch,
+micro-batch after micro-batch; then the values of all devices are reduced to one.
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ def check_reduction(reduction: Any) -> None:
 
 
 def checked(old: Any, new: Any) -> tuple[Any, list[bool]]:
-    """The new state in the dtypes of the old one, and which leaves the loss returned as they came.
+    """The new state in the dtypes of the old one, and which leaves the loss returned unchanged.
 
     Raises:
       ValueError: if the structure or a shape differs.
@@ -59,13 +59,13 @@ def _as(path: Any, old: Any, new: Any) -> Any:
     """The new value in the dtype of the old one."""
     if new is old:
         return new
-    found, kept = jnp.result_type(new), old.dtype
-    if _rank(found) > _rank(kept) or (_rank(found) < 0 and found != kept):
+    found, required = jnp.result_type(new), old.dtype
+    if _rank(found) > _rank(required) or (_rank(found) < 0 and found != required):
         raise ValueError(
-            f"the loss returned model state {path_str(path)!r} as {found}, and got it as {kept}, "
-            "which cannot hold it. Begin with an array of the wider dtype."
+            f"the loss returned model state {path_str(path)!r} as {found}, and received it as "
+            f"{required}, which cannot hold it. Start with an array of the wider dtype."
         )
-    return new if _rank(found) < 0 else jnp.asarray(new, kept)
+    return new if _rank(found) < 0 else jnp.asarray(new, required)
 
 
 def _rank(dtype: Any) -> int:
@@ -76,15 +76,15 @@ def _rank(dtype: Any) -> int:
 def reduce_over_devices(
     old: Any, new: Any, unchanged: list[bool], reduction: Any, axes: tuple[str, ...]
 ) -> Any:
-    """One model state of those of all devices; inside a ``shard_map``.
+    """Reduces the model states of all devices to one; inside a ``shard_map``.
 
     Args:
       old: the state before the step, the same on all devices.
       new: this device's.
-      unchanged: which leaves the loss returned as they came; they take no part.
-      reduction: a prefix tree. ``"mean"``: the mean, of leaves that are not floating the first
-        device's; ``"sum"``: the old value and what each device added to it; ``"same"``: all
-        devices have computed the same.
+      unchanged: which leaves the loss returned unchanged; they are not reduced.
+      reduction: a prefix tree. ``"mean"``: the mean; for leaves that are not floating, the first
+        device's value. ``"sum"``: the old value plus what each device added. ``"same"``: all
+        devices have computed equal values.
       axes: the mesh axes to reduce over.
     """
     try:

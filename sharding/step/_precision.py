@@ -1,4 +1,4 @@
-"""Which dtype computes, which crosses the wire, which accumulates."""
+"""The dtypes of computing, reducing, accumulating and gathering."""
 
 import dataclasses
 from typing import Any
@@ -13,21 +13,22 @@ class Precision:
     """Dtypes of a step; the parameters' own is that of the train state.
 
     With bfloat16 parameters and ``optax_ext.master_weights``, parameters are gathered in bfloat16
-    while float32 copies stay where the optimizer state is. With float32 parameters and
-    ``compute=bfloat16``, stage 3 gathers bfloat16; stages 1 and 2, which gather parameters for the
-    state, gather float32. Leaves that are not floating keep their dtype.
+    while the float32 master weights stay sharded as the optimizer state. With float32 parameters
+    and ``compute=bfloat16``, stage 3 gathers bfloat16; stages 1 and 2, which gather parameters for
+    the train state, gather float32. The dtype of leaves that are not floating never changes.
 
     At stage 3 ``gather`` sends parameters in 8 or 4 bits (ZeRO++'s qwZ): floating matrices of at
-    least 512 elements a shard, in blocks of 512 with a scale each. The loss sees what the codes
-    stand for; the gradient is taken there, and changes the parameters themselves. Rows that
-    ``lookup`` fetches are sent as they are.
+    least 512 elements a shard, in blocks of 512 with a scale each. The loss and its gradient see
+    the decoded values; the update changes the parameters themselves. Rows that ``lookup`` fetches
+    are sent as they are.
 
     Attributes:
       compute: parameters are cast to it for the loss; None: as they are.
       reduce: gradients are cast to it to be summed over devices; None: as autodiff makes them.
-      accumulate: gradients are accumulated over micro-batches in it, and given to the
-        transformation so; None: accumulated in float32 at least, given in the parameters' dtype.
-      gather: at stage 3, in which parameters are sent: int8 or int4; None: as they are computed in.
+      accumulate: gradients are accumulated over micro-batches, and passed to the transformation,
+        in it; None: accumulated in float32 at least, passed in the parameters' dtype.
+      gather: at stage 3, the dtype in which parameters are sent: int8 or int4; None: the dtype
+        that computes.
 
     Raises:
       ValueError: if a dtype is not floating, or ``gather`` neither int8 nor int4.

@@ -19,7 +19,7 @@ from sharding.sync import GradientSync, RowMethod
 
 
 class StepSpec(NamedTuple):
-    """What a step is told about its parameters; trees as the parameters.
+    """The placement, training and synchronization of parameters; trees as the parameters.
 
     Attributes:
       precision: the dtypes of computing, reducing, accumulating and gathering.

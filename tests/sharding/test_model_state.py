@@ -490,7 +490,7 @@ def test_no_value_is_cut_short_in_silence():
         return params["w"].sum(), {"ema": 0.9 * ema["ema"] + 0.5}
 
     step = zero.train_step(averaging, tx=SGD, model_state=True)
-    with pytest.raises(ValueError, match="'ema' as float64, and got it as int"):
+    with pytest.raises(ValueError, match="'ema' as float64, and received it as int"):
         step(state, batch, model_state={"ema": 0})
     step = zero.train_step(reading, tx=SGD, model_state=True, model_state_reduction="sum")
     with pytest.raises(ValueError, match="'flag' is bool, of which there is no sum"):
