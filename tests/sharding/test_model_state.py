@@ -314,8 +314,8 @@ def test_several_fields_make_a_dict():
 
 ERRORS = [
     ({"model_state": "stats"}, {}, "names no field"),
-    ({"model_state": True}, {}, "give it in each call"),
-    ({}, {"model_state": 1.0}, "was given in the call"),
+    ({"model_state": True}, {}, "the call passes none"),
+    ({}, {"model_state": 1.0}, "the call passes a model state"),
     ({"model_state": True, "model_state_reduction": "max"}, {}, "'mean', 'sum', 'same'"),
     (
         {"model_state": True, "model_state_reduction": {"a": "sum"}},
@@ -513,7 +513,7 @@ def test_keys_and_states_on_one_device_are_moved(kind):
     grad = zero.value_and_grad(loss_fn, **options)
     (loss, _), _ = grad(zero.init(pair, tx=SGD)[0], batch, key, model_state=table)
     np.testing.assert_allclose(loss, metrics["loss"], rtol=1e-12)
-    with pytest.raises(ValueError, match="rngs asks for a key"):
+    with pytest.raises(ValueError, match="rngs requires a key"):
         grad(state[0], batch, model_state=table)
 
 
