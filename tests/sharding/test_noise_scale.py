@@ -405,7 +405,7 @@ def test_one_piece_is_refused():
     tx = tx_of()
     for zero, match in (
         (shd.Zero(mesh_of(1), stage=2), "this is one device with one micro-batch. Use microb"),
-        (shd.Zero(mesh_of(8), stage=3), "at stage 3 gradients leave the backward pass summed over"),
+        (shd.Zero(mesh_of(8), stage=3), "at stage 3 the backward pass sums gradients over"),
         (shd.Zero(mesh_of(1), stage=3), "this is one device with one micro-batch"),
     ):
         with pytest.raises(ValueError, match=match.replace(".", r"\.")):
