@@ -558,7 +558,7 @@ def test_gather_outside_of_the_loss():
     params = {"w": jnp.ones((8, 16))}
     zero = zero_of(stage=3)
     for call in (zero.gather, jax.jit(zero.gather)):
-        with pytest.raises(ValueError, match="called outside, on .* For unsharded parameters"):
+        with pytest.raises(ValueError, match=r"called outside, on .* For unsharded parameters"):
             call(params)
     # A gathered function is itself there; and below stage 3 there is nothing to gather.
     assert zero.gathered(lambda p: p["w"].shape)(params) == (8, 16)
