@@ -351,7 +351,7 @@ class Zero:
         rows += describe_tree("sync", sync_state, sync_specs, self.mesh)
         if not isinstance(state, tuple):
             others = state.replace(step=None, params=None, opt_state=None)
-            others = jax.tree.map(_abstract, others)
+            others = jax.tree.map(_type_of, others)
             replicated = [P()] * len(jax.tree.leaves(others))
             rows += describe_tree("model_state", others, replicated, self.mesh)
         return Description(
@@ -1036,7 +1036,7 @@ class Zero:
         return state.replace(**fields) if fields else state
 
 
-def _abstract(x: Any) -> Any:
+def _type_of(x: Any) -> Any:
     """The shape and dtype of an array, or of a Python number."""
     if hasattr(x, "dtype") and hasattr(x, "shape"):
         return x

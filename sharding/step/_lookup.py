@@ -1,4 +1,4 @@
-"""Tables that a loss looks up rows of: only rows, and gradients of rows, cross the wire."""
+"""TableHandles that a loss looks up rows of: only rows, and gradients of rows, cross the wire."""
 
 import dataclasses
 import functools
@@ -29,7 +29,7 @@ MARK = "sharding.lookup"
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
-class Table(ParamHandle):
+class TableHandle(ParamHandle):
     """The handle of an unsharded table, for ``lookup`` alone.
 
     Attributes:
@@ -116,7 +116,7 @@ def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
     at = jnp.where(inside, at, num_rows)
     if isinstance(table, Shard):
         rows = _fetch(_Lookup(table.spec, table.value.dtype, num_rows), table.value, at)
-    elif isinstance(table, Table):
+    elif isinstance(table, TableHandle):
         rows = _take(_Lookup(table.spec, table.tap.dtype, num_rows), table.value, table.tap, at)
     else:
         rows = jnp.take(checkpoint_name(table, MARK), at, axis=0)

@@ -9,7 +9,7 @@ from jax import lax
 
 from sharding.collectives._dtypes import sum_dtype
 from sharding.step._gather_params import GatherSpec, Shard, gather
-from sharding.step._lookup import Table
+from sharding.step._lookup import TableHandle
 from sharding.step._step_plan import ParamPlan, StepPlan
 
 
@@ -51,7 +51,7 @@ def loss_params(plan: StepPlan, inputs: list[jax.Array], params: list[jax.Array]
         if not any(param.synced_by_rows for param in plan.params):
             return inputs
         return [
-            Table(x.astype(spec.dtype), tap, spec)
+            TableHandle(x.astype(spec.dtype), tap, spec)
             if param.synced_by_rows
             else tap.astype(spec.dtype)
             for param, x, tap, spec in zip(plan.params, params, inputs, gather_specs, strict=True)

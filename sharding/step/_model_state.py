@@ -113,7 +113,7 @@ def reduce_over_devices(
     return treedef.unflatten(after)
 
 
-def _floating(x: jax.Array) -> bool:
+def _is_floating(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
@@ -121,7 +121,7 @@ def _term(kind: str, old: jax.Array, new: jax.Array, axes: tuple[str, ...]) -> j
     """What a device adds to the sum over devices."""
     if kind == "sum":
         return new - old
-    if _floating(new):
+    if _is_floating(new):
         return to_sum_dtype(new)
     plain = jax.random.key_data(new) if jnp.issubdtype(new.dtype, jax.dtypes.prng_key) else new
     wide = plain.astype(jnp.int32) if plain.dtype == jnp.bool_ else plain
@@ -134,7 +134,7 @@ def _result(
     """The leaf that the sum over devices makes."""
     if kind == "sum":
         return old + total
-    if _floating(new):
+    if _is_floating(new):
         return (total / lax.axis_size(axes)).astype(new.dtype)
     if jnp.issubdtype(new.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(total, impl=jax.random.key_impl(new))

@@ -34,17 +34,17 @@ def local_gradients(layout: Layout, params: Any, placed: Placement) -> dict[str,
 
 def init_sync_state(sync: GradientSync, layout: Layout, gradients: dict[str, Any]) -> Any:
     """The states of all devices: (synchronizing devices, devices of a replica, ...)."""
-    sizes = [math.prod(layout.mesh.shape[axis] for axis in axes) for axes in _axes(layout)]
+    sizes = [math.prod(layout.mesh.shape[axis] for axis in axes) for axes in _sync_axes(layout)]
     state = sync.init(gradients)
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (*sizes, *x.shape)), state)
 
 
 def sync_spec(layout: Layout) -> PartitionSpec:
     """The spec of every array of the state."""
-    return PartitionSpec(*(entry_of(axes) for axes in _axes(layout)))
+    return PartitionSpec(*(entry_of(axes) for axes in _sync_axes(layout)))
 
 
-def _axes(layout: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _sync_axes(layout: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The axes between which gradients are synchronized, and those within a replica."""
     return (layout.replica_axes, layout.axes) if layout.replica_axes else (layout.axes, ())
 
@@ -82,7 +82,7 @@ def sync_state_types(layout: Layout, sync: GradientSync, params: Any, placed: Pl
 
 def types_for_devices(layout: Layout, state: Any, devices: int) -> Any:
     """The types of a state of another number of devices; sharded if that number divides."""
-    first, _ = _axes(layout)
+    first, _ = _sync_axes(layout)
     divides = devices % math.prod(layout.mesh.shape[axis] for axis in first) == 0
     spec = sync_spec(layout) if divides else PartitionSpec(None, *sync_spec(layout)[1:])
     sharding = NamedSharding(layout.mesh, spec)
@@ -93,7 +93,7 @@ def types_for_devices(layout: Layout, state: Any, devices: int) -> Any:
 
 def resize_sync_state(layout: Layout, state: Any) -> Any:
     """A state of another number of devices as one of the devices of this layout."""
-    sizes = [math.prod(layout.mesh.shape[axis] for axis in axes) for axes in _axes(layout)]
+    sizes = [math.prod(layout.mesh.shape[axis] for axis in axes) for axes in _sync_axes(layout)]
     leaves = jax.tree.leaves(state)
     if not leaves:
         raise ValueError("the train state holds no state of a gradient sync to resize.")
