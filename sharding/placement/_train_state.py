@@ -13,19 +13,25 @@ def parts(
     """(params, opt_state, tx) of a Flax ``TrainState`` or a pair."""
     if all(hasattr(state, name) for name in ("params", "opt_state", "tx", "replace")):
         if tx is not None and tx is not state.tx:
-            raise ValueError("tx was given, but the train state has a tx of its own.")
+            raise ValueError(
+                "the argument tx differs from the tx of the TrainState. Leave the argument out."
+            )
         return state.params, state.opt_state, state.tx
     if isinstance(state, tuple) and len(state) == 2:
         if tx is None:
-            raise ValueError("a state that is a pair (params, opt_state) needs the argument tx.")
+            raise ValueError(
+                "a train state that is a pair (params, opt_state) needs the argument tx, the "
+                "transformation of opt_state."
+            )
         return state[0], state[1], tx
-    raise _no_state(state)
+    raise _not_a_train_state(state)
 
 
-def _no_state(found: Any) -> ValueError:
+def _not_a_train_state(found: Any) -> ValueError:
     return ValueError(
-        "the state must be a Flax TrainState or a pair (params, opt_state), got "
-        f"{type(found).__name__}."
+        "a train state must be a Flax TrainState or a pair (params, opt_state), got "
+        f"{type(found).__name__}. Make one with flax's TrainState.create(apply_fn=..., params=..., "
+        "tx=...), or as the pair (params, tx.init(params)) and pass tx= to the methods of Zero."
     )
 
 
@@ -34,7 +40,7 @@ def params_of(state: Any) -> Any:
     if isinstance(state, tuple) and len(state) == 2:
         return state[0]
     if not hasattr(state, "params"):
-        raise _no_state(state)
+        raise _not_a_train_state(state)
     return state.params
 
 
