@@ -83,7 +83,7 @@ def test_the_math_imports_numbers_and_itself(name):
         assert module.split(".")[0] in known, module
 
 
-# It asks whether arrays lie on several devices, not on which: the same numbers to rounding. Where
+# It asks whether arrays are on several devices, not on which: the same numbers to rounding. Where
 # types have shardings (Explicit axes), it gathers dims that an operation cannot split by shards.
 ASKED = {"optax_ext/_passes.py": {"PartitionSpec", "sharding"}}
 

@@ -1,7 +1,7 @@
 """What every transformation of the table does, whatever its algorithm.
 
 Most tests run operation by operation, on two small shapes: each operation is then compiled once for
-the whole file. Those that are about ``jit`` say so.
+the entire file. Those that are about ``jit`` say so.
 """
 
 import functools

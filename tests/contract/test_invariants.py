@@ -108,7 +108,7 @@ def test_stacked_equals_apart(name, shape):
 
 @pytest.mark.parametrize("name", FACTORED)
 def test_without_a_batch_dim_the_clip_is_shared(name):
-    """What tells the two apart; else the test above could not fail."""
+    """What distinguishes the two; else the test above could not fail."""
     grads, params = example((3, ROWS, COLS))
     grads[3, 1] *= 100
     batch = without_mask(name, factoring=last_two_dims(batch=(0,)))

@@ -1,7 +1,7 @@
 """Trains the small model as one of many processes: python -m ... FOLDER NAME-STAGE-DTYPE ...
 
 Each process writes its losses to FOLDER, and how often it compiled after the first step; the first
-process writes the whole state, too.
+process writes the unsharded state, too.
 """
 
 import json

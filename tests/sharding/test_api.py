@@ -112,11 +112,11 @@ def test_weighted_losses_are_divided_once(stage, microbatches, kind):
     uneven["mask"][:10] = 0  # the first devices have no token at all
     params, _ = make_pair()
 
-    def whole(params):
+    def full_loss(params):
         total, weight = masked_loss(params, uneven)
         return total / weight
 
-    loss, grads = jax.value_and_grad(whole)(params)
+    loss, grads = jax.value_and_grad(full_loss)(params)
     zero = zero_of(stage=stage, kind=kind)
     state = zero.init(make_pair, tx=TX)
     loss_fn = zero.gathered(masked_loss)
@@ -316,7 +316,7 @@ def test_eval_step(kind):
     zero = zero_of(kind=kind)
     state = zero.init(make_pair, tx=TX)
     evaluate = zero.eval_step(lambda p, b: {"loss": mean_loss(p, b), "rows": errors(p, b)})
-    for _ in range(2):  # the state is kept
+    for _ in range(2):  # the state is not donated
         out = evaluate(state, zero.put(batch()))
     np.testing.assert_allclose(out["loss"], mean_loss(make_pair()[0], batch()), rtol=1e-6)
     np.testing.assert_allclose(out["rows"], errors(make_pair()[0], batch()), rtol=1e-5)
@@ -349,8 +349,12 @@ def test_describe_counts_bytes_and_names_what_stays_whole():
     tx = optax.adamw(1e-3)
     abstract = jax.eval_shape(lambda: make_pair(tx))
     found = zero.describe(abstract, tx=tx)
-    whole, cut = (24 + 3) * 4, (24 // 4 + 3) * 4
-    assert found.bytes_per_device == {"params": whole, "grads": cut, "opt_state": 2 * cut + 4}
+    unsharded, sharded = (24 + 3) * 4, (24 // 4 + 3) * 4
+    assert found.bytes_per_device == {
+        "params": unsharded,
+        "grads": sharded,
+        "opt_state": 2 * sharded + 4,
+    }
     assert {row.path: row.note for row in found.fallbacks} == {
         "b": "unsharded: 3 elements, min_shard_size is 4"
     }
@@ -364,7 +368,7 @@ def test_describe_counts_bytes_and_names_what_stays_whole():
     sizes = found.bytes_per_device
     assert held == sizes["params"] + sizes["opt_state"]
     stage_0 = zero_of(stage=0).describe(abstract, tx=tx)
-    assert stage_0.bytes_per_device["opt_state"] == 2 * whole + 4
+    assert stage_0.bytes_per_device["opt_state"] == 2 * unsharded + 4
     assert not stage_0.fallbacks
 
 
@@ -414,7 +418,7 @@ def test_parameters_of_stage_3_have_reasons():
 
 
 def test_whose_state_an_array_is():
-    """By the longest path that its own ends with; lists and chains are told apart."""
+    """By the longest path that its own ends with; lists and chains are distinguished."""
 
     def make():
         params = [jnp.ones((64, 32)), {"0": jnp.ones((64, 32)), "mu": jnp.ones((8, 8))}]
@@ -516,7 +520,7 @@ def test_bad_specs(specs, message):
         zero_of(stage=3).specs(make_pair(), tx=TX, param_specs=specs)
 
 
-def test_a_spec_that_cuts_a_dim_with_the_users_axes_as_well():
+def test_a_spec_that_shards_a_dim_over_the_users_axes_as_well():
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
     zero = shd.Zero(mesh, stage=3, min_shard_size=0)
     with pytest.raises(ValueError, match="along one dim that no other axis shards"):
@@ -537,7 +541,7 @@ def test_the_last_dim_is_cut_into_multiples_of_256_or_another_is():
     shapes = {
         "near": (256, 512),
         "wide": (256, 2048),
-        "uneven": (256, 3072),  # pieces of 384
+        "uneven": (256, 3072),  # shards of 384
         "short": (12, 64, 768),
         "stack": (8, 512),
         "only": (7, 512),
@@ -570,7 +574,7 @@ def test_a_class_that_cannot_be_gathered():
         zero_of(stage=3).gathered(dict)
 
 
-def test_a_parameter_cut_along_the_dim_that_a_scan_takes_off():
+def test_a_parameter_sharded_along_the_dim_that_a_scan_slices_off():
     zero = zero_of(stage=3)
     block = zero.gathered(lambda p, x: x * p[None])
 

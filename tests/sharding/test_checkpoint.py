@@ -1,4 +1,4 @@
-"""What is saved on some devices goes on, equal, on others; what is exported is whole."""
+"""A checkpoint saved on some devices resumes, equal, on others; exports are unsharded."""
 
 import gc
 import os
@@ -37,7 +37,7 @@ def init_params(dtype=jnp.float64):
     shapes = {
         "embed": (VOCAB, WIDTH),
         "gain": (WIDTH,),
-        "odd": (WIDTH, 7),  # on 8 devices cut along the first dim alone
+        "odd": (WIDTH, 7),  # on 8 devices sharded along the first dim alone
         "prime": (7, WIDTH - 3),  # nothing divides
         "unembed": (WIDTH - 3, VOCAB),
     }
@@ -123,7 +123,7 @@ class Run(NamedTuple):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """By optimizer, made when first asked for."""
+    """By optimizer, made at the first use."""
     made = {}
 
     def run(name):
@@ -223,7 +223,7 @@ def one_less(params):
     ],
 )
 def test_a_checkpoint_of_another_model(runs, change, message):
-    """Raises; nothing is cut off, padded or left as it was made."""
+    """Raises; nothing is truncated, padded or left as it was initialized."""
     directory, tx, zero = runs("adamw").directory, OPTIMIZERS["adamw"](), zero_of(4, stage=3)
 
     def make():

@@ -125,7 +125,7 @@ def test_scatter_and_gather_one_axis_after_the_other(stage, monkeypatch):
     ],
 )
 def test_hybrid(name, stage, shape, microbatches, kind, everywhere):
-    """Shards within, copies across; the optimizer state over both, or as the parameters."""
+    """Shards within, replicas across; the optimizer state over both, or as the parameters."""
     mesh = jax.make_mesh(shape, ("replica", "data"), axis_types=(kind,) * 2)
     zero = shd.Zero(
         mesh,
@@ -150,7 +150,7 @@ def test_a_step_of_ones_own(stage):
     tx = model.OPTIMIZERS["came"]()
     zero = shd.Zero(mesh_of(8), stage=stage, min_shard_size=0)
     state = zero.init(model.make_state(tx, jnp.float64), tx=tx)
-    specs = zero.specs(state, tx=tx)[0]  # inside jit the arrays cannot tell
+    specs = zero.specs(state, tx=tx)[0]  # inside jit arrays have no specs
 
     @jax.jit
     def step(state, batch):

@@ -1,4 +1,4 @@
-"""Models of Flax linen, Flax nnx, Equinox and plain trees: a sharded step equals the whole one."""
+"""Flax linen, Flax nnx, Equinox and plain trees: a sharded step equals the unsharded one."""
 
 import functools
 import warnings
@@ -151,7 +151,7 @@ class CountingBlock(nn.Module):
 
 
 class Partitioned(nn.Module):
-    """Kernels that carry metadata: cut over the axis "model"."""
+    """Kernels that carry metadata: sharded over the axis "model"."""
 
     @nn.compact
     def __call__(self, x, train=False, *, scale=1.0):
@@ -230,13 +230,14 @@ def test_linen(block, scan, stage):
 @pytest.mark.parametrize("block", [Block, SetupBlock])
 def test_linen_outside_a_step(block, scan):
     """A gathered class has the names, the initial values and the outputs of the class."""
-    whole, layered = LM(block, scan), LM(zero_of().gathered(block), scan)
-    params, expected = linen_state(layered)().params, linen_state(whole)().params
+    unsharded, layered = LM(block, scan), LM(zero_of().gathered(block), scan)
+    params, expected = linen_state(layered)().params, linen_state(unsharded)().params
     assert jax.tree.structure(params) == jax.tree.structure(expected)
     jax.tree.map(np.testing.assert_array_equal, params, expected)
     for train in (False, True):
         outputs = [
-            lm.apply({"params": params}, batch(0)["tokens"], train=train) for lm in (whole, layered)
+            lm.apply({"params": params}, batch(0)["tokens"], train=train)
+            for lm in (unsharded, layered)
         ]
         np.testing.assert_array_equal(*outputs)
 
@@ -283,14 +284,14 @@ def test_linen_mutable_collections():
 
         return loss_fn
 
-    whole, layered = LM(CountingBlock), LM(zero.gathered(CountingBlock))
+    unsharded, layered = LM(CountingBlock), LM(zero.gathered(CountingBlock))
 
     def run(zero, lm):
         state = zero.init(linen_state(lm, optax.sgd(0.1)))
         return zero.train_step(loss_of(lm), has_aux=True)(state, zero.put(batch(0)))
 
     # The statistic is added to the output: a gradient flows through it.
-    (state, metrics), (expected_state, expected) = run(zero, layered), run(zero_of(2), whole)
+    (state, metrics), (expected_state, expected) = run(zero, layered), run(zero_of(2), unsharded)
     assert metrics["aux"]["batch_stats"]["CountingBlock_1"]["mean"] != 0
     assert metrics["aux"]["intermediates"]["CountingBlock_1"]["hidden"][0].shape[0] == 16
     compare = functools.partial(np.testing.assert_allclose, rtol=1e-10, atol=TOLERANCE)
@@ -304,10 +305,10 @@ def test_linen_partition_metadata(stage):
     lm = LM(zero.gathered(Partitioned))
     make = linen_state(lm)
     abstract = jax.eval_shape(make)
-    asked = zero.specs(abstract, param_specs=nn.get_partition_spec(abstract.params))
+    requested = zero.specs(abstract, param_specs=nn.get_partition_spec(abstract.params))
     found = zero.specs(abstract)
     is_spec = lambda x: isinstance(x, P)  # noqa: E731
-    assert jax.tree.leaves(asked, is_leaf=is_spec) == jax.tree.leaves(found, is_leaf=is_spec)
+    assert jax.tree.leaves(requested, is_leaf=is_spec) == jax.tree.leaves(found, is_leaf=is_spec)
     reference, losses = linen_reference(Partitioned, False, CAME)
     state, metrics = train(zero, make, linen_loss(lm))
     assert_same(state, reference, metrics, losses)
@@ -435,20 +436,20 @@ def train_nnx(zero, params, loss_fn, tx, **kwargs):
 @pytest.mark.parametrize(("stage", "pure"), [(3, False), (3, True), (2, False)])
 def test_nnx(stage, pure):
     zero = zero_of(stage)
-    whole = NnxLM(NnxBlock, nnx.Rngs(0))
+    unsharded = NnxLM(NnxBlock, nnx.Rngs(0))
     params, loss_fn, lm = nnx_parts(zero.gathered(NnxBlock), pure)
-    assert jax.tree.structure(nnx.state(lm)) == jax.tree.structure(nnx.state(whole))
+    assert jax.tree.structure(nnx.state(lm)) == jax.tree.structure(nnx.state(unsharded))
     state, metrics = train_nnx(zero, params, loss_fn, CAME)
     # The count that the block changed comes out of the call that is computed twice, once.
     assert [x["aux"]["calls"] for x in metrics] == [1] * STEPS
     if stage == 3:
         assert bytes_held(state[0]) < 0.2
     # Outside a step the class does what it did.
-    for one in (lm, whole):
+    for one in (lm, unsharded):
         nnx.update(one, state[0])
     tokens = batch(0)["tokens"]
-    np.testing.assert_allclose(lm(tokens), whole(tokens), rtol=TOLERANCE, atol=TOLERANCE)
-    assert lm.blocks[0].calls[...] == whole.blocks[0].calls[...] == 1
+    np.testing.assert_allclose(lm(tokens), unsharded(tokens), rtol=TOLERANCE, atol=TOLERANCE)
+    assert lm.blocks[0].calls[...] == unsharded.blocks[0].calls[...] == 1
 
 
 FACTORED = {
@@ -475,7 +476,7 @@ def test_an_nnx_optimizer_under_a_mesh_refuses_factored_state(name):
 def test_nnx_partition_metadata_with_factored_state(name, stage, pure):
     """What to do instead: the pair, and the model's own specs."""
     zero = zero_of(stage, model_axis=True)
-    with nnx.use_eager_sharding(False):  # the model is made whole; zero.init cuts it
+    with nnx.use_eager_sharding(False):  # the model is made unsharded; zero.init shards it
         params, loss_fn, lm = nnx_parts(zero.gathered(NnxBlock), pure, partitioned=True)
     specs = nnx.get_partition_spec(nnx.state(lm, nnx.Param))
     specs = nnx.to_pure_dict(specs) if pure else specs
@@ -568,8 +569,8 @@ def test_equinox(stage, static_first):
 
         return loss_fn
 
-    whole, layered = EqxBlock.__call__, zero.gathered(EqxBlock.__call__)
-    state, _ = assert_exact(zero, make, loss_of(layered), make, loss_of(whole))
+    unsharded, layered = EqxBlock.__call__, zero.gathered(EqxBlock.__call__)
+    state, _ = assert_exact(zero, make, loss_of(layered), make, loss_of(unsharded))
     assert state[0].norm is None
     if stage == 3:
         assert bytes_held(state[0]) < 0.2
@@ -636,8 +637,8 @@ def test_plain_trees(stage):
 
 
 def test_a_loss_that_gathers_nothing_is_exact_and_says_so():
-    cut = sum(x.size for x in jax.tree.leaves(tree_params()) if x.size % 8 == 0) * 8
-    message = rf"gathers no layer .* {cut / 2**20:.1f} MiB"
+    sharded = sum(x.size for x in jax.tree.leaves(tree_params()) if x.size % 8 == 0) * 8
+    message = rf"gathers no layer .* {sharded / 2**20:.1f} MiB"
     with pytest.warns(UserWarning, match=message):
         state, metrics = train(zero_of(), make_tree, tree_loss(layer))
     assert_same(state, tree_reference()[0], metrics, tree_reference()[1])

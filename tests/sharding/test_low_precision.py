@@ -17,9 +17,9 @@ from optax_ext import Float8, Quantized
 STEPS = 5
 # What each is there for.
 SHAPES = {
-    "up": (128, 768),  # over 8 devices the last dim would be cut into 96: rows are
+    "up": (128, 768),  # over 8 devices the shards of the last dim would have 96: rows are sharded
     "down": (768, 128),
-    "embed": (101, 768),  # only the last dim can be cut
+    "embed": (101, 768),  # only the last dim can be sharded
     "out": (12, 128, 96),  # attention: heads divide by 4, head_dim by 8
     "bias": (768,),
 }
@@ -110,8 +110,8 @@ def test_codes_and_scales_lie_as_their_parameter(bits):
     params = initial(jnp.float32)
     _, specs = zero.specs((params, jax.eval_shape(tx.init, params)), tx=tx)
     adam = specs.inner_state[1][0]
-    cut = {"up": P("data"), "down": P("data"), "embed": P(None, "data"), "out": P(None, "data")}
-    for k, spec in cut.items():
+    sharded = {"up": P("data"), "down": P("data"), "embed": P(None, "data"), "out": P(None, "data")}
+    for k, spec in sharded.items():
         assert adam.mu[k].codes == spec, k
         if bits == 4:  # a scale for each place along each dim
             entries = [*spec, *[None] * (len(SHAPES[k]) - len(spec))]
@@ -165,12 +165,12 @@ def test_a_checkpoint_of_one_mesh_is_read_on_another(tmp_path):
     one, eight = zero_of(1, 0), zero_of(8, 1)
     state = eight.init(make, tx=tx)
     state, _ = eight.train_step(loss, tx=tx)(state, eight.put(batch_of(0, jnp.float32)))
-    kept = jax.device_get(state)
+    saved = jax.device_get(state)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "state", one.abstract_state(make, tx=tx))
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), kept)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), saved)
     stored = jax.tree.leaves(restored[1], is_leaf=lambda x: isinstance(x, Quantized))
     assert any(isinstance(x, Quantized) for x in stored)
     one.train_step(loss, tx=tx)(restored, one.put(batch_of(1, jnp.float32)))

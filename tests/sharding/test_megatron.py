@@ -1,4 +1,4 @@
-"""ZeRO beside tensor parallelism: attention cut by heads, MLPs by hidden features."""
+"""ZeRO beside tensor parallelism: attention sharded by heads, MLPs by hidden features."""
 
 import functools
 
@@ -108,7 +108,7 @@ def test_exact_and_the_users_specs_are_kept(stage, kind, hybrid):
     assert jax.tree.map(lambda x: x.sharding.spec, state) == before
     up = state[0]["blocks"]["up"].sharding.spec
     assert up == (P(None, "data", "model") if stage == 3 else P(None, None, "model"))
-    # The first moment is cut over both axes at every stage.
+    # The first moment is sharded over both axes at every stage.
     assert state[1][1][0].mu["blocks"]["up"].addressable_shards[0].data.size == 2 * 32 * 128 // 8
 
 
@@ -129,6 +129,6 @@ def test_nothing_is_gathered_over_the_model_axis(stage):
     assert large
     assert {c.group_size for c in large} == {4}
     scattered = sum(c.elements for c in found if c.op == "reduce-scatter")
-    cut = [x for x in jax.tree.leaves(state[0]) if x.ndim > 1]
-    norms = 128 * 5  # their vectors are cut, too, and whole along the model axis
-    assert scattered == sum(x.size for x in cut) // 2 + norms
+    sharded = [x for x in jax.tree.leaves(state[0]) if x.ndim > 1]
+    norms = 128 * 5  # their vectors are sharded, too, and replicated over the model axis
+    assert scattered == sum(x.size for x in sharded) // 2 + norms

@@ -194,7 +194,7 @@ def test_options_of_train_step():
     np.testing.assert_allclose(first["loss"], first["aux"]["losses"].mean(), rtol=TOLERANCE)
     assert first["weight"] == 16
     assert first["grad_norm"] > 0
-    assert jax.tree.structure(nnx.state(lm)) == before  # what the loss makes is not kept
+    assert jax.tree.structure(nnx.state(lm)) == before  # what the loss creates is dropped
     assert "stablehlo" in step.lower(lm, optimizer, zero.put(batch(0))).as_text()
     assert step._steps.__len__() == 1
     # A changed model is another program.

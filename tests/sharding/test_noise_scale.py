@@ -84,12 +84,12 @@ def train(zero, loss, steps=4, tx=None, make=make_batch, **options):
     return seen
 
 
-def pieces_of(batch, devices, microbatches, copies=None):
-    """The batch of each piece; of a copy, what its devices have of each micro-batch."""
+def pieces_of(batch, devices, microbatches, replicas=None):
+    """The batch of each piece; of a replica, what its devices have of each micro-batch."""
     parts = np.arange(BATCH).reshape(devices, microbatches, -1)
-    if copies:  # the mesh is (copies, devices of a copy)
-        parts = parts.reshape(copies, -1, microbatches, parts.shape[-1])
-        groups = parts.swapaxes(1, 2).reshape(copies * microbatches, -1)
+    if replicas:  # the mesh is (replicas, devices of a replica)
+        parts = parts.reshape(replicas, -1, microbatches, parts.shape[-1])
+        groups = parts.swapaxes(1, 2).reshape(replicas * microbatches, -1)
     else:
         groups = parts.reshape(devices * microbatches, -1)
     return [jax.tree.map(lambda x, g=g: x[g], batch) for g in groups]
@@ -102,25 +102,25 @@ def squared(tree):
 grad_of_sum = jax.jit(jax.grad(lambda p, b: (loss_per_example(p, b) * b["mask"]).sum()))
 
 
-def by_hand(seen, devices, microbatches, copies=None, weighted=False, make=make_batch, decay=0.9):
+def by_hand(seen, devices, microbatches, replicas=None, weighted=False, make=make_batch, decay=0.9):
     """The two averages after each step, with the paper's formulas on the gradients of pieces."""
     found, out = [], []
     for i, (params, _) in enumerate(seen):
         batch = make(i)
         if not weighted:
             batch = batch | {"mask": np.ones(BATCH)}
-        pieces = pieces_of(batch, devices, microbatches, copies)
+        pieces = pieces_of(batch, devices, microbatches, replicas)
         weights = np.array([p["mask"].sum() for p in pieces])
         grads = [jax.device_get(grad_of_sum(params, p)) for p in pieces]
-        whole = squared(jax.tree.map(lambda *g: sum(g), *grads)) / weights.sum() ** 2
+        full = squared(jax.tree.map(lambda *g: sum(g), *grads)) / weights.sum() ** 2
         used = [(g, w) for g, w in zip(grads, weights, strict=True) if w]
         local = sum(w * squared(jax.tree.map(lambda g, w=w: g / w, g)) for g, w in used)
         local /= weights.sum()
         big, small = BATCH, BATCH / len(used)
         found.append(
             [
-                (big * whole - small * local) / (big - small),
-                (local - whole) / (1 / small - 1 / big),
+                (big * full - small * local) / (big - small),
+                (local - full) / (1 / small - 1 / big),
             ]
         )
         powers = decay ** np.arange(len(found))[::-1]
@@ -160,7 +160,7 @@ def test_pieces_are_devices_times_microbatches(stage, devices, microbatches, kin
 
 
 def stage_3_loss(zero, loss):
-    """With arrays gathered where they are used; ``small`` and ``odd`` are not cut."""
+    """With arrays gathered where they are used; ``small`` and ``odd`` are unsharded."""
 
     def run(params, batch):
         return loss(params | zero.gather({k: params[k] for k in ("w", "table")}), batch)
@@ -178,7 +178,7 @@ def test_at_stage_3_pieces_are_microbatches(devices, microbatches, kind, weighte
     zero = shd.Zero(mesh_of(devices, kind), stage=3, min_shard_size=20)
     loss = stage_3_loss(zero, weighted_loss if weighted else loss_fn)
     seen = train(zero, loss, weighted=weighted, microbatches=microbatches)
-    want = by_hand(seen, devices, microbatches, copies=1, weighted=weighted)
+    want = by_hand(seen, devices, microbatches, replicas=1, weighted=weighted)
     check(seen, want)
 
 
@@ -188,7 +188,7 @@ def test_at_stage_3_pieces_are_microbatches(devices, microbatches, kind, weighte
     [(0, 1, False), (1, 2, True), (2, 1, False), (2, 2, True), (3, 1, False), (3, 2, True)],
 )
 def test_hybrid(stage, microbatches, everywhere):
-    """At stage 3 each copy makes a piece of each micro-batch."""
+    """At stage 3 each replica makes a piece of each micro-batch."""
     zero = shd.Zero(
         hybrid_mesh(),
         stage=stage,
@@ -198,7 +198,7 @@ def test_hybrid(stage, microbatches, everywhere):
     )
     loss = stage_3_loss(zero, loss_fn)
     seen = train(zero, loss, microbatches=microbatches)
-    check(seen, by_hand(seen, 8, microbatches, copies=2 if stage == 3 else None))
+    check(seen, by_hand(seen, 8, microbatches, replicas=2 if stage == 3 else None))
 
 
 @pytest.mark.usefixtures("x64")
@@ -208,7 +208,7 @@ def test_beside_a_model_axis(stage):
     zero = shd.Zero(mesh, stage=stage, min_shard_size=20)
     loss = stage_3_loss(zero, loss_fn)
     seen = train(zero, loss, microbatches=2)
-    check(seen, by_hand(seen, 4, 2, copies=1 if stage == 3 else None))
+    check(seen, by_hand(seen, 4, 2, replicas=1 if stage == 3 else None))
 
 
 @pytest.mark.usefixtures("x64")
@@ -220,10 +220,10 @@ def test_pieces_without_weight_do_not_count(stage, devices):
     zero = shd.Zero(mesh_of(devices), stage=stage, min_shard_size=20)
     loss = stage_3_loss(zero, weighted_loss)
     seen = train(zero, loss, make=make, weighted=True, microbatches=2)
-    copies = 1 if stage == 3 else None
-    check(seen, by_hand(seen, devices, 2, copies, weighted=True, make=make))
+    replicas = 1 if stage == 3 else None
+    check(seen, by_hand(seen, devices, 2, replicas, weighted=True, make=make))
 
-    # One piece with weight tells nothing: the averages stay.
+    # One piece with weight has no information: the averages stay.
     def one(step):
         return make_batch(step, empty=range(1, 8))
 
@@ -234,10 +234,10 @@ def test_pieces_without_weight_do_not_count(stage, devices):
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("stage", [0, 2])
-@pytest.mark.parametrize("exchange", ["dense", "zen"])
-def test_with_exchanges_that_lose_nothing(stage, exchange):
+@pytest.mark.parametrize("method", ["dense", "zen"])
+def test_with_lossless_syncs(stage, method):
     method = {"dense": sync.dense(), "zen": sync.by_path({"table": sync.zen(0.5, min_size=0)})}[
-        exchange
+        method
     ]
     zero = shd.Zero(mesh_of(8), stage=stage, min_shard_size=20, sync=method)
     seen = train(zero, loss_fn)
@@ -245,8 +245,8 @@ def test_with_exchanges_that_lose_nothing(stage, exchange):
 
 
 @pytest.mark.usefixtures("x64")
-def test_with_an_exchange_that_loses_something_local_gradients_are_the_same():
-    """What is compared with them is what was exchanged."""
+def test_a_lossy_sync_does_not_change_local_gradients():
+    """They are compared with the synchronized mean."""
     exact, lossy = (
         train(shd.Zero(mesh_of(8), stage=1, min_shard_size=20, sync=s), loss_fn, steps=1)[0][1]
         for s in (None, sync.top_k(0.1, min_size=0))
@@ -315,9 +315,9 @@ def lowered(zero, tx, loss, **options):
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_it_costs_one_float_in_the_sum_of_the_loss(stage, microbatches):
-    """And one for each array of which devices have shards: the norm of the whole gradient."""
+    """And one for each array of which devices have shards: the norm of the full gradient."""
     zero = shd.Zero(mesh_of(8), stage=stage, min_shard_size=20)
-    plain, asked = (
+    plain, requested = (
         [
             c.elements
             for c in collectives(lowered(zero, tx, loss_fn, microbatches=microbatches).compile())
@@ -325,9 +325,9 @@ def test_it_costs_one_float_in_the_sum_of_the_loss(stage, microbatches):
         ]
         for tx in (optax.sgd(1e-2), tx_of())
     )
-    cut = 2 if stage else 0
-    assert sum(asked) == sum(plain) + 1 + cut
-    assert len(asked) == len(plain)  # on CPUs, which combine them
+    sharded = 2 if stage else 0
+    assert sum(requested) == sum(plain) + 1 + sharded
+    assert len(requested) == len(plain)  # on CPUs, which combine them
 
 
 def test_who_does_not_ask_pays_nothing():
@@ -372,7 +372,7 @@ def test_wrapped_transformations_ask_too(wrap):
     state = zero.init(lambda: (make_params(), tx.init(make_params())), tx=tx)
     state, _ = zero.train_step(loss_fn, tx=tx)(state, zero.put(make_batch(0)))
     assert np.isfinite(optax_ext.noise_scale(state))
-    # One that passes them on to what does not look at them does not ask.
+    # One that passes them on to what does not read them does not require them.
     plain = optax.with_extra_args_support(optax.adam(1e-2))
     passing = optax.GradientTransformationExtraArgs(plain.init, jax.jit(plain.update))
     zero = shd.Zero(mesh_of(1), stage=0)
@@ -413,8 +413,8 @@ def test_one_piece_is_refused():
 
 
 def test_rows_that_are_summed_in_the_backward_pass_are_refused():
-    exchange = sync.by_path({"table": sync.zen(0.5, min_size=0)})
-    zero = shd.Zero(mesh_of(8), stage=2, min_shard_size=20, sync=exchange)
+    method = sync.by_path({"table": sync.zen(0.5, min_size=0)})
+    zero = shd.Zero(mesh_of(8), stage=2, min_shard_size=20, sync=method)
 
     def loss(params, batch):
         y = batch["x"] @ params["w"] + shd.lookup(params["table"], batch["row"])
@@ -424,7 +424,7 @@ def test_rows_that_are_summed_in_the_backward_pass_are_refused():
         lowered(zero, tx_of(), loss)
     lowered(zero, optax.sgd(1e-2), loss)
     # At stage 3 what is compared are micro-batches, after the rows were summed.
-    zero = shd.Zero(mesh_of(8), stage=3, min_shard_size=20, sync=exchange)
+    zero = shd.Zero(mesh_of(8), stage=3, min_shard_size=20, sync=method)
     lowered(zero, tx_of(), loss, microbatches=2)
 
 
@@ -454,7 +454,7 @@ LAYERWISE = {
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", LAYERWISE)
 def test_layerwise_rates_are_those_of_one_device(name, stage):
-    """Norms are of whole arrays, however they are cut."""
+    """Norms are of full arrays, however they are sharded."""
     tx, steps = LAYERWISE[name](), 10
     zero = shd.Zero(mesh_of(8), stage=stage, min_shard_size=0)
     state = zero.init(model.make_state(tx, jnp.float64), tx=tx)

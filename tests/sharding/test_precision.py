@@ -1,4 +1,4 @@
-"""Dtypes of a step: what is computed, sent and kept in which, and master weights."""
+"""Dtypes of a step: what is computed, sent and stored in which, and master weights."""
 
 import functools
 import math
@@ -165,17 +165,17 @@ def test_a_dtype_that_is_not_floating(field):
 
 def coded(x, spec, num, bits):
     """In NumPy: what the codes of an array's shards stand for, of matrices of at least 512."""
-    cut = [d for d, entry in enumerate(spec) if entry == "data"]
-    if not cut or x.ndim < 2 or x.size // num < 512:
+    dims = [d for d, entry in enumerate(spec) if entry == "data"]
+    if not dims or x.ndim < 2 or x.size // num < 512:
         return x
-    pieces = []
-    for piece in np.split(x, num, cut[0]):
-        flat = np.pad(piece.ravel(), (0, -piece.size % 512)).reshape(-1, 512)
+    shards = []
+    for shard in np.split(x, num, dims[0]):
+        flat = np.pad(shard.ravel(), (0, -shard.size % 512)).reshape(-1, 512)
         levels = 2 ** (bits - 1) - 1
         scale = np.abs(flat).max(1, keepdims=True).astype(np.float32) * np.float32(1 / levels)
         codes = np.round(flat / np.where(scale == 0, 1, scale)).astype(np.float32)
-        pieces.append((codes * scale).ravel()[: piece.size].reshape(piece.shape))
-    return np.concatenate(pieces, cut[0]).astype(x.dtype)
+        shards.append((codes * scale).ravel()[: shard.size].reshape(shard.shape))
+    return np.concatenate(shards, dims[0]).astype(x.dtype)
 
 
 @pytest.mark.usefixtures("x64")

@@ -19,9 +19,9 @@ from . import model
 pytestmark = pytest.mark.usefixtures("scopes_in_cache_key")
 
 DEVICES = 8
-# Two matrices that are cut, two vectors that are too small to be.
+# Two sharded matrices, two vectors that are too small.
 SHAPES = {"w0": (64, 256), "b0": (256,), "w1": (256, 128), "b1": (128,)}
-CUT = [math.prod(SHAPES[name]) for name in ("w0", "w1")]
+SHARDED = [math.prod(SHAPES[name]) for name in ("w0", "w1")]
 SMALL = max(n + m for n, m in ((64, 256), (256, 128))) * 4
 
 
@@ -73,7 +73,7 @@ def elements(program, op):
 
 def test_stage_0_all_reduces_and_gathers_nothing():
     program = compiled(0, "came", 1)
-    assert elements(program, "all-reduce") >= sum(CUT)
+    assert elements(program, "all-reduce") >= sum(SHARDED)
     assert elements(program, "reduce-scatter") == 0
     assert elements(program, "all-gather") == 0
 
@@ -82,8 +82,8 @@ def test_stage_0_all_reduces_and_gathers_nothing():
 @pytest.mark.parametrize("stage", [1, 2])
 def test_gradients_reduce_scatter_and_parameters_are_gathered_once(stage, optimizer):
     program = compiled(stage, optimizer, 1)
-    assert elements(program, "reduce-scatter") == sum(CUT)
-    assert elements(program, "all-gather") == sum(CUT)
+    assert elements(program, "reduce-scatter") == sum(SHARDED)
+    assert elements(program, "all-gather") == sum(SHARDED)
     # What is all-reduced: gradients of the vectors, statistics, norms; nothing like a matrix.
     biggest = max(c.elements for c in collectives(program) if c.op == "all-reduce")
     assert biggest <= SMALL
@@ -97,21 +97,21 @@ def test_explicit_mesh_gives_the_same_collectives():
 
 
 def test_stage_1_reduces_once_and_stage_2_in_each_micro_batch():
-    assert large(compiled(1, "adamw", 8))["reduce-scatter", False] == len(CUT)
+    assert large(compiled(1, "adamw", 8))["reduce-scatter", False] == len(SHARDED)
     assert large(compiled(1, "adamw", 8))["reduce-scatter", True] == 0
-    assert large(compiled(2, "adamw", 8))["reduce-scatter", True] == len(CUT)
+    assert large(compiled(2, "adamw", 8))["reduce-scatter", True] == len(SHARDED)
     assert large(compiled(2, "adamw", 8))["reduce-scatter", False] == 0
 
 
 def test_state_bytes_are_cut_and_donated():
     """What the program is given shrinks as ZeRO says, and the new state takes its place."""
-    whole = compiled(0, "adamw", 1).memory_analysis()
-    cut = compiled(2, "adamw", 1).memory_analysis()
-    moments = 2 * 4 * sum(CUT)
-    saved = whole.argument_size_in_bytes - cut.argument_size_in_bytes
+    unsharded = compiled(0, "adamw", 1).memory_analysis()
+    sharded = compiled(2, "adamw", 1).memory_analysis()
+    moments = 2 * 4 * sum(SHARDED)
+    saved = unsharded.argument_size_in_bytes - sharded.argument_size_in_bytes
     assert saved == moments - moments // DEVICES
-    state = cut.argument_size_in_bytes - 64 // DEVICES * 64 * 4  # all but the batch
-    assert cut.alias_size_in_bytes == state
+    state = sharded.argument_size_in_bytes - 64 // DEVICES * 64 * 4  # all but the batch
+    assert sharded.alias_size_in_bytes == state
 
 
 def test_stage_2_accumulates_less_than_stage_1():
@@ -148,7 +148,7 @@ def test_one_compile_and_no_drift(name, kind):
 
 
 def test_the_state_is_born_sharded():
-    """No program of init holds a whole moment on one device."""
+    """No program of init holds an unsharded moment on one device."""
     tx = optax.adamw(1e-3)
     zero = zero_of(2)
     make = init(tx)
@@ -156,7 +156,7 @@ def test_the_state_is_born_sharded():
     out = zero.shardings(abstract, tx=tx)
     memory = jax.jit(make, out_shardings=out).lower(jax.random.key(0)).compile().memory_analysis()
     params = sum(math.prod(s) for s in SHAPES.values()) * 4
-    moments = 2 * (sum(CUT) // DEVICES + 256 + 128) * 4
+    moments = 2 * (sum(SHARDED) // DEVICES + 256 + 128) * 4
     assert memory.output_size_in_bytes <= params + moments + 64 * 12
     state = zero.init(make, jax.random.key(0), tx=tx)
     assert state[1][0].mu["w1"].addressable_shards[0].data.shape == (256 // DEVICES, 128)

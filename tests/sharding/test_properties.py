@@ -24,7 +24,7 @@ STEPS = 3
 
 @st.composite
 def zeros(draw):
-    """A stage on a mesh of shards and copies."""
+    """A stage on a mesh of shards and replicas."""
     stage = draw(st.integers(0, 3))
     shape = draw(st.sampled_from(MESHES))
     kind = draw(st.sampled_from([AxisType.Auto, AxisType.Explicit]))

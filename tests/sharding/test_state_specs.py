@@ -15,11 +15,11 @@ MESH = AbstractMesh((4, 2), ("data", "model"))
 # shape, spec of the parameter
 PARAMS = {
     "wide": ((256, 512), P("data", "model")),
-    "square": ((256, 256), P("model", "data")),  # shapes alone cannot tell rows from columns
+    "square": ((256, 256), P("model", "data")),  # shapes alone do not distinguish rows from columns
     "stacked": ((3, 256, 512), P(None, "data", "model")),
     "both": ((512, 128), P(("data", "model"))),
     "bias": ((512,), P("data")),
-    "whole": ((7, 13), P()),
+    "unsharded": ((7, 13), P()),
     "scalar": ((), P()),
 }
 ABSTRACT = {k: jax.ShapeDtypeStruct(shape, jnp.float32) for k, (shape, _) in PARAMS.items()}
@@ -159,7 +159,10 @@ def test_a_broken_init_raises_its_own_error():
     ("specs", "message"),
     [
         ({**SPECS, "wide": P("dp")}, r"'wide': axis 'dp' is not in the mesh \('data', 'model'\)"),
-        ({**SPECS, "whole": P("data")}, r"'whole': dim 0 of shape \(7, 13\) does not divide by 4"),
+        (
+            {**SPECS, "unsharded": P("data")},
+            r"'unsharded': dim 0 of shape \(7, 13\) does not divide by 4",
+        ),
         ({**SPECS, "bias": P("data", "model")}, r"'bias' has more entries than its shape \(512,\)"),
         ({"wide": P()}, "param_specs does not match the parameters"),
     ],
@@ -179,6 +182,6 @@ def test_flax_metadata_is_taken():
     nn = pytest.importorskip("flax.linen")
     box = nn.Partitioned(jax.ShapeDtypeStruct((64, 32), jnp.float32), names=("data", "model"))
     specs = shd.state_specs(optax.adafactor(1e-3, min_dim_size_to_factor=8), {"w": box}, None, MESH)
-    # Optax's rows are the smaller dim: 32, which lies on "model".
+    # Optax's rows are the smaller dim: 32, which is sharded over "model".
     assert specs[0].v_row["w"].value == P("model")
     assert specs[0].v_col["w"].value == P("data")

@@ -15,13 +15,13 @@ import sharding as shd
 from .test_targets import need
 
 ADAMW, ADAMW_16 = 28, 22
-# Bytes a parameter that a TPU may access: whole matrices, and what fits on chip.
-WHOLE = {"came": 33, "came, 16 bits": ADAMW_16, "adafactor, no scale": 21, "adafactor": 25}
+# Bytes a parameter that a TPU may access: matrices in main memory, and those that fit on chip.
+IN_MEMORY = {"came": 33, "came, 16 bits": ADAMW_16, "adafactor, no scale": 21, "adafactor": 25}
 ON_CHIP = {"came": ADAMW, "came, 16 bits": ADAMW_16, "adafactor, no scale": 21, "adafactor": 21}
 BOUNDS = {
-    "7B: 4096 x 11008": WHOLE,
-    "7B: 32000 x 4096": WHOLE,
-    "GPT-2: 50257 x 768": WHOLE,
+    "7B: 4096 x 11008": IN_MEMORY,
+    "7B: 32000 x 4096": IN_MEMORY,
+    "GPT-2: 50257 x 768": IN_MEMORY,
     "GPT-2: 768 x 3072": ON_CHIP,
     "1/8: 512 x 4096": ON_CHIP,
     "1/64: 500 x 4096": ON_CHIP,
@@ -58,17 +58,17 @@ LOW_BIT = {
 def test_bytes_with_8_bit_state(target, matrix):
     need(target)
     adamw, came, temporaries = LOW_BIT[target, matrix]
-    moved, kept = costs(target, "optax.adamw, 8-bit state", matrix)
+    moved, held = costs(target, "optax.adamw, 8-bit state", matrix)
     assert 8 < moved < adamw
-    assert kept < temporaries
+    assert held < temporaries
     assert 8 < costs(target, "came, 8-bit state", matrix)[0] < came
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("name", IN_MEMORY)
 def test_whole_matrices_leave_no_temporaries_on_tpus(name):
     need("v5e:1x1")
-    _, kept = costs("v5e:1x1", name, "7B: 32000 x 4096")
-    assert kept < 0.01 * 4
+    _, held = costs("v5e:1x1", name, "7B: 32000 x 4096")
+    assert held < 0.01 * 4
 
 
 # Where each mean is a pass of its own: two more reads of the momentum, one more of the gradient.
@@ -79,9 +79,9 @@ ON_GPU = {"came": 45, "adafactor, no scale": 25, "adafactor": 29}
 def test_bytes_on_gpus(matrix):
     need("h200x1")
     for name, bound in ON_GPU.items():
-        moved, kept = costs("h200x1", name, matrix)
+        moved, held = costs("h200x1", name, matrix)
         assert 8 < moved < bound, name
-        assert kept < 0.03 * 4, name
+        assert held < 0.03 * 4, name
 
 
 @pytest.mark.parametrize("target", ["v5e:4x4", "h200x16"])
@@ -96,7 +96,7 @@ def test_all_reduces_of_a_whole_tree(target, name, most):
 @pytest.mark.parametrize("name", ["came", "adafactor"])
 @pytest.mark.parametrize("spec", [PartitionSpec("data"), PartitionSpec(None, "data")])
 def test_partitioned_matrices_are_neither_gathered_nor_looped_over(name, spec):
-    """On CPUs, where a matrix of one device would be cut into blocks."""
+    """On CPUs, where a matrix of one device would be split into blocks."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     place = NamedSharding(mesh, spec)
     tx = benchmark.OPTIMIZERS[name][0]

@@ -1,4 +1,4 @@
-"""Wire bytes and memory of a whole transformer's step, by stage, beside what theory says.
+"""Wire bytes and memory of a complete transformer's step, by stage, beside the theory.
 
 The cases and the theory are those of ``benchmarks/zero.py``, which makes the table of accelerators
 by the same code.
@@ -59,7 +59,7 @@ def test_a_step_sends_and_holds_what_theory_says(case):
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.stage and c.microbatches == 1], ids=name_of)
 def test_the_update_sends_vectors_alone(case):
-    """Nothing of a parameter's size is gathered or exchanged in the optimizer."""
+    """Nothing of a parameter's size is gathered or reduced in the optimizer."""
     _, _, program = compiled(case)
     update = [c for c in collectives(program) if "/update/" in c.scope]
     assert {c.op for c in update} <= {"all-reduce"}
@@ -79,7 +79,7 @@ def test_gradients_accumulate_as_shards_from_stage_2_on():
 
 
 def test_gathered_weights_do_not_add_up_with_the_layers():
-    """Four more layers cost their activations and shards, as four did before, not whole weights."""
+    """Four more layers cost their activations and shards, not their unsharded weights."""
 
     def temporaries(layers, reshard):
         config = Config(layers, 256, 2, 512)
@@ -97,10 +97,10 @@ def test_gathered_weights_do_not_add_up_with_the_layers():
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     layer = 4 * 12 * 256**2
-    kept, resharded = (
+    stored, resharded = (
         (temporaries(8, reshard) - temporaries(4, reshard)) / 4 for reshard in (False, True)
     )
-    assert kept > layer
+    assert stored > layer
     assert resharded < 0.5 * layer
 
 
