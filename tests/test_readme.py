@@ -26,7 +26,7 @@ def pages(folder):
 
 DOCS = pages("docs")
 PAGES = [README, CONTRIBUTING, ROOT / "CHANGELOG.md", *DOCS]
-PAGES += [page for folder in ("benchmarks", "launch", "sharding") for page in pages(folder)]
+PAGES += [page for folder in ("benchmarks", "launch") for page in pages(folder)]
 EXAMPLES = [pytest.param(code, id=f"README-{i}") for i, code in enumerate(readme.blocks(README))]
 
 
