@@ -1,7 +1,6 @@
-"""Runs the Python examples of README.md, each in a fresh interpreter.
+"""Runs the Python examples of Markdown files: those of one file in order, in a fresh interpreter.
 
-python tests/readme.py README.md --without flax    # those that do not name Flax
-python tests/readme.py README.md --with flax       # those that do
+python tests/readme.py README.md docs/recipes/linen.md
 """
 
 import pathlib
@@ -25,9 +24,8 @@ def run(code):
 
 
 if __name__ == "__main__":
-    file, choice, word = sys.argv[1:]
-    chosen = [code for code in blocks(file) if (word in code) == (choice == "--with")]
-    assert chosen, f"no example {choice[2:]} {word!r} in {file}"
-    for code in chosen:
-        run(code)
-    print(f"{len(chosen)} examples of {file} {choice[2:]} {word!r} ran")
+    for file in sys.argv[1:]:
+        examples = blocks(file)
+        assert examples, f"{file} has no example"
+        run("\n".join(examples))
+        print(f"{len(examples)} examples of {file} ran")

@@ -37,6 +37,10 @@ def test_example(code):
     readme.run(code)
 
 
+def test_readme_is_one_page():
+    assert len(README.read_text().split()) <= 1200
+
+
 # --- Links and paths --------------------------------------------------------------------------
 
 
@@ -80,6 +84,16 @@ def test_the_layers_in_contributing_are_those_of_the_layer_test():
     section = CONTRIBUTING.read_text().split("## The layers")[1].split("##")[0]
     found = re.findall(r"^\| `sharding/(\w+)", section, re.M)
     assert found == [layer for layer in layers if layer != "__main__"]
+
+
+FIRST_READ = [README, *sorted(p for d in ("examples", "launch") for p in (ROOT / d).glob("*.*"))]
+
+
+@pytest.mark.parametrize("page", FIRST_READ, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_glossary_is_followed(page):
+    """For the words that it replaces everywhere."""
+    replaced = r"\b(exchange[sd]?|whole|copies|lies|tells|pieces|brought|goes on|in turn)\b"
+    assert not re.findall(replaced, page.read_text())
 
 
 # --- Commands ---------------------------------------------------------------------------------
