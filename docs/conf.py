@@ -51,6 +51,7 @@ toc_object_entries_show_parents = "hide"
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_use_rtype = False
+napoleon_attr_annotations = False  # signatures have them
 
 # Markdown and notebooks. The outputs of notebooks are stored in them; the tests execute them.
 myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]

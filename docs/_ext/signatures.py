@@ -9,6 +9,8 @@ import inspect
 import re
 import textwrap
 
+from sphinx.domains.python import PythonDomain
+
 # Private modules mean nothing to a reader: `_validate.Hyper` is shown as `Hyper`.
 _PRIVATE = re.compile(r"\b(?:_\w+\.)+(?=\w)")
 
@@ -30,6 +32,12 @@ def _function(obj, drop_first):
     return f"({_text(arguments)})", returns
 
 
+def _default(value):
+    """The default value of a dataclass field, which may be inside ``dataclasses.field(...)``."""
+    options = {option.arg: option.value for option in getattr(value, "keywords", ())}
+    return options.get("default", value)
+
+
 def _fields(cls):
     """The annotated fields of a class and of its bases, as arguments."""
     found = {}
@@ -37,7 +45,7 @@ def _fields(cls):
         if "__annotations__" in vars(base):
             for item in _tree(base).body:
                 if isinstance(item, ast.AnnAssign):
-                    default = f" = {_text(item.value)}" if item.value else ""
+                    default = f" = {_text(_default(item.value))}" if item.value else ""
                     found[item.target.id] = f"{_text(item.annotation)}{default}"
     return "(" + ", ".join(f"{name}: {text}" for name, text in found.items()) + ")"
 
@@ -83,7 +91,10 @@ def _uncommented(cls):
 
 
 def setup(app):
-    """Connects both."""
+    """Connects both; attributes of dataclasses are called attributes, not variables."""
+    for field in PythonDomain.directives["class"].doc_field_types:
+        if field.name == "variable":
+            field.label = "Attributes"
     app.connect("autodoc-process-signature", process_signature)
     app.connect("autodoc-process-docstring", process_docstring)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
