@@ -30,16 +30,6 @@ exit ${code:-0}
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def environment(tmp_path_factory):
-    """Only the devices that the script requests; processes share a compilation cache."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-        yield
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "numbers.txt"

@@ -79,9 +79,9 @@ def run(tx, state_of, *, num_steps, shapes=SHAPES, from_zero=False, observe=lamb
     ``state_of(state)`` gives {field: tree}. ``from_zero`` sets the parameters to zero before every
     step: what is then in them is the update alone. Else they are observed as ``params``.
     """
-    params = {k: jnp.asarray(parameters(s)) for k, s in shapes.items()}
-    grads = {k: jnp.asarray(gradients(s, num_steps)) for k, s in shapes.items()}
-    zero = jax.tree.map(jnp.zeros_like, params)
+    params = {k: parameters(s) for k, s in shapes.items()}
+    grads = {k: gradients(s, num_steps) for k, s in shapes.items()}
+    zero = jax.tree.map(np.zeros_like, params)
 
     def step(carry, g):
         params, state = carry
@@ -96,8 +96,8 @@ def run(tx, state_of, *, num_steps, shapes=SHAPES, from_zero=False, observe=lamb
         }
         return (zero if from_zero else params, state), seen
 
-    params = zero if from_zero else params
-    _, seen = jax.jit(lambda c: jax.lax.scan(step, c, grads))((params, tx.init(params)))
+    run_all = jax.jit(lambda p, g: jax.lax.scan(step, (p, tx.init(p)), g)[1])
+    seen = run_all(zero if from_zero else params, grads)
     return jax.tree.map(np.asarray, seen)
 
 
@@ -114,10 +114,9 @@ def unroll(tx, grads, params, *, jit=True):
         params = optax.apply_updates(params, updates)
         return (params, state), (updates, params, state)
 
-    carry = (params, tx.init(params))
-    if jit:
-        return jax.jit(lambda c: jax.lax.scan(step, c, grads)[1])(carry)
-    seen = []
+    if jit:  # all in one program: each operation outside of it would be one more
+        return jax.jit(lambda p, g: jax.lax.scan(step, (p, tx.init(p)), g)[1])(params, grads)
+    carry, seen = (params, tx.init(params)), []
     for i in range(len(jax.tree.leaves(grads)[0])):
         carry, out = step(carry, jax.tree.map(operator.itemgetter(i), grads))
         seen.append(out)
@@ -186,12 +185,12 @@ def compare(field, have, want, tolerance, message):
 def compare_to_reference(tx, reference, shape, num_steps, *, jit=True):
     """Every update and state field of one array within 1e-12 of a NumPy reference."""
     grads = gradients(shape, num_steps)
-    updates, _, states = unroll(tx, jnp.asarray(grads), jnp.zeros(shape), jit=jit)
-    for i, g in enumerate(grads):
-        compare("update", updates[i], reference.step(g), 1e-12, f"update, step {i + 1}")
-        for field, want in reference.state().items():
-            have = getattr(states, field)
-            assert (have is None) == (want is None), field
-            if want is not None:
-                have = np.asarray(have[i], np.float64)  # it may be stored in bfloat16
-                compare(field, have, want, 1e-12, f"{field}, step {i + 1}")
+    updates, _, states = jax.device_get(unroll(tx, grads, np.zeros(shape), jit=jit))
+    steps = [{"update": reference.step(g)} | reference.state() for g in grads]
+    for field in steps[0]:
+        have = updates if field == "update" else getattr(states, field)
+        want = [step[field] for step in steps]
+        assert (have is None) == (want[0] is None), field
+        if have is not None:
+            have = np.asarray(have, np.float64)  # it may be stored in bfloat16
+            compare(field, have, np.stack(want), 1e-12, f"{field}, the first dim is the step")
