@@ -1,4 +1,4 @@
-"""Every form of the reduce-scatter gives what ``lax.psum_scatter`` gives, for the same bytes."""
+"""Every form of the reduce-scatter equals ``lax.psum_scatter`` and sends the same bytes."""
 
 import math
 
@@ -18,7 +18,7 @@ SHAPES = [(1,), (2,), (8,), (2, 4), (4, 2)]
 
 
 def compiled(form, shape, dim, x, repeat=0):
-    """A program that scatters x[device], of every device of a mesh of this shape."""
+    """A program that reduce-scatters x (devices, ...) on a mesh of this shape."""
     names = ("a", "b")[: len(shape)]
     devices = jax.devices()[: math.prod(shape)]
     mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape), devices=devices)
@@ -26,12 +26,12 @@ def compiled(form, shape, dim, x, repeat=0):
     def step(x):
         if not repeat:
             return psum_scatter(x[0], names, dim, form)[None]
-        pieces = lax.scan(
+        shards = lax.scan(
             lambda total, i: (total + psum_scatter(x[0] * i, names, dim, form), None),
             jnp.zeros_like(psum_scatter(x[0], names, dim, "native")),
             jnp.arange(repeat, dtype=x.dtype),
         )
-        return pieces[0][None]
+        return shards[0][None]
 
     mapped = jax.shard_map(step, mesh=mesh, in_specs=P(names), out_specs=P(names))
     return jax.jit(mapped).lower(x).compile()
@@ -42,7 +42,7 @@ def compiled(form, shape, dim, x, repeat=0):
 @pytest.mark.parametrize("form", FORMS)
 def test_equals_the_sum(form, shape, dim):
     num = math.prod(shape)
-    # Shards of different scale; 40 rows cut by 8 are pieces of odd length.
+    # Devices of different scale; 40 rows over 8 devices are shards of odd length.
     x = np.random.default_rng(0).normal(size=(num, 40, 3, 24)) * 10.0 ** np.arange(num).reshape(
         -1, 1, 1, 1
     )
@@ -51,16 +51,16 @@ def test_equals_the_sum(form, shape, dim):
     np.testing.assert_allclose(program(x), expected, rtol=1e-12, atol=1e-12 * abs(x).max())
     assert wire_bytes(program) == (num - 1) / num * x[0].nbytes
 
-    whole = np.random.default_rng(2).integers(-1000, 1000, x.shape, np.int32)
-    pieces = np.stack(np.split(whole.sum(0, dtype=np.int32), num, dim if dim >= 0 else 2))
-    found = compiled(form, shape, dim, whole)(whole)
+    integers = np.random.default_rng(2).integers(-1000, 1000, x.shape, np.int32)
+    shards = np.stack(np.split(integers.sum(0, dtype=np.int32), num, dim if dim >= 0 else 2))
+    found = compiled(form, shape, dim, integers)(integers)
     assert found.dtype == np.int32
-    np.testing.assert_array_equal(found, pieces)
+    np.testing.assert_array_equal(found, shards)
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_under_scan_and_of_one_dim(form):
-    x = np.random.default_rng(1).normal(size=(8, 8))  # pieces of one element
+    x = np.random.default_rng(1).normal(size=(8, 8))  # shards of one element
     program = compiled(form, (2, 4), 0, x, repeat=4)
     np.testing.assert_allclose(program(x), 6 * x.sum(0).reshape(8, 1), rtol=1e-12)
 
@@ -90,10 +90,10 @@ def test_errors():
         ("cpu", (2, 4), (4096, 4096), 0, "native"),
         ("tpu", (1,), (4096, 4096), 0, "native"),
         ("tpu", (4, 4), (4096, 4096), 0, "axes"),
-        ("tpu", (4, 4), (16,), -1, "axes"),  # a first dim, too
-        ("tpu", (4, 4), (64, 2048), -1, "axes"),  # pieces of 128
+        ("tpu", (4, 4), (16,), -1, "axes"),  # the last dim is also the first
+        ("tpu", (4, 4), (64, 2048), -1, "axes"),  # shards of 128
         ("tpu", (4, 4), (64, 1024), -1, "all_to_all"),
-        ("tpu", (16, 1), (4096, 4096), 0, "ring"),  # one axis in truth
+        ("tpu", (16, 1), (4096, 4096), 0, "ring"),  # effectively one axis
         ("tpu", (256,), (512, 512), 0, "all_to_all"),
     ],
 )

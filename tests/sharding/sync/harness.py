@@ -1,4 +1,4 @@
-"""Runs an exchange on virtual devices, in float64."""
+"""Runs a gradient sync on virtual devices, in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -15,28 +15,29 @@ def mesh_of(num, name="data"):
     return jax.make_mesh((num,), (name,), axis_types=(AxisType.Auto,), devices=jax.devices()[:num])
 
 
-class Exchange:
-    """An exchange between devices, and its state.
+class SyncRunner:
+    """A gradient sync between devices, and its state.
 
     Args:
-      exchange: a ``GradientSync``.
+      method: a ``GradientSync``.
       shapes: of the gradients, by name.
-      num: of devices.
-      dims: along which dims pieces are cut; None for whole means.
+      num: the number of devices.
+      dims: along which dims means are sharded, by name; None for an all-reduce.
+      dtype: of the gradients.
     """
 
-    def __init__(self, exchange, shapes, num, dims=None, dtype=jnp.float64):
+    def __init__(self, method, shapes, num, dims=None, dtype=jnp.float64):
         params = {k: jnp.zeros(s, dtype) for k, s in shapes.items()}
-        self.state = sync.transformation(exchange, "data", num).init(params)
+        self.state = sync.transformation(method, "data", num).init(params)
         self.dtype = dtype
 
         def run(grads, state):
-            own, kept = (jax.tree.map(lambda x: x[0], tree) for tree in (grads, state))
+            grads, state = (jax.tree.map(lambda x: x[0], tree) for tree in (grads, state))
             if dims is None:
-                out, new = exchange.all_reduce(own, kept, "data")
-                out = jax.tree.map(lambda x: x[None], out)  # of every device
+                out, new = method.all_reduce(grads, state, "data")
+                out = jax.tree.map(lambda x: x[None], out)  # (devices, ...)
             else:
-                out, new = exchange.reduce_scatter(own, kept, "data", dims)
+                out, new = method.reduce_scatter(grads, state, "data", dims)
             return out, jax.tree.map(lambda x: x[None], new)
 
         out = P("data")
@@ -53,9 +54,9 @@ class Exchange:
         self._jitted = jax.jit(self.mapped)
 
     def __call__(self, grads):
-        """Of every device's gradients, (devices, ...) by name, what comes out; the state advances.
+        """The means of gradients (devices, ...) by name; advances the state.
 
-        Whole means are compared: all devices must have the same bits.
+        Asserts that all devices have the same bits of full means.
         """
         out, self.state = self._jitted(
             {k: jnp.asarray(g, self.dtype) for k, g in grads.items()}, self.state
@@ -67,8 +68,8 @@ class Exchange:
                 out[k] = x[0]
         return out
 
-    def kept(self, name):
-        """An array's state, (devices, ...)."""
+    def state_of(self, name):
+        """The state of one array, (devices, ...)."""
         return jax.tree.map(np.asarray, self.state.arrays[name])
 
 

@@ -1,4 +1,4 @@
-"""What exchanges have in common, and what they refuse."""
+"""The interface that all sync methods share, and the errors of bad arguments."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from sharding import sync
 from sharding.collectives import _all_gather
 
-from .harness import Exchange, mesh_of, stacked
+from .harness import SyncRunner, mesh_of, stacked
 
 SHAPES = {"embed": (64, 8), "mlp/in": (24, 40), "b": (24,)}
 
@@ -20,22 +20,22 @@ def test_the_first_pattern_decides(x64):
         ValueError,
         match=r"by_path: '\^m' is .* in no path.* 'embed', 'mlp/in'",
     ):
-        Exchange(sync.by_path(rules), SHAPES, 2)
+        SyncRunner(sync.by_path(rules), SHAPES, 2)
     del rules["^m"]
-    exchange = sync.by_path(rules)
-    state = exchange.init({k: jnp.zeros(s) for k, s in SHAPES.items()})
+    method = sync.by_path(rules)
+    state = method.init({k: jnp.zeros(s) for k, s in SHAPES.items()})
     assert set(state[0].arrays["mlp/in"]) == {"q", "error"}
     assert set(state[1].arrays["embed"]) == {"error"}
     assert state[2].arrays == {"b": ()}
 
 
-def test_what_is_left_out_stays_what_it_was(x64):
-    exchange = sync.top_k(0.1, min_size=1)
+def test_the_state_of_a_gradient_that_is_none_is_unchanged(x64):
+    method = sync.top_k(0.1, min_size=1)
     params = {k: jnp.zeros(s) for k, s in SHAPES.items()}
     grads = {k: jnp.ones(s) for k, s in SHAPES.items()} | {"embed": None}
 
     def run(grads):
-        return exchange.all_reduce(grads, exchange.init(params), "data")
+        return method.all_reduce(grads, method.init(params), "data")
 
     mapped = jax.shard_map(
         run, mesh=mesh_of(2), in_specs=jax.P(), out_specs=jax.P(), check_vma=False
@@ -46,27 +46,29 @@ def test_what_is_left_out_stays_what_it_was(x64):
     assert np.any(state.arrays["mlp/in"]["error"])
 
 
-def test_one_number_that_is_not_finite(x64):
-    """Its array becomes NaN on all devices, and no other; nothing of it is kept."""
-    for exchange in (sync.top_k(0.1, min_size=1), sync.qsgd(8, min_size=1), sync.powersgd(2)):
-        runner = Exchange(exchange, SHAPES, 4)
+def test_a_nonfinite_number_is_nan_in_its_array_alone(x64):
+    """On all devices, and the state is unchanged."""
+    for method in (sync.top_k(0.1, min_size=1), sync.qsgd(8, min_size=1), sync.powersgd(2)):
+        runner = SyncRunner(method, SHAPES, 4)
         for bad in (np.nan, np.inf, -np.inf):
             runner(stacked(0, SHAPES, 4))
-            before = runner.kept("mlp/in")
+            before = runner.state_of("mlp/in")
             grads = stacked(1, SHAPES, 4)
             grads["mlp/in"][2, 3, 4] = bad
             have = runner(grads)
             assert np.isnan(have["mlp/in"]).all()
             assert np.isfinite(have["embed"]).all()
-            for a, b in zip(*map(jax.tree.leaves, (before, runner.kept("mlp/in"))), strict=True):
+            for a, b in zip(
+                *map(jax.tree.leaves, (before, runner.state_of("mlp/in"))), strict=True
+            ):
                 np.testing.assert_array_equal(a, b)
             assert np.isfinite(runner(stacked(2, SHAPES, 4))["mlp/in"]).all()
 
 
-def test_dense_passes_what_is_not_finite(x64):
+def test_dense_propagates_nan(x64):
     grads = stacked(0, SHAPES, 2)
     grads["b"][1, 3] = np.nan
-    have = Exchange(sync.dense(), SHAPES, 2)(grads)["b"]
+    have = SyncRunner(sync.dense(), SHAPES, 2)(grads)["b"]
     assert np.isnan(have[3])
     assert np.isfinite(np.delete(have, 3)).all()
 
@@ -86,7 +88,7 @@ def test_resize_keeps_the_mean(num):
 @pytest.mark.parametrize("size", [5, 1024, 1500])
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8])
 def test_vectors_are_gathered_in_tiles_on_tpus(size, dtype, monkeypatch):
-    """And nothing of what fills them up is left."""
+    """And the padding is removed."""
     monkeypatch.setattr(_all_gather, "current_platform", lambda: "tpu")
     x = jnp.asarray(np.random.default_rng(0).integers(0, 200, (4, size)), dtype)
     run = jax.shard_map(
@@ -99,13 +101,13 @@ def test_vectors_are_gathered_in_tiles_on_tpus(size, dtype, monkeypatch):
     np.testing.assert_array_equal(run(x), x.ravel())
 
 
-def test_outside_of_a_shard_map():
+def test_outside_a_shard_map():
     grads = {"w": jnp.ones((8, 8))}
-    for exchange in (sync.dense(), sync.top_k(0.5), sync.qsgd()):
+    for method in (sync.dense(), sync.top_k(0.5), sync.qsgd()):
         with pytest.raises(ValueError, match=r"axis 'data' .* is not one of the manual axes"):
-            exchange.all_reduce(grads, exchange.init(grads), "data")
+            method.all_reduce(grads, method.init(grads), "data")
         with pytest.raises(ValueError, match="at least one mesh axis, got \\(\\)"):
-            exchange.all_reduce(grads, exchange.init(grads), ())
+            method.all_reduce(grads, method.init(grads), ())
 
 
 @pytest.mark.parametrize(

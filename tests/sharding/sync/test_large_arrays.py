@@ -54,7 +54,7 @@ def test_gradients_of_large_models(name, dim):
         lower(METHODS[name], shape, dim)
 
 
-def test_single_elements_are_numbered_up_to_a_limit_that_is_named():
+def test_granularity_element_has_a_size_limit():
     method = sync.zen(granularity="element")
     lower(method, SHAPES["405B"], 0)
     params = {"layers": {"w": jax.ShapeDtypeStruct(SHAPES["13B, stacked"], jnp.float32)}}

@@ -1,4 +1,4 @@
-"""Tables by rows: what a loss that looks rows up gets, learns and sends."""
+"""Tables whose rows a loss looks up: values, training and bytes sent."""
 
 import functools
 import re
@@ -26,8 +26,8 @@ def mesh_of(num, kind=AxisType.Auto):
     return jax.make_mesh((num,), ("data",), axis_types=(kind,), devices=jax.devices()[:num])
 
 
-def zero_of(exchange, stage, num=8, kind=AxisType.Auto, **options):
-    return shd.Zero(mesh_of(num, kind), stage, sync=exchange, min_shard_size=16, **options)
+def zero_of(method, stage, num=8, kind=AxisType.Auto, **options):
+    return shd.Zero(mesh_of(num, kind), stage, sync=method, min_shard_size=16, **options)
 
 
 def ids_of(step, rows, how="zipf"):
@@ -45,7 +45,7 @@ def ids_of(step, rows, how="zipf"):
 
 
 def batch_of(step, rows, how="zipf"):
-    scale = 10.0 ** np.repeat(np.arange(8) / 4, TOKENS // 32)  # devices of different size
+    scale = 10.0 ** np.repeat(np.arange(8) / 4, TOKENS // 32)  # devices of different scale
     return {"ids": ids_of(step, rows, how), "scale": jnp.asarray(scale)}
 
 
@@ -100,37 +100,37 @@ def assert_same(have, want, start, tolerance=1e-12):
         assert off < tolerance * path, (k, off / path)
 
 
-CASES = [  # exchange, stage, devices, shape, ids, why
-    (sync.zen(0.2, min_size=1), 0, 8, (96, 16), "zipf", "whole means"),
-    (sync.zen(0.2, min_size=1), 1, 8, (96, 16), "zipf", "a piece, and no gradient pulled"),
-    (sync.zen(0.2, min_size=1), 2, 4, (96, 16), "zipf", "a piece"),
+CASES = [  # method, stage, devices, shape, ids, why
+    (sync.zen(0.2, min_size=1), 0, 8, (96, 16), "zipf", "full means"),
+    (sync.zen(0.2, min_size=1), 1, 8, (96, 16), "zipf", "a shard, without a pull"),
+    (sync.zen(0.2, min_size=1), 2, 4, (96, 16), "zipf", "a shard"),
     (sync.zen(0.2, min_size=1), 3, 8, (96, 16), "zipf", "rows are fetched"),
     (sync.zen(0.9, min_size=1), 3, 2, (96, 16), "uniform", "duplicates on both devices"),
     (sync.zen(0.05, min_size=1), 2, 8, (1024, 16), "last owner", "all rows to one owner: rounds"),
     (sync.zen(0.05, min_size=1), 3, 8, (1024, 16), "last owner", "rounds at stage 3"),
-    (sync.zen(0.001, min_size=1), 3, 8, (1024, 16), "uniform", "more than four rounds: whole"),
+    (sync.zen(0.001, min_size=1), 3, 8, (1024, 16), "uniform", "more than four rounds: dense"),
     (sync.zen(0.1, min_size=1), 3, 8, (96, 16), "one", "one row, by all devices"),
-    (sync.zen(0.2, min_size=1), 2, 8, (99, 16), "zipf", "columns are cut"),
+    (sync.zen(0.2, min_size=1), 2, 8, (99, 16), "zipf", "columns are sharded"),
     (sync.zen(0.2, min_size=1), 3, 8, (99, 16), "zipf", "columns are fetched"),
     (sync.zen(0.2, min_size=1), 3, 8, (99, 4, 16), "zipf", "columns of rows of two dims"),
     (sync.agsparse(0.2, min_size=1), 3, 8, (99, 16), "zipf", "columns of agsparse"),
     (sync.zen(0.2, min_size=1), 2, 8, (99, 13), "zipf", "nothing divides"),
     (sync.zen(0.2, min_size=1), 3, 8, (99, 13), "zipf", "nothing divides at stage 3"),
     (sync.zen(0.2, min_size=1), 3, 8, (96, 3, 5), "zipf", "rows of two dims"),
-    (sync.agsparse(0.2, min_size=1), 0, 4, (96, 16), "zipf", "another exchange"),
-    (sync.agsparse(0.2, min_size=1), 2, 8, (96, 16), "zipf", "which keeps its own rows"),
-    (sync.agsparse(0.2, min_size=1), 3, 8, (96, 16), "zipf", "and fetches"),
-    (sync.dense(), 2, 8, (96, 16), "zipf", "no rows: as ever"),
-    (sync.dense(), 3, 8, (96, 16), "zipf", "no rows at stage 3"),
-    (None, 3, 8, (96, 16), "zipf", "no exchange at stage 3"),
+    (sync.agsparse(0.2, min_size=1), 0, 4, (96, 16), "zipf", "agsparse"),
+    (sync.agsparse(0.2, min_size=1), 2, 8, (96, 16), "zipf", "a shard of agsparse"),
+    (sync.agsparse(0.2, min_size=1), 3, 8, (96, 16), "zipf", "rows are fetched with agsparse"),
+    (sync.dense(), 2, 8, (96, 16), "zipf", "dense"),
+    (sync.dense(), 3, 8, (96, 16), "zipf", "dense at stage 3"),
+    (None, 3, 8, (96, 16), "zipf", "no sync method at stage 3"),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"stage {c[1]}, {c[5]}")
 def test_equals_one_device_with_take(case, x64):
-    exchange, stage, num, shape, how, _ = case
+    method, stage, num, shape, how, _ = case
     want = alone(shape, how)
-    have = train(zero_of(exchange, stage, num), shd.lookup, shape, how=how)
+    have = train(zero_of(method, stage, num), shd.lookup, shape, how=how)
     assert_same(have, want, initial(shape))
 
 
@@ -156,9 +156,9 @@ def test_micro_batches_and_two_lookups(stage, kind, x64):
     def twice(look):
         return lambda table, ids: look(table, ids) - 0.5 * look(table, ids[:, ::-1])
 
-    shape, exchange = (96, 16), sync.zen(0.2, min_size=1)
+    shape, method = (96, 16), sync.zen(0.2, min_size=1)
     want = train(zero_of(None, 0, 1), twice(take), shape)
-    zero = zero_of(exchange, stage, 4, kind)
+    zero = zero_of(method, stage, 4, kind)
     have = train(zero, twice(shd.lookup), shape, microbatches=2)
     assert_same(have, want, initial(shape))
 
@@ -186,20 +186,20 @@ def test_in_loops_and_checkpoints(x64):
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_copies(stage, x64):
-    """Inside a copy by rows, between the copies what is left of them whole."""
-    mesh = jax.make_mesh((2, 4), ("copies", "data"), axis_types=(AxisType.Auto,) * 2)
-    exchange, shape = sync.by_path({"table": sync.zen(0.2, min_size=1)}), (96, 16)
-    zero = shd.Zero(mesh, stage, replica_axis="copies", sync=exchange, min_shard_size=16)
+def test_replicas(stage, x64):
+    """By rows inside a replica, by dense shards between replicas."""
+    mesh = jax.make_mesh((2, 4), ("replicas", "data"), axis_types=(AxisType.Auto,) * 2)
+    method, shape = sync.by_path({"table": sync.zen(0.2, min_size=1)}), (96, 16)
+    zero = shd.Zero(mesh, stage, replica_axis="replicas", sync=method, min_shard_size=16)
     want = alone(shape)
     assert_same(train(zero, shd.lookup, shape), want, initial(shape))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_stacks_of_tables(stage, x64):
-    """Looked up in a scan over the stack, along which they may be cut."""
-    shape, exchange = (8, 12, 4), sync.zen(0.5, min_size=1)
-    zero, tx = zero_of(exchange, stage), optax.sgd(0.1)
+    """Looked up in a scan over the stack, whose first dim may be sharded."""
+    shape, method = (8, 12, 4), sync.zen(0.5, min_size=1)
+    zero, tx = zero_of(method, stage), optax.sgd(0.1)
     params = {"table": initial(shape)["table"]}
 
     def loss(look):
@@ -212,8 +212,8 @@ def test_stacks_of_tables(stage, x64):
         return run
 
     specs = {"table": jax.sharding.PartitionSpec(None, "data")} if stage == 3 else None
-    if stage == 3:  # whose rows are cut: 12 over 4
-        zero = zero_of(exchange, stage, 4)
+    if stage == 3:  # rows are sharded: 12 over 4
+        zero = zero_of(method, stage, 4)
     state = zero.init(lambda: (params, tx.init(params)), tx=tx, param_specs=specs)
     ids = np.arange(16) % 12
     have = jax.device_get(zero.train_step(loss(shd.lookup), tx=tx)(state, zero.put(ids))[0][0])
@@ -238,8 +238,8 @@ def test_narrow_dtypes(stage):
     shape, tx = (96, 16), optax.sgd(1e-2)
     params = initial(shape, jnp.float32)
     plain, rows = (
-        zero_of(exchange, stage, precision=shd.Precision(compute=jnp.bfloat16))
-        for exchange in (None, sync.zen(0.2, min_size=1))
+        zero_of(method, stage, precision=shd.Precision(compute=jnp.bfloat16))
+        for method in (None, sync.zen(0.2, min_size=1))
     )
 
     def updated(zero, look):
@@ -258,7 +258,7 @@ def test_narrow_dtypes(stage):
 
 @pytest.mark.parametrize(("rows", "num", "mixed"), [(64, 8, False), (99, 8, True), (5, 1, False)])
 @pytest.mark.parametrize("how", ["zipf", "one", "uniform"])
-def test_every_row_is_sent_once_and_owners_are_filled_from_the_front(rows, num, mixed, how):
+def test_every_row_is_sent_once_with_consecutive_ranks(rows, num, mixed, how):
     owners = RowOwners(rows, num, Permutation(rows) if mixed else None)
     ids = np.array(ids_of(0, rows, how)).ravel()
     ids[[3, 7]] = rows, -1  # outside the table
@@ -325,7 +325,6 @@ def test_flax_modules(model, stage, x64):
         start = jax.device_get(state[0])
         step = zero.train_step(loss, tx=tx)
         jaxpr = str(jax.make_jaxpr(zero.value_and_grad(loss))(start, batch_of(0, 96)))
-        # Nobody adds rows into a gradient of the table's size but the branch that sends it whole.
         for i in range(4):
             state, _ = step(state, zero.put(batch_of(i, 96)))
         leaves = jax.tree_util.tree_leaves_with_path(jax.device_get(state[0]))
@@ -357,7 +356,7 @@ def test_an_embedding_by_itself():
 # --- By itself ------------------------------------------------------------------------------------
 
 
-def test_outside_of_a_step():
+def test_outside_a_step():
     table = jnp.asarray(np.random.default_rng(0).normal(size=(7, 3)), jnp.float32)
     ids = jnp.array([[0, 6, -1], [-7, 3, 3]])
     np.testing.assert_array_equal(shd.lookup(table, ids), table[ids])
@@ -370,7 +369,7 @@ def test_outside_of_a_step():
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_rows_outside_the_table(stage, x64):
-    """They are NaN, which nobody overlooks, and no other row gets a gradient of theirs."""
+    """They are NaN, and add to the gradient of no row."""
     zero, tx = zero_of(sync.zen(0.2, min_size=1), stage), optax.sgd(1.0)
     params = {"table": initial((96, 16))["table"]}
 
@@ -397,7 +396,7 @@ def test_ids_of_any_integer_dtype(dtype, x64):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_what_a_handle_can_be_asked(stage, x64):
+def test_the_interface_of_a_handle(stage, x64):
     """No ids, the table's shape and dtype; all else is an error that says what it is."""
     zero, tx = zero_of(sync.zen(0.2, min_size=1), stage), optax.sgd(1.0)
     params = {"table": initial((96, 16))["table"]}
@@ -478,7 +477,7 @@ def test_rows_of_an_nnx_module_lie_as_their_ids():
     ],
     ids=["tied", "scaled", "in a branch"],
 )
-def test_what_needs_the_whole_gradient(look, match, x64):
+def test_uses_that_need_the_full_gradient(look, match, x64):
     """Its full gradient is synchronized, and a warning is issued."""
     shape = (96, 16)
     want = train(zero_of(None, 2), look, shape)
@@ -515,7 +514,7 @@ def test_bytes_are_those_of_the_rows(stage):
     if stage == 3:
         assert sent["gather"] == rows + indices
     assert not any(c.op == "all-reduce" for c in found)
-    if stage == 3:  # nor has anybody memory for the whole table
+    if stage == 3:  # and no device has memory for the full table
         assert compiled.memory_analysis().temp_size_in_bytes < 2**14 * 64 * 4 / 2
 
 
@@ -524,20 +523,20 @@ def params_of(types):
 
 
 def gathered_tables(lowered, rows):
-    """All-gathers of the whole table, by rows or by columns, in a program that is not optimized."""
+    """All-gathers of the full table, by rows or by columns, in an unoptimized program."""
     return len(re.findall(rf"all_gather.*-> tensor<{rows}x16xf32>", lowered.as_text()))
 
 
 @pytest.mark.parametrize("rows", [4096, 4099])
-@pytest.mark.parametrize("what", ["train", "frozen", "evaluate", "copies"])
+@pytest.mark.parametrize("what", ["train", "frozen", "evaluate", "replicas"])
 def test_no_step_of_stage_3_gathers_the_table(what, rows):
-    """Whichever dim is cut; not where it is only read, nor where there are copies."""
-    mesh = jax.make_mesh((2, 4), ("copies", "data"), axis_types=(AxisType.Auto,) * 2)
-    if what != "copies":
+    """Whichever dim is sharded, for training, evaluation, frozen tables and replicas."""
+    mesh = jax.make_mesh((2, 4), ("replicas", "data"), axis_types=(AxisType.Auto,) * 2)
+    if what != "replicas":
         mesh = mesh_of(8)
-    copies = "copies" if what == "copies" else None
-    exchange, tx = sync.zen(0.01), optax.sgd(0.1)
-    zero = shd.Zero(mesh, 3, replica_axis=copies, sync=exchange)
+    replicas = "replicas" if what == "replicas" else None
+    method, tx = sync.zen(0.01), optax.sgd(0.1)
+    zero = shd.Zero(mesh, 3, replica_axis=replicas, sync=method)
     params = {"table": jnp.ones((rows, 16)), "w": jnp.ones((64, 64))}
     state = zero.abstract_state(lambda: (params, tx.init(params)), tx=tx)
 

@@ -1,4 +1,4 @@
-"""ZEN loses nothing, whatever is where; sends what its formula says; and falls back as a whole."""
+"""ZEN is lossless wherever rows are, sends the bytes of its formula, and falls back to dense."""
 
 import re
 
@@ -17,14 +17,14 @@ from sharding.collectives._permutation import Permutation
 from sharding.plan._wire import collectives, wire_bytes
 from sharding.sync import _agsparse, _zen
 
-from .harness import Exchange
+from .harness import SyncRunner
 
 # --- The permutation ------------------------------------------------------------------------------
 
 
 @settings(max_examples=15, deadline=None)
 @given(st.integers(1, 5000), st.integers(0, 1000))
-def test_the_mixer_permutes(size, seed):
+def test_the_permutation_and_its_inverse(size, seed):
     permutation, x = Permutation(size, seed), jnp.arange(size, dtype=jnp.int32)
     mixed = permutation.apply(x)
     assert mixed.dtype == jnp.int32
@@ -34,8 +34,8 @@ def test_the_mixer_permutes(size, seed):
 
 @pytest.mark.parametrize("size", [2**22, 50257, 2**20 + 1, 100_000])
 @pytest.mark.parametrize("num", [8, 16, 64])
-def test_the_mixer_balances(size, num):
-    """What lies together, or a power of two apart, goes to all owners alike."""
+def test_the_permutation_balances_owners(size, num):
+    """Rows that are neighbours, or a power of two apart, are spread evenly over owners."""
     permutation = Permutation(size)
     count = size // 16
     for name, rows in {
@@ -51,7 +51,7 @@ def test_the_mixer_balances(size, num):
         assert share.max() < 1 + 4.2 * np.sqrt(num / count), (name, share.max())
 
 
-def test_other_seeds_are_other_permutations():
+def test_seeds_select_permutations():
     x = jnp.arange(1000, dtype=jnp.int32)
     assert np.mean(Permutation(1000, 1).apply(x) == Permutation(1000, 2).apply(x)) < 0.05
 
@@ -60,7 +60,7 @@ def test_other_seeds_are_other_permutations():
 
 
 def rows_to_one_owner(size, num, count):
-    """Rows that the hash gives to the first device."""
+    """Rows that the permutation gives to the first device."""
     mine = np.flatnonzero(np.asarray(Permutation(size).apply(jnp.arange(size))) < -(-size // num))
     return mine[:count]
 
@@ -81,7 +81,7 @@ KINDS = ("uniform", "the first", "the last", "the very first", "to one owner", "
 
 
 def gradients(shape, num, count, kind, seed=0):
-    """Of each device, with so many rows of the kind; devices of another size and other rows."""
+    """(devices, *shape) with ``count`` nonzero rows per device, of a different scale on each."""
     rng = np.random.default_rng(seed)
     grads = np.zeros((num, *shape))
     for i in range(num):
@@ -97,27 +97,27 @@ def assert_mean(have, grads):
 
 @pytest.mark.parametrize("num", [1, 3, 8])
 @pytest.mark.parametrize("name", ["rows", "elements", "agsparse"])
-def test_the_mean_is_that_of_everything(num, name, x64):
-    """1009 divides by nothing."""
+def test_equals_the_dense_mean(num, name, x64):
+    """1009 is prime."""
     method, shape = {
         "rows": (sync.zen(0.05, min_size=1), (1009, 6)),
         "elements": (sync.zen(0.05, granularity="element", min_size=1), (1009,)),
         "agsparse": (sync.agsparse(0.05, min_size=1), (1009, 6)),
     }[name]
-    exchange = Exchange(method, {"w": shape}, num)
+    runner = SyncRunner(method, {"w": shape}, num)
     for kind in KINDS:
         for seed in range(3):
             grads = gradients(shape, num, 50, kind, seed)
-            assert_mean(exchange({"w": grads})["w"], grads)
+            assert_mean(runner({"w": grads})["w"], grads)
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((1024, 16), -2), ((1009, 16), -1), ((256, 4, 8), -1)])
-def test_pieces(shape, dim, x64):
-    exchange = Exchange(sync.zen(0.05, min_size=1), {"w": shape}, 8, {"w": dim})
+def test_shards_equal_the_dense_mean(shape, dim, x64):
+    runner = SyncRunner(sync.zen(0.05, min_size=1), {"w": shape}, 8, {"w": dim})
     for kind in KINDS:
         for seed in range(2):
             grads = gradients(shape, 8, 12, kind, seed)
-            assert_mean(exchange({"w": grads})["w"], grads)
+            assert_mean(runner({"w": grads})["w"], grads)
 
 
 @settings(max_examples=15, deadline=None)
@@ -135,16 +135,16 @@ def test_any_size_density_and_number_of_devices(rows, width, num, density, union
     grads = rng.normal(size=(num, rows, width)) * (rng.random((num, rows, 1)) < real)
     with jax.enable_x64(True):
         method = sync.zen(density, union_density=union, min_size=1, seed=seed)
-        exchange = Exchange(method, {"w": (rows, width)}, num)
-        assert_mean(exchange({"w": grads})["w"], grads)
+        runner = SyncRunner(method, {"w": (rows, width)}, num)
+        assert_mean(runner({"w": grads})["w"], grads)
 
 
-# --- What is sent ---------------------------------------------------------------------------------
+# --- Bytes on the wire ----------------------------------------------------------------------------
 
 
 @pytest.fixture
 def poisoned(monkeypatch):
-    """Where not only rows are sent, but everything, all becomes NaN."""
+    """Makes the result NaN if the full array is sent instead of rows."""
 
     def spoil(fn):
         def spoiled(*args):
@@ -174,7 +174,7 @@ def assert_mean_or_poison(have, grads, is_sparse):
         ("uniform", 50, {}, True),
         ("none", 50, {}, True),
         ("the first", 50, {"union_density": 0.06}, True),  # the same rows on all devices
-        ("uniform", 50, {"union_density": 0.06}, False),  # more come together than was expected
+        ("uniform", 50, {"union_density": 0.06}, False),  # the union is larger than expected
         ("uniform", 80, {}, True),  # in two rounds
         ("uniform", 170, {"union_density": 0.8}, True),  # in four
         ("uniform", 400, {}, False),
@@ -183,46 +183,46 @@ def assert_mean_or_poison(have, grads, is_sparse):
         ("all", 0, {}, False),
     ],
 )
-def test_when_everything_is_sent(kind, count, options, is_sparse, poisoned, x64):
-    exchange = Exchange(sync.zen(0.05, min_size=1, **options), {"w": (1009, 16)}, 8)
+def test_when_an_all_reduce_is_dense(kind, count, options, is_sparse, poisoned, x64):
+    runner = SyncRunner(sync.zen(0.05, min_size=1, **options), {"w": (1009, 16)}, 8)
     grads = gradients((1009, 16), 8, count, kind)
-    assert_mean_or_poison(exchange({"w": grads})["w"], grads, is_sparse)
+    assert_mean_or_poison(runner({"w": grads})["w"], grads, is_sparse)
 
 
 @pytest.mark.parametrize("dim", [-2, -1])
 @pytest.mark.parametrize(("kind", "count"), [("uniform", 50), ("the first", 50), ("the first", 90)])
-def test_when_everything_is_sent_of_pieces(dim, kind, count, poisoned, x64):
-    """Rows that are cut as they lie are not balanced: the first go to one owner."""
-    exchange = Exchange(sync.zen(0.05, min_size=1), {"w": (1024, 16)}, 8, {"w": dim})
+def test_when_a_reduce_scatter_is_dense(dim, kind, count, poisoned, x64):
+    """Sharded rows are not permuted, hence not balanced: the first ones have one owner."""
+    runner = SyncRunner(sync.zen(0.05, min_size=1), {"w": (1024, 16)}, 8, {"w": dim})
     grads = gradients((1024, 16), 8, count, kind)
     is_sparse = count == 50 or dim == -1  # in four rounds, or in two
-    assert_mean_or_poison(exchange({"w": grads})["w"], grads, is_sparse)
+    assert_mean_or_poison(runner({"w": grads})["w"], grads, is_sparse)
 
 
-def program(exchange, shape, num, dims=None):
-    runner = Exchange(exchange, {"w": shape}, num, dims, jnp.float32)
+def program(method, shape, num, dims=None):
+    runner = SyncRunner(method, {"w": shape}, num, dims, jnp.float32)
     x = jax.ShapeDtypeStruct((num, *shape), jnp.float32)
     return jax.jit(runner.mapped).lower({"w": x}, runner.state).compile()
 
 
-def room(expected, lists):
-    """Rows that are sent where so many are expected, and the fullest list has more."""
+def capacity(expected, lists):
+    """The capacity of lists in which so many rows are expected."""
     return expected + np.sqrt(2 * np.log(100 * lists) * expected)
 
 
 @pytest.mark.parametrize("density", [0.01, 0.05])
 def test_bytes_are_those_of_the_formula(density):
-    """Of the branch that is taken, within 3 %."""
+    """In the cheapest branch, within 3 %."""
     rows, width, num, union = 2**16, 32, 8, 4 * density
     compiled = program(sync.zen(density, union_density=union), (rows, width), num)
     places = rows // num
-    push = (num - 1) * room(density * places, num**2) * (4 * width + 4)
-    pull = (num - 1) * (room(union * places, num) * 4 * width + places / 8)
+    push = (num - 1) * capacity(density * places, num**2) * (4 * width + 4)
+    pull = (num - 1) * (capacity(union * places, num) * 4 * width + places / 8)
     have = wire_bytes(compiled, branches="cheapest")
     assert abs(have - push - pull) < 0.03 * (push + pull)
     dense = wire_bytes(program(sync.dense(), (rows, width), num))
     assert have < (density * 3.5 + 0.01) * dense
-    assert wire_bytes(compiled) > dense  # the counts, and everything
+    assert wire_bytes(compiled) > dense  # with the counts and the full array
     kinds = {c.dtype for c in collectives(compiled, "cheapest") if c.op == "all-gather"}
     assert "u8" in kinds
 
@@ -231,23 +231,23 @@ def test_bytes_are_those_of_the_formula(density):
     ("kind", "count", "is_sparse"),
     [("uniform", 10, True), ("to one owner", 20, True), ("uniform", 30, True), ("all", 0, False)],
 )
-def test_when_everything_is_gathered(kind, count, is_sparse, poisoned, x64):
-    exchange = Exchange(sync.agsparse(0.01, min_size=1), {"w": (1009, 16)}, 8)
+def test_when_agsparse_is_dense(kind, count, is_sparse, poisoned, x64):
+    runner = SyncRunner(sync.agsparse(0.01, min_size=1), {"w": (1009, 16)}, 8)
     grads = gradients((1009, 16), 8, count, kind)
-    assert_mean_or_poison(exchange({"w": grads})["w"], grads, is_sparse)
+    assert_mean_or_poison(runner({"w": grads})["w"], grads, is_sparse)
 
 
-def test_bytes_of_gathered_rows():
+def test_bytes_of_agsparse():
     rows, width, num, density = 2**14, 64, 8, 0.02
     compiled = program(sync.agsparse(density), (rows, width), num)
-    want = (num - 1) * room(density * rows, num) * 4 * (width + 1)
+    want = (num - 1) * capacity(density * rows, num) * 4 * (width + 1)
     have = wire_bytes(compiled, branches="cheapest")
     assert abs(have - want) < 0.03 * want
 
 
-def test_narrow_gradients_are_sent_as_they_are():
+def test_narrow_gradients_are_sent_in_their_dtype():
     """And summed in float32."""
-    runner = Exchange(sync.zen(0.05, min_size=1), {"w": (1024, 16)}, 8, dtype=jnp.bfloat16)
+    runner = SyncRunner(sync.zen(0.05, min_size=1), {"w": (1024, 16)}, 8, dtype=jnp.bfloat16)
     text = str(
         jax.make_jaxpr(runner.mapped)({"w": jnp.ones((8, 1024, 16), jnp.bfloat16)}, runner.state)
     )
@@ -262,13 +262,13 @@ def test_narrow_gradients_are_sent_as_they_are():
 
 
 @pytest.mark.parametrize("dim", [-2, -1])
-def test_pieces_are_not_sent_back(dim):
+def test_shards_need_no_pull(dim):
     rows, width, num, density = 2**14, 64, 8, 0.02
     compiled = program(sync.zen(density), (rows, width), num, {"w": dim})
-    if dim == -2:  # each owner's rows, and where they belong
-        want = (num - 1) * room(density * rows / num, num**2) * 4 * (width + 1)
-    else:  # a part of each row, and to all where it belongs
-        want = (num - 1) * room(density * rows, num) * 4 * (width / num + 1)
+    if dim == -2:  # each owner's rows and their slots
+        want = (num - 1) * capacity(density * rows / num, num**2) * 4 * (width + 1)
+    else:  # a shard of each row, and its index to all devices
+        want = (num - 1) * capacity(density * rows, num) * 4 * (width / num + 1)
     have = wire_bytes(compiled, branches="cheapest")
     assert abs(have - want) < 0.03 * want
 
@@ -280,12 +280,12 @@ def test_an_audit_of_a_program_with_branches():
         wire_bytes(program(sync.dense(), (8, 8), 2), branches="first")
 
 
-def test_what_is_not_finite_stays_in_its_row(x64):
+def test_nonfinite_numbers_stay_in_their_rows(x64):
     grads = gradients((1009, 6), 8, 40, "uniform")
     grads[3, 0] = 1.0
     grads[3, 0, 2] = np.inf
     grads[5, 77, 1] = np.nan
-    have = Exchange(sync.zen(0.05, min_size=1), {"w": (1009, 6)}, 8)({"w": grads})["w"].copy()
+    have = SyncRunner(sync.zen(0.05, min_size=1), {"w": (1009, 6)}, 8)({"w": grads})["w"].copy()
     assert np.isinf(have[0, 2])
     assert np.isnan(have[77, 1])
     have[0, 2] = have[77, 1] = 0.0
@@ -297,7 +297,7 @@ def test_what_is_not_finite_stays_in_its_row(x64):
 
 @pytest.mark.parametrize(("stage", "rows"), [(0, 509), (1, 512), (2, 509), (2, 512), (3, 512)])
 def test_the_same_training(stage, rows, x64):
-    """As without, up to rounding: an embedding whose rows are cut, or its last dim."""
+    """As without ZEN, up to rounding, for embeddings sharded along rows or the last dim."""
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
 
     def make_state():
@@ -306,9 +306,9 @@ def test_the_same_training(stage, rows, x64):
         params = {k: jnp.asarray(rng.normal(size=s)) for k, s in shapes.items()}
         return params, tx.init(params)
 
-    def run(exchange):
+    def run(method):
         mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-        zero = shd.Zero(mesh, stage, min_shard_size=64, sync=exchange)
+        zero = shd.Zero(mesh, stage, min_shard_size=64, sync=method)
 
         def loss(params, ids):
             params = zero.gather(params)
@@ -322,8 +322,8 @@ def test_the_same_training(stage, rows, x64):
             state, _ = step(state, zero.put(jnp.asarray(ids)))
         return jax.device_get(state[0])
 
-    exchange = sync.by_path({"embedding": sync.zen(0.02, min_size=64)})
-    have, want, start = run(exchange), run(None), jax.device_get(make_state()[0])
+    method = sync.by_path({"embedding": sync.zen(0.02, min_size=64)})
+    have, want, start = run(method), run(None), jax.device_get(make_state()[0])
     for k, x in want.items():
         assert np.linalg.norm(have[k] - x) < 1e-12 * np.linalg.norm(x - start[k]), k
 

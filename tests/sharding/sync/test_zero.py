@@ -1,4 +1,4 @@
-"""Exchanges under ZeRO: the numbers of one device that is given what they make of the gradients."""
+"""Gradient sync under ZeRO equals one device that updates with the synchronized gradients."""
 
 import dataclasses
 import re
@@ -19,7 +19,7 @@ import sharding as shd
 from sharding import sync
 from sharding.plan._wire import collectives
 
-from .harness import Exchange
+from .harness import SyncRunner
 
 STEPS = 5
 SHAPES = {"w": (32, 64), "stack": (3, 64, 64), "out": (64, 16), "b": (64,)}
@@ -43,14 +43,14 @@ def batch_of(step, dtype=jnp.float64):
 
 
 def mesh_of(sizes, kind=AxisType.Auto):
-    names = ("copies", "data")[-len(sizes) :]
+    names = ("replicas", "data")[-len(sizes) :]
     devices = jax.devices()[: int(np.prod(sizes))]
     return jax.make_mesh(sizes, names, axis_types=(kind,) * len(sizes), devices=devices)
 
 
-def zero_of(exchange, stage, sizes=(8,), kind=AxisType.Auto, **options):
-    copies = "copies" if len(sizes) > 1 else None
-    options = {"min_shard_size": 256, "replica_axis": copies, "sync": exchange} | options
+def zero_of(method, stage, sizes=(8,), kind=AxisType.Auto, **options):
+    replicas = "replicas" if len(sizes) > 1 else None
+    options = {"min_shard_size": 256, "replica_axis": replicas, "sync": method} | options
     return shd.Zero(mesh_of(sizes, kind), stage, **options)
 
 
@@ -66,10 +66,10 @@ def run(zero, tx, steps=STEPS, state=None, start=0, **options):
     return state
 
 
-def by_hand(exchange, tx, num, steps=STEPS):
-    """On one device: each part's gradients, the exchange by itself, the update."""
+def by_hand(method, tx, num, steps=STEPS):
+    """On one device: the gradients of each shard of the batch, the sync by itself, the update."""
     params, opt_state = initial(), tx.init(initial())
-    mean_of = Exchange(exchange, SHAPES, num)
+    mean_of = SyncRunner(method, SHAPES, num)
     grads_of = jax.jit(jax.vmap(jax.grad(loss), (None, 0)))
     for i in range(steps):
         grads = grads_of(params, batch_of(i).reshape(num, -1, 32))
@@ -91,7 +91,7 @@ def mixed():
     return sync.by_path({"stack": sync.powersgd(2), "out": sync.top_k(0.2, min_size=1)})
 
 
-EXCHANGES = {
+METHODS = {
     "dense": sync.dense,
     "powersgd": lambda: sync.powersgd(4, start_step=2, min_compression=1.0),
     "top_k": lambda: sync.top_k({0: 0.5, 2: 0.1}, momentum=0.9, nesterov=True, min_size=1),
@@ -104,18 +104,18 @@ SGD = optax.sgd(1e-2)
 # --- The same numbers -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", EXCHANGES)
+@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize(("stage", "num"), [(0, 8), (1, 4), (2, 8)])
-def test_equals_the_exchange_by_hand(name, stage, num, x64):
-    exchange = EXCHANGES[name]()
-    assert_same(run(zero_of(exchange, stage, (num,)), SGD)[0], by_hand(exchange, SGD, num))
+def test_equals_the_sync_by_hand(name, stage, num, x64):
+    method = METHODS[name]()
+    assert_same(run(zero_of(method, stage, (num,)), SGD)[0], by_hand(method, SGD, num))
 
 
-def test_with_an_optimizer_of_many_states(x64):
+def test_with_a_chain_of_transformations(x64):
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    exchange = mixed()
+    method = mixed()
     # Adam divides by the root of what may be rounding noise of the first step.
-    assert_same(run(zero_of(exchange, 2), tx)[0], by_hand(exchange, tx, 8), 1e-10)
+    assert_same(run(zero_of(method, 2), tx)[0], by_hand(method, tx, 8), 1e-10)
 
 
 @pytest.mark.parametrize(
@@ -123,42 +123,42 @@ def test_with_an_optimizer_of_many_states(x64):
     [((8,), 1), ((8,), 3), ((2, 4), 0), ((2, 4), 1), ((4, 2), 2), ((2, 4), 3)],
     ids=str,
 )
-def test_all_of_every_gradient(sizes, stage, x64):
-    """An exchange that sends everything is the plain one, in all layouts."""
+def test_lossless_methods_equal_no_sync_method(sizes, stage, x64):
+    """In all layouts."""
     tx = optax.adamw(1e-3)
     if stage == 3 and sizes == (8,):
-        exchange = sync.dense()
+        method = sync.dense()
     else:
-        exchange = sync.top_k(1.0, min_size=1)
+        method = sync.top_k(1.0, min_size=1)
     plain = zero_of(None, stage, sizes)
     want = run(plain, tx)[0]
-    assert_same(run(dataclasses.replace(plain, sync=exchange), tx)[0], want)
+    assert_same(run(dataclasses.replace(plain, sync=method), tx)[0], want)
     if stage and len(sizes) == 2:
-        spread = dataclasses.replace(plain, sync=exchange, shard_state_over_replicas=True)
+        spread = dataclasses.replace(plain, sync=method, shard_state_over_replicas=True)
         assert_same(run(spread, tx)[0], want)
 
 
 @pytest.mark.parametrize(
-    ("name", "stage"), [("kept", 1), ("kept", 2), ("not kept", 2), ("not kept", 3)]
+    ("name", "stage"), [("stateful", 1), ("stateful", 2), ("stateless", 2), ("stateless", 3)]
 )
 def test_micro_batches_and_explicit_axes(name, stage, x64):
-    exchange = sync.top_k(1.0, min_size=1) if name == "kept" else sync.dense()
+    method = sync.top_k(1.0, min_size=1) if name == "stateful" else sync.dense()
     want = run(zero_of(None, 0, (1,)), SGD)[0]
-    zero = zero_of(exchange, stage, kind=AxisType.Explicit)
+    zero = zero_of(method, stage, kind=AxisType.Explicit)
     assert_same(run(zero, SGD, microbatches=2)[0], want)
 
 
-def test_weighted_losses_exchange_gradients_not_sums(x64):
-    """What is kept for later is scaled by the weights of its own step."""
+def test_weighted_losses_synchronize_gradients_not_sums(x64):
+    """Residuals are scaled by the weights of their own step."""
 
     def weighted(params, x):
         weight = jnp.sum(jnp.where(x[:, 0] > 0, 2.0, 1.0))
         return loss(params, x) * weight, weight
 
-    exchange = mixed()
-    have = run_weighted(zero_of(exchange, 2), weighted)
+    method = mixed()
+    have = run_weighted(zero_of(method, 2), weighted)
     params = initial()
-    mean_of = Exchange(exchange, SHAPES, 8)
+    mean_of = SyncRunner(method, SHAPES, 8)
     grads_of = jax.jit(jax.vmap(jax.grad(weighted, has_aux=True), (None, 0)))
     for i in range(STEPS):
         grads, weights = grads_of(params, batch_of(i).reshape(8, -1, 32))
@@ -177,7 +177,7 @@ def run_weighted(zero, fn):
 
 
 def test_quantized_gradients_of_stage_3_are_those_of_stage_2(x64):
-    """Where layers are not scanned the same pieces meet; a sum in another order may move a code."""
+    """Without scanned layers the same shards are quantized, up to the order of sums."""
 
     def flat_loss(params, x, gather):
         x = jnp.tanh(x @ gather(params["w"]) + gather(params["b"])[None])
@@ -229,8 +229,8 @@ def test_a_flax_train_state():
     assert np.any(state.opt_state.sync_state.arrays["kernel"]["error"])
 
 
-def test_state_on_the_host():
-    """The optimizer's goes there; the exchange's stays where gradients are."""
+def test_offload_moves_the_optimizer_state_alone():
+    """The state of the optimizer is offloaded; that of the sync stays on the device."""
     tx = optax.adamw(1e-3)
     zero = zero_of(sync.powersgd(2), 1, offload="optimizer", offload_min_size=256)
     state = zero.init(make_state(tx, jnp.float32), tx=tx)
@@ -241,27 +241,27 @@ def test_state_on_the_host():
     assert state[1].sync_state.arrays["w"]["error"].sharding.memory_kind == "device"
 
 
-# --- What is not finite ---------------------------------------------------------------------------
+# --- Nonfinite gradients --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "exchange",
+    "method",
     [sync.powersgd(4), sync.top_k(0.1, min_size=1), sync.qsgd(8, min_size=1)],
     ids=["powersgd", "top_k", "qsgd"],
 )
-def test_what_is_not_finite_reaches_the_user_and_poisons_nothing(exchange, x64):
+def test_a_nonfinite_gradient_is_seen_by_the_optimizer_and_changes_no_state(method, x64):
     tx = optax.apply_if_finite(SGD, max_consecutive_errors=3)
-    zero = zero_of(exchange, 2)
+    zero = zero_of(method, 2)
     before = run(zero, tx, 2)
-    kept = jax.device_get(before)
+    expected = jax.device_get(before)
     step = zero.train_step(loss, tx=tx)
     bad = batch_of(7).at[5, 3].set(jnp.nan)  # one row, of one device
     state, metrics = step(before, zero.put(bad))
     assert np.isnan(metrics["loss"])
     assert int(state[1].inner_state.notfinite_count) == 1
-    for a, b in zip(jax.tree.leaves(state[0]), jax.tree.leaves(kept[0]), strict=True):
+    for a, b in zip(jax.tree.leaves(state[0]), jax.tree.leaves(expected[0]), strict=True):
         np.testing.assert_array_equal(a, b)
-    arrays = (state[1].sync_state.arrays, kept[1].sync_state.arrays)
+    arrays = (state[1].sync_state.arrays, expected[1].sync_state.arrays)
     for a, b in zip(*map(jax.tree.leaves, arrays), strict=True):
         np.testing.assert_array_equal(a, b)
     state, metrics = step(state, zero.put(batch_of(8)))
@@ -277,8 +277,8 @@ def test_what_is_not_finite_reaches_the_user_and_poisons_nothing(exchange, x64):
     [(8, 4, AxisType.Auto), (4, 8, AxisType.Explicit), (2, 1, AxisType.Auto)],
     ids=str,
 )
-def test_a_checkpoint_goes_on_with_other_devices(before, after, kind, tmp_path, x64):
-    """Nothing that was to be sent is lost: the mean of what devices keep stays what it was."""
+def test_a_checkpoint_resumes_on_another_number_of_devices(before, after, kind, tmp_path, x64):
+    """No residual is lost: the mean over devices is unchanged."""
     old, new = (zero_of(mixed(), 2, (num,), kind) for num in (before, after))
     state = run(old, SGD, 3)
     with ocp.StandardCheckpointer() as checkpointer:
@@ -300,7 +300,7 @@ def test_a_checkpoint_goes_on_with_other_devices(before, after, kind, tmp_path, 
     run(new, SGD, 2, restored, 3)
 
 
-def test_resizing_what_cannot_be(x64):
+def test_states_that_cannot_be_resized(x64):
     zero = zero_of(mixed(), 2)
     with pytest.raises(ValueError, match="holds no state of an exchange"):
         zero.resize_sync(run(zero_of(None, 2), SGD, 1))
@@ -309,22 +309,22 @@ def test_resizing_what_cannot_be(x64):
         hybrid.resize_sync(run(zero, SGD, 1))
 
 
-def test_copies_keep_what_their_shards_send(x64):
+def test_residuals_of_replicas_are_sharded(x64):
     zero = zero_of(sync.powersgd(2, min_compression=1.0), 3, (2, 4))
     state = run(zero, SGD, 2)
-    kept = state[1].sync_state.arrays
-    assert kept["w"]["error"].shape == (2, 4, 32, 16)
-    assert kept["w"]["error"].sharding.spec == P("copies", "data")
-    assert kept["b"] == ()
+    arrays = state[1].sync_state.arrays
+    assert arrays["w"]["error"].shape == (2, 4, 32, 16)
+    assert arrays["w"]["error"].sharding.spec == P("replicas", "data")
+    assert arrays["b"] == ()
 
 
 # --- On the wire ----------------------------------------------------------------------------------
 
 
-def sent(exchange, stage, dtype=jnp.float32):
+def sent(method, stage, dtype=jnp.float32):
     """Bytes that a device sends for gradients, and the dtypes that all-to-alls send."""
     tx = optax.sgd(1e-2)
-    zero = zero_of(exchange, stage)
+    zero = zero_of(method, stage)
     state = zero.abstract_state(make_state(tx, dtype), tx=tx)
     batch = jax.ShapeDtypeStruct((32, 32), dtype)
     compiled = zero.train_step(loss, tx=tx).lower(state, batch).compile()
@@ -336,25 +336,25 @@ def sent(exchange, stage, dtype=jnp.float32):
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("name", ["qsgd 8", "qsgd 4", "powersgd", "top_k"])
 def test_bytes_are_those_of_the_formula(name, stage):
-    """Within 5 %: besides there are flags and, for small arrays, the gradients themselves."""
+    """Within 5 %, since flags of nonfinite gradients are sent too."""
     n, share = 8, 7 / 8
     sizes = {k: int(np.prod(s)) for k, s in SHAPES.items()}
     large = sum(size for k, size in sizes.items() if k != "b")
     small = sizes["b"] * 4 * 2 * share
     if name.startswith("qsgd"):
         bits = int(name[-1])
-        exchange = sync.qsgd(bits, block_size=64, min_size=256)
+        method = sync.qsgd(bits, block_size=64, min_size=256)
         want = share * large * (bits / 8 + 4 / 64) * (1 if stage else 2) + small
     elif name == "powersgd":
-        exchange = sync.powersgd(2, min_compression=1.0)
+        method = sync.powersgd(2, min_compression=1.0)
         matrices = [(1, *SHAPES["w"]), SHAPES["stack"], (1, *SHAPES["out"])]
         want = sum(2 * share * 4 * 2 * count * (rows + cols) for count, rows, cols in matrices)
         want += small
     else:
-        exchange = sync.top_k(0.05, min_size=256)
+        method = sync.top_k(0.05, min_size=256)
         counts = [int(np.ceil(0.05 * size)) for k, size in sizes.items() if k != "b"]
         want = share * n * 8 * sum(counts) + small
-    have, dtypes = sent(exchange, stage)
+    have, dtypes = sent(method, stage)
     assert abs(have - want) < 0.05 * want
     plain, _ = sent(sync.dense(), stage)
     assert have < plain
@@ -383,7 +383,7 @@ def test_gradients_are_sent_in_the_dtype_that_precision_says(stage, reduce, sent
 # --- Bad input ------------------------------------------------------------------------------------
 
 
-def test_an_exchange_that_keeps_something_has_no_meaning_at_stage_3():
+def test_stage_3_rejects_stateful_methods():
     zero = zero_of(sync.top_k(0.1), 3)
     with pytest.raises(ValueError, match=r"at stage 3 .* this one has a state. Use one without"):
         zero.init(make_state(SGD, jnp.float32), tx=SGD)
@@ -397,7 +397,7 @@ def test_parameters_of_other_axes():
         zero.init(make_state(SGD, jnp.float32), tx=SGD, param_specs=specs)
 
 
-def test_a_state_without_that_of_the_exchange():
+def test_a_train_state_without_sync_state():
     zero = zero_of(mixed(), 1)
     state = zero_of(None, 1).init(make_state(SGD, jnp.float32), tx=SGD)
     with pytest.raises(ValueError, match=r"does not hold. Make it with zero.init"):
@@ -414,12 +414,12 @@ def test_gradients_alone():
         np.testing.assert_allclose(have[k], want[k], rtol=1e-5, atol=1e-6)
 
 
-def test_no_exchange():
+def test_sync_that_is_no_gradient_sync():
     with pytest.raises(ValueError, match="sync must be a GradientSync or None, got 'powersgd'"):
         zero_of("powersgd", 1)
 
 
-# --- What is told ---------------------------------------------------------------------------------
+# --- Description ----------------------------------------------------------------------------------
 
 
 def test_what_is_described():

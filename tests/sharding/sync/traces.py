@@ -1,4 +1,4 @@
-"""Gradients that the references of the gradient exchange are fed with."""
+"""Input gradients of the references of gradient sync."""
 
 import numpy as np
 
@@ -7,6 +7,6 @@ SHAPES = {"w": (12, 20), "v": (15, 8), "b": (20,)}
 
 
 def gradients(step, device, shapes=SHAPES):
-    """Of full rank, and of another size on each device."""
+    """Full-rank gradients of a different scale on each device."""
     rng = np.random.default_rng(1000 * step + device)
     return {k: rng.normal(size=s) * 10 ** (device / 3) for k, s in shapes.items()}

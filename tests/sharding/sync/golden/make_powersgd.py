@@ -1,7 +1,7 @@
 """Records PyTorch's PowerSGD hook (torch 2.13) in ``powersgd.npz``.
 
-Four gloo processes have the loss sum(parameters * g), so that gradients are the given g; kept are
-what the hook leaves in their place in each step, and the random Q that it begins with.
+The loss of four gloo processes is sum(parameters * g), so that their gradients are the given g. The
+file holds what the hook replaces these by in each step, and its first random Q.
 
 pip install -e '.[parity]'
 python -m tests.sharding.sync.golden.make_powersgd
@@ -16,7 +16,7 @@ from ..traces import DEVICES, RANK, SHAPES, START, STEPS, gradients
 
 
 def work(device, queue):
-    """One process; the first one tells what it has got."""
+    """Runs one process; the first one puts its results into the queue."""
     import torch
     import torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
@@ -40,7 +40,7 @@ def work(device, queue):
         drawn.append(draw(*args, **kwargs))
         return drawn[-1]
 
-    torch.randn = record  # with which the hook draws its first Q
+    torch.randn = record  # the hook draws its first Q with it
     dist.init_process_group(
         "gloo", init_method="tcp://127.0.0.1:29577", rank=device, world_size=DEVICES
     )
