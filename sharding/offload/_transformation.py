@@ -15,7 +15,7 @@ from sharding.placement._specs import is_spec
 def offload(
     inner: optax.GradientTransformation, *, min_size: int = 4096
 ) -> optax.GradientTransformationExtraArgs:
-    """Keeps the state of any transformation in host memory and streams it in each step.
+    """Places the state of any transformation in host memory and streams it in each step.
 
     The update is that of ``inner``. The state for one parameter is loaded to the device, updated
     and stored again before the state for the next but one is loaded, so that the state of about

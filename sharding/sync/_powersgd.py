@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -88,58 +88,21 @@ def powersgd(
       NeurIPS 2019 workshop.
     """
     _check(rank, start_step, min_compression, warm_start, alternate)
-
-    def view_of(path: str, x: Any) -> "_MatrixView | None":
-        """The matrices of an array; None if it is sent in full."""
-        dims = factoring.resolve(path, tuple(x.shape))
-        if dims is None or not dims.factored:
-            return None
-        view = _MatrixView(tuple(x.shape), dims)
-        small = rank * (view.rows + view.cols) * min_compression < view.rows * view.cols
-        return view if small and jnp.issubdtype(x.dtype, jnp.floating) else None
+    options = _PowerSGD(
+        rank, min_compression, factoring, error_feedback, warm_start, alternate, seed
+    )
 
     def choose(path: str, x: Any) -> Method:
-        view = view_of(path, x)
+        view = options.view_of(path, x)
         if view is None:
             return dense_method()
-
-        def random(key: jax.Array, size: int, dtype: Any) -> jax.Array:
-            return jax.random.normal(key, (view.count, size, rank), dtype)
-
-        def init(x: Any) -> dict[str, jax.Array]:
-            dtype = sum_dtype(x.dtype)
-            key = StepContext(None, path_hash(path)).key(seed)
-            state = {"q": random(key, view.cols, dtype)} if warm_start else {}
-            if alternate:
-                state["p"] = random(jax.random.fold_in(key, 1), view.rows, dtype)
-            return state | ({"error": jnp.zeros(x.shape, dtype)} if error_feedback else {})
-
-        def all_reduce(
-            x: jax.Array, state: Any, axes: Axes, context: StepContext
-        ) -> tuple[jax.Array, Any]:
-            x = to_sum_dtype(x)
-            m = view.matrices(x + state["error"] if error_feedback else x)  # (count, rows, cols)
-            factors = {name: factor for name, factor in state.items() if name != "error"}
-            if not warm_start:
-                factors = {"q": random(context.key(seed), view.cols, x.dtype)}
-            if alternate:
-                updates = [functools.partial(f, axes) for f in (_update_p, _update_q)]
-                mean, own, factors = lax.cond(context.step % 2 == 0, *updates, m, factors)
-            else:
-                mean, own, factors = _update_both(axes, m, factors)
-            state = factors if warm_start else {}
-            if error_feedback:
-                state["error"] = view.array(m - own)
-            return view.array(mean), state
-
-        method = Method(init, all_reduce, counts_steps=alternate or not warm_start)
-        return from_step(start_step, method, dense_method())
+        return from_step(start_step, options.method_of(path, view), dense_method())
 
     inner = leafwise(choose)
 
     def init(params: Any) -> SyncState:
         flat = jax.tree_util.tree_leaves_with_path(params)
-        if not any(view_of(path_str(path), x) for path, x in flat):
+        if not any(options.view_of(path_str(path), x) for path, x in flat):
             raise ValueError(
                 f"powersgd: rank {rank} compresses no parameter: rank x (rows + columns) x "
                 f"{min_compression} is less than rows x columns for none of the shapes "
@@ -164,6 +127,62 @@ def _check(
             "alternate needs warm_start=True, since each step uses the factor of the step before; "
             f"got warm_start={warm_start}."
         )
+
+
+class _PowerSGD(NamedTuple):
+    """The options of ``powersgd``, and the method of one array."""
+
+    rank: int
+    min_compression: float
+    factoring: FactoringRule
+    error_feedback: bool
+    warm_start: bool
+    alternate: bool
+    seed: int
+
+    def view_of(self, path: str, x: Any) -> "_MatrixView | None":
+        """The matrices of an array; None if it is sent in full."""
+        dims = self.factoring.resolve(path, tuple(x.shape))
+        if dims is None or not dims.factored:
+            return None
+        view = _MatrixView(tuple(x.shape), dims)
+        sent = self.rank * (view.rows + view.cols)
+        small = sent * self.min_compression < view.rows * view.cols
+        return view if small and jnp.issubdtype(x.dtype, jnp.floating) else None
+
+    def method_of(self, path: str, view: "_MatrixView") -> Method:
+        """The method of the array with this path and these matrices."""
+
+        def random(key: jax.Array, size: int, dtype: Any) -> jax.Array:
+            return jax.random.normal(key, (view.count, size, self.rank), dtype)
+
+        def init(x: Any) -> dict[str, jax.Array]:
+            dtype = sum_dtype(x.dtype)
+            key = StepContext(None, path_hash(path)).key(self.seed)
+            state = {"q": random(key, view.cols, dtype)} if self.warm_start else {}
+            if self.alternate:
+                state["p"] = random(jax.random.fold_in(key, 1), view.rows, dtype)
+            return state | ({"error": jnp.zeros(x.shape, dtype)} if self.error_feedback else {})
+
+        def all_reduce(
+            x: jax.Array, state: Any, axes: Axes, context: StepContext
+        ) -> tuple[jax.Array, Any]:
+            x = to_sum_dtype(x)
+            m = view.matrices(x + state["error"] if self.error_feedback else x)  # (count, ...)
+            factors = {name: factor for name, factor in state.items() if name != "error"}
+            if not self.warm_start:
+                factors = {"q": random(context.key(self.seed), view.cols, x.dtype)}
+            if self.alternate:
+                updates = [functools.partial(f, axes) for f in (_update_p, _update_q)]
+                mean, own, factors = lax.cond(context.step % 2 == 0, *updates, m, factors)
+            else:
+                mean, own, factors = _update_both(axes, m, factors)
+            state = factors if self.warm_start else {}
+            if self.error_feedback:
+                state["error"] = view.array(m - own)
+            return view.array(mean), state
+
+        return Method(init, all_reduce, counts_steps=self.alternate or not self.warm_start)
 
 
 class _MatrixView:

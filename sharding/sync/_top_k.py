@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,74 +85,11 @@ def top_k(
     """
     schedule = dict(sorted(density.items())) if isinstance(density, Mapping) else {0: density}
     _check(schedule, feedback, momentum, nesterov, clip_norm)
-
-    def init(x: Any) -> dict[str, jax.Array]:
-        zeros = jnp.zeros(x.shape, sum_dtype(x.dtype))
-        if feedback == "ef21":
-            return {"own": zeros, "mean": zeros}
-        state = {} if momentum is None else {"momentum": zeros}
-        return state | ({"error": zeros} if feedback else {})
-
-    def clip(x: jax.Array, axes: Axes) -> jax.Array:
-        x = to_sum_dtype(x)
-        if clip_norm is None:
-            return x
-        max_norm = clip_norm / math.sqrt(lax.axis_size(axes))
-        norm = jnp.sqrt(jnp.sum(x**2))
-        return x * jnp.minimum(1, max_norm / jnp.where(norm == 0, 1, norm))
-
-    def add_momentum(old: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The new momentum, and the update made of it."""
-        assert momentum is not None
-        if nesterov:
-            new = momentum * (old + x)
-            return new, new + x
-        new = momentum * old + x
-        return new, new
-
-    def all_reduce(
-        x: jax.Array, state: Any, axes: Axes, context: StepContext
-    ) -> tuple[jax.Array, Any]:
-        # What would be sent at density 1, like x.
-        x, new = clip(x, axes), {}
-        if feedback == "ef21":
-            full = x - state["own"]
-        elif momentum is None:
-            full = x + state["error"] if feedback else x
-        else:
-            new["momentum"], full = add_momentum(state["momentum"], x)
-            full += state["error"]
-
-        # The mean of the largest elements of all devices, and which ones this device sent.
-        mean, indices = _mean_of_largest(schedule, context, full, axes, approximate)
-        mean = _array(mean, x.shape)
-
-        def unsent(y: jax.Array) -> jax.Array:
-            """The array with zeros at the elements that were sent."""
-            return _array(_per_section(_zero_at)(_sections(y), indices), x.shape)
-
-        # The new state.
-        if feedback == "ef21":
-            own = state["own"] + full - unsent(full)
-            mean = state["mean"] + mean
-            return mean, {"own": own, "mean": mean}
-        if feedback:
-            new["error"] = unsent(full)
-        if momentum is not None:
-            new["momentum"] = unsent(new["momentum"])
-        return mean, new
-
-    def all_reduce_small(
-        x: jax.Array, state: Any, axes: Axes, context: StepContext
-    ) -> tuple[jax.Array, Any]:
-        """In full, with momentum."""
-        del context
-        new, x = add_momentum(state["momentum"], dense_mean(clip(x, axes), axes))
-        return x, {"momentum": new}
-
-    method, small = Method(init, all_reduce, counts_steps=len(schedule) > 1), dense_method()
+    top = _TopK(schedule, feedback, momentum, nesterov, clip_norm, approximate)
+    method = Method(top.init, top.all_reduce, counts_steps=len(schedule) > 1)
+    small = dense_method()
     if momentum is not None:
-        small = Method(lambda x: {"momentum": init(x)["momentum"]}, all_reduce_small)
+        small = Method(lambda x: {"momentum": _zeros(x)}, top.all_reduce_small)
     return leafwise(lambda path, x: method if x.size >= min_size else small)
 
 
@@ -177,6 +114,86 @@ def _check(
         raise ValueError("nesterov needs momentum, such as momentum=0.9, got None.")
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm must be positive, got {clip_norm!r}.")
+
+
+class _TopK(NamedTuple):
+    """The options of ``top_k``, and its steps for one array."""
+
+    schedule: Mapping[int, float]
+    feedback: str | None
+    momentum: float | None
+    nesterov: bool
+    clip_norm: float | None
+    approximate: bool
+
+    def init(self, x: Any) -> dict[str, jax.Array]:
+        """The state of one device, zeros."""
+        if self.feedback == "ef21":
+            return {"own": _zeros(x), "mean": _zeros(x)}
+        state = {} if self.momentum is None else {"momentum": _zeros(x)}
+        return state | ({"error": _zeros(x)} if self.feedback else {})
+
+    def all_reduce(
+        self, x: jax.Array, state: Any, axes: Axes, context: StepContext
+    ) -> tuple[jax.Array, Any]:
+        """The mean of the largest elements."""
+        # All that could be sent, (*x.shape).
+        x, new = self._clip(x, axes), {}
+        if self.feedback == "ef21":
+            full = x - state["own"]
+        elif self.momentum is None:
+            full = x + state["error"] if self.feedback else x
+        else:
+            new["momentum"], full = self._add_momentum(state["momentum"], x)
+            full += state["error"]
+
+        # The mean of the largest elements of all devices, and which ones this device sent.
+        mean, indices = _mean_of_largest(self.schedule, context, full, axes, self.approximate)
+        mean = _array(mean, x.shape)
+
+        def unsent(y: jax.Array) -> jax.Array:
+            """The array with zeros at the elements that were sent."""
+            return _array(_per_section(_zero_at)(_sections(y), indices), x.shape)
+
+        # The new state.
+        if self.feedback == "ef21":
+            own = state["own"] + full - unsent(full)
+            mean = state["mean"] + mean
+            return mean, {"own": own, "mean": mean}
+        if self.feedback:
+            new["error"] = unsent(full)
+        if self.momentum is not None:
+            new["momentum"] = unsent(new["momentum"])
+        return mean, new
+
+    def all_reduce_small(
+        self, x: jax.Array, state: Any, axes: Axes, context: StepContext
+    ) -> tuple[jax.Array, Any]:
+        """The full mean of a small array, with momentum."""
+        del context
+        new, x = self._add_momentum(state["momentum"], dense_mean(self._clip(x, axes), axes))
+        return x, {"momentum": new}
+
+    def _clip(self, x: jax.Array, axes: Axes) -> jax.Array:
+        x = to_sum_dtype(x)
+        if self.clip_norm is None:
+            return x
+        max_norm = self.clip_norm / math.sqrt(lax.axis_size(axes))
+        norm = jnp.sqrt(jnp.sum(x**2))
+        return x * jnp.minimum(1, max_norm / jnp.where(norm == 0, 1, norm))
+
+    def _add_momentum(self, old: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The new momentum, and the update made from it."""
+        assert self.momentum is not None
+        if self.nesterov:
+            new = self.momentum * (old + x)
+            return new, new + x
+        new = self.momentum * old + x
+        return new, new
+
+
+def _zeros(x: Any) -> jax.Array:
+    return jnp.zeros(x.shape, sum_dtype(x.dtype))
 
 
 # --- Sections -------------------------------------------------------------------------------------
