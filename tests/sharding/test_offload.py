@@ -1,5 +1,6 @@
 """State in host memory: the same numbers, and never much of it on the device."""
 
+import functools
 import re
 
 import jax
@@ -52,6 +53,9 @@ def loss(params, x):
     return jnp.mean((y - 1) ** 2)
 
 
+GRAD = jax.jit(jax.grad(loss))
+
+
 def batch_of(seed, dtype=jnp.float64):
     scale = 10.0 ** np.repeat(np.arange(8) / 4, 2)[:, None]  # shards of different size
     return jnp.asarray(np.random.default_rng(seed).normal(size=(16, 8)) * scale, dtype)
@@ -93,6 +97,12 @@ def run(zero, tx, dtype=jnp.float64, steps=STEPS):
     return state
 
 
+@functools.cache
+def alone(name):
+    """The state on one device, nothing offloaded; the caller has set the precision."""
+    return jax.device_get(run(zero_of(1, 0, offload=None), OPTIMIZERS[name]()))
+
+
 def assert_same(have, want):
     start = initial()
     have, want = jax.device_get((have, want))
@@ -126,12 +136,12 @@ def test_the_same_numbers(name, x64):
 @pytest.mark.parametrize(("num", "stage"), [(1, 0), (8, 0), (4, 1), (2, 3), (8, 3)])
 def test_stages_and_devices(num, stage, x64):
     tx = OPTIMIZERS["came by layer"]()
-    assert_same(run(zero_of(num, stage), tx), run(zero_of(1, 0, offload=None), tx))
+    assert_same(run(zero_of(num, stage), tx), alone("came by layer"))
 
 
 def test_explicit_axes_and_replicas(x64):
     tx = OPTIMIZERS["clip"]()
-    want = run(zero_of(1, 0, offload=None), tx)
+    want = alone("clip")
     assert_same(run(zero_of(8, 2, AxisType.Explicit), tx), want)
     mesh = jax.make_mesh((2, 4), ("replica", "data"), axis_types=(AxisType.Auto,) * 2)
     hybrid = shd.Zero(
@@ -156,7 +166,7 @@ def test_a_stack_sharded_along_its_first_dim(x64):
     step = zero.train_step(loss, tx=tx)
     for i in range(STEPS):
         state, _ = step(state, zero.put(batch_of(i)))
-    assert_same(state, run(zero_of(1, 0, offload=None), tx))
+    assert_same(state, alone("adamw"))
 
 
 def test_a_checkpoint_resumes_with_and_without_offload(tmp_path, x64):
@@ -191,7 +201,7 @@ def test_the_parts_of_a_step(x64):
     assert jax.tree.map(lambda x: x.sharding.memory_kind, state) == jax.tree.map(
         lambda s: s.memory_kind, placed
     )
-    assert_same(state, run(zero_of(1, 0, offload=None), tx))
+    assert_same(state, alone("adamw"))
 
 
 def test_what_is_described():
@@ -250,7 +260,6 @@ def test_compile_only_gpu_targets_are_rejected():
 def test_the_transformation_equals_the_inner_one(name, x64):
     inner = OPTIMIZERS[name]()
     tx = shd.offload(inner, min_size=512)
-    grad = jax.jit(jax.grad(loss))
     params, want = initial(), initial()
     state, expected = tx.init(params), inner.init(want)
     at, home = jax.tree.map(lambda x: x.sharding, (params, state))
@@ -259,9 +268,9 @@ def test_the_transformation_equals_the_inner_one(name, x64):
     )
     plain = jax.jit(inner.update)
     for i in range(STEPS):
-        updates, state = update(grad(params, batch_of(i)), state, params)
+        updates, state = update(GRAD(params, batch_of(i)), state, params)
         params = optax.apply_updates(params, updates)
-        updates, expected = plain(grad(want, batch_of(i)), expected, want)
+        updates, expected = plain(GRAD(want, batch_of(i)), expected, want)
         want = optax.apply_updates(want, updates)
     assert_same((params, state), (want, expected))
     kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state) if x.size >= 512}

@@ -194,12 +194,12 @@ def test_the_loss_sees_codes_and_the_update_the_parameters(dtype, bits, hybrid):
     tx = optax.adamw(1e-3)
     params, opt_state = model.make_state(tx, jnp.float64)()
     specs, _ = zero.specs((params, opt_state), tx=tx)
+    grad, update = jax.jit(jax.grad(model.loss_fn)), jax.jit(tx.update)
     changed = []
     for i in range(STEPS):
         seen = {k: coded(np.asarray(x), specs[k], 2, bits) for k, x in params.items()}
         changed += [k for k, x in seen.items() if np.any(x != np.asarray(params[k]))]
-        grads = jax.grad(model.loss_fn)(seen, model.batch(i))
-        updates, opt_state = tx.update(grads, opt_state, params)
+        updates, opt_state = update(grad(seen, model.batch(i)), opt_state, params)
         params = optax.apply_updates(params, updates)
     assert {"embed", "query", "mlp", "down"} <= set(changed)
     assert not {"scale", "prime", "gain"} & set(changed)

@@ -150,17 +150,22 @@ def test_shuffled_tables(stage, x64):
     assert_same(have, want, initial(shape))
 
 
+def twice(look):
+    return lambda table, ids: look(table, ids) - 0.5 * look(table, ids[:, ::-1])
+
+
+@functools.cache
+def twice_alone(shape):
+    return jax.device_get(train(zero_of(None, 0, 1), twice(take), shape))
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_micro_batches_and_two_lookups(stage, kind, x64):
-    def twice(look):
-        return lambda table, ids: look(table, ids) - 0.5 * look(table, ids[:, ::-1])
-
     shape, method = (96, 16), sync.zen(0.2, min_size=1)
-    want = train(zero_of(None, 0, 1), twice(take), shape)
     zero = zero_of(method, stage, 4, kind)
     have = train(zero, twice(shd.lookup), shape, microbatches=2)
-    assert_same(have, want, initial(shape))
+    assert_same(have, twice_alone(shape), initial(shape))
 
 
 def test_in_loops_and_checkpoints(x64):
