@@ -77,7 +77,9 @@ def check_patterns(name: str, patterns: Iterable[Any]) -> None:
         try:
             re.compile(pattern)
         except (re.error, TypeError) as error:
-            raise ValueError(f"{name}: {pattern!r} is not a regular expression: {error}.") from None
+            raise ValueError(
+                f"{name}: pattern {pattern!r} is not a regular expression: {error}."
+            ) from None
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:

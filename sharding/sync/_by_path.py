@@ -40,8 +40,8 @@ def by_path(
     for pattern, rule in rules.items():
         if not isinstance(rule, GradientSync):
             raise ValueError(
-                f"by_path: the rule of {pattern!r} must be a GradientSync, such as sync.dense(), "
-                f"got {rule!r}."
+                f"by_path: the rule of pattern {pattern!r} must be a GradientSync, such as "
+                f"sync.dense(), got {rule!r}."
             )
     syncs = [*rules.values(), default or dense()]
 
@@ -63,7 +63,7 @@ def by_path(
         for pattern, group in zip(rules, groups[:-1], strict=True):
             if not group:
                 raise ValueError(
-                    f"by_path: {pattern!r} is the first pattern found in no path. Remove it, "
+                    f"by_path: pattern {pattern!r} is the first match of no path. Remove it, "
                     "correct it, or move it before the others; the paths are "
                     f"{_listed([path for path, _ in flat])}."
                 )

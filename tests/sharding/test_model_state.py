@@ -435,7 +435,7 @@ def test_unsharded_by_path(stage):
 
 
 def test_a_pattern_that_is_none_raises():
-    with pytest.raises(ValueError, match="unsharded: '\\(' is not a regular expression"):
+    with pytest.raises(ValueError, match="unsharded: pattern '\\(' is not a regular expression"):
         shd.Zero(mesh_of(), unsharded="(")
 
 
