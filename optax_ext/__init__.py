@@ -7,12 +7,6 @@ from optax_ext._adafactor import scale_by_adafactor as scale_by_adafactor
 from optax_ext._came import ScaleByCameState as ScaleByCameState
 from optax_ext._came import came as came
 from optax_ext._came import scale_by_came as scale_by_came
-from optax_ext._factored import Factoring as Factoring
-from optax_ext._factored import FactoringRule as FactoringRule
-from optax_ext._factored import by_path as by_path
-from optax_ext._factored import flax_attention as flax_attention
-from optax_ext._factored import last_two_dims as last_two_dims
-from optax_ext._factored import two_largest_dims as two_largest_dims
 from optax_ext._lamb import ScaleByLambState as ScaleByLambState
 from optax_ext._lamb import lamb as lamb
 from optax_ext._lamb import scale_by_lamb as scale_by_lamb
@@ -30,6 +24,12 @@ from optax_ext._noise_scale import GradientNoiseScaleState as GradientNoiseScale
 from optax_ext._noise_scale import batch_advice as batch_advice
 from optax_ext._noise_scale import gradient_noise_scale as gradient_noise_scale
 from optax_ext._noise_scale import noise_scale as noise_scale
+from optax_ext._rules import Factoring as Factoring
+from optax_ext._rules import FactoringRule as FactoringRule
+from optax_ext._rules import by_path as by_path
+from optax_ext._rules import flax_attention as flax_attention
+from optax_ext._rules import last_two_dims as last_two_dims
+from optax_ext._rules import two_largest_dims as two_largest_dims
 from optax_ext._transformer import FactoringRow as FactoringRow
 from optax_ext._transformer import FactoringTable as FactoringTable
 from optax_ext._transformer import decay_mask as decay_mask

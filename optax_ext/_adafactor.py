@@ -1,33 +1,25 @@
 """Adafactor: adaptive learning rates with sublinear memory."""
 
+from collections.abc import Generator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext import _validate
-from optax_ext._factored import (
-    Factoring,
-    FactoringRule,
+from optax_ext import _phases, _validate
+from optax_ext._leaves import Leaves, at_least_float32
+from optax_ext._moments import (
     Moment,
-    accumulator_dtype,
-    check_rule,
-    check_shapes,
-    each,
-    entries,
+    average_squares,
+    clipped_inverse_root,
     init_moment,
     join_moments,
-    leaves_with_factoring,
-    normalizers,
-    per_shape,
+    multiply,
     rms,
     split_moments,
-    times,
-    two_largest_dims,
-    update_squares,
 )
-from optax_ext._passes import together
+from optax_ext._rules import Factoring, FactoringRule, check_rule, factorings, two_largest_dims
 
 
 class ScaleByAdafactorState(NamedTuple):
@@ -48,23 +40,49 @@ class MomentumState(NamedTuple):
     mu: optax.Updates  # the parameter's shape, dtype_momentum
 
 
-@per_shape
-def _second_moment(
-    hyper: tuple,
-    dims: Factoring,
-    g: jax.Array,
-    moment: Moment,
-    decay_and_weight: tuple[jax.Array, jax.Array],
-) -> tuple[Moment, jax.Array | None]:
-    eps = _validate.hyperparameter(hyper[0], moment.dtype)
-    return update_squares(moment, g, eps, *decay_and_weight, dims)
+class _Hyperparameters(NamedTuple):
+    decay_rate: Any
+    decay_offset: Any
+    beta2_cap: Any | None
+    b2: Any | None
+    eps: Any
+    clipping_threshold: Any | None
 
 
-@per_shape
-def _normalizers(
-    hyper: tuple, dims: Factoring, g: jax.Array, moment: tuple[Moment, jax.Array | None]
-) -> tuple[jax.Array, ...]:
-    return normalizers(*moment, g, hyper[0], dims)
+def _step(
+    hyper: _Hyperparameters, dims: Factoring, g: jax.Array, nu: Moment, count: jax.Array
+) -> Generator[_phases.Phase, Any, tuple[jax.Array, Moment]]:
+    """One step for a parameter (rows, cols): its update and its new second moment."""
+    dtype = nu.dtype
+    hyper = _validate.cast(hyper, dtype)
+
+    def second_moment() -> _phases.Result:  # r_t, c_t: row and column means of g^2 + eps, averaged
+        decay, weight = _decay(hyper, count, dtype)
+        return average_squares(nu, g, eps=hyper.eps, decay=decay, weight=weight, dims=dims), None
+
+    v, _ = yield second_moment
+
+    def clip() -> _phases.Result:  # the factors that make u_t, g / sqrt(v_t) clipped by its RMS
+        return clipped_inverse_root(v, g, hyper.clipping_threshold, dims), None
+
+    factors, _ = yield clip  # (rows, 1), (1, cols), (1, 1)
+
+    def normalize() -> _phases.Result:
+        return None, multiply(g.astype(dtype), factors).astype(g.dtype)
+
+    _, update = yield normalize
+    return update, v.moment
+
+
+def _decay(hyper: _Hyperparameters, count: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns beta_t and 1 - beta_t."""
+    if hyper.b2 is not None:
+        return jnp.asarray(hyper.b2, dtype), jnp.asarray(1 - hyper.b2, dtype)
+    step = jnp.maximum(count.astype(dtype) - hyper.decay_offset, 1)
+    weight = step**-hyper.decay_rate
+    if hyper.beta2_cap is not None:
+        weight = jnp.maximum(weight, 1 - hyper.beta2_cap)
+    return 1 - weight, weight
 
 
 def scale_by_adafactor(
@@ -133,46 +151,30 @@ def scale_by_adafactor(
     )
     rule = check_rule("factoring", factoring)
 
+    hyper = _Hyperparameters(decay_rate, decay_offset, beta2_cap, b2, eps, clipping_threshold)
+
     def init(params: optax.Params) -> ScaleByAdafactorState:
-        leaves, treedef = leaves_with_factoring(params, rule)
-        moments = [
-            init_moment(leaf, dims, accumulator_dtype(leaf.dtype)) for _, leaf, dims in leaves
+        leaves = Leaves.of(params)
+        nus = [
+            init_moment(p, dims, at_least_float32(p.dtype))
+            for p, dims in zip(leaves.arrays, factorings(rule, leaves), strict=True)
         ]
-        return ScaleByAdafactorState(jnp.zeros([], jnp.int32), *split_moments(treedef, moments))
+        return ScaleByAdafactorState(jnp.zeros([], jnp.int32), *split_moments(leaves, nus))
 
     def update(
         updates: optax.Updates, state: ScaleByAdafactorState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByAdafactorState]:
         del params
-        leaves, treedef = leaves_with_factoring(updates, rule)
-        moments = join_moments(
-            treedef, leaves, nu=state.nu, nu_row=state.nu_row, nu_col=state.nu_col
-        )
+        leaves = Leaves.of(updates)
+        dims = factorings(rule, leaves)
+        nus = join_moments(leaves, dims, nu=state.nu, nu_row=state.nu_row, nu_col=state.nu_col)
         count = optax.safe_increment(state.count)
-
-        grads, dims = [g for _, g, _ in leaves], [factoring for _, _, factoring in leaves]
-        # In two rounds, each of which ends in sums over all devices that hold a parameter.
-        with jax.named_scope("second_moment"):
-            decays = [second_moment_decay(count, moment.dtype) for moment in moments]
-            found = together(each(_second_moment, (eps,), dims, grads, moments, decays))
-            moments = [moment for moment, _ in found]
-            factors = together(each(_normalizers, (clipping_threshold,), dims, grads, found))
-            out = [
-                times(g.astype(moment.dtype), factor).astype(g.dtype)
-                for g, moment, factor in zip(grads, moments, factors, strict=True)
-            ]
-        state = ScaleByAdafactorState(count, *split_moments(treedef, moments))
-        return treedef.unflatten(out), state
-
-    def second_moment_decay(count: jax.Array, dtype: Any) -> tuple[Any, Any]:
-        if b2 is not None:
-            decay = _validate.hyperparameter(b2, dtype)
-            return jnp.asarray(decay, dtype), jnp.asarray(1 - decay, dtype)
-        step = jnp.maximum(count.astype(dtype) - _validate.hyperparameter(decay_offset, dtype), 1)
-        weight = step ** -_validate.hyperparameter(decay_rate, dtype)
-        if beta2_cap is not None:
-            weight = jnp.maximum(weight, 1 - _validate.hyperparameter(beta2_cap, dtype))
-        return 1 - weight, weight
+        results = _phases.run(_step, hyper, dims, leaves.arrays, nus, [count] * len(nus))
+        nus = [nu for _, nu in results]
+        return (
+            leaves.unflatten([u for u, _ in results]),
+            ScaleByAdafactorState(count, *split_moments(leaves, nus)),
+        )
 
     return optax.GradientTransformation(init, update)
 
@@ -187,18 +189,20 @@ def _scale_by_parameter_rms(
     ) -> tuple[optax.Updates, optax.EmptyState]:
         if params is None:
             raise ValueError("adafactor with multiply_by_parameter_scale needs params in update.")
-        leaves, treedef = leaves_with_factoring(updates, rule)
-        arrays = entries(treedef, "params", params)
-        check_shapes(leaves, "params", arrays)
-        out = []
-        for (_, u, dims), p in zip(leaves, arrays, strict=True):
-            if p.size:
-                dtype = accumulator_dtype(p.dtype)
-                floor = _validate.hyperparameter(min_scale, dtype)
-                scale = jnp.maximum(rms(p.astype(dtype), dims), floor)
-                u = (u.astype(dtype) * scale).astype(u.dtype)
-            out.append(u)
-        return treedef.unflatten(out), state
+        leaves = Leaves.of(updates)
+        arrays = leaves.arrays_in("params", params)
+
+        def scale(u: jax.Array, p: jax.Array, dims: Factoring) -> jax.Array:
+            if not p.size:
+                return u
+            dtype = at_least_float32(p.dtype)
+            floor = _validate.hyperparameter(min_scale, dtype)
+            factor = jnp.maximum(rms(p.astype(dtype), dims), floor)  # (1, 1)
+            return (u.astype(dtype) * factor).astype(u.dtype)
+
+        return leaves.unflatten(
+            list(map(scale, leaves.arrays, arrays, factorings(rule, leaves)))
+        ), state
 
     return optax.GradientTransformation(optax.init_empty_state, update)
 
@@ -209,7 +213,7 @@ def _momentum(decay: jax.typing.ArrayLike, dtype: Any | None) -> optax.GradientT
     def init(params: optax.Params) -> MomentumState:
         return MomentumState(
             jax.tree.map(
-                lambda p: jnp.zeros_like(p, dtype=dtype or accumulator_dtype(p.dtype)), params
+                lambda p: jnp.zeros_like(p, dtype=dtype or at_least_float32(p.dtype)), params
             )
         )
 
@@ -217,11 +221,10 @@ def _momentum(decay: jax.typing.ArrayLike, dtype: Any | None) -> optax.GradientT
         updates: optax.Updates, state: MomentumState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, MomentumState]:
         del params
-        leaves, treedef = leaves_with_factoring(updates, None)
-        check_shapes(leaves, "mu", entries(treedef, "mu", state.mu))
+        Leaves.of(updates).arrays_in("mu", state.mu)  # raises unless they match
 
         def average(u: jax.Array, mu: jax.Array) -> jax.Array:
-            wide = jnp.promote_types(accumulator_dtype(u.dtype), mu.dtype)
+            wide = jnp.promote_types(at_least_float32(u.dtype), mu.dtype)
             b1 = _validate.hyperparameter(decay, wide)
             return b1 * mu.astype(wide) + (1 - b1) * u.astype(wide)
 

@@ -1,36 +1,28 @@
 """CAME: confidence-guided adaptive memory-efficient optimization."""
 
+from collections.abc import Generator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext import _validate
+from optax_ext import _passes, _phases, _validate
 from optax_ext._bias import one_minus_power
-from optax_ext._factored import (
-    Factoring,
-    FactoringRule,
+from optax_ext._leaves import Leaves, at_least_float32
+from optax_ext._moments import (
+    Estimate,
     Moment,
-    accumulator_dtype,
-    check_rule,
-    check_shapes,
-    each,
-    entries,
+    average,
+    average_squares,
+    clipped_inverse_root,
     init_moment,
+    inverse_root,
     join_moments,
-    last_two_dims,
-    leaves_with_factoring,
-    level,
-    normalizers,
-    per_shape,
-    root_factors,
+    multiply,
     split_moments,
-    times,
-    update_moment,
-    update_squares,
 )
-from optax_ext._passes import again, together
+from optax_ext._rules import Factoring, FactoringRule, check_rule, factorings, last_two_dims
 
 
 class ScaleByCameState(NamedTuple):
@@ -58,85 +50,70 @@ class _Hyperparameters(NamedTuple):
     debias_instability: bool
 
 
-@per_shape
-def _second_moment(
-    hyper: _Hyperparameters, dims: Factoring, g: jax.Array, nu: Moment
-) -> tuple[Moment, jax.Array | None]:
-    b2, eps = (_validate.hyperparameter(h, nu.dtype) for h in (hyper.b2, hyper.eps))
-    return update_squares(nu, g, eps, b2, 1 - b2, dims)
-
-
-@per_shape
-def _normalizers(
-    hyper: _Hyperparameters,
-    dims: Factoring,
-    g: jax.Array,
-    second_moment: tuple[Moment, jax.Array | None],
-) -> tuple[jax.Array, ...]:
-    return normalizers(*second_moment, g, hyper.clipping_threshold, dims)
-
-
-def _small(hyper: _Hyperparameters, factors: tuple[jax.Array, ...]) -> tuple:
-    """What the momentum takes beside the matrices: factors of the gradient, b1 and 1 - b1."""
-    dtype = factors[0].dtype
-    b1 = _validate.hyperparameter(hyper.b1, dtype)
-    return factors, jnp.asarray(b1, dtype), jnp.asarray(1 - b1, dtype)
-
-
-def _momentum(mu: jax.Array, args: tuple) -> tuple[jax.Array, jax.Array]:
-    """The normalized gradient, and its average; in the dtype of ``b1``."""
-    g, factors, b1, rest = args
-    u = times(g.astype(b1.dtype), factors)
-    return u, b1 * mu.astype(b1.dtype) + rest * u
-
-
-def _residual(mu: jax.Array, args: tuple) -> tuple[jax.Array, jax.Array | None]:
-    """The squared instability, and the new momentum unless it is stored in another dtype."""
-    u, m = _momentum(mu, args)
-    return jnp.square(u - m), m if mu.dtype == m.dtype else None
-
-
-@per_shape
-def _instability(
+def _step(
     hyper: _Hyperparameters,
     dims: Factoring,
     g: jax.Array,
     mu: jax.Array,
-    factors: tuple[jax.Array, ...],
+    nu: Moment,
     instability: Moment,
-) -> tuple[tuple[Moment, jax.Array | None], jax.Array | None]:
-    """The new instability with its level and, where it is at hand, the new momentum."""
-    if not dims.factored:
-        return (instability, None), None
-    dtype = instability.dtype
-    b3, eps = (_validate.hyperparameter(h, dtype) for h in (hyper.b3, hyper.eps_instability))
-    args = (g, *_small(hyper, factors))
-    instability, m = update_moment(instability, _residual, mu, args, eps, b3, 1 - b3, dims)
-    return (instability, level(instability, dims)), m
-
-
-@per_shape
-def _direction(
-    hyper: _Hyperparameters,
-    dims: Factoring,
-    g: jax.Array,
-    mu: jax.Array,
-    m: jax.Array | None,
-    factors: tuple[jax.Array, ...],
-    instability: tuple[Moment, jax.Array | None],
     count: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """The update and the new momentum ``m``, computed again if it is None."""
-    dtype = factors[0].dtype
-    trust = root_factors(*instability, dims) if dims.factored else ()
-    if m is None:
-        small = _small(hyper, factors)
-        _, m = _momentum(mu, (g, *(again(small, trust) if trust else small)))
-    out = times(m, trust)
-    if dims.factored and hyper.debias_instability:
-        b3 = _validate.hyperparameter(hyper.b3, dtype)
-        out = out * jnp.sqrt(one_minus_power(b3, count, dtype))
-    return out.astype(g.dtype), m.astype(mu.dtype)
+) -> Generator[_phases.Phase, Any, tuple[jax.Array, jax.Array, Moment, Moment]]:
+    """One step for a parameter (rows, cols): its update, and its new mu, nu and instability.
+
+    The phases are those of the paper's Algorithm 2. Without factoring there is no instability.
+    """
+    dtype = nu.dtype
+    hyper = _validate.cast(hyper, dtype)
+
+    def second_moment() -> _phases.Result:  # r_t, c_t: row and column means of g^2 + eps, averaged
+        b2 = hyper.b2
+        return average_squares(nu, g, eps=hyper.eps, decay=b2, weight=1 - b2, dims=dims), None
+
+    v, _ = yield second_moment
+
+    def clip() -> _phases.Result:  # the factors that make u_t, g / sqrt(v_t) clipped by its RMS
+        return clipped_inverse_root(v, g, hyper.clipping_threshold, dims), None
+
+    factors, _ = yield clip  # (rows, 1), (1, cols), (1, 1)
+
+    def weights() -> tuple[jax.Array, jax.Array]:  # b1, 1 - b1
+        return jnp.asarray(hyper.b1, dtype), jnp.asarray(1 - hyper.b1, dtype)
+
+    def average_momentum(mu: jax.Array, args: Any) -> tuple[jax.Array, jax.Array]:  # u_t, m_t
+        g, factors, (b1, rest) = args
+        u = multiply(g.astype(dtype), factors)  # (rows, cols)
+        return u, b1 * mu.astype(dtype) + rest * u
+
+    def square_instability(mu: jax.Array, args: Any) -> tuple[jax.Array, jax.Array | None]:
+        u, m = average_momentum(mu, args)
+        return jnp.square(u - m), m if mu.dtype == dtype else None
+
+    def confidence() -> _phases.Result:  # R_t, C_t: row and column means of (u_t - m_t)^2, averaged
+        if not dims.factored:
+            return Estimate(instability, None), None
+        eps, b3, args = hyper.eps_instability, hyper.b3, (g, factors, weights())
+        return average(
+            instability, square_instability, mu, args, eps=eps, decay=b3, weight=1 - b3, dims=dims
+        )
+
+    s, m = yield confidence
+
+    def momentum() -> _phases.Result:  # m_t / sqrt(S_t)
+        trust = inverse_root(s, dims) if dims.factored else ()  # (rows, 1), (1, cols)
+        new = m
+        if new is None:  # computed again, where storing it in another dtype would have rounded it
+            small = (factors, weights())
+            _, new = average_momentum(
+                mu, (g, *(_passes.recomputed(small, trust) if trust else small))
+            )
+        update = multiply(new, trust)  # (rows, cols)
+        if dims.factored and hyper.debias_instability:
+            update = update * jnp.sqrt(one_minus_power(hyper.b3, count, dtype))
+        return None, (update.astype(g.dtype), new.astype(mu.dtype))
+
+    _, (update, mu) = yield momentum
+    return update, mu, v.moment, s.moment
 
 
 def scale_by_came(
@@ -229,69 +206,46 @@ def scale_by_came(
     )
 
     def init(params: optax.Params) -> ScaleByCameState:
-        leaves, treedef = leaves_with_factoring(params, rule)
+        leaves = Leaves.of(params)
         nus, instabilities, mus = [], [], []
-        for _, leaf, dims in leaves:
-            dtype = accumulator_dtype(leaf.dtype)
-            mus.append(jnp.zeros_like(leaf, dtype=mu_dtype or dtype))
-            nus.append(init_moment(leaf, dims, dtype))
-            # Buffers of its own: a train state that is donated must not hold one array twice.
-            instabilities.append(init_moment(leaf, dims, dtype)._replace(full=None))
-        return _pack(jnp.zeros([], jnp.int32), treedef, mus, nus, instabilities)
+        for p, dims in zip(leaves.arrays, factorings(rule, leaves), strict=True):
+            dtype = at_least_float32(p.dtype)
+            mus.append(jnp.zeros_like(p, dtype=mu_dtype or dtype))
+            nus.append(init_moment(p, dims, dtype))
+            # Buffers of its own: a donated train state must not contain an array twice.
+            instabilities.append(init_moment(p, dims, dtype)._replace(full=None))
+        return _pack(jnp.zeros([], jnp.int32), leaves, mus, nus, instabilities)
 
     def update(
         updates: optax.Updates, state: ScaleByCameState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByCameState]:
         del params
-        leaves, treedef = leaves_with_factoring(updates, rule)
+        leaves = Leaves.of(updates)
+        dims = factorings(rule, leaves)
         count = optax.safe_increment(state.count)
-        nus = join_moments(treedef, leaves, nu=state.nu, nu_row=state.nu_row, nu_col=state.nu_col)
-        mus = entries(treedef, "mu", state.mu)
-        check_shapes(leaves, "mu", mus)
-        instabilities = [
-            Moment(None, row, col)
-            for row, col in zip(
-                entries(treedef, "instability_row", state.instability_row),
-                entries(treedef, "instability_col", state.instability_col),
-                strict=True,
-            )
-        ]
-        dims = [factoring for _, _, factoring in leaves]
-        grads = [g for _, g, _ in leaves]
-        # In three rounds, each of which ends in sums over all devices that hold a parameter.
-        with jax.named_scope("second_moment"):
-            nus = together(each(_second_moment, hyper, dims, grads, nus))
-            factors = together(each(_normalizers, hyper, dims, grads, nus))
-        with jax.named_scope("confidence"):
-            found = each(_instability, hyper, dims, grads, mus, factors, instabilities)
-            instabilities = together([moment for moment, _ in found])
-        with jax.named_scope("momentum"):
-            results = each(
-                _direction,
-                hyper,
-                dims,
-                grads,
-                mus,
-                [m for _, m in found],
-                factors,
-                instabilities,
-                [count] * len(grads),
-            )
-        out, mus = [u for u, _ in results], [m for _, m in results]
-        return treedef.unflatten(out), _pack(
-            count, treedef, mus, [nu for nu, _ in nus], [moment for moment, _ in instabilities]
-        )
+        nus = join_moments(leaves, dims, nu=state.nu, nu_row=state.nu_row, nu_col=state.nu_col)
+        mus = leaves.arrays_in("mu", state.mu)
+        rows = leaves.slots("instability_row", state.instability_row)
+        cols = leaves.slots("instability_col", state.instability_col)
+        instabilities = [Moment(None, *slots) for slots in zip(rows, cols, strict=True)]
+        counts = [count] * len(mus)
+        results = _phases.run(_step, hyper, dims, leaves.arrays, mus, nus, instabilities, counts)
+        out, *new = (list(column) for column in zip(*results, strict=True)) if results else [[]] * 4
+        return leaves.unflatten(out), _pack(count, leaves, *new)
 
     return optax.GradientTransformation(init, update)
 
 
 def _pack(
-    count: jax.Array, treedef: Any, mus: list, nus: list[Moment], instabilities: list[Moment]
+    count: jax.Array,
+    leaves: Leaves,
+    mus: list[jax.Array],
+    nus: list[Moment],
+    instabilities: list[Moment],
 ) -> ScaleByCameState:
-    nu, nu_row, nu_col = split_moments(treedef, nus)
-    _, instability_row, instability_col = split_moments(treedef, instabilities)
+    _, instability_row, instability_col = split_moments(leaves, instabilities)
     return ScaleByCameState(
-        count, treedef.unflatten(mus), nu, nu_row, nu_col, instability_row, instability_col
+        count, leaves.unflatten(mus), *split_moments(leaves, nus), instability_row, instability_col
     )
 
 

@@ -8,15 +8,9 @@ import optax
 
 from optax_ext import _validate
 from optax_ext._bias import one_minus_power
-from optax_ext._factored import (
-    FactoringRule,
-    accumulator_dtype,
-    check_rule,
-    check_shapes,
-    entries,
-    leaves_with_factoring,
-)
-from optax_ext._passes import together
+from optax_ext._leaves import Leaves, at_least_float32
+from optax_ext._passes import barrier
+from optax_ext._rules import FactoringRule, check_rule, factorings
 from optax_ext._trust_ratio import (
     Layer,
     check_decay,
@@ -128,10 +122,10 @@ def scale_by_lamb(
     rule = check_rule("stacked", stacked)
 
     def init(params: optax.Params) -> ScaleByLambState:
-        leaves_with_factoring(params, rule)
+        factorings(rule, Leaves.of(params))  # raises unless the rule fits
 
         def zeros(p: Any) -> jax.Array:
-            return jnp.zeros_like(p, dtype=accumulator_dtype(p.dtype))
+            return jnp.zeros_like(p, dtype=at_least_float32(p.dtype))
 
         return ScaleByLambState(
             jnp.zeros([], jnp.int32), jax.tree.map(zeros, params), jax.tree.map(zeros, params)
@@ -140,10 +134,9 @@ def scale_by_lamb(
     def update(
         updates: optax.Updates, state: ScaleByLambState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByLambState]:
-        leaves, treedef = leaves_with_factoring(updates, rule)
-        mus, nus = (entries(treedef, name, getattr(state, name)) for name in ("mu", "nu"))
-        check_shapes(leaves, "mu", mus)
-        found, _ = layers("lamb", updates, params, rule, weight_decay_mask, trust_ratio_mask)
+        leaves = Leaves.of(updates)
+        mus, nus = leaves.arrays_in("mu", state.mu), leaves.slots("nu", state.nu)
+        found = layers("lamb", leaves, params, rule, weight_decay_mask, trust_ratio_mask)
         count = optax.safe_increment(state.count)
         decay = decay_rate(weight_decay, state.count)
         with jax.named_scope("moments"):
@@ -153,13 +146,13 @@ def scale_by_lamb(
             ]
         with jax.named_scope("trust_ratio"):
             out = [decayed(r, layer, decay) for (r, _, _), layer in zip(moved, found, strict=True)]
-            ratios = together(
+            ratios = barrier(
                 [_trust_ratio(u, layer, norm_bounds) for u, layer in zip(out, found, strict=True)]
             )
             out = [u if s is None else u * s for u, s in zip(out, ratios, strict=True)]
         mus, nus = [mu for _, mu, _ in moved], [nu for _, _, nu in moved]
-        return treedef.unflatten(out), ScaleByLambState(
-            count, treedef.unflatten(mus), treedef.unflatten(nus)
+        return leaves.unflatten(out), ScaleByLambState(
+            count, leaves.unflatten(mus), leaves.unflatten(nus)
         )
 
     return _validate.keep_dtype(optax.GradientTransformation(init, update))

@@ -7,15 +7,9 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _validate
-from optax_ext._factored import (
-    FactoringRule,
-    accumulator_dtype,
-    check_rule,
-    check_shapes,
-    entries,
-    leaves_with_factoring,
-)
-from optax_ext._passes import together
+from optax_ext._leaves import Leaves, at_least_float32
+from optax_ext._passes import barrier
+from optax_ext._rules import FactoringRule, check_rule, factorings
 from optax_ext._trust_ratio import (
     Layer,
     check_decay,
@@ -76,22 +70,23 @@ def _scale_by_local_rate(
     rule = check_rule("stacked", stacked)
 
     def init(params: optax.Params) -> ScaleByLarsState:
-        leaves_with_factoring(params, rule)
+        factorings(rule, Leaves.of(params))  # raises unless the rule fits
         return ScaleByLarsState(jnp.zeros([], jnp.int32) if callable(weight_decay) else None)
 
     def update(
         updates: optax.Updates, state: ScaleByLarsState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByLarsState]:
-        found, treedef = layers("lars", updates, params, rule, weight_decay_mask, trust_ratio_mask)
+        leaves = Leaves.of(updates)
+        found = layers("lars", leaves, params, rule, weight_decay_mask, trust_ratio_mask)
         decay = decay_rate(weight_decay, state.count)
         with jax.named_scope("trust_ratio"):
-            rates = together(
+            rates = barrier(
                 [_local_rate(layer, trust_coefficient, decay, denominator) for layer in found]
             )
             out = [decayed(layer.g, layer, decay) for layer in found]
             out = [u if r is None else u * r for u, r in zip(out, rates, strict=True)]
         count = None if state.count is None else optax.safe_increment(state.count)
-        return treedef.unflatten(out), ScaleByLarsState(count)
+        return leaves.unflatten(out), ScaleByLarsState(count)
 
     return optax.GradientTransformation(init, update)
 
@@ -165,15 +160,14 @@ def _momentum(decay: jax.typing.ArrayLike, nesterov: bool) -> optax.GradientTran
 
     def init(params: optax.Params) -> LarsMomentumState:
         return LarsMomentumState(
-            jax.tree.map(lambda p: jnp.zeros_like(p, dtype=accumulator_dtype(p.dtype)), params)
+            jax.tree.map(lambda p: jnp.zeros_like(p, dtype=at_least_float32(p.dtype)), params)
         )
 
     def update(
         updates: optax.Updates, state: LarsMomentumState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, LarsMomentumState]:
         del params
-        leaves, treedef = leaves_with_factoring(updates, None)
-        check_shapes(leaves, "trace", entries(treedef, "trace", state.trace))
+        Leaves.of(updates).arrays_in("trace", state.trace)  # raises unless they match
 
         def add(u: jax.Array, trace: jax.Array) -> jax.Array:
             return u.astype(trace.dtype) + _validate.hyperparameter(decay, trace.dtype) * trace

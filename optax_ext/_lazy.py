@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _validate
+from optax_ext._leaves import path_name
 
 Key = tuple[Any, ...]
 
@@ -77,7 +78,7 @@ def lazy_rows(
         known = all(hasattr(x, "shape") for x in jax.tree.leaves(params))
         for path, x in tables_of(params).items() if known else ():
             if not x.ndim or x.shape[0] in x.shape[1:]:
-                name = jax.tree_util.keystr(path, simple=True, separator="/")
+                name = path_name(path)
                 raise ValueError(
                     f"lazy_rows: {name!r} of shape {x.shape} needs a first dim of rows that is "
                     "unlike its others."
@@ -126,7 +127,7 @@ def _check(state: Any, tables: dict[Key, Any], paths: list[Key]) -> None:
         dims = iter(tables[owner].shape)
         if not all(size in dims for size in x.shape):
             raise ValueError(
-                f"lazy_rows: {jax.tree_util.keystr(path)} of shape {x.shape} belongs to a table of "
+                f"lazy_rows: {path_name(path)} of shape {x.shape} belongs to a table of "
                 f"shape {tables[owner].shape}, but has no such dims: which of it belongs to a row "
                 "cannot be told. Put what stores it so around: low_precision_state(lazy_rows(...))."
             )

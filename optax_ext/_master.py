@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _validate
-from optax_ext._factored import Factoring, check_shapes, entries
+from optax_ext._leaves import check_shape, path_name, slots
 
 
 class MasterWeightsState(NamedTuple):
@@ -129,8 +129,8 @@ def master_weights(
         if params is None:
             raise ValueError("master_weights needs params in update.")
         flat, treedef = _flatten(updates)
-        masters = entries(treedef, "master", state.master)
-        arrays = entries(treedef, "params", params)
+        masters = slots(treedef, "master", state.master)
+        arrays = slots(treedef, "params", params)
         _check(flat, masters, arrays, wide)
         pairs = list(zip(masters, arrays, strict=True))
         grads = [
@@ -174,9 +174,9 @@ def _has_master(path: Any, p: Any, dtype: Any) -> bool:
         raise ValueError(f"dtype {dtype} needs jax_enable_x64.")
     if p.dtype.itemsize < 2:
         raise ValueError(
-            f"parameter {_name(path)!r} has dtype {p.dtype}, to which JAX adds no {dtype} update; "
-            "master_weights takes bfloat16 and float16. Keep the parameter in one of them, and "
-            "cast it where it is used."
+            f"parameter {path_name(path)!r} has dtype {p.dtype}, to which JAX adds no {dtype} "
+            "update; master_weights takes bfloat16 and float16. Store the parameter in one of "
+            "them, and cast it where it is used."
         )
     return True
 
@@ -186,13 +186,9 @@ def _check(flat: list[Any], masters: list[Any], params: list[Any], dtype: Any) -
     for (path, g), m, p in zip(flat, masters, params, strict=True):
         if (m is not None) != _has_master(path, p, dtype):
             raise ValueError(
-                f"parameter {_name(path)!r} has dtype {p.dtype} and {'no' if m is None else 'a'} "
-                "master in the state, which was made for parameters of another dtype; make it "
-                "again with init."
+                f"parameter {path_name(path)!r} has dtype {p.dtype} and "
+                f"{'no' if m is None else 'a'} master in the state, which was made for parameters "
+                "of another dtype; make a new state with init."
             )
         if m is not None:
-            check_shapes([(_name(path), g, Factoring())], "master", [m])
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+            check_shape(path_name(path), g, "master", m)

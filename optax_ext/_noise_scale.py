@@ -8,6 +8,7 @@ import optax
 
 from optax_ext import _validate
 from optax_ext._bias import one_minus_power
+from optax_ext._leaves import at_least_float32
 
 _HOW = (
     "gradient_noise_scale compares the gradient with those of pieces of the batch: update needs "
@@ -152,9 +153,7 @@ def gradient_noise_scale(
 
 def sum_of_squares(arrays: list[jax.Array]) -> jax.Array:
     """The squared norm of arrays together, in float32 or wider."""
-    squares = (
-        jnp.sum(jnp.square(x.astype(jnp.promote_types(x.dtype, jnp.float32)))) for x in arrays
-    )
+    squares = (jnp.sum(jnp.square(x.astype(at_least_float32(x.dtype)))) for x in arrays)
     return sum(squares, start=jnp.zeros([], jnp.float32))
 
 

@@ -1,12 +1,12 @@
-"""How a step reads its matrices, which is all that it costs.
+"""How a step reads its matrices on each kind of machine, which determines its time.
 
-A step does so little with each number that its time is that of reading and writing them. What two
-sums read is then best read once, or computed twice; never written in between. XLA sees that on
-TPUs, where ``at_once`` is what runs. Elsewhere it needs a form that leaves it no choice: on CPUs
-block by block in the caches, or with values that it cannot know to be those of the pass before.
+A step does so little arithmetic per element that its time is that of reading and writing matrices.
+An operand of two sums is best read once or computed twice, and never written in between. XLA for
+TPUs finds this by itself: there the plain form, ``_fused``, runs. Other platforms need a form that
+leaves XLA no choice: CPUs read block by block within their caches, GPUs make one pass per sum from
+values that XLA cannot identify with those of the previous pass.
 
-Every form is ``at_once`` to rounding, which is why this is the only file of the package that asks
-where a program runs.
+All forms agree to rounding, so this is the only file of the package that reads the platform.
 """
 
 import contextlib
@@ -22,114 +22,114 @@ import jax.numpy as jnp
 Dims = tuple[int, ...]
 # From an array and a tree of others: (x, new), element by element; new may be None.
 Function = Callable[[jax.Array, Any], tuple[jax.Array, jax.Array | None]]
+# The means of x, and new.
 Swept = tuple[list[jax.Array], jax.Array | None]
 
-# Elements from which a form of its own is worth its compilation, and those of a CPU's block.
-_SMALL = 2**17
-_BLOCK = 2**19
-# Rows that a GPU adds up first where it sums columns.
-_STAGE = 64
+_MIN_SIZE = 2**17  # elements from which a platform's own form is worth its compilation
+_BLOCK_SIZE = 2**19  # elements of a CPU's block
+_STAGE_ROWS = 64  # rows that a GPU adds in the first stage of a sum over columns
 
-_APART = contextvars.ContextVar("apart", default=False)
-_SIMPLE = contextvars.ContextVar("simple", default=False)
+_WITHOUT_BARRIERS = contextvars.ContextVar("without_barriers", default=False)
+_PORTABLE = contextvars.ContextVar("portable", default=False)
 
 
 def mean(x: jax.Array, dims: Dims, keepdims: bool = False) -> jax.Array:
-    """The mean over ``dims``, scaled before it is summed: squares of 1e18 fit into float32."""
+    """Returns the mean over ``dims``, scaled before it is summed: 1e18**2 fits into float32."""
     return jnp.sum(x * (1.0 / _count(x, dims)), axis=dims, keepdims=keepdims)
 
 
 def sweep(fn: Function, array: jax.Array, args: Any, *dims: Dims) -> Swept:
-    """One pass over a matrix: means of a function of it, and what takes its place.
+    """For ``(x, new) = fn(array, args)``: several means of ``x``, and ``new``.
 
     Args:
-      fn: gives ``(x, new)`` from ``array`` and ``args``, element by element, both of its shape;
-        ``new`` also of its dtype, or None.
+      fn: an elementwise function. ``x`` and ``new`` have the shape of ``array``; ``new`` also has
+        its dtype, or is None.
       array: the matrix.
       args: a tree of arrays that broadcast against it without a change of rank.
-      *dims: over which to take the means of ``x``.
+      *dims: the dims of each mean.
 
     Returns:
       The mean of ``x`` over each of ``dims``, and ``new``.
     """
-
-    def at_once(array: jax.Array, args: Any) -> Swept:
-        x, new = fn(array, args)
-        return [mean(x, one) for one in dims], new
-
-    if array.size < _SMALL or is_simple():
-        return at_once(array, args)
-    gpu = functools.partial(_one_by_one, fn, dims, _held, False)
+    fused = functools.partial(_fused, fn, dims)
+    if array.size < _MIN_SIZE or is_portable():
+        return fused(array, args)
+    gpu = functools.partial(_pass_per_mean, fn, dims, _behind_barrier, False)
     forms: dict[str, Any] = {"cuda": gpu, "rocm": gpu}
     if not _partitioned(array, args):
         blocks = _num_blocks(array.shape)
         forms["cpu"] = (
             functools.partial(_block_by_block, fn, dims, blocks)
             if blocks > 1
-            else functools.partial(_one_by_one, fn, dims, _renewed, True)
+            else functools.partial(_pass_per_mean, fn, dims, _plus_zero, True)
         )
-    return jax.lax.platform_dependent(array, args, **forms, default=at_once)
+    return jax.lax.platform_dependent(array, args, **forms, default=fused)
 
 
-def again(factors: Any, after: Any) -> Any:
-    """The same small arrays, for a pass that begins when ``after`` is there.
+def recomputed(factors: Any, after: Any) -> Any:
+    """Returns small arrays for a pass that begins once ``after`` is computed.
 
-    To XLA they are new: what the pass before computed with them is computed again, not kept.
-    Matrices are left alone, since those that a pass reads may be computed on the way.
+    XLA takes them for new values, so it recomputes what the previous pass made from them instead of
+    writing it to memory. Matrices are not passed through here: XLA may fuse their computation.
     """
-    if is_simple() or _partitioned(factors, after):
-        return _held(factors, after)
-    return jax.lax.platform_dependent(factors, after, cpu=_renewed, default=_held)
+    if is_portable() or _partitioned(factors, after):
+        return _behind_barrier(factors, after)
+    return jax.lax.platform_dependent(factors, after, cpu=_plus_zero, default=_behind_barrier)
 
 
 def reread(arrays: Any, after: Any) -> Any:
-    """The same arrays, read once more when ``after`` is there; but not on CPUs."""
-    if _APART.get():
+    """Returns the arrays, read again once ``after`` is computed; on CPUs, unchanged."""
+    if _WITHOUT_BARRIERS.get():
         return arrays
-    return jax.lax.platform_dependent(arrays, after, cpu=lambda arrays, _: arrays, default=_held)
+    return jax.lax.platform_dependent(
+        arrays, after, cpu=lambda arrays, _: arrays, default=_behind_barrier
+    )
 
 
-def together(tree: Any) -> Any:
-    """The same arrays, none of which is there before all are.
+def barrier(tree: Any) -> Any:
+    """Returns the same arrays, none of which is available before all are.
 
-    Sums over several devices then meet in one all-reduce. XLA for TPUs finds them by itself.
+    Their sums over several devices become one all-reduce. XLA for TPUs combines them by itself.
     """
-    if _APART.get() or not _partitioned(tree):
+    if _WITHOUT_BARRIERS.get() or not _partitioned(tree):
         return tree
     hold = jax.lax.optimization_barrier
     return jax.lax.platform_dependent(tree, cuda=hold, rocm=hold, default=lambda tree: tree)
 
 
 @contextlib.contextmanager
-def apart(simple: bool) -> Iterator[None]:
-    """What is traced here is to run parameter after parameter: nothing waits for the others.
+def without_barriers(portable: bool) -> Iterator[None]:
+    """Traces functions that are scheduled leaf by leaf: no parameter waits for the others.
 
     Args:
-      simple: the form for all machines, of operations that can be done layer by layer.
+      portable: use the form of all platforms, whose operations can run layer by layer.
     """
-    tokens = _APART.set(True), _SIMPLE.set(simple or _SIMPLE.get())
+    tokens = _WITHOUT_BARRIERS.set(True), _PORTABLE.set(portable or _PORTABLE.get())
     try:
         yield
     finally:
-        _APART.reset(tokens[0])
-        _SIMPLE.reset(tokens[1])
+        _WITHOUT_BARRIERS.reset(tokens[0])
+        _PORTABLE.reset(tokens[1])
 
 
-def is_simple() -> bool:
-    """Whether passes that are traced here take the form for all machines."""
-    return _SIMPLE.get()
+def is_portable() -> bool:
+    """Whether passes traced here take the form of all platforms."""
+    return _PORTABLE.get()
+
+
+# --- Placement ------------------------------------------------------------------------------------
 
 
 def abstract(aval: Any) -> jax.ShapeDtypeStruct:
-    """What to trace in place of an array, so that its passes are those of the array."""
-    place = aval.sharding if aval.sharding.mesh.size > 1 else None
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=place)
+    """Returns a stand-in for an array of this type, whose passes take the same form."""
+    sharding = aval.sharding if aval.sharding.mesh.size > 1 else None
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
 
 
 def splittable(x: jax.Array, dim: int, groups: int) -> jax.Array:
-    """The array, ready for ``dim`` to become two dims of which the first has so many ``groups``.
+    """Returns the array in a layout that lets ``dim`` become two, the first of size ``groups``.
 
-    Where its type has the dim sharded, and not into groups, the dim is gathered.
+    The dim is gathered if its type has it in shards that do not hold full groups.
     """
     if groups % _num_shards(x, dim) == 0:
         return x
@@ -137,7 +137,7 @@ def splittable(x: jax.Array, dim: int, groups: int) -> jax.Array:
 
 
 def sharded_as(x: jax.Array, dim: int, like: jax.Array) -> jax.Array:
-    """The array, sharded along ``dim`` as the type of ``like`` is, if it divides."""
+    """Returns the array sharded along ``dim`` as the type of ``like`` is, if the size divides."""
     if jax.typeof(x).sharding.spec == jax.typeof(like).sharding.spec:
         return x
     num = _num_shards(like, dim)
@@ -145,7 +145,7 @@ def sharded_as(x: jax.Array, dim: int, like: jax.Array) -> jax.Array:
 
 
 def _num_shards(x: jax.Array, dim: int) -> int:
-    """Into how many shards the type of an array divides a dim; 1 where XLA decides."""
+    """Returns the number of shards along a dim by the array's type; 1 on Auto mesh axes."""
     sharding = jax.typeof(x).sharding
     entry = sharding.spec[dim] if dim < len(sharding.spec) else None
     axes = entry if isinstance(entry, tuple) else (entry,)
@@ -159,41 +159,53 @@ def _with_entry(x: jax.Array, dim: int, entry: Any) -> jax.Array:
 
 
 def _partitioned(*trees: Any) -> bool:
-    """Whether arrays lie on several devices, between which XLA cuts no loops."""
+    """Whether arrays are on a mesh of several devices, where XLA cannot shard a loop of blocks."""
     return any(jax.typeof(a).sharding.mesh.size > 1 for a in jax.tree.leaves(trees))
+
+
+# --- Values of a new pass -------------------------------------------------------------------------
+
+
+def _behind_barrier(factors: Any, after: Any) -> Any:
+    return jax.lax.optimization_barrier((factors, after))[0]
+
+
+def _plus_zero(factors: Any, after: Any) -> Any:
+    """For CPUs, where XLA removes barriers before it eliminates common subexpressions."""
+    zero = _zero(jax.tree.leaves(after)[-1])
+    return jax.tree.map(lambda a: a + zero.astype(a.dtype), factors)
+
+
+def _zero(after: jax.Array) -> jax.Array:
+    """Returns a uint32 zero that depends on ``after`` in a way XLA does not simplify."""
+    bits = jax.lax.bitcast_convert_type(after.ravel()[0].astype(jnp.float32), jnp.uint32)
+    for shift in (31, 1):  # 32 bits in all; one shift by 32 would be undefined
+        bits = jax.lax.shift_right_logical(bits, jnp.uint32(shift))
+    return bits
+
+
+# --- Forms ----------------------------------------------------------------------------------------
 
 
 def _count(x: jax.Array, dims: Dims) -> int:
     return math.prod(x.shape[d] for d in dims)
 
 
-def _held(factors: Any, after: Any) -> Any:
-    return jax.lax.optimization_barrier((factors, after))[0]
+def _fused(fn: Function, dims: Sequence[Dims], array: jax.Array, args: Any) -> Swept:
+    """The definition; XLA decides what to fuse."""
+    x, new = fn(array, args)
+    return [mean(x, reduced) for reduced in dims], new
 
 
-def _renewed(factors: Any, after: Any) -> Any:
-    """For CPUs, where XLA drops barriers before it looks for what is computed twice."""
-    zero = _zero(jax.tree.leaves(after)[-1])
-    return jax.tree.map(lambda a: a + zero.astype(a.dtype), factors)
-
-
-def _zero(after: jax.Array) -> jax.Array:
-    """Zero, of unsigned integers, which is there when ``after`` is; the compiler cannot tell."""
-    bits = jax.lax.bitcast_convert_type(after.ravel()[0].astype(jnp.float32), jnp.uint32)
-    for shift in (31, 1):
-        bits = jax.lax.shift_right_logical(bits, jnp.uint32(shift))
-    return bits
-
-
-def _one_by_one(
+def _pass_per_mean(
     fn: Function,
     dims: Sequence[Dims],
     renew: Callable[[Any, Any], Any],
-    alone: bool,
+    separate_new: bool,
     array: jax.Array,
     args: Any,
 ) -> Swept:
-    """A pass for each mean; ``new`` comes with the last of them, or on CPUs ``alone`` after it."""
+    """One pass for each mean; ``new`` is written by the last one, or by a separate one on CPUs."""
     treedef: Any
     leaves, treedef = jax.tree.flatten(args)
     small = {i: a for i, a in enumerate(leaves) if a.size < array.size}
@@ -210,35 +222,35 @@ def _one_by_one(
 
     means: list[jax.Array] = []
     done = None
-    for over in reversed(dims):
-        x, new = run(done, 1.0 / _count(array, over))
-        if alone:
-            total = done = jnp.sum(x, over)
+    for reduced in reversed(dims):
+        x, new = run(done, 1.0 / _count(array, reduced))
+        if separate_new:
+            total = done = jnp.sum(x, reduced)
         else:
-            total, done = _sum_by_stages(x, over)
+            total, done = _sum_by_stages(x, reduced)
         means.insert(0, total)
-    return means, run(done, 1.0)[1] if alone else new
+    return means, run(done, 1.0)[1] if separate_new else new
 
 
 def _sum_by_stages(x: jax.Array, dims: Dims) -> tuple[jax.Array, jax.Array]:
-    """The sum over ``dims``, and what is there once ``x`` has been read.
+    """Returns the sum over ``dims``, and a value that is available once ``x`` has been read.
 
-    Columns are added in two stages: for the first, XLA on GPUs keeps no ``x``, and over several
-    devices it waits for none of them.
+    Columns are summed in two stages. With a barrier after the first, XLA on GPUs does not write
+    ``x``, and the next pass does not wait for an all-reduce.
     """
-    length, pieces = x.shape[dims[0]], max(jax.typeof(x).sharding.mesh.size, 1)
-    if x.ndim - 1 in dims or length % pieces:
+    length, shards = x.shape[dims[0]], max(jax.typeof(x).sharding.mesh.size, 1)
+    if x.ndim - 1 in dims or length % shards:
         total = jnp.sum(x, dims)
         return total, total
-    stage = next(n for n in range(_STAGE, 0, -1) if length // pieces % n == 0)
+    stage = next(n for n in range(_STAGE_ROWS, 0, -1) if length // shards % n == 0)
     shape = (*x.shape[: dims[0]], length // stage, stage, *x.shape[dims[0] + 1 :])
     part = jax.lax.optimization_barrier(jnp.sum(x.reshape(shape), dims[0] + 1))
     return jnp.sum(part, dims), part
 
 
 def _num_blocks(shape: Dims) -> int:
-    """Into how many equal parts a CPU cuts the first dim: two or more; 1 if none are near."""
-    wanted = max(2.0, math.prod(shape) / _BLOCK)
+    """Returns into how many equal blocks a CPU divides the first dim; 1 if no divisor is near."""
+    wanted = max(2.0, math.prod(shape) / _BLOCK_SIZE)
     near = [n for n in range(2, int(16 * wanted) + 1) if shape[0] % n == 0 and n > wanted / 4]
     return min(near, key=lambda n: abs(math.log(n / wanted)), default=1)
 
@@ -246,30 +258,36 @@ def _num_blocks(shape: Dims) -> int:
 def _block_by_block(
     fn: Function, dims: Sequence[Dims], blocks: int, array: jax.Array, args: Any
 ) -> Swept:
+    """A loop over blocks of the first dim, each small enough for a CPU's caches."""
     length = array.shape[0] // blocks
-    counts = [_count(array, over) for over in dims]
+    counts = [_count(array, reduced) for reduced in dims]
 
     def block(a: jax.Array, start: jax.Array) -> jax.Array:
-        whole = a.ndim < array.ndim or a.shape[0] == 1
-        return a if whole else jax.lax.dynamic_slice_in_dim(a, start, length)
+        broadcast = a.ndim < array.ndim or a.shape[0] == 1
+        return a if broadcast else jax.lax.dynamic_slice_in_dim(a, start, length)
 
     def body(i: jax.Array, totals: list[jax.Array]) -> list[jax.Array]:
         start = jnp.asarray(i) * length
         x, _ = fn(block(array, start), jax.tree.map(lambda a: block(a, start), args))
-        # Kept, at the size of a block; the sums are read from here.
-        x = jax.lax.optimization_barrier(x * (1.0 / max(counts)))
-        sums = [jnp.sum(x, over) * (max(counts) / n) for over, n in zip(dims, counts, strict=True)]
+        # The barrier makes XLA write one block of x, from which all sums are read.
+        x = jax.lax.optimization_barrier(x * (1.0 / max(counts)))  # (length, ...)
+        sums = [
+            jnp.sum(x, reduced) * (max(counts) / n) for reduced, n in zip(dims, counts, strict=True)
+        ]
+        # Sums over the first dim accumulate; others fill their own rows.
         return [
-            total + s if 0 in over else jax.lax.dynamic_update_slice_in_dim(total, s, start, 0)
-            for total, s, over in zip(totals, sums, dims, strict=True)
+            total + s if 0 in reduced else jax.lax.dynamic_update_slice_in_dim(total, s, start, 0)
+            for total, s, reduced in zip(totals, sums, dims, strict=True)
         ]
 
     x, new = jax.eval_shape(fn, array, args)
     zeros = [
-        jnp.zeros([n for d, n in enumerate(array.shape) if d not in over], x.dtype) for over in dims
+        jnp.zeros([n for d, n in enumerate(array.shape) if d not in reduced], x.dtype)
+        for reduced in dims
     ]
     totals = jax.lax.fori_loop(0, blocks, body, zeros)
     if new is None:
         return totals, None
-    args = jax.tree.map(lambda a: _renewed(a, totals) if a.size < array.size else a, args)
+    # A pass over the full array, whose x is not identified with that of the loop.
+    args = jax.tree.map(lambda a: _plus_zero(a, totals) if a.size < array.size else a, args)
     return totals, fn(array, args)[1]

@@ -5,17 +5,11 @@ import math
 import re
 from typing import Any
 
-import jax
 import optax
 
-from optax_ext._factored import (
-    Factoring,
-    FactoringRule,
-    accumulator_dtype,
-    check_rule,
-    leaves_with_factoring,
-)
-from optax_ext._passes import Dims
+from optax_ext import _validate
+from optax_ext._leaves import Leaves, at_least_float32
+from optax_ext._rules import Dims, Factoring, FactoringRule, check_rule, factorings
 from optax_ext._tables import aligned
 
 # Parts under which Flax stacks layers: "layers", "blocks" or a scan by its name; not a list or a
@@ -82,12 +76,7 @@ class flax_transformer:
 
     def __post_init__(self) -> None:
         """Raises unless the fields make sense."""
-        try:
-            re.compile(self.stacked or "")
-        except (re.error, TypeError) as error:
-            raise ValueError(
-                f"stacked must be a regular expression or None, got {self.stacked!r}: {error}."
-            ) from None
+        _validate.pattern("stacked", self.stacked or "")
         if isinstance(self.stack_dim, bool) or not self.stack_dim >= 0:
             raise ValueError(f"stack_dim must not be negative, got {self.stack_dim!r}.")
 
@@ -207,11 +196,12 @@ def describe_factoring(rule: FactoringRule | None, params: optax.Params) -> Fact
         shape = tuple(leaf.shape)
         sides = (factoring.cols, factoring.rows) if factoring.factored else ((),)
         count = sum(math.prod(n for d, n in enumerate(shape) if d not in left) for left in sides)
-        size = accumulator_dtype(leaf.dtype).itemsize
+        size = at_least_float32(leaf.dtype).itemsize
         return FactoringRow(path, shape, factoring, count * size)
 
-    leaves, _ = leaves_with_factoring(params, check_rule("rule", rule))
-    return FactoringTable(tuple(row(*leaf) for leaf in leaves))
+    leaves = Leaves.of(params)
+    dims = factorings(check_rule("rule", rule), leaves)
+    return FactoringTable(tuple(map(row, leaves.paths, leaves.arrays, dims)))
 
 
 def decay_mask(params: optax.Params, rule: FactoringRule = flax_transformer()) -> Any:
@@ -234,5 +224,5 @@ def decay_mask(params: optax.Params, rule: FactoringRule = flax_transformer()) -
       >>> optax_ext.decay_mask({"query": query})
       {'query': {'bias': False, 'kernel': True}}
     """
-    leaves, treedef = leaves_with_factoring(params, check_rule("rule", rule))
-    return jax.tree.unflatten(treedef, [factoring.factored for _, _, factoring in leaves])
+    leaves = Leaves.of(params)
+    return leaves.unflatten([d.factored for d in factorings(check_rule("rule", rule), leaves)])

@@ -1,6 +1,6 @@
 """Trust ratios: the norms of LARS and LAMB, and which arrays have a ratio.
 
-Norms are those of whole arrays with their global shapes, wherever their elements lie.
+Norms are those of arrays with their global shapes, however they are sharded.
 """
 
 from typing import Any, NamedTuple
@@ -10,37 +10,32 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _validate
-from optax_ext._factored import (
-    FactoringRule,
-    accumulator_dtype,
-    check_shapes,
-    entries,
-    leaves_with_factoring,
-)
+from optax_ext._leaves import Leaves, at_least_float32
+from optax_ext._rules import Dims, FactoringRule, factorings
 
 # Powers of two: multiplying by them is exact.
 _DOWN, _UP = 2.0**-90, 2.0**90
 
 
 class Layer(NamedTuple):
-    """One array of a step, and what is to be done with it.
+    """One array of a step, and how it is treated.
 
     Attributes:
       g: the gradient, in the dtype of the step.
       w: the parameter, likewise.
-      batch: dims along which slices are layers of their own.
+      batch: dims along which slices are separate layers.
       decays: whether its weights decay.
       has_ratio: whether its update is scaled by a trust ratio.
     """
 
     g: jax.Array
     w: jax.Array
-    batch: tuple[int, ...]
+    batch: Dims
     decays: bool
     has_ratio: bool
 
 
-def norm(x: jax.Array, batch: tuple[int, ...] = ()) -> jax.Array:
+def norm(x: jax.Array, batch: Dims = ()) -> jax.Array:
     """The 2-norm of each batch slice, shaped to broadcast against ``x``.
 
     Three sums in one pass: where the squares overflow or vanish, those of scaled elements do not.
@@ -79,31 +74,31 @@ def check_masks(**masks: Any) -> None:
 
 def layers(
     name: str,
-    updates: optax.Updates,
+    leaves: Leaves,
     params: optax.Params | None,
     stacked: FactoringRule | None,
     weight_decay_mask: Any,
     trust_ratio_mask: Any,
-) -> tuple[list[Layer], Any]:
-    """The arrays of a step of the transformation ``name``, and the tree's structure."""
+) -> list[Layer]:
+    """Returns the arrays of a step of the transformation ``name``, from its gradients' leaves."""
     if params is None:
         raise ValueError(f"{name} needs params in update.")
-    leaves, treedef = leaves_with_factoring(updates, stacked)
-    arrays = entries(treedef, "params", params)
-    check_shapes(leaves, "params", arrays)
+    arrays = leaves.arrays_in("params", params)
+    batches = [dims.batch for dims in factorings(stacked, leaves)]
 
-    def chosen(argument: str, mask: Any) -> list[bool]:
+    def resolve(argument: str, mask: Any) -> list[bool]:
         if isinstance(mask, str):
-            return [g.ndim - len(dims.batch) > 1 for _, g, dims in leaves]
+            return [g.ndim - len(b) > 1 for g, b in zip(leaves.arrays, batches, strict=True)]
         return _validate.mask(argument, True if mask is None else mask, params)
 
-    decays = chosen("weight_decay_mask", weight_decay_mask)
-    ratios = chosen("trust_ratio_mask", trust_ratio_mask)
-    found = []
-    for (_, g, dims), w, *flags in zip(leaves, arrays, decays, ratios, strict=True):
-        dtype = accumulator_dtype(w.dtype)
-        found.append(Layer(g.astype(dtype), w.astype(dtype), dims.batch, *flags))
-    return found, treedef
+    decays = resolve("weight_decay_mask", weight_decay_mask)
+    ratios = resolve("trust_ratio_mask", trust_ratio_mask)
+
+    def layer(g: jax.Array, w: jax.Array, batch: Dims, decays: bool, has_ratio: bool) -> Layer:
+        dtype = at_least_float32(w.dtype)
+        return Layer(g.astype(dtype), w.astype(dtype), batch, decays, has_ratio)
+
+    return list(map(layer, leaves.arrays, arrays, batches, decays, ratios))
 
 
 def decay_rate(weight_decay: optax.ScalarOrSchedule, count: jax.Array | None) -> Any:

@@ -1,10 +1,11 @@
-"""Checks of hyperparameters and trees, made at the call that brought them.
+"""Checks of hyperparameters and trees, made in the call that receives them.
 
-A hyperparameter may be traced (``optax.inject_hyperparams`` under ``jit``); only values that are
-known are checked, and nothing here branches on one that is not.
+A hyperparameter may be traced (``optax.inject_hyperparams`` under ``jit``). Only concrete values
+are checked, and nothing here branches on a traced one.
 """
 
-from typing import Any
+import re
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,42 +13,42 @@ import numpy as np
 import optax
 
 
-def _known(value: Any) -> bool:
+def _concrete(value: Any) -> bool:
     return not isinstance(value, jax.core.Tracer)
 
 
 def unit_interval(**values: Any) -> None:
-    """Raises unless every value is in [0, 1), in a dtype that can tell it from 1."""
+    """Raises unless every value is in [0, 1), in a dtype that distinguishes it from 1."""
     for name, value in values.items():
         dtype = getattr(value, "dtype", None)
         if dtype is not None and jnp.issubdtype(dtype, jnp.inexact) and dtype.itemsize < 4:
             raise ValueError(
-                f"{name} came as {dtype}, which rounds 0.999 to 1; under optax.inject_hyperparams "
-                "pass hyperparam_dtype=jnp.float32."
+                f"{name} has dtype {dtype}, which rounds 0.999 to 1; under "
+                "optax.inject_hyperparams pass hyperparam_dtype=jnp.float32."
             )
-        if _known(value) and not 0 <= value < 1:
+        if _concrete(value) and not 0 <= value < 1:
             raise ValueError(f"{name} must be in [0, 1), got {value}.")
 
 
 def non_negative(**values: Any) -> None:
     """Raises if a value is negative or NaN."""
     for name, value in values.items():
-        if _known(value) and not value >= 0:
+        if _concrete(value) and not value >= 0:
             raise ValueError(f"{name} must not be negative, got {value}.")
 
 
 def positive(**values: Any) -> None:
     """Raises unless every value that is not None is above zero."""
     for name, value in values.items():
-        if value is not None and _known(value) and not value > 0:
+        if value is not None and _concrete(value) and not value > 0:
             raise ValueError(f"{name} must be positive, got {value}.")
 
 
 def as_dtype(name: str, value: Any) -> np.dtype | None:
-    """The dtype that was meant, or None.
+    """Returns the dtype, or None; raises unless it is floating.
 
-    ``inject_hyperparams`` takes a scalar type such as ``jnp.bfloat16`` for a schedule, calls it
-    with the step count and passes on the array it gets: the array's dtype is what was meant.
+    ``inject_hyperparams`` mistakes a scalar type such as ``jnp.bfloat16`` for a schedule, calls it
+    with the step count and passes the resulting array: that array's dtype is returned.
     """
     if value is None:
         return None
@@ -61,10 +62,20 @@ def as_dtype(name: str, value: Any) -> np.dtype | None:
 
 
 def hyperparameter(value: Any, dtype: Any) -> Any:
-    """A hyperparameter that does not change the dtype of what it multiplies."""
+    """Returns a hyperparameter that does not change the dtype of the arrays it multiplies."""
     if isinstance(value, float | int | np.generic | np.ndarray):
         return float(value)
     return jnp.asarray(value, dtype)
+
+
+_Hyper = TypeVar("_Hyper", bound=tuple[Any, ...])
+
+
+def cast(hyper: _Hyper, dtype: Any) -> _Hyper:
+    """Returns a NamedTuple of hyperparameters for arrays of ``dtype``; bools and None stay."""
+    values = [h if h is None or isinstance(h, bool) else hyperparameter(h, dtype) for h in hyper]
+    make: Any = type(hyper)
+    return make(*values)
 
 
 def floating(path: str, leaf: Any) -> None:
@@ -72,12 +83,22 @@ def floating(path: str, leaf: Any) -> None:
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         raise ValueError(
             f"parameter {path!r} has dtype {leaf.dtype}; only real floating parameters can be "
-            "optimized. Leave it out with optax.masked or optax.partition."
+            "optimized. Exclude it with optax.masked or optax.partition."
         )
 
 
+def pattern(name: str, value: Any) -> None:
+    """Raises unless a value of the argument ``name`` is a regular expression."""
+    try:
+        re.compile(value)
+    except (re.error, TypeError) as error:
+        raise ValueError(
+            f"{name}: pattern {value!r} is not a regular expression: {error}."
+        ) from None
+
+
 def mask(name: str, value: Any, tree: Any) -> list[bool]:
-    """The bool of each leaf, from a tree of bools, a prefix of one, or a function that makes it."""
+    """Returns a bool per leaf, from a tree of bools, a prefix of one, or a function of the tree."""
     found = value(tree) if callable(value) else value
     try:
         return jax.tree.leaves(
@@ -86,17 +107,17 @@ def mask(name: str, value: Any, tree: Any) -> list[bool]:
     except ValueError as error:
         raise ValueError(
             f"{name} does not fit the parameters; it needs a bool for each of them, or for each "
-            f"part of their tree: {error}"
+            f"subtree: {error}"
         ) from None
 
 
 def keep_dtype(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Casts the updates of ``inner`` back to the dtype its gradients came in.
+    """Casts the updates of ``inner`` back to the dtype of the gradients.
 
-    A strongly typed float32 hyperparameter, as ``inject_hyperparams`` makes, would widen bfloat16
-    updates.
+    A strongly typed float32 hyperparameter, such as those of ``inject_hyperparams``, would widen
+    bfloat16 updates.
     """
     inner = optax.with_extra_args_support(inner)
 

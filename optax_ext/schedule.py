@@ -39,7 +39,7 @@ class Graph:
       fn: maps a list of arrays to a list of arrays.
       inputs: the arrays.
       deferred: for each input, whether it counts in ``reads``.
-      simple: whether passes over matrices take the form without branches for platforms.
+      portable: whether passes over matrices take one form on all platforms.
 
     Attributes:
       types: shape and dtype of every value.
@@ -55,9 +55,9 @@ class Graph:
         fn: Callable[[list[Any]], list[Any]],
         inputs: Sequence[Any],
         deferred: Sequence[bool],
-        simple: bool = False,
+        portable: bool = False,
     ):
-        with _passes.apart(simple):
+        with _passes.without_barriers(portable):
             closed = jax.make_jaxpr(fn)([_passes.abstract(jax.typeof(x)) for x in inputs])
         self.types: list[Any] = list(closed.in_avals)
         self.reads = [1 << i if wait else 0 for i, wait in enumerate(deferred)]
@@ -249,7 +249,7 @@ def run_by_leaf(
     state: Any,
     is_deferred: Callable[[Any], bool],
     make_run: Callable[[Graph, list[Any]], ScheduledRun] = ScheduledRun,
-    simple: bool = False,
+    portable: bool = False,
 ) -> tuple[Any, Any]:
     """Evaluates ``fn(tree, state) -> (tree, state)`` for one leaf of ``tree`` after the other.
 
@@ -259,7 +259,7 @@ def run_by_leaf(
       state: the state; ``fn`` must preserve its structure.
       is_deferred: whether an array of the state is read only when a leaf of the tree needs it.
       make_run: makes the object that evaluates the graph.
-      simple: see ``Graph``.
+      portable: see ``Graph``.
 
     Raises:
       ValueError: if ``fn`` changes the structure of the tree or the state.
@@ -277,5 +277,5 @@ def run_by_leaf(
             )
         return leaves
 
-    run = make_run(Graph(flat_fn, inputs, deferred, simple), inputs)
+    run = make_run(Graph(flat_fn, inputs, deferred, portable), inputs)
     return jax.tree.unflatten(treedef, run.run(range(num_roots)))

@@ -13,7 +13,7 @@ from optax_ext.low_precision._formats import Quantized as Quantized
 from optax_ext.low_precision._params import StochasticRoundingState as StochasticRoundingState
 from optax_ext.low_precision._params import apply_updates as apply_updates
 from optax_ext.low_precision._params import stochastic_rounding as stochastic_rounding
-from optax_ext.low_precision._state import STATE_FORMATS as STATE_FORMATS
-from optax_ext.low_precision._state import LowPrecisionState as LowPrecisionState
-from optax_ext.low_precision._state import describe_state as describe_state
-from optax_ext.low_precision._state import low_precision_state as low_precision_state
+from optax_ext.low_precision._wrapper import STATE_FORMATS as STATE_FORMATS
+from optax_ext.low_precision._wrapper import LowPrecisionState as LowPrecisionState
+from optax_ext.low_precision._wrapper import describe_state as describe_state
+from optax_ext.low_precision._wrapper import low_precision_state as low_precision_state

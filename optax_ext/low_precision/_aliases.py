@@ -9,7 +9,7 @@ import optax
 from optax_ext._adafactor import adafactor
 from optax_ext._came import came
 from optax_ext._lamb import lamb
-from optax_ext.low_precision._state import low_precision_state
+from optax_ext.low_precision._wrapper import low_precision_state
 
 _Arguments = ParamSpec("_Arguments")
 

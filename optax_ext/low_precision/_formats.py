@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_ext._leaves import at_least_float32
 from optax_ext._passes import sharded_as, splittable
 from optax_ext.low_precision._maps import DynamicMap, Float8Map, LinearMap, Map, SymmetricMap
 from optax_ext.low_precision._rounding import stochastic_bfloat16, top_half
@@ -348,7 +349,7 @@ def encode(
       rounding: one of ``ROUNDINGS``.
       noise: for stochastic rounding: uniform in [0, 1), of the array's shape.
     """
-    dtype = jnp.promote_types(x.dtype, jnp.float32)
+    dtype = at_least_float32(x.dtype)
     x = x.astype(dtype) if signed else jnp.maximum(x.astype(dtype), 0)
     shape = tuple(x.shape)
     if isinstance(fmt, BFloat16):

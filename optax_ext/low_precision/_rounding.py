@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_ext._leaves import path_name
+
 # Elements that a uint32 tells apart.
 _MOST = 2**32
 
@@ -68,8 +70,7 @@ def _index(shape: tuple[int, ...]) -> jax.Array:
 
 def uniform_for(path: Any, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """``uniform``, salted with an array's path in its tree."""
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
-    return uniform(key, zlib.crc32(name.encode()), shape)
+    return uniform(key, zlib.crc32(path_name(path).encode()), shape)
 
 
 def top_half(bits: jax.Array) -> jax.Array:

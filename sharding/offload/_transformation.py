@@ -117,4 +117,4 @@ def streamed(
         return StreamedRun(graph, inputs, after_leaves, lambda i: free is None or free[i])
 
     # Only operations that do not branch on the platform can be evaluated layer by layer.
-    return run_by_leaf(fn, tree, state, on_host, make_run, simple=True)
+    return run_by_leaf(fn, tree, state, on_host, make_run, portable=True)

@@ -258,7 +258,7 @@ def test_a_beta_injected_as_bfloat16_is_refused_by_name(name, argument):
     params = tree(0, jnp.bfloat16)
     # The other betas are out of the way in a function of this one.
     tx = optax.inject_hyperparams(lambda x: row(**{argument: x}))(0.999)
-    with pytest.raises(ValueError, match=rf"^{argument} came as bfloat16.*hyperparam_dtype"):
+    with pytest.raises(ValueError, match=rf"^{argument} has dtype bfloat16.*hyperparam_dtype"):
         jax.jit(tx.init)(params)
 
 

@@ -37,7 +37,7 @@ def use(monkeypatch, name):
     """The form is chosen while a kernel is traced: no trace may outlive it."""
     platform, blocks = FORMS[name]
     jax.clear_caches()
-    monkeypatch.setattr(_passes, "_SMALL", 0)
+    monkeypatch.setattr(_passes, "_MIN_SIZE", 0)
     monkeypatch.setattr(_passes, "_num_blocks", blocks)
     monkeypatch.setattr(
         jax.lax,
@@ -258,4 +258,4 @@ def test_arrays_of_one_shape_share_a_trace():
     tx = optax_ext.came(1e-3)
     params = {f"w{i}": jnp.ones((256, 256)) for i in range(12)}
     text = jax.jit(tx.update).lower(params, tx.init(params), params).as_text()
-    assert text.count("func.func private @_second_moment") == 1
+    assert text.count("func.func private @second_moment") == 1

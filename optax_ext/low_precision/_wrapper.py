@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _passes, _validate
+from optax_ext._leaves import path_name
 from optax_ext._tables import aligned
 from optax_ext.low_precision._formats import (
     ROUNDINGS,
@@ -142,7 +143,7 @@ def low_precision_state(
             return None
         signed = field not in _UNSIGNED and (field or "").rpartition(".")[2] not in _UNSIGNED
         for pattern, fmt in rules.items():
-            if re.search(pattern, _name(path)):
+            if re.search(pattern, path_name(path)):
                 return None if fmt is None else (fmt, signed)
         if field is None or field.rpartition(".")[2] in _EXACT:
             return None
@@ -225,7 +226,7 @@ def describe_state(state: optax.OptState) -> str:
             sign = "signed" if leaf.signed else "unsigned"
             more = "" if leaf.rest is None else ", 8 bits of error"
             size = f"{leaf.nbytes:,} bytes"
-            lines.append((_name(path), str(leaf.shape), f"{leaf.format} {sign}{more}", size))
+            lines.append((path_name(path), str(leaf.shape), f"{leaf.format} {sign}{more}", size))
         elif hasattr(leaf, "dtype"):
             others += math.prod(leaf.shape) * leaf.dtype.itemsize
             dtypes.add(str(leaf.dtype))
@@ -259,17 +260,14 @@ def _check_formats(formats: Mapping[str, Any]) -> dict[str, Format | None]:
             raise ValueError(
                 f"formats[{pattern!r}] must be a format such as Dynamic(8), or None; got {fmt!r}."
             )
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"formats: {pattern!r} is no regular expression: {error}.") from None
+        _validate.pattern("formats", pattern)
     return dict(formats)
 
 
 def _check_inner(flat: list[Any], rules: Mapping[str, Any], params: Any) -> None:
     if any(isinstance(leaf, Quantized) for _, leaf in flat):
         raise ValueError("low_precision_state is around another one; take one of them away.")
-    names = [_name(path) for path, leaf in flat if _is_floating(leaf)]
+    names = [path_name(path) for path, leaf in flat if _is_floating(leaf)]
     if not names and any(map(_is_floating, jax.tree.leaves(params))):
         warnings.warn(
             "low_precision_state: the state has no floating arrays, so nothing is stored in low "
@@ -373,7 +371,3 @@ def _is_floating(leaf: Any) -> bool:
 def _flatten(state: Any) -> tuple[list[tuple[Any, Any]], Any]:
     """(path, leaf) for every leaf, of which a ``Quantized`` is one, and the tree's structure."""
     return jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, Quantized))
-
-
-def _name(path: Any) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")

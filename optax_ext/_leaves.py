@@ -1,0 +1,85 @@
+"""Leaves of parameter trees: their paths, their slots in the state, the dtype of their averages."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_ext import _validate
+
+
+def path_name(path: Any) -> str:
+    """Returns the keys of a path, joined by ``/``."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def parameter_name(path: Any) -> str:
+    """Returns ``path_name`` without the ``.value`` of a Flax box around the parameter."""
+    boxed = len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value")
+    return path_name(path[:-1] if boxed else path)
+
+
+def at_least_float32(dtype: Any) -> Any:
+    """Returns float32, or a wider ``dtype``: 16-bit averages stop moving at a decay of 0.999."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaves:
+    """The leaves of a tree of parameters or gradients.
+
+    Attributes:
+      paths: the name of each leaf.
+      arrays: the leaves.
+      treedef: the structure of the tree.
+    """
+
+    paths: list[str]
+    arrays: list[Any]
+    treedef: Any
+
+    @classmethod
+    def of(cls, tree: Any) -> "Leaves":
+        """Flattens a tree; raises unless all leaves are real and floating."""
+        flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+        paths = [parameter_name(path) for path, _ in flat]
+        arrays = [leaf for _, leaf in flat]
+        for path, leaf in zip(paths, arrays, strict=True):
+            _validate.floating(path, leaf)
+        return cls(paths, arrays, treedef)
+
+    def unflatten(self, values: Sequence[Any]) -> Any:
+        """Returns a tree of one value per leaf."""
+        return self.treedef.unflatten(values)
+
+    def slots(self, field: str, tree: Any) -> list[Any]:
+        """Returns each leaf's slot in a field of the state; None for leaves without one."""
+        return slots(self.treedef, field, tree)
+
+    def arrays_in(self, field: str, tree: Any) -> list[Any]:
+        """Returns each leaf's array in a field of the state; raises unless the shapes agree."""
+        found = self.slots(field, tree)
+        for path, leaf, array in zip(self.paths, self.arrays, found, strict=True):
+            check_shape(path, leaf, field, array)
+        return found
+
+
+def slots(treedef: Any, field: str, tree: Any) -> list[Any]:
+    """Returns what a field of the state has for each leaf of a structure."""
+    try:
+        return treedef.flatten_up_to(tree)
+    except ValueError as error:
+        raise ValueError(
+            f"the gradients' tree does not match the state's field {field!r}: {error}"
+        ) from None
+
+
+def check_shape(path: str, gradient: Any, field: str, array: Any) -> None:
+    """Raises unless a gradient has the shape of its array in ``field``."""
+    if gradient.shape != array.shape:
+        raise ValueError(
+            f"gradient {path!r} of shape {tuple(gradient.shape)} does not match {field!r}, where "
+            f"it has shape {tuple(array.shape)}."
+        )

@@ -1,0 +1,172 @@
+"""Factored second moments: decaying averages of row and column means, and their inverse root.
+
+For a matrix of n x m the state holds n + m numbers; their outer product, divided by the mean of the
+rows, estimates the full matrix. Shapes in comments are those of an array (rows, cols).
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_ext import _passes
+from optax_ext._leaves import Leaves
+from optax_ext._rules import Dims, Factoring
+
+
+class Moment(NamedTuple):
+    """The second moment of one array: ``full``, or ``row`` and ``col``; the others are None."""
+
+    full: jax.Array | None  # the parameter's shape
+    row: jax.Array | None  # the parameter's shape without the column dims
+    col: jax.Array | None  # the parameter's shape without the row dims
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the averages, in which the step is computed."""
+        return next(x.dtype for x in self if x is not None)
+
+
+class Estimate(NamedTuple):
+    """A second moment and, if it is factored, the mean of ``row`` that normalizes the product."""
+
+    moment: Moment
+    row_mean: jax.Array | None  # (1, 1)
+
+
+def init_moment(like: Any, dims: Factoring, dtype: Any) -> Moment:
+    """Returns zeros; factored ones are sums of zeros like ``like``, to inherit its sharding."""
+    zeros = jnp.zeros_like(like, dtype=dtype)  # (rows, cols)
+    if not dims.factored:
+        return Moment(zeros, None, None)
+    return Moment(None, jnp.sum(zeros, axis=dims.cols), jnp.sum(zeros, axis=dims.rows))
+
+
+def average(
+    moment: Moment,
+    fn: _passes.Function,
+    array: jax.Array,
+    args: Any,
+    *,
+    eps: Any,
+    decay: Any,
+    weight: Any,
+    dims: Factoring,
+) -> tuple[Estimate, jax.Array | None]:
+    """For ``(x, new) = fn(array, args)``: ``decay * moment + weight * (x + eps)``, and ``new``.
+
+    A factored moment averages the row and column means of ``x``, read in one pass over ``array``.
+    """
+    if moment.full is not None:
+        x, new = fn(array, args)
+        full = decay * moment.full + weight * (x + eps)  # (rows, cols)
+        return Estimate(Moment(full, None, None), None), new
+    (row, col), new = _passes.sweep(fn, array, args, dims.cols, dims.rows)
+    row = decay * moment.row + weight * (row + eps)  # (rows,)
+    col = decay * moment.col + weight * (col + eps)  # (cols,)
+    row_mean = _passes.mean(jnp.expand_dims(row, dims.cols), dims.rows, keepdims=True)  # (1, 1)
+    return Estimate(Moment(None, row, col), row_mean), new
+
+
+def average_squares(
+    moment: Moment, g: jax.Array, *, eps: Any, decay: Any, weight: Any, dims: Factoring
+) -> Estimate:
+    """Returns the average of ``g**2 + eps``."""
+
+    def square(g: jax.Array, _: Any) -> tuple[jax.Array, None]:
+        return jnp.square(g.astype(moment.dtype)), None
+
+    return average(moment, square, g, (), eps=eps, decay=decay, weight=weight, dims=dims)[0]
+
+
+def inverse_root(estimate: Estimate, dims: Factoring) -> tuple[jax.Array, ...]:
+    """Returns factors whose product is ``1 / sqrt(estimate)``.
+
+    The product row * col is never formed: it leaves float32's range where the quotient does not.
+    """
+    moment, row_mean = estimate
+    if moment.full is not None:
+        return (jax.lax.rsqrt(moment.full),)
+    assert moment.row is not None
+    assert moment.col is not None
+    assert row_mean is not None
+    row = jnp.expand_dims(moment.row, dims.cols)  # (rows, 1)
+    col = jnp.expand_dims(moment.col, dims.rows)  # (1, cols)
+    return jax.lax.rsqrt(row) * jnp.sqrt(row_mean), jax.lax.rsqrt(col)
+
+
+def clipped_inverse_root(
+    estimate: Estimate, g: jax.Array, threshold: Any | None, dims: Factoring
+) -> tuple[jax.Array, ...]:
+    """Returns factors that normalize ``g`` to ``u = g / sqrt(estimate)`` and clip its RMS.
+
+    The clip divides by ``max(1, RMS(u) / threshold)``, every batch slice by its own; a threshold of
+    None does not clip.
+    """
+    factors = inverse_root(estimate, dims)
+    if threshold is None or not g.size:
+        return factors
+    u = multiply(g.astype(estimate.moment.dtype), _passes.recomputed(factors, factors))
+    return (*factors, 1.0 / jnp.maximum(1.0, rms(u, dims) / threshold))
+
+
+def multiply(x: jax.Array, factors: Sequence[jax.Array]) -> jax.Array:
+    """Returns ``x`` times each factor: its row first, which keeps an all-zero row at zero."""
+    for factor in factors:
+        x = x * factor
+    return x
+
+
+def rms(x: jax.Array, dims: Factoring) -> jax.Array:
+    """Returns the root mean square of every batch slice, shaped to broadcast against ``x``."""
+    reduced = tuple(d for d in range(x.ndim) if d not in dims.batch)
+    # Divided last: XLA on CPUs would write a matrix of the scale that arrays share. By a float: JAX
+    # converts integers to int32, and large models have arrays of more elements.
+    count = float(math.prod(x.shape[d] for d in reduced))
+    return jnp.sqrt(jnp.sum(jnp.square(x), reduced, keepdims=True) / count)
+
+
+# --- Trees ----------------------------------------------------------------------------------------
+
+
+def split_moments(leaves: Leaves, moments: Sequence[Moment]) -> tuple[Any, Any, Any]:
+    """Returns trees of the full, row and col moments; None where a leaf has no such slot."""
+    full, row, col = (
+        leaves.unflatten([getattr(moment, field) for moment in moments]) for field in Moment._fields
+    )
+    return full, row, col
+
+
+def join_moments(leaves: Leaves, dims: Sequence[Factoring], **fields: Any) -> list[Moment]:
+    """Returns the moment of each leaf.
+
+    Args:
+      leaves: the gradients.
+      dims: the factoring of each.
+      **fields: the state's fields of full, row and col moments, in this order.
+
+    Raises:
+      ValueError: if the state was made for parameters of another structure, shape or factoring.
+    """
+    columns = [leaves.slots(field, tree) for field, tree in fields.items()]
+    moments = [Moment(*slots) for slots in zip(*columns, strict=True)]
+    for path, g, factoring, moment in zip(leaves.paths, leaves.arrays, dims, moments, strict=True):
+        want = _moment_shapes(tuple(g.shape), factoring)
+        have = [None if x is None else tuple(x.shape) for x in moment]
+        if want != have:
+            raise ValueError(
+                f"gradient {path!r} of shape {tuple(g.shape)} does not match the state: its "
+                f"{tuple(fields)} should have shapes {want}, found {have}. The state belongs to "
+                "other parameters or another factoring rule."
+            )
+    return moments
+
+
+def _moment_shapes(shape: Dims, dims: Factoring) -> list[Dims | None]:
+    if not dims.factored:
+        return [shape, None, None]
+    return [None] + [
+        tuple(n for d, n in enumerate(shape) if d not in left) for left in (dims.cols, dims.rows)
+    ]

@@ -1,0 +1,258 @@
+"""Which dims of a parameter are factored: ``Factoring``, and the rules that choose one by path."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from optax_ext import _validate
+from optax_ext._leaves import Leaves
+
+Dims = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Factoring:
+    """Which dims of one array form the rows and the columns of its second moment.
+
+    ``rows`` and ``cols`` are either both empty (the state holds a full second moment) or both
+    given; several dims may form one side. Slices along a ``batch`` dim are parameters of their own,
+    with their own statistics, clip and scale: the choice for stacked or scanned layers. Dims in
+    none of the three are stacked: each slice has its own statistics, and all share one clip.
+
+    Attributes:
+      rows: dims that index the row statistics. Negative dims count from the end.
+      cols: dims that index the column statistics.
+      batch: dims along which slices are independent.
+
+    Raises:
+      ValueError: if a dim is named twice, or only one of ``rows`` and ``cols`` is given.
+
+    Example:
+      An attention kernel (embed, heads, head_dim), seen as a matrix embed x (heads * head_dim):
+
+      >>> from optax_ext import Factoring
+      >>> Factoring(rows=(0,), cols=(1, 2))
+      Factoring(rows=(0,), cols=(1, 2), batch=())
+    """
+
+    rows: Dims = ()
+    cols: Dims = ()
+    batch: Dims = ()
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "cols", "batch"):
+            object.__setattr__(self, name, tuple(int(d) for d in getattr(self, name)))
+        dims = self.rows + self.cols + self.batch
+        if len(set(dims)) != len(dims):
+            raise ValueError(f"{self} names a dim twice; every dim belongs to at most one side.")
+        if bool(self.rows) != bool(self.cols):
+            raise ValueError(f"{self} must name both rows and cols, or neither.")
+
+    @property
+    def factored(self) -> bool:
+        """Whether row and column statistics replace the full second moment."""
+        return bool(self.rows)
+
+    def resolve(self, path: str, shape: Dims) -> "Factoring":
+        """Returns the same dims for an array of this shape, counted from the front."""
+        ndim = len(shape)
+        for dim in self.rows + self.cols + self.batch:
+            if not -ndim <= dim < ndim:
+                raise ValueError(
+                    f"{self} names dim {dim}, but {path!r} has shape {shape}; choose another rule "
+                    "for this parameter, for example with by_path."
+                )
+        rows, cols, batch = (
+            tuple(sorted(d % ndim for d in dims)) for dims in (self.rows, self.cols, self.batch)
+        )
+        try:
+            return Factoring(rows, cols, batch)
+        except ValueError as error:
+            raise ValueError(f"{self} for {path!r} of shape {shape}: {error}") from None
+
+
+@runtime_checkable
+class FactoringRule(Protocol):
+    """Maps the path and the shape of a parameter to its ``Factoring``."""
+
+    def resolve(self, path: str, shape: Dims) -> Factoring | None:
+        """Returns the factoring of one parameter; None means a full second moment."""
+        ...
+
+
+def _free_dims(path: str, shape: Dims, batch: Dims) -> tuple[list[int], Dims]:
+    """Returns the dims that are not ``batch`` dims, and the latter counted from the front."""
+    batch = Factoring(batch=batch).resolve(path, shape).batch
+    return [d for d in range(len(shape)) if d not in batch], batch
+
+
+@dataclasses.dataclass(frozen=True)
+class last_two_dims:
+    """Rows are the second-to-last dim, columns the last; vectors are not factored.
+
+    The rule of CAME's authors. It fits Flax's dense and convolution kernels; attention kernels need
+    ``flax_attention``.
+
+    Attributes:
+      min_dim_size: both dims must be at least this long, else the parameter is not factored.
+      batch: dims of independent slices, not counted among the last two.
+
+    Example:
+      >>> from optax_ext import last_two_dims
+      >>> last_two_dims().resolve("conv", (3, 3, 16, 32))
+      Factoring(rows=(2,), cols=(3,), batch=())
+    """
+
+    min_dim_size: int = 1
+    batch: Dims = ()
+
+    def resolve(self, path: str, shape: Dims) -> Factoring | None:
+        """Returns the factoring of one parameter."""
+        free, batch = _free_dims(path, shape, self.batch)
+        if len(free) < 2 or min(shape[free[-2]], shape[free[-1]]) < self.min_dim_size:
+            return Factoring(batch=batch)
+        return Factoring((free[-2],), (free[-1],), batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class two_largest_dims:
+    """Columns are the largest dim, rows the second largest; the rule of ``optax.adafactor``.
+
+    Attributes:
+      min_dim_size: both dims must be at least this long, else the parameter is not factored.
+      batch: dims of independent slices, not counted among the largest.
+
+    Example:
+      >>> from optax_ext import two_largest_dims
+      >>> two_largest_dims().resolve("kernel", (4096, 32, 128))
+      Factoring(rows=(2,), cols=(0,), batch=())
+    """
+
+    min_dim_size: int = 128
+    batch: Dims = ()
+
+    def resolve(self, path: str, shape: Dims) -> Factoring | None:
+        """Returns the factoring of one parameter."""
+        free, batch = _free_dims(path, shape, self.batch)
+        by_size = sorted(free, key=lambda d: shape[d])
+        if len(free) < 2 or shape[by_size[-2]] < self.min_dim_size:
+            return Factoring(batch=batch)
+        return Factoring((by_size[-2],), (by_size[-1],), batch)
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class by_path:
+    """Chooses the rule of the first pattern that is found in a parameter's path.
+
+    Paths are the keys joined by ``/``, such as ``params/block_0/attn/query/kernel``, whether or not
+    the parameter is in a Flax box (``nn.Partitioned``, ``nnx.Param``). A pattern is a regular
+    expression that may match anywhere in the path (``re.search``).
+
+    Args:
+      rules: pattern -> ``Factoring``, another rule, or None for a full second moment.
+      default: the rule of parameters whose path matches no pattern.
+
+    Raises:
+      ValueError: if a pattern is not a regular expression, or a rule is not a rule.
+
+    Example:
+      >>> from optax_ext import Factoring, by_path
+      >>> rule = by_path({r"query/kernel$": Factoring((0,), (1, 2)), r"embedding$": None})
+      >>> rule.resolve("attn/query/kernel", (64, 4, 16))
+      Factoring(rows=(0,), cols=(1, 2), batch=())
+    """
+
+    rules: tuple[tuple[str, FactoringRule | None], ...]
+    default: FactoringRule | None
+
+    def __init__(
+        self,
+        rules: Mapping[str, FactoringRule | None],
+        *,
+        default: FactoringRule | None = last_two_dims(),
+    ):
+        for pattern, rule in rules.items():
+            _validate.pattern("by_path", pattern)
+            check_rule(f"the rule of pattern {pattern!r}", rule)
+        object.__setattr__(self, "rules", tuple(rules.items()))
+        object.__setattr__(self, "default", check_rule("default", default))
+
+    def resolve(self, path: str, shape: Dims) -> Factoring | None:
+        """Returns the factoring of one parameter."""
+        rule = next((r for p, r in self.rules if re.search(p, path)), self.default)
+        return None if rule is None else rule.resolve(path, shape)
+
+
+def flax_attention(
+    *,
+    batch: Dims = (),
+    default: FactoringRule | None = None,
+) -> by_path:
+    """The rule for Flax's attention: heads and head_dim together form one side of the matrix.
+
+    For entire models, stacked or not, use ``flax_transformer``.
+
+    Kernels of ``query``, ``key`` and ``value`` are (..., embed, heads, head_dim), those of ``out``
+    (..., heads, head_dim, embed). Their biases are vectors in two dims and are not factored.
+    ``last_two_dims`` would need statistics for every embed row: 0.8 bytes per parameter instead of
+    0.01.
+
+    Args:
+      batch: dims of independent slices in every parameter, such as (0,) under ``nn.scan``. Kernels
+        and embeddings of two dims, such as (vocab, embed), are taken as unstacked matrices.
+      default: the rule for all other parameters; None means ``last_two_dims(batch=batch)``, and
+        ``last_two_dims()`` for kernels and embeddings of two dims.
+
+    Example:
+      >>> from optax_ext import flax_attention
+      >>> flax_attention().resolve("block/attn/out/kernel", (12, 64, 768))
+      Factoring(rows=(0, 1), cols=(2,), batch=())
+    """
+    if default is None:
+        default = last_two_dims(batch=batch)
+        if batch:
+            matrix = {r"(^|/)(kernel|embedding)$": _at_least_a_matrix(batch)}
+            default = by_path(matrix, default=default)
+    return by_path(
+        {
+            r"(^|/)(query|key|value)/kernel$": Factoring((-3,), (-2, -1), batch),
+            r"(^|/)(query|key|value)/bias$": Factoring(batch=batch),
+            r"(^|/)out/kernel$": Factoring((-3, -2), (-1,), batch),
+        },
+        default=default,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _at_least_a_matrix:
+    """``last_two_dims`` that ignores ``batch`` for arrays that have no two other dims."""
+
+    batch: Dims
+
+    def resolve(self, path: str, shape: Dims) -> Factoring | None:
+        """Returns the factoring of one parameter."""
+        stacked = len(shape) >= 2 + len(self.batch)
+        return last_two_dims(batch=self.batch if stacked else ()).resolve(path, shape)
+
+
+def check_rule(name: str, rule: Any) -> Any:
+    """Returns the rule; raises if it is none, naming the argument."""
+    if rule is None or (isinstance(rule, FactoringRule) and not isinstance(rule, type)):
+        return rule
+    raise ValueError(
+        f"{name} must be a Factoring, a rule such as last_two_dims(), or None; got {rule!r}."
+    )
+
+
+def factorings(rule: FactoringRule | None, leaves: Leaves) -> list[Factoring]:
+    """Returns the factoring of every leaf, with dims counted from the front."""
+
+    def factoring(path: str, x: Any) -> Factoring:
+        shape = tuple(x.shape)
+        # An array without elements has no means.
+        found = rule.resolve(path, shape) if rule is not None and math.prod(shape) else None
+        return (found or Factoring()).resolve(path, shape)
+
+    return list(map(factoring, leaves.paths, leaves.arrays))
