@@ -25,7 +25,7 @@ from optax_ext._rules import Factoring, FactoringRule, check_rule, factorings, t
 class ScaleByAdafactorState(NamedTuple):
     """State of Adafactor's second moment; averages are float32, or wider if the parameter is.
 
-    A slot that a parameter does not use is None. ``rows`` and ``cols`` are its factored dims.
+    Slots that a parameter does not use are None. Rows and cols are its factored dims.
     """
 
     count: jax.Array  # type: ignore[assignment]  # (), int32, steps taken; hides tuple.count
@@ -108,29 +108,29 @@ def scale_by_adafactor(
       u &= g / \sqrt{r c^\top / \operatorname{mean}(r)}, \quad
       \text{update} = u / \max(1, \operatorname{RMS}(u) / d)
 
-    A parameter that is not factored keeps its full second moment. State for a matrix of n x m
+    A parameter that is not factored has a full second moment. State for a matrix of n x m
     parameters: n + m float32.
 
     Args:
       decay_rate: exponent of the decay schedule, above 0.
-      decay_offset: steps taken before this phase of training began (fine-tuning); until they are
-        reached, as on a fresh state, :math:`\beta_t` is that of the first step, 0.
+      decay_offset: steps taken before this phase of training began (fine-tuning). While the count
+        is below it, as on a new state, :math:`\beta_t` is that of the first step, 0.
       beta2_cap: the largest :math:`\beta_t`, in [0, 1), as for large vision models; None: no cap.
-      b2: a constant decay in place of the schedule, in [0, 1), starting from zero and uncorrected
-        as in CAME; None keeps the schedule.
+      b2: a constant decay instead of the schedule, in [0, 1), without a correction for starting at
+        zero, as in CAME; None uses the schedule.
       eps: added to the squared gradient; at least 0.
       clipping_threshold: the largest RMS of an update; None does not clip.
-      factoring: the rule that gives each parameter its rows and columns (``two_largest_dims()``,
-        ``flax_transformer()``, which is right for Flax's attention and stacked layers,
-        ``last_two_dims()``, ``by_path({...})``, one ``Factoring`` for all), or None to factor
-        nothing. ``describe_factoring`` shows what a rule does.
+      factoring: the rule that selects the rows and columns of each parameter
+        (``two_largest_dims()``, ``flax_transformer()`` for Flax models with attention or stacked
+        layers, ``last_two_dims()``, ``by_path({...})``, or one ``Factoring`` for all parameters),
+        or None to factor nothing. ``describe_factoring`` lists the result.
 
     Returns:
-      A ``GradientTransformation``; updates have the dtype of the gradients, and are not negated.
+      A ``GradientTransformation``; updates have the dtype of the gradients and are not negated.
 
     Raises:
-      ValueError: on a hyperparameter out of range, a parameter that is not real and floating, a
-        rule that does not fit a parameter's shape, gradients that do not match the state.
+      ValueError: if a hyperparameter is out of range, a parameter is not real and floating, a rule
+        does not fit a parameter's shape, or gradients do not match the state.
 
     Example:
       >>> import jax.numpy as jnp, optax_ext
@@ -256,7 +256,7 @@ def adafactor(
     min_dim_size_to_factor: int | None = None,
     factored: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Adafactor with every option of ``optax.adafactor``, and state that does not stall.
+    r"""Adafactor with every option of ``optax.adafactor``, and averages that do not stall.
 
     In this order: ``scale_by_adafactor``, the learning rate :math:`\eta_t`, the parameter scale,
     momentum, weight decay:
@@ -267,24 +267,24 @@ def adafactor(
       m \leftarrow \beta_1 m + (1 - \beta_1) u, \quad
       \theta \leftarrow \theta - m - \lambda \theta
 
-    It is ``optax.adafactor`` to rounding, and takes its options, all but the first by name. But
-    averages are float32 whatever the parameters are (there, bfloat16 parameters freeze the second
-    moment), and ``decay_offset`` on a fresh state stays finite. With ``factoring=last_two_dims()``
-    it is the Adafactor of Hugging Face (``relative_step=False``) and, with ``relative_step=True``,
-    that of PyTorch.
+    It equals ``optax.adafactor`` to rounding, and takes its options, all but the first by name.
+    Unlike there, averages are float32 whatever the parameters are (optax's second moment of
+    bfloat16 parameters stops moving), and ``decay_offset`` on a new state stays finite. With
+    ``factoring=last_two_dims()`` it is the Adafactor of Hugging Face (``relative_step=False``) and,
+    with ``relative_step=True``, that of PyTorch.
 
     Args:
-      learning_rate: a number or a schedule; None leaves the scale to the parameters, or with
-        ``relative_step`` stands for the paper's 0.01.
+      learning_rate: a number or a schedule. None means 1, so that the parameter scale alone sets
+        the step, or with ``relative_step`` the paper's 0.01.
       decay_rate: see ``scale_by_adafactor``, as all arguments not listed here.
       decay_offset: steps taken before this phase of training.
       beta2_cap: the largest decay of the second moment.
-      b2: a constant decay in place of the schedule.
+      b2: a constant decay instead of the schedule.
       multiply_by_parameter_scale: multiply by max(RMS(parameter), ``min_parameter_scale``).
-      min_parameter_scale: the least parameter scale, above 0.
+      min_parameter_scale: the smallest parameter scale, above 0.
       relative_step: use :math:`\eta_t = \min(\text{learning\_rate}, 1 / \sqrt t)`.
       clipping_threshold: the largest RMS of an update before the learning rate.
-      momentum: decay of an average of the updates, in [0, 1); None keeps none.
+      momentum: decay of an average of the updates, in [0, 1); None means no momentum.
       dtype_momentum: dtype in which momentum is stored; None means float32, or wider if the
         parameter is.
       weight_decay_rate: :math:`\lambda`; not multiplied by the learning rate, as in optax and T5X,
@@ -293,8 +293,8 @@ def adafactor(
         Adafactor multiplies by its ``lr``, without the cap of the relative step.)
       weight_decay_mask: a tree of booleans as the parameters, or a function that makes one.
       eps: added to the squared gradient.
-      factoring: which dims of each parameter are factored; ``batch`` dims also get a parameter
-        scale each.
+      factoring: which dims of each parameter are factored; slices along ``batch`` dims also have
+        their own parameter scales.
       min_dim_size_to_factor: optax's name for ``factoring=two_largest_dims(n)``.
       factored: False is optax's name for ``factoring=None``.
 
@@ -302,9 +302,9 @@ def adafactor(
       A ``GradientTransformation``.
 
     Raises:
-      ValueError: as ``scale_by_adafactor``; also on a ``momentum`` outside [0, 1), a negative
-        ``weight_decay_rate``, ``weight_decay_times_lr`` without a learning rate, or a ``factoring``
-        beside one of optax's two names for it.
+      ValueError: as ``scale_by_adafactor``; also if ``momentum`` is outside [0, 1),
+        ``weight_decay_rate`` is negative, ``weight_decay_times_lr`` has no learning rate, or both
+        ``factoring`` and one of optax's two names for it are given.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_ext
@@ -355,13 +355,13 @@ def adafactor(
 
 
 def _rule(factoring: Any, min_dim_size: int | None, factored: bool) -> FactoringRule | None:
-    """The rule, by our name for it or by optax's two."""
+    """Returns the rule given as ``factoring`` or by one of optax's two names."""
     rule = check_rule("factoring", factoring)
     given = [] if min_dim_size is None else [f"min_dim_size_to_factor={min_dim_size}"]
     given += [] if factored else ["factored=False"]
     if given and rule != two_largest_dims():
         raise ValueError(
-            f"factoring={rule} and {' and '.join(given)} both say what is factored; give one."
+            f"factoring={rule} and {' and '.join(given)} both select what is factored; give one."
         )
     if not factored:
         return None
@@ -378,7 +378,7 @@ def _relative_step(learning_rate: optax.ScalarOrSchedule | None) -> optax.Schedu
 
 
 def _times(rate: Any, step_size: Any) -> Any:
-    """The product of two numbers or schedules."""
+    """Returns the product of two numbers or schedules."""
     if not callable(rate) and not callable(step_size):
         return rate * step_size
 

@@ -28,7 +28,7 @@ from optax_ext._rules import Factoring, FactoringRule, check_rule, factorings, l
 class ScaleByCameState(NamedTuple):
     """State of CAME; averages are float32, or wider if the parameter is.
 
-    A slot that a parameter does not use is None. ``rows`` and ``cols`` are its factored dims.
+    Slots that a parameter does not use are None. Rows and cols are its factored dims.
     """
 
     count: jax.Array  # type: ignore[assignment]  # (), int32, steps taken; hides tuple.count
@@ -144,45 +144,45 @@ def scale_by_came(
       C \leftarrow \beta_3 C + (1 - \beta_3) \operatorname{C}((u - m)^2 + \epsilon_U) \\
       \text{update} &= m / \sqrt{R \otimes C}
 
-    A parameter that is not factored keeps the full second moment; its update is :math:`m`.
-    The defaults are those of the authors' code, to rounding. There, nothing corrects for starting
-    :math:`R` and :math:`C` at zero: the updates of step t are :math:`1 / \sqrt{1 - \beta_3^t}`
-    times as large as with ``debias_instability``. ``came`` says what that means for learning rate
-    and warm-up.
+    A parameter that is not factored has a full second moment; its update is :math:`m`.
+    The defaults reproduce the authors' code to rounding. It does not correct :math:`R` and
+    :math:`C` for starting at zero: the updates of step t are :math:`1 / \sqrt{1 - \beta_3^t}`
+    times as large as with ``debias_instability``. See ``came`` for the consequences for learning
+    rate and warm-up.
 
-    A step on shards is the step of one device to rounding (1e-12 in float64), except for parameters
-    whose true gradient is zero: the biases of attention keys, BatchNorm scales that start at zero.
-    What they get is rounding noise, 1e-9 in float32 beside gradients of 1e-2, and an ``eps`` of
-    1e-30 scales it to updates as large as all others; it changes no output, but differs from mesh
-    to mesh. An ``eps`` above the square of the noise damps it: key biases of a small attention
-    layer in float32 had updates of RMS 0.3 up to 1e-16, 0.05 at 1e-14, 0.005 at 1e-12, where those
-    of other parameters stayed what they were.
+    A sharded step equals the step of one device to rounding (1e-12 in float64), except for
+    parameters whose true gradient is zero, such as the biases of attention keys or BatchNorm scales
+    that start at zero. Their gradients are rounding noise, 1e-9 in float32 beside gradients of
+    1e-2, and an ``eps`` of 1e-30 normalizes it to updates as large as all others. These change no
+    output, but differ from mesh to mesh. An ``eps`` above the square of the noise damps them: key
+    biases of a small attention layer in float32 had updates of RMS 0.3 up to 1e-16, 0.05 at 1e-14
+    and 0.005 at 1e-12, while those of other parameters did not change.
 
     State for a matrix of n x m parameters: n m momentum elements and 2 (n + m) float32.
 
     Args:
-      b1: decay of the momentum, in [0, 1). At 0 the instability is nothing but
-        ``eps_instability``, and updates become huge.
+      b1: decay of the momentum, in [0, 1). At 0 the instability is ``eps_instability`` alone, and
+        updates become huge.
       b2: decay of the second moment, in [0, 1).
       b3: decay of the instability, in [0, 1); above ``b2``.
       eps: added to the squared gradient; at least 0, and 0 only if no row or column of a gradient
-        is ever all zero. Larger where updates of what has no gradient shall be small.
+        is ever all zero. A larger value keeps updates of parameters without a gradient small.
       eps_instability: added to the squared instability; at least 0.
       clipping_threshold: the largest RMS of :math:`u`; None does not clip.
-      factoring: the rule that gives each parameter its rows and columns (``flax_transformer()``,
-        which is right for Flax's attention and stacked layers, ``last_two_dims()``,
-        ``two_largest_dims()``, ``by_path({...})``, or one ``Factoring`` for all parameters), or
-        None to factor nothing. ``describe_factoring`` shows what a rule does.
+      factoring: the rule that selects the rows and columns of each parameter
+        (``flax_transformer()`` for Flax models with attention or stacked layers,
+        ``last_two_dims()``, ``two_largest_dims()``, ``by_path({...})``, or one ``Factoring`` for
+        all parameters), or None to factor nothing. ``describe_factoring`` lists the result.
       mu_dtype: dtype in which the momentum is stored; None means float32, or wider if the
-        parameter is. The instability is always taken from the fresh momentum, before it is cast.
+        parameter is. The instability is computed from the new momentum before the cast.
       debias_instability: divide :math:`R` and :math:`C` by :math:`1 - \beta_3^t`.
 
     Returns:
-      A ``GradientTransformation``; updates have the dtype of the gradients, and are not negated.
+      A ``GradientTransformation``; updates have the dtype of the gradients and are not negated.
 
     Raises:
-      ValueError: on a hyperparameter out of range, a parameter that is not real and floating, a
-        rule that does not fit a parameter's shape, gradients that do not match the state.
+      ValueError: if a hyperparameter is out of range, a parameter is not real and floating, a rule
+        does not fit a parameter's shape, or gradients do not match the state.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_ext
@@ -276,16 +276,19 @@ def came(
     each optimizer tuned by one search (``benchmarks/convergence``):
 
     - **Learning rate.** The authors advise 0.5 to 0.9 times AdamW's, for long runs. With their
-      ``b3`` of 0.9999 and no debiasing, updates are larger by :math:`1 / \sqrt{1 - \beta_3^t}`:
-      100 times at step 1, 10 at step 100, 1.3 at step 10,000. Runs of hundreds of steps wanted a
-      tenth of AdamW's rate or less; debiased, AdamW's own. Search around these.
-    - **Debiasing.** ``debias_instability=True`` in runs of less than :math:`1 / (1 - \beta_3)`
-      steps: it ended 0.02 to 0.04 nats lower, and with 200 large steps 0.15 lower. In 12,800 steps
-      the difference was 0.01.
-    - **Warm-up.** Needed as published: without it the loss was up to 0.12 higher. Debiased runs
-      did not need it.
-    - **b3.** 0.9999 is the authors'. Where nothing is debiased and the run is short, 0.995: the
-      search took it on all three tasks. Debiased, 0.9999 was as good on two of three.
+      ``b3`` of 0.9999 and without debiasing, the updates of step t are
+      :math:`1 / \sqrt{1 - \beta_3^t}` times as large as with it: 100 times at step 1, 10 times at
+      step 100, 1.3 times at step 10,000, and 11.1 times on average over the first 300 steps. (The
+      first update has an RMS of 11.1 learning rates; debiased, of 0.111.) The best rate in runs of
+      hundreds of steps was a tenth of AdamW's or less; debiased, it was AdamW's. Search around
+      these.
+    - **Debiasing.** Set ``debias_instability=True`` in runs of fewer than
+      :math:`1 / (1 - \beta_3)` steps: the final loss was 0.02 to 0.04 nats lower, and 0.15 lower
+      after 200 large steps. After 12,800 steps the difference was 0.01.
+    - **Warm-up.** Required without debiasing: the loss was up to 0.12 higher without a warm-up.
+      Debiased runs did not need one.
+    - **b3.** The authors use 0.9999. In short runs without debiasing the search chose 0.995 on all
+      three tasks. Debiased, 0.9999 was as good on two of three.
 
     The defaults are the authors'.
 
@@ -301,14 +304,14 @@ def came(
       mu_dtype: dtype in which the momentum is stored.
       debias_instability: correct the instability for starting at zero; advised in short runs.
       weight_decay: :math:`\lambda`, multiplied by the learning rate; a number or a schedule.
-      weight_decay_mask: a tree of booleans as the parameters, or a function that makes one from
+      weight_decay_mask: a tree of bools like the parameters, or a function that makes one from
         them; True where weights decay.
 
     Returns:
       A ``GradientTransformation`` whose ``update`` needs ``params``.
 
     Raises:
-      ValueError: as ``scale_by_came``; also on a negative ``weight_decay``.
+      ValueError: as ``scale_by_came``; also if ``weight_decay`` is negative.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, optax_ext

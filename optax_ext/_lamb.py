@@ -34,7 +34,7 @@ class ScaleByLambState(NamedTuple):
 def _adam(
     g: jax.Array, mu: jax.Array, nu: jax.Array, count: jax.Array, b1: Any, b2: Any, eps: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Adam's direction, and the new averages."""
+    """Returns Adam's direction and the new averages."""
     b1, b2, eps = (_validate.hyperparameter(h, mu.dtype) for h in (b1, b2, eps))
     mu = b1 * mu + (1 - b1) * g
     nu = b2 * nu + (1 - b2) * jnp.square(g)
@@ -44,7 +44,7 @@ def _adam(
 
 
 def _trust_ratio(u: jax.Array, layer: Layer, norm_bounds: Any) -> jax.Array | None:
-    """``phi(|w|) / |u|``, shaped to broadcast against the array; None without a ratio."""
+    """Returns ``phi(|w|) / |u|``, shaped to broadcast against ``u``; None without a ratio."""
     if not layer.has_ratio:
         return None
     w_norm, u_norm = norm(layer.w, layer.batch), norm(u, layer.batch)
@@ -68,7 +68,7 @@ def scale_by_lamb(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Scales Adam's direction, with weight decay, to the norm of each layer's weights.
 
-    With the norms of whole arrays and :math:`t` counted from 1,
+    With the norms of entire arrays and :math:`t` counted from 1,
 
     .. math::
 
@@ -84,23 +84,23 @@ def scale_by_lamb(
       b2: decay of the second moment, in [0, 1).
       eps: added to the root of the second moment, above 0.
       weight_decay: :math:`\lambda`, a number or a schedule of the step count.
-      weight_decay_mask: where weights decay: ``"matrices"``, arrays of at least two dims, so
-        neither biases nor the scales of norms; None, everywhere; or a tree of bools as the
-        parameters, a prefix of one, or a function that makes one from them.
-      trust_ratio_mask: where there is a trust ratio, likewise.
-      norm_bounds: the least and the largest value of :math:`\phi(\|w\|)`; None: :math:`\phi` is
-        the identity.
+      weight_decay_mask: which weights decay: ``"matrices"``, arrays of at least two dims, hence
+        neither biases nor norm scales; None, all; or a tree of bools like the parameters, a prefix
+        of one, or a function that makes one from them.
+      trust_ratio_mask: which arrays have a trust ratio, in the same forms.
+      norm_bounds: the bounds of :math:`\phi(\|w\|)`; None means that :math:`\phi` is the
+        identity.
       stacked: a rule whose ``batch`` dims are stacks of layers, such as ``Factoring(batch=(0,))``
         or ``by_path({"block": Factoring(batch=(0,))}, default=None)``: each slice has its own
-        norms, and these are not counted as dims of a matrix.
+        norms, and batch dims do not count as dims of a matrix.
 
     Returns:
       A ``GradientTransformation`` whose ``update`` needs ``params``; updates have the dtype of the
-      gradients, and are not negated.
+      gradients and are not negated.
 
     Raises:
-      ValueError: on a hyperparameter out of range, a mask that does not fit, a parameter that is
-        not real and floating, gradients that do not match the state.
+      ValueError: if a hyperparameter is out of range, a mask does not fit, a parameter is not real
+        and floating, or gradients do not match the state.
 
     Example:
       >>> import jax.numpy as jnp, optax_ext
@@ -190,9 +190,9 @@ def lamb(
 
       w \leftarrow w - \gamma \frac{\phi(\|w\|)}{\|r + \lambda w\|} \, (r + \lambda w)
 
-    Biases and the scales of norms are trained by plain Adam, and do not decay, unless the masks
-    say otherwise. With both masks None it is ``optax.lamb`` to rounding, but for state that is
-    float32 whatever the parameters are.
+    Biases and norm scales are trained by plain Adam and do not decay, unless the masks
+    select them. With both masks None it equals ``optax.lamb`` to rounding, except that its
+    state is float32 whatever the parameters are.
 
     Args:
       learning_rate: a number or a schedule of the step count.
@@ -200,9 +200,9 @@ def lamb(
       b2: decay of the second moment.
       eps: added to the root of the second moment.
       weight_decay: :math:`\lambda`; inside the trust ratio.
-      weight_decay_mask: where weights decay.
-      trust_ratio_mask: where there is a trust ratio.
-      norm_bounds: the least and the largest :math:`\phi(\|w\|)`.
+      weight_decay_mask: which weights decay.
+      trust_ratio_mask: which arrays have a trust ratio.
+      norm_bounds: the bounds of :math:`\phi(\|w\|)`.
       stacked: which dims are stacks of layers.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Learning rates for large batches: how they grow with the batch, and how training begins."""
+"""Learning rates for large batches: scaling rules and warm-up."""
 
 import math
 from typing import Any
@@ -15,23 +15,23 @@ def _check_numbers(**values: Any) -> None:
     for name, value in values.items():
         if callable(value):
             raise ValueError(
-                f"{name} must be a number, got {value!r}; scale the numbers that a schedule is "
-                "made of, or its values."
+                f"{name} must be a number, got {value!r}; scale the rates from which the schedule "
+                "is made, or its values."
             )
     _validate.positive(**values)
 
 
 def linear_scaling(base_lr: float, base_batch: float, batch: float) -> float:
-    r"""The learning rate for a batch k times as large: k times as high.
+    r"""Scales a learning rate in proportion to the batch.
 
     .. math::
 
       \eta = \eta_0 \, B / B_0
 
-    For SGD, with ``gradual_warmup``, as long as the batch is below the critical size.
+    For SGD, with ``gradual_warmup``, while the batch is below the critical size.
 
     Args:
-      base_lr: :math:`\eta_0`, the rate that suits the batch ``base_batch``.
+      base_lr: :math:`\eta_0`, the rate tuned for ``base_batch``.
       base_batch: :math:`B_0`, in any unit: examples, tokens.
       batch: :math:`B`, in the same unit.
 
@@ -39,7 +39,7 @@ def linear_scaling(base_lr: float, base_batch: float, batch: float) -> float:
       The learning rate.
 
     Raises:
-      ValueError: if one of them is not a positive number.
+      ValueError: if an argument is not a positive number.
 
     Example:
       >>> from optax_ext import linear_scaling
@@ -55,16 +55,16 @@ def linear_scaling(base_lr: float, base_batch: float, batch: float) -> float:
 
 
 def square_root_scaling(base_lr: float, base_batch: float, batch: float) -> float:
-    r"""The learning rate for a batch k times as large: the root of k times as high.
+    r"""Scales a learning rate in proportion to the square root of the batch.
 
     .. math::
 
       \eta = \eta_0 \sqrt{B / B_0}
 
-    It keeps the variance of a step's noise; for adaptive methods such as Adam and LAMB.
+    The variance of a step's noise stays the same; for adaptive methods such as Adam and LAMB.
 
     Args:
-      base_lr: :math:`\eta_0`, the rate that suits the batch ``base_batch``.
+      base_lr: :math:`\eta_0`, the rate tuned for ``base_batch``.
       base_batch: :math:`B_0`, in any unit: examples, tokens.
       batch: :math:`B`, in the same unit.
 
@@ -72,7 +72,7 @@ def square_root_scaling(base_lr: float, base_batch: float, batch: float) -> floa
       The learning rate.
 
     Raises:
-      ValueError: if one of them is not a positive number.
+      ValueError: if an argument is not a positive number.
 
     Example:
       >>> from optax_ext import square_root_scaling
@@ -94,7 +94,7 @@ def gradual_warmup(
     warmup_steps: int,
     start: float = 0.0,
 ) -> optax.Schedule:
-    r"""A line from ``start`` to the schedule, in place of the schedule's first steps.
+    r"""Replaces the first steps of a schedule by a linear ramp from ``start``.
 
     With the schedule :math:`\eta(t)` and W steps of warm-up,
 
@@ -103,10 +103,10 @@ def gradual_warmup(
       \eta'(t) = \begin{cases}
         s + (\eta(W) - s) \, t / W & t < W \\ \eta(t) & t \ge W \end{cases}
 
-    The schedule is not moved: as in the paper, it counts from the first step of training, so that
-    rates fall where they would without warm-up, and a decay to zero ends where it was to end. (To
-    begin it after the warm-up, ``optax.join_schedules``.) The paper starts at the rate of the small
-    batch, ``start=base_lr``, and warms up for 5 epochs.
+    The schedule is not shifted: as in the paper, it counts from the first step of training, so that
+    rates fall at the same steps as without warm-up, and a decay to zero ends at the same step. (To
+    start it after the warm-up, use ``optax.join_schedules``.) The paper starts at the rate of the
+    small batch, ``start=base_lr``, and warms up for 5 epochs.
 
     Args:
       learning_rate: a number or a schedule of the step count.
@@ -117,7 +117,7 @@ def gradual_warmup(
       A schedule.
 
     Raises:
-      ValueError: on negative ``warmup_steps`` or ``start``.
+      ValueError: if ``warmup_steps``, ``start`` or a constant rate is negative.
 
     Example:
       >>> import optax, optax_ext

@@ -40,7 +40,7 @@ class LarsMomentumState(NamedTuple):
 def _local_rate(
     layer: Layer, trust_coefficient: Any, rate: Any, denominator: str
 ) -> jax.Array | None:
-    """The local learning rate, shaped to broadcast against the array; None without a ratio."""
+    """Returns the local learning rate, shaped to broadcast against ``g``; None without a ratio."""
     if not layer.has_ratio:
         return None
     w_norm = norm(layer.w, layer.batch)
@@ -100,9 +100,9 @@ def scale_by_lars(
     denominator: str = "paper",
     stacked: FactoringRule | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Decays weights, and scales each layer's gradient by its local learning rate.
+    r"""Decays weights and scales each layer's gradient by its local learning rate.
 
-    With the norms of whole arrays,
+    With the norms of entire arrays,
 
     .. math::
 
@@ -114,23 +114,23 @@ def scale_by_lars(
     Args:
       trust_coefficient: :math:`\eta`, above 0.
       weight_decay: :math:`\beta`, a number or a schedule of the step count.
-      weight_decay_mask: where weights decay: ``"matrices"``, arrays of at least two dims, so
-        neither biases nor the scales of norms; None, everywhere; or a tree of bools as the
-        parameters, a prefix of one, or a function that makes one from them.
-      trust_ratio_mask: where there is a local learning rate, likewise.
+      weight_decay_mask: which weights decay: ``"matrices"``, arrays of at least two dims, hence
+        neither biases nor norm scales; None, all; or a tree of bools like the parameters, a prefix
+        of one, or a function that makes one from them.
+      trust_ratio_mask: which arrays have a local learning rate, in the same forms.
       denominator: ``"paper"`` as above; ``"optax"``: :math:`\|g + \beta w\|`, which is smaller
         where gradient and weights point in opposite directions.
       stacked: a rule whose ``batch`` dims are stacks of layers, such as ``Factoring(batch=(0,))``
         or ``by_path({"block": Factoring(batch=(0,))}, default=None)``: each slice has its own
-        norms, and these are not counted as dims of a matrix.
+        norms, and batch dims do not count as dims of a matrix.
 
     Returns:
       A ``GradientTransformation`` whose ``update`` needs ``params``; updates have the dtype of the
-      gradients, and are not negated.
+      gradients and are not negated.
 
     Raises:
-      ValueError: on a hyperparameter out of range, another denominator, a mask that does not fit,
-        a parameter that is not real and floating, gradients that do not match the parameters.
+      ValueError: if a hyperparameter is out of range, the denominator is unknown, a mask does not
+        fit, a parameter is not real and floating, or gradients do not match the parameters.
 
     Example:
       >>> import jax.numpy as jnp, optax_ext
@@ -199,9 +199,9 @@ def lars(
       v \leftarrow m v + \gamma \, \eta \frac{\|w\|}{\|g\| + \beta \|w\|} \, (g + \beta w), \quad
       w \leftarrow w - v
 
-    Biases and the scales of norms are trained by plain SGD with momentum, and do not decay, unless
-    the masks say otherwise. With ``denominator="optax"`` and both masks None it is ``optax.lars``
-    to rounding, but for state that is float32 whatever the parameters are.
+    Biases and norm scales are trained by plain SGD with momentum and do not decay, unless
+    the masks select them. With ``denominator="optax"`` and both masks None it equals
+    ``optax.lars`` to rounding, except that its state is float32 whatever the parameters are.
 
     Args:
       learning_rate: a number or a schedule of the step count.
@@ -210,8 +210,8 @@ def lars(
       trust_coefficient: :math:`\eta`.
       denominator: ``"paper"`` or ``"optax"``.
       nesterov: update by :math:`m v` plus the newest term once more.
-      weight_decay_mask: where weights decay.
-      trust_ratio_mask: where there is a local learning rate.
+      weight_decay_mask: which weights decay.
+      trust_ratio_mask: which arrays have a local learning rate.
       stacked: which dims are stacks of layers.
 
     Returns:

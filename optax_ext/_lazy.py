@@ -1,4 +1,4 @@
-"""Rows that have no gradient stay as they are: for tables of which a step uses a few rows."""
+"""Lazy rows: embedding tables whose rows change only in the steps that use them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,41 +16,40 @@ Key = tuple[Any, ...]
 def lazy_rows(
     inner: optax.GradientTransformation, mask: Any | Callable[[optax.Params], Any]
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Leaves the rows of a table whose gradient is zero, and what ``inner`` keeps of them.
+    r"""Freezes the rows of a table whose gradient is zero, and their state.
 
-    With :math:`u` and :math:`s'` the update and the state that ``inner`` makes, for each row r
+    With :math:`u` and :math:`s'` the update and the new state of ``inner``, for each row r
 
     .. math::
 
       u_r, s_r \leftarrow \begin{cases} u_r, s'_r & g_r \ne 0 \\ 0, s_r & g_r = 0 \end{cases}
 
-    Momentum, weight decay and decaying averages change every row of an embedding in every step, the
-    rows of words that are rare mostly by what they remember. Here a row changes in the steps that
-    use it: averages decay by its uses, not by steps, and words that are not used are not decayed.
-    Bias correction still counts steps.
+    Momentum, weight decay and decaying averages change every row of an embedding in every step;
+    rows of rare words change mostly by old gradients. Here a row changes only in the steps that use
+    it: its averages decay per use, not per step, and unused words are not decayed. Bias correction
+    still counts steps.
 
-    What of the state belongs to a row is told by its place and its first dim: moments, and of
-    factored ones the statistics of rows. Statistics of columns, and scalars, are of the whole table
-    and change in every step: they see the rows without a gradient as zeros, as they do without
-    this; so does a clip by the table's root mean square.
+    State leaves are matched to parameters by path, and to rows by their first dim: moments, and the
+    row statistics of factored ones. Column statistics and scalars belong to the full table and
+    change in every step. As without this transformation, they and a clip by the table's root mean
+    square include the rows without a gradient as zeros.
 
-    The step reads and writes the whole table as before: this changes what is learned, not what it
-    costs. What stores moments in blocks goes around it (``low_precision_state(lazy_rows(...))``);
-    so does what adds up gradients of several steps.
+    The step still reads and writes the full table: this changes the result, not the cost.
+    Transformations that store moments in blocks go outside, as in
+    ``low_precision_state(lazy_rows(...))``; so do those that accumulate gradients.
 
     Args:
       inner: the transformation.
-      mask: which parameters are tables: a bool for each, or for each part of the tree; or a
-        function of the parameters that returns it. Rows are their first dim.
+      mask: which parameters are tables: a tree of bools, a prefix of one, or a function of the
+        parameters that returns it. Rows are the first dim of a table.
 
     Returns:
       A ``GradientTransformation`` with the state of ``inner``.
 
     Raises:
       ValueError: in ``init``, if the mask does not fit; if a table is a scalar, or has another dim
-        as long as its rows, so that statistics of both cannot be told apart; if ``inner`` keeps
-        something of it in another shape than the table's, or what is left of that without some
-        dims.
+        as long as its rows, so that statistics of the two are indistinguishable; if a state leaf of
+        a table has dims that are not among the table's, in their order.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_ext
@@ -68,23 +67,23 @@ def lazy_rows(
     inner = optax.with_extra_args_support(inner)
 
     def tables_of(tree: Any) -> dict[Key, Any]:
-        """The tables of parameters or gradients, by path."""
+        """Returns the tables among parameters or gradients, by path."""
         chosen = _validate.mask("lazy_rows: the mask", mask, tree)
         flat = jax.tree_util.tree_leaves_with_path(tree)
         return {path: x for (path, x), c in zip(flat, chosen, strict=True) if c}
 
     def init(params: optax.Params) -> optax.OptState:
-        # optax's tree_map_params asks with placeholders for parameters.
-        known = all(hasattr(x, "shape") for x in jax.tree.leaves(params))
-        for path, x in tables_of(params).items() if known else ():
+        # optax's tree_map_params calls init with placeholders for parameters.
+        concrete = all(hasattr(x, "shape") for x in jax.tree.leaves(params))
+        for path, x in tables_of(params).items() if concrete else ():
             if not x.ndim or x.shape[0] in x.shape[1:]:
                 name = path_name(path)
                 raise ValueError(
-                    f"lazy_rows: {name!r} of shape {x.shape} needs a first dim of rows that is "
-                    "unlike its others."
+                    f"lazy_rows: table {name!r} has shape {x.shape}; its first dim, of rows, must "
+                    "differ from its other dims. Exclude it from the mask, or pad its rows."
                 )
         state = inner.init(params)
-        if known:
+        if concrete:
             _check(state, tables_of(params), _paths(params))
         return state
 
@@ -102,14 +101,14 @@ def lazy_rows(
             }
             paths = _paths(updates)
 
-            def keep(path: Key, new: Any, old: Any) -> Any:
+            def select(path: Key, new: Any, old: Any) -> Any:
                 owner = _owner(path, paths)
                 return _where(used[owner], new, old) if owner in used else new
 
             out = jax.tree_util.tree_map_with_path(
-                lambda path, u: keep(path, u, jnp.zeros_like(u)), out
+                lambda path, u: select(path, u, jnp.zeros_like(u)), out
             )
-            return out, jax.tree_util.tree_map_with_path(keep, new, state)
+            return out, jax.tree_util.tree_map_with_path(select, new, state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -119,7 +118,7 @@ def _paths(tree: Any) -> list[Key]:
 
 
 def _check(state: Any, tables: dict[Key, Any], paths: list[Key]) -> None:
-    """Raises if what is kept of a table has not its dims, in their order, or some of them."""
+    """Raises unless the dims of a table's state leaves are some of its dims, in their order."""
     for path, x in jax.tree_util.tree_leaves_with_path(state):
         owner = _owner(path, paths)
         if owner not in tables:
@@ -128,25 +127,25 @@ def _check(state: Any, tables: dict[Key, Any], paths: list[Key]) -> None:
         if not all(size in dims for size in x.shape):
             raise ValueError(
                 f"lazy_rows: {path_name(path)} of shape {x.shape} belongs to a table of "
-                f"shape {tables[owner].shape}, but has no such dims: which of it belongs to a row "
-                "cannot be told. Put what stores it so around: low_precision_state(lazy_rows(...))."
+                f"shape {tables[owner].shape}, but has other dims, so its rows are unknown. Put "
+                "the transformation that stores it outside: low_precision_state(lazy_rows(...))."
             )
 
 
 def _where(rows: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
-    """``new`` in these rows; all of it if it has no rows."""
+    """Returns ``new`` in the given rows and ``old`` elsewhere; ``new`` if it has no rows."""
     if not new.ndim or new.shape[0] != rows.size:
         return new
     return jnp.where(rows.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
 
 def _owner(path: Key, paths: list[Key]) -> Key | None:
-    """The parameter whose path is in that of a leaf of the state: the longest of several."""
+    """Returns the parameter that a state leaf belongs to: the longest path within its own."""
     found = [
         (len(own), i, own)
         for own in paths
         for i in range(len(path) - len(own) + 1)
         if path[i : i + len(own)] == own
     ]
-    # Of parameters in a list, whose keys are numbers as those of a chain are, the last.
+    # The last match, since parameters in a list have numbers as keys, as states of a chain do.
     return max(found, key=lambda match: match[:2], default=(0, 0, None))[2]

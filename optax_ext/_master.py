@@ -1,4 +1,4 @@
-"""Master weights: low-precision parameters that are a wider copy, rounded."""
+"""Master weights: low-precision parameters that are the rounding of wider ones."""
 
 from typing import Any, NamedTuple
 
@@ -11,17 +11,17 @@ from optax_ext._leaves import check_shape, path_name, slots
 
 
 class MasterWeightsState(NamedTuple):
-    """The master copies, and the state of the transformation that moves them."""
+    """The master weights, and the state of the transformation that updates them."""
 
-    master: optax.Params  # the parameter's shape, ``dtype``; None where a parameter has no copy
+    master: optax.Params  # the parameter's shape, ``dtype``; None where a parameter has no master
     inner_state: optax.OptState
 
 
 def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
-    """The nearest value of a narrower ``dtype``, in the dtype of ``x``.
+    """Returns the nearest value of a narrower ``dtype``, in the dtype of ``x``.
 
-    A cast there and back is what XLA may leave out (``xla_allow_excess_precision``), and
-    ``reduce_precision`` to few exponent bits has no subnormals and overflows as IEEE formats do.
+    XLA may remove a pair of casts (``xla_allow_excess_precision``), and ``reduce_precision`` to few
+    exponent bits has no subnormals and overflows as IEEE formats do.
     """
     narrow, wide = jnp.finfo(dtype), jnp.finfo(x.dtype)
     out = jax.lax.reduce_precision(x, wide.nexp, narrow.nmant)
@@ -33,18 +33,18 @@ def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """What a comparison of floats would not see: the sign of zero, a subnormal, NaN."""
+    """Returns the bits, which distinguish signs of zero, subnormals and NaNs as floats do not."""
     return jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
 
 
 def _move(p: jax.Array, master: jax.Array, update: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """``u`` and the new master: ``(p + u).astype(p.dtype)`` is the master's ``astype``, in bits."""
+    """Returns ``u`` and the new master; ``p + u`` and the master round to the same bits."""
     dtype = master.dtype
     # One value for both results: two fusions that each compute it may contract it differently.
     new = jax.lax.optimization_barrier(master + update.astype(dtype))
     want, wide = _rounded(new, p.dtype), p.astype(dtype)
-    # The difference of two narrow values: exact, unless one is far below the other's last bit. A
-    # value that rounds to -0 stays as it is: 0 + -0 is 0, and only what is below it rounds to -0.
+    # The difference of two narrow values is exact, unless one is far below the other's last bit. A
+    # value that rounds to -0 is not rounded: 0 + -0 is 0, and only negative values round to -0.
     u = jnp.where(want == 0, new, want) - wide
     have = wide + u
     reached = _bits(_rounded(have, p.dtype)) == _bits(want)
@@ -54,10 +54,10 @@ def _move(p: jax.Array, master: jax.Array, update: jax.Array) -> tuple[jax.Array
 def master_weights(
     inner: optax.GradientTransformation, dtype: Any = jnp.float32
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Runs ``inner`` on wide copies of low-precision parameters, which then are their rounding.
+    r"""Runs ``inner`` on wide master weights, and makes low-precision parameters their rounding.
 
     A step below half the spacing of bfloat16, 1/512 to 1/256 of the parameter, is lost when it is
-    added to the parameter. Here it is added to the master copy :math:`w`:
+    added to the parameter. Here it is added to the master :math:`w`:
 
     .. math::
 
@@ -65,18 +65,18 @@ def master_weights(
       u = \operatorname{round}(w) - \theta, \quad
       \theta \leftarrow \theta + u
 
-    After every ``optax.apply_updates(params, updates)``, each parameter that has a master is
-    ``master.astype(params.dtype)``, bit for bit, eagerly and under ``jit``. Its update is exact in
-    ``dtype``, unless the new value is below the last bit that :math:`\theta + u` keeps (1 becomes
-    1e-10); the master is then what the parameter could become, off by a rounding of that step.
+    After every ``optax.apply_updates(params, updates)``, each parameter that has a master equals
+    ``master.astype(params.dtype)``, bit for bit, eagerly and under ``jit``. The update is exact in
+    ``dtype``, unless the new value is below the last bit of :math:`\theta + u` (1 becomes 1e-10);
+    then the master is set to a value that the parameter can reach, one rounding of that step away.
 
-    Floating parameters narrower than ``dtype`` have a master. All others go through ``inner`` as
-    they are. Parameters follow their master: one that is changed from outside comes back, so
-    nothing may change the updates after this transformation, which goes last in a chain. State
-    beyond that of ``inner``: 4 bytes for each element of a narrow parameter.
+    Floating parameters narrower than ``dtype`` have a master; ``inner`` updates all others
+    directly. Parameters follow their masters: a parameter changed elsewhere is reset by the next
+    step. So no later transformation may change the updates: this one goes last in a chain. State
+    beyond that of ``inner``: 4 bytes per element of a narrow parameter.
 
     Args:
-      inner: the transformation; it sees masters in place of the parameters, and gradients in
+      inner: the transformation; it receives masters instead of the parameters, and gradients in
         ``dtype``.
       dtype: dtype of the masters: float32, or float64 where ``jax_enable_x64`` is set.
 
@@ -85,9 +85,9 @@ def master_weights(
       that have a master are in ``dtype``, whatever the gradients are.
 
     Raises:
-      ValueError: on a ``dtype`` that is narrower than float32 or that JAX would not make, 8-bit
-        parameters (JAX adds no float32 to them), an ``update`` without ``params``, gradients or
-        parameters that do not match the state.
+      ValueError: if ``dtype`` is narrower than float32 or disabled in JAX, parameters have 8 bits
+        (JAX adds no float32 to them), ``update`` is called without ``params``, or gradients or
+        parameters do not match the state.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_ext
@@ -112,13 +112,14 @@ def master_weights(
         flat, treedef = _flatten(params)
         has_master = [_has_master(path, p, wide) for path, p in flat]
 
-        def copies(others: list[Any]) -> Any:
+        def masters(others: list[Any]) -> Any:
             pairs = zip(flat, has_master, others, strict=True)
             return treedef.unflatten([jnp.asarray(p, wide) if m else o for (_, p), m, o in pairs])
 
-        # Buffers of its own for inner, which may keep them: the state is donated as a whole.
-        inner_state = inner.init(copies([p for _, p in flat]))
-        return MasterWeightsState(copies([None] * len(flat)), inner_state)
+        # Separate buffers for inner, whose state may contain them: a donated state must not contain
+        # an array twice.
+        inner_state = inner.init(masters([p for _, p in flat]))
+        return MasterWeightsState(masters([None] * len(flat)), inner_state)
 
     def update(
         updates: optax.Updates,

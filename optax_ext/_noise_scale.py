@@ -1,4 +1,4 @@
-"""The gradient noise scale: how large a batch is worth its examples."""
+"""The gradient noise scale, which estimates the critical batch size."""
 
 from typing import Any, NamedTuple
 
@@ -11,14 +11,14 @@ from optax_ext._bias import one_minus_power
 from optax_ext._leaves import at_least_float32
 
 _HOW = (
-    "gradient_noise_scale compares the gradient with those of pieces of the batch: update needs "
-    "local_squared_norm, the mean of the squared norms of the pieces' gradients, and num_pieces, "
-    "how many there were. The train_step of sharding.Zero passes both"
+    "gradient_noise_scale compares the gradient with those of sub-batches: update needs "
+    "local_squared_norm, the mean of the squared norms of their gradients, and num_pieces, their "
+    "number. The train_step of sharding.Zero passes both"
 )
 
 
 class GradientNoiseScaleState(NamedTuple):
-    """State of ``gradient_noise_scale``: averages without bias, of the steps so far."""
+    """State of ``gradient_noise_scale``: bias-corrected averages of the steps so far."""
 
     count: jax.Array  # type: ignore[assignment]  # (), int32, steps averaged; hides tuple.count
     squared_norm: jax.Array  # (), float32, |G|^2 of the true gradient
@@ -28,9 +28,9 @@ class GradientNoiseScaleState(NamedTuple):
 def estimates(
     squared_norm: jax.Array, local_squared_norm: jax.Array, num_pieces: Any, batch_size: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """Unbiased estimates of ``|G|**2`` and of ``tr(Sigma)`` from one step.
+    """Returns unbiased estimates of ``|G|**2`` and of ``tr(Sigma)`` from one step.
 
-    The paper's, with ``B_big = batch_size`` and ``B_small = batch_size / num_pieces``.
+    Those of the paper, with ``B_big = batch_size`` and ``B_small = batch_size / num_pieces``.
     """
     others = jnp.asarray(num_pieces, squared_norm.dtype) - 1
     return (
@@ -42,11 +42,11 @@ def estimates(
 def gradient_noise_scale(
     batch_size: jax.typing.ArrayLike, *, decay: jax.typing.ArrayLike = 0.99
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Leaves gradients as they are, and measures their noise beside.
+    r"""Measures the noise of gradients, and leaves them unchanged.
 
-    A batch of B examples comes in n pieces: one for each device, or micro-batch, or both. With
-    :math:`|G_B|^2` the squared norm of the gradient and :math:`|G_b|^2` the mean of those of the
-    pieces' gradients, b = B / n examples each,
+    A batch of B examples is divided into n sub-batches: one per device, or micro-batch, or both.
+    With :math:`|G_B|^2` the squared norm of the gradient and :math:`|G_b|^2` the mean squared norm
+    of the sub-batches' gradients, b = B / n examples each,
 
     .. math::
 
@@ -55,30 +55,31 @@ def gradient_noise_scale(
       B_\text{simple} = \frac{\operatorname{tr} \Sigma}{|G|^2}
 
     Both estimates are unbiased; both are averaged over steps, and ``noise_scale`` divides the
-    averages. Gradients of batches much smaller than :math:`B_\text{simple}` are mostly noise: twice
-    the batch then takes nearly half the steps. Beyond it, twice the batch gains little.
+    averages. Gradients of batches much smaller than :math:`B_\text{simple}` are mostly noise: there
+    a batch of twice the size needs almost half the steps. Above it, larger batches gain little.
 
-    It has to see all gradients as they come: it goes first in a chain (before a clip), and inside
-    no ``optax.MultiSteps``, which adds up what should be compared.
+    The transformation needs the unmodified gradients of every step: it goes first in a chain
+    (before a clip) and not inside ``optax.MultiSteps``, which accumulates the gradients that are to
+    be compared.
 
-    With weights (masked tokens), a piece counts by its weight, ``batch_size`` is the mean total
-    weight of a batch, and what is measured is the noise of one unit of weight. A step with less
-    than two pieces that have any is left out, and so is one whose gradients are not finite.
+    With weights (masked tokens), sub-batches count by their weights, ``batch_size`` is the mean
+    total weight of a batch, and the noise is that of one unit of weight. Steps with fewer than two
+    sub-batches of nonzero weight are skipped, as are steps whose gradients are not finite.
 
     Args:
-      batch_size: B, in the unit in which the noise scale is wanted: examples, or tokens. Above 0.
-      decay: of the averages, in [0, 1).
+      batch_size: B, in the unit of the noise scale: examples, or tokens. Above 0.
+      decay: decay of the averages, in [0, 1).
 
     Returns:
       A ``GradientTransformation`` whose ``update`` needs ``local_squared_norm``, a scalar, and
-      ``num_pieces``, which ``sharding.Zero`` passes in ``train_step``.
+      ``num_pieces``, the number of sub-batches; ``sharding.Zero`` passes both in ``train_step``.
 
     Raises:
-      ValueError: on a ``batch_size`` or ``decay`` out of range. In ``update``: if one of its
-        arguments is missing, or there is but one piece, which cannot tell noise from gradient.
+      ValueError: if ``batch_size`` or ``decay`` is out of range. In ``update``: if one of its
+        arguments is missing, or if there are fewer than two sub-batches.
 
     Example:
-      Four examples; each is a piece.
+      Four examples; each is a sub-batch.
 
       >>> import jax, jax.numpy as jnp, optax, optax_ext
       >>> tx = optax.chain(optax_ext.gradient_noise_scale(batch_size=4), optax.adam(1e-3))
@@ -118,10 +119,10 @@ def gradient_noise_scale(
         given = {"local_squared_norm": local_squared_norm, "num_pieces": num_pieces}
         missing = [name for name, value in given.items() if value is None]
         if missing:
-            raise ValueError(f"{_HOW}; missing here: {', '.join(missing)}.")
-        known = not isinstance(num_pieces, jax.core.Tracer)
-        if known and not num_pieces >= 2:  # type: ignore[operator]
-            raise ValueError(f"{_HOW}. Of {num_pieces} piece there is nothing to compare with.")
+            raise ValueError(f"{_HOW}; missing: {', '.join(missing)}.")
+        concrete = not isinstance(num_pieces, jax.core.Tracer)
+        if concrete and not num_pieces >= 2:  # type: ignore[operator]
+            raise ValueError(f"{_HOW}; got num_pieces={num_pieces}, but at least 2 are required.")
         with jax.named_scope("noise_scale"):
             new = average(updates, state, jnp.asarray(local_squared_norm), num_pieces)
         return updates, new
@@ -132,13 +133,13 @@ def gradient_noise_scale(
         squared_norm = sum_of_squares(jax.tree.leaves(updates))
         dtype = squared_norm.dtype
         enough = jnp.asarray(num_pieces) >= 2
-        pieces = jnp.where(enough, num_pieces, 2)
+        num_pieces = jnp.where(enough, num_pieces, 2)
         size = _validate.hyperparameter(batch_size, dtype)
-        found = estimates(squared_norm, local.astype(dtype), pieces, size)
+        found = estimates(squared_norm, local.astype(dtype), num_pieces, size)
         usable = enough & jnp.isfinite(squared_norm) & jnp.isfinite(local)
         count = optax.safe_increment(state.count)
-        keep = _validate.hyperparameter(decay, jnp.float32)
-        weight = (1 - keep) / one_minus_power(keep, count, jnp.float32)
+        b = _validate.hyperparameter(decay, jnp.float32)
+        weight = (1 - b) / one_minus_power(b, count, jnp.float32)  # bias correction
         new = GradientNoiseScaleState(
             count,
             *(
@@ -152,23 +153,23 @@ def gradient_noise_scale(
 
 
 def sum_of_squares(arrays: list[jax.Array]) -> jax.Array:
-    """The squared norm of arrays together, in float32 or wider."""
+    """Returns the squared norm of all arrays, in float32 or wider."""
     squares = (jnp.sum(jnp.square(x.astype(at_least_float32(x.dtype)))) for x in arrays)
     return sum(squares, start=jnp.zeros([], jnp.float32))
 
 
 def noise_scale(state: optax.OptState) -> jax.Array:
-    r"""The gradient noise scale :math:`B_\text{simple}` that an optimizer's state has measured.
+    r"""Reads the gradient noise scale :math:`B_\text{simple}` from an optimizer's state.
 
     Args:
-      state: a state with that of ``gradient_noise_scale`` somewhere in it.
+      state: a state that contains one of ``gradient_noise_scale``.
 
     Returns:
       A scalar, in the unit of ``batch_size``. It is NaN before the first step, and may be negative
-      after the first few, or where the gradient is nothing but noise.
+      after the first few, or where the gradient is pure noise.
 
     Raises:
-      ValueError: if there is no such state, or more than one.
+      ValueError: if the state contains none of ``gradient_noise_scale``, or several.
     """
 
     def is_state(x: Any) -> bool:
@@ -177,26 +178,27 @@ def noise_scale(state: optax.OptState) -> jax.Array:
     found = [x for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
     if len(found) != 1:
         raise ValueError(
-            f"noise_scale needs a state with that of one gradient_noise_scale, found {len(found)}."
+            "noise_scale needs a state that contains one of gradient_noise_scale, found "
+            f"{len(found)}."
         )
     return found[0].variance / found[0].squared_norm
 
 
 def batch_advice(noise_scale: jax.Array | float, batch_size: float, near: float = 2.0) -> str:
-    r"""Where a batch lies beside the critical size, which is about the noise scale.
+    r"""Compares a batch size with the critical size, which is about the noise scale.
 
-    A run to the same loss takes :math:`1 + B_\text{noise} / B` times the fewest steps, and
-    :math:`1 + B / B_\text{noise}` times the fewest examples.
+    A run to the same loss takes :math:`1 + B_\text{noise} / B` times the minimum of steps, and
+    :math:`1 + B / B_\text{noise}` times the minimum of examples.
 
     Args:
-      noise_scale: what was measured, averaged over many steps.
+      noise_scale: the noise scale, averaged over many steps.
       batch_size: the batch, in the same unit.
-      near: up to which factor apart they are near each other; at least 1.
+      near: the largest ratio at which the two count as near; at least 1.
 
     Returns:
-      ``"below"``: a larger batch takes fewer steps for few more examples. ``"near"``: the balance.
-      ``"above"``: a smaller batch takes fewer examples for few more steps. ``"unknown"``: the noise
-      scale is not positive and finite.
+      ``"below"``: a larger batch needs fewer steps for few more examples. ``"near"``: both are
+      balanced. ``"above"``: a smaller batch needs fewer examples for few more steps.
+      ``"unknown"``: the noise scale is not positive and finite.
 
     Raises:
       ValueError: if ``batch_size`` is not positive, or ``near`` is below 1.

@@ -1,10 +1,10 @@
-"""Tables of text, for what transformations say of themselves."""
+"""Text tables for the ``describe`` functions."""
 
 from collections.abc import Sequence
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Rows of cells as lines of columns; the last column is a number."""
+    """Returns rows of cells as aligned columns; the last column is aligned to the right."""
     last = len(lines[0]) - 1
     widths = [max(len(line[i]) for line in lines) for i in range(last + 1)]
     return "\n".join(

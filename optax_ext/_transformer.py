@@ -1,4 +1,4 @@
-"""A factoring rule for Flax transformers by name and rank, what a rule costs, and what decays."""
+"""The factoring rule for Flax transformers, the table of a rule's result, and the decay mask."""
 
 import dataclasses
 import math
@@ -12,12 +12,12 @@ from optax_ext._leaves import Leaves, at_least_float32
 from optax_ext._rules import Dims, Factoring, FactoringRule, check_rule, factorings
 from optax_ext._tables import aligned
 
-# Parts under which Flax stacks layers: "layers", "blocks" or a scan by its name; not a list or a
-# numbered module, whose layers are apart ("layers/0", "layers_0").
+# Paths of stacked layers in Flax: "layers", "blocks" or the name of a scan; not lists or numbered
+# modules, whose layers are separate arrays ("layers/0", "layers_0").
 STACKED = r"(^|/)(layers|blocks|\w*[sS]can\w*)/(?!\d+(/|$))"
 
 _ROWS, _COLS = Factoring((-3,), (-2, -1)), Factoring((-3, -2), (-1,))
-# What one layer has: a pattern of the end of a path, the rank from which on the factoring is this.
+# For the arrays of one layer: a pattern of the path, the minimum rank, and the factoring.
 _ATTENTION: tuple[tuple[str, int, Factoring], ...] = (
     # (embed, heads, head_dim)
     (r"(query|key|value|[qkv]_proj)/kernel$", 3, _ROWS),
@@ -37,28 +37,28 @@ _MATRIX = r"(^|/)(kernel|embedding)$"
 
 @dataclasses.dataclass(frozen=True)
 class flax_transformer:
-    """The rule for transformers in Flax: embedding, head, attention, stacked layers and all.
+    """The rule for Flax transformers: embeddings, heads, attention, stacked and unstacked layers.
 
-    In this order, by the end of a parameter's path and its rank:
+    The first of these that applies to a parameter's path and rank:
 
-    - ``bias`` and ``scale``, and what a norm has, are vectors and keep the full moment.
-    - Attention kernels are one matrix, heads and head_dim together on one side: ``query``, ``key``,
-      ``value`` and ``out``; fused ones (``qkv``, ``qkv_einsum``, ``kv_einsum``) are one for each of
-      query, key and value.
-    - Of all else with two dims or more the last two are rows and columns; dims before them stack
-      matrices that share a clip, as in ``last_two_dims``.
+    - ``bias``, ``scale`` and the parameters of norms are vectors and are not factored.
+    - Attention kernels (``query``, ``key``, ``value``, ``out``) are one matrix, with heads and
+      head_dim together on one side; fused ones (``qkv``, ``qkv_einsum``, ``kv_einsum``) are one
+      matrix for each of query, key and value.
+    - The last two dims of other arrays are rows and columns; dims before them stack matrices that
+      share a clip, as in ``last_two_dims``.
 
-    A parameter under ``stacked`` has one dim more, along which every layer has its own statistics,
-    clip and scale: a (layers, n) bias is a vector a layer, never a matrix. Kernels and embeddings
-    that have no dim to spare are not stacked, whatever their path, and nor are layers in lists
+    Parameters under ``stacked`` have one more dim, along which every layer has its own statistics,
+    clip and scale: a (layers, n) bias is one vector per layer, never a matrix. Kernels and
+    embeddings without an extra dim are not stacked, whatever their path, nor are layers in lists
     (``layers/0/...``).
 
     Attributes:
-      stacked: a pattern of the paths under which layers are stacked (``nn.scan``); None if nowhere.
-      stack_dim: the dim of layers there, counted from the front; MaxText has 1.
+      stacked: a pattern of the paths of stacked layers (``nn.scan``); None if there are none.
+      stack_dim: the dim of layers in their arrays, counted from the front; MaxText uses 1.
 
     Raises:
-      ValueError: on a ``stacked`` that is no pattern, a negative ``stack_dim``.
+      ValueError: if ``stacked`` is not a regular expression, or ``stack_dim`` is negative.
 
     Example:
       >>> from optax_ext import flax_transformer
@@ -81,7 +81,7 @@ class flax_transformer:
             raise ValueError(f"stack_dim must not be negative, got {self.stack_dim!r}.")
 
     def resolve(self, path: str, shape: Dims) -> Factoring | None:
-        """The factoring of one parameter."""
+        """Returns the factoring of one parameter."""
         ndim = len(shape)
         stacked = bool(self.stacked and re.search(self.stacked, path))
         stacked = stacked and self.stack_dim < ndim and ndim > _least_rank(path)
@@ -106,7 +106,7 @@ def _least_rank(path: str) -> int:
 
 
 def _of_one_layer(path: str, ndim: int) -> Factoring:
-    """The factoring of a parameter that is not stacked; dims count from the end."""
+    """Returns the factoring of an unstacked parameter; dims count from the end."""
     if ndim < 2 or re.search(_VECTOR, path):
         return Factoring()
     for pattern, rank, factoring in _ATTENTION:
@@ -134,7 +134,7 @@ class FactoringRow:
 
 @dataclasses.dataclass(frozen=True)
 class FactoringTable:
-    """What a rule makes of every parameter; ``str`` gives a table.
+    """The factoring of every parameter under a rule; ``str`` formats it as a table.
 
     Attributes:
       rows: one for each parameter.
@@ -154,7 +154,7 @@ class FactoringTable:
 
 
 def _words(row: FactoringRow) -> str:
-    """The factoring in sizes: rows x columns, and how many of them."""
+    """Returns the factoring in sizes: rows x columns, and the number of matrices."""
 
     def sizes(dims: Dims) -> str:
         return "*".join(str(row.shape[d]) for d in dims)
@@ -169,18 +169,18 @@ def _words(row: FactoringRow) -> str:
 
 
 def describe_factoring(rule: FactoringRule | None, params: optax.Params) -> FactoringTable:
-    """What a rule makes of every parameter, and the bytes of the second moments.
+    """Lists the factoring of every parameter under a rule, and the bytes of the second moments.
 
     Args:
       rule: a rule, as optimizers take it; None factors nothing.
       params: the parameters, or abstract arrays in their place.
 
     Returns:
-      A table, to be printed. Its bytes are those of one second moment: all that Adafactor keeps
-      beside momentum; CAME keeps as much again of factored parameters.
+      A table to print. Its bytes are those of one second moment: the state of Adafactor without
+      momentum. CAME has the same again for the instability of factored parameters.
 
     Raises:
-      ValueError: if ``rule`` is none, or does not fit a parameter's shape.
+      ValueError: if ``rule`` is not a rule, or does not fit a parameter's shape.
 
     Example:
       >>> import jax.numpy as jnp
@@ -205,18 +205,18 @@ def describe_factoring(rule: FactoringRule | None, params: optax.Params) -> Fact
 
 
 def decay_mask(params: optax.Params, rule: FactoringRule = flax_transformer()) -> Any:
-    """Which parameters are matrices: those that weight decay is meant for.
+    """Selects the matrices among the parameters, to which weight decay applies.
 
-    ``ndim > 1`` would decay attention biases (heads, head_dim) and, of stacked layers, every bias
-    and norm scale.
+    ``ndim > 1`` would also select attention biases (heads, head_dim) and every bias and norm scale
+    of stacked layers.
 
     Args:
       params: the parameters, or abstract arrays in their place.
-      rule: what tells matrices: those that it factors.
+      rule: the rule; matrices are the parameters that it factors.
 
     Returns:
-      A tree of bools as ``params``, such as ``optax.adamw`` takes as ``mask`` and ``came`` as
-      ``weight_decay_mask`` (as they take the function itself).
+      A tree of bools like ``params``, for ``mask`` of ``optax.adamw`` or ``weight_decay_mask`` of
+      ``came``. Both also accept this function itself.
 
     Example:
       >>> import jax.numpy as jnp, optax_ext

@@ -36,9 +36,10 @@ class Layer(NamedTuple):
 
 
 def norm(x: jax.Array, batch: Dims = ()) -> jax.Array:
-    """The 2-norm of each batch slice, shaped to broadcast against ``x``.
+    """Returns the 2-norm of each batch slice, shaped to broadcast against ``x``.
 
-    Three sums in one pass: where the squares overflow or vanish, those of scaled elements do not.
+    One pass computes three sums: where the squares overflow or vanish, those of scaled elements do
+    not.
     """
     dims = tuple(d for d in range(x.ndim) if d not in batch)
 
@@ -58,7 +59,7 @@ def norm(x: jax.Array, batch: Dims = ()) -> jax.Array:
 
 
 def ratio(numerator: jax.Array, denominator: jax.Array, zero: jax.Array) -> jax.Array:
-    """The quotient, and 1 where a norm is ``zero``."""
+    """Returns the quotient, and 1 where a norm is ``zero``."""
     return jnp.where(zero, 1.0, numerator / jnp.where(zero, 1.0, denominator))
 
 
@@ -68,7 +69,7 @@ def check_masks(**masks: Any) -> None:
         if isinstance(mask, str) and mask != "matrices":
             raise ValueError(
                 f"{name} must be 'matrices', a tree of bools, a function that makes one from the "
-                f"parameters, or None for all; got {mask!r}."
+                f"parameters, or None for all parameters; got {mask!r}."
             )
 
 
@@ -102,7 +103,7 @@ def layers(
 
 
 def decay_rate(weight_decay: optax.ScalarOrSchedule, count: jax.Array | None) -> Any:
-    """The rate of this step: a number, or what a schedule gives for the steps taken."""
+    """Returns the rate of this step: a number, or a schedule's value at the count."""
     return weight_decay(count) if callable(weight_decay) else weight_decay
 
 
@@ -113,5 +114,5 @@ def check_decay(weight_decay: optax.ScalarOrSchedule) -> None:
 
 
 def decayed(u: jax.Array, layer: Layer, rate: Any) -> jax.Array:
-    """``u + rate * w``, if the layer's weights decay."""
+    """Returns ``u + rate * w`` if the layer's weights decay, else ``u``."""
     return u + _validate.hyperparameter(rate, u.dtype) * layer.w if layer.decays else u

@@ -1,4 +1,4 @@
-"""Optimizer state in few bits: formats, rounding, and the wrapper that stores any state so."""
+"""Optimizer state in low precision: formats, rounding, and the wrapper for any transformation."""
 
 from optax_ext.low_precision._aliases import adafactor8bit as adafactor8bit
 from optax_ext.low_precision._aliases import adamw8bit as adamw8bit

@@ -1,4 +1,4 @@
-"""Optimizers with 8-bit state, under the names that users look for."""
+"""Optimizers with 8-bit state, under their common names."""
 
 import functools
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def _in_8_bits(
     described: str,
     bytes_per_parameter: str,
 ) -> Callable[_Arguments, optax.GradientTransformationExtraArgs]:
-    """``make`` with ``low_precision_state`` around what it makes."""
+    """Returns ``make`` with ``low_precision_state`` around its transformation."""
 
     @functools.wraps(make)
     def make_8_bits(
@@ -30,11 +30,11 @@ def _in_8_bits(
 
     make_8_bits.__name__ = make_8_bits.__qualname__ = name
     make_8_bits.__module__ = __name__
-    make_8_bits.__doc__ = f"""{described}, its moments in 8 bits.
+    make_8_bits.__doc__ = f"""{described} with moments in 8 bits.
 
-    Takes what it takes, and is ``low_precision_state`` of it: {bytes_per_parameter} of state for a
-    parameter in a large matrix, stochastic rounding. For other formats, roundings, or choices of
-    arrays, call ``low_precision_state`` yourself.
+    Takes the same arguments and wraps it in ``low_precision_state``: {bytes_per_parameter} of state
+    per parameter of a large matrix, rounded stochastically. For other formats or roundings, or to
+    select arrays, call ``low_precision_state`` directly.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_ext

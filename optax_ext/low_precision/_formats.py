@@ -1,6 +1,6 @@
-"""Formats of stored arrays: scales, codes, and how both are cut from an array of any shape.
+"""Formats of stored arrays: their scales and codes, and the blocks of an array of any shape.
 
-What is stored depends on an array's global shape alone.
+Blocks depend on an array's global shape alone, not on its placement.
 """
 
 import dataclasses
@@ -16,20 +16,20 @@ from optax_ext.low_precision._maps import DynamicMap, Float8Map, LinearMap, Map,
 from optax_ext.low_precision._rounding import stochastic_bfloat16, top_half
 
 ROUNDINGS = ("nearest", "stochastic", "compensated")
-_ROWS = 8  # of a block, as of a TPU's registers: to find and to apply its scale moves nothing
+_ROWS = 8  # rows of a block, as of a TPU register: scales are found and applied in registers
 
 
 @dataclasses.dataclass(frozen=True)
 class Dynamic:
-    """Steps that grow with the value, so that small values keep digits beside large ones.
+    """Steps that grow with the value, so that small values have digits next to large ones.
 
     The map of 8-bit optimizers, with seven powers of ten, and its 4-bit twin with three. Each block
     is scaled by its largest magnitude.
 
     Attributes:
       bits: 8 or 4.
-      block_size: elements that share a float32 scale; None means 256 of 8 bits, 128 of 4 bits.
-      rank1: as for ``Linear``: scales follow rows and columns whose sizes differ by decades.
+      block_size: elements that share a float32 scale; None means 256 for 8 bits, 128 for 4 bits.
+      rank1: as for ``Linear``, for rows and columns whose magnitudes differ by decades.
 
     References:
       Dettmers, Lewis, Shleifer, Zettlemoyer: 8-bit Optimizers via Block-wise Quantization,
@@ -41,7 +41,7 @@ class Dynamic:
     rank1: bool = False
 
     def __post_init__(self) -> None:
-        """Raises unless the fields make sense."""
+        """Raises unless the fields are valid."""
         _check(self)
 
 
@@ -51,9 +51,9 @@ class Linear:
 
     Attributes:
       bits: 8 or 4.
-      block_size: elements that share a float32 scale; None means 256 of 8 bits, 128 of 4 bits.
-      rank1: in place of blocks, an element's scale is the least of the maxima of its row, its
-        column, and of every other dim; arrays of one dim keep blocks.
+      block_size: elements that share a float32 scale; None means 256 for 8 bits, 128 for 4 bits.
+      rank1: instead of blocks, an element's scale is the minimum of the maxima of its row, its
+        column, and every other dim; arrays of one dim have blocks.
 
     References:
       Li, Chen, Zhu: Memory Efficient Optimizers with 4-bit States, NeurIPS 2023, arXiv 2309.01507.
@@ -64,17 +64,17 @@ class Linear:
     rank1: bool = False
 
     def __post_init__(self) -> None:
-        """Raises unless the fields make sense."""
+        """Raises unless the fields are valid."""
         _check(self)
 
 
 @dataclasses.dataclass(frozen=True)
 class Float8:
-    """E4M3 floats, after each block's magnitudes are raised to the power that fills their range.
+    """E4M3 floats of magnitudes raised to a power per block that fills the range of E4M3.
 
     Attributes:
       block_size: elements that share a float32 scale and an exponent of 8 bits.
-      expand: whether to raise; without, a block is only scaled.
+      expand: whether to raise to a power; if not, a block is only scaled.
 
     References:
       Xi, Cai, Zhu, Lu, Keutzer, Chen, Han: COAT: Compressing Optimizer States and Activation for
@@ -87,13 +87,13 @@ class Float8:
     bits = 8
 
     def __post_init__(self) -> None:
-        """Raises unless the fields make sense."""
+        """Raises unless the fields are valid."""
         _check(self)
 
 
 @dataclasses.dataclass(frozen=True)
 class BFloat16:
-    """Float32 without the last 16 bits of its fraction: no scales."""
+    """Float32 without the lower 16 bits of its fraction; there are no scales."""
 
     bits = 16
 
@@ -108,7 +108,7 @@ def _check(fmt: Any) -> None:
     if size is None:
         object.__setattr__(fmt, "block_size", 256 if fmt.bits == 8 else 128)
     elif isinstance(size, bool) or not isinstance(size, int) or size < 16 or size & (size - 1):
-        raise ValueError(f"block_size must be a power of two from 16 on, got {size!r}.")
+        raise ValueError(f"block_size must be a power of two, at least 16, got {size!r}.")
 
 
 @jax.tree_util.register_dataclass
@@ -117,13 +117,13 @@ class Quantized:
     """An array in a low-precision format; a node of the state's tree.
 
     Attributes:
-      codes: uint8 (bfloat16 for that format) of the array's shape; two 4-bit codes to a byte, half
-        as many rows.
-      scale: what each block, or row and column, is scaled by; negative where a block was negated.
-      rest: 8 further bits of each element, uint8 of the array's shape, where rounding errors are
-        kept; else None.
+      codes: uint8 (bfloat16 for that format) of the array's shape; 4-bit codes, two to a byte, have
+        half as many rows.
+      scale: the scale of each block, or of rows and columns; negative for a negated block.
+      rest: 8 more bits per element, uint8 of the array's shape, if rounding errors are stored; else
+        None.
       shape: the array's shape.
-      dtype: what it is read as: float32, or float64 if it was.
+      dtype: the dtype of the decoded array: float32, or float64 if the array had it.
       format: the format.
       signed: whether half of the codes are negative.
     """
@@ -147,9 +147,9 @@ class Quantized:
 
 @dataclasses.dataclass(frozen=True)
 class _Blocks:
-    """Blocks of an array: ``rows`` along its longest dim but the last, ``columns`` of the last.
+    """Blocks of an array: rows along the longest dim except the last, columns along the last.
 
-    Eight rows where there are as many, so that whoever cuts either dim hardly ever cuts a block.
+    Blocks have eight rows if the array does, so that shards of either dim rarely split a block.
     """
 
     shape: tuple[int, ...]
@@ -163,33 +163,33 @@ class _Blocks:
 
     @property
     def rows_and_columns(self) -> tuple[int, int]:
-        """Of a full block."""
+        """The rows and columns of a full block."""
         row, last = self.dims
         most = 1 if row == last else min(self.size, _power_of_two(self.shape[row]))
         rows = min(most, max(_ROWS, self.size // _power_of_two(self.shape[last])))
         return rows, self.size // rows
 
     def reduce(self, op: Any, x: jax.Array, neutral: float) -> jax.Array:
-        """What ``op`` makes of each block."""
+        """Reduces each block by ``op``."""
         (row, last), (rows, columns) = self.dims, self.rows_and_columns
-        if rows > 1:  # first, for it is cheap, and leaves an eighth
+        if rows > 1:  # rows first: a cheap reduction to an eighth
             x = op(_split(x, row, rows, neutral), axis=row + 1)
         return op(_split(x, last, columns, neutral), axis=last + 1)
 
     def repeat(self, per_block: jax.Array) -> jax.Array:
-        """For each element what its block has."""
+        """Repeats the value of each block for its elements."""
         (row, last), (rows, columns) = self.dims, self.rows_and_columns
         out = _repeat(per_block, last, columns, self.shape[last])
         return _repeat(out, row, rows, self.shape[row]) if rows > 1 else out
 
 
 def _power_of_two(extent: int) -> int:
-    """The least that is not less."""
+    """Returns the smallest power of two that is at least ``extent``."""
     return 1 << (extent - 1).bit_length()
 
 
 def _split(x: jax.Array, dim: int, size: int, neutral: float = 0) -> jax.Array:
-    """One dim as two: which group, and where in it. A last group that is not full is filled up."""
+    """Splits a dim into groups and positions within; pads the last group."""
     missing = -x.shape[dim] % size
     if missing:
         pad = [(0, missing if d == dim else 0) for d in range(x.ndim)]
@@ -199,24 +199,24 @@ def _split(x: jax.Array, dim: int, size: int, neutral: float = 0) -> jax.Array:
 
 
 def _join(x: jax.Array, dim: int, extent: int) -> jax.Array:
-    """The inverse of ``_split``: ``extent`` elements along the dim."""
+    """Inverts ``_split``, to ``extent`` elements along the dim."""
     x = x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :])
     return jax.lax.slice_in_dim(x, 0, extent, axis=dim)
 
 
 def _repeat(x: jax.Array, dim: int, times: int, extent: int) -> jax.Array:
     shape = (*x.shape[: dim + 1], times, *x.shape[dim + 1 :])
-    kept = [d for d in range(len(shape)) if d != dim + 1]
-    return _join(jax.lax.broadcast_in_dim(x, shape, kept), dim, extent)
+    dims = [d for d in range(len(shape)) if d != dim + 1]
+    return _join(jax.lax.broadcast_in_dim(x, shape, dims), dim, extent)
 
 
 def _half(extent: int) -> int:
-    """How many rows apart the two codes of a byte are."""
+    """Returns the distance in rows between the two codes of a byte."""
     return min(_ROWS, -(-extent // 2))
 
 
 def _pack(codes: jax.Array, dim: int) -> jax.Array:
-    """Two 4-bit codes to a byte."""
+    """Packs two 4-bit codes into each byte."""
     half = _half(codes.shape[dim])
     pairs = _split(_split(codes, dim, half), dim, 2)
     low, high = (jax.lax.index_in_dim(pairs, i, dim + 1, keepdims=False) for i in (0, 1))
@@ -225,7 +225,7 @@ def _pack(codes: jax.Array, dim: int) -> jax.Array:
 
 
 def _unpack(packed: jax.Array, dim: int, extent: int) -> jax.Array:
-    """The inverse of ``_pack``."""
+    """Inverts ``_pack``."""
     both = _split(packed, dim, _half(extent))
     pairs = jnp.stack([both & 15, both >> 4], dim + 1)
     return _join(_join(pairs, dim, 2 * both.shape[dim]), dim, extent)
@@ -245,7 +245,7 @@ def _map(fmt: Any, signed: bool) -> Map:
 
 
 class _Scaled:
-    """How the elements of an array relate to their scales and to a map's levels."""
+    """Conversions between the elements of an array, their scales and a map's levels."""
 
     def __init__(self, fmt: Any, signed: bool, shape: tuple[int, ...], dtype: Any):
         self.map = _map(fmt, signed)
@@ -257,12 +257,12 @@ class _Scaled:
         self.blocks = _Blocks(shape, fmt.block_size)
 
     def measure(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """What to store as the scales of an array."""
+        """Returns the scales of an array."""
         if self.signed and self.map.lowest < self.map.top:
-            # 1 has no negative: a block whose largest element is negative is stored negated.
+            # 1 has no negative code: a block whose largest element is negative is stored negated.
             largest = _from_order(self.blocks.reduce(jnp.max, _order(x), 0), self.dtype)
             return (jnp.where(jnp.isnan(largest), jnp.inf, largest),)
-        x = jnp.where(jnp.isnan(x), jnp.inf, x)  # XLA's maximum may pass over NaN on CPUs
+        x = jnp.where(jnp.isnan(x), jnp.inf, x)  # XLA's maximum may ignore NaN on CPUs
         if self.rank1:
             dims = range(x.ndim)
             size = jnp.abs(x)
@@ -278,7 +278,7 @@ class _Scaled:
         return largest, jnp.clip(jnp.where(largest > 0, power, 16), 1, 255).astype(jnp.uint8)
 
     def normalize(self, x: jax.Array, scale: tuple[jax.Array, ...]) -> jax.Array:
-        """An array relative to its scales; 0 where they are 0."""
+        """Returns an array relative to its scales; 0 where they are 0."""
         if self.rank1:
             least = self.largest(scale)
             return x / jnp.where(least > 0, least, 1)
@@ -287,7 +287,7 @@ class _Scaled:
         return jnp.clip(x * self.blocks.repeat(inverse), -1, 1)
 
     def largest(self, scale: tuple[jax.Array, ...]) -> jax.Array:
-        """For each element what stands for 1."""
+        """Returns the magnitude that level ``top`` represents, per element."""
         if not self.rank1:
             return self.blocks.repeat(scale[0])
         ndim = len(scale)
@@ -298,20 +298,20 @@ class _Scaled:
         return out
 
     def power(self, scale: tuple[jax.Array, ...]) -> Any:
-        """The power that each element was raised to, or None."""
+        """Returns the power that each element was raised to, or None."""
         return self.blocks.repeat(scale[1].astype(self.dtype) / 16) if self.expand else None
 
     def position(self, y: jax.Array, power: Any) -> jax.Array:
-        """The level of a magnitude relative to its scale, with a fraction."""
+        """Returns the level of a magnitude relative to its scale, with a fraction."""
         return jnp.clip(self.map.position(y if power is None else y**power), 0, self.map.top)
 
     def value(self, level: jax.Array, power: Any) -> jax.Array:
-        """The magnitude of a level relative to its scale."""
+        """Returns the magnitude of a level relative to its scale."""
         out = self.map.value(level, self.dtype)
         return out if power is None else out ** (1 / power)
 
     def fine_value(self, fine: jax.Array, power: Any) -> jax.Array:
-        """The same for a level in 256ths."""
+        """Returns the magnitude of a level given in 256ths."""
         low, high = (
             self.map.value(jnp.minimum((fine >> 8) + i, self.map.top), self.dtype) for i in (0, 1)
         )
@@ -320,10 +320,10 @@ class _Scaled:
 
 
 def _order(x: jax.Array) -> jax.Array:
-    """Unsigned integers in the order of magnitudes, of two alike the positive one above.
+    """Maps floats to unsigned integers in the order of magnitude; positive values win ties.
 
-    The element of largest magnitude, with its sign, is then found in one pass. XLA for GPUs writes
-    an array to memory before it looks for its largest and its smallest element.
+    The element of largest magnitude, with its sign, is then one reduction. For the maximum and the
+    minimum, XLA for GPUs would first write the array to memory.
     """
     bits = x.dtype.itemsize * 8
     unsigned = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{bits}"))
@@ -331,7 +331,7 @@ def _order(x: jax.Array) -> jax.Array:
 
 
 def _from_order(order: jax.Array, dtype: Any) -> jax.Array:
-    """The inverse of ``_order``."""
+    """Inverts ``_order``."""
     bits = order.dtype.itemsize * 8
     return jax.lax.bitcast_convert_type((order >> 1) | ((1 - (order & 1)) << (bits - 1)), dtype)
 
@@ -339,15 +339,15 @@ def _from_order(order: jax.Array, dtype: Any) -> jax.Array:
 def encode(
     x: jax.Array, fmt: Format, signed: bool, rounding: str = "nearest", noise: Any = None
 ) -> Quantized:
-    """An array in a format.
+    """Encodes an array.
 
     Args:
       x: the array; of rank at least 1, and not empty.
       fmt: the format.
-      signed: whether elements may be negative; if not, negative ones become 0, and no positive one
-        does.
+      signed: whether elements may be negative; if not, negative ones become 0, and positive ones do
+        not.
       rounding: one of ``ROUNDINGS``.
-      noise: for stochastic rounding: uniform in [0, 1), of the array's shape.
+      noise: uniform in [0, 1), of the array's shape; for stochastic rounding.
     """
     dtype = at_least_float32(x.dtype)
     x = x.astype(dtype) if signed else jnp.maximum(x.astype(dtype), 0)
@@ -365,7 +365,7 @@ def encode(
     if rounding == "compensated":
         level, lowest = jnp.round(position * 256), lowest << 8
     else:
-        # Not above the top: float32 rounds 255 + (1 - 2^-24) to 256, which is code 0.
+        # Clipped to the top: float32 rounds 255 + (1 - 2^-24) to 256, which is code 0.
         level = jnp.floor(position + (noise if rounding == "stochastic" else 0.5))
         level = jnp.minimum(level, scaled.map.top)
     level = level.astype(jnp.int32)
@@ -384,7 +384,7 @@ def encode(
 
 
 def decode(q: Quantized) -> jax.Array:
-    """The array that was stored, to rounding."""
+    """Decodes an array."""
     if isinstance(q.format, BFloat16):
         return _decode_bfloat16(q.codes, q.rest).astype(q.dtype)
     scaled = _Scaled(q.format, q.signed, q.shape, q.dtype)

@@ -1,8 +1,8 @@
-"""Number maps: which values between 0 and 1 the codes of a format stand for.
+"""Number maps: the magnitudes between 0 and 1 that the codes of a format represent.
 
-A map orders the magnitudes that it has: level 0 is the smallest, level ``top`` is 1. ``value``
-gives the magnitude of a level; ``position`` the level of a magnitude, with a fraction between two.
-Both are arithmetic: a table look-up in each element does not vectorize on TPUs, nor fuse.
+A map numbers its magnitudes in levels: level 0 is the smallest, level ``top`` is 1. ``value`` maps
+a level to its magnitude; ``position`` maps a magnitude to a level with a fraction. Both are
+arithmetic: table look-ups per element neither vectorize on TPUs nor fuse.
 """
 
 import dataclasses
@@ -13,13 +13,14 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class DynamicMap:
-    """Powers of ten, each divided into twice as many equal parts as the one below it.
+    """Powers of ten, each divided into twice as many equal intervals as the one below it.
 
-    Of power i, the parts' middles are ``10^(i + 1 - exponents) (0.1 + 0.9 (j + 1/2) / parts)``.
+    The midpoints of the intervals of power i are
+    ``10^(i + 1 - exponents) (0.1 + 0.9 (j + 1/2) / parts)``.
 
     Attributes:
-      exponents: how many powers of ten: bits - 1.
-      signed: half of the codes are negative; else there are twice as many parts.
+      exponents: the number of powers of ten: bits - 1.
+      signed: half of the codes are negative; else there are twice as many intervals.
     """
 
     exponents: int
@@ -33,17 +34,17 @@ class DynamicMap:
 
     @property
     def lowest(self) -> int:
-        """The highest level that also has a negative."""
+        """The highest level that also has a negative code."""
         return self.top - 1
 
     @property
     def _shift(self) -> int:
-        """What makes the first level of each power of ten a power of two: its number of parts."""
+        """The offset that makes each power's first level its number of intervals."""
         return 0 if self.signed else 1
 
     def value(self, level: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """The magnitude of each level."""
-        # The level is parts (1 + share): a float32 has both in its bits.
+        """Returns the magnitude of each level."""
+        # The level is parts * (1 + share): exponent and fraction of a float32.
         bits = jax.lax.bitcast_convert_type((level + self._shift).astype(jnp.float32), jnp.int32)
         share = jax.lax.bitcast_convert_type((bits & 0x7FFFFF) | 0x3F800000, jnp.float32)
         half = jax.lax.bitcast_convert_type((253 << 23) - (bits & 0x7F800000), jnp.float32)
@@ -56,7 +57,7 @@ class DynamicMap:
         return jnp.where(level <= 0, 0, out).astype(dtype)
 
     def position(self, y: jax.Array) -> jax.Array:
-        """The level of each magnitude, with a fraction."""
+        """Returns the level of each magnitude, with a fraction."""
         inverse, parts = (jnp.full([], x, y.dtype) for x in (10.0 ** (self.exponents - 1), 1.0))
         parts = parts * 2**self._shift
         top = jnp.zeros(y.shape, bool)
@@ -67,7 +68,7 @@ class DynamicMap:
             parts = jnp.where(top, num, parts)
         share = y * inverse
         inside = (share - 0.1) * (parts / 0.9) - 0.5
-        # From the last part's middle to the next power's first, or to 1.
+        # From the last midpoint to the first of the next power, or to 1.
         beyond = ((share - 1) * parts + 0.45) * jnp.where(top, 1 / 0.45, 1 / 2.7)
         out = jnp.where(inside < parts - 1, inside, parts - 1 + jnp.clip(beyond, 0, 1))
         least = 10.0 ** (1 - self.exponents) * (0.1 + 0.45 / 2**self._shift)
@@ -76,7 +77,7 @@ class DynamicMap:
 
 @dataclasses.dataclass(frozen=True)
 class SymmetricMap:
-    """A signed dynamic map without the level that has no negative; the one below it stands for 1.
+    """A signed dynamic map without the level that has no negative; the level below represents 1.
 
     Attributes:
       map: the map.
@@ -92,21 +93,21 @@ class SymmetricMap:
 
     @property
     def lowest(self) -> int:
-        """The highest level that also has a negative."""
+        """The highest level that also has a negative code."""
         return self.top
 
     @property
     def _largest(self) -> float:
-        """What the other map has at the level of 1."""
+        """The magnitude of the other map at the level of 1."""
         return 1 - 0.45 / 2 ** (self.map.exponents - 1)
 
     def value(self, level: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """The magnitude of each level."""
+        """Returns the magnitude of each level."""
         out = self.map.value(level, dtype) * (1 / self._largest)
         return jnp.where(level >= self.top, jnp.ones([], dtype), out)
 
     def position(self, y: jax.Array) -> jax.Array:
-        """The level of each magnitude, with a fraction."""
+        """Returns the level of each magnitude, with a fraction."""
         return self.map.position(y * self._largest)
 
 
@@ -124,17 +125,17 @@ class LinearMap:
 
     @property
     def lowest(self) -> int:
-        """The highest level that also has a negative."""
+        """The highest level that also has a negative code."""
         return self.top
 
     def value(self, level: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """The magnitude of each level."""
+        """Returns the magnitude of each level."""
         if self.zero:
             return level.astype(dtype) / self.top
         return (level + 1).astype(dtype) / (self.top + 1)
 
     def position(self, y: jax.Array) -> jax.Array:
-        """The level of each magnitude, with a fraction; 0 below the first."""
+        """Returns the level of each magnitude, with a fraction; 0 below the first."""
         return y * self.top if self.zero else jnp.maximum(y * (self.top + 1) - 1, 0)
 
 
@@ -147,13 +148,13 @@ class Float8Map:
     zero = True
 
     def value(self, level: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """The magnitude of each level."""
+        """Returns the magnitude of each level."""
         normal = jax.lax.bitcast_convert_type((level + (120 << 3)) << 20, jnp.float32)
         small = level.astype(jnp.float32) * 2.0**-9
         return jnp.where(level < 8, small, normal).astype(dtype) / 448
 
     def position(self, y: jax.Array) -> jax.Array:
-        """The level of each magnitude, with a fraction."""
+        """Returns the level of each magnitude, with a fraction."""
         x = (y * 448).astype(jnp.float32)
         bits = jax.lax.bitcast_convert_type(x, jnp.int32) - (120 << 23)
         return jnp.where(x < 2.0**-6, x * 512, bits.astype(jnp.float32) * 2.0**-20).astype(y.dtype)

@@ -1,4 +1,4 @@
-"""Bfloat16 parameters without master weights: the sum is rounded stochastically."""
+"""Bfloat16 parameters without master weights, by stochastic rounding of each step."""
 
 from typing import Any, NamedTuple
 
@@ -23,16 +23,16 @@ class StochasticRoundingState(NamedTuple):
 
 
 def apply_updates(params: optax.Params, updates: optax.Updates, key: jax.Array) -> optax.Params:
-    r"""``optax.apply_updates`` whose sums are rounded stochastically where parameters are bfloat16.
+    r"""``optax.apply_updates`` with stochastic rounding of bfloat16 parameters.
 
-    With :math:`\lfloor \cdot \rfloor` and :math:`\lceil \cdot \rceil` the two bfloat16 beside a
+    With :math:`\lfloor \cdot \rfloor` and :math:`\lceil \cdot \rceil` the bfloat16 neighbours of a
     float32, :math:`\theta \leftarrow \lceil s \rceil` with probability
     :math:`(s - \lfloor s \rfloor) / (\lceil s \rceil - \lfloor s \rfloor)`, else
-    :math:`\lfloor s \rfloor`, for :math:`s = \theta + u` in float32. A step that rounding to
-    nearest would lose is then taken as often as is right: the mean is that of float32.
+    :math:`\lfloor s \rfloor`, for :math:`s = \theta + u` in float32. Steps that rounding to
+    nearest would lose are taken with the right probability: the mean is that of float32.
 
     Args:
-      params: the parameters; those that are not bfloat16 are added to as optax does.
+      params: the parameters; those that are not bfloat16 are updated as by optax.
       updates: a tree of the same structure; None leaves a parameter as it is.
       key: a new ``jax.random.key`` for each step.
 
@@ -69,24 +69,25 @@ def apply_updates(params: optax.Params, updates: optax.Updates, key: jax.Array) 
 def stochastic_rounding(
     inner: optax.GradientTransformation, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Runs ``inner`` in float32 on bfloat16 parameters, and rounds the sum stochastically.
+    r"""Runs ``inner`` in float32 on bfloat16 parameters, and rounds their sums stochastically.
 
-    What ``apply_updates`` of this library does, for where ``optax.apply_updates`` is called by
-    others, as by a Flax ``TrainState`` or ``sharding.Zero``: the update is the difference to the
-    rounded sum, which is exact in float32. Unlike ``master_weights`` it keeps no copy: no bytes
-    beyond the state of ``inner`` and a key.
+    Replaces ``optax_ext.apply_updates`` where other code calls ``optax.apply_updates``, such as a
+    Flax ``TrainState`` or ``sharding.Zero``: the update is the difference to the rounded sum,
+    which is exact in float32. Unlike ``master_weights`` it stores no wide parameters: its state is
+    that of ``inner`` and a key.
 
     Args:
-      inner: the transformation; it sees bfloat16 parameters and their gradients as float32, so that
-        its state is float32, too. Nothing may change the updates after it: it goes last in a chain.
-      seed: it and the step make the noise, the same on every mesh.
+      inner: the transformation; it receives bfloat16 parameters and their gradients as float32, so
+        its state is float32, too. No later transformation may change the updates: this one goes
+        last in a chain.
+      seed: the seed of the noise, which depends on it and the step alone, not on the mesh.
 
     Returns:
       A ``GradientTransformation`` whose ``update`` needs ``params``; the updates of bfloat16
       parameters are float32.
 
     Raises:
-      ValueError: on an ``update`` without ``params``; a seed that is no uint32.
+      ValueError: if ``update`` is called without ``params``, or the seed is not a uint32.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_ext
@@ -137,12 +138,12 @@ def stochastic_rounding(
 
 
 def _widen(x: Any, p: Any) -> Any:
-    """A parameter, or its gradient, in the dtype that ``inner`` sees."""
+    """Returns a parameter or its gradient in the dtype that ``inner`` receives."""
     return jnp.asarray(x, jnp.float32) if p.dtype == jnp.bfloat16 else x
 
 
 def _rounded_sum(path: Any, p: jax.Array, u: Any, key: jax.Array) -> jax.Array:
-    """``p + u``; where ``p`` is bfloat16, the float32 of the bfloat16 it is rounded to."""
+    """Returns ``p + u``; for bfloat16 ``p``, rounded to bfloat16 and stored in float32."""
     if p.dtype != jnp.bfloat16:
         return p + u
     noise = uniform_for(path, key, p.shape)

@@ -1,4 +1,4 @@
-"""Stochastic rounding, and its random bits: the same on every mesh, cheap enough to fuse."""
+"""Stochastic rounding and its random bits, which fuse and do not depend on the mesh."""
 
 import math
 import zlib
@@ -9,12 +9,11 @@ import jax.numpy as jnp
 
 from optax_ext._leaves import path_name
 
-# Elements that a uint32 tells apart.
-_MOST = 2**32
+_MAX_INDEXED = 2**32  # elements that a uint32 distinguishes
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """A bijection of uint32 in which every bit of the input moves half of the output's."""
+    """A bijection of uint32 in which every input bit flips half of the output bits."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x21F0AAAD)
     x = (x ^ (x >> 15)) * jnp.uint32(0x735A2D97)
     return x ^ (x >> 15)
@@ -27,40 +26,40 @@ def check_seed(seed: int) -> None:
 
 
 def make_key(seed: int) -> jax.Array:
-    """The seed, and how often ``next_key`` was taken."""
+    """Returns (2,) uint32: the seed, and the number of ``next_key`` calls."""
     return jnp.array([seed, 0], jnp.uint32)
 
 
 def next_key(key: jax.Array) -> jax.Array:
-    """The key of the next step."""
+    """Returns the key of the next step."""
     return key + jnp.array([0, 1], jnp.uint32)
 
 
 def uniform(key: jax.Array, salt: int, shape: tuple[int, ...]) -> jax.Array:
-    """Float32 in [0, 1) for each element: a hash of the key, the salt and the element's index.
+    """Returns float32 in [0, 1): a hash of the key, the salt and each element's index.
 
-    The index is global, so a mesh changes nothing and sends nothing. ``jax.random.uniform`` gives
-    the same promise, at ten times the arithmetic.
+    The index is global, so the numbers do not depend on the mesh and nothing is communicated.
+    ``jax.random.uniform`` guarantees the same with ten times the arithmetic.
     """
     step = _mix(_mix(key[0] ^ jnp.uint32(salt)) + key[1])
-    # A uint32 numbers the elements of the inner dims; each slice of the outer dims of a larger
-    # array has a step of its own.
+    # A uint32 numbers the elements of the inner dims. For larger arrays, each slice of the outer
+    # dims has its own hash of the step.
     num = _num_outer_dims(shape)
     if num:
         step = _mix(_mix(step) + _index((*shape[:num], *[1] * (len(shape) - num))))
     index = _index((*[1] * num, *shape[num:]))
-    # Twice, so that the noise of one step is not that of another at shifted indices.
+    # Mixed twice, so that the noise of one step is not that of another at shifted indices.
     bits = _mix(_mix(index ^ step) + _mix(step))
     return (bits >> 8).astype(jnp.float32) * 2.0**-24
 
 
 def _num_outer_dims(shape: tuple[int, ...]) -> int:
-    """The fewest leading dims without which at most 2**32 elements are left."""
-    return next(d for d in range(len(shape) + 1) if math.prod(shape[d:]) <= _MOST)
+    """Returns the smallest number of leading dims beyond which at most 2**32 elements remain."""
+    return next(d for d in range(len(shape) + 1) if math.prod(shape[d:]) <= _MAX_INDEXED)
 
 
 def _index(shape: tuple[int, ...]) -> jax.Array:
-    """The row-major index of each element, modulo 2**32."""
+    """Returns the row-major index of each element, modulo 2**32."""
     index = jnp.zeros(shape, jnp.uint32)
     for dim in range(len(shape)):
         stride = math.prod(shape[dim + 1 :]) & 0xFFFFFFFF
@@ -74,12 +73,12 @@ def uniform_for(path: Any, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def top_half(bits: jax.Array) -> jax.Array:
-    """The bfloat16 of the first 16 bits of a float32."""
+    """Returns the bfloat16 made of the upper 16 bits of a float32."""
     return jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
 
 
 def stochastic_bfloat16(x: jax.Array, noise: jax.Array) -> jax.Array:
-    """One of the two nearest bfloat16, so that the mean over the noise is the float32 ``x``."""
+    """Returns one of the two nearest bfloat16, such that the mean over the noise is ``x``."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     up = (noise * 65536).astype(jnp.uint32)
     return top_half(jnp.where(jnp.isfinite(x), bits + up, bits))

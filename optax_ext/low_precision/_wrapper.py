@@ -1,4 +1,4 @@
-"""``low_precision_state``: any transformation, its state in few bits between steps."""
+"""``low_precision_state``: stores the state of any transformation in low precision."""
 
 import functools
 import math
@@ -28,25 +28,25 @@ from optax_ext.low_precision._formats import (
 from optax_ext.low_precision._rounding import check_seed, make_key, next_key, uniform_for
 from optax_ext.schedule import ELEMENTWISE, REDUCTIONS, Graph, ScheduledRun, run_by_leaf
 
-# Fields whose arrays are never negative, nearly all of them averages of squares. A field of one
-# state alone is written with the state's name.
+# Fields whose arrays are never negative, mostly averages of squares. A name that is ambiguous is
+# qualified by its state's class.
 _UNSIGNED = frozenset(
     {"nu", "nu_max", "sum_of_squares", "e_g", "e_x", "exp_avg_sq", "step_sizes", "FactoredState.v"}
 )
-# Fields that are no averages: copies of parameters, and sums that are still growing.
+# Fields that are not averages: parameters, and sums that are still growing.
 _EXACT = frozenset({"master", "acc_grads", "z", "params0", "init_params"})
-# Formats by name, as what ``low_precision_state`` takes.
+# Formats by name, as arguments of ``low_precision_state``.
 STATE_FORMATS: dict[str, int | Format] = {"bfloat16": 16, "8bit": 8, "fp8": Float8(), "4bit": 4}
-# Scales and biases weigh little, and ZeRO would cut them into less than a block: vectors must be so
-# many times as large as other arrays.
-_VECTOR = 16
+# Vectors must be this many times as large as other arrays: scales and biases are a small share of
+# the state, and ZeRO would shard them into less than a block.
+_VECTOR_FACTOR = 16
 
 
 class LowPrecisionState(NamedTuple):
     """State of ``low_precision_state``."""
 
     key: jax.Array | None  # (2,), uint32: seed, steps taken; None unless rounding is stochastic
-    inner_state: optax.OptState  # that of inner, with a ``Quantized`` in place of large arrays
+    inner_state: optax.OptState  # that of inner, with a ``Quantized`` for each large array
 
 
 def low_precision_state(
@@ -59,59 +59,59 @@ def low_precision_state(
     min_size: int = 4096,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Keeps the state of ``inner`` in few bits between steps; inside a step it is float32.
+    r"""Stores the state of ``inner`` in low precision between steps; within a step it is float32.
 
-    With :math:`D` what reads a stored array and :math:`E` what stores one,
+    With :math:`E` the encoding of an array and :math:`D` its decoding,
 
     .. math::
 
       u, s \leftarrow \operatorname{inner}(g, D(q)), \quad q \leftarrow E(s)
 
-    Stored so are the arrays of the state that have their parameter's shape and at least
-    ``min_size`` elements (vectors: 16 times as many): moments, not the rows and columns of
-    factored ones. Second moments (fields that optax and this library name ``nu``, ``nu_max``,
-    ``sum_of_squares``, ``e_g``, ``e_x``, ``exp_avg_sq``, ``step_sizes``, and Adafactor's ``v``)
-    take unsigned codes, and none that is positive becomes 0; all others take signed ones. Copies
-    of parameters and running sums (``master``, ``acc_grads``, ``z``, ``params0``,
-    ``init_params``) stay what they are. ``describe_state`` lists what was done. All of it depends
-    on global shapes alone, so that a mesh changes neither numbers nor checkpoints.
+    Arrays of the state are stored in low precision if they have their parameter's shape and at
+    least ``min_size`` elements (vectors: 16 times as many): moments, but not the row and column
+    statistics of factored ones. Second moments (the fields ``nu``, ``nu_max``, ``sum_of_squares``,
+    ``e_g``, ``e_x``, ``exp_avg_sq``, ``step_sizes`` of optax and this library, and Adafactor's
+    ``v``) have unsigned codes, in which positive elements never become 0; all others have signed
+    codes. Parameters and running sums (``master``, ``acc_grads``, ``z``, ``params0``,
+    ``init_params``) are not changed. ``describe_state`` lists the result. All choices depend on
+    global shapes alone, so a mesh changes neither numbers nor checkpoints.
 
-    Bytes an element: 8 bits 1.016, 4 bits 0.50 (two vectors a matrix), ``Float8`` 1.039, 16 bits
-    2.
+    Bytes per element: 1.016 in 8 bits, 0.50 in 4 bits (two vectors per matrix), 1.039 in
+    ``Float8``, 2 in 16 bits.
 
-    A moment that is far below its scale is rounded up to the least code now and then. Divided by
-    the root of a second moment that is stored more finely, that is a huge step: where columns of
-    the gradient differ by three decades, blocks of 4 bits under second moments in rows and columns
-    make steps of AdamW 65 times as large as float32 does, where they differ by six, thousands of
-    times. By default both moments therefore have scales of one kind: no element of an update is
-    then above 5 times the largest of float32 in 4 and 8 bits, 3 times in ``Float8``, over zero to
-    six decades. Store second moments no more finely than first ones when you choose formats
-    yourself.
+    A first moment far below its scale is occasionally rounded up to the smallest code. Divided by
+    the root of a second moment stored with finer scales, this becomes a huge step. Example: 4-bit
+    first moments in blocks, with second moments scaled by rows and columns. Where columns of the
+    gradient differ by three decades, steps of AdamW are then 65 times as large as in float32; where
+    they differ by six, thousands of times. Therefore both moments have scales of the same kind by
+    default: over zero to six decades, no element of an update exceeds 5 times the largest of
+    float32 in 4 and 8 bits, or 3 times in ``Float8``. When you choose formats, do not scale second
+    moments more finely than first ones.
 
     Args:
       inner: any transformation.
       bits: 8: ``Dynamic(8)``. 4: ``Dynamic(4, rank1=True)``, and for second moments
         ``Linear(4, rank1=True)``. 16: ``BFloat16()``. Or a format for all arrays.
-      formats: other formats by the path of an array in the state, as regular expressions of which
-        the first that is found in it counts: ``{"nu": Float8(), "embed": None}``; None leaves an
-        array as it is. Arrays of any shape and size can be named.
-      rounding: ``"nearest"``: an average stops moving where a step is less than half the distance
-        of two codes. ``"stochastic"``: up or down so that the mean is right; no bytes more.
-        ``"compensated"``: the error is kept in 8 bits more, and added when the array is read.
-      block_size: elements to a scale, a power of two; None means 256 of 8 bits, 128 of 4 bits.
-      min_size: arrays of fewer elements, and vectors of less than 16 times as many, stay what they
-        are.
-      seed: of stochastic rounding; it and the step make the noise.
+      formats: other formats by path, such as ``{"nu": Float8(), "embed": None}``: the first regular
+        expression found in the path of an array in the state applies; None leaves the array
+        unchanged. Arrays of any shape and size can be selected.
+      rounding: ``"nearest"``: averages stop moving where a step is less than half the distance of
+        two codes. ``"stochastic"``: up or down, such that the mean is right; no more bytes.
+        ``"compensated"``: the rounding error is stored in 8 more bits, and added when decoding.
+      block_size: elements per scale, a power of two; None means 256 for 8 bits, 128 for 4 bits.
+      min_size: arrays of fewer elements, and vectors of fewer than 16 times as many, are not
+        changed.
+      seed: the seed of stochastic rounding; the noise depends on it and the step.
 
     Returns:
-      A ``GradientTransformation`` that takes what ``inner`` takes.
+      A ``GradientTransformation`` that takes the arguments of ``inner``.
 
     Raises:
-      ValueError: on an unknown format or rounding, a block size that is no power of two, a pattern
-        that names no array, an ``inner`` that is or holds a ``low_precision_state``.
+      ValueError: if a format or rounding is unknown, a block size is not a power of two, a pattern
+        matches no array, or ``inner`` is or contains a ``low_precision_state``.
 
     Warns:
-      UserWarning: if the state of ``inner`` has no floating array, so that there is nothing to do.
+      UserWarning: if the state of ``inner`` has no floating array to store in low precision.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_ext
@@ -138,7 +138,7 @@ def low_precision_state(
     inner = optax.with_extra_args_support(inner)
 
     def choose(path: Any, leaf: Any, field: str | None) -> tuple[Format, bool] | None:
-        """How an array of the state is stored, and whether signed; None leaves it as it is."""
+        """Returns the format of a state array and whether it is signed; None if unchanged."""
         if not _is_floating(leaf) or not leaf.ndim or not leaf.size:
             return None
         signed = field not in _UNSIGNED and (field or "").rpartition(".")[2] not in _UNSIGNED
@@ -147,7 +147,7 @@ def low_precision_state(
                 return None if fmt is None else (fmt, signed)
         if field is None or field.rpartition(".")[2] in _EXACT:
             return None
-        if leaf.size < min_size * (_VECTOR if leaf.ndim == 1 else 1):
+        if leaf.size < min_size * (_VECTOR_FACTOR if leaf.ndim == 1 else 1):
             return None
         fmt = default[signed]
         return (fmt, signed) if fmt.bits < 8 * leaf.dtype.itemsize else None
@@ -160,7 +160,7 @@ def low_precision_state(
         first = "compensated" if rounding == "compensated" else "nearest"
         with jax.named_scope("low_precision"):
             stored = [
-                # Behind a barrier, or XLA computes the codes of so many zeros while it compiles.
+                # The barrier prevents XLA from encoding large constants of zeros while compiling.
                 encode(jax.lax.optimization_barrier(leaf), *choice, first)
                 if (choice := choose(path, leaf, field))
                 else leaf
@@ -185,7 +185,7 @@ def low_precision_state(
             key = None if state.key is None else next_key(state.key)
             with jax.named_scope("low_precision"):
                 stored = [
-                    _store_again(path, was, leaf, key) if isinstance(was, Quantized) else leaf
+                    _encode_as(path, was, leaf, key) if isinstance(was, Quantized) else leaf
                     for (path, was), leaf in zip(old, treedef.flatten_up_to(new), strict=True)
                 ]
             return updates, LowPrecisionState(key, treedef.unflatten(stored))
@@ -193,7 +193,7 @@ def low_precision_state(
         leaves = jax.tree.leaves((updates, state, params, extra_args))
         if not any(isinstance(x, jax.core.Tracer) for x in leaves):
             return step(updates, state)
-        # Else XLA holds the float32 moments of all parameters at once.
+        # Scheduled, or XLA would have the float32 moments of all parameters live at once.
         stored = [x for _, x in _flatten(state.inner_state)[0] if isinstance(x, Quantized)]
         deferred, scales = (
             set(map(id, jax.tree.leaves(x))) for x in (stored, [q.scale for q in stored])
@@ -205,13 +205,14 @@ def low_precision_state(
 
 
 def describe_state(state: optax.OptState) -> str:
-    """A table of the arrays that a state keeps in low precision, and of the bytes of all.
+    """Lists the arrays that a state stores in low precision, and the bytes of all arrays.
 
     Args:
-      state: the state of any transformation, or abstract arrays in its place.
+      state: the state of any transformation; its arrays may be abstract.
 
     Returns:
-      A line for each ``Quantized``: path, shape, format, bytes with scales; and one for all others.
+      A line for each ``Quantized``: path, shape, format, and bytes including scales; and a line for
+      all other arrays.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_ext
@@ -240,13 +241,15 @@ def describe_state(state: optax.OptState) -> str:
 def _default_format(bits: Any, block_size: int | None, signed: bool) -> Format:
     if isinstance(bits, Format):
         if block_size is not None:
-            raise ValueError(f"block_size={block_size} has no effect: the format is {bits}.")
+            raise ValueError(
+                f"block_size={block_size} has no effect on the format {bits}; set it there."
+            )
         return bits
     if bits == 8:
         return Dynamic(8, block_size)
     if bits == 4:
-        # Scales of one kind for both moments: where those of the second follow columns and those of
-        # the first do not, the least code of the first stands over a far smaller root.
+        # Scales of the same kind for both moments: if only those of the second follow columns, the
+        # smallest code of the first is divided by a far smaller root.
         kind = Dynamic if signed else Linear
         return kind(4, block_size, rank1=True)
     if bits == 16:
@@ -266,7 +269,7 @@ def _check_formats(formats: Mapping[str, Any]) -> dict[str, Format | None]:
 
 def _check_inner(flat: list[Any], rules: Mapping[str, Any], params: Any) -> None:
     if any(isinstance(leaf, Quantized) for _, leaf in flat):
-        raise ValueError("low_precision_state is around another one; take one of them away.")
+        raise ValueError("low_precision_state contains another one; remove one of the two.")
     names = [path_name(path) for path, leaf in flat if _is_floating(leaf)]
     if not names and any(map(_is_floating, jax.tree.leaves(params))):
         warnings.warn(
@@ -277,15 +280,16 @@ def _check_inner(flat: list[Any], rules: Mapping[str, Any], params: Any) -> None
     for pattern in rules:
         if names and not any(re.search(pattern, name) for name in names):
             raise ValueError(
-                f"formats: no array of the state is named by {pattern!r}; the first are "
+                f"formats: pattern {pattern!r} matches no array of the state; the first paths are "
                 f"{', '.join(map(repr, names[:5]))}."
             )
 
 
 def _fields(state: Any, flat: list[Any], params: Any) -> list[str | None]:
-    """For arrays that belong to a parameter, ``State.field``; ``""`` if no field; None for others.
+    """Returns the ``State.field`` of arrays that belong to a parameter; None for other arrays.
 
-    They have its shape, and its path after the field's.
+    An array belongs to the parameter that has its shape and whose path ends its own; ``""`` if that
+    path is not in a field.
     """
     shapes = {path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
@@ -299,7 +303,7 @@ def _fields(state: Any, flat: list[Any], params: Any) -> list[str | None]:
 
 
 def _field_of(node: Any, path: Any) -> str:
-    """The last attribute on a path, with the class that has it."""
+    """Returns the last attribute on a path, qualified by the class that has it."""
     found = ""
     for key in path:
         if isinstance(key, jax.tree_util.GetAttrKey):
@@ -313,15 +317,15 @@ def _field_of(node: Any, path: Any) -> str:
 # --- Order ----------------------------------------------------------------------------------------
 
 
-# What costs little more than to read its operands. Not loops or products of matrices.
-_LIGHT = ELEMENTWISE | REDUCTIONS | {"broadcast_in_dim", "pad", "reshape", "slice", "squeeze"}
+# Primitives that cost little more than reading their operands; not loops or matrix products.
+_CHEAP = ELEMENTWISE | REDUCTIONS | {"broadcast_in_dim", "pad", "reshape", "slice", "squeeze"}
 
 
 class _ScalesFirst(ScheduledRun):
     """Computes scales first, discards the moments, and computes these again for the codes.
 
-    Codes need the scales of whole blocks, and XLA writes float32 moments to memory in between. On
-    CPUs it sees that both are the same.
+    Codes need the scales of entire blocks, and XLA would write the float32 moments to memory in
+    between. On CPUs it identifies the two computations.
     """
 
     def __init__(self, graph: Graph, inputs: Sequence[Any], *, scales: Container[int]):
@@ -329,24 +333,25 @@ class _ScalesFirst(ScheduledRun):
         self._scales = {i for i, x in enumerate(inputs) if id(x) in scales}
 
     def run_group(self, outputs: list[int]) -> None:
-        """Computes some outputs, new scales before what depends on them."""
+        """Computes some outputs, new scales before the codes that depend on them."""
         graph = self.graph
-        made = {j: graph.outputs[j] for j in outputs if self.replaces_deferred(j)}
-        scales = [value for j, value in made.items() if j in self._scales]
-        codes = [
-            math.prod(graph.shape(value)) for j, value in made.items() if j not in self._scales
+        replaced = {j: graph.outputs[j] for j in outputs if self.replaces_deferred(j)}
+        scales = [value for j, value in replaced.items() if j in self._scales]
+        code_sizes = [
+            math.prod(graph.shape(value)) for j, value in replaced.items() if j not in self._scales
         ]
         equations, _ = graph.needed(scales, self.values)
         twice = [eqn for eqn in equations if any(graph.reads[value] for value in eqn.results)]
-        if scales and codes and all(eqn.primitive.name in _LIGHT for eqn in twice):
+        if scales and code_sizes and all(eqn.primitive.name in _CHEAP for eqn in twice):
             known = set(self.values)
             self.compute(scales)
-            made_of_codes = {
+            # Discard what was decoded; the inputs among it are read a second time.
+            discarded = {
                 value: self.values.pop(value)
                 for value in self.values.keys() - known
-                if graph.reads[value] and math.prod(graph.shape(value)) >= min(codes)
+                if graph.reads[value] and math.prod(graph.shape(value)) >= min(code_sizes)
             }
-            inputs = {i: x for i, x in made_of_codes.items() if i not in graph.producer}
+            inputs = {i: x for i, x in discarded.items() if i not in graph.producer}
             self.values |= _passes.reread(inputs, [self.values[value] for value in scales])
         super().run_group(outputs)
 
@@ -354,8 +359,8 @@ class _ScalesFirst(ScheduledRun):
 # --- One array ------------------------------------------------------------------------------------
 
 
-def _store_again(path: Any, old: Quantized, new: jax.Array, key: jax.Array | None) -> Quantized:
-    """A new value in the format of the old one."""
+def _encode_as(path: Any, old: Quantized, new: jax.Array, key: jax.Array | None) -> Quantized:
+    """Encodes a new value in the format of the old one."""
     if old.rest is not None:
         return encode(new, old.format, old.signed, "compensated")
     if key is None:
@@ -369,5 +374,5 @@ def _is_floating(leaf: Any) -> bool:
 
 
 def _flatten(state: Any) -> tuple[list[tuple[Any, Any]], Any]:
-    """(path, leaf) for every leaf, of which a ``Quantized`` is one, and the tree's structure."""
+    """Flattens with paths; a ``Quantized`` is a leaf."""
     return jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, Quantized))

@@ -121,8 +121,8 @@ def test_the_options_of_optax_by_their_names(options):
         np.testing.assert_allclose(x, want[k], rtol=0, atol=2e-4 * np.abs(want[k]).max())
 
 
-def test_two_words_on_what_is_factored_are_refused():
-    with pytest.raises(ValueError, match="factored=False both say what is factored; give one"):
+def test_two_names_for_the_factoring_are_rejected():
+    with pytest.raises(ValueError, match="factored=False both select what is factored; give one"):
         optax_ext.adafactor(0.1, factoring=optax_ext.last_two_dims(), factored=False)
     with pytest.raises(ValueError, match="factoring=None and min_dim_size_to_factor=64 both"):
         optax_ext.adafactor(0.1, factoring=None, min_dim_size_to_factor=64)

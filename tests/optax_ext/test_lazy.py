@@ -130,7 +130,7 @@ def test_parameters_in_a_list(table):
 
 
 def test_stored_in_blocks():
-    """Rows of moments in blocks cannot be told apart: what stores them goes around."""
+    """Rows of moments in blocks are unknown: the transformation that stores them goes outside."""
     params = {"table": jnp.ones((512, 128))}
     inner = optax.sgd(1.0, momentum=0.9)
     with pytest.raises(ValueError, match=r"belongs to a table .* around: low_precision_state"):
@@ -147,7 +147,7 @@ def test_bad_input():
     params = {"table": jnp.ones((4, 2)), "square": jnp.ones((3, 3)), "scalar": jnp.ones(())}
     for name in ("square", "scalar"):
         tx = optax_ext.lazy_rows(optax.sgd(1.0), lambda p, name=name: {k: k == name for k in p})
-        with pytest.raises(ValueError, match=f"'{name}' of shape .* needs a first dim of rows"):
+        with pytest.raises(ValueError, match=f"'{name}' has shape .*; its first dim, of rows"):
             tx.init(params)
     with pytest.raises(ValueError, match="the mask does not fit the parameters"):
         optax_ext.lazy_rows(optax.sgd(1.0), {"other": True}).init(params)

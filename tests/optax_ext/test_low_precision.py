@@ -658,13 +658,13 @@ def test_a_gradient_that_is_not_finite_is_seen_or_skipped():
     [
         ({"bits": 3}, "bits must be 4, 8, 16 or a format"),
         ({"bits": "fp8"}, "bits must be 4, 8, 16 or a format .* got 'fp8'"),
-        ({"block_size": 100}, "block_size must be a power of two from 16 on, got 100"),
+        ({"block_size": 100}, "block_size must be a power of two, at least 16, got 100"),
         ({"block_size": 0}, "block_size must be a power of two"),
         ({"bits": 16, "block_size": 64}, "block_size=64 has no effect"),
         ({"bits": Float8(), "block_size": 64}, "block_size=64 has no effect"),
         ({"rounding": "up"}, "rounding must be one of 'nearest', 'stochastic', 'compensated'"),
         ({"formats": {"nu": "fp8"}}, r"formats\['nu'\] must be a format such as Dynamic\(8\)"),
-        ({"formats": {"(": None}}, "is no regular expression"),
+        ({"formats": {"(": None}}, "is not a regular expression"),
         ({"min_size": -1}, "min_size must not be negative, got -1"),
         ({"seed": -1}, "seed must be in"),
     ],
@@ -678,9 +678,11 @@ def test_errors(options, message):
 def test_errors_of_init():
     params = tree_of(MODEL)
     tx = low_precision_state(optax.adamw(1e-3))
-    with pytest.raises(ValueError, match="low_precision_state is around another one"):
+    with pytest.raises(ValueError, match="low_precision_state contains another one"):
         jax.eval_shape(low_precision_state(optax.chain(tx)).init, params)
-    with pytest.raises(ValueError, match="no array of the state is named by 'nux'; the first are"):
+    with pytest.raises(
+        ValueError, match="pattern 'nux' matches no array of the state; the first paths"
+    ):
         jax.eval_shape(low_precision_state(optax.adamw(1e-3), formats={"nux": None}).init, params)
     with pytest.warns(UserWarning, match="the state has no floating arrays"):
         low_precision_state(

@@ -434,7 +434,7 @@ def test_parts_by_hand_say_what_is_missing():
     tx, zero = tx_of(), shd.Zero(mesh_of(8), stage=2)
     state = zero.init(lambda: (make_params(), tx.init(make_params())), tx=tx)
     _, grads = zero.value_and_grad(loss_fn)(state[0], zero.put(make_batch(0)))
-    with pytest.raises(ValueError, match="missing here: local_squared_norm, num_pieces"):
+    with pytest.raises(ValueError, match="missing: local_squared_norm, num_pieces"):
         zero.apply_gradients(state, grads, tx=tx)
     extra_args = {"local_squared_norm": 1.0, "num_pieces": 8}
     state = zero.apply_gradients(state, grads, tx=tx, extra_args=extra_args)
