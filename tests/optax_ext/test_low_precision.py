@@ -680,9 +680,7 @@ def test_errors_of_init():
     tx = low_precision_state(optax.adamw(1e-3))
     with pytest.raises(ValueError, match="low_precision_state contains another one"):
         jax.eval_shape(low_precision_state(optax.chain(tx)).init, params)
-    with pytest.raises(
-        ValueError, match="pattern 'nux' matches no array of the state; the first paths"
-    ):
+    with pytest.raises(ValueError, match="pattern 'nux' matches no array of the state"):
         jax.eval_shape(low_precision_state(optax.adamw(1e-3), formats={"nux": None}).init, params)
     with pytest.warns(UserWarning, match="the state has no floating arrays"):
         low_precision_state(
