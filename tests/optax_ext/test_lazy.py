@@ -133,7 +133,7 @@ def test_stored_in_blocks():
     """Rows of moments in blocks are unknown: the transformation that stores them goes outside."""
     params = {"table": jnp.ones((512, 128))}
     inner = optax.sgd(1.0, momentum=0.9)
-    with pytest.raises(ValueError, match=r"belongs to a table .* around: low_precision_state"):
+    with pytest.raises(ValueError, match=r"belongs to a table .* outside: low_precision_state"):
         optax_ext.lazy_rows(optax_ext.low_precision_state(inner), True).init(params)
     tx = optax_ext.low_precision_state(optax_ext.lazy_rows(inner, True))
     state = tx.init(params)

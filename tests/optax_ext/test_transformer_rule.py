@@ -112,7 +112,7 @@ def test_the_rule_is_hashable_and_no_schedule():
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="stacked: pattern .* is not a regular expression"):
+    with pytest.raises(ValueError, match=r"stacked: pattern .* is not a regular expression"):
         flax_transformer(stacked="(")
     with pytest.raises(ValueError, match="stack_dim must not be negative, got -1"):
         flax_transformer(stack_dim=-1)
