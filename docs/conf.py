@@ -75,5 +75,6 @@ html_theme_options = {
 }
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
 copybutton_exclude = ".linenos, .gp, .go"
 copybutton_prompt_text = ">>> "

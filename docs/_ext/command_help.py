@@ -1,11 +1,15 @@
 """The ``command-help`` directive shows what ``optax-ext ... --help`` prints."""
 
+import contextlib
+import io
 import os
-import subprocess
 import sys
+import unittest.mock
 
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
+
+from sharding.plan._cli import main
 
 
 class CommandHelp(SphinxDirective):
@@ -15,14 +19,18 @@ class CommandHelp(SphinxDirective):
 
     def run(self):
         """A block with the printed text."""
-        command = [sys.executable, "-m", "sharding.plan._cli", *self.arguments, "--help"]
-        text = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            check=True,
-            env=os.environ | {"COLUMNS": "84", "NO_COLOR": "1"},
-        ).stdout
+        self.env.note_reread()  # in each build: the text depends on code, not on the page
+        printed = io.StringIO()
+        with (
+            unittest.mock.patch.dict(os.environ, COLUMNS="84"),
+            unittest.mock.patch.object(sys, "argv", ["optax-ext"]),
+            contextlib.redirect_stdout(printed),
+            contextlib.suppress(SystemExit),
+        ):
+            main([*self.arguments, "--help"])
+        text = printed.getvalue()
+        if "usage: optax-ext" not in text:
+            raise self.error(f"optax-ext {self.arguments} --help printed no help, but: {text!r}")
         return [nodes.literal_block(text, text, language="text")]
 
 
