@@ -42,10 +42,10 @@ evidence: .venv/examples
 	JAX_PLATFORMS=cpu $(BIN)/python benchmarks/convergence/evidence.py
 
 test: .venv/test
-	$(BIN)/python -m pytest -n auto --maxprocesses 8
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 check: lint .venv/test
-	$(BIN)/python tests/changed.py -n auto --maxprocesses 8
+	$(BIN)/python tests/changed.py -n auto --maxprocesses 8 --dist worksteal
 
 lint: .venv/lint
 	$(BIN)/ruff check .

@@ -67,8 +67,23 @@ def pytest_sessionstart(session):
             path.unlink()
 
 
+# Files whose tests take long, one after the other: they start processes and wait for them.
+FIRST = {
+    "test_examples.py",
+    "test_launch.py",
+    "test_multiprocess.py",
+    "test_notebooks.py",
+    "test_readme.py",
+    "test_train_lm.py",
+}
+
+
 def pytest_collection_modifyitems(items):
-    """Doctests that import ``flax.nnx`` run where it imports, as the tests of it do."""
+    """Files of long tests run first, so that no worker waits for one at the end.
+
+    Doctests that import ``flax.nnx`` run where it imports, as the tests of it do.
+    """
+    items.sort(key=lambda item: item.path.name not in FIRST)
     try:
         import flax.nnx  # noqa: F401
     except Exception as error:
