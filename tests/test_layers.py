@@ -159,22 +159,34 @@ def test_the_sharding_does_not_need_flax():
 
 
 def test_every_module_imports_alone():
-    """Each in a process of its own, forked where jax and optax are loaded but nothing of ours."""
+    """Each in a process of its own, forked where jax and optax are loaded but nothing of ours.
+
+    Python imports a module's package first; modules that it loads are imported with it.
+    """
     run(
         f"""
-import importlib, os, sys, traceback, warnings
-import jax, optax
+import importlib, os, pickle, traceback, warnings
+import sys, jax, optax
 warnings.filterwarnings("ignore", message=".*fork.*")
-for name in {MODULES!r}:
+
+def loaded_by(name):
+    reader, writer = os.pipe()
     pid = os.fork()
     if not pid:
         assert not [m for m in sys.modules if m.split(".")[0] in {set(PACKAGES)!r}]
         try:
             importlib.import_module(name)
+            os.write(writer, pickle.dumps({set(MODULES)!r} & set(sys.modules)))
         except BaseException:
             traceback.print_exc()
             os._exit(1)
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0, name
+    return pickle.loads(os.read(reader, 2**16))
+
+loaded = set().union(*map(loaded_by, {list(PACKAGES)!r}))
+assert loaded
+for name in {set(MODULES)!r} - loaded:
+    assert name in loaded_by(name)
 """
     )

@@ -37,11 +37,14 @@ def environment():
         yield
 
 
+def arguments(text):
+    command = ("--smoke", "--devices", "2", "--data", text)
+    return (*command, "--steps", str(STEPS), "--checkpoint-every", str(CHECKPOINT_EVERY))
+
+
 def start(folder, text, *options):
-    command = (sys.executable, SCRIPT, "--smoke", "--devices", "2", "--data", text)
-    command += ("--steps", str(STEPS), "--checkpoint-every", str(CHECKPOINT_EVERY), *options)
     return subprocess.Popen(
-        [str(part) for part in command],
+        [str(part) for part in (sys.executable, SCRIPT, *arguments(text), *options)],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -215,6 +218,29 @@ def test_a_finished_run_is_reported_and_left_unchanged(uninterrupted, text):
     assert after == files
 
 
+# Runs a script with each of several lists of arguments, in processes that are forked after the
+# imports; they write to 0.txt, 1.txt, ... and must end with code 2.
+FORKED = """
+import json, os, runpy, sys, warnings
+import flax.linen, flax.training.train_state, jax, matplotlib, optax, orbax.checkpoint, rich.console
+warnings.filterwarnings("ignore", message=".*fork.*")
+script, runs = sys.argv[1:]
+for i, options in enumerate(json.loads(runs)):
+    pid = os.fork()
+    if not pid:
+        file = os.open(f"{i}.txt", os.O_CREAT | os.O_WRONLY)
+        os.dup2(file, 1), os.dup2(file, 2)
+        sys.argv, sys.path[0] = [script, *options], os.path.dirname(script)
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            sys.stdout.flush()
+            os._exit(end.code)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2, (options, open(f"{i}.txt").read())
+"""
+
+
 def test_a_mistake_gives_one_line(uninterrupted, text):
     expected = {
         ("--optimizer", "adamm"): "invalid choice: 'adamm'",
@@ -234,12 +260,18 @@ def test_a_mistake_gives_one_line(uninterrupted, text):
     }
     folder = uninterrupted.parents[1]
     (folder / "small.txt").write_text("too small")
-    mistakes = list(expected)
-    for pair in (mistakes[i : i + 2] for i in range(0, len(mistakes), 2)):
-        processes = [start(folder, text, *options) for options in pair]
-        for options, process in zip(pair, processes, strict=True):
-            code, output = finish(process)
-            assert code == 2, output
-            assert output.startswith("train_lm.py: error: "), output
-            assert expected[options] in output
-            assert output.count("\n") == 1
+    mistakes = [[*arguments(text), *options] for options in expected]
+    command = [
+        sys.executable,
+        "-c",
+        FORKED,
+        SCRIPT,
+        json.dumps([list(map(str, m)) for m in mistakes]),
+    ]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    for i, message in enumerate(expected.values()):
+        output = (folder / f"{i}.txt").read_text()
+        assert output.startswith("train_lm.py: error: "), output
+        assert message in output
+        assert output.count("\n") == 1

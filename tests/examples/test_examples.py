@@ -15,8 +15,7 @@ NAMES = ("many_hosts", "nnx_model", "scanned_stack", "zero_checkpoint")
 
 
 @pytest.fixture
-def processes(tmp_path, monkeypatch):
-    monkeypatch.delenv("XLA_FLAGS", raising=False)  # compiled as for a user
+def processes(tmp_path):
     processes = Processes(tmp_path)
     yield processes
     processes.kill()
