@@ -15,7 +15,10 @@ from sharding.placement._layout import Layout
 from . import model
 
 STEPS = 10
-TOLERANCE = {jnp.float32: 1e-5, jnp.float64: 1e-12}
+# Of parameters and losses, and of the optimizer's state. Measured in float32: parameters differ by
+# 2e-7 at most, moments by 5e-6. Moments are averages of gradients, whose own rounding is as large:
+# on one device the moments of float32 are up to 8e-6 from those of float64.
+TOLERANCE = {jnp.float32: (1e-6, 1e-5), jnp.float64: (1e-12, 1e-12)}
 
 
 @functools.cache
@@ -44,9 +47,10 @@ def mesh_of(n, kind=AxisType.Auto):
 def check(name, zero, dtype, **kwargs):
     expected, expected_losses = reference(name, dtype)
     state, losses = train(zero, model.OPTIMIZERS[name](), dtype, **kwargs)
-    distance, leaf = model.worst_leaf(state, expected)
-    assert distance < TOLERANCE[dtype], leaf
-    np.testing.assert_allclose(losses, expected_losses, rtol=TOLERANCE[dtype])
+    for have, want, tolerance in zip(state, expected, TOLERANCE[dtype], strict=True):
+        distance, leaf = model.worst_leaf(have, want)
+        assert distance < tolerance, leaf
+    np.testing.assert_allclose(losses, expected_losses, rtol=TOLERANCE[dtype][0])
 
 
 @pytest.mark.usefixtures("x64")
