@@ -32,8 +32,10 @@ from sharding.step import _flax_linen, _flax_nnx, _local_norm
 from sharding.step._checks import check_alive, check_batch, check_compiled, check_placed
 from sharding.step._compiled_step import CompiledStep, signature_of
 from sharding.step._flax_modules import gathered_module
-from sharding.step._gather_params import gather, gathered
-from sharding.step._gradients import Inputs, Loss, evaluate, gradients
+from sharding.step._gather_params import gather
+from sharding.step._gathered_layers import gathered
+from sharding.step._gradients import evaluate, gradients
+from sharding.step._loss import Inputs, Loss
 from sharding.step._precision import Precision
 from sharding.step._rng import step_key
 from sharding.step._step_plan import StepSpec

@@ -1,4 +1,4 @@
-"""Partition specs: of parameters, of what ZeRO shards, and of any transformation's state."""
+"""Partition specs of parameters: axes, entries, Flax metadata, checks."""
 
 import math
 import re

@@ -9,14 +9,8 @@ from typing import Any
 
 import jax
 
-from sharding.step._gather_params import (
-    ParamHandle,
-    after_input,
-    gather,
-    gathered,
-    has_shards,
-    split_arrays,
-)
+from sharding.step._gather_params import ParamHandle, gather, has_shards
+from sharding.step._gathered_layers import after_input, gathered, split_arrays
 from sharding.step._lookup import lookup
 
 

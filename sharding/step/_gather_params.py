@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
@@ -180,7 +179,7 @@ def _as_leaf(x: Any) -> Any:
     return LeafShard(x.value, x.spec) if is_shard(x) else x
 
 
-def _as_node(x: Any) -> Any:
+def as_node(x: Any) -> Any:
     return Shard(x.value, x.spec) if isinstance(x, LeafShard) else x
 
 
@@ -250,59 +249,3 @@ def _array_layouts(specs: Sequence[GatherSpec], xs: Sequence[jax.Array]) -> list
         ArrayLayout(spec.dim, PartitionSpec(*spec.entries[len(spec.entries) - x.ndim :]))
         for spec, x in zip(specs, xs, strict=True)
     ]
-
-
-# --- Stage 3: layers that gather their own parameters ---------------------------------------------
-
-
-def gathered(
-    fn: Callable[..., Any], policy: Callable[..., bool] | None, reshard: bool
-) -> Callable[..., Any]:
-    """``fn(params, ...)`` that gathers its parameters, and if ``reshard`` again in backward.
-
-    If ``params`` holds no shards, ``fn`` is called as it is.
-    """
-
-    @functools.wraps(fn)
-    def call(params: Any, *args: Any, **kwargs: Any) -> Any:
-        if not (has_shards(params) and reshard):
-            return fn(gather(params), *args, **kwargs)
-        # Leaves that are no arrays, such as functions in a module that is a pytree, stay outside.
-        shards, join_params = split_arrays(params)
-        arrays, join_args = split_arrays((args, kwargs))
-
-        def run(shards: list[Any], arrays: list[Any]) -> Any:
-            shards, arrays = after_input(shards, arrays)
-            args, kwargs = join_args(arrays)
-            return fn(gather(join_params(shards)), *args, **kwargs)
-
-        return jax.checkpoint(run, policy=policy)(shards, arrays)
-
-    return call
-
-
-def split_arrays(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """The arrays and shards of a tree, and a function that puts new ones in their places."""
-    treedef: Any
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_shard)
-    places = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray | Shard)]
-
-    def join(arrays: list[Any]) -> Any:
-        new = dict(zip(places, arrays, strict=True))
-        return treedef.unflatten([new.get(i, x) for i, x in enumerate(leaves)])
-
-    return [_as_node(leaves[i]) for i in places], join
-
-
-def after_input(params: Any, arrays: list[Any]) -> tuple[Any, list[Any]]:
-    """Parameters and the input of their layer behind one barrier.
-
-    It keeps XLA from prefetching: gathering the layers' parameters long before their input exists,
-    all of them in memory at once. Since the layer uses both outputs of the barrier, its transpose
-    orders the backward pass in the same way.
-    """
-    floating = [jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays]
-    inputs = [x for f, x in zip(floating, arrays, strict=True) if f]
-    params, inputs = lax.optimization_barrier((params, inputs))
-    behind = iter(inputs)
-    return params, [next(behind) if f else x for f, x in zip(floating, arrays, strict=True)]
