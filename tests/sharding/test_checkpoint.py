@@ -10,6 +10,7 @@ import sys
 import time
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -103,14 +104,6 @@ def on_host(tree):
     return jax.tree.map(lambda x: np.array(jax.device_get(x)), tree)
 
 
-def assert_equal(tree, expected):
-    def check(path, a, b):
-        assert a.dtype == b.dtype, path
-        np.testing.assert_array_equal(jax.device_get(a), jax.device_get(b), err_msg=str(path))
-
-    jax.tree_util.tree_map_with_path(check, tree, expected)
-
-
 class Run(NamedTuple):
     """An unbroken run of 6 steps at stage 3 on 8 devices, saved after 3."""
 
@@ -183,7 +176,7 @@ def test_goes_on_elsewhere(runs, name, layout):
     specs = MODEL_SPECS if layout == "model axis" else None
     target = zero.abstract_state(make_state(tx), tx=tx, param_specs=specs)
     state = restore(run.directory, target)
-    assert_equal(state, run.saved)
+    chex.assert_trees_all_equal(state, run.saved, strict=True)
     for x, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(target), strict=True):
         assert x.sharding == wanted.sharding
     state, losses = train(zero, state, tx, range(3, 6))
@@ -252,7 +245,7 @@ def test_full_params_are_those_of_one_device(runs):
     run, tx = runs("adamw"), OPTIMIZERS["adamw"]()
     assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(run.exported))
     # Steps since have taken the memory of the state; what was exported stays.
-    assert_equal(run.exported, run.saved[0])
+    chex.assert_trees_all_equal(run.exported, run.saved[0], strict=True)
     params, opt_state = make_state(tx)()
     loss_fn = loss_of(zero_of(1, stage=0))
 
@@ -273,7 +266,7 @@ def test_safetensors(tmp_path, stage, dtype):
     tx, zero = OPTIMIZERS["adamw"](), zero_of(8, stage=stage)
     state = zero.init(make_state(tx, dtype), tx=tx)
     params = zero.full_params(state)
-    assert_equal(params, init_params(dtype))
+    chex.assert_trees_all_equal(params, init_params(dtype), strict=True)
     flat = {
         jax.tree_util.keystr(path, simple=True, separator="."): x
         for path, x in jax.tree_util.tree_leaves_with_path(params)
@@ -281,7 +274,7 @@ def test_safetensors(tmp_path, stage, dtype):
     assert "block.up" in flat
     safetensors.numpy.save_file(flat, tmp_path / "model.safetensors")
     loaded = safetensors.numpy.load_file(tmp_path / "model.safetensors")
-    assert_equal(loaded, flat)
+    chex.assert_trees_all_equal(loaded, flat, strict=True)
 
 
 # --- A run that is killed while it writes -------------------------------------------------------

@@ -3,6 +3,7 @@
 import contextlib
 import warnings
 
+import chex
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -193,7 +194,7 @@ def test_under_set_mesh(mesh, stage, kind, offload):
     zero = zero_of(stage=stage, kind=kind, shape=shape, axes=axes, axis=axis, offload=offload)
     expected = run_all(zero, contextlib.nullcontext, specs)
     found = run_all(zero, lambda: jax.set_mesh(zero.mesh), specs)
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    chex.assert_trees_all_equal(found, expected, strict=True)
 
 
 OTHERS = {

@@ -4,6 +4,7 @@ import functools
 import warnings
 from typing import Any, NamedTuple
 
+import chex
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -233,7 +234,7 @@ def test_linen_outside_a_step(block, scan):
     unsharded, layered = LM(block, scan), LM(zero_of().gathered(block), scan)
     params, expected = linen_state(layered)().params, linen_state(unsharded)().params
     assert jax.tree.structure(params) == jax.tree.structure(expected)
-    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    chex.assert_trees_all_equal(params, expected)
     for train in (False, True):
         outputs = [
             lm.apply({"params": params}, batch(0)["tokens"], train=train)

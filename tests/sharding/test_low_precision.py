@@ -2,6 +2,7 @@
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -170,7 +171,7 @@ def test_a_checkpoint_of_one_mesh_is_read_on_another(tmp_path):
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "state", one.abstract_state(make, tx=tx))
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), saved)
+    chex.assert_trees_all_equal(jax.device_get(restored), saved, strict=True)
     stored = jax.tree.leaves(restored[1], is_leaf=lambda x: isinstance(x, Quantized))
     assert any(isinstance(x, Quantized) for x in stored)
     one.train_step(loss, tx=tx)(restored, one.put(batch_of(1, jnp.float32)))

@@ -1,5 +1,6 @@
 """Parameters without a gradient: frozen, integers, none; gradients that are not finite."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -148,7 +149,7 @@ def test_a_mask_by_function_and_by_prefix_is_the_same():
         np.testing.assert_array_equal(jax.device_get(state[0]["a"]["w"]), np.ones((8, 8)))
         states.append(jax.device_get(state))
     assert np.any(states[0][0]["b"] != 1)
-    jax.tree.map(np.testing.assert_array_equal, *states)
+    chex.assert_trees_all_equal(*states)
 
 
 def test_a_mask_that_does_not_match():
