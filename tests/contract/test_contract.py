@@ -6,6 +6,7 @@ the entire file. Those that are about ``jit`` say so.
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,14 +47,9 @@ def types(tree):
     return jax.tree.map(jax.typeof, tree)
 
 
-def assert_equal(have, want):
-    assert jax.tree.structure(have) == jax.tree.structure(want)
-    jax.tree.map(np.testing.assert_array_equal, have, want)
-
-
 def assert_close(have, want, rtol=1e-12):
     """By the norm of each leaf."""
-    assert jax.tree.structure(have) == jax.tree.structure(want)
+    chex.assert_trees_all_equal_structs(have, want)
 
     def check(path, x, y):
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
@@ -61,11 +57,6 @@ def assert_close(have, want, rtol=1e-12):
         assert error <= rtol * np.linalg.norm(y), (jax.tree_util.keystr(path), error)
 
     jax.tree_util.tree_map_with_path(check, have, want)
-
-
-def assert_finite(tree):
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        assert np.isfinite(leaf).all(), (jax.tree_util.keystr(path), leaf)
 
 
 # --- Composition ---
@@ -80,7 +71,7 @@ def test_chain(name):
     state = tx.init(params)
     for g, updates in zip(grads, have, strict=True):
         u, state = tx.update(jax.tree.map(lambda x: jnp.clip(x, -0.5, 0.5), g), state, params)
-        assert_equal(updates, jax.tree.map(lambda x: -2.0 * x, u))
+        chex.assert_trees_all_equal(updates, jax.tree.map(lambda x: -2.0 * x, u))
         params = optax.apply_updates(params, updates)
 
 
@@ -109,7 +100,7 @@ def test_masked(name, as_function):
     masked = optax.masked(tx, (lambda _: mask) if as_function else mask)
     _, state, [have] = apply(masked, [grads], params)
     _, _, [want] = apply(tx, [{"w": grads["w"]}], {"w": params["w"]})
-    assert_equal(have, want | {"b": grads["b"]})
+    chex.assert_trees_all_equal(have, want | {"b": grads["b"]})
     inner = tx.init({"w": params["w"]})
     assert list(map(jax.typeof, jax.tree.leaves(state))) == (
         list(map(jax.typeof, jax.tree.leaves(inner)))
@@ -122,7 +113,7 @@ def test_partition(name):
     both = optax.partition({"ours": tx, "sgd": optax.sgd(1.0)}, {"w": "ours", "b": "sgd"})
     _, _, [have] = apply(both, [grads], params)
     _, _, [want] = apply(tx, [{"w": grads["w"]}], {"w": params["w"]})
-    assert_equal(have, want | {"b": -grads["b"]})
+    chex.assert_trees_all_equal(have, want | {"b": -grads["b"]})
 
 
 @every
@@ -165,7 +156,7 @@ def test_extra_arguments_are_tolerated(name):
     tx, params, grads = TRANSFORMATIONS[name](), tree(0), tree(1)
     for tolerant in (optax.with_extra_args_support(tx), optax.chain(tx)):
         have, _ = tolerant.update(grads, tolerant.init(params), params, value=1.0, key=None)
-        assert_equal(have, tx.update(grads, tx.init(params), params)[0])
+        chex.assert_trees_all_equal(have, tx.update(grads, tx.init(params), params)[0])
 
 
 # --- inject_hyperparams, under jit, with no static arguments ---
@@ -185,12 +176,11 @@ def test_injected_equals_plain_and_does_not_recompile(name, x64):
     arguments |= WIDE.get(make, {})
     params, grads = tree(0, "float64"), [tree(i, "float64") for i in (1, 2, 3)]
     tx = optax.inject_hyperparams(make)(**arguments)
-    num_traces = 0
+    chex.clear_trace_counter()
 
     @jax.jit
+    @chex.assert_max_traces(n=1)
     def step(g, state, params):
-        nonlocal num_traces
-        num_traces += 1
         return tx.update(g, state, params)
 
     state = jax.jit(tx.init)(params)
@@ -208,7 +198,6 @@ def test_injected_equals_plain_and_does_not_recompile(name, x64):
         have, _ = step(grads[0], state._replace(hyperparams=hyperparams), params)
         other = make(**arguments | {"learning_rate": 0.03})
         assert_close(have, other.update(grads[0], state.inner_state, params)[0])
-    assert num_traces == 1
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, "bfloat16", np.dtype("bfloat16")], ids=repr)
@@ -403,7 +392,7 @@ def test_none_leaves_are_left_out(name):
     tx, params, grads = without_mask(name), tree(0), tree(1)
     _, _, [have] = apply(tx, [grads | {"a": None}], params | {"a": None})
     _, _, [want] = apply(tx, [grads], params)
-    assert_equal(have, want | {"a": None})
+    chex.assert_trees_all_equal(have, want | {"a": None})
 
 
 @every
@@ -419,11 +408,11 @@ def test_scalars_and_dims_of_zero_and_one(name, shape):
     assert types(new_state) == types(state)
     for updates in seen:
         assert types(updates) == types(params)
-        assert_finite(updates)
+        chex.assert_tree_all_finite(updates)
         assert (np.asarray(updates["w"]) != 0).all()
-    assert_finite(new_state)
+    chex.assert_tree_all_finite(new_state)
     alone, _ = tx.update({"b": grads["b"]}, tx.init({"b": params["b"]}), {"b": params["b"]})
-    assert_equal(seen[0]["b"], alone["b"])
+    chex.assert_trees_all_equal(seen[0]["b"], alone["b"])
 
 
 # --- Dtypes and magnitudes ---
@@ -518,7 +507,7 @@ def test_any_magnitude_stays_finite(name, kind, dtype):
             was_zero &= g == 0
             grads = {"w": jnp.asarray(g, dtype), "b": jnp.asarray(g[0], dtype)}
             updates, state = update(grads, state, params)
-            assert_finite((updates, state))
+            chex.assert_tree_all_finite((updates, state))
             assert types(updates) == types(params)
             moved = np.abs(updates["w"]) > 0.02 * np.abs(params["w"])
             assert not (moved & was_zero).any()
@@ -534,7 +523,7 @@ def test_huge_gradients_in_long_rows(name):
         params = {"w": jnp.ones(shape), "b": jnp.ones(1000)}
         state = tx.init(params)
         updates, state = tx.update(jax.tree.map(lambda p: 1e18 * p, params), state, params)
-        assert_finite((updates, state))
+        chex.assert_tree_all_finite((updates, state))
 
 
 @every
@@ -549,11 +538,11 @@ def test_apply_if_finite_keeps_the_state_and_recovers(name):
     for bad in (np.nan, np.inf, -np.inf):
         poisoned = good[0] | {"w": good[0]["w"].at[1, 2].set(bad)}
         updates, kept = step(poisoned, kept, params)
-        assert_equal(updates, jax.tree.map(jnp.zeros_like, params))
-        assert_equal(kept.inner_state, state.inner_state)
+        chex.assert_trees_all_equal(updates, jax.tree.map(jnp.zeros_like, params))
+        chex.assert_trees_all_equal(kept.inner_state, state.inner_state)
         have, _ = step(good[1], kept, params)
         assert_close(have, want, rtol=1e-5)
-        assert_finite(have)
+        chex.assert_tree_all_finite(have)
 
 
 # --- Checkpoints ---
@@ -568,4 +557,4 @@ def test_resume_is_bit_for_bit(name):
     leaves = [np.array(x) for x in jax.tree.leaves(state)]
     state = jax.tree.unflatten(jax.tree.structure(tx.init(params)), map(jnp.asarray, leaves))
     have = apply(tx, grads[2:], params, state)
-    assert_equal(have[:2], want[:2])
+    chex.assert_trees_all_equal(have[:2], want[:2])

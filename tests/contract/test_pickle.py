@@ -6,9 +6,9 @@ through ``cloudpickle``, and so do ours.
 
 import pickle
 
+import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -36,11 +36,6 @@ def test_values(name):
     assert pickle.loads(pickle.dumps(VALUES[name])) == VALUES[name]
 
 
-def assert_same(have, want):
-    assert jax.tree.structure(have) == jax.tree.structure(want)
-    jax.tree.map(np.testing.assert_array_equal, have, want)
-
-
 def step_of(tx, state):
     return tx.update(jax.tree.map(jnp.cos, PARAMS), state, PARAMS)
 
@@ -51,8 +46,8 @@ def test_states(name):
     tx = TRANSFORMATIONS[name]()
     _, state = step_of(tx, tx.init(PARAMS))
     again = pickle.loads(pickle.dumps(state))
-    assert_same(again, state)
-    assert_same(step_of(tx, again), step_of(tx, state))
+    chex.assert_trees_all_equal(again, state)
+    chex.assert_trees_all_equal(step_of(tx, again), step_of(tx, state))
 
 
 @pytest.mark.parametrize("name", ["adamw", *TRANSFORMATIONS])
@@ -63,4 +58,4 @@ def test_transformations(name):
         pickle.dumps(tx)
     cloudpickle = pytest.importorskip("cloudpickle")
     again = pickle.loads(cloudpickle.dumps(tx))
-    assert_same(step_of(again, again.init(PARAMS)), step_of(tx, tx.init(PARAMS)))
+    chex.assert_trees_all_equal(step_of(again, again.init(PARAMS)), step_of(tx, tx.init(PARAMS)))

@@ -3,6 +3,7 @@
 import functools
 import warnings
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -647,7 +648,7 @@ def test_a_gradient_that_is_not_finite_is_seen_or_skipped():
     start = jax.jit(safe.init)(params)
     updates, state = jax.jit(safe.update)(bad, start, params)
     jax.tree.map(lambda u: np.testing.assert_array_equal(u, 0), updates)
-    jax.tree.map(np.testing.assert_array_equal, state.inner_state, start.inner_state)
+    chex.assert_trees_all_equal(state.inner_state, start.inner_state)
 
 
 # --- Bad input ------------------------------------------------------------------------------------
