@@ -31,12 +31,13 @@ def tree(seed, dtype=jnp.float32, shapes=SHAPES):
     return {k: jnp.asarray(rng.normal(size=s), dtype) for k, s in shapes.items()}
 
 
-def apply(tx, grads, params, state=None):
+def apply(tx, grads, params, state=None, *, jit=False):
     """(params, state, updates of every step) after a step for each of ``grads``."""
     state = tx.init(params) if state is None else state
+    update = jax.jit(tx.update) if jit else tx.update
     seen = []
     for g in grads:
-        updates, state = tx.update(g, state, params)
+        updates, state = update(g, state, params)
         params = optax.apply_updates(params, updates)
         seen.append(updates)
     return params, state, seen
@@ -79,7 +80,9 @@ def test_chain(name):
 def test_multi_steps(name, x64):
     """Two micro-steps are one step of the mean gradient."""
     tx, params, grads = wide(name)(), tree(0, "float64"), [tree(i, "float64") for i in range(1, 5)]
-    have, state, _ = apply(optax.MultiSteps(tx, 2, accumulator_dtype=jnp.float64), grads, params)
+    # It has a lax.cond, which would be compiled in each step.
+    every_2 = optax.MultiSteps(tx, 2, accumulator_dtype=jnp.float64)
+    have, state, _ = apply(every_2, grads, params, jit=True)
     means = [jax.tree.map(lambda *x: sum(x) / 2, *grads[i : i + 2]) for i in (0, 2)]
     want, inner, _ = apply(tx, means, params)
     assert_close(have, want)
@@ -522,7 +525,8 @@ def test_huge_gradients_in_long_rows(name):
     for shape in ((2, 1000), (1000, 2)):
         params = {"w": jnp.ones(shape), "b": jnp.ones(1000)}
         state = tx.init(params)
-        updates, state = tx.update(jax.tree.map(lambda p: 1e18 * p, params), state, params)
+        huge = jax.tree.map(lambda p: 1e18 * p, params)
+        updates, state = jax.jit(tx.update)(huge, state, params)
         chex.assert_tree_all_finite((updates, state))
 
 

@@ -394,7 +394,8 @@ def drive(tx, steps, level):
     size[::8, ::32] = 30.0
     params = jnp.zeros(size.shape)
 
-    @jax.jit
+    # 4000 steps: LLVM's first level saves more than it costs.
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
     def run(state, key, mean_square):
         def body(state, i):
             g = jax.random.normal(jax.random.fold_in(key, i), size.shape)

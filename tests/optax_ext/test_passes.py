@@ -55,7 +55,7 @@ def use(monkeypatch, name):
 
 
 def both(array, args):
-    x = jnp.square(array - args["rows"] * args["cols"]) + args["same"]
+    x = (array - args["rows"] * args["cols"]) ** 2 + args["same"]
     return x, 0.9 * array + args["scalar"] * args["same"]
 
 
@@ -66,7 +66,7 @@ def operands(shape, seed=0):
     rows = tuple(shape[d] if d == 0 else 1 for d in range(ndim))
     cols = tuple(shape[d] if d == ndim - 1 else 1 for d in range(ndim))
     sizes = {"rows": rows, "cols": cols, "same": shape, "scalar": edge}
-    return rng.normal(size=shape), {k: jnp.asarray(rng.normal(size=s)) for k, s in sizes.items()}
+    return rng.normal(size=shape), {k: rng.normal(size=s) for k, s in sizes.items()}
 
 
 @pytest.mark.usefixtures("x64", "form")
@@ -209,10 +209,11 @@ def scaled_by_came():
 @pytest.mark.usefixtures("x64", "form")
 def test_it_can_be_mapped_and_differentiated():
     g = jnp.asarray(np.random.default_rng(1).normal(size=(3, 6, 5)))
-    update = scaled_by_came()
+    update = jax.jit(scaled_by_came())
     np.testing.assert_allclose(jax.vmap(update)(g), [update(x) for x in g], rtol=1e-12)
     weights = jnp.asarray(np.random.default_rng(2).normal(size=(6, 5)))
 
+    @jax.jit
     def loss(x):
         return jnp.sum(update(x) * weights)
 

@@ -104,7 +104,7 @@ def train(zero, tx, dtype, **kwargs):
 def wide_alone(tx_name):
     """Float32 parameters on one device, all else in float64; and the transformation."""
     tx = optax_ext.master_weights(model.OPTIMIZERS[tx_name](), dtype=jnp.float64)
-    state = model.make_state(tx, jnp.float32)()
+    state = jax.jit(model.make_state(tx, jnp.float32))()
 
     @jax.jit
     def step(state, batch):
