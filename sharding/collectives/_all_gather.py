@@ -16,7 +16,7 @@ from sharding.placement._specs import Axes
 # Bytes of one tile of a vector in TPU memory.
 _TILE_BYTES = 4096
 # Elements per scale when shards are gathered in codes.
-_BLOCK_SIZE = 512
+BLOCK_SIZE = 512
 
 
 def all_gather_arrays(
@@ -36,7 +36,7 @@ def all_gather_arrays(
 
     def gather(x: jax.Array, dim: int) -> jax.Array:
         floating = jnp.issubdtype(x.dtype, jnp.floating)
-        if dim and bits and floating and x.ndim > 1 and x.size >= _BLOCK_SIZE:
+        if dim and bits and floating and x.ndim > 1 and x.size >= BLOCK_SIZE:
             return _all_gather_codes(layout, x, dim, bits)
         if dim:
             for axes in gather_axis_groups(layout, x.shape[-1] if dim == -1 else None):
@@ -48,10 +48,10 @@ def all_gather_arrays(
 
 def _all_gather_codes(layout: Layout, x: jax.Array, dim: int, bits: int) -> jax.Array:
     """Gathers the codes of all shards and decodes them, in the dtype of the array."""
-    codes, scales = quantize(to_sum_dtype(x).reshape(1, -1), bits, _BLOCK_SIZE)
+    codes, scales = quantize(to_sum_dtype(x).reshape(1, -1), bits, BLOCK_SIZE)
     for axes in gather_axis_groups(layout):
         codes, scales = (lax.all_gather(part, axes, tiled=True) for part in (codes, scales))
-    shards = dequantize(codes, scales, bits, _BLOCK_SIZE)[:, : x.size].astype(x.dtype)
+    shards = dequantize(codes, scales, bits, BLOCK_SIZE)[:, : x.size].astype(x.dtype)
     # (devices, *shard) -> the devices' dim before the sharded one, then both merged.
     shards = jnp.moveaxis(shards.reshape(-1, *x.shape), 0, x.ndim + dim)
     shape = list(x.shape)

@@ -200,3 +200,12 @@ MODELS = {
     "llama3-70b": Decoder(80, 8192, 64, 8, 28672, 128256),
     "llama3-405b": Decoder(126, 16384, 128, 8, 53248, 128256),
 }
+
+
+def count_to_params(count: int, dtype: Any = jnp.bfloat16) -> Any:
+    """Abstract parameters of a given number: matrices of (4096, 4096), and the rest."""
+    side = 4096
+    matrices, rest = divmod(count, side * side)
+    rows, last = divmod(rest, side)
+    shapes = {"matrices": (matrices, side, side), "rows": (rows, side), "rest": (last,)}
+    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items() if shape[0]}

@@ -1,13 +1,13 @@
-"""Compile-only devices: programs for accelerators that are not here.
+"""Compile-only targets: programs for accelerators that this machine does not have.
 
-A program compiled for them can be read (its collectives, its memory) but not run. TPU targets need
-the ``libtpu`` package, GPU targets the CUDA plugin of jax: ``pip install 'optax-ext[aot]'``.
-Nothing of them is loaded before a target is asked for. Set ``JAX_PLATFORMS=cpu`` in a process that
-only compiles, so that jax does not look for the accelerators themselves.
+A program compiled for a target can be read (its collectives, its memory) but not run. TPU targets
+need the ``libtpu`` package, GPU targets the CUDA plugin of jax: ``pip install 'optax-ext[aot]'``.
+They are loaded when a target is first requested. Set ``JAX_PLATFORMS=cpu`` in a process that only
+compiles, so that jax does not look for the accelerators themselves.
 
-Where jax finds these packages and no accelerator, it says so whenever it starts, in every program
-of the environment. To keep them apart, install them into a folder of their own, which only this
-module looks into: ``pip install --target DIR 'jax[tpu,cuda13-local]'`` of the same jax version, and
+Where jax finds these packages and no accelerator, it prints a warning whenever it starts, in every
+program of the environment. To avoid that, install them into a folder of their own, which only this
+module reads: ``pip install --target DIR 'jax[tpu,cuda13-local]'`` of the same jax version, and
 ``SHARDING_COMPILERS=DIR`` in the environment.
 """
 
@@ -26,7 +26,7 @@ from jax.sharding import AxisType, Mesh
 
 from sharding.plan._devices import KINDS
 
-# How one device per chip is asked for, where that is not the default.
+# Options of the topology that make one device per chip, where that is not the default.
 _TPUS: dict[str, dict[str, str]] = {
     "v4": {"chip_config_name": "megacore"},
     "v5e": {},
@@ -35,7 +35,7 @@ _TPUS: dict[str, dict[str, str]] = {
     "tpu7x": {},
 }
 _GPUS = ("h100", "h200")
-# GPUs that can be planned for; XLA is not told enough of them to compile.
+# GPUs that can be planned for; XLA lacks the figures to compile for them.
 _PLANNED = tuple(kind for kind in KINDS if kind not in _TPUS and kind not in _GPUS)
 _GPUS_PER_HOST = {"gb200": 72}  # joined by links; 8 of the others
 _CORES = {"tpu7x": 2}  # devices of a chip
@@ -53,11 +53,11 @@ _KNOWN = (
 
 
 class Target(NamedTuple):
-    """What the name of a target says.
+    """A target, parsed from its name.
 
     Attributes:
       kind: ``"v5e"``, ``"h200"``, ``"cpu"`` ...
-      shape: of the torus of one TPU slice; elsewhere the number of devices.
+      shape: the torus of one TPU slice; elsewhere the number of devices.
       groups: how many TPU slices or hosts of GPUs there are.
     """
 
@@ -67,7 +67,7 @@ class Target(NamedTuple):
 
     @property
     def num_devices(self) -> int:
-        """Of all slices."""
+        """The devices of all slices."""
         slices = self.groups if self.kind in _TPUS else 1
         return math.prod(self.shape) * slices * _CORES.get(self.kind, 1)
 
@@ -78,7 +78,7 @@ class Target(NamedTuple):
 
     @property
     def mesh_axes(self) -> dict[str, int]:
-        """Axes that suit its links: those of the torus; over them those of slices or hosts."""
+        """Axes that suit its links: those of the torus, after one of slices or hosts."""
         if self.kind not in _TPUS:
             inner = {"data": self.shape[0] // self.groups}
             return {"host": self.groups, **inner} if self.groups > 1 else inner
@@ -89,7 +89,7 @@ class Target(NamedTuple):
 
 
 def parse(name: str) -> Target:
-    """What the name of a target says; nothing needs to be installed for it.
+    """The target of a name; no compiler needs to be installed.
 
     Raises:
       ValueError: the name is unknown, or there is no TPU slice of that shape.
@@ -106,16 +106,16 @@ def parse(name: str) -> Target:
         shape = tuple(int(size) for size in match[2].split("x"))
         if shape not in _SHAPES.get(match[1], [shape]):
             known = ", ".join("x".join(map(str, each)) for each in _SHAPES[match[1]])
-            raise ValueError(f"there is no slice {name!r}; those of {match[1]} are {known}")
+            raise ValueError(f"there is no slice {name!r}; those of {match[1]} are {known}.")
         return Target(match[1], shape, int(match[3] or 1))
-    raise ValueError(f"unknown target {name!r}; known are {_KNOWN}")
+    raise ValueError(f"unknown target {name!r}; known are {_KNOWN}.")
 
 
 def gpus(name: str, kind: str, num: int) -> Target:
-    """So many GPUs of a kind, known or not, on hosts."""
+    """A number of GPUs of one kind, known or not, in full hosts."""
     host = _GPUS_PER_HOST.get(kind, 8)
     if num > host and num % host:
-        raise ValueError(f"{name!r}: more GPUs than one host's must be a multiple of {host}")
+        raise ValueError(f"{name!r}: more GPUs than one host's must be a multiple of {host}.")
     return Target(kind, (num,), max(1, num // host))
 
 
@@ -130,7 +130,7 @@ def topology(name: str) -> list[jax.Device]:
       The devices, in jax's order. ``mesh`` puts them into an order that suits their links.
 
     Raises:
-      ValueError: the target is unknown, or what compiles for it is not installed.
+      ValueError: the target is unknown, or its compiler is not installed.
 
     >>> [device.platform for device in topology("cpu:1")]
     ['cpu']
@@ -141,7 +141,7 @@ def topology(name: str) -> list[jax.Device]:
     if not target.compiles:
         raise ValueError(
             f"{name!r} can be planned, not compiled for; targets to compile for are CPUs, TPUs "
-            f"({', '.join(_TPUS)}) and GPUs ({', '.join(_GPUS)})"
+            f"({', '.join(_TPUS)}) and GPUs ({', '.join(_GPUS)})."
         )
     if target.kind in _GPUS:
         return _gpus(name, target)
@@ -167,7 +167,7 @@ def mesh(name: str, shape: Sequence[int], axis_names: Sequence[str]) -> Mesh:
     devices = topology(name)
     shape = tuple(shape)
     if math.prod(shape) != len(devices):
-        raise ValueError(f"mesh shape {shape} asked for {name!r}, which has {len(devices)} devices")
+        raise ValueError(f"mesh shape {shape} does not fit {name!r}, which has {len(devices)} devices.")
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if devices[0].platform != "tpu":
         grid = np.array(devices).reshape(shape)
@@ -175,8 +175,8 @@ def mesh(name: str, shape: Sequence[int], axis_names: Sequence[str]) -> Mesh:
         grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
     elif shape[0] % slices:
         raise ValueError(
-            f"mesh shape {shape} asked for {name!r}: the first axis must be a multiple of the "
-            f"{slices} slices"
+            f"mesh shape {shape} does not fit {name!r}: the first axis must be a multiple of the "
+            f"{slices} slices."
         )
     else:
         grid = mesh_utils.create_hybrid_device_mesh(
@@ -192,8 +192,8 @@ def _cpus(name: str, num: int) -> list[jax.Device]:
     devices = jax.devices("cpu")
     if len(devices) < num:
         raise ValueError(
-            f"{name!r} asked for, {len(devices)} CPU devices found; set "
-            f"jax.config.update('jax_num_cpu_devices', {num}) before jax is first used"
+            f"{name!r} was requested, {len(devices)} CPU devices were found; set "
+            f"jax.config.update('jax_num_cpu_devices', {num}) before jax is first used."
         )
     return devices[:num]
 
@@ -206,8 +206,8 @@ def _find_compilers() -> None:
 def _tpus(name: str, target: Target) -> list[jax.Device]:
     _find_compilers()
     if importlib.util.find_spec("libtpu") is None:
-        raise ValueError(f"{name!r} needs the TPU compiler, which is not installed: {_HOW}")
-    # Nothing is asked of a metadata server, and two processes may compile at once.
+        raise ValueError(f"{name!r} needs the TPU compiler, which is not installed: {_HOW}.")
+    # No query of a metadata server; two processes may compile at once.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     options: dict[str, Any] = {**_TPUS[target.kind]}
@@ -217,7 +217,7 @@ def _tpus(name: str, target: Target) -> list[jax.Device]:
     try:
         found = topologies.get_topology_desc(f"{target.kind}:{shape}", "tpu", **options)
     except jax.errors.JaxRuntimeError as error:
-        raise ValueError(f"the TPU compiler does not know {name!r}: {error}") from error
+        raise ValueError(f"the TPU compiler does not know {name!r}: {error}.") from error
     return found.devices
 
 
@@ -231,13 +231,13 @@ def _gpus(name: str, target: Target) -> list[jax.Device]:
     except NotImplementedError as error:
         raise ValueError(
             f"{name!r} needs jax's CUDA plugin, which is not found: {_HOW}; one in "
-            "SHARDING_COMPILERS is seen only before jax is first used"
+            "SHARDING_COMPILERS is seen only before jax is first used."
         ) from error
     return found.devices
 
 
 def _gpu_config(kind: str) -> str:
-    """What XLA is told about a Hopper GPU, as the text of its GpuTargetConfigProto."""
+    """A Hopper GPU for XLA, as the text of its GpuTargetConfigProto."""
     figures = KINDS[kind]
     return f"""
       gpu_device_info {{

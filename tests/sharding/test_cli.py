@@ -21,8 +21,7 @@ import sharding
 from sharding.plan import estimate
 from sharding.plan._cli import main
 from sharding.plan._devices import kind_of
-from sharding.plan._models import MODELS
-from sharding.plan._plan import count_to_params
+from sharding.plan._models import MODELS, count_to_params
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -89,14 +88,12 @@ def test_json_has_the_numbers_of_estimate(run):
     code, out, err = run("plan --model 7.5e9 --optimizer adam --master --target h100x64 --json")
     assert (code, err) == (0, "")
     found = json.loads(out)
-    mesh = AbstractMesh((8, 8), ("host", "data"))
+    zero = sharding.Zero(AbstractMesh((8, 8), ("host", "data")), stage=3, replica_axis="host")
     tx = optax_ext.master_weights(optax.adam(1e-3))
     expected = estimate(
         count_to_params(7_500_000_000),
         tx,
-        mesh,
-        axis="data",
-        replica_axis="host",
+        zero,
         device=kind_of("h100x64"),
     ).to_dict()
     assert found["stages"] == list(expected["stages"])
@@ -123,7 +120,7 @@ def test_options_reach_the_plan(run):
     assert stages("--master")[third]["master"] == pytest.approx(2 * plain[third]["params"])
     # Momentum of 2 bytes an element, then half a byte and scales.
     assert 0.25 < stages("--state 4bit")[third]["opt_state"] / plain[third]["opt_state"] < 0.28
-    # All but what is smaller than min_shard_size.
+    # All but arrays smaller than offload_min_size.
     assert 0.99 < stages("--offload")[third]["host"] / plain[third]["opt_state"] < 1
     assert "3 hybrid" not in stages("--mesh x=16")
     swapped = stages("--replica-axis y --axis x --mesh x=8,y=2")["3 hybrid"]
@@ -326,7 +323,7 @@ def test_what_is_named_does_fit(run, module):
 def test_nothing_makes_it_fit(run):
     code, out, _ = run("plan --model 1e15 --target h100x8")
     assert code == 2
-    assert "No change that is known here makes it fit: cut it over a model axis, too." in out
+    assert "No change that is known here makes it fit: shard it over a model axis, too." in out
 
 
 # --- The user's own -------------------------------------------------------------------------------
@@ -377,7 +374,7 @@ GPT2 = "--model gpt2-small"
         (f"{GPT2} --target cpu:8 --optimizer adamx", "'adamx' is no optimizer; nearest are .*adam"),
         (f"{GPT2} --target cpu:8 --optimizer chain", "'chain' is no optimizer"),
         (f"{GPT2} --target cpu:8 --optimizer optax:adm", "module 'optax' has no attribute 'adm'"),
-        (f"{GPT2} --target cpu:8 --optimizer optax:adam", "must make one, .*'learning_rate'"),
+        (f"{GPT2} --target cpu:8 --optimizer optax:adam", "must make one without arguments, .*'learning_rate'"),
         (f"{GPT2} --target cpu:8 --optimizer os:getcwd", "os:getcwd made no optimizer, but '/"),
         ("--model gpt2-tiny --target cpu:8", "'gpt2-tiny' is no number and no model; .*gpt2-small"),
         ("--model qwen --target cpu:8", "is no number and no model; known are gpt2-large, .*llama"),
@@ -386,27 +383,27 @@ GPT2 = "--model gpt2-small"
         ("--model nosuch.module:f --target cpu:8", "--model nosuch.module:f: No module named 'no"),
         ("--model math:nosuch --target cpu:8", "'math' has no attribute 'nosuch'"),
         ("--model math:pi --target cpu:8", "--model math:pi must make parameters"),
-        ("--model math:sin --target cpu:8", "--model math:sin must make parameters, given nothing"),
+        ("--model math:sin --target cpu:8", "--model math:sin must make parameters without"),
         ("--target cpu:8", "--model is missing: a number, a name, or module:function"),
         (
             f"{GPT2} --target v7:2x2",
             "unknown target 'v7:2x2'; known are v4:2x2x2, .*cpu:8.* a100-40x8.* can be planned as "
-            "NAMExNUMBER with its figures: --memory GIB, .*--tflops, --bandwidth and --link$",
+            "NAMExNUMBER with its figures: --memory GIB, .*--tflops, --bandwidth and --link.$",
         ),
         (f"{GPT2} --target newx8", "unknown target 'newx8'; known .* NAMExNUMBER .*--memory GIB"),
         (f"{GPT2} --target newx12 --memory 8", "'newx12': .* must be a multiple of 8"),
         (f"{GPT2} --target h100x12 --memory 8", "'h100x12': .* must be a multiple of 8"),
-        (f"{GPT2} --target v5e:3x3", "no slice 'v5e:3x3'; those of v5e are 1x1, .*, 16x16$"),
+        (f"{GPT2} --target v5e:3x3", "no slice 'v5e:3x3'; those of v5e are 1x1, .*, 16x16.$"),
         (
             f"{GPT2} --target v5e:4x4 --mesh x=4,y=2",
-            r"--mesh x=4,y=2: 4 \* 2 = 8 devices asked for, but v5e:4x4 has 16$",
+            r"--mesh x=4,y=2: 4 \* 2 = 8 devices requested, but v5e:4x4 has 16.$",
         ),
         (f"{GPT2} --target v5e:4x4 --mesh x=4,x=4", "axis 'x' is named twice"),
         (f"{GPT2} --target v5e:4x4 --mesh 4x4", "must look like x=4,y=8, got '4x4'"),
         (f"{GPT2} --target v5e:4x4 --mesh x=0,y=4", "must look like x=4,y=8, got 'x=0,y=4'"),
         (f"{GPT2} --target v5e:4x4 --axis z", r"axis 'z' is not in the mesh \('x', 'y'\)"),
         (f"{GPT2} --target v5e:4x4 --replica-axis x,y", "axis must name at least one"),
-        (f"{GPT2} --target cpu:8 --length 2000", "has 1024 positions, --length 2000 asked for"),
+        (f"{GPT2} --target cpu:8 --length 2000", "has 1024 positions, --length 2000 was requested"),
         (f"{GPT2} --target cpu:8 --length -5", "--length must be above 0, got -5"),
         (f"{GPT2} --target cpu:8 --microbatches 0", "--microbatches must be above 0, got 0"),
         (f"{GPT2} --target cpu:8 --batch -1", "--batch must be above 0, got -1"),
@@ -414,6 +411,7 @@ GPT2 = "--model gpt2-small"
         (f"{GPT2} --target cpu:8 --dtype int8", "--dtype must be a floating dtype, got int8"),
         (f"{GPT2} --target cpu:8 --reduce-dtype int8", "--reduce-dtype must be a floating dtype"),
         (f"{GPT2} --target cpu:8 --dtype half-ish", "--dtype 'half-ish' is no dtype"),
+        ("--model 1e9 --target cpu:8 --batch 2", "--batch counts sequences, .* give --length"),
         (f"{GPT2} --target cpu:8 --plot /nosuch/x.png", "--plot /nosuch/x.png: No such file"),
     ],
 )
@@ -531,7 +529,19 @@ def test_a_step_that_does_not_fit(run, module):
             "--model gpt2-small --target cpu:8 --find-batch --memory 1 --headroom 1.5",
             "headroom must be from 0 to below 1, got 1.5",
         ),
-        ("--step math:sin --target cpu:8 --mesh a=3", "a=3: 3 = 3 devices asked for, but cpu:8"),
+        ("--model gpt2-small --target cpu:8 --headroom 0.2", "read with --find-batch only"),
+        ("--model gpt2-small --target cpu:8 --no-remat", "read at stages 0 to 2 only"),
+        ("--model gpt2-small --target cpu:8 --hybrid", "--hybrid needs an axis of replicas"),
+        (
+            "--model gpt2-small --target cpu:8 --mesh x=2,y=4 --replica-axis y",
+            "--replica-axis is read with --hybrid only",
+        ),
+        ("--step math:sin --target cpu:8 --batch 2", "--batch would be ignored: --step math:sin"),
+        (
+            "--step math:sin --target cpu:8 --master --compute-dtype float32 --stage 2",
+            "--master, --compute-dtype, --stage would be ignored: --step math:sin",
+        ),
+        ("--step math:sin --target cpu:8 --mesh a=3", "a=3: 3 = 3 devices requested, but cpu:8"),
         ("--model gpt2-small --target cpu:8 --length 1025", "has 1024 positions"),
     ],
 )

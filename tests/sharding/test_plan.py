@@ -16,22 +16,19 @@ import optax_ext
 import sharding as shd
 from optax_ext import STATE_FORMATS, low_precision_state
 from sharding.plan import estimate, targets
+from sharding.plan._advice import deepspeed_stage_2, saving_of
 from sharding.plan._devices import KINDS, kind_of
-from sharding.plan._models import MODELS, Decoder
-from sharding.plan._plan import (
-    count_to_params,
-    deepspeed_stage_2,
-    saving_of,
-)
+from sharding.plan._models import MODELS, Decoder, count_to_params
 
 GB, GIB = 1e9, 2**30
 STAGES = [f"stage {i}" for i in range(4)]
 
 
-def plan_of(params, tx=None, sizes=(64,), names=("data",), **options):
-    mesh = AbstractMesh(sizes, names)
-    options = {"axis": names[-1], "replica_axis": names[:-1] or None} | options
-    return estimate(params, tx or optax.adam(1e-3), mesh, **options)
+def plan_of(params, tx=None, sizes=(64,), names=("data",), zero=None, **options):
+    """A plan of stage 3 on an abstract mesh; ``zero`` are more fields of ``Zero``."""
+    axes = {"axis": names[-1], "replica_axis": names[:-1] or None}
+    zero = shd.Zero(AbstractMesh(sizes, names), stage=3, **axes | (zero or {}))
+    return estimate(params, tx or optax.adam(1e-3), zero, **options)
 
 
 def device(gigabytes):
@@ -134,18 +131,19 @@ def wire_by_hand(k, held=2, summed=4):
     return wire, [0, 0, 0, 0, hybrid, spread]
 
 
-def wire_plan(dtype=jnp.bfloat16, **options):
+def wire_plan(dtype=jnp.bfloat16, *, zero=None, **options):
     params = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in SHAPES.items()}
     params["steps"] = jax.ShapeDtypeStruct((64, 64), jnp.int32)  # has no gradient
     tx = optax.sgd(1e-3)
-    options = {"min_shard_size": 100, "gathered_once": "^once$"} | options
-    return plan_of(params, tx, (2, 4), ("host", "data"), **options)
+    zero = {"min_shard_size": 100} | (zero or {})
+    options = {"gathered_once": "^once$"} | options
+    return plan_of(params, tx, (2, 4), ("host", "data"), zero, **options)
 
 
 @pytest.mark.parametrize("k", [1, 4])
 def test_wire_bytes_by_hand(k):
     precision = shd.Precision(reduce=jnp.float32)
-    plan = wire_plan(precision=precision, microbatches=k)
+    plan = wire_plan(zero={"precision": precision}, microbatches=k)
     assert [stage.name for stage in plan.stages] == [*STAGES, "3 hybrid", "3 spread"]
     wire, network = wire_by_hand(k)
     assert [stage.wire for stage in plan.stages] == pytest.approx(wire)
@@ -154,7 +152,8 @@ def test_wire_bytes_by_hand(k):
 
 def test_what_is_computed_in_travels():
     """Stage 3 gathers in the dtype of the loss, stages 1 and 2 in that of the parameters."""
-    found = wire_plan(jnp.float32, precision=shd.Precision(compute=jnp.bfloat16)).stages
+    precision = shd.Precision(compute=jnp.bfloat16)
+    found = wire_plan(jnp.float32, zero={"precision": precision}).stages
     narrow, _ = wire_by_hand(1, held=2, summed=2)
     mixed, _ = wire_by_hand(1, held=4, summed=2)
     expected = [*mixed[:3], *narrow[3:5]]
@@ -167,27 +166,39 @@ MODEL = Decoder(2, 128, 4, 2, 384, 512, length=16, gated=False, tied=True)
 OPTIMIZERS = {"adamw": optax.adamw, "came": optax_ext.came, "adafactor": optax.adafactor}
 
 
-@pytest.mark.parametrize(
-    ("name", "optimizer", "k"),
-    [
-        ("stage 0", "adamw", 1),
-        ("stage 1", "came", 1),
-        ("stage 2", "adafactor", 2),
-        ("stage 3", "came", 1),
-        ("3 hybrid", "adamw", 2),
-        ("3 spread", "adafactor", 1),
-    ],
-)
-def test_the_compiled_step(name, optimizer, k):
+# Every kind of stage, and every option of Zero that changes what is held or sent.
+CASES = {
+    "stage 0": ({"stage": 0}, "adamw", 1),
+    "stage 1": ({"stage": 1}, "came", 1),
+    "stage 2": ({"stage": 2}, "adafactor", 2),
+    "stage 3": ({"stage": 3}, "came", 1),
+    "1 hybrid": ({"stage": 1, "replica_axis": "host"}, "adamw", 1),
+    "2 hybrid": ({"stage": 2, "replica_axis": "host"}, "adamw", 2),
+    "2 spread": (
+        {"stage": 2, "replica_axis": "host", "shard_state_over_replicas": True},
+        "came",
+        2,
+    ),
+    "3 hybrid": ({"stage": 3, "replica_axis": "host"}, "adamw", 2),
+    "3 spread": (
+        {"stage": 3, "replica_axis": "host", "shard_state_over_replicas": True},
+        "adafactor",
+        1,
+    ),
+    "stage 3, kept": ({"stage": 3, "reshard_after_forward": False}, "adamw", 1),
+    "stage 3, codes": ({"stage": 3, "precision": shd.Precision(gather="int8")}, "adamw", 1),
+    "stage 2, unsharded": ({"stage": 2, "unsharded": "embed"}, "adamw", 1),
+    "stage 1, residuals": ({"stage": 1, "sync": shd.sync.top_k(0.1)}, "adamw", 1),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_compiled_step(name):
+    fields, optimizer, k = CASES[name]
     tx = OPTIMIZERS[optimizer](1e-3)
     mesh = jax.make_mesh((2, 4), ("host", "data"), axis_types=(AxisType.Auto,) * 2)
-    axes = {"axis": "data", "replica_axis": "host"}
-    if name.startswith("stage"):
-        zero = shd.Zero(mesh, int(name[-1]), ("host", "data"), min_shard_size=1000)
-    else:
-        zero = shd.Zero(
-            mesh, 3, **axes, shard_state_over_replicas=name == "3 spread", min_shard_size=1000
-        )
+    axis = "data" if "replica_axis" in fields else ("host", "data")
+    zero = shd.Zero(mesh, axis=axis, min_shard_size=1000, **fields)
 
     def make_state():
         params = MODEL.init()
@@ -199,17 +210,74 @@ def test_the_compiled_step(name, optimizer, k):
     plan = estimate(
         MODEL.abstract(),
         tx,
-        mesh,
-        **axes,
+        zero,
         microbatches=k,
-        min_shard_size=1000,
         batch=4 * k * (MODEL.length + 1),
-        gathered_once=r"^(?!layers/)",
+        gathered_once=MODEL.gathered_once,
     )
-    (stage,) = (stage for stage in plan.stages if stage.name == name)
+    stage = plan.stage(plan.requested)
+    assert stage.name == name.split(",")[0]
     arguments = compiled.memory_analysis().argument_size_in_bytes
     assert stage.arguments == pytest.approx(arguments, rel=0.02)
-    assert shd.wire_bytes(compiled) == pytest.approx(stage.wire, rel=0.05)
+    if zero.sync is None:
+        assert shd.wire_bytes(compiled) == pytest.approx(stage.wire, rel=0.05)
+
+
+# --- The Zero that is planned ---------------------------------------------------------------------
+
+ONE = {"w": jax.ShapeDtypeStruct((256, 512), jnp.float32)}
+
+
+def test_the_requested_stage_is_among_the_stages():
+    names = [*STAGES, "3 hybrid", "3 spread"]
+    for stage in range(4):
+        flat = plan_of(ONE, zero={"stage": stage})
+        assert flat.requested == f"stage {stage}"
+        assert [each.name for each in flat.stages] == STAGES
+        hybrid = plan_of(ONE, sizes=(2, 4), names=("host", "data"), zero={"stage": stage})
+        # At stage 0 replicas and devices within one all-reduce alike.
+        requested = f"{stage} hybrid" if stage else "stage 0"
+        assert hybrid.requested == requested
+        expected = names if requested in names else [*names, requested]
+        assert [each.name for each in hybrid.stages] == expected
+        assert hybrid.stage(requested).name == requested
+        assert hybrid.to_dict()["requested"] == requested
+
+
+def test_a_stage_that_is_not_in_the_plan():
+    message = "'3 hybrid' is not in the plan; its stages are 'stage 0', .*, 'stage 3'"
+    with pytest.raises(ValueError, match=message):
+        plan_of(ONE).stage("3 hybrid")
+
+
+def test_sync_state_is_counted():
+    """Residuals of all gradients on each device; none at stage 3, which cannot hold them."""
+    plain = plan_of(ONE, zero={"stage": 1})
+    found = plan_of(ONE, zero={"stage": 1, "sync": shd.sync.top_k(0.1)})
+    size = 4 * 256 * 512
+    assert [stage.sync for stage in found.stages] == [size, size, size, 0]
+    for a, b in zip(plain.stages, found.stages, strict=True):
+        assert (b.wire, b.memory) == (a.wire, a.memory + b.sync)
+    assert re.search("^ +gradient sync +512 KiB +512 KiB +512 KiB +0 B$", str(found), re.MULTILINE)
+    assert "what another sync sends has no closed form" in found.notes[-1]
+    assert "gradient sync" not in str(plain)
+    with pytest.raises(ValueError, match="at stage 3"):
+        plan_of(ONE, zero={"stage": 3, "sync": shd.sync.top_k(0.1)})
+
+
+def test_old_calls_are_told_the_new_one():
+    tx, mesh = optax.adam(1e-3), AbstractMesh((8,), ("data",))
+    old = {"axis": "data", "min_shard_size": 0, "offload": True}
+    message = (
+        "estimate takes a Zero, got axis, min_shard_size, offload. Call estimate(params, tx, "
+        'Zero(mesh, axis=..., min_shard_size=..., offload="optimizer"), ...).'
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
+        estimate(ONE, tx, mesh, **old)
+    with pytest.raises(TypeError, match="got axis, mesh. Call"):
+        estimate(ONE, tx, mesh=mesh, axis="data")
+    with pytest.raises(TypeError, match="got AbstractMesh"):
+        estimate(ONE, tx, mesh)
 
 
 # --- What is recommended --------------------------------------------------------------------------
@@ -298,9 +366,9 @@ def formatted(tx, dtype=jnp.bfloat16, **options):
 )
 def test_tiles(shape, dtype, stage, filled):
     params = {"w": jax.ShapeDtypeStruct(shape, dtype)}
-    plan = plan_of(params, device=kind_of("v5p:4x4x4"), min_shard_size=0)
+    plan = plan_of(params, device=kind_of("v5p:4x4x4"), zero={"min_shard_size": 0})
     assert plan.stages[stage].params == filled
-    close = plan_of(params, device=kind_of("h200"), min_shard_size=0)
+    close = plan_of(params, device=kind_of("h200"), zero={"min_shard_size": 0})
     size = math.prod(shape) * jnp.dtype(dtype).itemsize
     assert close.stages[stage].params == size / (64 if stage == 3 else 1)
     assert plan.stages[stage].wire == close.stages[stage].wire
@@ -324,12 +392,15 @@ def test_state_formats(state_format):
     assert plain[0].master == 4 * NUM_STATE
 
 
-def test_offload():
+@pytest.mark.parametrize("smallest", ["vector", "large"])
+def test_offload(smallest):
+    zero = {"offload": "optimizer", "offload_min_size": math.prod(STATE_SHAPES[smallest])}
     for plain, found in zip(
-        formatted(ADAM, batch=100.0), formatted(ADAM, batch=100.0, offload=True), strict=True
+        formatted(ADAM, batch=100.0), formatted(ADAM, batch=100.0, zero=zero), strict=True
     ):
-        # Three copies of what is not small, cut from stage 1 on; the rest stays on the device.
-        moved = 3 * 4 * (NUM_STATE - 4095) / (1 if plain.name == "stage 0" else 8)
+        # Three arrays of each large parameter, sharded from stage 1 on; the rest is on the device.
+        num_moved = 128 * 256 + (4096 if smallest == "vector" else 0)
+        moved = 3 * 4 * num_moved / (1 if plain.name == "stage 0" else 8)
         assert found.host == moved
         assert found.host_wire == 2 * found.host
         assert found.arguments == plain.arguments - moved
@@ -357,21 +428,25 @@ def test_random_keys_in_the_state():
 def test_a_saving_that_matters_and_one_that_does_not():
     params = count_to_params(7_500_000_000)
     adamw, came = (plan_of(params, tx) for tx in (ADAM, CAME))
-    whole = saving_of(came, adamw, "stage 0", ("CAME", "AdamW"))
-    assert whole.startswith("At stage 0 CAME holds 27.9 GiB less than AdamW: 25% of a device's")
-    assert "dominate" not in whole
-    cut = saving_of(came, adamw, "stage 2")
+
+    def saving(mine, theirs, name, *names):
+        return saving_of(mine.stage(name), theirs.stage(name), *names)
+
+    unsharded = saving(came, adamw, "stage 0", ("CAME", "AdamW"))
+    assert unsharded.startswith("At stage 0 CAME holds 27.9 GiB less than AdamW: 25% of a device's")
+    assert "dominate" not in unsharded
+    sharded = saving(came, adamw, "stage 2")
     # Of 4 bytes a parameter on 64 devices, 447 MiB, less what CAME's rows and columns take.
-    assert cut.startswith("At stage 2 it holds 433 MiB less than AdamW: 3% of")
-    assert cut.endswith(
+    assert sharded.startswith("At stage 2 it holds 433 MiB less than AdamW: 3% of")
+    assert sharded.endswith(
         "Parameters and gradients dominate; the optimizer hardly matters for memory here."
     )
-    assert "AdamW holds 433 MiB more than CAME" in saving_of(
+    assert "AdamW holds 433 MiB more than CAME" in saving(
         adamw, came, "stage 2", ("AdamW", "CAME")
     )
-    assert "dominate" not in saving_of(came, adamw, "stage 3")
+    assert "dominate" not in saving(came, adamw, "stage 3")
     sgd = plan_of(params, optax.sgd(1e-3))  # parameters and gradients are all, and it matters
-    assert saving_of(sgd, adamw, "stage 0").endswith("75% of a device's 112 GiB.")
+    assert saving(sgd, adamw, "stage 0").endswith("75% of a device's 112 GiB.")
 
 
 # --- Models ---------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ def need(target):
     [
         ("v9z:2x2", "unknown target 'v9z:2x2'; known are v4:2x2x2"),
         ("cpu:0", "unknown target 'cpu:0'"),
-        ("cpu:64", r"'cpu:64' asked for, 8 CPU devices found; set jax.config.update"),
+        ("cpu:64", r"'cpu:64' was requested, 8 CPU devices were found; set jax.config.update"),
         ("h200x12", "more GPUs than one host's must be a multiple of 8"),
     ],
 )
@@ -43,7 +43,7 @@ def test_bad_names(name, message):
 
 
 def test_a_mesh_that_does_not_fit():
-    with pytest.raises(ValueError, match=r"mesh shape \(2, 2\) asked for 'cpu:8', which has 8"):
+    with pytest.raises(ValueError, match=r"mesh shape \(2, 2\) does not fit 'cpu:8', which has 8"):
         shd.targets.mesh("cpu:8", (2, 2), ("a", "b"))
 
 

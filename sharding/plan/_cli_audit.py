@@ -1,0 +1,224 @@
+"""The command ``audit``: compiles steps and reads their programs."""
+
+import argparse
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from sharding._zero import Zero
+from sharding.placement._specs import axes_of
+from sharding.plan import targets
+from sharding.plan._audit import Audit, audit
+from sharding.plan._batch import FoundBatch, Tried, find_batch, needed
+from sharding.plan._cli_options import (
+    Setup,
+    device_of,
+    dtype_of,
+    load,
+    mesh_axes_of,
+    setup_of,
+    target_of,
+)
+from sharding.plan._cli_output import print_json, save
+from sharding.plan._models import MODELS
+from sharding.plan._plot import plot_audits
+from sharding.plan._show import show
+
+# Options about a named model, which a step of the user's own does not read.
+_OF_MODELS = (
+    *("model", "optimizer", "master", "dtype", "compute_dtype", "reduce_dtype"),
+    *("axis", "replica_axis", "stage", "hybrid", "microbatches", "length", "no_remat"),
+)
+
+
+def run_audit(options: argparse.Namespace) -> int:
+    """Audits, prints and plots; 2 where a step does not fit."""
+    target = target_of(options)
+    jax.config.update("jax_platforms", "cpu")
+    if target.kind == "cpu":
+        jax.config.update("jax_num_cpu_devices", target.num_devices)
+    _check(options)
+
+    # Compile: each step once, or with several batches.
+    steps = _steps(options, target)
+    searches: dict[str, FoundBatch] = {}
+    if options.find_batch:
+        for name, make in steps.items():
+            print(f"{name}: trying batches", file=sys.stderr)
+            searches[name] = find_batch(
+                make,
+                device=device_of(options),
+                headroom=0.1 if options.headroom is None else options.headroom,
+                start=options.batch or 1,
+                report=_report,
+            )
+        audits = {name: search.audit for name, search in searches.items() if search.audit}
+    else:
+        audits = {name: _compiled(make, options.batch or 1) for name, make in steps.items()}
+
+    # Show.
+    if options.json:
+        rows = {name: each.to_dict() for name, each in audits.items()}
+        for name, search in searches.items():
+            rows[name] = rows.get(name, {}) | {"find_batch": search.to_dict()}
+        print_json(rows)
+    else:
+        _show_audits(options, audits, searches)
+    if options.plot and audits:
+        save(plot_audits, audits, options.plot)
+    fits = [each.fits for each in audits.values()]
+    fits += [search.batch > 0 for search in searches.values()]
+    return 2 if False in fits else 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raises for options that would be ignored, or lack another."""
+    if options.find_batch and device_of(options) is None:
+        raise ValueError(
+            f"--find-batch needs the memory of a device, and none is known of {options.target}: "
+            "give --memory GIB."
+        )
+    if options.headroom is not None:
+        if not options.find_batch:
+            raise ValueError("--headroom is read with --find-batch only: give both, or neither.")
+        if not 0 <= options.headroom < 1:
+            raise ValueError(f"--headroom must be from 0 to below 1, got {options.headroom}.")
+    if options.step:
+        given = [name for name in _OF_MODELS if getattr(options, name) != options.defaults(name)]
+        if given:
+            names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise ValueError(
+                f"{names} would be ignored: --step {options.step} makes the whole step, with its "
+                "own model, optimizer and stage. Leave out one or the other."
+            )
+        if options.batch is not None and not options.find_batch:
+            raise ValueError(
+                f"--batch would be ignored: --step {options.step} has a batch of its own. Leave "
+                "--batch out, or give --find-batch, which starts from it."
+            )
+    if options.no_remat and set(_stages(options)) == {3}:
+        raise ValueError(
+            "--no-remat is read at stages 0 to 2 only: stage 3 always gathers and computes layers "
+            "again. Leave it out, or give --stage 0, 1 or 2."
+        )
+
+
+def _stages(options: argparse.Namespace) -> list[int]:
+    return [int(stage) for stage in options.stage or ["3"]]
+
+
+def _show_audits(
+    options: argparse.Namespace, audits: dict[str, Audit], searches: dict[str, FoundBatch]
+) -> None:
+    for name, found in audits.items():
+        batch = f", batch {searches[name].batch}" if name in searches else ""
+        tables = [table._replace(title=f"{name}{batch}: {table.title}") for table in found.tables()]
+        notes = found.sentences
+        if found.kind is None:
+            notes.append(
+                f"Whether it fits, and how long it takes at least, is not known: no figures of "
+                f"{options.target}. Give them: --memory, --bandwidth, --tflops, --link."
+            )
+        show(tables, notes)
+    for name, search in searches.items():
+        tables = [table._replace(title=f"{name}: {table.title}") for table in search.tables()]
+        show(tables, [f"{name}: {search.sentence}"])
+
+
+def _report(tried: Tried) -> None:
+    """A line as soon as a size is known, since each takes a compilation."""
+    verdict = "fits" if tried.fits else "too much"
+    print(f"  batch {tried.batch}: {needed(tried.memory)}, {verdict}", file=sys.stderr, flush=True)
+
+
+# --- Steps ----------------------------------------------------------------------------------------
+
+
+def _steps(
+    options: argparse.Namespace, target: targets.Target
+) -> dict[str, Callable[[int], Audit]]:
+    """For each requested step a function of the batch that audits it."""
+    mesh_axes = mesh_axes_of(options, target)
+    if options.step:
+        mesh = targets.mesh(options.target, tuple(mesh_axes.values()), tuple(mesh_axes))
+        make = load(options.step, "--step")
+        device = device_of(options)
+
+        def audit_step(batch: int) -> Audit:
+            lowered = make(mesh, batch) if options.find_batch else make(mesh)
+            return audit(lowered, mesh=mesh, device=device)
+
+        return {options.step: audit_step}
+    setup = setup_of(options)
+    if setup.model is None:
+        raise ValueError(
+            "audit compiles a step, so --model must be one of "
+            f"{', '.join(MODELS)}; of a model of your own give the step: --step."
+        )
+    if not options.hybrid and options.replica_axis:
+        raise ValueError("--replica-axis is read with --hybrid only: give both, or neither.")
+    if options.hybrid and not setup.zero.replica_axis:
+        raise ValueError(
+            f"--hybrid needs an axis of replicas beside --axis, and the mesh has {mesh_axes}: give "
+            "a --mesh of several axes."
+        )
+    mesh = targets.mesh(options.target, tuple(mesh_axes.values()), tuple(mesh_axes))
+    zero = dataclasses.replace(setup.zero, mesh=mesh)
+    if not options.hybrid:
+        axis = (*axes_of(zero.replica_axis), *axes_of(zero.axis))
+        zero = dataclasses.replace(zero, axis=axis, replica_axis=None)
+    return {
+        f"stage {stage}": functools.partial(
+            _audit_stage, options, setup, dataclasses.replace(zero, stage=stage)
+        )
+        for stage in _stages(options)
+    }
+
+
+def _audit_stage(options: argparse.Namespace, setup: Setup, zero: Zero, batch: int) -> Audit:
+    setup = dataclasses.replace(setup, batch=batch)
+    plan = setup.plan(zero)
+    return audit(
+        _lowered(options, setup, zero),
+        mesh=zero.mesh,
+        device=setup.device,
+        expected_wire=plan.stage(plan.requested).wire,
+        tokens=plan.tokens,
+    )
+
+
+def _lowered(options: argparse.Namespace, setup: Setup, zero: Zero) -> jax.stages.Lowered:
+    """The lowered step of a named model."""
+    model = setup.model
+    assert model is not None
+    layer: Callable[..., jax.Array] = zero.gathered(model.apply_layer)
+    if zero.stage < 3 and not options.no_remat:
+        layer = jax.checkpoint(layer)
+
+    def make_state() -> tuple[object, object]:
+        params = model.init(dtype_of(options))
+        return params, setup.tx.init(params)
+
+    step = zero.train_step(model.make_loss(layer), tx=setup.tx, microbatches=setup.microbatches)
+    sequences = zero.num_devices * setup.sequences
+    tokens = jax.ShapeDtypeStruct((sequences, setup.length + 1), jnp.int32)
+    return step.lower(zero.abstract_state(make_state, tx=setup.tx), tokens)
+
+
+def _compiled(make: Callable[[int], Audit], batch: int) -> Audit:
+    """The audit of a step; an error of its own where the compiler runs out of memory."""
+    try:
+        return make(batch)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        lines = [
+            line.strip() for line in str(error).splitlines() if "xceed" in line or "Used" in line
+        ]
+        raise ValueError(
+            f"the step does not fit, so that its compiler gave up: {' '.join(lines[:2])}"
+        ) from error

@@ -1,0 +1,295 @@
+"""The options of both commands: what they mean, and one sentence for each wrong one."""
+
+import argparse
+import dataclasses
+import difflib
+import functools
+import importlib
+import math
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optax_ext
+from sharding._zero import Zero
+from sharding.placement._specs import AnyMesh
+from sharding.plan import targets
+from sharding.plan._devices import DeviceKind, kind_of
+from sharding.plan._models import MODELS, Decoder, count_to_params
+from sharding.plan._plan import Plan, estimate
+from sharding.step._precision import Precision
+
+# The options that make an unknown device known.
+FIGURES = "--memory GIB, and for times --tflops, --bandwidth and --link"
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """A model, its optimizer and its ``Zero``, as the options say.
+
+    Attributes:
+      params: abstract parameters.
+      model: the model, where it is one of ``MODELS``.
+      tx: the transformation, without ``--state``.
+      zero: stage 3 on an abstract mesh; hybrid where the mesh has several axes.
+      device: its figures, where they are known.
+      batch: sequences of one device in a micro-batch.
+      microbatches: the number of micro-batches.
+      length: tokens of a sequence; 0 where that is unknown.
+    """
+
+    params: Any
+    model: Decoder | None
+    tx: optax.GradientTransformation
+    zero: Zero
+    device: DeviceKind | None
+    batch: int
+    microbatches: int
+    length: int
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of one device in a step."""
+        return self.batch * self.microbatches
+
+    def plan(
+        self,
+        zero: Zero,
+        tx: optax.GradientTransformation | None = None,
+        state_format: str | None = None,
+    ) -> Plan:
+        """The plan of a ``Zero``, with another transformation or a format of its state."""
+        tokens = float(self.sequences * self.length)
+        num_params = sum(math.prod(x.shape) for x in jax.tree.leaves(self.params))
+        flops = self.model.flops(tokens, self.length) if self.model else 6.0 * num_params * tokens
+        return estimate(
+            self.params,
+            tx or self.tx,
+            zero,
+            microbatches=self.microbatches,
+            batch=4.0 * self.sequences * (self.length + 1) if self.length else 0.0,
+            state_format=state_format,
+            device=self.device,
+            gathered_once=self.model.gathered_once if self.model else "(?!)",
+            tokens=tokens * zero.num_devices,
+            flops=flops,
+        )
+
+
+def setup_of(options: argparse.Namespace) -> Setup:
+    """Reads the options about model, optimizer, machine and batch."""
+    mesh_axes = mesh_axes_of(options, target_of(options))
+    if not options.model:
+        raise ValueError("--model is missing: a number, a name, or module:function.")
+    params, model = _params(options.model, dtype_of(options), options.length)
+    tx = _optimizer(options.optimizer)
+    return Setup(
+        params=params,
+        model=model,
+        tx=optax_ext.master_weights(tx) if options.master else tx,
+        zero=_zero(options, abstract_mesh(mesh_axes)),
+        device=device_of(options),
+        batch=options.batch or 1,
+        microbatches=options.microbatches,
+        length=options.length or (model.length if model else 0),
+    )
+
+
+def _zero(options: argparse.Namespace, mesh: AnyMesh) -> Zero:
+    axis = tuple(options.axis.split(",")) if options.axis else mesh.axis_names
+    replica = tuple(options.replica_axis.split(",")) if options.replica_axis else ()
+    if not replica and len(axis) > 1:
+        replica = axis[:1]
+    precision = Precision(
+        compute=_floating("--compute-dtype", options.compute_dtype),
+        reduce=_floating("--reduce-dtype", options.reduce_dtype),
+    )
+    return Zero(
+        mesh,
+        stage=3,
+        axis=tuple(name for name in axis if name not in replica),
+        replica_axis=replica or None,
+        precision=precision,
+    )
+
+
+def abstract_mesh(mesh_axes: dict[str, int]) -> jax.sharding.AbstractMesh:
+    """A mesh of these axes without devices."""
+    return jax.sharding.AbstractMesh(tuple(mesh_axes.values()), tuple(mesh_axes))
+
+
+def target_of(options: argparse.Namespace) -> targets.Target:
+    """The target; GPUs of any name where their figures are given."""
+    try:
+        return targets.parse(options.target)
+    except ValueError as error:
+        if not str(error).startswith("unknown target"):
+            raise
+        match = re.fullmatch(r"([a-z][\w.-]*?)x([1-9]\d*)", options.target)
+        if match and options.memory:
+            return targets.gpus(options.target, match[1], int(match[2]))
+        raise ValueError(
+            f"{error} Any other can be planned as NAMExNUMBER with its figures: {FIGURES}."
+        ) from None
+
+
+def check_positive(options: argparse.Namespace) -> None:
+    """Raises unless all numbers are above 0."""
+    for name in ("microbatches", "batch", "length", "memory", "bandwidth", "tflops", "link"):
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise ValueError(f"--{name} must be above 0, got {value}.")
+
+
+def mesh_axes_of(options: argparse.Namespace, target: targets.Target) -> dict[str, int]:
+    """The sizes of the mesh's axes: of ``--mesh``, else those that suit the target."""
+    if not options.mesh:
+        return target.mesh_axes
+    axes = {}
+    for part in options.mesh.split(","):
+        match = re.fullmatch(r"(\w+)=([1-9]\d*)", part)
+        if not match:
+            raise ValueError(f"--mesh must look like x=4,y=8, got {options.mesh!r}.")
+        if match[1] in axes:
+            raise ValueError(f"--mesh {options.mesh}: axis {match[1]!r} is named twice.")
+        axes[match[1]] = int(match[2])
+    if math.prod(axes.values()) != target.num_devices:
+        sizes = " * ".join(map(str, axes.values()))
+        raise ValueError(
+            f"--mesh {options.mesh}: {sizes} = {math.prod(axes.values())} devices requested, but "
+            f"{options.target} has {target.num_devices}."
+        )
+    return axes
+
+
+def dtype_of(options: argparse.Namespace) -> Any:
+    """The dtype of the parameters."""
+    # XLA:CPU widens the sums of bfloat16.
+    default = "float32" if options.target.startswith("cpu") else "bfloat16"
+    return _floating("--dtype", options.dtype or default)
+
+
+def _floating(option: str, name: str | None) -> Any:
+    if name is None:
+        return None
+    try:
+        dtype = jnp.dtype(name)
+    except TypeError:
+        raise ValueError(f"{option} {name!r} is no dtype; bfloat16 and float32 are.") from None
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"{option} must be a floating dtype, got {dtype}.")
+    return dtype
+
+
+def _params(text: str, dtype: Any, length: int | None) -> tuple[Any, Decoder | None]:
+    """Abstract parameters, and the model where it is one of ``MODELS``."""
+    if ":" in text:
+        try:
+            return jax.eval_shape(load(text, "--model")), None
+        except TypeError as error:
+            raise ValueError(
+                f"--model {text} must make parameters without arguments, but failed: {error}."
+            ) from error
+    if model := MODELS.get(text):
+        if length and not model.biased:
+            model = dataclasses.replace(model, length=length)
+        elif length and length > model.length:
+            raise ValueError(
+                f"{text} has {model.length} positions, --length {length} was requested."
+            )
+        return model.abstract(dtype), model
+    match = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmbt]?)", text.lower())
+    if not match:
+        raise ValueError(f"--model {text!r} is no number and no model{_nearest(text, MODELS)}.")
+    scale = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[match[2]]
+    count = float(match[1]) * scale
+    if not 1 <= count <= 1e15:
+        raise ValueError(f"--model {text!r}: from 1 to 1e15 parameters can be planned.")
+    return count_to_params(round(count), dtype), None
+
+
+def _optimizer(text: str) -> optax.GradientTransformation:
+    """A transformation by its name, or by the path of one or of a function that makes one."""
+    if ":" in text:
+        found = load(text, "--optimizer")
+        if not isinstance(found, optax.GradientTransformation):
+            try:
+                found = found()
+            except TypeError as error:
+                raise ValueError(
+                    f"--optimizer {text} must make one without arguments, but failed: {error}."
+                ) from error
+        if not isinstance(found, optax.GradientTransformation):
+            raise ValueError(f"--optimizer {text} made no optimizer, but {found!r}.")
+        return found
+    makers: dict[str, Callable[..., Any]] = {}
+    for module in (optax.contrib, optax, optax_ext):
+        makers |= {
+            name: getattr(module, name)
+            for name in dir(module)
+            if name.islower() and not name.startswith("_") and callable(getattr(module, name))
+        }
+    if text in makers:
+        for options in ({"learning_rate": 1e-3}, {}):
+            try:
+                found = makers[text](**options)
+            except (TypeError, ValueError, AttributeError):
+                continue
+            if isinstance(found, optax.GradientTransformation):
+                return found
+    raise ValueError(f"--optimizer {text!r} is no optimizer{_nearest(text, _optimizers(makers))}.")
+
+
+def _optimizers(makers: dict[str, Callable[..., Any]]) -> list[str]:
+    """The names that look like optimizers: they take a learning rate."""
+    found = []
+    for name, make in makers.items():
+        code = getattr(make, "__wrapped__", make)
+        if "learning_rate" in getattr(getattr(code, "__code__", None), "co_varnames", ()):
+            found.append(name)
+    return found
+
+
+def _nearest(text: str, names: Any) -> str:
+    near = difflib.get_close_matches(text, list(names), n=4, cutoff=0.4)
+    return f"; nearest are {', '.join(near)}" if near else f"; known are {', '.join(sorted(names))}"
+
+
+def load(path: str, option: str) -> Any:
+    """What ``module:attribute`` names; modules of the working folder, too."""
+    module, _, name = path.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        return functools.reduce(getattr, name.split("."), importlib.import_module(module))
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"{option} {path}: {error}.") from error
+
+
+def device_of(options: argparse.Namespace) -> DeviceKind | None:
+    """The figures of the target, replaced by those that are given."""
+    given = {
+        "memory": options.memory and options.memory * 2**30,
+        "bandwidth": options.bandwidth and options.bandwidth * 1e9,
+        "flops": options.tflops and options.tflops * 1e12,
+        "link": options.link and options.link * 1e9,
+    }
+    given = {name: value for name, value in given.items() if value}
+    known = kind_of(options.target)
+    if known is not None:
+        return dataclasses.replace(known, **given)
+    if "memory" not in given:
+        if given:
+            raise ValueError(
+                f"nothing is known of {options.target}: beside --bandwidth, --tflops and --link a "
+                "device needs --memory GIB."
+            )
+        return None
+    kind = target_of(options).kind
+    rest = dict.fromkeys(("bandwidth", "flops", "link"), math.inf)
+    return DeviceKind(**({"name": kind} | rest | given), network=None, source="given")

@@ -1,0 +1,118 @@
+"""The command ``plan``: the stages side by side, and what to know beside them."""
+
+import argparse
+import dataclasses
+import math
+import re
+import warnings
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import optax
+
+import optax_ext
+from sharding.plan._advice import deepspeed_stage_2, saving_of, why_wider
+from sharding.plan._cli_options import FIGURES, Setup, abstract_mesh, setup_of
+from sharding.plan._cli_output import print_json, save
+from sharding.plan._plan import Plan
+from sharding.plan._plot import plot_plans
+from sharding.plan._report import size
+from sharding.plan._show import show
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    """Plans, prints and plots; 2 where nothing fits."""
+    setup = setup_of(options)
+    if options.offload:
+        zero = dataclasses.replace(setup.zero, offload="optimizer")
+        setup = dataclasses.replace(setup, zero=zero)
+    if options.batch and not setup.length:
+        raise ValueError(
+            f"--batch counts sequences, and --model {options.model} does not say how long they "
+            "are: give --length TOKENS, too."
+        )
+    plan = setup.plan(setup.zero, state_format=options.state)
+
+    # Notes: on times, on other optimizers, on what would fit.
+    notes = list(plan.notes)
+    if plan.device is None:
+        notes[0] = f"What fits is not known: no figures of {options.target}. Give them: {FIGURES}."
+    if any(map(plan.seconds, plan.stages)):
+        notes.append(_about_times(setup))
+    is_adam = re.search("adamw?$", options.optimizer)
+    if plan.recommended and not is_adam:
+        notes += _beside_adamw(options, setup, plan)
+    if is_adam and len(plan.mesh) == 1:
+        figures = deepspeed_stage_2(plan.num_params, math.prod(plan.mesh.values()))
+        words = " and ".join(f"{size(value)} by its {name}" for name, value in figures.items())
+        notes.append(f"DeepSpeed's estimator for stage 2, with Adam and master weights: {words}.")
+    if plan.fits is False:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of layouts that are only tried
+            notes += _what_would_fit(options, setup)
+
+    # The command compares all stages: no one of them is requested.
+    plan = dataclasses.replace(plan, notes=tuple(notes), requested="")
+    if options.json:
+        print_json(plan.to_dict())
+    else:
+        show(plan.tables(), plan.notes)
+    if options.plot:
+        save(plot_plans, {"": plan}, options.plot)
+    return 2 if plan.fits is False else 0
+
+
+def _about_times(setup: Setup) -> str:
+    assert setup.device is not None
+    attention = ", attention in full" if setup.model else ", without attention"
+    return (
+        f"Times are lower bounds at the peak figures of a {setup.device.name}, for "
+        f"{setup.sequences} sequence{'s' if setup.sequences > 1 else ''} of {setup.length:,} "
+        f"tokens on each device in a step: 6 operations a parameter and token{attention}, no "
+        "recomputation."
+    )
+
+
+def _beside_adamw(options: argparse.Namespace, setup: Setup, plan: Plan) -> list[str]:
+    """What the optimizer saves beside AdamW; where it saves nothing, why."""
+    adamw = optax.adamw(1e-3)
+    adamw = optax_ext.master_weights(adamw) if options.master else adamw
+    other = setup.plan(dataclasses.replace(setup.zero, offload=None), adamw)
+    names = (options.optimizer, "adamw")
+    mine, theirs = plan.stage(plan.recommended), other.stage(plan.recommended)
+    notes = [saving_of(mine, theirs, names)]
+    if mine.opt_state > theirs.opt_state:
+        notes.append(why_wider(setup.params, setup.tx, adamw, names))
+    return [note for note in notes if note]
+
+
+def _what_would_fit(options: argparse.Namespace, setup: Setup) -> list[str]:
+    """Changes that each alone make the model fit."""
+    zero, state = setup.zero, options.state
+    found = []
+
+    # More devices, along the last axis that shards.
+    name = zero.axis[-1]
+    for factor in (2, 4, 8, 16, 32, 64, 128, 256):
+        mesh_axes = dict(zero.mesh.shape) | {name: zero.mesh.shape[name] * factor}
+        larger = dataclasses.replace(zero, mesh=abstract_mesh(mesh_axes))
+        if setup.plan(larger, state_format=state).fits:
+            num_devices = math.prod(mesh_axes.values())
+            found.append(f"{num_devices} devices instead of {num_devices // factor}")
+            break
+
+    # Less state on the same devices.
+    came = optax_ext.came(1e-3, mu_dtype=jnp.bfloat16)
+    offloaded = dataclasses.replace(zero, offload="optimizer")
+    changes: list[tuple[str, Callable[[], Plan]]] = [
+        ("--state 8bit", lambda: setup.plan(zero, state_format="8bit")),
+        ("--offload", lambda: setup.plan(offloaded, state_format=state)),
+        (
+            "CAME with a bfloat16 momentum and no master weights",
+            lambda: setup.plan(zero, came),
+        ),
+    ]
+    found += [name for name, make in changes if make().fits]
+    if not found:
+        return ["No change that is known here makes it fit: shard it over a model axis, too."]
+    return [f"Each of these makes it fit, before activations: {'; '.join(found)}."]
