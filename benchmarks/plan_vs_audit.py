@@ -49,17 +49,16 @@ def row(name: str, target: str, optimizer: str, stage: int) -> str:
     tx = OPTIMIZERS[optimizer]()
     axes = targets.parse(target).mesh_axes
     mesh = targets.mesh(target, tuple(axes.values()), tuple(axes))
+    zero = shd.Zero(mesh, stage, tuple(axes))
     plan = estimate(
         model.abstract(dtype),
         tx,
-        mesh,
-        axis=tuple(axes),
+        zero,
         batch=4 * (LENGTH + 1),
         device=kind_of(target),
         gathered_once=model.gathered_once,
     )
-    planned = plan.stages[stage]
-    zero = shd.Zero(mesh, stage, tuple(axes))
+    planned = plan.stage(plan.requested)
     layer = zero.gathered(model.apply_layer)
 
     def make_state() -> Any:

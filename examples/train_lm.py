@@ -272,31 +272,29 @@ def show_plan(options, corpus, zero, make_state, directory):
         estimate(
             state.params,
             tx,
-            zero.mesh,
-            axis=zero.axis,
+            planned,
             microbatches=options.microbatches,
-            offload=options.offload,
             batch=4 * options.batch_size * (corpus.context + 1) / zero.num_devices,
             device=kind_of(zero.mesh.devices.flat[0].device_kind),
             gathered_once=r"^(?!block_)",  # as embed, which the step gathers
             tokens=tokens,
             flops=6 * num_params * tokens / zero.num_devices,  # attention left out
         )
-        for tx in (state.tx, adamw)
+        for tx, planned in ((state.tx, zero), (adamw, dataclasses.replace(zero, sync=None)))
     )
     console.print(
         f"{directory}: {plan.num_params / 1e6:.2f}M parameters. {corpus.num_files} files in "
         f"{corpus.path}: {len(corpus.train):,} bytes to train on, "
         f"{len(corpus.held_out):,} held out."
     )
-    print_plan(plan, other, zero.stage, plain=zero.sync is None)
+    print_plan(plan, other)
     if is_main():
         (directory / "layout.txt").write_text(f"{layout}\n\n{layout.table()}\n")
     sizes = {
         "bytes_per_device": layout.bytes_per_device,
         "bytes_without_zero": dataclasses.replace(zero, stage=0).describe(state).bytes_per_device,
     }
-    return sizes, plan.stages[zero.stage].wire if zero.sync is None else None
+    return sizes, plan.stage(plan.requested).wire if zero.sync is None else None
 
 
 def compare(options, corpus, mesh, directory, stop):

@@ -167,7 +167,9 @@ def mesh(name: str, shape: Sequence[int], axis_names: Sequence[str]) -> Mesh:
     devices = topology(name)
     shape = tuple(shape)
     if math.prod(shape) != len(devices):
-        raise ValueError(f"mesh shape {shape} does not fit {name!r}, which has {len(devices)} devices.")
+        raise ValueError(
+            f"mesh shape {shape} does not fit {name!r}, which has {len(devices)} devices."
+        )
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if devices[0].platform != "tpu":
         grid = np.array(devices).reshape(shape)

@@ -374,7 +374,10 @@ GPT2 = "--model gpt2-small"
         (f"{GPT2} --target cpu:8 --optimizer adamx", "'adamx' is no optimizer; nearest are .*adam"),
         (f"{GPT2} --target cpu:8 --optimizer chain", "'chain' is no optimizer"),
         (f"{GPT2} --target cpu:8 --optimizer optax:adm", "module 'optax' has no attribute 'adm'"),
-        (f"{GPT2} --target cpu:8 --optimizer optax:adam", "must make one without arguments, .*'learning_rate'"),
+        (
+            f"{GPT2} --target cpu:8 --optimizer optax:adam",
+            "must make one without arguments, .*'learning_rate'",
+        ),
         (f"{GPT2} --target cpu:8 --optimizer os:getcwd", "os:getcwd made no optimizer, but '/"),
         ("--model gpt2-tiny --target cpu:8", "'gpt2-tiny' is no number and no model; .*gpt2-small"),
         ("--model qwen --target cpu:8", "is no number and no model; known are gpt2-large, .*llama"),
