@@ -1,4 +1,4 @@
-"""The arguments of a compiled step: what each is, and what becomes of its memory."""
+"""The arguments of a compiled step: the part of the state that each is, and its memory."""
 
 import collections
 import re
@@ -16,7 +16,7 @@ PARTS = {
     "batch and others": r"",
 }
 STATE = tuple(PARTS)[:-1]
-# What optimizers call their averages; read only where no argument has a name of PARTS.
+# Names of optimizers' averages; read only where no argument has a name of PARTS.
 _AVERAGES = r"\b(mu|nu|trace|momentum|moments?\d?|velocity|exp_avg\w*|count|inner_state)\b"
 
 
@@ -25,11 +25,11 @@ class Argument(NamedTuple):
 
     Attributes:
       name: as jax names it, such as ``state.params['w']``.
-      part: what it is: one of ``PARTS``, or of the caller's.
+      part: one of ``PARTS``, or of the caller's.
       array: its type on one device.
       donated: whether a result takes over its memory.
-      returned: whether a new result has its type; results that are gradients do not count.
-      replicated: whether every device has all of it.
+      returned: whether a new result has its type; gradients do not count.
+      replicated: whether every device has the full array.
     """
 
     name: str
@@ -46,19 +46,19 @@ class Argument(NamedTuple):
 
     @property
     def root(self) -> str:
-        """The function's argument that it is of, such as ``state``."""
+        """The argument of the function that it belongs to, such as ``state``."""
         return re.split(r"\W", self.name)[0]
 
 
 def arguments_of(
     program: Program, parts: Mapping[str, str], shardings: Sequence[Any] = ()
 ) -> tuple[list[Argument], list[str]]:
-    """The arguments, and a note where parameters had to be found without their name.
+    """The arguments, and a note where parameters were not found by name.
 
     Args:
       program: the compiled program.
-      parts: what arguments are, by their names; see ``audit``.
-      shardings: those of the arguments, where they are known: programs for TPUs do not say.
+      parts: a regular expression of the names of each part; see ``audit``.
+      shardings: of the arguments, where known: programs for TPUs do not contain them.
     """
     results = _results(program)
     found = []
@@ -73,10 +73,10 @@ def arguments_of(
             key = (array.dtype, array.dims)
             returned = donated or results[key] > 0
             results[key] -= returned and not donated
-            whole = "sharding={replicated}" in it.attributes
+            replicated = "sharding={replicated}" in it.attributes
             if shardings:
-                whole = shardings[int(it.literal)].is_fully_replicated
-            found.append(Argument(it.scope, part, array, donated, returned, whole))
+                replicated = shardings[int(it.literal)].is_fully_replicated
+            found.append(Argument(it.scope, part, array, donated, returned, replicated))
     if parts is PARTS and not any(each.part in STATE for each in found) and _trains(program):
         return _by_structure(found)
     return found, []
@@ -96,25 +96,25 @@ def _results(program: Program) -> collections.Counter:
     found: collections.Counter = collections.Counter()
     for i, (name, array) in enumerate(zip(names, arrays(root.type), strict=False)):
         phase = phase_of(program.scope(table[name], table))
-        if i not in program.aliased and phase not in ("forward", "backward", "gradient exchange"):
+        if i not in program.aliased and phase not in ("forward", "backward", "gradient sync"):
             found[array.dtype, array.dims] += 1
     return found
 
 
 def _by_structure(found: Sequence[Argument]) -> tuple[list[Argument], list[str]]:
-    """Parameters and state by what becomes of them: they come back with the type that they had."""
-    made = []
+    """Parameters and state by structure: floating arguments whose type is among the results."""
+    assigned = []
     for each in found:
-        kept = each.returned and re.match(r"b?f\d", each.array.dtype)
+        is_state = each.returned and re.match(r"b?f\d", each.array.dtype)
         part = "optimizer state" if re.search(_AVERAGES, each.name) else "parameters"
-        made.append(each._replace(part=part if kept else each.part))
-    roots = dict.fromkeys(each.root for each in made if each.part in STATE)
+        assigned.append(each._replace(part=part if is_state else each.part))
+    roots = dict.fromkeys(each.root for each in assigned if each.part in STATE)
     if roots:
-        return made, [
-            f"no argument is named params: taken for parameters and state is what comes back with "
-            f"the type that it had, of {', '.join(roots)}; name others with parts="
+        return assigned, [
+            "no argument is named params: arguments that come back with the same type are taken "
+            f"for parameters and state, of {', '.join(roots)}; name others with parts="
         ]
-    return made, [
+    return assigned, [
         "no argument is named params, and none comes back: all are counted as batch and others; "
         "name parameters with parts="
     ]

@@ -26,17 +26,18 @@ _TIGHT = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Collectives of one kind together.
+    """All collectives of one kind.
 
     Attributes:
       phase: one of ``PHASES``.
-      op: as ``wire_bytes`` names it.
-      axes: the mesh axes they run over; empty where no mesh is known.
-      dtype: of what is sent.
+      op: ``all-reduce``, ``reduce-scatter``, ``all-gather``, ``all-to-all`` or
+        ``collective-permute``.
+      axes: the mesh axes that they run over; empty where no mesh is known.
+      dtype: the dtype that is sent.
       count: how often they run in a step.
-      wire_bytes: what one device sends in them.
+      wire_bytes: bytes that one device sends.
       across_slices: whether they leave a TPU slice.
-      scope: the operation that the dearest of them was compiled from.
+      scope: the operation that the dearest one was compiled from.
     """
 
     phase: str
@@ -51,23 +52,23 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """What one step costs one device; ``str()`` makes tables of it, ``to_dict()`` JSON.
+    """The cost of one step for one device; ``str()`` makes tables of it, ``to_dict()`` JSON.
 
     Attributes:
-      devices: how many run the program.
-      kind: what they can do, where that is known.
-      arguments: bytes by what they are: parameters, optimizer state, and so on.
+      devices: the number of devices that run the program.
+      kind: their figures, where they are known.
+      arguments: bytes of each part: parameters, optimizer state, and so on.
       results: bytes of results that do not take over the memory of an argument.
       temporaries: bytes, by the compiler; None for a program given as text.
-      at_peak: what the temporaries are where they are most, estimated from the schedule.
-      host: bytes in the host's memory.
+      at_peak: bytes of temporaries at their peak by use, estimated from the schedule.
+      host: bytes in host memory.
       traffic: the collectives, dearest first.
       flops: floating-point operations by phase.
-      matmul_flops: of them, those of matrix products.
+      matmul_flops: the part of them in matrix products.
       nbytes: bytes read from and written to main memory, by phase.
-      expected_wire: what theory says that is sent; None where no plan was given.
-      warnings: what looks wrong, in words.
-      notes: what to know of the figures, in words.
+      expected_wire: bytes that the plan sends; None where none was given.
+      warnings: likely mistakes, in words.
+      notes: how to read the figures, in words.
       tokens: of all devices in a step; 0 where that was not given.
     """
 
@@ -95,22 +96,22 @@ class Audit:
 
     @property
     def fits(self) -> bool | None:
-        """Whether that is less than the device has; None where its kind is not known."""
+        """Whether ``memory`` fits the device; None where its kind is unknown."""
         return None if self.kind is None else self.memory <= self.kind.memory
 
     @property
     def headroom(self) -> float | None:
-        """What is left, as a share of the device's memory; negative where it does not fit."""
+        """The share of the device's memory that is left; negative where the step does not fit."""
         return None if self.kind is None else 1 - self.memory / self.kind.memory
 
     @property
     def wire_bytes(self) -> float:
-        """What one device sends in a step."""
+        """Bytes that one device sends in a step."""
         return sum(each.wire_bytes for each in self.traffic)
 
     @property
     def seconds(self) -> dict[str, float]:
-        """The least time of a step by what bounds it; empty where the device is not known."""
+        """The least time of a step by its bounds; empty where the device is unknown."""
         if self.kind is None:
             return {}
         slow = sum(each.wire_bytes for each in self.traffic if each.across_slices)
@@ -125,18 +126,18 @@ class Audit:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all devices at best, where computing, moving and sending overlap completely."""
+        """The upper bound for all devices: computing, moving and sending overlap completely."""
         slowest = max(self.seconds.values(), default=0.0)
         return self.tokens / slowest if self.tokens and slowest else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON takes it."""
+        """All figures, ready for JSON."""
         found = dataclasses.asdict(self)
         names = ("memory", "fits", "headroom", "wire_bytes", "seconds", "tokens_per_second")
         return found | {name: getattr(self, name) for name in names}
 
     def tables(self) -> list[Table]:
-        """What there is to show."""
+        """The tables to print: memory, traffic and work."""
         tables = [self._memory_table(), self._traffic_table(), self._work_table()]
         return [table for table in tables if table.rows]
 
@@ -152,16 +153,16 @@ class Audit:
     def _memory_table(self) -> Table:
         rows = [(name, size(value)) for name, value in self.arguments.items() if value]
         if self.results:
-            rows.append(("results that are new", size(self.results)))
+            rows.append(("new results", size(self.results)))
         peak = sum(self.at_peak.values())
         if self.temporaries is not None:
             rows.append(("temporaries, by the compiler", size(self.temporaries)))
         for name, value in sorted(self.at_peak.items(), key=lambda item: -item[1]):
             if value > 0.01 * peak:
-                rows.append((f"  of them about: {name}", size(value)))
-        rows.append(("together", size(self.memory)))
+                rows.append((f"  of which about: {name}", size(value)))
+        rows.append(("total", size(self.memory)))
         if self.host:
-            rows.append(("in the host's memory", size(self.host)))
+            rows.append(("in host memory", size(self.host)))
         if self.kind is not None:
             verdict = "fits" if self.fits else "DOES NOT FIT"
             if self.fits and (self.headroom or 0) < _TIGHT:
@@ -184,12 +185,12 @@ class Audit:
             if each.wire_bytes > 1e-3 * self.wire_bytes
         ]
         if rows:
-            rows.append(("together", "", "", "", "", size(self.wire_bytes), ""))
+            rows.append(("total", "", "", "", "", size(self.wire_bytes), ""))
         if self.expected_wire:
             ratio = self.wire_bytes / self.expected_wire
             theory = (f"{ratio:.3f} of theory", *[""] * 4, size(self.expected_wire), "")
             rows.append(theory)
-        columns = ("phase", "op", "axes", "dtype", "runs", "bytes", "mostly of")
+        columns = ("phase", "op", "axes", "dtype", "runs", "bytes", "mostly")
         return Table("Sent by one device", columns, rows)
 
     def _work_table(self) -> Table:
@@ -199,7 +200,7 @@ class Audit:
             for phase in PHASES
             if self.flops.get(phase, 0) > 1e-3 * total or self.nbytes.get(phase, 0) > 1e-3 * moved
         ]
-        rows.append(("together", f"{total / 1e9:,.1f}", size(moved)))
+        rows.append(("total", f"{total / 1e9:,.1f}", size(moved)))
         bounds = self.seconds
         for name, value in sorted(bounds.items(), key=lambda item: -item[1]):
             rows.append((f"not faster than, by {name}", seconds(value), percent(value, bounds)))
@@ -217,29 +218,28 @@ def audit(
     parts: Mapping[str, str] = PARTS,
     tokens: float = 0.0,
 ) -> Audit:
-    """What a compiled step costs: memory, collectives, work, a bound on its time, warnings.
+    """Reads a compiled step: memory, collectives, work, a bound on its time, warnings.
 
-    Works on any jitted function, and on programs for devices that are not here (``targets``).
-    Nothing is run.
+    Works on any jitted function, and on programs for compile-only ``targets``. Nothing is run.
 
     Args:
-      compiled: what ``jax.jit(f).lower(...)`` returns, which is compiled then, and the only form in
-        which products of float32 matrices are looked for; or what its ``compile()`` returns; or the
-        text of that, which says nothing of temporaries and hosts.
-      mesh: names the axes of collectives; that of the arguments, unless it is given.
-      device: the kind of device, as its figures or as the name of a target; that of the
-        arguments, unless it is given.
-      expected_wire: what theory says that one device sends, in bytes, to compare with.
-      parts: what arguments are, as a regular expression of their names for each part; the first
-        that matches counts. By default, where no name matches, what comes back with the type that
-        it had is taken for parameters or state, and a note names it.
-      tokens: of all devices in a step, for the tokens per second at best.
+      compiled: the result of ``jax.jit(f).lower(...)``, which is then compiled; or of its
+        ``compile()``, in which products of float32 matrices are not found any more; or the text of
+        that, which contains neither temporaries nor host memory.
+      mesh: names the axes of collectives; by default the mesh of the arguments.
+      device: the kind of device, as its figures or as the name of a target; by default that of the
+        arguments.
+      expected_wire: bytes that one device should send, such as ``StagePlan.wire``.
+      parts: a regular expression of argument names for each part; the first match counts. By
+        default, where no name matches, arguments that come back with the same type are taken for
+        parameters or state, and a note names them.
+      tokens: of all devices in a step, for an upper bound of the tokens per second.
 
     Returns:
       An ``Audit``; ``print`` it.
 
     Raises:
-      ValueError: ``device`` names no kind that is known.
+      ValueError: ``device`` names no known kind.
 
     Example:
       >>> import jax, jax.numpy as jnp, sharding as shd
@@ -248,6 +248,7 @@ def audit(
       >>> found.matmul_flops, found.arguments["parameters"]
       (1024.0, 512.0)
     """
+    # The program: its StableHLO where it is at hand, its text, its buffers by the compiler.
     source = ""
     if isinstance(compiled, jax.stages.Lowered):
         source, compiled = compiled.as_text(), compiled.compile()
@@ -256,7 +257,9 @@ def audit(
     memory = None if isinstance(compiled, str) else compiled.memory_analysis()
     if mesh is None and not isinstance(compiled, str):
         mesh = _mesh_of(compiled)
-    found, (work, endless) = collectives_of(program), costs(program)
+
+    # Traffic, work by phase, and memory.
+    found, (work, unknown_loops) = collectives_of(program), costs(program)
     buffers = at_peak(program)
     flops: dict[str, float] = {}
     nbytes: dict[str, float] = {}
@@ -268,8 +271,11 @@ def audit(
     arguments, about = arguments_of(program, parts, placed)
     about += _widened(arguments, found, placed)
     temporaries = memory.temp_size_in_bytes if memory else None
-    notes = warnings_of(program, found, buffers, arguments, source)
-    notes += [f"how often the loop %{name} runs is unknown: counted once" for name in endless]
+
+    warnings = warnings_of(program, found, buffers, arguments, source)
+    warnings += [
+        f"how often the loop %{name} runs is unknown: counted once" for name in unknown_loops
+    ]
     result = Audit(
         devices=program.num_devices,
         kind=_kind(device, mesh),
@@ -288,8 +294,8 @@ def audit(
         tokens=tokens,
     )
     if result.headroom is not None and result.headroom < _TIGHT:
-        notes.insert(0, _barely(result) if result.fits else _too_large(result))
-    return dataclasses.replace(result, warnings=tuple(notes))
+        warnings.insert(0, _barely(result) if result.fits else _too_large(result))
+    return dataclasses.replace(result, warnings=tuple(warnings))
 
 
 def _kind(device: DeviceKind | str | None, mesh: AnyMesh | None) -> DeviceKind | None:
@@ -297,9 +303,9 @@ def _kind(device: DeviceKind | str | None, mesh: AnyMesh | None) -> DeviceKind |
         found = kind_of(device)
         if found is None:
             raise ValueError(
-                f"device {device!r} asked for, whose figures are not known; known are "
-                f"{', '.join(KINDS)}. Give those of another as a sharding.DeviceKind, or leave it "
-                "out: no bound on the time then"
+                f"the figures of device {device!r} are not known; known are {', '.join(KINDS)}. "
+                "Give those of another as a sharding.DeviceKind, or leave device out: there is no "
+                "bound on the time then."
             )
         return found
     if device is None and isinstance(mesh, jax.sharding.Mesh):
@@ -335,12 +341,12 @@ def _widened(arguments: list[Argument], found: list[Collective], shardings: list
 
 
 def _traffic(found: list[Collective], mesh: AnyMesh | None) -> tuple[Traffic, ...]:
-    """Collectives that differ in nothing but what they send, together; the dearest first."""
-    together: dict[tuple, list[Collective]] = {}
+    """Collectives by phase, operation, axes and dtype; the dearest first."""
+    groups: dict[tuple, list[Collective]] = {}
     for each in found:
         axes = () if each.across_slices else _axes(each, mesh)
         key = (phase_of(each.scope), each.op, axes, each.dtype, each.across_slices)
-        together.setdefault(key, []).append(each)
+        groups.setdefault(key, []).append(each)
     rows = [
         Traffic(
             phase,
@@ -352,13 +358,13 @@ def _traffic(found: list[Collective], mesh: AnyMesh | None) -> tuple[Traffic, ..
             across_slices=across,
             scope=max(group, key=lambda each: each.wire_bytes).scope,
         )
-        for (phase, op, axes, dtype, across), group in together.items()
+        for (phase, op, axes, dtype, across), group in groups.items()
     ]
     return tuple(sorted(rows, key=lambda row: -row.wire_bytes))
 
 
 def _axes(found: Collective, mesh: AnyMesh | None) -> tuple[str, ...]:
-    """Along which axes of the mesh the members of the groups differ."""
+    """The mesh axes along which the devices of a group differ."""
     if mesh is None:
         return ()
     sizes = tuple(mesh.shape.values())
@@ -366,15 +372,16 @@ def _axes(found: Collective, mesh: AnyMesh | None) -> tuple[str, ...]:
         return ()
     differ = set()
     for group in found.groups:
-        places = np.array(np.unravel_index(np.array(group), sizes))
-        differ |= set(np.flatnonzero((places != places[:, :1]).any(1)).tolist())
+        positions = np.array(np.unravel_index(np.array(group), sizes))  # (axes, devices)
+        differ |= set(np.flatnonzero((positions != positions[:, :1]).any(1)).tolist())
     return tuple(name for i, name in enumerate(mesh.axis_names) if i in differ)
 
 
 def _by_use(buffers: list[Buffer], limit: float | None) -> dict[str, float]:
-    """What temporaries are for, by who makes and who reads them; together not above a limit.
+    """Bytes of temporaries by use, read from the phases that make and read them.
 
-    The compiler may write a buffer into the memory of a result, where it is no temporary.
+    The sum is scaled down to ``limit``: the compiler may write a buffer into the memory of a
+    result, where it is no temporary.
     """
     total: dict[str, float] = {}
     for buffer in buffers:
@@ -383,16 +390,16 @@ def _by_use(buffers: list[Buffer], limit: float | None) -> dict[str, float]:
             use = "copies of arguments"
         elif made in ("gather", "update"):
             use = {"gather": "gathered parameters", "update": "the update"}[made]
-        elif made == "gradient exchange" or read & {"gradient exchange", "update"}:
+        elif made == "gradient sync" or read & {"gradient sync", "update"}:
             use = "gradients"
         elif made == "forward" and "backward" in read:
-            use = "activations kept for the backward pass"
+            use = "saved activations"
         else:
             use = {"forward": "forward pass", "backward": "backward pass"}.get(made, "other")
         total[use] = total.get(use, 0.0) + buffer.nbytes
-    together = sum(total.values())
-    if limit is not None and together > limit:
-        total = {use: value * limit / together for use, value in total.items()}
+    estimate = sum(total.values())
+    if limit is not None and estimate > limit:
+        total = {use: value * limit / estimate for use, value in total.items()}
     return total
 
 

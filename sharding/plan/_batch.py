@@ -11,7 +11,7 @@ from sharding.plan._audit import Audit, audit
 from sharding.plan._devices import DeviceKind, kind_of
 from sharding.plan._report import Table, size, text_of
 
-_FARTHEST = 8  # times the largest size that is known to fit
+_LARGEST_STEP = 8  # the next size, in units of the largest that fits
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -21,8 +21,8 @@ class Tried:
 
     Attributes:
       batch: the size.
-      memory: bytes that one device needs; infinite where its compiler gave up without saying.
-      fits: whether that is within what the search may use.
+      memory: bytes that one device needs; infinite where the compiler failed without a figure.
+      fits: whether ``memory`` is within the limit of the search.
     """
 
     batch: int
@@ -32,15 +32,15 @@ class Tried:
 
 @dataclasses.dataclass(frozen=True)
 class FoundBatch:
-    """What ``find_batch`` found; ``str()`` is a table of what was tried.
+    """The result of ``find_batch``; ``str()`` is a table of all sizes that were tried.
 
     Attributes:
       batch: the largest size that fits; 0 where none does.
       memory: of a device, in bytes.
-      headroom: the share of it that is left free.
-      tried: all sizes that were compiled, in their order.
-      audit: of the step with the size found; None where none fits.
-      complete: False where the limit fits, so that larger ones may.
+      headroom: the share of the memory that is left free.
+      tried: all sizes that were compiled, in order.
+      audit: the audit of the largest size that fits; None where none does.
+      complete: False where the limit of the search fits, so that larger sizes may.
     """
 
     batch: int
@@ -56,13 +56,13 @@ class FoundBatch:
         return (1 - self.headroom) * self.memory
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the audit, as JSON takes it."""
+        """All figures but the audit, ready for JSON."""
         names = ("batch", "memory", "headroom", "usable", "complete")
         tried = [dataclasses.asdict(each) for each in self.tried]
         return {name: getattr(self, name) for name in names} | {"tried": tried}
 
     def tables(self) -> list[Table]:
-        """What there is to show."""
+        """The table to print: all sizes that were tried."""
         rows = [
             (str(each.batch), needed(each.memory), "fits" if each.fits else "too much")
             for each in self.tried
@@ -95,16 +95,16 @@ def find_batch(
 ) -> FoundBatch:
     """The largest batch whose compiled step leaves ``headroom`` of a device's memory free.
 
-    Steps are compiled and audited, not run, so that the device need not be here. The size is found
-    by bisection: one that fits and one that does not close in on each other. The next size is where
-    a straight line through what is known meets the memory, as memory grows in the batch, but at
-    most 8 times what fits; or the middle, where lines do not halve what is left.
+    Steps are compiled and audited, not run, so that compile-only targets do. The search narrows the
+    interval between a size that fits and one that does not. The next size is where the line through
+    two known sizes meets the limit, as memory grows in the batch, but at most 8 times the largest
+    that fits; or the middle, where lines do not halve the interval.
 
     Args:
       make_step: a function of the batch size that returns the step as ``jax.jit(f).lower(...)``
         makes it, or compiled, or its ``Audit``.
-      device: the kind of device, or the name of a target, whose memory counts.
-      memory: bytes of memory, in place of the device's.
+      device: the kind of device, or the name of a target, whose memory is the limit.
+      memory: bytes of memory, instead of the device's.
       headroom: the share of the memory that is left free, from 0 to below 1.
       start: the smallest size, which is tried first.
       limit: the largest.
@@ -116,7 +116,7 @@ def find_batch(
 
     Raises:
       ValueError: neither memory nor a device with known figures was given, or a number is out of
-        its range.
+        range.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -132,16 +132,16 @@ def find_batch(
     if not memory > 0:
         raise ValueError(
             f"find_batch needs the memory of a device, and none is known of {device!r}; give "
-            "memory= in bytes, or a target such as 'v5e:4x4'"
+            "memory= in bytes, or a target such as 'v5e:4x4'."
         )
     if not 0 <= headroom < 1:
-        raise ValueError(f"headroom must be from 0 to below 1, got {headroom}")
+        raise ValueError(f"headroom must be from 0 to below 1, got {headroom}.")
     if not 1 <= start <= limit:
-        raise ValueError(f"start must be from 1 to limit = {limit}, got {start}")
+        raise ValueError(f"start must be from 1 to limit = {limit}, got {start}.")
     usable = (1 - headroom) * memory
     tried: dict[int, Tried] = {}
     best: Audit | None = None
-    low, high = 0, limit + 1  # fits; does not
+    low, high = 0, limit + 1  # the largest that fits, the smallest that does not
     batch, misses = start, 0
     while low + 1 < high and (low or start not in tried):
         found = _audited(make_step, batch, kind, options)
@@ -154,7 +154,7 @@ def find_batch(
             low, best = batch, found
         else:
             high = batch
-        # Lines that twice did not halve what is left, or double what fits, give way to the middle.
+        # After two lines that neither halved the interval nor doubled ``low``, try the middle.
         good = 2 * (high - low) <= width or (high > limit and low >= 2 * before)
         misses = 0 if misses == 2 or good else misses + 1
         batch = _next(low, high, limit, list(tried.values()), usable, misses < 2)
@@ -162,16 +162,16 @@ def find_batch(
 
 
 def _next(low: int, high: int, limit: int, tried: list[Tried], usable: float, by_line: bool) -> int:
-    """The size to try next, above one that fits and below one that does not."""
+    """The size to try next, between one that fits and one that does not."""
     known = [each for each in tried if each.memory < float("inf")]
     if by_line and len(known) >= 2:
-        # Through the two that are nearest to the memory.
+        # The line through the two sizes nearest to the limit.
         a, b = sorted(known, key=lambda each: abs(each.memory - usable))[:2]
         slope = (b.memory - a.memory) / (b.batch - a.batch)
         if slope > 0:
             guess = int(a.batch + (usable - a.memory) / slope + 1e-6)
-            if high > limit:  # small batches hardly show what a large one needs
-                guess = min(guess, _FARTHEST * low)
+            if high > limit:  # none was too large yet: lines of small batches reach too far
+                guess = min(guess, _LARGEST_STEP * low)
             return min(max(guess, low + 1), high - 1)
     if high > limit:
         return min(2 * low, limit)
@@ -181,7 +181,7 @@ def _next(low: int, high: int, limit: int, tried: list[Tried], usable: float, by
 def _audited(
     make_step: Callable[[int], Any], batch: int, kind: DeviceKind | None, options: dict[str, Any]
 ) -> Audit | float:
-    """The audit of a step; only its bytes where its compiler refuses it."""
+    """The audit of a step; only its bytes where the compiler runs out of memory."""
     try:
         step = make_step(batch)
         return step if isinstance(step, Audit) else audit(step, device=kind, **options)
@@ -193,5 +193,5 @@ def _audited(
 
 
 def needed(nbytes: float) -> str:
-    """The memory of a step in words; infinite where its compiler gave up."""
+    """The memory of a step in words; infinite where the compiler failed without a figure."""
     return size(nbytes) if nbytes < float("inf") else "more than there is"

@@ -1,4 +1,4 @@
-"""Floating-point operations and bytes of a compiled program, counted with loops repeated."""
+"""Floating-point operations and bytes of a compiled program; loops count by their trips."""
 
 import math
 import re
@@ -9,13 +9,13 @@ import numpy as np
 
 from sharding.plan._hlo import (
     ARITHMETIC,
-    Array,
     Frame,
     Instruction,
     Program,
     arrays,
 )
 
+# Operations that compute nothing and move nothing.
 _FREE = frozenset(
     (
         *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier"),
@@ -26,14 +26,14 @@ _MATMUL = re.compile(r'custom_call_target="__(?:cublas|onednn)\$[^"]*(?:gemm|mat
 
 
 class Cost(NamedTuple):
-    """What one instruction costs, in all its runs on one device.
+    """The cost of one instruction in all its runs on one device.
 
     Attributes:
       scope: the operation it was compiled from.
       flops: floating-point operations: two for each multiply-add of a matrix product, one for each
         element of other arithmetic.
-      matmul_flops: of them, those of matrix products and convolutions.
-      nbytes: read from main memory and written to it.
+      matmul_flops: the part of ``flops`` in matrix products and convolutions.
+      nbytes: bytes read from main memory and written to it.
     """
 
     scope: str
@@ -43,16 +43,17 @@ class Cost(NamedTuple):
 
 
 def costs(program: Program) -> tuple[list[Cost], list[str]]:
-    """What each instruction costs, and the loops whose trip count is unknown: they count once.
+    """The cost of each instruction, and the loops of unknown trip count, which count once.
 
-    Of the branches of a conditional, the dearest counts. What a fusion reads of an operand that it
-    slices is the slice, and what it writes into another array in place is what changes.
+    A conditional counts as its dearest branch. A fusion that slices an operand reads the slice, and
+    one that updates an array in place writes the update.
     """
     unknown: list[str] = []
     return list(_walk(program, Frame(program, program.entry, []), 1, unknown)), unknown
 
 
 def _walk(program: Program, frame: Frame, count: int, unknown: list[str]) -> Iterator[Cost]:
+    """The costs of a computation that runs ``count`` times, and of its callees."""
     table = frame.instructions
 
     def inside(name: str, count: int, arguments: list) -> Iterator[Cost]:
@@ -83,18 +84,20 @@ def _walk(program: Program, frame: Frame, count: int, unknown: list[str]) -> Ite
 
 
 def _flops(it: Instruction, table: dict[str, Instruction], program: Program) -> tuple[float, float]:
-    """All floating-point operations of one instruction, and those of its matrix products."""
+    """The floating-point operations of one instruction: all, and those of matrix products."""
     if it.op == "fusion":
         inner = program.computations[it.callees("calls")[0]]
         parts = [_flops(each, inner, program) for each in inner.values()]
-        return sum(part[0] for part in parts), sum(part[1] for part in parts)
+        return sum(flops for flops, _ in parts), sum(products for _, products in parts)
     if it.op == "dot" or (it.op == "custom-call" and _MATMUL.search(it.attributes)):
         product = _dot(it, table)
         return product, product
     if it.op == "convolution":
         product = _convolution(it, table)
         return product, product
+    # One operation per element: of what is reduced, of the updates, of the result.
     if it.op in ("reduce", "reduce-window"):
+        # Operands are the arrays, then as many initial values.
         inputs = it.operands[: max(1, len(it.operands) // 2)]
         return float(sum(_floating(table[name].type) for name in inputs)), 0.0
     if it.op == "scatter":
@@ -103,10 +106,13 @@ def _flops(it: Instruction, table: dict[str, Instruction], program: Program) -> 
 
 
 def _floating(text: str) -> int:
+    """The number of floating elements of a type."""
     return sum(a.elements for a in arrays(text) if re.match(r"b?f\d", a.dtype))
 
 
 def _dot(it: Instruction, table: dict[str, Instruction]) -> float:
+    """Two operations for each element of the result and of the contracted dims."""
+    # lhs_contracting_dims={1}, or ["1"] in the configuration of a library call.
     found = re.search(
         r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', it.attributes.replace(" ", "")
     )
@@ -116,26 +122,28 @@ def _dot(it: Instruction, table: dict[str, Instruction]) -> float:
 
 
 def _convolution(it: Instruction, table: dict[str, Instruction]) -> float:
-    """Two for each pair of an input and a weight that is there: no padding, no holes."""
+    """Two operations for each product of an input and a weight; padding and holes are free."""
+    # dim_labels=b01f_01io->b01f: batch, spatial dims and features of input, kernel and output.
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", it.attributes)
     if not labels:
         return 0.0
     left, right, out = (next(arrays(text)).dims for text in (*_types(it, table)[:2], it.type))
+
+    # Pairs of an output position and a tap of the kernel that reads an input, over spatial dims.
     window = dict(re.findall(r"(size|stride|pad|lhs_dilate|rhs_dilate)=(\S+?)[ }]", it.attributes))
     pairs = 1
     for i in range(len(window.get("size", "").split("x")) if "size" in window else 0):
-        values = {
+        options = {
             key: window[key].split("x")[i] if key in window else default
             for key, default in (("stride", "1"), ("lhs_dilate", "1"), ("rhs_dilate", "1"))
         }
         low = int(window["pad"].split("x")[i].split("_")[0]) if "pad" in window else 0
-        stride, holes, spread = (int(values[k]) for k in ("stride", "lhs_dilate", "rhs_dilate"))
-        given, taps = left[labels[1].index(str(i))], right[labels[2].index(str(i))]
-        places = np.arange(out[labels[3].index(str(i))])[:, None] * stride - low
-        places = places + np.arange(taps)[None, :] * spread
-        pairs *= int(
-            np.sum((places >= 0) & (places % holes == 0) & (places <= (given - 1) * holes))
-        )
+        stride, holes, spread = (int(options[k]) for k in ("stride", "lhs_dilate", "rhs_dilate"))
+        inputs, taps = left[labels[1].index(str(i))], right[labels[2].index(str(i))]
+        outputs = out[labels[3].index(str(i))]
+        read = np.arange(outputs)[:, None] * stride - low + np.arange(taps)[None, :] * spread
+        # read: (outputs, taps), positions in the input with its holes.
+        pairs *= int(np.sum((read >= 0) & (read % holes == 0) & (read <= (inputs - 1) * holes)))
     channels = right[labels[2].index("i")]
     batch, features = out[labels[3].index("b")], out[labels[3].index("f")]
     groups = re.search(r"batch_group_count=(\d+)", it.attributes)
@@ -146,56 +154,57 @@ def _convolution(it: Instruction, table: dict[str, Instruction]) -> float:
 
 
 def _types(it: Instruction, table: dict[str, Instruction]) -> list[str]:
+    """The types of the operands."""
     return [table[name].type for name in it.operands if name in table]
 
 
-def _size(found: list[Array]) -> float:
-    return sum(array.nbytes for array in found if array.space == 0)
-
-
-def _of(text: str) -> float:
-    return _size(list(arrays(text)))
+def _main_bytes(text: str) -> float:
+    """The bytes of a type that are in main memory."""
+    return sum(array.nbytes for array in arrays(text) if array.space == 0)
 
 
 def _bytes(it: Instruction, table: dict[str, Instruction], program: Program) -> float:
-    """What one instruction reads from main memory and writes to it."""
+    """The bytes that one instruction reads from main memory and writes to it."""
     types = _types(it, table)
     if it.op == "fusion":
         name = it.callees("calls")[0]
         read = sum(
-            min(_of(table[operand].type), read_by_fusion(it, operand, program))
+            min(_main_bytes(table[operand].type), read_by_fusion(it, operand, program))
             for operand in it.operands
-            if _of(table[operand].type)
+            if _main_bytes(table[operand].type)
         )
         return read + _written(it, program.computations[name], program.roots[name])
+    # Copies between memories: only the sides in main memory count.
     if it.op in ("copy-start", "slice-start", "dynamic-slice-start"):
-        found = list(arrays(it.type))  # the target first, or behind the source
-        target = found[0] if it.op == "copy-start" else found[1]
-        return target.nbytes * ((_of(types[0]) > 0) + (target.space == 0))
+        parts = list(arrays(it.type))  # (target, source, ...) or (source, target, ...)
+        target = parts[0] if it.op == "copy-start" else parts[1]
+        return target.nbytes * ((_main_bytes(types[0]) > 0) + (target.space == 0))
+    # Slices: the slice is read and written, not the array.
     if it.op in ("slice", "dynamic-slice"):
-        return (float(_of(types[0]) > 0) + 1) * _of(it.type) if types else 0.0
+        return (float(_main_bytes(types[0]) > 0) + 1) * _main_bytes(it.type) if types else 0.0
     if it.op == "gather":
-        return 2 * _of(it.type) + _of(types[1])
+        return 2 * _main_bytes(it.type) + _main_bytes(types[1])
     if it.op == "dynamic-update-slice":
-        return 2 * _of(types[1])
+        return 2 * _main_bytes(types[1])
     if it.op == "scatter":
-        return 3 * _of(types[-1]) + _of(types[1])
+        return 3 * _main_bytes(types[-1]) + _main_bytes(types[1])
     if it.op.endswith("-start"):
-        return _of(it.type)  # operands and results together
+        return _main_bytes(it.type)  # the type lists operands and results
     if it.op == "custom-call" and 'custom_call_target="AllocateBuffer"' in it.attributes:
         return 0.0
-    return sum(map(_of, types)) + _of(it.type)
+    return sum(map(_main_bytes, types)) + _main_bytes(it.type)
 
 
 def read_by_fusion(it: Instruction, operand: str, program: Program) -> float:
-    """How many bytes of one operand a fusion reads: of one that it slices, the slices."""
+    """The bytes of one operand that a fusion reads: the slices, where it only slices it."""
     inner = program.computations[it.callees("calls")[0]]
-    place = it.operands.index(operand)
-    (name,) = (p.name for p in inner.values() if p.op == "parameter" and int(p.literal) == place)
+    index = it.operands.index(operand)
+    (name,) = (p.name for p in inner.values() if p.op == "parameter" and int(p.literal) == index)
     return _read(inner, name, program)
 
 
 def _read(inner: dict[str, Instruction], name: str, program: Program) -> float:
+    """The bytes that the users of an instruction read of it: all, unless each one slices it."""
     total = 0.0
     for user in inner.values():
         if name not in user.operands:
@@ -205,7 +214,7 @@ def _read(inner: dict[str, Instruction], name: str, program: Program) -> float:
         elif user.op in ("slice", "dynamic-slice", "gather") and user.operands[0] == name:
             total += sum(a.nbytes for a in arrays(user.type))
         elif user.op == "dynamic-update-slice" and user.operands[0] == name:
-            continue  # written in place
+            continue  # updated in place
         elif user.op == "fusion":
             total += read_by_fusion(user, name, program)
         else:
@@ -214,17 +223,17 @@ def _read(inner: dict[str, Instruction], name: str, program: Program) -> float:
 
 
 def _written(it: Instruction, inner: dict[str, Instruction], root: str) -> float:
-    """What a fusion writes: of an array that it changes in place, the change."""
+    """The bytes that a fusion writes: the update, of an array that it updates in place."""
     names = inner[root].operands if inner[root].op == "tuple" else [root]
     total = 0.0
     for name, target in zip(names, arrays(it.type), strict=False):
         if target.space:
             continue
-        made = inner[name]
-        while made.op == "bitcast" and made.operands[0] in inner:
-            made = inner[made.operands[0]]
-        if made.op == "dynamic-update-slice":
-            total += sum(a.nbytes for a in arrays(inner[made.operands[1]].type))
+        source = inner[name]
+        while source.op == "bitcast" and source.operands[0] in inner:
+            source = inner[source.operands[0]]
+        if source.op == "dynamic-update-slice":
+            total += sum(a.nbytes for a in arrays(inner[source.operands[1]].type))
         else:
             total += target.nbytes
     return total

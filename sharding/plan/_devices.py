@@ -1,4 +1,4 @@
-"""What accelerators can do at best: figures of their makers, with the pages they are from."""
+"""Peak figures of accelerators, with the makers' pages they are from."""
 
 import dataclasses
 import re
@@ -18,11 +18,11 @@ class DeviceKind:
       memory: main memory, in bytes.
       bandwidth: of the main memory, in bytes per second.
       flops: of dense products of bfloat16 matrices, per second.
-      link: what it sends to its neighbours at best, all links together, in bytes per second.
-      network: its share of what its host sends to other hosts or slices, in bytes per second; None
-        where the maker's pages do not say.
+      link: to its neighbours in one direction, the sum of all links, in bytes per second.
+      network: its share of its host's network to other hosts or slices, in bytes per second; None
+        where the maker does not publish it.
       source: where the figures are from.
-      tile: rows and columns of the tiles that arrays fill in its memory; None where they lie close.
+      tile: rows and columns of the tiles of its memory; None where arrays are dense.
     """
 
     name: str
@@ -42,10 +42,10 @@ def _gpu(name: str, *figures: float, network: float | None = None, source: str) 
     )
 
 
-# Makers give links as both directions together, of which a device sends half, and products of GPUs
-# often with sparsity, of which these are half. The memory of h100 and h200 is what their driver
-# reports; of other GPUs it is what the maker names, in units of 1e9 bytes: not more than there is.
-# PCIe stands for the link where GPUs have no other.
+# Makers publish links as the sum of both directions, of which a device sends half, and products of
+# GPUs often with sparsity, of which these are half. The memory of h100 and h200 is that which their
+# driver reports; of other GPUs it is the maker's figure in units of 1e9 bytes, a lower bound. PCIe
+# is the link of GPUs that have no other.
 KINDS = {
     kind.name: kind
     for kind in (
@@ -116,7 +116,7 @@ _OF_JAX = {
     "tpu v6 lite": "v6e",
     "tpu7x": "tpu7x",
 }
-# Where a driver's name is not the kind's; other forms of these GPUs have other figures.
+# Drivers' names that differ from the kind's; other forms of these GPUs have other figures.
 _OF_DRIVERS = {
     r"a100-sxm4-(40|80)gb": r"a100-\1",
     r"h100 80gb hbm3": "h100",
@@ -128,7 +128,7 @@ _OF_DRIVERS = {
 def kind_of(name: str) -> DeviceKind | None:
     """The kind of a target such as ``"v5e:4x4"``, or of a ``jax.Device.device_kind``.
 
-    None where its figures are not known, as for a CPU: they have to be given.
+    None where its figures are unknown, as for a CPU.
 
     >>> kind_of("h200x8").name, kind_of("NVIDIA A100-SXM4-80GB").name, kind_of("cpu:8")
     ('h200', 'a100-80', None)

@@ -23,7 +23,7 @@ class Instruction(NamedTuple):
     type: str
     op: str
     operands: list[str]
-    literal: str  # what stands between the parentheses
+    literal: str  # the text between the parentheses
     attributes: str
 
     @property
@@ -54,10 +54,11 @@ class Program:
         header = text.split("\n", 1)[0]
         counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
         self.num_devices = math.prod(map(int, counts))
-        # Of the arguments whose memory a result takes over, the numbers.
+        # input_output_alias={ {result}: (argument, {}, may-alias) }: by their numbers, the donated
+        # arguments, and the results that take over their memory.
         aliases = re.findall(r"\{([\d,]*)\}: \((\d+), \{[\d,]*\}, m", header)
-        self.donated = {int(number) for _, number in aliases}
-        self.aliased = {int(place or 0) for place, _ in aliases}  # those results
+        self.donated = {int(argument) for _, argument in aliases}
+        self.aliased = {int(result or 0) for result, _ in aliases}
         name = ""
         for line in text.splitlines():
             if match := re.match(r"(ENTRY )?%([\w.\-]+) \(.*\{$", line):
@@ -70,11 +71,11 @@ class Program:
                 if match[1]:
                     self.roots[name] = match[2]
         if not self.entry:
-            raise ValueError("the text of a compiled program was asked for; it has no ENTRY")
+            raise ValueError("expected the text of a compiled program, got one without ENTRY.")
 
     def scope(self, it: Instruction, table: dict[str, Instruction]) -> str:
-        """The operation it was compiled from; where none is noted, that of what it is made of."""
-        for _ in range(8):
+        """The operation it was compiled from: its own scope, a callee's, or that of its operand."""
+        for _ in range(8):  # operands of operands
             if it.scope and it.op != "parameter":
                 return it.scope
             called = it.callees("calls") + (it.callees("to_apply") if it.op == "call" else [])
@@ -93,6 +94,7 @@ class Program:
 
 
 def _parse(name: str, text: str) -> Instruction:
+    # TYPE OP(OPERANDS), ATTRIBUTES; the type of a tuple is in parentheses and has spaces.
     split = _closing(text, 0) if text.startswith("(") else text.index(" ")
     opening = text.index("(", split)
     closing = _closing(text, opening)
@@ -105,7 +107,11 @@ def _parse(name: str, text: str) -> Instruction:
 def changed_in_place(
     it: Instruction, index: int, program: Program
 ) -> tuple[int, Instruction] | None:
-    """Where one result is an operand with a slice changed: that operand, and what is written."""
+    """The operand that one result updates in place, by its index, and the slice that is written.
+
+    None where the result is an array of its own.
+    """
+    # The instruction that makes the result: the root of a fusion, or one operand of its tuple.
     table = None
     made = it
     if it.op == "fusion":
@@ -117,6 +123,7 @@ def changed_in_place(
             made = table[made.operands[0]]
     if made.op not in ("dynamic-update-slice", "scatter"):
         return None
+    # The array that it updates is its first operand; in a fusion, that has to be a parameter.
     if table is None:
         return 0, made
     target = table[made.operands[0]]
@@ -129,19 +136,20 @@ def changed_in_place(
 
 
 def _closing(text: str, start: int) -> int:
-    """Just behind the parenthesis that closes the one at ``start``."""
+    """The position after the parenthesis that closes the one at ``start``."""
     depth = 0
     for match in re.compile(r"[()]").finditer(text, start):
         depth += 1 if match[0] == "(" else -1
         if depth == 0:
             return match.end()
-    raise ValueError(f"unbalanced parentheses in {text[:80]!r}")
+    raise ValueError(f"unbalanced parentheses in {text[:80]!r}.")
 
 
 class Frame:
-    """One computation with what is known of its arguments: the integers that steer its loops.
+    """One computation, evaluated as far as integers are known: for the trip counts of its loops.
 
-    A value is an int, a list (a tuple's values), or None where it is not known.
+    A value is an int or bool, a list (the values of a tuple), or None where it is unknown. Values
+    are evaluated on demand and remembered, so that a frame is for one set of arguments.
     """
 
     def __init__(self, program: Program, computation: str, arguments: list[Any]):
@@ -152,14 +160,17 @@ class Frame:
         self.known: dict[str, Any] = {}
 
     def result(self) -> Any:
+        """The value of the root."""
         return self.value(self.program.roots[self.computation])
 
     def value(self, name: str) -> Any:
+        """The value of an instruction."""
         if name not in self.known:
             self.known[name] = self._evaluate(self.instructions[name])
         return self.known[name]
 
     def _evaluate(self, it: Instruction) -> Any:
+        # Values pass through these, of whatever type.
         if it.op == "parameter":
             index = int(it.literal)
             return self.arguments[index] if index < len(self.arguments) else None
@@ -173,6 +184,8 @@ class Frame:
             return self.invariants(it)
         if it.op == "opt-barrier":
             return self.value(it.operands[0])
+
+        # Arithmetic on integer scalars.
         if not re.match(r"\w+\[\]", it.type):
             return None
         if it.op == "constant":
@@ -193,7 +206,10 @@ class Frame:
         return None
 
     def invariants(self, loop: Instruction) -> Any:
-        """What a loop carries and does not change."""
+        """The loop's carry, with None for what an iteration changes.
+
+        They are what the body may rely on in every iteration, such as the length of an inner loop.
+        """
         before = self.value(loop.operands[0])
         after = Frame(self.program, loop.callees("body")[0], [before]).result()
         if not isinstance(before, list) or not isinstance(after, list):
@@ -201,16 +217,20 @@ class Frame:
         return [a if a == b else None for a, b in zip(before, after, strict=True)]
 
     def trip_count(self, loop: Instruction) -> int | None:
-        """How often a loop runs: as XLA noted it, else by running it on its integers."""
+        """How often a loop runs; None where that is not constant.
+
+        XLA's own annotation, where there is one. Otherwise condition and body are evaluated on the
+        integers of the carry, iteration by iteration, until the condition is false.
+        """
         if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
             return int(match[1])
         state = self.value(loop.operands[0])
         body, condition = loop.callees("body")[0], loop.callees("condition")[0]
         for trips in range(_MAX_TRIPS):
-            go_on = Frame(self.program, condition, [state]).result()
-            if go_on is None:
+            enters = Frame(self.program, condition, [state]).result()
+            if enters is None:
                 return None
-            if not go_on:
+            if not enters:
                 return trips
             state = Frame(self.program, body, [state]).result()
         return None
@@ -235,7 +255,7 @@ class Array(NamedTuple):
       dims: its shape.
       elements: their number.
       nbytes: without padding.
-      space: the memory it lies in: 0 the device's main memory, 5 the host's, 1 a TPU's fast one.
+      space: the memory space: 0 the device's main memory, 5 host memory, 1 a TPU's fast memory.
     """
 
     dtype: str
@@ -246,7 +266,7 @@ class Array(NamedTuple):
 
 
 def arrays(text: str) -> Iterator[Array]:
-    """The arrays of a type, those of tuples one by one."""
+    """The arrays of a type such as ``(f32[8,4]{1,0}, s32[])``, one by one."""
     for dtype, shape, layout in _ARRAY.findall(text):
         width = re.match(r"[a-z]+(\d+)", dtype)
         bits = 8 if dtype == "pred" else int(width[1]) if width else 0

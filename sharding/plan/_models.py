@@ -23,7 +23,7 @@ class Decoder:
       vocabulary: number of tokens.
       length: of a sequence.
       gated: whether the MLP has a gate (SwiGLU), or is GELU.
-      tied: whether logits are made with the embedding.
+      tied: whether the embedding is the output matrix, too.
       biased: whether linear layers and norms have biases, and positions are learned, as GPT-2's.
       scan: whether the layers are stacked.
     """
@@ -40,7 +40,7 @@ class Decoder:
     biased: bool = False
     scan: bool = True
 
-    # What is no layer stage 3 gathers once, and keeps to the backward pass; see ``estimate``.
+    # Stage 3 gathers parameters outside the layers once; see ``estimate``.
     gathered_once: ClassVar[str] = r"^(?!layers/)"
 
     def init(self, dtype: Any = jnp.float32) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class Decoder:
         """The mean cross entropy of the next token, ``loss(params, tokens)``.
 
         Args:
-          layer: what is used for ``apply_layer``, such as ``zero.gathered(model.apply_layer)``.
+          layer: replaces ``apply_layer``, such as ``zero.gathered(model.apply_layer)``.
         """
         layer = layer or self.apply_layer
 
@@ -173,8 +173,8 @@ def _rotate(x: jax.Array) -> jax.Array:
     angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * rate[None]
     angle = angle.reshape(1, x.shape[1], *[1] * (x.ndim - 3), half)
     a, b = jnp.split(_wide(x), 2, axis=-1)
-    turned = (a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle))
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    rotated = (a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle))
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
 def _wide(x: jax.Array) -> jax.Array:

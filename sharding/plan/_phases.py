@@ -1,4 +1,4 @@
-"""The parts of a training step, by the scopes that jax leaves in its program."""
+"""The phases of a training step, by the scopes that jax leaves in its program."""
 
 import re
 
@@ -7,18 +7,18 @@ _OF_JAX = re.compile(
     r"|transpose\(jvp\(\)\)|branch_\d+_fun"
 )
 _OF_AUTODIFF = re.compile(r"\b(?:transpose|jvp|vmap)\(((?:[^()]|\([^()]*\))*)\)")
-PHASES = ("gather", "forward", "backward", "gradient exchange", "update", "other")
+PHASES = ("gather", "forward", "backward", "gradient sync", "update", "other")
 
 
 def phase_of(scope: str) -> str:
-    """The part of a step that an operation belongs to, by the names of its scopes."""
+    """The phase of an operation, by the names of its scopes."""
     *names, operation = first_of(scope).split("/")
     inside = {part for name in names for part in re.findall(r"\w+", name)}
     if "update" in inside:
         return "update"
-    # By our scopes, or by the operation: autodiff makes a reduce-scatter of a gather.
+    # By the scopes of a step, or by the operation: autodiff turns a gather into a reduce-scatter.
     if inside & {"reduce_gradients", "reduce_scatter"} or operation == "reduce_scatter":
-        return "gradient exchange"
+        return "gradient sync"
     if inside & {"gather", "gather_params"} or operation == "all_gather":
         return "gather"
     if inside & {"transpose", "rematted_computation"}:
@@ -27,7 +27,7 @@ def phase_of(scope: str) -> str:
 
 
 def shortened(scope: str) -> str:
-    """The end of a scope, without what jax itself adds to every loop and function."""
+    """The end of a scope, without the parts that jax adds to every loop and function."""
     text, before = first_of(scope), ""
     while text != before:  # a scope with a slash is inside, as in transpose(jvp(a/b))
         text, before = _OF_AUTODIFF.sub(r"\1", text), text
@@ -37,7 +37,7 @@ def shortened(scope: str) -> str:
 
 
 def first_of(scope: str) -> str:
-    """The first of several scopes, of an operation that XLA made of others: ``a/(b/x:c/y)``."""
+    """The first scope of an operation that XLA merged from several: ``a/(b/x:c/y)``."""
     found = re.fullmatch(r"(.*?/|)\((.*)\)", scope)
     if not found:
         return scope

@@ -119,7 +119,7 @@ class Plan:
             ("- in host memory", lambda s: -s.host),
             ("gradient sync", lambda s: s.sync),
             ("batch", lambda s: s.batch),
-            ("together", lambda s: s.memory),
+            ("total", lambda s: s.memory),
             ("+ not yet reduced", lambda s: s.unreduced),
         ]
         rows = [

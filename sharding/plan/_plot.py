@@ -15,13 +15,13 @@ _COLORS = {
     "temporaries": "#ee6677",
     "batch and others": "#bbbbbb",
 }
-_TALLEST = 2.5  # bars that are higher than this many times the device's memory are cut
+_TALLEST = 2.5  # higher bars, in units of the device's memory, are clipped
 
 
 def plot_plans(plans: Mapping[str, Plan]) -> Any:
     """A panel for each plan, under its name, with a stacked bar for each stage.
 
-    A line shows the memory of the device; bars much higher are cut, and say how high they are.
+    A line shows the memory of the device; much higher bars are clipped and labelled.
 
     Returns:
       A ``matplotlib.figure.Figure``.
@@ -61,11 +61,11 @@ def plot_audits(audits: Mapping[str, Audit]) -> Any:
 
 
 def _figure(bars: list[int]) -> tuple[Any, Any]:
-    """A figure that no window shows, and its panels, for so many bars each."""
+    """A figure without a window, and its panels, by the number of bars of each."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError(f"a picture needs matplotlib: {NEED}") from None
+        raise ValueError(f"a picture needs matplotlib: {NEED}.") from None
     widths = [1.0 + 0.6 * number for number in bars]
     figure = Figure(figsize=(1.5 + sum(widths), 3.6), layout="constrained")
     (panels,) = figure.subplots(1, len(bars), squeeze=False, width_ratios=widths)
@@ -73,7 +73,7 @@ def _figure(bars: list[int]) -> tuple[Any, Any]:
 
 
 def _legend(figure: Any) -> None:
-    """One for all panels, beside them."""
+    """One legend for all panels, beside them."""
     shown: dict[str, Any] = {}
     for axes in figure.axes:
         shown |= {bars.get_label(): bars for bars in axes.containers}

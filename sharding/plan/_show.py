@@ -11,8 +11,8 @@ def show(tables: Sequence[Table], notes: Sequence[str] = (), *, console: Any = N
     """Prints tables, and sentences below them.
 
     Args:
-      tables: what ``tables()`` of a ``Plan`` or an ``Audit`` returns. A column whose name ends in
-        ``*`` is marked.
+      tables: the ``tables()`` of a ``Plan`` or an ``Audit``. A column whose name ends in ``*`` is
+        highlighted.
       notes: the sentences.
       console: the ``rich.console.Console`` to print on; by default one as wide as the terminal.
 
@@ -25,8 +25,8 @@ def show(tables: Sequence[Table], notes: Sequence[str] = (), *, console: Any = N
         from rich.markup import escape
         from rich.table import Table as RichTable
     except ImportError:
-        raise ValueError(f"tables need rich: {NEED}; or ask for --json") from None
-    # Without a terminal as wide as the table wants; on one, as wide as that is.
+        raise ValueError(f"tables need rich: {NEED}. Or request --json.") from None
+    # On a terminal, its width; else 80 columns.
     console = console or Console(width=None if sys.stdout.isatty() else 80, highlight=False)
     for table in tables:
         console.print(escape(table.title), style="italic")  # rich breaks titles of narrow tables
@@ -35,7 +35,7 @@ def show(tables: Sequence[Table], notes: Sequence[str] = (), *, console: Any = N
             bold = "bold green" if column.endswith("*") else None
             shown.add_column(column, justify="right" if i else "left", style=bold, no_wrap=True)
         for row in table.rows:
-            shown.add_row(*map(escape, row), style="bold" if row[0] == "together" else None)
+            shown.add_row(*map(escape, row), style="bold" if row[0] == "total" else None)
         console.print(shown)
     for note in notes:
         console.print(escape(note), style="yellow" if note.startswith("warning") else None)

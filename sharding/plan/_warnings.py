@@ -1,4 +1,4 @@
-"""What looks wrong in a compiled step, in words."""
+"""Likely mistakes in a compiled step, in words."""
 
 import math
 import re
@@ -12,8 +12,8 @@ from sharding.plan._phases import phase_of
 from sharding.plan._report import size
 from sharding.plan._wire import Collective
 
-_SMALL = 1 << 16  # bytes of which nothing is said
-_WIDE = 0.05  # of the work of matrix products
+_SMALL = 1 << 16  # bytes that need no warning
+_WIDE = 0.05  # the share of the work of matrix products that needs none
 
 
 def warnings_of(
@@ -23,45 +23,45 @@ def warnings_of(
     arguments: Sequence[Argument],
     source: str = "",
 ) -> list[str]:
-    """A sentence for each thing that costs more than it was meant to.
+    """A sentence for each part of a step that costs more than it should.
 
     Args:
       program: the compiled program.
       found: its collectives.
       buffers: its temporaries at the peak.
       arguments: its arguments.
-      source: the StableHLO text that it was compiled from; empty where that is not known.
+      source: the StableHLO text that it was compiled from; empty where that is unknown.
     """
     notes = [*_all_reduced(program, found), *_gathered_by_update(found)]
-    notes += _kept_by_loops(program, sum(buffer.nbytes for buffer in buffers))
+    notes += _saved_by_loops(program, sum(buffer.nbytes for buffer in buffers))
     notes += [*_donated_and_copied(program), *_not_donated(arguments)]
     notes += _replicated_state(arguments, program.num_devices)
     return [*notes, *_wide_products(arguments, source)]
 
 
 def _not_donated(arguments: Sequence[Argument]) -> Iterator[str]:
-    """A state of which a new one is made while the old one keeps its memory."""
-    kept = [a for a in arguments if a.part in STATE and a.returned and not a.donated]
-    total = sum(each.nbytes for each in kept)
+    """State that is not donated, so that the old and the new arrays are in memory at once."""
+    doubled = [a for a in arguments if a.part in STATE and a.returned and not a.donated]
+    total = sum(each.nbytes for each in doubled)
     if total > _SMALL:
-        what = " and ".join(dict.fromkeys(each.part for each in kept))
+        what = " and ".join(dict.fromkeys(each.part for each in doubled))
         yield (
             f"the state is not donated: {size(total)} of {what} come back as new arrays while the "
-            "old ones keep their memory; jax.jit(step, donate_argnums=...) lets results take it "
+            "old ones are still in memory; jax.jit(step, donate_argnums=...) lets results take it "
             "over, as the steps of Zero do"
         )
 
 
 def _replicated_state(arguments: Sequence[Argument], num_devices: int) -> Iterator[str]:
-    """Optimizer state of which every device has all."""
+    """Optimizer state that is replicated on every device."""
     state = [a for a in arguments if a.part in ("optimizer state", "master weights")]
     total = sum(each.nbytes for each in state)
-    whole = sum(each.nbytes for each in state if each.replicated)
-    if num_devices > 1 and whole > max(_SMALL, total / 2):
+    replicated = sum(each.nbytes for each in state if each.replicated)
+    if num_devices > 1 and replicated > max(_SMALL, total / 2):
         yield (
-            f"{size(whole)} of optimizer state are replicated: each of the {num_devices} devices "
-            f"holds and updates all of it; Zero(mesh, stage=1) shards it to about "
-            f"{size(whole / num_devices)}"
+            f"{size(replicated)} of optimizer state are replicated: each of the {num_devices} "
+            f"devices holds and updates all of it; Zero(mesh, stage=1) shards it to about "
+            f"{size(replicated / num_devices)}"
         )
 
 
@@ -90,35 +90,36 @@ def _wide_products(arguments: Sequence[Argument], source: str) -> Iterator[str]:
         yield (
             f"{wide / total:.0%} of the work of matrix products (loops counted once) is in "
             f"float32, though most parameters are narrower; the largest multiplies {largest[1]}. "
-            "One float32 array (a constant, a mask, an input) widens all that it meets: cast it, "
-            "or set Precision(compute=...)"
+            "One float32 array (a constant, a mask, an input) promotes all operations on it: cast "
+            "it, or set Precision(compute=...)"
         )
 
 
 def _all_reduced(program: Program, found: Sequence[Collective]) -> Iterator[str]:
-    """Sums of which each device keeps a part, but which are made whole on all."""
-    asked = sum(
+    """All-reduces of which each device uses a shard, so that a reduce-scatter would do."""
+    requested = sum(
         each.wire_bytes
         for each in found
         if each.op == "all-reduce" and each.scope.endswith(("/reduce_scatter", "/psum_scatter"))
     )
-    if asked > _SMALL:
+    if requested > _SMALL:
         yield (
-            f"{size(asked)} are sent by all-reduces where the program asks for reduce-scatters: "
-            "twice what is needed; Zero's scatter='auto' takes a form that the compiler keeps"
+            f"{size(requested)} are sent by all-reduces where the program requests "
+            "reduce-scatters: twice the bytes; Zero's scatter='auto' takes a form that the "
+            "compiler does not change"
         )
     # TPU: an all-reduce and a slice in a computation of this name run as one reduce-scatter.
     names = [name for name in program.computations if not name.startswith("all-reduce-scatter")]
-    wasted = sum(_cut_afterwards(name, program) for name in names)
-    if wasted > _SMALL and asked <= _SMALL:
+    wasted = sum(_sliced_afterwards(name, program) for name in names)
+    if wasted > _SMALL and requested <= _SMALL:
         yield (
-            f"sums of {size(wasted)} are all-reduced and then cut: each device keeps a part, and a "
-            "reduce-scatter (lax.psum_scatter in a shard_map) would send half"
+            f"sums of {size(wasted)} are all-reduced and then sliced: each device uses a shard, "
+            "and a reduce-scatter (lax.psum_scatter in a shard_map) would send half"
         )
 
 
-def _cut_afterwards(computation: str, program: Program) -> float:
-    """Bytes of the all-reduces of one computation of which only slices are read."""
+def _sliced_afterwards(computation: str, program: Program) -> float:
+    """Bytes of the all-reduces of one computation of which at most half is read."""
     table = program.computations[computation]
     users: dict[str, list[Instruction]] = {}
     for it in table.values():
@@ -126,6 +127,7 @@ def _cut_afterwards(computation: str, program: Program) -> float:
             users.setdefault(operand, []).append(it)
 
     def read(name: str, nbytes: float) -> float:
+        """The bytes that are read of an array; infinite where no slice limits them."""
         total = math.inf if name == program.roots[computation] else 0.0
         for user in users.get(name, []):
             if user.op in ("bitcast", "get-tuple-element", "all-reduce-done"):
@@ -148,6 +150,7 @@ def _cut_afterwards(computation: str, program: Program) -> float:
 
 
 def _gathered_by_update(found: Sequence[Collective]) -> Iterator[str]:
+    """Full arrays that the optimizer gathers."""
     moved = [
         each
         for each in found
@@ -158,12 +161,12 @@ def _gathered_by_update(found: Sequence[Collective]) -> Iterator[str]:
         dearest = max(moved, key=lambda each: each.wire_bytes)
         yield (
             f"the optimizer gathers {size(total)} a step (most of it at {dearest.scope}): it needs "
-            "whole arrays, as matrix optimizers do, or its state lies otherwise than its gradient"
+            "full arrays, as matrix optimizers do, or its state is sharded unlike its gradient"
         )
 
 
-def _kept_by_loops(program: Program, peak: float) -> Iterator[str]:
-    """What loops over layers keep of each step until the backward pass."""
+def _saved_by_loops(program: Program, peak: float) -> Iterator[str]:
+    """Arrays that a loop over layers saves for the backward pass, layer by layer."""
     loops = [
         (Frame(program, name, []).trip_count(it), it)
         for name, table in program.computations.items()
@@ -173,15 +176,16 @@ def _kept_by_loops(program: Program, peak: float) -> Iterator[str]:
     for steps, loop in loops:
         if not steps or steps < 2:
             continue
+        # Saved: written into an array with a dim for the layers.
         body = program.computations[loop.callees("body")[0]]
-        kept = {"gather": 0.0, "forward": 0.0}
+        saved = {"gather": 0.0, "forward": 0.0}
         for it in body.values():
             for i, array in enumerate(arrays(it.type) if it.op != "tuple" else ()):
                 changed = changed_in_place(it, i, program)
                 if changed and array.dims[:1] == (steps,):
-                    made = "gather" if phase_of(changed[1].scope) == "gather" else "forward"
-                    kept[made] += array.nbytes
-        # What goes from layer to layer has to be kept; that alone is what jax.checkpoint keeps.
+                    phase = "gather" if phase_of(changed[1].scope) == "gather" else "forward"
+                    saved[phase] += array.nbytes
+        # The carry from layer to layer has to be saved; jax.checkpoint saves nothing else.
         root = body[program.roots[loop.callees("body")[0]]]
         carried = max(
             (
@@ -193,18 +197,20 @@ def _kept_by_loops(program: Program, peak: float) -> Iterator[str]:
             ),
             default=0.0,
         )
-        for made, least, what, cure in (
+        for phase, least, what, remedy in (
             ("gather", 0.0, "gathered parameters", "reshard_after_forward=True"),
             ("forward", 1.5 * steps * carried, "activations", "jax.checkpoint around a layer"),
         ):
-            if kept[made] > max(_SMALL, peak / 4, least):
+            if saved[phase] > max(_SMALL, peak / 4, least):
                 yield (
-                    f"temporaries grow with depth: {size(kept[made] / steps)} of {what} a layer, "
-                    f"{size(kept[made])} in all, are kept for the backward pass; {cure} keeps less"
+                    f"temporaries grow with depth: {size(saved[phase] / steps)} of {what} a layer, "
+                    f"{size(saved[phase])} in all, are saved for the backward pass; {remedy} saves "
+                    "less"
                 )
 
 
 def _donated_and_copied(program: Program) -> Iterator[str]:
+    """Donated arguments that the program copies."""
     table = program.computations[program.entry]
     donated = {
         it.scope
@@ -221,5 +227,5 @@ def _donated_and_copied(program: Program) -> Iterator[str]:
         dearest = max(copies)[1]
         yield (
             f"{size(total)} of donated arguments are copied ({len(copies)} of them, the largest "
-            f"{dearest}): what takes over their memory is written before they are last read"
+            f"{dearest}): results that take over their memory are written before they are last read"
         )

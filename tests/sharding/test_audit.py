@@ -105,7 +105,7 @@ def test_loops_count_as_often_as_they_run():
 
     _, products, nbytes = counted(compiled(fn, (32, 64), (10, 64, 64)))
     assert products == 10 * 2 * 32 * 64 * 64
-    # Each step cuts one layer's weights out of all, multiplies, and copies the result; before the
+    # Each step slices one layer's weights out of all, multiplies, and copies the result; before the
     # first, x is copied.
     weights, x = 4 * 64 * 64, 4 * 32 * 64
     assert nbytes == pytest.approx(10 * (3 * weights + 4 * x) + 2 * x, rel=1e-3)
@@ -202,7 +202,7 @@ def test_arguments_by_name_and_new_results():
     assert found.results <= 64  # the sum; the rest takes over the parameters' memory
 
 
-def test_a_state_of_zero_is_told_apart():
+def test_the_parts_of_a_state_of_zero():
     """A pair, and master weights in it."""
     tx = optax_ext.master_weights(optax.adam(1e-3))
     zero = shd.Zero(jax.make_mesh((8,), ("data",), (AxisType.Auto,)), stage=2, min_shard_size=0)
@@ -220,7 +220,7 @@ def test_a_state_of_zero_is_told_apart():
     assert found.arguments["master weights"] == 4 * size / 8
     assert found.arguments["optimizer state"] == pytest.approx(8 * size / 8, abs=16)
     phases = {each.phase: each.axes for each in found.traffic if each.wire_bytes > 1e3}
-    assert phases == {"gradient exchange": ("data",), "gather": ("data",)}
+    assert phases == {"gradient sync": ("data",), "gather": ("data",)}
 
 
 # --- Programs of other machines, counted by hand --------------------------------------------------
@@ -256,7 +256,7 @@ def test_arguments(name):
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_collectives(name):
-    """Weights are gathered twice and their gradients scattered once, on each axis in turn.
+    """Weights are gathered twice and their gradients scattered once, on one axis after the other.
 
     TPU compilers round what they multiply to bfloat16, and do it before they gather.
     """
@@ -285,11 +285,11 @@ def test_collectives(name):
 def test_phases_of_recorded_programs():
     for name in ("cpu_8", "h200x8", "v5e_4x4"):
         found = {each.op: each.phase for each in recorded(name).traffic if each.wire_bytes > 100}
-        assert found == {"all-gather": "gather", "reduce-scatter": "gradient exchange"}
+        assert found == {"all-gather": "gather", "reduce-scatter": "gradient sync"}
 
 
 def test_a_tpus_fast_memory_is_no_main_memory():
-    """Small enough for it, the whole program moves little more than its arguments."""
+    """A program that fits into it moves little more than its arguments."""
     found = recorded("v5e_4x4")
     arguments = sum(found.arguments.values())
     assert sum(found.nbytes.values()) < 3 * arguments
@@ -321,7 +321,7 @@ def on_mesh(fn, *, shape=(256, 512)):
     return compiled(mapped, (8 * shape[0], shape[1]))
 
 
-def test_an_all_reduce_that_is_cut_afterwards():
+def test_an_all_reduce_that_is_sliced_afterwards():
     def all_reduced(x):
         me = lax.axis_index("data")
         return lax.dynamic_slice_in_dim(lax.psum(x, "data"), me * 32, 32)
@@ -330,7 +330,7 @@ def test_an_all_reduce_that_is_cut_afterwards():
         return lax.psum_scatter(x, "data", tiled=True)
 
     (text,) = shd.audit(on_mesh(all_reduced)).warnings
-    assert "sums of 512 KiB are all-reduced and then cut" in text
+    assert "sums of 512 KiB are all-reduced and then sliced" in text
     assert not shd.audit(on_mesh(scattered)).warnings
     assert not shd.audit(on_mesh(lambda x: lax.psum(x, "data"))).warnings
 
@@ -364,7 +364,7 @@ def test_what_a_tpu_runs_as_a_reduce_scatter():
     found = shd.audit(FUSED.replace("NAME", "all-reduce-scatter.1"))
     assert [each.op for each in found.traffic] == ["reduce-scatter"]
     assert found.warnings == ()
-    assert "all-reduced and then cut" in shd.audit(FUSED.replace("NAME", "other")).warnings[0]
+    assert "all-reduced and then sliced" in shd.audit(FUSED.replace("NAME", "other")).warnings[0]
 
 
 def test_a_reduce_scatter_that_became_an_all_reduce():
@@ -375,7 +375,7 @@ def test_a_reduce_scatter_that_became_an_all_reduce():
 
     text = on_mesh(fn).as_text().replace("reduce_scatter/psum", "reduce_scatter")
     (note,) = shd.audit(text).warnings
-    assert "all-reduces where the program asks for reduce-scatters" in note
+    assert "all-reduces where the program requests reduce-scatters" in note
 
 
 def test_a_gather_in_the_update():
@@ -518,7 +518,7 @@ def test_programs_that_do_not_say_how_arguments_are_placed():
     [
         (jnp.bfloat16, jnp.float32, True),  # the batch widens all
         (jnp.bfloat16, jnp.bfloat16, False),
-        (jnp.float32, jnp.float32, False),  # as asked
+        (jnp.float32, jnp.float32, False),  # as requested
     ],
 )
 def test_float32_products_by_accident(dtype, inputs, warned):
@@ -634,13 +634,13 @@ def needing(nbytes):
     audit = shd.audit(compiled(lambda x: x, (2,)))
 
     def make(batch):
-        asked.append(batch)
+        requested.append(batch)
         return dataclasses.replace(
             audit, arguments={"all": float(nbytes(batch))}, results=0.0, temporaries=0.0
         )
 
-    asked = []
-    return make, asked
+    requested = []
+    return make, requested
 
 
 @pytest.mark.parametrize(
@@ -655,13 +655,13 @@ def needing(nbytes):
 )
 @pytest.mark.parametrize("memory", [10, 200, 1000, 3000, 20_000])
 def test_find_batch(nbytes, most, memory):
-    make, asked = needing(nbytes)
+    make, requested = needing(nbytes)
     found = find_batch(make, memory=memory / 0.9, limit=5000)
     fitting = [b for b in range(1, 5001) if nbytes(b) <= memory + 1e-6]
     assert found.batch == max(fitting, default=0)
-    assert [each.batch for each in found.tried] == asked
-    assert len(set(asked)) == len(asked) <= most
-    assert [each.memory for each in found.tried] == list(map(nbytes, asked))
+    assert [each.batch for each in found.tried] == requested
+    assert len(set(requested)) == len(requested) <= most
+    assert [each.memory for each in found.tried] == list(map(nbytes, requested))
     assert found.complete == (found.batch < 5000)
     if found.batch:
         assert found.audit.memory == nbytes(found.batch)
@@ -723,7 +723,7 @@ def test_tables_fit_80_columns(name):
 def test_text_and_json():
     found = recorded("v5e_4x4")
     shown = str(found)
-    for word in ("parameters", "reduce-scatter", "gradient exchange", "not faster than, by wire"):
+    for word in ("parameters", "reduce-scatter", "gradient sync", "not faster than, by wire"):
         assert word in shown
     again = json.loads(json.dumps(found.to_dict()))
     assert again["wire_bytes"] == found.wire_bytes
@@ -774,8 +774,8 @@ def test_scopes_are_shown_by_their_ends(scope, shown):
         ("jit(f)/jvp(jit(take_along_axis))/gather", "forward"),  # a lookup
         ("jit(f)/transpose(jvp())/dot_general", "backward"),
         ("jit(f)/checkpoint/rematted_computation/dot_general", "backward"),
-        ("jit(f)/transpose(jvp(gather))/reduce_scatter", "gradient exchange"),
-        ("jit(step)/shard_map/reduce_gradients/psum", "gradient exchange"),
+        ("jit(f)/transpose(jvp(gather))/reduce_scatter", "gradient sync"),
+        ("jit(step)/shard_map/reduce_gradients/psum", "gradient sync"),
         ("jit(step)/update/mul", "update"),
         ("jit(step)/gather_params/copy", "gather"),
         ("jit(f)/add", "other"),

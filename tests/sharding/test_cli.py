@@ -80,7 +80,7 @@ def test_it_fits_into_80_columns(run, line):
     _, out, _ = run(f"plan {line}")
     assert max(map(len, out.splitlines())) <= 80
     assert "…" not in out
-    for row in ("parameters", "gradients", "optimizer state", "together", "sent in a step"):
+    for row in ("parameters", "gradients", "optimizer state", "total", "sent in a step"):
         assert re.search(rf"^ ?{row} ", out, re.MULTILINE)
 
 
@@ -349,9 +349,9 @@ def test_a_model_and_an_optimizer_of_ones_own(run, module):
             code, out, _ = run(f"{line} --model {model} --optimizer {optimizer}")
             found = json.loads(out)
             assert (code, found["num_params"]) == (0, 800_800)
-            whole = found["stages"][0]
-            assert whole["params"] == whole["opt_state"] == 800_000 * 4 + 800 * 2
-            assert whole["batch"] == 0
+            unsharded = found["stages"][0]
+            assert unsharded["params"] == unsharded["opt_state"] == 800_000 * 4 + 800 * 2
+            assert unsharded["batch"] == 0
 
 
 def test_from_the_working_directory(run, module, tmp_path, monkeypatch):
@@ -446,7 +446,7 @@ def test_without_rich(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "rich", None)
     code, out, err = run("plan --model gpt2-small --target cpu:8")
     assert (code, out) == (2, "")
-    assert err == "error: tables need rich: pip install 'optax-ext[cli]'; or ask for --json\n"
+    assert err == "error: tables need rich: pip install 'optax-ext[cli]'. Or request --json.\n"
     assert run("plan --model gpt2-small --target cpu:8 --json")[0] == 0
 
 
@@ -455,7 +455,7 @@ def test_without_matplotlib(run, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)
     code, _, err = run("plan --model gpt2-small --target cpu:8 --plot x.png")
     assert code == 2
-    assert re.fullmatch(r"error: .+ needs matplotlib: pip install 'optax-ext\[cli\]'\n", err)
+    assert re.fullmatch(r"error: .+ needs matplotlib: pip install 'optax-ext\[cli\]'\.\n", err)
 
 
 # --- audit ----------------------------------------------------------------------------------------
@@ -469,8 +469,8 @@ STEP = """
             return params - jax.grad(lambda p: jnp.sum((x @ p) ** 2))(params)
 
         params = jax.ShapeDtypeStruct((32, 16), jnp.float32, sharding=NamedSharding(mesh, P()))
-        cut = NamedSharding(mesh, P(mesh.axis_names))
-        x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=cut)
+        sharded = NamedSharding(mesh, P(mesh.axis_names))
+        x = jax.ShapeDtypeStruct((64, 32), jnp.float32, sharding=sharded)
         return jax.jit(step, out_shardings=NamedSharding(mesh, P())).lower(params, x)
 """
 
@@ -485,7 +485,7 @@ def test_audit_of_a_step(run, module, tmp_path):
     assert max(map(len, out.splitlines())) <= 80
     for title in ("Memory of one device", "Sent by one device", "Work of one device"):
         assert f"mine:lowered: {title}" in " ".join(out.split())
-    # The whole gradient of 2 KiB is summed over eight devices.
+    # The full gradient of 2 KiB is summed over eight devices.
     assert re.search(r"all-reduce +data +f32 +1 +3.50 KiB", out)
     assert re.search(r"parameters +2.00 KiB", out)
 
@@ -571,7 +571,7 @@ def test_find_batch(run):
     assert all(each["fits"] == (each["memory"] <= 0.9 * 2**30) for each in search["tried"])
     for batch in sizes:
         assert re.search(rf"^  batch {batch}: [\d.]+ [MG]iB, (fits|too much)$", err, re.MULTILINE)
-    # As one that is asked for by its size.
+    # As one that is requested by its size.
     _, out, _ = run(line.replace("--find-batch", f"--batch {best} --json"))
     assert json.loads(out)["stage 3"]["memory"] == found["memory"]
 

@@ -47,8 +47,8 @@ def test_the_table_of_the_zero_paper():
     assert plan.num_params == 7_500_000_000
     assert [stage.name for stage in plan.stages] == STAGES
     assert [round(stage.memory / GB, 1) for stage in plan.stages] == [120, 31.4, 16.6, 1.9]
-    whole = plan.stages[0]
-    per_param = [x / 7.5e9 for x in (whole.params, whole.grads, whole.opt_state, whole.master)]
+    full = plan.stages[0]
+    per_param = [x / 7.5e9 for x in (full.params, full.grads, full.opt_state, full.master)]
     assert per_param == pytest.approx([2, 2, 8, 4])
     # In 2 (n - 1) / n of the parameters' bytes; stage 3 sends half as much again.
     assert [stage.wire / (2 * 15e9 * 63 / 64) for stage in plan.stages] == pytest.approx(
@@ -87,9 +87,9 @@ def test_a_number_as_parameters(count):
 # --- Bytes on the wire ----------------------------------------------------------------------------
 
 SHAPES = {
-    "cut": (64, 24),
+    "sharded": (64, 24),
     "once": (16, 40),  # stage 3 gathers it once
-    "half": (12, 35),  # divides by the 4 devices of a copy, not by all 8
+    "half": (12, 35),  # divides by the 4 devices of a replica, not by all 8
     "odd": (33, 35),
     "small": (8, 8),  # below min_shard_size
 }
@@ -97,7 +97,7 @@ SIZE = {name: math.prod(shape) for name, shape in SHAPES.items()}
 
 
 def wire_by_hand(k, held=2, summed=4):
-    """The six rows, for k micro-batches; and what goes to the other copy in the last two."""
+    """The six stages, for k micro-batches; and the bytes to the other replica in the last two."""
 
     def reduced(*names, n=8):
         return sum(2 * summed * SIZE[name] * (n - 1) / n for name in names)
@@ -106,24 +106,24 @@ def wire_by_hand(k, held=2, summed=4):
         return k * (gathers * held + summed) * SIZE[name] * (n - 1) / n
 
     def scattered(passes, n=8):
-        return sum((passes * summed + held) * SIZE[x] * (n - 1) / n for x in ("cut", "once"))
+        return sum((passes * summed + held) * SIZE[x] * (n - 1) / n for x in ("sharded", "once"))
 
-    whole = reduced("half", "odd", "small")
-    third = gathered("cut", 2, 8) + gathered("once", 1, 8) + whole
+    unsharded = reduced("half", "odd", "small")
+    third = gathered("sharded", 2, 8) + gathered("once", 1, 8) + unsharded
     inside = sum(
-        gathered(name, gathers, 4) for name, gathers in [("cut", 2), ("once", 1), ("half", 2)]
+        gathered(name, gathers, 4) for name, gathers in [("sharded", 2), ("once", 1), ("half", 2)]
     )
     inside += reduced("odd", "small")
-    shards = {name: SIZE[name] / 4 for name in ("cut", "once", "half")}
+    shards = {name: SIZE[name] / 4 for name in ("sharded", "once", "half")}
     summed_over_2 = {name: 2 * summed * size * 1 / 2 for name, size in shards.items()}
     hybrid = sum(summed_over_2.values())
     spread = summed_over_2["half"] + sum(
-        (summed + held) * shards[name] * 1 / 2 for name in ("cut", "once")
+        (summed + held) * shards[name] * 1 / 2 for name in ("sharded", "once")
     )
     wire = [
         reduced(*SHAPES),
-        scattered(1) + whole,
-        scattered(k) + whole,
+        scattered(1) + unsharded,
+        scattered(k) + unsharded,
         third,
         inside + hybrid,
         inside + spread,
@@ -185,7 +185,7 @@ CASES = {
         "adafactor",
         1,
     ),
-    "stage 3, kept": ({"stage": 3, "reshard_after_forward": False}, "adamw", 1),
+    "stage 3, not resharded": ({"stage": 3, "reshard_after_forward": False}, "adamw", 1),
     "stage 3, codes": ({"stage": 3, "precision": shd.Precision(gather="int8")}, "adamw", 1),
     "stage 2, unsharded": ({"stage": 2, "unsharded": "embed"}, "adamw", 1),
     "stage 1, residuals": ({"stage": 1, "sync": shd.sync.top_k(0.1)}, "adamw", 1),
@@ -265,7 +265,7 @@ def test_sync_state_is_counted():
         plan_of(ONE, zero={"stage": 3, "sync": shd.sync.top_k(0.1)})
 
 
-def test_old_calls_are_told_the_new_one():
+def test_old_calls_show_the_new_one():
     tx, mesh = optax.adam(1e-3), AbstractMesh((8,), ("data",))
     old = {"axis": "data", "min_shard_size": 0, "offload": True}
     message = (
@@ -334,7 +334,7 @@ def test_what_is_shown():
     text = str(plan)
     assert text.startswith("7,500,000,000 parameters on data=64: one device\n")
     assert "stage 1 *" in text
-    assert "1.75 GiB" in text  # stage 3 together
+    assert "1.75 GiB" in text  # the total of stage 3
     row = plan.to_dict()["stages"][3]
     assert row["memory"] == row["arguments"] + row["grads"] == plan.stages[3].memory
     assert row["peak"] == row["memory"] + row["unreduced"]
@@ -356,7 +356,7 @@ def formatted(tx, dtype=jnp.bfloat16, **options):
     [
         ((768, 768), jnp.bfloat16, 0, 768 * 768 * 2),
         ((768, 96), jnp.bfloat16, 0, 96 * 768 * 2),  # transposed: columns of 768
-        ((60, 100), jnp.float32, 0, 64 * 128 * 4),  # neither dim is whole tiles
+        ((60, 100), jnp.float32, 0, 64 * 128 * 4),  # neither dim fills its tiles
         ((768, 1000), jnp.bfloat16, 3, 16 * 1024 * 2),  # 12 rows of a device fill 16
         ((50257, 768), jnp.bfloat16, 3, 16 * 50304 * 2),  # as v5p compiles it
         ((256, 1000), jnp.float32, 3, 4 * 1024 * 4),  # 4 rows take tiles of 4
