@@ -1,12 +1,12 @@
-"""How long exchanges of gradients take where the network is slow: 4 processes on one machine.
+"""How long gradient syncs take where the network is slow: 4 processes on one machine.
 
 Each process is one CPU device of JAX (gloo) in a network namespace of its own, on a link that is
-limited in both directions. Sparse exchanges: a table of V rows of which each device has 1 %, as
-words are distributed (Zipf). A round runs every exchange of a gradient once, after a barrier; a
-time is the slowest process's, and what is told is the median over rounds.
+limited in both directions. Sparse syncs: a table of V rows of which each device has 1 %, as words
+are distributed (Zipf). A round runs every sync of a gradient once, after a barrier; a time is that
+of the slowest process, and the table has the median over rounds.
 
-  python benchmarks/exchange_time.py            # needs Linux and root; writes benchmarks/results/
-  python benchmarks/exchange_time.py --smoke    # small, no limits, needs no root; prints only
+  python benchmarks/sync_time.py            # needs Linux and root; writes benchmarks/results/
+  python benchmarks/sync_time.py --smoke    # small, no limits, needs no root; prints only
 """
 
 import argparse
@@ -29,7 +29,7 @@ import _results
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gradient_exchange import DENSITY, WIDTH, words
+from gradient_sync import DENSITY, WIDTH, words
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -43,17 +43,17 @@ SMOKE = (128, 128), (2**12,), 2
 WARM_UP = 2
 SECONDS = 600  # for one network
 HEADER = """\
-| network | gradient | exchange | wire, MiB | sent, MiB | wire alone, ms | ms (quartiles) \
+| network | gradient | sync | wire, MiB | sent, MiB | wire alone, ms | ms (quartiles) \
 | dense / it | by wire alone |
 |---|---|---|---|---|---|---|---|---|"""
 
 
 @dataclasses.dataclass
 class Found:
-    """What one process measured of one exchange."""
+    """The measurements of one process for one sync."""
 
     gradient: str
-    exchange: str
+    sync: str
     wire: float  # bytes, by the compiled program
     ms: list[float]
     sent: list[int]  # bytes, by the kernel
@@ -65,7 +65,7 @@ class Found:
 def gradients(
     rank: int, matrix: tuple[int, int], tables: tuple[int, ...]
 ) -> Iterator[tuple[str, np.ndarray, dict[str, sync.GradientSync]]]:
-    """Name, this device's gradient, and the exchanges it is tried with."""
+    """Name, gradient of this device, and the syncs to measure."""
     rng = np.random.default_rng(rank)
     lossy = {
         "dense": sync.dense(),
@@ -92,7 +92,7 @@ def gradients(
 
 
 def work(rank: int, coordinator: str, folder: pathlib.Path, smoke: bool) -> None:
-    """Measures all exchanges together with the other processes; writes what this one saw."""
+    """Measures all syncs together with the other processes; writes the figures of this one."""
     if smoke:  # which compiles for longer than it runs
         os.environ["XLA_FLAGS"] = (
             "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -101,17 +101,17 @@ def work(rank: int, coordinator: str, folder: pathlib.Path, smoke: bool) -> None
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(coordinator, NUM, rank)
     mesh = jax.make_mesh((NUM,), ("data",), axis_types=(AxisType.Auto,))
-    cut = NamedSharding(mesh, P("data"))
+    sharded = NamedSharding(mesh, P("data"))
     add = jax.jit(lambda x: jnp.sum(x), out_shardings=NamedSharding(mesh, P()))
-    ones = jax.make_array_from_process_local_data(cut, np.ones(1))
+    ones = jax.make_array_from_process_local_data(sharded, np.ones(1))
     matrix, tables, rounds = SMOKE if smoke else (MATRIX, TABLES, ROUNDS)
     found: list[Found] = []
-    for name, own, exchanges in gradients(rank, matrix, tables):
-        x = jax.make_array_from_process_local_data(cut, own[None])
+    for name, own, methods in gradients(rank, matrix, tables):
+        x = jax.make_array_from_process_local_data(sharded, own[None])
         steps, states, results = {}, {}, {}
-        for key, exchange in exchanges.items():
-            tx = sync.transformation(exchange, "data", NUM)
-            states[key] = jax.jit(lambda tx=tx, like=own: tx.init(like), out_shardings=cut)()
+        for key, method in methods.items():
+            tx = sync.transformation(method, "data", NUM)
+            states[key] = jax.jit(lambda tx=tx, like=own: tx.init(like), out_shardings=sharded)()
             steps[key] = compile_step(tx, mesh, x, states[key])
             wire = shd.wire_bytes(steps[key], branches="cheapest")
             results[key] = Found(name, key, wire, [], [])
@@ -131,7 +131,7 @@ def work(rank: int, coordinator: str, folder: pathlib.Path, smoke: bool) -> None
 
 
 def compile_step(tx: Any, mesh: jax.sharding.Mesh, x: jax.Array, state: Any) -> Any:
-    """The program of one exchange: gradients and state to their mean and the new state."""
+    """The program of one sync: gradients and state to their mean and the new state."""
     specs = P("data"), P("data")
     mapped = jax.shard_map(
         lambda x, state: tx.update(x[0], state),
@@ -147,7 +147,7 @@ def compile_step(tx: Any, mesh: jax.sharding.Mesh, x: jax.Array, state: Any) -> 
 
 
 def measure(gbits: float | None, smoke: bool) -> list[list[Found]]:
-    """What each process found, on a network of its own; on that of the machine if small."""
+    """The figures of each process, on a network of its own; on that of the machine if small."""
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
 
@@ -170,7 +170,7 @@ def measure(gbits: float | None, smoke: bool) -> list[list[Found]]:
 
 
 def rows(smoke: bool) -> Iterator[str]:
-    """A line for each network, gradient and exchange.
+    """A line for each network, gradient and sync.
 
     Raises:
       SystemExit: the network carried more than it should.
@@ -180,14 +180,14 @@ def rows(smoke: bool) -> Iterator[str]:
             wire, sent = each[0].wire, max(np.median(one.sent) for one in each)
             slowest = np.max([one.ms for one in each], axis=0)
             low, ms, high = np.percentile(slowest, [25, 50, 75])
-            if each[0].exchange == "dense":
+            if each[0].sync == "dense":
                 dense_ms, dense_wire = ms, wire
             alone = None if gbits is None else 8e-6 * wire / gbits
             carried = 0 if gbits is None else 8e-6 * (sent - _network.BURST) / gbits
             if low < carried:
                 raise SystemExit(f"{network} is no limit here: {sent:,.0f} bytes in {low:.1f} ms.")
             yield (
-                f"| {network} | {each[0].gradient} | {each[0].exchange} | {wire / 2**20:.2f} "
+                f"| {network} | {each[0].gradient} | {each[0].sync} | {wire / 2**20:.2f} "
                 f"| {f'{sent / 2**20:.2f}' if sent else '-'} "
                 f"| {'-' if alone is None else f'{alone:.1f}'} "
                 f"| {ms:.1f} ({low:.1f}-{high:.1f}) "
@@ -196,7 +196,7 @@ def rows(smoke: bool) -> Iterator[str]:
 
 
 def main() -> None:
-    """Prints the table; keeps that of the networks."""
+    """Prints the table; writes that of the networks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="small, no limits, no root; no file")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
@@ -213,15 +213,15 @@ def main() -> None:
         about = (
             f"{NUM} processes, one CPU device each (gloo), on {os.cpu_count()} cores that they "
             "share. Each in a network namespace, joined to a bridge by a pair of virtual Ethernet "
-            "devices; `tc`'s token bucket (tbf) at both ends limits what a process sends and what "
-            f"it is sent. Median of {ROUNDS} rounds, in each of which every exchange of a gradient "
-            "runs once; the slowest process counts. `wire` is what one device sends by the "
-            "compiled program, `sent` what the kernel counted, headers and all; `wire alone` what "
-            "the limit makes of the former. All else is computing and copying, which the processes "
-            "do at the same time on the same cores: with a core for each it would be less. Where "
-            "`no limit` is no faster, the cores are the limit."
+            "devices; `tc`'s token bucket (tbf) at both ends limits what a process sends and "
+            f"receives. Median of {ROUNDS} rounds, in each of which every sync of a gradient runs "
+            "once; the slowest process counts. `wire` is the bytes that one device sends by the "
+            "compiled program, `sent` those that the kernel counted, with headers; `wire alone` is "
+            "the time of the former at the limit. The rest is computing and copying, which the "
+            "processes do at the same time on the same cores: with a core for each it would be "
+            "less. Where `no limit` is no faster, the cores are the limit."
         )
-        _results.write("exchange_time", "Time of exchanges of gradients", about, table)
+        _results.write("sync_time", "Gradient syncs: time on slow networks", about, table)
 
 
 if __name__ == "__main__":

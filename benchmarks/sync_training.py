@@ -1,13 +1,13 @@
-"""What exchanges of gradients do to training: loss against steps and against bytes sent.
+"""Training with each gradient sync: loss against steps and against bytes sent.
 
 Runs examples/train_lm.py --config ngrams-small, of whose parameters nine tenths are a table with
-sparse gradients, as plain data parallelism over 8 virtual CPU devices, where all that is sent are
-gradients: every exchange with SGD, AdamW and CAME, on the same batches. A run that is finished in
-runs/exchange/ is read, not repeated, so that the command can be stopped and given again. All runs
-take an hour on two cores.
+sparse gradients, as plain data parallelism over 8 virtual CPU devices, which sends nothing but
+gradients: every sync with SGD, AdamW and CAME, on the same batches. A finished run in runs/sync/ is
+read, not repeated, so that the command can be stopped and started again. All runs take an hour on
+two cores.
 
-  python benchmarks/exchange_training.py            # writes benchmarks/results/
-  python benchmarks/exchange_training.py --smoke    # a tiny model, two runs, prints only
+  python benchmarks/sync_training.py            # writes benchmarks/results/
+  python benchmarks/sync_training.py --smoke    # a tiny model, two runs, prints only
 """
 
 import argparse
@@ -20,43 +20,43 @@ import matplotlib
 import numpy as np
 
 OPTIMIZERS = ("sgd", "adamw", "came")
-EXCHANGES = ("dense", "zen", "topk", "ef21", "dgc", "qsgd4", "powersgd", "qsgd8")
+SYNCS = ("dense", "zen", "topk", "ef21", "dgc", "qsgd4", "powersgd", "qsgd8")
 STEPS = 300
 SEEDS = (0, 1)  # of dense; the others have the first
 Summaries = Mapping[tuple[str, str, int], dict]
 HEADER = """\
-| optimizer | exchange | validation loss | against dense | a device sends, KiB a step | times less |
+| optimizer | sync | validation loss | against dense | KiB sent per device and step | times less |
 |---|---|---|---|---|---|"""
 ZEN_HEADER = """\
 | optimizer | zen against dense: first 20 steps | all steps |
 |---|---|---|"""
 
 
-def name_of(optimizer: str, exchange: str, seed: int) -> str:
+def name_of(optimizer: str, method: str, seed: int) -> str:
     """The folder of a run."""
-    return f"{optimizer}-{exchange}-{seed}"
+    return f"{optimizer}-{method}-{seed}"
 
 
 def rows(summaries: Summaries) -> Iterator[str]:
     """Lines of the table; of dense the spread of seeds in place of a change."""
-    for optimizer, exchange, seed in summaries:
+    for optimizer, method, seed in summaries:
         if seed:
             continue
         dense = summaries[optimizer, "dense", 0]
-        found = summaries[optimizer, exchange, seed]
+        found = summaries[optimizer, method, seed]
         change = f"{100 * (found['val_loss'] / dense['val_loss'] - 1):+.2f} %"
-        if exchange == "dense" and (optimizer, "dense", 1) in summaries:
+        if method == "dense" and (optimizer, "dense", 1) in summaries:
             again = summaries[optimizer, "dense", 1]["val_loss"] / dense["val_loss"]
             change = f"another seed: {100 * (again - 1):+.2f} %"
         yield (
-            f"| {optimizer} | {exchange} | {found['val_loss']:.4f} | {change} "
+            f"| {optimizer} | {method} | {found['val_loss']:.4f} | {change} "
             f"| {found['wire_bytes'] / 2**10:,.0f} "
             f"| {dense['wire_bytes'] / found['wire_bytes']:.1f} |"
         )
 
 
 def apart(runs: pathlib.Path, one: tuple, other: tuple, steps: int) -> float:
-    """By how much the training losses of two runs differ at most, relative, in the first steps."""
+    """The largest relative difference of the training losses of two runs in the first steps."""
     a, b = (
         np.array([loss for step, loss in _training.losses_of(runs, name_of(*key), "loss")][:steps])
         for key in (one, other)
@@ -68,28 +68,28 @@ def zen_rows(runs: pathlib.Path) -> Iterator[str]:
     """How far zen, which loses nothing, is from dense by rounding alone."""
     for optimizer in OPTIMIZERS:
         dense, zen = (optimizer, "dense", 0), (optimizer, "zen", 0)
-        start, whole = (apart(runs, zen, dense, steps) for steps in (20, STEPS))
-        yield f"| {optimizer} | {start:.1e} | {whole:.1e} |"
+        first, all_steps = (apart(runs, zen, dense, steps) for steps in (20, STEPS))
+        yield f"| {optimizer} | {first:.1e} | {all_steps:.1e} |"
 
 
 def plot(path: pathlib.Path, runs: pathlib.Path, summaries: Summaries) -> None:
-    """Draws losses on held-out text against steps, and against what a device has sent."""
+    """Draws losses on held-out text against steps, and against the bytes that a device sent."""
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(
         2, len(OPTIMIZERS), figsize=(12, 7.5), sharey=True, layout="constrained"
     )
-    for (optimizer, exchange, seed), summary in summaries.items():
+    for (optimizer, method, seed), summary in summaries.items():
         if seed:
             continue
         steps, losses = zip(
-            *_training.losses_of(runs, name_of(optimizer, exchange, seed), "val_loss"), strict=True
+            *_training.losses_of(runs, name_of(optimizer, method, seed), "val_loss"), strict=True
         )
         sent = np.array(steps) * summary["wire_bytes"] / 2**20
-        column, color = OPTIMIZERS.index(optimizer), f"C{EXCHANGES.index(exchange)}"
-        style = {"color": color, "label": exchange, "linewidth": 1.2, "markersize": 3}
-        style["linestyle"] = "--" if exchange == "zen" else "-"  # it lies on dense
+        column, color = OPTIMIZERS.index(optimizer), f"C{SYNCS.index(method)}"
+        style = {"color": color, "label": method, "linewidth": 1.2, "markersize": 3}
+        style["linestyle"] = "--" if method == "zen" else "-"  # it covers dense
         axes[0, column].plot(steps[1:], losses[1:], marker="o", **style)
         axes[1, column].plot(sent[1:], losses[1:], marker="o", **style)
     for column, optimizer in enumerate(OPTIMIZERS):
@@ -104,47 +104,47 @@ def plot(path: pathlib.Path, runs: pathlib.Path, summaries: Summaries) -> None:
 
 
 def cases(smoke: bool) -> list[tuple[str, str, int]]:
-    """Optimizer, exchange and seed of each run; all optimizers of one before the next."""
+    """Optimizer, sync and seed of each run; all optimizers of one sync before the next."""
     if smoke:
         return [("sgd", "dense", 0), ("sgd", "topk", 0)]
     found = [
-        (optimizer, exchange, 0)
-        for exchange in EXCHANGES
-        for optimizer in (OPTIMIZERS if exchange != "dgc" else ("sgd",))
+        (optimizer, method, 0)
+        for method in SYNCS
+        for optimizer in (OPTIMIZERS if method != "dgc" else ("sgd",))
     ]
     return found + [(optimizer, "dense", seed) for seed in SEEDS[1:] for optimizer in OPTIMIZERS]
 
 
 def main() -> None:
-    """Trains what is not there yet; prints the tables."""
+    """Trains the runs that are not finished; prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="a tiny model; writes no results")
     smoke = parser.parse_args().smoke
-    runs = _results.ROOT / "runs" / ("exchange_smoke" if smoke else "exchange")
+    runs = _results.ROOT / "runs" / ("sync_smoke" if smoke else "sync")
     options = ["--devices", "8", "--stage", "0", "--audit"]
     options += ["--smoke"] if smoke else ["--config", "ngrams-small", "--steps", str(STEPS)]
     summaries = {}
     for case in cases(smoke):
-        optimizer, exchange, seed = case
-        asked = ["--optimizer", optimizer, "--sync", exchange, "--seed", str(seed)]
-        summaries[case] = _training.summary_of(runs, name_of(*case), options + asked)
+        optimizer, method, seed = case
+        own = ["--optimizer", optimizer, "--sync", method, "--seed", str(seed)]
+        summaries[case] = _training.summary_of(runs, name_of(*case), options + own)
         print(f"{' '.join(map(str, case))}: {summaries[case]['val_loss']:.4f}", flush=True)
     of_all = _results.table(HEADER, rows(summaries))
     if not smoke:
         of_zen = _results.table(ZEN_HEADER, zen_rows(runs))
         about = (
             f"{STEPS} steps of `train_lm.py --config ngrams-small` at stage 0, data parallel over "
-            "8 virtual CPU devices; one run each, on the same batches. All exchanges of an "
+            "8 virtual CPU devices; one run each, on the same batches. All syncs of an "
             "optimizer have its learning rate of train_lm.py: adamw's and came's were tuned for "
             "`--config small` and plain sums, sgd's was not. Loss in nats per byte on 16 batches "
-            "of held-out text. Bytes are read from the compiled step; of zen, of the branch that "
-            "gradients as sparse as these take. The last table has relative differences of "
+            "of held-out text. Bytes are read from the compiled step, for zen from the branch "
+            "that gradients as sparse as these take. The last table has relative differences of "
             "training losses, the largest of all steps."
         )
-        picture = "![loss against steps and bytes](exchange_training.png)"
-        title = "Training with exchanges of gradients"
-        _results.write("exchange_training", title, about, picture, of_all, of_zen)
-        plot(_results.RESULTS / "exchange_training.png", runs, summaries)
+        picture = "![loss against steps and bytes](sync_training.png)"
+        title = "Gradient syncs: training"
+        _results.write("sync_training", title, about, picture, of_all, of_zen)
+        plot(_results.RESULTS / "sync_training.png", runs, summaries)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""What exchanges of gradients send: compiled programs beside their formulas.
+"""Bytes that each gradient sync sends: compiled programs beside their formulas.
 
-Sparse exchanges: one table of V rows, of which each device has those of a batch of tokens that are
-distributed as words are (Zipf), until 1 % of all rows are there. Rooms are made for the measured
-densities; what counts are the branches of the program that these gradients take. SparCML and
+Sparse syncs: one table of V rows, of which each device has those of a batch of tokens, drawn from a
+Zipf distribution as words are until the batch has 1 % of all rows. Capacities are those of the
+measured densities, and the branches of the program that these gradients take count. SparCML and
 OmniReduce are formulas alone. Then steps of ZeRO that look up rows of a table. TPU targets need
 libtpu: pip install 'optax-ext[aot]'. Nothing is run.
 
-  python benchmarks/gradient_exchange.py            # prints the tables, writes benchmarks/results/
-  python benchmarks/gradient_exchange.py --smoke    # 8 virtual CPU devices, prints only
+  python benchmarks/gradient_sync.py            # prints the tables, writes benchmarks/results/
+  python benchmarks/gradient_sync.py --smoke    # 8 virtual CPU devices, prints only
 """
 
 import argparse
@@ -53,7 +53,7 @@ TABLE_HEADER = """\
 | target | stage | gradient of the table | sent in a step, MiB | temporaries, MiB |
 |---|---|---|---|---|"""
 LOSSY_HEADER = """\
-| target | exchange | whole mean, MiB | / formula | a piece, MiB | / formula | / dense |
+| target | sync | full mean, MiB | / formula | a shard, MiB | / formula | / dense |
 |---|---|---|---|---|---|---|"""
 
 
@@ -61,31 +61,31 @@ def words(num: int, rows: int, seed: int = 0) -> list[np.ndarray]:
     """Rows of each device, 1 % of all: distinct draws from a Zipf distribution."""
     rng, found = np.random.default_rng(seed), []
     cumulative = np.cumsum(1 / np.arange(1, rows + 1))
-    want = int(DENSITY * rows)
+    wanted = int(DENSITY * rows)
     for _ in range(num):
-        have = np.array([], np.int64)
-        while have.size < want:
-            draws = np.searchsorted(cumulative, rng.random(want) * cumulative[-1])
-            new = np.concatenate([have, draws])
-            _, first = np.unique(new, return_index=True)
-            have = new[np.sort(first)]
-        found.append(have[:want])
+        distinct = np.array([], np.int64)
+        while distinct.size < wanted:
+            draws = np.searchsorted(cumulative, rng.random(wanted) * cumulative[-1])
+            drawn = np.concatenate([distinct, draws])
+            _, first = np.unique(drawn, return_index=True)
+            distinct = drawn[np.sort(first)]  # in the order of the draws
+        found.append(distinct[:wanted])
     return found
 
 
 def sent(
     target: str,
     num: int,
-    exchange: sync.GradientSync,
+    method: sync.GradientSync,
     shape: tuple[int, ...],
     dim: int = 0,
 ) -> float:
     """Bytes that one device sends for one gradient, in a compiled program."""
     mesh = targets.mesh(target, (num,), ("data",))
-    state = exchange.init(jax.ShapeDtypeStruct(shape, jnp.float32))
+    state = method.init(jax.ShapeDtypeStruct(shape, jnp.float32))
 
     def run(x: jax.Array) -> jax.Array:
-        return exchange.reduce_scatter(x[0], state, "data", dim)[0][None]
+        return method.reduce_scatter(x[0], state, "data", dim)[0][None]
 
     mapped = jax.shard_map(run, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
     sharding = jax.sharding.NamedSharding(mesh, P("data"))
@@ -100,20 +100,20 @@ def sparse_rows(smoke: bool) -> Iterator[str]:
         found = sync.Sparsity.measure(ids, rows, WIDTH)
         one, union = found.densities[1], found.densities[num]
         mixed = np.asarray(Permutation(rows).apply(jnp.arange(rows, dtype=jnp.int32)))
-        places = -(-rows // num)
-        counts = np.stack([np.bincount(mixed[x] // places, minlength=num) for x in ids])
+        slots = -(-rows // num)  # rows of an owner
+        counts = np.stack([np.bincount(mixed[x] // slots, minlength=num) for x in ids])
         all_rows = np.unique(np.concatenate(ids))
-        back = np.bincount(mixed[all_rows] // places, minlength=num)
-        room = list_capacity(one, places, num**2)
-        rounds = next(r for r in (1, 2, 4) if counts.max() <= r * room)
-        assert back.max() <= list_capacity(union, places, num)  # else all of the sum is sent
+        back = np.bincount(mixed[all_rows] // slots, minlength=num)
+        capacity = list_capacity(one, slots, num**2)
+        rounds = next(r for r in (1, 2, 4) if counts.max() <= r * capacity)
+        assert back.max() <= list_capacity(union, slots, num)  # else all of the sum is sent
         fullest = max(counts.max() * num / counts.sum(1).max(), back.max() * num / back.sum())
         zen = sent(target, num, sync.zen(one, union_density=union), (rows, WIDTH))
-        zen += (rounds - 1) * (num - 1) * room * 4 * (WIDTH + 1)
+        zen += (rounds - 1) * (num - 1) * capacity * 4 * (WIDTH + 1)
         agsparse = sent(target, num, sync.agsparse(one), (rows, WIDTH))
         dense = sent(target, num, sync.dense(), (rows, WIDTH))
         theory = found.bytes_sent()
-        bound = 1 + math.sqrt(2 * math.log(100 * num**2) / (one * places))
+        bound = 1 + math.sqrt(2 * math.log(100 * num**2) / (one * slots))
         mib = [x / 2**20 for x in (dense, agsparse, theory["sparcml"], theory["omnireduce"])]
         yield (
             f"| {target} | 2^{rows.bit_length() - 1} | {one:.2%}, {union:.2%} "
@@ -125,11 +125,12 @@ def sparse_rows(smoke: bool) -> Iterator[str]:
 
 
 def lossy_rows(smoke: bool) -> Iterator[str]:
-    """A line for each target and exchange that keeps no state, or whose state does not matter."""
+    """A line for each target and sync whose bytes do not depend on a state."""
     rows, cols = (256, 256) if smoke else MATRIX
     size = rows * cols
     for target, num in LOSSY[:1] if smoke else LOSSY:
         share = (num - 1) / num
+        # The sync, the bytes of its all-reduce, and the share of them in a reduce-scatter.
         cases = {
             "qsgd(8)": (sync.qsgd(8, rounding="nearest"), 2 * size * (1 + 4 / 512), 0.5),
             "qsgd(4)": (sync.qsgd(4, rounding="nearest"), 2 * size * (0.5 + 4 / 512), 0.5),
@@ -137,29 +138,29 @@ def lossy_rows(smoke: bool) -> Iterator[str]:
             "top_k(0.001)": (sync.top_k(0.001), 8 * num * math.ceil(0.001 * size), 1),
         }
         dense = sent(target, num, sync.dense(), (rows, cols))
-        for name, (exchange, full, part) in cases.items():
-            whole = sent(target, num, exchange, (rows, cols))
-            piece = sent(target, num, exchange, (rows, cols), -1)
+        for name, (method, formula, scattered) in cases.items():
+            full = sent(target, num, method, (rows, cols))
+            shard = sent(target, num, method, (rows, cols), -1)
             yield (
-                f"| {target} | {name} | {whole / 2**20:.2f} | {whole / (share * full):.3f} "
-                f"| {piece / 2**20:.2f} | {piece / (share * full * part):.3f} "
-                f"| {whole / dense:.4f} |"
+                f"| {target} | {name} | {full / 2**20:.2f} | {full / (share * formula):.3f} "
+                f"| {shard / 2**20:.2f} | {shard / (share * formula * scattered):.3f} "
+                f"| {full / dense:.4f} |"
             )
 
 
 def table_rows(smoke: bool) -> Iterator[str]:
-    """A line for each target, stage and way in which a step exchanges a table's gradient."""
+    """A line for each target, stage and way in which a step syncs a table's gradient."""
     rows, lookups = (2**12, 32) if smoke else (2**20, LOOKUPS)
     density = lookups / rows
     for target, num in [("cpu:8", 8)] if smoke else TABLES:
         mesh = targets.mesh(target, (num,), ("data",))
         for stage in (0, 2, 3):
-            for name, exchange, by_rows in (
-                ("whole", None, False),
+            for name, method, by_rows in (
+                ("dense", None, False),
                 ("`zen` finds its rows", sync.zen(density), False),
                 ("`zen` of `lookup`", sync.zen(density), True),
             ):
-                compiled = lookup_step(shd.Zero(mesh, stage, sync=exchange), rows, lookups, by_rows)
+                compiled = lookup_step(shd.Zero(mesh, stage, sync=method), rows, lookups, by_rows)
                 sent = shd.wire_bytes(compiled, branches="cheapest")
                 memory = compiled.memory_analysis().temp_size_in_bytes
                 yield (
@@ -186,7 +187,7 @@ def lookup_step(zero: shd.Zero, rows: int, lookups: int, by_rows: bool) -> Any:
 
 
 def main() -> None:
-    """Prints the tables; keeps those of all targets."""
+    """Prints the tables; writes those of all targets."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="8 virtual CPU devices; no file")
     smoke = parser.parse_args().smoke
@@ -200,15 +201,16 @@ def main() -> None:
         tables.append(_results.table(header, rows(smoke)))
     if not smoke:
         about = (
-            f"What one device sends. First a table of V rows of {WIDTH} float32 numbers, of which "
-            f"each device has {DENSITY:.0%}, Zipf-distributed; the fullest owner is that of one "
-            "device's rows, or of the sum, over the mean; `bound` is what there is room for, "
+            f"Bytes that one device sends. First a table of V rows of {WIDTH} float32 numbers, of "
+            f"which each device has {DENSITY:.0%}, Zipf-distributed; the fullest owner is that of "
+            "one device's rows, or of the sum, over the mean; `bound` is the capacity, "
             "1 + root of 2 ln(100 n^2) / the rows that a device has for one owner. Then a step of "
             f"SGD whose loss looks up {LOOKUPS} rows on each device of 2^20, of {WIDTH} float32 "
             "numbers (256 MiB), and nothing else; below stage 3 the new parameters are gathered, "
-            "too. Then a matrix of 4096 x 4096; a piece is what ZeRO keeps."
+            "too. Then a matrix of 4096 x 4096, all-reduced (the full mean) and reduce-scattered "
+            "(a shard)."
         )
-        _results.write("gradient_exchange", "Exchanges of gradients", about, *tables)
+        _results.write("gradient_sync", "Gradient syncs: bytes sent", about, *tables)
 
 
 if __name__ == "__main__":
