@@ -1,7 +1,7 @@
 """Processes with a network between them whose bandwidth is limited; Linux, root, iproute2.
 
 Each process has a network namespace, joined by a pair of virtual Ethernet devices to a bridge in
-one more; token buckets (``tc``'s tbf) at both ends limit what it sends and what it is sent.
+one more; token buckets (``tc``'s tbf) at both ends limit what it sends and receives.
 """
 
 import contextlib

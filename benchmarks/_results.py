@@ -1,4 +1,4 @@
-"""Keeps a benchmark's tables in results/, with what made them: command, commit, date, versions."""
+"""Writes a benchmark's tables to results/, with their command, commit, date and versions."""
 
 import datetime
 import importlib.metadata
@@ -20,7 +20,7 @@ def _versions() -> str:
 
 
 def table(header: str, rows: Iterable[str]) -> str:
-    """Lines under their header; each is printed as soon as it is there."""
+    """Lines under their header; each is printed as soon as it is measured."""
     lines = []
     for line in itertools.chain([header], rows):
         print(line, flush=True)
@@ -41,7 +41,7 @@ def commit() -> str:
 
 
 def machine(accelerator: str) -> str:
-    """The accelerator, or "cpu" with its model where the system tells it, and how many cores."""
+    """The accelerator, or "cpu" with its model where that is known, and the number of cores."""
     info = pathlib.Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     models = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
@@ -50,9 +50,9 @@ def machine(accelerator: str) -> str:
 
 
 def write(name: str, title: str, about: str, *parts: str, script: str | None = None) -> None:
-    """Writes results/<name>.md: title, what it is about, and the parts.
+    """Writes results/<name>.md: title, command and description, and the parts.
 
-    It is of benchmarks/<name>.py, or of ``script`` there.
+    The command is benchmarks/<name>.py, or ``script`` there.
     """
     command, today = f"`python benchmarks/{script or name}.py`", datetime.date.today()
     how = f"{command} at commit {commit()}, {today}, {_versions()}. {about}".strip()

@@ -1,4 +1,4 @@
-"""An optimizer's step as benchmarks compile it, and steps that take turns to be timed."""
+"""An optimizer's step as benchmarks compile it, and steps that are timed alternately."""
 
 import math
 import time
@@ -52,19 +52,19 @@ def lowered(
 
 
 def compiled(*arguments: Any) -> jax.stages.Compiled:
-    """What ``lowered`` gives, compiled."""
+    """The result of ``lowered``, compiled."""
     return lowered(*arguments).compile()
 
 
 def cost(program: jax.stages.Compiled, shapes: Shapes) -> tuple[float, float]:
-    """Bytes a parameter that a program accesses in main memory, and that it keeps meanwhile."""
+    """Bytes a parameter that a program accesses in main memory, and bytes of its temporaries."""
     size = sum(math.prod(s) for s in shapes)
     moved = sum(shd.audit(program).nbytes.values()) / size
     return moved, program.memory_analysis().temp_size_in_bytes / size
 
 
 def replacing(fn: Callable[..., Any], held: list, *inputs: Any) -> Callable[[], None]:
-    """A call of ``fn`` that puts the first things it returns in place of those it was given."""
+    """A call of ``fn`` that replaces its first arguments by its first results."""
 
     def call() -> None:
         held[:] = fn(*held, *inputs)[: len(held)]
@@ -73,12 +73,12 @@ def replacing(fn: Callable[..., Any], held: list, *inputs: Any) -> Callable[[], 
     return call
 
 
-def take_turns(
+def time_alternately(
     steps: Mapping[Any, Callable[[], None]], rounds: int, warm_up: int = 2
 ) -> dict[Any, np.ndarray]:
     """The seconds of each step in each round; those of the first rounds are not counted.
 
-    Each round has an order of its own: what ran before leaves its marks in caches and allocator.
+    Each round has an order of its own: the step before affects caches and allocator.
     """
     rng = np.random.default_rng(0)
     times: dict[Any, list[float]] = {name: [] for name in steps}
@@ -93,6 +93,6 @@ def take_turns(
 
 
 def quartiles(ratios: np.ndarray) -> str:
-    """The median, and between which values the middle half lies."""
+    """The median and the quartiles."""
     low, middle, high = np.percentile(ratios, (25, 50, 75))
     return f"{middle:.2f} ({low:.2f}-{high:.2f})"

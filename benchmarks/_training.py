@@ -13,7 +13,7 @@ import _results
 def summary_of(runs: pathlib.Path, name: str, options: Sequence[str]) -> dict:
     """The summary of the run runs/name; it is trained with the options unless it is finished.
 
-    Its other files stay but for the checkpoints, of which a finished run has no use.
+    Of its other files only the checkpoints are removed, which a finished run does not need.
     """
     summary = runs / name / "summary.json"
     if not summary.exists():

@@ -1,4 +1,4 @@
-"""What a step costs with low-precision state: time on this CPU, and what programs for TPUs move.
+"""The cost of a step with low-precision state: time on this CPU, and bytes that TPU programs move.
 
 Time: the update of matrices, each format beside float32 in one run, rounds interleaved. TPU: bytes
 accessed and temporaries as the compiler reports them (needs libtpu: pip install 'optax-ext[aot]').
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _steps import cost, lowered, quartiles, replacing, step_of, take_turns
+from _steps import cost, lowered, quartiles, replacing, step_of, time_alternately
 
 import optax_ext
 
@@ -61,7 +61,7 @@ def cpu_table(
         step = jax.jit(step_of(tx), donate_argnums=(0, 1)).lower(*held, grads).compile()
         seconds[key] = time.perf_counter() - start
         steps[key] = replacing(step, held, grads)
-    times = take_turns(steps, rounds)
+    times = time_alternately(steps, rounds)
 
     def row(key: tuple[str, str]) -> str:
         return (
@@ -97,7 +97,7 @@ def tpu_table(target: str, size: int, matrices: int) -> str:
 
 
 def main() -> None:
-    """Prints the tables; keeps those of whole size."""
+    """Prints the tables; writes those of full size."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="small, the CPU alone; no file")
     smoke = parser.parse_args().smoke

@@ -1,4 +1,4 @@
-"""What each format of low-precision state loses when an array is stored once.
+"""The error of each format of low-precision state when an array is stored once.
 
 Mean relative error of the elements that are not zero, rounded to nearest and with the error kept
 (``rounding="compensated"``), on random numbers and on the optimizer state of trained models: those
@@ -35,7 +35,7 @@ FORMATS = {
     "4bit linear": Linear(4),
     "4bit linear rank-1": Linear(4, rank1=True),
 }
-# What others measured of the same, reference and seed apart.
+# The same errors measured by others, with another reference and seed.
 KNOWN = """\
 Known figures: bitsandbytes' signed map on Gaussian numbers 0.0154 (block 256) and 0.0167 (2048),
 its unsigned one on their squares 0.0171; 4 bits, signed, 0.20; E4M3 0.0224 and COAT's expansion
@@ -44,7 +44,7 @@ of log-normal numbers (sigma 4) 0 in blocks of 256 and 32 % in blocks of 2048, o
 
 
 def random_arrays() -> dict[str, tuple[list[np.ndarray], bool]]:
-    """Arrays by what they are, and whether they are signed."""
+    """Arrays by their distribution, and whether they are signed."""
     rng = np.random.default_rng(0)
     normal = rng.normal(size=SHAPE)
     found = {
@@ -129,7 +129,7 @@ def table(data: dict[str, tuple[list[np.ndarray], bool]]) -> str:
 
 
 def main() -> None:
-    """Prints the table; keeps it where it has trained state, too."""
+    """Prints the table; writes it where it has trained state, too."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="random numbers alone; no file")
     smoke = parser.parse_args().smoke

@@ -2,9 +2,9 @@
 
 Gradients of a matrix are a constant direction and noise; their columns have scales from 1 down to
 10^-decades, in random order. Both runs see the same gradients. For each format, rounding and
-optimizer two figures: the largest element of an update over the largest that float32 makes in the
-same step, at its worst over all steps; and the error of the sum of all updates, as a share of that
-of float32.
+optimizer two figures: the largest element of an update over the largest of float32 in the same
+step, the maximum over all steps; and the error of the sum of all updates, relative to that sum in
+float32.
 
   python benchmarks/low_precision_steps.py            # writes benchmarks/results/
   python benchmarks/low_precision_steps.py --smoke    # few steps and formats, prints only

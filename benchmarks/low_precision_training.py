@@ -1,4 +1,4 @@
-"""What low-precision state does to training: every format against float32, on the same batches.
+"""Training with low-precision state: every format against float32, on the same batches.
 
 Runs examples/train_lm.py for each optimizer, format and seed, on one device, and compares the loss
 on held-out text at the end. A run that is finished in runs/low_precision/ is read, not repeated,
@@ -51,7 +51,7 @@ def table(losses: Losses) -> str:
 
 
 def plot(path: pathlib.Path, losses: Losses) -> None:
-    """Draws each run's change against float32, and how far seeds are apart in float32."""
+    """Draws the change of each run against float32, and the spread of seeds in float32."""
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
@@ -74,14 +74,14 @@ def plot(path: pathlib.Path, losses: Losses) -> None:
 
 
 def main() -> None:
-    """Trains what is not there yet; prints the table."""
+    """Trains the runs that are not finished; prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="a tiny model; writes no results")
     smoke = parser.parse_args().smoke
     runs = _results.ROOT / "runs" / ("low_precision_smoke" if smoke else "low_precision")
     cases = [("came", "float32", 0), ("came", "4bit", 0)]
     if not smoke:
-        # All optimizers and seeds of a format before the next: what is stopped has whole formats.
+        # All optimizers and seeds of a format before the next: stopped early, formats are complete.
         cases = [(name, state, i) for state in STATES for i in SEEDS for name in OPTIMIZERS]
     losses = {}
     for optimizer, state, seed in cases:

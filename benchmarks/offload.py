@@ -1,8 +1,8 @@
-"""What keeping optimizer state in the host's memory leaves on a device: compiled for TPUs.
+"""Device memory with optimizer state in host memory, read from programs for TPUs.
 
 The update alone (``Zero.apply_gradients``: gradients are arguments), ZeRO stage 3, bfloat16
-parameters and float32 master weights: the state on the device, on the host and brought whole to the
-device, and streamed (``Zero(offload="optimizer")``). Sizes are what the compiler reports for one
+parameters and float32 master weights: the state on the device, in host memory and loaded at once,
+and streamed (``Zero(offload="optimizer")``). Sizes are what the compiler reports for one
 device. TPU targets need libtpu: pip install 'optax-ext[aot]'. Nothing is run.
 
   python benchmarks/offload.py            # prints the table, writes benchmarks/results/
@@ -32,7 +32,7 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "came": lambda: optax_ext.master_weights(optax_ext.came(1e-3)),
     "adamw, 8 bits": lambda: optax_ext.master_weights(optax_ext.adamw8bit(1e-3)),
 }
-CASES = [  # the last: its layers are apart, not stacked
+CASES = [  # the last model has unstacked layers
     *(("llama2-7b", "v5e:4x8", name, True) for name in OPTIMIZERS),
     ("llama2-7b", "v5e:4x8", "adamw", False),
 ]
@@ -43,7 +43,7 @@ HEADER = """\
 
 
 def rows(name: str, target: str, optimizer: str, stacked: bool) -> Iterator[str]:
-    """Lines of the table: one update with its state in three places."""
+    """Lines of the table: one update with three placements of its state."""
     model = dataclasses.replace(MODELS[name], scan=stacked)
     tx = OPTIMIZERS[optimizer]()
     axes = targets.parse(target).mesh_axes
@@ -55,18 +55,23 @@ def rows(name: str, target: str, optimizer: str, stacked: bool) -> Iterator[str]
         params = model.init(jnp.bfloat16)
         return params, tx.init(params)
 
-    for where, zero in {"device": on_device, "whole": on_host, "streamed": on_host}.items():
+    for where, zero in {
+        "device": on_device,
+        "loaded at once": on_host,
+        "streamed": on_host,
+    }.items():
         state = zero.abstract_state(make_state, tx=tx)
 
         def update(state: Any, grads: Any, where: str = where, zero: shd.Zero = zero) -> Any:
-            if where == "whole":
+            if where == "loaded at once":
                 state = (state[0], jax.device_put(state[1], jax.memory.Space.Device))
                 zero = on_device
             return zero.apply_gradients(state, grads, tx=tx)
 
         out = jax.tree.map(lambda x: x.sharding, state)
         step = jax.jit(update, donate_argnums=0, out_shardings=out)
-        memory = step.lower(state, state[0]).compile().memory_analysis()  # gradients lie as these
+        # Gradients are sharded as parameters.
+        memory = step.lower(state, state[0]).compile().memory_analysis()
         arguments, temporaries = memory.argument_size_in_bytes, memory.temp_size_in_bytes
         sizes = [
             arguments,
@@ -76,14 +81,13 @@ def rows(name: str, target: str, optimizer: str, stacked: bool) -> Iterator[str]
             memory.host_temp_size_in_bytes,
         ]
         yield (
-            f"| {name} | {'stacked' if stacked else 'apart'} | {target} | {optimizer} | {where} | "
-            + " | ".join(f"{size / MIB:,.0f}" for size in sizes)
-            + " |"
+            f"| {name} | {'stacked' if stacked else 'unstacked'} | {target} | {optimizer} "
+            f"| {where} | " + " | ".join(f"{size / MIB:,.0f}" for size in sizes) + " |"
         )
 
 
 def main() -> None:
-    """Prints the table; keeps that of the TPUs."""
+    """Prints the table; writes that of the TPUs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="gpt2-small on cpu:8; no file")
     smoke = parser.parse_args().smoke
@@ -93,13 +97,13 @@ def main() -> None:
     if not smoke:
         about = (
             "MiB of one device, ZeRO stage 3, "
-            "bfloat16 parameters and gradients, float32 master weights. Arguments hold parameters, "
-            "gradients and what of the state is on the device. `device`: no offload. `whole`: the "
-            "state is on the host, and all of it is brought to the device. `streamed`: "
-            '`Zero(offload="optimizer")`. Host memory that the compiler counts as a temporary is '
-            "a second copy of what it lays out anew."
+            "bfloat16 parameters and gradients, float32 master weights. Arguments are parameters, "
+            "gradients and the state on the device. `device`: no offload. `loaded at once`: the "
+            "state is in host memory, and the step loads all of it. `streamed`: "
+            '`Zero(offload="optimizer")`. Host temporaries are second copies of arrays that the '
+            "compiler lays out anew."
         )
-        _results.write("offload", "Optimizer state on the host", about, table)
+        _results.write("offload", "Optimizer state in host memory", about, table)
 
 
 if __name__ == "__main__":

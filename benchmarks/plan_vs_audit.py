@@ -1,7 +1,7 @@
 """The planner beside the auditor: planned and compiled memory and traffic, model by model.
 
 Arguments (parameters, optimizer state, batch) as planned in closed form, over those of the compiled
-step; and what the step sends over what was planned. TPU targets need libtpu, GPU targets jax's CUDA
+step; and bytes sent over those planned. TPU targets need libtpu, GPU targets jax's CUDA
 plugin: pip install 'optax-ext[aot]'. Nothing is run.
 
   python benchmarks/plan_vs_audit.py            # prints the table, writes benchmarks/results/
@@ -97,7 +97,7 @@ def rows(smoke: bool) -> Iterator[str]:
 
 
 def main() -> None:
-    """Prints the table; keeps that of all targets."""
+    """Prints the table; writes that of all targets."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="two steps on cpu:8; no file")
     smoke = parser.parse_args().smoke

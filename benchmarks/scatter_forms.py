@@ -1,4 +1,4 @@
-"""Reduce-scatter in several forms: what each compiles to for accelerators that are not here.
+"""Reduce-scatter in several forms, as compilers for accelerators compile each.
 
 Every number is read from the program that the target's compiler made; nothing is run. The TPU
 targets need libtpu, the GPU target jax's CUDA plugin.
@@ -23,7 +23,7 @@ from sharding.plan import targets
 from sharding.plan._wire import Collective, collectives
 
 MIB = 2**20
-TARGETS = {  # target -> the logical meshes it is tried with
+TARGETS = {  # target -> its logical meshes
     "v5e:2x4": [(8,), (2, 4)],
     "v5e:4x4": [(16,), (4, 4)],
     "v5e:8x8": [(64,), (8, 8)],
@@ -33,25 +33,26 @@ TARGETS = {  # target -> the logical meshes it is tried with
     "h200x8": [(8,)],
 }
 HEADER = """\
-| target | mesh | cut | dtype | form | collectives | wire, MiB | / theory | temp, MiB | steps | us |
+| target | mesh | dim | dtype | form | collectives | wire, MiB | / theory | temp, MiB | steps | us |
 |---|---|---|---|---|---|---|---|---|---|---|"""
 NOTES = """\
-What one device sends, in the ring convention; theory is (n-1)/n of the array and, for two slices
-(`*2`, the first mesh axis), an all-reduce of the piece across them. **Bold** is what `choose_form`
-takes. "Cut" is the dim that is scattered: the first, a middle one, or the last. "Steps" is how many
-collectives wait for one another (a ring's two directions run together). "us" is the compiler's own
-estimate (`cost_analysis`), which sees a loop's body once and so says nothing about a ring; none is
-given for GPUs. Temporaries in a TPU's fast memory are not in "temp". Nothing was run.
+Bytes that one device sends, in the ring convention; theory is (n-1)/n of the array and, for two
+slices (`*2`, the first mesh axis), an all-reduce of the shard across them. **Bold** is the choice
+of `choose_form`. The sharded "dim" is the first, a middle one, or the last. "Steps" is how many
+collectives wait for one another (a ring's two directions run at the same time). "us" is the
+compiler's own estimate (`cost_analysis`), which sees a loop's body once and so says nothing about a
+ring; none is given for GPUs. Temporaries in a TPU's fast memory are not in "temp". Nothing was run.
 
 - GPU: `native` is a reduce-scatter of the theoretical bytes in one step; nothing to gain.
 - TPU, the mesh has the axes of the torus: `axes` sends the theoretical bytes in as many collectives
-  as axes. Cutting whole leading dims (dim 0) is what keeps the compiler from padding.
+  as axes. Sharding the leading dim (dim 0) avoids padding by the compiler.
 - TPU, one flat axis: `native` is mostly a full all-reduce, twice the bytes. `ring` and `all_to_all`
-  send the theoretical bytes. The ring sends nbytes/n a step, half each way, needs no room and takes
-  n-1 latencies; so below 64 KiB a step (a choice, not a measurement) it is `all_to_all`: one step,
-  with room for the whole array. Where the torus has several axes, prefer the mesh that has them.
-- v5e:2x4, one flat axis: `native` is a real reduce-scatter for this shape, but not for every
-  shape, so the rule does not rely on it."""
+  send the theoretical bytes. The ring sends nbytes/n a step, half each way, needs no memory and
+  takes n-1 latencies; so below 64 KiB a step (a choice, not a measurement) it is `all_to_all`: one
+  step, with memory for the full array. Where the torus has several axes, prefer the mesh that has
+  them.
+- v5e:2x4, one flat axis: `native` is a real reduce-scatter for this shape, but not for every shape,
+  so the rule does not rely on it."""
 
 
 def compile_form(
@@ -74,7 +75,7 @@ def compile_form(
 
 
 def describe(found: list[Collective]) -> str:
-    """The collectives, equal ones together."""
+    """The collectives; equal ones once, with their number."""
     names = [
         f"{'slices: ' if each.across_slices else ''}{each.op} of {each.group_size}"
         + (f" x {each.runs}" if each.runs > 1 else "")
@@ -85,13 +86,13 @@ def describe(found: list[Collective]) -> str:
 
 
 def in_sequence(found: list[Collective]) -> int:
-    """How many collectives wait for one another; those of one loop run together."""
+    """How many collectives wait for one another; those of one loop run at the same time."""
     loops = {each.runs for each in found if each.runs > 1}
     return sum(loops) + sum(each.runs == 1 for each in found)
 
 
-def cuts(size: int, sizes: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], int, str]]:
-    """What is scattered: name, shape, dim, dtype; more than the first dim where it matters."""
+def cases(size: int, sizes: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], int, str]]:
+    """Sharded dim, shape, dim, dtype; dims other than the first where they matter."""
     for dtype in ("float32", "bfloat16"):
         yield "first", (size, size), 0, dtype
     if len(sizes) > 1:
@@ -106,7 +107,7 @@ def rows(target: str, size: int) -> Iterator[str]:
         mesh = targets.mesh(target, mesh_shape, ("a", "b", "c")[: len(mesh_shape)])
         sizes = mesh_shape[1:] if slices > 1 else mesh_shape
         num = math.prod(sizes)
-        for cut, shape, dim, dtype in cuts(size, sizes):
+        for name, shape, dim, dtype in cases(size, sizes):
             nbytes = math.prod(shape) * jnp.dtype(dtype).itemsize
             theory = (num - 1) / num * nbytes + 2 * (slices - 1) / slices * nbytes / num
             chosen = choose_form(mesh.devices.flat[0].platform, sizes, shape, dim, dtype)
@@ -116,7 +117,7 @@ def rows(target: str, size: int) -> Iterator[str]:
                 found, temp, estimate = compile_form(mesh, form, dtype, shape, dim, slices)
                 wire = sum(each.wire_bytes for each in found)
                 yield (
-                    f"| {target} | {'x'.join(map(str, mesh_shape))} | {cut} | {dtype} "
+                    f"| {target} | {'x'.join(map(str, mesh_shape))} | {name} | {dtype} "
                     f"| {f'**{form}**' if form == chosen else form} | {describe(found)} "
                     f"| {wire / MIB:.2f} | {wire / theory:.3f} | {temp:.1f} "
                     f"| {in_sequence(found)} | {estimate} |"
@@ -124,7 +125,7 @@ def rows(target: str, size: int) -> Iterator[str]:
 
 
 def main() -> None:
-    """Prints the table, and keeps that of the accelerators."""
+    """Prints the table; writes that of the accelerators."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="8 virtual CPU devices; no file")
     smoke = parser.parse_args().smoke

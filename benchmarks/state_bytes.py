@@ -1,8 +1,8 @@
-"""Bytes of train state: what each optimizer keeps, alone and under ZeRO, and in few bits.
+"""Bytes of train state of each optimizer: on one device, under ZeRO, and in few bits.
 
 GPT-2 small, and a 7B Llama with Flax's attention kernels. Nothing is allocated. The sizes are those
-of the arguments of a compiled program that takes the train state as ZeRO lays it, on 8 virtual CPU
-devices: all arrays, with scales, counts and keys.
+of the arguments of a compiled program that takes the train state as ZeRO places it, on 8 virtual
+CPU devices: all arrays, with scales, counts and keys.
 
   python benchmarks/state_bytes.py            # prints the table, writes benchmarks/results/
   python benchmarks/state_bytes.py --smoke    # a tiny model, prints only
@@ -24,7 +24,7 @@ sys.path.insert(0, str(_results.ROOT / "examples"))
 from _model import CONFIGS, TransformerLM
 
 DEVICES = 8
-# Of the factored optimizers, as the tables say.
+# The rule of factored optimizers whose row names one.
 RULE = {"factoring": optax_ext.flax_transformer()}
 OPTIMIZERS = {
     "optax.adamw": optax.adamw(1e-3),
@@ -36,7 +36,7 @@ OPTIMIZERS = {
     "optax_ext.adafactor, flax_transformer()": optax_ext.adafactor(1e-3, **RULE),
     "optax_ext.adafactor, default rule": optax_ext.adafactor(1e-3),
 }
-# In which formats the moments of which optimizers.
+# The formats, and the optimizers whose moments have them.
 FORMATS = {"float32": None, **optax_ext.STATE_FORMATS}
 STORED = {
     "optax.adamw": optax.adamw(1e-3),
@@ -93,18 +93,19 @@ def count(params: dict) -> int:
 
 
 def table(mesh: jax.sharding.Mesh, params: dict) -> str:
-    """What optimizers keep for a model, as a Markdown table."""
+    """The bytes of optimizer state for a model, as a Markdown table."""
     lines = [
-        f"| optimizer | state, MiB | bytes a parameter | a device's, ZeRO 1-2 on {DEVICES}, MiB |",
+        f"| optimizer | state, MiB | bytes a parameter | per device, ZeRO 1-2 on {DEVICES}, MiB |",
         "|---|---|---|---|",
     ]
     for name, tx in OPTIMIZERS.items():
         state = (params, jax.eval_shape(tx.init, params))
-        alone, cut = (
+        unsharded, sharded = (
             argument_bytes(mesh, stage, state, tx) - 4 * count(params) for stage in (0, 2)
         )
         lines.append(
-            f"| `{name}` | {alone / MIB:.1f} | {alone / count(params):.2f} | {cut / MIB:.1f} |"
+            f"| `{name}` | {unsharded / MIB:.1f} | {unsharded / count(params):.2f} "
+            f"| {sharded / MIB:.1f} |"
         )
     return "\n".join(lines)
 
@@ -125,7 +126,7 @@ def formats_table(mesh: jax.sharding.Mesh, params: dict) -> str:
 
 
 def main() -> None:
-    """Prints the table, and keeps that of the whole model."""
+    """Prints the tables; writes those of the full model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="a tiny model; writes no file")
     smoke = parser.parse_args().smoke

@@ -1,7 +1,7 @@
-"""What optimizers' steps move, keep and send, read from programs compiled for TPUs and GPUs.
+"""The bytes that optimizers' steps move, hold and send, read from programs for TPUs and GPUs.
 
-Bytes accessed and temporaries of one chip's step; kernels that a GPU launches; and the all-reduces
-of a step under ZeRO, on which it waits. Needs the compilers: pip install 'optax-ext[aot]'.
+Bytes accessed and temporaries of a step on one chip; kernels that a GPU launches; and the all-
+reduces of a step under ZeRO, for which it waits. Needs the compilers: pip install 'optax-ext[aot]'.
 
   python benchmarks/step_bytes.py            # writes benchmarks/results/step_bytes.md
   python benchmarks/step_bytes.py --smoke    # one small matrix for the CPU, prints only
@@ -24,7 +24,7 @@ from _steps import Shapes, compiled, cost, step_of
 import optax_ext
 import sharding as shd
 
-# Matrices of a 7B Llama and of GPT-2 small, and what ZeRO leaves of them on 8 and 64 devices.
+# Matrices of a 7B Llama and of GPT-2 small, and their shards on 8 and 64 devices.
 SHAPES: dict[str, Shapes] = {
     "7B: 4096 x 4096": [(4096, 4096)],
     "7B: 4096 x 11008": [(4096, 11008)],
@@ -60,8 +60,8 @@ def bytes_table(target: str, shapes: dict[str, Shapes] = SHAPES) -> str:
     def row(name: str) -> str:
         cells = []
         for tx, dtype in OPTIMIZERS.values():
-            moved, kept = cost(compiled(target, tx, shapes[name], dtype), shapes[name])
-            cells.append(f"{moved:.1f} ({kept:.2f})")
+            moved, held = cost(compiled(target, tx, shapes[name], dtype), shapes[name])
+            cells.append(f"{moved:.1f} ({held:.2f})")
         return f"| {name} | {' | '.join(cells)} |"
 
     header = f"| matrix | {' | '.join(OPTIMIZERS)} |\n|---|{'---|' * len(OPTIMIZERS)}"
@@ -94,8 +94,8 @@ def kernel_table(target: str, num_layers: int) -> str:
     def rows():
         for name, (tx, dtype) in OPTIMIZERS.items():
             program = compiled(target, tx, shapes, dtype)
-            moved, kept = cost(program, shapes)
-            yield f"| {name} | {kernels(program)} | {moved:.1f} | {kept:.2f} |"
+            moved, held = cost(program, shapes)
+            yield f"| {name} | {kernels(program)} | {moved:.1f} | {held:.2f} |"
 
     return _results.table(
         f"| step of {len(shapes)} arrays | kernels | bytes a parameter | temporaries |\n"
@@ -105,7 +105,7 @@ def kernel_table(target: str, num_layers: int) -> str:
 
 
 def reductions(target: str, tx: optax.GradientTransformation, num_layers: int) -> tuple[int, float]:
-    """All-reduces of an update of cut parameters, and the bytes that one device sends in them."""
+    """All-reduces of an update of sharded parameters, and the bytes that one device sends."""
     devices = shd.targets.parse(target).num_devices
     mesh = shd.targets.mesh(target, (devices,), ("data",))
     # Below stage 3 the same update is followed by a gather of the parameters.
@@ -145,14 +145,14 @@ def reduction_table(targets: Sequence[str], num_layers: int) -> str:
                 yield f"| {target} | {name} | {count} | {sent / 1024:.1f} | {hops} |"
 
     return _results.table(
-        f"| target | update of {len(layers(num_layers))} arrays, cut | all-reduces "
+        f"| target | update of {len(layers(num_layers))} sharded arrays | all-reduces "
         "| KiB sent | hops in a ring, one after another |\n|---|---|---|---|---|",
         rows(),
     )
 
 
 def main() -> None:
-    """Prints the tables; keeps those of whole size."""
+    """Prints the tables; writes those of full size."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="small, the CPU alone; no file")
     if parser.parse_args().smoke:
@@ -166,7 +166,7 @@ def main() -> None:
         "All-reduces of an update under ZeRO stage 3",
         reduction_table(["v5e:8x8", "v5e:16x16", "h200x64"], 4),
     ]
-    _results.write("step_bytes", "What a step moves, keeps and sends", "", *parts)
+    _results.write("step_bytes", "Optimizer steps: bytes moved, held and sent", "", *parts)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
-from _steps import quartiles, replacing, step_of, take_turns
+from _steps import quartiles, replacing, step_of, time_alternately
 
 import optax_ext
 
@@ -219,7 +219,7 @@ def startup_table(arrays: int) -> str:
 
 
 def main() -> None:
-    """Checks, measures, and keeps what was measured at whole size."""
+    """Checks and measures; writes the tables of full size."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="small, without PyTorch; no file")
     parser.add_argument("--rounds", type=int, default=20)
@@ -234,7 +234,7 @@ def main() -> None:
     contenders |= {n: of_jax(make(), floor, grads) for n, (floor, make) in OPTIMIZERS.items()}
     if not options.smoke and importlib.util.find_spec("torch"):
         contenders |= of_torch(grads)
-    times = take_turns(
+    times = time_alternately(
         {name: one.step for name, one in contenders.items()}, 2 if options.smoke else options.rounds
     )
     step_table = time_table(contenders, times, num_params)

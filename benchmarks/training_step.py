@@ -1,4 +1,4 @@
-"""A whole training step of GPT-2 small: tokens per second, and the optimizer's share of it.
+"""A training step of GPT-2 small: tokens per second, and the optimizer's share of it.
 
 CAME and AdamW in optax alone and in PyTorch, where it is installed; and under ZeRO stage 2 on all
 devices. They take turns on the same tokens, those that fit into memory at once, each time beside
@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _steps import quartiles, replacing, step_of, take_turns
+from _steps import quartiles, replacing, step_of, time_alternately
 from _transformer import Config, init, make_loss
 
 import optax_ext
@@ -36,7 +36,7 @@ from optax_ext import Factoring
 LEARNING_RATE = 1e-4
 GPT2 = Config(layers=12, width=768, heads=12, vocabulary=50257, scan=False)
 TINY = Config(layers=2, width=64, heads=4, vocabulary=256, scan=False)
-# Heads and head_dim together are one side of an attention matrix.
+# Heads and head_dim are one side of an attention matrix.
 FACTORING = optax_ext.by_path({"qkv": Factoring((0,), (1, 2, 3)), "out": Factoring((0, 1), (2,))})
 OPTIMIZERS = {
     "AdamW": lambda: optax.adamw(LEARNING_RATE),
@@ -165,7 +165,7 @@ def of_torch(make: Callable[[list], Any], config: Config, tokens: np.ndarray) ->
 
 
 def groups(config: Config, tokens: np.ndarray, torch_too: bool) -> list[Group]:
-    """Who takes turns with whom: the first of each is what the others are compared with."""
+    """Groups that are timed alternately; the first of each is the reference of the others."""
     alone = {
         f"optax alone, {name}": functools.partial(of_optax, make(), config, tokens)
         for name, make in OPTIMIZERS.items()
@@ -192,9 +192,11 @@ def groups(config: Config, tokens: np.ndarray, torch_too: bool) -> list[Group]:
 def measure(group: Group, rounds: int, num_tokens: int) -> Iterator[str]:
     """A row for each contender."""
     contenders = {name: make() for name, make in group.items()}
-    # Whole steps first: PyTorch's update needs the gradients of one.
-    steps = take_turns({name: one.step for name, one in contenders.items()}, rounds, warm_up=1)
-    updates = take_turns({name: one.update for name, one in contenders.items()}, rounds)
+    # Full steps first: PyTorch's update needs the gradients of one.
+    steps = time_alternately(
+        {name: one.step for name, one in contenders.items()}, rounds, warm_up=1
+    )
+    updates = time_alternately({name: one.update for name, one in contenders.items()}, rounds)
     for name in contenders:
         step, update = np.median(steps[name]), np.median(updates[name])
         yield (
@@ -204,7 +206,7 @@ def measure(group: Group, rounds: int, num_tokens: int) -> Iterator[str]:
 
 
 def main() -> None:
-    """Measures; keeps what was measured at whole size."""
+    """Measures; writes the table of full size."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="small, without PyTorch; no file")
     parser.add_argument("--rounds", type=int, default=7)
@@ -232,7 +234,7 @@ def main() -> None:
     where = f"{len(os.sched_getaffinity(0))} CPU cores" if not on_gpu else kind
     _results.write(
         f"training_step_{options.platform}",
-        "A whole training step of GPT-2 small",
+        "A training step of GPT-2 small",
         f"{config.num_params / 1e6:.1f}M float32 parameters on {where}, {num_tokens} tokens a "
         f"step, {options.rounds} rounds. ZeRO on {devices} {'virtual ' * (not on_gpu)}devices; "
         "optax alone and PyTorch on one, with all cores.",

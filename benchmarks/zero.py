@@ -1,4 +1,4 @@
-"""What a ZeRO step sends and holds, read from programs compiled for machines that are not here.
+"""The bytes that ZeRO steps send and hold, read from programs for compile-only targets.
 
 A decoder-only transformer (bfloat16 on accelerators, float32 on CPU) at every stage and hybrid,
 with AdamW, Adafactor and CAME. TPU targets need libtpu, GPU targets jax's CUDA plugin.
@@ -28,14 +28,14 @@ from sharding.plan import targets
 from sharding.plan._wire import collectives
 
 MIB = 2**20
-LENGTH = 128  # of a sequence; each device has one in a micro-batch
+LENGTH = 128  # tokens of a sequence; a micro-batch of a device is one sequence
 OPTIMIZERS = {
     "adamw": lambda: optax.adamw(1e-3),
     "adafactor": lambda: optax_ext.adafactor(1e-3, factoring=optax_ext.last_two_dims()),
     "came": lambda: optax_ext.came(1e-3),
     "muon": lambda: optax.contrib.muon(1e-3),
 }
-# Targets, and the axes of data parallelism of each; the first of two slices' is between them.
+# Targets and their axes of data parallelism; the first axis of two slices is between them.
 MESHES = {
     "cpu:8": ((8,), ("data",)),
     "h200x8": ((8,), ("data",)),
@@ -56,23 +56,23 @@ class Case:
     optimizer: str = "adamw"
     scan: bool = True
     hybrid: bool = False
-    everywhere: bool = False  # hybrid: optimizer state cut over the copies, too
+    everywhere: bool = False  # hybrid: optimizer state sharded over the replicas, too
     microbatches: int = 1
     reshard: bool = True
 
     @property
     def dtype(self) -> Any:
-        """XLA:CPU widens the sums of bfloat16, so that it gets none."""
+        """Of the parameters: XLA:CPU widens the sums of bfloat16, so that CPUs have float32."""
         return jnp.float32 if self.target.startswith("cpu") else jnp.bfloat16
 
     @property
     def config(self) -> Config:
-        """The model: small where it is compiled in the tests."""
+        """The model; a small one for CPUs, where the tests compile it."""
         width = 256 if self.target.startswith("cpu") else 2048
         return Config(4, width, width // 128, 4 * width, self.scan)
 
     def zero(self) -> shd.Zero:
-        """The mesh and the stage."""
+        """The stage on its mesh."""
         shape, names = MESHES[self.target]
         if self.hybrid and len(shape) == 1:
             shape, names = (2, shape[0] // 2), ("replica", *names)
@@ -89,20 +89,20 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What a compiled step says, in bytes of one device."""
+    """Figures of a compiled step, in bytes of one device."""
 
     wire: float
     wire_theory: float
-    across_slices: float  # of wire: what leaves a TPU slice
-    update: float  # of wire: what the optimizer's statistics send
+    across_slices: float  # the part of wire that leaves a TPU slice
+    update: float  # the part of wire for the optimizer's statistics
     arguments: int
     arguments_theory: float
-    aliased: int  # of the arguments: what the new state takes over
+    aliased: int  # the part of the arguments whose memory the new state takes over
     temporaries: int
 
 
 def lower(case: Case) -> tuple[shd.Zero, shd.Description, jax.stages.Lowered]:
-    """The stage, where everything lies, and the step."""
+    """The stage, the placement of the state, and the lowered step."""
     zero, tx = case.zero(), OPTIMIZERS[case.optimizer]()
 
     def make_state() -> tuple[Any, Any]:
@@ -124,7 +124,7 @@ def measure(case: Case) -> Measured:
 
 
 def read(case: Case, zero: shd.Zero, layout: shd.Description, compiled: Any) -> Measured:
-    """What the program says."""
+    """The figures of the program."""
     found = collectives(compiled)
     memory = compiled.memory_analysis()
     return Measured(
@@ -142,34 +142,34 @@ def read(case: Case, zero: shd.Zero, layout: shd.Description, compiled: Any) -> 
 def wire_theory(case: Case, zero: shd.Zero, layout: shd.Description) -> float:
     """Wire bytes of a step by the table of ``Zero``, parameter by parameter.
 
-    At stage 3 a layer's parameters are gathered twice; those outside the layers once: the tied
-    embedding is kept from the lookup to the logits, and to the backward pass.
+    At stage 3 a layer's parameters are gathered twice, those outside the layers once: the tied
+    embedding stays in memory from the lookup to the logits, and to the backward pass.
     """
     n, k = zero.num_shards, case.microbatches
-    copies = zero.num_devices // n
+    replicas = zero.num_devices // n
     total = 0.0
     for row in layout.rows:
         if row.part != "params":
             continue
         size = math.prod(row.shape) * jnp.dtype(row.dtype).itemsize
         if case.stage == 0 or math.prod(row.shape) < zero.min_shard_size:
-            total += 2 * size * (n * copies - 1) / (n * copies)  # all-reduced, once
+            total += 2 * size * (n * replicas - 1) / (n * replicas)  # all-reduced, once
             continue
         layered = "blocks" in row.path and case.reshard
         passes = {1: 2, 2: k + 1, 3: (3 if layered else 2) * k}[case.stage]
-        # The copies sum the shard; or each sums its part of it, and gathers what is new.
-        total += passes * size * (n - 1) / n + 2 * size / n * (copies - 1) / copies
+        # The replicas all-reduce the shard; or reduce-scatter it, and gather the new parameter.
+        total += passes * size * (n - 1) / n + 2 * size / n * (replicas - 1) / replicas
     return total
 
 
 def arguments_theory(case: Case, zero: shd.Zero, layout: shd.Description) -> float:
-    """Parameters, all of the state divided by n, and the batch."""
+    """Parameters, the optimizer state divided by n, and the batch."""
     sizes = {"params": 0, "grads": 0, "opt_state": 0}
     for row in layout.rows:
         sizes[row.part] += math.prod(row.shape) * jnp.dtype(row.dtype).itemsize
-    parts = zero.num_devices if case.everywhere else zero.num_shards
+    shards = zero.num_devices if case.everywhere else zero.num_shards
     params = sizes["params"] / (zero.num_shards if case.stage == 3 else 1)
-    state = sizes["opt_state"] / (parts if case.stage else 1)
+    state = sizes["opt_state"] / (shards if case.stage else 1)
     return params + state + case.microbatches * (LENGTH + 1) * 4
 
 
@@ -185,7 +185,7 @@ def row(case: Case, found: Measured) -> str:
     if case.hybrid:
         stage += " hybrid, state over all" if case.everywhere else " hybrid"
     if not case.reshard:
-        stage += ", kept"
+        stage += ", not resharded"
     slices = f"{found.across_slices / MIB:.2f}" if found.across_slices else "-"
     return (
         f"| {case.target} | {stage} | {case.optimizer} | {'scan' if case.scan else 'unrolled'} "
@@ -196,7 +196,7 @@ def row(case: Case, found: Measured) -> str:
 
 
 def cases(target: str, smoke: bool) -> list[Case]:
-    """What is compiled for a target."""
+    """The steps to compile for a target."""
     if smoke:
         return [Case(target, stage, "came") for stage in range(4)]
     if target.endswith("*2"):
@@ -232,29 +232,30 @@ def cases(target: str, smoke: bool) -> list[Case]:
 
 NOTES = """\
 All bytes are those of one device. **Sent**: in one step, in the ring convention (all-reduce
-2(n-1)/n of the array, reduce-scatter and all-gather (n-1)/n), loops counted as often as they run;
-theory is 2, 2, k+1 and 3k times the parameters for stages 0 to 3 (k micro-batches), times (n-1)/n,
-in the dtype that is sent, plus what the copies of a hybrid sum. Leaves count by their uses: at
-stage 3 a block's parameters are gathered twice, and once the tied embedding, which is kept from
-lookup to logits.
-"Kept" is `reshard_after_forward=False`. **By the update**: what the optimizer's statistics send,
-which theory does not count; Muon, whose products need whole matrices, sends as much as that says.
-**Arguments**: parameters, state and batch; theory is what they are together, divided by n where the
-stage cuts them. **Temporaries**: the compiler's figure, gradients and activations together.
+2(n-1)/n of the array, reduce-scatter and all-gather (n-1)/n), loops multiplied by their trip
+counts; theory is 2, 2, k+1 and 3k times the parameters for stages 0 to 3 (k micro-batches), times
+(n-1)/n, in the dtype that is sent, and the sums over the replicas of a hybrid. Parameters count by
+their uses: at stage 3 those of a block are gathered twice, the tied embedding once, since it stays
+in memory from lookup to logits. "Not resharded" is `reshard_after_forward=False`. **By the
+update**: bytes sent for the optimizer's statistics, which theory does not count; Muon, whose
+products need full matrices, shows how many these can be. **Arguments**: parameters, state and
+batch; theory divides by n where the stage shards them. **Temporaries**: the compiler's figure,
+gradients and activations included.
 
-What accumulation costs: with k micro-batches stages 2 and 3 send k times what stage 1 sends for the
-gradients, and hold 1/n of them; stage 1 reduces once, and holds all. Compare the rows with k = 4.
+The cost of accumulation: with k micro-batches stages 2 and 3 send k times as much as stage 1 for
+the gradients, and hold 1/n of them; stage 1 reduces once, and holds all. Compare the rows with k =
+4.
 
-Between slices (`*2`, whose slow network joins two slices) only the shards' sums travel, or with the
-state cut over all devices their parts and the new parameters.
+Between slices (`*2`, two slices joined by a slow network) only the sums of shards travel; with the
+state sharded over all devices, their shards and the new parameters.
 
 TPU meshes have the axes of the torus (see scatter_forms.md); over one flat axis the reduce-scatter
-is a ring or an all-to-all of the same bytes. What is above 1 there are sums that the compiler makes
-in another form, padding, and small arrays. Nothing was run on accelerators."""
+is a ring or an all-to-all of the same bytes. Ratios above 1 there come from sums that the compiler
+turns into another form, padding, and small arrays. Nothing was run on accelerators."""
 
 
 def main() -> None:
-    """Prints the table; keeps that of all targets."""
+    """Prints the table; writes that of all targets."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--smoke", action="store_true", help="a few steps on cpu:8; no file")
     parser.add_argument("--target", action="append", choices=MESHES, help="only these; no file")
@@ -268,7 +269,7 @@ def main() -> None:
             lines.append(row(case, measure(case)))
             print(lines[-1], flush=True)
     if names == list(MESHES):
-        _results.write("zero", "What a ZeRO step sends and holds", "", "\n".join(lines), NOTES)
+        _results.write("zero", "ZeRO steps: bytes sent and held", "", "\n".join(lines), NOTES)
 
 
 if __name__ == "__main__":

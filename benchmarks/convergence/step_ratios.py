@@ -61,11 +61,11 @@ def ratios(times: dict[str, np.ndarray]) -> dict[str, list[float]]:
 def measured(size: str, names: Sequence[str], rounds: int, steps: int) -> dict[str, Any]:
     """What the report reads."""
     import jax
-    from _steps import take_turns
+    from _steps import time_alternately
 
     corpus = Corpus(None, _sizes.SIZES[size].context)
     steppers = {name: one(size, name, corpus, steps) for name in names}
-    times = take_turns(steppers, rounds, warm_up=1)
+    times = time_alternately(steppers, rounds, warm_up=1)
     of = f"{rounds} rounds of {steps} steps"
     core = "one core of " if size != "gpu" else ""
     where = core + _results.machine(jax.devices()[0].device_kind)

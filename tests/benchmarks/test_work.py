@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import run
 import step_ratios
-from _steps import take_turns
+from _steps import time_alternately
 
 
 class Trainer:
@@ -109,7 +109,7 @@ def test_ratios_are_taken_round_by_round():
 
 def test_rounds_have_orders_of_their_own():
     order = []
-    take_turns({name: lambda n=name: order.append(n) for name in "abcd"}, 10, warm_up=0)
+    time_alternately({name: lambda n=name: order.append(n) for name in "abcd"}, 10, warm_up=0)
     rounds = [tuple(order[i : i + 4]) for i in range(0, 40, 4)]
     assert all(sorted(one) == list("abcd") for one in rounds)
     assert len(set(rounds)) > 3
