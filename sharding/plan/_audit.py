@@ -151,6 +151,7 @@ class Audit:
         return warnings + [f"note: {text}" for text in self.notes]
 
     def _memory_table(self) -> Table:
+        # Arguments, results, and temporaries with estimates of their uses, if above 1 %.
         rows = [(name, size(value)) for name, value in self.arguments.items() if value]
         if self.results:
             rows.append(("new results", size(self.results)))
@@ -184,6 +185,7 @@ class Audit:
             for each in self.traffic
             if each.wire_bytes > 1e-3 * self.wire_bytes
         ]
+        # The sum of all, and the plan's.
         if rows:
             rows.append(("total", "", "", "", "", size(self.wire_bytes), ""))
         if self.expected_wire:
@@ -201,6 +203,7 @@ class Audit:
             if self.flops.get(phase, 0) > 1e-3 * total or self.nbytes.get(phase, 0) > 1e-3 * moved
         ]
         rows.append(("total", f"{total / 1e9:,.1f}", size(moved)))
+        # Lower bounds of the time, the largest first.
         bounds = self.seconds
         for name, value in sorted(bounds.items(), key=lambda item: -item[1]):
             rows.append((f"not faster than, by {name}", seconds(value), percent(value, bounds)))

@@ -92,7 +92,7 @@ def _check(options: argparse.Namespace) -> None:
         if given:
             names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
             raise ValueError(
-                f"{names} would be ignored: --step {options.step} makes the whole step, with its "
+                f"{names} would be ignored: --step {options.step} makes the full step, with its "
                 "own model, optimizer and stage. Leave out one or the other."
             )
         if options.batch is not None and not options.find_batch:

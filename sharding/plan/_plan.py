@@ -111,6 +111,7 @@ class Plan:
 
     def tables(self) -> list[Table]:
         """The table to print: a column for each stage."""
+        # Memory: parts that no stage has are left out.
         parts: list[tuple[str, Callable[[StagePlan], float]]] = [
             ("parameters", lambda s: s.params),
             ("gradients", lambda s: s.grads),
@@ -132,12 +133,15 @@ class Plan:
             left = [self.device.memory - stage.peak for stage in self.stages]
             name = f"left of {size(self.device.memory)}"
             rows.append((name, *(size(x) if x >= 0 else "too much" for x in left)))
+
+        # Traffic and times.
         rows.append(("sent in a step", *(size(stage.wire) for stage in self.stages)))
         if any(stage.network for stage in self.stages):
             rows.append(("  to replicas", *(size(stage.network) for stage in self.stages)))
         if any(stage.host_wire for stage in self.stages):
             rows.append(("  to host memory", *(size(stage.host_wire) for stage in self.stages)))
         rows += self._times()
+
         mesh = ", ".join(f"{axis}={number}" for axis, number in self.mesh.items())
         title = f"{self.num_params:,} parameters on {mesh}: one device"
         marked = [f"{s.name} *" if s.name == self.recommended else s.name for s in self.stages]
@@ -252,6 +256,7 @@ def estimate(
         raise ValueError(f"state_format must be None or one of {known}, got {state_format!r}.")
     if state_format is not None:
         tx = low_precision_state(tx, STATE_FORMATS[state_format])
+    # The placement of the state under each Zero; stage 0 shards by the user's axes alone.
     state = (params, jax.eval_shape(tx.init, params))
     variants = variants_of(zero)
     described = {
