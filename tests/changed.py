@@ -5,7 +5,7 @@ Which tests these are:
   (``sharding/sync/_zen.py``: ``test_zen.py``) and those that ``TESTS`` lists; if there are none,
   the test files that import it;
 - of a helper in ``tests/``: the test files below its folder that import it;
-- of another Python file: the test files that import it or name it.
+- of another Python file, or of a page: the test files that import it or name it.
 
 A clean checkout of ``main`` is compared with the commit before. ``make test`` runs all tests.
 """
@@ -77,7 +77,7 @@ def tests_of(path, test_files):
 
     if path in test_files:
         return {path}
-    if file.suffix != ".py":
+    if file.suffix not in (".py", ".md"):
         return set()
     name = file.parent.name if file.stem == "__init__" else file.stem
     imports = rf"^\s*(from|import) .*\b{name}\b"
