@@ -5,7 +5,8 @@ Which tests these are:
   (``sharding/sync/_zen.py``: ``test_zen.py``) and those that ``TESTS`` lists; if there are none,
   the test files that import it;
 - of a helper in ``tests/``: the test files below its folder that import it;
-- of another Python file, or of a page: the test files that import it or name it.
+- of another Python file: the test files that import it or name it;
+- of a page: those that ``TESTS`` lists, or that name it.
 
 A clean checkout of ``main`` is compared with the commit before. ``make test`` runs all tests.
 """
@@ -19,8 +20,10 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGES = ("optax_ext", "sharding")
-# Test files by the beginning of a module's path: quick ones, and those named for something else.
+# Test files by the beginning of a path: quick ones, and those named for something else.
 TESTS = {
+    "README.md": ["tests/test_readme.py"],
+    "docs/": ["tests/test_docs.py"],
     "optax_ext/": ["tests/contract/test_errors.py", "tests/contract/test_schema.py"],
     "optax_ext/_lamb.py": ["tests/optax_ext/test_layerwise.py"],
     "optax_ext/_lars.py": ["tests/optax_ext/test_layerwise.py"],
@@ -77,7 +80,10 @@ def tests_of(path, test_files):
 
     if path in test_files:
         return {path}
-    if file.suffix not in (".py", ".md"):
+    listed = {test for prefix, tests in TESTS.items() if path.startswith(prefix) for test in tests}
+    if file.suffix == ".md":
+        return listed or containing(rf"\b{file.name}\b")
+    if file.suffix != ".py":
         return set()
     name = file.parent.name if file.stem == "__init__" else file.stem
     imports = rf"^\s*(from|import) .*\b{name}\b"
@@ -86,10 +92,7 @@ def tests_of(path, test_files):
     if not path.startswith(PACKAGES):
         return containing(rf"{imports}|\b{file.name}\b")
     named = rf"/test_{name.strip('_')}(_\w+)?\.py$"
-    found = {p for p in test_files if re.search(named, p)}
-    for prefix, tests in TESTS.items():
-        if path.startswith(prefix):
-            found |= set(tests)
+    found = {p for p in test_files if re.search(named, p)} | listed
     return (found or containing(imports)) | {path, "tests/test_layers.py"}
 
 
