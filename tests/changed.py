@@ -16,8 +16,6 @@ import re
 import subprocess
 import sys
 
-import pytest
-
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGES = ("optax_ext", "sharding")
 # Test files by the beginning of a path: quick ones, and those named for something else.
@@ -101,7 +99,8 @@ def main(options):
     test_files = {str(p.relative_to(ROOT)): p.read_text() for p in ROOT.glob("tests/**/test_*.py")}
     found = sorted(set().union(*(tests_of(path, test_files) for path in changed())))
     print("\n".join(found) or "No file with tests differs from main.")
-    return pytest.main([*options, *found]) if found else 0
+    command = [sys.executable, "-m", "pytest", *options, *found]
+    return subprocess.run(command, cwd=ROOT).returncode if found else 0
 
 
 if __name__ == "__main__":
