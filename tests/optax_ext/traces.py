@@ -186,7 +186,12 @@ def compare_to_reference(tx, reference, shape, num_steps, *, jit=True):
     """Every update and state field of one array within 1e-12 of a NumPy reference."""
     grads = gradients(shape, num_steps)
     updates, _, states = jax.device_get(unroll(tx, grads, np.zeros(shape), jit=jit))
-    steps = [{"update": reference.step(g)} | reference.state() for g in grads]
+    steps = [
+        jax.tree.map(
+            np.copy, {"update": reference.step(g)} | reference.state()
+        )  # else the next step's
+        for g in grads
+    ]
     for field in steps[0]:
         have = updates if field == "update" else getattr(states, field)
         want = [step[field] for step in steps]
