@@ -186,12 +186,10 @@ def compare_to_reference(tx, reference, shape, num_steps, *, jit=True):
     """Every update and state field of one array within 1e-12 of a NumPy reference."""
     grads = gradients(shape, num_steps)
     updates, _, states = jax.device_get(unroll(tx, grads, np.zeros(shape), jit=jit))
-    steps = [
-        jax.tree.map(
-            np.copy, {"update": reference.step(g)} | reference.state()
-        )  # else the next step's
-        for g in grads
-    ]
+    steps = []
+    for g in grads:
+        step = {"update": reference.step(g)} | reference.state()
+        steps.append(jax.tree.map(np.copy, step))  # a scalar's state changes in place
     for field in steps[0]:
         have = updates if field == "update" else getattr(states, field)
         want = [step[field] for step in steps]
