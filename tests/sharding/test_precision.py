@@ -234,7 +234,7 @@ def test_what_is_no_float_is_gathered_as_it_is():
 
 
 def test_codes_have_no_meaning_below_stage_3():
-    with pytest.raises(ValueError, match=r"gather=int8 is for stage 3, .* at stage 2 the train"):
+    with pytest.raises(ValueError, match=r"gather=int8 is for stage 3, .* at stage 2 they are rep"):
         zero_of(2, precision=shd.Precision(gather=jnp.int8))
     with pytest.raises(ValueError, match="gather must be int8, int4 or None, got int16"):
         shd.Precision(gather=jnp.int16)
