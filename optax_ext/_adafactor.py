@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _phases, _validate
-from optax_ext._leaves import Leaves, at_least_float32
-from optax_ext._moments import (
+from optax_ext._factored_moments import (
     Moment,
     average_squares,
     clipped_inverse_root,
@@ -19,7 +18,14 @@ from optax_ext._moments import (
     rms,
     split_moments,
 )
-from optax_ext._rules import Factoring, FactoringRule, check_rule, factorings, two_largest_dims
+from optax_ext._factoring_rules import (
+    Factoring,
+    FactoringRule,
+    check_rule,
+    factorings,
+    two_largest_dims,
+)
+from optax_ext._leaves import Leaves, at_least_float32
 
 
 class ScaleByAdafactorState(NamedTuple):

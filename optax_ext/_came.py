@@ -7,10 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext import _passes, _phases, _validate
-from optax_ext._bias import one_minus_power
-from optax_ext._leaves import Leaves, at_least_float32
-from optax_ext._moments import (
+from optax_ext import _matrix_passes, _phases, _validate
+from optax_ext._bias_correction import one_minus_power
+from optax_ext._factored_moments import (
     Estimate,
     Moment,
     average,
@@ -22,7 +21,14 @@ from optax_ext._moments import (
     multiply,
     split_moments,
 )
-from optax_ext._rules import Factoring, FactoringRule, check_rule, factorings, last_two_dims
+from optax_ext._factoring_rules import (
+    Factoring,
+    FactoringRule,
+    check_rule,
+    factorings,
+    last_two_dims,
+)
+from optax_ext._leaves import Leaves, at_least_float32
 
 
 class ScaleByCameState(NamedTuple):
@@ -105,7 +111,7 @@ def _step(
         if new is None:  # computed again, where storing it in another dtype would have rounded it
             small = (factors, weights())
             _, new = average_momentum(
-                mu, (g, *(_passes.recomputed(small, trust) if trust else small))
+                mu, (g, *(_matrix_passes.recomputed(small, trust) if trust else small))
             )
         update = multiply(new, trust)  # (rows, cols)
         if dims.factored and hyper.debias_instability:

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _validate
-from optax_ext._bias import one_minus_power
+from optax_ext._bias_correction import one_minus_power
+from optax_ext._factoring_rules import FactoringRule, check_rule, factorings
 from optax_ext._leaves import Leaves, at_least_float32
-from optax_ext._passes import barrier
-from optax_ext._rules import FactoringRule, check_rule, factorings
+from optax_ext._matrix_passes import barrier
 from optax_ext._trust_ratio import (
     Layer,
     check_decay,

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _validate
-from optax_ext._bias import one_minus_power
+from optax_ext._bias_correction import one_minus_power
 from optax_ext._leaves import at_least_float32
 
 _HOW = (

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from optax_ext import _passes
-from optax_ext._rules import Factoring
+from optax_ext import _matrix_passes
+from optax_ext._factoring_rules import Factoring
 
 Result = tuple[Any, Any]  # statistics, arrays
 Phase = Callable[[], Result]
@@ -47,11 +47,11 @@ def run(step: Step, hyper: Any, dims: Sequence[Factoring], *columns: Sequence[An
         name = phases[0].__name__
         with jax.named_scope(name):
             if static:
-                call = functools.partial(_replayed(name), _passes.is_portable(), step, hyper)
+                call = functools.partial(_replayed(name), _matrix_passes.is_portable(), step, hyper)
                 results = list(map(call, dims, arguments, sent))
             else:
                 results = [phase() for phase in phases]
-            statistics = _passes.barrier([shared for shared, _ in results])
+            statistics = _matrix_passes.barrier([shared for shared, _ in results])
         sent = [
             (*before, (shared, arrays))
             for before, shared, (_, arrays) in zip(sent, statistics, results, strict=True)
@@ -79,7 +79,7 @@ def _replayed(name: str) -> Callable[..., Any]:
     def phase(
         portable: bool, step: Step, hyper: Any, dims: Factoring, arrays: Any, sent: Any
     ) -> Result:
-        del portable  # the trace depends on it, see _passes.is_portable
+        del portable  # the trace depends on it, see _matrix_passes.is_portable
         generator = step(hyper, dims, *arrays)
         current = next(generator)
         for result in sent:

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _validate
+from optax_ext._factoring_rules import Dims, FactoringRule, factorings
 from optax_ext._leaves import Leaves, at_least_float32
-from optax_ext._rules import Dims, FactoringRule, factorings
 
 # Powers of two: multiplying by them is exact.
 _DOWN, _UP = 2.0**-90, 2.0**90

@@ -85,7 +85,7 @@ def test_the_math_imports_numbers_and_itself(name):
 
 # It asks whether arrays are on several devices, not on which: the same numbers to rounding. Where
 # types have shardings (Explicit axes), it gathers dims that an operation cannot split by shards.
-ASKED = {"optax_ext/_passes.py": {"PartitionSpec", "sharding"}}
+ASKED = {"optax_ext/_matrix_passes.py": {"PartitionSpec", "sharding"}}
 
 
 @pytest.mark.parametrize("name", MATH)

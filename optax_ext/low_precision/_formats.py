@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from optax_ext._leaves import at_least_float32
-from optax_ext._passes import sharded_as, splittable
-from optax_ext.low_precision._maps import DynamicMap, Float8Map, LinearMap, Map, SymmetricMap
+from optax_ext._matrix_passes import sharded_as, splittable
+from optax_ext.low_precision._code_maps import DynamicMap, Float8Map, LinearMap, Map, SymmetricMap
 from optax_ext.low_precision._rounding import stochastic_bfloat16, top_half
 
 ROUNDINGS = ("nearest", "stochastic", "compensated")

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext import _passes, _validate
+from optax_ext import _matrix_passes, _validate
 from optax_ext._leaves import path_name
-from optax_ext._tables import aligned
+from optax_ext._text_table import aligned
+from optax_ext.execution_order import ELEMENTWISE, REDUCTIONS, Graph, ScheduledRun, run_by_leaf
 from optax_ext.low_precision._formats import (
     ROUNDINGS,
     BFloat16,
@@ -26,7 +27,6 @@ from optax_ext.low_precision._formats import (
     encode,
 )
 from optax_ext.low_precision._rounding import check_seed, make_key, next_key, uniform_for
-from optax_ext.schedule import ELEMENTWISE, REDUCTIONS, Graph, ScheduledRun, run_by_leaf
 
 # Fields whose arrays are never negative, mostly averages of squares. A name that is ambiguous is
 # qualified by its state's class.
@@ -352,7 +352,7 @@ class _ScalesFirst(ScheduledRun):
                 if graph.reads[value] and math.prod(graph.shape(value)) >= min(code_sizes)
             }
             inputs = {i: x for i, x in discarded.items() if i not in graph.producer}
-            self.values |= _passes.reread(inputs, [self.values[value] for value in scales])
+            self.values |= _matrix_passes.reread(inputs, [self.values[value] for value in scales])
         super().run_group(outputs)
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from sharding.collectives._array_layout import ArrayLayout, map_arrays
+from sharding.collectives._map_arrays import ArrayLayout, map_arrays
 from sharding.placement._layout import Layout
 from sharding.placement._specs import Axes, Axis, axes_of
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from optax_ext.schedule import Equation, ScheduledRun
+from optax_ext.execution_order import Equation, ScheduledRun
 from sharding.offload._host_memory import on_host
 from sharding.offload._layer_rules import (
     UNSLICED,

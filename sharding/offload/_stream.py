@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from optax_ext.schedule import Graph, ScheduledRun
+from optax_ext.execution_order import Graph, ScheduledRun
 from sharding.offload._host_memory import DEVICE, HOST
 from sharding.offload._layer_loop import LayerLoop
 

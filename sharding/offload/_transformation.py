@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import optax
 
-from optax_ext.schedule import Graph, run_by_leaf
+from optax_ext.execution_order import Graph, run_by_leaf
 from sharding.offload._host_memory import HOST, host_sharding, is_large, on_host
 from sharding.offload._stream import StreamedRun
 from sharding.placement._specs import is_spec

@@ -1,8 +1,8 @@
 """What a configuration costs: planned before anything is compiled, audited once it is."""
 
-from sharding.plan._batch import FoundBatch as FoundBatch
-from sharding.plan._batch import find_batch as find_batch
 from sharding.plan._devices import kind_of as kind_of
+from sharding.plan._find_batch import FoundBatch as FoundBatch
+from sharding.plan._find_batch import find_batch as find_batch
 from sharding.plan._models import MODELS as MODELS
 from sharding.plan._plan import Plan as Plan
 from sharding.plan._plan import estimate as estimate

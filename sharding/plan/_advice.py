@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from sharding.plan._devices import DeviceKind
-from sharding.plan._report import size
+from sharding.plan._format import size
 from sharding.plan._stage_plan import StagePlan
 
 # The share of the memory that a recommended stage leaves for activations.

@@ -10,13 +10,13 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from sharding.placement._specs import AnyMesh
-from sharding.plan._arguments import PARTS, Argument, arguments_of
 from sharding.plan._costs import costs
 from sharding.plan._devices import KINDS, DeviceKind, kind_of
+from sharding.plan._format import Table, count, percent, seconds, size, text_of
 from sharding.plan._hlo import Program
 from sharding.plan._liveness import Buffer, at_peak
-from sharding.plan._phases import PHASES, phase_of, shortened
-from sharding.plan._report import Table, count, percent, seconds, size, text_of
+from sharding.plan._program_arguments import PARTS, Argument, arguments_of
+from sharding.plan._scopes import PHASES, phase_of, shortened
 from sharding.plan._warnings import warnings_of
 from sharding.plan._wire import Collective, collectives_of
 

@@ -13,7 +13,6 @@ from sharding._zero import Zero
 from sharding.placement._specs import axes_of
 from sharding.plan import targets
 from sharding.plan._audit import Audit, audit
-from sharding.plan._batch import FoundBatch, Tried, find_batch, needed
 from sharding.plan._cli_options import (
     Setup,
     device_of,
@@ -24,6 +23,7 @@ from sharding.plan._cli_options import (
     target_of,
 )
 from sharding.plan._cli_output import print_json, save
+from sharding.plan._find_batch import FoundBatch, Tried, find_batch, needed
 from sharding.plan._models import MODELS
 from sharding.plan._plot import plot_audits
 from sharding.plan._show import show

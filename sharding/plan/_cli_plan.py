@@ -14,9 +14,9 @@ import optax_ext
 from sharding.plan._advice import deepspeed_stage_2, saving_of, why_wider
 from sharding.plan._cli_options import FIGURES, Setup, abstract_mesh, setup_of
 from sharding.plan._cli_output import print_json, save
+from sharding.plan._format import size
 from sharding.plan._plan import Plan
 from sharding.plan._plot import plot_plans
-from sharding.plan._report import size
 from sharding.plan._show import show
 
 

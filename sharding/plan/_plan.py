@@ -13,7 +13,7 @@ from optax_ext import STATE_FORMATS, low_precision_state
 from sharding._zero import Zero
 from sharding.plan._advice import recommend, tight_notes
 from sharding.plan._devices import DeviceKind
-from sharding.plan._report import Table, count, seconds, size, text_of
+from sharding.plan._format import Table, count, seconds, size, text_of
 from sharding.plan._stage_plan import StagePlan, name_of, stage_plan, variants_of
 
 _NO_ACTIVATIONS = (

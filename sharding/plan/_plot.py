@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from sharding.plan._audit import Audit
+from sharding.plan._format import NEED
 from sharding.plan._plan import Plan
-from sharding.plan._report import NEED
 
 _COLORS = {
     "parameters": "#4477aa",

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from sharding.plan._report import NEED, Table
+from sharding.plan._format import NEED, Table
 
 
 def show(tables: Sequence[Table], notes: Sequence[str] = (), *, console: Any = None) -> None:

@@ -4,12 +4,12 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from sharding.plan._arguments import STATE, Argument
 from sharding.plan._costs import read_by_fusion
+from sharding.plan._format import size
 from sharding.plan._hlo import Frame, Instruction, Program, arrays, changed_in_place
 from sharding.plan._liveness import Buffer, copied_argument
-from sharding.plan._phases import phase_of
-from sharding.plan._report import size
+from sharding.plan._program_arguments import STATE, Argument
+from sharding.plan._scopes import phase_of
 from sharding.plan._wire import Collective
 
 _SMALL = 1 << 16  # bytes that need no warning

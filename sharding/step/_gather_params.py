@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from sharding.collectives._all_gather import all_gather_arrays, gather_axis_groups
-from sharding.collectives._array_layout import ArrayLayout
+from sharding.collectives._map_arrays import ArrayLayout
 from sharding.collectives._reduce_scatter import reduce_scatter_arrays
 from sharding.placement._layout import Layout, Placement
 from sharding.placement._specs import is_spec

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from sharding.collectives._array_layout import ArrayLayout
+from sharding.collectives._map_arrays import ArrayLayout
 from sharding.collectives._reduce_scatter import reduce_scatter_arrays
 from sharding.step._step_plan import StepPlan
 

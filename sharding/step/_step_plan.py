@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from sharding.collectives._array_layout import ArrayLayout
+from sharding.collectives._map_arrays import ArrayLayout
 from sharding.placement._layout import Layout, Placement
 from sharding.placement._specs import axes_of, path_str
 from sharding.step import _gather_params, _lookup

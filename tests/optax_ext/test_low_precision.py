@@ -14,8 +14,8 @@ import state_bytes
 import optax_ext
 from optax_ext import BFloat16, Dynamic, Float8, Linear, Quantized, low_precision_state
 from optax_ext.low_precision import _formats
+from optax_ext.low_precision._code_maps import DynamicMap, Float8Map, LinearMap
 from optax_ext.low_precision._formats import decode, encode
-from optax_ext.low_precision._maps import DynamicMap, Float8Map, LinearMap
 from optax_ext.low_precision._rounding import make_key, next_key, uniform
 
 FORMATS = {

@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import optax_ext
-from optax_ext import Factoring, _passes
+from optax_ext import Factoring, _matrix_passes
 
 from . import dims, references, traces
 
@@ -37,8 +37,8 @@ def use(monkeypatch, name):
     """The form is chosen while a kernel is traced: no trace may outlive it."""
     platform, blocks = FORMS[name]
     jax.clear_caches()
-    monkeypatch.setattr(_passes, "_MIN_SIZE", 0)
-    monkeypatch.setattr(_passes, "_num_blocks", blocks)
+    monkeypatch.setattr(_matrix_passes, "_MIN_SIZE", 0)
+    monkeypatch.setattr(_matrix_passes, "_num_blocks", blocks)
     monkeypatch.setattr(
         jax.lax,
         "platform_dependent",
@@ -91,7 +91,7 @@ def test_a_sweep_is_its_definition(shape, over, new):
         x, value = both(array, args)
         return x, value if new else None
 
-    means, found = jax.jit(lambda a, b: _passes.sweep(fn, a, b, *over))(array, args)
+    means, found = jax.jit(lambda a, b: _matrix_passes.sweep(fn, a, b, *over))(array, args)
     x, value = both(array, args)
     for have, dims_ in zip(means, over, strict=True):
         np.testing.assert_allclose(have, np.mean(x, axis=dims_), rtol=1e-13)
@@ -104,14 +104,14 @@ def test_a_sweep_is_its_definition(shape, over, new):
 @pytest.mark.usefixtures("form")
 def test_squares_of_1e18_fit_into_float32():
     array = jnp.full((600, 900), 1e18, jnp.float32)
-    means, _ = _passes.sweep(lambda a, _: (jnp.square(a), None), array, (), (1,), (0,))
+    means, _ = _matrix_passes.sweep(lambda a, _: (jnp.square(a), None), array, (), (1,), (0,))
     for have in means:
         np.testing.assert_allclose(have, np.full(have.shape, 1e36, np.float32), rtol=1e-5)
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.5, -1.5, np.nan, -np.nan, np.inf, -np.inf, 1e-40])
 def test_the_zero_of_any_value_is_zero(value):
-    assert int(jax.jit(_passes._zero)(jnp.full((3, 2), value, jnp.float32))) == 0
+    assert int(jax.jit(_matrix_passes._zero)(jnp.full((3, 2), value, jnp.float32))) == 0
 
 
 @pytest.mark.parametrize(
@@ -126,12 +126,12 @@ def test_the_zero_of_any_value_is_zero(value):
     ],
 )
 def test_blocks_cut_the_first_dim_into_equal_parts(shape, blocks):
-    assert _passes._num_blocks(shape) == blocks
+    assert _matrix_passes._num_blocks(shape) == blocks
 
 
 @pytest.mark.parametrize("shape", [(40009, 1000), (37, 5), (1, 2**22)])
 def test_what_has_no_fitting_divisor_is_not_cut(shape):
-    assert _passes._num_blocks(shape) == 1
+    assert _matrix_passes._num_blocks(shape) == 1
 
 
 # --- Both optimizers, each form against the papers in NumPy ---------------------------------------

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sharding as shd
-from optax_ext.schedule import Graph
+from optax_ext.execution_order import Graph
 from sharding.offload import _layer_rules
 from sharding.offload._host_memory import HOST, on_host
 from sharding.offload._stream import StreamedRun

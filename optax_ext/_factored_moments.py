@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_ext import _passes
+from optax_ext import _matrix_passes
+from optax_ext._factoring_rules import Dims, Factoring
 from optax_ext._leaves import Leaves
-from optax_ext._rules import Dims, Factoring
 
 
 class Moment(NamedTuple):
@@ -46,7 +46,7 @@ def init_moment(like: Any, dims: Factoring, dtype: Any) -> Moment:
 
 def average(
     moment: Moment,
-    fn: _passes.Function,
+    fn: _matrix_passes.Function,
     array: jax.Array,
     args: Any,
     *,
@@ -63,10 +63,12 @@ def average(
         x, new = fn(array, args)
         full = decay * moment.full + weight * (x + eps)  # (rows, cols)
         return Estimate(Moment(full, None, None), None), new
-    (row, col), new = _passes.sweep(fn, array, args, dims.cols, dims.rows)
+    (row, col), new = _matrix_passes.sweep(fn, array, args, dims.cols, dims.rows)
     row = decay * moment.row + weight * (row + eps)  # (rows,)
     col = decay * moment.col + weight * (col + eps)  # (cols,)
-    row_mean = _passes.mean(jnp.expand_dims(row, dims.cols), dims.rows, keepdims=True)  # (1, 1)
+    row_mean = _matrix_passes.mean(
+        jnp.expand_dims(row, dims.cols), dims.rows, keepdims=True
+    )  # (1, 1)
     return Estimate(Moment(None, row, col), row_mean), new
 
 
@@ -108,7 +110,7 @@ def clipped_inverse_root(
     factors = inverse_root(estimate, dims)
     if threshold is None or not g.size:
         return factors
-    u = multiply(g.astype(estimate.moment.dtype), _passes.recomputed(factors, factors))
+    u = multiply(g.astype(estimate.moment.dtype), _matrix_passes.recomputed(factors, factors))
     return (*factors, 1.0 / jnp.maximum(1.0, rms(u, dims) / threshold))
 
 

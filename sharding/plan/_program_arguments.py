@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from sharding.plan._hlo import Array, Program, arrays
-from sharding.plan._phases import phase_of
+from sharding.plan._scopes import phase_of
 
 # By the name of an argument, such as state.params['w'] or state[1][0].mu['w'].
 PARTS = {

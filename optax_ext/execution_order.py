@@ -18,7 +18,7 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-from optax_ext import _passes
+from optax_ext import _matrix_passes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Graph:
         deferred: Sequence[bool],
         portable: bool = False,
     ):
-        with _passes.without_barriers(portable):
-            closed = jax.make_jaxpr(fn)([_passes.abstract(jax.typeof(x)) for x in inputs])
+        with _matrix_passes.without_barriers(portable):
+            closed = jax.make_jaxpr(fn)([_matrix_passes.abstract(jax.typeof(x)) for x in inputs])
         self.types: list[Any] = list(closed.in_avals)
         self.reads = [1 << i if wait else 0 for i, wait in enumerate(deferred)]
         self.constants: dict[int, Any] = {}

@@ -8,9 +8,9 @@ from typing import Any
 import optax
 
 from optax_ext import _validate
+from optax_ext._factoring_rules import Dims, Factoring, FactoringRule, check_rule, factorings
 from optax_ext._leaves import Leaves, at_least_float32
-from optax_ext._rules import Dims, Factoring, FactoringRule, check_rule, factorings
-from optax_ext._tables import aligned
+from optax_ext._text_table import aligned
 
 # Paths of stacked layers in Flax: "layers", "blocks" or the name of a scan; not lists or numbered
 # modules, whose layers are separate arrays ("layers/0", "layers_0").
