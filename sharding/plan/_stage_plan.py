@@ -1,18 +1,17 @@
 """One stage of ZeRO in closed form: the bytes that one device holds and sends."""
 
 import dataclasses
-import itertools
 import math
 import re
 from typing import Any
 
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 
 from sharding._zero import Zero
 from sharding.collectives._all_gather import BLOCK_SIZE
 from sharding.placement._describe import Description, Row
-from sharding.placement._specs import axes_of, num_shards
+from sharding.placement._specs import axes_of
+from sharding.plan._tiles import padded_to_tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,40 +127,11 @@ def stage_plan(
       gathered_once: see ``estimate``.
     """
     wire, network = _wire(zero, found, local, microbatches, gathered_once)
-    parts = _memory(zero, _padded_to_tiles(found, tile), local, microbatches)
+    parts = _memory(zero, padded_to_tiles(found, tile), local, microbatches)
     return StagePlan(name, **parts, batch=batch, wire=wire, network=network)
 
 
 # --- Memory ---------------------------------------------------------------------------------------
-
-
-def _padded_to_tiles(found: Description, tile: tuple[int, int] | None) -> Description:
-    """The same arrays with the bytes that they take in a memory of tiles.
-
-    The compiler makes those two dims innermost that waste least. Few rows take tiles of 1, 2 or 4.
-    """
-    if tile is None:
-        return found
-    tile_rows, tile_columns = tile
-
-    def pad(row: Row) -> Row:
-        shards = [num_shards(found.mesh, PartitionSpec(entry)) for entry in row.spec]
-        shards += [1] * (len(row.shape) - len(shards))
-        shape = [size // num for size, num in zip(row.shape, shards, strict=True)]  # of one shard
-        if len(shape) < 2 or not all(shape):
-            return row
-
-        def waste(second_last: int, last: int) -> float:
-            """The factor by which memory grows with these two dims innermost."""
-            height = min(tile_rows, 2 ** math.ceil(math.log2(shape[second_last])))
-            padded = math.ceil(shape[second_last] / height) * height
-            width = math.ceil(shape[last] / tile_columns) * tile_columns
-            return padded / shape[second_last] * width / shape[last]
-
-        least = min(waste(*dims) for dims in itertools.permutations(range(len(shape)), 2))
-        return dataclasses.replace(row, bytes_per_device=round(row.bytes_per_device * least))
-
-    return dataclasses.replace(found, rows=tuple(map(pad, found.rows)))
 
 
 def _memory(
