@@ -1,6 +1,7 @@
 """The math does not know the sharding, and both packages stand on public interfaces alone."""
 
 import ast
+import collections
 import pathlib
 import subprocess
 import sys
@@ -138,6 +139,24 @@ def test_an_upward_import_is_seen():
     source = "from sharding.plan._wire import wire_bytes\nfrom sharding import sync"
     assert upward_imports("sharding/step/_update.py", source) == ["sharding.plan._wire.wire_bytes"]
     assert upward_imports("sharding/placement/_layout.py", source)[-1] == "sharding.sync"
+
+
+def definitions(source):
+    """The functions and classes of a module, not those inside of them."""
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    return [node.name for node in ast.parse(source).body if isinstance(node, kinds)]
+
+
+def test_one_name_for_one_thing():
+    """In ``sharding`` no two modules, and no two functions or classes, share a name."""
+    files = {name: path for name, path in FILES.items() if name.startswith("sharding/")}
+    modules = [path.name for path in files.values() if path.name != "__init__.py"]
+    assert not [name for name in modules if modules.count(name) > 1]
+    places = collections.defaultdict(list)
+    for file, path in files.items():
+        for name in definitions(path.read_text()):
+            places[name].append(file)
+    assert not {name: found for name, found in places.items() if len(found) > 1}
 
 
 def test_the_checks_see_what_they_look_for():

@@ -202,7 +202,7 @@ def _short_form(found: Description) -> Iterator[str]:
     yield from _aligned(lines, numbers={1, 3})
     params = list(_parameters(found))
     yield from _reasons(params)
-    yield from _groups(params, found)
+    yield from _group_lines(params, found)
 
 
 def _parameters(found: Description) -> Iterator[_Parameter]:
@@ -258,7 +258,7 @@ def _gradients(params: Sequence[_Parameter]) -> int:
     return sum(each.sizes.get("grads", 0) for each in params)
 
 
-def _groups(params: Sequence[_Parameter], found: Description) -> Iterator[str]:
+def _group_lines(params: Sequence[_Parameter], found: Description) -> Iterator[str]:
     groups: dict[tuple[Any, ...], list[_Parameter]] = {}
     for each in params:
         groups.setdefault(each.key, []).append(each)

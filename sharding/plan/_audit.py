@@ -281,7 +281,7 @@ def audit(
     ]
     result = Audit(
         devices=program.num_devices,
-        kind=_kind(device, mesh),
+        kind=_device_kind(device, mesh),
         arguments=_by_part(arguments, parts),
         results=memory.output_size_in_bytes - memory.alias_size_in_bytes if memory else 0.0,
         temporaries=temporaries,
@@ -301,7 +301,7 @@ def audit(
     return dataclasses.replace(result, warnings=tuple(warnings))
 
 
-def _kind(device: DeviceKind | str | None, mesh: AnyMesh | None) -> DeviceKind | None:
+def _device_kind(device: DeviceKind | str | None, mesh: AnyMesh | None) -> DeviceKind | None:
     if isinstance(device, str):
         found = kind_of(device)
         if found is None:

@@ -41,7 +41,7 @@ def run_audit(options: argparse.Namespace) -> int:
     jax.config.update("jax_platforms", "cpu")
     if target.kind == "cpu":
         jax.config.update("jax_num_cpu_devices", target.num_devices)
-    _check(options)
+    _check_options(options)
 
     # Compile: each step once, or with several batches.
     steps = _steps(options, target)
@@ -75,7 +75,7 @@ def run_audit(options: argparse.Namespace) -> int:
     return 2 if False in fits else 0
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check_options(options: argparse.Namespace) -> None:
     """Raises for options that would be ignored, or lack another."""
     if options.find_batch and device_of(options) is None:
         raise ValueError(

@@ -106,8 +106,8 @@ def _zero(options: argparse.Namespace, mesh: AnyMesh) -> Zero:
     if not replica and len(axis) > 1:
         replica = axis[:1]
     precision = Precision(
-        compute=_floating("--compute-dtype", options.compute_dtype),
-        reduce=_floating("--reduce-dtype", options.reduce_dtype),
+        compute=_floating_dtype("--compute-dtype", options.compute_dtype),
+        reduce=_floating_dtype("--reduce-dtype", options.reduce_dtype),
     )
     return Zero(
         mesh,
@@ -171,10 +171,10 @@ def dtype_of(options: argparse.Namespace) -> Any:
     """The dtype of the parameters."""
     # XLA:CPU widens the sums of bfloat16.
     default = "float32" if options.target.startswith("cpu") else "bfloat16"
-    return _floating("--dtype", options.dtype or default)
+    return _floating_dtype("--dtype", options.dtype or default)
 
 
-def _floating(option: str, name: str | None) -> Any:
+def _floating_dtype(option: str, name: str | None) -> Any:
     if name is None:
         return None
     try:

@@ -49,15 +49,17 @@ def costs(program: Program) -> tuple[list[Cost], list[str]]:
     one that updates an array in place writes the update.
     """
     unknown: list[str] = []
-    return list(_walk(program, Frame(program, program.entry, []), 1, unknown)), unknown
+    return list(_costs_of_frame(program, Frame(program, program.entry, []), 1, unknown)), unknown
 
 
-def _walk(program: Program, frame: Frame, count: int, unknown: list[str]) -> Iterator[Cost]:
+def _costs_of_frame(
+    program: Program, frame: Frame, count: int, unknown: list[str]
+) -> Iterator[Cost]:
     """The costs of a computation that runs ``count`` times, and of its callees."""
     table = frame.instructions
 
     def inside(name: str, count: int, arguments: list) -> Iterator[Cost]:
-        return _walk(program, Frame(program, name, arguments), count, unknown)
+        return _costs_of_frame(program, Frame(program, name, arguments), count, unknown)
 
     for it in table.values():
         if it.op == "while":
@@ -99,13 +101,13 @@ def _flops(it: Instruction, table: dict[str, Instruction], program: Program) -> 
     if it.op in ("reduce", "reduce-window"):
         # Operands are the arrays, then as many initial values.
         inputs = it.operands[: max(1, len(it.operands) // 2)]
-        return float(sum(_floating(table[name].type) for name in inputs)), 0.0
+        return float(sum(_num_floating(table[name].type) for name in inputs)), 0.0
     if it.op == "scatter":
-        return float(_floating(table[it.operands[-1]].type)), 0.0
-    return float(_floating(it.type) if it.op in ARITHMETIC else 0), 0.0
+        return float(_num_floating(table[it.operands[-1]].type)), 0.0
+    return float(_num_floating(it.type) if it.op in ARITHMETIC else 0), 0.0
 
 
-def _floating(text: str) -> int:
+def _num_floating(text: str) -> int:
     """The number of floating elements of a type."""
     return sum(a.elements for a in arrays(text) if re.match(r"b?f\d", a.dtype))
 

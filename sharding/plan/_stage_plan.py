@@ -146,7 +146,7 @@ def _memory(
     # Gradients of one micro-batch, full, in the dtype of the loss.
     full_grads = 0.0
     for row in local.rows:
-        dtype = _floating(row)
+        dtype = _dtype_if_floating(row)
         if row.part == "params" and dtype is not None:
             itemsize = zero.precision.of_loss(dtype).itemsize
             full_grads += row.bytes_per_device / dtype.itemsize * itemsize
@@ -154,7 +154,7 @@ def _memory(
     # Gradients as the stage stores them: the accumulator or the result, whichever is wider.
     grads = 0.0
     for row in found.rows:
-        dtype = _floating(row)
+        dtype = _dtype_if_floating(row)
         if row.part == "grads" and dtype is not None:
             itemsize = zero.precision.of_accumulator(dtype).itemsize if microbatches > 1 else 0
             grads += row.bytes_per_device / dtype.itemsize * max(itemsize, dtype.itemsize)
@@ -182,7 +182,7 @@ def _memory(
     }
 
 
-def _floating(row: Row) -> Any:
+def _dtype_if_floating(row: Row) -> Any:
     """The dtype of an array of floating numbers; None for any other."""
     try:
         dtype = jnp.dtype(row.dtype)
@@ -206,7 +206,7 @@ def _wire(
     total = to_replicas = 0.0
     rows = {(row.part, row.path): row for row in found.rows}
     for row in local.rows:
-        dtype = _floating(row)
+        dtype = _dtype_if_floating(row)
         if row.part != "params" or dtype is None:
             continue
         grad = rows["grads", row.path]

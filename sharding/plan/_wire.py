@@ -87,13 +87,13 @@ def collectives_of(program: Program, branches: str = "dearest") -> list[Collecti
     """Every collective of a parsed program."""
     if branches not in _BRANCHES:
         raise ValueError(f"branches must be one of {', '.join(_BRANCHES)}, got {branches!r}.")
-    return _walk(program, Frame(program, program.entry, []), 1, _BRANCHES[branches])
+    return _collectives_of_frame(program, Frame(program, program.entry, []), 1, _BRANCHES[branches])
 
 
 _BRANCHES: dict[str, Callable[..., Any]] = {"dearest": max, "cheapest": min}
 
 
-def _walk(
+def _collectives_of_frame(
     program: Program, frame: Frame, count: int, choose: Callable[..., Any]
 ) -> list[Collective]:
     """The collectives of a computation that runs ``count`` times, and of its callees."""
@@ -101,7 +101,7 @@ def _walk(
     chains: set[str] = set()
 
     def inside(name: str, count: int, arguments: list[Any]) -> list[Collective]:
-        return _walk(program, Frame(program, name, arguments), count, choose)
+        return _collectives_of_frame(program, Frame(program, name, arguments), count, choose)
 
     for it in frame.instructions.values():
         if it.op == "while":
@@ -122,7 +122,7 @@ def _walk(
             found += choose(branches, key=lambda branch: sum(each.wire_bytes for each in branch))
         elif it.op in ("async-update", "async-done"):
             continue  # counted at its async-start, which calls the same computation
-        elif op := _kind(it):
+        elif op := _collective_op(it):
             found.append(_measure(op, it, frame, count))
         else:
             for name in it.callees("calls") + it.callees("to_apply"):
@@ -149,7 +149,7 @@ def _continues(it: Instruction, name: str, program: Program, chains: set[str]) -
     ids = {
         match[1]
         for each in program.computations[name].values()
-        if _kind(each) and (match := re.search(r'chain_id="(\d+)"', each.attributes))
+        if _collective_op(each) and (match := re.search(r'chain_id="(\d+)"', each.attributes))
     }
     if ids:
         seen = ids <= chains
@@ -158,7 +158,7 @@ def _continues(it: Instruction, name: str, program: Program, chains: set[str]) -
     return name.startswith("async_collective_fusion") or it.name.startswith("async-collective-done")
 
 
-def _kind(it: Instruction) -> str | None:
+def _collective_op(it: Instruction) -> str | None:
     """Which collective an instruction is, or starts; None for others."""
     op = it.op.removesuffix("-start")
     if op in _UNCOUNTED:
@@ -178,7 +178,7 @@ def _measure(op: str, it: Instruction, frame: Frame, count: int) -> Collective:
     """One collective, with the bytes that one device sends in ``count`` runs."""
     # The devices of a group.
     across = it.op == "send"
-    groups = _groups(it.attributes, frame.program.num_devices)
+    groups = _device_groups(it.attributes, frame.program.num_devices)
     if it.op.startswith("collective-permute"):
         size = len({end for pair in groups for end in pair}) or 1
     else:
@@ -216,7 +216,7 @@ def _scope_of_operand(op: str, it: Instruction, frame: Frame) -> str:
     return "/".join([*scope.split("/")[:-1], op.replace("-", "_")])
 
 
-def _groups(attributes: str, num_devices: int) -> list[tuple[int, ...]]:
+def _device_groups(attributes: str, num_devices: int) -> list[tuple[int, ...]]:
     """The groups of a collective, from each notation of HLO; pairs of a permute.
 
     Collectives between TPU slices have groups of slices, not of devices.

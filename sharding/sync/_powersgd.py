@@ -87,7 +87,7 @@ def powersgd(
       Gradient Compression using Alternating Matrix Factorization for Large-scale Deep Learning,
       NeurIPS 2019 workshop.
     """
-    _check(rank, start_step, min_compression, warm_start, alternate)
+    _check_powersgd(rank, start_step, min_compression, warm_start, alternate)
     options = _PowerSGD(
         rank, min_compression, factoring, error_feedback, warm_start, alternate, seed
     )
@@ -113,7 +113,7 @@ def powersgd(
     return GradientSync(init, inner.all_reduce, inner.reduce_scatter)
 
 
-def _check(
+def _check_powersgd(
     rank: Any, start_step: int, min_compression: float, warm_start: bool, alternate: bool
 ) -> None:
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:

@@ -84,7 +84,7 @@ def top_k(
       and Practically Faster Error Feedback, NeurIPS 2021, arXiv 2106.05203.
     """
     schedule = dict(sorted(density.items())) if isinstance(density, Mapping) else {0: density}
-    _check(schedule, feedback, momentum, nesterov, clip_norm)
+    _check_top_k(schedule, feedback, momentum, nesterov, clip_norm)
     top = _TopK(schedule, feedback, momentum, nesterov, clip_norm, approximate)
     method = Method(top.init, top.all_reduce, counts_steps=len(schedule) > 1)
     small = dense_method()
@@ -93,7 +93,7 @@ def top_k(
     return leafwise(lambda path, x: method if x.size >= min_size else small)
 
 
-def _check(
+def _check_top_k(
     schedule: Mapping[int, float],
     feedback: str | None,
     momentum: float | None,
