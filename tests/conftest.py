@@ -23,6 +23,10 @@ os.environ.setdefault(
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
+# One program after the other: on few cores, devices of a second one take the threads that a
+# collective of the first one waits for.
+os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "false")
+
 import jax
 import pytest
 

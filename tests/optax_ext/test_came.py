@@ -1,5 +1,7 @@
 """CAME against its authors' code and against the paper's formulas."""
 
+import functools
+import os
 import pathlib
 
 import flax.linen as nn
@@ -247,6 +249,11 @@ def test_hyperparameters_reach_the_inner_transformation():
 # --- Parameters without a gradient --------------------------------------------------------------
 
 
+# How sums are rounded is up to XLA's emitters: those that users have (see tests/conftest.py).
+OLD = "--xla_cpu_use_fusion_emitters=false" in os.environ["XLA_FLAGS"]
+EMITTERS = {"xla_cpu_use_fusion_emitters": True} if OLD else {}
+
+
 @pytest.mark.parametrize(("eps", "low", "high"), [(1e-30, 0.1, 1.0), (1e-12, 0.0, 0.02)])
 def test_rounding_noise_of_key_biases_becomes_updates_unless_eps_is_above_it(eps, low, high):
     """A bias of keys moves all logits of a query alike: its gradient is zero but for rounding."""
@@ -256,7 +263,7 @@ def test_rounding_noise_of_key_biases_becomes_updates_unless_eps_is_above_it(eps
     noise = jax.random.normal(jax.random.key(2), (32,))
     params = jax.tree.map(lambda p: p + 0.1 * jnp.resize(noise, p.shape), params)
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=EMITTERS)
     def grad(key):
         x, y = jax.random.normal(key, (2, 8, 16, 32))
         return jax.grad(lambda p: jnp.mean((attention.apply({"params": p}, x) - y) ** 2))(params)
