@@ -23,15 +23,14 @@ os.environ.setdefault(
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
-# One program after the other: on few cores, devices of a second one take the threads that a
-# collective of the first one waits for.
-os.environ.setdefault("JAX_CPU_ENABLE_ASYNC_DISPATCH", "false")
-
 import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# One program after the other: on few cores, devices of a second one take the threads that a
+# collective of the first one waits for.
+jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 CACHE_BYTES = 2 * 1024**3  # several versions of every program
 
