@@ -76,5 +76,7 @@ state = zero.init(make_state, jax.random.key(0), tx=tx)
 train_step = zero.train_step(loss_fn, tx=tx, weighted=True)
 for step in range(1, 61):
     state, metrics = train_step(state, zero.put(make_batch(step)))
+    # Wait for the step: programs of many virtual devices can starve each other on few cores.
+    loss, weight = float(metrics["loss"]), float(metrics["weight"])
     if step % 10 == 0:
-        print(f"step {step}: loss {metrics['loss']:.3f} over {metrics['weight']:.0f} tokens")
+        print(f"step {step}: loss {loss:.3f} over {weight:.0f} tokens")
