@@ -71,12 +71,10 @@ def make_batch(step):
 
 
 state = zero.init(make_state, jax.random.key(0), tx=tx)
-# weighted: sums and numbers are added over all devices, then divided once. A mean of the devices'
-# means would be wrong, because their numbers of unmasked tokens differ.
+# weighted: sums and weights are added over all devices, then divided once: no mean of means.
 train_step = zero.train_step(loss_fn, tx=tx, weighted=True)
 for step in range(1, 61):
     state, metrics = train_step(state, zero.put(make_batch(step)))
-    # Wait for the step: programs of many virtual devices can starve each other on few cores.
-    loss, weight = float(metrics["loss"]), float(metrics["weight"])
+    loss = float(metrics["loss"])  # waits: programs of virtual devices can starve each other
     if step % 10 == 0:
-        print(f"step {step}: loss {loss:.3f} over {weight:.0f} tokens")
+        print(f"step {step}: loss {loss:.3f} over {metrics['weight']:.0f} tokens")
