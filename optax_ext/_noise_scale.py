@@ -178,8 +178,8 @@ def noise_scale(state: optax.OptState) -> jax.Array:
     found = [x for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
     if len(found) != 1:
         raise ValueError(
-            "noise_scale needs a state that contains one of gradient_noise_scale, found "
-            f"{len(found)}."
+            "noise_scale reads the state of one gradient_noise_scale, found "
+            f"{len(found)} in this optimizer state. Pass the part that contains exactly one."
         )
     return found[0].variance / found[0].squared_norm
 
