@@ -216,6 +216,17 @@ def candidates_of_round(
     return unused.at[place].set(jnp.arange(num_candidates, dtype=jnp.int32), mode="drop")
 
 
+def break_even_rows(num_rows: int, row_size: int, num_indices: int) -> float:
+    """How many rows, each sent with its indices, are as many bytes as ``num_rows`` without them.
+
+    Args:
+      num_rows: rows of the full array.
+      row_size: elements of a row; an index is as long as an element.
+      num_indices: indices that are sent with each row.
+    """
+    return num_rows * row_size / (row_size + num_indices)
+
+
 def in_rounds(
     make_send_list: Callable[[], SendList],
     max_per_owner: int,

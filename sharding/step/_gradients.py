@@ -71,14 +71,13 @@ def gradients(
     leaves, treedef = jax.tree.flatten(params)
     trained = treedef.flatten_up_to(spec.trained)
     has_state = sync_state is not None
-    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
 
     def of_leaves(leaves: list[Any], *args: Any) -> Any:
         return loss.fn(treedef.unflatten(leaves), *args)
 
     def on_device(leaves: list[jax.Array], inputs: Inputs, sync_state: Any) -> Gradients:
         args = jax.eval_shape(functools.partial(first_args, loss, layout.data_axes), inputs)
-        plan = plan_step(layout, spec, types, has_state, of_leaves, *args)
+        plan = plan_step(layout, spec, params, has_state, of_leaves, *args)
         local = loss._replace(fn=of_leaves)
         own = jax.tree.map(lambda x: x[0, 0], sync_state) if has_state else plan.empty_sync_state()
         found = device_gradients(plan, local, leaves, inputs, own)
@@ -127,13 +126,12 @@ def evaluate(
     """
     treedef: Any
     leaves, treedef = jax.tree.flatten(params)
-    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
 
     def of_leaves(leaves: list[Any], *args: Any) -> Any:
         return fn(treedef.unflatten(leaves), *args)
 
     def on_device(leaves: list[jax.Array], args: tuple[Any, ...]) -> Any:
-        plan = plan_step(layout, spec, types, False, of_leaves, *args)
+        plan = plan_step(layout, spec, params, False, of_leaves, *args)
         return mark_scalars(call_with_shards(of_leaves, loss_params(plan, leaves, leaves), *args))
 
     specs = [layout.manual_spec(spec) for spec in treedef.flatten_up_to(spec.placed.params)]

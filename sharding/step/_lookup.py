@@ -15,6 +15,7 @@ from sharding.collectives._permutation import Permutation
 from sharding.collectives._sparse_rows import (
     RowOwners,
     SendList,
+    break_even_rows,
     candidates_of_round,
     for_rounds,
     in_rounds,
@@ -224,9 +225,8 @@ def _fetch(call: _Lookup, shard: jax.Array, ids: jax.Array) -> jax.Array:
     def gather_table() -> jax.Array:
         return jnp.take(gather(Shard(shard, spec._replace(bits=None))), ids, axis=0)
 
-    row_size, limit = math.prod(row_shape), min(ids.size, owners.num_slots)
-    # The number of rows whose slots and values are as many bytes as the table.
-    break_even = owners.num_slots * row_size / (row_size + (num if dim else 1))
+    limit = min(ids.size, owners.num_slots)
+    break_even = break_even_rows(owners.num_slots, math.prod(row_shape), num if dim else 1)
     with jax.named_scope("gather"):
         return in_rounds(
             lambda: unique.send_list, limit, capacity, axes, fetch_unique, gather_table, break_even

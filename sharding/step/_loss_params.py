@@ -46,10 +46,10 @@ def loss_params(plan: StepPlan, inputs: list[jax.Array], params: list[jax.Array]
       inputs: the differentiated inputs, and in their places the parameters that have no gradient.
       params: as this device holds them.
     """
+    if plan.layout.stage < 3 and not any(param.synced_by_rows for param in plan.params):
+        return inputs
     gather_specs = _gather_specs(plan)
     if plan.layout.stage < 3:
-        if not any(param.synced_by_rows for param in plan.params):
-            return inputs
         return [
             TableHandle(x.astype(spec.dtype), tap, spec)
             if param.synced_by_rows

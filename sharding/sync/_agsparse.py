@@ -14,6 +14,7 @@ from sharding.collectives._sparse_rows import (
     SendList,
     SparseRows,
     along_dim,
+    break_even_rows,
     candidates_of_round,
     for_rounds,
     in_rounds,
@@ -115,9 +116,9 @@ def _mean(rows: SparseRows, density: float, axes: Axes, dim: int | None) -> jax.
         full = rows.dense()
         return dense_mean(full, axes) if dim is None else dense_mean_shard(full, axes, dim)
 
-    # An all-reduce sends all rows twice, a reduce-scatter once; an index is as long as a number.
-    width = math.prod(rows.shape[1:])
-    break_even = (2 if dim is None else 1) * num_rows * width / (width + 1) / num
+    # An all-reduce sends all rows twice, a reduce-scatter once.
+    times = 2 if dim is None else 1
+    break_even = times * break_even_rows(num_rows, math.prod(rows.shape[1:]), 1) / num
     return in_rounds(
         lambda: rows.send_list(owners), rows.max_rows, capacity, axes, send, send_dense, break_even
     )

@@ -18,6 +18,7 @@ from sharding.collectives._sparse_rows import (
     SendList,
     SparseRows,
     along_dim,
+    break_even_rows,
     candidates_of_round,
     for_rounds,
     in_rounds,
@@ -217,8 +218,7 @@ def _send_rows(
     num_indices: int,
 ) -> jax.Array:
     """``in_rounds`` for rows that are sent with this many indices of 4 bytes each."""
-    width = math.prod(rows.shape[1:])
-    break_even = owners.num_slots * width / (width + num_indices)
+    break_even = break_even_rows(owners.num_slots, math.prod(rows.shape[1:]), num_indices)
     max_per_owner = min(rows.max_rows, owners.num_slots)
     make_send_list = functools.partial(rows.send_list, owners)
     return in_rounds(make_send_list, max_per_owner, capacity, axes, send, send_dense, break_even)
