@@ -91,10 +91,15 @@ def barrier(tree: Any) -> Any:
 
     Their sums over several devices become one all-reduce. XLA for TPUs combines them by itself.
     """
-    if _WITHOUT_BARRIERS.get() or not _partitioned(tree):
+    if not has_barriers(tree):
         return tree
     hold = jax.lax.optimization_barrier
     return jax.lax.platform_dependent(tree, cuda=hold, rocm=hold, default=lambda tree: tree)
+
+
+def has_barriers(tree: Any) -> bool:
+    """Whether ``barrier`` holds back arrays of these types on any platform."""
+    return not _WITHOUT_BARRIERS.get() and _partitioned(tree)
 
 
 @contextlib.contextmanager

@@ -4,8 +4,9 @@ A step is a generator of one parameter. It yields its phases: functions without 
 return ``(statistics, arrays)``. The statistics of all parameters pass a barrier, so that sums over
 several devices become one all-reduce; ``arrays`` do not wait. The generator receives both back.
 
-All array operations are inside the phases. Each phase is traced once for all parameters of one
-shape: the trace starts a generator of its own and sends it the results of the phases before.
+All array operations are inside the phases. Where no barrier is, the step is traced once for all
+parameters of one shape. Between barriers each phase is: the trace starts a generator of its own and
+sends it the results of the phases before.
 """
 
 import functools
@@ -37,9 +38,12 @@ def run(step: Step, hyper: Any, dims: Sequence[Factoring], *columns: Sequence[An
       What the generators return.
     """
     arguments = list(zip(*columns, strict=True))
+    static = all(h is None or isinstance(h, int | float | np.dtype) for h in hyper)
+    if static and not _matrix_passes.has_barriers(columns):
+        call = functools.partial(_param_step, _matrix_passes.is_portable(), step, hyper)
+        return list(map(call, dims, arguments))
     generators = [step(hyper, d, *arrays) for d, arrays in zip(dims, arguments, strict=True)]
     sent: list[tuple[Any, ...]] = [() for _ in generators]  # the results of all phases so far
-    static = all(h is None or isinstance(h, int | float | np.dtype) for h in hyper)
     while True:
         phases, returned = _advance(generators, sent)
         if not phases:
@@ -56,6 +60,20 @@ def run(step: Step, hyper: Any, dims: Sequence[Factoring], *columns: Sequence[An
             (*before, (shared, arrays))
             for before, shared, (_, arrays) in zip(sent, statistics, results, strict=True)
         ]
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _param_step(portable: bool, step: Step, hyper: Any, dims: Factoring, arrays: Any) -> Any:
+    """Runs the step of one parameter."""
+    del portable  # the trace depends on it, see _matrix_passes.is_portable
+    generator, result = step(hyper, dims, *arrays), None
+    while True:
+        try:
+            phase = generator.send(result)
+        except StopIteration as end:
+            return end.value
+        with jax.named_scope(phase.__name__):
+            result = phase()
 
 
 def _advance(generators: list[Any], sent: list[Any]) -> tuple[list[Phase], list[Any]]:

@@ -3,6 +3,7 @@
 Warnings are errors too; that is said in pyproject.toml. Compiled programs are kept in .jax_cache.
 """
 
+import gc
 import os
 import pathlib
 from importlib import metadata
@@ -11,11 +12,14 @@ from importlib import metadata
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Tests compile much and compute little: XLA's own passes run, LLVM's costly ones do not. Its older
 # emitters compile the same programs in a third of the time, in the last jaxlib that has them.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "")
-    + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    + " --xla_cpu_use_fusion_emitters=false" * metadata.version("jaxlib").startswith("0.10.")
-).strip()
+# Each flag once: workers of pytest-xdist inherit them, and the cache of programs reads them.
+os.environ["XLA_FLAGS"] = " ".join(
+    dict.fromkeys(
+        os.environ.get("XLA_FLAGS", "").split()
+        + ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+        + ["--xla_cpu_use_fusion_emitters=false"] * metadata.version("jaxlib").startswith("0.10.")
+    )
+)
 
 # Programs are compiled once, and read by later runs and by the processes that tests start.
 os.environ.setdefault(
@@ -31,6 +35,9 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # One program after the other: on few cores, devices of a second one take the threads that a
 # collective of the first one waits for.
 jax.config.update("jax_cpu_enable_async_dispatch", False)
+
+# Traces are millions of small objects, few of them garbage: searching for it took 5 % of the time.
+gc.set_threshold(50_000, 50, 100)
 
 CACHE_BYTES = 2 * 1024**3  # several versions of every program
 

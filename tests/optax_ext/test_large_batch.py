@@ -66,7 +66,7 @@ DEVIATION = np.geomspace(0.1, 3.0, WIDTH)  # of each element of an example's gra
 TRUE = (DEVIATION**2).sum() / (MEAN**2).sum()
 
 
-def measure(pieces, steps, decay=0.9999, mean=MEAN):
+def measure(num_local, steps, decay=0.9999, mean=MEAN):
     """The state after gradients whose mean and covariance are known."""
     tx = gradient_noise_scale(BATCH, decay=decay)
 
@@ -75,11 +75,11 @@ def measure(pieces, steps, decay=0.9999, mean=MEAN):
         def step(state, key):
             noise = jax.random.normal(key, (BATCH, WIDTH))
             examples = jnp.asarray(mean)[None] + noise * jnp.asarray(DEVIATION)[None]
-            local = examples.reshape(pieces, -1, WIDTH).mean(axis=1)
+            local = examples.reshape(num_local, -1, WIDTH).mean(axis=1)
             norms = jnp.sum(local**2, axis=1)
             # In two leaves: what counts is the norm of all.
-            whole = {"a": local.mean(axis=0)[:5], "b": local.mean(axis=0)[5:].reshape(-1, 1)}
-            _, state = tx.update(whole, state, local_squared_norm=norms.mean(), num_pieces=pieces)
+            full = {"a": local.mean(axis=0)[:5], "b": local.mean(axis=0)[5:].reshape(-1, 1)}
+            _, state = tx.update(full, state, local_squared_norm=norms.mean(), num_pieces=num_local)
             return state, state
 
         return jax.lax.scan(step, tx.init(None), jax.random.split(key, steps))
@@ -88,9 +88,9 @@ def measure(pieces, steps, decay=0.9999, mean=MEAN):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("pieces", [2, 8, 32])
-def test_it_finds_the_noise_scale_that_is_there(pieces):
-    state, _ = measure(pieces, 4000)
+@pytest.mark.parametrize("num_local", [2, 8, 32])
+def test_it_finds_the_noise_scale_that_is_there(num_local):
+    state, _ = measure(num_local, 4000)
     np.testing.assert_allclose(noise_scale(state), TRUE, rtol=0.05)
     np.testing.assert_allclose(state.squared_norm, (MEAN**2).sum(), rtol=0.04)
     np.testing.assert_allclose(state.variance, (DEVIATION**2).sum(), rtol=0.04)
@@ -118,13 +118,13 @@ def test_averages_are_the_weighted_means_by_hand():
     tx = gradient_noise_scale(96.0, decay=0.8)
     state, seen = tx.init(None), []
     for _ in range(12):
-        pieces = rng.normal(size=(6, 5)) + 1
-        whole, local = pieces.mean(axis=0), (pieces**2).sum(axis=1).mean()
+        local_grads = rng.normal(size=(6, 5)) + 1
+        full, local = local_grads.mean(axis=0), (local_grads**2).sum(axis=1).mean()
         out, state = tx.update(
-            jnp.asarray(whole), state, local_squared_norm=local, num_pieces=6, value=0.0
+            jnp.asarray(full), state, local_squared_norm=local, num_pieces=6, value=0.0
         )
-        np.testing.assert_array_equal(out, whole)
-        big, small, squared = 96.0, 16.0, whole @ whole
+        np.testing.assert_array_equal(out, full)
+        big, small, squared = 96.0, 16.0, full @ full
         seen.append(
             [
                 (big * squared - small * local) / (big - small),

@@ -331,7 +331,7 @@ def test_bytes(fmt, signed, shape, nbytes):
 
 
 def test_blocks_are_eight_rows_high():
-    """A cut that leaves eight rows, or 32 columns, goes through no block."""
+    """A split into multiples of eight rows, or of 32 columns, splits no block."""
     shape = {
         (768, 3072): (96, 96),
         (768, 12, 64): (96, 12, 2),  # rows are of the longest dim but the last

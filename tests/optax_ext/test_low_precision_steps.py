@@ -50,7 +50,7 @@ def test_columns_that_span_decades(name, optimizer):
     low = optax_ext.low_precision_state(plain, STATE_FORMATS[name], min_size=0)
     run = jit(lambda scales: jnp.max(ratios(plain, low, scales)))
     most = MOST[name][optimizer not in ("AdamW", "LAMB")]
-    for decades in range(7):
+    for decades in (0, 1, 3, 6):
         assert run(spread(SHAPE[1], decades)[None]) < most, decades
 
 

@@ -16,7 +16,7 @@ from optax_ext import Factoring, _matrix_passes
 
 from . import dims, references, traces
 
-# id -> the platform whose form is taken, and into how many blocks it cuts a first dim.
+# id -> the platform whose form is taken, and into how many blocks it divides a first dim.
 FORMS = {
     "in blocks": ("cpu", lambda shape: shape[0]),
     "in fewer blocks": ("cpu", lambda shape: next(n for n in (3, 2, 1) if shape[0] % n == 0)),
@@ -255,8 +255,13 @@ def test_a_cpu_keeps_no_matrix(tx):
     assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * size
 
 
-def test_arrays_of_one_shape_share_a_trace():
+@pytest.mark.parametrize(("devices", "name"), [(1, "_param_step"), (2, "second_moment")])
+def test_arrays_of_one_shape_share_a_trace(devices, name):
+    """Of the step or, on several devices, of each phase between barriers."""
     tx = optax_ext.came(1e-3)
-    params = {f"w{i}": jnp.ones((256, 256)) for i in range(12)}
-    text = jax.jit(tx.update).lower(params, tx.init(params), params).as_text()
-    assert text.count("func.func private @second_moment") == 1
+    mesh = jax.make_mesh((devices,), ("x",), devices=jax.devices()[:devices])
+    with jax.set_mesh(mesh):
+        params = {f"w{i}": jnp.ones((256, 256)) for i in range(12)}
+        text = jax.jit(tx.update).lower(params, tx.init(params), params).as_text()
+    assert text.count(f"func.func private @{name}(") == 1
+    assert text.count(f"call @{name}(") == 12

@@ -1,4 +1,4 @@
-"""Traces of an optimizer over hundreds of steps, and what is kept of one.
+"""Traces of an optimizer over hundreds of steps, and the numbers that a golden file stores of one.
 
 The gradients are the same bits on every machine: PCG64's raw integers (a stream that NumPy
 guarantees; its distributions it does not) and exact powers of two. They are full rank, their rows,

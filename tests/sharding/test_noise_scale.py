@@ -86,8 +86,8 @@ def train(zero, loss, steps=4, tx=None, make=make_batch, **options):
     return seen
 
 
-def pieces_of(batch, devices, microbatches, replicas=None):
-    """The batch of each piece; of a replica, what its devices have of each micro-batch."""
+def local_batches(batch, devices, microbatches, replicas=None):
+    """The batch of each local gradient; of a replica, that of its devices in each micro-batch."""
     parts = np.arange(BATCH).reshape(devices, microbatches, -1)
     if replicas:  # the mesh is (replicas, devices of a replica)
         parts = parts.reshape(replicas, -1, microbatches, parts.shape[-1])
@@ -105,15 +105,15 @@ grad_of_sum = jax.jit(jax.grad(lambda p, b: (loss_per_example(p, b) * b["mask"])
 
 
 def by_hand(seen, devices, microbatches, replicas=None, weighted=False, make=make_batch, decay=0.9):
-    """The two averages after each step, with the paper's formulas on the gradients of pieces."""
+    """The two averages after each step, with the paper's formulas on the local gradients."""
     found, out = [], []
     for i, (params, _) in enumerate(seen):
         batch = make(i)
         if not weighted:
             batch = batch | {"mask": np.ones(BATCH)}
-        pieces = pieces_of(batch, devices, microbatches, replicas)
-        weights = np.array([p["mask"].sum() for p in pieces])
-        grads = [jax.device_get(grad_of_sum(params, p)) for p in pieces]
+        batches = local_batches(batch, devices, microbatches, replicas)
+        weights = np.array([p["mask"].sum() for p in batches])
+        grads = [jax.device_get(grad_of_sum(params, p)) for p in batches]
         full = squared(jax.tree.map(lambda *g: sum(g), *grads)) / weights.sum() ** 2
         used = [(g, w) for g, w in zip(grads, weights, strict=True) if w]
         local = sum(w * squared(jax.tree.map(lambda g, w=w: g / w, g)) for g, w in used)
@@ -154,7 +154,9 @@ def check(seen, want, rtol=1e-5):
         (2, 3, 1, AxisType.Auto),
     ],
 )
-def test_pieces_are_devices_times_microbatches(stage, devices, microbatches, kind, weighted):
+def test_each_device_and_microbatch_has_a_local_gradient(
+    stage, devices, microbatches, kind, weighted
+):
     zero = shd.Zero(mesh_of(devices, kind), stage=stage, min_shard_size=20)
     loss = weighted_loss if weighted else loss_fn
     seen = train(zero, loss, weighted=weighted, microbatches=microbatches)
@@ -176,7 +178,7 @@ def stage_3_loss(zero, loss):
     ("devices", "microbatches", "kind"),
     [(8, 2, AxisType.Auto), (8, 3, AxisType.Explicit), (3, 4, AxisType.Auto)],
 )
-def test_at_stage_3_pieces_are_microbatches(devices, microbatches, kind, weighted):
+def test_at_stage_3_each_microbatch_has_a_local_gradient(devices, microbatches, kind, weighted):
     zero = shd.Zero(mesh_of(devices, kind), stage=3, min_shard_size=20)
     loss = stage_3_loss(zero, weighted_loss if weighted else loss_fn)
     seen = train(zero, loss, weighted=weighted, microbatches=microbatches)
@@ -190,7 +192,7 @@ def test_at_stage_3_pieces_are_microbatches(devices, microbatches, kind, weighte
     [(0, 1, False), (1, 2, True), (2, 1, False), (2, 2, True), (3, 1, False), (3, 2, True)],
 )
 def test_hybrid(stage, microbatches, everywhere):
-    """At stage 3 each replica makes a piece of each micro-batch."""
+    """At stage 3 each replica has a local gradient of each micro-batch."""
     zero = shd.Zero(
         hybrid_mesh(),
         stage=stage,
@@ -215,7 +217,7 @@ def test_beside_a_model_axis(stage):
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("stage", "devices"), [(2, 8), (3, 4)])
-def test_pieces_without_weight_do_not_count(stage, devices):
+def test_local_gradients_without_weight_do_not_count(stage, devices):
     def make(step):
         return make_batch(step, empty=(0, 1, 5))
 
@@ -225,7 +227,7 @@ def test_pieces_without_weight_do_not_count(stage, devices):
     replicas = 1 if stage == 3 else None
     check(seen, by_hand(seen, devices, 2, replicas, weighted=True, make=make))
 
-    # One piece with weight has no information: the averages stay.
+    # One local gradient with weight has no information: the averages stay.
     def one(step):
         return make_batch(step, empty=range(1, 8))
 
@@ -395,7 +397,7 @@ def test_any_transformation_gets_it():
     zero = shd.Zero(mesh_of(4), stage=2, min_shard_size=20)
     state = zero.init(lambda: (make_params(), tx.init(make_params())), tx=tx)
     (params, found), _ = zero.train_step(loss_fn, tx=tx)(state, zero.put(make_batch(0)))
-    grads = [jax.grad(loss_fn)(params, p) for p in pieces_of(make_batch(0), 4, 1)]
+    grads = [jax.grad(loss_fn)(params, p) for p in local_batches(make_batch(0), 4, 1)]
     np.testing.assert_allclose(found[0], np.mean([squared(g) for g in grads]), rtol=1e-5)
     assert found[1] == 4
 

@@ -59,7 +59,7 @@ def leaves(specs):
 
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_every_leaf_can_lie_as_its_spec_says(name):
-    """Structure as the state's; ranks fit; sizes divide; full moments lie as their parameter."""
+    """Structure as the state's; ranks fit; sizes divide; full moments are sharded as parameters."""
     tx = TRANSFORMATIONS[name]
     specs = shd.state_specs(tx, ABSTRACT, SPECS, MESH)
     state = jax.eval_shape(tx.init, ABSTRACT)

@@ -27,12 +27,12 @@ MESHES = {
 
 
 def lower(target):
-    """Layers whose weights are cut over all inner axes, gathered one by one, trained by SGD."""
+    """Layers whose weights are sharded over all inner axes, gathered one by one, trained by SGD."""
     names, sizes = MESHES[target]
     mesh = targets.mesh(target, sizes, names)
     inner = names[-2:] if len(names) > 1 else names
     outer = names[:-2]
-    cut = P(None, inner[::-1])  # so that the first gather's pieces lie together
+    sharded = P(None, inner[::-1])  # the shards of the first all-gather are adjacent
 
     def gather(w):
         for axis in inner:
@@ -41,8 +41,8 @@ def lower(target):
 
     def layer(x, w):
         with jax.named_scope("gather"):
-            whole = gather(w)
-        return jnp.tanh(x @ whole), None
+            unsharded = gather(w)
+        return jnp.tanh(x @ unsharded), None
 
     def loss(params, x):
         y, _ = lax.scan(jax.checkpoint(layer), x, params)
@@ -57,11 +57,11 @@ def lower(target):
             return params - 0.1 * grads, lax.pmean(value, names)
 
     step = jax.shard_map(
-        step, mesh=mesh, in_specs=(cut, P(names)), out_specs=(cut, P()), check_vma=False
+        step, mesh=mesh, in_specs=(sharded, P(names)), out_specs=(sharded, P()), check_vma=False
     )
     params = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32)
     x = jax.ShapeDtypeStruct((ROWS * mesh.size, WIDTH), jnp.float32)
-    shardings = (NamedSharding(mesh, cut), NamedSharding(mesh, P(names)))
+    shardings = (NamedSharding(mesh, sharded), NamedSharding(mesh, P(names)))
     return jax.jit(step, in_shardings=shardings, donate_argnums=0).lower(params, x)
 
 
