@@ -15,4 +15,5 @@ from sharding.step._flax_modules import sparse_embedding as sparse_embedding
 from sharding.step._lookup import lookup as lookup
 from sharding.step._lookup import shuffle_rows as shuffle_rows
 from sharding.step._lookup import unshuffle_rows as unshuffle_rows
+from sharding.step._matrix_owners import by_owner as by_owner
 from sharding.step._precision import Precision as Precision

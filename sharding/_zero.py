@@ -50,7 +50,8 @@ from sharding.step._sync_state import (
     sync_state_types,
     types_for_devices,
 )
-from sharding.step._update import global_norm, update
+from sharding.step._update import global_norm, shards_before_loss, update
+from sharding.step._update_traits import update_traits
 from sharding.sync import GradientSync
 
 P = PartitionSpec
@@ -608,19 +609,19 @@ class Zero:
                 state, sync_state = split_sync_state(state)
                 params, opt_state, own_tx = parts(state, tx)
                 extra_args: dict[str, Any] = {}
-                local_norm = _local_norm.is_required(
-                    own_tx, params, opt_state, self.precision, trained
-                )
-                if local_norm:
+                traits = update_traits(own_tx, params, opt_state, self.precision, trained)
+                if traits.local_norm:
                     extra_args["num_pieces"] = _local_norm.num_local_gradients(layout, microbatches)
-                found = gradients(
-                    layout, spec, loss._replace(local_norm=local_norm), params, inputs, sync_state
-                )
+                shards = None
+                if traits.sums and layout.stage in (1, 2):
+                    params, shards = shards_before_loss(layout, params, placed)
+                own_loss = loss._replace(local_norm=traits.local_norm)
+                found = gradients(layout, spec, own_loss, params, inputs, sync_state)
                 metrics = found.metrics
                 extra_args |= {"value": metrics["loss"], **metrics.pop("local", {})}
                 if grad_norm:
                     metrics["grad_norm"] = global_norm(layout, found.grads, placed)
-                new = update(layout, spec, opt_specs, state, found.grads, tx, extra_args)
+                new = update(layout, spec, opt_specs, state, found.grads, tx, extra_args, shards)
                 if names:
                     new = with_model_state(new, names, found.model_state)
                 elif model_state:

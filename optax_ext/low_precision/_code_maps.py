@@ -58,21 +58,24 @@ class DynamicMap:
 
     def position(self, y: jax.Array) -> jax.Array:
         """Returns the level of each magnitude, with a fraction."""
-        inverse, parts = (jnp.full([], x, y.dtype) for x in (10.0 ** (self.exponents - 1), 1.0))
-        parts = parts * 2**self._shift
-        top = jnp.zeros(y.shape, bool)
-        for i in range(1, self.exponents):
-            num = 2 ** (i + self._shift)
-            top = y >= 10.0 ** (i + 1 - self.exponents) * (0.1 + 0.45 / num)
-            inverse = jnp.where(top, 10.0 ** (self.exponents - 1 - i), inverse)
-            parts = jnp.where(top, num, parts)
-        share = y * inverse
-        inside = (share - 0.1) * (parts / 0.9) - 0.5
-        # From the last midpoint to the first of the next power, or to 1.
-        beyond = ((share - 1) * parts + 0.45) * jnp.where(top, 1 / 0.45, 1 / 2.7)
-        out = jnp.where(inside < parts - 1, inside, parts - 1 + jnp.clip(beyond, 0, 1))
+        # y is multiplied by a power of ten that takes it to 0.1 ... 1, in steps of 4, 2 and 1
+        # decades: fewer operations than a comparison with each power.
+        share, parts = y, jnp.full([], 2.0 ** (self.exponents - 1 + self._shift), y.dtype)
+        highest = parts
+        decades = 2 ** ((self.exponents - 1).bit_length() - 1)
+        while decades:
+            below = share < 10.0**-decades
+            share = share * jnp.where(below, jnp.full([], 10.0**decades, y.dtype), 1)
+            parts = parts * jnp.where(below, jnp.full([], 2.0**-decades, y.dtype), 1)
+            decades //= 2
+        inside = (share - 0.1) * (parts * (1 / 0.9)) - 0.5
+        # Intervals are 0.9 wide. From the last midpoint of one power to the first of the next, seen
+        # from below, it is 2.7, and to 1 it is 0.45; seen from above it is 0.54.
+        beyond = inside - (parts - 1)
+        above = parts - 1 + beyond * jnp.where(parts == highest, jnp.full([], 2.0, y.dtype), 1 / 3)
+        out = jnp.where(inside < 0, inside * (1 / 0.6), jnp.where(beyond > 0, above, inside))
         least = 10.0 ** (1 - self.exponents) * (0.1 + 0.45 / 2**self._shift)
-        return jnp.where(y < least, y / least, jnp.maximum(out, 0) + (parts - self._shift))
+        return jnp.where(y < least, y * (1 / least), out + (parts - self._shift))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -336,6 +336,15 @@ def _from_order(order: jax.Array, dtype: Any) -> jax.Array:
     return jax.lax.bitcast_convert_type((order >> 1) | ((1 - (order & 1)) << (bits - 1)), dtype)
 
 
+def _to_integer(level: jax.Array) -> jax.Array:
+    """Converts floats that are integers from 0 to 65,535, without the tests for others.
+
+    Of ``2^23 + level`` in float32 the lower bits are the level.
+    """
+    bits = jax.lax.bitcast_convert_type(level.astype(jnp.float32) + 2.0**23, jnp.uint32)
+    return bits & 0xFFFF
+
+
 def encode(
     x: jax.Array, fmt: Format, signed: bool, rounding: str = "nearest", noise: Any = None
 ) -> Quantized:
@@ -368,11 +377,11 @@ def encode(
         # Clipped to the top: float32 rounds 255 + (1 - 2^-24) to 256, which is code 0.
         level = jnp.floor(position + (noise if rounding == "stochastic" else 0.5))
         level = jnp.minimum(level, scaled.map.top)
-    level = level.astype(jnp.int32)
     if signed:
         level = jnp.maximum(jnp.where(x < 0, -level, level), -lowest) + lowest
     elif scaled.map.zero:
         level = jnp.where(positive, jnp.maximum(level, 1), level)
+    level = _to_integer(level)
     rest = None
     if rounding == "compensated":
         level, rest = level >> 8, (level & 255).astype(jnp.uint8)

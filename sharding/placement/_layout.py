@@ -189,6 +189,10 @@ class Layout:
             return None, f"unsharded: no free dim of {shape} divides by {self.num_shards}"
         return dim, ""
 
+    def shard_spec(self, leaf: Any) -> P:
+        """The spec of the shards of an array that is no parameter, by its shape."""
+        return self._place_leaf("", leaf, P())[1]
+
     # --- Specs --------------------------------------------------------------------------------
 
     def manual_spec(self, spec: P) -> P:

@@ -5,47 +5,13 @@ micro-batch of one device; at stage 3, where the backward pass already sums over
 that of a micro-batch of one replica.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 
 from sharding.collectives._dtypes import to_sum_dtype
 from sharding.placement._layout import Layout
-from sharding.step._param_uses import find_uses
-from sharding.step._precision import Precision
 from sharding.step._step_plan import StepPlan
-
-
-def is_required(
-    tx: optax.GradientTransformation,
-    params: Any,
-    opt_state: Any,
-    precision: Precision,
-    trained: Any,
-) -> bool:
-    """Whether the update of a transformation depends on its argument ``local_squared_norm``."""
-
-    def types(tree: Any) -> Any:
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-
-    def update(arrays: list[Any], grads: Any, opt_state: Any, params: Any, value: Any) -> Any:
-        extra_args = {"value": value, "local_squared_norm": arrays[0], "num_pieces": 2}
-        run = optax.with_extra_args_support(tx).update
-        return run(grads, opt_state, params, **extra_args)
-
-    if not isinstance(tx, optax.GradientTransformationExtraArgs):
-        return False
-    grads = jax.tree.map(
-        lambda x, t: jax.ShapeDtypeStruct(x.shape, precision.of_result(x.dtype) if t else x.dtype),
-        params,
-        trained,
-    )
-    scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    uses = find_uses(update, [scalar], (), grads, types(opt_state), types(params), scalar)
-    return bool(uses.otherwise)
 
 
 def num_local_gradients(layout: Layout, microbatches: int) -> int:

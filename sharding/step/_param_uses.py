@@ -34,9 +34,13 @@ def find_uses(
       marks: the names that ``checkpoint_name`` gives to parameters.
       *args: abstract arrays, too.
     """
-    jaxpr: Any = jax.make_jaxpr(fn)(params, *args).jaxpr
+    return uses_in(jax.make_jaxpr(fn)(params, *args).jaxpr, len(params), marks)
+
+
+def uses_in(jaxpr: Any, num_params: int, marks: Sequence[str] = ()) -> ParamUses:
+    """As ``find_uses``, of a function that is traced already; parameters are its first inputs."""
     found = ParamUses({mark: {} for mark in marks}, set(), set(), {mark: [] for mark in marks})
-    _visit(jaxpr, {jaxpr.invars[i]: i for i in range(len(params))}, found)
+    _visit(jaxpr, {jaxpr.invars[i]: i for i in range(num_params)}, found)
     return found
 
 

@@ -11,7 +11,18 @@ from sharding.offload._transformation import streamed
 from sharding.placement._layout import Layout, Placement
 from sharding.placement._train_state import parts
 from sharding.step._gather_params import gather_updated
+from sharding.step._matrix_owners import owners_on
 from sharding.step._step_plan import StepSpec
+
+
+def shards_before_loss(layout: Layout, params: Any, placed: Placement) -> tuple[Any, Any]:
+    """The parameters for the loss, and their shards, which are taken first; inside ``on_mesh``.
+
+    An update that waits for all gradients would hold all unsharded parameters until then, only to
+    take its shards of them. (An update that does not wait holds one of them at a time, and shards
+    beside them would be additional.)
+    """
+    return jax.lax.optimization_barrier((params, layout.constrain(params, placed.shards)))
 
 
 def update(
@@ -22,6 +33,7 @@ def update(
     grads: Any,
     tx: Any,
     extra_args: dict[str, Any],
+    shards: Any = None,
 ) -> Any:
     """A train state after one step: the shards are updated, then the parameters gathered.
 
@@ -36,16 +48,18 @@ def update(
       grads: placed as ``spec.placed.shards``.
       tx: the transformation, for a pair.
       extra_args: of its update, such as ``value``.
+      shards: of the parameters, if they are taken already.
     """
     placed = spec.placed
     params, opt_state, tx = parts(state, tx)
     with jax.named_scope("update"):
-        shards = layout.constrain(params, placed.shards)
+        shards = layout.constrain(params, placed.shards) if shards is None else shards
         grads = layout.constrain(grads, placed.shards)
         run = optax.with_extra_args_support(tx).update
 
         def advance(shards: Any, opt_state: Any) -> tuple[Any, Any]:
-            updates, opt_state = run(grads, opt_state, shards, **extra_args)
+            with owners_on(layout, placed.shards):
+                updates, opt_state = run(grads, opt_state, shards, **extra_args)
             shards = optax.apply_updates(shards, layout.constrain(updates, placed.shards))
             return shards, layout.constrain(opt_state, opt_specs)
 

@@ -1,0 +1,422 @@
+"""Optimizers of matrices under ZeRO: every matrix is updated by one device, its owner.
+
+Muon, Shampoo or SOAP multiply and factorize full matrices. On sharded matrices the partitioner
+would all-gather every one of them to every device, each of which would do the work of all. Here the
+update of one matrix is traced and split in three:
+
+- *before*: operations on elements, up to the first one that the matrix products depend on and that
+  is no operation on elements (momentum); on shards;
+- *core*: from there to the last matrix product; at the owner, between two all-to-alls;
+- *after*: the rest (scale, weight decay, learning rate); on shards.
+"""
+
+import contextlib
+import contextvars
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from optax_ext.execution_order import ELEMENTWISE, REDUCTIONS, Graph, bind
+from sharding.placement._layout import Layout
+from sharding.placement._on_mesh import over_data_axes
+from sharding.placement._specs import axes_of, entry_of, is_spec, path_str
+
+P = PartitionSpec
+
+_MIN_SIZE = 1024  # elements of an array that is worth an all-to-all
+_SHAPE_NAMES = "broadcast_in_dim concatenate iota pad reshape rev slice squeeze transpose"
+_SHAPES = frozenset(_SHAPE_NAMES.split())  # primitives that change shapes alone
+
+# The layout and, by the parameter's path, the spec of its shards.
+_ON_MESH: contextvars.ContextVar[tuple[Layout, dict[str, P]] | None] = contextvars.ContextVar(
+    "on_mesh", default=None
+)
+
+
+@contextlib.contextmanager
+def owners_on(layout: Layout, shards: Any) -> Iterator[None]:
+    """Updates in this context are spread over a mesh; ``shards`` are the specs of parameters."""
+    leaves = jax.tree_util.tree_leaves_with_path(shards, is_leaf=is_spec)
+    sharded = layout.stage > 0 and layout.num_shards > 1
+    specs = {path_str(path): spec for path, spec in leaves}
+    token = _ON_MESH.set((layout, specs) if sharded else None)
+    try:
+        yield
+    finally:
+        _ON_MESH.reset(token)
+
+
+def by_owner(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Applies a transformation of one matrix to every matrix, each on one device of the mesh.
+
+    The last two dims of a parameter are a matrix; leading dims are a stack of independent ones. The
+    update is that of ``tx`` on each matrix alone. In a step of ``Zero`` at stages 1 to 3, matrices
+    of one shape, from all parameters, are spread evenly over the devices by an all-to-all and back
+    by another one, where the partitioner would all-gather them. Where there are fewer than half as
+    many matrices as devices, and outside of a step, nothing is moved.
+
+    State is sharded as that of other transformations, and does not depend on the mesh. What ``tx``
+    does to elements before and after its matrix products stays on shards.
+
+    Args:
+      tx: a transformation of one matrix, such as ``optax.contrib.muon``. A norm over all
+        parameters (``clip_by_global_norm``) must be outside: inside it is that of one matrix.
+
+    Returns:
+      A ``GradientTransformationExtraArgs`` for parameters of two and more dims; use
+      ``optax.partition`` to give embeddings, biases and norms another transformation.
+
+    Raises:
+      ValueError: if a parameter has fewer than two dims.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, sharding as shd
+      >>> params = {"layers": jnp.ones((12, 64, 256)), "bias": jnp.zeros(256)}
+      >>> tx = optax.partition(
+      ...     {"matrix": shd.by_owner(optax.contrib.muon(0.02)), "other": optax.adamw(1e-3)},
+      ...     {"layers": "matrix", "bias": "other"},
+      ... )
+      >>> updates, state = tx.update(params, tx.init(params), params)
+      >>> updates["layers"].shape
+      (12, 64, 256)
+
+    References:
+      Jordan, Jin, Boza, You, Cesista, Newhouse, Bernstein: Muon, 2024,
+      https://kellerjordan.github.io/posts/muon/. Shi, Lee, Iwasaki, Gallego-Posada, Li, Rangadurai,
+      Mudigere, Rabbat: A Distributed Data-Parallel PyTorch Implementation of the Distributed
+      Shampoo Optimizer, arXiv 2309.06497.
+    """
+    tx = optax.with_extra_args_support(tx)
+
+    def init(params: optax.Params) -> optax.OptState:
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+            if jnp.ndim(leaf) < 2:
+                raise ValueError(
+                    f"by_owner: parameter {path_str(path)!r} of shape {jnp.shape(leaf)} is neither "
+                    "a matrix nor a stack of matrices. Use optax.partition to give it another "
+                    "transformation."
+                )
+        return jax.tree.map(lambda p: _over_stack(tx.init, jnp.ndim(p) - 2)(p), params)
+
+    def update(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        treedef: Any
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(updates)
+        states = treedef.flatten_up_to(state)
+        params_or_none = [None] * len(leaves) if params is None else treedef.flatten_up_to(params)
+        jobs = [
+            _Job(tx, path_str(path), (g, s, p), extra_args)
+            for (path, g), s, p in zip(leaves, states, params_or_none, strict=True)
+        ]
+        context = _ON_MESH.get()
+        if context is None:
+            results = [job.alone() for job in jobs]
+        else:
+            results = _spread(jobs, *context)
+        return tuple(treedef.unflatten([r[i] for r in results]) for i in (0, 1))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _over_stack(fn: Callable[..., Any], num_dims: int) -> Callable[..., Any]:
+    """A function of one matrix as one of a stack of this many leading dims."""
+    for _ in range(num_dims):
+        fn = jax.vmap(fn)
+    return fn
+
+
+# --- One parameter --------------------------------------------------------------------------------
+
+
+class _Job:
+    """The update of one parameter, a stack of matrices.
+
+    Attributes:
+      path: of the parameter.
+      stack: the leading dims.
+      arrays: gradient, state and parameter, flat; all have the leading dims.
+    """
+
+    def __init__(
+        self,
+        tx: optax.GradientTransformationExtraArgs,
+        path: str,
+        trees: tuple[Any, Any, Any],
+        extra_args: dict[str, Any],
+    ):
+        self.path = path
+        self.shape = tuple(trees[0].shape)
+        self.stack = self.shape[:-2]
+        self.arrays, self._treedef = jax.tree.flatten(trees)
+        self._arguments, self._arguments_def = jax.tree.flatten(extra_args)
+        self._tx = tx
+
+    @property
+    def kind(self) -> Any:
+        """Equal for parameters whose matrices have the same update."""
+        num = len(self.stack)
+        types = tuple((tuple(x.shape[num:]), x.dtype) for x in self.arrays)
+        return types, self._treedef
+
+    @property
+    def count(self) -> int:
+        """The number of matrices."""
+        return math.prod(self.stack)
+
+    def _one(self, arrays: Sequence[Any], arguments: Sequence[Any]) -> tuple[Any, Any]:
+        """The update of one matrix."""
+        g, s, p = jax.tree.unflatten(self._treedef, arrays)
+        return self._tx.update(g, s, p, **jax.tree.unflatten(self._arguments_def, arguments))
+
+    def alone(self) -> tuple[Any, Any]:
+        """The update and the new state, without owners."""
+        return _over_stack(lambda *x: self._one(x, self._arguments), len(self.stack))(*self.arrays)
+
+    def split(self) -> "_Split":
+        """The update of one matrix, traced in the current mesh."""
+        num = len(self.stack)
+        one = [jnp.zeros(x.shape[num:], x.dtype) for x in self.arrays]
+
+        outputs = []
+
+        def flat(inputs: list[Any]) -> list[Any]:
+            leaves, treedef = jax.tree.flatten(self._one(inputs[: len(one)], inputs[len(one) :]))
+            outputs.append(treedef)
+            return leaves
+
+        inputs = one + self._arguments
+        graph = Graph(flat, inputs, [True] * len(inputs))
+        return _Split(graph, outputs[-1])
+
+    def before(self, split: "_Split") -> list[jax.Array]:
+        """The values that the core or the operations after it need."""
+        run = _over_stack(lambda *x: split.before([*x, *self._arguments]), len(self.stack))
+        return run(*self.arrays)
+
+    def after(self, split: "_Split", kept: list[jax.Array], outs: list[jax.Array]) -> Any:
+        """The update and the new state."""
+        return _over_stack(split.after, len(self.stack))(kept, outs)
+
+
+class _Split:
+    """The traced update of one matrix in three parts: before, core and after.
+
+    An equation is in the core if it is on the way from a first equation on a large array that is no
+    operation on elements to a last matrix operation, or only changes the shape of what comes from
+    there. So nothing in the core depends on what comes after it.
+
+    Attributes:
+      kept: the values of the first part that the others need; the core's among them.
+      ins: the values that the core needs.
+      outs: the values that it computes for what comes after.
+    """
+
+    def __init__(self, graph: Graph, out_treedef: Any):
+        self._graph, self._out_treedef = graph, out_treedef
+        equations = graph.equations
+        users: dict[int, list[int]] = defaultdict(list)
+        for i, eqn in enumerate(equations):
+            for v in eqn.operands:
+                users[v].append(i)
+
+        leads = [self._is_matrix_operation(i) for i in range(len(equations))]
+        for i in reversed(range(len(equations))):
+            leads[i] = leads[i] or any(leads[u] for v in equations[i].results for u in users[v])
+        core: set[int] = set()
+        after: set[int] = set()
+        for i, eqn in enumerate(equations):
+            sources = {graph.producer.get(v) for v in eqn.operands}
+            of_core, of_after = bool(sources & core), bool(sources & after)
+            on_way = leads[i] and (of_core or self._starts_core(i))
+            if on_way or (of_core and not of_after and eqn.primitive.name in _SHAPES):
+                core.add(i)
+            elif of_core or of_after:
+                after.add(i)
+
+        made = {v for i in core for v in equations[i].results}
+        late = {v for i in after for v in equations[i].results}
+        used = {v for i in core for v in equations[i].operands}
+        used_late = {v for i in after for v in equations[i].operands} | set(graph.outputs)
+        # A value that depends on no input is computed where it is used.
+        self.ins = sorted(v for v in used - made if graph.reads[v])
+        self.outs = sorted(made & used_late)
+        self.kept = sorted({v for v in used_late - made - late if graph.reads[v]} | set(self.ins))
+
+    def _is_large(self, value: int) -> bool:
+        return math.prod(self._graph.shape(value)) >= _MIN_SIZE
+
+    def _is_matrix_operation(self, equation: int) -> bool:
+        eqn = self._graph.equations[equation]
+        cheap = ELEMENTWISE | REDUCTIONS | _SHAPES
+        return eqn.primitive.name not in cheap and any(map(self._is_large, eqn.operands))
+
+    def _starts_core(self, equation: int) -> bool:
+        eqn = self._graph.equations[equation]
+        return eqn.primitive.name not in ELEMENTWISE and any(map(self._is_large, eqn.operands))
+
+    def _evaluate(self, known: dict[int, Any], wanted: Sequence[int]) -> list[Any]:
+        values = self._graph.constants | known
+        for eqn in self._graph.needed(wanted, values)[0]:
+            out = bind(eqn, [values[v] for v in eqn.operands])
+            values |= zip(eqn.results, out, strict=True)
+        return [jnp.asarray(values[v]) for v in wanted]
+
+    def before(self, inputs: Sequence[Any]) -> list[Any]:
+        """``kept``, from the inputs."""
+        return self._evaluate(dict(enumerate(inputs)), self.kept)
+
+    def core(self, *ins: Any) -> list[Any]:
+        """``outs``, from ``ins``."""
+        return self._evaluate(dict(zip(self.ins, ins, strict=True)), self.outs)
+
+    def after(self, kept: Sequence[Any], outs: Sequence[Any]) -> Any:
+        """The update and the new state."""
+        known = dict(zip(self.kept, kept, strict=True)) | dict(zip(self.outs, outs, strict=True))
+        return jax.tree.unflatten(self._out_treedef, self._evaluate(known, self._graph.outputs))
+
+
+# --- All parameters -------------------------------------------------------------------------------
+
+
+class _Place(NamedTuple):
+    """How a stack of matrices is sharded over the data axes.
+
+    Attributes:
+      axes: the mesh axes; none for a replicated one.
+      dim: 0 if the stack is sharded; else the dim of the matrix, counted from 1.
+    """
+
+    axes: tuple[str, ...] = ()
+    dim: int = 0
+
+
+def _spread(jobs: list[_Job], layout: Layout, specs: dict[str, P]) -> list[tuple[Any, Any]]:
+    """The update and new state of every parameter, by owners where there are enough matrices."""
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for i, job in enumerate(jobs):
+        # Parameters with one place for the gradient have one for all arrays of a shape.
+        groups[job.kind, _place(layout, _spec(layout, specs, job, job.shape), job)].append(i)
+    results: dict[int, tuple[Any, Any]] = {}
+    for (_, place), members in groups.items():
+        group = [jobs[i] for i in members]
+        split = group[0].split()
+        num_owners = math.prod(layout.mesh.shape[a] for a in place.axes or layout.axes)
+        owned = bool(place.axes) and not place.dim
+        few = not owned and 2 * sum(job.count for job in group) < num_owners
+        if few or not split.outs:
+            found = [job.alone() for job in group]
+        else:
+            found = _run_group(group, split, layout, specs, place)
+        results |= zip(members, found, strict=True)
+    return [results[i] for i in range(len(jobs))]
+
+
+def _spec(layout: Layout, specs: dict[str, P], job: _Job, shape: tuple[int, ...]) -> P:
+    """The spec of an array of a parameter's update."""
+    if shape == job.shape and job.path in specs:
+        return specs[job.path]
+    if math.prod(shape[len(job.stack) :]) < _MIN_SIZE:
+        return P()
+    return layout.shard_spec(jax.ShapeDtypeStruct(shape, jnp.float32))
+
+
+def _place(layout: Layout, spec: P, job: _Job) -> _Place:
+    for dim, entry in enumerate(layout.manual_spec(spec)):
+        if entry is not None:
+            return _Place(axes_of(entry), max(dim - len(job.stack) + 1, 0))
+    return _Place()
+
+
+def _run_group(
+    group: list[_Job], split: _Split, layout: Layout, specs: dict[str, P], place: _Place
+) -> list[tuple[Any, Any]]:
+    """The update of parameters whose matrices have one shape.
+
+    Args:
+      group: the parameters.
+      split: the update of one of their matrices.
+      layout: the mesh.
+      specs: of shards, by path.
+      place: of the gradients.
+    """
+    axes = place.axes or layout.axes
+    num_owners = math.prod(layout.mesh.shape[axis] for axis in axes)
+    total = sum(job.count for job in group)
+    owned = bool(place.axes) and not place.dim
+    per_owner = -(-total // num_owners)
+
+    def dim_of(shape: tuple[int, ...]) -> int:
+        """The dim along which arrays of this shape, one per matrix, are sharded; else 0."""
+        job = group[0]
+        dim = _place(layout, _spec(layout, specs, job, (*job.stack, *shape)), job).dim
+        return 0 if owned or not dim or shape[dim - 1] % num_owners else dim
+
+    def spec_in_group(job: _Job, dim: int) -> P:
+        if owned:
+            return P(*layout.manual_spec(_spec(layout, specs, job, job.shape))[: len(job.stack)])
+        return P(*[None] * (len(job.stack) + dim - 1), entry_of(axes)) if dim else P()
+
+    kept = [job.before(split) for job in group]
+    ins = [[x for v, x in zip(split.kept, row, strict=True) if v in split.ins] for row in kept]
+    num_stack = len(group[0].stack)
+    shapes = jax.eval_shape(_over_stack(split.core, num_stack), *ins[0])
+    in_dims = [dim_of(x.shape[num_stack:]) for x in ins[0]]
+    out_dims = [dim_of(x.shape[num_stack:]) for x in shapes]
+    in_specs = [[spec_in_group(job, dim) for dim in in_dims] for job in group]
+    out_specs = [[spec_in_group(job, dim) for dim in out_dims] for job in group]
+
+    def to_owner(x: jax.Array, dim: int) -> jax.Array:
+        """(matrices, ...) as this device has them -> its own (matrices, ...), in full."""
+        if owned:
+            return x
+        missing = per_owner * num_owners - total
+        if missing:  # by a real matrix: of zeros, some operations are not finite
+            x = jnp.concatenate([x, jnp.broadcast_to(x[:1], (missing, *x.shape[1:]))])
+        if dim:
+            return lax.all_to_all(x, axes, split_axis=0, concat_axis=dim, tiled=True)
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * per_owner, per_owner)
+
+    def from_owner(x: jax.Array, dim: int) -> jax.Array:
+        if owned:
+            return x
+        if dim:
+            x = lax.all_to_all(x, axes, split_axis=dim, concat_axis=0, tiled=True)
+        else:
+            x = lax.all_gather(x, axes, tiled=True)
+        return x[:total]
+
+    def on_device(rows: list[list[jax.Array]]) -> list[list[jax.Array]]:
+        stacks = [
+            row[0].shape[: len(job.stack)] for job, row in zip(group, rows, strict=True)
+        ]  # of local arrays
+        columns = []
+        for k, dim in enumerate(in_dims):
+            parts = [
+                row[k].reshape(-1, *row[k].shape[len(stack) :])
+                for row, stack in zip(rows, stacks, strict=True)
+            ]
+            columns.append(to_owner(jnp.concatenate(parts), dim))
+        # Traced again: operations that were traced for the whole mesh cannot run in a shard_map.
+        found = jax.vmap(group[0].split().core)(*columns)
+        found = [from_owner(x, dim) for x, dim in zip(found, out_dims, strict=True)]
+        counts = [math.prod(stack) for stack in stacks]
+        starts = [sum(counts[:i]) for i in range(len(counts))]
+        return [
+            [x[start : start + n].reshape(*stack, *x.shape[1:]) for x in found]
+            for start, n, stack in zip(starts, counts, stacks, strict=True)
+        ]
+
+    with jax.named_scope("by_owner"):
+        outs = over_data_axes(layout, on_device, (in_specs,), out_specs)(ins)
+    return [job.after(split, k, o) for job, k, o in zip(group, kept, outs, strict=True)]

@@ -1,0 +1,71 @@
+"""What a step has to know of an update before it computes gradients, from the traced update."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from sharding.step._param_uses import uses_in
+from sharding.step._precision import Precision
+
+
+class UpdateTraits(NamedTuple):
+    """Traits of the update of a transformation.
+
+    Attributes:
+      local_norm: whether it depends on its argument ``local_squared_norm``.
+      sums: whether it reduces arrays, as the norm of a clip and the means of CAME do. Under ZeRO
+        these sums are over all devices: no parameter is updated before the last gradient is there.
+    """
+
+    local_norm: bool
+    sums: bool
+
+
+def update_traits(
+    tx: optax.GradientTransformation,
+    params: Any,
+    opt_state: Any,
+    precision: Precision,
+    trained: Any,
+) -> UpdateTraits:
+    """Traces the update of a transformation for parameters of these types."""
+
+    def types(tree: Any) -> Any:
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+    def update(local_norm: Any, grads: Any, opt_state: Any, params: Any, value: Any) -> Any:
+        extra_args = {"value": value, "local_squared_norm": local_norm, "num_pieces": 2}
+        run = optax.with_extra_args_support(tx).update
+        return run(grads, opt_state, params, **extra_args)
+
+    grads = jax.tree.map(
+        lambda x, t: jax.ShapeDtypeStruct(x.shape, precision.of_result(x.dtype) if t else x.dtype),
+        params,
+        trained,
+    )
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    traced = jax.make_jaxpr(update)(scalar, grads, types(opt_state), types(params), scalar)
+    reads = bool(uses_in(traced.jaxpr, 1).otherwise)
+    return UpdateTraits(reads, any(map(_reduces, _equations(traced.jaxpr))))
+
+
+def _reduces(eqn: Any) -> bool:
+    """Whether an equation makes arrays smaller: a sum, a largest element, a product of matrices."""
+    name = eqn.primitive.name
+    if name == "dot_general":
+        return True
+    return name.startswith("reduce_") and any(x.aval.ndim for x in eqn.invars)
+
+
+def _equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a jaxpr and of those within it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for value in eqn.params.values():
+            for item in value if isinstance(value, list | tuple) else (value,):
+                inner = getattr(item, "jaxpr", item)
+                if hasattr(inner, "eqns"):
+                    yield from _equations(inner)

@@ -1,0 +1,160 @@
+"""by_owner: each matrix is updated on one device, with the numbers of one device alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+
+import sharding as shd
+
+from . import model
+
+SHAPES = {
+    "stack": (5, 40, 48),  # no dim of the stack divides by the devices
+    "twice": (2, 3, 40, 48),  # two leading dims
+    "single": (40, 48),
+    "tall": (6, 64, 24),
+    "other": (3, 24, 64),
+    "divides": (8, 40, 42),  # the stack may be sharded itself
+    "odd": (9, 35, 37),  # nothing divides
+    "bias": (48,),
+}
+STEPS = 10
+
+
+def inverse_fourth_root(x):
+    """By a coupled Newton iteration. (jaxlib's eigh waits for threads of a pool that devices block
+    which wait for it, where there are fewer cores than devices.)
+    """
+    eye = jnp.eye(len(x), dtype=x.dtype)
+    x = x + 1e-3 * jnp.trace(x) * eye
+    scale = 2.5 / jnp.linalg.norm(x)
+
+    def step(_, pair):
+        m, h = pair
+        factor = 1.25 * eye - 0.25 * m
+        return jnp.linalg.matrix_power(factor, 4) @ m, h @ factor
+
+    return jax.lax.fori_loop(0, 25, step, (x * scale, eye * scale**0.25))[1]
+
+
+def shampoo(learning_rate):
+    """Shampoo of one matrix."""
+
+    def init(p):
+        return tuple(jnp.zeros((n, n), p.dtype) for n in p.shape)
+
+    def update(g, state, p=None):
+        del p
+        left, right = state[0] + g @ g.T, state[1] + g.T @ g
+        update = inverse_fourth_root(left) @ g @ inverse_fourth_root(right)
+        return -learning_rate * update, (left, right)
+
+    return optax.GradientTransformation(init, update)
+
+
+OPTIMIZERS = {
+    "muon": lambda: optax.contrib.muon(1e-2, weight_decay=0.1),
+    "shampoo": lambda: optax.chain(optax.trace(0.9), shampoo(1e-2)),
+}
+
+
+def make_tx(name):
+    matrices = {k: "other" if k == "bias" else "matrix" for k in SHAPES}
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.partition(
+            {"matrix": shd.by_owner(OPTIMIZERS[name]()), "other": optax.adamw(1e-2)}, matrices
+        ),
+    )
+
+
+def make_state(tx):
+    def make():
+        rng = np.random.default_rng(0)
+        params = {k: jnp.asarray(rng.normal(size=s) / s[-1] ** 0.5) for k, s in SHAPES.items()}
+        return params, tx.init(params)
+
+    return make
+
+
+def loss(params, batch):
+    """Its gradients have full rank, and each device's has another scale."""
+    total = 0.0
+    for name, x in params.items():
+        seen = jnp.cos(x[None] + batch[name] * x[None] ** 2)
+        total += jnp.sum(seen, axis=tuple(range(1, seen.ndim)))
+    return jnp.mean(total * 10.0 ** batch["scale"])
+
+
+def batch(step):
+    rng = np.random.default_rng(step)
+    found = {k: rng.normal(size=(8, *s)) for k, s in SHAPES.items()}
+    return found | {"scale": rng.uniform(-2, 1, 8)}
+
+
+@functools.cache
+def reference(name):
+    tx = make_tx(name)
+    state = jax.jit(make_state(tx))()
+
+    @jax.jit
+    def step(state, batch):
+        grads = jax.grad(loss)(state[0], batch)
+        updates, opt_state = tx.update(grads, state[1], state[0])
+        return optax.apply_updates(state[0], updates), opt_state
+
+    for i in range(STEPS):
+        state = step(state, batch(i))
+    return jax.device_get(state)
+
+
+MESHES = {
+    "flat": ((8,), ("data",), AxisType.Auto, {}),
+    "torus": ((2, 4), ("x", "y"), AxisType.Auto, {"axis": ("x", "y")}),
+    "explicit": ((4,), ("data",), AxisType.Explicit, {}),
+    "replicas": (
+        (2, 4),
+        ("replica", "data"),
+        AxisType.Auto,
+        {"replica_axis": "replica"},
+    ),
+    "tensor parallel": ((4, 2), ("data", "model"), AxisType.Auto, {}),
+}
+
+
+def zero_on(mesh, stage, **options):
+    shape, names, kind, more = MESHES[mesh]
+    devices = jax.devices()[: int(np.prod(shape))]
+    made = jax.make_mesh(shape, names, axis_types=(kind,) * len(names), devices=devices)
+    return shd.Zero(made, stage=stage, **({"axis": "data"} | more | options))
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("name", "mesh", "stage"),
+    [
+        ("muon", "flat", 1),
+        ("muon", "flat", 2),
+        ("muon", "flat", 3),
+        ("muon", "torus", 2),
+        ("muon", "explicit", 2),
+        ("muon", "replicas", 3),
+        ("muon", "tensor parallel", 2),
+        ("shampoo", "flat", 2),
+        ("shampoo", "torus", 3),
+    ],
+)
+def test_equals_one_device(name, mesh, stage):
+    tx = make_tx(name)
+    zero = zero_on(mesh, stage)
+    state = zero.init(make_state(tx), tx=tx)
+    step = zero.train_step(zero.gathered(loss), tx=tx)
+    for i in range(STEPS):
+        state, _ = step(state, zero.put(batch(i)))
+    distance, leaf = model.worst_leaf(jax.device_get(state), reference(name))
+    assert distance < 1e-11, leaf
