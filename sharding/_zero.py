@@ -614,7 +614,8 @@ class Zero:
                     extra_args["num_pieces"] = _local_norm.num_local_gradients(layout, microbatches)
                 shards = None
                 if traits.sums and layout.stage in (1, 2):
-                    params, shards = shards_before_loss(layout, params, placed)
+                    shards, batch = shards_before_loss(layout, params, placed, inputs.batch)
+                    inputs = inputs._replace(batch=batch)
                 own_loss = loss._replace(local_norm=traits.local_norm)
                 found = gradients(layout, spec, own_loss, params, inputs, sync_state)
                 metrics = found.metrics

@@ -15,14 +15,17 @@ from sharding.step._matrix_owners import owners_on
 from sharding.step._step_plan import StepSpec
 
 
-def shards_before_loss(layout: Layout, params: Any, placed: Placement) -> tuple[Any, Any]:
-    """The parameters for the loss, and their shards, which are taken first; inside ``on_mesh``.
+def shards_before_loss(
+    layout: Layout, params: Any, placed: Placement, batch: Any
+) -> tuple[Any, Any]:
+    """The shards of the parameters, and the batch, for whose loss they wait; inside ``on_mesh``.
 
     An update that waits for all gradients would hold all unsharded parameters until then, only to
     take its shards of them. (An update that does not wait holds one of them at a time, and shards
-    beside them would be additional.)
+    beside them would be additional.) The barrier is for the batch: parameters that pass through
+    one are copied.
     """
-    return jax.lax.optimization_barrier((params, layout.constrain(params, placed.shards)))
+    return jax.lax.optimization_barrier((layout.constrain(params, placed.shards), batch))
 
 
 def update(
