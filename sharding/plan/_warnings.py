@@ -150,18 +150,21 @@ def _sliced_afterwards(computation: str, program: Program) -> float:
 
 
 def _gathered_by_update(found: Sequence[Collective]) -> Iterator[str]:
-    """Full arrays that the optimizer gathers."""
+    """Full arrays that the optimizer gathers, but for matrices that it sends to their owners."""
     moved = [
         each
         for each in found
-        if each.op in ("all-gather", "all-to-all") and phase_of(each.scope) == "update"
+        if each.op in ("all-gather", "all-to-all")
+        and phase_of(each.scope) == "update"
+        and "/by_owner/" not in each.scope
     ]
     total = sum(each.wire_bytes for each in moved)
     if total > _SMALL:
         dearest = max(moved, key=lambda each: each.wire_bytes)
         yield (
             f"the optimizer gathers {size(total)} a step (most of it at {dearest.scope}): it needs "
-            "full arrays, as matrix optimizers do, or its state is sharded unlike its gradient"
+            "full arrays, as matrix optimizers do (see sharding.by_owner), or its state is sharded "
+            "unlike its gradient"
         )
 
 

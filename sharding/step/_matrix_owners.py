@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec
 from optax_ext.execution_order import ELEMENTWISE, REDUCTIONS, Graph, bind
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import over_data_axes
+from sharding.placement._sharded_dim import choose_sharded_dim
 from sharding.placement._specs import axes_of, entry_of, is_spec, path_str
 
 P = PartitionSpec
@@ -103,7 +104,11 @@ def by_owner(tx: optax.GradientTransformation) -> optax.GradientTransformationEx
                     "a matrix nor a stack of matrices. Use optax.partition to give it another "
                     "transformation."
                 )
-        return jax.tree.map(lambda p: _over_stack(tx.init, jnp.ndim(p) - 2)(p), params)
+        return jax.tree.map(init_leaf, params)
+
+    def init_leaf(p: Any) -> Any:
+        state = _over_stack(tx.init, jnp.ndim(p) - 2)(p)
+        return jax.tree.map(lambda x: _sharded_like(x, p), state)
 
     def update(
         updates: optax.Updates,
@@ -127,6 +132,21 @@ def by_owner(tx: optax.GradientTransformation) -> optax.GradientTransformationEx
         return tuple(treedef.unflatten([r[i] for r in results]) for i in (0, 1))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _sharded_like(x: Any, param: Any) -> Any:
+    """State of another shape, such as a statistic (n, n), sharded over the axes of its parameter.
+
+    Only where types hold shardings, as where ``state_specs`` traces ``init``: there an array made
+    from nothing is replicated.
+    """
+    here, there = (jax.typeof(a).sharding for a in (x, param))
+    axes = tuple(axis for entry in there.spec for axis in axes_of(entry))
+    if not axes or any(here.spec) or jnp.size(x) < _MIN_SIZE:
+        return x
+    num_shards = math.prod(there.mesh.shape[axis] for axis in axes)
+    dim = choose_sharded_dim(x.shape, range(x.ndim), [num_shards])
+    return x if dim is None else jax.sharding.reshard(x, P(*[None] * dim, entry_of(axes)))
 
 
 def _over_stack(fn: Callable[..., Any], num_dims: int) -> Callable[..., Any]:
@@ -217,13 +237,14 @@ class _Split:
     there. So nothing in the core depends on what comes after it.
 
     Attributes:
+      graph: the traced update.
       kept: the values of the first part that the others need; the core's among them.
       ins: the values that the core needs.
       outs: the values that it computes for what comes after.
     """
 
     def __init__(self, graph: Graph, out_treedef: Any):
-        self._graph, self._out_treedef = graph, out_treedef
+        self.graph, self._out_treedef = graph, out_treedef
         equations = graph.equations
         users: dict[int, list[int]] = defaultdict(list)
         for i, eqn in enumerate(equations):
@@ -254,20 +275,20 @@ class _Split:
         self.kept = sorted({v for v in used_late - made - late if graph.reads[v]} | set(self.ins))
 
     def _is_large(self, value: int) -> bool:
-        return math.prod(self._graph.shape(value)) >= _MIN_SIZE
+        return math.prod(self.graph.shape(value)) >= _MIN_SIZE
 
     def _is_matrix_operation(self, equation: int) -> bool:
-        eqn = self._graph.equations[equation]
+        eqn = self.graph.equations[equation]
         cheap = ELEMENTWISE | REDUCTIONS | _SHAPES
         return eqn.primitive.name not in cheap and any(map(self._is_large, eqn.operands))
 
     def _starts_core(self, equation: int) -> bool:
-        eqn = self._graph.equations[equation]
+        eqn = self.graph.equations[equation]
         return eqn.primitive.name not in ELEMENTWISE and any(map(self._is_large, eqn.operands))
 
     def _evaluate(self, known: dict[int, Any], wanted: Sequence[int]) -> list[Any]:
-        values = self._graph.constants | known
-        for eqn in self._graph.needed(wanted, values)[0]:
+        values = self.graph.constants | known
+        for eqn in self.graph.needed(wanted, values)[0]:
             out = bind(eqn, [values[v] for v in eqn.operands])
             values |= zip(eqn.results, out, strict=True)
         return [jnp.asarray(values[v]) for v in wanted]
@@ -283,7 +304,7 @@ class _Split:
     def after(self, kept: Sequence[Any], outs: Sequence[Any]) -> Any:
         """The update and the new state."""
         known = dict(zip(self.kept, kept, strict=True)) | dict(zip(self.outs, outs, strict=True))
-        return jax.tree.unflatten(self._out_treedef, self._evaluate(known, self._graph.outputs))
+        return jax.tree.unflatten(self._out_treedef, self._evaluate(known, self.graph.outputs))
 
 
 # --- All parameters -------------------------------------------------------------------------------
@@ -381,7 +402,7 @@ def _run_group(
         if owned:
             return x
         missing = per_owner * num_owners - total
-        if missing:  # by a real matrix: of zeros, some operations are not finite
+        if missing:  # by a real matrix: on zeros, a loop until convergence might not end
             x = jnp.concatenate([x, jnp.broadcast_to(x[:1], (missing, *x.shape[1:]))])
         if dim:
             return lax.all_to_all(x, axes, split_axis=0, concat_axis=dim, tiled=True)

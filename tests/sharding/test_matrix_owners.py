@@ -1,6 +1,7 @@
 """by_owner: each matrix is updated on one device, with the numbers of one device alone."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,8 @@ import pytest
 from jax.sharding import AxisType
 
 import sharding as shd
+from sharding.plan._wire import collectives
+from sharding.step._matrix_owners import _Job
 
 from . import model
 
@@ -19,7 +22,7 @@ SHAPES = {
     "single": (40, 48),
     "tall": (6, 64, 24),
     "other": (3, 24, 64),
-    "divides": (8, 40, 42),  # the stack may be sharded itself
+    "owned": (8, 33, 35),  # the stack itself is sharded
     "odd": (9, 35, 37),  # nothing divides
     "bias": (48,),
 }
@@ -158,3 +161,78 @@ def test_equals_one_device(name, mesh, stage):
         state, _ = step(state, zero.put(batch(i)))
     distance, leaf = model.worst_leaf(jax.device_get(state), reference(name))
     assert distance < 1e-11, leaf
+
+
+def compiled_step(name, zero):
+    tx = make_tx(name)
+    state = zero.abstract_state(make_state(tx), tx=tx)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch(0))
+    return zero.train_step(zero.gathered(loss), tx=tx).lower(state, shapes).compile()
+
+
+@pytest.mark.usefixtures("x64", "scopes_in_cache_key")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_matrices_are_sent_to_their_owners_and_nothing_is_gathered(stage):
+    program = compiled_step("muon", zero_on("flat", stage))
+    update = [c for c in collectives(program) if "/update/" in c.scope and c.elements > 1000]
+    moved = [c for c in update if "/by_owner/" in c.scope]
+    sent = [c for c in moved if c.op == "all-to-all"]
+    # By shape: matrices, padded to a multiple of the devices, there and back. "other" has fewer
+    # than half as many as devices, and each device has those of "owned" that it updates.
+    padded = {(40, 48): 16, (64, 24): 8}
+    elements = sum(n * a * b for (a, b), n in padded.items())
+    assert sum(c.wire_bytes for c in sent) == 2 * 8 * elements / 8 * (7 / 8)
+    # Of "odd" no dim divides: it is replicated, and the results of its owners are gathered.
+    assert [c.elements for c in moved if c not in sent] == [16 * 35 * 37]
+    assert all(c.elements <= 3 * 24 * 64 for c in update if c not in moved)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_stacked_layers_are_updated_as_single_ones(name):
+    tx = shd.by_owner(OPTIMIZERS[name]())
+    rng = np.random.default_rng(0)
+    stack, grads = (jnp.asarray(rng.normal(size=(4, 40, 48))) for _ in range(2))
+    single = {i: stack[i] for i in range(4)}
+    updates, state = tx.update(stack, tx.init(stack), stack)
+    each, states = tx.update({i: grads[i] for i in single}, tx.init(single), single)
+    updates, state = tx.update(grads, tx.init(stack), stack)
+    for i in single:
+        np.testing.assert_allclose(updates[i], each[i], rtol=1e-12, atol=1e-15)
+        jax.tree.map(
+            lambda a, b, i=i: np.testing.assert_allclose(a[i], b, rtol=1e-12, atol=1e-15),
+            state,
+            states[i],
+        )
+
+
+@pytest.mark.usefixtures("x64")
+def test_state_is_sharded_and_its_shapes_do_not_depend_on_the_mesh():
+    tx = make_tx("shampoo")
+    zero = zero_on("flat", 2, min_shard_size=0)
+    state = zero.init(make_state(tx), tx=tx)
+    alone = jax.eval_shape(make_state(tx))
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, alone)
+    for path, x in jax.tree_util.tree_leaves_with_path(state[1]):
+        divides = any(n % 8 == 0 for n in x.shape)
+        if x.size >= 1024 and divides:
+            assert not x.sharding.is_fully_replicated, jax.tree_util.keystr(path)
+
+
+def test_vectors_are_no_matrices():
+    with pytest.raises(ValueError, match=r"'bias' of shape \(4,\) is neither a matrix nor a stack"):
+        shd.by_owner(optax.contrib.muon(1e-2)).init({"bias": jnp.zeros(4)})
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_owner_receives_the_inputs_of_the_matrix_products_alone(name):
+    """Of Muon one matrix goes and one comes; of Shampoo gradient and statistics, and all back."""
+    tx = optax.with_extra_args_support(OPTIMIZERS[name]())
+    p = jnp.ones((40, 48))
+    split = _Job(tx, "w", (p, tx.init(p), p), {}).split()
+    large = [
+        [math.prod(split.graph.shape(v)) >= 1024 for v in values]
+        for values in (split.ins, split.outs)
+    ]
+    assert [sum(x) for x in large] == {"muon": [1, 1], "shampoo": [3, 3]}[name]
