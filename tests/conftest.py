@@ -4,6 +4,7 @@ Warnings are errors too; that is said in pyproject.toml. Compiled programs are k
 """
 
 import gc
+import importlib.util
 import os
 import pathlib
 from importlib import metadata
@@ -11,13 +12,19 @@ from importlib import metadata
 # Before jax starts a backend; a machine's accelerators have tests of their own.
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Tests compile much and compute little: XLA's own passes run, LLVM's costly ones do not. Its older
-# emitters compile the same programs in a third of the time, in the last jaxlib that has them.
+# emitters compile the same programs in a third of the time; jaxlib 0.10 is the last that has them.
+# The compiler for TPUs ends the process over flags that it does not know.
 # Each flag once: workers of pytest-xdist inherit them, and the cache of programs reads them.
 os.environ["XLA_FLAGS"] = " ".join(
     dict.fromkeys(
         os.environ.get("XLA_FLAGS", "").split()
         + ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
-        + ["--xla_cpu_use_fusion_emitters=false"] * metadata.version("jaxlib").startswith("0.10.")
+        + ["--xla_cpu_use_fusion_emitters=false"]
+        * (
+            metadata.version("jaxlib").startswith("0.10.")
+            and not os.environ.get("SHARDING_COMPILERS")
+            and not importlib.util.find_spec("libtpu")
+        )
     )
 )
 

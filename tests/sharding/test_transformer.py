@@ -16,6 +16,8 @@ from zero import Case
 import sharding as shd
 from sharding.plan._wire import collectives
 
+from .test_targets import need
+
 pytestmark = pytest.mark.usefixtures("scopes_in_cache_key")
 
 CPU = functools.partial(Case, "cpu:8")
@@ -66,6 +68,19 @@ def test_the_update_sends_vectors_alone(case):
     # Row and column statistics of the stacked layers, all together in one collective at most.
     assert all(c.elements < 0.01 * case.config.num_params for c in update)
     assert bool(update) == (case.optimizer != "adamw")
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("target", ["v5e:4x4", "h200x8"])
+@pytest.mark.parametrize("optimizer", ["came", "adafactor"])
+def test_an_update_that_waits_for_all_gradients_holds_no_more(target, stage, optimizer):
+    """Its shards of the parameters are taken before the loss, not from parameters that it holds."""
+    need(target)
+    temporaries = {
+        name: compiled(Case(target, stage, name))[2].memory_analysis().temp_size_in_bytes
+        for name in (optimizer, "adamw")
+    }
+    assert temporaries[optimizer] <= 1.02 * temporaries["adamw"]
 
 
 def test_gradients_accumulate_as_shards_from_stage_2_on():
