@@ -12,6 +12,7 @@ update of one matrix is traced and split in three:
 
 import contextlib
 import contextvars
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,8 @@ P = PartitionSpec
 _MIN_SIZE = 1024  # elements of an array that is worth an all-to-all
 _SHAPE_NAMES = "broadcast_in_dim concatenate iota pad reshape rev slice squeeze transpose"
 _SHAPES = frozenset(_SHAPE_NAMES.split())  # primitives that change shapes alone
+# Primitives that change the placement alone; a trace inside a shard_map has none of them.
+_PLACEMENT = frozenset({"mesh_cast", "reshard", "sharding_constraint"})
 
 # The layout and, by the parameter's path, the spec of its shards.
 _ON_MESH: contextvars.ContextVar[tuple[Layout, dict[str, P]] | None] = contextvars.ContextVar(
@@ -63,8 +66,9 @@ def by_owner(tx: optax.GradientTransformation) -> optax.GradientTransformationEx
     by another one, where the partitioner would all-gather them. Where there are fewer than half as
     many matrices as devices, and outside of a step, nothing is moved.
 
-    State is sharded as that of other transformations, and does not depend on the mesh. What ``tx``
-    does to elements before and after its matrix products stays on shards.
+    Extra arguments, such as ``value``, are the same for every matrix; so are random keys that
+    ``tx.init`` makes. State is sharded as that of other transformations, and does not depend on the
+    mesh. What ``tx`` does to elements before and after its matrix products stays on shards.
 
     Args:
       tx: a transformation of one matrix, such as ``optax.contrib.muon``. A norm over all
@@ -179,7 +183,9 @@ class _Job:
         self.shape = tuple(trees[0].shape)
         self.stack = self.shape[:-2]
         self.arrays, self._treedef = jax.tree.flatten(trees)
-        self._arguments, self._arguments_def = jax.tree.flatten(extra_args)
+        leaves, self._arguments_def = jax.tree.flatten(extra_args)
+        self._static = [None if _is_number(x) else x for x in leaves]
+        self._arguments = [x for x in leaves if _is_number(x)]
         self._tx = tx
 
     @property
@@ -197,7 +203,9 @@ class _Job:
     def _one(self, arrays: Sequence[Any], arguments: Sequence[Any]) -> tuple[Any, Any]:
         """The update of one matrix."""
         g, s, p = jax.tree.unflatten(self._treedef, arrays)
-        return self._tx.update(g, s, p, **jax.tree.unflatten(self._arguments_def, arguments))
+        numbers = iter(arguments)
+        leaves = [next(numbers) if x is None else x for x in self._static]
+        return self._tx.update(g, s, p, **jax.tree.unflatten(self._arguments_def, leaves))
 
     def alone(self) -> tuple[Any, Any]:
         """The update and the new state, without owners."""
@@ -227,6 +235,11 @@ class _Job:
     def after(self, split: "_Split", kept: list[jax.Array], outs: list[jax.Array]) -> Any:
         """The update and the new state."""
         return _over_stack(split.after, len(self.stack))(kept, outs)
+
+
+def _is_number(x: Any) -> bool:
+    """Whether an extra argument can be traced: an array or a number."""
+    return hasattr(x, "dtype") or isinstance(x, bool | int | float | complex)
 
 
 class _Split:
@@ -274,17 +287,27 @@ class _Split:
         self.outs = sorted(made & used_late)
         self.kept = sorted({v for v in used_late - made - late if graph.reads[v]} | set(self.ins))
 
+    @property
+    def types(self) -> tuple[list[str], list[str]]:
+        """Shapes and dtypes of ``ins`` and ``outs``."""
+        ins, outs = (
+            [f"{self.graph.types[v].dtype}{list(self.graph.shape(v))}" for v in values]
+            for values in (self.ins, self.outs)
+        )
+        return ins, outs
+
     def _is_large(self, value: int) -> bool:
         return math.prod(self.graph.shape(value)) >= _MIN_SIZE
 
     def _is_matrix_operation(self, equation: int) -> bool:
         eqn = self.graph.equations[equation]
-        cheap = ELEMENTWISE | REDUCTIONS | _SHAPES
+        cheap = ELEMENTWISE | REDUCTIONS | _SHAPES | _PLACEMENT
         return eqn.primitive.name not in cheap and any(map(self._is_large, eqn.operands))
 
     def _starts_core(self, equation: int) -> bool:
         eqn = self.graph.equations[equation]
-        return eqn.primitive.name not in ELEMENTWISE and any(map(self._is_large, eqn.operands))
+        simple = ELEMENTWISE | _PLACEMENT
+        return eqn.primitive.name not in simple and any(map(self._is_large, eqn.operands))
 
     def _evaluate(self, known: dict[int, Any], wanted: Sequence[int]) -> list[Any]:
         values = self.graph.constants | known
@@ -322,23 +345,62 @@ class _Place(NamedTuple):
     dim: int = 0
 
 
+class _Owners(NamedTuple):
+    """The devices that own the matrices of one shape.
+
+    Attributes:
+      axes: the mesh axes that they are along.
+      num: how many they are.
+      total: the number of matrices.
+      stay: the stack itself is sharded, so that each device has the matrices that it owns.
+    """
+
+    axes: tuple[str, ...]
+    num: int
+    total: int
+    stay: bool
+
+    def to_owner(self, x: jax.Array, dim: int) -> jax.Array:
+        """(matrices, ...), sharded along ``dim`` -> the owner's (matrices, ...), unsharded."""
+        if self.stay:
+            return x
+        each = -(-self.total // self.num)
+        missing = each * self.num - self.total
+        if missing:  # by a real matrix: on zeros, a loop until convergence might not end
+            x = jnp.concatenate([x, jnp.broadcast_to(x[:1], (missing, *x.shape[1:]))])
+        if dim:
+            return lax.all_to_all(x, self.axes, split_axis=0, concat_axis=dim, tiled=True)
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axes) * each, each)
+
+    def from_owner(self, x: jax.Array, dim: int) -> jax.Array:
+        """Inverts ``to_owner``."""
+        if self.stay:
+            return x
+        if dim:
+            x = lax.all_to_all(x, self.axes, split_axis=dim, concat_axis=0, tiled=True)
+        else:
+            x = lax.all_gather(x, self.axes, tiled=True)
+        return x[: self.total]
+
+
 def _spread(jobs: list[_Job], layout: Layout, specs: dict[str, P]) -> list[tuple[Any, Any]]:
     """The update and new state of every parameter, by owners where there are enough matrices."""
     groups: dict[Any, list[int]] = defaultdict(list)
     for i, job in enumerate(jobs):
-        # Parameters with one place for the gradient have one for all arrays of a shape.
-        groups[job.kind, _place(layout, _spec(layout, specs, job, job.shape), job)].append(i)
+        place = _place(layout, _spec(layout, specs, job, job.shape), job)
+        groups[job.kind, place].append(i)
     results: dict[int, tuple[Any, Any]] = {}
     for (_, place), members in groups.items():
         group = [jobs[i] for i in members]
         split = group[0].split()
-        num_owners = math.prod(layout.mesh.shape[a] for a in place.axes or layout.axes)
-        owned = bool(place.axes) and not place.dim
-        few = not owned and 2 * sum(job.count for job in group) < num_owners
-        if few or not split.outs:
-            found = [job.alone() for job in group]
+        axes = place.axes or layout.axes
+        num = math.prod(layout.mesh.shape[axis] for axis in axes)
+        total = sum(job.count for job in group)
+        owners = _Owners(axes, num, total, stay=bool(place.axes) and not place.dim)
+        if split.outs and (owners.stay or 2 * total >= num):
+            found = _run_group(group, split, layout, specs, owners)
         else:
-            found = _run_group(group, split, layout, specs, place)
+            found = [job.alone() for job in group]
         results |= zip(members, found, strict=True)
     return [results[i] for i in range(len(jobs))]
 
@@ -353,6 +415,7 @@ def _spec(layout: Layout, specs: dict[str, P], job: _Job, shape: tuple[int, ...]
 
 
 def _place(layout: Layout, spec: P, job: _Job) -> _Place:
+    """Where the data axes of a spec are."""
     for dim, entry in enumerate(layout.manual_spec(spec)):
         if entry is not None:
             return _Place(axes_of(entry), max(dim - len(job.stack) + 1, 0))
@@ -360,7 +423,7 @@ def _place(layout: Layout, spec: P, job: _Job) -> _Place:
 
 
 def _run_group(
-    group: list[_Job], split: _Split, layout: Layout, specs: dict[str, P], place: _Place
+    group: list[_Job], split: _Split, layout: Layout, specs: dict[str, P], owners: _Owners
 ) -> list[tuple[Any, Any]]:
     """The update of parameters whose matrices have one shape.
 
@@ -369,75 +432,58 @@ def _run_group(
       split: the update of one of their matrices.
       layout: the mesh.
       specs: of shards, by path.
-      place: of the gradients.
+      owners: of their matrices.
     """
-    axes = place.axes or layout.axes
-    num_owners = math.prod(layout.mesh.shape[axis] for axis in axes)
-    total = sum(job.count for job in group)
-    owned = bool(place.axes) and not place.dim
-    per_owner = -(-total // num_owners)
-
-    def dim_of(shape: tuple[int, ...]) -> int:
-        """The dim along which arrays of this shape, one per matrix, are sharded; else 0."""
-        job = group[0]
-        dim = _place(layout, _spec(layout, specs, job, (*job.stack, *shape)), job).dim
-        return 0 if owned or not dim or shape[dim - 1] % num_owners else dim
-
-    def spec_in_group(job: _Job, dim: int) -> P:
-        if owned:
-            return P(*layout.manual_spec(_spec(layout, specs, job, job.shape))[: len(job.stack)])
-        return P(*[None] * (len(job.stack) + dim - 1), entry_of(axes)) if dim else P()
-
     kept = [job.before(split) for job in group]
     ins = [[x for v, x in zip(split.kept, row, strict=True) if v in split.ins] for row in kept]
-    num_stack = len(group[0].stack)
-    shapes = jax.eval_shape(_over_stack(split.core, num_stack), *ins[0])
-    in_dims = [dim_of(x.shape[num_stack:]) for x in ins[0]]
-    out_dims = [dim_of(x.shape[num_stack:]) for x in shapes]
-    in_specs = [[spec_in_group(job, dim) for dim in in_dims] for job in group]
-    out_specs = [[spec_in_group(job, dim) for dim in out_dims] for job in group]
 
-    def to_owner(x: jax.Array, dim: int) -> jax.Array:
-        """(matrices, ...) as this device has them -> its own (matrices, ...), in full."""
-        if owned:
-            return x
-        missing = per_owner * num_owners - total
-        if missing:  # by a real matrix: on zeros, a loop until convergence might not end
-            x = jnp.concatenate([x, jnp.broadcast_to(x[:1], (missing, *x.shape[1:]))])
-        if dim:
-            return lax.all_to_all(x, axes, split_axis=0, concat_axis=dim, tiled=True)
-        return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * per_owner, per_owner)
+    def dims_of(arrays: Sequence[Any]) -> list[int]:
+        """For arrays of the first parameter: the dim along which each is sharded, else 0."""
+        job = group[0]
+        num_stack = len(job.stack)
+        dims = [_place(layout, _spec(layout, specs, job, x.shape), job).dim for x in arrays]
+        return [
+            dim if dim and x.shape[num_stack + dim - 1] % owners.num == 0 else 0
+            for x, dim in zip(arrays, dims, strict=True)
+        ]
 
-    def from_owner(x: jax.Array, dim: int) -> jax.Array:
-        if owned:
-            return x
-        if dim:
-            x = lax.all_to_all(x, axes, split_axis=dim, concat_axis=0, tiled=True)
-        else:
-            x = lax.all_gather(x, axes, tiled=True)
-        return x[:total]
+    def spec_of(job: _Job, dim: int) -> P:
+        """The spec on the data axes of any of a parameter's arrays."""
+        if owners.stay:
+            return P(*layout.manual_spec(_spec(layout, specs, job, job.shape))[: len(job.stack)])
+        return P(*[None] * (len(job.stack) + dim - 1), entry_of(owners.axes)) if dim else P()
+
+    in_dims = dims_of(ins[0])
+    out_dims = dims_of(jax.eval_shape(_over_stack(split.core, len(group[0].stack)), *ins[0]))
 
     def on_device(rows: list[list[jax.Array]]) -> list[list[jax.Array]]:
-        stacks = [
-            row[0].shape[: len(job.stack)] for job, row in zip(group, rows, strict=True)
-        ]  # of local arrays
-        columns = []
-        for k, dim in enumerate(in_dims):
-            parts = [
-                row[k].reshape(-1, *row[k].shape[len(stack) :])
-                for row, stack in zip(rows, stacks, strict=True)
-            ]
-            columns.append(to_owner(jnp.concatenate(parts), dim))
-        # Traced again: operations that were traced for the whole mesh cannot run in a shard_map.
-        found = jax.vmap(group[0].split().core)(*columns)
-        found = [from_owner(x, dim) for x, dim in zip(found, out_dims, strict=True)]
-        counts = [math.prod(stack) for stack in stacks]
-        starts = [sum(counts[:i]) for i in range(len(counts))]
+        """Per parameter its ``ins`` -> per parameter its ``outs``, as this device has them."""
+        stacks = [x[0].shape[: len(job.stack)] for job, x in zip(group, rows, strict=True)]
+        columns = [
+            [x.reshape(-1, *x.shape[len(stack) :]) for x, stack in zip(column, stacks, strict=True)]
+            for column in zip(*rows, strict=True)
+        ]  # (matrices, ...) of each parameter, for each of the ins
+        own = [
+            owners.to_owner(jnp.concatenate(column), dim)
+            for column, dim in zip(columns, in_dims, strict=True)
+        ]
+        # Traced again: operations that were traced for the full mesh cannot run in a shard_map.
+        local = group[0].split()
+        if local.types != split.types:
+            raise ValueError(
+                f"by_owner: the update of {group[0].path!r} depends on the mesh where it is traced, "
+                f"so that it cannot run on one device: it needs {local.types}, not {split.types}."
+            )
+        found = jax.vmap(local.core)(*own)
+        found = [owners.from_owner(x, dim) for x, dim in zip(found, out_dims, strict=True)]
+        ends = list(itertools.accumulate(math.prod(stack) for stack in stacks))
         return [
-            [x[start : start + n].reshape(*stack, *x.shape[1:]) for x in found]
-            for start, n, stack in zip(starts, counts, stacks, strict=True)
+            [x[end - math.prod(stack) : end].reshape(*stack, *x.shape[1:]) for x in found]
+            for end, stack in zip(ends, stacks, strict=True)
         ]
 
     with jax.named_scope("by_owner"):
+        in_specs = [[spec_of(job, dim) for dim in in_dims] for job in group]
+        out_specs = [[spec_of(job, dim) for dim in out_dims] for job in group]
         outs = over_data_axes(layout, on_device, (in_specs,), out_specs)(ins)
     return [job.after(split, k, o) for job, k, o in zip(group, kept, outs, strict=True)]

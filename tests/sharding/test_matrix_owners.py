@@ -236,3 +236,34 @@ def test_an_owner_receives_the_inputs_of_the_matrix_products_alone(name):
         for values in (split.ins, split.outs)
     ]
     assert [sum(x) for x in large] == {"muon": [1, 1], "shampoo": [3, 3]}[name]
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_random_numbers_and_any_extra_arguments(kind):
+    """On Explicit axes random numbers are resharded, but for those inside a shard_map."""
+
+    def scale(updates, state, params=None, *, value, mode, **extra_args):
+        del params, extra_args
+        assert mode == "halve"
+        return jax.tree.map(lambda u: u * value / 2, updates), state
+
+    noise = optax.add_noise(0.1, 0.5, key=0)
+    last = optax.GradientTransformationExtraArgs(lambda params: (), scale)
+    tx = shd.by_owner(optax.chain(noise, optax.contrib.muon(1e-2), last))
+    rng = np.random.default_rng(0)
+    params, grads = ({"w": jnp.asarray(rng.normal(size=(5, 40, 48)))} for _ in range(2))
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])
+    zero = shd.Zero(mesh, stage=2)
+
+    def update(extra):
+        return optax.GradientTransformationExtraArgs(
+            tx.init, lambda g, s, p=None, **_: tx.update(g, s, p, mode="halve", **extra)
+        )
+
+    placed = update({"value": 3.0})
+    state = zero.init(lambda: (params, placed.init(params)), tx=placed)
+    step = zero.train_step(lambda p, x: jnp.sum(p["w"] * grads["w"]) + 0 * jnp.sum(x), tx=placed)
+    (new, _), _ = step(state, zero.put(np.ones(4)))
+    updates, _ = placed.update(grads, placed.init(params), params)
+    np.testing.assert_allclose(new["w"], params["w"] + updates["w"], rtol=1e-11)
