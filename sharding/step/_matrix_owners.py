@@ -471,7 +471,7 @@ def _run_group(
         local = group[0].split()
         if local.types != split.types:
             raise ValueError(
-                f"by_owner: the update of {group[0].path!r} depends on the mesh where it is traced, "
+                f"by_owner: the update of {group[0].path!r} depends on the mesh of its trace, "
                 f"so that it cannot run on one device: it needs {local.types}, not {split.types}."
             )
         found = jax.vmap(local.core)(*own)
