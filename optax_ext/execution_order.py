@@ -164,6 +164,13 @@ def bind(
     return out if eqn.primitive.multiple_results else [out]
 
 
+def evaluate(equations: Iterable[Equation], values: dict[int, Any]) -> None:
+    """Adds the results of equations to ``values``, which holds their operands."""
+    for eqn in equations:
+        out = bind(eqn, [values[v] for v in eqn.operands])
+        values |= zip(eqn.results, out, strict=True)
+
+
 def output_groups(graph: Graph, roots: Sequence[int]) -> list[list[int]]:
     """The execution order: one group of outputs per root.
 
@@ -221,9 +228,7 @@ class ScheduledRun:
         if inputs:
             held = self.after_barrier([self.inputs[i] for i in inputs])
             self.values |= zip(inputs, self.load(held), strict=True)
-        for eqn in equations:
-            out = bind(eqn, [self.values[v] for v in eqn.operands])
-            self.values |= zip(eqn.results, out, strict=True)
+        evaluate(equations, self.values)
 
     def after_barrier(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns the arrays, not read before those of ``barrier`` have been computed."""

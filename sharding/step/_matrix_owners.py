@@ -24,7 +24,7 @@ import optax
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from optax_ext.execution_order import ELEMENTWISE, REDUCTIONS, Graph, bind
+from optax_ext.execution_order import ELEMENTWISE, REDUCTIONS, Graph, evaluate
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import over_data_axes
 from sharding.placement._sharded_dim import choose_sharded_dim
@@ -311,9 +311,7 @@ class _Split:
 
     def _evaluate(self, known: dict[int, Any], wanted: Sequence[int]) -> list[Any]:
         values = self.graph.constants | known
-        for eqn in self.graph.needed(wanted, values)[0]:
-            out = bind(eqn, [values[v] for v in eqn.operands])
-            values |= zip(eqn.results, out, strict=True)
+        evaluate(self.graph.needed(wanted, values)[0], values)
         return [jnp.asarray(values[v]) for v in wanted]
 
     def before(self, inputs: Sequence[Any]) -> list[Any]:
@@ -392,12 +390,12 @@ def _spread(jobs: list[_Job], layout: Layout, specs: dict[str, P]) -> list[tuple
     results: dict[int, tuple[Any, Any]] = {}
     for (_, place), members in groups.items():
         group = [jobs[i] for i in members]
-        split = group[0].split()
         axes = place.axes or layout.axes
         num = math.prod(layout.mesh.shape[axis] for axis in axes)
         total = sum(job.count for job in group)
         owners = _Owners(axes, num, total, stay=bool(place.axes) and not place.dim)
-        if split.outs and (owners.stay or 2 * total >= num):
+        split = group[0].split() if owners.stay or 2 * total >= num else None
+        if split and split.outs:
             found = _run_group(group, split, layout, specs, owners)
         else:
             found = [job.alone() for job in group]
