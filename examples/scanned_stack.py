@@ -73,7 +73,7 @@ def make_batch(step):
 state = zero.init(make_state, jax.random.key(0), tx=tx)
 # weighted: sums and weights are added over all devices, then divided once: no mean of means.
 train_step = zero.train_step(loss_fn, tx=tx, weighted=True)
-for step in range(1, 61):
+for step in range(1, 41):
     state, metrics = train_step(state, zero.put(make_batch(step)))
     loss = float(metrics["loss"])  # waits: programs of virtual devices can starve each other
     if step % 10 == 0:

@@ -42,6 +42,8 @@ def norm(x: jax.Array, batch: Dims = ()) -> jax.Array:
     not.
     """
     dims = tuple(d for d in range(x.ndim) if d not in batch)
+    if all(x.shape[d] == 1 for d in dims):
+        return jnp.abs(x)  # XLA would square the scale of a single square: 0 * inf
 
     def sum_of_squares(scale: float) -> jax.Array:
         return jnp.sum(jnp.square(x * scale), axis=dims, keepdims=True)

@@ -348,7 +348,7 @@ class _ScalesFirst(ScheduledRun):
             # Discard what was decoded; the inputs among it are read a second time.
             discarded = {
                 value: self.values.pop(value)
-                for value in self.values.keys() - known
+                for value in self.values.keys() - known - set(scales)
                 if graph.reads[value] and math.prod(graph.shape(value)) >= min(code_sizes)
             }
             inputs = {i: x for i, x in discarded.items() if i not in graph.producer}

@@ -112,8 +112,11 @@ def sgd_by_hand(name, num):
     return by_hand(METHODS[name](), SGD, num)
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize(("stage", "num"), [(0, 8), (1, 4), (2, 8)])
+# Means at stage 0, shards at 1 and 2, which differ in the accumulation of micro-batches alone.
+@pytest.mark.parametrize(
+    ("name", "stage", "num"),
+    [*((name, stage, 8) for name in METHODS for stage in (0, 2)), ("powersgd", 1, 4)],
+)
 def test_equals_the_sync_by_hand(name, stage, num, x64):
     zero = zero_of(METHODS[name](), stage, (num,))
     assert_same(run(zero, SGD)[0], sgd_by_hand(name, num))
