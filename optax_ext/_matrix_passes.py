@@ -56,7 +56,7 @@ def sweep(fn: Function, array: jax.Array, args: Any, *dims: Dims) -> Swept:
         return fused(array, args)
     gpu = functools.partial(_pass_per_mean, fn, dims, _behind_barrier, False)
     forms: dict[str, Any] = {"cuda": gpu, "rocm": gpu}
-    if not _partitioned(array, args):
+    if not is_partitioned(array, args):
         blocks = _num_blocks(array.shape)
         forms["cpu"] = (
             functools.partial(_block_by_block, fn, dims, blocks)
@@ -72,7 +72,7 @@ def recomputed(factors: Any, after: Any) -> Any:
     XLA takes them for new values, so it recomputes what the previous pass made from them instead of
     writing it to memory. Matrices are not passed through here: XLA may fuse their computation.
     """
-    if is_portable() or _partitioned(factors, after):
+    if is_portable() or is_partitioned(factors, after):
         return _behind_barrier(factors, after)
     return jax.lax.platform_dependent(factors, after, cpu=_plus_zero, default=_behind_barrier)
 
@@ -99,7 +99,7 @@ def barrier(tree: Any) -> Any:
 
 def has_barriers(tree: Any) -> bool:
     """Whether ``barrier`` holds back arrays of these types on any platform."""
-    return not _WITHOUT_BARRIERS.get() and _partitioned(tree)
+    return not _WITHOUT_BARRIERS.get() and is_partitioned(tree)
 
 
 @contextlib.contextmanager
@@ -163,7 +163,7 @@ def _with_entry(x: jax.Array, dim: int, entry: Any) -> jax.Array:
     return jax.sharding.reshard(x, jax.sharding.PartitionSpec(*spec))
 
 
-def _partitioned(*trees: Any) -> bool:
+def is_partitioned(*trees: Any) -> bool:
     """Whether arrays are on a mesh of several devices, where XLA cannot shard a loop of blocks."""
     return any(jax.typeof(a).sharding.mesh.size > 1 for a in jax.tree.leaves(trees))
 

@@ -13,14 +13,13 @@ from importlib import metadata
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Tests compile much and compute little: XLA's own passes run, LLVM's costly ones do not. Its older
 # emitters compile the same programs in a third of the time; jaxlib 0.10 is the last that has them.
-# A program in one part instead of 32 saves another tenth, since the workers use all cores already.
 # The compiler for TPUs ends the process over flags that it does not know.
 # Each flag once: workers of pytest-xdist inherit them, and the cache of programs reads them.
 os.environ["XLA_FLAGS"] = " ".join(
     dict.fromkeys(
         os.environ.get("XLA_FLAGS", "").split()
         + ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
-        + ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
+        + ["--xla_cpu_use_fusion_emitters=false"]
         * (
             metadata.version("jaxlib").startswith("0.10.")
             and not os.environ.get("SHARDING_COMPILERS")

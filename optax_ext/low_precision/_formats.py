@@ -16,7 +16,7 @@ from optax_ext.low_precision._code_maps import DynamicMap, Float8Map, LinearMap,
 from optax_ext.low_precision._rounding import stochastic_bfloat16, top_half
 
 ROUNDINGS = ("nearest", "stochastic", "compensated")
-_ROWS = 8  # rows of a block, as of a TPU register: scales are found and applied in registers
+BLOCK_ROWS = 8  # rows of a block, as of a TPU register: scales are found and applied in registers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Quantized:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Blocks:
+class Blocks:
     """Blocks of an array: rows along the longest dim except the last, columns along the last.
 
     Blocks have eight rows if the array does, so that shards of either dim rarely split a block.
@@ -166,7 +166,7 @@ class _Blocks:
         """The rows and columns of a full block."""
         row, last = self.dims
         most = 1 if row == last else min(self.size, _power_of_two(self.shape[row]))
-        rows = min(most, max(_ROWS, self.size // _power_of_two(self.shape[last])))
+        rows = min(most, max(BLOCK_ROWS, self.size // _power_of_two(self.shape[last])))
         return rows, self.size // rows
 
     def reduce(self, op: Any, x: jax.Array, neutral: float) -> jax.Array:
@@ -175,6 +175,10 @@ class _Blocks:
         if rows > 1:  # rows first: a cheap reduction to an eighth
             x = op(_split(x, row, rows, neutral), axis=row + 1)
         return op(_split(x, last, columns, neutral), axis=last + 1)
+
+    def largest(self, x: jax.Array) -> jax.Array:
+        """Returns the element of largest magnitude of each block, with its sign."""
+        return _from_order(self.reduce(jnp.max, _order(x), 0), x.dtype)
 
     def repeat(self, per_block: jax.Array) -> jax.Array:
         """Repeats the value of each block for its elements."""
@@ -212,7 +216,7 @@ def _repeat(x: jax.Array, dim: int, times: int, extent: int) -> jax.Array:
 
 def _half(extent: int) -> int:
     """Returns the distance in rows between the two codes of a byte."""
-    return min(_ROWS, -(-extent // 2))
+    return min(BLOCK_ROWS, -(-extent // 2))
 
 
 def _pack(codes: jax.Array, dim: int) -> jax.Array:
@@ -247,20 +251,20 @@ def _map(fmt: Any, signed: bool) -> Map:
 class _Scaled:
     """Conversions between the elements of an array, their scales and a map's levels."""
 
-    def __init__(self, fmt: Any, signed: bool, shape: tuple[int, ...], dtype: Any):
+    def __init__(self, fmt: Any, signed: bool, shape: tuple[int, ...], dtype: Any, blocks: Any):
         self.map = _map(fmt, signed)
         self.signed, self.dtype = signed, dtype
         self.rank1 = isinstance(fmt, Dynamic | Linear) and fmt.rank1 and len(shape) > 1
         if self.rank1 and isinstance(self.map, DynamicMap) and signed:
             self.map = SymmetricMap(self.map)  # a row cannot be negated for its largest element
         self.expand = isinstance(fmt, Float8) and fmt.expand
-        self.blocks = _Blocks(shape, fmt.block_size)
+        self.blocks = Blocks(shape, fmt.block_size) if blocks is None else blocks
 
     def measure(self, x: jax.Array) -> tuple[jax.Array, ...]:
         """Returns the scales of an array."""
         if self.signed and self.map.lowest < self.map.top:
             # 1 has no negative code: a block whose largest element is negative is stored negated.
-            largest = _from_order(self.blocks.reduce(jnp.max, _order(x), 0), self.dtype)
+            largest = self.blocks.largest(x)
             return (jnp.where(jnp.isnan(largest), jnp.inf, largest),)
         x = jnp.where(jnp.isnan(x), jnp.inf, x)  # XLA's maximum may ignore NaN on CPUs
         if self.rank1:
@@ -346,7 +350,12 @@ def _to_integer(level: jax.Array) -> jax.Array:
 
 
 def encode(
-    x: jax.Array, fmt: Format, signed: bool, rounding: str = "nearest", noise: Any = None
+    x: jax.Array,
+    fmt: Format,
+    signed: bool,
+    rounding: str = "nearest",
+    noise: Any = None,
+    blocks: Any = None,
 ) -> Quantized:
     """Encodes an array.
 
@@ -357,6 +366,7 @@ def encode(
         not.
       rounding: one of ``ROUNDINGS``.
       noise: uniform in [0, 1), of the array's shape; for stochastic rounding.
+      blocks: what ``reduce``, ``largest`` and ``repeat`` do, if not as ``Blocks``.
     """
     dtype = at_least_float32(x.dtype)
     x = x.astype(dtype) if signed else jnp.maximum(x.astype(dtype), 0)
@@ -364,7 +374,7 @@ def encode(
     if isinstance(fmt, BFloat16):
         codes, rest = _encode_bfloat16(x.astype(jnp.float32), signed, rounding, noise)
         return Quantized(codes, (), rest, shape, dtype, fmt, signed)
-    scaled = _Scaled(fmt, signed, shape, dtype)
+    scaled = _Scaled(fmt, signed, shape, dtype, blocks)
     lowest = scaled.map.lowest
     scale = scaled.measure(x)
     positive = x > 0
@@ -392,11 +402,11 @@ def encode(
     return Quantized(codes, scale, rest, shape, dtype, fmt, signed)
 
 
-def decode(q: Quantized) -> jax.Array:
-    """Decodes an array."""
+def decode(q: Quantized, blocks: Any = None) -> jax.Array:
+    """Decodes an array; ``blocks`` as for ``encode``."""
     if isinstance(q.format, BFloat16):
         return _decode_bfloat16(q.codes, q.rest).astype(q.dtype)
-    scaled = _Scaled(q.format, q.signed, q.shape, q.dtype)
+    scaled = _Scaled(q.format, q.signed, q.shape, q.dtype, blocks)
     codes = q.codes
     if q.format.bits == 4:
         dim = scaled.blocks.dims[0]

@@ -41,16 +41,46 @@ def uniform(key: jax.Array, salt: int, shape: tuple[int, ...]) -> jax.Array:
     The index is global, so the numbers do not depend on the mesh and nothing is communicated.
     ``jax.random.uniform`` guarantees the same with ten times the arithmetic.
     """
-    step = _mix(_mix(key[0] ^ jnp.uint32(salt)) + key[1])
+    step = hash_of_step(key, salt)
     # A uint32 numbers the elements of the inner dims. For larger arrays, each slice of the outer
     # dims has its own hash of the step.
     num = _num_outer_dims(shape)
     if num:
         step = _mix(_mix(step) + _index((*shape[:num], *[1] * (len(shape) - num))))
-    index = _index((*[1] * num, *shape[num:]))
+    return uniform_at(_index((*[1] * num, *shape[num:])), step)
+
+
+def hash_of_step(key: jax.Array, salt: int) -> jax.Array:
+    """Returns a uint32 for the noise of one array in one step."""
+    return _mix(_mix(key[0] ^ jnp.uint32(salt)) + key[1])
+
+
+def uniform_at(index: jax.Array, step: jax.Array) -> jax.Array:
+    """Returns float32 in [0, 1) for elements by their index, of a hash of the step."""
     # Mixed twice, so that the noise of one step is not that of another at shifted indices.
     bits = _mix(_mix(index ^ step) + _mix(step))
-    return (bits >> 8).astype(jnp.float32) * 2.0**-24
+    # Below 2**24, where conversions from int32 and from uint32 agree; TPUs have the first.
+    return (bits >> 8).astype(jnp.int32).astype(jnp.float32) * 2.0**-24
+
+
+def hashes_of_matrices(key: jax.Array, salt: int, shape: tuple[int, ...]) -> list[jax.Array]:
+    """Returns what ``uniform_at`` needs for an array's matrices, the last two dims; both (num,).
+
+    The noise of matrix ``i`` is ``uniform_at(first[i] + index, hashes[i])``, by the index of each
+    element in the matrix.
+    """
+    num, step = _num_outer_dims(shape), hash_of_step(key, salt)
+    inner, size = math.prod(shape[num:-2]), math.prod(shape[-2:])
+    if num:
+        step = _mix(_mix(step) + _index(shape[:num])).reshape(-1)
+    first = jnp.arange(inner, dtype=jnp.uint32) * jnp.uint32(size & 0xFFFFFFFF)
+    outer = math.prod(shape[:num])
+    return [jnp.repeat(jnp.atleast_1d(step), inner), jnp.tile(first, outer)]
+
+
+def numbers_matrices(shape: tuple[int, ...]) -> bool:
+    """Whether a uint32 numbers the elements of a matrix, as ``hashes_of_matrices`` takes it to."""
+    return _num_outer_dims(shape) <= len(shape) - 2
 
 
 def _num_outer_dims(shape: tuple[int, ...]) -> int:
@@ -69,7 +99,12 @@ def _index(shape: tuple[int, ...]) -> jax.Array:
 
 def uniform_for(path: Any, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """``uniform``, salted with an array's path in its tree."""
-    return uniform(key, zlib.crc32(path_name(path).encode()), shape)
+    return uniform(key, salt_of(path), shape)
+
+
+def salt_of(path: Any) -> int:
+    """Returns the salt of the noise of an array by its path in its tree."""
+    return zlib.crc32(path_name(path).encode())
 
 
 def top_half(bits: jax.Array) -> jax.Array:

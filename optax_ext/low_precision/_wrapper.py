@@ -11,10 +11,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext import _matrix_passes, _validate
+from optax_ext import _matrix_passes, _validate, kernels
 from optax_ext._leaves import path_name
 from optax_ext._text_table import aligned
-from optax_ext.execution_order import ELEMENTWISE, REDUCTIONS, Graph, ScheduledRun, run_by_leaf
+from optax_ext.execution_order import (
+    ELEMENTWISE,
+    REDUCTIONS,
+    Graph,
+    ScheduledRun,
+    evaluate,
+    run_by_leaf,
+)
+from optax_ext.low_precision import _tile_kernel
 from optax_ext.low_precision._formats import (
     ROUNDINGS,
     BFloat16,
@@ -26,7 +34,14 @@ from optax_ext.low_precision._formats import (
     decode,
     encode,
 )
-from optax_ext.low_precision._rounding import check_seed, make_key, next_key, uniform_for
+from optax_ext.low_precision._rounding import (
+    check_seed,
+    hashes_of_matrices,
+    make_key,
+    next_key,
+    salt_of,
+    uniform_for,
+)
 
 # Fields whose arrays are never negative, mostly averages of squares. A name that is ambiguous is
 # qualified by its state's class.
@@ -58,6 +73,7 @@ def low_precision_state(
     block_size: int | None = None,
     min_size: int = 4096,
     seed: int = 0,
+    implementation: str = "xla",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Stores the state of ``inner`` in low precision between steps; within a step it is float32.
 
@@ -102,6 +118,10 @@ def low_precision_state(
       min_size: arrays of fewer elements, and vectors of fewer than 16 times as many, are not
         changed.
       seed: the seed of stochastic rounding; the noise depends on it and the step.
+      implementation: ``"xla"``, or ``"pallas"``: programs for one TPU update matrices by a kernel
+        that reads and writes everything once, without temporaries. It takes element-wise
+        transformations of float32 matrices whose formats have 8 bits and a scale per block, and
+        whose rows are the next to last dim; all else, and all other platforms, use XLA's form.
 
     Returns:
       A ``GradientTransformation`` that takes the arguments of ``inner``.
@@ -133,6 +153,8 @@ def low_precision_state(
         raise ValueError(
             f"rounding must be one of {', '.join(map(repr, ROUNDINGS))}, got {rounding!r}."
         )
+    if implementation not in ("xla", "pallas"):
+        raise ValueError(f"implementation must be 'xla' or 'pallas', got {implementation!r}.")
     _validate.non_negative(min_size=min_size)
     check_seed(seed)
     inner = optax.with_extra_args_support(inner)
@@ -193,13 +215,25 @@ def low_precision_state(
         leaves = jax.tree.leaves((updates, state, params, extra_args))
         if not any(isinstance(x, jax.core.Tracer) for x in leaves):
             return step(updates, state)
+
         # Scheduled, or XLA would have the float32 moments of all parameters live at once.
-        stored = [x for _, x in _flatten(state.inner_state)[0] if isinstance(x, Quantized)]
-        deferred, scales = (
-            set(map(id, jax.tree.leaves(x))) for x in (stored, [q.scale for q in stored])
-        )
-        make_run = functools.partial(_ScalesFirst, scales=scales)
-        return run_by_leaf(step, updates, state, lambda x: id(x) in deferred, make_run)
+        def scheduled(
+            updates: optax.Updates, state: LowPrecisionState, make_run: Any = _ScalesFirst
+        ) -> tuple[optax.Updates, LowPrecisionState]:
+            stored = [x for _, x in _flatten(state.inner_state)[0] if isinstance(x, Quantized)]
+            deferred, scales = (
+                set(map(id, jax.tree.leaves(x))) for x in (stored, [q.scale for q in stored])
+            )
+            make_run = functools.partial(make_run, scales=scales)
+            return run_by_leaf(step, updates, state, lambda x: id(x) in deferred, make_run)
+
+        if implementation == "xla":
+            return scheduled(updates, state)
+
+        def inner_update(updates: optax.Updates, inner_state: Any) -> Any:
+            return inner.update(updates, inner_state, params, **extra_args)
+
+        return _in_tiles(inner_update, scheduled, updates, state, rounding)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -354,6 +388,135 @@ class _ScalesFirst(ScheduledRun):
             inputs = {i: x for i, x in discarded.items() if i not in graph.producer}
             self.values |= _matrix_passes.reread(inputs, [self.values[value] for value in scales])
         super().run_group(outputs)
+
+
+class _Tiles:
+    """The parameters of a step that a kernel updates, and the calls of it.
+
+    Attributes:
+      new_params: the parameters after the step, by the number of their update, where these are
+        computed.
+    """
+
+    def __init__(
+        self,
+        update: Any,
+        updates: Any,
+        state: LowPrecisionState,
+        params: Mapping[int, jax.Array],
+        rounding: str,
+    ):
+        flat, treedef = _flatten(state.inner_state)
+        with_paths, updates_def = jax.tree_util.tree_flatten_with_path(updates)
+        num = len(with_paths)
+        self._params, self._rounding = params, rounding
+        self.new_params: dict[int, jax.Array] = {}
+        self._key = None if state.key is None else next_key(state.key)
+        self._paths = {i: path for i, (path, _) in enumerate(flat, num)}
+        self._stored = {
+            i: leaf for i, (_, leaf) in enumerate(flat, num) if isinstance(leaf, Quantized)
+        }
+        inputs = [leaf for _, leaf in with_paths] + [
+            jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Quantized) else x
+            for _, x in flat
+        ]
+
+        def flat_update(inputs: list[Any]) -> list[Any]:
+            tree, inner_state = update(
+                jax.tree.unflatten(updates_def, inputs[:num]), treedef.unflatten(inputs[num:])
+            )
+            return jax.tree.leaves(tree) + treedef.flatten_up_to(inner_state)
+
+        self._graph = Graph(flat_update, inputs, [i in self._stored for i in range(len(inputs))])
+        self._values = self._graph.constants | {
+            i: x for i, x in enumerate(inputs) if i not in self._stored
+        }
+        self._plans = {
+            j: plan
+            for j, (path, _) in enumerate(with_paths)
+            if (plan := _tile_kernel.tile_plan(self._graph, j, path_name(path), self._stored))
+        }
+        # The leaves of (updates, state) that each output of ``flat_update`` is.
+        leaves, everything = jax.tree.flatten((updates, state))
+        _, places = jax.tree.unflatten(everything, range(len(leaves)))
+        of_state = [x for _, x in _flatten(places.inner_state)[0]]
+        self._places = [[j] for j in range(num)] + [jax.tree.leaves(x) for x in of_state]
+
+    def outputs_of(self, root: int) -> list[int]:
+        """Returns the outputs that a kernel makes with an update; none if there is no kernel."""
+        plan = self._plans.get(root)
+        return [] if plan is None else [k for j in plan.outputs for k in self._places[j]]
+
+    def run(self, root: int) -> dict[int, jax.Array]:
+        """Returns these outputs."""
+        plan, graph, param = self._plans[root], self._graph, self._params.get(root)
+        equations, _ = graph.needed([*plan.full, *plan.small], self._values)
+        evaluate(equations, self._values)
+        full, small = ([self._values[v] for v in which] for which in (plan.full, plan.small))
+        stored, noise = [self._stored[i] for i in plan.stored], None
+        with jax.named_scope("low_precision"):
+            if self._key is not None:
+                salts = [salt_of(self._paths[i]) for i in plan.stored]
+                noise = [hashes_of_matrices(self._key, salt, plan.shape) for salt in salts]
+            made = _tile_kernel.run(plan, graph, full, small, stored, noise, self._rounding, param)
+        if param is not None:
+            at = plan.outputs.index(root)
+            self.new_params[root] = made[at]
+            # Of no effect unless it is read.
+            made[at] = (made[at] - param).astype(graph.types[graph.outputs[root]].dtype)
+        return {
+            k: x
+            for j, new in zip(plan.outputs, made, strict=True)
+            for k, x in zip(self._places[j], jax.tree.leaves(new), strict=True)
+        }
+
+
+def _in_tiles(
+    update: Any, scheduled: Any, updates: Any, state: LowPrecisionState, rounding: str
+) -> tuple[Any, LowPrecisionState]:
+    """Calls a kernel for each parameter that has one, in programs for TPUs."""
+    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(updates)]
+    # Closed over, as by the transformation: an operand that is both is one operand of a kernel.
+    params = {
+        j: p for j, path in enumerate(paths) if (p := kernels.param_to_update(path)) is not None
+    }
+
+    def applied(updates: Any) -> dict[int, jax.Array]:
+        leaves = jax.tree.leaves(updates)
+        return {j: optax.apply_updates(p, leaves[j]) for j, p in params.items()}
+
+    def with_kernels(updates: Any, state: LowPrecisionState) -> Any:
+        tiles = _Tiles(update, updates, state, params, rounding)
+        new, state = scheduled(updates, state, functools.partial(_TileByTile, tiles=tiles))
+        return new, state, applied(new) | tiles.new_params
+
+    def without(updates: Any, state: LowPrecisionState) -> Any:
+        new, state = scheduled(updates, state)
+        return new, state, applied(new)
+
+    new, state, new_params = kernels.for_tpus(with_kernels, without, updates, state)
+    for j, leaf in enumerate(jax.tree.leaves(new)):
+        if j in params:
+            kernels.report_new_param(paths[j], leaf, new_params[j])
+    return new, state
+
+
+class _TileByTile(_ScalesFirst):
+    """Updates matrices by a kernel where there is one, and all else as ``_ScalesFirst``."""
+
+    def __init__(self, graph: Graph, inputs: Sequence[Any], *, tiles: _Tiles, **options: Any):
+        super().__init__(graph, inputs, **options)
+        self._tiles = tiles
+
+    def run_group(self, outputs: list[int]) -> None:
+        """Computes some outputs, those of kernels by these."""
+        for root in outputs:
+            made = set(self._tiles.outputs_of(root))
+            if made and made <= set(outputs):
+                self.outputs |= self._tiles.run(root)
+                outputs = [j for j in outputs if j not in made]
+        if outputs:
+            super().run_group(outputs)
 
 
 # --- One array ------------------------------------------------------------------------------------
