@@ -6,7 +6,7 @@ TPUs finds this by itself: there the plain form, ``_fused``, runs. Other platfor
 leaves XLA no choice: CPUs read block by block within their caches, GPUs make one pass per sum from
 values that XLA cannot identify with those of the previous pass.
 
-All forms agree to rounding, so this is the only file of the package that reads the platform.
+All forms agree to rounding. Only this file and ``kernels.py`` read the platform.
 """
 
 import contextlib

@@ -22,7 +22,7 @@ class Shards(Protocol):
     """How the arrays of each parameter, with their global shapes, are on several devices."""
 
     def shape_of(self, path: str, shape: Dims) -> Dims | None:
-        """Returns the shape of a shard of a parameter; None if shards are unequal or unknown."""
+        """Returns the shape of a shard of a parameter; None if the path is not one's."""
 
     def run(
         self,
@@ -154,7 +154,7 @@ def param_to_update(path: str) -> jax.Array | None:
 
 
 def report_new_param(path: str, update: jax.Array, new: jax.Array) -> None:
-    """Tells ``update_params`` the sum of a parameter and its update."""
+    """Reports the sum of a parameter and its update to ``update_params``."""
     applied = _APPLIED.get()
     assert applied is not None
     applied.new[path] = update, new

@@ -105,10 +105,7 @@ def tile_plan(
         return None
     if len({_block_columns(stored[i]) for i in read}) > 1:
         return None
-    if any(
-        graph.reads[graph.outputs[j]] & ~reads or graph.shape(graph.outputs[j]) != shape
-        for j in outputs
-    ):
+    if any(graph.reads[graph.outputs[j]] & ~reads for j in outputs):
         return None
 
     equations: set[int] = set()
@@ -159,7 +156,7 @@ def _takes(q: Quantized, path: str) -> bool:
         shard is not None
         and blocks.dims[0] == len(q.shape) - 2
         and block in ((BLOCK_ROWS, 16), (BLOCK_ROWS, 32))
-        and all(n >= least for n, least in zip(shard[-2:], _SLICE, strict=True))
+        and all(n >= least for n, least in zip(shard[-2:], (BLOCK_ROWS, _LANES), strict=True))
         # No shard ends within a block.
         and all(
             n == full or n % size == 0

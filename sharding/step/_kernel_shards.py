@@ -32,15 +32,13 @@ class _Shards:
         return [*spec, *[None] * (ndim - len(spec))]
 
     def shape_of(self, path: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Returns the shape of a shard of a parameter; None if shards are unequal or unknown."""
+        """Returns the shape of a shard of a parameter; None if the path is not one's."""
         if path not in self._specs:
             return None
         local = []
         for size, entry in zip(shape, self._entries(path, len(shape)), strict=True):
             axes = entry if isinstance(entry, tuple) else (entry,)
             num = math.prod(self._layout.mesh.shape[axis] for axis in axes if axis is not None)
-            if size % num:
-                return None
             local.append(size // num)
         return tuple(local)
 

@@ -88,6 +88,7 @@ def assert_same(have, want):
 CASES = {
     "adamw": (optax.adamw(1e-3), {}, {"w": (128, 256), "b": (40,)}, "float32"),
     "nothing divides": (optax.adamw(1e-3), {}, {"w": (3, 101, 299)}, "float32"),
+    "few rows": (optax.adamw(1e-3), {}, {"w": (9, 300), "v": (2, 17, 140)}, "float32"),
     "wide": (optax.nadam(1e-3), {}, {"w": (70, 4500)}, "float32"),
     "a stack of stacks": (
         optax.adam(1e-3),
@@ -164,7 +165,7 @@ def test_hundreds_of_steps():
         (optax.adamw(1e-3), {"bits": Dynamic(8, block_size=2048)}, (64, 512)),
         (optax.adamw(1e-3), {"bits": 16}, (64, 128)),
         (optax.adamw(1e-3), {}, (128, 64)),  # less than a slice
-        (optax.adamw(1e-3), {}, (63, 128)),
+        (optax.adamw(1e-3), {}, (7, 512)),
         (optax.adamw(1e-3), {}, (100, 3, 128)),  # rows are dim 0
         (optax.adamw(1e-3), {}, (8192,)),
     ],
