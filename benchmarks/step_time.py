@@ -70,6 +70,19 @@ OPTIMIZERS: dict[str, tuple[int, Callable[[], optax.GradientTransformation]]] = 
         lambda: optax_ext.adafactor(LEARNING_RATE, momentum=0.9),
     ),
 }
+# Those with kernels of their own on GPUs, which have to show that they are right and faster.
+ON_GPUS: dict[str, tuple[int, Callable[[], optax.GradientTransformation]]] = {
+    "optax_ext.came, Pallas": (
+        32,
+        lambda: optax_ext.came(LEARNING_RATE, implementation="pallas"),
+    ),
+    "optax_ext.adafactor, no scale, Pallas": (
+        20,
+        lambda: optax_ext.adafactor(
+            LEARNING_RATE, multiply_by_parameter_scale=False, implementation="pallas"
+        ),
+    ),
+}
 
 
 def gradients(shapes: list[tuple[int, ...]]) -> list[np.ndarray]:
@@ -137,18 +150,21 @@ def copy_of(grads: list[np.ndarray]) -> Contender:
 
 def check(grads: list[np.ndarray]) -> None:
     """The step of this platform equals that of one matrix at a time in eager operations."""
-    g = jnp.asarray(grads[0])
-    for make in (optax_ext.scale_by_came, optax_ext.scale_by_adafactor):
-        tx = make()
-        state = slow = tx.init(g)
-        for i in range(3):
-            out, state = jax.jit(tx.update)(g * (1 + i), state)
-            with jax.disable_jit():
-                want, slow = tx.update(g * (1 + i), slow)
-        error = float(jnp.linalg.norm(out - want) / jnp.linalg.norm(want))
-        if not error < 1e-5:
-            raise AssertionError(f"{make.__name__}: updates differ by {error:.1e} of their norm.")
-        print(f"{make.__name__} checked: {error:.1e}", flush=True)
+    full = jnp.asarray(grads[0])
+    # The last shape is one that no tile divides.
+    for g, implementation in ((full, "xla"), (full, "pallas"), (full[:-1, :-3], "pallas")):
+        for make in (optax_ext.scale_by_came, optax_ext.scale_by_adafactor):
+            tx, simple = make(implementation=implementation), make()
+            state = slow = tx.init(g)
+            for i in range(3):
+                out, state = jax.jit(tx.update)(g * (1 + i), state)
+                with jax.disable_jit():
+                    want, slow = simple.update(g * (1 + i), slow)
+            error = float(jnp.linalg.norm(out - want) / jnp.linalg.norm(want))
+            what = f"{make.__name__}, {implementation}, {g.shape}"
+            if not error < 1e-5:
+                raise AssertionError(f"{what}: updates differ by {error:.1e} of their norm.")
+            print(f"{what} checked: {error:.1e}", flush=True)
 
 
 def time_table(contenders: dict[str, Contender], times: Times, num_params: int) -> str:
@@ -231,7 +247,8 @@ def main() -> None:
     num_params = sum(g.size for g in grads)
     check(grads)
     contenders = {"copy": copy_of(grads)}
-    contenders |= {n: of_jax(make(), floor, grads) for n, (floor, make) in OPTIMIZERS.items()}
+    optimizers = OPTIMIZERS | (ON_GPUS if options.platform == "gpu" else {})
+    contenders |= {n: of_jax(make(), floor, grads) for n, (floor, make) in optimizers.items()}
     if not options.smoke and importlib.util.find_spec("torch"):
         contenders |= of_torch(grads)
     times = time_alternately(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext import _phases, _validate
+from optax_ext import _matrix_passes, _phases, _validate
 from optax_ext._factored_moments import (
     Moment,
     average_squares,
@@ -100,6 +100,7 @@ def scale_by_adafactor(
     eps: jax.typing.ArrayLike = 1e-30,
     clipping_threshold: jax.typing.ArrayLike | None = 1.0,
     factoring: FactoringRule | None = two_largest_dims(),
+    implementation: str = "xla",
 ) -> optax.GradientTransformation:
     r"""Scales gradients by the root of a factored second moment, and clips by RMS.
 
@@ -130,6 +131,9 @@ def scale_by_adafactor(
         (``two_largest_dims()``, ``flax_transformer()`` for Flax models with attention or stacked
         layers, ``last_two_dims()``, ``by_path({...})``, or one ``Factoring`` for all parameters),
         or None to factor nothing. ``describe_factoring`` lists the result.
+      implementation: ``"xla"``, or ``"pallas"``: programs for one NVIDIA GPU take the sums over
+        rows and over columns from one read of a matrix, by a Triton kernel. Opt-in, since it has
+        been compiled for a GPU, but not yet run on one.
 
     Returns:
       A ``GradientTransformation``; updates have the dtype of the gradients and are not negated.
@@ -155,8 +159,8 @@ def scale_by_adafactor(
     _validate.unit_interval(
         **{k: v for k, v in {"beta2_cap": beta2_cap, "b2": b2}.items() if v is not None}
     )
+    _validate.implementation(implementation)
     rule = check_rule("factoring", factoring)
-
     hyper = _Hyperparameters(decay_rate, decay_offset, beta2_cap, b2, eps, clipping_threshold)
 
     def init(params: optax.Params) -> ScaleByAdafactorState:
@@ -175,7 +179,8 @@ def scale_by_adafactor(
         dims = factorings(rule, leaves)
         nus = join_moments(leaves, dims, nu=state.nu, nu_row=state.nu_row, nu_col=state.nu_col)
         count = optax.safe_increment(state.count)
-        results = _phases.run(_step, hyper, dims, leaves.arrays, nus, [count] * len(nus))
+        with _matrix_passes.implemented_by(implementation):
+            results = _phases.run(_step, hyper, dims, leaves.arrays, nus, [count] * len(nus))
         nus = [nu for _, nu in results]
         return (
             leaves.unflatten([u for u, _ in results]),
@@ -261,6 +266,7 @@ def adafactor(
     factoring: FactoringRule | None = two_largest_dims(),
     min_dim_size_to_factor: int | None = None,
     factored: bool = True,
+    implementation: str = "xla",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adafactor with every option of ``optax.adafactor``, and averages that do not stall.
 
@@ -303,6 +309,7 @@ def adafactor(
         their own parameter scales.
       min_dim_size_to_factor: optax's name for ``factoring=two_largest_dims(n)``.
       factored: False is optax's name for ``factoring=None``.
+      implementation: how passes over matrices run on GPUs.
 
     Returns:
       A ``GradientTransformation``.
@@ -342,6 +349,7 @@ def adafactor(
             eps=eps,
             clipping_threshold=clipping_threshold,
             factoring=rule,
+            implementation=implementation,
         )
     ]
     if step_size is not None:

@@ -133,6 +133,7 @@ def scale_by_came(
     factoring: FactoringRule | None = last_two_dims(),
     mu_dtype: Any | None = None,
     debias_instability: bool = False,
+    implementation: str = "xla",
 ) -> optax.GradientTransformation:
     r"""Scales gradients by CAME: factored second moment, momentum, factored confidence.
 
@@ -182,6 +183,9 @@ def scale_by_came(
       mu_dtype: dtype in which the momentum is stored; None means float32, or wider if the
         parameter is. The instability is computed from the new momentum before the cast.
       debias_instability: divide :math:`R` and :math:`C` by :math:`1 - \beta_3^t`.
+      implementation: ``"xla"``, or ``"pallas"``: programs for one NVIDIA GPU take the sums over
+        rows and over columns from one read of a matrix, by a Triton kernel. Opt-in, since it has
+        been compiled for a GPU, but not yet run on one.
 
     Returns:
       A ``GradientTransformation``; updates have the dtype of the gradients and are not negated.
@@ -206,6 +210,7 @@ def scale_by_came(
     _validate.non_negative(eps=eps, eps_instability=eps_instability)
     _validate.positive(clipping_threshold=clipping_threshold)
     mu_dtype = _validate.as_dtype("mu_dtype", mu_dtype)
+    _validate.implementation(implementation)
     rule = check_rule("factoring", factoring)
     hyper = _Hyperparameters(
         b1, b2, b3, eps, eps_instability, clipping_threshold, debias_instability
@@ -235,7 +240,10 @@ def scale_by_came(
         cols = leaves.slots("instability_col", state.instability_col)
         instabilities = [Moment(None, *slots) for slots in zip(rows, cols, strict=True)]
         counts = [count] * len(mus)
-        results = _phases.run(_step, hyper, dims, leaves.arrays, mus, nus, instabilities, counts)
+        with _matrix_passes.implemented_by(implementation):
+            results = _phases.run(
+                _step, hyper, dims, leaves.arrays, mus, nus, instabilities, counts
+            )
         out, *new = (list(column) for column in zip(*results, strict=True)) if results else [[]] * 4
         return leaves.unflatten(out), _pack(count, leaves, *new)
 
@@ -269,6 +277,7 @@ def came(
     debias_instability: bool = False,
     weight_decay: optax.ScalarOrSchedule = 0.0,
     weight_decay_mask: Any | None = None,
+    implementation: str = "xla",
 ) -> optax.GradientTransformationExtraArgs:
     r"""CAME: Adam's quality at little more than Adafactor's memory.
 
@@ -312,6 +321,7 @@ def came(
       weight_decay: :math:`\lambda`, multiplied by the learning rate; a number or a schedule.
       weight_decay_mask: a tree of bools like the parameters, or a function that makes one from
         them; True where weights decay.
+      implementation: how passes over matrices run on GPUs.
 
     Returns:
       A ``GradientTransformation`` whose ``update`` needs ``params``.
@@ -349,6 +359,7 @@ def came(
                 factoring=factoring,
                 mu_dtype=mu_dtype,
                 debias_instability=debias_instability,
+                implementation=implementation,
             ),
             optax.add_decayed_weights(weight_decay, weight_decay_mask),
             optax.scale_by_learning_rate(learning_rate),

@@ -4,7 +4,8 @@ A step does so little arithmetic per element that its time is that of reading an
 An operand of two sums is best read once or computed twice, and never written in between. XLA for
 TPUs finds this by itself: there the plain form, ``_fused``, runs. Other platforms need a form that
 leaves XLA no choice: CPUs read block by block within their caches, GPUs make one pass per sum from
-values that XLA cannot identify with those of the previous pass.
+values that XLA cannot identify with those of the previous pass, or by request a kernel that takes
+both sums from one read.
 
 All forms agree to rounding. Only this file and ``kernels.py`` read the platform.
 """
@@ -13,11 +14,13 @@ import contextlib
 import contextvars
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from optax_ext import _sums_kernel, kernels
 
 Dims = tuple[int, ...]
 # From an array and a tree of others: (x, new), element by element; new may be None.
@@ -31,6 +34,7 @@ _STAGE_ROWS = 64  # rows that a GPU adds in the first stage of a sum over column
 
 _WITHOUT_BARRIERS = contextvars.ContextVar("without_barriers", default=False)
 _PORTABLE = contextvars.ContextVar("portable", default=False)
+_WITH_KERNELS = contextvars.ContextVar("with_kernels", default=False)
 
 
 def mean(x: jax.Array, dims: Dims, keepdims: bool = False) -> jax.Array:
@@ -57,6 +61,10 @@ def sweep(fn: Function, array: jax.Array, args: Any, *dims: Dims) -> Swept:
     gpu = functools.partial(_pass_per_mean, fn, dims, _behind_barrier, False)
     forms: dict[str, Any] = {"cuda": gpu, "rocm": gpu}
     if not is_partitioned(array, args):
+        if _WITH_KERNELS.get() and _sums_kernel.applies(dims, array, args):
+            forms["cuda"] = functools.partial(_one_read, fn, dims)
+            if kernels.is_interpreted():
+                return forms["cuda"](array, args)
         blocks = _num_blocks(array.shape)
         forms["cpu"] = (
             functools.partial(_block_by_block, fn, dims, blocks)
@@ -115,6 +123,21 @@ def without_barriers(portable: bool) -> Iterator[None]:
     finally:
         _WITHOUT_BARRIERS.reset(tokens[0])
         _PORTABLE.reset(tokens[1])
+
+
+@contextlib.contextmanager
+def implemented_by(implementation: str) -> Iterator[None]:
+    """Passes traced here may take kernels, if ``implementation`` is ``"pallas"``."""
+    token = _WITH_KERNELS.set(implementation == "pallas")
+    try:
+        yield
+    finally:
+        _WITH_KERNELS.reset(token)
+
+
+def forms() -> Hashable:
+    """Returns what the form of a pass depends on beside its arrays; a key for cached traces."""
+    return _PORTABLE.get(), _WITH_KERNELS.get(), kernels.is_interpreted()
 
 
 def is_portable() -> bool:
@@ -200,6 +223,15 @@ def _fused(fn: Function, dims: Sequence[Dims], array: jax.Array, args: Any) -> S
     """The definition; XLA decides what to fuse."""
     x, new = fn(array, args)
     return [mean(x, reduced) for reduced in dims], new
+
+
+def _one_read(fn: Function, dims: Sequence[Dims], array: jax.Array, args: Any) -> Swept:
+    """A kernel of a GPU; its derivatives are those of the definition."""
+    run: Any = jax.custom_jvp(
+        functools.partial(_sums_kernel.sweep, fn, dims, interpret=kernels.is_interpreted())
+    )
+    run.defjvp(functools.partial(jax.jvp, functools.partial(_fused, fn, dims)))
+    return run(array, args)
 
 
 def _pass_per_mean(

@@ -44,6 +44,12 @@ def positive(**values: Any) -> None:
             raise ValueError(f"{name} must be positive, got {value}.")
 
 
+def implementation(value: Any) -> None:
+    """Raises unless the value names an implementation."""
+    if value not in ("xla", "pallas"):
+        raise ValueError(f"implementation must be 'xla' or 'pallas', got {value!r}.")
+
+
 def as_dtype(name: str, value: Any) -> np.dtype | None:
     """Returns the dtype, or None; raises unless it is floating.
 

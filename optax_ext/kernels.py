@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import jax
 import optax
 
-from optax_ext import _matrix_passes
 from optax_ext._leaves import path_name
 
 Dims = tuple[int, ...]
@@ -68,16 +67,17 @@ def is_interpreted() -> bool:
 
 def for_tpus(kernel: Callable[..., Any], default: Callable[..., Any], *arguments: Any) -> Any:
     """Calls ``kernel`` in programs for TPUs, ``default`` in others."""
-    if _matrix_passes.is_portable():
-        return default(*arguments)
-    if _SHARDS.get() is None and _matrix_passes.is_partitioned(arguments):
-        return default(*arguments)
     if _INTERPRETED.get():
         return kernel(*arguments)
     return jax.lax.platform_dependent(*arguments, tpu=kernel, default=default)
 
 
 # --- Shards ---------------------------------------------------------------------------------------
+
+
+def on_shards() -> bool:
+    """Whether kernels traced here run on shards, of which ``kernels_on`` says how they are made."""
+    return _SHARDS.get() is not None
 
 
 @contextlib.contextmanager

@@ -153,8 +153,7 @@ def low_precision_state(
         raise ValueError(
             f"rounding must be one of {', '.join(map(repr, ROUNDINGS))}, got {rounding!r}."
         )
-    if implementation not in ("xla", "pallas"):
-        raise ValueError(f"implementation must be 'xla' or 'pallas', got {implementation!r}.")
+    _validate.implementation(implementation)
     _validate.non_negative(min_size=min_size)
     check_seed(seed)
     inner = optax.with_extra_args_support(inner)
@@ -227,7 +226,8 @@ def low_precision_state(
             make_run = functools.partial(make_run, scales=scales)
             return run_by_leaf(step, updates, state, lambda x: id(x) in deferred, make_run)
 
-        if implementation == "xla":
+        on_several = _matrix_passes.is_partitioned((updates, state)) and not kernels.on_shards()
+        if implementation == "xla" or on_several or _matrix_passes.is_portable():
             return scheduled(updates, state)
 
         def inner_update(updates: optax.Updates, inner_state: Any) -> Any:

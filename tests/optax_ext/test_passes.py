@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import optax_ext
-from optax_ext import Factoring, _matrix_passes
+from optax_ext import Factoring, _matrix_passes, _sums_kernel, kernels
 
 from . import dims, references, traces
 
@@ -22,6 +22,7 @@ FORMS = {
     "in fewer blocks": ("cpu", lambda shape: next(n for n in (3, 2, 1) if shape[0] % n == 0)),
     "one by one": ("cpu", lambda shape: 1),
     "on a GPU": ("cuda", lambda shape: 1),
+    "by a kernel": ("cuda", lambda shape: 1),
 }
 
 
@@ -44,8 +45,16 @@ def use(monkeypatch, name):
         "platform_dependent",
         lambda *args, default, **forms: forms.get(platform, default)(*args),
     )
+    kernel = contextlib.ExitStack()
+    if name == "by a kernel":
+        kernel.enter_context(_matrix_passes.implemented_by("pallas"))
+        kernel.enter_context(kernels.interpreted())
+        monkeypatch.setattr(_matrix_passes, "implemented_by", lambda _: contextlib.nullcontext())
+        monkeypatch.setattr(_sums_kernel, "_ROWS", 8)  # several tiles
+        monkeypatch.setattr(_sums_kernel, "_COLUMNS", 4)
     try:
-        yield
+        with kernel:
+            yield
     finally:
         monkeypatch.undo()
         jax.clear_caches()
@@ -55,7 +64,7 @@ def use(monkeypatch, name):
 
 
 def both(array, args):
-    x = (array - args["rows"] * args["cols"]) ** 2 + args["same"]
+    x = (array - args["rows"] * args["cols"]) ** 2 + args["same"] + args["scalar"]
     return x, 0.9 * array + args["scalar"] * args["same"]
 
 
@@ -99,6 +108,25 @@ def test_a_sweep_is_its_definition(shape, over, new):
         np.testing.assert_allclose(found, value, rtol=1e-15)
     else:
         assert found is None
+
+
+def test_kernels_are_only_where_they_are_requested():
+    array = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+
+    def is_used(implementation, array):
+        with _matrix_passes.implemented_by(implementation), kernels.interpreted():
+            return "pallas_call" in str(
+                jax.make_jaxpr(
+                    lambda a: _matrix_passes.sweep(lambda a, _: (a, None), a, (), (1,), (0,))
+                )(array)
+            )
+
+    assert is_used("pallas", array)
+    assert not is_used("xla", array)
+    assert not is_used("pallas", jax.ShapeDtypeStruct((65536, 32768), jnp.float32))  # 2^31
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    place = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    assert not is_used("pallas", jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=place))
 
 
 @pytest.mark.usefixtures("form")

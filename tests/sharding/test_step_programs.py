@@ -84,6 +84,29 @@ def test_bytes_on_gpus(matrix):
         assert held < 0.03 * 4, name
 
 
+BY_A_KERNEL = {
+    "came": (optax_ext.came(1e-3, implementation="pallas"), 33),
+    "adafactor, no scale": (
+        optax_ext.adafactor(1e-3, multiply_by_parameter_scale=False, implementation="pallas"),
+        21,
+    ),
+    "adafactor": (optax_ext.adafactor(1e-3, implementation="pallas"), 25),
+}
+
+
+@pytest.mark.parametrize(
+    "matrix", ["7B: 4096 x 4096", "GPT-2: 50257 x 768", "1/8: 512 x 4096", "1/64: 4096 x 172"]
+)
+def test_bytes_on_gpus_by_a_kernel(matrix):
+    """Both means from one read."""
+    need("h200x1")
+    shapes = benchmark.SHAPES[matrix]
+    for name, (tx, bound) in BY_A_KERNEL.items():
+        moved, held = benchmark.cost(benchmark.compiled("h200x1", tx, shapes), shapes)
+        assert 8 < moved < bound, name
+        assert held < 0.03 * 4, name
+
+
 @pytest.mark.parametrize("target", ["v5e:4x4", "h200x16"])
 @pytest.mark.parametrize(("name", "most"), [("came", 3), ("adafactor, no scale", 2)])
 def test_all_reduces_of_a_whole_tree(target, name, most):
