@@ -504,6 +504,9 @@ def main():
     options = parse_args()
     directory = options.runs_dir / options.name
     try:
+        if not jax.config.jax_compilation_cache_dir:  # resumed runs read their programs
+            programs = options.runs_dir.absolute() / "programs"
+            jax.config.update("jax_compilation_cache_dir", str(programs))
         if options.distributed:
             join()
         stop = catch_signals()  # after JAX, which also catches SIGTERM

@@ -251,7 +251,9 @@ def _map(fmt: Any, signed: bool) -> Map:
 class _Scaled:
     """Conversions between the elements of an array, their scales and a map's levels."""
 
-    def __init__(self, fmt: Any, signed: bool, shape: tuple[int, ...], dtype: Any, blocks: Any):
+    def __init__(
+        self, fmt: Any, signed: bool, shape: tuple[int, ...], dtype: Any, blocks: Any = None
+    ):
         self.map = _map(fmt, signed)
         self.signed, self.dtype = signed, dtype
         self.rank1 = isinstance(fmt, Dynamic | Linear) and fmt.rank1 and len(shape) > 1

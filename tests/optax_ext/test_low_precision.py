@@ -127,7 +127,7 @@ def test_positions_are_levels_and_the_share_of_the_way_to_the_next(number_map):
 
 def of_elements(q, part):
     """What a stored array has for each block, for each element of it, by NumPy."""
-    blocks = _formats._Blocks(q.shape, q.format.block_size)
+    blocks = _formats.Blocks(q.shape, q.format.block_size)
     part = np.asarray(part)
     (row, last), (rows, columns) = blocks.dims, blocks.rows_and_columns
     part = np.take(part, np.arange(q.shape[last]) // columns, axis=last)
