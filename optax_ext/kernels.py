@@ -1,4 +1,4 @@
-"""How kernels run: in programs for which platform, on which shards, and with which parameters.
+"""How kernels run: in programs for which platform, on which shards, and with the parameters inside.
 
 An internal interface, without promises to users: ``low_precision_state`` calls its kernel through
 it, and ``sharding`` says how arrays are sharded, for a kernel sees those of one device.
@@ -12,20 +12,19 @@ from typing import Any, Protocol
 import jax
 import optax
 
-from optax_ext._leaves import path_name
-
 Dims = tuple[int, ...]
+Path = tuple[Any, ...]  # of a parameter in its tree
 
 
 class Shards(Protocol):
     """How the arrays of each parameter, with their global shapes, are on several devices."""
 
-    def shape_of(self, path: str, shape: Dims) -> Dims | None:
-        """Returns the shape of a shard of a parameter; None if the path is not one's."""
+    def shape_of(self, path: Path, shape: Dims) -> Dims | None:
+        """Returns the shape of a shard; None if there is no such parameter of this shape."""
 
     def run(
         self,
-        path: str,
+        path: Path,
         fn: Callable[..., list[jax.Array]],
         operands: Sequence[jax.Array],
         dims: Sequence[Dims],
@@ -37,17 +36,8 @@ class Shards(Protocol):
         """
 
 
-class _Applied:
-    """Parameters in a step, and new ones that were computed beside their updates."""
-
-    def __init__(self, params: dict[str, jax.Array]):
-        self.params = params
-        self.new: dict[str, tuple[jax.Array, jax.Array]] = {}  # (update, new parameter) by path
-
-
 _INTERPRETED = contextvars.ContextVar("interpreted", default=False)
 _SHARDS: contextvars.ContextVar[Shards | None] = contextvars.ContextVar("shards", default=None)
-_APPLIED: contextvars.ContextVar[_Applied | None] = contextvars.ContextVar("applied", default=None)
 
 
 @contextlib.contextmanager
@@ -75,8 +65,8 @@ def for_tpus(kernel: Callable[..., Any], default: Callable[..., Any], *arguments
 # --- Shards ---------------------------------------------------------------------------------------
 
 
-def on_shards() -> bool:
-    """Whether kernels traced here run on shards, of which ``kernels_on`` says how they are made."""
+def has_shards() -> bool:
+    """Whether kernels traced here run on the shards of ``kernels_on``."""
     return _SHARDS.get() is not None
 
 
@@ -90,14 +80,14 @@ def kernels_on(shards: Shards) -> Iterator[None]:
         _SHARDS.reset(token)
 
 
-def shard_shape(path: str, shape: Dims) -> Dims | None:
+def shard_shape(path: Path, shape: Dims) -> Dims | None:
     """Returns the shape of what a device has of a parameter; None if that is unknown."""
     shards = _SHARDS.get()
     return shape if shards is None else shards.shape_of(path, shape)
 
 
 def run_on_shards(
-    path: str,
+    path: Path,
     fn: Callable[..., list[jax.Array]],
     operands: Sequence[jax.Array],
     dims: Sequence[Dims],
@@ -113,48 +103,31 @@ def run_on_shards(
 # --- Parameters -----------------------------------------------------------------------------------
 
 
-def update_params(
-    update: Callable[..., Any],
-    grads: Any,
-    state: Any,
-    params: Any,
-    place: Callable[[Any], Any] = lambda updates: updates,
-) -> tuple[Any, Any]:
-    """Returns ``optax.apply_updates(params, place(updates))`` and the new state.
+class UpdateParams(Protocol):
+    """``update`` and ``optax.apply_updates`` in one: from gradients to new parameters and state."""
 
-    A kernel that reads a parameter's gradient also writes the new parameter, so that no update
-    passes through memory. That holds for updates that no later transformation changes.
+    def __call__(self, grads: Any, state: Any, params: Any, **extra_args: Any) -> tuple[Any, Any]:
+        """Returns new parameters and the new state."""
+
+
+class _WithUpdateParams(optax.GradientTransformationExtraArgs):
+    """A transformation whose kernels can update the parameters, too."""
+
+    update_params: UpdateParams
+
+
+def with_update_params(
+    init: Any, update: Any, update_params: UpdateParams
+) -> optax.GradientTransformationExtraArgs:
+    """Returns a transformation for which ``update_params_of`` returns this function."""
+    tx = _WithUpdateParams(init, update)
+    tx.update_params = update_params
+    return tx
+
+
+def update_params_of(tx: optax.GradientTransformation) -> UpdateParams | None:
+    """Returns how a transformation updates parameters without updates in memory; None: it cannot.
+
+    Only of the outermost transformation: what follows one in a chain needs its updates.
     """
-    applied = _Applied(dict(_by_path(params)))
-    token = _APPLIED.set(applied)
-    try:
-        updates, new_state = update(grads, state, params)
-    finally:
-        _APPLIED.reset(token)
-    final = dict(_by_path(updates))
-    if any(final.get(path) is not u for path, (u, _) in applied.new.items()):
-        # A later transformation reads them, and those of a kernel are differences of parameters.
-        applied.new.clear()
-        updates, new_state = update(grads, state, params)
-    params = optax.apply_updates(params, place(updates))
-    new = {path: param for path, (_, param) in applied.new.items()}
-    return jax.tree_util.tree_map_with_path(
-        lambda path, p: new.get(path_name(path), p), params
-    ), new_state
-
-
-def _by_path(tree: Any) -> Iterator[tuple[str, Any]]:
-    return ((path_name(path), x) for path, x in jax.tree_util.tree_leaves_with_path(tree))
-
-
-def param_to_update(path: str) -> jax.Array | None:
-    """Returns the parameter to which ``update_params`` applies an update, by its path."""
-    applied = _APPLIED.get()
-    return None if applied is None else applied.params.get(path)
-
-
-def report_new_param(path: str, update: jax.Array, new: jax.Array) -> None:
-    """Reports the sum of a parameter and its update to ``update_params``."""
-    applied = _APPLIED.get()
-    assert applied is not None
-    applied.new[path] = update, new
+    return getattr(tx, "update_params", None)

@@ -41,8 +41,10 @@ _LANES, _ROWS = 128, 64  # of a slice: 8 registers of float32
 _SLICE = (_ROWS, _LANES)
 _GROUPS = (_ROWS // BLOCK_ROWS, _LANES)  # rows of blocks in a slice, with a scale in every lane
 _TILE_SIZE = 64 * 4096  # elements: 1 MiB of float32, read while the previous tile is computed
-_VMEM_BYTES = 64 * 2**20  # of 128 MiB; the default of 16 MiB holds few tiles twice
+_EXTRA_BYTES = 4 * 2**20  # of on-chip memory, beside two tiles of everything
 
+# Of the arrays that a kernel reads and writes.
+_DTYPES = frozenset(map(jnp.dtype, ("float32", "bfloat16", "int32")))
 # Mosaic has no rule for these.
 _UNKNOWN_TO_MOSAIC = """
 acos acosh asin asinh atan atan2 atanh cbrt cosh digamma erf_inv erfc expm1 lgamma nextafter
@@ -56,7 +58,10 @@ _IN_KERNELS = ELEMENTWISE - frozenset(_UNKNOWN_TO_MOSAIC.split())
 
 @dataclasses.dataclass(frozen=True)
 class TilePlan:
-    """What a kernel computes for one parameter; all numbers are values of a ``Graph``.
+    """What a kernel computes for one parameter, in numbers of values of a ``Graph``.
+
+    Output ``j`` of the graph replaces its input ``j``, so that the number of an output is also that
+    of the input that it replaces.
 
     Attributes:
       root: the output that is the parameter's update, by its index.
@@ -71,7 +76,7 @@ class TilePlan:
     """
 
     root: int
-    path: str
+    path: kernels.Path
     shape: tuple[int, ...]
     equations: tuple[Equation, ...]
     full: tuple[int, ...]
@@ -82,7 +87,7 @@ class TilePlan:
 
 
 def tile_plan(
-    graph: Graph, root: int, path: str, stored: Mapping[int, Quantized]
+    graph: Graph, root: int, path: kernels.Path, stored: Mapping[int, Quantized]
 ) -> TilePlan | None:
     """Returns how a kernel computes one output and all that it shares moments with.
 
@@ -95,6 +100,8 @@ def tile_plan(
     Returns:
       The plan; None if a part is not element-wise, or no kernel takes a shape or format.
     """
+    if jax.dtypes.canonicalize_dtype(jnp.int64) == jnp.int64:
+        return None  # Mosaic has no int64, which loops then count in
     reads = graph.reads[graph.outputs[root]]
     outputs = [j for j, value in enumerate(graph.outputs) if graph.reads[value] & reads]
     shape = graph.shape(graph.outputs[root])
@@ -106,6 +113,8 @@ def tile_plan(
     if len({_block_columns(stored[i]) for i in read}) > 1:
         return None
     if any(graph.reads[graph.outputs[j]] & ~reads for j in outputs):
+        return None
+    if any(graph.types[graph.outputs[j]].dtype not in _DTYPES for j in outputs):
         return None
 
     equations: set[int] = set()
@@ -122,7 +131,7 @@ def tile_plan(
             pending += graph.equations[index].operands
         elif graph.reads[value]:
             return None
-        elif graph.shape(value) == shape:
+        elif graph.shape(value) == shape and graph.types[value].dtype in _DTYPES:
             full.append(value)
         elif graph.shape(value) == ():
             constant = graph.constants.get(value)
@@ -145,7 +154,7 @@ def tile_plan(
     )
 
 
-def _takes(q: Quantized, path: str) -> bool:
+def _takes(q: Quantized, path: kernels.Path) -> bool:
     """Whether a kernel decodes and encodes an array of this shape and format."""
     if len(q.shape) < 2 or not _has_block_scales(q.format) or q.dtype != jnp.float32:
         return False
@@ -204,7 +213,10 @@ class _SliceBlocks:
         return x
 
     def largest(self, x: jax.Array) -> jax.Array:
-        """Returns the element of largest magnitude of each block, with its sign."""
+        """Returns the element of largest magnitude of each block, with its sign.
+
+        Mosaic has no maximum of uint32. As with ``Blocks``, positive elements win ties.
+        """
         x = jnp.where(jnp.isnan(x), jnp.inf, x)
         high, low = self.reduce(jnp.max, x, 0), self.reduce(jnp.max, -x, 0)
         return jnp.where(high >= low, high, -low)
@@ -277,7 +289,8 @@ def _spread(scale: jax.Array, block_columns: int, out: Any) -> None:
         first = start // block_columns
         group = first // _LANES * _LANES
         out[:, start : start + _LANES] = _lanes(
-            scale[:, group : group + _LANES], _divided(lane, block_columns)[0] + first % _LANES
+            scale[:, group : group + _LANES],
+            _quotient_and_remainder(lane, block_columns)[0] + first % _LANES,
         )
 
 
@@ -286,7 +299,7 @@ def _gather_up(spread: Any, block_columns: int, out: Any) -> None:
     rows, width = out.shape
     per_slice = _LANES // block_columns  # blocks
     lane = jax.lax.broadcasted_iota(jnp.int32, (rows, _LANES), 1)
-    place, block = _divided(lane, per_slice)
+    place, block = _quotient_and_remainder(lane, per_slice)
     for group in range(0, width, _LANES):
         found = jnp.zeros((rows, _LANES), jnp.float32)
         for k in range(block_columns):
@@ -398,7 +411,7 @@ class _Kernel:
     def __call__(self, *operands: jax.Array) -> list[jax.Array]:
         """Runs the kernel on the arrays of one device."""
         num_noise = 2 * len(self._stored) * self._is_noisy
-        small, noise, places, arrays = _divide(
+        small, noise, places, arrays = _split(
             operands, len(self._small_dtypes), num_noise, 2, self._num_arrays
         )
         shape = tuple(arrays[self._parts[self._plan.stored[0]]].shape)  # of codes
@@ -417,6 +430,7 @@ class _Kernel:
         def matrices(x: Any) -> tuple[int, ...]:
             return num_matrices, *x.shape[-2:]
 
+        per_element = sum(x.dtype.itemsize for x in [*arrays, *results])
         moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in [*arrays, *results])
         call = pl.pallas_call(
             functools.partial(self._tile, tiling),
@@ -429,7 +443,8 @@ class _Kernel:
             * len(self._stored),
             input_output_aliases={len(scalars) + k: n for k, n in aliases.items()},
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel",) * 3, vmem_limit_bytes=_VMEM_BYTES
+                dimension_semantics=("parallel",) * 3,
+                vmem_limit_bytes=2 * rows * columns * per_element + _EXTRA_BYTES,
             ),
             cost_estimate=pl.CostEstimate(
                 flops=len(self._plan.equations) * math.prod(tiling.shape),
@@ -467,7 +482,7 @@ class _Kernel:
     def _tile(self, tiling: _Tiling, *refs: Any) -> None:
         """Reads, updates and writes one tile."""
         plan, graph = self._plan, self._graph
-        numbers, operands, made, spread = _divide(
+        numbers, operands, made, spread = _split(
             refs, 3, self._num_arrays, self.num_results, len(self._stored)
         )
         floats, integers, noise = numbers
@@ -477,7 +492,7 @@ class _Kernel:
         spread_of = dict(zip(self._stored, spread, strict=True))
 
         def one_slice(at: Any, _: None) -> None:
-            i, j = _divided(at, tiling.tile[1] // _LANES)
+            i, j = _quotient_and_remainder(at, tiling.tile[1] // _LANES)
             columns = _window(j, _LANES)
             here, blocks = (_window(i, _ROWS), columns), (_window(i, _GROUPS[0]), columns)
             # Of each element: row and column in this device's matrix.
@@ -558,7 +573,7 @@ def _stack(numbers: list[jax.Array]) -> jax.Array:
     return jnp.concatenate([x.reshape(-1) for x in numbers] or [jnp.zeros(1, jnp.int32)])
 
 
-def _divided(x: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:
+def _quotient_and_remainder(x: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:
     """Returns quotient and remainder of what is not negative; ``//`` asks for the sign."""
     number = jnp.asarray(by, jnp.int32)
     return jax.lax.div(x, number), jax.lax.rem(x, number)
@@ -569,7 +584,7 @@ def _window(i: Any, size: int) -> Any:
     return pl.ds(pl.multiple_of(i * size, size), size)
 
 
-def _divide(refs: Sequence[Any], *sizes: int) -> Iterator[Sequence[Any]]:
+def _split(refs: Sequence[Any], *sizes: int) -> Iterator[Sequence[Any]]:
     for end, size in zip(itertools.accumulate(sizes), sizes, strict=True):
         yield refs[end - size : end]
 
@@ -583,6 +598,8 @@ def _evaluate(eqn: Equation, values: dict[int, Any]) -> Sequence[Any]:
     operands = [values[v] for v in eqn.operands]
     if eqn.primitive.name == "broadcast_in_dim":
         return [jnp.broadcast_to(operands[0], _SLICE)]
+    if eqn.primitive.name in ("copy", "copy_p"):
+        return operands
     if eqn.primitive.name == "sign":  # Mosaic's rule asks for the chip that compiles
         (x,) = operands
         one = jnp.ones([], x.dtype)

@@ -119,9 +119,13 @@ def low_precision_state(
         changed.
       seed: the seed of stochastic rounding; the noise depends on it and the step.
       implementation: ``"xla"``, or ``"pallas"``: programs for one TPU update matrices by a kernel
-        that reads and writes everything once, without temporaries. It takes element-wise
-        transformations of float32 matrices whose formats have 8 bits and a scale per block, and
-        whose rows are the next to last dim; all else, and all other platforms, use XLA's form.
+        that reads and writes everything once, without temporaries; ``Zero`` runs it on shards, and
+        with the parameters inside if this transformation is its ``tx`` (wrap others in this one,
+        not in a chain). It takes element-wise transformations of float32 moments of matrices whose
+        formats have 8 bits and a scale per block, and whose rows are the next to last dim; all
+        else, x64 mode, and all other platforms use XLA's form. Programs for TPUs that map
+        (``vmap``) or differentiate the update, and arrays that are sharded by ``in_shardings`` of
+        ``jit`` alone, need ``"xla"``.
 
     Returns:
       A ``GradientTransformation`` that takes the arguments of ``inner``.
@@ -196,6 +200,17 @@ def low_precision_state(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, LowPrecisionState]:
+        return run(updates, state, params, extra_args, apply=False)
+
+    def run(
+        updates: optax.Updates,
+        state: LowPrecisionState,
+        params: optax.Params | None,
+        extra_args: Any,
+        apply: bool,
+    ) -> tuple[Any, LowPrecisionState]:
+        """Returns the updates or, to ``apply`` them, the new parameters; and the state."""
+
         def step(
             updates: optax.Updates, state: LowPrecisionState
         ) -> tuple[optax.Updates, LowPrecisionState]:
@@ -209,7 +224,8 @@ def low_precision_state(
                     _encode_as(path, was, leaf, key) if isinstance(was, Quantized) else leaf
                     for (path, was), leaf in zip(old, treedef.flatten_up_to(new), strict=True)
                 ]
-            return updates, LowPrecisionState(key, treedef.unflatten(stored))
+            out = optax.apply_updates(params, updates) if apply else updates
+            return out, LowPrecisionState(key, treedef.unflatten(stored))
 
         leaves = jax.tree.leaves((updates, state, params, extra_args))
         if not any(isinstance(x, jax.core.Tracer) for x in leaves):
@@ -226,16 +242,30 @@ def low_precision_state(
             make_run = functools.partial(make_run, scales=scales)
             return run_by_leaf(step, updates, state, lambda x: id(x) in deferred, make_run)
 
-        on_several = _matrix_passes.is_partitioned((updates, state)) and not kernels.on_shards()
+        on_several = _matrix_passes.is_partitioned((updates, state)) and not kernels.has_shards()
         if implementation == "xla" or on_several or _matrix_passes.is_portable():
             return scheduled(updates, state)
 
-        def inner_update(updates: optax.Updates, inner_state: Any) -> Any:
-            return inner.update(updates, inner_state, params, **extra_args)
+        def with_kernels(
+            updates: optax.Updates, state: LowPrecisionState
+        ) -> tuple[Any, LowPrecisionState]:
+            def inner_update(updates: optax.Updates, inner_state: Any) -> Any:
+                return inner.update(updates, inner_state, params, **extra_args)
 
-        return _in_tiles(inner_update, scheduled, updates, state, rounding)
+            tiles = _Tiles(inner_update, updates, state, rounding, params if apply else None)
+            return scheduled(updates, state, functools.partial(_TileByTile, tiles=tiles))
 
-    return optax.GradientTransformationExtraArgs(init, update)
+        return kernels.for_tpus(with_kernels, scheduled, updates, state)
+
+    if implementation == "xla":
+        return optax.GradientTransformationExtraArgs(init, update)
+
+    def update_params(
+        grads: optax.Updates, state: LowPrecisionState, params: optax.Params, **extra_args: Any
+    ) -> tuple[optax.Params, LowPrecisionState]:
+        return run(grads, state, params, extra_args, apply=True)
+
+    return kernels.with_update_params(init, update, update_params)
 
 
 def describe_state(state: optax.OptState) -> str:
@@ -393,24 +423,24 @@ class _ScalesFirst(ScheduledRun):
 class _Tiles:
     """The parameters of a step that a kernel updates, and the calls of it.
 
-    Attributes:
-      new_params: the parameters after the step, by the number of their update, where these are
-        computed.
+    The step is traced twice. The graph that is evaluated has codes and scales as inputs and
+    outputs. That of the inner update, here, has the decoded moments in their place: a kernel
+    decodes and encodes by itself. The outputs of either graph replace its inputs.
     """
 
     def __init__(
         self,
-        update: Any,
+        inner_update: Any,
         updates: Any,
         state: LowPrecisionState,
-        params: Mapping[int, jax.Array],
         rounding: str,
+        params: Any | None,
     ):
         flat, treedef = _flatten(state.inner_state)
         with_paths, updates_def = jax.tree_util.tree_flatten_with_path(updates)
         num = len(with_paths)
-        self._params, self._rounding = params, rounding
-        self.new_params: dict[int, jax.Array] = {}
+        self._rounding = rounding
+        self._params = [None] * num if params is None else jax.tree.leaves(params)
         self._key = None if state.key is None else next_key(state.key)
         self._paths = {i: path for i, (path, _) in enumerate(flat, num)}
         self._stored = {
@@ -422,7 +452,7 @@ class _Tiles:
         ]
 
         def flat_update(inputs: list[Any]) -> list[Any]:
-            tree, inner_state = update(
+            tree, inner_state = inner_update(
                 jax.tree.unflatten(updates_def, inputs[:num]), treedef.unflatten(inputs[num:])
             )
             return jax.tree.leaves(tree) + treedef.flatten_up_to(inner_state)
@@ -434,7 +464,7 @@ class _Tiles:
         self._plans = {
             j: plan
             for j, (path, _) in enumerate(with_paths)
-            if (plan := _tile_kernel.tile_plan(self._graph, j, path_name(path), self._stored))
+            if (plan := _tile_kernel.tile_plan(self._graph, j, path, self._stored))
         }
         # The leaves of (updates, state) that each output of ``flat_update`` is.
         leaves, everything = jax.tree.flatten((updates, state))
@@ -449,7 +479,7 @@ class _Tiles:
 
     def run(self, root: int) -> dict[int, jax.Array]:
         """Returns these outputs."""
-        plan, graph, param = self._plans[root], self._graph, self._params.get(root)
+        plan, graph = self._plans[root], self._graph
         equations, _ = graph.needed([*plan.full, *plan.small], self._values)
         evaluate(equations, self._values)
         full, small = ([self._values[v] for v in which] for which in (plan.full, plan.small))
@@ -458,47 +488,14 @@ class _Tiles:
             if self._key is not None:
                 salts = [salt_of(self._paths[i]) for i in plan.stored]
                 noise = [hashes_of_matrices(self._key, salt, plan.shape) for salt in salts]
-            made = _tile_kernel.run(plan, graph, full, small, stored, noise, self._rounding, param)
-        if param is not None:
-            at = plan.outputs.index(root)
-            self.new_params[root] = made[at]
-            # Of no effect unless it is read.
-            made[at] = (made[at] - param).astype(graph.types[graph.outputs[root]].dtype)
+            made = _tile_kernel.run(
+                plan, graph, full, small, stored, noise, self._rounding, self._params[root]
+            )
         return {
             k: x
             for j, new in zip(plan.outputs, made, strict=True)
             for k, x in zip(self._places[j], jax.tree.leaves(new), strict=True)
         }
-
-
-def _in_tiles(
-    update: Any, scheduled: Any, updates: Any, state: LowPrecisionState, rounding: str
-) -> tuple[Any, LowPrecisionState]:
-    """Calls a kernel for each parameter that has one, in programs for TPUs."""
-    paths = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(updates)]
-    # Closed over, as by the transformation: an operand that is both is one operand of a kernel.
-    params = {
-        j: p for j, path in enumerate(paths) if (p := kernels.param_to_update(path)) is not None
-    }
-
-    def applied(updates: Any) -> dict[int, jax.Array]:
-        leaves = jax.tree.leaves(updates)
-        return {j: optax.apply_updates(p, leaves[j]) for j, p in params.items()}
-
-    def with_kernels(updates: Any, state: LowPrecisionState) -> Any:
-        tiles = _Tiles(update, updates, state, params, rounding)
-        new, state = scheduled(updates, state, functools.partial(_TileByTile, tiles=tiles))
-        return new, state, applied(new) | tiles.new_params
-
-    def without(updates: Any, state: LowPrecisionState) -> Any:
-        new, state = scheduled(updates, state)
-        return new, state, applied(new)
-
-    new, state, new_params = kernels.for_tpus(with_kernels, without, updates, state)
-    for j, leaf in enumerate(jax.tree.leaves(new)):
-        if j in params:
-            kernels.report_new_param(paths[j], leaf, new_params[j])
-    return new, state
 
 
 class _TileByTile(_ScalesFirst):

@@ -1,8 +1,7 @@
 """Kernels of an update run on the shards of each device."""
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,30 +9,31 @@ from jax.sharding import PartitionSpec
 
 from optax_ext import kernels
 from sharding.placement._layout import Layout
-from sharding.placement._specs import is_spec, path_str
+from sharding.placement._specs import is_spec
 
 
-@contextlib.contextmanager
-def on_shards(layout: Layout, specs: Any) -> Iterator[None]:
-    """Kernels traced here run on the mesh; ``specs`` are those of the shards of parameters."""
-    leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
-    with kernels.kernels_on(_Shards(layout, {path_str(path): spec for path, spec in leaves})):
-        yield
+class KernelShards:
+    """How parameters are sharded on a mesh; see ``optax_ext.kernels.Shards``.
 
+    Attributes:
+      layout: the mesh.
+      params: the parameters, or their types.
+      specs: how they are sharded.
+    """
 
-class _Shards:
-    """How parameters are sharded on a mesh; see ``optax_ext.kernels.Shards``."""
+    def __init__(self, layout: Layout, params: Any, specs: Any):
+        self._layout = layout
+        leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
+        self._specs = dict(leaves)
+        self._shapes = {p: x.shape for p, x in jax.tree_util.tree_leaves_with_path(params)}
 
-    def __init__(self, layout: Layout, specs: Mapping[str, PartitionSpec]):
-        self._layout, self._specs = layout, specs
-
-    def _entries(self, path: str, ndim: int) -> list[Any]:
+    def _entries(self, path: kernels.Path, ndim: int) -> list[Any]:
         spec = self._specs[path]
         return [*spec, *[None] * (ndim - len(spec))]
 
-    def shape_of(self, path: str, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Returns the shape of a shard of a parameter; None if the path is not one's."""
-        if path not in self._specs:
+    def shape_of(self, path: kernels.Path, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Returns the shape of a shard; None if there is no such parameter of this shape."""
+        if self._shapes.get(path) != shape:
             return None
         local = []
         for size, entry in zip(shape, self._entries(path, len(shape)), strict=True):
@@ -44,7 +44,7 @@ class _Shards:
 
     def run(
         self,
-        path: str,
+        path: kernels.Path,
         fn: Callable[..., list[jax.Array]],
         operands: Sequence[jax.Array],
         dims: Sequence[tuple[int, ...]],

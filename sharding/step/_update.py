@@ -1,19 +1,18 @@
 """The optimizer step on shards."""
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext.kernels import update_params
+from optax_ext import kernels
 from sharding.collectives._dtypes import to_sum_dtype
 from sharding.offload._transformation import streamed
 from sharding.placement._layout import Layout, Placement
 from sharding.placement._train_state import parts
 from sharding.step._gather_params import gather_updated
-from sharding.step._kernel_shards import on_shards
+from sharding.step._kernel_shards import KernelShards
 from sharding.step._matrix_owners import owners_on
 from sharding.step._step_plan import StepSpec
 
@@ -61,14 +60,16 @@ def update(
     with jax.named_scope("update"):
         shards = layout.constrain(params, placed.shards) if shards is None else shards
         grads = layout.constrain(grads, placed.shards)
-        run = optax.with_extra_args_support(tx).update
+        run, update_params = optax.with_extra_args_support(tx).update, kernels.update_params_of(tx)
 
         def advance(shards: Any, opt_state: Any) -> tuple[Any, Any]:
-            place = functools.partial(layout.constrain, specs=placed.shards)
-            with owners_on(layout, placed.shards), on_shards(layout, placed.shards):
-                shards, opt_state = update_params(
-                    functools.partial(run, **extra_args), grads, opt_state, shards, place
-                )
+            on_shards = kernels.kernels_on(KernelShards(layout, shards, placed.shards))
+            with owners_on(layout, placed.shards), on_shards:
+                if update_params is not None:
+                    shards, opt_state = update_params(grads, opt_state, shards, **extra_args)
+                    return shards, layout.constrain(opt_state, opt_specs)
+                updates, opt_state = run(grads, opt_state, shards, **extra_args)
+            shards = optax.apply_updates(shards, layout.constrain(updates, placed.shards))
             return shards, layout.constrain(opt_state, opt_specs)
 
         # Offloaded state streams through the device.

@@ -234,60 +234,83 @@ def test_bad_input():
         low_precision_state(optax.adamw(1e-3), implementation="triton")
 
 
-# --- Parameters inside ----------------------------------------------------------------------------
-
-
-def updated_by_hand(tx, grads, state, params):
-    updates, state = tx.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
-
-
-SHAPES = {"w": (128, 256), "v": (64, 130), "b": (40,)}
-# What follows the kernel's transformation changes its updates, or does not.
-AROUND = {
-    "alone": (lambda tx: tx, 2),
-    "first in a chain": (lambda tx: optax.chain(tx, optax.scale(0.5)), 2),
-    "last in a chain": (lambda tx: optax.chain(optax.clip(1.0), tx), 2),
-    "masked": (lambda tx: optax.masked(tx, {"w": True, "v": False, "b": True}), 1),
-    "if finite": (lambda tx: optax.apply_if_finite(tx, 3), 2),
-}
+def test_x64_mode_has_the_form_of_xla(x64):
+    plain, tiled = pair(optax.adamw(1e-3))
+    params = params_of({"w": (64, 128)})
+    state = plain.init(params)
+    want, have = (jax.jit(tx.update)(params, state, params) for tx in (plain, tiled))
+    jax.tree.map(np.testing.assert_array_equal, have, want)
 
 
 @pytest.mark.parametrize(
-    ("around", "dtype"), [*((name, "float32") for name in AROUND), ("alone", "bfloat16")]
+    ("inner", "num"),
+    [
+        # An array that is copied, one that is not of a kernel's dtypes.
+        (
+            optax.chain(optax.trace(0.9), optax.stateless(lambda u, _: jax.tree.map(jnp.array, u))),
+            1,
+        ),
+        (
+            optax.chain(
+                optax.trace(0.9),
+                optax.stateless(lambda u, _: jax.tree.map(lambda x: x.astype(jnp.float16), u)),
+            ),
+            0,
+        ),
+    ],
 )
-def test_parameters_are_updated_as_by_optax(around, dtype):
-    wrap, num = AROUND[around]
-    plain, tiled = map(wrap, pair(optax.adamw(1e-3)))
+def test_odd_transformations_in_programs_for_tpus(inner, num):
+    _, tiled = pair(inner)
+    params = params_of({"w": (64, 128)})
+    traced = jax.jit(tiled.update).trace(params, tiled.init(params), params)
+    assert traced.lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call") == num
+
+
+# --- Parameters inside ----------------------------------------------------------------------------
+
+
+SHAPES = {"w": (128, 256), "v": (64, 130), "b": (40,)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parameters_are_updated_as_by_optax(dtype):
+    plain, tiled = pair(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
+    update_params = kernels.update_params_of(tiled)
     params = params_of(SHAPES, dtype)
     state = plain.init(params)
 
-    def step(grads, state, params):
-        return kernels.update_params(tiled.update, grads, state, params)
+    @jax.jit
+    def by_hand(grads, state, params):
+        updates, state = plain.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
 
-    assert num_kernels(step, params, state, params) in (num, 2 * num)
+    assert num_kernels(update_params, params, state, params) == 2
     for i in range(3):
         grads = grads_of(i, params)
-        want = jax.jit(updated_by_hand, static_argnums=0)(plain, grads, state, params)
-        have = interpreted(step)(grads, state, params)
+        want, have = by_hand(grads, state, params), interpreted(update_params)(grads, state, params)
         for k, x in want[0].items():
             assert have[0][k].dtype == x.dtype
             error = np.abs(np.asarray(have[0][k] - x, np.float64))
             assert np.max(error) <= float(jnp.finfo(dtype).eps) * np.max(np.abs(x))
         assert_same(have[1], want[1])
+        eager = update_params(grads, state, params)[0]
+        np.testing.assert_allclose(eager["b"].astype(float), want[0]["b"].astype(float), rtol=1e-2)
         params, state = want
 
 
+def test_only_the_outermost_transformation_updates_parameters():
+    plain, tiled = pair(optax.adamw(1e-3))
+    assert kernels.update_params_of(plain) is None
+    assert kernels.update_params_of(optax.chain(tiled, optax.scale(0.5))) is None
+    assert optax.with_extra_args_support(tiled) is tiled
+
+
 def test_no_update_passes_through_memory():
-    """The program reads the gradient and writes the parameter, in one kernel for each matrix."""
+    """A kernel reads the gradient and writes the parameter."""
     _, tiled = pair(optax.adamw(1e-3))
     params = params_of({"w": (128, 256)})
     state = tiled.init(params)
-
-    def step(grads, state, params):
-        return kernels.update_params(tiled.update, grads, state, params)
-
-    (call,) = kernels_in(step, params, state, params)
+    (call,) = kernels_in(kernels.update_params_of(tiled), params, state, params)
     results = [v.aval for v in call.outvars]
     assert [x.shape for x in results if x.size == 128 * 256 and x.dtype == jnp.float32] == [
         (1, 128, 256)

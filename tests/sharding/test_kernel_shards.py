@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 import optax_ext
 import sharding as shd
 from optax_ext import kernels
+from sharding.placement._layout import Layout
+from sharding.step._kernel_shards import KernelShards
 
 from .test_targets import need
 
@@ -49,10 +51,8 @@ def loss(params, batch):
 
 
 def transformation(implementation):
-    tx = optax_ext.low_precision_state(
-        optax.adamw(1e-2), implementation=implementation, min_size=1024
-    )
-    return optax.chain(optax.clip_by_global_norm(100.0), tx)
+    inner = optax.chain(optax.clip_by_global_norm(100.0), optax.adamw(1e-2))
+    return optax_ext.low_precision_state(inner, implementation=implementation, min_size=1024)
 
 
 def assert_same(have, want):
@@ -70,12 +70,11 @@ def assert_same(have, want):
             np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=str(path))
 
 
-def check(zero, specs=None):
+def check(zero, specs=None, wrap=lambda tx: tx):
     """Each step of the kernel's from a state of XLA's, so that no rounding adds up."""
-    tx = transformation("xla")
+    tx, tiled = wrap(transformation("xla")), wrap(transformation("pallas"))
     state = zero.init(lambda: (initial(), tx.init(initial())), tx=tx, param_specs=specs)
-    step = zero.train_step(loss, tx=tx)
-    step_tiled = zero.train_step(loss, tx=transformation("pallas"))
+    step, step_tiled = (zero.train_step(loss, tx=one) for one in (tx, tiled))
     places = jax.tree.map(lambda x: x.sharding, state)
     for i in range(2):
         before, data = jax.device_get(state), zero.put(batch(i))
@@ -112,6 +111,28 @@ def test_beside_tensor_parallelism():
     zero = shd.Zero(mesh, stage=2, min_shard_size=512)
     specs = dict.fromkeys(SHAPES, P()) | {"up": P(None, "model"), "stack": P(None, "model")}
     check(zero, specs)
+
+
+def test_updates_that_leave_the_kernel():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    zero = shd.Zero(mesh, stage=2, min_shard_size=512)
+    check(zero, wrap=lambda tx: optax.chain(tx, optax.scale(0.5)))
+
+
+def test_paths_that_read_alike_are_not_confused():
+    shards = {"a": {"b": (64, 128)}, "a/b": (64, 256), "c": (64, 128)}
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    layout = Layout(mesh, 2, "data")
+    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, "float32"), shards, is_leaf=is_shape)
+    specs = {"a": {"b": P("data")}, "a/b": P(None, "data"), "c": P()}
+    found = KernelShards(layout, params, specs)
+    paths = {jax.tree_util.keystr(p): p for p, _ in jax.tree_util.tree_leaves_with_path(params)}
+    assert found.shape_of(paths["['a']['b']"], (64, 128)) == (8, 128)
+    assert found.shape_of(paths["['a/b']"], (64, 256)) == (64, 32)
+    # A transformation may have flattened what it is given.
+    assert found.shape_of(paths["['c']"], (64 * 128,)) is None
+    assert found.shape_of((), (64, 128)) is None
 
 
 def kernels_of_step(zero):
