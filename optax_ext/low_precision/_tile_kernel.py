@@ -345,12 +345,17 @@ def run(
     Returns:
       For each of ``plan.outputs`` an array, or a ``Quantized`` where it replaces one of ``stored``.
     """
-    kernel = _Kernel(plan, graph, small, stored, rounding, noise is not None, param, full)
+    arrays, at = list(full), None
+    if param is not None:
+        # It may be one of these already, as with weight decay.
+        at = next((k for k, x in enumerate(full) if x is param), len(full))
+        if at == len(full):
+            arrays.append(param)
+    kernel = _Kernel(plan, graph, small, stored, rounding, noise is not None, len(arrays), at)
     lead, every = tuple(range(len(plan.shape) - 2)), tuple(range(len(plan.shape)))
     row, column = every[-2:]
     numbers = [x.reshape(plan.shape[:-2]) for pair in noise or () for x in pair]
     places = [jnp.arange(plan.shape[d], dtype=jnp.int32) for d in (row, column)]  # a shard's first
-    arrays = [*full, *([] if kernel.param_in_full else [param] if param is not None else [])]
     arrays += [part for q in stored for part in _parts(q)]
     operands = [*small, *numbers, *places, *arrays]
     dims: list[tuple[int, ...]] = [()] * len(small) + [lead] * len(numbers) + [(row,), (column,)]
@@ -361,7 +366,11 @@ def run(
 
 
 class _Kernel:
-    """The function of a device's arrays that ``run`` calls."""
+    """The function of a device's arrays that ``run`` calls.
+
+    Its arrays are ``num_full`` of the parameter's shape, the one at ``param`` the parameter itself,
+    then the parts of those that are stored.
+    """
 
     def __init__(
         self,
@@ -371,31 +380,26 @@ class _Kernel:
         stored: Sequence[Quantized],
         rounding: str,
         is_noisy: bool,
-        param: jax.Array | None,
-        full: Sequence[jax.Array],
+        num_full: int,
+        param: int | None,
     ):
         self._plan, self._graph, self._rounding, self._is_noisy = plan, graph, rounding, is_noisy
         self._stored = dict(zip(plan.stored, stored, strict=True))
         self._floats = [k for k, x in enumerate(small) if jnp.issubdtype(x.dtype, jnp.floating)]
         self._integers = [k for k in range(len(small)) if k not in self._floats]
         self._small_dtypes = [x.dtype for x in small]
-        # The position of each array among the operands of the kernel, and of each result.
-        self._param: int | None = None
-        self._num_full = len(full)
-        if param is not None:
-            self._param = next((k for k, x in enumerate(full) if x is param), len(full))
-            self._num_full = max(len(full), self._param + 1)
-        self.param_in_full = self._num_full == len(full)
-        self._parts: dict[int, int] = {}
-        at = self._num_full
+        self._param = param
+        # The position of the parts of each stored array among the arrays, and of each result.
+        self._parts_at: dict[int, int] = {}
+        at = num_full
         for i, q in self._stored.items():
-            self._parts[i] = at
+            self._parts_at[i] = at
             at += len(_parts(q))
         self._num_arrays = at
-        self._results: dict[int, int] = {}
+        self._results_at: dict[int, int] = {}
         at = 0
         for j in plan.outputs:
-            self._results[j] = at
+            self._results_at[j] = at
             at += len(_parts(self._stored[j])) if j in self._stored else 1
         self.num_results = at
 
@@ -405,7 +409,7 @@ class _Kernel:
             _from_parts(made[at : at + len(_parts(self._stored[j]))], self._stored[j])
             if j in self._stored
             else made[at]
-            for j, at in self._results.items()
+            for j, at in self._results_at.items()
         ]
 
     def __call__(self, *operands: jax.Array) -> list[jax.Array]:
@@ -414,7 +418,7 @@ class _Kernel:
         small, noise, places, arrays = _split(
             operands, len(self._small_dtypes), num_noise, 2, self._num_arrays
         )
-        shape = tuple(arrays[self._parts[self._plan.stored[0]]].shape)  # of codes
+        shape = tuple(arrays[self._parts_at[self._plan.stored[0]]].shape)  # of codes
         tiling = _Tiling(shape, _block_columns(self._stored[self._plan.stored[0]]))
         scalars = [
             _stack([small[k].astype(jnp.float32) for k in self._floats]),
@@ -464,7 +468,7 @@ class _Kernel:
         aliases = {}
         for j in plan.outputs:
             if j in self._stored:
-                for k in range(self._parts[j], self._parts[j] + len(_parts(self._stored[j]))):
+                for k in range(self._parts_at[j], self._parts_at[j] + len(_parts(self._stored[j]))):
                     aliases[k] = len(results)
                     results.append(arrays[k])
                 continue
@@ -476,7 +480,9 @@ class _Kernel:
             # Not over the gradient: XLA would copy one that the program may not overwrite.
             if over is not None and arrays[over].dtype == dtype:
                 aliases[over] = len(results)
-            results.append(jax.ShapeDtypeStruct(arrays[self._parts[plan.stored[0]]].shape, dtype))
+            results.append(
+                jax.ShapeDtypeStruct(arrays[self._parts_at[plan.stored[0]]].shape, dtype)
+            )
         return results, aliases
 
     def _tile(self, tiling: _Tiling, *refs: Any) -> None:
@@ -488,7 +494,7 @@ class _Kernel:
         floats, integers, noise = numbers
         tile = [pl.program_id(d) for d in range(3)]
         for (i, q), scales in zip(self._stored.items(), spread, strict=True):
-            _spread(operands[self._parts[i] + 1][...], _block_columns(q), scales)
+            _spread(operands[self._parts_at[i] + 1][...], _block_columns(q), scales)
         spread_of = dict(zip(self._stored, spread, strict=True))
 
         def one_slice(at: Any, _: None) -> None:
@@ -507,7 +513,7 @@ class _Kernel:
                 for place, k in enumerate(which):
                     values[plan.small[k]] = _as_dtype(ref[place], self._small_dtypes[k])
             for v, q in self._stored.items():
-                parts = operands[self._parts[v] :][: len(_parts(q))]
+                parts = operands[self._parts_at[v] :][: len(_parts(q))]
                 codes = [
                     spread_of[v][blocks] if k == 1 else part[here] for k, part in enumerate(parts)
                 ]
@@ -518,7 +524,7 @@ class _Kernel:
                 values |= zip(eqn.results, _evaluate(eqn, values), strict=True)
 
             # Encode.
-            for output, result in self._results.items():
+            for output, result in self._results_at.items():
                 new = values[graph.outputs[output]]
                 if output in self._stored:
                     k = plan.stored.index(output)
@@ -544,7 +550,7 @@ class _Kernel:
                     made[result][here] = jnp.broadcast_to(new, _SLICE)
 
         jax.lax.fori_loop(0, math.prod(tiling.tile) // math.prod(_SLICE), one_slice, None)
-        for output, result in self._results.items():
+        for output, result in self._results_at.items():
             if output in self._stored:
                 columns = _block_columns(self._stored[output])
                 _gather_up(spread_of[output], columns, made[result + 1])
