@@ -306,7 +306,7 @@ def test_only_the_outermost_transformation_updates_parameters():
 
 
 def test_no_update_passes_through_memory():
-    """A kernel reads the gradient, and the parameter once for decay and sum; it writes the latter."""
+    """A kernel reads gradient and parameter, this once for decay and sum, and writes the latter."""
     _, tiled = pair(optax.adamw(1e-3))
     params = params_of({"w": (128, 256)})
     state = tiled.init(params)
