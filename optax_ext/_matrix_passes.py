@@ -135,7 +135,7 @@ def implemented_by(implementation: str) -> Iterator[None]:
         _WITH_KERNELS.reset(token)
 
 
-def forms() -> Hashable:
+def trace_key() -> Hashable:
     """Returns what the form of a pass depends on beside its arrays; a key for cached traces."""
     return _PORTABLE.get(), _WITH_KERNELS.get(), kernels.is_interpreted()
 

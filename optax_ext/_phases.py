@@ -40,7 +40,7 @@ def run(step: Step, hyper: Any, dims: Sequence[Factoring], *columns: Sequence[An
     arguments = list(zip(*columns, strict=True))
     static = all(h is None or isinstance(h, int | float | np.dtype) for h in hyper)
     if static and not _matrix_passes.has_barriers(columns):
-        call = functools.partial(_param_step, _matrix_passes.forms(), step, hyper)
+        call = functools.partial(_param_step, _matrix_passes.trace_key(), step, hyper)
         return list(map(call, dims, arguments))
     generators = [step(hyper, d, *arrays) for d, arrays in zip(dims, arguments, strict=True)]
     sent: list[tuple[Any, ...]] = [() for _ in generators]  # the results of all phases so far
@@ -51,7 +51,7 @@ def run(step: Step, hyper: Any, dims: Sequence[Factoring], *columns: Sequence[An
         name = phases[0].__name__
         with jax.named_scope(name):
             if static:
-                call = functools.partial(_replayed(name), _matrix_passes.forms(), step, hyper)
+                call = functools.partial(_replayed(name), _matrix_passes.trace_key(), step, hyper)
                 results = list(map(call, dims, arguments, sent))
             else:
                 results = [phase() for phase in phases]
@@ -63,9 +63,9 @@ def run(step: Step, hyper: Any, dims: Sequence[Factoring], *columns: Sequence[An
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _param_step(forms: Any, step: Step, hyper: Any, dims: Factoring, arrays: Any) -> Any:
+def _param_step(key: Any, step: Step, hyper: Any, dims: Factoring, arrays: Any) -> Any:
     """Runs the step of one parameter."""
-    del forms  # the trace depends on it, see _matrix_passes.forms
+    del key  # see _matrix_passes.trace_key
     generator, result = step(hyper, dims, *arrays), None
     while True:
         try:
@@ -94,10 +94,8 @@ def _replayed(name: str) -> Callable[..., Any]:
     It replays the generator: the results of earlier phases are sent, not computed again.
     """
 
-    def phase(
-        forms: Any, step: Step, hyper: Any, dims: Factoring, arrays: Any, sent: Any
-    ) -> Result:
-        del forms  # the trace depends on it, see _matrix_passes.forms
+    def phase(key: Any, step: Step, hyper: Any, dims: Factoring, arrays: Any, sent: Any) -> Result:
+        del key  # see _matrix_passes.trace_key
         generator = step(hyper, dims, *arrays)
         current = next(generator)
         for result in sent:

@@ -65,39 +65,19 @@ def for_tpus(kernel: Callable[..., Any], default: Callable[..., Any], *arguments
 # --- Shards ---------------------------------------------------------------------------------------
 
 
-def has_shards() -> bool:
-    """Whether kernels traced here run on the shards of ``kernels_on``."""
-    return _SHARDS.get() is not None
+def shards() -> Shards | None:
+    """Returns how arrays are sharded where this is traced; None on one device."""
+    return _SHARDS.get()
 
 
 @contextlib.contextmanager
-def kernels_on(shards: Shards) -> Iterator[None]:
+def kernels_on(found: Shards) -> Iterator[None]:
     """Kernels traced here run on these shards."""
-    token = _SHARDS.set(shards)
+    token = _SHARDS.set(found)
     try:
         yield
     finally:
         _SHARDS.reset(token)
-
-
-def shard_shape(path: Path, shape: Dims) -> Dims | None:
-    """Returns the shape of what a device has of a parameter; None if that is unknown."""
-    shards = _SHARDS.get()
-    return shape if shards is None else shards.shape_of(path, shape)
-
-
-def run_on_shards(
-    path: Path,
-    fn: Callable[..., list[jax.Array]],
-    operands: Sequence[jax.Array],
-    dims: Sequence[Dims],
-    result_dims: Sequence[Dims],
-) -> list[jax.Array]:
-    """Calls ``fn`` as ``Shards.run`` does; on one device, with the arrays as they are."""
-    shards = _SHARDS.get()
-    if shards is None:
-        return fn(*operands)
-    return shards.run(path, fn, operands, dims, result_dims)
 
 
 # --- Parameters -----------------------------------------------------------------------------------

@@ -41,18 +41,22 @@ def uniform(key: jax.Array, salt: int, shape: tuple[int, ...]) -> jax.Array:
     The index is global, so the numbers do not depend on the mesh and nothing is communicated.
     ``jax.random.uniform`` guarantees the same with ten times the arithmetic.
     """
-    step = hash_of_step(key, salt)
-    # A uint32 numbers the elements of the inner dims. For larger arrays, each slice of the outer
-    # dims has its own hash of the step.
+    num = _num_outer_dims(shape)
+    index = _index((*[1] * num, *shape[num:]))
+    return uniform_at(index, _hash_of_step(key, salt, shape))
+
+
+def _hash_of_step(key: jax.Array, salt: int, shape: tuple[int, ...]) -> jax.Array:
+    """Returns a uint32 for the noise of an array in one step, shaped to broadcast against it.
+
+    A uint32 numbers the elements of the inner dims. For larger arrays, each slice of the outer dims
+    has its own hash.
+    """
+    step = _mix(_mix(key[0] ^ jnp.uint32(salt)) + key[1])
     num = _num_outer_dims(shape)
     if num:
         step = _mix(_mix(step) + _index((*shape[:num], *[1] * (len(shape) - num))))
-    return uniform_at(_index((*[1] * num, *shape[num:])), step)
-
-
-def hash_of_step(key: jax.Array, salt: int) -> jax.Array:
-    """Returns a uint32 for the noise of one array in one step."""
-    return _mix(_mix(key[0] ^ jnp.uint32(salt)) + key[1])
+    return step
 
 
 def uniform_at(index: jax.Array, step: jax.Array) -> jax.Array:
@@ -69,13 +73,11 @@ def hashes_of_matrices(key: jax.Array, salt: int, shape: tuple[int, ...]) -> lis
     The noise of matrix ``i`` is ``uniform_at(first[i] + index, hashes[i])``, by the index of each
     element in the matrix.
     """
-    num, step = _num_outer_dims(shape), hash_of_step(key, salt)
+    num = _num_outer_dims(shape)
     inner, size = math.prod(shape[num:-2]), math.prod(shape[-2:])
-    if num:
-        step = _mix(_mix(step) + _index(shape[:num])).reshape(-1)
     first = jnp.arange(inner, dtype=jnp.uint32) * jnp.uint32(size & 0xFFFFFFFF)
-    outer = math.prod(shape[:num])
-    return [jnp.repeat(jnp.atleast_1d(step), inner), jnp.tile(first, outer)]
+    hashes = _hash_of_step(key, salt, shape).reshape(-1)
+    return [jnp.repeat(hashes, inner), jnp.tile(first, hashes.size)]
 
 
 def numbers_matrices(shape: tuple[int, ...]) -> bool:

@@ -100,8 +100,6 @@ def tile_plan(
     Returns:
       The plan; None if a part is not element-wise, or no kernel takes a shape or format.
     """
-    if jax.dtypes.canonicalize_dtype(jnp.int64) == jnp.int64:
-        return None  # Mosaic has no int64, which loops then count in
     reads = graph.reads[graph.outputs[root]]
     outputs = [j for j, value in enumerate(graph.outputs) if graph.reads[value] & reads]
     shape = graph.shape(graph.outputs[root])
@@ -158,7 +156,8 @@ def _takes(q: Quantized, path: kernels.Path) -> bool:
     """Whether a kernel decodes and encodes an array of this shape and format."""
     if len(q.shape) < 2 or not _has_block_scales(q.format) or q.dtype != jnp.float32:
         return False
-    shard = kernels.shard_shape(path, q.shape)
+    shards = kernels.shards()
+    shard = q.shape if shards is None else shards.shape_of(path, q.shape)
     blocks = _blocks(q)
     block = blocks.rows_and_columns
     return (
@@ -361,7 +360,10 @@ def run(
     dims: list[tuple[int, ...]] = [()] * len(small) + [lead] * len(numbers) + [(row,), (column,)]
     dims += [every] * len(arrays)
     result_dims: list[tuple[int, ...]] = [every] * kernel.num_results
-    made = kernels.run_on_shards(plan.path, kernel, operands, dims, result_dims)
+    if (shards := kernels.shards()) is None:
+        made = kernel(*operands)
+    else:
+        made = shards.run(plan.path, kernel, operands, dims, result_dims)
     return kernel.unflatten(made)
 
 
@@ -415,7 +417,7 @@ class _Kernel:
     def __call__(self, *operands: jax.Array) -> list[jax.Array]:
         """Runs the kernel on the arrays of one device."""
         num_noise = 2 * len(self._stored) * self._is_noisy
-        small, noise, places, arrays = _split(
+        small, noise, places, arrays = _sections(
             operands, len(self._small_dtypes), num_noise, 2, self._num_arrays
         )
         shape = tuple(arrays[self._parts_at[self._plan.stored[0]]].shape)  # of codes
@@ -488,7 +490,7 @@ class _Kernel:
     def _tile(self, tiling: _Tiling, *refs: Any) -> None:
         """Reads, updates and writes one tile."""
         plan, graph = self._plan, self._graph
-        numbers, operands, made, spread = _split(
+        numbers, operands, made, spread = _sections(
             refs, 3, self._num_arrays, self.num_results, len(self._stored)
         )
         floats, integers, noise = numbers
@@ -521,7 +523,7 @@ class _Kernel:
 
             # Update.
             for eqn in plan.equations:
-                values |= zip(eqn.results, _evaluate(eqn, values), strict=True)
+                values |= zip(eqn.results, _on_slice(eqn, values), strict=True)
 
             # Encode.
             for output, result in self._results_at.items():
@@ -590,7 +592,7 @@ def _window(i: Any, size: int) -> Any:
     return pl.ds(pl.multiple_of(i * size, size), size)
 
 
-def _split(refs: Sequence[Any], *sizes: int) -> Iterator[Sequence[Any]]:
+def _sections(refs: Sequence[Any], *sizes: int) -> Iterator[Sequence[Any]]:
     for end, size in zip(itertools.accumulate(sizes), sizes, strict=True):
         yield refs[end - size : end]
 
@@ -599,7 +601,7 @@ def _as_dtype(x: jax.Array, dtype: Any) -> jax.Array:
     return x != 0 if dtype == jnp.bool_ else x.astype(dtype)
 
 
-def _evaluate(eqn: Equation, values: dict[int, Any]) -> Sequence[Any]:
+def _on_slice(eqn: Equation, values: dict[int, Any]) -> Sequence[Any]:
     """Evaluates an equation on a slice."""
     operands = [values[v] for v in eqn.operands]
     if eqn.primitive.name == "broadcast_in_dim":

@@ -242,8 +242,10 @@ def low_precision_state(
             make_run = functools.partial(make_run, scales=scales)
             return run_by_leaf(step, updates, state, lambda x: id(x) in deferred, make_run)
 
-        on_several = _matrix_passes.is_partitioned((updates, state)) and not kernels.has_shards()
-        if implementation == "xla" or on_several or _matrix_passes.is_portable():
+        on_several = _matrix_passes.is_partitioned((updates, state)) and kernels.shards() is None
+        # Mosaic has no int64, in which loops would count.
+        x64 = jax.dtypes.canonicalize_dtype(jnp.int64) == jnp.int64
+        if implementation == "xla" or on_several or x64 or _matrix_passes.is_portable():
             return scheduled(updates, state)
 
         def with_kernels(

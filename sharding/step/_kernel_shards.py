@@ -1,11 +1,10 @@
 """Kernels of an update run on the shards of each device."""
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_ext import kernels
 from sharding.placement._layout import Layout
@@ -27,20 +26,11 @@ class KernelShards:
         self._specs = dict(leaves)
         self._shapes = {p: x.shape for p, x in jax.tree_util.tree_leaves_with_path(params)}
 
-    def _entries(self, path: kernels.Path, ndim: int) -> list[Any]:
-        spec = self._specs[path]
-        return [*spec, *[None] * (ndim - len(spec))]
-
     def shape_of(self, path: kernels.Path, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """Returns the shape of a shard; None if there is no such parameter of this shape."""
         if self._shapes.get(path) != shape:
             return None
-        local = []
-        for size, entry in zip(shape, self._entries(path, len(shape)), strict=True):
-            axes = entry if isinstance(entry, tuple) else (entry,)
-            num = math.prod(self._layout.mesh.shape[axis] for axis in axes if axis is not None)
-            local.append(size // num)
-        return tuple(local)
+        return NamedSharding(self._layout.mesh, self._specs[path]).shard_shape(shape)
 
     def run(
         self,
@@ -51,13 +41,13 @@ class KernelShards:
         result_dims: Sequence[tuple[int, ...]],
     ) -> list[jax.Array]:
         """Calls a function of one device's arrays on all; ``dims`` are those of the parameter."""
-        entries = self._entries(path, 1 + max(d for of in dims for d in of))
+        entries = self._specs[path]
 
         def spec(of: tuple[int, ...]) -> PartitionSpec:
-            return PartitionSpec(*(entries[d] for d in of))
+            return PartitionSpec(*(entries[d] if d < len(entries) else None for d in of))
 
         return jax.shard_map(
-            lambda *local: fn(*local),
+            fn,
             # Inside auto_axes the mesh is that of the context.
             mesh=None if self._layout.explicit_axes else self._layout.mesh,
             in_specs=tuple(map(spec, dims)),

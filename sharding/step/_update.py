@@ -61,15 +61,16 @@ def update(
         shards = layout.constrain(params, placed.shards) if shards is None else shards
         grads = layout.constrain(grads, placed.shards)
         run, update_params = optax.with_extra_args_support(tx).update, kernels.update_params_of(tx)
+        kernel_shards = KernelShards(layout, shards, placed.shards)
 
         def advance(shards: Any, opt_state: Any) -> tuple[Any, Any]:
-            on_shards = kernels.kernels_on(KernelShards(layout, shards, placed.shards))
-            with owners_on(layout, placed.shards), on_shards:
+            with owners_on(layout, placed.shards), kernels.kernels_on(kernel_shards):
                 if update_params is not None:
                     shards, opt_state = update_params(grads, opt_state, shards, **extra_args)
-                    return shards, layout.constrain(opt_state, opt_specs)
-                updates, opt_state = run(grads, opt_state, shards, **extra_args)
-            shards = optax.apply_updates(shards, layout.constrain(updates, placed.shards))
+                else:
+                    updates, opt_state = run(grads, opt_state, shards, **extra_args)
+                    updates = layout.constrain(updates, placed.shards)
+                    shards = optax.apply_updates(shards, updates)
             return shards, layout.constrain(opt_state, opt_specs)
 
         # Offloaded state streams through the device.

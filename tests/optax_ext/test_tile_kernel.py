@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.extend.core import jaxprs_in_params
 
 import optax_ext
 from optax_ext import Dynamic, Float8, Linear, Quantized, kernels, low_precision_state
+
+from ..pallas_calls import kernels_in
 
 
 def grads_of(step, params, dtype="float32"):
@@ -37,20 +38,6 @@ def pair(inner, **options):
         low_precision_state(inner, **options),
         low_precision_state(inner, implementation="pallas", **options),
     )
-
-
-def kernels_in(fn, *args):
-    """The calls of kernels in the program that ``fn`` becomes."""
-
-    def equations(jaxpr):
-        for eqn in jaxpr.eqns:
-            yield eqn
-            for inner in jaxprs_in_params(eqn.params):
-                yield from equations(inner)
-
-    with kernels.interpreted():
-        closed = jax.make_jaxpr(fn)(*args)
-    return [eqn for eqn in equations(closed.jaxpr) if eqn.primitive.name == "pallas_call"]
 
 
 def num_kernels(fn, *args):

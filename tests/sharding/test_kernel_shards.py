@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -17,6 +16,7 @@ from optax_ext import kernels
 from sharding.placement._layout import Layout
 from sharding.step._kernel_shards import KernelShards
 
+from ..pallas_calls import kernels_in
 from .test_targets import need
 
 SHAPES = {
@@ -140,19 +140,10 @@ def kernels_of_step(zero):
     tx = transformation("pallas")
     state = zero.abstract_state(lambda: (initial(), tx.init(initial())), tx=tx)
     step = zero.train_step(loss, tx=tx)
-    with kernels.interpreted():
-        closed = jax.make_jaxpr(lambda *args: step(*args))(state, batch(0))
-    found = []
-
-    def walk(jaxpr):
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "pallas_call":
-                found.append(next(v.aval.shape for v in eqn.outvars if v.aval.dtype == jnp.uint8))
-            for inner in jaxprs_in_params(eqn.params):
-                walk(inner)
-
-    walk(closed.jaxpr)
-    return sorted(found)
+    calls = kernels_in(lambda *args: step(*args), state, batch(0))
+    return sorted(
+        next(v.aval.shape for v in call.outvars if v.aval.dtype == jnp.uint8) for call in calls
+    )
 
 
 def test_each_device_updates_its_shard():
