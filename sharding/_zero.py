@@ -50,7 +50,7 @@ from sharding.step._sync_state import (
     sync_state_types,
     types_for_devices,
 )
-from sharding.step._update import global_norm, shards_before_loss, update
+from sharding.step._update import global_norm, update
 from sharding.step._update_traits import update_traits
 from sharding.sync import GradientSync
 
@@ -225,6 +225,11 @@ class Zero:
             self.scatter,
             tuple(self.unsharded),
         )
+
+    @property
+    def _recomputes(self) -> bool:
+        """Whether layers that gather their parameters are computed again in the backward pass."""
+        return self.stage == 3 and self.reshard_after_forward
 
     def specs(
         self,
@@ -612,17 +617,16 @@ class Zero:
                 traits = update_traits(own_tx, params, opt_state, self.precision, trained)
                 if traits.local_norm:
                     extra_args["num_pieces"] = _local_norm.num_local_gradients(layout, microbatches)
-                shards = None
-                if traits.sums and layout.stage in (1, 2):
-                    shards, batch = shards_before_loss(layout, params, placed, inputs.batch)
-                    inputs = inputs._replace(batch=batch)
                 own_loss = loss._replace(local_norm=traits.local_norm)
-                found = gradients(layout, spec, own_loss, params, inputs, sync_state)
+                early = traits.sums and layout.stage in (1, 2)
+                found = gradients(layout, spec, own_loss, params, inputs, sync_state, early)
                 metrics = found.metrics
                 extra_args |= {"value": metrics["loss"], **metrics.pop("local", {})}
                 if grad_norm:
                     metrics["grad_norm"] = global_norm(layout, found.grads, placed)
-                new = update(layout, spec, opt_specs, state, found.grads, tx, extra_args, shards)
+                new = update(
+                    layout, spec, opt_specs, state, found.grads, tx, extra_args, found.shards
+                )
                 if names:
                     new = with_model_state(new, names, found.model_state)
                 elif model_state:
@@ -722,15 +726,15 @@ class Zero:
         self, loss_fn: Callable[..., Any], sync_batch_norm: bool, all_blocks: bool = True
     ) -> Callable[..., Any]:
         """A loss whose Flax modules know that the batch, and at stage 3 the model, is sharded."""
-        blocks = tuple(self.gathered_blocks) if self.stage == 3 else ()
+        blocks = tuple(self.gathered_blocks) if self.stage >= 2 else ()
         axes = self._layout.data_axes
 
         @functools.wraps(loss_fn)
         def call(*args: Any) -> Any:
-            context = _flax_linen.in_step(axes, sync_batch_norm, blocks, self.reshard_after_forward)
+            context = _flax_linen.in_step(axes, sync_batch_norm, blocks, self._recomputes)
             with context as check_found:
                 out = loss_fn(*args)
-                if all_blocks:
+                if all_blocks and self.stage == 3:
                     check_found()
             return out
 
@@ -858,7 +862,7 @@ class Zero:
                 "zero.full_params(state); for a function that is also called outside, "
                 "zero.gathered(fn)."
             )
-        return gather(tree) if self.stage == 3 else tree
+        return gather(tree) if self.stage >= 2 else tree
 
     def gathered(
         self, target: Callable[..., Any], *, policy: Callable[..., bool] | None = None
@@ -900,9 +904,7 @@ class Zero:
           >>> state, metrics = step(state, zero.put(jnp.ones((8 * jax.device_count(), 64))))
         """
         wrap: Any = gathered_module if isinstance(target, type) else gathered
-        found = wrap(target, policy, self.reshard_after_forward)
-        # Even the mark of gather would make a scan store parameters for its backward pass.
-        return found if self.stage == 3 else target
+        return wrap(target, policy, self._recomputes) if self.stage >= 2 else target
 
     # --- The parts, for a step of one's own ---------------------------------------------------
 

@@ -226,7 +226,7 @@ def prepare(zero: Any, model: Any) -> None:
     """Makes modules of a model act on a sharded batch, and at stage 3 gather their parameters."""
     from flax import nnx
 
-    blocks = zero.gathered_blocks if zero.stage == 3 else ()
+    blocks = zero.gathered_blocks if zero.stage >= 2 else ()
     gathered: list[tuple[Any, ...]] = []
     found: set[str] = set()
     modules = sorted(nnx.iter_modules(model), key=lambda item: len(item[0]))  # outermost first
@@ -238,9 +238,9 @@ def prepare(zero: Any, model: Any) -> None:
         found |= own
         if own and not any(path[: len(outer)] == outer for outer in gathered):
             gathered.append(path)
-            module.__class__ = gathered_module(type(module), None, zero.reshard_after_forward)
+            module.__class__ = gathered_module(type(module), None, zero._recomputes)
     missing = [p for p in blocks if p not in found]
-    if missing:
+    if missing and zero.stage == 3:
         raise ValueError(
             f"gathered_blocks: {missing[0]!r} is neither the class nor in the path of a module of "
             f"the model. It has {', '.join('/'.join(map(str, path)) for path, _ in modules[1:])}."

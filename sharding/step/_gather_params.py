@@ -1,9 +1,14 @@
-"""Gathers parameters: after the update at stages 1 and 2, where the loss uses them at stage 3."""
+"""Gathers parameters: after the update at stages 1 and 2, where the loss uses them at stage 3.
 
+At stage 2 the same call in the loss reduce-scatters their gradients in the backward pass.
+"""
+
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,10 +44,13 @@ def gather_updated(layout: Layout, shards: Any, placed: Placement) -> Any:
     return shards
 
 
-# --- Stage 3: handles in place of parameters ------------------------------------------------------
+# --- Stages 2 and 3: handles in place of parameters -----------------------------------------------
 
 # The name that marks, in a traced loss, the arrays that it passes to ``gather``; for ``find_uses``.
 MARK = "sharding.gather"
+# Whether arrays are marked: not in the trace that is differentiated, where a loop over layers would
+# save them under that name.
+_MARKS: contextvars.ContextVar[bool] = contextvars.ContextVar("marks", default=True)
 
 
 class GatherSpec(NamedTuple):
@@ -112,10 +120,17 @@ class ParamHandle:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Shard(ParamHandle):
-    """This device's shard of a parameter, for ``gather``."""
+    """This device's shard of a parameter, for ``gather``.
+
+    Attributes:
+      value: the shard; at stage 2 zeros of its shape, whose gradient is that of the shard.
+      spec: how it is gathered.
+      full: at stage 2, the unsharded parameter.
+    """
 
     value: jax.Array
     spec: GatherSpec = dataclasses.field(metadata={"static": True})
+    full: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -156,6 +171,21 @@ def call_with_shards(fn: Callable[..., Any], leaves: list[Any], *args: Any) -> A
     Raises:
       ValueError: if neither form works.
     """
+    with _unmarked():
+        return _call(fn, leaves, *args)
+
+
+@contextlib.contextmanager
+def _unmarked() -> Iterator[None]:
+    """Calls of ``gather`` in this context do not mark arrays."""
+    token = _MARKS.set(False)
+    try:
+        yield
+    finally:
+        _MARKS.reset(token)
+
+
+def _call(fn: Callable[..., Any], leaves: list[Any], *args: Any) -> Any:
     try:
         return fn(leaves, *args)
     except ValueError as error:
@@ -169,27 +199,27 @@ def call_with_shards(fn: Callable[..., Any], leaves: list[Any], *args: Any) -> A
             if not any(text in str(other) for text in rejections):
                 raise
             raise ValueError(
-                "at stage 3 the loss matches the tree of its parameters with another, and loops "
+                "at stages 2 and 3 the loss matches the tree of its parameters with another, and loops "
                 "over stacked parameters too. Name the parameters last where trees are matched: "
                 "equinox.combine(static, params), not combine(params, static)."
             ) from error
 
 
 def _as_leaf(x: Any) -> Any:
-    return LeafShard(x.value, x.spec) if is_shard(x) else x
+    return LeafShard(x.value, x.spec, x.full) if is_shard(x) else x
 
 
 def as_node(x: Any) -> Any:
-    return Shard(x.value, x.spec) if isinstance(x, LeafShard) else x
+    return Shard(x.value, x.spec, x.full) if isinstance(x, LeafShard) else x
 
 
-# --- Stage 3: the gather and its transpose --------------------------------------------------------
+# --- Stages 2 and 3: the gather and its transpose -------------------------------------------------
 
 
 def gather(tree: Any) -> Any:
     """The tree with every shard gathered; the gradient is reduce-scattered in the backward pass.
 
-    Arrays are only marked, for ``find_uses``.
+    Arrays are marked, while ``find_uses`` traces the loss.
     """
     treedef: Any
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_shard)
@@ -200,13 +230,40 @@ def gather(tree: Any) -> Any:
                 f"a parameter of shape {shard.value.shape} is sharded along a dim that a loop over "
                 "layers slices off. Name the data axis on another dim of it in param_specs."
             )
-    dtypes = tuple(shard.value.dtype for shard in shards)
-    full = iter(_gather_arrays(tuple(x.spec for x in shards), dtypes, [x.value for x in shards]))
+    specs, values = tuple(x.spec for x in shards), [x.value for x in shards]
+    dtypes = tuple(x.dtype for x in values)
+    here = [x.full for x in shards if x.full is not None]
+    found = _reduced(specs, dtypes, here, values) if here else _gather_arrays(specs, dtypes, values)
+    full = iter(found)
     return treedef.unflatten([next(full) if is_shard(x) else _mark(x) for x in leaves])
 
 
 def _mark(x: Any) -> Any:
-    return checkpoint_name(x, MARK) if isinstance(x, jax.Array | np.ndarray) else x
+    marked = _MARKS.get() and isinstance(x, jax.Array | np.ndarray)
+    return checkpoint_name(x, MARK) if marked else x
+
+
+# At stage 2 parameters are here; only the transpose is needed.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _reduced(
+    specs: tuple[GatherSpec, ...],
+    dtypes: tuple[Any, ...],
+    full: list[jax.Array],
+    shards: list[jax.Array],
+) -> list[jax.Array]:
+    del specs, dtypes, shards
+    return full
+
+
+def _reduced_forward(specs: Any, dtypes: Any, full: Any, shards: Any) -> tuple[Any, None]:
+    del specs, dtypes, shards
+    return full, None
+
+
+def _reduced_backward(
+    specs: tuple[GatherSpec, ...], dtypes: tuple[Any, ...], _: None, grads: list[jax.Array]
+) -> tuple[None, list[jax.Array]]:
+    return None, *_gather_backward(specs, dtypes, None, grads)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -241,6 +298,7 @@ def _gather_backward(
 
 
 _gather_arrays.defvjp(_gather_forward, _gather_backward)
+_reduced.defvjp(_reduced_forward, _reduced_backward)
 
 
 def _array_layouts(specs: Sequence[GatherSpec], xs: Sequence[jax.Array]) -> list[ArrayLayout]:

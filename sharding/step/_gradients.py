@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from sharding.collectives._reduce_scatter import own_shard
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import over_data_axes
-from sharding.placement._specs import entry_of
+from sharding.placement._specs import axes_of, entry_of
 from sharding.step import _local_norm, _model_state, _sync_state
 from sharding.step._gather_params import call_with_shards
 from sharding.step._loss import Inputs, Loss, first_args
@@ -30,6 +31,7 @@ class Gradients(NamedTuple):
     metrics: dict[str, Any]
     sync_state: Any
     model_state: Any
+    shards: Any = None  # of the parameters
 
 
 class _Scalar(NamedTuple):
@@ -62,10 +64,22 @@ def gradients(
     params: Any,
     inputs: Inputs,
     sync_state: Any = None,
+    early_shards: bool = False,
 ) -> Gradients:
     """Reduced gradients of the mean loss over a batch, and its metrics; inside ``on_mesh``.
 
     Gradients are placed as ``spec.placed.shards``; those of untrained parameters are zeros.
+
+    Args:
+      layout: the mesh and the stage.
+      spec: how parameters are placed, trained and synchronized.
+      loss: of the parameters.
+      params: unsharded below stage 3.
+      inputs: of the loss.
+      sync_state: of ``spec.sync``.
+      early_shards: whether to return the shards of the parameters too. An update that waits for all
+        gradients would hold all unsharded parameters until then, only to take its shards of them.
+        (An update that does not wait holds one at a time, and shards beside them are additional.)
     """
     treedef: Any
     leaves, treedef = jax.tree.flatten(params)
@@ -77,12 +91,32 @@ def gradients(
 
     def on_device(leaves: list[jax.Array], inputs: Inputs, sync_state: Any) -> Gradients:
         args = jax.eval_shape(functools.partial(first_args, loss, layout.data_axes), inputs)
-        plan = plan_step(layout, spec, params, has_state, of_leaves, *args)
+        plan = plan_step(
+            layout,
+            spec,
+            params,
+            has_state,
+            of_leaves,
+            *args,
+            reduce_in_backward=not loss.local_norm,
+        )
         local = loss._replace(fn=of_leaves)
         own = jax.tree.map(lambda x: x[0, 0], sync_state) if has_state else plan.empty_sync_state()
-        found = device_gradients(plan, local, leaves, inputs, own)
+        shards = list(map(_own_shard, leaves, shard_specs)) if early_shards else None
+        if early_shards and not plan.reduces_in_layers:
+            # Before the loss: unsharded gradients will need the memory. The barrier is for the
+            # batch, since parameters that pass through one are copied.
+            shards, batch = lax.optimization_barrier((shards, inputs.batch))
+            inputs = inputs._replace(batch=batch)
+        try:
+            found = device_gradients(plan, local, leaves, inputs, own)
+        except (TypeError, ValueError):
+            # A loss that asks whether its parameters are arrays, which stage 2 does not require.
+            if not plan.reduces_in_layers:
+                raise
+            found = device_gradients(plan.reducing_at_once(), local, leaves, inputs, own)
         new = jax.tree.map(lambda x: x[None, None], found.sync_state)
-        return found._replace(sync_state=new)
+        return found._replace(sync_state=new, shards=shards)
 
     metric_specs = {"loss": P()}
     if loss.weighted:
@@ -101,7 +135,9 @@ def gradients(
         layout,
         on_device,
         (param_specs, Inputs(layout.batch_specs(inputs.batch), P(), P()), sync_spec),
-        Gradients(grad_specs, metric_specs, sync_spec, P()),
+        Gradients(
+            grad_specs, metric_specs, sync_spec, P(), shard_specs if early_shards else None
+        ),
     )
     found = run(leaves, inputs, sync_state)
     reduced = iter(found.grads)
@@ -114,7 +150,16 @@ def gradients(
         average_scalars(found.metrics),
         found.sync_state if has_state else None,
         found.model_state,
+        treedef.unflatten(found.shards) if early_shards else None,
     )
+
+
+def _own_shard(x: jax.Array, spec: P) -> jax.Array:
+    """This device's shard of an array that is replicated over the data axes."""
+    for dim, entry in enumerate(spec):
+        if entry is not None:
+            x = own_shard(x, axes_of(entry), dim)
+    return x
 
 
 def evaluate(
@@ -131,7 +176,9 @@ def evaluate(
         return fn(treedef.unflatten(leaves), *args)
 
     def on_device(leaves: list[jax.Array], args: tuple[Any, ...]) -> Any:
-        plan = plan_step(layout, spec, params, False, of_leaves, *args)
+        plan = plan_step(
+            layout, spec, params, False, of_leaves, *args, reduce_in_backward=False
+        )
         return mark_scalars(call_with_shards(of_leaves, loss_params(plan, leaves, leaves), *args))
 
     specs = [layout.manual_spec(spec) for spec in treedef.flatten_up_to(spec.placed.params)]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharding.collectives._dtypes import sum_dtype
-from sharding.step._gather_params import GatherSpec, Shard, gather
+from sharding.step._gather_params import GatherSpec, ParamHandle, Shard, gather
 from sharding.step._lookup import TableHandle
 from sharding.step._step_plan import ParamPlan, StepPlan
 
@@ -25,17 +25,18 @@ def differentiated(plan: StepPlan, params: list[jax.Array]) -> list[jax.Array]:
         result = plan.precision.of_result
         return [x.astype(jnp.promote_types(x.dtype, result(x.dtype))) for x in params]
     return [
-        _gradient_tap(plan, param) if param.synced_by_rows else x.astype(param.loss_dtype)
+        _gradient_tap(plan, param) if param.reduced_in_backward else x.astype(param.loss_dtype)
         for param, x in zip(plan.params, params, strict=True)
     ]
 
 
 def _gradient_tap(plan: StepPlan, param: ParamPlan) -> jax.Array:
-    """Zeros in place of a table that is synced by rows, of the shape of its gradient's shard."""
+    """Zeros in place of a parameter, of the shape of its gradient's shard."""
     shape, dim = list(param.shape), param.shard.dim
     if dim:
         shape[dim] //= plan.layout.num_shards
-    return jnp.zeros(shape, sum_dtype(param.reduce_dtype))
+    dtype = sum_dtype(param.reduce_dtype) if param.synced_by_rows else param.reduce_dtype
+    return jnp.zeros(shape, dtype)
 
 
 def loss_params(plan: StepPlan, inputs: list[jax.Array], params: list[jax.Array]) -> list[Any]:
@@ -46,16 +47,12 @@ def loss_params(plan: StepPlan, inputs: list[jax.Array], params: list[jax.Array]
       inputs: the differentiated inputs, and in their places the parameters that have no gradient.
       params: as this device holds them.
     """
-    if plan.layout.stage < 3 and not any(param.synced_by_rows for param in plan.params):
+    if plan.layout.stage < 3 and not any(param.reduced_in_backward for param in plan.params):
         return inputs
     gather_specs = _gather_specs(plan)
     if plan.layout.stage < 3:
-        return [
-            TableHandle(x.astype(spec.dtype), tap, spec)
-            if param.synced_by_rows
-            else tap.astype(spec.dtype)
-            for param, x, tap, spec in zip(plan.params, params, inputs, gather_specs, strict=True)
-        ]
+        every = zip(plan.params, inputs, params, gather_specs, strict=True)
+        return [_with_tap(*each) if each[0].reduced_in_backward else each[1] for each in every]
     leaves = [
         Shard(x, spec) if spec.dim else x.astype(spec.dtype)
         for x, spec in zip(inputs, gather_specs, strict=True)
@@ -63,6 +60,12 @@ def loss_params(plan: StepPlan, inputs: list[jax.Array], params: list[jax.Array]
     by_loss = [param.gathered_by_loss for param in plan.params]
     at_once = iter(gather([x for x, own in zip(leaves, by_loss, strict=True) if not own]))
     return [x if own else next(at_once) for x, own in zip(leaves, by_loss, strict=True)]
+
+
+def _with_tap(param: ParamPlan, tap: jax.Array, x: jax.Array, spec: GatherSpec) -> ParamHandle:
+    """Below stage 3, the handle of a parameter whose gradient is that of its tap."""
+    x = x.astype(spec.dtype)
+    return TableHandle(x, tap, spec) if param.synced_by_rows else Shard(tap, spec, x)
 
 
 def _gather_specs(plan: StepPlan) -> list[GatherSpec]:

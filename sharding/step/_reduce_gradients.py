@@ -18,12 +18,12 @@ from sharding.step._step_plan import StepPlan
 def reduce_microbatch(plan: StepPlan, grads: list[jax.Array]) -> list[jax.Array]:
     """Reduce-scatters the sharded gradients of one micro-batch over the axes of shards.
 
-    At stage 3 the transpose of the gather has done it. Below stage 2, and with a sync that has a
+    At stage 3 the transpose of the gather has done it, at stage 2 that of layers that call it. Below stage 2, and with a sync that has a
     state, micro-batches accumulate unreduced gradients.
     """
     if plan.layout.stage != 2 or not plan.reduces_microbatches:
         return grads
-    chosen = [bool(param.shard.dim) and not param.synced_by_rows for param in plan.trained]
+    chosen = [bool(param.shard.dim) and not param.reduced_in_backward for param in plan.trained]
     if plan.syncs_shard_axes:
         return _sync(plan, grads, chosen, plan.empty_sync_state())[0]
     return _sum(plan, grads, plan.layout.axes, chosen, _shards(plan))

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -48,7 +48,8 @@ class ParamPlan(NamedTuple):
       shard: how it and its gradient are sharded over the axes of shards.
       replica_shard: how its gradient is sharded over the replica axes as well.
       rows: the sync of rows that were looked up; None to sync the full gradient.
-      gathered_by_loss: at stage 3, whether the loss gathers it, or looks up rows of it, by itself.
+      gathered_by_loss: at stage 3, whether the loss gathers it, or looks up rows of it, by itself;
+        at stage 2, whether it passes it to ``gather``, whose derivative reduces its gradient.
       synced_by_rows: below stage 3, whether the derivative of ``lookup`` syncs its gradient.
     """
 
@@ -63,6 +64,11 @@ class ParamPlan(NamedTuple):
     rows: RowMethod | None
     gathered_by_loss: bool
     synced_by_rows: bool
+
+    @property
+    def reduced_in_backward(self) -> bool:
+        """Whether the backward pass of the loss ends in the gradient's shard."""
+        return self.gathered_by_loss or self.synced_by_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +104,16 @@ class StepPlan:
         return self.layout.stage >= 2 and not once
 
     @property
+    def reduces_in_layers(self) -> bool:
+        """Whether the backward pass of stage 2 reduces gradients, layer by layer."""
+        return self.layout.stage == 2 and any(param.gathered_by_loss for param in self.params)
+
+    def reducing_at_once(self) -> "StepPlan":
+        """The plan of a stage 2 that reduces all gradients after the backward pass."""
+        params = tuple(param._replace(gathered_by_loss=False) for param in self.params)
+        return dataclasses.replace(self, params=params)
+
+    @property
     def syncs_shard_axes(self) -> bool:
         """Whether ``sync`` makes the mean over the axes of shards."""
         return self.sync is not None and not self.layout.replica_axes
@@ -116,6 +132,7 @@ def plan_step(
     sync_has_state: bool,
     loss: Callable[..., Any],
     *args: Any,
+    reduce_in_backward: bool = True,
 ) -> StepPlan:
     """The plan of a step with one loss.
 
@@ -126,6 +143,7 @@ def plan_step(
       sync_has_state: whether the sync has a state.
       loss: a function of the list of parameters and ``args``.
       *args: abstract arrays.
+      reduce_in_backward: whether the backward pass may reduce gradients at stage 2.
 
     Warns:
       UserWarning: see ``_gathered_by_loss`` and ``_synced_by_rows``.
@@ -158,32 +176,57 @@ def plan_step(
                 synced_by_rows=False,
             )
         )
-    by_loss, by_rows = _handles(layout, plans, loss, args)
+    plan = StepPlan(layout, spec.precision, tuple(plans), spec.sync, sync_has_state)
+    by_loss, by_rows = _handles(plan, reduce_in_backward, loss, args)
     complete = tuple(
-        plan._replace(gathered_by_loss=i in by_loss, synced_by_rows=i in by_rows)
-        for i, plan in enumerate(plans)
+        param._replace(gathered_by_loss=i in by_loss, synced_by_rows=i in by_rows)
+        for i, param in enumerate(plans)
     )
-    return StepPlan(layout, spec.precision, complete, spec.sync, sync_has_state)
+    return dataclasses.replace(plan, params=complete)
 
 
 def _handles(
-    layout: Layout, plans: list[ParamPlan], loss: Callable[..., Any], args: tuple[Any, ...]
+    plan: StepPlan, reduce_in_backward: bool, loss: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[set[int], set[int]]:
-    """Which parameters the loss gets as handles: at stage 3 as shards, below it as tables."""
-    with_rows = {i for i, plan in enumerate(plans) if plan.rows is not None}
-    if layout.stage < 3:
-        with_rows = {i for i in with_rows if plans[i].trained}
-        if not with_rows:
+    """Which parameters the loss gets as handles: for ``gather``, and for ``lookup`` below stage 3."""
+    params, stage = plan.params, plan.layout.stage
+    with_rows = {i for i, param in enumerate(params) if param.rows is not None}
+    # A sync over the axes of shards takes all gradients of a micro-batch together.
+    in_layers = (
+        reduce_in_backward
+        and stage == 2
+        and plan.reduces_microbatches
+        and not plan.syncs_shard_axes
+    )
+    if stage < 3:
+        with_rows = {i for i in with_rows if params[i].trained}
+        if not (with_rows or in_layers):
             return set(), set()  # the loss need not be traced
-    params = [jax.ShapeDtypeStruct(plan.shape, plan.loss_dtype) for plan in plans]
-    uses = find_uses(loss, params, [_gather_params.MARK, _lookup.MARK], *args)
-    _warn_of_full_tables(plans, with_rows, uses)
-    if layout.stage < 3:
-        return set(), _synced_by_rows(plans, with_rows, uses)
-    return _gathered_by_loss(plans, uses), set()
+    like = [jax.ShapeDtypeStruct(param.shape, param.loss_dtype) for param in params]
+    uses = find_uses(loss, like, [_gather_params.MARK, _lookup.MARK], *args)
+    _warn_of_full_tables(params, with_rows, uses)
+    if stage == 3:
+        return _gathered_by_loss(params, uses), set()
+    layers = _reduced_in_layers(params, uses) if in_layers else set()
+    return layers, _synced_by_rows(params, with_rows, uses)
 
 
-def _gathered_by_loss(plans: list[ParamPlan], uses: ParamUses) -> set[int]:
+def _reduced_in_layers(plans: Sequence[ParamPlan], uses: ParamUses) -> set[int]:
+    """At stage 2, the parameters that the loss passes to ``gather``, and uses in no other way.
+
+    Not those that are gathered in a branch: devices that take the other one would leave those that
+    reduce waiting. Nor stacks that are sharded along a dim that loops slice off.
+    """
+    gathered = uses.marked[_gather_params.MARK]
+    own = gathered.keys() - uses.marked[_lookup.MARK].keys() - uses.otherwise - uses.branched
+    return {
+        i
+        for i in own
+        if plans[i].trained and plans[i].shard.dim and -plans[i].shard.dim <= gathered[i]
+    }
+
+
+def _gathered_by_loss(plans: Sequence[ParamPlan], uses: ParamUses) -> set[int]:
     """At stage 3, the parameters that the loss gathers, or looks up rows of, and nothing else.
 
     Warns:
@@ -205,7 +248,7 @@ def _gathered_by_loss(plans: list[ParamPlan], uses: ParamUses) -> set[int]:
     return own
 
 
-def _synced_by_rows(plans: list[ParamPlan], with_rows: set[int], uses: ParamUses) -> set[int]:
+def _synced_by_rows(plans: Sequence[ParamPlan], with_rows: set[int], uses: ParamUses) -> set[int]:
     """Below stage 3, the tables whose gradient is synced by the rows that were looked up.
 
     Warns:
@@ -221,7 +264,7 @@ def _synced_by_rows(plans: list[ParamPlan], with_rows: set[int], uses: ParamUses
     return {i for i in tables if -plans[i].shard.dim <= looked_up[i]}
 
 
-def _warn_of_full_tables(plans: list[ParamPlan], with_rows: set[int], uses: ParamUses) -> None:
+def _warn_of_full_tables(plans: Sequence[ParamPlan], with_rows: set[int], uses: ParamUses) -> None:
     """Warns about tables that could be synced by rows, if the loss did not use them otherwise."""
     tables = with_rows & uses.marked[_lookup.MARK].keys()
     for i in tables & uses.otherwise:

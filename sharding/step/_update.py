@@ -17,19 +17,6 @@ from sharding.step._matrix_owners import owners_on
 from sharding.step._step_plan import StepSpec
 
 
-def shards_before_loss(
-    layout: Layout, params: Any, placed: Placement, batch: Any
-) -> tuple[Any, Any]:
-    """The shards of the parameters, and the batch, for whose loss they wait; inside ``on_mesh``.
-
-    An update that waits for all gradients would hold all unsharded parameters until then, only to
-    take its shards of them. (An update that does not wait holds one of them at a time, and shards
-    beside them would be additional.) The barrier is for the batch: parameters that pass through
-    one are copied.
-    """
-    return jax.lax.optimization_barrier((layout.constrain(params, placed.shards), batch))
-
-
 def update(
     layout: Layout,
     spec: StepSpec,
@@ -58,7 +45,7 @@ def update(
     placed = spec.placed
     params, opt_state, tx = parts(state, tx)
     with jax.named_scope("update"):
-        shards = layout.constrain(params, placed.shards) if shards is None else shards
+        shards = layout.constrain(params if shards is None else shards, placed.shards)
         grads = layout.constrain(grads, placed.shards)
         run, update_params = optax.with_extra_args_support(tx).update, kernels.update_params_of(tx)
         kernel_shards = KernelShards(layout, shards, placed.shards)
