@@ -76,7 +76,8 @@ class Zero:
     with k micro-batches. A step computes gradients on each device's shard of the batch,
     reduce-scatters them (stage 0: all-reduces), updates the shards and, at stages 1 and 2, gathers
     the parameters once. At stage 3 the loss gathers each layer's parameters where it uses them;
-    ``gathered`` makes a model do so. The update sees arrays with their global shapes: every
+    ``gathered`` makes a model do so. At stage 2 it makes the backward pass reduce-scatter each
+    layer's gradients as soon as they are known. The update sees arrays with their global shapes: every
     transformation computes what it computes on one device, up to rounding, and sums over shards
     become small reductions.
 
@@ -121,9 +122,10 @@ class Zero:
         and 3 once per micro-batch; stage 3 without replicas requires a stateless sync.
       unsharded: regular expressions; a parameter is left unsharded, and so is its state, if one is
         found in its path.
-      gathered_blocks: at stage 3, the modules of a Flax linen model (or of an nnx model in
-        ``nnx_train_step``) that gather their own parameters, without a change to the model: class
-        names, or regular expressions of paths. Within a module that gathers, nested ones do not.
+      gathered_blocks: the modules of a Flax linen model (or of an nnx model in ``nnx_train_step``)
+        that at stage 3 gather their own parameters, and at stage 2 reduce their own gradients,
+        without a change to the model: class names, or regular expressions of paths. Within a module
+        that gathers, nested ones do not. At stage 3 each must be found.
 
     Raises:
       ValueError: on a stage other than 0 to 3, an axis that is not in the mesh or named twice.
@@ -833,15 +835,15 @@ class Zero:
         """
         return _flax_nnx.eval_step(self, fn, wrt)
 
-    # --- Stage 3, in the loss -----------------------------------------------------------------
+    # --- Layers, in the loss -----------------------------------------------------------------
 
     def gather(self, tree: Any) -> Any:
         """Gathers parameters where the loss uses them; their gradients are reduce-scattered.
 
         For use inside the loss, on any subtree of its parameters, such as one layer's in the body
         of a ``lax.scan`` over stacked layers. By itself it does not free the gathered parameters
-        between the forward and the backward pass: ``gathered`` does. Below stage 3 it is the
-        identity.
+        between the forward and the backward pass: ``gathered`` does. At stage 2 nothing is gathered,
+        and gradients are reduce-scattered; below it is the identity.
 
         Args:
           tree: parameters as the loss received them.
@@ -870,9 +872,15 @@ class Zero:
         """Makes a layer gather its own parameters in each call, and free them after it.
 
         The layer runs under ``jax.checkpoint``: the backward pass gathers and computes it again. A
-        barrier keeps XLA from gathering a layer before its input exists. Outside the loss of a
-        step, and below stage 3, the target is unchanged. With ``reshard_after_forward=False`` there
-        is no ``jax.checkpoint``.
+        barrier keeps XLA from gathering a layer before its input exists. With
+        ``reshard_after_forward=False`` there is no ``jax.checkpoint``.
+
+        At stage 2 nothing is gathered or computed again: the backward pass reduce-scatters the
+        gradients of the layer before it goes on to the layer below, so that unreduced gradients of
+        all layers are never in memory together. Gradients are reduced after the backward pass where
+        a parameter is used outside of the layer, in several calls, or in a branch; where ``sync``
+        sums over the axes of shards; and where the transformation needs the norms of local
+        gradients. Outside the loss of a step, and below stage 2, the target is unchanged.
 
         Args:
           target: a module class of ``flax.linen`` or ``flax.nnx``, whose ``__call__`` is meant

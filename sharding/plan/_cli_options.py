@@ -75,7 +75,7 @@ class Setup:
             batch=4.0 * self.sequences * (self.length + 1) if self.length else 0.0,
             state_format=state_format,
             device=self.device,
-            gathered_once=self.model.gathered_once if self.model else "(?!)",
+            gathered_once=self.model.gathered_once if self.model else None,
             tokens=tokens * zero.num_devices,
             flops=flops,
         )

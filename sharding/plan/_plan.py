@@ -200,7 +200,7 @@ def estimate(
     batch: float = 0.0,
     state_format: str | None = None,
     device: DeviceKind | None = None,
-    gathered_once: str = "(?!)",
+    gathered_once: str | None = None,
     tokens: float = 0.0,
     flops: float = 0.0,
 ) -> Plan:
@@ -225,8 +225,9 @@ def estimate(
         ``low_precision_state(tx, ...)``; None leaves the state as it is.
       device: the device to compare with; arrays are counted as they fill its memory.
       gathered_once: a regular expression of the paths of parameters that stage 3 gathers once and
-        keeps until the backward pass, such as those outside its layers; all others are gathered
-        twice.
+        keeps until the backward pass: those outside the layers that ``zero.gathered`` wraps. All
+        others are gathered twice, and stage 2 reduces their gradients layer by layer. None: stage 3
+        gathers all twice, and stage 2 reduces all after the backward pass.
       tokens: of all devices in a step, for an upper bound of the tokens per second.
       flops: floating-point operations of one device in a step, for a lower bound of its time.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from optax_ext._transformer_rule import STACKED
 from sharding._zero import Zero
 from sharding.collectives._all_gather import BLOCK_SIZE
 from sharding.placement._describe import Description, Row
@@ -23,7 +24,8 @@ class StagePlan:
         gradients and optimizer state over the replicas, too (``shard_state_over_replicas``).
       params: parameters.
       grads: gradients, as the stage stores them.
-      unreduced: full gradients of one micro-batch that wait for their reduction, beside ``grads``.
+      unreduced: full gradients of one micro-batch that wait for their reduction, beside ``grads``;
+        at stage 2 those outside the layers, and of one layer, where these are known.
       opt_state: optimizer state without master weights.
       master: master weights.
       batch: the device's part of the batch; 0 where it is unknown.
@@ -112,7 +114,7 @@ def stage_plan(
     microbatches: int,
     batch: float,
     tile: tuple[int, int] | None,
-    gathered_once: str,
+    gathered_once: str | None,
 ) -> StagePlan:
     """The plan of one stage.
 
@@ -127,7 +129,7 @@ def stage_plan(
       gathered_once: see ``estimate``.
     """
     wire, network = _wire(zero, found, local, microbatches, gathered_once)
-    parts = _memory(zero, padded_to_tiles(found, tile), local, microbatches)
+    parts = _memory(zero, padded_to_tiles(found, tile), local, microbatches, gathered_once)
     return StagePlan(name, **parts, batch=batch, wire=wire, network=network)
 
 
@@ -135,7 +137,11 @@ def stage_plan(
 
 
 def _memory(
-    zero: Zero, found: Description, local: Description, microbatches: int
+    zero: Zero,
+    found: Description,
+    local: Description,
+    microbatches: int,
+    gathered_once: str | None,
 ) -> dict[str, float]:
     """The fields of a ``StagePlan`` about memory, but for the batch."""
     # Optimizer state.
@@ -144,12 +150,14 @@ def _memory(
     opt_state = sum(row.bytes_per_device for row in rows if not _is_master(row))
 
     # Gradients of one micro-batch, full, in the dtype of the loss.
-    full_grads = 0.0
+    full: dict[str, tuple[float, int]] = {}  # bytes and first dim, by path
     for row in local.rows:
         dtype = _dtype_if_floating(row)
         if row.part == "params" and dtype is not None:
             itemsize = zero.precision.of_loss(dtype).itemsize
-            full_grads += row.bytes_per_device / dtype.itemsize * itemsize
+            first = row.shape[0] if row.shape else 1
+            full[row.path] = (row.bytes_per_device / dtype.itemsize * itemsize, first)
+    full_grads = sum(nbytes for nbytes, _ in full.values())
 
     # Gradients as the stage stores them: the accumulator or the result, whichever is wider.
     grads = 0.0
@@ -160,7 +168,9 @@ def _memory(
             grads += row.bytes_per_device / dtype.itemsize * max(itemsize, dtype.itemsize)
 
     # Beside them, what waits for its reduction.
-    if zero.stage == 2 or (zero.stage < 2 and microbatches > 1):
+    if zero.stage == 2 and gathered_once is not None and zero.sync is None:
+        unreduced = _of_one_layer(full, gathered_once)
+    elif zero.stage == 2 or (zero.stage < 2 and microbatches > 1):
         unreduced = full_grads
     elif zero.shard_state_over_replicas:  # a replica's shards, until the replicas sum them
         unreduced = full_grads / zero.num_shards
@@ -182,6 +192,28 @@ def _memory(
     }
 
 
+def _of_one_layer(full: dict[str, tuple[float, int]], outside: str) -> float:
+    """Bytes of the gradients that one backward pass holds unreduced, if layers are reduced in it.
+
+    Args:
+      full: bytes and the size of the first dim, by path.
+      outside: a regular expression of the paths outside the layers.
+    """
+    layers: dict[str, float] = {}
+    always = 0.0
+    for path, (nbytes, first) in full.items():
+        if re.search(outside, path):
+            always += nbytes
+        elif stacked := re.search(STACKED, path):
+            name = path[: stacked.end()]
+            layers[name] = layers.get(name, 0.0) + nbytes / max(first, 1)
+        else:
+            numbered = re.match(r".*?\d+(?=/|$)", path)
+            name = numbered[0] if numbered else path
+            layers[name] = layers.get(name, 0.0) + nbytes
+    return always + max(layers.values(), default=0.0)
+
+
 def _dtype_if_floating(row: Row) -> Any:
     """The dtype of an array of floating numbers; None for any other."""
     try:
@@ -199,7 +231,11 @@ def _is_master(row: Row) -> bool:
 
 
 def _wire(
-    zero: Zero, found: Description, local: Description, microbatches: int, gathered_once: str
+    zero: Zero,
+    found: Description,
+    local: Description,
+    microbatches: int,
+    gathered_once: str | None,
 ) -> tuple[float, float]:
     """Bytes that one device sends per step, and the part of them that goes to other replicas."""
     n, replicas = zero.num_shards, zero.num_devices // zero.num_shards
@@ -223,7 +259,7 @@ def _wire(
 
         # Within a replica: reduce-scatters of gradients, all-gathers of parameters.
         if zero.stage == 3:
-            once = not zero.reshard_after_forward or re.search(gathered_once, row.path)
+            once = not zero.reshard_after_forward or re.search(gathered_once or "(?!)", row.path)
             gathered = _gathered_bytes(zero, rows["params", row.path], dtype, elements)
             passes = microbatches * ((1 if once else 2) * gathered + summed)
         else:

@@ -199,7 +199,7 @@ def _call(fn: Callable[..., Any], leaves: list[Any], *args: Any) -> Any:
             if not any(text in str(other) for text in rejections):
                 raise
             raise ValueError(
-                "at stages 2 and 3 the loss matches the tree of its parameters with another, and loops "
+                "at stage 3 the loss matches the tree of its parameters with another, and loops "
                 "over stacked parameters too. Name the parameters last where trees are matched: "
                 "equinox.combine(static, params), not combine(params, static)."
             ) from error

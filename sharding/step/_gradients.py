@@ -135,9 +135,7 @@ def gradients(
         layout,
         on_device,
         (param_specs, Inputs(layout.batch_specs(inputs.batch), P(), P()), sync_spec),
-        Gradients(
-            grad_specs, metric_specs, sync_spec, P(), shard_specs if early_shards else None
-        ),
+        Gradients(grad_specs, metric_specs, sync_spec, P(), shard_specs if early_shards else None),
     )
     found = run(leaves, inputs, sync_state)
     reduced = iter(found.grads)
@@ -176,9 +174,7 @@ def evaluate(
         return fn(treedef.unflatten(leaves), *args)
 
     def on_device(leaves: list[jax.Array], args: tuple[Any, ...]) -> Any:
-        plan = plan_step(
-            layout, spec, params, False, of_leaves, *args, reduce_in_backward=False
-        )
+        plan = plan_step(layout, spec, params, False, of_leaves, *args, reduce_in_backward=False)
         return mark_scalars(call_with_shards(of_leaves, loss_params(plan, leaves, leaves), *args))
 
     specs = [layout.manual_spec(spec) for spec in treedef.flatten_up_to(spec.placed.params)]

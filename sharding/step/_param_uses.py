@@ -14,12 +14,14 @@ class ParamUses(NamedTuple):
         has there: loops over layers take dims off the front.
       otherwise: the parameters with any unmarked use.
       branched: the parameters marked in a branch or loop that some devices may not enter.
+      repeated: the parameters marked more than once, or in a loop that does not slice them.
       unknown: for each mark, shapes of marked arrays that are not unmodified parameters.
     """
 
     marked: dict[str, dict[int, int]]
     otherwise: set[int]
     branched: set[int]
+    repeated: set[int]
     unknown: dict[str, list[tuple[int, ...]]]
 
 
@@ -39,12 +41,20 @@ def find_uses(
 
 def uses_in(jaxpr: Any, num_params: int, marks: Sequence[str] = ()) -> ParamUses:
     """As ``find_uses``, of a function that is traced already; parameters are its first inputs."""
-    found = ParamUses({mark: {} for mark in marks}, set(), set(), {mark: [] for mark in marks})
+    found = ParamUses(
+        {mark: {} for mark in marks}, set(), set(), set(), {mark: [] for mark in marks}
+    )
     _visit(jaxpr, {jaxpr.invars[i]: i for i in range(num_params)}, found)
     return found
 
 
-def _visit(jaxpr: Any, params: dict[Any, int], uses: ParamUses, branch: bool = False) -> None:
+def _visit(
+    jaxpr: Any,
+    params: dict[Any, int],
+    uses: ParamUses,
+    branch: bool = False,
+    looped: frozenset[int] = frozenset(),
+) -> None:
     """Adds the uses in one jaxpr.
 
     Args:
@@ -52,6 +62,7 @@ def _visit(jaxpr: Any, params: dict[Any, int], uses: ParamUses, branch: bool = F
       params: the variables that hold parameters, with their indices.
       uses: where they are added.
       branch: whether some devices may not run this jaxpr, or not as often.
+      looped: the parameters that every run of a loop around this jaxpr gets in full.
     """
     uses.otherwise.update(params[var] for var in jaxpr.outvars if _holds_param(var, params))
     for eqn in jaxpr.eqns:
@@ -65,6 +76,7 @@ def _visit(jaxpr: Any, params: dict[Any, int], uses: ParamUses, branch: bool = F
                 uses.unknown[mark].append(shape)
             for _, param in operands:
                 ndims = uses.marked[mark]
+                uses.repeated.update({param} & (looped | ndims.keys()))
                 ndims[param] = min(len(shape), ndims.get(param, len(shape)))
                 uses.branched.update({param} if branch else ())
             continue
@@ -78,7 +90,9 @@ def _visit(jaxpr: Any, params: dict[Any, int], uses: ParamUses, branch: bool = F
         for sub, first in inner:
             uses.otherwise.update(param for i, param in operands if i < first)
             passed = {sub.invars[i - first]: param for i, param in operands if i >= first}
-            _visit(sub, passed, uses, in_branch)
+            num_consts = eqn.params.get("num_consts", 0) if eqn.primitive.name == "scan" else 0
+            in_full = {param for i, param in operands if i < num_consts}
+            _visit(sub, passed, uses, in_branch, looped | in_full)
 
 
 def _holds_param(var: Any, params: dict[Any, int]) -> bool:

@@ -18,8 +18,8 @@ from sharding.step._step_plan import StepPlan
 def reduce_microbatch(plan: StepPlan, grads: list[jax.Array]) -> list[jax.Array]:
     """Reduce-scatters the sharded gradients of one micro-batch over the axes of shards.
 
-    At stage 3 the transpose of the gather has done it, at stage 2 that of layers that call it. Below stage 2, and with a sync that has a
-    state, micro-batches accumulate unreduced gradients.
+    At stage 3 the transpose of the gather has done it, at stage 2 that of layers that call it.
+    Below stage 2, and with a sync that has a state, micro-batches accumulate unreduced gradients.
     """
     if plan.layout.stage != 2 or not plan.reduces_microbatches:
         return grads

@@ -188,7 +188,7 @@ def plan_step(
 def _handles(
     plan: StepPlan, reduce_in_backward: bool, loss: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[set[int], set[int]]:
-    """Which parameters the loss gets as handles: for ``gather``, and for ``lookup`` below stage 3."""
+    """The parameters that the loss gets as handles: for ``gather``, and below 3 for ``lookup``."""
     params, stage = plan.params, plan.layout.stage
     with_rows = {i for i, param in enumerate(params) if param.rows is not None}
     # A sync over the axes of shards takes all gradients of a micro-batch together.
@@ -212,13 +212,15 @@ def _handles(
 
 
 def _reduced_in_layers(plans: Sequence[ParamPlan], uses: ParamUses) -> set[int]:
-    """At stage 2, the parameters that the loss passes to ``gather``, and uses in no other way.
+    """At stage 2, the parameters that the loss passes to ``gather`` once, and uses in no other way.
 
-    Not those that are gathered in a branch: devices that take the other one would leave those that
-    reduce waiting. Nor stacks that are sharded along a dim that loops slice off.
+    A gradient with several terms is reduced once, after the backward pass. So is that of a
+    parameter that is gathered in a branch: devices that take the other one would leave those that
+    reduce waiting. And that of a stack which is sharded along a dim that loops slice off.
     """
     gathered = uses.marked[_gather_params.MARK]
-    own = gathered.keys() - uses.marked[_lookup.MARK].keys() - uses.otherwise - uses.branched
+    own = gathered.keys() - uses.marked[_lookup.MARK].keys() - uses.otherwise
+    own = own - uses.branched - uses.repeated
     return {
         i
         for i in own

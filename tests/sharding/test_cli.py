@@ -61,7 +61,7 @@ def test_plan(run):
         assert name in out
     assert out.count("*") == 1
     assert "\n3 spread is recommended: it sends least among the stages that leave 20%" in out
-    assert re.search(r"left of 16.0 GiB +too much too much too much 15.8 GiB", out)
+    assert re.search(r"left of 16.0 GiB +too much too much 2.43 GiB 15.8 GiB", out)
     assert "At 3 spread came holds" in out
     assert "DeepSpeed" not in out  # who knows of Adam alone
 

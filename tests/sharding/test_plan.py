@@ -316,6 +316,28 @@ def test_unreduced_gradients_count():
     assert [round(stage.unreduced / GB) for stage in once.stages] == [0, 0, 15, 0]
 
 
+@pytest.mark.parametrize("scan", [True, False])
+def test_layers_whose_gradients_are_reduced_one_by_one(scan):
+    """Stage 2 holds the full gradients of what is outside the layers, and of one layer."""
+    decoder = Decoder(5, 128, 4, 2, 384, 512, length=16, gated=False, tied=True, scan=scan)
+    params = decoder.abstract(jnp.bfloat16)
+    layer = 2 * 128 + 2 * 128 * 128 + 2 * 128 * 64 + 2 * 128 * 384
+    outside = 512 * 128 + 128
+    zero = {"min_shard_size": 100}
+    plan = plan_of(params, ADAM, zero=zero, gathered_once=decoder.gathered_once)
+    assert [stage.unreduced for stage in plan.stages] == [0, 0, 2 * (layer + outside), 0]
+    # A sync of whole gradients, and a loss of which no layers are known, reduces at the end.
+    full = 2 * (5 * layer + outside)
+    synced = plan_of(
+        params,
+        ADAM,
+        zero=zero | {"sync": shd.sync.qsgd(8, rounding="nearest")},
+        gathered_once=decoder.gathered_once,
+    )
+    for found in (synced, plan_of(params, ADAM, zero=zero)):
+        assert found.stages[2].unreduced == full
+
+
 def test_nothing_fits():
     plan = plan_of(count_to_params(7_500_000_000), ADAM, device=device(1.5))
     assert (plan.recommended, plan.fits) == ("", False)

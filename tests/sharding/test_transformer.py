@@ -135,4 +135,7 @@ def test_below_stage_3_gathered_costs_nothing(stage):
     plain = zero.train_step(make_loss(apply_block), tx=tx).lower(state, tokens).compile()
     _, _, program = compiled(case)
     memory = [each.memory_analysis().temp_size_in_bytes for each in (plain, program)]
-    assert memory[0] == memory[1]
+    if stage == 2:
+        assert memory[1] < memory[0]
+    else:
+        assert memory[0] == memory[1]
