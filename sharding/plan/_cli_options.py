@@ -254,9 +254,7 @@ def _muon() -> optax.GradientTransformation:
     ``optax.contrib.muon`` takes arrays of two dims: not stacked layers, but their biases.
     """
     matrices = by_owner(optax.contrib.muon(1e-3), factoring=optax_ext.flax_transformer())
-    return optax.partition(
-        {True: matrices, False: optax.adamw(1e-3)}, optax_ext.hidden_matrices
-    )
+    return optax.partition({True: matrices, False: optax.adamw(1e-3)}, optax_ext.hidden_matrices)
 
 
 def _optimizers(makers: dict[str, Callable[..., Any]]) -> list[str]:

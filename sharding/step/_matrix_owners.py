@@ -85,8 +85,11 @@ def by_owner(
         knows attention: kernels (embed, heads, head_dim) are matrices (embed, heads * head_dim),
         fused ones stacks of three. All dims that are neither stack matrices.
       wire_dtype: the dtype in which matrices are sent to their owners and updates back, where it is
-        narrower than theirs: ``jnp.bfloat16`` halves these bytes of float32. State, and what state
-        is computed from, is never rounded. WIRE_COST
+        narrower than theirs; None for theirs. ``jnp.bfloat16`` halves these bytes of float32.
+        State, and what state is computed from, is never rounded. Muon amplifies the rounding where
+        singular values are small: a first update differed by 4 %, parameters after 200 steps by
+        1.3 % of the distance that they had moved, the validation loss by 1e-5 (4 layers of width 64
+        on text).
 
     Returns:
       A ``GradientTransformationExtraArgs`` for parameters that ``factoring`` factors; use
@@ -200,9 +203,7 @@ class _Border:
       spec: of the matrix form, on a mesh; None where it is not known.
     """
 
-    def __init__(
-        self, form: MatrixForm, path: str, context: tuple[Layout, dict[str, P]] | None
-    ):
+    def __init__(self, form: MatrixForm, path: str, context: tuple[Layout, dict[str, P]] | None):
         self._form, self.path = form, path
         self._shards: tuple[Layout, P] | None = None
         self.spec: P | None = None
