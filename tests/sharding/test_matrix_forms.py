@@ -362,6 +362,14 @@ def test_the_default_rule_is_the_identity():
     assert not MatrixForm.of(RULE, "out/kernel", (2, 3, 4)).is_identity
 
 
+def test_any_order_of_dims_there_and_back():
+    form = MatrixForm.of(optax_ext.Factoring((3,), (0, 2)), "w", (3, 4, 5, 6))
+    x = np.random.default_rng(0).normal(size=(3, 4, 5, 6)).astype(np.float32)
+    y = form.to_matrices(jnp.asarray(x))
+    np.testing.assert_array_equal(y, np.einsum("abcd->bdac", x).reshape(4, 6, 15))
+    np.testing.assert_array_equal(form.from_matrices(y, y), x)
+
+
 @pytest.mark.usefixtures("x64")
 def test_arrays_whose_types_hold_shardings():
     """On Explicit axes outside of a step, there and back, placed as before."""

@@ -119,7 +119,7 @@ def test_muon_sends_little_and_shares_its_work(mesh, stage, capsys):
     work = sum(5 * (2 * n * n * m * 2 + 2 * n**3) for n, m in shapes)
     assert found["flops"]["update"] < 1.25 * work / 16
     moved = [t for t in found["traffic"] if t["phase"] == "update"]
-    assert {t["op"] for t in moved if t["nbytes"] > 2**20} == {"all-to-all"}
+    assert {t["op"] for t in moved if t["wire_bytes"] > 2**20} == {"all-to-all"}
 
 
 @pytest.mark.parametrize(("wire", "dtype"), [(None, "f32"), (jnp.bfloat16, "bf16")])
