@@ -29,11 +29,30 @@ from sharding.plan._wire import collectives
 
 MIB = 2**20
 LENGTH = 128  # tokens of a sequence; a micro-batch of a device is one sequence
+# The model's attention kernels, whose names flax_transformer does not know.
+ATTENTION = optax_ext.by_path(
+    {
+        r"qkv$": optax_ext.Factoring((-4,), (-2, -1)),  # (width, 3, heads, head_dim)
+        r"out$": optax_ext.Factoring((-3, -2), (-1,)),  # (heads, head_dim, width)
+    },
+    default=optax_ext.flax_transformer(),
+)
+
+
+def muon() -> optax.GradientTransformation:
+    """Muon for the matrices of the blocks, AdamW for all other parameters."""
+    matrices = shd.by_owner(optax.contrib.muon(1e-3), factoring=ATTENTION)
+    return optax.partition(
+        {True: matrices, False: optax.adamw(1e-3)},
+        lambda params: optax_ext.hidden_matrices(params, ATTENTION),
+    )
+
+
 OPTIMIZERS = {
     "adamw": lambda: optax.adamw(1e-3),
     "adafactor": lambda: optax_ext.adafactor(1e-3, factoring=optax_ext.last_two_dims()),
     "came": lambda: optax_ext.came(1e-3),
-    "muon": lambda: optax.contrib.muon(1e-3),
+    "muon": muon,
 }
 # Targets and their axes of data parallelism; the first axis of two slices is between them.
 MESHES = {
@@ -45,6 +64,7 @@ MESHES = {
     "v5p:4x4x4": ((4, 4, 4), ("x", "y", "z")),
     "v5e:4x4*2": ((2, 4, 4), ("slice", "x", "y")),
 }
+MUON_TARGETS = ("cpu:8", "h200x8", "v5e:4x4")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +89,8 @@ class Case:
     def config(self) -> Config:
         """The model; a small one for CPUs, where the tests compile it."""
         width = 256 if self.target.startswith("cpu") else 2048
-        return Config(4, width, width // 128, 4 * width, self.scan)
+        layers = 16 if self.optimizer == "muon" else 4  # a matrix of each shape for 16 devices
+        return Config(layers, width, width // 128, 4 * width, self.scan)
 
     def zero(self) -> shd.Zero:
         """The stage on its mesh."""
@@ -222,7 +243,12 @@ def cases(target: str, smoke: bool) -> list[Case]:
             for optimizer in ("adamw", "adafactor", "came")
             for stage in (1, 2, 3)
         ),
-        *([Case(target, 2, "muon", scan=False)] if target.startswith("cpu") else []),
+        *(
+            Case(target, stage, "muon", scan)
+            for scan in (True, False)
+            for stage in (1, 2, 3)
+            if target in MUON_TARGETS
+        ),
         Case(target, 3, scan=False),
         Case(target, 3, reshard=False),
         *(Case(target, stage, microbatches=4) for stage in (1, 2, 3)),
@@ -237,9 +263,10 @@ counts; theory is 2, 2, k+1 and 3k times the parameters for stages 0 to 3 (k mic
 (n-1)/n, in the dtype that is sent, and the sums over the replicas of a hybrid. Parameters count by
 their uses: at stage 3 those of a block are gathered twice, the tied embedding once, since it stays
 in memory from lookup to logits. "Not resharded" is `reshard_after_forward=False`. **By the
-update**: bytes sent for the optimizer's statistics, which theory does not count; Muon, whose
-products need full matrices, shows how many these can be. **Arguments**: parameters, state and
-batch; theory divides by n where the stage shards them. **Temporaries**: the compiler's figure,
+update**: bytes sent for the optimizer's statistics, which theory does not count. Muon, whose
+products need full matrices, sends each to its owner and its update back (`by_owner`); its model has
+16 layers, the others 4. **Arguments**: parameters, state and batch; theory divides by n where the
+stage shards them. **Temporaries**: the compiler's figure,
 gradients and activations included.
 
 The cost of accumulation: with k micro-batches stages 2 and 3 send k times as much as stage 1 for

@@ -60,6 +60,14 @@ from sharding.plan import estimate, kind_of
 DECAY = {"weight_decay": 0.1}
 FACTORING = {"factoring": optax_ext.flax_transformer()}  # attention: embed x (heads, head_dim)
 
+
+def muon(lr):
+    """Muon for the matrices of the blocks, each on one device; AdamW for all other parameters."""
+    matrices = shd.by_owner(optax.contrib.muon(lr, **DECAY), **FACTORING)
+    others = optax.adamw(lambda i: lr(i) / 5, b2=0.95, **DECAY, mask=optax_ext.decay_mask)
+    return optax.partition({True: matrices, False: others}, optax_ext.hidden_matrices)
+
+
 # Each optimizer as a function of its learning rate schedule, and the peak of the schedule for
 # --config small: for came, adafactor and adamw the best of three on held-out text, else not tuned.
 OPTIMIZERS = {
@@ -78,7 +86,7 @@ OPTIMIZERS = {
     "adamw": (lambda lr: optax.adamw(lr, b2=0.95, **DECAY, mask=optax_ext.decay_mask), 4e-3),
     "lamb": (lambda lr: optax_ext.lamb(lr, **DECAY), 1e-2),
     "lion": (lambda lr: optax.lion(lr, **DECAY, mask=optax_ext.decay_mask), 5e-4),
-    "muon": (lambda lr: optax.contrib.muon(lr, adam_learning_rate=lambda i: lr(i) / 5), 2e-2),
+    "muon": (muon, 2e-2),
     "sgd": (lambda lr: optax.sgd(lr, momentum=0.9), 3e-1),
 }
 

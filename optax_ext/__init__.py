@@ -35,6 +35,7 @@ from optax_ext._transformer_rule import FactoringTable as FactoringTable
 from optax_ext._transformer_rule import decay_mask as decay_mask
 from optax_ext._transformer_rule import describe_factoring as describe_factoring
 from optax_ext._transformer_rule import flax_transformer as flax_transformer
+from optax_ext._transformer_rule import hidden_matrices as hidden_matrices
 from optax_ext._version import __version__ as __version__
 from optax_ext.low_precision import STATE_FORMATS as STATE_FORMATS
 from optax_ext.low_precision import BFloat16 as BFloat16

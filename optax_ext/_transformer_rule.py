@@ -31,6 +31,14 @@ _ATTENTION: tuple[tuple[str, int, Factoring], ...] = (
     # (heads, embed, head_dim)
     (r"q_einsum/(kernel|w)$", 3, Factoring((-2,), (-3, -1))),
 )
+# Names of a parameter, or of a module around it, that is not of a hidden layer: embeddings (embed,
+# shared_embedding, embed_tokens, Embed_0, pos_embedding, unembed), positions and output heads.
+# "heads", "out" and "output" are of attention and of hidden layers.
+NOT_HIDDEN = (
+    r"(^|/)(\w*[eE]mb(ed(der|dings?)?)?s?(_(\d+|tokens|positions|table))?"
+    r"|wte|wpe|pos|positions?|((lm|mlp|output|classifier)_)?head|logits?_?(dense|proj)?"
+    r"|classifier|readout)(_?\d+)?(/|$)"
+)
 _VECTOR = r"(^|/)(bias|scale|\w*norm\w*|\w*norm\w*/(?!kernel$|embedding$)\w+)$"
 _MATRIX = r"(^|/)(kernel|embedding)$"
 
@@ -226,3 +234,46 @@ def decay_mask(params: optax.Params, rule: FactoringRule = flax_transformer()) -
     """
     leaves = Leaves.of(params)
     return leaves.unflatten([d.factored for d in factorings(check_rule("rule", rule), leaves)])
+
+
+def hidden_matrices(
+    params: optax.Params,
+    rule: FactoringRule = flax_transformer(),
+    *,
+    not_hidden: str = NOT_HIDDEN,
+) -> Any:
+    """Selects the matrices of hidden layers, which optimizers of matrices such as Muon are for.
+
+    These are the parameters that the rule factors, without embeddings, positions and output heads.
+
+    Args:
+      params: the parameters, or abstract arrays in their place.
+      rule: the rule; matrices are the parameters that it factors.
+      not_hidden: a pattern of the paths of matrices that are not selected. That of the default is
+        found in paths with a component such as ``embed``, ``shared_embedding``, ``embed_tokens``,
+        ``Embed_0``, ``unembed``, ``wte``, ``wpe``, ``positions``, ``lm_head``, ``head``,
+        ``logits``, ``logitdense`` or ``classifier``; not ``heads``, ``out`` or ``output``.
+
+    Returns:
+      A tree of bools like ``params``. This function itself is the labels of ``optax.partition``;
+      ``sharding.by_owner`` has an example.
+
+    Raises:
+      ValueError: if ``rule`` is not a rule, or ``not_hidden`` is not a regular expression.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_ext
+      >>> block = {"query": {"kernel": jnp.ones((8, 4, 16)), "bias": jnp.ones((4, 16))}}
+      >>> params = {"embed": {"embedding": jnp.ones((256, 8))}, "block": block}
+      >>> optax_ext.hidden_matrices(params)
+      {'block': {'query': {'bias': False, 'kernel': True}}, 'embed': {'embedding': False}}
+    """
+    _validate.pattern("not_hidden", not_hidden)
+    leaves = Leaves.of(params)
+    found = factorings(check_rule("rule", rule), leaves)
+    return leaves.unflatten(
+        [
+            dims.factored and not re.search(not_hidden, path)
+            for path, dims in zip(leaves.paths, found, strict=True)
+        ]
+    )

@@ -153,6 +153,25 @@ def test_error_feedback_residuals_resume_on_other_devices(tmp_path, text):
     assert val_losses[-1] < 4.0
 
 
+def test_muon_resumes_on_other_devices_and_at_another_stage(tmp_path, text):
+    """The state of its matrices, attention's too, does not depend on the mesh."""
+    options = ("--optimizer", "muon", "--steps", "40", "--checkpoint-every", "10")
+    names = ("--name", "full"), ("--name", "resumed")
+    code, output = run(tmp_path, text, *options, *names[0])
+    assert code == 0, output
+    process = start(tmp_path, text, *options, *names[1])
+    output = wait_for_step(process, 12)
+    process.send_signal(signal.SIGINT)
+    code, rest = finish(process)
+    assert code == 130, output + rest
+    code, output = run(tmp_path, text, *options, *names[1], "--devices", "4", "--stage", "3")
+    assert code == 0, output
+    assert "Resuming from the checkpoint" in output
+    full, resumed = ([row["loss"] for row in rows(tmp_path / "runs" / n)[1:]] for _, n in names)
+    np.testing.assert_allclose(resumed, full, rtol=1e-3)  # float32, rounded otherwise
+    assert full[-1] < full[0] - 1
+
+
 @jax.numpy_rank_promotion("allow")  # as the script has it
 def test_no_byte_changes_the_logits_before_it(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPT.parent)

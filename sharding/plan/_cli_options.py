@@ -22,6 +22,7 @@ from sharding.plan import targets
 from sharding.plan._devices import DeviceKind, kind_of
 from sharding.plan._models import MODELS, Decoder, count_to_params
 from sharding.plan._plan import Plan, estimate
+from sharding.step._matrix_owners import by_owner
 from sharding.step._precision import Precision
 
 # The options that make an unknown device known.
@@ -227,6 +228,8 @@ def _optimizer(text: str) -> optax.GradientTransformation:
         if not isinstance(found, optax.GradientTransformation):
             raise ValueError(f"--optimizer {text} made no optimizer, but {found!r}.")
         return found
+    if text == "muon":
+        return _muon()
     makers: dict[str, Callable[..., Any]] = {}
     for module in (optax.contrib, optax, optax_ext):
         makers |= {
@@ -243,6 +246,15 @@ def _optimizer(text: str) -> optax.GradientTransformation:
             if isinstance(found, optax.GradientTransformation):
                 return found
     raise ValueError(f"--optimizer {text!r} is no optimizer{_nearest(text, _optimizers(makers))}.")
+
+
+def _muon() -> optax.GradientTransformation:
+    """Muon for the matrices of hidden layers, AdamW for all others.
+
+    ``optax.contrib.muon`` takes arrays of two dims: not stacked layers, but their biases.
+    """
+    matrices = by_owner(optax.contrib.muon(1e-3), factoring=optax_ext.flax_transformer())
+    return optax.partition({True: matrices, False: optax.adamw(1e-3)}, optax_ext.hidden_matrices)
 
 
 def _optimizers(makers: dict[str, Callable[..., Any]]) -> list[str]:

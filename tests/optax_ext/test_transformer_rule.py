@@ -10,7 +10,14 @@ import optax
 import pytest
 
 import optax_ext
-from optax_ext import Factoring, decay_mask, describe_factoring, flax_attention, flax_transformer
+from optax_ext import (
+    Factoring,
+    decay_mask,
+    describe_factoring,
+    flax_attention,
+    flax_transformer,
+    hidden_matrices,
+)
 
 MATRIX, FULL = Factoring((0,), (1,)), Factoring()
 QUERY, OUT = Factoring((0,), (1, 2)), Factoring((0, 1), (2,))
@@ -234,3 +241,97 @@ def test_matrices_decay_and_nothing_else(scanned):
     updates, _ = tx.update(zeros, tx.init(ones), ones)
     moved = jax.tree.map(lambda u: bool(jnp.any(u != 0)), updates)
     assert moved == mask
+
+
+# Names that models give to embeddings, positions and output heads, and to what resembles them.
+OUTER = [
+    "embed",
+    "embed/embedding",
+    "embedder/input_embedding",
+    "mm_input_embedding",
+    "shared_embedding/embedding",
+    "Embed_0/embedding",
+    "embed_tokens/embedding",
+    "token_embed/embedding",
+    "token_emb/embedding",
+    "embeddings/word_embeddings/embedding",
+    "token_embedder/embedding",
+    "ngram_embed/embedding",
+    "unembed",
+    "posembed_output/pos_embedding",
+    "pos_embed",
+    "positions",
+    "position_embedder/embedding",
+    "pos_emb",
+    "wte",
+    "wpe",
+    "wte/embedding",
+    "wpe/embedding",
+    "head/kernel",
+    "lm_head/kernel",
+    "output_head/kernel",
+    "mlp_head/kernel",
+    "logits",
+    "logits/kernel",
+    "logitdense/kernel",
+    "logits_dense/kernel",
+    "classifier/kernel",
+    "readout/kernel",
+    "layers/head/kernel",
+]
+HIDDEN = [
+    "attention/heads/kernel",
+    "attn/out/kernel",
+    "attn/output/dense/kernel",
+    "output/kernel",
+    "member/kernel",
+    "MultiHeadDotProductAttention_0/query/kernel",
+    "header/kernel",
+    "embedding_model/layers_0/mlp/kernel",
+    "embed_proj/kernel",
+    "out_proj/kernel",
+    "decomposition/kernel",
+    "attn_vec_einsum/w",
+    "qkv",
+    "layers/0/up",
+]
+
+
+@pytest.mark.parametrize(("paths", "hidden"), [(OUTER, False), (HIDDEN, True)])
+def test_matrices_of_hidden_layers_are_known_by_name(paths, hidden):
+    for path in paths:
+        tree = 0.0 * jnp.ones((8, 4, 6) if path.endswith("einsum/w") else (8, 6))
+        for key in reversed(path.split("/")):
+            tree = {key: tree}
+        assert jax.tree.leaves(hidden_matrices(tree)) == [hidden], path
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_hidden_matrices_of_models(model):
+    for path, shape, factoring in MODELS[model]:
+        tree = {path: jax.ShapeDtypeStruct(shape, jnp.float32)}
+        outer = re.search("embed|logit|head", path)
+        assert hidden_matrices(tree) == {path: factoring.factored and not outer}, path
+
+
+@pytest.mark.parametrize("scanned", [True, False])
+def test_hidden_matrices_are_labels_of_a_partition(scanned):
+    params = params_of(scanned)
+    found = hidden_matrices(params)
+    for path, hidden in jax.tree.leaves_with_path(found):
+        block = path[1].key.startswith("layers")
+        assert hidden is (block and path[-1].key == "kernel"), jax.tree_util.keystr(path)
+    tx = optax.partition({True: optax.sgd(1.0), False: optax.set_to_zero()}, hidden_matrices)
+    ones = jax.tree.map(jnp.ones_like, params)
+    updates, _ = tx.update(ones, tx.init(params), params)
+    assert jax.tree.map(lambda u: bool(jnp.all(u == -1)), updates) == found
+
+
+def test_the_names_of_hidden_matrices_can_be_changed():
+    params = {"table": jnp.ones((8, 6)), "embed": jnp.ones((8, 6)), "bias": jnp.ones(6)}
+    found = hidden_matrices(params, not_hidden="^table$")
+    assert found == {"table": False, "embed": True, "bias": False}
+    with pytest.raises(ValueError, match=r"not_hidden: pattern .* is not a regular expression"):
+        hidden_matrices(params, not_hidden="(")
+    with pytest.raises(ValueError, match="rule must be a Factoring"):
+        hidden_matrices(params, lambda path, shape: None)

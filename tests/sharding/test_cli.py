@@ -20,8 +20,9 @@ import optax_ext
 import sharding
 from sharding.plan import estimate
 from sharding.plan._cli import main
+from sharding.plan._cli_options import _optimizer
 from sharding.plan._devices import kind_of
-from sharding.plan._models import MODELS, count_to_params
+from sharding.plan._models import MODELS, Decoder, count_to_params
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -352,6 +353,24 @@ def test_a_model_and_an_optimizer_of_ones_own(run, module):
             unsharded = found["stages"][0]
             assert unsharded["params"] == unsharded["opt_state"] == 800_000 * 4 + 800 * 2
             assert unsharded["batch"] == 0
+
+
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("biased", [True, False])
+def test_muon_is_for_the_matrices_of_the_layers(scan, biased):
+    model = Decoder(2, 64, 4, 2, 96, 100, biased=biased, gated=not biased, scan=scan)
+    params = model.abstract()
+    state = jax.eval_shape(_optimizer("muon").init, params)
+    adam = optax.tree.get(state.inner_states[False], "nu")
+    matrices = {"query", "key", "value", "out", "up", "down", "gate"}
+    for path, leaf in jax.tree.leaves_with_path(adam, is_leaf=lambda x: isinstance(x, tuple)):
+        names = [str(getattr(key, "key", "")) for key in path]
+        muon = isinstance(leaf, optax.MaskedNode)
+        assert muon is (names[0] == "layers" and names[-1] in matrices), names
+    # Real matrices: one momentum of the shape of the parameter.
+    query = state.inner_states[True].inner_state["layers"]
+    query = (query if scan else query[0])["query"].inner_states["muon"].inner_state[0].mu
+    assert query.shape == ((2, 64, 64) if scan else (64, 64))
 
 
 def test_from_the_working_directory(run, module, tmp_path, monkeypatch):

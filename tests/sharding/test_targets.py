@@ -1,5 +1,6 @@
 """Targets that are not here; their programs, where their compilers are installed."""
 
+import json
 import os
 import re
 import subprocess
@@ -15,6 +16,7 @@ from zero import Case
 
 import optax_ext
 import sharding as shd
+from sharding.plan._cli import main
 from sharding.plan._wire import collectives
 
 
@@ -102,6 +104,47 @@ def test_unrolled_blocks_are_gathered_one_at_a_time(target):
     saved = benchmark.measure(Case(target, 3, scan=False, reshard=False))
     layer = 2 * 12 * 2048**2
     assert saved.temporaries - found.temporaries > 2 * layer
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("mesh", ["x=4,y=4", "data=16"])
+def test_muon_sends_little_and_shares_its_work(mesh, stage, capsys):
+    need("v5e:4x4")
+    line = f"audit --model gpt2-small --optimizer muon --target v5e:4x4 --mesh {mesh} --json"
+    assert main([*line.split(), "--length", "512", "--stage", str(stage)]) == 0
+    found = json.loads(capsys.readouterr().out)[f"stage {stage}"]
+    assert found["wire_bytes"] < 1.08 * found["expected_wire"]
+    # Five Newton-Schulz steps on (n, m), n <= m: x x^T, its square, and a product with x.
+    shapes = [(768, 768)] * 48 + [(768, 3072)] * 24
+    work = sum(5 * (2 * n * n * m * 2 + 2 * n**3) for n, m in shapes)
+    assert found["flops"]["update"] < 1.25 * work / 16
+    moved = [t for t in found["traffic"] if t["phase"] == "update"]
+    assert {t["op"] for t in moved if t["wire_bytes"] > 2**20} == {"all-to-all"}
+
+
+@pytest.mark.parametrize(("wire", "dtype"), [(None, "f32"), (jnp.bfloat16, "bf16")])
+@pytest.mark.parametrize("target", ["h200x8", "v5e:4x4"])
+def test_matrices_are_sent_in_the_wire_dtype(target, wire, dtype):
+    """The compiler does not move the conversion behind the all-to-all."""
+    need(target)
+    zero = Case(target, 2).zero()
+    tx = shd.by_owner(optax.contrib.muon(1e-3), wire_dtype=wire)
+
+    def make_state():
+        params = {"layers": jnp.ones((16, 512, 1024), jnp.float32)}
+        return params, tx.init(params)
+
+    def loss(params, batch):
+        return jnp.mean(jnp.cos(params["layers"])) + jnp.mean(batch)
+
+    batch = jax.ShapeDtypeStruct((zero.num_devices,), jnp.float32)
+    step = zero.train_step(loss, tx=tx)
+    compiled = step.lower(zero.abstract_state(make_state, tx=tx), batch).compile()
+    sent = [c for c in collectives(compiled) if "/by_owner/" in c.scope]
+    assert {(c.op, c.dtype) for c in sent} == {("all-to-all", dtype)}
+    n = zero.num_devices
+    size = 16 * 512 * 1024 * (2 if wire else 4)
+    assert sum(c.wire_bytes for c in sent) == 2 * size / n * (n - 1) / n
 
 
 def test_the_smoke_table(capsys, monkeypatch):

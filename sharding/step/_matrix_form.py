@@ -1,0 +1,162 @@
+"""The matrix form of a parameter: (stack..., rows, cols), by a factoring rule, and its placement.
+
+Attention kernels (embed, heads, head_dim) become matrices (embed, heads * head_dim). Of a merged
+dim only the major one can be sharded: each shard is then a range of rows or columns. Axes that
+shard another dim are moved to a dim of which this is true.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from optax_ext import FactoringRule
+from sharding.placement._layout import Layout
+from sharding.placement._on_mesh import over_data_axes
+from sharding.placement._sharded_dim import choose_sharded_dim
+from sharding.placement._specs import AnyMesh, axes_of, num_shards, trim
+
+P = PartitionSpec
+
+
+class MatrixForm(NamedTuple):
+    """How one parameter becomes a stack of matrices.
+
+    Attributes:
+      param_shape: of the parameter.
+      groups: for each dim of the matrix form, the dims of the parameter that it merges.
+    """
+
+    param_shape: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, rule: FactoringRule, name: str, shape: tuple[int, ...]) -> "MatrixForm":
+        """The form of a parameter by its factoring; other dims than rows and columns stack.
+
+        Raises:
+          ValueError: if the rule does not factor the parameter.
+        """
+        found = rule.resolve(name, shape)
+        found = found and found.resolve(name, shape)
+        if not found or not found.factored:
+            raise ValueError(
+                f"by_owner: parameter {name!r} of shape {shape} is neither a matrix nor a stack of "
+                f"matrices: factoring={rule} does not factor it. Use optax.partition, with labels "
+                "such as those of optax_ext.hidden_matrices, to give it another transformation."
+            )
+        stack = (d for d in range(len(shape)) if d not in found.rows + found.cols)
+        return cls(shape, (*((d,) for d in stack), found.rows, found.cols))
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The dims of the parameter, in the order of the matrix form."""
+        return tuple(d for group in self.groups for d in group)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrix form."""
+        return tuple(math.prod(self.param_shape[d] for d in group) for group in self.groups)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the parameter has this form."""
+        return self.shape == self.param_shape and self.order == tuple(range(len(self.order)))
+
+    # --- Specs ------------------------------------------------------------------------------------
+
+    @property
+    def _majors(self) -> tuple[int, ...]:
+        """For each group, the dim along which a shard of the merged dim is a range."""
+        return tuple(next((d for d in g if self.param_shape[d] > 1), g[0]) for g in self.groups)
+
+    def mergeable(self, spec: P, mesh: AnyMesh) -> P:
+        """The spec of the parameter, with axes of minor dims at the best free dim that divides.
+
+        Where none divides, the parameter is unsharded over these axes.
+        """
+        entries = [*spec, *[None] * (len(self.param_shape) - len(spec))]
+        for dim, entry in enumerate(entries):
+            if entry is None or dim in self._majors:
+                continue
+            count = num_shards(mesh, P(entry))
+            free = [
+                i
+                for i, major in enumerate(self._majors)
+                if entries[major] is None and self.param_shape[major] % count == 0
+            ]
+            best = choose_sharded_dim(self.shape, free, [count])
+            entries[dim] = None
+            if best is not None:
+                entries[self._majors[best]] = entry
+        return trim(entries)
+
+    def spec(self, spec: P, mesh: AnyMesh) -> P:
+        """The spec of the matrix form, for the spec of the parameter."""
+        if self.is_identity:
+            return spec
+        entries = dict(enumerate(self.mergeable(spec, mesh)))
+        return trim([entries.get(d) for d in self._majors])
+
+    # --- Arrays -----------------------------------------------------------------------------------
+
+    def to_matrices(self, x: jax.Array) -> jax.Array:
+        """The parameter in matrix form; where types hold shardings, placed as by ``spec``."""
+        if self.is_identity:
+            return x
+        sharding = jax.typeof(x).sharding
+        if not any(sharding.spec):
+            return jnp.reshape(jnp.transpose(x, self.order), self.shape)
+        x = jax.sharding.reshard(x, self.mergeable(sharding.spec, sharding.mesh))
+        x = jnp.transpose(x, self.order)
+        return jnp.reshape(x, self.shape, out_sharding=self.spec(sharding.spec, sharding.mesh))
+
+    def from_matrices(self, x: jax.Array, like: Any) -> jax.Array:
+        """Inverts ``to_matrices``; where types hold shardings, placed as ``like``."""
+        if self.is_identity:
+            return x
+        ordered = tuple(self.param_shape[d] for d in self.order)
+        back = tuple(self.order.index(d) for d in range(len(self.order)))
+        sharding = jax.typeof(like).sharding
+        if not any(sharding.spec):
+            return jnp.transpose(jnp.reshape(x, ordered), back)
+        entries = dict(enumerate(self.mergeable(sharding.spec, sharding.mesh)))
+        split = P(*[entries.get(d) for d in self.order])
+        x = jnp.transpose(jnp.reshape(x, ordered, out_sharding=split), back)
+        return jax.sharding.reshard(x, sharding.spec)
+
+    def shards_to_matrices(self, layout: Layout, spec: P, x: jax.Array) -> jax.Array:
+        """``to_matrices`` of shards of a parameter with this spec; inside ``on_mesh``."""
+        if self.is_identity:
+            return x
+        x = _moved(layout, x, spec, self.mergeable(spec, layout.mesh))
+        return layout.constrain(self.to_matrices(x), self.spec(spec, layout.mesh))
+
+    def matrices_to_shards(self, layout: Layout, spec: P, x: jax.Array) -> jax.Array:
+        """Inverts ``shards_to_matrices``."""
+        if self.is_identity:
+            return x
+        x = layout.constrain(x, self.spec(spec, layout.mesh))
+        return _moved(layout, self.from_matrices(x, x), self.mergeable(spec, layout.mesh), spec)
+
+
+def _moved(layout: Layout, x: jax.Array, spec: P, to: P) -> jax.Array:
+    """An array with another spec; data axes that change their dim do so by one all-to-all."""
+    x = layout.constrain(x, spec)
+    if spec == to:
+        return x
+    here, there = ([*layout.manual_spec(s), *[None] * x.ndim][: x.ndim] for s in (spec, to))
+    changed = [d for d in range(x.ndim) if here[d] != there[d]]
+    if len(changed) == 2 and sum(here[d] is None for d in changed) == 1:
+        source, target = sorted(changed, key=lambda d: here[d] is None)
+        axes = axes_of(here[source])
+
+        def send(x: jax.Array) -> jax.Array:
+            return lax.all_to_all(x, axes, split_axis=target, concat_axis=source, tiled=True)
+
+        with jax.named_scope("by_owner"):
+            x = over_data_axes(layout, send, (P(*here),), P(*there))(x)
+    return layout.constrain(x, to)
