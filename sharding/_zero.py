@@ -77,9 +77,9 @@ class Zero:
     reduce-scatters them (stage 0: all-reduces), updates the shards and, at stages 1 and 2, gathers
     the parameters once. At stage 3 the loss gathers each layer's parameters where it uses them;
     ``gathered`` makes a model do so. At stage 2 it makes the backward pass reduce-scatter each
-    layer's gradients as soon as they are known. The update sees arrays with their global shapes: every
-    transformation computes what it computes on one device, up to rounding, and sums over shards
-    become small reductions.
+    layer's gradients as soon as they are known. The update sees arrays with their global shapes:
+    every transformation computes what it computes on one device, up to rounding, and sums over
+    shards become small reductions.
 
     Each parameter is sharded along its longest dim that no other mesh axis shards and that n
     divides. If that is the last dim, and its shards would not be multiples of 256 elements, another
@@ -842,8 +842,8 @@ class Zero:
 
         For use inside the loss, on any subtree of its parameters, such as one layer's in the body
         of a ``lax.scan`` over stacked layers. By itself it does not free the gathered parameters
-        between the forward and the backward pass: ``gathered`` does. At stage 2 nothing is gathered,
-        and gradients are reduce-scattered; below it is the identity.
+        between the forward and the backward pass: ``gathered`` does. At stage 2 only the gradients
+        are reduce-scattered; below it is the identity.
 
         Args:
           tree: parameters as the loss received them.
