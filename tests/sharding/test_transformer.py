@@ -70,17 +70,36 @@ def test_the_update_sends_vectors_alone(case):
     assert bool(update) == (case.optimizer != "adamw")
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("target", ["v5e:4x4", "h200x8"])
 @pytest.mark.parametrize("optimizer", ["came", "adafactor"])
-def test_an_update_that_waits_for_all_gradients_holds_no_more(target, stage, optimizer):
+@pytest.mark.parametrize(
+    ("target", "stage", "bound"),
+    [
+        ("v5e:4x4", 1, 1.02),
+        # Of AdamW's program the compiler places the gradient of the embedding on chip, 32 MiB.
+        ("v5e:4x4", 2, 1.06),
+        # The shards are beside the unreduced gradients, where AdamW's program has its peak.
+        ("h200x8", 1, 1.025),
+        ("h200x8", 2, 0.92),
+    ],
+)
+def test_an_update_that_waits_for_all_gradients_holds_no_more(target, stage, bound, optimizer):
     """Its shards of the parameters are taken before the loss, not from parameters that it holds."""
     need(target)
     temporaries = {
         name: compiled(Case(target, stage, name))[2].memory_analysis().temp_size_in_bytes
         for name in (optimizer, "adamw")
     }
-    assert temporaries[optimizer] <= 1.02 * temporaries["adamw"]
+    assert temporaries[optimizer] <= bound * temporaries["adamw"]
+
+
+@pytest.mark.parametrize(("target", "bound"), [("v5e:4x4", 0.65), ("h200x8", 0.82)])
+def test_stage_2_reduces_each_layer_in_its_backward_pass(target, bound):
+    need(target)
+    temporaries = {
+        stage: compiled(Case(target, stage, "came"))[2].memory_analysis().temp_size_in_bytes
+        for stage in (1, 2)
+    }
+    assert temporaries[2] < bound * temporaries[1]
 
 
 def test_gradients_accumulate_as_shards_from_stage_2_on():
