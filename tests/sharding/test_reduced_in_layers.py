@@ -176,14 +176,17 @@ def test_each_layer_is_reduced_by_itself_and_each_parameter_once():
 
 @pytest.mark.usefixtures("x64")
 def test_unreduced_gradients_of_layers_are_never_together_in_memory():
+    """Nor a second copy of parameters that are in the layers, and not trained."""
+
     def loss(params, batch, layer):
-        wide = layer(lambda p, x: jnp.tanh(x @ p["up"]) @ p["down"])
-        x, _ = jax.lax.scan(lambda x, p: (jax.checkpoint(wide)(p, x), None), batch, params)
+        wide = layer(lambda p, x: jnp.tanh(x @ p["up"]) @ p["frozen"] @ p["down"])
+        x, _ = jax.lax.scan(lambda x, p: (wide(p, x), None), batch, params)
         return jnp.mean(x**2)
 
     def temporaries(wrap):
         zero = zero_on("flat")
-        params = {"up": (16, 64, 256), "down": (16, 256, 64)}
+        params = {"up": (16, 64, 256), "frozen": (16, 256, 256), "down": (16, 256, 64)}
+        trained = {"up": True, "frozen": False, "down": True}
         tx = optax.sgd(0.1)
 
         def make():
@@ -192,7 +195,8 @@ def test_unreduced_gradients_of_layers_are_never_together_in_memory():
 
         state = zero.abstract_state(make, tx=tx)
         fn = functools.partial(loss, layer=zero.gathered if wrap else lambda fn: fn)
-        lowered = zero.train_step(fn, tx=tx).lower(state, jax.ShapeDtypeStruct((8, 64), float))
+        step = zero.train_step(fn, tx=tx, trainable=trained)
+        lowered = step.lower(state, jax.ShapeDtypeStruct((8, 64), float))
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
     # The gradients are 16 layers of 256 KiB. (XLA transposes half of the parameters in advance.)
