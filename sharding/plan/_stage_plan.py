@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from optax_ext._transformer_rule import STACKED
+from optax_ext import flax_transformer
 from sharding._zero import Zero
 from sharding.collectives._all_gather import BLOCK_SIZE
 from sharding.placement._describe import Description, Row
@@ -199,12 +199,13 @@ def _of_one_layer(full: dict[str, tuple[float, int]], outside: str) -> float:
       full: bytes and the size of the first dim, by path.
       outside: a regular expression of the paths outside the layers.
     """
+    pattern = flax_transformer().stacked or "(?!)"
     layers: dict[str, float] = {}
     always = 0.0
     for path, (nbytes, first) in full.items():
         if re.search(outside, path):
             always += nbytes
-        elif stacked := re.search(STACKED, path):
+        elif stacked := re.search(pattern, path):
             name = path[: stacked.end()]
             layers[name] = layers.get(name, 0.0) + nbytes / max(first, 1)
         else:
