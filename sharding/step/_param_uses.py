@@ -84,14 +84,16 @@ def _visit(
             params = params | {eqn.outvars[0]: operands[0][1]}  # still the parameter
             continue
         inner = list(_inner_jaxprs(eqn))
+        full_ndim = {param: eqn.invars[i].aval.ndim for i, param in operands}
         if not inner:
             uses.otherwise.update(param for _, param in operands)
         in_branch = branch or eqn.primitive.name in ("cond", "while")
         for sub, first in inner:
             uses.otherwise.update(param for i, param in operands if i < first)
             passed = {sub.invars[i - first]: param for i, param in operands if i >= first}
-            num_consts = eqn.params.get("num_consts", 0) if eqn.primitive.name == "scan" else 0
-            in_full = {param for i, param in operands if i < num_consts}
+            in_full = set()
+            if eqn.primitive.name == "scan":  # a loop over layers takes the first dim off
+                in_full = {p for var, p in passed.items() if var.aval.ndim == full_ndim[p]}
             _visit(sub, passed, uses, in_branch, looped | in_full)
 
 
