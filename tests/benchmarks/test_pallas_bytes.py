@@ -100,7 +100,7 @@ def test_on_a_gpu_each_step_reads_its_blocks():
 
 def test_what_cannot_be_counted():
     by_hand = pl.BlockSpec(memory_space=pl.ANY)
-    with pytest.raises(ValueError, match="copies from .* by itself"):
+    with pytest.raises(ValueError, match=r"copies from .* by itself"):
         count((4, 2), [by_hand], block(8, 128), X)
     prefetched = pltpu.PrefetchScalarGridSpec(
         num_scalar_prefetch=1,
@@ -144,7 +144,7 @@ def arguments(tx, shape):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("shape", [(4096, 11008), (50257, 768), (4, 2048, 2048)], ids=str)
 def test_bytes_of_low_precision_steps(case, shape):
-    """Gradient 4, parameter 8, each moment 2 for its codes and 8 in 256 (fp8: 128) for its scales."""
+    """Gradient 4, parameter 8; of each moment codes 2, and scales 8 in 256 elements (fp8: 128)."""
     inner, options, per_parameter = CASES[case]
     tx = optax_ext.low_precision_state(inner, implementation="pallas", **options)
     found = total(step_of(tx), *arguments(tx, shape)) / math.prod(shape)
