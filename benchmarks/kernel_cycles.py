@@ -54,9 +54,9 @@ ABOUT = """
 Schedule: bundles of all loops times their trips, for 1,024 parameters; a bundle starts each cycle.
 Bytes: cycles that the audited bytes take at the chip's bandwidth (v5e: 1.5 GHz, 819 GB/s; v6e: 1.75
 GHz, which is its peak over the size of its matrix units, and 1,640 GB/s). A step takes at least the
-longer one. XLA's estimate is the sum of the cycles that it writes beside each operation of its form,
-which is what its own decisions rest on; it has none for kernels. Nothing was run: stalls, the overlap
-of arithmetic and copies, and the time to start an operation are in no schedule.
+longer one. XLA's estimate is the sum of the cycles that it writes beside each operation of its
+form, which is what its own decisions rest on; it has none for kernels. Nothing was run: stalls, the
+overlap of arithmetic and copies, and the time to start an operation are in no schedule.
 """
 CHIPS = {"v5e:1x1": Chip(1.5e9, 819e9), "v6e:1x1": Chip(1.75e9, 1640e9)}
 
@@ -72,7 +72,8 @@ def cycles(text: str, unknown: float = 1) -> float:
     """The cycles of a schedule of final bundles, if no bundle waits and no branch is taken.
 
     Loops count from 0 to a bound. Those that are pipelined have up to two trips more, to fill and
-    to drain; those whose bound is not a number have ``unknown`` trips.
+    to drain. The longest one whose bound is not a number has ``unknown`` trips, others (copies that
+    are not aligned) one.
     """
     bundles = [x for x in map(_BUNDLE.match, text.splitlines()) if x]
     heads = [x[1] == "LB" for x in bundles]
@@ -89,21 +90,21 @@ def cycles(text: str, unknown: float = 1) -> float:
         if is_head:
             parents.append(nest[-1])
             nest.append(len(trips))
-            trips.append(unknown)
+            trips.append(0)
             counts.append(0)
         counts[nest[-1]] += 1
         if found := _EXIT.search(bundle[3]):
             trips[nest[-1]] = int(found[1])
+    longest = max(range(len(counts)), key=lambda i: counts[i] * (trips[i] == 0))
     for i, parent in enumerate(parents[1:], 1):
-        trips[i] *= trips[parent]
+        trips[i] = (trips[i] or (unknown if i == longest else 1)) * trips[parent]
     return sum(n * count for n, count in zip(trips, counts, strict=True))
 
 
 def program_cycles(folder: pathlib.Path, unknown: float) -> float:
     """The cycles of a program by its dump; operations that are equal share a schedule.
 
-    ``unknown`` are the trips of a kernel's loops whose bounds are not numbers; those of XLA's are
-    copies of few elements, and count once.
+    ``unknown`` are the trips of a kernel's loop whose bound is not a number.
     """
     (map_file,) = folder.glob("*-deduplication-map.txt")
     shared = re.findall(
@@ -146,21 +147,10 @@ def kernel_of(optimizer: str, shape: str) -> Any:
 
 
 def trips_of_slices(call: Any) -> float:
-    """The mean trips of a kernel's loop over the slices of a tile, of which the last has fewer.
-
-    Raises:
-      ValueError: if tiles end beyond the array in both dims, as two loops have unknown trips.
-    """
+    """The mean trips of a kernel's loop over the slices of a tile; tiles at a border have fewer."""
     tiles = next(x for x in call.params["grid_mapping"].block_mappings if len(x.block_shape) == 3)
-    found = []
-    for extent, tile, size in zip(
-        tiles.array_aval.shape, tiles.block_shape, (1, *_SLICE), strict=True
-    ):
-        if size > 1 and extent % tile.block_size:
-            found.append(math.ceil(extent / size) / math.ceil(extent / tile.block_size))
-    if len(found) > 1:
-        raise ValueError(f"tiles of {tiles.array_aval.shape} end beyond it in both dims.")
-    return found[0] if found else 1.0
+    dims = zip(tiles.array_aval.shape[1:], tiles.block_shape[1:], _SLICE, strict=True)
+    return math.prod(math.ceil(n / size) / math.ceil(n / tile.block_size) for n, tile, size in dims)
 
 
 class Step(NamedTuple):

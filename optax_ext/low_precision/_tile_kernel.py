@@ -522,14 +522,18 @@ class _Kernel:
         num = [_num_slices(*x) for x in zip(extents, tiling.tile, _SLICE, tile[1:], strict=True)]
         places = _iota(0) * plan.shape[-1] + _iota(1)  # of a slice's elements in a matrix
 
-        def one_slice(i: Any, j: Any) -> None:
+        def one_slice(at: Any, _: None) -> None:
+            i, j = _quotient_and_remainder(at, num[1])
             columns = _window(j, _LANES)
             here, blocks = (_window(i, _ROWS), columns), (_window(i, _GROUPS[0]), columns)
             # Its first row and column in this device's matrix.
-            start = [
-                k * size + at * extent
-                for k, size, at, extent in zip((i, j), _SLICE, tile[1:], tiling.tile, strict=True)
-            ]
+            row, column = (
+                k * size + t * extent
+                for k, size, t, extent in zip((i, j), _SLICE, tile[1:], tiling.tile, strict=True)
+            )
+            inside = None  # all elements are
+            if any(n % size for n, size in zip(extents, _SLICE, strict=True)):
+                inside = (row + _iota(0) < extents[0]) & (column + _iota(1) < extents[1])
 
             # Decode.
             values: dict[int, Any] = dict(plan.literals)
@@ -555,18 +559,18 @@ class _Kernel:
                     k = plan.stored.index(output)
                     uniform = None
                     if self._is_noisy:
-                        at = len(self._integers)
-                        first = (start[0] + integers[at]) * plan.shape[-1]
-                        first += start[1] + integers[at + 1]
+                        shard = [integers[len(self._integers) + d] for d in range(2)]
+                        first = (row + shard[0]) * plan.shape[-1] + column + shard[1]
                         matrix = 2 * k * tiling.matrices[0] + tile[0]
                         first += noise[matrix + tiling.matrices[0]]
                         uniform = uniform_at(
                             (places + first).astype(jnp.uint32), noise[matrix].astype(jnp.uint32)
                         )
-                    new = jnp.broadcast_to(new, _SLICE)
-                    for d in range(2):
-                        if extents[d] % _SLICE[d]:
-                            new = jnp.where(_iota(d) < extents[d] - start[d], new, 0)
+                    new = (
+                        jnp.broadcast_to(new, _SLICE)
+                        if inside is None
+                        else jnp.where(inside, new, 0)
+                    )
                     q = self._encode(output, new, uniform, memory[k])
                     for n, part in enumerate(_parts(q)):
                         if n == 1:
@@ -579,12 +583,7 @@ class _Kernel:
                 else:
                     made[result][here] = jnp.broadcast_to(new, _SLICE)
 
-        @pl.loop(0, num[0])
-        def _(i: Any) -> None:
-            @pl.loop(0, num[1])
-            def _(j: Any) -> None:
-                one_slice(i, j)
-
+        jax.lax.fori_loop(0, num[0] * num[1], one_slice, None)
         for output, result in self._results_at.items():
             if output in self._stored:
                 columns = _block_columns(self._stored[output])
@@ -601,8 +600,8 @@ class _Kernel:
 
 def _num_slices(extent: int, tile: int, slice_: int, at: Any) -> Any:
     """Returns how many slices of a tile begin in the array, along one dim."""
-    if extent % tile == 0:
-        return tile // slice_
+    if extent <= tile or extent % tile == 0:
+        return pl.cdiv(min(extent, tile), slice_)
     inside = jnp.minimum(tile, extent - at * tile)
     return _quotient_and_remainder(inside + (slice_ - 1), slice_)[0]
 
@@ -624,7 +623,7 @@ def _stack(numbers: list[jax.Array]) -> jax.Array:
     return jnp.concatenate([x.reshape(-1) for x in numbers] or [jnp.zeros(1, jnp.int32)])
 
 
-def _quotient_and_remainder(x: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:
+def _quotient_and_remainder(x: jax.Array, by: Any) -> tuple[jax.Array, jax.Array]:
     """Returns quotient and remainder of what is not negative; ``//`` asks for the sign."""
     number = jnp.asarray(by, jnp.int32)
     return jax.lax.div(x, number), jax.lax.rem(x, number)
