@@ -12,14 +12,18 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import sharding as shd
+from optax_ext import kernels
 
 Shapes = Sequence[tuple[int, ...]]
 
 
 def step_of(tx: optax.GradientTransformation) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
-    """From parameters, state and gradients to new parameters and state."""
+    """From parameters, state and gradients to new parameters and state, as ``Zero`` makes them."""
+    update_params = kernels.update_params_of(tx)
 
     def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+        if update_params is not None:
+            return update_params(grads, state, params)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 

@@ -194,31 +194,48 @@ def _is_local(graph: Graph, index: int) -> bool:
 
 
 class _SliceBlocks:
-    """``Blocks`` of a slice; what belongs to a block is stored in each of its lanes."""
+    """``Blocks`` of a slice; what belongs to a block is stored in each of its lanes.
 
-    def __init__(self, columns: int):
-        self._columns = columns
+    Args:
+      columns: columns of a block.
+      memory: on-chip memory for a slice, which reductions use.
+    """
+
+    def __init__(self, columns: int, memory: Any = None):
+        self._columns, self._memory = columns, memory
 
     def reduce(self, op: Any, x: jax.Array, neutral: float) -> jax.Array:
         """Returns the maximum of each block; (rows of blocks, lanes)."""
         assert op is jnp.max, op
         del neutral
-        x = jnp.max(x.reshape(_GROUPS[0], BLOCK_ROWS, _LANES), axis=1)
-        lane = jax.lax.broadcasted_iota(jnp.int32, _GROUPS, 1)
-        step = 1
-        while step < self._columns:
-            x = jnp.maximum(x, _lanes(x, lane ^ step))
-            step *= 2
-        return x
+        return self._over_lanes(functools.reduce(jnp.maximum, self._rows(x)))
 
     def largest(self, x: jax.Array) -> jax.Array:
         """Returns the element of largest magnitude of each block, with its sign.
 
         Mosaic has no maximum of uint32. As with ``Blocks``, positive elements win ties.
         """
-        x = jnp.where(jnp.isnan(x), jnp.inf, x)
-        high, low = self.reduce(jnp.max, x, 0), self.reduce(jnp.max, -x, 0)
+        rows = self._rows(jnp.where(jnp.isnan(x), jnp.inf, x))
+        high = self._over_lanes(functools.reduce(jnp.maximum, rows))
+        low = self._over_lanes(-functools.reduce(jnp.minimum, rows))
         return jnp.where(high >= low, high, -low)
+
+    def _rows(self, x: jax.Array) -> list[jax.Array]:
+        """Returns the first row of every block, the second and so on; each (rows of blocks, lanes).
+
+        Loads with a stride need no arithmetic; a maximum over sublanes rotates every register.
+        """
+        self._memory[...] = x
+        return [self._memory[pl.ds(k, _GROUPS[0], stride=BLOCK_ROWS), :] for k in range(BLOCK_ROWS)]
+
+    def _over_lanes(self, x: jax.Array) -> jax.Array:
+        """Returns the maximum of each block of lanes in all of them."""
+        lane = jax.lax.broadcasted_iota(jnp.int32, _GROUPS, 1)
+        step = 1
+        while step < self._columns:
+            x = jnp.maximum(x, _lanes(x, lane ^ step))
+            step *= 2
+        return x
 
     def repeat(self, per_block: jax.Array) -> jax.Array:
         """Repeats the value of each block for its rows."""
@@ -446,7 +463,8 @@ class _Kernel:
             out_specs=[tiling.spec(x) for x in results],
             out_shape=[jax.ShapeDtypeStruct(matrices(x), x.dtype) for x in results],
             scratch_shapes=[pltpu.VMEM((rows // BLOCK_ROWS, columns), jnp.float32)]
-            * len(self._stored),
+            * len(self._stored)
+            + [pltpu.VMEM(_SLICE, jnp.float32)] * len(self._stored),
             input_output_aliases={len(scalars) + k: n for k, n in aliases.items()},
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel",) * 3,
@@ -490,8 +508,8 @@ class _Kernel:
     def _tile(self, tiling: _Tiling, *refs: Any) -> None:
         """Reads, updates and writes one tile."""
         plan, graph = self._plan, self._graph
-        numbers, operands, made, spread = _sections(
-            refs, 3, self._num_arrays, self.num_results, len(self._stored)
+        numbers, operands, made, spread, memory = _sections(
+            refs, 3, self._num_arrays, self.num_results, *[len(self._stored)] * 2
         )
         floats, integers, noise = numbers
         tile = [pl.program_id(d) for d in range(3)]
@@ -499,14 +517,23 @@ class _Kernel:
             _spread(operands[self._parts_at[i] + 1][...], _block_columns(q), scales)
         spread_of = dict(zip(self._stored, spread, strict=True))
 
+        # Slices that begin beyond the array are not computed, others are masked if they end there.
+        extents = tiling.matrices[1:]
+        num = [_num_slices(*x) for x in zip(extents, tiling.tile, _SLICE, tile[1:], strict=True)]
+        places = _iota(0) * plan.shape[-1] + _iota(1)  # of a slice's elements in a matrix
+
         def one_slice(at: Any, _: None) -> None:
-            i, j = _quotient_and_remainder(at, tiling.tile[1] // _LANES)
+            i, j = _quotient_and_remainder(at, num[1])
             columns = _window(j, _LANES)
             here, blocks = (_window(i, _ROWS), columns), (_window(i, _GROUPS[0]), columns)
-            # Of each element: row and column in this device's matrix.
-            row = i * _ROWS + tile[1] * tiling.tile[0] + _iota(0)
-            column = j * _LANES + tile[2] * tiling.tile[1] + _iota(1)
-            inside = (row < tiling.matrices[1]) & (column < tiling.matrices[2])
+            # Its first row and column in this device's matrix.
+            row, column = (
+                k * size + t * extent
+                for k, size, t, extent in zip((i, j), _SLICE, tile[1:], tiling.tile, strict=True)
+            )
+            inside = None  # all elements are
+            if any(n % size for n, size in zip(extents, _SLICE, strict=True)):
+                inside = (row + _iota(0) < extents[0]) & (column + _iota(1) < extents[1])
 
             # Decode.
             values: dict[int, Any] = dict(plan.literals)
@@ -532,14 +559,19 @@ class _Kernel:
                     k = plan.stored.index(output)
                     uniform = None
                     if self._is_noisy:
-                        first = integers[len(self._integers)], integers[len(self._integers) + 1]
-                        index = (row + first[0]) * plan.shape[-1] + (column + first[1])
+                        shard = [integers[len(self._integers) + d] for d in range(2)]
+                        first = (row + shard[0]) * plan.shape[-1] + column + shard[1]
                         matrix = 2 * k * tiling.matrices[0] + tile[0]
-                        index += noise[matrix + tiling.matrices[0]]
+                        first += noise[matrix + tiling.matrices[0]]
                         uniform = uniform_at(
-                            index.astype(jnp.uint32), noise[matrix].astype(jnp.uint32)
+                            (places + first).astype(jnp.uint32), noise[matrix].astype(jnp.uint32)
                         )
-                    q = self._encode(output, jnp.where(inside, new, 0), uniform)
+                    new = (
+                        jnp.broadcast_to(new, _SLICE)
+                        if inside is None
+                        else jnp.where(inside, new, 0)
+                    )
+                    q = self._encode(output, new, uniform, memory[k])
                     for n, part in enumerate(_parts(q)):
                         if n == 1:
                             spread_of[output][blocks] = part
@@ -551,17 +583,27 @@ class _Kernel:
                 else:
                     made[result][here] = jnp.broadcast_to(new, _SLICE)
 
-        jax.lax.fori_loop(0, math.prod(tiling.tile) // math.prod(_SLICE), one_slice, None)
+        jax.lax.fori_loop(0, num[0] * num[1], one_slice, None)
         for output, result in self._results_at.items():
             if output in self._stored:
                 columns = _block_columns(self._stored[output])
                 _gather_up(spread_of[output], columns, made[result + 1])
 
-    def _encode(self, output: int, new: jax.Array, uniform: jax.Array | None) -> Quantized:
+    def _encode(
+        self, output: int, new: jax.Array, uniform: jax.Array | None, memory: Any
+    ) -> Quantized:
         """Encodes a slice; beyond the array ``new`` must be 0."""
         old = self._stored[output]
-        blocks = _SliceBlocks(_block_columns(old))
+        blocks = _SliceBlocks(_block_columns(old), memory)
         return encode(new, old.format, old.signed, self._rounding, uniform, blocks)
+
+
+def _num_slices(extent: int, tile: int, slice_: int, at: Any) -> Any:
+    """Returns how many slices of a tile begin in the array, along one dim."""
+    if extent <= tile or extent % tile == 0:
+        return pl.cdiv(min(extent, tile), slice_)
+    inside = jnp.minimum(tile, extent - at * tile)
+    return _quotient_and_remainder(inside + (slice_ - 1), slice_)[0]
 
 
 def _iota(dim: int) -> jax.Array:
@@ -581,7 +623,7 @@ def _stack(numbers: list[jax.Array]) -> jax.Array:
     return jnp.concatenate([x.reshape(-1) for x in numbers] or [jnp.zeros(1, jnp.int32)])
 
 
-def _quotient_and_remainder(x: jax.Array, by: int) -> tuple[jax.Array, jax.Array]:
+def _quotient_and_remainder(x: jax.Array, by: Any) -> tuple[jax.Array, jax.Array]:
     """Returns quotient and remainder of what is not negative; ``//`` asks for the sign."""
     number = jnp.asarray(by, jnp.int32)
     return jax.lax.div(x, number), jax.lax.rem(x, number)
