@@ -727,7 +727,7 @@ class Zero:
     def _in_step(
         self, loss_fn: Callable[..., Any], sync_batch_norm: bool, all_blocks: bool = True
     ) -> Callable[..., Any]:
-        """A loss whose Flax modules know that the batch, and at stage 3 the model, is sharded."""
+        """A loss whose Flax modules know that the batch is sharded, and from stage 2 on the model."""
         blocks = tuple(self.gathered_blocks) if self.stage >= 2 else ()
         axes = self._layout.data_axes
 
@@ -879,8 +879,10 @@ class Zero:
         gradients of the layer before it goes on to the layer below, so that unreduced gradients of
         all layers are never in memory together. Gradients are reduced after the backward pass where
         a parameter is used outside of the layer, in several calls, or in a branch; where ``sync``
-        sums over the axes of shards; and where the transformation needs the norms of local
-        gradients. Outside the loss of a step, and below stage 2, the target is unchanged.
+        sums over the axes of shards; where the transformation needs the norms of local gradients;
+        and where the loss does more with its parameters than to pass them to layers, such as to
+        count them or to take derivatives by itself. Outside the loss of a step the target computes
+        what it always does; below stage 2 it is unchanged.
 
         Args:
           target: a module class of ``flax.linen`` or ``flax.nnx``, whose ``__call__`` is meant

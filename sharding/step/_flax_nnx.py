@@ -223,7 +223,7 @@ def _set_opt_state(optimizer: Any, opt_state: Any) -> None:
 
 
 def prepare(zero: Any, model: Any) -> None:
-    """Makes modules of a model act on a sharded batch, and at stage 3 gather their parameters."""
+    """Makes modules act on a sharded batch, and call ``gather`` on their parameters."""
     from flax import nnx
 
     blocks = zero.gathered_blocks if zero.stage >= 2 else ()

@@ -48,9 +48,16 @@ def gather_updated(layout: Layout, shards: Any, placed: Placement) -> Any:
 
 # The name that marks, in a traced loss, the arrays that it passes to ``gather``; for ``find_uses``.
 MARK = "sharding.gather"
+# The same for the handles of stage 2.
+HANDLE_MARK = "sharding.gather.handle"
 # Whether arrays are marked: not in the trace that is differentiated, where a loop over layers would
 # save them under that name.
 _MARKS: contextvars.ContextVar[bool] = contextvars.ContextVar("marks", default=True)
+# Set in traces that are read and not run, where handles are marked, too: what is appended to once
+# the trace differentiates marked arrays.
+_DIFFERENTIATED: contextvars.ContextVar[list[bool] | None] = contextvars.ContextVar(
+    "differentiated", default=None
+)
 
 
 class GatherSpec(NamedTuple):
@@ -172,7 +179,7 @@ def call_with_shards(fn: Callable[..., Any], leaves: list[Any], *args: Any) -> A
       ValueError: if neither form works.
     """
     with _unmarked():
-        return _call(fn, leaves, *args)
+        return call_marking(fn, leaves, *args)
 
 
 @contextlib.contextmanager
@@ -185,7 +192,8 @@ def _unmarked() -> Iterator[None]:
         _MARKS.reset(token)
 
 
-def _call(fn: Callable[..., Any], leaves: list[Any], *args: Any) -> Any:
+def call_marking(fn: Callable[..., Any], leaves: list[Any], *args: Any) -> Any:
+    """``call_with_shards`` for a trace that is read and not run: ``gather`` marks what it gets."""
     try:
         return fn(leaves, *args)
     except ValueError as error:
@@ -233,19 +241,50 @@ def gather(tree: Any) -> Any:
     specs, values = tuple(x.spec for x in shards), [x.value for x in shards]
     dtypes = tuple(x.dtype for x in values)
     here = [x.full for x in shards if x.full is not None]
-    found = _reduced(specs, dtypes, here, values) if here else _gather_arrays(specs, dtypes, values)
+    if here and _DIFFERENTIATED.get() is not None:
+        found = here
+    elif here:
+        found = _identity_with_reduced_gradients(specs, dtypes, here, values)
+    else:
+        found = _gather_arrays(specs, dtypes, values) if shards else []
     full = iter(found)
-    return treedef.unflatten([next(full) if is_shard(x) else _mark(x) for x in leaves])
+    return treedef.unflatten(
+        [_mark(next(full), HANDLE_MARK) if is_shard(x) else _mark(x, MARK) for x in leaves]
+    )
 
 
-def _mark(x: Any) -> Any:
-    marked = _MARKS.get() and isinstance(x, jax.Array | np.ndarray)
-    return checkpoint_name(x, MARK) if marked else x
+def _mark(x: Any, name: str) -> Any:
+    marking = _MARKS.get() if name == MARK else _DIFFERENTIATED.get() is not None
+    return _marked(x, name) if marking and isinstance(x, jax.Array | np.ndarray) else x
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _marked(x: jax.Array, name: str) -> jax.Array:
+    return checkpoint_name(x, name)
+
+
+@_marked.defjvp
+def _marked_jvp(name: str, primals: tuple[Any], tangents: tuple[Any]) -> tuple[jax.Array, Any]:
+    found = _DIFFERENTIATED.get()
+    if found is not None:
+        found.append(True)
+    return _marked(*primals, name), tangents[0]
+
+
+@contextlib.contextmanager
+def derivatives_of_marked() -> Iterator[list[bool]]:
+    """Traces in this context mark handles, and append to the list if they differentiate them."""
+    found: list[bool] = []
+    token = _DIFFERENTIATED.set(found)
+    try:
+        yield found
+    finally:
+        _DIFFERENTIATED.reset(token)
 
 
 # At stage 2 parameters are here; only the transpose is needed.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _reduced(
+def _identity_with_reduced_gradients(
     specs: tuple[GatherSpec, ...],
     dtypes: tuple[Any, ...],
     full: list[jax.Array],
@@ -255,12 +294,12 @@ def _reduced(
     return full
 
 
-def _reduced_forward(specs: Any, dtypes: Any, full: Any, shards: Any) -> tuple[Any, None]:
+def _identity_forward(specs: Any, dtypes: Any, full: Any, shards: Any) -> tuple[Any, None]:
     del specs, dtypes, shards
     return full, None
 
 
-def _reduced_backward(
+def _identity_backward(
     specs: tuple[GatherSpec, ...], dtypes: tuple[Any, ...], _: None, grads: list[jax.Array]
 ) -> tuple[None, list[jax.Array]]:
     return None, *_gather_backward(specs, dtypes, None, grads)
@@ -298,7 +337,7 @@ def _gather_backward(
 
 
 _gather_arrays.defvjp(_gather_forward, _gather_backward)
-_reduced.defvjp(_reduced_forward, _reduced_backward)
+_identity_with_reduced_gradients.defvjp(_identity_forward, _identity_backward)
 
 
 def _array_layouts(specs: Sequence[GatherSpec], xs: Sequence[jax.Array]) -> list[ArrayLayout]:

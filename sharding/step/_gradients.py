@@ -15,6 +15,7 @@ from sharding.placement._on_mesh import over_data_axes
 from sharding.placement._specs import axes_of, entry_of
 from sharding.step import _local_norm, _model_state, _sync_state
 from sharding.step._gather_params import call_with_shards
+from sharding.step._layer_check import confirm_layers
 from sharding.step._loss import Inputs, Loss, first_args
 from sharding.step._loss_params import loss_params
 from sharding.step._microbatches import accumulate
@@ -100,6 +101,7 @@ def gradients(
             *args,
             reduce_in_backward=not loss.local_norm,
         )
+        plan = confirm_layers(plan, of_leaves, *args)
         local = loss._replace(fn=of_leaves)
         own = jax.tree.map(lambda x: x[0, 0], sync_state) if has_state else plan.empty_sync_state()
         shards = list(map(_own_shard, leaves, shard_specs)) if early_shards else None
@@ -108,13 +110,7 @@ def gradients(
             # batch, since parameters that pass through one are copied.
             shards, batch = lax.optimization_barrier((shards, inputs.batch))
             inputs = inputs._replace(batch=batch)
-        try:
-            found = device_gradients(plan, local, leaves, inputs, own)
-        except (TypeError, ValueError):
-            # A loss that asks whether its parameters are arrays, which stage 2 does not require.
-            if not plan.reduces_in_layers:
-                raise
-            found = device_gradients(plan.reducing_at_once(), local, leaves, inputs, own)
+        found = device_gradients(plan, local, leaves, inputs, own)
         new = jax.tree.map(lambda x: x[None, None], found.sync_state)
         return found._replace(sync_state=new, shards=shards)
 

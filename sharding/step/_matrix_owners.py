@@ -186,6 +186,11 @@ def _wire_dtype(dtype: Any) -> Any:
             f"by_owner: wire_dtype must be a floating dtype, such as jnp.bfloat16, or None; got "
             f"{dtype!r}."
         )
+    if found is not None and jnp.finfo(found).nexp < jnp.finfo(jnp.float32).nexp:
+        raise ValueError(
+            f"by_owner: wire_dtype {found} has a smaller range than float32: small gradients would "
+            "become 0, large ones infinite. Use jnp.bfloat16."
+        )
     return found
 
 

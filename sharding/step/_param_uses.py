@@ -15,6 +15,7 @@ class ParamUses(NamedTuple):
       otherwise: the parameters with any unmarked use.
       branched: the parameters marked in a branch or loop that some devices may not enter.
       repeated: the parameters marked more than once, or in a loop that does not slice them.
+      custom: the parameters that a function with a derivative of its own gets.
       unknown: for each mark, shapes of marked arrays that are not unmodified parameters.
     """
 
@@ -22,6 +23,7 @@ class ParamUses(NamedTuple):
     otherwise: set[int]
     branched: set[int]
     repeated: set[int]
+    custom: set[int]
     unknown: dict[str, list[tuple[int, ...]]]
 
 
@@ -42,7 +44,7 @@ def find_uses(
 def uses_in(jaxpr: Any, num_params: int, marks: Sequence[str] = ()) -> ParamUses:
     """As ``find_uses``, of a function that is traced already; parameters are its first inputs."""
     found = ParamUses(
-        {mark: {} for mark in marks}, set(), set(), set(), {mark: [] for mark in marks}
+        {mark: {} for mark in marks}, set(), set(), set(), set(), {mark: [] for mark in marks}
     )
     _visit(jaxpr, {jaxpr.invars[i]: i for i in range(num_params)}, found)
     return found
@@ -83,6 +85,8 @@ def _visit(
         if eqn.primitive.name == "sharding_constraint" and operands:
             params = params | {eqn.outvars[0]: operands[0][1]}  # still the parameter
             continue
+        if eqn.primitive.name.startswith("custom_vjp"):
+            uses.custom.update(param for _, param in operands)
         inner = list(_inner_jaxprs(eqn))
         full_ndim = {param: eqn.invars[i].aval.ndim for i, param in operands}
         if not inner:

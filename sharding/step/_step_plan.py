@@ -49,7 +49,7 @@ class ParamPlan(NamedTuple):
       replica_shard: how its gradient is sharded over the replica axes as well.
       rows: the sync of rows that were looked up; None to sync the full gradient.
       gathered_by_loss: at stage 3, whether the loss gathers it, or looks up rows of it, by itself;
-        at stage 2, whether it passes it to ``gather``, whose derivative reduces its gradient.
+        at stage 2, whether it passes it to ``gather``, whose derivative then reduces the gradient.
       synced_by_rows: below stage 3, whether the derivative of ``lookup`` syncs its gradient.
     """
 

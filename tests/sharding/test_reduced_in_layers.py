@@ -244,3 +244,74 @@ def test_evaluation_reduces_nothing():
     evaluate = zero.eval_step(functools.partial(loss_per_example, layer=zero.gathered))
     found = evaluate(zero.init(lambda: state, tx=optax.sgd(0.1)), zero.put(batch(0)))
     np.testing.assert_allclose(found, loss_per_example(state[0], batch(0)), rtol=1e-4)
+
+
+# --- Losses that read more from their parameters than gather gives them ---------------------------
+
+
+def dense(w, x):
+    return jnp.sum(jnp.tanh(x @ w), -1)
+
+
+def custom(w, x, gather):
+    """A derivative by hand, of a function that gathers."""
+    fn = jax.custom_vjp(lambda w, x: dense(gather(w), x))
+    fn.defvjp(
+        lambda w, x: (dense(gather(w), x), (gather(w), x)),
+        lambda saved, g: jax.vjp(dense, *saved)[1](g),
+    )
+    return fn(w, x)
+
+
+def squared_gradient(p, x, gather):
+    grads = jax.grad(lambda p: jnp.sum(dense(gather(p["a"]), x) * dense(gather(p["b"]), x)))(p)
+    return sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
+
+
+def arrays(p):
+    return [w for w in p.values() if isinstance(w, jax.Array)]
+
+
+def only(condition):
+    assert condition
+    return 1.0
+
+
+READERS = {
+    "leaves": lambda p, x, gather: sum(dense(gather(w), x) for w in jax.tree.leaves(p)),
+    "penalty": lambda p, x, gather: (
+        sum(jnp.sum((gather(w) - 0.3) ** 2) for w in jax.tree.leaves(p)) + jnp.sum(x, -1)
+    ),
+    "one leaf": lambda p, x, gather: (
+        dense(gather(jax.tree.leaves(p["a"])[-1]), x) * dense(gather(p["b"]), x)
+    ),
+    "size": lambda p, x, gather: (
+        sum(dense(gather(w), x) for w in p.values()) / sum(w.size for w in jax.tree.leaves(p))
+    ),
+    "arrays alone": lambda p, x, gather: sum(
+        [dense(gather(w), x) for w in arrays(p)], 0.0 * x[:, 0]
+    ),
+    "assertion": lambda p, x, gather: (
+        dense(gather(p["a"]), x) * dense(gather(p["b"]), x) * only(len(arrays(p)) == 2)
+    ),
+    "bytes": lambda p, x, gather: (
+        dense(gather(p["a"]), x) * dense(gather(p["b"]), x) / p["a"].nbytes
+    ),
+    "gradient": lambda p, x, gather: jax.vmap(lambda x: squared_gradient(p, x[None], gather))(x),
+    "custom derivative": lambda p, x, gather: custom(p["a"], x, gather) * dense(gather(p["b"]), x),
+}
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", READERS)
+def test_a_loss_that_needs_arrays_gets_arrays(name):
+    rng = np.random.default_rng(0)
+    params = {k: jnp.asarray(rng.normal(size=(16, 16))) / 4 for k in "ab"}
+    x = rng.normal(size=(8, 16))
+    zero, loss = zero_on("flat"), READERS[name]
+    expected = jax.grad(lambda p: jnp.mean(loss(p, jnp.asarray(x), lambda w: w)))(params)
+    state = zero.init(lambda: (params, optax.sgd(1.0).init(params)), tx=optax.sgd(1.0))
+    step = zero.train_step(lambda p, x: jnp.mean(loss(p, x, zero.gather)), tx=optax.sgd(1.0))
+    (new, _), _ = step(state, zero.put(x))
+    for k, before in params.items():
+        np.testing.assert_allclose(before - new[k], expected[k], rtol=1e-10, atol=1e-13)
