@@ -314,6 +314,7 @@ def test_a_wire_dtype_rounds_updates_and_no_state(name):
         ({"factoring": optax_ext.flax_transformer}, "factoring must be a Factoring or a rule"),
         ({"wire_dtype": "bf17"}, "wire_dtype must be a floating dtype.*got 'bf17'"),
         ({"wire_dtype": jnp.int8}, "wire_dtype must be a floating dtype"),
+        ({"wire_dtype": jnp.float16}, "float16 has a smaller range than float32"),
     ],
 )
 def test_bad_arguments(options, message):
