@@ -727,7 +727,7 @@ class Zero:
     def _in_step(
         self, loss_fn: Callable[..., Any], sync_batch_norm: bool, all_blocks: bool = True
     ) -> Callable[..., Any]:
-        """A loss whose Flax modules know that the batch, and from stage 2 on the model, is sharded."""
+        """A loss whose Flax modules know that the batch, and from stage 2 the model, is sharded."""
         blocks = tuple(self.gathered_blocks) if self.stage >= 2 else ()
         axes = self._layout.data_axes
 
