@@ -53,11 +53,8 @@ HANDLE_MARK = "sharding.gather.handle"
 # Whether arrays are marked: not in the trace that is differentiated, where a loop over layers would
 # save them under that name.
 _MARKS: contextvars.ContextVar[bool] = contextvars.ContextVar("marks", default=True)
-# Set in traces that are read and not run, where handles are marked, too: what is appended to once
-# the trace differentiates marked arrays.
-_DIFFERENTIATED: contextvars.ContextVar[list[bool] | None] = contextvars.ContextVar(
-    "differentiated", default=None
-)
+# Whether handles are marked: in a trace that is read and not run.
+_HANDLE_MARKS: contextvars.ContextVar[bool] = contextvars.ContextVar("handle_marks", default=False)
 
 
 class GatherSpec(NamedTuple):
@@ -178,22 +175,28 @@ def call_with_shards(fn: Callable[..., Any], leaves: list[Any], *args: Any) -> A
     Raises:
       ValueError: if neither form works.
     """
-    with _unmarked():
-        return call_marking(fn, leaves, *args)
-
-
-@contextlib.contextmanager
-def _unmarked() -> Iterator[None]:
-    """Calls of ``gather`` in this context do not mark arrays."""
-    token = _MARKS.set(False)
-    try:
-        yield
-    finally:
-        _MARKS.reset(token)
+    with _marking(False):
+        return _call_in_either_form(fn, leaves, *args)
 
 
 def call_marking(fn: Callable[..., Any], leaves: list[Any], *args: Any) -> Any:
     """``call_with_shards`` for a trace that is read and not run: ``gather`` marks what it gets."""
+    with _marking(True):
+        return _call_in_either_form(fn, leaves, *args)
+
+
+@contextlib.contextmanager
+def _marking(marks: bool) -> Iterator[None]:
+    """Sets whether calls of ``gather`` in this context mark arrays and handles."""
+    tokens = _MARKS.set(marks), _HANDLE_MARKS.set(marks)
+    try:
+        yield
+    finally:
+        _MARKS.reset(tokens[0])
+        _HANDLE_MARKS.reset(tokens[1])
+
+
+def _call_in_either_form(fn: Callable[..., Any], leaves: list[Any], *args: Any) -> Any:
     try:
         return fn(leaves, *args)
     except ValueError as error:
@@ -241,7 +244,7 @@ def gather(tree: Any) -> Any:
     specs, values = tuple(x.spec for x in shards), [x.value for x in shards]
     dtypes = tuple(x.dtype for x in values)
     here = [x.full for x in shards if x.full is not None]
-    if here and _DIFFERENTIATED.get() is not None:
+    if here and _HANDLE_MARKS.get():
         found = here
     elif here:
         found = _identity_with_reduced_gradients(specs, dtypes, here, values)
@@ -254,32 +257,8 @@ def gather(tree: Any) -> Any:
 
 
 def _mark(x: Any, name: str) -> Any:
-    marking = _MARKS.get() if name == MARK else _DIFFERENTIATED.get() is not None
-    return _marked(x, name) if marking and isinstance(x, jax.Array | np.ndarray) else x
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _marked(x: jax.Array, name: str) -> jax.Array:
-    return checkpoint_name(x, name)
-
-
-@_marked.defjvp
-def _marked_jvp(name: str, primals: tuple[Any], tangents: tuple[Any]) -> tuple[jax.Array, Any]:
-    found = _DIFFERENTIATED.get()
-    if found is not None:
-        found.append(True)
-    return _marked(*primals, name), tangents[0]
-
-
-@contextlib.contextmanager
-def derivatives_of_marked() -> Iterator[list[bool]]:
-    """Traces in this context mark handles, and append to the list if they differentiate them."""
-    found: list[bool] = []
-    token = _DIFFERENTIATED.set(found)
-    try:
-        yield found
-    finally:
-        _DIFFERENTIATED.reset(token)
+    marking = (_MARKS if name == MARK else _HANDLE_MARKS).get()
+    return checkpoint_name(x, name) if marking and isinstance(x, jax.Array | np.ndarray) else x
 
 
 # At stage 2 parameters are here; only the transpose is needed.

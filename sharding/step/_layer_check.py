@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from sharding.step._gather_params import HANDLE_MARK, call_marking, derivatives_of_marked
+from sharding.step._gather_params import HANDLE_MARK, call_marking
 from sharding.step._loss_params import differentiated, loss_params
 from sharding.step._param_uses import uses_in
 from sharding.step._step_plan import StepPlan
@@ -29,12 +29,10 @@ def confirm_layers(plan: StepPlan, loss: Callable[..., Any], *args: Any) -> Step
     at_once = plan.reducing_at_once()
     expected, _ = _trace(at_once, loss, args)
     try:
-        with derivatives_of_marked() as inner:
-            found, only_gathered = _trace(plan, loss, args)
+        found, only_gathered = _trace(plan, loss, args)
     except Exception:  # of the user's code, which gets arrays instead
         return at_once
-    same = only_gathered and not inner and found == expected
-    return plan if same else at_once
+    return plan if only_gathered and found == expected else at_once
 
 
 def _trace(

@@ -268,6 +268,10 @@ def squared_gradient(p, x, gather):
     return sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
 
 
+def of_one(w, x, gather):
+    return jnp.tanh(jnp.sum(jnp.tanh(x @ gather(w)) ** 2))
+
+
 def arrays(p):
     return [w for w in p.values() if isinstance(w, jax.Array)]
 
@@ -298,6 +302,10 @@ READERS = {
         dense(gather(p["a"]), x) * dense(gather(p["b"]), x) / p["a"].nbytes
     ),
     "gradient": lambda p, x, gather: jax.vmap(lambda x: squared_gradient(p, x[None], gather))(x),
+    "gathered gradient": lambda p, x, gather: (
+        jax.vmap(lambda x: jnp.sum(gather(jax.grad(of_one)(p["a"], x, gather)) ** 2))(x)
+        * dense(gather(p["b"]), x)
+    ),
     "custom derivative": lambda p, x, gather: custom(p["a"], x, gather) * dense(gather(p["b"]), x),
 }
 
