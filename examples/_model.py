@@ -26,6 +26,7 @@ NGRAM_DISTANCES = (1, 2)  # how far back the first byte of a bigram and of a tri
 
 CONFIGS = {
     "smoke": Config(layers=2, width=32, heads=2, context=32, batch_size=8, steps=30),
+    "smoke-deep": Config(layers=4, width=32, heads=2, context=32, batch_size=8, steps=30),
     "small": Config(layers=4, width=128, heads=4, context=128, batch_size=16, steps=500),
     # Nine tenths of these two are the n-gram table; a batch reads at most 4096 or 2048 of its rows.
     "ngrams": Config(
@@ -90,34 +91,47 @@ class Block(nn.Module):
 class TransformerLM(nn.Module):
     """Tokens (batch, length) to logits (batch, length, vocabulary).
 
+    A pipeline calls ``embed_tokens``, the blocks and ``logits`` by themselves.
+
     Attributes:
       config: the size of the model.
-      block: the class of the layers, such as ``Block``.
-      embed: the class of the n-gram table, such as ``nn.Embed``.
+      block_class: the class of the layers, such as ``Block``.
+      table_class: the class of the n-gram table, such as ``nn.Embed``.
     """
 
     config: Config
-    block: type[nn.Module] = Block
-    embed: type[nn.Module] = nn.Embed
+    block_class: type[nn.Module] = Block
+    table_class: type[nn.Module] = nn.Embed
 
-    @nn.compact
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Each position's logits are for the token after it."""
+    def setup(self) -> None:
+        """The names of the parameters are those of these attributes."""
         config = self.config
-        small = nn.initializers.normal(0.02)
-        embed = nn.Embed(config.vocabulary, config.width, embedding_init=small, name="embed")
-        x = embed(tokens)
+        small, zeros = nn.initializers.normal(0.02), nn.initializers.zeros
+        self.embed = nn.Embed(config.vocabulary, config.width, embedding_init=small)
         if config.ngrams:
             # Rows start at zero: an n-gram that was never seen adds nothing.
-            zeros = nn.initializers.zeros
-            table = self.embed(
-                config.ngrams, config.width, embedding_init=zeros, name="ngram_embed"
-            )
-            x += table(ngram_rows(tokens, config.ngrams)).sum(-2)
-        x = nn.RMSNorm(name="embed_norm")(x)
-        for i in range(config.layers):
-            x = self.block(config, name=f"block_{i}")(x)
-        return embed.attend(nn.RMSNorm(name="norm")(x))
+            self.ngram_embed = self.table_class(config.ngrams, config.width, embedding_init=zeros)
+        self.embed_norm = nn.RMSNorm()
+        self.block = [self.block_class(config) for _ in range(config.layers)]
+        self.norm = nn.RMSNorm()
+
+    def embed_tokens(self, tokens: jax.Array) -> jax.Array:
+        """What enters the first block: (batch, length, width)."""
+        x = self.embed(tokens)
+        if self.config.ngrams:
+            x += self.ngram_embed(ngram_rows(tokens, self.config.ngrams)).sum(-2)
+        return self.embed_norm(x)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Of what leaves the last block; the output head is the embedding of tokens."""
+        return self.embed.attend(self.norm(x))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Each position's logits are for the token after it."""
+        x = self.embed_tokens(tokens)
+        for block in self.block:
+            x = block(x)
+        return self.logits(x)
 
 
 def ngram_rows(tokens: jax.Array, num_rows: int) -> jax.Array:

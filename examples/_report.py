@@ -146,11 +146,11 @@ def batch_note(noise_scale: float, windows: int) -> str:
     return f"batch {advice} the critical size, ~{noise_scale:,.1f} windows"
 
 
-def print_plan(plan: Plan, adamw: Plan) -> None:
+def print_plan(plan: Plan, adamw: Plan, more: Sequence[str] = ()) -> None:
     """Prints the cost of each stage, with this run's stage marked, and of AdamW without ZeRO."""
     stages = (*plan.stages, dataclasses.replace(adamw.stages[0], name="adamw, no ZeRO"))
     marked = dataclasses.replace(plan, stages=stages, recommended=plan.requested)
-    notes = ["* this run"]
+    notes = ["* this run", *more]
     notes += plan.notes if plan.device else plan.notes[1:]  # the first is about its memory
     show(marked.tables(), notes, console=console)
 

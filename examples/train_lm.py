@@ -15,13 +15,16 @@ stage of ZeRO. --audit reads the same, and more, from the compiled step.
   python examples/train_lm.py --config gpt2-small --microbatches 4
   python examples/train_lm.py --stage 3 --audit                 # what the compiled step costs
   python examples/train_lm.py --noise-scale                     # estimate the critical batch size
+  python examples/train_lm.py --pipeline 4 --schedule gpipe     # a pipeline of 4 stages, 2 replicas
   srun python examples/train_lm.py --distributed                # many processes: see launch/
 """
 
 import argparse
 import copy
 import dataclasses
+import functools
 import json
+import operator
 import os
 import pathlib
 import shlex
@@ -37,6 +40,7 @@ import orbax.checkpoint as ocp
 from _corpus import Corpus
 from _distributed import any_stop, ending_together, is_main, join, my_rows, wait_for_all
 from _model import CONFIGS, NGRAM_DISTANCES, Block, TransformerLM, sample
+from _pipeline import SCHEDULES, CheckpointForm, make_pipeline, token_losses
 from _report import (
     Metrics,
     Progress,
@@ -84,7 +88,7 @@ OPTIMIZERS = {
     ),
     "adafactor": (lambda lr: optax_ext.adafactor(lr, **FACTORING), 3e-2),
     "adamw": (lambda lr: optax.adamw(lr, b2=0.95, **DECAY, mask=optax_ext.decay_mask), 4e-3),
-    "lamb": (lambda lr: optax_ext.lamb(lr, **DECAY), 1e-2),
+    "lamb": (lambda lr: optax_ext.lamb(lr, **DECAY, stacked=FACTORING["factoring"]), 1e-2),
     "lion": (lambda lr: optax.lion(lr, **DECAY, mask=optax_ext.decay_mask), 5e-4),
     "muon": (muon, 2e-2),
     "sgd": (lambda lr: optax.sgd(lr, momentum=0.9), 3e-1),
@@ -154,7 +158,8 @@ def train(options, corpus, mesh, directory, stop):
     # At stage 3 each block gathers its parameters when it runs; at other stages nothing changes.
     # With --sync zen only the rows of the n-gram table that a batch reads are sent.
     embed = shd.sparse_embedding(nn.Embed) if options.sync == "zen" else nn.Embed
-    model = TransformerLM(config, block=zero.gathered(Block), embed=embed)
+    block = Block if options.pipeline else zero.gathered(Block)  # a pipeline gathers its stages
+    model = TransformerLM(config, block_class=block, table_class=embed)
     tx, schedule = make_optimizer(
         options.optimizer,
         options.learning_rate,
@@ -164,22 +169,29 @@ def train(options, corpus, mesh, directory, stop):
         options.batch_size if options.noise_scale else None,
     )
 
-    def make_state(key):
+    def make_state(key, form=lambda params: params):
         params = model.init(key, jnp.zeros((1, corpus.context), jnp.int32))["params"]
-        return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+        return TrainState.create(apply_fn=model.apply, params=form(params), tx=tx)
 
     def loss_fn(params, windows):
-        logits = model.apply({"params": params}, windows[:, :-1])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
-        return losses.mean()
+        return token_losses(model.apply({"params": params}, windows[:, :-1]), windows).mean()
 
     # This is all the sharding there is. A step shards the batch over the devices, reduce-scatters
     # the gradients, updates each device's shard, and gathers the parameters (stage 3: before).
-    step = zero.train_step(loss_fn, microbatches=options.microbatches)
-    evaluate = zero.eval_step(loss_fn)
+    # A pipeline is one more loss: each stage's parameters are sharded over its own devices.
+    key, pipeline, param_specs = jax.random.key(options.seed), None, None
+    if options.pipeline:
+        pipeline = make_pipeline(model, mesh, make_schedule(options))
+        checkpoint_form = CheckpointForm(pipeline, make_state, key)
+        make_state = functools.partial(make_state, form=pipeline.stack)
+        param_specs = pipeline.param_specs(jax.eval_shape(make_state, key).params)
+        step = zero.train_step(pipeline.loss, weighted=True)
+        evaluate = zero.eval_step(lambda *args: operator.truediv(*pipeline.loss(*args)))
+    else:
+        step = zero.train_step(loss_fn, microbatches=options.microbatches)
+        evaluate = zero.eval_step(loss_fn)
 
-    key = jax.random.key(options.seed)
-    sizes, expected_wire = show_plan(options, corpus, zero, make_state, directory)
+    sizes, expected_wire = show_plan(options, corpus, zero, make_state, pipeline, directory)
 
     manager = ocp.CheckpointManager(
         directory.absolute() / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=2)
@@ -193,18 +205,23 @@ def train(options, corpus, mesh, directory, stop):
     num_rows = 0 if start is None else start + 1  # of steps 0 to start
     metrics = Metrics(directory / "metrics.jsonl", num_rows, write=is_main())
     if start is None:
-        start, state = 0, zero.init(make_state, key)  # created sharded
+        start, state = 0, zero.init(make_state, key, param_specs=param_specs)  # created sharded
         console.print("Evaluating the untrained model, which compiles the first time.")
         metrics.write({"step": 0, "val_loss": validate(state)})
     else:
         console.print(f"Resuming from the checkpoint at step {start}.")
-        state = restore(manager, start, zero, make_state, key)
+        if pipeline:
+            state = restore(manager, start, checkpoint_form.zero, checkpoint_form.make_state, key)
+            target = zero.abstract_state(make_state, key, param_specs=param_specs)
+            state = checkpoint_form.to_stages(state, target)
+        else:
+            state = restore(manager, start, zero, make_state, key)
 
     if options.audit:
         windows = corpus.batch(options.seed, start + 1, options.batch_size)
         # Lowered for the real arguments, so that the first step reuses the compiled program.
         compiled = step.lower(state, zero.put(my_rows(windows))).compile()
-        merged = options.stage == 3 and jax.default_backend() == "cpu"
+        merged = options.stage == 3 and jax.default_backend() == "cpu" and not pipeline
         notes = ["On CPUs XLA gathers a block once, not again in the backward pass."] * merged
         tokens = options.batch_size * corpus.context
         found = shd.audit(compiled, mesh=mesh, expected_wire=expected_wire, tokens=tokens)
@@ -229,13 +246,16 @@ def train(options, corpus, mesh, directory, stop):
             if last or stopping or i % options.checkpoint_every == 0:
                 note = {"devices": zero.num_devices}
                 # The checkpoint is written in the background.
-                manager.save(i, args=ocp.args.StandardSave(state), custom_metadata=note)
+                saved = ocp.args.StandardSave(checkpoint_form.of(state) if pipeline else state)
+                manager.save(i, args=saved, custom_metadata=note)
+                del saved
             if stopping and not last:
                 manager.close()  # waits for the checkpoint
                 return None
     manager.close()
 
     params, prompt = zero.full_params(state), corpus.prompt()
+    params = pipeline.unstack(params) if pipeline else params
     summary = {
         "optimizer": options.optimizer,
         "state": options.state,
@@ -264,45 +284,56 @@ def restore(manager, step, zero, make_state, key):
     return state
 
 
-def show_plan(options, corpus, zero, make_state, directory):
+def show_plan(options, corpus, zero, make_state, pipeline, directory):
     """Prints the cost of each stage and of AdamW without ZeRO; writes the layout of this run.
 
     Returns:
       Sizes for the summary, and the bytes that a device should send in a step; None unless
-      gradients are summed.
+      gradients are summed and nothing else is sent.
     """
     state = jax.eval_shape(make_state, jax.random.key(0))  # shapes only: nothing is computed
-    layout = zero.describe(state)
+    param_specs = pipeline and pipeline.param_specs(state.params)
+    layout = zero.describe(state, param_specs=param_specs)
     adamw, _ = make_optimizer("adamw", 1.0, options.steps)
     tokens = options.batch_size * corpus.context
-    num_params = sum(x.size for x in jax.tree.leaves(state.params))
+    # Where layers do not divide evenly, stacks have padding, which the plan counts.
+    params = pipeline.unstack(state.params) if pipeline else state.params
+    num_params = sum(x.size for x in jax.tree.leaves(params))
     plan, other = (
         estimate(
             state.params,
             tx,
             planned,
-            microbatches=options.microbatches,
+            param_specs=param_specs,
+            microbatches=1 if pipeline else options.microbatches,
             batch=4 * options.batch_size * (corpus.context + 1) / zero.num_devices,
             device=kind_of(zero.mesh.devices.flat[0].device_kind),
-            gathered_once=r"^(?!block_)",  # as embed, which the step gathers
+            # As embed, which the step gathers; a pipeline gathers all parameters once.
+            gathered_once="" if pipeline else r"^(?!block_)",
             tokens=tokens,
-            flops=6 * num_params * tokens / zero.num_devices,  # attention left out
+            flops=6 * num_params * tokens / zero.mesh.size,  # attention left out
         )
         for tx, planned in ((state.tx, zero), (adamw, dataclasses.replace(zero, sync=None)))
     )
     console.print(
-        f"{directory}: {plan.num_params / 1e6:.2f}M parameters. {corpus.num_files} files in "
+        f"{directory}: {num_params / 1e6:.2f}M parameters. {corpus.num_files} files in "
         f"{corpus.path}: {len(corpus.train):,} bytes to train on, "
         f"{len(corpus.held_out):,} held out."
     )
-    print_plan(plan, other)
+    notes = []
+    if pipeline:
+        console.print(f"Pipeline: {str(pipeline.schedule).splitlines()[0]}.", soft_wrap=True)
+        notes = ["Bytes sent are those of ZeRO, without the activations between stages."]
+    print_plan(plan, other, notes)
     if is_main():
         (directory / "layout.txt").write_text(f"{layout}\n\n{layout.table()}\n")
+    without_zero = dataclasses.replace(zero, stage=0).describe(state, param_specs=param_specs)
     sizes = {
         "bytes_per_device": layout.bytes_per_device,
-        "bytes_without_zero": dataclasses.replace(zero, stage=0).describe(state).bytes_per_device,
+        "bytes_without_zero": without_zero.bytes_per_device,
     }
-    return sizes, plan.stage(plan.requested).wire if zero.sync is None else None
+    only_sums = zero.sync is None and not pipeline
+    return sizes, plan.stage(plan.requested).wire if only_sums else None
 
 
 def compare(options, corpus, mesh, directory, stop):
@@ -329,8 +360,9 @@ class UserError(Exception):
     """A mistake in the command; reported in one line."""
 
 
-# Options that determine the losses of a run or the contents of its checkpoints. The devices and the
-# stage are none of them: they change losses by rounding alone, except with a lossy sync.
+# Options that determine the losses of a run or the contents of its checkpoints. The devices, the
+# stage and the pipeline are none of them: they change losses by rounding alone, except with a lossy
+# sync.
 IDENTITY = (
     *("config", "optimizer", "state", "sync", "learning_rate", "steps", "batch_size", "seed"),
     "noise_scale",
@@ -401,7 +433,9 @@ def parse_args():
     add("--checkpoint-every", type=positive, metavar="STEPS", help="[a tenth of the run]")
     add("--audit", action="store_true", help="memory, traffic and work of the compiled step")
     add("--noise-scale", action="store_true", help="estimate the critical batch size")
-    add("--smoke", action="store_true", help="a run of seconds: short for --config smoke")
+    smoke = {"dest": "config", "action": "store_const", "const": "smoke"}
+    smoke["default"] = argparse.SUPPRESS  # that of --config
+    add("--smoke", **smoke, help="a run of seconds: short for --config smoke")
 
     add = parser.add_argument_group("model and text").add_argument
     sizes = {"choices": CONFIGS, "default": "small", "metavar": "SIZE"}
@@ -425,7 +459,9 @@ def parse_args():
     add("--distributed", action="store_true", help="join the cluster's other processes")
     add("--stage", type=int, choices=(0, 1, 2, 3), default=2, help="of ZeRO [%(default)s]")
     add("--offload", action="store_true", help="optimizer state in host memory")
-    add("--microbatches", type=positive, default=1, metavar="N", help="in a step [%(default)s]")
+    add("--pipeline", type=positive, metavar="STAGES", help="a pipeline of the layers [none]")
+    add("--schedule", choices=SCHEDULES, metavar="NAME", help=f"{', '.join(SCHEDULES)} [1f1b]")
+    add("--microbatches", type=positive, metavar="N", help="in a step [1; 2 for each STAGE]")
     return resolve(parser.parse_args())
 
 
@@ -433,12 +469,12 @@ def resolve(options):
     """Checks the options, and fills in those that depend on others."""
     if options.seed < 0:
         fail(f"--seed must not be negative, got {options.seed}.")
-    if options.smoke:
-        options.config = "smoke"
     config = CONFIGS[options.config]
     options.steps = options.steps or config.steps
     options.batch_size = options.batch_size or config.batch_size
     options.checkpoint_every = options.checkpoint_every or min(max(options.steps // 10, 10), 500)
+    options.microbatches = options.microbatches or 2 * (options.pipeline or 0) or 1
+    check_pipeline(options, config)
     if options.sync == "dgc" and (options.optimizer, options.state) != ("sgd", "float32"):
         fail("--sync dgc includes the momentum of SGD: it needs --optimizer sgd, without --state.")
     if options.sync == "zen" and not config.ngrams:
@@ -461,6 +497,8 @@ def resolve(options):
                 options.name += f"-{options.state}"
             if options.sync != "dense":
                 options.name += f"-{options.sync}"
+            if options.pipeline:
+                options.name += f"-pipeline{options.pipeline}"
         return options
     options.compare = options.compare.split(",")
     options.name = options.name or f"{options.config}-compare"
@@ -470,6 +508,37 @@ def resolve(options):
     if options.learning_rate is not None:
         fail("--learning-rate is for one optimizer: with --compare each has its own.")
     return options
+
+
+def check_pipeline(options, config):
+    """Checks the options of a pipeline, and what does not go together with one."""
+    if not options.pipeline:
+        if options.schedule:
+            fail(f"--schedule {options.schedule} is that of a pipeline: give --pipeline STAGES.")
+        return
+    if options.sync != "dense":
+        fail(f"--pipeline sums dense gradients: give --sync dense, not {options.sync}.")
+    if options.state != "float32":
+        fail(
+            f"--state {options.state} depends on the size of arrays, which --pipeline stacks: give "
+            "--state float32."
+        )
+    if options.noise_scale and options.stage == 3:
+        fail("--noise-scale with --pipeline needs the gradients of replicas: give --stage 2.")
+    try:
+        schedule = make_schedule(options)
+    except ValueError as error:
+        fail(f"--pipeline {options.pipeline}: {error}")
+    if config.layers < schedule.num_virtual_stages:
+        fail(
+            f"--pipeline {options.pipeline}: {schedule.name} has {schedule.num_virtual_stages} "
+            f"groups of layers, but --config {options.config} has {config.layers} layers."
+        )
+
+
+def make_schedule(options):
+    """The schedule of the pipeline."""
+    return SCHEDULES[options.schedule or "1f1b"](options.pipeline, options.microbatches)
 
 
 def tuned_learning_rate(options):
@@ -488,17 +557,31 @@ def make_mesh(options):
         raise UserError(f"--devices {count}: there are only {len(devices)}.")
     if count % processes:
         raise UserError(f"--devices {count} is not divisible by {processes} processes.")
-    num_shards = count * options.microbatches  # of the batch
+    stages = options.pipeline or 1
+    if count // processes % stages:  # so that each process has its own windows
+        raise UserError(
+            f"--pipeline {stages} does not divide the {count // processes} devices of a process."
+        )
+    replicas = count // stages
+    num_shards = replicas * options.microbatches  # of the batch
     if options.batch_size % num_shards:
+        of = f"replicas of {stages} stages" if options.pipeline else "devices"
         raise UserError(
             f"--batch-size {options.batch_size} is not divisible by {num_shards} "
-            f"({count} devices x {options.microbatches} micro-batches)."
+            f"({replicas} {of} x {options.microbatches} micro-batches)."
         )
+    if options.noise_scale and options.pipeline and replicas < 2:
+        raise UserError(f"--noise-scale needs two replicas of the {stages} stages.")
     if options.noise_scale and num_shards < 2:
         raise UserError("--noise-scale needs two devices, or --microbatches 2 or more.")
     by_process = ([d for d in devices if d.process_index == i] for i in range(processes))
     devices = [d for own in by_process for d in own[: count // processes]]
-    return jax.make_mesh((count,), ("data",), devices=devices)
+    if not options.pipeline:
+        return jax.make_mesh((count,), ("data",), devices=devices)
+    # In the order of processes, each of which has its own replicas. Axes are Auto: where a state
+    # changes its stages, the compiler places what is between.
+    grid, auto = np.reshape(devices, (replicas, stages)), (jax.sharding.AxisType.Auto,) * 2
+    return jax.sharding.Mesh(grid, ("data", "pipe"), axis_types=auto)
 
 
 def fail(message):

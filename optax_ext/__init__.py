@@ -7,6 +7,15 @@ from optax_ext._adafactor import scale_by_adafactor as scale_by_adafactor
 from optax_ext._came import ScaleByCameState as ScaleByCameState
 from optax_ext._came import came as came
 from optax_ext._came import scale_by_came as scale_by_came
+from optax_ext._delayed_gradients import DelayedGradientsState as DelayedGradientsState
+from optax_ext._delayed_gradients import delayed_gradients as delayed_gradients
+from optax_ext._delays import delays_by_path as delays_by_path
+from optax_ext._delays import pipeline_delays as pipeline_delays
+from optax_ext._discrepancy_correction import (
+    DiscrepancyCorrectionState as DiscrepancyCorrectionState,
+)
+from optax_ext._discrepancy_correction import backward_params as backward_params
+from optax_ext._discrepancy_correction import discrepancy_correction as discrepancy_correction
 from optax_ext._factoring_rules import Factoring as Factoring
 from optax_ext._factoring_rules import FactoringRule as FactoringRule
 from optax_ext._factoring_rules import by_path as by_path
@@ -30,6 +39,11 @@ from optax_ext._noise_scale import GradientNoiseScaleState as GradientNoiseScale
 from optax_ext._noise_scale import batch_advice as batch_advice
 from optax_ext._noise_scale import gradient_noise_scale as gradient_noise_scale
 from optax_ext._noise_scale import noise_scale as noise_scale
+from optax_ext._params_history import ParamsHistoryState as ParamsHistoryState
+from optax_ext._params_history import delayed_params as delayed_params
+from optax_ext._params_history import params_history as params_history
+from optax_ext._scale_by_delay import ScaleByDelayState as ScaleByDelayState
+from optax_ext._scale_by_delay import scale_by_delay as scale_by_delay
 from optax_ext._transformer_rule import FactoringRow as FactoringRow
 from optax_ext._transformer_rule import FactoringTable as FactoringTable
 from optax_ext._transformer_rule import decay_mask as decay_mask

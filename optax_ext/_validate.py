@@ -44,10 +44,12 @@ def positive(**values: Any) -> None:
             raise ValueError(f"{name} must be positive, got {value}.")
 
 
-def implementation(value: Any) -> None:
+def implementation(value: Any, names: tuple[str, ...] = ("xla", "pallas")) -> None:
     """Raises unless the value names an implementation."""
-    if value not in ("xla", "pallas"):
-        raise ValueError(f"implementation must be 'xla' or 'pallas', got {value!r}.")
+    if value not in names:
+        *others, last = map(repr, names)
+        expected = f"{', '.join(others)} or {last}"
+        raise ValueError(f"implementation must be {expected}, got {value!r}.")
 
 
 def as_dtype(name: str, value: Any) -> np.dtype | None:

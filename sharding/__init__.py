@@ -1,9 +1,11 @@
 """Where arrays live and what crosses the wire: ZeRO for any optax transformation."""
 
 from optax_ext import __version__ as __version__
+from sharding import pipeline as pipeline
 from sharding import sync as sync
 from sharding._zero import Zero as Zero
 from sharding.offload._transformation import offload as offload
+from sharding.pipeline._pipeline import Pipeline as Pipeline
 from sharding.placement._describe import Description as Description
 from sharding.placement._state_specs import state_specs as state_specs
 from sharding.plan import targets as targets

@@ -11,6 +11,7 @@ import pytest
 
 import optax_ext
 import sharding
+import sharding.pipeline
 import sharding.plan
 import sharding.sync
 
@@ -40,6 +41,22 @@ def test_blocks_run(page, monkeypatch, tmp_path):
         run_blocks(page)
 
 
+def test_schedules_are_drawn_as_they_print(capsys):
+    # Without what comes before: the model, which test_blocks_run runs.
+    page = (DOCS / "guides" / "pipelines.md").read_text()
+    names = {}
+    exec("from sharding import pipeline as pp", names)
+    for block in BLOCK.findall(page[page.index("## The schedules") :]):
+        exec(block, names)
+    printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
+    shown = re.findall(r"^```text\n(.*?)\n```$", page, re.M | re.S)
+    tables = re.findall(r"\|---\|\n((?:\|.*\|\n)+)", page[page.index("## What they cost") :])
+    assert len(shown) >= 2
+    assert len(tables) == 2
+    for text in (*shown, *tables):
+        assert text.strip() in printed
+
+
 def test_a_broken_block_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("```python\nx = 1\n```\ntext\n```python\nassert x == 2\n```\n")
@@ -55,6 +72,7 @@ def test_a_broken_block_is_found(tmp_path):
         (sharding, "sharding"),
         (sharding.sync, "sync"),
         (sharding.plan, "plan"),
+        (sharding.pipeline, "pipeline"),
     ],
     ids=lambda x: getattr(x, "__name__", x),
 )
@@ -62,6 +80,7 @@ def test_the_api_pages_have_every_public_name(module, page):
     lines = (DOCS / "api" / f"{page}.rst").read_text()
     if module is sharding:
         lines += (DOCS / "api" / "plan.rst").read_text()
+        lines += (DOCS / "api" / "pipeline.rst").read_text()
     documented = set(re.findall(r"^\.\. (?:auto)?(?:class|function|data):: (\w+)$", lines, re.M))
     exported = set(re.findall(r" as (\w+)$", pathlib.Path(module.__file__).read_text(), re.M))
-    assert exported - documented <= {"__version__", "sync", "targets"}
+    assert exported - documented <= {"__version__", "pipeline", "sync", "targets"}

@@ -107,7 +107,17 @@ def test_only_public_interfaces(name):
 
 
 # Each layer of `sharding` imports only itself and those before it. `plan` reads all of them.
-LAYERS = ("placement", "collectives", "sync", "offload", "step", "_zero", "plan", "__main__")
+LAYERS = (
+    "placement",
+    "collectives",
+    "sync",
+    "offload",
+    "step",
+    "_zero",
+    "pipeline",
+    "plan",
+    "__main__",
+)
 
 
 def layer_of(name):

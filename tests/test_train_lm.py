@@ -19,6 +19,7 @@ pytest.importorskip("orbax.checkpoint")
 SCRIPT = pathlib.Path(__file__).parents[1] / "examples" / "train_lm.py"
 STEPS, CHECKPOINT_EVERY = 120, 20
 SECONDS = 300  # for one process, on a busy machine
+THREE = ("--microbatches", "3")
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +173,79 @@ def test_muon_resumes_on_other_devices_and_at_another_stage(tmp_path, text):
     assert full[-1] < full[0] - 1
 
 
+def test_a_run_resumes_with_other_stages_of_a_pipeline_or_none(tmp_path, text):
+    """Checkpoints hold the model's layers one by one, whatever pipeline wrote them."""
+    options = ("--config", "smoke-deep", "--steps", "40", "--checkpoint-every", "10")
+    code, output = run(tmp_path, text, *options, "--name", "full")
+    assert code == 0, output
+    full = rows(tmp_path / "runs" / "full")
+
+    folder, last = tmp_path / "runs" / "pipelined", 0
+    four = ("--devices", "4", "--pipeline", "4", "--microbatches", "4", "--audit")
+    two = ("--devices", "4", "--pipeline", "2", "--schedule", "gpipe", "--stage", "1")
+    outputs = []
+    for devices in (four, two):
+        process = start(tmp_path, text, *options, "--name", folder.name, *devices)
+        output = wait_for_step(process, last + 6)
+        process.send_signal(signal.SIGINT)
+        code, rest = finish(process)
+        outputs.append(output + rest)
+        assert code == 130, outputs[-1]
+        last = checkpoints(folder)[-1]
+    code, output = run(tmp_path, text, *options, "--name", folder.name)
+    assert code == 0, output
+    assert f"Resuming from the checkpoint at step {last}." in output
+
+    first = "1f1b-aligned: 4 stages, 4 micro-batches, 20 ticks, bubble 42.9 %, live activations"
+    assert f"Pipeline: {first} 4 4 3 1." in outputs[0]
+    assert "collective-permute" in outputs[0]  # the audit counts what stages send
+    assert "of theory" not in outputs[0]
+    assert "Pipeline: gpipe: 2 stages, 4 micro-batches" in outputs[1]
+    for name in ("loss", "val_loss"):
+        found, expected = ([row[name] for row in r if name in row] for r in (rows(folder), full))
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert full[-1]["loss"] < full[1]["loss"] - 1
+
+
+@jax.numpy_rank_promotion("allow")  # as the script has it
+def test_every_optimizer_sees_the_layers_in_the_stacks_of_a_pipeline(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    import train_lm
+    from _model import Config, TransformerLM
+    from _pipeline import SCHEDULES, make_pipeline
+
+    model = TransformerLM(Config(layers=3, width=16, heads=2, context=8, batch_size=1, steps=1))
+    mesh = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])
+    # The second stage has one layer, and a row of padding.
+    pipeline = make_pipeline(model, mesh, SCHEDULES["1f1b"](2, 2))
+    params = model.init(jax.random.key(0), np.zeros((1, 8), np.int32))["params"]
+    rng = np.random.default_rng(0)
+    gradients = [
+        jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32), params) for _ in range(3)
+    ]
+
+    def trained(tx, params, convert):
+        @jax.jit
+        def step(state, gradients):
+            params, opt_state = state
+            updates, opt_state = tx.update(gradients, opt_state, params)
+            return train_lm.optax.apply_updates(params, updates), opt_state
+
+        params = convert(params)
+        state = params, tx.init(params)
+        for each in gradients:
+            state = step(state, convert(each))
+        return state
+
+    for name, (_, peak) in train_lm.OPTIMIZERS.items():
+        tx, _ = train_lm.make_optimizer(name, peak, 30)
+        expected = trained(tx, params, lambda tree: tree)
+        found = pipeline.unstack(trained(tx, params, pipeline.stack))
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+            error = np.linalg.norm(np.asarray(x, np.float64) - y)
+            assert error <= 1e-5 * max(np.linalg.norm(y), 1e-30), name
+
+
 @jax.numpy_rank_promotion("allow")  # as the script has it
 def test_no_byte_changes_the_logits_before_it(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPT.parent)
@@ -276,6 +350,19 @@ def test_a_mistake_gives_one_line(uninterrupted, text):
         ("--name", uninterrupted.name, "--noise-scale"): "with --noise-scale False, not True",
         ("--noise-scale", "--stage", "3"): "at stage 3 compares micro-batches",
         ("--noise-scale", "--devices", "1"): "needs two devices, or --microbatches 2",
+        ("--schedule", "gpipe"): "give --pipeline STAGES",
+        ("--pipeline", "2", "--schedule", "2f2b"): "invalid choice: '2f2b'",
+        ("--pipeline", "4"): "has 4 groups of layers, but --config smoke has 2 layers",
+        ("--pipeline", "2", "--schedule", "interleaved", "--config", "smoke-deep", *THREE): (
+            "Use a multiple of 2."
+        ),
+        ("--pipeline", "2", "--schedule", "chimera", *THREE): "a multiple of it in micro-batches",
+        ("--pipeline", "2", *THREE): "is not divisible by 3 (1 replicas of 2 stages x 3 micro",
+        ("--pipeline", "2", "--devices", "3"): "--pipeline 2 does not divide the 3 devices",
+        ("--pipeline", "2", "--state", "8bit"): "give --state float32",
+        ("--pipeline", "2", "--sync", "zen", "--config", "ngrams-small"): "give --sync dense",
+        ("--pipeline", "2", "--noise-scale"): "needs two replicas of the 2 stages",
+        ("--pipeline", "2", "--noise-scale", "--stage", "3"): "give --stage 2",
     }
     folder = uninterrupted.parents[1]
     (folder / "small.txt").write_text("too small")

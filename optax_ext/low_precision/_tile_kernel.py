@@ -87,7 +87,11 @@ class TilePlan:
 
 
 def tile_plan(
-    graph: Graph, root: int, path: kernels.Path, stored: Mapping[int, Quantized]
+    graph: Graph,
+    root: int,
+    path: kernels.Path,
+    stored: Mapping[int, Quantized],
+    form: "type[Kernel]",
 ) -> TilePlan | None:
     """Returns how a kernel computes one output and all that it shares moments with.
 
@@ -96,6 +100,7 @@ def tile_plan(
       root: the output that is the parameter's update.
       path: the parameter's path.
       stored: the stored arrays by the number of the input that they are decoded to.
+      form: what computes them.
 
     Returns:
       The plan; None if a part is not element-wise, or no kernel takes a shape or format.
@@ -106,7 +111,7 @@ def tile_plan(
     read = [i for i in stored if reads >> i & 1]
     if not read or any(stored[i].shape != shape for i in read):
         return None
-    if not all(_takes(stored[i], path) for i in read):
+    if not all(_takes(stored[i], path, form) for i in read):
         return None
     if len({_block_columns(stored[i]) for i in read}) > 1:
         return None
@@ -152,7 +157,7 @@ def tile_plan(
     )
 
 
-def _takes(q: Quantized, path: kernels.Path) -> bool:
+def _takes(q: Quantized, path: kernels.Path, form: "type[Kernel]") -> bool:
     """Whether a kernel decodes and encodes an array of this shape and format."""
     if len(q.shape) < 2 or not _has_block_scales(q.format) or q.dtype != jnp.float32:
         return False
@@ -164,13 +169,13 @@ def _takes(q: Quantized, path: kernels.Path) -> bool:
         shard is not None
         and blocks.dims[0] == len(q.shape) - 2
         and block in ((BLOCK_ROWS, 16), (BLOCK_ROWS, 32))
-        and all(n >= least for n, least in zip(shard[-2:], (BLOCK_ROWS, _LANES), strict=True))
         # No shard ends within a block.
         and all(
             n == full or n % size == 0
             for n, full, size in zip(shard[-2:], q.shape[-2:], block, strict=True)
         )
         and numbers_matrices(q.shape)
+        and form.takes(shard)
     )
 
 
@@ -326,12 +331,13 @@ def _gather_up(spread: Any, block_columns: int, out: Any) -> None:
         out[:, group : group + _LANES] = found[:, : min(_LANES, width - group)]
 
 
-def _parts(q: Quantized) -> list[Any]:
+def parts_of(q: Quantized) -> list[Any]:
     """Returns the arrays of a stored array: codes, scales, and rounding errors if it has them."""
     return [q.codes, q.scale[0], *([] if q.rest is None else [q.rest])]
 
 
-def _from_parts(parts: Sequence[Any], like: Quantized) -> Quantized:
+def from_parts(parts: Sequence[Any], like: Quantized) -> Quantized:
+    """Inverts ``parts_of``."""
     codes, scale, *rest = parts
     return dataclasses.replace(like, codes=codes, scale=(scale,), rest=rest[0] if rest else None)
 
@@ -344,9 +350,10 @@ def run(
     stored: Sequence[Quantized],
     noise: Sequence[Sequence[jax.Array]] | None,
     rounding: str,
-    param: jax.Array | None = None,
+    param: jax.Array | None,
+    form: "type[Kernel]",
 ) -> list[Any]:
-    """Computes the outputs of a plan in one pass over its arrays.
+    """Computes the outputs of a plan in one pass over its arrays, by a kernel or another form.
 
     Args:
       plan: the plan.
@@ -357,6 +364,7 @@ def run(
       noise: for stochastic rounding, the ``hashes_of_matrices`` of each of ``stored``.
       rounding: how new values are rounded.
       param: if given, the parameter; the new one is returned in place of its update.
+      form: what computes them.
 
     Returns:
       For each of ``plan.outputs`` an array, or a ``Quantized`` where it replaces one of ``stored``.
@@ -367,12 +375,12 @@ def run(
         at = next((k for k, x in enumerate(full) if x is param), len(full))
         if at == len(full):
             arrays.append(param)
-    kernel = _Kernel(plan, graph, small, stored, rounding, noise is not None, len(arrays), at)
+    kernel = form(plan, graph, small, stored, rounding, noise is not None, len(arrays), at)
     lead, every = tuple(range(len(plan.shape) - 2)), tuple(range(len(plan.shape)))
     row, column = every[-2:]
     numbers = [x.reshape(plan.shape[:-2]) for pair in noise or () for x in pair]
     places = [jnp.arange(plan.shape[d], dtype=jnp.int32) for d in (row, column)]  # a shard's first
-    arrays += [part for q in stored for part in _parts(q)]
+    arrays += [part for q in stored for part in parts_of(q)]
     operands = [*small, *numbers, *places, *arrays]
     dims: list[tuple[int, ...]] = [()] * len(small) + [lead] * len(numbers) + [(row,), (column,)]
     dims += [every] * len(arrays)
@@ -384,7 +392,7 @@ def run(
     return kernel.unflatten(made)
 
 
-class _Kernel:
+class Kernel:
     """The function of a device's arrays that ``run`` calls.
 
     Its arrays are ``num_full`` of the parameter's shape, the one at ``param`` the parameter itself,
@@ -413,19 +421,24 @@ class _Kernel:
         at = num_full
         for i, q in self._stored.items():
             self._parts_at[i] = at
-            at += len(_parts(q))
+            at += len(parts_of(q))
         self._num_arrays = at
         self._results_at: dict[int, int] = {}
         at = 0
         for j in plan.outputs:
             self._results_at[j] = at
-            at += len(_parts(self._stored[j])) if j in self._stored else 1
+            at += len(parts_of(self._stored[j])) if j in self._stored else 1
         self.num_results = at
+
+    @classmethod
+    def takes(cls, shard: Sequence[int]) -> bool:
+        """Whether a shard of a matrix, or of a stack of them, has the size for it."""
+        return all(n >= least for n, least in zip(shard[-2:], (BLOCK_ROWS, _LANES), strict=True))
 
     def unflatten(self, made: Sequence[Any]) -> list[Any]:
         """Returns the results by output."""
         return [
-            _from_parts(made[at : at + len(_parts(self._stored[j]))], self._stored[j])
+            from_parts(made[at : at + len(parts_of(self._stored[j]))], self._stored[j])
             if j in self._stored
             else made[at]
             for j, at in self._results_at.items()
@@ -434,7 +447,7 @@ class _Kernel:
     def __call__(self, *operands: jax.Array) -> list[jax.Array]:
         """Runs the kernel on the arrays of one device."""
         num_noise = 2 * len(self._stored) * self._is_noisy
-        small, noise, places, arrays = _sections(
+        small, noise, places, arrays = sections(
             operands, len(self._small_dtypes), num_noise, 2, self._num_arrays
         )
         shape = tuple(arrays[self._parts_at[self._plan.stored[0]]].shape)  # of codes
@@ -488,7 +501,8 @@ class _Kernel:
         aliases = {}
         for j in plan.outputs:
             if j in self._stored:
-                for k in range(self._parts_at[j], self._parts_at[j] + len(_parts(self._stored[j]))):
+                first = self._parts_at[j]
+                for k in range(first, first + len(parts_of(self._stored[j]))):
                     aliases[k] = len(results)
                     results.append(arrays[k])
                 continue
@@ -508,7 +522,7 @@ class _Kernel:
     def _tile(self, tiling: _Tiling, *refs: Any) -> None:
         """Reads, updates and writes one tile."""
         plan, graph = self._plan, self._graph
-        numbers, operands, made, spread, memory = _sections(
+        numbers, operands, made, spread, memory = sections(
             refs, 3, self._num_arrays, self.num_results, *[len(self._stored)] * 2
         )
         floats, integers, noise = numbers
@@ -542,15 +556,15 @@ class _Kernel:
                 for place, k in enumerate(which):
                     values[plan.small[k]] = _as_dtype(ref[place], self._small_dtypes[k])
             for v, q in self._stored.items():
-                parts = operands[self._parts_at[v] :][: len(_parts(q))]
+                parts = operands[self._parts_at[v] :][: len(parts_of(q))]
                 codes = [
                     spread_of[v][blocks] if k == 1 else part[here] for k, part in enumerate(parts)
                 ]
-                values[v] = decode(_from_parts(codes, q), _SliceBlocks(_block_columns(q)))
+                values[v] = decode(from_parts(codes, q), _SliceBlocks(_block_columns(q)))
 
             # Update.
             for eqn in plan.equations:
-                values |= zip(eqn.results, _on_slice(eqn, values), strict=True)
+                values |= zip(eqn.results, on_slice(eqn, values), strict=True)
 
             # Encode.
             for output, result in self._results_at.items():
@@ -572,7 +586,7 @@ class _Kernel:
                         else jnp.where(inside, new, 0)
                     )
                     q = self._encode(output, new, uniform, memory[k])
-                    for n, part in enumerate(_parts(q)):
+                    for n, part in enumerate(parts_of(q)):
                         if n == 1:
                             spread_of[output][blocks] = part
                         else:
@@ -634,7 +648,7 @@ def _window(i: Any, size: int) -> Any:
     return pl.ds(pl.multiple_of(i * size, size), size)
 
 
-def _sections(refs: Sequence[Any], *sizes: int) -> Iterator[Sequence[Any]]:
+def sections(refs: Sequence[Any], *sizes: int) -> Iterator[Sequence[Any]]:
     for end, size in zip(itertools.accumulate(sizes), sizes, strict=True):
         yield refs[end - size : end]
 
@@ -643,11 +657,13 @@ def _as_dtype(x: jax.Array, dtype: Any) -> jax.Array:
     return x != 0 if dtype == jnp.bool_ else x.astype(dtype)
 
 
-def _on_slice(eqn: Equation, values: dict[int, Any]) -> Sequence[Any]:
-    """Evaluates an equation on a slice."""
+def on_slice(
+    eqn: Equation, values: dict[int, Any], shape: tuple[int, ...] = _SLICE
+) -> Sequence[Any]:
+    """Evaluates an equation on a slice of this shape."""
     operands = [values[v] for v in eqn.operands]
     if eqn.primitive.name == "broadcast_in_dim":
-        return [jnp.broadcast_to(operands[0], _SLICE)]
+        return [jnp.broadcast_to(operands[0], shape)]
     if eqn.primitive.name in ("copy", "copy_p"):
         return operands
     if eqn.primitive.name == "sign":  # Mosaic's rule asks for the chip that compiles

@@ -22,7 +22,7 @@ from optax_ext.execution_order import (
     evaluate,
     run_by_leaf,
 )
-from optax_ext.low_precision import _tile_kernel
+from optax_ext.low_precision import _row_loop, _tile_kernel
 from optax_ext.low_precision._formats import (
     ROUNDINGS,
     BFloat16,
@@ -125,7 +125,11 @@ def low_precision_state(
         formats have 8 bits and a scale per block, and whose rows are the next to last dim; all
         else, x64 mode, and all other platforms use XLA's form. Programs for TPUs that map
         (``vmap``) or differentiate the update, and arrays that are sharded by ``in_shardings`` of
-        ``jit`` alone, need ``"xla"``.
+        ``jit`` alone, need ``"xla"``. Or ``"rows"``, for large matrices of ragged shapes, such as
+        vocabularies, where the kernel is not wanted: under the same conditions programs for TPUs
+        update them by XLA's form in a loop over rows, whose temporaries are small; it has been
+        compiled for TPUs but not yet run, and would gather arrays that are sharded by
+        ``in_shardings`` of ``jit`` alone.
 
     Returns:
       A ``GradientTransformation`` that takes the arguments of ``inner``.
@@ -157,7 +161,7 @@ def low_precision_state(
         raise ValueError(
             f"rounding must be one of {', '.join(map(repr, ROUNDINGS))}, got {rounding!r}."
         )
-    _validate.implementation(implementation)
+    _validate.implementation(implementation, ("xla", "rows", "pallas"))
     _validate.non_negative(min_size=min_size)
     check_seed(seed)
     inner = optax.with_extra_args_support(inner)
@@ -247,6 +251,8 @@ def low_precision_state(
         x64 = jax.dtypes.canonicalize_dtype(jnp.int64) == jnp.int64
         if implementation == "xla" or on_several or x64 or _matrix_passes.is_portable():
             return scheduled(updates, state)
+        loop = _row_loop.RowLoop if apply else _row_loop.LoopOfUpdates
+        form = _tile_kernel.Kernel if implementation == "pallas" else loop
 
         def with_kernels(
             updates: optax.Updates, state: LowPrecisionState
@@ -254,7 +260,7 @@ def low_precision_state(
             def inner_update(updates: optax.Updates, inner_state: Any) -> Any:
                 return inner.update(updates, inner_state, params, **extra_args)
 
-            tiles = _Tiles(inner_update, updates, state, rounding, params if apply else None)
+            tiles = _Tiles(inner_update, updates, state, rounding, params if apply else None, form)
             return scheduled(updates, state, functools.partial(_TileByTile, tiles=tiles))
 
         return kernels.for_tpus(with_kernels, scheduled, updates, state)
@@ -423,7 +429,7 @@ class _ScalesFirst(ScheduledRun):
 
 
 class _Tiles:
-    """The parameters of a step that a kernel updates, and the calls of it.
+    """The parameters of a step that a kernel or a loop updates, and the calls of it.
 
     The step is traced twice. The graph that is evaluated has codes and scales as inputs and
     outputs. That of the inner update, here, has the decoded moments in their place: a kernel
@@ -437,11 +443,12 @@ class _Tiles:
         state: LowPrecisionState,
         rounding: str,
         params: Any | None,
+        form: type[_tile_kernel.Kernel],
     ):
         flat, treedef = _flatten(state.inner_state)
         with_paths, updates_def = jax.tree_util.tree_flatten_with_path(updates)
         num = len(with_paths)
-        self._rounding = rounding
+        self._rounding, self._form = rounding, form
         self._params = [None] * num if params is None else jax.tree.leaves(params)
         self._key = None if state.key is None else next_key(state.key)
         self._paths = {i: path for i, (path, _) in enumerate(flat, num)}
@@ -466,7 +473,7 @@ class _Tiles:
         self._plans = {
             j: plan
             for j, (path, _) in enumerate(with_paths)
-            if (plan := _tile_kernel.tile_plan(self._graph, j, path, self._stored))
+            if (plan := _tile_kernel.tile_plan(self._graph, j, path, self._stored, form))
         }
         # The leaves of (updates, state) that each output of ``flat_update`` is.
         leaves, everything = jax.tree.flatten((updates, state))
@@ -490,8 +497,9 @@ class _Tiles:
             if self._key is not None:
                 salts = [salt_of(self._paths[i]) for i in plan.stored]
                 noise = [hashes_of_matrices(self._key, salt, plan.shape) for salt in salts]
+            param = self._params[root]
             made = _tile_kernel.run(
-                plan, graph, full, small, stored, noise, self._rounding, self._params[root]
+                plan, graph, full, small, stored, noise, self._rounding, param, self._form
             )
         return {
             k: x

@@ -128,21 +128,30 @@ def resolve_param_specs(params: Any, param_specs: Any, mesh: AnyMesh) -> Any:
 
         specs = jax.tree_util.tree_map_with_path(given, params, is_leaf=_is_box)
     else:
-        try:
-            specs = jax.tree.map(
-                lambda spec, part: jax.tree.map(lambda _: spec or PartitionSpec(), part),
-                param_specs,
-                params,
-                is_leaf=lambda x: x is None or is_spec(x),
-            )
-        except ValueError as error:
-            raise ValueError(f"param_specs does not match the parameters: {error}") from None
+        specs = expand_specs(param_specs, params)
 
     def check(path: Any, leaf: Any, spec: PartitionSpec) -> None:
         _check_spec(path_str(path), tuple(leaf.shape), spec, mesh)
 
     jax.tree_util.tree_map_with_path(check, params, specs)
     return specs
+
+
+def expand_specs(param_specs: Any, params: Any) -> Any:
+    """A spec for every parameter, from a tree of specs or a prefix of one; None replicates.
+
+    Raises:
+      ValueError: if the trees do not match.
+    """
+    try:
+        return jax.tree.map(
+            lambda spec, part: jax.tree.map(lambda _: spec or PartitionSpec(), part),
+            param_specs,
+            params,
+            is_leaf=lambda x: x is None or is_spec(x),
+        )
+    except ValueError as error:
+        raise ValueError(f"param_specs does not match the parameters: {error}") from None
 
 
 def _check_spec(path: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> None:

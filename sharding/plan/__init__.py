@@ -1,12 +1,37 @@
 """What a configuration costs: planned before anything is compiled, audited once it is."""
 
+from sharding.plan._activation_groups import GroupedStages as GroupedStages
+from sharding.plan._activation_groups import activation_groups as activation_groups
+from sharding.plan._activation_groups import least_period as least_period
+from sharding.plan._activation_groups import memory_aware_stages as memory_aware_stages
+from sharding.plan._balanced_stages import StagePartition as StagePartition
+from sharding.plan._balanced_stages import balanced_stages as balanced_stages
 from sharding.plan._devices import kind_of as kind_of
+from sharding.plan._estimate_pipeline import estimate_pipeline as estimate_pipeline
 from sharding.plan._find_batch import FoundBatch as FoundBatch
 from sharding.plan._find_batch import find_batch as find_batch
+from sharding.plan._hetpipe import HetPipePlan as HetPipePlan
+from sharding.plan._hetpipe import VirtualWorker as VirtualWorker
+from sharding.plan._hetpipe import hetpipe as hetpipe
+from sharding.plan._layer_costs import LayerCost as LayerCost
+from sharding.plan._layer_costs import layer_costs as layer_costs
 from sharding.plan._models import MODELS as MODELS
+from sharding.plan._pipedream import PipeDreamPlan as PipeDreamPlan
+from sharding.plan._pipedream import ReplicatedStage as ReplicatedStage
+from sharding.plan._pipedream import pipedream_stages as pipedream_stages
+from sharding.plan._pipeline_plan import PipelinePlan as PipelinePlan
+from sharding.plan._pipeline_schedules import bubble_share as bubble_share
+from sharding.plan._pipeline_schedules import lockstep_seconds as lockstep_seconds
+from sharding.plan._pipeline_schedules import max_in_flight as max_in_flight
+from sharding.plan._pipeline_stages import PipelineStage as PipelineStage
 from sharding.plan._plan import Plan as Plan
 from sharding.plan._plan import estimate as estimate
 from sharding.plan._plot import plot_audits as plot_audits
 from sharding.plan._plot import plot_plans as plot_plans
 from sharding.plan._show import show as show
 from sharding.plan._stage_plan import StagePlan as StagePlan
+from sharding.plan._two_bw import TwoBWChoice as TwoBWChoice
+from sharding.plan._two_bw import TwoBWPlan as TwoBWPlan
+from sharding.plan._two_bw import two_bw as two_bw
+from sharding.plan._virtual_workers import Node as Node
+from sharding.plan._virtual_workers import allocate_workers as allocate_workers

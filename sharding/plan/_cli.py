@@ -13,6 +13,7 @@ from optax_ext import STATE_FORMATS, __version__
 from sharding.plan import targets
 from sharding.plan._cli_audit import run_audit
 from sharding.plan._cli_options import check_positive
+from sharding.plan._cli_pipeline import pipeline_options
 from sharding.plan._cli_plan import run_plan
 from sharding.plan._devices import KINDS
 from sharding.plan._models import MODELS
@@ -26,6 +27,7 @@ examples:
   {prog} plan --model llama2-7b --optimizer came --target v5e:16x16
   {prog} plan --model 7.5e9 --optimizer adam --master --target h100x64
   {prog} plan --model my_project.model:abstract_params --target v6e:8x8
+  {prog} plan --model llama2-13b --target h100x64 --pipeline 8 --microbatches 32
   {prog} audit --model gpt2-small --target cpu:8 --stage 3
   {prog} audit --model llama2-7b --optimizer came --target v5e:8x8 --find-batch
   {prog} audit --step my_project.train:lowered --target v5e:4x4
@@ -95,7 +97,9 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
     )
     _machine_options(parser)
     _batch_options(parser)
+    pipeline_options(parser)
     _output_options(parser)
+    parser.set_defaults(microbatches=None)  # those of a pipeline have another default
 
 
 def _audit_options(parser: argparse.ArgumentParser) -> None:
@@ -177,6 +181,9 @@ def _machine_options(parser: argparse.ArgumentParser) -> Any:
     figures.add_argument("--bandwidth", type=float, metavar="GB/S", help="of that memory")
     figures.add_argument("--tflops", type=float, help="of dense bfloat16 matrix products")
     figures.add_argument("--link", type=float, metavar="GB/S", help="what it sends at best")
+    figures.add_argument(
+        "--network", type=float, metavar="GB/S", help="what it sends to other hosts or slices"
+    )
     return group
 
 

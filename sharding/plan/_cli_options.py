@@ -141,8 +141,9 @@ def target_of(options: argparse.Namespace) -> targets.Target:
 
 def check_positive(options: argparse.Namespace) -> None:
     """Raises unless all numbers are above 0."""
-    for name in ("microbatches", "batch", "length", "memory", "bandwidth", "tflops", "link"):
-        value = getattr(options, name)
+    names = ("microbatches", "batch", "length", "memory", "bandwidth", "tflops", "link", "network")
+    for name in (*names, "pipeline", "chunks", "efficiency"):
+        value = getattr(options, name, None)
         if value is not None and not value > 0:
             raise ValueError(f"--{name} must be above 0, got {value}.")
 
@@ -290,6 +291,7 @@ def device_of(options: argparse.Namespace) -> DeviceKind | None:
         "bandwidth": options.bandwidth and options.bandwidth * 1e9,
         "flops": options.tflops and options.tflops * 1e12,
         "link": options.link and options.link * 1e9,
+        "network": options.network and options.network * 1e9,
     }
     given = {name: value for name, value in given.items() if value}
     known = kind_of(options.target)
@@ -298,10 +300,10 @@ def device_of(options: argparse.Namespace) -> DeviceKind | None:
     if "memory" not in given:
         if given:
             raise ValueError(
-                f"nothing is known of {options.target}: beside --bandwidth, --tflops and --link a "
-                "device needs --memory GIB."
+                f"nothing is known of {options.target}: beside --bandwidth, --tflops, --link and "
+                "--network a device needs --memory GIB."
             )
         return None
     kind = target_of(options).kind
-    rest = dict.fromkeys(("bandwidth", "flops", "link"), math.inf)
-    return DeviceKind(**({"name": kind} | rest | given), network=None, source="given")
+    rest: dict[str, Any] = dict.fromkeys(("bandwidth", "flops", "link"), math.inf)
+    return DeviceKind(**({"name": kind, "network": None} | rest | given), source="given")

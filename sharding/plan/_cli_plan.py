@@ -14,6 +14,7 @@ import optax_ext
 from sharding.plan._advice import deepspeed_stage_2, saving_of, why_wider
 from sharding.plan._cli_options import FIGURES, Setup, abstract_mesh, setup_of
 from sharding.plan._cli_output import print_json, save
+from sharding.plan._cli_pipeline import reject_pipeline_options, run_pipeline
 from sharding.plan._format import size
 from sharding.plan._plan import Plan
 from sharding.plan._plot import plot_plans
@@ -22,6 +23,10 @@ from sharding.plan._show import show
 
 def run_plan(options: argparse.Namespace) -> int:
     """Plans, prints and plots; 2 where nothing fits."""
+    if options.pipeline is not None:
+        return run_pipeline(options)
+    reject_pipeline_options(options)
+    options.microbatches = options.microbatches or 1
     setup = setup_of(options)
     if options.offload:
         zero = dataclasses.replace(setup.zero, offload="optimizer")

@@ -165,6 +165,12 @@ def _main_bytes(text: str) -> float:
     return sum(array.nbytes for array in arrays(text) if array.space == 0)
 
 
+def _copied(part: str, source: str, target: str) -> float:
+    """The bytes of a part that are read from its source and written to its target."""
+    size = sum(array.nbytes for array in arrays(part))
+    return size * float((_main_bytes(source) > 0) + (_main_bytes(target) > 0))
+
+
 def _bytes(it: Instruction, table: dict[str, Instruction], program: Program) -> float:
     """The bytes that one instruction reads from main memory and writes to it."""
     types = _types(it, table)
@@ -181,13 +187,13 @@ def _bytes(it: Instruction, table: dict[str, Instruction], program: Program) -> 
         parts = list(arrays(it.type))  # (target, source, ...) or (source, target, ...)
         target = parts[0] if it.op == "copy-start" else parts[1]
         return target.nbytes * ((_main_bytes(types[0]) > 0) + (target.space == 0))
-    # Slices: the slice is read and written, not the array.
+    # Slices: the slice is read and written, not the array; each side counts in main memory alone.
     if it.op in ("slice", "dynamic-slice"):
-        return (float(_main_bytes(types[0]) > 0) + 1) * _main_bytes(it.type) if types else 0.0
+        return _copied(it.type, types[0], it.type) if types else 0.0
     if it.op == "gather":
         return 2 * _main_bytes(it.type) + _main_bytes(types[1])
     if it.op == "dynamic-update-slice":
-        return 2 * _main_bytes(types[1])
+        return _copied(types[1], types[1], it.type)
     if it.op == "scatter":
         return 3 * _main_bytes(types[-1]) + _main_bytes(types[1])
     if it.op.endswith("-start"):
@@ -211,7 +217,8 @@ def _read(inner: dict[str, Instruction], name: str, program: Program) -> float:
     for user in inner.values():
         if name not in user.operands:
             continue
-        if user.op == "bitcast":
+        # A fusion whose result aliases its operand gives the array another layout by name alone.
+        if user.op == "bitcast" or "output_to_operand_aliasing" in user.attributes:
             total += _read(inner, user.name, program)
         elif user.op in ("slice", "dynamic-slice", "gather") and user.operands[0] == name:
             total += sum(a.nbytes for a in arrays(user.type))

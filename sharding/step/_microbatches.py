@@ -66,10 +66,7 @@ def accumulate(
                 local = _local_norm.squares(plan, grads, weight if loss.weighted else None)
         return Sums(total, weight, local, reduce_microbatch(plan, grads)), model_state, aux
 
-    split = jax.tree.map(
-        lambda x: x.reshape(steps, -1, *x.shape[1:]) if jnp.ndim(x) else jnp.full(steps, x),
-        inputs.batch,
-    )  # (micro-batch, examples of a device, ...)
+    split = split_microbatches(inputs.batch, steps)
     first = jax.tree.map(lambda x: x[0], split)
     if steps == 1:
         sums, model_state, aux = run(first, 0, inputs.model_state)
@@ -92,10 +89,22 @@ def accumulate(
     zeros = jax.tree.map(lambda x: jnp.zeros((), x.dtype), like._replace(grads=[]))
     carry = (zeros._replace(grads=accumulators), inputs.model_state)
     (sums, model_state), aux = lax.scan(add, carry, (split, jnp.arange(steps)))
-    return sums, model_state, unchanged, jax.tree.map(_join_microbatches, aux)
+    return sums, model_state, unchanged, jax.tree.map(join_microbatches, aux)
 
 
-def _join_microbatches(x: jax.Array) -> jax.Array:
+def split_microbatches(batch: Any, count: int) -> Any:
+    """(examples of a device, ...) to (micro-batch, examples, ...); scalars are the same in all."""
+    return jax.tree.map(
+        lambda x: (
+            jnp.reshape(x, (count, x.shape[0] // count, *x.shape[1:]))
+            if jnp.ndim(x)
+            else jnp.full(count, x)
+        ),
+        batch,
+    )
+
+
+def join_microbatches(x: jax.Array) -> jax.Array:
     """(micro-batch, ...) to one value: scalars are averaged, batch arrays concatenated."""
     if x.ndim == 1:
         return jnp.mean(x, axis=0)

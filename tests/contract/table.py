@@ -11,7 +11,14 @@ import numpy as np
 import optax
 
 import optax_ext
-from optax_ext import Factoring, by_path, flax_attention, last_two_dims, two_largest_dims
+from optax_ext import (
+    Factoring,
+    by_path,
+    delays_by_path,
+    flax_attention,
+    last_two_dims,
+    two_largest_dims,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +36,10 @@ class Row:
     rounds_parameters: bool = False
     # Keeps codes and scales of blocks, which have no parameter's shape or dtype.
     blocks: bool = False
+    # Keeps earlier parameters, in their own dtype.
+    keeps_parameters: bool = False
+    # Steps before the first gradient has arrived, whose updates are zero.
+    idle_steps: int = 0
 
     def __call__(self, **overrides):
         return self.make(**(self.arguments | overrides))
@@ -50,6 +61,28 @@ def lazy_rows(learning_rate, weight_decay, factoring):
     """Around CAME, every array a table whose rows all have a gradient."""
     inner = optax_ext.came(learning_rate, weight_decay=weight_decay, factoring=factoring)
     return optax_ext.lazy_rows(inner, lambda params: jax.tree.map(is_table, params))
+
+
+def scale_by_delay(learning_rate, delays, anneal_steps):
+    """After CAME: divided updates."""
+    last = optax_ext.scale_by_delay(delays, anneal_steps)
+    return optax.chain(optax_ext.came(learning_rate), last)
+
+
+def discrepancy_correction(learning_rate, delays, decay, backward_delays):
+    """After CAME: its updates, and their average."""
+    last = optax_ext.discrepancy_correction(delays, decay, backward_delays=backward_delays)
+    return optax.chain(optax_ext.came(learning_rate), last)
+
+
+def params_history(learning_rate, delays):
+    """After CAME: its updates, and earlier parameters."""
+    return optax.chain(optax_ext.came(learning_rate), optax_ext.params_history(delays))
+
+
+def delayed_gradients(learning_rate, weight_decay):
+    """Around CAME."""
+    return optax_ext.delayed_gradients(optax_ext.came(learning_rate, weight_decay=weight_decay), 2)
 
 
 def is_table(x):
@@ -161,6 +194,37 @@ TRANSFORMATIONS = {
     ),
     "lazy_rows": Row(
         lazy_rows, {"learning_rate": 0.1, "weight_decay": 0.01, "factoring": last_two_dims()}
+    ),
+    "scale_by_delay": Row(
+        scale_by_delay,
+        {"learning_rate": 0.1, "delays": 3.5, "anneal_steps": 20},
+        factored=False,
+    ),
+    "scale_by_delay, a rule": Row(
+        scale_by_delay,
+        {
+            "learning_rate": 0.1,
+            "delays": delays_by_path({"w": 3.0}, default=1.5),
+            "anneal_steps": 9,
+        },
+        factored=False,
+    ),
+    "discrepancy_correction": Row(
+        discrepancy_correction,
+        {"learning_rate": 0.1, "delays": 3.5, "decay": 0.2, "backward_delays": 0.5},
+        factored=False,
+    ),
+    "params_history": Row(
+        params_history,
+        {"learning_rate": 0.1, "delays": delays_by_path({"w": 3}, default=1)},
+        factored=False,
+        keeps_parameters=True,
+    ),
+    "delayed_gradients": Row(
+        delayed_gradients,
+        {"learning_rate": 0.1, "weight_decay": 0.01},
+        factored=False,
+        idle_steps=2,
     ),
 }
 

@@ -31,6 +31,10 @@ MAKERS = {
     "scale_by_lars": optax_ext.scale_by_lars,
     "lamb": functools.partial(optax_ext.lamb, 1e-3),
     "scale_by_lamb": optax_ext.scale_by_lamb,
+    "scale_by_delay": lambda delays=1.0, anneal_steps=10: optax_ext.scale_by_delay(
+        delays, anneal_steps
+    ),
+    "discrepancy_correction": functools.partial(optax_ext.discrepancy_correction, delays=5.0),
 }
 
 BETA, NOT_NEGATIVE, POSITIVE = "must be in [0, 1)", "must not be negative", "must be positive"
@@ -52,6 +56,10 @@ HYPERPARAMETERS = [
     ),
     (("adafactor", "scale_by_adafactor"), ("decay_rate",), POSITIVE),
     (("adafactor",), ("min_parameter_scale",), POSITIVE),
+    (("discrepancy_correction",), ("decay",), BETA),
+    (("scale_by_delay", "discrepancy_correction"), ("delays",), NOT_NEGATIVE),
+    (("discrepancy_correction",), ("backward_delays",), NOT_NEGATIVE),
+    (("scale_by_delay",), ("anneal_steps",), POSITIVE),
 ]
 OUTSIDE = {
     BETA: [-0.1, 1, 1.0, 1.5, np.nan, np.float32(1.0)],

@@ -29,6 +29,10 @@ SCHEMA = {
     "GradientNoiseScaleState": ("count", "squared_norm", "variance"),
     "LowPrecisionState": ("key", "inner_state"),
     "StochasticRoundingState": ("key", "inner_state"),
+    "ScaleByDelayState": ("count",),
+    "DiscrepancyCorrectionState": ("correction",),
+    "ParamsHistoryState": ("versions",),
+    "DelayedGradientsState": ("count", "gradients", "inner_state"),
 }
 
 PARAMS = {"w": jax.ShapeDtypeStruct((6, 4), jnp.bfloat16), "b": jax.ShapeDtypeStruct((4,), "f2")}
@@ -79,6 +83,25 @@ LEAVES = {
         ".inner_state[0].trace['w'].scale[0]": "float32[6]",
         ".inner_state[0].trace['w'].scale[1]": "float32[4]",
     },
+    "scale_by_delay": {".count": "int32[]"},
+    "discrepancy_correction": {
+        ".correction['b']": "float32[4]",
+        ".correction['w']": "float32[6,4]",
+    },
+    "params_history": {
+        ".versions[0]['w']": "bfloat16[6,4]",
+        ".versions[1]['b']": "float16[4]",
+        ".versions[1]['w']": "bfloat16[6,4]",
+    },
+    "delayed_gradients": {
+        ".count": "int32[]",
+        ".gradients[0]['b']": "float32[4]",
+        ".gradients[0]['w']": "float32[6,4]",
+        ".gradients[1]['b']": "float32[4]",
+        ".gradients[1]['w']": "float32[6,4]",
+        ".inner_state[0].trace['b']": "float16[4]",
+        ".inner_state[0].trace['w']": "bfloat16[6,4]",
+    },
 }
 
 MAKE = {
@@ -92,6 +115,10 @@ MAKE = {
     "low_precision_state": lambda: optax_ext.low_precision_state(
         optax.sgd(1e-3, momentum=0.9), bits=4, min_size=0
     ),
+    "scale_by_delay": lambda: optax_ext.scale_by_delay(3.0, 10),
+    "discrepancy_correction": lambda: optax_ext.discrepancy_correction(3.0),
+    "params_history": lambda: optax_ext.params_history({"w": 2, "b": 1}),
+    "delayed_gradients": lambda: optax_ext.delayed_gradients(optax.sgd(1e-3, momentum=0.9), 2),
 }
 
 

@@ -216,7 +216,7 @@ def test_matrices_beyond_2_32_elements(monkeypatch):
 
 
 def test_bad_input():
-    message = "implementation must be 'xla' or 'pallas', got 'triton'"
+    message = "implementation must be 'xla', 'rows' or 'pallas', got 'triton'"
     with pytest.raises(ValueError, match=message):
         low_precision_state(optax.adamw(1e-3), implementation="triton")
 

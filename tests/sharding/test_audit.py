@@ -144,6 +144,47 @@ def test_a_slice_that_is_changed_in_place_costs_the_slice():
     assert counted(program)[2] <= 4 * 4 * 2 * 64
 
 
+def test_another_layout_of_the_same_memory_costs_nothing():
+    """Programs for TPUs update codes in place after a copy whose result aliases its operand."""
+    assert counted("""HloModule m
+
+%relabel (x: u8[1024,128]) -> u8[1024,128] {
+  %x = u8[1024,128]{1,0:T(32,128)(4,1)} parameter(0)
+  ROOT %c = u8[1024,128]{1,0:T(8,128)(4,1)} copy(%x)
+}
+
+%in_place (a: u8[1024,128], u: u8[32,128], i: s32[]) -> u8[1024,128] {
+  %a = u8[1024,128]{1,0:T(32,128)(4,1)} parameter(0)
+  %u = u8[32,128]{1,0:T(32,128)(4,1)} parameter(1)
+  %i = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %f = u8[1024,128]{1,0} fusion(%a), calls=%relabel, output_to_operand_aliasing={{}: (0, {})}
+  ROOT %d = u8[1024,128]{1,0:T(32,128)(4,1)} dynamic-update-slice(%f, %u, %i, %zero)
+}
+
+ENTRY %main (a: u8[1024,128], u: u8[32,128], i: s32[]) -> u8[1024,128] {
+  %a = u8[1024,128]{1,0:T(32,128)(4,1)} parameter(0)
+  %u = u8[32,128]{1,0:T(32,128)(4,1)} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %r = u8[1024,128]{1,0:T(32,128)(4,1)} fusion(%a, %u, %i), kind=kLoop, calls=%in_place
+}
+""")[2] == 2 * 32 * 128 + 4  # fmt: skip
+
+
+def test_slices_copied_between_memories_cost_one_side():
+    program = """HloModule m
+
+ENTRY %main (a: f32[1024,128], i: s32[]) -> f32[1024,128] {
+  %a = f32[1024,128]{1,0:T(8,128)} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %s = f32[32,128]{1,0:T(8,128)S(1)} dynamic-slice(%a, %i, %zero), dynamic_slice_sizes={32,128}
+  ROOT %d = f32[1024,128]{1,0:T(8,128)} dynamic-update-slice(%a, %s, %i, %zero)
+}
+"""
+    assert counted(program)[2] == 2 * 4 * 32 * 128
+
+
 def test_as_many_as_xla_counts_where_it_counts_loops_and_slices_alike():
     """A step without loops, beside XLA's own analysis, which CPUs have."""
 

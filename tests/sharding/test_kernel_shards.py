@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import optax_ext
 import sharding as shd
 from optax_ext import kernels
+from optax_ext.low_precision import _row_loop
 from sharding.placement._layout import Layout
 from sharding.step._kernel_shards import KernelShards
 
@@ -70,9 +71,9 @@ def assert_same(have, want):
             np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=str(path))
 
 
-def check(zero, specs=None, wrap=lambda tx: tx):
+def check(zero, specs=None, wrap=lambda tx: tx, form="pallas"):
     """Each step of the kernel's from a state of XLA's, so that no rounding adds up."""
-    tx, tiled = wrap(transformation("xla")), wrap(transformation("pallas"))
+    tx, tiled = wrap(transformation("xla")), wrap(transformation(form))
     state = zero.init(lambda: (initial(), tx.init(initial())), tx=tx, param_specs=specs)
     step, step_tiled = (zero.train_step(loss, tx=one) for one in (tx, tiled))
     places = jax.tree.map(lambda x: x.sharding, state)
@@ -117,6 +118,27 @@ def test_updates_that_leave_the_kernel():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     zero = shd.Zero(mesh, stage=2, min_shard_size=512)
     check(zero, wrap=lambda tx: optax.chain(tx, optax.scale(0.5)))
+
+
+@pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: optax.chain(tx, optax.scale(0.5))])
+def test_a_loop_over_rows(wrap, monkeypatch):
+    for form in (_row_loop.RowLoop, _row_loop.LoopOfUpdates):
+        monkeypatch.setattr(form, "min_size", 0)
+        monkeypatch.setattr(form, "min_padded", 0)
+    monkeypatch.setattr(_row_loop, "_MIN_STEP", 0)
+    monkeypatch.setattr(_row_loop, "_STEP_SIZE", 2**12)
+    shapes, update = [], _row_loop.RowLoop.__call__
+
+    def looped(self, *operands):
+        made = update(self, *operands)
+        shapes.append(next(x.shape for x in made if x.dtype == jnp.uint8))
+        return made
+
+    monkeypatch.setattr(_row_loop.RowLoop, "__call__", looped)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    check(shd.Zero(mesh, stage=2, min_shard_size=512), wrap=wrap, form="rows")
+    # "uneven" and "heads" are left to XLA.
+    assert {(64, 256), (72, 256), (2, 64, 256)} <= set(shapes)
 
 
 def test_paths_that_read_alike_are_not_confused():

@@ -1,0 +1,247 @@
+"""Delays of asynchronous pipelines: how many updates old the parameters of each stage are."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_ext import _validate
+from optax_ext._leaves import Leaves, slots
+
+Method = Literal["pipemare", "pipedream", "pipedream_2bw", "gpipe"]
+
+
+def pipeline_delays(
+    num_stages: int, num_microbatches: int = 1, *, method: Method = "pipemare"
+) -> tuple[np.ndarray, np.ndarray]:
+    r"""Delays of the forward and of the backward pass at each stage of a pipeline.
+
+    A delay counts updates: the gradient of step t is taken at parameters of step :math:`t - \tau`.
+    For stage i = 1, ..., P and N micro-batches per update,
+
+    .. math::
+
+      \text{PipeMare:} \quad & \tau_\text{fwd} = \frac{2 (P - i) + 1}{N}, \quad
+        \tau_\text{bkwd} = 0 \\
+      \text{PipeDream:} \quad & \tau_\text{fwd} = \tau_\text{bkwd} = \frac{P - i}{N} \\
+      \text{PipeDream-2BW:} \quad & \tau_\text{fwd} = \tau_\text{bkwd} = 1 \\
+      \text{GPipe:} \quad & \tau_\text{fwd} = \tau_\text{bkwd} = 0
+
+    The delays of PipeDream are those of its own paper,
+    :math:`w' = w - \eta \nabla f(w_1^{t - P + 1}, \ldots, w_P^t)`. PipeMare's paper counts
+    differently, and compares with PipeDream at
+    :math:`\tau_\text{bkwd} = \tau_\text{fwd} = (2 (P - i) + 1) / N`. A delay that is not an integer
+    is a mean over the N micro-batches.
+
+    Args:
+      num_stages: P.
+      num_microbatches: N, the number of micro-batches per update.
+      method: whose pipeline: ``"pipemare"``, ``"pipedream"`` (which stashes weights),
+        ``"pipedream_2bw"`` or ``"gpipe"``.
+
+    Returns:
+      The forward and the backward delays, two float64 arrays of shape (P,), the first stage first.
+      For parameters [V, S, ...] whose stages are stacked on dim 1, pass ``delays[None]``.
+
+    Raises:
+      ValueError: if a number is below 1, or ``method`` is unknown.
+
+    Example:
+      >>> from optax_ext import pipeline_delays
+      >>> forward, backward = pipeline_delays(4, 2)
+      >>> forward.tolist(), backward.tolist()
+      ([3.5, 2.5, 1.5, 0.5], [0.0, 0.0, 0.0, 0.0])
+
+    References:
+      Yang, Zhang, Li, Ré, Aberger, De Sa: PipeMare: Asynchronous Pipeline Parallel DNN Training,
+      MLSys 2021, arXiv 1910.05124. Narayanan, Harlap, Phanishayee, Seshadri, Devanur, Ganger,
+      Gibbons, Zaharia: PipeDream: Generalized Pipeline Parallelism for DNN Training, SOSP 2019,
+      arXiv 1806.03377. Narayanan, Phanishayee, Shi, Chen, Zaharia: Memory-Efficient
+      Pipeline-Parallel DNN Training, ICML 2021, arXiv 2006.09503.
+    """
+    for name, value in {"num_stages": num_stages, "num_microbatches": num_microbatches}.items():
+        if not value >= 1:
+            raise ValueError(f"{name} must be at least 1, got {value!r}.")
+    behind = np.arange(num_stages)[::-1]  # (P,), P - i
+    zero = np.zeros(num_stages)
+    match method:
+        case "pipemare":
+            return (2 * behind + 1) / num_microbatches, zero
+        case "pipedream":
+            return behind / num_microbatches, behind / num_microbatches
+        case "pipedream_2bw":
+            return zero + 1, zero + 1
+        case "gpipe":
+            return zero, zero.copy()
+    raise ValueError(
+        f"method must be 'pipemare', 'pipedream', 'pipedream_2bw' or 'gpipe', got {method!r}."
+    )
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class delays_by_path:
+    """Chooses the delay of the first pattern that is found in a parameter's path.
+
+    Paths and patterns are those of ``by_path``: keys joined by ``/``, and regular expressions that
+    may match anywhere in them (``re.search``).
+
+    Args:
+      rules: pattern -> delay, a number or an array that broadcasts against the leading dims of the
+        parameter.
+      default: the delay of parameters whose path matches no pattern.
+
+    Raises:
+      ValueError: if a pattern is not a regular expression, or a delay is negative.
+
+    Example:
+      Four stages stacked on dim 1 of the parameters under ``blocks``; the head is in the last one.
+
+      >>> from optax_ext import delays_by_path, pipeline_delays
+      >>> forward, _ = pipeline_delays(4)
+      >>> rule = delays_by_path({"^blocks/": forward[None], "^head/": 1.0}, default=7.0)
+      >>> rule.resolve("blocks/mlp/kernel").tolist(), rule.resolve("embedding")
+      ([[7.0, 5.0, 3.0, 1.0]], 7.0)
+    """
+
+    rules: tuple[tuple[str, Any], ...]
+    default: Any
+
+    def __init__(self, rules: Mapping[str, Any], *, default: Any = 0.0):
+        for pattern, delay in rules.items():
+            _validate.pattern("delays_by_path", pattern)
+            check_number(f"the delay of pattern {pattern!r}", delay)
+        check_number("default", default)
+        object.__setattr__(self, "rules", tuple(rules.items()))
+        object.__setattr__(self, "default", default)
+
+    def resolve(self, path: str) -> Any:
+        """Returns the delay of one parameter."""
+        return next((d for pattern, d in self.rules if re.search(pattern, path)), self.default)
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raises unless a delay is a number or an array of numbers, finite and not negative."""
+    if isinstance(value, jax.core.Tracer):
+        return
+    is_array = isinstance(value, np.ndarray | np.generic | jax.Array)
+    real = is_array and any(
+        jnp.issubdtype(value.dtype, kind) for kind in (jnp.integer, jnp.floating)
+    )
+    if not real and (not isinstance(value, int | float) or isinstance(value, bool)):
+        raise ValueError(f"{name} must be a number or an array, got {value!r}.")
+    array = np.asarray(value, np.float64)
+    if not (array >= 0).all():
+        raise ValueError(f"{name} must not be negative, got {value}.")
+    if not np.isfinite(array).all():
+        raise ValueError(f"{name} must be finite, got {value}.")
+
+
+def numbers_in(delays: Any) -> list[Any]:
+    """Returns all delays of a number, an array, a tree of them, or a rule."""
+    if isinstance(delays, delays_by_path):
+        return [*(delay for _, delay in delays.rules), delays.default]
+    return jax.tree.leaves(delays)
+
+
+def check_delays(name: str, delays: Any) -> None:
+    """Raises unless all delays are numbers or arrays, finite and not negative."""
+    for value in numbers_in(delays):
+        check_number(name, value)
+
+
+def delays_of(name: str, delays: Any, leaves: Leaves) -> list[Any]:
+    """Returns the delay of every leaf: a number, or an array of the leaf's rank."""
+    if isinstance(delays, delays_by_path):
+        found = [delays.resolve(path) for path in leaves.paths]
+    elif not leaves.arrays:  # also the placeholder that optax's tree_map_params passes to init
+        return []
+    else:
+        tree = leaves.unflatten(leaves.arrays)
+        try:
+            found = leaves.treedef.flatten_up_to(jax.tree.broadcast(delays, tree))
+        except ValueError as error:
+            raise ValueError(
+                f"{name} does not fit the parameters; it needs a number or an array for each of "
+                f"them, or for each subtree: {error}"
+            ) from None
+    shapes = [tuple(x.shape) for x in leaves.arrays]
+    return [_fit(name, *each) for each in zip(leaves.paths, found, shapes, strict=True)]
+
+
+def _fit(name: str, path: str, delay: Any, shape: tuple[int, ...]) -> Any:
+    """Returns the delay with a dim of size 1 for each trailing dim of ``shape`` that it lacks."""
+    own = np.shape(delay)
+    if not own:
+        return delay
+    leading = shape[: len(own)]
+    fits = len(leading) == len(own) and all(n in (1, m) for n, m in zip(own, leading, strict=True))
+    if not fits:
+        raise ValueError(
+            f"{name} has an array of shape {own} for parameter {path!r} of shape {shape}; an array "
+            "must broadcast against the leading dims of its parameter. Choose others for this one "
+            "with delays_by_path."
+        )
+    return delay.reshape(own + (1,) * (len(shape) - len(own)))
+
+
+def state_slots(
+    who: str, state_type: type, maker: str, field: Any, params: Any, state: Any
+) -> list[Any]:
+    """Returns each parameter's slot in all states of a type within an optimizer state.
+
+    None for parameters without one, such as those that ``optax.masked`` excludes.
+    """
+
+    def is_state(x: Any) -> bool:
+        return isinstance(x, state_type)
+
+    states = [x for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
+    if not states:
+        raise ValueError(
+            f"{who} reads the state of {maker}, of which this optimizer state contains none. Put "
+            f"{maker} last in the chain."
+        )
+    flat, treedef = jax.tree_util.tree_flatten_with_path(params)
+    merged: list[Any] = [None] * len(flat)
+    for one in states:
+        for i, slot in enumerate(slots(treedef, maker, field(one))):
+            if not isinstance(slot, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+                if jax.tree.leaves(slot):
+                    raise ValueError(
+                        f"{who} needs the arrays of {maker}, found {type(slot).__name__}. Put "
+                        "low_precision_state around the other transformations of the chain alone."
+                    )
+                continue
+            if merged[i] is not None:
+                raise ValueError(
+                    f"{who} reads one state of {maker} for each parameter, found several for "
+                    f"{jax.tree_util.keystr(flat[i][0])}. Pass the part that contains one."
+                )
+            if slot.shape != flat[i][1].shape:
+                raise ValueError(
+                    f"parameter {jax.tree_util.keystr(flat[i][0])} of shape "
+                    f"{tuple(flat[i][1].shape)} does not match the state of {maker}, where it has "
+                    f"shape {tuple(slot.shape)}."
+                )
+            merged[i] = slot
+    return merged
+
+
+def whole_number(name: str, value: Any) -> np.ndarray:
+    """Returns a delay as integers; raises if it is traced or fractional."""
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(
+            f"{name} sets the shapes of the state and must be known while tracing, got {value}. "
+            f"Under optax.inject_hyperparams name it in static_args."
+        )
+    array = np.asarray(value, np.float64)
+    if (array != np.floor(array)).any():
+        raise ValueError(
+            f"{name} must be whole numbers of updates, got {value}. Round them, for example with "
+            "np.round."
+        )
+    return array.astype(np.int64)

@@ -1,0 +1,175 @@
+"""Backward parameters close to those of the forward pass (PipeMare's T2)."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_ext import _validate
+from optax_ext._delays import check_delays, delays_of, state_slots
+from optax_ext._leaves import Leaves, at_least_float32
+
+_DECAY = math.exp(-2)  # D of the paper
+
+
+class DiscrepancyCorrectionState(NamedTuple):
+    """State of ``discrepancy_correction``; float32, or wider if the parameter is."""
+
+    correction: optax.Updates  # (tau_fwd - tau_bkwd) * delta: the parameter's shape
+
+
+def _averaged(correction: jax.Array, u: jax.Array, horizon: Any, decay: Any) -> jax.Array:
+    """Returns the correction after a step of ``u``; ``horizon`` is the difference of delays."""
+    dtype = correction.dtype
+    horizon = jnp.asarray(horizon, dtype)
+    positive = horizon > 0
+    # 1 - decay ** (1 / horizon), without the cancellation that float32 has for long delays.
+    log_decay = jnp.log(jnp.asarray(decay, dtype))
+    weight = -jnp.expm1(log_decay / jnp.where(positive, horizon, 1))
+    weight = jnp.where(positive, weight, 1)
+    return correction + weight * (horizon * u.astype(dtype) - correction)
+
+
+def discrepancy_correction(
+    delays: Any, decay: jax.typing.ArrayLike = _DECAY, *, backward_delays: Any = 0.0
+) -> optax.GradientTransformationExtraArgs:
+    r"""Averages updates, from which ``backward_params`` estimates the parameters of the past.
+
+    In an asynchronous pipeline without stashed weights, the forward pass of a micro-batch uses
+    parameters of :math:`\tau_\text{fwd}` updates ago, its backward pass those of
+    :math:`\tau_\text{bkwd}` updates ago. PipeMare's technique T2 keeps an average of the updates,
+    and takes the backward pass at an estimate of the parameters of the forward pass:
+
+    .. math::
+
+      \gamma &= D^{1 / (\tau_\text{fwd} - \tau_\text{bkwd})}, \quad
+      \delta \leftarrow \gamma \delta + (1 - \gamma) (w_{t+1} - w_t) \\
+      u_\text{bkwd} &= w - (\tau_\text{fwd} - \tau_\text{bkwd}) \, \delta
+
+    Updates pass unchanged, and count as :math:`w_{t+1} - w_t`: this transformation goes last in a
+    chain, after the learning rate. The state holds the product
+    :math:`(\tau_\text{fwd} - \tau_\text{bkwd}) \, \delta`, so that ``backward_params`` needs no
+    delays. Where both delays are equal, the correction is 0.
+
+    The correction is no general cure. On a quadratic it raises the largest stable rate for one sign
+    of the difference between forward and backward curvature, and lowers it for the other.
+
+    Args:
+      delays: :math:`\tau_\text{fwd}`, in updates: a number; a tree of numbers like the parameters,
+        or a prefix of one; or a rule, ``delays_by_path``. In place of a number, an array broadcasts
+        against the leading dims of its parameter: (1, S) for parameters [V, S, ...] whose stages
+        are dim 1.
+      decay: D, the decay over the full delay, in [0, 1); exp(-2) in the paper.
+      backward_delays: :math:`\tau_\text{bkwd}`, in the same forms; at most ``delays``.
+
+    Returns:
+      A ``GradientTransformation`` that leaves updates unchanged.
+
+    Raises:
+      ValueError: if ``decay`` or a delay is out of range, a backward delay exceeds its forward
+        delay, the delays do not fit the parameters, a parameter is not real and floating, or
+        gradients do not match the state.
+
+    Example:
+      Parameters that move by -1 in each step were 3 larger 3 steps ago.
+
+      >>> import jax.numpy as jnp, optax, optax_ext
+      >>> tx = optax.chain(optax.sgd(1.0), optax_ext.discrepancy_correction(3.0))
+      >>> params = jnp.asarray(10.0)
+      >>> state = tx.init(params)
+      >>> for _ in range(9):
+      ...     updates, state = tx.update(jnp.ones(()), state)
+      ...     params = optax.apply_updates(params, updates)
+      >>> print(params, optax_ext.backward_params(params, state).round(2))
+      1.0 3.99
+
+    References:
+      Yang, Zhang, Li, Ré, Aberger, De Sa: PipeMare: Asynchronous Pipeline Parallel DNN Training,
+      MLSys 2021, arXiv 1910.05124.
+    """
+    check_delays("delays", delays)
+    check_delays("backward_delays", backward_delays)
+    _validate.unit_interval(decay=decay)
+
+    def horizons(leaves: Leaves) -> list[Any]:
+        forward = delays_of("delays", delays, leaves)
+        backward = delays_of("backward_delays", backward_delays, leaves)
+        return list(map(_difference, leaves.paths, forward, backward))
+
+    def init(params: optax.Params) -> DiscrepancyCorrectionState:
+        leaves = Leaves.of(params)
+        horizons(leaves)  # raises unless they fit
+        return DiscrepancyCorrectionState(
+            jax.tree.map(lambda p: jnp.zeros_like(p, dtype=at_least_float32(p.dtype)), params)
+        )
+
+    def update(
+        updates: optax.Updates,
+        state: DiscrepancyCorrectionState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, DiscrepancyCorrectionState]:
+        del params, extra_args
+        leaves = Leaves.of(updates)
+        found = leaves.arrays_in("correction", state.correction)
+        with jax.named_scope("discrepancy_correction"):
+            new = [
+                _averaged(correction, u, horizon, decay)
+                for correction, u, horizon in zip(
+                    found, leaves.arrays, horizons(leaves), strict=True
+                )
+            ]
+        return updates, DiscrepancyCorrectionState(leaves.unflatten(new))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _difference(path: str, forward: Any, backward: Any) -> Any:
+    """Returns the forward minus the backward delay; raises if a known one is negative."""
+    difference = forward - backward
+    if not isinstance(difference, jax.core.Tracer) and (np.asarray(difference) < 0).any():
+        raise ValueError(
+            f"backward_delays exceeds delays for parameter {path!r}: got {backward} above "
+            f"{forward}; the backward pass follows the forward pass."
+        )
+    return difference
+
+
+def backward_params(params: optax.Params, state: optax.OptState) -> optax.Params:
+    r"""Estimates the parameters of the forward pass, at which the backward pass is taken.
+
+    .. math::
+
+      u_\text{bkwd} = w - (\tau_\text{fwd} - \tau_\text{bkwd}) \, \delta
+
+    Args:
+      params: :math:`w`, the current parameters.
+      state: a state that contains those of ``discrepancy_correction``, in a chain, under
+        ``optax.masked``, ``optax.partition`` or other wrappers.
+
+    Returns:
+      A tree like ``params``, in their dtypes. Parameters that are masked out are returned as they
+      are.
+
+    Raises:
+      ValueError: if the state contains none of ``discrepancy_correction``, several for a parameter,
+        or one of other parameters.
+    """
+    found = state_slots(
+        "backward_params",
+        DiscrepancyCorrectionState,
+        "discrepancy_correction",
+        lambda one: one.correction,
+        params,
+        state,
+    )
+    treedef: Any = jax.tree.structure(params)
+    return treedef.unflatten(
+        [
+            p if c is None else (p.astype(c.dtype) - c).astype(p.dtype)
+            for p, c in zip(treedef.flatten_up_to(params), found, strict=True)
+        ]
+    )

@@ -1,0 +1,205 @@
+"""Parameters of earlier steps, at which delayed gradients are taken."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_ext._delays import check_delays, delays_of, numbers_in, state_slots, whole_number
+from optax_ext._leaves import Leaves, check_shape
+
+
+class ParamsHistoryState(NamedTuple):
+    """Earlier versions of the parameters; the last are those that ``delayed_params`` returns."""
+
+    # A tree per step, oldest last: the parameter's shape and dtype; None beyond its delay.
+    versions: tuple[optax.Params, ...]
+
+
+def _lags(num_versions: int) -> range:
+    """Returns, for each version, after how many steps a value in it has been the oldest."""
+    return range(num_versions, 0, -1)
+
+
+def _shifted(
+    delay: np.ndarray, versions: list[jax.Array | None], p: jax.Array, u: jax.Array
+) -> list[jax.Array | None]:
+    """Returns the versions after a step from ``p`` to ``p + u``.
+
+    A slice of delay n enters n places before the end; so all of them reach the end on time.
+    """
+    new: list[jax.Array | None] = []
+    before: jax.Array | None = None
+    for lag, version in zip(_lags(len(versions)), versions, strict=True):
+        if version is None:
+            new.append(None)
+            continue
+        now = p.astype(version.dtype)
+        # A buffer of its own: a state that is donated must not hold one that others hold.
+        out = jnp.copy(now if before is None else before)
+        if before is not None and (delay == lag).any():
+            out = jnp.where(delay == lag, now, out)
+        if lag == 1 and (delay == 0).any():  # slices without a delay, in an array that has others
+            out = jnp.where(delay == 0, optax.apply_updates(now, u), out)
+        new.append(out)
+        before = version
+    return new
+
+
+def params_history(delays: Any) -> optax.GradientTransformationExtraArgs:
+    r"""Stores earlier parameters, so that each gradient can be taken at parameters of the past.
+
+    Updates pass unchanged. With ``delayed_params``, each parameter has a delay of its own:
+
+    .. math::
+
+      g_t &= \nabla f\left(w^{(1)}_{t - \tau_1}, \ldots, w^{(n)}_{t - \tau_n}; B_t\right), \quad
+      w_s = w_0 \text{ for } s < 0 \\
+      w_{t+1} &= w_t + \operatorname{optimizer}(g_t, w_t)
+
+    This is the exact definition of an asynchronous pipeline's update, on one device: the reference
+    for an implementation, and a tool for studies. It saves no time, and stores as many replicas of
+    a parameter as its delay. With
+
+    - delays P - i for stage i of P, it is PipeDream with weight stashing;
+    - a delay of P - 1 for all, PipeDream with vertical sync;
+    - a delay of 1 for all, PipeDream-2BW: :math:`w_{t+1} = w_t - \eta \nabla f(w_{t-1})`;
+    - PipeMare's forward delays, the parameters of its forward pass. Its backward pass has others,
+      which ``jax.grad`` cannot express: current ones, or those of ``backward_params``.
+
+    This transformation goes last in a chain, and ``update`` must receive the current parameters,
+    not the delayed ones.
+
+    Args:
+      delays: :math:`\tau`, whole numbers of updates: a number; a tree of numbers like the
+        parameters, or a prefix of one; or a rule, ``delays_by_path``. In place of a number, an
+        array broadcasts against the leading dims of its parameter: (1, S) for parameters
+        [V, S, ...] whose stages are dim 1. They set the shapes of the state and cannot be traced.
+
+    Returns:
+      A ``GradientTransformation`` that leaves updates unchanged, and whose ``update`` needs
+      ``params``.
+
+    Raises:
+      ValueError: if a delay is negative, fractional or traced, the delays do not fit the
+        parameters, a parameter is not real and floating, ``update`` is called without ``params``,
+        or gradients do not match the state.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optax_ext
+      >>> tx = optax.chain(optax.sgd(0.5), optax_ext.params_history(1))
+      >>> params = jnp.asarray(8.0)
+      >>> state = tx.init(params)
+      >>> for _ in range(4):
+      ...     delayed = optax_ext.delayed_params(params, state)
+      ...     grads = jax.grad(lambda w: w**2 / 2)(delayed)
+      ...     updates, state = tx.update(grads, state, params)
+      ...     params = optax.apply_updates(params, updates)
+      ...     print(float(delayed), float(params))
+      8.0 4.0
+      8.0 0.0
+      4.0 -2.0
+      0.0 -2.0
+
+    References:
+      Narayanan, Harlap, Phanishayee, Seshadri, Devanur, Ganger, Gibbons, Zaharia: PipeDream:
+      Generalized Pipeline Parallelism for DNN Training, SOSP 2019, arXiv 1806.03377. Narayanan,
+      Phanishayee, Shi, Chen, Zaharia: Memory-Efficient Pipeline-Parallel DNN Training, ICML 2021,
+      arXiv 2006.09503. Yang, Zhang, Li, Ré, Aberger, De Sa: PipeMare: Asynchronous Pipeline
+      Parallel DNN Training, MLSys 2021, arXiv 1910.05124.
+    """
+    check_delays("delays", delays)
+    # Of the delays alone, not of the parameters: the state's structure is the same for any.
+    num_versions = max(
+        (int(whole_number("delays", d).max(initial=0)) for d in numbers_in(delays)), default=0
+    )
+
+    def lags_of(leaves: Leaves) -> list[np.ndarray]:
+        found = delays_of("delays", delays, leaves)
+        return [whole_number("delays", delay) for delay in found]
+
+    def init(params: optax.Params) -> ParamsHistoryState:
+        leaves = Leaves.of(params)
+        pairs = list(zip(leaves.arrays, lags_of(leaves), strict=True))
+        return ParamsHistoryState(
+            tuple(
+                leaves.unflatten(
+                    [_replica(p) if lag <= delay.max(initial=0) else None for p, delay in pairs]
+                )
+                for lag in _lags(num_versions)
+            )
+        )
+
+    def update(
+        updates: optax.Updates,
+        state: ParamsHistoryState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, ParamsHistoryState]:
+        del extra_args
+        if params is None:
+            raise ValueError("params_history needs params in update.")
+        leaves = Leaves.of(updates)
+        stored = [leaves.slots("versions", tree) for tree in state.versions]
+        arrays = leaves.slots("params", params)
+        new = []
+        with jax.named_scope("params_history"):
+            for i, (path, u, delay) in enumerate(
+                zip(leaves.paths, leaves.arrays, lags_of(leaves), strict=True)
+            ):
+                versions = [tree[i] for tree in stored]
+                _check(path, u, delay, versions)
+                new.append(_shifted(delay, versions, arrays[i], u))
+        columns = zip(*new, strict=True) if new else ([] for _ in stored)
+        return updates, ParamsHistoryState(tuple(leaves.unflatten(list(c)) for c in columns))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _replica(p: Any) -> jax.Array:
+    """Returns a parameter in a buffer of its own, which can be donated beside the parameter."""
+    return jnp.zeros_like(p) if isinstance(p, jax.ShapeDtypeStruct) else jnp.copy(p)
+
+
+def _check(path: str, u: Any, delay: np.ndarray, versions: list[Any]) -> None:
+    """Raises unless the state has the versions that a delay needs, in the gradient's shape."""
+    have = [version is not None for version in versions]
+    if have != [lag <= delay.max(initial=0) for lag in _lags(len(versions))]:
+        raise ValueError(
+            f"parameter {path!r} has {sum(have)} versions in the state, but its largest delay is "
+            f"{delay.max(initial=0)}; make a new state with init."
+        )
+    for version in versions:
+        if version is not None:
+            check_shape(path, u, "versions", version)
+
+
+def delayed_params(params: optax.Params, state: optax.OptState) -> optax.Params:
+    r"""Returns each parameter as it was :math:`\tau` updates ago, from ``params_history``.
+
+    Args:
+      params: the current parameters, which are those of delay 0.
+      state: a state that contains those of ``params_history``, in a chain, under ``optax.masked``,
+        ``optax.partition`` or other wrappers.
+
+    Returns:
+      A tree like ``params``. Parameters that are masked out are returned as they are.
+
+    Raises:
+      ValueError: if the state contains none of ``params_history``, several for a parameter, or one
+        of other parameters.
+    """
+    treedef: Any = jax.tree.structure(params)
+    nothing = treedef.unflatten([None] * treedef.num_leaves)
+    found = state_slots(
+        "delayed_params",
+        ParamsHistoryState,
+        "params_history",
+        lambda one: one.versions[-1] if one.versions else nothing,
+        params,
+        state,
+    )
+    pairs = zip(treedef.flatten_up_to(params), found, strict=True)
+    return treedef.unflatten([p if old is None else old for p, old in pairs])

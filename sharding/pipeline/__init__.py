@@ -1,0 +1,14 @@
+"""Pipelines: schedules as tables, and one program that runs any of them."""
+
+from sharding.pipeline._ops import Costs as Costs
+from sharding.pipeline._ops import Op as Op
+from sharding.pipeline._ops import Place as Place
+from sharding.pipeline._ops import ScheduleError as ScheduleError
+from sharding.pipeline._schedule import Figures as Figures
+from sharding.pipeline._schedule import Schedule as Schedule
+from sharding.pipeline._schedules import chimera as chimera
+from sharding.pipeline._schedules import gpipe as gpipe
+from sharding.pipeline._schedules import interleaved as interleaved
+from sharding.pipeline._schedules import one_f_one_b as one_f_one_b
+from sharding.pipeline._schedules import zb_h1 as zb_h1
+from sharding.pipeline._schedules import zb_v as zb_v

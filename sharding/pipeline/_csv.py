@@ -1,0 +1,98 @@
+"""Schedules in PyTorch's format: a row of comma-separated operations per stage."""
+
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sharding.pipeline._ops import LETTERS, Op, Place, Route, ScheduleError
+from sharding.pipeline._orders import Entry
+
+if TYPE_CHECKING:
+    from sharding.pipeline._schedule import Schedule
+
+_ENTRY = re.compile(r"(\d+)([FBIW])(\d+)")
+_OPS = {"F": Op.FORWARD, "B": Op.BACKWARD, "I": Op.BACKWARD, "W": Op.WEIGHT}
+
+
+def to_csv(schedule: "Schedule") -> str:
+    """See ``Schedule.to_csv``."""
+    letters = LETTERS | ({Op.BACKWARD: "I"} if schedule.splits_backward else {})
+    rows = [[""] * schedule.num_ticks for _ in range(schedule.num_stages)]
+    for tick, stage, (op, microbatch, v) in schedule.tasks():
+        rows[stage][tick] = f"{v}{letters[op]}{microbatch}"
+    return "".join(",".join(row) + "\n" for row in rows)
+
+
+def read(
+    text: str, name: str
+) -> tuple[list[list[Entry]], np.ndarray, tuple[Route, ...], tuple[int, ...]]:
+    """The orders of the stages, the table [3, ticks, stages], the routes, and which each takes.
+
+    Raises:
+      ScheduleError: see ``Schedule.from_csv``.
+    """
+    rows = [line.split(",") for line in text.strip().splitlines()]
+    parsed: list[tuple[int, int, Op, int, int]] = []  # stage, tick, op, micro-batch, virtual stage
+    first: dict[str, tuple[int, int, str]] = {}  # of each letter: stage, tick, entry
+    for stage, row in enumerate(rows):
+        for tick, entry in enumerate(map(str.strip, row)):
+            if not entry:
+                continue
+            match = _ENTRY.fullmatch(entry)
+            if match is None:
+                raise ScheduleError(
+                    f"{name}: row {stage}, column {tick}: cannot read {entry!r}; expected virtual "
+                    "stage, F, B, I or W, and micro-batch, such as 0F3."
+                )
+            v, op, microbatch = match.groups()
+            first.setdefault(op, (stage, tick, entry))
+            parsed.append((stage, tick, _OPS[op], int(microbatch), int(v)))
+    if not parsed:
+        raise ScheduleError(f"{name}: the table is empty.")
+    if "I" in first and ("B" in first or "W" not in first):
+        stage, tick, entry = first["B" if "B" in first else "I"]
+        raise ScheduleError(
+            f"{name}: row {stage}, column {tick}: {entry} is in a table that splits backward "
+            "passes. Each of them needs an I and a W."
+        )
+
+    # The route of a micro-batch is where its forward passes run. A stage numbers its chunks in the
+    # order of routes and virtual stages.
+    num_microbatches = 1 + max(microbatch for *_, microbatch, _ in parsed)
+    num_virtual = 1 + max(v for *_, v in parsed)
+    stage_of: dict[tuple[int, int], int] = {}
+    for stage, tick, _, microbatch, v in parsed:
+        if stage_of.setdefault((microbatch, v), stage) != stage:
+            raise ScheduleError(
+                f"{name}: row {stage}, column {tick}: micro-batch {microbatch} runs virtual stage "
+                f"{v} in row {stage_of[microbatch, v]} too."
+            )
+    for microbatch in range(num_microbatches):
+        for v in range(num_virtual):
+            if (microbatch, v) not in stage_of:
+                raise ScheduleError(
+                    f"{name}: virtual stage {v} of micro-batch {microbatch} is in no row."
+                )
+    paths = [
+        tuple(stage_of[microbatch, v] for v in range(num_virtual))
+        for microbatch in range(num_microbatches)
+    ]
+    distinct = list(dict.fromkeys(paths))
+    num_chunks = [0] * len(rows)
+    routes = []
+    for path in distinct:
+        route = []
+        for stage in path:
+            route.append(Place(stage, num_chunks[stage]))
+            num_chunks[stage] += 1
+        routes.append(tuple(route))
+    route_of = tuple(distinct.index(path) for path in paths)
+
+    orders: list[list[Entry]] = [[] for _ in rows]
+    table = np.zeros((3, max(map(len, rows)), len(rows)), np.int32)
+    for stage, tick, op, microbatch, v in parsed:
+        found = (op, microbatch, routes[route_of[microbatch]][v].chunk)
+        orders[stage].append(found)
+        table[:, tick, stage] = found
+    return orders, table, tuple(routes), route_of

@@ -1,0 +1,390 @@
+"""One program for every schedule: loops over ticks, in each a branch, then messages to neighbours.
+
+Runs inside a ``shard_map`` over the pipeline's axis.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from sharding.pipeline._instructions import Code, Instructions, Phase, Segment
+from sharding.pipeline._ops import Op
+from sharding.pipeline._schedule import Schedule
+from sharding.pipeline._stage import Arrays, LayerParams, Scope, Stage
+
+Column = dict[str, jax.Array]  # of one tick and stage: see Segment.tables
+
+
+class Ends(NamedTuple):
+    """What comes before and after the layers.
+
+    Attributes:
+      embed: ``embed(shared, microbatch, key) -> x``.
+      head: ``head(shared, x, microbatch, key) -> (sum, (weight, aux))``.
+      join: ``join(trained leaves, frozen leaves) -> shared``, the tree of shared parameters.
+    """
+
+    embed: Callable[[Any, Any, Any], Any]
+    head: Callable[[Any, Any, Any, Any], Any]
+    join: Callable[[Arrays, Arrays], Any]
+
+
+class Totals(NamedTuple):
+    """Sums over micro-batches, of one stage.
+
+    Attributes:
+      sum: of losses.
+      weight: of examples or tokens.
+      aux: leaves [micro-batches, ...].
+    """
+
+    sum: Any
+    weight: Any
+    aux: Any
+
+
+class Buffers(NamedTuple):
+    """What a stage stores between ticks.
+
+    Attributes:
+      messages: activations and cotangents, leaves [slots + 1, ...].
+      residuals: [slots, layers, ...], from forward to backward passes.
+      crossing: [slots, layers, ...], from the first to the second half of backward passes.
+      layer_grads: of the trained parameters, [chunks * layers, ...].
+      shared_grads: of the trained shared parameters.
+      totals: of the loss.
+    """
+
+    messages: Any
+    residuals: Arrays
+    crossing: Arrays
+    layer_grads: Arrays
+    shared_grads: Arrays
+    totals: Totals
+
+
+@dataclasses.dataclass
+class Executor:
+    """One stage of a pipeline.
+
+    Attributes:
+      schedule: the table.
+      program: its instructions.
+      stage: the layers of a virtual stage.
+      ends: embedding and head.
+      layer_counts: layers of every virtual stage.
+      recompute: whether backward passes compute their forward pass again.
+      axis: of the mesh.
+    """
+
+    schedule: Schedule
+    program: Instructions
+    stage: Stage
+    ends: Ends
+    layer_counts: tuple[int, ...]
+    recompute: bool
+    axis: str
+
+    def run(
+        self,
+        layers: LayerParams,
+        shared: LayerParams,
+        microbatches: Any,
+        key: Any,
+        tables: Sequence[dict[str, jax.Array]],
+    ) -> Buffers:
+        """All ticks.
+
+        Args:
+          layers: of all chunks of this stage, [chunks * layers, ...].
+          shared: parameters of embedding and head.
+          microbatches: a tree of [micro-batches, ...].
+          key: of the step; None without random numbers.
+          tables: of each segment, this stage's columns, [iterations, phases].
+
+        Returns:
+          The buffers after the last tick.
+        """
+        self._layers, self._shared = layers, shared
+        self._microbatches, self._key = microbatches, key
+        buffers = self._empty_buffers()
+        for segment, columns in zip(self.program.segments, tables, strict=True):
+            buffers, _ = lax.scan(functools.partial(self._iteration, segment), buffers, columns)
+        return buffers
+
+    def _iteration(
+        self, segment: Segment, buffers: Buffers, columns: Column
+    ) -> tuple[Buffers, None]:
+        for i, phase in enumerate(segment.phases):
+            buffers = self._tick(phase, buffers, {k: v[i] for k, v in columns.items()})
+        return buffers, None
+
+    def _tick(self, phase: Phase, buffers: Buffers, column: Column) -> Buffers:
+        """One operation of this stage, then the messages of all stages."""
+        run = {Op.FORWARD: self._forward, Op.BACKWARD: self._backward, Op.WEIGHT: self._weight}
+        # A branch gets what any of the phase writes; what it only reads, it closes over.
+        written = sorted(set().union(*(self._written(code) for code in phase.codes)))
+        nothing = self._no_message()
+
+        def branch(code: Code | None, parts: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            if code is None:
+                return nothing, parts
+            message, new = run[code.op](code, buffers._replace(**parts), column)
+            return nothing if message is None else message, {k: getattr(new, k) for k in parts}
+
+        branches = [functools.partial(branch, code) for code in (None, *phase.codes)]
+        parts = {name: getattr(buffers, name) for name in written}
+        message, parts = lax.switch(column["code"], branches, parts)
+        buffers = buffers._replace(**parts)
+
+        messages = buffers.messages
+        with jax.named_scope("messages"):
+            if phase.right:
+                arrived = lax.ppermute(message, self.axis, phase.right)
+                messages = _write_slot(messages, column["from_left"], arrived)
+            if phase.left:
+                arrived = lax.ppermute(message, self.axis, phase.left)
+                messages = _write_slot(messages, column["from_right"], arrived)
+            if phase.stays:
+                messages = _write_slot(messages, column["from_self"], message)
+        return buffers._replace(messages=messages)
+
+    def _written(self, code: Code) -> set[str]:
+        if code.op == Op.FORWARD:
+            if code.last:
+                return {"totals"} if self.schedule.forward_only else set()
+            return set() if self.recompute or self.schedule.forward_only else {"residuals"}
+        if code.op == Op.WEIGHT:
+            return {"layer_grads"}
+        split = self.schedule.splits_backward
+        found = {"crossing" if split else "layer_grads"}
+        found |= {"totals"} if code.last else set()
+        return found | ({"shared_grads"} if code.first or code.last else set())
+
+    # --- Operations: (code, buffers, column) -> (message, buffers) --------------------------------
+
+    def _forward(self, code: Code, buffers: Buffers, column: Column) -> tuple[Any, Buffers]:
+        evaluating = self.schedule.forward_only
+        if code.last and not evaluating:
+            return None, buffers  # the first half of its backward pass
+        scope, params = self._scope(column), self._chunk(column)
+        with jax.named_scope("forward"):
+            x = self._input(code, buffers, column, scope)
+            if code.last:
+                y = self.stage.forward(params, x, scope)
+                sum_, rest = self.ends.head(self._whole_shared(), y, *self._of_head(scope))
+                return None, self._with_totals(buffers, column, sum_, rest)
+            if self.recompute or evaluating:
+                return self.stage.forward(params, x, scope), buffers
+            y, residuals = self.stage.forward_storing(params, x, scope)
+            return y, buffers._replace(
+                residuals=_write_slot(buffers.residuals, column["residual"], residuals)
+            )
+
+    def _backward(self, code: Code, buffers: Buffers, column: Column) -> tuple[Any, Buffers]:
+        scope, params = self._scope(column), self._chunk(column)
+        if self.recompute or code.last:
+            with jax.named_scope("forward"):
+                x = self._input(code, buffers, column, scope)
+                y, residuals = self.stage.forward_storing(params, x, scope)
+        else:
+            residuals = _read_slot(buffers.residuals, column["residual"])
+
+        with jax.named_scope("backward"):
+            if code.last:
+
+                def head(shared: Arrays, y: Any) -> Any:
+                    whole = self.ends.join(shared, self._shared.frozen)
+                    return self.ends.head(whole, y, *self._of_head(scope))
+
+                sum_, vjp, rest = jax.vjp(head, self._shared.trained, y, has_aux=True)
+                found, cotangent = vjp(jnp.ones_like(sum_))
+                buffers = self._with_totals(buffers, column, sum_, rest)
+                buffers = buffers._replace(shared_grads=_add(buffers.shared_grads, found))
+            else:
+                cotangent = _read_slot(buffers.messages, column["cotangent"])
+            if self.schedule.splits_backward:
+                cotangent, crossing = self.stage.backward_input(params, residuals, cotangent, scope)
+                crossing = _write_slot(buffers.crossing, column["crossing"], crossing)
+                buffers = buffers._replace(crossing=crossing)
+            else:
+                cotangent, found = self.stage.backward(params, residuals, cotangent, scope)
+                buffers = self._with_layer_grads(buffers, column, found)
+            if code.first:
+
+                def embed(shared: Arrays) -> Any:
+                    whole = self.ends.join(shared, self._shared.frozen)
+                    return self.ends.embed(whole, *self._of_embed(scope))
+
+                (found,) = jax.vjp(embed, self._shared.trained)[1](cotangent)
+                return None, buffers._replace(shared_grads=_add(buffers.shared_grads, found))
+            return cotangent, buffers
+
+    def _weight(self, code: Code, buffers: Buffers, column: Column) -> tuple[Any, Buffers]:
+        del code
+        with jax.named_scope("backward"):
+            crossing = _read_slot(buffers.crossing, column["crossing"])
+            params, scope = self._chunk(column), self._scope(column)
+            found = self.stage.backward_weight(params, crossing, scope)
+            return None, self._with_layer_grads(buffers, column, found)
+
+    # --- What operations read and write -----------------------------------------------------------
+
+    def _scope(self, column: Column) -> Scope:
+        starts = np.concatenate([[0], np.cumsum(self.layer_counts)[:-1]]).astype(np.int32)
+        v, key = column["virtual_stage"], self._key
+        if key is not None:
+            key = jax.random.fold_in(key, column["microbatch"])
+        return Scope(
+            _read_slot(self._microbatches, column["microbatch"]),
+            key,
+            jnp.asarray(starts)[v],
+            jnp.asarray(self.layer_counts, jnp.int32)[v],
+        )
+
+    def _of_embed(self, scope: Scope) -> tuple[Any, Any]:
+        """The micro-batch, and the key of the embedding: after those of the layers."""
+        return scope.microbatch, _fold_key(scope.key, sum(self.layer_counts))
+
+    def _of_head(self, scope: Scope) -> tuple[Any, Any]:
+        return scope.microbatch, _fold_key(scope.key, sum(self.layer_counts) + 1)
+
+    def _whole_shared(self) -> Any:
+        return self.ends.join(self._shared.trained, self._shared.frozen)
+
+    def _input(self, code: Code, buffers: Buffers, column: Column, scope: Scope) -> Any:
+        if code.first:
+            return self.ends.embed(self._whole_shared(), *self._of_embed(scope))
+        return _read_slot(buffers.messages, column["input"])
+
+    def _chunk(self, column: Column) -> LayerParams:
+        return LayerParams(*(self._chunk_of(x, column) for x in self._layers))
+
+    def _chunk_of(self, arrays: Arrays, column: Column) -> Arrays:
+        """The rows of one chunk, [layers, ...]."""
+        size = self.stage.num_layers
+        if self.schedule.num_chunks == 1:
+            return arrays
+        return [lax.dynamic_slice_in_dim(x, column["chunk"] * size, size) for x in arrays]
+
+    def _with_layer_grads(self, buffers: Buffers, column: Column, found: Arrays) -> Buffers:
+        """Adds gradients of one chunk, [layers, ...].
+
+        A sum inside the loop over layers would copy all sums into the loop and out of it.
+        """
+        sums = _add(self._chunk_of(buffers.layer_grads, column), found)
+        if self.schedule.num_chunks > 1:
+            start = column["chunk"] * self.stage.num_layers
+            sums = [
+                lax.dynamic_update_slice_in_dim(x, new, start, 0)
+                for x, new in zip(buffers.layer_grads, sums, strict=True)
+            ]
+        return buffers._replace(layer_grads=sums)
+
+    def _with_totals(self, buffers: Buffers, column: Column, sum_: Any, rest: Any) -> Buffers:
+        weight, aux = rest
+        totals = buffers.totals
+        return buffers._replace(
+            totals=Totals(
+                totals.sum + sum_,
+                totals.weight + weight,
+                _write_slot(totals.aux, column["microbatch"], aux),
+            )
+        )
+
+    # --- Shapes -----------------------------------------------------------------------------------
+
+    def _abstract(self) -> tuple[Any, Arrays, Arrays, Any]:
+        """Types of a message, the residuals and crossing values of a stage, and the head's result.
+
+        Raises:
+          ValueError: if embedding and layers do not return activations of one type.
+        """
+        column = {name: jnp.zeros((), jnp.int32) for name in self.program.segments[0].tables}
+
+        def every() -> Any:
+            scope, params = self._scope(column), self._chunk(column)
+            x = self.ends.embed(self._whole_shared(), *self._of_embed(scope))
+            one = LayerParams(*([leaf[0] for leaf in part] for part in params))
+            after = self.stage.layer(one, x, *self._of_embed(scope))
+            _check_activations(x, after)
+            out = self.ends.head(self._whole_shared(), x, *self._of_head(scope))
+            if self.schedule.forward_only:
+                return x, [], [], out
+            y, residuals = self.stage.forward_storing(params, x, scope)
+            crossing: Arrays = []
+            if self.schedule.splits_backward:
+                _, crossing = self.stage.backward_input(params, residuals, y, scope)
+            return x, residuals, crossing, out
+
+        return jax.eval_shape(every)
+
+    def _no_message(self) -> Any:
+        return jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), self._message_type)
+
+    def _empty_buffers(self) -> Buffers:
+        message, residuals, crossing, (sum_, (weight, aux)) = self._abstract()
+        self._message_type = message
+        program, evaluating = self.program, self.schedule.forward_only
+
+        def slots(types: Any, count: int) -> Any:
+            return jax.tree.map(lambda t: jnp.zeros((count, *t.shape), t.dtype), types)
+
+        def sums(params: LayerParams) -> Arrays:
+            # At least float32: a sum over micro-batches.
+            return [
+                jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in params.trained
+            ]
+
+        def total(t: Any) -> jax.Array:
+            return jnp.zeros((), jnp.promote_types(t.dtype, jnp.float32))
+
+        return Buffers(
+            slots(message, program.num_messages + 1),
+            slots(residuals, program.num_residuals) if program.num_residuals else [],
+            slots(crossing, program.num_crossing) if program.num_crossing else [],
+            [] if evaluating else sums(self._layers),
+            [] if evaluating else sums(self._shared),
+            Totals(total(sum_), total(weight), slots(aux, self.schedule.num_microbatches)),
+        )
+
+
+def _check_activations(embedded: Any, after_layer: Any) -> None:
+    """Raises unless a layer returns what it takes, in arrays that have cotangents."""
+    types = [
+        jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x).name), tree)
+        for tree in (embedded, after_layer)
+    ]
+    if types[0] != types[1]:
+        raise ValueError(
+            "embed and block must return activations of one type, because all stages run one "
+            f"program: embed returned (shape, dtype) {types[0]}, block {types[1]}."
+        )
+    for x in jax.tree.leaves(embedded):
+        if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+            raise ValueError(
+                f"activations must be floating-point arrays, got {jnp.result_type(x)}. Layers can "
+                "read integers from the micro-batch, which each stage has."
+            )
+
+
+def _fold_key(key: Any, number: int) -> Any:
+    return None if key is None else jax.random.fold_in(key, number)
+
+
+def _read_slot(tree: Any, i: Any) -> Any:
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree)
+
+
+def _write_slot(tree: Any, i: Any, new: Any) -> Any:
+    return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), tree, new)
+
+
+def _add(sums: Arrays, found: Arrays) -> Arrays:
+    return [s + x.astype(s.dtype) for s, x in zip(sums, found, strict=True)]

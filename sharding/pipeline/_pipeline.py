@@ -1,0 +1,361 @@
+"""``Pipeline``: the layers of a model over a mesh axis, as an ordinary differentiable loss."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from sharding.pipeline._differentiable_loss import Model, loss
+from sharding.pipeline._layers import (
+    even_counts,
+    from_rows,
+    join_numbered,
+    layer_of_row,
+    map_layers,
+    owned_virtual_stages,
+    row_of_layer,
+    split_numbered,
+    to_rows,
+)
+from sharding.pipeline._schedule import Schedule
+from sharding.placement._specs import AnyMesh, expand_specs, is_spec, with_axis
+from sharding.step._gather_params import gather
+from sharding.step._microbatches import join_microbatches, split_microbatches
+
+P = PartitionSpec
+GATHERS = ("step", "tick")
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """Runs a model's layers as the stages of a pipeline, by any schedule, in one SPMD program.
+
+    A loss is an embedding, layers of one kind, and a head. Each device of ``axis`` holds the layers
+    of its stage, and sends activations and their cotangents to its neighbours. The micro-batches of
+    a step follow ``schedule``. ``loss`` computes its gradients beside its value, so that forward
+    and backward passes may alternate; they equal those of the model on one device up to rounding. A
+    tick of the schedule takes as long as its slowest stage.
+
+    Parameters are those of the model with its layers stacked: under the key ``layers`` each array
+    is [layers, ...], sharded over ``axis`` along dim 0; everything else is *shared*: it is
+    replicated over ``axis``, and embedding and head may both use it (tied embeddings). Rows are in
+    the order of the stages; ``stack`` and ``unstack`` convert. An optimizer sees the model, if it
+    takes dim 0 of them as a stack of layers: ``optax_ext.flax_transformer()``, ``by_path`` with
+    ``last_two_dims(batch=(0,))``, ``lamb(stacked=...)``.
+
+    With ``Zero`` over another mesh axis pass ``weighted=True``, and ``param_specs`` to
+    ``zero.init``. Micro-batches belong here: each of ``train_step`` would flush the pipeline.
+
+    Attributes:
+      mesh: the device mesh; Auto and Explicit axes both work.
+      schedule: the table, such as ``one_f_one_b(stages, microbatches)``.
+      num_layers: of the model. A sequence gives the layers of every virtual stage; a number divides
+        them evenly, and the first stages get one more where it does not divide. Stages with fewer
+        layers than others hold zeros in their place.
+      embed: ``embed(shared, microbatch) -> x``, the activations that enter the first layer: an
+        array, or a tree of arrays.
+      block: ``block(layer, x, microbatch) -> x``, one layer.
+      head: ``head(shared, x, microbatch) -> (sum, weight)``: the sum of the losses of a
+        micro-batch, and of their weights, which must not depend on the parameters. Backward passes
+        start here with 1; scale the sum of float16 models here, not outside. None of the three
+        may close over what is differentiated.
+      axis: the mesh axis of the stages.
+      layers: the key of the layers in the tree of parameters.
+      numbered: the keys of the layers in an unstacked model, such as ``"block_{}"``; None if the
+        model has them stacked under ``layers``.
+      rngs: whether ``embed``, ``block`` and ``head`` take a key as their last argument. Keys depend
+        on micro-batch and layer alone, so that random masks do not depend on the schedule.
+      has_aux: whether ``head`` returns ``((sum, weight), aux)``. Scalars of ``aux`` are averaged
+        over micro-batches, batch arrays concatenated. ``aux`` has no gradients: add losses to the
+        sum.
+      recompute: whether backward passes compute their layers again from the activations that a
+        stage received. Otherwise forward passes store residuals.
+      gather: at stage 3, ``"step"`` gathers the layers of a stage once per step, ``"tick"`` each
+        layer where it runs: less memory, and traffic that grows with the micro-batches.
+
+    Raises:
+      ValueError: if the schedule does not fit the mesh axis or the layers.
+      ScheduleError: if the schedule cannot run.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sharding as shd
+      >>> n = jax.device_count()
+      >>> auto = (jax.sharding.AxisType.Auto,)  # Explicit axes need jax.set_mesh
+      >>> pipeline = shd.Pipeline(
+      ...     jax.make_mesh((n,), ("pipe",), auto),
+      ...     shd.pipeline.one_f_one_b(stages=n, microbatches=2 * n),
+      ...     num_layers=2 * n,
+      ...     embed=lambda shared, x: x @ shared["in"],
+      ...     block=lambda w, x, _: x + jnp.tanh(x @ w),
+      ...     head=lambda shared, x, _: (jnp.sum((x @ shared["out"]) ** 2), x.shape[0]),
+      ... )
+      >>> layers = jnp.ones((2 * n, 16, 16))
+      >>> params = pipeline.stack({"in": jnp.ones((3, 16)), "layers": layers, "out": jnp.ones(16)})
+      >>> total, weight = jax.jit(pipeline.loss)(params, jnp.ones((4 * n, 3)))
+      >>> bool(weight == 4 * n)
+      True
+
+    References:
+      See the schedules. Chen, Xu, He, Guestrin: Training Deep Nets with Sublinear Memory Cost,
+      2016, arXiv 1604.06174, for recomputation.
+    """
+
+    mesh: AnyMesh
+    schedule: Schedule
+    _: dataclasses.KW_ONLY
+    num_layers: int | Sequence[int]
+    embed: Callable[..., Any]
+    block: Callable[..., Any]
+    head: Callable[..., Any]
+    axis: str = "pipe"
+    layers: str = "layers"
+    numbered: str | None = None
+    rngs: bool = False
+    has_aux: bool = False
+    recompute: bool = True
+    gather: str = "step"
+
+    def __post_init__(self) -> None:
+        if self.axis not in self.mesh.axis_names:
+            raise ValueError(f"axis {self.axis!r} is not in the mesh {self.mesh.axis_names}.")
+        size = self.mesh.shape[self.axis]
+        if self.schedule.num_stages != size:
+            raise ValueError(
+                f"the schedule {self.schedule.name} has {self.schedule.num_stages} stages, but "
+                f"mesh axis {self.axis!r} has {size} devices."
+            )
+        if self.gather not in GATHERS:
+            raise ValueError(f"gather must be one of {', '.join(GATHERS)}, got {self.gather!r}.")
+        if self.numbered is not None and self.numbered.count("{}") != 1:
+            raise ValueError(
+                f"numbered must hold {{}} once, where the number is, got {self.numbered!r}."
+            )
+        if self.schedule.forward_only:
+            raise ValueError(
+                f"the schedule {self.schedule.name} has no backward passes. Evaluation derives its "
+                "own table from the schedule of training."
+            )
+        self.schedule.check()
+        virtual = self.schedule.num_virtual_stages
+        if isinstance(self.num_layers, int):
+            if self.num_layers < virtual:
+                raise ValueError(
+                    f"{self.num_layers} layers are fewer than the {virtual} virtual stages of "
+                    f"{self.schedule.name}."
+                )
+        else:
+            object.__setattr__(self, "num_layers", tuple(self.num_layers))
+            if len(self.layer_counts) != virtual or min(self.layer_counts) < 1:
+                raise ValueError(
+                    f"num_layers must name at least one layer for each of the {virtual} virtual "
+                    f"stages of {self.schedule.name}, got {self.num_layers}."
+                )
+        # Made here, so that a bad schedule is rejected here.
+        owned_virtual_stages(self.schedule)
+        _ = self._model.training
+
+    # --- Layers and rows --------------------------------------------------------------------------
+
+    @property
+    def layer_counts(self) -> tuple[int, ...]:
+        """The number of layers of every virtual stage."""
+        if isinstance(self.num_layers, int):
+            return even_counts(self.num_layers, self.schedule.num_virtual_stages)
+        return tuple(self.num_layers)
+
+    @property
+    def num_rows(self) -> int:
+        """The length of dim 0 of stacked arrays: the layers, and padding."""
+        return len(self._layer_of_row)
+
+    @functools.cached_property
+    def _layer_of_row(self) -> np.ndarray:
+        return layer_of_row(self.schedule, self.layer_counts)
+
+    @functools.cached_property
+    def _model(self) -> Model:
+        return Model(
+            self.mesh,
+            self.axis,
+            self.schedule,
+            self.layer_counts,
+            self.embed,
+            self.block,
+            self.head,
+            self.has_aux,
+            self.recompute,
+        )
+
+    def stack(self, tree: Any) -> Any:
+        """The tree of a model, or of its optimizer's state, with layers as this pipeline has them.
+
+        Args:
+          tree: with the model's layers, in their order: under the key ``layers`` [layers, ...], or
+            under ``numbered`` keys. Arrays may be abstract.
+
+        Returns:
+          The tree with rows under ``layers``.
+
+        Raises:
+          ValueError: if there are no layers in it, or not as many as expected.
+        """
+        total, found = sum(self.layer_counts), 0
+
+        def rows(x: Any) -> Any:
+            nonlocal found
+            found += 1
+            if not jnp.ndim(x) or x.shape[0] != total:
+                raise ValueError(
+                    f"arrays under {self.layers!r} must have the {total} layers along dim 0, got "
+                    f"shape {jnp.shape(x)}."
+                )
+            return to_rows(x, self._layer_of_row)
+
+        if self.numbered is not None:
+            tree = join_numbered(tree, self.numbered, self.layers, total)
+        tree = map_layers(tree, self.layers, functools.partial(jax.tree.map, rows))
+        if not found:
+            raise ValueError(
+                f"the tree has no key {self.layers!r} with stacked layers. If a model numbers its "
+                "layers, name their keys in numbered, such as 'block_{}'."
+            )
+        return tree
+
+    def unstack(self, tree: Any) -> Any:
+        """The inverse of ``stack``."""
+
+        def layers(x: Any) -> Any:
+            self._check_rows(x)
+            return from_rows(x, self._layer_of_row)
+
+        tree = map_layers(tree, self.layers, functools.partial(jax.tree.map, layers))
+        if self.numbered is not None:
+            tree = split_numbered(tree, self.numbered, self.layers, sum(self.layer_counts))
+        return tree
+
+    def _check_rows(self, x: Any) -> None:
+        if not jnp.ndim(x) or x.shape[0] != self.num_rows:
+            raise ValueError(
+                f"arrays under {self.layers!r} must have {self.num_rows} rows along dim 0 for "
+                f"{self.schedule.name} with {self.schedule.num_stages} stages, got shape "
+                f"{jnp.shape(x)}. Convert the model's parameters with pipeline.stack."
+            )
+
+    def param_specs(self, params: Any, specs: Any = None) -> Any:
+        """The partition spec of each stacked parameter, for ``zero.init(param_specs=...)``.
+
+        Args:
+          params: stacked parameters, real or abstract.
+          specs: specs of the parameters on other mesh axes: a tree, or a prefix of one; dim 0 of
+            layers is not sharded there. None replicates.
+
+        Raises:
+          ValueError: if a parameter does not have the rows of this pipeline, or a spec shards them.
+        """
+        specs = expand_specs(specs, params)
+
+        def over_stages(spec: Any, x: Any) -> Any:
+            self._check_rows(x)
+            if len(spec) and spec[0] is not None:
+                raise ValueError(f"dim 0 of stacked layers is sharded over stages, got {spec}.")
+            return with_axis(spec, x.ndim, 0, self.axis)
+
+        layers, _ = self._parts(params)
+        of_layers, _ = self._parts(specs)
+        new = jax.tree.map(over_stages, of_layers, layers, is_leaf=is_spec)
+        return type(params)({**specs, self.layers: new})
+
+    def _parts(self, params: Any) -> tuple[Any, Any]:
+        """The stacked layers, and the shared parameters."""
+        if not isinstance(params, Mapping) or self.layers not in params:
+            found = list(params) if isinstance(params, Mapping) else type(params).__name__
+            raise ValueError(
+                f"parameters must be a mapping with the stacked layers under {self.layers!r}, got "
+                f"{found}."
+            )
+        return params[self.layers], {k: v for k, v in params.items() if k != self.layers}
+
+    # --- The loss ---------------------------------------------------------------------------------
+
+    def loss(self, params: Any, batch: Any, key: Any = None) -> Any:
+        """The sum of the losses of a batch and of their weights, over all micro-batches.
+
+        Differentiable with respect to the parameters; gradients are computed beside the value.
+
+        Args:
+          params: stacked; see ``stack``.
+          batch: arrays [examples, ...], which the number of micro-batches divides; scalars are the
+            same in all micro-batches.
+          key: with ``rngs``.
+
+        Returns:
+          ``(sum, weight)``, with ``has_aux`` ``((sum, weight), aux)``.
+
+        Raises:
+          ValueError: if the batch or the parameters do not fit, or the batch is differentiated.
+        """
+        if self.rngs != (key is not None):
+            raise ValueError(
+                "the pipeline takes a key: pass it after the batch."
+                if self.rngs
+                else "the pipeline takes no key. Make it with rngs=True."
+            )
+        layers, shared = self._parts(params)
+        shared = gather(shared)
+        if self.gather == "step":
+            layers = gather(layers)
+        for x in jax.tree.leaves(layers):
+            self._check_rows(x)
+        sums, aux = loss(self._model, (layers, shared), self._microbatches(batch), key)
+        return (sums, aux) if self.has_aux else sums
+
+    def _microbatches(self, batch: Any) -> Any:
+        """[examples, ...] to [micro-batches, examples, ...]."""
+        count = self.schedule.num_microbatches
+
+        for x in jax.tree.leaves(batch):
+            if jnp.ndim(x) and x.shape[0] % count:
+                raise ValueError(
+                    f"the schedule {self.schedule.name} has {count} micro-batches, which do not "
+                    f"divide the {x.shape[0]} examples of an array of shape {x.shape}."
+                )
+        return split_microbatches(batch, count)
+
+    def sequential_loss(self, params: Any, batch: Any, key: Any = None) -> Any:
+        """What ``loss`` computes, layer by layer on one device: a reference, and for debugging.
+
+        Args:
+          params: stacked.
+          batch: as in ``loss``.
+          key: with ``rngs``.
+        """
+        layers, shared = self._parts(params)
+        total = sum(self.layer_counts)
+
+        def one(microbatch: Any, number: Any) -> Any:
+            def keyed(i: int) -> tuple[Any, ...]:
+                if key is None:
+                    return (microbatch,)
+                return microbatch, jax.random.fold_in(jax.random.fold_in(key, number), i)
+
+            x = self.embed(shared, *keyed(total))
+            for i, row in enumerate(row_of_layer(self._layer_of_row)):
+                x = self.block(jax.tree.map(lambda a, row=row: a[row], layers), x, *keyed(i))
+            return self.head(shared, x, *keyed(total + 1))
+
+        microbatches = self._microbatches(batch)
+        out = [
+            one(jax.tree.map(lambda x, m=m: x[m], microbatches), m)
+            for m in range(self.schedule.num_microbatches)
+        ]
+        values = [value for value, _ in out] if self.has_aux else out
+        sums = sum(s for s, _ in values), sum(w for _, w in values)
+        if not self.has_aux:
+            return sums
+        aux = jax.tree.map(lambda *x: join_microbatches(jnp.stack(x)), *[aux for _, aux in out])
+        return sums, jax.lax.stop_gradient(aux)

@@ -1,0 +1,358 @@
+"""Pipeline schedules as data: which operation each stage runs in each tick, checked and timed."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sharding.pipeline import _csv, _draw
+from sharding.pipeline._ops import Costs, Op, Place, Route, ScheduleError, Task, dependencies
+from sharding.pipeline._orders import Entry, table_from_orders
+
+
+class Figures(NamedTuple):
+    """What a table costs.
+
+    Attributes:
+      ticks: its length.
+      busy: per stage, the number of ticks with an operation.
+      bubble: the fraction of the time in which a stage is idle, where operations take one unit each
+        and start as soon as their inputs are there (``event_time``).
+      live: per stage, the most activations stored at once, one for each micro-batch and chunk, from
+        the tick of the forward pass to that of the last operation that needs them.
+      weight_copies: how many replicas of the layers the stages hold together.
+      messages: per stage, the number of activations and cotangents that it sends to other stages.
+    """
+
+    ticks: int
+    busy: tuple[int, ...]
+    bubble: float
+    live: tuple[int, ...]
+    weight_copies: int
+    messages: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schedule:
+    """A table of what each stage of a pipeline runs in each tick.
+
+    A *stage* is a device of the pipeline's mesh axis; a *virtual stage* is a group of consecutive
+    layers. With several chunks a stage runs several virtual stages. An operation may start in the
+    tick after those that it depends on: ``FORWARD`` on that of the virtual stage before,
+    ``BACKWARD`` on its own forward pass and on the backward pass of the virtual stage after,
+    ``WEIGHT`` on its own ``BACKWARD``.
+
+    Attributes:
+      name: of the family, such as ``"1f1b"``.
+      op: [ticks, stages], values of ``Op``.
+      microbatch: [ticks, stages]; 0 where idle.
+      chunk: [ticks, stages]; 0 where idle.
+      routes: for each route, the place of every virtual stage.
+      route_of: for each micro-batch, its route.
+
+    Example:
+      >>> from sharding.pipeline import one_f_one_b
+      >>> schedule = one_f_one_b(stages=2, microbatches=3, aligned=False)
+      >>> print(schedule)
+      1f1b: 2 stages, 3 micro-batches, 8 ticks, bubble 25.0 %, live activations 2 1
+      0  F0 F1 .  B0 F2 B1 .  B2
+      1  .  F0 B0 F1 B1 F2 B2 .
+
+    References:
+      The families: see ``gpipe``, ``one_f_one_b``, ``interleaved``, ``zb_h1``, ``chimera``.
+    """
+
+    name: str
+    op: np.ndarray
+    microbatch: np.ndarray
+    chunk: np.ndarray
+    routes: tuple[Route, ...]
+    route_of: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        tables = [np.array(table, np.int32) for table in (self.op, self.microbatch, self.chunk)]
+        if len({table.shape for table in tables}) != 1 or tables[0].ndim != 2:
+            raise ScheduleError(
+                "op, microbatch and chunk must be tables of one shape [ticks, stages], got "
+                f"{[table.shape for table in tables]}."
+            )
+        for name, table in zip(("op", "microbatch", "chunk"), tables, strict=True):
+            table.setflags(write=False)
+            object.__setattr__(self, name, table)
+        routes = tuple(tuple(Place(*place) for place in route) for route in self.routes)
+        object.__setattr__(self, "routes", routes)
+        object.__setattr__(self, "route_of", tuple(self.route_of))
+
+    @property
+    def num_ticks(self) -> int:
+        """The length of the table."""
+        return self.op.shape[0]
+
+    @property
+    def num_stages(self) -> int:
+        """The number of devices along the pipeline's mesh axis."""
+        return self.op.shape[1]
+
+    @property
+    def num_microbatches(self) -> int:
+        """The number of micro-batches of one step."""
+        return len(self.route_of)
+
+    @property
+    def num_virtual_stages(self) -> int:
+        """The number of groups of layers."""
+        return len(self.routes[0])
+
+    @property
+    def num_chunks(self) -> int:
+        """The number of groups of layers that a stage runs, replicas included."""
+        return 1 + max(place.chunk for route in self.routes for place in route)
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether the gradients of parameters are operations of their own."""
+        return bool(np.any(self.op == Op.WEIGHT))
+
+    @property
+    def forward_only(self) -> bool:
+        """Whether it is a table of an evaluation, without backward passes."""
+        return not np.any(self.op == Op.BACKWARD)
+
+    @functools.cached_property
+    def virtual_stage_at(self) -> Mapping[tuple[int, Place], int]:
+        """The virtual stage of a route and a place."""
+        return {
+            (r, place): v for r, route in enumerate(self.routes) for v, place in enumerate(route)
+        }
+
+    def tasks(self) -> Iterator[tuple[int, int, Task]]:
+        """Every operation as (tick, stage, task), tick by tick.
+
+        Raises:
+          ScheduleError: if an entry names no micro-batch, or a chunk that its stage does not have.
+        """
+        for tick, stage in np.argwhere(self.op != Op.IDLE).tolist():
+            op, microbatch, chunk = (
+                int(table[tick, stage]) for table in (self.op, self.microbatch, self.chunk)
+            )
+            where = f"{self.name}: tick {tick}, stage {stage}"
+            if op not in tuple(Op):
+                raise ScheduleError(f"{where}: {op} is no operation.")
+            if not 0 <= microbatch < self.num_microbatches:
+                raise ScheduleError(
+                    f"{where}: micro-batch {microbatch} of {self.num_microbatches} does not exist."
+                )
+            found = self.virtual_stage_at.get((self.route_of[microbatch], Place(stage, chunk)))
+            if found is None:
+                raise ScheduleError(
+                    f"{where}: chunk {chunk} does not run micro-batch {microbatch} on this stage."
+                )
+            yield tick, stage, Task(Op(op), microbatch, found)
+
+    def check(self) -> Figures:
+        """Verifies that a pipeline can run the table, and counts what it costs.
+
+        Raises:
+          ScheduleError: if an operation is missing, doubled, or in a tick before those that it
+            depends on are complete; the message names the tick and the stage.
+        """
+        self._check_routes()
+        done: dict[Task, int] = {}
+        for tick, stage, task in self.tasks():
+            where = f"{self.name}: tick {tick}, stage {stage}: {task}"
+            if task in done:
+                raise ScheduleError(f"{where} ran already, in tick {done[task]}.")
+            for needed in dependencies(task, self.num_virtual_stages):
+                if done.get(needed, tick) >= tick:
+                    raise ScheduleError(f"{where} needs {needed}, which is not complete.")
+            done[task] = tick
+        ops = [Op.FORWARD]
+        if not self.forward_only:
+            ops += [Op.BACKWARD, Op.WEIGHT] if self.splits_backward else [Op.BACKWARD]
+        for microbatch in range(self.num_microbatches):
+            for v in range(self.num_virtual_stages):
+                for op in ops:
+                    if Task(op, microbatch, v) not in done:
+                        stage = self.routes[self.route_of[microbatch]][v].stage
+                        raise ScheduleError(
+                            f"{self.name}: {Task(op, microbatch, v)} is missing: no tick of stage "
+                            f"{stage} has it, {self.num_ticks} ticks in all."
+                        )
+        busy = np.sum(self.op != Op.IDLE, axis=0)
+        return Figures(
+            self.num_ticks,
+            tuple(busy.tolist()),
+            1 - float(busy.sum()) / (self.num_stages * self.event_time(Costs(1, 1, 1))),
+            tuple(np.max(self.live(), axis=0, initial=0).tolist()),
+            len(self.routes),
+            self._messages(),
+        )
+
+    def _messages(self) -> tuple[int, ...]:
+        sent = [0] * self.num_stages
+        for _, stage, (op, microbatch, v) in self.tasks():
+            to = v + {Op.FORWARD: 1, Op.BACKWARD: -1}.get(op, 0)
+            if 0 <= to < self.num_virtual_stages:
+                sent[stage] += self.routes[self.route_of[microbatch]][to].stage != stage
+        return tuple(sent)
+
+    def _check_routes(self) -> None:
+        used = set(self.route_of)
+        if not self.routes or not self.route_of or not used <= set(range(len(self.routes))):
+            raise ScheduleError(
+                f"{self.name}: route_of must name for each micro-batch one of the "
+                f"{len(self.routes)} routes, got {self.route_of}."
+            )
+        for route in self.routes:
+            stages = [place.stage for place in route]
+            if len(route) != self.num_virtual_stages or not set(stages) <= set(
+                range(self.num_stages)
+            ):
+                raise ScheduleError(
+                    f"{self.name}: every route must lead through {self.num_virtual_stages} virtual "
+                    f"stages on stages below {self.num_stages}, got {route}."
+                )
+        places = [place for route in self.routes for place in route]
+        if len(set(places)) != len(places):
+            raise ScheduleError(f"{self.name}: two virtual stages are in one place: {places}.")
+        for stage in range(self.num_stages):
+            chunks = sorted(place.chunk for place in places if place.stage == stage)
+            if chunks != list(range(len(chunks))):
+                raise ScheduleError(
+                    f"{self.name}: the chunks of stage {stage} must be numbered from 0, got "
+                    f"{chunks}."
+                )
+
+    def live(self) -> np.ndarray:
+        """[ticks, stages]: micro-batches whose activations a stage stores, over all its chunks."""
+        last = Op.WEIGHT if self.splits_backward else Op.BACKWARD
+        starts = np.cumsum(self.op == Op.FORWARD, axis=0)
+        ends = np.cumsum(self.op == last, axis=0)
+        ends = np.concatenate([np.zeros_like(ends[:1]), ends[:-1]])  # stored during the last one
+        return starts - ends
+
+    def lockstep_time(self, costs: Costs | None = None) -> float:
+        """The time of a step in which every tick takes as long as its slowest stage.
+
+        One SPMD program runs so: stages send activations at the end of each tick.
+
+        Args:
+          costs: of the operations. None: forward passes take 1 and full backward passes 2; where
+            these are split, both halves take 1.
+        """
+        costs = self._costs(costs)
+        of = np.array([costs.of(op) for op in Op])
+        return float(of[self.op].max(axis=1).sum())
+
+    def event_time(self, costs: Costs | None = None) -> float:
+        """The time of a step in which each operation starts as soon as its inputs are there.
+
+        The time of runtimes with a program per stage; sending is free.
+
+        Args:
+          costs: as in ``lockstep_time``.
+        """
+        costs = self._costs(costs)
+        end: dict[Task, float] = {}
+        free = [0.0] * self.num_stages
+        for _, stage, task in self.tasks():
+            start = max(
+                [
+                    free[stage],
+                    *(end[needed] for needed in dependencies(task, self.num_virtual_stages)),
+                ]
+            )
+            end[task] = free[stage] = start + costs.of(task.op)
+        return max(free)
+
+    def _costs(self, costs: Costs | None) -> Costs:
+        if costs is not None:
+            return costs
+        return Costs(1, 1, 1) if self.splits_backward else Costs(1, 2)
+
+    def without_backward(self) -> "Schedule":
+        """The table of an evaluation: forward passes alone, in order, as early as possible."""
+        orders: list[list[Entry]] = [[] for _ in range(self.num_stages)]
+        for tick, stage, task in self.tasks():
+            if task.op == Op.FORWARD:
+                orders[stage].append((task.op, task.microbatch, int(self.chunk[tick, stage])))
+        return Schedule.from_orders(f"{self.name}-forward", orders, self.routes, self.route_of)
+
+    @staticmethod
+    def from_orders(
+        name: str,
+        orders: Sequence[Sequence[Entry]],
+        routes: Sequence[Route],
+        route_of: Sequence[int],
+        *,
+        aligned: bool = False,
+    ) -> "Schedule":
+        """Puts each operation in the earliest tick that its dependencies and its order allow.
+
+        Args:
+          name: of the schedule.
+          orders: for each stage, its operations in order, as (operation, micro-batch, chunk).
+          routes: for each route, the place of every virtual stage.
+          route_of: for each micro-batch, its route.
+          aligned: whether even ticks hold forward passes alone, and odd ticks none.
+
+        Raises:
+          ScheduleError: if the orders wait for each other; the message names the first that do.
+        """
+        op, microbatch, chunk = table_from_orders(name, orders, routes, route_of, aligned=aligned)
+        return Schedule(name, op, microbatch, chunk, tuple(routes), tuple(route_of))
+
+    def to_csv(self) -> str:
+        """The table in PyTorch's format: a row per stage, such as ``0F0,0F1,,0B0``.
+
+        An entry is virtual stage, operation and micro-batch; ``I`` is the backward pass of the
+        input alone, ``W`` that of the parameters.
+        """
+        return _csv.to_csv(self)
+
+    @staticmethod
+    def from_csv(text: str, name: str = "csv", *, retime: bool = False) -> "Schedule":
+        """Reads a table in PyTorch's format.
+
+        Args:
+          text: a row per stage; see ``to_csv``. In tables that have ``W``, ``B`` is the same as
+            ``I``.
+          name: of the schedule.
+          retime: whether to move each operation to the earliest tick that its dependencies allow,
+            for tables that state the order on each stage alone.
+
+        Raises:
+          ScheduleError: if an entry cannot be read, naming its row and column, or the table does
+            not pass ``check``.
+        """
+        orders, table, routes, route_of = _csv.read(text, name)
+        if retime:
+            schedule = Schedule.from_orders(name, orders, routes, route_of)
+        else:
+            op, microbatch, chunk = table
+            schedule = Schedule(name, op, microbatch, chunk, routes, route_of)
+        try:
+            schedule.check()
+        except ScheduleError as error:
+            hint = " If columns are not ticks, read the table with retime=True."
+            raise ScheduleError(f"{error}{'' if retime else hint}") from None
+        return schedule
+
+    def draw(self, ax: Any = None, costs: Costs | None = None) -> Any:
+        """Draws the table as in the papers: a row per stage, a box per operation.
+
+        Needs matplotlib, which the extra ``cli`` installs.
+
+        Args:
+          ax: matplotlib axes; None makes a figure.
+          costs: widths of the boxes, for lockstep time; None draws all ticks alike.
+
+        Returns:
+          The axes.
+        """
+        return _draw.draw(self, ax, costs)
+
+    def __str__(self) -> str:
+        return _draw.as_text(self)

@@ -1,0 +1,241 @@
+"""A small transformer in plain JAX, its layers under their own keys, and one device's reference."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optax_ext
+import sharding as shd
+
+NUM_LAYERS, VOCAB, WIDTH, HEADS, HIDDEN, LENGTH, BATCH = 8, 31, 24, 3, 40, 6, 48
+STEPS = 4
+
+VARIANTS = ("tied", "untied", "masked", "dropout")
+
+STACKED = optax_ext.by_path({"layers": optax_ext.Factoring(batch=(0,))}, default=None)
+
+
+RULE = optax_ext.flax_transformer()
+
+
+def muon():
+    """Muon for the layers' matrices, each on one device of the data axis; AdamW for the others."""
+    matrices = shd.by_owner(optax.contrib.muon(3e-4), factoring=RULE)
+    others = optax.adamw(1e-4)
+    return optax.partition({True: matrices, False: others}, optax_ext.hidden_matrices)
+
+
+# Each for the model on one device, and for the stacked model. Learning rates at which training is
+# calm: chaos would grow rounding by powers of ten a step.
+OPTIMIZERS = {
+    "came": (
+        lambda: optax.chain(
+            optax.clip_by_global_norm(0.5), optax_ext.came(3e-5, weight_decay=0.1, factoring=RULE)
+        ),
+    )
+    * 2,
+    "adamw": (lambda: optax.adamw(1e-3, mask=optax_ext.decay_mask, weight_decay=0.1),) * 2,
+    "adafactor": (lambda: optax_ext.adafactor(1e-3, momentum=0.9, factoring=RULE),) * 2,
+    "lamb": (lambda: optax_ext.lamb(1e-3), lambda: optax_ext.lamb(1e-3, stacked=STACKED)),
+    "lars": (
+        lambda: optax_ext.lars(1e-2, momentum=0.9),
+        lambda: optax_ext.lars(1e-2, momentum=0.9, stacked=STACKED),
+    ),
+    "muon": (muon,) * 2,
+}
+
+
+def init_params(variant, layers=NUM_LAYERS):
+    """The model's own parameters; NumPy draws."""
+    rng = np.random.default_rng(0)
+
+    def draw(*shape, mean=0.0):
+        return rng.normal(mean, 0.4 * WIDTH**-0.5 if len(shape) > 1 else 0.1, shape)
+
+    def layer():
+        return {
+            "norm": {"scale": draw(WIDTH, mean=1.0)},
+            "query": {"kernel": draw(WIDTH, HEADS, 8), "bias": draw(HEADS, 8)},
+            "value": {"kernel": draw(WIDTH, HEADS, 8)},
+            "out": {"kernel": draw(HEADS, 8, WIDTH)},
+            "up": {"kernel": draw(WIDTH, HIDDEN)},
+            "down": {"kernel": draw(HIDDEN, WIDTH)},
+        }
+
+    params = {
+        "embed": {"embedding": 2.5 * draw(VOCAB, WIDTH)},
+        "norm": {"scale": draw(WIDTH, mean=1.0)},
+    }
+    if variant == "untied":
+        params["head"] = {"kernel": draw(WIDTH, VOCAB)}
+    return params | {f"block_{i}": layer() for i in range(layers)}
+
+
+def drop(x, key):
+    return x if key is None else x * jax.random.bernoulli(key, 0.9, x.shape) / 0.9
+
+
+def embed(shared, batch, key=None):
+    return drop(shared["embed"]["embedding"][batch["tokens"][:, :-1]], key)
+
+
+def block(layer, x, batch, key=None):
+    del batch
+    y = x * layer["norm"]["scale"][None, None]
+    q = jnp.einsum("bte,ehd->bthd", y, layer["query"]["kernel"])
+    q = q + layer["query"]["bias"][None, None]
+    v = jnp.einsum("bte,ehd->bthd", y, layer["value"]["kernel"])
+    logits = jnp.einsum("bthd,bshd->bhts", q, jnp.roll(q, 1, axis=-1))
+    mask = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
+    weights = jax.nn.softmax(jnp.where(mask[None, None], logits, -1e30))
+    x = x + drop(jnp.einsum("bhts,bshd,hde->bte", weights, v, layer["out"]["kernel"]), key)
+    return x + jnp.tanh(x @ layer["up"]["kernel"]) @ layer["down"]["kernel"]
+
+
+def head(shared, x, batch, key=None):
+    y = drop(x, key) * shared["norm"]["scale"][None, None]
+    kernel = shared["head"]["kernel"] if "head" in shared else shared["embed"]["embedding"].T
+    losses = optax.softmax_cross_entropy_with_integer_labels(y @ kernel, batch["tokens"][:, 1:])
+    return jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"])
+
+
+def batch(step, variant):
+    """Tokens, and weights of uneven scale; ``masked``: the first eighth of examples counts for
+    nothing, and half of the other tokens."""
+    rng = np.random.default_rng(step)
+    mask = np.repeat(10.0 ** rng.uniform(-1, 0.5, (BATCH, 1)), LENGTH - 1, axis=1)
+    if variant == "masked":
+        mask *= rng.random(mask.shape) < 0.5
+        mask.reshape(2, 8, -1)[:, 0] = 0
+    return {"tokens": rng.integers(0, VOCAB, (BATCH, LENGTH)), "mask": mask}
+
+
+def loss_alone(params, batch, key=None):
+    """``(sum, weight)`` of a batch, layer by layer, on one device.
+
+    Keys are those that the pipeline documents: by micro-batch, then by layer; the embedding's and
+    the head's come after those of the layers.
+    """
+    num_layers = sum(name.startswith("block_") for name in params)
+
+    def keyed(i):
+        return None if key is None else jax.random.fold_in(key, i)
+
+    x = embed(params, batch, keyed(num_layers))
+    for i in range(num_layers):
+        x = block(params[f"block_{i}"], x, batch, keyed(i))
+    return head(params, x, batch, keyed(num_layers + 1))
+
+
+def stack_layers(params):
+    """The layers in one array each; a loop over them compiles in less time."""
+    layers = [params[f"block_{i}"] for i in range(NUM_LAYERS)]
+    rest = {name: x for name, x in params.items() if not name.startswith("block_")}
+    return rest | {"layers": jax.tree.map(lambda *x: np.stack(x), *layers)}
+
+
+def loss_of_stacked(params, batch, key=None):
+    """``loss_alone`` of ``stack_layers(params)``."""
+
+    def keyed(i):
+        return None if key is None else jax.random.fold_in(key, i)
+
+    def layer(x, indexed):
+        i, of_layer = indexed
+        return block(of_layer, x, batch, keyed(i)), None
+
+    x = embed(params, batch, keyed(NUM_LAYERS))
+    x, _ = jax.lax.scan(layer, x, (jnp.arange(NUM_LAYERS), params["layers"]))
+    return head(params, x, batch, keyed(NUM_LAYERS + 1))
+
+
+def step_key(step):
+    return jax.random.fold_in(jax.random.key(7), step)
+
+
+@functools.cache
+def train_alone(name, variant, num_shards=1, microbatches=1, unstacked=False):
+    """The reference: plain JAX and optax on one device.
+
+    Only random masks depend on the data shards and micro-batches.
+    """
+    tx = OPTIMIZERS[name][0 if unstacked else 1]()
+    loss_fn = loss_alone if unstacked else loss_of_stacked
+
+    def total(params, batch, key):
+        if variant != "dropout":
+            return loss_fn(params, batch)
+        pieces = jax.tree.map(
+            lambda x: x.reshape(num_shards * microbatches, -1, *x.shape[1:]), batch
+        )
+        keys = [
+            jax.random.fold_in(jax.random.fold_in(key, shard), microbatch)
+            for shard in range(num_shards)
+            for microbatch in range(microbatches)
+        ]
+        sums, weights = jax.vmap(loss_fn, (None, 0, 0))(params, pieces, jnp.stack(keys))
+        return jnp.sum(sums), jnp.sum(weights)
+
+    @jax.jit
+    def step(params, opt_state, batch, key):
+        (loss, weight), grads = jax.value_and_grad(total, has_aux=True)(params, batch, key)
+        grads = jax.tree.map(lambda g: g / weight, grads)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss / weight
+
+    params = init_params(variant) if unstacked else stack_layers(init_params(variant))
+    params = jax.tree.map(jnp.asarray, params)
+    opt_state, losses = jax.jit(tx.init)(params), []
+    for i in range(STEPS):
+        params, opt_state, loss = step(params, opt_state, batch(i, variant), step_key(i))
+        losses.append(float(loss))
+    params = jax.tree.map(np.asarray, params)
+    if unstacked:
+        return params, losses
+    layers = params.pop("layers")
+    split = {f"block_{i}": jax.tree.map(lambda x, i=i: x[i], layers) for i in range(NUM_LAYERS)}
+    return params | split, losses
+
+
+def pipeline(mesh, schedule, variant="tied", **options):
+    """The same model on a pipeline."""
+    options = {"num_layers": NUM_LAYERS, "rngs": variant == "dropout"} | options
+    return shd.Pipeline(
+        mesh, schedule, embed=embed, block=block, head=head, numbered="block_{}", **options
+    )
+
+
+def train(pipe, zero, name, variant, steps=STEPS, tx=None, specs=None, microbatches=1):
+    """Parameters as the model has them, losses, and the last state."""
+    tx = OPTIMIZERS[name][1]() if tx is None else tx
+
+    def make():
+        params = pipe.stack(jax.tree.map(jnp.asarray, init_params(variant)))
+        return params, tx.init(params)
+
+    specs = pipe.param_specs(jax.eval_shape(make)[0], specs)
+    state = zero.init(make, tx=tx, param_specs=specs)
+    step = zero.train_step(
+        pipe.loss, tx=tx, weighted=True, rngs=pipe.rngs, microbatches=microbatches
+    )
+    losses = []
+    for i in range(steps):
+        key = (step_key(i),) if pipe.rngs else ()
+        state, metrics = step(state, zero.put(batch(i, variant)), *key)
+        losses.append(float(metrics["loss"]))
+    return pipe.unstack(zero.full_params(state)), losses, state
+
+
+def worst_leaf(params, reference):
+    """The largest difference of any leaf, as a part of the leaf's norm, and which leaf it is."""
+    assert jax.tree.structure(params) == jax.tree.structure(reference)
+
+    def distance(path, a, b):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        return np.linalg.norm(a - b) / np.linalg.norm(b), jax.tree_util.keystr(path)
+
+    found = jax.tree_util.tree_map_with_path(distance, params, reference)
+    return max(jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, tuple)))

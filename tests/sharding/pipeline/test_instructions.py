@@ -1,0 +1,313 @@
+"""Lowered schedules: a replay in plain Python shows that every operation reads what was sent to it.
+
+Slots are dictionaries, and what is in them are tuples of a kind, a micro-batch and a virtual stage.
+"""
+
+import functools
+
+import numpy as np
+import pytest
+
+from sharding.pipeline import Op, Place, Schedule, _instructions, interleaved, one_f_one_b
+from sharding.pipeline._instructions import instructions
+
+from .families import CASES, FAMILIES
+
+cases = functools.partial(
+    pytest.mark.parametrize, "case", ids=lambda case: "-".join(map(str, case))
+)
+
+
+class Stage:
+    """What one stage of the replay stores."""
+
+    def __init__(self):
+        self.messages, self.residuals, self.crossing = {}, {}, {}
+
+    def run(self, code, column, recompute, forward_only, split):
+        """One operation; returns the message to send, or None."""
+        m, v = column["microbatch"], column["virtual_stage"]
+        recomputes = code.op == Op.FORWARD or recompute or code.last
+        if code.op == Op.WEIGHT:
+            assert self.crossing.pop(column["crossing"]) == ("crossing", m, v)
+            return None
+        if code.op == Op.FORWARD and code.last and not forward_only:
+            return None  # runs as the first half of its backward pass
+        if recomputes and not code.first:
+            assert self.messages[column["input"]] == ("input", m, v)
+        if code.op == Op.FORWARD:
+            if not (recompute or forward_only):
+                self.put(self.residuals, column["residual"], ("residual", m, v))
+            return None if code.last else ("input", m, v + 1)
+        if not recomputes:
+            assert self.residuals.pop(column["residual"]) == ("residual", m, v)
+        if not code.last:
+            assert self.messages[column["cotangent"]] == ("cotangent", m, v)
+        if split:
+            self.put(self.crossing, column["crossing"], ("crossing", m, v))
+        return None if code.first else ("cotangent", m, v - 1)
+
+    @staticmethod
+    def put(slots, slot, value):
+        assert slot not in slots, "read before it is overwritten"
+        slots[slot] = value
+
+
+def replay(schedule, recompute):
+    """Runs the tables of a schedule; raises AssertionError where an operation reads another's."""
+    program = instructions(schedule, recompute)
+    stages = [Stage() for _ in range(schedule.num_stages)]
+    ran = []
+    for segment in program.segments:
+        for iteration in range(len(segment.tables["code"])):
+            for i, phase in enumerate(segment.phases):
+                columns = [
+                    {name: int(x[iteration, i, s]) for name, x in segment.tables.items()}
+                    for s in range(schedule.num_stages)
+                ]
+                row = replay_tick(schedule, recompute, program, phase, stages, columns)
+                ran += [row] if any(task is not None for task in row) else []
+    expected = [[None] * schedule.num_stages for _ in range(schedule.num_ticks)]
+    for tick, stage, task in schedule.tasks():
+        expected[tick][stage] = (*task, schedule.chunk[tick, stage])
+    assert ran == [row for row in expected if any(task is not None for task in row)]
+    assert not any(stage.residuals or stage.crossing for stage in stages)
+    return program
+
+
+def replay_tick(schedule, recompute, program, phase, stages, columns):
+    size, last = schedule.num_stages, schedule.num_virtual_stages - 1
+    sent, ran = [None] * size, [None] * size
+    for s, (stage, column) in enumerate(zip(stages, columns, strict=True)):
+        if not column["code"]:
+            continue
+        code = phase.codes[column["code"] - 1]
+        v = column["virtual_stage"]
+        assert (code.first, code.last) == (v == 0, v == last)
+        sent[s] = stage.run(
+            code, column, recompute, schedule.forward_only, schedule.splits_backward
+        )
+        ran[s] = (code.op, column["microbatch"], v, column["chunk"])
+    delivered = [False] * size
+    for pairs, name, step in [(phase.right, "from_left", 1), (phase.left, "from_right", -1)]:
+        if not pairs:
+            assert all(column[name] == program.num_messages for column in columns)
+            continue
+        senders, receivers = zip(*pairs, strict=True)
+        assert len(set(senders)) == len(set(receivers)) == len(pairs)
+        # Around the ring, one device on; with two stages both neighbours are one.
+        assert all((b - a) % size == step % size for a, b in pairs)
+        arrived = {b: (a, sent[a]) for a, b in pairs}  # others receive zeros
+        for s, (stage, column) in enumerate(zip(stages, columns, strict=True)):
+            sender, message = arrived.get(s, (None, None))
+            stage.messages[column[name]] = message
+            if column[name] < program.num_messages:
+                assert message is not None
+                delivered[sender] = True
+    for s, (stage, column) in enumerate(zip(stages, columns, strict=True)):
+        if phase.stays:
+            stage.messages[column["from_self"]] = sent[s]
+        if column["from_self"] < program.num_messages:
+            assert phase.stays
+            delivered[s] = True
+    assert delivered == [message is not None for message in sent]
+    return ran
+
+
+@cases(argvalues=CASES)
+@pytest.mark.parametrize("recompute", [True, False])
+def test_operations_read_what_was_sent_to_them(case, recompute):
+    name, stages, microbatches = case
+    schedule = FAMILIES[name](stages, microbatches)
+    program = replay(schedule, recompute)
+    assert program.num_residuals <= (0 if recompute else max(schedule.check().live))
+    assert (program.num_crossing > 0) == schedule.splits_backward
+
+
+@cases(argvalues=CASES)
+def test_evaluations_read_what_was_sent_to_them(case):
+    name, stages, microbatches = case
+    program = replay(FAMILIES[name](stages, microbatches).without_backward(), recompute=True)
+    assert program.num_residuals == program.num_crossing == 0
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_tables_of_others_read_what_was_sent_to_them(recompute):
+    orders = "0F0,0F1,3F0,3B0,3W0,3F1,3B1,0B0,3W1,0B1,0W0,0W1\n1F0,1F1,1B0,1B1,1W0,1W1\n"
+    orders += "2F0,2F1,2B0,2B1,2W0,2W1"  # four virtual stages around three stages
+    replay(Schedule.from_csv(orders, retime=True), recompute)
+    # Layers on other chunks than in the order of virtual stages.
+    route = tuple(Place(v % 2, 1 - v // 2) for v in range(4))
+    base = interleaved(2, 4)
+    chunk = np.where(base.op > 0, 1 - base.chunk, 0)
+    replay(Schedule("x", base.op, base.microbatch, chunk, (route,), (0,) * 4), recompute)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_an_odd_number_of_ticks_that_alternate(recompute):
+    aligned = one_f_one_b(4, 8)
+    tables = (np.pad(t, ((1, 0), (0, 0))) for t in (aligned.op, aligned.microbatch, aligned.chunk))
+    late = Schedule("late", *tables, aligned.routes, aligned.route_of)
+    program = replay(late, recompute)
+    (segment,) = program.segments
+    assert len(segment.phases) == 2
+    assert 2 * len(segment.tables["code"]) == late.num_ticks + 1
+
+
+# --- The replay finds faults ----------------------------------------------------------------------
+
+
+# GPipe with stored residuals is left out: none of its slots is reused before the tick after.
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [(name, r) for name in FAMILIES for r in (True, False) if (name, r) != ("gpipe", False)],
+)
+def test_a_slot_reused_a_tick_early_is_found(name, recompute, monkeypatch):
+    schedule = FAMILIES[name](4, 8)
+    assign = _instructions._assign
+
+    def early(stored):
+        return assign([entry._replace(end=entry.end - 1) for entry in stored])
+
+    monkeypatch.setattr(_instructions, "_assign", early)
+    with pytest.raises(AssertionError):
+        replay(schedule, recompute)
+
+
+@pytest.mark.parametrize("column", ["input", "cotangent", "residual", "crossing", "from_left"])
+def test_a_wrong_slot_is_found(column, monkeypatch):
+    schedule = FAMILIES["zb-h1"](4, 8)
+    lowered = instructions(schedule, recompute=False)
+
+    def broken(*_):
+        segment = lowered.segments[0]
+        tables = dict(segment.tables)
+        tables[column] = np.where(tables[column] == 1, 0, tables[column])
+        return lowered._replace(segments=(segment._replace(tables=tables),))
+
+    monkeypatch.setitem(replay.__globals__, "instructions", broken)
+    with pytest.raises(AssertionError):
+        replay(schedule, recompute=False)
+
+
+def test_a_missing_pair_is_found(monkeypatch):
+    schedule = FAMILIES["interleaved-2"](4, 8)
+    lowered = instructions(schedule, recompute=True)
+
+    def broken(*_):
+        (segment,) = lowered.segments
+        (phase,) = segment.phases
+        phase = phase._replace(right=phase.right[:-1])
+        return lowered._replace(segments=(segment._replace(phases=(phase,)),))
+
+    monkeypatch.setitem(replay.__globals__, "instructions", broken)
+    with pytest.raises(AssertionError):
+        replay(schedule, recompute=True)
+
+
+# --- How much is stored and sent ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpipe"])
+def test_slots_do_not_grow_with_micro_batches(name, recompute):
+    few, many = (instructions(FAMILIES[name](4, m), recompute) for m in (16, 48))
+    assert many[1:] == few[1:]
+    live = max(FAMILIES[name](4, 16).check().live)
+    # Beside inputs, of which one may arrive early, cotangents that wait.
+    assert few.num_messages <= live + (4 if recompute else 1)
+
+
+def test_slots_of_gpipe_grow_with_micro_batches():
+    for microbatches in (8, 16, 32):
+        schedule = FAMILIES["gpipe"](4, microbatches)
+        assert instructions(schedule, True).num_messages == microbatches + 1
+        assert instructions(schedule, False).num_residuals == microbatches
+
+
+def collectives(schedule):
+    """Of the ticks that run: how many there are, and how many permutes each runs on average."""
+    program = instructions(schedule, recompute=True)
+    ticks = sum(len(s.tables["code"]) * len(s.phases) for s in program.segments)
+    permutes = sum(
+        len(s.tables["code"]) * sum(bool(p.right) + bool(p.left) for p in s.phases)
+        for s in program.segments
+    )
+    return ticks, permutes / ticks
+
+
+@pytest.mark.parametrize(
+    ("name", "permutes"),
+    [
+        ("gpipe", 1),
+        ("1f1b", 2),
+        ("1f1b-aligned", 1),
+        ("interleaved-2", 2),
+        ("interleaved-2-aligned", 1),
+        ("zb-h1", 2),
+        ("zb-v", 2),
+        ("chimera", 2),
+    ],
+)
+def test_loops_send_only_where_their_ticks_do(name, permutes):
+    schedule = FAMILIES[name](4, 8)
+    ticks, found = collectives(schedule)
+    assert found == permutes
+    assert ticks == schedule.num_ticks + schedule.num_ticks % len(
+        instructions(schedule, True).segments[0].phases
+    )
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_aligned_tables_send_one_way_at_a_time(stages):
+    (segment,) = instructions(one_f_one_b(stages, 6), recompute=True).segments
+    right = tuple((s, s + 1) for s in range(stages - 1))
+    left = tuple((s + 1, s) for s in range(stages - 1))
+    assert [phase.right for phase in segment.phases] == [right, ()]
+    assert [phase.left for phase in segment.phases] == [(), left]
+
+
+def test_one_stage_sends_nothing():
+    for name in FAMILIES:
+        if name != "chimera":
+            assert collectives(FAMILIES[name](1, 4))[1] == 0
+
+
+# --- What no pipeline of neighbours can run -------------------------------------------------------
+
+
+def test_stages_that_are_not_neighbours():
+    route = tuple(Place(stage, 0) for stage in (0, 2, 1, 3))
+    base = one_f_one_b(4, 4)
+    order = [0, 2, 1, 3]
+    tables = (table[:, order] for table in (base.op, base.microbatch, base.chunk))
+    schedule = Schedule("jumps", *tables, (route,), (0,) * 4)
+    schedule.check()
+    with pytest.raises(ValueError, match="jumps: stage 0 sends to stage 2; only neighbours on"):
+        instructions(schedule, recompute=True)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "0F0,1F0,1B0,0B0,,,,,\n,,,,0F1,1F1,1B1,0B1",  # routes that stay on their stage
+        "0F0,,,0B0,0F1,1F1,1B1,0B1\n,1F0,1B0",  # one of the two does
+    ],
+)
+def test_routes_that_are_not_replicas(text):
+    with pytest.raises(ValueError, match="csv: a pipeline runs one route, or two that lead"):
+        instructions(Schedule.from_csv(text), recompute=True)
+
+
+def test_three_routes():
+    routes = [tuple(Place((s + r) % 3, r) for s in range(3)) for r in range(3)]
+    orders = [[] for _ in range(3)]
+    for m, route in enumerate(routes):
+        for place in route:
+            orders[place.stage].append((Op.FORWARD, m, place.chunk))
+        for place in reversed(route):
+            orders[place.stage].append((Op.BACKWARD, m, place.chunk))
+    schedule = Schedule.from_orders("three", orders, routes, [0, 1, 2])
+    schedule.check()
+    with pytest.raises(ValueError, match="route 2 of 3"):
+        instructions(schedule, recompute=True)

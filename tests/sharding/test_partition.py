@@ -1,0 +1,808 @@
+"""Planners of pipeline stages equal brute force on small cases; schedules in closed form."""
+
+import itertools
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from sharding.plan._activation_groups import (
+    activation_groups,
+    least_period,
+    memory_aware_stages,
+)
+from sharding.plan._balanced_stages import balanced_stages
+from sharding.plan._devices import kind_of
+from sharding.plan._hetpipe import _fastest, hetpipe
+from sharding.plan._layer_costs import LayerCost, layer_costs
+from sharding.plan._models import MODELS, Decoder
+from sharding.plan._pipedream import pipedream_stages
+from sharding.plan._pipeline_schedules import (
+    SCHEDULES,
+    bubble_share,
+    lockstep_seconds,
+    max_in_flight,
+)
+from sharding.plan._two_bw import two_bw
+from sharding.plan._virtual_workers import Node, allocate_workers
+
+
+def random_layers(rng, count, heavier=1):
+    """Costs in whole numbers, so that sums are exact in any order; parameters may be heavier."""
+    factors = np.array([1, 1, heavier, 1, 1, 1])
+    return [LayerCost(*map(float, factors * rng.integers(0, 9, 6))) for _ in range(count)]
+
+
+def partitions(count, num_stages):
+    """Boundaries of all partitions of layers into consecutive stages."""
+    for inner in itertools.combinations(range(1, count), num_stages - 1):
+        yield (0, *inner, count)
+
+
+def ranges_of(boundaries):
+    return list(itertools.pairwise(boundaries))
+
+
+def compute_of(layers):
+    return sum(layer.forward + layer.backward for layer in layers)
+
+
+def memory_of(layers, in_flight, factor):
+    return (
+        factor * sum(layer.param_bytes for layer in layers)
+        + in_flight * sum(layer.activation_bytes for layer in layers)
+        + max(layer.working_bytes for layer in layers)
+    )
+
+
+# --- Balanced stages ------------------------------------------------------------------------------
+
+
+def brute_balanced(layers, speeds, links, limits, in_flight, factor, overlap):
+    """The least period of all partitions; inf where none fits."""
+    best = math.inf
+    for boundaries in partitions(len(layers), len(speeds)):
+        stages = [layers[i:j] for i, j in ranges_of(boundaries)]
+        held = [memory_of(x, n, factor) for x, n in zip(stages, in_flight, strict=True)]
+        if any(x > limit for x, limit in zip(held, limits, strict=True)):
+            continue
+        compute = [compute_of(x) / speed for x, speed in zip(stages, speeds, strict=True)]
+        between = [2 * x[-1].output_bytes / b for x, b in zip(stages[:-1], links, strict=True)]
+        if overlap:
+            period = max(*compute, *between)
+        else:
+            around = zip([0.0, *between], compute, [*between, 0.0], strict=True)
+            period = max(before + own + after for before, own, after in around)
+        best = min(best, period)
+    return best
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "aligned"])
+def test_balanced_stages_equal_brute_force(schedule, overlap):
+    rng = np.random.default_rng(0)
+    fitted = 0
+    for _ in range(150):
+        count = int(rng.integers(2, 9))
+        stages = int(rng.integers(2, min(count, 4) + 1))
+        microbatches = int(rng.integers(1, 9))
+        layers = random_layers(rng, count)
+        speeds = (2.0 ** rng.integers(-1, 3, stages)).tolist()
+        links = (2.0 ** rng.integers(-2, 3, stages - 1)).tolist()
+        limits = rng.integers(20, 200, stages).astype(float).tolist()
+        in_flight = [max_in_flight(schedule, stages, s, microbatches) for s in range(stages)]
+        expected = brute_balanced(layers, speeds, links, limits, in_flight, 2.0, overlap)
+        kwargs = {
+            "speeds": speeds,
+            "links": links,
+            "memory": limits,
+            "schedule": schedule,
+            "microbatches": microbatches,
+            "param_factor": 2.0,
+            "overlap": overlap,
+        }
+        if math.isinf(expected):
+            with pytest.raises(ValueError, match=r"no partition into .* fits"):
+                balanced_stages(layers, stages, **kwargs)
+            continue
+        fitted += 1
+        found = balanced_stages(layers, stages, **kwargs)
+        assert found.period == expected
+        # The boundaries have this period, too, and the memory that is reported.
+        pieces = [layers[i:j] for i, j in ranges_of(found.boundaries)]
+        held = [memory_of(x, n, 2.0) for x, n in zip(pieces, in_flight, strict=True)]
+        assert found.memory == tuple(held)
+        assert all(x <= limit for x, limit in zip(held, limits, strict=True))
+        assert found.compute == tuple(
+            compute_of(x) / speed for x, speed in zip(pieces, speeds, strict=True)
+        )
+        ends = zip(pieces[:-1], links, strict=True)
+        assert found.transfers == tuple(2 * x[-1].output_bytes / link for x, link in ends)
+        assert max(found.compute) <= found.period
+    assert 40 < fitted < 150
+
+
+def test_ties_are_balanced_too():
+    """One slow layer determines the period; the others are still shared equally."""
+    layers = [LayerCost(10.0, 10.0), *[LayerCost(1.0, 1.0)] * 6]
+    assert balanced_stages(layers, 3).boundaries == (0, 1, 4, 7)
+
+
+def test_slow_links_move_boundaries():
+    layers = [LayerCost(1.0, 1.0, output_bytes=8.0 if i == 2 else 1.0) for i in range(6)]
+    assert balanced_stages(layers, 2).boundaries == (0, 3, 6)
+    assert balanced_stages(layers, 2, links=2.0).boundaries == (0, 2, 6)
+    # Without overlap both neighbours wait.
+    assert balanced_stages(layers, 2, links=2.0, overlap=False).period == 9.0
+
+
+def test_what_is_missing_is_reported():
+    layers = [LayerCost(1.0, 1.0, param_bytes=3 * 2.0**30)] * 4
+    with pytest.raises(ValueError, match=r"needs 24.0 GiB on stage 0 and has 20.0 GiB, 4.00 GiB"):
+        balanced_stages(layers, 2, memory=20 * 2.0**30)
+    with pytest.raises(ValueError, match=r"needs 12.0 GiB on stage 0 and has 10.0 GiB, 2.00 GiB"):
+        balanced_stages(layers, 2, memory=[10 * 2.0**30, math.inf])
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"layers": []}, "layers are empty"),
+        ({"num_stages": 5}, "5 stages were requested of 4 layers"),
+        ({"num_stages": 0}, "num_stages must be at least 1, got 0"),
+        ({"layers": [LayerCost(-1.0, 0.0)] * 4}, "layer 0: forward must be finite"),
+        ({"layers": [LayerCost(1.0, math.nan)] * 4}, "layer 0: backward must be finite"),
+        ({"speeds": [1.0]}, "speeds must have 2 values, got 1"),
+        ({"speeds": [1.0, 0.0]}, "speeds must be above 0, got 0.0"),
+        ({"links": [1.0, 1.0]}, "links must have 1 values, got 2"),
+        ({"memory": -1.0}, "memory must be above 0, got -1.0"),
+        ({"schedule": "zb"}, "schedule must be one of 'gpipe'"),
+        ({"schedule": "interleaved"}, "takes one chunk on a device"),
+    ],
+)
+def test_bad_questions(kwargs, message):
+    given = {"layers": [LayerCost(1.0, 1.0)] * 4, "num_stages": 2} | kwargs
+    with pytest.raises(ValueError, match=message):
+        balanced_stages(given.pop("layers"), given.pop("num_stages"), **given)
+
+
+def test_a_partition_prints():
+    found = balanced_stages([LayerCost(1.0, 2.0, output_bytes=1.0)] * 5, 2, links=4.0)
+    text = str(found)
+    assert "2 stages, a micro-batch every 9 s" in text
+    assert "0-1" in text
+    assert found.to_dict()["boundaries"] == (0, 2, 5)
+
+
+# --- 1F1B* ----------------------------------------------------------------------------------------
+
+
+def chain_of(loads, transfers):
+    """Stages and links in order: (forward, backward) seconds of each."""
+    padded = [*transfers, None]
+    return [x for pair in zip(loads, padded, strict=True) for x in pair if x is not None]
+
+
+def fewest_stored(chain, period):
+    """Per element, the fewest micro-batches in flight of all periodic schedules, by enumeration.
+
+    Each operation begins at some time modulo the period; operations of one element may not overlap.
+    For given remainders passes begin as early as they can after, as late as they can before the
+    last forward pass.
+    """
+    kinds = len(chain)
+    per_element = []
+    for forward, backward in chain:
+        pairs = []
+        for f, b in itertools.product(range(period), repeat=2):
+            busy = [(f + t) % period for t in range(forward)]
+            busy += [(b + t) % period for t in range(backward)]
+            if len(set(busy)) == len(busy):
+                pairs.append((f, b))
+        per_element.append(pairs)
+    best = [math.inf] * kinds
+    for remainders in itertools.product(*per_element):
+        # Time from the begin of each forward pass to the end of its backward pass.
+        end = 0  # relative to the begin of the last forward pass
+        start = 0
+        spans = [0] * kinds
+        last_forward = remainders[-1][0]
+        begins = [0] * kinds
+        for e in range(kinds - 2, -1, -1):  # as late as possible
+            latest = start - chain[e][0]
+            wanted = remainders[e][0] - last_forward
+            start = latest - (latest - wanted) % period
+            begins[e] = start
+        end = chain[-1][0]
+        for e in range(kinds - 1, -1, -1):  # as early as possible
+            wanted = remainders[e][1] - last_forward
+            begin = end + (wanted - end) % period
+            end = begin + chain[e][1]
+            spans[e] = end - begins[e]
+        best = [min(x, -(-span // period)) for x, span in zip(best, spans, strict=True)]
+    return best
+
+
+def test_groups_store_as_little_as_any_periodic_schedule():
+    rng = np.random.default_rng(1)
+    for trial in range(40):
+        stages = 2 if trial % 2 else 3
+        chain = [tuple(map(int, rng.integers(1, 3, 2))) for _ in range(stages)]
+        loads = [sum(x) for x in chain]
+        for period in range(max(loads), min(sum(loads), 6) + 1):
+            assert list(activation_groups(loads, period)) == fewest_stored(chain, period)
+
+
+def test_groups_with_links_store_as_little_as_any_periodic_schedule():
+    rng = np.random.default_rng(2)
+    for _ in range(25):
+        chain = [tuple(map(int, rng.integers(1, 3, 2))) for _ in range(3)]
+        loads = [sum(x) for x in chain]
+        for period in range(max(loads), min(sum(loads), 6) + 1):
+            found = activation_groups(loads[::2], period, transfers=loads[1::2])
+            assert list(found) == fewest_stored(chain, period)[::2]
+
+
+def groups_by_hand(loads, transfers, period):
+    """Groups as lists of elements, from the last."""
+    chain = list(reversed(chain_of(loads, transfers)))
+    groups = [[]]
+    numbers = []
+    for load in chain:
+        if sum(groups[-1]) + load > period:
+            groups.append([])
+        groups[-1].append(load)
+        numbers.append(len(groups))
+    numbers.reverse()
+    return numbers[::2] if transfers else numbers
+
+
+def least_whole_period(loads, transfers, static, stored, limits):
+    """The least period that fits; in whole numbers, for loads that are."""
+    total = int(sum(loads) + sum(transfers))
+    for period in range(int(max(*loads, *transfers, 0)), total + 1):
+        if transfers:
+            groups = groups_by_hand(loads, transfers, period)
+        else:
+            groups = groups_by_hand(loads, [0] * (len(loads) - 1), period)
+        needs = zip(static, groups, stored, limits, strict=True)
+        if all(fixed + g * each <= limit for fixed, g, each, limit in needs):
+            return period
+    return math.inf
+
+
+def test_least_period_equals_a_scan():
+    rng = np.random.default_rng(3)
+    seen = set()
+    for _ in range(300):
+        stages = int(rng.integers(1, 6))
+        loads, static, stored, limits = (
+            rng.integers(low, high, stages).tolist()
+            for low, high in ((1, 9), (0, 5), (1, 6), (5, 20))
+        )
+        transfers = rng.integers(0, 6, stages - 1).tolist()
+        expected = least_whole_period(loads, transfers, static, stored, limits)
+        assert least_period(loads, static, stored, limits, transfers=transfers) == expected
+        seen.add(math.isinf(expected))
+    assert seen == {True, False}
+
+
+def test_memory_aware_stages_equal_brute_force():
+    rng = np.random.default_rng(4)
+    fitted = 0
+    for _ in range(150):
+        count = int(rng.integers(2, 8))
+        stages = int(rng.integers(1, min(count, 4) + 1))
+        layers = random_layers(rng, count)
+        limits = rng.integers(20, 110, stages).astype(float).tolist()
+        expected = math.inf
+        for boundaries in partitions(count, stages):
+            pieces = [layers[i:j] for i, j in ranges_of(boundaries)]
+            expected = min(
+                expected,
+                least_whole_period(
+                    [compute_of(x) for x in pieces],
+                    [2 * x[-1].output_bytes for x in pieces[:-1]],
+                    [memory_of(x, 0, 2.0) for x in pieces],
+                    [sum(layer.activation_bytes for layer in x) for x in pieces],
+                    limits,
+                ),
+            )
+        if math.isinf(expected):
+            with pytest.raises(ValueError, match="even with one micro-batch in flight"):
+                memory_aware_stages(layers, stages, memory=limits, links=1.0, param_factor=2.0)
+            continue
+        fitted += 1
+        found = memory_aware_stages(layers, stages, memory=limits, links=1.0, param_factor=2.0)
+        assert found.period == expected
+        assert all(x <= limit for x, limit in zip(found.memory, limits, strict=True))
+        pieces = [layers[i:j] for i, j in ranges_of(found.boundaries)]
+        held = zip(pieces, found.groups, strict=True)
+        assert found.memory == tuple(memory_of(x, g, 2.0) for x, g in held)
+    assert 40 < fitted < 150
+
+
+def test_a_period_shorter_than_a_stage_is_rejected():
+    with pytest.raises(ValueError, match="the period 2 is shorter than the largest load, 3"):
+        activation_groups([1, 3], 2)
+    with pytest.raises(ValueError, match="transfers must have 1 values, got 2"):
+        activation_groups([1, 3], 3, transfers=[1, 1])
+    with pytest.raises(ValueError, match="loads are empty"):
+        activation_groups([], 3)
+
+
+# --- PipeDream ------------------------------------------------------------------------------------
+
+
+def brute_pipedream(layers, levels, memory, factor, overlap):
+    """The least period, by recursion over all nested plans."""
+
+    def component(k, i, j):
+        """Of all components of level k."""
+        return compute_of(layers[i:j]) if k < 0 else best(k, i, j, levels[k][0])
+
+    def stage(k, i, j, replicas, left):
+        if memory is not None:
+            in_flight = math.ceil(left / replicas)
+            if memory_of(layers[i:j], in_flight, factor) > memory:
+                return math.inf
+        params = sum(layer.param_bytes for layer in layers[i:j])
+        sync = 2 * (replicas - 1) / replicas * params / levels[k][1]
+        inner = component(k - 1, i, j)
+        return (max(inner, sync) if overlap else inner + sync) / replicas
+
+    def best(k, i, j, left):
+        found = stage(k, i, j, left, left)
+        for s in range(i + 1, j):
+            sent = 2 * layers[s - 1].output_bytes / levels[k][1]
+            for replicas in range(1, left):
+                rest = best(k, s, j, left - replicas)
+                found = min(found, max(stage(k, i, s, replicas, left), sent, rest))
+        return found
+
+    return component(len(levels) - 1, 0, len(layers))
+
+
+def period_of(stages, layers, levels, overlap):
+    """The period of a plan, from its stages alone."""
+    k = len(levels) - 1
+    parts = []
+    for stage in stages:
+        span = layers[stage.first : stage.last + 1]
+        inner = period_of(stage.inner, layers, levels[:-1], overlap) if k else compute_of(span)
+        params = sum(layer.param_bytes for layer in span)
+        sync = 2 * (stage.replicas - 1) / stage.replicas * params / levels[k][1]
+        parts.append((max(inner, sync) if overlap else inner + sync) / stage.replicas)
+    parts += [2 * layers[x.last].output_bytes / levels[k][1] for x in stages[:-1]]
+    return max(parts)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("levels", [[(4, 1.0)], [(5, 4.0)], [(2, 4.0), (3, 1.0)]])
+def test_pipedream_equals_brute_force(levels, overlap):
+    rng = np.random.default_rng(5)
+    several = 0
+    for _ in range(30):
+        layers = random_layers(rng, int(rng.integers(1, 6)), heavier=16)
+        found = pipedream_stages(layers, levels, overlap=overlap)
+        expected = brute_pipedream(layers, levels, None, 4.0, overlap)
+        assert found.period == pytest.approx(expected, rel=1e-12)
+        assert period_of(found.stages, layers, levels, overlap) == pytest.approx(expected)
+        assert sum(stage.replicas for stage in found.stages) == levels[-1][0]
+        bounds = [(stage.first, stage.last) for stage in found.stages]
+        assert bounds[0][0] == 0
+        assert bounds[-1][1] == len(layers) - 1
+        assert all(a[1] + 1 == b[0] for a, b in itertools.pairwise(bounds))
+        several += len(found.stages) > 1
+    assert several > 5
+
+
+def test_pipedream_under_memory_equals_brute_force():
+    rng = np.random.default_rng(6)
+    fitted = 0
+    for _ in range(80):
+        layers = random_layers(rng, int(rng.integers(1, 6)))
+        memory = float(rng.integers(20, 100))
+        expected = brute_pipedream(layers, [(4, 2.0)], memory, 2.0, True)
+        if math.isinf(expected):
+            with pytest.raises(ValueError, match="no plan fits 4 workers"):
+                pipedream_stages(layers, [(4, 2.0)], memory=memory, param_factor=2.0)
+            continue
+        fitted += 1
+        found = pipedream_stages(layers, [(4, 2.0)], memory=memory, param_factor=2.0)
+        assert found.period == pytest.approx(expected, rel=1e-12)
+        left = 4
+        for stage in found.stages:
+            in_flight = math.ceil(left / stage.replicas)
+            assert memory_of(layers[stage.first : stage.last + 1], in_flight, 2.0) <= memory
+            left -= stage.replicas
+    assert 20 < fitted < 80
+
+
+def test_pipedream_prefers_data_parallelism_on_fast_links():
+    layers = [LayerCost(1.0, 2.0, param_bytes=8.0, output_bytes=1.0)] * 4
+    fast, slow = (pipedream_stages(layers, [(4, link)]) for link in (1e6, 1.0))
+    assert [stage.replicas for stage in fast.stages] == [4]
+    assert [stage.replicas for stage in slow.stages] == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("levels", "kwargs", "message"),
+    [
+        ([], {}, "levels are empty"),
+        ([(0, 1.0)], {}, "at least 1 component"),
+        ([(2, 0.0)], {}, "a link above 0"),
+        ([(2, 1.0), (2, 1.0)], {"memory": 1.0}, "one level of workers, got 2 levels"),
+    ],
+)
+def test_bad_levels(levels, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        pipedream_stages([LayerCost(1.0, 1.0)], levels, **kwargs)
+
+
+# --- 2BW ------------------------------------------------------------------------------------------
+
+
+def brute_two_bw(layers, n, batch, microbatches, memory, link, network, host, factor, efficiency):
+    """The throughput of every configuration that fits, by enumeration of all partitions."""
+    found = {}
+    for width, depth in itertools.product(range(1, n + 1), repeat=2):
+        if width * depth != n or depth > len(layers):
+            continue
+        for b, recompute, inner in itertools.product(
+            microbatches, (False, True), ("depth", "width")
+        ):
+            if batch % (width * b) or batch // (width * b) < depth:
+                continue
+            if inner == "width" and (n <= host or width == 1 or depth == 1):
+                continue  # the same as "depth"
+            m = batch // (width * b)
+            if inner == "depth":
+                between = link if depth <= host else network
+                wide = network if n > host else link
+            else:
+                between = network if n > host else link
+                wide = link if width <= host else network
+            best = math.inf
+            for boundaries in partitions(len(layers), depth):
+                periods = []
+                for s, (i, j) in enumerate(ranges_of(boundaries)):
+                    span = layers[i:j]
+                    params = sum(x.param_bytes for x in span)
+                    stored = sum(x.activation_bytes for x in span) * b
+                    working = max(x.working_bytes for x in span) * b
+                    received = layers[i - 1].output_bytes * b if i else 0.0
+                    sent = layers[j - 1].output_bytes * b if j < len(layers) else 0.0
+                    seconds = sum((2 if recompute else 1) * x.forward + x.backward for x in span)
+                    seconds *= b / efficiency(b)
+                    held = factor * params + working
+                    held += (depth - s) * received + stored if recompute else (depth - s) * stored
+                    if held > memory:
+                        break
+                    sync = 2 * (width - 1) / width * params / wide / m
+                    periods.append(max(seconds + 2 * (received + sent) / between, sync))
+                else:
+                    best = min(best, max(periods))
+            if best < math.inf:
+                key = (width, depth, b, recompute, inner)
+                found[key] = width * b / best if best else math.inf
+    return found
+
+
+def test_two_bw_equals_brute_force():
+    rng = np.random.default_rng(7)
+    fitted = 0
+    for _ in range(60):
+        layers = random_layers(rng, int(rng.integers(1, 6)))
+        n = int(rng.choice([2, 4, 6, 8]))
+        batch = int(rng.choice([8, 12, 16]))
+        memory = float(rng.integers(60, 400))
+        host = int(rng.choice([2, 4]))
+        rate = [1.0, 1.3, 1.5, 1.6, 1.65]
+        args = (layers, n, batch, [1, 2, 4], memory, 8.0, 1.0, host, 3.0, rate.__getitem__)
+        expected = brute_two_bw(*args)
+        kwargs = {
+            "global_batch": batch,
+            "microbatches": [1, 2, 4],
+            "memory": memory,
+            "link": 8.0,
+            "network": 1.0,
+            "devices_per_host": host,
+            "param_factor": 3.0,
+            "efficiency": rate.__getitem__,
+        }
+        if not expected:
+            with pytest.raises(ValueError, match=r"fits|no width x depth"):
+                two_bw(layers, n, **kwargs)
+            continue
+        fitted += 1
+        plan = two_bw(layers, n, **kwargs)
+        found = {
+            (x.width, x.depth, x.microbatch, x.recompute, x.inner): x.throughput
+            for x in plan.choices
+        }
+        assert len(found) == len(plan.choices)
+        assert max(each.memory for each in plan.choices) <= memory
+        assert found.keys() == expected.keys()
+        assert all(found[key] == pytest.approx(expected[key]) for key in found)
+        assert plan.best.throughput == pytest.approx(max(expected.values()))
+    assert fitted > 30
+
+
+def test_two_bw_reports_what_is_missing():
+    layers = [LayerCost(1.0, 2.0, param_bytes=2.0**30)] * 4
+    with pytest.raises(ValueError, match=r"the smallest needs 5.00 GiB, 1.00 GiB more"):
+        two_bw(*(layers, 4), global_batch=4, microbatches=[1], memory=4 * 2.0**30, link=1e9)
+    with pytest.raises(ValueError, match="no width x depth = 8 devices"):
+        two_bw(layers, 8, global_batch=3, microbatches=[2], memory=1e12, link=1e9)
+
+
+def test_two_bw_recomputes_only_for_memory():
+    layers = [LayerCost(1.0, 2.0, activation_bytes=10.0, output_bytes=1.0)] * 4
+    kwargs = {"global_batch": 16, "microbatches": [1], "link": 1e9}
+    assert not two_bw(layers, 4, memory=100.0, **kwargs).best.recompute
+    assert two_bw(layers, 4, memory=15.0, **kwargs).best.recompute
+    assert "width x depth" in str(two_bw(layers, 4, memory=100.0, **kwargs))
+
+
+# --- HetPipe --------------------------------------------------------------------------------------
+
+
+def brute_worker(layers, nodes, network, devices, number, factor):
+    """The highest rate of one virtual worker over all orders and partitions; 0 where none fits."""
+    orders = set(itertools.permutations(devices))
+    return max(brute_order(layers, nodes, network, x, number, factor) for x in orders)
+
+
+def brute_order(layers, nodes, network, order, number, factor):
+    """The highest rate over all partitions."""
+    best = 0.0
+    for boundaries in partitions(len(layers), len(order)):
+        busy, fits = [], True
+        latency = 0.0
+        for s, (i, j) in enumerate(ranges_of(boundaries)):
+            span = layers[i:j]
+            in_flight = number if s < len(order) - 1 else 1
+            fits &= memory_of(span, in_flight, factor) <= nodes[order[s]].memory
+            busy.append(compute_of(span) / nodes[order[s]].speed)
+            latency += busy[-1]
+            if s < len(order) - 1:
+                same = order[s] == order[s + 1]
+                link = nodes[order[s]].link if same else network
+                busy.append(2 * span[-1].output_bytes / link)
+                latency += busy[-1]
+        if fits:
+            slowest = max(*busy, latency / number)
+            best = max(best, 1 / slowest if slowest else math.inf)
+    return best
+
+
+def test_hetpipe_equals_brute_force():
+    rng = np.random.default_rng(8)
+    fitted, policies = 0, set()
+    for _ in range(40):
+        layers = random_layers(rng, int(rng.integers(4, 6)))
+        layers[0] = LayerCost(1.0, 1.0, 1.0, 1.0, 1.0)
+        nodes = [
+            Node(2, float(rng.integers(40, 160)), 2.0 ** int(rng.integers(0, 3)), 4.0)
+            for _ in range(2)
+        ]
+        expected = {}
+        for policy in ("node", "equal"):
+            allocation = allocate_workers(nodes, policy)
+            for number in range(1, 2 * len(allocation[0]) + 1):
+                rates = [brute_worker(layers, nodes, 1.0, x, number, 2.0) for x in allocation]
+                expected[policy, number] = len(rates) * min(rates)
+        most = max(expected.values())
+        kwargs = {"network": 1.0, "policies": ("node", "equal"), "param_factor": 2.0}
+        if not most:
+            with pytest.raises(ValueError, match="no policy has a plan"):
+                hetpipe(layers, nodes, **kwargs)
+            continue
+        fitted += 1
+        plan = hetpipe(layers, nodes, **kwargs)
+        policies.add(plan.policy)
+        assert plan.throughput == pytest.approx(most)
+        # Neither fewer minibatches in flight nor an earlier policy would do.
+        same = [
+            number
+            for (policy, number), x in expected.items()
+            if policy == plan.policy and x == pytest.approx(most)
+        ]
+        assert plan.num_concurrent == min(same)
+        assert plan.throughput == pytest.approx(
+            len(plan.workers) * min(worker.rate for worker in plan.workers)
+        )
+    assert fitted > 20
+    assert policies == {"node", "equal"}
+
+
+def test_the_fastest_partition_equals_brute_force():
+    """For each number of minibatches; where few are in the pipeline, latency decides."""
+    rng = np.random.default_rng(9)
+    seen = set()
+    for _ in range(150):
+        layers = random_layers(rng, int(rng.integers(3, 8)))
+        layers[0] = LayerCost(1.0, 1.0, 1.0, 1.0, 1.0)
+        nodes = [
+            Node(1, float(rng.integers(40, 160)), float(rng.choice([1, 1.5, 2, 4])))
+            for _ in range(3)
+        ]
+        number = int(rng.integers(1, 5))
+        found, lacking = _fastest(layers, nodes, 2.0, (0, 1, 2), number, 2.0)
+        expected = brute_order(layers, nodes, 2.0, (0, 1, 2), number, 2.0)
+        if found is None:
+            assert expected == 0.0 < lacking
+            continue
+        assert found.rate == pytest.approx(expected)
+        assert found.rate == min(1 / found.period, number / found.latency)
+        seen.add(found.rate == 1 / found.period)
+    assert seen == {True, False}
+
+
+def test_policies_share_devices():
+    nodes = [Node(4, 1.0, speed=s) for s in (8.0, 4.0, 2.0, 1.0)]
+    assert allocate_workers(nodes, "node") == tuple((i,) * 4 for i in range(4))
+    assert allocate_workers(nodes, "equal") == ((0, 1, 2, 3),) * 4
+    assert allocate_workers(nodes, "hybrid") == ((0, 0, 3, 3),) * 2 + ((1, 1, 2, 2),) * 2
+    assert allocate_workers(nodes[:3], "hybrid") == ((0, 0, 2, 2),) * 2 + ((1,) * 4,)
+    with pytest.raises(ValueError, match="node 0 has 3 devices, which 2 virtual workers"):
+        allocate_workers([Node(3, 1.0), Node(2, 1.0)], "hybrid")
+    with pytest.raises(ValueError, match="policy must be one of"):
+        allocate_workers(nodes, "even")
+    with pytest.raises(ValueError, match="nodes are empty"):
+        allocate_workers([], "node")
+
+
+def test_staleness_of_waves():
+    """s_local = N - 1; s_global = (D + 1)(s_local + 1) + s_local - 1."""
+    layers = [LayerCost(1.0, 1.0)] * 4
+    nodes = [Node(4, 100.0)]
+    plans = [hetpipe(layers, nodes, network=1.0, clock_distance=d) for d in (0, 1, 4)]
+    assert {plan.num_concurrent for plan in plans} == {4}
+    assert {plan.local_staleness for plan in plans} == {3}
+    assert [plan.global_staleness for plan in plans] == [6, 10, 22]
+    assert "waves of 4" in str(plans[0])
+
+
+def test_memory_limits_the_wave():
+    layers = [LayerCost(1.0, 1.0, activation_bytes=10.0)] * 4
+    assert hetpipe(layers, [Node(4, 25.0)], network=1.0).num_concurrent == 2
+    with pytest.raises(ValueError, match=r"lacks 5 B on one device"):
+        hetpipe(layers, [Node(4, 5.0)], network=1.0, policies=["node"])
+    with pytest.raises(ValueError, match=r"8 devices of a worker share 4 layers"):
+        hetpipe(layers, [Node(8, 5.0)], network=1.0, policies=["node"])
+    nodes = [Node(2, 1e9, speed=s) for s in (1.0, 2.0, 3.0, 4.0)]
+    with pytest.raises(ValueError, match=r"2,520 orders, more than 1,000; pass search_order"):
+        hetpipe(layers * 2, nodes, network=1.0, policies=["equal"], num_workers=1)
+    assert hetpipe(
+        *(layers * 2, nodes),
+        network=1.0,
+        policies=["equal"],
+        num_workers=1,
+        search_order=False,
+    ).workers[0].nodes == (0, 0, 1, 1, 2, 2, 3, 3)
+
+
+# --- Schedules ------------------------------------------------------------------------------------
+
+
+def orders_of(schedule, stages, microbatches, chunks):
+    """The operations of each device in order: (kind, micro-batch, virtual stage)."""
+    orders = []
+    for s in range(stages):
+        if schedule == "interleaved":
+
+            def unit(k, kind, s=s):
+                group, rest = divmod(k, stages * chunks)
+                chunk, within = divmod(rest, stages)
+                if kind == "B":
+                    chunk = chunks - 1 - chunk
+                return (kind, stages * group + within, chunk * stages + s)
+
+            total = chunks * microbatches
+            warm_up = min(2 * (stages - 1 - s) + (chunks - 1) * stages, total)
+        else:
+
+            def unit(k, kind, s=s):
+                return (kind, k, s)
+
+            total = microbatches
+            warm_ups = {"gpipe": total, "1f1b": stages - 1 - s, "aligned": 2 * (stages - 1 - s)}
+            warm_up = min(warm_ups[schedule], total)
+        ops = [unit(k, "F") for k in range(warm_up)]
+        for k in range(total - warm_up):
+            ops += [unit(warm_up + k, "F"), unit(k, "B")]
+        ops += [unit(k, "B") for k in range(total - warm_up, total)]
+        orders.append(ops)
+    return orders
+
+
+def simulate(schedule, stages, microbatches, chunks):
+    """Ticks as sets of operations by device, each as early as its inputs and its order allow."""
+    orders = orders_of(schedule, stages, microbatches, chunks)
+    last = stages * chunks - 1
+    done, ticks, positions = {}, [], [0] * stages
+    while any(p < len(ops) for p, ops in zip(positions, orders, strict=True)):
+        now, tick = len(ticks), {}
+        for s, ops in enumerate(orders):
+            if positions[s] == len(ops):
+                continue
+            kind, mb, v = op = ops[positions[s]]
+            if schedule in ("aligned", "interleaved") and (kind == "F") != (now % 2 == 0):
+                continue
+            if kind == "F":
+                needed = [("F", mb, v - 1)] if v else []
+            else:
+                needed = [("B", mb, v + 1)] if v < last else [("F", mb, v)]
+            if all(done.get(x, now) < now for x in needed):
+                tick[s] = op
+        for s, op in tick.items():
+            done[op] = now
+            positions[s] += 1
+        ticks.append(tick)
+        assert len(ticks) < 10_000
+    return [tick for tick in ticks if tick]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("stages", "microbatches"), [(1, 1), (2, 2), (2, 6), (4, 4), (4, 12), (5, 15)]
+)
+def test_closed_forms_equal_a_simulation(schedule, stages, microbatches):
+    chunks = 2 if schedule == "interleaved" and stages > 1 else 1
+    ticks = simulate(schedule, stages, microbatches, chunks)
+    args = (schedule, stages, microbatches)
+    # Time, of passes whose costs differ.
+    for forward, backward in ((1, 2), (1, 3), (2, 2)):
+        cost = {"F": forward, "B": backward}
+        total = sum(max(cost[op[0]] for op in tick.values()) for tick in ticks)
+        assert lockstep_seconds(*args, forward, backward, chunks) == total
+    # Activations.
+    live, most = [0] * stages, [0] * stages
+    for tick in ticks:
+        for s, op in tick.items():
+            live[s] += 1 if op[0] == "F" else -1
+            most[s] = max(most[s], live[s])
+    found = [max_in_flight(schedule, stages, s, microbatches, chunks) for s in range(stages)]
+    assert found == most
+    # Idle time, with equal passes in ticks of one kind each.
+    if schedule != "1f1b":
+        busy = sum(len(tick) for tick in ticks) / (stages * len(ticks))
+        assert bubble_share(*args, chunks) == pytest.approx(1 - busy)
+
+
+def test_schedules_reject_bad_numbers():
+    with pytest.raises(ValueError, match="multiples of its 4 stages, got 6; 8 are possible"):
+        bubble_share("interleaved", 4, 6, 2)
+    with pytest.raises(ValueError, match="has one chunk on a device, got chunks=2"):
+        bubble_share("gpipe", 4, 6, 2)
+    with pytest.raises(ValueError, match="must be at least 1"):
+        max_in_flight("gpipe", 4, 0, 0)
+
+
+# --- Costs of layers ------------------------------------------------------------------------------
+
+
+def test_layer_costs_sum_to_the_model():
+    device = kind_of("h100x8")
+    for name in ("gpt2-small", "llama2-7b"):
+        model = MODELS[name]
+        costs = layer_costs(model, device, batch=2, length=512, efficiency=0.5)
+        plain = layer_costs(model, device, batch=2, length=512, recompute=False, efficiency=0.5)
+        forward = sum(layer.forward for layer in costs)
+        assert 3 * forward * device.flops / 2 == pytest.approx(model.flops(1024, 512))
+        assert sum(layer.backward for layer in costs) == pytest.approx(3 * forward)
+        assert sum(layer.backward for layer in plain) == pytest.approx(2 * forward)
+        params = 2 * sum(x.size for x in jax.tree.leaves(model.abstract()))
+        tied = 2 * model.vocabulary * model.width if model.tied else 0
+        assert sum(layer.param_bytes for layer in costs) == params + tied
+        assert costs[1].activation_bytes == costs[1].output_bytes == 2 * 1024 * model.width
+        assert costs[1].working_bytes == plain[1].activation_bytes > 10 * costs[1].output_bytes
+        assert len(costs) == model.layers + 2
+
+
+def test_layer_costs_reject_an_efficiency_out_of_range():
+    with pytest.raises(ValueError, match=r"efficiency must be in \(0, 1\], got 2"):
+        layer_costs(Decoder(1, 8, 1, 1, 8, 8), kind_of("h100x8"), efficiency=2)
