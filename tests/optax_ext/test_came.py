@@ -254,9 +254,12 @@ OLD = "--xla_cpu_use_fusion_emitters=false" in os.environ["XLA_FLAGS"]
 EMITTERS = {"xla_cpu_use_fusion_emitters": True} if OLD else {}
 
 
-@pytest.mark.parametrize(("eps", "low", "high"), [(1e-30, 0.1, 1.0), (1e-12, 0.0, 0.02)])
-def test_rounding_noise_of_key_biases_becomes_updates_unless_eps_is_above_it(eps, low, high):
-    """A bias of keys moves all logits of a query alike: its gradient is zero but for rounding."""
+def test_rounding_noise_of_key_biases_becomes_updates_unless_eps_is_above_it():
+    """A bias of keys moves all logits of a query alike: its gradient is zero but for rounding.
+
+    Noise n below sqrt(eps) becomes g / sqrt((1 - b2^i) eps) in step i, and the momentum of ten such
+    steps has the RMS 2.97 n / sqrt(eps). How large n is depends on the processor.
+    """
     attention = nn.MultiHeadDotProductAttention(num_heads=4)
     x = jax.random.normal(jax.random.key(0), (8, 16, 32))
     params = attention.init(jax.random.key(1), x)["params"]
@@ -273,17 +276,21 @@ def test_rounding_noise_of_key_biases_becomes_updates_unless_eps_is_above_it(eps
             eps=eps, factoring=optax_ext.flax_transformer(), debias_instability=True
         )
         state, update = tx.init(params), jax.jit(tx.update)
+        noise = []
         for i in range(10):
             grads = grad(jax.random.key(3 + i))
             updates, state = update(grads, state)
-        return grads, updates
+            noise.append(size(grads["key"]["bias"]))
+        assert max(noise) < 1e-6 * size(grads["value"]["bias"])
+        return max(noise), updates
 
     def size(x):
         return float(jnp.sqrt(jnp.mean(jnp.square(x))))
 
-    (grads, updates), (_, plain) = updates_of(eps), updates_of(1e-30)
-    assert size(grads["key"]["bias"]) < 1e-6 * size(grads["value"]["bias"])
-    assert low <= size(updates["key"]["bias"]) < high
+    eps = 1e-12
+    (noise, updates), (_, plain) = updates_of(eps), updates_of(1e-30)
+    assert 0.1 < size(plain["key"]["bias"]) < 1
+    assert size(updates["key"]["bias"]) < 4 * noise / eps**0.5
     for name in ("query", "value", "out"):
         for field, x in updates[name].items():
             np.testing.assert_allclose(x, plain[name][field], rtol=1e-3, atol=1e-5)
