@@ -5,6 +5,8 @@ from sharding import pipeline as pipeline
 from sharding import sync as sync
 from sharding._zero import Zero as Zero
 from sharding.offload._transformation import offload as offload
+from sharding.pipeline._async_pipeline import AsyncPipeline as AsyncPipeline
+from sharding.pipeline._async_pipeline import AsyncState as AsyncState
 from sharding.pipeline._pipeline import Pipeline as Pipeline
 from sharding.placement._describe import Description as Description
 from sharding.placement._state_specs import state_specs as state_specs

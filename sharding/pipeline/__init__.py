@@ -1,5 +1,9 @@
 """Pipelines: schedules as tables, and one program that runs any of them."""
 
+from sharding.pipeline._async_schedule import AsyncSchedule as AsyncSchedule
+from sharding.pipeline._async_schedules import pipedream as pipedream
+from sharding.pipeline._async_schedules import pipedream_2bw as pipedream_2bw
+from sharding.pipeline._async_schedules import pipemare as pipemare
 from sharding.pipeline._ops import Costs as Costs
 from sharding.pipeline._ops import Op as Op
 from sharding.pipeline._ops import Place as Place

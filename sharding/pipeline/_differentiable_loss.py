@@ -36,6 +36,7 @@ class Model:
       head: after the layers.
       has_aux: whether ``head`` returns more than the sum and the weight.
       recompute: whether backward passes compute their layers again.
+      gather_layers: whether each layer is gathered where it runs.
     """
 
     mesh: AnyMesh
@@ -47,6 +48,7 @@ class Model:
     head: Callable[..., Any]
     has_aux: bool
     recompute: bool
+    gather_layers: bool
 
     @functools.cached_property
     def training(self) -> tuple[Schedule, Instructions]:
@@ -122,7 +124,7 @@ def _run(
     def on_stage(layers: Arrays, shared: Arrays, microbatches: Any, key: Any, tables: Any) -> Any:
         tables = [{name: x[..., 0] for name, x in table.items()} for table in tables]
         trees = (treedef, of_layers), (shared_treedef, of_shared)
-        executor = _executor(model, schedule, program, *trees)
+        executor = make_executor(model, schedule, program, *trees)
         rows = [_with_replicas(model, x) for x in layers]
         buffers = executor.run(
             LayerParams(*_partition(rows, of_layers)),
@@ -136,7 +138,7 @@ def _run(
     on_rows, nothing = P(model.axis), P()
     trained_layers, _ = _partition(layers, of_layers)
     trained_shared, _ = _partition(shared, of_shared)
-    mapped = _over_axis(
+    mapped = over_axis(
         model,
         on_stage,
         (on_rows, nothing, nothing, nothing, P(None, None, model.axis)),
@@ -156,21 +158,35 @@ def _run(
     )
 
 
-def _executor(
+def make_executor(
     model: Model,
     schedule: Schedule,
     program: Instructions,
     layers: tuple[Any, list[bool]],
     shared: tuple[Any, list[bool]],
-) -> Executor:
-    """The executor of one stage, over leaves in place of trees of parameters."""
+    kind: Any = Executor,
+    **more: Any,
+) -> Any:
+    """The executor of one stage, over leaves in place of trees of parameters.
+
+    Args:
+      model: the model.
+      schedule: the table.
+      program: its instructions.
+      layers: the tree of the layers, and for each leaf whether it is trained.
+      shared: those of the shared parameters.
+      kind: ``Executor``, or a class derived from it.
+      **more: what the derived class has beside.
+    """
 
     def args(microbatch: Any, key: Any) -> tuple[Any, ...]:
         return (microbatch,) if key is None else (microbatch, key)
 
     def layer(params: LayerParams, x: Any, microbatch: Any, key: Any) -> Any:
         tree = layers[0].unflatten(_interleave(*params, layers[1]))
-        return model.block(gather(tree), x, *args(microbatch, key))
+        # Elsewhere the layers are whole. A gather would hide that residuals are parameters.
+        tree = gather(tree) if model.gather_layers else tree
+        return model.block(tree, x, *args(microbatch, key))
 
     def embed(params: Any, microbatch: Any, key: Any) -> Any:
         return model.embed(params, *args(microbatch, key))
@@ -186,10 +202,10 @@ def _executor(
     counts = model.layer_counts
     stage = Stage(layer, max(counts), uneven=min(counts) < max(counts))
     ends = Ends(embed, head, join)
-    return Executor(schedule, program, stage, ends, counts, model.recompute, model.axis)
+    return kind(schedule, program, stage, ends, counts, model.recompute, model.axis, **more)
 
 
-def _over_axis(
+def over_axis(
     model: Model,
     fn: Callable[..., Any],
     in_specs: Any,
@@ -203,7 +219,7 @@ def _over_axis(
       fn: the function.
       in_specs: of its arguments, on the pipeline's axis.
       out_specs: of its results.
-      out_types: specs of the results on all axes: Explicit axes require them.
+      out_types: specs of the results on all axes, or a prefix: Explicit axes require them.
     """
     context = jax.sharding.get_abstract_mesh()
     mesh = model.mesh if context.empty else context

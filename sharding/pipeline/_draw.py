@@ -10,7 +10,12 @@ if TYPE_CHECKING:
     from sharding.pipeline._schedule import Schedule
 
 # The colours of the papers: forward blue, backward green, weights orange; chunks get lighter.
-_COLORS = {Op.FORWARD: "#4c78c8", Op.BACKWARD: "#59a868", Op.WEIGHT: "#e0913a"}
+_COLORS = {
+    Op.FORWARD: "#4c78c8",
+    Op.BACKWARD: "#59a868",
+    Op.WEIGHT: "#e0913a",
+    Op.UPDATE: "#c0504d",
+}
 
 
 def as_text(schedule: "Schedule") -> str:

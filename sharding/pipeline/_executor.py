@@ -59,6 +59,8 @@ class Buffers(NamedTuple):
       layer_grads: of the trained parameters, [chunks * layers, ...].
       shared_grads: of the trained shared parameters.
       totals: of the loss.
+      versions: of the parameters, in an asynchronous pipeline.
+      opt_state: of the optimizer there.
     """
 
     messages: Any
@@ -67,6 +69,8 @@ class Buffers(NamedTuple):
     layer_grads: Arrays
     shared_grads: Arrays
     totals: Totals
+    versions: Any = ()
+    opt_state: Any = ()
 
 
 @dataclasses.dataclass
@@ -113,7 +117,9 @@ class Executor:
         """
         self._layers, self._shared = layers, shared
         self._microbatches, self._key = microbatches, key
-        buffers = self._empty_buffers()
+        return self._run(self._empty_buffers(), tables)
+
+    def _run(self, buffers: Buffers, tables: Sequence[dict[str, jax.Array]]) -> Buffers:
         for segment, columns in zip(self.program.segments, tables, strict=True):
             buffers, _ = lax.scan(functools.partial(self._iteration, segment), buffers, columns)
         return buffers
@@ -127,7 +133,7 @@ class Executor:
 
     def _tick(self, phase: Phase, buffers: Buffers, column: Column) -> Buffers:
         """One operation of this stage, then the messages of all stages."""
-        run = {Op.FORWARD: self._forward, Op.BACKWARD: self._backward, Op.WEIGHT: self._weight}
+        run = self._operations()
         # A branch gets what any of the phase writes; what it only reads, it closes over.
         written = sorted(set().union(*(self._written(code) for code in phase.codes)))
         nothing = self._no_message()
@@ -147,13 +153,16 @@ class Executor:
         with jax.named_scope("messages"):
             if phase.right:
                 arrived = lax.ppermute(message, self.axis, phase.right)
-                messages = _write_slot(messages, column["from_left"], arrived)
+                messages = write_slot(messages, column["from_left"], arrived)
             if phase.left:
                 arrived = lax.ppermute(message, self.axis, phase.left)
-                messages = _write_slot(messages, column["from_right"], arrived)
+                messages = write_slot(messages, column["from_right"], arrived)
             if phase.stays:
-                messages = _write_slot(messages, column["from_self"], message)
+                messages = write_slot(messages, column["from_self"], message)
         return buffers._replace(messages=messages)
+
+    def _operations(self) -> dict[Op, Callable[[Code, Buffers, Column], tuple[Any, Buffers]]]:
+        return {Op.FORWARD: self._forward, Op.BACKWARD: self._backward, Op.WEIGHT: self._weight}
 
     def _written(self, code: Code) -> set[str]:
         if code.op == Op.FORWARD:
@@ -173,64 +182,63 @@ class Executor:
         evaluating = self.schedule.forward_only
         if code.last and not evaluating:
             return None, buffers  # the first half of its backward pass
-        scope, params = self._scope(column), self._chunk(column)
+        scope, (params, shared) = self._scope(column), self._params(code, buffers, column)
         with jax.named_scope("forward"):
-            x = self._input(code, buffers, column, scope)
+            x = self._input(code, buffers, column, scope, shared)
             if code.last:
                 y = self.stage.forward(params, x, scope)
-                sum_, rest = self.ends.head(self._whole_shared(), y, *self._of_head(scope))
+                sum_, rest = self.ends.head(self.ends.join(*shared), y, *self._of_head(scope))
                 return None, self._with_totals(buffers, column, sum_, rest)
             if self.recompute or evaluating:
                 return self.stage.forward(params, x, scope), buffers
             y, residuals = self.stage.forward_storing(params, x, scope)
             return y, buffers._replace(
-                residuals=_write_slot(buffers.residuals, column["residual"], residuals)
+                residuals=write_slot(buffers.residuals, column["residual"], residuals)
             )
 
     def _backward(self, code: Code, buffers: Buffers, column: Column) -> tuple[Any, Buffers]:
-        scope, params = self._scope(column), self._chunk(column)
+        scope, (params, shared) = self._scope(column), self._params(code, buffers, column)
         if self.recompute or code.last:
             with jax.named_scope("forward"):
-                x = self._input(code, buffers, column, scope)
+                x = self._input(code, buffers, column, scope, shared)
                 y, residuals = self.stage.forward_storing(params, x, scope)
         else:
-            residuals = _read_slot(buffers.residuals, column["residual"])
+            residuals = read_slot(buffers.residuals, column["residual"])
 
         with jax.named_scope("backward"):
             if code.last:
 
-                def head(shared: Arrays, y: Any) -> Any:
-                    whole = self.ends.join(shared, self._shared.frozen)
+                def head(trained: Arrays, y: Any) -> Any:
+                    whole = self.ends.join(trained, shared.frozen)
                     return self.ends.head(whole, y, *self._of_head(scope))
 
-                sum_, vjp, rest = jax.vjp(head, self._shared.trained, y, has_aux=True)
+                sum_, vjp, rest = jax.vjp(head, shared.trained, y, has_aux=True)
                 found, cotangent = vjp(jnp.ones_like(sum_))
                 buffers = self._with_totals(buffers, column, sum_, rest)
                 buffers = buffers._replace(shared_grads=_add(buffers.shared_grads, found))
             else:
-                cotangent = _read_slot(buffers.messages, column["cotangent"])
+                cotangent = read_slot(buffers.messages, column["cotangent"])
             if self.schedule.splits_backward:
                 cotangent, crossing = self.stage.backward_input(params, residuals, cotangent, scope)
-                crossing = _write_slot(buffers.crossing, column["crossing"], crossing)
+                crossing = write_slot(buffers.crossing, column["crossing"], crossing)
                 buffers = buffers._replace(crossing=crossing)
             else:
                 cotangent, found = self.stage.backward(params, residuals, cotangent, scope)
                 buffers = self._with_layer_grads(buffers, column, found)
             if code.first:
 
-                def embed(shared: Arrays) -> Any:
-                    whole = self.ends.join(shared, self._shared.frozen)
+                def embed(trained: Arrays) -> Any:
+                    whole = self.ends.join(trained, shared.frozen)
                     return self.ends.embed(whole, *self._of_embed(scope))
 
-                (found,) = jax.vjp(embed, self._shared.trained)[1](cotangent)
+                (found,) = jax.vjp(embed, shared.trained)[1](cotangent)
                 return None, buffers._replace(shared_grads=_add(buffers.shared_grads, found))
             return cotangent, buffers
 
     def _weight(self, code: Code, buffers: Buffers, column: Column) -> tuple[Any, Buffers]:
-        del code
         with jax.named_scope("backward"):
-            crossing = _read_slot(buffers.crossing, column["crossing"])
-            params, scope = self._chunk(column), self._scope(column)
+            crossing = read_slot(buffers.crossing, column["crossing"])
+            scope, (params, _) = self._scope(column), self._params(code, buffers, column)
             found = self.stage.backward_weight(params, crossing, scope)
             return None, self._with_layer_grads(buffers, column, found)
 
@@ -242,7 +250,7 @@ class Executor:
         if key is not None:
             key = jax.random.fold_in(key, column["microbatch"])
         return Scope(
-            _read_slot(self._microbatches, column["microbatch"]),
+            read_slot(self._microbatches, column["microbatch"]),
             key,
             jnp.asarray(starts)[v],
             jnp.asarray(self.layer_counts, jnp.int32)[v],
@@ -255,16 +263,19 @@ class Executor:
     def _of_head(self, scope: Scope) -> tuple[Any, Any]:
         return scope.microbatch, _fold_key(scope.key, sum(self.layer_counts) + 1)
 
-    def _whole_shared(self) -> Any:
-        return self.ends.join(self._shared.trained, self._shared.frozen)
-
-    def _input(self, code: Code, buffers: Buffers, column: Column, scope: Scope) -> Any:
+    def _input(
+        self, code: Code, buffers: Buffers, column: Column, scope: Scope, shared: LayerParams
+    ) -> Any:
         if code.first:
-            return self.ends.embed(self._whole_shared(), *self._of_embed(scope))
-        return _read_slot(buffers.messages, column["input"])
+            return self.ends.embed(self.ends.join(*shared), *self._of_embed(scope))
+        return read_slot(buffers.messages, column["input"])
 
-    def _chunk(self, column: Column) -> LayerParams:
-        return LayerParams(*(self._chunk_of(x, column) for x in self._layers))
+    def _params(
+        self, code: Code, buffers: Buffers, column: Column
+    ) -> tuple[LayerParams, LayerParams]:
+        """The layers of one chunk, and the shared parameters."""
+        del code, buffers
+        return LayerParams(*(self._chunk_of(x, column) for x in self._layers)), self._shared
 
     def _chunk_of(self, arrays: Arrays, column: Column) -> Arrays:
         """The rows of one chunk, [layers, ...]."""
@@ -294,7 +305,7 @@ class Executor:
             totals=Totals(
                 totals.sum + sum_,
                 totals.weight + weight,
-                _write_slot(totals.aux, column["microbatch"], aux),
+                write_slot(totals.aux, column["microbatch"], aux),
             )
         )
 
@@ -309,12 +320,13 @@ class Executor:
         column = {name: jnp.zeros((), jnp.int32) for name in self.program.segments[0].tables}
 
         def every() -> Any:
-            scope, params = self._scope(column), self._chunk(column)
-            x = self.ends.embed(self._whole_shared(), *self._of_embed(scope))
+            scope, shared = self._scope(column), self.ends.join(*self._shared)
+            params = LayerParams(*(self._chunk_of(x, column) for x in self._layers))
+            x = self.ends.embed(shared, *self._of_embed(scope))
             one = LayerParams(*([leaf[0] for leaf in part] for part in params))
             after = self.stage.layer(one, x, *self._of_embed(scope))
             _check_activations(x, after)
-            out = self.ends.head(self._whole_shared(), x, *self._of_head(scope))
+            out = self.ends.head(shared, x, *self._of_head(scope))
             if self.schedule.forward_only:
                 return x, [], [], out
             y, residuals = self.stage.forward_storing(params, x, scope)
@@ -378,11 +390,11 @@ def _fold_key(key: Any, number: int) -> Any:
     return None if key is None else jax.random.fold_in(key, number)
 
 
-def _read_slot(tree: Any, i: Any) -> Any:
+def read_slot(tree: Any, i: Any) -> Any:
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree)
 
 
-def _write_slot(tree: Any, i: Any, new: Any) -> Any:
+def write_slot(tree: Any, i: Any, new: Any) -> Any:
     return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), tree, new)
 
 

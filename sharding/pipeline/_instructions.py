@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sharding.pipeline._async_schedule import AsyncSchedule
 from sharding.pipeline._ops import Op, Place, Task
 from sharding.pipeline._schedule import Schedule
 
@@ -56,17 +57,23 @@ class Instructions(NamedTuple):
         expects.
       num_residuals: slots for residuals from the forward to the backward pass.
       num_crossing: slots for what a split backward pass stores until ``WEIGHT``.
+      num_versions: slots for versions of the parameters, in an asynchronous pipeline.
+      last_version: for each stage, the slot of its last version.
     """
 
     segments: tuple[Segment, ...]
     num_messages: int
     num_residuals: int
     num_crossing: int
+    num_versions: int = 0
+    last_version: tuple[int, ...] = ()
 
 
 # Of the tables: the columns that name slots, and all others.
 _SLOTS = ("input", "cotangent", "residual", "crossing", "from_left", "from_right", "from_self")
 _COLUMNS = ("code", "microbatch", "chunk", "virtual_stage", *_SLOTS)
+# Of asynchronous pipelines: the slots of the versions that an operation reads and makes.
+_VERSIONS = ("version", "new_version")
 
 
 class _Stored(NamedTuple):
@@ -122,7 +129,9 @@ def instructions(schedule: Schedule, recompute: bool) -> Instructions:
     slots |= residual_slots | crossing_slots
 
     shape = (schedule.num_ticks, schedule.num_stages)
-    table = {name: np.zeros(shape, np.int32) for name in _COLUMNS}
+    asynchronous = isinstance(schedule, AsyncSchedule)
+    columns = _COLUMNS + (_VERSIONS if asynchronous else ())
+    table = {name: np.zeros(shape, np.int32) for name in columns}
     for name in ("from_left", "from_right", "from_self"):
         table[name][:] = num_messages
     directions: list[dict[str, set[tuple[int, int]]]] = [
@@ -139,7 +148,7 @@ def instructions(schedule: Schedule, recompute: bool) -> Instructions:
     branches: list[Code] = []
     for tick, stage, task in schedule.tasks():
         op, m, v = task
-        code = Code(op, v == 0, v == last)
+        code = Code(op, v == 0, v == last) if op != Op.UPDATE else Code(op, False, False)
         if code not in branches:
             branches.append(code)
         codes[tick, stage] = branches.index(code)
@@ -150,10 +159,39 @@ def instructions(schedule: Schedule, recompute: bool) -> Instructions:
         table["cotangent"][tick, stage] = slots.get(("cotangent", Task(Op.BACKWARD, m, v)), 0)
         table["residual"][tick, stage] = slots.get(("residual", Task(Op.FORWARD, m, v)), 0)
         table["crossing"][tick, stage] = slots.get(("crossing", Task(Op.WEIGHT, m, v)), 0)
+    num_versions, last_version = 0, tuple[int, ...]()
+    if isinstance(schedule, AsyncSchedule):
+        num_versions, last_version = _fill_versions(schedule, table)
     segments = tuple(
-        _segment(table, codes, branches, directions, *ticks) for ticks in _loops(directions)
+        _segment(table, codes, branches, directions, *ticks)
+        for ticks in _loops(directions, periods=(2, 3) if asynchronous else (2,))
     )
-    return Instructions(segments, num_messages, num_residuals, num_crossing)
+    return Instructions(
+        segments, num_messages, num_residuals, num_crossing, num_versions, last_version
+    )
+
+
+def _fill_versions(
+    schedule: AsyncSchedule, table: dict[str, np.ndarray]
+) -> tuple[int, tuple[int, ...]]:
+    """Fills the columns of versions; returns the number of slots, and the last one's per stage."""
+
+    def key(stage: int, version: int) -> tuple[str, Task]:
+        return "version", Task(Op.UPDATE, version, stage)
+
+    stored = [
+        _Stored(stage, start, end, key(stage, version))
+        for (stage, version), (start, end) in schedule.version_ends().items()
+    ]
+    slots, num_versions = _assign(stored)
+    for tick, stage, task in schedule.tasks():
+        version = int(schedule.version[tick, stage])
+        if task.op == Op.UPDATE:
+            table["new_version"][tick, stage] = slots[key(stage, version)]
+            version -= 1
+        table["version"][tick, stage] = slots[key(stage, version)]
+    last = tuple(slots[key(s, schedule.num_updates)] for s in range(schedule.num_stages))
+    return num_versions, last
 
 
 def _check_replicas(schedule: Schedule) -> None:
@@ -198,11 +236,14 @@ def _direction(schedule: Schedule, sender: int, receiver: int, kind: str) -> str
     )
 
 
-def _loops(directions: Sequence[dict[str, set[tuple[int, int]]]]) -> Iterator[tuple[int, int, int]]:
+def _loops(
+    directions: Sequence[dict[str, set[tuple[int, int]]]], periods: Sequence[int]
+) -> Iterator[tuple[int, int, int]]:
     """(first tick, end, ticks per iteration) of loops in which ticks of one kind send one way.
 
     Each tick of a loop runs the collectives of its phase whether messages are there or not. Aligned
-    tables send right in even ticks and left in odd ones; GPipe's right first, then left.
+    tables send right in the first ticks of a period and left in the second ones, and nothing in
+    those of updates; GPipe's right first, then left.
     """
     sends = [{name for name, pairs in tick.items() if pairs} - {"from_self"} for tick in directions]
 
@@ -210,9 +251,11 @@ def _loops(directions: Sequence[dict[str, set[tuple[int, int]]]]) -> Iterator[tu
         return set().union(*sets)
 
     num_ticks = len(sends)
-    if union(sends[::2]) and union(sends[1::2]) and not union(sends[::2]) & union(sends[1::2]):
-        yield 0, num_ticks, 2
-        return
+    for period in periods:
+        right, left, *none = (union(sends[i::period]) for i in range(period))
+        if right and left and not right & left and not any(none):
+            yield 0, num_ticks, period
+            return
     for middle in range(1, num_ticks):
         before, after = union(sends[:middle]), union(sends[middle:])
         if before and after and not before & after:

@@ -12,9 +12,10 @@ class Op(enum.IntEnum):
     FORWARD = 1
     BACKWARD = 2  # the full backward pass; where WEIGHT operations follow, that of the input alone
     WEIGHT = 3  # the rest of a split backward pass: the gradients of the parameters
+    UPDATE = 4  # of the parameters, in an asynchronous pipeline
 
 
-LETTERS = {Op.IDLE: ".", Op.FORWARD: "F", Op.BACKWARD: "B", Op.WEIGHT: "W"}
+LETTERS = {Op.IDLE: ".", Op.FORWARD: "F", Op.BACKWARD: "B", Op.WEIGHT: "W", Op.UPDATE: "U"}
 
 
 class Task(NamedTuple):
@@ -52,15 +53,17 @@ class Costs:
       forward: of the forward pass.
       backward: of the full backward pass, recomputation included.
       weight: of ``WEIGHT``; ``backward`` then is that of the input alone.
+      update: of ``UPDATE``.
     """
 
     forward: float = 1.0
     backward: float = 2.0
     weight: float = 0.0
+    update: float = 0.0
 
     def of(self, op: Op) -> float:
         """The time of one operation."""
-        return (0.0, self.forward, self.backward, self.weight)[op]
+        return (0.0, self.forward, self.backward, self.weight, self.update)[op]
 
 
 def dependencies(task: Task, num_virtual_stages: int) -> list[Task]:
@@ -68,7 +71,7 @@ def dependencies(task: Task, num_virtual_stages: int) -> list[Task]:
     op, microbatch, v = task
     if op == Op.FORWARD:
         return [Task(op, microbatch, v - 1)] if v else []
-    if op == Op.WEIGHT:
+    if op in (Op.WEIGHT, Op.UPDATE):
         return [Task(Op.BACKWARD, microbatch, v)]
     before = [Task(Op.FORWARD, microbatch, v)]
     if v + 1 < num_virtual_stages:

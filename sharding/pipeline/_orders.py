@@ -23,6 +23,10 @@ def table_from_orders(
     at = {(r, place): v for r, route in enumerate(routes) for v, place in enumerate(route)}
     done: dict[Task, int] = {}
     position, idle = [0] * len(orders), 0
+    updates = any(op == Op.UPDATE for order in orders for op, _, _ in order)
+    # Aligned: forward passes, backward passes, and updates where there are any, in their own ticks.
+    period = 3 if updates else 2
+    phase = {Op.FORWARD: 0, Op.UPDATE: 2}
     rows: list[list[Entry]] = []
     while any(p < len(order) for p, order in zip(position, orders, strict=True)):
         tick = len(rows)
@@ -31,7 +35,7 @@ def table_from_orders(
             if position[stage] == len(order):
                 continue
             op, microbatch, chunk = order[position[stage]]
-            if aligned and (op == Op.FORWARD) != (tick % 2 == 0):
+            if aligned and tick % period != phase.get(op, 1):
                 continue
             task = Task(op, microbatch, at[route_of[microbatch], Place(stage, chunk)])
             needed = dependencies(task, len(routes[0]))
@@ -41,7 +45,7 @@ def table_from_orders(
                 position[stage] += 1
         rows.append(row)
         idle = 0 if any(entry[0] for entry in row) else idle + 1
-        if idle > 1:
+        if idle >= period:
             stuck = [
                 f"stage {stage} at {LETTERS[order[p][0]]}{order[p][1]}"
                 for stage, (p, order) in enumerate(zip(position, orders, strict=True))

@@ -76,7 +76,8 @@ class Pipeline:
       recompute: whether backward passes compute their layers again from the activations that a
         stage received. Otherwise forward passes store residuals.
       gather: at stage 3, ``"step"`` gathers the layers of a stage once per step, ``"tick"`` each
-        layer where it runs: less memory, and traffic that grows with the micro-batches.
+        layer where it runs: less memory, and traffic that grows with the micro-batches; it needs
+        ``recompute``, without which residuals would hold the gathered layers.
 
     Raises:
       ValueError: if the schedule does not fit the mesh axis or the layers.
@@ -131,6 +132,11 @@ class Pipeline:
             )
         if self.gather not in GATHERS:
             raise ValueError(f"gather must be one of {', '.join(GATHERS)}, got {self.gather!r}.")
+        if self.gather == "tick" and not self.recompute:
+            raise ValueError(
+                "gather='tick' needs recompute=True: stored residuals would hold the gathered "
+                "layers of every micro-batch."
+            )
         if self.numbered is not None and self.numbered.count("{}") != 1:
             raise ValueError(
                 f"numbered must hold {{}} once, where the number is, got {self.numbered!r}."
@@ -189,6 +195,7 @@ class Pipeline:
             self.head,
             self.has_aux,
             self.recompute,
+            self.gather == "tick",
         )
 
     def stack(self, tree: Any) -> Any:
@@ -299,12 +306,7 @@ class Pipeline:
         Raises:
           ValueError: if the batch or the parameters do not fit, or the batch is differentiated.
         """
-        if self.rngs != (key is not None):
-            raise ValueError(
-                "the pipeline takes a key: pass it after the batch."
-                if self.rngs
-                else "the pipeline takes no key. Make it with rngs=True."
-            )
+        self._check_key(key)
         layers, shared = self._parts(params)
         shared = gather(shared)
         if self.gather == "step":
@@ -313,6 +315,15 @@ class Pipeline:
             self._check_rows(x)
         sums, aux = loss(self._model, (layers, shared), self._microbatches(batch), key)
         return (sums, aux) if self.has_aux else sums
+
+    def _check_key(self, key: Any) -> None:
+        """Raises unless there is a key where ``rngs`` says so."""
+        if self.rngs != (key is not None):
+            raise ValueError(
+                "the pipeline takes a key: pass it after the batch."
+                if self.rngs
+                else "the pipeline takes no key. Make it with rngs=True."
+            )
 
     def _microbatches(self, batch: Any) -> Any:
         """[examples, ...] to [micro-batches, examples, ...]."""

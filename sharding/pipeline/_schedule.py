@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -24,6 +24,8 @@ class Figures(NamedTuple):
         the tick of the forward pass to that of the last operation that needs them.
       weight_copies: how many replicas of the layers the stages hold together.
       messages: per stage, the number of activations and cotangents that it sends to other stages.
+      weight_versions: per stage, the most versions of its parameters stored at once: 1 but for
+        asynchronous pipelines.
     """
 
     ticks: int
@@ -32,6 +34,7 @@ class Figures(NamedTuple):
     live: tuple[int, ...]
     weight_copies: int
     messages: tuple[int, ...]
+    weight_versions: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,6 +73,8 @@ class Schedule:
     chunk: np.ndarray
     routes: tuple[Route, ...]
     route_of: tuple[int, ...]
+
+    _OPS: ClassVar = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
 
     def __post_init__(self) -> None:
         tables = [np.array(table, np.int32) for table in (self.op, self.microbatch, self.chunk)]
@@ -138,7 +143,7 @@ class Schedule:
                 int(table[tick, stage]) for table in (self.op, self.microbatch, self.chunk)
             )
             where = f"{self.name}: tick {tick}, stage {stage}"
-            if op not in tuple(Op):
+            if op not in self._OPS:
                 raise ScheduleError(f"{where}: {op} is no operation.")
             if not 0 <= microbatch < self.num_microbatches:
                 raise ScheduleError(
@@ -184,10 +189,11 @@ class Schedule:
         return Figures(
             self.num_ticks,
             tuple(busy.tolist()),
-            1 - float(busy.sum()) / (self.num_stages * self.event_time(Costs(1, 1, 1))),
+            1 - float(busy.sum()) / (self.num_stages * self.event_time(Costs(1, 1, 1, 1))),
             tuple(np.max(self.live(), axis=0, initial=0).tolist()),
             len(self.routes),
             self._messages(),
+            (1,) * self.num_stages,
         )
 
     def _messages(self) -> tuple[int, ...]:

@@ -7,12 +7,12 @@ from sharding.pipeline._schedule import Schedule
 F, B, W = Op.FORWARD, Op.BACKWARD, Op.WEIGHT
 
 
-def _straight(stages: int) -> tuple[Route, ...]:
+def straight(stages: int) -> tuple[Route, ...]:
     """One route: virtual stage v on stage v."""
     return (tuple(Place(stage, 0) for stage in range(stages)),)
 
 
-def _check_sizes(**sizes: int) -> None:
+def check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}.")
@@ -41,10 +41,10 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
       Huang, Cheng, Bapna, Firat, Chen, Chen, Lee, Ngiam, Le, Wu, Chen: GPipe: Efficient Training of
       Giant Neural Networks using Pipeline Parallelism, NeurIPS 2019, arXiv 1811.06965.
     """
-    _check_sizes(stages=stages, microbatches=microbatches)
+    check_sizes(stages=stages, microbatches=microbatches)
     every = range(microbatches)
     order = [(F, m, 0) for m in every] + [(B, m, 0) for m in every]
-    return Schedule.from_orders("gpipe", [order] * stages, _straight(stages), [0] * microbatches)
+    return Schedule.from_orders("gpipe", [order] * stages, straight(stages), [0] * microbatches)
 
 
 def one_f_one_b(stages: int, microbatches: int, *, aligned: bool = True) -> Schedule:
@@ -78,18 +78,16 @@ def one_f_one_b(stages: int, microbatches: int, *, aligned: bool = True) -> Sche
       Phanishayee, Shi, Chen, Zaharia: Memory-Efficient Pipeline-Parallel DNN Training, ICML 2021,
       arXiv 2006.09503 (PipeDream-flush).
     """
-    _check_sizes(stages=stages, microbatches=microbatches)
+    check_sizes(stages=stages, microbatches=microbatches)
     orders = []
     for stage in range(stages):
         warmup = min(microbatches, (stages - 1 - stage) * (2 if aligned else 1))
-        orders.append(_one_f_one_b_order(warmup, [(m, 0) for m in range(microbatches)]))
+        orders.append(one_f_one_b_order(warmup, [(m, 0) for m in range(microbatches)]))
     name = "1f1b-aligned" if aligned else "1f1b"
-    return Schedule.from_orders(
-        name, orders, _straight(stages), [0] * microbatches, aligned=aligned
-    )
+    return Schedule.from_orders(name, orders, straight(stages), [0] * microbatches, aligned=aligned)
 
 
-def _one_f_one_b_order(
+def one_f_one_b_order(
     warmup: int,
     forwards: list[tuple[int, int]],
     backwards: list[tuple[int, int]] | None = None,
@@ -125,7 +123,7 @@ def interleaved(
       Catanzaro, Phanishayee, Zaharia: Efficient Large-Scale Language Model Training on GPU Clusters
       Using Megatron-LM, SC 2021, arXiv 2104.04473.
     """
-    _check_sizes(stages=stages, microbatches=microbatches, chunks=chunks)
+    check_sizes(stages=stages, microbatches=microbatches, chunks=chunks)
     if microbatches % stages:
         raise ValueError(
             f"the interleaved schedule takes micro-batches in groups of one per stage: got "
@@ -142,7 +140,7 @@ def interleaved(
     forwards = [unit(k, True) for k in range(num_units)]
     backwards = [unit(k, False) for k in range(num_units)]
     orders = [
-        _one_f_one_b_order(
+        one_f_one_b_order(
             min(num_units, 2 * (stages - 1 - stage) + (chunks - 1) * stages), forwards, backwards
         )
         for stage in range(stages)
@@ -170,7 +168,7 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
     References:
       Qi, Wan, Huang, Lin: Zero Bubble (Almost) Pipeline Parallelism, ICLR 2024, arXiv 2401.10241.
     """
-    _check_sizes(stages=stages, microbatches=microbatches)
+    check_sizes(stages=stages, microbatches=microbatches)
     orders = []
     for stage in range(stages):
         warmup = min(microbatches, stages - 1 - stage)
@@ -181,7 +179,7 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
             order += [(W, m - stage, 0)] if m >= stage else []
         order += [(W, m, 0) for m in range(max(0, microbatches - stage), microbatches)]
         orders.append(order)
-    return Schedule.from_orders("zb-h1", orders, _straight(stages), [0] * microbatches)
+    return Schedule.from_orders("zb-h1", orders, straight(stages), [0] * microbatches)
 
 
 def zb_v(stages: int, microbatches: int) -> Schedule:
@@ -213,7 +211,7 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
       (section 6). Qi, Wan, Amar, Lin: Pipeline Parallelism with Controllable Memory, NeurIPS 2024,
       arXiv 2405.15362.
     """
-    _check_sizes(stages=stages, microbatches=microbatches)
+    check_sizes(stages=stages, microbatches=microbatches)
     route = tuple(Place(s, 0) for s in range(stages))
     route += tuple(Place(s, 1) for s in reversed(range(stages)))
     orders = [_zb_v_order(stage, stages, microbatches) for stage in range(stages)]
@@ -265,7 +263,7 @@ def chimera(stages: int, microbatches: int) -> Schedule:
       Li, Hoefler: Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional
       Pipelines, SC 2021, arXiv 2107.06925.
     """
-    _check_sizes(stages=stages, microbatches=microbatches)
+    check_sizes(stages=stages, microbatches=microbatches)
     if stages % 2 or microbatches % stages:
         raise ValueError(
             "chimera takes an even number of stages and a multiple of it in micro-batches, got "

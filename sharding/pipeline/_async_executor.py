@@ -1,0 +1,151 @@
+"""The executor of asynchronous pipelines: updates in the loop over ticks, versions in slots."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from sharding.pipeline._executor import (
+    Buffers,
+    Column,
+    Executor,
+    Totals,
+    read_slot,
+    write_slot,
+)
+from sharding.pipeline._instructions import Code
+from sharding.pipeline._ops import Op
+from sharding.pipeline._stage import Arrays, LayerParams
+
+Leaves = tuple[Arrays, Arrays]  # of the layers, and of the shared parameters
+
+
+@dataclasses.dataclass
+class AsyncExecutor(Executor):
+    """One stage of an asynchronous pipeline.
+
+    Attributes:
+      tx: the optimizer of this stage.
+      to_tree: from leaves to the parameters that ``tx`` sees.
+      of_tree: the inverse.
+      backward_params: ``backward_params(params, opt_state)``, at which backward passes are; None
+        for the version that the table names.
+      microbatches_per_update: micro-batches of a minibatch.
+    """
+
+    tx: optax.GradientTransformationExtraArgs
+    to_tree: Callable[[Leaves], Any]
+    of_tree: Callable[[Any], Leaves]
+    backward_params: Callable[[Any, Any], Any] | None
+    microbatches_per_update: int
+
+    def run_updates(
+        self,
+        leaves: Leaves,
+        opt_state: Any,
+        microbatches: Any,
+        key: Any,
+        tables: Sequence[dict[str, jax.Array]],
+        last_version: Any,
+    ) -> tuple[Leaves, Any, Totals]:
+        """All ticks.
+
+        Args:
+          leaves: parameters of this stage, [layers, ...], and shared ones.
+          opt_state: of this stage.
+          microbatches: a tree of [micro-batches, ...].
+          key: of the run; None without random numbers.
+          tables: of each segment, this stage's columns, [iterations, phases].
+          last_version: the slot of the last version.
+
+        Returns:
+          The parameters and the state after the last update, and totals [updates].
+        """
+        self._layers, self._shared = (LayerParams(part, []) for part in leaves)
+        self._microbatches, self._key = microbatches, key
+        buffers = self._empty_buffers()
+        self._weights = self._weights_of_updates()
+        slots = self.program.num_versions
+
+        def every_slot(x: jax.Array) -> jax.Array:
+            return jnp.broadcast_to(x, (slots, *x.shape))
+
+        def per_update(x: jax.Array) -> jax.Array:
+            return jnp.zeros((len(self._weights), *x.shape), x.dtype)
+
+        sum_, weight, aux = buffers.totals
+        buffers = buffers._replace(
+            totals=Totals(per_update(sum_), per_update(weight), aux),
+            versions=jax.tree.map(every_slot, leaves),
+            opt_state=opt_state,
+        )
+        buffers = self._run(buffers, tables)
+        return read_slot(buffers.versions, last_version), buffers.opt_state, buffers.totals
+
+    def _weights_of_updates(self) -> jax.Array:
+        """[updates]: the weights of the minibatches, which depend on the batch alone."""
+        shared = self.ends.join(*self._shared)
+
+        def of_microbatch(number: jax.Array) -> jax.Array:
+            scope = self._scope({"microbatch": number, "virtual_stage": jnp.zeros((), jnp.int32)})
+            _, (weight, _) = self.ends.head(shared, self._no_message(), *self._of_head(scope))
+            return weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
+
+        weights = lax.map(of_microbatch, jnp.arange(self.schedule.num_microbatches))
+        return jnp.sum(weights.reshape(-1, self.microbatches_per_update), axis=1)
+
+    def _operations(self) -> dict[Op, Callable[[Code, Buffers, Column], tuple[Any, Buffers]]]:
+        return super()._operations() | {Op.UPDATE: self._update}
+
+    def _written(self, code: Code) -> set[str]:
+        if code.op == Op.UPDATE:
+            return {"versions", "opt_state", "layer_grads", "shared_grads"}
+        return super()._written(code)
+
+    def _params(
+        self, code: Code, buffers: Buffers, column: Column
+    ) -> tuple[LayerParams, LayerParams]:
+        leaves = read_slot(buffers.versions, column["version"])
+        # The last stage runs its forward pass as the first half of its backward pass.
+        if code.op == Op.BACKWARD and not code.last and self.backward_params is not None:
+            with jax.named_scope("backward_params"):
+                params = self.backward_params(self.to_tree(leaves), buffers.opt_state)
+                leaves = self.of_tree(params)
+        layers, shared = leaves
+        return LayerParams(layers, []), LayerParams(shared, [])
+
+    def _update(self, code: Code, buffers: Buffers, column: Column) -> tuple[Any, Buffers]:
+        """The next version, from the sums of the gradients of a minibatch."""
+        del code
+        with jax.named_scope("update"):
+            leaves = read_slot(buffers.versions, column["version"])
+            weight = self._weights[column["microbatch"] // self.microbatches_per_update]
+            scale = jnp.where(weight == 0, 0.0, 1 / jnp.where(weight == 0, 1.0, weight))
+            sums = buffers.layer_grads, buffers.shared_grads
+            grads = jax.tree.map(lambda g, x: (g * scale).astype(x.dtype), sums, leaves)
+            params = self.to_tree(leaves)
+            updates, opt_state = self.tx.update(self.to_tree(grads), buffers.opt_state, params)
+            new = self.of_tree(optax.apply_updates(params, updates))
+            return None, buffers._replace(
+                versions=write_slot(buffers.versions, column["new_version"], new),
+                opt_state=jax.tree.map(
+                    lambda new, old: jnp.asarray(new, old.dtype), opt_state, buffers.opt_state
+                ),
+                layer_grads=jax.tree.map(jnp.zeros_like, sums[0]),
+                shared_grads=jax.tree.map(jnp.zeros_like, sums[1]),
+            )
+
+    def _with_totals(self, buffers: Buffers, column: Column, sum_: Any, rest: Any) -> Buffers:
+        weight, aux = rest
+        totals, update = buffers.totals, column["microbatch"] // self.microbatches_per_update
+        return buffers._replace(
+            totals=Totals(
+                totals.sum.at[update].add(sum_.astype(totals.sum.dtype)),
+                totals.weight.at[update].add(weight.astype(totals.weight.dtype)),
+                write_slot(totals.aux, column["microbatch"], aux),
+            )
+        )

@@ -1,0 +1,334 @@
+"""``AsyncPipeline``: many minibatches without a flush, each stage with updates of its own."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from optax_ext.execution_order import Graph
+from sharding.pipeline._async_executor import AsyncExecutor
+from sharding.pipeline._async_schedule import AsyncSchedule
+from sharding.pipeline._differentiable_loss import make_executor, over_axis
+from sharding.pipeline._instructions import Instructions, instructions
+from sharding.pipeline._pipeline import Pipeline
+from sharding.pipeline._stage import Arrays
+from sharding.placement._specs import with_axis
+from sharding.step._microbatches import join_microbatches, split_microbatches
+
+P = PartitionSpec
+
+
+class AsyncState(NamedTuple):
+    """Parameters and optimizer state of an asynchronous pipeline.
+
+    Attributes:
+      params: stacked, as ``Pipeline.stack`` makes them.
+      opt_state: of each stage's optimizer, leaves [stages, ...].
+    """
+
+    params: Any
+    opt_state: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class AsyncPipeline:
+    r"""Trains on many minibatches in one program, without a flush between them.
+
+    Each stage updates its own parameters as soon as it has their gradients, while micro-batches
+    that began with older parameters are still under way. Which version of the parameters each
+    operation reads is in the table: ``pipedream``, ``pipedream_2bw`` and ``pipemare`` make them.
+    There is no bubble but at the start and the end of a run, and gradients are late: the loss of
+    exactness is the price, and there is no general cure for it. The updates of a stage are
+
+    .. math::
+
+      g_t = \frac{\sum_m \nabla \ell_m}{\sum_m \text{weight}_m}, \quad
+      w_{t+1} = w_t + \operatorname{tx}(g_t, w_t)
+
+    over the micro-batches m of minibatch t, the gradients taken at the versions of the table.
+
+    The optimizer of a stage sees the parameters of that stage, and those that all stages share:
+    ``{"layers": [layers of the stage, ...], ...}``. Norms over all parameters, as in
+    ``optax.clip_by_global_norm``, are those of the stage. Shared parameters have one owner: the
+    first stage where ``embed`` uses them, the last one where ``head`` does. Tied embeddings, which
+    both use, would have two.
+
+    Attributes:
+      pipeline: the model, with its layers on the stages, and a schedule for evaluation.
+      schedule: the table, of the same stages.
+      tx: the optimizer of every stage; or a function of a stage's forward and backward delay in
+        updates, scalars of the trace, that returns it.
+      backward_params: ``backward_params(params, opt_state)``: the parameters of backward passes,
+        such as ``optax_ext.backward_params``. None for the versions of the table. The last stage,
+        whose forward and backward pass are one, does not use it.
+
+    Raises:
+      ValueError: if the schedule has other stages than the pipeline, or gathers are in each tick.
+      ScheduleError: if the schedule cannot run.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, sharding as shd
+      >>> n = jax.device_count()
+      >>> auto = (jax.sharding.AxisType.Auto,)
+      >>> pipeline = shd.Pipeline(
+      ...     jax.make_mesh((n,), ("pipe",), auto),
+      ...     shd.pipeline.one_f_one_b(stages=n, microbatches=2),
+      ...     num_layers=n,
+      ...     embed=lambda shared, x: x @ shared["in"],
+      ...     block=lambda w, x, _: x + jnp.tanh(x @ w),
+      ...     head=lambda shared, x, _: (jnp.sum((x @ shared["out"]) ** 2), x.shape[0]),
+      ... )
+      >>> schedule = shd.pipeline.pipedream_2bw(stages=n, microbatches=2, minibatches=5)
+      >>> training = shd.AsyncPipeline(pipeline, schedule, optax.sgd(1e-3))
+      >>> layers = jnp.full((n, 16, 16), 0.1)
+      >>> params = pipeline.stack({"in": jnp.ones((3, 16)), "layers": layers, "out": jnp.ones(16)})
+      >>> state = training.init(params)
+      >>> batches = jnp.ones((5, 4, 3))  # five minibatches of four examples
+      >>> state, (sums, weights) = jax.jit(training.run, donate_argnums=0)(state, batches)
+      >>> sums.shape, weights.tolist()
+      ((5,), [4.0, 4.0, 4.0, 4.0, 4.0])
+
+    References:
+      See the schedules. ``optax_ext.params_history`` is the same on one device, for studies.
+    """
+
+    pipeline: Pipeline
+    schedule: AsyncSchedule
+    tx: Any
+    _: dataclasses.KW_ONLY
+    backward_params: Callable[[Any, Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.schedule, AsyncSchedule):
+            raise ValueError(
+                f"the schedule {getattr(self.schedule, 'name', self.schedule)} has no updates. "
+                "Use pipedream, pipedream_2bw or pipemare, or Pipeline.loss."
+            )
+        if self.schedule.routes != self.pipeline.schedule.routes:
+            raise ValueError(
+                f"the schedule {self.schedule.name} has {self.schedule.num_stages} stages in a "
+                f"row; the pipeline's, {self.pipeline.schedule.name}, has "
+                f"{self.pipeline.schedule.num_stages} stages and other groups of layers. Give the "
+                "pipeline one_f_one_b, gpipe or zb_h1 of as many stages."
+            )
+        if self.pipeline.gather != "step":
+            raise ValueError("an asynchronous pipeline has its parameters on its stages: no gather")
+        self.schedule.check()
+        _ = self._program
+
+    @functools.cached_property
+    def _program(self) -> Instructions:
+        return instructions(self.schedule, self.pipeline.recompute)
+
+    def init(self, params: Any) -> AsyncState:
+        """The state before the first update.
+
+        Args:
+          params: stacked, floating-point arrays; see ``Pipeline.stack``.
+
+        Raises:
+          ValueError: if a parameter is no floating-point array, or not of this pipeline.
+        """
+        leaves, trees = self._leaves(params)
+
+        def on_stage(layers: Arrays, shared: Arrays) -> Any:
+            return _with_stage(
+                self._optimizer().init(self._to_tree(params, trees)((layers, shared)))
+            )
+
+        on_stages = P(self.pipeline.axis)
+        mapped = over_axis(self.pipeline._model, on_stage, (on_stages, P()), on_stages, on_stages)
+        return AsyncState(params, mapped(*leaves))
+
+    def run(self, state: AsyncState, batches: Any, key: Any = None) -> tuple[AsyncState, Any]:
+        """Trains on all minibatches of the schedule; the pipeline is empty before and after.
+
+        Args:
+          state: see ``init``.
+          batches: arrays [updates, examples, ...], one minibatch after the other; the micro-batches
+            of an update divide the examples. Scalars are the same in all.
+          key: with ``rngs``.
+
+        Returns:
+          The state, and ``(sums, weights)`` of the losses of each minibatch, [updates]; with
+          ``has_aux`` ``((sums, weights), aux)``, scalars of ``aux`` averaged over the run.
+
+        Raises:
+          ValueError: if the batches or the parameters do not fit, or ``embed`` and ``head`` use the
+            same parameter.
+        """
+        self.pipeline._check_key(key)
+        leaves, trees = self._leaves(state.params)
+        microbatches = self._microbatches(batches)
+        owners = self._owners(state.params, microbatches, key)
+        pipeline, program = self.pipeline, self._program
+        axis, on_stages = pipeline.axis, P(pipeline.axis)
+        tables = [segment.tables for segment in program.segments]
+        to_tree = self._to_tree(state.params, trees)
+
+        def on_stage(
+            layers: Arrays, shared: Arrays, opt_state: Any, microbatches: Any, key: Any, tables: Any
+        ) -> Any:
+            tables = [{name: x[..., 0] for name, x in table.items()} for table in tables]
+            executor = make_executor(
+                pipeline._model,
+                self.schedule,
+                program,
+                (trees[0], [True] * len(layers)),
+                (trees[1], [True] * len(shared)),
+                AsyncExecutor,
+                tx=self._optimizer(),
+                to_tree=to_tree,
+                of_tree=self._of_tree,
+                backward_params=self.backward_params,
+                microbatches_per_update=self.schedule.microbatches_per_update,
+            )
+            stage = lax.axis_index(axis)
+            (layers, shared), opt_state, totals = executor.run_updates(
+                (layers, shared),
+                jax.tree.map(lambda x: x[0], opt_state),
+                microbatches,
+                key,
+                tables,
+                jnp.asarray(program.last_version)[stage],
+            )
+            shared = [
+                lax.psum(jnp.where(stage == owner, x, jnp.zeros_like(x)), axis)
+                for x, owner in zip(shared, owners, strict=True)
+            ]
+            sums, weights, aux = lax.psum(totals, axis)
+            aux = jax.tree.map(lambda x, one: x.astype(one.dtype), aux, totals.aux)
+            out = (sums, weights), jax.tree.map(join_microbatches, aux)
+            return layers, shared, _with_stage(opt_state), out
+
+        layers, shared = leaves
+        mapped = over_axis(
+            pipeline._model,
+            on_stage,
+            (on_stages, P(), on_stages, P(), P(), P(None, None, axis)),
+            (on_stages, P(), on_stages, P()),
+            (
+                [with_axis(jax.typeof(x).sharding.spec, x.ndim, 0, axis) for x in layers],
+                [jax.typeof(x).sharding.spec for x in shared],
+                on_stages,
+                P(),
+            ),
+        )
+        layers, shared, opt_state, (sums, aux) = mapped(
+            *leaves, state.opt_state, microbatches, key, jax.tree.map(jnp.asarray, tables)
+        )
+        new = AsyncState(to_tree((layers, shared)), opt_state)
+        return new, (sums, aux) if pipeline.has_aux else sums
+
+    # --- Parameters -------------------------------------------------------------------------------
+
+    def _leaves(self, params: Any) -> tuple[tuple[Arrays, Arrays], tuple[Any, Any]]:
+        """Leaves of the layers and of the shared parameters, and their trees."""
+        layers, shared = self.pipeline._parts(params)
+        for path, x in jax.tree_util.tree_leaves_with_path(params):
+            if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+                raise ValueError(
+                    f"an asynchronous pipeline trains all parameters, and "
+                    f"{jax.tree_util.keystr(path)} has dtype {jnp.result_type(x)}."
+                )
+        for x in jax.tree.leaves(layers):
+            self.pipeline._check_rows(x)
+        flat = [jax.tree.flatten(tree) for tree in (layers, shared)]
+        return (flat[0][0], flat[1][0]), (flat[0][1], flat[1][1])
+
+    def _to_tree(
+        self, params: Any, trees: tuple[Any, Any]
+    ) -> Callable[[tuple[Arrays, Arrays]], Any]:
+        """From leaves to a tree of parameters of the same type."""
+
+        def to_tree(leaves: tuple[Arrays, Arrays]) -> Any:
+            layers, shared = (tree.unflatten(x) for tree, x in zip(trees, leaves, strict=True))
+            parts = {**shared, self.pipeline.layers: layers}
+            return type(params)({name: parts[name] for name in params})
+
+        return to_tree
+
+    def _of_tree(self, params: Any) -> tuple[Arrays, Arrays]:
+        layers, shared = self.pipeline._parts(params)
+        return jax.tree.leaves(layers), jax.tree.leaves(shared)
+
+    def _owners(self, params: Any, microbatches: Any, key: Any) -> list[int]:
+        """For each leaf of the shared parameters, the stage that updates it."""
+        pipeline = self.pipeline
+        _, shared = pipeline._parts(params)
+        one = jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], microbatches))
+        rest = (one,) if key is None else (one, key)
+        treedef: Any
+        leaves, treedef = jax.tree.flatten(shared)
+        x = jax.eval_shape(pipeline.embed, shared, *rest)
+        by_embed = _used(
+            lambda leaves, *rest: pipeline.embed(treedef.unflatten(leaves), *rest), leaves, rest
+        )
+        by_head = _used(
+            lambda leaves, x, *rest: pipeline.head(treedef.unflatten(leaves), x, *rest),
+            leaves,
+            (x, *rest),
+        )
+        last = self.schedule.num_stages - 1
+        for (path, _), first_too, last_too in zip(
+            jax.tree_util.tree_leaves_with_path(shared), by_embed, by_head, strict=True
+        ):
+            if last and first_too and last_too:
+                raise ValueError(
+                    f"embed and head both use {jax.tree_util.keystr(path)}. In an asynchronous "
+                    "pipeline the first and the last stage would update it apart from each other: "
+                    "give each a parameter of its own."
+                )
+        return [last if by_last else 0 for by_last in by_head]
+
+    # --- Batches and optimizers -------------------------------------------------------------------
+
+    def _microbatches(self, batches: Any) -> Any:
+        """[updates, examples, ...] to [micro-batches, examples, ...]."""
+        updates, each = self.schedule.num_updates, self.schedule.microbatches_per_update
+        for x in jax.tree.leaves(batches):
+            if jnp.ndim(x) and (jnp.ndim(x) < 2 or x.shape[0] != updates or x.shape[1] % each):
+                raise ValueError(
+                    f"the schedule {self.schedule.name} has {updates} minibatches of {each} "
+                    "micro-batches: arrays of batches must be [updates, examples, ...] with so "
+                    f"many updates, and examples that divide; got shape {jnp.shape(x)}."
+                )
+        return split_microbatches(
+            jax.tree.map(
+                lambda x: jnp.reshape(x, (-1, *x.shape[2:])) if jnp.ndim(x) else x, batches
+            ),
+            updates * each,
+        )
+
+    def _optimizer(self) -> optax.GradientTransformationExtraArgs:
+        """The optimizer of this stage."""
+        tx = self.tx
+        if not isinstance(tx, optax.GradientTransformation):
+            stage = lax.axis_index(self.pipeline.axis)
+            tx = tx(*(jnp.asarray(delay)[stage] for delay in self.schedule.delays()))
+        return optax.with_extra_args_support(tx)
+
+
+def _with_stage(opt_state: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.asarray(x)[None], opt_state)
+
+
+def _used(fn: Callable[..., Any], leaves: Arrays, rest: tuple[Any, ...]) -> list[bool]:
+    """For each leaf, whether the results of ``fn(leaves, *rest)`` depend on it."""
+    treedef: Any
+    flat, treedef = jax.tree.flatten(rest)
+
+    def of_list(inputs: list[Any]) -> list[Any]:
+        own, others = inputs[: len(leaves)], inputs[len(leaves) :]
+        return jax.tree.leaves(fn(own, *treedef.unflatten(others)))
+
+    inputs = [*leaves, *flat]
+    graph = Graph(of_list, inputs, [False] * len(inputs))
+    _, needed = graph.needed(graph.outputs, graph.constants)
+    return [i in needed for i in range(len(leaves))]

@@ -1,0 +1,173 @@
+"""Tables of asynchronous pipelines: updates in the table, and versions of the parameters."""
+
+import dataclasses
+from typing import ClassVar
+
+import numpy as np
+
+from sharding.pipeline._ops import Op, ScheduleError
+from sharding.pipeline._schedule import Figures, Schedule
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AsyncSchedule(Schedule):
+    """A table in which each stage updates its parameters without waiting for the others.
+
+    It holds many minibatches of ``microbatches_per_update`` micro-batches each. After the backward
+    passes of minibatch t, ``UPDATE`` makes version t + 1 of a stage's parameters from version t.
+    Forward and backward passes read the version that the table names. One route leads through one
+    group of layers per stage.
+
+    Attributes:
+      name: of the family, such as ``"pipedream"``.
+      op: [ticks, stages], values of ``Op``.
+      microbatch: [ticks, stages]; of ``UPDATE`` the last one of its minibatch; 0 where idle.
+      chunk: [ticks, stages]; 0.
+      routes: one, for each virtual stage its place.
+      route_of: for each micro-batch its route: 0.
+      version: [ticks, stages]: how many updates are in the parameters that an operation reads, and
+        for ``UPDATE`` in those that it makes; 0 where idle.
+      microbatches_per_update: micro-batches of a minibatch.
+
+    Example:
+      >>> from sharding.pipeline import pipedream
+      >>> schedule = pipedream(stages=2, minibatches=3)
+      >>> print(schedule)
+      pipedream: 2 stages, 3 micro-batches, 13 ticks, bubble 30.8 %, live activations 2 1
+      0  F0 F1 .  B0 U0 F2 B1 U1 .  .  .  B2 U2
+      1  .  F0 B0 U0 F1 B1 U1 .  F2 B2 U2 .  .
+
+    References:
+      The families: see ``pipedream``, ``pipedream_2bw``, ``pipemare``.
+    """
+
+    version: np.ndarray
+    microbatches_per_update: int
+
+    _OPS: ClassVar = (Op.FORWARD, Op.BACKWARD, Op.UPDATE)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        version = np.array(self.version, np.int32)
+        if version.shape != self.op.shape:
+            raise ScheduleError(
+                f"version must be a table of shape {self.op.shape}, as op, got {version.shape}."
+            )
+        version.setflags(write=False)
+        object.__setattr__(self, "version", version)
+        if len(self.route_of) % self.microbatches_per_update:
+            raise ScheduleError(
+                f"{self.name}: {len(self.route_of)} micro-batches are not a multiple of the "
+                f"{self.microbatches_per_update} of an update."
+            )
+
+    @property
+    def num_updates(self) -> int:
+        """The number of minibatches."""
+        return self.num_microbatches // self.microbatches_per_update
+
+    def check(self) -> Figures:
+        """Verifies operations, updates and versions, and counts what they cost.
+
+        Raises:
+          ScheduleError: as ``Schedule.check``; if a stage does not have each update once, after all
+            backward passes of its minibatch and before those of the next one; if an operation reads
+            a version that is not there; if the last stage's forward pass, which runs as the first
+            half of its backward pass, reads another version than that.
+        """
+        if len(self.routes) != 1 or self.num_chunks != 1:
+            raise ScheduleError(
+                f"{self.name}: an asynchronous pipeline has one route and one group of layers per "
+                f"stage, got {len(self.routes)} and {self.num_chunks}."
+            )
+        figures = super().check()
+        each = self.microbatches_per_update
+        updates, complete = [0] * self.num_stages, [0] * self.num_stages
+        forward: dict[tuple[int, int], int] = {}
+        for tick, stage, task in self.tasks():
+            op, microbatch, v = task
+            version, latest = int(self.version[tick, stage]), updates[stage]
+            where = f"{self.name}: tick {tick}, stage {stage}: {task}"
+            if op == Op.UPDATE:
+                if microbatch != (latest + 1) * each - 1 or version != latest + 1:
+                    raise ScheduleError(
+                        f"{where} makes version {version}, after version {latest}, whose next "
+                        f"update is that of micro-batch {(latest + 1) * each - 1}."
+                    )
+                if complete[stage] != each:
+                    raise ScheduleError(
+                        f"{where} has the gradients of {complete[stage]} of {each} micro-batches."
+                    )
+                updates[stage], complete[stage] = latest + 1, 0
+                continue
+            if not 0 <= version <= latest:
+                raise ScheduleError(
+                    f"{where} reads version {version} of the parameters; {latest} is the latest."
+                )
+            if op == Op.FORWARD:
+                forward[stage, microbatch] = version
+                continue
+            if microbatch // each != latest:
+                raise ScheduleError(f"{where} is of another minibatch than update {latest}.")
+            complete[stage] += 1
+            if v == self.num_virtual_stages - 1 and forward[stage, microbatch] != version:
+                raise ScheduleError(
+                    f"{where} reads version {version}, its forward pass version "
+                    f"{forward[stage, microbatch]}: on the last stage they run together."
+                )
+        for stage, count in enumerate(updates):
+            if count != self.num_updates:
+                raise ScheduleError(
+                    f"{self.name}: stage {stage} has {count} of {self.num_updates} updates."
+                )
+        versions = tuple(np.max(self.live_versions(), axis=0).tolist())
+        return figures._replace(weight_versions=versions)
+
+    def version_ends(self) -> dict[tuple[int, int], tuple[int, int]]:
+        """For each stage and version, the tick that makes it and the last one that reads it.
+
+        Version 0 is there from tick -1 on, the last one until the end. An update reads the version
+        before the one it makes.
+        """
+        found = {(stage, 0): (-1, -1) for stage in range(self.num_stages)}
+        for tick, stage, task in self.tasks():
+            version = int(self.version[tick, stage])
+            if task.op == Op.UPDATE:
+                found[stage, version] = (tick, tick)
+                version -= 1
+            found[stage, version] = (found[stage, version][0], tick)
+        for stage in range(self.num_stages):
+            start, _ = found[stage, self.num_updates]
+            found[stage, self.num_updates] = (start, self.num_ticks)
+        return found
+
+    def live_versions(self) -> np.ndarray:
+        """[ticks, stages]: versions of the parameters that a stage stores."""
+        live = np.zeros((self.num_ticks, self.num_stages), np.int64)
+        for (stage, _), (start, end) in self.version_ends().items():
+            live[start + 1 : end + 1, stage] += 1
+        return live
+
+    def delays(self) -> tuple[np.ndarray, np.ndarray]:
+        """How many updates old the parameters of forward and backward passes are.
+
+        Returns:
+          Two float64 arrays [stages]: the delays of the forward and of the backward pass, means
+          over the micro-batches of the last minibatch. In the first minibatches, which start with
+          version 0, they are smaller.
+        """
+        each, start = self.microbatches_per_update, self.num_updates - 1
+        delays = np.zeros((2, self.num_stages))
+        for tick, stage, (op, microbatch, _) in self.tasks():
+            if op != Op.UPDATE and microbatch // each == start:
+                behind = start - int(self.version[tick, stage])
+                delays[int(op == Op.BACKWARD), stage] += behind / each
+        return delays[0], delays[1]
+
+    def to_csv(self) -> str:
+        """Not possible: PyTorch's format has no updates and versions.
+
+        Raises:
+          ScheduleError: always.
+        """
+        raise ScheduleError(f"{self.name}: PyTorch's format has no updates and no versions.")

@@ -1,0 +1,187 @@
+"""The families of asynchronous schedules: which version of the parameters each operation reads."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from sharding.pipeline._async_schedule import AsyncSchedule
+from sharding.pipeline._ops import Op
+from sharding.pipeline._orders import Entry, table_from_orders
+from sharding.pipeline._schedules import check_sizes, one_f_one_b_order, straight
+
+# (operation, minibatch, the stage's latest version, version of the micro-batch's forward pass on
+# this stage, and on the first one) -> the version that is read.
+Rule = Callable[[Op, int, int, int, int], int]
+
+
+def pipedream(
+    stages: int, minibatches: int, *, vertical_sync: bool = False, aligned: bool = False
+) -> AsyncSchedule:
+    r"""1F1B without flushes: each stage updates after each backward pass, and stores old versions.
+
+    A backward pass reads the version of its forward pass (*weight stashing*). Stage i of P, counted
+    from 1, stores P - i + 1 versions, and its gradients are P - i updates late:
+
+    .. math:: w^{t+1} = w^t - \eta \nabla f(w_1^{t - P + 1}, w_2^{t - P + 2}, \ldots, w_P^t)
+
+    Versions before the first are :math:`w^0`. With *vertical sync* a minibatch reads on all stages
+    the version that it read on the first one, :math:`w^{t - P + 1}`, and each stores P of them.
+
+    Args:
+      stages: devices along the pipeline's mesh axis.
+      minibatches: updates of one run.
+      vertical_sync: whether a minibatch reads one version on all stages.
+      aligned: whether forward passes, backward passes and updates have ticks of their own. Lockstep
+        time is shorter, and all delays and numbers of versions but the last one's are those of
+        twice as many stages.
+
+    Raises:
+      ValueError: if a number is below 1.
+
+    Example:
+      >>> schedule = pipedream(stages=4, minibatches=8)
+      >>> schedule.check().weight_versions, schedule.delays()[0].tolist()
+      ((4, 3, 2, 1), [3.0, 2.0, 1.0, 0.0])
+
+    References:
+      Narayanan, Harlap, Phanishayee, Seshadri, Devanur, Ganger, Gibbons, Zaharia: PipeDream:
+      Generalized Pipeline Parallelism for DNN Training, SOSP 2019, arXiv 1806.03377.
+    """
+    check_sizes(stages=stages, minibatches=minibatches)
+
+    def read(op: Op, minibatch: int, latest: int, forward: int, first: int) -> int:
+        del minibatch
+        if op == Op.BACKWARD:
+            return forward
+        return first if vertical_sync else latest
+
+    name = "pipedream" + "-vertical" * vertical_sync + "-aligned" * aligned
+    return _asynchronous(name, stages, 1, minibatches, minibatches, aligned, read)
+
+
+def pipedream_2bw(
+    stages: int, microbatches: int, minibatches: int, *, aligned: bool = True
+) -> AsyncSchedule:
+    r"""Gradients that are one update late on every stage, and two versions of the parameters.
+
+    .. math:: w^{t+1} = w^t - \eta \nabla f(w^{t-1}), \quad w^{-1} = w^0
+
+    Gradients are summed over the micro-batches of an update, of which there should be as many as a
+    stage has in flight: P, and 2P - 1 if aligned. With fewer of them stages wait.
+
+    Args:
+      stages: devices along the pipeline's mesh axis.
+      microbatches: of one update.
+      minibatches: updates of one run.
+      aligned: whether forward passes, backward passes and updates have ticks of their own. Lockstep
+        time is shorter, and more activations are stored; the delay is 1 either way.
+
+    Raises:
+      ValueError: if a number is below 1.
+
+    Example:
+      >>> schedule = pipedream_2bw(stages=4, microbatches=8, minibatches=5)
+      >>> schedule.check().weight_versions, schedule.delays()[0].tolist()
+      ((2, 2, 2, 2), [1.0, 1.0, 1.0, 1.0])
+
+    References:
+      Narayanan, Phanishayee, Shi, Chen, Zaharia: Memory-Efficient Pipeline-Parallel DNN Training,
+      ICML 2021, arXiv 2006.09503.
+    """
+    check_sizes(stages=stages, microbatches=microbatches, minibatches=minibatches)
+
+    def read(op: Op, minibatch: int, latest: int, forward: int, first: int) -> int:
+        del op, latest, forward, first
+        return max(minibatch - 1, 0)
+
+    name = "pipedream-2bw" + "-aligned" * aligned
+    return _asynchronous(name, stages, microbatches, minibatches, microbatches, aligned, read)
+
+
+def pipemare(
+    stages: int, microbatches: int, minibatches: int, *, aligned: bool = True
+) -> AsyncSchedule:
+    r"""Every operation reads the latest parameters of its stage: one version, and no flushes.
+
+    Forward and backward pass of a micro-batch read different versions, so that the result is no
+    gradient of any parameters. With N micro-batches per update, stage i of P has a forward delay of
+    2 (P - i) / N updates on average, and (P - i) / N if not aligned; ``AsyncSchedule.delays`` gives
+    them. The paper counts :math:`(2 (P - i) + 1) / N`: there an update follows between the forward
+    and the backward pass of the last stage. The paper's techniques against the loss of stability
+    are ``optax_ext.scale_by_delay`` and ``optax_ext.discrepancy_correction``.
+
+    Args:
+      stages: devices along the pipeline's mesh axis.
+      microbatches: of one update.
+      minibatches: updates of one run.
+      aligned: whether forward passes, backward passes and updates have ticks of their own, as in
+        the paper, where every stage runs a forward and a backward pass at a time.
+
+    Raises:
+      ValueError: if a number is below 1.
+
+    Example:
+      >>> schedule = pipemare(stages=4, microbatches=2, minibatches=8)
+      >>> schedule.check().weight_versions, schedule.delays()[0].tolist()
+      ((1, 1, 1, 1), [3.0, 2.0, 1.0, 0.0])
+
+    References:
+      Yang, Zhang, Li, Ré, Aberger, De Sa: PipeMare: Asynchronous Pipeline Parallel DNN Training,
+      MLSys 2021, arXiv 1910.05124.
+    """
+    check_sizes(stages=stages, microbatches=microbatches, minibatches=minibatches)
+
+    def read(op: Op, minibatch: int, latest: int, forward: int, first: int) -> int:
+        del op, minibatch, forward, first
+        return latest
+
+    name = "pipemare" + "-aligned" * aligned
+    total = microbatches * minibatches
+    return _asynchronous(name, stages, microbatches, minibatches, total, aligned, read)
+
+
+def _asynchronous(
+    name: str,
+    stages: int,
+    microbatches: int,
+    minibatches: int,
+    most_warmup: int,
+    aligned: bool,
+    read: Rule,
+) -> AsyncSchedule:
+    """1F1B over all minibatches; at most ``most_warmup`` forward passes come first."""
+    total = microbatches * minibatches
+    orders: list[list[Entry]] = []
+    for stage in range(stages):
+        warmup = min(total, most_warmup, (stages - 1 - stage) * (2 if aligned else 1))
+        order: list[Entry] = []
+        for entry in one_f_one_b_order(warmup, [(m, 0) for m in range(total)]):
+            order.append(entry)
+            if entry[0] == Op.BACKWARD and (entry[1] + 1) % microbatches == 0:
+                order.append((Op.UPDATE, *entry[1:]))
+        orders.append(order)
+    routes, route_of = straight(stages), [0] * total
+    op, microbatch, chunk = table_from_orders(name, orders, routes, route_of, aligned=aligned)
+    version = _versions(op, microbatch, microbatches, read)
+    return AsyncSchedule(
+        name, op, microbatch, chunk, routes, tuple(route_of), version, microbatches
+    )
+
+
+def _versions(op: np.ndarray, microbatch: np.ndarray, each: int, read: Rule) -> np.ndarray:
+    """[ticks, stages]: the version that each operation reads or makes."""
+    version = np.zeros_like(op)
+    latest = [0] * op.shape[1]
+    forward: dict[tuple[int, int], int] = {}
+    for tick, stage in np.argwhere(op != Op.IDLE).tolist():
+        kind, m = Op(int(op[tick, stage])), int(microbatch[tick, stage])
+        if kind == Op.UPDATE:
+            latest[stage] += 1
+            version[tick, stage] = latest[stage]
+            continue
+        own = forward.get((stage, m), 0)
+        first = forward.get((0, m), latest[0])
+        version[tick, stage] = read(kind, m // each, latest[stage], own, first)
+        if kind == Op.FORWARD:
+            forward[stage, m] = int(version[tick, stage])
+    return version
