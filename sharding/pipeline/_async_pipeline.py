@@ -118,7 +118,9 @@ class AsyncPipeline:
                 "pipeline one_f_one_b, gpipe or zb_h1 of as many stages."
             )
         if self.pipeline.gather != "step":
-            raise ValueError("an asynchronous pipeline has its parameters on its stages: no gather")
+            raise ValueError(
+                "an asynchronous pipeline holds the parameters of a stage whole: use gather='step'."
+            )
         self.schedule.check()
         _ = self._program
 
@@ -165,15 +167,15 @@ class AsyncPipeline:
         """
         self.pipeline._check_key(key)
         leaves, trees = self._leaves(state.params)
-        microbatches = self._microbatches(batches)
-        owners = self._owners(state.params, microbatches, key)
+        self._check_batches(batches)
+        owners = self._owners(state.params, batches, key)
         pipeline, program = self.pipeline, self._program
         axis, on_stages = pipeline.axis, P(pipeline.axis)
         tables = [segment.tables for segment in program.segments]
         to_tree = self._to_tree(state.params, trees)
 
         def on_stage(
-            layers: Arrays, shared: Arrays, opt_state: Any, microbatches: Any, key: Any, tables: Any
+            layers: Arrays, shared: Arrays, opt_state: Any, batches: Any, key: Any, tables: Any
         ) -> Any:
             tables = [{name: x[..., 0] for name, x in table.items()} for table in tables]
             executor = make_executor(
@@ -193,7 +195,7 @@ class AsyncPipeline:
             (layers, shared), opt_state, totals = executor.run_updates(
                 (layers, shared),
                 jax.tree.map(lambda x: x[0], opt_state),
-                microbatches,
+                self._microbatches(batches),
                 key,
                 tables,
                 jnp.asarray(program.last_version)[stage],
@@ -221,7 +223,7 @@ class AsyncPipeline:
             ),
         )
         layers, shared, opt_state, (sums, aux) = mapped(
-            *leaves, state.opt_state, microbatches, key, jax.tree.map(jnp.asarray, tables)
+            *leaves, state.opt_state, batches, key, jax.tree.map(jnp.asarray, tables)
         )
         new = AsyncState(to_tree((layers, shared)), opt_state)
         return new, (sums, aux) if pipeline.has_aux else sums
@@ -258,12 +260,19 @@ class AsyncPipeline:
         layers, shared = self.pipeline._parts(params)
         return jax.tree.leaves(layers), jax.tree.leaves(shared)
 
-    def _owners(self, params: Any, microbatches: Any, key: Any) -> list[int]:
+    def _owners(self, params: Any, batches: Any, key: Any) -> list[int]:
         """For each leaf of the shared parameters, the stage that updates it."""
-        pipeline = self.pipeline
-        _, shared = pipeline._parts(params)
-        one = jax.eval_shape(lambda: jax.tree.map(lambda x: x[0], microbatches))
-        rest = (one,) if key is None else (one, key)
+        pipeline, each = self.pipeline, self.schedule.microbatches_per_update
+
+        def plain(x: Any) -> jax.ShapeDtypeStruct:  # without its sharding
+            return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+
+        def one(x: Any) -> jax.ShapeDtypeStruct:
+            shape = (x.shape[1] // each, *x.shape[2:]) if jnp.ndim(x) else ()
+            return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
+
+        shared = jax.tree.map(plain, pipeline._parts(params)[1])
+        rest = (jax.tree.map(one, batches),) if key is None else (jax.tree.map(one, batches), key)
         treedef: Any
         leaves, treedef = jax.tree.flatten(shared)
         x = jax.eval_shape(pipeline.embed, shared, *rest)
@@ -289,8 +298,8 @@ class AsyncPipeline:
 
     # --- Batches and optimizers -------------------------------------------------------------------
 
-    def _microbatches(self, batches: Any) -> Any:
-        """[updates, examples, ...] to [micro-batches, examples, ...]."""
+    def _check_batches(self, batches: Any) -> None:
+        """Raises unless arrays are [updates, examples, ...]."""
         updates, each = self.schedule.num_updates, self.schedule.microbatches_per_update
         for x in jax.tree.leaves(batches):
             if jnp.ndim(x) and (jnp.ndim(x) < 2 or x.shape[0] != updates or x.shape[1] % each):
@@ -299,12 +308,13 @@ class AsyncPipeline:
                     "micro-batches: arrays of batches must be [updates, examples, ...] with so "
                     f"many updates, and examples that divide; got shape {jnp.shape(x)}."
                 )
-        return split_microbatches(
-            jax.tree.map(
-                lambda x: jnp.reshape(x, (-1, *x.shape[2:])) if jnp.ndim(x) else x, batches
-            ),
-            updates * each,
+
+    def _microbatches(self, batches: Any) -> Any:
+        """[updates, examples, ...] to [micro-batches, examples, ...]."""
+        examples = jax.tree.map(
+            lambda x: jnp.reshape(x, (-1, *x.shape[2:])) if jnp.ndim(x) else x, batches
         )
+        return split_microbatches(examples, self.schedule.num_microbatches)
 
     def _optimizer(self) -> optax.GradientTransformationExtraArgs:
         """The optimizer of this stage."""

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from sharding.pipeline._async_schedule import AsyncSchedule
 from sharding.pipeline._differentiable_loss import Model, loss
 from sharding.pipeline._layers import (
     even_counts,
@@ -140,6 +141,11 @@ class Pipeline:
         if self.numbered is not None and self.numbered.count("{}") != 1:
             raise ValueError(
                 f"numbered must hold {{}} once, where the number is, got {self.numbered!r}."
+            )
+        if isinstance(self.schedule, AsyncSchedule):
+            raise ValueError(
+                f"the schedule {self.schedule.name} updates parameters: use AsyncPipeline with it, "
+                "and a schedule such as one_f_one_b here."
             )
         if self.schedule.forward_only:
             raise ValueError(

@@ -1,6 +1,4 @@
-"""Asynchronous pipelines equal the recursions of their papers, in NumPy and by ``params_history``."""
-
-import functools
+"""Asynchronous pipelines equal their papers' recursions, in NumPy and by ``params_history``."""
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +39,7 @@ def chain_batches(updates):
     return {
         "x": rng.normal(size=(updates, EXAMPLES, 3)),
         "y": rng.normal(size=(updates, EXAMPLES, 2)),
-        "weight": 10 ** rng.uniform(-1, 0.5, (updates, EXAMPLES)) * (rng.random((EXAMPLES)) > 0.2),
+        "weight": 10 ** rng.uniform(-1, 0.5, (updates, EXAMPLES)) * (rng.random(EXAMPLES) > 0.2),
     }
 
 
@@ -50,10 +48,10 @@ def chain_head(shared, h, batch):
     return jnp.sum(batch["weight"] * jnp.sum(error**2, 1)), jnp.sum(batch["weight"])
 
 
-def chain_pipeline(mesh, layers, **options):
+def chain_pipeline(mesh, layers, schedule=None, **options):
     return shd.Pipeline(
         mesh,
-        one_f_one_b(mesh.size, 2),
+        schedule or one_f_one_b(mesh.shape["pipe"], 2),
         num_layers=layers,
         embed=lambda shared, batch: batch["x"] @ shared["in"],
         block=lambda layer, h, batch: h + jnp.tanh(h @ layer["w"]),
@@ -239,9 +237,7 @@ def test_pipemare(stages, microbatches, aligned, technique):
         if technique in ("t1", "both"):
             parts.append(optax_ext.scale_by_delay(forward, anneal))
         if technique in ("t2", "both"):
-            parts.append(
-                optax_ext.discrepancy_correction(forward, decay, backward_delays=backward)
-            )
+            parts.append(optax_ext.discrepancy_correction(forward, decay, backward_delays=backward))
         return optax.chain(*parts)
 
     corrected = optax_ext.backward_params if technique in ("t2", "both") else None
@@ -249,3 +245,221 @@ def test_pipemare(stages, microbatches, aligned, technique):
     pipe = chain_pipeline(mesh_of(stages), layers, recompute=False)
     state, _ = run(pipe, schedule, optimizer, batches, backward_params=corrected)
     check_chain(state, chain)
+
+
+# --- A transformer, against params_history on one device ------------------------------------------
+
+
+def history_of(schedule, num_layers):
+    """The delays of all parameters, layers in their order."""
+    delays, _ = schedule.delays()
+    counts = [len(x) for x in np.array_split(np.arange(num_layers), schedule.num_stages)]
+    rules = {"^layers/": np.repeat(delays, counts), "^embed/": delays[0]}
+    return optax_ext.params_history(optax_ext.delays_by_path(rules, default=delays[-1]))
+
+
+def train_with_history(schedule, tx, variant, updates, microbatches):
+    """Plain JAX on one device: gradients at parameters of earlier steps."""
+    tx = optax.chain(tx, history_of(schedule, model.NUM_LAYERS))
+
+    def total(params, batch, key):
+        if variant != "dropout":
+            return model.loss_of_stacked(params, batch)
+        split = jax.tree.map(lambda x: x.reshape(microbatches, -1, *x.shape[1:]), batch)
+        sums, weights = jax.vmap(model.loss_of_stacked, (None, 0, 0))(params, split, key)
+        return jnp.sum(sums), jnp.sum(weights)
+
+    @jax.jit
+    def step(params, opt_state, batch, key):
+        delayed = optax_ext.delayed_params(params, opt_state)
+        (loss, weight), grads = jax.value_and_grad(total, has_aux=True)(delayed, batch, key)
+        grads = jax.tree.map(lambda g: g / weight, grads)
+        out, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, out), opt_state, loss / weight
+
+    params = jax.tree.map(jnp.asarray, model.stack_layers(model.init_params(variant)))
+    opt_state, losses = jax.jit(tx.init)(params), []
+    for t in range(updates):
+        keys = [
+            jax.random.fold_in(model.step_key(0), t * microbatches + m) for m in range(microbatches)
+        ]
+        batch = model.batch(t, variant)
+        params, opt_state, loss = step(params, opt_state, batch, jnp.stack(keys))
+        losses.append(float(loss))
+    return params, losses
+
+
+ADAMW = optax.adamw(1e-3, weight_decay=0.1, mask=optax_ext.decay_mask)
+CAME = optax_ext.came(3e-5, weight_decay=0.1, factoring=model.RULE)
+
+HISTORY = [
+    # schedule, stages, micro-batches, variant, optimizer, kind, recompute
+    (pipedream, 4, 1, "untied", CAME, AUTO, True),
+    (pipedream, 3, 1, "dropout", ADAMW, EXPLICIT, True),  # 8 layers on 3 stages
+    (pipedream_2bw, 8, 3, "dropout", CAME, AUTO, False),
+    (pipedream_2bw, 2, 4, "untied", ADAMW, EXPLICIT, False),
+]
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(
+    ("make", "stages", "microbatches", "variant", "tx", "kind", "recompute"), HISTORY
+)
+def test_params_history(make, stages, microbatches, variant, tx, kind, recompute, monkeypatch):
+    monkeypatch.setattr(
+        model, "init_params", lambda variant, make=model.init_params: make("untied")
+    )
+    updates, mesh = 8, mesh_of(stages, kind)
+    sizes = (updates,) if make is pipedream else (microbatches, updates)
+    schedule = make(stages, *sizes)
+    want, expected = train_with_history(schedule, tx, variant, updates, microbatches)
+    batches = jax.tree.map(
+        lambda *x: np.stack(x), *(model.batch(t, variant) for t in range(updates))
+    )
+    pipe = model.pipeline(mesh, one_f_one_b(stages, 4), variant, recompute=recompute)
+    key = model.step_key(0) if variant == "dropout" else None
+    with jax.set_mesh(mesh):
+        state, losses = run(pipe, schedule, tx, batches, key, model.init_params(variant))
+    np.testing.assert_allclose(losses, expected, rtol=1e-12)
+    found = model.stack_layers(pipe.unstack(jax.tree.map(np.asarray, state.params)))
+    distance, leaf = model.worst_leaf(found, want)
+    assert distance < 1e-12, leaf
+
+
+# --- Runs, meshes, types --------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("x64")
+def test_each_run_begins_without_delays():
+    """The state goes on; the pipeline is empty between two runs."""
+    batches, chain = chain_batches(10), Chain(2, 4)
+    for call in range(2):
+        start = len(chain.versions[0]) - 1
+        for t in range(call * 5, call * 5 + 5):
+            params = chain.at([max(start, t - 1)] * 2)
+            batch = {k: x[t] for k, x in batches.items()}
+            hs = chain_forward(params, batch)
+            chain.sgd(chain_backward(params, batch, hs), np.sum(batch["weight"]), RATE)
+    pipe = chain_pipeline(mesh_of(2), 4)
+    state, _ = run(pipe, pipedream_2bw(2, 3, 5), optax.sgd(RATE), batches, calls=2)
+    check_chain(state, chain)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_beside_a_data_axis(kind):
+    """The examples of a batch are sharded over another axis of the mesh."""
+    batches = chain_batches(6)
+    schedule = pipedream(4, 6)
+    alone, expected = run(chain_pipeline(mesh_of(4), 4), schedule, optax.adam(1e-2), batches)
+    mesh = jax.make_mesh((2, 4), ("data", "pipe"), axis_types=(kind,) * 2)
+    sharding = jax.NamedSharding(mesh, jax.P(None, "data"))
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(batches, sharding)
+        state, losses = run(chain_pipeline(mesh, 4), schedule, optax.adam(1e-2), sharded)
+    np.testing.assert_allclose(losses, expected, rtol=1e-12)
+    distance, leaf = model.worst_leaf(*(jax.tree.map(np.asarray, x.params) for x in (state, alone)))
+    assert distance < 1e-12, leaf
+
+
+def test_bfloat16_parameters_and_aux():
+    mesh, updates = mesh_of(2), 6
+    pipe = shd.Pipeline(
+        mesh,
+        one_f_one_b(2, 2),
+        num_layers=2,
+        embed=lambda shared, batch: (batch["x"] @ shared["in"]).astype(jnp.bfloat16),
+        block=lambda layer, h, batch: h + jnp.tanh(h @ layer["w"]),
+        head=lambda shared, h, batch: (chain_head(shared, h, batch), {"norm": jnp.sum(h**2)}),
+        has_aux=True,
+    )
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), init_chain(2))
+    training = shd.AsyncPipeline(pipe, pipemare(2, 2, updates), optax_ext.came(1e-3))
+    batches = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), chain_batches(updates))
+    state = training.init(params)
+    new, ((sums, weights), aux) = jax.jit(training.run)(state, batches)
+    assert sums.shape == weights.shape == (updates,)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), new) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), state
+    )
+    assert aux["norm"].shape == ()
+    moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), new.params, state.params)
+    assert all(jax.tree.leaves(moved))
+
+
+@pytest.mark.parametrize("updates", [10, 200])
+def test_a_large_model_lowers(updates):
+    """13B in one array of more than 2^31 elements; the program does not grow with the run."""
+    width, layers = 5120, 40
+    pipe = shd.Pipeline(
+        mesh_of(8),
+        one_f_one_b(8, 4),
+        num_layers=layers,
+        embed=lambda shared, batch: batch @ shared["in"],
+        block=lambda w, h, batch: h + jnp.tanh(h @ w) @ w.T,
+        head=lambda shared, h, batch: (jnp.sum((h @ shared["out"]) ** 2), h.shape[0]),
+    )
+    training = shd.AsyncPipeline(pipe, pipedream_2bw(8, 16, updates), optax_ext.came(1e-4))
+    params = {
+        "in": jax.ShapeDtypeStruct((64, width), jnp.float32),
+        "layers": jax.ShapeDtypeStruct((layers, width, 12 * width), jnp.float32),
+        "out": jax.ShapeDtypeStruct((width,), jnp.float32),
+    }
+    state = jax.eval_shape(training.init, params)
+    batches = jax.ShapeDtypeStruct((updates, 32, 64), jnp.float32)
+    text = jax.jit(training.run).lower(state, batches).as_text()
+    assert f"tensor<2x{layers // 8}x{width}x{12 * width}xf32>" in text  # two versions of a stage
+    assert len(text.splitlines()) < 2500
+
+
+# --- Memory and errors ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_stored_residuals_hold_no_parameters(asynchronous):
+    """A layer's residuals are its input and its tanh: no array has the weights once per slot."""
+    pipe = chain_pipeline(mesh_of(2), 4, recompute=False)
+    params = jax.tree.map(jnp.asarray, init_chain(4))
+    batches = chain_batches(7)
+    if asynchronous:
+        training = shd.AsyncPipeline(pipe, pipemare(2, 2, 7), optax.sgd(0.1))
+        text = str(jax.make_jaxpr(training.run)(training.init(params), batches))
+    else:
+        batch = {k: x[0] for k, x in batches.items()}
+        text = str(jax.make_jaxpr(jax.grad(lambda p: pipe.loss(p, batch)[0]))(params))
+    # Of the first stage: 2 (S - 1) + 1, and no more than there are micro-batches.
+    slots, rows = (3 if asynchronous else 2), 2
+    per_microbatch = EXAMPLES // 2
+    assert f"[{slots},{rows},{per_microbatch},{WIDTH}]" in text
+    assert f"[{slots},{rows},{WIDTH},{WIDTH}]" not in text
+
+
+def test_errors():
+    mesh = mesh_of(2)
+    pipe, params = chain_pipeline(mesh, 4), jax.tree.map(jnp.asarray, init_chain(4))
+    schedule, sgd = pipedream(2, 3), optax.sgd(0.1)
+    with pytest.raises(ValueError, match="1f1b-aligned has no updates"):
+        shd.AsyncPipeline(pipe, one_f_one_b(2, 2), sgd)
+    with pytest.raises(ValueError, match="has 4 stages in a row; the pipeline's"):
+        shd.AsyncPipeline(pipe, pipedream(4, 3), sgd)
+    with pytest.raises(ValueError, match="gather='step'"):
+        shd.AsyncPipeline(chain_pipeline(mesh, 4, gather="tick"), schedule, sgd)
+    with pytest.raises(ValueError, match="use AsyncPipeline"):
+        chain_pipeline(mesh, 4, schedule=schedule)
+    training = shd.AsyncPipeline(pipe, schedule, sgd)
+    with pytest.raises(ValueError, match=r"\['step'\] has dtype int32"):
+        training.init(params | {"step": jnp.zeros((), jnp.int32)})
+    with pytest.raises(ValueError, match="must have 4 rows along dim 0"):
+        training.init(params | {"layers": {"w": jnp.zeros((3, WIDTH, WIDTH))}})
+    state = training.init(params)
+    for batches in (chain_batches(4), {k: x[0] for k, x in chain_batches(3).items()}):
+        with pytest.raises(ValueError, match=r"3 minibatches of 1 micro-batches.*got shape"):
+            training.run(state, batches)
+    with pytest.raises(ValueError, match="takes no key"):
+        training.run(state, chain_batches(3), jax.random.key(0))
+    tied = model.pipeline(mesh, one_f_one_b(2, 2), "tied")
+    training = shd.AsyncPipeline(tied, schedule, sgd)
+    state = training.init(tied.stack(jax.tree.map(jnp.asarray, model.init_params("tied"))))
+    batches = jax.tree.map(lambda *x: np.stack(x), *(model.batch(t, "tied") for t in range(3)))
+    with pytest.raises(ValueError, match=r"embed and head both use \['embed'\]\['embedding'\]"):
+        training.run(state, batches)
