@@ -82,7 +82,7 @@ class AsyncSchedule(Schedule):
             )
         figures = super().check()
         each = self.microbatches_per_update
-        updates, complete = [0] * self.num_stages, [0] * self.num_stages
+        updates = [0] * self.num_stages
         forward: dict[tuple[int, int], int] = {}
         for tick, stage, task in self.tasks():
             op, microbatch, v = task
@@ -94,11 +94,7 @@ class AsyncSchedule(Schedule):
                         f"{where} makes version {version}, after version {latest}, whose next "
                         f"update is that of micro-batch {(latest + 1) * each - 1}."
                     )
-                if complete[stage] != each:
-                    raise ScheduleError(
-                        f"{where} has the gradients of {complete[stage]} of {each} micro-batches."
-                    )
-                updates[stage], complete[stage] = latest + 1, 0
+                updates[stage] = latest + 1
                 continue
             if not 0 <= version <= latest:
                 raise ScheduleError(
@@ -109,7 +105,6 @@ class AsyncSchedule(Schedule):
                 continue
             if microbatch // each != latest:
                 raise ScheduleError(f"{where} is of another minibatch than update {latest}.")
-            complete[stage] += 1
             if v == self.num_virtual_stages - 1 and forward[stage, microbatch] != version:
                 raise ScheduleError(
                     f"{where} reads version {version}, its forward pass version "

@@ -209,6 +209,7 @@ def test_pipemare(stages, microbatches, aligned, technique):
     delays = [w / microbatches for w in warmup]
     chain = Chain(stages, layers)
     delay = np.array([delays[s] for s in chain.stage])
+    horizon = delay + 1  # of T2: a correction on the last stage, too, whose passes are one
     delta = [np.zeros_like(x[0]) for x in chain.versions]
     # Micro-batch m is m - warmup passes behind: so many updates are in its parameters.
     stored, split = {}, pieces(batches, microbatches)
@@ -220,7 +221,7 @@ def test_pipemare(stages, microbatches, aligned, technique):
             first, *ws, out = (
                 # The last stage runs its forward pass as a part of the backward pass.
                 x[-1] - (d * c if technique in ("t2", "both") and s < stages - 1 else 0)
-                for x, d, c, s in zip(chain.versions, delay, delta, chain.stage, strict=True)
+                for x, d, c, s in zip(chain.versions, horizon, delta, chain.stage, strict=True)
             )
             grads.append(chain_backward((first, ws, out), split[m], stored[m]))
         weight = np.sum(batches["weight"][t])
@@ -229,7 +230,7 @@ def test_pipemare(stages, microbatches, aligned, technique):
         for i, x in enumerate(chain.versions):
             power = 1 - min(t / anneal, 1) if technique in ("t1", "both") else 0
             x[-1] = before[i] + (x[-1] - before[i]) / max(delay[i], 1) ** power
-            gamma = decay ** (1 / delay[i]) if delay[i] else 0
+            gamma = decay ** (1 / horizon[i])
             delta[i] = gamma * delta[i] + (1 - gamma) * (x[-1] - before[i])
 
     def optimizer(forward, backward):
@@ -237,7 +238,7 @@ def test_pipemare(stages, microbatches, aligned, technique):
         if technique in ("t1", "both"):
             parts.append(optax_ext.scale_by_delay(forward, anneal))
         if technique in ("t2", "both"):
-            parts.append(optax_ext.discrepancy_correction(forward, decay, backward_delays=backward))
+            parts.append(optax_ext.discrepancy_correction(forward - backward + 1, decay))
         return optax.chain(*parts)
 
     corrected = optax_ext.backward_params if technique in ("t2", "both") else None
