@@ -1,8 +1,8 @@
 """What pipelines hold, send and compute, read from programs for compile-only targets.
 
 A decoder-only transformer (bfloat16 on accelerators, float32 on CPU) on 4 stages and 2 devices of
-data parallelism, ZeRO stage 1, AdamW, by every schedule. TPU targets need libtpu, GPU targets jax's
-CUDA plugin.
+data parallelism, ZeRO stage 1, AdamW, by every schedule; then asynchronous pipelines on the same
+devices. TPU targets need libtpu, GPU targets jax's CUDA plugin.
 
   python benchmarks/pipelines.py               # prints the tables, writes results/pipelines.md
   python benchmarks/pipelines.py --smoke       # virtual CPU devices and two schedules, prints only
@@ -26,6 +26,8 @@ from _transformer import Config, apply_block, init
 import sharding as shd
 from sharding.pipeline import Costs, Schedule
 from sharding.plan import targets
+from sharding.plan._costs import costs_of
+from sharding.plan._hlo import Program
 from sharding.plan._wire import collectives
 
 MIB = 2**20
@@ -42,9 +44,16 @@ SCHEDULES = {
 }
 
 
+ASYNCHRONOUS = {
+    "pipedream": lambda stages, microbatches, updates: shd.pipeline.pipedream(stages, updates),
+    "pipedream-2bw": shd.pipeline.pipedream_2bw,
+    "pipemare": shd.pipeline.pipemare,
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One step to compile."""
+    """One step to compile, or a run of an asynchronous pipeline."""
 
     target: str
     schedule: str
@@ -67,6 +76,10 @@ class Case:
         """The schedule."""
         return SCHEDULES[self.schedule](STAGES, self.microbatches)
 
+    def run(self, updates: int) -> shd.pipeline.AsyncSchedule:
+        """The schedule of an asynchronous pipeline."""
+        return ASYNCHRONOUS[self.schedule](STAGES, self.microbatches, updates)
+
     @property
     def activation(self) -> int:
         """Bytes of one message: a sequence of activations."""
@@ -82,20 +95,25 @@ def head(shared: Any, x: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.A
     return losses.sum(), jnp.asarray(losses.size, jnp.float32)
 
 
-def compile_step(case: Case) -> Any:
-    """The compiled training step."""
-    mesh = targets.mesh(case.target, (2, STAGES), ("data", "pipe"))
-    config, tx = case.config, optax.adamw(1e-3)
-    pipeline = shd.Pipeline(
+def make_pipeline(case: Case, mesh: Any, table: Schedule) -> shd.Pipeline:
+    """The model on the stages."""
+    return shd.Pipeline(
         mesh,
-        case.table,
-        num_layers=config.layers,
+        table,
+        num_layers=case.config.layers,
         embed=lambda shared, tokens: shared["embed"][tokens[:, :-1]],
         block=lambda layer, x, _: apply_block(layer, x),
         head=head,
         layers="blocks",
         recompute=case.recompute,
     )
+
+
+def compile_step(case: Case) -> Any:
+    """The compiled training step."""
+    mesh = targets.mesh(case.target, (2, STAGES), ("data", "pipe"))
+    config, tx = case.config, optax.adamw(1e-3)
+    pipeline = make_pipeline(case, mesh, case.table)
 
     def make_state() -> tuple[Any, Any]:
         params = pipeline.stack(init(config, case.dtype))
@@ -107,6 +125,49 @@ def compile_step(case: Case) -> Any:
     step = zero.train_step(pipeline.loss, tx=tx, weighted=True)
     batch = jax.ShapeDtypeStruct((2 * case.microbatches, LENGTH + 1), jnp.int32)
     return step.lower(state, batch).compile()
+
+
+def untied_head(shared: Any, x: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``head`` with a matrix of its own."""
+    return head({**shared, "embed": shared["head"]}, x, tokens)
+
+
+def compile_run(case: Case, updates: int) -> Any:
+    """The compiled run of an asynchronous pipeline."""
+    mesh = targets.mesh(case.target, (2, STAGES), ("data", "pipe"))
+    table = shd.pipeline.one_f_one_b(STAGES, 1)
+    pipeline = dataclasses.replace(make_pipeline(case, mesh, table), head=untied_head)
+    training = shd.AsyncPipeline(pipeline, case.run(updates), optax.adamw(1e-3))
+
+    def make_state() -> Any:
+        params = init(case.config, case.dtype)
+        return training.init(pipeline.stack(params | {"head": params["embed"]}))
+
+    def over_stages(path: Any, x: Any) -> Any:
+        names = {getattr(key, "key", getattr(key, "name", None)) for key in path}
+        spec = jax.P("pipe") if names & {"blocks", "opt_state"} else jax.P()
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=jax.NamedSharding(mesh, spec))
+
+    state = jax.tree_util.tree_map_with_path(over_stages, jax.eval_shape(make_state))
+    batches = jax.ShapeDtypeStruct(
+        (updates, case.microbatches, 2, LENGTH + 1),
+        jnp.int32,
+        sharding=jax.NamedSharding(mesh, jax.P(None, None, "data")),
+    )
+    return jax.jit(training.run, donate_argnums=0).lower(state, batches).compile()
+
+
+def flops_of_branches(compiled: Any) -> float:
+    """Operations in matrix products, of each branch of the loops over ticks once."""
+    program = Program(compiled.as_text())
+    names = [
+        name
+        for table in program.computations.values()
+        for it in table.values()
+        if it.op == "conditional"
+        for name in it.branches
+    ]
+    return sum(cost.matmul_flops for name in names for cost in costs_of(program, name))
 
 
 def row(case: Case) -> str:
@@ -134,6 +195,7 @@ def row(case: Case) -> str:
         max(figures.messages),
         f"{sum(p.wire_bytes for p in permutes) / MIB:.1f}",
         f"{others / MIB:.1f}",
+        f"{flops_of_branches(compiled) / 1e9:.2f}",
         f"{table.lockstep_time(costs):.1f}",
         f"{table.event_time(costs):.1f}",
     )
@@ -142,9 +204,41 @@ def row(case: Case) -> str:
 
 COLUMNS = (
     *("target", "schedule", "micro-batches", "recompute", "temporaries, MiB", "live", "permutes"),
-    *("needed", "permuted, MiB", "other wire, MiB", "lockstep time", "event time"),
+    *("needed", "permuted, MiB", "other wire, MiB", "GFLOP", "lockstep time", "event time"),
 )
-HEADER = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
+
+
+def row_of_run(case: Case, updates: int = 16) -> str:
+    """One line of the table of asynchronous pipelines."""
+    compiled, table = compile_run(case, updates), case.run(updates)
+    figures, size = table.check(), LENGTH * case.config.width
+    permutes = [c for c in collectives(compiled) if c.op == "collective-permute"]
+    costs = Costs(1, 3)
+    each = case.run(2 * updates).lockstep_time(costs) - table.lockstep_time(costs)
+    flushed = shd.pipeline.one_f_one_b(STAGES, case.microbatches).lockstep_time(costs)
+    cells = (
+        case.target,
+        case.schedule,
+        case.microbatches,
+        f"{compiled.memory_analysis().temp_size_in_bytes / MIB:.2f}",
+        max(figures.weight_versions),
+        max(figures.live),
+        f"{sum(p.runs for p in permutes if p.elements == size) / updates:.1f}",
+        f"{each / updates:.1f}",
+        f"{flushed:.1f}",
+    )
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+COLUMNS_OF_RUNS = (
+    *("target", "schedule", "micro-batches", "temporaries, MiB", "versions", "live", "permutes"),
+    *("lockstep time", "1F1B with flushes"),
+)
+
+
+def header(columns: tuple[str, ...]) -> str:
+    """The first two lines of a table."""
+    return f"| {' | '.join(columns)} |\n{'|---' * len(columns)}|"
 
 
 def main() -> None:
@@ -158,6 +252,7 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     if options.smoke:
         cases = [Case("cpu:8", name, 4) for name in ("gpipe", "1f1b-aligned")]
+        runs = [Case("cpu:8", "pipedream-2bw", 4)]
     else:
         cases = [
             Case(target, name, microbatches, recompute)
@@ -165,7 +260,13 @@ def main() -> None:
             for microbatches, recompute in ((8, True), (32, True), (8, False))
             for name in SCHEDULES
         ]
-    table = _results.table(HEADER, map(row, cases))
+        runs = [
+            Case(target, name, 1 if name == "pipedream" else 8)
+            for target in options.target or TARGETS
+            for name in ASYNCHRONOUS
+        ]
+    table = _results.table(header(COLUMNS), map(row, cases))
+    of_runs = _results.table(header(COLUMNS_OF_RUNS), map(row_of_run, runs))
     if not (options.smoke or options.target):
         activations = " and ".join(
             f"{Case(t, 'gpipe', 8).activation / MIB:g} MiB ({t})" for t in TARGETS
@@ -174,11 +275,20 @@ def main() -> None:
             f"8 layers on {STAGES} stages x 2 data-parallel devices, ZeRO stage 1, AdamW; "
             f"sequences of {LENGTH} tokens, one a micro-batch. One message is {activations}. "
             "*live*: the most activations that a stage stores by the schedule. *permutes*: that a "
-            "device runs in a step; *needed*: the most that a stage has to send. Times in units of "
+            "device runs in a step; *needed*: the most that a stage has to send. *GFLOP*: of a "
+            "device in matrix products, of one micro-batch on a first, a middle and a last virtual "
+            "stage together. Times in units of "
             "a stage's forward pass: a tick takes as long as its slowest stage (*lockstep*), or "
             "each operation starts when its inputs are there (*event*)."
         )
-        _results.write("pipelines", "Pipelines: memory, messages and time", about, table)
+        about_runs = (
+            "Without flushes: the same devices, 16 updates in a run, recomputation, AdamW. "
+            "*temporaries* hold the versions of the parameters. *permutes* and *lockstep time*: of "
+            "an update, the latter without the ends of the run, beside 1F1B (aligned) with a flush "
+            "after each update."
+        )
+        parts = table, about_runs, of_runs
+        _results.write("pipelines", "Pipelines: memory, messages and time", about, *parts)
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ TESTS = {
     "sharding/collectives/_sparse_rows.py": ["tests/sharding/sync/test_lookup.py"],
     "sharding/offload/": ["tests/sharding/test_offload.py"],
     "sharding/pipeline/": ["tests/sharding/pipeline/test_schedules.py"],
+    "sharding/pipeline/_async_executor.py": ["tests/sharding/pipeline/test_async_pipeline.py"],
     "sharding/pipeline/_differentiable_loss.py": ["tests/sharding/pipeline/test_pipeline.py"],
     "sharding/pipeline/_executor.py": ["tests/sharding/pipeline/test_pipeline.py"],
     "sharding/pipeline/_layers.py": ["tests/sharding/pipeline/test_composition.py"],

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_ext.execution_order import Graph
 from sharding.pipeline._async_executor import AsyncExecutor
@@ -19,7 +19,7 @@ from sharding.pipeline._instructions import Instructions, instructions
 from sharding.pipeline._pipeline import Pipeline
 from sharding.pipeline._stage import Arrays
 from sharding.placement._specs import with_axis
-from sharding.step._microbatches import join_microbatches, split_microbatches
+from sharding.step._microbatches import join_microbatches
 
 P = PartitionSpec
 
@@ -89,7 +89,7 @@ class AsyncPipeline:
       >>> layers = jnp.full((n, 16, 16), 0.1)
       >>> params = pipeline.stack({"in": jnp.ones((3, 16)), "layers": layers, "out": jnp.ones(16)})
       >>> state = training.init(params)
-      >>> batches = jnp.ones((5, 4, 3))  # five minibatches of four examples
+      >>> batches = jnp.ones((5, 2, 2, 3))  # five minibatches of four examples
       >>> state, (sums, weights) = jax.jit(training.run, donate_argnums=0)(state, batches)
       >>> sums.shape, weights.tolist()
       ((5,), [4.0, 4.0, 4.0, 4.0, 4.0])
@@ -129,14 +129,17 @@ class AsyncPipeline:
         return instructions(self.schedule, self.pipeline.recompute)
 
     def init(self, params: Any) -> AsyncState:
-        """The state before the first update.
+        """The state before the first update, with each stage's layers on its devices.
 
         Args:
-          params: stacked, floating-point arrays; see ``Pipeline.stack``.
+          params: stacked, floating-point arrays; see ``Pipeline.stack``. Those that the mesh shards
+            already stay as they are.
 
         Raises:
           ValueError: if a parameter is no floating-point array, or not of this pipeline.
         """
+        self._leaves(params)  # raises unless they fit
+        params = jax.tree.map(self._place, params, self.pipeline.param_specs(params))
         leaves, trees = self._leaves(params)
 
         def on_stage(layers: Arrays, shared: Arrays) -> Any:
@@ -146,15 +149,17 @@ class AsyncPipeline:
 
         on_stages = P(self.pipeline.axis)
         mapped = over_axis(self.pipeline._model, on_stage, (on_stages, P()), on_stages, on_stages)
-        return AsyncState(params, mapped(*leaves))
+        # States are mostly zeros: no argument is left that would name the devices.
+        placed = NamedSharding(self.pipeline.mesh, on_stages)
+        return AsyncState(params, jax.jit(mapped, out_shardings=placed)(*leaves))
 
     def run(self, state: AsyncState, batches: Any, key: Any = None) -> tuple[AsyncState, Any]:
         """Trains on all minibatches of the schedule; the pipeline is empty before and after.
 
         Args:
           state: see ``init``.
-          batches: arrays [updates, examples, ...], one minibatch after the other; the micro-batches
-            of an update divide the examples. Scalars are the same in all.
+          batches: arrays [updates, micro-batches, examples, ...], the micro-batches those of an
+            update. Scalars are the same in all.
           key: with ``rngs``.
 
         Returns:
@@ -230,6 +235,13 @@ class AsyncPipeline:
 
     # --- Parameters -------------------------------------------------------------------------------
 
+    def _place(self, x: Any, spec: PartitionSpec) -> Any:
+        mesh = self.pipeline.mesh
+        there = isinstance(x, jax.Array) and getattr(jax.typeof(x).sharding, "mesh", None)
+        if isinstance(x, jax.core.Tracer) or there == getattr(mesh, "abstract_mesh", mesh):
+            return x
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
     def _leaves(self, params: Any) -> tuple[tuple[Arrays, Arrays], tuple[Any, Any]]:
         """Leaves of the layers and of the shared parameters, and their trees."""
         layers, shared = self.pipeline._parts(params)
@@ -262,14 +274,13 @@ class AsyncPipeline:
 
     def _owners(self, params: Any, batches: Any, key: Any) -> list[int]:
         """For each leaf of the shared parameters, the stage that updates it."""
-        pipeline, each = self.pipeline, self.schedule.microbatches_per_update
+        pipeline = self.pipeline
 
         def plain(x: Any) -> jax.ShapeDtypeStruct:  # without its sharding
             return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
 
         def one(x: Any) -> jax.ShapeDtypeStruct:
-            shape = (x.shape[1] // each, *x.shape[2:]) if jnp.ndim(x) else ()
-            return jax.ShapeDtypeStruct(shape, jnp.result_type(x))
+            return jax.ShapeDtypeStruct(jnp.shape(x)[2:], jnp.result_type(x))
 
         shared = jax.tree.map(plain, pipeline._parts(params)[1])
         rest = (jax.tree.map(one, batches),) if key is None else (jax.tree.map(one, batches), key)
@@ -299,22 +310,24 @@ class AsyncPipeline:
     # --- Batches and optimizers -------------------------------------------------------------------
 
     def _check_batches(self, batches: Any) -> None:
-        """Raises unless arrays are [updates, examples, ...]."""
-        updates, each = self.schedule.num_updates, self.schedule.microbatches_per_update
+        """Raises unless arrays are [updates, micro-batches, examples, ...]."""
+        expected = self.schedule.num_updates, self.schedule.microbatches_per_update
         for x in jax.tree.leaves(batches):
-            if jnp.ndim(x) and (jnp.ndim(x) < 2 or x.shape[0] != updates or x.shape[1] % each):
+            if jnp.ndim(x) and (jnp.ndim(x) < 3 or x.shape[:2] != expected):
                 raise ValueError(
-                    f"the schedule {self.schedule.name} has {updates} minibatches of {each} "
-                    "micro-batches: arrays of batches must be [updates, examples, ...] with so "
-                    f"many updates, and examples that divide; got shape {jnp.shape(x)}."
+                    f"the schedule {self.schedule.name} has {expected[0]} updates of {expected[1]} "
+                    "micro-batches: arrays of batches must be [updates, micro-batches, examples, "
+                    f"...], got shape {jnp.shape(x)}."
                 )
 
     def _microbatches(self, batches: Any) -> Any:
-        """[updates, examples, ...] to [micro-batches, examples, ...]."""
-        examples = jax.tree.map(
-            lambda x: jnp.reshape(x, (-1, *x.shape[2:])) if jnp.ndim(x) else x, batches
-        )
-        return split_microbatches(examples, self.schedule.num_microbatches)
+        """[updates, micro-batches, examples, ...] to [micro-batches, examples, ...]."""
+        count = self.schedule.num_microbatches
+
+        def merge(x: Any) -> Any:
+            return jnp.reshape(x, (count, *x.shape[2:])) if x.ndim else jnp.broadcast_to(x, count)
+
+        return jax.tree.map(merge, batches)
 
     def _optimizer(self) -> optax.GradientTransformationExtraArgs:
         """The optimizer of this stage."""

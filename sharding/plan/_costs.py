@@ -52,6 +52,11 @@ def costs(program: Program) -> tuple[list[Cost], list[str]]:
     return list(_costs_of_frame(program, Frame(program, program.entry, []), 1, unknown)), unknown
 
 
+def costs_of(program: Program, name: str) -> list[Cost]:
+    """The cost of each instruction of one computation, such as the branch of a conditional."""
+    return list(_costs_of_frame(program, Frame(program, name, []), 1, []))
+
+
 def _costs_of_frame(
     program: Program, frame: Frame, count: int, unknown: list[str]
 ) -> Iterator[Cost]:

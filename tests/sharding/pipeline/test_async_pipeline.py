@@ -122,15 +122,21 @@ def total(grads):
     return jax.tree.map(lambda *g: sum(g), *grads)
 
 
-def run(pipe, schedule, tx, batches, key=None, params=None, calls=1, **options):
+def split(batches, each):
+    """[updates, examples, ...] to [updates, micro-batches, examples, ...]."""
+    return {k: x.reshape(len(x), each, -1, *x.shape[2:]) for k, x in batches.items()}
+
+
+def run(pipe, schedule, tx, batches, key=None, params=None, calls=1, sharding=None, **options):
     """Parameters and losses after ``calls`` runs over parts of the batches."""
     training = shd.AsyncPipeline(pipe, schedule, tx, **options)
     params = init_chain(sum(pipe.layer_counts)) if params is None else params
     state = training.init(pipe.stack(jax.tree.map(jnp.asarray, params)))
-    step, losses = jax.jit(training.run), []
+    step, losses, each = jax.jit(training.run), [], schedule.microbatches_per_update
+    batches = split(batches, each)
     for call in range(calls):
         part = slice(call * schedule.num_updates, (call + 1) * schedule.num_updates)
-        args = (jax.tree.map(lambda x, part=part: x[part], batches),)
+        args = [jax.device_put({k: x[part] for k, x in batches.items()}, sharding)]
         state, (sums, weights) = step(state, *args, *([] if key is None else [key]))
         losses += list(np.asarray(sums / weights))
     return state, losses
@@ -212,18 +218,18 @@ def test_pipemare(stages, microbatches, aligned, technique):
     horizon = delay + 1  # of T2: a correction on the last stage, too, whose passes are one
     delta = [np.zeros_like(x[0]) for x in chain.versions]
     # Micro-batch m is m - warmup passes behind: so many updates are in its parameters.
-    stored, split = {}, pieces(batches, microbatches)
+    stored, parts = {}, pieces(batches, microbatches)
     for t in range(updates):
         grads = []
         for m in range(t * microbatches, (t + 1) * microbatches):
             forward = [max(0, (m - w) // microbatches) for w in warmup]
-            stored[m] = chain_forward(chain.at(forward), split[m])
+            stored[m] = chain_forward(chain.at(forward), parts[m])
             first, *ws, out = (
                 # The last stage runs its forward pass as a part of the backward pass.
                 x[-1] - (d * c if technique in ("t2", "both") and s < stages - 1 else 0)
                 for x, d, c, s in zip(chain.versions, horizon, delta, chain.stage, strict=True)
             )
-            grads.append(chain_backward((first, ws, out), split[m], stored[m]))
+            grads.append(chain_backward((first, ws, out), parts[m], stored[m]))
         weight = np.sum(batches["weight"][t])
         before = [x[-1] for x in chain.versions]
         chain.sgd(total(grads), weight, RATE)
@@ -354,10 +360,10 @@ def test_beside_a_data_axis(kind):
     schedule = pipedream(4, 6)
     alone, expected = run(chain_pipeline(mesh_of(4), 4), schedule, optax.adam(1e-2), batches)
     mesh = jax.make_mesh((2, 4), ("data", "pipe"), axis_types=(kind,) * 2)
-    sharding = jax.NamedSharding(mesh, jax.P(None, "data"))
+    sharding = jax.NamedSharding(mesh, jax.P(None, None, "data"))
+    pipe = chain_pipeline(mesh, 4)
     with jax.set_mesh(mesh):
-        sharded = jax.device_put(batches, sharding)
-        state, losses = run(chain_pipeline(mesh, 4), schedule, optax.adam(1e-2), sharded)
+        state, losses = run(pipe, schedule, optax.adam(1e-2), batches, sharding=sharding)
     np.testing.assert_allclose(losses, expected, rtol=1e-12)
     distance, leaf = model.worst_leaf(*(jax.tree.map(np.asarray, x.params) for x in (state, alone)))
     assert distance < 1e-12, leaf
@@ -376,7 +382,7 @@ def test_bfloat16_parameters_and_aux():
     )
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), init_chain(2))
     training = shd.AsyncPipeline(pipe, pipemare(2, 2, updates), optax_ext.came(1e-3))
-    batches = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), chain_batches(updates))
+    batches = {k: x.astype(np.float32) for k, x in split(chain_batches(updates), 2).items()}
     state = training.init(params)
     new, ((sums, weights), aux) = jax.jit(training.run)(state, batches)
     assert sums.shape == weights.shape == (updates,)
@@ -407,7 +413,7 @@ def test_a_large_model_lowers(updates):
         "out": jax.ShapeDtypeStruct((width,), jnp.float32),
     }
     state = jax.eval_shape(training.init, params)
-    batches = jax.ShapeDtypeStruct((updates, 32, 64), jnp.float32)
+    batches = jax.ShapeDtypeStruct((updates, 16, 2, 64), jnp.float32)
     text = jax.jit(training.run).lower(state, batches).as_text()
     assert f"tensor<2x{layers // 8}x{width}x{12 * width}xf32>" in text  # two versions of a stage
     assert len(text.splitlines()) < 2500
@@ -424,7 +430,7 @@ def test_stored_residuals_hold_no_parameters(asynchronous):
     batches = chain_batches(7)
     if asynchronous:
         training = shd.AsyncPipeline(pipe, pipemare(2, 2, 7), optax.sgd(0.1))
-        text = str(jax.make_jaxpr(training.run)(training.init(params), batches))
+        text = str(jax.make_jaxpr(training.run)(training.init(params), split(batches, 2)))
     else:
         batch = {k: x[0] for k, x in batches.items()}
         text = str(jax.make_jaxpr(jax.grad(lambda p: pipe.loss(p, batch)[0]))(params))
@@ -453,14 +459,15 @@ def test_errors():
     with pytest.raises(ValueError, match="must have 4 rows along dim 0"):
         training.init(params | {"layers": {"w": jnp.zeros((3, WIDTH, WIDTH))}})
     state = training.init(params)
-    for batches in (chain_batches(4), {k: x[0] for k, x in chain_batches(3).items()}):
-        with pytest.raises(ValueError, match=r"3 minibatches of 1 micro-batches.*got shape"):
-            training.run(state, batches)
+    batches = split(chain_batches(3), 1)
+    for wrong in (chain_batches(3), split(chain_batches(4), 1), split(chain_batches(3), 2)):
+        with pytest.raises(ValueError, match=r"3 updates of 1 micro-batches.*got shape"):
+            training.run(state, wrong)
     with pytest.raises(ValueError, match="takes no key"):
-        training.run(state, chain_batches(3), jax.random.key(0))
+        training.run(state, batches, jax.random.key(0))
     tied = model.pipeline(mesh, one_f_one_b(2, 2), "tied")
     training = shd.AsyncPipeline(tied, schedule, sgd)
     state = training.init(tied.stack(jax.tree.map(jnp.asarray, model.init_params("tied"))))
     batches = jax.tree.map(lambda *x: np.stack(x), *(model.batch(t, "tied") for t in range(3)))
     with pytest.raises(ValueError, match=r"embed and head both use \['embed'\]\['embedding'\]"):
-        training.run(state, batches)
+        training.run(state, split(batches, 1))
