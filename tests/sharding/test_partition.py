@@ -1,5 +1,6 @@
 """Planners of pipeline stages equal brute force on small cases; schedules in closed form."""
 
+import functools
 import itertools
 import math
 
@@ -7,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from sharding.pipeline import Costs, gpipe, interleaved, one_f_one_b
 from sharding.plan._activation_groups import (
     activation_groups,
     least_period,
@@ -23,6 +25,7 @@ from sharding.plan._pipeline_schedules import (
     bubble_share,
     lockstep_seconds,
     max_in_flight,
+    num_ticks,
 )
 from sharding.plan._two_bw import two_bw
 from sharding.plan._virtual_workers import Node, allocate_workers
@@ -688,89 +691,31 @@ def test_memory_limits_the_wave():
 # --- Schedules ------------------------------------------------------------------------------------
 
 
-def orders_of(schedule, stages, microbatches, chunks):
-    """The operations of each device in order: (kind, micro-batch, virtual stage)."""
-    orders = []
-    for s in range(stages):
-        if schedule == "interleaved":
-
-            def unit(k, kind, s=s):
-                group, rest = divmod(k, stages * chunks)
-                chunk, within = divmod(rest, stages)
-                if kind == "B":
-                    chunk = chunks - 1 - chunk
-                return (kind, stages * group + within, chunk * stages + s)
-
-            total = chunks * microbatches
-            warm_up = min(2 * (stages - 1 - s) + (chunks - 1) * stages, total)
-        else:
-
-            def unit(k, kind, s=s):
-                return (kind, k, s)
-
-            total = microbatches
-            warm_ups = {"gpipe": total, "1f1b": stages - 1 - s, "aligned": 2 * (stages - 1 - s)}
-            warm_up = min(warm_ups[schedule], total)
-        ops = [unit(k, "F") for k in range(warm_up)]
-        for k in range(total - warm_up):
-            ops += [unit(warm_up + k, "F"), unit(k, "B")]
-        ops += [unit(k, "B") for k in range(total - warm_up, total)]
-        orders.append(ops)
-    return orders
-
-
-def simulate(schedule, stages, microbatches, chunks):
-    """Ticks as sets of operations by device, each as early as its inputs and its order allow."""
-    orders = orders_of(schedule, stages, microbatches, chunks)
-    last = stages * chunks - 1
-    done, ticks, positions = {}, [], [0] * stages
-    while any(p < len(ops) for p, ops in zip(positions, orders, strict=True)):
-        now, tick = len(ticks), {}
-        for s, ops in enumerate(orders):
-            if positions[s] == len(ops):
-                continue
-            kind, mb, v = op = ops[positions[s]]
-            if schedule in ("aligned", "interleaved") and (kind == "F") != (now % 2 == 0):
-                continue
-            if kind == "F":
-                needed = [("F", mb, v - 1)] if v else []
-            else:
-                needed = [("B", mb, v + 1)] if v < last else [("F", mb, v)]
-            if all(done.get(x, now) < now for x in needed):
-                tick[s] = op
-        for s, op in tick.items():
-            done[op] = now
-            positions[s] += 1
-        ticks.append(tick)
-        assert len(ticks) < 10_000
-    return [tick for tick in ticks if tick]
+TABLES = {
+    "gpipe": gpipe,
+    "1f1b": functools.partial(one_f_one_b, aligned=False),
+    "aligned": one_f_one_b,
+    "interleaved": interleaved,
+}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     ("stages", "microbatches"), [(1, 1), (2, 2), (2, 6), (4, 4), (4, 12), (5, 15)]
 )
-def test_closed_forms_equal_a_simulation(schedule, stages, microbatches):
-    chunks = 2 if schedule == "interleaved" and stages > 1 else 1
-    ticks = simulate(schedule, stages, microbatches, chunks)
+def test_closed_forms_equal_the_tables(schedule, stages, microbatches):
     args = (schedule, stages, microbatches)
-    # Time, of passes whose costs differ.
+    chunks = 2 if schedule == "interleaved" else 1
+    table = TABLES[schedule](stages, microbatches)
+    figures = table.check()
     for forward, backward in ((1, 2), (1, 3), (2, 2)):
-        cost = {"F": forward, "B": backward}
-        total = sum(max(cost[op[0]] for op in tick.values()) for tick in ticks)
-        assert lockstep_seconds(*args, forward, backward, chunks) == total
-    # Activations.
-    live, most = [0] * stages, [0] * stages
-    for tick in ticks:
-        for s, op in tick.items():
-            live[s] += 1 if op[0] == "F" else -1
-            most[s] = max(most[s], live[s])
+        expected = table.lockstep_time(Costs(forward, backward))
+        assert lockstep_seconds(*args, forward, backward, chunks) == expected
     found = [max_in_flight(schedule, stages, s, microbatches, chunks) for s in range(stages)]
-    assert found == most
-    # Idle time, with equal passes in ticks of one kind each.
-    if schedule != "1f1b":
-        busy = sum(len(tick) for tick in ticks) / (stages * len(ticks))
-        assert bubble_share(*args, chunks) == pytest.approx(1 - busy)
+    assert tuple(found) == figures.live
+    assert bubble_share(*args, chunks) == pytest.approx(figures.bubble)
+    busy = np.count_nonzero(np.any(table.op, axis=1))
+    assert num_ticks(*args, chunks) == busy
 
 
 def test_schedules_reject_bad_numbers():
