@@ -454,11 +454,13 @@ class Zero:
           The state, placed as by ``init``.
 
         Raises:
-          ValueError: if the sync has no state, or replicas had another number of shards.
+          ValueError: if the sync has no state, or more differs than the number of devices that
+            synchronize: the shards of a replica, the other axes of the mesh, or the sync.
         """
         plain, sync_state = split_sync_state(state)
+        _, types = split_sync_state(self._with_sync(plain, None))
         with no_mesh():
-            return join_sync_state(plain, resize_sync_state(self._layout, sync_state))
+            return join_sync_state(plain, resize_sync_state(self._layout, sync_state, types))
 
     def full_params(self, state: Any) -> Any:
         """The unsharded parameters in host memory, for export.
