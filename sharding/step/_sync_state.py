@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding.placement._layout import Layout, Placement
+from sharding.placement._on_mesh import on_mesh
 from sharding.placement._specs import entry_of, path_str
 from sharding.placement._train_state import opt_state_of, with_opt_state
 from sharding.sync import GradientSync, SyncedState, resize
@@ -122,7 +123,15 @@ def resize_sync_state(layout: Layout, state: Any, types: Any) -> Any:
             f"{wanted}. Only the number of synchronizing devices may change."
         )
     sharding = NamedSharding(layout.mesh, sync_spec(layout))
-    return jax.jit(resize, static_argnums=1, out_shardings=sharding)(state, sizes[0])
+
+    def run(layout: Layout, state: Any) -> Any:
+        del layout
+        return resize(state, sizes[0])
+
+    def out_shardings(out: Any) -> Any:
+        return jax.tree.map(lambda _: sharding, out)
+
+    return jax.jit(on_mesh(layout, run, out_shardings), out_shardings=sharding)(state)
 
 
 # --- In a train state -----------------------------------------------------------------------------
