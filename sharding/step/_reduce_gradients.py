@@ -109,8 +109,8 @@ def _sync(
         means, new = sync.reduce_scatter(tree, own, axes, dims)
         return means, jax.tree.map(lambda x: x[None], new) if layout.other_axes else new
 
-    specs = {param.path: param.shard.spec for param in plan.params}
-    specs = (specs, other_sync_spec(layout))
+    param_specs = {param.path: param.shard.spec for param in plan.params}
+    specs = (param_specs, other_sync_spec(layout))
     with jax.named_scope("reduce_gradients"):
         means, state = over_other_axes(layout, sync_blocks, specs, specs)(tree, state)
     num = lax.axis_size(axes)
