@@ -369,8 +369,13 @@ def crossing(compiled, num_others):
     ]
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("name", ["top_k", "powersgd", "qsgd", "zen", "by_path"])
+@pytest.mark.parametrize(
+    ("name", "stage"),
+    [
+        *itertools.product(["top_k", "powersgd", "qsgd", "zen", "by_path"], [1, 2]),
+        *itertools.product(["qsgd nearest", "zen"], [3]),
+    ],
+)
 def test_nothing_crosses_the_other_axes(name, stage):
     """Between them a step sends what it sends with the plain sum: activations."""
     batch = jax.ShapeDtypeStruct((32, 32), jnp.float32)
