@@ -119,7 +119,8 @@ class Zero:
         are summed within a replica. Its state, such as error-feedback residuals, is part of the
         train state, in ``opt_state`` (``sharding.sync.SyncedState``). It receives gradients in the
         dtype of ``precision.reduce``. Stateful syncs run once per step, stateless ones at stages 2
-        and 3 once per micro-batch; stage 3 without replicas requires a stateless sync.
+        and 3 once per micro-batch; stage 3 without replicas requires a stateless sync. Of a
+        parameter that other mesh axes shard, each device synchronizes its own block.
       unsharded: regular expressions; a parameter is left unsharded, and so is its state, if one is
         found in its path.
       gathered_blocks: the modules of a Flax linen model (or of an nnx model in ``nnx_train_step``)
@@ -421,7 +422,8 @@ class Zero:
           tx: the transformation, for a pair.
           param_specs: specs of the parameters on the other mesh axes.
           sync_devices: the number of devices that synchronized gradients when the checkpoint was
-            written, if it differs; ``resize_sync`` converts the restored state.
+            written, if it differs; ``resize_sync`` converts the restored state. Other mesh axes
+            must have the sizes that they had.
 
         Returns:
           The state with a ``ShapeDtypeStruct`` in place of each array: shape, dtype, and sharding
@@ -454,11 +456,13 @@ class Zero:
           The state, placed as by ``init``.
 
         Raises:
-          ValueError: if the sync has no state, or replicas had another number of shards.
+          ValueError: if the sync has no state, or more differs than the number of devices that
+            synchronize: the shards of a replica, the other axes of the mesh, or the sync.
         """
         plain, sync_state = split_sync_state(state)
+        _, types = split_sync_state(self._with_sync(plain, None))
         with no_mesh():
-            return join_sync_state(plain, resize_sync_state(self._layout, sync_state))
+            return join_sync_state(plain, resize_sync_state(self._layout, sync_state, types))
 
     def full_params(self, state: Any) -> Any:
         """The unsharded parameters in host memory, for export.

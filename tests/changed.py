@@ -49,6 +49,8 @@ TESTS = {
     "sharding/plan/": ["tests/sharding/test_plan.py", "tests/sharding/test_audit.py"],
     "sharding/step/": ["tests/sharding/test_program.py", "tests/sharding/test_edges.py"],
     "sharding/step/_flax": ["tests/sharding/test_nnx_step.py"],
+    "sharding/step/_reduce_gradients.py": ["tests/sharding/sync/test_other_axes.py"],
+    "sharding/step/_sync_state.py": ["tests/sharding/sync/test_other_axes.py"],
     "sharding/sync/": [
         "tests/sharding/sync/test_interface.py",
         "tests/sharding/sync/test_methods.py",

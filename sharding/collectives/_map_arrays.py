@@ -7,6 +7,7 @@ import jax
 from jax.sharding import PartitionSpec
 
 from sharding.placement._layout import Layout
+from sharding.placement._on_mesh import over_other_axes
 
 
 class ArrayLayout(NamedTuple):
@@ -32,11 +33,5 @@ def map_arrays(
     def run(xs: list[jax.Array]) -> list[jax.Array]:
         return [fn(x, at.dim) for x, at in zip(xs, array_layouts, strict=True)]
 
-    if not layout.other_axes:
-        return run(list(xs))
-    # Left to the partitioner, every array would first be gathered over the other axes.
     specs = [at.spec for at in array_layouts]
-    mapped = jax.shard_map(
-        run, in_specs=(specs,), out_specs=specs, axis_names=layout.other_axes, check_vma=False
-    )
-    return mapped(list(xs))
+    return over_other_axes(layout, run, (specs,), specs)(list(xs))

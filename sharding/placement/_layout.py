@@ -203,6 +203,10 @@ class Layout:
         """A spec of the user's axes alone."""
         return _specs.only_axes(spec, self.other_axes)
 
+    def block_shape(self, shape: tuple[int, ...], spec: P) -> tuple[int, ...]:
+        """The shape of the block of an array that a device has on the user's axes."""
+        return NamedSharding(self.mesh, self.other_spec(spec)).shard_shape(shape)
+
     def keep_axes(self, spec: P, axes: Collection[str]) -> P:
         """A spec without the data axes that are not among ``axes``."""
         return _specs.only_axes(spec, self.other_axes | set(axes))

@@ -1,4 +1,4 @@
-"""Runs code on a layout's mesh: contexts, Explicit axes, and ``shard_map`` over the data axes."""
+"""Runs code on a layout's mesh: contexts, Explicit axes, ``shard_map`` over some of its axes."""
 
 import contextlib
 import dataclasses
@@ -84,6 +84,24 @@ def over_data_axes(
             raise _with_remedy(layout, error) from error
 
     return call
+
+
+def over_other_axes(
+    layout: Layout, fn: Callable[..., Any], in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """``fn`` on the blocks that a device has on the other axes; for use in ``over_data_axes``.
+
+    Left to the partitioner, collectives over the data axes would gather arrays over the others.
+    """
+    if not layout.other_axes:
+        return fn
+    return jax.shard_map(
+        fn,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=layout.other_axes,
+        check_vma=False,
+    )
 
 
 def _with_remedy(layout: Layout, error: NotImplementedError) -> Exception:

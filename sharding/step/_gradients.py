@@ -126,7 +126,7 @@ def gradients(
         for tree in (spec.placed.params, spec.placed.shards)
     )
     grad_specs = [s for s, t in zip(shard_specs, trained, strict=True) if t]
-    sync_spec = _sync_state.sync_spec(layout)
+    sync_spec = layout.manual_spec(_sync_state.sync_spec(layout))
     run = over_data_axes(
         layout,
         on_device,

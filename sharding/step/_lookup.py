@@ -3,12 +3,14 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from sharding.collectives._all_gather import all_gather_concat
 from sharding.collectives._permutation import Permutation
@@ -22,6 +24,7 @@ from sharding.collectives._sparse_rows import (
     list_capacity,
     unique_lookups,
 )
+from sharding.placement._on_mesh import over_other_axes
 from sharding.step._gather_params import GatherSpec, ParamHandle, Shard, gather, is_shard
 
 # The name that marks, in a traced loss, what it passes to ``lookup``.
@@ -158,12 +161,29 @@ class _Lookup(NamedTuple):
 
     def gradient(self, ids: jax.Array, grad: jax.Array) -> jax.Array:
         """This device's shard of the table's gradient."""
-        spec = self.spec
-        assert spec.rows is not None
-        axes = spec.layout.axes
-        grad = grad.astype(spec.reduce_dtype)
-        mean = spec.rows.reduce(ids, grad, self.num_rows, axes, spec.dim)
+        axes = self.spec.layout.axes
+        mean = self.on_columns(_reduce_columns, grad.astype(self.spec.reduce_dtype), ids)
         return (mean * lax.axis_size(axes)).astype(self.dtype)
+
+    def on_columns(self, fn: Callable[..., jax.Array], x: jax.Array, ids: jax.Array) -> jax.Array:
+        """``fn(call, x, ids)``, each device for the columns that it has on the user's axes.
+
+        A table whose rows these axes shard is left to the partitioner.
+        """
+        spec = self.spec
+        entries = spec.entries[len(spec.entries) - x.ndim :]
+        if entries[0] is not None:
+            return fn(self, x, ids)
+        own = self._replace(spec=spec._replace(entries=(None,) * x.ndim))
+        columns = PartitionSpec(*entries)
+        run = functools.partial(fn, own)
+        return over_other_axes(spec.layout, run, (columns, PartitionSpec()), columns)(x, ids)
+
+
+def _reduce_columns(call: _Lookup, grad: jax.Array, ids: jax.Array) -> jax.Array:
+    spec = call.spec
+    assert spec.rows is not None
+    return spec.rows.reduce(ids, grad, call.num_rows, spec.layout.axes, spec.dim)
 
 
 # --- Below stage 3: the table is here, its gradient is not ----------------------------------------
@@ -192,6 +212,10 @@ _take.defvjp(_take_forward, _take_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fetch(call: _Lookup, shard: jax.Array, ids: jax.Array) -> jax.Array:
+    return call.on_columns(_fetch_columns, shard, ids)
+
+
+def _fetch_columns(call: _Lookup, shard: jax.Array, ids: jax.Array) -> jax.Array:
     spec = call.spec
     assert spec.rows is not None
     axes, dim = spec.layout.axes, spec.dim % shard.ndim

@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from sharding.collectives._dtypes import sum_dtype
+from sharding.placement._on_mesh import over_other_axes
 from sharding.step._gather_params import GatherSpec, ParamHandle, Shard, gather
 from sharding.step._lookup import TableHandle
 from sharding.step._step_plan import ParamPlan, StepPlan
@@ -71,12 +73,11 @@ def _with_tap(param: ParamPlan, tap: jax.Array, x: jax.Array, spec: GatherSpec) 
 def _gather_specs(plan: StepPlan) -> list[GatherSpec]:
     specs = []
     for param, reduce in zip(plan.params, _backward_syncs(plan), strict=True):
-        entries = tuple(param.shard.spec)
         specs.append(
             GatherSpec(
                 plan.layout,
                 param.shard.dim,
-                entries + (None,) * (len(param.shape) - len(entries)),
+                _entries(param),
                 param.loss_dtype,
                 param.reduce_dtype,
                 reduce,
@@ -91,15 +92,29 @@ def _backward_syncs(plan: StepPlan) -> list[Callable[[jax.Array, int], jax.Array
     """Per parameter, the sync of its gradient in the backward pass; None for a reduce-scatter."""
     if plan.sync is None or not plan.syncs_shard_axes or plan.layout.stage < 3:
         return [None] * len(plan.params)
-    sync, axes, state = plan.sync, plan.layout.axes, plan.empty_sync_state()
+    layout, sync, state = plan.layout, plan.sync, plan.empty_sync_state()
     nothing = {param.path: None for param in plan.params}
     dims = dict.fromkeys(nothing, 0)
 
-    def sync_of(path: str) -> Callable[[jax.Array, int], jax.Array]:
+    def sync_of(param: ParamPlan) -> Callable[[jax.Array, int], jax.Array]:
+        path, entries = param.path, _entries(param)
+
         def reduce(grad: jax.Array, dim: int) -> jax.Array:
-            means, _ = sync.reduce_scatter(nothing | {path: grad}, state, axes, dims | {path: dim})
-            return means[path] * lax.axis_size(axes)
+            def sync_block(block: jax.Array) -> jax.Array:
+                grads, at = nothing | {path: block}, dims | {path: dim}
+                return sync.reduce_scatter(grads, state, layout.axes, at)[0][path]
+
+            # Loops over layers take dims off the front.
+            spec = PartitionSpec(*entries[len(entries) - grad.ndim :])
+            mean = over_other_axes(layout, sync_block, (spec,), spec)(grad)
+            return mean * lax.axis_size(layout.axes)
 
         return reduce
 
-    return [sync_of(param.path) for param in plan.params]
+    return [sync_of(param) for param in plan.params]
+
+
+def _entries(param: ParamPlan) -> tuple[Any, ...]:
+    """Per dim, the entry of the spec on the user's axes of the mesh."""
+    entries = tuple(param.shard.spec)
+    return entries + (None,) * (len(param.shape) - len(entries))

@@ -12,7 +12,9 @@ from jax import lax
 
 from sharding.collectives._map_arrays import ArrayLayout
 from sharding.collectives._reduce_scatter import reduce_scatter_arrays
+from sharding.placement._on_mesh import over_other_axes
 from sharding.step._step_plan import StepPlan
+from sharding.step._sync_state import other_sync_spec
 
 
 def reduce_microbatch(plan: StepPlan, grads: list[jax.Array]) -> list[jax.Array]:
@@ -85,10 +87,15 @@ def _sum(
 def _sync(
     plan: StepPlan, grads: list[jax.Array], chosen: Sequence[bool], state: Any
 ) -> tuple[list[jax.Array], Any]:
-    """The sums of the chosen gradients by the plan's sync, and its new state."""
-    assert plan.sync is not None
-    replicas = plan.layout.replica_axes
-    axes = replicas or plan.layout.axes
+    """The sums of the chosen gradients by the plan's sync, and its new state.
+
+    Of a parameter that other axes shard, every device synchronizes its own block. Of one that is
+    replicated over them, all synchronize the same array and random keys, and get the same mean.
+    """
+    layout, sync = plan.layout, plan.sync
+    assert sync is not None
+    replicas = layout.replica_axes
+    axes = replicas or layout.axes
     tree: dict[str, Any] = {param.path: None for param in plan.params}
     dims = dict.fromkeys(tree, 0)
     cast = _to_reduce_dtypes(plan, grads)
@@ -96,8 +103,16 @@ def _sync(
         if choice:
             tree[param.path] = g
             dims[param.path] = (param.replica_shard if replicas else param.shard).dim
+
+    def sync_blocks(tree: Any, state: Any) -> tuple[Any, Any]:
+        own = jax.tree.map(lambda x: x[0], state) if layout.other_axes else state
+        means, new = sync.reduce_scatter(tree, own, axes, dims)
+        return means, jax.tree.map(lambda x: x[None], new) if layout.other_axes else new
+
+    param_specs = {param.path: param.shard.spec for param in plan.params}
+    specs = (param_specs, other_sync_spec(layout))
     with jax.named_scope("reduce_gradients"):
-        means, state = plan.sync.reduce_scatter(tree, state, axes, dims)
+        means, state = over_other_axes(layout, sync_blocks, specs, specs)(tree, state)
     num = lax.axis_size(axes)
     return [
         means[param.path] * num if choice else g

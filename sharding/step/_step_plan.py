@@ -122,7 +122,13 @@ class StepPlan:
         """The state of a ``sync`` that has no arrays in it."""
         if self.sync is None:
             return None
-        return self.sync.init({p.path: jax.ShapeDtypeStruct(p.shape, p.dtype) for p in self.params})
+        blocks = [self.layout.block_shape(p.shape, p.shard.spec) for p in self.params]
+        return self.sync.init(
+            {
+                p.path: jax.ShapeDtypeStruct(block, p.dtype)
+                for p, block in zip(self.params, blocks, strict=True)
+            }
+        )
 
 
 def plan_step(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding.placement._layout import Layout, Placement
+from sharding.placement._on_mesh import on_mesh
 from sharding.placement._specs import entry_of, path_str
 from sharding.placement._train_state import opt_state_of, with_opt_state
 from sharding.sync import GradientSync, SyncedState, resize
@@ -18,14 +19,18 @@ from sharding.sync import GradientSync, SyncedState, resize
 def local_gradients(layout: Layout, params: Any, placed: Placement) -> dict[str, Any]:
     """The types of the gradients that a device passes to the sync, by the paths of parameters.
 
-    They are unsharded; with replicas, between which shards are synchronized, they are shards.
+    They are unsharded over the data axes; with replicas, between which shards are synchronized,
+    they are shards. Of a parameter that other axes shard they are the device's block.
     """
     treedef: Any = jax.tree.structure(params)
     types = {}
-    for (path, x), dim in zip(
-        jax.tree_util.tree_leaves_with_path(params), treedef.flatten_up_to(placed.dims), strict=True
-    ):
-        shape = list(x.shape)
+    leaves = zip(
+        jax.tree_util.tree_leaves_with_path(params),
+        *map(treedef.flatten_up_to, (placed.params, placed.dims)),
+        strict=True,
+    )
+    for (path, x), spec, dim in leaves:
+        shape = list(layout.block_shape(x.shape, spec))
         if dim and layout.replica_axes:
             shape[dim] //= layout.num_shards
         types[path_str(path)] = jax.ShapeDtypeStruct(tuple(shape), x.dtype)
@@ -33,10 +38,13 @@ def local_gradients(layout: Layout, params: Any, placed: Placement) -> dict[str,
 
 
 def init_sync_state(sync: GradientSync, layout: Layout, gradients: dict[str, Any]) -> Any:
-    """The states of all devices: (synchronizing devices, devices of a replica, ...)."""
-    sizes = [math.prod(layout.mesh.shape[axis] for axis in axes) for axes in _sync_axes(layout)]
+    """The states of all devices: (synchronizing devices, devices of a replica, ...).
+
+    On a mesh with other axes: (synchronizing devices, devices of a replica, devices of other axes,
+    ...).
+    """
     state = sync.init(gradients)
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (*sizes, *x.shape)), state)
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (*_sizes(layout), *x.shape)), state)
 
 
 def sync_spec(layout: Layout) -> PartitionSpec:
@@ -44,17 +52,27 @@ def sync_spec(layout: Layout) -> PartitionSpec:
     return PartitionSpec(*(entry_of(axes) for axes in _sync_axes(layout)))
 
 
-def _sync_axes(layout: Layout) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The axes between which gradients are synchronized, and those within a replica."""
-    return (layout.replica_axes, layout.axes) if layout.replica_axes else (layout.axes, ())
+def other_sync_spec(layout: Layout) -> PartitionSpec:
+    """The spec on the other axes of every array of the state of one data-parallel device."""
+    return PartitionSpec(*sync_spec(layout)[2:])
+
+
+def _sync_axes(layout: Layout) -> tuple[tuple[str, ...], ...]:
+    """The axes between which gradients are synchronized, those within a replica, and others."""
+    data = (layout.replica_axes, layout.axes) if layout.replica_axes else (layout.axes, ())
+    others = tuple(name for name in layout.mesh.axis_names if name in layout.other_axes)
+    return (*data, others) if others else data
+
+
+def _sizes(layout: Layout) -> list[int]:
+    return [math.prod(layout.mesh.shape[axis] for axis in axes) for axes in _sync_axes(layout)]
 
 
 def sync_state_types(layout: Layout, sync: GradientSync, params: Any, placed: Placement) -> Any:
     """The types of the state; None for a stateless sync.
 
     Raises:
-      ValueError: at stage 3 without replicas, if the sync has a state; if axes other than the data
-        axes shard a parameter.
+      ValueError: at stage 3 without replicas, if the sync has a state.
     """
     gradients = local_gradients(layout, params, placed)
     state = jax.eval_shape(lambda: init_sync_state(sync, layout, gradients))
@@ -66,14 +84,6 @@ def sync_state_types(layout: Layout, sync: GradientSync, params: Any, placed: Pl
             "stores. Use a stateless sync (dense, qsgd with rounding='nearest'), a stage below 3, "
             "or a replica_axis, over which shards are synchronized."
         )
-    treedef: Any = jax.tree.structure(params)
-    specs = zip(gradients, treedef.flatten_up_to(placed.params), strict=True)
-    on_other_axes = [path for path, spec in specs if any(layout.other_spec(spec))]
-    if on_other_axes:
-        raise ValueError(
-            f"sync: {on_other_axes[0]!r} is sharded over mesh axes other than the data axes; only "
-            "the plain sum (sync=None) supports such parameters."
-        )
     return state if has_state else None
 
 
@@ -82,8 +92,7 @@ def sync_state_types(layout: Layout, sync: GradientSync, params: Any, placed: Pl
 
 def types_for_devices(layout: Layout, state: Any, devices: int) -> Any:
     """The types of a state of another number of devices; sharded if that number divides."""
-    first, _ = _sync_axes(layout)
-    divides = devices % math.prod(layout.mesh.shape[axis] for axis in first) == 0
+    divides = devices % _sizes(layout)[0] == 0
     spec = sync_spec(layout) if divides else PartitionSpec(None, *sync_spec(layout)[1:])
     sharding = NamedSharding(layout.mesh, spec)
     return jax.tree.map(
@@ -91,10 +100,13 @@ def types_for_devices(layout: Layout, state: Any, devices: int) -> Any:
     )
 
 
-def resize_sync_state(layout: Layout, state: Any) -> Any:
-    """A state of another number of devices as one of the devices of this layout."""
-    sizes = [math.prod(layout.mesh.shape[axis] for axis in axes) for axes in _sync_axes(layout)]
-    leaves = jax.tree.leaves(state)
+def resize_sync_state(layout: Layout, state: Any, types: Any) -> Any:
+    """A state of another number of devices as one of the devices of this layout, of ``types``.
+
+    Raises:
+      ValueError: if it differs in more than the number of synchronizing devices.
+    """
+    sizes, leaves = _sizes(layout), jax.tree.leaves(state)
     if not leaves:
         raise ValueError("the train state holds no state of a gradient sync to resize.")
     if leaves[0].shape[1] != sizes[1]:
@@ -102,8 +114,24 @@ def resize_sync_state(layout: Layout, state: Any) -> Any:
             f"the state of the gradient sync is that of {leaves[0].shape[1]} shards in a replica, "
             f"and the mesh has {sizes[1]}: only the number of replicas may change."
         )
+    found, wanted = ([x.shape[1:] for x in jax.tree.leaves(tree)] for tree in (state, types))
+    if found != wanted:
+        others = {axis: layout.mesh.shape[axis] for axis in sorted(layout.other_axes)}
+        raise ValueError(
+            "the state of the gradient sync is that of another sync, or of other axes of other "
+            f"sizes than {others}: each device has arrays of shapes {found} there, and here "
+            f"{wanted}. Only the number of synchronizing devices may change."
+        )
     sharding = NamedSharding(layout.mesh, sync_spec(layout))
-    return jax.jit(resize, static_argnums=1, out_shardings=sharding)(state, sizes[0])
+
+    def run(layout: Layout, state: Any) -> Any:
+        del layout
+        return resize(state, sizes[0])
+
+    def out_shardings(out: Any) -> Any:
+        return jax.tree.map(lambda _: sharding, out)
+
+    return jax.jit(on_mesh(layout, run, out_shardings), out_shardings=sharding)(state)
 
 
 # --- In a train state -----------------------------------------------------------------------------

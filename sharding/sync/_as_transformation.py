@@ -17,7 +17,8 @@ class SyncedState(NamedTuple):
       inner_state: the state of the transformation.
       sync_state: the state of the sync. The first dim of each array is that of the devices between
         which gradients are synchronized, the second that of the shards of a replica (1 without
-        replicas).
+        replicas). On a mesh with other axes the third is that of their devices: each synchronizes
+        the blocks of parameters that it has.
     """
 
     inner_state: optax.OptState

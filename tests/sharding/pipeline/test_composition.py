@@ -128,12 +128,13 @@ def stacked_alone(zero, tx, steps=3):
     return pipe.unstack(zero.full_params(state))
 
 
-def test_gradient_sync_is_rejected():
+@pytest.mark.usefixtures("x64")
+def test_gradient_sync():
+    """Lossless here; tests/sharding/sync/test_other_axes.py has the others."""
     mesh = mesh_of(data=2, pipe=2)
-    zero = shd.Zero(mesh, stage=1, min_shard_size=0, sync=shd.sync.qsgd(8))
-    pipe = model.pipeline(mesh, one_f_one_b(2, 4))
-    with pytest.raises(ValueError, match="sharded over mesh axes other than the data axes"):
-        model.train(pipe, zero, None, "tied", tx=optax.sgd(1e-2))
+    sync = shd.sync.top_k(1.0, min_size=1)
+    zero = shd.Zero(mesh, stage=1, min_shard_size=0, sync=sync)
+    check(model.pipeline(mesh, one_f_one_b(2, 4)), zero)
 
 
 @pytest.mark.usefixtures("x64")

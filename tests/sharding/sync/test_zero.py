@@ -405,14 +405,6 @@ def test_stage_3_rejects_stateful_methods():
         zero.init(make_state(SGD, jnp.float32), tx=SGD)
 
 
-def test_parameters_of_other_axes():
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    zero = shd.Zero(mesh, 2, sync=sync.powersgd(2))
-    specs = {"w": P(None, "model"), "stack": P(), "out": P(), "b": P()}
-    with pytest.raises(ValueError, match="'w' is sharded over mesh axes other"):
-        zero.init(make_state(SGD, jnp.float32), tx=SGD, param_specs=specs)
-
-
 def test_a_train_state_without_sync_state():
     zero = zero_of(mixed(), 1)
     state = zero_of(None, 1).init(make_state(SGD, jnp.float32), tx=SGD)
