@@ -133,7 +133,13 @@ def audit_pipeline(program: Program, pipeline: Pipeline, mesh: AnyMesh) -> Pipel
     """
     schedule = pipeline.schedule
     figures, lowering = schedule.check(), lowered(schedule, pipeline.recompute)
-    loops = tick_loops(program, mesh, pipeline.axis, schedule.num_microbatches)
+    loops = tick_loops(
+        program,
+        mesh,
+        pipeline.axis,
+        microbatches=schedule.num_microbatches,
+        rows=schedule.num_chunks * max(pipeline.layer_counts),
+    )
     sent = [message for loop in loops for message in _messages_of(loop)]
     message = max(sent, key=lambda arrays: sum(array.nbytes for array in arrays), default=[])
     sums: list[KeptArray] = []
@@ -209,7 +215,7 @@ def _slots(
             kinds[ACTIVATIONS].append(each)
         else:
             stores = each.array.dims[:2] in [(n, num_layers) for n in depths]
-            kinds[RESIDUALS if stores else OTHERS].append(each)
+            kinds[RESIDUALS if stores and not each.has_params else OTHERS].append(each)
 
     # An array of slots for each array of a message.
     found: collections.Counter[tuple[int, ...]] = collections.Counter()
@@ -283,9 +289,9 @@ def _warnings(found: PipelineAudit) -> Iterator[str]:
         worst = max(found.slots, key=lambda each: each.excess)
         yield (
             f"the program keeps {size(found.kept)} from tick to tick, {size(found.excess)} more "
-            f"than the schedule {found.schedule} needs; the largest of it is {worst.example}. An "
-            "aux of the head, activations computed before the pipeline, and a loop over ticks that "
-            "jax.grad differentiates are kept for every micro-batch"
+            f"than the schedule {found.schedule} needs; the largest of it is {worst.example}. "
+            "Kept for every micro-batch are an aux of the head, activations computed before the "
+            "pipeline, parameters among residuals, and what jax.grad stores of a loop over ticks"
         )
     if found.copied > _SMALL:
         yield (

@@ -7,6 +7,7 @@ result: gradients and sums.
 
 import collections
 import functools
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -26,12 +27,14 @@ class KeptArray(NamedTuple):
       scope: the operation that wrote it.
       returned: whether it is read after the last tick.
       copied: whether a tick copies it.
+      has_params: whether it has a dim of slots before those of parameters that the loop reads.
     """
 
     array: Array
     scope: str
     returned: bool
     copied: bool
+    has_params: bool
 
 
 class Permute(NamedTuple):
@@ -64,18 +67,21 @@ class TickLoop(NamedTuple):
     kept: tuple[KeptArray, ...]
 
 
-def tick_loops(program: Program, mesh: AnyMesh, axis: str, microbatches: int) -> list[TickLoop]:
+def tick_loops(
+    program: Program, mesh: AnyMesh, axis: str, *, microbatches: int, rows: int
+) -> list[TickLoop]:
     """The innermost loops that permute along a mesh axis, in program order.
 
     Args:
       program: the compiled program.
       mesh: its mesh.
       axis: of the stages.
-      microbatches: of a step. Arrays with a dim 0 of this length that are computed before the loop
-        count as kept; see ``KeptArray``.
+      microbatches: of a step. Activations with a dim 0 of this length that are computed before the
+        loop count as kept.
+      rows: layers of a stage: dim 0 of its stacked parameters.
     """
     found = list(_sending(Frame(program, program.entry, []), 1, mesh, axis))
-    reader = _CarryReader(program, {loop.it.name: loop for loop in found}, microbatches)
+    reader = _CarryReader(program, {loop.it.name: loop for loop in found}, microbatches, rows)
     return [
         TickLoop(loop.runs, loop.trips, loop.permutes, tuple(reader.kept(loop.it.name)))
         for loop in found
@@ -144,10 +150,11 @@ def _source(table: dict[str, Instruction], name: str) -> str:
 class _CarryReader:
     """Reads what loops carry, and where it comes from and goes to."""
 
-    def __init__(self, program: Program, loops: dict[str, _Loop], microbatches: int):
+    def __init__(self, program: Program, loops: dict[str, _Loop], microbatches: int, rows: int):
         self.program = program
         self.loops = loops
         self.microbatches = microbatches
+        self.rows = rows
 
     def kept(self, name: str) -> Iterator[KeptArray]:
         """The arrays that a loop keeps: they change in it, or were made for it before."""
@@ -159,17 +166,19 @@ class _CarryReader:
             return
         copies = self._copies(body)
         messages = {array.dims for permute in loop.permutes for array in permute.arrays}
+        changes = [not self._passes(body, name, i) for i, name in enumerate(root.operands)]
+        read = [array for array, changed in zip(types, changes, strict=True) if not changed]
+        params = {(x.dtype, x.dims[1:]) for x in read if x.dims[:1] == (self.rows,)}
         for i, array in enumerate(types):
-            changes = not self._passes(body, root.operands[i], i)
-            if (
-                array.dims
-                and array.elements
-                and (changes or self._made_before(loop, i, array, messages))
-            ):
-                returned = changes and self._is_read_after(name, i)
+            if not array.dims or not array.elements:
+                continue
+            if changes[i] or self._made_before(loop, i, array, messages):
+                returned = changes[i] and self._is_read_after(name, i)
                 copied = copies[array.dtype, array.dims] > 0
                 copies[array.dtype, array.dims] -= copied
-                yield KeptArray(array, self._scope(loop, i), returned, copied)
+                # Vectors aside: residuals have as many numbers for each layer.
+                has_params = len(array.dims) > 3 and (array.dtype, array.dims[2:]) in params
+                yield KeptArray(array, self._scope(loop, i), returned, copied, has_params)
 
     def _root(self, computation: str) -> Instruction:
         return self.program.computations[computation][self.program.roots[computation]]
@@ -226,7 +235,7 @@ class _CarryReader:
         for _ in range(len(table)):
             called = [self.program.computations[name] for name in it.callees("calls")]
             inside = [it, *(each for computation in called for each in computation.values())]
-            if any(each.op in _COMPUTES for each in inside):
+            if any(each.op in _COMPUTES and _is_float_array(each.type) for each in inside):
                 return True
             operands = [table[name] for name in it.operands if name in table]
             if not operands:
@@ -295,6 +304,11 @@ class _CarryReader:
                         here[array.dtype, array.dims] += 1
             most |= here
         return most
+
+
+def _is_float_array(text: str) -> bool:
+    """Whether a type is that of data, not of indices or one number."""
+    return any(a.dims and re.match(r"b?f\d", a.dtype) for a in arrays(text))
 
 
 def _element(it: Instruction) -> int | None:
