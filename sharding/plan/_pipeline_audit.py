@@ -8,7 +8,7 @@ from sharding.pipeline._instructions import Instructions
 from sharding.pipeline._instructions import instructions as lowered
 from sharding.pipeline._pipeline import Pipeline
 from sharding.placement._specs import AnyMesh
-from sharding.plan._format import Table, size
+from sharding.plan._format import Table, size, text_of
 from sharding.plan._hlo import Array, Program
 from sharding.plan._pipeline_wire import num_permutes
 from sharding.plan._tick_loops import KeptArray, TickLoop, tick_loops
@@ -122,6 +122,9 @@ class PipelineAudit:
             f"{self.ticks} ticks"
         )
         return Table(title, ("", "schedule", "program", "bytes"), rows)
+
+    def __str__(self) -> str:
+        return "\n".join([text_of([self.table()]), *(f"warning: {text}" for text in self.warnings)])
 
 
 def audit_pipeline(program: Program, pipeline: Pipeline, mesh: AnyMesh) -> PipelineAudit:
