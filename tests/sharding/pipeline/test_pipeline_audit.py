@@ -15,6 +15,8 @@ import sharding as shd
 from sharding.pipeline import gpipe, interleaved, one_f_one_b, zb_h1
 from sharding.plan import estimate, pipeline_wire
 from sharding.plan._format import text_of
+from sharding.plan._hlo import Program
+from sharding.plan._tick_loops import tick_loops
 
 from .families import FAMILIES
 
@@ -148,6 +150,17 @@ def test_residuals_have_slots():
     assert (split.scheduled, split.found) == (8, 8)  # 4 residuals, 4 halves of backward passes
 
 
+def test_residuals_are_kept_by_the_loop_that_reads_them():
+    """GPipe's forward passes are one loop, its backward passes another."""
+    pipeline, params = make(gpipe(4, 8), recompute=False)
+    program = Program(lowered(pipeline, params).compile().as_text())
+    loops = tick_loops(program, pipeline.mesh, "pipe", microbatches=8, rows=2)
+    kept = [sorted(each.array.dims for each in loop.kept if not each.returned) for loop in loops]
+    assert kept[0] == kept[1]
+    assert len(kept[0]) == 6  # of messages, and of a layer x, two products, their derivatives
+    assert [any(each.returned for each in loop.kept) for loop in loops] == [False, True]
+
+
 @pytest.mark.parametrize("schedule", [interleaved(2, 4), one_f_one_b(2, 4)], ids=lambda s: s.name)
 def test_two_stages_whose_directions_are_one(schedule):
     pipeline, params = make(schedule)
@@ -210,7 +223,7 @@ def test_activations_computed_before_the_pipeline():
     assert audited(pipeline, params)[0].pipeline.excess == 0
 
 
-def by_hand(mesh, microbatches, *, through_branches=False):
+def by_hand(mesh, microbatches, *, through_branches=False, over_data=False):
     """A pipeline of 4 stages that jax.grad differentiates: a loop over ticks, backwards again."""
     num_ticks = microbatches + 3
 
@@ -232,6 +245,8 @@ def by_hand(mesh, microbatches, *, through_branches=False):
                     ],
                     seen,
                 )
+            if over_data:
+                y = lax.ppermute(y, "data", [(0, 1), (1, 0)])
             pairs = [(i, i + 1) for i in range(3)]
             return (lax.ppermute(y, "pipe", pairs), total, seen), None
 
@@ -286,6 +301,14 @@ def test_a_loop_by_hand_that_is_differentiated():
     assert of.excess >= (activations.found - 8) * MESSAGE
     assert "more than the schedule 1f1b-aligned needs" in about_pipeline(found)[0]
     assert "f32[11,2,64,32]" in about_pipeline(found)[0]
+
+
+def test_other_axes_are_no_pipeline():
+    pipeline, _ = make(one_f_one_b(4, 8))
+    loss = by_hand(pipeline.mesh, 8, over_data=True)
+    found = shd.audit(lowered_by_hand(pipeline, loss), pipeline=pipeline)
+    assert found.pipeline.permutes == 11
+    assert sum(each.count for each in found.traffic if each.op == "collective-permute") == 22
 
 
 def test_a_buffer_that_branches_copy():
