@@ -299,5 +299,5 @@ def _warnings(found: PipelineAudit) -> Iterator[str]:
     if found.copied > _SMALL:
         yield (
             f"each tick copies {size(found.copied)} of what the program keeps, which is then in "
-            "memory twice, as XLA does on CPUs with the results of branches"
+            "memory twice, as XLA does on CPUs and GPUs with the results of branches"
         )

@@ -16,7 +16,8 @@ from sharding.plan._hlo import ARITHMETIC, Array, Frame, Instruction, Program, a
 from sharding.plan._wire import axes_of_groups, collective_op, device_groups
 
 _RENAMES = frozenset(("bitcast", "copy", "opt-barrier"))
-_COMPUTES = ARITHMETIC | {"convolution", "custom-call", "dot", "gather", "reduce"}
+_COMPUTES = ARITHMETIC | {"convolution", "dot", "gather", "reduce"}
+_KERNEL = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|conv|triton|tpu_custom_call)')
 
 
 class KeptArray(NamedTuple):
@@ -235,7 +236,7 @@ class _CarryReader:
         for _ in range(len(table)):
             called = [self.program.computations[name] for name in it.callees("calls")]
             inside = [it, *(each for computation in called for each in computation.values())]
-            if any(each.op in _COMPUTES and _is_float_array(each.type) for each in inside):
+            if any(map(_computes, inside)):
                 return True
             operands = [table[name] for name in it.operands if name in table]
             if not operands:
@@ -306,9 +307,11 @@ class _CarryReader:
         return most
 
 
-def _is_float_array(text: str) -> bool:
-    """Whether a type is that of data, not of indices or one number."""
-    return any(a.dims and re.match(r"b?f\d", a.dtype) for a in arrays(text))
+def _computes(it: Instruction) -> bool:
+    """Whether an instruction computes data: no indices, no single number, no copy."""
+    if it.op not in _COMPUTES and not _KERNEL.search(it.attributes):
+        return False
+    return any(a.dims and re.match(r"b?f\d", a.dtype) for a in arrays(it.type))
 
 
 def _element(it: Instruction) -> int | None:
