@@ -298,22 +298,25 @@ def show_plan(options, corpus, zero, make_state, pipeline, directory):
     layout = zero.describe(state, param_specs=param_specs)
     adamw, _ = make_optimizer("adamw", 1.0, options.steps)
     tokens = options.batch_size * corpus.context
-    # Where layers do not divide evenly, stacks have padding, which the plan counts.
+    # Where layers do not divide evenly, stacks have padding: bytes, but no parameters.
     params = pipeline.unstack(state.params) if pipeline else state.params
     num_params = sum(x.size for x in jax.tree.leaves(params))
     plan, other = (
-        estimate(
-            state.params,
-            tx,
-            planned,
-            param_specs=param_specs,
-            microbatches=1 if pipeline else options.microbatches,
-            batch=4 * options.batch_size * (corpus.context + 1) / zero.num_devices,
-            device=kind_of(zero.mesh.devices.flat[0].device_kind),
-            # As embed, which the step gathers; a pipeline gathers all parameters once.
-            gathered_once="" if pipeline else r"^(?!block_)",
-            tokens=tokens,
-            flops=6 * num_params * tokens / zero.mesh.size,  # attention left out
+        dataclasses.replace(
+            estimate(
+                state.params,
+                tx,
+                planned,
+                param_specs=param_specs,
+                microbatches=1 if pipeline else options.microbatches,
+                batch=4 * options.batch_size * (corpus.context + 1) / zero.num_devices,
+                device=kind_of(zero.mesh.devices.flat[0].device_kind),
+                # As embed, which the step gathers; a pipeline gathers all parameters once.
+                gathered_once="" if pipeline else r"^(?!block_)",
+                tokens=tokens,
+                flops=6 * num_params * tokens / zero.mesh.size,  # attention left out
+            ),
+            num_params=num_params,
         )
         for tx, planned in ((state.tx, zero), (adamw, dataclasses.replace(zero, sync=None)))
     )

@@ -134,7 +134,7 @@ class Audit:
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, ready for JSON."""
-        found = dataclasses.asdict(self)
+        found = dataclasses.asdict(self) | {"pipeline": self.pipeline and self.pipeline.to_dict()}
         names = ("memory", "fits", "headroom", "wire_bytes", "seconds", "tokens_per_second")
         return found | {name: getattr(self, name) for name in names}
 

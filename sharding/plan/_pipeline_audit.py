@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from sharding.pipeline._instructions import Instructions
 from sharding.pipeline._instructions import instructions as lowered
@@ -14,7 +15,7 @@ from sharding.plan._pipeline_wire import num_permutes
 from sharding.plan._tick_loops import KeptArray, TickLoop, tick_loops
 
 _SMALL = 1 << 16  # bytes that need no warning
-ACTIVATIONS, RESIDUALS, OTHERS = "activations, cotangents", "residuals", "other arrays"
+_ACTIVATIONS, _RESIDUALS, _OTHERS = "activations, cotangents", "residuals", "other arrays"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +97,11 @@ class PipelineAudit:
     def excess(self) -> float:
         """Bytes of them more than the schedule needs."""
         return sum(each.excess for each in self.slots)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, ready for JSON."""
+        names = ("wire_bytes", "kept", "excess")
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in names}
 
     def table(self) -> Table:
         """A column for the schedule, one for the program, and the program's bytes."""
@@ -212,39 +218,39 @@ def _slots(
     """What is kept, by kind, and what of it is more than the schedule needs."""
     leaves = collections.Counter(array.dims for array in message)
     depths = [n for n in (lowering.num_residuals, lowering.num_crossing) if n]
-    kinds: dict[str, list[KeptArray]] = {ACTIVATIONS: [], RESIDUALS: [], OTHERS: []}
+    kinds: dict[str, list[KeptArray]] = {_ACTIVATIONS: [], _RESIDUALS: [], _OTHERS: []}
     for each in stored:
         if _split_slots(each.array, leaves)[0]:
-            kinds[ACTIVATIONS].append(each)
+            kinds[_ACTIVATIONS].append(each)
         else:
             stores = each.array.dims[:2] in [(n, num_layers) for n in depths]
-            kinds[RESIDUALS if stores and not each.has_params else OTHERS].append(each)
+            kinds[_RESIDUALS if stores and not each.has_params else _OTHERS].append(each)
 
     # An array of slots for each array of a message.
     found: collections.Counter[tuple[int, ...]] = collections.Counter()
     excess = 0.0
-    for each in kinds[ACTIVATIONS]:
+    for each in kinds[_ACTIVATIONS]:
         num_slots, dims = _split_slots(each.array, leaves)
         free = max((lowering.num_messages + 1) * leaves[dims] - found[dims], 0)
         found[dims] += num_slots
         excess += max(num_slots - free, 0) * each.array.nbytes / num_slots
     most = max((-(-found[dims] // count) for dims, count in leaves.items()), default=0)
     yield StoredSlots(
-        ACTIVATIONS,
+        _ACTIVATIONS,
         lowering.num_messages + 1,
         most,
-        _nbytes_of(kinds[ACTIVATIONS]),
+        _nbytes_of(kinds[_ACTIVATIONS]),
         excess,
-        _largest(kinds[ACTIVATIONS]) if excess else "",
+        _largest(kinds[_ACTIVATIONS]) if excess else "",
     )
 
     # Residuals have a dim for the layers after that of the slots.
-    lengths = {each.array.dims[0] for each in kinds[RESIDUALS]}
+    lengths = {each.array.dims[0] for each in kinds[_RESIDUALS]}
     slots = sum(n for n in depths if n in lengths)
-    yield StoredSlots(RESIDUALS, sum(depths), slots, _nbytes_of(kinds[RESIDUALS]))
-    nbytes = _nbytes_of(kinds[OTHERS])
+    yield StoredSlots(_RESIDUALS, sum(depths), slots, _nbytes_of(kinds[_RESIDUALS]))
+    nbytes = _nbytes_of(kinds[_OTHERS])
     yield StoredSlots(
-        OTHERS, 0, len(kinds[OTHERS]), nbytes, nbytes, _largest(kinds[OTHERS]) if nbytes else ""
+        _OTHERS, 0, len(kinds[_OTHERS]), nbytes, nbytes, _largest(kinds[_OTHERS]) if nbytes else ""
     )
 
 

@@ -167,7 +167,7 @@ class _CarryReader:
             return
         copies = self._copies(body)
         messages = {array.dims for permute in loop.permutes for array in permute.arrays}
-        changes = [not self._passes(body, name, i) for i, name in enumerate(root.operands)]
+        changes = [not self._passes(body, x, i) for i, x in enumerate(root.operands)]
         read = [array for array, changed in zip(types, changes, strict=True) if not changed]
         params = {(x.dtype, x.dims[1:]) for x in read if x.dims[:1] == (self.rows,)}
         for i, array in enumerate(types):

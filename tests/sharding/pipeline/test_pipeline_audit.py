@@ -396,5 +396,6 @@ def test_table_and_json():
     assert max(map(len, text_of([found.pipeline.table()]).splitlines())) <= 80
     again = json.loads(json.dumps(found.to_dict()))["pipeline"]
     assert (again["permutes"], again["live"]) == (28, [7, 5, 3, 1])
+    assert (again["kept"], again["excess"], again["wire_bytes"]) == (8 * MESSAGE, 0, 28 * MESSAGE)
     wide = dataclasses.replace(found.pipeline, stages=16, live=tuple(range(31, 0, -2)))
     assert "at most 31" in text_of([wide.table()])
