@@ -59,7 +59,7 @@ from flax.training.train_state import TrainState
 import optax_ext
 import sharding as shd
 from sharding import sync
-from sharding.plan import estimate, kind_of
+from sharding.plan import estimate, kind_of, pipeline_wire
 
 DECAY = {"weight_decay": 0.1}
 FACTORING = {"factoring": optax_ext.flax_transformer()}  # attention: embed x (heads, head_dim)
@@ -224,7 +224,9 @@ def train(options, corpus, mesh, directory, stop):
         merged = options.stage == 3 and jax.default_backend() == "cpu" and not pipeline
         notes = ["On CPUs XLA gathers a block once, not again in the backward pass."] * merged
         tokens = options.batch_size * corpus.context
-        found = shd.audit(compiled, mesh=mesh, expected_wire=expected_wire, tokens=tokens)
+        found = shd.audit(
+            compiled, mesh=mesh, expected_wire=expected_wire, tokens=tokens, pipeline=pipeline
+        )
         print_audit(found, notes)
         # For gradients as sparse as the sync expects.
         sizes["wire_bytes"] = shd.wire_bytes(compiled, branches="cheapest")
@@ -289,29 +291,32 @@ def show_plan(options, corpus, zero, make_state, pipeline, directory):
 
     Returns:
       Sizes for the summary, and the bytes that a device should send in a step; None unless
-      gradients are summed and nothing else is sent.
+      gradients are summed.
     """
     state = jax.eval_shape(make_state, jax.random.key(0))  # shapes only: nothing is computed
     param_specs = pipeline and pipeline.param_specs(state.params)
     layout = zero.describe(state, param_specs=param_specs)
     adamw, _ = make_optimizer("adamw", 1.0, options.steps)
     tokens = options.batch_size * corpus.context
-    # Where layers do not divide evenly, stacks have padding, which the plan counts.
+    # Where layers do not divide evenly, stacks have padding: bytes, but no parameters.
     params = pipeline.unstack(state.params) if pipeline else state.params
     num_params = sum(x.size for x in jax.tree.leaves(params))
     plan, other = (
-        estimate(
-            state.params,
-            tx,
-            planned,
-            param_specs=param_specs,
-            microbatches=1 if pipeline else options.microbatches,
-            batch=4 * options.batch_size * (corpus.context + 1) / zero.num_devices,
-            device=kind_of(zero.mesh.devices.flat[0].device_kind),
-            # As embed, which the step gathers; a pipeline gathers all parameters once.
-            gathered_once="" if pipeline else r"^(?!block_)",
-            tokens=tokens,
-            flops=6 * num_params * tokens / zero.mesh.size,  # attention left out
+        dataclasses.replace(
+            estimate(
+                state.params,
+                tx,
+                planned,
+                param_specs=param_specs,
+                microbatches=1 if pipeline else options.microbatches,
+                batch=4 * options.batch_size * (corpus.context + 1) / zero.num_devices,
+                device=kind_of(zero.mesh.devices.flat[0].device_kind),
+                # As embed, which the step gathers; a pipeline gathers all parameters once.
+                gathered_once="" if pipeline else r"^(?!block_)",
+                tokens=tokens,
+                flops=6 * num_params * tokens / zero.mesh.size,  # attention left out
+            ),
+            num_params=num_params,
         )
         for tx, planned in ((state.tx, zero), (adamw, dataclasses.replace(zero, sync=None)))
     )
@@ -320,10 +325,15 @@ def show_plan(options, corpus, zero, make_state, pipeline, directory):
         f"{corpus.path}: {len(corpus.train):,} bytes to train on, "
         f"{len(corpus.held_out):,} held out."
     )
-    notes = []
+    notes, between_stages = [], 0.0
     if pipeline:
         console.print(f"Pipeline: {str(pipeline.schedule).splitlines()[0]}.", soft_wrap=True)
-        notes = ["Bytes sent are those of ZeRO, without the activations between stages."]
+        shape = options.batch_size // zero.num_devices, corpus.context + 1
+        windows = jax.ShapeDtypeStruct(shape, jnp.int32)
+        between_stages = pipeline_wire(pipeline, state.params, windows)
+        notes = [
+            f"Bytes sent are those of ZeRO; stages send {between_stages / 2**20:.3g} MiB more."
+        ]
     print_plan(plan, other, notes)
     if is_main():
         (directory / "layout.txt").write_text(f"{layout}\n\n{layout.table()}\n")
@@ -332,8 +342,8 @@ def show_plan(options, corpus, zero, make_state, pipeline, directory):
         "bytes_per_device": layout.bytes_per_device,
         "bytes_without_zero": without_zero.bytes_per_device,
     }
-    only_sums = zero.sync is None and not pipeline
-    return sizes, plan.stage(plan.requested).wire if only_sums else None
+    expected_wire = plan.stage(plan.requested).wire + between_stages
+    return sizes, expected_wire if zero.sync is None else None
 
 
 def compare(options, corpus, mesh, directory, stop):

@@ -46,6 +46,8 @@ TESTS = {
     "sharding/pipeline/_layers.py": ["tests/sharding/pipeline/test_composition.py"],
     "sharding/pipeline/_stage.py": ["tests/sharding/pipeline/test_pipeline.py"],
     "sharding/placement/": ["tests/sharding/test_api.py", "tests/sharding/test_state_specs.py"],
+    "sharding/plan/_pipeline_wire.py": ["tests/sharding/pipeline/test_pipeline_audit.py"],
+    "sharding/plan/_tick_loops.py": ["tests/sharding/pipeline/test_pipeline_audit.py"],
     "sharding/plan/": ["tests/sharding/test_plan.py", "tests/sharding/test_audit.py"],
     "sharding/step/": ["tests/sharding/test_program.py", "tests/sharding/test_edges.py"],
     "sharding/step/_flax": ["tests/sharding/test_nnx_step.py"],

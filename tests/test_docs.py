@@ -41,20 +41,19 @@ def test_blocks_run(page, monkeypatch, tmp_path):
         run_blocks(page)
 
 
-def test_schedules_are_drawn_as_they_print(capsys):
-    # Without what comes before: the model, which test_blocks_run runs.
-    page = (DOCS / "guides" / "pipelines.md").read_text()
-    names = {}
-    exec("from sharding import pipeline as pp", names)
-    for block in BLOCK.findall(page[page.index("## The schedules") :]):
-        exec(block, names)
-    printed = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines())
-    shown = re.findall(r"^```text\n(.*?)\n```$", page, re.M | re.S)
-    tables = re.findall(r"\|---\|\n((?:\|.*\|\n)+)", page[page.index("## What they cost") :])
-    assert len(shown) >= 2
-    assert len(tables) == 2
-    for text in (*shown, *tables):
-        assert text.strip() in printed
+def test_the_guide_to_pipelines_shows_what_it_prints(capsys):
+    page = DOCS / "guides" / "pipelines.md"
+    with jax.numpy_rank_promotion("allow"):
+        run_blocks(page)
+    text = page.read_text()
+    printed = {line.rstrip() for line in capsys.readouterr().out.splitlines()}
+    shown = re.findall(r"^```text\n(.*?)\n```$", text, re.M | re.S)
+    tables = re.findall(r"\|---\|\n((?:\|.*\|\n)+)", text[text.index("## What they cost") :])
+    assert len(shown) >= 3
+    assert len(tables) >= 2
+    for line in "\n".join([*shown, *tables[:2]]).splitlines():
+        # Which results of branches are copied depends on the compiler.
+        assert line in printed or line.startswith("  copied in a tick"), line
 
 
 def test_a_broken_block_is_found(tmp_path):

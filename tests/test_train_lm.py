@@ -182,9 +182,9 @@ def test_a_run_resumes_with_other_stages_of_a_pipeline_or_none(tmp_path, text):
 
     folder, last = tmp_path / "runs" / "pipelined", 0
     four = ("--devices", "4", "--pipeline", "4", "--microbatches", "4", "--audit")
-    two = ("--devices", "4", "--pipeline", "2", "--schedule", "gpipe", "--stage", "1")
+    three = ("--devices", "3", "--pipeline", "3", "--schedule", "gpipe", "--stage", "1")
     outputs = []
-    for devices in (four, two):
+    for devices in (four, (*three, "--microbatches", "4")):
         process = start(tmp_path, text, *options, "--name", folder.name, *devices)
         output = wait_for_step(process, last + 6)
         process.send_signal(signal.SIGINT)
@@ -199,8 +199,12 @@ def test_a_run_resumes_with_other_stages_of_a_pipeline_or_none(tmp_path, text):
     first = "1f1b-aligned: 4 stages, 4 micro-batches, 20 ticks, bubble 42.9 %, live activations"
     assert f"Pipeline: {first} 4 4 3 1." in outputs[0]
     assert "collective-permute" in outputs[0]  # the audit counts what stages send
-    assert "of theory" not in outputs[0]
-    assert "Pipeline: gpipe: 2 stages, 4 micro-batches" in outputs[1]
+    assert 0.98 < float(re.search(r"(\S+) of theory", outputs[0])[1]) < 1.02
+    assert re.search(r"permutes +20 +20 +\S+ KiB", outputs[0])
+    assert "Pipeline: gpipe: 3 stages, 4 micro-batches" in outputs[1]
+    # Three stages hold two layers each, of which two are padding.
+    counts = [re.search(r"^(\S+) parameters on", text, re.MULTILINE)[1] for text in outputs]
+    assert counts[0] == counts[1]
     for name in ("loss", "val_loss"):
         found, expected = ([row[name] for row in r if name in row] for r in (rows(folder), full))
         np.testing.assert_allclose(found, expected, rtol=1e-5)

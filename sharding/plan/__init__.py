@@ -19,11 +19,14 @@ from sharding.plan._models import MODELS as MODELS
 from sharding.plan._pipedream import PipeDreamPlan as PipeDreamPlan
 from sharding.plan._pipedream import ReplicatedStage as ReplicatedStage
 from sharding.plan._pipedream import pipedream_stages as pipedream_stages
+from sharding.plan._pipeline_audit import PipelineAudit as PipelineAudit
+from sharding.plan._pipeline_audit import StoredSlots as StoredSlots
 from sharding.plan._pipeline_plan import PipelinePlan as PipelinePlan
 from sharding.plan._pipeline_schedules import bubble_share as bubble_share
 from sharding.plan._pipeline_schedules import lockstep_seconds as lockstep_seconds
 from sharding.plan._pipeline_schedules import max_in_flight as max_in_flight
 from sharding.plan._pipeline_stages import PipelineStage as PipelineStage
+from sharding.plan._pipeline_wire import pipeline_wire as pipeline_wire
 from sharding.plan._plan import Plan as Plan
 from sharding.plan._plan import estimate as estimate
 from sharding.plan._plot import plot_audits as plot_audits

@@ -1,24 +1,24 @@
 """The auditor: memory, traffic and a bound on time of one step, read from its compiled program."""
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import NamedSharding
 
+from sharding.pipeline._pipeline import Pipeline
 from sharding.placement._specs import AnyMesh
 from sharding.plan._costs import costs
 from sharding.plan._devices import KINDS, DeviceKind, kind_of
 from sharding.plan._format import Table, count, percent, seconds, size, text_of
 from sharding.plan._hlo import Program
 from sharding.plan._liveness import Buffer, at_peak
+from sharding.plan._pipeline_audit import PipelineAudit, audit_pipeline
 from sharding.plan._program_arguments import PARTS, Argument, arguments_of
 from sharding.plan._scopes import PHASES, phase_of, shortened
 from sharding.plan._warnings import warnings_of
-from sharding.plan._wire import Collective, collectives_of
+from sharding.plan._wire import Collective, axes_of_groups, collectives_of
 
 # Less than this share of the memory left, and a warning is issued.
 _TIGHT = 0.1
@@ -70,6 +70,7 @@ class Audit:
       warnings: likely mistakes, in words.
       notes: how to read the figures, in words.
       tokens: of all devices in a step; 0 where that was not given.
+      pipeline: the loops over the ticks of a pipeline; None where none was given.
     """
 
     devices: int
@@ -87,6 +88,7 @@ class Audit:
     warnings: tuple[str, ...]
     notes: tuple[str, ...] = ()
     tokens: float = 0.0
+    pipeline: PipelineAudit | None = None
 
     @property
     def memory(self) -> float:
@@ -132,13 +134,15 @@ class Audit:
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, ready for JSON."""
-        found = dataclasses.asdict(self)
+        found = dataclasses.asdict(self) | {"pipeline": self.pipeline and self.pipeline.to_dict()}
         names = ("memory", "fits", "headroom", "wire_bytes", "seconds", "tokens_per_second")
         return found | {name: getattr(self, name) for name in names}
 
     def tables(self) -> list[Table]:
-        """The tables to print: memory, traffic and work."""
-        tables = [self._memory_table(), self._traffic_table(), self._work_table()]
+        """The tables to print: memory, traffic, the pipeline if there is one, and work."""
+        tables = [self._memory_table(), self._traffic_table()]
+        tables += [self.pipeline.table()] if self.pipeline else []
+        tables.append(self._work_table())
         return [table for table in tables if table.rows]
 
     def __str__(self) -> str:
@@ -220,6 +224,7 @@ def audit(
     expected_wire: float | None = None,
     parts: Mapping[str, str] = PARTS,
     tokens: float = 0.0,
+    pipeline: Pipeline | None = None,
 ) -> Audit:
     """Reads a compiled step: memory, collectives, work, a bound on its time, warnings.
 
@@ -232,11 +237,15 @@ def audit(
       mesh: names the axes of collectives; by default the mesh of the arguments.
       device: the kind of device, as its figures or as the name of a target; by default that of the
         arguments.
-      expected_wire: bytes that one device should send, such as ``StagePlan.wire``.
+      expected_wire: bytes that one device should send, such as ``StagePlan.wire``; with a pipeline
+        plus ``pipeline_wire``.
       parts: a regular expression of argument names for each part; the first match counts. By
         default, where no name matches, arguments that come back with the same type are taken for
         parameters or state, and a note names them.
       tokens: of all devices in a step, for an upper bound of the tokens per second.
+      pipeline: the pipeline that the step runs. The audit then shows its permutes, the iterations
+        of its loops over ticks and what these keep, beside what the schedule says, and warns where
+        the program keeps more.
 
     Returns:
       An ``Audit``; ``print`` it.
@@ -258,8 +267,10 @@ def audit(
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     program = Program(text)
     memory = None if isinstance(compiled, str) else compiled.memory_analysis()
-    if mesh is None and not isinstance(compiled, str):
-        mesh = _mesh_of(compiled)
+    if mesh is None:
+        mesh = pipeline.mesh if pipeline else None
+        if not isinstance(compiled, str):
+            mesh = _mesh_of(compiled) or mesh
 
     # Traffic, work by phase, and memory.
     found, (work, unknown_loops) = collectives_of(program), costs(program)
@@ -279,6 +290,8 @@ def audit(
     warnings += [
         f"how often the loop %{name} runs is unknown: counted once" for name in unknown_loops
     ]
+    of_pipeline = audit_pipeline(program, pipeline, mesh or pipeline.mesh) if pipeline else None
+    warnings += of_pipeline.warnings if of_pipeline else ()
     result = Audit(
         devices=program.num_devices,
         kind=_device_kind(device, mesh),
@@ -295,6 +308,7 @@ def audit(
         warnings=(),
         notes=tuple(about),
         tokens=tokens,
+        pipeline=of_pipeline,
     )
     if result.headroom is not None and result.headroom < _TIGHT:
         warnings.insert(0, _barely(result) if result.fits else _too_large(result))
@@ -347,7 +361,7 @@ def _traffic(found: list[Collective], mesh: AnyMesh | None) -> tuple[Traffic, ..
     """Collectives by phase, operation, axes and dtype; the dearest first."""
     groups: dict[tuple, list[Collective]] = {}
     for each in found:
-        axes = () if each.across_slices else _axes(each, mesh)
+        axes = () if each.across_slices else axes_of_groups(each.groups, mesh)
         key = (phase_of(each.scope), each.op, axes, each.dtype, each.across_slices)
         groups.setdefault(key, []).append(each)
     rows = [
@@ -364,20 +378,6 @@ def _traffic(found: list[Collective], mesh: AnyMesh | None) -> tuple[Traffic, ..
         for (phase, op, axes, dtype, across), group in groups.items()
     ]
     return tuple(sorted(rows, key=lambda row: -row.wire_bytes))
-
-
-def _axes(found: Collective, mesh: AnyMesh | None) -> tuple[str, ...]:
-    """The mesh axes along which the devices of a group differ."""
-    if mesh is None:
-        return ()
-    sizes = tuple(mesh.shape.values())
-    if max((i for group in found.groups for i in group), default=0) >= math.prod(sizes):
-        return ()
-    differ = set()
-    for group in found.groups:
-        positions = np.array(np.unravel_index(np.array(group), sizes))  # (axes, devices)
-        differ |= set(np.flatnonzero((positions != positions[:, :1]).any(1)).tolist())
-    return tuple(name for i, name in enumerate(mesh.axis_names) if i in differ)
 
 
 def _by_use(buffers: list[Buffer], limit: float | None) -> dict[str, float]:

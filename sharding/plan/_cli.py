@@ -108,7 +108,8 @@ def _audit_options(parser: argparse.ArgumentParser) -> None:
         "--step",
         metavar="MODULE:FUNCTION",
         help="instead of a model, a step of your own: function(mesh) returns what jax.jit(f)"
-        ".lower(...) returns; with --find-batch it is function(mesh, batch)",
+        ".lower(...) returns, or that and the sharding.Pipeline that it runs; with --find-batch "
+        "it is function(mesh, batch)",
     )
     machine = _machine_options(parser)
     machine.add_argument(

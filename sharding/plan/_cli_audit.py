@@ -149,8 +149,9 @@ def _steps(
         device = device_of(options)
 
         def audit_step(batch: int) -> Audit:
-            lowered = make(mesh, batch) if options.find_batch else make(mesh)
-            return audit(lowered, mesh=mesh, device=device)
+            made = make(mesh, batch) if options.find_batch else make(mesh)
+            lowered, pipeline = made if isinstance(made, tuple) else (made, None)
+            return audit(lowered, mesh=mesh, device=device, pipeline=pipeline)
 
         return {options.step: audit_step}
     setup = setup_of(options)

@@ -260,7 +260,8 @@ def _wire(
 
         # Within a replica: reduce-scatters of gradients, all-gathers of parameters.
         if zero.stage == 3:
-            once = not zero.reshard_after_forward or re.search(gathered_once or "(?!)", row.path)
+            outside = "(?!)" if gathered_once is None else gathered_once
+            once = not zero.reshard_after_forward or re.search(outside, row.path)
             gathered = _gathered_bytes(zero, rows["params", row.path], dtype, elements)
             passes = microbatches * ((1 if once else 2) * gathered + summed)
         else:

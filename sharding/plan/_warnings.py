@@ -36,7 +36,8 @@ def warnings_of(
     notes += _saved_by_loops(program, sum(buffer.nbytes for buffer in buffers))
     notes += [*_donated_and_copied(program), *_not_donated(arguments)]
     notes += _replicated_state(arguments, program.num_devices)
-    return [*notes, *_wide_products(arguments, source)]
+    # Of several loops with one fault, one sentence.
+    return [*dict.fromkeys(notes), *_wide_products(arguments, source)]
 
 
 def _not_donated(arguments: Sequence[Argument]) -> Iterator[str]:

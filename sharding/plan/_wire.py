@@ -3,11 +3,12 @@
 import itertools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from sharding.placement._specs import AnyMesh
 from sharding.plan._hlo import Frame, Instruction, Program, arrays
 
 _KINDS = ("all-reduce", "reduce-scatter", "all-gather", "all-to-all", "collective-permute")
@@ -122,7 +123,7 @@ def _collectives_of_frame(
             found += choose(branches, key=lambda branch: sum(each.wire_bytes for each in branch))
         elif it.op in ("async-update", "async-done"):
             continue  # counted at its async-start, which calls the same computation
-        elif op := _collective_op(it):
+        elif op := collective_op(it):
             found.append(_measure(op, it, frame, count))
         else:
             for name in it.callees("calls") + it.callees("to_apply"):
@@ -149,7 +150,7 @@ def _continues(it: Instruction, name: str, program: Program, chains: set[str]) -
     ids = {
         match[1]
         for each in program.computations[name].values()
-        if _collective_op(each) and (match := re.search(r'chain_id="(\d+)"', each.attributes))
+        if collective_op(each) and (match := re.search(r'chain_id="(\d+)"', each.attributes))
     }
     if ids:
         seen = ids <= chains
@@ -158,7 +159,7 @@ def _continues(it: Instruction, name: str, program: Program, chains: set[str]) -
     return name.startswith("async_collective_fusion") or it.name.startswith("async-collective-done")
 
 
-def _collective_op(it: Instruction) -> str | None:
+def collective_op(it: Instruction) -> str | None:
     """Which collective an instruction is, or starts; None for others."""
     op = it.op.removesuffix("-start")
     if op in _UNCOUNTED:
@@ -178,7 +179,7 @@ def _measure(op: str, it: Instruction, frame: Frame, count: int) -> Collective:
     """One collective, with the bytes that one device sends in ``count`` runs."""
     # The devices of a group.
     across = it.op == "send"
-    groups = _device_groups(it.attributes, frame.program.num_devices)
+    groups = device_groups(it.attributes, frame.program.num_devices)
     if it.op.startswith("collective-permute"):
         size = len({end for pair in groups for end in pair}) or 1
     else:
@@ -216,7 +217,7 @@ def _scope_of_operand(op: str, it: Instruction, frame: Frame) -> str:
     return "/".join([*scope.split("/")[:-1], op.replace("-", "_")])
 
 
-def _device_groups(attributes: str, num_devices: int) -> list[tuple[int, ...]]:
+def device_groups(attributes: str, num_devices: int) -> list[tuple[int, ...]]:
     """The groups of a collective, from each notation of HLO; pairs of a permute.
 
     Collectives between TPU slices have groups of slices, not of devices.
@@ -279,6 +280,20 @@ def _iota(dims: str, order: str | None) -> np.ndarray:
     """0, 1, 2 ... in an array of these dims, transposed to this order."""
     ids = np.arange(math.prod(map(int, dims.split(",")))).reshape(_ints(dims))
     return ids.transpose(_ints(order)) if order else ids
+
+
+def axes_of_groups(groups: Sequence[tuple[int, ...]], mesh: AnyMesh | None) -> tuple[str, ...]:
+    """The mesh axes along which the devices of a group differ; none where no mesh is known."""
+    if mesh is None:
+        return ()
+    sizes = tuple(mesh.shape.values())
+    if max((i for group in groups for i in group), default=0) >= math.prod(sizes):
+        return ()
+    differ = set()
+    for group in groups:
+        positions = np.array(np.unravel_index(np.array(group), sizes))  # (axes, devices)
+        differ |= set(np.flatnonzero((positions != positions[:, :1]).any(1)).tolist())
+    return tuple(name for i, name in enumerate(mesh.axis_names) if i in differ)
 
 
 def _ints(text: str) -> tuple[int, ...]:

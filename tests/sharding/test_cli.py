@@ -518,6 +518,36 @@ def test_audit_of_a_step(run, module, tmp_path):
     assert (found["devices"], found["fits"], found["seconds"]) == (8, None, {})
 
 
+def test_audit_of_a_pipeline(run, module):
+    """A step may come with its pipeline."""
+    module("""
+        import jax, jax.numpy as jnp, sharding as shd
+
+        def lowered(mesh):
+            pipeline = shd.Pipeline(
+                mesh,
+                shd.pipeline.one_f_one_b(stages=4, microbatches=4),
+                num_layers=4,
+                embed=lambda shared, x: x @ shared["in"],
+                block=lambda w, x, _: x + jnp.tanh(x @ w),
+                head=lambda shared, x, _: (jnp.sum(x**2), 1.0),
+            )
+            params = {"in": jnp.ones((8, 16)), "layers": jnp.ones((4, 16, 16))}
+            grad = jax.jit(jax.grad(pipeline.loss, has_aux=True))
+            return grad.lower(jax.eval_shape(lambda: params), jnp.ones((8, 8))), pipeline
+    """)
+    line = "audit --step mine:lowered --target cpu:8 --mesh data=2,pipe=4"
+    code, out, err = run(line)
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines())) <= 80
+    title = "mine:lowered: Pipeline: 1f1b-aligned, 4 stages, 4 micro-batches, 20 ticks"
+    assert title in " ".join(out.split())
+    assert re.search(r"permutes +20 +20 +2.50 KiB", out)
+    code, out, _ = run(f"{line} --json")
+    found = json.loads(out)["mine:lowered"]["pipeline"]
+    assert (code, found["permutes"], found["live"]) == (0, 20, [4, 4, 3, 1])
+
+
 def test_a_step_that_does_not_fit(run, module):
     module(STEP)
     line = "audit --step mine:lowered --target cpu:8 --tflops 1 --bandwidth 1 --link 1"

@@ -159,6 +159,38 @@ def test_8_bit_state_in_a_loop_over_rows_holds_few_temporaries(target, shape):
     assert moved < 32
 
 
+@pytest.mark.parametrize("target", ["v5e:2x4", "h200x8"])
+def test_a_pipeline_keeps_what_its_schedule_says(target):
+    """Its residuals too; only GPUs copy them in each tick, as results of branches."""
+    need(target)
+    pipeline = shd.Pipeline(
+        shd.targets.mesh(target, (2, 4), ("data", "pipe")),
+        shd.pipeline.one_f_one_b(4, 8),
+        num_layers=8,
+        embed=lambda shared, x: x @ shared["shared"],
+        block=lambda w, x, _: x + jnp.tanh(x @ w),
+        head=lambda shared, x, _: (jnp.sum((x @ shared["shared"]) ** 2), jnp.float32(x.shape[0])),
+        recompute=False,
+    )
+    tx, zero = optax.adam(1e-3), shd.Zero(pipeline.mesh, stage=1)
+
+    def make_state():
+        params = {"layers": jnp.ones((8, 256, 256)), "shared": jnp.ones((256, 256))}
+        params = pipeline.stack(params)
+        return params, tx.init(params)
+
+    specs = pipeline.param_specs(jax.eval_shape(make_state)[0])
+    step = zero.train_step(pipeline.loss, tx=tx, weighted=True)
+    batch = jax.ShapeDtypeStruct((32, 64, 256), jnp.float32)
+    lowered = step.lower(zero.abstract_state(make_state, tx=tx, param_specs=specs), batch)
+    found = shd.audit(lowered, mesh=pipeline.mesh, pipeline=pipeline).pipeline
+    assert (found.iterations, found.permutes) == ((14,), 28)
+    assert [each.found for each in found.slots] == [each.scheduled for each in found.slots]
+    assert found.slots[0].nbytes == found.slots[0].scheduled * 4 * 2 * 64 * 256
+    assert found.excess == 0
+    assert (found.copied > 0) == (target == "h200x8")
+
+
 def test_the_smoke_table(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["zero.py", "--target", "cpu:8"])
     monkeypatch.setattr(benchmark, "cases", lambda *_: [Case("cpu:8", 2)])
