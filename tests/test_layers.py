@@ -116,6 +116,7 @@ LAYERS = (
     "_zero",
     "pipeline",
     "plan",
+    "remat",
     "__main__",
 )
 

@@ -1,0 +1,94 @@
+"""What traced functions compute: products, and the time they take on a device."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+
+from sharding.plan._devices import KINDS, DeviceKind
+
+# Where the device is not known: only relative times count then.
+_ANY_DEVICE = KINDS["h100"]
+# Element-wise operations are fused: of four, about one reads or writes main memory.
+_FUSED = 0.25
+_FREE = frozenset(
+    ("name", "broadcast_in_dim", "iota", "reshape", "squeeze", "optimization_barrier", "transpose")
+)
+
+
+class Work(NamedTuple):
+    """Operations and their time.
+
+    Attributes:
+      flops: of matrix products.
+      seconds: of all operations on a device: products at its peak, others at its bandwidth.
+    """
+
+    flops: float
+    seconds: float
+
+    def __add__(self, other: "Work") -> "Work":  # type: ignore[override]
+        return Work(self.flops + other.flops, self.seconds + other.seconds)
+
+    def __sub__(self, other: "Work") -> "Work":
+        return Work(self.flops - other.flops, self.seconds - other.seconds)
+
+    def times(self, count: int) -> "Work":
+        """The work of ``count`` runs."""
+        return Work(self.flops * count, self.seconds * count)
+
+
+def work_of(fn: Callable[..., Any], *args: Any, kind: DeviceKind | None) -> Work:
+    """The work of a function; arguments may be abstract."""
+    return _work_of_jaxpr(jax.make_jaxpr(fn)(*args).jaxpr, kind or _ANY_DEVICE)
+
+
+def work_of_equation(
+    name: str, params: dict[str, Any], operands: list[Any], results: list[Any], kind: Any
+) -> Work:
+    """The work of one operation; operands and results have ``shape`` and ``dtype``."""
+    kind = kind or _ANY_DEVICE
+    inner = list(_jaxprs(params))
+    if inner:
+        total = sum((_work_of_jaxpr(each, kind) for each in inner), Work(0.0, 0.0))
+        return total.times(params.get("length", 1))
+    if name == "dot_general":
+        (summed, _), _ = params["dimension_numbers"]
+        flops = 2.0 * math.prod(results[0].shape)
+        flops *= math.prod(operands[0].shape[dim] for dim in summed)
+        return Work(flops, flops / kind.flops)
+    if name == "conv_general_dilated":
+        spec = params["dimension_numbers"].rhs_spec
+        kernel = operands[1].shape
+        flops = 2.0 * math.prod(results[0].shape) * math.prod(kernel) / kernel[spec[0]]
+        return Work(flops, flops / kind.flops)
+    if name in _FREE:
+        return Work(0.0, 0.0)
+    return Work(0.0, _FUSED * sum(map(num_bytes, results)) / kind.bandwidth)
+
+
+def num_bytes(tree: Any) -> int:
+    """Bytes of all arrays of a tree."""
+    return sum(
+        math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree) if hasattr(x, "dtype")
+    )
+
+
+def _work_of_jaxpr(jaxpr: Any, kind: DeviceKind) -> Work:
+    total = Work(0.0, 0.0)
+    for eqn in jaxpr.eqns:
+        operands, results = ([v.aval for v in vs] for vs in (eqn.invars, eqn.outvars))
+        total += work_of_equation(eqn.primitive.name, eqn.params, operands, results, kind)
+    return total
+
+
+def _jaxprs(params: dict[str, Any]) -> Iterator[Any]:
+    """The functions that an operation calls; of the branches of a conditional the first."""
+    for name, value in params.items():
+        values = value[:1] if name == "branches" else (value,)
+        for each in values:
+            if hasattr(each, "eqns"):
+                yield each
+            elif hasattr(getattr(each, "jaxpr", None), "eqns"):
+                yield each.jaxpr

@@ -1,0 +1,192 @@
+"""Plans for chains: the same gradients, less memory, and programs that are compared with them."""
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import sharding as shd
+from sharding.plan import targets
+from sharding.remat._chain import Kept, Segment, numbers_in_tree
+from sharding.remat._remat_plan import in_bytes
+from sharding.remat._work import work_of
+
+WIDTHS = (8, 16, 64, 16, 32, 8, 24)
+
+
+def block(p, x):
+    h = checkpoint_name(x @ p["up"], "hidden")
+    if "key" in p:
+        h = h * jax.random.bernoulli(p["key"], 0.8, h.shape)
+    return checkpoint_name(jnp.tanh(h), "act") @ p["down"]
+
+
+def head(p, x):
+    return jnp.sum(jnp.sin(x * p["scale"][None]) ** 2)
+
+
+def chain(dropout=False):
+    rng = np.random.default_rng(0)
+    params = [
+        {
+            "up": jnp.asarray(rng.normal(size=(m, 4 * m)) / m**0.5),
+            "down": jnp.asarray(rng.normal(size=(4 * m, n)) / (4 * m) ** 0.5),
+        }
+        | ({"key": jax.random.key(i)} if dropout else {})
+        for i, (m, n) in enumerate(itertools.pairwise(WIDTHS))
+    ]
+    params.append({"scale": jnp.asarray(rng.normal(size=WIDTHS[-1]))})
+    return (
+        [block] * (len(WIDTHS) - 1) + [head],
+        params,
+        jnp.asarray(rng.normal(size=(64, WIDTHS[0]))),
+    )
+
+
+def plain(blocks, params, x):
+    for fn, p in zip(blocks, params, strict=True):
+        x = fn(p, x)
+    return x
+
+
+def trained(params):
+    """Without keys, which have no gradients."""
+    return [{k: v for k, v in p.items() if k != "key"} for p in params]
+
+
+TREES = (
+    (Segment((Kept(0, 0), Segment((Kept(1, -1),)), Kept(2, -1))), Kept(3, 0), Kept(4, 0)),
+    (Segment((Segment((Kept(0, 0), Kept(1, 0))), Kept(2, 0))), Kept(3, -1), Kept(4, 0)),
+    (Kept(0, 0), Segment((Kept(1, 0), Segment((Kept(2, 0), Kept(3, 0))), Kept(4, 0)))),
+)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("dropout", [False, True])
+def test_gradients_are_those_of_the_plain_chain(dropout):
+    blocks, params, x = chain(dropout)
+
+    def loss(fn):
+        def of(own, x):
+            full = [p | o for p, o in zip(params, own, strict=True)]
+            return fn(full, x)
+
+        return jax.jit(jax.value_and_grad(of, argnums=(0, 1)))
+
+    want = loss(lambda p, x: plain(blocks, p, x))(trained(params), x)
+    plans = shd.remat.frontier(blocks, params, x)
+    last = tuple(Kept(i, 0) for i in range(5, len(blocks)))
+    plans += [dataclasses.replace(plans[0], tree=(*tree, *last)) for tree in TREES]
+    for found in plans:
+        got = loss(found.apply())(trained(params), x)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), got, want)
+
+
+def test_the_frontier_trades_bytes_for_time():
+    plans = shd.remat.frontier(*chain())
+    for less, more in itertools.pairwise(plans):
+        assert less.peak <= more.peak
+        assert less.extra_time > more.extra_time
+    assert plans[0].saved < plans[-1].saved
+    assert all(numbers_in_tree(each.tree) == list(range(len(WIDTHS))) for each in plans)
+    assert "MiB" in str(plans[0])
+
+
+def test_a_budget_is_kept():
+    plans = shd.remat.frontier(*chain())
+    budget = plans[len(plans) // 2].peak
+    found = shd.remat.plan(*chain(), 1.01 * budget)
+    assert found.peak <= 1.01 * budget
+    assert found.extra_time <= plans[len(plans) // 2].extra_time + 1e-9
+    with pytest.raises(ValueError, match="are the least that these blocks need"):
+        shd.remat.plan(*chain(), plans[0].peak / 2)
+
+
+def test_products_run_again_as_often_as_planned():
+    blocks, params, x = chain()
+    for found in shd.remat.frontier(blocks, params, x):
+        step = jax.grad(found.apply(), argnums=(0, 1))
+        # XLA on CPUs merges what runs again with its first run.
+        assert work_of(jax.jit(step), params, x, kind=None).flops == found.work.flops
+
+
+def test_check_compares_a_program():
+    blocks, params, x = chain()
+    found = shd.remat.plan(blocks, params, x, "1GiB")
+
+    class Program:
+        def __init__(self, temporaries):
+            self.temp_size_in_bytes = temporaries
+
+        def memory_analysis(self):
+            return self
+
+    assert found.check(Program(found.peak)) == found.peak
+    with pytest.raises(shd.remat.OverBudgetError, match="above its plan of"):
+        found.check(Program(1.1 * found.peak))
+    with pytest.raises(shd.remat.OverBudgetError, match="above its budget of"):
+        found.check(Program(2**31), tolerance=1e9)
+
+
+def test_integers_enter_a_chain():
+    """Tokens have no gradients; an embedding is the first block."""
+    rng = np.random.default_rng(0)
+    params = [jnp.asarray(rng.normal(size=(10, 8))), jnp.asarray(rng.normal(size=(8, 8)))]
+    blocks = [lambda table, tokens: table[tokens], lambda w, x: jnp.sum(jnp.tanh(x @ w))]
+    tokens = jnp.asarray(rng.integers(0, 10, 64))
+    found = shd.remat.plan(blocks, params, tokens, "1MiB")
+    grads = jax.grad(found.apply())(params, tokens)
+    want = jax.grad(lambda p: plain(blocks, p, tokens))(params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), grads, want)
+
+
+def test_bad_input():
+    blocks, params, x = chain()
+    with pytest.raises(ValueError, match="parameters for each of 7 blocks, got 6"):
+        shd.remat.plan(blocks, params[:-1], x, 1e9)
+    with pytest.raises(ValueError, match="a text such as '8GiB', got '8 apples'"):
+        shd.remat.plan(blocks, params, x, "8 apples")
+    with pytest.raises(ValueError, match="must be above 0"):
+        shd.remat.plan(blocks, params, x, 0)
+    assert [in_bytes(text) for text in ("2KB", "3 MiB", "1.5GiB", "7")] == [
+        2000,
+        3 * 2**20,
+        1.5 * 2**30,
+        7,
+    ]
+
+
+# --- Programs for an accelerator ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", [0, -1])
+def test_programs_for_a_gpu_hold_what_is_planned(which):
+    """Twelve blocks of large matrices: temporaries within 3 %, operations exact."""
+    try:
+        (device, *_) = targets.topology("h100x1")
+    except (ImportError, RuntimeError, ValueError) as error:
+        pytest.skip(str(error).splitlines()[0])
+    rows, width = 65536, 1024
+    placed = jax.sharding.SingleDeviceSharding(device)
+
+    def array(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=placed)
+
+    def layer(p, x):
+        hidden = checkpoint_name(x @ p["up"], "hidden")
+        return x + jax.nn.gelu(hidden) @ p["down"]
+
+    params = [{"up": array(width, 4 * width), "down": array(4 * width, width)}] * 12
+    found = shd.remat.frontier(layer, params, array(rows, width), device="h100x1")[which]
+
+    def loss(params, x):
+        return jnp.sum(found.apply()(params, x).astype(jnp.float32) ** 2)
+
+    step = jax.jit(jax.grad(loss), out_shardings=placed).lower(params, array(rows, width))
+    compiled = step.compile()
+    assert found.check(compiled) > 0.95 * found.peak
+    assert shd.audit(compiled).matmul_flops == pytest.approx(found.work.flops, rel=1e-6)
