@@ -163,9 +163,12 @@ def test_bad_input():
 # --- Programs for an accelerator ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", [0, -1])
-def test_programs_for_a_gpu_hold_what_is_planned(which):
-    """Twelve blocks of large matrices: temporaries within 3 %, operations exact."""
+def test_programs_for_a_gpu_hold_what_is_planned():
+    """Twelve blocks of large matrices: exactly the operations, and at most the bytes.
+
+    XLA writes the cotangent of a residual block's input in place of that of its output, and the
+    first one into the result: up to two activations less than planned.
+    """
     try:
         (device, *_) = targets.topology("h100x1")
     except (ImportError, RuntimeError, ValueError) as error:
@@ -181,12 +184,15 @@ def test_programs_for_a_gpu_hold_what_is_planned(which):
         return x + jax.nn.gelu(hidden) @ p["down"]
 
     params = [{"up": array(width, 4 * width), "down": array(4 * width, width)}] * 12
-    found = shd.remat.frontier(layer, params, array(rows, width), device="h100x1")[which]
+    x = array(rows, width)
+    plans = shd.remat.frontier(layer, params, x, device="h100x1")
+    assert len(plans) > 10
+    for found in (plans[0], plans[len(plans) // 2], plans[-1]):
 
-    def loss(params, x):
-        return jnp.sum(found.apply()(params, x).astype(jnp.float32) ** 2)
+        def loss(params, x, found=found):
+            return jnp.sum(found.apply()(params, x).astype(jnp.float32) ** 2)
 
-    step = jax.jit(jax.grad(loss), out_shardings=placed).lower(params, array(rows, width))
-    compiled = step.compile()
-    assert found.check(compiled) > 0.95 * found.peak
-    assert shd.audit(compiled).matmul_flops == pytest.approx(found.work.flops, rel=1e-6)
+        step = jax.jit(jax.grad(loss, argnums=(0, 1)), out_shardings=placed).lower(params, x)
+        compiled = step.compile()
+        assert found.peak - 2.01 * 2 * rows * width < found.check(compiled, 0.0) <= found.peak
+        assert shd.audit(compiled).matmul_flops == found.work.flops
