@@ -49,17 +49,17 @@ class Kept(NamedTuple):
     mode: int
 
 
-class Segment(NamedTuple):
+class Rerun(NamedTuple):
     """Blocks of which the input alone is stored, and that run again in the backward pass.
 
     Attributes:
       parts: blocks and segments, in order.
     """
 
-    parts: "tuple[Kept | Segment, ...]"
+    parts: "tuple[Kept | Rerun, ...]"
 
 
-Tree = tuple[Kept | Segment, ...]
+Tree = tuple[Kept | Rerun, ...]
 
 
 class ChainTable:
@@ -169,7 +169,7 @@ class ChainTable:
             return (Kept(s, found), *self._tree(s + 1, t, m - up(held)))
         stop, last = -found, len(blocks[s].modes) - 1
         inner = (Kept(s, last),) if stop == s + 1 else self._tree(s, stop - 1, m)
-        return (Segment(inner), *self._tree(stop, t, m - up(sizes[stop])))
+        return (Rerun(inner), *self._tree(stop, t, m - up(sizes[stop])))
 
 
 def _leaf_time(blocks: Sequence[Block], s: int, k: int) -> float:
@@ -235,9 +235,9 @@ def time_of(tree: Tree, blocks: Sequence[Block], last: bool = True) -> float:
     return total
 
 
-def as_text(tree: Tree) -> str:
+def tree_as_text(tree: Tree) -> str:
     """Blocks in order; segments in parentheses, the number of a mode after a slash."""
     return " ".join(
-        f"{part.block}/{part.mode}" if isinstance(part, Kept) else f"({as_text(part.parts)})"
+        f"{part.block}/{part.mode}" if isinstance(part, Kept) else f"({tree_as_text(part.parts)})"
         for part in tree
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from sharding.remat._chain import Kept, Segment, Tree, as_text, numbers_in_tree
+from sharding.remat._chain import Kept, Rerun, Tree, numbers_in_tree, tree_as_text
 from sharding.remat._work import Work
 
 MIB = 2**20
@@ -56,7 +56,7 @@ class ChainPlan:
 
         ``params`` has an entry for each block. Inside ``jax.grad`` it stores what the plan says.
         """
-        return functools.partial(_run, self._runners(self.tree))
+        return functools.partial(_run_all, self._runners(self.tree))
 
     def check(self, compiled: Any, tolerance: float = 0.03) -> int:
         """Compares with a program that was compiled for the plan's device.
@@ -84,7 +84,7 @@ class ChainPlan:
         runners: list[Callable[[Sequence[Any], Any], Any]] = []
         for part in tree:
             if (
-                isinstance(part, Segment)
+                isinstance(part, Rerun)
                 and isinstance(part.parts[-1], Kept)
                 and len(part.parts) == 1
             ):
@@ -96,7 +96,7 @@ class ChainPlan:
                 runners.append(functools.partial(_run_block, block, part.block))
             else:
                 numbers = numbers_in_tree(part.parts)
-                segment = jax.checkpoint(functools.partial(_run, self._runners(part.parts)))
+                segment = jax.checkpoint(functools.partial(_run_all, self._runners(part.parts)))
                 runners.append(functools.partial(_run_segment, segment, numbers))
         return runners
 
@@ -111,10 +111,10 @@ class ChainPlan:
             ),
             ("extra time", f"{100 * self.extra_time:.1f} %", "by the device's figures"),
         ]
-        return "\n".join([f"{a:15} {b:>16}  {c}" for a, b, c in rows] + [as_text(self.tree)])
+        return "\n".join([f"{a:15} {b:>16}  {c}" for a, b, c in rows] + [tree_as_text(self.tree)])
 
 
-def _run(runners: Sequence[Callable[..., Any]], params: Any, x: Any) -> Any:
+def _run_all(runners: Sequence[Callable[..., Any]], params: Any, x: Any) -> Any:
     for runner in runners:
         x = runner(params, x)
     return x

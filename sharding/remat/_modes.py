@@ -33,7 +33,7 @@ class TracedBlock:
     @staticmethod
     def of(fn: Callable[[Any, Any], Any], params: Any, x: Any) -> "TracedBlock":
         """Traces the block on real or abstract arrays."""
-        params, x = (jax.tree.map(_abstract, tree) for tree in (params, x))
+        params, x = (jax.tree.map(_array_type, tree) for tree in (params, x))
         return TracedBlock(fn, params, x, jax.eval_shape(fn, params, x))
 
     @property
@@ -125,7 +125,7 @@ def measure(
     """Traces a block's choices of names, and compiles ``most_modes`` of them."""
     forward, backward = traced.work(kind)
     frontier = traced.named_values(kind, names).frontier()
-    chosen = [each.names for each in _spread(frontier, most_modes)]
+    chosen = [each.names for each in _evenly(frontier, most_modes)]
     works = tuple(traced.recompute(each, kind) for each in chosen)
     modes = tuple(
         Mode(each, _saved(traced, each), traced.temporaries(each, device), work.seconds)
@@ -141,7 +141,7 @@ def _saved(traced: TracedBlock, names: Sequence[str]) -> int:
     return max(0, num_bytes(vjp) - num_bytes((traced.params, traced.x)))
 
 
-def _spread(frontier: list[Any], most: int) -> list[Any]:
+def _evenly(frontier: list[Any], most: int) -> list[Any]:
     """At most ``most`` choices of a frontier, its ends included."""
     if len(frontier) <= most:
         return frontier
@@ -149,5 +149,5 @@ def _spread(frontier: list[Any], most: int) -> list[Any]:
     return [frontier[round(i * step)] for i in range(most)]
 
 
-def _abstract(x: Any) -> jax.ShapeDtypeStruct:
+def _array_type(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))

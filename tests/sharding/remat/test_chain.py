@@ -10,11 +10,11 @@ from sharding.remat._chain import (
     ChainTable,
     Kept,
     Mode,
-    Segment,
-    as_text,
+    Rerun,
     numbers_in_tree,
     peak_bytes,
     time_of,
+    tree_as_text,
 )
 
 
@@ -46,7 +46,7 @@ def trees(first, stop, blocks):
         single = middle == first + 1
         inner = [(Kept(first, last),)] if single else list(trees(first, middle, blocks))
         for parts, rest in itertools.product(inner, list(trees(middle, stop, blocks))):
-            yield (Segment(parts), *rest)
+            yield (Rerun(parts), *rest)
 
 
 class Simulation:
@@ -81,7 +81,7 @@ class Simulation:
                 self.hold(held + inside + self.sizes[part.block + 1])
             held += self.sizes[numbers[-1] + 1]
         for part, before in reversed(stack):
-            if isinstance(part, Segment) and len(part.parts) > 1:
+            if isinstance(part, Rerun) and len(part.parts) > 1:
                 self.run(part.parts, before, False)
                 continue
             n, k = part if isinstance(part, Kept) else part.parts[0]
@@ -132,4 +132,4 @@ def test_a_long_chain_is_planned():
     tree = table.tree()
     assert peak_bytes(tree, blocks, sizes) <= 100
     assert time_of(tree, blocks) == pytest.approx(table.times[-1])
-    assert as_text(tree).count("(") == as_text(tree).count(")")
+    assert tree_as_text(tree).count("(") == tree_as_text(tree).count(")")

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import sharding as shd
 from sharding.plan import targets
-from sharding.remat._chain import Kept, Segment, numbers_in_tree
+from sharding.remat._chain import Kept, Rerun, numbers_in_tree
 from sharding.remat._remat_plan import in_bytes
 from sharding.remat._work import work_of
 
@@ -59,9 +59,9 @@ def trained(params):
 
 
 TREES = (
-    (Segment((Kept(0, 0), Segment((Kept(1, -1),)), Kept(2, -1))), Kept(3, 0), Kept(4, 0)),
-    (Segment((Segment((Kept(0, 0), Kept(1, 0))), Kept(2, 0))), Kept(3, -1), Kept(4, 0)),
-    (Kept(0, 0), Segment((Kept(1, 0), Segment((Kept(2, 0), Kept(3, 0))), Kept(4, 0)))),
+    (Rerun((Kept(0, 0), Rerun((Kept(1, -1),)), Kept(2, -1))), Kept(3, 0), Kept(4, 0)),
+    (Rerun((Rerun((Kept(0, 0), Kept(1, 0))), Kept(2, 0))), Kept(3, -1), Kept(4, 0)),
+    (Kept(0, 0), Rerun((Kept(1, 0), Rerun((Kept(2, 0), Kept(3, 0))), Kept(4, 0)))),
 )
 
 
