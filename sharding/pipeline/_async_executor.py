@@ -13,6 +13,8 @@ from sharding.pipeline._executor import (
     Buffers,
     Column,
     Executor,
+    Found,
+    Operation,
     Totals,
     read_slot,
     write_slot,
@@ -98,7 +100,7 @@ class AsyncExecutor(Executor):
         weights = lax.map(of_microbatch, jnp.arange(self.schedule.num_microbatches))
         return jnp.sum(weights.reshape(-1, self.microbatches_per_update), axis=1)
 
-    def _operations(self) -> dict[Op, Callable[[Code, Buffers, Column], tuple[Any, Buffers]]]:
+    def _operations(self) -> dict[Op, Operation]:
         return super()._operations() | {Op.UPDATE: self._update}
 
     def _written(self, code: Code) -> set[str]:
@@ -118,7 +120,7 @@ class AsyncExecutor(Executor):
         layers, shared = leaves
         return LayerParams(layers, []), LayerParams(shared, [])
 
-    def _update(self, code: Code, buffers: Buffers, column: Column) -> tuple[Any, Buffers]:
+    def _update(self, code: Code, buffers: Buffers, column: Column) -> tuple[Any, Found, Buffers]:
         """The next version, from the sums of the gradients of a minibatch."""
         del code
         with jax.named_scope("update"):
@@ -130,13 +132,17 @@ class AsyncExecutor(Executor):
             params = self.to_tree(leaves)
             updates, opt_state = self.tx.update(self.to_tree(grads), buffers.opt_state, params)
             new = self.of_tree(optax.apply_updates(params, updates))
-            return None, buffers._replace(
-                versions=write_slot(buffers.versions, column["new_version"], new),
-                opt_state=jax.tree.map(
-                    lambda new, old: jnp.asarray(new, old.dtype), opt_state, buffers.opt_state
+            return (
+                None,
+                Found(),
+                buffers._replace(
+                    versions=write_slot(buffers.versions, column["new_version"], new),
+                    opt_state=jax.tree.map(
+                        lambda new, old: jnp.asarray(new, old.dtype), opt_state, buffers.opt_state
+                    ),
+                    layer_grads=jax.tree.map(jnp.zeros_like, sums[0]),
+                    shared_grads=jax.tree.map(jnp.zeros_like, sums[1]),
                 ),
-                layer_grads=jax.tree.map(jnp.zeros_like, sums[0]),
-                shared_grads=jax.tree.map(jnp.zeros_like, sums[1]),
             )
 
     def _with_totals(self, buffers: Buffers, column: Column, sum_: Any, rest: Any) -> Buffers:

@@ -49,13 +49,32 @@ class Totals(NamedTuple):
     aux: Any
 
 
+class Found(NamedTuple):
+    """What an operation computes for its stage's buffers; None where it does not.
+
+    It leaves the branch as a value. A buffer that a branch returned would be copied in every tick
+    by XLA's compilers for CPUs and GPUs, and be in memory twice.
+
+    Attributes:
+      residuals: of a forward pass, [layers, ...].
+      crossing: of the first half of a backward pass, [layers, ...].
+      layer_grads: of one chunk, [layers, ...].
+      shared_grads: of the shared parameters.
+    """
+
+    residuals: Any = None
+    crossing: Any = None
+    layer_grads: Any = None
+    shared_grads: Any = None
+
+
 class Buffers(NamedTuple):
     """What a stage stores between ticks.
 
     Attributes:
       messages: activations and cotangents, leaves [slots + 1, ...].
-      residuals: [slots, layers, ...], from forward to backward passes.
-      crossing: [slots, layers, ...], from the first to the second half of backward passes.
+      residuals: [slots + 1, layers, ...], from forward to backward passes.
+      crossing: [slots + 1, layers, ...], from the first to the second half of backward passes.
       layer_grads: of the trained parameters, [chunks * layers, ...].
       shared_grads: of the trained shared parameters.
       totals: of the loss.
@@ -71,6 +90,9 @@ class Buffers(NamedTuple):
     totals: Totals
     versions: Any = ()
     opt_state: Any = ()
+
+
+Operation = Callable[[Code, Buffers, Column], tuple[Any, Found, Buffers]]
 
 
 @dataclasses.dataclass
@@ -137,17 +159,20 @@ class Executor:
         # A branch gets what any of the phase writes; what it only reads, it closes over.
         written = sorted(set().union(*(self._written(code) for code in phase.codes)))
         nothing = self._no_message()
+        zeros = self._nothing_found(buffers, phase)
 
-        def branch(code: Code | None, parts: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        def branch(code: Code | None, parts: dict[str, Any]) -> tuple[Any, Found, dict[str, Any]]:
             if code is None:
-                return nothing, parts
-            message, new = run[code.op](code, buffers._replace(**parts), column)
-            return nothing if message is None else message, {k: getattr(new, k) for k in parts}
+                return nothing, zeros, parts
+            message, found, new = run[code.op](code, buffers._replace(**parts), column)
+            found = Found(*(f if f is not None else z for f, z in zip(found, zeros, strict=True)))
+            message = nothing if message is None else message
+            return message, found, {k: getattr(new, k) for k in parts}
 
         branches = [functools.partial(branch, code) for code in (None, *phase.codes)]
         parts = {name: getattr(buffers, name) for name in written}
-        message, parts = lax.switch(column["code"], branches, parts)
-        buffers = buffers._replace(**parts)
+        message, found, parts = lax.switch(column["code"], branches, parts)
+        buffers = self._stored(buffers._replace(**parts), found, column)
 
         messages = buffers.messages
         with jax.named_scope("messages"):
@@ -161,42 +186,74 @@ class Executor:
                 messages = write_slot(messages, column["from_self"], message)
         return buffers._replace(messages=messages)
 
-    def _operations(self) -> dict[Op, Callable[[Code, Buffers, Column], tuple[Any, Buffers]]]:
+    def _operations(self) -> dict[Op, Operation]:
         return {Op.FORWARD: self._forward, Op.BACKWARD: self._backward, Op.WEIGHT: self._weight}
 
     def _written(self, code: Code) -> set[str]:
+        """The buffers that an operation returns."""
+        evaluates = code.op == Op.FORWARD and self.schedule.forward_only
+        return {"totals"} if code.last and (evaluates or code.op == Op.BACKWARD) else set()
+
+    def _finds(self, code: Code) -> set[str]:
+        """What an operation finds; see ``Found``."""
         if code.op == Op.FORWARD:
-            if code.last:
-                return {"totals"} if self.schedule.forward_only else set()
-            return set() if self.recompute or self.schedule.forward_only else {"residuals"}
+            stores = not (self.recompute or code.last or self.schedule.forward_only)
+            return {"residuals"} if stores else set()
         if code.op == Op.WEIGHT:
             return {"layer_grads"}
-        split = self.schedule.splits_backward
-        found = {"crossing" if split else "layer_grads"}
-        found |= {"totals"} if code.last else set()
-        return found | ({"shared_grads"} if code.first or code.last else set())
+        if code.op != Op.BACKWARD:
+            return set()
+        of_layers = "crossing" if self.schedule.splits_backward else "layer_grads"
+        return {of_layers} | ({"shared_grads"} if code.first or code.last else set())
 
-    # --- Operations: (code, buffers, column) -> (message, buffers) --------------------------------
+    def _nothing_found(self, buffers: Buffers, phase: Phase) -> Found:
+        """Zeros of all that some operation of a phase finds."""
+        some = set().union(*(self._finds(code) for code in phase.codes))
+        rows = [x[: self.stage.num_layers] for x in self._layers.trained]
+        types = Found(
+            jax.tree.map(lambda x: x[0], buffers.residuals),
+            jax.tree.map(lambda x: x[0], buffers.crossing),
+            rows,
+            self._shared.trained,
+        )
+        zeros = jax.tree.map(jnp.zeros_like, types)
+        return Found(*(z if k in some else None for k, z in zeros._asdict().items()))
 
-    def _forward(self, code: Code, buffers: Buffers, column: Column) -> tuple[Any, Buffers]:
+    def _stored(self, buffers: Buffers, found: Found, column: Column) -> Buffers:
+        """The buffers with what an operation found, or with zeros where they do no harm."""
+        with jax.named_scope("store"):
+            if found.residuals is not None:
+                new = write_slot(buffers.residuals, column["to_residual"], found.residuals)
+                buffers = buffers._replace(residuals=new)
+            if found.crossing is not None:
+                new = write_slot(buffers.crossing, column["to_crossing"], found.crossing)
+                buffers = buffers._replace(crossing=new)
+            if found.layer_grads is not None:
+                buffers = self._with_layer_grads(buffers, column, found.layer_grads)
+            if found.shared_grads is not None:
+                new = _add(buffers.shared_grads, found.shared_grads)
+                buffers = buffers._replace(shared_grads=new)
+        return buffers
+
+    # --- Operations: (code, buffers, column) -> (message, found, buffers) -------------------------
+
+    def _forward(self, code: Code, buffers: Buffers, column: Column) -> tuple[Any, Found, Buffers]:
         evaluating = self.schedule.forward_only
         if code.last and not evaluating:
-            return None, buffers  # the first half of its backward pass
+            return None, Found(), buffers  # the first half of its backward pass
         scope, (params, shared) = self._scope(column), self._params(code, buffers, column)
         with jax.named_scope("forward"):
             x = self._input(code, buffers, column, scope, shared)
             if code.last:
                 y = self.stage.forward(params, x, scope)
                 sum_, rest = self.ends.head(self.ends.join(*shared), y, *self._of_head(scope))
-                return None, self._with_totals(buffers, column, sum_, rest)
+                return None, Found(), self._with_totals(buffers, column, sum_, rest)
             if self.recompute or evaluating:
-                return self.stage.forward(params, x, scope), buffers
+                return self.stage.forward(params, x, scope), Found(), buffers
             y, residuals = self.stage.forward_storing(params, x, scope)
-            return y, buffers._replace(
-                residuals=write_slot(buffers.residuals, column["residual"], residuals)
-            )
+            return y, Found(residuals=residuals), buffers
 
-    def _backward(self, code: Code, buffers: Buffers, column: Column) -> tuple[Any, Buffers]:
+    def _backward(self, code: Code, buffers: Buffers, column: Column) -> tuple[Any, Found, Buffers]:
         scope, (params, shared) = self._scope(column), self._params(code, buffers, column)
         if self.recompute or code.last:
             with jax.named_scope("forward"):
@@ -205,6 +262,7 @@ class Executor:
         else:
             residuals = read_slot(buffers.residuals, column["residual"])
 
+        of_shared = None
         with jax.named_scope("backward"):
             if code.last:
 
@@ -213,34 +271,33 @@ class Executor:
                     return self.ends.head(whole, y, *self._of_head(scope))
 
                 sum_, vjp, rest = jax.vjp(head, shared.trained, y, has_aux=True)
-                found, cotangent = vjp(jnp.ones_like(sum_))
+                of_shared, cotangent = vjp(jnp.ones_like(sum_))
                 buffers = self._with_totals(buffers, column, sum_, rest)
-                buffers = buffers._replace(shared_grads=_add(buffers.shared_grads, found))
             else:
                 cotangent = read_slot(buffers.messages, column["cotangent"])
             if self.schedule.splits_backward:
                 cotangent, crossing = self.stage.backward_input(params, residuals, cotangent, scope)
-                crossing = write_slot(buffers.crossing, column["crossing"], crossing)
-                buffers = buffers._replace(crossing=crossing)
+                found = Found(crossing=crossing)
             else:
-                cotangent, found = self.stage.backward(params, residuals, cotangent, scope)
-                buffers = self._with_layer_grads(buffers, column, found)
+                cotangent, grads = self.stage.backward(params, residuals, cotangent, scope)
+                found = Found(layer_grads=grads)
             if code.first:
 
                 def embed(trained: Arrays) -> Any:
                     whole = self.ends.join(trained, shared.frozen)
                     return self.ends.embed(whole, *self._of_embed(scope))
 
-                (found,) = jax.vjp(embed, shared.trained)[1](cotangent)
-                return None, buffers._replace(shared_grads=_add(buffers.shared_grads, found))
-            return cotangent, buffers
+                (of_embed,) = jax.vjp(embed, shared.trained)[1](cotangent)
+                of_shared = of_embed if of_shared is None else _add(of_shared, of_embed)
+            message = None if code.first else cotangent
+            return message, found._replace(shared_grads=of_shared), buffers
 
-    def _weight(self, code: Code, buffers: Buffers, column: Column) -> tuple[Any, Buffers]:
+    def _weight(self, code: Code, buffers: Buffers, column: Column) -> tuple[Any, Found, Buffers]:
         with jax.named_scope("backward"):
             crossing = read_slot(buffers.crossing, column["crossing"])
             scope, (params, _) = self._scope(column), self._params(code, buffers, column)
             found = self.stage.backward_weight(params, crossing, scope)
-            return None, self._with_layer_grads(buffers, column, found)
+            return None, Found(layer_grads=found), buffers
 
     # --- What operations read and write -----------------------------------------------------------
 
@@ -359,8 +416,8 @@ class Executor:
 
         return Buffers(
             slots(message, program.num_messages + 1),
-            slots(residuals, program.num_residuals) if program.num_residuals else [],
-            slots(crossing, program.num_crossing) if program.num_crossing else [],
+            slots(residuals, program.num_residuals + 1) if program.num_residuals else [],
+            slots(crossing, program.num_crossing + 1) if program.num_crossing else [],
             [] if evaluating else sums(self._layers),
             [] if evaluating else sums(self._shared),
             Totals(total(sum_), total(weight), slots(aux, self.schedule.num_microbatches)),

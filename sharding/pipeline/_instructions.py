@@ -55,7 +55,8 @@ class Instructions(NamedTuple):
       segments: loops, one after the other.
       num_messages: slots for activations and cotangents that wait; one more receives what nobody
         expects.
-      num_residuals: slots for residuals from the forward to the backward pass.
+      num_residuals: slots for residuals from the forward to the backward pass; where there are
+        any, one more receives nothing of use in ticks that store none. Likewise
       num_crossing: slots for what a split backward pass stores until ``WEIGHT``.
       num_versions: slots for versions of the parameters, in an asynchronous pipeline.
       last_version: for each stage, the slot of its last version.
@@ -70,8 +71,10 @@ class Instructions(NamedTuple):
 
 
 # Of the tables: the columns that name slots, and all others.
-_SLOTS = ("input", "cotangent", "residual", "crossing", "from_left", "from_right", "from_self")
-_COLUMNS = ("code", "microbatch", "chunk", "virtual_stage", *_SLOTS)
+_SLOTS = ("input", "cotangent", "residual", "crossing")  # that are read
+# That are written in every tick; one of no use, where nothing is to be stored.
+_WRITTEN = ("from_left", "from_right", "from_self", "to_residual", "to_crossing")
+_COLUMNS = ("code", "microbatch", "chunk", "virtual_stage", *_SLOTS, *_WRITTEN)
 # Of asynchronous pipelines: the slots of the versions that an operation reads and makes.
 _VERSIONS = ("version", "new_version")
 
@@ -132,8 +135,9 @@ def instructions(schedule: Schedule, recompute: bool) -> Instructions:
     asynchronous = isinstance(schedule, AsyncSchedule)
     columns = _COLUMNS + (_VERSIONS if asynchronous else ())
     table = {name: np.zeros(shape, np.int32) for name in columns}
-    for name in ("from_left", "from_right", "from_self"):
-        table[name][:] = num_messages
+    unused = (num_messages,) * 3 + (num_residuals, num_crossing)
+    for name, slot in zip(_WRITTEN, unused, strict=True):
+        table[name][:] = slot
     directions: list[dict[str, set[tuple[int, int]]]] = [
         {"from_left": set(), "from_right": set(), "from_self": set()} for _ in range(shape[0])
     ]
@@ -157,13 +161,20 @@ def instructions(schedule: Schedule, recompute: bool) -> Instructions:
         table["virtual_stage"][tick, stage] = v
         table["input"][tick, stage] = slots.get(("input", Task(Op.FORWARD, m, v)), 0)
         table["cotangent"][tick, stage] = slots.get(("cotangent", Task(Op.BACKWARD, m, v)), 0)
-        table["residual"][tick, stage] = slots.get(("residual", Task(Op.FORWARD, m, v)), 0)
-        table["crossing"][tick, stage] = slots.get(("crossing", Task(Op.WEIGHT, m, v)), 0)
+        for kind, of, writer in (
+            ("residual", Op.FORWARD, Op.FORWARD),
+            ("crossing", Op.WEIGHT, Op.BACKWARD),
+        ):
+            found = slots.get((kind, Task(of, m, v)))
+            if found is not None:
+                table[f"to_{kind}" if op == writer else kind][tick, stage] = found
     num_versions, last_version = 0, tuple[int, ...]()
     if isinstance(schedule, AsyncSchedule):
         num_versions, last_version = _fill_versions(schedule, table)
     segments = tuple(
-        _segment(table, codes, branches, directions, *ticks)
+        _segment(
+            table, dict(zip(_WRITTEN, unused, strict=True)), codes, branches, directions, *ticks
+        )
         for ticks in _loops(directions, periods=(2, 3) if asynchronous else (2,))
     )
     return Instructions(
@@ -267,6 +278,7 @@ def _loops(
 
 def _segment(
     table: dict[str, np.ndarray],
+    unused: dict[str, int],
     codes: np.ndarray,
     branches: Sequence[Code],
     directions: Sequence[dict[str, set[tuple[int, int]]]],
@@ -278,9 +290,10 @@ def _segment(
     iterations = -(-(stop - start) // period)
     padding = ((0, iterations * period - (stop - start)), (0, 0))
     shape = (iterations, period, codes.shape[1])
-    idle = {name: np.max(table[name]) for name in ("from_left", "from_right", "from_self")}
     tables = {
-        name: np.pad(column[start:stop], padding, constant_values=idle.get(name, 0)).reshape(shape)
+        name: np.pad(column[start:stop], padding, constant_values=unused.get(name, 0)).reshape(
+            shape
+        )
         for name, column in table.items()
     }
     used = np.pad(codes[start:stop], padding, constant_values=-1).reshape(shape)

@@ -217,7 +217,7 @@ def _slots(
 ) -> Iterator[StoredSlots]:
     """What is kept, by kind, and what of it is more than the schedule needs."""
     leaves = collections.Counter(array.dims for array in message)
-    depths = [n for n in (lowering.num_residuals, lowering.num_crossing) if n]
+    depths = [n + 1 for n in (lowering.num_residuals, lowering.num_crossing) if n]
     kinds: dict[str, list[KeptArray]] = {_ACTIVATIONS: [], _RESIDUALS: [], _OTHERS: []}
     for each in stored:
         if _split_slots(each.array, leaves)[0]:

@@ -37,14 +37,14 @@ class Stage:
             assert self.messages[column["input"]] == ("input", m, v)
         if code.op == Op.FORWARD:
             if not (recompute or forward_only):
-                self.put(self.residuals, column["residual"], ("residual", m, v))
+                self.put(self.residuals, column["to_residual"], ("residual", m, v))
             return None if code.last else ("input", m, v + 1)
         if not recomputes:
             assert self.residuals.pop(column["residual"]) == ("residual", m, v)
         if not code.last:
             assert self.messages[column["cotangent"]] == ("cotangent", m, v)
         if split:
-            self.put(self.crossing, column["crossing"], ("crossing", m, v))
+            self.put(self.crossing, column["to_crossing"], ("crossing", m, v))
         return None if code.first else ("cotangent", m, v - 1)
 
     @staticmethod
