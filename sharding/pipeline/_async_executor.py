@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from sharding.pipeline._async_schedule import AsyncSchedule
 from sharding.pipeline._executor import (
     Buffers,
     Column,
@@ -70,7 +71,9 @@ class AsyncExecutor(Executor):
         self._layers, self._shared = (LayerParams(part, []) for part in leaves)
         self._microbatches, self._key = microbatches, key
         buffers = self._empty_buffers()
-        self._weights = self._weights_of_updates()
+        self._check_residuals()
+        with jax.named_scope("weights"):
+            self._weights = self._weights_of_updates()
         slots = self.program.num_versions
 
         def every_slot(x: jax.Array) -> jax.Array:
@@ -87,6 +90,22 @@ class AsyncExecutor(Executor):
         )
         buffers = self._run(buffers, tables)
         return read_slot(buffers.versions, last_version), buffers.opt_state, buffers.totals
+
+    def _check_residuals(self) -> None:
+        """Raises if a backward pass would read parameters of the forward pass, unasked."""
+        asked = isinstance(self.schedule, AsyncSchedule) and self.schedule.stashes_weights
+        if self.recompute or (asked and self.backward_params is None):
+            return
+        scope = self._scope(
+            {name: jnp.zeros((), jnp.int32) for name in ("microbatch", "virtual_stage")}
+        )
+        if self.stage.stores_changed_params(self._layers, self._no_message(), scope):
+            raise ValueError(
+                "block changes its parameters before it uses them, for example by a cast or a "
+                "reshape. With recompute=False the result is stored, and the backward pass would "
+                "read it in place of the parameters of its own version. Use recompute=True, or "
+                "parameters in the form in which block uses them."
+            )
 
     def _weights_of_updates(self) -> jax.Array:
         """[updates]: the weights of the minibatches, which depend on the batch alone."""

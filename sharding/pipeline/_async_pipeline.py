@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.extend.core import Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
-from optax_ext.execution_order import Graph
 from sharding.pipeline._async_executor import AsyncExecutor
 from sharding.pipeline._async_schedule import AsyncSchedule
 from sharding.pipeline._differentiable_loss import make_executor, over_axis
@@ -57,19 +57,26 @@ class AsyncPipeline:
     ``{"layers": [layers of the stage, ...], ...}``. Norms over all parameters, as in
     ``optax.clip_by_global_norm``, are those of the stage. Shared parameters have one owner: the
     first stage where ``embed`` uses them, the last one where ``head`` does. Tied embeddings, which
-    both use, would have two.
+    both use, would have two. ``tx`` gets no extra arguments, and random numbers of its own are the
+    same on all stages; to change a hyperparameter in the state, pass one for each stage. In a
+    minibatch whose weight is 0 gradients are 0, and ``tx`` runs.
+
+    One program runs all stages, so that each of them holds as many versions of its layers as the
+    one that needs most, and as many of the shared parameters, with their optimizer state. The state
+    is sharded over the stages alone, and replicated over other mesh axes.
 
     Attributes:
       pipeline: the model, with its layers on the stages, and a schedule for evaluation.
       schedule: the table, of the same stages.
-      tx: the optimizer of every stage; or a function of a stage's forward and backward delay in
-        updates, scalars of the trace, that returns it.
+      tx: the optimizer of every stage; or ``tx(forward=..., backward=...)``, which returns it for
+        the delays of a stage in updates, scalars of the trace.
       backward_params: ``backward_params(params, opt_state)``: the parameters of backward passes,
         such as ``optax_ext.backward_params``. None for the versions of the table. The last stage,
         whose forward and backward pass are one, does not use it.
 
     Raises:
-      ValueError: if the schedule has other stages than the pipeline, or gathers are in each tick.
+      ValueError: if the schedule has other stages than the pipeline, gathers are in each tick, or
+        ``tx`` is neither an optimizer nor a function.
       ScheduleError: if the schedule cannot run.
 
     Example:
@@ -121,6 +128,11 @@ class AsyncPipeline:
             raise ValueError(
                 "an asynchronous pipeline holds the parameters of a stage whole: use gather='step'."
             )
+        if not isinstance(self.tx, optax.GradientTransformation) and not callable(self.tx):
+            raise ValueError(
+                "tx must be an optax gradient transformation, or a function that returns one, got "
+                f"{type(self.tx).__name__}."
+            )
         self.schedule.check()
         _ = self._program
 
@@ -132,14 +144,16 @@ class AsyncPipeline:
         """The state before the first update, with each stage's layers on its devices.
 
         Args:
-          params: stacked, floating-point arrays; see ``Pipeline.stack``. Those that the mesh shards
-            already stay as they are.
+          params: stacked, floating-point arrays; see ``Pipeline.stack``. They are copied, so that a
+            state may be donated; shardings over other mesh axes stay. In a trace they are taken as
+            they are.
 
         Raises:
           ValueError: if a parameter is no floating-point array, or not of this pipeline.
         """
         self._leaves(params)  # raises unless they fit
-        params = jax.tree.map(self._place, params, self.pipeline.param_specs(params))
+        specs = self.pipeline.param_specs(params, jax.tree.map(self._other_axes, params))
+        params = jax.tree.map(self._place, params, specs)
         leaves, trees = self._leaves(params)
 
         def on_stage(layers: Arrays, shared: Arrays) -> Any:
@@ -160,20 +174,22 @@ class AsyncPipeline:
           state: see ``init``.
           batches: arrays [updates, micro-batches, examples, ...], the micro-batches those of an
             update. Scalars are the same in all.
-          key: with ``rngs``.
+          key: with ``rngs``; another one for each run.
 
         Returns:
           The state, and ``(sums, weights)`` of the losses of each minibatch, [updates]; with
-          ``has_aux`` ``((sums, weights), aux)``, scalars of ``aux`` averaged over the run.
+          ``has_aux`` ``((sums, weights), aux)``, scalars of ``aux`` averaged over the run, batch
+          arrays concatenated.
 
         Raises:
-          ValueError: if the batches or the parameters do not fit, or ``embed`` and ``head`` use the
-            same parameter.
+          ValueError: if the batches, the parameters or the state do not fit, ``embed`` and ``head``
+            use the same parameter, or ``block`` changes its parameters where this would mix
+            versions.
         """
         self.pipeline._check_key(key)
         leaves, trees = self._leaves(state.params)
         self._check_batches(batches)
-        owners = self._owners(state.params, batches, key)
+        self._check_state(state.opt_state)
         pipeline, program = self.pipeline, self._program
         axis, on_stages = pipeline.axis, P(pipeline.axis)
         tables = [segment.tables for segment in program.segments]
@@ -197,6 +213,7 @@ class AsyncPipeline:
                 microbatches_per_update=self.schedule.microbatches_per_update,
             )
             stage = lax.axis_index(axis)
+            owners = self._owners(to_tree((layers, shared)), batches, key)
             (layers, shared), opt_state, totals = executor.run_updates(
                 (layers, shared),
                 jax.tree.map(lambda x: x[0], opt_state),
@@ -235,12 +252,17 @@ class AsyncPipeline:
 
     # --- Parameters -------------------------------------------------------------------------------
 
+    def _other_axes(self, x: Any) -> PartitionSpec:
+        """The spec of an array that is on the mesh already, without the axis of the stages."""
+        sharding = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or sharding.mesh != self.pipeline.mesh:
+            return P()
+        return P(*(None if entry == self.pipeline.axis else entry for entry in sharding.spec))
+
     def _place(self, x: Any, spec: PartitionSpec) -> Any:
-        mesh = self.pipeline.mesh
-        there = isinstance(x, jax.Array) and getattr(jax.typeof(x).sharding, "mesh", None)
-        if isinstance(x, jax.core.Tracer) or there == getattr(mesh, "abstract_mesh", mesh):
+        if isinstance(x, jax.core.Tracer):
             return x
-        return jax.device_put(x, NamedSharding(mesh, spec))
+        return jnp.copy(jax.device_put(x, NamedSharding(self.pipeline.mesh, spec)))
 
     def _leaves(self, params: Any) -> tuple[tuple[Arrays, Arrays], tuple[Any, Any]]:
         """Leaves of the layers and of the shared parameters, and their trees."""
@@ -320,6 +342,17 @@ class AsyncPipeline:
                     f"...], got shape {jnp.shape(x)}."
                 )
 
+    def _check_state(self, opt_state: Any) -> None:
+        """Raises unless leaves are [stages, ...]."""
+        stages = self.schedule.num_stages
+        for path, x in jax.tree_util.tree_leaves_with_path(opt_state):
+            if not jnp.ndim(x) or x.shape[0] != stages:
+                raise ValueError(
+                    f"opt_state{jax.tree_util.keystr(path)} must have dim 0 for the {stages} "
+                    f"stages, got shape {jnp.shape(x)}. A state goes with its number of stages: "
+                    "make one with init."
+                )
+
     def _microbatches(self, batches: Any) -> Any:
         """[updates, micro-batches, examples, ...] to [micro-batches, examples, ...]."""
         count = self.schedule.num_microbatches
@@ -334,7 +367,13 @@ class AsyncPipeline:
         tx = self.tx
         if not isinstance(tx, optax.GradientTransformation):
             stage = lax.axis_index(self.pipeline.axis)
-            tx = tx(*(jnp.asarray(delay)[stage] for delay in self.schedule.delays()))
+            forward, backward = (jnp.asarray(d)[stage] for d in self.schedule.delays())
+            tx = tx(forward=forward, backward=backward)
+            if not isinstance(tx, optax.GradientTransformation):
+                raise ValueError(
+                    "tx(forward=..., backward=...) must return an optax gradient transformation, "
+                    f"got {type(tx).__name__}."
+                )
         return optax.with_extra_args_support(tx)
 
 
@@ -344,14 +383,27 @@ def _with_stage(opt_state: Any) -> Any:
 
 def _used(fn: Callable[..., Any], leaves: Arrays, rest: tuple[Any, ...]) -> list[bool]:
     """For each leaf, whether the results of ``fn(leaves, *rest)`` depend on it."""
-    treedef: Any
-    flat, treedef = jax.tree.flatten(rest)
+    jaxpr = jax.make_jaxpr(fn)(leaves, *rest).jaxpr
+    return _used_inputs(jaxpr, [True] * len(jaxpr.outvars))[: len(leaves)]
 
-    def of_list(inputs: list[Any]) -> list[Any]:
-        own, others = inputs[: len(leaves)], inputs[len(leaves) :]
-        return jax.tree.leaves(fn(own, *treedef.unflatten(others)))
 
-    inputs = [*leaves, *flat]
-    graph = Graph(of_list, inputs, [False] * len(inputs))
-    _, needed = graph.needed(graph.outputs, graph.constants)
-    return [i in needed for i in range(len(leaves))]
+def _used_inputs(jaxpr: Any, used_outputs: list[bool]) -> list[bool]:
+    """For each input of a jaxpr, whether the outputs that are used depend on it."""
+    pairs = zip(jaxpr.outvars, used_outputs, strict=True)
+    used = {var for var, needed in pairs if needed and not isinstance(var, Literal)}
+    for eqn in reversed(jaxpr.eqns):
+        outputs = [var in used for var in eqn.outvars]
+        if not any(outputs):
+            continue
+        # Of functions that are called, what they read; loops count as reading all.
+        inner = [eqn.params.get(name) for name in ("jaxpr", "call_jaxpr")]
+        inner = [*filter(None, inner), *eqn.params.get("branches", ())]
+        inner = [getattr(each, "jaxpr", each) for each in inner]
+        first = len(eqn.invars) - max((len(each.invars) for each in inner), default=0)
+        reads = [True] * len(eqn.invars)
+        if inner and eqn.primitive.name not in ("scan", "while") and 0 <= first <= 1:
+            found = [_used_inputs(each, outputs) for each in inner]
+            reads[first:] = [any(column) for column in zip(*found, strict=True)]
+        operands = zip(eqn.invars, reads, strict=True)
+        used |= {var for var, read in operands if read and not isinstance(var, Literal)}
+    return [var in used for var in jaxpr.invars]

@@ -55,7 +55,7 @@ class AsyncSchedule(Schedule):
             )
         version.setflags(write=False)
         object.__setattr__(self, "version", version)
-        if len(self.route_of) % self.microbatches_per_update:
+        if self.microbatches_per_update < 1 or len(self.route_of) % self.microbatches_per_update:
             raise ScheduleError(
                 f"{self.name}: {len(self.route_of)} micro-batches are not a multiple of the "
                 f"{self.microbatches_per_update} of an update."
@@ -65,6 +65,17 @@ class AsyncSchedule(Schedule):
     def num_updates(self) -> int:
         """The number of minibatches."""
         return self.num_microbatches // self.microbatches_per_update
+
+    @property
+    def stashes_weights(self) -> bool:
+        """Whether forward and backward pass of a micro-batch always read one version."""
+        forward = {}
+        for tick, stage, (op, microbatch, _) in self.tasks():
+            if op == Op.FORWARD:
+                forward[stage, microbatch] = self.version[tick, stage]
+            elif op == Op.BACKWARD and forward[stage, microbatch] != self.version[tick, stage]:
+                return False
+        return True
 
     def check(self) -> Figures:
         """Verifies operations, updates and versions, and counts what they cost.
@@ -152,12 +163,11 @@ class AsyncSchedule(Schedule):
           version 0, they are smaller.
         """
         each, start = self.microbatches_per_update, self.num_updates - 1
-        delays = np.zeros((2, self.num_stages))
+        delays = np.zeros((2, self.num_stages), np.int64)  # sums: whole delays stay whole
         for tick, stage, (op, microbatch, _) in self.tasks():
             if op != Op.UPDATE and microbatch // each == start:
-                behind = start - int(self.version[tick, stage])
-                delays[int(op == Op.BACKWARD), stage] += behind / each
-        return delays[0], delays[1]
+                delays[int(op == Op.BACKWARD), stage] += start - self.version[tick, stage]
+        return delays[0] / each, delays[1] / each
 
     def to_csv(self) -> str:
         """Not possible: PyTorch's format has no updates and versions.

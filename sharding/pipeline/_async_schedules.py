@@ -32,8 +32,7 @@ def pipedream(
       minibatches: updates of one run.
       vertical_sync: whether a minibatch reads one version on all stages.
       aligned: whether forward passes, backward passes and updates have ticks of their own. Lockstep
-        time is shorter, and all delays and numbers of versions but the last one's are those of
-        twice as many stages.
+        time is shorter; delays are 2 (P - i), and versions one more.
 
     Raises:
       ValueError: if a number is below 1.
@@ -103,12 +102,17 @@ def pipemare(
 ) -> AsyncSchedule:
     r"""Every operation reads the latest parameters of its stage: one version, and no flushes.
 
-    Forward and backward pass of a micro-batch read different versions, so that the result is no
-    gradient of any parameters. With N micro-batches per update, stage i of P has a forward delay of
-    2 (P - i) / N updates on average, and (P - i) / N if not aligned; ``AsyncSchedule.delays`` gives
-    them. The paper counts :math:`(2 (P - i) + 1) / N`: there an update follows between the forward
-    and the backward pass of the last stage. The paper's techniques against the loss of stability
-    are ``optax_ext.scale_by_delay`` and ``optax_ext.discrepancy_correction``.
+    Forward and backward pass of a micro-batch read different versions. With ``recompute=False`` the
+    backward pass has the activations of the one and the parameters of the other, as in the paper,
+    and its result is no gradient of any parameters. With ``recompute=True`` a stage computes its
+    forward pass again with the parameters of its backward pass: the gradient of this stage there,
+    for an input and a cotangent that came from other parameters.
+
+    With N micro-batches per update, stage i of P has a forward delay of 2 (P - i) / N updates on
+    average, and (P - i) / N if not aligned; ``AsyncSchedule.delays`` gives them. The paper counts
+    :math:`(2 (P - i) + 1) / N`: there an update follows between the forward and the backward pass
+    of the last stage. The paper's techniques against the loss of stability are
+    ``optax_ext.scale_by_delay`` and ``optax_ext.discrepancy_correction``.
 
     Args:
       stages: devices along the pipeline's mesh axis.

@@ -142,6 +142,25 @@ class Stage:
 
         return lax.scan(body, None, (params, crossing, jnp.arange(self.num_layers)))[1]
 
+    def stores_changed_params(self, params: LayerParams, x: Any, scope: Scope) -> bool:
+        """Whether a layer's residuals hold what it made of its parameters alone, such as a cast."""
+        treedef: Any
+        own = LayerParams(*([leaf[0] for leaf in part] for part in params))
+        scope = _of_layer(scope, 0)
+        leaves, treedef = jax.tree.flatten((own, x, scope.microbatch, scope.key))
+
+        def residuals(inputs: Arrays) -> Arrays:
+            own, x, microbatch, key = treedef.unflatten(inputs)
+            return self._run_storing(own, x, scope._replace(microbatch=microbatch, key=key))[1]
+
+        graph = Graph(residuals, leaves, [False] * len(leaves))
+        num_params = len(own.trained) + len(own.frozen)
+        for value in graph.outputs:
+            _, read = graph.needed([value], graph.constants)
+            if read and max(read) < num_params:
+                return True
+        return False
+
     # --- One layer --------------------------------------------------------------------------------
 
     def _if_layer(

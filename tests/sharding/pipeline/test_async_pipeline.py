@@ -1,5 +1,8 @@
 """Asynchronous pipelines equal their papers' recursions, in NumPy and by ``params_history``."""
 
+import dataclasses
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,28 +63,45 @@ def chain_pipeline(mesh, layers, schedule=None, **options):
     )
 
 
+class Activations(NamedTuple):
+    inputs: list  # of every layer, then of the head
+    tanhs: list  # of every layer
+
+
 def chain_forward(params, batch):
-    """The activations before every layer and after the last; ``params`` are (in, ws, out)."""
+    """The activations of (in, ws, out)."""
     first, ws, _ = params
-    hs = [batch["x"] @ first]
+    inputs, tanhs = [batch["x"] @ first], []
     for w in ws:
-        hs.append(hs[-1] + np.tanh(hs[-1] @ w))
-    return hs
+        tanhs.append(np.tanh(inputs[-1] @ w))
+        inputs.append(inputs[-1] + tanhs[-1])
+    return Activations(inputs, tanhs)
 
 
-def chain_backward(params, batch, hs):
-    """The gradients of the sum, at parameters that may be others than those of ``hs``."""
+def chain_backward(params, batch, acts):
+    """The gradients of the sum, at parameters that may be others than those of the activations."""
     _, ws, out = params
-    cotangent = 2 * batch["weight"][:, None] * (hs[-1] @ out - batch["y"])
-    grad_out = hs[-1].T @ cotangent
+    cotangent = 2 * batch["weight"][:, None] * (acts.inputs[-1] @ out - batch["y"])
+    grad_out = acts.inputs[-1].T @ cotangent
     g = cotangent @ out.T
     grads = []
     for i in reversed(range(len(ws))):
-        # Stored: h and tanh(h w) of the forward pass.
-        inner = g * (1 - (hs[i + 1] - hs[i]) ** 2)
-        grads.insert(0, hs[i].T @ inner)
+        inner = g * (1 - acts.tanhs[i] ** 2)
+        grads.insert(0, acts.inputs[i].T @ inner)
         g = g + inner @ ws[i].T
     return batch["x"].T @ g, grads, grad_out
+
+
+def recomputed(params, batch, acts, per_stage):
+    """Activations, with the layers of each stage run again from what it received."""
+    first, ws, _ = params
+    inputs, tanhs = [batch["x"] @ first], []
+    for i, w in enumerate(ws):
+        if i and i % per_stage == 0:
+            inputs[i] = acts.inputs[i]
+        tanhs.append(np.tanh(inputs[i] @ w))
+        inputs.append(inputs[i] + tanhs[i])
+    return Activations(inputs, tanhs)
 
 
 def pieces(batches, each):
@@ -171,11 +191,12 @@ def test_pipedream(stages, layers, vertical, aligned, recompute):
         delays = [factor * (stages - 1 - (0 if vertical else s)) for s in range(stages)]
         params = chain.at([t - delay for delay in delays])
         batch = {k: x[t] for k, x in batches.items()}
-        hs, weight = chain_forward(params, batch), np.sum(batch["weight"])
+        acts, weight = chain_forward(params, batch), np.sum(batch["weight"])
         expected.append(
-            np.sum(batch["weight"] * np.sum((hs[-1] @ params[2] - batch["y"]) ** 2, 1)) / weight
+            np.sum(batch["weight"] * np.sum((acts.inputs[-1] @ params[2] - batch["y"]) ** 2, 1))
+            / weight
         )
-        chain.sgd(chain_backward(params, batch, hs), weight, RATE)
+        chain.sgd(chain_backward(params, batch, acts), weight, RATE)
     pipe = chain_pipeline(mesh_of(stages), layers, recompute=recompute)
     schedule = pipedream(stages, updates, vertical_sync=vertical, aligned=aligned)
     state, losses = run(pipe, schedule, optax.sgd(RATE), batches)
@@ -195,8 +216,8 @@ def test_two_buffered_weights(stages, microbatches, aligned, kind):
     chain = Chain(stages, layers)
     for t in range(updates):
         params, batch = chain.at([t - 1] * stages), {k: x[t] for k, x in batches.items()}
-        hs = chain_forward(params, batch)
-        chain.sgd(chain_backward(params, batch, hs), np.sum(batch["weight"]), RATE)
+        acts = chain_forward(params, batch)
+        chain.sgd(chain_backward(params, batch, acts), np.sum(batch["weight"]), RATE)
     schedule = pipedream_2bw(stages, microbatches, updates, aligned=aligned)
     mesh = mesh_of(stages, kind)
     with jax.set_mesh(mesh):
@@ -206,8 +227,11 @@ def test_two_buffered_weights(stages, microbatches, aligned, kind):
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("technique", ["none", "t1", "t2", "both"])
-@pytest.mark.parametrize(("stages", "microbatches", "aligned"), [(4, 3, True), (3, 1, False)])
-def test_pipemare(stages, microbatches, aligned, technique):
+@pytest.mark.parametrize(
+    ("stages", "microbatches", "aligned", "recompute"),
+    [(4, 3, True, False), (3, 1, False, False), (3, 2, True, True)],
+)
+def test_pipemare(stages, microbatches, aligned, recompute, technique):
     """Forward passes at old parameters, backward passes at the newest, or at T2's estimate."""
     updates, layers, anneal, decay = 16, 2 * stages, 10, 0.3
     batches = chain_batches(updates)
@@ -229,7 +253,10 @@ def test_pipemare(stages, microbatches, aligned, technique):
                 x[-1] - (d * c if technique in ("t2", "both") and s < stages - 1 else 0)
                 for x, d, c, s in zip(chain.versions, horizon, delta, chain.stage, strict=True)
             )
-            grads.append(chain_backward((first, ws, out), parts[m], stored[m]))
+            acts = stored[m]
+            if recompute:  # each stage from the input that it received
+                acts = recomputed((first, ws, out), parts[m], acts, layers // stages)
+            grads.append(chain_backward((first, ws, out), parts[m], acts))
         weight = np.sum(batches["weight"][t])
         before = [x[-1] for x in chain.versions]
         chain.sgd(total(grads), weight, RATE)
@@ -239,7 +266,7 @@ def test_pipemare(stages, microbatches, aligned, technique):
             gamma = decay ** (1 / horizon[i])
             delta[i] = gamma * delta[i] + (1 - gamma) * (x[-1] - before[i])
 
-    def optimizer(forward, backward):
+    def optimizer(*, forward, backward):
         parts = [optax.sgd(RATE)]
         if technique in ("t1", "both"):
             parts.append(optax_ext.scale_by_delay(forward, anneal))
@@ -249,7 +276,7 @@ def test_pipemare(stages, microbatches, aligned, technique):
 
     corrected = optax_ext.backward_params if technique in ("t2", "both") else None
     schedule = pipemare(stages, microbatches, updates, aligned=aligned)
-    pipe = chain_pipeline(mesh_of(stages), layers, recompute=False)
+    pipe = chain_pipeline(mesh_of(stages), layers, recompute=recompute)
     state, _ = run(pipe, schedule, optimizer, batches, backward_params=corrected)
     check_chain(state, chain)
 
@@ -345,8 +372,8 @@ def test_each_run_begins_without_delays():
         for t in range(call * 5, call * 5 + 5):
             params = chain.at([max(start, t - 1)] * 2)
             batch = {k: x[t] for k, x in batches.items()}
-            hs = chain_forward(params, batch)
-            chain.sgd(chain_backward(params, batch, hs), np.sum(batch["weight"]), RATE)
+            acts = chain_forward(params, batch)
+            chain.sgd(chain_backward(params, batch, acts), np.sum(batch["weight"]), RATE)
     pipe = chain_pipeline(mesh_of(2), 4)
     state, _ = run(pipe, pipedream_2bw(2, 3, 5), optax.sgd(RATE), batches, calls=2)
     check_chain(state, chain)
@@ -367,6 +394,54 @@ def test_beside_a_data_axis(kind):
     np.testing.assert_allclose(losses, expected, rtol=1e-12)
     distance, leaf = model.worst_leaf(*(jax.tree.map(np.asarray, x.params) for x in (state, alone)))
     assert distance < 1e-12, leaf
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_a_state_keeps_its_placement(kind):
+    """One program for all runs; the caller's parameters outlive a state that is donated."""
+    mesh = jax.make_mesh((2, 4), ("data", "pipe"), axis_types=(kind,) * 2)
+    traces = []
+
+    def head(*args):
+        traces.append(args)
+        return chain_head(*args)
+
+    pipe = dataclasses.replace(chain_pipeline(mesh, 4), head=head)
+    params = jax.tree.map(jnp.asarray, init_chain(4))
+    training = shd.AsyncPipeline(pipe, pipedream(4, 3), optax.adam(1e-2))
+    step, batches = jax.jit(training.run, donate_argnums=0), split(chain_batches(3), 1)
+    counts = []
+    for given in (params, jax.device_put(params, jax.NamedSharding(mesh, jax.P()))):
+        state = training.init(given)
+        on_stages = jax.NamedSharding(mesh, jax.P("pipe"))
+        assert state.params["layers"]["w"].sharding.is_equivalent_to(on_stages, 3)
+        for _ in range(2):
+            before = jax.tree.map(lambda x: x.sharding, state)
+            state, _ = step(state, batches)
+            counts.append(len(traces))
+            same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), state, before)
+            assert all(jax.tree.leaves(same))
+        jax.block_until_ready(given)
+    assert len(set(counts)) == 1
+
+
+def test_embedding_and_head_may_be_called_in_any_way():
+    """Whose parameters are whose is seen through remat and branches, inside the mesh."""
+    mesh = jax.make_mesh((2, 4), ("data", "pipe"), axis_types=(AUTO,) * 2)
+
+    def embed(shared, batch):
+        x = jax.lax.cond(batch["x"][0, 0] > 0, lambda s: s["in"], lambda s: -s["in"], shared)
+        return jax.lax.with_sharding_constraint(batch["x"] @ x, jax.P("data"))
+
+    pipe = chain_pipeline(mesh, 4)
+    pipe = dataclasses.replace(
+        pipe, embed=jax.checkpoint(embed), head=jax.checkpoint(jax.jit(chain_head))
+    )
+    training = shd.AsyncPipeline(pipe, pipedream(4, 3), optax.sgd(0.1))
+    state = training.init(jax.tree.map(jnp.asarray, init_chain(4)))
+    new, _ = jax.jit(training.run)(state, split(chain_batches(3), 1))
+    moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), new.params, state.params)
+    assert all(jax.tree.leaves(moved))
 
 
 def test_bfloat16_parameters_and_aux():
@@ -454,6 +529,20 @@ def test_errors():
         shd.AsyncPipeline(chain_pipeline(mesh, 4, gather="tick"), schedule, sgd)
     with pytest.raises(ValueError, match="use AsyncPipeline"):
         chain_pipeline(mesh, 4, schedule=schedule)
+    with pytest.raises(ValueError, match=r"must be an optax gradient transformation.* got float"):
+        shd.AsyncPipeline(pipe, schedule, 0.1)
+    with pytest.raises(TypeError, match="forward"):
+        shd.AsyncPipeline(pipe, schedule, optax.adam).init(params)
+    with pytest.raises(ValueError, match="must return an optax gradient transformation, got str"):
+        shd.AsyncPipeline(pipe, schedule, lambda forward, backward: "sgd").init(params)
+    cast = dataclasses.replace(
+        pipe, recompute=False, block=lambda layer, h, batch: h + jnp.tanh(h @ (2 * layer["w"]))
+    )
+    training = shd.AsyncPipeline(cast, pipemare(2, 1, 3), sgd)
+    with pytest.raises(ValueError, match="block changes its parameters before it uses them"):
+        training.run(training.init(params), split(chain_batches(3), 1))
+    training = shd.AsyncPipeline(cast, pipedream(2, 3), sgd)  # one version for both passes
+    training.run(training.init(params), split(chain_batches(3), 1))
     training = shd.AsyncPipeline(pipe, schedule, sgd)
     with pytest.raises(ValueError, match=r"\['step'\] has dtype int32"):
         training.init(params | {"step": jnp.zeros((), jnp.int32)})
@@ -464,6 +553,12 @@ def test_errors():
     for wrong in (chain_batches(3), split(chain_batches(4), 1), split(chain_batches(3), 2)):
         with pytest.raises(ValueError, match=r"3 updates of 1 micro-batches.*got shape"):
             training.run(state, wrong)
+    adam = shd.AsyncPipeline(pipe, schedule, optax.adam(0.1))
+    of_four = shd.AsyncPipeline(chain_pipeline(mesh_of(4), 4), pipedream(4, 3), optax.adam(0.1))
+    with pytest.raises(
+        ValueError, match=r"count must have dim 0 for the 2 stages, got shape \(4,\)"
+    ):
+        adam.run(of_four.init(params), batches)
     with pytest.raises(ValueError, match="takes no key"):
         training.run(state, batches, jax.random.key(0))
     tied = model.pipeline(mesh, one_f_one_b(2, 2), "tied")
