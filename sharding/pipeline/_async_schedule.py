@@ -33,9 +33,9 @@ class AsyncSchedule(Schedule):
       >>> from sharding.pipeline import pipedream
       >>> schedule = pipedream(stages=2, minibatches=3)
       >>> print(schedule)
-      pipedream: 2 stages, 3 micro-batches, 13 ticks, bubble 30.8 %, live activations 2 1
-      0  F0 F1 .  B0 U0 F2 B1 U1 .  .  .  B2 U2
-      1  .  F0 B0 U0 F1 B1 U1 .  F2 B2 U2 .  .
+      pipedream: 2 stages, 3 micro-batches, 11 ticks, bubble 18.2 %, live activations 2 1
+      0  F0 F1 .  B0 U0 F2 B1 U1 .  B2 U2
+      1  .  F0 B0 U0 F1 B1 U1 F2 B2 U2 .
 
     References:
       The families: see ``pipedream``, ``pipedream_2bw``, ``pipemare``.
