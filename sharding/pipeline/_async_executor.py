@@ -10,16 +10,8 @@ import optax
 from jax import lax
 
 from sharding.pipeline._async_schedule import AsyncSchedule
-from sharding.pipeline._executor import (
-    Buffers,
-    Column,
-    Executor,
-    Found,
-    Operation,
-    Totals,
-    read_slot,
-    write_slot,
-)
+from sharding.pipeline._buffers import Buffers, Found, Totals, read_slot, write_slot
+from sharding.pipeline._executor import Column, Executor, Operation
 from sharding.pipeline._instructions import Code
 from sharding.pipeline._ops import Op
 from sharding.pipeline._stage import Arrays, LayerParams

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.extend.core import Literal
 from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding.pipeline._async_executor import AsyncExecutor
 from sharding.pipeline._async_schedule import AsyncSchedule
 from sharding.pipeline._differentiable_loss import make_executor, over_axis
 from sharding.pipeline._instructions import Instructions, instructions
+from sharding.pipeline._owners import owners_of_shared
 from sharding.pipeline._pipeline import Pipeline
 from sharding.pipeline._stage import Arrays
 from sharding.placement._specs import with_axis
@@ -213,7 +213,9 @@ class AsyncPipeline:
                 microbatches_per_update=self.schedule.microbatches_per_update,
             )
             stage = lax.axis_index(axis)
-            owners = self._owners(to_tree((layers, shared)), batches, key)
+            owners = owners_of_shared(
+                pipeline, self.schedule, to_tree((layers, shared)), batches, key
+            )
             (layers, shared), opt_state, totals = executor.run_updates(
                 (layers, shared),
                 jax.tree.map(lambda x: x[0], opt_state),
@@ -294,41 +296,6 @@ class AsyncPipeline:
         layers, shared = self.pipeline._parts(params)
         return jax.tree.leaves(layers), jax.tree.leaves(shared)
 
-    def _owners(self, params: Any, batches: Any, key: Any) -> list[int]:
-        """For each leaf of the shared parameters, the stage that updates it."""
-        pipeline = self.pipeline
-
-        def plain(x: Any) -> jax.ShapeDtypeStruct:  # without its sharding
-            return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
-
-        def one(x: Any) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(jnp.shape(x)[2:], jnp.result_type(x))
-
-        shared = jax.tree.map(plain, pipeline._parts(params)[1])
-        rest = (jax.tree.map(one, batches),) if key is None else (jax.tree.map(one, batches), key)
-        treedef: Any
-        leaves, treedef = jax.tree.flatten(shared)
-        x = jax.eval_shape(pipeline.embed, shared, *rest)
-        by_embed = _used(
-            lambda leaves, *rest: pipeline.embed(treedef.unflatten(leaves), *rest), leaves, rest
-        )
-        by_head = _used(
-            lambda leaves, x, *rest: pipeline.head(treedef.unflatten(leaves), x, *rest),
-            leaves,
-            (x, *rest),
-        )
-        last = self.schedule.num_stages - 1
-        for (path, _), first_too, last_too in zip(
-            jax.tree_util.tree_leaves_with_path(shared), by_embed, by_head, strict=True
-        ):
-            if last and first_too and last_too:
-                raise ValueError(
-                    f"embed and head both use {jax.tree_util.keystr(path)}. In an asynchronous "
-                    "pipeline the first and the last stage would update it apart from each other: "
-                    "give each a parameter of its own."
-                )
-        return [last if by_last else 0 for by_last in by_head]
-
     # --- Batches and optimizers -------------------------------------------------------------------
 
     def _check_batches(self, batches: Any) -> None:
@@ -379,31 +346,3 @@ class AsyncPipeline:
 
 def _with_stage(opt_state: Any) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(x)[None], opt_state)
-
-
-def _used(fn: Callable[..., Any], leaves: Arrays, rest: tuple[Any, ...]) -> list[bool]:
-    """For each leaf, whether the results of ``fn(leaves, *rest)`` depend on it."""
-    jaxpr = jax.make_jaxpr(fn)(leaves, *rest).jaxpr
-    return _used_inputs(jaxpr, [True] * len(jaxpr.outvars))[: len(leaves)]
-
-
-def _used_inputs(jaxpr: Any, used_outputs: list[bool]) -> list[bool]:
-    """For each input of a jaxpr, whether the outputs that are used depend on it."""
-    pairs = zip(jaxpr.outvars, used_outputs, strict=True)
-    used = {var for var, needed in pairs if needed and not isinstance(var, Literal)}
-    for eqn in reversed(jaxpr.eqns):
-        outputs = [var in used for var in eqn.outvars]
-        if not any(outputs):
-            continue
-        # Of functions that are called, what they read; loops count as reading all.
-        inner = [eqn.params.get(name) for name in ("jaxpr", "call_jaxpr")]
-        inner = [*filter(None, inner), *eqn.params.get("branches", ())]
-        inner = [getattr(each, "jaxpr", each) for each in inner]
-        first = len(eqn.invars) - max((len(each.invars) for each in inner), default=0)
-        reads = [True] * len(eqn.invars)
-        if inner and eqn.primitive.name not in ("scan", "while") and 0 <= first <= 1:
-            found = [_used_inputs(each, outputs) for each in inner]
-            reads[first:] = [any(column) for column in zip(*found, strict=True)]
-        operands = zip(eqn.invars, reads, strict=True)
-        used |= {var for var, read in operands if read and not isinstance(var, Literal)}
-    return [var in used for var in jaxpr.invars]

@@ -11,7 +11,8 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from sharding.pipeline._executor import Buffers, Ends, Executor
+from sharding.pipeline._buffers import Buffers, Ends
+from sharding.pipeline._executor import Executor
 from sharding.pipeline._instructions import Instructions, instructions
 from sharding.pipeline._schedule import Schedule
 from sharding.pipeline._stage import Arrays, LayerParams, Stage

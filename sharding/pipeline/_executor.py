@@ -6,90 +6,20 @@ Runs inside a ``shard_map`` over the pipeline's axis.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from sharding.pipeline._buffers import Buffers, Ends, Found, Totals, read_slot, write_slot
 from sharding.pipeline._instructions import Code, Instructions, Phase, Segment
 from sharding.pipeline._ops import Op
 from sharding.pipeline._schedule import Schedule
 from sharding.pipeline._stage import Arrays, LayerParams, Scope, Stage
 
 Column = dict[str, jax.Array]  # of one tick and stage: see Segment.tables
-
-
-class Ends(NamedTuple):
-    """What comes before and after the layers.
-
-    Attributes:
-      embed: ``embed(shared, microbatch, key) -> x``.
-      head: ``head(shared, x, microbatch, key) -> (sum, (weight, aux))``.
-      join: ``join(trained leaves, frozen leaves) -> shared``, the tree of shared parameters.
-    """
-
-    embed: Callable[[Any, Any, Any], Any]
-    head: Callable[[Any, Any, Any, Any], Any]
-    join: Callable[[Arrays, Arrays], Any]
-
-
-class Totals(NamedTuple):
-    """Sums over micro-batches, of one stage.
-
-    Attributes:
-      sum: of losses.
-      weight: of examples or tokens.
-      aux: leaves [micro-batches, ...].
-    """
-
-    sum: Any
-    weight: Any
-    aux: Any
-
-
-class Found(NamedTuple):
-    """What an operation computes for its stage's buffers; None where it does not.
-
-    It leaves the branch as a value. A buffer that a branch returned would be copied in every tick
-    by XLA's compilers for CPUs and GPUs, and be in memory twice.
-
-    Attributes:
-      residuals: of a forward pass, [layers, ...].
-      crossing: of the first half of a backward pass, [layers, ...].
-      layer_grads: of one chunk, [layers, ...].
-      shared_grads: of the shared parameters.
-    """
-
-    residuals: Any = None
-    crossing: Any = None
-    layer_grads: Any = None
-    shared_grads: Any = None
-
-
-class Buffers(NamedTuple):
-    """What a stage stores between ticks.
-
-    Attributes:
-      messages: activations and cotangents, leaves [slots + 1, ...].
-      residuals: [slots + 1, layers, ...], from forward to backward passes.
-      crossing: [slots + 1, layers, ...], from the first to the second half of backward passes.
-      layer_grads: of the trained parameters, [chunks * layers, ...].
-      shared_grads: of the trained shared parameters.
-      totals: of the loss.
-      versions: of the parameters, in an asynchronous pipeline.
-      opt_state: of the optimizer there.
-    """
-
-    messages: Any
-    residuals: Arrays
-    crossing: Arrays
-    layer_grads: Arrays
-    shared_grads: Arrays
-    totals: Totals
-    versions: Any = ()
-    opt_state: Any = ()
 
 
 Operation = Callable[[Code, Buffers, Column], tuple[Any, Found, Buffers]]
@@ -445,14 +375,6 @@ def _check_activations(embedded: Any, after_layer: Any) -> None:
 
 def _fold_key(key: Any, number: int) -> Any:
     return None if key is None else jax.random.fold_in(key, number)
-
-
-def read_slot(tree: Any, i: Any) -> Any:
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree)
-
-
-def write_slot(tree: Any, i: Any, new: Any) -> Any:
-    return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), tree, new)
 
 
 def _add(sums: Arrays, found: Arrays) -> Arrays:
