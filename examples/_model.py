@@ -26,7 +26,7 @@ NGRAM_DISTANCES = (1, 2)  # how far back the first byte of a bigram and of a tri
 
 CONFIGS = {
     "smoke": Config(layers=2, width=32, heads=2, context=32, batch_size=8, steps=30),
-    "smoke-deep": Config(layers=4, width=32, heads=2, context=32, batch_size=8, steps=30),
+    "smoke-deep": Config(layers=4, width=32, heads=2, context=32, batch_size=16, steps=30),
     "small": Config(layers=4, width=128, heads=4, context=128, batch_size=16, steps=500),
     # Nine tenths of these two are the n-gram table; a batch reads at most 4096 or 2048 of its rows.
     "ngrams": Config(

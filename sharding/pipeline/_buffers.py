@@ -38,22 +38,19 @@ class Totals(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What an operation computes for its stage's buffers; None where it does not.
+    """What an operation stores for a later one of its stage; None where it does not.
 
-    It leaves the branch as a value. A buffer that a branch returned would be copied in every tick
-    by XLA's compilers for CPUs and GPUs, and be in memory twice.
+    It leaves the branch as a value. Slots that a branch returned would be copied in every tick by
+    XLA's compilers for CPUs and GPUs, and be in memory twice. Sums of gradients are returned: a
+    value would be as large as they are.
 
     Attributes:
       residuals: of a forward pass, [layers, ...].
       crossing: of the first half of a backward pass, [layers, ...].
-      layer_grads: of one chunk, [layers, ...].
-      shared_grads: of the shared parameters.
     """
 
     residuals: Any = None
     crossing: Any = None
-    layer_grads: Any = None
-    shared_grads: Any = None
 
 
 class Buffers(NamedTuple):

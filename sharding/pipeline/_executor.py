@@ -121,48 +121,39 @@ class Executor:
 
     def _written(self, code: Code) -> set[str]:
         """The buffers that an operation returns."""
-        evaluates = code.op == Op.FORWARD and self.schedule.forward_only
-        return {"totals"} if code.last and (evaluates or code.op == Op.BACKWARD) else set()
+        if code.op == Op.FORWARD:
+            return {"totals"} if code.last and self.schedule.forward_only else set()
+        if code.op == Op.WEIGHT:
+            return {"layer_grads"}
+        sums = set() if self.schedule.splits_backward else {"layer_grads"}
+        sums |= {"totals"} if code.last else set()
+        return sums | ({"shared_grads"} if code.first or code.last else set())
 
     def _finds(self, code: Code) -> set[str]:
         """What an operation finds; see ``Found``."""
         if code.op == Op.FORWARD:
             stores = not (self.recompute or code.last or self.schedule.forward_only)
             return {"residuals"} if stores else set()
-        if code.op == Op.WEIGHT:
-            return {"layer_grads"}
-        if code.op != Op.BACKWARD:
-            return set()
-        of_layers = "crossing" if self.schedule.splits_backward else "layer_grads"
-        return {of_layers} | ({"shared_grads"} if code.first or code.last else set())
+        return {"crossing"} if code.op == Op.BACKWARD and self.schedule.splits_backward else set()
 
     def _nothing_found(self, buffers: Buffers, phase: Phase) -> Found:
         """Zeros of all that some operation of a phase finds."""
         some = set().union(*(self._finds(code) for code in phase.codes))
-        rows = [x[: self.stage.num_layers] for x in self._layers.trained]
-        types = Found(
-            jax.tree.map(lambda x: x[0], buffers.residuals),
-            jax.tree.map(lambda x: x[0], buffers.crossing),
-            rows,
-            self._shared.trained,
+        zeros = Found(
+            *(
+                [jnp.zeros_like(x[0]) for x in slots]
+                for slots in (buffers.residuals, buffers.crossing)
+            )
         )
-        zeros = jax.tree.map(jnp.zeros_like, types)
         return Found(*(z if k in some else None for k, z in zeros._asdict().items()))
 
     def _stored(self, buffers: Buffers, found: Found, column: Column) -> Buffers:
-        """The buffers with what an operation found, or with zeros where they do no harm."""
+        """The buffers with what an operation found; where it found none, in a slot of no use."""
         with jax.named_scope("store"):
-            if found.residuals is not None:
-                new = write_slot(buffers.residuals, column["to_residual"], found.residuals)
-                buffers = buffers._replace(residuals=new)
-            if found.crossing is not None:
-                new = write_slot(buffers.crossing, column["to_crossing"], found.crossing)
-                buffers = buffers._replace(crossing=new)
-            if found.layer_grads is not None:
-                buffers = self._with_layer_grads(buffers, column, found.layer_grads)
-            if found.shared_grads is not None:
-                new = _add(buffers.shared_grads, found.shared_grads)
-                buffers = buffers._replace(shared_grads=new)
+            for name, values in found._asdict().items():
+                if values is not None:
+                    slots = write_slot(getattr(buffers, name), column[f"to_{name}"], values)
+                    buffers = buffers._replace(**{name: slots})
         return buffers
 
     # --- Operations: (code, buffers, column) -> (message, found, buffers) -------------------------
@@ -192,7 +183,7 @@ class Executor:
         else:
             residuals = read_slot(buffers.residuals, column["residual"])
 
-        of_shared = None
+        found = Found()
         with jax.named_scope("backward"):
             if code.last:
 
@@ -201,8 +192,9 @@ class Executor:
                     return self.ends.head(whole, y, *self._of_head(scope))
 
                 sum_, vjp, rest = jax.vjp(head, shared.trained, y, has_aux=True)
-                of_shared, cotangent = vjp(jnp.ones_like(sum_))
+                grads, cotangent = vjp(jnp.ones_like(sum_))
                 buffers = self._with_totals(buffers, column, sum_, rest)
+                buffers = buffers._replace(shared_grads=_add(buffers.shared_grads, grads))
             else:
                 cotangent = read_slot(buffers.messages, column["cotangent"])
             if self.schedule.splits_backward:
@@ -210,24 +202,23 @@ class Executor:
                 found = Found(crossing=crossing)
             else:
                 cotangent, grads = self.stage.backward(params, residuals, cotangent, scope)
-                found = Found(layer_grads=grads)
+                buffers = self._with_layer_grads(buffers, column, grads)
             if code.first:
 
                 def embed(trained: Arrays) -> Any:
                     whole = self.ends.join(trained, shared.frozen)
                     return self.ends.embed(whole, *self._of_embed(scope))
 
-                (of_embed,) = jax.vjp(embed, shared.trained)[1](cotangent)
-                of_shared = of_embed if of_shared is None else _add(of_shared, of_embed)
-            message = None if code.first else cotangent
-            return message, found._replace(shared_grads=of_shared), buffers
+                (grads,) = jax.vjp(embed, shared.trained)[1](cotangent)
+                buffers = buffers._replace(shared_grads=_add(buffers.shared_grads, grads))
+            return None if code.first else cotangent, found, buffers
 
     def _weight(self, code: Code, buffers: Buffers, column: Column) -> tuple[Any, Found, Buffers]:
         with jax.named_scope("backward"):
             crossing = read_slot(buffers.crossing, column["crossing"])
             scope, (params, _) = self._scope(column), self._params(code, buffers, column)
             found = self.stage.backward_weight(params, crossing, scope)
-            return None, Found(layer_grads=found), buffers
+            return None, Found(), self._with_layer_grads(buffers, column, found)
 
     # --- What operations read and write -----------------------------------------------------------
 

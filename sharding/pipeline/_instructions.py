@@ -73,7 +73,7 @@ class Instructions(NamedTuple):
 # Of the tables: the columns that name slots, and all others.
 _SLOTS = ("input", "cotangent", "residual", "crossing")  # that are read
 # That are written in every tick; one of no use, where nothing is to be stored.
-_WRITTEN = ("from_left", "from_right", "from_self", "to_residual", "to_crossing")
+_WRITTEN = ("from_left", "from_right", "from_self", "to_residuals", "to_crossing")
 _COLUMNS = ("code", "microbatch", "chunk", "virtual_stage", *_SLOTS, *_WRITTEN)
 # Of asynchronous pipelines: the slots of the versions that an operation reads and makes.
 _VERSIONS = ("version", "new_version")
@@ -161,13 +161,13 @@ def instructions(schedule: Schedule, recompute: bool) -> Instructions:
         table["virtual_stage"][tick, stage] = v
         table["input"][tick, stage] = slots.get(("input", Task(Op.FORWARD, m, v)), 0)
         table["cotangent"][tick, stage] = slots.get(("cotangent", Task(Op.BACKWARD, m, v)), 0)
-        for kind, of, writer in (
-            ("residual", Op.FORWARD, Op.FORWARD),
-            ("crossing", Op.WEIGHT, Op.BACKWARD),
+        for kind, of, to, writer in (
+            ("residual", Op.FORWARD, "to_residuals", Op.FORWARD),
+            ("crossing", Op.WEIGHT, "to_crossing", Op.BACKWARD),
         ):
             found = slots.get((kind, Task(of, m, v)))
             if found is not None:
-                table[f"to_{kind}" if op == writer else kind][tick, stage] = found
+                table[to if op == writer else kind][tick, stage] = found
     num_versions, last_version = 0, tuple[int, ...]()
     if isinstance(schedule, AsyncSchedule):
         num_versions, last_version = _fill_versions(schedule, table)

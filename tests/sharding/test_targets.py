@@ -161,7 +161,7 @@ def test_8_bit_state_in_a_loop_over_rows_holds_few_temporaries(target, shape):
 
 @pytest.mark.parametrize("target", ["v5e:2x4", "h200x8"])
 def test_a_pipeline_keeps_what_its_schedule_says(target):
-    """Its residuals too; and no tick copies them, as it would if branches returned them."""
+    """Its residuals too; no tick copies them, as GPUs copy sums, which branches return."""
     need(target)
     pipeline = shd.Pipeline(
         shd.targets.mesh(target, (2, 4), ("data", "pipe")),
@@ -188,7 +188,8 @@ def test_a_pipeline_keeps_what_its_schedule_says(target):
     assert [each.found for each in found.slots] == [each.scheduled for each in found.slots]
     assert found.slots[0].nbytes == found.slots[0].scheduled * 4 * 2 * 64 * 256
     assert found.excess == 0
-    assert found.copied == found.copied_sums == 0
+    assert found.copied == 0
+    assert (found.copied_sums > 0) == (target == "h200x8")
 
 
 def test_the_smoke_table(capsys, monkeypatch):

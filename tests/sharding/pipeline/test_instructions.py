@@ -37,7 +37,7 @@ class Stage:
             assert self.messages[column["input"]] == ("input", m, v)
         if code.op == Op.FORWARD:
             if not (recompute or forward_only):
-                self.put(self.residuals, column["to_residual"], ("residual", m, v))
+                self.put(self.residuals, column["to_residuals"], ("residual", m, v))
             return None if code.last else ("input", m, v + 1)
         if not recomputes:
             assert self.residuals.pop(column["residual"]) == ("residual", m, v)
