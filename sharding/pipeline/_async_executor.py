@@ -15,6 +15,7 @@ from sharding.pipeline._executor import Column, Executor, Operation
 from sharding.pipeline._instructions import Code
 from sharding.pipeline._ops import Op
 from sharding.pipeline._stage import Arrays, LayerParams
+from sharding.step._microbatches import inverse_weight
 
 Leaves = tuple[Arrays, Arrays]  # of the layers, and of the shared parameters
 
@@ -29,14 +30,13 @@ class AsyncExecutor(Executor):
       of_tree: the inverse.
       backward_params: ``backward_params(params, opt_state)``, at which backward passes are; None
         for the version that the table names.
-      microbatches_per_update: micro-batches of a minibatch.
     """
 
+    schedule: AsyncSchedule
     tx: optax.GradientTransformationExtraArgs
     to_tree: Callable[[Leaves], Any]
     of_tree: Callable[[Any], Leaves]
     backward_params: Callable[[Any, Any], Any] | None
-    microbatches_per_update: int
 
     def run_updates(
         self,
@@ -85,8 +85,7 @@ class AsyncExecutor(Executor):
 
     def _check_residuals(self) -> None:
         """Raises if a backward pass would read parameters of the forward pass, unasked."""
-        asked = isinstance(self.schedule, AsyncSchedule) and self.schedule.stashes_weights
-        if self.recompute or (asked and self.backward_params is None):
+        if self.recompute or (self.schedule.stashes_weights and self.backward_params is None):
             return
         scope = self._scope(
             {name: jnp.zeros((), jnp.int32) for name in ("microbatch", "virtual_stage")}
@@ -109,7 +108,7 @@ class AsyncExecutor(Executor):
             return weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
 
         weights = lax.map(of_microbatch, jnp.arange(self.schedule.num_microbatches))
-        return jnp.sum(weights.reshape(-1, self.microbatches_per_update), axis=1)
+        return jnp.sum(weights.reshape(-1, self.schedule.microbatches_per_update), axis=1)
 
     def _operations(self) -> dict[Op, Operation]:
         return super()._operations() | {Op.UPDATE: self._update}
@@ -136,8 +135,7 @@ class AsyncExecutor(Executor):
         del code
         with jax.named_scope("update"):
             leaves = read_slot(buffers.versions, column["version"])
-            weight = self._weights[column["microbatch"] // self.microbatches_per_update]
-            scale = jnp.where(weight == 0, 0.0, 1 / jnp.where(weight == 0, 1.0, weight))
+            scale = inverse_weight(self._weights[self._update_of(column)])
             sums = buffers.layer_grads, buffers.shared_grads
             grads = jax.tree.map(lambda g, x: (g * scale).astype(x.dtype), sums, leaves)
             params = self.to_tree(leaves)
@@ -156,9 +154,13 @@ class AsyncExecutor(Executor):
                 ),
             )
 
+    def _update_of(self, column: Column) -> jax.Array:
+        """The number of the minibatch."""
+        return column["microbatch"] // self.schedule.microbatches_per_update
+
     def _with_totals(self, buffers: Buffers, column: Column, sum_: Any, rest: Any) -> Buffers:
         weight, aux = rest
-        totals, update = buffers.totals, column["microbatch"] // self.microbatches_per_update
+        totals, update = buffers.totals, self._update_of(column)
         return buffers._replace(
             totals=Totals(
                 totals.sum.at[update].add(sum_.astype(totals.sum.dtype)),

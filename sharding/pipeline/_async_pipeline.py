@@ -210,7 +210,6 @@ class AsyncPipeline:
                 to_tree=to_tree,
                 of_tree=self._of_tree,
                 backward_params=self.backward_params,
-                microbatches_per_update=self.schedule.microbatches_per_update,
             )
             stage = lax.axis_index(axis)
             owners = owners_of_shared(

@@ -20,8 +20,6 @@ from sharding.pipeline._schedule import Schedule
 from sharding.pipeline._stage import Arrays, LayerParams, Scope, Stage
 
 Column = dict[str, jax.Array]  # of one tick and stage: see Segment.tables
-
-
 Operation = Callable[[Code, Buffers, Column], tuple[Any, Found, Buffers]]
 
 
@@ -139,13 +137,8 @@ class Executor:
     def _nothing_found(self, buffers: Buffers, phase: Phase) -> Found:
         """Zeros of all that some operation of a phase finds."""
         some = set().union(*(self._finds(code) for code in phase.codes))
-        zeros = Found(
-            *(
-                [jnp.zeros_like(x[0]) for x in slots]
-                for slots in (buffers.residuals, buffers.crossing)
-            )
-        )
-        return Found(*(z if k in some else None for k, z in zeros._asdict().items()))
+        slots = {"residuals": buffers.residuals, "crossing": buffers.crossing}
+        return Found(**{name: [jnp.zeros_like(x[0]) for x in slots[name]] for name in some})
 
     def _stored(self, buffers: Buffers, found: Found, column: Column) -> Buffers:
         """The buffers with what an operation found; where it found none, in a slot of no use."""

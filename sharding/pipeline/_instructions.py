@@ -135,8 +135,9 @@ def instructions(schedule: Schedule, recompute: bool) -> Instructions:
     asynchronous = isinstance(schedule, AsyncSchedule)
     columns = _COLUMNS + (_VERSIONS if asynchronous else ())
     table = {name: np.zeros(shape, np.int32) for name in columns}
-    unused = (num_messages,) * 3 + (num_residuals, num_crossing)
-    for name, slot in zip(_WRITTEN, unused, strict=True):
+    counts = (num_messages,) * 3 + (num_residuals, num_crossing)
+    unused = dict(zip(_WRITTEN, counts, strict=True))
+    for name, slot in unused.items():
         table[name][:] = slot
     directions: list[dict[str, set[tuple[int, int]]]] = [
         {"from_left": set(), "from_right": set(), "from_self": set()} for _ in range(shape[0])
@@ -172,9 +173,7 @@ def instructions(schedule: Schedule, recompute: bool) -> Instructions:
     if isinstance(schedule, AsyncSchedule):
         num_versions, last_version = _fill_versions(schedule, table)
     segments = tuple(
-        _segment(
-            table, dict(zip(_WRITTEN, unused, strict=True)), codes, branches, directions, *ticks
-        )
+        _segment(table, unused, codes, branches, directions, *ticks)
         for ticks in _loops(directions, periods=(2, 3) if asynchronous else (2,))
     )
     return Instructions(

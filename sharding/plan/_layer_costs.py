@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from sharding.plan._devices import DeviceKind
 from sharding.plan._models import Decoder
+from sharding.plan._tiles import num_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,9 +101,9 @@ def layer_costs(
     # Parameters and operations.
     params = dataclasses.replace(model, scan=False, layers=1).abstract(dtype)
     (layer,) = params["layers"]
-    embedding = _tree_bytes([params["embed"], params.get("positions", ())])
-    unembedding = _tree_bytes(params["embed" if model.tied else "unembed"])
-    head = _tree_bytes(params["norm"]) + unembedding
+    embedding = float(num_bytes([params["embed"], params.get("positions", ())]))
+    unembedding = float(num_bytes(params["embed" if model.tied else "unembed"]))
+    head = num_bytes(params["norm"]) + unembedding
     per_second = device.flops * efficiency
     head_seconds = 2.0 * tokens * model.width * model.vocabulary / per_second
     rest = dataclasses.replace(model, layers=0).flops(tokens, length)
@@ -119,7 +120,7 @@ def layer_costs(
             LayerCost(
                 forward=layer_seconds,
                 backward=(3 if recompute else 2) * layer_seconds,
-                param_bytes=_tree_bytes(layer),
+                param_bytes=float(num_bytes(layer)),
                 activation_bytes=stream if recompute else full,
                 output_bytes=stream,
                 working_bytes=full if recompute else 0.0,
@@ -136,13 +137,8 @@ def layer_costs(
     ]
 
 
-def _tree_bytes(tree: Any) -> float:
-    """Bytes of abstract arrays."""
-    return float(sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree)))
-
-
 def _residual_bytes(model: Decoder, layer: Any, x: jax.ShapeDtypeStruct) -> float:
     """What the vector-Jacobian product of a layer stores beside its matrices."""
     stored = jax.eval_shape(lambda p, x: jax.vjp(model.apply_layer, p, x)[1], layer, x)
     matrices = [x.shape for x in jax.tree.leaves(layer) if len(x.shape) > 1]
-    return _tree_bytes([x for x in jax.tree.leaves(stored) if x.shape not in matrices])
+    return float(num_bytes([x for x in jax.tree.leaves(stored) if x.shape not in matrices]))

@@ -1,6 +1,5 @@
 """What the program of a pipeline sends: known from its schedule, before anything is compiled."""
 
-import math
 from typing import Any
 
 import jax
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 from sharding.pipeline._instructions import Instructions
 from sharding.pipeline._instructions import instructions as lowered
 from sharding.pipeline._pipeline import Pipeline
+from sharding.plan._tiles import num_bytes
 from sharding.step._microbatches import split_microbatches
 
 
@@ -49,11 +49,11 @@ def pipeline_wire(pipeline: Pipeline, params: Any, batch: Any) -> float:
     layers = jax.tree.leaves(stacked[pipeline.layers])
     shared = {name: x for name, x in stacked.items() if name != pipeline.layers}
     program = lowered(pipeline.schedule, pipeline.recompute)
-    permuted = num_permutes(program) * _nbytes(_message(pipeline, shared, batch))
-    summed = 2 * (stages - 1) / stages * _nbytes(map(_as_sum, jax.tree.leaves(shared)))
+    permuted = num_permutes(program) * num_bytes(_message(pipeline, shared, batch))
+    summed = 2 * (stages - 1) / stages * num_bytes(jax.tree.map(_as_sum, shared))
     replicas = 0.0
     if len(pipeline.schedule.routes) > 1:
-        replicas = (_nbytes(layers) + _nbytes(map(_as_sum, layers))) / stages
+        replicas = (num_bytes(layers) + num_bytes(jax.tree.map(_as_sum, layers))) / stages
     return float(permuted + summed + replicas)
 
 
@@ -84,7 +84,3 @@ def _message(pipeline: Pipeline, shared: Any, batch: Any) -> list[Any]:
 def _as_sum(x: Any) -> jax.ShapeDtypeStruct:
     """The type of the accumulated gradient of a parameter."""
     return jax.ShapeDtypeStruct(x.shape, jnp.promote_types(x.dtype, jnp.float32))
-
-
-def _nbytes(types: Any) -> float:
-    return float(sum(math.prod(t.shape) * jnp.dtype(t.dtype).itemsize for t in types))

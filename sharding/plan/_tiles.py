@@ -3,11 +3,19 @@
 import dataclasses
 import itertools
 import math
+from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec
 
 from sharding.placement._describe import Description, Row
 from sharding.placement._specs import num_shards
+
+
+def num_bytes(tree: Any) -> int:
+    """Bytes of all arrays of a tree, real or abstract, without tiles."""
+    arrays = [x for x in jax.tree.leaves(tree) if hasattr(x, "dtype")]
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
 
 
 def padded_to_tiles(found: Description, tile: tuple[int, int] | None) -> Description:

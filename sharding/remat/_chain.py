@@ -204,6 +204,13 @@ def peak_bytes(tree: Tree, blocks: Sequence[Block], sizes: Sequence[float]) -> f
     return max(running, inner, sizes[numbers[-1] + 1] + peak_bytes(rest, blocks, sizes))
 
 
+def stored_bytes(tree: Tree, blocks: Sequence[Block], sizes: Sequence[float]) -> float:
+    """Bytes that a chain stores between its forward and its backward pass, its input aside."""
+    starts = [numbers_in_tree((part,))[0] for part in tree[1:]]
+    saved = [blocks[p.block].modes[p.mode].saved for p in tree if isinstance(p, Kept)]
+    return sum(sizes[start] for start in starts) + sum(saved)
+
+
 def numbers_in_tree(tree: Tree) -> list[int]:
     """The numbers of its blocks, in order."""
     return [

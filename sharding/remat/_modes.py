@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
 from sharding.plan._devices import DeviceKind
+from sharding.plan._tiles import num_bytes
 from sharding.remat._chain import Block, Mode
 from sharding.remat._names import NamedValues
-from sharding.remat._work import Work, num_bytes, work_of
+from sharding.remat._work import Work, work_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +70,9 @@ class TracedBlock:
         forward = work_of(self.fn, self.params, self.x, kind=kind)
         return forward, self._step_work(self.fn, kind) - forward
 
-    def recompute(self, names: Sequence[str], kind: DeviceKind | None) -> Work:
-        """The work that runs again where the named values alone are saved."""
-        return self._step_work(self.with_policy(names), kind) - self._step_work(self.fn, kind)
+    def recompute(self, names: Sequence[str], plain: Work, kind: DeviceKind | None) -> Work:
+        """What is beyond ``plain``, forward and backward, where named values alone are saved."""
+        return self._step_work(self.with_policy(names), kind) - plain
 
     def _step_work(self, fn: Callable[[Any, Any], Any], kind: DeviceKind | None) -> Work:
         def step(params: Any, x: Any, cotangent: Any) -> Any:
@@ -126,7 +127,7 @@ def measure(
     forward, backward = traced.work(kind)
     frontier = traced.named_values(kind, names).frontier()
     chosen = [each.names for each in _evenly(frontier, most_modes)]
-    works = tuple(traced.recompute(each, kind) for each in chosen)
+    works = tuple(traced.recompute(each, forward + backward, kind) for each in chosen)
     modes = tuple(
         Mode(each, _saved(traced, each), traced.temporaries(each, device), work.seconds)
         for each, work in zip(chosen, works, strict=True)

@@ -10,10 +10,11 @@ import numpy as np
 
 from sharding.plan import targets
 from sharding.plan._devices import DeviceKind, kind_of
-from sharding.remat._chain import Block, ChainTable, Kept, Tree, peak_bytes, time_of
+from sharding.plan._tiles import num_bytes
+from sharding.remat._chain import Block, ChainTable, Kept, Tree, peak_bytes, stored_bytes, time_of
 from sharding.remat._chain_plan import ChainPlan
 from sharding.remat._modes import MeasuredBlock, TracedBlock, measure
-from sharding.remat._work import Work, num_bytes
+from sharding.remat._work import Work
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -186,21 +187,6 @@ class _Chain:
             work=Work(flops, time_of(tree, self.blocks)),
             plain=plain,
         )
-
-
-def stored_bytes(tree: Tree, blocks: Sequence[Block], sizes: Sequence[float]) -> float:
-    """Bytes that a chain stores between its forward and its backward pass, its input aside."""
-    total, start = 0.0, 0
-    for part in tree:
-        total += sizes[start] if start else 0.0
-        if isinstance(part, Kept):
-            total += blocks[part.block].modes[part.mode].saved
-        start = _end(part)
-    return total
-
-
-def _end(part: Any) -> int:
-    return part.block + 1 if isinstance(part, Kept) else _end(part.parts[-1])
 
 
 def _measured(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from sharding.plan._devices import KINDS, DeviceKind
+from sharding.plan._tiles import num_bytes
 
 # Where the device is not known: only relative times count then.
 _ANY_DEVICE = KINDS["h100"]
@@ -66,13 +67,6 @@ def work_of_equation(
     if name in _FREE:
         return Work(0.0, 0.0)
     return Work(0.0, _FUSED * sum(map(num_bytes, results)) / kind.bandwidth)
-
-
-def num_bytes(tree: Any) -> int:
-    """Bytes of all arrays of a tree."""
-    return sum(
-        math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree) if hasattr(x, "dtype")
-    )
 
 
 def _work_of_jaxpr(jaxpr: Any, kind: DeviceKind) -> Work:

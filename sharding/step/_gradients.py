@@ -18,7 +18,7 @@ from sharding.step._gather_params import call_with_shards
 from sharding.step._layer_check import confirm_layers
 from sharding.step._loss import Inputs, Loss, first_args
 from sharding.step._loss_params import loss_params
-from sharding.step._microbatches import accumulate
+from sharding.step._microbatches import accumulate, inverse_weight
 from sharding.step._reduce_gradients import reduce_accumulated, sync_accumulated
 from sharding.step._step_plan import StepPlan, StepSpec, plan_step
 
@@ -207,7 +207,7 @@ def device_gradients(
     scale: Any = 1.0 / (loss.microbatches * lax.axis_size(axes))
     if loss.weighted:
         weight = lax.psum(sums.weight, axes)
-        scale = jnp.where(weight == 0, 0.0, 1 / jnp.where(weight == 0, 1.0, weight))
+        scale = inverse_weight(weight)
         metrics["weight"] = weight
     metrics["loss"] = total * scale
     if loss.local_norm:

@@ -92,6 +92,11 @@ def accumulate(
     return sums, model_state, unchanged, jax.tree.map(join_microbatches, aux)
 
 
+def inverse_weight(weight: jax.Array) -> jax.Array:
+    """What divides sums by their weight; 0 where nothing has a weight."""
+    return jnp.where(weight == 0, 0.0, 1 / jnp.where(weight == 0, 1.0, weight))
+
+
 def split_microbatches(batch: Any, count: int) -> Any:
     """(examples of a device, ...) to (micro-batch, examples, ...); scalars are the same in all."""
     return jax.tree.map(

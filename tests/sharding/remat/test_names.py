@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
+from sharding.plan._tiles import num_bytes
 from sharding.remat._modes import TracedBlock
-from sharding.remat._work import num_bytes
 
 WIDTH, HIDDEN, ROWS = 16, 64, 32
 
@@ -83,7 +83,7 @@ def test_recomputed_products_are_those_that_jax_runs(names):
     assert (forward.flops, backward.flops) == (3 * one, 6 * one)
     # silu's backward pass reads its input, which has no name; the last product is dead.
     again = ("up" not in names) + 1
-    assert traced.recompute(names, None).flops == again * one
+    assert traced.recompute(names, forward + backward, None).flops == again * one
 
 
 def test_chosen_names_and_others():
