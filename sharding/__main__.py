@@ -6,7 +6,7 @@ from ``optax-ext``.
 
 import sys
 
-from sharding.plan._cli import main
+from sharding.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,7 +9,7 @@ import unittest.mock
 from docutils import nodes
 from sphinx.util.docutils import SphinxDirective
 
-from sharding.plan._cli import main
+from sharding.cli import main
 
 
 class CommandHelp(SphinxDirective):

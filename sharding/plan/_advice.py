@@ -14,27 +14,35 @@ from sharding.plan._stage_plan import StagePlan
 
 # The share of the memory that a recommended stage leaves for activations.
 _ROOM = 0.2
-# A warning is issued where a stage leaves less than this share.
+# A warning is issued where a stage leaves less than this share, which is also what a recommended
+# stage leaves where activations are counted.
 _TIGHT = 0.1
+
+
+def activations_counted(stages: Sequence[StagePlan]) -> bool:
+    """Whether activations are part of the stages."""
+    return all(stage.activations is not None for stage in stages)
 
 
 def recommend(stages: Sequence[StagePlan], device: DeviceKind | None) -> tuple[str, str]:
     """The stage that sends least among those that leave room, and why."""
     if device is None:
         return "", "What fits is not known: nothing is known of the device's memory."
+    counted = activations_counted(stages)
+    room, use = (_TIGHT, "free") if counted else (_ROOM, "for activations")
     fitting = [stage for stage in stages if stage.peak <= device.memory]
     if not fitting:
         least = min(stages, key=lambda stage: stage.peak)
         return "", (
             f"Does not fit a {device.name}: {least.name} needs least, {size(least.peak)} of "
-            f"{size(device.memory)}, before activations."
+            f"{size(device.memory)}, {'with' if counted else 'before'} activations."
         )
-    roomy = [stage for stage in fitting if stage.peak <= (1 - _ROOM) * device.memory]
+    roomy = [stage for stage in fitting if stage.peak <= (1 - room) * device.memory]
     if not roomy:
         best = min(fitting, key=lambda stage: stage.peak)
         left = size(device.memory - best.peak)
         return best.name, (
-            f"{best.name} is recommended: it needs least; only {left} are left for activations."
+            f"{best.name} is recommended: it needs least; only {left} are left {use}."
         )
     # Within 1 % of the fewest bytes sent, the smallest.
     fewest = min(stage.wire for stage in roomy)
@@ -43,23 +51,23 @@ def recommend(stages: Sequence[StagePlan], device: DeviceKind | None) -> tuple[s
     )
     left = size(device.memory - best.peak)
     return best.name, (
-        f"{best.name} is recommended: it sends least among the stages that leave {_ROOM:.0%} of "
-        f"the memory for activations ({left} here); ties go to the smaller."
+        f"{best.name} is recommended: it sends least among the stages that leave {room:.0%} of "
+        f"the memory {use} ({left} here); ties go to the smaller."
     )
 
 
 def tight_notes(stages: Sequence[StagePlan], device: DeviceKind | None) -> list[str]:
-    """A warning of stages that fit, but leave next to nothing for activations."""
+    """A warning of stages that fit, but leave next to nothing."""
     if device is None:
         return []
     names = [s.name for s in stages if (1 - _TIGHT) * device.memory < s.peak <= device.memory]
     if not names:
         return []
     leave = "leaves" if len(names) == 1 else "leave"
-    return [
-        f"warning: {', '.join(names)} {leave} less than {_TIGHT:.0%} of the memory for activations "
-        "and for what the allocator loses: hardly enough to train."
-    ]
+    uses = "for activations and for what the allocator loses: hardly enough to train"
+    if activations_counted(stages):
+        uses = "free: hardly enough for what the allocator loses"
+    return [f"warning: {', '.join(names)} {leave} less than {_TIGHT:.0%} of the memory {uses}."]
 
 
 def deepspeed_stage_2(num_params: float, devices: int) -> dict[str, float]:

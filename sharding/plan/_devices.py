@@ -4,6 +4,7 @@ import dataclasses
 import re
 
 _GIB, _GIGA, _TERA = 2**30, 1e9, 1e12
+_SLOW_HOST, _FAST_HOST = 16e9, 32e9
 _TPU, _TILE = "cloud.google.com/tpu/docs/", (8, 128)
 _AMPERE = "NVIDIA A100 data sheet, SXM; network: of DGX A100, 200 Gb/s a GPU"
 _GPU = "NVIDIA's data sheet of the SXM module; network: of DGX systems, 400 Gb/s a GPU"
@@ -23,6 +24,8 @@ class DeviceKind:
         where the maker does not publish it.
       source: where the figures are from.
       tile: rows and columns of the tiles of its memory; None where arrays are dense.
+      host_link: between its memory and that of its host in one direction, in bytes per second; None
+        where it is not published.
     """
 
     name: str
@@ -33,36 +36,54 @@ class DeviceKind:
     network: float | None
     source: str
     tile: tuple[int, int] | None = None
+    host_link: float | None = None
 
 
-def _gpu(name: str, *figures: float, network: float | None = None, source: str) -> DeviceKind:
+def _gpu(
+    name: str, *figures: float, network: float | None = None, source: str, host: float
+) -> DeviceKind:
     memory, bandwidth, tflops, link = figures
     return DeviceKind(
-        name, memory * _GIGA, bandwidth * _GIGA, tflops * _TERA, link * _GIGA, network, source
+        *(name, memory * _GIGA, bandwidth * _GIGA, tflops * _TERA, link * _GIGA, network, source),
+        host_link=host * _GIGA,
     )
 
 
 # Makers publish links as the sum of both directions, of which a device sends half, and products of
 # GPUs often with sparsity, of which these are half. The memory of h100 and h200 is that which their
 # driver reports; of other GPUs it is the maker's figure in units of 1e9 bytes, a lower bound. PCIe
-# is the link of GPUs that have no other.
+# is the link of GPUs that have no other. Links to hosts are PCIe of 16 lanes, of version 4 or 5 by
+# the data sheets; of TPUs they are from Austin et al., How to Scale Your Model, 2025, chapter TPUs.
 KINDS = {
     kind.name: kind
     for kind in (
         DeviceKind(
             # Link: 1.1 PB/s of all-reduce for a pod of 4096 chips, which are 6 links of 45 GB/s.
             # Network: Austin et al., How to Scale Your Model, 2025, chapter TPUs.
-            *("v4", 32 * _GIB, 1200e9, 275 * _TERA, 6 * 45e9, 6.25e9, _TPU + "v4", _TILE)
+            *(
+                "v4",
+                32 * _GIB,
+                1200e9,
+                275 * _TERA,
+                6 * 45e9,
+                6.25e9,
+                _TPU + "v4",
+                _TILE,
+                _SLOW_HOST,
+            )
         ),
         DeviceKind(
-            "v5e", 16 * _GIB, 819e9, 197 * _TERA, 400e9 / 2, 200e9 / 8 / 8, _TPU + "v5e", _TILE
+            *("v5e", 16 * _GIB, 819e9, 197 * _TERA, 400e9 / 2, 200e9 / 8 / 8, _TPU + "v5e", _TILE),
+            host_link=_SLOW_HOST,
         ),
         DeviceKind(
             # Network: the table of generations on the page of tpu7x.
-            *("v5p", 95 * _GIB, 2765e9, 459 * _TERA, 1200e9 / 2, 50e9 / 8, _TPU + "v5p", _TILE)
+            *("v5p", 95 * _GIB, 2765e9, 459 * _TERA, 1200e9 / 2, 50e9 / 8, _TPU + "v5p", _TILE),
+            host_link=_SLOW_HOST,
         ),
         DeviceKind(
-            "v6e", 32 * _GIB, 1640e9, 918 * _TERA, 800e9 / 2, 800e9 / 8 / 8, _TPU + "v6e", _TILE
+            *("v6e", 32 * _GIB, 1640e9, 918 * _TERA, 800e9 / 2, 800e9 / 8 / 8, _TPU + "v6e", _TILE),
+            host_link=_FAST_HOST,
         ),
         DeviceKind(
             # jax shows a chip as two devices, each with half of it.
@@ -75,37 +96,49 @@ KINDS = {
             _TPU + "tpu7x",
             _TILE,
         ),
-        _gpu("a100-40", 40, 1555, 312, 600 / 2, network=200e9 / 8, source=_AMPERE),
-        _gpu("a100-80", 80, 2039, 312, 600 / 2, network=200e9 / 8, source=_AMPERE),
-        _gpu("l40s", 48, 864, 362.05, 64 / 2, source="NVIDIA L40S data sheet"),
+        _gpu("a100-40", 40, 1555, 312, 600 / 2, network=200e9 / 8, source=_AMPERE, host=32),
+        _gpu("a100-80", 80, 2039, 312, 600 / 2, network=200e9 / 8, source=_AMPERE, host=32),
+        _gpu("l40s", 48, 864, 362.05, 64 / 2, source="NVIDIA L40S data sheet", host=32),
         _gpu(
             *("rtx4090", 24, 1008, 165.2, 64 / 2),
             source="NVIDIA Ada GPU architecture, appendix A: bfloat16 with float32 sums",
+            host=32,
         ),
         _gpu(
             # A quarter of the 838 TFLOPS of float16 with sparsity and float16 sums.
             *("rtx5090", 32, 1792, 209.5, 128 / 2),
             source="NVIDIA RTX Blackwell GPU architecture, appendix A: bfloat16 with float32 sums",
+            host=64,
         ),
         _gpu(
             *("h100-pcie", 80, 2000, 756, 128 / 2),
             source="NVIDIA H100 data sheet; the link is PCIe, a bridge joins two GPUs at 300 GB/s",
+            host=64,
         ),
-        DeviceKind("h100", 84_942_979_072, 3352e9, 989 * _TERA, 900e9 / 2, 400e9 / 8, _GPU),
-        DeviceKind("h200", 150_754_820_096, 4800e9, 989 * _TERA, 900e9 / 2, 400e9 / 8, _GPU),
+        DeviceKind(
+            *("h100", 84_942_979_072, 3352e9, 989 * _TERA, 900e9 / 2, 400e9 / 8, _GPU),
+            host_link=64e9,
+        ),
+        DeviceKind(
+            *("h200", 150_754_820_096, 4800e9, 989 * _TERA, 900e9 / 2, 400e9 / 8, _GPU),
+            host_link=64e9,
+        ),
         _gpu(
             *("b200", 180, 8000, 2250, 1800 / 2),
             network=400e9 / 8,
             source="NVIDIA DGX B200 data sheet; network: 400 Gb/s a GPU",
+            host=64,
         ),
         _gpu(
             *("gb200", 186, 8000, 2500, 1800 / 2),
             network=400e9 / 8,
-            source="NVIDIA GB200 NVL72 data sheet; network: 400 Gb/s a GPU",
+            source="NVIDIA GB200 NVL72 data sheet; network: 400 Gb/s a GPU; host: half a C2C link",
+            host=900 / 2 / 2,
         ),
         _gpu(
             *("mi300x", 192, 5300, 1307.4, 7 * 128 / 2),
             source="AMD Instinct MI300X data sheet; link: 7 of 128 GB/s, both directions together",
+            host=64,
         ),
     )
 }

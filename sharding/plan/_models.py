@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import optax
+from jax.ad_checkpoint import checkpoint_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,31 +102,46 @@ class Decoder:
         return num_tokens * (6.0 * matrices + 12.0 * self.layers * self.width * length)
 
     def apply_layer(self, params: dict[str, Any], x: jax.Array) -> jax.Array:
-        """Causal attention, then an MLP; ``x`` is (batch, length, width)."""
+        """Causal attention, then an MLP; ``x`` is (batch, length, width).
+
+        Names for ``jax.checkpoint`` are MaxText's.
+        """
+        x = checkpoint_name(x, "decoder_layer_input")
         y = self._norm(params["attention_norm"], x)
         head = self.width // self.heads
-        q = self._linear(params, "query", y).reshape(*y.shape[:2], self.kv_heads, -1, head)
-        k, v = (
-            self._linear(params, name, y).reshape(*y.shape[:2], self.kv_heads, head)
-            for name in ("key", "value")
+        q, k, v = (
+            checkpoint_name(self._linear(params, name, y), f"{name}_proj")
+            for name in ("query", "key", "value")
         )
+        q = q.reshape(*y.shape[:2], self.kv_heads, -1, head)
+        k, v = (part.reshape(*y.shape[:2], self.kv_heads, head) for part in (k, v))
         if not self.biased:
             q, k = _rotate(q), _rotate(k)
         scores = jnp.einsum("btkgd,bskd->bkgts", q, k) * head**-0.5
         causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
         weights = jax.nn.softmax(jnp.where(causal, _wide(scores), -1e30)).astype(x.dtype)
         y = jnp.einsum("bkgts,bskd->btkgd", weights, v).reshape(x.shape)
-        x = x + self._linear(params, "out", y)
+        y = self._linear(params, "out", checkpoint_name(y, "context"))
+        x = x + checkpoint_name(y, "out_proj")
         y = self._norm(params["mlp_norm"], x)
-        up = self._linear(params, "up", y)
-        up = jax.nn.silu(self._linear(params, "gate", y)) * up if self.gated else jax.nn.gelu(up)
-        return x + self._linear(params, "down", up)
+        up = checkpoint_name(self._linear(params, "up", y), "mlpwi_1" if self.gated else "mlpwi")
+        if self.gated:
+            up = jax.nn.silu(checkpoint_name(self._linear(params, "gate", y), "mlpwi_0")) * up
+        else:
+            up = jax.nn.gelu(up)
+        return x + checkpoint_name(self._linear(params, "down", up), "mlpwo")
 
-    def make_loss(self, layer: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    def make_loss(
+        self,
+        layer: Callable[..., Any] | None = None,
+        stack: Callable[..., Any] | None = None,
+    ) -> Callable[..., Any]:
         """The mean cross entropy of the next token, ``loss(params, tokens)``.
 
         Args:
           layer: replaces ``apply_layer``, such as ``zero.gathered(model.apply_layer)``.
+          stack: replaces the loop over layers: ``stack(params, x)`` with stacked parameters, such
+            as ``remat.plan(...).apply(zero)``.
         """
         layer = layer or self.apply_layer
 
@@ -133,7 +149,9 @@ class Decoder:
             x = params["embed"][tokens[:, :-1]]
             if self.biased:
                 x = x + params["positions"][None, : x.shape[1]]
-            if self.scan:
+            if stack is not None:
+                x = stack(params["layers"], x)
+            elif self.scan:
                 x, _ = jax.lax.scan(lambda x, p: (layer(p, x), None), x, params["layers"])
             else:
                 for p in params["layers"]:

@@ -11,7 +11,7 @@ import optax
 
 from optax_ext import STATE_FORMATS, low_precision_state
 from sharding._zero import Zero
-from sharding.plan._advice import recommend, tight_notes
+from sharding.plan._advice import activations_counted, recommend, tight_notes
 from sharding.plan._devices import DeviceKind
 from sharding.plan._format import Table, count, seconds, size, text_of
 from sharding.plan._stage_plan import StagePlan, name_of, stage_plan, variants_of
@@ -19,6 +19,10 @@ from sharding.plan._stage_plan import StagePlan, name_of, stage_plan, variants_o
 _NO_ACTIVATIONS = (
     "Activations are not counted (?): they depend on the code of the model. audit compiles a step, "
     "and reads them from its program."
+)
+_PLANNED_ACTIVATIONS = (
+    "Activations are counted as planned; the full parameters that stage 3 gathers come on top. "
+    "audit compiles a step, and reads both from its program."
 )
 _DENSE_SYNC = (
     "Bytes sent are those of dense gradients: what another sync sends has no closed form. audit "
@@ -72,7 +76,10 @@ class Plan:
         return min(stage.peak for stage in self.stages) <= self.device.memory
 
     def headroom(self, stage: StagePlan) -> float | None:
-        """The share of the device's memory that a stage leaves for activations."""
+        """The share of the device's memory that a stage leaves free.
+
+        Activations take it, unless they are counted.
+        """
         return None if self.device is None else 1 - stage.peak / self.device.memory
 
     def seconds(self, stage: StagePlan) -> dict[str, float]:
@@ -99,15 +106,15 @@ class Plan:
         return self.tokens / max(bounds.values()) if bounds and self.tokens else None
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, ready for JSON; ``activations``, which are not counted, are None."""
+        """All figures, ready for JSON; ``activations`` are None where they are not counted."""
         figures = dataclasses.asdict(self)
         for row, stage in zip(figures["stages"], self.stages, strict=True):
             row |= {name: getattr(stage, name) for name in ("arguments", "memory", "peak")}
-            row["activations"] = None
             row["headroom"] = self.headroom(stage)
             row["seconds"] = self.seconds(stage)
             row["tokens_per_second"] = self.tokens_per_second(stage)
-        return figures | {"fits": self.fits, "not_counted": ["activations"]}
+        not_counted = [] if activations_counted(self.stages) else ["activations"]
+        return figures | {"fits": self.fits, "not_counted": not_counted}
 
     def tables(self) -> list[Table]:
         """The table to print: a column for each stage."""
@@ -128,7 +135,8 @@ class Plan:
             for name, value in parts
             if any(value(stage) for stage in self.stages)
         ]
-        rows.append(("+ activations", *("?" for _ in self.stages)))
+        activations = (stage.activations for stage in self.stages)
+        rows.append(("+ activations", *("?" if x is None else size(x) for x in activations)))
         if self.device:
             left = [self.device.memory - stage.peak for stage in self.stages]
             name = f"left of {size(self.device.memory)}"
@@ -201,6 +209,7 @@ def estimate(
     state_format: str | None = None,
     device: DeviceKind | None = None,
     gathered_once: str | None = None,
+    activations: float | None = None,
     tokens: float = 0.0,
     flops: float = 0.0,
 ) -> Plan:
@@ -228,6 +237,9 @@ def estimate(
         keeps until the backward pass: those outside the layers that ``zero.gathered`` wraps. All
         others are gathered twice, and stage 2 reduces their gradients layer by layer. None: stage 3
         gathers all twice, and stage 2 reduces all after the backward pass.
+      activations: bytes of activations and temporaries of one device and one micro-batch, such as
+        the ``peak`` of a ``sharding.remat.plan``. Each stage counts them beside its gradients. The
+        full parameters that stage 3 gathers come on top. None: activations are not counted.
       tokens: of all devices in a step, for an upper bound of the tokens per second.
       flops: floating-point operations of one device in a step, for a lower bound of its time.
 
@@ -235,7 +247,8 @@ def estimate(
       A ``Plan``; ``print`` it.
 
     Raises:
-      ValueError: as ``Zero.describe``; or the format is unknown.
+      ValueError: as ``Zero.describe``; or the format is unknown; or ``activations`` is negative or
+        not finite.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, sharding as shd
@@ -255,6 +268,10 @@ def estimate(
     if state_format is not None and state_format not in STATE_FORMATS:
         known = ", ".join(map(repr, STATE_FORMATS))
         raise ValueError(f"state_format must be None or one of {known}, got {state_format!r}.")
+    if activations is not None and not 0 <= activations < math.inf:
+        raise ValueError(
+            f"activations must be None or a finite number of bytes, 0 or above, got {activations}."
+        )
     if state_format is not None:
         tx = low_precision_state(tx, STATE_FORMATS[state_format])
     # The placement of the state under each Zero; stage 0 shards by the user's axes alone.
@@ -274,11 +291,13 @@ def estimate(
             batch=batch,
             tile=device.tile if device else None,
             gathered_once=gathered_once,
+            activations=None if activations is None else float(activations),
         )
         for name, each in variants.items()
     )
     recommended, reason = recommend(stages, device)
-    notes = [reason, *tight_notes(stages, device), _NO_ACTIVATIONS]
+    counted = _NO_ACTIVATIONS if activations is None else _PLANNED_ACTIVATIONS
+    notes = [reason, *tight_notes(stages, device), counted]
     return Plan(
         num_params=sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
         mesh=dict(zero.mesh.shape),

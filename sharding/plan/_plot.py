@@ -12,6 +12,7 @@ _COLORS = {
     "gradients": "#66ccee",
     "optimizer state": "#ccbb44",
     "master weights": "#aa7733",
+    "activations": "#aa3377",
     "temporaries": "#ee6677",
     "batch and others": "#bbbbbb",
 }
@@ -34,6 +35,7 @@ def plot_plans(plans: Mapping[str, Plan]) -> Any:
                 "optimizer state": max(stage.opt_state + min(stage.master - stage.host, 0.0), 0.0),
                 "master weights": max(stage.master - stage.host, 0.0),
                 "gradients": stage.grads + stage.unreduced,
+                "activations": stage.activations or 0.0,
             }
             for stage in plan.stages
         }

@@ -36,6 +36,8 @@ class StagePlan:
       moved: the least traffic of device memory per step: parameters in the forward and the backward
         pass, gradients once, and twice what the update changes.
       sync: state of ``Zero.sync``, such as error-feedback residuals.
+      activations: activations and temporaries of one micro-batch, as ``estimate`` was given them;
+        None where they are not counted.
     """
 
     name: str
@@ -51,6 +53,7 @@ class StagePlan:
     host_wire: float
     moved: float
     sync: float = 0.0
+    activations: float | None = None
 
     @property
     def arguments(self) -> float:
@@ -64,8 +67,13 @@ class StagePlan:
 
     @property
     def peak(self) -> float:
-        """The least memory of a step: ``memory`` and unreduced gradients."""
-        return self.memory + self.unreduced
+        """The memory of a step: ``memory``, unreduced gradients, and activations if counted.
+
+        Where activations are not counted, a step needs more. Where they are, this is what a scan
+        over layers needs: its backward pass begins with all activations and has room for all
+        gradients. Layers that are unrolled can need less.
+        """
+        return self.memory + self.unreduced + (self.activations or 0.0)
 
 
 def name_of(zero: Zero) -> str:
@@ -115,6 +123,7 @@ def stage_plan(
     batch: float,
     tile: tuple[int, int] | None,
     gathered_once: str | None,
+    activations: float | None,
 ) -> StagePlan:
     """The plan of one stage.
 
@@ -127,10 +136,13 @@ def stage_plan(
       batch: bytes of the device's part of the batch.
       tile: rows and columns of the tiles of device memory; None where arrays are dense.
       gathered_once: see ``estimate``.
+      activations: see ``estimate``.
     """
     wire, network = _wire(zero, found, local, microbatches, gathered_once)
     parts = _memory(zero, padded_to_tiles(found, tile), local, microbatches, gathered_once)
-    return StagePlan(name, **parts, batch=batch, wire=wire, network=network)
+    return StagePlan(
+        name, **parts, batch=batch, wire=wire, network=network, activations=activations
+    )
 
 
 # --- Memory ---------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The planner: published figures, the closed form by hand, and what a compiled step holds."""
 
 import dataclasses
+import json
 import math
 import pathlib
 import re
@@ -15,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType
 import optax_ext
 import sharding as shd
 from optax_ext import STATE_FORMATS, low_precision_state
-from sharding.plan import estimate, targets
+from sharding.plan import estimate, plot_plans, targets
 from sharding.plan._advice import deepspeed_stage_2, saving_of
 from sharding.plan._devices import KINDS, kind_of
 from sharding.plan._models import MODELS, Decoder, count_to_params
@@ -362,6 +363,133 @@ def test_what_is_shown():
     assert row["peak"] == row["memory"] + row["unreduced"]
 
 
+# --- Activations ----------------------------------------------------------------------------------
+
+
+def test_activations_are_beside_the_gradients():
+    """Of each stage; nothing else changes."""
+    params = count_to_params(7_500_000_000)
+    options = {"microbatches": 4, "device": device(80)}
+    plain = plan_of(params, ADAM, **options)
+    found = plan_of(params, ADAM, activations=10 * GB, **options)
+    peaks = [round(stage.peak / GB, 1) for stage in found.stages]
+    assert peaks == [160, 71.4, 41.9, 12.1]
+    for a, b in zip(plain.stages, found.stages, strict=True):
+        assert a.activations is None
+        assert dataclasses.replace(b, activations=None) == a
+        assert found.headroom(b) == pytest.approx(plain.headroom(a) - 10 / 80)
+    assert found.seconds(found.stages[0]) == plain.seconds(plain.stages[0])
+
+
+def test_activations_are_shown():
+    params = count_to_params(7_500_000_000)
+    plain = plan_of(params, ADAM, device=device(200))
+    found = plan_of(params, ADAM, device=device(200), activations=3 * GIB)
+
+    def row(plan, name):
+        (cells,) = (cells for cells in plan.tables()[0].rows if cells[0].startswith(name))
+        return cells[1:]
+
+    assert row(found, "+ activations") == ("3.00 GiB",) * 4
+    assert row(plain, "+ activations") == ("?",) * 4
+    assert (row(plain, "left of")[3], row(found, "left of")[3]) == ("185 GiB", "182 GiB")
+    assert found.notes[-1].startswith("Activations are counted as planned; ")
+    assert not any("not counted" in note for note in found.notes)
+    assert plain.notes[-1].startswith("Activations are not counted (?)")
+
+
+def test_activations_as_json():
+    plain = plan_of(ONE).to_dict()
+    found = plan_of(ONE, activations=np.float32(7)).to_dict()
+    assert (plain["not_counted"], found["not_counted"]) == (["activations"], [])
+    assert [row["activations"] for row in plain["stages"]] == [None] * 4
+    assert [row["activations"] for row in found["stages"]] == [7] * 4
+    for row in json.loads(json.dumps(found))["stages"]:
+        assert row["peak"] == row["memory"] + row["unreduced"] + 7
+    none = plan_of(ONE, activations=0.0)  # counted, and there are none
+    assert none.to_dict()["not_counted"] == []
+    assert [stage.peak for stage in none.stages] == [stage.peak for stage in plan_of(ONE).stages]
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "activations", "name", "reason"),
+    [
+        # Peaks of 150, 61.4, 31.9 and 2.1 GB before activations.
+        (80, 10, "stage 1", "it sends least among the stages that leave 10% of the memory free ("),
+        (80, 12, "stage 2", "it sends least"),  # stage 1 fits, but leaves less than a tenth
+        (80, 45, "stage 3", "it sends least"),
+        (80, 77, "stage 3", "it needs least; only 849 MiB are left free."),
+        (80, 79, "", "stage 3 needs least, 75.5 GiB of 74.5 GiB, with activations."),
+    ],
+)
+def test_recommended_with_activations(gigabytes, activations, name, reason):
+    plan = plan_of(
+        count_to_params(7_500_000_000),
+        ADAM,
+        microbatches=4,
+        device=device(gigabytes),
+        activations=activations * GB,
+    )
+    assert (plan.recommended, plan.fits) == (name, bool(name))
+    assert reason in plan.notes[0]
+    tight = [s.name for s in plan.stages if 0.9 < s.peak / (gigabytes * GB) <= 1]
+    words = f"warning: {', '.join(tight)} leaves less than 10% of the memory free: hardly enough"
+    assert any(note.startswith(words) for note in plan.notes) == bool(tight)
+
+
+def test_activations_are_drawn():
+    def heights(**options):
+        figure = plot_plans({"": plan_of(ONE, **options)})
+        return {
+            bars.get_label(): [bar.get_height() for bar in bars]
+            for bars in figure.axes[0].containers
+        }
+
+    assert "activations" not in heights()
+    assert heights(activations=3 * GIB)["activations"] == [3] * 4
+
+
+@pytest.mark.parametrize("activations", [-1.0, math.nan, math.inf])
+def test_activations_that_are_no_bytes(activations):
+    message = f"a finite number of bytes, 0 or above, got {activations}."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan_of(ONE, activations=activations)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_compiled_scan_holds_activations_beside_unreduced_gradients(stage):
+    """A second micro-batch adds all gradients to the peak, though activations are larger."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    zero = shd.Zero(mesh, stage=stage, min_shard_size=1000)
+    tx = optax.sgd(1e-3, momentum=0.9)
+    shape, rows = (8, 256, 256), 1024  # 2 MiB of parameters, 16 MiB of activations
+    layer = zero.gathered(lambda w, x: x + jnp.tanh(x @ w))
+
+    def make_state():
+        params = {"layers": jnp.ones(shape)}
+        return params, tx.init(params)
+
+    def loss(params, x):
+        return jnp.mean(jax.lax.scan(lambda x, w: (layer(w, x), None), x, params["layers"])[0])
+
+    peaks = []
+    for k in (1, 2):
+        step = zero.train_step(loss, tx=tx, microbatches=k)
+        batch = jax.ShapeDtypeStruct((8 * k * rows, 256), jnp.float32)
+        compiled = step.lower(zero.abstract_state(make_state, tx=tx), batch).compile()
+        memory = compiled.memory_analysis()
+        params = {"layers": jax.ShapeDtypeStruct(shape, jnp.float32)}
+        nbytes = 2 * 4 * 8 * rows * 256  # of each layer the input, and the result of tanh
+        plan = estimate(
+            params, tx, zero, microbatches=k, batch=4 * k * rows * 256, activations=nbytes
+        )
+        found = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+        peaks.append((found, plan.stage(plan.requested).peak))
+    (first, planned_first), (second, planned_second) = peaks
+    assert second - first == pytest.approx(planned_second - planned_first, rel=0.02)
+    assert second - first > 2**21  # the batch is 1 MiB
+
+
 # --- Formats of state -----------------------------------------------------------------------------
 
 STATE_SHAPES = {"large": (128, 256), "vector": (4096,), "small": (4095,)}
@@ -706,4 +834,5 @@ def test_the_table_of_devices_in_the_documentation():
         figures = (kind.memory / 1e9, kind.bandwidth / 1e9, kind.flops / 1e12, kind.link / 1e9)
         assert [float(x) for x in row[:4]] == pytest.approx(figures, rel=5e-3)
         planned = kind.name in targets._PLANNED
-        assert row[4:] == ["no" if planned else "yes", kind.source]
+        host = f"{kind.host_link / 1e9:g}" if kind.host_link else "?"
+        assert row[4:] == [host, "no" if planned else "yes", kind.source]

@@ -17,7 +17,7 @@ from zero import Case
 
 import optax_ext
 import sharding as shd
-from sharding.plan._cli import main
+from sharding.cli import main
 from sharding.plan._wire import collectives
 
 

@@ -4,14 +4,14 @@ import argparse
 import dataclasses
 from typing import Any
 
-from sharding.plan._cli_options import dtype_of, setup_of
-from sharding.plan._cli_output import print_json
+from sharding.cli._options import dtype_of, setup_of
+from sharding.cli._output import print_json
 from sharding.plan._estimate_pipeline import estimate_pipeline
 from sharding.plan._pipeline_schedules import SCHEDULES
 from sharding.plan._show import show
 
 _ONLY_HERE = ("schedule", "chunks", "stage", "efficiency", "no_remat")
-_NOT_HERE = ("mesh", "axis", "replica_axis", "plot")
+_NOT_HERE = ("mesh", "axis", "replica_axis", "remat", "plot")
 
 
 def pipeline_options(parser: argparse.ArgumentParser) -> None:

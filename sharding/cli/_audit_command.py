@@ -10,10 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from sharding._zero import Zero
-from sharding.placement._specs import axes_of
-from sharding.plan import targets
-from sharding.plan._audit import Audit, audit
-from sharding.plan._cli_options import (
+from sharding.cli._model_activations import check_remat, note_on, planned_model
+from sharding.cli._options import (
     Setup,
     device_of,
     dtype_of,
@@ -22,16 +20,20 @@ from sharding.plan._cli_options import (
     setup_of,
     target_of,
 )
-from sharding.plan._cli_output import print_json, save
+from sharding.cli._output import print_json, save
+from sharding.placement._specs import axes_of
+from sharding.plan import targets
+from sharding.plan._audit import Audit, audit
 from sharding.plan._find_batch import FoundBatch, Tried, find_batch, needed
 from sharding.plan._models import MODELS
 from sharding.plan._plot import plot_audits
 from sharding.plan._show import show
+from sharding.remat._stack_plan import StackPlan
 
 # Options about a named model, which a step of the user's own does not read.
 _OF_MODELS = (
     *("model", "optimizer", "master", "dtype", "compute_dtype", "reduce_dtype"),
-    *("axis", "replica_axis", "stage", "hybrid", "microbatches", "length", "no_remat"),
+    *("axis", "replica_axis", "stage", "hybrid", "microbatches", "length", "no_remat", "remat"),
 )
 
 
@@ -100,6 +102,8 @@ def _check_options(options: argparse.Namespace) -> None:
                 f"--batch would be ignored: --step {options.step} has a batch of its own. Leave "
                 "--batch out, or give --find-batch, which starts from it."
             )
+    if options.no_remat and options.remat:
+        raise ValueError("--remat plans what --no-remat forbids: give one of them.")
     if options.no_remat and set(_stages(options)) == {3}:
         raise ValueError(
             "--no-remat is read at stages 0 to 2 only: stage 3 always gathers and computes layers "
@@ -183,8 +187,13 @@ def _steps(
 def _audit_stage(options: argparse.Namespace, setup: Setup, zero: Zero, batch: int) -> Audit:
     setup = dataclasses.replace(setup, batch=batch)
     plan = setup.plan(zero)
+    planned = None
+    if options.remat:
+        check_remat(options, setup)
+        planned, activations = planned_model(options, setup, plan, plan.requested)
+        print(note_on(planned, activations), file=sys.stderr)
     return audit(
-        _lowered(options, setup, zero),
+        _lowered(options, setup, zero, planned),
         mesh=zero.mesh,
         device=setup.device,
         expected_wire=plan.stage(plan.requested).wire,
@@ -192,7 +201,9 @@ def _audit_stage(options: argparse.Namespace, setup: Setup, zero: Zero, batch: i
     )
 
 
-def _lowered(options: argparse.Namespace, setup: Setup, zero: Zero) -> jax.stages.Lowered:
+def _lowered(
+    options: argparse.Namespace, setup: Setup, zero: Zero, planned: StackPlan | None
+) -> jax.stages.Lowered:
     """The lowered step of a named model."""
     model = setup.model
     assert model is not None
@@ -204,7 +215,8 @@ def _lowered(options: argparse.Namespace, setup: Setup, zero: Zero) -> jax.stage
         params = model.init(dtype_of(options))
         return params, setup.tx.init(params)
 
-    step = zero.train_step(model.make_loss(layer), tx=setup.tx, microbatches=setup.microbatches)
+    loss = model.make_loss(layer, planned.apply(zero) if planned else None)
+    step = zero.train_step(loss, tx=setup.tx, microbatches=setup.microbatches)
     sequences = zero.num_devices * setup.sequences
     tokens = jax.ShapeDtypeStruct((sequences, setup.length + 1), jnp.int32)
     return step.lower(zero.abstract_state(make_state, tx=setup.tx), tokens)

@@ -42,6 +42,7 @@ class Setup:
       batch: sequences of one device in a micro-batch.
       microbatches: the number of micro-batches.
       length: tokens of a sequence; 0 where that is unknown.
+      activations: bytes of one device, where they are planned.
     """
 
     params: Any
@@ -52,6 +53,7 @@ class Setup:
     batch: int
     microbatches: int
     length: int
+    activations: float | None = None
 
     @property
     def sequences(self) -> int:
@@ -79,6 +81,7 @@ class Setup:
             gathered_once=self.model.gathered_once if self.model else None,
             tokens=tokens * zero.num_devices,
             flops=flops,
+            activations=self.activations,
         )
 
 

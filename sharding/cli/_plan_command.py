@@ -7,14 +7,16 @@ import re
 import warnings
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import optax
 
 import optax_ext
+from sharding.cli._model_activations import check_remat, note_on, planned_model
+from sharding.cli._options import FIGURES, Setup, abstract_mesh, setup_of
+from sharding.cli._output import print_json, save
+from sharding.cli._pipeline_command import reject_pipeline_options, run_pipeline
 from sharding.plan._advice import deepspeed_stage_2, saving_of, why_wider
-from sharding.plan._cli_options import FIGURES, Setup, abstract_mesh, setup_of
-from sharding.plan._cli_output import print_json, save
-from sharding.plan._cli_pipeline import reject_pipeline_options, run_pipeline
 from sharding.plan._format import size
 from sharding.plan._plan import Plan
 from sharding.plan._plot import plot_plans
@@ -37,11 +39,21 @@ def run_plan(options: argparse.Namespace) -> int:
             "are: give --length TOKENS, too."
         )
     plan = setup.plan(setup.zero, state_format=options.state)
+    planned = None
+    if options.remat:
+        check_remat(options, setup)
+        jax.config.update("jax_platforms", "cpu")
+        stage = plan.recommended or plan.requested
+        planned, activations = planned_model(options, setup, plan, stage)
+        setup = dataclasses.replace(setup, activations=activations)
+        plan = setup.plan(setup.zero, state_format=options.state)
 
     # Notes: on times, on other optimizers, on what would fit.
     notes = list(plan.notes)
     if plan.device is None:
         notes[0] = f"What fits is not known: no figures of {options.target}. Give them: {FIGURES}."
+    if planned:
+        notes.append(note_on(planned, activations))
     if any(map(plan.seconds, plan.stages)):
         notes.append(_about_times(setup))
     is_adam = re.search("adamw?$", options.optimizer)
@@ -120,4 +132,5 @@ def _what_would_fit(options: argparse.Namespace, setup: Setup) -> list[str]:
     found += [name for name, make in changes if make().fits]
     if not found:
         return ["No change that is known here makes it fit: shard it over a model axis, too."]
-    return [f"Each of these makes it fit, before activations: {'; '.join(found)}."]
+    before = ", before activations" if setup.activations is None else ""
+    return [f"Each of these makes it fit{before}: {'; '.join(found)}."]

@@ -18,9 +18,9 @@ from jax.sharding import AbstractMesh
 
 import optax_ext
 import sharding
+from sharding.cli import main
+from sharding.cli._options import _optimizer
 from sharding.plan import estimate
-from sharding.plan._cli import main
-from sharding.plan._cli_options import _optimizer
 from sharding.plan._devices import kind_of
 from sharding.plan._models import MODELS, Decoder, count_to_params
 
@@ -265,6 +265,38 @@ def test_operations_of_a_model_are_those_of_its_program(run):
     assert code == 0
     found = json.loads(out)["stage 0"]["matmul_flops"]
     assert MODELS["gpt2-small"].flops(64, 64) == pytest.approx(found, rel=0.01)
+
+
+SMALL = "--model gpt2-small --length 64 --batch 4 --target cpu:8"
+
+
+def test_activations_are_planned(run):
+    """The row of activations is that of a program, and "left" is without them."""
+    code, out, _ = run(f"plan {SMALL} --memory 8 --remat 180MiB --json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["not_counted"] == []
+    for stage in found["stages"]:
+        assert 100 * 2**20 < stage["activations"] <= 180 * 2**20
+        left = 1 - (stage["memory"] + stage["unreduced"] + stage["activations"]) / (8 * 2**30)
+        assert stage["headroom"] == pytest.approx(left)
+    _, out, _ = run(f"plan {SMALL} --memory 8 --remat auto")
+    assert "Activations: layers store 12 query_proj" in " ".join(out.split())
+    code, _, err = run(f"plan {SMALL} --memory 8 --remat 1MiB")
+    assert code == 2
+    assert "no plan fits 1.00 MiB" in err
+
+
+def test_an_audited_step_stores_what_is_planned(run):
+    """Fewer bytes, and operations that run again."""
+    found = {}
+    for budget in ("1GiB", "150MiB"):
+        code, out, err = run(f"audit {SMALL} --stage 2 --remat {budget} --json")
+        assert code == 0
+        assert "Activations: layers store 12" in err
+        found[budget] = json.loads(out)["stage 2"]
+    assert found["150MiB"]["matmul_flops"] > found["1GiB"]["matmul_flops"]
+    assert found["150MiB"]["temporaries"] < found["1GiB"]["temporaries"]
 
 
 def test_why_came_holds_more_than_adamw(run):
@@ -583,6 +615,15 @@ def test_a_step_that_does_not_fit(run, module):
         ),
         ("--model gpt2-small --target cpu:8 --headroom 0.2", "read with --find-batch only"),
         ("--model gpt2-small --target cpu:8 --no-remat", "read at stages 0 to 2 only"),
+        (
+            "--model gpt2-small --target cpu:8 --stage 0 --no-remat --remat 1GiB",
+            "--remat plans what --no-remat forbids",
+        ),
+        (
+            "--model gpt2-small --target cpu:8 --remat auto",
+            "--remat auto needs the memory of cpu:8",
+        ),
+        ("--model gpt2-small --target cpu:8 --remat much", "a text such as '8GiB', got 'much'"),
         ("--model gpt2-small --target cpu:8 --hybrid", "--hybrid needs an axis of replicas"),
         (
             "--model gpt2-small --target cpu:8 --mesh x=2,y=4 --replica-axis y",
@@ -691,7 +732,7 @@ def test_as_a_program(tmp_path):
     assert json.loads(found.stdout)["num_params"] == 68_976_648_192
 
 
-PROJECT = pathlib.Path(__file__).parents[2] / "pyproject.toml"
+PROJECT = pathlib.Path(__file__).parents[3] / "pyproject.toml"
 
 
 def test_the_console_command(tmp_path):

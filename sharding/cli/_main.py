@@ -10,11 +10,12 @@ from typing import Any
 import jax
 
 from optax_ext import STATE_FORMATS, __version__
+from sharding.cli._audit_command import run_audit
+from sharding.cli._model_activations import add_remat_option
+from sharding.cli._options import check_positive
+from sharding.cli._pipeline_command import pipeline_options
+from sharding.cli._plan_command import run_plan
 from sharding.plan import targets
-from sharding.plan._cli_audit import run_audit
-from sharding.plan._cli_options import check_positive
-from sharding.plan._cli_pipeline import pipeline_options
-from sharding.plan._cli_plan import run_plan
 from sharding.plan._devices import KINDS
 from sharding.plan._models import MODELS
 
@@ -28,6 +29,7 @@ examples:
   {prog} plan --model 7.5e9 --optimizer adam --master --target h100x64
   {prog} plan --model my_project.model:abstract_params --target v6e:8x8
   {prog} plan --model llama2-13b --target h100x64 --pipeline 8 --microbatches 32
+  {prog} plan --model llama2-7b --target h100x64 --batch 4 --remat auto
   {prog} audit --model gpt2-small --target cpu:8 --stage 3
   {prog} audit --model llama2-7b --optimizer came --target v5e:8x8 --find-batch
   {prog} audit --step my_project.train:lowered --target v5e:4x4
@@ -70,7 +72,8 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     plan = commands.add_parser(
         "plan",
         help="closed form: at once, nothing is compiled",
-        description="What each stage of ZeRO holds and sends, in closed form; without activations.",
+        description="What each stage of ZeRO holds and sends, in closed form; with --remat also "
+        "the activations, planned and compiled.",
     )
     plan.set_defaults(run=run_plan)
     check = commands.add_parser(
@@ -96,7 +99,8 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
         "--offload", action="store_true", help="keep the optimizer state in host memory"
     )
     _machine_options(parser)
-    _batch_options(parser)
+    batch = _batch_options(parser)
+    add_remat_option(batch, "plan activations of one device for so many bytes,")
     pipeline_options(parser)
     _output_options(parser)
     parser.set_defaults(microbatches=None)  # those of a pipeline have another default
@@ -125,6 +129,7 @@ def _audit_options(parser: argparse.ArgumentParser) -> None:
     batch.add_argument(
         "--no-remat", action="store_true", help="at stages 0 to 2 keep all activations of a layer"
     )
+    add_remat_option(batch, "layers store the fastest choice of activations within bytes")
     batch.add_argument(
         "--find-batch",
         action="store_true",

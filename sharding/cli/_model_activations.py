@@ -1,0 +1,106 @@
+"""``--remat``: what a named model stores, planned for a target and a number of bytes."""
+
+import argparse
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sharding.cli._options import Setup, dtype_of, target_of
+from sharding.plan._format import size
+from sharding.plan._plan import Plan
+from sharding.plan._tiles import num_bytes
+from sharding.remat._modes import types_of
+from sharding.remat._planned import RematPlan
+from sharding.remat._presets import NameRequest
+from sharding.remat._remat_plan import device_of_target, in_bytes
+from sharding.remat._stack import Stack
+from sharding.remat._stack_plan import StackPlan
+
+
+def add_remat_option(group: Any, what: str) -> None:
+    """Adds ``--remat``."""
+    group.add_argument(
+        "--remat",
+        metavar="BYTES",
+        help=f"{what} such as 8GiB, or auto for what the state leaves of the device; compiles for "
+        "the target",
+    )
+
+
+def check_remat(options: argparse.Namespace, setup: Setup) -> None:
+    """Raises where ``--remat`` cannot be read."""
+    if setup.model is None:
+        raise ValueError("--remat plans the layers of a model by name: give one as --model.")
+    if options.remat != "auto":
+        in_bytes(options.remat)
+    elif setup.device is None:
+        raise ValueError(f"--remat auto needs the memory of {options.target}: give --memory GIB.")
+
+
+def planned_model(
+    options: argparse.Namespace, setup: Setup, plan: Plan, stage: str
+) -> tuple[StackPlan, float]:
+    """The fastest plan of the layers with which the whole loss takes at most ``--remat`` bytes.
+
+    Embedding, logits and loss are compiled with the layers: where they are large, less is left for
+    what the layers store.
+
+    Returns:
+      The plan of the layers, and the bytes of activations and temporaries of the loss.
+    """
+    model = setup.model
+    assert model is not None
+    budget = _left_by(setup, plan, stage) if options.remat == "auto" else in_bytes(options.remat)
+    on_cpu = target_of(options).kind == "cpu"
+    kind, device = device_of_target("cpu:1" if on_cpu else options.target)
+    dtype = jnp.dtype(options.compute_dtype) if options.compute_dtype else dtype_of(options)
+    params = types_of(model.abstract(dtype))
+    x = jax.ShapeDtypeStruct((setup.batch, setup.length, model.width), dtype)
+    tokens = jax.ShapeDtypeStruct((setup.batch, setup.length + 1), jnp.int32)
+    stack = Stack(model.apply_layer, params["layers"], x, model.layers, device, kind)
+    candidates = stack.candidates(NameRequest(), False)
+
+    def whole_model(fn: Any, layers: Any) -> tuple[Any, Any, Any]:
+        return model.make_loss(stack=fn), params | {"layers": layers}, tokens
+
+    limit = budget
+    while True:
+        found = stack.fastest(candidates, limit)
+        whole, peak = stack.temporaries(found, whole_model), stack.peak(found)
+        if whole <= budget:
+            return stack.plan(found, peak, budget), whole
+        if whole == math.inf:
+            raise ValueError(f"--remat: the loss does not fit {options.target} by itself.")
+        # What is beside the layers takes the rest: on to plans of fewer bytes.
+        limit = min(peak, limit - (whole - budget)) * (1 - 1e-9)
+        if limit <= 0:
+            raise ValueError(
+                f"--remat {size(budget)}: what is not in the layers alone, such as the logits, "
+                f"takes {size(whole - found.saved)}."
+            )
+
+
+def _left_by(setup: Setup, plan: Plan, stage: str) -> float:
+    """What the state of a stage leaves of a device."""
+    assert setup.device is not None
+    assert setup.model is not None
+    left = setup.device.memory - plan.stage(stage).peak
+    if "3" in stage:  # gathered: two layers, gradients of one, and what is outside of the layers
+        layers = num_bytes(setup.params["layers"])
+        left -= 3 * layers / setup.model.layers + num_bytes(setup.params) - layers
+    if left <= 0:
+        raise ValueError(
+            f"--remat auto: {stage} leaves nothing of the {size(setup.device.memory)} of a device."
+        )
+    return left
+
+
+def note_on(found: RematPlan, activations: float) -> str:
+    """A sentence on a plan."""
+    return (
+        f"Activations: layers store {found.summary} and need {size(found.peak)}, the whole loss "
+        f"{size(activations)} in a program compiled for one device; {found.extra_time:.0%} of a "
+        "step's time is recomputation, by the device's figures."
+    )
