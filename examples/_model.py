@@ -5,6 +5,7 @@ import dataclasses
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name as named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,10 @@ CONFIGS = {
 
 
 class Block(nn.Module):
-    """Causal attention, then an MLP, each on the normalized residual stream."""
+    """Causal attention, then an MLP, each on the normalized residual stream.
+
+    With --memory, values with a name may be stored for the backward pass. The names are MaxText's.
+    """
 
     config: Config
 
@@ -78,20 +82,23 @@ class Block(nn.Module):
             )
 
         y = nn.RMSNorm(name="attention_norm")(x)
-        q, k, v = rotate(heads("query")(y)), rotate(heads("key")(y)), heads("value")(y)
-        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        x += nn.DenseGeneral(width, axis=(-2, -1), use_bias=False, kernel_init=out, name="out")(y)
+        q = named(rotate(heads("query")(y)), "query_proj")
+        k = named(rotate(heads("key")(y)), "key_proj")
+        v = named(heads("value")(y), "value_proj")
+        y = named(jax.nn.dot_product_attention(q, k, v, is_causal=True), "context")
+        y = nn.DenseGeneral(width, axis=(-2, -1), use_bias=False, kernel_init=out, name="out")(y)
+        x += named(y, "out_proj")
 
         y = nn.RMSNorm(name="mlp_norm")(x)
         y = nn.Dense(4 * width, use_bias=False, kernel_init=into, name="up")(y)
-        y = jnp.square(jax.nn.relu(y))
+        y = jnp.square(jax.nn.relu(named(y, "mlpwi")))  # before relu: its derivative reads that
         return x + nn.Dense(width, use_bias=False, kernel_init=out, name="down")(y)
 
 
 class TransformerLM(nn.Module):
     """Tokens (batch, length) to logits (batch, length, vocabulary).
 
-    A pipeline calls ``embed_tokens``, the blocks and ``logits`` by themselves.
+    A pipeline and --memory call ``embed_tokens``, the blocks and ``logits`` by themselves.
 
     Attributes:
       config: the size of the model.

@@ -1,17 +1,20 @@
 """What a block costs by each choice of saved names: traced, and compiled for its temporaries."""
 
 import dataclasses
+import math
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from sharding.plan._devices import DeviceKind
 from sharding.plan._tiles import num_bytes
 from sharding.remat._chain import Block, Mode
-from sharding.remat._names import NamedValues
+from sharding.remat._checkpoint import after_backward
+from sharding.remat._names import HostCopies, NamedValues, SavedNames
 from sharding.remat._work import Work, work_of
 
 
@@ -24,46 +27,35 @@ class TracedBlock:
       params: abstract.
       x: abstract.
       y: abstract.
+      device: for which it is compiled, where the arguments are not on several devices.
     """
 
     fn: Callable[[Any, Any], Any]
     params: Any
     x: Any
     y: Any
+    device: jax.Device
 
     @staticmethod
-    def of(fn: Callable[[Any, Any], Any], params: Any, x: Any) -> "TracedBlock":
+    def of(fn: Callable[[Any, Any], Any], params: Any, x: Any, device: jax.Device) -> "TracedBlock":
         """Traces the block on real or abstract arrays."""
-        params, x = (jax.tree.map(_array_type, tree) for tree in (params, x))
-        return TracedBlock(fn, params, x, jax.eval_shape(fn, params, x))
+        params, x = types_of(params), types_of(x)
+        y = jax.eval_shape(fn, params, x)
+        if is_sharded((params, x)):  # so is y, as the compiler has it
+            shardings = jax.jit(fn).lower(params, x).compile().output_shardings
+            y = jax.tree.map(lambda t, s: t.update(sharding=s), y, shardings)
+        return TracedBlock(fn, params, x, y, device)
 
     @property
     def key(self) -> Any:
         """Equal for blocks that are one program."""
         leaves, treedef = jax.tree.flatten((self.params, self.x))
-        return id(self.fn), treedef, tuple((x.shape, x.dtype) for x in leaves)
+        return id(self.fn), treedef, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
 
     def with_policy(self, names: Sequence[str]) -> Callable[[Any, Any], Any]:
         """The block under ``jax.checkpoint``, which saves the named values."""
         policy = jax.checkpoint_policies.save_only_these_names(*names)
         return jax.checkpoint(self.fn, policy=policy)
-
-    def vjp(self, fn: Callable[[Any, Any], Any], params: Any, x: Any) -> tuple[Any, Any]:
-        """``jax.vjp`` with respect to parameters and input, as far as they are floating."""
-        treedef: Any
-        leaves, treedef = jax.tree.flatten((params, x))
-        floating = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
-
-        def of_floating(own: Sequence[Any]) -> Any:
-            values = iter(own)
-            full = [next(values) if f else x for f, x in zip(floating, leaves, strict=True)]
-            return fn(*treedef.unflatten(full))
-
-        return jax.vjp(of_floating, [x for f, x in zip(floating, leaves, strict=True) if f])
-
-    def backward(self, fn: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-        """``(params, x, cotangent) -> gradients``, and nothing else."""
-        return lambda params, x, cotangent: self.vjp(fn, params, x)[1](cotangent)
 
     def work(self, kind: DeviceKind | None) -> tuple[Work, Work]:
         """Of the forward pass, and of the backward pass without recomputation."""
@@ -76,7 +68,7 @@ class TracedBlock:
 
     def _step_work(self, fn: Callable[[Any, Any], Any], kind: DeviceKind | None) -> Work:
         def step(params: Any, x: Any, cotangent: Any) -> Any:
-            y, vjp = self.vjp(fn, params, x)
+            y, vjp = floating_vjp(fn, params, x)
             return y, vjp(cotangent)
 
         return work_of(step, self.params, self.x, self.y, kind=kind)
@@ -84,19 +76,102 @@ class TracedBlock:
     def named_values(self, kind: DeviceKind | None, names: Collection[str] | None) -> NamedValues:
         """What its backward pass reads, and what has a name."""
         return NamedValues.of(
-            lambda params, x: self.vjp(self.fn, params, x)[1], (self.params, self.x), kind, names
+            lambda params, x: floating_vjp(self.fn, params, x)[1],
+            (self.params, self.x),
+            kind,
+            names,
         )
 
-    def temporaries(self, names: Sequence[str], device: jax.Device) -> int:
-        """Bytes of the compiled backward pass, what it saves included."""
-        placed = SingleDeviceSharding(device)
-        args = jax.tree.map(
-            lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=placed),
-            (self.params, self.x, self.y),
+    def saved(self, names: Sequence[str]) -> int:
+        """Bytes of one device that the block under its policy saves beyond its input."""
+        return self._residuals(names) - self._residuals(()) if names else 0
+
+    def _residuals(self, names: Sequence[str]) -> int:
+        def residuals(params: Any, x: Any) -> Any:
+            return jax.tree.leaves(floating_vjp(self.with_policy(names), params, x)[1])
+
+        found = jax.eval_shape(residuals, self.params, self.x)
+        if is_sharded((self.params, self.x)):
+            shardings = jax.jit(residuals).lower(self.params, self.x).compile().output_shardings
+            found = [t.update(sharding=s) for t, s in zip(found, shardings, strict=True)]
+        return device_bytes(found)
+
+    def temporaries(self, names: Sequence[str]) -> int:
+        """Bytes of the compiled backward pass, what it saves included.
+
+        The cotangent is donated: XLA may write that of the input in its place.
+        """
+        fn = after_backward(self.with_policy(names))
+
+        def backward(params: Any, x: Any, cotangent: Any) -> Any:
+            return floating_vjp(fn, params, x)[1](cotangent)
+
+        results = _of_floating((self.params, self.x))
+        memory = compiled_memory(
+            backward, (self.params, self.x, self.y), (results,), self.device, donate_argnums=2
         )
-        backward = jax.jit(self.backward(self.with_policy(names)), out_shardings=placed)
-        memory: Any = backward.lower(*args).compile().memory_analysis()
-        return int(memory.temp_size_in_bytes)
+        return int(memory.temp_size_in_bytes - memory.alias_size_in_bytes)
+
+
+def step_temporaries(fn: Callable[[Any, Any], Any], params: Any, x: Any, device: jax.Device) -> int:
+    """Bytes of a compiled program that runs a function forward and backward.
+
+    As in a training step, the cotangent of the result is computed from the result, and that of the
+    input is not returned.
+    """
+
+    def loss(params: Any, x: Any) -> Any:
+        squares = [jnp.sum(jnp.square(y.astype(jnp.float32))) for y in _of_floating(fn(params, x))]
+        return sum(squares)
+
+    def step(params: Any, x: Any) -> Any:
+        _, vjp = floating_vjp(loss, params, x)
+        return vjp(jnp.float32(1.0))[0][: len(_of_floating(params))]
+
+    memory = compiled_memory(step, (params, x), _of_floating(params), device)
+    return int(memory.temp_size_in_bytes)
+
+
+def _of_floating(tree: Any) -> list[Any]:
+    return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+
+def floating_vjp(fn: Callable[[Any, Any], Any], params: Any, x: Any) -> tuple[Any, Any]:
+    """``jax.vjp`` with respect to parameters and input, as far as they are floating."""
+    treedef: Any
+    leaves, treedef = jax.tree.flatten((params, x))
+    floating = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
+
+    def of_floating(own: Sequence[Any]) -> Any:
+        values = iter(own)
+        full = [next(values) if f else x for f, x in zip(floating, leaves, strict=True)]
+        return fn(*treedef.unflatten(full))
+
+    return jax.vjp(of_floating, [x for f, x in zip(floating, leaves, strict=True) if f])
+
+
+def compiled_memory(
+    fn: Callable[..., Any], args: Any, results: Any, device: jax.Device, **jit: Any
+) -> Any:
+    """The ``memory_analysis`` of a function, compiled for a device or for its sharded arguments.
+
+    Args:
+      fn: the function.
+      args: abstract.
+      results: types with the shardings of the results.
+      device: of arguments that are not sharded.
+      jit: further arguments of ``jax.jit``.
+    """
+    shardings: Any
+    if is_sharded(args):
+        shardings = jax.tree.map(lambda t: t.sharding, results)
+    else:
+        shardings = SingleDeviceSharding(device)
+        args = jax.tree.map(lambda t: t.update(sharding=shardings), args)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        lowered = jax.jit(fn, out_shardings=shardings, **jit).lower(*args)
+    return lowered.compile().memory_analysis()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,38 +192,74 @@ class MeasuredBlock:
 
 
 def measure(
-    traced: TracedBlock,
-    names: Collection[str] | None,
-    kind: DeviceKind | None,
-    device: jax.Device,
-    most_modes: int,
+    traced: TracedBlock, choices: Sequence[SavedNames], kind: DeviceKind | None
 ) -> MeasuredBlock:
-    """Traces a block's choices of names, and compiles ``most_modes`` of them."""
+    """Compiles a block with each choice of names; the last one saves nothing."""
     forward, backward = traced.work(kind)
-    frontier = traced.named_values(kind, names).frontier()
-    chosen = [each.names for each in _evenly(frontier, most_modes)]
-    works = tuple(traced.recompute(each, forward + backward, kind) for each in chosen)
+    works = tuple(traced.recompute(each.names, forward + backward, kind) for each in choices)
     modes = tuple(
-        Mode(each, _saved(traced, each), traced.temporaries(each, device), work.seconds)
-        for each, work in zip(chosen, works, strict=True)
+        Mode(each.names, traced.saved(each.names), traced.temporaries(each.names), work.seconds)
+        for each, work in zip(choices, works, strict=True)
     )
     return MeasuredBlock(Block(forward.seconds, backward.seconds, modes), forward, backward, works)
 
 
-def _saved(traced: TracedBlock, names: Sequence[str]) -> int:
-    """Bytes that the block under its policy saves, without parameters and input."""
-    fn = traced.with_policy(names)
-    _, vjp = jax.eval_shape(lambda p, x: traced.vjp(fn, p, x), traced.params, traced.x)
-    return max(0, num_bytes(vjp) - num_bytes((traced.params, traced.x)))
-
-
-def _evenly(frontier: list[Any], most: int) -> list[Any]:
+def evenly(frontier: Sequence[SavedNames], most: int) -> list[SavedNames]:
     """At most ``most`` choices of a frontier, its ends included."""
     if len(frontier) <= most:
-        return frontier
+        return list(frontier)
     step = (len(frontier) - 1) / (most - 1)
     return [frontier[round(i * step)] for i in range(most)]
 
 
+def host_copies(
+    names: Collection[str],
+    kind: DeviceKind | None,
+    works: tuple[Work, Work],
+    input_bytes: int,
+) -> HostCopies:
+    """Copies to host memory over the link of a kind of device."""
+    assert kind is not None
+    assert kind.host_link is not None
+    return HostCopies(names, kind.host_link, works[0].seconds, works[1].seconds, input_bytes)
+
+
+def is_sharded(tree: Any) -> bool:
+    """Whether any array is on several devices."""
+    return any(x.sharding is not None for x in jax.tree.leaves(tree))
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes of a tree on one device."""
+    return sum(
+        num_bytes(x)
+        if x.sharding is None
+        else math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+        for x in jax.tree.leaves(tree)
+    )
+
+
+def one_of(stack: Any) -> Any:
+    """Types of the parameters of one layer of a stack."""
+
+    def first(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding: Any = x.sharding
+        if sharding is not None:
+            spec = jax.sharding.PartitionSpec(*sharding.spec[1:])
+            sharding = NamedSharding(sharding.mesh, spec)
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
+
+    return jax.tree.map(first, types_of(stack))
+
+
+def types_of(tree: Any) -> Any:
+    """Shapes, dtypes, and the shardings of arrays on several devices."""
+    return jax.tree.map(_array_type, tree)
+
+
 def _array_type(x: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x))
+    sharding = getattr(x, "sharding", None)
+    several = isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
+    return jax.ShapeDtypeStruct(
+        jnp.shape(x), jnp.result_type(x), sharding=sharding if several else None
+    )

@@ -14,7 +14,10 @@ _ANY_DEVICE = KINDS["h100"]
 # Element-wise operations are fused: of four, about one reads or writes main memory.
 _FUSED = 0.25
 _FREE = frozenset(
-    ("name", "broadcast_in_dim", "iota", "reshape", "squeeze", "optimization_barrier", "transpose")
+    (
+        *("name", "broadcast_in_dim", "iota", "reshape", "squeeze", "optimization_barrier"),
+        *("transpose", "reduce_precision"),  # jax.checkpoint rounds what it saves to its own dtype
+    )
 )
 
 
@@ -42,7 +45,7 @@ class Work(NamedTuple):
 
 def work_of(fn: Callable[..., Any], *args: Any, kind: DeviceKind | None) -> Work:
     """The work of a function; arguments may be abstract."""
-    return _work_of_jaxpr(jax.make_jaxpr(fn)(*args).jaxpr, kind or _ANY_DEVICE)
+    return work_of_jaxpr(jax.make_jaxpr(fn)(*args).jaxpr, kind or _ANY_DEVICE)
 
 
 def work_of_equation(
@@ -52,8 +55,9 @@ def work_of_equation(
     kind = kind or _ANY_DEVICE
     inner = list(_jaxprs(params))
     if inner:
-        total = sum((_work_of_jaxpr(each, kind) for each in inner), Work(0.0, 0.0))
-        return total.times(params.get("length", 1))
+        total = sum((work_of_jaxpr(each, kind) for each in inner), Work(0.0, 0.0))
+        grid = getattr(params.get("grid_mapping"), "grid", ())  # of a Pallas kernel
+        return total.times(params.get("length", 1) * math.prod(grid))
     if name == "dot_general":
         (summed, _), _ = params["dimension_numbers"]
         flops = 2.0 * math.prod(results[0].shape)
@@ -69,7 +73,8 @@ def work_of_equation(
     return Work(0.0, _FUSED * sum(map(num_bytes, results)) / kind.bandwidth)
 
 
-def _work_of_jaxpr(jaxpr: Any, kind: DeviceKind) -> Work:
+def work_of_jaxpr(jaxpr: Any, kind: DeviceKind) -> Work:
+    """The work of a traced function."""
     total = Work(0.0, 0.0)
     for eqn in jaxpr.eqns:
         operands, results = ([v.aval for v in vs] for vs in (eqn.invars, eqn.outvars))

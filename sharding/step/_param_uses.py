@@ -82,7 +82,7 @@ def _visit(
                 ndims[param] = min(len(shape), ndims.get(param, len(shape)))
                 uses.branched.update({param} if branch else ())
             continue
-        if eqn.primitive.name == "sharding_constraint" and operands:
+        if operands and (eqn.primitive.name == "sharding_constraint" or _splits_layers(eqn)):
             params = params | {eqn.outvars[0]: operands[0][1]}  # still the parameter
             continue
         if eqn.primitive.name.startswith("custom_vjp"):
@@ -99,6 +99,15 @@ def _visit(
             if eqn.primitive.name == "scan":  # a loop over layers takes the first dim off
                 in_full = {p for var, p in passed.items() if var.aval.ndim == full_ndim[p]}
             _visit(sub, passed, uses, in_branch, looped | in_full)
+
+
+def _splits_layers(eqn: Any) -> bool:
+    """Whether an operation only makes several dims of the first one, for loops within loops."""
+    if eqn.primitive.name != "reshape":
+        return False
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    others = len(before) - 1
+    return 0 < others < len(after) and after[len(after) - others :] == before[1:]
 
 
 def _holds_param(var: Any, params: dict[Any, int]) -> bool:

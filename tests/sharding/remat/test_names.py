@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from sharding.plan._tiles import num_bytes
 from sharding.remat._modes import TracedBlock
+from sharding.remat._names import HostCopies
 
 WIDTH, HIDDEN, ROWS = 16, 64, 32
 
@@ -60,7 +61,7 @@ def enumerate_choices(found):
 
 @pytest.mark.parametrize("block", [mlp, twice])
 def test_frontier_equals_enumeration(block):
-    traced = TracedBlock.of(block, params(), jnp.ones((ROWS, WIDTH)))
+    traced = TracedBlock.of(block, params(), jnp.ones((ROWS, WIDTH)), jax.devices()[0])
     found = traced.named_values(None, None)
     choices = sorted(set(enumerate_choices(found)))
     best, least = [], np.inf
@@ -77,7 +78,7 @@ def test_frontier_equals_enumeration(block):
 @pytest.mark.parametrize("names", [(), ("up",), ("up", "gate"), ("up", "gate", "product")])
 def test_recomputed_products_are_those_that_jax_runs(names):
     """Of each product twice its multiply-adds, counted by hand."""
-    traced = TracedBlock.of(mlp, params(), jnp.ones((ROWS, WIDTH)))
+    traced = TracedBlock.of(mlp, params(), jnp.ones((ROWS, WIDTH)), jax.devices()[0])
     one = 2 * ROWS * WIDTH * HIDDEN
     forward, backward = traced.work(None)
     assert (forward.flops, backward.flops) == (3 * one, 6 * one)
@@ -87,9 +88,47 @@ def test_recomputed_products_are_those_that_jax_runs(names):
 
 
 def test_chosen_names_and_others():
-    traced = TracedBlock.of(mlp, params(), jnp.ones((ROWS, WIDTH)))
+    traced = TracedBlock.of(mlp, params(), jnp.ones((ROWS, WIDTH)), jax.devices()[0])
     assert set(traced.named_values(None, None).values) == {"scaled", "up", "gate", "product"}
     assert set(traced.named_values(None, ["up", "other"]).values) == {"up"}
-    plain = TracedBlock.of(lambda p, x: x @ p["up"], params(), jnp.ones((ROWS, WIDTH)))
+    plain = TracedBlock.of(
+        lambda p, x: x @ p["up"], params(), jnp.ones((ROWS, WIDTH)), jax.devices()[0]
+    )
     (nothing,) = plain.named_values(None, None).frontier()
     assert nothing.names == ()
+
+
+@pytest.mark.parametrize("speed", [1e9, 2e10, 2e11, 1e12])
+@pytest.mark.parametrize("input_bytes", [0, 4 * ROWS * WIDTH])
+@pytest.mark.parametrize("hidden", [False, True])
+@pytest.mark.parametrize("block", [mlp, twice])
+def test_copies_to_host_memory_equal_enumeration(block, hidden, speed, input_bytes):
+    """Every name is saved, offloaded or computed again: all choices, at every budget."""
+    traced = TracedBlock.of(block, params(), jnp.ones((ROWS, WIDTH)), jax.devices()[0])
+    found = traced.named_values(None, None)
+    forward, backward = traced.work(None)
+    allowed = list(found.values)[1:]
+    passes = (forward.seconds, backward.seconds)
+    if hidden:  # what runs again alone hides copies
+        passes = (1.0, 0.0)
+    host = HostCopies(allowed, speed, *passes, input_bytes)
+    choices = []
+    for places in itertools.product(("device", "host", "again"), repeat=len(found.values)):
+        by_place = {
+            place: [n for n, p in zip(found.values, places, strict=True) if p == place]
+            for place in places
+        }
+        offloaded = by_place.get("host", [])
+        if set(offloaded) <= set(allowed):
+            saved = by_place.get("device", [])
+            again = found.recompute_seconds([*saved, *offloaded])
+            wait = host.wait(sum(map(found.nbytes, offloaded)), again)
+            choices.append((sum(map(found.nbytes, saved)), again + wait))
+    for budget in {nbytes for nbytes, _ in choices}:
+        best = found.best(budget, host)
+        assert best.nbytes <= budget
+        least = min(seconds for nbytes, seconds in choices if nbytes <= budget)
+        np.testing.assert_allclose(best.seconds, least, rtol=1e-4)
+    bytes_, seconds = zip(*((c.nbytes, c.seconds) for c in found.frontier(host)), strict=True)
+    assert list(bytes_) == sorted(bytes_, reverse=True)
+    assert list(seconds) == sorted(seconds)

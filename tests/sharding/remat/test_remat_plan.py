@@ -22,7 +22,7 @@ def block(p, x):
     h = checkpoint_name(x @ p["up"], "hidden")
     if "key" in p:
         h = h * jax.random.bernoulli(p["key"], 0.8, h.shape)
-    return checkpoint_name(jnp.tanh(h), "act") @ p["down"]
+    return jnp.tanh(h) @ p["down"]
 
 
 def head(p, x):
@@ -93,7 +93,8 @@ def test_the_frontier_trades_bytes_for_time():
         assert less.extra_time > more.extra_time
     assert plans[0].saved < plans[-1].saved
     assert all(numbers_in_tree(each.tree) == list(range(len(WIDTHS))) for each in plans)
-    assert "MiB" in str(plans[0])
+    assert "hidden" in str(plans[-1])
+    assert "extra time" in str(plans)
 
 
 def test_a_budget_is_kept():
@@ -102,7 +103,7 @@ def test_a_budget_is_kept():
     found = shd.remat.plan(*chain(), 1.01 * budget)
     assert found.peak <= 1.01 * budget
     assert found.extra_time <= plans[len(plans) // 2].extra_time + 1e-9
-    with pytest.raises(ValueError, match="are the least that these blocks need"):
+    with pytest.raises(ValueError, match=r"these blocks need .* at least"):
         shd.remat.plan(*chain(), plans[0].peak / 2)
 
 
@@ -136,7 +137,10 @@ def test_integers_enter_a_chain():
     """Tokens have no gradients; an embedding is the first block."""
     rng = np.random.default_rng(0)
     params = [jnp.asarray(rng.normal(size=(10, 8))), jnp.asarray(rng.normal(size=(8, 8)))]
-    blocks = [lambda table, tokens: table[tokens], lambda w, x: jnp.sum(jnp.tanh(x @ w))]
+    blocks = [
+        lambda table, tokens: table[tokens],
+        lambda w, x: jnp.sum(jnp.tanh(checkpoint_name(x @ w, "pre"))),
+    ]
     tokens = jnp.asarray(rng.integers(0, 10, 64))
     found = shd.remat.plan(blocks, params, tokens, "1MiB")
     grads = jax.grad(found.apply())(params, tokens)

@@ -1,0 +1,108 @@
+"""Blocks under ``jax.checkpoint`` in chains and scans, with the traps of both avoided."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from sharding.step._gathered_layers import after_input
+
+if TYPE_CHECKING:
+    from sharding._zero import Zero
+
+Fn = Callable[[Any, Any], Any]
+
+# The name that a stack gives to the input of its block.
+INPUT = "block_input"
+
+
+def policy_of(saved: Collection[str], offloaded: Collection[str] = ()) -> Callable[..., Any]:
+    """What ``jax.checkpoint`` stores: some values on the device, some in host memory."""
+    if not offloaded:
+        return jax.checkpoint_policies.save_only_these_names(*saved)
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=list(saved),
+        names_which_can_be_offloaded=list(offloaded),
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+
+def under_policy(
+    fn: Fn, policy: Callable[..., Any], zero: "Zero | None", in_loop: bool = False
+) -> Fn:
+    """A block that stores what the policy allows, and gathers its own parameters.
+
+    At stage 3 ``zero.gathered`` has the policy and the barriers. A loop separates what runs again
+    from its first run without barriers.
+    """
+    if zero is not None:
+        gathered: Fn = zero.gathered(fn, policy=policy)
+        if zero.stage == 3 and zero.reshard_after_forward:
+            return gathered
+        fn = gathered
+    return jax.checkpoint(
+        fn if in_loop else after_backward(fn), policy=policy, prevent_cse=not in_loop
+    )
+
+
+def after_backward(fn: Fn) -> Fn:
+    """A block whose gradients are complete before the block in front of it starts its backward.
+
+    Without the barrier XLA may put off the products of all blocks that sum gradients of
+    parameters, and hold what they read until then.
+    """
+
+    def call(params: Any, x: Any) -> Any:
+        treedef: Any
+        arrays, treedef = jax.tree.flatten(x)
+        params, arrays = after_input(params, arrays)
+        return fn(params, treedef.unflatten(arrays))
+
+    return call
+
+
+def scanned(
+    fn: Fn,
+    lengths: Sequence[int],
+    policy: Callable[..., Any],
+    zero: "Zero | None" = None,
+    name_input: bool = False,
+) -> Fn:
+    """``stack(params, x)``: a scan over stacked parameters, or a scan over scans.
+
+    Args:
+      fn: the block.
+      lengths: of the scan; or of the outer and the inner one, with ``jax.checkpoint`` around the
+        inner one, which stores its input alone.
+      policy: of the block.
+      zero: whose step runs it.
+      name_input: whether the block's input has the name ``INPUT``. Only a name within the loop's
+        body lets its carry be offloaded.
+    """
+
+    def named(params: Any, x: Any) -> Any:
+        return fn(params, jax.tree.map(_with_name, x) if name_input else x)
+
+    block = under_policy(named, policy, zero, in_loop=True)
+
+    def layers(params: Any, x: Any) -> Any:
+        return lax.scan(lambda x, p: (block(p, x), None), x, params)[0]
+
+    if len(lengths) == 1:
+        return layers
+    outer, inner = lengths
+    segment = jax.checkpoint(layers, prevent_cse=False)
+
+    def segments(params: Any, x: Any) -> Any:
+        parts = jax.tree.map(lambda w: w.reshape(outer, inner, *w.shape[1:]), params)
+        return lax.scan(lambda x, p: (segment(p, x), None), x, parts)[0]
+
+    return segments
+
+
+def _with_name(x: jax.Array) -> jax.Array:
+    return checkpoint_name(x, INPUT) if jnp.issubdtype(x.dtype, jnp.inexact) else x

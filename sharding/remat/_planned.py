@@ -1,0 +1,98 @@
+"""What all plans for activations have in common: their figures, and the check of a program."""
+
+import dataclasses
+from typing import Any
+
+from sharding.plan._format import Table, size, text_of
+from sharding.remat._work import Work
+
+
+class OverBudgetError(ValueError):
+    """A program needs more bytes than its plan or its budget allows."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RematPlan:
+    """Figures of a plan; ``print`` it for a table.
+
+    Attributes:
+      peak: bytes of activations and temporaries of one device.
+      saved: bytes of the device that are stored between the forward and the backward pass.
+      host: bytes that are stored in host memory.
+      budget: bytes that were allowed.
+      work: operations of a step.
+      plain: operations of a step that runs nothing again.
+    """
+
+    peak: float
+    saved: float
+    host: float = 0.0
+    budget: float
+    work: Work
+    plain: Work
+
+    @property
+    def extra_flops(self) -> float:
+        """Operations in matrix products that run again."""
+        return self.work.flops - self.plain.flops
+
+    @property
+    def extra_time(self) -> float:
+        """Time of what runs again and of waiting for copies, as a fraction of the plain step's."""
+        return self.work.seconds / self.plain.seconds - 1
+
+    def check(self, compiled: Any, tolerance: float = 0.03) -> int:
+        """Compares with a program that was compiled for the plan's device.
+
+        Args:
+          compiled: of ``jax.jit(...).lower(...).compile()``: a step with these blocks.
+          tolerance: by which temporaries may be above the plan, as a fraction of it.
+
+        Returns:
+          Bytes of temporaries of the program.
+
+        Raises:
+          OverBudgetError: if temporaries are above the plan, or above the budget.
+        """
+        found = int(compiled.memory_analysis().temp_size_in_bytes)
+        for limit, most, what in (
+            (self.peak, self.peak * (1 + tolerance), "plan"),
+            (self.budget, self.budget, "budget"),
+        ):
+            if found > most:
+                raise OverBudgetError(
+                    f"the program has {size(found)} of temporaries, above its {what} of "
+                    f"{size(limit)}."
+                )
+        return found
+
+    def tables(self) -> list[Table]:
+        """The table to print."""
+        rows = [
+            ("peak", size(self.peak), f"of {size(self.budget)}"),
+            ("saved", size(self.saved), "between forward and backward pass"),
+        ]
+        if self.host:
+            rows.append(("in host memory", size(self.host), ""))
+        rows += [
+            (
+                "products again",
+                f"{self.extra_flops / 1e12:,.2f} TFLOP",
+                f"of {self.plain.flops / 1e12:,.2f}",
+            ),
+            ("extra time", f"{100 * self.extra_time:.1f} %", "by the device's figures"),
+            *self.choices(),
+        ]
+        return [Table("Activations of one device", ("", "", ""), rows)]
+
+    @property
+    def summary(self) -> str:
+        """What is stored, in a few words."""
+        raise NotImplementedError
+
+    def choices(self) -> list[tuple[str, str, str]]:
+        """Rows of what is stored."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return text_of(self.tables())
