@@ -14,6 +14,7 @@ stage of ZeRO. --audit reads the same, and more, from the compiled step.
   python examples/train_lm.py --data ~/books --steps 2000 --name books
   python examples/train_lm.py --config gpt2-small --microbatches 4
   python examples/train_lm.py --stage 3 --audit                 # what the compiled step costs
+  python examples/train_lm.py --memory 2GiB                     # plan what activations to store
   python examples/train_lm.py --noise-scale                     # estimate the critical batch size
   python examples/train_lm.py --pipeline 4 --schedule gpipe     # a pipeline of 4 stages, 2 replicas
   srun python examples/train_lm.py --distributed                # many processes: see launch/
@@ -39,6 +40,7 @@ import optax
 import orbax.checkpoint as ocp
 from _corpus import Corpus
 from _distributed import any_stop, ending_together, is_main, join, my_rows, wait_for_all
+from _memory import plan_blocks, planned_logits
 from _model import CONFIGS, NGRAM_DISTANCES, Block, TransformerLM, sample
 from _pipeline import SCHEDULES, CheckpointForm, make_pipeline, token_losses
 from _report import (
@@ -60,6 +62,7 @@ import optax_ext
 import sharding as shd
 from sharding import sync
 from sharding.plan import estimate, kind_of, pipeline_wire
+from sharding.remat import OverBudgetError
 
 DECAY = {"weight_decay": 0.1}
 FACTORING = {"factoring": optax_ext.flax_transformer()}  # attention: embed x (heads, head_dim)
@@ -173,30 +176,47 @@ def train(options, corpus, mesh, directory, stop):
         params = model.init(key, jnp.zeros((1, corpus.context), jnp.int32))["params"]
         return TrainState.create(apply_fn=model.apply, params=form(params), tx=tx)
 
-    def loss_fn(params, windows):
-        return token_losses(model.apply({"params": params}, windows[:, :-1]), windows).mean()
-
-    # This is all the sharding there is. A step shards the batch over the devices, reduce-scatters
-    # the gradients, updates each device's shard, and gathers the parameters (stage 3: before).
-    # A pipeline is one more loss: each stage's parameters are sharded over its own devices.
     key, pipeline, param_specs = jax.random.key(options.seed), None, None
     if options.pipeline:
         pipeline = make_pipeline(model, mesh, make_schedule(options))
         checkpoint_form = CheckpointForm(pipeline, make_state, key)
         make_state = functools.partial(make_state, form=pipeline.stack)
         param_specs = pipeline.param_specs(jax.eval_shape(make_state, key).params)
+    sizes, stage_plan, expected_wire = show_plan(
+        options, corpus, zero, make_state, pipeline, directory
+    )
+
+    logits = functools.partial(apply_model, model)
+    if options.memory:
+        params = jax.eval_shape(make_state, key).params
+        windows = options.batch_size // mesh.size // options.microbatches
+        planned = plan_blocks(
+            model, params, stage_plan, options.memory, windows, mesh.local_devices[0]
+        )
+        console.print(str(planned.chain), *planned.notes(), sep="\n", soft_wrap=True)
+        logits = planned_logits(model, planned.chain, zero)
+        if options.stage == 3:  # blocks that run again are gathered again
+            expected_wire = None
+
+    def loss_fn(params, windows):
+        return token_losses(logits(params, windows[:, :-1]), windows).mean()
+
+    # This is all the sharding there is. A step shards the batch over the devices, reduce-scatters
+    # the gradients, updates each device's shard, and gathers the parameters (stage 3: before).
+    # A pipeline is one more loss: each stage's parameters are sharded over its own devices.
+    if pipeline:
         step = zero.train_step(pipeline.loss, weighted=True)
         evaluate = zero.eval_step(lambda *args: operator.truediv(*pipeline.loss(*args)))
     else:
         step = zero.train_step(loss_fn, microbatches=options.microbatches)
         evaluate = zero.eval_step(loss_fn)
 
-    sizes, expected_wire = show_plan(options, corpus, zero, make_state, pipeline, directory)
-
     manager = ocp.CheckpointManager(
         directory.absolute() / "checkpoints", options=ocp.CheckpointManagerOptions(max_to_keep=2)
     )
-    held_out = np.split(corpus.validation(16 * options.batch_size), 16)
+    # With --memory an evaluation, too, takes a micro-batch at a time.
+    parts = 16 * (options.microbatches if options.memory else 1)
+    held_out = np.split(corpus.validation(16 * options.batch_size), parts)
 
     def validate(state):
         return float(np.mean([evaluate(state, zero.put(my_rows(x))) for x in held_out]))
@@ -275,6 +295,11 @@ def train(options, corpus, mesh, directory, stop):
     return summary
 
 
+def apply_model(model, params, tokens):
+    """The logits of all positions."""
+    return model.apply({"params": params}, tokens)
+
+
 def restore(manager, step, zero, make_state, key):
     """The state of a checkpoint, for this mesh and stage whatever mesh wrote it."""
     devices = manager.metadata(step).custom_metadata["devices"]
@@ -290,8 +315,8 @@ def show_plan(options, corpus, zero, make_state, pipeline, directory):
     """Prints the cost of each stage and of AdamW without ZeRO; writes the layout of this run.
 
     Returns:
-      Sizes for the summary, and the bytes that a device should send in a step; None unless
-      gradients are summed.
+      Sizes for the summary; the plan of this run's stage; and the bytes that a device should send
+      in a step, None unless gradients are summed.
     """
     state = jax.eval_shape(make_state, jax.random.key(0))  # shapes only: nothing is computed
     param_specs = pipeline and pipeline.param_specs(state.params)
@@ -342,8 +367,8 @@ def show_plan(options, corpus, zero, make_state, pipeline, directory):
         "bytes_per_device": layout.bytes_per_device,
         "bytes_without_zero": without_zero.bytes_per_device,
     }
-    expected_wire = plan.stage(plan.requested).wire + between_stages
-    return sizes, expected_wire if zero.sync is None else None
+    found = plan.stage(plan.requested)
+    return sizes, found, None if zero.sync else found.wire + between_stages
 
 
 def compare(options, corpus, mesh, directory, stop):
@@ -428,6 +453,12 @@ def parse_args():
             raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
         return int(text)
 
+    def memory(text):
+        try:
+            return shd.remat.in_bytes(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(error) from None
+
     parser = argparse.ArgumentParser(
         usage="%(prog)s [options]",
         description=__doc__,
@@ -469,6 +500,7 @@ def parse_args():
     add("--distributed", action="store_true", help="join the cluster's other processes")
     add("--stage", type=int, choices=(0, 1, 2, 3), default=2, help="of ZeRO [%(default)s]")
     add("--offload", action="store_true", help="optimizer state in host memory")
+    add("--memory", type=memory, metavar="BYTES", help="of a device, for state and activations")
     add("--pipeline", type=positive, metavar="STAGES", help="a pipeline of the layers [none]")
     add("--schedule", choices=SCHEDULES, metavar="NAME", help=f"{', '.join(SCHEDULES)} [1f1b]")
     add("--microbatches", type=positive, metavar="N", help="in a step [1; 2 for each STAGE]")
@@ -526,6 +558,8 @@ def check_pipeline(options, config):
         if options.schedule:
             fail(f"--schedule {options.schedule} is that of a pipeline: give --pipeline STAGES.")
         return
+    if options.memory:
+        fail("--memory is for runs without --pipeline, which recomputes its stages by itself.")
     if options.sync != "dense":
         fail(f"--pipeline sums dense gradients: give --sync dense, not {options.sync}.")
     if options.state != "float32":
@@ -615,7 +649,7 @@ def main():
         mesh = make_mesh(options)
         run = compare if options.compare else train
         summary = run(options, corpus, mesh, directory, stop)
-    except (UserError, OSError) as error:
+    except (UserError, OverBudgetError, OSError) as error:
         fail(error)
     if summary is None:
         console.print(f"Stopped and saved. To resume: {shlex.join(['python', *sys.argv])}")

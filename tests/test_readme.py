@@ -120,7 +120,7 @@ def test_ci_runs_every_command():
     assert "make train" in found
     ci = (ROOT / ".ci" / "run").read_text()
     makefile = (ROOT / "Makefile").read_text()
-    cli_tests = (ROOT / "tests" / "sharding" / "test_cli.py").read_text()
+    cli_tests = (ROOT / "tests" / "sharding" / "cli" / "test_cli.py").read_text()
     for command in found:
         if command.startswith(NOT_IN_CI) or command in ci:
             continue

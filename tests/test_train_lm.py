@@ -211,6 +211,47 @@ def test_a_run_resumes_with_other_stages_of_a_pipeline_or_none(tmp_path, text):
     assert full[-1]["loss"] < full[1]["loss"] - 1
 
 
+def test_a_run_with_planned_activations_has_the_losses_of_one_without(tmp_path, text):
+    """At stages 2 and 3, with little memory and with much; it resumes without a plan."""
+    options = ("--config", "smoke-deep", "--steps", "20", "--checkpoint-every", "10")
+    code, output = run(tmp_path, text, *options, "--name", "plain")
+    assert code == 0, output
+    expected = rows(tmp_path / "runs" / "plain")
+    name = ("--name", "planned")
+    process = start(tmp_path, text, *options, *name, "--memory", "2MiB", "--microbatches", "2")
+    output = wait_for_step(process, 4)
+    process.send_signal(signal.SIGINT)
+    code, rest = finish(process)
+    assert code == 130, output + rest
+    stored = r"^  blocks +(.*) +\(run again together\)$"
+    assert "(" not in re.search(stored, output, re.M)[1]
+    assert output.count("the plan holds on accelerators only.") == 1
+    assert float(re.search(r"One device takes (\S+) MiB", output)[1]) <= 2.0
+
+    devices = ("--devices", "4", "--stage", "3", "--memory", "1MiB", "--audit")
+    process = start(tmp_path, text, *options, *name, *devices)
+    output = wait_for_step(process, 12)
+    process.send_signal(signal.SIGINT)
+    code, rest = finish(process)
+    assert code == 130, output + rest
+    assert "((" in re.search(stored, output, re.M)[1]
+    assert "of theory" not in output + rest
+
+    code, output = run(tmp_path, text, *options, *name)
+    assert code == 0, output
+    assert "Resuming from the checkpoint" in output
+    found = rows(tmp_path / "runs" / "planned")
+    for key in ("loss", "val_loss"):
+        got, want = ([row[key] for row in r if key in row] for r in (found, expected))
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+
+    code, output = run(tmp_path, text, *options, "--name", "small", "--memory", "300KiB")
+    assert code == 2
+    last = output.splitlines()[-1]
+    assert last.startswith("train_lm.py: error: ")
+    assert "of a device, with the" in last
+
+
 @jax.numpy_rank_promotion("allow")  # as the script has it
 def test_every_optimizer_sees_the_layers_in_the_stacks_of_a_pipeline(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPT.parent)
@@ -367,6 +408,8 @@ def test_a_mistake_gives_one_line(uninterrupted, text):
         ("--pipeline", "2", "--sync", "zen", "--config", "ngrams-small"): "give --sync dense",
         ("--pipeline", "2", "--noise-scale"): "needs two replicas of the 2 stages",
         ("--pipeline", "2", "--noise-scale", "--stage", "3"): "give --stage 2",
+        ("--pipeline", "2", "--memory", "1GiB"): "--memory is for runs without --pipeline",
+        ("--memory", "lots"): "expected bytes, or a text such as '8GiB', got 'lots'",
     }
     folder = uninterrupted.parents[1]
     (folder / "small.txt").write_text("too small")

@@ -1,0 +1,114 @@
+"""Bytes of activations against time: planned choices beside the presets of MaxText.
+
+The layers of llama2-7b and llama2-70b in one scan, each choice compiled for one H100 or TPU v5e:
+bytes are those of the program, times those of a roofline at the device's figures. Nothing is run.
+
+  python benchmarks/activation_memory.py           # prints, writes results/activation_memory.*
+  python benchmarks/activation_memory.py --smoke   # a small model on this CPU, prints only
+"""
+
+import argparse
+import os
+import warnings
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import _results
+import jax
+import jax.numpy as jnp
+
+import sharding as shd
+from sharding.plan._format import size
+from sharding.plan._models import MODELS, gpt2
+
+# Name of a model, target, sequences of one device, tokens of a sequence.
+CASES = (
+    ("llama2-7b", "h100x1", 4, 2048),
+    ("llama2-70b", "h100x1", 1, 4096),
+    ("llama2-7b", "v5e:1x1", 1, 2048),
+    ("llama2-70b", "v5e:1x1", 1, 2048),
+)
+PRESETS = (
+    *("full", "save_out_proj", "save_qkv_proj", "save_dot_except_mlp", "minimal"),
+    *("minimal_with_context", "qkv_proj_offloaded", "minimal_offloaded"),
+)
+
+
+def measure(name, target, sequences, length, modes):
+    """Frontiers without and with offloading, and plans of presets; None if one is too large."""
+    model = gpt2(4, 64, 2) if name == "smoke" else MODELS[name]
+    dtype = jnp.float32 if target == "cpu:1" else jnp.bfloat16
+    params = model.abstract(dtype)["layers"]
+    x = jax.ShapeDtypeStruct((sequences, length, model.width), dtype)
+    options = {"device": target, "length": model.layers}
+    frontiers, presets = {}, {}
+    for offload in (False, True) if target != "cpu:1" else (False,):
+        print(f"{name} on {target}, offload={offload}", flush=True)
+        found = shd.remat.frontier(
+            model.apply_layer, params, x, offload=offload, modes=modes, **options
+        )
+        frontiers["with host memory" if offload else "on the device"] = found
+        print(found, flush=True)
+    for preset in PRESETS:
+        if "offloaded" in preset and target == "cpu:1":
+            continue
+        try:
+            presets[preset] = shd.remat.plan(
+                model.apply_layer, params, x, 1e15, names=preset, **options
+            )
+        except ValueError:  # the compiler gave up
+            presets[preset] = None
+        print(preset, presets[preset] and size(presets[preset].peak), flush=True)
+    return frontiers, presets
+
+
+def row(each, stores):
+    """A row of the table."""
+    host = size(each.host) if each.host else ""
+    products = f"{each.extra_flops / each.plain.flops:.1%}"
+    return f"| {stores} | {size(each.peak)} | {host} | {products} | {each.extra_time:.1%} |"
+
+
+def table_of(frontiers, presets):
+    """Planned choices and presets, from the fewest bytes to the most."""
+    plans = {each.summary: each for found in frontiers.values() for each in found}
+    every = [(each, summary) for summary, each in plans.items()]
+    every += [(each, f"**{preset}**") for preset, each in presets.items() if each]
+    rows = [row(each, stores) for each, stores in sorted(every, key=lambda pair: pair[0].peak)]
+    rows += [f"| **{name}** | too much | | | |" for name, each in presets.items() if not each]
+    columns = "| stores | peak | in host memory | products again | extra time |"
+    return _results.table(f"{columns}\n|---|---|---|---|---|", rows)
+
+
+def main():
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--smoke", action="store_true", help="a small model on this CPU")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", message=".*spares no operation.*")
+    if options.smoke:
+        table_of(*measure("smoke", "cpu:1", 2, 64, 2))
+        return
+    sections = []
+    for name, target, sequences, length in CASES:
+        modes = 12 if target == "h100x1" else 6  # TPUs take a minute each
+        frontiers, presets = measure(name, target, sequences, length, modes)
+        what = f"{sequences} sequence{'s' if sequences > 1 else ''} of {length} tokens"
+        sections.append(f"## {name} on {target}, {what}\n\n{table_of(frontiers, presets)}")
+        if target == "h100x1":
+            figure = shd.remat.plot(frontiers, {k: v for k, v in presets.items() if v})
+            figure.savefig(_results.RESULTS / f"activation_memory_{name}.png", dpi=150)
+        _results.write("activation_memory", "Activations: bytes against time", ABOUT, *sections)
+
+
+ABOUT = """All layers in one scan, bfloat16, one device and its sequences; parameters, gradients
+and logits are not counted. Bytes are temporaries of programs compiled for the target (of the TPU
+with as many layers as fit with all their parameters, three at least); products again are exact;
+extra time is by a roofline at the device's figures, and was not measured. Presets of MaxText are in
+bold. `16 x 2` is a scan over scans; (host) is what is copied to host memory."""
+
+
+if __name__ == "__main__":
+    main()
