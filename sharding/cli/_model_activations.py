@@ -52,7 +52,7 @@ def planned_model(
     """
     model = setup.model
     assert model is not None
-    budget = _left_by(setup, plan, stage) if options.remat == "auto" else in_bytes(options.remat)
+    budget = _memory_for_layers(setup, plan, stage) if options.remat == "auto" else in_bytes(options.remat)
     on_cpu = target_of(options).kind == "cpu"
     kind, device = device_of_target("cpu:1" if on_cpu else options.target)
     dtype = jnp.dtype(options.compute_dtype) if options.compute_dtype else dtype_of(options)
@@ -82,7 +82,7 @@ def planned_model(
             )
 
 
-def _left_by(setup: Setup, plan: Plan, stage: str) -> float:
+def _memory_for_layers(setup: Setup, plan: Plan, stage: str) -> float:
     """What the state of a stage leaves of a device."""
     assert setup.device is not None
     assert setup.model is not None
