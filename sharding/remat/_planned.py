@@ -39,7 +39,12 @@ class RematPlan:
     @property
     def extra_time(self) -> float:
         """Time of what runs again and of waiting for copies, as a fraction of the plain step's."""
-        return self.work.seconds / self.plain.seconds - 1
+        return _ratio(self.work.seconds - self.plain.seconds, self.plain.seconds)
+
+    @property
+    def products_again(self) -> float:
+        """``extra_flops`` as a fraction of the plain step's."""
+        return _ratio(self.extra_flops, self.plain.flops)
 
     def check(self, compiled: Any, tolerance: float = 0.03) -> int:
         """Compares with a program that was compiled for the plan's device.
@@ -96,3 +101,8 @@ class RematPlan:
 
     def __str__(self) -> str:
         return text_of(self.tables())
+
+
+def _ratio(part: float, whole: float) -> float:
+    """Of operations; 0 where there are none, as in blocks without products."""
+    return part / whole if whole else 0.0

@@ -148,6 +148,17 @@ def test_integers_enter_a_chain():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), grads, want)
 
 
+@pytest.mark.filterwarnings("ignore:the blocks have no named values")
+def test_blocks_without_products_have_tables():
+    """Of operations, of which there are none, nothing is a fraction."""
+    params = [jnp.ones(())] * 2
+    sines = shd.remat.frontier(lambda p, x: jnp.sin(jnp.sin(x)) * p, params, jnp.ones((64, 8)))
+    assert "0.0%" in str(sines)
+    same = shd.remat.plan(lambda p, x: x, [None] * 2, jnp.ones((64, 8)), "1MiB")
+    assert same.extra_time == 0.0
+    assert "0.0 %" in str(same)
+
+
 def test_bad_input():
     blocks, params, x = chain()
     with pytest.raises(ValueError, match="parameters for each of 7 blocks, got 6"):
