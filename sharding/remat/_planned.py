@@ -1,6 +1,7 @@
 """What all plans for activations have in common: their figures, and the check of a program."""
 
 import dataclasses
+import math
 from typing import Any
 
 from sharding.plan._format import Table, size, text_of
@@ -101,6 +102,14 @@ class RematPlan:
 
     def __str__(self) -> str:
         return text_of(self.tables())
+
+
+def no_plan_fits(budget: float, who_needs: str, least: float) -> ValueError:
+    """An error with the least bytes that fit, all digits of them: a budget that does."""
+    return ValueError(
+        f"no plan fits {size(budget)}: {who_needs} {size(least)} at least, "
+        f"{math.ceil(least):,} bytes."
+    )
 
 
 def _ratio(part: float, whole: float) -> float:

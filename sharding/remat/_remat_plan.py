@@ -26,6 +26,7 @@ from sharding.remat._modes import (
     types_of,
 )
 from sharding.remat._names import NamedValues, SavedNames
+from sharding.remat._planned import no_plan_fits
 from sharding.remat._presets import MAXTEXT_NAMES, NameRequest, Names, request_of
 from sharding.remat._stack import Stack
 from sharding.remat._stack_plan import StackPlan
@@ -157,14 +158,7 @@ def plan(
         found = stack.fastest(candidates, most)
         return stack.plan(found, stack.peak(found), most)
     chain = _measured_chain(blocks, params, x, device, request, offload, modes)
-    try:
-        tree = ChainTable(chain.blocks, chain.sizes, most, slots).tree()
-    except ValueError:
-        least = min(peak for peak, _ in chain.trees(slots))
-        raise ValueError(
-            f"no plan fits {size(most)}: these blocks need {size(least)} at least."
-        ) from None
-    return chain.plan(tree, most)
+    return chain.plan(chain.fastest(most, slots), most)
 
 
 def frontier(
@@ -227,7 +221,7 @@ def in_bytes(budget: Budget) -> float:
     if not isinstance(budget, str):
         found = float(budget)
     else:
-        match = re.fullmatch(r"\s*([\d.]+)\s*([KMG]I?)?B?\s*", budget.upper())
+        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMG]I?)?B?\s*", budget.upper())
         if match is None:
             raise ValueError(f"expected bytes, or a text such as '8GiB', got {budget!r}.")
         found = float(match[1]) * _UNITS[match[2] or ""]
@@ -271,11 +265,35 @@ class _Chain:
     def blocks(self) -> list[Block]:
         return [each.block for each in self.measured]
 
+    def fastest(self, budget: float, slots: int) -> Tree:
+        """The fastest tree within a budget.
+
+        Raises:
+          ValueError: if none fits.
+        """
+        most = min(budget, self._most(slots))
+        table = ChainTable(self.blocks, self.sizes, most, slots)
+        if np.isfinite(table.times[-1]):
+            return table.tree()
+        trees = self.trees(slots)
+        # A budget that is just enough is not where its slots round up.
+        fitting = [tree for peak, tree in trees if peak <= budget]
+        if not fitting:
+            raise no_plan_fits(budget, "these blocks need", min(peak for peak, _ in trees))
+        return fitting[-1]
+
+    def _most(self, slots: int) -> float:
+        """Bytes with which every block saves all of its first mode, rounded up to slots."""
+        count = len(self.fns)
+        if slots <= count:
+            raise ValueError(f"slots must be above the number of blocks, {count}, got {slots}.")
+        everything = tuple(Kept(i, 0) for i in range(count))
+        nbytes = peak_bytes(everything, self.blocks, self.sizes)
+        return max(nbytes * slots / (slots - count), 1.0)
+
     def trees(self, slots: int) -> list[tuple[float, Tree]]:
         """The frontier: peaks and trees, from the fewest bytes to the most."""
-        everything = tuple(Kept(i, 0) for i in range(len(self.fns)))
-        most = peak_bytes(everything, self.blocks, self.sizes) * (1 + len(self.fns) / slots)
-        table = ChainTable(self.blocks, self.sizes, most, slots)
+        table = ChainTable(self.blocks, self.sizes, self._most(slots), slots)
         changes = np.flatnonzero(table.times < np.concatenate([[np.inf], table.times[:-1]]))
         found = [table.tree(int(m)) for m in changes]
         return [(peak_bytes(tree, self.blocks, self.sizes), tree) for tree in found]

@@ -20,6 +20,7 @@ from sharding.remat._modes import (
     types_of,
 )
 from sharding.remat._names import SavedNames
+from sharding.remat._planned import no_plan_fits
 from sharding.remat._presets import NameRequest
 from sharding.remat._stack_plan import StackPlan
 from sharding.remat._work import Work
@@ -278,7 +279,7 @@ class Stack:
         least = min(peak for _, peak in self._peaks.values())
         if least == math.inf:
             raise ValueError(f"no plan fits {size(budget)}, nor the memory of the device.")
-        raise ValueError(f"no plan fits {size(budget)}: this stack needs {size(least)} at least.")
+        raise no_plan_fits(budget, "this stack needs", least)
 
     def frontier(self, candidates: Sequence[_Candidate]) -> list[StackPlan]:
         """Plans that no other candidate beats in bytes and time; all are compiled."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 import sharding as shd
 from sharding.plan import targets
-from sharding.remat._chain import Kept, Rerun, numbers_in_tree
-from sharding.remat._remat_plan import in_bytes
-from sharding.remat._work import work_of
+from sharding.remat._chain import Block, Kept, Mode, Rerun, numbers_in_tree
+from sharding.remat._modes import MeasuredBlock
+from sharding.remat._remat_plan import _Chain, in_bytes
+from sharding.remat._work import Work, work_of
 
 WIDTHS = (8, 16, 64, 16, 32, 8, 24)
+WORK = Work(0.0, 0.0)
 
 
 def block(p, x):
@@ -107,6 +110,27 @@ def test_a_budget_is_kept():
         shd.remat.plan(*chain(), plans[0].peak / 2)
 
 
+def test_the_least_bytes_of_the_error_are_a_budget():
+    """Sizes are rounded up to slots, which must not refuse the least plan in just its bytes."""
+    with pytest.raises(ValueError, match=r"at least, [\d,]+ bytes") as error:
+        shd.remat.plan(*chain(), 1)
+    least = re.search(r"([\d,]+) bytes", str(error.value))[1].replace(",", "")
+    assert shd.remat.plan(*chain(), least).peak <= int(least)
+
+
+def test_long_chains_have_plans_that_run_nothing_again():
+    """Blocks whose bytes are just above a number of slots: rounding takes as much as it can."""
+    count = 90
+    modes = (Mode(("all",), 4e6, 9e6, 0.0), Mode((), 0.0, 9e6, 1.0))
+    measured = MeasuredBlock(Block(1.0, 2.0, modes), WORK, WORK, (WORK, WORK))
+    blocks = _Chain((None,) * count, (measured,) * count, (1e6,) * (count + 1))
+    everything = tuple(Kept(i, 0) for i in range(count))
+    assert blocks.trees(1000)[-1][1] == everything
+    assert blocks.fastest(1e15, 100) == everything
+    with pytest.raises(ValueError, match="above the number of blocks, 90, got 90"):
+        blocks.fastest(1e15, 90)
+
+
 def test_products_run_again_as_often_as_planned():
     blocks, params, x = chain()
     for found in shd.remat.frontier(blocks, params, x):
@@ -165,6 +189,8 @@ def test_bad_input():
         shd.remat.plan(blocks, params[:-1], x, 1e9)
     with pytest.raises(ValueError, match="a text such as '8GiB', got '8 apples'"):
         shd.remat.plan(blocks, params, x, "8 apples")
+    with pytest.raises(ValueError, match=r"got '1[.]2[.]3GB'"):
+        shd.remat.plan(blocks, params, x, "1.2.3GB")
     with pytest.raises(ValueError, match="must be above 0"):
         shd.remat.plan(blocks, params, x, 0)
     assert [in_bytes(text) for text in ("2KB", "3 MiB", "1.5GiB", "7")] == [
