@@ -36,17 +36,25 @@ def under_policy(
 ) -> Fn:
     """A block that stores what the policy allows, and gathers its own parameters.
 
-    At stage 3 ``zero.gathered`` has the policy and the barriers. A loop separates what runs again
-    from its first run without barriers.
+    At stage 3 ``zero.gathered`` has the policy and the barriers; or it is outside, so that what it
+    gathers is stored. A loop separates what runs again from its first run without barriers.
     """
-    if zero is not None:
-        gathered: Fn = zero.gathered(fn, policy=policy)
-        if zero.stage == 3 and zero.reshard_after_forward:
-            return gathered
-        fn = gathered
-    return jax.checkpoint(
-        fn if in_loop else after_backward(fn), policy=policy, prevent_cse=not in_loop
+
+    def checkpointed(fn: Fn) -> Fn:
+        return jax.checkpoint(
+            fn if in_loop else after_backward(fn), policy=policy, prevent_cse=not in_loop
+        )
+
+    if zero is None:
+        return checkpointed(fn)
+    if zero.stage < 3:
+        return checkpointed(zero.gathered(fn))
+    gathered: Fn = (
+        zero.gathered(fn, policy=policy)
+        if zero.reshard_after_forward
+        else zero.gathered(checkpointed(fn))
     )
+    return gathered
 
 
 def after_backward(fn: Fn) -> Fn:
