@@ -98,7 +98,7 @@ def scanned(
     block = under_policy(named, policy, zero, in_loop=True)
 
     def layers(params: Any, x: Any) -> Any:
-        return lax.scan(lambda x, p: (block(p, x), None), x, params)[0]
+        return lax.scan(lambda x, p: (block(p, x), None), x, params, length=lengths[-1])[0]
 
     if len(lengths) == 1:
         return layers
@@ -107,7 +107,7 @@ def scanned(
 
     def segments(params: Any, x: Any) -> Any:
         parts = jax.tree.map(lambda w: w.reshape(outer, inner, *w.shape[1:]), params)
-        return lax.scan(lambda x, p: (segment(p, x), None), x, parts)[0]
+        return lax.scan(lambda x, p: (segment(p, x), None), x, parts, length=outer)[0]
 
     return segments
 

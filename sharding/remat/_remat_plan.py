@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, overload
 
 import jax
@@ -330,6 +330,11 @@ def _measured_chain(
     modes: int,
 ) -> _Chain:
     """Traces all blocks, and compiles the distinct ones."""
+    if isinstance(params, Mapping):
+        raise ValueError(
+            "the parameters of a chain are a list, with those of each block; for stacked ones give "
+            "length=."
+        )
     fns = tuple([blocks] * len(params) if callable(blocks) else blocks)
     if len(fns) != len(params) or not fns:
         raise ValueError(f"expected parameters for each of {len(fns)} blocks, got {len(params)}.")

@@ -84,14 +84,16 @@ class Stack:
         device: jax.Device,
         kind: DeviceKind | None,
     ):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if length < 1:
+            raise ValueError(f"length must be at least 1, got {length}.")
+        self._params, self._length, self._kind = types_of(params), length, kind
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self._params):
             if not leaf.shape or leaf.shape[0] != length:
                 name = jax.tree_util.keystr(path, simple=True, separator="/")
                 raise ValueError(
                     f"length={length}: parameters must be stacked, {length} layers in the first "
                     f"dim, but {name} has the shape {tuple(leaf.shape)}."
                 )
-        self._params, self._length, self._kind = types_of(params), length, kind
         self._traced = TracedBlock.of(fn, one_of(params), x, device)
         before, after = (_types_as_text(tree) for tree in (self._traced.x, self._traced.y))
         if before != after:

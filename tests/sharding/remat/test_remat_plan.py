@@ -139,6 +139,14 @@ def test_products_run_again_as_often_as_planned():
         assert work_of(jax.jit(step), params, x, kind=None).flops == found.work.flops
 
 
+def test_a_chain_takes_parameters_of_as_many_blocks():
+    blocks, params, x = chain()
+    run = shd.remat.plan(blocks, params, x, "1GiB").apply()
+    for wrong in (params[:-1], [*params, params[-1]]):
+        with pytest.raises(ValueError, match=f"each of 7 blocks, got {len(wrong)}"):
+            run(wrong, x)
+
+
 def test_check_compares_a_program():
     blocks, params, x = chain()
     found = shd.remat.plan(blocks, params, x, "1GiB")
@@ -187,6 +195,8 @@ def test_bad_input():
     blocks, params, x = chain()
     with pytest.raises(ValueError, match="parameters for each of 7 blocks, got 6"):
         shd.remat.plan(blocks, params[:-1], x, 1e9)
+    with pytest.raises(ValueError, match="for stacked ones give length="):
+        shd.remat.plan(block, params[0], x, 1e9)
     with pytest.raises(ValueError, match="a text such as '8GiB', got '8 apples'"):
         shd.remat.plan(blocks, params, x, "8 apples")
     with pytest.raises(ValueError, match=r"got '1[.]2[.]3GB'"):
