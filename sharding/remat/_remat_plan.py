@@ -15,6 +15,7 @@ from sharding.plan._format import size
 from sharding.plan._plan import Plan
 from sharding.remat._chain import Block, ChainTable, Kept, Tree, peak_bytes, stored_bytes, time_of
 from sharding.remat._chain_plan import ChainPlan
+from sharding.remat._checkpoint import INPUT
 from sharding.remat._frontier import Frontier
 from sharding.remat._modes import (
     MeasuredBlock,
@@ -382,6 +383,13 @@ def _measured_stack(
     """A stack, and the candidates for its plan."""
     if not callable(block):
         raise ValueError("length= is for a stack of equal blocks: give one function, not several.")
+    if isinstance(offload, str):
+        raise ValueError(f"offload is True, or a list of names, got {offload!r}.")
+    if offload and request.saved is not None:
+        raise ValueError(
+            "offload= leaves to the planner what names= has decided: give the names to offload the "
+            "place 'offload', or names= as a list."
+        )
     _check_modes(modes)
     kind, target = _device(device, (params, x))
     if offload or request.offloaded:
@@ -395,7 +403,8 @@ def _measured_stack(
                 f"{target.device_kind}."
             )
     stack = Stack(block, params, x, length, target, kind)
-    _warn([stack.named_values(request)], request)
+    wanted = () if isinstance(offload, bool) else offload
+    _warn([stack.named_values(request)], request, wanted)
     return stack, stack.candidates(request, offload, modes)
 
 
@@ -404,7 +413,9 @@ def _check_modes(modes: int | None) -> None:
         raise ValueError(f"modes must be at least 2, to save all or nothing, got {modes}.")
 
 
-def _warn(found: Sequence[NamedValues], request: NameRequest) -> None:
+def _warn(
+    found: Sequence[NamedValues], request: NameRequest, offload: Collection[str] = ()
+) -> None:
     """About names that do not do what their author wanted."""
     have = {name for values in found for name in values.values}
     if not have:
@@ -423,8 +434,8 @@ def _warn(found: Sequence[NamedValues], request: NameRequest) -> None:
             "derivative needs it, as in tanh(checkpoint_name(x @ w, ...)).",
             stacklevel=4,
         )
-    demanded = {*(request.saved or ()), *request.offloaded}
-    if have and demanded and not demanded & have:
+    demanded = {*(request.saved or ()), *request.offloaded, *offload}
+    if have and demanded and not demanded & {*have, INPUT}:
         names = ", ".join(sorted(have))
         warnings.warn(
             f"none of the requested names is in the blocks, which have {names}.", stacklevel=4

@@ -336,6 +336,8 @@ def test_bad_input():
         ("'hidden' must be in one of 'device'", {"length": 12, "names": {"hidden": "disk"}}),
         ("ignored by XLA on CPUs", {"length": 12, "offload": True}),
         ("ignored by XLA on CPUs", {"length": 12, "names": {"hidden": "offload"}}),
+        ("True, or a list of names, got 'hidden'", {"length": 12, "offload": "hidden"}),
+        ("what names= has decided", {"length": 12, "offload": True, "names": "full"}),
         ("offload is for stacks", {"params": [params], "offload": True}),
         ("offload is for stacks", {"params": [params], "names": "minimal_offloaded"}),
         ("modes must be at least 2", {"params": [params], "modes": 1}),
