@@ -278,10 +278,14 @@ class Stack:
             if not unknown:
                 break
             self.peak(min(unknown, key=self._estimate))
-        least = min(peak for _, peak in self._peaks.values())
+        least = self.peak(self.least(candidates))
         if least == math.inf:
             raise ValueError(f"no plan fits {size(budget)}, nor the memory of the device.")
         raise no_plan_fits(budget, "this stack needs", least)
+
+    def least(self, candidates: Sequence[_Candidate]) -> _Candidate:
+        """The candidate whose program takes the fewest bytes; all are compiled."""
+        return min(candidates, key=self.peak)
 
     def frontier(self, candidates: Sequence[_Candidate]) -> list[StackPlan]:
         """Plans that no other candidate beats in bytes and time; all are compiled."""
