@@ -102,7 +102,7 @@ def _check_options(options: argparse.Namespace) -> None:
                 f"--batch would be ignored: --step {options.step} has a batch of its own. Leave "
                 "--batch out, or give --find-batch, which starts from it."
             )
-    if options.no_remat and options.remat:
+    if options.no_remat and options.remat is not None:
         raise ValueError("--remat plans what --no-remat forbids: give one of them.")
     if options.no_remat and set(_stages(options)) == {3}:
         raise ValueError(
@@ -188,7 +188,7 @@ def _audit_stage(options: argparse.Namespace, setup: Setup, zero: Zero, batch: i
     setup = dataclasses.replace(setup, batch=batch)
     plan = setup.plan(zero)
     planned = None
-    if options.remat:
+    if options.remat is not None:
         check_remat(options, setup)
         planned, activations = planned_model(options, setup, plan, plan.requested)
         print(note_on(planned, activations), file=sys.stderr)

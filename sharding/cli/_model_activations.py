@@ -12,7 +12,7 @@ from sharding.plan._format import size
 from sharding.plan._plan import Plan
 from sharding.plan._tiles import num_bytes
 from sharding.remat._modes import types_of
-from sharding.remat._planned import RematPlan
+from sharding.remat._planned import RematPlan, no_plan_fits
 from sharding.remat._presets import NameRequest
 from sharding.remat._remat_plan import device_of_target, in_bytes
 from sharding.remat._stack import Stack
@@ -69,21 +69,27 @@ def planned_model(
     def whole_model(fn: Any, layers: Any) -> tuple[Any, Any, Any]:
         return model.make_loss(stack=fn), params | {"layers": layers}, tokens
 
+    def with_whole(found: Any) -> tuple[StackPlan, float]:
+        whole = stack.temporaries(found, whole_model)
+        return stack.plan(found, stack.peak(found), budget), whole
+
     limit = budget
-    while True:
-        found = stack.fastest(candidates, limit)
-        whole, peak = stack.temporaries(found, whole_model), stack.peak(found)
+    while limit > 0:
+        try:
+            found = stack.fastest(candidates, limit)
+        except ValueError:
+            break
+        planned, whole = with_whole(found)
         if whole <= budget:
-            return stack.plan(found, peak, budget), whole
-        if whole == math.inf:
-            raise ValueError(f"--remat: the loss does not fit {options.target} by itself.")
+            return planned, whole
         # What is beside the layers takes the rest: on to plans of fewer bytes.
-        limit = min(peak, limit - (whole - budget)) * (1 - 1e-9)
-        if limit <= 0:
-            raise ValueError(
-                f"--remat {size(budget)}: what is not in the layers alone, such as the logits, "
-                f"takes {size(whole - found.saved)}."
-            )
+        limit = min(planned.peak, limit - (whole - budget)) * (1 - 1e-9)
+    planned, whole = with_whole(stack.least(candidates))
+    if whole == math.inf:
+        raise ValueError(f"--remat: the loss does not fit {options.target} by itself.")
+    if whole > budget:
+        raise no_plan_fits(budget, "layers, logits and loss need", whole)
+    return planned, whole
 
 
 def _memory_for_layers(setup: Setup, plan: Plan, stage: str) -> float:

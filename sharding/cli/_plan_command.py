@@ -40,7 +40,7 @@ def run_plan(options: argparse.Namespace) -> int:
         )
     plan = setup.plan(setup.zero, state_format=options.state)
     planned = None
-    if options.remat:
+    if options.remat is not None:
         check_remat(options, setup)
         jax.config.update("jax_platforms", "cpu")
         stage = plan.recommended or plan.requested

@@ -38,7 +38,7 @@ class ChainPlan(RematPlan):
           zero: whose ``train_step`` runs it; each block gathers its own parameters, as those that
             ``zero.gathered`` returns.
         """
-        return functools.partial(_run_all, self._runners(self.tree, zero))
+        return functools.partial(_run_chain, len(self.blocks), self._runners(self.tree, zero))
 
     def _runners(
         self, tree: Tree, zero: "Zero | None"
@@ -84,6 +84,12 @@ def _kept(tree: Tree) -> list[Kept]:
     return [
         kept for part in tree for kept in ([part] if isinstance(part, Kept) else _kept(part.parts))
     ]
+
+
+def _run_chain(count: int, runners: Sequence[Callable[..., Any]], params: Any, x: Any) -> Any:
+    if len(params) != count:
+        raise ValueError(f"expected parameters for each of {count} blocks, got {len(params)}.")
+    return _run_all(runners, params, x)
 
 
 def _run_all(runners: Sequence[Callable[..., Any]], params: Any, x: Any) -> Any:

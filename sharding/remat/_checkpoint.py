@@ -36,17 +36,25 @@ def under_policy(
 ) -> Fn:
     """A block that stores what the policy allows, and gathers its own parameters.
 
-    At stage 3 ``zero.gathered`` has the policy and the barriers. A loop separates what runs again
-    from its first run without barriers.
+    At stage 3 ``zero.gathered`` has the policy and the barriers; or it is outside, so that what it
+    gathers is stored. A loop separates what runs again from its first run without barriers.
     """
-    if zero is not None:
-        gathered: Fn = zero.gathered(fn, policy=policy)
-        if zero.stage == 3 and zero.reshard_after_forward:
-            return gathered
-        fn = gathered
-    return jax.checkpoint(
-        fn if in_loop else after_backward(fn), policy=policy, prevent_cse=not in_loop
+
+    def checkpointed(fn: Fn) -> Fn:
+        return jax.checkpoint(
+            fn if in_loop else after_backward(fn), policy=policy, prevent_cse=not in_loop
+        )
+
+    if zero is None:
+        return checkpointed(fn)
+    if zero.stage < 3:
+        return checkpointed(zero.gathered(fn))
+    gathered: Fn = (
+        zero.gathered(fn, policy=policy)
+        if zero.reshard_after_forward
+        else zero.gathered(checkpointed(fn))
     )
+    return gathered
 
 
 def after_backward(fn: Fn) -> Fn:
@@ -90,7 +98,7 @@ def scanned(
     block = under_policy(named, policy, zero, in_loop=True)
 
     def layers(params: Any, x: Any) -> Any:
-        return lax.scan(lambda x, p: (block(p, x), None), x, params)[0]
+        return lax.scan(lambda x, p: (block(p, x), None), x, params, length=lengths[-1])[0]
 
     if len(lengths) == 1:
         return layers
@@ -99,7 +107,7 @@ def scanned(
 
     def segments(params: Any, x: Any) -> Any:
         parts = jax.tree.map(lambda w: w.reshape(outer, inner, *w.shape[1:]), params)
-        return lax.scan(lambda x, p: (segment(p, x), None), x, parts)[0]
+        return lax.scan(lambda x, p: (segment(p, x), None), x, parts, length=outer)[0]
 
     return segments
 

@@ -26,7 +26,7 @@ def _row(each: RematPlan) -> tuple[str, ...]:
         each.summary,
         size(each.peak),
         size(each.host) if each.host else "",
-        f"{each.extra_flops / each.plain.flops:.1%}",
+        f"{each.products_again:.1%}",
         f"{each.extra_time:.1%}",
     )
 

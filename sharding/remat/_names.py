@@ -71,11 +71,13 @@ class NamedValues:
       graph: from parameters and input to what the backward pass reads.
       seconds: of each operation.
       values: for each name, the values that have it.
+      inputs: the block's input, beside its parameters.
     """
 
     graph: Graph
     seconds: tuple[float, ...]
     values: dict[str, tuple[int, ...]]
+    inputs: frozenset[int]
 
     @staticmethod
     def of(
@@ -84,7 +86,7 @@ class NamedValues:
         kind: DeviceKind | None,
         names: Collection[str] | None,
     ) -> "NamedValues":
-        """Traces ``vjp(*args)``, a function that backward passes; ``names`` of None takes all."""
+        """Traces ``vjp(params, x)``, a function that backward passes; None takes all names."""
         treedef: Any
         leaves, treedef = jax.tree.flatten(args)
 
@@ -104,7 +106,9 @@ class NamedValues:
                 name = eqn.params["name"]
                 if names is None or name in names:
                     values[name] = (*values.get(name, ()), *eqn.results)
-        return NamedValues(graph, tuple(seconds), values)
+        count = len(jax.tree.leaves(args[-1]))
+        inputs = frozenset(range(len(leaves) - count, len(leaves)))
+        return NamedValues(graph, tuple(seconds), values, inputs)
 
     def nbytes(self, name: str) -> int:
         """Bytes of the values that have a name."""
@@ -131,7 +135,7 @@ class NamedValues:
             equations = (graph.equations[graph.producer[value]] for value in self.values[name])
             return {operand for eqn in equations for operand in eqn.operands}
 
-        return [name for name in self.values if not graph.producer.keys() & operands(name)]
+        return [name for name in self.values if operands(name) <= self.inputs]
 
     def useless(self) -> list[str]:
         """Names that spare no operation, alone or beside all others; that of the input aside."""

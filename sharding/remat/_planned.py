@@ -1,6 +1,7 @@
 """What all plans for activations have in common: their figures, and the check of a program."""
 
 import dataclasses
+import math
 from typing import Any
 
 from sharding.plan._format import Table, size, text_of
@@ -39,7 +40,12 @@ class RematPlan:
     @property
     def extra_time(self) -> float:
         """Time of what runs again and of waiting for copies, as a fraction of the plain step's."""
-        return self.work.seconds / self.plain.seconds - 1
+        return _ratio(self.work.seconds - self.plain.seconds, self.plain.seconds)
+
+    @property
+    def products_again(self) -> float:
+        """``extra_flops`` as a fraction of the plain step's."""
+        return _ratio(self.extra_flops, self.plain.flops)
 
     def check(self, compiled: Any, tolerance: float = 0.03) -> int:
         """Compares with a program that was compiled for the plan's device.
@@ -96,3 +102,16 @@ class RematPlan:
 
     def __str__(self) -> str:
         return text_of(self.tables())
+
+
+def no_plan_fits(budget: float, who_needs: str, least: float) -> ValueError:
+    """An error with the least bytes that fit, all digits of them: a budget that does."""
+    return ValueError(
+        f"no plan fits {size(budget)}: {who_needs} {size(least)} at least, "
+        f"{math.ceil(least):,} bytes."
+    )
+
+
+def _ratio(part: float, whole: float) -> float:
+    """Of operations; 0 where there are none, as in blocks without products."""
+    return part / whole if whole else 0.0

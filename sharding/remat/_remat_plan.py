@@ -3,7 +3,7 @@
 import dataclasses
 import re
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, overload
 
 import jax
@@ -15,6 +15,7 @@ from sharding.plan._format import size
 from sharding.plan._plan import Plan
 from sharding.remat._chain import Block, ChainTable, Kept, Tree, peak_bytes, stored_bytes, time_of
 from sharding.remat._chain_plan import ChainPlan
+from sharding.remat._checkpoint import INPUT
 from sharding.remat._frontier import Frontier
 from sharding.remat._modes import (
     MeasuredBlock,
@@ -26,6 +27,7 @@ from sharding.remat._modes import (
     types_of,
 )
 from sharding.remat._names import NamedValues, SavedNames
+from sharding.remat._planned import no_plan_fits
 from sharding.remat._presets import MAXTEXT_NAMES, NameRequest, Names, request_of
 from sharding.remat._stack import Stack
 from sharding.remat._stack_plan import StackPlan
@@ -157,14 +159,7 @@ def plan(
         found = stack.fastest(candidates, most)
         return stack.plan(found, stack.peak(found), most)
     chain = _measured_chain(blocks, params, x, device, request, offload, modes)
-    try:
-        tree = ChainTable(chain.blocks, chain.sizes, most, slots).tree()
-    except ValueError:
-        least = min(peak for peak, _ in chain.trees(slots))
-        raise ValueError(
-            f"no plan fits {size(most)}: these blocks need {size(least)} at least."
-        ) from None
-    return chain.plan(tree, most)
+    return chain.plan(chain.fastest(most, slots), most)
 
 
 def frontier(
@@ -227,7 +222,7 @@ def in_bytes(budget: Budget) -> float:
     if not isinstance(budget, str):
         found = float(budget)
     else:
-        match = re.fullmatch(r"\s*([\d.]+)\s*([KMG]I?)?B?\s*", budget.upper())
+        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMG]I?)?B?\s*", budget.upper())
         if match is None:
             raise ValueError(f"expected bytes, or a text such as '8GiB', got {budget!r}.")
         found = float(match[1]) * _UNITS[match[2] or ""]
@@ -271,11 +266,35 @@ class _Chain:
     def blocks(self) -> list[Block]:
         return [each.block for each in self.measured]
 
+    def fastest(self, budget: float, slots: int) -> Tree:
+        """The fastest tree within a budget.
+
+        Raises:
+          ValueError: if none fits.
+        """
+        most = min(budget, self._most(slots))
+        table = ChainTable(self.blocks, self.sizes, most, slots)
+        if np.isfinite(table.times[-1]):
+            return table.tree()
+        trees = self.trees(slots)
+        # A budget that is just enough is not where its slots round up.
+        fitting = [tree for peak, tree in trees if peak <= budget]
+        if not fitting:
+            raise no_plan_fits(budget, "these blocks need", min(peak for peak, _ in trees))
+        return fitting[-1]
+
+    def _most(self, slots: int) -> float:
+        """Bytes with which every block saves all of its first mode, rounded up to slots."""
+        count = len(self.fns)
+        if slots <= count:
+            raise ValueError(f"slots must be above the number of blocks, {count}, got {slots}.")
+        everything = tuple(Kept(i, 0) for i in range(count))
+        nbytes = peak_bytes(everything, self.blocks, self.sizes)
+        return max(nbytes * slots / (slots - count), 1.0)
+
     def trees(self, slots: int) -> list[tuple[float, Tree]]:
         """The frontier: peaks and trees, from the fewest bytes to the most."""
-        everything = tuple(Kept(i, 0) for i in range(len(self.fns)))
-        most = peak_bytes(everything, self.blocks, self.sizes) * (1 + len(self.fns) / slots)
-        table = ChainTable(self.blocks, self.sizes, most, slots)
+        table = ChainTable(self.blocks, self.sizes, self._most(slots), slots)
         changes = np.flatnonzero(table.times < np.concatenate([[np.inf], table.times[:-1]]))
         found = [table.tree(int(m)) for m in changes]
         return [(peak_bytes(tree, self.blocks, self.sizes), tree) for tree in found]
@@ -312,6 +331,11 @@ def _measured_chain(
     modes: int,
 ) -> _Chain:
     """Traces all blocks, and compiles the distinct ones."""
+    if isinstance(params, Mapping):
+        raise ValueError(
+            "the parameters of a chain are a list, with those of each block; for stacked ones give "
+            "length=."
+        )
     fns = tuple([blocks] * len(params) if callable(blocks) else blocks)
     if len(fns) != len(params) or not fns:
         raise ValueError(f"expected parameters for each of {len(fns)} blocks, got {len(params)}.")
@@ -359,6 +383,13 @@ def _measured_stack(
     """A stack, and the candidates for its plan."""
     if not callable(block):
         raise ValueError("length= is for a stack of equal blocks: give one function, not several.")
+    if isinstance(offload, str):
+        raise ValueError(f"offload is True, or a list of names, got {offload!r}.")
+    if offload and request.saved is not None:
+        raise ValueError(
+            "offload= leaves to the planner what names= has decided: give the names to offload the "
+            "place 'offload', or names= as a list."
+        )
     _check_modes(modes)
     kind, target = _device(device, (params, x))
     if offload or request.offloaded:
@@ -372,7 +403,8 @@ def _measured_stack(
                 f"{target.device_kind}."
             )
     stack = Stack(block, params, x, length, target, kind)
-    _warn([stack.named_values(request)], request)
+    wanted = () if isinstance(offload, bool) else offload
+    _warn([stack.named_values(request)], request, wanted)
     return stack, stack.candidates(request, offload, modes)
 
 
@@ -381,7 +413,9 @@ def _check_modes(modes: int | None) -> None:
         raise ValueError(f"modes must be at least 2, to save all or nothing, got {modes}.")
 
 
-def _warn(found: Sequence[NamedValues], request: NameRequest) -> None:
+def _warn(
+    found: Sequence[NamedValues], request: NameRequest, offload: Collection[str] = ()
+) -> None:
     """About names that do not do what their author wanted."""
     have = {name for values in found for name in values.values}
     if not have:
@@ -400,8 +434,8 @@ def _warn(found: Sequence[NamedValues], request: NameRequest) -> None:
             "derivative needs it, as in tanh(checkpoint_name(x @ w, ...)).",
             stacklevel=4,
         )
-    demanded = {*(request.saved or ()), *request.offloaded}
-    if have and demanded and not demanded & have:
+    demanded = {*(request.saved or ()), *request.offloaded, *offload}
+    if have and demanded and not demanded & {*have, INPUT}:
         names = ", ".join(sorted(have))
         warnings.warn(
             f"none of the requested names is in the blocks, which have {names}.", stacklevel=4

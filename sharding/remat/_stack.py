@@ -20,6 +20,7 @@ from sharding.remat._modes import (
     types_of,
 )
 from sharding.remat._names import SavedNames
+from sharding.remat._planned import no_plan_fits
 from sharding.remat._presets import NameRequest
 from sharding.remat._stack_plan import StackPlan
 from sharding.remat._work import Work
@@ -83,14 +84,16 @@ class Stack:
         device: jax.Device,
         kind: DeviceKind | None,
     ):
-        for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if length < 1:
+            raise ValueError(f"length must be at least 1, got {length}.")
+        self._params, self._length, self._kind = types_of(params), length, kind
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self._params):
             if not leaf.shape or leaf.shape[0] != length:
                 name = jax.tree_util.keystr(path, simple=True, separator="/")
                 raise ValueError(
                     f"length={length}: parameters must be stacked, {length} layers in the first "
                     f"dim, but {name} has the shape {tuple(leaf.shape)}."
                 )
-        self._params, self._length, self._kind = types_of(params), length, kind
         self._traced = TracedBlock.of(fn, one_of(params), x, device)
         before, after = (_types_as_text(tree) for tree in (self._traced.x, self._traced.y))
         if before != after:
@@ -275,10 +278,14 @@ class Stack:
             if not unknown:
                 break
             self.peak(min(unknown, key=self._estimate))
-        least = min(peak for _, peak in self._peaks.values())
+        least = self.peak(self.least(candidates))
         if least == math.inf:
             raise ValueError(f"no plan fits {size(budget)}, nor the memory of the device.")
-        raise ValueError(f"no plan fits {size(budget)}: this stack needs {size(least)} at least.")
+        raise no_plan_fits(budget, "this stack needs", least)
+
+    def least(self, candidates: Sequence[_Candidate]) -> _Candidate:
+        """The candidate whose program takes the fewest bytes; all are compiled."""
+        return min(candidates, key=self.peak)
 
     def frontier(self, candidates: Sequence[_Candidate]) -> list[StackPlan]:
         """Plans that no other candidate beats in bytes and time; all are compiled."""

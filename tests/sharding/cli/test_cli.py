@@ -22,6 +22,7 @@ from sharding.cli import main
 from sharding.cli._options import _optimizer
 from sharding.plan import estimate
 from sharding.plan._devices import kind_of
+from sharding.plan._format import size
 from sharding.plan._models import MODELS, Decoder, count_to_params
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -284,7 +285,16 @@ def test_activations_are_planned(run):
     assert "Activations: layers store 12 query_proj" in " ".join(out.split())
     code, _, err = run(f"plan {SMALL} --memory 8 --remat 1MiB")
     assert code == 2
-    assert "no plan fits 1.00 MiB" in err
+    least = re.search(r"no plan fits 1.00 MiB: .* at least, ([\d,]+) bytes", err)[1]
+    least = int(least.replace(",", ""))
+    # Layers alone would do with fewer.
+    code, _, err = run(f"plan {SMALL} --memory 8 --remat {least - 2**20}")
+    assert code == 2
+    assert f"no plan fits {size(least - 2**20)}: " in err
+    assert f"at least, {least:,} bytes" in err
+    code, out, _ = run(f"plan {SMALL} --memory 8 --remat {least} --json")
+    assert code == 0
+    assert {stage["activations"] for stage in json.loads(out)["stages"]} == {least}
 
 
 def test_an_audited_step_stores_what_is_planned(run):
@@ -623,6 +633,7 @@ def test_a_step_that_does_not_fit(run, module):
             "--model gpt2-small --target cpu:8 --remat auto",
             "--remat auto needs the memory of cpu:8",
         ),
+        ("--model gpt2-small --target cpu:8 --remat=", "a text such as '8GiB', got ''"),
         ("--model gpt2-small --target cpu:8 --remat much", "a text such as '8GiB', got 'much'"),
         ("--model gpt2-small --target cpu:8 --hybrid", "--hybrid needs an axis of replicas"),
         (

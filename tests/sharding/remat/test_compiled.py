@@ -4,6 +4,7 @@ What XLA does with ``jax.checkpoint`` on an accelerator cannot be seen in progra
 """
 
 import itertools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +92,19 @@ def test_programs_of_stacks_hold_what_is_planned(target):
         host = program.memory_analysis().host_temp_size_in_bytes
         assert host == pytest.approx(each.host, rel=1e-3)
     assert found[0].extra_flops > found[1].extra_flops
+
+
+def test_names_to_offload_are_those_of_the_blocks_or_their_input(gpu):
+    params, x = stacked()
+
+    def plan(**changes):
+        return shd.remat.plan(block, params, x, "30GiB", device=gpu, length=LENGTH, **changes)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plan(names={"block_input": "offload"}).offloaded == ("block_input",)
+    with pytest.warns(UserWarning, match="none of the requested names"):
+        plan(offload=["other"])
 
 
 def test_more_bytes_never_take_more_time(gpu):

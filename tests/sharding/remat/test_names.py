@@ -87,6 +87,36 @@ def test_recomputed_products_are_those_that_jax_runs(names):
     assert traced.recompute(names, forward + backward, None).flops == again * one
 
 
+def test_names_within_loops_and_branches_are_not_found():
+    """As the guide says. Those of an inner jit are."""
+
+    def loop(p, x):
+        return jax.lax.fori_loop(0, 2, lambda i, x: mlp(p, x), x)
+
+    def branch(p, x):
+        return jax.lax.cond(jnp.sum(x) > 0, mlp, lambda p, x: x, p, x)
+
+    for block, have in ((loop, False), (branch, False), (jax.jit(mlp), True)):
+        traced = TracedBlock.of(block, params(), jnp.ones((ROWS, WIDTH)), jax.devices()[0])
+        assert bool(traced.named_values(None, None).values) == have
+
+
+def test_only_the_input_is_the_input():
+    """Names of parameters and constants are not offloaded with it."""
+    mask = np.ones((ROWS, WIDTH), np.float32)
+
+    def block(p, x):
+        x, two = (checkpoint_name(each, "x") for each in x)
+        up = checkpoint_name(p["up"], "weights")
+        return jnp.sin(x * checkpoint_name(mask, "mask")) @ up, jnp.sin(two)
+
+    x = jnp.ones((ROWS, WIDTH))
+    traced = TracedBlock.of(block, params(), (x, x), jax.devices()[0])
+    found = traced.named_values(None, None)
+    assert set(found.values) == {"x", "weights", "mask"}
+    assert found.of_input() == ["x"]
+
+
 def test_chosen_names_and_others():
     traced = TracedBlock.of(mlp, params(), jnp.ones((ROWS, WIDTH)), jax.devices()[0])
     assert set(traced.named_values(None, None).values) == {"scaled", "up", "gate", "product"}

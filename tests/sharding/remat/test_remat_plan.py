@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 import sharding as shd
 from sharding.plan import targets
-from sharding.remat._chain import Kept, Rerun, numbers_in_tree
-from sharding.remat._remat_plan import in_bytes
-from sharding.remat._work import work_of
+from sharding.remat._chain import Block, Kept, Mode, Rerun, numbers_in_tree
+from sharding.remat._modes import MeasuredBlock
+from sharding.remat._remat_plan import _Chain, in_bytes
+from sharding.remat._work import Work, work_of
 
 WIDTHS = (8, 16, 64, 16, 32, 8, 24)
+WORK = Work(0.0, 0.0)
 
 
 def block(p, x):
@@ -107,12 +110,41 @@ def test_a_budget_is_kept():
         shd.remat.plan(*chain(), plans[0].peak / 2)
 
 
+def test_the_least_bytes_of_the_error_are_a_budget():
+    """Sizes are rounded up to slots, which must not refuse the least plan in just its bytes."""
+    with pytest.raises(ValueError, match=r"at least, [\d,]+ bytes") as error:
+        shd.remat.plan(*chain(), 1)
+    least = re.search(r"([\d,]+) bytes", str(error.value))[1].replace(",", "")
+    assert shd.remat.plan(*chain(), least).peak <= int(least)
+
+
+def test_long_chains_have_plans_that_run_nothing_again():
+    """Blocks whose bytes are just above a number of slots: rounding takes as much as it can."""
+    count = 90
+    modes = (Mode(("all",), 4e6, 9e6, 0.0), Mode((), 0.0, 9e6, 1.0))
+    measured = MeasuredBlock(Block(1.0, 2.0, modes), WORK, WORK, (WORK, WORK))
+    blocks = _Chain((None,) * count, (measured,) * count, (1e6,) * (count + 1))
+    everything = tuple(Kept(i, 0) for i in range(count))
+    assert blocks.trees(1000)[-1][1] == everything
+    assert blocks.fastest(1e15, 100) == everything
+    with pytest.raises(ValueError, match="above the number of blocks, 90, got 90"):
+        blocks.fastest(1e15, 90)
+
+
 def test_products_run_again_as_often_as_planned():
     blocks, params, x = chain()
     for found in shd.remat.frontier(blocks, params, x):
         step = jax.grad(found.apply(), argnums=(0, 1))
         # XLA on CPUs merges what runs again with its first run.
         assert work_of(jax.jit(step), params, x, kind=None).flops == found.work.flops
+
+
+def test_a_chain_takes_parameters_of_as_many_blocks():
+    blocks, params, x = chain()
+    run = shd.remat.plan(blocks, params, x, "1GiB").apply()
+    for wrong in (params[:-1], [*params, params[-1]]):
+        with pytest.raises(ValueError, match=f"each of 7 blocks, got {len(wrong)}"):
+            run(wrong, x)
 
 
 def test_check_compares_a_program():
@@ -148,12 +180,27 @@ def test_integers_enter_a_chain():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), grads, want)
 
 
+@pytest.mark.filterwarnings("ignore:the blocks have no named values")
+def test_blocks_without_products_have_tables():
+    """Of operations, of which there are none, nothing is a fraction."""
+    params = [jnp.ones(())] * 2
+    sines = shd.remat.frontier(lambda p, x: jnp.sin(jnp.sin(x)) * p, params, jnp.ones((64, 8)))
+    assert "0.0%" in str(sines)
+    same = shd.remat.plan(lambda p, x: x, [None] * 2, jnp.ones((64, 8)), "1MiB")
+    assert same.extra_time == 0.0
+    assert "0.0 %" in str(same)
+
+
 def test_bad_input():
     blocks, params, x = chain()
     with pytest.raises(ValueError, match="parameters for each of 7 blocks, got 6"):
         shd.remat.plan(blocks, params[:-1], x, 1e9)
+    with pytest.raises(ValueError, match="for stacked ones give length="):
+        shd.remat.plan(block, params[0], x, 1e9)
     with pytest.raises(ValueError, match="a text such as '8GiB', got '8 apples'"):
         shd.remat.plan(blocks, params, x, "8 apples")
+    with pytest.raises(ValueError, match=r"got '1[.]2[.]3GB'"):
+        shd.remat.plan(blocks, params, x, "1.2.3GB")
     with pytest.raises(ValueError, match="must be above 0"):
         shd.remat.plan(blocks, params, x, 0)
     assert [in_bytes(text) for text in ("2KB", "3 MiB", "1.5GiB", "7")] == [

@@ -130,6 +130,27 @@ def test_a_prime_number_of_blocks_is_one_scan():
     assert {each.lengths for each in found} == {(7,)}
 
 
+@pytest.mark.filterwarnings("ignore:the blocks have no named values")
+def test_blocks_without_parameters():
+    x = jnp.ones((ROWS, WIDTH))
+    for found in shd.remat.frontier(lambda p, x: jnp.sin(x), None, x, length=4):
+        np.testing.assert_array_equal(found.apply()(None, x), plain_sines(x))
+
+
+def plain_sines(x):
+    for _ in range(4):
+        x = jnp.sin(x)
+    return x
+
+
+def test_a_stack_takes_parameters_of_its_length():
+    """Those of more blocks would need more than was planned."""
+    params, x = stack()
+    run = shd.remat.plan(block, params, x, "1GiB", length=LENGTH).apply()
+    with pytest.raises(ValueError, match="length"):
+        run(jax.tree.map(lambda w: jnp.concatenate([w, w]), params), x)
+
+
 # --- Names ----------------------------------------------------------------------------------------
 
 
@@ -307,12 +328,16 @@ def test_bad_input():
 
     for pattern, changes in (
         (r"must be stacked, 11 layers in the first dim, but down has the shape", {"length": 11}),
+        ("down has the shape", {"length": 12, "params": params | {"down": 1.0}}),
+        ("length must be at least 1, got 0", {"length": 0}),
         ("give one function, not several", {"length": 12, "block": [block] * 12}),
         ("return what they get", {"length": 12, "block": lambda p, x: x @ p["up"]}),
         ("is no preset; known are 'full'", {"length": 12, "names": "everything"}),
         ("'hidden' must be in one of 'device'", {"length": 12, "names": {"hidden": "disk"}}),
         ("ignored by XLA on CPUs", {"length": 12, "offload": True}),
         ("ignored by XLA on CPUs", {"length": 12, "names": {"hidden": "offload"}}),
+        ("True, or a list of names, got 'hidden'", {"length": 12, "offload": "hidden"}),
+        ("what names= has decided", {"length": 12, "offload": True, "names": "full"}),
         ("offload is for stacks", {"params": [params], "offload": True}),
         ("offload is for stacks", {"params": [params], "names": "minimal_offloaded"}),
         ("modes must be at least 2", {"params": [params], "modes": 1}),

@@ -134,6 +134,17 @@ def test_a_layer_gathers_and_reduces_as_by_hand(stage):
     assert True in equations(planned, "reduce_scatter")
 
 
+def test_gathered_parameters_are_stored_without_resharding():
+    """As by ``zero.gathered`` alone: the backward pass gathers nothing."""
+    zero = shd.Zero(jax.make_mesh((4,), ("data",)), stage=3, reshard_after_forward=False)
+    alone = traced(zero, lambda p, x: scan(zero.gathered(block), p, x)).jaxpr
+    for found in plans()["stack"]:
+        one_scan = dataclasses.replace(found, lengths=(LENGTH,))
+        planned = traced(zero, one_scan.apply(zero)).jaxpr
+        same = [list(equations(each, "all_gather")) for each in (planned, alone)]
+        assert same[0] == same[1] == [True] * 2
+
+
 def test_stage_3_runs_a_block_again_once():
     zero = shd.Zero(jax.make_mesh((4,), ("data",)), stage=3)
 
