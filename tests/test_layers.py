@@ -112,6 +112,7 @@ LAYERS = (
     "collectives",
     "sync",
     "offload",
+    "recovery",
     "step",
     "_zero",
     "pipeline",

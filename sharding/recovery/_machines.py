@@ -1,0 +1,94 @@
+"""Which devices and processes share a machine, and so are lost together."""
+
+import dataclasses
+import functools
+import pathlib
+import socket
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from sharding.recovery._gather import gather_json
+
+_BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
+
+
+@dataclasses.dataclass(frozen=True)
+class Machines:
+    """The machines of a mesh, numbered in the order of the mesh.
+
+    Attributes:
+      names: of each machine.
+      domains: the failure domain of each machine.
+      of_device: the machine of each device, in the order of the mesh. [devices]
+      of_process: the machine of each process.
+    """
+
+    names: tuple[str, ...]
+    domains: tuple[str, ...]
+    of_device: np.ndarray
+    of_process: tuple[int, ...]
+
+    @functools.cached_property
+    def devices(self) -> np.ndarray:
+        """The devices of each machine, by their places in the mesh: [machines, devices of one]."""
+        return np.argsort(self.of_device, kind="stable").reshape(len(self.names), -1)
+
+
+def this_machine() -> str:
+    """What identifies this machine: its kernel's boot, which all containers on it share."""
+    return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
+
+
+def find_machines(mesh: Mesh, machine: str | None, domain: str | None) -> Machines:
+    """Asks all processes for their machines; a collective.
+
+    Args:
+      mesh: of devices of all processes.
+      machine: the name of this process's machine; ``this_machine()`` if None.
+      domain: its failure domain; the machine itself if None.
+
+    Raises:
+      ValueError: if the mesh is not of all processes, if machines have different numbers of
+        devices, or if processes of one machine name different failure domains.
+    """
+    name = machine or this_machine()
+    answers = gather_json([name, domain or name])
+    processes = [device.process_index for device in mesh.devices.flat]
+    if sorted(set(processes)) != list(range(jax.process_count())):
+        raise ValueError(
+            f"PeerCheckpoints needs a mesh with devices of all {jax.process_count()} processes, "
+            f"got one with devices of {sorted(set(processes))}."
+        )
+    return machines_of([answers[p] for p in processes], answers)
+
+
+def machines_of(
+    by_device: Sequence[tuple[str, str]], by_process: Sequence[tuple[str, str]]
+) -> Machines:
+    """The machines from the name and failure domain of each device's and process's machine."""
+    names = tuple(dict.fromkeys(name for name, _ in by_device))
+    numbers = {name: i for i, name in enumerate(names)}
+    domains = dict(by_process)
+    for name, domain in by_process:
+        if domains[name] != domain:
+            raise ValueError(
+                f"machine {name!r} is in two failure domains, {domain!r} and {domains[name]!r}: "
+                "give the same failure_domain in all of its processes."
+            )
+    of_device = np.array([numbers[name] for name, _ in by_device])
+    counts = np.bincount(of_device)
+    if len(set(counts.tolist())) > 1:
+        few, many = names[counts.argmin()], names[counts.argmax()]
+        raise ValueError(
+            f"machine {few!r} has {counts.min()} devices of the mesh, machine {many!r} has "
+            f"{counts.max()}: PeerCheckpoints needs as many of each."
+        )
+    return Machines(
+        names,
+        tuple(domains[name] for name in names),
+        of_device,
+        tuple(numbers[name] for name, _ in by_process),
+    )

@@ -1,0 +1,354 @@
+"""Checkpoints in the host memory of this machine and of peers."""
+
+import dataclasses
+import fcntl
+import json
+import os
+import pathlib
+import threading
+import time
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh
+
+from sharding.recovery._find_snapshot import (
+    FoundSnapshot,
+    NoCompleteCheckpoint,
+    find_snapshot,
+    scan,
+)
+from sharding.recovery._gather import gather_json
+from sharding.recovery._load_state import load_state
+from sharding.recovery._machines import find_machines
+from sharding.recovery._peer_description import PeerDescription, describe_replicas
+from sharding.recovery._peer_placement import place_replicas
+from sharding.recovery._replica_program import ReplicaProgram, Replicas, as_data, leaf_paths
+from sharding.recovery._slot import Slot, SnapshotId, Table
+from sharding.recovery._slot_plan import SlotPlan
+
+
+class Restored(NamedTuple):
+    """What ``PeerCheckpoints.restore`` returns.
+
+    Attributes:
+      step: at which the state was saved.
+      state: as the abstract state, placed like it.
+      extra: the value given to ``save``.
+    """
+
+    step: int
+    state: Any
+    extra: Any
+
+
+@dataclasses.dataclass
+class SaveCounts:
+    """What saving took in this process so far.
+
+    Attributes:
+      saved: snapshots that were written.
+      failed: snapshots that were not, each with a warning.
+      waited: seconds for which ``save`` waited until the snapshot before was written.
+      written: bytes.
+      sent: bytes that other machines sent to this process.
+    """
+
+    saved: int = 0
+    failed: int = 0
+    waited: float = 0.0
+    written: int = 0
+    sent: int = 0
+
+
+class PeerCheckpoints:
+    """Keeps the newest snapshots of a state in the host memory of its own and of peer machines.
+
+    Each machine stores the shards of its devices, once, and those of ``replicas - 1`` peers, in two
+    files in memory that are written over in turn. A snapshot is copied and sent by one compiled
+    program and written by a thread. The program also counts who has committed the snapshot before,
+    so that no one overwrites the last complete one.
+
+    Every process calls the constructor and the methods in the same order.
+
+    Args:
+      mesh: of the state, with devices of all processes.
+      folder: in memory, such as ``/dev/shm``: it survives a killed process and no lost machine.
+      run_id: names the run; another run's snapshots are not seen.
+      replicas: machines that store each shard. What several failure domains hold on their devices
+        anyway is not sent.
+      interval: ``save`` stores steps that are multiples of it.
+      placement: ``"group"``, in which machines store each other's shards, or ``"ring"``.
+      failure_domain: of this process's machine, such as its rack; replicas of a shard are stored in
+        different ones. Each machine is one of its own by default.
+      machine: the name of this process's machine; by default its kernel's boot id, which all
+        containers on a machine share.
+
+    Raises:
+      ValueError: if there are fewer machines or failure domains than replicas, or if they have
+        different numbers of devices.
+      OSError: if another process uses the folder for this run, or the folder cannot be written.
+
+    >>> import tempfile
+    >>> mesh = jax.make_mesh((8,), ("data",))
+    >>> sharding = jax.sharding.NamedSharding(mesh, jax.P("data"))
+    >>> state = {"w": jax.device_put(jax.numpy.arange(16.0), sharding)}
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> store = PeerCheckpoints(mesh, folder.name, run_id="doc", replicas=1)
+    >>> store.save(10, state, {"epoch": 2})
+    True
+    >>> step, restored, extra = store.restore(state)
+    >>> step, extra, bool((restored["w"] == state["w"]).all())
+    (10, {'epoch': 2}, True)
+    >>> store.close(delete=True)
+
+    References:
+      Wang et al., GEMINI: Fast Failure Recovery in Distributed Training with In-Memory
+      Checkpoints, SOSP 2023.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        folder: str | os.PathLike[str],
+        *,
+        run_id: str,
+        replicas: int = 2,
+        interval: int = 1,
+        placement: str = "group",
+        failure_domain: str | None = None,
+        machine: str | None = None,
+    ):
+        if not run_id or pathlib.PurePath(run_id).name != run_id:
+            raise ValueError(f"run_id must be the name of a folder, got {run_id!r}.")
+        if interval < 1:
+            raise ValueError(f"interval must be at least 1, got {interval}.")
+        self.mesh, self.interval = mesh, interval
+        self.machines = find_machines(mesh, machine, failure_domain)
+        spread = self.machines.domains != self.machines.names
+        self.holders = place_replicas(self.machines.domains, replicas, placement, spread=spread)
+        self.counts = SaveCounts()
+        self.folder = pathlib.Path(folder) / run_id
+        self.folder.mkdir(parents=True, exist_ok=True)
+        me = jax.process_index()
+        mates = [p for p, m in enumerate(self.machines.of_process) if m == self._machine]
+        self._rank, self._num_mates = mates.index(me), len(mates)
+        self._lock = _lock(self.folder / f"{self._rank}.lock")
+        self._slots = [Slot(self.folder / f"{self._rank}-{i}.slot") for i in range(2)]
+        _, seen = scan(self.folder, self.machines)
+        newest = max((attempt for files in seen for _, attempt, _ in files), default=0)
+        # Seconds, so that attempts grow even if all earlier snapshots are gone for now.
+        self._attempt = max(newest + 1, gather_json(int(time.time()))[0])
+        self._complete: SnapshotId | None = None  # of all processes, as far as known here
+        self._newest: SnapshotId | None = None  # committed by this process
+        self._found: FoundSnapshot | None = None
+        self._program: tuple[Any, ReplicaProgram, SlotPlan] | None = None
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._last_step = -1
+
+    @property
+    def _machine(self) -> int:
+        return self.machines.of_process[jax.process_index()]
+
+    # --- Saving ---------------------------------------------------------------------------------
+
+    def save(self, step: int, state: Any, extra: Any = None) -> bool:
+        """Starts a snapshot and returns while it is under way; a collective.
+
+        The state may be donated at once. If the snapshot before is still being written, this waits
+        for it. If it could not be written, a warning is issued, it is counted, and the last
+        complete snapshot stays.
+
+        Args:
+          step: after which the state was made; greater than that of the snapshot before.
+          state: a tree of arrays on the mesh.
+          extra: a value that JSON can hold, the same in all processes: the position in the data,
+            counters.
+
+        Returns:
+          Whether a snapshot was started: False for a step that is no multiple of ``interval``.
+
+        Raises:
+          ValueError: if the step is not greater than that of the snapshot before.
+          TypeError: if JSON cannot hold ``extra``, or if a leaf is not an array on the mesh.
+        """
+        if step % self.interval:
+            return False
+        if step <= self._last_step:
+            raise ValueError(f"step {step} does not come after step {self._last_step}, saved last.")
+        json.dumps(extra)
+        leaves = [(path, as_data(x)) for path, x in leaf_paths(state)]
+        program, plan = self._program_for(leaves)
+        self._join()
+        committed = self._newest is not None and self._newest.step == self._last_step
+        self._last_step, self._found = step, None
+        replicas = program([x for _, x in leaves], committed)
+        number = SnapshotId(self._attempt, step)
+        self._thread = threading.Thread(
+            target=self._write, args=(plan, replicas, number, extra), name="peer-checkpoints"
+        )
+        self._thread.start()
+        return True
+
+    def wait_until_finished(self) -> None:
+        """Returns once all processes have written their part of the last snapshot; a collective."""
+        self._join()
+        done = self._newest is not None and self._newest.step == self._last_step
+        if all(gather_json(done)):
+            self._complete = self._newest
+
+    def _program_for(self, leaves: list[tuple[str, jax.Array]]) -> tuple[ReplicaProgram, SlotPlan]:
+        """The program for such a state, which stays the same in a run."""
+        types = [(path, x.shape, x.dtype, getattr(x, "sharding", None)) for path, x in leaves]
+        if self._program is None or self._program[0] != types:
+            program = ReplicaProgram(self.mesh, self.machines, self.holders, leaves)
+            self._program = types, program, SlotPlan(program)
+        return self._program[1:]
+
+    def _write(self, plan: SlotPlan, replicas: Replicas, number: SnapshotId, extra: Any) -> None:
+        """Writes a snapshot; in a thread."""
+        try:
+            # Waits for the program. If all had committed the snapshot before, it is complete, and
+            # the slot with the one before it is free; else that one may be the last complete one.
+            if int(replicas.committed.addressable_data(0)) == self.mesh.size:
+                self._complete = self._newest
+                self._remove_stale()
+            slot = min(self._slots, key=lambda s: (s.snapshot == self._complete, s.snapshot or ()))
+            slot.clear()
+            data = slot.reserve(plan.num_bytes + plan.table_bytes(extra))
+            blocks = plan.fill(data, replicas)
+            slot.commit(Table(number, plan.leaves, blocks, extra), plan.num_bytes)
+            self._newest = number
+            self.counts.saved += 1
+            self.counts.written += plan.num_bytes
+            self.counts.sent += plan.received_bytes
+        except Exception as error:  # reported by the next call in the main thread
+            self._error = error
+
+    def _remove_stale(self) -> None:
+        """Once a snapshot of this attempt is complete, deletes slots of processes that are gone."""
+        if self._rank or self._complete is None or self._complete.attempt != self._attempt:
+            return
+        for path in self.folder.glob("*-*.slot"):
+            if int(path.name.partition("-")[0]) >= self._num_mates:
+                path.unlink(missing_ok=True)
+
+    def _join(self) -> None:
+        """Waits for the thread, and reports its error."""
+        if self._thread is None:
+            return
+        start = time.perf_counter()
+        self._thread.join()
+        self.counts.waited += time.perf_counter() - start
+        self._thread = None
+        error, self._error = self._error, None
+        if isinstance(error, OSError | MemoryError):
+            self.counts.failed += 1
+            kept = "none" if self._complete is None else f"that of step {self._complete.step}"
+            warnings.warn(
+                f"the snapshot of step {self._last_step} was not written to {self.folder}: "
+                f"{error}. The last complete one that is known here is {kept}.",
+                stacklevel=3,
+            )
+        elif error is not None:
+            raise error
+
+    # --- Restoring ------------------------------------------------------------------------------
+
+    def latest_step(self) -> int | None:
+        """The step of the newest complete snapshot, None if there is none; a collective."""
+        found = self.latest()
+        return None if found is None else found.step
+
+    def latest(self) -> Restored | None:
+        """Step and extra value of the newest complete snapshot, without its state; a collective."""
+        try:
+            found = self._find()
+        except NoCompleteCheckpoint:
+            return None
+        return Restored(found.id.step, None, found.extra)
+
+    def restore(self, abstract_state: Any) -> Restored:
+        """The newest complete snapshot, on any mesh, stage and number of processes; a collective.
+
+        Blocks are verified against the checksums that their source device computed. Those that a
+        machine does not have are sent by one that does. Newer snapshots, which are incomplete, are
+        discarded. Until the next ``save`` is complete, what lost machines stored has no replica:
+        save at once.
+
+        Args:
+          abstract_state: types with shardings, such as ``zero.abstract_state(...)``, or a state.
+
+        Raises:
+          NoCompleteCheckpoint: if shards have no replica left.
+          ValueError: if the snapshot is of another state.
+        """
+        found = self._find()
+        state, num_bytes = load_state(self.mesh, found, abstract_state)
+        jax.block_until_ready(state)
+        self.counts.sent += num_bytes
+        self._complete, self._last_step = found.id, found.id.step
+        if found.id.attempt != self._attempt:
+            self._last_step = found.id.step - 1
+        own = {slot.path: slot for slot in self._slots}
+        for path in self.folder.glob("*.slot"):
+            slot = own.get(path) or Slot(path)
+            if slot.snapshot is not None and slot.snapshot > found.id:
+                slot.clear()
+        gather_json(None)  # no process overwrites what another one still reads
+        return Restored(found.id.step, state, found.extra)
+
+    def _find(self) -> FoundSnapshot:
+        self._join()
+        gather_json(None)  # all have written
+        if self._found is None:
+            self._found = find_snapshot(self.folder, self.machines)
+        return self._found
+
+    # --- The rest -------------------------------------------------------------------------------
+
+    def describe(self, state: Any = None) -> PeerDescription:
+        """Who stores whose shards, bytes, and the probability of recovery.
+
+        Args:
+          state: arrays or types with shardings; that of the last ``save`` if None.
+
+        Raises:
+          ValueError: before the first ``save``, without a state.
+        """
+        if state is not None:
+            leaves = [(path, as_data(x)) for path, x in leaf_paths(state)]
+            program = ReplicaProgram(self.mesh, self.machines, self.holders, leaves)
+        elif self._program is not None:
+            program = self._program[1]
+        else:
+            raise ValueError("describe needs a state before the first save: describe(state).")
+        return describe_replicas(program, self.machines, self.holders)
+
+    def close(self, *, delete: bool = False) -> None:
+        """Waits for the thread and releases the folder.
+
+        Args:
+          delete: whether this machine's snapshots are deleted, and their memory freed.
+        """
+        self._join()
+        if delete:
+            for slot in self._slots:
+                slot.path.unlink(missing_ok=True)
+        os.close(self._lock)
+
+
+def _lock(path: pathlib.Path) -> int:
+    """A lock on a file that lasts until the process ends."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(file)
+        raise OSError(
+            f"another process uses {path.parent}: machines, and runs of the same run_id, need "
+            "folders of their own."
+        ) from error
+    return file

@@ -1,0 +1,65 @@
+"""Arrays as unsigned integers, and a checksum of them that devices and hosts compute alike."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import lax
+
+_CHUNK = 1 << 16  # elements that a host sums at a time, in its cache
+WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_NARROW = {"int2": np.int8, "int4": np.int8, "uint2": np.uint8, "uint4": np.uint8}
+
+
+def stored_dtype(dtype: Any) -> np.dtype:
+    """The dtype in which an array is stored: of integers below 8 bits, one of 8 bits.
+
+    Raises:
+      TypeError: for a dtype without one, such as a float below 8 bits.
+    """
+    dtype = np.dtype(dtype)
+    narrow = _NARROW.get(dtype.name)
+    wide = dtype.kind in "biuf" or dtype == ml_dtypes.bfloat16 or "float8" in dtype.name
+    if not narrow and not wide:
+        raise TypeError(f"snapshots cannot store {dtype.name}.")
+    return np.dtype(narrow or dtype)
+
+
+def as_words(x: jax.Array) -> jax.Array:
+    """The bits of an array as unsigned integers of its width."""
+    x = x.astype(stored_dtype(x.dtype))
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint8)
+    return lax.bitcast_convert_type(x, WORDS[x.dtype.itemsize])
+
+
+def checksum(words: jax.Array) -> jax.Array:
+    """The sum of (2 i + 1) w_i modulo 2**32, i counting row by row; uint32.
+
+    Odd factors make any change of one word change the sum; different ones, of two words' places.
+    """
+    if words.dtype.itemsize == 8:  # two words, the low one first
+        words = lax.bitcast_convert_type(words, jnp.uint32)
+    factor = jnp.ones((), jnp.uint32)
+    stride = 2
+    for d in reversed(range(words.ndim)):
+        index = lax.broadcasted_iota(jnp.uint32, words.shape, d)
+        factor = lax.broadcast(factor, words.shape) if factor.ndim == 0 else factor
+        factor = factor + index * jnp.uint32(stride % 2**32)
+        stride *= words.shape[d]
+    return jnp.sum(words.astype(jnp.uint32) * factor, dtype=jnp.uint32)
+
+
+def host_checksum(block: np.ndarray) -> int:
+    """``checksum`` of the words of a contiguous array in host memory."""
+    raw = block.reshape(-1).view(np.uint8)
+    words = raw.view(WORDS[min(4, block.dtype.itemsize)])
+    factors = np.arange(1, 2 * _CHUNK, 2, dtype=np.uint32)
+    total = 0
+    for start in range(0, len(words), _CHUNK):
+        chunk = words[start : start + _CHUNK].astype(np.uint32, copy=False)
+        weighted = int((chunk * factors[: len(chunk)]).sum(dtype=np.uint32))
+        total += weighted + 2 * start * int(chunk.sum(dtype=np.uint32))
+    return total % 2**32

@@ -1,0 +1,233 @@
+"""A run of several processes that are killed: forked after the imports, started again, compared.
+
+``python -m ...trainer`` reads a list of options, one for each process, from each line of its input,
+forks the processes, and answers with their exit codes. It is its own supervisor: once a process has
+ended badly it kills the others, as a cluster would.
+"""
+
+import json
+import os
+import pathlib
+import random
+import signal
+import sys
+import time
+import traceback
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import optax_ext
+import sharding as shd
+from sharding.recovery import _peer_checkpoints as peers
+from sharding.recovery._replica_program import ReplicaProgram
+from sharding.recovery._slot import Slot
+from sharding.recovery._slot_plan import OWN, SlotPlan
+
+BATCH, WIDTH = 8, 32
+
+
+def make_state(key):
+    """Matrices of different scale, and one that no mesh shards."""
+    keys = jax.random.split(key, 3)
+    params = {
+        "up": jax.random.normal(keys[0], (2, WIDTH, 2 * WIDTH)) * 0.2,
+        "down": (jax.random.normal(keys[1], (2, 2 * WIDTH, WIDTH)) * 3).astype(jnp.bfloat16),
+        "bias": jax.random.normal(keys[2], (7,)),
+    }
+    return params, tx().init(params)
+
+
+def tx():
+    """Factored state beside full, with a schedule that depends on the step."""
+    schedule = optax.cosine_decay_schedule(1e-2, 400)
+    return optax.chain(optax_ext.came(schedule, debias_instability=True), optax.ema(0.9))
+
+
+def loss_fn(params, batch):
+    """Full-rank gradients."""
+    x = batch["x"]
+    for up, down in zip(params["up"], params["down"], strict=True):
+        x = x + jnp.tanh(x @ up) @ down.astype(jnp.float32) * 0.1
+    return jnp.mean((x - batch["y"] + params["bias"].sum()) ** 2)
+
+
+def read_batch(position, noise):
+    """The batch at a position of the data, with the noise of a random key."""
+    x = np.random.default_rng(position).normal(size=(BATCH, WIDTH)).astype(np.float32)
+    return {"x": x + noise, "y": np.sin(3 * x)}
+
+
+def die(rank, options, point, step):
+    """Kills this process if it is its turn."""
+    if options.get("kill") == [rank, point, step]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def plant(rank, options):
+    """Where a process can be killed, slowed down or corrupted."""
+    step = {"now": 0}
+    write, clear, commit = SlotPlan._write, Slot.clear, Slot.commit
+    fill, call = SlotPlan.fill, ReplicaProgram.__call__
+
+    def planted_write(self, data, transfer, device, number, words):
+        die(rank, options, "own" if number == OWN else "peer", step["now"])
+        write(self, data, transfer, device, number, words)
+
+    def planted_clear(self):
+        clear(self)
+        die(rank, options, "cleared", step["now"])
+
+    def planted_fill(self, data, replicas):
+        time.sleep(options.get("slow", {}).get(str(rank), 0))
+        if step["now"] in options.get("full", {}).get(str(rank), ()):
+            raise OSError(28, "No space left on device")
+        return fill(self, data, replicas)
+
+    def planted_commit(self, table, num_bytes):
+        die(rank, options, "data", step["now"])
+        commit(self, table, num_bytes)
+        if options.get("kill") == [rank, "header", step["now"]]:
+            self._memory[20:40] = 0  # half of it
+        die(rank, options, "header", step["now"])
+        with (pathlib.Path(options["log"]) / f"committed-{rank}.txt").open("a") as file:
+            file.write(f"{table.id.step}\n")
+        die(rank, options, "between", step["now"])
+
+    def planted_call(self, leaves, committed):
+        die(rank, options, "send", step["now"])
+        return call(self, leaves, committed or "no-token" in options.get("mutations", ()))
+
+    SlotPlan._write, Slot.clear, Slot.commit = planted_write, planted_clear, planted_commit
+    SlotPlan.fill, ReplicaProgram.__call__ = planted_fill, planted_call
+    return step
+
+
+def train(rank, options):
+    """One process: restores what there is, and trains to the end."""
+    jax.distributed.initialize(
+        f"localhost:{options['port']}",
+        options["processes"],
+        rank,
+        heartbeat_timeout_seconds=30,
+        shutdown_timeout_seconds=30,
+    )
+    shape = options["mesh"]
+    jax.config.update("jax_num_cpu_devices", int(np.prod(shape)) // options["processes"])
+    axes = ("replica", "data")[-len(shape) :]
+    mesh = jax.make_mesh(tuple(shape), axes)
+    zero = shd.Zero(
+        mesh,
+        stage=options["stage"],
+        replica_axis="replica" if len(shape) > 1 else None,
+        min_shard_size=0,
+    )
+    planted = plant(rank, options)
+    store = shd.PeerCheckpoints(
+        mesh,
+        pathlib.Path(options["root"]) / options["machines"][rank],
+        run_id="run",
+        machine=options["machines"][rank],
+        replicas=options.get("replicas", 2),
+        interval=options.get("interval", 1),
+    )
+    planted["now"] = -1
+    log = pathlib.Path(options["log"]) / "losses.jsonl"
+    replicated = jax.sharding.NamedSharding(mesh, jax.P())
+    noise_key = jax.jit(lambda: jax.random.key(5), out_shardings=replicated)()
+    split_key = jax.jit(lambda key: tuple(jax.random.split(key)), out_shardings=(replicated,) * 2)
+    start, position = 0, 0
+    abstract = {
+        "train": zero.abstract_state(make_state, jax.random.key(0), tx=tx()),
+        "key": jax.ShapeDtypeStruct((), noise_key.dtype, sharding=replicated),
+    }
+    begin = time.perf_counter()
+    try:
+        start, state, extra = store.restore(abstract)
+        state, noise_key, position = state["train"], state["key"], extra["position"]
+    except peers.NoCompleteCheckpoint as error:
+        if options.get("must_restore"):
+            raise
+        print(f"{error}", flush=True)
+        state = zero.init(make_state, jax.random.key(0), tx=tx())
+    restored = {"restored": start, "seconds": time.perf_counter() - begin}
+    restored["received"] = store.counts.sent
+    if rank == 0:
+        with log.open("a") as file:
+            file.write(json.dumps(restored) + "\n")
+    planted["now"] = start
+    die(rank, options, "restored", start)
+    if start:
+        store.save(start, {"train": state, "key": noise_key}, {"position": position})
+    step = zero.train_step(lambda p, b: loss_fn(zero.gather(p), b), tx=tx())
+    for i in range(start + 1, options["steps"] + 1):
+        planted["now"] = i
+        noise_key, use = split_key(noise_key)
+        noise = np.asarray(jax.random.normal(use.addressable_data(0), (BATCH, WIDTH))) * 0.1
+        position += 1 + i % 3
+        batch = read_batch(position, noise)
+        mine = {k: np.split(v, options["processes"])[rank] for k, v in batch.items()}
+        state, metrics = step(state, zero.put(mine))
+        loss = float(metrics["loss"])
+        die(rank, options, "training", i)
+        store.save(i, {"train": state, "key": noise_key}, {"position": position})
+        die(rank, options, "sent", i)
+        if rank == 0:
+            with log.open("a") as file:
+                file.write(json.dumps({"step": i, "loss": loss.hex()}) + "\n")
+    store.wait_until_finished()
+    if rank == 0:
+        counts = vars(store.counts)
+        with log.open("a") as file:
+            file.write(json.dumps({"counts": counts}) + "\n")
+    store.close()
+
+
+def child(rank, options):
+    """A forked process."""
+    file = os.open(
+        f"{options['log']}/output-{rank}.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600
+    )
+    os.dup2(file, 1), os.dup2(file, 2)
+    code = 0
+    try:
+        train(rank, options)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def supervise(options):
+    """Runs all processes once; returns their exit codes."""
+    warnings.filterwarnings("ignore", message=".*fork.*")
+    pids = []
+    for rank in range(options["processes"]):
+        pid = os.fork()
+        if not pid:
+            child(rank, options)
+        pids.append(pid)
+    codes = {}
+    while len(codes) < len(pids):
+        pid, status = os.wait()
+        codes[pid] = os.waitstatus_to_exitcode(status)
+        if codes[pid]:
+            time.sleep(random.random() * options.get("survive", 0.2))
+            for other in pids:
+                if other not in codes:
+                    os.kill(other, signal.SIGKILL)
+    return [codes[pid] for pid in pids]
+
+
+def main():
+    """Serves until the end of its input."""
+    for line in sys.stdin:
+        print(json.dumps(supervise(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
