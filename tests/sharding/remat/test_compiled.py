@@ -101,7 +101,7 @@ def test_names_to_offload_are_those_of_the_blocks_or_their_input(gpu):
         return shd.remat.plan(block, params, x, "30GiB", device=gpu, length=LENGTH, **changes)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", message="none of the requested")
         assert plan(names={"block_input": "offload"}).offloaded == ("block_input",)
     with pytest.warns(UserWarning, match="none of the requested names"):
         plan(offload=["other"])
