@@ -25,7 +25,7 @@ from sharding.recovery._machines import find_machines
 from sharding.recovery._peer_description import PeerDescription, describe_replicas
 from sharding.recovery._peer_placement import place_replicas
 from sharding.recovery._replica_program import ReplicaProgram, Replicas, as_data, leaf_paths
-from sharding.recovery._slot import Slot, SnapshotId, Table
+from sharding.recovery._slot import Slot, SnapshotId, SlotTable
 from sharding.recovery._slot_plan import SlotPlan
 
 
@@ -102,6 +102,7 @@ class PeerCheckpoints:
     >>> step, extra, bool((restored["w"] == state["w"]).all())
     (10, {'epoch': 2}, True)
     >>> store.close(delete=True)
+    >>> folder.cleanup()
 
     References:
       Wang et al., GEMINI: Fast Failure Recovery in Distributed Training with In-Memory
@@ -219,7 +220,7 @@ class PeerCheckpoints:
             slot.clear()
             data = slot.reserve(plan.num_bytes + plan.table_bytes(extra))
             blocks = plan.fill(data, replicas)
-            slot.commit(Table(number, plan.leaves, blocks, extra), plan.num_bytes)
+            slot.commit(SlotTable(number, plan.leaves, blocks, extra), plan.num_bytes)
             self._newest = number
             self.counts.saved += 1
             self.counts.written += plan.num_bytes

@@ -37,7 +37,7 @@ class SnapshotId(NamedTuple):
     step: int
 
 
-class Table(NamedTuple):
+class SlotTable(NamedTuple):
     """What a slot holds.
 
     Attributes:
@@ -104,7 +104,7 @@ class Slot:
                 os.close(file)
         return self._memory[_PAGE:]
 
-    def commit(self, table: Table, num_bytes: int) -> None:
+    def commit(self, table: SlotTable, num_bytes: int) -> None:
         """Makes the data a snapshot, by its table behind it and then its header."""
         assert self._memory is not None
         raw = _pack(table)
@@ -126,7 +126,7 @@ class OpenSlot:
       table: what it holds.
     """
 
-    def __init__(self, path: pathlib.Path, raw: np.ndarray, table: Table):
+    def __init__(self, path: pathlib.Path, raw: np.ndarray, table: SlotTable):
         self.path, self.table, self._raw = path, table, raw
 
     @property
@@ -182,7 +182,7 @@ def slots_in(folder: pathlib.Path) -> Iterator[OpenSlot]:
             continue
 
 
-def _pack(table: Table) -> bytes:
+def _pack(table: SlotTable) -> bytes:
     """Blocks behind a length, then the rest as JSON."""
     rest = {
         "leaves": [[x.path, x.shape, x.dtype, x.grid] for x in table.leaves],
@@ -192,10 +192,10 @@ def _pack(table: Table) -> bytes:
     return struct.pack("<Q", len(blocks)) + blocks + json.dumps(rest).encode()
 
 
-def _unpack(number: SnapshotId, raw: bytes) -> Table:
+def _unpack(number: SnapshotId, raw: bytes) -> SlotTable:
     """Reads what ``_pack`` wrote."""
     (size,) = struct.unpack("<Q", raw[:8])
     blocks = np.frombuffer(raw[8 : 8 + size], BLOCK)
     rest = json.loads(raw[8 + size :])
     leaves = [StoredLeaf(p, tuple(s), dtype, tuple(g)) for p, s, dtype, g in rest["leaves"]]
-    return Table(number, leaves, blocks, rest["extra"])
+    return SlotTable(number, leaves, blocks, rest["extra"])

@@ -1,13 +1,13 @@
 """Processes that are killed at every point of a save, with and without the memory of a machine.
 
-After each kill all processes start again, restore what the machines hold, and go on. The losses are
-those of a run without kills, bit by bit, and nothing older than the last committed step is restored.
+After each kill all processes start again, restore what the machines hold, and go on. The losses
+are those of a run without kills, bit by bit, and nothing older than the last committed step is
+restored.
 ``RECOVERY_KILLS`` sets how many kills there are.
 """
 
 import json
 import os
-import pathlib
 import shutil
 import socket
 import subprocess
