@@ -25,7 +25,7 @@ from sharding.recovery._machines import find_machines
 from sharding.recovery._peer_description import PeerDescription, describe_replicas
 from sharding.recovery._peer_placement import place_replicas
 from sharding.recovery._replica_program import ReplicaProgram, Replicas, as_data, leaf_paths
-from sharding.recovery._slot import Slot, SnapshotId, SlotTable
+from sharding.recovery._slot import Slot, SlotTable, SnapshotId
 from sharding.recovery._slot_plan import SlotPlan
 
 
