@@ -28,6 +28,8 @@ from sharding.placement._train_state import (
     with_model_state,
     with_opt_state,
 )
+from sharding.recovery._peer_checkpoints import PeerCheckpoints
+from sharding.recovery._step_copies import StepCopies
 from sharding.step import _flax_linen, _flax_nnx, _local_norm
 from sharding.step._checks import check_alive, check_batch, check_compiled, check_placed
 from sharding.step._compiled_step import CompiledStep, signature_of
@@ -530,6 +532,7 @@ class Zero:
         trainable: Any = None,
         grad_norm: bool = False,
         sync_batch_norm: bool = True,
+        snapshot: PeerCheckpoints | None = None,
         donate: bool = True,
     ) -> CompiledStep:
         """A compiled training step: ``step(state, batch) -> (state, metrics)``.
@@ -574,6 +577,9 @@ class Zero:
           sync_batch_norm: ``flax.linen.BatchNorm`` takes its statistics over the micro-batch of all
             devices, as it does on one device, without an ``axis_name``; a sum of two vectors for
             each, forward and backward. False leaves the statistics to each device.
+          snapshot: where ``store.save(...)`` leaves copying the saved state to the step that takes
+            it, so that copies to host memory and to peers run beside the step's own work. A
+            snapshot is that of the state before the step, under the number given to ``save``.
           donate: reuse the state's memory for the new state; the old one cannot be used again.
 
         Returns:
@@ -605,14 +611,18 @@ class Zero:
         ).check()
         names = model_state if isinstance(model_state, str | tuple) else None
 
-        def compile_step(state: Any, batch: Any) -> Any:
+        if snapshot is not None:
+            _check_same_devices(self.mesh, snapshot)
+            snapshot.copy_in_steps()
+
+        def compile_step(state: Any, batch: Any, copies: StepCopies | None) -> Any:
             shardings, placed, opt_specs = self._places(state, tx)
             check_placed(state, shardings)
             trained = resolve_trainable(params_of(state), trainable)
             spec = StepSpec(self.precision, placed, trained, self.sync)
 
             def step(
-                layout: Layout, state: Any, batch: Any, key: Any, passed: Any
+                layout: Layout, state: Any, batch: Any, key: Any, passed: Any, copied: Any = None
             ) -> tuple[Any, dict[str, Any]]:
                 _check_passed(passed, model_state)
                 key = step_key(state, key) if rngs in (True, "per_example") else key
@@ -630,6 +640,9 @@ class Zero:
                 extra_args |= {"value": metrics["loss"], **metrics.pop("local", {})}
                 if grad_norm:
                     metrics["grad_norm"] = global_norm(layout, found.grads, placed)
+                if copied is not None:
+                    # Without an order of copies and update, XLA duplicates what both access.
+                    state, _ = jax.lax.optimization_barrier((state, copied))
                 new = update(
                     layout, spec, opt_specs, state, found.grads, tx, extra_args, found.shards
                 )
@@ -647,15 +660,20 @@ class Zero:
                     )
                 return shardings, metrics
 
+            run = on_mesh(self._layout, step, out_shardings)
+            inputs: tuple[Any, ...] = (
+                shardings,
+                self._layout.batch_shardings(batch),
+                None,
+                self._layout.replicated,
+            )
+            outputs: tuple[Any, Any] = (shardings, None)
+            if copies is not None:
+                run, inputs, outputs = copies.beside(run), (*inputs, None), (outputs, None)
             return jax.jit(
-                on_mesh(self._layout, step, out_shardings),
-                in_shardings=(
-                    shardings,
-                    self._layout.batch_shardings(batch),
-                    None,
-                    self._layout.replicated,
-                ),
-                out_shardings=(shardings, None),
+                run,
+                in_shardings=inputs,
+                out_shardings=outputs,
                 donate_argnums=(0,) if donate else (),
             )
 
@@ -664,7 +682,11 @@ class Zero:
             return self._layout.place_batch(batch)
 
         return CompiledStep(
-            compile_step, prepare, replicate_foreign=self._layout.replicate_foreign, donates=donate
+            compile_step,
+            prepare,
+            replicate_foreign=self._layout.replicate_foreign,
+            donates=donate,
+            snapshot=snapshot,
         )
 
     def eval_step(
@@ -692,7 +714,7 @@ class Zero:
         def select(state: Any) -> Any:
             return params_of(state), model_state_of(state, names) if names else None
 
-        def compile_eval(selected: Any, batch: Any) -> Any:
+        def compile_eval(selected: Any, batch: Any, copies: StepCopies | None) -> Any:
             params, fields = selected
             placed = self._layout.place(params)
             shardings = (
@@ -1068,6 +1090,14 @@ def _patterns(name: str, given: Any) -> tuple[str, ...]:
     patterns = (given,) if isinstance(given, str) else tuple(given or ())
     check_patterns(name, patterns)
     return patterns
+
+
+def _check_same_devices(mesh: AnyMesh, snapshot: PeerCheckpoints) -> None:
+    if mesh != snapshot.mesh:
+        raise ValueError(
+            f"snapshot stores states on the mesh {dict(snapshot.mesh.shape)}, Zero has "
+            f"{dict(mesh.shape)} or other devices: make PeerCheckpoints with zero.mesh."
+        )
 
 
 def _check_passed(passed: Any, model_state: Any) -> None:

@@ -42,6 +42,21 @@ def this_machine() -> str:
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
 
 
+def is_compile_only(mesh: Mesh) -> bool:
+    """Whether the devices of a mesh are only compiled for."""
+    device = mesh.devices.flat[0]
+    try:
+        return device not in jax.devices(device.platform)
+    except RuntimeError:  # no such platform here
+        return True
+
+
+def planned_machines(mesh: Mesh) -> Machines:
+    """The hosts of a compile-only target, each a failure domain."""
+    hosts = [f"host {device.process_index}" for device in mesh.devices.flat]
+    return machines_of([(host, host) for host in hosts], sorted({(host, host) for host in hosts}))
+
+
 def find_machines(mesh: Mesh, machine: str | None, domain: str | None) -> Machines:
     """Asks all processes for their machines; a collective.
 

@@ -21,12 +21,20 @@ from sharding.recovery._find_snapshot import (
 )
 from sharding.recovery._gather import gather_json
 from sharding.recovery._load_state import load_state
-from sharding.recovery._machines import find_machines
+from sharding.recovery._machines import find_machines, is_compile_only, planned_machines
 from sharding.recovery._peer_description import PeerDescription, describe_replicas
 from sharding.recovery._peer_placement import place_replicas
-from sharding.recovery._replica_program import ReplicaProgram, Replicas, as_data, leaf_paths
+from sharding.recovery._replica_program import (
+    ReplicaProgram,
+    Replicas,
+    as_data,
+    check_on_mesh,
+    data_type,
+    leaf_paths,
+)
 from sharding.recovery._slot import Slot, SlotTable, SnapshotId
 from sharding.recovery._slot_plan import SlotPlan
+from sharding.recovery._step_copies import StepCopies
 
 
 class Restored(NamedTuple):
@@ -62,18 +70,34 @@ class SaveCounts:
     sent: int = 0
 
 
+class _Pending(NamedTuple):
+    """A snapshot that is not copied yet.
+
+    Attributes:
+      step: of training.
+      leaves: paths and arrays.
+      extra: the user's value.
+    """
+
+    step: int
+    leaves: list[tuple[str, Any]]
+    extra: Any
+
+
 class PeerCheckpoints:
     """Keeps the newest snapshots of a state in the host memory of its own and of peer machines.
 
     Each machine stores the shards of its devices, once, and those of ``replicas - 1`` peers, in two
     files in memory that are written over in turn. A snapshot is copied and sent by one compiled
-    program and written by a thread. The program also counts who has committed the snapshot before,
-    so that no one overwrites the last complete one.
+    program, or by the next training step (``zero.train_step(snapshot=store)``), and written by a
+    thread. The program also counts who has committed the snapshot before, so that no one overwrites
+    the last complete one.
 
     Every process calls the constructor and the methods in the same order.
 
     Args:
-      mesh: of the state, with devices of all processes.
+      mesh: of the state, with devices of all processes. On a mesh of a compile-only target,
+        ``describe`` and ``lower`` of a training step show what snapshots cost there.
       folder: in memory, such as ``/dev/shm``: it survives a killed process and no lost machine.
       run_id: names the run; another run's snapshots are not seen.
       replicas: machines that store each shard. What several failure domains hold on their devices
@@ -126,11 +150,23 @@ class PeerCheckpoints:
         if interval < 1:
             raise ValueError(f"interval must be at least 1, got {interval}.")
         self.mesh, self.interval = mesh, interval
-        self.machines = find_machines(mesh, machine, failure_domain)
+        self.planned = is_compile_only(mesh)
+        if self.planned:
+            self.machines = planned_machines(mesh)
+        else:
+            self.machines = find_machines(mesh, machine, failure_domain)
         spread = self.machines.domains != self.machines.names
         self.holders = place_replicas(self.machines.domains, replicas, placement, spread=spread)
         self.counts = SaveCounts()
         self.folder = pathlib.Path(folder) / run_id
+        self._program: tuple[Any, ReplicaProgram, SlotPlan] | None = None
+        self._in_steps = False
+        self._pending: _Pending | None = None
+        if not self.planned:
+            self._open()
+
+    def _open(self) -> None:
+        """Locks the folder, and finds what earlier attempts left in it; a collective."""
         self.folder.mkdir(parents=True, exist_ok=True)
         me = jax.process_index()
         mates = [p for p, m in enumerate(self.machines.of_process) if m == self._machine]
@@ -144,10 +180,10 @@ class PeerCheckpoints:
         self._complete: SnapshotId | None = None  # of all processes, as far as known here
         self._newest: SnapshotId | None = None  # committed by this process
         self._found: FoundSnapshot | None = None
-        self._program: tuple[Any, ReplicaProgram, SlotPlan] | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._last_step = -1
+        self._written: SnapshotId | None = None  # the last one that this process began to write
 
     @property
     def _machine(self) -> int:
@@ -162,6 +198,9 @@ class PeerCheckpoints:
         for it. If it could not be written, a warning is issued, it is counted, and the last
         complete snapshot stays.
 
+        With ``zero.train_step(snapshot=...)`` the next step copies the state beside its own work;
+        until then only that step may donate it.
+
         Args:
           step: after which the state was made; greater than that of the snapshot before.
           state: a tree of arrays on the mesh.
@@ -175,34 +214,96 @@ class PeerCheckpoints:
           ValueError: if the step is not greater than that of the snapshot before.
           TypeError: if JSON cannot hold ``extra``, or if a leaf is not an array on the mesh.
         """
+        self._check_real("save")
         if step % self.interval:
             return False
+        self._leave(step, state, extra)
+        if not self._in_steps:
+            self._flush()
+        return True
+
+    def _leave(self, step: int, state: Any, extra: Any) -> None:
+        """Makes a snapshot the pending one."""
         if step <= self._last_step:
             raise ValueError(f"step {step} does not come after step {self._last_step}, saved last.")
         json.dumps(extra)
-        leaves = [(path, as_data(x)) for path, x in leaf_paths(state)]
-        program, plan = self._program_for(leaves)
-        self._join()
-        committed = self._newest is not None and self._newest.step == self._last_step
+        leaves = leaf_paths(state)
+        for path, x in leaves:
+            check_on_mesh(path, x, self.mesh)
+        self._flush()
         self._last_step, self._found = step, None
-        replicas = program([x for _, x in leaves], committed)
-        number = SnapshotId(self._attempt, step)
+        self._pending = _Pending(step, leaves, extra)
+
+    def _flush(self) -> None:
+        """Copies a snapshot that no training step has copied."""
+        if self._pending is None:
+            return
+        step, leaves, _ = self._pending
+        for path, x in leaves:
+            if x.is_deleted():
+                self._pending = None
+                raise RuntimeError(
+                    f"the snapshot of step {step} is lost: {path} was donated before it was "
+                    "copied. A store that is an argument of train_step(snapshot=...) leaves "
+                    "copying to that step: pass it the state that was saved."
+                )
+        data = [(path, as_data(x)) for path, x in leaves]
+        program, _ = self._program_for(data)
+        self._started(program([x for _, x in data], self._committed()))
+
+    def _committed(self) -> bool:
+        """Whether this process committed the snapshot before, which it waits for."""
+        self._join()
+        return self._newest is not None and self._newest == self._written
+
+    def _started(self, replicas: Replicas) -> None:
+        """Writes the pending snapshot, whose copies are under way."""
+        assert self._pending is not None
+        assert self._program is not None
+        (step, _, extra), plan = self._pending, self._program[2]
+        self._pending = None
+        self._written = SnapshotId(self._attempt, step)
         self._thread = threading.Thread(
-            target=self._write, args=(plan, replicas, number, extra), name="peer-checkpoints"
+            target=self._write, args=(plan, replicas, self._written, extra), name="peer-checkpoints"
         )
         self._thread.start()
-        return True
 
     def wait_until_finished(self) -> None:
         """Returns once all processes have written their part of the last snapshot; a collective."""
-        self._join()
-        done = self._newest is not None and self._newest.step == self._last_step
-        if all(gather_json(done)):
+        self._check_real("wait_until_finished")
+        self._flush()
+        if all(gather_json(self._committed())):
             self._complete = self._newest
+
+    # --- In training steps ----------------------------------------------------------------------
+
+    def copy_in_steps(self) -> None:
+        """Leaves copying to training steps, which ask for ``copies``."""
+        self._in_steps = True
+
+    def copies(self, state: Any) -> StepCopies | None:
+        """What a training step of this state copies: the snapshot of it that was saved, if any."""
+        leaves = jax.tree.leaves(state)
+        if self._pending is None:
+            return None
+        known = {id(x) for x in leaves}
+        if not any(id(x) in known for _, x in self._pending.leaves):
+            self._flush()  # of another state, which the step does not donate
+            return None
+        saved = self._pending.leaves
+        program, _ = self._program_for([(path, data_type(x)) for path, x in saved])
+        return StepCopies(program, [x for _, x in saved], leaves, self._committed(), self._started)
+
+    def planned_copies(self, state: Any) -> StepCopies:
+        """What a training step copies of a state, which may be abstract."""
+        saved = leaf_paths(state)
+        program = ReplicaProgram(self.mesh, self.machines, self.holders, saved)
+        leaves = [x for _, x in saved]
+        return StepCopies(program, leaves, leaves, False, lambda replicas: None)
 
     def _program_for(self, leaves: list[tuple[str, jax.Array]]) -> tuple[ReplicaProgram, SlotPlan]:
         """The program for such a state, which stays the same in a run."""
-        types = [(path, x.shape, x.dtype, getattr(x, "sharding", None)) for path, x in leaves]
+        types = [(path, x.shape, x.dtype, x.sharding) for path, x in leaves]
         if self._program is None or self._program[0] != types:
             program = ReplicaProgram(self.mesh, self.machines, self.holders, leaves)
             self._program = types, program, SlotPlan(program)
@@ -249,7 +350,8 @@ class PeerCheckpoints:
             self.counts.failed += 1
             kept = "none" if self._complete is None else f"that of step {self._complete.step}"
             warnings.warn(
-                f"the snapshot of step {self._last_step} was not written to {self.folder}: "
+                f"the snapshot of step {self._written and self._written.step} was not written to "
+                f"{self.folder}: "
                 f"{error}. The last complete one that is known here is {kept}.",
                 stacklevel=3,
             )
@@ -260,6 +362,7 @@ class PeerCheckpoints:
 
     def latest_step(self) -> int | None:
         """The step of the newest complete snapshot, None if there is none; a collective."""
+        self._check_real("latest_step")
         found = self.latest()
         return None if found is None else found.step
 
@@ -276,8 +379,8 @@ class PeerCheckpoints:
 
         Blocks are verified against the checksums that their source device computed. Those that a
         machine does not have are sent by one that does. Newer snapshots, which are incomplete, are
-        discarded. Until the next ``save`` is complete, what lost machines stored has no replica:
-        save at once.
+        discarded. What lost machines stored has replicas again once a snapshot of the restored
+        state, which this starts as ``save`` does, is complete.
 
         Args:
           abstract_state: types with shardings, such as ``zero.abstract_state(...)``, or a state.
@@ -286,6 +389,7 @@ class PeerCheckpoints:
           NoCompleteCheckpoint: if shards have no replica left.
           ValueError: if the snapshot is of another state.
         """
+        self._check_real("restore")
         found = self._find()
         state, num_bytes = load_state(self.mesh, found, abstract_state)
         jax.block_until_ready(state)
@@ -299,9 +403,13 @@ class PeerCheckpoints:
             if slot.snapshot is not None and slot.snapshot > found.id:
                 slot.clear()
         gather_json(None)  # no process overwrites what another one still reads
+        if found.id.attempt != self._attempt:
+            self._leave(found.id.step, state, found.extra)
+            self._flush()
         return Restored(found.id.step, state, found.extra)
 
     def _find(self) -> FoundSnapshot:
+        self._flush()
         self._join()
         gather_json(None)  # all have written
         if self._found is None:
@@ -320,7 +428,7 @@ class PeerCheckpoints:
           ValueError: before the first ``save``, without a state.
         """
         if state is not None:
-            leaves = [(path, as_data(x)) for path, x in leaf_paths(state)]
+            leaves = [(path, data_type(x)) for path, x in leaf_paths(state)]
             program = ReplicaProgram(self.mesh, self.machines, self.holders, leaves)
         elif self._program is not None:
             program = self._program[1]
@@ -334,11 +442,21 @@ class PeerCheckpoints:
         Args:
           delete: whether this machine's snapshots are deleted, and their memory freed.
         """
+        if self.planned:
+            return
+        self._flush()
         self._join()
         if delete:
             for slot in self._slots:
                 slot.path.unlink(missing_ok=True)
         os.close(self._lock)
+
+    def _check_real(self, what: str) -> None:
+        if self.planned:
+            raise ValueError(
+                f"{what} needs devices of this machine; the mesh is of a compile-only target, for "
+                "which there are describe(state) and train_step(snapshot=...).lower(state, batch)."
+            )
 
 
 def _lock(path: pathlib.Path) -> int:

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding.offload._host_memory import DEVICE, HOST, on_host
-from sharding.recovery._machines import Machines
+from sharding.recovery._machines import Machines, is_compile_only
 from sharding.recovery._peer_placement import Holders
 from sharding.recovery._stored_leaf import (
     BlockPlacement,
@@ -43,7 +43,8 @@ class Replicas(NamedTuple):
     """What the program returns; arrays by device, in host memory where devices have it.
 
     Attributes:
-      committed: on how many devices the snapshot before was committed. int32 []
+      committed: on how many devices the snapshot before was committed; known when all copies are
+        made. int32 []
       sums: checksums of each device's blocks. uint32 [devices, leaves]
       sent_sums: by route and round, the same of the blocks that arrived.
       own: by transfer, words of each device's own blocks. [devices, ...]
@@ -90,7 +91,7 @@ class ReplicaProgram:
         self.transfers = list(self._plan_transfers())
         # CPUs have no other memory.
         self._space = DEVICE if mesh.devices.flat[0].platform == "cpu" else HOST
-        self.jitted = jax.jit(self._trace)
+        self.jitted = jax.jit(self.trace)
 
     @property
     def bytes_per_device(self) -> int:
@@ -104,13 +105,18 @@ class ReplicaProgram:
           leaves: of the state.
           committed: whether this process committed the snapshot before.
         """
-        flags = NamedSharding(self.mesh, P(self.mesh.axis_names))
+        return self.jitted(self.flags(committed), *leaves)
+
+    def flags(self, committed: bool) -> Any:
+        """Of each device, whether its process committed the snapshot before: int32 [devices]."""
+        sharding, shape = NamedSharding(self.mesh, P(self.mesh.axis_names)), (self.mesh.size,)
+        if is_compile_only(self.mesh):
+            return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
         mine = [
             jax.device_put(np.full(1, committed, np.int32), device)
             for device in self.mesh.local_devices
         ]
-        shape = (self.mesh.size,)
-        return self.jitted(jax.make_array_from_single_device_arrays(shape, flags, mine), *leaves)
+        return jax.make_array_from_single_device_arrays(shape, sharding, mine)
 
     def _plan_transfers(self) -> Iterator[Transfer]:
         """Large blocks in boxes, small ones bundled with others of the same width and route."""
@@ -133,8 +139,8 @@ class ReplicaProgram:
         for (_, route), members in bundles.items():
             yield Transfer(tuple(members), None, route)
 
-    def _trace(self, flags: jax.Array, *leaves: jax.Array) -> Replicas:
-        """One ``shard_map`` over all axes."""
+    def trace(self, flags: jax.Array, *leaves: jax.Array) -> Replicas:
+        """The program, as a function to be traced: one ``shard_map`` over all axes."""
         axes = P(self.mesh.axis_names)
         return jax.shard_map(
             self._on_device,
@@ -172,6 +178,8 @@ class ReplicaProgram:
             words, arrived = jax.device_put((words, arrived), self._space)
             own.append(words)
             sent.append(arrived)
+        # Known once the state is read: what overwrites it can wait for that.
+        flags, *_ = lax.optimization_barrier((flags, sums, sent_sums, own[-1:], sent[-1:]))
         return Replicas(lax.psum(flags[0], axes), sums, sent_sums, own, sent)
 
 
@@ -188,10 +196,13 @@ def is_key(x: Any) -> bool:
 
 def as_data(x: Any) -> Any:
     """A leaf whose random keys are integers; other leaves as they are."""
+    return jax.random.key_data(x) if is_key(x) and isinstance(x, jax.Array) else data_type(x)
+
+
+def data_type(x: Any) -> Any:
+    """``as_data`` that computes nothing: of random keys the type of their integers."""
     if not is_key(x):
         return x
-    if isinstance(x, jax.Array):
-        return jax.random.key_data(x)
     data = jax.eval_shape(jax.random.key_data, x)
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=x.sharding)
 

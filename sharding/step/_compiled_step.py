@@ -7,6 +7,8 @@ import jax
 import numpy as np
 
 from sharding.placement._on_mesh import no_mesh
+from sharding.recovery._peer_checkpoints import PeerCheckpoints
+from sharding.recovery._step_copies import StepCopies
 from sharding.step._checks import check_alive, check_apart, check_compiled
 
 
@@ -21,22 +23,32 @@ class CompiledStep:
 
     Their placement is known only then. Another structure or other shapes compile again, as in
     ``jax.jit``.
+
+    Args:
+      compile_: from a state, a batch, and the copies of a snapshot or None to a jitted function.
+      prepare: places a batch.
+      select: what the function takes of a state.
+      replicate_foreign: places the other arguments.
+      donates: whether the function donates the state.
+      snapshot: the store whose snapshots of the state the function copies.
     """
 
     def __init__(
         self,
-        compile_: Callable[[Any, Any], Callable[..., Any]],
+        compile_: Callable[[Any, Any, StepCopies | None], Callable[..., Any]],
         prepare: Callable[[Any], Any],
         select: Callable[[Any], Any] = lambda state: state,
         *,
         replicate_foreign: Callable[[Any], Any] = lambda args: args,
         donates: bool = False,
+        snapshot: PeerCheckpoints | None = None,
     ):
         self._compile = compile_
         self._prepare = prepare
         self._select = select
         self._replicate_foreign = replicate_foreign
         self._donates = donates
+        self._snapshot = snapshot
         self._compiled: dict[Any, Any] = {}
 
     def __call__(self, state: Any, batch: Any, key: Any = None, model_state: Any = None) -> Any:
@@ -47,32 +59,43 @@ class CompiledStep:
         with no_mesh():
             batch = self._prepare(batch)
             key, model_state = self._replicate_foreign((key, model_state))
-            signature = signature_of((selected, batch))
+            copies = self._snapshot.copies(selected) if self._snapshot else None
+            signature = signature_of((selected, batch)), copies and copies.key
             if self._donates:
                 new = signature not in self._compiled
                 others = {"batch": batch, "key": key, "model_state": model_state}
                 check_apart(selected, others, buffers=new)
-            run = self._jitted(signature, selected, batch)
+            args = (selected, batch, key, model_state, *([copies.arguments] if copies else []))
+            run = self._jitted(signature, selected, batch, copies)
             try:
-                return run(selected, batch, key, model_state)
+                result = run(*args)
             except ValueError:
                 # The same shapes in another placement: this raises, or compiles for that one.
-                run = self._compile(selected, batch)
-                result = run(selected, batch, key, model_state)
+                run = self._compile(selected, batch, copies)
+                result = run(*args)
                 self._compiled[signature] = run
-                return result
+            if copies is not None:
+                result, replicas = result
+                copies.started(replicas)
+            return result
 
     def lower(
         self, state: Any, batch: Any, key: Any = None, model_state: Any = None
     ) -> jax.stages.Lowered:
-        """Lowers the function for real or abstract arguments, as ``jax.jit(f).lower``."""
+        """Lowers the function for real or abstract arguments, as ``jax.jit(f).lower``.
+
+        With a store of snapshots, the function copies the state.
+        """
         selected = self._select(state)
         with no_mesh():
             batch = self._prepare(batch)
-            run = self._jitted(signature_of((selected, batch)), selected, batch)
-            return run.lower(selected, batch, key, model_state)
+            copies = self._snapshot.planned_copies(selected) if self._snapshot else None
+            signature = signature_of((selected, batch)), copies and copies.key
+            run = self._jitted(signature, selected, batch, copies)
+            extra = [copies.arguments] if copies else []
+            return run.lower(selected, batch, key, model_state, *extra)
 
-    def _jitted(self, signature: Any, selected: Any, batch: Any) -> Any:
+    def _jitted(self, signature: Any, selected: Any, batch: Any, copies: StepCopies | None) -> Any:
         if signature not in self._compiled:
-            self._compiled[signature] = self._compile(selected, batch)
+            self._compiled[signature] = self._compile(selected, batch, copies)
         return self._compiled[signature]
