@@ -160,8 +160,6 @@ def train(rank, options):
             file.write(json.dumps(restored) + "\n")
     planted["now"] = start
     die(rank, options, "restored", start)
-    if start:
-        store.save(start, {"train": state, "key": noise_key}, {"position": position})
     step = zero.train_step(lambda p, b: loss_fn(zero.gather(p), b), tx=tx())
     for i in range(start + 1, options["steps"] + 1):
         planted["now"] = i
