@@ -16,6 +16,7 @@ from sharding.plan._audit import Audit as Audit
 from sharding.plan._audit import audit as audit
 from sharding.plan._devices import DeviceKind as DeviceKind
 from sharding.plan._wire import wire_bytes as wire_bytes
+from sharding.recovery._find_snapshot import NoCompleteCheckpoint as NoCompleteCheckpoint
 from sharding.recovery._peer_checkpoints import PeerCheckpoints as PeerCheckpoints
 from sharding.step._flax_modules import sparse_embedding as sparse_embedding
 from sharding.step._lookup import lookup as lookup
