@@ -1,0 +1,227 @@
+"""Replicas on machines: every set of lost machines is tried, on up to 16 machines."""
+
+import functools
+import itertools
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from sharding.recovery._peer_placement import PLACEMENTS, place_replicas, recovery_probability
+
+MOST = 16
+SIZES = [(n, m) for n in range(1, MOST + 1) for m in range(1, min(n, 4) + 1)]
+
+
+@functools.cache
+def num_lost(num_machines):
+    """Of each set of lost machines, as bits, how many it has: [sets]."""
+    return np.bitwise_count(np.arange(2**num_machines, dtype=np.uint32))
+
+
+def survived(holders, num_machines):
+    """How many sets of k lost machines leave a replica of every shard, for every k."""
+    lost = np.arange(2**num_machines, dtype=np.uint32)
+    fatal = np.zeros(len(lost), bool)
+    for held in set(map(frozenset, holders)):
+        bits = np.uint32(sum(1 << machine for machine in held))
+        fatal |= (lost & bits) == bits
+    return np.bincount(num_lost(num_machines)[~fatal], minlength=num_machines + 1)
+
+
+def probabilities(holders, num_machines):
+    """By brute force, for every number of lost machines."""
+    ways = survived(holders, num_machines).tolist()
+    return [ways[k] / math.comb(num_machines, k) for k in range(num_machines + 1)]
+
+
+def loads(holders):
+    """How many shards each machine stores."""
+    return Counter(itertools.chain.from_iterable(holders))
+
+
+# --- Probabilities --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_equals_brute_force(placement):
+    for n, m in SIZES:
+        holders = place_replicas(range(n), m, placement)
+        found = [recovery_probability(holders, n, k) for k in range(n + 1)]
+        assert found == probabilities(holders, n), (n, m)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_equals_brute_force_for_any_holders(seed):
+    """Sets of different sizes, repeated, within each other, apart; machines that store nothing."""
+    rng = np.random.default_rng(seed)
+    n = int(rng.integers(2, 13))
+    holders = [
+        rng.choice(n, int(rng.integers(1, min(n, 5) + 1)), replace=False).tolist()
+        for _ in range(int(rng.integers(1, 14)))
+    ]
+    holders.append(holders[0][::-1] * 2)
+    found = [recovery_probability(holders, n, k) for k in range(n + 1)]
+    assert found == probabilities(holders, n)
+
+
+@pytest.mark.parametrize(
+    ("num_machines", "placement", "lost", "expected"),
+    [
+        (16, "group", 2, 0.933),
+        (16, "group", 3, 0.800),
+        (16, "ring", 2, 0.867),
+        (16, "ring", 3, 0.629),
+        (4, "group", 2, 0.667),
+        (4, "ring", 2, 0.333),
+        (128, "group", 2, 0.992),
+        (128, "group", 4, 0.953),
+        (128, "group", 8, 0.793),
+        (5, "group", 2, 0.600),  # GEMINI's corollary, a bound, says 0.75
+    ],
+)
+def test_published_figures(num_machines, placement, lost, expected):
+    holders = place_replicas(range(num_machines), 2, placement)
+    found = recovery_probability(holders, num_machines, lost)
+    assert found == pytest.approx(expected, abs=5e-4)
+
+
+@pytest.mark.parametrize("m", [2, 3, 4])
+def test_groups_have_the_closed_form(m):
+    """Of any size: inclusion and exclusion over the groups that are lost."""
+    n = 60 * m
+    holders = place_replicas(range(n), m)
+    for k in (0, 1, m - 1, m, 2 * m + 1, n // 2, n - n // m, n - n // m + 1, n):
+        ways = sum(
+            (-1) ** j * math.comb(n // m, j) * math.comb(n - m * j, k - m * j)
+            for j in range(k // m + 1)
+        )
+        assert recovery_probability(holders, n, k) == ways / math.comb(n, k), k
+
+
+def test_large_rings():
+    """The rings of 1,024 machines take no exponential time: sets without two neighbours."""
+    n, k = 1024, 10
+    holders = place_replicas(range(n), 2, "ring")
+    ways = n * math.comb(n - k, k) // (n - k)
+    assert recovery_probability(holders, n, k) == ways / math.comb(n, k)
+
+
+def test_errors_of_probabilities():
+    holders = place_replicas(range(4), 2)
+    for lost in (-1, 5):
+        with pytest.raises(ValueError, match=f"lost must be 0 to 4 machines, got {lost}"):
+            recovery_probability(holders, 4, lost)
+
+
+# --- Machines -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_every_machine_stores_as_many_shards(placement):
+    for n, m in SIZES:
+        holders = place_replicas(range(n), m, placement)
+        assert [held[0] for held in holders] == list(range(n))
+        assert all(len(set(held)) == m for held in holders)
+        assert loads(holders) == dict.fromkeys(range(n), m), (n, m)
+
+
+def test_groups_lose_no_more_than_rings():
+    for n, m in SIZES:
+        groups = survived(place_replicas(range(n), m), n)
+        ring = survived(place_replicas(range(n), m, "ring"), n)
+        assert np.all(groups >= ring), (n, m)
+        assert np.any(groups > ring) == (m > 1 and n >= 2 * m), (n, m)
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 6, 7])
+def test_no_balanced_placement_of_two_replicas_loses_less(n):
+    """Each machine stores the shard of one other: all permutations without fixed points."""
+    found = survived(place_replicas(range(n), 2), n)
+    for peers in itertools.permutations(range(n)):
+        if all(i != peer for i, peer in enumerate(peers)):
+            assert np.all(survived(list(enumerate(peers)), n) <= found)
+
+
+# --- Failure domains ------------------------------------------------------------------------------
+
+DOMAINS = {
+    "pairs": "aabbccdd",
+    "interleaved": "abcdabcd",
+    "threes": "aaabbbcccddd",
+    "one each": "abcdefgh",
+    "one machine more": "aaabbccdd",
+    "one large": "aaaaabbccd",
+    "descending": "aaaabbbccd",
+    "half in one": "aaaabcde",
+    "more than half in one": "aaaaaabcde",
+    "uneven, interleaved": "abacabadb",
+    "as few as replicas": "aaaabbbbcc",
+}
+
+
+def needed_load(domains, m):
+    """The most shards of others that some machine must store in any placement, by Hall's theorem.
+
+    Of each subset of domains: what machines cannot store in the other ones, by its size.
+    """
+    sizes = Counter(domains)
+    needed = 0
+    for count in range(1, len(sizes) + 1):
+        for subset in itertools.combinations(sizes, count):
+            free = {name: len(sizes) - count - (name not in subset) for name in sizes}
+            inside = sum(size * max(0, m - 1 - free[name]) for name, size in sizes.items())
+            needed = max(needed, -(-inside // sum(sizes[name] for name in subset)))
+    return needed
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("domains", DOMAINS.values(), ids=DOMAINS)
+def test_replicas_are_in_distinct_domains(domains, placement):
+    n = len(domains)
+    for m in range(1, min(len(set(domains)), 4) + 1):
+        holders = place_replicas(domains, m, placement, spread=True)
+        assert [held[0] for held in holders] == list(range(n))
+        assert all(len({domains[i] for i in held}) == m for held in holders)
+        # Any m - 1 domains can be lost.
+        for lost in itertools.combinations(set(domains), m - 1):
+            assert all(any(domains[i] not in lost for i in held) for held in holders)
+        if m > 1:  # of others
+            assert max(loads(holders).values()) - 1 <= needed_load(domains, m) + 1, m
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_domains_of_random_sizes(seed):
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 6, int(rng.integers(2, 7)))
+    domains = rng.permutation(np.repeat(np.arange(len(sizes)), sizes)).tolist()
+    for m, placement in itertools.product(range(2, min(len(sizes), 4) + 1), PLACEMENTS):
+        holders = place_replicas(domains, m, placement, spread=True)
+        assert all(len({domains[i] for i in held}) == m for held in holders)
+        assert max(loads(holders).values()) - 1 <= needed_load(domains, m) + 1
+
+
+@pytest.mark.parametrize("m", [2, 3, 4])
+def test_domains_of_equal_sizes_cost_nothing(m):
+    """As few sets of machines must not be lost together as without domains."""
+    for size in (1, 2, 3):
+        domains = np.repeat(np.arange(m), size).tolist()
+        spread = place_replicas(domains, m, spread=True)
+        assert loads(spread) == dict.fromkeys(range(m * size), m)
+        assert len(set(map(frozenset, spread))) == size
+
+
+@pytest.mark.parametrize(
+    ("domains", "replicas", "options", "message"),
+    [
+        ("abcd", 5, {}, "replicas=5 needs as many machines, found 4. Give replicas=4 or less"),
+        ("abcd", 0, {}, "replicas=0 needs as many machines, found 4"),
+        ("aabb", 3, {"spread": True}, "replicas=3 needs as many failure domains, found 2"),
+        ("abcd", 2, {"placement": "star"}, "must be one of ('group', 'ring'), got 'star'"),
+    ],
+)
+def test_errors(domains, replicas, options, message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        place_replicas(domains, replicas, **options)
+    assert message in str(error.value)

@@ -1,0 +1,277 @@
+"""A file that holds one snapshot: what was written is read, or nothing is."""
+
+import itertools
+import os
+import struct
+
+import numpy as np
+import pytest
+
+from sharding.recovery import _slot
+from sharding.recovery._slot import BLOCK, Slot, SlotTable, SnapshotId, open_slot, slots_in
+from sharding.recovery._stored_leaf import StoredLeaf
+from sharding.recovery._words import host_checksum
+
+HEADER = _slot._HEADER.size + _slot._CRC.size
+LEAVES = [
+    StoredLeaf("['w']", (4, 6), "float32", (2, 1)),
+    StoredLeaf("['b']", (5,), "bfloat16", (1,)),
+    StoredLeaf("['n']", (), "int64", ()),
+]
+EXTRA = {"position": [3, 7], "text": "é\n\0", "none": None}
+ID = SnapshotId(1_800_000_000, 41)
+
+
+def content(seed=0):
+    """The blocks of a snapshot, one of them damaged from the start, and their table."""
+    rng = np.random.default_rng(seed)
+    blocks, rows, offset = [], [], 0
+    for leaf, number in ((0, 0), (0, 1), (1, 0), (2, 0)):
+        shape, dtype = LEAVES[leaf].block_shape, np.dtype(LEAVES[leaf].dtype)
+        size = int(np.prod(shape)) * dtype.itemsize
+        block = rng.integers(0, 256, size, dtype=np.uint8).view(dtype).reshape(shape)
+        blocks.append(block)
+        rows.append((leaf, number, offset, host_checksum(block)))
+        offset += -(-size // 8) * 8
+    return blocks, np.array(rows, BLOCK), offset
+
+
+def write(slot, number=ID, seed=0, *, reserve=None):
+    """Commits a snapshot; returns its blocks and the bytes of data."""
+    blocks, rows, num_bytes = content(seed)
+    slot.clear()
+    data = slot.reserve(num_bytes + 4096 if reserve is None else reserve)
+    for block, row in zip(blocks, rows, strict=True):
+        data[row["offset"] : row["offset"] + block.nbytes] = block.reshape(-1).view(np.uint8)
+    slot.commit(SlotTable(number, LEAVES, rows, EXTRA), num_bytes)
+    return blocks, num_bytes
+
+
+def assert_holds(path, number, blocks):
+    """The file has this snapshot, intact."""
+    found = open_slot(path)
+    assert found.id == found.table.id == number
+    assert found.table.leaves == LEAVES
+    assert found.table.extra == EXTRA
+    assert found.intact().tolist() == [True] * len(blocks)
+    for i, block in enumerate(blocks):
+        assert found.block(i).dtype == block.dtype
+        assert found.block(i).shape == block.shape
+        assert found.block(i).tobytes() == block.tobytes()
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "0-0.slot"
+
+
+def test_what_is_committed_is_read_back(path):
+    slot = Slot(path)
+    assert slot.snapshot is None
+    blocks, _ = write(slot)
+    assert slot.snapshot == ID
+    assert_holds(path, ID, blocks)
+    assert Slot(path).snapshot == ID  # of another process
+
+
+def test_a_slot_is_written_over(path):
+    """By the process that wrote it, and by the next one, in the same pages."""
+    slot = Slot(path)
+    write(slot)
+    size, inode = path.stat().st_size, path.stat().st_ino
+    for step in (43, 44):
+        blocks, _ = write(slot, SnapshotId(ID.attempt, step), seed=step)
+        assert_holds(path, SnapshotId(ID.attempt, step), blocks)
+    blocks, _ = write(Slot(path), SnapshotId(ID.attempt + 1, 1), seed=9)
+    assert_holds(path, SnapshotId(ID.attempt + 1, 1), blocks)
+    assert (path.stat().st_size, path.stat().st_ino) == (size, inode)
+
+
+def test_later_snapshots_are_greater():
+    ordered = [SnapshotId(1, 9), SnapshotId(2, 3), SnapshotId(2, 4), SnapshotId(10, 0)]
+    assert all(a < b for a, b in itertools.pairwise(ordered))
+
+
+# --- Halves of snapshots --------------------------------------------------------------------------
+
+
+def test_every_flipped_bit_of_the_header_makes_it_unreadable(path):
+    write(Slot(path))
+    raw = path.read_bytes()
+    for at in range(HEADER):
+        for bit in range(8):
+            path.write_bytes(raw[:at] + bytes([raw[at] ^ 1 << bit]) + raw[at + 1 :])
+            with pytest.raises(ValueError, match="has no snapshot"):
+                open_slot(path)
+    assert Slot(path).snapshot is None
+    assert list(slots_in(path.parent)) == []
+
+
+def test_every_flipped_byte_of_the_table_makes_it_unreadable(path):
+    _, num_bytes = write(Slot(path))
+    raw = path.read_bytes()
+    (table_bytes,) = struct.unpack_from("<Q", raw, _slot._HEADER.size - 12)
+    start = 4096 + num_bytes
+    for at in range(start, start + table_bytes):
+        path.write_bytes(raw[:at] + bytes([raw[at] ^ 0x41]) + raw[at + 1 :])
+        with pytest.raises(ValueError, match="is damaged"):
+            open_slot(path)
+    path.write_bytes(raw[: start + table_bytes] + b"other")  # behind it anything may follow
+    assert open_slot(path).intact().all()
+
+
+def test_every_truncated_file_is_unreadable(path):
+    blocks, num_bytes = write(Slot(path))
+    raw = path.read_bytes()
+    (table_bytes,) = struct.unpack_from("<Q", raw, _slot._HEADER.size - 12)
+    end = 4096 + num_bytes + table_bytes
+    for size in (0, 1, HEADER - 1, HEADER, 4095, *range(4096, end)):
+        path.write_bytes(raw[:size])
+        with pytest.raises(ValueError, match=r"has no snapshot|is damaged"):
+            open_slot(path)
+    path.write_bytes(raw[:end])
+    assert_holds(path, ID, blocks)
+
+
+def test_half_a_header_is_none(path):
+    """Killed while it is written: no prefix of a header behind zeros is valid."""
+    slot = Slot(path)
+    write(slot)
+    raw = path.read_bytes()
+    for size in range(HEADER):
+        path.write_bytes(raw[:size] + bytes(HEADER - size) + raw[HEADER:])
+        with pytest.raises(ValueError, match="has no snapshot"):
+            open_slot(path)
+
+
+def test_a_header_with_the_data_of_another_snapshot(path):
+    """Killed in the data, without a cleared header: the blocks would be of two snapshots."""
+    _, num_bytes = write(Slot(path))
+    raw = path.read_bytes()
+    write(Slot(path), seed=1)
+    mixed = path.read_bytes()[:4096] + raw[4096 : 4096 + num_bytes]
+    path.write_bytes(mixed + path.read_bytes()[len(mixed) :])
+    assert not open_slot(path).intact().any()
+
+
+def test_every_flipped_byte_of_the_data_is_found(path):
+    """Of one block, and of no other; padding between blocks is none of them."""
+    blocks, num_bytes = write(Slot(path))
+    raw, rows = path.read_bytes(), open_slot(path).table.blocks
+    for at in range(num_bytes):
+        path.write_bytes(raw[: 4096 + at] + bytes([raw[4096 + at] ^ 4]) + raw[4097 + at :])
+        hit = [
+            row["offset"] <= at < row["offset"] + block.nbytes
+            for row, block in zip(rows, blocks, strict=True)
+        ]
+        assert (~open_slot(path).intact()).tolist() == hit
+        assert sum(hit) <= 1
+
+
+def test_other_formats_are_named(path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(_slot, "_VERSION", 7)
+        write(Slot(path))
+    with pytest.raises(ValueError, match="has format 7, this library reads 1"):
+        open_slot(path)
+    assert list(slots_in(path.parent)) == []
+    write(Slot(path))  # it is written over
+    assert open_slot(path).id == ID
+
+
+def test_other_files_are_not_read(tmp_path):
+    blocks, _ = write(Slot(tmp_path / "1-0.slot"))
+    (tmp_path / "0.lock").touch()
+    (tmp_path / "0-0.slot").write_bytes(b"")
+    (tmp_path / "0-1.slot").write_bytes(os.urandom(8192))
+    (found,) = slots_in(tmp_path)
+    assert found.path.name == "1-0.slot"
+    assert_holds(found.path, ID, blocks)
+    with pytest.raises(OSError, match="No such file"):
+        open_slot(tmp_path / "2-0.slot")
+
+
+# --- Writing --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_clearing_comes_first(path, again):
+    """Whether this process has the file in its memory or not, nothing is read from then on."""
+    slot = Slot(path)
+    write(slot)
+    slot = Slot(path) if again else slot
+    slot.clear()
+    assert slot.snapshot is None
+    with pytest.raises(ValueError, match="has no snapshot"):
+        open_slot(path)
+    slot.reserve(64)[:] = 7  # the data of the next one
+    with pytest.raises(ValueError, match="has no snapshot"):
+        open_slot(path)
+
+
+def test_clearing_a_missing_file_makes_none(path):
+    Slot(path).clear()
+    assert not path.exists()
+
+
+def test_a_slot_grows(path):
+    slot = Slot(path)
+    write(slot)
+    before = path.stat().st_size
+    blocks, _ = write(slot, reserve=5 * 4096 + 1)
+    assert before < path.stat().st_size >= 6 * 4096
+    assert path.stat().st_size % 4096 == 0
+    assert_holds(path, ID, blocks)
+    blocks, _ = write(slot, seed=2)  # and stays as large
+    assert_holds(path, ID, blocks)
+
+
+def test_a_table_that_needs_more_memory_than_was_reserved(path):
+    """The data was written before the file grew."""
+    _, _, num_bytes = content()
+    slot = Slot(path)
+    slot.reserve(num_bytes)
+    long = SlotTable(ID, LEAVES, content()[1], "x" * 20_000)
+    blocks, rows, _ = content()
+    data = slot.reserve(num_bytes)
+    for block, row in zip(blocks, rows, strict=True):
+        data[row["offset"] : row["offset"] + block.nbytes] = block.reshape(-1).view(np.uint8)
+    slot.commit(long, num_bytes)
+    assert open_slot(path).intact().all()
+    assert open_slot(path).table.extra == "x" * 20_000
+
+
+def test_full_memory_leaves_the_other_slot_alone(tmp_path, monkeypatch):
+    """A reservation that fails half way returns what it took; with memory the slot works again."""
+    slots = [Slot(tmp_path / f"0-{i}.slot") for i in range(2)]
+    blocks, _ = write(slots[0])
+    write(slots[1])
+    sizes = [slot.path.stat().st_size for slot in slots]
+
+    def full(file, offset, size):
+        os.ftruncate(file, offset + size - 4096)
+        raise OSError(28, "No space left on device")
+
+    for slot in (slots[1], Slot(tmp_path / "0-2.slot")):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", full)
+            with pytest.raises(OSError, match="No space left"):
+                write(slot, reserve=1 << 16)
+        assert slot.snapshot is None
+    assert [path.stat().st_size for path in sorted(tmp_path.iterdir())] == [*sizes, 0]
+    assert_holds(slots[0].path, ID, blocks)
+    assert [found.path for found in slots_in(tmp_path)] == [slots[0].path]
+    blocks, _ = write(slots[1], SnapshotId(ID.attempt, 50), seed=3, reserve=1 << 16)
+    assert_holds(slots[1].path, SnapshotId(ID.attempt, 50), blocks)
+
+
+def test_memory_is_reserved_before_it_is_written(path):
+    """Else the pages of a full tmpfs end the process with SIGBUS."""
+    slot = Slot(path)
+    assert len(slot.reserve(100_000)) >= 100_000
+    assert path.stat().st_blocks * 512 >= 100_000
+
+
+def test_files_are_private(path):
+    write(Slot(path))
+    assert path.stat().st_mode & 0o777 == 0o600
