@@ -15,6 +15,9 @@ from sharding.plan._hetpipe import VirtualWorker as VirtualWorker
 from sharding.plan._hetpipe import hetpipe as hetpipe
 from sharding.plan._layer_costs import LayerCost as LayerCost
 from sharding.plan._layer_costs import layer_costs as layer_costs
+from sharding.plan._lost_time import CheckpointLoss as CheckpointLoss
+from sharding.plan._lost_time import LostTime as LostTime
+from sharding.plan._lost_time import lost_time as lost_time
 from sharding.plan._models import MODELS as MODELS
 from sharding.plan._pipedream import PipeDreamPlan as PipeDreamPlan
 from sharding.plan._pipedream import ReplicatedStage as ReplicatedStage

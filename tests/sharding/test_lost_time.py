@@ -1,0 +1,194 @@
+"""The closed form of lost training time against a simulation of failures, step by step."""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from sharding.plan import lost_time
+from sharding.recovery._peer_placement import place_replicas, recovery_probability
+
+DAY = 86_400.0
+
+
+def arguments(**changed):
+    """Failures every 2,000 s, checkpoints every 200 s or more: terms of second order count."""
+    return {
+        "state_bytes": 60e9,
+        "num_machines": 16,
+        "machine_mtbf": 32_000.0,
+        "step": 10.0,
+        "restart": 100.0,
+        "disk_bandwidth": 1e9,
+        "disk_interval": 20,
+    } | changed
+
+
+@dataclasses.dataclass
+class Run:
+    """A training run on a clock, with checkpoints of two kinds.
+
+    ``files`` and ``snapshots`` are (steps between, seconds blocked, seconds until restorable).
+    """
+
+    rng: np.random.Generator
+    failures: float
+    step: float
+    files: tuple
+    snapshots: tuple | None
+    recovered: float
+    restarts: tuple  # from files, from snapshots
+
+    def share(self, num_failures):
+        """The share of time without progress."""
+        clock, done = 0.0, 0
+        stored = {"files": [(0.0, 0)], "snapshots": []}
+        failure = self.rng.exponential(1 / self.failures)
+        while True:
+            # One step, and the checkpoints after it.
+            clock, done = clock + self.step, done + 1
+            for kind in ("snapshots", "files"):
+                if (one := getattr(self, kind)) and done % one[0] == 0:
+                    clock += one[1]
+                    stored[kind].append((clock + one[2], done))
+            if clock < failure:
+                continue
+            if not num_failures:
+                return 1 - done * self.step / clock
+            num_failures -= 1
+            from_peers = self.snapshots is not None and self.rng.random() < self.recovered
+            known = stored["files"] + (stored["snapshots"] if from_peers else [])
+            done = max(step for time, step in known if time <= failure)
+            restart = self.restarts[int(from_peers)]
+            clock = failure + restart
+            failure += self.rng.exponential(1 / self.failures)
+            while failure < clock:  # in the restart, which begins again
+                clock = failure + restart
+                failure += self.rng.exponential(1 / self.failures)
+            # What is restored stays restorable; what was being written is gone.
+            stored = {
+                "files": [max(x for x in stored["files"] if x[1] <= done and x[0] <= clock)],
+                "snapshots": [(clock, done)] if from_peers else [],
+            }
+
+
+@pytest.mark.parametrize(
+    ("blocking", "recovery"),
+    [(None, 0.9), (4.0, 0.9), (4.0, 0.0), (0.0, 1.0)],
+)
+def test_against_a_simulation(blocking, recovery):
+    given = arguments(disk_blocking=blocking, peer_interval=2, peer_overhead=1.5, peer_restore=10.0)
+    lost = lost_time(**given, recovery=lambda lost: recovery)
+    files = (20, 60.0, 0.0) if blocking is None else (20, blocking, 60.0)
+    for expected, snapshots in ((lost.disk, None), (lost.peers, (2, 1.5, 20.0))):
+        rng = np.random.default_rng(3)
+        run = Run(rng, 16 / 32_000, 10.0, files, snapshots, recovery, (160.0, 110.0))
+        found = run.share(6_000)
+        assert expected.share == pytest.approx(found, rel=0.02)
+
+
+def test_geminis_wasted_time():
+    """Writing, half an interval, and reading; each lost without peers."""
+    lost = lost_time(**arguments(disk_blocking=0.0), replicas=1)
+    assert lost.disk.lost == pytest.approx(60 + 200 / 2 + 100 + 60)
+    assert lost.recovered == 0
+    assert lost.peers.lost == lost.disk.lost
+    assert lost.peers.share == pytest.approx(lost.disk.share)
+
+
+def test_killed_processes_need_no_replicas():
+    lost = lost_time(**arguments(), replicas=1, lost_machines={0: 0.75, 1: 0.25})
+    assert lost.recovered == 0.75
+
+
+def test_recovery_is_that_of_the_placement():
+    lost = lost_time(**arguments(), lost_machines={1: 0.5, 2: 0.25, 3: 0.25})
+    holders = place_replicas(range(16), 2)
+    chances = [recovery_probability(holders, 16, k) for k in (1, 2, 3)]
+    assert lost.recovered == pytest.approx(np.dot(chances, [0.5, 0.25, 0.25]))
+    assert lost.recovered == pytest.approx(0.5 + 0.25 * 14 / 15 + 0.25 * 0.8)
+
+
+def test_without_failures_only_the_overhead_is_lost():
+    given = arguments(machine_mtbf=1e18, peer_overhead=0.5, peer_interval=2)
+    lost = lost_time(**given, disk_interval_with_peers=2_000)
+    assert lost.disk.overhead == pytest.approx(60 / 260)
+    assert lost.peers.overhead == pytest.approx(1 - 20 / 20.5 * 20_000 / 20_060)
+    assert lost.best_disk.overhead < 1e-5
+    for each in (lost.disk, lost.best_disk, lost.peers):
+        assert each.share == pytest.approx(each.overhead, abs=1e-7)
+
+
+def test_failures_that_leave_no_time_for_progress():
+    assert lost_time(**arguments(machine_mtbf=1.0)).disk.share == 1.0
+
+
+@pytest.mark.parametrize("blocking", [None, 0.0, 4.0, 30.0])
+@pytest.mark.parametrize("mtbf", [3_000.0, 32_000.0, 1e7])
+def test_the_best_interval_is_the_best_of_all(blocking, mtbf):
+    given = arguments(machine_mtbf=mtbf, disk_blocking=blocking)
+    best = lost_time(**given).best_disk
+    shortest = 1 if blocking is None else math.ceil((60 - blocking) / 10)
+    shares = [
+        lost_time(**given | {"disk_interval": n}).disk.share
+        for n in range(shortest, 4 * best.interval + 10)
+    ]
+    assert best.interval == shortest + int(np.argmin(shares))
+    assert best.share == min(shares)
+
+
+def test_young_for_rare_failures():
+    """sqrt(2 b / f)."""
+    best = lost_time(**arguments(machine_mtbf=1e9, step=0.1)).best_disk
+    assert best.interval * 0.1 == pytest.approx(math.sqrt(2 * 60 * 1e9 / 16), rel=2e-3)
+
+
+def test_the_table():
+    lost = lost_time(**arguments(machine_mtbf=16 * DAY))
+    lines = str(lost).splitlines()
+    assert lines[0] == "1 failures a day; peers recover 100.00% of them"
+    assert [line.split("  ")[1] for line in lines[2:]] == [
+        "disk",
+        "disk, best interval",
+        "peers and disk",
+    ]
+    assert len({len(line) for line in lines[1:]}) == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"num_machines": 0}, "num_machines must be a whole number above 0, got 0"),
+        ({"peer_interval": 1.5}, "peer_interval must be a whole number above 0, got 1.5"),
+        ({"machine_mtbf": 0.0}, "machine_mtbf must be above 0 and finite, got 0.0"),
+        ({"step": math.inf}, "step must be above 0 and finite, got inf"),
+        ({"restart": -1.0}, "restart must be at least 0 and finite, got -1.0"),
+        ({"lost_machines": {1: 0.5}}, "must add up to 1, got 0.5"),
+        ({"lost_machines": {17: 1.0}}, "0 to 16 lost machines, got 1.0 for 17"),
+        ({"replicas": 17}, "replicas=17 needs as many machines, found 16"),
+        (
+            {"disk_interval": 2, "disk_blocking": 4.0},
+            "disk_interval=2 steps are 24 s, and writing a checkpoint takes 60 s: give at least 6",
+        ),
+        (
+            {"disk_interval_with_peers": 5, "disk_blocking": 4.0},
+            "disk_interval_with_peers=5 steps are 54 s",
+        ),
+    ],
+)
+def test_errors(changed, message):
+    with pytest.raises(ValueError, match=message):
+        lost_time(**arguments(**changed))
+
+
+def test_the_closed_form_grows_with_everything_that_costs():
+    base = lost_time(**arguments(peer_overhead=0.1))
+    for name in ("state_bytes", "num_machines", "restart", "peer_overhead"):
+        given = arguments(peer_overhead=0.1)
+        more = lost_time(**given | {name: 2 * given[name]})
+        assert more.peers.share > base.peers.share, name
+    for one, two in itertools.pairwise((1.0, 0.9, 0.5, 0.0)):
+        shares = [lost_time(**arguments(), recovery=lambda lost, p=p: p) for p in (one, two)]
+        assert shares[0].peers.share < shares[1].peers.share
