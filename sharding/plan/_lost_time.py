@@ -244,10 +244,11 @@ def lost_time(
     speed = snapshots.progress(failures * recovered, from_peers)
     again = _Period(blocked, 0.0, 0.0).progress(failures * recovered, from_peers) if blocked else 1
     files = _Period(rare * step / speed, blocked / again, delay) if speed and again else None
-    alone = _Period(rare * step, blocked, delay)
+    pace = snapshots.progress(0.0, 0.0)
+    alone = _Period(rare * step / pace, blocked, delay)  # without failures
     peers = CheckpointLoss(
         peer_interval,
-        1 - snapshots.progress(0.0, 0.0) * alone.progress(0.0, 0.0),
+        1 - pace * alone.progress(0.0, 0.0),
         recovered * snapshots.lost(from_peers) + (1 - recovered) * alone.lost(from_disk),
         1 - speed * files.progress(failures * (1 - recovered), from_disk) if files else 1.0,
     )

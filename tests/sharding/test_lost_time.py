@@ -115,7 +115,7 @@ def test_without_failures_only_the_overhead_is_lost():
     given = arguments(machine_mtbf=1e18, peer_overhead=0.5, peer_interval=2)
     lost = lost_time(**given, disk_interval_with_peers=2_000)
     assert lost.disk.overhead == pytest.approx(60 / 260)
-    assert lost.peers.overhead == pytest.approx(1 - 20 / 20.5 * 20_000 / 20_060)
+    assert lost.peers.overhead == pytest.approx(1 - 20_000 / (20_000 + 500 + 60))
     assert lost.best_disk.overhead < 1e-5
     for each in (lost.disk, lost.best_disk, lost.peers):
         assert each.share == pytest.approx(each.overhead, abs=1e-7)
