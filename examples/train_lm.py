@@ -17,6 +17,7 @@ stage of ZeRO. --audit reads the same, and more, from the compiled step.
   python examples/train_lm.py --memory 2GiB                     # plan what activations to store
   python examples/train_lm.py --noise-scale                     # estimate the critical batch size
   python examples/train_lm.py --pipeline 4 --schedule gpipe     # a pipeline of 4 stages, 2 replicas
+  python examples/train_lm.py --peer-checkpoints                # a killed run loses no step
   srun python examples/train_lm.py --distributed                # many processes: see launch/
 """
 
@@ -28,6 +29,7 @@ import json
 import operator
 import os
 import pathlib
+import secrets
 import shlex
 import signal
 import sys
@@ -56,6 +58,7 @@ from _report import (
     read_metrics,
     write_json,
 )
+from _snapshots import Snapshots
 from flax.training.train_state import TrainState
 
 import optax_ext
@@ -146,7 +149,7 @@ def train(options, corpus, mesh, directory, stop):
     Returns:
       The summary of the run; None if it was stopped.
     """
-    check_same_run(options, corpus, directory)
+    run_id = check_same_run(options, corpus, directory)
     if (directory / "summary.json").exists():
         console.print(f"{directory} is finished. Give another --name to start a new run.")
         return json.loads((directory / "summary.json").read_text())
@@ -204,11 +207,19 @@ def train(options, corpus, mesh, directory, stop):
     # This is all the sharding there is. A step shards the batch over the devices, reduce-scatters
     # the gradients, updates each device's shard, and gathers the parameters (stage 3: before).
     # A pipeline is one more loss: each stage's parameters are sharded over its own devices.
+    form = f"pipeline {options.pipeline} {pipeline.schedule.name}" if pipeline else "no pipeline"
+    snapshots = Snapshots(
+        options.peer_checkpoints,
+        mesh,
+        run_id,
+        options.snapshot_every,
+        {"devices": zero.num_devices, "form": form},
+    )
     if pipeline:
-        step = zero.train_step(pipeline.loss, weighted=True)
+        step = zero.train_step(pipeline.loss, weighted=True, snapshot=snapshots.store)
         evaluate = zero.eval_step(lambda *args: operator.truediv(*pipeline.loss(*args)))
     else:
-        step = zero.train_step(loss_fn, microbatches=options.microbatches)
+        step = zero.train_step(loss_fn, microbatches=options.microbatches, snapshot=snapshots.store)
         evaluate = zero.eval_step(loss_fn)
 
     manager = ocp.CheckpointManager(
@@ -221,19 +232,28 @@ def train(options, corpus, mesh, directory, stop):
     def validate(state):
         return float(np.mean([evaluate(state, zero.put(my_rows(x))) for x in held_out]))
 
+    def target(sync_devices=None):
+        return zero.abstract_state(
+            make_state, key, param_specs=param_specs, sync_devices=sync_devices
+        )
+
     start = manager.latest_step()
+    in_memory = snapshots.restore(start, target)
+    if in_memory:
+        start, state, devices = in_memory
+        state = resized(zero, state, devices)
     num_rows = 0 if start is None else start + 1  # of steps 0 to start
     metrics = Metrics(directory / "metrics.jsonl", num_rows, write=is_main())
     if start is None:
         start, state = 0, zero.init(make_state, key, param_specs=param_specs)  # created sharded
         console.print("Evaluating the untrained model, which compiles the first time.")
         metrics.write({"step": 0, "val_loss": validate(state)})
-    else:
+        snapshots.save(0, state)
+    elif not in_memory:
         console.print(f"Resuming from the checkpoint at step {start}.")
         if pipeline:
             state = restore(manager, start, checkpoint_form.zero, checkpoint_form.make_state, key)
-            target = zero.abstract_state(make_state, key, param_specs=param_specs)
-            state = checkpoint_form.to_stages(state, target)
+            state = checkpoint_form.to_stages(state, target())
         else:
             state = restore(manager, start, zero, make_state, key)
 
@@ -265,6 +285,7 @@ def train(options, corpus, mesh, directory, stop):
                 row["val_loss"] = validate(state)
             metrics.write(row)  # before the checkpoint, which must not be ahead of the metrics
             progress.update(row)
+            snapshots.save(i, state)
             if last or stopping or i % options.checkpoint_every == 0:
                 note = {"devices": zero.num_devices}
                 # The checkpoint is written in the background.
@@ -273,8 +294,10 @@ def train(options, corpus, mesh, directory, stop):
                 del saved
             if stopping and not last:
                 manager.close()  # waits for the checkpoint
+                snapshots.close(finished=False)
                 return None
     manager.close()
+    snapshots.close(finished=True)
 
     params, prompt = zero.full_params(state), corpus.prompt()
     params = pipeline.unstack(params) if pipeline else params
@@ -304,7 +327,11 @@ def restore(manager, step, zero, make_state, key):
     """The state of a checkpoint, for this mesh and stage whatever mesh wrote it."""
     devices = manager.metadata(step).custom_metadata["devices"]
     target = zero.abstract_state(make_state, key, sync_devices=devices)
-    state = manager.restore(step, args=ocp.args.StandardRestore(target))
+    return resized(zero, manager.restore(step, args=ocp.args.StandardRestore(target)), devices)
+
+
+def resized(zero, state, devices):
+    """The state that so many devices saved, for those that there are now."""
     if devices != zero.num_devices and isinstance(state.opt_state, sync.SyncedState):
         # Each device had its own error-feedback residual; all start from their mean.
         return zero.resize_sync(state)
@@ -405,13 +432,17 @@ IDENTITY = (
 
 
 def check_same_run(options, corpus, directory):
-    """Writes the options of a new run; raises if a resumed run was started with others."""
+    """Writes the options of a new run; raises if a resumed run was started with others.
+
+    Returns:
+      A name of the run that no other one has.
+    """
     requested = {name: getattr(options, name) for name in IDENTITY}
     requested |= {"data": str(corpus.path), "checksum": corpus.checksum}
     path = directory / "options.json"
     if is_main() and not path.exists():
         directory.mkdir(parents=True, exist_ok=True)
-        write_json(path, requested)
+        write_json(path, requested | {"run_id": f"{directory.name}-{secrets.token_hex(4)}"})
     wait_for_all("options.json")
     if not path.exists():
         raise UserError(f"{path} is missing: all processes must share the folder --runs-dir.")
@@ -425,6 +456,7 @@ def check_same_run(options, corpus, directory):
         if name == "steps":
             what += " (the learning rate schedule depends on it)"
         raise UserError(f"{directory} was started {what}. Give another --name to start a new run.")
+    return started.get("run_id", directory.name)  # absent in older runs
 
 
 def catch_signals():
@@ -472,6 +504,9 @@ def parse_args():
     add("--compare", metavar="A,B,...", help="train with each of these optimizers; one plot")
     add("--seed", type=int, default=0, metavar="N", help="of weights and batches [%(default)s]")
     add("--checkpoint-every", type=positive, metavar="STEPS", help="[a tenth of the run]")
+    memory_folder = {"nargs": "?", "const": "/dev/shm", "type": pathlib.Path, "metavar": "FOLDER"}
+    add("--peer-checkpoints", **memory_folder, help="in the memory of machines [/dev/shm]")
+    add("--snapshot-every", type=positive, default=1, metavar="STEPS", help="in memory [1]")
     add("--audit", action="store_true", help="memory, traffic and work of the compiled step")
     add("--noise-scale", action="store_true", help="estimate the critical batch size")
     smoke = {"dest": "config", "action": "store_const", "const": "smoke"}

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -43,9 +44,10 @@ def arguments(text):
     return (*command, "--steps", str(STEPS), "--checkpoint-every", str(CHECKPOINT_EVERY))
 
 
-def start(folder, text, *options):
+def start(folder, text, *options, by=()):
+    command = (*by, sys.executable, SCRIPT, *arguments(text), *options)
     return subprocess.Popen(
-        [str(part) for part in (sys.executable, SCRIPT, *arguments(text), *options)],
+        [str(part) for part in command],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -132,6 +134,51 @@ def test_a_run_stopped_in_every_way_has_the_losses_of_an_uninterrupted_one(
     # Bit for bit on CPU: batches, and the order of every sum, are those of the uninterrupted run.
     assert [row["step"] for row in rows(folder)] == list(range(STEPS + 1))
     assert rows(folder) == rows(uninterrupted)
+
+
+def test_a_killed_run_resumes_from_memory_and_loses_no_step(tmp_path, text, uninterrupted):
+    folder, memory = tmp_path / "runs" / "smoke-came-zero2", tmp_path / "memory"
+    options = ("--peer-checkpoints", memory)
+    supervisor = (sys.executable, SCRIPT.with_name("supervise.py"))
+
+    process = start(tmp_path, text, *options, by=supervisor)
+    output = wait_for_step(process, CHECKPOINT_EVERY + 12)
+    done = rows(folder)[-1]["step"]
+    children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+    os.kill(int(children), signal.SIGKILL)
+    output += wait_for_step(process, done + 8)
+    process.terminate()
+    code, rest = finish(process)
+    output += rest
+    assert code == 143, output
+    assert "supervise.py: exit code 137; restart 1 of 100." in output
+    assert "Peer checkpoints: 1 machine; two snapshots take" in output
+    found = re.search(r"Resuming from the memory of machines at step (\d+)\.", output)
+    assert int(found[1]) >= done - 1  # a snapshot is written beside the next step
+
+    # A planned stop writes to disk, too: memory may be lost meanwhile.
+    assert list(memory.glob("*/*.slot"))
+    shutil.rmtree(memory)
+    code, output = run(tmp_path, text, *options)
+    assert code == 0, output
+    assert "no snapshot in the memory of the machines is complete" in output
+    assert "Resuming from the checkpoint at step " in output
+    assert rows(folder) == rows(uninterrupted)
+    assert not list(memory.glob("*/*.slot"))  # the memory of a finished run is free
+
+
+def test_snapshots_of_another_pipeline_are_not_restored(tmp_path, text):
+    options = ("--peer-checkpoints", tmp_path / "memory", "--name", "run", "--microbatches", "2")
+    process = start(tmp_path, text, *options, "--pipeline", "2")
+    wait_for_step(process, CHECKPOINT_EVERY + 4)
+    process.kill()
+    finish(process)
+    process = start(tmp_path, text, *options)
+    output = wait_for_step(process, CHECKPOINT_EVERY + 1)
+    process.kill()
+    finish(process)
+    assert "in memory is that of pipeline 2 1f1b, this run has no pipeline." in output
+    assert f"Resuming from the checkpoint at step {CHECKPOINT_EVERY}." in output
 
 
 def test_error_feedback_residuals_resume_on_other_devices(tmp_path, text):

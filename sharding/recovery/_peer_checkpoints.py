@@ -362,16 +362,19 @@ class PeerCheckpoints:
 
     def latest_step(self) -> int | None:
         """The step of the newest complete snapshot, None if there is none; a collective."""
-        self._check_real("latest_step")
-        found = self.latest()
-        return None if found is None else found.step
-
-    def latest(self) -> Restored | None:
-        """Step and extra value of the newest complete snapshot, without its state; a collective."""
         try:
-            found = self._find()
+            return self.latest().step
         except NoCompleteCheckpoint:
             return None
+
+    def latest(self) -> Restored:
+        """Step and extra value of the newest complete snapshot, without its state; a collective.
+
+        Raises:
+          NoCompleteCheckpoint: if there is none; the message names shards without a replica.
+        """
+        self._check_real("latest")
+        found = self._find()
         return Restored(found.id.step, None, found.extra)
 
     def restore(self, abstract_state: Any) -> Restored:

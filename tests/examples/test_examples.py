@@ -5,13 +5,13 @@ import re
 import pytest
 
 from .. import flax_nnx
-from ..multiprocess.processes import ROOT, Processes, finish
+from ..multiprocess.processes import ROOT, Processes, finish, wait_until
 
 pytest.importorskip("flax")
 pytest.importorskip("orbax.checkpoint")
 
 EXAMPLES = ROOT / "examples"
-NAMES = ("many_hosts", "nnx_model", "scanned_stack", "zero_checkpoint")
+NAMES = ("many_hosts", "nnx_model", "scanned_stack", "supervise", "zero_checkpoint")
 
 
 @pytest.fixture
@@ -74,3 +74,32 @@ def test_two_processes_train_as_one(processes):
     assert "processes: 2, devices: 8" in first
     assert losses(first) == pytest.approx(expected, rel=1e-3)
     assert "step" not in second  # one process prints
+
+
+SUPERVISOR = (EXAMPLES / "supervise.py", "--delay", "0", "--restarts", "3")
+
+
+def supervised(processes, tmp_path, last):
+    """A command that notes each start; it fails twice and then ends as told."""
+    script = tmp_path / "script.sh"
+    script.write_text(f"echo start >> starts; (($(wc -l < starts) < 3)) && kill -9 $$\n{last}\n")
+    (process,) = processes.start_python(None, *SUPERVISOR, "bash", script)
+    return process
+
+
+@pytest.mark.parametrize(
+    ("last", "code", "starts"),
+    [("exit 0", 0, 3), ("exit 2", 2, 3), ("exit 143", 143, 3), ("exit 1", 1, 4)],
+)
+def test_supervisor_restarts_until_the_end(processes, tmp_path, last, code, starts):
+    assert finish(supervised(processes, tmp_path, last))[0] == code
+    assert (tmp_path / "starts").read_text().count("start") == starts
+
+
+def test_supervisor_passes_a_stop_on(processes, tmp_path):
+    trap = "trap 'exit 7' TERM; touch ready; while true; do sleep 0.05; done"
+    process = supervised(processes, tmp_path, trap)
+    wait_until((tmp_path / "ready").exists, [process])
+    process.terminate()
+    assert finish(process)[0] == 7
+    assert (tmp_path / "starts").read_text().count("start") == 3

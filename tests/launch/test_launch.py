@@ -1,5 +1,6 @@
 """The files of launch/, and examples/train_lm.py as many processes: stopped, killed, resumed."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -133,6 +134,55 @@ def checkpoints(folder):
     return sorted(int(name) for name in names if name.isdigit())
 
 
+SCONTROL = """#!/usr/bin/env bash
+echo here
+"""
+
+
+def task_of(folder, number):
+    """The process of a task, by its arguments and its number."""
+    for path in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            arguments = (path / "cmdline").read_bytes().split(b"\0")
+            environment = (path / "environ").read_bytes().split(b"\0")
+            of_step = {str(folder).encode(), b"examples/train_lm.py"} <= set(arguments)
+            if of_step and f"SLURM_PROCID={number}".encode() in environment:
+                return int(path.name)
+    raise AssertionError("no such task")
+
+
+def test_slurm_restarts_in_its_allocation(tmp_path, text, uninterrupted):
+    """A killed task: the loop starts all again, from memory, and no step is lost."""
+    (tmp_path / "bin").mkdir()
+    for name, script in ("srun", SRUN), ("scontrol", SCONTROL):
+        (tmp_path / "bin" / name).write_text(script)
+        (tmp_path / "bin" / name).chmod(0o755)
+    processes = Processes(tmp_path)
+    env = job(2) | {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+        "SPARES": "0",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURM_JOB_NODELIST": "here",
+        "SLURM_NTASKS_PER_NODE": "2",
+    }
+    command = ("bash", ROOT / "launch" / "slurm_spares.sbatch", *options(text, tmp_path, 3))
+    memory = ("--peer-checkpoints", tmp_path / "memory")
+    try:
+        process = processes.start((*command, *memory), **env)
+        wait_until(lambda: len(rows(tmp_path)) > 5, [process])
+        os.kill(task_of(tmp_path, 1), signal.SIGKILL)
+        code, output = finish(process)
+    finally:
+        processes.kill()
+    assert code == 0, output
+    found = re.findall(r"Resuming from the memory of machines at step (\d+)", output)
+    assert len(found) == 1, output
+    assert int(found[0]) >= 5
+    assert "One replica survives lost processes" in output  # there is one machine
+    assert losses(tmp_path) == losses(uninterrupted)
+
+
 def test_without_a_cluster_the_error_has_one_line(processes):
     (process,) = processes.start_python(None, SCRIPT, "--distributed", "--smoke")
     code, output = finish(process)
@@ -209,7 +259,7 @@ def test_jobset_matches_how_jax_finds_processes(manifests):
     assert replicated["replicas"] == 1
     assert job_spec["completionMode"] == "Indexed"
     assert job_spec["parallelism"] == job_spec["completions"] > 1
-    assert job_spec["backoffLimit"] == 0
+    assert job_spec["backoffLimit"] > 0  # a lost pod is replaced alone
     # The coordinator's address is POD-0.NAME OF THE JOBSET: by default the headless service.
     assert spec["network"]["enableDNSHostnames"] is True
     assert "subdomain" not in spec["network"]
@@ -228,13 +278,17 @@ def test_jobset_runs_the_script(manifests):
     (container,) = pod["containers"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] > 0
     assert pod["restartPolicy"] == "Never"
-    python, script, *arguments = container["command"]
+    python, supervisor, *command = container["command"]
+    assert (python, supervisor) == ("python", "examples/supervise.py")
+    python, script, *arguments = command
     assert python == "python"
     assert ROOT / script == SCRIPT
-    assert "--distributed" in arguments
+    assert {"--distributed", "--peer-checkpoints"} <= set(arguments)
     (runs,) = (part.split("=")[1] for part in arguments if part.startswith("--runs-dir="))
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-    assert mounts[runs] in {volume["name"] for volume in pod["volumes"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert mounts[runs] in volumes
+    assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
 
 
 def test_the_readme_describes_every_file():

@@ -3,6 +3,10 @@
 ``python -m ...trainer`` reads a list of options, one for each process, from each line of its input,
 forks the processes, and answers with their exit codes. It is its own supervisor: once a process has
 ended badly it kills the others, as a cluster would.
+
+Options: ``kill=[rank, point, step]``; ``slow``, ``full`` (by rank: seconds before each write, steps
+whose memory is not to be had); ``blind=[rank, step]``: finds blocks damaged that are not;
+``mutations``: ``"no-token"``, ``"no-attempt"``.
 """
 
 import json
@@ -22,9 +26,9 @@ import optax
 
 import optax_ext
 import sharding as shd
+from sharding import PeerCheckpoints
 from sharding.recovery import _peer_checkpoints as peers
-from sharding.recovery._replica_program import ReplicaProgram
-from sharding.recovery._slot import Slot
+from sharding.recovery._slot import OpenSlot, Slot
 from sharding.recovery._slot_plan import OWN, SlotPlan
 
 BATCH, WIDTH = 8, 32
@@ -68,42 +72,60 @@ def die(rank, options, point, step):
 
 
 def plant(rank, options):
-    """Where a process can be killed, slowed down or corrupted."""
-    step = {"now": 0}
-    write, clear, commit = SlotPlan._write, Slot.clear, Slot.commit
-    fill, call = SlotPlan.fill, ReplicaProgram.__call__
+    """Where a process can be killed, slowed down or made to err."""
+    writing, mutations = {}, options.get("mutations", ())
+    start, write, clear = PeerCheckpoints._write, SlotPlan._write, Slot.clear
+    commit, fill, intact = Slot.commit, SlotPlan.fill, OpenSlot.intact
+    committed, load = PeerCheckpoints._committed, peers.load_state
 
-    def planted_write(self, data, transfer, device, number, words):
-        die(rank, options, "own" if number == OWN else "peer", step["now"])
-        write(self, data, transfer, device, number, words)
+    def planted_start(self, plan, replicas, number, extra):
+        writing["step"] = number.step
+        start(self, plan, replicas, number, extra)
 
     def planted_clear(self):
         clear(self)
-        die(rank, options, "cleared", step["now"])
+        die(rank, options, "cleared", writing.get("step"))
 
     def planted_fill(self, data, replicas):
         time.sleep(options.get("slow", {}).get(str(rank), 0))
-        if step["now"] in options.get("full", {}).get(str(rank), ()):
+        if writing["step"] in options.get("full", {}).get(str(rank), ()):
             raise OSError(28, "No space left on device")
         return fill(self, data, replicas)
 
+    def planted_write(self, data, transfer, device, number, words):
+        die(rank, options, "own" if number == OWN else "peer", writing["step"])
+        write(self, data, transfer, device, number, words)
+
     def planted_commit(self, table, num_bytes):
-        die(rank, options, "data", step["now"])
+        die(rank, options, "data", table.id.step)
         commit(self, table, num_bytes)
-        if options.get("kill") == [rank, "header", step["now"]]:
+        if options.get("kill") == [rank, "header", table.id.step]:
             self._memory[20:40] = 0  # half of it
-        die(rank, options, "header", step["now"])
+        die(rank, options, "header", table.id.step)
         with (pathlib.Path(options["log"]) / f"committed-{rank}.txt").open("a") as file:
             file.write(f"{table.id.step}\n")
-        die(rank, options, "between", step["now"])
+        die(rank, options, "between", table.id.step)
 
-    def planted_call(self, leaves, committed):
-        die(rank, options, "send", step["now"])
-        return call(self, leaves, committed or "no-token" in options.get("mutations", ()))
+    def planted_committed(self):
+        own = committed(self)
+        if self._pending is not None:
+            die(rank, options, "send", self._pending.step)
+        return own or "no-token" in mutations
 
-    SlotPlan._write, Slot.clear, Slot.commit = planted_write, planted_clear, planted_commit
-    SlotPlan.fill, ReplicaProgram.__call__ = planted_fill, planted_call
-    return step
+    def planted_intact(self):
+        found = intact(self)
+        if options.get("blind") == [rank, self.id.step]:
+            found[:] = False
+        return found
+
+    def planted_load(*args):
+        die(rank, options, "load", 0)
+        return load(*args)
+
+    PeerCheckpoints._write, PeerCheckpoints._committed = planted_start, planted_committed
+    SlotPlan._write, SlotPlan.fill = planted_write, planted_fill
+    Slot.clear, Slot.commit, OpenSlot.intact = planted_clear, planted_commit, planted_intact
+    peers.load_state = planted_load
 
 
 def train(rank, options):
@@ -125,19 +147,26 @@ def train(rank, options):
         replica_axis="replica" if len(shape) > 1 else None,
         min_shard_size=0,
     )
-    planted = plant(rank, options)
-    store = shd.PeerCheckpoints(
+    plant(rank, options)
+    machine = options["machines"][rank]
+    store = PeerCheckpoints(
         mesh,
-        pathlib.Path(options["root"]) / options["machines"][rank],
+        pathlib.Path(options["root"]) / machine,
         run_id="run",
-        machine=options["machines"][rank],
+        machine=machine,
         replicas=options.get("replicas", 2),
         interval=options.get("interval", 1),
+        placement=options.get("placement", "group"),
     )
-    planted["now"] = -1
-    log = pathlib.Path(options["log"]) / "losses.jsonl"
+    if "no-attempt" in options.get("mutations", ()):
+        store._attempt = 1
+
+    def log(row):
+        with (pathlib.Path(options["log"]) / f"rows-{rank}.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
     replicated = jax.sharding.NamedSharding(mesh, jax.P())
-    noise_key = jax.jit(lambda: jax.random.key(5), out_shardings=replicated)()
+    noise_key = jax.jit(lambda: jax.random.key(options.get("noise", 5)), out_shardings=replicated)()
     split_key = jax.jit(lambda key: tuple(jax.random.split(key)), out_shardings=(replicated,) * 2)
     start, position = 0, 0
     abstract = {
@@ -148,21 +177,19 @@ def train(rank, options):
     try:
         start, state, extra = store.restore(abstract)
         state, noise_key, position = state["train"], state["key"], extra["position"]
-    except peers.NoCompleteCheckpoint as error:
+    except shd.NoCompleteCheckpoint as error:
         if options.get("must_restore"):
             raise
         print(f"{error}", flush=True)
         state = zero.init(make_state, jax.random.key(0), tx=tx())
-    restored = {"restored": start, "seconds": time.perf_counter() - begin}
-    restored["received"] = store.counts.sent
-    if rank == 0:
-        with log.open("a") as file:
-            file.write(json.dumps(restored) + "\n")
-    planted["now"] = start
-    die(rank, options, "restored", start)
-    step = zero.train_step(lambda p, b: loss_fn(zero.gather(p), b), tx=tx())
+    seconds = time.perf_counter() - begin
+    log({"restored": start, "seconds": seconds, "received": store.counts.sent})
+    step = zero.train_step(
+        lambda p, b: loss_fn(zero.gather(p), b),
+        tx=tx(),
+        snapshot=store if options.get("in_step") else None,
+    )
     for i in range(start + 1, options["steps"] + 1):
-        planted["now"] = i
         noise_key, use = split_key(noise_key)
         noise = np.asarray(jax.random.normal(use.addressable_data(0), (BATCH, WIDTH))) * 0.1
         position += 1 + i % 3
@@ -174,13 +201,9 @@ def train(rank, options):
         store.save(i, {"train": state, "key": noise_key}, {"position": position})
         die(rank, options, "sent", i)
         if rank == 0:
-            with log.open("a") as file:
-                file.write(json.dumps({"step": i, "loss": loss.hex()}) + "\n")
+            log({"step": i, "loss": loss.hex()})
     store.wait_until_finished()
-    if rank == 0:
-        counts = vars(store.counts)
-        with log.open("a") as file:
-            file.write(json.dumps({"counts": counts}) + "\n")
+    log({"counts": vars(store.counts)})
     store.close()
 
 
