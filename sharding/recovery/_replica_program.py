@@ -169,6 +169,8 @@ class ReplicaProgram:
             inputs = [shards[i] for i in transfer.leaves]
             if own:
                 inputs, own[-1], sent[-1] = lax.optimization_barrier((inputs, own[-1], sent[-1]))
+            else:  # nor does it store words that both a checksum and a transfer use
+                inputs, sums = lax.optimization_barrier((inputs, sums))
             blocks = [block(x, i) for x, i in zip(inputs, transfer.leaves, strict=True)]
             if transfer.box is not None:
                 words = blocks[0][transfer.box][None]
@@ -230,12 +232,15 @@ def _own_part(block: jax.Array, placement: BlockPlacement, place: jax.Array) -> 
 
 
 def _boxes(box: tuple[slice, ...], count: int) -> Iterator[tuple[slice, ...]]:
-    """A box in ``count`` boxes or a few more, along its longest dims."""
+    """A box in ``count`` boxes or a few more, along its first dims.
+
+    For slices of its last ones TPU programs would first change the layout of the entire array.
+    """
     sizes = [s.stop - s.start for s in box]
     if count <= 1 or max(sizes, default=1) <= 1:
         yield box
         return
-    dim = sizes.index(max(sizes))
+    dim = next(d for d, size in enumerate(sizes) if size > 1)
     num = min(count, sizes[dim])
     edges = [box[dim].start + sizes[dim] * i // num for i in range(num + 1)]
     for start, stop in itertools.pairwise(edges):

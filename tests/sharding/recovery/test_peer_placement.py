@@ -205,11 +205,11 @@ def test_domains_of_random_sizes(seed):
 @pytest.mark.parametrize("m", [2, 3, 4])
 def test_domains_of_equal_sizes_cost_nothing(m):
     """As few sets of machines must not be lost together as without domains."""
-    for size in (1, 2, 3):
-        domains = np.repeat(np.arange(m), size).tolist()
-        spread = place_replicas(domains, m, spread=True)
-        assert loads(spread) == dict.fromkeys(range(m * size), m)
-        assert len(set(map(frozenset, spread))) == size
+    for num, size in itertools.product(range(m, 9), (1, 2, 3, 4)):
+        if num * size % m == 0:
+            spread = place_replicas(np.repeat(range(num), size).tolist(), m, spread=True)
+            assert loads(spread) == dict.fromkeys(range(num * size), m)
+            assert len(set(map(frozenset, spread))) == num * size // m, (num, size)
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,7 @@ def test_moved_and_lost_rows_are_seen():
     [
         (1 << 17, 1 << 17),
         (3, 1 << 31, 5),
+        (9, 1 << 30),  # of a dim with a stride of 2**31
         (7, 65_537, 257, 99_991),
         (1 << 33,),
     ],
