@@ -56,6 +56,14 @@ def test_the_guide_to_pipelines_shows_what_it_prints(capsys):
         assert line in printed or line.startswith("  copied in a tick"), line
 
 
+def test_the_guide_to_peer_checkpoints_shows_what_it_prints(monkeypatch, tmp_path, capsys):
+    page = DOCS / "guides" / "peer_checkpoints.md"
+    monkeypatch.chdir(tmp_path)
+    run_blocks(page)
+    (shown,) = re.findall(r"^```text\n(.*?)\n```$", page.read_text(), re.M | re.S)
+    assert shown in capsys.readouterr().out
+
+
 def test_a_broken_block_is_found(tmp_path):
     page = tmp_path / "page.md"
     page.write_text("```python\nx = 1\n```\ntext\n```python\nassert x == 2\n```\n")
@@ -81,6 +89,7 @@ def test_the_api_pages_have_every_public_name(module, page):
     if module is sharding:
         lines += (DOCS / "api" / "plan.rst").read_text()
         lines += (DOCS / "api" / "pipeline.rst").read_text()
+        lines += (DOCS / "api" / "recovery.rst").read_text()
     documented = set(re.findall(r"^\.\. (?:auto)?(?:class|function|data):: (\w+)$", lines, re.M))
     exported = set(re.findall(r" as (\w+)$", pathlib.Path(module.__file__).read_text(), re.M))
     assert exported - documented <= {"__version__", "pipeline", "remat", "sync", "targets"}
