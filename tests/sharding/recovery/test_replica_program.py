@@ -204,13 +204,13 @@ def test_boxes_cover_a_block_once(shape, count):
     found = list(_boxes(tuple(slice(0, n) for n in shape), count))
     for box in found:
         covered[box] += 1
-    assert (covered == 1).all()
-    assert len(found) >= min(count, math.prod(shape))
-        # Contiguous: one index of the first dims, a range of one, all of the others.
+        # Contiguous: one index of the first dims, a range of one dim, all of the others.
         partial = [s.stop - s.start < n for s, n in zip(box, shape, strict=True)]
         first = [s.stop - s.start == 1 for s in box[: max(0, sum(partial) - 1)]]
         assert partial == sorted(partial, reverse=True)
         assert all(first)
+    assert (covered == 1).all()
+    assert len(found) >= min(count, math.prod(shape))
     sizes = [covered[box].size for box in found]
     assert max(sizes) <= 2 * -(-math.prod(shape) // count)
 
