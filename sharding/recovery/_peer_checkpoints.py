@@ -145,7 +145,7 @@ class PeerCheckpoints:
         failure_domain: str | None = None,
         machine: str | None = None,
     ):
-        if not run_id or pathlib.PurePath(run_id).name != run_id:
+        if run_id in ("", "..") or pathlib.PurePath(run_id).name != run_id:
             raise ValueError(f"run_id must be the name of a folder, got {run_id!r}.")
         if interval < 1:
             raise ValueError(f"interval must be at least 1, got {interval}.")
@@ -171,7 +171,7 @@ class PeerCheckpoints:
         me = jax.process_index()
         mates = [p for p, m in enumerate(self.machines.of_process) if m == self._machine]
         self._rank, self._num_mates = mates.index(me), len(mates)
-        self._lock = _lock(self.folder / f"{self._rank}.lock")
+        self._lock: int | None = _lock(self.folder / f"{self._rank}.lock")
         self._slots = [Slot(self.folder / f"{self._rank}-{i}.slot") for i in range(2)]
         _, seen = scan(self.folder, self.machines)
         newest = max((attempt for files in seen for _, attempt, _ in files), default=0)
@@ -398,6 +398,7 @@ class PeerCheckpoints:
         jax.block_until_ready(state)
         self.counts.sent += num_bytes
         self._complete, self._last_step = found.id, found.id.step
+        self._newest = self._written = None  # may be of a newer snapshot, which is discarded
         if found.id.attempt != self._attempt:
             self._last_step = found.id.step - 1
         own = {slot.path: slot for slot in self._slots}
@@ -445,7 +446,7 @@ class PeerCheckpoints:
         Args:
           delete: whether this machine's snapshots are deleted, and their memory freed.
         """
-        if self.planned:
+        if self.planned or self._lock is None:
             return
         self._flush()
         self._join()
@@ -453,6 +454,7 @@ class PeerCheckpoints:
             for slot in self._slots:
                 slot.path.unlink(missing_ok=True)
         os.close(self._lock)
+        self._lock = None
 
     def _check_real(self, what: str) -> None:
         if self.planned:
