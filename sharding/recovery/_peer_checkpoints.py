@@ -297,7 +297,8 @@ class PeerCheckpoints:
     def planned_copies(self, state: Any) -> StepCopies:
         """What a training step copies of a state, which may be abstract."""
         saved = leaf_paths(state)
-        program = ReplicaProgram(self.mesh, self.machines, self.holders, saved)
+        types = [(path, data_type(x)) for path, x in saved]
+        program = ReplicaProgram(self.mesh, self.machines, self.holders, types)
         leaves = [x for _, x in saved]
         return StepCopies(program, leaves, leaves, False, lambda replicas: None)
 

@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import P
 from jax.sharding import AxisType, NamedSharding
@@ -16,7 +17,7 @@ from sharding.step import _compiled_step
 from ..test_targets import need
 from .states import adamw, batch_of, bits, invent_machines, loss_fn, make_state, store_of
 
-STEPS = 5
+STEPS = 4
 
 
 def zero_of(stage, kind=AxisType.Auto, shape=(8,)):
@@ -46,7 +47,7 @@ CONFIGS = {
     "stage 3": (3, AxisType.Auto, {}),
     "stage 2, explicit axes": (2, AxisType.Explicit, {}),
     "stage 3, explicit axes": (3, AxisType.Explicit, {}),
-    "stage 3, micro-batches": (3, AxisType.Auto, {"microbatches": 2}),
+    "stage 2, micro-batches": (2, AxisType.Auto, {"microbatches": 2}),
 }
 
 
@@ -63,23 +64,18 @@ def plain_run(stage, kind, microbatches):
     return states, losses
 
 
-@pytest.fixture
-def folder(tmp_path):
-    return tmp_path
-
-
 # --- The same bits --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("stage", "kind", "options"), CONFIGS.values(), ids=CONFIGS)
 def test_training_is_the_same_and_the_snapshot_is_the_state_before(
-    stage, kind, options, folder, monkeypatch
+    stage, kind, options, tmp_path, monkeypatch
 ):
     """On four machines, each step copied but for the first and the last one."""
     invent_machines(monkeypatch, "aabbccdd")
     states, losses = plain_run(stage, kind, options.get("microbatches", 1))
     zero = zero_of(stage, kind)
-    store = store_of(zero.mesh, folder, replicas=2)
+    store = store_of(zero.mesh, tmp_path, replicas=2)
     step = step_of(zero, snapshot=store, **options)
     state, found = initial(zero), []
     abstract = jax.tree.map(lambda x: x, zero.abstract_state(make_state(), tx=adamw()))
@@ -127,14 +123,14 @@ class Run:
 
 
 @pytest.fixture
-def run(folder):
-    made = Run(folder)
+def run(tmp_path):
+    made = Run(tmp_path)
     yield made
     made.store.close()
 
 
-def test_interval(folder):
-    run = Run(folder, interval=3)
+def test_interval(tmp_path):
+    run = Run(tmp_path, interval=3)
     for i in range(1, STEPS + 1):
         run.step()
         assert run.store.save(i, run.state) == (i == 3)
@@ -179,7 +175,7 @@ def test_values_beside_the_train_state(run):
     assert found.step == 2
     assert bits(found.state) == expected
     assert run.store.counts.saved == 2
-    assert jax.random.key_impl(found.state["key"]) == "fry" or found.state["key"].dtype == key.dtype
+    assert found.state["key"].dtype == key.dtype
 
 
 def test_a_part_of_the_train_state(run):
@@ -225,11 +221,11 @@ def test_a_state_of_which_the_step_takes_some_leaves(run):
     assert bits(found.state) == expected
 
 
-def test_flax_train_state(folder):
+def test_flax_train_state(tmp_path):
     """``state.replace`` keeps most leaves."""
     train_state = pytest.importorskip("flax.training.train_state")
     zero = zero_of(2)
-    store = store_of(zero.mesh, folder)
+    store = store_of(zero.mesh, tmp_path)
 
     def make():
         params, _ = make_state()()
@@ -252,19 +248,55 @@ def test_flax_train_state(folder):
 def test_a_state_that_was_donated_elsewhere(run):
     run.step()
     run.store.save(1, run.state)
-    jax.jit(lambda x: x, donate_argnums=0)(run.state[0]["up"])
-    if not run.state[0]["up"].is_deleted():
-        run.state[0]["up"].delete()
+    jax.jit(jnp.negative, donate_argnums=0)(run.state[0]["up"])
     with pytest.raises(RuntimeError, match=r"of step 1 is lost: \[0\]\['up'\] was donated"):
         run.store.wait_until_finished()
     run.store.wait_until_finished()  # once
     assert run.store.counts.saved == 0
 
 
-def test_steps_that_do_not_donate(folder):
+def test_a_step_that_fails(run):
+    """The next one copies the snapshot."""
+    run.step()
+    run.store.save(1, run.state)
+    with pytest.raises(ValueError, match="batch"):
+        run.step_fn(run.state, np.zeros((9, 16), np.float32))
+    run.step()
+    run.assert_restores(1)
+    assert run.store.counts.saved == 1
+
+
+def test_random_keys_in_the_train_state(tmp_path):
+    """They are copied as integers, and so they are in the program that ``lower`` shows."""
+    train_state = pytest.importorskip("flax.training.train_state")
+
+    class KeyedState(train_state.TrainState):
+        key: jax.Array
+
+    def make():
+        params = {"w": jnp.ones((8, 16))}
+        key = jax.random.key(3)
+        return KeyedState.create(apply_fn=None, params=params, tx=optax.sgd(0.1), key=key)
+
+    zero = zero_of(1)
+    store = store_of(zero.mesh, tmp_path)
+    step = zero.train_step(lambda p, x: jnp.mean(jnp.square(p["w"] @ x.T)), snapshot=store)
+    state = zero.init(make)
+    expected = bits(state)
+    store.save(1, state)
+    step(state, zero.put(batch_of(0)))
+    found = store.restore(zero.abstract_state(make))
+    assert bits(found.state) == expected
+    batch = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    lowered = step.lower(zero.abstract_state(make), batch)
+    assert len(jax.tree.leaves(lowered.out_info)) > len(jax.tree.leaves(state)) + 1
+    store.close()
+
+
+def test_steps_that_do_not_donate(tmp_path):
     """Evaluation of the same state in between, too."""
     zero = zero_of(3)
-    store = store_of(zero.mesh, folder)
+    store = store_of(zero.mesh, tmp_path)
     step = step_of(zero, snapshot=store, donate=False)
     state = initial(zero)
     store.save(1, state)
@@ -277,9 +309,9 @@ def test_steps_that_do_not_donate(folder):
     store.close()
 
 
-def test_a_store_of_another_mesh(folder):
+def test_a_store_of_another_mesh(tmp_path):
     for shape, axes in [((4, 2), ("data", "model")), ((8,), ("x",))]:
-        store = store_of(jax.make_mesh(shape, axes), folder)
+        store = store_of(jax.make_mesh(shape, axes), tmp_path)
         with pytest.raises(ValueError, match="snapshot stores states on the mesh"):
             step_of(zero_of(2), snapshot=store)
         store.close()
@@ -298,10 +330,10 @@ def shard_bytes(abstract):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_bytes_on_the_wire_grow_by_what_is_sent(stage, folder, monkeypatch):
+def test_bytes_on_the_wire_grow_by_what_is_sent(stage, tmp_path, monkeypatch):
     invent_machines(monkeypatch, "aabbccdd")
     zero = zero_of(stage)
-    store = store_of(zero.mesh, folder, replicas=2)
+    store = store_of(zero.mesh, tmp_path, replicas=2)
     abstract = zero.abstract_state(make_state(), tx=adamw())
     batch = jax.ShapeDtypeStruct((16, 16), jnp.float32)
     plain = shd.wire_bytes(step_of(zero).lower(abstract, batch).compile())
@@ -339,12 +371,12 @@ def large_loss(zero):
 
 
 @pytest.mark.parametrize("target", ["v5e:4x4", "h100x16"])
-def test_steps_for_accelerators(target, folder):
+def test_steps_for_accelerators(target, tmp_path):
     """Copies to hosts and peers add few bytes on the device, and what is sent on the wire."""
     need(target)
     mesh = shd.targets.mesh(target, (16,), ("data",))
     zero = shd.Zero(mesh, 3)
-    store = store_of(mesh, folder, replicas=2)
+    store = store_of(mesh, tmp_path, replicas=2)
     abstract = zero.abstract_state(large_state, tx=adamw())
     batch = jax.ShapeDtypeStruct((1024, LARGE), jnp.float32)
     plain, copying = (
