@@ -150,16 +150,16 @@ def _survivable(
         after: dict[frozenset[int], list[int]] = {}
         for doomed, ways in states.items():
             kept = doomed.difference(by_machine[machine])
-            after[kept] = _add(after.get(kept, []), ways)
+            after[kept] = _sum_of_polynomials(after.get(kept, []), ways)
             begun = doomed.union(i for i in by_machine[machine] if first[i] == at)
             if not any(last[i] == at for i in begun):
-                after[begun] = _add(after.get(begun, []), [0, *ways][: lost + 1])
+                after[begun] = _sum_of_polynomials(after.get(begun, []), [0, *ways][: lost + 1])
         states = after
     (ways,) = states.values()
     return ways
 
 
-def _add(a: list[int], b: list[int]) -> list[int]:
+def _sum_of_polynomials(a: list[int], b: list[int]) -> list[int]:
     """The sum of two polynomials."""
     longer, shorter = (a, b) if len(a) >= len(b) else (b, a)
     return [x + (shorter[i] if i < len(shorter) else 0) for i, x in enumerate(longer)]

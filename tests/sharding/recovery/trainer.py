@@ -4,9 +4,9 @@
 forks the processes, and answers with their exit codes. It is its own supervisor: once a process has
 ended badly it kills the others, as a cluster would.
 
-Options: ``kill=[rank, point, step]``; ``slow``, ``full`` (by rank: seconds before each write, steps
-whose memory is not to be had); ``blind=[rank, step]``: finds blocks damaged that are not;
-``mutations``: ``"no-token"``, ``"no-attempt"``.
+Options: ``kill=[rank, point, step]``; ``slow`` and ``full``, by rank: seconds before the write of a
+step, steps whose memory is not to be had; ``blind=[rank, step]``: finds undamaged blocks damaged;
+``mutations``: ``"no-token"``, ``"no-attempt"``; ``survive``: seconds for which the others live on.
 """
 
 import json
@@ -80,6 +80,11 @@ def plant(rank, options):
 
     def planted_start(self, plan, replicas, number, extra):
         writing["step"] = number.step
+        if "no-token" in mutations:  # as if the snapshot before were complete once it is here
+            self._complete = self._newest
+            older = min(self._slots, key=lambda s: (s.snapshot == self._complete, s.snapshot or ()))
+            older.clear()
+            die(rank, options, "cleared", number.step)
         start(self, plan, replicas, number, extra)
 
     def planted_clear(self):
@@ -87,7 +92,7 @@ def plant(rank, options):
         die(rank, options, "cleared", writing.get("step"))
 
     def planted_fill(self, data, replicas):
-        time.sleep(options.get("slow", {}).get(str(rank), 0))
+        time.sleep(options.get("slow", {}).get(str(rank), {}).get(str(writing["step"]), 0))
         if writing["step"] in options.get("full", {}).get(str(rank), ()):
             raise OSError(28, "No space left on device")
         return fill(self, data, replicas)
@@ -237,7 +242,7 @@ def supervise(options):
         pid, status = os.wait()
         codes[pid] = os.waitstatus_to_exitcode(status)
         if codes[pid]:
-            time.sleep(random.random() * options.get("survive", 0.2))
+            time.sleep(options.get("survive", random.random() * 0.2))
             for other in pids:
                 if other not in codes:
                     os.kill(other, signal.SIGKILL)
