@@ -46,6 +46,9 @@ class Snapshots:
         Args:
           disk: the step of the newest checkpoint on disk, None if there is none.
           target: the abstract state for a number of devices that synchronized gradients.
+
+        Raises:
+          OSError: if the only snapshot is of another form.
         """
         if self._store is None:
             return None
@@ -57,12 +60,14 @@ class Snapshots:
         if disk is not None and disk > found.step:
             console.print(f"Peer checkpoints: step {found.step} in memory is older than on disk.")
             return None
-        if disk is not None and found.extra["form"] != self._extra["form"]:
-            console.print(
-                f"Peer checkpoints: step {found.step} in memory is that of "
-                f"{found.extra['form']}, this run has {self._extra['form']}.",
-                soft_wrap=True,
+        if found.extra["form"] != self._extra["form"]:
+            reason = (
+                f"step {found.step} in memory is that of {found.extra['form']}; this run has "
+                f"{self._extra['form']}."
             )
+            if disk is None:
+                raise OSError(f"{reason} Resume as it was, or give another --name.")
+            console.print(f"Peer checkpoints: {reason}", soft_wrap=True)
             return None
         devices = found.extra["devices"]
         step, state, _ = self._store.restore(target(devices))

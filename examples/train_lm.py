@@ -207,7 +207,9 @@ def train(options, corpus, mesh, directory, stop):
     # This is all the sharding there is. A step shards the batch over the devices, reduce-scatters
     # the gradients, updates each device's shard, and gathers the parameters (stage 3: before).
     # A pipeline is one more loss: each stage's parameters are sharded over its own devices.
-    form = f"pipeline {options.pipeline} {pipeline.schedule.name}" if pipeline else "no pipeline"
+    form = "no pipeline"
+    if pipeline:
+        form = f"a pipeline of {options.pipeline} stages, {pipeline.schedule.name}"
     snapshots = Snapshots(
         options.peer_checkpoints,
         mesh,

@@ -28,6 +28,15 @@ POINTS = ("training", "send", "sent", "cleared", "own", "peer", "data", "header"
 KILLS = int(os.environ.get("RECOVERY_KILLS", "9"))
 
 
+def protocol(mutation):
+    """The protocol, and a mutation of it that loses what it keeps."""
+    skip = pytest.mark.skipif(
+        "RECOVERY_KILLS" not in os.environ, reason="RECOVERY_KILLS is not set"
+    )
+    choices = [pytest.param([], id=""), pytest.param([mutation], id=mutation, marks=skip)]
+    return pytest.mark.parametrize("mutations", choices)
+
+
 class Cluster:
     """Runs of ``trainer``, with one folder in memory for each machine."""
 
@@ -220,7 +229,7 @@ def test_copies_in_steps(cluster, unbroken):
     check_losses(cluster, unbroken)
 
 
-@pytest.mark.parametrize("mutations", [[], ["no-token"]], ids=["", "without_tokens"])
+@protocol("no-token")
 def test_slow_writers(cluster, unbroken, mutations):
     """No process overwrites the last complete snapshot while others still write the one after it.
 
@@ -234,7 +243,7 @@ def test_slow_writers(cluster, unbroken, mutations):
     check_losses(cluster, unbroken)
 
 
-@pytest.mark.parametrize("mutations", [[], ["no-token"]], ids=["", "without_tokens"])
+@protocol("no-token")
 def test_memory_full(cluster, unbroken, mutations):
     """Training goes on; the last complete snapshot stays, and is restored.
 
@@ -277,7 +286,7 @@ def test_one_process_fails_to_verify(cluster, unbroken):
     check_losses(cluster, unbroken)
 
 
-@pytest.mark.parametrize("mutations", [[], ["no-attempt"]], ids=["", "without_attempts"])
+@protocol("no-attempt")
 def test_stale_attempt(cluster, tmp_path, server, mutations):
     """Snapshots of another attempt do not pair with newer ones; without its number they would.
 

@@ -47,8 +47,7 @@ def make_state(key):
 
 def tx():
     """Factored state beside full, with a schedule that depends on the step."""
-    schedule = optax.cosine_decay_schedule(1e-2, 400)
-    return optax.chain(optax_ext.came(schedule, debias_instability=True), optax.ema(0.9))
+    return optax_ext.came(optax.cosine_decay_schedule(1e-2, 400), debias_instability=True)
 
 
 def loss_fn(params, batch):
@@ -145,7 +144,8 @@ def train(rank, options):
     shape = options["mesh"]
     jax.config.update("jax_num_cpu_devices", int(np.prod(shape)) // options["processes"])
     axes = ("replica", "data")[-len(shape) :]
-    mesh = jax.make_mesh(tuple(shape), axes)
+    # Auto: on Explicit axes a step is traced twice.
+    mesh = jax.make_mesh(tuple(shape), axes, (jax.sharding.AxisType.Auto,) * len(shape))
     zero = shd.Zero(
         mesh,
         stage=options["stage"],
