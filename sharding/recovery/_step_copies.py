@@ -4,7 +4,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
+from sharding.offload._host_memory import on_host
 from sharding.recovery._replica_program import ReplicaProgram, Replicas, as_data
 
 
@@ -54,6 +56,20 @@ class StepCopies:
             leaves = [next(rest) if i is None else taken[i] for i in self._places]
             with jax.named_scope("snapshot"):
                 replicas = self._program.trace(flags, *(as_data(x) for x in leaves))
+                if self._program.on_cpus:
+                    state = _after(replicas.committed, state)
             return step(state, *own, replicas.committed), replicas
 
         return call
+
+
+def _after(committed: jax.Array, state: Any) -> Any:
+    """The state, known to XLA once the copies are sent.
+
+    CPU programs run the collectives of a loop beside others, each device in an order of its own,
+    until all threads wait. They drop barriers, so data must depend on what is sent.
+    """
+    known = committed >= 0  # always
+    return jax.tree.map(
+        lambda x: x if on_host(x) else jnp.where(known, x, jnp.zeros_like(x)), state
+    )

@@ -197,7 +197,8 @@ def test_wide_dtypes(x64):
 
 
 @pytest.mark.parametrize(
-    ("shape", "count"), [((16,), 3), ((5, 3), 4), ((1, 1), 9), ((7, 2, 3), 42), ((64, 64), 10)]
+    ("shape", "count"),
+    [((16,), 3), ((5, 3), 4), ((3, 40), 10), ((1, 1), 9), ((7, 2, 3), 42), ((64, 64), 10)],
 )
 def test_boxes_cover_a_block_once(shape, count):
     covered = np.zeros(shape, int)
