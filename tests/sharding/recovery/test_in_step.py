@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,7 @@ CONFIGS = {
     "stage 3": (3, AxisType.Auto, {}),
     "stage 2, explicit axes": (2, AxisType.Explicit, {}),
     "stage 3, explicit axes": (3, AxisType.Explicit, {}),
+    # Reduce-scatters in a loop, beside the sends of the copies.
     "stage 2, micro-batches": (2, AxisType.Auto, {"microbatches": 2}),
 }
 
@@ -340,6 +342,37 @@ def test_bytes_on_the_wire_grow_by_what_is_sent(stage, tmp_path, monkeypatch):
     copying = step_of(zero, snapshot=store).lower(abstract, batch).compile()
     scalars = 4 * len(jax.tree.leaves(abstract)) + 2 * 7 / 8 * 4  # checksums and flags
     assert shd.wire_bytes(copying) - plain == shard_bytes(abstract) + scalars
+    store.close()
+
+
+def ancestors(text, name):
+    """The instructions of the entry computation on whose data one depends."""
+    entry = text[text.index("\nENTRY") :]
+    operands = {
+        found[1]: re.findall(r"%([\w.\-]+)", found[2].partition("metadata=")[0])
+        for found in re.finditer(r"^ +(?:ROOT )?%([\w.\-]+) = (.*)$", entry, re.M)
+    }
+    seen, waiting = set(), [name]
+    while waiting:
+        new = set(operands.get(waiting.pop(), ())) - seen
+        seen |= new
+        waiting += new
+    return seen
+
+
+def test_copies_are_sent_before_the_step_on_cpus(tmp_path, monkeypatch):
+    """Else its threads may wait for each other: some in a loop, some in a send beside it."""
+    invent_machines(monkeypatch, "aabbccdd")
+    zero = zero_of(2)
+    store = store_of(zero.mesh, tmp_path, replicas=2)
+    abstract = zero.abstract_state(make_state(), tx=adamw())
+    batch = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+    step = step_of(zero, snapshot=store, microbatches=2)
+    text = step.lower(abstract, batch).compile().as_text()
+    sends = re.findall(r"%(\S+) = \S+ collective-permute\(", text)
+    (loop,) = re.findall(r"%(\S+) = \(.*\) while\(", text)
+    assert len(sends) >= 2
+    assert set(sends) <= ancestors(text, loop)
     store.close()
 
 
