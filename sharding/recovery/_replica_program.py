@@ -22,7 +22,7 @@ from sharding.recovery._words import as_words, checksum, stored_dtype
 
 P = PartitionSpec
 # Of one device's bytes: what a transfer carries at most, so that few are in flight at a time.
-_FRACTION, _LEAST, _MOST = 64, 1 << 18, 32 << 20
+_FRACTION, _LEAST, _MOST = 32, 1 << 18, 64 << 20
 
 
 class Transfer(NamedTuple):
