@@ -36,6 +36,8 @@ from sharding.recovery._slot import Slot, SlotTable, SnapshotId
 from sharding.recovery._slot_plan import SlotPlan
 from sharding.recovery._step_copies import StepCopies
 
+_SLOW_SECONDS = 0.2  # a shorter wait is not reported
+
 
 class Restored(NamedTuple):
     """What ``PeerCheckpoints.restore`` returns.
@@ -59,6 +61,7 @@ class SaveCounts:
       saved: snapshots that were written.
       failed: snapshots that were not, each with a warning.
       waited: seconds for which ``save`` waited until the snapshot before was written.
+      slow: snapshots that another one waited for longer than training took.
       written: bytes.
       sent: bytes that other machines sent to this process.
     """
@@ -66,6 +69,7 @@ class SaveCounts:
     saved: int = 0
     failed: int = 0
     waited: float = 0.0
+    slow: int = 0
     written: int = 0
     sent: int = 0
 
@@ -183,6 +187,7 @@ class PeerCheckpoints:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._last_step = -1
+        self._started_at = self._copied_at = 0.0  # when a snapshot was dispatched, and was copied
         self._written: SnapshotId | None = None  # the last one that this process began to write
 
     @property
@@ -263,6 +268,7 @@ class PeerCheckpoints:
         (step, _, extra), plan = self._pending, self._program[2]
         self._pending = None
         self._written = SnapshotId(self._attempt, step)
+        self._started_at = time.perf_counter()
         self._thread = threading.Thread(
             target=self._write, args=(plan, replicas, self._written, extra), name="peer-checkpoints"
         )
@@ -315,7 +321,9 @@ class PeerCheckpoints:
         try:
             # Waits for the program. If all had committed the snapshot before, it is complete, and
             # the slot with the one before it is free; else that one may be the last complete one.
-            if int(replicas.committed.addressable_data(0)) == self.mesh.size:
+            on_devices = int(replicas.committed.addressable_data(0))
+            self._copied_at = time.perf_counter()
+            if on_devices == self.mesh.size:
                 self._complete = self._newest
                 self._remove_stale()
             slot = min(self._slots, key=lambda s: (s.snapshot == self._complete, s.snapshot or ()))
@@ -344,8 +352,8 @@ class PeerCheckpoints:
             return
         start = time.perf_counter()
         self._thread.join()
-        self.counts.waited += time.perf_counter() - start
         self._thread = None
+        self._count_waiting(start, time.perf_counter())
         error, self._error = self._error, None
         if isinstance(error, OSError | MemoryError):
             self.counts.failed += 1
@@ -358,6 +366,21 @@ class PeerCheckpoints:
             )
         elif error is not None:
             raise error
+
+    def _count_waiting(self, start: float, end: float) -> None:
+        """Counts how long writing, not the device, was waited for; warns once if that is long."""
+        waited = max(0.0, end - max(start, self._copied_at))
+        self.counts.waited += waited
+        if self._pending is None or waited < max(_SLOW_SECONDS, (end - self._started_at) / 2):
+            return
+        self.counts.slow += 1
+        if self.counts.slow == 1:
+            warnings.warn(
+                f"save waited {waited:.1f} s until the snapshot before was written to "
+                f"{self.folder}, longer than training took. A larger interval saves time. "
+                "This is reported once, and counted in counts.slow.",
+                stacklevel=4,
+            )
 
     # --- Restoring ------------------------------------------------------------------------------
 

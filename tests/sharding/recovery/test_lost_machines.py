@@ -238,6 +238,7 @@ def test_slow_writers(cluster, unbroken, mutations):
     """
     slow = {"0": {"3": 4.0}, "1": {"3": 4.0}}
     cluster.kill(2, "cleared", 4, slow=slow, survive=1.5, mutations=mutations)
+    assert cluster.output().count("until the snapshot before was written") == 2  # of a and b
     cluster.train(5)
     assert cluster.restored() in ([0] if mutations else [3, 4])
     check_losses(cluster, unbroken)
