@@ -276,7 +276,7 @@ def test_programs_for_accelerators(target):
     memory = compiled.memory_analysis()
     shards = program.bytes_per_device
     assert shards == pytest.approx(3 * 4 * 6.7e9 / 16, rel=0.01)
-    assert memory.temp_size_in_bytes < 0.05 * shards
+    assert memory.temp_size_in_bytes < 0.1 * shards
     assert memory.output_size_in_bytes < 1e6  # the rest is in host memory
     assert memory.host_output_size_in_bytes == pytest.approx(2 * shards, rel=0.01)
     sent = shard_bytes(leaves)
