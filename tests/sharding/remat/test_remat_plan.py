@@ -203,6 +203,10 @@ def test_bad_input():
         shd.remat.plan(blocks, params, x, "1.2.3GB")
     with pytest.raises(ValueError, match="must be above 0"):
         shd.remat.plan(blocks, params, x, 0)
+    with pytest.raises(ValueError, match=r"estimate\(params, tx, zero, device=[.]{3}\); got None"):
+        shd.remat.plan(blocks, params, x, None)
+    with pytest.raises(ValueError, match="a number of bytes, a text .* got \\[1\\]"):
+        shd.remat.plan(blocks, params, x, [1])
     assert [in_bytes(text) for text in ("2KB", "3 MiB", "1.5GiB", "7")] == [
         2000,
         3 * 2**20,
