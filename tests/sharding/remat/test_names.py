@@ -90,7 +90,7 @@ def test_recomputed_products_are_those_that_jax_runs(names):
 
 
 def test_flash_attention_is_an_operation_with_its_products():
-    """A Pallas kernel, with its own derivative: its products are in branches, one a grid step."""
+    """A Pallas kernel with its own derivative, whose products are in branches: all are counted."""
     from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
 
     batch, heads, length, head = 2, 2, 256, 128
@@ -99,7 +99,7 @@ def test_flash_attention_is_an_operation_with_its_products():
     def attention(p, x):
         q, k, v = (checkpoint_name(x @ p[name], name) for name in "qkv")
         q, k, v = (w.reshape(batch, length, heads, head).swapaxes(1, 2) for w in (q, k, v))
-        context = flash_attention(q, k, v).swapaxes(1, 2).reshape(batch, length, width)
+        context = flash_attention(q, k, v, causal=True).swapaxes(1, 2).reshape(batch, length, width)
         return x + context @ p["out"]
 
     weights = {name: jnp.ones((width, width)) for name in (*"qkv", "out")}
