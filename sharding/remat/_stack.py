@@ -196,7 +196,7 @@ class Stack:
         return float(lengths[0] * self._input + lengths[1] * block)
 
     def peak(self, each: _Candidate) -> float:
-        """Bytes of the compiled stack; at least what it stores, of which a chip may hold a little."""
+        """Bytes of the compiled stack; at least what it stores, though a chip may hold a little."""
         key = self._key(each)
         if key not in self._peaks:
             self._peaks[key] = max(self.temporaries(each), each.saved)

@@ -205,7 +205,7 @@ def test_bad_input():
         shd.remat.plan(blocks, params, x, 0)
     with pytest.raises(ValueError, match=r"estimate\(params, tx, zero, device=[.]{3}\); got None"):
         shd.remat.plan(blocks, params, x, None)
-    with pytest.raises(ValueError, match="a number of bytes, a text .* got \\[1\\]"):
+    with pytest.raises(ValueError, match=r"a number of bytes, a text .* got \[1\]"):
         shd.remat.plan(blocks, params, x, [1])
     assert [in_bytes(text) for text in ("2KB", "3 MiB", "1.5GiB", "7")] == [
         2000,
