@@ -15,6 +15,8 @@ import sharding as shd
 from sharding.plan import targets
 from sharding.remat._checkpoint import policy_of
 
+from ..test_targets import need
+
 MIB = 2**20
 
 
@@ -29,10 +31,7 @@ def gpu():
 
 
 def compiler_of(target):
-    try:
-        targets.topology(target)
-    except (ImportError, RuntimeError, ValueError) as error:
-        pytest.skip(str(error).splitlines()[0])
+    need(target)
     return target
 
 
