@@ -215,6 +215,8 @@ def _tpus(name: str, target: Target) -> list[jax.Device]:
     options: dict[str, Any] = {**_TPUS[target.kind]}
     if target.groups > 1:
         options["num_slices"] = target.groups
+    if math.prod(target.shape) == 1:  # libtpu 0.0.42, which jax 0.10.2 takes, expects hosts of four
+        options["chips_per_host_bounds"] = (1, 1, 1)
     shape = "x".join(map(str, target.shape))
     try:
         found = topologies.get_topology_desc(f"{target.kind}:{shape}", "tpu", **options)
