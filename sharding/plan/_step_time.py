@@ -1,0 +1,241 @@
+"""The time of one training step of a decoder under a plan, in closed form."""
+
+import dataclasses
+import math
+
+from sharding.plan._achieved import achieved
+from sharding.plan._collective_time import Group, Operation, collective_seconds
+from sharding.plan._layer_time import (
+    COMPILED,
+    Implementation,
+    LayerWork,
+    Work,
+    head_work,
+    layer_work,
+)
+from sharding.plan._mesh_groups import Machine
+from sharding.plan._models import Decoder
+from sharding.plan._parallel_plan import ParallelPlan
+from sharding.plan._pipeline_schedules import lockstep_seconds, num_ticks
+from sharding.plan._step_seconds import StepSeconds
+
+_ITEM = 2  # bytes of an activation
+# The share of a PCIe link that copies reach, 55 of 63 GB/s: Bekman, Machine Learning Engineering.
+_HOST_LINK = 0.88
+
+
+@dataclasses.dataclass(frozen=True)
+class _Groups:
+    """The devices of each kind of parallelism; ``replicas`` are further apart than ``shards``."""
+
+    tensor: Group
+    shards: Group
+    replicas: Group
+    data: Group
+    pipe: Group
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wire:
+    """Seconds of collectives on a machine."""
+
+    machine: Machine
+    ideal: bool
+
+    def __call__(self, operation: Operation, nbytes: float, group: Group) -> float:
+        return collective_seconds(operation, nbytes, group, self.machine.device, ideal=self.ideal)
+
+
+def step_seconds(
+    model: Decoder,
+    plan: ParallelPlan,
+    machine: Machine,
+    *,
+    length: int | None = None,
+    implementation: Implementation = COMPILED,
+    ideal: bool = False,
+) -> StepSeconds:
+    """What a step takes; nothing is compiled, nothing is measured.
+
+    Stages have equal numbers of layers, the last one fewer where they do not divide, and the head.
+    Devices that share a layer are nearest to each other, then those of ZeRO, its replicas, and the
+    stages of a pipeline.
+
+    - Tensor parallelism: two all-reduces of the residual stream in a forward pass of a layer, two
+      in a backward pass; with sequence parallelism a reduce-scatter and an all-gather each, and two
+      gathers of inputs more in the backward pass. Messages between stages are sent in shards.
+    - Recomputation repeats the forward pass with its collectives, or attention alone.
+    - A pipeline takes ``lockstep_seconds``, and a transfer in each tick.
+    - ZeRO with k micro-batches and S bytes on n devices sends 2 S at stages 0 and 1, (k + 1) S at
+      stage 2, 3 k S at stage 3, times (n - 1) / n; once in a step in a pipeline. Replicas reduce
+      their shards. Stage 3 gathers layer by layer.
+    - The update reads parameters, gradients and state and writes parameters and state.
+
+    Args:
+      model: its dims.
+      plan: how it is shared.
+      machine: the devices.
+      length: tokens of a sequence; None: the model's.
+      implementation: how the program computes a layer.
+      ideal: whether everything reaches its peak without latency: for lower bounds.
+
+    Raises:
+      ValueError: the plan does not fit the model or the number of devices.
+
+    Example:
+      >>> from sharding.plan import MODELS, kind_of
+      >>> plan = ParallelPlan(data=8, stage=3, microbatch=4, recompute="none")
+      >>> found = step_seconds(MODELS["llama2-7b"], plan, Machine(kind_of("h100"), 8))
+      >>> f"{found.full_overlap:.2f} {found.seconds:.2f} {found.no_overlap:.2f}"
+      '1.80 1.89 2.17'
+    """
+    plan.check(model)
+    length = length or model.length
+    groups = _groups(plan, machine)
+    wire = _Wire(machine, ideal)
+    layer = layer_work(
+        model,
+        machine.device,
+        microbatch=plan.microbatch,
+        length=length,
+        tensor=plan.tensor,
+        sequence_parallel=plan.sequence_parallel,
+        implementation=implementation,
+        ideal=ideal,
+    )
+    head_forward, head_backward = head_work(
+        model,
+        machine.device,
+        microbatch=plan.microbatch,
+        length=length,
+        tensor=plan.tensor,
+        implementation=implementation,
+        ideal=ideal,
+    )
+    again = _recomputed(layer, plan)
+    sent, sent_back = _tensor_seconds(model, plan, length, groups.tensor, wire)
+
+    # One micro-batch: a stage of layers alone, and the slowest one.
+    number = math.ceil(model.layers / (plan.pipe * plan.chunks)) * plan.chunks
+    last = max(0, model.layers - (plan.pipe - 1) * number)
+    launch = 0.0 if ideal else implementation.launch
+    forward = _launched(layer.forward * number, launch)
+    backward = _launched((layer.backward + again) * number, launch)
+    ends = _launched((layer.forward + layer.backward + again) * last, launch)
+    ends += _launched(head_forward + head_backward, launch)
+    slowest = max(forward + backward, ends, key=lambda work: work.seconds)
+    wired = sent * number, sent_back * number
+
+    # The pipeline: every chunk is as long as that of a stage of layers.
+    chunk = [(w.seconds + s) / plan.chunks for w, s in zip((forward, backward), wired, strict=True)]
+    count = plan.microbatches
+    lockstep = lockstep_seconds(plan.schedule, plan.pipe, count, *chunk, plan.chunks)
+    bubble = lockstep - count * plan.chunks * sum(chunk) if plan.pipe > 1 else 0.0
+    transfers = 0.0
+    if plan.pipe > 1:
+        message = _ITEM * plan.microbatch * length * model.width / plan.tensor
+        ticks = num_ticks(plan.schedule, plan.pipe, count, plan.chunks)
+        transfers = ticks * wire("permute", message, groups.pipe)
+
+    # ZeRO, the update, and host memory.
+    params = _params(model, number, plan)
+    data, hideable = _data_seconds(plan, number, params, groups, wire)
+    shards = plan.shards if plan.stage > 0 else 1
+    touched = 2 * (plan.param_bytes + plan.state_bytes) + plan.grad_bytes
+    bandwidth = machine.device.bandwidth * (1.0 if ideal else achieved(machine.device).memory)
+    return StepSeconds(
+        matmul=count * slowest.matmul,
+        elementwise=count * slowest.elementwise,
+        overhead=count * slowest.overhead,
+        tensor=count * sum(wired),
+        bubble=bubble,
+        transfers=transfers,
+        data=data,
+        update=params * touched / shards / bandwidth,
+        host=_host_seconds(plan, params / shards, machine, ideal),
+        hideable=hideable * slowest.seconds * count,
+        interference=not machine.torus,
+    )
+
+
+def _groups(plan: ParallelPlan, machine: Machine) -> _Groups:
+    tensor, shards, replicas, pipe = machine.groups(
+        (plan.tensor, plan.shards, plan.replicas, plan.pipe)
+    )
+    data = machine.groups((plan.tensor, plan.data, plan.pipe))[1]
+    return _Groups(tensor, shards, replicas, data, pipe)
+
+
+def _recomputed(layer: LayerWork, plan: ParallelPlan) -> Work:
+    if plan.recompute == "none":
+        return Work()
+    return layer.forward if plan.recompute == "full" else layer.attention
+
+
+def _launched(work: Work, launch: float) -> Work:
+    """Kernels that the host issues no faster than it can."""
+    waiting = max(0.0, work.kernels * launch - work.seconds)
+    return dataclasses.replace(work, overhead=work.overhead + waiting)
+
+
+def _tensor_seconds(
+    model: Decoder, plan: ParallelPlan, length: int, group: Group, wire: _Wire
+) -> tuple[float, float]:
+    """Collectives of one layer among the devices that share it: forward, and backward."""
+    if plan.tensor == 1:
+        return 0.0, 0.0
+    stream = float(_ITEM * plan.microbatch * length * model.width)
+    if plan.sequence_parallel:
+        gather = wire("all-gather", stream, group)
+        forward = 2 * (wire("reduce-scatter", stream, group) + gather)
+        backward = forward + 2 * gather
+    else:
+        forward = backward = 2 * wire("all-reduce", stream, group)
+    return forward, backward + (forward if plan.recompute == "full" else 0.0)
+
+
+def _params(model: Decoder, layers: int, plan: ParallelPlan) -> float:
+    """Parameters of a device of the fullest stage; the embedding is on the first one."""
+    keys = model.width // model.heads * model.kv_heads
+    layer = model.width * (2 * model.width + 2 * keys + (3 if model.gated else 2) * model.hidden)
+    tables = 1 if plan.pipe > 1 or model.tied else 2
+    return (layers * layer + tables * model.vocabulary * model.width) / plan.tensor
+
+
+def _data_seconds(
+    plan: ParallelPlan, layers: int, params: float, groups: _Groups, wire: _Wire
+) -> tuple[float, float]:
+    """Collectives of data parallelism, and the share of computing that can run beside them.
+
+    Gradients of the last micro-batch are reduced beside its backward pass, two thirds of a
+    micro-batch; stages 2 and 3 reduce in every one; stage 3 gathers in every pass.
+    """
+    if plan.data == 1:
+        return 0.0, 0.0
+    held, reduced = params * plan.param_bytes, params * plan.grad_bytes
+    times = plan.microbatches if plan.pipe == 1 else 1
+    last = 2 / 3 / plan.microbatches
+    if plan.stage == 0:
+        return wire("all-reduce", reduced, groups.data), last
+    replicas = wire("all-reduce", reduced / plan.shards, groups.replicas)
+    scatter = wire("reduce-scatter", reduced, groups.shards)
+    if plan.stage == 3:
+        # A layer at a time, for the forward pass and for the backward pass.
+        gather = layers * wire("all-gather", held / layers, groups.shards)
+        scatter = layers * wire("reduce-scatter", reduced / layers, groups.shards)
+        return times * (2 * gather + scatter) + replicas, 1.0 if plan.pipe == 1 else last
+    gather = wire("all-gather", held, groups.shards)
+    if plan.stage == 2 and plan.pipe == 1:
+        return times * scatter + gather + replicas, 2 / 3
+    return scatter + gather + replicas, last
+
+
+def _host_seconds(plan: ParallelPlan, params: float, machine: Machine, ideal: bool) -> float:
+    """Optimizer state from host memory, and back at the same time."""
+    if not plan.offload:
+        return 0.0
+    if machine.device.host_link is None:
+        raise ValueError(
+            f"the host link of a {machine.device.name} is not known; offload needs it."
+        )
+    return params * plan.state_bytes / (machine.device.host_link * (1.0 if ideal else _HOST_LINK))
