@@ -37,7 +37,7 @@ COMPILED = Implementation()
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class KernelSeconds:
     """Seconds of one device.
 
     Attributes:
@@ -57,16 +57,16 @@ class Work:
         """All of it."""
         return self.matmul + self.elementwise + self.overhead
 
-    def __add__(self, other: "Work") -> "Work":
-        return Work(
+    def __add__(self, other: "KernelSeconds") -> "KernelSeconds":
+        return KernelSeconds(
             self.matmul + other.matmul,
             self.elementwise + other.elementwise,
             self.kernels + other.kernels,
             self.overhead + other.overhead,
         )
 
-    def __mul__(self, times: float) -> "Work":
-        return Work(
+    def __mul__(self, times: float) -> "KernelSeconds":
+        return KernelSeconds(
             self.matmul * times,
             self.elementwise * times,
             round(self.kernels * times),
@@ -85,9 +85,9 @@ class LayerWork:
         the values.
     """
 
-    forward: Work
-    backward: Work
-    attention: Work
+    forward: KernelSeconds
+    backward: KernelSeconds
+    attention: KernelSeconds
 
 
 class Roofline:
@@ -107,19 +107,19 @@ class Roofline:
         self.kernel = 0.0 if ideal else reached.kernel
         self.launch = 0.0 if ideal else implementation.launch
 
-    def matmul(self, rows: float, inner: float, cols: float, batch: float = 1.0) -> Work:
+    def matmul(self, rows: float, inner: float, cols: float, batch: float = 1.0) -> KernelSeconds:
         """A product of (rows, inner) and (inner, cols), ``batch`` times in one kernel."""
         flops = 2.0 * batch * rows * inner * cols
         nbytes = _ITEM * batch * (rows * inner + inner * cols + rows * cols)
-        return Work(max(flops / self.flops, nbytes / self.bandwidth), 0.0, 1, self.kernel)
+        return KernelSeconds(max(flops / self.flops, nbytes / self.bandwidth), 0.0, 1, self.kernel)
 
-    def passes(self, nbytes: float, kernels: int = 1) -> Work:
+    def passes(self, nbytes: float, kernels: int = 1) -> KernelSeconds:
         """Element-wise kernels that read and write so many bytes together."""
-        return Work(0.0, nbytes / self.bandwidth, kernels, kernels * self.kernel)
+        return KernelSeconds(0.0, nbytes / self.bandwidth, kernels, kernels * self.kernel)
 
-    def fused_attention(self, flops: float) -> Work:
+    def fused_attention(self, flops: float) -> KernelSeconds:
         """A kernel of attention that keeps scores on chip."""
-        return Work(flops / self.attention_flops, 0.0, 1, self.kernel)
+        return KernelSeconds(flops / self.attention_flops, 0.0, 1, self.kernel)
 
 
 def layer_work(
@@ -173,7 +173,7 @@ def layer_work(
         *[(model.width, model.hidden / tensor)] * up,
         (model.hidden / tensor, model.width),
     ]
-    forward = backward = Work()
+    forward = backward = KernelSeconds()
     for inner, cols in products:
         forward += unit.matmul(tokens, inner, cols)
         backward += unit.matmul(tokens, cols, inner) + unit.matmul(inner, tokens, cols)
@@ -202,7 +202,7 @@ def _attention(
     length: int,
     tensor: int,
     implementation: Implementation,
-) -> tuple[Work, Work]:
+) -> tuple[KernelSeconds, KernelSeconds]:
     """Scores, softmax and the product with the values: forward, and backward."""
     head, heads = model.width // model.heads, microbatch * model.heads / tensor
     if implementation.attention == "fused":
@@ -224,7 +224,7 @@ def head_work(
     tensor: int = 1,
     implementation: Implementation = COMPILED,
     ideal: bool = False,
-) -> tuple[Work, Work]:
+) -> tuple[KernelSeconds, KernelSeconds]:
     """The output matrix and the loss, forward and backward; arguments as ``layer_work``.
 
     Logits are widened to 32 bits; a softmax reads and writes them, and so does its gradient.

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from sharding.plan._collective_time import Group, NodeGroup, TorusGroup
 from sharding.plan._devices import DeviceKind
 
-# Smallest size of an axis whose ends are joined, by the pages of Google Cloud: full axes of the 16 x
-# 16 tori, and multiples of the 4 x 4 x 4 cubes of others.
+# Smallest size of an axis whose ends are joined, by the pages of Google Cloud: full axes of the
+# 16 x 16 tori, and multiples of the 4 x 4 x 4 cubes of others.
 _WRAPS = {"v5e": 16, "v6e": 16}
 _CUBE = 4
 
@@ -66,7 +66,8 @@ class Machine:
         per_slice = math.prod(self.torus)
         if self.num_devices != per_slice * self.slices:  # devices of a chip are nearest
             left.insert(0, [self.num_devices // (per_slice * self.slices)] * 2)
-        slices, found = self.slices, []
+        slices = self.slices
+        found: list[Group] = []
         for size in sizes:
             axes: list[tuple[int, bool]] = []
             # A full axis of this size first, else the largest common part of each.

@@ -8,8 +8,8 @@ from sharding.plan._collective_time import Group, Operation, collective_seconds
 from sharding.plan._layer_time import (
     COMPILED,
     Implementation,
+    KernelSeconds,
     LayerWork,
-    Work,
     head_work,
     layer_work,
 )
@@ -127,10 +127,13 @@ def step_seconds(
     wired = sent * number, sent_back * number
 
     # The pipeline: every chunk is as long as that of a stage of layers.
-    chunk = [(w.seconds + s) / plan.chunks for w, s in zip((forward, backward), wired, strict=True)]
+    first = (forward.seconds + wired[0]) / plan.chunks
+    second = (backward.seconds + wired[1]) / plan.chunks
     count = plan.microbatches
-    lockstep = lockstep_seconds(plan.schedule, plan.pipe, count, *chunk, plan.chunks)
-    bubble = lockstep - count * plan.chunks * sum(chunk) if plan.pipe > 1 else 0.0
+    bubble = 0.0
+    if plan.pipe > 1:
+        bubble = lockstep_seconds(plan.schedule, plan.pipe, count, first, second, plan.chunks)
+        bubble -= count * plan.chunks * (first + second)
     transfers = 0.0
     if plan.pipe > 1:
         message = _ITEM * plan.microbatch * length * model.width / plan.tensor
@@ -138,7 +141,7 @@ def step_seconds(
         transfers = ticks * wire("permute", message, groups.pipe)
 
     # ZeRO, the update, and host memory.
-    params = _params(model, number, plan)
+    params = _stage_params(model, number, plan)
     data, hideable = _data_seconds(plan, number, params, groups, wire)
     shards = plan.shards if plan.stage > 0 else 1
     touched = 2 * (plan.param_bytes + plan.state_bytes) + plan.grad_bytes
@@ -166,13 +169,13 @@ def _groups(plan: ParallelPlan, machine: Machine) -> _Groups:
     return _Groups(tensor, shards, replicas, data, pipe)
 
 
-def _recomputed(layer: LayerWork, plan: ParallelPlan) -> Work:
+def _recomputed(layer: LayerWork, plan: ParallelPlan) -> KernelSeconds:
     if plan.recompute == "none":
-        return Work()
+        return KernelSeconds()
     return layer.forward if plan.recompute == "full" else layer.attention
 
 
-def _launched(work: Work, launch: float) -> Work:
+def _launched(work: KernelSeconds, launch: float) -> KernelSeconds:
     """Kernels that the host issues no faster than it can."""
     waiting = max(0.0, work.kernels * launch - work.seconds)
     return dataclasses.replace(work, overhead=work.overhead + waiting)
@@ -194,7 +197,7 @@ def _tensor_seconds(
     return forward, backward + (forward if plan.recompute == "full" else 0.0)
 
 
-def _params(model: Decoder, layers: int, plan: ParallelPlan) -> float:
+def _stage_params(model: Decoder, layers: int, plan: ParallelPlan) -> float:
     """Parameters of a device of the fullest stage; the embedding is on the first one."""
     keys = model.width // model.heads * model.kv_heads
     layer = model.width * (2 * model.width + 2 * keys + (3 if model.gated else 2) * model.hidden)

@@ -85,7 +85,8 @@ def test_steps_of_fsdp():
     found = errors(rows)
     on_a100 = np.array([row.machine.device.name == "a100-80" for row in rows])
     assert np.abs(found[on_a100]).max() < 0.09
-    assert -0.32 < found[~on_a100].min() and found[~on_a100].max() < -0.09
+    assert found[~on_a100].min() > -0.32
+    assert found[~on_a100].max() < -0.09
     assert rank_correlation(rows) > 0.98
 
 
