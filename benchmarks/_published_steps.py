@@ -14,7 +14,7 @@ from sharding.plan._step_time import step_seconds
 
 _VTRAIN = pathlib.Path(__file__).parents[1] / "tests" / "sharding" / "vtrain"
 # Megatron-LM of 2022: fused kernels, scores in memory, dropout; nothing overlaps.
-MEGATRON = Implementation(attention="materialized", dropout=True)
+MEGATRON = Implementation(attention="materialized", dropout=True, lockstep=False)
 # Its small steps wait for the host: seconds of a kernel as ``layer_work`` counts them, fewer than
 # there are. Of multiples of 5 us, the one with the least error on every tenth step of the single
 # nodes of vTrain; nothing else here is fitted.

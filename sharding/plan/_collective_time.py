@@ -1,6 +1,7 @@
 """The time of a collective over a torus, or over nodes of a network."""
 
 import dataclasses
+import functools
 import math
 from typing import Literal
 
@@ -50,6 +51,7 @@ class TorusGroup:
 Group = NodeGroup | TorusGroup
 
 
+@functools.lru_cache(maxsize=65536)
 def collective_seconds(
     operation: Operation, nbytes: float, group: Group, device: DeviceKind, *, ideal: bool = False
 ) -> float:

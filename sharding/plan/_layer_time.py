@@ -1,6 +1,8 @@
 """The time of one layer of a decoder on one device: matrix products and passes over memory."""
 
 import dataclasses
+import functools
+import math
 from typing import Literal
 
 from sharding.plan._achieved import Achieved, achieved
@@ -26,11 +28,14 @@ class Implementation:
         ``"fused"`` keeps them on chip and skips masked blocks.
       dropout: whether there is dropout, on the scores and on both branches.
       launch: seconds in which the host issues a kernel; 0 for compiled steps.
+      lockstep: whether the ticks of a pipeline end on all devices at once, as in one compiled
+        program; else each stage waits for its messages alone.
     """
 
     attention: Literal["materialized", "fused"] = "materialized"
     dropout: bool = False
     launch: float = 0.0
+    lockstep: bool = True
 
 
 COMPILED = Implementation()
@@ -96,14 +101,15 @@ class Roofline:
     Args:
       device: its peak figures.
       implementation: how layers are computed.
-      ideal: whether everything reaches its peak at once: for lower bounds.
+      ideal: whether matrix products take their operations at the peak, and all else nothing: for
+        lower bounds of any implementation.
     """
 
     def __init__(self, device: DeviceKind, implementation: Implementation, *, ideal: bool = False):
         reached: Achieved = achieved(device)
         self.flops = device.flops * (1.0 if ideal else reached.typical_matmul)
         self.attention_flops = device.flops * (1.0 if ideal else _FUSED_ATTENTION)
-        self.bandwidth = device.bandwidth * (1.0 if ideal else reached.memory)
+        self.bandwidth = math.inf if ideal else device.bandwidth * reached.memory
         self.kernel = 0.0 if ideal else reached.kernel
         self.launch = 0.0 if ideal else implementation.launch
 
@@ -122,6 +128,7 @@ class Roofline:
         return KernelSeconds(flops / self.attention_flops, 0.0, 1, self.kernel)
 
 
+@functools.lru_cache(maxsize=4096)
 def layer_work(
     model: Decoder,
     device: DeviceKind,
@@ -150,13 +157,13 @@ def layer_work(
       tensor: devices that share heads and hidden values, as in Megatron-LM.
       sequence_parallel: whether norms and residuals are shared among them, too.
       implementation: how the program computes a layer.
-      ideal: whether everything reaches its peak, for lower bounds.
+      ideal: whether matrix products take their operations at the peak, and all else nothing.
 
     Example:
       >>> from sharding.plan import MODELS, kind_of
       >>> work = layer_work(MODELS["llama2-7b"], kind_of("h100"), microbatch=1, length=4096)
       >>> round(1e3 * work.forward.matmul, 2), round(1e3 * work.forward.elementwise, 2)
-      (2.86, 1.6)
+      (3.22, 1.0)
 
     References:
       Korthikanti et al.: Reducing Activation Recomputation in Large Transformer Models, MLSys 2023,
@@ -215,6 +222,7 @@ def _attention(
     return forward, products * 2 + unit.passes(scores * (3 * _ITEM + dropout), 2)
 
 
+@functools.lru_cache(maxsize=4096)
 def head_work(
     model: Decoder,
     device: DeviceKind,

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 from sharding.plan._collective_time import Group, NodeGroup, TorusGroup
 from sharding.plan._devices import DeviceKind
@@ -29,7 +28,7 @@ class Machine:
     torus: tuple[int, ...] = ()
     slices: int = 1
 
-    def groups(self, sizes: Sequence[int]) -> list[Group]:
+    def groups(self, sizes: tuple[int, ...]) -> list[Group]:
         """One group for each kind of parallelism, the first over the nearest devices.
 
         In nodes, groups of the first size are neighbours, those of the second are as far from each
@@ -52,7 +51,7 @@ class Machine:
             )
         return self._torus_groups(sizes) if self.torus else self._node_groups(sizes)
 
-    def _node_groups(self, sizes: Sequence[int]) -> list[Group]:
+    def _node_groups(self, sizes: tuple[int, ...]) -> list[Group]:
         node, inner = self.device.node_size, 1
         found: list[Group] = []
         for size in sizes:
@@ -60,7 +59,7 @@ class Machine:
             inner *= size
         return found
 
-    def _torus_groups(self, sizes: Sequence[int]) -> list[Group]:
+    def _torus_groups(self, sizes: tuple[int, ...]) -> list[Group]:
         # Axes that are left: what is not taken of each, and its full size.
         left = [[size, size] for size in self.torus if size > 1]
         per_slice = math.prod(self.torus)

@@ -57,9 +57,9 @@ def step_seconds(
 ) -> StepSeconds:
     """What a step takes; nothing is compiled, nothing is measured.
 
-    Stages have equal numbers of layers, the last one fewer where they do not divide, and the head.
-    Devices that share a layer are nearest to each other, then those of ZeRO, its replicas, and the
-    stages of a pipeline.
+    Layers are shared so that the slowest chunk, which may have the head, is as fast as possible; if
+    the implementation is not in lockstep, equally. Devices that share a layer are nearest to each
+    other, then those of ZeRO, its replicas, and the stages of a pipeline.
 
     - Tensor parallelism: two all-reduces of the residual stream in a forward pass of a layer, two
       in a backward pass; with sequence parallelism a reduce-scatter and an all-gather each, and two
@@ -87,7 +87,7 @@ def step_seconds(
       >>> plan = ParallelPlan(data=8, stage=3, microbatch=4, recompute="none")
       >>> found = step_seconds(MODELS["llama2-7b"], plan, Machine(kind_of("h100"), 8))
       >>> f"{found.full_overlap:.2f} {found.seconds:.2f} {found.no_overlap:.2f}"
-      '1.80 1.89 2.17'
+      '0.67 0.69 0.78'
     """
     plan.check(model)
     length = length or model.length
@@ -115,48 +115,62 @@ def step_seconds(
     again = _recomputed(layer, plan)
     sent, sent_back = _tensor_seconds(model, plan, length, groups.tensor, wire)
 
-    # One micro-batch: a stage of layers alone, and the slowest one.
-    number = math.ceil(model.layers / (plan.pipe * plan.chunks)) * plan.chunks
-    last = max(0, model.layers - (plan.pipe - 1) * number)
+    # Layers by chunk: the last chunk has the head, too.
     launch = 0.0 if ideal else implementation.launch
-    forward = _launched(layer.forward * number, launch)
-    backward = _launched((layer.backward + again) * number, launch)
-    ends = _launched((layer.forward + layer.backward + again) * last, launch)
-    ends += _launched(head_forward + head_backward, launch)
-    slowest = max(forward + backward, ends, key=lambda work: work.seconds)
-    wired = sent * number, sent_back * number
+    most, last = layers_of_chunks(
+        model.layers,
+        plan.pipe * plan.chunks,
+        (layer.forward + layer.backward + again).seconds + sent + sent_back,
+        (head_forward + head_backward).seconds,
+        even=not implementation.lockstep,
+    )
+    forward, backward, last_forward, last_backward = (
+        _launched(work * number, launch)
+        for number in (most, last)
+        for work in (layer.forward, layer.backward + again)
+    )
+    last_forward += _launched(head_forward, launch)
+    last_backward += _launched(head_backward, launch)
+    wired, wired_last = (sent + sent_back) * most, (sent + sent_back) * last
+    regular = (forward + backward).seconds + wired
+    longest = (last_forward + last_backward).seconds + wired_last
 
-    # The pipeline: every chunk is as long as that of a stage of layers.
-    first = (forward.seconds + wired[0]) / plan.chunks
-    second = (backward.seconds + wired[1]) / plan.chunks
-    count = plan.microbatches
-    bubble = 0.0
+    # The slowest device: of chunks that are all as long as the slowest one, or of its own.
+    count, chunks = plan.microbatches, plan.chunks
+    first, second = forward.seconds + sent * most, backward.seconds + sent_back * most
+    work, wires = (forward + backward) * chunks, wired * chunks
+    if longest > regular:
+        times = chunks if implementation.lockstep else 1
+        work = (forward + backward) * (chunks - times) + (last_forward + last_backward) * times
+        wires = wired * (chunks - times) + wired_last * times
+        if implementation.lockstep:
+            first = last_forward.seconds + sent * last
+            second = last_backward.seconds + sent_back * last
+    bubble = transfers = 0.0
     if plan.pipe > 1:
-        bubble = lockstep_seconds(plan.schedule, plan.pipe, count, first, second, plan.chunks)
-        bubble -= count * plan.chunks * (first + second)
-    transfers = 0.0
-    if plan.pipe > 1:
+        bubble = lockstep_seconds(plan.schedule, plan.pipe, count, first, second, chunks)
+        bubble -= count * chunks * (first + second)
         message = _ITEM * plan.microbatch * length * model.width / plan.tensor
-        ticks = num_ticks(plan.schedule, plan.pipe, count, plan.chunks)
+        ticks = num_ticks(plan.schedule, plan.pipe, count, chunks)
         transfers = ticks * wire("permute", message, groups.pipe)
 
     # ZeRO, the update, and host memory.
-    params = _stage_params(model, number, plan)
-    data, hideable = _data_seconds(plan, number, params, groups, wire)
+    params = _stage_params(model, most * chunks, plan)
+    data, hideable = _data_seconds(plan, most * chunks, params, groups, wire)
     shards = plan.shards if plan.stage > 0 else 1
     touched = 2 * (plan.param_bytes + plan.state_bytes) + plan.grad_bytes
     bandwidth = machine.device.bandwidth * (1.0 if ideal else achieved(machine.device).memory)
     return StepSeconds(
-        matmul=count * slowest.matmul,
-        elementwise=count * slowest.elementwise,
-        overhead=count * slowest.overhead,
-        tensor=count * sum(wired),
+        matmul=count * work.matmul,
+        elementwise=count * work.elementwise,
+        overhead=count * work.overhead,
+        tensor=count * wires,
         bubble=bubble,
         transfers=transfers,
         data=data,
         update=params * touched / shards / bandwidth,
         host=_host_seconds(plan, params / shards, machine, ideal),
-        hideable=hideable * slowest.seconds * count,
+        hideable=hideable * work.seconds * count,
         interference=not machine.torus,
     )
 
@@ -167,6 +181,31 @@ def _groups(plan: ParallelPlan, machine: Machine) -> _Groups:
     )
     data = machine.groups((plan.tensor, plan.data, plan.pipe))[1]
     return _Groups(tensor, shards, replicas, data, pipe)
+
+
+def layers_of_chunks(
+    layers: int, chunks: int, layer: float, head: float, *, even: bool = False
+) -> tuple[int, int]:
+    """Layers of every chunk but the last one, at most, and of the last one, which has the head.
+
+    Args:
+      layers: of the model.
+      chunks: of all devices.
+      layer: seconds of a layer.
+      head: seconds of the head.
+      even: whether chunks have equal numbers as far as possible; else the slowest chunk is as fast
+        as possible.
+
+    >>> layers_of_chunks(80, 8, layer=1.0, head=3.0), layers_of_chunks(80, 8, 1.0, 3.0, even=True)
+    ((11, 8), (10, 10))
+    """
+    if chunks == 1:
+        return layers, layers
+    if even:
+        most = math.ceil(layers / chunks)
+        return most, max(0, layers - (chunks - 1) * most)
+    found = [(math.ceil((layers - last) / (chunks - 1)), last) for last in range(layers + 1)]
+    return min(found, key=lambda it: (max(it[0] * layer, it[1] * layer + head), -it[1]))
 
 
 def _recomputed(layer: LayerWork, plan: ParallelPlan) -> KernelSeconds:

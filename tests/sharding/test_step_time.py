@@ -1,6 +1,7 @@
 """The time of a step in closed form: beside published steps, the planner, and its own limits."""
 
 import dataclasses
+import itertools
 
 import _published_steps as published
 import jax
@@ -16,7 +17,7 @@ from sharding.plan._layer_time import Implementation, layer_work
 from sharding.plan._mesh_groups import Machine
 from sharding.plan._models import Decoder
 from sharding.plan._parallel_plan import ParallelPlan
-from sharding.plan._step_time import step_seconds
+from sharding.plan._step_time import layers_of_chunks, step_seconds
 
 A100, H100, V5E = (kind_of(name) for name in ("a100-80", "h100", "v5e"))
 SMALL = Decoder(4, 1024, 16, 16, 4096, 32000, 1024)
@@ -211,11 +212,31 @@ def test_the_bubble_of_equal_stages(schedule, chunks):
 
 
 def test_the_head_makes_the_last_stage_the_slowest():
+    """In lockstep every tick waits for it; else the bubble is that of the layers."""
     plan = ParallelPlan(pipe=4, microbatches=8)
     small = dataclasses.replace(SMALL, vocabulary=1)
-    with_head, without = (step_seconds(m, plan, Machine(H100, 4)) for m in (SMALL, small))
-    assert with_head.compute > without.compute
-    assert with_head.bubble == without.bubble
+    for lockstep in (True, False):
+        found, without = (
+            step_seconds(
+                *(model, plan, Machine(H100, 4)), implementation=Implementation(lockstep=lockstep)
+            )
+            for model in (SMALL, small)
+        )
+        assert found.compute > without.compute
+        assert (found.bubble > without.bubble) == lockstep
+
+
+@pytest.mark.parametrize("head", [0.0, 0.5, 2.0, 7.0])
+@pytest.mark.parametrize(("layers", "chunks"), [(8, 2), (10, 4), (12, 5), (5, 5), (3, 1)])
+def test_layers_are_shared_so_that_the_slowest_chunk_is_fastest(layers, chunks, head):
+    """By all ways to share them."""
+    most, last = layers_of_chunks(layers, chunks, 1.0, head)
+    assert last + (chunks - 1) * most >= layers
+    splits = itertools.product(range(layers + 1), repeat=chunks - 1)
+    least = min(
+        max([*others, layers - sum(others) + head]) for others in splits if sum(others) <= layers
+    )
+    assert max(most if chunks > 1 else 0, last + head) == least
 
 
 def test_a_stage_of_fewer_layers_has_room_for_the_head():
