@@ -6,6 +6,10 @@ from sharding.plan._activation_groups import least_period as least_period
 from sharding.plan._activation_groups import memory_aware_stages as memory_aware_stages
 from sharding.plan._balanced_stages import StagePartition as StagePartition
 from sharding.plan._balanced_stages import balanced_stages as balanced_stages
+from sharding.plan._chosen_plan import ChosenPlan as ChosenPlan
+from sharding.plan._collective_time import NodeGroup as NodeGroup
+from sharding.plan._collective_time import TorusGroup as TorusGroup
+from sharding.plan._collective_time import collective_seconds as collective_seconds
 from sharding.plan._devices import kind_of as kind_of
 from sharding.plan._estimate_pipeline import estimate_pipeline as estimate_pipeline
 from sharding.plan._find_batch import FoundBatch as FoundBatch
@@ -15,7 +19,11 @@ from sharding.plan._hetpipe import VirtualWorker as VirtualWorker
 from sharding.plan._hetpipe import hetpipe as hetpipe
 from sharding.plan._layer_costs import LayerCost as LayerCost
 from sharding.plan._layer_costs import layer_costs as layer_costs
+from sharding.plan._layer_time import Implementation as Implementation
+from sharding.plan._mesh_groups import Machine as Machine
 from sharding.plan._models import MODELS as MODELS
+from sharding.plan._models import Decoder as Decoder
+from sharding.plan._parallel_plan import ParallelPlan as ParallelPlan
 from sharding.plan._pipedream import PipeDreamPlan as PipeDreamPlan
 from sharding.plan._pipedream import ReplicatedStage as ReplicatedStage
 from sharding.plan._pipedream import pipedream_stages as pipedream_stages
@@ -31,8 +39,13 @@ from sharding.plan._plan import Plan as Plan
 from sharding.plan._plan import estimate as estimate
 from sharding.plan._plot import plot_audits as plot_audits
 from sharding.plan._plot import plot_plans as plot_plans
+from sharding.plan._search import RejectedPlan as RejectedPlan
+from sharding.plan._search import SearchResult as SearchResult
+from sharding.plan._search import search as search
 from sharding.plan._show import show as show
 from sharding.plan._stage_plan import StagePlan as StagePlan
+from sharding.plan._step_seconds import StepSeconds as StepSeconds
+from sharding.plan._step_time import step_seconds as step_seconds
 from sharding.plan._two_bw import TwoBWChoice as TwoBWChoice
 from sharding.plan._two_bw import TwoBWPlan as TwoBWPlan
 from sharding.plan._two_bw import two_bw as two_bw

@@ -31,6 +31,8 @@ class ParallelPlan:
       param_bytes: of a parameter as it is gathered.
       grad_bytes: of a gradient as it is reduced.
       state_bytes: of optimizer state and master weights, for one parameter.
+      state_format: of the optimizer state, one of ``optax_ext.STATE_FORMATS``; None leaves it as it
+        is. Formats are lossy.
     """
 
     data: int = 1
@@ -48,6 +50,7 @@ class ParallelPlan:
     param_bytes: float = 2.0
     grad_bytes: float = 2.0
     state_bytes: float = 12.0
+    state_format: str | None = None
 
     @property
     def num_devices(self) -> int:

@@ -93,25 +93,7 @@ def step_seconds(
     length = length or model.length
     groups = _groups(plan, machine)
     wire = _Wire(machine, ideal)
-    layer = layer_work(
-        model,
-        machine.device,
-        microbatch=plan.microbatch,
-        length=length,
-        tensor=plan.tensor,
-        sequence_parallel=plan.sequence_parallel,
-        implementation=implementation,
-        ideal=ideal,
-    )
-    head_forward, head_backward = head_work(
-        model,
-        machine.device,
-        microbatch=plan.microbatch,
-        length=length,
-        tensor=plan.tensor,
-        implementation=implementation,
-        ideal=ideal,
-    )
+    layer, head_forward, head_backward = _works(model, plan, machine, length, implementation, ideal)
     again = _recomputed(layer, plan)
     sent, sent_back = _tensor_seconds(model, plan, length, groups.tensor, wire)
 
@@ -155,8 +137,11 @@ def step_seconds(
         transfers = ticks * wire("permute", message, groups.pipe)
 
     # ZeRO, the update, and host memory.
-    params = _stage_params(model, most * chunks, plan)
-    data, hideable = _data_seconds(plan, most * chunks, params, groups, wire)
+    # Of the first stage; a bound takes what the fullest stage has at least, however layers are
+    # shared.
+    held = model.layers / plan.pipe if ideal else most * chunks
+    params = _stage_params(model, held, plan, tables=not ideal or plan.pipe == 1)
+    data, hideable = _data_seconds(plan, held, params, groups, wire)
     shards = plan.shards if plan.stage > 0 else 1
     touched = 2 * (plan.param_bytes + plan.state_bytes) + plan.grad_bytes
     bandwidth = machine.device.bandwidth * (1.0 if ideal else achieved(machine.device).memory)
@@ -181,6 +166,72 @@ def _groups(plan: ParallelPlan, machine: Machine) -> _Groups:
     )
     data = machine.groups((plan.tensor, plan.data, plan.pipe))[1]
     return _Groups(tensor, shards, replicas, data, pipe)
+
+
+def chunk_layers(
+    model: Decoder,
+    plan: ParallelPlan,
+    machine: Machine,
+    *,
+    length: int | None = None,
+    implementation: Implementation = COMPILED,
+) -> tuple[int, ...]:
+    """Layers of each chunk of a pipeline, from the first to the last; arguments as above.
+
+    >>> from sharding.plan import MODELS, kind_of
+    >>> machine = Machine(kind_of("h100"), 8)
+    >>> chunk_layers(MODELS["llama3-8b"], ParallelPlan(pipe=8, microbatches=8), machine)
+    (4, 4, 4, 4, 5, 5, 5, 1)
+    """
+    length = length or model.length
+    layer, forward, backward = _works(model, plan, machine, length, implementation, False)
+    group = _groups(plan, machine).tensor
+    sent = sum(_tensor_seconds(model, plan, length, group, _Wire(machine, False)))
+    number = plan.pipe * plan.chunks
+    most, last = layers_of_chunks(
+        model.layers,
+        number,
+        (layer.forward + layer.backward + _recomputed(layer, plan)).seconds + sent,
+        (forward + backward).seconds,
+        even=not implementation.lockstep,
+    )
+    if number == 1:
+        return (last,)
+    # Early stages have more micro-batches in flight, and the fewer layers.
+    fewer, more = divmod(model.layers - last, number - 1)
+    assert fewer + (more > 0) <= most
+    return (*[fewer] * (number - 1 - more), *[fewer + 1] * more, last)
+
+
+def _works(
+    model: Decoder,
+    plan: ParallelPlan,
+    machine: Machine,
+    length: int,
+    implementation: Implementation,
+    ideal: bool,
+) -> tuple[LayerWork, KernelSeconds, KernelSeconds]:
+    """A layer, and the head forward and backward."""
+    layer = layer_work(
+        model,
+        machine.device,
+        microbatch=plan.microbatch,
+        length=length,
+        tensor=plan.tensor,
+        sequence_parallel=plan.sequence_parallel,
+        implementation=implementation,
+        ideal=ideal,
+    )
+    head = head_work(
+        model,
+        machine.device,
+        microbatch=plan.microbatch,
+        length=length,
+        tensor=plan.tensor,
+        implementation=implementation,
+        ideal=ideal,
+    )
+    return layer, *head
 
 
 def layers_of_chunks(
@@ -236,16 +287,19 @@ def _tensor_seconds(
     return forward, backward + (forward if plan.recompute == "full" else 0.0)
 
 
-def _stage_params(model: Decoder, layers: int, plan: ParallelPlan) -> float:
-    """Parameters of a device of the fullest stage; the embedding is on the first one."""
+def _stage_params(model: Decoder, layers: float, plan: ParallelPlan, *, tables: bool) -> float:
+    """Parameters of a device with some layers, and with the embedding and the head if it has both.
+
+    Of a pipeline, the first stage has the embedding.
+    """
     keys = model.width // model.heads * model.kv_heads
     layer = model.width * (2 * model.width + 2 * keys + (3 if model.gated else 2) * model.hidden)
-    tables = 1 if plan.pipe > 1 or model.tied else 2
-    return (layers * layer + tables * model.vocabulary * model.width) / plan.tensor
+    number = 0 if not tables else 1 if plan.pipe > 1 or model.tied else 2
+    return (layers * layer + number * model.vocabulary * model.width) / plan.tensor
 
 
 def _data_seconds(
-    plan: ParallelPlan, layers: int, params: float, groups: _Groups, wire: _Wire
+    plan: ParallelPlan, layers: float, params: float, groups: _Groups, wire: _Wire
 ) -> tuple[float, float]:
     """Collectives of data parallelism, and the share of computing that can run beside them.
 

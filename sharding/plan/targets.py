@@ -71,6 +71,11 @@ class Target(NamedTuple):
         return math.prod(self.shape) * slices * _CORES.get(self.kind, 1)
 
     @property
+    def is_torus(self) -> bool:
+        """Whether its devices are in a torus; else a switch joins those of a node."""
+        return self.kind in _TPUS
+
+    @property
     def compiles(self) -> bool:
         """Whether programs can be compiled for it here; else it can be planned only."""
         return self.kind == "cpu" or self.kind in _TPUS or self.kind in _GPUS
