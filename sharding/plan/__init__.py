@@ -37,8 +37,10 @@ from sharding.plan._pipeline_stages import PipelineStage as PipelineStage
 from sharding.plan._pipeline_wire import pipeline_wire as pipeline_wire
 from sharding.plan._plan import Plan as Plan
 from sharding.plan._plan import estimate as estimate
+from sharding.plan._plan_file import PlanFile as PlanFile
 from sharding.plan._plot import plot_audits as plot_audits
 from sharding.plan._plot import plot_plans as plot_plans
+from sharding.plan._plot import plot_search as plot_search
 from sharding.plan._search import RejectedPlan as RejectedPlan
 from sharding.plan._search import SearchResult as SearchResult
 from sharding.plan._search import search as search
@@ -49,5 +51,7 @@ from sharding.plan._step_time import step_seconds as step_seconds
 from sharding.plan._two_bw import TwoBWChoice as TwoBWChoice
 from sharding.plan._two_bw import TwoBWPlan as TwoBWPlan
 from sharding.plan._two_bw import two_bw as two_bw
+from sharding.plan._verify import Verification as Verification
+from sharding.plan._verify import verify as verify
 from sharding.plan._virtual_workers import Node as Node
 from sharding.plan._virtual_workers import allocate_workers as allocate_workers

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from sharding.plan._format import seconds, size
+from sharding.plan._format import count, seconds, size
 from sharding.plan._parallel_plan import ParallelPlan
 from sharding.plan._step_seconds import StepSeconds
 
@@ -52,14 +52,13 @@ class ChosenPlan:
         return short(self.plan)
 
     def row(self) -> tuple[str, ...]:
-        """A row of a table; ``COLUMNS`` are its columns."""
+        """Its cells under ``COLUMNS``."""
         found = self.seconds
         return (
-            self.summary + (" (lossy)" if self.lossy else ""),
+            *cells(self.plan),
             seconds(found.seconds),
-            f"{seconds(found.full_overlap)} - {seconds(found.no_overlap)}",
-            f"{self.tokens_per_second:,.0f}",
             f"{100 * self.utilization:.0f} %",
+            f"{count(self.tokens_per_second)}",
             size(self.memory),
             found.limit,
         )
@@ -79,7 +78,23 @@ class ChosenPlan:
         }
 
 
-COLUMNS = ("", "step", "all - none hidden", "tokens/s", "MFU", "fullest device", "largest part")
+PLAN_COLUMNS = ("ZeRO", "pipeline", "micro", "again")
+COLUMNS = (*PLAN_COLUMNS, "step", "MFU", "tokens/s", "memory", "most")
+
+
+def cells(plan: ParallelPlan) -> tuple[str, ...]:
+    """A plan in the cells of a table: stage and shards, pipeline, micro-batches, recomputation.
+
+    >>> cells(ParallelPlan(data=64, stage=3, replicas=8, microbatches=2, offload=True))
+    ('3: 8 x 8, host', '-', '2 of 1', 'full')
+    """
+    zero = f"{plan.stage}: {plan.shards}" if plan.data > 1 else "-"
+    zero += f" x {plan.replicas}" if plan.replicas > 1 else ""
+    zero += ", host" if plan.offload else ""
+    zero += f", {plan.state_format} (lossy)" if plan.state_format else ""
+    chunks = f" x {plan.chunks}" if plan.chunks > 1 else ""
+    pipeline = f"{plan.pipe}{chunks} {plan.schedule}" if plan.pipe > 1 else "-"
+    return zero, pipeline, f"{plan.microbatches} of {plan.microbatch}", plan.recompute
 
 
 def short(plan: ParallelPlan) -> str:

@@ -67,6 +67,11 @@ class ParallelPlan:
         """Sequences of all devices in a step."""
         return self.data * self.microbatch * self.microbatches
 
+    @property
+    def gathers_layers(self) -> bool:
+        """Whether each layer gathers its parameters where it is used: ZeRO's stage 3."""
+        return self.stage == 3 and self.pipe == 1 and self.shards > 1
+
     def check(self, model: Decoder) -> None:
         """Raises unless the model can be shared so.
 

@@ -94,7 +94,7 @@ class PlanMemory:
         costs = self._costs(plan.microbatch, plan.recompute != "none")
         activations = sum(cost.activation_bytes for cost in costs)
         activations += max(cost.working_bytes for cost in costs)
-        if plan.stage == 3 and plan.shards > 1:
+        if plan.gathers_layers:
             params = self.model.abstract(self.dtype)
             activations += gathered_bytes(params, params["layers"], self.model.layers)
         name = f"{plan.stage} hybrid" if plan.replicas > 1 else f"stage {plan.stage}"

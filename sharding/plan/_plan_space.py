@@ -21,8 +21,9 @@ class PlanSpace:
     """All plans of a step.
 
     Devices are shared by stages of a pipeline and by data parallelism, in all divisors; sequences
-    by micro-batches, likewise. Stage 3 without a pipeline has all numbers of replicas. A pipeline
-    has each schedule, ``"interleaved"`` each number of chunks for which there are layers.
+    by micro-batches, likewise. Stage 3 without a pipeline has all numbers of replicas, and layers
+    that are computed again, as ``Zero.gathered`` does. A pipeline has each schedule,
+    ``"interleaved"`` each number of chunks for which there are layers.
 
     Attributes:
       model: the model.
@@ -85,7 +86,9 @@ class PlanSpace:
                     "microbatches": own // microbatch,
                 }
                 for form, rest in itertools.product([*self._forms(sizes)], common):
-                    yield ParallelPlan(**sizes, **form, **rest)
+                    plan = ParallelPlan(**sizes, **form, **rest)
+                    if plan.recompute == "full" or not plan.gathers_layers:
+                        yield plan
 
     def _forms(self, sizes: dict[str, int]) -> Iterator[dict[str, Any]]:
         """ZeRO stages with replicas, or with schedules and chunks of a pipeline."""

@@ -10,7 +10,7 @@ import optax
 
 from optax_ext import STATE_FORMATS
 from sharding.plan import targets
-from sharding.plan._chosen_plan import COLUMNS, ChosenPlan, short
+from sharding.plan._chosen_plan import COLUMNS, PLAN_COLUMNS, ChosenPlan, cells, short
 from sharding.plan._devices import DeviceKind, kind_of
 from sharding.plan._format import Table, seconds, size, text_of
 from sharding.plan._layer_time import COMPILED, Implementation
@@ -19,7 +19,7 @@ from sharding.plan._models import Decoder
 from sharding.plan._parallel_plan import ParallelPlan
 from sharding.plan._plan_memory import PlanMemory
 from sharding.plan._plan_space import PlanSpace, check_recompute
-from sharding.plan._step_seconds import StepSeconds
+from sharding.plan._step_seconds import PARTS_OF_STEP, StepSeconds
 from sharding.plan._step_time import chunk_layers, step_seconds
 
 # The share of device memory that is left to the allocator.
@@ -81,22 +81,27 @@ class SearchResult:
         found = [Table(title, COLUMNS, [plan.row() for plan in self.plans])]
         if self.rejected:
             rows = [
-                (short(it.plan), seconds(it.seconds), size(it.memory), size(it.excess))
+                (*cells(it.plan), seconds(it.seconds), size(it.memory), size(it.excess))
                 for it in self.rejected
             ]
-            columns = ("", "step", "fullest device", "too much")
-            found.append(Table(f"do not fit {size(self.memory)}", columns, rows))
+            columns = (*PLAN_COLUMNS, "step", "memory", "too much")
+            found.append(Table(f"faster, but above {size(self.memory)}", columns, rows))
         return found
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What the figures mean."""
+        best = self.best.seconds
         return (
+            f"Best: {self.best.summary}.",
+            f"Its parts: {_parts(best)}. With all wires hidden it takes "
+            f"{seconds(best.full_overlap)}, with none {seconds(best.no_overlap)}.",
             f"No plan that fits can take less than {seconds(self.bound)} a step, even at the peak "
             f"of a {self.device.name} with everything hidden; the best is predicted to take "
             f"{self.gap:.0%} more.",
-            "Times are predicted, with collectives of ZeRO hidden as far as they can be; the range "
-            "is that of all wires hidden, and none.",
+            "ZeRO is the stage, its shards and its replicas; micro is the number of micro-batches "
+            "and their sequences; again is what backward passes compute again; most is the largest "
+            "part of a step. Memory of activations is estimated: verify compiles the step.",
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -114,6 +119,14 @@ class SearchResult:
 
     def __str__(self) -> str:
         return "\n".join([text_of(self.tables()), *self.notes])
+
+
+def _parts(found: StepSeconds) -> str:
+    """What a step waits for, longest first; nothing below 1 %."""
+    parts = {name: getattr(found, name) for name in PARTS_OF_STEP}
+    order = sorted(parts, key=lambda name: -parts[name])
+    least = 0.01 * found.no_overlap
+    return ", ".join(f"{name} {seconds(parts[name])}" for name in order if parts[name] > least)
 
 
 def search(
@@ -168,7 +181,7 @@ def search(
       >>> from sharding.plan import MODELS, search
       >>> found = search(MODELS["llama2-7b"], optax.adamw(1e-3), "h100x8", sequences=64)
       >>> found.best.summary
-      ''
+      'stage 2 over 8; 4 micro-batches of 2; recompute full'
       >>> found.gap < 1
       True
     """

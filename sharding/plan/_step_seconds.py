@@ -6,6 +6,10 @@ from typing import Any
 # How much slower computing and sending are on GPUs while both run: Zhu et al., Mist, EuroSys 2025,
 # factors that its code has for A100. TPUs send by engines of their own.
 COMPUTE_SLOWDOWN, WIRE_SLOWDOWN = 1.286, 1.039
+PARTS_OF_STEP = (
+    *("matmul", "elementwise", "overhead", "tensor", "bubble", "transfers", "data", "update"),
+    "host",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +82,7 @@ class StepSeconds:
     @property
     def limit(self) -> str:
         """What takes longest: a name of the attributes."""
-        names = ("matmul", "elementwise", "overhead", "tensor", "bubble", "transfers", "data")
-        return max((*names, "update", "host"), key=lambda name: float(getattr(self, name)))
+        return max(PARTS_OF_STEP, key=lambda name: float(getattr(self, name)))
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, ready for JSON."""
