@@ -22,7 +22,8 @@ from sharding.plan._models import MODELS
 
 _ABOUT = """\
 plan computes in closed form what each stage of ZeRO holds and sends; audit compiles one step,
-also for compile-only targets, and reads from the program what it costs; search compares all plans of a step, and lists the fastest that fit.
+also for compile-only targets, and reads from the program what it costs; search compares all plans
+of a step, and lists the fastest that fit.
 """
 _EPILOG = """\
 examples:

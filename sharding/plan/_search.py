@@ -24,6 +24,7 @@ from sharding.plan._step_time import chunk_layers, step_seconds
 
 # The share of device memory that is left to the allocator.
 HEADROOM = 0.08
+_SMALLEST_FIRST = ("1f1b", "aligned", "interleaved", "gpipe")  # by activations in flight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +222,7 @@ def search(
     held = _Held(memory, plans)
     budget = machine.device.memory * (1 - headroom)
 
-    # In the order of predicted times; equal ones take less memory, then come in their order.
+    # In the order of predicted times; of equal ones the simpler first.
     chosen: list[int] = []
     rejected: list[RejectedPlan] = []
     for i in _ascending([(time.seconds, held.cheap(i)) for i, time in enumerate(times)]):
@@ -294,9 +295,10 @@ class _Held:
         return self._found[i]
 
     def cheap(self, i: int) -> tuple[int, ...]:
-        """What orders plans of equal time: the simpler one first."""
+        """What orders plans of equal time: the simpler one first, or the smaller schedule."""
         plan = self._plans[i]
-        return (plan.offload, plan.pipe, plan.replicas, -plan.stage, plan.microbatch)
+        schedule = _SMALLEST_FIRST.index(plan.schedule)
+        return (plan.offload, plan.pipe, plan.replicas, -plan.stage, plan.microbatch, schedule)
 
 
 def _ascending(keys: Sequence[tuple[Any, ...]]) -> Iterator[int]:

@@ -255,7 +255,10 @@ def layers_of_chunks(
     if even:
         most = math.ceil(layers / chunks)
         return most, max(0, layers - (chunks - 1) * most)
-    found = [(math.ceil((layers - last) / (chunks - 1)), last) for last in range(layers + 1)]
+    found = [
+        (math.ceil((layers - last) / (chunks - 1)), last)
+        for last in range(1, layers - (chunks - 1) + 1)  # every chunk has a layer
+    ]
     return min(found, key=lambda it: (max(it[0] * layer, it[1] * layer + head), -it[1]))
 
 

@@ -232,9 +232,9 @@ def test_layers_are_shared_so_that_the_slowest_chunk_is_fastest(layers, chunks, 
     """By all ways to share them."""
     most, last = layers_of_chunks(layers, chunks, 1.0, head)
     assert last + (chunks - 1) * most >= layers
-    splits = itertools.product(range(layers + 1), repeat=chunks - 1)
+    splits = itertools.product(range(1, layers + 1), repeat=chunks - 1)
     least = min(
-        max([*others, layers - sum(others) + head]) for others in splits if sum(others) <= layers
+        max([*others, layers - sum(others) + head]) for others in splits if sum(others) < layers
     )
     assert max(most if chunks > 1 else 0, last + head) == least
 

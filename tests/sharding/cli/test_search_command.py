@@ -45,9 +45,10 @@ def test_what_is_kept(capsys):
 
 
 def test_lossy_formats_only_where_they_are_given(capsys):
-    main((*SEARCH, "--json", "--top", "100000"))
+    options = (*SEARCH, "--json", "--top", "1000", "--keep", "pipe=1", "--keep", "stage=1")
+    main(options)
     assert not any(it["lossy"] for it in json.loads(capsys.readouterr().out)["plans"])
-    main((*SEARCH, "--state", "8bit", "--json", "--top", "100000"))
+    main((*options, "--state", "8bit"))
     assert any(it["lossy"] for it in json.loads(capsys.readouterr().out)["plans"])
 
 
@@ -66,7 +67,6 @@ def test_a_file_of_the_best_plan_and_a_picture(tmp_path, capsys):
     [
         (("--batch", "64M"), "--batch must look like 1024 or 4M-tokens, got '64M'"),
         (("--batch", "100-tokens"), "--batch 100-tokens is not one sequence of 1,024 tokens"),
-        (("--batch", "9"), "9 sequences cannot be shared by 8 devices"),
         (("--keep", "stage"), "--keep must look like stage=3, got 'stage'"),
         (("--keep", "rows=3"), "keep has 'rows'"),
         (("--memory", "0.1"), "no plan fits h100x8"),
