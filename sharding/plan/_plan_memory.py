@@ -42,7 +42,9 @@ class PlanMemory:
     """Memory of plans of one model; what plans share is computed once.
 
     Bytes of parameters, gradients, state and batch are those of ``estimate``, of ``pipeline_stage``
-    where there is a pipeline; activations are those that the code of the model stores.
+    where there is a pipeline; activations are those that the code of the model stores. They are
+    freed before the update, as unreduced gradients are; at stages 1 and 2 it gathers the new
+    parameters beside the old ones.
 
     Args:
       model: the model.
@@ -98,7 +100,11 @@ class PlanMemory:
             params = self.model.abstract(self.dtype)
             activations += gathered_bytes(params, params["layers"], self.model.layers)
         name = f"{plan.stage} hybrid" if plan.replicas > 1 else f"stage {plan.stage}"
-        return found.stage(name).peak + self._batch(plan) + activations
+        held = found.stage(name)
+        backward = held.memory + held.unreduced + activations
+        grads = held.grads / (plan.shards if plan.stage == 1 else 1)
+        update = held.arguments + grads + _updated(plan, held.params)
+        return max(backward, update) + self._batch(plan)
 
     def by_stage(self, plan: ParallelPlan) -> list[float]:
         """Bytes of a device of each stage of a pipeline."""
@@ -118,7 +124,17 @@ class PlanMemory:
             )
             for s in range(plan.pipe)
         )
-        return [stage.memory + self._batch(plan) for stage in stages]
+        return [
+            max(
+                stage.memory,
+                stage.memory
+                - stage.activations
+                - stage.grads * (1 - 1 / plan.shards)
+                + _updated(plan, stage.params),
+            )
+            + self._batch(plan)
+            for stage in stages
+        ]
 
     def ranges(self, plan: ParallelPlan) -> list[tuple[int, int]]:
         """The first layer of each chunk and the one after its last, as ``layer_costs`` has them."""
@@ -167,6 +183,11 @@ class PlanMemory:
             batch=0.0,
             state_format=state_format,
         )
+
+
+def _updated(plan: ParallelPlan, params: float) -> float:
+    """Bytes of updated parameters that are gathered while the old ones are still there."""
+    return params if plan.stage in (1, 2) and plan.shards > 1 else 0.0
 
 
 def zero_of(shards: int, replicas: int, stage: int, offload: bool) -> Zero:

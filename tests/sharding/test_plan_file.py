@@ -143,20 +143,21 @@ def test_the_summary_of_one_device():
 
 @pytest.mark.parametrize("target", ["h100x8"])
 def test_a_plan_on_a_target(target):
-    """A model whose activations are small beside its state: memory is that of the planner."""
+    """Activations are small beside the update, which gathers the parameters: 3 % of memory."""
     try:
         targets.topology(target)
     except ValueError as error:
         if "installed" in str(error) or "not found" in str(error):
             pytest.skip(str(error))
         raise
-    model = dataclasses.replace(shd.plan.MODELS["llama2-7b"], layers=2, length=128)
+    model = dataclasses.replace(shd.plan.MODELS["llama2-7b"], length=512)
     found = search(
-        *(model, TX, target), sequences=8, keep={"pipe": 1, "stage": 1, "recompute": "full"}
+        *(model, TX, target), sequences=8, keep={"pipe": 1, "stage": 2, "recompute": "full"}
     )
     file = PlanFile.of(
-        found.best, model="", optimizer="", target=target, length=128, dtype="bfloat16"
+        found.best, model="", optimizer="", target=target, length=512, dtype="bfloat16"
     )
     verified = verify(file, model, TX, memory=found.memory)
     assert not verified.failures
     assert verified.wire == pytest.approx(verified.planned_wire, rel=0.02)
+    assert verified.memory == pytest.approx(verified.planned_memory, rel=0.03)
