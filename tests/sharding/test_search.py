@@ -179,14 +179,28 @@ def test_it_equals_exhaustive_search(target, gigabytes, sequences, keep):
 
 
 @pytest.mark.parametrize("target", ["h100x8", "v5e:2x4"])
-def test_no_plan_goes_below_its_bound(target):
-    """Whatever is reached, and whatever is hidden."""
+@pytest.mark.parametrize(("layers", "vocabulary"), [(8, 32000), (11, 256000)])
+def test_no_plan_goes_below_its_bound(target, layers, vocabulary):
+    """Whatever is reached, whatever is hidden, and however stages share the layers."""
     machine = machine_of(target)
-    for plan in PlanSpace(SMALL, 8, 16).plans():
-        bound = step_seconds(SMALL, plan, machine, ideal=True).full_overlap
-        found = step_seconds(SMALL, plan, machine)
+    model = dataclasses.replace(SMALL, layers=layers, vocabulary=vocabulary)
+    for plan in PlanSpace(model, 8, 16).plans():
+        bound = step_seconds(model, plan, machine, ideal=True).full_overlap
+        found = step_seconds(model, plan, machine)
         assert bound < found.full_overlap <= found.seconds * (1 + 1e-12)
         assert found.seconds <= found.no_overlap * (1 + 1e-12)
+
+
+def test_a_plan_fits_to_the_byte():
+    device = dataclasses.replace(H100, memory=2e9)
+    options = {"sequences": 16, "headroom": 0.0}
+    best = search(SMALL, TX, "h100x8", device=device, **options).best
+    exact = dataclasses.replace(device, memory=best.memory)
+    assert search(SMALL, TX, "h100x8", device=exact, **options).best == best
+    less = dataclasses.replace(device, memory=best.memory - 1)
+    found = search(SMALL, TX, "h100x8", device=less, **options)
+    assert best not in found.plans
+    assert best.plan in [plan.plan for plan in found.rejected] or len(found.rejected) == 5
 
 
 def test_it_is_deterministic():
