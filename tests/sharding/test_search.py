@@ -191,6 +191,17 @@ def test_no_plan_goes_below_its_bound(target, layers, vocabulary):
         assert found.seconds <= found.no_overlap * (1 + 1e-12)
 
 
+def test_a_bound_takes_what_the_fullest_stage_has_at_least():
+    """The mean of the stages, however the layers are shared: the head is as long as many layers."""
+    model = dataclasses.replace(SMALL, vocabulary=256000)
+    machine = machine_of("h100x8")
+    plan = ParallelPlan(data=4, pipe=2, microbatches=4, stage=1, offload=True)
+    assert chunk_layers(model, plan, machine) == (7, 1)
+    bound = step_seconds(model, plan, machine, ideal=True)
+    params = 4 * 12 * 1024**2
+    assert bound.host * H100.host_link == pytest.approx(params * plan.state_bytes / 4)
+
+
 def test_a_plan_fits_to_the_byte():
     device = dataclasses.replace(H100, memory=2e9)
     options = {"sequences": 16, "headroom": 0.0}
