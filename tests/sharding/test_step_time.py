@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from step_time_model import errors, rank_correlation
 
 import sharding as shd
 from sharding.plan import MODELS, estimate, kind_of
@@ -22,22 +23,6 @@ from sharding.plan._step_time import layers_of_chunks, step_seconds
 A100, H100, V5E = (kind_of(name) for name in ("a100-80", "h100", "v5e"))
 SMALL = Decoder(4, 1024, 16, 16, 4096, 32000, 1024)
 GROUPED = dataclasses.replace(MODELS["llama3-8b"], layers=8)
-
-
-def errors(rows):
-    """Relative errors of predictions."""
-    return np.array([row.prediction() / row.seconds - 1 for row in rows])
-
-
-def rank_correlation(rows):
-    """Spearman's; equal times have the mean of their ranks."""
-
-    def ranks(values):
-        _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-        return (np.cumsum(counts) - (counts - 1) / 2)[places]
-
-    times = [row.prediction() for row in rows], [row.seconds for row in rows]
-    return np.corrcoef(*map(ranks, times))[0, 1]
 
 
 # --- Published steps ------------------------------------------------------------------------------
