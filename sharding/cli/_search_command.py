@@ -90,7 +90,7 @@ def run_search(options: argparse.Namespace) -> int:
         length=length,
         dtype=dtype_of(options),
         device=device,
-        keep=dict(map(_kept, options.keep)),
+        keep=dict(map(_kept_value, options.keep)),
         offload=not options.no_offload,
         state_formats=(None, *options.state),
         headroom=options.headroom,
@@ -142,7 +142,7 @@ def _sequences(text: str, length: int) -> int:
     return sequences
 
 
-def _kept(text: str) -> tuple[str, Any]:
+def _kept_value(text: str) -> tuple[str, Any]:
     """The name and the value of ``--keep``."""
     name, equals, value = text.partition("=")
     if not equals:
