@@ -182,7 +182,7 @@ def search(
       >>> from sharding.plan import MODELS, search
       >>> found = search(MODELS["llama2-7b"], optax.adamw(1e-3), "h100x8", sequences=64)
       >>> found.best.summary
-      'stage 2 over 8; 4 micro-batches of 2; recompute full'
+      'stage 2 over 8; 1 micro-batches of 8; recompute full'
       >>> found.gap < 1
       True
     """

@@ -181,7 +181,7 @@ def chunk_layers(
     >>> from sharding.plan import MODELS, kind_of
     >>> machine = Machine(kind_of("h100"), 8)
     >>> chunk_layers(MODELS["llama3-8b"], ParallelPlan(pipe=8, microbatches=8), machine)
-    (4, 4, 4, 4, 5, 5, 5, 1)
+    (4, 4, 4, 4, 4, 4, 5, 3)
     """
     length = length or model.length
     layer, forward, backward = _works(model, plan, machine, length, implementation, False)
