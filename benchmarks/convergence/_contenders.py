@@ -38,6 +38,19 @@ def adafactor(schedule: optax.Schedule, hyper: Hyper) -> optax.GradientTransform
     )
 
 
+def adafactor_momentum(schedule: optax.Schedule, hyper: Hyper) -> optax.GradientTransformation:
+    """Adafactor with its own decay, 1 - t**-0.8, and momentum; no scale of parameters."""
+    return optax_ext.adafactor(
+        schedule,
+        multiply_by_parameter_scale=False,
+        momentum=0.9,
+        weight_decay_rate=hyper["weight_decay"],
+        weight_decay_times_lr=True,
+        weight_decay_mask=is_matrix,
+        factoring=optax_ext.last_two_dims(),
+    )
+
+
 def came(
     schedule: optax.Schedule, hyper: Hyper, debias: bool = False
 ) -> optax.GradientTransformation:
@@ -143,6 +156,9 @@ CONTENDERS = {
     "adamw_8bit": Contender(adamw_8bit, 6, -2.5, _B2, parent="adamw"),
     "came_8bit": Contender(came_8bit, 6, -3.0, _CAME, shifts=_SHIFTS, parent="came"),
 }
+# Of the study of lengths alone, which has its own search: no budget.
+LONG_ONLY = {"adafactor_momentum": Contender(adafactor_momentum, 0, -2.5, ({},))}
+EVERY = {**CONTENDERS, **LONG_ONLY}
 
 
 def schedule(learning_rate: Any, warmup: int, steps: int) -> optax.Schedule:
@@ -162,4 +178,4 @@ def transformation(
     """What a run applies to its gradients."""
     shape = schedule(hyper["learning_rate"], warmup, steps)
     clip = optax.clip_by_global_norm(1.0)
-    return optax.chain(clip, CONTENDERS[contender].make(shape, hyper))
+    return optax.chain(clip, EVERY[contender].make(shape, hyper))

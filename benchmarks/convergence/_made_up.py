@@ -8,7 +8,7 @@ import _rows
 import _runs
 import _studies
 import numpy as np
-from _contenders import CONTENDERS
+from _contenders import CONTENDERS, EVERY
 
 CORPUS = 1
 
@@ -20,10 +20,8 @@ def row(config: dict[str, Any]) -> _rows.Row:
     """
     key, steps = _rows.key_of(config), config["steps"]
     rng = np.random.default_rng(int(key, 16))
-    position = list(CONTENDERS).index(config["contender"])
-    off = (
-        math.log10(config["hyper"]["learning_rate"]) - CONTENDERS[config["contender"]].learning_rate
-    )
+    position = list(EVERY).index(config["contender"])
+    off = math.log10(config["hyper"]["learning_rate"]) - EVERY[config["contender"]].learning_rate
     end = 2 + 0.03 * position + 0.3 * (off - 0.1) ** 2 + 0.01 * rng.normal()
     diverged = off > 1.2
     points = [steps * i // _runs.POINTS for i in range(1, _runs.POINTS + 1)]

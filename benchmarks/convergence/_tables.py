@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import _growth
 import _sizes
 import _studies
 import _summary
@@ -169,7 +170,7 @@ def growths(size: str) -> str:
     for times in _studies.BATCH_BUDGETS:
         hyper = {"b3": CONTENDERS["came"].betas[0]["b3"]}
         config = _sizes.config(f"{size}_batch", "next_token", "came", 0, hyper, times)
-        out.append(f"{_summary.growth(config):.1f} in {config['steps']} steps")
+        out.append(f"{_growth.growth(config):.1f} in {config['steps']} steps")
     return ", ".join(out)
 
 

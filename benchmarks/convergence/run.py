@@ -102,12 +102,19 @@ def expected(rows: dict, config: dict) -> float:
 Plans = Callable[[dict[str, _rows.Row]], list[_studies.Plan]]
 
 
-def work(chosen: argparse.Namespace, plans: Plans) -> None:
+def resumes(config: dict) -> bool:
+    """Whether a run is so long that it is saved on the way."""
+    size = _sizes.SIZES[config["size"]]
+    return size.resumes or config["steps"] * config["batch"] > size.steps * size.batch
+
+
+def work(chosen: argparse.Namespace, plans: Plans, with_parent: bool = True) -> None:
     """Runs what is ready and not claimed, until nothing is or the time is over.
 
     Args:
       chosen: of the command line: size, corpus, rows, minutes.
       plans: what is to be run, by the rows that are there.
+      with_parent: whether it ends with the process that started it.
     """
     import _runs  # after the process has its core
 
@@ -116,14 +123,14 @@ def work(chosen: argparse.Namespace, plans: Plans) -> None:
     checksum = trainer.corpus(size.context).checksum
     end = time.monotonic() + 60 * (chosen.minutes or float("inf"))
     last, parent = "", os.getppid()
-    while os.getppid() == parent:
+    while not with_parent or os.getppid() == parent:
         rows = _rows.finished(chosen.rows, checksum)
         asked = plans(rows)
         ready = [(plan, config) for plan in asked for config in plan.ready]
         affordable = [
             pair
             for pair in ready
-            if time.monotonic() + (0 if size.resumes else expected(rows, pair[1])) < end
+            if time.monotonic() + (0 if resumes(pair[1]) else expected(rows, pair[1])) < end
         ]
         if not affordable:
             report_end(asked, ready)
@@ -134,7 +141,7 @@ def work(chosen: argparse.Namespace, plans: Plans) -> None:
             with claimed(_rows.key_of(config)) as mine:
                 if not mine or _rows.key_of(config) in _rows.finished(chosen.rows, checksum):
                     continue
-                saved = trainer.checkpoints(config, CLAIMS / "saved") if size.resumes else None
+                saved = trainer.checkpoints(config, CLAIMS / "saved") if resumes(config) else None
                 row = trainer.run(config, saved, end)
                 if row is None:
                     print(f"{plan.name}, seed {config['seed']}: saved, goes on later.", flush=True)

@@ -119,5 +119,5 @@ def test_smoke_commands_exist():
     folder = pathlib.Path(run.__file__).parent
     scripts = {path.name for path in folder.glob("*.py") if not path.name.startswith("_")}
     ci = (folder.parents[1] / ".ci" / "run").read_text()
-    assert scripts == {"run.py", "report.py", "step_ratios.py", "evidence.py"}
+    assert scripts == {"run.py", "report.py", "step_ratios.py", "evidence.py", "length_study.py"}
     assert all(f"benchmarks/convergence/{name} --smoke" in ci for name in scripts)
