@@ -6,6 +6,7 @@ length differs from the next in nothing that was chosen at one of them.
 """
 
 import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Iterator, Mapping
@@ -129,6 +130,7 @@ def cell(rows: Rows, size: str, task: str, contender: str, steps: int) -> Cell:
     return Cell(steps, found, searching, finals, begun=True)
 
 
+@functools.cache
 def _shift(
     contender: str, betas: _walk.Betas, steps: int, to_steps: int, to: _walk.Betas | None = None
 ) -> float:

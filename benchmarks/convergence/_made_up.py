@@ -1,9 +1,10 @@
 """Rows of runs that never were, to try the report with: every field, no training."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import _lengths
 import _rows
 import _runs
 import _studies
@@ -62,10 +63,19 @@ def rows(
     contenders: Sequence[str] = tuple(CONTENDERS),
 ) -> dict[str, _rows.Row]:
     """All runs of the studies."""
+    return _all(lambda found: _studies.plans(found, size, studies, tasks, contenders))
+
+
+def length_rows(size: str) -> dict[str, _rows.Row]:
+    """All runs of the study of lengths."""
+    return _all(lambda found: _lengths.plans(found, size))
+
+
+def _all(plans: Callable[[dict[str, _rows.Row]], Iterable[_studies.Plan]]) -> dict[str, _rows.Row]:
+    """All that is ready, until nothing is."""
     found: dict[str, _rows.Row] = {}
     while True:
-        plans = _studies.plans(found, size, studies, tasks, contenders)
-        ready = [config for plan in plans for config in plan.ready]
+        ready = [config for plan in plans(found) for config in plan.ready]
         if not ready:
             return found
         found |= {_rows.key_of(config): row(config) for config in ready}

@@ -15,6 +15,8 @@ from collections import Counter
 from typing import Any
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+import _length_report
+import _lengths
 import _made_up
 import _plots
 import _results
@@ -141,6 +143,18 @@ def write(rows: _summary.Rows, size: str) -> None:
     about = f"{where(rows)} Method: [benchmarks/convergence](../../convergence/README.md)."
     title = f"Optimizers compared, size {size}"
     _results.write(f"convergence/{size}", title, about, text, script="convergence/report")
+    write_lengths(rows, size, about)
+
+
+def write_lengths(rows: _summary.Rows, size: str, about: str) -> None:
+    """Writes the report of the study of lengths, where there are any."""
+    if size not in _lengths.LENGTHS:
+        return
+    found = _length_report.parts(rows, size, FOLDER)
+    if found:
+        title = "How long until CAME has Adam's quality?"
+        name = f"convergence/lengths_{size}"
+        _results.write(name, title, about, "\n\n".join(found), script="convergence/report")
 
 
 def main() -> None:
@@ -152,7 +166,9 @@ def main() -> None:
     if chosen.smoke:
         with tempfile.TemporaryDirectory() as folder:
             none: dict[str, Any] = {"ratios": {}}
-            print("\n\n".join(parts(_made_up.rows("smoke"), "smoke", pathlib.Path(folder), none)))
+            to = pathlib.Path(folder)
+            print("\n\n".join(parts(_made_up.rows("smoke"), "smoke", to, none)))
+            print("\n\n".join(_length_report.parts(_made_up.length_rows("smoke"), "smoke", to)))
         return
     rows = _rows.finished(FOLDER / f"runs_{chosen.size}.jsonl")
     if not rows:
