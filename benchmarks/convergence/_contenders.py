@@ -126,6 +126,8 @@ class Contender:
       weight_decays: values searched, the first from the start of the search.
       shifts: decades by which the learning rate moves with each of the betas; none if empty.
       parent: the same in float32; the finals are also run with what its search chose.
+      wrap: what is around the optimizer and its clipping.
+      param_dtype: of the parameters.
     """
 
     make: Callable[[optax.Schedule, Hyper], optax.GradientTransformation]
@@ -135,6 +137,8 @@ class Contender:
     weight_decays: tuple[float, ...] = (0.1, 0.0, 1.0)
     shifts: tuple[float, ...] = ()
     parent: str | None = None
+    wrap: Callable[[optax.GradientTransformation], optax.GradientTransformation] | None = None
+    param_dtype: str = "float32"
 
 
 _B2 = ({"b2": 0.999}, {"b2": 0.99}, {"b2": 0.95})
@@ -158,7 +162,6 @@ CONTENDERS = {
 }
 # Of the study of lengths alone, which has its own search: no budget.
 LONG_ONLY = {"adafactor_momentum": Contender(adafactor_momentum, 0, -2.5, ({},))}
-EVERY = {**CONTENDERS, **LONG_ONLY}
 
 
 def schedule(learning_rate: Any, warmup: int, steps: int) -> optax.Schedule:
@@ -173,9 +176,9 @@ def schedule(learning_rate: Any, warmup: int, steps: int) -> optax.Schedule:
 
 
 def transformation(
-    contender: str, hyper: Hyper, warmup: int, steps: int
+    contender: Contender, hyper: Hyper, warmup: int, steps: int
 ) -> optax.GradientTransformation:
     """What a run applies to its gradients."""
     shape = schedule(hyper["learning_rate"], warmup, steps)
-    clip = optax.clip_by_global_norm(1.0)
-    return optax.chain(clip, EVERY[contender].make(shape, hyper))
+    chain = optax.chain(optax.clip_by_global_norm(1.0), contender.make(shape, hyper))
+    return contender.wrap(chain) if contender.wrap else chain

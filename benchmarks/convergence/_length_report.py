@@ -19,8 +19,8 @@ def parts(rows: Rows, size: str, folder: pathlib.Path) -> list[str]:
     out = ["**Not finished**: what is missing is listed at the end."] if todo else []
     out += [
         "Cross entropy in nats on 512 held-out windows, minus AdamW's on the same seeds; below 0 "
-        "is better than AdamW. In brackets 95 % intervals; their width comes from all contenders of a "
-        "length together. One that has 0 in it does not show a difference: it is called level. "
+        "is better than AdamW. In brackets 95 % intervals; their width comes from all contenders "
+        "of a length together. One that has 0 in it shows no difference: it is called level. "
         "Intervals leave out that hyperparameters were chosen on one other seed.",
         f"![Loss minus AdamW's against the steps of a run](lengths_{size}.png)",
     ]

@@ -17,7 +17,7 @@ import _search
 import _sizes
 import _studies
 import _walk
-from _contenders import EVERY
+from _every import EVERY
 from _rows import Row, key_of
 
 LENGTHS = {"cpu": (300, 1000, 3000, 10000), "smoke": (40, 80)}

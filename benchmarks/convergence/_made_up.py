@@ -4,12 +4,14 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import _format_study
 import _lengths
 import _rows
 import _runs
 import _studies
 import numpy as np
-from _contenders import CONTENDERS, EVERY
+from _contenders import CONTENDERS
+from _every import EVERY
 
 CORPUS = 1
 
@@ -67,8 +69,8 @@ def rows(
 
 
 def length_rows(size: str) -> dict[str, _rows.Row]:
-    """All runs of the study of lengths."""
-    return _all(lambda found: _lengths.plans(found, size))
+    """All runs of the study of lengths, and of that of formats."""
+    return _all(lambda found: [*_lengths.plans(found, size), *_format_study.plans(found, size)])
 
 
 def _all(plans: Callable[[dict[str, _rows.Row]], Iterable[_studies.Plan]]) -> dict[str, _rows.Row]:

@@ -18,6 +18,8 @@ import _sizes
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from _every import EVERY
 from _tasks import TASKS, VOCABULARY, Corpus
 
 POINTS = 20  # of the curves of validation loss
@@ -38,7 +40,7 @@ class Program:
 
     def __init__(self, config: Config):
         causal, model = TASKS[config["task"]].causal, _sizes.model(config)
-        steps, warmup, contender = config["steps"], config["warmup"], config["contender"]
+        steps, warmup, contender = config["steps"], config["warmup"], EVERY[config["contender"]]
         betas = {k: v for k, v in config["hyper"].items() if k not in TRACED}
 
         def loss_fn(params: Any, batch: Any) -> jax.Array:
@@ -48,6 +50,7 @@ class Program:
             return _contenders.transformation(contender, {**betas, **traced}, warmup, steps)
 
         def init(params: Any, traced: dict[str, jax.Array]) -> Any:
+            params = jax.tree.map(lambda x: x.astype(contender.param_dtype), params)
             return params, make(traced).init(params)
 
         def train(state: Any, traced: dict[str, jax.Array], batches: Any) -> Any:
@@ -57,7 +60,7 @@ class Program:
                 params, opt_state = state
                 loss, grads = jax.value_and_grad(loss_fn)(params, batch)
                 updates, opt_state = tx.update(grads, opt_state, params)
-                params = jax.tree.map(jnp.add, params, updates)
+                params = optax.apply_updates(params, updates)
                 return (params, opt_state), (loss, _matrix_rms(updates))
 
             return jax.lax.scan(step, state, batches)

@@ -1,12 +1,14 @@
-"""Trains what the study of the length of runs needs and what is not there yet.
+"""Trains what the studies of long runs need and what is not there yet.
 
-Two tasks at 300, 1,000, 3,000 and 10,000 steps, the shorter length first. Rows go where run.py's
-go. The command can be stopped at any moment and given again: finished runs stay, and one that was
-under way goes on from its last minute.
+Lengths: two tasks at 300, 1,000, 3,000 and 10,000 steps, the shorter length first. Formats: state
+and parameters in few bits at 3,000 steps, once that length is tuned in float32. Rows go where
+run.py's go. The command can be stopped at any moment and given again: finished runs stay, and one
+that was under way goes on from its last minute.
 
   python benchmarks/convergence/length_study.py               # one core, for days
   python benchmarks/convergence/length_study.py --minutes 60  # stops, saved, after an hour
   python benchmarks/convergence/length_study.py --progress    # what is there and what it takes
+  python benchmarks/convergence/length_study.py --study formats
   python benchmarks/convergence/length_study.py --smoke       # tiny, seconds; keeps nothing
 """
 
@@ -17,16 +19,20 @@ import sys
 import tempfile
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+import _format_study
 import _lengths
 import _results
 import _rows
 import _studies
 import run
 
+STUDIES = ("lengths", "formats")
+
 
 def options() -> argparse.Namespace:
     """Of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--study", nargs="+", default=list(STUDIES), choices=STUDIES)
     parser.add_argument("--lengths", nargs="+", type=int, choices=_lengths.LENGTHS["cpu"])
     parser.add_argument("--tasks", nargs="+", default=_lengths.TASKS, choices=_lengths.TASKS)
     parser.add_argument(
@@ -59,6 +65,14 @@ def one_core() -> None:
     jax.config.update("jax_platforms", "cpu")
 
 
+def in_order(
+    lengths: list[_studies.Plan], formats: list[_studies.Plan], steps: int
+) -> list[_studies.Plan]:
+    """Formats behind the length that tunes them and before the longer ones."""
+    first = [plan for plan in lengths if int(plan.name.split()[0]) <= steps]
+    return [*first, *formats, *lengths[len(first) :]]
+
+
 def main() -> None:
     """Runs what is missing."""
     chosen = options()
@@ -70,8 +84,14 @@ def main() -> None:
     }
 
     def plans(rows: dict[str, _rows.Row]) -> list[_studies.Plan]:
-        print(_lengths.progress(rows, chosen.size, **asked)[-1], flush=True)
-        return list(_lengths.plans(rows, chosen.size, **asked))
+        lengths: list[_studies.Plan] = []
+        formats: list[_studies.Plan] = []
+        if "lengths" in chosen.study:
+            print(_lengths.progress(rows, chosen.size, **asked)[-1], flush=True)
+            lengths = list(_lengths.plans(rows, chosen.size, **asked))
+        if "formats" in chosen.study:
+            formats = list(_format_study.plans(rows, chosen.size))
+        return in_order(lengths, formats, _format_study.STEPS[chosen.size])
 
     if chosen.progress:
         print("\n".join(_lengths.progress(_rows.finished(chosen.rows), chosen.size, **asked)))

@@ -15,6 +15,7 @@ from collections import Counter
 from typing import Any
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+import _format_report
 import _length_report
 import _lengths
 import _made_up
@@ -143,18 +144,21 @@ def write(rows: _summary.Rows, size: str) -> None:
     about = f"{where(rows)} Method: [benchmarks/convergence](../../convergence/README.md)."
     title = f"Optimizers compared, size {size}"
     _results.write(f"convergence/{size}", title, about, text, script="convergence/report")
-    write_lengths(rows, size, about)
+    write_long(rows, size, about)
 
 
-def write_lengths(rows: _summary.Rows, size: str, about: str) -> None:
-    """Writes the report of the study of lengths, where there are any."""
+def write_long(rows: _summary.Rows, size: str, about: str) -> None:
+    """Writes the reports of the studies of long runs, where there are any."""
     if size not in _lengths.LENGTHS:
         return
-    found = _length_report.parts(rows, size, FOLDER)
-    if found:
-        title = "How long until CAME has Adam's quality?"
-        name = f"convergence/lengths_{size}"
-        _results.write(name, title, about, "\n\n".join(found), script="convergence/report")
+    for name, title, found in (
+        ("lengths", "How long until CAME has Adam's quality?", _length_report.parts),
+        ("formats", "State and parameters in few bits, in long runs", _format_report.parts),
+    ):
+        text = "\n\n".join(found(rows, size, FOLDER))
+        if text:
+            to = f"convergence/{name}_{size}"
+            _results.write(to, title, about, text, script="convergence/report")
 
 
 def main() -> None:
@@ -168,7 +172,9 @@ def main() -> None:
             none: dict[str, Any] = {"ratios": {}}
             to = pathlib.Path(folder)
             print("\n\n".join(parts(_made_up.rows("smoke"), "smoke", to, none)))
-            print("\n\n".join(_length_report.parts(_made_up.length_rows("smoke"), "smoke", to)))
+            long = _made_up.length_rows("smoke")
+            for study in (_length_report, _format_report):
+                print("\n\n".join(study.parts(long, "smoke", to)))
         return
     rows = _rows.finished(FOLDER / f"runs_{chosen.size}.jsonl")
     if not rows:
