@@ -163,10 +163,10 @@ def main() -> int:
             f"in nats per byte on 16 batches of held-out text. The largest relative difference to "
             f"the reference's training losses, of the first {FIRST} steps and of all: what is "
             "lossless differs by rounding, which grows with the steps. State: parameters, "
-            "gradients and optimizer. Bytes sent are read from the compiled step. Activations are those of the "
-            "plan, where there is one: CPU programs merge what the plan runs again, accelerators "
-            "do not. One device sends nothing; the pipeline also divides the activations, which "
-            "is not counted here."
+            "gradients and optimizer. Bytes sent are read from the compiled step. Activations are "
+            "those of the plan, where there is one: CPU programs merge what the plan runs again, "
+            "accelerators do not. One device sends nothing; the pipeline also divides the "
+            "activations, which is not counted here."
         )
         title = "Whole systems: the same training"
         _results.write("whole_systems", title, about, table, *wrong)

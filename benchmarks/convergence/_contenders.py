@@ -109,6 +109,11 @@ def adamw_8bit(schedule: optax.Schedule, hyper: Hyper) -> optax.GradientTransfor
     return optax_ext.low_precision_state(adamw(schedule, hyper))
 
 
+def came_debiased_8bit(schedule: optax.Schedule, hyper: Hyper) -> optax.GradientTransformation:
+    """Debiased CAME whose momentum is kept in 8 bits."""
+    return optax_ext.low_precision_state(came_debiased(schedule, hyper))
+
+
 def came_8bit(schedule: optax.Schedule, hyper: Hyper) -> optax.GradientTransformation:
     """CAME whose momentum is kept in 8 bits."""
     return optax_ext.low_precision_state(came(schedule, hyper))
@@ -160,8 +165,11 @@ CONTENDERS = {
     "adamw_8bit": Contender(adamw_8bit, 6, -2.5, _B2, parent="adamw"),
     "came_8bit": Contender(came_8bit, 6, -3.0, _CAME, shifts=_SHIFTS, parent="came"),
 }
-# Of the study of lengths alone, which has its own search: no budget.
-LONG_ONLY = {"adafactor_momentum": Contender(adafactor_momentum, 0, -2.5, ({},))}
+# Of the studies of long runs and of GPT-2 alone, which search on their own: no budget.
+LONG_ONLY = {
+    "adafactor_momentum": Contender(adafactor_momentum, 0, -2.5, ({},)),
+    "came_debiased_8bit": Contender(came_debiased_8bit, 0, -2.5, _CAME),
+}
 
 
 def schedule(learning_rate: Any, warmup: int, steps: int) -> optax.Schedule:

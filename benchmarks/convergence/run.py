@@ -108,17 +108,25 @@ def resumes(config: dict) -> bool:
     return size.resumes or config["steps"] * config["batch"] > size.steps * size.batch
 
 
-def work(chosen: argparse.Namespace, plans: Plans, with_parent: bool = True) -> None:
+def work(
+    chosen: argparse.Namespace,
+    plans: Plans,
+    with_parent: bool = True,
+    runs: float = float("inf"),
+    speed: bool = False,
+) -> None:
     """Runs what is ready and not claimed, until nothing is or the time is over.
 
     Args:
       chosen: of the command line: size, corpus, rows, minutes.
       plans: what is to be run, by the rows that are there.
       with_parent: whether it ends with the process that started it.
+      runs: how many to finish at most.
+      speed: whether rows also have speed and memory, which needs a process for each run.
     """
     import _runs  # after the process has its core
 
-    trainer = _runs.Trainer(chosen.corpus)
+    trainer = _runs.Trainer(chosen.corpus, speed=speed)
     size = _sizes.SIZES[chosen.size]
     checksum = trainer.corpus(size.context).checksum
     end = time.monotonic() + 60 * (chosen.minutes or float("inf"))
@@ -157,6 +165,9 @@ def work(chosen: argparse.Namespace, plans: Plans, with_parent: bool = True) -> 
                 f"({plan.done + 1} of {plan.total})",
                 flush=True,
             )
+            runs -= 1
+            if runs <= 0:
+                return
             break
         else:
             time.sleep(2)  # what is left is being run by others
