@@ -33,6 +33,12 @@ def _parents(rows: Rows, size: str, name: str) -> list[_lengths.Config]:
     return _lengths.cell(rows, size, TASK, parent, STEPS[size]).finals
 
 
+def used(rows: Rows, size: str) -> dict[str, Row]:
+    """The rows of this study, float32's included."""
+    found = [c for name in FORMATS for of in (configs, _parents) for c in of(rows, size, name)]
+    return {key_of(config): rows[key_of(config)] for config in found if key_of(config) in rows}
+
+
 def plans(rows: Rows, size: str) -> Iterator[_studies.Plan]:
     """All formats on the first seed before the next: stopped early, seeds are complete."""
     for place, seed in enumerate(_lengths.seeds_of(STEPS[size])):

@@ -66,6 +66,7 @@ def missing(rows: Rows, size: str) -> str:
             continue
         begun = [f"{_short(plan)} {plan.done} of about {plan.total}" for plan in todo if plan.done]
         none = [_short(plan) for plan in todo if not plan.done]
+        none = ["all"] if len(none) == len(plans) else none
         cells = [f"{steps:,}", f"{len(plans) - len(todo)} of {len(plans)}"]
         lines.append([*cells, ", ".join(begun) or "-", ", ".join(none) or "-"])
     header = ["steps", "searches with their finals", "begun, runs", "not begun"]

@@ -161,6 +161,19 @@ def plan(rows: Rows, size: str, task: str, contender: str, steps: int) -> _studi
     )
 
 
+def used(rows: Rows, size: str) -> dict[str, Row]:
+    """The rows of this study, those that it shares with others included."""
+    keys = []
+    for steps in LENGTHS[size]:
+        for task in TASKS:
+            for contender in CONTESTED:
+                one = cell(rows, size, task, contender, steps)
+                tuning = _studies.TUNING_SEED
+                configs = [config(size, task, contender, steps, t, tuning) for t in one.found]
+                keys += [key_of(each) for each in (*configs, *one.finals)]
+    return {key: rows[key] for key in keys if key in rows}
+
+
 def _usual(contender: str) -> int:
     others = len(betas_of(contender)) - 1
     return USUAL + others + bool(others)

@@ -148,7 +148,8 @@ class Trainer:
         log |= {"train_seconds": [], "peak_bytes": 0}
         log |= {"seconds": 0.0, "cpu_seconds": 0.0}
         if saved is not None:
-            state, log = saved.restore(state, log)
+            state, restored = saved.restore(state, log)
+            log |= restored
         log["commits"] = list(dict.fromkeys([*log["commits"], self._commit]))
 
         def note_time() -> None:

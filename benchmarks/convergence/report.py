@@ -16,6 +16,7 @@ from typing import Any
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
 import _format_report
+import _format_study
 import _length_report
 import _lengths
 import _made_up
@@ -29,6 +30,7 @@ import _tables
 from _contenders import CONTENDERS
 from _tasks import TASKS
 
+METHOD = "[benchmarks/convergence](../../convergence/README.md)"
 FOLDER = _results.RESULTS / "convergence"
 
 
@@ -141,22 +143,33 @@ def write(rows: _summary.Rows, size: str) -> None:
     """Writes the report of one size and its pictures."""
     text = "\n\n".join(parts(rows, size, FOLDER, times(size, FOLDER)))
     print(text)
-    about = f"{where(rows)} Method: [benchmarks/convergence](../../convergence/README.md)."
+    about = f"{where(rows)} Method: {METHOD}."
     title = f"Optimizers compared, size {size}"
     _results.write(f"convergence/{size}", title, about, text, script="convergence/report")
-    write_long(rows, size, about)
+    write_long(rows, size)
 
 
-def write_long(rows: _summary.Rows, size: str, about: str) -> None:
+def write_long(rows: _summary.Rows, size: str) -> None:
     """Writes the reports of the studies of long runs, where there are any."""
     if size not in _lengths.LENGTHS:
         return
-    for name, title, found in (
-        ("lengths", "How long until CAME has Adam's quality?", _length_report.parts),
-        ("formats", "State and parameters in few bits, in long runs", _format_report.parts),
+    for name, title, found, used in (
+        (
+            "lengths",
+            "How long until CAME has Adam's quality?",
+            _length_report.parts,
+            _lengths.used,
+        ),
+        (
+            "formats",
+            "State and parameters in few bits, in long runs",
+            _format_report.parts,
+            _format_study.used,
+        ),
     ):
         text = "\n\n".join(found(rows, size, FOLDER))
         if text:
+            about = f"{where(used(rows, size))} Method: {METHOD}."
             to = f"convergence/{name}_{size}"
             _results.write(to, title, about, text, script="convergence/report")
 

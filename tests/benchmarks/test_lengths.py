@@ -74,6 +74,12 @@ def test_final_seeds_chose_nothing(rows):
     assert _lengths.seeds_of(10000) == (1, 2)
 
 
+def test_its_rows_are_those_that_it_asked_for(rows):
+    other = _sizes.config(SIZE, "masked", "lion", 0, {"learning_rate": 1.0})
+    more = {**rows, _rows.key_of(other): {"config": other, "loss": 1.0, "diverged": False}}
+    assert _lengths.used(more, SIZE).keys() == rows.keys()
+
+
 def test_a_longer_search_waits_for_the_shorter_one(rows):
     only = {key: row for key, row in rows.items() if row["config"]["steps"] == 80}
     plan = _lengths.plan(only, SIZE, "masked", "adamw", 80)
