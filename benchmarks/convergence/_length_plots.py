@@ -39,6 +39,8 @@ def differences(
         ax.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)
         ax.minorticks_off()
         ax.set_title(task + _absent(found, size), fontsize=9)
+        if not ends:
+            ax.text(0.5, 0.5, "no runs yet", transform=ax.transAxes, ha="center")
         _plots.label_ends(ax, ends, STYLE)
     _plots.save(figure, path)
 

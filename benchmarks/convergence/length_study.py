@@ -6,6 +6,7 @@ run.py's go. The command can be stopped at any moment and given again: finished 
 that was under way goes on from its last minute.
 
   python benchmarks/convergence/length_study.py               # one core, for days
+  taskset -c 1 python benchmarks/convergence/length_study.py  # beside another one on core 0
   python benchmarks/convergence/length_study.py --minutes 60  # stops, saved, after an hour
   python benchmarks/convergence/length_study.py --progress    # what is there and what it takes
   python benchmarks/convergence/length_study.py --study formats
