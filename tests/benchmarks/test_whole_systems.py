@@ -51,3 +51,11 @@ def test_rows_have_every_column():
     assert "| 3 | 4 | - |" in lines[0]
     some = {name: one for name, one in made_up().items() if name in whole_systems.FEW}
     assert len(list(whole_systems.rows(SYSTEMS, some))) == 2
+
+
+def test_a_system_without_its_reference_is_compared_with_nothing():
+    name = "ZeRO 2 + CAME 8-bit"
+    some = {name: made_up()[name]}
+    (line,) = whole_systems.rows(SYSTEMS, some)
+    assert "| - | 3.6100 | - | - | - |" in line
+    assert whole_systems.failures(SYSTEMS, some) == []
