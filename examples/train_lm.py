@@ -204,6 +204,7 @@ def train(options, corpus, mesh, directory, stop):
         )
         console.print(str(planned.chain), *planned.notes(), sep="\n", soft_wrap=True)
         logits = planned_logits(model, planned.chain, zero)
+        sizes["activation_bytes"] = planned.activations
         if options.stage == 3:  # blocks that run again are gathered again
             expected_wire = None
 
