@@ -19,10 +19,10 @@ from sharding.plan._hetpipe import VirtualWorker as VirtualWorker
 from sharding.plan._hetpipe import hetpipe as hetpipe
 from sharding.plan._layer_costs import LayerCost as LayerCost
 from sharding.plan._layer_costs import layer_costs as layer_costs
+from sharding.plan._layer_time import Implementation as Implementation
 from sharding.plan._lost_time import CheckpointLoss as CheckpointLoss
 from sharding.plan._lost_time import LostTime as LostTime
 from sharding.plan._lost_time import lost_time as lost_time
-from sharding.plan._layer_time import Implementation as Implementation
 from sharding.plan._mesh_groups import Machine as Machine
 from sharding.plan._models import MODELS as MODELS
 from sharding.plan._models import Decoder as Decoder
