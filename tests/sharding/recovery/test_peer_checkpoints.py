@@ -598,6 +598,7 @@ def test_damaged_while_the_store_is_open(make, open_store, tmp_path, monkeypatch
     store.wait_until_finished()
     damage(slot_of(tmp_path, 3))
     assert store.restore(make(0)).step == 2
+    assert [slot.id.step for slot in slots_in(tmp_path / "run")] == [2]  # 3 is discarded
     with monkeypatch.context() as patch:
         patch.setattr(Slot, "commit", full)
         store.save(3, make(3))
