@@ -6,6 +6,8 @@
 # make bench   measures optimizer and training steps on this machine, into benchmarks/results/
 # make bench-gpu measures them on a GPU, with the jax that PYTHON has
 # make evidence runs the heart of the comparison of optimizers again, and draws its report
+# make evidence-long runs what is missing of the studies of long runs: one core, for days
+# make evidence-gpu trains GPT-2 small on a GPU for 8 minutes; again until all runs are there
 # make docs    builds the documentation site into docs/_build/html/
 # make wheel   builds the distribution into dist/
 #
@@ -17,7 +19,7 @@ BIN := .venv/bin
 ACCELERATOR := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo ,cuda; \
                        elif ls /dev/accel0 /dev/vfio/0 >/dev/null 2>&1; then echo ,tpu; fi)
 
-.PHONY: train test check lint compare bench bench-gpu evidence docs wheel clean
+.PHONY: train test check lint compare bench bench-gpu evidence evidence-long evidence-gpu docs wheel clean
 
 train: .venv/examples
 	$(BIN)/python examples/train_lm.py
@@ -40,6 +42,13 @@ bench-gpu:
 
 evidence: .venv/examples
 	JAX_PLATFORMS=cpu $(BIN)/python benchmarks/convergence/evidence.py
+
+evidence-long: .venv/examples
+	JAX_PLATFORMS=cpu $(BIN)/python benchmarks/convergence/length_study.py
+	JAX_PLATFORMS=cpu $(BIN)/python benchmarks/convergence/report.py
+
+evidence-gpu:
+	PYTHONPATH=. $(PYTHON) benchmarks/convergence/gpt2_small.py --minutes 8
 
 test: .venv/test
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal

@@ -4,6 +4,7 @@ The layers of llama2-7b and llama2-70b in one scan, each choice compiled for one
 bytes are those of the program, times those of a roofline at the device's figures. Nothing is run.
 
   python benchmarks/activation_memory.py           # prints, writes results/activation_memory.*
+  python benchmarks/activation_memory.py --tpu     # results/activation_memory_v5e.*; an hour
   python benchmarks/activation_memory.py --smoke   # a small model on this CPU, prints only
 """
 
@@ -20,14 +21,13 @@ import jax.numpy as jnp
 import sharding as shd
 from sharding.plan._format import size
 from sharding.plan._models import MODELS, gpt2
+from sharding.remat._presets import NameRequest, request_of
+from sharding.remat._remat_plan import device_of_target
+from sharding.remat._stack import Stack
 
 # Name of a model, target, sequences of one device, tokens of a sequence.
-CASES = (
-    ("llama2-7b", "h100x1", 4, 2048),
-    ("llama2-70b", "h100x1", 1, 4096),
-    ("llama2-7b", "v5e:1x1", 1, 2048),
-    ("llama2-70b", "v5e:1x1", 1, 2048),
-)
+GPU_CASES = (("llama2-7b", "h100x1", 4, 2048), ("llama2-70b", "h100x1", 1, 4096))
+TPU_CASES = (("llama2-7b", "v5e:1x1", 1, 2048), ("llama2-70b", "v5e:1x1", 1, 2048))
 PRESETS = (
     *("full", "save_out_proj", "save_qkv_proj", "save_dot_except_mlp", "minimal"),
     *("minimal_with_context", "qkv_proj_offloaded", "minimal_offloaded"),
@@ -40,22 +40,22 @@ def measure(name, target, sequences, length, modes):
     dtype = jnp.float32 if target == "cpu:1" else jnp.bfloat16
     params = model.abstract(dtype)["layers"]
     x = jax.ShapeDtypeStruct((sequences, length, model.width), dtype)
-    options = {"device": target, "length": model.layers}
+    kind, device = device_of_target(target)
+    # One stack for all tables, so that no choice is compiled twice.
+    stack = Stack(model.apply_layer, params, x, model.layers, device, kind)
     frontiers, presets = {}, {}
     for offload in (False, True) if target != "cpu:1" else (False,):
         print(f"{name} on {target}, offload={offload}", flush=True)
-        found = shd.remat.frontier(
-            model.apply_layer, params, x, offload=offload, modes=modes, **options
-        )
+        candidates = stack.candidates(NameRequest(), offload, modes)
+        found = shd.remat.Frontier(stack.frontier(candidates))
         frontiers["with host memory" if offload else "on the device"] = found
         print(found, flush=True)
     for preset in PRESETS:
         if "offloaded" in preset and target == "cpu:1":
             continue
         try:
-            presets[preset] = shd.remat.plan(
-                model.apply_layer, params, x, 1e15, names=preset, **options
-            )
+            chosen = stack.fastest(stack.candidates(request_of(preset), False), 1e15)
+            presets[preset] = stack.plan(chosen, stack.peak(chosen), 1e15)
         except ValueError:  # the compiler gave up
             presets[preset] = None
         print(preset, presets[preset] and size(presets[preset].peak), flush=True)
@@ -86,21 +86,28 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--smoke", action="store_true", help="a small model on this CPU")
+    parser.add_argument("--tpu", action="store_true", help="a TPU v5e instead of an H100")
     options = parser.parse_args()
     warnings.filterwarnings("ignore", message=".*spares no operation.*")
     if options.smoke:
         table_of(*measure("smoke", "cpu:1", 2, 64, 2))
         return
+    # A TPU's compiler takes a minute for each choice.
+    cases, modes, suffix = (TPU_CASES, 4, "_v5e") if options.tpu else (GPU_CASES, 12, "")
     sections = []
-    for name, target, sequences, length in CASES:
-        modes = 12 if target == "h100x1" else 6  # TPUs take a minute each
+    for name, target, sequences, length in cases:
         frontiers, presets = measure(name, target, sequences, length, modes)
         what = f"{sequences} sequence{'s' if sequences > 1 else ''} of {length} tokens"
         sections.append(f"## {name} on {target}, {what}\n\n{table_of(frontiers, presets)}")
-        if target == "h100x1":
-            figure = shd.remat.plot(frontiers, {k: v for k, v in presets.items() if v})
-            figure.savefig(_results.RESULTS / f"activation_memory_{name}.png", dpi=150)
-        _results.write("activation_memory", "Activations: bytes against time", ABOUT, *sections)
+        figure = shd.remat.plot(frontiers, {k: v for k, v in presets.items() if v})
+        figure.savefig(_results.RESULTS / f"activation_memory{suffix}_{name}.png", dpi=150)
+        _results.write(
+            f"activation_memory{suffix}",
+            "Activations: bytes against time",
+            f"With `--tpu`. {ABOUT}" if options.tpu else ABOUT,
+            *sections,
+            script="activation_memory",
+        )
 
 
 ABOUT = """All layers in one scan, bfloat16, one device and its sequences; parameters, gradients

@@ -1,6 +1,6 @@
 """train_lm.py with --pipeline: the model as the stages of a pipeline, its checkpoints without."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,9 +27,16 @@ def token_losses(logits: jax.Array, windows: jax.Array) -> jax.Array:
 
 
 def make_pipeline(
-    model: TransformerLM, mesh: jax.sharding.Mesh, schedule: Schedule
+    model: TransformerLM,
+    mesh: jax.sharding.Mesh,
+    schedule: Schedule,
+    layers: Sequence[int] | None = None,
+    recompute: bool = True,
 ) -> shd.Pipeline:
-    """The model's loss as a pipeline over the mesh axis ``"pipe"``."""
+    """The model's loss as a pipeline over the mesh axis ``"pipe"``.
+
+    ``layers`` are those of each virtual stage; None: as many each as possible.
+    """
     block = Block(model.config)
 
     def embed(shared: Any, windows: jax.Array) -> jax.Array:
@@ -42,11 +49,12 @@ def make_pipeline(
     return shd.Pipeline(
         mesh,
         schedule,
-        num_layers=model.config.layers,
+        num_layers=layers or model.config.layers,
         embed=embed,
         block=lambda layer, x, _: block.apply({"params": layer}, x),
         head=head,
         numbered="block_{}",
+        recompute=recompute,
     )
 
 

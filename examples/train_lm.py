@@ -18,6 +18,7 @@ stage of ZeRO. --audit reads the same, and more, from the compiled step.
   python examples/train_lm.py --noise-scale                     # estimate the critical batch size
   python examples/train_lm.py --pipeline 4 --schedule gpipe     # a pipeline of 4 stages, 2 replicas
   python examples/train_lm.py --peer-checkpoints                # a killed run loses no step
+  python examples/train_lm.py --plan plan.json                  # what optax-ext search chose
   srun python examples/train_lm.py --distributed                # many processes: see launch/
 """
 
@@ -45,6 +46,7 @@ from _distributed import any_stop, ending_together, is_main, join, my_rows, wait
 from _memory import plan_blocks, planned_logits
 from _model import CONFIGS, NGRAM_DISTANCES, Block, TransformerLM, sample
 from _pipeline import SCHEDULES, CheckpointForm, make_pipeline, token_losses
+from _plan import take_plan
 from _report import (
     Metrics,
     Progress,
@@ -165,6 +167,8 @@ def train(options, corpus, mesh, directory, stop):
     # With --sync zen only the rows of the n-gram table that a batch reads are sent.
     embed = shd.sparse_embedding(nn.Embed) if options.sync == "zen" else nn.Embed
     block = Block if options.pipeline else zero.gathered(Block)  # a pipeline gathers its stages
+    if options.recompute and not options.pipeline:
+        block = nn.remat(block)
     model = TransformerLM(config, block_class=block, table_class=embed)
     tx, schedule = make_optimizer(
         options.optimizer,
@@ -181,7 +185,9 @@ def train(options, corpus, mesh, directory, stop):
 
     key, pipeline, param_specs = jax.random.key(options.seed), None, None
     if options.pipeline:
-        pipeline = make_pipeline(model, mesh, make_schedule(options))
+        pipeline = make_pipeline(
+            model, mesh, make_schedule(options), options.layers, options.recompute
+        )
         checkpoint_form = CheckpointForm(pipeline, make_state, key)
         make_state = functools.partial(make_state, form=pipeline.stack)
         param_specs = pipeline.param_specs(jax.eval_shape(make_state, key).params)
@@ -198,6 +204,7 @@ def train(options, corpus, mesh, directory, stop):
         )
         console.print(str(planned.chain), *planned.notes(), sep="\n", soft_wrap=True)
         logits = planned_logits(model, planned.chain, zero)
+        sizes["activation_bytes"] = planned.activations
         if options.stage == 3:  # blocks that run again are gathered again
             expected_wire = None
 
@@ -541,6 +548,7 @@ def parse_args():
     add("--pipeline", type=positive, metavar="STAGES", help="a pipeline of the layers [none]")
     add("--schedule", choices=SCHEDULES, metavar="NAME", help=f"{', '.join(SCHEDULES)} [1f1b]")
     add("--microbatches", type=positive, metavar="N", help="in a step [1; 2 for each STAGE]")
+    add("--plan", type=pathlib.Path, metavar="FILE", help="a plan of python -m sharding search")
     return resolve(parser.parse_args())
 
 
@@ -548,6 +556,12 @@ def resolve(options):
     """Checks the options, and fills in those that depend on others."""
     if options.seed < 0:
         fail(f"--seed must not be negative, got {options.seed}.")
+    options.layers, options.recompute = None, bool(options.pipeline)
+    if options.plan:
+        try:
+            take_plan(options)
+        except (ValueError, OSError) as error:
+            fail(error)
     config = CONFIGS[options.config]
     options.steps = options.steps or config.steps
     options.batch_size = options.batch_size or config.batch_size

@@ -120,12 +120,14 @@ def test_ci_runs_every_command():
     assert "make train" in found
     ci = (ROOT / ".ci" / "run").read_text()
     makefile = (ROOT / "Makefile").read_text()
-    cli_tests = (ROOT / "tests" / "sharding" / "cli" / "test_cli.py").read_text()
+    cli_tests = "".join(
+        path.read_text() for path in (ROOT / "tests" / "sharding" / "cli").glob("test_*.py")
+    )
     for command in found:
         if command.startswith(NOT_IN_CI) or command in ci:
             continue
         script = re.search(r"\S+\.py", command)
-        planner = re.search(r"optax-ext (plan|audit)", command)
+        planner = re.search(r"optax-ext (plan|audit|search)", command)
         if script:
             assert script[0] in ci, command
         elif planner:  # with other values; options that take minutes are in the tests

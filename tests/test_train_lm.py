@@ -1,5 +1,7 @@
 """examples/train_lm.py as users run it: stopped at any moment, resumed, misused."""
 
+import argparse
+import importlib
 import json
 import os
 import pathlib
@@ -13,6 +15,8 @@ import threading
 import jax
 import numpy as np
 import pytest
+
+from sharding.plan import ParallelPlan, PlanFile
 
 pytest.importorskip("flax")
 pytest.importorskip("orbax.checkpoint")
@@ -301,6 +305,58 @@ def test_a_run_with_planned_activations_has_the_losses_of_one_without(tmp_path, 
 
 
 @jax.numpy_rank_promotion("allow")  # as the script has it
+@pytest.mark.parametrize(
+    ("plan", "layers", "options"),
+    [
+        (
+            ParallelPlan(data=2, stage=1, microbatch=2, microbatches=2, recompute="full"),
+            (2,),
+            ("--stage", "1", "--microbatches", "2"),
+        ),
+        (
+            ParallelPlan(pipe=2, microbatch=4, microbatches=2, recompute="none"),
+            (1, 1),
+            ("--stage", "0", "--pipeline", "2", "--microbatches", "2"),
+        ),
+    ],
+    ids=["recomputed", "pipeline"],
+)
+def test_a_plan_decides_how_a_step_is_shared(tmp_path, text, plan, layers, options):
+    """The losses are those of the same choices as options."""
+    promised = {"memory": 1.0, "seconds": 1.0}
+    file = PlanFile("smoke", "came", "cpu:2", 32, "float32", layers, plan, promised)
+    file.write(tmp_path / "plan.json")
+    losses = []
+    for name, given in (("plan", ("--plan", "plan.json")), ("options", options)):
+        done = start(tmp_path, text, "--steps", "6", "--name", name, "--batch-size", "8", *given)
+        code, output = finish(done)
+        assert code == 0, output
+        rows = (tmp_path / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        losses.append([row["loss"] for row in map(json.loads, rows) if "loss" in row])
+    assert len(losses[0]) == 6
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_plans_that_the_script_cannot_run(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    plan_option = importlib.import_module("_plan")
+    none = {"pipeline": None, "microbatches": None, "schedule": None, "config": "smoke"}
+    for fields, layers, given, message in (
+        ({"data": 2, "replicas": 2}, (2,), {}, "has replicas"),
+        ({"tensor": 2}, (2,), {}, "shares each layer"),
+        ({"state_format": "8bit"}, (2,), {}, "give it as --state"),
+        ({"pipe": 2, "microbatches": 2, "schedule": "1f1b"}, (1, 1), {}, "schedule=aligned"),
+        ({"pipe": 2, "chunks": 3, "schedule": "interleaved"}, (2,), {}, "--keep chunks=2"),
+        ({"pipe": 2, "microbatches": 2}, (2, 2), {}, "has 4 layers, --config smoke has 2"),
+        ({"data": 2}, (2,), {"microbatches": 2}, "leave them out"),
+    ):
+        file = PlanFile("smoke", "", "cpu:2", 32, "float32", layers, ParallelPlan(**fields), {})
+        file.write(tmp_path / "plan.json")
+        options = argparse.Namespace(**(none | given), plan=tmp_path / "plan.json")
+        with pytest.raises(ValueError, match=message):
+            plan_option.take_plan(options)
+
+
 def test_every_optimizer_sees_the_layers_in_the_stacks_of_a_pipeline(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPT.parent)
     import train_lm

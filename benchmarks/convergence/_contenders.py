@@ -38,6 +38,19 @@ def adafactor(schedule: optax.Schedule, hyper: Hyper) -> optax.GradientTransform
     )
 
 
+def adafactor_momentum(schedule: optax.Schedule, hyper: Hyper) -> optax.GradientTransformation:
+    """Adafactor with its own decay, 1 - t**-0.8, and momentum; no scale of parameters."""
+    return optax_ext.adafactor(
+        schedule,
+        multiply_by_parameter_scale=False,
+        momentum=0.9,
+        weight_decay_rate=hyper["weight_decay"],
+        weight_decay_times_lr=True,
+        weight_decay_mask=is_matrix,
+        factoring=optax_ext.last_two_dims(),
+    )
+
+
 def came(
     schedule: optax.Schedule, hyper: Hyper, debias: bool = False
 ) -> optax.GradientTransformation:
@@ -96,6 +109,11 @@ def adamw_8bit(schedule: optax.Schedule, hyper: Hyper) -> optax.GradientTransfor
     return optax_ext.low_precision_state(adamw(schedule, hyper))
 
 
+def came_debiased_8bit(schedule: optax.Schedule, hyper: Hyper) -> optax.GradientTransformation:
+    """Debiased CAME whose momentum is kept in 8 bits."""
+    return optax_ext.low_precision_state(came_debiased(schedule, hyper))
+
+
 def came_8bit(schedule: optax.Schedule, hyper: Hyper) -> optax.GradientTransformation:
     """CAME whose momentum is kept in 8 bits."""
     return optax_ext.low_precision_state(came(schedule, hyper))
@@ -113,6 +131,8 @@ class Contender:
       weight_decays: values searched, the first from the start of the search.
       shifts: decades by which the learning rate moves with each of the betas; none if empty.
       parent: the same in float32; the finals are also run with what its search chose.
+      wrap: what is around the optimizer and its clipping.
+      param_dtype: of the parameters.
     """
 
     make: Callable[[optax.Schedule, Hyper], optax.GradientTransformation]
@@ -122,6 +142,8 @@ class Contender:
     weight_decays: tuple[float, ...] = (0.1, 0.0, 1.0)
     shifts: tuple[float, ...] = ()
     parent: str | None = None
+    wrap: Callable[[optax.GradientTransformation], optax.GradientTransformation] | None = None
+    param_dtype: str = "float32"
 
 
 _B2 = ({"b2": 0.999}, {"b2": 0.99}, {"b2": 0.95})
@@ -143,6 +165,11 @@ CONTENDERS = {
     "adamw_8bit": Contender(adamw_8bit, 6, -2.5, _B2, parent="adamw"),
     "came_8bit": Contender(came_8bit, 6, -3.0, _CAME, shifts=_SHIFTS, parent="came"),
 }
+# Of the studies of long runs and of GPT-2 alone, which search on their own: no budget.
+LONG_ONLY = {
+    "adafactor_momentum": Contender(adafactor_momentum, 0, -2.5, ({},)),
+    "came_debiased_8bit": Contender(came_debiased_8bit, 0, -2.5, _CAME),
+}
 
 
 def schedule(learning_rate: Any, warmup: int, steps: int) -> optax.Schedule:
@@ -157,9 +184,9 @@ def schedule(learning_rate: Any, warmup: int, steps: int) -> optax.Schedule:
 
 
 def transformation(
-    contender: str, hyper: Hyper, warmup: int, steps: int
+    contender: Contender, hyper: Hyper, warmup: int, steps: int
 ) -> optax.GradientTransformation:
     """What a run applies to its gradients."""
     shape = schedule(hyper["learning_rate"], warmup, steps)
-    clip = optax.clip_by_global_norm(1.0)
-    return optax.chain(clip, CONTENDERS[contender].make(shape, hyper))
+    chain = optax.chain(optax.clip_by_global_norm(1.0), contender.make(shape, hyper))
+    return contender.wrap(chain) if contender.wrap else chain

@@ -1,14 +1,17 @@
 """Rows of runs that never were, to try the report with: every field, no training."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import _format_study
+import _lengths
 import _rows
 import _runs
 import _studies
 import numpy as np
 from _contenders import CONTENDERS
+from _every import EVERY
 
 CORPUS = 1
 
@@ -20,10 +23,8 @@ def row(config: dict[str, Any]) -> _rows.Row:
     """
     key, steps = _rows.key_of(config), config["steps"]
     rng = np.random.default_rng(int(key, 16))
-    position = list(CONTENDERS).index(config["contender"])
-    off = (
-        math.log10(config["hyper"]["learning_rate"]) - CONTENDERS[config["contender"]].learning_rate
-    )
+    position = list(EVERY).index(config["contender"])
+    off = math.log10(config["hyper"]["learning_rate"]) - EVERY[config["contender"]].learning_rate
     end = 2 + 0.03 * position + 0.3 * (off - 0.1) ** 2 + 0.01 * rng.normal()
     diverged = off > 1.2
     points = [steps * i // _runs.POINTS for i in range(1, _runs.POINTS + 1)]
@@ -64,10 +65,19 @@ def rows(
     contenders: Sequence[str] = tuple(CONTENDERS),
 ) -> dict[str, _rows.Row]:
     """All runs of the studies."""
+    return _all(lambda found: _studies.plans(found, size, studies, tasks, contenders))
+
+
+def length_rows(size: str) -> dict[str, _rows.Row]:
+    """All runs of the study of lengths, and of that of formats."""
+    return _all(lambda found: [*_lengths.plans(found, size), *_format_study.plans(found, size)])
+
+
+def _all(plans: Callable[[dict[str, _rows.Row]], Iterable[_studies.Plan]]) -> dict[str, _rows.Row]:
+    """All that is ready, until nothing is."""
     found: dict[str, _rows.Row] = {}
     while True:
-        plans = _studies.plans(found, size, studies, tasks, contenders)
-        ready = [config for plan in plans for config in plan.ready]
+        ready = [config for plan in plans(found) for config in plan.ready]
         if not ready:
             return found
         found |= {_rows.key_of(config): row(config) for config in ready}

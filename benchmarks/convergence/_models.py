@@ -25,6 +25,7 @@ class Config:
       heads: of attention.
       vocabulary: tokens.
       dtype: of activations; parameters are float32.
+      remat: whether blocks are run again in the backward pass.
     """
 
     layers: int
@@ -32,6 +33,7 @@ class Config:
     heads: int
     vocabulary: int
     dtype: str = "float32"
+    remat: bool = False
 
 
 def init(config: Config, seed: int, encoder_decoder: bool = False) -> Params:
@@ -80,15 +82,16 @@ def loss_fn(config: Config, params: Params, batch: dict[str, jax.Array], causal:
     ``source``, (batch, other length), what its encoder reads.
     """
     params = jax.tree.map(lambda x: x.astype(config.dtype), params)
+    run = jax.checkpoint(_block, static_argnums=(0, 3)) if config.remat else _block
     source = None
     if "source" in batch:
         source = _embed(params, batch["source"])
         for block in params["source_blocks"]:
-            source = _block(config, block, source, causal=False)
+            source = run(config, block, source, False)
         source = _norm(source, params["source_norm"])
     x = _embed(params, batch["inputs"])
     for block in params["blocks"]:
-        x = _block(config, block, x, causal, source)
+        x = run(config, block, x, causal, source)
     logits = (_norm(x, params["norm"]) @ params["embed"].T).astype(jnp.float32)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"])
     if "weights" not in batch:

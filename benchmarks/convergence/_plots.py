@@ -31,9 +31,9 @@ TOP = 0.5  # nats above the worst of the contenders' best runs that a picture sh
 ABOVE = 0.02  # between the triangles of contenders that are above it
 
 
-def _look(name: str) -> dict[str, Any]:
+def look(name: str, styles: Mapping[str, tuple[str, str, str]] = STYLE) -> dict[str, Any]:
     """Of a contender's lines and markers."""
-    colour, marker, line = STYLE[name]
+    colour, marker, line = styles[name]
     face = "none" if name.endswith("8bit") else colour
     style = {"color": colour, "linestyle": line, "marker": marker, "markersize": 5}
     return {**style, "markerfacecolor": face}
@@ -50,7 +50,10 @@ def _above(ax: Any, x: np.ndarray, top: float, place: int, colour: str) -> None:
     ax.plot(x, np.full(len(x), top + ABOVE * place), color=colour, marker=6, linestyle="none")
 
 
-def _axes(columns: int, rows: int = 1, width: float = 4.6, **kwargs: Any) -> tuple[Any, np.ndarray]:
+def new_axes(
+    columns: int, rows: int = 1, width: float = 4.6, **kwargs: Any
+) -> tuple[Any, np.ndarray]:
+    """A figure and its axes, (rows, columns)."""
     figure, axes = plt.subplots(
         rows,
         columns,
@@ -65,17 +68,23 @@ def _axes(columns: int, rows: int = 1, width: float = 4.6, **kwargs: Any) -> tup
     return figure, axes
 
 
-def _save(figure: Any, path: pathlib.Path) -> None:
+def save(figure: Any, path: pathlib.Path) -> None:
+    """Writes a picture and forgets it."""
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
-def _label_ends(ax: Any, ends: Mapping[str, tuple[float, float]]) -> None:
+def label_ends(
+    ax: Any,
+    ends: Mapping[str, tuple[float, float]],
+    styles: Mapping[str, tuple[str, str, str]] = STYLE,
+) -> None:
     """Names at the right of lines, each at its line's end unless another is there.
 
     Args:
       ax: whose limits are set.
       ends: x and y of the last point, by name.
+      styles: whose colours they have.
     """
     if not ends:
         return
@@ -97,13 +106,13 @@ def _label_ends(ax: Any, ends: Mapping[str, tuple[float, float]]) -> None:
             xy=(ends[name][0], min(max(ends[name][1], low), high)),
             xytext=(1.03, back(place)),
             textcoords=ax.get_yaxis_transform(),
-            color=STYLE[name][0],
+            color=styles[name][0],
             fontsize=8,
             va="center",
             annotation_clip=False,
             arrowprops={
                 "arrowstyle": "-",
-                "color": STYLE[name][0],
+                "color": styles[name][0],
                 "alpha": 0.4,
                 "linewidth": 0.6,
                 "relpos": (0, 0.5),
@@ -127,7 +136,7 @@ def _stacked(runs: Sequence[np.ndarray]) -> np.ndarray:
 
 def finals(found: Mapping[str, Mapping[str, Final]], path: pathlib.Path) -> None:
     """Final losses of all seeds, best contender on top; a bar at their mean."""
-    figure, axes = _axes(len(found))
+    figure, axes = new_axes(len(found))
     for ax, (task, contenders) in zip(axes.flat, found.items(), strict=True):
         order = sorted(contenders, key=lambda name: -float(np.mean(contenders[name].losses)))
         baseline = contenders.get(BASELINE, contenders[order[-1]])
@@ -136,7 +145,7 @@ def finals(found: Mapping[str, Mapping[str, Final]], path: pathlib.Path) -> None
             losses = contenders[name].losses
             shown = losses[losses < top]
             colour = STYLE[name][0]
-            ax.plot(shown, np.full(len(shown), place), **{**_look(name), "linestyle": "none"})
+            ax.plot(shown, np.full(len(shown), place), **{**look(name), "linestyle": "none"})
             if len(shown) == len(losses):
                 ax.plot([losses.mean()] * 2, [place - 0.3, place + 0.3], color=colour)
             else:
@@ -149,12 +158,12 @@ def finals(found: Mapping[str, Mapping[str, Final]], path: pathlib.Path) -> None
                 ax.axvline(mean, color="black", linewidth=0.8, alpha=0.5)
         ax.set_yticks(range(len(order)), order)
         ax.set(title=task, xlabel="validation loss at the end, nats")
-    _save(figure, path)
+    save(figure, path)
 
 
 def curves(found: Mapping[str, Mapping[str, Final]], path: pathlib.Path) -> None:
     """Validation loss against step: mean over the seeds, and between which values they lie."""
-    figure, axes = _axes(len(found))
+    figure, axes = new_axes(len(found))
     for ax, (task, contenders) in zip(axes.flat, found.items(), strict=True):
         ends, shown = {}, []
         for name, one in contenders.items():
@@ -170,8 +179,8 @@ def curves(found: Mapping[str, Mapping[str, Final]], path: pathlib.Path) -> None
         if values.size:
             ax.set_ylim(values.min() - 0.03, np.percentile(values, 97) + 0.03)
         ax.set(title=task, xlabel="step", ylabel="validation loss, nats")
-        _label_ends(ax, ends)
-    _save(figure, path)
+        label_ends(ax, ends)
+    save(figure, path)
 
 
 def sensitivity(rows: Rows, size: str, tasks: Sequence[str], path: pathlib.Path) -> None:
@@ -180,7 +189,7 @@ def sensitivity(rows: Rows, size: str, tasks: Sequence[str], path: pathlib.Path)
     A triangle at the top stands for a run that is above the picture or diverged, a star for the
     best of the whole search.
     """
-    figure, axes = _axes(len(tasks))
+    figure, axes = new_axes(len(tasks))
     for ax, task in zip(axes.flat, tasks, strict=True):
         searches = {name: _studies.tuned(rows, size, task, name)[0] for name in STYLE}
         searches = {name: found for name, found in searches.items() if found}
@@ -194,7 +203,7 @@ def sensitivity(rows: Rows, size: str, tasks: Sequence[str], path: pathlib.Path)
             )
             x, y = (np.array(values) for values in zip(*line, strict=True))
             colour = STYLE[name][0]
-            ax.plot(10.0**x, np.where(y < top, y, np.nan), label=name, **_look(name))
+            ax.plot(10.0**x, np.where(y < top, y, np.nan), label=name, **look(name))
             high = 10.0 ** x[~(y < top)]
             _above(ax, high, top, place, colour)
             best = _search.best(found)
@@ -205,7 +214,7 @@ def sensitivity(rows: Rows, size: str, tasks: Sequence[str], path: pathlib.Path)
         ax.set_ylabel("validation loss, nats")
         # Many lines cross here: names at their ends would be names of nothing.
         ax.legend(fontsize=7, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
-    _save(figure, path)
+    save(figure, path)
 
 
 def batches(rows: Rows, size: str, path: pathlib.Path) -> None:
@@ -213,7 +222,7 @@ def batches(rows: Rows, size: str, path: pathlib.Path) -> None:
 
     A triangle at the top stands for a run that is above the picture or diverged.
     """
-    figure, axes = _axes(2, 2)
+    figure, axes = new_axes(2, 2)
     found = {name: _summary.batches(rows, size, name) for name in _studies.MAIN}
     found = {name: points for name, points in found.items() if points}
     sizes = sorted({at.batch for points in found.values() for at in points})
@@ -233,7 +242,7 @@ def batches(rows: Rows, size: str, path: pathlib.Path) -> None:
                 continue
             x, y = (np.array(values) for values in zip(*there, strict=True))
             inside = y < top
-            ax.plot(x[inside], y[inside], **_look(name))
+            ax.plot(x[inside], y[inside], **look(name))
             _above(ax, x[~inside], top, place, STYLE[name][0])
             if inside.any():
                 ends[name] = (float(x[inside][-1]), float(y[inside][-1]))
@@ -241,19 +250,19 @@ def batches(rows: Rows, size: str, path: pathlib.Path) -> None:
         ax.set_ylim(low - 0.05 if math.isfinite(low) else None, top + ABOVE * (len(found) + 1))
         ax.set_xlim(sizes[0] / 1.2, sizes[-1] * 1.2)
         _sizes_axis(ax, sizes)
-        _label_ends(ax, ends)
+        label_ends(ax, ends)
     ax, ends = axes[0, 1], {}
     ax.axhline(0, color=STYLE[BASELINE][0], linewidth=1)
     for name in found:
         leads = _summary.lead(rows, size, name)
         if leads:
-            ax.plot(list(leads), list(leads.values()), **_look(name))
+            ax.plot(list(leads), list(leads.values()), **look(name))
             ends[name] = (max(leads), leads[max(leads)])
     ax.set(title="best, minus AdamW's", ylabel="nats; below 0 is better than AdamW")
     ax.set_xlim(sizes[0] / 1.2, sizes[-1] * 1.2)
     _sizes_axis(ax, sizes)
-    _label_ends(ax, ends)
-    _save(figure, path)
+    label_ends(ax, ends)
+    save(figure, path)
 
 
 def _sizes_axis(ax: Any, sizes: Sequence[int]) -> None:
@@ -267,7 +276,7 @@ def spike(rows: Rows, size: str, task: str, path: pathlib.Path) -> None:
 
     Where betas change the spike, with those that the search started with.
     """
-    figure, axes = _axes(2, 2, sharex=True, sharey="row")
+    figure, axes = new_axes(2, 2, sharex=True, sharey="row")
     ends: list[dict[str, tuple[float, float]]] = [{} for _ in range(4)]
     for column, warm in enumerate((True, False)):
         for name in _studies.SPIKE:
@@ -289,5 +298,5 @@ def spike(rows: Rows, size: str, task: str, path: pathlib.Path) -> None:
     for ax, at in zip(axes.flat, ends, strict=True):
         if not ax.lines:
             ax.text(0.5, 0.5, "no runs yet", transform=ax.transAxes, ha="center")
-        _label_ends(ax, at)
-    _save(figure, path)
+        label_ends(ax, at)
+    save(figure, path)

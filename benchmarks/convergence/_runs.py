@@ -18,6 +18,8 @@ import _sizes
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from _every import EVERY
 from _tasks import TASKS, VOCABULARY, Corpus
 
 POINTS = 20  # of the curves of validation loss
@@ -38,7 +40,7 @@ class Program:
 
     def __init__(self, config: Config):
         causal, model = TASKS[config["task"]].causal, _sizes.model(config)
-        steps, warmup, contender = config["steps"], config["warmup"], config["contender"]
+        steps, warmup, contender = config["steps"], config["warmup"], EVERY[config["contender"]]
         betas = {k: v for k, v in config["hyper"].items() if k not in TRACED}
 
         def loss_fn(params: Any, batch: Any) -> jax.Array:
@@ -48,6 +50,7 @@ class Program:
             return _contenders.transformation(contender, {**betas, **traced}, warmup, steps)
 
         def init(params: Any, traced: dict[str, jax.Array]) -> Any:
+            params = jax.tree.map(lambda x: x.astype(contender.param_dtype), params)
             return params, make(traced).init(params)
 
         def train(state: Any, traced: dict[str, jax.Array], batches: Any) -> Any:
@@ -57,7 +60,7 @@ class Program:
                 params, opt_state = state
                 loss, grads = jax.value_and_grad(loss_fn)(params, batch)
                 updates, opt_state = tx.update(grads, opt_state, params)
-                params = jax.tree.map(jnp.add, params, updates)
+                params = optax.apply_updates(params, updates)
                 return (params, opt_state), (loss, _matrix_rms(updates))
 
             return jax.lax.scan(step, state, batches)
@@ -90,9 +93,11 @@ class Trainer:
     Args:
       path: of the text, as Corpus takes it.
       programs: how many are kept.
+      speed: whether rows also have the speed of training and the peak of the device's memory.
     """
 
-    def __init__(self, path: Any = None, programs: int = 3):
+    def __init__(self, path: Any = None, programs: int = 3, speed: bool = False):
+        self._speed = speed
         self._path = path
         self._programs: dict[str, Program] = {}
         self._keep = programs
@@ -140,9 +145,11 @@ class Trainer:
         sizes = [sum(x.nbytes for x in jax.tree.leaves(part)) for part in state]
         num_params = sum(x.size for x in jax.tree.leaves(state[0]))
         log: dict[str, Any] = {"curve": [], "loss": [], "rms": [], "commits": []}
+        log |= {"train_seconds": [], "peak_bytes": 0}
         log |= {"seconds": 0.0, "cpu_seconds": 0.0}
         if saved is not None:
-            state, log = saved.restore(state, log)
+            state, restored = saved.restore(state, log)
+            log |= restored
         log["commits"] = list(dict.fromkeys([*log["commits"], self._commit]))
 
         def note_time() -> None:
@@ -157,8 +164,11 @@ class Trainer:
             numbers = range(start, start + each)
             batches = [task.batch(corpus, config["seed"], i, config["batch"]) for i in numbers]
             stacked = jax.tree.map(lambda *x: np.stack(x), *batches)
+            dispatched = time.perf_counter()
             state, (loss, update) = program.train(state, traced, stacked)
             log["loss"].extend(np.asarray(loss).tolist())
+            log["train_seconds"].append(time.perf_counter() - dispatched)
+            log["peak_bytes"] = max(log["peak_bytes"], _peak_bytes())
             log["rms"].extend(np.asarray(update).tolist())
             log["curve"].append([start + each, float(program.evaluate(state[0], validation))])
             if not math.isfinite(log["curve"][-1][1]):
@@ -175,28 +185,44 @@ class Trainer:
         final = float(program.evaluate(state[0], large))
         note_time()
         losses, rms = log["loss"], log["rms"]
-        return {
-            "key": _rows.key_of(config),
-            "config": config,
-            "loss": _number(final),
-            "diverged": not final < math.log(VOCABULARY),  # no better than chance
-            "curve": [(step, _number(loss)) for step, loss in log["curve"]],
-            "train": _thinned(losses, each),
-            "early_loss": [_number(x) for x in losses[:EARLY]],
-            "early_update_rms": [_number(x) for x in rms[:EARLY]],
-            "num_params": num_params,
-            "state_bytes": sizes[1],
-            "tokens": steps * config["batch"] * config["context"],
-            "seconds": round(log["seconds"], 2),
-            "cpu_seconds": round(log["cpu_seconds"], 2),
-            "commit": ", ".join(log["commits"]),
-            "jax": importlib.metadata.version("jax"),
-            "optax": importlib.metadata.version("optax"),
-            "python": platform.python_version(),
-            "corpus": corpus.checksum,
-            "machine": _results.machine(jax.devices()[0].device_kind),
-            "date": datetime.datetime.now().isoformat(timespec="seconds"),
-        }
+        return (
+            {
+                "key": _rows.key_of(config),
+                "config": config,
+                "loss": _number(final),
+                "diverged": not final < math.log(VOCABULARY),  # no better than chance
+                "curve": [(step, _number(loss)) for step, loss in log["curve"]],
+                "train": _thinned(losses, each),
+                "early_loss": [_number(x) for x in losses[:EARLY]],
+                "early_update_rms": [_number(x) for x in rms[:EARLY]],
+                "num_params": num_params,
+                "state_bytes": sizes[1],
+                "tokens": steps * config["batch"] * config["context"],
+                "seconds": round(log["seconds"], 2),
+                "cpu_seconds": round(log["cpu_seconds"], 2),
+                "commit": ", ".join(log["commits"]),
+                "jax": importlib.metadata.version("jax"),
+                "optax": importlib.metadata.version("optax"),
+                "python": platform.python_version(),
+                "corpus": corpus.checksum,
+                "machine": _results.machine(jax.devices()[0].device_kind),
+                "date": datetime.datetime.now().isoformat(timespec="seconds"),
+            }
+            | (_speed(log, each * config["batch"] * config["context"]) if self._speed else {})
+        )
+
+
+def _peak_bytes() -> int:
+    """The most that was in use on the first device since this process began; 0 if unknown."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+
+
+def _speed(log: dict[str, Any], tokens: int) -> dict[str, float | None]:
+    """Of training alone: the median twentieth of the run, which leaves out those that compiled."""
+    return {
+        "tokens_per_second": _number(tokens / float(np.median(log["train_seconds"]))),
+        "peak_bytes": log["peak_bytes"] or None,
+    }
 
 
 def _number(x: float) -> float | None:

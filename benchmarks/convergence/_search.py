@@ -145,7 +145,14 @@ def replay(
     space: Space, loss_of: Callable[[Trial], float | None]
 ) -> tuple[dict[Trial, float], list[Trial]]:
     """Goes as far as losses are known: what was found, and what must be run next, if anything."""
-    steps = search(space)
+    return follow(search(space), loss_of)
+
+
+def follow(
+    steps: Generator[list[Trial], list[float], dict[Trial, float]],
+    loss_of: Callable[[Trial], float | None],
+) -> tuple[dict[Trial, float], list[Trial]]:
+    """The same of any search."""
     found: dict[Trial, float] = {}
     try:
         wanted = next(steps)

@@ -23,6 +23,8 @@ class Size:
       slice: windows that are evaluated at once.
       dtype: of activations; parameters are float32.
       resumes: whether runs are so long that they are saved on the way.
+      vocabulary: of the model; what is above the tokens of the text is never a target.
+      remat: whether blocks are run again in the backward pass.
     """
 
     layers: int
@@ -36,6 +38,8 @@ class Size:
     slice: int = 8
     dtype: str = "float32"
     resumes: bool = False
+    vocabulary: int = VOCABULARY
+    remat: bool = False
 
 
 SIZES = {
@@ -54,9 +58,28 @@ SIZES = {
     "gpu_large": Size(
         15, 832, 13, 512, 64, 2000, 64, 512, slice=32, dtype="bfloat16", resumes=True
     ),
+    # GPT-2 small: its vocabulary padded to a multiple of 64, 123.6M parameters; 16M bytes.
+    "smoke_gpt2": Size(
+        2, 32, 2, 32, 4, 40, 8, 16, dtype="bfloat16", resumes=True, vocabulary=512, remat=True
+    ),
+    "gpt2_small": Size(
+        layers=12,
+        width=768,
+        heads=12,
+        context=1024,
+        batch=16,
+        steps=1000,
+        curve_windows=32,
+        final_windows=512,
+        slice=16,
+        dtype="bfloat16",
+        resumes=True,
+        vocabulary=50304,
+        remat=True,
+    ),
 }
 # Of the command line; the others belong to one of them.
-CHOICES = tuple(name for name in SIZES if not name.endswith(("_batch", "_large")))
+CHOICES = tuple(name for name in SIZES if name in ("smoke", "cpu", "gpu"))
 
 
 def config(
@@ -85,10 +108,12 @@ def config(
 
 def model(config: dict[str, Any]) -> _models.Config:
     """The model of a configuration."""
+    size = SIZES[config["size"]]
     return _models.Config(
         layers=config["layers"],
         width=config["width"],
         heads=config["heads"],
-        vocabulary=VOCABULARY,
-        dtype=SIZES[config["size"]].dtype,
+        vocabulary=size.vocabulary,
+        dtype=size.dtype,
+        remat=size.remat,
     )

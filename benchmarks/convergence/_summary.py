@@ -3,12 +3,11 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import _search
 import _studies
 import numpy as np
-from _contenders import CONTENDERS, schedule
+from _contenders import CONTENDERS
 from _rows import Row, key_of
 from scipy import stats
 
@@ -228,17 +227,6 @@ def _at_batch(rows: Rows, size: str, contender: str, times: int) -> AtBatch:
         on_edge=best is not None and best.exponent in (min(exponents), max(exponents)),
         others=np.array([loss(rows[key_of(one)]) for one in others if key_of(one) in rows]),
     )
-
-
-def growth(config: Mapping[str, Any]) -> float:
-    """How many times larger CAME's updates are as published than debiased, over a run.
-
-    The mean of 1 / sqrt(1 - b3**t), weighted by the learning rate.
-    """
-    steps = np.arange(config["steps"])
-    rate = np.asarray(schedule(1.0, config["warmup"], config["steps"])(steps))
-    factor = (1 - config["hyper"]["b3"] ** (steps + 1.0)) ** -0.5
-    return float((factor * rate).sum() / rate.sum())
 
 
 def spike(

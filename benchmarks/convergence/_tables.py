@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import _growth
 import _sizes
 import _studies
 import _summary
@@ -13,7 +14,7 @@ from _summary import BASELINE, Final, Rows, Spread
 Ratios = Mapping[str, Sequence[float]]
 
 
-def _table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+def table(header: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     rule = "|" + "---|" * len(header)
     cells = [" | ".join(line) for line in lines]
     return "\n".join([f"| {' | '.join(header)} |", rule, *(f"| {line} |" for line in cells)])
@@ -29,7 +30,7 @@ def losses(found: Mapping[str, Final], ratios: Ratios) -> str:
             less = _summary.difference(one, baseline)
             against = _interval(less, _half_width(apart, less))
             steps = _steps(_summary.steps_to_baseline(one, baseline), one)
-        cells = [f"`{name}`", _spread(one.losses), str(len(one.rows)), against, steps]
+        cells = [f"`{name}`", spread_cell(one.losses), str(len(one.rows)), against, steps]
         lines.append([*cells, f"{one.state_bytes:.2f}", _ratio(ratios.get(name))])
     header = [
         "contender",
@@ -40,10 +41,10 @@ def losses(found: Mapping[str, Final], ratios: Ratios) -> str:
         "state, bytes a parameter",
         "time of a training step / AdamW's (quartiles)",
     ]
-    return _table(header, lines)
+    return table(header, lines)
 
 
-def _spread(values: np.ndarray) -> str:
+def spread_cell(values: np.ndarray) -> str:
     """Mean and standard deviation of the seeds."""
     if not np.isfinite(values).all():
         return f"diverged ({int((~np.isfinite(values)).sum())} of {len(values)})"
@@ -92,12 +93,12 @@ def chosen(found: Mapping[str, Final]) -> str:
     lines = []
     for name, one in found.items():
         edges = ", ".join(one.edges) or "-"
-        lines.append([f"`{name}`", *_hyper(one.hyper), str(one.searched), edges])
+        lines.append([f"`{name}`", *hyper_cells(one.hyper), str(one.searched), edges])
     header = ["contender", "learning rate", "weight decay", "others", "runs", "on an edge"]
-    return _table(header, lines)
+    return table(header, lines)
 
 
-def _hyper(hyper: Mapping[str, float]) -> list[str]:
+def hyper_cells(hyper: Mapping[str, float]) -> list[str]:
     others = {k: v for k, v in hyper.items() if k not in ("learning_rate", "weight_decay")}
     return [
         f"{hyper['learning_rate']:g}",
@@ -114,9 +115,9 @@ def searching(rows: Rows, size: str, task: str) -> str:
         if found and _summary.final(rows, size, task, name) is None:
             hyper, runs = _studies.best_known(rows, size, task, name)
             loss = _cell(min(found.values()))
-            lines.append([f"`{name}`", f"{runs} of {one.budget}", loss, *_hyper(hyper)])
+            lines.append([f"`{name}`", f"{runs} of {one.budget}", loss, *hyper_cells(hyper)])
     header = ["contender", "runs", "best so far", "learning rate", "weight decay", "others"]
-    return _table(header, lines) if lines else ""
+    return table(header, lines) if lines else ""
 
 
 def parents(rows: Rows, size: str, task: str) -> str:
@@ -131,7 +132,7 @@ def parents(rows: Rows, size: str, task: str) -> str:
             each = ", ".join(f"{x:+.4f}" for x in less)
             lines.append([f"`{name}`", f"`{one.parent}`", f"{less.mean():+.4f}", each])
     header = ["contender", "parent", "minus the parent's loss, mean", "by seed"]
-    return _table(header, lines) if lines else ""
+    return table(header, lines) if lines else ""
 
 
 def batches(rows: Rows, size: str) -> str:
@@ -147,7 +148,7 @@ def batches(rows: Rows, size: str) -> str:
             lines.append([f"`{name}`", str(at.batch), str(at.steps), *values, less, rate, edge])
     header = ["contender", "batch", "steps", "linear rule", "square-root rule", "best"]
     header += ["best, minus AdamW's", "its learning rate", "on an edge"]
-    return _table(header, lines) if lines else ""
+    return table(header, lines) if lines else ""
 
 
 def batch_finals(rows: Rows, size: str) -> str:
@@ -158,9 +159,9 @@ def batch_finals(rows: Rows, size: str) -> str:
         for name, losses in sorted(found.items(), key=lambda item: float(item[1].mean())):
             other = name != BASELINE and base is not None
             less = _interval(losses - base, _half_width(apart, losses)) if other else "-"
-            lines.append([str(batch), f"`{name}`", str(len(losses)), _spread(losses), less])
+            lines.append([str(batch), f"`{name}`", str(len(losses)), spread_cell(losses), less])
     header = ["batch", "contender", "seeds", "validation loss, mean ± sd"]
-    return _table([*header, "minus AdamW's (95 % interval)"], lines) if lines else ""
+    return table([*header, "minus AdamW's (95 % interval)"], lines) if lines else ""
 
 
 def growths(size: str) -> str:
@@ -169,7 +170,7 @@ def growths(size: str) -> str:
     for times in _studies.BATCH_BUDGETS:
         hyper = {"b3": CONTENDERS["came"].betas[0]["b3"]}
         config = _sizes.config(f"{size}_batch", "next_token", "came", 0, hyper, times)
-        out.append(f"{_summary.growth(config):.1f} in {config['steps']} steps")
+        out.append(f"{_growth.growth(config):.1f} in {config['steps']} steps")
     return ", ".join(out)
 
 
@@ -191,14 +192,14 @@ def spike(rows: Rows, size: str, task: str) -> str:
                 values = np.array([_summary.loss(row) for row in found])
                 updates = [_summary.numbers(row["early_update_rms"]) for row in found]
                 largest = max(float(np.nanmax(run)) for run in updates)
-                rate, _, others = _hyper(hyper)
+                rate, _, others = hyper_cells(hyper)
                 kind = "10 % of the steps" if warm else "none"
-                cells = [f"`{name}`", others, rate, kind, str(len(found)), _spread(values)]
+                cells = [f"`{name}`", others, rate, kind, str(len(found)), spread_cell(values)]
                 relative = largest / hyper["learning_rate"]
                 lines.append([*cells, f"{largest:.2g}", f"{relative:.2g}"])
     header = ["contender", "betas", "peak learning rate", "warm-up", "seeds"]
     header += ["validation loss, mean ± sd", "largest early update, RMS", "/ peak learning rate"]
-    return _table(header, lines) if lines else ""
+    return table(header, lines) if lines else ""
 
 
 def large(rows: Rows, size: str) -> str:
@@ -212,7 +213,7 @@ def large(rows: Rows, size: str) -> str:
             edge = "learning rate" if min(known) in (values[0], values[-1]) else "-"
             lines.append([f"`{name}`", *(_cell(x) for x in values), _cell(min(known)), edge])
     rates = [f"{times:g} x" for times in _studies.LARGE]
-    return _table(["contender", *rates, "best", "on an edge"], lines) if lines else ""
+    return table(["contender", *rates, "best", "on an edge"], lines) if lines else ""
 
 
 def _has_large(size: str) -> bool:
@@ -223,7 +224,7 @@ def rerun(known: Rows, fresh: Rows, size: str) -> str:
     """The reruns beside the committed rows, and whether they agree."""
     lines, same = [], _summary.corpus(known) == _summary.corpus(fresh)
     for one in _summary.reruns(known, fresh, size, _studies.RERUN):
-        committed = "-" if one.committed is None else _spread(one.committed.losses)
+        committed = "-" if one.committed is None else spread_cell(one.committed.losses)
         against = "-" if one.expected is None else _interval(one.expected, one.half_width)
         budget = CONTENDERS[one.name].budget
         cells = [f"`{one.name}`", f"{one.searched} of {budget}", committed, _cell(one.loss)]
@@ -241,7 +242,7 @@ def rerun(known: Rows, fresh: Rows, size: str) -> str:
             "This Python's library is another text than that of the committed rows: compare "
             "differences, not losses."
         ]
-    return "\n\n".join([*notes, _table(header, lines)])
+    return "\n\n".join([*notes, table(header, lines)])
 
 
 def missing(rows: Rows, size: str, tasks: Sequence[str]) -> str:
@@ -262,4 +263,4 @@ def missing(rows: Rows, size: str, tasks: Sequence[str]) -> str:
                 cells = [study, task, f"{done} of {len(plans)}"]
                 lines.append([*cells, ", ".join(begun) or "-", ", ".join(none) or "-"])
     header = ["study", "task", "contenders done", "begun, runs", "not begun"]
-    return _table(header, lines) if lines else ""
+    return table(header, lines) if lines else ""

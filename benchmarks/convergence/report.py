@@ -15,6 +15,10 @@ from collections import Counter
 from typing import Any
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
+import _format_report
+import _format_study
+import _length_report
+import _lengths
 import _made_up
 import _plots
 import _results
@@ -26,6 +30,7 @@ import _tables
 from _contenders import CONTENDERS
 from _tasks import TASKS
 
+METHOD = "[benchmarks/convergence](../../convergence/README.md)"
 FOLDER = _results.RESULTS / "convergence"
 
 
@@ -138,9 +143,35 @@ def write(rows: _summary.Rows, size: str) -> None:
     """Writes the report of one size and its pictures."""
     text = "\n\n".join(parts(rows, size, FOLDER, times(size, FOLDER)))
     print(text)
-    about = f"{where(rows)} Method: [benchmarks/convergence](../../convergence/README.md)."
+    about = f"{where(rows)} Method: {METHOD}."
     title = f"Optimizers compared, size {size}"
     _results.write(f"convergence/{size}", title, about, text, script="convergence/report")
+    write_long(rows, size)
+
+
+def write_long(rows: _summary.Rows, size: str) -> None:
+    """Writes the reports of the studies of long runs, where there are any."""
+    if size not in _lengths.LENGTHS:
+        return
+    for name, title, found, used in (
+        (
+            "lengths",
+            "How long until CAME has Adam's quality?",
+            _length_report.parts,
+            _lengths.used,
+        ),
+        (
+            "formats",
+            "State and parameters in few bits, in long runs",
+            _format_report.parts,
+            _format_study.used,
+        ),
+    ):
+        text = "\n\n".join(found(rows, size, FOLDER))
+        if text:
+            about = f"{where(used(rows, size))} Method: {METHOD}."
+            to = f"convergence/{name}_{size}"
+            _results.write(to, title, about, text, script="convergence/report")
 
 
 def main() -> None:
@@ -152,7 +183,11 @@ def main() -> None:
     if chosen.smoke:
         with tempfile.TemporaryDirectory() as folder:
             none: dict[str, Any] = {"ratios": {}}
-            print("\n\n".join(parts(_made_up.rows("smoke"), "smoke", pathlib.Path(folder), none)))
+            to = pathlib.Path(folder)
+            print("\n\n".join(parts(_made_up.rows("smoke"), "smoke", to, none)))
+            long = _made_up.length_rows("smoke")
+            for study in (_length_report, _format_report):
+                print("\n\n".join(study.parts(long, "smoke", to)))
         return
     rows = _rows.finished(FOLDER / f"runs_{chosen.size}.jsonl")
     if not rows:

@@ -102,28 +102,43 @@ def expected(rows: dict, config: dict) -> float:
 Plans = Callable[[dict[str, _rows.Row]], list[_studies.Plan]]
 
 
-def work(chosen: argparse.Namespace, plans: Plans) -> None:
+def resumes(config: dict) -> bool:
+    """Whether a run is so long that it is saved on the way."""
+    size = _sizes.SIZES[config["size"]]
+    return size.resumes or config["steps"] * config["batch"] > size.steps * size.batch
+
+
+def work(
+    chosen: argparse.Namespace,
+    plans: Plans,
+    with_parent: bool = True,
+    runs: float = float("inf"),
+    speed: bool = False,
+) -> None:
     """Runs what is ready and not claimed, until nothing is or the time is over.
 
     Args:
       chosen: of the command line: size, corpus, rows, minutes.
       plans: what is to be run, by the rows that are there.
+      with_parent: whether it ends with the process that started it.
+      runs: how many to finish at most.
+      speed: whether rows also have speed and memory, which needs a process for each run.
     """
     import _runs  # after the process has its core
 
-    trainer = _runs.Trainer(chosen.corpus)
+    trainer = _runs.Trainer(chosen.corpus, speed=speed)
     size = _sizes.SIZES[chosen.size]
     checksum = trainer.corpus(size.context).checksum
     end = time.monotonic() + 60 * (chosen.minutes or float("inf"))
     last, parent = "", os.getppid()
-    while os.getppid() == parent:
+    while not with_parent or os.getppid() == parent:
         rows = _rows.finished(chosen.rows, checksum)
         asked = plans(rows)
         ready = [(plan, config) for plan in asked for config in plan.ready]
         affordable = [
             pair
             for pair in ready
-            if time.monotonic() + (0 if size.resumes else expected(rows, pair[1])) < end
+            if time.monotonic() + (0 if resumes(pair[1]) else expected(rows, pair[1])) < end
         ]
         if not affordable:
             report_end(asked, ready)
@@ -134,7 +149,7 @@ def work(chosen: argparse.Namespace, plans: Plans) -> None:
             with claimed(_rows.key_of(config)) as mine:
                 if not mine or _rows.key_of(config) in _rows.finished(chosen.rows, checksum):
                     continue
-                saved = trainer.checkpoints(config, CLAIMS / "saved") if size.resumes else None
+                saved = trainer.checkpoints(config, CLAIMS / "saved") if resumes(config) else None
                 row = trainer.run(config, saved, end)
                 if row is None:
                     print(f"{plan.name}, seed {config['seed']}: saved, goes on later.", flush=True)
@@ -150,6 +165,9 @@ def work(chosen: argparse.Namespace, plans: Plans) -> None:
                 f"({plan.done + 1} of {plan.total})",
                 flush=True,
             )
+            runs -= 1
+            if runs <= 0:
+                return
             break
         else:
             time.sleep(2)  # what is left is being run by others

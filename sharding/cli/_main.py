@@ -15,13 +15,15 @@ from sharding.cli._model_activations import add_remat_option
 from sharding.cli._options import check_positive
 from sharding.cli._pipeline_command import pipeline_options
 from sharding.cli._plan_command import run_plan
+from sharding.cli._search_command import run_search, search_options
 from sharding.plan import targets
 from sharding.plan._devices import KINDS
 from sharding.plan._models import MODELS
 
 _ABOUT = """\
 plan computes in closed form what each stage of ZeRO holds and sends; audit compiles one step,
-also for compile-only targets, and reads from the program what it costs.
+also for compile-only targets, and reads from the program what it costs; search compares all plans
+of a step, and lists the fastest that fit.
 """
 _EPILOG = """\
 examples:
@@ -33,6 +35,7 @@ examples:
   {prog} audit --model gpt2-small --target cpu:8 --stage 3
   {prog} audit --model llama2-7b --optimizer came --target v5e:8x8 --find-batch
   {prog} audit --step my_project.train:lowered --target v5e:4x4
+  {prog} search --model llama2-13b --optimizer came --target h100x64 --batch 4M-tokens
 
 targets to plan and to compile for (audit; needs pip install 'optax-ext[aot]' but for CPUs):
 {compiled}
@@ -68,7 +71,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"optax-ext {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="plan|audit")
+    commands = parser.add_subparsers(required=True, metavar="plan|audit|search")
     plan = commands.add_parser(
         "plan",
         help="closed form: at once, nothing is compiled",
@@ -83,8 +86,16 @@ def _parser(prog: str) -> argparse.ArgumentParser:
         "of one training step, which is compiled and not run.",
     )
     check.set_defaults(run=run_audit, defaults=check.get_default)
+    find = commands.add_parser(
+        "search",
+        help="closed form: the fastest plan that fits",
+        description="Compares every way to share a step among devices, and lists the fastest that "
+        "fit, with a bound that none goes below; with --verify their programs beside them.",
+    )
+    find.set_defaults(run=run_search)
     _plan_options(plan)
     _audit_options(check)
+    _search_options(find)
     return parser
 
 
@@ -141,6 +152,13 @@ def _audit_options(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="with --find-batch: the share of the memory that is left free (default: 0.1)",
     )
+    _output_options(parser)
+
+
+def _search_options(parser: argparse.ArgumentParser) -> None:
+    _model_options(parser)
+    _machine_options(parser)
+    search_options(parser)
     _output_options(parser)
 
 

@@ -90,8 +90,8 @@ def setup_of(options: argparse.Namespace) -> Setup:
     mesh_axes = mesh_axes_of(options, target_of(options))
     if not options.model:
         raise ValueError("--model is missing: a number, a name, or module:function.")
-    params, model = _params(options.model, dtype_of(options), options.length)
-    tx = _optimizer(options.optimizer)
+    params, model = params_of_model(options.model, dtype_of(options), options.length)
+    tx = optimizer_of(options.optimizer)
     return Setup(
         params=params,
         model=model,
@@ -191,7 +191,7 @@ def _floating_dtype(option: str, name: str | None) -> Any:
     return dtype
 
 
-def _params(text: str, dtype: Any, length: int | None) -> tuple[Any, Decoder | None]:
+def params_of_model(text: str, dtype: Any, length: int | None) -> tuple[Any, Decoder | None]:
     """Abstract parameters, and the model where it is one of ``MODELS``."""
     if ":" in text:
         try:
@@ -218,7 +218,7 @@ def _params(text: str, dtype: Any, length: int | None) -> tuple[Any, Decoder | N
     return count_to_params(round(count), dtype), None
 
 
-def _optimizer(text: str) -> optax.GradientTransformation:
+def optimizer_of(text: str) -> optax.GradientTransformation:
     """A transformation by its name, or by the path of one or of a function that makes one."""
     if ":" in text:
         found = load(text, "--optimizer")

@@ -26,6 +26,9 @@ class DeviceKind:
       tile: rows and columns of the tiles of its memory; None where arrays are dense.
       host_link: between its memory and that of its host in one direction, in bytes per second; None
         where it is not published.
+      num_links: links of equal bandwidth that ``link`` is the sum of: two for each axis of a torus,
+        one where a switch joins the devices of a node.
+      node_size: devices of a node that are joined by ``link``; a TPU slice is a torus instead.
     """
 
     name: str
@@ -37,15 +40,30 @@ class DeviceKind:
     source: str
     tile: tuple[int, int] | None = None
     host_link: float | None = None
+    num_links: int = 1
+    node_size: int = 8
+
+    @property
+    def one_link(self) -> float:
+        """Bytes per second over one of its links, in one direction."""
+        return self.link / self.num_links
 
 
 def _gpu(
-    name: str, *figures: float, network: float | None = None, source: str, host: float
+    name: str,
+    *figures: float,
+    network: float | None = None,
+    source: str,
+    host: float,
+    num_links: int = 1,
+    node_size: int = 8,
 ) -> DeviceKind:
     memory, bandwidth, tflops, link = figures
     return DeviceKind(
         *(name, memory * _GIGA, bandwidth * _GIGA, tflops * _TERA, link * _GIGA, network, source),
         host_link=host * _GIGA,
+        num_links=num_links,
+        node_size=node_size,
     )
 
 
@@ -70,20 +88,24 @@ KINDS = {
                 _TPU + "v4",
                 _TILE,
                 _SLOW_HOST,
+                6,
             )
         ),
         DeviceKind(
             *("v5e", 16 * _GIB, 819e9, 197 * _TERA, 400e9 / 2, 200e9 / 8 / 8, _TPU + "v5e", _TILE),
             host_link=_SLOW_HOST,
+            num_links=4,
         ),
         DeviceKind(
             # Network: the table of generations on the page of tpu7x.
             *("v5p", 95 * _GIB, 2765e9, 459 * _TERA, 1200e9 / 2, 50e9 / 8, _TPU + "v5p", _TILE),
             host_link=_SLOW_HOST,
+            num_links=6,
         ),
         DeviceKind(
             *("v6e", 32 * _GIB, 1640e9, 918 * _TERA, 800e9 / 2, 800e9 / 8 / 8, _TPU + "v6e", _TILE),
             host_link=_FAST_HOST,
+            num_links=4,
         ),
         DeviceKind(
             # jax shows a chip as two devices, each with half of it.
@@ -95,6 +117,7 @@ KINDS = {
             100e9 / 8 / 2,
             _TPU + "tpu7x",
             _TILE,
+            num_links=6,
         ),
         _gpu("a100-40", 40, 1555, 312, 600 / 2, network=200e9 / 8, source=_AMPERE, host=32),
         _gpu("a100-80", 80, 2039, 312, 600 / 2, network=200e9 / 8, source=_AMPERE, host=32),
@@ -134,11 +157,13 @@ KINDS = {
             network=400e9 / 8,
             source="NVIDIA GB200 NVL72 data sheet; network: 400 Gb/s a GPU; host: half a C2C link",
             host=900 / 2 / 2,
+            node_size=72,
         ),
         _gpu(
             *("mi300x", 192, 5300, 1307.4, 7 * 128 / 2),
             source="AMD Instinct MI300X data sheet; link: 7 of 128 GB/s, both directions together",
             host=64,
+            num_links=7,
         ),
     )
 }

@@ -114,6 +114,7 @@ def layer_costs(
     x = jax.ShapeDtypeStruct((batch, length, model.width), jnp.dtype(dtype))
     full = _residual_bytes(model, layer, x)
     logits = 4.0 * tokens * model.vocabulary  # float32, for the backward pass of the loss
+    gradient = float(itemsize * tokens * model.vocabulary)  # of the logits
     return [
         LayerCost(0.0, 0.0, embedding, 4.0 * tokens, stream),
         *[
@@ -132,7 +133,7 @@ def layer_costs(
             backward=(3 if recompute else 2) * head_seconds,
             param_bytes=head,
             activation_bytes=stream if recompute else stream + logits,
-            working_bytes=logits if recompute else 0.0,
+            working_bytes=gradient + (logits if recompute else 0.0),
         ),
     ]
 

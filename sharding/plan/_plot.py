@@ -6,6 +6,7 @@ from typing import Any
 from sharding.plan._audit import Audit
 from sharding.plan._format import NEED
 from sharding.plan._plan import Plan
+from sharding.plan._search import SearchResult
 
 _COLORS = {
     "parameters": "#4477aa",
@@ -59,6 +60,31 @@ def plot_audits(audits: Mapping[str, Audit]) -> Any:
     kinds = {each.kind.memory for each in audits.values() if each.kind}
     _bars(axes, bars, min(kinds, default=None), "compiled")
     _legend(figure)
+    return figure
+
+
+def plot_search(found: SearchResult) -> Any:
+    """Memory against time of the plans of a search: those that fit, and faster ones that do not.
+
+    Returns:
+      A ``matplotlib.figure.Figure``.
+    """
+    figure, (axes,) = _figure([4])
+    gib = 2**30
+    plans = [(it.seconds.seconds, it.memory / gib) for it in found.plans]
+    rejected = [(it.seconds, it.memory / gib) for it in found.rejected]
+    axes.scatter(*zip(*plans, strict=True), color=_COLORS["parameters"], label="fits")
+    if rejected:
+        axes.scatter(
+            *zip(*rejected, strict=True), color=_COLORS["temporaries"], marker="x", label="does not"
+        )
+    axes.axhline(found.memory / gib, color="black", linestyle="--", label="memory of a device")
+    axes.axvline(found.bound, color="gray", linestyle=":", label="bound")
+    axes.set_xlabel("predicted seconds a step")
+    axes.set_ylabel("GiB on the fullest device")
+    axes.set_yscale("log")
+    axes.set_title(found.target)
+    axes.legend()
     return figure
 
 

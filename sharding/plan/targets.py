@@ -37,7 +37,6 @@ _TPUS: dict[str, dict[str, str]] = {
 _GPUS = ("h100", "h200")
 # GPUs that can be planned for; XLA lacks the figures to compile for them.
 _PLANNED = tuple(kind for kind in KINDS if kind not in _TPUS and kind not in _GPUS)
-_GPUS_PER_HOST = {"gb200": 72}  # joined by links; 8 of the others
 _CORES = {"tpu7x": 2}  # devices of a chip
 # Single slices, by the pages of Google Cloud; those of v5p are the usual ones of many.
 _SHAPES = {
@@ -70,6 +69,11 @@ class Target(NamedTuple):
         """The devices of all slices."""
         slices = self.groups if self.kind in _TPUS else 1
         return math.prod(self.shape) * slices * _CORES.get(self.kind, 1)
+
+    @property
+    def is_torus(self) -> bool:
+        """Whether its devices are in a torus; else a switch joins those of a node."""
+        return self.kind in _TPUS
 
     @property
     def compiles(self) -> bool:
@@ -113,7 +117,7 @@ def parse(name: str) -> Target:
 
 def gpus(name: str, kind: str, num: int) -> Target:
     """A number of GPUs of one kind, known or not, in full hosts."""
-    host = _GPUS_PER_HOST.get(kind, 8)
+    host = KINDS[kind].node_size if kind in KINDS else 8
     if num > host and num % host:
         raise ValueError(f"{name!r}: more GPUs than one host's must be a multiple of {host}.")
     return Target(kind, (num,), max(1, num // host))
@@ -215,6 +219,8 @@ def _tpus(name: str, target: Target) -> list[jax.Device]:
     options: dict[str, Any] = {**_TPUS[target.kind]}
     if target.groups > 1:
         options["num_slices"] = target.groups
+    if math.prod(target.shape) == 1:  # libtpu 0.0.42, which jax 0.10.2 takes, expects hosts of four
+        options["chips_per_host_bounds"] = (1, 1, 1)
     shape = "x".join(map(str, target.shape))
     try:
         found = topologies.get_topology_desc(f"{target.kind}:{shape}", "tpu", **options)

@@ -1,6 +1,7 @@
 """``plan`` and ``frontier``: activations under a budget of bytes."""
 
 import dataclasses
+import numbers
 import re
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -116,7 +117,8 @@ def plan(
         the time by which they outlast the passes beside them.
       length: the number of blocks of a stack.
       modes: of a chain, how many choices of names are compiled for each distinct block. Of a stack
-        all that are worth their bytes are candidates, of which few are compiled.
+        all that are worth their bytes are candidates: those that store at most the budget are
+        compiled, the fastest first, until one fits.
       slots: steps of memory that the planner of chains tells apart.
 
     Returns:
@@ -220,6 +222,11 @@ def in_bytes(budget: Budget) -> float:
     if isinstance(budget, Plan):
         return _left_by(budget)
     if not isinstance(budget, str):
+        if not isinstance(budget, numbers.Real):
+            raise ValueError(
+                f"a budget is a number of bytes, a text such as '8GiB', or, for what the state "
+                f"leaves of a device, estimate(params, tx, zero, device=...); got {budget!r}."
+            )
         found = float(budget)
     else:
         match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMG]I?)?B?\s*", budget.upper())

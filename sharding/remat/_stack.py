@@ -25,8 +25,6 @@ from sharding.remat._presets import NameRequest
 from sharding.remat._stack_plan import StackPlan
 from sharding.remat._work import Work
 
-# A candidate is compiled if its estimate is above the budget by no more than this.
-_DOUBT = 1.05
 # The share of a TPU's memory for parameters, gradients and what is stored in a compiled program.
 _COMPILED = 0.6
 
@@ -105,7 +103,7 @@ class Stack:
         # By names: what runs again, what is saved.
         self._again: dict[tuple[str, ...], Work] = {}
         self._saved: dict[tuple[str, ...], int] = {}
-        self._peaks: dict[Any, tuple[_Candidate, float]] = {}
+        self._peaks: dict[Any, float] = {}
         self._input_names: tuple[str, ...] = ()
 
     def named_values(self, request: NameRequest) -> Any:
@@ -198,11 +196,11 @@ class Stack:
         return float(lengths[0] * self._input + lengths[1] * block)
 
     def peak(self, each: _Candidate) -> float:
-        """Bytes of the compiled stack."""
+        """Bytes of the compiled stack; at least what it stores, though a chip may hold a little."""
         key = self._key(each)
         if key not in self._peaks:
-            self._peaks[key] = each, self.temporaries(each)
-        return self._peaks[key][1]
+            self._peaks[key] = max(self.temporaries(each), each.saved)
+        return self._peaks[key]
 
     def temporaries(
         self, each: _Candidate, within: Callable[..., tuple[Any, Any, Any]] | None = None
@@ -248,36 +246,18 @@ class Stack:
         saved = self._stored(each.choice, lengths, each.input_offloaded)
         return dataclasses.replace(each, lengths=lengths, saved=saved)
 
-    def _estimate(self, each: _Candidate) -> float:
-        """Bytes of the peak: as compiled, or with the temporaries of the most similar program."""
-        if self._key(each) in self._peaks:
-            return self.peak(each)
-        rests = [
-            (abs(other.closed_form - each.closed_form), peak - other.closed_form)
-            for other, peak in self._peaks.values()
-            if peak < math.inf
-        ]
-        return each.closed_form + (min(rests)[1] if rests else 0.0)
-
     def fastest(self, candidates: Sequence[_Candidate], budget: float) -> _Candidate:
-        """The fastest candidate whose program fits; few are compiled.
+        """The fastest candidate whose program fits.
+
+        What a candidate stores is a bound: those that store more than the budget are not compiled.
+        No estimate decides, so that a larger budget never has a slower plan.
 
         Raises:
           ValueError: if none fits.
         """
-        left = list(candidates)
-        while left:
-            likely = [each for each in left if self._estimate(each) <= budget * _DOUBT]
-            if likely:
-                if self.peak(likely[0]) <= budget:
-                    return likely[0]
-                left.remove(likely[0])
-                continue
-            # Estimates are rough where no similar program was compiled.
-            unknown = [each for each in left if self._key(each) not in self._peaks]
-            if not unknown:
-                break
-            self.peak(min(unknown, key=self._estimate))
+        for each in candidates:
+            if each.saved <= budget and self.peak(each) <= budget:
+                return each
         least = self.peak(self.least(candidates))
         if least == math.inf:
             raise ValueError(f"no plan fits {size(budget)}, nor the memory of the device.")

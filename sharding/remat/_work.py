@@ -53,11 +53,15 @@ def work_of_equation(
 ) -> Work:
     """The work of one operation; operands and results have ``shape`` and ``dtype``."""
     kind = kind or _ANY_DEVICE
-    inner = list(_jaxprs(params))
+    inner = [work_of_jaxpr(each, kind) for each in _jaxprs(params)]
+    others = _FUSED * sum(map(num_bytes, results)) / kind.bandwidth
+    if inner and "grid_mapping" in params:  # a Pallas kernel, whose values stay on the chip
+        flops = sum(each.flops for each in inner) * math.prod(params["grid_mapping"].grid)
+        return Work(flops, flops / kind.flops + others)
+    if inner and "branches" in params:  # as pl.when, whose other branch is empty
+        return max(inner, key=lambda each: each.seconds)
     if inner:
-        total = sum((work_of_jaxpr(each, kind) for each in inner), Work(0.0, 0.0))
-        grid = getattr(params.get("grid_mapping"), "grid", ())  # of a Pallas kernel
-        return total.times(params.get("length", 1) * math.prod(grid))
+        return sum(inner, Work(0.0, 0.0)).times(params.get("length", 1))
     if name == "dot_general":
         (summed, _), _ = params["dimension_numbers"]
         flops = 2.0 * math.prod(results[0].shape)
@@ -70,7 +74,7 @@ def work_of_equation(
         return Work(flops, flops / kind.flops)
     if name in _FREE:
         return Work(0.0, 0.0)
-    return Work(0.0, _FUSED * sum(map(num_bytes, results)) / kind.bandwidth)
+    return Work(0.0, others)
 
 
 def work_of_jaxpr(jaxpr: Any, kind: DeviceKind) -> Work:
@@ -83,10 +87,9 @@ def work_of_jaxpr(jaxpr: Any, kind: DeviceKind) -> Work:
 
 
 def _jaxprs(params: dict[str, Any]) -> Iterator[Any]:
-    """The functions that an operation calls; of the branches of a conditional the first."""
+    """The functions that an operation calls, and the branches of a conditional."""
     for name, value in params.items():
-        values = value[:1] if name == "branches" else (value,)
-        for each in values:
+        for each in value if name == "branches" else (value,):
             if hasattr(each, "eqns"):
                 yield each
             elif hasattr(getattr(each, "jaxpr", None), "eqns"):

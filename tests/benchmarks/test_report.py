@@ -3,6 +3,7 @@
 import math
 
 import _contenders
+import _growth
 import _made_up
 import _plots
 import _rows
@@ -138,7 +139,7 @@ def test_growth_is_what_debiasing_takes_away():
         small, states[1] = debiased.update(grads, states[1], params)
         factors.append(float(np.median(large / small)))
         weights.append(float(rate(i)))
-    got = _summary.growth({"steps": steps, "warmup": warmup, "hyper": {"b3": b3}})
+    got = _growth.growth({"steps": steps, "warmup": warmup, "hyper": {"b3": b3}})
     assert got == pytest.approx(np.average(factors, weights=weights), rel=1e-4)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from _corpus import Corpus
+from _every import EVERY
 from _tasks import TASKS
 
 HYPER = {"learning_rate": 0.00316, "weight_decay": 0.1}
@@ -44,7 +45,7 @@ def plain_losses(config, text):
     model = _sizes.model(config)
     params = _models.init(model, config["seed"], task.encoder_decoder)
     tx = _contenders.transformation(
-        config["contender"], config["hyper"], config["warmup"], config["steps"]
+        EVERY[config["contender"]], config["hyper"], config["warmup"], config["steps"]
     )
 
     @jax.jit

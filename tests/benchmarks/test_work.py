@@ -23,7 +23,7 @@ class Trainer:
 
     stops = 0
 
-    def __init__(self, path):
+    def __init__(self, path, speed=False):
         self.asked, self.deleted = [], []
         Trainer.last = self
 
@@ -49,11 +49,13 @@ def work(tmp_path, monkeypatch):
     monkeypatch.setattr(_runs, "Trainer", Trainer)
     monkeypatch.setattr(run, "CLAIMS", tmp_path / "claims")
 
-    def go(minutes=None):
+    def go(minutes=None, **kwargs):
         chosen = argparse.Namespace(
             size="smoke", corpus=None, rows=tmp_path / "rows.jsonl", minutes=minutes
         )
-        run.work(chosen, lambda rows: [_studies.tuning(rows, "smoke", "next_token", "lion")])
+        run.work(
+            chosen, lambda rows: [_studies.tuning(rows, "smoke", "next_token", "lion")], **kwargs
+        )
         return Trainer.last
 
     go.rows = tmp_path / "rows.jsonl"
@@ -66,6 +68,20 @@ def test_each_run_is_done_once(work):
     assert list(_rows.finished(work.rows)) == trainer.asked
     assert trainer.deleted == []
     assert work().asked == []
+
+
+def test_it_ends_after_as_many_runs_as_it_may_finish(work):
+    assert len(work(runs=1).asked) == 1
+    assert len(work(runs=2).asked) == 2
+    assert len(_rows.finished(work.rows)) == 3
+
+
+def test_longer_runs_than_those_of_the_size_are_saved_on_the_way():
+    base = _sizes.config("cpu", "masked", "adamw", 0, {})
+    assert not run.resumes(base)
+    assert not run.resumes(_sizes.config("cpu_batch", "masked", "adamw", 0, {}, times=4))
+    assert run.resumes({**base, "steps": 1000})
+    assert run.resumes(_sizes.config("gpu", "masked", "adamw", 0, {}))
 
 
 def test_no_run_is_begun_that_would_end_later(work, capsys):
@@ -119,5 +135,12 @@ def test_smoke_commands_exist():
     folder = pathlib.Path(run.__file__).parent
     scripts = {path.name for path in folder.glob("*.py") if not path.name.startswith("_")}
     ci = (folder.parents[1] / ".ci" / "run").read_text()
-    assert scripts == {"run.py", "report.py", "step_ratios.py", "evidence.py"}
+    assert scripts == {
+        "run.py",
+        "report.py",
+        "step_ratios.py",
+        "evidence.py",
+        "length_study.py",
+        "gpt2_small.py",
+    }
     assert all(f"benchmarks/convergence/{name} --smoke" in ci for name in scripts)

@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh
 import optax_ext
 import sharding
 from sharding.cli import main
-from sharding.cli._options import _optimizer
+from sharding.cli._options import optimizer_of
 from sharding.plan import estimate
 from sharding.plan._devices import kind_of
 from sharding.plan._format import size
@@ -402,7 +402,7 @@ def test_a_model_and_an_optimizer_of_ones_own(run, module):
 def test_muon_is_for_the_matrices_of_the_layers(scan, biased):
     model = Decoder(2, 64, 4, 2, 96, 100, biased=biased, gated=not biased, scan=scan)
     params = model.abstract()
-    state = jax.eval_shape(_optimizer("muon").init, params)
+    state = jax.eval_shape(optimizer_of("muon").init, params)
     adam = optax.tree.get(state.inner_states[False], "nu")
     matrices = {"query", "key", "value", "out", "up", "down", "gate"}
     for path, leaf in jax.tree.leaves_with_path(adam, is_leaf=lambda x: isinstance(x, tuple)):

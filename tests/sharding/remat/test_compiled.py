@@ -15,6 +15,8 @@ import sharding as shd
 from sharding.plan import targets
 from sharding.remat._checkpoint import policy_of
 
+from ..test_targets import need
+
 MIB = 2**20
 
 
@@ -29,10 +31,7 @@ def gpu():
 
 
 def compiler_of(target):
-    try:
-        targets.topology(target)
-    except (ImportError, RuntimeError, ValueError) as error:
-        pytest.skip(str(error).splitlines()[0])
+    need(target)
     return target
 
 
@@ -77,21 +76,22 @@ def stacked(length=LENGTH):
 
 
 def test_programs_of_stacks_hold_what_is_planned(target):
-    """Bytes of the device and of its host, and every operation, for several budgets."""
+    """Bytes of the device and of its host, and every operation; never more than the budget."""
     params, x = stacked()
-    found = [
-        shd.remat.plan(block, params, x, budget, device=target, length=LENGTH, offload=offload)
-        for budget, offload in (("5.6GiB", False), ("9GiB", False), ("4GiB", True))
-    ]
+    found = shd.remat.frontier(block, params, x, device=target, length=LENGTH)
     assert [each.lengths for each in found] == [(4, 3), (12,), (12,)]
-    assert [each.host > 0 for each in found] == [False, False, True]
-    for each in found:
+    offloading = shd.remat.plan(
+        block, params, x, "4.5GiB", device=target, length=LENGTH, offload=True
+    )
+    assert [each.host > 0 for each in (offloading, *found)] == [True, False, False, False]
+    fitting = found[:-1] if target.startswith("v5e") else found  # all names are beyond its memory
+    for each in (offloading, *fitting):
         program = compiled(target, each.apply(), params, x)
         assert each.peak * 0.97 < each.check(program) <= each.budget
         assert shd.audit(program).matmul_flops == each.work.flops
         host = program.memory_analysis().host_temp_size_in_bytes
         assert host == pytest.approx(each.host, rel=1e-3)
-    assert found[0].extra_flops > found[1].extra_flops
+    assert found[0].extra_flops > found[1].extra_flops > found[2].extra_flops == 0
 
 
 def test_names_to_offload_are_those_of_the_blocks_or_their_input(gpu):

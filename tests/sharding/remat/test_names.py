@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
+from sharding.plan._devices import KINDS
 from sharding.plan._tiles import num_bytes
 from sharding.remat._modes import TracedBlock
 from sharding.remat._names import HostCopies
+from sharding.remat._work import work_of
 
 WIDTH, HIDDEN, ROWS = 16, 64, 32
 
@@ -85,6 +87,41 @@ def test_recomputed_products_are_those_that_jax_runs(names):
     # silu's backward pass reads its input, which has no name; the last product is dead.
     again = ("up" not in names) + 1
     assert traced.recompute(names, forward + backward, None).flops == again * one
+
+
+def test_flash_attention_is_an_operation_with_its_products():
+    """A Pallas kernel with its own derivative, whose products are in branches: all are counted."""
+    from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
+
+    batch, heads, length, head = 2, 2, 256, 128
+    width = heads * head
+
+    def attention(p, x):
+        q, k, v = (checkpoint_name(x @ p[name], name) for name in "qkv")
+        q, k, v = (w.reshape(batch, length, heads, head).swapaxes(1, 2) for w in (q, k, v))
+        context = flash_attention(q, k, v, causal=True).swapaxes(1, 2).reshape(batch, length, width)
+        return x + context @ p["out"]
+
+    weights = {name: jnp.ones((width, width)) for name in (*"qkv", "out")}
+    x = jnp.ones((batch, length, width))
+    traced = TracedBlock.of(attention, weights, x, jax.devices()[0])
+    product, kernel = 2 * x.size * width, 2 * 2 * x.size * length
+    forward, backward = traced.work(KINDS["v5e"])
+    assert forward.flops == 4 * product + kernel
+    # What its forward rule keeps has no name: the kernel runs again, whatever is saved.
+    for names, again in ((), 3 * product + kernel), (tuple("qkv"), kernel):
+        assert traced.recompute(names, forward + backward, KINDS["v5e"]).flops == again
+    # Its scores stay on the chip: the time is that of its products, and of what it returns.
+    saved = traced.recompute(tuple("qkv"), forward + backward, KINDS["v5e"])
+    assert kernel < saved.seconds * KINDS["v5e"].flops < 4 * kernel
+
+
+def test_of_branches_the_longest_counts():
+    def branch(p, x):
+        return jax.lax.cond(jnp.sum(x) > 0, lambda x: x @ p, lambda x: x, x)
+
+    work = work_of(branch, jnp.ones((8, 8)), jnp.ones((4, 8)), kind=None)
+    assert work.flops == 2 * 4 * 8 * 8
 
 
 def test_names_within_loops_and_branches_are_not_found():

@@ -123,6 +123,26 @@ def test_the_plan_is_the_fastest_that_fits():
         shd.remat.plan(block, params, x, 1000, length=LENGTH)
 
 
+@pytest.mark.parametrize("seed", [3, 13])
+def test_more_bytes_are_never_slower_whatever_programs_take(monkeypatch, seed):
+    """Temporaries beside what is stored vary threefold: none of them is foreseen by another."""
+    rng, rest = np.random.default_rng(seed), {}
+
+    def temporaries(self, each):
+        key = self._key(each)
+        return each.saved + rest.setdefault(key, rng.uniform(1, 3) * ROWS * 4 * WIDTH * 4)
+
+    monkeypatch.setattr(Stack, "temporaries", temporaries)
+    params, x = stack()
+    made = Stack(block, params, x, LENGTH, jax.devices()[0], None)
+    candidates = made.candidates(NameRequest(), False)
+    peaks = {each.work.seconds: made.peak(each) for each in candidates}
+    for budget in np.linspace(min(peaks.values()), max(peaks.values()), 30):
+        made._peaks.clear()  # what earlier budgets have compiled does not matter
+        found = made.fastest(candidates, budget)
+        assert found.work.seconds == min(t for t, peak in peaks.items() if peak <= budget)
+
+
 def test_a_prime_number_of_blocks_is_one_scan():
     params, x = stack()
     params = jax.tree.map(lambda w: w[:7], params)

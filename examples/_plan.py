@@ -1,0 +1,59 @@
+"""train_lm.py with --plan: the choices of a plan that ``python -m sharding search`` wrote."""
+
+import argparse
+
+from _model import CONFIGS
+from _pipeline import SCHEDULES
+
+from sharding.plan import ParallelPlan, PlanFile
+
+# The names of the script for the schedules of plans.
+_NAMES = {"aligned": "1f1b", "gpipe": "gpipe", "interleaved": "interleaved"}
+
+
+def take_plan(options: argparse.Namespace) -> None:
+    """Sets the options that a plan decides; those of model and optimizer remain.
+
+    Raises:
+      ValueError: the script cannot run the plan, or another option contradicts it.
+    """
+    file = PlanFile.read(options.plan)
+    plan = file.plan
+    for reason in _obstacles(plan):
+        raise ValueError(f"--plan {options.plan} {reason}.")
+    if options.pipeline or options.microbatches or options.schedule:
+        raise ValueError(
+            "--plan decides --pipeline, --schedule and --microbatches: leave them out."
+        )
+    if file.model in CONFIGS:
+        options.config = file.model
+    layers = CONFIGS[options.config].layers
+    if plan.pipe > 1 and sum(file.layers) != layers:
+        raise ValueError(
+            f"--plan {options.plan} has {sum(file.layers)} layers, --config {options.config} has "
+            f"{layers}."
+        )
+    options.stage, options.offload = plan.stage, plan.offload
+    options.devices = options.devices or plan.num_devices
+    options.batch_size = options.batch_size or plan.sequences
+    options.microbatches = plan.microbatches
+    options.recompute = plan.recompute == "full" and not plan.gathers_layers
+    if plan.pipe > 1:
+        options.pipeline, options.schedule = plan.pipe, _NAMES[plan.schedule]
+        options.layers = file.layers
+
+
+def _obstacles(plan: ParallelPlan) -> list[str]:
+    """What the script does not have."""
+    found = []
+    if plan.replicas > 1:
+        found.append("has replicas, which this script does not have: --keep replicas=1")
+    if plan.tensor > 1:
+        found.append("shares each layer among devices, which this script does not do")
+    if plan.state_format:
+        found.append("has a format of the state; give it as --state, and plan without it")
+    if plan.pipe > 1 and (plan.schedule not in _NAMES or _NAMES[plan.schedule] not in SCHEDULES):
+        found.append(f"has the schedule {plan.schedule!r}: --keep schedule=aligned")
+    if plan.chunks not in (1, 2):
+        found.append("has more than two groups of layers a stage: --keep chunks=2")
+    return found

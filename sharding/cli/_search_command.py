@@ -1,0 +1,207 @@
+"""The command ``search``: the fastest plan that fits, ``plan.json``, and its program."""
+
+import argparse
+import re
+import sys
+from typing import Any
+
+import jax
+import optax
+
+import optax_ext
+from sharding.cli._options import (
+    device_of,
+    dtype_of,
+    optimizer_of,
+    params_of_model,
+    target_of,
+)
+from sharding.cli._output import print_json, save
+from sharding.plan._chosen_plan import ChosenPlan
+from sharding.plan._devices import DeviceKind
+from sharding.plan._format import Table, size
+from sharding.plan._models import MODELS, Decoder
+from sharding.plan._plan_file import PlanFile
+from sharding.plan._plan_space import KEPT
+from sharding.plan._plot import plot_search
+from sharding.plan._search import HEADROOM, SearchResult, search
+from sharding.plan._show import show
+from sharding.plan._verify import Verification, verify
+
+
+def search_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the search, but for those of model, machine and output."""
+    add = parser.add_argument_group("batch and plans").add_argument
+    add(
+        "--batch",
+        dest="global_batch",
+        required=True,
+        metavar="N",
+        help="of all devices in a step: sequences such as 1024, or tokens such as 4M-tokens (units "
+        "of 2^20), in full sequences",
+    )
+    add("--length", type=int, metavar="TOKENS", help="of a sequence (default: as the model has it)")
+    add(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help=f"compare only plans with this value; names are {', '.join(KEPT)}",
+    )
+    add("--no-offload", action="store_true", help="keep the optimizer state in device memory")
+    add(
+        "--state",
+        action="append",
+        default=[],
+        choices=optax_ext.STATE_FORMATS,
+        help="compare plans with this lossy format of the optimizer state, too",
+    )
+    add(
+        "--headroom",
+        type=float,
+        default=HEADROOM,
+        metavar="SHARE",
+        help=f"of the memory that is left to the allocator (default: {HEADROOM})",
+    )
+    add("--top", type=int, default=5, metavar="N", help="plans to list (default: 5)")
+    add("--write", metavar="FILE", help="write the best plan as JSON, with the code that builds it")
+    add(
+        "--verify",
+        type=int,
+        default=0,
+        metavar="N",
+        help="compile the first N plans for the target, and drop those that do not hold",
+    )
+
+
+def run_search(options: argparse.Namespace) -> int:
+    """Searches, verifies, prints and writes; 2 where no plan holds."""
+    model, tx = _model_and_optimizer(options)
+    length = options.length or model.length
+    device = device_of(options)
+    target_of(options)  # an unknown one is an error of its own
+    if min(options.top, options.verify + 1) < 1:
+        raise ValueError("--top must be above 0, and --verify at least 0.")
+    found = search(
+        model,
+        tx,
+        options.target,
+        sequences=_sequences(options.global_batch, length),
+        length=length,
+        dtype=dtype_of(options),
+        device=device,
+        keep=dict(map(_kept_value, options.keep)),
+        offload=not options.no_offload,
+        state_formats=(None, *options.state),
+        headroom=options.headroom,
+        top=max(options.top, options.verify),
+    )
+    files = [_file(options, plan, length) for plan in found.plans]
+    verified = _verified(options, found, files, model, tx, device)
+    holding = [i for i in range(len(files)) if i not in verified or not verified[i].failures]
+    if options.json:
+        figures = found.to_dict()
+        for i, it in verified.items():
+            figures["plans"][i]["verified"] = vars(it) | {"failures": list(it.failures)}
+        print_json(figures)
+    else:
+        show([*found.tables(), *_tables(verified)], [*found.notes, *_dropped(verified)])
+        if holding:
+            print("", *files[holding[0]].code(), sep="\n")
+    if options.write and holding:
+        files[holding[0]].write(options.write)
+    if options.plot:
+        save(plot_search, found, options.plot)
+    return 0 if holding else 2
+
+
+def _model_and_optimizer(
+    options: argparse.Namespace,
+) -> tuple[Decoder, optax.GradientTransformation]:
+    if not options.model:
+        raise ValueError("--model is missing: the name of a model.")
+    _, model = params_of_model(options.model, dtype_of(options), options.length)
+    if model is None:
+        raise ValueError(
+            f"search needs a model whose layers are known, one of {', '.join(MODELS)}; --model "
+            f"{options.model} is not. Of a Decoder of your own call sharding.plan.search."
+        )
+    tx = optimizer_of(options.optimizer)
+    return model, optax_ext.master_weights(tx) if options.master else tx
+
+
+def _sequences(text: str, length: int) -> int:
+    """The number of sequences in ``--batch``."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kMG]?)(-tokens)?", text)
+    if not match or (match[2] and not match[3]) or not float(match[1]):
+        raise ValueError(f"--batch must look like 1024 or 4M-tokens, got {text!r}.")
+    number = float(match[1]) * {"": 1, "k": 2**10, "M": 2**20, "G": 2**30}[match[2]]
+    sequences = int(number // length) if match[3] else int(number)
+    if sequences < 1 or (not match[3] and sequences != number):
+        raise ValueError(f"--batch {text} is not one sequence of {length:,} tokens, or more.")
+    return sequences
+
+
+def _kept_value(text: str) -> tuple[str, Any]:
+    """The name and the value of ``--keep``."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ValueError(f"--keep must look like stage=3, got {text!r}.")
+    words = {"true": True, "false": False, "none": None if name == "state_format" else "none"}
+    if value.lower() in words:
+        return name, words[value.lower()]
+    return name, int(value) if value.isdigit() else value
+
+
+def _file(options: argparse.Namespace, plan: ChosenPlan, length: int) -> PlanFile:
+    return PlanFile.of(
+        plan,
+        model=options.model,
+        optimizer=options.optimizer + (" with master weights" if options.master else ""),
+        target=options.target,
+        length=length,
+        dtype=str(dtype_of(options)),
+    )
+
+
+def _verified(
+    options: argparse.Namespace,
+    found: SearchResult,
+    files: list[PlanFile],
+    model: Decoder,
+    tx: optax.GradientTransformation,
+    device: DeviceKind | None,
+) -> dict[int, Verification]:
+    """The first plans beside their programs; a line as soon as one is compiled."""
+    verified: dict[int, Verification] = {}
+    if options.verify:
+        jax.config.update("jax_platforms", "cpu")
+    for i, file in enumerate(files[: options.verify]):
+        if file.plan.pipe > 1:
+            print(
+                f"  plan {i + 1}: not verified, a pipeline is built from its code", file=sys.stderr
+            )
+            continue
+        verified[i] = verify(file, model, tx, memory=found.memory, device=device)
+        print(f"  plan {i + 1}: {verified[i].summary}", file=sys.stderr, flush=True)
+    return verified
+
+
+def _tables(verified: dict[int, Verification]) -> list[Table]:
+    if not verified:
+        return []
+    rows = []
+    for i, it in verified.items():
+        wire = f"{it.wire / it.planned_wire:.3f}" if it.planned_wire else "-"
+        figures = (size(it.memory), f"{it.memory / it.planned_memory:.3f}", wire)
+        rows.append((str(i + 1), *figures, f"{it.flops / it.planned_flops:.3f}"))
+    columns = ("plan", "memory", "/ planned", "wire / planned", "operations / planned")
+    return [Table("compiled for the target", columns, rows)]
+
+
+def _dropped(verified: dict[int, Verification]) -> list[str]:
+    return [
+        f"warning: plan {i + 1} does not hold and is dropped: it {'; '.join(it.failures)}."
+        for i, it in verified.items()
+        if it.failures
+    ]

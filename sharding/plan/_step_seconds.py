@@ -1,0 +1,90 @@
+"""What a training step takes, by what it waits for, and how much of that overlaps."""
+
+import dataclasses
+from typing import Any
+
+# How much slower computing and sending are on GPUs while both run: Zhu et al., Mist, EuroSys 2025,
+# factors that its code has for A100. TPUs send by engines of their own.
+COMPUTE_SLOWDOWN, WIRE_SLOWDOWN = 1.286, 1.039
+PARTS_OF_STEP = (
+    *("matmul", "elementwise", "overhead", "tensor", "bubble", "transfers", "data", "update"),
+    "host",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSeconds:
+    """Seconds of one step on the slowest device.
+
+    Attributes:
+      matmul: of matrix products, with those that are computed again.
+      elementwise: of passes over memory in all other operations, likewise.
+      overhead: of kernels beside their rooflines, likewise.
+      tensor: of collectives among the devices that share a layer.
+      bubble: idle, in a pipeline.
+      transfers: of messages between stages.
+      data: of gathering parameters and reducing gradients over data-parallel devices.
+      update: of the optimizer.
+      host: of moving optimizer state to and from host memory.
+      hideable: of computing that can run at the same time as ``data``.
+      interference: whether computing and sending slow each other down, as on GPUs.
+    """
+
+    matmul: float
+    elementwise: float
+    overhead: float
+    tensor: float
+    bubble: float
+    transfers: float
+    data: float
+    update: float
+    host: float
+    hideable: float
+    interference: bool
+
+    @property
+    def compute(self) -> float:
+        """Seconds of forward and backward passes without any wire."""
+        return self.matmul + self.elementwise + self.overhead
+
+    @property
+    def no_overlap(self) -> float:
+        """Seconds if nothing overlaps."""
+        passes = self.compute + self.tensor + self.bubble + self.transfers
+        return passes + self.data + self.update + self.host
+
+    @property
+    def seconds(self) -> float:
+        """The prediction.
+
+        Computing that can run beside the collectives of data parallelism does, and both slow each
+        other down on GPUs by the factors that Mist measured; the host link runs beside the update.
+        Collectives of tensor parallelism and messages between stages are waited for.
+        """
+        passes = self.compute + self.tensor + self.bubble + self.transfers
+        return passes - self.hideable + self._both() + max(self.update, self.host)
+
+    def _both(self) -> float:
+        """Seconds of ``data`` and ``hideable`` together."""
+        if not self.interference:
+            return max(self.data, self.hideable)
+        compute, wire = self.hideable * COMPUTE_SLOWDOWN, self.data * WIRE_SLOWDOWN
+        if compute < wire:
+            return compute + (wire - compute) / WIRE_SLOWDOWN
+        return wire + (compute - wire) / COMPUTE_SLOWDOWN
+
+    @property
+    def full_overlap(self) -> float:
+        """Seconds if computing, all wires and the host link overlap completely."""
+        wires = self.tensor + self.transfers + self.data
+        return max(self.compute + self.update, wires, self.host) + self.bubble
+
+    @property
+    def limit(self) -> str:
+        """What takes longest: a name of the attributes."""
+        return max(PARTS_OF_STEP, key=lambda name: float(getattr(self, name)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, ready for JSON."""
+        totals = ("no_overlap", "seconds", "full_overlap", "limit")
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in totals}

@@ -1,0 +1,82 @@
+"""``python -m sharding search``."""
+
+import json
+
+import pytest
+
+from sharding.cli import main
+from sharding.plan import MODELS, PlanFile
+
+SEARCH = ("search", "--model", "gpt2-small", "--target", "h100x8", "--batch", "64")
+
+
+def test_it_lists_the_fastest_plans_and_their_code(capsys):
+    assert main(SEARCH) == 0
+    text = capsys.readouterr().out
+    assert "plans on h100x8" in text
+    assert "No plan that fits can take less than" in text
+    assert "step = zero.train_step(" in text
+
+
+def test_json_has_every_figure(capsys):
+    assert main((*SEARCH, "--json", "--top", "3")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert len(found["plans"]) == 3
+    times = [plan["seconds"]["seconds"] for plan in found["plans"]]
+    assert times == sorted(times)
+    assert found["bound"] < times[0]
+    assert found["plans"][0]["tokens"] == 64 * MODELS["gpt2-small"].length
+
+
+@pytest.mark.parametrize(
+    ("batch", "sequences"),
+    [("64", 64), ("64k-tokens", 64), ("1M-tokens", 1024), ("65636-tokens", 64)],
+)
+def test_batches(batch, sequences, capsys):
+    assert main((*SEARCH[:-1], batch, "--json", "--top", "1")) == 0
+    assert json.loads(capsys.readouterr().out)["plans"][0]["tokens"] == sequences * 1024
+
+
+def test_what_is_kept(capsys):
+    keep = ("--keep", "stage=3", "--keep", "offload=false", "--keep", "state_format=none")
+    assert main((*SEARCH, *keep, "--json")) == 0
+    plans = [it["plan"] for it in json.loads(capsys.readouterr().out)["plans"]]
+    assert all(it["stage"] == 3 and not it["offload"] for it in plans)
+
+
+def test_lossy_formats_only_where_they_are_given(capsys):
+    options = (*SEARCH, "--json", "--top", "1000", "--keep", "pipe=1", "--keep", "stage=1")
+    main(options)
+    assert not any(it["lossy"] for it in json.loads(capsys.readouterr().out)["plans"])
+    main((*options, "--state", "8bit"))
+    assert any(it["lossy"] for it in json.loads(capsys.readouterr().out)["plans"])
+
+
+def test_a_file_of_the_best_plan_and_a_picture(tmp_path, capsys):
+    path, picture = tmp_path / "plan.json", tmp_path / "plans.png"
+    assert main((*SEARCH, "--write", str(path), "--plot", str(picture), "--json")) == 0
+    best = json.loads(capsys.readouterr().out)["plans"][0]
+    file = PlanFile.read(path)
+    assert file.promised == {"memory": best["memory"], "seconds": best["seconds"]["seconds"]}
+    assert (file.model, file.target, file.length) == ("gpt2-small", "h100x8", 1024)
+    assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--batch", "64M"), "--batch must look like 1024 or 4M-tokens, got '64M'"),
+        (("--batch", "100-tokens"), "--batch 100-tokens is not one sequence of 1,024 tokens"),
+        (("--keep", "stage"), "--keep must look like stage=3, got 'stage'"),
+        (("--keep", "rows=3"), "keep has 'rows'"),
+        (("--memory", "0.1"), "no plan fits h100x8"),
+        (("--model", "7e9"), "search needs a model whose layers are known"),
+        (("--top", "0"), "--top must be above 0"),
+        (("--target", "cpu:8"), "a search needs the figures of cpu:8"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(arguments, message, capsys):
+    assert main((*SEARCH, *arguments)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error

@@ -1,0 +1,140 @@
+"""The time of collectives beside measured ones; each row says which error is reached."""
+
+import pytest
+
+from sharding.plan import kind_of
+from sharding.plan._collective_time import NodeGroup, TorusGroup, collective_seconds
+
+MIB, GIB = 2**20, 2**30
+# Seconds of meta-pytorch/autoparallel (H100), vTrain's trace/a100, and Bekman's page of networks:
+# operation, bytes, devices, devices in a node, kind, measured seconds, error that is reached.
+MEASURED = [
+    # Latency alone.
+    ("all-gather", 0, 2, 2, "h100", 8e-6, 0.06),
+    ("all-gather", 0, 4, 4, "h100", 17e-6, 0.11),
+    ("all-gather", 0, 8, 8, "h100", 30e-6, 0.02),
+    ("all-gather", 0, 16, 8, "h100", 70e-6, 0.16),
+    ("all-gather", 0, 32, 8, "h100", 146e-6, 0.11),
+    ("all-gather", 0, 64, 8, "h100", 297e-6, 0.09),
+    ("all-gather", 0, 128, 8, "h100", 599e-6, 0.08),
+    ("all-gather", 0, 256, 8, "h100", 1204e-6, 0.08),
+    ("all-gather", 0, 8, 1, "h100", 106e-6, 0.05),
+    ("all-gather", 0, 32, 1, "h100", 442e-6, 0.01),
+    ("all-reduce", 0, 2, 2, "h100", 10e-6, 0.25),
+    ("all-reduce", 0, 4, 4, "h100", 15e-6, 0.02),
+    ("all-reduce", 0, 8, 8, "h100", 31e-6, 0.02),
+    # Large arrays; a pair of GPUs reaches less of its links than eight.
+    ("all-gather", 1e9, 2, 2, "h100", 1e9 / 537e9, 0.23),
+    ("all-gather", 1e9, 4, 4, "h100", 1e9 / 434e9, 0.06),
+    ("all-gather", 1e9, 8, 8, "h100", 1e9 / 394e9, 0.02),
+    ("all-reduce", 1e9, 2, 2, "h100", 1e9 / 324e9, 0.07),
+    ("all-reduce", 1e9, 4, 4, "h100", 1e9 / 236e9, 0.12),
+    ("all-reduce", 1e9, 8, 8, "h100", 1e9 / 267e9, 0.01),
+    ("all-gather", 10e9, 16, 8, "h100", 10e9 / 410e9, 0.01),
+    ("all-gather", 10e9, 32, 8, "h100", 10e9 / 396e9, 0.01),
+    ("all-gather", 10e9, 256, 8, "h100", 10e9 / 386e9, 0.06),
+    ("all-gather", 10e9, 8, 1, "h100", 10e9 / 55e9, 0.01),
+    ("all-gather", 10e9, 32, 1, "h100", 10e9 / 50e9, 0.02),
+    # Bus bandwidth is 2 (n - 1) / n of the array per second.
+    ("all-reduce", 8 * GIB, 8, 8, "h200", 8 * GIB * 1.75 / 473e9, 0.01),
+    ("all-reduce", MIB, 8, 8, "a100-80", 92.8e-6, 0.08),
+    ("all-reduce", 8 * MIB, 8, 8, "a100-80", 134.3e-6, 0.16),
+    ("all-reduce", 64 * MIB, 8, 8, "a100-80", 579.9e-6, 0.05),
+    ("all-reduce", GIB, 8, 8, "a100-80", 8193e-6, 0.02),
+    ("all-reduce", MIB, 2, 2, "a100-80", 44.2e-6, 0.14),
+    ("all-reduce", 64 * MIB, 2, 2, "a100-80", 404.7e-6, 0.17),
+    ("all-reduce", 64 * MIB, 4, 4, "a100-80", 543.8e-6, 0.09),
+    ("all-reduce", MIB, 8, 8, "b200", MIB * 1.75 / 36e9, 0.11),
+    ("all-reduce", 64 * MIB, 8, 8, "b200", 64 * MIB * 1.75 / 401e9, 0.07),
+    ("all-reduce", 16 * GIB, 8, 8, "b200", 16 * GIB * 1.75 / 846e9, 0.05),
+    ("all-reduce", MIB, 32, 8, "b200", MIB * 2 * 31 / 32 / 5.4e9, 0.05),
+    ("all-reduce", 64 * MIB, 32, 8, "b200", 64 * MIB * 2 * 31 / 32 / 157e9, 0.11),
+    ("all-reduce", 16 * GIB, 32, 8, "b200", 16 * GIB * 2 * 31 / 32 / 382e9, 0.05),
+]
+
+
+@pytest.mark.parametrize("row", MEASURED, ids=lambda row: "-".join(map(str, row[:5])))
+def test_measured_collectives(row):
+    operation, nbytes, size, inside, kind, seconds, error = row
+    found = collective_seconds(operation, nbytes, NodeGroup(size, inside), kind_of(kind))
+    assert found == pytest.approx(seconds, rel=error)
+
+
+def test_the_mean_error_of_the_measured_collectives():
+    errors = [
+        abs(collective_seconds(op, nbytes, NodeGroup(size, inside), kind_of(kind)) / seconds - 1)
+        for op, nbytes, size, inside, kind, seconds, _ in MEASURED
+    ]
+    assert sum(errors) / len(errors) < 0.07
+
+
+@pytest.mark.parametrize(
+    ("axes", "speed"),
+    [
+        (((16, True),), 2),  # a ring sends both ways
+        (((8, False),), 1),
+        (((16, True), (16, True)), 4),  # every axis at once
+        (((4, True), (4, False)), 3),
+        (((4, True), (1, False)), 2),  # an axis of one device has no link
+    ],
+)
+def test_gathers_over_a_torus(axes, speed):
+    """Bytes over 2 k links, as in How to Scale Your Model; each with (n - 1) / n of the array."""
+    group, device = TorusGroup(axes), kind_of("v5e")
+    found = collective_seconds("all-gather", 1e9, group, device, ideal=True)
+    share = (group.size - 1) / group.size
+    assert found == pytest.approx(1e9 * share / (speed * 50e9))
+    twice = collective_seconds("all-reduce", 1e9, group, device, ideal=True)
+    assert twice == pytest.approx(2 * found)
+
+
+def test_large_gathers_reach_their_share_of_a_link():
+    """95 % of 45 GB/s a link over a ring of 16, as measured."""
+    found = collective_seconds("all-gather", 1e9, TorusGroup(((16, True),)), kind_of("v5e"))
+    assert 1e9 * 15 / 16 / found / 2 == pytest.approx(0.95 * 45e9, rel=0.01)
+
+
+def test_all_to_all_takes_a_quarter_of_the_gather():
+    """The full array is the operands of all devices together."""
+    group, device = TorusGroup(((16, True),)), kind_of("v5e")
+    gather = collective_seconds("all-gather", 16e9, group, device, ideal=True) * 16 / 15
+    found = collective_seconds("all-to-all", 1e9, group, device, ideal=True)
+    assert found == pytest.approx(gather / 4)
+
+
+def test_slices_share_their_network():
+    device = kind_of("v5p")
+    group = TorusGroup(((4, True), (4, True)), slices=2)
+    found = collective_seconds("reduce-scatter", 1e9, group, device, ideal=True)
+    assert found == pytest.approx(1e9 / 2 / 16 / device.network)
+
+
+def test_permutes():
+    device = kind_of("h100")
+    assert collective_seconds("permute", 1e9, NodeGroup(2, 2), device, ideal=True) == 1 / 450
+    assert collective_seconds("permute", 1e9, NodeGroup(2, 1), device, ideal=True) == 1 / 50
+    torus = TorusGroup(((4, False),))
+    assert collective_seconds("permute", 1e9, torus, kind_of("v5e"), ideal=True) == 1 / 50
+
+
+@pytest.mark.parametrize("operation", ["all-gather", "all-reduce", "all-to-all", "permute"])
+@pytest.mark.parametrize(
+    ("kind", "group"),
+    [("h100", NodeGroup(64, 8)), ("b200", NodeGroup(8, 8)), ("v5p", TorusGroup(((4, True),)))],
+)
+def test_the_ideal_bounds_what_is_reached(operation, kind, group):
+    for nbytes in (1e3, 1e6, 1e9):
+        bound = collective_seconds(operation, nbytes, group, kind_of(kind), ideal=True)
+        assert 0 < bound < collective_seconds(operation, nbytes, group, kind_of(kind))
+
+
+def test_one_device_sends_nothing():
+    assert collective_seconds("all-reduce", 1e9, NodeGroup(1, 1), kind_of("h100")) == 0
+    assert collective_seconds("all-reduce", 1e9, TorusGroup(()), kind_of("v5e")) == 0
+
+
+def test_errors():
+    with pytest.raises(ValueError, match=r"operation must be one of 'all-gather'.*got 'gather'"):
+        collective_seconds("gather", 1.0, NodeGroup(8, 8), kind_of("h100"))
+    with pytest.raises(ValueError, match="the network of a l40s is not known"):
+        collective_seconds("all-reduce", 1.0, NodeGroup(16, 8), kind_of("l40s"))

@@ -1,0 +1,283 @@
+"""The search: equal to exhaustive search by the planner's functions, and above its bound."""
+
+import dataclasses
+import itertools
+
+import jax.numpy as jnp
+import optax
+import pytest
+
+from sharding.plan import MODELS, estimate, estimate_pipeline, kind_of, layer_costs, search
+from sharding.plan._models import Decoder
+from sharding.plan._parallel_plan import ParallelPlan
+from sharding.plan._plan_memory import PlanMemory, gathered_bytes, zero_of
+from sharding.plan._plan_space import PlanSpace
+from sharding.plan._search import machine_of
+from sharding.plan._step_time import COMPILED, chunk_layers, step_seconds
+
+GIB = 2**30
+H100, V5E = kind_of("h100"), kind_of("v5e")
+SMALL = Decoder(8, 1024, 16, 16, 4096, 32000, 512)
+TX = optax.adamw(1e-3)
+
+
+def memory_of(model=SMALL, target="h100x8", tx=TX):
+    return PlanMemory(
+        *(model, tx, machine_of(target)),
+        length=model.length,
+        dtype=jnp.bfloat16,
+        implementation=COMPILED,
+    )
+
+
+def by_planner(plan, model=SMALL, device=H100):
+    """Memory without a pipeline, by ``estimate`` with everything it takes."""
+    costs = layer_costs(*(model, device), batch=plan.microbatch, recompute=plan.recompute == "full")
+    activations = sum(c.activation_bytes for c in costs) + max(c.working_bytes for c in costs)
+    params = model.abstract(jnp.bfloat16)
+    if plan.stage == 3 and plan.shards > 1:
+        activations += gathered_bytes(params, params["layers"], model.layers)
+    zero = zero_of(plan.shards, plan.replicas, plan.stage, plan.offload)
+    found = estimate(
+        *(params, TX, zero),
+        microbatches=plan.microbatches,
+        batch=4.0 * plan.microbatch * plan.microbatches * (model.length + 1),
+        state_format=plan.state_format,
+        device=device,
+        gathered_once=model.gathered_once,
+        activations=activations,
+    )
+    stage = found.stage(found.requested)
+    # The update of stages 1 and 2 gathers parameters when activations and full gradients are free.
+    gathered = stage.params if plan.stage in (1, 2) else 0.0
+    grads = stage.grads / (plan.shards if plan.stage == 1 else 1)
+    return max(stage.peak, stage.arguments + grads + gathered)
+
+
+# --- Memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", [
+    ParallelPlan(data=8, stage=0, microbatch=2, microbatches=3),
+    ParallelPlan(data=8, stage=1, recompute="none"),
+    ParallelPlan(data=8, stage=2, microbatches=4, offload=True),
+    ParallelPlan(data=8, stage=3, microbatch=4, microbatches=2),
+    ParallelPlan(data=8, stage=3, replicas=2, microbatches=2),
+    ParallelPlan(data=8, stage=1, state_format="8bit"),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("target", ["h100x8", "v5e:2x4"])
+def test_memory_is_that_of_the_planner(plan, target):
+    found = memory_of(target=target).fullest(plan)
+    assert found == pytest.approx(by_planner(plan, device=kind_of(target)), rel=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "aligned", "interleaved"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_memory_of_pipelines_is_that_of_the_planner(schedule, stage):
+    """Where both share the layers alike: without a head to speak of."""
+    model = dataclasses.replace(SMALL, vocabulary=8)
+    plan = ParallelPlan(
+        data=2,
+        pipe=4,
+        microbatches=8,
+        stage=stage,
+        schedule=schedule,
+        chunks=2 if schedule == "interleaved" else 1,
+    )
+    memory = memory_of(model)
+    planned = estimate_pipeline(
+        *(model, TX, zero_of(8, 1, stage, False)),
+        device=H100,
+        num_stages=4,
+        microbatches=8,
+        schedule=schedule,
+        recompute=True,
+    )
+    layers = [sum(j - i for i, j in stage.layers) for stage in planned.stages]
+    ranges = memory.ranges(plan)
+    assert [sum(j - i for i, j in ranges[s::4]) for s in range(4)] == layers
+    expected = [
+        max(
+            it.memory,
+            it.params * (2 if stage == 1 else 1) + it.state + it.batch + it.grads / 2,
+        )
+        for it in planned.stages
+    ]
+    assert memory.by_stage(plan) == pytest.approx(expected, rel=1e-12)
+    assert memory.fullest(plan) == max(memory.by_stage(plan))
+
+
+def test_chunks_have_all_layers():
+    """The first range has the embedding, the last one the head."""
+    model = dataclasses.replace(SMALL, layers=11, vocabulary=128256)
+    plan = ParallelPlan(pipe=4, microbatches=4)
+    machine = machine_of("h100x4")
+    numbers = chunk_layers(model, plan, machine)
+    assert sum(numbers) == 11
+    assert numbers[-1] < numbers[0] <= numbers[1]
+    ranges = memory_of(model, "h100x4").ranges(plan)
+    assert ranges[0][0] == 0
+    assert ranges[-1][1] == 13
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
+
+
+# --- The space ------------------------------------------------------------------------------------
+
+
+def test_plans_use_all_devices_and_all_sequences_once():
+    plans = list(PlanSpace(SMALL, 8, 16).plans())
+    assert len(set(plans)) == len(plans)
+    for plan in plans:
+        plan.check(SMALL)
+        assert plan.num_devices == 8
+        assert plan.sequences == 16
+    assert {plan.stage for plan in plans} == {0, 1, 2, 3}
+    assert {plan.replicas for plan in plans} == {1, 2, 4}
+    assert {plan.chunks for plan in plans if plan.pipe == 2} == {1, 2, 3, 4}
+
+
+def test_kept_values_are_those_of_every_plan():
+    plans = list(PlanSpace(SMALL, 8, 16).plans({"stage": 3, "pipe": 1, "offload": False}))
+    assert plans
+    assert all((p.stage, p.pipe, p.offload) == (3, 1, False) for p in plans)
+
+
+# --- The search -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "gigabytes", "sequences", "keep"),
+    [
+        ("h100x8", 80, 16, {}),
+        ("h100x8", 2, 16, {}),
+        ("h100x4", 1.5, 8, {"recompute": "full"}),
+        ("v5e:2x4", 3, 8, {"offload": False}),
+        ("h100x4", 1.6, 8, {"pipe": 4}),
+    ],
+)
+def test_it_equals_exhaustive_search(target, gigabytes, sequences, keep):
+    device = dataclasses.replace(kind_of(target), memory=gigabytes * 1e9)
+    machine = machine_of(target, device)
+    found = search(
+        SMALL, TX, target, sequences=sequences, device=device, keep=keep, headroom=0.1, top=3
+    )
+    memory = PlanMemory(
+        *(SMALL, TX, machine), length=512, dtype=jnp.bfloat16, implementation=COMPILED
+    )
+    plans = [
+        dataclasses.replace(plan, state_bytes=memory.state_bytes)
+        for plan in PlanSpace(SMALL, machine.num_devices, sequences).plans(keep)
+    ]
+    fit = [plan for plan in plans if memory.fullest(plan) <= 0.9 * device.memory]
+    assert found.compared == len(plans) >= len(fit) > 3
+    times = sorted(step_seconds(SMALL, plan, machine).seconds for plan in fit)
+    assert [plan.seconds.seconds for plan in found.plans] == times[:3]
+    bound = min(step_seconds(SMALL, plan, machine, ideal=True).full_overlap for plan in fit)
+    assert found.bound == bound
+    for plan in found.plans:
+        assert plan.memory == memory.fullest(plan.plan) <= found.memory
+
+
+@pytest.mark.parametrize("target", ["h100x8", "v5e:2x4"])
+@pytest.mark.parametrize(("layers", "vocabulary"), [(8, 32000), (11, 256000)])
+def test_no_plan_goes_below_its_bound(target, layers, vocabulary):
+    """Whatever is reached, whatever is hidden, and however stages share the layers."""
+    machine = machine_of(target)
+    model = dataclasses.replace(SMALL, layers=layers, vocabulary=vocabulary)
+    for plan in PlanSpace(model, 8, 16).plans():
+        bound = step_seconds(model, plan, machine, ideal=True).full_overlap
+        found = step_seconds(model, plan, machine)
+        assert bound < found.full_overlap <= found.seconds * (1 + 1e-12)
+        assert found.seconds <= found.no_overlap * (1 + 1e-12)
+
+
+def test_a_bound_takes_what_the_fullest_stage_has_at_least():
+    """The mean of the stages, however the layers are shared: the head is as long as many layers."""
+    model = dataclasses.replace(SMALL, vocabulary=256000)
+    machine = machine_of("h100x8")
+    plan = ParallelPlan(data=4, pipe=2, microbatches=4, stage=1, offload=True)
+    assert chunk_layers(model, plan, machine) == (7, 1)
+    bound = step_seconds(model, plan, machine, ideal=True)
+    params = 4 * 16 * 1024**2  # of four layers, whose MLP has a gate
+    assert bound.host * H100.host_link == pytest.approx(params * plan.state_bytes / 4)
+
+
+def test_a_plan_fits_to_the_byte():
+    device = dataclasses.replace(H100, memory=2e9)
+    options = {"sequences": 16, "headroom": 0.0}
+    best = search(SMALL, TX, "h100x8", device=device, **options).best
+    exact = dataclasses.replace(device, memory=best.memory)
+    assert search(SMALL, TX, "h100x8", device=exact, **options).best == best
+    less = dataclasses.replace(device, memory=best.memory - 1)
+    found = search(SMALL, TX, "h100x8", device=less, **options)
+    assert best not in found.plans
+    assert best.plan in [plan.plan for plan in found.rejected] or len(found.rejected) == 5
+
+
+def test_it_is_deterministic():
+    first, second = (search(SMALL, TX, "h100x8", sequences=16) for _ in range(2))
+    assert first == second
+    assert str(first) == str(second)
+
+
+def test_rejected_plans_are_faster_and_say_by_how_much_they_fail():
+    device = dataclasses.replace(H100, memory=2e9)
+    found = search(SMALL, TX, "h100x8", sequences=16, device=device)
+    assert found.rejected
+    for plan in found.rejected:
+        assert plan.seconds <= found.plans[-1].seconds.seconds
+        assert plan.excess == plan.memory - found.memory > 0
+
+
+def test_a_large_model_on_many_devices():
+    """All of 70B; the fastest plan is as far above its bound as matrix products below the peak."""
+    found = search(MODELS["llama2-70b"], TX, "h100x1024", sequences=1024, length=4096)
+    assert found.compared > 2000
+    assert found.best.plan.stage == 3
+    assert 0 < found.gap < 1.2
+
+
+def test_lossy_state_only_where_it_is_asked_for():
+    device = dataclasses.replace(H100, memory=1.2e9)
+    keep = {"pipe": 1, "offload": False}
+    options = {"sequences": 8, "device": device, "keep": keep}
+    plain = search(SMALL, TX, "h100x8", **options)
+    assert not any(plan.lossy for plan in plain.plans)
+    both = search(SMALL, TX, "h100x8", state_formats=(None, "8bit"), **options)
+    assert both.compared == 2 * plain.compared
+    lossy = [plan for plan in both.plans if plan.lossy]
+    assert lossy
+    assert all("(lossy)" in plan.row()[0] for plan in lossy)
+
+
+# --- Impossible requests --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sequences": 7}, r"7 sequences cannot be shared by 16 devices"),
+        ({"keep": {"stages": 3}}, r"keep has 'stages'; what can be kept is 'data'"),
+        ({"keep": {"pipe": 3}}, r"no plan has what is kept: pipe=3 is none of 1, 2, 4, 8"),
+        (
+            {"keep": {"pipe": 2, "replicas": 2}},
+            "no plan has what is kept: each value is possible alone",
+        ),
+        (
+            {"device": dataclasses.replace(H100, memory=1e8)},
+            r"no plan fits h100x16: its devices have 87\.7 MiB, 8% of their memory left free, and "
+            r"the smallest of [\d,]+ plans needs .* MiB, .* MiB too much: ",
+        ),
+        ({"headroom": 1.0}, r"headroom must be in \[0, 1\), got 1.0"),
+        ({"recompute": ("selective",)}, "recompute may be 'none' and 'full' here"),
+        ({"state_formats": ("2bit",)}, "state_formats must be None or of .* got '2bit'"),
+    ],
+)
+def test_impossible_requests(options, message):
+    with pytest.raises(ValueError, match=message):
+        search(SMALL, TX, "h100x16", **({"sequences": 16} | options))
+
+
+def test_unknown_devices():
+    with pytest.raises(ValueError, match=r"a search needs the figures of cpu:8: give device="):
+        search(SMALL, TX, "cpu:8", sequences=8)
