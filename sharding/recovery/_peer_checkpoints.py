@@ -486,6 +486,8 @@ class PeerCheckpoints:
                 f"{what} needs devices of this machine; the mesh is of a compile-only target, for "
                 "which there are describe(state) and train_step(snapshot=...).lower(state, batch)."
             )
+        if self._lock is None:
+            raise ValueError(f"{what} was called after close: make another PeerCheckpoints.")
 
 
 def _lock(path: pathlib.Path) -> int:

@@ -23,6 +23,7 @@ from sharding.recovery._words import as_words, checksum, stored_dtype
 P = PartitionSpec
 # Of one device's bytes: what a transfer carries at most, so that few are in flight at a time.
 _FRACTION, _LEAST, _MOST = 32, 1 << 18, 64 << 20
+_ON_TPUS = 2  # as small: programs for TPUs hold four to six of them, those for GPUs one or two
 
 
 class Transfer(NamedTuple):
@@ -122,6 +123,8 @@ class ReplicaProgram:
     def _plan_transfers(self) -> Iterator[Transfer]:
         """Large blocks in boxes, small ones bundled with others of the same width and route."""
         limit = min(max(self.bytes_per_device // _FRACTION, _LEAST), _MOST)
+        if self.mesh.devices.flat[0].platform == "tpu":
+            limit //= _ON_TPUS
         bundles: dict[tuple[int, int], list[int]] = {}
         sizes: dict[tuple[int, int], int] = {}
         for i, (leaf, placement) in enumerate(zip(self.leaves, self.placements, strict=True)):
