@@ -52,6 +52,7 @@ TESTS = {
     "sharding/plan/_pipeline_wire.py": ["tests/sharding/pipeline/test_pipeline_audit.py"],
     "sharding/plan/_tick_loops.py": ["tests/sharding/pipeline/test_pipeline_audit.py"],
     "sharding/plan/": ["tests/sharding/test_plan.py", "tests/sharding/test_audit.py"],
+    "sharding/recovery/": ["tests/sharding/recovery/test_peer_checkpoints.py"],
     "sharding/remat/": ["tests/sharding/remat/test_remat_plan.py"],
     "sharding/step/": ["tests/sharding/test_program.py", "tests/sharding/test_edges.py"],
     "sharding/step/_flax": ["tests/sharding/test_nnx_step.py"],
