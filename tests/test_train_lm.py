@@ -357,6 +357,7 @@ def test_plans_that_the_script_cannot_run(tmp_path, monkeypatch):
             plan_option.take_plan(options)
 
 
+@jax.numpy_rank_promotion("allow")  # as the script has it
 def test_every_optimizer_sees_the_layers_in_the_stacks_of_a_pipeline(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPT.parent)
     import train_lm

@@ -166,6 +166,7 @@ class PeerCheckpoints:
         self._program: tuple[Any, ReplicaProgram, SlotPlan] | None = None
         self._in_steps = False
         self._pending: _Pending | None = None
+        self._restored: _Pending | None = None  # which a training step may copy again
         if not self.planned:
             self._open()
 
@@ -237,7 +238,7 @@ class PeerCheckpoints:
             check_on_mesh(path, x, self.mesh)
         self._flush()
         self._last_step, self._found = step, None
-        self._pending = _Pending(step, leaves, extra)
+        self._pending, self._restored = _Pending(step, leaves, extra), None
 
     def _flush(self) -> None:
         """Copies a snapshot that no training step has copied."""
@@ -290,13 +291,14 @@ class PeerCheckpoints:
     def copies(self, state: Any) -> StepCopies | None:
         """What a training step of this state copies: the snapshot of it that was saved, if any."""
         leaves = jax.tree.leaves(state)
-        if self._pending is None:
+        pending, self._restored = self._pending or self._restored, None
+        if pending is None:
             return None
         known = {id(x) for x in leaves}
-        if not any(id(x) in known for _, x in self._pending.leaves):
+        if not any(id(x) in known for _, x in pending.leaves):
             self._flush()  # of another state, which the step does not donate
             return None
-        saved = self._pending.leaves
+        self._pending, saved = pending, pending.leaves
         program, _ = self._program_for([(path, data_type(x)) for path, x in saved])
         return StepCopies(program, [x for _, x in saved], leaves, self._committed(), self._started)
 
@@ -433,7 +435,11 @@ class PeerCheckpoints:
         gather_json(None)  # no process overwrites what another one still reads
         if found.id.attempt != self._attempt:
             self._leave(found.id.step, state, found.extra)
+            restored = self._pending
             self._flush()
+            # A training step copies it once more: without copies it would be another program, whose
+            # results may differ by rounding from those of a run that was not restored.
+            self._restored = restored
         return Restored(found.id.step, state, found.extra)
 
     def _find(self) -> FoundSnapshot:
