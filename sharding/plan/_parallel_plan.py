@@ -72,6 +72,11 @@ class ParallelPlan:
         """Whether each layer gathers its parameters where it is used: ZeRO's stage 3."""
         return self.stage == 3 and self.pipe == 1 and self.shards > 1
 
+    @property
+    def checkpoints_layers(self) -> bool:
+        """Whether layers need ``jax.checkpoint``; those that gather their parameters have it."""
+        return self.recompute == "full" and not self.gathers_layers
+
     def check(self, model: Decoder) -> None:
         """Raises unless the model can be shared so.
 

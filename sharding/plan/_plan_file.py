@@ -145,9 +145,8 @@ class PlanFile:
             ]
             return lines
         layer = "zero.gathered(model.apply_layer)"
-        again = plan.recompute == "full" and not plan.gathers_layers
         lines += [
-            f"layer = jax.checkpoint({layer})" if again else f"layer = {layer}",
+            f"layer = jax.checkpoint({layer})" if plan.checkpoints_layers else f"layer = {layer}",
             "loss = model.make_loss(layer)",
             f"step = zero.train_step(loss, tx=tx, microbatches={plan.microbatches})",
         ]
@@ -170,7 +169,7 @@ def lowered_step(
         )
     zero = file.zero(mesh)
     layer = zero.gathered(model.apply_layer)
-    if plan.recompute == "full" and not plan.gathers_layers:
+    if plan.checkpoints_layers:
         layer = jax.checkpoint(layer)
 
     def make_state() -> tuple[Any, Any]:

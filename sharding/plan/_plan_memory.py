@@ -76,13 +76,8 @@ class PlanMemory:
         self._stages = functools.cache(self._stage_estimates)
         self._costs = functools.cache(self._layer_costs)
 
-    @functools.cached_property
-    def state_bytes(self) -> float:
-        """Bytes of optimizer state and master weights for one parameter."""
-        return self.state_bytes_in(None)
-
     def state_bytes_in(self, state_format: str | None) -> float:
-        """Bytes of the state for one parameter, in a format."""
+        """Bytes of optimizer state, in a format, and master weights for one parameter."""
         plan = self._plan(1, 1, False, state_format, False)
         stage = plan.stage("stage 0")
         return (stage.opt_state + stage.master) / plan.num_params

@@ -1,8 +1,8 @@
 """The fastest plan that fits, by comparing all plans, with a bound that no plan goes below."""
 
 import dataclasses
-import heapq
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -219,24 +219,26 @@ def search(
 
     times = [timed(plan, False) for plan in plans]
     bounds = [timed(plan, True).full_overlap for plan in plans]
-    held = _Held(memory, plans)
+    held = functools.cache(memory.fullest)  # of a plan, once it is asked for
     budget = machine.device.memory * (1 - headroom)
 
     # In the order of predicted times; of equal ones the simpler first.
     chosen: list[int] = []
     rejected: list[RejectedPlan] = []
-    for i in _ascending([(time.seconds, held.cheap(i)) for i, time in enumerate(times)]):
-        if held[i] > budget:
+    numbers = range(len(plans))
+    for i in sorted(numbers, key=lambda i: (times[i].seconds, _simpler_first(plans[i]))):
+        nbytes = held(plans[i])
+        if nbytes > budget:
             if len(rejected) < top:
-                excess = held[i] - budget
-                rejected.append(RejectedPlan(plans[i], times[i].seconds, held[i], excess))
+                rejected.append(RejectedPlan(plans[i], times[i].seconds, nbytes, nbytes - budget))
             continue
         chosen.append(i)
         if len(chosen) == top:
             break
     if not chosen:
         raise ValueError(_nothing_fits(target, plans, held, budget, headroom))
-    bound = next(bounds[i] for i in _ascending([(b,) for b in bounds]) if held[i] <= budget)
+    bounded = sorted(numbers, key=bounds.__getitem__)
+    bound = next(bounds[i] for i in bounded if held(plans[i]) <= budget)
 
     tokens = float(sequences * length)
     peak = model.flops(tokens, length) / machine.num_devices / machine.device.flops
@@ -248,7 +250,7 @@ def search(
             ChosenPlan(
                 plan=plans[i],
                 seconds=times[i],
-                memory=held[i],
+                memory=held(plans[i]),
                 bound=bounds[i],
                 layers=chunk_layers(
                     model, plans[i], machine, length=length, implementation=implementation
@@ -282,31 +284,10 @@ def machine_of(target: str, device: DeviceKind | None = None) -> Machine:
     return Machine(device, found.num_devices, torus, slices)
 
 
-class _Held:
-    """Memory of the plans of a list, computed when it is asked for."""
-
-    def __init__(self, memory: PlanMemory, plans: Sequence[ParallelPlan]):
-        self._memory, self._plans = memory, plans
-        self._found: dict[int, float] = {}
-
-    def __getitem__(self, i: int) -> float:
-        if i not in self._found:
-            self._found[i] = self._memory.fullest(self._plans[i])
-        return self._found[i]
-
-    def cheap(self, i: int) -> tuple[int, ...]:
-        """What orders plans of equal time: the simpler one first, or the smaller schedule."""
-        plan = self._plans[i]
-        schedule = _SMALLEST_FIRST.index(plan.schedule)
-        return (plan.offload, plan.pipe, plan.replicas, -plan.stage, plan.microbatch, schedule)
-
-
-def _ascending(keys: Sequence[tuple[Any, ...]]) -> Iterator[int]:
-    """Indices in the order of their keys, one at a time."""
-    heap = [(key, i) for i, key in enumerate(keys)]
-    heapq.heapify(heap)
-    while heap:
-        yield heapq.heappop(heap)[1]
+def _simpler_first(plan: ParallelPlan) -> tuple[int, ...]:
+    """What orders plans of equal time: the simpler one first, or the smaller schedule."""
+    schedule = _SMALLEST_FIRST.index(plan.schedule)
+    return (plan.offload, plan.pipe, plan.replicas, -plan.stage, plan.microbatch, schedule)
 
 
 def _no_plan(space: PlanSpace, keep: Mapping[str, Any] | None) -> str:
@@ -328,12 +309,16 @@ def _no_plan(space: PlanSpace, keep: Mapping[str, Any] | None) -> str:
 
 
 def _nothing_fits(
-    target: str, plans: Sequence[ParallelPlan], held: _Held, budget: float, headroom: float
+    target: str,
+    plans: Sequence[ParallelPlan],
+    held: Callable[[ParallelPlan], float],
+    budget: float,
+    headroom: float,
 ) -> str:
     """Which plan comes closest, and by how much it fails."""
-    least = min(range(len(plans)), key=lambda i: held[i])
+    least = min(plans, key=held)
     return (
         f"no plan fits {target}: its devices have {size(budget)}, {headroom:.0%} of their memory "
-        f"left free, and the smallest of {len(plans):,} plans needs {size(held[least])}, "
-        f"{size(held[least] - budget)} too much: {short(plans[least])}."
+        f"left free, and the smallest of {len(plans):,} plans needs {size(held(least))}, "
+        f"{size(held(least) - budget)} too much: {short(least)}."
     )

@@ -165,7 +165,7 @@ def test_it_equals_exhaustive_search(target, gigabytes, sequences, keep):
         *(SMALL, TX, machine), length=512, dtype=jnp.bfloat16, implementation=COMPILED
     )
     plans = [
-        dataclasses.replace(plan, state_bytes=memory.state_bytes)
+        dataclasses.replace(plan, state_bytes=memory.state_bytes_in(None))
         for plan in PlanSpace(SMALL, machine.num_devices, sequences).plans(keep)
     ]
     fit = [plan for plan in plans if memory.fullest(plan) <= 0.9 * device.memory]
