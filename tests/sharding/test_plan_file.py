@@ -12,10 +12,10 @@ import pytest
 import sharding as shd
 from sharding.plan import kind_of, targets
 from sharding.plan._models import Decoder
-from sharding.plan._parallel_plan import ParallelPlan
-from sharding.plan._plan_file import PlanFile, lowered_step
-from sharding.plan._search import search
-from sharding.plan._verify import Verification, planned_flops, verify
+from sharding.plan.fastest._plan_file import PlanFile, lowered_step
+from sharding.plan.fastest._search import search
+from sharding.plan.fastest._verify import Verification, planned_flops, verify
+from sharding.plan.timing._parallel_plan import ParallelPlan
 
 SMALL = Decoder(3, 64, 4, 4, 128, 96, 32)
 TX = optax.adamw(1e-3)

@@ -9,11 +9,11 @@ import pytest
 
 from sharding.plan import MODELS, estimate, estimate_pipeline, kind_of, layer_costs, search
 from sharding.plan._models import Decoder
-from sharding.plan._parallel_plan import ParallelPlan
-from sharding.plan._plan_memory import PlanMemory, gathered_bytes, zero_of
-from sharding.plan._plan_space import PlanSpace
-from sharding.plan._search import machine_of
-from sharding.plan._step_time import COMPILED, chunk_layers, step_seconds
+from sharding.plan.fastest._plan_memory import PlanMemory, gathered_bytes, zero_of
+from sharding.plan.fastest._plan_space import PlanSpace
+from sharding.plan.fastest._search import machine_of
+from sharding.plan.timing._parallel_plan import ParallelPlan
+from sharding.plan.timing._step_time import COMPILED, chunk_layers, step_seconds
 
 GIB = 2**30
 H100, V5E = kind_of("h100"), kind_of("v5e")

@@ -13,12 +13,12 @@ from step_time_model import errors, rank_correlation
 
 import sharding as shd
 from sharding.plan import MODELS, estimate, kind_of
-from sharding.plan._collective_time import NodeGroup, TorusGroup
-from sharding.plan._layer_time import Implementation, layer_work
-from sharding.plan._mesh_groups import Machine
 from sharding.plan._models import Decoder
-from sharding.plan._parallel_plan import ParallelPlan
-from sharding.plan._step_time import layers_of_chunks, step_seconds
+from sharding.plan.timing._collective_time import NodeGroup, TorusGroup
+from sharding.plan.timing._layer_time import Implementation, layer_work
+from sharding.plan.timing._mesh_groups import Machine
+from sharding.plan.timing._parallel_plan import ParallelPlan
+from sharding.plan.timing._step_time import layers_of_chunks, step_seconds
 
 A100, H100, V5E = (kind_of(name) for name in ("a100-80", "h100", "v5e"))
 SMALL = Decoder(4, 1024, 16, 16, 4096, 32000, 1024)
