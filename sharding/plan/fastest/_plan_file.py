@@ -10,6 +10,7 @@ import optax
 
 from sharding._zero import Zero
 from sharding.pipeline import Schedule, gpipe, interleaved, one_f_one_b
+from sharding.plan._saved_names import PARTLY, PRESETS
 from sharding.plan.fastest._chosen_plan import ChosenPlan
 from sharding.plan.fastest._plan_memory import zero_of
 from sharding.plan.timing._parallel_plan import ParallelPlan
@@ -76,6 +77,11 @@ class PlanFile:
         axes = {"pipe": plan.pipe} if plan.pipe > 1 else {}
         axes |= {"replica": plan.replicas} if plan.replicas > 1 else {}
         return axes | {"data": plan.shards}
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """The names of what layers save beside their input; empty where no preset says it."""
+        return PRESETS[self.plan.recompute][0] if self.plan.recompute in PARTLY else ()
 
     def zero(self, mesh: Any) -> Zero:
         """The ``Zero`` of the plan, on a mesh with ``mesh_axes``."""
@@ -144,9 +150,16 @@ class PlanFile:
                 "step = zero.train_step(pipeline.loss, tx=tx, weighted=True)",
             ]
             return lines
-        layer = "zero.gathered(model.apply_layer)"
+        names, policy = self.saved, ""
+        if names:
+            policy = ", policy=policy"
+            lines.append(f"policy = jax.checkpoint_policies.save_only_these_names(*{names})")
+        if plan.checkpoints_layers:
+            layer = f"jax.checkpoint(zero.gathered(model.apply_layer){policy})"
+        else:
+            layer = f"zero.gathered(model.apply_layer{policy})"
         lines += [
-            f"layer = jax.checkpoint({layer})" if plan.checkpoints_layers else f"layer = {layer}",
+            f"layer = {layer}",
             "loss = model.make_loss(layer)",
             f"step = zero.train_step(loss, tx=tx, microbatches={plan.microbatches})",
         ]
@@ -168,9 +181,11 @@ def lowered_step(
             "themselves; its step is that of the code in plan.json."
         )
     zero = file.zero(mesh)
-    layer = zero.gathered(model.apply_layer)
+    policy = jax.checkpoint_policies.save_only_these_names(*file.saved) if file.saved else None
     if plan.checkpoints_layers:
-        layer = jax.checkpoint(layer)
+        layer = jax.checkpoint(zero.gathered(model.apply_layer), policy=policy)
+    else:
+        layer = zero.gathered(model.apply_layer, policy=policy)
 
     def make_state() -> tuple[Any, Any]:
         params = model.init(file.dtype)

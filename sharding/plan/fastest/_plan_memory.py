@@ -12,6 +12,7 @@ import optax
 from sharding._zero import Zero
 from sharding.plan._models import Decoder
 from sharding.plan._plan import Plan, estimate
+from sharding.plan._saved_names import PARTLY
 from sharding.plan._tiles import num_bytes
 from sharding.plan.pipelines._layer_costs import LayerCost, layer_costs
 from sharding.plan.pipelines._pipeline_schedules import max_in_flight
@@ -88,7 +89,7 @@ class PlanMemory:
             return max(self.by_stage(plan))
         several = plan.microbatches > 1
         found = self._plan(plan.shards, plan.replicas, several, plan.state_format, plan.offload)
-        costs = self._costs(plan.microbatch, plan.recompute != "none")
+        costs = self._costs(plan.microbatch, _stored(plan))
         activations = sum(cost.activation_bytes for cost in costs)
         activations += max(cost.working_bytes for cost in costs)
         if plan.gathers_layers:
@@ -104,7 +105,7 @@ class PlanMemory:
     def by_stage(self, plan: ParallelPlan) -> list[float]:
         """Bytes of a device of each stage of a pipeline."""
         estimates = self._stages(plan.data, plan.stage, plan.state_format, plan.offload)
-        costs = self._costs(plan.microbatch, plan.recompute != "none")
+        costs = self._costs(plan.microbatch, _stored(plan))
         ranges = self.ranges(plan)
         stages = (
             pipeline_stage(
@@ -146,7 +147,7 @@ class PlanMemory:
     def _batch(self, plan: ParallelPlan) -> float:
         return float(_TOKEN * plan.microbatches * plan.microbatch * (self.length + 1))
 
-    def _layer_costs(self, microbatch: int, recompute: bool) -> Sequence[LayerCost]:
+    def _layer_costs(self, microbatch: int, recompute: bool | str) -> Sequence[LayerCost]:
         return layer_costs(
             self.model,
             self.machine.device,
@@ -178,6 +179,11 @@ class PlanMemory:
             batch=0.0,
             state_format=state_format,
         )
+
+
+def _stored(plan: ParallelPlan) -> bool | str:
+    """The recomputation of a plan as ``layer_costs`` takes it."""
+    return plan.recompute if plan.recompute in PARTLY else plan.recompute != "none"
 
 
 def _updated(plan: ParallelPlan, params: float) -> float:

@@ -9,6 +9,8 @@ from sharding.plan._models import Decoder
 from sharding.plan.pipelines._pipeline_schedules import SCHEDULES
 from sharding.plan.timing._parallel_plan import RECOMPUTE, ParallelPlan
 
+# Forms of recomputation whose activations the planner knows.
+SEARCHED = tuple(name for name in RECOMPUTE if name != "selective")
 # What ``keep`` takes.
 KEPT = (
     *("data", "tensor", "pipe", "microbatch", "microbatches", "stage", "replicas", "schedule"),
@@ -22,8 +24,9 @@ class PlanSpace:
 
     Devices are shared by stages of a pipeline and by data parallelism, in all divisors; sequences
     by micro-batches, likewise. Stage 3 without a pipeline has all numbers of replicas, and layers
-    that are computed again, as ``Zero.gathered`` does. A pipeline has each schedule,
-    ``"interleaved"`` each number of chunks for which there are layers.
+    that are computed again, but for what they save, as ``Zero.gathered`` does. A pipeline has each
+    schedule, ``"interleaved"`` each number of chunks for which there are layers; it computes its
+    layers again, or not.
 
     Attributes:
       model: the model.
@@ -39,7 +42,7 @@ class PlanSpace:
     model: Decoder
     num_devices: int
     sequences: int
-    recompute: tuple[Any, ...] = ("none", "full")
+    recompute: tuple[str, ...] = SEARCHED
     offload: tuple[bool, ...] = (False, True)
     state_formats: tuple[str | None, ...] = (None,)
     param_bytes: float = 2.0
@@ -87,7 +90,7 @@ class PlanSpace:
                 }
                 for form, rest in itertools.product([*self._forms(sizes)], common):
                     plan = ParallelPlan(**sizes, **form, **rest)
-                    if plan.recompute == "full" or not plan.gathers_layers:
+                    if _has_form(plan):
                         yield plan
 
     def _forms(self, sizes: dict[str, int]) -> Iterator[dict[str, Any]]:
@@ -111,6 +114,13 @@ class PlanSpace:
         return (0, 1, 2, 3) if data > 1 else (0,)
 
 
+def _has_form(plan: ParallelPlan) -> bool:
+    """Whether layers of the plan can be computed again so."""
+    if plan.pipe > 1:
+        return plan.recompute in ("none", "full")
+    return plan.recompute != "none" or not plan.gathers_layers
+
+
 def divisors(number: int) -> list[int]:
     """All divisors, ascending.
 
@@ -120,10 +130,9 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def check_recompute(recompute: tuple[Any, ...]) -> None:
+def check_recompute(recompute: tuple[str, ...]) -> None:
     """Raises unless the planner knows the activations of each form of recomputation."""
-    unknown = [name for name in recompute if name not in RECOMPUTE or name == "selective"]
+    unknown = [name for name in recompute if name not in SEARCHED]
     if unknown:
-        raise ValueError(
-            f"recompute may be 'none' and 'full' here, got {', '.join(map(repr, unknown))}."
-        )
+        known, found = (", ".join(map(repr, names)) for names in (SEARCHED, unknown))
+        raise ValueError(f"recompute must be of {known}, got {found}.")

@@ -15,7 +15,7 @@ from sharding.plan._format import Table, seconds, size, text_of
 from sharding.plan._models import Decoder
 from sharding.plan.fastest._chosen_plan import COLUMNS, PLAN_COLUMNS, ChosenPlan, cells, short
 from sharding.plan.fastest._plan_memory import PlanMemory
-from sharding.plan.fastest._plan_space import PlanSpace, check_recompute
+from sharding.plan.fastest._plan_space import SEARCHED, PlanSpace, check_recompute
 from sharding.plan.timing._layer_time import COMPILED, Implementation
 from sharding.plan.timing._mesh_groups import Machine
 from sharding.plan.timing._parallel_plan import ParallelPlan
@@ -140,7 +140,7 @@ def search(
     dtype: Any = jnp.bfloat16,
     device: DeviceKind | None = None,
     keep: Mapping[str, Any] | None = None,
-    recompute: Sequence[str] = ("none", "full"),
+    recompute: Sequence[str] = SEARCHED,
     offload: bool = True,
     state_formats: Sequence[str | None] = (None,),
     headroom: float = HEADROOM,
@@ -163,7 +163,8 @@ def search(
       dtype: of the parameters, of 16 bits.
       device: other figures than those of the target's kind.
       keep: values that plans must have, such as ``{"stage": 3, "pipe": 1}``.
-      recompute: ``"none"``, ``"full"`` or both.
+      recompute: what backward passes may compute again: ``"none"``, ``"full"``, and presets of
+        MaxText for what lies between; see ``ParallelPlan``.
       offload: whether optimizer state may be in host memory.
       state_formats: of the optimizer state, one of ``optax_ext.STATE_FORMATS``; all but None are
         lossy, and compared only where they are given.

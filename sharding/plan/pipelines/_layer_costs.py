@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from sharding.plan._devices import DeviceKind
 from sharding.plan._models import Decoder
+from sharding.plan._saved_names import flops_again, saved_elements
 from sharding.plan._tiles import num_bytes
 
 
@@ -58,7 +59,7 @@ def layer_costs(
     batch: int = 1,
     length: int | None = None,
     dtype: Any = jnp.bfloat16,
-    recompute: bool = True,
+    recompute: bool | str = True,
     efficiency: float = 0.5,
 ) -> list[LayerCost]:
     """The layers of one of ``MODELS`` on a device: the embedding, the decoder layers, the head.
@@ -69,7 +70,8 @@ def layer_costs(
 
     Activations are those that the vector-Jacobian product of the layer's code stores, without its
     parameters; attention of these models materializes its scores. With ``recompute`` a layer stores
-    its input alone, and the others are temporaries of its backward pass.
+    its input alone, or what a preset of MaxText saves beside it, and the others are temporaries of
+    its backward pass.
 
     Args:
       model: one of ``MODELS``.
@@ -77,7 +79,8 @@ def layer_costs(
       batch: sequences in a micro-batch.
       length: tokens of a sequence; as the model has it where it is None.
       dtype: of parameters and activations.
-      recompute: whether each layer stores its input only.
+      recompute: whether each layer stores its input only; or the name of a preset, such as
+        ``"minimal"``: then it stores more, and computes less again.
       efficiency: the share of the peak that is reached, in (0, 1].
 
     Returns:
@@ -115,16 +118,23 @@ def layer_costs(
     full = _residual_bytes(model, layer, x)
     logits = 4.0 * tokens * model.vocabulary  # float32, for the backward pass of the loss
     gradient = float(itemsize * tokens * model.vocabulary)  # of the logits
+
+    # Recomputation: what a layer stores beside its input, and the share of the forward pass that
+    # runs again.
+    kept, again = (0.0 if recompute else full - stream), float(recompute is True)
+    if isinstance(recompute, str):
+        kept = float(tokens * itemsize * saved_elements(model, recompute))
+        again = tokens * flops_again(model, recompute, length) / (one - rest) * 3
     return [
         LayerCost(0.0, 0.0, embedding, 4.0 * tokens, stream),
         *[
             LayerCost(
                 forward=layer_seconds,
-                backward=(3 if recompute else 2) * layer_seconds,
+                backward=(2 + again) * layer_seconds,
                 param_bytes=float(num_bytes(layer)),
-                activation_bytes=stream if recompute else full,
+                activation_bytes=stream + kept,
                 output_bytes=stream,
-                working_bytes=full if recompute else 0.0,
+                working_bytes=full - kept if recompute else 0.0,
             )
         ]
         * model.layers,

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Literal
 
 from sharding.plan._devices import DeviceKind
@@ -28,8 +29,9 @@ class Implementation:
         ``"fused"`` keeps them on chip and skips masked blocks.
       dropout: whether there is dropout, on the scores and on both branches.
       launch: seconds in which the host issues a kernel; 0 for compiled steps.
-      lockstep: whether the ticks of a pipeline end on all devices at once, as in one compiled
-        program; else each stage waits for its messages alone.
+      lockstep: whether a step is one compiled program: the ticks of a pipeline end on all devices
+        at once, and a layer that is computed again leaves out its last product, whose result
+        nothing reads; else each stage waits for its messages alone.
     """
 
     attention: Literal["materialized", "fused"] = "materialized"
@@ -70,6 +72,9 @@ class KernelSeconds:
             self.overhead + other.overhead,
         )
 
+    def __sub__(self, other: "KernelSeconds") -> "KernelSeconds":
+        return self + other * -1
+
     def __mul__(self, times: float) -> "KernelSeconds":
         return KernelSeconds(
             self.matmul * times,
@@ -88,11 +93,13 @@ class LayerWork:
       backward: its backward pass, without recomputation.
       attention: what selective recomputation computes again: scores, softmax and their product with
         the values.
+      products: those of the forward pass, by the parts of ``SAVED_PARTS``, and ``"down"``.
     """
 
     forward: KernelSeconds
     backward: KernelSeconds
     attention: KernelSeconds
+    products: Mapping[str, KernelSeconds]
 
 
 class Roofline:
@@ -174,16 +181,19 @@ def layer_work(
     tokens = microbatch * length
     keys = model.width // model.heads * model.kv_heads
     up = 2 if model.gated else 1
-    products = [
-        (model.width, (model.width + 2 * keys) / tensor),
-        (model.width / tensor, model.width),
-        *[(model.width, model.hidden / tensor)] * up,
-        (model.hidden / tensor, model.width),
-    ]
+    matrices = {
+        "qkv": (1, model.width, (model.width + 2 * keys) / tensor),
+        "out": (1, model.width / tensor, model.width),
+        "up": (up, model.width, model.hidden / tensor),
+        "down": (1, model.hidden / tensor, model.width),
+    }
+    products = {}
     forward = backward = KernelSeconds()
-    for inner, cols in products:
-        forward += unit.matmul(tokens, inner, cols)
-        backward += unit.matmul(tokens, cols, inner) + unit.matmul(inner, tokens, cols)
+    for name, (number, inner, cols) in matrices.items():
+        products[name] = unit.matmul(tokens, inner, cols) * number
+        forward += products[name]
+        back = unit.matmul(tokens, cols, inner) + unit.matmul(inner, tokens, cols)
+        backward += back * number
 
     # Element-wise: norms and residuals of the stream, activations, layouts of attention.
     masks = _MASK if implementation.dropout else 0
@@ -199,7 +209,12 @@ def layer_work(
     backward += unit.passes(heads * 2 * _ITEM, 4)
 
     core, core_backward = _attention(model, unit, microbatch, length, tensor, implementation)
-    return LayerWork(forward + core, backward + core_backward, core)
+    # Of fused attention nothing is spared.
+    products["context"] = KernelSeconds()
+    if implementation.attention == "materialized":
+        heads = microbatch * model.heads / tensor
+        products["context"] = unit.matmul(length, length, model.width // model.heads, heads)
+    return LayerWork(forward + core, backward + core_backward, core, products)
 
 
 def _attention(

@@ -1,13 +1,12 @@
 """A plan of one training step: how devices share the model, the batch and the state."""
 
 import dataclasses
-from typing import Literal
 
 from sharding.plan._models import Decoder
+from sharding.plan._saved_names import PARTLY
 from sharding.plan.pipelines._pipeline_schedules import check_schedule
 
-Recompute = Literal["none", "selective", "full"]
-RECOMPUTE = ("none", "selective", "full")
+RECOMPUTE = ("none", "selective", *PARTLY, "full")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +24,9 @@ class ParallelPlan:
       sequence_parallel: whether norms and residuals are shared among ``tensor`` devices.
       schedule: of the pipeline: ``"gpipe"``, ``"1f1b"``, ``"aligned"`` or ``"interleaved"``.
       chunks: of layers on each device of a pipeline.
-      recompute: what the backward pass computes again: ``"none"``, ``"selective"`` (scores and
-        their product with values) or ``"full"`` (each layer).
+      recompute: what the backward pass computes again: ``"none"``; ``"selective"``, scores and
+        their product with values; ``"full"``, each layer; or what a preset of MaxText such as
+        ``"save_qkv_proj"`` or ``"minimal"`` does not save.
       offload: whether optimizer state is in host memory.
       param_bytes: of a parameter as it is gathered.
       grad_bytes: of a gradient as it is reduced.
@@ -45,7 +45,7 @@ class ParallelPlan:
     sequence_parallel: bool = False
     schedule: str = "aligned"
     chunks: int = 1
-    recompute: Recompute = "full"
+    recompute: str = "full"
     offload: bool = False
     param_bytes: float = 2.0
     grad_bytes: float = 2.0
@@ -75,7 +75,7 @@ class ParallelPlan:
     @property
     def checkpoints_layers(self) -> bool:
         """Whether layers need ``jax.checkpoint``; those that gather their parameters have it."""
-        return self.recompute == "full" and not self.gathers_layers
+        return self.recompute not in ("none", "selective") and not self.gathers_layers
 
     def check(self, model: Decoder) -> None:
         """Raises unless the model can be shared so.

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 from sharding.plan._models import Decoder
+from sharding.plan._saved_names import saved_parts
 from sharding.plan.pipelines._pipeline_schedules import lockstep_seconds, num_ticks
 from sharding.plan.timing._achieved import achieved
 from sharding.plan.timing._collective_time import Group, Operation, collective_seconds
@@ -64,7 +65,8 @@ def step_seconds(
     - Tensor parallelism: two all-reduces of the residual stream in a forward pass of a layer, two
       in a backward pass; with sequence parallelism a reduce-scatter and an all-gather each, and two
       gathers of inputs more in the backward pass. Messages between stages are sent in shards.
-    - Recomputation repeats the forward pass with its collectives, or attention alone.
+    - Recomputation repeats the forward pass with its collectives, but for products that are saved;
+      or attention alone.
     - A pipeline takes ``lockstep_seconds``, and a transfer in each tick.
     - ZeRO with k micro-batches and S bytes on n devices sends 2 S at stages 0 and 1, (k + 1) S at
       stage 2, 3 k S at stage 3, times (n - 1) / n; once in a step in a pipeline. Replicas reduce
@@ -94,7 +96,7 @@ def step_seconds(
     groups = _groups(plan, machine)
     wire = _Wire(machine, ideal)
     layer, head_forward, head_backward = _works(model, plan, machine, length, implementation, ideal)
-    again = _recomputed(layer, plan)
+    again = _recomputed(layer, plan, implementation)
     sent, sent_back = _tensor_seconds(model, plan, length, groups.tensor, wire)
 
     # Layers by chunk: the last chunk has the head, too.
@@ -191,7 +193,7 @@ def chunk_layers(
     most, last = layers_of_chunks(
         model.layers,
         number,
-        (layer.forward + layer.backward + _recomputed(layer, plan)).seconds + sent,
+        (layer.forward + layer.backward + _recomputed(layer, plan, implementation)).seconds + sent,
         (forward + backward).seconds,
         even=not implementation.lockstep,
     )
@@ -262,10 +264,22 @@ def layers_of_chunks(
     return min(found, key=lambda it: (max(it[0] * layer, it[1] * layer + head), -it[1]))
 
 
-def _recomputed(layer: LayerWork, plan: ParallelPlan) -> KernelSeconds:
+def _recomputed(
+    layer: LayerWork, plan: ParallelPlan, implementation: Implementation
+) -> KernelSeconds:
+    """What a layer computes again in its backward pass.
+
+    All of its forward pass but the products that are saved; the last one, too, where the next layer
+    has its input from elsewhere: a stage of a pipeline stores that of its first layer alone.
+    """
     if plan.recompute == "none":
         return KernelSeconds()
-    return layer.forward if plan.recompute == "full" else layer.attention
+    if plan.recompute == "selective":
+        return layer.attention
+    again = layer.forward
+    for part in saved_parts(plan.recompute):
+        again -= layer.products[part]
+    return again - layer.products["down"] if implementation.lockstep and plan.pipe == 1 else again
 
 
 def _launched(work: KernelSeconds, launch: float) -> KernelSeconds:
@@ -287,7 +301,8 @@ def _tensor_seconds(
         backward = forward + 2 * gather
     else:
         forward = backward = 2 * wire("all-reduce", stream, group)
-    return forward, backward + (forward if plan.recompute == "full" else 0.0)
+    again = plan.recompute not in ("none", "selective")
+    return forward, backward + (forward if again else 0.0)
 
 
 def _stage_params(model: Decoder, layers: float, plan: ParallelPlan, *, tables: bool) -> float:
