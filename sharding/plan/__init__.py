@@ -20,6 +20,7 @@ from sharding.plan.fastest._plan_file import PlanFile as PlanFile
 from sharding.plan.fastest._search import RejectedPlan as RejectedPlan
 from sharding.plan.fastest._search import SearchResult as SearchResult
 from sharding.plan.fastest._search import search as search
+from sharding.plan.fastest._traced_model import TracedModel as TracedModel
 from sharding.plan.fastest._verify import Verification as Verification
 from sharding.plan.fastest._verify import verify as verify
 from sharding.plan.pipelines._activation_groups import GroupedStages as GroupedStages

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from sharding.plan import layer_costs, kind_of
+from sharding.plan import kind_of, layer_costs
 from sharding.plan._models import Decoder
 from sharding.plan._saved_names import (
     PARTLY,
@@ -38,7 +38,10 @@ def test_it_is_what_jax_stores_and_computes_again(model, name):
     plain = sum(block.work(None)[1:], block.work(None)[0])
     again = block.recompute(PRESETS[name][0], plain, None)
     assert again.flops == tokens * flops_again(model, name, LENGTH)
-    assert block.saved(PRESETS[name][0]) == 2 * tokens * saved_elements(model, name)
+    # Biases of products that are saved are not read again.
+    biases = 2 * sum(x.size for x in jax.tree.leaves(block.params) if x.ndim == 1)
+    expected = 2 * tokens * saved_elements(model, name)
+    assert expected - biases * model.biased <= block.saved(PRESETS[name][0]) <= expected
 
 
 def test_no_preset_that_is_searched_is_better_in_everything():
@@ -47,7 +50,7 @@ def test_no_preset_that_is_searched_is_better_in_everything():
     again = [flops_again(LLAMA, name, LENGTH) for name in ("full", *PARTLY)]
     assert stored == sorted(set(stored))
     assert again == sorted(set(again), reverse=True)
-    assert SEARCHED == ("none", *PARTLY, "full")
+    assert ("none", *PARTLY, "full") == SEARCHED
 
 
 def test_the_parts_of_a_preset():

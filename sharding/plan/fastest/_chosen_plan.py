@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 from sharding.plan._format import count, seconds, size
+from sharding.plan._saved_names import PARTLY, saved_parts
 from sharding.plan.timing._parallel_plan import ParallelPlan
 from sharding.plan.timing._step_seconds import StepSeconds
 
@@ -78,15 +79,15 @@ class ChosenPlan:
         }
 
 
-PLAN_COLUMNS = ("ZeRO", "pipeline", "micro", "again")
+PLAN_COLUMNS = ("ZeRO", "pipeline", "micro", "stored")
 COLUMNS = (*PLAN_COLUMNS, "step", "MFU", "tokens/s", "memory", "most")
 
 
 def cells(plan: ParallelPlan) -> tuple[str, ...]:
-    """A plan in the cells of a table: stage and shards, pipeline, micro-batches, recomputation.
+    """A plan in the cells of a table: stage and shards, pipeline, micro-batches, what is stored.
 
     >>> cells(ParallelPlan(data=64, stage=3, replicas=8, microbatches=2, offload=True))
-    ('3: 8 x 8, host', '-', '2 of 1', 'full')
+    ('3: 8 x 8, host', '-', '2 of 1', 'input')
     """
     zero = f"{plan.stage}: {plan.shards}" if plan.data > 1 else "-"
     zero += f" x {plan.replicas}" if plan.replicas > 1 else ""
@@ -94,7 +95,10 @@ def cells(plan: ParallelPlan) -> tuple[str, ...]:
     zero += f", {plan.state_format} (lossy)" if plan.state_format else ""
     chunks = f" x {plan.chunks}" if plan.chunks > 1 else ""
     pipeline = f"{plan.pipe}{chunks} {plan.schedule}" if plan.pipe > 1 else "-"
-    return zero, pipeline, f"{plan.microbatches} of {plan.microbatch}", plan.recompute
+    stored = {"none": "all", "full": "input"}.get(plan.recompute, plan.recompute)
+    if plan.recompute in PARTLY:
+        stored = ", ".join(saved_parts(plan.recompute))
+    return zero, pipeline, f"{plan.microbatches} of {plan.microbatch}", stored
 
 
 def short(plan: ParallelPlan) -> str:

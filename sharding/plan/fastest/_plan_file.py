@@ -192,5 +192,4 @@ def lowered_step(
         return params, tx.init(params)
 
     step = zero.train_step(model.make_loss(layer), tx=tx, microbatches=plan.microbatches)
-    tokens = jax.ShapeDtypeStruct((plan.sequences, file.length + 1), jax.numpy.int32)
-    return step.lower(zero.abstract_state(make_state, tx=tx), tokens)
+    return step.lower(zero.abstract_state(make_state, tx=tx), model.batch(plan.sequences))

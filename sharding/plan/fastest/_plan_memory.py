@@ -20,7 +20,8 @@ from sharding.plan.pipelines._pipeline_stages import StageEstimates, pipeline_st
 from sharding.plan.timing._layer_time import Implementation
 from sharding.plan.timing._mesh_groups import Machine
 from sharding.plan.timing._parallel_plan import ParallelPlan
-from sharding.plan.timing._step_time import chunk_layers
+from sharding.plan.timing._step_seconds import StepSeconds
+from sharding.plan.timing._step_time import chunk_layers, step_seconds
 
 _TOKEN = 4  # bytes
 
@@ -40,7 +41,7 @@ def gathered_bytes(params: Any, layers: Any, num_layers: int) -> float:
 
 
 class PlanMemory:
-    """Memory of plans of one model; what plans share is computed once.
+    """Memory and time of plans of one model; what plans share is computed once.
 
     Bytes of parameters, gradients, state and batch are those of ``estimate``, of ``pipeline_stage``
     where there is a pipeline; activations are those that the code of the model stores. They are
@@ -89,23 +90,27 @@ class PlanMemory:
             return max(self.by_stage(plan))
         several = plan.microbatches > 1
         found = self._plan(plan.shards, plan.replicas, several, plan.state_format, plan.offload)
-        costs = self._costs(plan.microbatch, _stored(plan))
-        activations = sum(cost.activation_bytes for cost in costs)
-        activations += max(cost.working_bytes for cost in costs)
-        if plan.gathers_layers:
-            params = self.model.abstract(self.dtype)
-            activations += gathered_bytes(params, params["layers"], self.model.layers)
         name = f"{plan.stage} hybrid" if plan.replicas > 1 else f"stage {plan.stage}"
         held = found.stage(name)
-        backward = held.memory + held.unreduced + activations
+        backward = held.memory + held.unreduced + self.activations(plan)
         grads = held.grads / (plan.shards if plan.stage == 1 else 1)
         update = held.arguments + grads + _updated(plan, held.params)
-        return max(backward, update) + self._batch(plan)
+        return max(backward, update) + self.batch(plan)
+
+    def activations(self, plan: ParallelPlan) -> float:
+        """Bytes of what is stored, temporaries, and gathered layers; without a pipeline."""
+        costs = self._costs(plan.microbatch, _recompute(plan))
+        found = sum(cost.activation_bytes for cost in costs)
+        found += max(cost.working_bytes for cost in costs)
+        if plan.gathers_layers:
+            params = self.model.abstract(self.dtype)
+            found += gathered_bytes(params, params["layers"], self.model.layers)
+        return found
 
     def by_stage(self, plan: ParallelPlan) -> list[float]:
         """Bytes of a device of each stage of a pipeline."""
         estimates = self._stages(plan.data, plan.stage, plan.state_format, plan.offload)
-        costs = self._costs(plan.microbatch, _stored(plan))
+        costs = self._costs(plan.microbatch, _recompute(plan))
         ranges = self.ranges(plan)
         stages = (
             pipeline_stage(
@@ -128,23 +133,41 @@ class PlanMemory:
                 - stage.grads * (1 - 1 / plan.shards)
                 + _updated(plan, stage.params),
             )
-            + self._batch(plan)
+            + self.batch(plan)
             for stage in stages
         ]
 
-    def ranges(self, plan: ParallelPlan) -> list[tuple[int, int]]:
-        """The first layer of each chunk and the one after its last, as ``layer_costs`` has them."""
-        numbers = chunk_layers(
+    def forms(self, recompute: Sequence[str]) -> tuple[str, ...]:
+        """The forms of recomputation that differ."""
+        return tuple(recompute)
+
+    def seconds(self, plan: ParallelPlan, *, ideal: bool = False) -> StepSeconds:
+        """The time of a step; see ``step_seconds``."""
+        return step_seconds(
+            *(self.model, plan, self.machine),
+            length=self.length,
+            implementation=self.implementation,
+            ideal=ideal,
+        )
+
+    def layers(self, plan: ParallelPlan) -> tuple[int, ...]:
+        """Layers of each chunk."""
+        return chunk_layers(
             *(self.model, plan, self.machine),
             length=self.length,
             implementation=self.implementation,
         )
+
+    def ranges(self, plan: ParallelPlan) -> list[tuple[int, int]]:
+        """The first layer of each chunk and the one after its last, as ``layer_costs`` has them."""
+        numbers = self.layers(plan)
         bounds = [0]
         for i, number in enumerate(numbers):
             bounds.append(bounds[-1] + number + (i == 0) + (i == len(numbers) - 1))
         return list(itertools.pairwise(bounds))
 
-    def _batch(self, plan: ParallelPlan) -> float:
+    def batch(self, plan: ParallelPlan) -> float:
+        """Bytes of a device's part of the batch."""
         return float(_TOKEN * plan.microbatches * plan.microbatch * (self.length + 1))
 
     def _layer_costs(self, microbatch: int, recompute: bool | str) -> Sequence[LayerCost]:
@@ -181,7 +204,7 @@ class PlanMemory:
         )
 
 
-def _stored(plan: ParallelPlan) -> bool | str:
+def _recompute(plan: ParallelPlan) -> bool | str:
     """The recomputation of a plan as ``layer_costs`` takes it."""
     return plan.recompute if plan.recompute in PARTLY else plan.recompute != "none"
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sharding.plan._models import Decoder
+from sharding.plan.fastest._traced_model import TracedModel
 from sharding.plan.pipelines._pipeline_schedules import SCHEDULES
 from sharding.plan.timing._parallel_plan import RECOMPUTE, ParallelPlan
 
@@ -39,7 +40,7 @@ class PlanSpace:
       state_bytes: of the state for one parameter, by format.
     """
 
-    model: Decoder
+    model: Decoder | TracedModel
     num_devices: int
     sequences: int
     recompute: tuple[str, ...] = SEARCHED
@@ -65,7 +66,7 @@ class PlanSpace:
 
     def _all(self) -> Iterator[ParallelPlan]:
         choices = itertools.product(self.recompute, self.offload, self.state_formats)
-        common = [
+        common: list[dict[str, Any]] = [
             {
                 "recompute": recompute,
                 "offload": offload,

@@ -16,11 +16,11 @@ from sharding.plan._models import Decoder
 from sharding.plan.fastest._chosen_plan import COLUMNS, PLAN_COLUMNS, ChosenPlan, cells, short
 from sharding.plan.fastest._plan_memory import PlanMemory
 from sharding.plan.fastest._plan_space import SEARCHED, PlanSpace, check_recompute
+from sharding.plan.fastest._traced_model import TracedMemory, TracedModel
 from sharding.plan.timing._layer_time import COMPILED, Implementation
 from sharding.plan.timing._mesh_groups import Machine
 from sharding.plan.timing._parallel_plan import ParallelPlan
 from sharding.plan.timing._step_seconds import PARTS_OF_STEP, StepSeconds
-from sharding.plan.timing._step_time import chunk_layers, step_seconds
 
 # The share of device memory that is left to the allocator.
 HEADROOM = 0.08
@@ -101,8 +101,10 @@ class SearchResult:
             f"of a {self.device.name} with everything hidden; the best is predicted to take "
             f"{self.gap:.0%} more.",
             "ZeRO is the stage, its shards and its replicas; micro is the number of micro-batches "
-            "and their sequences; again is what backward passes compute again; most is the largest "
-            "part of a step. Memory of activations is estimated: verify compiles the step.",
+            "and their sequences; stored is what each layer stores for its backward pass: all that "
+            "this reads, its input alone, or results of products beside it (queries, keys and "
+            "values; attention; its output; hidden values); most is the largest part of a step. "
+            "Memory of activations is estimated: verify compiles the step.",
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -131,7 +133,7 @@ def _parts(found: StepSeconds) -> str:
 
 
 def search(
-    model: Decoder,
+    model: Decoder | TracedModel,
     tx: optax.GradientTransformation,
     target: str,
     *,
@@ -155,10 +157,11 @@ def search(
     bound, whatever shares of the peak programs reach.
 
     Args:
-      model: one of ``MODELS``, or a ``Decoder`` of one's own.
+      model: one of ``MODELS``, a ``Decoder`` of one's own, or a ``TracedModel``: any parameters and
+        loss, for plans without pipelines.
       tx: the transformation.
       target: the name of a machine, as ``sharding.targets`` has them.
-      sequences: of all devices in a step.
+      sequences: of all devices in a step; of a ``TracedModel`` examples.
       length: tokens of a sequence; None: the model's.
       dtype: of the parameters, of 16 bits.
       device: other figures than those of the target's kind.
@@ -183,8 +186,8 @@ def search(
       >>> from sharding.plan import MODELS, search
       >>> found = search(MODELS["llama2-7b"], optax.adamw(1e-3), "h100x8", sequences=64)
       >>> found.best.summary
-      'stage 2 over 8; 1 micro-batches of 8; recompute full'
-      >>> found.gap < 1
+      'stage 3 over 8; 1 micro-batches of 8; recompute minimal_with_context'
+      >>> found.bound < found.best.seconds.full_overlap < found.best.seconds.seconds
       True
     """
     check_recompute(tuple(recompute))
@@ -195,15 +198,19 @@ def search(
     if not 0 <= headroom < 1:
         raise ValueError(f"headroom must be in [0, 1), got {headroom}.")
     machine = machine_of(target, device)
+    if isinstance(model, TracedModel) and length not in (None, model.length):
+        raise ValueError(f"length is that of the example, {model.length}, got {length}.")
     length = length or model.length
-    memory = PlanMemory(
-        *(model, tx, machine), length=length, dtype=dtype, implementation=implementation
-    )
+    options: Any = {"length": length, "dtype": dtype, "implementation": implementation}
+    if isinstance(model, TracedModel):
+        memory: PlanMemory = TracedMemory(model, tx, machine, **options)
+    else:
+        memory = PlanMemory(model, tx, machine, **options)
     space = PlanSpace(
         model,
         machine.num_devices,
         sequences,
-        recompute=tuple(recompute),
+        recompute=memory.forms(recompute),
         offload=(False, True) if offload and machine.device.host_link else (False,),
         state_formats=tuple(state_formats),
         param_bytes=float(jnp.dtype(dtype).itemsize),
@@ -213,13 +220,8 @@ def search(
     if not plans:
         raise ValueError(_no_plan(space, keep))
 
-    def timed(plan: ParallelPlan, ideal: bool) -> StepSeconds:
-        return step_seconds(
-            model, plan, machine, length=length, implementation=implementation, ideal=ideal
-        )
-
-    times = [timed(plan, False) for plan in plans]
-    bounds = [timed(plan, True).full_overlap for plan in plans]
+    times = [memory.seconds(plan) for plan in plans]
+    bounds = [memory.seconds(plan, ideal=True).full_overlap for plan in plans]
     held = functools.cache(memory.fullest)  # of a plan, once it is asked for
     budget = machine.device.memory * (1 - headroom)
 
@@ -253,9 +255,7 @@ def search(
                 seconds=times[i],
                 memory=held(plans[i]),
                 bound=bounds[i],
-                layers=chunk_layers(
-                    model, plans[i], machine, length=length, implementation=implementation
-                ),
+                layers=memory.layers(plans[i]),
                 tokens=tokens,
                 utilization=peak / times[i].seconds,
             )

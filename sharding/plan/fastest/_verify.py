@@ -1,6 +1,7 @@
 """A plan beside the program of its step: memory, bytes sent and operations."""
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 import optax
@@ -13,6 +14,7 @@ from sharding.plan._models import Decoder
 from sharding.plan._plan import estimate
 from sharding.plan._saved_names import flops_again
 from sharding.plan.fastest._plan_file import PlanFile, lowered_step
+from sharding.plan.fastest._traced_model import TracedModel
 from sharding.plan.program._audit import audit
 from sharding.plan.timing._parallel_plan import ParallelPlan
 
@@ -68,7 +70,7 @@ class Verification:
 
 def verify(
     file: PlanFile,
-    model: Decoder,
+    model: Decoder | TracedModel,
     tx: optax.GradientTransformation,
     *,
     memory: float,
@@ -89,7 +91,8 @@ def verify(
     plan = file.plan
     if plan.state_format:
         tx = low_precision_state(tx, STATE_FORMATS[plan.state_format])
-    model = dataclasses.replace(model, length=file.length)
+    if isinstance(model, Decoder):
+        model = dataclasses.replace(model, length=file.length)
     axes = file.mesh_axes
     mesh = targets.mesh(file.target, tuple(axes.values()), tuple(axes))
     found = audit(lowered_step(file, mesh, model, tx), mesh=mesh, device=device or file.target)
@@ -103,21 +106,25 @@ def verify(
         memory=found.memory,
         planned_wire=planned.stage(planned.requested).wire,
         wire=found.wire_bytes,
-        planned_flops=planned_flops(model, plan),
+        planned_flops=planned_flops(model, plan, file.dtype),
         flops=found.matmul_flops,
         available=memory,
     )
 
 
-def planned_flops(model: Decoder, plan: ParallelPlan) -> float:
+def planned_flops(
+    model: Decoder | TracedModel, plan: ParallelPlan, dtype: Any = jnp.bfloat16
+) -> float:
     """Operations of matrix products of one device in a step, with those that run again.
 
     >>> from sharding.plan import MODELS
     >>> plans = [ParallelPlan(recompute=name) for name in ("none", "minimal", "full")]
     >>> none, minimal, full = (planned_flops(MODELS["llama2-7b"], plan) for plan in plans)
     >>> round(minimal / none, 3), round(full / none, 3)
-    (1.024, 1.26)
+    (1.025, 1.26)
     """
+    if isinstance(model, TracedModel):
+        return plan.microbatches * model.traced(plan.microbatch, dtype, plan.recompute).flops
     tokens = float(plan.microbatch * plan.microbatches * model.length)
     step = model.flops(tokens, model.length)
     if plan.recompute == "none":

@@ -13,6 +13,7 @@ from sharding.plan.timing._layer_time import (
     Implementation,
     KernelSeconds,
     LayerWork,
+    Roofline,
     head_work,
     layer_work,
 )
@@ -143,21 +144,87 @@ def step_seconds(
     # shared.
     held = model.layers / plan.pipe if ideal else most * chunks
     params = _stage_params(model, held, plan, tables=not ideal or plan.pipe == 1)
-    data, hideable = _data_seconds(plan, held, params, groups, wire)
-    shards = plan.shards if plan.stage > 0 else 1
-    touched = 2 * (plan.param_bytes + plan.state_bytes) + plan.grad_bytes
-    bandwidth = machine.device.bandwidth * (1.0 if ideal else achieved(machine.device).memory)
-    return StepSeconds(
-        matmul=count * work.matmul,
-        elementwise=count * work.elementwise,
-        overhead=count * work.overhead,
+    return _with_state(
+        plan,
+        machine,
+        work * count,
+        *(held, params, groups, wire),
         tensor=count * wires,
         bubble=bubble,
         transfers=transfers,
+    )
+
+
+def traced_seconds(
+    plan: ParallelPlan,
+    machine: Machine,
+    *,
+    flops: float,
+    moved: float,
+    params: float,
+    gathers: float,
+    ideal: bool = False,
+) -> StepSeconds:
+    """What a step without pipeline and tensor parallelism takes whose work is known.
+
+    Args:
+      plan: how the step is shared.
+      machine: the devices.
+      flops: operations of matrix products in a micro-batch, forward and backward.
+      moved: bytes that everything else reads and writes in it.
+      params: their number.
+      gathers: in how many parts stage 3 gathers them.
+      ideal: as for ``step_seconds``: what moves bytes takes nothing.
+
+    Example:
+      >>> from sharding.plan import kind_of
+      >>> plan = ParallelPlan(data=8, stage=1, microbatches=2)
+      >>> machine = Machine(kind_of("h100"), 8)
+      >>> found = traced_seconds(plan, machine, flops=1e14, moved=1e11, params=1e9, gathers=24)
+      >>> f"{found.matmul:.3f} {found.elementwise:.3f} {found.data:.3f}"
+      '0.297 0.066 0.010'
+    """
+    unit = Roofline(machine.device, COMPILED, ideal=ideal)
+    work = KernelSeconds(flops / unit.flops, moved / unit.bandwidth)
+    groups, wire = _groups(plan, machine), _Wire(machine, ideal)
+    return _with_state(plan, machine, work * plan.microbatches, gathers, params, groups, wire)
+
+
+def _with_state(
+    plan: ParallelPlan,
+    machine: Machine,
+    work: KernelSeconds,
+    held: float,
+    params: float,
+    groups: _Groups,
+    wire: _Wire,
+    **waits: float,
+) -> StepSeconds:
+    """A step of some work, with ZeRO over the layers that a device holds, and the update.
+
+    Args:
+      plan: how the step is shared.
+      machine: the devices.
+      work: of all micro-batches.
+      held: layers of the device.
+      params: of the device.
+      groups: of devices.
+      wire: seconds of collectives.
+      **waits: for other devices: the attributes of ``StepSeconds``.
+    """
+    data, hideable = _data_seconds(plan, held, params, groups, wire)
+    shards = plan.shards if plan.stage > 0 else 1
+    touched = 2 * (plan.param_bytes + plan.state_bytes) + plan.grad_bytes
+    reached = 1.0 if wire.ideal else achieved(machine.device).memory
+    return StepSeconds(
+        matmul=work.matmul,
+        elementwise=work.elementwise,
+        overhead=work.overhead,
+        **{"tensor": 0.0, "bubble": 0.0, "transfers": 0.0} | waits,
         data=data,
-        update=params * touched / shards / bandwidth,
-        host=_host_seconds(plan, params / shards, machine, ideal),
-        hideable=hideable * work.seconds * count,
+        update=params * touched / shards / (machine.device.bandwidth * reached),
+        host=_host_seconds(plan, params / shards, machine, wire.ideal),
+        hideable=hideable * work.seconds,
         interference=not machine.torus,
     )
 
