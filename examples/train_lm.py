@@ -166,9 +166,11 @@ def train(options, corpus, mesh, directory, stop):
     # At stage 3 each block gathers its parameters when it runs; at other stages nothing changes.
     # With --sync zen only the rows of the n-gram table that a batch reads are sent.
     embed = shd.sparse_embedding(nn.Embed) if options.sync == "zen" else nn.Embed
-    block = Block if options.pipeline else zero.gathered(Block)  # a pipeline gathers its stages
-    if options.recompute and not options.pipeline:
-        block = nn.remat(block)
+    names = jax.checkpoint_policies.save_only_these_names(*options.saved)
+    policy = names if options.saved else None
+    block = Block if options.pipeline else zero.gathered(Block, policy=policy)
+    if options.recompute and not options.pipeline:  # a pipeline gathers and computes its stages
+        block = nn.remat(block, policy=policy)
     model = TransformerLM(config, block_class=block, table_class=embed)
     tx, schedule = make_optimizer(
         options.optimizer,
@@ -556,7 +558,7 @@ def resolve(options):
     """Checks the options, and fills in those that depend on others."""
     if options.seed < 0:
         fail(f"--seed must not be negative, got {options.seed}.")
-    options.layers, options.recompute = None, bool(options.pipeline)
+    options.layers, options.recompute, options.saved = None, bool(options.pipeline), ()
     if options.plan:
         try:
             take_plan(options)

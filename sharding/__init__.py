@@ -13,10 +13,10 @@ from sharding.pipeline._pipeline import Pipeline as Pipeline
 from sharding.placement._describe import Description as Description
 from sharding.placement._state_specs import state_specs as state_specs
 from sharding.plan import targets as targets
-from sharding.plan._audit import Audit as Audit
-from sharding.plan._audit import audit as audit
 from sharding.plan._devices import DeviceKind as DeviceKind
-from sharding.plan._wire import wire_bytes as wire_bytes
+from sharding.plan.program._audit import Audit as Audit
+from sharding.plan.program._audit import audit as audit
+from sharding.plan.program._wire import wire_bytes as wire_bytes
 from sharding.recovery._find_snapshot import NoCompleteCheckpoint as NoCompleteCheckpoint
 from sharding.recovery._peer_checkpoints import PeerCheckpoints as PeerCheckpoints
 from sharding.step._flax_modules import sparse_embedding as sparse_embedding

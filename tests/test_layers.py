@@ -149,8 +149,10 @@ def test_imports_go_one_way(name):
 
 
 def test_an_upward_import_is_seen():
-    source = "from sharding.plan._wire import wire_bytes\nfrom sharding import sync"
-    assert upward_imports("sharding/step/_update.py", source) == ["sharding.plan._wire.wire_bytes"]
+    source = "from sharding.plan.program._wire import wire_bytes\nfrom sharding import sync"
+    assert upward_imports("sharding/step/_update.py", source) == [
+        "sharding.plan.program._wire.wire_bytes"
+    ]
     assert upward_imports("sharding/placement/_layout.py", source)[-1] == "sharding.sync"
 
 

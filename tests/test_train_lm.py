@@ -314,12 +314,17 @@ def test_a_run_with_planned_activations_has_the_losses_of_one_without(tmp_path, 
             ("--stage", "1", "--microbatches", "2"),
         ),
         (
+            ParallelPlan(data=2, stage=3, microbatch=4, recompute="save_qkv_proj"),
+            (2,),
+            ("--stage", "3"),
+        ),
+        (
             ParallelPlan(pipe=2, microbatch=4, microbatches=2, recompute="none"),
             (1, 1),
             ("--stage", "0", "--pipeline", "2", "--microbatches", "2"),
         ),
     ],
-    ids=["recomputed", "pipeline"],
+    ids=["recomputed", "partly recomputed", "pipeline"],
 )
 def test_a_plan_decides_how_a_step_is_shared(tmp_path, text, plan, layers, options):
     """The losses are those of the same choices as options."""

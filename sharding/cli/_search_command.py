@@ -17,16 +17,16 @@ from sharding.cli._options import (
     target_of,
 )
 from sharding.cli._output import print_json, save
-from sharding.plan._chosen_plan import ChosenPlan
 from sharding.plan._devices import DeviceKind
 from sharding.plan._format import Table, size
 from sharding.plan._models import MODELS, Decoder
-from sharding.plan._plan_file import PlanFile
-from sharding.plan._plan_space import KEPT
 from sharding.plan._plot import plot_search
-from sharding.plan._search import HEADROOM, SearchResult, search
 from sharding.plan._show import show
-from sharding.plan._verify import Verification, verify
+from sharding.plan.fastest._chosen_plan import ChosenPlan
+from sharding.plan.fastest._plan_file import PlanFile
+from sharding.plan.fastest._plan_space import KEPT
+from sharding.plan.fastest._search import HEADROOM, SearchResult, search
+from sharding.plan.fastest._verify import Verification, verify
 
 
 def search_options(parser: argparse.ArgumentParser) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from sharding.plan._audit import Audit, audit
 from sharding.plan._devices import DeviceKind, kind_of
 from sharding.plan._format import Table, size, text_of
+from sharding.plan.program._audit import Audit, audit
 
 _LARGEST_STEP = 8  # the next size, in units of the largest that fits
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}

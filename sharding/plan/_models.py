@@ -90,6 +90,10 @@ class Decoder:
         """The parameters' shapes and dtypes."""
         return jax.eval_shape(functools.partial(self.init, dtype))
 
+    def batch(self, size: int) -> jax.ShapeDtypeStruct:
+        """The type of a batch of some sequences: what they are read from, and the last target."""
+        return jax.ShapeDtypeStruct((size, self.length + 1), jnp.int32)
+
     def flops(self, num_tokens: float, length: int) -> float:
         """Floating-point operations of a training step: no layer is computed twice.
 

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from sharding.plan._audit import Audit
 from sharding.plan._format import NEED
 from sharding.plan._plan import Plan
-from sharding.plan._search import SearchResult
+from sharding.plan.fastest._search import SearchResult
+from sharding.plan.program._audit import Audit
 
 _COLORS = {
     "parameters": "#4477aa",

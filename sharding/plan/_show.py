@@ -26,8 +26,9 @@ def show(tables: Sequence[Table], notes: Sequence[str] = (), *, console: Any = N
         from rich.table import Table as RichTable
     except ImportError:
         raise ValueError(f"tables need rich: {NEED}. Or request --json.") from None
-    # On a terminal, its width; else 80 columns.
-    console = console or Console(width=None if sys.stdout.isatty() else 80, highlight=False)
+    # On a terminal, its width; else 80 columns, or as many as the widest table has.
+    width = None if sys.stdout.isatty() else max([80, *map(_width, tables)])
+    console = console or Console(width=width, highlight=False)
     for table in tables:
         console.print(escape(table.title), style="italic")  # rich breaks titles of narrow tables
         shown = RichTable(box=box.SIMPLE_HEAD, padding=0)
@@ -39,3 +40,9 @@ def show(tables: Sequence[Table], notes: Sequence[str] = (), *, console: Any = N
         console.print(shown)
     for note in notes:
         console.print(escape(note), style="yellow" if note.startswith("warning") else None)
+
+
+def _width(table: Table) -> int:
+    """Characters of a line, with a space on either side of each column."""
+    columns = zip(table.columns, *table.rows, strict=True)
+    return sum(max(map(len, cells)) + 2 for cells in columns)

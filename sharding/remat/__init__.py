@@ -1,11 +1,11 @@
 """Activations under a budget of bytes: what to store, to offload, and to compute again."""
 
+from sharding.plan._saved_names import PRESETS as PRESETS
 from sharding.remat._chain_plan import ChainPlan as ChainPlan
 from sharding.remat._frontier import Frontier as Frontier
 from sharding.remat._frontier import plot as plot
 from sharding.remat._planned import OverBudgetError as OverBudgetError
 from sharding.remat._planned import RematPlan as RematPlan
-from sharding.remat._presets import PRESETS as PRESETS
 from sharding.remat._remat_plan import frontier as frontier
 from sharding.remat._remat_plan import in_bytes as in_bytes
 from sharding.remat._remat_plan import plan as plan

@@ -12,10 +12,10 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from sharding.plan._devices import DeviceKind
 from sharding.plan._tiles import num_bytes
+from sharding.plan.timing._traced_work import Work, work_of
 from sharding.remat._chain import Block, Mode
 from sharding.remat._checkpoint import after_backward
 from sharding.remat._names import HostCopies, NamedValues, SavedNames
-from sharding.remat._work import Work, work_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from sharding.plan._format import Table, size, text_of
-from sharding.remat._work import Work
+from sharding.plan.timing._traced_work import Work
 
 
 class OverBudgetError(ValueError):

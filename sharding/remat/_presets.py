@@ -3,24 +3,9 @@
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-_QKV = ("query_proj", "key_proj", "value_proj", "qkv_proj")
-_MLP_IN = ("mlpwi", "mlpwi_0", "mlpwi_1")
-_MINIMAL = (*_QKV, "kv_proj", "out_proj", *_MLP_IN, "mlpwo")
+from sharding.plan._saved_names import PRESETS
 
-# By the name of a preset: what is saved on the device, and what in host memory.
-PRESETS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "full": ((), ()),
-    "save_out_proj": (("out_proj",), ()),
-    "save_qkv_proj": (_QKV, ()),
-    "save_dot_except_mlp": ((*_QKV, "out_proj"), ()),
-    "save_dot_with_context_except_mlp": ((*_QKV, "context", "out_proj"), ()),
-    "save_dot_except_mlpwi": ((*_QKV, "out_proj", "mlpwo"), ()),
-    "minimal": (_MINIMAL, ()),
-    "minimal_with_context": ((*_MINIMAL, "context"), ()),
-    "qkv_proj_offloaded": ((), ("query_proj", "key_proj", "value_proj")),
-    "minimal_offloaded": ((), _MINIMAL),
-}
-MAXTEXT_NAMES = frozenset((*_MINIMAL, "context", "decoder_layer_input"))
+MAXTEXT_NAMES = frozenset((*PRESETS["minimal_with_context"][0], "decoder_layer_input"))
 _PLACES = ("device", "offload", "remat")
 
 Names = Collection[str] | Mapping[str, str] | str | None

@@ -14,6 +14,7 @@ from sharding.plan import targets
 from sharding.plan._devices import DeviceKind, kind_of
 from sharding.plan._format import size
 from sharding.plan._plan import Plan
+from sharding.plan.timing._traced_work import Work
 from sharding.remat._chain import Block, ChainTable, Kept, Tree, peak_bytes, stored_bytes, time_of
 from sharding.remat._chain_plan import ChainPlan
 from sharding.remat._checkpoint import INPUT
@@ -32,7 +33,6 @@ from sharding.remat._planned import no_plan_fits
 from sharding.remat._presets import MAXTEXT_NAMES, NameRequest, Names, request_of
 from sharding.remat._stack import Stack
 from sharding.remat._stack_plan import StackPlan
-from sharding.remat._work import Work
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 

@@ -9,6 +9,7 @@ import jax
 
 from sharding.plan._devices import DeviceKind
 from sharding.plan._format import size
+from sharding.plan.timing._traced_work import Work
 from sharding.remat._checkpoint import INPUT
 from sharding.remat._modes import (
     TracedBlock,
@@ -23,7 +24,6 @@ from sharding.remat._names import SavedNames
 from sharding.remat._planned import no_plan_fits
 from sharding.remat._presets import NameRequest
 from sharding.remat._stack_plan import StackPlan
-from sharding.remat._work import Work
 
 # The share of a TPU's memory for parameters, gradients and what is stored in a compiled program.
 _COMPILED = 0.6

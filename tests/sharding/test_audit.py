@@ -19,12 +19,12 @@ import optax_ext
 import sharding as shd
 from sharding.plan import _format as report
 from sharding.plan import find_batch
-from sharding.plan._costs import costs
 from sharding.plan._devices import KINDS
-from sharding.plan._hlo import Program
-from sharding.plan._liveness import at_peak
-from sharding.plan._program_arguments import PARTS, arguments_of
-from sharding.plan._scopes import phase_of, shortened
+from sharding.plan.program._costs import costs
+from sharding.plan.program._hlo import Program
+from sharding.plan.program._liveness import at_peak
+from sharding.plan.program._program_arguments import PARTS, arguments_of
+from sharding.plan.program._scopes import phase_of, shortened
 
 from ..flax_nnx import needs_nnx, nnx
 

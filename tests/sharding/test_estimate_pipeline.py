@@ -9,10 +9,10 @@ from jax.sharding import AbstractMesh
 
 import sharding as shd
 from sharding.plan import MODELS, estimate, estimate_pipeline, kind_of, layer_costs
-from sharding.plan._estimate_pipeline import _verdict
 from sharding.plan._models import Decoder
-from sharding.plan._pipeline_plan import PipelinePlan, StepTime
-from sharding.plan._pipeline_stages import Links, params_of_layers
+from sharding.plan.pipelines._estimate_pipeline import _verdict
+from sharding.plan.pipelines._pipeline_plan import PipelinePlan, StepTime
+from sharding.plan.pipelines._pipeline_stages import Links, params_of_layers
 
 ADAMW = optax.adamw(1e-3)
 SMALL = Decoder(6, 64, 4, 2, 96, 1000, 32)

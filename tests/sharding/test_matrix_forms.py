@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sharding as shd
-from sharding.plan._wire import collectives
+from sharding.plan.program._wire import collectives
 from sharding.step._matrix_form import MatrixForm
 from sharding.step._matrix_owners import _Job
 

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType
 
 import sharding as shd
-from sharding.plan._wire import collectives
+from sharding.plan.program._wire import collectives
 from sharding.step._matrix_owners import _Job
 
 from . import model

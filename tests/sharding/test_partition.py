@@ -9,26 +9,26 @@ import numpy as np
 import pytest
 
 from sharding.pipeline import Costs, gpipe, interleaved, one_f_one_b
-from sharding.plan._activation_groups import (
+from sharding.plan._devices import kind_of
+from sharding.plan._models import MODELS, Decoder
+from sharding.plan.pipelines._activation_groups import (
     activation_groups,
     least_period,
     memory_aware_stages,
 )
-from sharding.plan._balanced_stages import balanced_stages
-from sharding.plan._devices import kind_of
-from sharding.plan._hetpipe import _fastest, hetpipe
-from sharding.plan._layer_costs import LayerCost, layer_costs
-from sharding.plan._models import MODELS, Decoder
-from sharding.plan._pipedream import pipedream_stages
-from sharding.plan._pipeline_schedules import (
+from sharding.plan.pipelines._balanced_stages import balanced_stages
+from sharding.plan.pipelines._hetpipe import _fastest, hetpipe
+from sharding.plan.pipelines._layer_costs import LayerCost, layer_costs
+from sharding.plan.pipelines._pipedream import pipedream_stages
+from sharding.plan.pipelines._pipeline_schedules import (
     SCHEDULES,
     bubble_share,
     lockstep_seconds,
     max_in_flight,
     num_ticks,
 )
-from sharding.plan._two_bw import two_bw
-from sharding.plan._virtual_workers import Node, allocate_workers
+from sharding.plan.pipelines._two_bw import two_bw
+from sharding.plan.pipelines._virtual_workers import Node, allocate_workers
 
 
 def random_layers(rng, count, heavier=1):

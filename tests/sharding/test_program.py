@@ -12,7 +12,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import optax_ext
 import sharding as shd
-from sharding.plan._wire import collectives
+from sharding.plan.program._wire import collectives
 
 from . import model
 

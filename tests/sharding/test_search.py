@@ -9,11 +9,11 @@ import pytest
 
 from sharding.plan import MODELS, estimate, estimate_pipeline, kind_of, layer_costs, search
 from sharding.plan._models import Decoder
-from sharding.plan._parallel_plan import ParallelPlan
-from sharding.plan._plan_memory import PlanMemory, gathered_bytes, zero_of
-from sharding.plan._plan_space import PlanSpace
-from sharding.plan._search import machine_of
-from sharding.plan._step_time import COMPILED, chunk_layers, step_seconds
+from sharding.plan.fastest._plan_memory import PlanMemory, gathered_bytes, zero_of
+from sharding.plan.fastest._plan_space import PlanSpace
+from sharding.plan.fastest._search import machine_of
+from sharding.plan.timing._parallel_plan import ParallelPlan
+from sharding.plan.timing._step_time import COMPILED, chunk_layers, step_seconds
 
 GIB = 2**30
 H100, V5E = kind_of("h100"), kind_of("v5e")
@@ -32,7 +32,8 @@ def memory_of(model=SMALL, target="h100x8", tx=TX):
 
 def by_planner(plan, model=SMALL, device=H100):
     """Memory without a pipeline, by ``estimate`` with everything it takes."""
-    costs = layer_costs(*(model, device), batch=plan.microbatch, recompute=plan.recompute == "full")
+    recompute = {"none": False, "full": True}.get(plan.recompute, plan.recompute)
+    costs = layer_costs(*(model, device), batch=plan.microbatch, recompute=recompute)
     activations = sum(c.activation_bytes for c in costs) + max(c.working_bytes for c in costs)
     params = model.abstract(jnp.bfloat16)
     if plan.stage == 3 and plan.shards > 1:
@@ -62,6 +63,8 @@ def by_planner(plan, model=SMALL, device=H100):
     ParallelPlan(data=8, stage=1, recompute="none"),
     ParallelPlan(data=8, stage=2, microbatches=4, offload=True),
     ParallelPlan(data=8, stage=3, microbatch=4, microbatches=2),
+    ParallelPlan(data=8, stage=3, microbatch=2, recompute="minimal"),
+    ParallelPlan(data=8, stage=2, microbatch=2, recompute="save_qkv_proj"),
     ParallelPlan(data=8, stage=3, replicas=2, microbatches=2),
     ParallelPlan(data=8, stage=1, state_format="8bit"),
 ], ids=str)  # fmt: skip
@@ -269,7 +272,7 @@ def test_lossy_state_only_where_it_is_asked_for():
             r"the smallest of [\d,]+ plans needs .* MiB, .* MiB too much: ",
         ),
         ({"headroom": 1.0}, r"headroom must be in \[0, 1\), got 1.0"),
-        ({"recompute": ("selective",)}, "recompute may be 'none' and 'full' here"),
+        ({"recompute": ("selective",)}, "recompute must be of 'none', .*, got 'selective'"),
         ({"state_formats": ("2bit",)}, "state_formats must be None or of .* got '2bit'"),
     ],
 )

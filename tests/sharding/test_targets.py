@@ -18,7 +18,7 @@ from zero import Case
 import optax_ext
 import sharding as shd
 from sharding.cli import main
-from sharding.plan._wire import collectives
+from sharding.plan.program._wire import collectives
 
 
 def need(target):

@@ -10,7 +10,7 @@ from jax.sharding import AxisType
 
 import optax_ext
 import sharding as shd
-from sharding.plan._wire import collectives
+from sharding.plan.program._wire import collectives
 
 from . import model
 

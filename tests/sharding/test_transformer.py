@@ -14,7 +14,7 @@ from _transformer import Config, apply_block, init, make_loss
 from zero import Case
 
 import sharding as shd
-from sharding.plan._wire import collectives
+from sharding.plan.program._wire import collectives
 
 from .test_targets import need
 

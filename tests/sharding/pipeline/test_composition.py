@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import optax_ext
 import sharding as shd
 from sharding.pipeline import Schedule, gpipe, interleaved, one_f_one_b, zb_h1
-from sharding.plan._wire import collectives
+from sharding.plan.program._wire import collectives
 
 from ...flax_nnx import needs_nnx, nnx
 from . import model

@@ -15,8 +15,8 @@ import sharding as shd
 from sharding.pipeline import gpipe, interleaved, one_f_one_b, zb_h1
 from sharding.plan import estimate, pipeline_wire
 from sharding.plan._format import text_of
-from sharding.plan._hlo import Program
-from sharding.plan._tick_loops import tick_loops
+from sharding.plan.program._hlo import Program
+from sharding.plan.program._tick_loops import tick_loops
 
 from .families import FAMILIES
 

@@ -11,7 +11,7 @@ from jax import P
 from jax.sharding import NamedSharding
 
 import sharding as shd
-from sharding.plan._wire import collectives
+from sharding.plan.program._wire import collectives
 from sharding.recovery import _replica_program
 from sharding.recovery._machines import planned_machines
 from sharding.recovery._peer_placement import place_replicas

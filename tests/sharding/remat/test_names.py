@@ -10,9 +10,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from sharding.plan._devices import KINDS
 from sharding.plan._tiles import num_bytes
+from sharding.plan.timing._traced_work import work_of
 from sharding.remat._modes import TracedBlock
 from sharding.remat._names import HostCopies
-from sharding.remat._work import work_of
 
 WIDTH, HIDDEN, ROWS = 16, 64, 32
 

@@ -12,10 +12,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 import sharding as shd
 from sharding.plan import targets
+from sharding.plan.timing._traced_work import Work, work_of
 from sharding.remat._chain import Block, Kept, Mode, Rerun, numbers_in_tree
 from sharding.remat._modes import MeasuredBlock
 from sharding.remat._remat_plan import _Chain, in_bytes
-from sharding.remat._work import Work, work_of
 
 from ..test_targets import need
 

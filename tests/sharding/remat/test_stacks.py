@@ -15,12 +15,12 @@ from sharding.plan import estimate
 from sharding.plan._devices import KINDS
 from sharding.plan._models import MODELS
 from sharding.plan._tiles import num_bytes
+from sharding.plan.timing._traced_work import Work, work_of
 from sharding.remat._modes import TracedBlock, one_of
 from sharding.remat._names import HostCopies
 from sharding.remat._presets import MAXTEXT_NAMES, NameRequest
 from sharding.remat._stack import Stack
 from sharding.remat._stack_plan import StackPlan
-from sharding.remat._work import Work, work_of
 
 LENGTH, WIDTH, ROWS = 12, 16, 1024
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import sharding as shd
 from sharding.plan._devices import KINDS
-from sharding.remat._work import work_of_jaxpr
+from sharding.plan.timing._traced_work import work_of_jaxpr
 
 from ...flax_nnx import needs_nnx, nnx
 

@@ -15,7 +15,7 @@ import sharding as shd
 from sharding import sync
 from sharding.collectives._permutation import Permutation
 from sharding.collectives._sparse_rows import RowOwners, unique_lookups
-from sharding.plan._wire import collectives
+from sharding.plan.program._wire import collectives
 
 from ...flax_nnx import needs_nnx, nnx
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import sharding as shd
 from sharding import sync
 from sharding.pipeline import one_f_one_b
-from sharding.plan._wire import collectives
+from sharding.plan.program._wire import collectives
 
 from ..pipeline import model as transformer
 from .harness import SyncRunner

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 import sharding as shd
 from sharding import sync
 from sharding.collectives._permutation import Permutation
-from sharding.plan._wire import collectives, wire_bytes
+from sharding.plan.program._wire import collectives, wire_bytes
 from sharding.sync import _agsparse, _zen
 
 from .harness import SyncRunner

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import sharding as shd
 from sharding import sync
-from sharding.plan._wire import collectives
+from sharding.plan.program._wire import collectives
 
 from .harness import SyncRunner
 

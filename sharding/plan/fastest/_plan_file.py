@@ -1,0 +1,195 @@
+"""plan.json: a chosen plan with what it is for, and the lines of code that build it."""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import jax
+import optax
+
+from sharding._zero import Zero
+from sharding.pipeline import Schedule, gpipe, interleaved, one_f_one_b
+from sharding.plan._saved_names import PARTLY, PRESETS
+from sharding.plan.fastest._chosen_plan import ChosenPlan
+from sharding.plan.fastest._plan_memory import zero_of
+from sharding.plan.timing._parallel_plan import ParallelPlan
+
+_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanFile:
+    """What ``plan.json`` holds.
+
+    Attributes:
+      model: the name of the model.
+      optimizer: the name of the optimizer.
+      target: the name of the machine.
+      length: tokens of a sequence.
+      dtype: of the parameters.
+      layers: of each chunk of a pipeline.
+      plan: how a step is shared.
+      promised: figures of the plan: memory, seconds.
+    """
+
+    model: str
+    optimizer: str
+    target: str
+    length: int
+    dtype: str
+    layers: tuple[int, ...]
+    plan: ParallelPlan
+    promised: dict[str, float]
+
+    @classmethod
+    def of(cls, chosen: ChosenPlan, **names: Any) -> "PlanFile":
+        """The file of a chosen plan; ``names`` are the other fields."""
+        promised = {"memory": chosen.memory, "seconds": chosen.seconds.seconds}
+        return cls(layers=chosen.layers, plan=chosen.plan, promised=promised, **names)
+
+    def write(self, path: str | pathlib.Path) -> None:
+        """Writes it, with the code as a list of lines."""
+        figures = {"version": _VERSION} | dataclasses.asdict(self) | {"code": self.code()}
+        pathlib.Path(path).write_text(json.dumps(figures, indent=2) + "\n")
+
+    @classmethod
+    def read(cls, path: str | pathlib.Path) -> "PlanFile":
+        """Reads what ``write`` wrote.
+
+        Raises:
+          ValueError: the file is of another form.
+        """
+        try:
+            figures = json.loads(pathlib.Path(path).read_text())
+            if figures.pop("version") != _VERSION:
+                raise ValueError(f"{path} is not of version {_VERSION}.")
+            figures.pop("code")
+            plan = ParallelPlan(**figures.pop("plan"))
+            return cls(plan=plan, layers=tuple(figures.pop("layers")), **figures)
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is no plan that search wrote: {error}.") from error
+
+    @property
+    def mesh_axes(self) -> dict[str, int]:
+        """The sizes of the mesh's axes; stages of a pipeline are furthest apart."""
+        plan = self.plan
+        axes = {"pipe": plan.pipe} if plan.pipe > 1 else {}
+        axes |= {"replica": plan.replicas} if plan.replicas > 1 else {}
+        return axes | {"data": plan.shards}
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """The names of what layers save beside their input; empty where no preset says it."""
+        return PRESETS[self.plan.recompute][0] if self.plan.recompute in PARTLY else ()
+
+    def zero(self, mesh: Any) -> Zero:
+        """The ``Zero`` of the plan, on a mesh with ``mesh_axes``."""
+        found = zero_of(self.plan.shards, self.plan.replicas, self.plan.stage, self.plan.offload)
+        return dataclasses.replace(found, mesh=mesh)
+
+    def schedule(self) -> Schedule:
+        """The schedule of its pipeline.
+
+        Raises:
+          ValueError: it has no pipeline.
+        """
+        plan = self.plan
+        sizes = plan.pipe, plan.microbatches
+        if plan.pipe == 1:
+            raise ValueError("the plan has no pipeline, and so no schedule.")
+        if plan.schedule == "interleaved":
+            return interleaved(*sizes, plan.chunks)
+        if plan.schedule == "gpipe":
+            return gpipe(*sizes)
+        return one_f_one_b(*sizes, aligned=plan.schedule == "aligned")
+
+    def code(self) -> list[str]:
+        """The lines that build the step of the plan.
+
+        ``model`` and ``tx`` are the model and the transformation; a pipeline takes its three parts,
+        ``embed``, ``block`` and ``head``.
+
+        >>> plan = ParallelPlan(data=8, stage=2, microbatches=4, recompute="full")
+        >>> file = PlanFile("llama2-7b", "adamw", "h100x8", 2048, "bfloat16", (32,), plan, {})
+        >>> print(*file.code(), sep=chr(10))
+        import jax, optax_ext, sharding as shd
+        auto = (jax.sharding.AxisType.Auto,) * 1
+        mesh = jax.make_mesh((8,), ('data',), auto)
+        zero = shd.Zero(mesh, stage=2, axis='data')
+        layer = jax.checkpoint(zero.gathered(model.apply_layer))
+        loss = model.make_loss(layer)
+        step = zero.train_step(loss, tx=tx, microbatches=4)
+        """
+        plan, axes = self.plan, self.mesh_axes
+        fields = [f"stage={plan.stage}", "axis='data'"]
+        fields += ["replica_axis='replica'"] if plan.replicas > 1 else []
+        fields += ["offload='optimizer'"] if plan.offload else []
+        lines = [
+            "import jax, optax_ext, sharding as shd",
+            f"auto = (jax.sharding.AxisType.Auto,) * {len(axes)}",
+            f"mesh = jax.make_mesh({tuple(axes.values())}, {tuple(axes)}, auto)",
+            f"zero = shd.Zero(mesh, {', '.join(fields)})",
+        ]
+        if plan.state_format:
+            form = f"optax_ext.STATE_FORMATS[{plan.state_format!r}]"
+            lines.append(f"tx = optax_ext.low_precision_state(tx, {form})")
+        if plan.pipe > 1:
+            made = {
+                "interleaved": f"interleaved({plan.pipe}, {plan.microbatches}, {plan.chunks})",
+                "gpipe": f"gpipe({plan.pipe}, {plan.microbatches})",
+                "1f1b": f"one_f_one_b({plan.pipe}, {plan.microbatches}, aligned=False)",
+                "aligned": f"one_f_one_b({plan.pipe}, {plan.microbatches})",
+            }[plan.schedule]
+            lines += [
+                f"schedule = shd.pipeline.{made}",
+                "pipeline = shd.Pipeline(",
+                f"    mesh, schedule, num_layers={self.layers}, embed=embed, block=block, "
+                f"head=head, recompute={plan.recompute == 'full'},",
+                ")",
+                "step = zero.train_step(pipeline.loss, tx=tx, weighted=True)",
+            ]
+            return lines
+        names, policy = self.saved, ""
+        if names:
+            policy = ", policy=policy"
+            lines.append(f"policy = jax.checkpoint_policies.save_only_these_names(*{names})")
+        if plan.checkpoints_layers:
+            layer = f"jax.checkpoint(zero.gathered(model.apply_layer){policy})"
+        else:
+            layer = f"zero.gathered(model.apply_layer{policy})"
+        lines += [
+            f"layer = {layer}",
+            "loss = model.make_loss(layer)",
+            f"step = zero.train_step(loss, tx=tx, microbatches={plan.microbatches})",
+        ]
+        return lines
+
+
+def lowered_step(
+    file: PlanFile, mesh: Any, model: Any, tx: optax.GradientTransformation
+) -> jax.stages.Lowered:
+    """The step of a plan without a pipeline, lowered for a mesh.
+
+    Raises:
+      ValueError: the plan has a pipeline.
+    """
+    plan = file.plan
+    if plan.pipe > 1:
+        raise ValueError(
+            "a plan with a pipeline needs the embedding, the layer and the head of a model by "
+            "themselves; its step is that of the code in plan.json."
+        )
+    zero = file.zero(mesh)
+    policy = jax.checkpoint_policies.save_only_these_names(*file.saved) if file.saved else None
+    if plan.checkpoints_layers:
+        layer = jax.checkpoint(zero.gathered(model.apply_layer), policy=policy)
+    else:
+        layer = zero.gathered(model.apply_layer, policy=policy)
+
+    def make_state() -> tuple[Any, Any]:
+        params = model.init(file.dtype)
+        return params, tx.init(params)
+
+    step = zero.train_step(model.make_loss(layer), tx=tx, microbatches=plan.microbatches)
+    return step.lower(zero.abstract_state(make_state, tx=tx), model.batch(plan.sequences))

@@ -1,0 +1,325 @@
+"""The fastest plan that fits, by comparing all plans, with a bound that no plan goes below."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+
+from optax_ext import STATE_FORMATS
+from sharding.plan import targets
+from sharding.plan._devices import DeviceKind, kind_of
+from sharding.plan._format import Table, seconds, size, text_of
+from sharding.plan._models import Decoder
+from sharding.plan.fastest._chosen_plan import COLUMNS, PLAN_COLUMNS, ChosenPlan, cells, short
+from sharding.plan.fastest._plan_memory import PlanMemory
+from sharding.plan.fastest._plan_space import SEARCHED, PlanSpace, check_recompute
+from sharding.plan.fastest._traced_model import TracedMemory, TracedModel
+from sharding.plan.timing._layer_time import COMPILED, Implementation
+from sharding.plan.timing._mesh_groups import Machine
+from sharding.plan.timing._parallel_plan import ParallelPlan
+from sharding.plan.timing._step_seconds import PARTS_OF_STEP, StepSeconds
+
+# The share of device memory that is left to the allocator.
+HEADROOM = 0.08
+_SMALLEST_FIRST = ("1f1b", "aligned", "interleaved", "gpipe")  # by activations in flight
+
+
+@dataclasses.dataclass(frozen=True)
+class RejectedPlan:
+    """A plan that would be faster, and does not fit.
+
+    Attributes:
+      plan: how it shares the step.
+      seconds: of a step.
+      memory: bytes of the fullest device.
+      excess: bytes of that beyond what a device has.
+    """
+
+    plan: ParallelPlan
+    seconds: float
+    memory: float
+    excess: float
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchResult:
+    """The fastest plans; ``str()`` makes tables, ``to_dict()`` JSON.
+
+    Attributes:
+      target: the name of the machine.
+      device: its figures.
+      memory: bytes of a device that a plan may take.
+      plans: the fastest ones that fit, fastest first.
+      rejected: plans that would be faster than the last of these, and do not fit, fastest first.
+      bound: seconds below which no plan of the space can go that fits.
+      compared: the number of plans.
+    """
+
+    target: str
+    device: DeviceKind
+    memory: float
+    plans: tuple[ChosenPlan, ...]
+    rejected: tuple[RejectedPlan, ...]
+    bound: float
+    compared: int
+
+    @property
+    def best(self) -> ChosenPlan:
+        """The fastest plan."""
+        return self.plans[0]
+
+    @property
+    def gap(self) -> float:
+        """How much longer the best plan takes than the bound, as a share of the bound."""
+        return self.best.seconds.seconds / self.bound - 1
+
+    def tables(self) -> list[Table]:
+        """The tables to print."""
+        title = f"fastest of {self.compared:,} plans on {self.target}"
+        found = [Table(title, COLUMNS, [plan.row() for plan in self.plans])]
+        if self.rejected:
+            rows = [
+                (*cells(it.plan), seconds(it.seconds), size(it.memory), size(it.excess))
+                for it in self.rejected
+            ]
+            columns = (*PLAN_COLUMNS, "step", "memory", "too much")
+            found.append(Table(f"faster, but above {size(self.memory)}", columns, rows))
+        return found
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the figures mean."""
+        best = self.best.seconds
+        return (
+            f"Best: {self.best.summary}.",
+            f"Its parts: {_parts(best)}. With all wires hidden it takes "
+            f"{seconds(best.full_overlap)}, with none {seconds(best.no_overlap)}.",
+            f"No plan that fits can take less than {seconds(self.bound)} a step, even at the peak "
+            f"of a {self.device.name} with everything hidden; the best is predicted to take "
+            f"{self.gap:.0%} more.",
+            "ZeRO is the stage, its shards and its replicas; micro is the number of micro-batches "
+            "and their sequences; stored is what each layer stores for its backward pass: all that "
+            "this reads, its input alone, or results of products beside it (queries, keys and "
+            "values; attention; its output; hidden values); most is the largest part of a step. "
+            "Memory of activations is estimated: verify compiles the step.",
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, ready for JSON."""
+        return {
+            "target": self.target,
+            "device": dataclasses.asdict(self.device),
+            "memory": self.memory,
+            "plans": [plan.to_dict() for plan in self.plans],
+            "rejected": [dataclasses.asdict(plan) for plan in self.rejected],
+            "bound": self.bound,
+            "gap": self.gap,
+            "compared": self.compared,
+        }
+
+    def __str__(self) -> str:
+        return "\n".join([text_of(self.tables()), *self.notes])
+
+
+def _parts(found: StepSeconds) -> str:
+    """What a step waits for, longest first; nothing below 1 %."""
+    parts = {name: getattr(found, name) for name in PARTS_OF_STEP}
+    order = sorted(parts, key=lambda name: -parts[name])
+    least = 0.01 * found.no_overlap
+    return ", ".join(f"{name} {seconds(parts[name])}" for name in order if parts[name] > least)
+
+
+def search(
+    model: Decoder | TracedModel,
+    tx: optax.GradientTransformation,
+    target: str,
+    *,
+    sequences: int,
+    length: int | None = None,
+    dtype: Any = jnp.bfloat16,
+    device: DeviceKind | None = None,
+    keep: Mapping[str, Any] | None = None,
+    recompute: Sequence[str] = SEARCHED,
+    offload: bool = True,
+    state_formats: Sequence[str | None] = (None,),
+    headroom: float = HEADROOM,
+    implementation: Implementation = COMPILED,
+    top: int = 5,
+) -> SearchResult:
+    """The fastest plans for a model on a machine.
+
+    Every plan of the space is timed by ``step_seconds``; in the order of their times they are
+    checked for memory, until ``top`` fit: the result is that of an exhaustive search. In the order
+    of their bounds they are checked once more, until one fits: no plan that fits goes below its
+    bound, whatever shares of the peak programs reach.
+
+    Args:
+      model: one of ``MODELS``, a ``Decoder`` of one's own, or a ``TracedModel``: any parameters and
+        loss, for plans without pipelines.
+      tx: the transformation.
+      target: the name of a machine, as ``sharding.targets`` has them.
+      sequences: of all devices in a step; of a ``TracedModel`` examples.
+      length: tokens of a sequence; None: the model's.
+      dtype: of the parameters, of 16 bits.
+      device: other figures than those of the target's kind.
+      keep: values that plans must have, such as ``{"stage": 3, "pipe": 1}``.
+      recompute: what backward passes may compute again: ``"none"``, ``"full"``, and presets of
+        MaxText for what lies between; see ``ParallelPlan``.
+      offload: whether optimizer state may be in host memory.
+      state_formats: of the optimizer state, one of ``optax_ext.STATE_FORMATS``; all but None are
+        lossy, and compared only where they are given.
+      headroom: the share of a device's memory that is left to the allocator.
+      implementation: how the program computes a layer.
+      top: how many plans to return.
+
+    Returns:
+      A ``SearchResult``; ``print`` it.
+
+    Raises:
+      ValueError: no plan exists, or none fits; with the constraint, and by how much it fails.
+
+    Example:
+      >>> import optax
+      >>> from sharding.plan import MODELS, search
+      >>> found = search(MODELS["llama2-7b"], optax.adamw(1e-3), "h100x8", sequences=64)
+      >>> found.best.summary
+      'stage 3 over 8; 1 micro-batches of 8; recompute minimal_with_context'
+      >>> found.bound < found.best.seconds.full_overlap < found.best.seconds.seconds
+      True
+    """
+    check_recompute(tuple(recompute))
+    unknown = [name for name in state_formats if name is not None and name not in STATE_FORMATS]
+    if unknown:
+        known = ", ".join(map(repr, STATE_FORMATS))
+        raise ValueError(f"state_formats must be None or of {known}, got {unknown[0]!r}.")
+    if not 0 <= headroom < 1:
+        raise ValueError(f"headroom must be in [0, 1), got {headroom}.")
+    machine = machine_of(target, device)
+    if isinstance(model, TracedModel) and length not in (None, model.length):
+        raise ValueError(f"length is that of the example, {model.length}, got {length}.")
+    length = length or model.length
+    options: Any = {"length": length, "dtype": dtype, "implementation": implementation}
+    if isinstance(model, TracedModel):
+        memory: PlanMemory = TracedMemory(model, tx, machine, **options)
+    else:
+        memory = PlanMemory(model, tx, machine, **options)
+    space = PlanSpace(
+        model,
+        machine.num_devices,
+        sequences,
+        recompute=memory.forms(recompute),
+        offload=(False, True) if offload and machine.device.host_link else (False,),
+        state_formats=tuple(state_formats),
+        param_bytes=float(jnp.dtype(dtype).itemsize),
+        state_bytes={name: memory.state_bytes_in(name) for name in state_formats},
+    )
+    plans = list(space.plans(keep))
+    if not plans:
+        raise ValueError(_no_plan(space, keep))
+
+    times = [memory.seconds(plan) for plan in plans]
+    bounds = [memory.seconds(plan, ideal=True).full_overlap for plan in plans]
+    held = functools.cache(memory.fullest)  # of a plan, once it is asked for
+    budget = machine.device.memory * (1 - headroom)
+
+    # In the order of predicted times; of equal ones the simpler first.
+    chosen: list[int] = []
+    rejected: list[RejectedPlan] = []
+    numbers = range(len(plans))
+    for i in sorted(numbers, key=lambda i: (times[i].seconds, _simpler_first(plans[i]))):
+        nbytes = held(plans[i])
+        if nbytes > budget:
+            if len(rejected) < top:
+                rejected.append(RejectedPlan(plans[i], times[i].seconds, nbytes, nbytes - budget))
+            continue
+        chosen.append(i)
+        if len(chosen) == top:
+            break
+    if not chosen:
+        raise ValueError(_nothing_fits(target, plans, held, budget, headroom))
+    bounded = sorted(numbers, key=bounds.__getitem__)
+    bound = next(bounds[i] for i in bounded if held(plans[i]) <= budget)
+
+    tokens = float(sequences * length)
+    peak = model.flops(tokens, length) / machine.num_devices / machine.device.flops
+    return SearchResult(
+        target=target,
+        device=machine.device,
+        memory=budget,
+        plans=tuple(
+            ChosenPlan(
+                plan=plans[i],
+                seconds=times[i],
+                memory=held(plans[i]),
+                bound=bounds[i],
+                layers=memory.layers(plans[i]),
+                tokens=tokens,
+                utilization=peak / times[i].seconds,
+            )
+            for i in chosen
+        ),
+        rejected=tuple(rejected),
+        bound=bound,
+        compared=len(plans),
+    )
+
+
+def machine_of(target: str, device: DeviceKind | None = None) -> Machine:
+    """The machine of a target's name.
+
+    Raises:
+      ValueError: the target is unknown, or nothing is known of its devices.
+
+    >>> machine_of("v5e:16x16*2").slices
+    2
+    """
+    found = targets.parse(target)
+    device = device or kind_of(target)
+    if device is None:
+        raise ValueError(f"a search needs the figures of {target}: give device=.")
+    torus = found.shape if found.is_torus else ()
+    slices = found.groups if torus else 1
+    return Machine(device, found.num_devices, torus, slices)
+
+
+def _simpler_first(plan: ParallelPlan) -> tuple[int, ...]:
+    """What orders plans of equal time: the simpler one first, or the smaller schedule."""
+    schedule = _SMALLEST_FIRST.index(plan.schedule)
+    return (plan.offload, plan.pipe, plan.replicas, -plan.stage, plan.microbatch, schedule)
+
+
+def _no_plan(space: PlanSpace, keep: Mapping[str, Any] | None) -> str:
+    """Why there is no plan."""
+    every = list(space.plans())
+    if not every:
+        return (
+            f"{space.sequences} sequences cannot be shared by {space.num_devices} devices: with as "
+            f"many pipeline stages as {space.model.layers} layers allow, data parallelism is left "
+            "with more devices than divide them."
+        )
+    parts = []
+    for name, value in (keep or {}).items():
+        known = sorted({getattr(plan, name) for plan in every}, key=str)
+        if value not in known:
+            parts.append(f"{name}={value!r} is none of {', '.join(map(str, known))}")
+    reason = "; ".join(parts) or "each value is possible alone, not all of them together"
+    return f"no plan has what is kept: {reason}."
+
+
+def _nothing_fits(
+    target: str,
+    plans: Sequence[ParallelPlan],
+    held: Callable[[ParallelPlan], float],
+    budget: float,
+    headroom: float,
+) -> str:
+    """Which plan comes closest, and by how much it fails."""
+    least = min(plans, key=held)
+    return (
+        f"no plan fits {target}: its devices have {size(budget)}, {headroom:.0%} of their memory "
+        f"left free, and the smallest of {len(plans):,} plans needs {size(held(least))}, "
+        f"{size(held(least) - budget)} too much: {short(least)}."
+    )

@@ -1,0 +1,132 @@
+"""A plan beside the program of its step: memory, bytes sent and operations."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+
+from optax_ext import STATE_FORMATS, low_precision_state
+from sharding.plan import targets
+from sharding.plan._devices import DeviceKind
+from sharding.plan._format import size
+from sharding.plan._models import Decoder
+from sharding.plan._plan import estimate
+from sharding.plan._saved_names import flops_again
+from sharding.plan.fastest._plan_file import PlanFile, lowered_step
+from sharding.plan.fastest._traced_model import TracedModel
+from sharding.plan.program._audit import audit
+from sharding.plan.timing._parallel_plan import ParallelPlan
+
+# By how much bytes sent and operations may differ from those planned.
+WIRE, FLOPS = 0.02, 0.01
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """Figures of one device: as planned, and in the program.
+
+    Attributes:
+      planned_memory: bytes.
+      memory: bytes.
+      planned_wire: bytes sent in a step.
+      wire: bytes sent in a step.
+      planned_flops: operations of matrix products in a step.
+      flops: operations of matrix products in a step.
+      available: bytes that a plan may take.
+    """
+
+    planned_memory: float
+    memory: float
+    planned_wire: float
+    wire: float
+    planned_flops: float
+    flops: float
+    available: float
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """What does not hold; empty where the plan does."""
+        found = []
+        if self.memory > self.available:
+            found.append(
+                f"needs {size(self.memory)}, {size(self.memory - self.available)} too much"
+            )
+        if self.planned_wire and abs(self.wire / self.planned_wire - 1) > WIRE:
+            found.append(f"sends {size(self.wire)}, {size(self.planned_wire)} were planned")
+        if abs(self.flops / self.planned_flops - 1) > FLOPS:
+            found.append(f"runs {self.flops / self.planned_flops:.3f} of the planned operations")
+        return tuple(found)
+
+    @property
+    def summary(self) -> str:
+        """The program over the plan, in one line."""
+        wire = f"{self.wire / self.planned_wire:.3f}" if self.planned_wire else "-"
+        return (
+            f"program / plan: memory {self.memory / self.planned_memory:.3f}, wire {wire}, "
+            f"operations {self.flops / self.planned_flops:.3f}"
+        )
+
+
+def verify(
+    file: PlanFile,
+    model: Decoder | TracedModel,
+    tx: optax.GradientTransformation,
+    *,
+    memory: float,
+    device: DeviceKind | None = None,
+) -> Verification:
+    """Compiles the step of a plan for its target, and compares; nothing is run.
+
+    Args:
+      file: the plan.
+      model: the model.
+      tx: the transformation, without the format of the plan's state.
+      memory: bytes of a device that a plan may take.
+      device: figures of the target, where they are not known.
+
+    Raises:
+      ValueError: the plan has a pipeline, or the target cannot be compiled for.
+    """
+    plan = file.plan
+    if plan.state_format:
+        tx = low_precision_state(tx, STATE_FORMATS[plan.state_format])
+    if isinstance(model, Decoder):
+        model = dataclasses.replace(model, length=file.length)
+    axes = file.mesh_axes
+    mesh = targets.mesh(file.target, tuple(axes.values()), tuple(axes))
+    found = audit(lowered_step(file, mesh, model, tx), mesh=mesh, device=device or file.target)
+    planned = estimate(
+        *(model.abstract(jnp.dtype(file.dtype)), tx, file.zero(mesh)),
+        microbatches=plan.microbatches,
+        gathered_once=model.gathered_once,
+    )
+    return Verification(
+        planned_memory=file.promised["memory"],
+        memory=found.memory,
+        planned_wire=planned.stage(planned.requested).wire,
+        wire=found.wire_bytes,
+        planned_flops=planned_flops(model, plan, file.dtype),
+        flops=found.matmul_flops,
+        available=memory,
+    )
+
+
+def planned_flops(
+    model: Decoder | TracedModel, plan: ParallelPlan, dtype: Any = jnp.bfloat16
+) -> float:
+    """Operations of matrix products of one device in a step, with those that run again.
+
+    >>> from sharding.plan import MODELS
+    >>> plans = [ParallelPlan(recompute=name) for name in ("none", "minimal", "full")]
+    >>> none, minimal, full = (planned_flops(MODELS["llama2-7b"], plan) for plan in plans)
+    >>> round(minimal / none, 3), round(full / none, 3)
+    (1.025, 1.26)
+    """
+    if isinstance(model, TracedModel):
+        return plan.microbatches * model.traced(plan.microbatch, dtype, plan.recompute).flops
+    tokens = float(plan.microbatch * plan.microbatches * model.length)
+    step = model.flops(tokens, model.length)
+    if plan.recompute == "none":
+        return step
+    return step + tokens * model.layers * flops_again(model, plan.recompute, model.length)

@@ -1,0 +1,337 @@
+"""The planner of pipelines: stages, the time of a step, and whether ZeRO alone is faster."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from sharding._zero import Zero
+from sharding.plan._devices import DeviceKind
+from sharding.plan._format import seconds, size
+from sharding.plan._models import Decoder
+from sharding.plan._plan import Plan, estimate
+from sharding.plan.pipelines._balanced_stages import StagePartition, balanced_stages
+from sharding.plan.pipelines._layer_costs import LayerCost, layer_costs
+from sharding.plan.pipelines._pipeline_plan import PipelinePlan, StepTime
+from sharding.plan.pipelines._pipeline_schedules import (
+    bubble_share,
+    check_schedule,
+    lockstep_seconds,
+    max_in_flight,
+    num_ticks,
+)
+from sharding.plan.pipelines._pipeline_stages import (
+    Links,
+    PipelineStage,
+    StageEstimates,
+    links_of,
+    pipeline_stage,
+)
+
+
+def estimate_pipeline(
+    model: Decoder,
+    tx: optax.GradientTransformation,
+    zero: Zero,
+    *,
+    device: DeviceKind,
+    num_stages: int,
+    microbatches: int | None = None,
+    schedule: str = "aligned",
+    chunks: int | None = None,
+    batch: int = 1,
+    length: int | None = None,
+    dtype: Any = jnp.bfloat16,
+    recompute: bool = True,
+    efficiency: float = 0.5,
+    state_format: str | None = None,
+) -> PipelinePlan:
+    """What a pipeline would hold, send and take, beside ZeRO on the same devices.
+
+    The embedding, the layers and the head are shared among the stages so that the slowest is as
+    fast as possible; each stage has as many replicas as devices are left, over which ``zero`` runs
+    its stage. Replicas are neighbours: stages are on different hosts or slices as far as possible.
+    Ticks end on all devices at once, as in one compiled program; see ``lockstep_seconds``.
+    Every tick waits for one transfer between stages. Gradients of all micro-batches are accumulated
+    unsharded and reduced once per step; stage 3 gathers a stage's parameters once per step.
+
+    ZeRO trains on the same sequences with all devices, in ceil(microbatches / num_stages)
+    micro-batches on each. It is compared at its fastest stage of those that fit.
+
+    Args:
+      model: one of ``MODELS``.
+      tx: the transformation.
+      zero: on all devices; its mesh may be abstract, and has an axis ``"host"`` or ``"slice"``
+        where there are several. Its stage is that of the pipeline.
+      device: the figures of a device.
+      num_stages: of the pipeline, at least 2.
+      microbatches: of a pipeline in a step; None: four for each stage.
+      schedule: ``"gpipe"``, ``"1f1b"``, ``"aligned"`` or ``"interleaved"``.
+      chunks: of layers on each device; None: 2 for ``"interleaved"``, else 1.
+      batch: sequences in a micro-batch.
+      length: tokens of a sequence; as the model has it where it is None.
+      dtype: of the parameters.
+      recompute: whether each layer stores its input only, and is computed again.
+      efficiency: the share of the device's peak that compute reaches.
+      state_format: as for ``estimate``.
+
+    Returns:
+      A ``PipelinePlan``; ``print`` it.
+
+    Raises:
+      ValueError: the devices cannot be shared among the stages, there are fewer layers than chunks,
+        or the schedule does not take these numbers.
+
+    Example:
+      >>> import jax, optax, sharding as shd
+      >>> from sharding.plan import MODELS, estimate_pipeline, kind_of
+      >>> zero = shd.Zero(jax.sharding.AbstractMesh((8,), ("data",)), stage=1)
+      >>> plan = estimate_pipeline(MODELS["llama2-7b"], optax.adamw(1e-3), zero,
+      ...                          device=kind_of("h100x8"), num_stages=4)
+      >>> plan.recommended, round(plan.bubble, 3)
+      ('stage 1', 0.158)
+    """
+    chunks = chunks or (2 if schedule == "interleaved" else 1)
+    microbatches = microbatches or 4 * num_stages
+    check_schedule(schedule, num_stages, microbatches, chunks)
+    links = links_of(zero, device)
+    if num_stages < 2:
+        raise ValueError(f"a pipeline needs at least 2 stages, got {num_stages}.")
+    if links.devices % num_stages:
+        raise ValueError(
+            f"{links.devices} devices cannot be shared equally by {num_stages} stages; the number "
+            "of stages must divide that of the devices."
+        )
+    length = length or model.length
+    costs = layer_costs(
+        model,
+        device,
+        batch=batch,
+        length=length,
+        dtype=zero.precision.of_loss(jnp.dtype(dtype)),
+        recompute=recompute,
+        efficiency=efficiency,
+    )
+    num_replicas = links.devices // num_stages
+    replicas = dataclasses.replace(
+        zero,
+        mesh=jax.sharding.AbstractMesh((num_replicas,), ("data",)),
+        axis="data",
+        replica_axis=None,
+        shard_state_over_replicas=False,
+    )
+
+    # The stages; their chunks follow each other around the devices.
+    estimates = StageEstimates(
+        model,
+        tx,
+        replicas,
+        device=device,
+        dtype=dtype,
+        batch=4.0 * microbatches * batch * (length + 1),
+        state_format=state_format,
+    )
+
+    def stages_of(partition: StagePartition) -> tuple[PipelineStage, ...]:
+        ranges = ranges_of(partition)
+        return tuple(
+            pipeline_stage(
+                estimates,
+                costs,
+                ranges[s::num_stages],
+                in_flight=max_in_flight(schedule, num_stages, s, microbatches, chunks),
+                microbatches=microbatches,
+                ends=(s == 0, s == num_stages - 1),
+            )
+            for s in range(num_stages)
+        )
+
+    partition = balanced_stages(costs, num_stages * chunks)
+    stages = stages_of(partition)
+    if chunks == 1 and max(stage.memory for stage in stages) > device.memory:
+        smaller = _smaller_partition(costs, stages, schedule, microbatches, device.memory)
+        if smaller is not None:
+            partition, stages = smaller, stages_of(smaller)
+    ranges = ranges_of(partition)
+
+    # ZeRO, with the same sequences on all devices.
+    per_device = math.ceil(microbatches / num_stages)
+    alternative = estimate(
+        model.abstract(dtype),
+        tx,
+        zero,
+        microbatches=per_device,
+        batch=4.0 * per_device * batch * (length + 1),
+        state_format=state_format,
+        device=device,
+        gathered_once=model.gathered_once,
+    )
+
+    # The step.
+    forward = max(sum(cost.forward for cost in costs[i:j]) for i, j in ranges)
+    backward = max(sum(cost.backward for cost in costs[i:j]) for i, j in ranges)
+    lockstep = lockstep_seconds(schedule, num_stages, microbatches, forward, backward, chunks)
+    message = max(cost.output_bytes for cost in costs)
+    ticks = num_ticks(schedule, num_stages, microbatches, chunks)
+    transfers = ticks * links.permute_seconds(message)
+    synced = max(stage.synced for stage in stages)
+    held = max(stage.memory for stage in stages)
+    total = sum(cost.forward + cost.backward for cost in costs)
+    plan = PipelinePlan(
+        device=device,
+        num_replicas=num_replicas,
+        zero_stage=zero.stage,
+        microbatches=microbatches,
+        schedule=schedule,
+        chunks=chunks,
+        stages=stages,
+        bubble=bubble_share(schedule, num_stages, microbatches, chunks),
+        ideal=microbatches * total / num_stages,
+        lockstep=lockstep,
+        transfers=transfers,
+        pipeline=StepTime(
+            name="pipeline",
+            compute=lockstep + transfers,
+            wire=links.collective_seconds(synced, num_replicas),
+            memory=held,
+            fits=held <= device.memory,
+        ),
+        alternative=_fastest_zero(alternative, costs, links, per_device),
+        tokens=float(num_replicas * microbatches * batch * length),
+    )
+    return dataclasses.replace(plan, notes=tuple(_notes(plan, links, message, ticks, efficiency)))
+
+
+def ranges_of(partition: StagePartition) -> list[tuple[int, int]]:
+    """The first layer of each stage, and the one after its last."""
+    return list(zip(partition.boundaries, partition.boundaries[1:], strict=False))
+
+
+def _smaller_partition(
+    costs: list[LayerCost],
+    stages: tuple[PipelineStage, ...],
+    schedule: str,
+    microbatches: int,
+    memory: float,
+) -> StagePartition | None:
+    """The fastest partition that fits, where the fastest of all does not; None where none does."""
+    factors = [
+        (stage.params + stage.grads + stage.state) / params
+        for stage in stages
+        if (params := sum(cost.param_bytes for i, j in stage.layers for cost in costs[i:j]))
+    ]
+    try:
+        return balanced_stages(
+            costs,
+            len(stages),
+            schedule=schedule if schedule != "interleaved" else "aligned",
+            microbatches=microbatches,
+            memory=max(memory - stages[0].batch, 1.0),
+            param_factor=max(factors),
+        )
+    except ValueError:  # none fits: the plan shows by how much the fastest exceeds the memory
+        return None
+
+
+def _fastest_zero(plan: Plan, costs: list[LayerCost], links: Links, microbatches: int) -> StepTime:
+    """The fastest stage of ZeRO that fits, with compute hiding the wire; else the smallest one."""
+    assert plan.device is not None
+    activations = sum(cost.activation_bytes for cost in costs)
+    activations += max(cost.working_bytes for cost in costs)
+    compute = microbatches * sum(cost.forward + cost.backward for cost in costs)
+    steps = []
+    for stage in plan.stages:
+        if stage.network and links.groups > 1:  # a hybrid: within its groups, and between them
+            wire = max((stage.wire - stage.network) / links.link, stage.network / links.network)
+        else:
+            wire = links.collective_seconds(stage.wire, links.devices)
+        memory = stage.peak + activations
+        steps.append(StepTime(stage.name, compute, wire, memory, memory <= plan.device.memory))
+    fitting = [step for step in steps if step.fits]
+    if not fitting:
+        return min(steps, key=lambda step: step.memory)
+    return min(fitting, key=lambda step: (step.overlapped, step.exposed, step.memory))
+
+
+def _verdict(plan: PipelinePlan, links: Links) -> str:
+    """Whether to pipeline, with figures."""
+    pipe, zero, name = plan.pipeline, plan.alternative, plan.device.name
+    memory = size(plan.device.memory)
+    if not pipe.fits and not zero.fits:
+        return (
+            f"Neither fits a {name} with {memory}: the pipeline needs {size(pipe.memory)} on its "
+            f"fullest device, {zero.name} {size(zero.memory)}."
+        )
+    if not zero.fits:
+        return (
+            f"Pipeline: no stage of ZeRO alone fits a {name} with {memory}; {zero.name} needs "
+            f"least, {size(zero.memory)}, the fullest device of the pipeline {size(pipe.memory)}."
+        )
+    if not pipe.fits:
+        return (
+            f"Do not pipeline: its fullest device needs {size(pipe.memory)} of {memory}; "
+            f"{zero.name} needs {size(zero.memory)}."
+        )
+    where = f"On {links.devices} devices"
+    if links.groups > 1:
+        where += f" in {links.groups} groups of fast links"
+    else:
+        where += " that share fast links"
+    lost = plan.lockstep - plan.ideal + plan.transfers
+    behind = f"bubble, unequal stages and transfers cost the pipeline {seconds(lost)}"
+    if zero.exposed <= pipe.overlapped:
+        return (
+            f"Do not pipeline. {where} a step takes {seconds(zero.exposed)} at {zero.name} even if "
+            f"none of its wire time of {seconds(zero.wire)} is hidden, and "
+            f"{seconds(pipe.overlapped)} in the pipeline: {behind}."
+        )
+    if zero.overlapped <= pipe.overlapped:
+        return (
+            f"Do not pipeline if compute hides the wire. {where} a step then takes "
+            f"{seconds(zero.overlapped)} at {zero.name} and {seconds(pipe.overlapped)} in the "
+            f"pipeline: {behind}. If none of the wire time is hidden, they take "
+            f"{seconds(zero.exposed)} and {seconds(pipe.exposed)}: measure both."
+        )
+    return (
+        f"Pipeline. {where} a step takes {seconds(pipe.overlapped)}, and "
+        f"{seconds(zero.overlapped)} at {zero.name}, whose wire time of {seconds(zero.wire)} its "
+        f"compute of {seconds(zero.compute)} cannot hide; the pipeline's is {seconds(pipe.wire)}."
+    )
+
+
+def _notes(
+    plan: PipelinePlan, links: Links, message: float, ticks: int, efficiency: float
+) -> list[str]:
+    """The verdict, and what the figures assume."""
+    notes = [_verdict(plan, links)]
+    over = [number for number, stage in enumerate(plan.stages) if stage.memory > plan.device.memory]
+    if over:
+        worst = max(plan.stages[number].memory for number in over) - plan.device.memory
+        notes.append(
+            f"warning: stages {', '.join(map(str, over))} do not fit, by up to {size(worst)}."
+        )
+    stages = len(plan.stages)
+    if plan.microbatches % stages:
+        notes.append(
+            f"{plan.microbatches} micro-batches are no multiple of {stages} stages: with ZeRO each "
+            f"device has {math.ceil(plan.microbatches / stages)}, and some of them are empty."
+        )
+    needed = max(stage.permuted for stage in plan.stages)
+    notes.append(
+        f"Bytes to stages are those that the schedule needs, at most {size(needed)}; a program "
+        f"that permutes in both directions in each of its {ticks} ticks sends "
+        f"{size(2 * ticks * message)}."
+    )
+    notes.append(
+        f"Times assume {efficiency:.0%} of the peak of a {plan.device.name}, and its peak links; "
+        f"every tick waits for its transfer. Activations are those that the code of the model "
+        "stores: its attention materializes scores."
+    )
+    if links.groups > 1 and not plan.device.network:
+        notes.append(
+            f"The network of a {plan.device.name} is not known: the figure of its link is taken."
+        )
+    return notes

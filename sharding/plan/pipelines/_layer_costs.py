@@ -1,0 +1,155 @@
+"""What one layer costs a pipeline: the input of every planner of stages."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sharding.plan._devices import DeviceKind
+from sharding.plan._models import Decoder
+from sharding.plan._saved_names import flops_again, saved_elements
+from sharding.plan._tiles import num_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCost:
+    """One layer, for one micro-batch on the device that the seconds were measured on.
+
+    Attributes:
+      forward: seconds of the forward pass.
+      backward: seconds of the backward pass, with recomputation where the layer recomputes.
+      param_bytes: of its parameters.
+      activation_bytes: of what the forward pass stores for the backward pass.
+      output_bytes: of what the next layer receives; as many bytes of gradients come back.
+      working_bytes: of temporaries of the backward pass beside ``activation_bytes``.
+    """
+
+    forward: float
+    backward: float
+    param_bytes: float = 0.0
+    activation_bytes: float = 0.0
+    output_bytes: float = 0.0
+    working_bytes: float = 0.0
+
+
+def check_layers(layers: Sequence[LayerCost], num_stages: int = 1) -> None:
+    """Raises unless each stage gets a layer, and every cost is a number of at least 0."""
+    if not layers:
+        raise ValueError("layers are empty; a pipeline needs at least one layer.")
+    for i, layer in enumerate(layers):
+        for name, value in dataclasses.asdict(layer).items():
+            if not 0 <= value < math.inf:
+                raise ValueError(f"layer {i}: {name} must be finite and at least 0, got {value}.")
+    if num_stages < 1:
+        raise ValueError(f"num_stages must be at least 1, got {num_stages}.")
+    if num_stages > len(layers):
+        raise ValueError(
+            f"{num_stages} stages were requested of {len(layers)} layers; each stage needs a "
+            f"layer, so that at most {len(layers)} stages are possible."
+        )
+
+
+def layer_costs(
+    model: Decoder,
+    device: DeviceKind,
+    *,
+    batch: int = 1,
+    length: int | None = None,
+    dtype: Any = jnp.bfloat16,
+    recompute: bool | str = True,
+    efficiency: float = 0.5,
+) -> list[LayerCost]:
+    """The layers of one of ``MODELS`` on a device: the embedding, the decoder layers, the head.
+
+    The forward pass of a layer takes FLOPs / (peak x efficiency) seconds, with two operations for
+    each element of a matrix and token and attention in full; the backward pass takes twice that,
+    and with ``recompute`` the forward pass again. Lookups in the embedding take no time.
+
+    Activations are those that the vector-Jacobian product of the layer's code stores, without its
+    parameters; attention of these models materializes its scores. With ``recompute`` a layer stores
+    its input alone, or what a preset of MaxText saves beside it, and the others are temporaries of
+    its backward pass.
+
+    Args:
+      model: one of ``MODELS``.
+      device: its peak figures.
+      batch: sequences in a micro-batch.
+      length: tokens of a sequence; as the model has it where it is None.
+      dtype: of parameters and activations.
+      recompute: whether each layer stores its input only; or the name of a preset, such as
+        ``"minimal"``: then it stores more, and computes less again.
+      efficiency: the share of the peak that is reached, in (0, 1].
+
+    Returns:
+      ``model.layers + 2`` costs. A tied embedding counts as parameters of the head, too.
+
+    Raises:
+      ValueError: the efficiency is out of range.
+
+    >>> from sharding.plan import MODELS, kind_of
+    >>> costs = layer_costs(MODELS["llama2-7b"], kind_of("v5p:2x2x1"))
+    >>> len(costs), round(1e3 * costs[1].forward, 1), round(costs[1].param_bytes / 2**20)
+    (34, 3.9, 386)
+    """
+    if not 0 < efficiency <= 1:
+        raise ValueError(f"efficiency must be in (0, 1], got {efficiency}.")
+    length = length or model.length
+    tokens = batch * length
+    itemsize = jnp.dtype(dtype).itemsize
+    stream = float(tokens * model.width * itemsize)  # bytes of the residual stream
+
+    # Parameters and operations.
+    params = dataclasses.replace(model, scan=False, layers=1).abstract(dtype)
+    (layer,) = params["layers"]
+    embedding = float(num_bytes([params["embed"], params.get("positions", ())]))
+    unembedding = float(num_bytes(params["embed" if model.tied else "unembed"]))
+    head = num_bytes(params["norm"]) + unembedding
+    per_second = device.flops * efficiency
+    head_seconds = 2.0 * tokens * model.width * model.vocabulary / per_second
+    rest = dataclasses.replace(model, layers=0).flops(tokens, length)
+    one = dataclasses.replace(model, layers=1).flops(tokens, length)
+    layer_seconds = (one - rest) / 3 / per_second  # a step is three forward passes
+
+    # Activations.
+    x = jax.ShapeDtypeStruct((batch, length, model.width), jnp.dtype(dtype))
+    full = _residual_bytes(model, layer, x)
+    logits = 4.0 * tokens * model.vocabulary  # float32, for the backward pass of the loss
+    gradient = float(itemsize * tokens * model.vocabulary)  # of the logits
+
+    # Recomputation: what a layer stores beside its input, and the share of the forward pass that
+    # runs again.
+    kept, again = (0.0 if recompute else full - stream), float(recompute is True)
+    if isinstance(recompute, str):
+        kept = float(tokens * itemsize * saved_elements(model, recompute))
+        again = tokens * flops_again(model, recompute, length) / (one - rest) * 3
+    return [
+        LayerCost(0.0, 0.0, embedding, 4.0 * tokens, stream),
+        *[
+            LayerCost(
+                forward=layer_seconds,
+                backward=(2 + again) * layer_seconds,
+                param_bytes=float(num_bytes(layer)),
+                activation_bytes=stream + kept,
+                output_bytes=stream,
+                working_bytes=full - kept if recompute else 0.0,
+            )
+        ]
+        * model.layers,
+        LayerCost(
+            forward=head_seconds,
+            backward=(3 if recompute else 2) * head_seconds,
+            param_bytes=head,
+            activation_bytes=stream if recompute else stream + logits,
+            working_bytes=gradient + (logits if recompute else 0.0),
+        ),
+    ]
+
+
+def _residual_bytes(model: Decoder, layer: Any, x: jax.ShapeDtypeStruct) -> float:
+    """What the vector-Jacobian product of a layer stores beside its matrices."""
+    stored = jax.eval_shape(lambda p, x: jax.vjp(model.apply_layer, p, x)[1], layer, x)
+    matrices = [x.shape for x in jax.tree.leaves(layer) if len(x.shape) > 1]
+    return float(num_bytes([x for x in jax.tree.leaves(stored) if x.shape not in matrices]))

@@ -1,0 +1,105 @@
+"""A plan of one training step: how devices share the model, the batch and the state."""
+
+import dataclasses
+
+from sharding.plan._models import Decoder
+from sharding.plan._saved_names import PARTLY
+from sharding.plan.pipelines._pipeline_schedules import check_schedule
+
+RECOMPUTE = ("none", "selective", *PARTLY, "full")
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelPlan:
+    """How a step is shared among ``tensor * data * pipe`` devices.
+
+    Attributes:
+      data: devices that have the same layers and other sequences.
+      tensor: devices that share each layer, as in Megatron-LM.
+      pipe: stages of a pipeline.
+      microbatch: sequences of one device in a micro-batch.
+      microbatches: of one pipeline in a step.
+      stage: of ZeRO, 0 to 3, over ``data / replicas`` devices.
+      replicas: of hybrid sharding.
+      sequence_parallel: whether norms and residuals are shared among ``tensor`` devices.
+      schedule: of the pipeline: ``"gpipe"``, ``"1f1b"``, ``"aligned"`` or ``"interleaved"``.
+      chunks: of layers on each device of a pipeline.
+      recompute: what the backward pass computes again: ``"none"``; ``"selective"``, scores and
+        their product with values; ``"full"``, each layer; or what a preset of MaxText such as
+        ``"save_qkv_proj"`` or ``"minimal"`` does not save.
+      offload: whether optimizer state is in host memory.
+      param_bytes: of a parameter as it is gathered.
+      grad_bytes: of a gradient as it is reduced.
+      state_bytes: of optimizer state and master weights, for one parameter.
+      state_format: of the optimizer state, one of ``optax_ext.STATE_FORMATS``; None leaves it as it
+        is. Formats are lossy.
+    """
+
+    data: int = 1
+    tensor: int = 1
+    pipe: int = 1
+    microbatch: int = 1
+    microbatches: int = 1
+    stage: int = 0
+    replicas: int = 1
+    sequence_parallel: bool = False
+    schedule: str = "aligned"
+    chunks: int = 1
+    recompute: str = "full"
+    offload: bool = False
+    param_bytes: float = 2.0
+    grad_bytes: float = 2.0
+    state_bytes: float = 12.0
+    state_format: str | None = None
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices."""
+        return self.data * self.tensor * self.pipe
+
+    @property
+    def shards(self) -> int:
+        """Devices over which ZeRO shards."""
+        return self.data // self.replicas
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of all devices in a step."""
+        return self.data * self.microbatch * self.microbatches
+
+    @property
+    def gathers_layers(self) -> bool:
+        """Whether each layer gathers its parameters where it is used: ZeRO's stage 3."""
+        return self.stage == 3 and self.pipe == 1 and self.shards > 1
+
+    @property
+    def checkpoints_layers(self) -> bool:
+        """Whether layers need ``jax.checkpoint``; those that gather their parameters have it."""
+        return self.recompute not in ("none", "selective") and not self.gathers_layers
+
+    def check(self, model: Decoder) -> None:
+        """Raises unless the model can be shared so.
+
+        Raises:
+          ValueError: a size is below 1, a name unknown, or something cannot be shared equally.
+        """
+        for name in ("data", "tensor", "pipe", "microbatch", "microbatches", "replicas", "chunks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage must be 0, 1, 2 or 3, got {self.stage!r}.")
+        if self.recompute not in RECOMPUTE:
+            known = ", ".join(map(repr, RECOMPUTE))
+            raise ValueError(f"recompute must be one of {known}, got {self.recompute!r}.")
+        if self.data % self.replicas:
+            raise ValueError(
+                f"{self.replicas} replicas do not divide {self.data} data-parallel devices."
+            )
+        if model.heads % self.tensor:
+            raise ValueError(f"{self.tensor} devices cannot share {model.heads} heads equally.")
+        if self.pipe * self.chunks > model.layers:
+            raise ValueError(
+                f"{self.pipe} stages of {self.chunks} chunks need as many layers; the model has "
+                f"{model.layers}."
+            )
+        check_schedule(self.schedule, self.pipe, self.microbatches, self.chunks)

@@ -1,0 +1,422 @@
+"""The time of one training step of a decoder under a plan, in closed form."""
+
+import dataclasses
+import math
+
+from sharding.plan._models import Decoder
+from sharding.plan._saved_names import saved_parts
+from sharding.plan.pipelines._pipeline_schedules import lockstep_seconds, num_ticks
+from sharding.plan.timing._achieved import achieved
+from sharding.plan.timing._collective_time import Group, Operation, collective_seconds
+from sharding.plan.timing._layer_time import (
+    COMPILED,
+    Implementation,
+    KernelSeconds,
+    LayerWork,
+    Roofline,
+    head_work,
+    layer_work,
+)
+from sharding.plan.timing._mesh_groups import Machine
+from sharding.plan.timing._parallel_plan import ParallelPlan
+from sharding.plan.timing._step_seconds import StepSeconds
+
+_ITEM = 2  # bytes of an activation
+# The share of a PCIe link that copies reach, 55 of 63 GB/s: Bekman, Machine Learning Engineering.
+_HOST_LINK = 0.88
+
+
+@dataclasses.dataclass(frozen=True)
+class _Groups:
+    """The devices of each kind of parallelism; ``replicas`` are further apart than ``shards``."""
+
+    tensor: Group
+    shards: Group
+    replicas: Group
+    data: Group
+    pipe: Group
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wire:
+    """Seconds of collectives on a machine."""
+
+    machine: Machine
+    ideal: bool
+
+    def __call__(self, operation: Operation, nbytes: float, group: Group) -> float:
+        return collective_seconds(operation, nbytes, group, self.machine.device, ideal=self.ideal)
+
+
+def step_seconds(
+    model: Decoder,
+    plan: ParallelPlan,
+    machine: Machine,
+    *,
+    length: int | None = None,
+    implementation: Implementation = COMPILED,
+    ideal: bool = False,
+) -> StepSeconds:
+    """What a step takes; nothing is compiled, nothing is measured.
+
+    Layers are shared so that the slowest chunk, which may have the head, is as fast as possible; if
+    the implementation is not in lockstep, equally. Devices that share a layer are nearest to each
+    other, then those of ZeRO, its replicas, and the stages of a pipeline.
+
+    - Tensor parallelism: two all-reduces of the residual stream in a forward pass of a layer, two
+      in a backward pass; with sequence parallelism a reduce-scatter and an all-gather each, and two
+      gathers of inputs more in the backward pass. Messages between stages are sent in shards.
+    - Recomputation repeats the forward pass with its collectives, but for products that are saved;
+      or attention alone.
+    - A pipeline takes ``lockstep_seconds``, and a transfer in each tick.
+    - ZeRO with k micro-batches and S bytes on n devices sends 2 S at stages 0 and 1, (k + 1) S at
+      stage 2, 3 k S at stage 3, times (n - 1) / n; once in a step in a pipeline. Replicas reduce
+      their shards. Stage 3 gathers layer by layer.
+    - The update reads parameters, gradients and state and writes parameters and state.
+
+    Args:
+      model: its dims.
+      plan: how it is shared.
+      machine: the devices.
+      length: tokens of a sequence; None: the model's.
+      implementation: how the program computes a layer.
+      ideal: whether everything reaches its peak without latency: for lower bounds.
+
+    Raises:
+      ValueError: the plan does not fit the model or the number of devices.
+
+    Example:
+      >>> from sharding.plan import MODELS, kind_of
+      >>> plan = ParallelPlan(data=8, stage=3, microbatch=4, recompute="none")
+      >>> found = step_seconds(MODELS["llama2-7b"], plan, Machine(kind_of("h100"), 8))
+      >>> f"{found.full_overlap:.2f} {found.seconds:.2f} {found.no_overlap:.2f}"
+      '0.67 0.69 0.78'
+    """
+    plan.check(model)
+    length = length or model.length
+    groups = _groups(plan, machine)
+    wire = _Wire(machine, ideal)
+    layer, head_forward, head_backward = _works(model, plan, machine, length, implementation, ideal)
+    again = _recomputed(layer, plan, implementation)
+    sent, sent_back = _tensor_seconds(model, plan, length, groups.tensor, wire)
+
+    # Layers by chunk: the last chunk has the head, too.
+    launch = 0.0 if ideal else implementation.launch
+    most, last = layers_of_chunks(
+        model.layers,
+        plan.pipe * plan.chunks,
+        (layer.forward + layer.backward + again).seconds + sent + sent_back,
+        (head_forward + head_backward).seconds,
+        even=not implementation.lockstep,
+    )
+    forward, backward, last_forward, last_backward = (
+        _launched(work * number, launch)
+        for number in (most, last)
+        for work in (layer.forward, layer.backward + again)
+    )
+    last_forward += _launched(head_forward, launch)
+    last_backward += _launched(head_backward, launch)
+    wired, wired_last = (sent + sent_back) * most, (sent + sent_back) * last
+    regular = (forward + backward).seconds + wired
+    longest = (last_forward + last_backward).seconds + wired_last
+
+    # The slowest device: of chunks that are all as long as the slowest one, or of its own.
+    count, chunks = plan.microbatches, plan.chunks
+    first, second = forward.seconds + sent * most, backward.seconds + sent_back * most
+    work, wires = (forward + backward) * chunks, wired * chunks
+    if longest > regular:
+        times = chunks if implementation.lockstep else 1
+        work = (forward + backward) * (chunks - times) + (last_forward + last_backward) * times
+        wires = wired * (chunks - times) + wired_last * times
+        if implementation.lockstep:
+            first = last_forward.seconds + sent * last
+            second = last_backward.seconds + sent_back * last
+    bubble = transfers = 0.0
+    if plan.pipe > 1:
+        bubble = lockstep_seconds(plan.schedule, plan.pipe, count, first, second, chunks)
+        bubble -= count * chunks * (first + second)
+        message = _ITEM * plan.microbatch * length * model.width / plan.tensor
+        ticks = num_ticks(plan.schedule, plan.pipe, count, chunks)
+        transfers = ticks * wire("permute", message, groups.pipe)
+
+    # ZeRO, the update, and host memory.
+    # Of the first stage; a bound takes what the fullest stage has at least, however layers are
+    # shared.
+    held = model.layers / plan.pipe if ideal else most * chunks
+    params = _stage_params(model, held, plan, tables=not ideal or plan.pipe == 1)
+    return _with_state(
+        plan,
+        machine,
+        work * count,
+        *(held, params, groups, wire),
+        tensor=count * wires,
+        bubble=bubble,
+        transfers=transfers,
+    )
+
+
+def traced_seconds(
+    plan: ParallelPlan,
+    machine: Machine,
+    *,
+    flops: float,
+    moved: float,
+    params: float,
+    gathers: float,
+    ideal: bool = False,
+) -> StepSeconds:
+    """What a step without pipeline and tensor parallelism takes whose work is known.
+
+    Args:
+      plan: how the step is shared.
+      machine: the devices.
+      flops: operations of matrix products in a micro-batch, forward and backward.
+      moved: bytes that everything else reads and writes in it.
+      params: their number.
+      gathers: in how many parts stage 3 gathers them.
+      ideal: as for ``step_seconds``: what moves bytes takes nothing.
+
+    Example:
+      >>> from sharding.plan import kind_of
+      >>> plan = ParallelPlan(data=8, stage=1, microbatches=2)
+      >>> machine = Machine(kind_of("h100"), 8)
+      >>> found = traced_seconds(plan, machine, flops=1e14, moved=1e11, params=1e9, gathers=24)
+      >>> f"{found.matmul:.3f} {found.elementwise:.3f} {found.data:.3f}"
+      '0.297 0.066 0.010'
+    """
+    unit = Roofline(machine.device, COMPILED, ideal=ideal)
+    work = KernelSeconds(flops / unit.flops, moved / unit.bandwidth)
+    groups, wire = _groups(plan, machine), _Wire(machine, ideal)
+    return _with_state(plan, machine, work * plan.microbatches, gathers, params, groups, wire)
+
+
+def _with_state(
+    plan: ParallelPlan,
+    machine: Machine,
+    work: KernelSeconds,
+    held: float,
+    params: float,
+    groups: _Groups,
+    wire: _Wire,
+    **waits: float,
+) -> StepSeconds:
+    """A step of some work, with ZeRO over the layers that a device holds, and the update.
+
+    Args:
+      plan: how the step is shared.
+      machine: the devices.
+      work: of all micro-batches.
+      held: layers of the device.
+      params: of the device.
+      groups: of devices.
+      wire: seconds of collectives.
+      **waits: for other devices: the attributes of ``StepSeconds``.
+    """
+    data, hideable = _data_seconds(plan, held, params, groups, wire)
+    shards = plan.shards if plan.stage > 0 else 1
+    touched = 2 * (plan.param_bytes + plan.state_bytes) + plan.grad_bytes
+    reached = 1.0 if wire.ideal else achieved(machine.device).memory
+    return StepSeconds(
+        matmul=work.matmul,
+        elementwise=work.elementwise,
+        overhead=work.overhead,
+        **{"tensor": 0.0, "bubble": 0.0, "transfers": 0.0} | waits,
+        data=data,
+        update=params * touched / shards / (machine.device.bandwidth * reached),
+        host=_host_seconds(plan, params / shards, machine, wire.ideal),
+        hideable=hideable * work.seconds,
+        interference=not machine.torus,
+    )
+
+
+def _groups(plan: ParallelPlan, machine: Machine) -> _Groups:
+    tensor, shards, replicas, pipe = machine.groups(
+        (plan.tensor, plan.shards, plan.replicas, plan.pipe)
+    )
+    data = machine.groups((plan.tensor, plan.data, plan.pipe))[1]
+    return _Groups(tensor, shards, replicas, data, pipe)
+
+
+def chunk_layers(
+    model: Decoder,
+    plan: ParallelPlan,
+    machine: Machine,
+    *,
+    length: int | None = None,
+    implementation: Implementation = COMPILED,
+) -> tuple[int, ...]:
+    """Layers of each chunk of a pipeline, from the first to the last; arguments as above.
+
+    >>> from sharding.plan import MODELS, kind_of
+    >>> machine = Machine(kind_of("h100"), 8)
+    >>> chunk_layers(MODELS["llama3-8b"], ParallelPlan(pipe=8, microbatches=8), machine)
+    (4, 4, 4, 4, 4, 4, 5, 3)
+    """
+    length = length or model.length
+    layer, forward, backward = _works(model, plan, machine, length, implementation, False)
+    group = _groups(plan, machine).tensor
+    sent = sum(_tensor_seconds(model, plan, length, group, _Wire(machine, False)))
+    number = plan.pipe * plan.chunks
+    most, last = layers_of_chunks(
+        model.layers,
+        number,
+        (layer.forward + layer.backward + _recomputed(layer, plan, implementation)).seconds + sent,
+        (forward + backward).seconds,
+        even=not implementation.lockstep,
+    )
+    if number == 1:
+        return (last,)
+    # Early stages have more micro-batches in flight, and the fewer layers.
+    fewer, more = divmod(model.layers - last, number - 1)
+    assert fewer + (more > 0) <= most
+    return (*[fewer] * (number - 1 - more), *[fewer + 1] * more, last)
+
+
+def _works(
+    model: Decoder,
+    plan: ParallelPlan,
+    machine: Machine,
+    length: int,
+    implementation: Implementation,
+    ideal: bool,
+) -> tuple[LayerWork, KernelSeconds, KernelSeconds]:
+    """A layer, and the head forward and backward."""
+    layer = layer_work(
+        model,
+        machine.device,
+        microbatch=plan.microbatch,
+        length=length,
+        tensor=plan.tensor,
+        sequence_parallel=plan.sequence_parallel,
+        implementation=implementation,
+        ideal=ideal,
+    )
+    head = head_work(
+        model,
+        machine.device,
+        microbatch=plan.microbatch,
+        length=length,
+        tensor=plan.tensor,
+        implementation=implementation,
+        ideal=ideal,
+    )
+    return layer, *head
+
+
+def layers_of_chunks(
+    layers: int, chunks: int, layer: float, head: float, *, even: bool = False
+) -> tuple[int, int]:
+    """Layers of every chunk but the last one, at most, and of the last one, which has the head.
+
+    Args:
+      layers: of the model.
+      chunks: of all devices.
+      layer: seconds of a layer.
+      head: seconds of the head.
+      even: whether chunks have equal numbers as far as possible; else the slowest chunk is as fast
+        as possible.
+
+    >>> layers_of_chunks(80, 8, layer=1.0, head=3.0), layers_of_chunks(80, 8, 1.0, 3.0, even=True)
+    ((11, 8), (10, 10))
+    """
+    if chunks == 1:
+        return layers, layers
+    if even:
+        most = math.ceil(layers / chunks)
+        return most, max(0, layers - (chunks - 1) * most)
+    found = [
+        (math.ceil((layers - last) / (chunks - 1)), last)
+        for last in range(1, layers - (chunks - 1) + 1)  # every chunk has a layer
+    ]
+    return min(found, key=lambda it: (max(it[0] * layer, it[1] * layer + head), -it[1]))
+
+
+def _recomputed(
+    layer: LayerWork, plan: ParallelPlan, implementation: Implementation
+) -> KernelSeconds:
+    """What a layer computes again in its backward pass.
+
+    All of its forward pass but the products that are saved; the last one, too, where the next layer
+    has its input from elsewhere: a stage of a pipeline stores that of its first layer alone.
+    """
+    if plan.recompute == "none":
+        return KernelSeconds()
+    if plan.recompute == "selective":
+        return layer.attention
+    again = layer.forward
+    for part in saved_parts(plan.recompute):
+        again -= layer.products[part]
+    return again - layer.products["down"] if implementation.lockstep and plan.pipe == 1 else again
+
+
+def _launched(work: KernelSeconds, launch: float) -> KernelSeconds:
+    """Kernels that the host issues no faster than it can."""
+    waiting = max(0.0, work.kernels * launch - work.seconds)
+    return dataclasses.replace(work, overhead=work.overhead + waiting)
+
+
+def _tensor_seconds(
+    model: Decoder, plan: ParallelPlan, length: int, group: Group, wire: _Wire
+) -> tuple[float, float]:
+    """Collectives of one layer among the devices that share it: forward, and backward."""
+    if plan.tensor == 1:
+        return 0.0, 0.0
+    stream = float(_ITEM * plan.microbatch * length * model.width)
+    if plan.sequence_parallel:
+        gather = wire("all-gather", stream, group)
+        forward = 2 * (wire("reduce-scatter", stream, group) + gather)
+        backward = forward + 2 * gather
+    else:
+        forward = backward = 2 * wire("all-reduce", stream, group)
+    again = plan.recompute not in ("none", "selective")
+    return forward, backward + (forward if again else 0.0)
+
+
+def _stage_params(model: Decoder, layers: float, plan: ParallelPlan, *, tables: bool) -> float:
+    """Parameters of a device with some layers, and with the embedding and the head if it has both.
+
+    Of a pipeline, the first stage has the embedding.
+    """
+    keys = model.width // model.heads * model.kv_heads
+    layer = model.width * (2 * model.width + 2 * keys + (3 if model.gated else 2) * model.hidden)
+    number = 0 if not tables else 1 if plan.pipe > 1 or model.tied else 2
+    return (layers * layer + number * model.vocabulary * model.width) / plan.tensor
+
+
+def _data_seconds(
+    plan: ParallelPlan, layers: float, params: float, groups: _Groups, wire: _Wire
+) -> tuple[float, float]:
+    """Collectives of data parallelism, and the share of computing that can run beside them.
+
+    Gradients of the last micro-batch are reduced beside its backward pass, two thirds of a
+    micro-batch; stages 2 and 3 reduce in every one; stage 3 gathers in every pass.
+    """
+    if plan.data == 1:
+        return 0.0, 0.0
+    held, reduced = params * plan.param_bytes, params * plan.grad_bytes
+    times = plan.microbatches if plan.pipe == 1 else 1
+    last = 2 / 3 / plan.microbatches
+    if plan.stage == 0:
+        return wire("all-reduce", reduced, groups.data), last
+    replicas = wire("all-reduce", reduced / plan.shards, groups.replicas)
+    scatter = wire("reduce-scatter", reduced, groups.shards)
+    if plan.stage == 3:
+        # A layer at a time, for the forward pass and for the backward pass.
+        gather = layers * wire("all-gather", held / layers, groups.shards)
+        scatter = layers * wire("reduce-scatter", reduced / layers, groups.shards)
+        return times * (2 * gather + scatter) + replicas, 1.0 if plan.pipe == 1 else last
+    gather = wire("all-gather", held, groups.shards)
+    if plan.stage == 2 and plan.pipe == 1:
+        return times * scatter + gather + replicas, 2 / 3
+    return scatter + gather + replicas, last
+
+
+def _host_seconds(plan: ParallelPlan, params: float, machine: Machine, ideal: bool) -> float:
+    """Optimizer state from host memory, and back at the same time."""
+    if not plan.offload:
+        return 0.0
+    if machine.device.host_link is None:
+        raise ValueError(
+            f"the host link of a {machine.device.name} is not known; offload needs it."
+        )
+    return params * plan.state_bytes / (machine.device.host_link * (1.0 if ideal else _HOST_LINK))

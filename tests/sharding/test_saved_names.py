@@ -1,0 +1,76 @@
+"""What layers store and compute again, beside what their traced code does."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from sharding.plan import kind_of, layer_costs
+from sharding.plan._models import Decoder
+from sharding.plan._saved_names import (
+    PARTLY,
+    PRESETS,
+    flops_again,
+    part_elements,
+    saved_elements,
+    saved_parts,
+)
+from sharding.plan.fastest._plan_space import SEARCHED
+from sharding.remat._modes import TracedBlock
+
+LENGTH = 48
+LLAMA = Decoder(2, 64, 4, 2, 96, 128, LENGTH)
+GPT2 = Decoder(2, 64, 4, 4, 256, 128, LENGTH, gated=False, tied=True, biased=True)
+MODELS = pytest.mark.parametrize("model", [LLAMA, GPT2], ids=["llama", "gpt2"])
+
+
+def traced(model, batch=3):
+    (layer,) = dataclasses.replace(model, layers=1, scan=False).abstract(jnp.bfloat16)["layers"]
+    x = jax.ShapeDtypeStruct((batch, LENGTH, model.width), jnp.bfloat16)
+    return TracedBlock.of(model.apply_layer, layer, x, jax.devices()[0])
+
+
+@MODELS
+@pytest.mark.parametrize("name", [*PARTLY, "full"])
+def test_it_is_what_jax_stores_and_computes_again(model, name):
+    block, tokens = traced(model), 3 * LENGTH
+    plain = sum(block.work(None)[1:], block.work(None)[0])
+    again = block.recompute(PRESETS[name][0], plain, None)
+    assert again.flops == tokens * flops_again(model, name, LENGTH)
+    # Biases of products that are saved are not read again.
+    biases = 2 * sum(x.size for x in jax.tree.leaves(block.params) if x.ndim == 1)
+    expected = 2 * tokens * saved_elements(model, name)
+    assert expected - biases * model.biased <= block.saved(PRESETS[name][0]) <= expected
+
+
+def test_no_preset_that_is_searched_is_better_in_everything():
+    """Each one stores more than the one before, and computes less again."""
+    stored = [saved_elements(LLAMA, name) for name in ("full", *PARTLY)]
+    again = [flops_again(LLAMA, name, LENGTH) for name in ("full", *PARTLY)]
+    assert stored == sorted(set(stored))
+    assert again == sorted(set(again), reverse=True)
+    assert ("none", *PARTLY, "full") == SEARCHED
+
+
+def test_the_parts_of_a_preset():
+    assert saved_parts("minimal_with_context") == tuple(part_elements(LLAMA))
+    assert saved_parts("full") == ()
+
+
+@MODELS
+def test_costs_lie_between_those_of_storing_all_and_nothing(model):
+    none, *partly, full = (
+        layer_costs(model, kind_of("h100"), batch=3, length=LENGTH, recompute=name)[1]
+        for name in (False, *reversed(PARTLY), True)
+    )
+    for name, cost in zip(reversed(PARTLY), partly, strict=True):
+        kept = 2 * 3 * LENGTH * saved_elements(model, name)
+        assert cost.activation_bytes == full.activation_bytes + kept
+        assert cost.activation_bytes + cost.working_bytes == pytest.approx(
+            full.activation_bytes + full.working_bytes
+        )
+    for name in ("backward", "working_bytes"):
+        values = [getattr(cost, name) for cost in (none, *partly, full)]
+        assert values == sorted(values)
+        assert len(set(values)) == len(values)

@@ -1,0 +1,205 @@
+"""A search for a model of one's own: traced figures beside closed forms and compiled programs."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+from sharding.plan import PlanFile, TracedModel, estimate, kind_of, search, verify
+from sharding.plan._models import Decoder
+from sharding.plan._saved_names import PARTLY
+from sharding.plan.fastest._plan_memory import PlanMemory, zero_of
+from sharding.plan.fastest._search import machine_of
+from sharding.plan.fastest._traced_model import TracedMemory
+from sharding.plan.timing._parallel_plan import ParallelPlan
+from sharding.plan.timing._step_time import COMPILED, step_seconds
+
+TX = optax.adamw(1e-3)
+DECODER = Decoder(4, 256, 4, 4, 1024, 512, 128)
+
+
+def traced_decoder(model=DECODER):
+    """A decoder as if it were somebody's own model."""
+    example = jax.ShapeDtypeStruct((model.length + 1,), jnp.int32)
+    return TracedModel(model.init, model.apply_layer, model.make_loss, example, model.length)
+
+
+def apply_layer(w, x, scale):
+    """Neither transformer, nor names, with a second argument."""
+    return x + scale * jnp.tanh(x @ w["in"]) @ w["out"]
+
+
+def make_loss(layer):
+    def loss_fn(params, batch):
+        x = batch["x"] @ params["embed"]
+        scale = batch["scale"][:, None]
+        x, _ = jax.lax.scan(lambda x, w: (layer(w, x, scale), None), x, params["layers"])
+        return jnp.mean((jnp.mean(x, axis=-1) - batch["y"]) ** 2)
+
+    return loss_fn
+
+
+def init(dtype):
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(0.1 * rng.normal(size=shape), dtype)  # noqa: E731
+    layers = {"in": draw(4, 64, 256), "out": draw(4, 256, 64)}
+    return {"embed": draw(32, 64), "layers": layers}
+
+
+EXAMPLE = {
+    "x": jax.ShapeDtypeStruct((32,), jnp.float32),
+    "y": jax.ShapeDtypeStruct((), jnp.float32),
+    "scale": jax.ShapeDtypeStruct((), jnp.float32),
+}
+OWN = TracedModel(init, apply_layer, make_loss, EXAMPLE)
+
+
+def memory_of(model, target="h100x8", dtype=jnp.bfloat16):
+    kind = TracedMemory if isinstance(model, TracedModel) else PlanMemory
+    return kind(
+        *(model, TX, machine_of(target)),
+        length=model.length,
+        dtype=dtype,
+        implementation=COMPILED,
+    )
+
+
+# --- Beside the closed forms of a decoder ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("recompute", ["none", *PARTLY, "full"])
+def test_operations_are_those_of_the_closed_form(recompute):
+    own, plan = traced_decoder(), ParallelPlan(microbatch=3, recompute=recompute)
+    found = memory_of(own).traced(3, recompute)
+    again = step_seconds(DECODER, plan, machine_of("h100x1"), ideal=True).matmul
+    assert found.flops / kind_of("h100").flops == pytest.approx(again, rel=1e-3)
+
+
+@pytest.mark.parametrize("recompute", [*PARTLY, "full"])
+def test_stored_bytes_are_those_of_the_closed_form(recompute):
+    """But for what lies outside of the layers."""
+    closed, own = memory_of(DECODER), memory_of(traced_decoder())
+    plans = [ParallelPlan(microbatch=size, recompute=recompute) for size in (2, 5)]
+    expected, found = (
+        memory.activations(plans[1]) - memory.activations(plans[0]) for memory in (closed, own)
+    )
+    assert found == pytest.approx(expected, rel=0.15)
+    layers = [own.traced(size, recompute).stored for size in (2, 5)]
+    assert layers[1] - layers[0] >= 3 * DECODER.layers * DECODER.length * 2 * DECODER.width
+
+
+def test_parameters_and_state_are_those_of_the_planner():
+    own = memory_of(OWN, dtype=jnp.float32)
+    plan = ParallelPlan(data=8, stage=2, microbatch=2048, recompute="none")
+    planned = estimate(
+        *(OWN.abstract(), TX, zero_of(8, 1, 2, False)),
+        device=kind_of("h100"),
+        gathered_once=OWN.gathered_once,
+        activations=own.activations(plan),
+        batch=own.batch(plan),
+    )
+    assert own.fullest(plan) == pytest.approx(planned.stage("stage 2").peak)
+    assert own.batch(plan) == 2048 * 4 * 34
+
+
+# --- The search -----------------------------------------------------------------------------------
+
+
+def test_the_plans_of_any_loss():
+    found = search(OWN, TX, "h100x8", sequences=64, dtype=jnp.float32, top=50)
+    plans = [each.plan for each in found.plans]
+    assert {plan.pipe for plan in plans} == {plan.tensor for plan in plans} == {1}
+    assert {plan.stage for plan in plans} == {0, 1, 2, 3}
+    # The layer has none of MaxText's names: presets are the same as computing it again.
+    assert {plan.recompute for plan in plans} <= {"none", "full"}
+    times = [each.seconds.seconds for each in found.plans]
+    assert times == sorted(times)
+    assert found.bound <= times[0]
+    assert found.best.utilization > 0
+    assert str(found)
+
+
+def test_a_name_of_a_layer_gives_more_plans():
+    def layer(w, x, scale):
+        return x + scale * jnp.tanh(checkpoint_name(x @ w["in"], "mlpwi")) @ w["out"]
+
+    named = dataclasses.replace(OWN, apply_layer=layer)
+    assert memory_of(named).forms(("none", *PARTLY, "full")) == ("none", "minimal", "full")
+    kept = search(named, TX, "h100x8", sequences=64, keep={"recompute": "minimal"})
+    assert kept.best.plan.recompute == "minimal"
+
+
+def test_less_memory_means_another_plan():
+    large, small = (
+        search(
+            *(traced_decoder(), TX, "h100x8"),
+            sequences=256,
+            device=dataclasses.replace(kind_of("h100"), memory=memory),
+        )
+        for memory in (80e9, 0.06e9)
+    )
+    assert small.best.memory <= small.memory < large.best.memory
+    assert small.best.seconds.seconds > large.best.seconds.seconds
+    with pytest.raises(ValueError, match=r"no plan fits h100x8: .* too much"):
+        search(
+            *(traced_decoder(), TX, "h100x8"),
+            sequences=256,
+            device=dataclasses.replace(kind_of("h100"), memory=1e6),
+        )
+
+
+def test_the_length_is_that_of_the_example():
+    with pytest.raises(ValueError, match="length is that of the example, 1, got 5"):
+        search(OWN, TX, "h100x8", sequences=8, length=5)
+
+
+# --- The step -------------------------------------------------------------------------------------
+
+PLANS = [
+    ParallelPlan(data=8, stage=1, microbatches=2, microbatch=4, recompute="none"),
+    ParallelPlan(data=8, stage=2, microbatch=8, recompute="full"),
+    ParallelPlan(data=8, stage=3, microbatches=2, microbatch=4),
+]
+
+
+def file_of(plan):
+    return PlanFile("own", "adamw", "cpu:8", 1, "float32", (), plan, {"memory": 1.0})
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_programs_send_and_compute_what_is_planned(plan):
+    found = verify(file_of(plan), OWN, TX, memory=2.0**40, device=kind_of("h100"))
+    assert not found.failures
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_the_code_trains(plan):
+    """Steps of the plan's code equal those of the loss on one device."""
+    names = {"model": OWN, "tx": TX}
+    exec("\n".join(file_of(plan).code()), names)
+    zero, step = names["zero"], names["step"]
+
+    def make_state():
+        params = init(jnp.float32)
+        return params, TX.init(params)
+
+    @jax.jit
+    def reference(state, batch):
+        grads = jax.grad(make_loss(apply_layer))(state[0], batch)
+        updates, opt_state = TX.update(grads, state[1], state[0])
+        return optax.apply_updates(state[0], updates), opt_state
+
+    rng = np.random.default_rng(1)
+    state, expected = zero.init(make_state, tx=TX), make_state()
+    for _ in range(3):
+        batch = jax.tree.map(
+            lambda x: rng.normal(size=(plan.sequences, *x.shape)).astype(np.float32), EXAMPLE
+        )
+        state, _ = step(state, zero.put(batch))
+        expected = reference(expected, batch)
+    for mine, theirs in zip(jax.tree.leaves(state[0]), jax.tree.leaves(expected[0]), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5)
