@@ -156,20 +156,23 @@ def _audit_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _search_options(parser: argparse.ArgumentParser) -> None:
-    _model_options(parser)
-    _machine_options(parser)
+    _model_options(parser, searched=True)
+    _machine_options(parser, searched=True)
     search_options(parser)
     _output_options(parser)
 
 
-def _model_options(parser: argparse.ArgumentParser) -> Any:
+def _model_options(parser: argparse.ArgumentParser, *, searched: bool = False) -> Any:
+    """Adds them; a search decides dtypes of computing and reducing by itself."""
     group = parser.add_argument_group("model and optimizer")
     add = group.add_argument
-    add(
-        "--model",
-        help="a number of parameters such as 7e9 (plan), MODULE:FUNCTION that returns abstract "
-        f"parameters (plan), or one of {', '.join(MODELS)}",
+    others = (
+        "MODULE:NAME of a sharding.plan.TracedModel or Decoder, or of a function that makes one"
+        if searched
+        else "a number of parameters such as 7e9 (plan), MODULE:FUNCTION that returns abstract "
+        "parameters (plan)"
     )
+    add("--model", help=f"{others}, or one of {', '.join(MODELS)}")
     add(
         "--optimizer",
         default="adamw",
@@ -177,12 +180,15 @@ def _model_options(parser: argparse.ArgumentParser) -> Any:
     )
     add("--master", action="store_true", help="float32 master weights beside the parameters")
     add("--dtype", help="of the parameters (default: bfloat16, for CPUs float32)")
+    if searched:
+        return group
     add("--compute-dtype", metavar="DTYPE", help="of the loss (default: that of the parameters)")
     add("--reduce-dtype", metavar="DTYPE", help="in which gradients are summed over devices")
     return group
 
 
-def _machine_options(parser: argparse.ArgumentParser) -> Any:
+def _machine_options(parser: argparse.ArgumentParser, *, searched: bool = False) -> Any:
+    """Adds them; a search decides about meshes by itself."""
     group = parser.add_argument_group("machine and sharding")
     add = group.add_argument
     add(
@@ -191,13 +197,14 @@ def _machine_options(parser: argparse.ArgumentParser) -> Any:
         help="v5e:16x16, v5p:4x4x4, v5e:4x4*2 (two slices), h100x8, h200x64, cpu:8 ...; --help "
         "without a command lists all kinds",
     )
-    add("--mesh", metavar="AXES", help="such as x=16,y=16 (default: axes that suit the links)")
-    add("--axis", metavar="AXES", help="what ZeRO shards over, such as x,y (default: all axes)")
-    add(
-        "--replica-axis",
-        metavar="AXES",
-        help="of the replicas of a hybrid (default: slice, host, or the first of several axes)",
-    )
+    if not searched:
+        add("--mesh", metavar="AXES", help="such as x=16,y=16 (default: axes that suit the links)")
+        add("--axis", metavar="AXES", help="what ZeRO shards over, such as x,y (default: all axes)")
+        add(
+            "--replica-axis",
+            metavar="AXES",
+            help="of the replicas of a hybrid (default: slice, host, or the first of several axes)",
+        )
     figures = parser.add_argument_group(
         "figures of a device: of an unknown one, or other than known"
     )

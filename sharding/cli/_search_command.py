@@ -12,6 +12,7 @@ import optax_ext
 from sharding.cli._options import (
     device_of,
     dtype_of,
+    load,
     optimizer_of,
     params_of_model,
     target_of,
@@ -26,6 +27,7 @@ from sharding.plan.fastest._chosen_plan import ChosenPlan
 from sharding.plan.fastest._plan_file import PlanFile
 from sharding.plan.fastest._plan_space import KEPT
 from sharding.plan.fastest._search import HEADROOM, SearchResult, search
+from sharding.plan.fastest._traced_model import TracedModel
 from sharding.plan.fastest._verify import Verification, verify
 
 
@@ -95,6 +97,7 @@ def run_search(options: argparse.Namespace) -> int:
         state_formats=(None, *options.state),
         headroom=options.headroom,
         top=max(options.top, options.verify),
+        frontier=bool(options.plot),
     )
     files = [_file(options, plan, length) for plan in found.plans]
     verified = _verified(options, found, files, model, tx, device)
@@ -117,17 +120,36 @@ def run_search(options: argparse.Namespace) -> int:
 
 def _model_and_optimizer(
     options: argparse.Namespace,
-) -> tuple[Decoder, optax.GradientTransformation]:
+) -> tuple[Decoder | TracedModel, optax.GradientTransformation]:
     if not options.model:
-        raise ValueError("--model is missing: the name of a model.")
-    _, model = params_of_model(options.model, dtype_of(options), options.length)
-    if model is None:
-        raise ValueError(
-            f"search needs a model whose layers are known, one of {', '.join(MODELS)}; --model "
-            f"{options.model} is not. Of a Decoder of your own call sharding.plan.search."
-        )
+        raise ValueError("--model is missing: the name of a model, or MODULE:NAME.")
     tx = optimizer_of(options.optimizer)
-    return model, optax_ext.master_weights(tx) if options.master else tx
+    return _model_of(options), optax_ext.master_weights(tx) if options.master else tx
+
+
+def _model_of(options: argparse.Namespace) -> Decoder | TracedModel:
+    """The model of a name, or one of a module's own."""
+    if ":" not in options.model:
+        _, model = params_of_model(options.model, dtype_of(options), options.length)
+        if model is None:
+            raise ValueError(
+                f"search needs a model whose layers are known, one of {', '.join(MODELS)}, or a "
+                f"TracedModel as MODULE:NAME; --model {options.model} is not."
+            )
+        return model
+    found = load(options.model, "--model")
+    if not isinstance(found, Decoder | TracedModel):
+        try:
+            found = found()
+        except TypeError as error:
+            raise ValueError(
+                f"--model {options.model} must make a model without arguments, but failed: {error}."
+            ) from error
+    if not isinstance(found, Decoder | TracedModel):
+        raise ValueError(
+            f"--model {options.model} made no sharding.plan.TracedModel or Decoder, but {found!r}."
+        )
+    return found
 
 
 def _sequences(text: str, length: int) -> int:
@@ -168,7 +190,7 @@ def _verified(
     options: argparse.Namespace,
     found: SearchResult,
     files: list[PlanFile],
-    model: Decoder,
+    model: Decoder | TracedModel,
     tx: optax.GradientTransformation,
     device: DeviceKind | None,
 ) -> dict[int, Verification]:

@@ -17,6 +17,7 @@ from sharding.plan._show import show as show
 from sharding.plan._stage_plan import StagePlan as StagePlan
 from sharding.plan.fastest._chosen_plan import ChosenPlan as ChosenPlan
 from sharding.plan.fastest._plan_file import PlanFile as PlanFile
+from sharding.plan.fastest._search import FrontierPlan as FrontierPlan
 from sharding.plan.fastest._search import RejectedPlan as RejectedPlan
 from sharding.plan.fastest._search import SearchResult as SearchResult
 from sharding.plan.fastest._search import search as search

@@ -66,11 +66,16 @@ def plot_audits(audits: Mapping[str, Audit]) -> Any:
 def plot_search(found: SearchResult) -> Any:
     """Memory against time of the plans of a search: those that fit, and faster ones that do not.
 
+    The frontier is a line, where the search has it: no plan lies below.
+
     Returns:
       A ``matplotlib.figure.Figure``.
     """
     figure, (axes,) = _figure([4])
     gib = 2**30
+    if found.frontier:
+        line = [(it.seconds, it.memory / gib) for it in found.frontier]
+        axes.plot(*zip(*line, strict=True), color="gray", drawstyle="steps-post", label="frontier")
     plans = [(it.seconds.seconds, it.memory / gib) for it in found.plans]
     rejected = [(it.seconds, it.memory / gib) for it in found.rejected]
     axes.scatter(*zip(*plans, strict=True), color=_COLORS["parameters"], label="fits")

@@ -181,6 +181,24 @@ def test_it_equals_exhaustive_search(target, gigabytes, sequences, keep):
         assert plan.memory == memory.fullest(plan.plan) <= found.memory
 
 
+def test_the_frontier_is_that_of_all_plans():
+    """No plan beats one of it in both, and it has one as good as any plan."""
+    found = search(SMALL, TX, "h100x8", sequences=16, frontier=True)
+    assert search(SMALL, TX, "h100x8", sequences=16).frontier == ()
+    machine, memory = machine_of("h100x8"), memory_of()
+    states = {None: memory.state_bytes_in(None)}
+    plans = [
+        (step_seconds(SMALL, plan, machine).seconds, memory.fullest(plan))
+        for plan in PlanSpace(SMALL, 8, 16, state_bytes=states).plans()
+    ]
+    line = [(it.seconds, it.memory) for it in found.frontier]
+    assert len(line) > 5
+    assert set(line) <= set(plans)
+    for seconds, nbytes in plans:
+        assert not any(seconds < s and nbytes < b for s, b in line)
+        assert any(s <= seconds and b <= nbytes for s, b in line)
+
+
 @pytest.mark.parametrize("target", ["h100x8", "v5e:2x4"])
 @pytest.mark.parametrize(("layers", "vocabulary"), [(8, 32000), (11, 256000)])
 def test_no_plan_goes_below_its_bound(target, layers, vocabulary):

@@ -45,6 +45,21 @@ class RejectedPlan:
 
 
 @dataclasses.dataclass(frozen=True)
+class FrontierPlan:
+    """A plan that no other one beats in both time and memory.
+
+    Attributes:
+      plan: how it shares the step.
+      seconds: of a step.
+      memory: bytes of the fullest device.
+    """
+
+    plan: ParallelPlan
+    seconds: float
+    memory: float
+
+
+@dataclasses.dataclass(frozen=True)
 class SearchResult:
     """The fastest plans; ``str()`` makes tables, ``to_dict()`` JSON.
 
@@ -56,6 +71,7 @@ class SearchResult:
       rejected: plans that would be faster than the last of these, and do not fit, fastest first.
       bound: seconds below which no plan of the space can go that fits.
       compared: the number of plans.
+      frontier: of all plans, whether they fit or not, fastest first; empty if it was not asked for.
     """
 
     target: str
@@ -65,6 +81,7 @@ class SearchResult:
     rejected: tuple[RejectedPlan, ...]
     bound: float
     compared: int
+    frontier: tuple[FrontierPlan, ...] = ()
 
     @property
     def best(self) -> ChosenPlan:
@@ -118,6 +135,7 @@ class SearchResult:
             "bound": self.bound,
             "gap": self.gap,
             "compared": self.compared,
+            "frontier": [dataclasses.asdict(it) for it in self.frontier],
         }
 
     def __str__(self) -> str:
@@ -148,6 +166,7 @@ def search(
     headroom: float = HEADROOM,
     implementation: Implementation = COMPILED,
     top: int = 5,
+    frontier: bool = False,
 ) -> SearchResult:
     """The fastest plans for a model on a machine.
 
@@ -174,6 +193,8 @@ def search(
       headroom: the share of a device's memory that is left to the allocator.
       implementation: how the program computes a layer.
       top: how many plans to return.
+      frontier: whether to find the plans of all budgets, too, for which the memory of every plan is
+        estimated: about a millisecond each.
 
     Returns:
       A ``SearchResult``; ``print`` it.
@@ -229,7 +250,8 @@ def search(
     chosen: list[int] = []
     rejected: list[RejectedPlan] = []
     numbers = range(len(plans))
-    for i in sorted(numbers, key=lambda i: (times[i].seconds, _simpler_first(plans[i]))):
+    fastest = sorted(numbers, key=lambda i: (times[i].seconds, _simpler_first(plans[i])))
+    for i in fastest:
         nbytes = held(plans[i])
         if nbytes > budget:
             if len(rejected) < top:
@@ -242,6 +264,11 @@ def search(
         raise ValueError(_nothing_fits(target, plans, held, budget, headroom))
     bounded = sorted(numbers, key=bounds.__getitem__)
     bound = next(bounds[i] for i in bounded if held(plans[i]) <= budget)
+
+    points: list[FrontierPlan] = []
+    for i in fastest if frontier else ():
+        if not points or held(plans[i]) < points[-1].memory:
+            points.append(FrontierPlan(plans[i], times[i].seconds, held(plans[i])))
 
     tokens = float(sequences * length)
     peak = model.flops(tokens, length) / machine.num_devices / machine.device.flops
@@ -264,6 +291,7 @@ def search(
         rejected=tuple(rejected),
         bound=bound,
         compared=len(plans),
+        frontier=tuple(points),
     )
 
 

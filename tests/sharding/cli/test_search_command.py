@@ -62,6 +62,50 @@ def test_a_file_of_the_best_plan_and_a_picture(tmp_path, capsys):
     assert picture.stat().st_size > 1000
 
 
+OWN = """
+import jax, jax.numpy as jnp
+from sharding.plan import TracedModel
+
+def apply_layer(w, x):
+    return x + jnp.tanh(x @ w)
+
+def make_loss(layer):
+    def loss_fn(params, x):
+        y, _ = jax.lax.scan(lambda y, w: (layer(w, y), None), x, params["layers"])
+        return jnp.mean((y @ params["out"]) ** 2)
+    return loss_fn
+
+def init(dtype):
+    return {"layers": jnp.zeros((8, 512, 512), dtype), "out": jnp.zeros((512, 8), dtype)}
+
+model = TracedModel(init, apply_layer, make_loss, jax.ShapeDtypeStruct((512,), jnp.bfloat16))
+make = lambda: model
+wrong = lambda: 3
+"""
+
+
+@pytest.mark.parametrize("name", ["model", "make"])
+def test_a_model_of_ones_own(name, tmp_path, monkeypatch, capsys):
+    """Searched, verified and written as those with a name."""
+    (tmp_path / f"own_{name}.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "plan.json"
+    options = ("--model", f"own_{name}:{name}", "--verify", "1", "--write", str(path), "--json")
+    assert main((*SEARCH, *options)) == 0
+    best = json.loads(capsys.readouterr().out)["plans"][0]
+    assert best["verified"]["failures"] == []
+    assert PlanFile.read(path).model == f"own_{name}:{name}"
+    assert main((*SEARCH, "--model", f"own_{name}:wrong")) == 2
+    assert "made no sharding.plan.TracedModel or Decoder, but 3" in capsys.readouterr().err
+
+
+def test_options_that_a_search_decides_are_not_taken(capsys):
+    for option in ("--mesh", "--replica-axis", "--compute-dtype"):
+        with pytest.raises(SystemExit):
+            main((*SEARCH, option, "x=8"))
+        assert "unrecognized arguments" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
