@@ -121,10 +121,12 @@ class Decoder:
         k, v = (part.reshape(*y.shape[:2], self.kv_heads, head) for part in (k, v))
         if not self.biased:
             q, k = _rotate(q), _rotate(k)
-        scores = jnp.einsum("btkgd,bskd->bkgts", q, k) * head**-0.5
-        causal = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
-        weights = jax.nn.softmax(jnp.where(causal, _wide(scores), -1e30)).astype(x.dtype)
-        y = jnp.einsum("bkgts,bskd->btkgd", weights, v).reshape(x.shape)
+        scores = jnp.einsum("btkgd,bskd->bktgs", q, k) * head**-0.5
+        # Scores in the order of the product, (batch, kv_heads, length, group, length), which spares
+        # a copy. The mask is added, for which the backward pass stores nothing.
+        later = jnp.triu(jnp.full((x.shape[1], x.shape[1]), -1e30, jnp.float32), k=1)
+        weights = jax.nn.softmax(_wide(scores) + later[:, None]).astype(x.dtype)
+        y = jnp.einsum("bktgs,bskd->btkgd", weights, v).reshape(x.shape)
         y = self._linear(params, "out", checkpoint_name(y, "context"))
         x = x + checkpoint_name(y, "out_proj")
         y = self._norm(params["mlp_norm"], x)
