@@ -17,7 +17,7 @@ from sharding.plan.fastest._search import search
 from sharding.plan.fastest._verify import Verification, planned_flops, verify
 from sharding.plan.timing._parallel_plan import ParallelPlan
 
-SMALL = Decoder(3, 64, 4, 4, 128, 96, 32)
+SMALL = Decoder(3, 64, 8, 8, 128, 96, 32)
 TX = optax.adamw(1e-3)
 PLANS = [
     ParallelPlan(data=8, stage=0, recompute="none"),
@@ -25,6 +25,10 @@ PLANS = [
     ParallelPlan(data=8, stage=2, microbatch=2, recompute="full"),
     ParallelPlan(data=8, stage=3, microbatches=2),
     ParallelPlan(data=8, stage=3, replicas=2),
+    ParallelPlan(data=4, tensor=2, stage=0, recompute="none"),
+    ParallelPlan(data=2, tensor=4, stage=2, microbatches=2, recompute="full"),
+    ParallelPlan(data=4, tensor=2, stage=3, replicas=2),
+    ParallelPlan(tensor=8),
     ParallelPlan(data=8, stage=1, state_format="8bit"),
 ]
 
@@ -71,14 +75,17 @@ def test_the_code_builds_the_step_that_is_verified(plan):
     file = file_of(plan)
     names = {"model": SMALL, "tx": TX}
     exec("\n".join(file.code()), names)
-    zero = names["zero"]
+    zero, specs = names["zero"], names.get("param_specs")
 
     def make_state():
         params = SMALL.init(jnp.float32)
         return params, names["tx"].init(params)
 
     tokens = jax.ShapeDtypeStruct((plan.sequences, SMALL.length + 1), jnp.int32)
-    mine = names["step"].lower(zero.abstract_state(make_state, tx=names["tx"]), tokens)
+    mine = names["step"].lower(
+        zero.abstract_state(make_state, tx=names["tx"], param_specs=specs), tokens
+    )
+    assert list(names["mesh"].shape.items()) == list(file.mesh_axes.items())
     theirs = lowered_step(file, names["mesh"], SMALL, names["tx"])
     assert mine.as_text() == theirs.as_text()
 
@@ -106,6 +113,14 @@ def test_the_code_of_a_pipeline(schedule):
 def test_no_pipeline_has_no_schedule():
     with pytest.raises(ValueError, match="the plan has no pipeline"):
         file_of(PLANS[0]).schedule()
+
+
+def test_devices_that_share_a_layer_are_nearest():
+    file = file_of(ParallelPlan(data=4, tensor=2, stage=3, replicas=2))
+    assert list(file.mesh_axes.items()) == [("replica", 2), ("data", 2), ("model", 2)]
+    mesh = targets.mesh("cpu:8", tuple(file.mesh_axes.values()), tuple(file.mesh_axes))
+    ids = [device.id for device in mesh.devices.reshape(-1, 2)[0]]
+    assert ids == [0, 1]
 
 
 # --- Programs -------------------------------------------------------------------------------------

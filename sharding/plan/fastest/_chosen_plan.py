@@ -78,15 +78,15 @@ class ChosenPlan:
         }
 
 
-PLAN_COLUMNS = ("ZeRO", "pipeline", "micro", "again")
+PLAN_COLUMNS = ("ZeRO", "tensor", "pipeline", "micro", "again")
 COLUMNS = (*PLAN_COLUMNS, "step", "MFU", "tokens/s", "memory", "most")
 
 
 def cells(plan: ParallelPlan) -> tuple[str, ...]:
-    """A plan in the cells of a table: stage and shards, pipeline, micro-batches, recomputation.
+    """A plan in the cells of a table, under ``PLAN_COLUMNS``.
 
-    >>> cells(ParallelPlan(data=64, stage=3, replicas=8, microbatches=2, offload=True))
-    ('3: 8 x 8, host', '-', '2 of 1', 'full')
+    >>> cells(ParallelPlan(data=64, tensor=4, stage=3, replicas=8, microbatches=2, offload=True))
+    ('3: 8 x 8, host', '4', '-', '2 of 1', 'full')
     """
     zero = f"{plan.stage}: {plan.shards}" if plan.data > 1 else "-"
     zero += f" x {plan.replicas}" if plan.replicas > 1 else ""
@@ -94,7 +94,8 @@ def cells(plan: ParallelPlan) -> tuple[str, ...]:
     zero += f", {plan.state_format} (lossy)" if plan.state_format else ""
     chunks = f" x {plan.chunks}" if plan.chunks > 1 else ""
     pipeline = f"{plan.pipe}{chunks} {plan.schedule}" if plan.pipe > 1 else "-"
-    return zero, pipeline, f"{plan.microbatches} of {plan.microbatch}", plan.recompute
+    tensor = str(plan.tensor) if plan.tensor > 1 else "-"
+    return zero, tensor, pipeline, f"{plan.microbatches} of {plan.microbatch}", plan.recompute
 
 
 def short(plan: ParallelPlan) -> str:

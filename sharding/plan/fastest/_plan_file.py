@@ -10,8 +10,9 @@ import optax
 
 from sharding._zero import Zero
 from sharding.pipeline import Schedule, gpipe, interleaved, one_f_one_b
+from sharding.plan._models import Decoder
 from sharding.plan.fastest._chosen_plan import ChosenPlan
-from sharding.plan.fastest._plan_memory import zero_of
+from sharding.plan.fastest._plan_memory import TENSOR_AXIS, zero_of
 from sharding.plan.timing._parallel_plan import ParallelPlan
 
 _VERSION = 1
@@ -71,16 +72,26 @@ class PlanFile:
 
     @property
     def mesh_axes(self) -> dict[str, int]:
-        """The sizes of the mesh's axes; stages of a pipeline are furthest apart."""
+        """The sizes of the mesh's axes; stages of a pipeline are furthest apart.
+
+        Devices that share each layer are nearest to each other.
+        """
         plan = self.plan
         axes = {"pipe": plan.pipe} if plan.pipe > 1 else {}
         axes |= {"replica": plan.replicas} if plan.replicas > 1 else {}
-        return axes | {"data": plan.shards}
+        axes |= {"data": plan.shards}
+        return axes | ({TENSOR_AXIS: plan.tensor} if plan.tensor > 1 else {})
 
     def zero(self, mesh: Any) -> Zero:
         """The ``Zero`` of the plan, on a mesh with ``mesh_axes``."""
-        found = zero_of(self.plan.shards, self.plan.replicas, self.plan.stage, self.plan.offload)
+        plan = self.plan
+        found = zero_of(plan.shards, plan.replicas, plan.stage, plan.offload, plan.tensor)
         return dataclasses.replace(found, mesh=mesh)
+
+    def param_specs(self, model: Decoder) -> Any:
+        """How devices share the parameters of each layer; None where they do not."""
+        tensor = self.plan.tensor
+        return model.specs(TENSOR_AXIS, tensor) if tensor > 1 else None
 
     def schedule(self) -> Schedule:
         """The schedule of its pipeline.
@@ -102,7 +113,8 @@ class PlanFile:
         """The lines that build the step of the plan.
 
         ``model`` and ``tx`` are the model and the transformation; a pipeline takes its three parts,
-        ``embed``, ``block`` and ``head``.
+        ``embed``, ``block`` and ``head``. Where devices share layers, ``zero.init`` takes
+        ``param_specs``.
 
         >>> plan = ParallelPlan(data=8, stage=2, microbatches=4, recompute="full")
         >>> file = PlanFile("llama2-7b", "adamw", "h100x8", 2048, "bfloat16", (32,), plan, {})
@@ -125,6 +137,9 @@ class PlanFile:
             f"mesh = jax.make_mesh({tuple(axes.values())}, {tuple(axes)}, auto)",
             f"zero = shd.Zero(mesh, {', '.join(fields)})",
         ]
+        if plan.tensor > 1:
+            specs = f"model.specs({TENSOR_AXIS!r}, {plan.tensor})"
+            lines.append(f"param_specs = {specs}  # for zero.init(..., param_specs=param_specs)")
         if plan.state_format:
             form = f"optax_ext.STATE_FORMATS[{plan.state_format!r}]"
             lines.append(f"tx = optax_ext.low_precision_state(tx, {form})")
@@ -154,7 +169,7 @@ class PlanFile:
 
 
 def lowered_step(
-    file: PlanFile, mesh: Any, model: Any, tx: optax.GradientTransformation
+    file: PlanFile, mesh: Any, model: Decoder, tx: optax.GradientTransformation
 ) -> jax.stages.Lowered:
     """The step of a plan without a pipeline, lowered for a mesh.
 
@@ -178,4 +193,5 @@ def lowered_step(
 
     step = zero.train_step(model.make_loss(layer), tx=tx, microbatches=plan.microbatches)
     tokens = jax.ShapeDtypeStruct((plan.sequences, file.length + 1), jax.numpy.int32)
-    return step.lower(zero.abstract_state(make_state, tx=tx), tokens)
+    state = zero.abstract_state(make_state, tx=tx, param_specs=file.param_specs(model))
+    return step.lower(state, tokens)

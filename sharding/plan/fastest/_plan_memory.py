@@ -22,6 +22,7 @@ from sharding.plan.timing._parallel_plan import ParallelPlan
 from sharding.plan.timing._step_time import chunk_layers
 
 _TOKEN = 4  # bytes
+TENSOR_AXIS = "model"  # of the devices that share each layer
 
 
 def gathered_bytes(params: Any, layers: Any, num_layers: int) -> float:
@@ -42,9 +43,9 @@ class PlanMemory:
     """Memory of plans of one model; what plans share is computed once.
 
     Bytes of parameters, gradients, state and batch are those of ``estimate``, of ``pipeline_stage``
-    where there is a pipeline; activations are those that the code of the model stores. They are
-    freed before the update, as unreduced gradients are; at stages 1 and 2 it gathers the new
-    parameters beside the old ones.
+    where there is a pipeline; activations are those that the code of the model stores on one of the
+    devices that share a layer. They are freed before the update, as unreduced gradients are; at
+    stages 1 and 2 it gathers the new parameters beside the old ones.
 
     Args:
       model: the model.
@@ -78,7 +79,7 @@ class PlanMemory:
 
     def state_bytes_in(self, state_format: str | None) -> float:
         """Bytes of optimizer state, in a format, and master weights for one parameter."""
-        plan = self._plan(1, 1, False, state_format, False)
+        plan = self._plan(1, 1, 1, False, state_format, False)
         stage = plan.stage("stage 0")
         return (stage.opt_state + stage.master) / plan.num_params
 
@@ -86,13 +87,15 @@ class PlanMemory:
         """Bytes of the fullest device."""
         if plan.pipe > 1:
             return max(self.by_stage(plan))
-        several = plan.microbatches > 1
-        found = self._plan(plan.shards, plan.replicas, several, plan.state_format, plan.offload)
-        costs = self._costs(plan.microbatch, plan.recompute != "none")
+        found = self._plan(
+            *(plan.shards, plan.replicas, plan.tensor, plan.microbatches > 1),
+            *(plan.state_format, plan.offload),
+        )
+        costs = self._costs(plan.microbatch, plan.recompute != "none", plan.tensor)
         activations = sum(cost.activation_bytes for cost in costs)
         activations += max(cost.working_bytes for cost in costs)
         if plan.gathers_layers:
-            params = self.model.abstract(self.dtype)
+            params = self.model.abstract(self.dtype, plan.tensor)
             activations += gathered_bytes(params, params["layers"], self.model.layers)
         name = f"{plan.stage} hybrid" if plan.replicas > 1 else f"stage {plan.stage}"
         held = found.stage(name)
@@ -103,8 +106,9 @@ class PlanMemory:
 
     def by_stage(self, plan: ParallelPlan) -> list[float]:
         """Bytes of a device of each stage of a pipeline."""
+        assert plan.tensor == 1, "plans of the space have either"
         estimates = self._stages(plan.data, plan.stage, plan.state_format, plan.offload)
-        costs = self._costs(plan.microbatch, plan.recompute != "none")
+        costs = self._costs(plan.microbatch, plan.recompute != "none", 1)
         ranges = self.ranges(plan)
         stages = (
             pipeline_stage(
@@ -146,7 +150,7 @@ class PlanMemory:
     def _batch(self, plan: ParallelPlan) -> float:
         return float(_TOKEN * plan.microbatches * plan.microbatch * (self.length + 1))
 
-    def _layer_costs(self, microbatch: int, recompute: bool) -> Sequence[LayerCost]:
+    def _layer_costs(self, microbatch: int, recompute: bool, tensor: int) -> Sequence[LayerCost]:
         return layer_costs(
             self.model,
             self.machine.device,
@@ -154,14 +158,22 @@ class PlanMemory:
             length=self.length,
             dtype=self.dtype,
             recompute=recompute,
+            tensor=tensor,
         )
 
     def _estimate(
-        self, shards: int, replicas: int, several: bool, state_format: str | None, offload: bool
+        self,
+        shards: int,
+        replicas: int,
+        tensor: int,
+        several: bool,
+        state_format: str | None,
+        offload: bool,
     ) -> Plan:
-        zero = zero_of(shards, replicas, 3, offload)
+        zero = zero_of(shards, replicas, 3, offload, tensor)
         return estimate(
             *(self.model.abstract(self.dtype), self.tx, zero),
+            param_specs=self.model.specs(TENSOR_AXIS, tensor) if tensor > 1 else None,
             microbatches=2 if several else 1,
             state_format=state_format,
             device=self.machine.device,
@@ -185,9 +197,13 @@ def _updated(plan: ParallelPlan, params: float) -> float:
     return params if plan.stage in (1, 2) and plan.shards > 1 else 0.0
 
 
-def zero_of(shards: int, replicas: int, stage: int, offload: bool) -> Zero:
-    """The ``Zero`` of a plan, on an abstract mesh with an axis of shards, and one of replicas."""
-    sizes = {"replica": replicas, "data": shards} if replicas > 1 else {"data": shards}
+def zero_of(shards: int, replicas: int, stage: int, offload: bool, tensor: int = 1) -> Zero:
+    """The ``Zero`` of a plan, on an abstract mesh.
+
+    Its axes are those of replicas, of shards, and of devices that share each layer, if there are.
+    """
+    sizes = {"replica": replicas} if replicas > 1 else {}
+    sizes |= {"data": shards} | ({TENSOR_AXIS: tensor} if tensor > 1 else {})
     return Zero(
         jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes)),
         stage=stage,

@@ -14,6 +14,7 @@ from sharding.plan._plan import estimate
 from sharding.plan.fastest._plan_file import PlanFile, lowered_step
 from sharding.plan.program._audit import audit
 from sharding.plan.timing._parallel_plan import ParallelPlan
+from sharding.plan.timing._tensor_sums import tensor_wire
 
 # By how much bytes sent and operations may differ from those planned.
 WIRE, FLOPS = 0.02, 0.01
@@ -89,18 +90,21 @@ def verify(
     if plan.state_format:
         tx = low_precision_state(tx, STATE_FORMATS[plan.state_format])
     model = dataclasses.replace(model, length=file.length)
+    itemsize = jnp.dtype(file.dtype).itemsize
     axes = file.mesh_axes
     mesh = targets.mesh(file.target, tuple(axes.values()), tuple(axes))
     found = audit(lowered_step(file, mesh, model, tx), mesh=mesh, device=device or file.target)
     planned = estimate(
         *(model.abstract(jnp.dtype(file.dtype)), tx, file.zero(mesh)),
+        param_specs=file.param_specs(model),
         microbatches=plan.microbatches,
         gathered_once=model.gathered_once,
     )
     return Verification(
         planned_memory=file.promised["memory"],
         memory=found.memory,
-        planned_wire=planned.stage(planned.requested).wire,
+        planned_wire=planned.stage(planned.requested).wire
+        + tensor_wire(model, plan, length=file.length, itemsize=itemsize),
         wire=found.wire_bytes,
         planned_flops=planned_flops(model, plan),
         flops=found.matmul_flops,
@@ -120,9 +124,10 @@ def planned_flops(model: Decoder, plan: ParallelPlan) -> float:
     1.26
     """
     tokens = float(plan.microbatch * plan.microbatches * model.length)
-    step = model.flops(tokens, model.length)
+    head = dataclasses.replace(model, layers=0).flops(tokens, model.length)
+    layers = (model.flops(tokens, model.length) - head) / plan.tensor
+    step = layers + head / model.shards_of_tokens(plan.tensor)
     if plan.recompute == "none":
         return step
-    layers = step - dataclasses.replace(model, layers=0).flops(tokens, model.length)
-    down = 2.0 * tokens * model.layers * model.width * model.hidden
+    down = 2.0 * tokens * model.layers * model.width * model.hidden / plan.tensor
     return step + layers / 3 - down

@@ -60,6 +60,7 @@ def layer_costs(
     dtype: Any = jnp.bfloat16,
     recompute: bool = True,
     efficiency: float = 0.5,
+    tensor: int = 1,
 ) -> list[LayerCost]:
     """The layers of one of ``MODELS`` on a device: the embedding, the decoder layers, the head.
 
@@ -69,7 +70,8 @@ def layer_costs(
 
     Activations are those that the vector-Jacobian product of the layer's code stores, without its
     parameters; attention of these models materializes its scores. With ``recompute`` a layer stores
-    its input alone, and the others are temporaries of its backward pass.
+    its input alone, and the others are temporaries of its backward pass. Devices that share a layer
+    (``Decoder.specs``) each have its input; heads, scores, hidden values and logits are divided.
 
     Args:
       model: one of ``MODELS``.
@@ -79,12 +81,13 @@ def layer_costs(
       dtype: of parameters and activations.
       recompute: whether each layer stores its input only.
       efficiency: the share of the peak that is reached, in (0, 1].
+      tensor: devices that share each layer; costs are those of one of them.
 
     Returns:
       ``model.layers + 2`` costs. A tied embedding counts as parameters of the head, too.
 
     Raises:
-      ValueError: the efficiency is out of range.
+      ValueError: the efficiency is out of range, or so many devices cannot share the model.
 
     >>> from sharding.plan import MODELS, kind_of
     >>> costs = layer_costs(MODELS["llama2-7b"], kind_of("v5p:2x2x1"))
@@ -99,22 +102,23 @@ def layer_costs(
     stream = float(tokens * model.width * itemsize)  # bytes of the residual stream
 
     # Parameters and operations.
-    params = dataclasses.replace(model, scan=False, layers=1).abstract(dtype)
+    params = dataclasses.replace(model, scan=False, layers=1).abstract(dtype, tensor)
     (layer,) = params["layers"]
     embedding = float(num_bytes([params["embed"], params.get("positions", ())]))
     unembedding = float(num_bytes(params["embed" if model.tied else "unembed"]))
     head = num_bytes(params["norm"]) + unembedding
     per_second = device.flops * efficiency
-    head_seconds = 2.0 * tokens * model.width * model.vocabulary / per_second
+    vocabulary = model.vocabulary // model.shards_of_tokens(tensor)
+    head_seconds = 2.0 * tokens * model.width * vocabulary / per_second
     rest = dataclasses.replace(model, layers=0).flops(tokens, length)
     one = dataclasses.replace(model, layers=1).flops(tokens, length)
-    layer_seconds = (one - rest) / 3 / per_second  # a step is three forward passes
+    layer_seconds = (one - rest) / 3 / tensor / per_second  # a step is three forward passes
 
     # Activations.
     x = jax.ShapeDtypeStruct((batch, length, model.width), jnp.dtype(dtype))
     full = _residual_bytes(model, layer, x)
-    logits = 4.0 * tokens * model.vocabulary  # float32, for the backward pass of the loss
-    gradient = float(itemsize * tokens * model.vocabulary)  # of the logits
+    logits = 4.0 * tokens * vocabulary  # float32, for the backward pass of the loss
+    gradient = float(itemsize * tokens * vocabulary)  # of the logits
     return [
         LayerCost(0.0, 0.0, embedding, 4.0 * tokens, stream),
         *[
