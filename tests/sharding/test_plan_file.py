@@ -126,7 +126,7 @@ def test_devices_that_share_a_layer_are_nearest():
 # --- Programs -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("plan", PLANS[:5], ids=str)
+@pytest.mark.parametrize("plan", PLANS[:9], ids=str)
 def test_programs_send_and_compute_what_is_planned(plan):
     """Bytes within 2 %, operations within 1 %; the estimates of activations are not these."""
     found = verify(file_of(plan), SMALL, TX, memory=2.0**40, device=kind_of("h100"))
@@ -156,23 +156,40 @@ def test_the_summary_of_one_device():
     assert not found.failures
 
 
-@pytest.mark.parametrize("target", ["h100x8"])
-def test_a_plan_on_a_target(target):
-    """Activations are small beside the update, which gathers the parameters: 3 % of memory."""
+def skip_without_compiler(target):
     try:
         targets.topology(target)
     except ValueError as error:
         if "installed" in str(error) or "not found" in str(error):
             pytest.skip(str(error))
         raise
+
+
+@pytest.mark.parametrize("plan", PLANS[5:9:2], ids=str)
+def test_gpus_add_gradients_before_they_sum_them(plan):
+    """Gradients of one input by several matrices: as many sums as in Megatron-LM."""
+    skip_without_compiler("h100x8")
+    file = dataclasses.replace(file_of(plan), target="h100x8", dtype="bfloat16")
+    found = verify(file, SMALL, TX, memory=2.0**40)
+    assert not found.failures
+    assert found.wire == pytest.approx(found.planned_wire, rel=1e-3)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_plan_on_a_target(tensor):
+    """Activations are small beside the update, which gathers the parameters: 3 % of memory.
+
+    Where devices share layers, they are a larger part of it.
+    """
+    target = "h100x8"
+    skip_without_compiler(target)
     model = dataclasses.replace(shd.plan.MODELS["llama2-7b"], length=512)
-    found = search(
-        *(model, TX, target), sequences=8, keep={"pipe": 1, "stage": 2, "recompute": "full"}
-    )
+    keep = {"pipe": 1, "stage": 2, "recompute": "full", "tensor": tensor}
+    found = search(model, TX, target, sequences=8, keep=keep)
     file = PlanFile.of(
         found.best, model="", optimizer="", target=target, length=512, dtype="bfloat16"
     )
     verified = verify(file, model, TX, memory=found.memory)
     assert not verified.failures
     assert verified.wire == pytest.approx(verified.planned_wire, rel=0.02)
-    assert verified.memory == pytest.approx(verified.planned_memory, rel=0.03)
+    assert verified.memory == pytest.approx(verified.planned_memory, rel=0.03 * tensor)

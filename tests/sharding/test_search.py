@@ -11,7 +11,7 @@ from sharding.plan import MODELS, estimate, estimate_pipeline, kind_of, layer_co
 from sharding.plan._models import Decoder
 from sharding.plan.fastest._plan_memory import PlanMemory, gathered_bytes, zero_of
 from sharding.plan.fastest._plan_space import PlanSpace
-from sharding.plan.fastest._search import machine_of
+from sharding.plan.fastest._search import _simpler_first, machine_of
 from sharding.plan.timing._parallel_plan import ParallelPlan
 from sharding.plan.timing._step_time import COMPILED, chunk_layers, step_seconds
 
@@ -249,6 +249,17 @@ def test_it_is_deterministic():
     first, second = (search(SMALL, TX, "h100x8", sequences=16) for _ in range(2))
     assert first == second
     assert str(first) == str(second)
+
+
+def test_of_equal_plans_the_simpler_one_is_first():
+    plans = [
+        ParallelPlan(data=8, stage=3),
+        ParallelPlan(data=8, stage=3, replicas=2),
+        ParallelPlan(data=4, tensor=2, stage=3),
+        ParallelPlan(data=2, tensor=4, stage=3),
+        ParallelPlan(data=4, pipe=2, microbatches=2),
+    ]
+    assert sorted([*plans[2:], *plans[:2]], key=_simpler_first) == plans
 
 
 def test_rejected_plans_are_faster_and_say_by_how_much_they_fail():

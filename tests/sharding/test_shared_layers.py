@@ -8,16 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import sharding as shd
 from sharding.plan import MODELS, kind_of, layer_costs
 from sharding.plan._models import Decoder
-from sharding.plan.fastest._plan_file import PlanFile, lowered_step
-from sharding.plan.fastest._plan_memory import zero_of
-from sharding.plan.program._wire import axes_of_groups, collectives
-from sharding.plan.timing._parallel_plan import ParallelPlan
-from sharding.plan.timing._tensor_sums import tensor_wire
 
 from . import model as models
 
@@ -133,4 +127,32 @@ def test_shared_layers_are_exact(name, stage):
     assert state[0]["embed"].addressable_shards[0].data.shape[0] == held["embed"].shape[0]
 
 
-# --- Programs -------------------------------------------------------------------------------------
+# --- Memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt"])
+def test_activations_are_of_the_shared_heads_and_hidden_values(name):
+    """Bytes of n devices are a + b / n: the stream is not divided, all of the scores are."""
+    model = dataclasses.replace(MODEL_OF[name], kv_heads=4)
+    options = {"batch": 2, "dtype": jnp.float32, "recompute": False}
+    every = [layer_costs(model, kind_of("h100"), tensor=n, **options) for n in (1, 2, 4)]
+    one, two, four = (costs[1].activation_bytes for costs in every)
+    divided = 2 * (one - two)
+    assert divided == 4 * (two - four)
+    tokens = 2 * model.length
+    scores, hidden = tokens * model.length * model.heads, tokens * model.hidden
+    # Softmax and its result; queries, keys, values and context; the MLP before its nonlinearity.
+    assert divided >= 4 * (scores + 4 * tokens * model.width + hidden)
+    stream = 4 * tokens * model.width
+    assert one - divided >= 3 * stream  # the inputs of both norms, and of one matrix at least
+    for costs, n in zip(every, (1, 2, 4), strict=True):
+        assert costs[-1].activation_bytes == stream + 4 * tokens * model.vocabulary / n
+        table = 4 * model.vocabulary * model.width
+        assert costs[-1].param_bytes == every[0][-1].param_bytes - table * (1 - 1 / n)
+        assert costs[1].forward == every[0][1].forward / n
+
+
+def test_recomputed_layers_store_the_full_stream():
+    for n in (1, 2):
+        cost = layer_costs(LLAMA, kind_of("h100"), tensor=n, dtype=jnp.float32)[1]
+        assert cost.activation_bytes == 4 * LLAMA.length * LLAMA.width

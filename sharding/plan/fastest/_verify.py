@@ -90,7 +90,6 @@ def verify(
     if plan.state_format:
         tx = low_precision_state(tx, STATE_FORMATS[plan.state_format])
     model = dataclasses.replace(model, length=file.length)
-    itemsize = jnp.dtype(file.dtype).itemsize
     axes = file.mesh_axes
     mesh = targets.mesh(file.target, tuple(axes.values()), tuple(axes))
     found = audit(lowered_step(file, mesh, model, tx), mesh=mesh, device=device or file.target)
@@ -100,11 +99,16 @@ def verify(
         microbatches=plan.microbatches,
         gathered_once=model.gathered_once,
     )
+    shared = tensor_wire(
+        *(model, plan),
+        length=file.length,
+        itemsize=jnp.dtype(file.dtype).itemsize,
+        adds_first=targets.parse(file.target).kind != "cpu",
+    )
     return Verification(
         planned_memory=file.promised["memory"],
         memory=found.memory,
-        planned_wire=planned.stage(planned.requested).wire
-        + tensor_wire(model, plan, length=file.length, itemsize=itemsize),
+        planned_wire=planned.stage(planned.requested).wire + shared,
         wire=found.wire_bytes,
         planned_flops=planned_flops(model, plan),
         flops=found.matmul_flops,

@@ -27,7 +27,9 @@ class TensorSums:
     scalars: int
 
 
-def tensor_sums(model: Decoder, plan: ParallelPlan, *, compiled: bool = True) -> TensorSums:
+def tensor_sums(
+    model: Decoder, plan: ParallelPlan, *, compiled: bool = True, adds_first: bool = True
+) -> TensorSums:
     """How often devices that share each layer sum the residual stream.
 
     Forward: after ``out`` and after ``down``. Backward: the gradients of the input of attention and
@@ -39,6 +41,9 @@ def tensor_sums(model: Decoder, plan: ParallelPlan, *, compiled: bool = True) ->
       model: its dims.
       plan: how it is shared.
       compiled: whether a step is one compiled program.
+      adds_first: whether the gradients of one input, by queries, keys and values and by both
+        matrices of a gated MLP, are added before they are summed over devices. XLA does so on GPUs
+        and TPUs, not on CPUs.
 
     >>> from sharding.plan import MODELS
     >>> tensor_sums(MODELS["llama2-7b"], ParallelPlan(tensor=8, recompute="full"))
@@ -48,10 +53,13 @@ def tensor_sums(model: Decoder, plan: ParallelPlan, *, compiled: bool = True) ->
         return TensorSums(0, 0, 0, 0, 0)
     again = 0 if plan.recompute != "full" else 1 if compiled else 2
     tables = int(model.shards_of_tokens(plan.tensor) > 1)
-    return TensorSums(2, 2 + again, tables, tables, 3 * tables)
+    inputs = 2 if adds_first else 3 + (2 if model.gated else 1)
+    return TensorSums(2, inputs + again, tables, tables, 3 * tables)
 
 
-def tensor_wire(model: Decoder, plan: ParallelPlan, *, length: int, itemsize: int) -> float:
+def tensor_wire(
+    model: Decoder, plan: ParallelPlan, *, length: int, itemsize: int, adds_first: bool = True
+) -> float:
     """Bytes that one device of a compiled program sends for these sums in a step.
 
     In the ring convention: 2 (n - 1) / n of each array among n devices.
@@ -61,8 +69,9 @@ def tensor_wire(model: Decoder, plan: ParallelPlan, *, length: int, itemsize: in
       plan: how it is shared, without a pipeline and without sequence parallelism.
       length: tokens of a sequence.
       itemsize: bytes of an element of the residual stream.
+      adds_first: as above.
     """
-    sums = tensor_sums(model, plan)
+    sums = tensor_sums(model, plan, adds_first=adds_first)
     number = model.layers * (sums.forward + sums.backward) + sums.lookup + sums.head
     tokens = plan.microbatches * plan.microbatch * length
     nbytes = tokens * (number * model.width * itemsize + sums.scalars * SCALAR)
