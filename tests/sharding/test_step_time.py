@@ -19,7 +19,7 @@ from sharding.plan.timing._collective_time import NodeGroup, TorusGroup
 from sharding.plan.timing._layer_time import Implementation, layer_work
 from sharding.plan.timing._mesh_groups import Machine
 from sharding.plan.timing._parallel_plan import ParallelPlan
-from sharding.plan.timing._step_time import layers_of_chunks, step_seconds
+from sharding.plan.timing._step_time import chunk_layers, layers_of_chunks, step_seconds
 from sharding.plan.timing._tensor_sums import tensor_wire
 
 A100, H100, V5E = (kind_of(name) for name in ("a100-80", "h100", "v5e"))
@@ -31,7 +31,7 @@ GROUPED = dataclasses.replace(MODELS["llama3-8b"], layers=8)
 
 
 def test_the_eight_steps_of_korthikanti_et_al():
-    """3.0 % on average, 5.8 % at most; Calculon's own validation: 3.65 and 8.87 %."""
+    """3.0 % on average, 5.6 % at most; Calculon's own validation: 3.65 and 8.87 %."""
     found = np.abs(errors(published.korthikanti()))
     assert found.mean() < 0.031
     assert found.max() < 0.06
@@ -205,7 +205,7 @@ def test_tensor_parallelism_sends_the_stream_four_times_a_layer(
 
 
 def test_tables_that_are_not_shared():
-    """Each device multiplies with the full output matrix."""
+    """Each device multiplies with the full output matrix, and updates it."""
     device = dataclasses.replace(A100, bandwidth=1e30)
     model = dataclasses.replace(SMALL, layers=1, vocabulary=32001)
     plan = ParallelPlan(tensor=4, recompute="none")
@@ -213,6 +213,25 @@ def test_tables_that_are_not_shared():
     assert found.matmul * device.flops == pytest.approx(planned_flops(model, plan))
     head = 6 * model.length * model.width * model.vocabulary
     assert planned_flops(model, plan) - head < model.flops(model.length, model.length) / 4
+    matrices = [
+        x for x in jax.tree.leaves(model.abstract(shards=4)) if x.ndim > 1 and x.size > 4096
+    ]
+    touched = 2 * (plan.param_bytes + plan.state_bytes) + plan.grad_bytes
+    assert found.update * device.bandwidth == pytest.approx(sum(x.size for x in matrices) * touched)
+
+
+def test_the_sum_of_the_head_is_on_the_last_stage():
+    """Over slow links: six layers of five sums, and one sum more."""
+    device = dataclasses.replace(A100, link=1e8)
+    plan = ParallelPlan(pipe=2, tensor=4, microbatches=4)
+    stream = 2 * SMALL.length * SMALL.width * 2 * 3 / 4
+    for vocabulary, sums in ((8, 31), (9, 30)):
+        model = dataclasses.replace(SMALL, layers=12, vocabulary=vocabulary)
+        assert chunk_layers(model, plan, Machine(device, 8)) == (6, 6)
+        found = step_seconds(model, plan, Machine(device, 8), ideal=True)
+        assert found.tensor * device.link == pytest.approx(4 * sums * stream, rel=1e-2)
+        # (S - 1) / M of it.
+        assert found.bubble == pytest.approx(found.tensor / 4, rel=1e-2)
 
 
 # --- Pipelines ------------------------------------------------------------------------------------
