@@ -49,7 +49,7 @@ def _obstacles(plan: ParallelPlan) -> list[str]:
     if plan.replicas > 1:
         found.append("has replicas, which this script does not have: --keep replicas=1")
     if plan.tensor > 1:
-        found.append("shares each layer among devices, which this script does not do")
+        found.append("shares each layer, which this script does not do: --keep tensor=1")
     if plan.state_format:
         found.append("has a format of the state; give it as --state, and plan without it")
     if plan.pipe > 1 and (plan.schedule not in _NAMES or _NAMES[plan.schedule] not in SCHEDULES):

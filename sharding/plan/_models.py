@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,9 +88,72 @@ class Decoder:
 
         return jax.tree_util.tree_map_with_path(draw, shapes, is_leaf=_is_shape)
 
-    def abstract(self, dtype: Any = jnp.float32) -> dict[str, Any]:
-        """The parameters' shapes and dtypes."""
-        return jax.eval_shape(functools.partial(self.init, dtype))
+    def abstract(self, dtype: Any = jnp.float32, shards: int = 1) -> dict[str, Any]:
+        """The parameters' shapes and dtypes; those of one of ``shards`` devices, as ``specs`` says.
+
+        >>> from sharding.plan import MODELS
+        >>> MODELS["llama2-7b"].abstract(shards=8)["layers"]["query"].shape
+        (32, 4096, 512)
+        """
+        params = jax.eval_shape(functools.partial(self.init, dtype))
+
+        def of_device(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+            entries = itertools.zip_longest(x.shape, spec)
+            shape = tuple(size // shards if entry else size for size, entry in entries)
+            return jax.ShapeDtypeStruct(shape, x.dtype)
+
+        return params if shards == 1 else jax.tree.map(of_device, params, self.specs(shards=shards))
+
+    def specs(self, axis: str = "model", shards: int = 1) -> dict[str, Any]:
+        """Partition specs of the parameters, for devices that share each layer as in Megatron-LM.
+
+        Queries, keys and values are sharded by heads, the MLP by its hidden values, the embedding
+        and the output matrix by tokens. The rest is replicated, and so is the residual stream: the
+        products with ``out`` and ``down`` are summed over the devices.
+
+        Args:
+          axis: the mesh axis.
+          shards: devices on it. Tables whose tokens these do not divide are left unsharded.
+
+        Raises:
+          ValueError: the devices cannot share heads or hidden values equally.
+
+        >>> from sharding.plan import MODELS
+        >>> specs = MODELS["llama2-7b"].specs("model", 8)
+        >>> [tuple(spec) for spec in (specs["embed"], specs["unembed"], specs["layers"]["down"])]
+        [('model',), (None, 'model'), (None, 'model')]
+
+        References:
+          Shoeybi, Patwary, Puri, LeGresley, Casper, Catanzaro: Megatron-LM: Training Multi-Billion
+          Parameter Language Models Using Model Parallelism, 2019, arXiv 1909.08053, section 3.
+        """
+        for name in ("heads", "kv_heads", "hidden"):
+            if getattr(self, name) % shards:
+                raise ValueError(
+                    f"{shards} devices cannot share a model with {name}={getattr(self, name)}: "
+                    "they must divide heads, kv_heads and hidden."
+                )
+        columns = ("query", "key", "value", "up", "gate")
+        table = () if self.vocabulary % shards else (axis,)
+        of_layer: dict[str, tuple[Any, ...]] = {"out": (axis,), "down": (axis,)}
+        of_layer |= dict.fromkeys(columns, (None, axis))
+        of_layer |= {f"{name}_bias": (axis,) for name in columns}
+        outside = {"embed": table, "unembed": (None, *table)}
+
+        def spec(path: Any, _: Any) -> PartitionSpec:
+            if path[0].key == "layers":
+                stacked = (None,) * self.scan
+                return PartitionSpec(*stacked, *of_layer.get(path[-1].key, ()))
+            return PartitionSpec(*outside.get(path[-1].key, ()))
+
+        return jax.tree_util.tree_map_with_path(spec, self.abstract())
+
+    def shards_of_tokens(self, devices: int) -> int:
+        """In how many shards so many devices have the embedding, the output matrix and the logits.
+
+        One where the devices do not divide the tokens: each then has the full tables.
+        """
+        return devices if self.vocabulary % devices == 0 else 1
 
     def batch(self, size: int) -> jax.ShapeDtypeStruct:
         """The type of a batch of some sequences: what they are read from, and the last target."""
@@ -108,7 +173,8 @@ class Decoder:
     def apply_layer(self, params: dict[str, Any], x: jax.Array) -> jax.Array:
         """Causal attention, then an MLP; ``x`` is (batch, length, width).
 
-        Names for ``jax.checkpoint`` are MaxText's.
+        With parameters of one of several devices, it computes the heads and the hidden values that
+        these have, and the device's term of the sums. Names for ``jax.checkpoint`` are MaxText's.
         """
         x = checkpoint_name(x, "decoder_layer_input")
         y = self._norm(params["attention_norm"], x)
@@ -117,16 +183,16 @@ class Decoder:
             checkpoint_name(self._linear(params, name, y), f"{name}_proj")
             for name in ("query", "key", "value")
         )
-        q = q.reshape(*y.shape[:2], self.kv_heads, -1, head)
-        k, v = (part.reshape(*y.shape[:2], self.kv_heads, head) for part in (k, v))
+        q = q.reshape(*y.shape[:2], k.shape[-1] // head, -1, head)
+        k, v = (part.reshape(*y.shape[:2], -1, head) for part in (k, v))
         if not self.biased:
             q, k = _rotate(q), _rotate(k)
         scores = jnp.einsum("btkgd,bskd->bktgs", q, k) * head**-0.5
         # Scores in the order of the product, (batch, kv_heads, length, group, length), which spares
         # a copy. The mask is added, for which the backward pass stores nothing.
         later = jnp.triu(jnp.full((x.shape[1], x.shape[1]), -1e30, jnp.float32), k=1)
-        weights = jax.nn.softmax(_wide(scores) + later[:, None]).astype(x.dtype)
-        y = jnp.einsum("bktgs,bskd->btkgd", weights, v).reshape(x.shape)
+        weights = jax.nn.softmax(_wide(scores) + later[None, None, :, None]).astype(x.dtype)
+        y = jnp.einsum("bktgs,bskd->btkgd", weights, v).reshape(*x.shape[:2], -1)
         y = self._linear(params, "out", checkpoint_name(y, "context"))
         x = x + checkpoint_name(y, "out_proj")
         y = self._norm(params["mlp_norm"], x)

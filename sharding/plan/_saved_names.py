@@ -44,15 +44,17 @@ def part_elements(model: Decoder) -> dict[str, int]:
     return {"qkv": model.width + 2 * keys, "context": model.width, "out": model.width, "up": up}
 
 
-def saved_elements(model: Decoder, recompute: str) -> int:
-    """Elements that a layer stores beside its input, for one token.
+def saved_elements(model: Decoder, recompute: str, tensor: int = 1) -> float:
+    """Elements that a layer stores beside its input, for one token, on one of ``tensor`` devices.
+
+    The output of attention is summed over the devices, and each has all of it.
 
     >>> from sharding.plan import MODELS
-    >>> saved_elements(MODELS["llama2-7b"], "save_qkv_proj") // 4096
-    3
+    >>> saved_elements(MODELS["llama2-7b"], "save_qkv_proj") / 4096
+    3.0
     """
     elements = part_elements(model)
-    return sum(elements[part] for part in saved_parts(recompute))
+    return sum(elements[p] / (1 if p == "out" else tensor) for p in saved_parts(recompute))
 
 
 def flops_again(model: Decoder, recompute: str, length: int) -> float:

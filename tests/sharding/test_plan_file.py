@@ -17,7 +17,7 @@ from sharding.plan.fastest._search import search
 from sharding.plan.fastest._verify import Verification, planned_flops, verify
 from sharding.plan.timing._parallel_plan import ParallelPlan
 
-SMALL = Decoder(3, 64, 4, 4, 128, 96, 32)
+SMALL = Decoder(3, 64, 8, 8, 128, 96, 32)
 TX = optax.adamw(1e-3)
 PLANS = [
     ParallelPlan(data=8, stage=0, recompute="none"),
@@ -30,6 +30,10 @@ PLANS = [
     ParallelPlan(data=8, stage=2, microbatches=2, recompute="save_qkv_proj"),
     ParallelPlan(data=8, stage=3, recompute="minimal_with_context"),
     ParallelPlan(data=8, stage=3, recompute="save_dot_except_mlp"),
+    ParallelPlan(data=4, tensor=2, stage=0, recompute="none"),
+    ParallelPlan(data=2, tensor=4, stage=2, microbatches=2, recompute="full"),
+    ParallelPlan(data=4, tensor=2, stage=3, replicas=2),
+    ParallelPlan(tensor=8),
     ParallelPlan(data=8, stage=1, state_format="8bit"),
 ]
 
@@ -76,14 +80,17 @@ def test_the_code_builds_the_step_that_is_verified(plan):
     file = file_of(plan)
     names = {"model": SMALL, "tx": TX}
     exec("\n".join(file.code()), names)
-    zero = names["zero"]
+    zero, specs = names["zero"], names.get("param_specs")
 
     def make_state():
         params = SMALL.init(jnp.float32)
         return params, names["tx"].init(params)
 
     tokens = jax.ShapeDtypeStruct((plan.sequences, SMALL.length + 1), jnp.int32)
-    mine = names["step"].lower(zero.abstract_state(make_state, tx=names["tx"]), tokens)
+    mine = names["step"].lower(
+        zero.abstract_state(make_state, tx=names["tx"], param_specs=specs), tokens
+    )
+    assert list(names["mesh"].shape.items()) == list(file.mesh_axes.items())
     theirs = lowered_step(file, names["mesh"], SMALL, names["tx"])
     assert mine.as_text() == theirs.as_text()
 
@@ -111,6 +118,14 @@ def test_the_code_of_a_pipeline(schedule):
 def test_no_pipeline_has_no_schedule():
     with pytest.raises(ValueError, match="the plan has no pipeline"):
         file_of(PLANS[0]).schedule()
+
+
+def test_devices_that_share_a_layer_are_nearest():
+    file = file_of(ParallelPlan(data=4, tensor=2, stage=3, replicas=2))
+    assert list(file.mesh_axes.items()) == [("replica", 2), ("data", 2), ("model", 2)]
+    mesh = targets.mesh("cpu:8", tuple(file.mesh_axes.values()), tuple(file.mesh_axes))
+    ids = [device.id for device in mesh.devices.reshape(-1, 2)[0]]
+    assert ids == [0, 1]
 
 
 # --- Programs -------------------------------------------------------------------------------------
@@ -146,23 +161,40 @@ def test_the_summary_of_one_device():
     assert not found.failures
 
 
-@pytest.mark.parametrize("target", ["h100x8"])
-def test_a_plan_on_a_target(target):
-    """Activations are small beside the update, which gathers the parameters: 3 % of memory."""
+def skip_without_compiler(target):
     try:
         targets.topology(target)
     except ValueError as error:
         if "installed" in str(error) or "not found" in str(error):
             pytest.skip(str(error))
         raise
+
+
+@pytest.mark.parametrize("plan", PLANS[5:9:2], ids=str)
+def test_gpus_add_gradients_before_they_sum_them(plan):
+    """Gradients of one input by several matrices: as many sums as in Megatron-LM."""
+    skip_without_compiler("h100x8")
+    file = dataclasses.replace(file_of(plan), target="h100x8", dtype="bfloat16")
+    found = verify(file, SMALL, TX, memory=2.0**40)
+    assert not found.failures
+    assert found.wire == pytest.approx(found.planned_wire, rel=1e-3)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_plan_on_a_target(tensor):
+    """Activations are small beside the update, which gathers the parameters: 3 % of memory.
+
+    Where devices share layers, they are a larger part of it.
+    """
+    target = "h100x8"
+    skip_without_compiler(target)
     model = dataclasses.replace(shd.plan.MODELS["llama2-7b"], length=512)
-    found = search(
-        *(model, TX, target), sequences=8, keep={"pipe": 1, "stage": 2, "recompute": "full"}
-    )
+    keep = {"pipe": 1, "stage": 2, "recompute": "full", "tensor": tensor}
+    found = search(model, TX, target, sequences=8, keep=keep)
     file = PlanFile.of(
         found.best, model="", optimizer="", target=target, length=512, dtype="bfloat16"
     )
     verified = verify(file, model, TX, memory=found.memory)
     assert not verified.failures
     assert verified.wire == pytest.approx(verified.planned_wire, rel=0.02)
-    assert verified.memory == pytest.approx(verified.planned_memory, rel=0.03)
+    assert verified.memory == pytest.approx(verified.planned_memory, rel=0.03 * tensor)

@@ -9,9 +9,9 @@ import pytest
 
 from sharding.plan import MODELS, estimate, estimate_pipeline, kind_of, layer_costs, search
 from sharding.plan._models import Decoder
-from sharding.plan.fastest._plan_memory import PlanMemory, gathered_bytes, zero_of
+from sharding.plan.fastest._plan_memory import PlanMemory, zero_of
 from sharding.plan.fastest._plan_space import PlanSpace
-from sharding.plan.fastest._search import machine_of
+from sharding.plan.fastest._search import _simpler_first, machine_of
 from sharding.plan.timing._parallel_plan import ParallelPlan
 from sharding.plan.timing._step_time import COMPILED, chunk_layers, step_seconds
 
@@ -33,14 +33,18 @@ def memory_of(model=SMALL, target="h100x8", tx=TX):
 def by_planner(plan, model=SMALL, device=H100):
     """Memory without a pipeline, by ``estimate`` with everything it takes."""
     recompute = {"none": False, "full": True}.get(plan.recompute, plan.recompute)
-    costs = layer_costs(*(model, device), batch=plan.microbatch, recompute=recompute)
-    activations = sum(c.activation_bytes for c in costs) + max(c.working_bytes for c in costs)
+    costs = layer_costs(
+        *(model, device), batch=plan.microbatch, recompute=recompute, tensor=plan.tensor
+    )
     params = model.abstract(jnp.bfloat16)
-    if plan.stage == 3 and plan.shards > 1:
-        activations += gathered_bytes(params, params["layers"], model.layers)
-    zero = zero_of(plan.shards, plan.replicas, plan.stage, plan.offload)
+    full = 2 if plan.stage == 3 and plan.shards > 1 else 0
+    working = [c.working_bytes + full * c.param_bytes for c in costs]
+    working[-1] += costs[0].param_bytes if full else 0
+    activations = sum(c.activation_bytes for c in costs) + max(working)
+    zero = zero_of(plan.shards, plan.replicas, plan.stage, plan.offload, plan.tensor)
     found = estimate(
         *(params, TX, zero),
+        param_specs=model.specs("model", plan.tensor) if plan.tensor > 1 else None,
         microbatches=plan.microbatches,
         batch=4.0 * plan.microbatch * plan.microbatches * (model.length + 1),
         state_format=plan.state_format,
@@ -67,6 +71,9 @@ def by_planner(plan, model=SMALL, device=H100):
     ParallelPlan(data=8, stage=2, microbatch=2, recompute="save_qkv_proj"),
     ParallelPlan(data=8, stage=3, replicas=2, microbatches=2),
     ParallelPlan(data=8, stage=1, state_format="8bit"),
+    ParallelPlan(data=4, tensor=2, stage=2, recompute="none"),
+    ParallelPlan(data=2, tensor=4, stage=3, microbatch=2),
+    ParallelPlan(tensor=8, microbatches=2),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("target", ["h100x8", "v5e:2x4"])
 def test_memory_is_that_of_the_planner(plan, target):
@@ -137,6 +144,25 @@ def test_plans_use_all_devices_and_all_sequences_once():
     assert {plan.stage for plan in plans} == {0, 1, 2, 3}
     assert {plan.replicas for plan in plans} == {1, 2, 4}
     assert {plan.chunks for plan in plans if plan.pipe == 2} == {1, 2, 3, 4}
+    assert {plan.tensor for plan in plans if plan.pipe == 1} == {1, 2, 4, 8}
+    assert {plan.tensor for plan in plans if plan.pipe > 1} == {1}
+
+
+@pytest.mark.parametrize(
+    ("fields", "sizes"),
+    [
+        ({}, {1, 2, 4, 8}),
+        ({"heads": 4, "kv_heads": 4}, {1, 2, 4}),
+        ({"kv_heads": 2}, {1, 2}),
+        ({"hidden": 4092}, {1, 2, 4}),
+        ({"vocabulary": 32001}, {1, 2, 4, 8}),
+    ],
+)
+def test_devices_that_share_a_layer_have_equal_shards(fields, sizes):
+    model = dataclasses.replace(SMALL, **fields)
+    for plan in PlanSpace(model, 8, 16).plans():
+        model.specs(shards=plan.tensor)
+    assert {plan.tensor for plan in PlanSpace(model, 8, 16).plans()} == sizes
 
 
 def test_kept_values_are_those_of_every_plan():
@@ -156,6 +182,8 @@ def test_kept_values_are_those_of_every_plan():
         ("h100x4", 1.5, 8, {"recompute": "full"}),
         ("v5e:2x4", 3, 8, {"offload": False}),
         ("h100x4", 1.6, 8, {"pipe": 4}),
+        ("h100x8", 1, 4, {"tensor": 4}),
+        ("h100x8", 3, 1, {}),
     ],
 )
 def test_it_equals_exhaustive_search(target, gigabytes, sequences, keep):
@@ -241,6 +269,17 @@ def test_it_is_deterministic():
     assert str(first) == str(second)
 
 
+def test_of_equal_plans_the_simpler_one_is_first():
+    plans = [
+        ParallelPlan(data=8, stage=3),
+        ParallelPlan(data=8, stage=3, replicas=2),
+        ParallelPlan(data=4, tensor=2, stage=3),
+        ParallelPlan(data=2, tensor=4, stage=3),
+        ParallelPlan(data=4, pipe=2, microbatches=2),
+    ]
+    assert sorted([*plans[2:], *plans[:2]], key=_simpler_first) == plans
+
+
 def test_rejected_plans_are_faster_and_say_by_how_much_they_fail():
     device = dataclasses.replace(H100, memory=2e9)
     found = search(SMALL, TX, "h100x8", sequences=16, device=device)
@@ -277,7 +316,7 @@ def test_lossy_state_only_where_it_is_asked_for():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sequences": 7}, r"7 sequences cannot be shared by 16 devices"),
+        ({"sequences": 7}, r"7 sequences cannot be shared by 32 devices"),
         ({"keep": {"stages": 3}}, r"keep has 'stages'; what can be kept is 'data'"),
         ({"keep": {"pipe": 3}}, r"no plan has what is kept: pipe=3 is none of 1, 2, 4, 8"),
         (
@@ -285,8 +324,8 @@ def test_lossy_state_only_where_it_is_asked_for():
             "no plan has what is kept: each value is possible alone",
         ),
         (
-            {"device": dataclasses.replace(H100, memory=1e8)},
-            r"no plan fits h100x16: its devices have 87\.7 MiB, 8% of their memory left free, and "
+            {"device": dataclasses.replace(H100, memory=2e7)},
+            r"no plan fits h100x32: its devices have 17\.5 MiB, 8% of their memory left free, and "
             r"the smallest of [\d,]+ plans needs .* MiB, .* MiB too much: ",
         ),
         ({"headroom": 1.0}, r"headroom must be in \[0, 1\), got 1.0"),
@@ -296,7 +335,7 @@ def test_lossy_state_only_where_it_is_asked_for():
 )
 def test_impossible_requests(options, message):
     with pytest.raises(ValueError, match=message):
-        search(SMALL, TX, "h100x16", **({"sequences": 16} | options))
+        search(SMALL, TX, "h100x32", **({"sequences": 16} | options))
 
 
 def test_unknown_devices():

@@ -15,11 +15,13 @@ import sharding as shd
 from sharding.plan import MODELS, estimate, kind_of
 from sharding.plan._models import Decoder
 from sharding.plan._saved_names import PARTLY, flops_again
+from sharding.plan.fastest._verify import planned_flops
 from sharding.plan.timing._collective_time import NodeGroup, TorusGroup
 from sharding.plan.timing._layer_time import Implementation, layer_work
 from sharding.plan.timing._mesh_groups import Machine
 from sharding.plan.timing._parallel_plan import ParallelPlan
-from sharding.plan.timing._step_time import layers_of_chunks, step_seconds
+from sharding.plan.timing._step_time import chunk_layers, layers_of_chunks, step_seconds
+from sharding.plan.timing._tensor_sums import tensor_wire
 
 A100, H100, V5E = (kind_of(name) for name in ("a100-80", "h100", "v5e"))
 SMALL = Decoder(4, 1024, 16, 16, 4096, 32000, 1024)
@@ -30,7 +32,7 @@ GROUPED = dataclasses.replace(MODELS["llama3-8b"], layers=8)
 
 
 def test_the_eight_steps_of_korthikanti_et_al():
-    """3.0 % on average, 5.8 % at most; Calculon's own validation: 3.65 and 8.87 %."""
+    """3.0 % on average, 5.6 % at most; Calculon's own validation: 3.65 and 8.87 %."""
     found = np.abs(errors(published.korthikanti()))
     assert found.mean() < 0.031
     assert found.max() < 0.06
@@ -83,7 +85,7 @@ def test_steps_of_maxtext():
     assert np.abs(errors(rows)[:2]).max() < 0.05
     for row in rows[:3]:
         found = row.predicted()
-        assert 0.85 < found.full_overlap / row.seconds < 1.02
+        assert 0.84 < found.full_overlap / row.seconds < 1.02
     assert errors(rows).max() < 0.34
     assert errors(rows).min() > -0.40
 
@@ -194,11 +196,60 @@ def test_replicas_send_their_shards_alone():
     assert ratio == pytest.approx(2 / 3, rel=0.01)
 
 
-def test_tensor_parallelism_sends_the_stream_four_times_a_layer():
-    plan = ParallelPlan(tensor=8, microbatch=2, recompute="none")
-    found = step_seconds(SMALL, plan, Machine(A100, 8), ideal=True)
-    stream = 2 * 2 * SMALL.length * SMALL.width
-    assert found.tensor * A100.link == pytest.approx(SMALL.layers * 4 * stream * 2 * 7 / 8)
+@pytest.mark.parametrize(
+    ("recompute", "compiled", "times"), [("none", True, 4), ("full", True, 5), ("full", False, 6)]
+)
+@pytest.mark.parametrize("vocabulary", [32000, 32001])
+def test_tensor_parallelism_sends_the_stream_four_times_a_layer(
+    recompute, compiled, times, vocabulary
+):
+    """Once more with recomputation, twice where the last sum is repeated; and twice for tables.
+
+    A loss over shards of the tokens sends three numbers of 32 bits for each.
+    """
+    model = dataclasses.replace(SMALL, vocabulary=vocabulary)
+    plan = ParallelPlan(tensor=8, microbatch=2, microbatches=3, recompute=recompute)
+    implementation = Implementation(lockstep=compiled)
+    found = step_seconds(
+        model, plan, Machine(A100, 8), implementation=implementation, ideal=True
+    ).tensor
+    tokens = 3 * 2 * SMALL.length
+    tables = 1 if vocabulary == 32000 else 0
+    nbytes = 2 * (SMALL.layers * times + 2 * tables) * SMALL.width + 12 * tables
+    assert found * A100.link == pytest.approx(tokens * nbytes * 2 * 7 / 8)
+    if compiled:
+        wire = tensor_wire(model, plan, length=SMALL.length, itemsize=2)
+        assert found * A100.link == pytest.approx(wire)
+
+
+def test_tables_that_are_not_shared():
+    """Each device multiplies with the full output matrix, and updates it."""
+    device = dataclasses.replace(A100, bandwidth=1e30)
+    model = dataclasses.replace(SMALL, layers=1, vocabulary=32001)
+    plan = ParallelPlan(tensor=4, recompute="none")
+    found = step_seconds(model, plan, Machine(device, 4), ideal=True)
+    assert found.matmul * device.flops == pytest.approx(planned_flops(model, plan))
+    head = 6 * model.length * model.width * model.vocabulary
+    assert planned_flops(model, plan) - head < model.flops(model.length, model.length) / 4
+    matrices = [
+        x for x in jax.tree.leaves(model.abstract(shards=4)) if x.ndim > 1 and x.size > 4096
+    ]
+    touched = 2 * (plan.param_bytes + plan.state_bytes) + plan.grad_bytes
+    assert found.update * device.bandwidth == pytest.approx(sum(x.size for x in matrices) * touched)
+
+
+def test_the_sum_of_the_head_is_on_the_last_stage():
+    """Over slow links: six layers of five sums, and one sum more."""
+    device = dataclasses.replace(A100, link=1e8)
+    plan = ParallelPlan(pipe=2, tensor=4, microbatches=4)
+    stream = 2 * SMALL.length * SMALL.width * 2 * 3 / 4
+    for vocabulary, sums in ((8, 31), (9, 30)):
+        model = dataclasses.replace(SMALL, layers=12, vocabulary=vocabulary)
+        assert chunk_layers(model, plan, Machine(device, 8)) == (6, 6)
+        found = step_seconds(model, plan, Machine(device, 8), ideal=True)
+        assert found.tensor * device.link == pytest.approx(4 * sums * stream, rel=1e-2)
+        # (S - 1) / M of it.
+        assert found.bubble == pytest.approx(found.tensor / 4, rel=1e-2)
 
 
 # --- Pipelines ------------------------------------------------------------------------------------

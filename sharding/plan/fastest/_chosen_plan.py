@@ -79,15 +79,15 @@ class ChosenPlan:
         }
 
 
-PLAN_COLUMNS = ("ZeRO", "pipeline", "micro", "stored")
+PLAN_COLUMNS = ("ZeRO", "tensor", "pipeline", "micro", "stored")
 COLUMNS = (*PLAN_COLUMNS, "step", "MFU", "tokens/s", "memory", "most")
 
 
 def cells(plan: ParallelPlan) -> tuple[str, ...]:
-    """A plan in the cells of a table: stage and shards, pipeline, micro-batches, what is stored.
+    """A plan in the cells of a table, under ``PLAN_COLUMNS``.
 
-    >>> cells(ParallelPlan(data=64, stage=3, replicas=8, microbatches=2, offload=True))
-    ('3: 8 x 8, host', '-', '2 of 1', 'input')
+    >>> cells(ParallelPlan(data=64, tensor=4, stage=3, replicas=8, microbatches=2, offload=True))
+    ('3: 8 x 8, host', '4', '-', '2 of 1', 'input')
     """
     zero = f"{plan.stage}: {plan.shards}" if plan.data > 1 else "-"
     zero += f" x {plan.replicas}" if plan.replicas > 1 else ""
@@ -98,7 +98,8 @@ def cells(plan: ParallelPlan) -> tuple[str, ...]:
     stored = {"none": "all", "full": "input"}.get(plan.recompute, plan.recompute)
     if plan.recompute in PARTLY:
         stored = ", ".join(saved_parts(plan.recompute))
-    return zero, pipeline, f"{plan.microbatches} of {plan.microbatch}", stored
+    tensor = str(plan.tensor) if plan.tensor > 1 else "-"
+    return zero, tensor, pipeline, f"{plan.microbatches} of {plan.microbatch}", stored
 
 
 def short(plan: ParallelPlan) -> str:

@@ -10,9 +10,11 @@ import optax
 
 from sharding._zero import Zero
 from sharding.pipeline import Schedule, gpipe, interleaved, one_f_one_b
+from sharding.plan._models import Decoder
 from sharding.plan._saved_names import PARTLY, PRESETS
 from sharding.plan.fastest._chosen_plan import ChosenPlan
-from sharding.plan.fastest._plan_memory import zero_of
+from sharding.plan.fastest._plan_memory import TENSOR_AXIS, zero_of
+from sharding.plan.fastest._traced_model import TracedModel
 from sharding.plan.timing._parallel_plan import ParallelPlan
 
 _VERSION = 1
@@ -72,11 +74,15 @@ class PlanFile:
 
     @property
     def mesh_axes(self) -> dict[str, int]:
-        """The sizes of the mesh's axes; stages of a pipeline are furthest apart."""
+        """The sizes of the mesh's axes; stages of a pipeline are furthest apart.
+
+        Devices that share each layer are nearest to each other.
+        """
         plan = self.plan
         axes = {"pipe": plan.pipe} if plan.pipe > 1 else {}
         axes |= {"replica": plan.replicas} if plan.replicas > 1 else {}
-        return axes | {"data": plan.shards}
+        axes |= {"data": plan.shards}
+        return axes | ({TENSOR_AXIS: plan.tensor} if plan.tensor > 1 else {})
 
     @property
     def saved(self) -> tuple[str, ...]:
@@ -85,8 +91,16 @@ class PlanFile:
 
     def zero(self, mesh: Any) -> Zero:
         """The ``Zero`` of the plan, on a mesh with ``mesh_axes``."""
-        found = zero_of(self.plan.shards, self.plan.replicas, self.plan.stage, self.plan.offload)
+        plan = self.plan
+        found = zero_of(plan.shards, plan.replicas, plan.stage, plan.offload, plan.tensor)
         return dataclasses.replace(found, mesh=mesh)
+
+    def param_specs(self, model: Decoder | TracedModel) -> Any:
+        """How devices share the parameters of each layer; None where they do not."""
+        tensor = self.plan.tensor
+        if tensor > 1 and isinstance(model, Decoder):
+            return model.specs(TENSOR_AXIS, tensor)
+        return None
 
     def schedule(self) -> Schedule:
         """The schedule of its pipeline.
@@ -108,7 +122,8 @@ class PlanFile:
         """The lines that build the step of the plan.
 
         ``model`` and ``tx`` are the model and the transformation; a pipeline takes its three parts,
-        ``embed``, ``block`` and ``head``.
+        ``embed``, ``block`` and ``head``. Where devices share layers, ``zero.init`` takes
+        ``param_specs``.
 
         >>> plan = ParallelPlan(data=8, stage=2, microbatches=4, recompute="full")
         >>> file = PlanFile("llama2-7b", "adamw", "h100x8", 2048, "bfloat16", (32,), plan, {})
@@ -131,6 +146,9 @@ class PlanFile:
             f"mesh = jax.make_mesh({tuple(axes.values())}, {tuple(axes)}, auto)",
             f"zero = shd.Zero(mesh, {', '.join(fields)})",
         ]
+        if plan.tensor > 1:
+            specs = f"model.specs({TENSOR_AXIS!r}, {plan.tensor})"
+            lines.append(f"param_specs = {specs}  # for zero.init(..., param_specs=param_specs)")
         if plan.state_format:
             form = f"optax_ext.STATE_FORMATS[{plan.state_format!r}]"
             lines.append(f"tx = optax_ext.low_precision_state(tx, {form})")
@@ -167,7 +185,7 @@ class PlanFile:
 
 
 def lowered_step(
-    file: PlanFile, mesh: Any, model: Any, tx: optax.GradientTransformation
+    file: PlanFile, mesh: Any, model: Decoder | TracedModel, tx: optax.GradientTransformation
 ) -> jax.stages.Lowered:
     """The step of a plan without a pipeline, lowered for a mesh.
 
@@ -192,4 +210,5 @@ def lowered_step(
         return params, tx.init(params)
 
     step = zero.train_step(model.make_loss(layer), tx=tx, microbatches=plan.microbatches)
-    return step.lower(zero.abstract_state(make_state, tx=tx), model.batch(plan.sequences))
+    state = zero.abstract_state(make_state, tx=tx, param_specs=file.param_specs(model))
+    return step.lower(state, model.batch(plan.sequences))

@@ -13,7 +13,6 @@ from sharding._zero import Zero
 from sharding.plan._models import Decoder
 from sharding.plan._plan import Plan, estimate
 from sharding.plan._saved_names import PARTLY
-from sharding.plan._tiles import num_bytes
 from sharding.plan.pipelines._layer_costs import LayerCost, layer_costs
 from sharding.plan.pipelines._pipeline_schedules import max_in_flight
 from sharding.plan.pipelines._pipeline_stages import StageEstimates, pipeline_stage
@@ -24,29 +23,16 @@ from sharding.plan.timing._step_seconds import StepSeconds
 from sharding.plan.timing._step_time import chunk_layers, step_seconds
 
 _TOKEN = 4  # bytes
-
-
-def gathered_bytes(params: Any, layers: Any, num_layers: int) -> float:
-    """Full parameters that stage 3 has at once, in bytes.
-
-    Two layers, the gradients of one, and everything outside of the layers.
-
-    >>> import jax
-    >>> x = jax.ShapeDtypeStruct((8, 16), "float32")
-    >>> gathered_bytes({"layers": x, "embed": x}, x, 8)
-    704.0
-    """
-    stacked = num_bytes(layers)
-    return 3 * stacked / num_layers + num_bytes(params) - stacked
+TENSOR_AXIS = "model"  # of the devices that share each layer
 
 
 class PlanMemory:
     """Memory and time of plans of one model; what plans share is computed once.
 
     Bytes of parameters, gradients, state and batch are those of ``estimate``, of ``pipeline_stage``
-    where there is a pipeline; activations are those that the code of the model stores. They are
-    freed before the update, as unreduced gradients are; at stages 1 and 2 it gathers the new
-    parameters beside the old ones.
+    where there is a pipeline; activations are those that the code of the model stores on one of the
+    devices that share a layer. They are freed before the update, as unreduced gradients are; at
+    stages 1 and 2 it gathers the new parameters beside the old ones.
 
     Args:
       model: the model.
@@ -80,7 +66,7 @@ class PlanMemory:
 
     def state_bytes_in(self, state_format: str | None) -> float:
         """Bytes of optimizer state, in a format, and master weights for one parameter."""
-        plan = self._plan(1, 1, False, state_format, False)
+        plan = self._plan(1, 1, 1, False, state_format, False)
         stage = plan.stage("stage 0")
         return (stage.opt_state + stage.master) / plan.num_params
 
@@ -88,8 +74,10 @@ class PlanMemory:
         """Bytes of the fullest device."""
         if plan.pipe > 1:
             return max(self.by_stage(plan))
-        several = plan.microbatches > 1
-        found = self._plan(plan.shards, plan.replicas, several, plan.state_format, plan.offload)
+        found = self._plan(
+            *(plan.shards, plan.replicas, plan.tensor, plan.microbatches > 1),
+            *(plan.state_format, plan.offload),
+        )
         name = f"{plan.stage} hybrid" if plan.replicas > 1 else f"stage {plan.stage}"
         held = found.stage(name)
         backward = held.memory + held.unreduced + self.activations(plan)
@@ -99,18 +87,21 @@ class PlanMemory:
 
     def activations(self, plan: ParallelPlan) -> float:
         """Bytes of what is stored, temporaries, and gathered layers; without a pipeline."""
-        costs = self._costs(plan.microbatch, _recompute(plan))
-        found = sum(cost.activation_bytes for cost in costs)
-        found += max(cost.working_bytes for cost in costs)
-        if plan.gathers_layers:
-            params = self.model.abstract(self.dtype)
-            found += gathered_bytes(params, params["layers"], self.model.layers)
-        return found
+        costs = self._costs(plan.microbatch, _recompute(plan), plan.tensor)
+        stored = sum(cost.activation_bytes for cost in costs)
+        if not plan.gathers_layers:
+            return stored + max(cost.working_bytes for cost in costs)
+        # Stage 3 has full parameters of what it computes, and their gradients; beside the head, the
+        # embedding is still there.
+        most = [cost.working_bytes + 2 * cost.param_bytes for cost in costs]
+        most[-1] += 0 if self.model.tied else costs[0].param_bytes
+        return stored + max(most)
 
     def by_stage(self, plan: ParallelPlan) -> list[float]:
         """Bytes of a device of each stage of a pipeline."""
+        assert plan.tensor == 1, "plans of the space have either"
         estimates = self._stages(plan.data, plan.stage, plan.state_format, plan.offload)
-        costs = self._costs(plan.microbatch, _recompute(plan))
+        costs = self._costs(plan.microbatch, _recompute(plan), 1)
         ranges = self.ranges(plan)
         stages = (
             pipeline_stage(
@@ -170,7 +161,9 @@ class PlanMemory:
         """Bytes of a device's part of the batch."""
         return float(_TOKEN * plan.microbatches * plan.microbatch * (self.length + 1))
 
-    def _layer_costs(self, microbatch: int, recompute: bool | str) -> Sequence[LayerCost]:
+    def _layer_costs(
+        self, microbatch: int, recompute: bool | str, tensor: int
+    ) -> Sequence[LayerCost]:
         return layer_costs(
             self.model,
             self.machine.device,
@@ -178,14 +171,22 @@ class PlanMemory:
             length=self.length,
             dtype=self.dtype,
             recompute=recompute,
+            tensor=tensor,
         )
 
     def _estimate(
-        self, shards: int, replicas: int, several: bool, state_format: str | None, offload: bool
+        self,
+        shards: int,
+        replicas: int,
+        tensor: int,
+        several: bool,
+        state_format: str | None,
+        offload: bool,
     ) -> Plan:
-        zero = zero_of(shards, replicas, 3, offload)
+        zero = zero_of(shards, replicas, 3, offload, tensor)
         return estimate(
             *(self.model.abstract(self.dtype), self.tx, zero),
+            param_specs=self.model.specs(TENSOR_AXIS, tensor) if tensor > 1 else None,
             microbatches=2 if several else 1,
             state_format=state_format,
             device=self.machine.device,
@@ -214,9 +215,13 @@ def _updated(plan: ParallelPlan, params: float) -> float:
     return params if plan.stage in (1, 2) and plan.shards > 1 else 0.0
 
 
-def zero_of(shards: int, replicas: int, stage: int, offload: bool) -> Zero:
-    """The ``Zero`` of a plan, on an abstract mesh with an axis of shards, and one of replicas."""
-    sizes = {"replica": replicas, "data": shards} if replicas > 1 else {"data": shards}
+def zero_of(shards: int, replicas: int, stage: int, offload: bool, tensor: int = 1) -> Zero:
+    """The ``Zero`` of a plan, on an abstract mesh.
+
+    Its axes are those of replicas, of shards, and of devices that share each layer, if there are.
+    """
+    sizes = {"replica": replicas} if replicas > 1 else {}
+    sizes |= {"data": shards} | ({TENSOR_AXIS: tensor} if tensor > 1 else {})
     return Zero(
         jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes)),
         stage=stage,

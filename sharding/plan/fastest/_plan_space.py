@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,10 +25,11 @@ class PlanSpace:
     """All plans of a step.
 
     Devices are shared by stages of a pipeline and by data parallelism, in all divisors; sequences
-    by micro-batches, likewise. Stage 3 without a pipeline has all numbers of replicas, and layers
-    that are computed again, but for what they save, as ``Zero.gathered`` does. A pipeline has each
-    schedule, ``"interleaved"`` each number of chunks for which there are layers; it computes its
-    layers again, or not.
+    by micro-batches, likewise. Without a pipeline, each number of devices that divides the heads
+    and the hidden values shares the layers. Stage 3 without a pipeline has all numbers of replicas,
+    and layers that are computed again, but for what they save, as ``Zero.gathered`` does. A
+    pipeline has each schedule, ``"interleaved"`` each number of chunks for which there are layers;
+    it computes its layers again, or not.
 
     Attributes:
       model: the model.
@@ -77,14 +79,15 @@ class PlanSpace:
             }
             for recompute, offload, state_format in choices
         ]
-        for pipe in divisors(self.num_devices):
-            data = self.num_devices // pipe
+        for pipe, tensor in self._meshes():
+            data = self.num_devices // (pipe * tensor)
             if self.sequences % data:
                 continue
             own = self.sequences // data
             for microbatch in divisors(own):
                 sizes: dict[str, Any] = {
                     "data": data,
+                    "tensor": tensor,
                     "pipe": pipe,
                     "microbatch": microbatch,
                     "microbatches": own // microbatch,
@@ -93,6 +96,13 @@ class PlanSpace:
                     plan = ParallelPlan(**sizes, **form, **rest)
                     if _has_form(plan):
                         yield plan
+
+    def _meshes(self) -> Iterator[tuple[int, int]]:
+        """Stages of a pipeline, and devices that share each layer."""
+        model = self.model
+        shared = math.gcd(self.num_devices, model.heads, model.kv_heads, model.hidden)
+        yield from ((1, tensor) for tensor in divisors(shared))
+        yield from ((pipe, 1) for pipe in divisors(self.num_devices)[1:])
 
     def _forms(self, sizes: dict[str, int]) -> Iterator[dict[str, Any]]:
         """ZeRO stages with replicas, or with schedules and chunks of a pipeline."""

@@ -117,11 +117,12 @@ class SearchResult:
             f"No plan that fits can take less than {seconds(self.bound)} a step, even at the peak "
             f"of a {self.device.name} with everything hidden; the best is predicted to take "
             f"{self.gap:.0%} more.",
-            "ZeRO is the stage, its shards and its replicas; micro is the number of micro-batches "
-            "and their sequences; stored is what each layer stores for its backward pass: all that "
-            "this reads, its input alone, or results of products beside it (queries, keys and "
-            "values; attention; its output; hidden values); most is the largest part of a step. "
-            "Memory of activations is estimated: verify compiles the step.",
+            "ZeRO is the stage, its shards and its replicas; tensor is the number of devices that "
+            "share each layer; micro is the number of micro-batches and their sequences; stored "
+            "is what a layer stores for its backward pass: all that this reads, its input alone, "
+            "or results of products beside it (queries, keys and values; attention; its output; "
+            "hidden values); most is the largest part of a step. Memory of activations is "
+            "estimated: verify compiles the step.",
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -207,7 +208,7 @@ def search(
       >>> from sharding.plan import MODELS, search
       >>> found = search(MODELS["llama2-7b"], optax.adamw(1e-3), "h100x8", sequences=64)
       >>> found.best.summary
-      'stage 3 over 8; 1 micro-batches of 8; recompute minimal_with_context'
+      'stage 2 over 8; 8 micro-batches of 1; recompute none'
       >>> found.bound < found.best.seconds.full_overlap < found.best.seconds.seconds
       True
     """
@@ -316,7 +317,8 @@ def machine_of(target: str, device: DeviceKind | None = None) -> Machine:
 def _simpler_first(plan: ParallelPlan) -> tuple[int, ...]:
     """What orders plans of equal time: the simpler one first, or the smaller schedule."""
     schedule = _SMALLEST_FIRST.index(plan.schedule)
-    return (plan.offload, plan.pipe, plan.replicas, -plan.stage, plan.microbatch, schedule)
+    devices = (plan.pipe, plan.tensor, plan.replicas)
+    return (plan.offload, *devices, -plan.stage, plan.microbatch, schedule)
 
 
 def _no_plan(space: PlanSpace, keep: Mapping[str, Any] | None) -> str:
@@ -325,8 +327,8 @@ def _no_plan(space: PlanSpace, keep: Mapping[str, Any] | None) -> str:
     if not every:
         return (
             f"{space.sequences} sequences cannot be shared by {space.num_devices} devices: with as "
-            f"many pipeline stages as {space.model.layers} layers allow, data parallelism is left "
-            "with more devices than divide them."
+            f"many pipeline stages as {space.model.layers} layers allow, or devices that share "
+            "each layer, data parallelism is left with more devices than divide them."
         )
     parts = []
     for name, value in (keep or {}).items():

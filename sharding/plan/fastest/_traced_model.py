@@ -20,7 +20,7 @@ from sharding.plan.timing._mesh_groups import Machine
 from sharding.plan.timing._parallel_plan import ParallelPlan
 from sharding.plan.timing._step_seconds import StepSeconds
 from sharding.plan.timing._step_time import traced_seconds
-from sharding.plan.timing._traced_work import work_of
+from sharding.plan.timing._traced_work import products_of, work_of
 
 _Layer = Callable[..., Any]
 # On which the seconds of work are bytes.
@@ -90,6 +90,8 @@ class TracedModel:
     # To plans it is one layer, which neither a pipeline nor tensor parallelism shares.
     layers: int = dataclasses.field(default=1, init=False)
     heads: int = dataclasses.field(default=1, init=False)
+    kv_heads: int = dataclasses.field(default=1, init=False)
+    hidden: int = dataclasses.field(default=1, init=False)
 
     def abstract(self, dtype: Any = jnp.float32) -> Any:
         """The parameters' shapes and dtypes."""
@@ -130,12 +132,22 @@ class TracedModel:
         loss, args = self.make_loss(layer), (self.abstract(dtype), self.batch(size))
         work = work_of(jax.value_and_grad(loss), *args, kind=_UNIT)
         stored = _stored(loss, *args)
-        # Temporaries: a layer that is computed again, or the gradient of the largest array.
-        working = max(map(num_bytes, stored), default=0)
-        if recompute != "none":
-            for call in self._calls(size, dtype):
-                again = num_bytes(_stored(self.apply_layer, *call))
-                working = max(working, again - num_bytes(_stored(layer, *call)))
+        # Temporaries: the gradient of the largest array, where scans have one of each layer at a
+        # time; or what products read and write in a layer that is computed again, and the gradient
+        # of the largest of these.
+        calls = self._calls(size, dtype)
+        of_layers = [x for call in calls for x in _stored(self.apply_layer, *call)]
+        stacked = {x.shape for x in of_layers}
+        others = [x for x in stored if x.shape[1:] not in stacked]
+        working = max(map(num_bytes, others), default=0)
+        if recompute == "none":
+            working = max([working, *map(num_bytes, of_layers)])
+        for call in () if recompute == "none" else calls:
+            products = products_of(self.apply_layer, *call)
+            inputs = _stored(jax.checkpoint(self.apply_layer), *call)
+            kept = num_bytes(_stored(layer, *call)) - num_bytes(inputs)
+            largest = max(map(num_bytes, products), default=0)
+            working = max(working, num_bytes(products) - kept + largest)
         return Traced(work.flops, work.seconds, float(num_bytes(stored)), float(working))
 
     def _layer(self, recompute: str) -> _Layer:

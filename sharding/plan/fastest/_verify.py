@@ -17,6 +17,7 @@ from sharding.plan.fastest._plan_file import PlanFile, lowered_step
 from sharding.plan.fastest._traced_model import TracedModel
 from sharding.plan.program._audit import audit
 from sharding.plan.timing._parallel_plan import ParallelPlan
+from sharding.plan.timing._tensor_sums import tensor_wire
 
 # By how much bytes sent and operations may differ from those planned.
 WIRE, FLOPS = 0.02, 0.01
@@ -98,13 +99,22 @@ def verify(
     found = audit(lowered_step(file, mesh, model, tx), mesh=mesh, device=device or file.target)
     planned = estimate(
         *(model.abstract(jnp.dtype(file.dtype)), tx, file.zero(mesh)),
+        param_specs=file.param_specs(model),
         microbatches=plan.microbatches,
         gathered_once=model.gathered_once,
     )
+    shared = 0.0
+    if isinstance(model, Decoder):
+        shared = tensor_wire(
+            *(model, plan),
+            length=file.length,
+            itemsize=jnp.dtype(file.dtype).itemsize,
+            adds_first=targets.parse(file.target).kind != "cpu",
+        )
     return Verification(
         planned_memory=file.promised["memory"],
         memory=found.memory,
-        planned_wire=planned.stage(planned.requested).wire,
+        planned_wire=planned.stage(planned.requested).wire + shared,
         wire=found.wire_bytes,
         planned_flops=planned_flops(model, plan, file.dtype),
         flops=found.matmul_flops,
@@ -126,7 +136,10 @@ def planned_flops(
     if isinstance(model, TracedModel):
         return plan.microbatches * model.traced(plan.microbatch, dtype, plan.recompute).flops
     tokens = float(plan.microbatch * plan.microbatches * model.length)
-    step = model.flops(tokens, model.length)
+    head = dataclasses.replace(model, layers=0).flops(tokens, model.length)
+    layers = (model.flops(tokens, model.length) - head) / plan.tensor
+    step = layers + head / model.shards_of_tokens(plan.tensor)
     if plan.recompute == "none":
         return step
-    return step + tokens * model.layers * flops_again(model, plan.recompute, model.length)
+    again = flops_again(model, plan.recompute, model.length) / plan.tensor
+    return step + tokens * model.layers * again

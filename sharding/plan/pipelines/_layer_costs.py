@@ -12,6 +12,7 @@ from sharding.plan._devices import DeviceKind
 from sharding.plan._models import Decoder
 from sharding.plan._saved_names import flops_again, saved_elements
 from sharding.plan._tiles import num_bytes
+from sharding.plan.timing._traced_work import products_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +62,7 @@ def layer_costs(
     dtype: Any = jnp.bfloat16,
     recompute: bool | str = True,
     efficiency: float = 0.5,
+    tensor: int = 1,
 ) -> list[LayerCost]:
     """The layers of one of ``MODELS`` on a device: the embedding, the decoder layers, the head.
 
@@ -71,7 +73,8 @@ def layer_costs(
     Activations are those that the vector-Jacobian product of the layer's code stores, without its
     parameters; attention of these models materializes its scores. With ``recompute`` a layer stores
     its input alone, or what a preset of MaxText saves beside it, and the others are temporaries of
-    its backward pass.
+    its backward pass. Devices that share a layer (``Decoder.specs``) each have its input and the
+    sums of its products; heads, scores, hidden values and logits are divided.
 
     Args:
       model: one of ``MODELS``.
@@ -82,12 +85,13 @@ def layer_costs(
       recompute: whether each layer stores its input only; or the name of a preset, such as
         ``"minimal"``: then it stores more, and computes less again.
       efficiency: the share of the peak that is reached, in (0, 1].
+      tensor: devices that share each layer; costs are those of one of them.
 
     Returns:
       ``model.layers + 2`` costs. A tied embedding counts as parameters of the head, too.
 
     Raises:
-      ValueError: the efficiency is out of range.
+      ValueError: the efficiency is out of range, or so many devices cannot share the model.
 
     >>> from sharding.plan import MODELS, kind_of
     >>> costs = layer_costs(MODELS["llama2-7b"], kind_of("v5p:2x2x1"))
@@ -102,29 +106,37 @@ def layer_costs(
     stream = float(tokens * model.width * itemsize)  # bytes of the residual stream
 
     # Parameters and operations.
-    params = dataclasses.replace(model, scan=False, layers=1).abstract(dtype)
+    params = dataclasses.replace(model, scan=False, layers=1).abstract(dtype, tensor)
     (layer,) = params["layers"]
     embedding = float(num_bytes([params["embed"], params.get("positions", ())]))
     unembedding = float(num_bytes(params["embed" if model.tied else "unembed"]))
     head = num_bytes(params["norm"]) + unembedding
     per_second = device.flops * efficiency
-    head_seconds = 2.0 * tokens * model.width * model.vocabulary / per_second
+    vocabulary = model.vocabulary // model.shards_of_tokens(tensor)
+    head_seconds = 2.0 * tokens * model.width * vocabulary / per_second
     rest = dataclasses.replace(model, layers=0).flops(tokens, length)
     one = dataclasses.replace(model, layers=1).flops(tokens, length)
-    layer_seconds = (one - rest) / 3 / per_second  # a step is three forward passes
+    layer_seconds = (one - rest) / 3 / tensor / per_second  # a step is three forward passes
 
     # Activations.
     x = jax.ShapeDtypeStruct((batch, length, model.width), jnp.dtype(dtype))
     full = _residual_bytes(model, layer, x)
-    logits = 4.0 * tokens * model.vocabulary  # float32, for the backward pass of the loss
-    gradient = float(itemsize * tokens * model.vocabulary)  # of the logits
+    products = products_of(model.apply_layer, layer, x)
+    largest = max(map(num_bytes, products))
+    logits = 4.0 * tokens * vocabulary  # float32, for the backward pass of the loss
+    gradient = float(itemsize * tokens * vocabulary)  # of the logits
 
     # Recomputation: what a layer stores beside its input, and the share of the forward pass that
     # runs again.
     kept, again = (0.0 if recompute else full - stream), float(recompute is True)
     if isinstance(recompute, str):
-        kept = float(tokens * itemsize * saved_elements(model, recompute))
+        kept = float(tokens * itemsize * saved_elements(model, recompute, tensor))
         again = tokens * flops_again(model, recompute, length) / (one - rest) * 3
+    # Temporaries: the gradient of what is largest, in 32 bits where nothing is computed again; what
+    # products read and write that is computed again. Element-wise operations are fused.
+    working = largest * 4 / itemsize
+    if recompute:
+        working = num_bytes(products) - kept + largest
     return [
         LayerCost(0.0, 0.0, embedding, 4.0 * tokens, stream),
         *[
@@ -134,7 +146,7 @@ def layer_costs(
                 param_bytes=float(num_bytes(layer)),
                 activation_bytes=stream + kept,
                 output_bytes=stream,
-                working_bytes=full - kept if recompute else 0.0,
+                working_bytes=working,
             )
         ]
         * model.layers,

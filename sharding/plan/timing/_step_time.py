@@ -20,6 +20,7 @@ from sharding.plan.timing._layer_time import (
 from sharding.plan.timing._mesh_groups import Machine
 from sharding.plan.timing._parallel_plan import ParallelPlan
 from sharding.plan.timing._step_seconds import StepSeconds
+from sharding.plan.timing._tensor_sums import SCALAR, tensor_sums
 
 _ITEM = 2  # bytes of an activation
 # The share of a PCIe link that copies reach, 55 of 63 GB/s: Bekman, Machine Learning Engineering.
@@ -65,9 +66,11 @@ def step_seconds(
 
     - Tensor parallelism: two all-reduces of the residual stream in a forward pass of a layer, two
       in a backward pass; with sequence parallelism a reduce-scatter and an all-gather each, and two
-      gathers of inputs more in the backward pass. Messages between stages are sent in shards.
-    - Recomputation repeats the forward pass with its collectives, but for products that are saved;
-      or attention alone.
+      gathers of inputs more in the backward pass. One more each for sharded tables: the lookup
+      (without a pipeline) and the backward pass of the head. Messages between stages are sent in
+      shards.
+    - Recomputation repeats the forward pass, but for products that are saved, or attention alone,
+      and the collectives that ``tensor_sums`` counts.
     - A pipeline takes ``lockstep_seconds``, and a transfer in each tick.
     - ZeRO with k micro-batches and S bytes on n devices sends 2 S at stages 0 and 1, (k + 1) S at
       stage 2, 3 k S at stage 3, times (n - 1) / n; once in a step in a pipeline. Replicas reduce
@@ -98,7 +101,9 @@ def step_seconds(
     wire = _Wire(machine, ideal)
     layer, head_forward, head_backward = _works(model, plan, machine, length, implementation, ideal)
     again = _recomputed(layer, plan, implementation)
-    sent, sent_back = _tensor_seconds(model, plan, length, groups.tensor, wire)
+    sent, sent_back, sent_head = _tensor_seconds(
+        model, plan, length, groups.tensor, wire, implementation.lockstep
+    )
 
     # Layers by chunk: the last chunk has the head, too.
     launch = 0.0 if ideal else implementation.launch
@@ -106,7 +111,7 @@ def step_seconds(
         model.layers,
         plan.pipe * plan.chunks,
         (layer.forward + layer.backward + again).seconds + sent + sent_back,
-        (head_forward + head_backward).seconds,
+        (head_forward + head_backward).seconds + sent_head,
         even=not implementation.lockstep,
     )
     forward, backward, last_forward, last_backward = (
@@ -116,7 +121,7 @@ def step_seconds(
     )
     last_forward += _launched(head_forward, launch)
     last_backward += _launched(head_backward, launch)
-    wired, wired_last = (sent + sent_back) * most, (sent + sent_back) * last
+    wired, wired_last = (sent + sent_back) * most, (sent + sent_back) * last + sent_head
     regular = (forward + backward).seconds + wired
     longest = (last_forward + last_backward).seconds + wired_last
 
@@ -130,7 +135,7 @@ def step_seconds(
         wires = wired * (chunks - times) + wired_last * times
         if implementation.lockstep:
             first = last_forward.seconds + sent * last
-            second = last_backward.seconds + sent_back * last
+            second = last_backward.seconds + sent_back * last + sent_head
     bubble = transfers = 0.0
     if plan.pipe > 1:
         bubble = lockstep_seconds(plan.schedule, plan.pipe, count, first, second, chunks)
@@ -255,13 +260,17 @@ def chunk_layers(
     length = length or model.length
     layer, forward, backward = _works(model, plan, machine, length, implementation, False)
     group = _groups(plan, machine).tensor
-    sent = sum(_tensor_seconds(model, plan, length, group, _Wire(machine, False)))
+    sent, sent_back, sent_head = _tensor_seconds(
+        model, plan, length, group, _Wire(machine, False), implementation.lockstep
+    )
     number = plan.pipe * plan.chunks
     most, last = layers_of_chunks(
         model.layers,
         number,
-        (layer.forward + layer.backward + _recomputed(layer, plan, implementation)).seconds + sent,
-        (forward + backward).seconds,
+        (layer.forward + layer.backward + _recomputed(layer, plan, implementation)).seconds
+        + sent
+        + sent_back,
+        (forward + backward).seconds + sent_head,
         even=not implementation.lockstep,
     )
     if number == 1:
@@ -296,7 +305,7 @@ def _works(
         machine.device,
         microbatch=plan.microbatch,
         length=length,
-        tensor=plan.tensor,
+        tensor=model.shards_of_tokens(plan.tensor),
         implementation=implementation,
         ideal=ideal,
     )
@@ -356,20 +365,26 @@ def _launched(work: KernelSeconds, launch: float) -> KernelSeconds:
 
 
 def _tensor_seconds(
-    model: Decoder, plan: ParallelPlan, length: int, group: Group, wire: _Wire
-) -> tuple[float, float]:
-    """Collectives of one layer among the devices that share it: forward, and backward."""
+    model: Decoder, plan: ParallelPlan, length: int, group: Group, wire: _Wire, compiled: bool
+) -> tuple[float, float, float]:
+    """Collectives among the devices that share layers: of a layer forward, backward, of the ends.
+
+    The ends are the head, and without a pipeline the lookup in the embedding.
+    """
     if plan.tensor == 1:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
+    sums = tensor_sums(model, plan, compiled=compiled)
     stream = float(_ITEM * plan.microbatch * length * model.width)
-    if plan.sequence_parallel:
-        gather = wire("all-gather", stream, group)
-        forward = 2 * (wire("reduce-scatter", stream, group) + gather)
-        backward = forward + 2 * gather
-    else:
-        forward = backward = 2 * wire("all-reduce", stream, group)
+    summed = wire("all-reduce", stream, group)
+    ends = (sums.head + (sums.lookup if plan.pipe == 1 else 0)) * summed
+    ends += sums.scalars * wire("all-reduce", float(SCALAR * plan.microbatch * length), group)
+    if not plan.sequence_parallel:
+        return sums.forward * summed, sums.backward * summed, ends
+    gather = wire("all-gather", stream, group)
+    forward = 2 * (wire("reduce-scatter", stream, group) + gather)
+    backward = forward + 2 * gather
     again = plan.recompute not in ("none", "selective")
-    return forward, backward + (forward if again else 0.0)
+    return forward, backward + (forward if again else 0.0), ends
 
 
 def _stage_params(model: Decoder, layers: float, plan: ParallelPlan, *, tables: bool) -> float:
@@ -380,7 +395,8 @@ def _stage_params(model: Decoder, layers: float, plan: ParallelPlan, *, tables: 
     keys = model.width // model.heads * model.kv_heads
     layer = model.width * (2 * model.width + 2 * keys + (3 if model.gated else 2) * model.hidden)
     number = 0 if not tables else 1 if plan.pipe > 1 or model.tied else 2
-    return (layers * layer + number * model.vocabulary * model.width) / plan.tensor
+    table = model.vocabulary * model.width / model.shards_of_tokens(plan.tensor)
+    return layers * layer / plan.tensor + number * table
 
 
 def _data_seconds(

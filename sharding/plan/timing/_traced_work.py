@@ -86,6 +86,24 @@ def work_of_jaxpr(jaxpr: Any, kind: DeviceKind) -> Work:
     return total
 
 
+def products_of(fn: Callable[..., Any], params: Any, *args: Any) -> list[Any]:
+    """The types of what the matrix products of a function read and write, without parameters."""
+    traced = jax.make_jaxpr(fn)(params, *args).jaxpr
+    own = traced.invars[: len(jax.tree.leaves(params))]
+    return [var.aval for var in _operands_of_products(traced) if var not in own]
+
+
+def _operands_of_products(jaxpr: Any) -> list[Any]:
+    """The variables that matrix products read and write, each once; not literals."""
+    found: dict[Any, None] = {}
+    for eqn in jaxpr.eqns:
+        for inner in _jaxprs(eqn.params):
+            found |= dict.fromkeys(_operands_of_products(inner))
+        if eqn.primitive.name == "dot_general":
+            found |= dict.fromkeys(v for v in (*eqn.invars, *eqn.outvars) if not hasattr(v, "val"))
+    return list(found)
+
+
 def _jaxprs(params: dict[str, Any]) -> Iterator[Any]:
     """The functions that an operation calls, and the branches of a conditional."""
     for name, value in params.items():
