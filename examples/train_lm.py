@@ -556,7 +556,7 @@ def resolve(options):
     """Checks the options, and fills in those that depend on others."""
     if options.seed < 0:
         fail(f"--seed must not be negative, got {options.seed}.")
-    options.layers, options.recompute = None, bool(options.pipeline)
+    options.layers, options.recompute = None, "stage" if options.pipeline else ""
     if options.plan:
         try:
             take_plan(options)

@@ -27,6 +27,25 @@ PLANS = [
     ParallelPlan(data=8, stage=3, replicas=2),
     ParallelPlan(data=8, stage=1, state_format="8bit"),
 ]
+# Each with the layers of its chunks.
+PIPELINES = {
+    "gpipe": (ParallelPlan(data=4, pipe=2, microbatches=3, schedule="gpipe"), (1, 2)),
+    "1f1b": (
+        ParallelPlan(data=4, pipe=2, microbatches=4, schedule="1f1b", stage=2, recompute="none"),
+        (2, 1),
+    ),
+    "aligned": (ParallelPlan(data=2, pipe=4, microbatches=8, stage=1, microbatch=2), (1, 2, 1, 2)),
+    "interleaved": (
+        ParallelPlan(data=4, pipe=2, microbatches=4, schedule="interleaved", chunks=2, stage=3),
+        (1, 1, 1, 1),
+    ),
+    "one replica": (ParallelPlan(data=1, pipe=8, microbatches=8, recompute="none"), (1,) * 8),
+}
+
+
+def model_of(layers):
+    """With as many layers as a pipeline has."""
+    return dataclasses.replace(SMALL, layers=sum(layers))
 
 
 def file_of(plan, layers=(3,)):
@@ -66,41 +85,47 @@ def test_other_files(text, message, tmp_path):
         PlanFile.read(path)
 
 
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_the_code_builds_the_step_that_is_verified(plan):
-    file = file_of(plan)
-    names = {"model": SMALL, "tx": TX}
+@pytest.mark.parametrize(
+    ("plan", "layers"), [*((plan, (3,)) for plan in PLANS), *PIPELINES.values()], ids=str
+)
+def test_the_code_builds_the_step_that_is_verified(plan, layers):
+    file, model = file_of(plan, layers), model_of(layers)
+    names = {"model": model, "tx": TX}
     exec("\n".join(file.code()), names)
-    zero = names["zero"]
+    zero, pipeline = names["zero"], names.get("pipeline")
 
     def make_state():
-        params = SMALL.init(jnp.float32)
+        params = model.init(jnp.float32)
+        params = pipeline.stack(params) if pipeline else params
         return params, names["tx"].init(params)
 
+    specs = pipeline.param_specs(jax.eval_shape(make_state)[0]) if pipeline else None
+    state = zero.abstract_state(make_state, tx=names["tx"], param_specs=specs)
     tokens = jax.ShapeDtypeStruct((plan.sequences, SMALL.length + 1), jnp.int32)
-    mine = names["step"].lower(zero.abstract_state(make_state, tx=names["tx"]), tokens)
-    theirs = lowered_step(file, names["mesh"], SMALL, names["tx"])
+    mine = names["step"].lower(state, tokens)
+    theirs = lowered_step(file, names["mesh"], model, names["tx"])
     assert mine.as_text() == theirs.as_text()
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "aligned", "interleaved"])
-def test_the_code_of_a_pipeline(schedule):
-    chunks = 2 if schedule == "interleaved" else 1
-    plan = ParallelPlan(
-        data=4, pipe=2, microbatches=4, stage=1, schedule=schedule, chunks=chunks, recompute="none"
-    )
-    layers = (1,) * (2 * chunks)
+@pytest.mark.parametrize("name", PIPELINES)
+def test_the_code_of_a_pipeline(name):
+    plan, layers = PIPELINES[name]
     file = file_of(plan, layers)
-    names = {"tx": TX, "embed": None, "block": None, "head": None}
+    names = {"model": model_of(layers), "tx": TX}
     exec("\n".join(file.code()), names)
     made, schedule = names["pipeline"].schedule, file.schedule()
     assert made.name == schedule.name
     assert np.array_equal(made.op, schedule.op)
     assert names["pipeline"].num_layers == layers
-    assert not names["pipeline"].recompute
-    assert dict(names["mesh"].shape) == file.mesh_axes == {"pipe": 2, "data": 4}
-    with pytest.raises(ValueError, match="a plan with a pipeline needs the embedding"):
-        lowered_step(file, names["mesh"], SMALL, TX)
+    assert dict(names["mesh"].shape) == file.mesh_axes == {"pipe": plan.pipe, "data": plan.data}
+
+
+def test_a_pipeline_needs_all_layers_of_the_model():
+    plan, layers = PIPELINES["aligned"]
+    file, mesh = file_of(plan, layers), targets.mesh("cpu:8", (4, 2), ("pipe", "data"))
+    with pytest.raises(ValueError, match="must have the 6 layers along dim 0"):
+        lowered_step(file, mesh, SMALL, TX)
+
 
 
 def test_no_pipeline_has_no_schedule():

@@ -10,6 +10,8 @@ import optax
 
 from sharding._zero import Zero
 from sharding.pipeline import Schedule, gpipe, interleaved, one_f_one_b
+from sharding.pipeline._pipeline import Pipeline
+from sharding.plan._models import Decoder
 from sharding.plan.fastest._chosen_plan import ChosenPlan
 from sharding.plan.fastest._plan_memory import zero_of
 from sharding.plan.timing._parallel_plan import ParallelPlan
@@ -98,11 +100,31 @@ class PlanFile:
             return gpipe(*sizes)
         return one_f_one_b(*sizes, aligned=plan.schedule == "aligned")
 
+    def pipeline(self, mesh: Any, model: Decoder) -> Pipeline:
+        """Its pipeline, of the parts of a model, on a mesh with ``mesh_axes``.
+
+        Forward passes store what each layer stores: of a layer that is computed again, its input.
+
+        Raises:
+          ValueError: it has none, or the model does not fit it.
+        """
+        block = jax.checkpoint(model.block) if self.plan.checkpoints_layers else model.block
+        return Pipeline(
+            mesh,
+            self.schedule(),
+            num_layers=self.layers,
+            embed=model.embed,
+            block=block,
+            head=model.head,
+            recompute=False,
+        )
+
     def code(self) -> list[str]:
         """The lines that build the step of the plan.
 
-        ``model`` and ``tx`` are the model and the transformation; a pipeline takes its three parts,
-        ``embed``, ``block`` and ``head``.
+        ``model`` and ``tx`` are the model, one of ``MODELS`` or a ``Decoder``, and the
+        transformation. Parameters of a pipeline are those of ``pipeline.stack``; ``zero.init``
+        takes their ``pipeline.param_specs``.
 
         >>> plan = ParallelPlan(data=8, stage=2, microbatches=4, recompute="full")
         >>> file = PlanFile("llama2-7b", "adamw", "h100x8", 2048, "bfloat16", (32,), plan, {})
@@ -135,11 +157,13 @@ class PlanFile:
                 "1f1b": f"one_f_one_b({plan.pipe}, {plan.microbatches}, aligned=False)",
                 "aligned": f"one_f_one_b({plan.pipe}, {plan.microbatches})",
             }[plan.schedule]
+            block = "model.block"
             lines += [
                 f"schedule = shd.pipeline.{made}",
+                f"block = jax.checkpoint({block})" if plan.checkpoints_layers else f"block = {block}",
                 "pipeline = shd.Pipeline(",
-                f"    mesh, schedule, num_layers={self.layers}, embed=embed, block=block, "
-                f"head=head, recompute={plan.recompute == 'full'},",
+                f"    mesh, schedule, num_layers={self.layers},",
+                "    embed=model.embed, block=block, head=model.head, recompute=False,",
                 ")",
                 "step = zero.train_step(pipeline.loss, tx=tx, weighted=True)",
             ]
@@ -154,28 +178,27 @@ class PlanFile:
 
 
 def lowered_step(
-    file: PlanFile, mesh: Any, model: Any, tx: optax.GradientTransformation
+    file: PlanFile, mesh: Any, model: Decoder, tx: optax.GradientTransformation
 ) -> jax.stages.Lowered:
-    """The step of a plan without a pipeline, lowered for a mesh.
+    """The step of a plan, lowered for a mesh.
 
     Raises:
-      ValueError: the plan has a pipeline.
+      ValueError: the model does not fit the plan's pipeline.
     """
-    plan = file.plan
-    if plan.pipe > 1:
-        raise ValueError(
-            "a plan with a pipeline needs the embedding, the layer and the head of a model by "
-            "themselves; its step is that of the code in plan.json."
-        )
-    zero = file.zero(mesh)
-    layer = zero.gathered(model.apply_layer)
-    if plan.checkpoints_layers:
-        layer = jax.checkpoint(layer)
+    plan, zero = file.plan, file.zero(mesh)
+    pipeline = file.pipeline(mesh, model) if plan.pipe > 1 else None
 
     def make_state() -> tuple[Any, Any]:
         params = model.init(file.dtype)
+        params = pipeline.stack(params) if pipeline else params
         return params, tx.init(params)
 
-    step = zero.train_step(model.make_loss(layer), tx=tx, microbatches=plan.microbatches)
+    if pipeline:
+        specs = pipeline.param_specs(jax.eval_shape(make_state)[0])
+        step = zero.train_step(pipeline.loss, tx=tx, weighted=True)
+    else:
+        specs, layer = None, zero.gathered(model.apply_layer)
+        layer = jax.checkpoint(layer) if plan.checkpoints_layers else layer
+        step = zero.train_step(model.make_loss(layer), tx=tx, microbatches=plan.microbatches)
     tokens = jax.ShapeDtypeStruct((plan.sequences, file.length + 1), jax.numpy.int32)
-    return step.lower(zero.abstract_state(make_state, tx=tx), tokens)
+    return step.lower(zero.abstract_state(make_state, tx=tx, param_specs=specs), tokens)

@@ -1,7 +1,9 @@
 """A plan beside the program of its step: memory, bytes sent and operations."""
 
 import dataclasses
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -12,6 +14,8 @@ from sharding.plan._format import size
 from sharding.plan._models import Decoder
 from sharding.plan._plan import estimate
 from sharding.plan.fastest._plan_file import PlanFile, lowered_step
+from sharding.plan.pipelines._pipeline_flops import pipeline_flops
+from sharding.plan.pipelines._pipeline_wire import pipeline_wire
 from sharding.plan.program._audit import audit
 from sharding.plan.timing._parallel_plan import ParallelPlan
 
@@ -83,7 +87,7 @@ def verify(
       device: figures of the target, where they are not known.
 
     Raises:
-      ValueError: the plan has a pipeline, or the target cannot be compiled for.
+      ValueError: the target cannot be compiled for, or the model does not fit the plan.
     """
     plan = file.plan
     if plan.state_format:
@@ -92,19 +96,46 @@ def verify(
     axes = file.mesh_axes
     mesh = targets.mesh(file.target, tuple(axes.values()), tuple(axes))
     found = audit(lowered_step(file, mesh, model, tx), mesh=mesh, device=device or file.target)
-    planned = estimate(
-        *(model.abstract(jnp.dtype(file.dtype)), tx, file.zero(mesh)),
-        microbatches=plan.microbatches,
-        gathered_once=model.gathered_once,
-    )
     return Verification(
         planned_memory=file.promised["memory"],
         memory=found.memory,
-        planned_wire=planned.stage(planned.requested).wire,
+        planned_wire=planned_wire(file, mesh, model, tx),
         wire=found.wire_bytes,
-        planned_flops=planned_flops(model, plan),
+        planned_flops=_planned_flops(file, model),
         flops=found.matmul_flops,
         available=memory,
+    )
+
+
+def planned_wire(
+    file: PlanFile, mesh: Any, model: Decoder, tx: optax.GradientTransformation
+) -> float:
+    """Bytes that one device sends in a step, without what optimizers send."""
+    plan, params, specs, sent = file.plan, model.abstract(jnp.dtype(file.dtype)), None, 0.0
+    if plan.pipe > 1:
+        pipeline = file.pipeline(mesh, model)
+        params = pipeline.stack(params)
+        specs = pipeline.param_specs(params)
+        tokens = (plan.microbatches * plan.microbatch, file.length + 1)
+        sent = pipeline_wire(pipeline, params, jax.ShapeDtypeStruct(tokens, jnp.int32))
+    found = estimate(
+        *(params, tx, file.zero(mesh)),
+        param_specs=specs,
+        microbatches=plan.microbatches if plan.pipe == 1 else 1,
+        gathered_once=model.gathered_once if plan.pipe == 1 else "",
+    )
+    return found.stage(found.requested).wire + sent
+
+
+def _planned_flops(file: PlanFile, model: Decoder) -> float:
+    """Operations of matrix products of one device in a step, as ``audit`` counts them."""
+    plan = file.plan
+    if plan.pipe == 1:
+        return planned_flops(model, plan)
+    return pipeline_flops(
+        *(model, file.schedule(), max(file.layers)),
+        microbatch=plan.microbatch,
+        recompute=plan.checkpoints_layers,
     )
 
 

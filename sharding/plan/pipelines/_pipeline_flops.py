@@ -1,0 +1,50 @@
+"""What the program of a pipeline computes: known from its schedule, before anything is compiled."""
+
+import dataclasses
+
+from sharding.pipeline import Op, Schedule
+from sharding.pipeline._instructions import Code, instructions
+from sharding.plan._models import Decoder
+
+
+def pipeline_flops(
+    model: Decoder, schedule: Schedule, rows: int, *, microbatch: int, recompute: bool
+) -> float:
+    """Operations of matrix products in a step's program, as ``audit`` counts them.
+
+    All devices run one program. An iteration of its loops counts as the dearest branch of each tick,
+    whatever a stage runs there, and each chunk as the one with most layers.
+
+    Args:
+      model: its dims.
+      schedule: of the pipeline.
+      rows: the most layers of a chunk.
+      microbatch: its sequences.
+      recompute: whether the backward pass computes each layer again, but for its last product, which
+        nothing needs. Otherwise residuals are stored.
+
+    >>> from sharding.pipeline import one_f_one_b
+    >>> from sharding.plan import MODELS
+    >>> model = MODELS["llama2-7b"]
+    >>> found = [
+    ...     pipeline_flops(model, one_f_one_b(4, m), 8, microbatch=1, recompute=False)
+    ...     for m in (4, 64)
+    ... ]
+    >>> [round(x * 4 / model.flops(2048.0 * m, 2048), 2) for x, m in zip(found, (4, 64))]
+    [2.39, 1.43]
+    """
+    tokens = float(microbatch * model.length)
+    none = dataclasses.replace(model, layers=0).flops(tokens, model.length)
+    layer = (dataclasses.replace(model, layers=1).flops(tokens, model.length) - none) / 3
+    again = layer - 2.0 * tokens * model.width * model.hidden if recompute else 0.0
+
+    def of(code: Code) -> float:
+        if code.op == Op.FORWARD:
+            return 0.0 if code.last else rows * layer
+        # The last chunk runs its forward pass in its backward pass, beside the head.
+        return rows * (2 * layer + again) + (rows * layer + none if code.last else 0.0)
+
+    return sum(
+        len(segment.tables["code"]) * sum(max(map(of, phase.codes)) for phase in segment.phases)
+        for segment in instructions(schedule, recompute=False).segments
+    )
