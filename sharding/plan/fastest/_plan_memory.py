@@ -14,8 +14,7 @@ from sharding.plan._models import Decoder
 from sharding.plan._plan import Plan, estimate
 from sharding.plan._tiles import num_bytes
 from sharding.plan.pipelines._layer_costs import LayerCost, layer_costs
-from sharding.plan.pipelines._pipeline_schedules import max_in_flight
-from sharding.plan.pipelines._pipeline_stages import StageEstimates, pipeline_stage
+from sharding.plan.pipelines._pipeline_stages import StageEstimates, pipeline_stages
 from sharding.plan.timing._layer_time import Implementation
 from sharding.plan.timing._mesh_groups import Machine
 from sharding.plan.timing._parallel_plan import ParallelPlan
@@ -41,7 +40,7 @@ def gathered_bytes(params: Any, layers: Any, num_layers: int) -> float:
 class PlanMemory:
     """Memory of plans of one model; what plans share is computed once.
 
-    Bytes of parameters, gradients, state and batch are those of ``estimate``, of ``pipeline_stage``
+    Bytes of parameters, gradients, state and batch are those of ``estimate``, of ``pipeline_stages``
     where there is a pipeline; activations are those that the code of the model stores. They are
     freed before the update, as unreduced gradients are; at stages 1 and 2 it gathers the new
     parameters beside the old ones.
@@ -85,7 +84,7 @@ class PlanMemory:
     def fullest(self, plan: ParallelPlan) -> float:
         """Bytes of the fullest device."""
         if plan.pipe > 1:
-            return max(self.by_stage(plan))
+            return self.pipelined(plan)
         several = plan.microbatches > 1
         found = self._plan(plan.shards, plan.replicas, several, plan.state_format, plan.offload)
         costs = self._costs(plan.microbatch, plan.recompute != "none")
@@ -101,35 +100,20 @@ class PlanMemory:
         update = held.arguments + grads + _updated(plan, held.params)
         return max(backward, update) + self._batch(plan)
 
-    def by_stage(self, plan: ParallelPlan) -> list[float]:
-        """Bytes of a device of each stage of a pipeline."""
-        estimates = self._stages(plan.data, plan.stage, plan.state_format, plan.offload)
-        costs = self._costs(plan.microbatch, plan.recompute != "none")
-        ranges = self.ranges(plan)
-        stages = (
-            pipeline_stage(
-                estimates,
-                costs,
-                ranges[s :: plan.pipe],
-                in_flight=max_in_flight(
-                    plan.schedule, plan.pipe, s, plan.microbatches, plan.chunks
-                ),
-                microbatches=plan.microbatches,
-                ends=(s == 0, s == plan.pipe - 1),
-            )
-            for s in range(plan.pipe)
+    def pipelined(self, plan: ParallelPlan) -> float:
+        """Bytes of each device of a pipeline.
+
+        The accumulated gradients are wider than what the update needs when activations are free.
+        """
+        estimates = self._stages(plan.pipe, plan.data, plan.stage, plan.state_format, plan.offload)
+        stages = pipeline_stages(
+            estimates,
+            self._costs(plan.microbatch, plan.recompute != "none"),
+            self.ranges(plan),
+            schedule=plan.schedule,
+            microbatches=plan.microbatches,
         )
-        return [
-            max(
-                stage.memory,
-                stage.memory
-                - stage.activations
-                - stage.grads * (1 - 1 / plan.shards)
-                + _updated(plan, stage.params),
-            )
-            + self._batch(plan)
-            for stage in stages
-        ]
+        return stages[0].memory + self._batch(plan)
 
     def ranges(self, plan: ParallelPlan) -> list[tuple[int, int]]:
         """The first layer of each chunk and the one after its last, as ``layer_costs`` has them."""
@@ -169,10 +153,11 @@ class PlanMemory:
         )
 
     def _stage_estimates(
-        self, data: int, stage: int, state_format: str | None, offload: bool
+        self, pipe: int, data: int, stage: int, state_format: str | None, offload: bool
     ) -> StageEstimates:
         return StageEstimates(
             *(self.model, self.tx, zero_of(data, 1, stage, offload)),
+            num_stages=pipe,
             device=self.machine.device,
             dtype=self.dtype,
             batch=0.0,
