@@ -35,8 +35,8 @@ def make_pipeline(
 ) -> shd.Pipeline:
     """The model's loss as a pipeline over the mesh axis ``"pipe"``.
 
-    ``layers`` are those of each virtual stage; None: as equal as possible. Backward passes compute a
-    ``"stage"`` again from its input, or each ``"layer"``; ``""``: nothing.
+    ``layers`` are those of each virtual stage; None: as equal as possible. Backward passes compute
+    a ``"stage"`` again from its input, or each ``"layer"``; ``""``: nothing.
     """
 
     def block(layer: Any, x: jax.Array, _: jax.Array) -> jax.Array:

@@ -134,7 +134,7 @@ class Decoder:
     # --- The parts of a loss, as ``Pipeline`` takes them ------------------------------------------
 
     def embed(self, shared: dict[str, Any], tokens: jax.Array) -> jax.Array:
-        """What enters the first layer, (batch, length, width); ``tokens`` is (batch, length + 1)."""
+        """What enters the first layer, (batch, length, width); tokens are (batch, length + 1)."""
         x = shared["embed"][tokens[:, :-1]]
         return x + shared["positions"][None, : x.shape[1]] if self.biased else x
 

@@ -46,7 +46,9 @@ def test_devices_hold_the_layers_of_the_largest_chunk_and_everything_else(scan, 
     assert 4 * rows > model.layers
     params = dataclasses.replace(model, layers=rows, scan=True).abstract()
     expected = 2 * sum(x.size for x in jax.tree.leaves(params))
-    shared = sum(x.size for name, x in jax.tree.leaves_with_path(params) if "layers" not in str(name))
+    shared = sum(
+        x.size for name, x in jax.tree.leaves_with_path(params) if "layers" not in str(name)
+    )
     for stage in plan.stages:
         assert stage.params == expected
         # One replica: nothing is synchronized but what all stages sum, in float32.

@@ -128,7 +128,6 @@ def test_a_pipeline_needs_all_layers_of_the_model():
         lowered_step(file, mesh, SMALL, TX)
 
 
-
 def test_no_pipeline_has_no_schedule():
     with pytest.raises(ValueError, match="the plan has no pipeline"):
         file_of(PLANS[0]).schedule()
@@ -193,9 +192,7 @@ def test_slots_that_are_planned_are_those_of_the_program(name, recompute):
     step = lowered_step(file, mesh, model, TX)
     found = shd.audit(step, pipeline=file.pipeline(mesh, model)).pipeline
     activations, residuals, others = found.slots
-    slots = [
-        max_in_flight(plan.schedule, plan.pipe, s, 8, plan.chunks) for s in range(plan.pipe)
-    ]
+    slots = [max_in_flight(plan.schedule, plan.pipe, s, 8, plan.chunks) for s in range(plan.pipe)]
     assert residuals.found == max(slots) + 1
     assert activations.found == (9 if name == "gpipe" else 3)
     assert others.found == 0
@@ -239,9 +236,7 @@ def test_a_plan_on_a_target(target):
     """Activations are small beside the update, which gathers the parameters: 3 % of memory."""
     can_compile(target)
     model = dataclasses.replace(shd.plan.MODELS["llama2-7b"], length=512)
-    found = verified(
-        model, target, sequences=8, keep={"pipe": 1, "stage": 2, "recompute": "full"}
-    )
+    found = verified(model, target, sequences=8, keep={"pipe": 1, "stage": 2, "recompute": "full"})
     assert not found.failures
     assert found.wire == pytest.approx(found.planned_wire, rel=0.02)
     assert found.memory == pytest.approx(found.planned_memory, rel=0.03)

@@ -160,7 +160,9 @@ class PlanFile:
             block = "model.block"
             lines += [
                 f"schedule = shd.pipeline.{made}",
-                f"block = jax.checkpoint({block})" if plan.checkpoints_layers else f"block = {block}",
+                f"block = jax.checkpoint({block})"
+                if plan.checkpoints_layers
+                else f"block = {block}",
                 "pipeline = shd.Pipeline(",
                 f"    mesh, schedule, num_layers={self.layers},",
                 "    embed=model.embed, block=block, head=model.head, recompute=False,",

@@ -40,10 +40,10 @@ def gathered_bytes(params: Any, layers: Any, num_layers: int) -> float:
 class PlanMemory:
     """Memory of plans of one model; what plans share is computed once.
 
-    Bytes of parameters, gradients, state and batch are those of ``estimate``, of ``pipeline_stages``
-    where there is a pipeline; activations are those that the code of the model stores. They are
-    freed before the update, as unreduced gradients are; at stages 1 and 2 it gathers the new
-    parameters beside the old ones.
+    Bytes of parameters, gradients, state and batch are those of ``estimate``; activations are those
+    that the code of the model stores. They are freed before the update, as unreduced gradients are;
+    at stages 1 and 2 it gathers the new parameters beside the old ones. All of a pipeline is that
+    of ``pipeline_stages``.
 
     Args:
       model: the model.
@@ -103,7 +103,7 @@ class PlanMemory:
     def pipelined(self, plan: ParallelPlan) -> float:
         """Bytes of each device of a pipeline.
 
-        The accumulated gradients are wider than what the update needs when activations are free.
+        The update needs less than what it takes the place of: accumulated gradients are float32.
         """
         estimates = self._stages(plan.pipe, plan.data, plan.stage, plan.state_format, plan.offload)
         stages = pipeline_stages(

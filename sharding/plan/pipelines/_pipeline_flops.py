@@ -12,16 +12,16 @@ def pipeline_flops(
 ) -> float:
     """Operations of matrix products in a step's program, as ``audit`` counts them.
 
-    All devices run one program. An iteration of its loops counts as the dearest branch of each tick,
-    whatever a stage runs there, and each chunk as the one with most layers.
+    All devices run one program. Each tick of its loops counts as its dearest branch, whatever a
+    stage runs there, and each chunk as the one with most layers. Forward passes store residuals.
 
     Args:
       model: its dims.
       schedule: of the pipeline.
       rows: the most layers of a chunk.
       microbatch: its sequences.
-      recompute: whether the backward pass computes each layer again, but for its last product, which
-        nothing needs. Otherwise residuals are stored.
+      recompute: whether the backward pass computes each layer again, but for its last product,
+        which nothing needs.
 
     >>> from sharding.pipeline import one_f_one_b
     >>> from sharding.plan import MODELS

@@ -115,7 +115,15 @@ class PipelinePlan:
             for number, stage in enumerate(self.stages)
         ]
         columns = ("params", "gradients", "state", "activations", "total", left)
-        headers = ("stage", "layers", "micro-batch", "in flight", "to stages", "to replicas", "summed")
+        headers = (
+            "stage",
+            "layers",
+            "micro-batch",
+            "in flight",
+            "to stages",
+            "to replicas",
+            "summed",
+        )
         return [
             Table(title, columns, memory),
             Table("Work and bytes sent in a step", headers, work),

@@ -226,7 +226,9 @@ def pipeline_stages(
     logits = costs[0].activation_bytes * model.vocabulary  # float32, as tokens are int32
     gradient = costs[-1].activation_bytes + costs[-1].working_bytes - stream - logits
     residuals, grads = (rows * layer.activation_bytes, layers) if rows > 1 else (0.0, 0.0)
-    of_head = logits + max(0.0, gradient - copied)
+    # Programs for GPUs hold a matrix of an odd vocabulary and its gradient once more.
+    odd = 2.0 * model.vocabulary * model.width * item if copied and model.vocabulary % 8 else 0.0
+    of_head = logits + max(odd, gradient - copied)
     of_layers = grads + layer.working_bytes
     if chunks > 1 and rows > 1:
         of_layers += grads  # the parameters of the chunk

@@ -114,9 +114,7 @@ def test_nothing_fits(run):
     assert code == 2
     shown = " ".join(out.split())
     assert "Neither fits a rtx4090 with 22.4 GiB: the pipeline needs" in shown
-    assert re.search(
-        r"warning: the stages do not fit, by [\d.]+ GiB", shown
-    )
+    assert re.search(r"warning: the stages do not fit, by [\d.]+ GiB", shown)
     assert "*" not in out
     assert "too much" in out
 
