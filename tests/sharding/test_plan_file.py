@@ -128,6 +128,27 @@ def test_a_pipeline_needs_all_layers_of_the_model():
         lowered_step(file, mesh, SMALL, TX)
 
 
+@pytest.mark.parametrize(("name", "tied"), [("aligned", False), ("interleaved", True)])
+def test_a_pipeline_has_the_loss_and_the_gradients_of_the_model(name, tied):
+    plan, layers = PIPELINES[name]
+    model = dataclasses.replace(model_of(layers), tied=tied, biased=tied, gated=not tied)
+    file = file_of(plan, layers)
+    mesh = targets.mesh("cpu:8", tuple(file.mesh_axes.values()), tuple(file.mesh_axes))
+    pipeline = file.pipeline(mesh, model)
+    params = model.init()
+    tokens = np.random.default_rng(0).integers(0, 96, (plan.microbatches * 2, SMALL.length + 1))
+
+    def mean(params):
+        total, weight = pipeline.loss(pipeline.stack(params), tokens)
+        return total / weight
+
+    found, grads = jax.jit(jax.value_and_grad(mean))(params)
+    expected, theirs = jax.jit(jax.value_and_grad(model.make_loss()))(params, tokens)
+    assert float(found) == pytest.approx(float(expected), rel=1e-5)
+    for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(theirs), strict=True):
+        assert np.linalg.norm(x - y) < 1e-4 * np.linalg.norm(y) + 1e-7
+
+
 def test_no_pipeline_has_no_schedule():
     with pytest.raises(ValueError, match="the plan has no pipeline"):
         file_of(PLANS[0]).schedule()
