@@ -157,12 +157,10 @@ class PlanFile:
                 "1f1b": f"one_f_one_b({plan.pipe}, {plan.microbatches}, aligned=False)",
                 "aligned": f"one_f_one_b({plan.pipe}, {plan.microbatches})",
             }[plan.schedule]
-            block = "model.block"
+            block = "jax.checkpoint(model.block)" if plan.checkpoints_layers else "model.block"
             lines += [
                 f"schedule = shd.pipeline.{made}",
-                f"block = jax.checkpoint({block})"
-                if plan.checkpoints_layers
-                else f"block = {block}",
+                f"block = {block}",
                 "pipeline = shd.Pipeline(",
                 f"    mesh, schedule, num_layers={self.layers},",
                 "    embed=model.embed, block=block, head=model.head, recompute=False,",
