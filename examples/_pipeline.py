@@ -31,13 +31,18 @@ def make_pipeline(
     mesh: jax.sharding.Mesh,
     schedule: Schedule,
     layers: Sequence[int] | None = None,
-    recompute: bool = True,
+    recompute: str = "stage",
+    policy: Any = None,
 ) -> shd.Pipeline:
     """The model's loss as a pipeline over the mesh axis ``"pipe"``.
 
-    ``layers`` are those of each virtual stage; None: as many each as possible.
+    ``layers`` are those of each virtual stage; None: as equal as possible. Backward passes compute
+    a ``"stage"`` again from its input, or each ``"layer"`` but for what ``policy`` stores; ``""``:
+    nothing.
     """
-    block = Block(model.config)
+
+    def block(layer: Any, x: jax.Array, _: jax.Array) -> jax.Array:
+        return Block(model.config).apply({"params": layer}, x)
 
     def embed(shared: Any, windows: jax.Array) -> jax.Array:
         return model.apply({"params": shared}, windows[:, :-1], method="embed_tokens")
@@ -51,10 +56,10 @@ def make_pipeline(
         schedule,
         num_layers=layers or model.config.layers,
         embed=embed,
-        block=lambda layer, x, _: block.apply({"params": layer}, x),
+        block=jax.checkpoint(block, policy=policy) if recompute == "layer" else block,
         head=head,
         numbered="block_{}",
-        recompute=recompute,
+        recompute=recompute == "stage",
     )
 
 

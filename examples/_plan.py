@@ -37,7 +37,8 @@ def take_plan(options: argparse.Namespace) -> None:
     options.devices = options.devices or plan.num_devices
     options.batch_size = options.batch_size or plan.sequences
     options.microbatches = plan.microbatches
-    options.recompute, options.saved = plan.checkpoints_layers, file.saved
+    options.recompute = "layer" if plan.checkpoints_layers else ""
+    options.saved = file.saved
     if plan.pipe > 1:
         options.pipeline, options.schedule = plan.pipe, _NAMES[plan.schedule]
         options.layers = file.layers

@@ -188,7 +188,7 @@ def train(options, corpus, mesh, directory, stop):
     key, pipeline, param_specs = jax.random.key(options.seed), None, None
     if options.pipeline:
         pipeline = make_pipeline(
-            model, mesh, make_schedule(options), options.layers, options.recompute
+            model, mesh, make_schedule(options), options.layers, options.recompute, policy
         )
         checkpoint_form = CheckpointForm(pipeline, make_state, key)
         make_state = functools.partial(make_state, form=pipeline.stack)
@@ -558,7 +558,8 @@ def resolve(options):
     """Checks the options, and fills in those that depend on others."""
     if options.seed < 0:
         fail(f"--seed must not be negative, got {options.seed}.")
-    options.layers, options.recompute, options.saved = None, bool(options.pipeline), ()
+    options.layers, options.recompute = None, "stage" if options.pipeline else ""
+    options.saved = ()
     if options.plan:
         try:
             take_plan(options)

@@ -203,6 +203,27 @@ class Decoder:
             up = jax.nn.gelu(up)
         return x + checkpoint_name(self._linear(params, "down", up), "mlpwo")
 
+    # --- The parts of a loss, as ``Pipeline`` takes them ------------------------------------------
+
+    def embed(self, shared: dict[str, Any], tokens: jax.Array) -> jax.Array:
+        """What enters the first layer, (batch, length, width); tokens are (batch, length + 1)."""
+        x = shared["embed"][tokens[:, :-1]]
+        return x + shared["positions"][None, : x.shape[1]] if self.biased else x
+
+    def block(self, layer: dict[str, Any], x: jax.Array, tokens: jax.Array) -> jax.Array:
+        """``apply_layer``, which reads no tokens."""
+        del tokens
+        return self.apply_layer(layer, x)
+
+    def head(
+        self, shared: dict[str, Any], x: jax.Array, tokens: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The sum of the cross entropies of the next tokens, and the number of these."""
+        x = self._norm(shared["norm"], x)
+        logits = x @ (shared["embed"].T if self.tied else shared["unembed"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(_wide(logits), tokens[:, 1:])
+        return losses.sum(), jnp.float32(losses.size)
+
     def make_loss(
         self,
         layer: Callable[..., Any] | None = None,
@@ -218,9 +239,7 @@ class Decoder:
         layer = layer or self.apply_layer
 
         def loss_fn(params: dict[str, Any], tokens: jax.Array) -> jax.Array:
-            x = params["embed"][tokens[:, :-1]]
-            if self.biased:
-                x = x + params["positions"][None, : x.shape[1]]
+            x = self.embed(params, tokens)
             if stack is not None:
                 x = stack(params["layers"], x)
             elif self.scan:
@@ -228,10 +247,8 @@ class Decoder:
             else:
                 for p in params["layers"]:
                     x = layer(p, x)
-            x = self._norm(params["norm"], x)
-            logits = x @ (params["embed"].T if self.tied else params["unembed"])
-            losses = optax.softmax_cross_entropy_with_integer_labels(_wide(logits), tokens[:, 1:])
-            return losses.mean()
+            total, weight = self.head(params, x, tokens)
+            return total / weight
 
         return loss_fn
 

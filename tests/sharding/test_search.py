@@ -106,15 +106,9 @@ def test_memory_of_pipelines_is_that_of_the_planner(schedule, stage):
     layers = [sum(j - i for i, j in stage.layers) for stage in planned.stages]
     ranges = memory.ranges(plan)
     assert [sum(j - i for i, j in ranges[s::4]) for s in range(4)] == layers
-    expected = [
-        max(
-            it.memory,
-            it.params * (2 if stage == 1 else 1) + it.state + it.batch + it.grads / 2,
-        )
-        for it in planned.stages
-    ]
-    assert memory.by_stage(plan) == pytest.approx(expected, rel=1e-12)
-    assert memory.fullest(plan) == max(memory.by_stage(plan))
+    for it in planned.stages:  # all hold alike, and more than the update does
+        assert memory.fullest(plan) == pytest.approx(it.memory, rel=1e-12)
+        assert it.memory > it.params * (2 if stage == 1 else 1) + it.state + it.batch + it.grads / 2
 
 
 def test_chunks_have_all_layers():

@@ -10,6 +10,7 @@ import optax
 
 from sharding._zero import Zero
 from sharding.pipeline import Schedule, gpipe, interleaved, one_f_one_b
+from sharding.pipeline._pipeline import Pipeline
 from sharding.plan._models import Decoder
 from sharding.plan._saved_names import PARTLY, PRESETS
 from sharding.plan.fastest._chosen_plan import ChosenPlan
@@ -118,12 +119,47 @@ class PlanFile:
             return gpipe(*sizes)
         return one_f_one_b(*sizes, aligned=plan.schedule == "aligned")
 
+    @property
+    def policy(self) -> Any:
+        """What ``jax.checkpoint`` stores of a layer; None for its input alone."""
+        return jax.checkpoint_policies.save_only_these_names(*self.saved) if self.saved else None
+
+    def layer(self, zero: Zero, model: Decoder | TracedModel) -> Any:
+        """The layer of a loss without a pipeline."""
+        if self.plan.checkpoints_layers:
+            return jax.checkpoint(zero.gathered(model.apply_layer), policy=self.policy)
+        return zero.gathered(model.apply_layer, policy=self.policy)
+
+    def pipeline(self, mesh: Any, model: Decoder | TracedModel) -> Pipeline:
+        """Its pipeline, of the parts of a model, on a mesh with ``mesh_axes``.
+
+        Forward passes store what each layer stores: of a layer that is computed again, its input
+        and what has a name of those that are saved.
+
+        Raises:
+          ValueError: it has none, or the model does not fit it.
+        """
+        if not isinstance(model, Decoder):
+            raise ValueError("a plan with a pipeline needs a Decoder: its embedding and its head.")
+        block: Any = model.block
+        if self.plan.checkpoints_layers:
+            block = jax.checkpoint(block, policy=self.policy)
+        return Pipeline(
+            mesh,
+            self.schedule(),
+            num_layers=self.layers,
+            embed=model.embed,
+            block=block,
+            head=model.head,
+            recompute=False,
+        )
+
     def code(self) -> list[str]:
         """The lines that build the step of the plan.
 
-        ``model`` and ``tx`` are the model and the transformation; a pipeline takes its three parts,
-        ``embed``, ``block`` and ``head``. Where devices share layers, ``zero.init`` takes
-        ``param_specs``.
+        ``model`` and ``tx`` are the model, one of ``MODELS`` or a ``Decoder``, and the
+        transformation. Parameters of a pipeline are those of ``pipeline.stack``; ``zero.init``
+        takes their ``pipeline.param_specs``, and where devices share layers ``param_specs``.
 
         >>> plan = ParallelPlan(data=8, stage=2, microbatches=4, recompute="full")
         >>> file = PlanFile("llama2-7b", "adamw", "h100x8", 2048, "bfloat16", (32,), plan, {})
@@ -152,6 +188,10 @@ class PlanFile:
         if plan.state_format:
             form = f"optax_ext.STATE_FORMATS[{plan.state_format!r}]"
             lines.append(f"tx = optax_ext.low_precision_state(tx, {form})")
+        names = self.saved
+        policy = ", policy=policy" if names else ""
+        if names:
+            lines.append(f"policy = jax.checkpoint_policies.save_only_these_names(*{names})")
         if plan.pipe > 1:
             made = {
                 "interleaved": f"interleaved({plan.pipe}, {plan.microbatches}, {plan.chunks})",
@@ -159,19 +199,19 @@ class PlanFile:
                 "1f1b": f"one_f_one_b({plan.pipe}, {plan.microbatches}, aligned=False)",
                 "aligned": f"one_f_one_b({plan.pipe}, {plan.microbatches})",
             }[plan.schedule]
+            block = "model.block"
+            if plan.checkpoints_layers:
+                block = f"jax.checkpoint(model.block{policy})"
             lines += [
                 f"schedule = shd.pipeline.{made}",
+                f"block = {block}",
                 "pipeline = shd.Pipeline(",
-                f"    mesh, schedule, num_layers={self.layers}, embed=embed, block=block, "
-                f"head=head, recompute={plan.recompute == 'full'},",
+                f"    mesh, schedule, num_layers={self.layers},",
+                "    embed=model.embed, block=block, head=model.head, recompute=False,",
                 ")",
                 "step = zero.train_step(pipeline.loss, tx=tx, weighted=True)",
             ]
             return lines
-        names, policy = self.saved, ""
-        if names:
-            policy = ", policy=policy"
-            lines.append(f"policy = jax.checkpoint_policies.save_only_these_names(*{names})")
         if plan.checkpoints_layers:
             layer = f"jax.checkpoint(zero.gathered(model.apply_layer){policy})"
         else:
@@ -187,28 +227,27 @@ class PlanFile:
 def lowered_step(
     file: PlanFile, mesh: Any, model: Decoder | TracedModel, tx: optax.GradientTransformation
 ) -> jax.stages.Lowered:
-    """The step of a plan without a pipeline, lowered for a mesh.
+    """The step of a plan, lowered for a mesh.
 
     Raises:
-      ValueError: the plan has a pipeline.
+      ValueError: the model does not fit the plan's pipeline.
     """
-    plan = file.plan
+    plan, zero = file.plan, file.zero(mesh)
+    pipeline = None
     if plan.pipe > 1:
-        raise ValueError(
-            "a plan with a pipeline needs the embedding, the layer and the head of a model by "
-            "themselves; its step is that of the code in plan.json."
-        )
-    zero = file.zero(mesh)
-    policy = jax.checkpoint_policies.save_only_these_names(*file.saved) if file.saved else None
-    if plan.checkpoints_layers:
-        layer = jax.checkpoint(zero.gathered(model.apply_layer), policy=policy)
-    else:
-        layer = zero.gathered(model.apply_layer, policy=policy)
+        pipeline = file.pipeline(mesh, model)
 
     def make_state() -> tuple[Any, Any]:
         params = model.init(file.dtype)
+        params = pipeline.stack(params) if pipeline else params
         return params, tx.init(params)
 
-    step = zero.train_step(model.make_loss(layer), tx=tx, microbatches=plan.microbatches)
-    state = zero.abstract_state(make_state, tx=tx, param_specs=file.param_specs(model))
+    if pipeline:
+        specs = pipeline.param_specs(jax.eval_shape(make_state)[0])
+        step = zero.train_step(pipeline.loss, tx=tx, weighted=True)
+    else:
+        specs = file.param_specs(model)
+        loss_fn = model.make_loss(file.layer(zero, model))
+        step = zero.train_step(loss_fn, tx=tx, microbatches=plan.microbatches)
+    state = zero.abstract_state(make_state, tx=tx, param_specs=specs)
     return step.lower(state, model.batch(plan.sequences))

@@ -14,8 +14,7 @@ from sharding.plan._models import Decoder
 from sharding.plan._plan import Plan, estimate
 from sharding.plan._saved_names import PARTLY
 from sharding.plan.pipelines._layer_costs import LayerCost, layer_costs
-from sharding.plan.pipelines._pipeline_schedules import max_in_flight
-from sharding.plan.pipelines._pipeline_stages import StageEstimates, pipeline_stage
+from sharding.plan.pipelines._pipeline_stages import StageEstimates, pipeline_stages
 from sharding.plan.timing._layer_time import Implementation
 from sharding.plan.timing._mesh_groups import Machine
 from sharding.plan.timing._parallel_plan import ParallelPlan
@@ -29,10 +28,10 @@ TENSOR_AXIS = "model"  # of the devices that share each layer
 class PlanMemory:
     """Memory and time of plans of one model; what plans share is computed once.
 
-    Bytes of parameters, gradients, state and batch are those of ``estimate``, of ``pipeline_stage``
-    where there is a pipeline; activations are those that the code of the model stores on one of the
-    devices that share a layer. They are freed before the update, as unreduced gradients are; at
-    stages 1 and 2 it gathers the new parameters beside the old ones.
+    Bytes of parameters, gradients, state and batch are those of ``estimate``; activations are those
+    that the code of the model stores on one of the devices that share a layer. They are freed
+    before the update, as unreduced gradients are; at stages 1 and 2 it gathers the new parameters
+    beside the old ones. All of a pipeline is that of ``pipeline_stages``.
 
     Args:
       model: the model.
@@ -73,7 +72,7 @@ class PlanMemory:
     def fullest(self, plan: ParallelPlan) -> float:
         """Bytes of the fullest device."""
         if plan.pipe > 1:
-            return max(self.by_stage(plan))
+            return self.pipelined(plan)
         found = self._plan(
             *(plan.shards, plan.replicas, plan.tensor, plan.microbatches > 1),
             *(plan.state_format, plan.offload),
@@ -97,36 +96,21 @@ class PlanMemory:
         most[-1] += 0 if self.model.tied else costs[0].param_bytes
         return stored + max(most)
 
-    def by_stage(self, plan: ParallelPlan) -> list[float]:
-        """Bytes of a device of each stage of a pipeline."""
+    def pipelined(self, plan: ParallelPlan) -> float:
+        """Bytes of each device of a pipeline.
+
+        The update needs less than what it takes the place of: accumulated gradients are float32.
+        """
         assert plan.tensor == 1, "plans of the space have either"
-        estimates = self._stages(plan.data, plan.stage, plan.state_format, plan.offload)
-        costs = self._costs(plan.microbatch, _recompute(plan), 1)
-        ranges = self.ranges(plan)
-        stages = (
-            pipeline_stage(
-                estimates,
-                costs,
-                ranges[s :: plan.pipe],
-                in_flight=max_in_flight(
-                    plan.schedule, plan.pipe, s, plan.microbatches, plan.chunks
-                ),
-                microbatches=plan.microbatches,
-                ends=(s == 0, s == plan.pipe - 1),
-            )
-            for s in range(plan.pipe)
+        estimates = self._stages(plan.pipe, plan.data, plan.stage, plan.state_format, plan.offload)
+        stages = pipeline_stages(
+            estimates,
+            self._costs(plan.microbatch, _recompute(plan), 1),
+            self.ranges(plan),
+            schedule=plan.schedule,
+            microbatches=plan.microbatches,
         )
-        return [
-            max(
-                stage.memory,
-                stage.memory
-                - stage.activations
-                - stage.grads * (1 - 1 / plan.shards)
-                + _updated(plan, stage.params),
-            )
-            + self.batch(plan)
-            for stage in stages
-        ]
+        return stages[0].memory + self.batch(plan)
 
     def forms(self, recompute: Sequence[str]) -> tuple[str, ...]:
         """The forms of recomputation that differ."""
@@ -194,10 +178,11 @@ class PlanMemory:
         )
 
     def _stage_estimates(
-        self, data: int, stage: int, state_format: str | None, offload: bool
+        self, pipe: int, data: int, stage: int, state_format: str | None, offload: bool
     ) -> StageEstimates:
         return StageEstimates(
             *(self.model, self.tx, zero_of(data, 1, stage, offload)),
+            num_stages=pipe,
             device=self.machine.device,
             dtype=self.dtype,
             batch=0.0,

@@ -28,8 +28,7 @@ class PlanSpace:
     by micro-batches, likewise. Without a pipeline, each number of devices that divides the heads
     and the hidden values shares the layers. Stage 3 without a pipeline has all numbers of replicas,
     and layers that are computed again, but for what they save, as ``Zero.gathered`` does. A
-    pipeline has each schedule, ``"interleaved"`` each number of chunks for which there are layers;
-    it computes its layers again, or not.
+    pipeline has each schedule, ``"interleaved"`` each number of chunks for which there are layers.
 
     Attributes:
       model: the model.
@@ -94,7 +93,7 @@ class PlanSpace:
                 }
                 for form, rest in itertools.product([*self._forms(sizes)], common):
                     plan = ParallelPlan(**sizes, **form, **rest)
-                    if _has_form(plan):
+                    if plan.recompute != "none" or not plan.gathers_layers:
                         yield plan
 
     def _meshes(self) -> Iterator[tuple[int, int]]:
@@ -123,13 +122,6 @@ class PlanSpace:
 
     def _stages(self, data: int) -> tuple[int, ...]:
         return (0, 1, 2, 3) if data > 1 else (0,)
-
-
-def _has_form(plan: ParallelPlan) -> bool:
-    """Whether layers of the plan can be computed again so."""
-    if plan.pipe > 1:
-        return plan.recompute in ("none", "full")
-    return plan.recompute != "none" or not plan.gathers_layers
 
 
 def divisors(number: int) -> list[int]:

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -15,6 +16,8 @@ from sharding.plan._plan import estimate
 from sharding.plan._saved_names import flops_again
 from sharding.plan.fastest._plan_file import PlanFile, lowered_step
 from sharding.plan.fastest._traced_model import TracedModel
+from sharding.plan.pipelines._pipeline_flops import pipeline_flops
+from sharding.plan.pipelines._pipeline_wire import pipeline_wire
 from sharding.plan.program._audit import audit
 from sharding.plan.timing._parallel_plan import ParallelPlan
 from sharding.plan.timing._tensor_sums import tensor_wire
@@ -87,7 +90,7 @@ def verify(
       device: figures of the target, where they are not known.
 
     Raises:
-      ValueError: the plan has a pipeline, or the target cannot be compiled for.
+      ValueError: the target cannot be compiled for, or the model does not fit the plan.
     """
     plan = file.plan
     if plan.state_format:
@@ -97,28 +100,54 @@ def verify(
     axes = file.mesh_axes
     mesh = targets.mesh(file.target, tuple(axes.values()), tuple(axes))
     found = audit(lowered_step(file, mesh, model, tx), mesh=mesh, device=device or file.target)
-    planned = estimate(
-        *(model.abstract(jnp.dtype(file.dtype)), tx, file.zero(mesh)),
-        param_specs=file.param_specs(model),
-        microbatches=plan.microbatches,
-        gathered_once=model.gathered_once,
-    )
-    shared = 0.0
-    if isinstance(model, Decoder):
-        shared = tensor_wire(
-            *(model, plan),
-            length=file.length,
-            itemsize=jnp.dtype(file.dtype).itemsize,
-            adds_first=targets.parse(file.target).kind != "cpu",
-        )
     return Verification(
         planned_memory=file.promised["memory"],
         memory=found.memory,
-        planned_wire=planned.stage(planned.requested).wire + shared,
+        planned_wire=planned_wire(file, mesh, model, tx),
         wire=found.wire_bytes,
-        planned_flops=planned_flops(model, plan, file.dtype),
+        planned_flops=_planned_flops(file, model),
         flops=found.matmul_flops,
         available=memory,
+    )
+
+
+def planned_wire(
+    file: PlanFile, mesh: Any, model: Decoder | TracedModel, tx: optax.GradientTransformation
+) -> float:
+    """Bytes that one device sends in a step, without what optimizers send."""
+    plan, dtype = file.plan, jnp.dtype(file.dtype)
+    params, specs, sent = model.abstract(dtype), file.param_specs(model), 0.0
+    if plan.pipe > 1:
+        pipeline = file.pipeline(mesh, model)
+        params = pipeline.stack(params)
+        specs = pipeline.param_specs(params)
+        tokens = (plan.microbatches * plan.microbatch, file.length + 1)
+        sent = pipeline_wire(pipeline, params, jax.ShapeDtypeStruct(tokens, jnp.int32))
+    elif isinstance(model, Decoder):
+        sent = tensor_wire(
+            *(model, plan),
+            length=file.length,
+            itemsize=dtype.itemsize,
+            adds_first=targets.parse(file.target).kind != "cpu",
+        )
+    found = estimate(
+        *(params, tx, file.zero(mesh)),
+        param_specs=specs,
+        microbatches=plan.microbatches if plan.pipe == 1 else 1,
+        gathered_once=model.gathered_once if plan.pipe == 1 else "",
+    )
+    return found.stage(found.requested).wire + sent
+
+
+def _planned_flops(file: PlanFile, model: Decoder | TracedModel) -> float:
+    """Operations of matrix products of one device in a step, as ``audit`` counts them."""
+    plan = file.plan
+    if plan.pipe == 1 or isinstance(model, TracedModel):
+        return planned_flops(model, plan, file.dtype)
+    return pipeline_flops(
+        *(model, file.schedule(), max(file.layers)),
+        microbatch=plan.microbatch,
+        recompute=plan.recompute,
     )
 
 

@@ -1,7 +1,9 @@
 """The planner of pipelines: stages, the time of a step, and whether ZeRO alone is faster."""
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -20,7 +22,6 @@ from sharding.plan.pipelines._pipeline_schedules import (
     bubble_share,
     check_schedule,
     lockstep_seconds,
-    max_in_flight,
     num_ticks,
 )
 from sharding.plan.pipelines._pipeline_stages import (
@@ -28,7 +29,8 @@ from sharding.plan.pipelines._pipeline_stages import (
     PipelineStage,
     StageEstimates,
     links_of,
-    pipeline_stage,
+    num_rows,
+    pipeline_stages,
 )
 
 
@@ -54,7 +56,8 @@ def estimate_pipeline(
     The embedding, the layers and the head are shared among the stages so that the slowest is as
     fast as possible; each stage has as many replicas as devices are left, over which ``zero`` runs
     its stage. Replicas are neighbours: stages are on different hosts or slices as far as possible.
-    Ticks end on all devices at once, as in one compiled program; see ``lockstep_seconds``.
+    Ticks end on all devices at once, as in one compiled program; see ``lockstep_seconds``. That one
+    program makes all devices hold what the fullest stage needs, and the embedding and the head.
     Every tick waits for one transfer between stages. Gradients of all micro-batches are accumulated
     unsharded and reduced once per step; stage 3 gathers a stage's parameters once per step.
 
@@ -129,33 +132,26 @@ def estimate_pipeline(
         model,
         tx,
         replicas,
+        num_stages=num_stages,
         device=device,
         dtype=dtype,
         batch=4.0 * microbatches * batch * (length + 1),
         state_format=state_format,
     )
 
-    def stages_of(partition: StagePartition) -> tuple[PipelineStage, ...]:
-        ranges = ranges_of(partition)
-        return tuple(
-            pipeline_stage(
-                estimates,
-                costs,
-                ranges[s::num_stages],
-                in_flight=max_in_flight(schedule, num_stages, s, microbatches, chunks),
-                microbatches=microbatches,
-                ends=(s == 0, s == num_stages - 1),
-            )
-            for s in range(num_stages)
+    def stages_of(ranges: list[tuple[int, int]]) -> tuple[PipelineStage, ...]:
+        return pipeline_stages(
+            estimates, costs, ranges, schedule=schedule, microbatches=microbatches
         )
 
-    partition = balanced_stages(costs, num_stages * chunks)
-    stages = stages_of(partition)
-    if chunks == 1 and max(stage.memory for stage in stages) > device.memory:
-        smaller = _smaller_partition(costs, stages, schedule, microbatches, device.memory)
-        if smaller is not None:
-            partition, stages = smaller, stages_of(smaller)
-    ranges = ranges_of(partition)
+    ranges = ranges_of(balanced_stages(costs, num_stages * chunks))
+    stages = stages_of(ranges)
+    for smaller in _smaller(model.layers, num_stages * chunks, num_rows(model, ranges)):
+        if stages[0].memory <= device.memory:
+            break
+        found = stages_of(smaller)
+        if found[0].memory <= device.memory:
+            ranges, stages = smaller, found
 
     # ZeRO, with the same sequences on all devices.
     per_device = math.ceil(microbatches / num_stages)
@@ -177,8 +173,10 @@ def estimate_pipeline(
     message = max(cost.output_bytes for cost in costs)
     ticks = num_ticks(schedule, num_stages, microbatches, chunks)
     transfers = ticks * links.permute_seconds(message)
-    synced = max(stage.synced for stage in stages)
-    held = max(stage.memory for stage in stages)
+    # Collectives: with the replicas, which are neighbours, then over all stages.
+    wire = links.collective_seconds(stages[0].synced, num_replicas)
+    wire += links.permute_seconds(stages[0].summed)
+    held = stages[0].memory
     total = sum(cost.forward + cost.backward for cost in costs)
     plan = PipelinePlan(
         device=device,
@@ -195,7 +193,7 @@ def estimate_pipeline(
         pipeline=StepTime(
             name="pipeline",
             compute=lockstep + transfers,
-            wire=links.collective_seconds(synced, num_replicas),
+            wire=wire,
             memory=held,
             fits=held <= device.memory,
         ),
@@ -210,30 +208,20 @@ def ranges_of(partition: StagePartition) -> list[tuple[int, int]]:
     return list(zip(partition.boundaries, partition.boundaries[1:], strict=False))
 
 
-def _smaller_partition(
-    costs: list[LayerCost],
-    stages: tuple[PipelineStage, ...],
-    schedule: str,
-    microbatches: int,
-    memory: float,
-) -> StagePartition | None:
-    """The fastest partition that fits, where the fastest of all does not; None where none does."""
-    factors = [
-        (stage.params + stage.grads + stage.state) / params
-        for stage in stages
-        if (params := sum(cost.param_bytes for i, j in stage.layers for cost in costs[i:j]))
-    ]
-    try:
-        return balanced_stages(
-            costs,
-            len(stages),
-            schedule=schedule if schedule != "interleaved" else "aligned",
-            microbatches=microbatches,
-            memory=max(memory - stages[0].batch, 1.0),
-            param_factor=max(factors),
-        )
-    except ValueError:  # none fits: the plan shows by how much the fastest exceeds the memory
-        return None
+def _smaller(layers: int, num_chunks: int, rows: int) -> Iterator[list[tuple[int, int]]]:
+    """The fastest ranges with ever fewer layers in the largest chunk, all but the last as large.
+
+    Every device holds as many layers as the largest chunk has. The last one has the head.
+
+    >>> [[j - i for i, j in ranges] for ranges in _smaller(8, 3, 4)]
+    [[4, 3, 3]]
+    """
+    for most in range(rows - 1, math.ceil(layers / num_chunks) - 1, -1):
+        fewer, more = divmod(layers - max(1, layers - (num_chunks - 1) * most), num_chunks - 1)
+        bounds = [0]
+        for i in range(num_chunks - 1):
+            bounds.append(bounds[-1] + (i == 0) + fewer + (i < more))
+        yield list(itertools.pairwise([*bounds, layers + 2]))
 
 
 def _fastest_zero(plan: Plan, costs: list[LayerCost], links: Links, microbatches: int) -> StepTime:
@@ -307,12 +295,9 @@ def _notes(
 ) -> list[str]:
     """The verdict, and what the figures assume."""
     notes = [_verdict(plan, links)]
-    over = [number for number, stage in enumerate(plan.stages) if stage.memory > plan.device.memory]
-    if over:
-        worst = max(plan.stages[number].memory for number in over) - plan.device.memory
-        notes.append(
-            f"warning: stages {', '.join(map(str, over))} do not fit, by up to {size(worst)}."
-        )
+    excess = plan.stages[0].memory - plan.device.memory
+    if excess > 0:
+        notes.append(f"warning: the stages do not fit, by {size(excess)}.")
     stages = len(plan.stages)
     if plan.microbatches % stages:
         notes.append(

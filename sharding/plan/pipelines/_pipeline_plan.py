@@ -93,23 +93,14 @@ class PipelinePlan:
         return figures
 
     def tables(self) -> list[Table]:
-        """The tables to print: memory by stage, work and traffic by stage, both steps."""
+        """The tables to print: memory of a device, work and traffic by stage, both steps."""
         title = (
             f"{len(self.stages)} stages x {self.num_replicas} replicas, {self.microbatches} "
             f"micro-batches, {self.schedule}: one device"
         )
-        memory = [
-            (
-                str(number),
-                size(stage.params),
-                size(stage.grads),
-                size(stage.state),
-                size(stage.activations),
-                size(stage.memory),
-                _left(self.device.memory - stage.memory),
-            )
-            for number, stage in enumerate(self.stages)
-        ]
+        held = self.stages[0]  # all hold alike
+        sizes = (held.params, held.grads, held.state, held.activations, held.memory)
+        memory = [(*map(size, sizes), _left(self.device.memory - held.memory))]
         left = f"left of {size(self.device.memory)}"
         work = [
             (
@@ -119,11 +110,20 @@ class PipelinePlan:
                 str(stage.in_flight),
                 size(stage.permuted),
                 size(stage.synced),
+                size(stage.summed),
             )
             for number, stage in enumerate(self.stages)
         ]
-        columns = ("stage", "params", "gradients", "state", "activations", "total", left)
-        headers = ("stage", "layers", "micro-batch", "in flight", "to stages", "to replicas")
+        columns = ("params", "gradients", "state", "activations", "total", left)
+        headers = (
+            "stage",
+            "layers",
+            "micro-batch",
+            "in flight",
+            "to stages",
+            "to replicas",
+            "summed",
+        )
         return [
             Table(title, columns, memory),
             Table("Work and bytes sent in a step", headers, work),

@@ -9,13 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec as P
 
 from sharding._zero import Zero
 from sharding.plan._devices import DeviceKind
 from sharding.plan._models import Decoder
 from sharding.plan._plan import Plan, estimate
 from sharding.plan._stage_plan import StagePlan, name_of
+from sharding.plan._tiles import num_bytes
 from sharding.plan.pipelines._layer_costs import LayerCost
+from sharding.plan.pipelines._pipeline_schedules import max_in_flight
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,19 +66,25 @@ def links_of(zero: Zero, device: DeviceKind) -> Links:
 class PipelineStage:
     """One device of each stage of a pipeline; bytes, and seconds for one micro-batch.
 
+    All devices run one program, and hold alike: layers of the largest chunk, zeros in place of what
+    others have less, the embedding and the head, and slots of the stage with most in flight.
+
     Attributes:
       layers: consecutive layers by chunk: the first, and the one after the last.
       forward: seconds of all chunks.
       backward: seconds of all chunks.
-      in_flight: micro-batches whose activations it stores; chunks of them where it has several.
+      in_flight: micro-batches whose activations it needs at once; chunks of them where it has
+        several.
       params: parameters, with those that stage 3 gathers.
-      grads: gradients that are accumulated over micro-batches, and their shards.
+      grads: gradients that are accumulated over micro-batches, and the copies that branches of a
+        program return on all devices but TPUs.
       state: optimizer state and master weights in device memory.
       activations: of the micro-batches in flight, and temporaries of one backward pass.
       batch: the device's part of the batch.
-      permuted: bytes that it sends to other stages in a step.
-      synced: bytes that it sends to the replicas of its stage in a step; those of a tied embedding,
-        which the first stage and the last one sum, too.
+      permuted: bytes that it needs to send to other stages in a step.
+      synced: bytes that it sends to the replicas of its stage in a step.
+      summed: bytes that it sends to the other stages in the sum of the gradients of the embedding
+        and of the head, which all of them hold.
     """
 
     layers: tuple[tuple[int, int], ...]
@@ -89,6 +98,7 @@ class PipelineStage:
     batch: float
     permuted: float
     synced: float
+    summed: float
 
     @property
     def memory(self) -> float:
@@ -96,40 +106,34 @@ class PipelineStage:
         return self.params + self.grads + self.state + self.activations + self.batch
 
 
-def params_of_layers(
-    model: Decoder, dtype: Any, chunks: Sequence[tuple[int, int]]
-) -> dict[str, Any]:
-    """Abstract parameters of some layers as ``layer_costs`` numbers them; stacked ones as a stack.
+def stacked_params(model: Decoder, dtype: Any, rows: int) -> dict[str, Any]:
+    """Abstract parameters with ``rows`` stacked layers.
 
-    The head has the embedding of a tied model, too.
+    >>> from sharding.plan import MODELS
+    >>> stacked_params(MODELS["llama2-7b"], "bfloat16", 9)["layers"]["up"].shape
+    (9, 4096, 11008)
     """
-    full = model.abstract(dtype)
-    numbers = [layer for first, stop in chunks for layer in range(first, stop)]
-    found: dict[str, Any] = {}
-    if 0 in numbers:
-        found |= {name: full[name] for name in ("embed", "positions") if name in full}
-    if model.layers + 1 in numbers:
-        found |= {name: full[name] for name in ("norm", "unembed") if name in full}
-        found |= {"embed": full["embed"]} if model.tied else {}
-    decoders = [layer - 1 for layer in numbers if 0 < layer <= model.layers]
-    if not decoders:
-        return found
-    if model.scan:
-        layers = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((len(decoders), *x.shape[1:]), x.dtype), full["layers"]
-        )
-    else:
-        layers = [full["layers"][i] for i in decoders]
-    return found | {"layers": layers}
+    return dataclasses.replace(model, scan=True, layers=rows).abstract(dtype)
+
+
+def num_rows(model: Decoder, ranges: Sequence[tuple[int, int]]) -> int:
+    """The most decoder layers of a chunk; ranges are of layers as ``layer_costs`` numbers them.
+
+    >>> from sharding.plan import MODELS
+    >>> num_rows(MODELS["gpt2-small"], [(0, 7), (7, 14)])
+    6
+    """
+    return max(min(j, model.layers + 1) - max(i, 1) for i, j in ranges)
 
 
 class StageEstimates:
-    """Plans of ZeRO over the replicas of a stage, computed once for equal stages.
+    """Plans of ZeRO over the replicas of the stages of a pipeline, computed once for equal rows.
 
     Args:
       model: the model.
       tx: the transformation.
-      zero: over the replicas of a stage alone.
+      zero: over the replicas of a stage alone, on an axis ``"data"``.
+      num_stages: of the pipeline.
       device: its figures.
       dtype: of the parameters.
       batch: bytes of a device's part of the batch.
@@ -142,96 +146,115 @@ class StageEstimates:
         tx: optax.GradientTransformation,
         zero: Zero,
         *,
+        num_stages: int,
         device: DeviceKind,
         dtype: Any,
         batch: float,
         state_format: str | None,
     ):
+        sizes = (num_stages, zero.num_devices)
         self.model = model
-        self.zero = zero
+        self.zero = dataclasses.replace(
+            zero, mesh=jax.sharding.AbstractMesh(sizes, ("pipe", "data"))
+        )
+        self.num_stages = num_stages
+        self.device = device
         self.dtype = dtype
-        self._found: dict[tuple[bool, bool, int], Plan] = {}
-        # A stage's parameters are gathered once in a step, as those outside the layers of a model.
-        self._estimate = functools.partial(
+        # Stage 3 gathers all that a device has once in a step.
+        estimate_of = functools.partial(
             estimate,
             tx=tx,
-            zero=zero,
+            zero=self.zero,
             device=device,
             batch=batch,
             state_format=state_format,
-            gathered_once="^" if zero.stage == 3 else None,
+            gathered_once="",
         )
 
-    def of_layers(self, chunks: Sequence[tuple[int, int]]) -> Plan:
-        """The plan of a device with these layers."""
-        last = self.model.layers + 2
-        key = (
-            any(i == 0 for i, _ in chunks),
-            any(j == last for _, j in chunks),
-            sum(j - i for i, j in chunks),
-        )
-        if key not in self._found:
-            params = params_of_layers(self.model, self.dtype, chunks)
-            self._found[key] = self._estimate(params)
-        return self._found[key]
+        def of_rows(rows: int) -> Plan:
+            params = stacked_params(model, dtype, num_stages * rows)
+            specs = {name: P("pipe") if name == "layers" else P() for name in params}
+            return estimate_of(params, param_specs=specs)
+
+        self.of_rows = functools.cache(of_rows)  # the plan of devices with so many layers
 
 
-def pipeline_stage(
+def pipeline_stages(
     estimates: StageEstimates,
     costs: Sequence[LayerCost],
-    chunks: Sequence[tuple[int, int]],
+    ranges: Sequence[tuple[int, int]],
     *,
-    in_flight: int,
+    schedule: str,
     microbatches: int,
-    ends: tuple[bool, bool],
-) -> PipelineStage:
-    """One device with some chunks of layers.
+) -> tuple[PipelineStage, ...]:
+    """The devices of a pipeline whose forward passes store what ``costs`` say.
 
     Args:
       estimates: of the parameters and the state.
       costs: of all layers.
-      chunks: the layers of the device: of each chunk the first, and the one after the last.
-      in_flight: see ``PipelineStage``.
+      ranges: of each chunk the first layer, and the one after the last; chunks follow each other
+        around the devices.
+      schedule: its name.
       microbatches: of a step.
-      ends: whether it has the first chunk and the last one of the model.
     """
-    zero, dtype = estimates.zero, estimates.dtype
-    plan = estimates.of_layers(chunks)
+    model, zero, num_stages = estimates.model, estimates.zero, estimates.num_stages
+    chunks = len(ranges) // num_stages
+    rows = num_rows(model, ranges)
+    plan = estimates.of_rows(rows * chunks)
     held = plan.stage(name_of(zero))
+    params = stacked_params(model, estimates.dtype, rows)
+    layers = num_bytes(params.pop("layers"))  # of one chunk
+    shared = num_bytes(params)
 
-    # Gradients of all micro-batches are accumulated unsharded, and reduced once.
-    wide = jnp.dtype(zero.precision.of_loss(jnp.dtype(dtype)))
-    if microbatches > 1:
-        wide = jnp.dtype(zero.precision.of_accumulator(wide))
-    summed = jnp.dtype(zero.precision.of_sum(zero.precision.of_loss(jnp.dtype(dtype))))
-    replicas = zero.num_devices
-    accumulated = float(plan.num_params * wide.itemsize)
-    sharded = replicas > 1 and zero.stage > 1
-    unsharded = sum(cost.param_bytes for i, j in chunks for cost in costs[i:j])
-    gathered = unsharded if replicas > 1 and zero.stage == 3 else 0.0
+    # Sums over micro-batches; the program returns them from branches, which copies them elsewhere.
+    item = jnp.dtype(estimates.dtype).itemsize
+    wide = max(item, 4) / item
+    sums = wide * (chunks * layers + shared)
+    copied = sums if estimates.device.tile is None else 0.0
+    gathered = chunks * layers + shared if zero.num_devices > 1 and zero.stage == 3 else 0.0
 
-    # Activations: chunks in flight are at most as large as the largest one.
-    own = [costs[i:j] for i, j in chunks]
-    stored = max(sum(cost.activation_bytes for cost in chunk) for chunk in own)
-    working = max(cost.working_bytes for chunk in own for cost in chunk)
-    sent = max(cost.output_bytes for cost in costs)
-    first, last = ends
-    # The gradient of a tied embedding is summed over both ends.
-    model = estimates.model
-    tied = model.vocabulary * model.width * summed.itemsize if model.tied and any(ends) else 0
-    return PipelineStage(
-        layers=tuple(chunks),
-        forward=sum(cost.forward for chunk in own for cost in chunk),
-        backward=sum(cost.backward for chunk in own for cost in chunk),
-        in_flight=in_flight,
-        params=held.params + gathered,
-        grads=accumulated + (held.grads if sharded else 0.0),
-        state=_state_bytes(held),
-        activations=in_flight * stored + working,
-        batch=held.batch,
-        permuted=microbatches * sent * (2 * len(chunks) - first - last),
-        synced=held.wire + tied,
-    )
+    # Slots: what waits for a backward pass, and messages; each has one for what nobody expects.
+    slots = [
+        max_in_flight(schedule, num_stages, s, microbatches, chunks) for s in range(num_stages)
+    ]
+    layer, stream = costs[1], costs[0].output_bytes
+    messages = microbatches if schedule == "gpipe" else min(microbatches, 2)
+    stored = (max(slots) + 1) * rows * layer.activation_bytes + (messages + 1) * stream
+
+    # One backward pass: its residuals, beside the head or one layer. A loop over one layer is none:
+    # nothing of it is stacked.
+    logits = costs[0].activation_bytes * model.vocabulary  # float32, as tokens are int32
+    gradient = costs[-1].activation_bytes + costs[-1].working_bytes - stream - logits
+    residuals, grads = (rows * layer.activation_bytes, layers) if rows > 1 else (0.0, 0.0)
+    # Programs for GPUs hold a matrix of an odd vocabulary and its gradient once more.
+    odd = 2.0 * model.vocabulary * model.width * item if copied and model.vocabulary % 8 else 0.0
+    of_head = logits + max(odd, gradient - copied)
+    of_layers = grads + layer.working_bytes
+    if chunks > 1 and rows > 1:
+        of_layers += grads  # the parameters of the chunk
+    elif copied:
+        of_layers = max(0.0, of_layers - wide * layers)  # not yet added to the copied sums
+    working = residuals + max(of_head, of_layers)
+
+    def of_stage(s: int) -> PipelineStage:
+        own = tuple(ranges[s::num_stages])
+        ends = (s == 0) + (s == num_stages - 1)
+        return PipelineStage(
+            layers=own,
+            forward=sum(cost.forward for i, j in own for cost in costs[i:j]),
+            backward=sum(cost.backward for i, j in own for cost in costs[i:j]),
+            in_flight=slots[s],
+            params=held.params + gathered,
+            grads=sums + copied,
+            state=_state_bytes(held),
+            activations=stored + working,
+            batch=held.batch,
+            permuted=microbatches * stream * (2 * len(own) - ends),
+            synced=held.wire,
+            summed=2 * (num_stages - 1) / num_stages * wide * shared,
+        )
+
+    return tuple(map(of_stage, range(num_stages)))
 
 
 def _state_bytes(held: StagePlan) -> float:

@@ -345,8 +345,8 @@ def _recomputed(
 ) -> KernelSeconds:
     """What a layer computes again in its backward pass.
 
-    All of its forward pass but the products that are saved; the last one, too, where the next layer
-    has its input from elsewhere: a stage of a pipeline stores that of its first layer alone.
+    All of its forward pass but the products that are saved, and in a compiled program the last one,
+    whose result nothing reads.
     """
     if plan.recompute == "none":
         return KernelSeconds()
@@ -355,7 +355,7 @@ def _recomputed(
     again = layer.forward
     for part in saved_parts(plan.recompute):
         again -= layer.products[part]
-    return again - layer.products["down"] if implementation.lockstep and plan.pipe == 1 else again
+    return again - layer.products["down"] if implementation.lockstep else again
 
 
 def _launched(work: KernelSeconds, launch: float) -> KernelSeconds:

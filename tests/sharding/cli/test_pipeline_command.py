@@ -29,7 +29,7 @@ def test_inside_one_node_zero_is_faster(run):
     assert (code, err) == (0, "")
     shown = " ".join(out.split())
     assert "4 stages x 2 replicas, 16 micro-batches, aligned: one device" in out
-    assert re.search(r"^ 0 +0-8 +58.1 ms +7 +256 MiB +3.26 GiB", out, re.MULTILINE)
+    assert re.search(r"^ 0 +0-8 +58.1 ms +7 +256 MiB +3.50 GiB +1.46 GiB", out, re.MULTILINE)
     assert "pipeline stage 1 *" in out
     assert "Do not pipeline. On 8 devices that share fast links a step takes 999 ms" in shown
     assert "even if none of its wire time of 52.4 ms is hidden, and 1.19 s in the" in shown
@@ -114,9 +114,7 @@ def test_nothing_fits(run):
     assert code == 2
     shown = " ".join(out.split())
     assert "Neither fits a rtx4090 with 22.4 GiB: the pipeline needs" in shown
-    assert re.search(
-        r"warning: stages 0, 1, 2, 3, 4, 5, 6, 7 do not fit, by up to [\d.]+ GiB", shown
-    )
+    assert re.search(r"warning: the stages do not fit, by [\d.]+ GiB", shown)
     assert "*" not in out
     assert "too much" in out
 

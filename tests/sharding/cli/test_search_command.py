@@ -5,7 +5,7 @@ import json
 import pytest
 
 from sharding.cli import main
-from sharding.plan import MODELS, PlanFile
+from sharding.plan import MODELS, Decoder, PlanFile
 
 SEARCH = ("search", "--model", "gpt2-small", "--target", "h100x8", "--batch", "64")
 
@@ -104,6 +104,29 @@ def test_options_that_a_search_decides_are_not_taken(capsys):
         with pytest.raises(SystemExit):
             main((*SEARCH, option, "x=8"))
         assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_pipelines_are_verified_too(tmp_path, capsys, monkeypatch):
+    """Compiled for CPUs, with the figures of a GPU; one plan holds, and is written."""
+    model = Decoder(4, 64, 4, 4, 128, 96, 32)
+    monkeypatch.setitem(MODELS, "gpt2-small", model)
+    figures = ("--memory", "80", "--tflops", "989", "--bandwidth", "3350", "--link", "450")
+    keep = ("--keep", "pipe=4", "--keep", "schedule=aligned", "--no-offload")
+    path = tmp_path / "plan.json"
+    arguments = (*SEARCH[:3], "--target", "cpu:8", "--batch", "16", *figures, *keep)
+    options = ("--dtype", "float32", "--verify", "1", "--top", "2", "--write", str(path))
+    assert main((*arguments, *options, "--json")) == 0
+    out, err = capsys.readouterr()
+    assert "plan 1: program / plan: memory" in err
+    first, second = json.loads(out)["plans"]
+    found = first["verified"]
+    assert found["wire"] == pytest.approx(found["planned_wire"], rel=0.02)
+    assert found["flops"] == pytest.approx(found["planned_flops"], rel=0.01)
+    assert found["failures"] == []
+    assert "verified" not in second
+    file = PlanFile.read(path)
+    assert file.plan.pipe == 4
+    assert "pipeline = shd.Pipeline(" in file.code()
 
 
 @pytest.mark.parametrize(
