@@ -1,0 +1,167 @@
+"""What the search chooses, and programs of plans beside what is planned: memory, bytes, operations.
+
+Programs are compiled for accelerators and not run: pip install 'optax-ext[aot]'.
+
+  python benchmarks/searched_plans.py            # prints the tables, writes benchmarks/results/
+  python benchmarks/searched_plans.py --smoke    # a tiny model on virtual CPU devices, prints only
+"""
+
+import argparse
+import dataclasses
+import os
+import time
+from collections.abc import Iterator
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import _results
+import jax
+import optax
+
+from sharding.plan import (
+    MODELS,
+    Decoder,
+    ParallelPlan,
+    PlanFile,
+    kind_of,
+    search,
+    targets,
+    verify,
+)
+from sharding.plan.fastest._chosen_plan import short
+from sharding.plan.fastest._plan_memory import PlanMemory
+from sharding.plan.fastest._search import machine_of
+from sharding.plan.timing._layer_time import COMPILED
+
+GIB = 2**30
+TX = optax.adamw(1e-3)
+GPT3 = Decoder(96, 12288, 96, 96, 49152, 51200, 2048, gated=False, tied=True)
+# By name: model, target, sequences, their length.
+CASES = {
+    "7B on 8 H100": (MODELS["llama2-7b"], "h100x8", 32, 4096),
+    "13B on 64 H100": (MODELS["llama2-13b"], "h100x64", 128, 2048),
+    "70B on 64 v5p": (MODELS["llama2-70b"], "v5p:4x4x4", 256, 4096),
+    "175B on 64 A100": (GPT3, "a100-80x64", 64, 2048),
+    "70B on 1,024 v5p": (MODELS["llama2-70b"], "v5p:8x8x16", 1024, 4096),
+    "405B on 1,024 H100": (MODELS["llama3-405b"], "h100x1024", 2048, 8192),
+}
+P = ParallelPlan
+# Model, length, plan; layers of the chunks of a pipeline.
+PLANS = (
+    ("gpt2-small", 1024, P(data=8, stage=1, microbatch=2, recompute="none"), ()),
+    ("gpt2-small", 1024, P(data=8, stage=2, microbatch=8, recompute="minimal_with_context"), ()),
+    ("gpt2-small", 1024, P(data=8, stage=3, microbatch=4, microbatches=2), ()),
+    ("llama2-7b", 1024, P(data=8, stage=2), ()),
+    ("llama2-7b", 2048, P(data=8, stage=3), ()),
+    ("llama2-7b", 4096, P(data=8, stage=3), ()),
+    ("llama2-7b", 2048, P(data=8, stage=3, microbatch=4, recompute="save_qkv_proj"), ()),
+    ("llama3-8b", 2048, P(data=8, stage=3, microbatches=2), ()),
+    ("llama3-8b", 2048, P(data=8, stage=2, microbatch=2, recompute="minimal"), ()),
+    ("gpt2-small", 1024, P(data=2, tensor=4, stage=1, microbatch=2, recompute="none"), ()),
+    ("llama2-7b", 2048, P(data=4, tensor=2, stage=3, microbatch=2), ()),
+    ("llama2-7b", 2048, P(data=2, tensor=4, stage=2, microbatches=2, recompute="minimal"), ()),
+    ("llama2-7b", 2048, P(tensor=8, microbatch=4, microbatches=2, recompute="none"), ()),
+    ("gpt2-small", 1024, P(data=2, pipe=4, stage=2, microbatch=2, microbatches=16), (3,) * 4),
+    (
+        *("gpt2-small", 1024),
+        P(data=4, pipe=2, stage=2, microbatches=16, schedule="1f1b", recompute="none"),
+        (6, 6),
+    ),
+    ("llama2-7b", 2048, P(pipe=8, microbatches=32), (4,) * 8),
+    ("llama2-7b", 2048, P(pipe=8, microbatches=32, recompute="save_qkv_proj"), (4,) * 8),
+    ("llama2-7b", 2048, P(data=4, pipe=2, stage=3, microbatches=8, schedule="gpipe"), (16, 16)),
+)
+CASE_HEADER = """\
+| case | plans | best | predicted, s | all hidden | none hidden | bound | MFU | memory, GiB |\
+ searched in, s |
+|---|---|---|---|---|---|---|---|---|---|"""
+PLAN_HEADER = """\
+| model | length | plan | planned, GiB | program, GiB | program / plan | sent / planned \
+| operations / planned |
+|---|---|---|---|---|---|---|---|"""
+
+
+def case_rows() -> Iterator[str]:
+    """A line for each case."""
+    for name, (model, target, sequences, length) in CASES.items():
+        start = time.perf_counter()
+        found = search(model, TX, target, sequences=sequences, length=length)
+        seconds, best = time.perf_counter() - start, found.best
+        times = (
+            best.seconds.seconds,
+            best.seconds.full_overlap,
+            best.seconds.no_overlap,
+            found.bound,
+        )
+        yield (
+            f"| {name} | {found.compared:,} | {best.summary} "
+            f"| {' | '.join(f'{each:.3g}' for each in times)} | {100 * best.utilization:.0f} % "
+            f"| {best.memory / GIB:.1f} | {seconds:.1f} |"
+        )
+
+
+def plan_row(
+    name: str, model: Decoder, target: str, plan: ParallelPlan, layers: tuple[int, ...], dtype: str
+) -> str:
+    """A line of one plan: planned, and compiled."""
+    device = kind_of(target) or kind_of("h100")
+    machine = dataclasses.replace(machine_of(f"h100x{plan.num_devices}"), device=device)
+    memory = PlanMemory(
+        *(model, TX, machine), length=model.length, dtype=dtype, implementation=COMPILED
+    )
+    promised = {"memory": memory.fullest(plan)}
+    file = PlanFile(
+        *(name, "adamw", target, model.length, dtype), layers or (model.layers,), plan, promised
+    )
+    found = verify(file, model, TX, memory=float("inf"), device=device)
+    ratios = (
+        found.memory / found.planned_memory,
+        found.wire / found.planned_wire,
+        found.flops / found.planned_flops,
+    )
+    return (
+        f"| {name} | {model.length:,} | {short(plan)} | {found.planned_memory / GIB:.2f} "
+        f"| {found.memory / GIB:.2f} | {ratios[0]:.3f} | {ratios[1]:.4f} | {ratios[2]:.4f} |"
+    )
+
+
+def main() -> None:
+    """Searches and compiles; writes the tables of full size."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--smoke", action="store_true", help="a tiny model; no file")
+    if parser.parse_args().smoke:
+        jax.config.update("jax_num_cpu_devices", 8)
+        model = Decoder(4, 64, 4, 4, 128, 96, 32)
+        plan = ParallelPlan(data=8, stage=3, microbatches=2)
+        _results.table(PLAN_HEADER, [plan_row("tiny", model, "cpu:8", plan, (), "float32")])
+        return
+    targets.topology("h100x8")  # raises where its compiler is not installed
+    cases = _results.table(CASE_HEADER, case_rows())
+    programs = _results.table(
+        PLAN_HEADER,
+        (
+            plan_row(
+                *(name, dataclasses.replace(MODELS[name], length=length), "h100x8", plan, layers),
+                "bfloat16",
+            )
+            for name, length, plan, layers in PLANS
+        ),
+    )
+    _results.write(
+        "searched_plans",
+        "Searched plans and their programs",
+        "AdamW, parameters and state in bfloat16; nothing is run.",
+        "## What is chosen\n\n"
+        "Of all plans that fit, without lossy options. `All hidden` and `none hidden` are the ends "
+        "of the prediction: all wires run beside computing, or nothing does. No plan that fits "
+        "goes below the bound, even at the peak.",
+        cases,
+        "## Plans beside programs\n\n"
+        "Compiled for 8 H100. Memory of one device is planned in closed form; wire and operations "
+        "are those that `--verify` compares.",
+        programs,
+    )
+
+
+if __name__ == "__main__":
+    main()
