@@ -176,6 +176,10 @@ class StageEstimates:
             specs = {name: P("pipe") if name == "layers" else P() for name in params}
             return estimate_of(params, param_specs=specs)
 
+        # Parameters of a layer, and of the embedding and the head.
+        of_one = stacked_params(model, dtype, 1)
+        self.layer_bytes = num_bytes(of_one["layers"])
+        self.shared_bytes = num_bytes(of_one) - self.layer_bytes
         self.of_rows = functools.cache(of_rows)  # the plan of devices with so many layers
 
 
@@ -202,9 +206,7 @@ def pipeline_stages(
     rows = num_rows(model, ranges)
     plan = estimates.of_rows(rows * chunks)
     held = plan.stage(name_of(zero))
-    params = stacked_params(model, estimates.dtype, rows)
-    layers = num_bytes(params.pop("layers"))  # of one chunk
-    shared = num_bytes(params)
+    layers, shared = rows * estimates.layer_bytes, estimates.shared_bytes  # layers of one chunk
 
     # Sums over micro-batches; the program returns them from branches, which copies them elsewhere.
     item = jnp.dtype(estimates.dtype).itemsize
