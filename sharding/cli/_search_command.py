@@ -198,7 +198,12 @@ def _verified(
     verified: dict[int, Verification] = {}
     if options.verify:
         jax.config.update("jax_platforms", "cpu")
+    target = target_of(options)
     for i, file in enumerate(files[: options.verify]):
+        if file.plan.offload and not target.is_torus and target.kind != "cpu":
+            reason = "compile-only GPUs have no host memory for its optimizer state"
+            print(f"  plan {i + 1}: not verified, {reason}", file=sys.stderr)
+            continue
         verified[i] = verify(file, model, tx, memory=found.memory, device=device)
         print(f"  plan {i + 1}: {verified[i].summary}", file=sys.stderr, flush=True)
     return verified

@@ -99,6 +99,16 @@ def test_a_model_of_ones_own(name, tmp_path, monkeypatch, capsys):
     assert "made no sharding.plan.TracedModel or Decoder, but 3" in capsys.readouterr().err
 
 
+def test_offload_on_gpus_is_not_verified(capsys):
+    """Without an error: the other plans are."""
+    keep = ("--keep", "offload=true", "--keep", "pipe=1")
+    assert main((*SEARCH, *keep, "--verify", "1", "--top", "1")) == 0
+    out, err = capsys.readouterr()
+    assert "plan 1: not verified, compile-only GPUs have no host memory" in err
+    assert "compiled for the target" not in out
+    assert "offload='optimizer'" in out
+
+
 def test_options_that_a_search_decides_are_not_taken(capsys):
     for option in ("--mesh", "--replica-axis", "--compute-dtype"):
         with pytest.raises(SystemExit):
