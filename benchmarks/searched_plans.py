@@ -29,7 +29,7 @@ from sharding.plan import (
     verify,
 )
 from sharding.plan.fastest._chosen_plan import short
-from sharding.plan.fastest._plan_memory import PlanMemory
+from sharding.plan.fastest._plan_costs import PlanCosts
 from sharding.plan.fastest._search import machine_of
 from sharding.plan.timing._layer_time import COMPILED
 
@@ -106,7 +106,7 @@ def plan_row(
     """A line of one plan: planned, and compiled."""
     device = kind_of(target) or kind_of("h100")
     machine = dataclasses.replace(machine_of(f"h100x{plan.num_devices}"), device=device)
-    memory = PlanMemory(
+    memory = PlanCosts(
         *(model, TX, machine), length=model.length, dtype=dtype, implementation=COMPILED
     )
     promised = {"memory": memory.fullest(plan)}

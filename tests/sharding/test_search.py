@@ -9,7 +9,7 @@ import pytest
 
 from sharding.plan import MODELS, estimate, estimate_pipeline, kind_of, layer_costs, search
 from sharding.plan._models import Decoder
-from sharding.plan.fastest._plan_memory import PlanMemory, zero_of
+from sharding.plan.fastest._plan_costs import PlanCosts, zero_of
 from sharding.plan.fastest._plan_space import PlanSpace
 from sharding.plan.fastest._search import _simpler_first, machine_of
 from sharding.plan.timing._parallel_plan import ParallelPlan
@@ -22,7 +22,7 @@ TX = optax.adamw(1e-3)
 
 
 def memory_of(model=SMALL, target="h100x8", tx=TX):
-    return PlanMemory(
+    return PlanCosts(
         *(model, tx, machine_of(target)),
         length=model.length,
         dtype=jnp.bfloat16,
@@ -186,7 +186,7 @@ def test_it_equals_exhaustive_search(target, gigabytes, sequences, keep):
     found = search(
         SMALL, TX, target, sequences=sequences, device=device, keep=keep, headroom=0.1, top=3
     )
-    memory = PlanMemory(
+    memory = PlanCosts(
         *(SMALL, TX, machine), length=512, dtype=jnp.bfloat16, implementation=COMPILED
     )
     plans = [

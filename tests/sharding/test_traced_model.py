@@ -20,9 +20,9 @@ from sharding.plan import (
 )
 from sharding.plan._models import Decoder
 from sharding.plan._saved_names import PARTLY
-from sharding.plan.fastest._plan_memory import PlanMemory, zero_of
+from sharding.plan.fastest._plan_costs import PlanCosts, zero_of
 from sharding.plan.fastest._search import machine_of
-from sharding.plan.fastest._traced_model import TracedMemory
+from sharding.plan.fastest._traced_model import TracedCosts
 from sharding.plan.timing._parallel_plan import ParallelPlan
 from sharding.plan.timing._step_time import COMPILED, step_seconds
 
@@ -67,7 +67,7 @@ OWN = TracedModel(init, apply_layer, make_loss, EXAMPLE)
 
 
 def memory_of(model, target="h100x8", dtype=jnp.bfloat16):
-    kind = TracedMemory if isinstance(model, TracedModel) else PlanMemory
+    kind = TracedCosts if isinstance(model, TracedModel) else PlanCosts
     return kind(
         *(model, TX, machine_of(target)),
         length=model.length,

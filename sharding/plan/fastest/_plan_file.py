@@ -14,7 +14,7 @@ from sharding.pipeline._pipeline import Pipeline
 from sharding.plan._models import Decoder
 from sharding.plan._saved_names import PARTLY, PRESETS
 from sharding.plan.fastest._chosen_plan import ChosenPlan
-from sharding.plan.fastest._plan_memory import TENSOR_AXIS, zero_of
+from sharding.plan.fastest._plan_costs import TENSOR_AXIS, zero_of
 from sharding.plan.fastest._traced_model import TracedModel
 from sharding.plan.timing._parallel_plan import ParallelPlan
 

@@ -14,9 +14,9 @@ from sharding.plan._devices import DeviceKind, kind_of
 from sharding.plan._format import Table, seconds, size, text_of
 from sharding.plan._models import Decoder
 from sharding.plan.fastest._chosen_plan import COLUMNS, PLAN_COLUMNS, ChosenPlan, cells, short
-from sharding.plan.fastest._plan_memory import PlanMemory
+from sharding.plan.fastest._plan_costs import PlanCosts
 from sharding.plan.fastest._plan_space import SEARCHED, PlanSpace, check_recompute
-from sharding.plan.fastest._traced_model import TracedMemory, TracedModel
+from sharding.plan.fastest._traced_model import TracedCosts, TracedModel
 from sharding.plan.timing._layer_time import COMPILED, Implementation
 from sharding.plan.timing._mesh_groups import Machine
 from sharding.plan.timing._parallel_plan import ParallelPlan
@@ -225,26 +225,26 @@ def search(
     length = length or model.length
     options: Any = {"length": length, "dtype": dtype, "implementation": implementation}
     if isinstance(model, TracedModel):
-        memory: PlanMemory = TracedMemory(model, tx, machine, **options)
+        costs: PlanCosts = TracedCosts(model, tx, machine, **options)
     else:
-        memory = PlanMemory(model, tx, machine, **options)
+        costs = PlanCosts(model, tx, machine, **options)
     space = PlanSpace(
         model,
         machine.num_devices,
         sequences,
-        recompute=memory.forms(recompute),
+        recompute=costs.forms(recompute),
         offload=(False, True) if offload and machine.device.host_link else (False,),
         state_formats=tuple(state_formats),
         param_bytes=float(jnp.dtype(dtype).itemsize),
-        state_bytes={name: memory.state_bytes_in(name) for name in state_formats},
+        state_bytes={name: costs.state_bytes_in(name) for name in state_formats},
     )
     plans = list(space.plans(keep))
     if not plans:
         raise ValueError(_no_plan(space, keep))
 
-    times = [memory.seconds(plan) for plan in plans]
-    bounds = [memory.seconds(plan, ideal=True).full_overlap for plan in plans]
-    held = functools.cache(memory.fullest)  # of a plan, once it is asked for
+    times = [costs.seconds(plan) for plan in plans]
+    bounds = [costs.seconds(plan, ideal=True).full_overlap for plan in plans]
+    held = functools.cache(costs.fullest)  # of a plan, once it is asked for
     budget = machine.device.memory * (1 - headroom)
 
     # In the order of predicted times; of equal ones the simpler first.
@@ -283,7 +283,7 @@ def search(
                 seconds=times[i],
                 memory=held(plans[i]),
                 bound=bounds[i],
-                layers=memory.layers(plans[i]),
+                layers=costs.layers(plans[i]),
                 tokens=tokens,
                 utilization=peak / times[i].seconds,
             )

@@ -15,7 +15,7 @@ from sharding.placement._specs import path_str
 from sharding.plan._devices import KINDS
 from sharding.plan._saved_names import PRESETS
 from sharding.plan._tiles import num_bytes
-from sharding.plan.fastest._plan_memory import PlanMemory
+from sharding.plan.fastest._plan_costs import PlanCosts
 from sharding.plan.timing._mesh_groups import Machine
 from sharding.plan.timing._parallel_plan import ParallelPlan
 from sharding.plan.timing._step_seconds import StepSeconds
@@ -179,8 +179,8 @@ def _stored(fn: Callable[..., Any], params: Any, *args: Any) -> list[Any]:
     return [x for x in jax.tree.leaves(found) if (x.shape, x.dtype) not in matrices]
 
 
-class TracedMemory(PlanMemory):
-    """Memory and time of plans of a ``TracedModel``; arguments as those of ``PlanMemory``.
+class TracedCosts(PlanCosts):
+    """Memory and time of plans of a ``TracedModel``; arguments as those of ``PlanCosts``.
 
     Two traces, of one and of two examples, are enough: everything is linear in the examples.
     """

@@ -1,4 +1,4 @@
-"""Memory of the fullest device under a plan, by the planner."""
+"""Memory and time of plans of one model, by the planner."""
 
 import functools
 import itertools
@@ -25,7 +25,7 @@ _TOKEN = 4  # bytes
 TENSOR_AXIS = "model"  # of the devices that share each layer
 
 
-class PlanMemory:
+class PlanCosts:
     """Memory and time of plans of one model; what plans share is computed once.
 
     Bytes of parameters, gradients, state and batch are those of ``estimate``; activations are those
