@@ -16,7 +16,7 @@ from sharding.plan import MODELS, estimate, kind_of
 from sharding.plan._models import Decoder
 from sharding.plan._saved_names import PARTLY, flops_again
 from sharding.plan.fastest._verify import planned_flops
-from sharding.plan.timing._collective_time import NodeGroup, TorusGroup
+from sharding.plan.timing._collective_time import NodeGroup, TorusGroup, collective_seconds
 from sharding.plan.timing._layer_time import Implementation, layer_work
 from sharding.plan.timing._mesh_groups import Machine
 from sharding.plan.timing._parallel_plan import ParallelPlan
@@ -275,6 +275,26 @@ def test_the_head_makes_the_last_stage_the_slowest():
         )
         assert found.compute > without.compute
         assert (found.bubble > without.bubble) == lockstep
+
+
+def test_stages_of_one_program_sum_the_gradients_of_both_tables():
+    """Which all devices hold, in 32 bits; elsewhere the first stage has one, the last the other."""
+    plan, machine = ParallelPlan(pipe=4, microbatches=8), Machine(H100, 4)
+    for tied in (True, False):
+        model = dataclasses.replace(SMALL, tied=tied)
+        compiled, eager = (
+            step_seconds(
+                *(model, plan, machine),
+                implementation=Implementation(lockstep=lockstep),
+                ideal=True,
+            )
+            for lockstep in (True, False)
+        )
+        tables = SMALL.vocabulary * SMALL.width * (1 if tied else 2)
+        group = machine.groups((1, 1, 1, 4))[3]
+        summed = collective_seconds("all-reduce", 4 * tables, group, H100, ideal=True)
+        assert compiled.transfers - eager.transfers == pytest.approx(summed)
+        assert compiled.update > eager.update
 
 
 @pytest.mark.parametrize("head", [0.0, 0.5, 2.0, 7.0])

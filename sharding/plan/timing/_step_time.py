@@ -23,6 +23,7 @@ from sharding.plan.timing._step_seconds import StepSeconds
 from sharding.plan.timing._tensor_sums import SCALAR, tensor_sums
 
 _ITEM = 2  # bytes of an activation
+_GRADIENT_SUM = 4  # bytes of a gradient that is accumulated
 # The share of a PCIe link that copies reach, 55 of 63 GB/s: Bekman, Machine Learning Engineering.
 _HOST_LINK = 0.88
 
@@ -71,7 +72,8 @@ def step_seconds(
       shards.
     - Recomputation repeats the forward pass, but for products that are saved, or attention alone,
       and the collectives that ``tensor_sums`` counts.
-    - A pipeline takes ``lockstep_seconds``, and a transfer in each tick.
+    - A pipeline takes ``lockstep_seconds``, and a transfer in each tick. One compiled program holds
+      the embedding and the head on all devices, which sum their gradients over the stages.
     - ZeRO with k micro-batches and S bytes on n devices sends 2 S at stages 0 and 1, (k + 1) S at
       stage 2, 3 k S at stage 3, times (n - 1) / n; once in a step in a pipeline. Replicas reduce
       their shards. Stage 3 gathers layer by layer.
@@ -144,11 +146,17 @@ def step_seconds(
         ticks = num_ticks(plan.schedule, plan.pipe, count, chunks)
         transfers = ticks * wire("permute", message, groups.pipe)
 
-    # ZeRO, the update, and host memory.
-    # Of the first stage; a bound takes what the fullest stage has at least, however layers are
-    # shared.
+    # ZeRO, the update, and host memory. The first stage has the embedding; in one compiled program
+    # all stages have both tables, and sum their gradients, in 32 bits. A bound takes what
+    # the fullest stage has at least, however layers are shared.
     held = model.layers / plan.pipe if ideal else most * chunks
-    params = _stage_params(model, held, plan, tables=not ideal or plan.pipe == 1)
+    tables = 1 if model.tied else 2
+    if plan.pipe > 1 and implementation.lockstep:
+        shared = _GRADIENT_SUM * tables * _table_params(model, plan)
+        transfers += wire("all-reduce", shared, groups.pipe)
+    elif plan.pipe > 1:
+        tables = 0 if ideal else 1
+    params = _stage_params(model, held, plan, tables=tables)
     return _with_state(
         plan,
         machine,
@@ -387,16 +395,16 @@ def _tensor_seconds(
     return forward, backward + (forward if again else 0.0), ends
 
 
-def _stage_params(model: Decoder, layers: float, plan: ParallelPlan, *, tables: bool) -> float:
-    """Parameters of a device with some layers, and with the embedding and the head if it has both.
-
-    Of a pipeline, the first stage has the embedding.
-    """
+def _stage_params(model: Decoder, layers: float, plan: ParallelPlan, *, tables: int) -> float:
+    """Parameters of a device with some layers and some of the embedding and the output matrix."""
     keys = model.width // model.heads * model.kv_heads
     layer = model.width * (2 * model.width + 2 * keys + (3 if model.gated else 2) * model.hidden)
-    number = 0 if not tables else 1 if plan.pipe > 1 or model.tied else 2
-    table = model.vocabulary * model.width / model.shards_of_tokens(plan.tensor)
-    return layers * layer / plan.tensor + number * table
+    return layers * layer / plan.tensor + tables * _table_params(model, plan)
+
+
+def _table_params(model: Decoder, plan: ParallelPlan) -> float:
+    """Parameters of the embedding on one device."""
+    return model.vocabulary * model.width / model.shards_of_tokens(plan.tensor)
 
 
 def _data_seconds(
