@@ -192,6 +192,8 @@ class TracedCosts(PlanCosts):
     ):
         super().__init__(model, tx, machine, **options)  # type: ignore[arg-type]
         self._traced = functools.cache(lambda size, form: self.model.traced(size, self.dtype, form))
+        params = jax.tree.leaves(model.abstract(self.dtype))
+        self._sizes = [float(math.prod(x.shape)) for x in params]
         self._layer_bytes = functools.cache(lambda: self.model.layer_bytes(self.dtype))
 
     def traced(self, size: int, recompute: str) -> Traced:
@@ -207,10 +209,13 @@ class TracedCosts(PlanCosts):
         return tuple(form for form in recompute if form in found.values())
 
     def activations(self, plan: ParallelPlan) -> float:
-        """Bytes of what is stored, of temporaries, and of gathered layers."""
+        """Bytes of what is stored, of temporaries, and of what stage 3 gathers.
+
+        These are a layer, or what is outside of layers, and gradients of the same size.
+        """
         traced = self.traced(plan.microbatch, plan.recompute)
         layer, outside = self._layer_bytes() if plan.gathers_layers else (0.0, 0.0)
-        return traced.stored + traced.working + 3 * layer + outside
+        return traced.stored + max(traced.working + 2 * layer, 2 * outside)
 
     def layers(self, plan: ParallelPlan) -> tuple[int, ...]:
         """Of each chunk: there are none."""
@@ -224,13 +229,12 @@ class TracedCosts(PlanCosts):
     def seconds(self, plan: ParallelPlan, *, ideal: bool = False) -> StepSeconds:
         """The time of a step; see ``traced_seconds``."""
         traced = self.traced(plan.microbatch, plan.recompute)
-        params = self.model.abstract(self.dtype)
         return traced_seconds(
             plan,
             self.machine,
             flops=traced.flops,
             moved=0.0 if ideal else traced.moved,
-            params=float(sum(math.prod(x.shape) for x in jax.tree.leaves(params))),
-            gathers=len(jax.tree.leaves(params)),
+            params=sum(self._sizes),
+            gathers=len(self._sizes),
             ideal=ideal,
         )
