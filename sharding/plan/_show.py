@@ -43,6 +43,6 @@ def show(tables: Sequence[Table], notes: Sequence[str] = (), *, console: Any = N
 
 
 def _width(table: Table) -> int:
-    """Characters of a line, with a space on either side of each column."""
+    """Characters of a line, with a space between columns and at both ends."""
     columns = zip(table.columns, *table.rows, strict=True)
-    return sum(max(map(len, cells)) + 2 for cells in columns)
+    return 1 + sum(max(map(len, cells)) + 1 for cells in columns)

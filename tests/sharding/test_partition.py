@@ -744,7 +744,8 @@ def test_layer_costs_sum_to_the_model():
         tied = 2 * model.vocabulary * model.width if model.tied else 0
         assert sum(layer.param_bytes for layer in costs) == params + tied
         assert costs[1].activation_bytes == costs[1].output_bytes == 2 * 1024 * model.width
-        assert costs[1].working_bytes == plain[1].activation_bytes > 10 * costs[1].output_bytes
+        # A layer that is computed again has no more temporaries than it would store.
+        assert plain[1].activation_bytes > costs[1].working_bytes > 10 * costs[1].output_bytes
         assert len(costs) == model.layers + 2
 
 
