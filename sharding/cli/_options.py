@@ -221,17 +221,7 @@ def params_of_model(text: str, dtype: Any, length: int | None) -> tuple[Any, Dec
 def optimizer_of(text: str) -> optax.GradientTransformation:
     """A transformation by its name, or by the path of one or of a function that makes one."""
     if ":" in text:
-        found = load(text, "--optimizer")
-        if not isinstance(found, optax.GradientTransformation):
-            try:
-                found = found()
-            except TypeError as error:
-                raise ValueError(
-                    f"--optimizer {text} must make one without arguments, but failed: {error}."
-                ) from error
-        if not isinstance(found, optax.GradientTransformation):
-            raise ValueError(f"--optimizer {text} made no optimizer, but {found!r}.")
-        return found
+        return load_made(text, "--optimizer", optax.GradientTransformation, "optimizer")
     if text == "muon":
         return _muon()
     makers: dict[str, Callable[..., Any]] = {}
@@ -274,6 +264,21 @@ def _optimizers(makers: dict[str, Callable[..., Any]]) -> list[str]:
 def _nearest(text: str, names: Any) -> str:
     near = difflib.get_close_matches(text, list(names), n=4, cutoff=0.4)
     return f"; nearest are {', '.join(near)}" if near else f"; known are {', '.join(sorted(names))}"
+
+
+def load_made(path: str, option: str, kind: Any, name: str) -> Any:
+    """What ``module:attribute`` names, or makes without arguments; of this kind."""
+    found = load(path, option)
+    if not isinstance(found, kind):
+        try:
+            found = found()
+        except TypeError as error:
+            raise ValueError(
+                f"{option} {path} must make one without arguments, but failed: {error}."
+            ) from error
+    if not isinstance(found, kind):
+        raise ValueError(f"{option} {path} made no {name}, but {found!r}.")
+    return found
 
 
 def load(path: str, option: str) -> Any:

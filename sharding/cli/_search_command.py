@@ -12,7 +12,7 @@ import optax_ext
 from sharding.cli._options import (
     device_of,
     dtype_of,
-    load,
+    load_made,
     optimizer_of,
     params_of_model,
     target_of,
@@ -137,18 +137,8 @@ def _model_of(options: argparse.Namespace) -> Decoder | TracedModel:
                 f"TracedModel as MODULE:NAME; --model {options.model} is not."
             )
         return model
-    found = load(options.model, "--model")
-    if not isinstance(found, Decoder | TracedModel):
-        try:
-            found = found()
-        except TypeError as error:
-            raise ValueError(
-                f"--model {options.model} must make a model without arguments, but failed: {error}."
-            ) from error
-    if not isinstance(found, Decoder | TracedModel):
-        raise ValueError(
-            f"--model {options.model} made no sharding.plan.TracedModel or Decoder, but {found!r}."
-        )
+    kinds, name = Decoder | TracedModel, "sharding.plan.TracedModel or Decoder"
+    found: Decoder | TracedModel = load_made(options.model, "--model", kinds, name)
     return found
 
 

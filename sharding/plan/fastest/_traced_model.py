@@ -20,7 +20,7 @@ from sharding.plan.timing._mesh_groups import Machine
 from sharding.plan.timing._parallel_plan import ParallelPlan
 from sharding.plan.timing._step_seconds import StepSeconds
 from sharding.plan.timing._step_time import traced_seconds
-from sharding.plan.timing._traced_work import products_of, work_of
+from sharding.plan.timing._traced_work import products_of, stored_by, work_of
 
 _Layer = Callable[..., Any]
 # On which the seconds of work are bytes.
@@ -131,24 +131,27 @@ class TracedModel:
         layer = self._layer(recompute)
         loss, args = self.make_loss(layer), (self.abstract(dtype), self.batch(size))
         work = work_of(jax.value_and_grad(loss), *args, kind=_UNIT)
-        stored = _stored(loss, *args)
-        # Temporaries: the gradient of the largest array, where scans have one of each layer at a
-        # time; or what products read and write in a layer that is computed again, and the gradient
-        # of the largest of these.
+        stored = stored_by(loss, *args)
+        # Temporaries: those of a layer, or the gradient of the largest array that is not a stack of
+        # what layers store, of which scans have one layer at a time.
         calls = self._calls(size, dtype)
-        of_layers = [x for call in calls for x in _stored(self.apply_layer, *call)]
-        stacked = {x.shape for x in of_layers}
+        stacked = {x.shape for call in calls for x in stored_by(self.apply_layer, *call)}
         others = [x for x in stored if x.shape[1:] not in stacked]
-        working = max(map(num_bytes, others), default=0)
-        if recompute == "none":
-            working = max([working, *map(num_bytes, of_layers)])
-        for call in () if recompute == "none" else calls:
-            products = products_of(self.apply_layer, *call)
-            inputs = _stored(jax.checkpoint(self.apply_layer), *call)
-            kept = num_bytes(_stored(layer, *call)) - num_bytes(inputs)
-            largest = max(map(num_bytes, products), default=0)
-            working = max(working, num_bytes(products) - kept + largest)
+        of_layers = [self._temporaries(layer, call, recompute) for call in calls]
+        working = max([*map(num_bytes, others), *of_layers], default=0)
         return Traced(work.flops, work.seconds, float(num_bytes(stored)), float(working))
+
+    def _temporaries(self, layer: _Layer, call: tuple[Any, ...], recompute: str) -> float:
+        """Of the backward pass of one call of the layer: the gradient of the largest array.
+
+        Where it is computed again, also what products read and write, without what is saved.
+        """
+        if recompute == "none":
+            return max(map(num_bytes, stored_by(self.apply_layer, *call)), default=0)
+        products = products_of(self.apply_layer, *call)
+        inputs = stored_by(jax.checkpoint(self.apply_layer), *call)
+        kept = num_bytes(stored_by(layer, *call)) - num_bytes(inputs)
+        return num_bytes(products) - kept + max(map(num_bytes, products), default=0)
 
     def _layer(self, recompute: str) -> _Layer:
         if recompute == "none":
@@ -166,17 +169,6 @@ class TracedModel:
 
         jax.eval_shape(self.make_loss(layer), self.abstract(dtype), self.batch(size))
         return found
-
-
-def _stored(fn: Callable[..., Any], params: Any, *args: Any) -> list[Any]:
-    """The types of what the vector-Jacobian product of a function stores beside its matrices."""
-    matrices = {(x.shape, x.dtype) for x in jax.tree.leaves(params) if len(x.shape) > 1}
-    found = jax.eval_shape(
-        lambda params, *args: jax.vjp(lambda params, *args: fn(params, *args), params, *args)[1],
-        params,
-        *args,
-    )
-    return [x for x in jax.tree.leaves(found) if (x.shape, x.dtype) not in matrices]
 
 
 class TracedCosts(PlanCosts):

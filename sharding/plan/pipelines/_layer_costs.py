@@ -12,7 +12,7 @@ from sharding.plan._devices import DeviceKind
 from sharding.plan._models import Decoder
 from sharding.plan._saved_names import flops_again, saved_elements
 from sharding.plan._tiles import num_bytes
-from sharding.plan.timing._traced_work import products_of
+from sharding.plan.timing._traced_work import products_of, stored_by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,7 @@ def layer_costs(
 
     # Activations.
     x = jax.ShapeDtypeStruct((batch, length, model.width), jnp.dtype(dtype))
-    full = _residual_bytes(model, layer, x)
+    full = float(num_bytes(stored_by(model.apply_layer, layer, x)))
     products = products_of(model.apply_layer, layer, x)
     largest = max(map(num_bytes, products))
     logits = 4.0 * tokens * vocabulary  # float32, for the backward pass of the loss
@@ -158,10 +158,3 @@ def layer_costs(
             working_bytes=gradient + (logits if recompute else 0.0),
         ),
     ]
-
-
-def _residual_bytes(model: Decoder, layer: Any, x: jax.ShapeDtypeStruct) -> float:
-    """What the vector-Jacobian product of a layer stores beside its matrices."""
-    stored = jax.eval_shape(lambda p, x: jax.vjp(model.apply_layer, p, x)[1], layer, x)
-    matrices = [x.shape for x in jax.tree.leaves(layer) if len(x.shape) > 1]
-    return float(num_bytes([x for x in jax.tree.leaves(stored) if x.shape not in matrices]))

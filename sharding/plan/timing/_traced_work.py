@@ -86,6 +86,17 @@ def work_of_jaxpr(jaxpr: Any, kind: DeviceKind) -> Work:
     return total
 
 
+def stored_by(fn: Callable[..., Any], params: Any, *args: Any) -> list[Any]:
+    """The types of what the vector-Jacobian product of a function stores beside its matrices."""
+    matrices = {(x.shape, x.dtype) for x in jax.tree.leaves(params) if len(x.shape) > 1}
+    found = jax.eval_shape(
+        lambda params, *args: jax.vjp(lambda params, *args: fn(params, *args), params, *args)[1],
+        params,
+        *args,
+    )
+    return [x for x in jax.tree.leaves(found) if (x.shape, x.dtype) not in matrices]
+
+
 def products_of(fn: Callable[..., Any], params: Any, *args: Any) -> list[Any]:
     """The types of what the matrix products of a function read and write, without parameters."""
     traced = jax.make_jaxpr(fn)(params, *args).jaxpr
