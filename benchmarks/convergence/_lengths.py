@@ -77,9 +77,14 @@ class Cell:
 def config(
     size: str, task: str, contender: str, steps: int, trial: _search.Trial, seed: int
 ) -> Config:
-    """A run of this length; at the length of the size the same as in the other studies."""
-    base = _sizes.config(size, task, contender, seed, trial.hyper)
+    """A run of this length."""
+    base = _sizes.config(size_of(size), task, contender, seed, trial.hyper)
     return {**base, "steps": steps, "warmup": steps // 10}
+
+
+def size_of(size: str) -> str:
+    """The size of the model: lengths have one of their own."""
+    return f"{size}_long"
 
 
 def betas_of(contender: str) -> tuple[dict[str, float], ...]:
@@ -162,7 +167,7 @@ def plan(rows: Rows, size: str, task: str, contender: str, steps: int) -> _studi
 
 
 def used(rows: Rows, size: str) -> dict[str, Row]:
-    """The rows of this study, those that it shares with others included."""
+    """The rows of this study."""
     keys = []
     for steps in LENGTHS[size]:
         for task in TASKS:
@@ -197,7 +202,7 @@ def seconds_per_step(rows: Rows, size: str) -> dict[str, float]:
     """CPU time by contender: the median of its longest runs, where compiling counts least."""
     runs: dict[str, list[tuple[int, float]]] = {}
     for row in rows.values():
-        if row["config"]["size"] == size and not row["diverged"]:
+        if row["config"]["size"] == size_of(size) and not row["diverged"]:
             steps = row["config"]["steps"]
             each = row["cpu_seconds"] / steps
             runs.setdefault(row["config"]["contender"], []).append((steps, each))

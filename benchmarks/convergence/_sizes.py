@@ -48,6 +48,9 @@ SIZES = {
     # The study of batch sizes: 64 times the batch in 200 steps.
     "smoke_batch": Size(2, 32, 2, 32, 1, 1280, curve_windows=8, final_windows=16),
     "cpu_batch": Size(3, 96, 3, 64, 2, 12800, curve_windows=64, final_windows=512, slice=16),
+    # The study of lengths: 0.25M parameters, of which 10,000 steps have 20 bytes each.
+    "smoke_long": Size(2, 32, 2, 32, 4, 40, curve_windows=8, final_windows=16),
+    "cpu_long": Size(2, 96, 3, 64, 8, 300, curve_windows=64, final_windows=1024, slice=16),
     # On one GPU: 14.3M parameters, 16.6M in the encoder-decoder; 33M bytes.
     "gpu": Size(8, 384, 6, 512, 64, 1000, 64, 512, slice=64, dtype="bfloat16", resumes=True),
     "gpu_batch": Size(

@@ -5,8 +5,8 @@ import math
 import _lengths
 import _rows
 import _sizes
-import _studies
 import pytest
+from _tasks import VOCABULARY
 
 SIZE = "smoke"
 
@@ -45,15 +45,12 @@ def test_a_length_is_complete_before_the_next_one_begins(rows):
     assert set(steps) == {40, 80}
 
 
-def test_the_first_length_has_the_rows_of_the_first_study():
-    """Same configuration, same key: what the first search ran is not run again."""
-    plan = _studies.tuning({}, "cpu", "next_token", "adamw")
-    known = {
-        _rows.key_of(config): {"config": config, "loss": loss(config), "diverged": False}
-        for config in plan.ready
-    }
-    cell = _lengths.cell(known, "cpu", "next_token", "adamw", 300)
-    assert len(cell.found) >= 3
+def test_lengths_have_a_model_of_their_own(rows):
+    """So that the longest run has 20 bytes for each parameter."""
+    assert {row["config"]["size"] for row in rows.values()} == {"smoke_long"}
+    size = _sizes.SIZES[_lengths.size_of("cpu")]
+    params = 12 * size.layers * size.width**2 + VOCABULARY * size.width
+    assert 19 < _lengths.LENGTHS["cpu"][-1] * size.batch * size.context / params < 21
 
 
 def test_each_length_is_tuned_on_its_own(rows):
@@ -102,7 +99,7 @@ def test_published_updates_shrink_and_the_learning_rate_follows():
 
 def test_lengths_divide_into_points():
     for size, lengths in _lengths.LENGTHS.items():
-        assert lengths[0] == _sizes.SIZES[size].steps
+        assert lengths[0] == _sizes.SIZES[_lengths.size_of(size)].steps
         assert all(steps % 20 == 0 for steps in lengths)
 
 
