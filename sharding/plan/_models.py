@@ -1,7 +1,6 @@
 """Language models by name: their parameters as shapes, and a loss to compile a step of them."""
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -48,6 +47,19 @@ class Decoder:
 
     def init(self, dtype: Any = jnp.float32) -> dict[str, Any]:
         """Parameters of one dtype."""
+
+        def draw(path: Any, shape: tuple[int, ...]) -> jax.Array:
+            name = str(path[-1].key)
+            if name == "scale":
+                return jnp.ones(shape, dtype)
+            if name.endswith("bias"):
+                return jnp.zeros(shape, dtype)
+            return 0.02 * jax.random.normal(jax.random.key(0), shape, dtype)
+
+        return jax.tree_util.tree_map_with_path(draw, self._shapes(), is_leaf=_is_shape)
+
+    def _shapes(self) -> dict[str, Any]:
+        """Of the parameters."""
         width = self.width
         keys = width // self.heads * self.kv_heads
         layer: dict[str, Any] = {
@@ -77,16 +89,7 @@ class Decoder:
             shapes["positions"] = (self.length, width)
         if not self.tied:
             shapes["unembed"] = (width, self.vocabulary)
-
-        def draw(path: Any, shape: tuple[int, ...]) -> jax.Array:
-            name = str(path[-1].key)
-            if name == "scale":
-                return jnp.ones(shape, dtype)
-            if name.endswith("bias"):
-                return jnp.zeros(shape, dtype)
-            return 0.02 * jax.random.normal(jax.random.key(0), shape, dtype)
-
-        return jax.tree_util.tree_map_with_path(draw, shapes, is_leaf=_is_shape)
+        return shapes
 
     def abstract(self, dtype: Any = jnp.float32, shards: int = 1) -> dict[str, Any]:
         """The parameters' shapes and dtypes; those of one of ``shards`` devices, as ``specs`` says.
@@ -95,7 +98,9 @@ class Decoder:
         >>> MODELS["llama2-7b"].abstract(shards=8)["layers"]["query"].shape
         (32, 4096, 512)
         """
-        params = jax.eval_shape(functools.partial(self.init, dtype))
+        params: dict[str, Any] = jax.tree.map(
+            lambda shape: jax.ShapeDtypeStruct(shape, dtype), self._shapes(), is_leaf=_is_shape
+        )
 
         def of_device(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
             entries = itertools.zip_longest(x.shape, spec)

@@ -35,6 +35,10 @@ PLANS = [
     ParallelPlan(data=2, tensor=4, stage=2, microbatches=2, recompute="full"),
     ParallelPlan(data=4, tensor=2, stage=3, replicas=2),
     ParallelPlan(tensor=8),
+    ParallelPlan(data=8, stage=1, replicas=2, microbatches=2),
+    ParallelPlan(data=8, stage=2, replicas=4, spread=True, microbatches=2),
+    ParallelPlan(data=8, stage=3, replicas=2, spread=True),
+    ParallelPlan(data=4, tensor=2, stage=1, replicas=2, spread=True),
     ParallelPlan(data=8, stage=1, state_format="8bit"),
 ]
 # Each with the layers of its chunks.
@@ -51,6 +55,25 @@ PIPELINES = {
     ),
     "partly again": (
         ParallelPlan(data=4, pipe=2, microbatches=4, stage=1, recompute="save_qkv_proj"),
+        (2, 1),
+    ),
+    "shared layers": (
+        ParallelPlan(data=2, tensor=2, pipe=2, microbatches=4, stage=2, schedule="1f1b"),
+        (2, 1),
+    ),
+    "shared layers, interleaved": (
+        ParallelPlan(
+            *(2, 2, 2),
+            microbatches=4,
+            stage=1,
+            schedule="interleaved",
+            chunks=2,
+            recompute="none",
+        ),
+        (1, 1, 1, 1),
+    ),
+    "hybrid": (
+        ParallelPlan(data=4, pipe=2, microbatches=4, stage=2, replicas=2, spread=True),
         (2, 1),
     ),
     "one replica": (ParallelPlan(data=1, pipe=8, microbatches=8, recompute="none"), (1,) * 8),
@@ -114,7 +137,7 @@ def test_the_code_builds_the_step_that_is_verified(plan, layers):
         return params, names["tx"].init(params)
 
     if pipeline:
-        specs = pipeline.param_specs(jax.eval_shape(make_state)[0])
+        specs = pipeline.param_specs(jax.eval_shape(make_state)[0], specs)
     state = zero.abstract_state(make_state, tx=names["tx"], param_specs=specs)
     tokens = jax.ShapeDtypeStruct((plan.sequences, SMALL.length + 1), jnp.int32)
     mine = names["step"].lower(state, tokens)
@@ -133,7 +156,10 @@ def test_the_code_of_a_pipeline(name):
     assert made.name == schedule.name
     assert np.array_equal(made.op, schedule.op)
     assert names["pipeline"].num_layers == layers
-    assert dict(names["mesh"].shape) == file.mesh_axes == {"pipe": plan.pipe, "data": plan.data}
+    assert dict(names["mesh"].shape) == file.mesh_axes
+    others = {"replica": plan.replicas, "model": plan.tensor}
+    sizes = {"pipe": plan.pipe, "data": plan.shards} | {k: n for k, n in others.items() if n > 1}
+    assert file.mesh_axes == sizes
 
 
 def test_a_pipeline_needs_all_layers_of_the_model():

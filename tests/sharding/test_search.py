@@ -18,6 +18,7 @@ from sharding.plan.timing._step_time import COMPILED, chunk_layers, step_seconds
 GIB = 2**30
 H100, V5E = kind_of("h100"), kind_of("v5e")
 SMALL = Decoder(8, 1024, 16, 16, 4096, 32000, 512)
+FEW_HEADS = dataclasses.replace(SMALL, heads=2, kv_heads=2)
 TX = optax.adamw(1e-3)
 
 
@@ -41,7 +42,7 @@ def by_planner(plan, model=SMALL, device=H100):
     working = [c.working_bytes + full * c.param_bytes for c in costs]
     working[-1] += costs[0].param_bytes if full else 0
     activations = sum(c.activation_bytes for c in costs) + max(working)
-    zero = zero_of(plan.shards, plan.replicas, plan.stage, plan.offload, plan.tensor)
+    zero = zero_of(plan)
     found = estimate(
         *(params, TX, zero),
         param_specs=model.specs("model", plan.tensor) if plan.tensor > 1 else None,
@@ -54,8 +55,8 @@ def by_planner(plan, model=SMALL, device=H100):
     )
     stage = found.stage(found.requested)
     # The update of stages 1 and 2 gathers parameters when activations and full gradients are free.
-    gathered = stage.params if plan.stage in (1, 2) else 0.0
-    grads = stage.grads / (plan.shards if plan.stage == 1 else 1)
+    gathered = stage.params if plan.stage in (1, 2) or plan.spread else 0.0
+    grads = stage.grads / (plan.shards_of_state if plan.stage == 1 else 1)
     return max(stage.peak, stage.arguments + grads + gathered)
 
 
@@ -70,6 +71,11 @@ def by_planner(plan, model=SMALL, device=H100):
     ParallelPlan(data=8, stage=3, microbatch=2, recompute="minimal"),
     ParallelPlan(data=8, stage=2, microbatch=2, recompute="save_qkv_proj"),
     ParallelPlan(data=8, stage=3, replicas=2, microbatches=2),
+    ParallelPlan(data=8, stage=1, replicas=2, microbatches=2),
+    ParallelPlan(data=8, stage=2, replicas=4, offload=True),
+    ParallelPlan(data=8, stage=1, replicas=4, spread=True),
+    ParallelPlan(data=8, stage=2, replicas=2, spread=True, microbatches=2),
+    ParallelPlan(data=4, tensor=2, stage=3, replicas=2, spread=True, state_format="8bit"),
     ParallelPlan(data=8, stage=1, state_format="8bit"),
     ParallelPlan(data=4, tensor=2, stage=2, recompute="none"),
     ParallelPlan(data=2, tensor=4, stage=3, microbatch=2),
@@ -96,7 +102,7 @@ def test_memory_of_pipelines_is_that_of_the_planner(schedule, stage):
     )
     memory = memory_of(model)
     planned = estimate_pipeline(
-        *(model, TX, zero_of(8, 1, stage, False)),
+        *(model, TX, zero_of(ParallelPlan(data=8, stage=stage))),
         device=H100,
         num_stages=4,
         microbatches=8,
@@ -139,7 +145,10 @@ def test_plans_use_all_devices_and_all_sequences_once():
     assert {plan.replicas for plan in plans} == {1, 2, 4}
     assert {plan.chunks for plan in plans if plan.pipe == 2} == {1, 2, 3, 4}
     assert {plan.tensor for plan in plans if plan.pipe == 1} == {1, 2, 4, 8}
-    assert {plan.tensor for plan in plans if plan.pipe > 1} == {1}
+    assert {plan.tensor for plan in plans if plan.pipe == 2} == {1, 2, 4}
+    assert {(plan.stage, plan.spread) for plan in plans if plan.replicas > 1} == {
+        (stage, spread) for stage in (1, 2, 3) for spread in (False, True)
+    }
 
 
 @pytest.mark.parametrize(
@@ -154,9 +163,10 @@ def test_plans_use_all_devices_and_all_sequences_once():
 )
 def test_devices_that_share_a_layer_have_equal_shards(fields, sizes):
     model = dataclasses.replace(SMALL, **fields)
-    for plan in PlanSpace(model, 8, 16).plans():
-        model.specs(shards=plan.tensor)
-    assert {plan.tensor for plan in PlanSpace(model, 8, 16).plans()} == sizes
+    found = {plan.tensor for plan in PlanSpace(model, 8, 16).plans()}
+    assert found == sizes
+    for tensor in found:
+        model.specs(shards=tensor)
 
 
 def test_kept_values_are_those_of_every_plan():
@@ -171,8 +181,8 @@ def test_kept_values_are_those_of_every_plan():
 @pytest.mark.parametrize(
     ("target", "gigabytes", "sequences", "keep"),
     [
-        ("h100x8", 80, 16, {}),
-        ("h100x8", 2, 16, {}),
+        ("h100x8", 80, 16, {"recompute": "minimal"}),
+        ("h100x8", 2, 16, {"offload": False, "microbatch": 2}),
         ("h100x4", 1.5, 8, {"recompute": "full"}),
         ("v5e:2x4", 3, 8, {"offload": False}),
         ("h100x4", 1.6, 8, {"pipe": 4}),
@@ -205,13 +215,14 @@ def test_it_equals_exhaustive_search(target, gigabytes, sequences, keep):
 
 def test_the_frontier_is_that_of_all_plans():
     """No plan beats one of it in both, and it has one as good as any plan."""
-    found = search(SMALL, TX, "h100x8", sequences=16, frontier=True)
+    keep = {"recompute": "save_qkv_proj"}
+    found = search(SMALL, TX, "h100x8", sequences=16, keep=keep, frontier=True)
     assert search(SMALL, TX, "h100x8", sequences=16).frontier == ()
     machine, memory = machine_of("h100x8"), memory_of()
     states = {None: memory.state_bytes_in(None)}
     plans = [
         (step_seconds(SMALL, plan, machine).seconds, memory.fullest(plan))
-        for plan in PlanSpace(SMALL, 8, 16, state_bytes=states).plans()
+        for plan in PlanSpace(SMALL, 8, 16, state_bytes=states).plans(keep)
     ]
     line = [(it.seconds, it.memory) for it in found.frontier]
     assert len(line) > 5
@@ -219,6 +230,23 @@ def test_the_frontier_is_that_of_all_plans():
     for seconds, nbytes in plans:
         assert not any(seconds < s and nbytes < b for s, b in line)
         assert any(s <= seconds and b <= nbytes for s, b in line)
+
+
+@pytest.mark.parametrize("target", ["h100x8", "v5e:2x4"])
+def test_no_plan_goes_below_what_its_group_has_at_least(target):
+    """In time, in its bound, and in memory: what is skipped could not have been chosen."""
+    costs = memory_of(target=target)
+    groups = list(PlanSpace(SMALL, 8, 8).groups({"recompute": "minimal"}))
+    assert len(groups) > 50
+    for group in groups:
+        passes, ideal = (costs.passes(group.passes, ideal=ideal) for ideal in (False, True))
+        nbytes = costs.least(group.passes)
+        assert nbytes > 0
+        for plan in list(group.plans())[::5]:
+            assert costs.seconds(plan, passes).seconds >= passes.least * (1 - 1e-12)
+            bound = costs.seconds(plan, ideal, ideal=True).full_overlap
+            assert bound >= ideal.least_overlapped * (1 - 1e-12)
+            assert costs.fullest(plan) >= nbytes
 
 
 @pytest.mark.parametrize("target", ["h100x8", "v5e:2x4"])
@@ -311,11 +339,11 @@ def test_lossy_state_only_where_it_is_asked_for():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"sequences": 7}, r"7 sequences cannot be shared by 32 devices"),
+        ({"model": FEW_HEADS, "sequences": 7}, r"7 sequences cannot be shared by 32 devices"),
         ({"keep": {"stages": 3}}, r"keep has 'stages'; what can be kept is 'data'"),
         ({"keep": {"pipe": 3}}, r"no plan has what is kept: pipe=3 is none of 1, 2, 4, 8"),
         (
-            {"keep": {"pipe": 2, "replicas": 2}},
+            {"keep": {"pipe": 1, "schedule": "1f1b"}},
             "no plan has what is kept: each value is possible alone",
         ),
         (
@@ -330,7 +358,7 @@ def test_lossy_state_only_where_it_is_asked_for():
 )
 def test_impossible_requests(options, message):
     with pytest.raises(ValueError, match=message):
-        search(SMALL, TX, "h100x32", **({"sequences": 16} | options))
+        search(**({"model": SMALL, "tx": TX, "target": "h100x32", "sequences": 16} | options))
 
 
 def test_unknown_devices():

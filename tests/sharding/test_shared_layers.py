@@ -12,6 +12,8 @@ import pytest
 import sharding as shd
 from sharding.plan import MODELS, kind_of, layer_costs
 from sharding.plan._models import Decoder
+from sharding.plan.fastest._plan_file import PlanFile
+from sharding.plan.timing._parallel_plan import ParallelPlan
 
 from . import model as models
 
@@ -125,6 +127,33 @@ def test_shared_layers_are_exact(name, stage):
     assert "model" in tuple(up.sharding.spec)
     held = model.abstract(shards=2)
     assert state[0]["embed"].addressable_shards[0].data.shape[0] == held["embed"].shape[0]
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize(("name", "stage"), [("llama", 1), ("gpt", 3)])
+@pytest.mark.parametrize("recompute", ["none", "save_qkv_proj"])
+def test_pipelines_of_shared_layers_are_exact(name, stage, recompute):
+    model, tx = MODEL_OF[name], optax.adamw(1e-2)
+    plan = ParallelPlan(*(2, 2, 2), microbatches=2, stage=stage, recompute=recompute)
+    file = PlanFile("", "", "cpu:8", model.length, "float64", (1, 1), plan, {})
+    auto = (jax.sharding.AxisType.Auto,) * 3
+    mesh = jax.make_mesh(tuple(file.mesh_axes.values()), tuple(file.mesh_axes), auto)
+    pipeline = file.pipeline(mesh, model)
+    zero = dataclasses.replace(file.zero(mesh), min_shard_size=0)
+    make = make_state(model, tx)
+    specs = pipeline.param_specs(pipeline.stack(model.abstract()), file.param_specs(model))
+    state = zero.init(lambda: pipeline.stack(make()), tx=tx, param_specs=specs)
+    step = zero.train_step(pipeline.loss, tx=tx, weighted=True)
+    for i in range(STEPS):
+        state, _ = step(state, zero.put(batch(i)))
+    expected, found = reference(name), pipeline.unstack(state[0])
+    if model.biased:  # its true gradient is zero
+        for params in (found, expected):
+            params["layers"].pop("key_bias", None)
+    distance, leaf = models.worst_leaf(found, expected)
+    assert distance < 1e-12, leaf
+    assert state[0]["layers"]["up"].sharding.spec[0] == "pipe"
+    assert "model" in tuple(state[0]["layers"]["up"].sharding.spec)
 
 
 # --- Memory ---------------------------------------------------------------------------------------

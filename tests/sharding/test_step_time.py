@@ -389,7 +389,7 @@ def test_groups_of_a_machine(machine, sizes, groups):
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (ParallelPlan(data=3), r"groups of 1 x 3 x 1 x 1 need 3 devices, there are 8"),
+        (ParallelPlan(data=3), r"groups of 1 x 3 x 1 need 3 devices, there are 8"),
         (ParallelPlan(data=8, replicas=3), "3 replicas do not divide 8 data-parallel devices"),
         (ParallelPlan(tensor=32), "32 devices cannot share 16 heads equally"),
         (ParallelPlan(pipe=8, microbatches=8), "8 stages of 1 chunks need as many layers"),

@@ -91,6 +91,7 @@ def cells(plan: ParallelPlan) -> tuple[str, ...]:
     """
     zero = f"{plan.stage}: {plan.shards}" if plan.data > 1 else "-"
     zero += f" x {plan.replicas}" if plan.replicas > 1 else ""
+    zero += ", spread" if plan.spread else ""
     zero += ", host" if plan.offload else ""
     zero += f", {plan.state_format} (lossy)" if plan.state_format else ""
     chunks = f" x {plan.chunks}" if plan.chunks > 1 else ""
@@ -112,6 +113,7 @@ def short(plan: ParallelPlan) -> str:
         words.append(f"{plan.tensor} devices a layer")
     if plan.data > 1:
         replicas = f", {plan.replicas} replicas" if plan.replicas > 1 else ""
+        replicas += " that share the state" if plan.spread else ""
         words.append(f"stage {plan.stage} over {plan.shards}{replicas}")
     words.append(f"{plan.microbatches} micro-batches of {plan.microbatch}")
     words.append(f"recompute {plan.recompute}")

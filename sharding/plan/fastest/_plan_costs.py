@@ -1,5 +1,6 @@
 """Memory and time of plans of one model, by the planner."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
@@ -13,16 +14,21 @@ from sharding._zero import Zero
 from sharding.plan._models import Decoder
 from sharding.plan._plan import Plan, estimate
 from sharding.plan._saved_names import PARTLY
+from sharding.plan._stage_plan import StagePlan
 from sharding.plan.pipelines._layer_costs import LayerCost, layer_costs
-from sharding.plan.pipelines._pipeline_stages import StageEstimates, pipeline_stages
+from sharding.plan.pipelines._pipeline_stages import (
+    PipelineStage,
+    StageEstimates,
+    pipeline_stages,
+)
 from sharding.plan.timing._layer_time import Implementation
 from sharding.plan.timing._mesh_groups import Machine
 from sharding.plan.timing._parallel_plan import ParallelPlan
 from sharding.plan.timing._step_seconds import StepSeconds
-from sharding.plan.timing._step_time import chunk_layers, step_seconds
+from sharding.plan.timing._step_time import Passes, passes, with_state
 
 _TOKEN = 4  # bytes
-TENSOR_AXIS = "model"  # of the devices that share each layer
+TENSOR_AXIS = "model"  # of the devices that share each layer, as ``Decoder.specs`` names it
 
 
 class PlanCosts:
@@ -61,28 +67,32 @@ class PlanCosts:
         # Caches of this object alone.
         self._plan = functools.cache(self._estimate)
         self._stages = functools.cache(self._stage_estimates)
+        self._passes = functools.cache(self._passes_of)
         self._costs = functools.cache(self._layer_costs)
 
     def state_bytes_in(self, state_format: str | None) -> float:
         """Bytes of optimizer state, in a format, and master weights for one parameter."""
-        plan = self._plan(1, 1, 1, False, state_format, False)
-        stage = plan.stage("stage 0")
-        return (stage.opt_state + stage.master) / plan.num_params
+        found = self._plan(ParallelPlan(state_format=state_format))
+        stage = found.stage("stage 0")
+        return (stage.opt_state + stage.master) / found.num_params
 
     def fullest(self, plan: ParallelPlan) -> float:
         """Bytes of the fullest device."""
         if plan.pipe > 1:
-            return self.pipelined(plan)
-        found = self._plan(
-            *(plan.shards, plan.replicas, plan.tensor, plan.microbatches > 1),
-            *(plan.state_format, plan.offload),
-        )
-        name = f"{plan.stage} hybrid" if plan.replicas > 1 else f"stage {plan.stage}"
-        held = found.stage(name)
+            return self.stages(plan)[0].memory + self.batch(plan)
+        held = self._placed_at(_placed(plan))
         backward = held.memory + held.unreduced + self.activations(plan)
-        grads = held.grads / (plan.shards if plan.stage == 1 else 1)
+        grads = held.grads / (plan.shards_of_state if plan.stage == 1 else 1)
         update = held.arguments + grads + _updated(plan, held.params)
         return max(backward, update) + self.batch(plan)
+
+    def _placed_at(self, plan: ParallelPlan) -> StagePlan:
+        """What a device holds, without a pipeline."""
+        if plan.spread:
+            found = self._plan(plan)
+            return found.stage(found.requested)
+        # One estimate has all stages.
+        return self._plan(dataclasses.replace(plan, stage=3)).stage(f"stage {plan.stage}")
 
     def activations(self, plan: ParallelPlan) -> float:
         """Bytes of what is stored, temporaries, and gathered layers; without a pipeline."""
@@ -96,42 +106,49 @@ class PlanCosts:
         most[-1] += 0 if self.model.tied else costs[0].param_bytes
         return stored + max(most)
 
-    def pipelined(self, plan: ParallelPlan) -> float:
-        """Bytes of each device of a pipeline.
+    def stages(self, plan: ParallelPlan) -> Sequence[PipelineStage]:
+        """The devices of a pipeline, without the batch.
 
         The update needs less than what it takes the place of: accumulated gradients are float32.
         """
-        assert plan.tensor == 1, "plans of the space have either"
-        estimates = self._stages(plan.pipe, plan.data, plan.stage, plan.state_format, plan.offload)
-        stages = pipeline_stages(
-            estimates,
-            self._costs(plan.microbatch, _recompute(plan), 1),
+        return pipeline_stages(
+            self._stages(dataclasses.replace(_placed(plan), microbatches=1)),
+            self._costs(plan.microbatch, _recompute(plan), plan.tensor),
             self.ranges(plan),
             schedule=plan.schedule,
             microbatches=plan.microbatches,
         )
-        return stages[0].memory + self.batch(plan)
 
     def forms(self, recompute: Sequence[str]) -> tuple[str, ...]:
         """The forms of recomputation that differ."""
         return tuple(recompute)
 
-    def seconds(self, plan: ParallelPlan, *, ideal: bool = False) -> StepSeconds:
-        """The time of a step; see ``step_seconds``."""
-        return step_seconds(
+    def least(self, plan: ParallelPlan) -> float:
+        """Bytes that the fullest device has at least, whatever ZeRO does: for its activations."""
+        if plan.pipe == 1:
+            return self.activations(dataclasses.replace(plan, stage=0)) + self.batch(plan)
+        stage = self.stages(plan)[0]  # at stage 0
+        return stage.grads + stage.activations + self.batch(plan)
+
+    def passes(self, plan: ParallelPlan, *, ideal: bool = False) -> Passes:
+        """The passes of a step; see ``step_seconds``."""
+        return self._passes(without_state(plan), ideal)
+
+    def _passes_of(self, plan: ParallelPlan, ideal: bool) -> Passes:
+        return passes(
             *(self.model, plan, self.machine),
             length=self.length,
             implementation=self.implementation,
             ideal=ideal,
         )
 
+    def seconds(self, plan: ParallelPlan, found: Passes, *, ideal: bool = False) -> StepSeconds:
+        """The time of a step with these passes; see ``step_seconds``."""
+        return with_state(plan, self.machine, found, ideal=ideal)
+
     def layers(self, plan: ParallelPlan) -> tuple[int, ...]:
         """Layers of each chunk."""
-        return chunk_layers(
-            *(self.model, plan, self.machine),
-            length=self.length,
-            implementation=self.implementation,
-        )
+        return self.passes(plan).chunks
 
     def ranges(self, plan: ParallelPlan) -> list[tuple[int, int]]:
         """The first layer of each chunk and the one after its last, as ``layer_costs`` has them."""
@@ -158,36 +175,50 @@ class PlanCosts:
             tensor=tensor,
         )
 
-    def _estimate(
-        self,
-        shards: int,
-        replicas: int,
-        tensor: int,
-        several: bool,
-        state_format: str | None,
-        offload: bool,
-    ) -> Plan:
-        zero = zero_of(shards, replicas, 3, offload, tensor)
+    def _estimate(self, plan: ParallelPlan) -> Plan:
         return estimate(
-            *(self.model.abstract(self.dtype), self.tx, zero),
-            param_specs=self.model.specs(TENSOR_AXIS, tensor) if tensor > 1 else None,
-            microbatches=2 if several else 1,
-            state_format=state_format,
+            *(self.model.abstract(self.dtype), self.tx, zero_of(plan)),
+            param_specs=self.model.specs(shards=plan.tensor) if plan.tensor > 1 else None,
+            microbatches=plan.microbatches,
+            state_format=plan.state_format,
             device=self.machine.device,
             gathered_once=self.model.gathered_once,
         )
 
-    def _stage_estimates(
-        self, pipe: int, data: int, stage: int, state_format: str | None, offload: bool
-    ) -> StageEstimates:
+    def _stage_estimates(self, plan: ParallelPlan) -> StageEstimates:
         return StageEstimates(
-            *(self.model, self.tx, zero_of(data, 1, stage, offload)),
-            num_stages=pipe,
+            *(self.model, self.tx, zero_of(plan)),
+            num_stages=plan.pipe,
             device=self.machine.device,
             dtype=self.dtype,
             batch=0.0,
-            state_format=state_format,
+            state_format=plan.state_format,
         )
+
+
+def without_state(plan: ParallelPlan) -> ParallelPlan:
+    """A plan with nothing but that on which forward and backward passes depend."""
+    return dataclasses.replace(
+        plan, stage=0, replicas=1, spread=False, offload=False, state_format=None, state_bytes=0.0
+    )
+
+
+def _placed(plan: ParallelPlan) -> ParallelPlan:
+    """A plan with nothing but that on which the bytes of parameters, gradients and state depend.
+
+    Replicas hold what devices without replicas hold, unless they share the state.
+    """
+    return ParallelPlan(
+        data=plan.data if plan.spread else plan.shards,
+        tensor=plan.tensor,
+        pipe=plan.pipe,
+        microbatches=min(plan.microbatches, 2),
+        stage=plan.stage,
+        replicas=plan.replicas if plan.spread else 1,
+        spread=plan.spread,
+        offload=plan.offload,
+        state_format=plan.state_format,
+    )
 
 
 def _recompute(plan: ParallelPlan) -> bool | str:
@@ -197,20 +228,21 @@ def _recompute(plan: ParallelPlan) -> bool | str:
 
 def _updated(plan: ParallelPlan, params: float) -> float:
     """Bytes of updated parameters that are gathered while the old ones are still there."""
-    return params if plan.stage in (1, 2) and plan.shards > 1 else 0.0
+    return params if plan.spread or (plan.stage in (1, 2) and plan.shards > 1) else 0.0
 
 
-def zero_of(shards: int, replicas: int, stage: int, offload: bool, tensor: int = 1) -> Zero:
-    """The ``Zero`` of a plan, on an abstract mesh.
+def zero_of(plan: ParallelPlan) -> Zero:
+    """The ``Zero`` of a plan, on an abstract mesh without the stages of a pipeline.
 
     Its axes are those of replicas, of shards, and of devices that share each layer, if there are.
     """
-    sizes = {"replica": replicas} if replicas > 1 else {}
-    sizes |= {"data": shards} | ({TENSOR_AXIS: tensor} if tensor > 1 else {})
+    sizes = {"replica": plan.replicas} if plan.replicas > 1 else {}
+    sizes |= {"data": plan.shards} | ({TENSOR_AXIS: plan.tensor} if plan.tensor > 1 else {})
     return Zero(
         jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes)),
-        stage=stage,
+        stage=plan.stage,
         axis="data",
-        replica_axis="replica" if replicas > 1 else None,
-        offload="optimizer" if offload else None,
+        replica_axis="replica" if plan.replicas > 1 else None,
+        shard_state_over_replicas=plan.spread,
+        offload="optimizer" if plan.offload else None,
     )

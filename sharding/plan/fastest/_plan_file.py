@@ -92,9 +92,7 @@ class PlanFile:
 
     def zero(self, mesh: Any) -> Zero:
         """The ``Zero`` of the plan, on a mesh with ``mesh_axes``."""
-        plan = self.plan
-        found = zero_of(plan.shards, plan.replicas, plan.stage, plan.offload, plan.tensor)
-        return dataclasses.replace(found, mesh=mesh)
+        return dataclasses.replace(zero_of(self.plan), mesh=mesh)
 
     def param_specs(self, model: Decoder | TracedModel) -> Any:
         """How devices share the parameters of each layer; None where they do not."""
@@ -158,8 +156,9 @@ class PlanFile:
         """The lines that build the step of the plan.
 
         ``model`` and ``tx`` are the model, one of ``MODELS`` or a ``Decoder``, and the
-        transformation. Parameters of a pipeline are those of ``pipeline.stack``; ``zero.init``
-        takes their ``pipeline.param_specs``, and where devices share layers ``param_specs``.
+        transformation. Where devices share layers, ``param_specs`` are those of the model.
+        Parameters of a pipeline are those of ``pipeline.stack``, and ``zero.init`` takes their
+        ``pipeline.param_specs(params, param_specs)``.
 
         >>> plan = ParallelPlan(data=8, stage=2, microbatches=4, recompute="full")
         >>> file = PlanFile("llama2-7b", "adamw", "h100x8", 2048, "bfloat16", (32,), plan, {})
@@ -175,6 +174,7 @@ class PlanFile:
         plan, axes = self.plan, self.mesh_axes
         fields = [f"stage={plan.stage}", "axis='data'"]
         fields += ["replica_axis='replica'"] if plan.replicas > 1 else []
+        fields += ["shard_state_over_replicas=True"] if plan.spread else []
         fields += ["offload='optimizer'"] if plan.offload else []
         lines = [
             "import jax, optax_ext, sharding as shd",
@@ -184,7 +184,8 @@ class PlanFile:
         ]
         if plan.tensor > 1:
             specs = f"model.specs({TENSOR_AXIS!r}, {plan.tensor})"
-            lines.append(f"param_specs = {specs}  # for zero.init(..., param_specs=param_specs)")
+            use = "pipeline.param_specs(params, param_specs)" if plan.pipe > 1 else "zero.init"
+            lines.append(f"param_specs = {specs}  # for {use}")
         if plan.state_format:
             form = f"optax_ext.STATE_FORMATS[{plan.state_format!r}]"
             lines.append(f"tx = optax_ext.low_precision_state(tx, {form})")
@@ -243,7 +244,7 @@ def lowered_step(
         return params, tx.init(params)
 
     if pipeline:
-        specs = pipeline.param_specs(jax.eval_shape(make_state)[0])
+        specs = pipeline.param_specs(jax.eval_shape(make_state)[0], file.param_specs(model))
         step = zero.train_step(pipeline.loss, tx=tx, weighted=True)
     else:
         specs = file.param_specs(model)

@@ -1,6 +1,7 @@
 """The plans that a search compares: every way to share a step among devices."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -15,20 +16,52 @@ from sharding.plan.timing._parallel_plan import RECOMPUTE, ParallelPlan
 SEARCHED = tuple(name for name in RECOMPUTE if name != "selective")
 # What ``keep`` takes.
 KEPT = (
-    *("data", "tensor", "pipe", "microbatch", "microbatches", "stage", "replicas", "schedule"),
-    *("chunks", "recompute", "offload", "state_format"),
+    *("data", "tensor", "pipe", "microbatch", "microbatches", "stage", "replicas", "spread"),
+    *("schedule", "chunks", "recompute", "offload", "state_format"),
 )
+
+
+# What forward and backward passes do not depend on.
+_OF_STATE = ("stage", "replicas", "spread", "offload", "state_format")
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanGroup:
+    """Plans with the same forward and backward passes.
+
+    Attributes:
+      passes: a plan without ZeRO.
+      variants: of the plans: ZeRO stage, replicas, offload and state.
+    """
+
+    passes: ParallelPlan
+    variants: tuple[dict[str, Any], ...]
+
+    def plans(self) -> Iterator[ParallelPlan]:
+        """The plans."""
+        for each in self.variants:
+            yield dataclasses.replace(self.passes, **each)
+
+    def values(self, name: str) -> set[Any]:
+        """The values of a field of its plans."""
+        if name in _OF_STATE:
+            return {each[name] for each in self.variants}
+        return {getattr(self.passes, name)}
+
+    def __hash__(self) -> int:
+        return hash(self.passes)
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanSpace:
     """All plans of a step.
 
-    Devices are shared by stages of a pipeline and by data parallelism, in all divisors; sequences
-    by micro-batches, likewise. Without a pipeline, each number of devices that divides the heads
-    and the hidden values shares the layers. Stage 3 without a pipeline has all numbers of replicas,
-    and layers that are computed again, but for what they save, as ``Zero.gathered`` does. A
-    pipeline has each schedule, ``"interleaved"`` each number of chunks for which there are layers.
+    Devices are shared by data parallelism, by stages of a pipeline and by devices that share each
+    layer, in all divisors; those that share layers must divide the heads and the hidden values.
+    Sequences are shared by micro-batches, likewise. Stages 1 to 3 have all numbers of replicas,
+    which share gradients and state or do not. Stage 3 without a pipeline has layers that are
+    computed again, but for what they save, as ``Zero.gathered`` does. A pipeline has each schedule,
+    ``"interleaved"`` each number of chunks for which there are layers.
 
     Attributes:
       model: the model.
@@ -56,72 +89,95 @@ class PlanSpace:
         Raises:
           ValueError: something is kept that plans do not have.
         """
+        for group in self.groups(keep):
+            yield from group.plans()
+
+    def groups(self, keep: Mapping[str, Any] | None = None) -> Iterator[PlanGroup]:
+        """The same plans, grouped by their forward and backward passes.
+
+        Raises:
+          ValueError: something is kept that plans do not have.
+        """
         keep = dict(keep or {})
         for name in keep:
             if name not in KEPT:
                 known = ", ".join(map(repr, KEPT))
                 raise ValueError(f"keep has {name!r}; what can be kept is {known}.")
-        for plan in self._all():
-            if all(getattr(plan, name) == value for name, value in keep.items()):
-                yield plan
+        of_state = {name: value for name, value in keep.items() if name in _OF_STATE}
+        variants = functools.cache(self._variants)  # of data parallelism
+        for passes in self._passes():
+            if any(getattr(passes, k) != keep[k] for k in keep if k not in _OF_STATE):
+                continue
+            # Layers that gather their parameters are computed again.
+            gathers = passes.pipe == 1 and passes.recompute == "none"
+            found = tuple(
+                each
+                for each in variants(passes.data)
+                if not (gathers and each["stage"] == 3)
+                and all(each[name] == value for name, value in of_state.items())
+            )
+            if found:
+                yield PlanGroup(passes, found)
 
-    def _all(self) -> Iterator[ParallelPlan]:
-        choices = itertools.product(self.recompute, self.offload, self.state_formats)
-        common: list[dict[str, Any]] = [
-            {
-                "recompute": recompute,
-                "offload": offload,
-                "state_format": state_format,
-                "param_bytes": self.param_bytes,
-                "grad_bytes": self.param_bytes,
-                "state_bytes": self.state_bytes.get(state_format, 12.0),
-            }
-            for recompute, offload, state_format in choices
-        ]
+    def _passes(self) -> Iterator[ParallelPlan]:
+        """Plans without ZeRO."""
         for pipe, tensor in self._meshes():
             data = self.num_devices // (pipe * tensor)
             if self.sequences % data:
                 continue
             own = self.sequences // data
-            for microbatch in divisors(own):
-                sizes: dict[str, Any] = {
-                    "data": data,
-                    "tensor": tensor,
-                    "pipe": pipe,
-                    "microbatch": microbatch,
-                    "microbatches": own // microbatch,
-                }
-                for form, rest in itertools.product([*self._forms(sizes)], common):
-                    plan = ParallelPlan(**sizes, **form, **rest)
-                    if plan.recompute != "none" or not plan.gathers_layers:
-                        yield plan
+            for microbatch, recompute in itertools.product(divisors(own), self.recompute):
+                for schedule in self._schedules(pipe, own // microbatch):
+                    yield ParallelPlan(
+                        data=data,
+                        tensor=tensor,
+                        pipe=pipe,
+                        microbatch=microbatch,
+                        microbatches=own // microbatch,
+                        recompute=recompute,
+                        param_bytes=self.param_bytes,
+                        grad_bytes=self.param_bytes,
+                        **schedule,
+                    )
+
+    def _variants(self, data: int) -> list[dict[str, Any]]:
+        """ZeRO stages with their replicas, and where and in which format state is."""
+        stages = [(stage, 1, False) for stage in (range(4) if data > 1 else [0])]
+        stages += itertools.product((1, 2, 3), divisors(data)[1:-1], (False, True))
+        return [
+            {
+                "stage": stage,
+                "replicas": replicas,
+                "spread": spread,
+                "offload": offload,
+                "state_format": state_format,
+                "state_bytes": self.state_bytes.get(state_format, 12.0),
+            }
+            for (stage, replicas, spread), offload, state_format in itertools.product(
+                stages, self.offload, self.state_formats
+            )
+        ]
 
     def _meshes(self) -> Iterator[tuple[int, int]]:
         """Stages of a pipeline, and devices that share each layer."""
         model = self.model
-        shared = math.gcd(self.num_devices, model.heads, model.kv_heads, model.hidden)
-        yield from ((1, tensor) for tensor in divisors(shared))
-        yield from ((pipe, 1) for pipe in divisors(self.num_devices)[1:])
+        for pipe in divisors(self.num_devices):
+            if pipe == 1 or pipe <= model.layers:
+                rest = self.num_devices // pipe
+                shared = math.gcd(rest, model.heads, model.kv_heads, model.hidden)
+                yield from ((pipe, tensor) for tensor in divisors(shared))
 
-    def _forms(self, sizes: dict[str, int]) -> Iterator[dict[str, Any]]:
-        """ZeRO stages with replicas, or with schedules and chunks of a pipeline."""
-        pipe, count = sizes["pipe"], sizes["microbatches"]
+    def _schedules(self, pipe: int, microbatches: int) -> Iterator[dict[str, Any]]:
+        """Schedules of a pipeline, with their chunks."""
         if pipe == 1:
-            yield from ({"stage": stage} for stage in self._stages(sizes["data"]))
-            if sizes["data"] > 1:
-                yield from ({"stage": 3, "replicas": r} for r in divisors(sizes["data"])[1:-1])
+            yield {}
             return
-        for stage in self._stages(sizes["data"]):
-            for schedule in SCHEDULES:
-                if schedule != "interleaved":
-                    if pipe <= self.model.layers:
-                        yield {"stage": stage, "schedule": schedule}
-                elif count % pipe == 0:
-                    for chunks in range(2, self.model.layers // pipe + 1):
-                        yield {"stage": stage, "schedule": schedule, "chunks": chunks}
-
-    def _stages(self, data: int) -> tuple[int, ...]:
-        return (0, 1, 2, 3) if data > 1 else (0,)
+        for schedule in SCHEDULES:
+            if schedule != "interleaved":
+                yield {"schedule": schedule}
+            elif microbatches % pipe == 0:
+                for chunks in range(2, self.model.layers // pipe + 1):
+                    yield {"schedule": schedule, "chunks": chunks}
 
 
 def divisors(number: int) -> list[int]:

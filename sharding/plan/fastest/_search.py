@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import heapq
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from sharding.plan._format import Table, seconds, size, text_of
 from sharding.plan._models import Decoder
 from sharding.plan.fastest._chosen_plan import COLUMNS, PLAN_COLUMNS, ChosenPlan, cells, short
 from sharding.plan.fastest._plan_costs import PlanCosts
-from sharding.plan.fastest._plan_space import SEARCHED, PlanSpace, check_recompute
+from sharding.plan.fastest._plan_space import SEARCHED, PlanGroup, PlanSpace, check_recompute
 from sharding.plan.fastest._traced_model import TracedCosts, TracedModel
 from sharding.plan.timing._layer_time import COMPILED, Implementation
 from sharding.plan.timing._mesh_groups import Machine
@@ -171,9 +172,10 @@ def search(
 ) -> SearchResult:
     """The fastest plans for a model on a machine.
 
-    Every plan of the space is timed by ``step_seconds``; in the order of their times they are
-    checked for memory, until ``top`` fit: the result is that of an exhaustive search. In the order
-    of their bounds they are checked once more, until one fits: no plan that fits goes below its
+    Plans are timed by ``step_seconds``; in the order of their times they are checked for memory,
+    until ``top`` fit: the result is that of an exhaustive search. Plans with the same passes are
+    timed when their turn comes, which is not before that of their passes alone. In the order of
+    their bounds plans are checked once more, until one fits: no plan that fits goes below its
     bound, whatever shares of the peak programs reach.
 
     Args:
@@ -194,8 +196,7 @@ def search(
       headroom: the share of a device's memory that is left to the allocator.
       implementation: how the program computes a layer.
       top: how many plans to return.
-      frontier: whether to find the plans of all budgets, too, for which the memory of every plan is
-        estimated: about a millisecond each.
+      frontier: whether to find the plans of all budgets, too, which takes longer.
 
     Returns:
       A ``SearchResult``; ``print`` it.
@@ -238,38 +239,42 @@ def search(
         param_bytes=float(jnp.dtype(dtype).itemsize),
         state_bytes={name: costs.state_bytes_in(name) for name in state_formats},
     )
-    plans = list(space.plans(keep))
-    if not plans:
+    groups = list(space.groups(keep))
+    if not groups:
         raise ValueError(_no_plan(space, keep))
-
-    times = [costs.seconds(plan) for plan in plans]
-    bounds = [costs.seconds(plan, ideal=True).full_overlap for plan in plans]
-    held = functools.cache(costs.fullest)  # of a plan, once it is asked for
     budget = machine.device.memory * (1 - headroom)
+    held = functools.cache(costs.fullest)  # of a plan, once it is asked for
+    least = functools.cache(lambda group: costs.least(group.passes))
 
-    # In the order of predicted times; of equal ones the simpler first.
-    chosen: list[int] = []
+    # In the order of predicted times.
+    chosen: list[tuple[StepSeconds, ParallelPlan]] = []
     rejected: list[RejectedPlan] = []
-    numbers = range(len(plans))
-    fastest = sorted(numbers, key=lambda i: (times[i].seconds, _simpler_first(plans[i])))
-    for i in fastest:
-        nbytes = held(plans[i])
-        if nbytes > budget:
-            if len(rejected) < top:
-                rejected.append(RejectedPlan(plans[i], times[i].seconds, nbytes, nbytes - budget))
-            continue
-        chosen.append(i)
+    for found, plan in _in_order(
+        costs, groups, skip=lambda group: len(rejected) == top and least(group) > budget
+    ):
+        nbytes = held(plan)
+        if nbytes <= budget:
+            chosen.append((found, plan))
+        elif len(rejected) < top:
+            rejected.append(RejectedPlan(plan, found.seconds, nbytes, nbytes - budget))
         if len(chosen) == top:
             break
     if not chosen:
-        raise ValueError(_nothing_fits(target, plans, held, budget, headroom))
-    bounded = sorted(numbers, key=bounds.__getitem__)
-    bound = next(bounds[i] for i in bounded if held(plans[i]) <= budget)
-
+        raise ValueError(_nothing_fits(target, groups, least, held, budget, headroom))
+    bound = next(
+        found.full_overlap
+        for found, plan in _in_order(
+            costs, groups, skip=lambda group: least(group) > budget, ideal=True
+        )
+        if held(plan) <= budget
+    )
     points: list[FrontierPlan] = []
-    for i in fastest if frontier else ():
-        if not points or held(plans[i]) < points[-1].memory:
-            points.append(FrontierPlan(plans[i], times[i].seconds, held(plans[i])))
+    if frontier:
+        for found, plan in _in_order(
+            costs, groups, skip=lambda group: bool(points) and least(group) >= points[-1].memory
+        ):
+            if not points or held(plan) < points[-1].memory:
+                points.append(FrontierPlan(plan, found.seconds, held(plan)))
 
     tokens = float(sequences * length)
     peak = model.flops(tokens, length) / machine.num_devices / machine.device.flops
@@ -279,21 +284,59 @@ def search(
         memory=budget,
         plans=tuple(
             ChosenPlan(
-                plan=plans[i],
-                seconds=times[i],
-                memory=held(plans[i]),
-                bound=bounds[i],
-                layers=costs.layers(plans[i]),
+                plan=plan,
+                seconds=found,
+                memory=held(plan),
+                bound=costs.seconds(plan, costs.passes(plan, ideal=True), ideal=True).full_overlap,
+                layers=costs.layers(plan),
                 tokens=tokens,
-                utilization=peak / times[i].seconds,
+                utilization=peak / found.seconds,
             )
-            for i in chosen
+            for found, plan in chosen
         ),
         rejected=tuple(rejected),
         bound=bound,
-        compared=len(plans),
+        compared=sum(len(group.variants) for group in groups),
         frontier=tuple(points),
     )
+
+
+def _in_order(
+    costs: PlanCosts,
+    groups: Sequence[PlanGroup],
+    *,
+    skip: Callable[[PlanGroup], bool],
+    ideal: bool = False,
+) -> Iterator[tuple[StepSeconds, ParallelPlan]]:
+    """All plans in the order of their times, of equal ones the simpler first.
+
+    A group is in the queue with the time of its passes, which none of its plans goes below; its
+    plans come into the queue when it has its turn, and is not skipped.
+
+    Args:
+      costs: of the plans.
+      groups: of plans.
+      skip: whether none of a group's plans is wanted any more.
+      ideal: whether plans are ordered by their bounds.
+    """
+    passes = [costs.passes(group.passes, ideal=ideal) for group in groups]
+    # Groups come before plans of the same time.
+    queue: list[tuple[float, tuple[int, ...], int, StepSeconds | None, ParallelPlan | None]] = [
+        (each.least_overlapped if ideal else each.least, (), number, None, None)
+        for number, each in enumerate(passes)
+    ]
+    heapq.heapify(queue)
+    number = len(queue)
+    while queue:
+        _, _, i, found, plan = heapq.heappop(queue)
+        if found is not None and plan is not None:
+            yield found, plan
+        elif not skip(groups[i]):
+            for plan in groups[i].plans():
+                found = costs.seconds(plan, passes[i], ideal=ideal)
+                time = found.full_overlap if ideal else found.seconds
+                heapq.heappush(queue, (time, _simpler_first(plan), number, found, plan))
+                number += 1
 
 
 def machine_of(target: str, device: DeviceKind | None = None) -> Machine:
@@ -318,12 +361,12 @@ def _simpler_first(plan: ParallelPlan) -> tuple[int, ...]:
     """What orders plans of equal time: the simpler one first, or the smaller schedule."""
     schedule = _SMALLEST_FIRST.index(plan.schedule)
     devices = (plan.pipe, plan.tensor, plan.replicas)
-    return (plan.offload, *devices, -plan.stage, plan.microbatch, schedule)
+    return (plan.offload, *devices, plan.spread, -plan.stage, plan.microbatch, schedule)
 
 
 def _no_plan(space: PlanSpace, keep: Mapping[str, Any] | None) -> str:
     """Why there is no plan."""
-    every = list(space.plans())
+    every = list(space.groups())
     if not every:
         return (
             f"{space.sequences} sequences cannot be shared by {space.num_devices} devices: with as "
@@ -332,7 +375,7 @@ def _no_plan(space: PlanSpace, keep: Mapping[str, Any] | None) -> str:
         )
     parts = []
     for name, value in (keep or {}).items():
-        known = sorted({getattr(plan, name) for plan in every}, key=str)
+        known = sorted({value for group in every for value in group.values(name)}, key=str)
         if value not in known:
             parts.append(f"{name}={value!r} is none of {', '.join(map(str, known))}")
     reason = "; ".join(parts) or "each value is possible alone, not all of them together"
@@ -341,15 +384,22 @@ def _no_plan(space: PlanSpace, keep: Mapping[str, Any] | None) -> str:
 
 def _nothing_fits(
     target: str,
-    plans: Sequence[ParallelPlan],
+    groups: Sequence[PlanGroup],
+    least: Callable[[PlanGroup], float],
     held: Callable[[ParallelPlan], float],
     budget: float,
     headroom: float,
 ) -> str:
     """Which plan comes closest, and by how much it fails."""
-    least = min(plans, key=held)
+    smallest: ParallelPlan | None = None
+    for group in sorted(groups, key=least):
+        if smallest is not None and least(group) >= held(smallest):
+            break
+        smallest = min([*([smallest] if smallest else []), *group.plans()], key=held)
+    assert smallest is not None
+    number = sum(len(group.variants) for group in groups)
     return (
         f"no plan fits {target}: its devices have {size(budget)}, {headroom:.0%} of their memory "
-        f"left free, and the smallest of {len(plans):,} plans needs {size(held(least))}, "
-        f"{size(held(least) - budget)} too much: {short(least)}."
+        f"left free, and the smallest of {number:,} plans needs {size(held(smallest))}, "
+        f"{size(held(smallest) - budget)} too much: {short(smallest)}."
     )

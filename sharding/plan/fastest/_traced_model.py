@@ -18,8 +18,7 @@ from sharding.plan._tiles import num_bytes
 from sharding.plan.fastest._plan_costs import PlanCosts
 from sharding.plan.timing._mesh_groups import Machine
 from sharding.plan.timing._parallel_plan import ParallelPlan
-from sharding.plan.timing._step_seconds import StepSeconds
-from sharding.plan.timing._step_time import traced_seconds
+from sharding.plan.timing._step_time import Passes, traced_passes
 from sharding.plan.timing._traced_work import products_of, stored_by, work_of
 
 _Layer = Callable[..., Any]
@@ -209,23 +208,16 @@ class TracedCosts(PlanCosts):
         layer, outside = self._layer_bytes() if plan.gathers_layers else (0.0, 0.0)
         return traced.stored + max(traced.working + 2 * layer, 2 * outside)
 
-    def layers(self, plan: ParallelPlan) -> tuple[int, ...]:
-        """Of each chunk: there are none."""
-        del plan
-        return ()
-
     def batch(self, plan: ParallelPlan) -> float:
         """Bytes of a device's part of the batch."""
         return float(num_bytes(self.model.batch(plan.microbatch * plan.microbatches)))
 
-    def seconds(self, plan: ParallelPlan, *, ideal: bool = False) -> StepSeconds:
-        """The time of a step; see ``traced_seconds``."""
+    def _passes_of(self, plan: ParallelPlan, ideal: bool) -> Passes:
         traced = self.traced(plan.microbatch, plan.recompute)
-        return traced_seconds(
-            plan,
+        return traced_passes(
             self.machine,
-            flops=traced.flops,
-            moved=0.0 if ideal else traced.moved,
+            flops=plan.microbatches * traced.flops,
+            moved=plan.microbatches * traced.moved,
             params=sum(self._sizes),
             gathers=len(self._sizes),
             ideal=ideal,

@@ -120,15 +120,19 @@ def planned_wire(
     if plan.pipe > 1:
         pipeline = file.pipeline(mesh, model)
         params = pipeline.stack(params)
-        specs = pipeline.param_specs(params)
+        specs = pipeline.param_specs(params, specs)
         tokens = (plan.microbatches * plan.microbatch, file.length + 1)
-        sent = pipeline_wire(pipeline, params, jax.ShapeDtypeStruct(tokens, jnp.int32))
-    elif isinstance(model, Decoder):
-        sent = tensor_wire(
+        batch = jax.ShapeDtypeStruct(tokens, jnp.int32)
+        sent = pipeline_wire(pipeline, params, batch, specs=specs)
+    if isinstance(model, Decoder) and plan.tensor > 1:
+        schedule = file.schedule() if plan.pipe > 1 else None
+        sent += tensor_wire(
             *(model, plan),
             length=file.length,
             itemsize=dtype.itemsize,
             adds_first=targets.parse(file.target).kind != "cpu",
+            schedule=schedule,
+            rows=max(file.layers),
         )
     found = estimate(
         *(params, tx, file.zero(mesh)),
@@ -148,6 +152,7 @@ def _planned_flops(file: PlanFile, model: Decoder | TracedModel) -> float:
         *(model, file.schedule(), max(file.layers)),
         microbatch=plan.microbatch,
         recompute=plan.recompute,
+        tensor=plan.tensor,
     )
 
 

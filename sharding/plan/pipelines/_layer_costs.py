@@ -1,6 +1,7 @@
 """What one layer costs a pipeline: the input of every planner of stages."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -51,6 +52,18 @@ def check_layers(layers: Sequence[LayerCost], num_stages: int = 1) -> None:
             f"{num_stages} stages were requested of {len(layers)} layers; each stage needs a "
             f"layer, so that at most {len(layers)} stages are possible."
         )
+
+
+@functools.lru_cache(maxsize=256)
+def _of_layer(
+    model: Decoder, batch: int, length: int, dtype: Any, tensor: int
+) -> tuple[float, tuple[float, ...]]:
+    """Bytes that a layer stores if nothing is computed again, and of what its products touch."""
+    (layer,) = dataclasses.replace(model, scan=False, layers=1).abstract(dtype, tensor)["layers"]
+    x = jax.ShapeDtypeStruct((batch, length, model.width), dtype)
+    products = products_of(model.apply_layer, layer, x)
+    stored = stored_by(model.apply_layer, layer, x)
+    return float(num_bytes(stored)), tuple(float(num_bytes(each)) for each in products)
 
 
 def layer_costs(
@@ -119,10 +132,8 @@ def layer_costs(
     layer_seconds = (one - rest) / 3 / tensor / per_second  # a step is three forward passes
 
     # Activations.
-    x = jax.ShapeDtypeStruct((batch, length, model.width), jnp.dtype(dtype))
-    full = float(num_bytes(stored_by(model.apply_layer, layer, x)))
-    products = products_of(model.apply_layer, layer, x)
-    largest = max(map(num_bytes, products))
+    full, products = _of_layer(model, batch, length, jnp.dtype(dtype), tensor)
+    largest = max(products)
     logits = 4.0 * tokens * vocabulary  # float32, for the backward pass of the loss
     gradient = float(itemsize * tokens * vocabulary)  # of the logits
 
@@ -136,7 +147,7 @@ def layer_costs(
     # products read and write that is computed again. Element-wise operations are fused.
     working = largest * 4 / itemsize
     if recompute:
-        working = num_bytes(products) - kept + largest
+        working = sum(products) - kept + largest
     return [
         LayerCost(0.0, 0.0, embedding, 4.0 * tokens, stream),
         *[

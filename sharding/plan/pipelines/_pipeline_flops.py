@@ -3,18 +3,24 @@
 import dataclasses
 
 from sharding.pipeline import Op, Schedule
-from sharding.pipeline._instructions import Code, instructions
+from sharding.pipeline._instructions import Code
 from sharding.plan._models import Decoder
 from sharding.plan._saved_names import flops_again
+from sharding.plan.pipelines._program_ticks import over_ticks
 
 
 def pipeline_flops(
-    model: Decoder, schedule: Schedule, rows: int, *, microbatch: int, recompute: str
+    model: Decoder,
+    schedule: Schedule,
+    rows: int,
+    *,
+    microbatch: int,
+    recompute: str,
+    tensor: int = 1,
 ) -> float:
     """Operations of matrix products in a step's program, as ``audit`` counts them.
 
-    All devices run one program. Each tick of its loops counts as its dearest branch, whatever a
-    stage runs there, and each chunk as the one with most layers. Forward passes store residuals.
+    Each tick counts as ``over_ticks`` says, and each chunk as the one with most layers.
 
     Args:
       model: its dims.
@@ -22,6 +28,7 @@ def pipeline_flops(
       rows: the most layers of a chunk.
       microbatch: its sequences.
       recompute: what the backward pass of a layer computes again; see ``ParallelPlan``.
+      tensor: devices that share each layer; operations are those of one of them.
 
     >>> from sharding.pipeline import one_f_one_b
     >>> from sharding.plan import MODELS
@@ -35,16 +42,15 @@ def pipeline_flops(
     """
     tokens = float(microbatch * model.length)
     none = dataclasses.replace(model, layers=0).flops(tokens, model.length)
-    layer = (dataclasses.replace(model, layers=1).flops(tokens, model.length) - none) / 3
+    layer = (dataclasses.replace(model, layers=1).flops(tokens, model.length) - none) / 3 / tensor
     again = 0.0 if recompute == "none" else tokens * flops_again(model, recompute, model.length)
+    again /= tensor
+    head = none / model.shards_of_tokens(tensor)
 
     def of(code: Code) -> float:
         if code.op == Op.FORWARD:
             return rows * layer
         # The last chunk runs its forward pass in its backward pass, beside the head.
-        return rows * (2 * layer + again) + (rows * layer + none if code.last else 0.0)
+        return rows * (2 * layer + again) + (rows * layer + head if code.last else 0.0)
 
-    return sum(
-        len(segment.tables["code"]) * sum(max(map(of, phase.codes)) for phase in segment.phases)
-        for segment in instructions(schedule, recompute=False).segments
-    )
+    return over_ticks(schedule, of)

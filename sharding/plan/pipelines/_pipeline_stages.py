@@ -12,6 +12,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from sharding._zero import Zero
+from sharding.placement._specs import is_spec
 from sharding.plan._devices import DeviceKind
 from sharding.plan._models import Decoder
 from sharding.plan._plan import Plan, estimate
@@ -106,14 +107,14 @@ class PipelineStage:
         return self.params + self.grads + self.state + self.activations + self.batch
 
 
-def stacked_params(model: Decoder, dtype: Any, rows: int) -> dict[str, Any]:
-    """Abstract parameters with ``rows`` stacked layers.
+def stacked_params(model: Decoder, dtype: Any, rows: int, shards: int = 1) -> dict[str, Any]:
+    """Abstract parameters with ``rows`` stacked layers; of one of the devices that share them.
 
     >>> from sharding.plan import MODELS
     >>> stacked_params(MODELS["llama2-7b"], "bfloat16", 9)["layers"]["up"].shape
     (9, 4096, 11008)
     """
-    return dataclasses.replace(model, scan=True, layers=rows).abstract(dtype)
+    return dataclasses.replace(model, scan=True, layers=rows).abstract(dtype, shards)
 
 
 def num_rows(model: Decoder, ranges: Sequence[tuple[int, int]]) -> int:
@@ -132,7 +133,8 @@ class StageEstimates:
     Args:
       model: the model.
       tx: the transformation.
-      zero: over the replicas of a stage alone, on an axis ``"data"``.
+      zero: over the replicas of a stage alone; devices that share layers are on an axis
+        ``"model"``.
       num_stages: of the pipeline.
       device: its figures.
       dtype: of the parameters.
@@ -152,10 +154,11 @@ class StageEstimates:
         batch: float,
         state_format: str | None,
     ):
-        sizes = (num_stages, zero.num_devices)
+        axes = {"pipe": num_stages} | dict(zero.mesh.shape)
+        self.tensor = axes.get("model", 1)
         self.model = model
         self.zero = dataclasses.replace(
-            zero, mesh=jax.sharding.AbstractMesh(sizes, ("pipe", "data"))
+            zero, mesh=jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
         )
         self.num_stages = num_stages
         self.device = device
@@ -172,12 +175,18 @@ class StageEstimates:
         )
 
         def of_rows(rows: int) -> Plan:
-            params = stacked_params(model, dtype, num_stages * rows)
+            stacked = dataclasses.replace(model, scan=True, layers=num_stages * rows)
+            params = stacked.abstract(dtype)
             specs = {name: P("pipe") if name == "layers" else P() for name in params}
+            if self.tensor > 1:
+                specs = stacked.specs(shards=self.tensor)
+                specs["layers"] = jax.tree.map(
+                    lambda spec: P("pipe", *spec[1:]), specs["layers"], is_leaf=is_spec
+                )
             return estimate_of(params, param_specs=specs)
 
         # Parameters of a layer, and of the embedding and the head.
-        of_one = stacked_params(model, dtype, 1)
+        of_one = stacked_params(model, dtype, 1, self.tensor)
         self.layer_bytes = num_bytes(of_one["layers"])
         self.shared_bytes = num_bytes(of_one) - self.layer_bytes
         self.of_rows = functools.cache(of_rows)  # the plan of devices with so many layers
@@ -225,11 +234,12 @@ def pipeline_stages(
 
     # One backward pass: its residuals, beside the head or one layer. A loop over one layer is none:
     # nothing of it is stacked.
-    logits = costs[0].activation_bytes * model.vocabulary  # float32, as tokens are int32
+    vocabulary = model.vocabulary // model.shards_of_tokens(estimates.tensor)
+    logits = costs[0].activation_bytes * vocabulary  # float32, as tokens are int32
     gradient = costs[-1].activation_bytes + costs[-1].working_bytes - stream - logits
     residuals, grads = (rows * layer.activation_bytes, layers) if rows > 1 else (0.0, 0.0)
     # Programs for GPUs hold a matrix of an odd vocabulary and its gradient once more.
-    odd = 2.0 * model.vocabulary * model.width * item if copied and model.vocabulary % 8 else 0.0
+    odd = 2.0 * vocabulary * model.width * item if copied and vocabulary % 8 else 0.0
     of_head = logits + max(odd, gradient - copied)
     of_layers = grads + layer.working_bytes
     if chunks > 1 and rows > 1:

@@ -8,11 +8,12 @@ import jax.numpy as jnp
 from sharding.pipeline._instructions import Instructions
 from sharding.pipeline._instructions import instructions as lowered
 from sharding.pipeline._pipeline import Pipeline
+from sharding.placement._specs import num_shards
 from sharding.plan._tiles import num_bytes
 from sharding.step._microbatches import split_microbatches
 
 
-def pipeline_wire(pipeline: Pipeline, params: Any, batch: Any) -> float:
+def pipeline_wire(pipeline: Pipeline, params: Any, batch: Any, *, specs: Any = None) -> float:
     """Bytes that one device sends for a pipeline in one step, beside what ``Zero`` sends.
 
     In the ring convention of ``wire_bytes``: a permute of one activation in each tick and direction
@@ -26,6 +27,7 @@ def pipeline_wire(pipeline: Pipeline, params: Any, batch: Any) -> float:
       params: stacked, real or abstract; all of them trained.
       batch: real or abstract, of one replica of the pipeline: that of a step, divided by the sizes
         of the data axes.
+      specs: of the parameters, as ``pipeline.param_specs`` makes them; None: other axes shard none.
 
     Raises:
       ValueError: if the parameters or the batch do not fit the pipeline.
@@ -46,14 +48,25 @@ def pipeline_wire(pipeline: Pipeline, params: Any, batch: Any) -> float:
     """
     stages = pipeline.schedule.num_stages
     stacked = jax.eval_shape(lambda: params)
-    layers = jax.tree.leaves(stacked[pipeline.layers])
-    shared = {name: x for name, x in stacked.items() if name != pipeline.layers}
+    specs = pipeline.param_specs(stacked) if specs is None else specs
+    shared, of_shared = (
+        {name: x for name, x in tree.items() if name != pipeline.layers}
+        for tree in (stacked, specs)
+    )
+
+    def of_device(tree: Any, specs: Any) -> float:
+        """Bytes of the shards of one device."""
+        shards = jax.tree.map(lambda x, s: num_bytes(x) / num_shards(pipeline.mesh, s), tree, specs)
+        return sum(jax.tree.leaves(shards))
+
     program = lowered(pipeline.schedule, pipeline.recompute)
     permuted = num_permutes(program) * num_bytes(_message(pipeline, shared, batch))
-    summed = 2 * (stages - 1) / stages * num_bytes(jax.tree.map(_as_sum, shared))
+    summed = 2 * (stages - 1) / stages * of_device(jax.tree.map(_as_sum, shared), of_shared)
     replicas = 0.0
     if len(pipeline.schedule.routes) > 1:
-        replicas = (num_bytes(layers) + num_bytes(jax.tree.map(_as_sum, layers))) / stages
+        layers, of_layers = stacked[pipeline.layers], specs[pipeline.layers]
+        replicas = of_device(layers, of_layers)
+        replicas += of_device(jax.tree.map(_as_sum, layers), of_layers)
     return float(permuted + summed + replicas)
 
 

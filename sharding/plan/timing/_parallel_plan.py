@@ -21,6 +21,8 @@ class ParallelPlan:
       microbatches: of one pipeline in a step.
       stage: of ZeRO, 0 to 3, over ``data / replicas`` devices.
       replicas: of hybrid sharding.
+      spread: whether replicas share gradients and optimizer state, too, as
+        ``Zero.shard_state_over_replicas`` does.
       sequence_parallel: whether norms and residuals are shared among ``tensor`` devices.
       schedule: of the pipeline: ``"gpipe"``, ``"1f1b"``, ``"aligned"`` or ``"interleaved"``.
       chunks: of layers on each device of a pipeline.
@@ -42,6 +44,7 @@ class ParallelPlan:
     microbatches: int = 1
     stage: int = 0
     replicas: int = 1
+    spread: bool = False
     sequence_parallel: bool = False
     schedule: str = "aligned"
     chunks: int = 1
@@ -61,6 +64,11 @@ class ParallelPlan:
     def shards(self) -> int:
         """Devices over which ZeRO shards."""
         return self.data // self.replicas
+
+    @property
+    def shards_of_state(self) -> int:
+        """Devices over which ZeRO shards gradients and optimizer state, once they are reduced."""
+        return 1 if self.stage == 0 else self.data if self.spread else self.shards
 
     @property
     def sequences(self) -> int:
@@ -95,6 +103,8 @@ class ParallelPlan:
             raise ValueError(
                 f"{self.replicas} replicas do not divide {self.data} data-parallel devices."
             )
+        if self.spread and (self.replicas == 1 or self.stage == 0):
+            raise ValueError("spread needs several replicas, and stage 1, 2 or 3.")
         if model.heads % self.tensor:
             raise ValueError(f"{self.tensor} devices cannot share {model.heads} heads equally.")
         if self.pipe * self.chunks > model.layers:

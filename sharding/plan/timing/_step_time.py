@@ -40,6 +40,39 @@ class _Groups:
 
 
 @dataclasses.dataclass(frozen=True)
+class Passes:
+    """Forward and backward passes of all micro-batches of a step, whatever ZeRO does.
+
+    Attributes:
+      work: of kernels.
+      tensor: seconds of collectives among the devices that share a layer.
+      bubble: seconds, idle in a pipeline.
+      transfers: seconds of messages between stages, and of the sum of gradients that they share.
+      layers: that the device has, in as many parts ZeRO gathers and reduces.
+      params: of the device.
+      chunks: layers of each chunk of a pipeline, from the first to the last.
+    """
+
+    work: KernelSeconds
+    layers: float
+    params: float
+    chunks: tuple[int, ...] = ()
+    tensor: float = 0.0
+    bubble: float = 0.0
+    transfers: float = 0.0
+
+    @property
+    def least(self) -> float:
+        """Seconds below which no step with these passes can be predicted to go."""
+        return self.work.seconds + self.tensor + self.bubble + self.transfers
+
+    @property
+    def least_overlapped(self) -> float:
+        """The same where all wires are hidden: below ``StepSeconds.full_overlap``."""
+        return max(self.work.seconds, self.tensor + self.transfers) + self.bubble
+
+
+@dataclasses.dataclass(frozen=True)
 class _Wire:
     """Seconds of collectives on a machine."""
 
@@ -69,14 +102,15 @@ def step_seconds(
       in a backward pass; with sequence parallelism a reduce-scatter and an all-gather each, and two
       gathers of inputs more in the backward pass. One more each for sharded tables: the lookup
       (without a pipeline) and the backward pass of the head. Messages between stages are sent in
-      shards.
+      shards, but in one compiled program by every device.
     - Recomputation repeats the forward pass, but for products that are saved, or attention alone,
       and the collectives that ``tensor_sums`` counts.
     - A pipeline takes ``lockstep_seconds``, and a transfer in each tick. One compiled program holds
       the embedding and the head on all devices, which sum their gradients over the stages.
     - ZeRO with k micro-batches and S bytes on n devices sends 2 S at stages 0 and 1, (k + 1) S at
       stage 2, 3 k S at stage 3, times (n - 1) / n; once in a step in a pipeline. Replicas reduce
-      their shards. Stage 3 gathers layer by layer.
+      their shards, or reduce-scatter them and gather the new parameters. Stage 3 gathers layer by
+      layer.
     - The update reads parameters, gradients and state and writes parameters and state.
 
     Args:
@@ -98,9 +132,29 @@ def step_seconds(
       '0.67 0.69 0.78'
     """
     plan.check(model)
-    length = length or model.length
-    groups = _groups(plan, machine)
-    wire = _Wire(machine, ideal)
+    found = passes(
+        *(model, plan, machine),
+        length=length or model.length,
+        implementation=implementation,
+        ideal=ideal,
+    )
+    return with_state(plan, machine, found, ideal=ideal)
+
+
+def passes(
+    model: Decoder,
+    plan: ParallelPlan,
+    machine: Machine,
+    *,
+    length: int,
+    implementation: Implementation = COMPILED,
+    ideal: bool = False,
+) -> Passes:
+    """The passes of a step; arguments are those of ``step_seconds``.
+
+    They are the same for all plans that differ in ZeRO, replicas, offload and state alone.
+    """
+    groups, wire = _groups(plan, machine), _Wire(machine, ideal)
     layer, head_forward, head_backward = _works(model, plan, machine, length, implementation, ideal)
     again = _recomputed(layer, plan, implementation)
     sent, sent_back, sent_head = _tensor_seconds(
@@ -142,7 +196,8 @@ def step_seconds(
     if plan.pipe > 1:
         bubble = lockstep_seconds(plan.schedule, plan.pipe, count, first, second, chunks)
         bubble -= count * chunks * (first + second)
-        message = _ITEM * plan.microbatch * length * model.width / plan.tensor
+        message = float(_ITEM * plan.microbatch * length * model.width)
+        message /= 1 if implementation.lockstep else plan.tensor
         ticks = num_ticks(plan.schedule, plan.pipe, count, chunks)
         transfers = ticks * wire("permute", message, groups.pipe)
 
@@ -157,19 +212,18 @@ def step_seconds(
     elif plan.pipe > 1:
         tables = 0 if ideal else 1
     params = _stage_params(model, held, plan, tables=tables)
-    return _with_state(
-        plan,
-        machine,
-        work * count,
-        *(held, params, groups, wire),
+    return Passes(
+        work=work * count,
+        layers=held,
+        params=params,
+        chunks=_chunks(model.layers, plan.pipe * plan.chunks, last),
         tensor=count * wires,
         bubble=bubble,
         transfers=transfers,
     )
 
 
-def traced_seconds(
-    plan: ParallelPlan,
+def traced_passes(
     machine: Machine,
     *,
     flops: float,
@@ -177,13 +231,12 @@ def traced_seconds(
     params: float,
     gathers: float,
     ideal: bool = False,
-) -> StepSeconds:
-    """What a step without pipeline and tensor parallelism takes whose work is known.
+) -> Passes:
+    """The passes of a step without pipeline and tensor parallelism whose work is known.
 
     Args:
-      plan: how the step is shared.
       machine: the devices.
-      flops: operations of matrix products in a micro-batch, forward and backward.
+      flops: operations of matrix products of a device in a step.
       moved: bytes that everything else reads and writes in it.
       params: their number.
       gathers: in how many parts stage 3 gathers them.
@@ -193,60 +246,45 @@ def traced_seconds(
       >>> from sharding.plan import kind_of
       >>> plan = ParallelPlan(data=8, stage=1, microbatches=2)
       >>> machine = Machine(kind_of("h100"), 8)
-      >>> found = traced_seconds(plan, machine, flops=1e14, moved=1e11, params=1e9, gathers=24)
-      >>> f"{found.matmul:.3f} {found.elementwise:.3f} {found.data:.3f}"
+      >>> found = traced_passes(machine, flops=2e14, moved=2e11, params=1e9, gathers=24)
+      >>> step = with_state(plan, machine, found)
+      >>> f"{step.matmul:.3f} {step.elementwise:.3f} {step.data:.3f}"
       '0.297 0.066 0.010'
     """
     unit = Roofline(machine.device, COMPILED, ideal=ideal)
-    work = KernelSeconds(flops / unit.flops, moved / unit.bandwidth)
-    groups, wire = _groups(plan, machine), _Wire(machine, ideal)
-    return _with_state(plan, machine, work * plan.microbatches, gathers, params, groups, wire)
+    moved = 0.0 if ideal else moved
+    return Passes(KernelSeconds(flops / unit.flops, moved / unit.bandwidth), gathers, params)
 
 
-def _with_state(
-    plan: ParallelPlan,
-    machine: Machine,
-    work: KernelSeconds,
-    held: float,
-    params: float,
-    groups: _Groups,
-    wire: _Wire,
-    **waits: float,
+def with_state(
+    plan: ParallelPlan, machine: Machine, found: Passes, *, ideal: bool = False
 ) -> StepSeconds:
-    """A step of some work, with ZeRO over the layers that a device holds, and the update.
-
-    Args:
-      plan: how the step is shared.
-      machine: the devices.
-      work: of all micro-batches.
-      held: layers of the device.
-      params: of the device.
-      groups: of devices.
-      wire: seconds of collectives.
-      **waits: for other devices: the attributes of ``StepSeconds``.
-    """
-    data, hideable = _data_seconds(plan, held, params, groups, wire)
-    shards = plan.shards if plan.stage > 0 else 1
+    """A step of these passes, with the collectives of ZeRO, the update and the host link."""
+    groups, wire = _groups(plan, machine), _Wire(machine, ideal)
+    work, params = found.work, found.params
+    data, hideable = _data_seconds(plan, found.layers, params, groups, wire)
+    shards = plan.shards_of_state
     touched = 2 * (plan.param_bytes + plan.state_bytes) + plan.grad_bytes
-    reached = 1.0 if wire.ideal else achieved(machine.device).memory
+    reached = 1.0 if ideal else achieved(machine.device).memory
     return StepSeconds(
         matmul=work.matmul,
         elementwise=work.elementwise,
         overhead=work.overhead,
-        **{"tensor": 0.0, "bubble": 0.0, "transfers": 0.0} | waits,
+        tensor=found.tensor,
+        bubble=found.bubble,
+        transfers=found.transfers,
         data=data,
         update=params * touched / shards / (machine.device.bandwidth * reached),
-        host=_host_seconds(plan, params / shards, machine, wire.ideal),
+        host=_host_seconds(plan, params / shards, machine, ideal),
         hideable=hideable * work.seconds,
         interference=not machine.torus,
     )
 
 
 def _groups(plan: ParallelPlan, machine: Machine) -> _Groups:
-    tensor, shards, replicas, pipe = machine.groups(
-        (plan.tensor, plan.shards, plan.replicas, plan.pipe)
-    )
-    data = machine.groups((plan.tensor, plan.data, plan.pipe))[1]
+    # Stages of a pipeline are where they are without replicas.
+    tensor, data, pipe = machine.groups((plan.tensor, plan.data, plan.pipe))
+    _, shards, replicas, _ = machine.groups((plan.tensor, plan.shards, plan.replicas, plan.pipe))
     return _Groups(tensor, shards, replicas, data, pipe)
 
 
@@ -266,26 +304,19 @@ def chunk_layers(
     (4, 4, 4, 4, 4, 4, 5, 3)
     """
     length = length or model.length
-    layer, forward, backward = _works(model, plan, machine, length, implementation, False)
-    group = _groups(plan, machine).tensor
-    sent, sent_back, sent_head = _tensor_seconds(
-        model, plan, length, group, _Wire(machine, False), implementation.lockstep
-    )
-    number = plan.pipe * plan.chunks
-    most, last = layers_of_chunks(
-        model.layers,
-        number,
-        (layer.forward + layer.backward + _recomputed(layer, plan, implementation)).seconds
-        + sent
-        + sent_back,
-        (forward + backward).seconds + sent_head,
-        even=not implementation.lockstep,
-    )
+    return passes(model, plan, machine, length=length, implementation=implementation).chunks
+
+
+def _chunks(layers: int, number: int, last: int) -> tuple[int, ...]:
+    """Layers of each chunk, of which the last one has some.
+
+    >>> _chunks(32, 8, 3)
+    (4, 4, 4, 4, 4, 4, 5, 3)
+    """
     if number == 1:
-        return (last,)
+        return (layers,)
     # Early stages have more micro-batches in flight, and the fewer layers.
-    fewer, more = divmod(model.layers - last, number - 1)
-    assert fewer + (more > 0) <= most
+    fewer, more = divmod(layers - last, number - 1)
     return (*[fewer] * (number - 1 - more), *[fewer + 1] * more, last)
 
 
@@ -423,6 +454,9 @@ def _data_seconds(
     if plan.stage == 0:
         return wire("all-reduce", reduced, groups.data), last
     replicas = wire("all-reduce", reduced / plan.shards, groups.replicas)
+    if plan.spread:
+        replicas = wire("reduce-scatter", reduced / plan.shards, groups.replicas)
+        replicas += wire("all-gather", held / plan.shards, groups.replicas)
     scatter = wire("reduce-scatter", reduced, groups.shards)
     if plan.stage == 3:
         # A layer at a time, for the forward pass and for the backward pass.

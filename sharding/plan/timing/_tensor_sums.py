@@ -2,8 +2,11 @@
 
 import dataclasses
 
+from sharding.pipeline import Op, Schedule
+from sharding.pipeline._instructions import Code
 from sharding.plan._models import Decoder
 from sharding.plan._saved_names import saved_parts
+from sharding.plan.pipelines._program_ticks import over_ticks
 from sharding.plan.timing._parallel_plan import ParallelPlan
 
 SCALAR = 4  # bytes: losses are computed in 32 bits
@@ -61,21 +64,44 @@ def tensor_sums(
 
 
 def tensor_wire(
-    model: Decoder, plan: ParallelPlan, *, length: int, itemsize: int, adds_first: bool = True
+    model: Decoder,
+    plan: ParallelPlan,
+    *,
+    length: int,
+    itemsize: int,
+    adds_first: bool = True,
+    schedule: Schedule | None = None,
+    rows: int = 0,
 ) -> float:
     """Bytes that one device of a compiled program sends for these sums in a step.
 
-    In the ring convention: 2 (n - 1) / n of each array among n devices.
+    In the ring convention: 2 (n - 1) / n of each array among n devices. Of a pipeline, the sums of
+    each tick of its program.
 
     Args:
       model: its dims.
-      plan: how it is shared, without a pipeline and without sequence parallelism.
+      plan: how it is shared, without sequence parallelism.
       length: tokens of a sequence.
       itemsize: bytes of an element of the residual stream.
       adds_first: as above.
+      schedule: of the plan's pipeline, if it has one.
+      rows: with a schedule, the most layers of a chunk.
     """
     sums = tensor_sums(model, plan, adds_first=adds_first)
-    number = model.layers * (sums.forward + sums.backward) + sums.lookup + sums.head
-    tokens = plan.microbatches * plan.microbatch * length
-    nbytes = tokens * (number * model.width * itemsize + sums.scalars * SCALAR)
+    stream = float(plan.microbatch * length * model.width * itemsize)
+    head = sums.head * stream + sums.scalars * plan.microbatch * length * SCALAR
+
+    def of(code: Code) -> float:
+        if code.op == Op.FORWARD:
+            return (rows * sums.forward + (sums.lookup if code.first else 0)) * stream
+        # The last chunk runs its forward pass in its backward pass, beside the head.
+        return rows * sums.backward * stream + (
+            rows * sums.forward * stream + head if code.last else 0.0
+        )
+
+    if schedule is None:
+        layers = model.layers * (sums.forward + sums.backward)
+        nbytes = plan.microbatches * ((layers + sums.lookup) * stream + head)
+    else:
+        nbytes = over_ticks(schedule, of)
     return 2 * (plan.tensor - 1) / plan.tensor * nbytes
