@@ -61,6 +61,10 @@ PLANS = (
     ("llama2-7b", 2048, P(data=4, tensor=2, stage=3, microbatch=2), ()),
     ("llama2-7b", 2048, P(data=2, tensor=4, stage=2, microbatches=2, recompute="minimal"), ()),
     ("llama2-7b", 2048, P(tensor=8, microbatch=4, microbatches=2, recompute="none"), ()),
+    ("llama2-7b", 2048, P(data=8, stage=1, replicas=2, spread=True, microbatches=2), ()),
+    ("llama2-7b", 2048, P(data=8, stage=2, replicas=4, spread=True), ()),
+    ("llama2-7b", 2048, P(data=8, stage=2, replicas=2), ()),
+    ("llama2-7b", 2048, P(data=8, stage=3, replicas=2, spread=True, microbatch=2), ()),
     ("gpt2-small", 1024, P(data=2, pipe=4, stage=2, microbatch=2, microbatches=16), (3,) * 4),
     (
         *("gpt2-small", 1024),
@@ -69,6 +73,12 @@ PLANS = (
     ),
     ("llama2-7b", 2048, P(pipe=8, microbatches=32), (4,) * 8),
     ("llama2-7b", 2048, P(pipe=8, microbatches=32, recompute="save_qkv_proj"), (4,) * 8),
+    ("llama2-7b", 2048, P(tensor=2, pipe=4, microbatches=16), (8,) * 4),
+    (
+        *("llama2-7b", 2048),
+        P(*(2, 2, 2), microbatches=8, stage=1, schedule="1f1b", recompute="minimal"),
+        (16, 16),
+    ),
     ("llama2-7b", 2048, P(data=4, pipe=2, stage=3, microbatches=8, schedule="gpipe"), (16, 16)),
 )
 CASE_HEADER = """\

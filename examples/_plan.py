@@ -34,6 +34,8 @@ def take_plan(options: argparse.Namespace) -> None:
             f"{layers}."
         )
     options.stage, options.offload = plan.stage, plan.offload
+    options.replicas, options.spread = plan.replicas, plan.spread
+    options.state = plan.state_format or options.state
     options.devices = options.devices or plan.num_devices
     options.batch_size = options.batch_size or plan.sequences
     options.microbatches = plan.microbatches
@@ -47,12 +49,14 @@ def take_plan(options: argparse.Namespace) -> None:
 def _obstacles(plan: ParallelPlan) -> list[str]:
     """What the script does not have."""
     found = []
-    if plan.replicas > 1:
-        found.append("has replicas, which this script does not have: --keep replicas=1")
+    if plan.replicas > 1 and plan.pipe > 1:
+        found.append("has replicas in a pipeline, which this script has not: --keep replicas=1")
     if plan.tensor > 1:
         found.append("shares each layer, which this script does not do: --keep tensor=1")
-    if plan.state_format:
-        found.append("has a format of the state; give it as --state, and plan without it")
+    if plan.weights != "plain":
+        found.append("has 16-bit weights, this script has float32 ones: --keep weights=plain")
+    if plan.sync:
+        found.append(f"synchronizes gradients by {plan.sync}: --keep sync=none, and give --sync")
     if plan.pipe > 1 and (plan.schedule not in _NAMES or _NAMES[plan.schedule] not in SCHEDULES):
         found.append(f"has the schedule {plan.schedule!r}: --keep schedule=aligned")
     if plan.chunks not in (1, 2):

@@ -160,6 +160,8 @@ def train(options, corpus, mesh, directory, stop):
     zero = shd.Zero(
         mesh,
         stage=options.stage,
+        replica_axis="replica" if options.replicas > 1 else None,
+        shard_state_over_replicas=options.spread,
         offload="optimizer" if options.offload else None,
         sync=SYNCS[options.sync](config, options.batch_size // mesh.size),
     )
@@ -400,7 +402,9 @@ def show_plan(options, corpus, zero, make_state, pipeline, directory):
     print_plan(plan, other, notes)
     if is_main():
         (directory / "layout.txt").write_text(f"{layout}\n\n{layout.table()}\n")
-    without_zero = dataclasses.replace(zero, stage=0).describe(state, param_specs=param_specs)
+    without_zero = dataclasses.replace(zero, stage=0, shard_state_over_replicas=False).describe(
+        state, param_specs=param_specs
+    )
     sizes = {
         "bytes_per_device": layout.bytes_per_device,
         "bytes_without_zero": without_zero.bytes_per_device,
@@ -559,7 +563,7 @@ def resolve(options):
     if options.seed < 0:
         fail(f"--seed must not be negative, got {options.seed}.")
     options.layers, options.recompute = None, "stage" if options.pipeline else ""
-    options.saved = ()
+    options.saved, options.replicas, options.spread = (), 1, False
     if options.plan:
         try:
             take_plan(options)
@@ -675,7 +679,14 @@ def make_mesh(options):
     by_process = ([d for d in devices if d.process_index == i] for i in range(processes))
     devices = [d for own in by_process for d in own[: count // processes]]
     if not options.pipeline:
-        return jax.make_mesh((count,), ("data",), devices=devices)
+        if options.replicas == 1:
+            return jax.make_mesh((count,), ("data",), devices=devices)
+        if count % options.replicas:
+            raise UserError(
+                f"{options.replicas} replicas of the plan do not divide {count} devices."
+            )
+        sizes = (options.replicas, count // options.replicas)
+        return jax.make_mesh(sizes, ("replica", "data"), devices=devices)
     # In the order of processes, each of which has its own replicas. Axes are Auto: where a state
     # changes its stages, the compiler places what is between.
     grid, auto = np.reshape(devices, (replicas, stages)), (jax.sharding.AxisType.Auto,) * 2

@@ -319,12 +319,17 @@ def test_a_run_with_planned_activations_has_the_losses_of_one_without(tmp_path, 
             ("--stage", "3"),
         ),
         (
+            ParallelPlan(data=4, stage=2, replicas=2, spread=True, microbatch=4),
+            (2,),
+            ("--stage", "2"),
+        ),
+        (
             ParallelPlan(pipe=2, microbatch=4, microbatches=2, recompute="none"),
             (1, 1),
             ("--stage", "0", "--pipeline", "2", "--microbatches", "2"),
         ),
     ],
-    ids=["recomputed", "partly recomputed", "pipeline"],
+    ids=["recomputed", "partly recomputed", "replicas", "pipeline"],
 )
 def test_a_plan_decides_how_a_step_is_shared(tmp_path, text, plan, layers, options):
     """The losses are those of the same choices as options."""
@@ -342,14 +347,28 @@ def test_a_plan_decides_how_a_step_is_shared(tmp_path, text, plan, layers, optio
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+def test_a_plan_decides_the_format_of_the_state(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    plan_option = importlib.import_module("_plan")
+    plan = ParallelPlan(data=2, stage=1, state_format="8bit")
+    PlanFile("smoke", "", "cpu:2", 32, "float32", (2,), plan, {}).write(tmp_path / "plan.json")
+    none = dict.fromkeys(("pipeline", "microbatches", "schedule", "devices", "batch_size"))
+    options = argparse.Namespace(
+        **none, plan=tmp_path / "plan.json", config="smoke", state="float32"
+    )
+    plan_option.take_plan(options)
+    assert (options.state, options.stage, options.replicas) == ("8bit", 1, 1)
+
+
 def test_plans_that_the_script_cannot_run(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(SCRIPT.parent)
     plan_option = importlib.import_module("_plan")
     none = {"pipeline": None, "microbatches": None, "schedule": None, "config": "smoke"}
     for fields, layers, given, message in (
-        ({"data": 2, "replicas": 2}, (2,), {}, "has replicas"),
+        ({"data": 4, "replicas": 2, "pipe": 2, "microbatches": 2}, (1, 1), {}, "has replicas"),
         ({"tensor": 2}, (2,), {}, "shares each layer"),
-        ({"state_format": "8bit"}, (2,), {}, "give it as --state"),
+        ({"weights": "master"}, (2,), {}, "--keep weights=plain"),
+        ({"sync": "qsgd(8)"}, (2,), {}, r"by qsgd\(8\): --keep sync=none"),
         ({"pipe": 2, "microbatches": 2, "schedule": "1f1b"}, (1, 1), {}, "schedule=aligned"),
         ({"pipe": 2, "chunks": 3, "schedule": "interleaved"}, (2,), {}, "--keep chunks=2"),
         ({"pipe": 2, "microbatches": 2}, (2, 2), {}, "has 4 layers, --config smoke has 2"),

@@ -59,6 +59,19 @@ def search_options(parser: argparse.ArgumentParser) -> None:
         help="compare plans with this lossy format of the optimizer state, too",
     )
     add(
+        "--stochastic-rounding",
+        action="store_true",
+        help="compare plans with lossy stochastic rounding of the parameters, too",
+    )
+    add(
+        "--sync",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="compare plans with this lossy synchronization of gradients, too: 'powersgd(RANK)', "
+        "'qsgd(8)' or 'qsgd(4)'",
+    )
+    add(
         "--headroom",
         type=float,
         default=HEADROOM,
@@ -95,6 +108,11 @@ def run_search(options: argparse.Namespace) -> int:
         keep=dict(map(_kept_value, options.keep)),
         offload=not options.no_offload,
         state_formats=(None, *options.state),
+        weights=(
+            "master" if options.master else "plain",
+            *(["stochastic"] if options.stochastic_rounding else []),
+        ),
+        syncs=(None, *options.sync),
         headroom=options.headroom,
         top=max(options.top, options.verify),
         frontier=bool(options.plot),
@@ -123,8 +141,7 @@ def _model_and_optimizer(
 ) -> tuple[Decoder | TracedModel, optax.GradientTransformation]:
     if not options.model:
         raise ValueError("--model is missing: the name of a model, or MODULE:NAME.")
-    tx = optimizer_of(options.optimizer)
-    return _model_of(options), optax_ext.master_weights(tx) if options.master else tx
+    return _model_of(options), optimizer_of(options.optimizer)
 
 
 def _model_of(options: argparse.Namespace) -> Decoder | TracedModel:
@@ -159,7 +176,8 @@ def _kept_value(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"--keep must look like stage=3, got {text!r}.")
-    words = {"true": True, "false": False, "none": None if name == "state_format" else "none"}
+    none = None if name in ("state_format", "sync") else "none"
+    words = {"true": True, "false": False, "none": none}
     if value.lower() in words:
         return name, words[value.lower()]
     return name, int(value) if value.isdigit() else value
@@ -169,7 +187,7 @@ def _file(options: argparse.Namespace, plan: ChosenPlan, length: int) -> PlanFil
     return PlanFile.of(
         plan,
         model=options.model,
-        optimizer=options.optimizer + (" with master weights" if options.master else ""),
+        optimizer=options.optimizer,
         target=options.target,
         length=length,
         dtype=str(dtype_of(options)),

@@ -40,6 +40,17 @@ PLANS = [
     ParallelPlan(data=8, stage=3, replicas=2, spread=True),
     ParallelPlan(data=4, tensor=2, stage=1, replicas=2, spread=True),
     ParallelPlan(data=8, stage=1, state_format="8bit"),
+    ParallelPlan(data=8, stage=1, weights="master"),
+    ParallelPlan(data=8, stage=2, weights="stochastic"),
+    ParallelPlan(data=8, stage=0, sync="powersgd(2)"),
+    ParallelPlan(data=8, stage=0, microbatches=2, sync="qsgd(4)"),
+    ParallelPlan(data=8, stage=1, microbatches=2, sync="qsgd(8)"),
+    ParallelPlan(data=8, stage=2, microbatches=2, sync="powersgd(2)"),
+    ParallelPlan(data=8, stage=2, microbatches=2, sync="qsgd(8)"),
+    ParallelPlan(data=8, stage=1, replicas=2, microbatches=2, sync="powersgd(1)"),
+    ParallelPlan(data=8, stage=2, replicas=2, microbatches=2, sync="qsgd(8)"),
+    ParallelPlan(data=8, stage=3, replicas=2, sync="powersgd(1)"),
+    ParallelPlan(data=8, stage=3, replicas=4, microbatches=2, sync="qsgd(8)"),
 ]
 # Each with the layers of its chunks.
 PIPELINES = {

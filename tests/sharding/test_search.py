@@ -57,7 +57,12 @@ def by_planner(plan, model=SMALL, device=H100):
     # The update of stages 1 and 2 gathers parameters when activations and full gradients are free.
     gathered = stage.params if plan.stage in (1, 2) or plan.spread else 0.0
     grads = stage.grads / (plan.shards_of_state if plan.stage == 1 else 1)
-    return max(stage.peak, stage.arguments + grads + gathered)
+    peak, wide = stage.peak, 2 if plan.microbatches > 1 else 0
+    if plan.spread and plan.stage == 3:  # shards of a replica, and their sums
+        peak += (1 + wide) * stage.params - stage.grads - stage.unreduced
+    elif plan.spread and plan.stage == 2 and wide:
+        peak += wide * stage.params / plan.shards - stage.grads
+    return max(peak, stage.arguments + grads + gathered)
 
 
 # --- Memory ---------------------------------------------------------------------------------------
@@ -200,7 +205,7 @@ def test_it_equals_exhaustive_search(target, gigabytes, sequences, keep):
         *(SMALL, TX, machine), length=512, dtype=jnp.bfloat16, implementation=COMPILED
     )
     plans = [
-        dataclasses.replace(plan, state_bytes=memory.state_bytes_in(None))
+        dataclasses.replace(plan, state_bytes=memory.state_bytes_in())
         for plan in PlanSpace(SMALL, machine.num_devices, sequences).plans(keep)
     ]
     fit = [plan for plan in plans if memory.fullest(plan) <= 0.9 * device.memory]
@@ -219,7 +224,7 @@ def test_the_frontier_is_that_of_all_plans():
     found = search(SMALL, TX, "h100x8", sequences=16, keep=keep, frontier=True)
     assert search(SMALL, TX, "h100x8", sequences=16).frontier == ()
     machine, memory = machine_of("h100x8"), memory_of()
-    states = {None: memory.state_bytes_in(None)}
+    states = {(None, "plain"): memory.state_bytes_in()}
     plans = [
         (step_seconds(SMALL, plan, machine).seconds, memory.fullest(plan))
         for plan in PlanSpace(SMALL, 8, 16, state_bytes=states).plans(keep)
@@ -322,7 +327,7 @@ def test_a_large_model_on_many_devices():
 
 def test_lossy_state_only_where_it_is_asked_for():
     device = dataclasses.replace(H100, memory=1.2e9)
-    keep = {"pipe": 1, "offload": False}
+    keep = {"pipe": 1, "offload": False, "recompute": "full"}
     options = {"sequences": 8, "device": device, "keep": keep}
     plain = search(SMALL, TX, "h100x8", **options)
     assert not any(plan.lossy for plan in plain.plans)
@@ -331,6 +336,35 @@ def test_lossy_state_only_where_it_is_asked_for():
     lossy = [plan for plan in both.plans if plan.lossy]
     assert lossy
     assert all("(lossy)" in plan.row()[0] for plan in lossy)
+
+
+def test_lossy_weights_and_syncs_only_where_they_are_asked_for():
+    """On a slow network compressed gradients are faster, and named."""
+    slow = dataclasses.replace(H100, network=1e8)
+    keep = {"pipe": 1, "tensor": 1, "offload": False, "recompute": "full", "microbatches": 1}
+    options = {"sequences": 16, "device": slow, "keep": keep}
+    plain = search(SMALL, TX, "h100x16", **options)
+    assert not any(plan.lossy for plan in plain.plans)
+    syncs = (None, "powersgd(4)", "qsgd(8)")
+    every = search(SMALL, TX, "h100x16", syncs=syncs, weights=("master", "stochastic"), **options)
+    assert every.best.lossy
+    assert every.best.plan.sync == "powersgd(4)"
+    assert every.best.seconds.data < plain.best.seconds.data / 10
+    assert "powersgd(4) (lossy)" in every.best.row()[0]
+    assert "gradients by powersgd(4)" in every.best.summary
+    both = {plan.plan.weights for plan in every.plans}
+    assert both <= {"master", "stochastic"}
+    space = PlanSpace(SMALL, 16, 16, syncs=syncs)
+    compressed = [plan for plan in space.plans() if plan.sync]
+    assert {(plan.pipe, plan.tensor, plan.spread) for plan in compressed} == {(1, 1, False)}
+    assert all(plan.replicas > 1 for plan in compressed if plan.stage == 3)
+
+
+def test_weights_hold_what_their_transformations_hold():
+    """Of AdamW, for one parameter: moments of 2 bytes; of 4, and 4 of the master."""
+    costs = memory_of()
+    found = [costs.state_bytes_in(None, name) for name in ("plain", "master", "stochastic")]
+    assert found == pytest.approx([4, 12, 8], rel=1e-6)
 
 
 # --- Impossible requests --------------------------------------------------------------------------
@@ -353,7 +387,10 @@ def test_lossy_state_only_where_it_is_asked_for():
         ),
         ({"headroom": 1.0}, r"headroom must be in \[0, 1\), got 1.0"),
         ({"recompute": ("selective",)}, "recompute must be of 'none', .*, got 'selective'"),
-        ({"state_formats": ("2bit",)}, "state_formats must be None or of .* got '2bit'"),
+        ({"state_formats": ("2bit",)}, "state_formats must be of None, .* got '2bit'"),
+        ({"weights": ("float32",)}, "weights must be of 'plain', .* got 'float32'"),
+        ({"syncs": ("qsgd(2)",)}, r"by 'powersgd\(RANK\)', .* got 'qsgd\(2\)'"),
+        ({"syncs": ()}, "syncs must have at least one value"),
     ],
 )
 def test_impossible_requests(options, message):

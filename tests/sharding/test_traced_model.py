@@ -115,7 +115,7 @@ def test_parameters_and_state_are_those_of_the_planner():
     own = memory_of(OWN, dtype=jnp.float32)
     plan = ParallelPlan(data=8, stage=2, microbatch=2048, recompute="none")
     planned = estimate(
-        *(OWN.abstract(), TX, zero_of(8, 1, 2, False)),
+        *(OWN.abstract(), TX, zero_of(ParallelPlan(data=8, stage=2))),
         device=kind_of("h100"),
         gathered_once=OWN.gathered_once,
         activations=own.activations(plan),
@@ -129,7 +129,7 @@ def test_parameters_and_state_are_those_of_the_planner():
 
 
 def test_the_plans_of_any_loss():
-    found = search(OWN, TX, "h100x8", sequences=64, dtype=jnp.float32, top=50)
+    found = search(OWN, TX, "h100x8", sequences=64, dtype=jnp.float32, top=100)
     plans = [each.plan for each in found.plans]
     assert {plan.pipe for plan in plans} == {plan.tensor for plan in plans} == {1}
     assert {plan.stage for plan in plans} == {0, 1, 2, 3}

@@ -35,8 +35,8 @@ class ChosenPlan:
 
     @property
     def lossy(self) -> bool:
-        """Whether it approximates the step: optimizer state in a format of few bits."""
-        return self.plan.state_format is not None
+        """Whether it approximates the step of the transformation."""
+        return self.plan.lossy
 
     @property
     def tokens_per_second(self) -> float:
@@ -93,7 +93,9 @@ def cells(plan: ParallelPlan) -> tuple[str, ...]:
     zero += f" x {plan.replicas}" if plan.replicas > 1 else ""
     zero += ", spread" if plan.spread else ""
     zero += ", host" if plan.offload else ""
-    zero += f", {plan.state_format} (lossy)" if plan.state_format else ""
+    zero += ", master" if plan.weights == "master" else ""
+    lossy = [plan.state_format or "", "rounded" * (plan.weights == "stochastic"), plan.sync or ""]
+    zero += "".join(f", {each} (lossy)" for each in lossy if each)
     chunks = f" x {plan.chunks}" if plan.chunks > 1 else ""
     pipeline = f"{plan.pipe}{chunks} {plan.schedule}" if plan.pipe > 1 else "-"
     stored = {"none": "all", "full": "input"}.get(plan.recompute, plan.recompute)
@@ -119,4 +121,8 @@ def short(plan: ParallelPlan) -> str:
     words.append(f"recompute {plan.recompute}")
     words += ["offload"] if plan.offload else []
     words += [f"state in {plan.state_format}"] if plan.state_format else []
+    words += {"master": ["master weights"], "stochastic": ["stochastic rounding"]}.get(
+        plan.weights, []
+    )
+    words += [f"gradients by {plan.sync}"] if plan.sync else []
     return "; ".join(words)

@@ -9,8 +9,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
+from optax_ext import (
+    STATE_FORMATS,
+    low_precision_state,
+    master_weights,
+    stochastic_rounding,
+)
 from sharding._zero import Zero
+from sharding.placement._describe import Row
+from sharding.placement._specs import num_shards
 from sharding.plan._models import Decoder
 from sharding.plan._plan import Plan, estimate
 from sharding.plan._saved_names import PARTLY
@@ -21,6 +30,7 @@ from sharding.plan.pipelines._pipeline_stages import (
     StageEstimates,
     pipeline_stages,
 )
+from sharding.plan.timing._compressed_sync import SyncedArray, SyncWork, sync_of, sync_work
 from sharding.plan.timing._layer_time import Implementation
 from sharding.plan.timing._mesh_groups import Machine
 from sharding.plan.timing._parallel_plan import ParallelPlan
@@ -67,12 +77,13 @@ class PlanCosts:
         # Caches of this object alone.
         self._plan = functools.cache(self._estimate)
         self._stages = functools.cache(self._stage_estimates)
+        self._synced = functools.cache(self._sync_work)
         self._passes = functools.cache(self._passes_of)
         self._costs = functools.cache(self._layer_costs)
 
-    def state_bytes_in(self, state_format: str | None) -> float:
+    def state_bytes_in(self, state_format: str | None = None, weights: str = "plain") -> float:
         """Bytes of optimizer state, in a format, and master weights for one parameter."""
-        found = self._plan(ParallelPlan(state_format=state_format))
+        found = self._plan(ParallelPlan(state_format=state_format, weights=weights))
         stage = found.stage("stage 0")
         return (stage.opt_state + stage.master) / found.num_params
 
@@ -82,13 +93,28 @@ class PlanCosts:
             return self.stages(plan)[0].memory + self.batch(plan)
         held = self._placed_at(_placed(plan))
         backward = held.memory + held.unreduced + self.activations(plan)
+        wide = max(1.0, 4 / self.dtype.itemsize) if plan.microbatches > 1 else 0.0
+        if plan.spread and plan.stage == 3:
+            # Shards of a replica, and their sums over micro-batches, in place of what the update
+            # gets of them.
+            backward += (1 + wide) * held.params - held.grads - held.unreduced
+        elif plan.spread and plan.stage == 2 and wide:
+            backward += wide * held.params / plan.shards - held.grads
         grads = held.grads / (plan.shards_of_state if plan.stage == 1 else 1)
         update = held.arguments + grads + _updated(plan, held.params)
+        if plan.sync:
+            # Gradients are there in full, or of the shard that replicas have.
+            full = held.params if plan.stage < 3 else held.grads
+            summed = full / (plan.shards if plan.replicas > 1 and plan.stage < 3 else 1)
+            update = max(update, held.arguments + summed + self.sync(plan).held)
+            if plan.stage == 2 and plan.replicas == 1:
+                # It comes after the last micro-batch: until then they are summed in full.
+                backward += wide * held.params
         return max(backward, update) + self.batch(plan)
 
     def _placed_at(self, plan: ParallelPlan) -> StagePlan:
         """What a device holds, without a pipeline."""
-        if plan.spread:
+        if plan.spread or plan.sync:
             found = self._plan(plan)
             return found.stage(found.requested)
         # One estimate has all stages.
@@ -144,7 +170,12 @@ class PlanCosts:
 
     def seconds(self, plan: ParallelPlan, found: Passes, *, ideal: bool = False) -> StepSeconds:
         """The time of a step with these passes; see ``step_seconds``."""
-        return with_state(plan, self.machine, found, ideal=ideal)
+        sync = self.sync(plan) if plan.sync else None
+        return with_state(plan, self.machine, found, sync=sync, ideal=ideal)
+
+    def sync(self, plan: ParallelPlan) -> SyncWork:
+        """The compressed synchronization of a plan's gradients."""
+        return self._synced(_placed(plan))
 
     def layers(self, plan: ParallelPlan) -> tuple[int, ...]:
         """Layers of each chunk."""
@@ -177,29 +208,39 @@ class PlanCosts:
 
     def _estimate(self, plan: ParallelPlan) -> Plan:
         return estimate(
-            *(self.model.abstract(self.dtype), self.tx, zero_of(plan)),
+            *(self.model.abstract(self.dtype), transformation_of(plan, self.tx), zero_of(plan)),
             param_specs=self.model.specs(shards=plan.tensor) if plan.tensor > 1 else None,
             microbatches=plan.microbatches,
-            state_format=plan.state_format,
             device=self.machine.device,
             gathered_once=self.model.gathered_once,
         )
 
     def _stage_estimates(self, plan: ParallelPlan) -> StageEstimates:
         return StageEstimates(
-            *(self.model, self.tx, zero_of(plan)),
+            *(self.model, transformation_of(plan, self.tx), zero_of(plan)),
             num_stages=plan.pipe,
             device=self.machine.device,
             dtype=self.dtype,
             batch=0.0,
-            state_format=plan.state_format,
+            state_format=None,
         )
+
+    def _sync_work(self, plan: ParallelPlan) -> SyncWork:
+        return sync_of_plan(plan, self.model.abstract(self.dtype))
 
 
 def without_state(plan: ParallelPlan) -> ParallelPlan:
     """A plan with nothing but that on which forward and backward passes depend."""
     return dataclasses.replace(
-        plan, stage=0, replicas=1, spread=False, offload=False, state_format=None, state_bytes=0.0
+        plan,
+        stage=0,
+        replicas=1,
+        spread=False,
+        offload=False,
+        state_format=None,
+        state_bytes=0.0,
+        weights="plain",
+        sync=None,
     )
 
 
@@ -208,17 +249,69 @@ def _placed(plan: ParallelPlan) -> ParallelPlan:
 
     Replicas hold what devices without replicas hold, unless they share the state.
     """
+    alike = not plan.spread and not plan.sync
     return ParallelPlan(
-        data=plan.data if plan.spread else plan.shards,
+        data=plan.shards if alike else plan.data,
         tensor=plan.tensor,
         pipe=plan.pipe,
         microbatches=min(plan.microbatches, 2),
         stage=plan.stage,
-        replicas=plan.replicas if plan.spread else 1,
+        replicas=1 if alike else plan.replicas,
         spread=plan.spread,
         offload=plan.offload,
         state_format=plan.state_format,
+        weights=plan.weights,
+        sync=plan.sync,
     )
+
+
+def transformation_of(
+    plan: ParallelPlan, tx: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """The transformation of a plan: with its format of the state, and its weights."""
+    if plan.state_format:
+        tx = low_precision_state(tx, STATE_FORMATS[plan.state_format])
+    wrap = {"master": master_weights, "stochastic": stochastic_rounding}.get(plan.weights)
+    return wrap(tx) if wrap else tx
+
+
+def sync_of_plan(plan: ParallelPlan, params: Any) -> SyncWork:
+    """The compressed synchronization of a plan."""
+    assert plan.sync is not None
+    devices = plan.replicas if plan.replicas > 1 else plan.data
+    return sync_work(plan.sync, _synced_arrays(plan, params), devices)
+
+
+def _synced_arrays(plan: ParallelPlan, params: Any) -> list[SyncedArray]:
+    """Gradients as the compressed synchronization of a plan gets them: full, or of a replica."""
+    zero = dataclasses.replace(zero_of(plan), sync=None, stage=max(plan.stage, 2))
+    rows = zero.describe((params, optax.EmptyState()), tx=optax.identity()).rows
+    return [
+        SyncedArray(
+            shape=_shard(row, zero) if plan.replicas > 1 else row.shape,
+            nbytes=row.bytes_per_device
+            * (1 if plan.replicas > 1 else num_shards(zero.mesh, row.spec)),
+            scattered=plan.stage > 0 and plan.replicas == 1 and not row.note,
+        )
+        for row in rows
+        if row.part == "grads"
+    ]
+
+
+def sync_change(plan: ParallelPlan, params: Any) -> float:
+    """Bytes that a device sends in a step for the compressed sync of a plan, less dense sums."""
+    devices = plan.replicas if plan.replicas > 1 else plan.data
+    dense = 0.0
+    for it in _synced_arrays(plan, params):
+        times = plan.microbatches if plan.stage == 2 and it.scattered else 1
+        dense += it.nbytes * (times if it.scattered else 2) * (devices - 1) / devices
+    return sync_of_plan(plan, params).sent(devices) - dense
+
+
+def _shard(row: Row, zero: Zero) -> tuple[int, ...]:
+    """The shape of one device's part of an array."""
+    entries = itertools.zip_longest(row.shape, row.spec)
+    return tuple(n // num_shards(zero.mesh, PartitionSpec(entry)) for n, entry in entries)
 
 
 def _recompute(plan: ParallelPlan) -> bool | str:
@@ -245,4 +338,5 @@ def zero_of(plan: ParallelPlan) -> Zero:
         replica_axis="replica" if plan.replicas > 1 else None,
         shard_state_over_replicas=plan.spread,
         offload="optimizer" if plan.offload else None,
+        sync=sync_of(plan.sync) if plan.sync else None,
     )

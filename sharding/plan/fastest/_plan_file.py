@@ -176,6 +176,7 @@ class PlanFile:
         fields += ["replica_axis='replica'"] if plan.replicas > 1 else []
         fields += ["shard_state_over_replicas=True"] if plan.spread else []
         fields += ["offload='optimizer'"] if plan.offload else []
+        fields += [f"sync=shd.sync.{plan.sync}"] if plan.sync else []
         lines = [
             "import jax, optax_ext, sharding as shd",
             f"auto = (jax.sharding.AxisType.Auto,) * {len(axes)}",
@@ -189,6 +190,8 @@ class PlanFile:
         if plan.state_format:
             form = f"optax_ext.STATE_FORMATS[{plan.state_format!r}]"
             lines.append(f"tx = optax_ext.low_precision_state(tx, {form})")
+        wrap = {"master": "master_weights", "stochastic": "stochastic_rounding"}.get(plan.weights)
+        lines += [f"tx = optax_ext.{wrap}(tx)"] if wrap else []
         names = self.saved
         policy = ", policy=policy" if names else ""
         if names:

@@ -4,25 +4,27 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from optax_ext import STATE_FORMATS
 from sharding.plan._models import Decoder
 from sharding.plan.fastest._traced_model import TracedModel
 from sharding.plan.pipelines._pipeline_schedules import SCHEDULES
-from sharding.plan.timing._parallel_plan import RECOMPUTE, ParallelPlan
+from sharding.plan.timing._compressed_sync import sync_of
+from sharding.plan.timing._parallel_plan import RECOMPUTE, WEIGHTS, ParallelPlan
 
 # Forms of recomputation whose activations the planner knows.
 SEARCHED = tuple(name for name in RECOMPUTE if name != "selective")
 # What ``keep`` takes.
 KEPT = (
     *("data", "tensor", "pipe", "microbatch", "microbatches", "stage", "replicas", "spread"),
-    *("schedule", "chunks", "recompute", "offload", "state_format"),
+    *("schedule", "chunks", "recompute", "offload", "state_format", "weights", "sync"),
 )
 
 
 # What forward and backward passes do not depend on.
-_OF_STATE = ("stage", "replicas", "spread", "offload", "state_format")
+_OF_STATE = ("stage", "replicas", "spread", "offload", "state_format", "weights", "sync")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +72,11 @@ class PlanSpace:
       recompute: what backward passes may compute again.
       offload: whether optimizer state may be in host memory.
       state_formats: formats of the optimizer state; others than None are lossy.
+      weights: what updates the parameters.
+      syncs: synchronizations of gradients; others than None are lossy, and without pipelines and
+        shared layers.
       param_bytes: of a parameter.
-      state_bytes: of the state for one parameter, by format.
+      state_bytes: of the state for one parameter, by its format and by what updates parameters.
     """
 
     model: Decoder | TracedModel
@@ -80,8 +85,10 @@ class PlanSpace:
     recompute: tuple[str, ...] = SEARCHED
     offload: tuple[bool, ...] = (False, True)
     state_formats: tuple[str | None, ...] = (None,)
+    weights: tuple[str, ...] = ("plain",)
+    syncs: tuple[str | None, ...] = (None,)
     param_bytes: float = 2.0
-    state_bytes: Mapping[str | None, float] = dataclasses.field(default_factory=dict)
+    state_bytes: Mapping[tuple[str | None, str], float] = dataclasses.field(default_factory=dict)
 
     def plans(self, keep: Mapping[str, Any] | None = None) -> Iterator[ParallelPlan]:
         """The plans; of those with the kept values only.
@@ -114,6 +121,7 @@ class PlanSpace:
                 each
                 for each in variants(passes.data)
                 if not (gathers and each["stage"] == 3)
+                and (each["sync"] is None or passes.pipe * passes.tensor == 1)
                 and all(each[name] == value for name, value in of_state.items())
             )
             if found:
@@ -151,11 +159,17 @@ class PlanSpace:
                 "spread": spread,
                 "offload": offload,
                 "state_format": state_format,
-                "state_bytes": self.state_bytes.get(state_format, 12.0),
+                "state_bytes": self.state_bytes.get((state_format, weights), 12.0),
+                "weights": weights,
+                "sync": sync,
             }
-            for (stage, replicas, spread), offload, state_format in itertools.product(
-                stages, self.offload, self.state_formats
+            for (stage, replicas, spread), offload, state_format, weights, sync in (
+                itertools.product(
+                    stages, self.offload, self.state_formats, self.weights, self.syncs
+                )
             )
+            # A compressed sync is that of replicas, or of stages without gathered layers.
+            if sync is None or (data > 1 and not spread and (stage < 3 or replicas > 1))
         ]
 
     def _meshes(self) -> Iterator[tuple[int, int]]:
@@ -187,6 +201,25 @@ def divisors(number: int) -> list[int]:
     [1, 2, 3, 4, 6, 12]
     """
     return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def check_lossy(
+    state_formats: Sequence[str | None], weights: Sequence[str], syncs: Sequence[str | None]
+) -> None:
+    """Raises unless everything that may be lossy is known, and there is one of each."""
+    for name, found, known in (
+        ("state_formats", state_formats, (None, *STATE_FORMATS)),
+        ("weights", weights, WEIGHTS),
+    ):
+        for each in found:
+            if each not in known:
+                raise ValueError(f"{name} must be of {', '.join(map(repr, known))}, got {each!r}.")
+    for each in syncs:
+        if each is not None:
+            sync_of(each)
+    for name, found in (("state_formats", state_formats), ("weights", weights), ("syncs", syncs)):
+        if not found:
+            raise ValueError(f"{name} must have at least one value, got none.")
 
 
 def check_recompute(recompute: tuple[str, ...]) -> None:

@@ -3,20 +3,26 @@
 import dataclasses
 import functools
 import heapq
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import optax
 
-from optax_ext import STATE_FORMATS
 from sharding.plan import targets
 from sharding.plan._devices import DeviceKind, kind_of
 from sharding.plan._format import Table, seconds, size, text_of
 from sharding.plan._models import Decoder
 from sharding.plan.fastest._chosen_plan import COLUMNS, PLAN_COLUMNS, ChosenPlan, cells, short
 from sharding.plan.fastest._plan_costs import PlanCosts
-from sharding.plan.fastest._plan_space import SEARCHED, PlanGroup, PlanSpace, check_recompute
+from sharding.plan.fastest._plan_space import (
+    SEARCHED,
+    PlanGroup,
+    PlanSpace,
+    check_lossy,
+    check_recompute,
+)
 from sharding.plan.fastest._traced_model import TracedCosts, TracedModel
 from sharding.plan.timing._layer_time import COMPILED, Implementation
 from sharding.plan.timing._mesh_groups import Machine
@@ -165,6 +171,8 @@ def search(
     recompute: Sequence[str] = SEARCHED,
     offload: bool = True,
     state_formats: Sequence[str | None] = (None,),
+    weights: Sequence[str] = ("plain",),
+    syncs: Sequence[str | None] = (None,),
     headroom: float = HEADROOM,
     implementation: Implementation = COMPILED,
     top: int = 5,
@@ -193,6 +201,11 @@ def search(
       offload: whether optimizer state may be in host memory.
       state_formats: of the optimizer state, one of ``optax_ext.STATE_FORMATS``; all but None are
         lossy, and compared only where they are given.
+      weights: what updates parameters of 16 bits: ``"plain"``, the transformation as it is,
+        ``"master"``, with float32 master weights, or ``"stochastic"``, with stochastic rounding,
+        which is lossy; see ``ParallelPlan``.
+      syncs: of gradients: ``"powersgd(RANK)"``, ``"qsgd(8)"`` or ``"qsgd(4)"``; all but None are
+        lossy, and compared only where they are given, in plans without pipelines and shared layers.
       headroom: the share of a device's memory that is left to the allocator.
       implementation: how the program computes a layer.
       top: how many plans to return.
@@ -214,10 +227,7 @@ def search(
       True
     """
     check_recompute(tuple(recompute))
-    unknown = [name for name in state_formats if name is not None and name not in STATE_FORMATS]
-    if unknown:
-        known = ", ".join(map(repr, STATE_FORMATS))
-        raise ValueError(f"state_formats must be None or of {known}, got {unknown[0]!r}.")
+    check_lossy(state_formats, weights, syncs)
     if not 0 <= headroom < 1:
         raise ValueError(f"headroom must be in [0, 1), got {headroom}.")
     machine = machine_of(target, device)
@@ -236,8 +246,12 @@ def search(
         recompute=costs.forms(recompute),
         offload=(False, True) if offload and machine.device.host_link else (False,),
         state_formats=tuple(state_formats),
+        weights=tuple(weights),
+        syncs=tuple(syncs),
         param_bytes=float(jnp.dtype(dtype).itemsize),
-        state_bytes={name: costs.state_bytes_in(name) for name in state_formats},
+        state_bytes={
+            form: costs.state_bytes_in(*form) for form in itertools.product(state_formats, weights)
+        },
     )
     groups = list(space.groups(keep))
     if not groups:

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext import STATE_FORMATS, low_precision_state
 from sharding.plan import targets
 from sharding.plan._devices import DeviceKind
 from sharding.plan._format import size
 from sharding.plan._models import Decoder
 from sharding.plan._plan import estimate
 from sharding.plan._saved_names import flops_again
+from sharding.plan.fastest._plan_costs import sync_change, sync_of_plan, transformation_of
 from sharding.plan.fastest._plan_file import PlanFile, lowered_step
 from sharding.plan.fastest._traced_model import TracedModel
 from sharding.plan.pipelines._pipeline_flops import pipeline_flops
@@ -85,7 +85,7 @@ def verify(
     Args:
       file: the plan.
       model: the model.
-      tx: the transformation, without the format of the plan's state.
+      tx: the transformation, without the format of the plan's state and its weights.
       memory: bytes of a device that a plan may take.
       device: figures of the target, where they are not known.
 
@@ -93,8 +93,7 @@ def verify(
       ValueError: the target cannot be compiled for, or the model does not fit the plan.
     """
     plan = file.plan
-    if plan.state_format:
-        tx = low_precision_state(tx, STATE_FORMATS[plan.state_format])
+    tx = transformation_of(plan, tx)
     if isinstance(model, Decoder):
         model = dataclasses.replace(model, length=file.length)
     axes = file.mesh_axes
@@ -105,7 +104,7 @@ def verify(
         memory=found.memory,
         planned_wire=planned_wire(file, mesh, model, tx),
         wire=found.wire_bytes,
-        planned_flops=_planned_flops(file, model),
+        planned_flops=_planned_flops(file, model) + _sync_flops(file, model),
         flops=found.matmul_flops,
         available=memory,
     )
@@ -140,6 +139,8 @@ def planned_wire(
         microbatches=plan.microbatches if plan.pipe == 1 else 1,
         gathered_once=model.gathered_once if plan.pipe == 1 else "",
     )
+    if plan.sync:
+        sent += sync_change(plan, params)
     return found.stage(found.requested).wire + sent
 
 
@@ -154,6 +155,13 @@ def _planned_flops(file: PlanFile, model: Decoder | TracedModel) -> float:
         recompute=plan.recompute,
         tensor=plan.tensor,
     )
+
+
+def _sync_flops(file: PlanFile, model: Decoder | TracedModel) -> float:
+    """Operations of the compressed synchronization of gradients."""
+    if not file.plan.sync:
+        return 0.0
+    return sync_of_plan(file.plan, model.abstract(jnp.dtype(file.dtype))).flops
 
 
 def planned_flops(

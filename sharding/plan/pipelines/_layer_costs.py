@@ -55,7 +55,7 @@ def check_layers(layers: Sequence[LayerCost], num_stages: int = 1) -> None:
 
 
 @functools.lru_cache(maxsize=256)
-def _of_layer(
+def _layer_bytes(
     model: Decoder, batch: int, length: int, dtype: Any, tensor: int
 ) -> tuple[float, tuple[float, ...]]:
     """Bytes that a layer stores if nothing is computed again, and of what its products touch."""
@@ -132,7 +132,7 @@ def layer_costs(
     layer_seconds = (one - rest) / 3 / tensor / per_second  # a step is three forward passes
 
     # Activations.
-    full, products = _of_layer(model, batch, length, jnp.dtype(dtype), tensor)
+    full, products = _layer_bytes(model, batch, length, jnp.dtype(dtype), tensor)
     largest = max(products)
     logits = 4.0 * tokens * vocabulary  # float32, for the backward pass of the loss
     gradient = float(itemsize * tokens * vocabulary)  # of the logits

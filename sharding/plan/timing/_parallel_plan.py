@@ -6,6 +6,7 @@ from sharding.plan._models import Decoder
 from sharding.plan._saved_names import PARTLY
 from sharding.plan.pipelines._pipeline_schedules import check_schedule
 
+WEIGHTS = ("plain", "master", "stochastic")
 RECOMPUTE = ("none", "selective", *PARTLY, "full")
 
 
@@ -35,6 +36,11 @@ class ParallelPlan:
       state_bytes: of optimizer state and master weights, for one parameter.
       state_format: of the optimizer state, one of ``optax_ext.STATE_FORMATS``; None leaves it as it
         is. Formats are lossy.
+      weights: what updates parameters of 16 bits: ``"plain"``, the transformation as it is;
+        ``"master"``, ``optax_ext.master_weights`` of it; ``"stochastic"``,
+        ``optax_ext.stochastic_rounding`` of it, which is lossy.
+      sync: a compressed synchronization of gradients such as ``"powersgd(4)"`` or ``"qsgd(8)"``,
+        over replicas if there are, which is lossy; None sums them.
     """
 
     data: int = 1
@@ -54,6 +60,13 @@ class ParallelPlan:
     grad_bytes: float = 2.0
     state_bytes: float = 12.0
     state_format: str | None = None
+    weights: str = "plain"
+    sync: str | None = None
+
+    @property
+    def lossy(self) -> bool:
+        """Whether it approximates the step of the transformation."""
+        return bool(self.state_format or self.sync or self.weights == "stochastic")
 
     @property
     def num_devices(self) -> int:

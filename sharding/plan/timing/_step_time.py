@@ -8,6 +8,7 @@ from sharding.plan._saved_names import saved_parts
 from sharding.plan.pipelines._pipeline_schedules import lockstep_seconds, num_ticks
 from sharding.plan.timing._achieved import achieved
 from sharding.plan.timing._collective_time import Group, Operation, collective_seconds
+from sharding.plan.timing._compressed_sync import SyncWork
 from sharding.plan.timing._layer_time import (
     COMPILED,
     Implementation,
@@ -257,15 +258,32 @@ def traced_passes(
 
 
 def with_state(
-    plan: ParallelPlan, machine: Machine, found: Passes, *, ideal: bool = False
+    plan: ParallelPlan,
+    machine: Machine,
+    found: Passes,
+    *,
+    sync: SyncWork | None = None,
+    ideal: bool = False,
 ) -> StepSeconds:
-    """A step of these passes, with the collectives of ZeRO, the update and the host link."""
+    """A step of these passes, with the collectives of ZeRO, the update and the host link.
+
+    Args:
+      plan: how the step is shared.
+      machine: the devices.
+      found: the passes.
+      sync: the compressed synchronization of gradients, if the plan has one; none of it is hidden,
+        and what it moves counts as part of the update.
+      ideal: as for ``step_seconds``.
+    """
     groups, wire = _groups(plan, machine), _Wire(machine, ideal)
     work, params = found.work, found.params
-    data, hideable = _data_seconds(plan, found.layers, params, groups, wire)
+    data, hideable = _data_seconds(plan, found.layers, params, groups, wire, sync)
     shards = plan.shards_of_state
     touched = 2 * (plan.param_bytes + plan.state_bytes) + plan.grad_bytes
     reached = 1.0 if ideal else achieved(machine.device).memory
+    update = params * touched / shards
+    if sync and not ideal:
+        update += sync.moved
     return StepSeconds(
         matmul=work.matmul,
         elementwise=work.elementwise,
@@ -274,7 +292,7 @@ def with_state(
         bubble=found.bubble,
         transfers=found.transfers,
         data=data,
-        update=params * touched / shards / (machine.device.bandwidth * reached),
+        update=update / (machine.device.bandwidth * reached),
         host=_host_seconds(plan, params / shards, machine, ideal),
         hideable=hideable * work.seconds,
         interference=not machine.torus,
@@ -439,7 +457,12 @@ def _table_params(model: Decoder, plan: ParallelPlan) -> float:
 
 
 def _data_seconds(
-    plan: ParallelPlan, layers: float, params: float, groups: _Groups, wire: _Wire
+    plan: ParallelPlan,
+    layers: float,
+    params: float,
+    groups: _Groups,
+    wire: _Wire,
+    sync: SyncWork | None,
 ) -> tuple[float, float]:
     """Collectives of data parallelism, and the share of computing that can run beside them.
 
@@ -451,9 +474,16 @@ def _data_seconds(
     held, reduced = params * plan.param_bytes, params * plan.grad_bytes
     times = plan.microbatches if plan.pipe == 1 else 1
     last = 2 / 3 / plan.microbatches
+    synced = 0.0
+    if sync is not None:
+        over = groups.data if plan.replicas == 1 else groups.replicas
+        synced = sum(wire(operation, nbytes, over) for operation, nbytes in sync.sums)
+        if plan.replicas == 1:
+            gather = wire("all-gather", held, groups.data) if plan.stage else 0.0
+            return synced + gather, 0.0
     if plan.stage == 0:
         return wire("all-reduce", reduced, groups.data), last
-    replicas = wire("all-reduce", reduced / plan.shards, groups.replicas)
+    replicas = synced or wire("all-reduce", reduced / plan.shards, groups.replicas)
     if plan.spread:
         replicas = wire("reduce-scatter", reduced / plan.shards, groups.replicas)
         replicas += wire("all-gather", held / plan.shards, groups.replicas)

@@ -46,11 +46,16 @@ def test_what_is_kept(capsys):
 
 
 def test_lossy_formats_only_where_they_are_given(capsys):
-    options = (*SEARCH, "--json", "--top", "1000", "--keep", "pipe=1", "--keep", "stage=1")
+    keep = ("--keep", "pipe=1", "--keep", "stage=1", "--keep", "recompute=full")
+    options = (*SEARCH, "--json", "--top", "200", *keep, "--no-offload")
     main(options)
     assert not any(it["lossy"] for it in json.loads(capsys.readouterr().out)["plans"])
     main((*options, "--state", "8bit"))
     assert any(it["lossy"] for it in json.loads(capsys.readouterr().out)["plans"])
+    main((*options, "--sync", "powersgd(4)", "--stochastic-rounding", "--master"))
+    plans = [it["plan"] for it in json.loads(capsys.readouterr().out)["plans"]]
+    assert {it["weights"] for it in plans} == {"master", "stochastic"}
+    assert {it["sync"] for it in plans} == {None, "powersgd(4)"}
 
 
 def test_a_file_of_the_best_plan_and_a_picture(tmp_path, capsys):
