@@ -265,35 +265,19 @@ def estimate(
       Rajbhandari, Rasley, Ruwase, He: ZeRO: Memory Optimizations Toward Training Trillion
       Parameter Models, SC 2020, arXiv 1910.02054, section 5.
     """
-    if state_format is not None and state_format not in STATE_FORMATS:
-        known = ", ".join(map(repr, STATE_FORMATS))
-        raise ValueError(f"state_format must be None or one of {known}, got {state_format!r}.")
+    tx = with_state_format(tx, state_format)
     if activations is not None and not 0 <= activations < math.inf:
         raise ValueError(
             f"activations must be None or a finite number of bytes, 0 or above, got {activations}."
         )
-    if state_format is not None:
-        tx = low_precision_state(tx, STATE_FORMATS[state_format])
-    # The placement of the state under each Zero; stage 0 shards by the user's axes alone.
-    state = (params, jax.eval_shape(tx.init, params))
-    variants = variants_of(zero)
-    described = {
-        name: each.describe(state, tx=tx, param_specs=param_specs)
-        for name, each in variants.items()
-    }
-    stages = tuple(
-        stage_plan(
-            name,
-            each,
-            described[name],
-            described["stage 0"],
-            microbatches=microbatches,
-            batch=batch,
-            tile=device.tile if device else None,
-            gathered_once=gathered_once,
-            activations=None if activations is None else float(activations),
-        )
-        for name, each in variants.items()
+    stages = _stages(
+        *(params, tx, variants_of(zero)),
+        param_specs=param_specs,
+        microbatches=microbatches,
+        batch=batch,
+        device=device,
+        gathered_once=gathered_once,
+        activations=None if activations is None else float(activations),
     )
     recommended, reason = recommend(stages, device)
     counted = _NO_ACTIVATIONS if activations is None else _PLANNED_ACTIVATIONS
@@ -308,4 +292,68 @@ def estimate(
         tokens=tokens,
         flops=flops,
         requested=name_of(zero),
+    )
+
+
+def estimate_stage(
+    params: Any,
+    tx: optax.GradientTransformation,
+    zero: Zero,
+    *,
+    param_specs: Any = None,
+    microbatches: int = 1,
+    batch: float = 0.0,
+    device: DeviceKind | None = None,
+    gathered_once: str | None = None,
+) -> StagePlan:
+    """The stage that a ``Zero`` runs, as ``estimate`` finds it beside all others."""
+    (found,) = _stages(
+        *(params, tx, {name_of(zero): zero}),
+        param_specs=param_specs,
+        microbatches=microbatches,
+        batch=batch,
+        device=device,
+        gathered_once=gathered_once,
+        activations=None,
+    )
+    return found
+
+
+def with_state_format(
+    tx: optax.GradientTransformation, state_format: str | None
+) -> optax.GradientTransformation:
+    """The transformation with its state in one of ``optax_ext.STATE_FORMATS``; None: as it is.
+
+    Raises:
+      ValueError: the format is unknown.
+    """
+    if state_format is None:
+        return tx
+    if state_format not in STATE_FORMATS:
+        known = ", ".join(map(repr, STATE_FORMATS))
+        raise ValueError(f"state_format must be None or one of {known}, got {state_format!r}.")
+    return low_precision_state(tx, STATE_FORMATS[state_format])
+
+
+def _stages(
+    params: Any,
+    tx: optax.GradientTransformation,
+    variants: dict[str, Zero],
+    *,
+    param_specs: Any,
+    device: DeviceKind | None,
+    **options: Any,
+) -> tuple[StagePlan, ...]:
+    """The stages of some Zeros by name; options are those of ``stage_plan``."""
+    # The placement of the state under each Zero; stage 0 shards by the user's axes alone.
+    state = (params, jax.eval_shape(tx.init, params))
+    unsharded = variants_of(next(iter(variants.values())))["stage 0"]
+    described = {
+        name: each.describe(state, tx=tx, param_specs=param_specs)
+        for name, each in ({"stage 0": unsharded} | variants).items()
+    }
+    tile = device.tile if device else None
+    return tuple(
+        stage_plan(name, each, described[name], described["stage 0"], tile=tile, **options)
+        for name, each in variants.items()
     )

@@ -129,7 +129,7 @@ def test_parameters_and_state_are_those_of_the_planner():
 
 
 def test_the_plans_of_any_loss():
-    found = search(OWN, TX, "h100x8", sequences=64, dtype=jnp.float32, top=100)
+    found = search(OWN, TX, "h100x8", sequences=64, dtype=jnp.float32, keep={"replicas": 1}, top=50)
     plans = [each.plan for each in found.plans]
     assert {plan.pipe for plan in plans} == {plan.tensor for plan in plans} == {1}
     assert {plan.stage for plan in plans} == {0, 1, 2, 3}

@@ -11,17 +11,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from optax_ext import (
-    STATE_FORMATS,
-    low_precision_state,
-    master_weights,
-    stochastic_rounding,
-)
+from optax_ext import master_weights, stochastic_rounding
 from sharding._zero import Zero
 from sharding.placement._describe import Row
 from sharding.placement._specs import num_shards
 from sharding.plan._models import Decoder
-from sharding.plan._plan import Plan, estimate
+from sharding.plan._plan import Plan, estimate, estimate_stage, with_state_format
 from sharding.plan._saved_names import PARTLY
 from sharding.plan._stage_plan import StagePlan
 from sharding.plan.pipelines._layer_costs import LayerCost, layer_costs
@@ -76,6 +71,7 @@ class PlanCosts:
         self.implementation = implementation
         # Caches of this object alone.
         self._plan = functools.cache(self._estimate)
+        self._stage = functools.cache(self._estimate_one)
         self._stages = functools.cache(self._stage_estimates)
         self._synced = functools.cache(self._sync_work)
         self._passes = functools.cache(self._passes_of)
@@ -115,9 +111,8 @@ class PlanCosts:
     def _placed_at(self, plan: ParallelPlan) -> StagePlan:
         """What a device holds, without a pipeline."""
         if plan.spread or plan.sync:
-            found = self._plan(plan)
-            return found.stage(found.requested)
-        # One estimate has all stages.
+            return self._stage(plan)
+        # Else one estimate has all stages.
         return self._plan(dataclasses.replace(plan, stage=3)).stage(f"stage {plan.stage}")
 
     def activations(self, plan: ParallelPlan) -> float:
@@ -207,13 +202,21 @@ class PlanCosts:
         )
 
     def _estimate(self, plan: ParallelPlan) -> Plan:
-        return estimate(
-            *(self.model.abstract(self.dtype), transformation_of(plan, self.tx), zero_of(plan)),
-            param_specs=self.model.specs(shards=plan.tensor) if plan.tensor > 1 else None,
-            microbatches=plan.microbatches,
-            device=self.machine.device,
-            gathered_once=self.model.gathered_once,
-        )
+        return estimate(**self._arguments(plan))
+
+    def _estimate_one(self, plan: ParallelPlan) -> StagePlan:
+        return estimate_stage(**self._arguments(plan))
+
+    def _arguments(self, plan: ParallelPlan) -> dict[str, Any]:
+        return {
+            "params": self.model.abstract(self.dtype),
+            "tx": transformation_of(plan, self.tx),
+            "zero": zero_of(plan),
+            "param_specs": self.model.specs(shards=plan.tensor) if plan.tensor > 1 else None,
+            "microbatches": plan.microbatches,
+            "device": self.machine.device,
+            "gathered_once": self.model.gathered_once,
+        }
 
     def _stage_estimates(self, plan: ParallelPlan) -> StageEstimates:
         return StageEstimates(
@@ -222,7 +225,6 @@ class PlanCosts:
             device=self.machine.device,
             dtype=self.dtype,
             batch=0.0,
-            state_format=None,
         )
 
     def _sync_work(self, plan: ParallelPlan) -> SyncWork:
@@ -269,8 +271,7 @@ def transformation_of(
     plan: ParallelPlan, tx: optax.GradientTransformation
 ) -> optax.GradientTransformation:
     """The transformation of a plan: with its format of the state, and its weights."""
-    if plan.state_format:
-        tx = low_precision_state(tx, STATE_FORMATS[plan.state_format])
+    tx = with_state_format(tx, plan.state_format)
     wrap = {"master": master_weights, "stochastic": stochastic_rounding}.get(plan.weights)
     return wrap(tx) if wrap else tx
 

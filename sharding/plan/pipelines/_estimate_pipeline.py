@@ -14,7 +14,7 @@ from sharding._zero import Zero
 from sharding.plan._devices import DeviceKind
 from sharding.plan._format import seconds, size
 from sharding.plan._models import Decoder
-from sharding.plan._plan import Plan, estimate
+from sharding.plan._plan import Plan, estimate, with_state_format
 from sharding.plan.pipelines._balanced_stages import StagePartition, balanced_stages
 from sharding.plan.pipelines._layer_costs import LayerCost, layer_costs
 from sharding.plan.pipelines._pipeline_plan import PipelinePlan, StepTime
@@ -130,13 +130,12 @@ def estimate_pipeline(
     # The stages; their chunks follow each other around the devices.
     estimates = StageEstimates(
         model,
-        tx,
+        with_state_format(tx, state_format),
         replicas,
         num_stages=num_stages,
         device=device,
         dtype=dtype,
         batch=4.0 * microbatches * batch * (length + 1),
-        state_format=state_format,
     )
 
     def stages_of(ranges: list[tuple[int, int]]) -> tuple[PipelineStage, ...]:

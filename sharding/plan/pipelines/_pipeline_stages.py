@@ -15,8 +15,8 @@ from sharding._zero import Zero
 from sharding.placement._specs import is_spec
 from sharding.plan._devices import DeviceKind
 from sharding.plan._models import Decoder
-from sharding.plan._plan import Plan, estimate
-from sharding.plan._stage_plan import StagePlan, name_of
+from sharding.plan._plan import estimate_stage
+from sharding.plan._stage_plan import StagePlan
 from sharding.plan._tiles import num_bytes
 from sharding.plan.pipelines._layer_costs import LayerCost
 from sharding.plan.pipelines._pipeline_schedules import max_in_flight
@@ -139,7 +139,6 @@ class StageEstimates:
       device: its figures.
       dtype: of the parameters.
       batch: bytes of a device's part of the batch.
-      state_format: as for ``estimate``.
     """
 
     def __init__(
@@ -152,7 +151,6 @@ class StageEstimates:
         device: DeviceKind,
         dtype: Any,
         batch: float,
-        state_format: str | None,
     ):
         axes = {"pipe": num_stages} | dict(zero.mesh.shape)
         self.tensor = axes.get("model", 1)
@@ -165,16 +163,15 @@ class StageEstimates:
         self.dtype = dtype
         # Stage 3 gathers all that a device has once in a step.
         estimate_of = functools.partial(
-            estimate,
+            estimate_stage,
             tx=tx,
             zero=self.zero,
             device=device,
             batch=batch,
-            state_format=state_format,
             gathered_once="",
         )
 
-        def of_rows(rows: int) -> Plan:
+        def of_rows(rows: int) -> StagePlan:
             stacked = dataclasses.replace(model, scan=True, layers=num_stages * rows)
             params = stacked.abstract(dtype)
             specs = {name: P("pipe") if name == "layers" else P() for name in params}
@@ -189,7 +186,7 @@ class StageEstimates:
         of_one = stacked_params(model, dtype, 1, self.tensor)
         self.layer_bytes = num_bytes(of_one["layers"])
         self.shared_bytes = num_bytes(of_one) - self.layer_bytes
-        self.of_rows = functools.cache(of_rows)  # the plan of devices with so many layers
+        self.of_rows = functools.cache(of_rows)  # of devices with so many layers
 
 
 def pipeline_stages(
@@ -213,8 +210,7 @@ def pipeline_stages(
     model, zero, num_stages = estimates.model, estimates.zero, estimates.num_stages
     chunks = len(ranges) // num_stages
     rows = num_rows(model, ranges)
-    plan = estimates.of_rows(rows * chunks)
-    held = plan.stage(name_of(zero))
+    held = estimates.of_rows(rows * chunks)
     layers, shared = rows * estimates.layer_bytes, estimates.shared_bytes  # layers of one chunk
 
     # Sums over micro-batches; the program returns them from branches, which copies them elsewhere.
