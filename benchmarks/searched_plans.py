@@ -65,6 +65,16 @@ PLANS = (
     ("llama2-7b", 2048, P(data=8, stage=2, replicas=4, spread=True), ()),
     ("llama2-7b", 2048, P(data=8, stage=2, replicas=2), ()),
     ("llama2-7b", 2048, P(data=8, stage=3, replicas=2, spread=True, microbatch=2), ()),
+    ("llama2-7b", 2048, P(data=8, stage=3, replicas=2, spread=True, microbatches=2), ()),
+    ("gpt2-medium", 1024, P(data=8, stage=1, weights="master"), ()),
+    ("gpt2-medium", 1024, P(data=8, stage=2, weights="stochastic"), ()),
+    ("gpt2-medium", 1024, P(data=8, stage=1, sync="powersgd(4)"), ()),
+    ("gpt2-medium", 1024, P(data=8, stage=2, microbatches=2, sync="qsgd(8)"), ()),
+    (
+        *("gpt2-medium", 1024),
+        P(data=8, stage=3, replicas=2, microbatches=2, sync="powersgd(4)"),
+        (),
+    ),
     ("gpt2-small", 1024, P(data=2, pipe=4, stage=2, microbatch=2, microbatches=16), (3,) * 4),
     (
         *("gpt2-small", 1024),
