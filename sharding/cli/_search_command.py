@@ -1,6 +1,7 @@
 """The command ``search``: the fastest plan that fits, ``plan.json``, and its program."""
 
 import argparse
+import dataclasses
 import re
 import sys
 from typing import Any
@@ -126,11 +127,16 @@ def run_search(options: argparse.Namespace) -> int:
             figures["plans"][i]["verified"] = vars(it) | {"failures": list(it.failures)}
         print_json(figures)
     else:
-        show([*found.tables(), *_tables(verified)], [*found.notes, *_dropped(verified)])
+        notes = [*found.notes, *_corrected(verified), *_dropped(verified)]
+        show([*found.tables(), *_tables(verified)], notes)
         if holding:
             print("", *files[holding[0]].code(), sep="\n")
     if options.write and holding:
-        files[holding[0]].write(options.write)
+        file = files[holding[0]]
+        if holding[0] in verified:
+            program = {"memory": verified[holding[0]].memory}
+            file = dataclasses.replace(file, promised=file.promised | program)
+        file.write(options.write)
     if options.plot:
         save(plot_search, found, options.plot)
     return 0 if holding else 2
@@ -227,6 +233,14 @@ def _tables(verified: dict[int, Verification]) -> list[Table]:
         rows.append((str(i + 1), *figures, f"{it.flops / it.planned_flops:.3f}"))
     columns = ("plan", "memory", "/ planned", "wire / planned", "operations / planned")
     return [Table("compiled for the target", columns, rows)]
+
+
+def _corrected(verified: dict[int, Verification]) -> list[str]:
+    return [
+        f"The program of plan {i + 1} {it.correction}: plan.json has that of the program."
+        for i, it in verified.items()
+        if it.correction and not it.failures
+    ]
 
 
 def _dropped(verified: dict[int, Verification]) -> list[str]:

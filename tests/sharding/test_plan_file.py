@@ -288,6 +288,8 @@ def test_the_summary_of_one_device():
     found = Verification(2.0, 1.0, 0.0, 0.0, 4.0, 4.0, 8.0)
     assert found.summary == "program / plan: memory 0.500, wire -, operations 1.000"
     assert not found.failures
+    assert found.correction == "needs 1 B, 2 B were planned"
+    assert not dataclasses.replace(found, memory=2.05).correction
 
 
 def can_compile(target):

@@ -33,7 +33,7 @@ class PlanFile:
       dtype: of the parameters.
       layers: of each chunk of a pipeline.
       plan: how a step is shared.
-      promised: figures of the plan: memory, seconds.
+      promised: figures of the plan: memory, that of its program once it is compiled, and seconds.
     """
 
     model: str

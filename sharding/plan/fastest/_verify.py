@@ -24,6 +24,8 @@ from sharding.plan.timing._tensor_sums import tensor_wire
 
 # By how much bytes sent and operations may differ from those planned.
 WIRE, FLOPS = 0.02, 0.01
+# From what difference on memory is named: it is an estimate, which the program replaces.
+MEMORY = 0.03
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +63,13 @@ class Verification:
         if abs(self.flops / self.planned_flops - 1) > FLOPS:
             found.append(f"runs {self.flops / self.planned_flops:.3f} of the planned operations")
         return tuple(found)
+
+    @property
+    def correction(self) -> str:
+        """What memory the program needs, if it is not that of the plan; else empty."""
+        if abs(self.memory / self.planned_memory - 1) <= MEMORY:
+            return ""
+        return f"needs {size(self.memory)}, {size(self.planned_memory)} were planned"
 
     @property
     def summary(self) -> str:

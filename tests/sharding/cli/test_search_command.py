@@ -102,7 +102,9 @@ def test_a_model_of_ones_own(name, tmp_path, monkeypatch, capsys):
     assert main((*machine, *options)) == 0
     best = json.loads(capsys.readouterr().out)["plans"][0]
     assert best["verified"]["failures"] == []
-    assert PlanFile.read(path).model == f"own_{name}:{name}"
+    file = PlanFile.read(path)
+    assert file.model == f"own_{name}:{name}"
+    assert file.promised["memory"] == best["verified"]["memory"]
     assert main((*SEARCH, "--model", f"own_{name}:wrong")) == 2
     assert "made no sharding.plan.TracedModel or Decoder, but 3" in capsys.readouterr().err
 
