@@ -25,6 +25,8 @@ def take_plan(options: argparse.Namespace) -> None:
         raise ValueError(
             "--plan decides --pipeline, --schedule and --microbatches: leave them out."
         )
+    if plan.state_format and options.state not in ("float32", plan.state_format):
+        raise ValueError(f"--plan decides --state, {plan.state_format}: leave it out.")
     if file.model in CONFIGS:
         options.config = file.model
     layers = CONFIGS[options.config].layers
@@ -54,9 +56,11 @@ def _obstacles(plan: ParallelPlan) -> list[str]:
     if plan.tensor > 1:
         found.append("shares each layer, which this script does not do: --keep tensor=1")
     if plan.weights != "plain":
-        found.append("has 16-bit weights, this script has float32 ones: --keep weights=plain")
+        found.append("has master weights or rounds: search without options for these")
     if plan.sync:
         found.append(f"synchronizes gradients by {plan.sync}: --keep sync=none, and give --sync")
+    if plan.state_format and plan.pipe > 1:
+        found.append("has a format of the state in a pipeline: --keep state_format=none")
     if plan.pipe > 1 and (plan.schedule not in _NAMES or _NAMES[plan.schedule] not in SCHEDULES):
         found.append(f"has the schedule {plan.schedule!r}: --keep schedule=aligned")
     if plan.chunks not in (1, 2):

@@ -367,7 +367,7 @@ def test_plans_that_the_script_cannot_run(tmp_path, monkeypatch):
     for fields, layers, given, message in (
         ({"data": 4, "replicas": 2, "pipe": 2, "microbatches": 2}, (1, 1), {}, "has replicas"),
         ({"tensor": 2}, (2,), {}, "shares each layer"),
-        ({"weights": "master"}, (2,), {}, "--keep weights=plain"),
+        ({"weights": "master"}, (2,), {}, "search without"),
         ({"sync": "qsgd(8)"}, (2,), {}, r"by qsgd\(8\): --keep sync=none"),
         ({"pipe": 2, "microbatches": 2, "schedule": "1f1b"}, (1, 1), {}, "schedule=aligned"),
         ({"pipe": 2, "chunks": 3, "schedule": "interleaved"}, (2,), {}, "--keep chunks=2"),

@@ -127,7 +127,8 @@ def run_search(options: argparse.Namespace) -> int:
             figures["plans"][i]["verified"] = vars(it) | {"failures": list(it.failures)}
         print_json(figures)
     else:
-        notes = [*found.notes, *_corrected(verified), *_dropped(verified)]
+        written = holding[0] if options.write and holding else None
+        notes = [*found.notes, *_corrected(verified, written), *_dropped(verified)]
         show([*found.tables(), *_tables(verified)], notes)
         if holding:
             print("", *files[holding[0]].code(), sep="\n")
@@ -235,9 +236,10 @@ def _tables(verified: dict[int, Verification]) -> list[Table]:
     return [Table("compiled for the target", columns, rows)]
 
 
-def _corrected(verified: dict[int, Verification]) -> list[str]:
+def _corrected(verified: dict[int, Verification], written: int | None) -> list[str]:
     return [
-        f"The program of plan {i + 1} {it.correction}: plan.json has that of the program."
+        f"The program of plan {i + 1} {it.correction}"
+        + ("; the file has that of the program." if i == written else ".")
         for i, it in verified.items()
         if it.correction and not it.failures
     ]

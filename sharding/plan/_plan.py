@@ -25,7 +25,7 @@ _PLANNED_ACTIVATIONS = (
     "audit compiles a step, and reads both from its program."
 )
 _DENSE_SYNC = (
-    "Bytes sent are those of dense gradients: what another sync sends has no closed form. audit "
+    "Bytes sent are those of dense gradients: what another sync sends is not counted here. audit "
     "reads it from the program."
 )
 

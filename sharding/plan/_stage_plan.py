@@ -180,11 +180,14 @@ def _memory(
             grads += row.bytes_per_device / dtype.itemsize * max(itemsize, dtype.itemsize)
 
     # Beside them, what waits for its reduction.
-    if zero.stage == 2 and gathered_once is not None and zero.sync is None:
+    in_layers = zero.sync is None or zero.replica_axis  # a sync of replicas comes after that
+    if zero.stage == 2 and gathered_once is not None and in_layers:
         unreduced = _of_one_layer(full, gathered_once)
     elif zero.stage == 2 or (zero.stage < 2 and microbatches > 1):
         unreduced = full_grads
-    elif zero.shard_state_over_replicas:  # a replica's shards, until the replicas sum them
+    elif (
+        zero.stage == 3 and zero.shard_state_over_replicas
+    ):  # a replica's shards, until the replicas sum them
         unreduced = full_grads / zero.num_shards
     else:
         unreduced = 0.0

@@ -260,7 +260,7 @@ def test_sync_state_is_counted():
     for a, b in zip(plain.stages, found.stages, strict=True):
         assert (b.wire, b.memory) == (a.wire, a.memory + b.sync)
     assert re.search("^ +gradient sync +512 KiB +512 KiB +512 KiB +0 B$", str(found), re.MULTILINE)
-    assert "what another sync sends has no closed form" in found.notes[-1]
+    assert "what another sync sends is not counted here" in found.notes[-1]
     assert "gradient sync" not in str(plain)
     with pytest.raises(ValueError, match="at stage 3"):
         plan_of(ONE, zero={"stage": 3, "sync": shd.sync.top_k(0.1)})

@@ -13,7 +13,7 @@ from sharding.plan.fastest._plan_costs import PlanCosts, zero_of
 from sharding.plan.fastest._plan_space import PlanSpace
 from sharding.plan.fastest._search import _simpler_first, machine_of
 from sharding.plan.timing._parallel_plan import ParallelPlan
-from sharding.plan.timing._step_time import COMPILED, chunk_layers, step_seconds
+from sharding.plan.timing._step_time import COMPILED, step_seconds
 
 GIB = 2**30
 H100, V5E = kind_of("h100"), kind_of("v5e")
@@ -60,8 +60,8 @@ def by_planner(plan, model=SMALL, device=H100):
     peak, wide = stage.peak, 2 if plan.microbatches > 1 else 0
     if plan.spread and plan.stage == 3:  # shards of a replica, and their sums
         peak += (1 + wide) * stage.params - stage.grads - stage.unreduced
-    elif plan.spread and plan.stage == 2 and wide:
-        peak += wide * stage.params / plan.shards - stage.grads
+    elif plan.spread and plan.stage == 2:
+        peak += max(wide, 1) * stage.params / plan.shards - stage.grads
     return max(peak, stage.arguments + grads + gathered)
 
 
@@ -126,8 +126,7 @@ def test_chunks_have_all_layers():
     """The first range has the embedding, the last one the head."""
     model = dataclasses.replace(SMALL, layers=11, vocabulary=128256)
     plan = ParallelPlan(pipe=4, microbatches=4)
-    machine = machine_of("h100x4")
-    numbers = chunk_layers(model, plan, machine)
+    numbers = memory_of(model, "h100x4").layers(plan)
     assert sum(numbers) == 11
     assert numbers[-1] < numbers[0] <= numbers[1]
     ranges = memory_of(model, "h100x4").ranges(plan)
@@ -272,7 +271,7 @@ def test_a_bound_takes_what_the_fullest_stage_has_at_least():
     model = dataclasses.replace(SMALL, vocabulary=256000)
     machine = machine_of("h100x8")
     plan = ParallelPlan(data=4, pipe=2, microbatches=4, stage=1, offload=True)
-    assert chunk_layers(model, plan, machine) == (7, 1)
+    assert memory_of(model).layers(plan) == (7, 1)
     bound = step_seconds(model, plan, machine, ideal=True)
     # Of four layers, whose MLP has a gate, and of both tables, which all devices have.
     params = 4 * 16 * 1024**2 + 2 * 256000 * 1024
@@ -358,6 +357,30 @@ def test_lossy_weights_and_syncs_only_where_they_are_asked_for():
     compressed = [plan for plan in space.plans() if plan.sync]
     assert {(plan.pipe, plan.tensor, plan.spread) for plan in compressed} == {(1, 1, False)}
     assert all(plan.replicas > 1 for plan in compressed if plan.stage == 3)
+
+
+def test_syncs_that_compress_nothing_are_left_out():
+    options = {"sequences": 16, "keep": {"pipe": 1, "tensor": 1}, "syncs": (None, "powersgd(600)")}
+    found = search(SMALL, TX, "h100x8", **options)
+    assert found.compared == search(SMALL, TX, "h100x8", **options | {"syncs": (None,)}).compared
+
+
+def test_nothing_hides_a_compressed_sync():
+    """Of replicas, too: it comes after all passes."""
+    slow = dataclasses.replace(H100, network=1e8)
+    costs = PlanCosts(
+        *(SMALL, TX, machine_of("h100x16", slow)),
+        length=512,
+        dtype=jnp.bfloat16,
+        implementation=COMPILED,
+    )
+    for plan in (
+        ParallelPlan(data=16, stage=1, sync="qsgd(8)"),
+        ParallelPlan(data=16, stage=2, replicas=2, sync="qsgd(8)"),
+    ):
+        found = costs.seconds(plan, costs.passes(plan))
+        assert found.data > found.exposed > 0.1
+        assert found.seconds > found.compute + found.exposed
 
 
 def test_weights_hold_what_their_transformations_hold():

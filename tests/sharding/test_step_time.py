@@ -20,7 +20,7 @@ from sharding.plan.timing._collective_time import NodeGroup, TorusGroup, collect
 from sharding.plan.timing._layer_time import Implementation, layer_work
 from sharding.plan.timing._mesh_groups import Machine
 from sharding.plan.timing._parallel_plan import ParallelPlan
-from sharding.plan.timing._step_time import chunk_layers, layers_of_chunks, step_seconds
+from sharding.plan.timing._step_time import layers_of_chunks, passes, step_seconds
 from sharding.plan.timing._tensor_sums import tensor_wire
 
 A100, H100, V5E = (kind_of(name) for name in ("a100-80", "h100", "v5e"))
@@ -242,7 +242,8 @@ def test_the_sum_of_the_head_is_on_the_last_stage():
     stream = 2 * SMALL.length * SMALL.width * 2 * 3 / 4
     for vocabulary, sums in ((8, 31), (9, 30)):
         model = dataclasses.replace(SMALL, layers=12, vocabulary=vocabulary)
-        assert chunk_layers(model, plan, Machine(device, 8)) == (6, 6)
+        found = passes(model, plan, Machine(device, 8), length=model.length)
+        assert found.chunks == (6, 6)
         found = step_seconds(model, plan, Machine(device, 8), ideal=True)
         assert found.tensor * device.link == pytest.approx(4 * sums * stream, rel=1e-2)
         # (S - 1) / M of it.
@@ -396,6 +397,10 @@ def test_groups_of_a_machine(machine, sizes, groups):
         (ParallelPlan(data=8, stage=4), "stage must be 0, 1, 2 or 3, got 4"),
         (ParallelPlan(data=8, recompute="some"), "recompute must be one of 'none', 'selective'"),
         (ParallelPlan(data=0), "data must be at least 1, got 0"),
+        (ParallelPlan(data=8, weights="wide"), "weights must be one of 'plain', .* got 'wide'"),
+        (ParallelPlan(data=4, pipe=2, microbatches=2, sync="qsgd(8)"), "without pipe, tensor and"),
+        (ParallelPlan(data=8, stage=3, sync="qsgd(8)"), "at stage 3 is that of replicas"),
+        (ParallelPlan(data=8, sync="qsgd(8)"), r"the time of qsgd\(8\) depends: search does"),
     ],
 )
 def test_errors(plan, message):

@@ -94,8 +94,8 @@ class PlanCosts:
             # Shards of a replica, and their sums over micro-batches, in place of what the update
             # gets of them.
             backward += (1 + wide) * held.params - held.grads - held.unreduced
-        elif plan.spread and plan.stage == 2 and wide:
-            backward += wide * held.params / plan.shards - held.grads
+        elif plan.spread and plan.stage == 2:
+            backward += max(wide, 1.0) * held.params / plan.shards - held.grads
         grads = held.grads / (plan.shards_of_state if plan.stage == 1 else 1)
         update = held.arguments + grads + _updated(plan, held.params)
         if plan.sync:
@@ -249,7 +249,8 @@ def without_state(plan: ParallelPlan) -> ParallelPlan:
 def _placed(plan: ParallelPlan) -> ParallelPlan:
     """A plan with nothing but that on which the bytes of parameters, gradients and state depend.
 
-    Replicas hold what devices without replicas hold, unless they share the state.
+    Replicas hold what devices without replicas hold, unless they share the state or have a
+    compressed sync.
     """
     alike = not plan.spread and not plan.sync
     return ParallelPlan(

@@ -231,7 +231,7 @@ class PlanFile:
 def lowered_step(
     file: PlanFile, mesh: Any, model: Decoder | TracedModel, tx: optax.GradientTransformation
 ) -> jax.stages.Lowered:
-    """The step of a plan, lowered for a mesh.
+    """The step of a plan, lowered for a mesh; ``tx`` is that of ``transformation_of(plan, ...)``.
 
     Raises:
       ValueError: the model does not fit the plan's pipeline.

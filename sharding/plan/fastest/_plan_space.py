@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from optax_ext import STATE_FORMATS
@@ -27,13 +27,16 @@ KEPT = (
 _OF_STATE = ("stage", "replicas", "spread", "offload", "state_format", "weights", "sync")
 
 
+_OF_SYNC = ("stage", "replicas", "sync")
+
+
 @dataclasses.dataclass(frozen=True)
 class PlanGroup:
     """Plans with the same forward and backward passes.
 
     Attributes:
       passes: a plan without ZeRO.
-      variants: of the plans: ZeRO stage, replicas, offload and state.
+      variants: of the plans: ZeRO stage, replicas, offload, state, weights and sync.
     """
 
     passes: ParallelPlan
@@ -75,6 +78,7 @@ class PlanSpace:
       weights: what updates the parameters.
       syncs: synchronizations of gradients; others than None are lossy, and without pipelines and
         shared layers.
+      compresses: whether the sync of a plan compresses any gradient; if not, the plan is left out.
       param_bytes: of a parameter.
       state_bytes: of the state for one parameter, by its format and by what updates parameters.
     """
@@ -87,6 +91,7 @@ class PlanSpace:
     state_formats: tuple[str | None, ...] = (None,)
     weights: tuple[str, ...] = ("plain",)
     syncs: tuple[str | None, ...] = (None,)
+    compresses: Callable[[ParallelPlan], bool] = lambda plan: True
     param_bytes: float = 2.0
     state_bytes: Mapping[tuple[str | None, str], float] = dataclasses.field(default_factory=dict)
 
@@ -112,6 +117,13 @@ class PlanSpace:
                 raise ValueError(f"keep has {name!r}; what can be kept is {known}.")
         of_state = {name: value for name, value in keep.items() if name in _OF_STATE}
         variants = functools.cache(self._variants)  # of data parallelism
+
+        @functools.cache
+        def compresses(data: int, stage: int, replicas: int, sync: str) -> bool:
+            return self.compresses(
+                ParallelPlan(data=data, stage=stage, replicas=replicas, sync=sync)
+            )
+
         for passes in self._passes():
             if any(getattr(passes, k) != keep[k] for k in keep if k not in _OF_STATE):
                 continue
@@ -121,7 +133,13 @@ class PlanSpace:
                 each
                 for each in variants(passes.data)
                 if not (gathers and each["stage"] == 3)
-                and (each["sync"] is None or passes.pipe * passes.tensor == 1)
+                and (
+                    each["sync"] is None
+                    or (
+                        passes.pipe * passes.tensor == 1
+                        and compresses(passes.data, *(each[k] for k in _OF_SYNC))
+                    )
+                )
                 and all(each[name] == value for name, value in of_state.items())
             )
             if found:

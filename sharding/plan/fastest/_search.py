@@ -124,7 +124,8 @@ class SearchResult:
             f"No plan that fits can take less than {seconds(self.bound)} a step, even at the peak "
             f"of a {self.device.name} with everything hidden; the best is predicted to take "
             f"{self.gap:.0%} more.",
-            "ZeRO is the stage, its shards and its replicas; tensor is the number of devices that "
+            "ZeRO is the stage, its shards and its replicas (spread: they share the state), where "
+            "the state is, and what is lossy; tensor is the number of devices that "
             "share each layer; micro is the number of micro-batches and their sequences; stored "
             "is what a layer stores for its backward pass: all that this reads, its input alone, "
             "or results of products beside it (queries, keys and values; attention; its output; "
@@ -248,6 +249,7 @@ def search(
         state_formats=tuple(state_formats),
         weights=tuple(weights),
         syncs=tuple(syncs),
+        compresses=lambda plan: costs.sync(plan).moved > 0,
         param_bytes=float(jnp.dtype(dtype).itemsize),
         state_bytes={
             form: costs.state_bytes_in(*form) for form in itertools.product(state_formats, weights)
@@ -372,10 +374,10 @@ def machine_of(target: str, device: DeviceKind | None = None) -> Machine:
 
 
 def _simpler_first(plan: ParallelPlan) -> tuple[int, ...]:
-    """What orders plans of equal time: the simpler one first, or the smaller schedule."""
+    """What orders plans of equal time: the exact, the simpler one first, the smaller schedule."""
     schedule = _SMALLEST_FIRST.index(plan.schedule)
     devices = (plan.pipe, plan.tensor, plan.replicas)
-    return (plan.offload, *devices, plan.spread, -plan.stage, plan.microbatch, schedule)
+    return (plan.lossy, plan.offload, *devices, plan.spread, -plan.stage, plan.microbatch, schedule)
 
 
 def _no_plan(space: PlanSpace, keep: Mapping[str, Any] | None) -> str:

@@ -122,7 +122,10 @@ def verify(
 def planned_wire(
     file: PlanFile, mesh: Any, model: Decoder | TracedModel, tx: optax.GradientTransformation
 ) -> float:
-    """Bytes that one device sends in a step, without what optimizers send."""
+    """Bytes that one device sends in a step, without what optimizers send.
+
+    ``tx`` is that of ``transformation_of(plan, ...)``.
+    """
     plan, dtype = file.plan, jnp.dtype(file.dtype)
     params, specs, sent = model.abstract(dtype), file.param_specs(model), 0.0
     if plan.pipe > 1:

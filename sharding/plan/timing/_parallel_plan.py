@@ -116,6 +116,13 @@ class ParallelPlan:
             raise ValueError(
                 f"{self.replicas} replicas do not divide {self.data} data-parallel devices."
             )
+        if self.weights not in WEIGHTS:
+            known = ", ".join(map(repr, WEIGHTS))
+            raise ValueError(f"weights must be one of {known}, got {self.weights!r}.")
+        if self.sync and (self.pipe * self.tensor > 1 or self.spread):
+            raise ValueError("a compressed sync needs plans without pipe, tensor and spread.")
+        if self.sync and self.stage == 3 and self.replicas == 1:
+            raise ValueError("a compressed sync at stage 3 is that of replicas: it needs several.")
         if self.spread and (self.replicas == 1 or self.stage == 0):
             raise ValueError("spread needs several replicas, and stage 1, 2 or 3.")
         if model.heads % self.tensor:

@@ -27,6 +27,7 @@ class StepSeconds:
       update: of the optimizer.
       host: of moving optimizer state to and from host memory.
       hideable: of computing that can run at the same time as ``data``.
+      exposed: of ``data``, what nothing can hide: compressed gradients after all passes.
       interference: whether computing and sending slow each other down, as on GPUs.
     """
 
@@ -41,6 +42,7 @@ class StepSeconds:
     host: float
     hideable: float
     interference: bool
+    exposed: float = 0.0
 
     @property
     def compute(self) -> float:
@@ -62,13 +64,14 @@ class StepSeconds:
         Collectives of tensor parallelism and messages between stages are waited for.
         """
         passes = self.compute + self.tensor + self.bubble + self.transfers
-        return passes - self.hideable + self._both() + max(self.update, self.host)
+        both = self._both(self.data - self.exposed) + self.exposed
+        return passes - self.hideable + both + max(self.update, self.host)
 
-    def _both(self) -> float:
-        """Seconds of ``data`` and ``hideable`` together."""
+    def _both(self, data: float) -> float:
+        """Seconds of collectives and ``hideable`` together."""
         if not self.interference:
-            return max(self.data, self.hideable)
-        compute, wire = self.hideable * COMPUTE_SLOWDOWN, self.data * WIRE_SLOWDOWN
+            return max(data, self.hideable)
+        compute, wire = self.hideable * COMPUTE_SLOWDOWN, data * WIRE_SLOWDOWN
         if compute < wire:
             return compute + (wire - compute) / WIRE_SLOWDOWN
         return wire + (compute - wire) / COMPUTE_SLOWDOWN

@@ -133,6 +133,11 @@ def step_seconds(
       '0.67 0.69 0.78'
     """
     plan.check(model)
+    if plan.sync:
+        raise ValueError(
+            f"step_seconds does not know the shapes of gradients, of which the time of {plan.sync} "
+            "depends: search does."
+        )
     found = passes(
         *(model, plan, machine),
         length=length or model.length,
@@ -154,6 +159,11 @@ def passes(
     """The passes of a step; arguments are those of ``step_seconds``.
 
     They are the same for all plans that differ in ZeRO, replicas, offload and state alone.
+
+    >>> from sharding.plan import MODELS, kind_of
+    >>> plan, machine = ParallelPlan(pipe=8, microbatches=8), Machine(kind_of("h100"), 8)
+    >>> passes(MODELS["llama3-8b"], plan, machine, length=2048).chunks
+    (4, 4, 4, 4, 4, 4, 5, 3)
     """
     groups, wire = _groups(plan, machine), _Wire(machine, ideal)
     layer, head_forward, head_backward = _works(model, plan, machine, length, implementation, ideal)
@@ -271,13 +281,17 @@ def with_state(
       plan: how the step is shared.
       machine: the devices.
       found: the passes.
-      sync: the compressed synchronization of gradients, if the plan has one; none of it is hidden,
-        and what it moves counts as part of the update.
+      sync: the compressed synchronization of gradients, if the plan has one; nothing hides it, and
+        what it moves counts as part of the update.
       ideal: as for ``step_seconds``.
     """
     groups, wire = _groups(plan, machine), _Wire(machine, ideal)
     work, params = found.work, found.params
-    data, hideable = _data_seconds(plan, found.layers, params, groups, wire, sync)
+    data, hideable = _data_seconds(plan, found.layers, params, groups, wire)
+    exposed = 0.0
+    if sync is not None:
+        over = groups.data if plan.replicas == 1 else groups.replicas
+        exposed = sum(wire(operation, nbytes, over) for operation, nbytes in sync.sums)
     shards = plan.shards_of_state
     touched = 2 * (plan.param_bytes + plan.state_bytes) + plan.grad_bytes
     reached = 1.0 if ideal else achieved(machine.device).memory
@@ -291,7 +305,8 @@ def with_state(
         tensor=found.tensor,
         bubble=found.bubble,
         transfers=found.transfers,
-        data=data,
+        data=data + exposed,
+        exposed=exposed,
         update=update / (machine.device.bandwidth * reached),
         host=_host_seconds(plan, params / shards, machine, ideal),
         hideable=hideable * work.seconds,
@@ -304,25 +319,6 @@ def _groups(plan: ParallelPlan, machine: Machine) -> _Groups:
     tensor, data, pipe = machine.groups((plan.tensor, plan.data, plan.pipe))
     _, shards, replicas, _ = machine.groups((plan.tensor, plan.shards, plan.replicas, plan.pipe))
     return _Groups(tensor, shards, replicas, data, pipe)
-
-
-def chunk_layers(
-    model: Decoder,
-    plan: ParallelPlan,
-    machine: Machine,
-    *,
-    length: int | None = None,
-    implementation: Implementation = COMPILED,
-) -> tuple[int, ...]:
-    """Layers of each chunk of a pipeline, from the first to the last; arguments as above.
-
-    >>> from sharding.plan import MODELS, kind_of
-    >>> machine = Machine(kind_of("h100"), 8)
-    >>> chunk_layers(MODELS["llama3-8b"], ParallelPlan(pipe=8, microbatches=8), machine)
-    (4, 4, 4, 4, 4, 4, 5, 3)
-    """
-    length = length or model.length
-    return passes(model, plan, machine, length=length, implementation=implementation).chunks
 
 
 def _chunks(layers: int, number: int, last: int) -> tuple[int, ...]:
@@ -462,7 +458,6 @@ def _data_seconds(
     params: float,
     groups: _Groups,
     wire: _Wire,
-    sync: SyncWork | None,
 ) -> tuple[float, float]:
     """Collectives of data parallelism, and the share of computing that can run beside them.
 
@@ -474,16 +469,11 @@ def _data_seconds(
     held, reduced = params * plan.param_bytes, params * plan.grad_bytes
     times = plan.microbatches if plan.pipe == 1 else 1
     last = 2 / 3 / plan.microbatches
-    synced = 0.0
-    if sync is not None:
-        over = groups.data if plan.replicas == 1 else groups.replicas
-        synced = sum(wire(operation, nbytes, over) for operation, nbytes in sync.sums)
-        if plan.replicas == 1:
-            gather = wire("all-gather", held, groups.data) if plan.stage else 0.0
-            return synced + gather, 0.0
+    if plan.sync and plan.replicas == 1:  # which takes the place of the sums
+        return wire("all-gather", held, groups.data) if plan.stage else 0.0, 0.0
     if plan.stage == 0:
         return wire("all-reduce", reduced, groups.data), last
-    replicas = synced or wire("all-reduce", reduced / plan.shards, groups.replicas)
+    replicas = 0.0 if plan.sync else wire("all-reduce", reduced / plan.shards, groups.replicas)
     if plan.spread:
         replicas = wire("reduce-scatter", reduced / plan.shards, groups.replicas)
         replicas += wire("all-gather", held / plan.shards, groups.replicas)
