@@ -270,7 +270,7 @@ def estimate(
         raise ValueError(
             f"activations must be None or a finite number of bytes, 0 or above, got {activations}."
         )
-    stages = _stages(
+    stages = _stage_plans(
         *(params, tx, variants_of(zero)),
         param_specs=param_specs,
         microbatches=microbatches,
@@ -307,7 +307,7 @@ def estimate_stage(
     gathered_once: str | None = None,
 ) -> StagePlan:
     """The stage that a ``Zero`` runs, as ``estimate`` finds it beside all others."""
-    (found,) = _stages(
+    (found,) = _stage_plans(
         *(params, tx, {name_of(zero): zero}),
         param_specs=param_specs,
         microbatches=microbatches,
@@ -335,7 +335,7 @@ def with_state_format(
     return low_precision_state(tx, STATE_FORMATS[state_format])
 
 
-def _stages(
+def _stage_plans(
     params: Any,
     tx: optax.GradientTransformation,
     variants: dict[str, Zero],
