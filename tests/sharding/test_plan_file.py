@@ -152,7 +152,11 @@ def test_the_code_builds_the_step_that_is_verified(plan, layers):
     state = zero.abstract_state(make_state, tx=names["tx"], param_specs=specs)
     tokens = jax.ShapeDtypeStruct((plan.sequences, SMALL.length + 1), jnp.int32)
     mine = names["step"].lower(state, tokens)
-    assert list(names["mesh"].shape.items()) == list(file.mesh_axes.items())
+    assert names["mesh"].axis_names == file.axis_order
+    assert dict(names["mesh"].shape) == file.mesh_axes
+    far = targets.mesh("cpu:8", tuple(file.mesh_axes.values()), tuple(file.mesh_axes))
+    ids = [[d.id for d in mesh.devices.flat] for mesh in (file.arranged(far), names["mesh"])]
+    assert ids[0] == ids[1]
     theirs = lowered_step(file, names["mesh"], model, names["tx"])
     assert mine.as_text() == theirs.as_text()
 

@@ -138,6 +138,7 @@ def test_pipelines_of_shared_layers_are_exact(name, stage, recompute):
     file = PlanFile("", "", "cpu:8", model.length, "float64", (1, 1), plan, {})
     auto = (jax.sharding.AxisType.Auto,) * 3
     mesh = jax.make_mesh(tuple(file.mesh_axes.values()), tuple(file.mesh_axes), auto)
+    mesh = file.arranged(mesh)
     pipeline = file.pipeline(mesh, model)
     zero = dataclasses.replace(file.zero(mesh), min_shard_size=0)
     make = make_state(model, tx)

@@ -86,6 +86,24 @@ class PlanFile:
         return axes | ({TENSOR_AXIS: plan.tensor} if plan.tensor > 1 else {})
 
     @property
+    def axis_order(self) -> tuple[str, ...]:
+        """The order of the axes in the mesh: that of ``mesh_axes`` but for one case.
+
+        In a pipeline of shared layers the stages come behind data parallelism. The compilers of jax
+        0.11 and 0.12 end the process if they do not.
+        """
+        first, *rest = self.mesh_axes
+        if first != "pipe" or self.plan.tensor == 1:
+            return (first, *rest)
+        return (*rest[:-1], first, rest[-1])
+
+    def arranged(self, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
+        """A mesh with ``mesh_axes``, its axes in ``axis_order``; every device stays where it is."""
+        order = [mesh.axis_names.index(name) for name in self.axis_order]
+        types = (jax.sharding.AxisType.Auto,) * len(order)
+        return jax.sharding.Mesh(mesh.devices.transpose(order), self.axis_order, axis_types=types)
+
+    @property
     def saved(self) -> tuple[str, ...]:
         """The names of what layers save beside their input; empty where no preset says it."""
         return PRESETS[self.plan.recompute][0] if self.plan.recompute in PARTLY else ()
@@ -181,6 +199,7 @@ class PlanFile:
             "import jax, optax_ext, sharding as shd",
             f"auto = (jax.sharding.AxisType.Auto,) * {len(axes)}",
             f"mesh = jax.make_mesh({tuple(axes.values())}, {tuple(axes)}, auto)",
+            *self._arrangement(),
             f"zero = shd.Zero(mesh, {', '.join(fields)})",
         ]
         if plan.tensor > 1:
@@ -226,6 +245,15 @@ class PlanFile:
             f"step = zero.train_step(loss, tx=tx, microbatches={plan.microbatches})",
         ]
         return lines
+
+    def _arrangement(self) -> list[str]:
+        """The line that arranges the mesh, if it must be."""
+        axes = tuple(self.mesh_axes)
+        if self.axis_order == axes:
+            return []
+        order = tuple(map(axes.index, self.axis_order))
+        devices = f"mesh.devices.transpose{order}"
+        return [f"mesh = jax.sharding.Mesh({devices}, {self.axis_order}, axis_types=auto)"]
 
 
 def lowered_step(

@@ -106,7 +106,7 @@ def verify(
     if isinstance(model, Decoder):
         model = dataclasses.replace(model, length=file.length)
     axes = file.mesh_axes
-    mesh = targets.mesh(file.target, tuple(axes.values()), tuple(axes))
+    mesh = file.arranged(targets.mesh(file.target, tuple(axes.values()), tuple(axes)))
     found = audit(lowered_step(file, mesh, model, tx), mesh=mesh, device=device or file.target)
     return Verification(
         planned_memory=file.promised["memory"],
