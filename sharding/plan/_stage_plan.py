@@ -185,9 +185,8 @@ def _memory(
         unreduced = _of_one_layer(full, gathered_once)
     elif zero.stage == 2 or (zero.stage < 2 and microbatches > 1):
         unreduced = full_grads
-    elif (
-        zero.stage == 3 and zero.shard_state_over_replicas
-    ):  # a replica's shards, until the replicas sum them
+    elif zero.stage == 3 and zero.shard_state_over_replicas:
+        # A replica's shards, until the replicas sum them.
         unreduced = full_grads / zero.num_shards
     else:
         unreduced = 0.0

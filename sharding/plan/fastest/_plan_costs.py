@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec
 
-from optax_ext import master_weights, stochastic_rounding
+import optax_ext
 from sharding._zero import Zero
 from sharding.placement._describe import Row
 from sharding.placement._specs import num_shards
@@ -33,6 +33,8 @@ from sharding.plan.timing._step_seconds import StepSeconds
 from sharding.plan.timing._step_time import Passes, passes, with_state
 
 _TOKEN = 4  # bytes
+# What of ``optax_ext`` wraps the transformation, by ``ParallelPlan.weights``.
+WRAPPERS = {"master": "master_weights", "stochastic": "stochastic_rounding"}
 TENSOR_AXIS = "model"  # of the devices that share each layer, as ``Decoder.specs`` names it
 
 
@@ -273,15 +275,14 @@ def transformation_of(
 ) -> optax.GradientTransformation:
     """The transformation of a plan: with its format of the state, and its weights."""
     tx = with_state_format(tx, plan.state_format)
-    wrap = {"master": master_weights, "stochastic": stochastic_rounding}.get(plan.weights)
-    return wrap(tx) if wrap else tx
+    wrap = WRAPPERS.get(plan.weights)
+    return getattr(optax_ext, wrap)(tx) if wrap else tx
 
 
 def sync_of_plan(plan: ParallelPlan, params: Any) -> SyncWork:
     """The compressed synchronization of a plan."""
     assert plan.sync is not None
-    devices = plan.replicas if plan.replicas > 1 else plan.data
-    return sync_work(plan.sync, _synced_arrays(plan, params), devices)
+    return sync_work(plan.sync, _synced_arrays(plan, params), plan.synced_devices)
 
 
 def _synced_arrays(plan: ParallelPlan, params: Any) -> list[SyncedArray]:
@@ -302,12 +303,13 @@ def _synced_arrays(plan: ParallelPlan, params: Any) -> list[SyncedArray]:
 
 def sync_change(plan: ParallelPlan, params: Any) -> float:
     """Bytes that a device sends in a step for the compressed sync of a plan, less dense sums."""
-    devices = plan.replicas if plan.replicas > 1 else plan.data
+    assert plan.sync is not None
+    devices, arrays = plan.synced_devices, _synced_arrays(plan, params)
     dense = 0.0
-    for it in _synced_arrays(plan, params):
+    for it in arrays:
         times = plan.microbatches if plan.stage == 2 and it.scattered else 1
         dense += it.nbytes * (times if it.scattered else 2) * (devices - 1) / devices
-    return sync_of_plan(plan, params).sent(devices) - dense
+    return sync_work(plan.sync, arrays, devices).sent(devices) - dense
 
 
 def _shard(row: Row, zero: Zero) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from sharding.pipeline._pipeline import Pipeline
 from sharding.plan._models import Decoder
 from sharding.plan._saved_names import PARTLY, PRESETS
 from sharding.plan.fastest._chosen_plan import ChosenPlan
-from sharding.plan.fastest._plan_costs import TENSOR_AXIS, zero_of
+from sharding.plan.fastest._plan_costs import TENSOR_AXIS, WRAPPERS, zero_of
 from sharding.plan.fastest._traced_model import TracedModel
 from sharding.plan.timing._parallel_plan import ParallelPlan
 
@@ -209,7 +209,7 @@ class PlanFile:
         if plan.state_format:
             form = f"optax_ext.STATE_FORMATS[{plan.state_format!r}]"
             lines.append(f"tx = optax_ext.low_precision_state(tx, {form})")
-        wrap = {"master": "master_weights", "stochastic": "stochastic_rounding"}.get(plan.weights)
+        wrap = WRAPPERS.get(plan.weights)
         lines += [f"tx = optax_ext.{wrap}(tx)"] if wrap else []
         names = self.saved
         policy = ", policy=policy" if names else ""

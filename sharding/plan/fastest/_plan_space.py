@@ -16,17 +16,14 @@ from sharding.plan.timing._parallel_plan import RECOMPUTE, WEIGHTS, ParallelPlan
 
 # Forms of recomputation whose activations the planner knows.
 SEARCHED = tuple(name for name in RECOMPUTE if name != "selective")
-# What ``keep`` takes.
-KEPT = (
-    *("data", "tensor", "pipe", "microbatch", "microbatches", "stage", "replicas", "spread"),
-    *("schedule", "chunks", "recompute", "offload", "state_format", "weights", "sync"),
-)
-
-
 # What forward and backward passes do not depend on.
 _OF_STATE = ("stage", "replicas", "spread", "offload", "state_format", "weights", "sync")
-
-
+# What ``keep`` takes.
+KEPT = (
+    *("data", "tensor", "pipe", "microbatch", "microbatches", "schedule", "chunks", "recompute"),
+    *_OF_STATE,
+)
+# What the synchronization of gradients depends on, beside the number of devices.
 _OF_SYNC = ("stage", "replicas", "sync")
 
 
@@ -52,9 +49,6 @@ class PlanGroup:
         if name in _OF_STATE:
             return {each[name] for each in self.variants}
         return {getattr(self.passes, name)}
-
-    def __hash__(self) -> int:
-        return hash(self.passes)
 
 
 @dataclasses.dataclass(frozen=True)

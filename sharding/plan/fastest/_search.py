@@ -260,13 +260,13 @@ def search(
         raise ValueError(_no_plan(space, keep))
     budget = machine.device.memory * (1 - headroom)
     held = functools.cache(costs.fullest)  # of a plan, once it is asked for
-    least = functools.cache(lambda group: costs.least(group.passes))
+    least = functools.cache(costs.least)  # of passes
 
     # In the order of predicted times.
     chosen: list[tuple[StepSeconds, ParallelPlan]] = []
     rejected: list[RejectedPlan] = []
     for found, plan in _in_order(
-        costs, groups, skip=lambda group: len(rejected) == top and least(group) > budget
+        costs, groups, skip=lambda group: len(rejected) == top and least(group.passes) > budget
     ):
         nbytes = held(plan)
         if nbytes <= budget:
@@ -280,14 +280,16 @@ def search(
     bound = next(
         found.full_overlap
         for found, plan in _in_order(
-            costs, groups, skip=lambda group: least(group) > budget, ideal=True
+            costs, groups, skip=lambda group: least(group.passes) > budget, ideal=True
         )
         if held(plan) <= budget
     )
     points: list[FrontierPlan] = []
     if frontier:
         for found, plan in _in_order(
-            costs, groups, skip=lambda group: bool(points) and least(group) >= points[-1].memory
+            costs,
+            groups,
+            skip=lambda group: bool(points) and least(group.passes) >= points[-1].memory,
         ):
             if not points or held(plan) < points[-1].memory:
                 points.append(FrontierPlan(plan, found.seconds, held(plan)))
@@ -401,18 +403,18 @@ def _no_plan(space: PlanSpace, keep: Mapping[str, Any] | None) -> str:
 def _nothing_fits(
     target: str,
     groups: Sequence[PlanGroup],
-    least: Callable[[PlanGroup], float],
+    least: Callable[[ParallelPlan], float],
     held: Callable[[ParallelPlan], float],
     budget: float,
     headroom: float,
 ) -> str:
     """Which plan comes closest, and by how much it fails."""
-    smallest: ParallelPlan | None = None
-    for group in sorted(groups, key=least):
-        if smallest is not None and least(group) >= held(smallest):
+    first, *rest = sorted(groups, key=lambda group: least(group.passes))
+    smallest = min(first.plans(), key=held)
+    for group in rest:
+        if least(group.passes) >= held(smallest):
             break
-        smallest = min([*([smallest] if smallest else []), *group.plans()], key=held)
-    assert smallest is not None
+        smallest = min(smallest, *group.plans(), key=held)
     number = sum(len(group.variants) for group in groups)
     return (
         f"no plan fits {target}: its devices have {size(budget)}, {headroom:.0%} of their memory "

@@ -84,6 +84,11 @@ class ParallelPlan:
         return 1 if self.stage == 0 else self.data if self.spread else self.shards
 
     @property
+    def synced_devices(self) -> int:
+        """Devices over which a compressed sync runs: replicas, if there are."""
+        return self.replicas if self.replicas > 1 else self.data
+
+    @property
     def sequences(self) -> int:
         """Sequences of all devices in a step."""
         return self.data * self.microbatch * self.microbatches

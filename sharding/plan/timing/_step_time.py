@@ -453,11 +453,7 @@ def _table_params(model: Decoder, plan: ParallelPlan) -> float:
 
 
 def _data_seconds(
-    plan: ParallelPlan,
-    layers: float,
-    params: float,
-    groups: _Groups,
-    wire: _Wire,
+    plan: ParallelPlan, layers: float, params: float, groups: _Groups, wire: _Wire
 ) -> tuple[float, float]:
     """Collectives of data parallelism, and the share of computing that can run beside them.
 
