@@ -8,7 +8,8 @@ Which tests these are:
 - of another Python file: the test files that import it or name it;
 - of a page: those that ``TESTS`` lists, or that name it.
 
-A clean checkout of ``main`` is compared with the commit before. ``make test`` runs all tests.
+They run with ``--slow``: the slow ones of what changed, too. A clean checkout of ``main`` is
+compared with the commit before. ``make test-all`` runs all tests.
 """
 
 import pathlib
@@ -114,7 +115,7 @@ def main(options):
     test_files = {str(p.relative_to(ROOT)): p.read_text() for p in ROOT.glob("tests/**/test_*.py")}
     found = sorted(set().union(*(tests_of(path, test_files) for path in changed())))
     print("\n".join(found) or "No file with tests differs from main.")
-    command = [sys.executable, "-m", "pytest", *options, *found]
+    command = [sys.executable, "-m", "pytest", "--slow", *options, *found]
     return subprocess.run(command, cwd=ROOT).returncode if found else 0
 
 

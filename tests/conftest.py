@@ -3,6 +3,7 @@
 Warnings are errors too; that is said in pyproject.toml. Compiled programs are kept in .jax_cache.
 """
 
+import collections
 import gc
 import importlib.util
 import os
@@ -95,11 +96,36 @@ FIRST = {
 }
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
+
+
+def leave_out_slow(config, items):
+    """Deselects tests marked ``slow`` but for as many of their cases as they keep.
+
+    The cases that stay are evenly spaced. A test that the command line names runs whole.
+    """
+    if config.getoption("--slow") or any("::" in str(name) for name in config.args):
+        return
+    cases = collections.defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("slow"):
+            cases[item.path, item.originalname].append(item)
+    left = set()
+    for found in cases.values():
+        keep = found[0].get_closest_marker("slow").kwargs.get("keep", 0)
+        kept = {i * len(found) // keep for i in range(keep)}
+        left.update(item for i, item in enumerate(found) if i not in kept)
+    config.hook.pytest_deselected(items=[item for item in items if item in left])
+    items[:] = [item for item in items if item not in left]
+
+
+def pytest_collection_modifyitems(config, items):
     """Files of long tests run first, so that no worker waits for one at the end.
 
     Doctests that import ``flax.nnx`` run where it imports, as the tests of it do.
     """
+    leave_out_slow(config, items)
     items.sort(key=lambda item: item.path.name not in FIRST)
     try:
         import flax.nnx  # noqa: F401

@@ -9,6 +9,7 @@ import pytest
 NOTEBOOKS = sorted((pathlib.Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 # The kernel client's own event loop warns on some versions of Python.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")

@@ -105,6 +105,7 @@ def uninterrupted(uninterrupted_run):
     return uninterrupted_run[0]
 
 
+@pytest.mark.slow
 def test_a_run_stopped_in_every_way_has_the_losses_of_an_uninterrupted_one(
     tmp_path, text, uninterrupted
 ):
@@ -171,6 +172,7 @@ def test_a_killed_run_resumes_from_memory_and_loses_no_step(tmp_path, text, unin
     assert not list(memory.glob("*/*.slot"))  # the memory of a finished run is free
 
 
+@pytest.mark.slow
 def test_snapshots_of_another_pipeline_are_not_restored(tmp_path, text):
     options = ("--peer-checkpoints", tmp_path / "memory", "--name", "run", "--microbatches", "2")
     process = start(tmp_path, text, *options, "--pipeline", "2")
@@ -186,6 +188,7 @@ def test_snapshots_of_another_pipeline_are_not_restored(tmp_path, text):
     assert "Resuming from the checkpoint at step " in output
 
 
+@pytest.mark.slow
 def test_error_feedback_residuals_resume_on_other_devices(tmp_path, text):
     options = ("--sync", "topk", "--steps", "60", "--checkpoint-every", "10")
     process = start(tmp_path, text, *options)
@@ -206,6 +209,7 @@ def test_error_feedback_residuals_resume_on_other_devices(tmp_path, text):
     assert val_losses[-1] < 4.0
 
 
+@pytest.mark.slow
 def test_muon_resumes_on_other_devices_and_at_another_stage(tmp_path, text):
     """The state of its matrices, attention's too, does not depend on the mesh."""
     options = ("--optimizer", "muon", "--steps", "40", "--checkpoint-every", "10")
@@ -225,6 +229,7 @@ def test_muon_resumes_on_other_devices_and_at_another_stage(tmp_path, text):
     assert full[-1] < full[0] - 1
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_other_stages_of_a_pipeline_or_none(tmp_path, text):
     """Checkpoints hold the model's layers one by one, whatever pipeline wrote them."""
     options = ("--config", "smoke-deep", "--steps", "40", "--checkpoint-every", "10")
@@ -263,6 +268,7 @@ def test_a_run_resumes_with_other_stages_of_a_pipeline_or_none(tmp_path, text):
     assert full[-1]["loss"] < full[1]["loss"] - 1
 
 
+@pytest.mark.slow
 def test_a_run_with_planned_activations_has_the_losses_of_one_without(tmp_path, text):
     """At stages 2 and 3, with little memory and with much; it resumes without a plan."""
     options = ("--config", "smoke-deep", "--steps", "20", "--checkpoint-every", "10")
@@ -304,6 +310,7 @@ def test_a_run_with_planned_activations_has_the_losses_of_one_without(tmp_path, 
     assert "of a device, with the" in last
 
 
+@pytest.mark.slow(keep=1)
 @jax.numpy_rank_promotion("allow")  # as the script has it
 @pytest.mark.parametrize(
     ("plan", "layers", "options"),
@@ -381,6 +388,7 @@ def test_plans_that_the_script_cannot_run(tmp_path, monkeypatch):
             plan_option.take_plan(options)
 
 
+@pytest.mark.slow
 @jax.numpy_rank_promotion("allow")  # as the script has it
 def test_every_optimizer_sees_the_layers_in_the_stacks_of_a_pipeline(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPT.parent)
@@ -462,6 +470,7 @@ def test_it_begins_with_a_plan_and_the_audit_of_its_step(uninterrupted_run):
     assert float(ratio) == pytest.approx(1.0, abs=0.05)
 
 
+@pytest.mark.slow
 def test_the_log_compares_the_batch_with_the_critical_size(tmp_path, text):
     options = ("--noise-scale", "--steps", "20", "--checkpoint-every", "10")
     code, output = run(tmp_path, text, *options)

@@ -503,6 +503,7 @@ def jitted_update(name):
     return jax.jit(TRANSFORMATIONS[name]().update)
 
 
+@pytest.mark.slow(keep=152)
 @every
 @pytest.mark.parametrize("dtype", HUGE)
 @pytest.mark.parametrize("kind", magnitudes("float32"))

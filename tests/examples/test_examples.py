@@ -43,6 +43,7 @@ def test_example_is_short_and_says_how_to_run_it(name):
     assert any(line.startswith(f"  python examples/{name}.py") for line in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["scanned_stack", pytest.param("nnx_model", marks=flax_nnx.needs_nnx)]
 )
@@ -52,6 +53,7 @@ def test_loss_falls(processes, name):
     assert found[-1] < 0.6 * found[0]
 
 
+@pytest.mark.slow
 def test_checkpoint_resumes_at_another_stage_and_number_of_devices(processes):
     expected = losses(run(processes, "zero_checkpoint", "--folder", "one", "--steps", "40"))
     assert list(expected) == [10, 20, 30, 40]
@@ -65,6 +67,7 @@ def test_checkpoint_resumes_at_another_stage_and_number_of_devices(processes):
     assert losses(first) | losses(second) == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one(processes):
     expected = losses(run(processes, "many_hosts"))
     assert expected[50] < 0.6 * expected[10]

@@ -43,6 +43,7 @@ def folders(tmp_path_factory):
     return {count: tmp_path_factory.mktemp(f"processes-{count}") for count in CASES}
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("count", "case"), [(count, case) for count, cases in CASES.items() for case in cases]
 )

@@ -468,6 +468,7 @@ INNER = {
 }
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize(
     ("name", "bits", "rounding", "bound"),
     [

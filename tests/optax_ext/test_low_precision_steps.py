@@ -44,6 +44,7 @@ def spread(size, decades, seed=0):
 
 
 # Each format with a stored second moment and without; the other optimizers with what users choose.
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [

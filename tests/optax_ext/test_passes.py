@@ -78,6 +78,7 @@ def operands(shape, seed=0):
     return rng.normal(size=shape), {k: rng.normal(size=s) for k, s in sizes.items()}
 
 
+@pytest.mark.slow(keep=20)
 @pytest.mark.usefixtures("x64", "form")
 @pytest.mark.parametrize("new", [True, False])
 @pytest.mark.parametrize(
@@ -165,6 +166,7 @@ def test_what_has_no_fitting_divisor_is_not_cut(shape):
 # --- Both optimizers, each form against the papers in NumPy ---------------------------------------
 
 
+@pytest.mark.slow(keep=16)
 @pytest.mark.usefixtures("x64", "form")
 @pytest.mark.parametrize("case", [c for c, (_, f) in dims.CASES.items() if f.factored])
 def test_came_equals_the_reference(case):

@@ -30,6 +30,7 @@ def small(monkeypatch):
 
 
 # The loops: over steps of equal height, and over the last rows of each matrix.
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("apply", [False, True])
 @pytest.mark.parametrize(
     ("shape", "options", "loops"),

@@ -106,6 +106,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_form_of_xla(case):
     inner, options, shapes, dtype = CASES[case]
@@ -259,6 +260,7 @@ def test_odd_transformations_in_programs_for_tpus(inner, num):
 SHAPES = {"w": (128, 256), "v": (64, 130), "b": (40,)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_parameters_are_updated_as_by_optax(dtype):
     plain, tiled = pair(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))

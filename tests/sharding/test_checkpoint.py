@@ -165,6 +165,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("name", "layout"),

@@ -192,6 +192,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(("mesh", "stage", "kind", "offload"), CASES)
 def test_under_set_mesh(mesh, stage, kind, offload):
     """The same numbers, and no more compilations, whether the user sets the mesh or not."""

@@ -53,6 +53,7 @@ def check(name, zero, dtype, **kwargs):
     np.testing.assert_allclose(losses, expected_losses, rtol=TOLERANCE[dtype][0])
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("name", model.OPTIMIZERS)
@@ -73,6 +74,7 @@ def test_float32(name, stage):
     check(name, shd.Zero(mesh_of(8), stage=stage, min_shard_size=0), jnp.float32)
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("stage", "microbatches", "kind"),
@@ -116,6 +118,7 @@ def test_scatter_and_gather_one_axis_after_the_other(stage, monkeypatch):
     check("adafactor", zero, jnp.float64)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("name", "stage", "shape", "microbatches", "kind", "everywhere"),

@@ -98,6 +98,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.filterwarnings("ignore:stage 3 with a loss that gathers no layer")
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_form_of_xla(case):
@@ -114,6 +115,7 @@ def test_beside_tensor_parallelism():
     check(zero, specs)
 
 
+@pytest.mark.slow
 def test_updates_that_leave_the_kernel():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     zero = shd.Zero(mesh, stage=2, min_shard_size=512)

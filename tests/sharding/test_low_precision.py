@@ -89,6 +89,7 @@ def assert_same(have, want):
             np.testing.assert_allclose(a, b, rtol=1e-9, err_msg=name)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(
     ("bits", "rounding", "meshes"),
     [

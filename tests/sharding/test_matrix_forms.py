@@ -144,6 +144,7 @@ def run(zero, mesh, tx, steps=STEPS):
     return state
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("mesh", "stage", "options"), CASES)
 def test_attention_equals_its_matrices_on_one_device(mesh, stage, options):

@@ -137,6 +137,7 @@ def zero_on(mesh, stage, **options):
     return shd.Zero(made, stage=stage, **({"axis": "data"} | more | options))
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("name", "mesh", "stage"),

@@ -83,6 +83,7 @@ def mesh_of(kind, hybrid=False):
     return jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("stage", "kind", "hybrid"),

@@ -133,6 +133,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.filterwarnings("ignore:stage 3 with a loss that gathers no layer")
 @pytest.mark.parametrize(("stage", "mesh", "count", "options"), CASES)
 def test_batch_norm_needs_no_axis_name(stage, mesh, count, options):

@@ -460,6 +460,7 @@ def layerwise_alone(name):
     return model.train_alone(LAYERWISE[name](), jnp.float64, 10)[0]
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("name", "stage"),

@@ -120,6 +120,7 @@ def assert_same(have, want):
 # --- Zero -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.filterwarnings("ignore:the transformation's init")  # codes of so small arrays
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_same_numbers(name, x64):
@@ -255,6 +256,7 @@ def test_compile_only_gpu_targets_are_rejected():
 # --- The transformation ---------------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.filterwarnings("ignore:the transformation's init")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_transformation_equals_the_inner_one(name, x64):

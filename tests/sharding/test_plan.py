@@ -193,6 +193,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("name", CASES)
 def test_the_compiled_step(name):
     fields, optimizer, k = CASES[name]

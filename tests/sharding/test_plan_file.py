@@ -133,6 +133,7 @@ def test_other_files(text, message, tmp_path):
         PlanFile.read(path)
 
 
+@pytest.mark.slow(keep=12)
 @pytest.mark.parametrize(
     ("plan", "layers"), [*((plan, (3,)) for plan in PLANS), *PIPELINES.values()], ids=str
 )
@@ -221,6 +222,7 @@ def test_devices_that_share_a_layer_are_nearest():
 # --- Programs -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=12)
 @pytest.mark.parametrize(
     ("plan", "layers"),
     [*((plan, (3,)) for plan in PLANS if not plan.state_format), *PIPELINES.values()],
@@ -268,6 +270,7 @@ def test_the_program_of_another_pipeline_does_not_hold():
         assert "of the planned operations" in failures[0]
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "aligned", "interleaved"])
 def test_slots_that_are_planned_are_those_of_the_program(name, recompute):

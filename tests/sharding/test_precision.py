@@ -118,6 +118,7 @@ def wide_alone(tx_name):
     return tx, state
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("stage", "microbatches", "hybrid"),

@@ -126,6 +126,7 @@ def train_step(zero, tx, loss=loss_per_example, **options):
     return zero.train_step(loss_fn, tx=tx, trainable=TRAINED, **options)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("name", "mesh", "microbatches", "remat"),

@@ -103,6 +103,7 @@ def reference(name):
     return params
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("name", "stage"),
@@ -129,6 +130,7 @@ def test_shared_layers_are_exact(name, stage):
     assert state[0]["embed"].addressable_shards[0].data.shape[0] == held["embed"].shape[0]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("name", "stage"), [("llama", 1), ("gpt", 3)])
 @pytest.mark.parametrize("recompute", ["none", "save_qkv_proj"])

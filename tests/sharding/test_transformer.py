@@ -49,6 +49,7 @@ def compiled(case):
     return zero, layout, lowered.compile()
 
 
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_a_step_sends_and_holds_what_theory_says(case):
     zero, layout, program = compiled(case)

@@ -271,6 +271,7 @@ def test_operations_of_a_model_are_those_of_its_program(run):
 SMALL = "--model gpt2-small --length 64 --batch 4 --target cpu:8"
 
 
+@pytest.mark.slow
 def test_activations_are_planned(run):
     """The row of activations is that of a program, and "left" is without them."""
     code, out, _ = run(f"plan {SMALL} --memory 8 --remat 180MiB --json")
@@ -657,6 +658,7 @@ def test_bad_audits(run, line, message):
     assert re.search(message, err)
 
 
+@pytest.mark.slow
 def test_find_batch(run):
     """Of two stages, each tried size with what it needs; the one found is audited."""
     line = "audit --model gpt2-small --length 32 --target cpu:8 --stage 3 --find-batch"

@@ -45,6 +45,7 @@ def test_what_is_kept(capsys):
     assert all(it["stage"] == 3 and not it["offload"] for it in plans)
 
 
+@pytest.mark.slow
 def test_lossy_formats_only_where_they_are_given(capsys):
     keep = ("--keep", "pipe=1", "--keep", "stage=1", "--keep", "recompute=full")
     options = (*SEARCH, "--json", "--top", "200", *keep, "--no-offload")

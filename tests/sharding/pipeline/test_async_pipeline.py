@@ -335,6 +335,7 @@ HISTORY = [
 ]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("make", "stages", "microbatches", "variant", "tx", "kind", "recompute"), HISTORY

@@ -48,6 +48,7 @@ def test_hybrid(stage):
     check(model.pipeline(mesh, one_f_one_b(2, 4)), zero)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("stage", "kind", "gather"),
@@ -137,6 +138,7 @@ def test_gradient_sync():
     check(model.pipeline(mesh, one_f_one_b(2, 4)), zero)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("x64")
 def test_low_precision_state():
     tx = optax_ext.low_precision_state(optax.adam(1e-3), min_size=0)

@@ -85,6 +85,7 @@ def test_rows_pair_everything():
         assert pairs == set(itertools.product(SCHEDULES, values)), column
 
 
+@pytest.mark.slow(keep=8)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("schedule", "stages", "microbatches", "variant", "zero", "kind", "name", "recompute"),
@@ -98,6 +99,7 @@ def test_float64(schedule, stages, microbatches, variant, zero, kind, name, reco
     check(pipe, shd.Zero(mesh, stage=zero, min_shard_size=0), name, variant)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", model.OPTIMIZERS)
 def test_optimizers_see_the_unstacked_model(name):

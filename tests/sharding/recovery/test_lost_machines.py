@@ -165,6 +165,7 @@ def check_losses(cluster, unbroken):
         assert losses == unbroken[step], step
 
 
+@pytest.mark.slow
 def test_killed_at_every_point(cluster, unbroken):
     """One kill after the other in one run, each second one with the memory of its machine."""
     rng = np.random.default_rng(0)
@@ -182,6 +183,7 @@ def test_killed_at_every_point(cluster, unbroken):
     check_losses(cluster, unbroken)
 
 
+@pytest.mark.slow
 def test_killed_while_restoring(cluster, unbroken):
     """Lost again before redundancy is back: in the restore, and while replicas are written anew."""
     cluster.train(4)
@@ -208,6 +210,7 @@ def test_group_lost(cluster, unbroken):
     check_losses(cluster, unbroken)
 
 
+@pytest.mark.slow
 def test_machines_of_two_processes(cluster, unbroken):
     """A machine is lost with both of its processes; processes of a machine share its folder."""
     machines = ["a", "a", "b", "b"]
@@ -218,6 +221,7 @@ def test_machines_of_two_processes(cluster, unbroken):
     check_losses(cluster, unbroken)
 
 
+@pytest.mark.slow
 def test_copies_in_steps(cluster, tmp_path, server):
     """The training step copies; a kill may find a snapshot that no step has taken.
 
@@ -235,6 +239,7 @@ def test_copies_in_steps(cluster, tmp_path, server):
     check_losses(cluster, control.losses())
 
 
+@pytest.mark.slow
 @protocol("no-token")
 def test_slow_writers(cluster, unbroken, mutations):
     """No process overwrites the last complete snapshot while others still write the one after it.
@@ -250,6 +255,7 @@ def test_slow_writers(cluster, unbroken, mutations):
     check_losses(cluster, unbroken)
 
 
+@pytest.mark.slow
 @protocol("no-token")
 def test_memory_full(cluster, unbroken, mutations):
     """Training goes on; the last complete snapshot stays, and is restored.
@@ -266,6 +272,7 @@ def test_memory_full(cluster, unbroken, mutations):
     check_losses(cluster, unbroken)
 
 
+@pytest.mark.slow
 def test_damaged_blocks(cluster, unbroken):
     """A replica takes the place of a damaged block; without one the snapshot before is restored."""
     cluster.train(4)
@@ -282,6 +289,7 @@ def test_damaged_blocks(cluster, unbroken):
     check_losses(cluster, unbroken)
 
 
+@pytest.mark.slow
 def test_one_process_fails_to_verify(cluster, unbroken):
     """What one process finds damaged is a vote: all use replicas, and all the same step."""
     cluster.train(4)
@@ -293,6 +301,7 @@ def test_one_process_fails_to_verify(cluster, unbroken):
     check_losses(cluster, unbroken)
 
 
+@pytest.mark.slow
 @protocol("no-attempt")
 def test_stale_attempt(cluster, tmp_path, server, mutations):
     """Snapshots of another attempt do not pair with newer ones; without its number they would.
@@ -315,6 +324,7 @@ def test_stale_attempt(cluster, tmp_path, server, mutations):
     assert same == (not mutations)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

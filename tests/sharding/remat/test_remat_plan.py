@@ -70,6 +70,7 @@ TREES = (
 )
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("dropout", [False, True])
 def test_gradients_are_those_of_the_plain_chain(dropout):

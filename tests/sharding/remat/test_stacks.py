@@ -64,6 +64,7 @@ def gradients(fn, params, x):
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(own, x)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("dropout", [False, True])
 def test_gradients_are_those_of_the_plain_stack(dropout):

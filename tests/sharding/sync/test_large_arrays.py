@@ -47,6 +47,7 @@ def lower(method, shape, dim):
     return traced.lower(lowering_platforms=("tpu",))
 
 
+@pytest.mark.slow(keep=12)
 @pytest.mark.parametrize("dim", [0, -1, -2], ids=["mean", "columns", "rows"])
 @pytest.mark.parametrize("name", METHODS)
 def test_gradients_of_large_models(name, dim):

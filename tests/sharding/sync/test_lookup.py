@@ -126,6 +126,7 @@ CASES = [  # method, stage, devices, shape, ids, why
 ]
 
 
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"stage {c[1]}, {c[5]}")
 def test_equals_one_device_with_take(case, x64):
     method, stage, num, shape, how, _ = case

@@ -271,6 +271,7 @@ TOP_K = {
 }
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("name", TOP_K)
 @pytest.mark.parametrize("dims", [None, SHARD_DIMS], ids=["means", "shards"])
 def test_top_k_over_hundreds_of_steps(name, dims, x64):

@@ -211,6 +211,7 @@ def assert_same(have, want, tolerance=1e-12):
         assert np.linalg.norm(a - b) < tolerance * path, k
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", METHODS)
 def test_each_block_is_synchronized_by_itself(name):
@@ -230,6 +231,7 @@ def test_each_block_is_synchronized_by_itself(name):
                 assert np.linalg.norm(a - b) <= 1e-11 * np.linalg.norm(b)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 @pytest.mark.parametrize("name", ["by_path", "qsgd"])
@@ -426,6 +428,7 @@ def pipeline_by_hand(name, num, stages):
     return pipe.unstack(params)
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", METHODS)
 def test_stages_of_a_pipeline(name):
