@@ -91,6 +91,17 @@ PLANS = (
     ),
     ("llama2-7b", 2048, P(data=4, pipe=2, stage=3, microbatches=8, schedule="gpipe"), (16, 16)),
 )
+# For TPUs, whose compiler takes minutes for deep models: the number of layers in place of chunks.
+TPU_PLANS = (
+    ("llama2-7b", 2048, P(data=8, stage=2, recompute="none"), 4),
+    ("llama2-7b", 2048, P(data=8, stage=3), 4),
+    ("llama2-7b", 2048, P(data=8, stage=3, microbatches=2), 4),
+    ("llama2-7b", 2048, P(data=8, stage=3, recompute="minimal_with_context"), 4),
+    ("llama2-7b", 2048, P(data=8, stage=3, replicas=2, spread=True), 4),
+    ("llama2-7b", 2048, P(data=4, tensor=2, stage=3), 4),
+    ("gpt2-small", 1024, P(data=8, stage=1, weights="master"), 12),
+    ("gpt2-small", 1024, P(data=2, pipe=4, stage=2, microbatch=2, microbatches=16), 12),
+)
 CASE_HEADER = """\
 | case | plans | best | predicted, s | all hidden | none hidden | bound | MFU | memory, GiB |\
  searched in, s |
@@ -167,6 +178,20 @@ def main() -> None:
             for name, length, plan, layers in PLANS
         ),
     )
+    tpu_programs = _results.table(
+        PLAN_HEADER,
+        (
+            plan_row(
+                f"{name}, {layers} layers",
+                dataclasses.replace(MODELS[name], length=length, layers=layers),
+                "v5e:2x4",
+                plan,
+                (layers // plan.pipe,) * plan.pipe,
+                "bfloat16",
+            )
+            for name, length, plan, layers in TPU_PLANS
+        ),
+    )
     _results.write(
         "searched_plans",
         "Searched plans and their programs",
@@ -180,6 +205,8 @@ def main() -> None:
         "Compiled for 8 H100. Memory of one device is planned in closed form; wire and operations "
         "are those that `--verify` compares.",
         programs,
+        "The same for 8 TPUs v5e, of fewer layers, with which their compiler takes a minute.",
+        tpu_programs,
     )
 
 

@@ -7,10 +7,14 @@ import nbformat
 import pytest
 
 NOTEBOOKS = sorted((pathlib.Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+QUICK = "quickstart"  # the others are slow
 
 
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, marks=[] if p.stem == QUICK else pytest.mark.slow) for p in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 # The kernel client's own event loop warns on some versions of Python.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_runs(path):
