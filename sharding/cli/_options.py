@@ -130,13 +130,10 @@ def abstract_mesh(mesh_axes: dict[str, int]) -> jax.sharding.AbstractMesh:
 def target_of(options: argparse.Namespace) -> targets.Target:
     """The target; GPUs of any name where their figures are given."""
     try:
-        return targets.parse(options.target)
+        return targets.parse(options.target, other_gpus=bool(options.memory))
     except ValueError as error:
         if not str(error).startswith("unknown target"):
             raise
-        match = re.fullmatch(r"([a-z][\w.-]*?)x([1-9]\d*)", options.target)
-        if match and options.memory:
-            return targets.gpus(options.target, match[1], int(match[2]))
         raise ValueError(
             f"{error} Any other can be planned as NAMExNUMBER with its figures: {FIGURES}."
         ) from None
@@ -272,9 +269,9 @@ def load_made(path: str, option: str, kind: Any, name: str) -> Any:
     if not isinstance(found, kind):
         try:
             found = found()
-        except TypeError as error:
+        except Exception as error:
             raise ValueError(
-                f"{option} {path} must make one without arguments, but failed: {error}."
+                f"{option} {path} must make one without arguments, but failed: {in_short(error)}."
             ) from error
     if not isinstance(found, kind):
         raise ValueError(f"{option} {path} made no {name}, but {found!r}.")
@@ -288,8 +285,16 @@ def load(path: str, option: str) -> Any:
         sys.path.insert(0, "")
     try:
         return functools.reduce(getattr, name.split("."), importlib.import_module(module))
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{option} {path}: {error}.") from error
+    except Exception as error:  # the module runs
+        raise ValueError(f"{option} {path}: {in_short(error)}.") from error
+
+
+def in_short(error: Exception) -> str:
+    """An error of a user's code in one line."""
+    first = next(iter(str(error).splitlines()), "").rstrip(".")
+    if isinstance(error, ImportError | AttributeError):
+        return first
+    return f"{type(error).__name__}: {first}"
 
 
 def device_of(options: argparse.Namespace) -> DeviceKind | None:

@@ -2,6 +2,8 @@
 
 import argparse
 import dataclasses
+import math
+import pathlib
 import re
 import sys
 from typing import Any
@@ -13,6 +15,7 @@ import optax_ext
 from sharding.cli._options import (
     device_of,
     dtype_of,
+    in_short,
     load_made,
     optimizer_of,
     params_of_model,
@@ -92,12 +95,14 @@ def search_options(parser: argparse.ArgumentParser) -> None:
 
 def run_search(options: argparse.Namespace) -> int:
     """Searches, verifies, prints and writes; 2 where no plan holds."""
+    _check(options)
+    if options.verify:
+        jax.config.update("jax_platforms", "cpu")
+        if target_of(options).kind == "cpu":
+            jax.config.update("jax_num_cpu_devices", target_of(options).num_devices)
+    device = device_of(options)
     model, tx = _model_and_optimizer(options)
     length = options.length or model.length
-    device = device_of(options)
-    target_of(options)  # an unknown one is an error of its own
-    if min(options.top, options.verify + 1) < 1:
-        raise ValueError("--top must be above 0, and --verify at least 0.")
     found = search(
         model,
         tx,
@@ -106,7 +111,7 @@ def run_search(options: argparse.Namespace) -> int:
         length=length,
         dtype=dtype_of(options),
         device=device,
-        keep=dict(map(_kept_value, options.keep)),
+        keep=_kept(options.keep),
         offload=not options.no_offload,
         state_formats=(None, *options.state),
         weights=(
@@ -125,10 +130,15 @@ def run_search(options: argparse.Namespace) -> int:
         figures = found.to_dict()
         for i, it in verified.items():
             figures["plans"][i]["verified"] = vars(it) | {"failures": list(it.failures)}
+        figures["chosen"] = holding[0] if holding else None
         print_json(figures)
     else:
         written = holding[0] if options.write and holding else None
-        notes = [*found.notes, *_corrected(verified, written), *_dropped(verified)]
+        plans = tuple(found.plans[i] for i in holding)
+        notes = list(dataclasses.replace(found, plans=plans).notes) if holding else []
+        if not options.master and dtype_of(options).itemsize == 2:
+            notes.append("Parameters have 16 bits; --master adds float32 master weights.")
+        notes += [*_corrected(verified, written), *_dropped(verified)]
         show([*found.tables(), *_tables(verified)], notes)
         if holding:
             print("", *files[holding[0]].code(), sep="\n")
@@ -137,10 +147,39 @@ def run_search(options: argparse.Namespace) -> int:
         if holding[0] in verified:
             program = {"memory": verified[holding[0]].memory}
             file = dataclasses.replace(file, promised=file.promised | program)
-        file.write(options.write)
+        try:
+            file.write(options.write)
+        except OSError as error:
+            raise ValueError(f"{options.write} cannot be written: {error}.") from error
     if options.plot:
         save(plot_search, found, options.plot)
+    if not holding:
+        unwritten = f", and {options.write} was not written" * bool(options.write)
+        print(
+            f"error: none of the first {len(files)} plans holds{unwritten}; a larger --top and "
+            "--verify tries more.",
+            file=sys.stderr,
+        )
     return 0 if holding else 2
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raises before the search where it, or what follows, cannot be done."""
+    target, device = target_of(options), device_of(options)
+    if min(options.top, options.verify + 1) < 1:
+        raise ValueError("--top must be above 0, and --verify at least 0.")
+    needed = {"memory": "memory", "bandwidth": "bandwidth", "flops": "tflops", "link": "link"}
+    unknown = [
+        f"--{option}"
+        for name, option in needed.items()
+        if device is None or math.isinf(getattr(device, name))
+    ]
+    if unknown:
+        raise ValueError(f"a search needs {', '.join(unknown)} of a device of {options.target}.")
+    if options.verify and not target.compiles:
+        raise ValueError(f"{options.target} can be searched, not compiled for: leave out --verify.")
+    if options.write and not pathlib.Path(options.write).absolute().parent.is_dir():
+        raise ValueError(f"{options.write} cannot be written: there is no such folder.")
 
 
 def _model_and_optimizer(
@@ -163,6 +202,18 @@ def _model_of(options: argparse.Namespace) -> Decoder | TracedModel:
         return model
     kinds, name = Decoder | TracedModel, "sharding.plan.TracedModel or Decoder"
     found: Decoder | TracedModel = load_made(options.model, "--model", kinds, name)
+    if isinstance(found, TracedModel):
+        try:
+            found.traced(1, dtype_of(options), "none")
+        except Exception as error:  # of the user's code
+            raise ValueError(
+                f"--model {options.model}: its loss of one example failed: {in_short(error)}."
+            ) from error
+    elif found.biased and (options.length or 0) > found.length:
+        raise ValueError(
+            f"{options.model} has {found.length} positions, --length {options.length} was "
+            "requested."
+        )
     return found
 
 
@@ -173,9 +224,21 @@ def _sequences(text: str, length: int) -> int:
         raise ValueError(f"--batch must look like 1024 or 4M-tokens, got {text!r}.")
     number = float(match[1]) * {"": 1, "k": 2**10, "M": 2**20, "G": 2**30}[match[2]]
     sequences = int(number // length) if match[3] else int(number)
-    if sequences < 1 or (not match[3] and sequences != number):
-        raise ValueError(f"--batch {text} is not one sequence of {length:,} tokens, or more.")
+    if not match[3] and sequences != number:
+        raise ValueError(f"--batch {text} is no whole number of sequences.")
+    if sequences < 1:
+        raise ValueError(f"--batch {text} is less than one sequence of {length:,} tokens.")
     return sequences
+
+
+def _kept(texts: list[str]) -> dict[str, Any]:
+    """The values of ``--keep``."""
+    found: dict[str, Any] = {}
+    for name, value in map(_kept_value, texts):
+        if name in found:
+            raise ValueError(f"--keep {name} is given twice; a plan has one value.")
+        found[name] = value
+    return found
 
 
 def _kept_value(text: str) -> tuple[str, Any]:
@@ -211,8 +274,6 @@ def _verified(
 ) -> dict[int, Verification]:
     """The first plans beside their programs; a line as soon as one is compiled."""
     verified: dict[int, Verification] = {}
-    if options.verify:
-        jax.config.update("jax_platforms", "cpu")
     target = target_of(options)
     for i, file in enumerate(files[: options.verify]):
         if file.plan.offload and not target.is_torus and target.kind != "cpu":

@@ -92,8 +92,12 @@ class Target(NamedTuple):
         return {"slice": self.groups, **inner} if self.groups > 1 else inner
 
 
-def parse(name: str) -> Target:
+def parse(name: str, *, other_gpus: bool = False) -> Target:
     """The target of a name; no compiler needs to be installed.
+
+    Args:
+      name: as ``topology`` has it.
+      other_gpus: whether GPUs may be of any other kind, ``"NAMExNUMBER"``.
 
     Raises:
       ValueError: the name is unknown, or there is no TPU slice of that shape.
@@ -112,6 +116,8 @@ def parse(name: str) -> Target:
             known = ", ".join("x".join(map(str, each)) for each in _SHAPES[match[1]])
             raise ValueError(f"there is no slice {name!r}; those of {match[1]} are {known}.")
         return Target(match[1], shape, int(match[3] or 1))
+    if other_gpus and (match := re.fullmatch(r"([a-z][\w.-]*?)x([1-9]\d*)", name)):
+        return gpus(name, match[1], int(match[2]))
     raise ValueError(f"unknown target {name!r}; known are {_KNOWN}.")
 
 

@@ -129,7 +129,7 @@ def test_parameters_and_state_are_those_of_the_planner():
 
 
 def test_the_plans_of_any_loss():
-    found = search(OWN, TX, "h100x8", sequences=64, dtype=jnp.float32, keep={"replicas": 1}, top=50)
+    found = search(OWN, TX, "h100x8", sequences=64, keep={"replicas": 1}, top=50)
     plans = [each.plan for each in found.plans]
     assert {plan.pipe for plan in plans} == {plan.tensor for plan in plans} == {1}
     assert {plan.stage for plan in plans} == {0, 1, 2, 3}
@@ -140,6 +140,25 @@ def test_the_plans_of_any_loss():
     assert found.bound <= times[0]
     assert found.best.utilization > 0
     assert str(found)
+
+
+def test_a_stack_that_is_one_array_is_layers():
+    """``params["layers"]`` itself, as in the example of ``TracedModel``: no path below it."""
+    array = jax.ShapeDtypeStruct((4, 32, 32), jnp.float32)
+
+    def init(dtype):
+        return {"layers": jnp.zeros(array.shape, dtype), "out": jnp.zeros((32, 8), dtype)}
+
+    def make_loss(layer):
+        def loss(params, x):
+            y, _ = jax.lax.scan(lambda y, w: (layer(w, y), None), x, params["layers"])
+            return jnp.mean((y @ params["out"]) ** 2)
+
+        return loss
+
+    example = jax.ShapeDtypeStruct((32,), jnp.float32)
+    model = TracedModel(init, lambda w, x: x + jnp.tanh(x @ w), make_loss, example)
+    assert model.layer_bytes(jnp.float32) == (4 * 32 * 32, 4 * 32 * 8)
 
 
 def test_a_name_of_a_layer_gives_more_plans():

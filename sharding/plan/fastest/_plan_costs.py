@@ -31,6 +31,7 @@ from sharding.plan.timing._mesh_groups import Machine
 from sharding.plan.timing._parallel_plan import ParallelPlan
 from sharding.plan.timing._step_seconds import StepSeconds
 from sharding.plan.timing._step_time import Passes, passes, with_state
+from sharding.plan.timing._traced_work import work_of
 
 _TOKEN = 4  # bytes
 # What of ``optax_ext`` wraps the transformation, by ``ParallelPlan.weights``.
@@ -84,6 +85,19 @@ class PlanCosts:
         found = self._plan(ParallelPlan(state_format=state_format, weights=weights))
         stage = found.stage("stage 0")
         return (stage.opt_state + stage.master) / found.num_params
+
+    def update_flops(self) -> float:
+        """Operations of matrix products in an update of all parameters, as in Muon's.
+
+        0 where the update needs arguments that only a step has.
+        """
+        params = self.model.abstract(self.dtype)
+        state = jax.eval_shape(self.tx.init, params)
+        update = optax.with_extra_args_support(self.tx).update
+        try:
+            return work_of(update, params, state, params, kind=self.machine.device).flops
+        except (TypeError, ValueError):
+            return 0.0
 
     def fullest(self, plan: ParallelPlan) -> float:
         """Bytes of the fullest device."""

@@ -31,6 +31,7 @@ from sharding.plan.timing._step_seconds import PARTS_OF_STEP, StepSeconds
 
 # The share of device memory that is left to the allocator.
 HEADROOM = 0.08
+_NOTED = 0.01  # a share of the operations
 _SMALLEST_FIRST = ("1f1b", "aligned", "interleaved", "gpipe")  # by activations in flight
 
 
@@ -78,6 +79,10 @@ class SearchResult:
       rejected: plans that would be faster than the last of these, and do not fit, fastest first.
       bound: seconds below which no plan of the space can go that fits.
       compared: the number of plans.
+      sequences: of all devices in a step.
+      length: tokens of a sequence.
+      of_update: operations of matrix products in the update, as a share of those of the step; they
+        are not part of the times.
       frontier: of all plans, whether they fit or not, fastest first; empty if it was not asked for.
     """
 
@@ -88,6 +93,9 @@ class SearchResult:
     rejected: tuple[RejectedPlan, ...]
     bound: float
     compared: int
+    sequences: int
+    length: int
+    of_update: float = 0.0
     frontier: tuple[FrontierPlan, ...] = ()
 
     @property
@@ -117,8 +125,15 @@ class SearchResult:
     def notes(self) -> tuple[str, ...]:
         """What the figures mean."""
         best = self.best.seconds
+        several = "sequences" if self.sequences > 1 else "sequence"
+        update = (
+            f"The update computes products of {self.of_update:.0%} of the step's operations, which "
+            "are in no time here and in no planned operations."
+        )
         return (
+            f"A step has {self.sequences:,} {several} of {self.length:,} tokens.",
             f"Best: {self.best.summary}.",
+            *([update] if self.of_update > _NOTED else []),
             f"Its parts: {_parts(best)}. With all wires hidden it takes "
             f"{seconds(best.full_overlap)}, with none {seconds(best.no_overlap)}.",
             f"No plan that fits can take less than {seconds(self.bound)} a step, even at the peak "
@@ -144,6 +159,9 @@ class SearchResult:
             "bound": self.bound,
             "gap": self.gap,
             "compared": self.compared,
+            "sequences": self.sequences,
+            "length": self.length,
+            "of_update": self.of_update,
             "frontier": [dataclasses.asdict(it) for it in self.frontier],
         }
 
@@ -194,7 +212,7 @@ def search(
       target: the name of a machine, as ``sharding.targets`` has them.
       sequences: of all devices in a step; of a ``TracedModel`` examples.
       length: tokens of a sequence; None: the model's.
-      dtype: of the parameters, of 16 bits.
+      dtype: of the parameters, of 16 bits; on CPUs also of 32.
       device: other figures than those of the target's kind.
       keep: values that plans must have, such as ``{"stage": 3, "pipe": 1}``.
       recompute: what backward passes may compute again: ``"none"``, ``"full"``, and presets of
@@ -232,6 +250,7 @@ def search(
     if not 0 <= headroom < 1:
         raise ValueError(f"headroom must be in [0, 1), got {headroom}.")
     machine = machine_of(target, device)
+    _check_dtype(target, jnp.dtype(dtype), weights)
     if isinstance(model, TracedModel) and length not in (None, model.length):
         raise ValueError(f"length is that of the example, {model.length}, got {length}.")
     length = length or model.length
@@ -315,6 +334,9 @@ def search(
         rejected=tuple(rejected),
         bound=bound,
         compared=sum(len(group.variants) for group in groups),
+        sequences=sequences,
+        length=length,
+        of_update=costs.update_flops() / model.flops(tokens, length),
         frontier=tuple(points),
     )
 
@@ -366,13 +388,25 @@ def machine_of(target: str, device: DeviceKind | None = None) -> Machine:
     >>> machine_of("v5e:16x16*2").slices
     2
     """
-    found = targets.parse(target)
+    found = targets.parse(target, other_gpus=device is not None)
     device = device or kind_of(target)
     if device is None:
         raise ValueError(f"a search needs the figures of {target}: give device=.")
     torus = found.shape if found.is_torus else ()
     slices = found.groups if torus else 1
     return Machine(device, found.num_devices, torus, slices)
+
+
+def _check_dtype(target: str, dtype: Any, weights: Sequence[str]) -> None:
+    """Raises unless times are known for parameters of this dtype."""
+    cpu = targets.parse(target, other_gpus=True).kind == "cpu"
+    if dtype.itemsize != 2 and not (cpu and dtype.itemsize == 4):
+        raise ValueError(
+            f"dtype must have 16 bits on {target}, got {dtype}: times are those of products of 16 "
+            'bits. weights="master" adds float32 master weights.'
+        )
+    if dtype.itemsize > 2 and "stochastic" in weights:
+        raise ValueError(f"stochastic rounding is for parameters of 16 bits, got {dtype}.")
 
 
 def _simpler_first(plan: ParallelPlan) -> tuple[int, ...]:
@@ -395,7 +429,8 @@ def _no_plan(space: PlanSpace, keep: Mapping[str, Any] | None) -> str:
     for name, value in (keep or {}).items():
         known = sorted({value for group in every for value in group.values(name)}, key=str)
         if value not in known:
-            parts.append(f"{name}={value!r} is none of {', '.join(map(str, known))}")
+            asked = " that were asked for" * (name in ("state_format", "weights", "sync"))
+            parts.append(f"{name}={value!r} is none of {', '.join(map(str, known))}{asked}")
     reason = "; ".join(parts) or "each value is possible alone, not all of them together"
     return f"no plan has what is kept: {reason}."
 

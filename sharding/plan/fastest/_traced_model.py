@@ -84,7 +84,7 @@ class TracedModel:
     make_loss: Callable[[_Layer], Callable[[Any, Any], Any]]
     example: Any
     tokens: int = 1
-    gathered_once: str = r"^(?!layers/)"
+    gathered_once: str = r"^(?!layers(/|$))"
 
     # To plans it is one layer, which neither a pipeline nor tensor parallelism shares.
     layers: int = dataclasses.field(default=1, init=False)

@@ -5,9 +5,11 @@ import json
 import pytest
 
 from sharding.cli import main
-from sharding.plan import MODELS, Decoder, PlanFile
+from sharding.plan import MODELS, Decoder, ParallelPlan, PlanFile, Verification
+from sharding.plan.fastest._chosen_plan import short
 
 SEARCH = ("search", "--model", "gpt2-small", "--target", "h100x8", "--batch", "64")
+FIGURES = ("--memory", "80", "--tflops", "989", "--bandwidth", "3350", "--link", "450")
 
 
 def test_it_lists_the_fastest_plans_and_their_code(capsys):
@@ -97,8 +99,7 @@ def test_a_model_of_ones_own(name, tmp_path, monkeypatch, capsys):
     (tmp_path / f"own_{name}.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     path = tmp_path / "plan.json"
-    figures = ("--memory", "80", "--tflops", "989", "--bandwidth", "3350", "--link", "450")
-    machine = ("search", "--target", "cpu:8", "--batch", "64", *figures)
+    machine = ("search", "--target", "cpu:8", "--batch", "64", *FIGURES)
     options = ("--model", f"own_{name}:{name}", "--verify", "1", "--write", str(path), "--json")
     assert main((*machine, *options)) == 0
     best = json.loads(capsys.readouterr().out)["plans"][0]
@@ -131,10 +132,9 @@ def test_pipelines_are_verified_too(tmp_path, capsys, monkeypatch):
     """Compiled for CPUs, with the figures of a GPU; one plan holds, and is written."""
     model = Decoder(4, 64, 4, 4, 128, 96, 32)
     monkeypatch.setitem(MODELS, "gpt2-small", model)
-    figures = ("--memory", "80", "--tflops", "989", "--bandwidth", "3350", "--link", "450")
     keep = ("--keep", "pipe=4", "--keep", "schedule=aligned", "--no-offload")
     path = tmp_path / "plan.json"
-    arguments = (*SEARCH[:3], "--target", "cpu:8", "--batch", "16", *figures, *keep)
+    arguments = (*SEARCH[:3], "--target", "cpu:8", "--batch", "16", *FIGURES, *keep)
     options = ("--dtype", "float32", "--verify", "1", "--top", "2", "--write", str(path))
     assert main((*arguments, *options, "--json")) == 0
     out, err = capsys.readouterr()
@@ -150,17 +150,84 @@ def test_pipelines_are_verified_too(tmp_path, capsys, monkeypatch):
     assert "pipeline = shd.Pipeline(" in file.code()
 
 
+def test_gpus_of_another_kind(capsys):
+    """Their figures make them known."""
+    assert main((*SEARCH, "--target", "foox8", *FIGURES, "--top", "1")) == 0
+    assert "on foox8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("raise RuntimeError('no GPU')", "--model {}:model: RuntimeError: no GPU."),
+        ("def model(): raise RuntimeError('bad')", "but failed: RuntimeError: bad."),
+        (
+            f"{OWN}\nmodel = dataclasses.replace(model, make_loss=lambda _: lambda p, x: p['no'])",
+            "its loss of one example failed: KeyError: 'no'.",
+        ),
+    ],
+)
+def test_a_module_that_fails(line, message, tmp_path, monkeypatch, capsys):
+    name = f"failing_{len(line)}"
+    (tmp_path / f"{name}.py").write_text("import dataclasses\n" + line)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main((*SEARCH, "--model", f"{name}:model")) == 2
+    assert message.format(name) in capsys.readouterr().err
+
+
+def test_the_best_is_one_that_holds(tmp_path, capsys, monkeypatch):
+    """The text, the code and the file are those of the same plan; without one there is no file."""
+
+    def fails(file, *args, **options):
+        flops = 2.0 if file.plan == first or not some_hold else 1.0
+        return Verification(1.0, 1.0, 1.0, 1.0, 1.0, flops, 9.0)
+
+    path = tmp_path / "plan.json"
+    command = (*SEARCH, "--verify", "5", "--top", "5", "--write", str(path), "--no-offload")
+    assert main((*SEARCH, "--json", "--no-offload")) == 0
+    plans = [ParallelPlan(**it["plan"]) for it in json.loads(capsys.readouterr().out)["plans"]]
+    first, some_hold = plans[0], True
+    monkeypatch.setattr("sharding.cli._search_command.verify", fails)
+    assert main(command) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert f"Best: {short(plans[1])}." in out
+    assert "plan 1 does not hold and is dropped" in out
+    assert PlanFile.read(path).plan == plans[1]
+    path.unlink()
+    some_hold = False
+    assert main(command) == 2
+    out, err = capsys.readouterr()
+    assert "error: none of the first 5 plans holds" in err
+    assert "Best:" not in out
+    assert not path.exists()
+
+
+def test_products_of_the_update_are_named(capsys):
+    assert main((*SEARCH, "--optimizer", "muon", "--top", "1")) == 0
+    assert "The update computes products of" in capsys.readouterr().out
+    assert main((*SEARCH, "--optimizer", "adamw", "--top", "1")) == 0
+    assert "The update computes" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--batch", "64M"), "--batch must look like 1024 or 4M-tokens, got '64M'"),
-        (("--batch", "100-tokens"), "--batch 100-tokens is not one sequence of 1,024 tokens"),
+        (("--batch", "100-tokens"), "--batch 100-tokens is less than one sequence of 1,024"),
         (("--keep", "stage"), "--keep must look like stage=3, got 'stage'"),
         (("--keep", "rows=3"), "keep has 'rows'"),
         (("--memory", "0.1"), "no plan fits h100x8"),
         (("--model", "7e9"), "search needs a model whose layers are known"),
         (("--top", "0"), "--top must be above 0"),
-        (("--target", "cpu:8"), "a search needs the figures of cpu:8"),
+        (("--target", "cpu:8"), "a search needs --memory, --bandwidth, --tflops, --link"),
+        (("--target", "cpu:8", "--memory", "80"), "a search needs --bandwidth, --tflops, --link"),
+        (("--target", "foox8", *FIGURES, "--verify", "1"), "foox8 can be searched, not compiled"),
+        (("--batch", "1.5"), "--batch 1.5 is no whole number of sequences"),
+        (("--keep", "stage=3", "--keep", "stage=2"), "--keep stage is given twice"),
+        (("--keep", "weights=master"), "'master' is none of plain that were asked for"),
+        (("--dtype", "float32"), "dtype must have 16 bits on h100x8, got float32"),
+        (("--write", "no/such/folder/plan.json"), "cannot be written: there is no such folder"),
+        (("--model", "broken:module"), "--model broken:module: No module named 'broken'"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(arguments, message, capsys):
