@@ -95,7 +95,7 @@ def search_options(parser: argparse.ArgumentParser) -> None:
 
 def run_search(options: argparse.Namespace) -> int:
     """Searches, verifies, prints and writes; 2 where no plan holds."""
-    _check(options)
+    _check_before(options)
     if options.verify:
         jax.config.update("jax_platforms", "cpu")
         if target_of(options).kind == "cpu":
@@ -111,7 +111,7 @@ def run_search(options: argparse.Namespace) -> int:
         length=length,
         dtype=dtype_of(options),
         device=device,
-        keep=_kept(options.keep),
+        keep=_kept_values(options.keep),
         offload=not options.no_offload,
         state_formats=(None, *options.state),
         weights=(
@@ -163,7 +163,7 @@ def run_search(options: argparse.Namespace) -> int:
     return 0 if holding else 2
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check_before(options: argparse.Namespace) -> None:
     """Raises before the search where it, or what follows, cannot be done."""
     target, device = target_of(options), device_of(options)
     if min(options.top, options.verify + 1) < 1:
@@ -231,7 +231,7 @@ def _sequences(text: str, length: int) -> int:
     return sequences
 
 
-def _kept(texts: list[str]) -> dict[str, Any]:
+def _kept_values(texts: list[str]) -> dict[str, Any]:
     """The values of ``--keep``."""
     found: dict[str, Any] = {}
     for name, value in map(_kept_value, texts):
