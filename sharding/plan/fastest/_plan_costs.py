@@ -73,6 +73,7 @@ class PlanCosts:
         self.dtype = jnp.dtype(dtype)
         self.implementation = implementation
         # Caches of this object alone.
+        self._tx = functools.cache(self._transformation)
         self._plan = functools.cache(self._estimate)
         self._stage = functools.cache(self._estimate_one)
         self._stages = functools.cache(self._stage_estimates)
@@ -217,6 +218,14 @@ class PlanCosts:
             tensor=tensor,
         )
 
+    def _transformation(
+        self, state_format: str | None, weights: str
+    ) -> optax.GradientTransformation:
+        """Of plans; its ``init`` is traced once for parameters of the same shapes and shardings."""
+        plan = ParallelPlan(state_format=state_format, weights=weights)
+        tx = transformation_of(plan, self.tx)
+        return tx._replace(init=jax.jit(tx.init))
+
     def _estimate(self, plan: ParallelPlan) -> Plan:
         return estimate(**self._arguments(plan))
 
@@ -226,7 +235,7 @@ class PlanCosts:
     def _arguments(self, plan: ParallelPlan) -> dict[str, Any]:
         return {
             "params": self.model.abstract(self.dtype),
-            "tx": transformation_of(plan, self.tx),
+            "tx": self._tx(plan.state_format, plan.weights),
             "zero": zero_of(plan),
             "param_specs": self.model.specs(shards=plan.tensor) if plan.tensor > 1 else None,
             "microbatches": plan.microbatches,
@@ -236,7 +245,7 @@ class PlanCosts:
 
     def _stage_estimates(self, plan: ParallelPlan) -> StageEstimates:
         return StageEstimates(
-            *(self.model, transformation_of(plan, self.tx), zero_of(plan)),
+            *(self.model, self._tx(plan.state_format, plan.weights), zero_of(plan)),
             num_stages=plan.pipe,
             device=self.machine.device,
             dtype=self.dtype,
