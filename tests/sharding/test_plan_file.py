@@ -248,12 +248,9 @@ def test_a_program_of_another_plan_does_not_hold():
     none = dataclasses.replace(plan, recompute="none")
     wrong = dataclasses.replace(right, planned_flops=planned_flops(SMALL, none))
     assert "of the planned operations" in wrong.failures[0]
-    wrong = dataclasses.replace(right, planned_wire=right.planned_wire / 1.5)
-    assert "were planned" in wrong.failures[0]
-    # A program that sends less holds, and is named.
-    less = dataclasses.replace(right, planned_wire=right.planned_wire * 1.5)
-    assert not less.failures
-    assert "sends" in less.correction
+    for factor in (1.5, 1 / 1.5):
+        wrong = dataclasses.replace(right, planned_wire=right.planned_wire * factor)
+        assert "were planned" in wrong.failures[0]
 
 
 def test_the_program_of_another_pipeline_does_not_hold():

@@ -22,7 +22,7 @@ from sharding.plan.program._audit import audit
 from sharding.plan.timing._parallel_plan import ParallelPlan
 from sharding.plan.timing._tensor_sums import tensor_wire
 
-# By how much bytes sent may exceed those planned, and operations differ.
+# By how much bytes sent and operations may differ from those planned.
 WIRE, FLOPS = 0.02, 0.01
 # From what difference on memory is named: it is an estimate, which the program replaces.
 MEMORY = 0.03
@@ -58,7 +58,7 @@ class Verification:
             found.append(
                 f"needs {size(self.memory)}, {size(self.memory - self.available)} too much"
             )
-        if self.planned_wire and self.wire / self.planned_wire > 1 + WIRE:
+        if self.planned_wire and abs(self.wire / self.planned_wire - 1) > WIRE:
             found.append(f"sends {size(self.wire)}, {size(self.planned_wire)} were planned")
         if abs(self.flops / self.planned_flops - 1) > FLOPS:
             found.append(f"runs {self.flops / self.planned_flops:.3f} of the planned operations")
@@ -66,13 +66,10 @@ class Verification:
 
     @property
     def correction(self) -> str:
-        """What memory the program needs, and what less it sends, if not as planned; else empty."""
-        found = []
-        if abs(self.memory / self.planned_memory - 1) > MEMORY:
-            found.append(f"needs {size(self.memory)}, {size(self.planned_memory)} were planned")
-        if self.planned_wire and self.wire / self.planned_wire < 1 - WIRE:
-            found.append(f"sends {size(self.wire)}, {size(self.planned_wire)} were planned")
-        return " and ".join(found)
+        """What memory the program needs, if it is not that of the plan; else empty."""
+        if abs(self.memory / self.planned_memory - 1) <= MEMORY:
+            return ""
+        return f"needs {size(self.memory)}, {size(self.planned_memory)} were planned"
 
     @property
     def summary(self) -> str:
