@@ -13,6 +13,7 @@ from sharding._zero import Zero
 from sharding.cli._model_activations import check_remat, note_on, planned_model
 from sharding.cli._options import (
     Setup,
+    compile_on_cpu,
     device_of,
     dtype_of,
     load,
@@ -40,9 +41,7 @@ _OF_MODELS = (
 def run_audit(options: argparse.Namespace) -> int:
     """Audits, prints and plots; 2 where a step does not fit."""
     target = target_of(options)
-    jax.config.update("jax_platforms", "cpu")
-    if target.kind == "cpu":
-        jax.config.update("jax_num_cpu_devices", target.num_devices)
+    compile_on_cpu(target)
     _check_options(options)
 
     # Compile: each step once, or with several batches.

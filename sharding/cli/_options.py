@@ -139,6 +139,13 @@ def target_of(options: argparse.Namespace) -> targets.Target:
         ) from None
 
 
+def compile_on_cpu(target: targets.Target) -> None:
+    """Compiles on this machine's CPUs, of which a target of CPUs has as many as it names."""
+    jax.config.update("jax_platforms", "cpu")
+    if target.kind == "cpu":
+        jax.config.update("jax_num_cpu_devices", target.num_devices)
+
+
 def check_positive(options: argparse.Namespace) -> None:
     """Raises unless all numbers are above 0."""
     names = ("microbatches", "batch", "length", "memory", "bandwidth", "tflops", "link", "network")
@@ -193,9 +200,10 @@ def params_of_model(text: str, dtype: Any, length: int | None) -> tuple[Any, Dec
     if ":" in text:
         try:
             return jax.eval_shape(load(text, "--model")), None
-        except TypeError as error:
+        except Exception as error:  # of the user's code
             raise ValueError(
-                f"--model {text} must make parameters without arguments, but failed: {error}."
+                f"--model {text} must make parameters without arguments, but failed: "
+                f"{in_short(error)}."
             ) from error
     if model := MODELS.get(text):
         if length and not model.biased:

@@ -1,7 +1,8 @@
 """The output of both commands: JSON and pictures."""
 
+import contextlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 
@@ -13,7 +14,14 @@ def print_json(figures: dict[str, Any]) -> None:
 
 def save(plot: Callable[[Any], Any], figures: Any, path: str) -> None:
     """Writes the picture that ``plot`` makes."""
-    try:
+    with writing("--plot", path):
         plot(figures).savefig(path, dpi=150)
+
+
+@contextlib.contextmanager
+def writing(option: str, path: str) -> Iterator[None]:
+    """Names the option whose file cannot be written."""
+    try:
+        yield
     except OSError as error:
-        raise ValueError(f"--plot {path}: {error.strerror}.") from error
+        raise ValueError(f"{option} {path}: {error.strerror}.") from error

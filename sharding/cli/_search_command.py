@@ -8,11 +8,11 @@ import re
 import sys
 from typing import Any
 
-import jax
 import optax
 
 import optax_ext
 from sharding.cli._options import (
+    compile_on_cpu,
     device_of,
     dtype_of,
     in_short,
@@ -21,7 +21,7 @@ from sharding.cli._options import (
     params_of_model,
     target_of,
 )
-from sharding.cli._output import print_json, save
+from sharding.cli._output import print_json, save, writing
 from sharding.plan._devices import DeviceKind
 from sharding.plan._format import Table, size
 from sharding.plan._models import MODELS, Decoder
@@ -33,6 +33,7 @@ from sharding.plan.fastest._plan_space import KEPT
 from sharding.plan.fastest._search import HEADROOM, SearchResult, search
 from sharding.plan.fastest._traced_model import TracedModel
 from sharding.plan.fastest._verify import Verification, verify
+from sharding.plan.targets import Target
 
 
 def search_options(parser: argparse.ArgumentParser) -> None:
@@ -95,12 +96,10 @@ def search_options(parser: argparse.ArgumentParser) -> None:
 
 def run_search(options: argparse.Namespace) -> int:
     """Searches, verifies, prints and writes; 2 where no plan holds."""
-    _check_before(options)
+    target, device = target_of(options), device_of(options)
+    _check_before(options, target, device)
     if options.verify:
-        jax.config.update("jax_platforms", "cpu")
-        if target_of(options).kind == "cpu":
-            jax.config.update("jax_num_cpu_devices", target_of(options).num_devices)
-    device = device_of(options)
+        compile_on_cpu(target)
     model, tx = _model_and_optimizer(options)
     length = options.length or model.length
     found = search(
@@ -124,7 +123,7 @@ def run_search(options: argparse.Namespace) -> int:
         frontier=bool(options.plot),
     )
     files = [_file(options, plan, length) for plan in found.plans]
-    verified = _verified(options, found, files, model, tx, device)
+    verified = _verified(options, target, found, files, model, tx, device)
     holding = [i for i in range(len(files)) if i not in verified or not verified[i].failures]
     if options.json:
         figures = found.to_dict()
@@ -147,10 +146,8 @@ def run_search(options: argparse.Namespace) -> int:
         if holding[0] in verified:
             program = {"memory": verified[holding[0]].memory}
             file = dataclasses.replace(file, promised=file.promised | program)
-        try:
+        with writing("--write", options.write):
             file.write(options.write)
-        except OSError as error:
-            raise ValueError(f"{options.write} cannot be written: {error}.") from error
     if options.plot:
         save(plot_search, found, options.plot)
     if not holding:
@@ -163,9 +160,8 @@ def run_search(options: argparse.Namespace) -> int:
     return 0 if holding else 2
 
 
-def _check_before(options: argparse.Namespace) -> None:
+def _check_before(options: argparse.Namespace, target: Target, device: DeviceKind | None) -> None:
     """Raises before the search where it, or what follows, cannot be done."""
-    target, device = target_of(options), device_of(options)
     if min(options.top, options.verify + 1) < 1:
         raise ValueError("--top must be above 0, and --verify at least 0.")
     needed = {"memory": "memory", "bandwidth": "bandwidth", "flops": "tflops", "link": "link"}
@@ -266,6 +262,7 @@ def _file(options: argparse.Namespace, plan: ChosenPlan, length: int) -> PlanFil
 
 def _verified(
     options: argparse.Namespace,
+    target: Target,
     found: SearchResult,
     files: list[PlanFile],
     model: Decoder | TracedModel,
@@ -274,7 +271,6 @@ def _verified(
 ) -> dict[int, Verification]:
     """The first plans beside their programs; a line as soon as one is compiled."""
     verified: dict[int, Verification] = {}
-    target = target_of(options)
     for i, file in enumerate(files[: options.verify]):
         if file.plan.offload and not target.is_torus and target.kind != "cpu":
             reason = "compile-only GPUs have no host memory for its optimizer state"
