@@ -24,8 +24,9 @@ class StagePlan:
         gradients and optimizer state over the replicas, too (``shard_state_over_replicas``).
       params: parameters.
       grads: gradients, as the stage stores them.
-      unreduced: full gradients of one micro-batch that wait for their reduction, beside ``grads``;
-        at stage 2 those outside the layers, and of one layer, where these are known.
+      unreduced: gradients of one micro-batch beside ``grads``: full ones that wait for their
+        reduction, at stage 2 those outside the layers, and of one layer, where these are known; and
+        at stages 2 and 3 reduced ones that wait to be added, if there are several micro-batches.
       opt_state: optimizer state without master weights.
       master: master weights.
       batch: the device's part of the batch; 0 where it is unknown.
@@ -172,22 +173,24 @@ def _memory(
     full_grads = sum(nbytes for nbytes, _ in full.values())
 
     # Gradients as the stage stores them: the accumulator or the result, whichever is wider.
-    grads = 0.0
+    grads = waiting = 0.0
     for row in found.rows:
         dtype = _dtype_if_floating(row)
         if row.part == "grads" and dtype is not None:
             itemsize = zero.precision.of_accumulator(dtype).itemsize if microbatches > 1 else 0
             grads += row.bytes_per_device / dtype.itemsize * max(itemsize, dtype.itemsize)
+            waiting += row.bytes_per_device if microbatches > 1 else 0.0
 
-    # Beside them, what waits for its reduction.
+    # Beside them, what waits: for its reduction, or to be added; of a replica until they are summed.
+    if zero.shard_state_over_replicas and microbatches > 1:
+        waiting = full_grads / zero.num_shards
     in_layers = zero.sync is None or zero.replica_axis  # a sync of replicas comes after that
     if zero.stage == 2 and gathered_once is not None and in_layers:
-        unreduced = _of_one_layer(full, gathered_once)
+        unreduced = _of_one_layer(full, gathered_once) + waiting
     elif zero.stage == 2 or (zero.stage < 2 and microbatches > 1):
         unreduced = full_grads
-    elif zero.stage == 3 and zero.shard_state_over_replicas:
-        # A replica's shards, until the replicas sum them.
-        unreduced = full_grads / zero.num_shards
+    elif zero.stage == 3:
+        unreduced = full_grads / zero.num_shards if zero.shard_state_over_replicas else waiting
     else:
         unreduced = 0.0
 

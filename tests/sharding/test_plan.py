@@ -284,7 +284,7 @@ def test_old_calls_show_the_new_one():
 
 # --- What is recommended --------------------------------------------------------------------------
 
-# Peaks with four micro-batches, which are added up in float32: 150, 61.4, 31.9 and 2.1 GB; stage 2
+# Peaks with four micro-batches, which are added up in float32: 150, 61.4, 31.9 and 2.3 GB; stage 2
 # sends more than 1, less than 3.
 
 
@@ -295,7 +295,7 @@ def test_old_calls_show_the_new_one():
         (80, "stage 1", "it sends least"),
         (70, "stage 2", "it sends least"),  # stage 1 fits, but leaves less than a fifth
         (35, "stage 3", "it sends least"),
-        (2.2, "stage 3", "it needs least; only 8"),
+        (2.43, "stage 3", "it needs least; only 8"),
     ],
 )
 def test_recommended(gigabytes, name, reason):
@@ -313,7 +313,7 @@ def test_unreduced_gradients_count():
     params = count_to_params(7_500_000_000)
     plan = plan_of(params, ADAM, microbatches=4)
     peaks = [round(stage.peak / GB, 1) for stage in plan.stages]
-    assert peaks == [150, 61.4, 31.9, 2.1]
+    assert peaks == [150, 61.4, 31.9, 2.3]
     once = plan_of(params, ADAM)
     assert [round(stage.unreduced / GB) for stage in once.stages] == [0, 0, 15, 0]
 
@@ -374,7 +374,7 @@ def test_activations_are_beside_the_gradients():
     plain = plan_of(params, ADAM, **options)
     found = plan_of(params, ADAM, activations=10 * GB, **options)
     peaks = [round(stage.peak / GB, 1) for stage in found.stages]
-    assert peaks == [160, 71.4, 41.9, 12.1]
+    assert peaks == [160, 71.4, 41.9, 12.3]
     for a, b in zip(plain.stages, found.stages, strict=True):
         assert a.activations is None
         assert dataclasses.replace(b, activations=None) == a
@@ -415,12 +415,12 @@ def test_activations_as_json():
 @pytest.mark.parametrize(
     ("gigabytes", "activations", "name", "reason"),
     [
-        # Peaks of 150, 61.4, 31.9 and 2.1 GB before activations.
+        # Peaks of 150, 61.4, 31.9 and 2.3 GB before activations.
         (80, 10, "stage 1", "it sends least among the stages that leave 10% of the memory free ("),
         (80, 12, "stage 2", "it sends least"),  # stage 1 fits, but leaves less than a tenth
         (80, 45, "stage 3", "it sends least"),
-        (80, 77, "stage 3", "it needs least; only 849 MiB are left free."),
-        (80, 79, "", "stage 3 needs least, 75.5 GiB of 74.5 GiB, with activations."),
+        (80, 77, "stage 3", "it needs least; only 626 MiB are left free."),
+        (80, 79, "", "stage 3 needs least, 75.8 GiB of 74.5 GiB, with activations."),
     ],
 )
 def test_recommended_with_activations(gigabytes, activations, name, reason):
@@ -457,9 +457,9 @@ def test_activations_that_are_no_bytes(activations):
         plan_of(ONE, activations=activations)
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_compiled_scan_holds_activations_beside_unreduced_gradients(stage):
-    """A second micro-batch adds all gradients to the peak, though activations are larger."""
+    """A second micro-batch adds gradients that wait to the peak, though activations are larger."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     zero = shd.Zero(mesh, stage=stage, min_shard_size=1000)
     tx = optax.sgd(1e-3, momentum=0.9)
@@ -482,13 +482,18 @@ def test_a_compiled_scan_holds_activations_beside_unreduced_gradients(stage):
         params = {"layers": jax.ShapeDtypeStruct(shape, jnp.float32)}
         nbytes = 2 * 4 * 8 * rows * 256  # of each layer the input, and the result of tanh
         plan = estimate(
-            params, tx, zero, microbatches=k, batch=4 * k * rows * 256, activations=nbytes
+            *(params, tx, zero),
+            microbatches=k,
+            batch=4 * k * rows * 256,
+            activations=nbytes,
+            gathered_once="",
         )
         found = memory.argument_size_in_bytes + memory.temp_size_in_bytes
         peaks.append((found, plan.stage(plan.requested).peak))
     (first, planned_first), (second, planned_second) = peaks
     assert second - first == pytest.approx(planned_second - planned_first, rel=0.02)
-    assert second - first > 2**21  # the batch is 1 MiB
+    gradients = 2**21 // (1 if stage < 2 else 8)
+    assert second - first > 2**20 + 0.9 * gradients  # the batch is 1 MiB
 
 
 # --- Formats of state -----------------------------------------------------------------------------

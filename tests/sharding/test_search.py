@@ -41,7 +41,7 @@ def by_planner(plan, model=SMALL, device=H100):
     full = 2 if plan.stage == 3 and plan.shards > 1 else 0
     working = [c.working_bytes + full * c.param_bytes for c in costs]
     working[-1] += costs[0].param_bytes if full else 0
-    activations = sum(c.activation_bytes for c in costs) + max(working)
+    stored = sum(c.activation_bytes for c in costs)
     zero = zero_of(plan)
     found = estimate(
         *(params, TX, zero),
@@ -51,13 +51,20 @@ def by_planner(plan, model=SMALL, device=H100):
         state_format=plan.state_format,
         device=device,
         gathered_once=model.gathered_once,
-        activations=activations,
+        activations=stored,
     )
     stage = found.stage(found.requested)
     # The update of stages 1 and 2 gathers parameters when activations and full gradients are free.
     gathered = stage.params if plan.stage in (1, 2) or plan.spread else 0.0
     grads = stage.grads / (plan.shards_of_state if plan.stage == 1 else 1)
-    peak, wide = stage.peak, 2 if plan.microbatches > 1 else 0
+    # Beside the head there are no gradients of the micro-batch yet.
+    own = stage.grads
+    if plan.spread and plan.stage == 3:
+        own = stage.params
+    elif plan.microbatches > 1:
+        own = {2: stage.params / plan.shards}.get(plan.stage, stage.unreduced)
+    peak = stage.peak + max(max(working[:-1]), working[-1] - own)
+    wide = 2 if plan.microbatches > 1 else 0
     if plan.spread and plan.stage == 3:  # shards of a replica, and their sums
         peak += (1 + wide) * stage.params - stage.grads - stage.unreduced
     elif plan.spread and plan.stage == 2:

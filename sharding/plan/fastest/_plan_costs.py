@@ -105,14 +105,21 @@ class PlanCosts:
         if plan.pipe > 1:
             return self.stages(plan)[0].memory + self.batch(plan)
         held = self._placed_at(_placed(plan))
-        backward = held.memory + held.unreduced + self.activations(plan)
-        wide = max(1.0, 4 / self.dtype.itemsize) if plan.microbatches > 1 else 0.0
+        several = plan.microbatches > 1
+        wide = max(1.0, 4 / self.dtype.itemsize) if several else 0.0
+        # The backward pass: gradients of all layers are there from the first one on, but not yet
+        # beside the head; sums over micro-batches always are.
         if plan.spread and plan.stage == 3:
-            # Shards of a replica, and their sums over micro-batches, in place of what the update
-            # gets of them.
-            backward += (1 + wide) * held.params - held.grads - held.unreduced
-        elif plan.spread and plan.stage == 2:
-            backward += max(wide, 1.0) * held.params / plan.shards - held.grads
+            # Shards of a replica, and their sums, in place of what the update gets of them.
+            summed, layers, others = wide * held.params, held.params, 0.0
+        elif several:
+            layers = held.unreduced if plan.stage != 2 else held.params / plan.shards
+            summed, others = held.grads, max(0.0, held.unreduced - layers)
+        else:
+            summed, layers, others = 0.0, held.grads, held.unreduced
+        if plan.spread and plan.stage == 2:
+            others += max(wide, 1.0) * held.params / plan.shards - held.grads
+        backward = held.arguments + summed + others + self.activations(plan, layers)
         grads = held.grads / (plan.shards_of_state if plan.stage == 1 else 1)
         update = held.arguments + grads + _updated(plan, held.params)
         if plan.sync:
@@ -132,17 +139,20 @@ class PlanCosts:
         # Else one estimate has all stages.
         return self._plan(dataclasses.replace(plan, stage=3)).stage(f"stage {plan.stage}")
 
-    def activations(self, plan: ParallelPlan) -> float:
-        """Bytes of what is stored, temporaries, and gathered layers; without a pipeline."""
+    def activations(self, plan: ParallelPlan, grads: float = 0.0) -> float:
+        """Bytes of what is stored, temporaries, and gathered layers; without a pipeline.
+
+        ``grads`` are beside the temporaries of the layers, and not beside those of the head.
+        """
         costs = self._costs(plan.microbatch, _recompute(plan), plan.tensor)
         stored = sum(cost.activation_bytes for cost in costs)
-        if not plan.gathers_layers:
-            return stored + max(cost.working_bytes for cost in costs)
-        # Stage 3 has full parameters of what it computes, and their gradients; beside the head, the
-        # embedding is still there.
-        most = [cost.working_bytes + 2 * cost.param_bytes for cost in costs]
-        most[-1] += 0 if self.model.tied else costs[0].param_bytes
-        return stored + max(most)
+        most = [cost.working_bytes for cost in costs]
+        if plan.gathers_layers:
+            # Stage 3 has full parameters of what it computes, and their gradients; beside the head,
+            # the embedding is still there.
+            most = [cost.working_bytes + 2 * cost.param_bytes for cost in costs]
+            most[-1] += 0 if self.model.tied else costs[0].param_bytes
+        return stored + max(most[-1], max(most[:-1]) + grads)
 
     def stages(self, plan: ParallelPlan) -> Sequence[PipelineStage]:
         """The devices of a pipeline, without the batch.

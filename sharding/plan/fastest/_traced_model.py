@@ -199,14 +199,15 @@ class TracedCosts(PlanCosts):
             found.setdefault(self._traced(1, form), form)
         return tuple(form for form in recompute if form in found.values())
 
-    def activations(self, plan: ParallelPlan) -> float:
+    def activations(self, plan: ParallelPlan, grads: float = 0.0) -> float:
         """Bytes of what is stored, of temporaries, and of what stage 3 gathers.
 
-        These are a layer, or what is outside of layers, and gradients of the same size.
+        These are a layer, or what is outside of layers, and gradients of the same size. ``grads``
+        are beside the temporaries.
         """
         traced = self.traced(plan.microbatch, plan.recompute)
         layer, outside = self._layer_bytes() if plan.gathers_layers else (0.0, 0.0)
-        return traced.stored + max(traced.working + 2 * layer, 2 * outside)
+        return traced.stored + max(traced.working + 2 * layer + grads, 2 * outside)
 
     def batch(self, plan: ParallelPlan) -> float:
         """Bytes of a device's part of the batch."""

@@ -17,6 +17,7 @@ from sharding.plan.program._liveness import Buffer, at_peak
 from sharding.plan.program._pipeline_audit import PipelineAudit, audit_pipeline
 from sharding.plan.program._program_arguments import PARTS, Argument, arguments_of
 from sharding.plan.program._scopes import PHASES, phase_of, shortened
+from sharding.plan.program._temporaries import temporary_bytes
 from sharding.plan.program._warnings import warnings_of
 from sharding.plan.program._wire import Collective, axes_of_groups, collectives_of
 
@@ -59,7 +60,8 @@ class Audit:
       kind: their figures, where they are known.
       arguments: bytes of each part: parameters, optimizer state, and so on.
       results: bytes of results that do not take over the memory of an argument.
-      temporaries: bytes, by the compiler; None for a program given as text.
+      temporaries: bytes, by the compiler; on TPUs those that are live at once. None for a program
+        given as text.
       at_peak: bytes of temporaries at their peak by use, estimated from the schedule.
       host: bytes in host memory.
       traffic: the collectives, dearest first.
@@ -284,7 +286,7 @@ def audit(
     placed = [] if isinstance(compiled, str) else jax.tree.leaves(compiled.input_shardings)
     arguments, about = arguments_of(program, parts, placed)
     about += _widened(arguments, found, placed)
-    temporaries = memory.temp_size_in_bytes if memory else None
+    temporaries = temporary_bytes(memory, tiled=program.tiled) if memory else None
 
     warnings = warnings_of(program, found, buffers, arguments, source)
     warnings += [

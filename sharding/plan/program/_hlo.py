@@ -54,6 +54,7 @@ class Program:
         header = text.split("\n", 1)[0]
         counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
         self.num_devices = math.prod(map(int, counts))
+        self.tiled = ":T(" in text  # layouts of TPUs
         # input_output_alias={ {result}: (argument, {}, may-alias) }: by their numbers, the donated
         # arguments, and the results that take over their memory.
         aliases = re.findall(r"\{([\d,]*)\}: \((\d+), \{[\d,]*\}, m", header)
