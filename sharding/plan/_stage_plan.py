@@ -181,7 +181,7 @@ def _memory(
             grads += row.bytes_per_device / dtype.itemsize * max(itemsize, dtype.itemsize)
             waiting += row.bytes_per_device if microbatches > 1 else 0.0
 
-    # Beside them, what waits: for its reduction, or to be added; of a replica until they are summed.
+    # Beside them, what waits to be reduced or added; of a whole replica until replicas are summed.
     if zero.shard_state_over_replicas and microbatches > 1:
         waiting = full_grads / zero.num_shards
     in_layers = zero.sync is None or zero.replica_axis  # a sync of replicas comes after that

@@ -17,6 +17,7 @@ from sharding.plan.fastest._search import search
 from sharding.plan.fastest._verify import Verification, planned_flops, verify
 from sharding.plan.pipelines._pipeline_flops import pipeline_flops
 from sharding.plan.timing._parallel_plan import ParallelPlan
+from sharding.plan.timing._traced_work import work_of
 
 SMALL = Decoder(3, 64, 8, 8, 128, 96, 32)
 TX = optax.adamw(1e-3)
@@ -238,6 +239,36 @@ def test_programs_send_and_compute_what_is_planned(plan, layers):
     assert found.memory > 0
     small = dataclasses.replace(found, available=found.memory / 2)
     assert "too much" in small.failures[0]
+
+
+@pytest.mark.parametrize(("plan", "layers"), [
+    (ParallelPlan(data=8, stage=0), (3,)),
+    (ParallelPlan(data=8, stage=2, replicas=2, microbatches=2), (3,)),
+    (ParallelPlan(data=8, stage=3), (3,)),
+    PIPELINES["aligned"],
+])  # fmt: skip
+def test_what_an_update_does_by_itself_is_apart(plan, layers):
+    """Muon multiplies matrices, at stages 1 to 3 each device its own, and sends the updates."""
+    muon, model = optax.contrib.muon(1e-3), model_of(layers)
+    found = verify(file_of(plan, layers), model, muon, memory=2.0**40, device=kind_of("h100"))
+    assert not found.failures
+    of_all = work_of(muon.update, *both_states(model, muon), kind=kind_of("h100")).flops
+    if plan.stage == 0:
+        assert (found.update_flops, found.update_wire) == (of_all, 0)
+    else:
+        assert of_all / 8 <= found.update_flops < 0.6 * of_all
+        assert found.update_wire > 0.1 * found.wire
+    assert "; the update runs" in found.summary
+    plain = verify(file_of(plan, layers), model, TX, memory=2.0**40, device=kind_of("h100"))
+    assert found.wire == pytest.approx(plain.wire, rel=0.02)
+    assert found.flops == plain.flops
+    assert "update" not in plain.summary
+
+
+def both_states(model, tx):
+    """Gradients, the state and parameters, abstract."""
+    params = model.abstract(jnp.float32)
+    return params, jax.eval_shape(tx.init, params), params
 
 
 def test_a_program_of_another_plan_does_not_hold():

@@ -1,4 +1,4 @@
-"""Temporaries of compiled programs: on TPUs what is live, not what the compiler says it allocates."""
+"""Temporaries of compiled programs: on TPUs what is live, not what is said to be allocated."""
 
 from types import SimpleNamespace
 

@@ -32,6 +32,8 @@ MEMORY = 0.03
 class Verification:
     """Figures of one device: as planned, and in the program.
 
+    What an optimizer sends and multiplies by itself, as Muon does, is not planned, and apart.
+
     Attributes:
       planned_memory: bytes.
       memory: bytes.
@@ -40,6 +42,8 @@ class Verification:
       planned_flops: operations of matrix products in a step.
       flops: operations of matrix products in a step.
       available: bytes that a plan may take.
+      update_wire: bytes that the update sends by itself, beside ``wire``.
+      update_flops: operations of matrix products of the update, beside ``flops``.
     """
 
     planned_memory: float
@@ -49,6 +53,8 @@ class Verification:
     planned_flops: float
     flops: float
     available: float
+    update_wire: float = 0.0
+    update_flops: float = 0.0
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -75,10 +81,14 @@ class Verification:
     def summary(self) -> str:
         """The program over the plan, in one line."""
         wire = f"{self.wire / self.planned_wire:.3f}" if self.planned_wire else "-"
-        return (
+        found = (
             f"program / plan: memory {self.memory / self.planned_memory:.3f}, wire {wire}, "
             f"operations {self.flops / self.planned_flops:.3f}"
         )
+        if not self.update_flops:
+            return found
+        share = self.update_flops / self.flops
+        return f"{found}; the update runs {share:.1%} more and sends {size(self.update_wire)}"
 
 
 def verify(
@@ -108,14 +118,18 @@ def verify(
     axes = file.mesh_axes
     mesh = file.arranged(targets.mesh(file.target, tuple(axes.values()), tuple(axes)))
     found = audit(lowered_step(file, mesh, model, tx), mesh=mesh, device=device or file.target)
+    update_wire = sum(it.wire_bytes for it in found.traffic if it.phase == "update")
+    update_flops = found.products.get("update", 0.0)
     return Verification(
         planned_memory=file.promised["memory"],
         memory=found.memory,
         planned_wire=planned_wire(file, mesh, model, tx),
-        wire=found.wire_bytes,
+        wire=found.wire_bytes - update_wire,
         planned_flops=_planned_flops(file, model) + _sync_flops(file, model),
-        flops=found.matmul_flops,
+        flops=found.matmul_flops - update_flops,
         available=memory,
+        update_wire=update_wire,
+        update_flops=update_flops,
     )
 
 

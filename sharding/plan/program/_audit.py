@@ -66,7 +66,7 @@ class Audit:
       host: bytes in host memory.
       traffic: the collectives, dearest first.
       flops: floating-point operations by phase.
-      matmul_flops: the part of them in matrix products.
+      products: the part of them in matrix products.
       nbytes: bytes read from and written to main memory, by phase.
       expected_wire: bytes that the plan sends; None where none was given.
       warnings: likely mistakes, in words.
@@ -84,7 +84,7 @@ class Audit:
     host: float
     traffic: tuple[Traffic, ...]
     flops: dict[str, float]
-    matmul_flops: float
+    products: dict[str, float]
     nbytes: dict[str, float]
     expected_wire: float | None
     warnings: tuple[str, ...]
@@ -97,6 +97,11 @@ class Audit:
         """Bytes that one device needs for the step: arguments, new results, temporaries."""
         temporaries = sum(self.at_peak.values()) if self.temporaries is None else self.temporaries
         return sum(self.arguments.values()) + self.results + temporaries
+
+    @property
+    def matmul_flops(self) -> float:
+        """Operations of matrix products of all phases."""
+        return sum(self.products.values())
 
     @property
     def fits(self) -> bool | None:
@@ -137,7 +142,10 @@ class Audit:
     def to_dict(self) -> dict[str, Any]:
         """All figures, ready for JSON."""
         found = dataclasses.asdict(self) | {"pipeline": self.pipeline and self.pipeline.to_dict()}
-        names = ("memory", "fits", "headroom", "wire_bytes", "seconds", "tokens_per_second")
+        names = (
+            *("memory", "fits", "headroom", "wire_bytes", "matmul_flops"),
+            *("seconds", "tokens_per_second"),
+        )
         return found | {name: getattr(self, name) for name in names}
 
     def tables(self) -> list[Table]:
@@ -278,10 +286,12 @@ def audit(
     found, (work, unknown_loops) = collectives_of(program), costs(program)
     buffers = at_peak(program)
     flops: dict[str, float] = {}
+    products: dict[str, float] = {}
     nbytes: dict[str, float] = {}
     for cost in work:
         phase = phase_of(cost.scope)
         flops[phase] = flops.get(phase, 0.0) + cost.flops
+        products[phase] = products.get(phase, 0.0) + cost.matmul_flops
         nbytes[phase] = nbytes.get(phase, 0.0) + cost.nbytes
     placed = [] if isinstance(compiled, str) else jax.tree.leaves(compiled.input_shardings)
     arguments, about = arguments_of(program, parts, placed)
@@ -304,7 +314,7 @@ def audit(
         host=(memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes) if memory else 0,
         traffic=_traffic(found, mesh),
         flops=flops,
-        matmul_flops=sum(cost.matmul_flops for cost in work),
+        products=products,
         nbytes=nbytes,
         expected_wire=expected_wire,
         warnings=(),
