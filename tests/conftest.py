@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import os
 import pathlib
+import zlib
 from importlib import metadata
 
 # Before jax starts a backend; a machine's accelerators have tests of their own.
@@ -103,7 +104,8 @@ def pytest_addoption(parser):
 def leave_out_slow(config, items):
     """Deselects tests marked ``slow`` but for as many of their cases as they keep.
 
-    The cases that stay are evenly spaced. A test that the command line names runs whole.
+    The cases that stay are evenly spaced, the first of them by the name of the test: of many tests
+    over the same cases each keeps others. A test that the command line names runs whole.
     """
     if config.getoption("--slow") or any("::" in str(name) for name in config.args):
         return
@@ -112,9 +114,10 @@ def leave_out_slow(config, items):
         if item.get_closest_marker("slow"):
             cases[item.path, item.originalname].append(item)
     left = set()
-    for found in cases.values():
+    for (_, name), found in cases.items():
         keep = found[0].get_closest_marker("slow").kwargs.get("keep", 0)
-        kept = {i * len(found) // keep for i in range(keep)}
+        first = zlib.crc32(name.encode())
+        kept = {(first + i * len(found) // keep) % len(found) for i in range(keep)}
         left.update(item for i, item in enumerate(found) if i not in kept)
     config.hook.pytest_deselected(items=[item for item in items if item in left])
     items[:] = [item for item in items if item not in left]

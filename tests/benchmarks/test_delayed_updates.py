@@ -9,6 +9,7 @@ import pytest
 KEY = jax.random.key(0)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("model", study.WIDTH)
 def test_jacobians_at_other_parameters(model):

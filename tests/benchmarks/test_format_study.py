@@ -90,6 +90,7 @@ def test_a_report_names_what_diverged_and_what_is_missing(rows, tmp_path):
     assert _format_report.parts({}, SIZE, tmp_path) == []
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("name", ["bf16_master", "bf16_stochastic", "bf16_nearest"])
 def test_bfloat16_parameters_stay_so_and_train(name):
     hyper = {"learning_rate": 0.01, "weight_decay": 0.1, "b2": 0.999}

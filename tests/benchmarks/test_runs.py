@@ -64,6 +64,7 @@ def plain_losses(config, text):
     return losses
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("contender", ["adamw", "adafactor", "came", "lamb", "muon", "lion"])
 def test_traced_hyperparameters_equal_static_ones(contender, text, trainer):
     wanted = config(contender)

@@ -63,6 +63,7 @@ def assert_close(have, want, rtol=1e-12):
 # --- Composition ---
 
 
+@pytest.mark.slow(keep=6)
 @every
 def test_chain(name):
     """Clipping before, scaling after: the same as by hand."""
@@ -76,6 +77,7 @@ def test_chain(name):
         params = optax.apply_updates(params, updates)
 
 
+@pytest.mark.slow(keep=6)
 @every
 def test_multi_steps(name, x64):
     """Two micro-steps are one step of the mean gradient."""
@@ -172,6 +174,7 @@ def injectable(name):
     return row.make, {k: v for k, v in row.arguments.items() if k not in mask}
 
 
+@pytest.mark.slow(keep=6)
 @every
 def test_injected_equals_plain_and_does_not_recompile(name, x64):
     """All arguments are injected, rules, dtypes and betas too; ``init`` is jitted as well."""
@@ -220,6 +223,7 @@ def test_injected_dtypes(name, argument, dtype):
         assert {x.dtype for x in jax.tree.leaves(mu)} == {jnp.dtype("bfloat16")}
 
 
+@pytest.mark.slow(keep=6)
 @every
 def test_injected_with_bfloat16_parameters(name):
     """The betas would come in the parameters' dtype, where 0.999 is 1: float32 is asked for."""
@@ -271,6 +275,7 @@ def compiled(name):
     return step, traces
 
 
+@pytest.mark.slow(keep=6)
 @every
 def test_jit_equals_eager_compiles_once_and_donates(name):
     """Also that the state of ``init`` is that of ``update``, and holds no buffer twice."""
@@ -294,6 +299,7 @@ def test_jit_equals_eager_compiles_once_and_donates(name):
     assert types(state) == types(want_state)
 
 
+@pytest.mark.slow(keep=6)
 @every
 def test_scan_with_cond_equals_the_loop(name, x64):
     """A step that is skipped under ``lax.cond`` needs a state of the same types on both sides."""
@@ -330,6 +336,7 @@ def shardings(tree):
     return leaves[0] if hasattr(tree, "shape") else (jax.tree.structure(tree), leaves)
 
 
+@pytest.mark.slow(keep=12)
 @shaped
 @pytest.mark.parametrize("dim", [0, 1], ids=["rows sharded", "columns sharded"])
 def test_sharding_types_on_an_explicit_mesh(name, dim):
@@ -404,6 +411,7 @@ def test_none_leaves_are_left_out(name):
 SMALL_SHAPES = [(), (1,), (1, 1), (1, 4), (6, 1), (0,), (0, 3), (3, 0), (2, 0, 3)]
 
 
+@pytest.mark.slow(keep=6)
 @every
 def test_scalars_and_dims_of_zero_and_one(name):
     tx = without_mask(name)
@@ -426,6 +434,7 @@ def test_scalars_and_dims_of_zero_and_one(name):
 # --- Dtypes and magnitudes ---
 
 
+@pytest.mark.slow(keep=25)
 @every
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
 def test_dtypes(name, dtype):
@@ -525,6 +534,7 @@ def test_any_magnitude_stays_finite(name, kind, dtype):
         assert any_moved or kind in ("zero", "tiny")  # tiny: below the root of eps, as intended
 
 
+@pytest.mark.slow(keep=6)
 @every
 def test_huge_gradients_in_long_rows(name):
     """A plain sum of 1,000 squares of 1e18 leaves float32."""
@@ -537,6 +547,7 @@ def test_huge_gradients_in_long_rows(name):
         chex.assert_tree_all_finite((updates, state))
 
 
+@pytest.mark.slow(keep=6)
 @every
 def test_apply_if_finite_keeps_the_state_and_recovers(name):
     tx, params = TRANSFORMATIONS[name](), tree(0)

@@ -71,6 +71,7 @@ def test_sign(name):
     np.testing.assert_array_equal(unroll(tx, -grads, -params), -unroll(tx, grads, params))
 
 
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 def test_transpose(name):
     grads, params = example()
@@ -89,6 +90,7 @@ def test_permutation_of_rows_and_of_columns(name):
     assert_same(unroll(tx, grads[:, rows][:, :, cols], params[rows][:, cols]), want)
 
 
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("name", FACTORED)
 @pytest.mark.parametrize("shape", [(3, ROWS, COLS), (3, COLS)], ids=["matrices", "vectors"])
 def test_stacked_equals_apart(name, shape):

@@ -46,6 +46,7 @@ def test_every_transformation_of_the_contract():
 
 
 # Each pair of a kind of code and a rounding: block sizes and noise meet in no index.
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize(
     ("bits", "rounding"),
     [
@@ -73,6 +74,7 @@ def test_every_format(bits, rounding):
         trace(tx, MODELS["405B, stacked"], platforms=("cpu",))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_what_goes_around_them(dtype):
     came = optax_ext.came(1e-3)

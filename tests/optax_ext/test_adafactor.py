@@ -70,6 +70,7 @@ OPTAX = {
 }
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("option", OPTAX)
 def test_200_steps_equal_optax(option):
@@ -231,6 +232,7 @@ def golden():
         return dict(file)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", SAME)
 def test_200_steps_equal_hugging_face_and_pytorch(golden, name):

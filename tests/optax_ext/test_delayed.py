@@ -151,6 +151,7 @@ FORMS = {
 }
 
 
+@pytest.mark.slow(keep=5)
 @x64
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("technique", ["none", "T1", "T2", "T1 and T2"])

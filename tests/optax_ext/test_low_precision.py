@@ -111,6 +111,7 @@ MAPS = [
 ]
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("number_map", MAPS, ids=repr)
 def test_positions_are_levels_and_the_share_of_the_way_to_the_next(number_map):
     values = values_of(number_map).astype(np.float64)
@@ -149,6 +150,7 @@ CASES = [(fmt, shape) for fmt in FORMATS for shape in SHAPES if fmt == "8 bits"]
 ]
 
 
+@pytest.mark.slow(keep=22)
 @pytest.mark.parametrize(("fmt", "shape"), CASES)
 @every_sign
 def test_round_trip(fmt, signed, shape):
@@ -179,6 +181,7 @@ def test_round_trip(fmt, signed, shape):
         assert (np.sign(y) * np.sign(x) >= 0).all()
 
 
+@pytest.mark.slow(keep=18)
 @every_format
 @every_sign
 @every_rounding
@@ -269,6 +272,7 @@ def test_what_was_stored_is_stored_as_it_is(fmt, signed):
     np.testing.assert_allclose(twice, once, rtol=1e-6)
 
 
+@pytest.mark.slow(keep=6)
 @every_format
 @every_sign
 def test_stochastic_rounding_has_the_right_mean(fmt, signed):
@@ -288,6 +292,7 @@ def test_stochastic_rounding_has_the_right_mean(fmt, signed):
         assert got.std() > 0
 
 
+@pytest.mark.slow(keep=6)
 @every_format
 @every_sign
 def test_compensation_keeps_eight_bits_more(fmt, signed):

@@ -79,6 +79,7 @@ def test_blocks_in_place_of_rows_and_columns_would_not_do():
     assert run(spread(SHAPE[1], 3)[None]) > 20
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize(
     "fmt", [Dynamic(8), Dynamic(4), Dynamic(4, rank1=True), Linear(8), Linear(4), Float8()], ids=str

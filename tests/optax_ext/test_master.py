@@ -73,6 +73,7 @@ def step_of(tx):
 # --- The law ---
 
 
+@pytest.mark.slow(keep=3)
 @every_dtype
 @pytest.mark.parametrize("name", INNER)
 def test_parameters_are_the_masters_rounded_under_jit(name, dtype):
@@ -87,6 +88,7 @@ def test_parameters_are_the_masters_rounded_under_jit(name, dtype):
     assert (bits(params["w"]) != bits(start["w"])).any()
 
 
+@pytest.mark.slow(keep=3)
 @every_dtype
 @pytest.mark.parametrize("name", INNER)
 def test_parameters_are_the_masters_rounded_eagerly(name, dtype):
@@ -191,6 +193,7 @@ EXTREME = st.one_of(
 )
 
 
+@pytest.mark.slow(keep=1)
 @every_dtype
 @hypothesis.given(st.lists(st.tuples(EXTREME, EXTREME), min_size=16, max_size=16))
 @hypothesis.settings(max_examples=100, deadline=None)
@@ -299,6 +302,7 @@ def test_masters_equal_an_independent_adamw(dtype):
             np.testing.assert_allclose(state.master[k], next(w), rtol=3e-6, atol=3e-6)
 
 
+@pytest.mark.slow(keep=3)
 @every_dtype
 @pytest.mark.parametrize("name", INNER)
 def test_masters_equal_a_float32_run(name, dtype):

@@ -130,6 +130,7 @@ def test_kernels_are_only_where_they_are_requested():
     assert not is_used("pallas", jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=place))
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.usefixtures("form")
 def test_squares_of_1e18_fit_into_float32():
     array = jnp.full((600, 900), 1e18, jnp.float32)
@@ -198,6 +199,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow(keep=13)
 @pytest.mark.usefixtures("x64", "form")
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("case", ["plain matrix", "batch and stacked"])
@@ -236,6 +238,7 @@ def scaled_by_came():
     return update
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.usefixtures("x64", "form")
 def test_it_can_be_mapped_and_differentiated():
     g = jnp.asarray(np.random.default_rng(1).normal(size=(3, 6, 5)))

@@ -143,6 +143,7 @@ def test_hundreds_of_steps():
     assert np.linalg.norm(have["w"] - want["w"]) < 0.01 * moved
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(
     ("inner", "options", "shape"),
     [

@@ -168,6 +168,7 @@ def apart(tree):
     return {"params": own}
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("make", [optax_ext.came, optax_ext.adafactor])
 def test_a_stacked_model_is_updated_as_its_layers_apart(make, x64):
     tx = make(0.1, factoring=flax_transformer())
@@ -228,6 +229,7 @@ def test_the_older_rule_factors_embedding_and_head_beside_stacked_layers():
     assert rule.resolve("layers/mlp/bias", (3, 96)) == STACKED_FULL
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("scanned", [True, False])
 def test_matrices_decay_and_nothing_else(scanned):
     params = params_of(scanned)

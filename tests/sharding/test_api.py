@@ -103,6 +103,7 @@ def test_aux_scalars_are_averaged_and_arrays_concatenated(microbatches, kind):
     np.testing.assert_allclose(metrics["loss"], error.mean(), rtol=1e-6)
 
 
+@pytest.mark.slow(keep=5)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("microbatches", [1, 4])
@@ -217,6 +218,7 @@ def test_bfloat16_parameters_keep_their_dtypes(stage, microbatches):
 # --- States -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_flax_train_state(stage, kind):

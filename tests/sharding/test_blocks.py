@@ -26,6 +26,7 @@ def run(zero, block, scan):
     )
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("patterns", "block", "scan"),
     [

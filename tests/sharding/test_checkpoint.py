@@ -202,6 +202,7 @@ def one_less(params):
     return {name: x for name, x in params.items() if name != "gain"}
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.usefixtures("x64")
 # Orbax starts to read all arrays, and drops those after the one that does not fit: some before
 # they begin, some while they read.

@@ -357,6 +357,7 @@ EQX_FORMS = {
 
 
 # Each form with each kind of axes; the number of devices is no part of how trees are matched.
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("form", EQX_FORMS)
 @pytest.mark.parametrize(("n", "kind"), [(4, KINDS[0]), (4, KINDS[1])])
 def test_equinox_trees_at_stage_3(n, kind, form):

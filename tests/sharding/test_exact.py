@@ -61,12 +61,14 @@ def test_float64(name, stage):
     check(name, shd.Zero(mesh_of(8), stage=stage, min_shard_size=0), jnp.float64)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("stage", "devices"), [(2, 1), (2, 4), (3, 2)])
 def test_fewer_devices(stage, devices):
     check("came", shd.Zero(mesh_of(devices), stage=stage, min_shard_size=0), jnp.float64)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("name", "stage"), [("adamw", 2), ("adafactor", 2), ("came", 2), ("came", 3), ("lamb", 3)]
 )
@@ -108,6 +110,7 @@ def test_two_data_axes(stage):
     check("adafactor", shd.Zero(mesh, stage=stage, axis=("a", "b"), min_shard_size=0), jnp.float64)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_scatter_and_gather_one_axis_after_the_other(stage, monkeypatch):
@@ -150,6 +153,7 @@ def test_hybrid_stage_0():
     check("adamw", shd.Zero(mesh, stage=0, replica_axis="replica"), jnp.float64)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_step_of_ones_own(stage):
@@ -169,6 +173,7 @@ def test_a_step_of_ones_own(stage):
     assert model.worst_leaf(state, reference("came", jnp.float64)[0])[0] < 1e-12
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", ["came", "adafactor"])
 def test_statistics_of_each_shard_alone_would_be_seen(name):

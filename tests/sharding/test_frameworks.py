@@ -205,6 +205,7 @@ def linen_loss(lm):
     return lambda params, batch: cross_entropy(lm.apply({"params": params}, batch["tokens"]), batch)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("block", "scan", "stage"),
     [
@@ -227,6 +228,7 @@ def test_linen(block, scan, stage):
         assert bytes_held(state.params) < 0.2
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("block", [Block, SetupBlock])
 def test_linen_outside_a_step(block, scan):
@@ -243,6 +245,7 @@ def test_linen_outside_a_step(block, scan):
         np.testing.assert_array_equal(*outputs)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("scan", [False, True])
 def test_linen_dropout(scan):
     """A layer that is computed twice drops the same units both times, and those it always did."""
@@ -300,6 +303,7 @@ def test_linen_mutable_collections():
     assert_same(state, as_pair(expected_state))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_linen_partition_metadata(stage):
     zero = zero_of(stage, model_axis=True)
@@ -329,6 +333,7 @@ class Logical(nn.Module):
         return x + nn.Dense(WIDTH, kernel_init=down, **F64)(h) * scale
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("rules", [[["mlp", "model"]], (("mlp", "model"), ("embed", None))])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_linen_logical_axes(stage, rules):
@@ -433,6 +438,7 @@ def train_nnx(zero, params, loss_fn, tx, **kwargs):
     return state, metrics
 
 
+@pytest.mark.slow(keep=2)
 @needs_nnx
 @pytest.mark.parametrize(("stage", "pure"), [(3, False), (3, True), (2, False)])
 def test_nnx(stage, pure):
@@ -469,6 +475,7 @@ def test_an_nnx_optimizer_under_a_mesh_refuses_factored_state(name):
             nnx.Optimizer(lm, FACTORED[name], wrt=nnx.Param)
 
 
+@pytest.mark.slow(keep=2)
 @needs_nnx
 @pytest.mark.parametrize(
     ("name", "stage", "pure"),
@@ -552,6 +559,7 @@ class EqxLM(eqx.Module):
         return self.norm(x) @ self.embed.T
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(("stage", "static_first"), [(2, False), (3, True), (3, False)])
 def test_equinox(stage, static_first):
     """Trees are combined in either order, though a shard is a node of several leaves."""

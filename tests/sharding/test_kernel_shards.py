@@ -122,6 +122,7 @@ def test_updates_that_leave_the_kernel():
     check(zero, wrap=lambda tx: optax.chain(tx, optax.scale(0.5)))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: optax.chain(tx, optax.scale(0.5))])
 def test_a_loop_over_rows(wrap, monkeypatch):
     for form in (_row_loop.RowLoop, _row_loop.LoopOfUpdates):

@@ -86,6 +86,7 @@ def mesh_of(kind):
     return jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(kind,) * 2)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_rules_in_context(stage, kind):

@@ -123,6 +123,7 @@ def test_codes_and_scales_lie_as_their_parameter(bits):
     assert specs.key == P()
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("bits", FORMATS.values(), ids=FORMATS)
 def test_nothing_is_gathered_to_store_the_state(bits):
     """Only maxima of rows and columns are sent, for moments in 4 bits."""
@@ -189,6 +190,7 @@ def straddled_loss(params, batch):
     return jnp.mean((heads - 1) ** 2) + jnp.mean((rows - 0.5) ** 2) + jnp.mean((wide - 0.1) ** 2)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("bits", FORMATS.values(), ids=FORMATS)
 def test_blocks_that_straddle_shards(bits, x64):
     """Codes are sharded as the parameter, scales replicated; no warning, the same numbers."""

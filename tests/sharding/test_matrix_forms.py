@@ -211,6 +211,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", WRAPPED)
 def test_in_and_around_other_transformations(name):
@@ -287,6 +288,7 @@ def test_what_state_is_and_depends_on_is_not_rounded():
     assert ((40, 48), False) in both[1]
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_wire_dtype_rounds_updates_and_no_state(name):

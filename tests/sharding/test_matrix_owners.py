@@ -171,6 +171,7 @@ def compiled_step(name, zero):
     return zero.train_step(zero.gathered(loss), tx=tx).lower(state, shapes).compile()
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.usefixtures("x64", "scopes_in_cache_key")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_matrices_are_sent_to_their_owners_and_nothing_is_gathered(stage):
@@ -188,6 +189,7 @@ def test_matrices_are_sent_to_their_owners_and_nothing_is_gathered(stage):
     assert all(c.elements <= 3 * 24 * 64 for c in update if c not in moved)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_stacked_layers_are_updated_as_single_ones(name):

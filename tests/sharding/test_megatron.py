@@ -113,6 +113,7 @@ def test_exact_and_the_users_specs_are_kept(stage, kind, hybrid):
     assert state[1][1][0].mu["blocks"]["up"].addressable_shards[0].data.size == 2 * 32 * 128 // 8
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_nothing_is_gathered_over_the_model_axis(stage):
     """What the partitioner does when left alone: it gathers every gradient over ``model`` first."""

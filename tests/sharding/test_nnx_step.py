@@ -102,6 +102,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(("stage", "kind", "born_sharded", "devices"), CASES)
 def test_in_place(stage, kind, born_sharded, devices):
     zero = zero_of(stage, devices, kind, gathered_blocks=r"^blocks/\d+$")

@@ -141,6 +141,7 @@ def check(seen, want, rtol=1e-5):
 # --- The same as by hand --------------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("weighted", [False, True], ids=["mean", "weighted"])
 @pytest.mark.parametrize(
@@ -172,6 +173,7 @@ def stage_3_loss(zero, loss):
     return run
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("weighted", [False, True], ids=["mean", "weighted"])
 @pytest.mark.parametrize(
@@ -356,6 +358,7 @@ def test_who_does_not_ask_pays_nothing():
     assert "local_norm/" in lowered(zero, tx_of(), loss_fn).as_text(debug_info=True)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("wrap", ["masked", "finite", "low precision", "injected", "jitted"])
 def test_wrapped_transformations_ask_too(wrap):
     noise = optax_ext.gradient_noise_scale(BATCH)

@@ -134,6 +134,7 @@ def test_the_same_numbers(name, x64):
     assert small | {x.sharding.memory_kind for x in jax.tree.leaves(state[0])} == {"device"}
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(("num", "stage"), [(1, 0), (8, 0), (4, 1), (2, 3), (8, 3)])
 def test_stages_and_devices(num, stage, x64):
     tx = OPTIMIZERS["came by layer"]()
@@ -375,6 +376,7 @@ AT_ONCE = {
 }
 
 
+@pytest.mark.slow(keep=9)
 @pytest.mark.parametrize("name", [*LAYER_BY_LAYER, *(f"at once: {name}" for name in AT_ONCE)])
 def test_each_operation(name):
     at_once = name.startswith("at once: ")

@@ -801,6 +801,7 @@ def test_planned_or_compiled(name, compiles):
 # --- Large models ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("model", "optimizer"),
     [

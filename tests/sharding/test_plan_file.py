@@ -186,6 +186,7 @@ def test_a_pipeline_needs_all_layers_of_the_model():
         lowered_step(file, mesh, SMALL, TX)
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize(("name", "tied"), [("aligned", False), ("interleaved", True)])
 def test_a_pipeline_has_the_loss_and_the_gradients_of_the_model(name, tied):
     plan, layers = PIPELINES[name]

@@ -54,6 +54,7 @@ def dtypes_of(text, op):
     return {dtype for dims, dtype in found if math.prod(map(int, dims.split("x"))) > 1000}
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(("name", "per_parameter"), [("adamw", 12), ("came", 8), ("adafactor", 4)])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bytes_of_optimizer_and_master_weights(stage, name, per_parameter):
@@ -142,6 +143,7 @@ def test_no_step_on_the_way_is_narrower_than_asked(stage, microbatches, hybrid):
     assert distance < 1e-12, leaf
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_parameters_are_their_master_weights_rounded(stage):
     tx = optax_ext.master_weights(model.OPTIMIZERS["came"]())
@@ -179,6 +181,7 @@ def coded(x, spec, num, bits):
     return np.concatenate(shards, dims[0]).astype(x.dtype)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize(("dtype", "bits"), [(jnp.int8, 8), (jnp.int4, 4)])

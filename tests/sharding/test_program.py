@@ -78,6 +78,7 @@ def test_stage_0_all_reduces_and_gathers_nothing():
     assert elements(program, "all-gather") == 0
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("optimizer", ["came", "adafactor", "adamw", "clipped"])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_gradients_reduce_scatter_and_parameters_are_gathered_once(stage, optimizer):
@@ -119,6 +120,7 @@ def test_stage_2_accumulates_less_than_stage_1():
     assert temp[2] < temp[1]
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("name", ["came", "muon"])
 def test_one_compile_and_no_drift(name, kind):

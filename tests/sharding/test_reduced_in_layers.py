@@ -311,6 +311,7 @@ READERS = {
 }
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("name", READERS)
 def test_a_loss_that_needs_arrays_gets_arrays(name):

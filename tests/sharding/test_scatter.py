@@ -37,6 +37,7 @@ def compiled(form, shape, dim, x, repeat=0):
     return jax.jit(mapped).lower(x).compile()
 
 
+@pytest.mark.slow(keep=13)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dim", [0, -1])
 @pytest.mark.parametrize("form", FORMS)

@@ -75,6 +75,7 @@ def by_planner(plan, model=SMALL, device=H100):
 # --- Memory ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=11)
 @pytest.mark.parametrize("plan", [
     ParallelPlan(data=8, stage=0, microbatch=2, microbatches=3),
     ParallelPlan(data=8, stage=1, recompute="none"),
@@ -189,6 +190,7 @@ def test_kept_values_are_those_of_every_plan():
 # --- The search -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("target", "gigabytes", "sequences", "keep"),
     [
@@ -260,6 +262,7 @@ def test_no_plan_goes_below_what_its_group_has_at_least(target):
             assert costs.fullest(plan) >= nbytes
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("target", ["h100x8", "v5e:2x4"])
 @pytest.mark.parametrize(("layers", "vocabulary"), [(8, 32000), (11, 256000)])
 def test_no_plan_goes_below_its_bound(target, layers, vocabulary):

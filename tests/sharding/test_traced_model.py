@@ -79,6 +79,7 @@ def memory_of(model, target="h100x8", dtype=jnp.bfloat16):
 # --- Beside the closed forms of a decoder ---------------------------------------------------------
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("recompute", ["none", *PARTLY, "full"])
 def test_operations_are_those_of_the_closed_form(recompute):
     own, plan = traced_decoder(), ParallelPlan(microbatch=3, recompute=recompute)
@@ -87,6 +88,7 @@ def test_operations_are_those_of_the_closed_form(recompute):
     assert found.flops / kind_of("h100").flops == pytest.approx(again, rel=1e-3)
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("recompute", ["none", *PARTLY, "full"])
 def test_stored_bytes_are_those_of_the_closed_form(recompute):
     """Of a layer: what four more of them store."""

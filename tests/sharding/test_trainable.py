@@ -85,6 +85,7 @@ def train_alone(params):
     return params, opt_state
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_lora(stage):

@@ -60,6 +60,7 @@ def test_a_step_sends_and_holds_what_theory_says(case):
     assert found.aliased == found.arguments - batch  # all of the state is updated in place
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("case", [c for c in CASES if c.stage and c.microbatches == 1], ids=name_of)
 def test_the_update_sends_vectors_alone(case):
     """Nothing of a parameter's size is gathered or reduced in the optimizer."""

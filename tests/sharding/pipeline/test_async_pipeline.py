@@ -179,6 +179,7 @@ PIPEDREAM = [
 ]
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(("stages", "layers", "vertical", "aligned", "recompute"), PIPEDREAM)
 def test_pipedream(stages, layers, vertical, aligned, recompute):
@@ -204,6 +205,7 @@ def test_pipedream(stages, layers, vertical, aligned, recompute):
     np.testing.assert_allclose(losses, expected, rtol=1e-12)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("stages", "microbatches", "aligned", "kind"),
@@ -225,6 +227,7 @@ def test_two_buffered_weights(stages, microbatches, aligned, kind):
     check_chain(state, chain)
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("technique", ["none", "t1", "t2", "both"])
 @pytest.mark.parametrize(

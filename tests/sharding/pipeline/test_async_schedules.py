@@ -65,6 +65,7 @@ def test_versions_and_delays_of_pipedream(stages, aligned):
         np.testing.assert_array_equal(delays, behind[0])
 
 
+@pytest.mark.slow(keep=17)
 @pytest.mark.parametrize("stages", STAGES)
 @pytest.mark.parametrize("microbatches", [1, 3, 7, 10, 16])
 @pytest.mark.parametrize("aligned", [False, True])

@@ -40,6 +40,7 @@ def check(pipe, zero, name="came", variant="tied", **options):
 # --- Meshes ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_hybrid(stage):

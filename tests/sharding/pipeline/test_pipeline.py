@@ -108,6 +108,7 @@ def test_optimizers_see_the_unstacked_model(name):
     check(pipe, shd.Zero(mesh, stage=2, min_shard_size=0), name, "tied", unstacked=True)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("schedule", "kind"), [(one_f_one_b, AUTO), (interleaved, EXPLICIT), (chimera, AUTO)]

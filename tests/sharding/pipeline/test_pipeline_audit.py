@@ -104,6 +104,7 @@ COUNTS = {
 }
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("name", COUNTS)
 def test_what_the_program_runs_and_keeps_is_what_the_schedule_says(name):
     pipeline, params = make(FAMILIES[name](4, 8))
@@ -348,6 +349,7 @@ def test_another_program():
 # --- What it sends --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("name", "stages", "stage"),
     [

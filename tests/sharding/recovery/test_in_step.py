@@ -69,6 +69,7 @@ def plain_run(stage, kind, microbatches):
 # --- The same bits --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(("stage", "kind", "options"), CONFIGS.values(), ids=CONFIGS)
 def test_training_is_the_same_and_the_snapshot_is_the_state_before(
     stage, kind, options, tmp_path, monkeypatch

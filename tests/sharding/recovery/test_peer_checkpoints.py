@@ -155,6 +155,7 @@ def round_trip(cube, tmp_path_factory):
     return state, found.state
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_states(kind, round_trip):
     saved, restored = round_trip
@@ -212,6 +213,7 @@ def layout_of(name):
     return mesh, zero.abstract_state(make_state(), tx=adamw())
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(
     ("source", "target"), [p for p in itertools.permutations(LAYOUTS, 2) if "stage 3" in str(p)]
 )

@@ -102,6 +102,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(("stage", "mesh", "layout", "options", "sent"), CASES.values(), ids=CASES)
 def test_bytes_on_the_wire_and_bits_at_the_other_end(stage, mesh, layout, options, sent):
     zero = zero_of(mesh, stage)

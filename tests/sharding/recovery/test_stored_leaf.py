@@ -194,6 +194,7 @@ def specs_of(mesh, shape):
     return sorted(found, key=str)
 
 
+@pytest.mark.slow(keep=12)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh.values())))
 def test_every_mesh_spec_and_layout(mesh, layout):

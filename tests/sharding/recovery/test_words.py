@@ -58,6 +58,7 @@ def on_device():
     return found
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_devices_compute_what_hosts_do(dtype, on_device):
     for shape in SHAPES:

@@ -165,6 +165,7 @@ def test_chosen_names_and_others():
     assert nothing.names == ()
 
 
+@pytest.mark.slow(keep=11)
 @pytest.mark.parametrize("speed", [1e9, 2e10, 2e11, 1e12])
 @pytest.mark.parametrize("input_bytes", [0, 4 * ROWS * WIDTH])
 @pytest.mark.parametrize("hidden", [False, True])

@@ -82,6 +82,7 @@ def plans():
     return {"stack": (stack[0], stack[-1]), "chain": (chain[0], chain[-1])}
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("kind", ["stack", "chain"])
@@ -203,6 +204,7 @@ class Block(nn.Module):
         return x + nn.Dense(WIDTH, name="down")(jnp.tanh(hidden))
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_policy_of_a_linen_model(stage):
     """``nn.scan`` over blocks with the plan's policy: by ``zero.gathered`` or ``nn.remat``."""

@@ -160,6 +160,7 @@ def twice_alone(shape):
     return jax.device_get(train(zero_of(None, 0, 1), twice(take), shape))
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_micro_batches_and_two_lookups(stage, kind, x64):
@@ -262,6 +263,7 @@ def test_narrow_dtypes(stage):
     assert 0 < np.linalg.norm(have - want) < 1e-2 * np.linalg.norm(want)
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(("rows", "num", "mixed"), [(64, 8, False), (99, 8, True), (5, 1, False)])
 @pytest.mark.parametrize("how", ["zipf", "one", "uniform"])
 def test_every_row_is_sent_once_with_consecutive_ranks(rows, num, mixed, how):
@@ -315,6 +317,7 @@ def of_nnx(embed):
     return lambda: params, lambda params, batch: nnx.merge(graph, params)(batch)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.filterwarnings("ignore:stage 3 with a loss that gathers no layer")
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("model", [of_linen, pytest.param(of_nnx, marks=needs_nnx)])

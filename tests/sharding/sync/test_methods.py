@@ -286,6 +286,7 @@ def test_top_k_over_hundreds_of_steps(name, dims, x64):
         assert_close(runner(grads), {k: references[k](grads[k]) for k in BIG}, 1e-12)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize("name", [name for name in TOP_K if "clip_norm" not in TOP_K[name]])
 def test_top_k_of_an_array_beyond_int32_indices(name, x64, monkeypatch):
     """Each of its sections sends its own largest elements."""
@@ -416,6 +417,7 @@ def test_stochastic_codes_are_unbiased(bits, norm_name):
     assert variance > 0
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("dims", [None, SHARD_DIMS], ids=["means", "shards"])

@@ -272,6 +272,7 @@ def plain(num, rows=32):
     return zero.full_params(train(zero, P(), rows=rows))
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("name", "stage", "kind", "microbatches"),
@@ -340,6 +341,7 @@ def train_lookups(zero, specs):
     return zero.full_params(state), compiled
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(
@@ -371,6 +373,7 @@ def crossing(compiled, num_others):
     ]
 
 
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize(
     ("name", "stage"),
     [
@@ -439,6 +442,7 @@ def test_stages_of_a_pipeline(name):
     assert transformer.worst_leaf(have, pipeline_by_hand(name, 2, 2))[0] < tolerance_of(name)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("name", "stage", "kind", "gather"),
@@ -468,6 +472,7 @@ def test_lossless_pipelines_with_tensor_parallelism(name, stage, kind, gather):
 # --- Other numbers of devices ---------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=1)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_a_checkpoint_resumes_on_another_number_of_data_devices(kind, tmp_path):

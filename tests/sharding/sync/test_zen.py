@@ -95,6 +95,7 @@ def assert_mean(have, grads):
     assert np.linalg.norm(have - want) <= 1e-15 * np.linalg.norm(want)
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize("num", [1, 3, 8])
 @pytest.mark.parametrize("name", ["rows", "elements", "agsparse"])
 def test_equals_the_dense_mean(num, name, x64):
@@ -168,6 +169,7 @@ def assert_mean_or_poison(have, grads, is_sparse):
         assert np.isnan(have).all()
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.parametrize(
     ("kind", "count", "options", "is_sparse"),
     [
@@ -295,6 +297,7 @@ def test_nonfinite_numbers_stay_in_their_rows(x64):
 # --- Under ZeRO -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(("stage", "rows"), [(0, 509), (1, 512), (2, 509), (2, 512), (3, 512)])
 def test_the_same_training(stage, rows, x64):
     """As without ZEN, up to rounding, for embeddings sharded along rows or the last dim."""

@@ -113,6 +113,7 @@ def sgd_by_hand(name, num):
 
 
 # Means at stage 0, shards at 1 and 2, which differ in the accumulation of micro-batches alone.
+@pytest.mark.slow(keep=4)
 @pytest.mark.parametrize(
     ("name", "stage", "num"),
     [*((name, stage, 8) for name in METHODS for stage in (0, 2)), ("powersgd", 1, 4)],
@@ -129,6 +130,7 @@ def test_with_a_chain_of_transformations(x64):
     assert_same(run(zero_of(method, 2), tx)[0], by_hand(method, tx, 8), 1e-10)
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("sizes", "stage"),
     [((8,), 1), ((8,), 3), ((2, 4), 0), ((2, 4), 1), ((4, 2), 2), ((2, 4), 3)],
@@ -260,6 +262,7 @@ def test_offload_moves_the_optimizer_state_alone():
 # --- Nonfinite gradients --------------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     "method",
     [sync.powersgd(4), sync.top_k(0.1, min_size=1), sync.qsgd(8, min_size=1)],
@@ -288,6 +291,7 @@ def test_a_nonfinite_gradient_is_seen_by_the_optimizer_and_changes_no_state(meth
 # --- Other numbers of devices ---------------------------------------------------------------------
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(
     ("before", "after", "kind"),
     [(8, 4, AxisType.Auto), (4, 8, AxisType.Explicit), (2, 1, AxisType.Auto)],
@@ -348,6 +352,7 @@ def sent(method, stage, dtype=jnp.float32):
     return sum(c.wire_bytes for c in found), {c.dtype for c in found if c.op == "all-to-all"}
 
 
+@pytest.mark.slow(keep=3)
 @pytest.mark.usefixtures("scopes_in_cache_key")
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("name", ["qsgd 8", "qsgd 4", "powersgd", "top_k"])
