@@ -141,6 +141,7 @@ def test_a_run_stopped_in_every_way_has_the_losses_of_an_uninterrupted_one(
     assert rows(folder) == rows(uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_from_memory_and_loses_no_step(tmp_path, text, uninterrupted):
     folder, memory = tmp_path / "runs" / "smoke-came-zero2", tmp_path / "memory"
     options = ("--peer-checkpoints", memory)

@@ -134,7 +134,7 @@ def test_other_files(text, message, tmp_path):
         PlanFile.read(path)
 
 
-@pytest.mark.slow(keep=12)
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize(
     ("plan", "layers"), [*((plan, (3,)) for plan in PLANS), *PIPELINES.values()], ids=str
 )
@@ -224,7 +224,7 @@ def test_devices_that_share_a_layer_are_nearest():
 # --- Programs -------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow(keep=12)
+@pytest.mark.slow(keep=6)
 @pytest.mark.parametrize(
     ("plan", "layers"),
     [*((plan, (3,)) for plan in PLANS if not plan.state_format), *PIPELINES.values()],
@@ -242,6 +242,7 @@ def test_programs_send_and_compute_what_is_planned(plan, layers):
     assert "too much" in small.failures[0]
 
 
+@pytest.mark.slow(keep=2)
 @pytest.mark.parametrize(("plan", "layers"), [
     (ParallelPlan(data=8, stage=0), (3,)),
     (ParallelPlan(data=8, stage=2, replicas=2, microbatches=2), (3,)),

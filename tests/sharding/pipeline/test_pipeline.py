@@ -85,7 +85,7 @@ def test_rows_pair_everything():
         assert pairs == set(itertools.product(SCHEDULES, values)), column
 
 
-@pytest.mark.slow(keep=8)
+@pytest.mark.slow(keep=4)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("schedule", "stages", "microbatches", "variant", "zero", "kind", "name", "recompute"),
