@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from sharding.plan._devices import DeviceKind
 from sharding.plan._tiles import num_bytes
+from sharding.plan.program._temporaries import temporary_bytes
 from sharding.plan.timing._traced_work import Work, work_of
 from sharding.remat._chain import Block, Mode
 from sharding.remat._checkpoint import after_backward
@@ -110,7 +111,7 @@ class TracedBlock:
         memory = compiled_memory(
             backward, (self.params, self.x, self.y), (results,), self.device, donate_argnums=2
         )
-        return int(memory.temp_size_in_bytes - memory.alias_size_in_bytes)
+        return _temporaries(memory, self.device) - int(memory.alias_size_in_bytes)
 
 
 def step_temporaries(fn: Callable[[Any, Any], Any], params: Any, x: Any, device: jax.Device) -> int:
@@ -129,7 +130,11 @@ def step_temporaries(fn: Callable[[Any, Any], Any], params: Any, x: Any, device:
         return vjp(jnp.float32(1.0))[0][: len(_of_floating(params))]
 
     memory = compiled_memory(step, (params, x), _of_floating(params), device)
-    return int(memory.temp_size_in_bytes)
+    return _temporaries(memory, device)
+
+
+def _temporaries(memory: Any, device: jax.Device) -> int:
+    return int(temporary_bytes(memory, tiled=device.platform == "tpu"))
 
 
 def _of_floating(tree: Any) -> list[Any]:

@@ -5,6 +5,8 @@ import math
 from typing import Any
 
 from sharding.plan._format import Table, size, text_of
+from sharding.plan.program._hlo import is_tiled
+from sharding.plan.program._temporaries import temporary_bytes
 from sharding.plan.timing._traced_work import Work
 
 
@@ -60,7 +62,8 @@ class RematPlan:
         Raises:
           OverBudgetError: if temporaries are above the plan, or above the budget.
         """
-        found = int(compiled.memory_analysis().temp_size_in_bytes)
+        tiled = is_tiled(compiled.as_text())
+        found = int(temporary_bytes(compiled.memory_analysis(), tiled=tiled))
         for limit, most, what in (
             (self.peak, self.peak * (1 + tolerance), "plan"),
             (self.budget, self.budget, "budget"),

@@ -51,7 +51,7 @@ def compiled(target, fn, params, x):
 
 
 def temporaries(program):
-    return program.memory_analysis().temp_size_in_bytes
+    return shd.audit(program).temporaries
 
 
 # --- Stacks ---------------------------------------------------------------------------------------

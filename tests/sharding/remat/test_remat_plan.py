@@ -161,6 +161,9 @@ def test_check_compares_a_program():
         def memory_analysis(self):
             return self
 
+        def as_text(self):
+            return "HloModule of a CPU"
+
     assert found.check(Program(found.peak)) == found.peak
     with pytest.raises(shd.remat.OverBudgetError, match="above its plan of"):
         found.check(Program(1.1 * found.peak))
