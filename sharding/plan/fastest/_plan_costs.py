@@ -105,10 +105,23 @@ class PlanCosts:
         if plan.pipe > 1:
             return self.stages(plan)[0].memory + self.batch(plan)
         held = self._placed_at(_placed(plan))
+        grads = held.grads / (plan.shards_of_state if plan.stage == 1 else 1)
+        update = held.arguments + grads + _updated(plan, held.params)
+        if plan.sync:
+            # Gradients are there in full, or of the shard that replicas have.
+            full = held.params if plan.stage < 3 else held.grads
+            summed = full / (plan.shards if plan.replicas > 1 and plan.stage < 3 else 1)
+            update = max(update, held.arguments + summed + self.sync(plan).held)
+        return max(self._backward(plan, held), update) + self.batch(plan)
+
+    def _backward(self, plan: ParallelPlan, held: StagePlan) -> float:
+        """Bytes of the backward pass of the last micro-batch.
+
+        Gradients of all layers are there from the first one on, but not yet beside the head; sums
+        over micro-batches always are.
+        """
         several = plan.microbatches > 1
         wide = max(1.0, 4 / self.dtype.itemsize) if several else 0.0
-        # The backward pass: gradients of all layers are there from the first one on, but not yet
-        # beside the head; sums over micro-batches always are.
         if plan.spread and plan.stage == 3:
             # Shards of a replica, and their sums, in place of what the update gets of them.
             summed, layers, others = wide * held.params, held.params, 0.0
@@ -119,18 +132,10 @@ class PlanCosts:
             summed, layers, others = 0.0, held.grads, held.unreduced
         if plan.spread and plan.stage == 2:
             others += max(wide, 1.0) * held.params / plan.shards - held.grads
-        backward = held.arguments + summed + others + self.activations(plan, layers)
-        grads = held.grads / (plan.shards_of_state if plan.stage == 1 else 1)
-        update = held.arguments + grads + _updated(plan, held.params)
-        if plan.sync:
-            # Gradients are there in full, or of the shard that replicas have.
-            full = held.params if plan.stage < 3 else held.grads
-            summed = full / (plan.shards if plan.replicas > 1 and plan.stage < 3 else 1)
-            update = max(update, held.arguments + summed + self.sync(plan).held)
-            if plan.stage == 2 and plan.replicas == 1:
-                # It comes after the last micro-batch: until then they are summed in full.
-                backward += wide * held.params
-        return max(backward, update) + self.batch(plan)
+        if plan.sync and plan.stage == 2 and plan.replicas == 1:
+            # The sync comes after the last micro-batch: until then they are summed in full.
+            others += wide * held.params
+        return held.arguments + summed + others + self.activations(plan, layers)
 
     def _placed_at(self, plan: ParallelPlan) -> StagePlan:
         """What a device holds, without a pipeline."""
