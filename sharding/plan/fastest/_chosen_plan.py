@@ -117,7 +117,8 @@ def short(plan: ParallelPlan) -> str:
         replicas = f", {plan.replicas} replicas" if plan.replicas > 1 else ""
         replicas += " that share the state" if plan.spread else ""
         words.append(f"stage {plan.stage} over {plan.shards}{replicas}")
-    words.append(f"{plan.microbatches} micro-batches of {plan.microbatch}")
+    noun = "micro-batch" if plan.microbatches == 1 else "micro-batches"
+    words.append(f"{plan.microbatches} {noun} of {plan.microbatch}")
     words.append(f"recompute {plan.recompute}")
     words += ["offload"] if plan.offload else []
     words += [f"state in {plan.state_format}"] if plan.state_format else []
