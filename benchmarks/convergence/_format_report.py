@@ -66,8 +66,9 @@ def _values(values: np.ndarray) -> str:
 
 def _draw(there: dict[str, Drift], path: pathlib.Path) -> None:
     """Loss minus float32's along the run, mean over the seeds, a panel for each optimizer."""
-    figure, axes = _plots.new_axes(len(PARENTS), sharey=True)
-    for ax, parent in zip(axes.flat, PARENTS, strict=True):
+    parents = [parent for parent in PARENTS if any(FORMATS[n].parent == parent for n in there)]
+    figure, axes = _plots.new_axes(len(parents), sharey=True)
+    for ax, parent in zip(axes.flat, parents, strict=True):
         ax.axhline(0, color="black", linewidth=1)
         for name, one in there.items():
             if FORMATS[name].parent != parent:
@@ -76,6 +77,5 @@ def _draw(there: dict[str, Drift], path: pathlib.Path) -> None:
             style = {"color": COLOURS[kind], "linestyle": LINES[rounding]}
             ax.plot(one.steps, one.curve.mean(0), label=f"{kind} {rounding}", **style)
         ax.set(title=parent, xlabel="step", ylabel="validation loss minus float32's, nats")
-        if ax.get_legend_handles_labels()[0]:
-            ax.legend(fontsize=7, frameon=False)
+        ax.legend(fontsize=7, frameon=False)
     _plots.save(figure, path)
