@@ -173,24 +173,26 @@ def _memory(
     full_grads = sum(nbytes for nbytes, _ in full.values())
 
     # Gradients as the stage stores them: the accumulator or the result, whichever is wider.
-    grads = waiting = 0.0
+    grads = reduced = 0.0
     for row in found.rows:
         dtype = _dtype_if_floating(row)
         if row.part == "grads" and dtype is not None:
             itemsize = zero.precision.of_accumulator(dtype).itemsize if microbatches > 1 else 0
             grads += row.bytes_per_device / dtype.itemsize * max(itemsize, dtype.itemsize)
-            waiting += row.bytes_per_device if microbatches > 1 else 0.0
+            reduced += row.bytes_per_device
 
-    # Beside them, what waits to be reduced or added; of a whole replica until replicas are summed.
-    if zero.shard_state_over_replicas and microbatches > 1:
-        waiting = full_grads / zero.num_shards
+    # Beside them, what waits: full gradients to be reduced, reduced ones to be added. Replicas that
+    # share the state each have theirs whole until they are summed.
+    if zero.shard_state_over_replicas:
+        reduced = full_grads / zero.num_shards
+    added = reduced if microbatches > 1 else 0.0
     in_layers = zero.sync is None or zero.replica_axis  # a sync of replicas comes after that
     if zero.stage == 2 and gathered_once is not None and in_layers:
-        unreduced = _of_one_layer(full, gathered_once) + waiting
+        unreduced = _of_one_layer(full, gathered_once) + added
     elif zero.stage == 2 or (zero.stage < 2 and microbatches > 1):
         unreduced = full_grads
     elif zero.stage == 3:
-        unreduced = full_grads / zero.num_shards if zero.shard_state_over_replicas else waiting
+        unreduced = reduced if zero.shard_state_over_replicas else added
     else:
         unreduced = 0.0
 

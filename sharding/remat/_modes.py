@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from sharding.plan._devices import DeviceKind
 from sharding.plan._tiles import num_bytes
-from sharding.plan.program._temporaries import temporary_bytes
+from sharding.plan.program._temporaries import temporaries_of
 from sharding.plan.timing._traced_work import Work, work_of
 from sharding.remat._chain import Block, Mode
 from sharding.remat._checkpoint import after_backward
@@ -108,10 +108,10 @@ class TracedBlock:
             return floating_vjp(fn, params, x)[1](cotangent)
 
         results = _of_floating((self.params, self.x))
-        memory = compiled_memory(
+        compiled = compiled_for(
             backward, (self.params, self.x, self.y), (results,), self.device, donate_argnums=2
         )
-        return _temporaries(memory, self.device) - int(memory.alias_size_in_bytes)
+        return temporaries_of(compiled) - int(compiled.memory_analysis().alias_size_in_bytes)
 
 
 def step_temporaries(fn: Callable[[Any, Any], Any], params: Any, x: Any, device: jax.Device) -> int:
@@ -129,12 +129,7 @@ def step_temporaries(fn: Callable[[Any, Any], Any], params: Any, x: Any, device:
         _, vjp = floating_vjp(loss, params, x)
         return vjp(jnp.float32(1.0))[0][: len(_of_floating(params))]
 
-    memory = compiled_memory(step, (params, x), _of_floating(params), device)
-    return _temporaries(memory, device)
-
-
-def _temporaries(memory: Any, device: jax.Device) -> int:
-    return int(temporary_bytes(memory, tiled=device.platform == "tpu"))
+    return temporaries_of(compiled_for(step, (params, x), _of_floating(params), device))
 
 
 def _of_floating(tree: Any) -> list[Any]:
@@ -155,10 +150,10 @@ def floating_vjp(fn: Callable[[Any, Any], Any], params: Any, x: Any) -> tuple[An
     return jax.vjp(of_floating, [x for f, x in zip(floating, leaves, strict=True) if f])
 
 
-def compiled_memory(
+def compiled_for(
     fn: Callable[..., Any], args: Any, results: Any, device: jax.Device, **jit: Any
 ) -> Any:
-    """The ``memory_analysis`` of a function, compiled for a device or for its sharded arguments.
+    """A function compiled for a device, or for its sharded arguments.
 
     Args:
       fn: the function.
@@ -176,7 +171,7 @@ def compiled_memory(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
         lowered = jax.jit(fn, out_shardings=shardings, **jit).lower(*args)
-    return lowered.compile().memory_analysis()
+    return lowered.compile()
 
 
 @dataclasses.dataclass(frozen=True)

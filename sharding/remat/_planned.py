@@ -5,8 +5,7 @@ import math
 from typing import Any
 
 from sharding.plan._format import Table, size, text_of
-from sharding.plan.program._hlo import is_tiled
-from sharding.plan.program._temporaries import temporary_bytes
+from sharding.plan.program._temporaries import temporaries_of
 from sharding.plan.timing._traced_work import Work
 
 
@@ -62,8 +61,7 @@ class RematPlan:
         Raises:
           OverBudgetError: if temporaries are above the plan, or above the budget.
         """
-        tiled = is_tiled(compiled.as_text())
-        found = int(temporary_bytes(compiled.memory_analysis(), tiled=tiled))
+        found = temporaries_of(compiled)
         for limit, most, what in (
             (self.peak, self.peak * (1 + tolerance), "plan"),
             (self.budget, self.budget, "budget"),

@@ -17,7 +17,7 @@ from sharding.plan.program._liveness import Buffer, at_peak
 from sharding.plan.program._pipeline_audit import PipelineAudit, audit_pipeline
 from sharding.plan.program._program_arguments import PARTS, Argument, arguments_of
 from sharding.plan.program._scopes import PHASES, phase_of, shortened
-from sharding.plan.program._temporaries import temporary_bytes
+from sharding.plan.program._temporaries import is_tiled, temporary_bytes
 from sharding.plan.program._warnings import warnings_of
 from sharding.plan.program._wire import Collective, axes_of_groups, collectives_of
 
@@ -296,7 +296,7 @@ def audit(
     placed = [] if isinstance(compiled, str) else jax.tree.leaves(compiled.input_shardings)
     arguments, about = arguments_of(program, parts, placed)
     about += _widened(arguments, found, placed)
-    temporaries = temporary_bytes(memory, tiled=program.tiled) if memory else None
+    temporaries = temporary_bytes(memory, tiled=is_tiled(text)) if memory else None
 
     warnings = warnings_of(program, found, buffers, arguments, source)
     warnings += [

@@ -44,11 +44,6 @@ class Instruction(NamedTuple):
         return re.findall(r"[\w.\-]+", match[1] or match[2]) if match else []
 
 
-def is_tiled(text: str) -> bool:
-    """Whether a program has the layouts of TPUs, whose memory consists of tiles."""
-    return ":T(" in text
-
-
 class Program:
     """The computations of an HLO text."""
 
@@ -59,7 +54,6 @@ class Program:
         header = text.split("\n", 1)[0]
         counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
         self.num_devices = math.prod(map(int, counts))
-        self.tiled = is_tiled(text)
         # input_output_alias={ {result}: (argument, {}, may-alias) }: by their numbers, the donated
         # arguments, and the results that take over their memory.
         aliases = re.findall(r"\{([\d,]*)\}: \((\d+), \{[\d,]*\}, m", header)

@@ -3,8 +3,18 @@
 from typing import Any
 
 
+def temporaries_of(compiled: Any) -> int:
+    """Bytes of device memory that a program needs beside its arguments and results."""
+    return int(temporary_bytes(compiled.memory_analysis(), tiled=is_tiled(compiled.as_text())))
+
+
+def is_tiled(text: str) -> bool:
+    """Whether a program has the layouts of TPUs, whose memory consists of tiles."""
+    return ":T(" in text
+
+
 def temporary_bytes(memory: Any, *, tiled: bool) -> float:
-    """Bytes of device memory that a program needs beside its arguments and results.
+    """The same, of what the compiler says.
 
     For CPUs and GPUs that is ``temp_size_in_bytes``, the block that they allocate. For TPUs it is
     more than the addresses of the program take, by up to a half. Their ``peak_memory_in_bytes`` is
@@ -14,7 +24,7 @@ def temporary_bytes(memory: Any, *, tiled: bool) -> float:
 
     Args:
       memory: of ``compiled.memory_analysis()``.
-      tiled: whether the program is one for TPUs, whose memory consists of tiles.
+      tiled: whether the program is one for TPUs.
     """
     allocated = float(memory.temp_size_in_bytes)
     if not tiled or not memory.peak_memory_in_bytes:

@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import sharding as shd
 from sharding.plan import targets
+from sharding.plan.program._temporaries import temporaries_of
 from sharding.remat._checkpoint import policy_of
 
 from ..test_targets import need
@@ -51,7 +52,7 @@ def compiled(target, fn, params, x):
 
 
 def temporaries(program):
-    return shd.audit(program).temporaries
+    return temporaries_of(program)
 
 
 # --- Stacks ---------------------------------------------------------------------------------------
