@@ -9,7 +9,7 @@ import optax
 from _model import Block, TransformerLM
 
 import sharding as shd
-from sharding.pipeline import Schedule, chimera, gpipe, interleaved, one_f_one_b, zb_h1
+from sharding.pipeline import Schedule, chimera, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
 
 # Each schedule as a function of the numbers of stages and of micro-batches.
 SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
@@ -17,6 +17,7 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "gpipe": gpipe,
     "interleaved": interleaved,  # two groups of layers per stage
     "zb-h1": zb_h1,
+    "zb-v": zb_v,
     "chimera": chimera,
 }
 

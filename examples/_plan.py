@@ -8,7 +8,7 @@ from _pipeline import SCHEDULES
 from sharding.plan import ParallelPlan, PlanFile
 
 # The names of the script for the schedules of plans.
-_NAMES = {"aligned": "1f1b", "gpipe": "gpipe", "interleaved": "interleaved"}
+_NAMES = {"aligned": "1f1b"} | {name: name for name in ("gpipe", "interleaved", "zb-h1", "zb-v")}
 
 
 def take_plan(options: argparse.Namespace) -> None:

@@ -12,7 +12,10 @@ from sharding.plan import MODELS, estimate, estimate_pipeline, kind_of, layer_co
 from sharding.plan._models import Decoder
 from sharding.plan.pipelines._estimate_pipeline import _verdict
 from sharding.plan.pipelines._pipeline_plan import PipelinePlan, StepTime
+from sharding.plan.pipelines._pipeline_schedules import schedule_of
 from sharding.plan.pipelines._pipeline_stages import Links, num_rows, stacked_params
+
+from .pipeline.families import seconds_in_lockstep
 
 ADAMW = optax.adamw(1e-3)
 SMALL = Decoder(6, 64, 4, 2, 96, 1000, 32)
@@ -124,12 +127,16 @@ def test_fewer_layers_are_taken_where_the_fastest_stages_do_not_fit():
 def test_times_of_a_step():
     plan = plan_of(microbatches=8)
     costs = layer_costs(SMALL, kind_of("h100x8"))
-    ranges = [stage.layers[0] for stage in plan.stages]
-    slowest = [
-        max(sum(getattr(cost, name) for cost in costs[i:j]) for i, j in ranges)
-        for name in ("forward", "backward")
-    ]
-    assert plan.lockstep == pytest.approx((8 + 3) * sum(slowest))
+    bounds = [stage.layers[0] for stage in plan.stages]
+    layers = [min(j, 7) - max(i, 1) for i, j in bounds]
+    assert sum(layers) == 6
+    expected = seconds_in_lockstep(
+        *(schedule_of("aligned", 4, 8), [max(layers)] * 3 + layers[-1:]),
+        forward=costs[1].forward,
+        backward=costs[1].backward,
+        head=costs[-1].forward + costs[-1].backward,
+    )
+    assert plan.lockstep == pytest.approx(expected)
     assert plan.ideal == pytest.approx(8 / 4 * sum(c.forward + c.backward for c in costs))
     message = 2 * 32 * 64
     assert plan.transfers == pytest.approx(22 * message / kind_of("h100x8").link)
@@ -149,6 +156,25 @@ def test_times_of_a_step():
     assert plan.alternative.wire == zero.wire / kind_of("h100x8").link
     activations = sum(c.activation_bytes for c in costs) + max(c.working_bytes for c in costs)
     assert plan.alternative.memory == zero.peak + activations
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("zb-h1", 1), ("zb-v", 2)])
+def test_split_backward_passes(schedule, chunks):
+    """A shorter bubble than of 1F1B without recomputation; in a V the first stage has the head."""
+    model = dataclasses.replace(SMALL, layers=23, vocabulary=8)
+    plan, aligned = (
+        plan_of(model, schedule=name, recompute=False) for name in (schedule, "aligned")
+    )
+    assert plan.lockstep < aligned.lockstep
+    assert plan.bubble < aligned.bubble / 2
+    assert plan.chunks == chunks
+    ends = [stage.layers[-1][1] for stage in plan.stages]
+    assert ends.index(model.layers + 2) == (0 if schedule == "zb-v" else 3)
+    boundaries = 4 * chunks - 1 - (chunks - 1)  # the turn of a V sends nothing
+    stream = 2 * model.width * model.length
+    assert sum(stage.permuted for stage in plan.stages) == 8 * 2 * boundaries * stream
+    with pytest.raises(ValueError, match="computes nothing again: use recompute=False"):
+        plan_of(model, schedule=schedule)
 
 
 def test_empty_micro_batches_of_zero_are_counted():

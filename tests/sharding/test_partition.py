@@ -1,6 +1,5 @@
-"""Planners of pipeline stages equal brute force on small cases; schedules in closed form."""
+"""Planners of pipeline stages equal brute force on small cases."""
 
-import functools
 import itertools
 import math
 
@@ -8,7 +7,6 @@ import jax
 import numpy as np
 import pytest
 
-from sharding.pipeline import Costs, gpipe, interleaved, one_f_one_b
 from sharding.plan._devices import kind_of
 from sharding.plan._models import MODELS, Decoder
 from sharding.plan.pipelines._activation_groups import (
@@ -20,13 +18,7 @@ from sharding.plan.pipelines._balanced_stages import balanced_stages
 from sharding.plan.pipelines._hetpipe import _fastest, hetpipe
 from sharding.plan.pipelines._layer_costs import LayerCost, layer_costs
 from sharding.plan.pipelines._pipedream import pipedream_stages
-from sharding.plan.pipelines._pipeline_schedules import (
-    SCHEDULES,
-    bubble_share,
-    lockstep_seconds,
-    max_in_flight,
-    num_ticks,
-)
+from sharding.plan.pipelines._pipeline_schedules import max_in_flight
 from sharding.plan.pipelines._two_bw import two_bw
 from sharding.plan.pipelines._virtual_workers import Node, allocate_workers
 
@@ -686,45 +678,6 @@ def test_memory_limits_the_wave():
         num_workers=1,
         search_order=False,
     ).workers[0].nodes == (0, 0, 1, 1, 2, 2, 3, 3)
-
-
-# --- Schedules ------------------------------------------------------------------------------------
-
-
-TABLES = {
-    "gpipe": gpipe,
-    "1f1b": functools.partial(one_f_one_b, aligned=False),
-    "aligned": one_f_one_b,
-    "interleaved": interleaved,
-}
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(
-    ("stages", "microbatches"), [(1, 1), (2, 2), (2, 6), (4, 4), (4, 12), (5, 15)]
-)
-def test_closed_forms_equal_the_tables(schedule, stages, microbatches):
-    args = (schedule, stages, microbatches)
-    chunks = 2 if schedule == "interleaved" else 1
-    table = TABLES[schedule](stages, microbatches)
-    figures = table.check()
-    for forward, backward in ((1, 2), (1, 3), (2, 2)):
-        expected = table.lockstep_time(Costs(forward, backward))
-        assert lockstep_seconds(*args, forward, backward, chunks) == expected
-    found = [max_in_flight(schedule, stages, s, microbatches, chunks) for s in range(stages)]
-    assert tuple(found) == figures.live
-    assert bubble_share(*args, chunks) == pytest.approx(figures.bubble)
-    busy = np.count_nonzero(np.any(table.op, axis=1))
-    assert num_ticks(*args, chunks) == busy
-
-
-def test_schedules_reject_bad_numbers():
-    with pytest.raises(ValueError, match="multiples of its 4 stages, got 6; 8 are possible"):
-        bubble_share("interleaved", 4, 6, 2)
-    with pytest.raises(ValueError, match="has one chunk on a device, got chunks=2"):
-        bubble_share("gpipe", 4, 6, 2)
-    with pytest.raises(ValueError, match="must be at least 1"):
-        max_in_flight("gpipe", 4, 0, 0)
 
 
 # --- Costs of layers ------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from sharding.plan._plan import Plan, estimate, estimate_stage, with_state_forma
 from sharding.plan._saved_names import PARTLY
 from sharding.plan._stage_plan import StagePlan
 from sharding.plan.pipelines._layer_costs import LayerCost, layer_costs
+from sharding.plan.pipelines._layers_of_chunks import ranges_of
 from sharding.plan.pipelines._pipeline_stages import (
     PipelineStage,
     StageEstimates,
@@ -210,11 +211,7 @@ class PlanCosts:
 
     def ranges(self, plan: ParallelPlan) -> list[tuple[int, int]]:
         """The first layer of each chunk and the one after its last, as ``layer_costs`` has them."""
-        numbers = self.layers(plan)
-        bounds = [0]
-        for i, number in enumerate(numbers):
-            bounds.append(bounds[-1] + number + (i == 0) + (i == len(numbers) - 1))
-        return list(itertools.pairwise(bounds))
+        return ranges_of(self.layers(plan))
 
     def batch(self, plan: ParallelPlan) -> float:
         """Bytes of a device's part of the batch."""

@@ -9,13 +9,14 @@ import jax
 import optax
 
 from sharding._zero import Zero
-from sharding.pipeline import Schedule, gpipe, interleaved, one_f_one_b
+from sharding.pipeline import Schedule
 from sharding.pipeline._pipeline import Pipeline
 from sharding.plan._models import Decoder
 from sharding.plan._saved_names import PARTLY, PRESETS
 from sharding.plan.fastest._chosen_plan import ChosenPlan
 from sharding.plan.fastest._plan_costs import TENSOR_AXIS, WRAPPERS, zero_of
 from sharding.plan.fastest._traced_model import TracedModel
+from sharding.plan.pipelines._pipeline_schedules import schedule_of
 from sharding.plan.timing._parallel_plan import ParallelPlan
 
 _VERSION = 1
@@ -126,14 +127,9 @@ class PlanFile:
           ValueError: it has no pipeline.
         """
         plan = self.plan
-        sizes = plan.pipe, plan.microbatches
         if plan.pipe == 1:
             raise ValueError("the plan has no pipeline, and so no schedule.")
-        if plan.schedule == "interleaved":
-            return interleaved(*sizes, plan.chunks)
-        if plan.schedule == "gpipe":
-            return gpipe(*sizes)
-        return one_f_one_b(*sizes, aligned=plan.schedule == "aligned")
+        return schedule_of(plan.schedule, plan.pipe, plan.microbatches, plan.chunks)
 
     @property
     def policy(self) -> Any:
@@ -221,6 +217,8 @@ class PlanFile:
                 "gpipe": f"gpipe({plan.pipe}, {plan.microbatches})",
                 "1f1b": f"one_f_one_b({plan.pipe}, {plan.microbatches}, aligned=False)",
                 "aligned": f"one_f_one_b({plan.pipe}, {plan.microbatches})",
+                "zb-h1": f"zb_h1({plan.pipe}, {plan.microbatches})",
+                "zb-v": f"zb_v({plan.pipe}, {plan.microbatches})",
             }[plan.schedule]
             block = "model.block"
             if plan.checkpoints_layers:

@@ -10,7 +10,11 @@ from typing import Any
 from optax_ext import STATE_FORMATS
 from sharding.plan._models import Decoder
 from sharding.plan.fastest._traced_model import TracedModel
-from sharding.plan.pipelines._pipeline_schedules import SCHEDULES
+from sharding.plan.pipelines._pipeline_schedules import (
+    SCHEDULES,
+    SPLIT_SCHEDULES,
+    chunks_of,
+)
 from sharding.plan.timing._compressed_sync import sync_of
 from sharding.plan.timing._parallel_plan import RECOMPUTE, WEIGHTS, ParallelPlan
 
@@ -60,7 +64,8 @@ class PlanSpace:
     Sequences are shared by micro-batches, likewise. Stages 1 to 3 have all numbers of replicas,
     which share gradients and state or do not. Stage 3 without a pipeline has layers that are
     computed again, but for what they save, as ``Zero.gathered`` does. A pipeline has each schedule,
-    ``"interleaved"`` each number of chunks for which there are layers.
+    ``"interleaved"`` each number of chunks for which there are layers; those that split backward
+    passes compute nothing again.
 
     Attributes:
       model: the model.
@@ -147,7 +152,7 @@ class PlanSpace:
                 continue
             own = self.sequences // data
             for microbatch, recompute in itertools.product(divisors(own), self.recompute):
-                for schedule in self._schedules(pipe, own // microbatch):
+                for schedule in self._schedules(pipe, own // microbatch, recompute):
                     yield ParallelPlan(
                         data=data,
                         tensor=tensor,
@@ -193,14 +198,18 @@ class PlanSpace:
                 shared = math.gcd(rest, model.heads, model.kv_heads, model.hidden)
                 yield from ((pipe, tensor) for tensor in divisors(shared))
 
-    def _schedules(self, pipe: int, microbatches: int) -> Iterator[dict[str, Any]]:
+    def _schedules(self, pipe: int, microbatches: int, recompute: str) -> Iterator[dict[str, Any]]:
         """Schedules of a pipeline, with their chunks."""
         if pipe == 1:
             yield {}
             return
         for schedule in SCHEDULES:
+            if schedule in SPLIT_SCHEDULES and recompute != "none":
+                continue
             if schedule != "interleaved":
-                yield {"schedule": schedule}
+                chunks = chunks_of(schedule)
+                if pipe * chunks <= self.model.layers:
+                    yield {"schedule": schedule, "chunks": chunks}
             elif microbatches % pipe == 0:
                 for chunks in range(2, self.model.layers // pipe + 1):
                     yield {"schedule": schedule, "chunks": chunks}

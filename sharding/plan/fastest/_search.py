@@ -32,7 +32,8 @@ from sharding.plan.timing._step_seconds import PARTS_OF_STEP, StepSeconds
 # The share of device memory that is left to the allocator.
 HEADROOM = 0.08
 _NOTED = 0.01  # a share of the operations
-_SMALLEST_FIRST = ("1f1b", "aligned", "interleaved", "gpipe")  # by activations in flight
+# By activations in flight.
+_SMALLEST_FIRST = ("1f1b", "aligned", "zb-h1", "zb-v", "interleaved", "gpipe")
 
 
 @dataclasses.dataclass(frozen=True)

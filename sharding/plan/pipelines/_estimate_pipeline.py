@@ -1,6 +1,7 @@
 """The planner of pipelines: stages, the time of a step, and whether ZeRO alone is faster."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -15,12 +16,19 @@ from sharding.plan._devices import DeviceKind
 from sharding.plan._format import seconds, size
 from sharding.plan._models import Decoder
 from sharding.plan._plan import Plan, estimate, with_state_format
-from sharding.plan.pipelines._balanced_stages import StagePartition, balanced_stages
 from sharding.plan.pipelines._layer_costs import LayerCost, layer_costs
+from sharding.plan.pipelines._layers_of_chunks import (
+    LayerSeconds,
+    all_chunks,
+    layers_of_chunks,
+    ranges_of,
+)
 from sharding.plan.pipelines._pipeline_plan import PipelinePlan, StepTime
 from sharding.plan.pipelines._pipeline_schedules import (
+    SPLIT_SCHEDULES,
     bubble_share,
     check_schedule,
+    chunks_of,
     lockstep_seconds,
     num_ticks,
 )
@@ -53,13 +61,14 @@ def estimate_pipeline(
 ) -> PipelinePlan:
     """What a pipeline would hold, send and take, beside ZeRO on the same devices.
 
-    The embedding, the layers and the head are shared among the stages so that the slowest is as
-    fast as possible; each stage has as many replicas as devices are left, over which ``zero`` runs
-    its stage. Replicas are neighbours: stages are on different hosts or slices as far as possible.
-    Ticks end on all devices at once, as in one compiled program; see ``lockstep_seconds``. That one
-    program makes all devices hold what the fullest stage needs, and the embedding and the head.
-    Every tick waits for one transfer between stages. Gradients of all micro-batches are accumulated
-    unsharded and reduced once per step; stage 3 gathers a stage's parameters once per step.
+    The layers are shared among the stages so that a step is as fast as possible, with the embedding
+    in the first and the head in the last chunk; each stage has as many replicas as devices are
+    left, over which ``zero`` runs its stage. Replicas are neighbours: stages are on different hosts
+    or slices as far as possible. Ticks end on all devices at once, as in one compiled program; see
+    ``lockstep_seconds``. That one program makes all devices hold what the fullest stage needs, and
+    the embedding and the head. Every tick waits for one transfer between stages. Gradients of all
+    micro-batches are accumulated unsharded and reduced once per step; stage 3 gathers a stage's
+    parameters once per step.
 
     ZeRO trains on the same sequences with all devices, in ceil(microbatches / num_stages)
     micro-batches on each. It is compared at its fastest stage of those that fit.
@@ -72,8 +81,9 @@ def estimate_pipeline(
       device: the figures of a device.
       num_stages: of the pipeline, at least 2.
       microbatches: of a pipeline in a step; None: four for each stage.
-      schedule: ``"gpipe"``, ``"1f1b"``, ``"aligned"`` or ``"interleaved"``.
-      chunks: of layers on each device; None: 2 for ``"interleaved"``, else 1.
+      schedule: ``"gpipe"``, ``"1f1b"``, ``"aligned"``, ``"interleaved"``, ``"zb-h1"`` or
+        ``"zb-v"``; the last two without recomputation.
+      chunks: of layers on each device; None: 2 for ``"interleaved"`` and ``"zb-v"``, else 1.
       batch: sequences in a micro-batch.
       length: tokens of a sequence; as the model has it where it is None.
       dtype: of the parameters.
@@ -97,9 +107,15 @@ def estimate_pipeline(
       >>> plan.recommended, round(plan.bubble, 3)
       ('stage 1', 0.158)
     """
-    chunks = chunks or (2 if schedule == "interleaved" else 1)
+    chunks = chunks_of(schedule, chunks)
     microbatches = microbatches or 4 * num_stages
     check_schedule(schedule, num_stages, microbatches, chunks)
+    split = schedule in SPLIT_SCHEDULES
+    if split and recompute:
+        raise ValueError(
+            f"schedule {schedule!r} splits backward passes, and computes nothing again: use "
+            "recompute=False."
+        )
     links = links_of(zero, device)
     if num_stages < 2:
         raise ValueError(f"a pipeline needs at least 2 stages, got {num_stages}.")
@@ -107,6 +123,11 @@ def estimate_pipeline(
         raise ValueError(
             f"{links.devices} devices cannot be shared equally by {num_stages} stages; the number "
             "of stages must divide that of the devices."
+        )
+    if num_stages * chunks > model.layers:
+        raise ValueError(
+            f"{num_stages} stages of {chunks} chunks need as many layers; the model has "
+            f"{model.layers}."
         )
     length = length or model.length
     costs = layer_costs(
@@ -143,7 +164,20 @@ def estimate_pipeline(
             estimates, costs, ranges, schedule=schedule, microbatches=microbatches
         )
 
-    ranges = ranges_of(balanced_stages(costs, num_stages * chunks))
+    # A layer in the middle, and the head; lookups take no time.
+    layer, head = costs[1], costs[-1]
+    weight = layer.weight if split else 0.0
+    lockstep = functools.partial(
+        lockstep_seconds, schedule, num_stages, microbatches, chunks=chunks
+    )
+    _, last = layers_of_chunks(
+        model.layers,
+        num_stages * chunks,
+        LayerSeconds(layer.forward, layer.backward - weight, weight),
+        head.forward + head.backward,
+        lockstep,
+    )
+    ranges = ranges_of(all_chunks(model.layers, num_stages * chunks, last))
     stages = stages_of(ranges)
     for smaller in _smaller(model.layers, num_stages * chunks, num_rows(model, ranges)):
         if stages[0].memory <= device.memory:
@@ -166,9 +200,17 @@ def estimate_pipeline(
     )
 
     # The step.
-    forward = max(sum(cost.forward for cost in costs[i:j]) for i, j in ranges)
-    backward = max(sum(cost.backward for cost in costs[i:j]) for i, j in ranges)
-    lockstep = lockstep_seconds(schedule, num_stages, microbatches, forward, backward, chunks)
+    rows = [min(j, model.layers + 1) - max(i, 1) for i, j in ranges]
+    most = max(rows[:-1])
+    taken = lockstep(
+        layer.forward * most,
+        (layer.backward - weight) * most,
+        weight=weight * most,
+        last=(
+            (layer.forward + layer.backward - weight) * rows[-1] + head.forward + head.backward,
+            weight * rows[-1],
+        ),
+    )
     message = max(cost.output_bytes for cost in costs)
     ticks = num_ticks(schedule, num_stages, microbatches, chunks)
     transfers = ticks * links.permute_seconds(message)
@@ -187,11 +229,11 @@ def estimate_pipeline(
         stages=stages,
         bubble=bubble_share(schedule, num_stages, microbatches, chunks),
         ideal=microbatches * total / num_stages,
-        lockstep=lockstep,
+        lockstep=taken,
         transfers=transfers,
         pipeline=StepTime(
             name="pipeline",
-            compute=lockstep + transfers,
+            compute=taken + transfers,
             wire=wire,
             memory=held,
             fits=held <= device.memory,
@@ -200,11 +242,6 @@ def estimate_pipeline(
         tokens=float(num_replicas * microbatches * batch * length),
     )
     return dataclasses.replace(plan, notes=tuple(_notes(plan, links, message, ticks, efficiency)))
-
-
-def ranges_of(partition: StagePartition) -> list[tuple[int, int]]:
-    """The first layer of each stage, and the one after its last."""
-    return list(zip(partition.boundaries, partition.boundaries[1:], strict=False))
 
 
 def _smaller(layers: int, num_chunks: int, rows: int) -> Iterator[list[tuple[int, int]]]:

@@ -3,12 +3,13 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from sharding.pipeline._stage import LayerParams, Scope, Stage
 from sharding.plan._devices import DeviceKind
 from sharding.plan._models import Decoder
 from sharding.plan._saved_names import flops_again, saved_elements
@@ -27,6 +28,8 @@ class LayerCost:
       activation_bytes: of what the forward pass stores for the backward pass.
       output_bytes: of what the next layer receives; as many bytes of gradients come back.
       working_bytes: of temporaries of the backward pass beside ``activation_bytes``.
+      weight: seconds of the part of ``backward`` that a split backward pass leaves for later.
+      crossing_bytes: of what that part needs then, if nothing is computed again.
     """
 
     forward: float
@@ -35,6 +38,8 @@ class LayerCost:
     activation_bytes: float = 0.0
     output_bytes: float = 0.0
     working_bytes: float = 0.0
+    weight: float = 0.0
+    crossing_bytes: float = 0.0
 
 
 def check_layers(layers: Sequence[LayerCost], num_stages: int = 1) -> None:
@@ -57,13 +62,37 @@ def check_layers(layers: Sequence[LayerCost], num_stages: int = 1) -> None:
 @functools.lru_cache(maxsize=256)
 def _layer_bytes(
     model: Decoder, batch: int, length: int, dtype: Any, tensor: int
-) -> tuple[float, tuple[float, ...]]:
-    """Bytes that a layer stores if nothing is computed again, and of what its products touch."""
+) -> tuple[float, float, tuple[float, ...]]:
+    """Bytes that a layer stores if nothing is computed again.
+
+    Then those of a split backward pass, and those that its products touch.
+    """
     (layer,) = dataclasses.replace(model, scan=False, layers=1).abstract(dtype, tensor)["layers"]
     x = jax.ShapeDtypeStruct((batch, length, model.width), dtype)
     products = products_of(model.apply_layer, layer, x)
     stored = stored_by(model.apply_layer, layer, x)
-    return float(num_bytes(stored)), tuple(float(num_bytes(each)) for each in products)
+    crossing = _crossing(model.apply_layer, layer, x)
+    touched = tuple(float(num_bytes(each)) for each in products)
+    return float(num_bytes(stored)), float(num_bytes(crossing)), touched
+
+
+def _crossing(apply_layer: Callable[..., Any], params: Any, x: Any) -> Any:
+    """What the gradients of parameters need, once that of the input is there."""
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(params)
+
+    def layer(params: LayerParams, x: Any, microbatch: Any, key: Any) -> Any:
+        del microbatch, key
+        return apply_layer(treedef.unflatten(params.trained), x)
+
+    def backward(leaves: Any, x: Any) -> Any:
+        stage = Stage(layer, num_layers=1, uneven=False)
+        params = LayerParams([leaf[None] for leaf in leaves], [])
+        scope = Scope((), None, 0, 1)
+        y, residuals = stage.forward_storing(params, x, scope)
+        return stage.backward_input(params, residuals, y, scope)[1]
+
+    return jax.eval_shape(backward, leaves, x)
 
 
 def layer_costs(
@@ -132,7 +161,7 @@ def layer_costs(
     layer_seconds = (one - rest) / 3 / tensor / per_second  # a step is three forward passes
 
     # Activations.
-    full, products = _layer_bytes(model, batch, length, jnp.dtype(dtype), tensor)
+    full, crossing, products = _layer_bytes(model, batch, length, jnp.dtype(dtype), tensor)
     largest = max(products)
     logits = 4.0 * tokens * vocabulary  # float32, for the backward pass of the loss
     gradient = float(itemsize * tokens * vocabulary)  # of the logits
@@ -158,6 +187,8 @@ def layer_costs(
                 activation_bytes=stream + kept,
                 output_bytes=stream,
                 working_bytes=working,
+                weight=layer_seconds * (1 - 4.0 * model.width * length * tokens * 3 / (one - rest)),
+                crossing_bytes=crossing,
             )
         ]
         * model.layers,

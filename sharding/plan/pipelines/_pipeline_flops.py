@@ -43,6 +43,9 @@ def pipeline_flops(
     tokens = float(microbatch * model.length)
     none = dataclasses.replace(model, layers=0).flops(tokens, model.length)
     layer = (dataclasses.replace(model, layers=1).flops(tokens, model.length) - none) / 3 / tensor
+    # Of a split backward pass gradients of matrices are the second half.
+    weight = layer - 4.0 * tokens * model.width * model.length / tensor
+    first = 2 * layer - (weight if schedule.splits_backward else 0.0)
     again = 0.0 if recompute == "none" else tokens * flops_again(model, recompute, model.length)
     again /= tensor
     head = none / model.shards_of_tokens(tensor)
@@ -50,7 +53,9 @@ def pipeline_flops(
     def of(code: Code) -> float:
         if code.op == Op.FORWARD:
             return rows * layer
+        if code.op == Op.WEIGHT:
+            return rows * weight
         # The last chunk runs its forward pass in its backward pass, beside the head.
-        return rows * (2 * layer + again) + (rows * layer + head if code.last else 0.0)
+        return rows * (first + again) + (rows * layer + head if code.last else 0.0)
 
     return over_ticks(schedule, of)

@@ -47,7 +47,7 @@ class PipelinePlan:
       num_replicas: of each stage; the number of devices is that times the number of stages.
       zero_stage: the stage of ZeRO over the replicas.
       microbatches: of each replica in a step.
-      schedule: one of ``"gpipe"``, ``"1f1b"``, ``"aligned"``, ``"interleaved"``.
+      schedule: its name, as ``estimate_pipeline`` takes it.
       chunks: of layers on each device.
       stages: one device of each stage.
       bubble: the idle share of a step with equal stages.

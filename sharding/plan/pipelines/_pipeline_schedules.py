@@ -1,6 +1,30 @@
-"""Schedules of a pipeline in closed form: micro-batches in flight, bubble, time of a step."""
+"""Schedules of a pipeline by name: micro-batches in flight, bubble, time of a step."""
 
-SCHEDULES = ("gpipe", "1f1b", "aligned", "interleaved")
+import collections
+import functools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from sharding.pipeline import Op, Schedule, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
+from sharding.pipeline._instructions import instructions
+
+# Backward passes of these are split in two: gradients of activations, and of parameters.
+SPLIT_SCHEDULES = ("zb-h1", "zb-v")
+SCHEDULES = ("gpipe", "1f1b", "aligned", "interleaved", *SPLIT_SCHEDULES)
+# Chimera is left out: a tick that has passes of both directions lasts as long as the backward one,
+# and the step longer than that of "aligned", with twice the parameters.
+
+_CHUNKS = {"zb-v": 2}  # of the schedules that have no choice
+
+# What runs in a tick: operations, and whether it is the last chunk that runs them.
+_Tick = frozenset[tuple[Op, bool]]
+
+
+def chunks_of(schedule: str, chunks: int | None = None) -> int:
+    """Groups of layers on each device; None: 2 where there may be several, else 1."""
+    return chunks or (2 if schedule == "interleaved" else _CHUNKS.get(schedule, 1))
 
 
 def check_schedule(schedule: str, num_stages: int, microbatches: int, chunks: int = 1) -> None:
@@ -13,13 +37,43 @@ def check_schedule(schedule: str, num_stages: int, microbatches: int, chunks: in
             f"stages, micro-batches and chunks must be at least 1, got {num_stages}, "
             f"{microbatches} and {chunks}."
         )
-    if schedule != "interleaved" and chunks != 1:
-        raise ValueError(f"schedule {schedule!r} has one chunk on a device, got chunks={chunks}.")
-    if schedule == "interleaved" and microbatches % num_stages:
-        raise ValueError(
-            f"schedule 'interleaved' needs micro-batches in multiples of its {num_stages} stages, "
-            f"got {microbatches}; {-(-microbatches // num_stages) * num_stages} are possible."
-        )
+    if schedule == "interleaved":
+        if microbatches % num_stages:
+            raise ValueError(
+                f"schedule 'interleaved' needs micro-batches in multiples of its {num_stages} "
+                f"stages, got {microbatches}; {-(-microbatches // num_stages) * num_stages} are "
+                "possible."
+            )
+    elif chunks != chunks_of(schedule):
+        has = "one chunk" if chunks_of(schedule) == 1 else f"{chunks_of(schedule)} chunks"
+        raise ValueError(f"schedule {schedule!r} has {has} on a device, got chunks={chunks}.")
+
+
+def schedule_of(schedule: str, num_stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """The table of a schedule.
+
+    >>> schedule_of("interleaved", 2, 4, chunks=3).num_chunks
+    3
+    """
+    check_schedule(schedule, num_stages, microbatches, chunks)
+    sizes = num_stages, microbatches
+    if schedule == "interleaved":
+        return interleaved(*sizes, chunks)
+    if schedule in ("1f1b", "aligned"):
+        return one_f_one_b(*sizes, aligned=schedule == "aligned")
+    return {"gpipe": gpipe, "zb-h1": zb_h1, "zb-v": zb_v}[schedule](*sizes)
+
+
+def stage_of_chunk(schedule: str, num_stages: int, chunk: int) -> int:
+    """The stage of a group of layers: they go around the stages, or down and up again (``zb-v``).
+
+    >>> [stage_of_chunk("interleaved", 2, i) for i in range(4)]
+    [0, 1, 0, 1]
+    >>> [stage_of_chunk("zb-v", 2, i) for i in range(4)]
+    [0, 1, 1, 0]
+    """
+    around, stage = divmod(chunk, num_stages)
+    return num_stages - 1 - stage if schedule == "zb-v" and around % 2 else stage
 
 
 def max_in_flight(
@@ -29,16 +83,21 @@ def max_in_flight(
 
     With S stages and M micro-batches, on stage s: M for ``gpipe``; S - s for ``1f1b``, which is
     DAPPLE's; 2 (S - 1 - s) + 1 for ``aligned``, 1F1B with forward passes on even ticks only; and
-    2 (S - 1 - s) + (V - 1) S + 1 of V chunks for ``interleaved``; never more than there are.
+    2 (S - 1 - s) + (V - 1) S + 1 of V chunks for ``interleaved``; never more than there are. Those
+    that split the backward pass store up to S micro-batches (``zb-h1``) or 2 S chunks (``zb-v``) on
+    every stage, until the gradients of their parameters are there.
 
     >>> [max_in_flight("aligned", 4, stage, 8) for stage in range(4)]
     [7, 5, 3, 1]
 
     References:
       Huang et al.: GPipe, NeurIPS 2019. Fan et al.: DAPPLE, PPoPP 2021. Narayanan et al.: Efficient
-      Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, SC 2021.
+      Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, SC 2021. Qi et al.:
+      Zero Bubble Pipeline Parallelism, ICLR 2024.
     """
     check_schedule(schedule, num_stages, microbatches, chunks)
+    if schedule in SPLIT_SCHEDULES:
+        return _live(schedule, num_stages, _steady(num_stages, microbatches))[stage]
     if schedule == "gpipe":
         return microbatches
     if schedule == "1f1b":
@@ -47,14 +106,47 @@ def max_in_flight(
     return min(warm_up + 1, chunks * microbatches)
 
 
+class Slots(NamedTuple):
+    """What one device of a program stores at once.
+
+    Attributes:
+      messages: activations or their gradients that wait.
+      residuals: chunks whose forward pass waits for its backward pass.
+      crossing: chunks whose split backward pass waits for its second half.
+    """
+
+    messages: int
+    residuals: int
+    crossing: int
+
+
+def slots_of(schedule: str, num_stages: int, microbatches: int, chunks: int = 1) -> Slots:
+    """Slots of a program, without those of no use.
+
+    >>> slots_of("aligned", 4, 16), slots_of("zb-h1", 4, 16)
+    (Slots(messages=2, residuals=7, crossing=0), Slots(messages=2, residuals=4, crossing=4))
+    """
+    check_schedule(schedule, num_stages, microbatches, chunks)
+    if schedule in SPLIT_SCHEDULES:
+        return _split_slots(schedule, num_stages, _steady(num_stages, microbatches))
+    most = max_in_flight(schedule, num_stages, 0, microbatches, chunks)
+    return Slots(microbatches if schedule == "gpipe" else min(microbatches, 2), most, 0)
+
+
 def bubble_share(schedule: str, num_stages: int, microbatches: int, chunks: int = 1) -> float:
-    """The idle share of a step whose stages take equal times: (S - 1) / (V M + S - 1).
+    """The idle share of a step whose operations take equal times.
+
+    (S - 1) / (V M + S - 1); (S - 1) / (3 V M + S - 1) where backward passes are split and
+    micro-batches enough.
 
     >>> bubble_share("aligned", 4, 12), bubble_share("interleaved", 4, 12, chunks=2)
     (0.2, 0.1111111111111111)
+    >>> round(bubble_share("zb-h1", 4, 12), 3), round(bubble_share("zb-v", 4, 12, chunks=2), 3)
+    (0.077, 0.04)
     """
-    check_schedule(schedule, num_stages, microbatches, chunks)
-    return (num_stages - 1) / (chunks * microbatches + num_stages - 1)
+    ticks = num_ticks(schedule, num_stages, microbatches, chunks)
+    operations = 3 if schedule in SPLIT_SCHEDULES else 2
+    return (ticks - operations * chunks * microbatches) / ticks
 
 
 def lockstep_seconds(
@@ -64,36 +156,105 @@ def lockstep_seconds(
     forward: float,
     backward: float,
     chunks: int = 1,
+    *,
+    weight: float = 0.0,
+    last: tuple[float, float] | None = None,
 ) -> float:
     """The time of a step whose ticks end on all devices at once, without transfers.
 
     A tick lasts as long as its slowest operation. ``gpipe``, ``aligned`` and ``interleaved`` have
     either forward or backward passes in a tick: (V M + S - 1) (F + B). ``1f1b`` has both in every
     tick but its first S, in which there are forward passes only: S F + (2 M + S - 2) max(F, B).
+    Those that split the backward pass have about (3 V M + S - 1) max(F, B, W).
 
     Args:
       schedule: its name.
       num_stages: S, devices in a pipeline.
       microbatches: M.
       forward: F, seconds of the slowest chunk.
-      backward: B, of the slowest chunk.
+      backward: B, of the slowest chunk; where backward passes are split, of their first half.
       chunks: V, on each device.
+      weight: W, of the second half of a split backward pass.
+      last: B and W of the last chunk where its forward pass is in B, as in ``Pipeline``; F, B and W
+        are those of the others then. None: it is like the others.
 
     >>> lockstep_seconds("aligned", 4, 8, 1, 2), lockstep_seconds("1f1b", 4, 8, 1, 2)
     (33, 40)
+    >>> [lockstep_seconds("aligned", 4, 8, 1, 2, last=(b, 0)) for b in (2, 3)]
+    [32, 40]
+    >>> lockstep_seconds("zb-h1", 4, 8, 1, 1, weight=1)
+    27
     """
     check_schedule(schedule, num_stages, microbatches, chunks)
-    if schedule == "1f1b":
-        both = max(forward, backward)
-        return num_stages * forward + (2 * microbatches + num_stages - 2) * both
-    return (chunks * microbatches + num_stages - 1) * (forward + backward)
+    if schedule in ("1f1b", *SPLIT_SCHEDULES):
+        of_last = (forward, backward, weight) if last is None else (0, *last)
+        operations = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
+        cost = {
+            (op, is_last): seconds
+            for is_last, all_seconds in ((False, (forward, backward, weight)), (True, of_last))
+            for op, seconds in zip(operations, all_seconds, strict=True)
+        }
+        ticks = _ticks(schedule, num_stages, microbatches)
+        return sum(number * max(cost[each] for each in tick) for tick, number in ticks.items())
+    passes = chunks * microbatches + num_stages - 1
+    if last is None:
+        return passes * (forward + backward)
+    # The first backward pass of the last chunk is alone in its tick, as its last forward pass is.
+    beside = (microbatches - 1) * max(backward, last[0])
+    return (passes - 1) * forward + last[0] + beside + (passes - microbatches) * backward
 
 
 def num_ticks(schedule: str, num_stages: int, microbatches: int, chunks: int = 1) -> int:
-    """Ticks in which some device computes: twice (V M + S - 1).
+    """Ticks in which some device computes: twice (V M + S - 1), where no backward pass is split.
 
-    >>> num_ticks("aligned", 4, 8), num_ticks("interleaved", 4, 8, chunks=2)
-    (22, 38)
+    >>> num_ticks("aligned", 4, 8), num_ticks("interleaved", 4, 8, 2), num_ticks("zb-h1", 4, 8)
+    (22, 38, 27)
     """
     check_schedule(schedule, num_stages, microbatches, chunks)
+    if schedule in SPLIT_SCHEDULES:
+        return sum(_ticks(schedule, num_stages, microbatches).values())
     return 2 * (chunks * microbatches + num_stages - 1)
+
+
+# --- Counted in tables ----------------------------------------------------------------------------
+
+
+def _steady(num_stages: int, microbatches: int) -> int:
+    """Micro-batches of the shortest table that has everything: more of them repeat its middle."""
+    return min(microbatches, 2 * num_stages + 2)
+
+
+def _table(schedule: str, num_stages: int, microbatches: int) -> Schedule:
+    return schedule_of(schedule, num_stages, microbatches, chunks_of(schedule))
+
+
+@functools.cache
+def _ticks(schedule: str, num_stages: int, microbatches: int) -> Mapping[_Tick, int]:
+    """Ticks by what runs in them."""
+    steady = _steady(num_stages, microbatches)
+    if steady < microbatches:
+        found = _ticks(schedule, num_stages, steady)
+        before = _ticks(schedule, num_stages, steady - 1)
+        more = microbatches - steady
+        return {tick: n + more * (n - before.get(tick, 0)) for tick, n in found.items()}
+    table = _table(schedule, num_stages, microbatches)
+    # A bit for each operation of the last chunk, and for each of the others.
+    place = table.routes[0][-1]
+    last = (np.arange(num_stages) == place.stage) & (table.chunk == place.chunk)
+    bits = np.where(table.op == Op.IDLE, 0, 1 << 2 * table.op + last)
+    names = {1 << 2 * op + is_last: (op, bool(is_last)) for op in Op for is_last in (0, 1)}
+    return {
+        frozenset(name for bit, name in names.items() if bit & running): count
+        for running, count in collections.Counter(np.bitwise_or.reduce(bits, 1).tolist()).items()
+    }
+
+
+@functools.cache
+def _live(schedule: str, num_stages: int, microbatches: int) -> tuple[int, ...]:
+    return _table(schedule, num_stages, microbatches).check().live
+
+
+@functools.cache
+def _split_slots(schedule: str, num_stages: int, microbatches: int) -> Slots:
+    program = instructions(_table(schedule, num_stages, microbatches), recompute=False)
+    return Slots(program.num_messages, program.num_residuals, program.num_crossing)

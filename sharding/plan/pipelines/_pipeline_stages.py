@@ -19,7 +19,12 @@ from sharding.plan._plan import estimate_stage
 from sharding.plan._stage_plan import StagePlan
 from sharding.plan._tiles import num_bytes
 from sharding.plan.pipelines._layer_costs import LayerCost
-from sharding.plan.pipelines._pipeline_schedules import max_in_flight
+from sharding.plan.pipelines._pipeline_schedules import (
+    SPLIT_SCHEDULES,
+    max_in_flight,
+    slots_of,
+    stage_of_chunk,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,8 +207,8 @@ def pipeline_stages(
     Args:
       estimates: of the parameters and the state.
       costs: of all layers.
-      ranges: of each chunk the first layer, and the one after the last; chunks follow each other
-        around the devices.
+      ranges: of each chunk the first layer, and the one after the last; for where they are see
+        ``stage_of_chunk``.
       schedule: its name.
       microbatches: of a step.
     """
@@ -220,13 +225,13 @@ def pipeline_stages(
     copied = sums if estimates.device.tile is None else 0.0
     gathered = chunks * layers + shared if zero.num_devices > 1 and zero.stage == 3 else 0.0
 
-    # Slots: what waits for a backward pass, and messages; each has one for what nobody expects.
-    slots = [
-        max_in_flight(schedule, num_stages, s, microbatches, chunks) for s in range(num_stages)
-    ]
+    # Slots: messages, what waits for a backward pass, and for its second half where it is split;
+    # each has one for what nobody expects.
     layer, stream = costs[1], costs[0].output_bytes
-    messages = microbatches if schedule == "gpipe" else min(microbatches, 2)
-    stored = (max(slots) + 1) * rows * layer.activation_bytes + (messages + 1) * stream
+    slots = slots_of(schedule, num_stages, microbatches, chunks)
+    stored = (slots.residuals + 1) * rows * layer.activation_bytes + (slots.messages + 1) * stream
+    crossing = rows * layer.crossing_bytes if schedule in SPLIT_SCHEDULES else 0.0
+    stored += (slots.crossing + 1) * crossing
 
     # One backward pass: its residuals, beside the head or one layer. A loop over one layer is none:
     # nothing of it is stacked.
@@ -236,28 +241,39 @@ def pipeline_stages(
     residuals, grads = (rows * layer.activation_bytes, layers) if rows > 1 else (0.0, 0.0)
     # Programs for GPUs hold a matrix of an odd vocabulary and its gradient once more.
     odd = 2.0 * vocabulary * model.width * item if copied and vocabulary % 8 else 0.0
-    of_head = logits + max(odd, gradient - copied)
-    of_layers = grads + layer.working_bytes
-    if chunks > 1 and rows > 1:
-        of_layers += grads  # the parameters of the chunk
-    elif copied:
-        of_layers = max(0.0, of_layers - wide * layers)  # not yet added to the copied sums
-    working = residuals + max(of_head, of_layers)
+    chunk = layers if chunks > 1 and rows > 1 else 0.0  # its parameters, taken out of all
+    if crossing:
+        # Ticks have forward passes, too. On all devices but TPUs first halves return zeros for the
+        # residuals of these, beside their own, and at their end copied sums.
+        own = 2 * residuals if copied else residuals
+        beside = max(logits + max(odd, gradient), crossing + chunk + layer.working_bytes) - copied
+        working = max(own + beside, residuals + crossing, crossing + grads)
+    else:
+        of_head = logits + max(odd, gradient - copied)
+        of_layers = grads + layer.working_bytes + chunk
+        if copied and not chunk:
+            of_layers = max(0.0, of_layers - wide * layers)  # not yet added to the copied sums
+        working = residuals + max(of_head, of_layers)
+
+    stage_of = [stage_of_chunk(schedule, num_stages, v) for v in range(len(ranges))]
 
     def of_stage(s: int) -> PipelineStage:
-        own = tuple(ranges[s::num_stages])
-        ends = (s == 0) + (s == num_stages - 1)
+        numbers = [v for v, it in enumerate(stage_of) if it == s]
+        own = tuple(ranges[v] for v in numbers)
+        # Of activations, and of their gradients.
+        sent = sum(stage_of[v + 1] != s for v in numbers if v + 1 < len(ranges))
+        sent += sum(stage_of[v - 1] != s for v in numbers if v)
         return PipelineStage(
             layers=own,
             forward=sum(cost.forward for i, j in own for cost in costs[i:j]),
             backward=sum(cost.backward for i, j in own for cost in costs[i:j]),
-            in_flight=slots[s],
+            in_flight=max_in_flight(schedule, num_stages, s, microbatches, chunks),
             params=held.params + gathered,
             grads=sums + copied,
             state=_state_bytes(held),
             activations=stored + working,
             batch=held.batch,
-            permuted=microbatches * stream * (2 * len(own) - ends),
+            permuted=microbatches * stream * sent,
             synced=held.wire,
             summed=2 * (num_stages - 1) / num_stages * wide * shared,
         )

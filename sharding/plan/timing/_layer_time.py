@@ -91,6 +91,7 @@ class LayerWork:
     Attributes:
       forward: its forward pass.
       backward: its backward pass, without recomputation.
+      weight: the part of it that no other layer waits for: gradients of the matrices.
       attention: what selective recomputation computes again: scores, softmax and their product with
         the values.
       products: those of the forward pass, by the parts of ``SAVED_PARTS``, and ``"down"``.
@@ -98,6 +99,7 @@ class LayerWork:
 
     forward: KernelSeconds
     backward: KernelSeconds
+    weight: KernelSeconds
     attention: KernelSeconds
     products: Mapping[str, KernelSeconds]
 
@@ -188,12 +190,13 @@ def layer_work(
         "down": (1, model.hidden / tensor, model.width),
     }
     products = {}
-    forward = backward = KernelSeconds()
+    forward = backward = weight = KernelSeconds()
     for name, (number, inner, cols) in matrices.items():
         products[name] = unit.matmul(tokens, inner, cols) * number
         forward += products[name]
-        back = unit.matmul(tokens, cols, inner) + unit.matmul(inner, tokens, cols)
-        backward += back * number
+        backward += unit.matmul(tokens, cols, inner) * number
+        weight += unit.matmul(inner, tokens, cols) * number
+    backward += weight
 
     # Element-wise: norms and residuals of the stream, activations, layouts of attention.
     masks = _MASK if implementation.dropout else 0
@@ -214,7 +217,7 @@ def layer_work(
     if implementation.attention == "materialized":
         heads = microbatch * model.heads / tensor
         products["context"] = unit.matmul(length, length, model.width // model.heads, heads)
-    return LayerWork(forward + core, backward + core_backward, core, products)
+    return LayerWork(forward + core, backward + core_backward, weight, core, products)
 
 
 def _attention(

@@ -4,7 +4,7 @@ import dataclasses
 
 from sharding.plan._models import Decoder
 from sharding.plan._saved_names import PARTLY
-from sharding.plan.pipelines._pipeline_schedules import check_schedule
+from sharding.plan.pipelines._pipeline_schedules import SPLIT_SCHEDULES, check_schedule
 
 WEIGHTS = ("plain", "master", "stochastic")
 RECOMPUTE = ("none", "selective", *PARTLY, "full")
@@ -25,7 +25,8 @@ class ParallelPlan:
       spread: whether replicas share gradients and optimizer state, too, as
         ``Zero.shard_state_over_replicas`` does.
       sequence_parallel: whether norms and residuals are shared among ``tensor`` devices.
-      schedule: of the pipeline: ``"gpipe"``, ``"1f1b"``, ``"aligned"`` or ``"interleaved"``.
+      schedule: of the pipeline: ``"gpipe"``, ``"1f1b"``, ``"aligned"``, ``"interleaved"``,
+        ``"zb-h1"`` or ``"zb-v"``. The last two split backward passes, and compute nothing again.
       chunks: of layers on each device of a pipeline.
       recompute: what the backward pass computes again: ``"none"``; ``"selective"``, scores and
         their product with values; ``"full"``, each layer; or what a preset of MaxText such as
@@ -138,3 +139,8 @@ class ParallelPlan:
                 f"{model.layers}."
             )
         check_schedule(self.schedule, self.pipe, self.microbatches, self.chunks)
+        if self.schedule in SPLIT_SCHEDULES and self.recompute != "none":
+            raise ValueError(
+                f"schedule {self.schedule!r} splits backward passes: what a layer computes again "
+                f"would be in the first half whole. Use recompute='none', got {self.recompute!r}."
+            )

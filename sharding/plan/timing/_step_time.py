@@ -1,11 +1,17 @@
 """The time of one training step of a decoder under a plan, in closed form."""
 
 import dataclasses
-import math
+import functools
+import operator
 
 from sharding.plan._models import Decoder
 from sharding.plan._saved_names import saved_parts
-from sharding.plan.pipelines._pipeline_schedules import lockstep_seconds, num_ticks
+from sharding.plan.pipelines._layers_of_chunks import LayerSeconds, all_chunks, layers_of_chunks
+from sharding.plan.pipelines._pipeline_schedules import (
+    SPLIT_SCHEDULES,
+    lockstep_seconds,
+    num_ticks,
+)
 from sharding.plan.timing._achieved import achieved
 from sharding.plan.timing._collective_time import Group, Operation, collective_seconds
 from sharding.plan.timing._compressed_sync import SyncWork
@@ -95,8 +101,8 @@ def step_seconds(
 ) -> StepSeconds:
     """What a step takes; nothing is compiled, nothing is measured.
 
-    Layers are shared so that the slowest chunk, which may have the head, is as fast as possible; if
-    the implementation is not in lockstep, equally. Devices that share a layer are nearest to each
+    Layers are shared so that a step is as fast as possible, with the head in the last chunk; if the
+    implementation is not in lockstep, equally. Devices that share a layer are nearest to each
     other, then those of ZeRO, its replicas, and the stages of a pipeline.
 
     - Tensor parallelism: two all-reduces of the residual stream in a forward pass of a layer, two
@@ -106,8 +112,9 @@ def step_seconds(
       shards, but in one compiled program by every device.
     - Recomputation repeats the forward pass, but for products that are saved, or attention alone,
       and the collectives that ``tensor_sums`` counts.
-    - A pipeline takes ``lockstep_seconds``, and a transfer in each tick. One compiled program holds
-      the embedding and the head on all devices, which sum their gradients over the stages.
+    - A pipeline takes ``lockstep_seconds``, and a transfer in each tick. The last chunk of a
+      compiled program runs its forward pass in its backward pass. The program holds the embedding
+      and the head on all devices, which sum their gradients over the stages.
     - ZeRO with k micro-batches and S bytes on n devices sends 2 S at stages 0 and 1, (k + 1) S at
       stage 2, 3 k S at stage 3, times (n - 1) / n; once in a step in a pipeline. Replicas reduce
       their shards, or reduce-scatter them and gather the new parameters. Stage 3 gathers layer by
@@ -163,7 +170,7 @@ def passes(
     >>> from sharding.plan import MODELS, kind_of
     >>> plan, machine = ParallelPlan(pipe=8, microbatches=8), Machine(kind_of("h100"), 8)
     >>> passes(MODELS["llama3-8b"], plan, machine, length=2048).chunks
-    (4, 4, 4, 4, 4, 4, 5, 3)
+    (4, 4, 4, 4, 5, 5, 5, 1)
     """
     groups, wire = _groups(plan, machine), _Wire(machine, ideal)
     layer, head_forward, head_backward = _works(model, plan, machine, length, implementation, ideal)
@@ -174,39 +181,51 @@ def passes(
 
     # Layers by chunk: the last chunk has the head, too.
     launch = 0.0 if ideal else implementation.launch
+    split = plan.pipe > 1 and plan.schedule in SPLIT_SCHEDULES
+    weight = layer.weight if split else KernelSeconds()
+    of_layer = LayerSeconds(
+        forward=layer.forward.seconds + sent,
+        backward=(layer.backward - weight + again).seconds + sent_back,
+        weight=weight.seconds,
+    )
+    count, chunks = plan.microbatches, plan.chunks
+    lockstep = functools.partial(lockstep_seconds, plan.schedule, plan.pipe, count, chunks=chunks)
     most, last = layers_of_chunks(
         model.layers,
-        plan.pipe * plan.chunks,
-        (layer.forward + layer.backward + again).seconds + sent + sent_back,
-        (head_forward + head_backward).seconds + sent_head,
-        even=not implementation.lockstep,
+        plan.pipe * chunks,
+        of_layer,
+        head=(head_forward + head_backward).seconds + sent_head,
+        lockstep=lockstep if implementation.lockstep else None,
     )
-    forward, backward, last_forward, last_backward = (
-        _launched(work * number, launch)
+    of_most, of_last = (
+        tuple(
+            _launched(work * number, launch)
+            for work in (layer.forward, layer.backward + again - weight, weight)
+        )
         for number in (most, last)
-        for work in (layer.forward, layer.backward + again)
     )
-    last_forward += _launched(head_forward, launch)
-    last_backward += _launched(head_backward, launch)
-    wired, wired_last = (sent + sent_back) * most, (sent + sent_back) * last + sent_head
-    regular = (forward + backward).seconds + wired
-    longest = (last_forward + last_backward).seconds + wired_last
+    of_head = _launched(head_forward, launch) + _launched(head_backward, launch)
 
-    # The slowest device: of chunks that are all as long as the slowest one, or of its own.
-    count, chunks = plan.microbatches, plan.chunks
-    first, second = forward.seconds + sent * most, backward.seconds + sent_back * most
-    work, wires = (forward + backward) * chunks, wired * chunks
-    if longest > regular:
-        times = chunks if implementation.lockstep else 1
-        work = (forward + backward) * (chunks - times) + (last_forward + last_backward) * times
-        wires = wired * (chunks - times) + wired_last * times
-        if implementation.lockstep:
-            first = last_forward.seconds + sent * last
-            second = last_backward.seconds + sent_back * last + sent_head
+    # The device with most to do: of chunks like the slowest one, or with the last one.
+    work, wires = functools.reduce(operator.add, of_most), (sent + sent_back) * most
+    work_last = functools.reduce(operator.add, of_last, of_head)
+    wires_last = (sent + sent_back) * last + sent_head
+    first, second, third = (it.seconds for it in of_most)
+    first, second = first + sent * most, second + sent_back * most
+    final = of_last[0] + of_last[1] + of_head
+    in_last = final.seconds + wires_last, of_last[2].seconds
+    if work_last.seconds + wires_last > work.seconds + wires:
+        work, wires = work * (chunks - 1) + work_last, wires * (chunks - 1) + wires_last
+    else:
+        work, wires = work * chunks, wires * chunks
     bubble = transfers = 0.0
     if plan.pipe > 1:
-        bubble = lockstep_seconds(plan.schedule, plan.pipe, count, first, second, chunks)
-        bubble -= count * chunks * (first + second)
+        if implementation.lockstep:
+            taken = lockstep(first, second, weight=third, last=in_last)
+        else:
+            taken = lockstep(first, second, weight=third)
+            taken += count * max(0.0, work.seconds + wires - chunks * (first + second + third))
+        bubble = taken - count * (work.seconds + wires)
         message = float(_ITEM * plan.microbatch * length * model.width)
         message /= 1 if implementation.lockstep else plan.tensor
         ticks = num_ticks(plan.schedule, plan.pipe, count, chunks)
@@ -215,7 +234,7 @@ def passes(
     # ZeRO, the update, and host memory. The first stage has the embedding; in one compiled program
     # all stages have both tables, and sum their gradients, in 32 bits. A bound takes what
     # the fullest stage has at least, however layers are shared.
-    held = model.layers / plan.pipe if ideal else most * chunks
+    held = model.layers / plan.pipe if ideal else max(most, last) * chunks
     tables = 1 if model.tied else 2
     if plan.pipe > 1 and implementation.lockstep:
         shared = _GRADIENT_SUM * tables * _table_params(model, plan)
@@ -227,7 +246,7 @@ def passes(
         work=work * count,
         layers=held,
         params=params,
-        chunks=_chunks(model.layers, plan.pipe * plan.chunks, last),
+        chunks=all_chunks(model.layers, plan.pipe * plan.chunks, last),
         tensor=count * wires,
         bubble=bubble,
         transfers=transfers,
@@ -321,19 +340,6 @@ def _groups(plan: ParallelPlan, machine: Machine) -> _Groups:
     return _Groups(tensor, shards, replicas, data, pipe)
 
 
-def _chunks(layers: int, number: int, last: int) -> tuple[int, ...]:
-    """Layers of each chunk, of which the last one has some.
-
-    >>> _chunks(32, 8, 3)
-    (4, 4, 4, 4, 4, 4, 5, 3)
-    """
-    if number == 1:
-        return (layers,)
-    # Early stages have more micro-batches in flight, and the fewer layers.
-    fewer, more = divmod(layers - last, number - 1)
-    return (*[fewer] * (number - 1 - more), *[fewer + 1] * more, last)
-
-
 def _works(
     model: Decoder,
     plan: ParallelPlan,
@@ -363,34 +369,6 @@ def _works(
         ideal=ideal,
     )
     return layer, *head
-
-
-def layers_of_chunks(
-    layers: int, chunks: int, layer: float, head: float, *, even: bool = False
-) -> tuple[int, int]:
-    """Layers of every chunk but the last one, at most, and of the last one, which has the head.
-
-    Args:
-      layers: of the model.
-      chunks: of all devices.
-      layer: seconds of a layer.
-      head: seconds of the head.
-      even: whether chunks have equal numbers as far as possible; else the slowest chunk is as fast
-        as possible.
-
-    >>> layers_of_chunks(80, 8, layer=1.0, head=3.0), layers_of_chunks(80, 8, 1.0, 3.0, even=True)
-    ((11, 8), (10, 10))
-    """
-    if chunks == 1:
-        return layers, layers
-    if even:
-        most = math.ceil(layers / chunks)
-        return most, max(0, layers - (chunks - 1) * most)
-    found = [
-        (math.ceil((layers - last) / (chunks - 1)), last)
-        for last in range(1, layers - (chunks - 1) + 1)  # every chunk has a layer
-    ]
-    return min(found, key=lambda it: (max(it[0] * layer, it[1] * layer + head), -it[1]))
 
 
 def _recomputed(

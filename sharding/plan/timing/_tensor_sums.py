@@ -92,6 +92,8 @@ def tensor_wire(
     head = sums.head * stream + sums.scalars * plan.microbatch * length * SCALAR
 
     def of(code: Code) -> float:
+        if code.op == Op.WEIGHT:
+            return 0.0
         if code.op == Op.FORWARD:
             return (rows * sums.forward + (sums.lookup if code.first else 0)) * stream
         # The last chunk runs its forward pass in its backward pass, beside the head.

@@ -2,7 +2,7 @@
 
 import functools
 
-from sharding.pipeline import chimera, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
+from sharding.pipeline import Op, chimera, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
 
 FAMILIES = {
     "gpipe": gpipe,
@@ -32,3 +32,21 @@ def takes(name, stages, microbatches):
 
 
 CASES = [(name, *size) for name in FAMILIES for size in SIZES if takes(name, *size)]
+
+
+def seconds_in_lockstep(table, layers, *, forward, backward, weight=0.0, head=0.0):
+    """The time of a table whose ticks last as long as their slowest operation.
+
+    ``layers`` are those of each virtual stage, of which the last runs its forward pass and the head
+    in its backward pass; the others are seconds of a layer, and of the head.
+    """
+    last, longest = len(layers) - 1, [0.0] * table.num_ticks
+    for tick, _, task in table.tasks():
+        v = task.virtual_stage
+        taken = {Op.FORWARD: forward, Op.BACKWARD: backward, Op.WEIGHT: weight}[task.op] * layers[v]
+        if v == last and task.op == Op.FORWARD:
+            taken = 0.0
+        elif v == last and task.op == Op.BACKWARD:
+            taken += forward * layers[v] + head
+        longest[tick] = max(longest[tick], taken)
+    return sum(longest)
