@@ -1,6 +1,7 @@
 """plan.json, the code in it, and the program of the step."""
 
 import dataclasses
+import itertools
 import json
 
 import jax
@@ -10,12 +11,13 @@ import optax
 import pytest
 
 import sharding as shd
-from sharding.plan import kind_of, max_in_flight, targets
+from sharding.plan import kind_of, targets
 from sharding.plan._models import Decoder
 from sharding.plan.fastest._plan_file import PlanFile, lowered_step
 from sharding.plan.fastest._search import search
 from sharding.plan.fastest._verify import Verification, planned_flops, verify
 from sharding.plan.pipelines._pipeline_flops import pipeline_flops
+from sharding.plan.pipelines._pipeline_schedules import slots_of
 from sharding.plan.timing._parallel_plan import ParallelPlan
 from sharding.plan.timing._traced_work import work_of
 
@@ -87,6 +89,18 @@ PIPELINES = {
     "hybrid": (
         ParallelPlan(data=4, pipe=2, microbatches=4, stage=2, replicas=2, spread=True),
         (2, 1),
+    ),
+    "zb-h1": (
+        ParallelPlan(*(2, 1, 4), 2, 8, stage=1, schedule="zb-h1", recompute="none"),
+        (1, 2, 2, 1),
+    ),
+    "zb-v": (
+        ParallelPlan(*(4, 1, 2), 1, 5, stage=3, schedule="zb-v", chunks=2, recompute="none"),
+        (1, 2, 2, 1),
+    ),
+    "shared layers, zb-v": (
+        ParallelPlan(*(2, 2, 2), 1, 4, stage=2, schedule="zb-v", chunks=2, recompute="none"),
+        (1, 1, 1, 1),
     ),
     "one replica": (ParallelPlan(data=1, pipe=8, microbatches=8, recompute="none"), (1,) * 8),
 }
@@ -187,7 +201,9 @@ def test_a_pipeline_needs_all_layers_of_the_model():
 
 
 @pytest.mark.slow(keep=1)
-@pytest.mark.parametrize(("name", "tied"), [("aligned", False), ("interleaved", True)])
+@pytest.mark.parametrize(("name", "tied"), [
+    ("aligned", False), ("interleaved", True), ("zb-h1", True), ("zb-v", False),
+])  # fmt: skip
 def test_a_pipeline_has_the_loss_and_the_gradients_of_the_model(name, tied):
     plan, layers = PIPELINES[name]
     model = dataclasses.replace(model_of(layers), tied=tied, biased=tied, gated=not tied)
@@ -301,8 +317,11 @@ def test_the_program_of_another_pipeline_does_not_hold():
 
 
 @pytest.mark.slow(keep=2)
-@pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "aligned", "interleaved"])
+@pytest.mark.parametrize(("name", "recompute"), [
+    *itertools.product(("gpipe", "1f1b", "aligned", "interleaved"), ("none", "full")),
+    ("zb-h1", "none"),
+    ("zb-v", "none"),
+])  # fmt: skip
 def test_slots_that_are_planned_are_those_of_the_program(name, recompute):
     """What waits for backward passes, of the stage with most, and messages."""
     plan, layers = PIPELINES[name]
@@ -312,13 +331,14 @@ def test_slots_that_are_planned_are_those_of_the_program(name, recompute):
     step = lowered_step(file, mesh, model, TX)
     found = shd.audit(step, pipeline=file.pipeline(mesh, model)).pipeline
     activations, residuals, others = found.slots
-    slots = [max_in_flight(plan.schedule, plan.pipe, s, 8, plan.chunks) for s in range(plan.pipe)]
-    assert residuals.found == max(slots) + 1
-    assert activations.found == (9 if name == "gpipe" else 3)
+    slots = slots_of(plan.schedule, plan.pipe, 8, plan.chunks)
+    assert activations.found == slots.messages + 1
+    waits = [slots.residuals, slots.crossing] if slots.crossing else [slots.residuals]
+    assert residuals.found == sum(waits) + len(waits)  # one more each that nobody reads
     assert others.found == 0
     if recompute == "full":  # of each layer its input, of the largest chunk
         stream = 4 * plan.microbatch * SMALL.length * SMALL.width
-        assert residuals.nbytes == (max(slots) + 1) * max(layers) * stream
+        assert residuals.nbytes == (slots.residuals + 1) * max(layers) * stream
 
 
 def test_the_summary_of_one_device():
