@@ -77,6 +77,11 @@ def search_options(parser: argparse.ArgumentParser) -> None:
         "'qsgd(8)' or 'qsgd(4)'",
     )
     add(
+        "--asynchronous",
+        action="store_true",
+        help="compare lossy pipelines without a flush, too, whose gradients are one update late",
+    )
+    add(
         "--headroom",
         type=float,
         default=HEADROOM,
@@ -112,6 +117,7 @@ def run_search(options: argparse.Namespace) -> int:
         device=device,
         keep=_kept_values(options.keep),
         offload=not options.no_offload,
+        asynchronous=options.asynchronous,
         state_formats=(None, *options.state),
         weights=(
             "master" if options.master else "plain",

@@ -104,6 +104,7 @@ PIPELINES = {
     ),
     "one replica": (ParallelPlan(data=1, pipe=8, microbatches=8, recompute="none"), (1,) * 8),
 }
+WITHOUT_FLUSH = (ParallelPlan(pipe=8, microbatches=15, schedule="2bw"), (1, 2, 1, 1, 1, 1, 1, 1))
 
 
 def model_of(layers):
@@ -224,7 +225,30 @@ def test_a_pipeline_has_the_loss_and_the_gradients_of_the_model(name, tied):
         assert np.linalg.norm(x - y) < 1e-4 * np.linalg.norm(y) + 1e-7
 
 
+def test_an_asynchronous_pipeline_is_one_update_late():
+    """The code of its plan, for five updates: gradients are those of the parameters before."""
+    plan, layers = WITHOUT_FLUSH
+    model, tx = model_of(layers), optax.sgd(0.3)
+    names = {"model": model, "tx": tx}
+    exec("\n".join(file_of(plan, layers).code()).replace("minibatches=100", "minibatches=5"), names)
+    params = model.init()
+    tokens = np.random.default_rng(0).integers(0, 96, (5, 15, 1, SMALL.length + 1))
+    state = names["training"].init(names["pipeline"].stack(params))
+    _, (sums, weights) = names["step"](state, tokens)
+
+    grad = jax.jit(jax.value_and_grad(model.make_loss()))
+    before, losses = params, []
+    for batch in tokens:
+        loss, grads = grad(before, batch.reshape(15, -1))
+        losses.append(float(loss))
+        new = optax.apply_updates(params, tx.update(grads, (optax.EmptyState(),) * 2, params)[0])
+        before, params = params, new
+    np.testing.assert_allclose(sums / weights, losses, rtol=1e-5)
+
+
 def test_no_pipeline_has_no_schedule():
+    with pytest.raises(ValueError, match="the plan has no asynchronous pipeline"):
+        file_of(PIPELINES["aligned"][0]).async_schedule(3)
     with pytest.raises(ValueError, match="the plan has no pipeline"):
         file_of(PLANS[0]).schedule()
 
@@ -243,7 +267,11 @@ def test_devices_that_share_a_layer_are_nearest():
 @pytest.mark.slow(keep=6)
 @pytest.mark.parametrize(
     ("plan", "layers"),
-    [*((plan, (3,)) for plan in PLANS if not plan.state_format), *PIPELINES.values()],
+    [
+        *((plan, (3,)) for plan in PLANS if not plan.state_format),
+        *PIPELINES.values(),
+        WITHOUT_FLUSH,
+    ],
     ids=str,
 )
 def test_programs_send_and_compute_what_is_planned(plan, layers):

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from sharding.pipeline import Costs
+from sharding.pipeline import Costs, Op, pipedream_2bw
 from sharding.pipeline._instructions import instructions
 from sharding.plan.pipelines._layers_of_chunks import LayerSeconds, all_chunks, layers_of_chunks
 from sharding.plan.pipelines._pipeline_schedules import (
@@ -109,6 +109,41 @@ def test_chunks_share_layers_so_that_a_step_is_fastest(
     assert sum(shared) == layers
     assert shared[-1] == last
     assert max(shared[:-1]) == most
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 3), (2, 8), (4, 7), (4, 12)])
+def test_figures_without_a_flush(stages, microbatches):
+    """What one more update adds to the table of 2BW, beside its own ticks."""
+    few, more = (pipedream_2bw(stages, microbatches, updates) for updates in (3, 4))
+    for forward, backward, of_last in ((1, 2, 3), (2, 3, 3), (1, 2, 1)):
+        added = [
+            seconds_in_lockstep(
+                *(table, [1] * (stages - 1) + [0]),
+                forward=forward,
+                backward=backward,
+                head=of_last,
+            )
+            for table in (few, more)
+        ]
+        found = lockstep_seconds(
+            *("2bw", stages, microbatches, forward, backward), last=(of_last, 0)
+        )
+        assert found == added[1] - added[0]
+    program = instructions(more, recompute=False)
+    slots = slots_of("2bw", stages, microbatches)
+    assert slots == (program.num_messages, program.num_residuals, 0)
+    assert program.num_versions == 2
+    busy = [np.count_nonzero(np.any((t.op > 0) & (t.op != Op.UPDATE), axis=1)) for t in (few, more)]
+    assert num_ticks("2bw", stages, microbatches) == busy[1] - busy[0]
+    assert bubble_share("2bw", stages, microbatches) == 0
+    # Updates of one minibatch are in ticks of their own.
+    updates = np.argwhere(more.op == Op.UPDATE)
+    assert len(set(updates[:, 0].tolist())) >= stages
+
+
+def test_stages_that_wait_without_a_flush():
+    with pytest.raises(ValueError, match="needs 7 micro-batches to fill its 4 stages, got 6"):
+        max_in_flight("2bw", 4, 0, 6)
 
 
 def test_many_micro_batches_of_many_stages_are_quick():

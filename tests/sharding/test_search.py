@@ -12,6 +12,12 @@ from sharding.plan._models import Decoder
 from sharding.plan.fastest._plan_costs import PlanCosts, zero_of
 from sharding.plan.fastest._plan_space import PlanSpace
 from sharding.plan.fastest._search import _simpler_first, machine_of
+from sharding.plan.pipelines._pipeline_schedules import (
+    SCHEDULES,
+    SPLIT_SCHEDULES,
+    chunks_of,
+    stage_of_chunk,
+)
 from sharding.plan.timing._parallel_plan import ParallelPlan
 from sharding.plan.timing._step_time import COMPILED, step_seconds
 
@@ -100,7 +106,7 @@ def test_memory_is_that_of_the_planner(plan, target):
     assert found == pytest.approx(by_planner(plan, device=kind_of(target)), rel=1e-12)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "aligned", "interleaved"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_memory_of_pipelines_is_that_of_the_planner(schedule, stage):
     """Where both share the layers alike: without a head to speak of."""
@@ -111,7 +117,8 @@ def test_memory_of_pipelines_is_that_of_the_planner(schedule, stage):
         microbatches=8,
         stage=stage,
         schedule=schedule,
-        chunks=2 if schedule == "interleaved" else 1,
+        chunks=chunks_of(schedule),
+        recompute="none" if schedule in SPLIT_SCHEDULES else "full",
     )
     memory = memory_of(model)
     planned = estimate_pipeline(
@@ -120,11 +127,14 @@ def test_memory_of_pipelines_is_that_of_the_planner(schedule, stage):
         num_stages=4,
         microbatches=8,
         schedule=schedule,
-        recompute=True,
+        recompute=schedule not in SPLIT_SCHEDULES,
     )
     layers = [sum(j - i for i, j in stage.layers) for stage in planned.stages]
     ranges = memory.ranges(plan)
-    assert [sum(j - i for i, j in ranges[s::4]) for s in range(4)] == layers
+    mine = [0] * 4
+    for v, (i, j) in enumerate(ranges):
+        mine[stage_of_chunk(schedule, 4, v)] += j - i
+    assert mine == layers
     for it in planned.stages:  # all hold alike, and more than the update does
         assert memory.fullest(plan) == pytest.approx(it.memory, rel=1e-12)
         assert it.memory > it.params * (2 if stage == 1 else 1) + it.state + it.batch + it.grads / 2
@@ -181,6 +191,46 @@ def test_devices_that_share_a_layer_have_equal_shards(fields, sizes):
         model.specs(shards=tensor)
 
 
+def test_schedules_of_plans():
+    """Those that split backward passes compute nothing again; without a flush only if asked for."""
+    found = list(PlanSpace(SMALL, 4, 16).plans({"offload": False}))
+    for plan in found:
+        plan.check(SMALL)
+    split = [plan for plan in found if plan.schedule in SPLIT_SCHEDULES]
+    assert {plan.schedule for plan in found} == set(SCHEDULES)
+    assert {(plan.recompute, plan.pipe) for plan in split} == {("none", 2), ("none", 4)}
+    assert not any(plan.lossy for plan in found)
+
+    asked = list(PlanSpace(SMALL, 4, 16, asynchronous=True).plans({"offload": False}))
+    more = [plan for plan in asked if plan not in set(found)]
+    assert len(asked) == len(found) + len(more)
+    for plan in more:
+        plan.check(SMALL)
+        assert plan.lossy
+        assert plan.asynchronous
+        assert (plan.schedule, plan.pipe, plan.data) == ("2bw", 4, 1)
+        assert plan.microbatches >= 7
+    assert {plan.microbatches for plan in more} == {8, 16}
+    tied = dataclasses.replace(SMALL, tied=True)
+    assert not any(p.lossy for p in PlanSpace(tied, 4, 16, asynchronous=True).plans())
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"schedule": "zb-v", "chunks": 2}, "splits backward passes: .* got 'full'"),
+        ({"schedule": "zb-v"}, "has 2 chunks on a device, got chunks=1"),
+        ({"schedule": "2bw", "data": 2}, "needs all devices as stages"),
+        ({"schedule": "2bw", "offload": True}, "needs all devices as stages"),
+        ({"schedule": "2bw", "microbatches": 6}, "needs 7 micro-batches to fill its 4 stages"),
+    ],
+)
+def test_plans_that_do_not_exist(fields, message):
+    plan = ParallelPlan(**{"pipe": 4, "microbatches": 8} | fields)
+    with pytest.raises(ValueError, match=message):
+        plan.check(SMALL)
+
+
 def test_kept_values_are_those_of_every_plan():
     plans = list(PlanSpace(SMALL, 8, 16).plans({"stage": 3, "pipe": 1, "offload": False}))
     assert plans
@@ -224,6 +274,32 @@ def test_it_equals_exhaustive_search(target, gigabytes, sequences, keep):
     assert found.bound == bound
     for plan in found.plans:
         assert plan.memory == memory.fullest(plan.plan) <= found.memory
+
+
+def test_pipelines_without_a_flush_are_exhaustive_too():
+    """They wait for updates, one stage after the other, and hold two more versions."""
+    options = {"sequences": 16, "keep": {"pipe": 4, "recompute": "full"}}
+    found = search(SMALL, TX, "h100x4", asynchronous=True, top=1000, **options)
+    machine, memory = machine_of("h100x4"), memory_of(target="h100x4")
+    space = PlanSpace(
+        *(SMALL, 4, 16), asynchronous=True, state_bytes={(None, "plain"): memory.state_bytes_in()}
+    )
+    plans = list(space.plans(options["keep"]))
+    assert {p.plan for p in found.plans} == set(plans)
+    times = [step_seconds(SMALL, plan, machine).seconds for plan in plans]
+    assert [p.seconds.seconds for p in found.plans] == sorted(times)
+    best = next(p for p in found.plans if p.lossy)
+    assert "gradients one update late" in best.summary
+    aligned = dataclasses.replace(best.plan, schedule="aligned")
+    mine, other = (step_seconds(SMALL, p, machine) for p in (best.plan, aligned))
+    assert mine.compute == other.compute
+    assert mine.update == other.update
+    work = mine.compute / best.plan.microbatches
+    assert mine.bubble < other.bubble - 2.5 * work + 3.01 * mine.update
+    assert memory.fullest(best.plan) > memory.fullest(aligned)
+    assert not any(p.lossy for p in search(SMALL, TX, "h100x4", top=1000, **options).plans)
+    with pytest.raises(ValueError, match="need a Decoder whose embedding is not its output"):
+        search(MODELS["gpt2-small"], TX, "h100x4", sequences=16, asynchronous=True)
 
 
 def test_the_frontier_is_that_of_all_plans():

@@ -7,9 +7,12 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from sharding._zero import Zero
-from sharding.pipeline import Schedule
+from sharding.pipeline import AsyncSchedule, Schedule, pipedream_2bw
+from sharding.pipeline._async_pipeline import AsyncPipeline, AsyncState
 from sharding.pipeline._pipeline import Pipeline
 from sharding.plan._models import Decoder
 from sharding.plan._saved_names import PARTLY, PRESETS
@@ -20,6 +23,7 @@ from sharding.plan.pipelines._pipeline_schedules import schedule_of
 from sharding.plan.timing._parallel_plan import ParallelPlan
 
 _VERSION = 1
+_UPDATES = 100  # of a step of an asynchronous pipeline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +125,7 @@ class PlanFile:
         return None
 
     def schedule(self) -> Schedule:
-        """The schedule of its pipeline.
+        """The schedule of its pipeline; of an asynchronous one that of an evaluation.
 
         Raises:
           ValueError: it has no pipeline.
@@ -130,6 +134,17 @@ class PlanFile:
         if plan.pipe == 1:
             raise ValueError("the plan has no pipeline, and so no schedule.")
         return schedule_of(plan.schedule, plan.pipe, plan.microbatches, plan.chunks)
+
+    def async_schedule(self, updates: int) -> AsyncSchedule:
+        """The schedule of so many updates without a flush.
+
+        Raises:
+          ValueError: the plan has flushes, or no pipeline.
+        """
+        plan = self.plan
+        if not plan.asynchronous:
+            raise ValueError("the plan has no asynchronous pipeline.")
+        return pipedream_2bw(plan.pipe, plan.microbatches, updates)
 
     @property
     def policy(self) -> Any:
@@ -172,7 +187,8 @@ class PlanFile:
         ``model`` and ``tx`` are the model, one of ``MODELS`` or a ``Decoder``, and the
         transformation. Where devices share layers, ``param_specs`` are those of the model.
         Parameters of a pipeline are those of ``pipeline.stack``, and ``zero.init`` takes their
-        ``pipeline.param_specs(params, param_specs)``.
+        ``pipeline.param_specs(params, param_specs)``. A step of an asynchronous pipeline is
+        several updates, from ``training.init(pipeline.stack(params))``.
 
         >>> plan = ParallelPlan(data=8, stage=2, microbatches=4, recompute="full")
         >>> file = PlanFile("llama2-7b", "adamw", "h100x8", 2048, "bfloat16", (32,), plan, {})
@@ -196,7 +212,7 @@ class PlanFile:
             f"auto = (jax.sharding.AxisType.Auto,) * {len(axes)}",
             f"mesh = jax.make_mesh({tuple(axes.values())}, {tuple(axes)}, auto)",
             *self._arrangement(),
-            f"zero = shd.Zero(mesh, {', '.join(fields)})",
+            *([] if plan.asynchronous else [f"zero = shd.Zero(mesh, {', '.join(fields)})"]),
         ]
         if plan.tensor > 1:
             specs = f"model.specs({TENSOR_AXIS!r}, {plan.tensor})"
@@ -217,6 +233,7 @@ class PlanFile:
                 "gpipe": f"gpipe({plan.pipe}, {plan.microbatches})",
                 "1f1b": f"one_f_one_b({plan.pipe}, {plan.microbatches}, aligned=False)",
                 "aligned": f"one_f_one_b({plan.pipe}, {plan.microbatches})",
+                "2bw": f"one_f_one_b({plan.pipe}, {plan.microbatches})",
                 "zb-h1": f"zb_h1({plan.pipe}, {plan.microbatches})",
                 "zb-v": f"zb_v({plan.pipe}, {plan.microbatches})",
             }[plan.schedule]
@@ -230,8 +247,16 @@ class PlanFile:
                 f"    mesh, schedule, num_layers={self.layers},",
                 "    embed=model.embed, block=block, head=model.head, recompute=False,",
                 ")",
-                "step = zero.train_step(pipeline.loss, tx=tx, weighted=True)",
             ]
+            if plan.asynchronous:
+                made = f"pipedream_2bw({plan.pipe}, {plan.microbatches}, minibatches={_UPDATES})"
+                lines += [
+                    f"updates = shd.pipeline.{made}",
+                    "training = shd.AsyncPipeline(pipeline, updates, tx)",
+                    "step = jax.jit(training.run, donate_argnums=0)",
+                ]
+            else:
+                lines.append("step = zero.train_step(pipeline.loss, tx=tx, weighted=True)")
             return lines
         if plan.checkpoints_layers:
             layer = f"jax.checkpoint(zero.gathered(model.apply_layer){policy})"
@@ -254,15 +279,22 @@ class PlanFile:
         return [f"mesh = jax.sharding.Mesh({devices}, {self.axis_order}, axis_types=auto)"]
 
 
+LOWERED_UPDATES = 2
+
+
 def lowered_step(
     file: PlanFile, mesh: Any, model: Decoder | TracedModel, tx: optax.GradientTransformation
 ) -> jax.stages.Lowered:
     """The step of a plan, lowered for a mesh; ``tx`` is that of ``transformation_of(plan, ...)``.
 
+    Of an asynchronous pipeline it is ``LOWERED_UPDATES``.
+
     Raises:
       ValueError: the model does not fit the plan's pipeline.
     """
     plan, zero = file.plan, file.zero(mesh)
+    if plan.asynchronous:
+        return _lowered_updates(file, mesh, model, tx)
     pipeline = None
     if plan.pipe > 1:
         pipeline = file.pipeline(mesh, model)
@@ -281,3 +313,30 @@ def lowered_step(
         step = zero.train_step(loss_fn, tx=tx, microbatches=plan.microbatches)
     state = zero.abstract_state(make_state, tx=tx, param_specs=specs)
     return step.lower(state, model.batch(plan.sequences))
+
+
+def _lowered_updates(
+    file: PlanFile, mesh: Any, model: Decoder | TracedModel, tx: optax.GradientTransformation
+) -> jax.stages.Lowered:
+    """The first updates of an asynchronous pipeline."""
+    pipeline = file.pipeline(mesh, model)
+    training = AsyncPipeline(pipeline, file.async_schedule(LOWERED_UPDATES), tx)
+
+    def placed(tree: Any, specs: Any) -> Any:
+        return jax.tree.map(
+            lambda x, spec: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
+            ),
+            tree,
+            specs,
+        )
+
+    params = jax.eval_shape(lambda: pipeline.stack(model.init(file.dtype)))
+    params = placed(params, pipeline.param_specs(params))
+    opt_state = jax.eval_shape(training.init, params).opt_state
+    opt_state = placed(opt_state, jax.tree.map(lambda _: P(pipeline.axis), opt_state))
+    tokens = model.batch(file.plan.sequences)
+    shape = (LOWERED_UPDATES, file.plan.microbatches, file.plan.microbatch, *tokens.shape[1:])
+    batches = placed(jax.ShapeDtypeStruct(shape, tokens.dtype), P())
+    run = jax.jit(training.run, donate_argnums=0)
+    return run.lower(AsyncState(params, opt_state), batches)

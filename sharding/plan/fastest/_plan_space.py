@@ -11,6 +11,7 @@ from optax_ext import STATE_FORMATS
 from sharding.plan._models import Decoder
 from sharding.plan.fastest._traced_model import TracedModel
 from sharding.plan.pipelines._pipeline_schedules import (
+    ASYNC_SCHEDULES,
     SCHEDULES,
     SPLIT_SCHEDULES,
     chunks_of,
@@ -73,6 +74,8 @@ class PlanSpace:
       sequences: of all devices in a step.
       recompute: what backward passes may compute again.
       offload: whether optimizer state may be in host memory.
+      asynchronous: whether pipelines may run without a flush, which is lossy: over all devices,
+        of models whose tables are two.
       state_formats: formats of the optimizer state; others than None are lossy.
       weights: what updates the parameters.
       syncs: synchronizations of gradients; others than None are lossy, and without pipelines and
@@ -87,6 +90,7 @@ class PlanSpace:
     sequences: int
     recompute: tuple[str, ...] = SEARCHED
     offload: tuple[bool, ...] = (False, True)
+    asynchronous: bool = False
     state_formats: tuple[str | None, ...] = (None,)
     weights: tuple[str, ...] = ("plain",)
     syncs: tuple[str | None, ...] = (None,)
@@ -132,6 +136,7 @@ class PlanSpace:
                 each
                 for each in variants(passes.data)
                 if not (gathers and each["stage"] == 3)
+                and not (passes.asynchronous and (each["offload"] or each["weights"] != "plain"))
                 and (
                     each["sync"] is None
                     or (
@@ -213,6 +218,10 @@ class PlanSpace:
             elif microbatches % pipe == 0:
                 for chunks in range(2, self.model.layers // pipe + 1):
                     yield {"schedule": schedule, "chunks": chunks}
+        alone = pipe == self.num_devices and isinstance(self.model, Decoder) and not self.model.tied
+        if self.asynchronous and alone and microbatches >= 2 * pipe - 1:
+            for schedule in ASYNC_SCHEDULES:
+                yield {"schedule": schedule}
 
 
 def divisors(number: int) -> list[int]:

@@ -33,7 +33,7 @@ from sharding.plan.timing._step_seconds import PARTS_OF_STEP, StepSeconds
 HEADROOM = 0.08
 _NOTED = 0.01  # a share of the operations
 # By activations in flight.
-_SMALLEST_FIRST = ("1f1b", "aligned", "zb-h1", "zb-v", "interleaved", "gpipe")
+_SMALLEST_FIRST = ("1f1b", "aligned", "zb-h1", "zb-v", "interleaved", "gpipe", "2bw")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,6 +190,7 @@ def search(
     keep: Mapping[str, Any] | None = None,
     recompute: Sequence[str] = SEARCHED,
     offload: bool = True,
+    asynchronous: bool = False,
     state_formats: Sequence[str | None] = (None,),
     weights: Sequence[str] = ("plain",),
     syncs: Sequence[str | None] = (None,),
@@ -219,6 +220,8 @@ def search(
       recompute: what backward passes may compute again: ``"none"``, ``"full"``, and presets of
         MaxText for what lies between; see ``ParallelPlan``.
       offload: whether optimizer state may be in host memory.
+      asynchronous: whether pipelines over all devices may run without a flush, with gradients that
+        are one update late (PipeDream-2BW), which is lossy.
       state_formats: of the optimizer state, one of ``optax_ext.STATE_FORMATS``; all but None are
         lossy, and compared only where they are given.
       weights: what updates parameters of 16 bits: ``"plain"``, the transformation as it is,
@@ -250,6 +253,11 @@ def search(
     check_lossy(state_formats, weights, syncs)
     if not 0 <= headroom < 1:
         raise ValueError(f"headroom must be in [0, 1), got {headroom}.")
+    if asynchronous and (isinstance(model, TracedModel) or model.tied):
+        raise ValueError(
+            "asynchronous pipelines need a Decoder whose embedding is not its output matrix, which "
+            "the first and the last stage would update independently."
+        )
     machine = machine_of(target, device)
     _check_dtype(target, jnp.dtype(dtype), weights)
     if isinstance(model, TracedModel) and length not in (None, model.length):
@@ -266,6 +274,7 @@ def search(
         sequences,
         recompute=costs.forms(recompute),
         offload=(False, True) if offload and machine.device.host_link else (False,),
+        asynchronous=asynchronous,
         state_formats=tuple(state_formats),
         weights=tuple(weights),
         syncs=tuple(syncs),

@@ -14,10 +14,10 @@ from sharding.plan._models import Decoder
 from sharding.plan._plan import estimate
 from sharding.plan._saved_names import flops_again
 from sharding.plan.fastest._plan_costs import sync_change, sync_of_plan, transformation_of
-from sharding.plan.fastest._plan_file import PlanFile, lowered_step
+from sharding.plan.fastest._plan_file import LOWERED_UPDATES, PlanFile, lowered_step
 from sharding.plan.fastest._traced_model import TracedModel
 from sharding.plan.pipelines._pipeline_flops import pipeline_flops
-from sharding.plan.pipelines._pipeline_wire import pipeline_wire
+from sharding.plan.pipelines._pipeline_wire import pipeline_wire, updates_wire
 from sharding.plan.program._audit import audit
 from sharding.plan.timing._parallel_plan import ParallelPlan
 from sharding.plan.timing._tensor_sums import tensor_wire
@@ -37,9 +37,9 @@ class Verification:
     Attributes:
       planned_memory: bytes.
       memory: bytes.
-      planned_wire: bytes sent in a step.
+      planned_wire: bytes sent in a step; of an asynchronous pipeline in ``LOWERED_UPDATES``.
       wire: bytes sent in a step.
-      planned_flops: operations of matrix products in a step.
+      planned_flops: operations of matrix products in a step, or in these updates.
       flops: operations of matrix products in a step.
       available: bytes that a plan may take.
       update_wire: bytes that the update sends by itself, beside ``wire``.
@@ -141,6 +141,10 @@ def planned_wire(
     ``tx`` is that of ``transformation_of(plan, ...)``.
     """
     plan, dtype = file.plan, jnp.dtype(file.dtype)
+    if plan.asynchronous:
+        pipeline, updates = file.pipeline(mesh, model), file.async_schedule(LOWERED_UPDATES)
+        batch = jax.ShapeDtypeStruct((plan.sequences, file.length + 1), jnp.int32)
+        return updates_wire(pipeline, updates, pipeline.stack(model.abstract(dtype)), batch)
     params, specs, sent = model.abstract(dtype), file.param_specs(model), 0.0
     if plan.pipe > 1:
         pipeline = file.pipeline(mesh, model)
@@ -175,8 +179,9 @@ def _planned_flops(file: PlanFile, model: Decoder | TracedModel) -> float:
     plan = file.plan
     if plan.pipe == 1 or isinstance(model, TracedModel):
         return planned_flops(model, plan, file.dtype)
+    schedule = file.async_schedule(LOWERED_UPDATES) if plan.asynchronous else file.schedule()
     return pipeline_flops(
-        *(model, file.schedule(), max(file.layers)),
+        *(model, schedule, max(file.layers)),
         microbatch=plan.microbatch,
         recompute=plan.recompute,
         tensor=plan.tensor,

@@ -25,6 +25,7 @@ from sharding.plan.pipelines._layers_of_chunks import (
 )
 from sharding.plan.pipelines._pipeline_plan import PipelinePlan, StepTime
 from sharding.plan.pipelines._pipeline_schedules import (
+    ASYNC_SCHEDULES,
     SPLIT_SCHEDULES,
     bubble_share,
     check_schedule,
@@ -110,6 +111,8 @@ def estimate_pipeline(
     chunks = chunks_of(schedule, chunks)
     microbatches = microbatches or 4 * num_stages
     check_schedule(schedule, num_stages, microbatches, chunks)
+    if schedule in ASYNC_SCHEDULES:
+        raise ValueError(f"schedule {schedule!r} is planned by search and by two_bw alone.")
     split = schedule in SPLIT_SCHEDULES
     if split and recompute:
         raise ValueError(

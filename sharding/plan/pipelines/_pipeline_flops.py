@@ -53,6 +53,8 @@ def pipeline_flops(
     def of(code: Code) -> float:
         if code.op == Op.FORWARD:
             return rows * layer
+        if code.op == Op.UPDATE:
+            return 0.0
         if code.op == Op.WEIGHT:
             return rows * weight
         # The last chunk runs its forward pass in its backward pass, beside the head.

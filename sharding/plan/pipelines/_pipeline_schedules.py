@@ -13,6 +13,8 @@ from sharding.pipeline._instructions import instructions
 # Backward passes of these are split in two: gradients of activations, and of parameters.
 SPLIT_SCHEDULES = ("zb-h1", "zb-v")
 SCHEDULES = ("gpipe", "1f1b", "aligned", "interleaved", *SPLIT_SCHEDULES)
+# Without a flush between steps: gradients are of older parameters, which is lossy.
+ASYNC_SCHEDULES = ("2bw",)
 # Chimera is left out: a tick that has passes of both directions lasts as long as the backward one,
 # and the step longer than that of "aligned", with twice the parameters.
 
@@ -29,8 +31,8 @@ def chunks_of(schedule: str, chunks: int | None = None) -> int:
 
 def check_schedule(schedule: str, num_stages: int, microbatches: int, chunks: int = 1) -> None:
     """Raises unless the schedule exists and takes these numbers."""
-    if schedule not in SCHEDULES:
-        known = ", ".join(map(repr, SCHEDULES))
+    if schedule not in SCHEDULES + ASYNC_SCHEDULES:
+        known = ", ".join(map(repr, SCHEDULES + ASYNC_SCHEDULES))
         raise ValueError(f"schedule must be one of {known}, got {schedule!r}.")
     if min(num_stages, microbatches, chunks) < 1:
         raise ValueError(
@@ -47,16 +49,23 @@ def check_schedule(schedule: str, num_stages: int, microbatches: int, chunks: in
     elif chunks != chunks_of(schedule):
         has = "one chunk" if chunks_of(schedule) == 1 else f"{chunks_of(schedule)} chunks"
         raise ValueError(f"schedule {schedule!r} has {has} on a device, got chunks={chunks}.")
+    elif schedule in ASYNC_SCHEDULES and microbatches < 2 * num_stages - 1:
+        raise ValueError(
+            f"schedule {schedule!r} needs {2 * num_stages - 1} micro-batches to fill its "
+            f"{num_stages} stages, got {microbatches}."
+        )
 
 
 def schedule_of(schedule: str, num_stages: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """The table of a schedule.
+    """The table of a schedule; of an asynchronous one that of an evaluation, with a flush.
 
     >>> schedule_of("interleaved", 2, 4, chunks=3).num_chunks
     3
     """
     check_schedule(schedule, num_stages, microbatches, chunks)
     sizes = num_stages, microbatches
+    if schedule in ASYNC_SCHEDULES:
+        return one_f_one_b(*sizes)
     if schedule == "interleaved":
         return interleaved(*sizes, chunks)
     if schedule in ("1f1b", "aligned"):
@@ -82,10 +91,10 @@ def max_in_flight(
     """How many micro-batches have activations on a stage at once; chunks where it has several.
 
     With S stages and M micro-batches, on stage s: M for ``gpipe``; S - s for ``1f1b``, which is
-    DAPPLE's; 2 (S - 1 - s) + 1 for ``aligned``, 1F1B with forward passes on even ticks only; and
-    2 (S - 1 - s) + (V - 1) S + 1 of V chunks for ``interleaved``; never more than there are. Those
-    that split the backward pass store up to S micro-batches (``zb-h1``) or 2 S chunks (``zb-v``) on
-    every stage, until the gradients of their parameters are there.
+    DAPPLE's; 2 (S - 1 - s) + 1 for ``aligned``, 1F1B with forward passes on even ticks only, and
+    for ``2bw``; 2 (S - 1 - s) + (V - 1) S + 1 of V chunks for ``interleaved``; never more than
+    there are. Those that split the backward pass store up to S micro-batches (``zb-h1``) or 2 S
+    chunks (``zb-v``) on every stage, until the gradients of their parameters are there.
 
     >>> [max_in_flight("aligned", 4, stage, 8) for stage in range(4)]
     [7, 5, 3, 1]
@@ -137,7 +146,7 @@ def bubble_share(schedule: str, num_stages: int, microbatches: int, chunks: int 
     """The idle share of a step whose operations take equal times.
 
     (S - 1) / (V M + S - 1); (S - 1) / (3 V M + S - 1) where backward passes are split and
-    micro-batches enough.
+    micro-batches enough; 0 without a flush.
 
     >>> bubble_share("aligned", 4, 12), bubble_share("interleaved", 4, 12, chunks=2)
     (0.2, 0.1111111111111111)
@@ -165,7 +174,8 @@ def lockstep_seconds(
     A tick lasts as long as its slowest operation. ``gpipe``, ``aligned`` and ``interleaved`` have
     either forward or backward passes in a tick: (V M + S - 1) (F + B). ``1f1b`` has both in every
     tick but its first S, in which there are forward passes only: S F + (2 M + S - 2) max(F, B).
-    Those that split the backward pass have about (3 V M + S - 1) max(F, B, W).
+    Those that split the backward pass have about (3 V M + S - 1) max(F, B, W). ``2bw`` has
+    M (F + B) between two updates, which are not in it.
 
     Args:
       schedule: its name.
@@ -196,6 +206,8 @@ def lockstep_seconds(
         }
         ticks = _ticks(schedule, num_stages, microbatches)
         return sum(number * max(cost[each] for each in tick) for tick, number in ticks.items())
+    if schedule in ASYNC_SCHEDULES:
+        return microbatches * (forward + max(backward, last[0] if last else 0))
     passes = chunks * microbatches + num_stages - 1
     if last is None:
         return passes * (forward + backward)
@@ -207,12 +219,16 @@ def lockstep_seconds(
 def num_ticks(schedule: str, num_stages: int, microbatches: int, chunks: int = 1) -> int:
     """Ticks in which some device computes: twice (V M + S - 1), where no backward pass is split.
 
+    Of an asynchronous schedule those between two updates.
+
     >>> num_ticks("aligned", 4, 8), num_ticks("interleaved", 4, 8, 2), num_ticks("zb-h1", 4, 8)
     (22, 38, 27)
     """
     check_schedule(schedule, num_stages, microbatches, chunks)
     if schedule in SPLIT_SCHEDULES:
         return sum(_ticks(schedule, num_stages, microbatches).values())
+    if schedule in ASYNC_SCHEDULES:
+        return 2 * microbatches
     return 2 * (chunks * microbatches + num_stages - 1)
 
 

@@ -20,6 +20,7 @@ from sharding.plan._stage_plan import StagePlan
 from sharding.plan._tiles import num_bytes
 from sharding.plan.pipelines._layer_costs import LayerCost
 from sharding.plan.pipelines._pipeline_schedules import (
+    ASYNC_SCHEDULES,
     SPLIT_SCHEDULES,
     max_in_flight,
     slots_of,
@@ -81,7 +82,7 @@ class PipelineStage:
       backward: seconds of all chunks.
       in_flight: micro-batches whose activations it needs at once; chunks of them where it has
         several.
-      params: parameters, with those that stage 3 gathers.
+      params: parameters, with those that stage 3 gathers, and versions.
       grads: gradients that are accumulated over micro-batches, and the copies that branches of a
         program return on all devices but TPUs.
       state: optimizer state and master weights in device memory.
@@ -255,6 +256,9 @@ def pipeline_stages(
             of_layers = max(0.0, of_layers - wide * layers)  # not yet added to the copied sums
         working = residuals + max(of_head, of_layers)
 
+    # Without a flush: slots of two versions, beside the parameters that come and go.
+    asynchronous = schedule in ASYNC_SCHEDULES
+    versions = 2 * held.params if asynchronous else 0.0
     stage_of = [stage_of_chunk(schedule, num_stages, v) for v in range(len(ranges))]
 
     def of_stage(s: int) -> PipelineStage:
@@ -268,14 +272,14 @@ def pipeline_stages(
             forward=sum(cost.forward for i, j in own for cost in costs[i:j]),
             backward=sum(cost.backward for i, j in own for cost in costs[i:j]),
             in_flight=max_in_flight(schedule, num_stages, s, microbatches, chunks),
-            params=held.params + gathered,
+            params=held.params + gathered + versions,
             grads=sums + copied,
             state=_state_bytes(held),
             activations=stored + working,
             batch=held.batch,
             permuted=microbatches * stream * sent,
             synced=held.wire,
-            summed=2 * (num_stages - 1) / num_stages * wide * shared,
+            summed=0.0 if asynchronous else 2 * (num_stages - 1) / num_stages * wide * shared,
         )
 
     return tuple(map(of_stage, range(num_stages)))

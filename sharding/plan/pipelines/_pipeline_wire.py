@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from sharding.pipeline._async_schedule import AsyncSchedule
 from sharding.pipeline._instructions import Instructions
 from sharding.pipeline._instructions import instructions as lowered
 from sharding.pipeline._pipeline import Pipeline
@@ -68,6 +69,25 @@ def pipeline_wire(pipeline: Pipeline, params: Any, batch: Any, *, specs: Any = N
         replicas = of_device(layers, of_layers)
         replicas += of_device(jax.tree.map(_as_sum, layers), of_layers)
     return float(permuted + summed + replicas)
+
+
+def updates_wire(pipeline: Pipeline, schedule: AsyncSchedule, params: Any, batch: Any) -> float:
+    """Bytes that one device sends for all updates of an asynchronous pipeline.
+
+    A permute of one activation in each tick and direction; after the last update an all-reduce of
+    the shared parameters, which one stage has, to all stages.
+
+    Args:
+      pipeline: on devices that are all stages.
+      schedule: of the updates.
+      params: stacked, real or abstract.
+      batch: real or abstract, of one update.
+    """
+    shared = {k: x for k, x in jax.eval_shape(lambda: params).items() if k != pipeline.layers}
+    permuted = num_permutes(lowered(schedule, pipeline.recompute))
+    stages = schedule.num_stages
+    sent = permuted * num_bytes(_message(pipeline, shared, batch))
+    return float(sent + 2 * (stages - 1) / stages * num_bytes(shared))
 
 
 def num_permutes(program: Instructions) -> int:

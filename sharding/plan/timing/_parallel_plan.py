@@ -4,7 +4,11 @@ import dataclasses
 
 from sharding.plan._models import Decoder
 from sharding.plan._saved_names import PARTLY
-from sharding.plan.pipelines._pipeline_schedules import SPLIT_SCHEDULES, check_schedule
+from sharding.plan.pipelines._pipeline_schedules import (
+    ASYNC_SCHEDULES,
+    SPLIT_SCHEDULES,
+    check_schedule,
+)
 
 WEIGHTS = ("plain", "master", "stochastic")
 RECOMPUTE = ("none", "selective", *PARTLY, "full")
@@ -26,7 +30,8 @@ class ParallelPlan:
         ``Zero.shard_state_over_replicas`` does.
       sequence_parallel: whether norms and residuals are shared among ``tensor`` devices.
       schedule: of the pipeline: ``"gpipe"``, ``"1f1b"``, ``"aligned"``, ``"interleaved"``,
-        ``"zb-h1"`` or ``"zb-v"``. The last two split backward passes, and compute nothing again.
+        ``"zb-h1"`` or ``"zb-v"``, which split backward passes and compute nothing again; or
+        ``"2bw"``, PipeDream-2BW, whose gradients are one update late, which is lossy.
       chunks: of layers on each device of a pipeline.
       recompute: what the backward pass computes again: ``"none"``; ``"selective"``, scores and
         their product with values; ``"full"``, each layer; or what a preset of MaxText such as
@@ -67,7 +72,13 @@ class ParallelPlan:
     @property
     def lossy(self) -> bool:
         """Whether it approximates the step of the transformation."""
-        return bool(self.state_format or self.sync or self.weights == "stochastic")
+        rounded = self.state_format or self.sync or self.weights == "stochastic"
+        return bool(rounded or self.asynchronous)
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether stages of a pipeline update their parameters without waiting for each other."""
+        return self.pipe > 1 and self.schedule in ASYNC_SCHEDULES
 
     @property
     def num_devices(self) -> int:
@@ -139,6 +150,13 @@ class ParallelPlan:
                 f"{model.layers}."
             )
         check_schedule(self.schedule, self.pipe, self.microbatches, self.chunks)
+        if self.asynchronous and (
+            self.data * self.tensor > 1 or self.offload or self.weights != "plain" or model.tied
+        ):
+            raise ValueError(
+                f"schedule {self.schedule!r} needs all devices as stages, state and parameters as "
+                "the transformation has them, and a model whose embedding is not its output matrix."
+            )
         if self.schedule in SPLIT_SCHEDULES and self.recompute != "none":
             raise ValueError(
                 f"schedule {self.schedule!r} splits backward passes: what a layer computes again "

@@ -114,7 +114,8 @@ def step_seconds(
       and the collectives that ``tensor_sums`` counts.
     - A pipeline takes ``lockstep_seconds``, and a transfer in each tick. The last chunk of a
       compiled program runs its forward pass in its backward pass. The program holds the embedding
-      and the head on all devices, which sum their gradients over the stages.
+      and the head on all devices, which sum their gradients over the stages. Without a flush each
+      stage waits for the updates of all others.
     - ZeRO with k micro-batches and S bytes on n devices sends 2 S at stages 0 and 1, (k + 1) S at
       stage 2, 3 k S at stage 3, times (n - 1) / n; once in a step in a pipeline. Replicas reduce
       their shards, or reduce-scatter them and gather the new parameters. Stage 3 gathers layer by
@@ -236,10 +237,10 @@ def passes(
     # the fullest stage has at least, however layers are shared.
     held = model.layers / plan.pipe if ideal else max(most, last) * chunks
     tables = 1 if model.tied else 2
-    if plan.pipe > 1 and implementation.lockstep:
+    if plan.pipe > 1 and implementation.lockstep and not plan.asynchronous:
         shared = _GRADIENT_SUM * tables * _table_params(model, plan)
         transfers += wire("all-reduce", shared, groups.pipe)
-    elif plan.pipe > 1:
+    elif plan.pipe > 1 and not implementation.lockstep:
         tables = 0 if ideal else 1
     params = _stage_params(model, held, plan, tables=tables)
     return Passes(
@@ -317,16 +318,19 @@ def with_state(
     update = params * touched / shards
     if sync and not ideal:
         update += sync.moved
+    update /= machine.device.bandwidth * reached
+    # Stages update in ticks of their own, one after the other.
+    waiting = (min(plan.microbatches, plan.pipe) - 1) * update if plan.asynchronous else 0.0
     return StepSeconds(
         matmul=work.matmul,
         elementwise=work.elementwise,
         overhead=work.overhead,
         tensor=found.tensor,
-        bubble=found.bubble,
+        bubble=found.bubble + waiting,
         transfers=found.transfers,
         data=data + exposed,
         exposed=exposed,
-        update=update / (machine.device.bandwidth * reached),
+        update=update,
         host=_host_seconds(plan, params / shards, machine, ideal),
         hideable=hideable * work.seconds,
         interference=not machine.torus,

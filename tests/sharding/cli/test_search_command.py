@@ -59,6 +59,9 @@ def test_lossy_formats_only_where_they_are_given(capsys):
     plans = [it["plan"] for it in json.loads(capsys.readouterr().out)["plans"]]
     assert {it["weights"] for it in plans} == {"master", "stochastic"}
     assert {it["sync"] for it in plans} == {None, "powersgd(4)"}
+    untied = ("search", "--model", "llama2-7b", "--target", "h100x8", "--batch", "32")
+    main((*untied, "--json", "--keep", "schedule=2bw", "--asynchronous"))
+    assert all(it["lossy"] for it in json.loads(capsys.readouterr().out)["plans"])
 
 
 def test_a_file_of_the_best_plan_and_a_picture(tmp_path, capsys):

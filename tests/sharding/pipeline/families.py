@@ -38,11 +38,13 @@ def seconds_in_lockstep(table, layers, *, forward, backward, weight=0.0, head=0.
     """The time of a table whose ticks last as long as their slowest operation.
 
     ``layers`` are those of each virtual stage, of which the last runs its forward pass and the head
-    in its backward pass; the others are seconds of a layer, and of the head.
+    in its backward pass; the others are seconds of a layer, and of the head. Updates take none.
     """
     last, longest = len(layers) - 1, [0.0] * table.num_ticks
     for tick, _, task in table.tasks():
         v = task.virtual_stage
+        if task.op == Op.UPDATE:
+            continue
         taken = {Op.FORWARD: forward, Op.BACKWARD: backward, Op.WEIGHT: weight}[task.op] * layers[v]
         if v == last and task.op == Op.FORWARD:
             taken = 0.0
