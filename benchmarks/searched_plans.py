@@ -46,52 +46,51 @@ CASES = {
     "405B on 1,024 H100": (MODELS["llama3-405b"], "h100x1024", 2048, 8192),
 }
 P = ParallelPlan
-# Model, length, plan; layers of the chunks of a pipeline.
+# Model, length, plan.
 PLANS = (
-    ("gpt2-small", 1024, P(data=8, stage=1, microbatch=2, recompute="none"), ()),
-    ("gpt2-small", 1024, P(data=8, stage=2, microbatch=8, recompute="minimal_with_context"), ()),
-    ("gpt2-small", 1024, P(data=8, stage=3, microbatch=4, microbatches=2), ()),
-    ("llama2-7b", 1024, P(data=8, stage=2), ()),
-    ("llama2-7b", 2048, P(data=8, stage=3), ()),
-    ("llama2-7b", 4096, P(data=8, stage=3), ()),
-    ("llama2-7b", 2048, P(data=8, stage=3, microbatch=4, recompute="save_qkv_proj"), ()),
-    ("llama3-8b", 2048, P(data=8, stage=3, microbatches=2), ()),
-    ("llama3-8b", 2048, P(data=8, stage=2, microbatch=2, recompute="minimal"), ()),
-    ("gpt2-small", 1024, P(data=2, tensor=4, stage=1, microbatch=2, recompute="none"), ()),
-    ("llama2-7b", 2048, P(data=4, tensor=2, stage=3, microbatch=2), ()),
-    ("llama2-7b", 2048, P(data=2, tensor=4, stage=2, microbatches=2, recompute="minimal"), ()),
-    ("llama2-7b", 2048, P(tensor=8, microbatch=4, microbatches=2, recompute="none"), ()),
-    ("llama2-7b", 2048, P(data=8, stage=1, replicas=2, spread=True, microbatches=2), ()),
-    ("llama2-7b", 2048, P(data=8, stage=2, replicas=4, spread=True), ()),
-    ("llama2-7b", 2048, P(data=8, stage=2, replicas=2), ()),
-    ("llama2-7b", 2048, P(data=8, stage=3, replicas=2, spread=True, microbatch=2), ()),
-    ("llama2-7b", 2048, P(data=8, stage=3, replicas=2, spread=True, microbatches=2), ()),
-    ("gpt2-medium", 1024, P(data=8, stage=1, weights="master"), ()),
-    ("gpt2-medium", 1024, P(data=8, stage=2, weights="stochastic"), ()),
-    ("gpt2-medium", 1024, P(data=8, stage=1, sync="powersgd(4)"), ()),
-    ("gpt2-medium", 1024, P(data=8, stage=2, microbatches=2, sync="qsgd(8)"), ()),
+    ("gpt2-small", 1024, P(data=8, stage=1, microbatch=2, recompute="none")),
+    ("gpt2-small", 1024, P(data=8, stage=2, microbatch=8, recompute="minimal_with_context")),
+    ("gpt2-small", 1024, P(data=8, stage=3, microbatch=4, microbatches=2)),
+    ("llama2-7b", 1024, P(data=8, stage=2)),
+    ("llama2-7b", 2048, P(data=8, stage=3)),
+    ("llama2-7b", 4096, P(data=8, stage=3)),
+    ("llama2-7b", 2048, P(data=8, stage=3, microbatch=4, recompute="save_qkv_proj")),
+    ("llama3-8b", 2048, P(data=8, stage=3, microbatches=2)),
+    ("llama3-8b", 2048, P(data=8, stage=2, microbatch=2, recompute="minimal")),
+    ("gpt2-small", 1024, P(data=2, tensor=4, stage=1, microbatch=2, recompute="none")),
+    ("llama2-7b", 2048, P(data=4, tensor=2, stage=3, microbatch=2)),
+    ("llama2-7b", 2048, P(data=2, tensor=4, stage=2, microbatches=2, recompute="minimal")),
+    ("llama2-7b", 2048, P(tensor=8, microbatch=4, microbatches=2, recompute="none")),
+    ("llama2-7b", 2048, P(data=8, stage=1, replicas=2, spread=True, microbatches=2)),
+    ("llama2-7b", 2048, P(data=8, stage=2, replicas=4, spread=True)),
+    ("llama2-7b", 2048, P(data=8, stage=2, replicas=2)),
+    ("llama2-7b", 2048, P(data=8, stage=3, replicas=2, spread=True, microbatch=2)),
+    ("llama2-7b", 2048, P(data=8, stage=3, replicas=2, spread=True, microbatches=2)),
+    ("gpt2-medium", 1024, P(data=8, stage=1, weights="master")),
+    ("gpt2-medium", 1024, P(data=8, stage=2, weights="stochastic")),
+    ("gpt2-medium", 1024, P(data=8, stage=1, sync="powersgd(4)")),
+    ("gpt2-medium", 1024, P(data=8, stage=2, microbatches=2, sync="qsgd(8)")),
+    ("gpt2-medium", 1024, P(data=8, stage=3, replicas=2, microbatches=2, sync="powersgd(4)")),
+    ("gpt2-small", 1024, P(data=2, pipe=4, stage=2, microbatch=2, microbatches=16)),
     (
-        *("gpt2-medium", 1024),
-        P(data=8, stage=3, replicas=2, microbatches=2, sync="powersgd(4)"),
-        (),
-    ),
-    ("gpt2-small", 1024, P(data=2, pipe=4, stage=2, microbatch=2, microbatches=16), (3,) * 4),
-    (
-        *("gpt2-small", 1024),
+        "gpt2-small",
+        1024,
         P(data=4, pipe=2, stage=2, microbatches=16, schedule="1f1b", recompute="none"),
-        (6, 6),
     ),
-    ("llama2-7b", 2048, P(pipe=8, microbatches=32), (4,) * 8),
-    ("llama2-7b", 2048, P(pipe=8, microbatches=32, recompute="save_qkv_proj"), (4,) * 8),
-    ("llama2-7b", 2048, P(tensor=2, pipe=4, microbatches=16), (8,) * 4),
+    ("gpt2-small", 1024, P(*(2, 1, 4), 2, 16, stage=2, schedule="zb-h1", recompute="none")),
+    ("llama2-7b", 2048, P(pipe=8, microbatches=32)),
+    ("llama2-7b", 2048, P(pipe=8, microbatches=32, recompute="save_qkv_proj")),
+    ("llama2-7b", 2048, P(tensor=2, pipe=4, microbatches=16)),
     (
-        *("llama2-7b", 2048),
+        "llama2-7b",
+        2048,
         P(*(2, 2, 2), microbatches=8, stage=1, schedule="1f1b", recompute="minimal"),
-        (16, 16),
     ),
-    ("llama2-7b", 2048, P(data=4, pipe=2, stage=3, microbatches=8, schedule="gpipe"), (16, 16)),
+    ("llama2-7b", 2048, P(data=4, pipe=2, stage=3, microbatches=8, schedule="gpipe")),
+    ("llama2-7b", 1024, P(pipe=8, microbatches=16, schedule="zb-v", chunks=2, recompute="none")),
+    ("llama2-7b", 2048, P(pipe=8, microbatches=16, schedule="2bw")),
 )
-# For TPUs: the number of layers in place of chunks.
+# For TPUs, with the number of layers.
 TPU_PLANS = (
     ("llama2-7b", 2048, P(data=8, stage=2, recompute="none"), 4),
     ("llama2-7b", 2048, P(data=8, stage=3), 24),
@@ -102,6 +101,7 @@ TPU_PLANS = (
     ("llama2-7b", 2048, P(data=4, tensor=2, stage=3), 24),
     ("gpt2-small", 1024, P(data=8, stage=1, weights="master"), 12),
     ("gpt2-small", 1024, P(data=2, pipe=4, stage=2, microbatch=2, microbatches=16), 12),
+    ("gpt2-small", 1024, P(*(2, 1, 4), 2, 16, stage=2, schedule="zb-h1", recompute="none"), 12),
 )
 CASE_HEADER = """\
 | case | plans | best | predicted, s | all hidden | none hidden | bound | MFU | memory, GiB |\
@@ -132,9 +132,7 @@ def case_rows() -> Iterator[str]:
         )
 
 
-def plan_row(
-    name: str, model: Decoder, target: str, plan: ParallelPlan, layers: tuple[int, ...], dtype: str
-) -> str:
+def plan_row(name: str, model: Decoder, target: str, plan: ParallelPlan, dtype: str) -> str:
     """A line of one plan: planned, and compiled."""
     device = kind_of(target) or kind_of("h100")
     machine = dataclasses.replace(machine_of(f"h100x{plan.num_devices}"), device=device)
@@ -143,7 +141,7 @@ def plan_row(
     )
     promised = {"memory": memory.fullest(plan)}
     file = PlanFile(
-        *(name, "adamw", target, model.length, dtype), layers or (model.layers,), plan, promised
+        *(name, "adamw", target, model.length, dtype), memory.layers(plan), plan, promised
     )
     found = verify(file, model, TX, memory=float("inf"), device=device)
     ratios = (
@@ -165,7 +163,7 @@ def main() -> None:
         jax.config.update("jax_num_cpu_devices", 8)
         model = Decoder(4, 64, 4, 4, 128, 96, 32)
         plan = ParallelPlan(data=8, stage=3, microbatches=2)
-        _results.table(PLAN_HEADER, [plan_row("tiny", model, "cpu:8", plan, (), "float32")])
+        _results.table(PLAN_HEADER, [plan_row("tiny", model, "cpu:8", plan, "float32")])
         return
     targets.topology("h100x8")  # raises where its compiler is not installed
     cases = _results.table(CASE_HEADER, case_rows())
@@ -173,10 +171,10 @@ def main() -> None:
         PLAN_HEADER,
         (
             plan_row(
-                *(name, dataclasses.replace(MODELS[name], length=length), "h100x8", plan, layers),
+                *(name, dataclasses.replace(MODELS[name], length=length), "h100x8", plan),
                 "bfloat16",
             )
-            for name, length, plan, layers in PLANS
+            for name, length, plan in PLANS
         ),
     )
     tpu_programs = _results.table(
@@ -187,7 +185,6 @@ def main() -> None:
                 dataclasses.replace(MODELS[name], length=length, layers=layers),
                 "v5e:2x4",
                 plan,
-                (layers // plan.pipe,) * plan.pipe,
                 "bfloat16",
             )
             for name, length, plan, layers in TPU_PLANS
