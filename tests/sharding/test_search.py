@@ -18,6 +18,7 @@ from sharding.plan.pipelines._pipeline_schedules import (
     chunks_of,
     stage_of_chunk,
 )
+from sharding.plan.timing._layer_time import Roofline
 from sharding.plan.timing._parallel_plan import ParallelPlan
 from sharding.plan.timing._step_time import COMPILED, step_seconds
 
@@ -274,6 +275,30 @@ def test_it_equals_exhaustive_search(target, gigabytes, sequences, keep):
     assert found.bound == bound
     for plan in found.plans:
         assert plan.memory == memory.fullest(plan.plan) <= found.memory
+
+
+@pytest.mark.parametrize("ideal", [False, True])
+def test_products_of_an_update_are_shared_as_the_state_is(ideal):
+    """Muon's; at stage 0 each device computes all of them."""
+    muon, plain = memory_of(tx=optax.contrib.muon(1e-3)), memory_of()
+    products = muon.update_flops()
+    assert products > 0 == plain.update_flops()
+    unit = Roofline(H100, COMPILED, ideal=ideal).flops
+    for plan, devices in (
+        (ParallelPlan(data=8), 1),
+        (ParallelPlan(data=8, stage=2), 8),
+        (ParallelPlan(data=8, stage=3, replicas=2), 4),
+        (ParallelPlan(data=8, stage=1, replicas=2, spread=True), 8),
+        (ParallelPlan(data=2, pipe=4, microbatches=4, stage=1), 8),
+        (ParallelPlan(data=4, tensor=2, stage=0), 2),
+    ):
+        found, without = (
+            costs.seconds(plan, costs.passes(plan, ideal=ideal), ideal=ideal)
+            for costs in (muon, plain)
+        )
+        added = found.update - without.update
+        assert added == pytest.approx(products / devices / unit)
+        assert found.seconds >= without.seconds + 0.99 * added
 
 
 def test_pipelines_without_a_flush_are_exhaustive_too():

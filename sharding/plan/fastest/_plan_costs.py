@@ -81,6 +81,7 @@ class PlanCosts:
         self._synced = functools.cache(self._sync_work)
         self._passes = functools.cache(self._passes_of)
         self._costs = functools.cache(self._layer_costs)
+        self.update_flops = functools.cache(self._update_flops)
 
     def state_bytes_in(self, state_format: str | None = None, weights: str = "plain") -> float:
         """Bytes of optimizer state, in a format, and master weights for one parameter."""
@@ -88,7 +89,7 @@ class PlanCosts:
         stage = found.stage("stage 0")
         return (stage.opt_state + stage.master) / found.num_params
 
-    def update_flops(self) -> float:
+    def _update_flops(self) -> float:
         """Operations of matrix products in an update of all parameters, as in Muon's.
 
         0 where the update needs arguments that only a step has.
@@ -199,7 +200,9 @@ class PlanCosts:
     def seconds(self, plan: ParallelPlan, found: Passes, *, ideal: bool = False) -> StepSeconds:
         """The time of a step with these passes; see ``step_seconds``."""
         sync = self.sync(plan) if plan.sync else None
-        return with_state(plan, self.machine, found, sync=sync, ideal=ideal)
+        # Devices that share the state share the products, too; replicas have the same.
+        products = self.update_flops() / (plan.pipe * plan.tensor * plan.shards_of_state)
+        return with_state(plan, self.machine, found, sync=sync, products=products, ideal=ideal)
 
     def sync(self, plan: ParallelPlan) -> SyncWork:
         """The compressed synchronization of a plan's gradients."""

@@ -82,8 +82,7 @@ class SearchResult:
       compared: the number of plans.
       sequences: of all devices in a step.
       length: tokens of a sequence.
-      of_update: operations of matrix products in the update, as a share of those of the step; they
-        are not part of the times.
+      of_update: operations of matrix products in the update, as a share of those of the step.
       frontier: of all plans, whether they fit or not, fastest first; empty if it was not asked for.
     """
 
@@ -128,8 +127,9 @@ class SearchResult:
         best = self.best.seconds
         several = "sequences" if self.sequences > 1 else "sequence"
         update = (
-            f"The update computes products of {self.of_update:.0%} of the step's operations, which "
-            "are in no time here and in no planned operations."
+            f"The update computes products of {self.of_update:.0%} of the step's operations, once "
+            "for all devices that share the state. They are in the times, and in no planned "
+            "operations."
         )
         return (
             f"A step has {self.sequences:,} {several} of {self.length:,} tokens.",

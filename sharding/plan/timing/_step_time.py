@@ -293,6 +293,7 @@ def with_state(
     found: Passes,
     *,
     sync: SyncWork | None = None,
+    products: float = 0.0,
     ideal: bool = False,
 ) -> StepSeconds:
     """A step of these passes, with the collectives of ZeRO, the update and the host link.
@@ -303,6 +304,7 @@ def with_state(
       found: the passes.
       sync: the compressed synchronization of gradients, if the plan has one; nothing hides it, and
         what it moves counts as part of the update.
+      products: operations of matrix products of a device in the update, as in Muon's.
       ideal: as for ``step_seconds``.
     """
     groups, wire = _groups(plan, machine), _Wire(machine, ideal)
@@ -319,6 +321,7 @@ def with_state(
     if sync and not ideal:
         update += sync.moved
     update /= machine.device.bandwidth * reached
+    update += products / Roofline(machine.device, COMPILED, ideal=ideal).flops
     # Stages update in ticks of their own, one after the other.
     waiting = (min(plan.microbatches, plan.pipe) - 1) * update if plan.asynchronous else 0.0
     return StepSeconds(
