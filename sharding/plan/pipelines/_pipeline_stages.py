@@ -243,18 +243,20 @@ def pipeline_stages(
     # Programs for GPUs hold a matrix of an odd vocabulary and its gradient once more.
     odd = 2.0 * vocabulary * model.width * item if copied and vocabulary % 8 else 0.0
     chunk = layers if chunks > 1 and rows > 1 else 0.0  # its parameters, taken out of all
+    # Where ticks have forward passes, too, backward passes return zeros for the residuals of these,
+    # beside their own, on all devices but TPUs; and copied sums not before their end.
+    own = 2 * residuals if copied else residuals
+    at_head = own + logits + max(odd, gradient) - copied
     if crossing:
-        # Ticks have forward passes, too. On all devices but TPUs first halves return zeros for the
-        # residuals of these, beside their own, and at their end copied sums.
-        own = 2 * residuals if copied else residuals
-        beside = max(logits + max(odd, gradient), crossing + chunk + layer.working_bytes) - copied
-        working = max(own + beside, residuals + crossing, crossing + grads)
+        at_layers = own + crossing + chunk + layer.working_bytes - copied
+        working = max(at_head, at_layers, residuals + crossing, crossing + grads)
     else:
         of_head = logits + max(odd, gradient - copied)
         of_layers = grads + layer.working_bytes + chunk
         if copied and not chunk:
             of_layers = max(0.0, of_layers - wide * layers)  # not yet added to the copied sums
         working = residuals + max(of_head, of_layers)
+        working = max(working, at_head) if schedule == "1f1b" else working
 
     # Without a flush: slots of two versions, beside the parameters that come and go.
     asynchronous = schedule in ASYNC_SCHEDULES
