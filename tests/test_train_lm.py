@@ -336,8 +336,13 @@ def test_a_run_with_planned_activations_has_the_losses_of_one_without(tmp_path, 
             (1, 1),
             ("--stage", "0", "--pipeline", "2", "--microbatches", "2"),
         ),
+        (
+            ParallelPlan(*(1, 1, 2), 2, 4, schedule="zb-h1", recompute="none"),
+            (1, 1),
+            ("--stage", "0", "--microbatches", "4"),
+        ),
     ],
-    ids=["recomputed", "partly recomputed", "replicas", "pipeline"],
+    ids=["recomputed", "partly recomputed", "replicas", "pipeline", "split backward pass"],
 )
 def test_a_plan_decides_how_a_step_is_shared(tmp_path, text, plan, layers, options):
     """The losses are those of the same choices as options."""
@@ -378,6 +383,7 @@ def test_plans_that_the_script_cannot_run(tmp_path, monkeypatch):
         ({"weights": "master"}, (2,), {}, "search without"),
         ({"sync": "qsgd(8)"}, (2,), {}, r"by qsgd\(8\): --keep sync=none"),
         ({"pipe": 2, "microbatches": 2, "schedule": "1f1b"}, (1, 1), {}, "schedule=aligned"),
+        ({"pipe": 2, "microbatches": 3, "schedule": "2bw"}, (1, 1), {}, "schedule=aligned"),
         ({"pipe": 2, "chunks": 3, "schedule": "interleaved"}, (2,), {}, "--keep chunks=2"),
         ({"pipe": 2, "microbatches": 2}, (2, 2), {}, "has 4 layers, --config smoke has 2"),
         ({"data": 2}, (2,), {"microbatches": 2}, "leave them out"),
