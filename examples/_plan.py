@@ -3,7 +3,6 @@
 import argparse
 
 from _model import CONFIGS
-from _pipeline import SCHEDULES
 
 from sharding.plan import ParallelPlan, PlanFile
 
@@ -61,7 +60,7 @@ def _obstacles(plan: ParallelPlan) -> list[str]:
         found.append(f"synchronizes gradients by {plan.sync}: --keep sync=none, and give --sync")
     if plan.state_format and plan.pipe > 1:
         found.append("has a format of the state in a pipeline: --keep state_format=none")
-    if plan.pipe > 1 and (plan.schedule not in _NAMES or _NAMES[plan.schedule] not in SCHEDULES):
+    if plan.pipe > 1 and plan.schedule not in _NAMES:
         found.append(f"has the schedule {plan.schedule!r}: --keep schedule=aligned")
     if plan.chunks not in (1, 2):
         found.append("has more than two groups of layers a stage: --keep chunks=2")

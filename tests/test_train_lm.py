@@ -337,7 +337,7 @@ def test_a_run_with_planned_activations_has_the_losses_of_one_without(tmp_path, 
             ("--stage", "0", "--pipeline", "2", "--microbatches", "2"),
         ),
         (
-            ParallelPlan(*(1, 1, 2), 2, 4, schedule="zb-h1", recompute="none"),
+            ParallelPlan(pipe=2, microbatch=2, microbatches=4, schedule="zb-h1", recompute="none"),
             (1, 1),
             ("--stage", "0", "--microbatches", "4"),
         ),

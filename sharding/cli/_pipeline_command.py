@@ -24,12 +24,16 @@ def pipeline_options(parser: argparse.ArgumentParser) -> None:
         help="plan N pipeline stages with ZeRO over their replicas, and compare them with ZeRO "
         "alone; --microbatches are those of a pipeline (default: 4 N)",
     )
-    add("--schedule", choices=SCHEDULES, help="of the pipeline (default: aligned)")
+    add(
+        "--schedule",
+        choices=SCHEDULES,
+        help="of the pipeline (default: aligned); zb-h1 and zb-v need --no-remat",
+    )
     add(
         "--chunks",
         type=int,
         metavar="V",
-        help="of layers on each device, with --schedule interleaved (default: 2)",
+        help="groups of layers on each device, with --schedule interleaved (default: 2)",
     )
     add("--stage", choices=["0", "1", "2", "3"], help="of ZeRO over the replicas (default: 1)")
     add("--no-remat", action="store_true", help="keep all activations of a layer")

@@ -242,7 +242,9 @@ class Schedule:
     def lockstep_time(self, costs: Costs | None = None) -> float:
         """The time of a step in which every tick takes as long as its slowest stage.
 
-        One SPMD program runs so: stages send activations at the end of each tick.
+        One SPMD program runs so: stages send activations at the end of each tick. That of
+        ``Pipeline`` runs both passes of the last virtual stage in the tick of its backward pass:
+        ``sharding.plan.lockstep_seconds`` has its time.
 
         Args:
           costs: of the operations. None: forward passes take 1 and full backward passes 2; where

@@ -175,6 +175,8 @@ def test_split_backward_passes(schedule, chunks):
     assert sum(stage.permuted for stage in plan.stages) == 8 * 2 * boundaries * stream
     with pytest.raises(ValueError, match="computes nothing again: use recompute=False"):
         plan_of(model, schedule=schedule)
+    with pytest.raises(ValueError, match="has no flush: search"):
+        plan_of(model, schedule="2bw")
 
 
 def test_empty_micro_batches_of_zero_are_counted():

@@ -152,7 +152,8 @@ def test_what_is_missing_is_reported():
         ({"speeds": [1.0, 0.0]}, "speeds must be above 0, got 0.0"),
         ({"links": [1.0, 1.0]}, "links must have 1 values, got 2"),
         ({"memory": -1.0}, "memory must be above 0, got -1.0"),
-        ({"schedule": "zb"}, "schedule must be one of 'gpipe'"),
+        ({"schedule": "zb-v"}, "schedule must be 'gpipe', '1f1b' or 'aligned', got 'zb-v'"),
+        ({"schedule": "2bw"}, "schedule must be 'gpipe'"),
         ({"schedule": "interleaved"}, "takes one chunk on a device"),
     ],
 )

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import jax
 import jax.numpy as jnp
 import optax
 import pytest
@@ -21,6 +22,7 @@ from sharding.plan.pipelines._pipeline_schedules import (
 from sharding.plan.timing._layer_time import Roofline
 from sharding.plan.timing._parallel_plan import ParallelPlan
 from sharding.plan.timing._step_time import COMPILED, step_seconds
+from sharding.plan.timing._traced_work import work_of
 
 GIB = 2**30
 H100, V5E = kind_of("h100"), kind_of("v5e")
@@ -221,8 +223,9 @@ def test_schedules_of_plans():
     [
         ({"schedule": "zb-v", "chunks": 2}, "splits backward passes: .* got 'full'"),
         ({"schedule": "zb-v"}, "has 2 chunks on a device, got chunks=1"),
-        ({"schedule": "2bw", "data": 2}, "needs all devices as stages"),
-        ({"schedule": "2bw", "offload": True}, "needs all devices as stages"),
+        ({"schedule": "2bw", "data": 2}, "needs all 8 devices as stages, got data=2"),
+        ({"schedule": "2bw", "offload": True}, "neither offload nor other weights"),
+        ({"schedule": "2bw", "weights": "master"}, "neither offload nor other weights"),
         ({"schedule": "2bw", "microbatches": 6}, "needs 7 micro-batches to fill its 4 stages"),
     ],
 )
@@ -230,6 +233,11 @@ def test_plans_that_do_not_exist(fields, message):
     plan = ParallelPlan(**{"pipe": 4, "microbatches": 8} | fields)
     with pytest.raises(ValueError, match=message):
         plan.check(SMALL)
+
+
+def test_schedules_of_no_pipeline_are_nothing():
+    for schedule in ("zb-h1", "gpipe"):
+        ParallelPlan(schedule=schedule).check(SMALL)
 
 
 def test_kept_values_are_those_of_every_plan():
@@ -265,7 +273,9 @@ def test_it_equals_exhaustive_search(target, gigabytes, sequences, keep):
     )
     plans = [
         dataclasses.replace(plan, state_bytes=memory.state_bytes_in())
-        for plan in PlanSpace(SMALL, machine.num_devices, sequences).plans(keep)
+        for plan in PlanSpace(*(SMALL, machine.num_devices, sequences), spares=memory.spares).plans(
+            keep
+        )
     ]
     fit = [plan for plan in plans if memory.fullest(plan) <= 0.9 * device.memory]
     assert found.compared == len(plans) >= len(fit) > 3
@@ -281,23 +291,31 @@ def test_it_equals_exhaustive_search(target, gigabytes, sequences, keep):
 def test_products_of_an_update_are_shared_as_the_state_is(ideal):
     """Muon's; at stage 0 each device computes all of them."""
     muon, plain = memory_of(tx=optax.contrib.muon(1e-3)), memory_of()
-    products = muon.update_flops()
-    assert products > 0 == plain.update_flops()
+    params = SMALL.abstract(jnp.bfloat16)
+    tables = {name: x for name, x in params.items() if name != "layers"}
+    update = optax.contrib.muon(1e-3)
+    products, of_tables = (
+        work_of(update.update, tree, jax.eval_shape(update.init, tree), tree, kind=H100).flops
+        for tree in (params, tables)
+    )
+    assert products > of_tables > 0
     unit = Roofline(H100, COMPILED, ideal=ideal).flops
-    for plan, devices in (
-        (ParallelPlan(data=8), 1),
-        (ParallelPlan(data=8, stage=2), 8),
-        (ParallelPlan(data=8, stage=3, replicas=2), 4),
-        (ParallelPlan(data=8, stage=1, replicas=2, spread=True), 8),
-        (ParallelPlan(data=2, pipe=4, microbatches=4, stage=1), 8),
-        (ParallelPlan(data=4, tensor=2, stage=0), 2),
+    for plan, shards, stages, of_table in (
+        (ParallelPlan(data=8), 1, 1, 1),
+        (ParallelPlan(data=8, stage=2), 8, 1, 1),
+        (ParallelPlan(data=8, stage=3, replicas=2), 4, 1, 1),
+        (ParallelPlan(data=8, stage=1, replicas=2, spread=True), 8, 1, 1),
+        (ParallelPlan(data=2, pipe=4, microbatches=4, stage=1), 2, 4, 1),
+        (ParallelPlan(data=4, tensor=2, stage=0), 1, 2, 2),
     ):
         found, without = (
             costs.seconds(plan, costs.passes(plan, ideal=ideal), ideal=ideal)
             for costs in (muon, plain)
         )
         added = found.update - without.update
-        assert added == pytest.approx(products / devices / unit)
+        flops = ((products - of_tables) / stages + of_tables / of_table) / shards
+        assert added == pytest.approx(flops / unit)
+        assert (muon.products(plan), plain.products(plan)) == (pytest.approx(flops), 0)
         assert found.seconds >= without.seconds + 0.99 * added
 
 
@@ -307,7 +325,10 @@ def test_pipelines_without_a_flush_are_exhaustive_too():
     found = search(SMALL, TX, "h100x4", asynchronous=True, top=1000, **options)
     machine, memory = machine_of("h100x4"), memory_of(target="h100x4")
     space = PlanSpace(
-        *(SMALL, 4, 16), asynchronous=True, state_bytes={(None, "plain"): memory.state_bytes_in()}
+        *(SMALL, 4, 16),
+        asynchronous=True,
+        spares=memory.spares,
+        state_bytes={(None, "plain"): memory.state_bytes_in()},
     )
     plans = list(space.plans(options["keep"]))
     assert {p.plan for p in found.plans} == set(plans)
@@ -325,6 +346,24 @@ def test_pipelines_without_a_flush_are_exhaustive_too():
     assert not any(p.lossy for p in search(SMALL, TX, "h100x4", top=1000, **options).plans)
     with pytest.raises(ValueError, match="need a Decoder whose embedding is not its output"):
         search(MODELS["gpt2-small"], TX, "h100x4", sequences=16, asynchronous=True)
+    with pytest.raises(ValueError, match="needs asynchronous=True"):
+        search(SMALL, TX, "h100x4", sequences=16, keep={"schedule": "2bw"})
+
+
+def test_equal_chunks_where_the_fastest_do_not_fit():
+    """The last chunk is smaller where a step is fastest, and all devices hold the largest one."""
+    model, options = MODELS["llama2-7b"], {"sequences": 16, "length": 2048, "offload": False}
+    keep = {"pipe": 8, "schedule": "aligned", "recompute": "full", "microbatch": 1}
+    fastest = search(model, TX, "h100x8", keep=keep, **options)
+    assert [(it.plan.even, max(it.layers)) for it in fastest.plans] == [(False, 5), (True, 4)]
+    assert fastest.best.memory > 1.1 * fastest.plans[1].memory
+    assert fastest.best.layers[-1] < fastest.best.layers[0]
+    tight = dataclasses.replace(H100, memory=fastest.best.memory / 0.92 - 1)
+    found = search(model, TX, "h100x8", device=tight, keep=keep, **options)
+    assert [it.plan for it in found.plans] == [fastest.plans[1].plan]
+    assert "aligned, equal" in found.best.summary
+    assert found.best.layers == (4,) * 8
+    assert found.rejected[0].plan == fastest.best.plan
 
 
 def test_the_frontier_is_that_of_all_plans():
@@ -336,7 +375,7 @@ def test_the_frontier_is_that_of_all_plans():
     states = {(None, "plain"): memory.state_bytes_in()}
     plans = [
         (step_seconds(SMALL, plan, machine).seconds, memory.fullest(plan))
-        for plan in PlanSpace(SMALL, 8, 16, state_bytes=states).plans(keep)
+        for plan in PlanSpace(*(SMALL, 8, 16), state_bytes=states, spares=memory.spares).plans(keep)
     ]
     line = [(it.seconds, it.memory) for it in found.frontier]
     assert len(line) > 5

@@ -299,7 +299,8 @@ def test_splitting_the_backward_pass_fills_the_bubble():
     found = {}
     for schedule in ("aligned", *SPLIT_SCHEDULES):
         plan = ParallelPlan(
-            *(1, 1, 8, 1, 16),
+            pipe=8,
+            microbatches=16,
             schedule=schedule,
             chunks=chunks_of(schedule),
             recompute="none",
@@ -430,7 +431,10 @@ def test_groups_of_a_machine(machine, sizes, groups):
         (ParallelPlan(data=3), r"groups of 1 x 3 x 1 need 3 devices, there are 8"),
         (ParallelPlan(data=8, replicas=3), "3 replicas do not divide 8 data-parallel devices"),
         (ParallelPlan(tensor=32), "32 devices cannot share 16 heads equally"),
-        (ParallelPlan(pipe=8, microbatches=8), "8 stages of 1 chunks need as many layers"),
+        (
+            ParallelPlan(pipe=8, microbatches=8),
+            "8 stages with 1 groups of layers each need as many",
+        ),
         (ParallelPlan(data=8, stage=4), "stage must be 0, 1, 2 or 3, got 4"),
         (ParallelPlan(data=8, recompute="some"), "recompute must be one of 'none', 'selective'"),
         (ParallelPlan(data=0), "data must be at least 1, got 0"),

@@ -98,7 +98,7 @@ def cells(plan: ParallelPlan) -> tuple[str, ...]:
     zero += "".join(f", {each} (lossy)" for each in lossy if each)
     chunks = f" x {plan.chunks}" if plan.chunks > 1 else ""
     pipeline = f"{plan.pipe}{chunks} {plan.schedule}" if plan.pipe > 1 else "-"
-    pipeline += " (lossy)" if plan.asynchronous else ""
+    pipeline += ", even" * plan.even + " (lossy)" * plan.asynchronous
     stored = {"none": "all", "full": "input"}.get(plan.recompute, plan.recompute)
     if plan.recompute in PARTLY:
         stored = ", ".join(saved_parts(plan.recompute))
@@ -112,7 +112,8 @@ def short(plan: ParallelPlan) -> str:
     if plan.pipe > 1:
         chunks = f", {plan.chunks} chunks" if plan.chunks > 1 else ""
         late = ", gradients one update late" if plan.asynchronous else ""
-        words.append(f"{plan.pipe} pipeline stages ({plan.schedule}{chunks}{late})")
+        even = ", equal" * plan.even
+        words.append(f"{plan.pipe} pipeline stages ({plan.schedule}{chunks}{even}{late})")
     if plan.tensor > 1:
         words.append(f"{plan.tensor} devices a layer")
     if plan.data > 1:

@@ -81,7 +81,7 @@ class PlanCosts:
         self._synced = functools.cache(self._sync_work)
         self._passes = functools.cache(self._passes_of)
         self._costs = functools.cache(self._layer_costs)
-        self.update_flops = functools.cache(self._update_flops)
+        self._products = functools.cache(self._products_of_update)
 
     def state_bytes_in(self, state_format: str | None = None, weights: str = "plain") -> float:
         """Bytes of optimizer state, in a format, and master weights for one parameter."""
@@ -89,18 +89,34 @@ class PlanCosts:
         stage = found.stage("stage 0")
         return (stage.opt_state + stage.master) / found.num_params
 
-    def _update_flops(self) -> float:
-        """Operations of matrix products in an update of all parameters, as in Muon's.
+    def products(self, plan: ParallelPlan) -> float:
+        """Operations of matrix products of a device in the update, as in Muon's.
 
-        0 where the update needs arguments that only a step has.
+        Devices that share the state share them; all stages of a pipeline have the tables.
         """
+        layers, tables = self._products()
+        if plan.pipe * plan.tensor > 1:
+            layers /= plan.pipe * plan.tensor
+            tables /= self.model.shards_of_tokens(plan.tensor)
+        return (layers + tables) / plan.shards_of_state
+
+    def _products_of_update(self) -> tuple[float, float]:
+        """Of the layers, and of all else; 0 where the update needs what only a step has."""
         params = self.model.abstract(self.dtype)
-        state = jax.eval_shape(self.tx.init, params)
         update = optax.with_extra_args_support(self.tx).update
-        try:
+
+        def of(params: Any) -> float:
+            state = jax.eval_shape(self.tx.init, params)
             return work_of(update, params, state, params, kind=self.machine.device).flops
+
+        try:
+            total = of(params)
+            if not total or not isinstance(params, dict) or "layers" not in params:
+                return total, 0.0
+            tables = of({name: x for name, x in params.items() if name != "layers"})
         except (TypeError, ValueError):
-            return 0.0
+            return 0.0, 0.0
+        return total - tables, tables
 
     def fullest(self, plan: ParallelPlan) -> float:
         """Bytes of the fullest device."""
@@ -200,9 +216,9 @@ class PlanCosts:
     def seconds(self, plan: ParallelPlan, found: Passes, *, ideal: bool = False) -> StepSeconds:
         """The time of a step with these passes; see ``step_seconds``."""
         sync = self.sync(plan) if plan.sync else None
-        # Devices that share the state share the products, too; replicas have the same.
-        products = self.update_flops() / (plan.pipe * plan.tensor * plan.shards_of_state)
-        return with_state(plan, self.machine, found, sync=sync, products=products, ideal=ideal)
+        return with_state(
+            *(plan, self.machine, found), sync=sync, products=self.products(plan), ideal=ideal
+        )
 
     def sync(self, plan: ParallelPlan) -> SyncWork:
         """The compressed synchronization of a plan's gradients."""
@@ -211,6 +227,10 @@ class PlanCosts:
     def layers(self, plan: ParallelPlan) -> tuple[int, ...]:
         """Layers of each chunk."""
         return self.passes(plan).chunks
+
+    def spares(self, plan: ParallelPlan) -> bool:
+        """Whether the largest chunk has fewer layers than where a step is fastest."""
+        return max(self.layers(plan)) < max(self.layers(dataclasses.replace(plan, even=False)))
 
     def ranges(self, plan: ParallelPlan) -> list[tuple[int, int]]:
         """The first layer of each chunk and the one after its last, as ``layer_costs`` has them."""

@@ -23,7 +23,8 @@ from sharding.plan.pipelines._pipeline_schedules import schedule_of
 from sharding.plan.timing._parallel_plan import ParallelPlan
 
 _VERSION = 1
-_UPDATES = 100  # of a step of an asynchronous pipeline
+# Of a step of an asynchronous pipeline: in the code, and in the program that is verified.
+_UPDATES, LOWERED_UPDATES = 100, 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,7 +189,8 @@ class PlanFile:
         transformation. Where devices share layers, ``param_specs`` are those of the model.
         Parameters of a pipeline are those of ``pipeline.stack``, and ``zero.init`` takes their
         ``pipeline.param_specs(params, param_specs)``. A step of an asynchronous pipeline is
-        several updates, from ``training.init(pipeline.stack(params))``.
+        100 updates, from ``training.init(pipeline.stack(params))``, on batches
+        [updates, micro-batches, sequences, tokens].
 
         >>> plan = ParallelPlan(data=8, stage=2, microbatches=4, recompute="full")
         >>> file = PlanFile("llama2-7b", "adamw", "h100x8", 2048, "bfloat16", (32,), plan, {})
@@ -279,15 +281,12 @@ class PlanFile:
         return [f"mesh = jax.sharding.Mesh({devices}, {self.axis_order}, axis_types=auto)"]
 
 
-LOWERED_UPDATES = 2
-
-
 def lowered_step(
     file: PlanFile, mesh: Any, model: Decoder | TracedModel, tx: optax.GradientTransformation
 ) -> jax.stages.Lowered:
     """The step of a plan, lowered for a mesh; ``tx`` is that of ``transformation_of(plan, ...)``.
 
-    Of an asynchronous pipeline it is ``LOWERED_UPDATES``.
+    Of an asynchronous pipeline it is the first two updates.
 
     Raises:
       ValueError: the model does not fit the plan's pipeline.

@@ -25,7 +25,8 @@ SEARCHED = tuple(name for name in RECOMPUTE if name != "selective")
 _OF_STATE = ("stage", "replicas", "spread", "offload", "state_format", "weights", "sync")
 # What ``keep`` takes.
 KEPT = (
-    *("data", "tensor", "pipe", "microbatch", "microbatches", "schedule", "chunks", "recompute"),
+    *("data", "tensor", "pipe", "microbatch", "microbatches", "schedule", "chunks"),
+    *("even", "recompute"),
     *_OF_STATE,
 )
 # What the synchronization of gradients depends on, beside the number of devices.
@@ -66,7 +67,8 @@ class PlanSpace:
     which share gradients and state or do not. Stage 3 without a pipeline has layers that are
     computed again, but for what they save, as ``Zero.gathered`` does. A pipeline has each schedule,
     ``"interleaved"`` each number of chunks for which there are layers; those that split backward
-    passes compute nothing again.
+    passes compute nothing again. Chunks have the layers with which a step is fastest, or equal ones
+    where these are fewer.
 
     Attributes:
       model: the model.
@@ -80,6 +82,8 @@ class PlanSpace:
       weights: what updates the parameters.
       syncs: synchronizations of gradients; others than None are lossy, and without pipelines and
         shared layers.
+      spares: whether equal chunks of a plan have fewer layers than the fastest; if not, it is left
+        out.
       compresses: whether the sync of a plan compresses any gradient; if not, the plan is left out.
       param_bytes: of a parameter.
       state_bytes: of the state for one parameter, by its format and by what updates parameters.
@@ -94,6 +98,7 @@ class PlanSpace:
     state_formats: tuple[str | None, ...] = (None,)
     weights: tuple[str, ...] = ("plain",)
     syncs: tuple[str | None, ...] = (None,)
+    spares: Callable[[ParallelPlan], bool] = lambda plan: True
     compresses: Callable[[ParallelPlan], bool] = lambda plan: True
     param_bytes: float = 2.0
     state_bytes: Mapping[tuple[str | None, str], float] = dataclasses.field(default_factory=dict)
@@ -146,7 +151,7 @@ class PlanSpace:
                 )
                 and all(each[name] == value for name, value in of_state.items())
             )
-            if found:
+            if found and (not passes.even or self.spares(passes)):
                 yield PlanGroup(passes, found)
 
     def _passes(self) -> Iterator[ParallelPlan]:
@@ -157,13 +162,15 @@ class PlanSpace:
                 continue
             own = self.sequences // data
             for microbatch, recompute in itertools.product(divisors(own), self.recompute):
-                for schedule in self._schedules(pipe, own // microbatch, recompute):
+                schedules = self._schedules(pipe, own // microbatch, recompute)
+                for schedule, even in itertools.product(schedules, (False, True)[: min(pipe, 2)]):
                     yield ParallelPlan(
                         data=data,
                         tensor=tensor,
                         pipe=pipe,
                         microbatch=microbatch,
                         microbatches=own // microbatch,
+                        even=even,
                         recompute=recompute,
                         param_bytes=self.param_bytes,
                         grad_bytes=self.param_bytes,

@@ -24,6 +24,7 @@ from sharding.plan.fastest._plan_space import (
     check_recompute,
 )
 from sharding.plan.fastest._traced_model import TracedCosts, TracedModel
+from sharding.plan.pipelines._pipeline_schedules import ASYNC_SCHEDULES
 from sharding.plan.timing._layer_time import COMPILED, Implementation
 from sharding.plan.timing._mesh_groups import Machine
 from sharding.plan.timing._parallel_plan import ParallelPlan
@@ -32,7 +33,7 @@ from sharding.plan.timing._step_seconds import PARTS_OF_STEP, StepSeconds
 # The share of device memory that is left to the allocator.
 HEADROOM = 0.08
 _NOTED = 0.01  # a share of the operations
-# By activations in flight.
+# Of equal times the first.
 _SMALLEST_FIRST = ("1f1b", "aligned", "zb-h1", "zb-v", "interleaved", "gpipe", "2bw")
 
 
@@ -82,7 +83,8 @@ class SearchResult:
       compared: the number of plans.
       sequences: of all devices in a step.
       length: tokens of a sequence.
-      of_update: operations of matrix products in the update, as a share of those of the step.
+      of_update: operations of matrix products of a device in the update of the best plan, as a
+        share of its part of those of the step.
       frontier: of all plans, whether they fit or not, fastest first; empty if it was not asked for.
     """
 
@@ -127,9 +129,8 @@ class SearchResult:
         best = self.best.seconds
         several = "sequences" if self.sequences > 1 else "sequence"
         update = (
-            f"The update computes products of {self.of_update:.0%} of the step's operations, once "
-            "for all devices that share the state. They are in the times, and in no planned "
-            "operations."
+            f"The update of the best plan computes products of {self.of_update:.0%} of the step's "
+            "operations, which are in its time, and in no planned operations."
         )
         return (
             f"A step has {self.sequences:,} {several} of {self.length:,} tokens.",
@@ -141,8 +142,9 @@ class SearchResult:
             f"of a {self.device.name} with everything hidden; the best is predicted to take "
             f"{self.gap:.0%} more.",
             "ZeRO is the stage, its shards and its replicas (spread: they share the state), where "
-            "the state is, and what is lossy; tensor is the number of devices that "
-            "share each layer; micro is the number of micro-batches and their sequences; stored "
+            "the state is, and what is lossy; tensor is the number of devices that share each "
+            "layer; pipeline is the number of stages with their schedule, even where groups of "
+            "layers are equal; micro is the number of micro-batches and their sequences; stored "
             "is what a layer stores for its backward pass: all that this reads, its input alone, "
             "or results of products beside it (queries, keys and values; attention; its output; "
             "hidden values); most is the largest part of a step. Memory of activations is "
@@ -278,6 +280,7 @@ def search(
         state_formats=tuple(state_formats),
         weights=tuple(weights),
         syncs=tuple(syncs),
+        spares=costs.spares,
         compresses=lambda plan: costs.sync(plan).moved > 0,
         param_bytes=float(jnp.dtype(dtype).itemsize),
         state_bytes={
@@ -346,7 +349,8 @@ def search(
         compared=sum(len(group.variants) for group in groups),
         sequences=sequences,
         length=length,
-        of_update=costs.update_flops() / model.flops(tokens, length),
+        of_update=costs.products(chosen[0][1])
+        / (model.flops(tokens, length) / machine.num_devices),
         frontier=tuple(points),
     )
 
@@ -438,7 +442,12 @@ def _no_plan(space: PlanSpace, keep: Mapping[str, Any] | None) -> str:
     parts = []
     for name, value in (keep or {}).items():
         known = sorted({value for group in every for value in group.values(name)}, key=str)
-        if value not in known:
+        if name == "schedule" and value in ASYNC_SCHEDULES and value not in known:
+            parts.append(
+                f"schedule={value!r} needs asynchronous=True (--asynchronous), as many stages as "
+                "devices, 2 micro-batches a stage less one, and plain weights"
+            )
+        elif value not in known:
             asked = " that were asked for" * (name in ("state_format", "weights", "sync"))
             parts.append(f"{name}={value!r} is none of {', '.join(map(str, known))}{asked}")
     reason = "; ".join(parts) or "each value is possible alone, not all of them together"

@@ -171,6 +171,8 @@ def _tables_of(
             "balanced_stages takes one chunk on a device; for 'interleaved' request num_stages "
             "times chunks without a limit of memory."
         )
+    if schedule not in ("gpipe", "1f1b", "aligned"):
+        raise ValueError(f"schedule must be 'gpipe', '1f1b' or 'aligned', got {schedule!r}.")
     if microbatches is None:
         microbatches = num_stages if schedule == "gpipe" else 2 * num_stages
     tables = stage_tables(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +20,7 @@ from sharding.plan.pipelines._layers_of_chunks import (
     LayerSeconds,
     all_chunks,
     layers_of_chunks,
+    of_last,
     ranges_of,
 )
 from sharding.plan.pipelines._pipeline_plan import PipelinePlan, StepTime
@@ -110,14 +110,16 @@ def estimate_pipeline(
     """
     chunks = chunks_of(schedule, chunks)
     microbatches = microbatches or 4 * num_stages
-    check_schedule(schedule, num_stages, microbatches, chunks)
     if schedule in ASYNC_SCHEDULES:
-        raise ValueError(f"schedule {schedule!r} is planned by search and by two_bw alone.")
+        raise ValueError(
+            f"schedule {schedule!r} has no flush: search(..., asynchronous=True) plans it."
+        )
+    check_schedule(schedule, num_stages, microbatches, chunks)
     split = schedule in SPLIT_SCHEDULES
     if split and recompute:
         raise ValueError(
             f"schedule {schedule!r} splits backward passes, and computes nothing again: use "
-            "recompute=False."
+            "recompute=False, on the command line --no-remat."
         )
     links = links_of(zero, device)
     if num_stages < 2:
@@ -129,8 +131,8 @@ def estimate_pipeline(
         )
     if num_stages * chunks > model.layers:
         raise ValueError(
-            f"{num_stages} stages of {chunks} chunks need as many layers; the model has "
-            f"{model.layers}."
+            f"{num_stages} stages with {chunks} groups of layers each need as many layers; the "
+            f"model has {model.layers}."
         )
     length = length or model.length
     costs = layer_costs(
@@ -151,7 +153,7 @@ def estimate_pipeline(
         shard_state_over_replicas=False,
     )
 
-    # The stages; their chunks follow each other around the devices.
+    # The stages.
     estimates = StageEstimates(
         model,
         with_state_format(tx, state_format),
@@ -256,11 +258,7 @@ def _smaller(layers: int, num_chunks: int, rows: int) -> Iterator[list[tuple[int
     [[4, 3, 3]]
     """
     for most in range(rows - 1, math.ceil(layers / num_chunks) - 1, -1):
-        fewer, more = divmod(layers - max(1, layers - (num_chunks - 1) * most), num_chunks - 1)
-        bounds = [0]
-        for i in range(num_chunks - 1):
-            bounds.append(bounds[-1] + (i == 0) + fewer + (i < more))
-        yield list(itertools.pairwise([*bounds, layers + 2]))
+        yield ranges_of(all_chunks(layers, num_chunks, of_last(layers, num_chunks, most)))
 
 
 def _fastest_zero(plan: Plan, costs: list[LayerCost], links: Links, microbatches: int) -> StepTime:

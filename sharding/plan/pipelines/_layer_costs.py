@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,21 +59,30 @@ def check_layers(layers: Sequence[LayerCost], num_stages: int = 1) -> None:
         )
 
 
-@functools.lru_cache(maxsize=256)
-def _layer_bytes(
-    model: Decoder, batch: int, length: int, dtype: Any, tensor: int
-) -> tuple[float, float, tuple[float, ...]]:
-    """Bytes that a layer stores if nothing is computed again.
+class _LayerBytes(NamedTuple):
+    """Bytes of one layer and micro-batch.
 
-    Then those of a split backward pass, and those that its products touch.
+    Attributes:
+      stored: by its forward pass.
+      crossing: from the first half of a split backward pass to the second.
+      touched: by each matrix product.
     """
+
+    stored: float
+    crossing: float
+    touched: tuple[float, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def _layer_bytes(model: Decoder, batch: int, length: int, dtype: Any, tensor: int) -> _LayerBytes:
+    """Those of a layer of which nothing is computed again."""
     (layer,) = dataclasses.replace(model, scan=False, layers=1).abstract(dtype, tensor)["layers"]
     x = jax.ShapeDtypeStruct((batch, length, model.width), dtype)
     products = products_of(model.apply_layer, layer, x)
     stored = stored_by(model.apply_layer, layer, x)
     crossing = _crossing(model.apply_layer, layer, x)
     touched = tuple(float(num_bytes(each)) for each in products)
-    return float(num_bytes(stored)), float(num_bytes(crossing)), touched
+    return _LayerBytes(float(num_bytes(stored)), float(num_bytes(crossing)), touched)
 
 
 def _crossing(apply_layer: Callable[..., Any], params: Any, x: Any) -> Any:
@@ -194,7 +203,7 @@ def layer_costs(
         * model.layers,
         LayerCost(
             forward=head_seconds,
-            backward=(3 if recompute else 2) * head_seconds,
+            backward=2 * head_seconds,
             param_bytes=head,
             activation_bytes=stream if recompute else stream + logits,
             working_bytes=gradient + (logits if recompute else 0.0),

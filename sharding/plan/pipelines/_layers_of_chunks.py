@@ -20,11 +20,6 @@ class LayerSeconds:
     backward: float
     weight: float = 0.0
 
-    @property
-    def seconds(self) -> float:
-        """All of it."""
-        return self.forward + self.backward + self.weight
-
 
 def layers_of_chunks(
     layers: int,
@@ -55,11 +50,11 @@ def layers_of_chunks(
         return layers, layers
     if lockstep is None:
         most = math.ceil(layers / chunks)
-        return most, max(0, layers - (chunks - 1) * most)
+        return most, of_last(layers, chunks, most)
     largest = layers - chunks + 1  # every chunk has a layer
 
     def time(most: int) -> tuple[float, int]:
-        last = max(1, layers - (chunks - 1) * most)
+        last = of_last(layers, chunks, most)
         return (
             lockstep(
                 layer.forward * most,
@@ -79,7 +74,12 @@ def layers_of_chunks(
     for step in (-1, 1):
         while 1 <= most + step <= largest and time(most + step) < time(most):
             most += step
-    return most, max(1, layers - (chunks - 1) * most)
+    return most, of_last(layers, chunks, most)
+
+
+def of_last(layers: int, chunks: int, most: int) -> int:
+    """Layers of the last chunk where the others have at most so many; at least 1."""
+    return max(1, layers - (chunks - 1) * most)
 
 
 def all_chunks(layers: int, number: int, last: int) -> tuple[int, ...]:

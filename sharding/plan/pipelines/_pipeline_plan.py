@@ -50,9 +50,9 @@ class PipelinePlan:
       schedule: its name, as ``estimate_pipeline`` takes it.
       chunks: of layers on each device.
       stages: one device of each stage.
-      bubble: the idle share of a step with equal stages.
+      bubble: the idle share of a step with equal operations.
       ideal: seconds of compute of one device, if all devices shared it equally.
-      lockstep: seconds of compute, with the bubble; as long as the slowest stage takes.
+      lockstep: seconds of compute, with the bubble; see ``lockstep_seconds``.
       transfers: seconds of the transfers between stages, one in each tick.
       pipeline: the step.
       alternative: the fastest stage of ZeRO for the same sequences; if none fits, the smallest.

@@ -171,7 +171,9 @@ def lockstep_seconds(
 ) -> float:
     """The time of a step whose ticks end on all devices at once, without transfers.
 
-    A tick lasts as long as its slowest operation. ``gpipe``, ``aligned`` and ``interleaved`` have
+    A tick lasts as long as its slowest operation. Where the last chunk runs both of its passes in
+    one tick of L seconds, (V M + S - 2) F + L + (M - 1) max(B, L) + ((V - 1) M + S - 1) B, with B
+    and F in ticks of their own. Otherwise ``gpipe``, ``aligned`` and ``interleaved`` have
     either forward or backward passes in a tick: (V M + S - 1) (F + B). ``1f1b`` has both in every
     tick but its first S, in which there are forward passes only: S F + (2 M + S - 2) max(F, B).
     Those that split the backward pass have about (3 V M + S - 1) max(F, B, W). ``2bw`` has

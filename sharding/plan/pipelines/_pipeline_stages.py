@@ -245,10 +245,10 @@ def pipeline_stages(
     chunk = layers if chunks > 1 and rows > 1 else 0.0  # its parameters, taken out of all
     # Where ticks have forward passes, too, backward passes return zeros for the residuals of these,
     # beside their own, on all devices but TPUs; and copied sums not before their end.
-    own = 2 * residuals if copied else residuals
-    at_head = own + logits + max(odd, gradient) - copied
+    returned = 2 * residuals if copied else residuals
+    at_head = returned + logits + max(odd, gradient) - copied
     if crossing:
-        at_layers = own + crossing + chunk + layer.working_bytes - copied
+        at_layers = returned + crossing + chunk + layer.working_bytes - copied
         working = max(at_head, at_layers, residuals + crossing, crossing + grads)
     else:
         of_head = logits + max(odd, gradient - copied)

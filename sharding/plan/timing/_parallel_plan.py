@@ -33,6 +33,8 @@ class ParallelPlan:
         ``"zb-h1"`` or ``"zb-v"``, which split backward passes and compute nothing again; or
         ``"2bw"``, PipeDream-2BW, whose gradients are one update late, which is lossy.
       chunks: of layers on each device of a pipeline.
+      even: whether the chunks of a pipeline have equal numbers of layers as far as possible, which
+        takes the least memory; else those with which a step is fastest.
       recompute: what the backward pass computes again: ``"none"``; ``"selective"``, scores and
         their product with values; ``"full"``, each layer; or what a preset of MaxText such as
         ``"save_qkv_proj"`` or ``"minimal"`` does not save.
@@ -60,6 +62,7 @@ class ParallelPlan:
     sequence_parallel: bool = False
     schedule: str = "aligned"
     chunks: int = 1
+    even: bool = False
     recompute: str = "full"
     offload: bool = False
     param_bytes: float = 2.0
@@ -79,6 +82,11 @@ class ParallelPlan:
     def asynchronous(self) -> bool:
         """Whether stages of a pipeline update their parameters without waiting for each other."""
         return self.pipe > 1 and self.schedule in ASYNC_SCHEDULES
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of parameters are operations of their own in a pipeline."""
+        return self.pipe > 1 and self.schedule in SPLIT_SCHEDULES
 
     @property
     def num_devices(self) -> int:
@@ -146,19 +154,32 @@ class ParallelPlan:
             raise ValueError(f"{self.tensor} devices cannot share {model.heads} heads equally.")
         if self.pipe * self.chunks > model.layers:
             raise ValueError(
-                f"{self.pipe} stages of {self.chunks} chunks need as many layers; the model has "
-                f"{model.layers}."
+                f"{self.pipe} stages with {self.chunks} groups of layers each need as many layers; "
+                f"the model has {model.layers}."
             )
         check_schedule(self.schedule, self.pipe, self.microbatches, self.chunks)
-        if self.asynchronous and (
-            self.data * self.tensor > 1 or self.offload or self.weights != "plain" or model.tied
-        ):
-            raise ValueError(
-                f"schedule {self.schedule!r} needs all devices as stages, state and parameters as "
-                "the transformation has them, and a model whose embedding is not its output matrix."
-            )
-        if self.schedule in SPLIT_SCHEDULES and self.recompute != "none":
+        if self.splits_backward and self.recompute != "none":
             raise ValueError(
                 f"schedule {self.schedule!r} splits backward passes: what a layer computes again "
                 f"would be in the first half whole. Use recompute='none', got {self.recompute!r}."
+            )
+        if self.asynchronous:
+            self._check_asynchronous(model)
+
+    def _check_asynchronous(self, model: Decoder) -> None:
+        """Raises unless stages can update their parameters without waiting for each other."""
+        if self.data * self.tensor > 1:
+            raise ValueError(
+                f"schedule {self.schedule!r} needs all {self.num_devices} devices as stages, got "
+                f"data={self.data} and tensor={self.tensor}."
+            )
+        if self.offload or self.weights != "plain":
+            raise ValueError(
+                f"schedule {self.schedule!r} has neither offload nor other weights than 'plain', "
+                f"got offload={self.offload} and weights={self.weights!r}."
+            )
+        if model.tied:
+            raise ValueError(
+                f"schedule {self.schedule!r} needs a model whose embedding is not its output "
+                "matrix: the first and the last stage would update it independently."
             )

@@ -21,10 +21,10 @@ class StepSeconds:
       elementwise: of passes over memory in all other operations, likewise.
       overhead: of kernels beside their rooflines, likewise.
       tensor: of collectives among the devices that share a layer.
-      bubble: idle, in a pipeline.
+      bubble: idle, in a pipeline; without a flush for the updates of other stages.
       transfers: of messages between stages.
       data: of gathering parameters and reducing gradients over data-parallel devices.
-      update: of the optimizer.
+      update: of the optimizer, with its products.
       host: of moving optimizer state to and from host memory.
       hideable: of computing that can run at the same time as ``data``.
       exposed: of ``data``, what nothing can hide: compressed gradients after all passes.

@@ -7,11 +7,7 @@ import operator
 from sharding.plan._models import Decoder
 from sharding.plan._saved_names import saved_parts
 from sharding.plan.pipelines._layers_of_chunks import LayerSeconds, all_chunks, layers_of_chunks
-from sharding.plan.pipelines._pipeline_schedules import (
-    SPLIT_SCHEDULES,
-    lockstep_seconds,
-    num_ticks,
-)
+from sharding.plan.pipelines._pipeline_schedules import lockstep_seconds, num_ticks
 from sharding.plan.timing._achieved import achieved
 from sharding.plan.timing._collective_time import Group, Operation, collective_seconds
 from sharding.plan.timing._compressed_sync import SyncWork
@@ -120,7 +116,8 @@ def step_seconds(
       stage 2, 3 k S at stage 3, times (n - 1) / n; once in a step in a pipeline. Replicas reduce
       their shards, or reduce-scatter them and gather the new parameters. Stage 3 gathers layer by
       layer.
-    - The update reads parameters, gradients and state and writes parameters and state.
+    - The update reads parameters, gradients and state and writes parameters and state. Products in
+      it, as in Muon's, are known to ``search`` alone.
 
     Args:
       model: its dims.
@@ -182,8 +179,7 @@ def passes(
 
     # Layers by chunk: the last chunk has the head, too.
     launch = 0.0 if ideal else implementation.launch
-    split = plan.pipe > 1 and plan.schedule in SPLIT_SCHEDULES
-    weight = layer.weight if split else KernelSeconds()
+    weight = layer.weight if plan.splits_backward else KernelSeconds()
     of_layer = LayerSeconds(
         forward=layer.forward.seconds + sent,
         backward=(layer.backward - weight + again).seconds + sent_back,
@@ -196,7 +192,7 @@ def passes(
         plan.pipe * chunks,
         of_layer,
         head=(head_forward + head_backward).seconds + sent_head,
-        lockstep=lockstep if implementation.lockstep else None,
+        lockstep=lockstep if implementation.lockstep and not plan.even else None,
     )
     of_most, of_last = (
         tuple(
@@ -323,7 +319,7 @@ def with_state(
     update /= machine.device.bandwidth * reached
     update += products / Roofline(machine.device, COMPILED, ideal=ideal).flops
     # Stages update in ticks of their own, one after the other.
-    waiting = (min(plan.microbatches, plan.pipe) - 1) * update if plan.asynchronous else 0.0
+    waiting = (plan.pipe - 1) * update if plan.asynchronous else 0.0
     return StepSeconds(
         matmul=work.matmul,
         elementwise=work.elementwise,

@@ -31,10 +31,21 @@ def test_inside_one_node_zero_is_faster(run):
     assert "4 stages x 2 replicas, 16 micro-batches, aligned: one device" in out
     assert re.search(r"^ 0 +0-9 +65.3 ms +7 +256 MiB +3.88 GiB +1.46 GiB", out, re.MULTILINE)
     assert "pipeline stage 1 *" in out
-    assert "Do not pipeline. On 8 devices that share fast links a step takes 999 ms" in shown
+    assert "Do not pipeline. On 8 devices that share fast links a step takes 995 ms" in shown
     assert "even if none of its wire time of 52.4 ms is hidden, and 1.22 s in the" in shown
     assert "bubble of equal stages 15.8%" in shown
     assert "Times assume 50% of the peak of a h100" in shown
+
+
+def test_split_backward_passes_need_stored_activations(run):
+    line = "plan --model llama2-7b --target h100x8 --pipeline 8 --length 512"
+    code, out, _ = run(f"{line} --schedule zb-v --no-remat")
+    assert code == 0
+    assert "8 stages x 1 replicas, 32 micro-batches, zb-v: one device" in out
+    assert re.search(r"^ 0 +0-2 31-33 ", out, re.MULTILINE)
+    code, _, err = run(f"{line} --schedule zb-v")
+    assert code == 2
+    assert "--no-remat" in err
 
 
 def test_between_nodes_on_a_slow_network_pipelines_are_faster(run):
@@ -98,7 +109,7 @@ def test_options_reach_the_plan(run):
     fast = figures("--efficiency 1")
     assert fast["ideal"] == pytest.approx(plain["ideal"] / 2)
     stored = figures("--no-remat")
-    assert stored["ideal"] == pytest.approx(plain["ideal"] * 3 / 4)
+    assert stored["ideal"] == pytest.approx(plain["ideal"] * 3 / 4, rel=0.01)  # but for the head
     assert stored["stages"][0]["activations"] > 2 * plain["stages"][0]["activations"]
     assert figures("--length 512")["tokens"] == plain["tokens"] / 4
     assert figures("--chunks 3 --schedule interleaved")["chunks"] == 3
@@ -129,7 +140,7 @@ def test_nothing_fits(run):
         ("--model gpt2-small --target cpu:8 --pipeline 2", "needs the figures of cpu:8"),
         (
             "--model gpt2-small --target h100x16 --pipeline 16",
-            "16 stages of 1 chunks need as many layers; the model has 12",
+            "16 stages with 1 groups of layers each need as many layers",
         ),
         (
             "--model llama2-7b --target h100x8 --pipeline 4 --schedule interleaved "
