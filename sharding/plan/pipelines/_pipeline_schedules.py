@@ -137,7 +137,7 @@ def slots_of(schedule: str, num_stages: int, microbatches: int, chunks: int = 1)
     """
     check_schedule(schedule, num_stages, microbatches, chunks)
     if schedule in SPLIT_SCHEDULES:
-        return _split_slots(schedule, num_stages, _steady(num_stages, microbatches))
+        return _program_slots(schedule, num_stages, _steady(num_stages, microbatches))
     most = max_in_flight(schedule, num_stages, 0, microbatches, chunks)
     return Slots(microbatches if schedule == "gpipe" else min(microbatches, 2), most, 0)
 
@@ -242,7 +242,7 @@ def _steady(num_stages: int, microbatches: int) -> int:
     return min(microbatches, 2 * num_stages + 2)
 
 
-def _table(schedule: str, num_stages: int, microbatches: int) -> Schedule:
+def _made(schedule: str, num_stages: int, microbatches: int) -> Schedule:
     return schedule_of(schedule, num_stages, microbatches, chunks_of(schedule))
 
 
@@ -255,7 +255,7 @@ def _ticks(schedule: str, num_stages: int, microbatches: int) -> Mapping[_Tick, 
         before = _ticks(schedule, num_stages, steady - 1)
         more = microbatches - steady
         return {tick: n + more * (n - before.get(tick, 0)) for tick, n in found.items()}
-    table = _table(schedule, num_stages, microbatches)
+    table = _made(schedule, num_stages, microbatches)
     # A bit for each operation of the last chunk, and for each of the others.
     place = table.routes[0][-1]
     last = (np.arange(num_stages) == place.stage) & (table.chunk == place.chunk)
@@ -269,10 +269,10 @@ def _ticks(schedule: str, num_stages: int, microbatches: int) -> Mapping[_Tick, 
 
 @functools.cache
 def _live(schedule: str, num_stages: int, microbatches: int) -> tuple[int, ...]:
-    return _table(schedule, num_stages, microbatches).check().live
+    return _made(schedule, num_stages, microbatches).check().live
 
 
 @functools.cache
-def _split_slots(schedule: str, num_stages: int, microbatches: int) -> Slots:
-    program = instructions(_table(schedule, num_stages, microbatches), recompute=False)
+def _program_slots(schedule: str, num_stages: int, microbatches: int) -> Slots:
+    program = instructions(_made(schedule, num_stages, microbatches), recompute=False)
     return Slots(program.num_messages, program.num_residuals, program.num_crossing)
