@@ -46,6 +46,9 @@ CASES = {
     "405B on 1,024 H100": (MODELS["llama3-405b"], "h100x1024", 2048, 8192),
 }
 P = ParallelPlan
+ZB_H1 = P(
+    data=2, pipe=4, microbatch=2, microbatches=16, stage=2, schedule="zb-h1", recompute="none"
+)
 # Model, length, plan.
 PLANS = (
     ("gpt2-small", 1024, P(data=8, stage=1, microbatch=2, recompute="none")),
@@ -77,19 +80,7 @@ PLANS = (
         1024,
         P(data=4, pipe=2, stage=2, microbatches=16, schedule="1f1b", recompute="none"),
     ),
-    (
-        "gpt2-small",
-        1024,
-        P(
-            data=2,
-            pipe=4,
-            microbatch=2,
-            microbatches=16,
-            stage=2,
-            schedule="zb-h1",
-            recompute="none",
-        ),
-    ),
+    ("gpt2-small", 1024, ZB_H1),
     ("llama2-7b", 2048, P(pipe=8, microbatches=32)),
     ("llama2-7b", 2048, P(pipe=8, microbatches=32, recompute="save_qkv_proj")),
     ("llama2-7b", 2048, P(tensor=2, pipe=4, microbatches=16)),
@@ -113,20 +104,7 @@ TPU_PLANS = (
     ("llama2-7b", 2048, P(data=4, tensor=2, stage=3), 24),
     ("gpt2-small", 1024, P(data=8, stage=1, weights="master"), 12),
     ("gpt2-small", 1024, P(data=2, pipe=4, stage=2, microbatch=2, microbatches=16), 12),
-    (
-        "gpt2-small",
-        1024,
-        P(
-            data=2,
-            pipe=4,
-            microbatch=2,
-            microbatches=16,
-            stage=2,
-            schedule="zb-h1",
-            recompute="none",
-        ),
-        12,
-    ),
+    ("gpt2-small", 1024, ZB_H1, 12),
 )
 CASE_HEADER = """\
 | case | plans | best | predicted, s | all hidden | none hidden | bound | MFU | memory, GiB |\
