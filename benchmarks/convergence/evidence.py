@@ -4,7 +4,7 @@ Next token; AdamW, Adafactor, CAME, LAMB and Muon, each in its best known config
 that no other run has. It says whether they agree with the rows that are committed, and draws the
 whole report from those. What is finished is kept in runs/convergence/ until ``make clean``.
 
-  python benchmarks/convergence/evidence.py           # two cores, some minutes
+  python benchmarks/convergence/evidence.py           # two cores, 4 minutes
   python benchmarks/convergence/evidence.py --smoke   # tiny, seconds; prints only
 """
 
