@@ -57,6 +57,11 @@ def saved_elements(model: Decoder, recompute: str, tensor: int = 1) -> float:
     return sum(elements[p] / (1 if p == "out" else tensor) for p in saved_parts(recompute))
 
 
+def attention_flops(model: Decoder, length: int) -> float:
+    """Operations of scores and of their product with the values, for a token and layer, forward."""
+    return 4.0 * model.width * length
+
+
 def flops_again(model: Decoder, recompute: str, length: int) -> float:
     """Operations of matrix products that a backward pass computes again, for a token and layer.
 
@@ -72,10 +77,10 @@ def flops_again(model: Decoder, recompute: str, length: int) -> float:
     up = (2 if model.gated else 1) * model.hidden
     again = {
         "qkv": 2.0 * width * (width + 2 * keys),
-        "context": 2.0 * width * length,
+        "context": attention_flops(model, length) / 2,
         "out": 2.0 * width * width,
         "up": 2.0 * width * up,
     }
     spared = saved_parts(recompute)
-    scores = 2.0 * width * length
+    scores = attention_flops(model, length) / 2
     return scores + sum(flops for part, flops in again.items() if part not in spared)

@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from sharding.pipeline._stage import LayerParams, Scope, Stage
 from sharding.plan._devices import DeviceKind
 from sharding.plan._models import Decoder
-from sharding.plan._saved_names import flops_again, saved_elements
+from sharding.plan._saved_names import attention_flops, flops_again, saved_elements
 from sharding.plan._tiles import num_bytes
 from sharding.plan.timing._traced_work import products_of, stored_by
 
@@ -59,40 +59,35 @@ def check_layers(layers: Sequence[LayerCost], num_stages: int = 1) -> None:
         )
 
 
-class _LayerBytes(NamedTuple):
-    """Bytes of one layer and micro-batch.
+@functools.lru_cache(maxsize=256)
+def _layer_bytes(
+    model: Decoder, batch: int, length: int, dtype: Any, tensor: int
+) -> tuple[float, tuple[float, ...]]:
+    """Bytes that a layer stores if nothing is computed again, and of what its products touch."""
+    layer, x = _layer_and_input(model, batch, length, dtype, tensor)
+    products = products_of(model.apply_layer, layer, x)
+    stored = stored_by(model.apply_layer, layer, x)
+    return float(num_bytes(stored)), tuple(float(num_bytes(each)) for each in products)
 
-    Attributes:
-      stored: by its forward pass.
-      crossing: from the first half of a split backward pass to the second.
-      touched: by each matrix product.
-    """
 
-    stored: float
-    crossing: float
-    touched: tuple[float, ...]
+def _layer_and_input(
+    model: Decoder, batch: int, length: int, dtype: Any, tensor: int
+) -> tuple[Any, Any]:
+    """The types of a layer's parameters on one device, and of its input."""
+    (layer,) = dataclasses.replace(model, scan=False, layers=1).abstract(dtype, tensor)["layers"]
+    return layer, jax.ShapeDtypeStruct((batch, length, model.width), dtype)
 
 
 @functools.lru_cache(maxsize=256)
-def _layer_bytes(model: Decoder, batch: int, length: int, dtype: Any, tensor: int) -> _LayerBytes:
-    """Those of a layer of which nothing is computed again."""
-    (layer,) = dataclasses.replace(model, scan=False, layers=1).abstract(dtype, tensor)["layers"]
-    x = jax.ShapeDtypeStruct((batch, length, model.width), dtype)
-    products = products_of(model.apply_layer, layer, x)
-    stored = stored_by(model.apply_layer, layer, x)
-    crossing = _crossing(model.apply_layer, layer, x)
-    touched = tuple(float(num_bytes(each)) for each in products)
-    return _LayerBytes(float(num_bytes(stored)), float(num_bytes(crossing)), touched)
-
-
-def _crossing(apply_layer: Callable[..., Any], params: Any, x: Any) -> Any:
-    """What the gradients of parameters need, once that of the input is there."""
+def _crossing_bytes(model: Decoder, batch: int, length: int, dtype: Any, tensor: int) -> float:
+    """Bytes that the gradients of parameters need, once that of the input is there."""
+    params, x = _layer_and_input(model, batch, length, dtype, tensor)
     treedef: Any
     leaves, treedef = jax.tree.flatten(params)
 
     def layer(params: LayerParams, x: Any, microbatch: Any, key: Any) -> Any:
         del microbatch, key
-        return apply_layer(treedef.unflatten(params.trained), x)
+        return model.apply_layer(treedef.unflatten(params.trained), x)
 
     def backward(leaves: Any, x: Any) -> Any:
         stage = Stage(layer, num_layers=1, uneven=False)
@@ -101,7 +96,7 @@ def _crossing(apply_layer: Callable[..., Any], params: Any, x: Any) -> Any:
         y, residuals = stage.forward_storing(params, x, scope)
         return stage.backward_input(params, residuals, y, scope)[1]
 
-    return jax.eval_shape(backward, leaves, x)
+    return float(num_bytes(jax.eval_shape(backward, leaves, x)))
 
 
 def layer_costs(
@@ -170,7 +165,8 @@ def layer_costs(
     layer_seconds = (one - rest) / 3 / tensor / per_second  # a step is three forward passes
 
     # Activations.
-    full, crossing, products = _layer_bytes(model, batch, length, jnp.dtype(dtype), tensor)
+    traced = (model, batch, length, jnp.dtype(dtype), tensor)
+    full, products = _layer_bytes(*traced)
     largest = max(products)
     logits = 4.0 * tokens * vocabulary  # float32, for the backward pass of the loss
     gradient = float(itemsize * tokens * vocabulary)  # of the logits
@@ -196,8 +192,9 @@ def layer_costs(
                 activation_bytes=stream + kept,
                 output_bytes=stream,
                 working_bytes=working,
-                weight=layer_seconds * (1 - 4.0 * model.width * length * tokens * 3 / (one - rest)),
-                crossing_bytes=crossing,
+                weight=layer_seconds
+                - tokens * attention_flops(model, length) / tensor / per_second,
+                crossing_bytes=0.0 if recompute else _crossing_bytes(*traced),
             )
         ]
         * model.layers,

@@ -5,7 +5,7 @@ import dataclasses
 from sharding.pipeline import Op, Schedule
 from sharding.pipeline._instructions import Code
 from sharding.plan._models import Decoder
-from sharding.plan._saved_names import flops_again
+from sharding.plan._saved_names import attention_flops, flops_again
 from sharding.plan.pipelines._program_ticks import over_ticks
 
 
@@ -44,7 +44,7 @@ def pipeline_flops(
     none = dataclasses.replace(model, layers=0).flops(tokens, model.length)
     layer = (dataclasses.replace(model, layers=1).flops(tokens, model.length) - none) / 3 / tensor
     # Of a split backward pass gradients of matrices are the second half.
-    weight = layer - 4.0 * tokens * model.width * model.length / tensor
+    weight = layer - tokens * attention_flops(model, model.length) / tensor
     first = 2 * layer - (weight if schedule.splits_backward else 0.0)
     again = 0.0 if recompute == "none" else tokens * flops_again(model, recompute, model.length)
     again /= tensor
