@@ -55,7 +55,7 @@ test: .venv/test
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 test-all: .venv/test
-	$(BIN)/python -m pytest --slow -n auto --maxprocesses 8 --dist worksteal
+	$(BIN)/python -m pytest -m "" -n auto --maxprocesses 8 --dist worksteal
 
 check: lint .venv/test
 	$(BIN)/python tests/changed.py -n auto --maxprocesses 8 --dist worksteal

@@ -8,7 +8,7 @@ Which tests these are:
 - of another Python file: the test files that import it or name it;
 - of a page: those that ``TESTS`` lists, or that name it.
 
-They run with ``--slow``: the slow ones of what changed, too. A clean checkout of ``main`` is
+Tests marked ``slow`` are left out. A clean checkout of ``main`` is
 compared with the commit before. ``make test-all`` runs all tests.
 """
 
@@ -27,20 +27,20 @@ TESTS = {
     "optax_ext/_lamb.py": ["tests/optax_ext/test_layerwise.py"],
     "optax_ext/_lars.py": ["tests/optax_ext/test_layerwise.py"],
     "optax_ext/_trust_ratio.py": ["tests/optax_ext/test_layerwise.py"],
-    "optax_ext/_noise_scale.py": ["tests/sharding/test_noise_scale.py"],
+    "optax_ext/_noise_scale.py": ["tests/sharding/step/test_noise_scale.py"],
     "optax_ext/_transformer_rule.py": ["tests/optax_ext/test_transformer_rule.py"],
     "optax_ext/low_precision/": ["tests/optax_ext/test_low_precision.py"],
-    "optax_ext/execution_order.py": ["tests/sharding/test_offload.py"],
-    "sharding/__init__.py": ["tests/sharding/test_api.py"],
+    "optax_ext/execution_order.py": ["tests/sharding/offload/test_offload.py"],
+    "sharding/__init__.py": ["tests/sharding/test_zero.py"],
     "sharding/__main__.py": ["tests/sharding/cli/test_cli.py"],
-    "sharding/_zero.py": ["tests/sharding/test_api.py", "tests/sharding/test_program.py"],
+    "sharding/_zero.py": ["tests/sharding/test_zero.py", "tests/sharding/step/test_program.py"],
     "sharding/cli/": ["tests/sharding/cli/test_cli.py"],
-    "sharding/collectives/": ["tests/sharding/test_scatter.py"],
+    "sharding/collectives/": ["tests/sharding/collectives/test_scatter.py"],
     "sharding/collectives/_all_gather.py": ["tests/sharding/sync/test_interface.py"],
     "sharding/collectives/_block_codec.py": ["tests/sharding/sync/test_methods.py"],
     "sharding/collectives/_permutation.py": ["tests/sharding/sync/test_zen.py"],
     "sharding/collectives/_sparse_rows.py": ["tests/sharding/sync/test_lookup.py"],
-    "sharding/offload/": ["tests/sharding/test_offload.py"],
+    "sharding/offload/": ["tests/sharding/offload/test_offload.py"],
     "sharding/pipeline/": ["tests/sharding/pipeline/test_schedules.py"],
     "sharding/pipeline/_async_executor.py": ["tests/sharding/pipeline/test_async_pipeline.py"],
     "sharding/pipeline/_buffers.py": ["tests/sharding/pipeline/test_pipeline.py"],
@@ -49,14 +49,17 @@ TESTS = {
     "sharding/pipeline/_layers.py": ["tests/sharding/pipeline/test_composition.py"],
     "sharding/pipeline/_owners.py": ["tests/sharding/pipeline/test_async_pipeline.py"],
     "sharding/pipeline/_stage.py": ["tests/sharding/pipeline/test_pipeline.py"],
-    "sharding/placement/": ["tests/sharding/test_api.py", "tests/sharding/test_state_specs.py"],
+    "sharding/placement/": [
+        "tests/sharding/test_zero.py",
+        "tests/sharding/placement/test_state_specs.py",
+    ],
     "sharding/plan/pipelines/_pipeline_wire.py": ["tests/sharding/pipeline/test_pipeline_audit.py"],
     "sharding/plan/program/_tick_loops.py": ["tests/sharding/pipeline/test_pipeline_audit.py"],
-    "sharding/plan/": ["tests/sharding/test_plan.py", "tests/sharding/test_audit.py"],
+    "sharding/plan/": ["tests/sharding/plan/test_plan.py", "tests/sharding/plan/test_audit.py"],
     "sharding/recovery/": ["tests/sharding/recovery/test_peer_checkpoints.py"],
     "sharding/remat/": ["tests/sharding/remat/test_remat_plan.py"],
-    "sharding/step/": ["tests/sharding/test_program.py", "tests/sharding/test_edges.py"],
-    "sharding/step/_flax": ["tests/sharding/test_nnx_step.py"],
+    "sharding/step/": ["tests/sharding/step/test_program.py", "tests/sharding/step/test_edges.py"],
+    "sharding/step/_flax": ["tests/sharding/step/flax/test_nnx_step.py"],
     "sharding/step/_reduce_gradients.py": ["tests/sharding/sync/test_other_axes.py"],
     "sharding/step/_sync_state.py": ["tests/sharding/sync/test_other_axes.py"],
     "sharding/sync/": [
@@ -115,7 +118,7 @@ def main(options):
     test_files = {str(p.relative_to(ROOT)): p.read_text() for p in ROOT.glob("tests/**/test_*.py")}
     found = sorted(set().union(*(tests_of(path, test_files) for path in changed())))
     print("\n".join(found) or "No file with tests differs from main.")
-    command = [sys.executable, "-m", "pytest", "--slow", *options, *found]
+    command = [sys.executable, "-m", "pytest", "-m", "not slow", *options, *found]
     return subprocess.run(command, cwd=ROOT).returncode if found else 0
 
 

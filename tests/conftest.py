@@ -8,6 +8,7 @@ import gc
 import importlib.util
 import os
 import pathlib
+import re
 import zlib
 from importlib import metadata
 
@@ -86,50 +87,34 @@ def pytest_sessionstart(session):
             path.unlink()
 
 
-# Files whose tests take long, one after the other: they start processes and wait for them.
-FIRST = {
-    "test_examples.py",
-    "test_launch.py",
-    "test_multiprocess.py",
-    "test_notebooks.py",
-    "test_readme.py",
-    "test_train_lm.py",
-}
-
-
-def pytest_addoption(parser):
-    parser.addoption("--slow", action="store_true", help="run the tests marked slow, too")
+def pytest_configure(config):
+    """A test that the command line names runs, whatever its marks."""
+    if any("::" in str(name) for name in config.args):
+        config.option.markexpr = ""
 
 
 def leave_out_slow(config, items):
-    """Deselects tests marked ``slow`` but for as many of their cases as they keep.
-
-    The cases that stay are evenly spaced, the first of them by the name of the test: of many tests
-    over the same cases each keeps others. A test that the command line names runs whole.
-    """
-    if config.getoption("--slow") or any("::" in str(name) for name in config.args):
-        return
+    """Of tests marked ``slow(keep=n)`` n cases are not slow, another first one for each test."""
     cases = collections.defaultdict(list)
     for item in items:
-        if item.get_closest_marker("slow"):
+        mark = item.get_closest_marker("slow")
+        if mark and mark.kwargs.get("keep"):
             cases[item.path, item.originalname].append(item)
-    left = set()
     for (_, name), found in cases.items():
-        keep = found[0].get_closest_marker("slow").kwargs.get("keep", 0)
+        keep = found[0].get_closest_marker("slow").kwargs["keep"]
         first = zlib.crc32(name.encode())
-        kept = {(first + i * len(found) // keep) % len(found) for i in range(keep)}
-        left.update(item for i, item in enumerate(found) if i not in kept)
-    config.hook.pytest_deselected(items=[item for item in items if item in left])
-    items[:] = [item for item in items if item not in left]
+        for i in {(first + i * len(found) // keep) % len(found) for i in range(keep)}:
+            found[i].own_markers = [m for m in found[i].own_markers if m.name != "slow"]
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Files of long tests run first, so that no worker waits for one at the end.
+    """Scripts run first, so that no worker waits for one at the end.
 
     Doctests that import ``flax.nnx`` run where it imports, as the tests of it do.
     """
     leave_out_slow(config, items)
-    items.sort(key=lambda item: item.path.name not in FIRST)
+    items.sort(key=lambda item: item.get_closest_marker("script") is None)
     try:
         import flax.nnx  # noqa: F401
     except Exception as error:
@@ -138,3 +123,15 @@ def pytest_collection_modifyitems(config, items):
             doctest = getattr(item, "dtest", None)
             if doctest is not None and "import nnx" in doctest.docstring:
                 item.add_marker(skip)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """One line on what was skipped, and why."""
+    reasons = collections.Counter()
+    for report in terminalreporter.stats.get("skipped", []):
+        why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        why = re.sub(r"^Skipped: |'\S+' (?=needs)", "", why)
+        reasons[re.split(r"[,:;.](?: |$)", why)[0]] += 1
+    if reasons:
+        told = "; ".join(f"{count} {why}" for why, count in reasons.most_common())
+        terminalreporter.write_line(f"{reasons.total()} skipped: {told}")

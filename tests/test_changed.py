@@ -31,9 +31,9 @@ def test_every_entry_is_for_a_file(prefix):
     ("path", "expected"),
     [
         ("sharding/sync/_zen.py", "tests/sharding/sync/test_zen.py"),
-        ("sharding/_zero.py", "tests/sharding/test_api.py"),
-        ("tests/sharding/model.py", "tests/sharding/test_exact.py"),
-        ("tests/sharding/test_exact.py", "tests/sharding/test_exact.py"),
+        ("sharding/_zero.py", "tests/sharding/test_zero.py"),
+        ("tests/sharding/model.py", "tests/sharding/step/test_exact.py"),
+        ("tests/sharding/step/test_exact.py", "tests/sharding/step/test_exact.py"),
         ("examples/train_lm.py", "tests/test_train_lm.py"),
         ("README.md", "tests/test_readme.py"),
         ("benchmarks/convergence/_rows.py", "tests/benchmarks/test_rows.py"),

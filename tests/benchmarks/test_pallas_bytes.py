@@ -17,7 +17,7 @@ import optax_ext
 import sharding as shd
 from optax_ext import _sums_kernel
 
-from ..sharding.test_targets import need
+from ..compilers import need
 
 X = jax.ShapeDtypeStruct((32, 256), jnp.float32)
 

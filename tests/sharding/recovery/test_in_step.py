@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 import sharding as shd
 from sharding.step import _compiled_step
 
-from ..test_targets import need
+from ...compilers import need
 from .states import adamw, batch_of, bits, invent_machines, loss_fn, make_state, store_of
 
 STEPS = 4

@@ -17,8 +17,8 @@ import optax_ext
 import sharding as shd
 from sharding.recovery._slot import Slot, slots_in
 
+from ...compilers import need
 from ...flax_nnx import nnx
-from ..test_targets import need
 from .states import adamw, bits, init_params, invent_machines, make_state, random_like, store_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:the transformation's init")  # codes of small arrays

@@ -19,7 +19,7 @@ from sharding.recovery._replica_program import ReplicaProgram, _boxes, leaf_path
 from sharding.recovery._slot_plan import SlotPlan
 from sharding.recovery._words import as_words, host_checksum
 
-from ..test_targets import need
+from ...compilers import need
 from .states import adamw, invented_machines, make_state, random_like
 
 # Of its own bytes, what the program sends beside them: a checksum of each leaf in each round, and

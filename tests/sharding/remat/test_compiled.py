@@ -16,7 +16,7 @@ from sharding.plan import targets
 from sharding.plan.program._temporaries import temporaries_of
 from sharding.remat._checkpoint import policy_of
 
-from ..test_targets import need
+from ...compilers import need
 
 MIB = 2**20
 

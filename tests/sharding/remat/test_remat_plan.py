@@ -17,7 +17,7 @@ from sharding.remat._chain import Block, Kept, Mode, Rerun, numbers_in_tree
 from sharding.remat._modes import MeasuredBlock
 from sharding.remat._remat_plan import _Chain, in_bytes
 
-from ..test_targets import need
+from ...compilers import need
 
 WIDTHS = (8, 16, 64, 16, 32, 8, 24)
 WORK = Work(0.0, 0.0)

@@ -1,0 +1,835 @@
+"""What the auditor reads equals what can be counted by hand, on programs of each platform."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_ext
+import sharding as shd
+from sharding.plan import _format as report
+from sharding.plan import find_batch
+from sharding.plan._devices import KINDS
+from sharding.plan.program._costs import costs
+from sharding.plan.program._hlo import Program
+from sharding.plan.program._liveness import at_peak
+from sharding.plan.program._program_arguments import PARTS, arguments_of
+from sharding.plan.program._scopes import phase_of, shortened
+
+from ...flax_nnx import needs_nnx, nnx
+
+pytestmark = pytest.mark.usefixtures("scopes_in_cache_key")
+
+MIB = 2**20
+PROGRAMS = pathlib.Path(__file__).parent / "programs"
+
+
+def compiled(fn, *shapes, donate=(), dtype=jnp.float32):
+    args = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    return jax.jit(fn, donate_argnums=donate).lower(*args).compile()
+
+
+def counted(program):
+    """All floating-point operations, those of matrix products, and bytes."""
+    found, endless = costs(Program(program if isinstance(program, str) else program.as_text()))
+    assert not endless
+    return tuple(
+        sum(getattr(c, name) for c in found) for name in ("flops", "matmul_flops", "nbytes")
+    )
+
+
+# --- Operations and bytes, of programs compiled here ----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fn", "shapes", "flops"),
+    [
+        (jnp.matmul, [(32, 64), (64, 128)], 2 * 32 * 64 * 128),
+        (jnp.matmul, [(5, 32, 64), (5, 64, 16)], 2 * 5 * 32 * 64 * 16),
+        (lambda a, b: jnp.einsum("abc,dcb->ad", a, b), [(8, 3, 4), (6, 4, 3)], 2 * 8 * 6 * 12),
+    ],
+)
+def test_matrix_products(fn, shapes, flops):
+    assert counted(compiled(fn, *shapes))[1] == flops
+
+
+@pytest.mark.parametrize(
+    ("padding", "stride", "holes", "dilation", "pairs"),
+    [
+        (0, 1, 1, 1, 6 * 3),  # 8 places, 3 taps
+        (1, 1, 1, 1, 8 * 3 - 2),  # two taps lie outside
+        (0, 2, 1, 1, 3 * 3),
+        (0, 1, 1, 2, 4 * 3),
+        (0, 1, 2, 1, 7 * 2 + 6),  # every other place is a hole
+    ],
+)
+def test_convolutions_without_what_is_padding(padding, stride, holes, dilation, pairs):
+    def fn(x, w):
+        return lax.conv_general_dilated(
+            x,
+            w,
+            (stride,),
+            [(padding, padding)],
+            lhs_dilation=(holes,),
+            rhs_dilation=(dilation,),
+            dimension_numbers=("NHC", "HIO", "NHC"),
+        )
+
+    assert counted(compiled(fn, (2, 8, 5), (3, 5, 7)))[1] == 2 * pairs * 2 * 5 * 7
+
+
+def test_arithmetic_is_one_for_each_element():
+    program = compiled(lambda x, y: jnp.sum(jnp.exp(x) * y), (100, 7), (100, 7))
+    assert counted(program)[0] == pytest.approx(3 * 700, rel=0.01)  # sums are made in stages
+
+
+def test_elementwise_bytes_are_what_goes_in_and_out():
+    n = 4096
+    assert counted(compiled(lambda x, y: x * y + 1, (n,), (n,)))[2] == 3 * 4 * n
+
+
+def test_loops_count_as_often_as_they_run():
+    def fn(x, w):
+        x, _ = lax.scan(lambda x, w: (x @ w, None), x, w)
+        return x
+
+    _, products, nbytes = counted(compiled(fn, (32, 64), (10, 64, 64)))
+    assert products == 10 * 2 * 32 * 64 * 64
+    # Each step slices one layer's weights out of all, multiplies, and copies the result; before the
+    # first, x is copied.
+    weights, x = 4 * 64 * 64, 4 * 32 * 64
+    assert nbytes == pytest.approx(10 * (3 * weights + 4 * x) + 2 * x, rel=1e-3)
+
+
+def test_nested_loops():
+    def fn(x, w):
+        return lax.fori_loop(0, 3, lambda _, x: lax.fori_loop(0, 5, lambda _, x: x @ w, x), x)
+
+    assert counted(compiled(fn, (8, 8), (8, 8)))[1] == 3 * 5 * 2 * 8**3
+
+
+def test_of_branches_the_dearest():
+    def fn(x, w):
+        return lax.cond(x[0, 0] > 0, lambda: x @ w @ w, lambda: x @ w)
+
+    assert counted(compiled(fn, (8, 8), (8, 8)))[1] == 2 * 2 * 8**3
+
+
+def test_a_loop_without_an_end_counts_once():
+    def fn(x, w):
+        return lax.while_loop(lambda x: x[0, 0] < 3, lambda x: x @ w, x)
+
+    program = compiled(fn, (8, 8), (8, 8))
+    found, endless = costs(Program(program.as_text()))
+    assert sum(c.matmul_flops for c in found) == 2 * 8**3
+    assert len(endless) == 1
+    assert any("counted once" in text for text in shd.audit(program).warnings)
+
+
+def test_a_slice_that_is_changed_in_place_costs_the_slice():
+    def fn(x, y):
+        return lax.dynamic_update_slice(x, y, (3, 0))
+
+    program = compiled(fn, (1000, 64), (2, 64), donate=0)
+    assert counted(program)[2] <= 4 * 4 * 2 * 64
+
+
+def test_another_layout_of_the_same_memory_costs_nothing():
+    """Programs for TPUs update codes in place after a copy whose result aliases its operand."""
+    assert counted("""HloModule m
+
+%relabel (x: u8[1024,128]) -> u8[1024,128] {
+  %x = u8[1024,128]{1,0:T(32,128)(4,1)} parameter(0)
+  ROOT %c = u8[1024,128]{1,0:T(8,128)(4,1)} copy(%x)
+}
+
+%in_place (a: u8[1024,128], u: u8[32,128], i: s32[]) -> u8[1024,128] {
+  %a = u8[1024,128]{1,0:T(32,128)(4,1)} parameter(0)
+  %u = u8[32,128]{1,0:T(32,128)(4,1)} parameter(1)
+  %i = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %f = u8[1024,128]{1,0} fusion(%a), calls=%relabel, output_to_operand_aliasing={{}: (0, {})}
+  ROOT %d = u8[1024,128]{1,0:T(32,128)(4,1)} dynamic-update-slice(%f, %u, %i, %zero)
+}
+
+ENTRY %main (a: u8[1024,128], u: u8[32,128], i: s32[]) -> u8[1024,128] {
+  %a = u8[1024,128]{1,0:T(32,128)(4,1)} parameter(0)
+  %u = u8[32,128]{1,0:T(32,128)(4,1)} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %r = u8[1024,128]{1,0:T(32,128)(4,1)} fusion(%a, %u, %i), kind=kLoop, calls=%in_place
+}
+""")[2] == 2 * 32 * 128 + 4  # fmt: skip
+
+
+def test_slices_copied_between_memories_cost_one_side():
+    program = """HloModule m
+
+ENTRY %main (a: f32[1024,128], i: s32[]) -> f32[1024,128] {
+  %a = f32[1024,128]{1,0:T(8,128)} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %s = f32[32,128]{1,0:T(8,128)S(1)} dynamic-slice(%a, %i, %zero), dynamic_slice_sizes={32,128}
+  ROOT %d = f32[1024,128]{1,0:T(8,128)} dynamic-update-slice(%a, %s, %i, %zero)
+}
+"""
+    assert counted(program)[2] == 2 * 4 * 32 * 128
+
+
+def test_as_many_as_xla_counts_where_it_counts_loops_and_slices_alike():
+    """A step without loops, beside XLA's own analysis, which CPUs have."""
+
+    def loss(w, x):
+        return jnp.mean((jnp.tanh(x @ w[0]) @ w[1]) ** 2)
+
+    def step(w, x):
+        return jax.tree.map(lambda p, g: p - 0.1 * g, w, jax.grad(loss)(w, x))
+
+    program = (
+        jax.jit(step)
+        .lower([jnp.ones((64, 256)), jnp.ones((256, 64))], jnp.ones((32, 64)))
+        .compile()
+    )
+    flops, _, nbytes = counted(program)
+    theirs = program.cost_analysis()
+    assert flops == pytest.approx(theirs["flops"], rel=0.02)
+    assert nbytes == pytest.approx(theirs["bytes accessed"], rel=0.1)
+
+
+# --- Memory ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_the_schedule_gives_the_compilers_temporaries(checkpoint):
+    def layer(x, w):
+        return jnp.tanh(jnp.tanh(x @ w) @ w.T), None
+
+    def loss(w, x):
+        x, _ = lax.scan(jax.checkpoint(layer) if checkpoint else layer, x, w)
+        return jnp.mean(x**2)
+
+    def step(w, x):
+        return w - 0.1 * jax.grad(loss)(w, x)
+
+    program = compiled(step, (8, 128, 128), (512, 128), donate=0)
+    found = at_peak(Program(program.as_text()))
+    assert sum(b.nbytes for b in found) == pytest.approx(
+        program.memory_analysis().temp_size_in_bytes, rel=0.1
+    )
+
+
+def test_arguments_by_name_and_new_results():
+    def step(params, opt_state, batch):
+        return jax.tree.map(lambda p, m: p + m, params, opt_state), batch.sum()
+
+    tree = {"w": jnp.ones((64, 64))}
+    lowered = jax.jit(step, donate_argnums=0).lower(tree, tree, jnp.ones((128,)))
+    found = shd.audit(lowered.compile())
+    assert found.arguments == {
+        "master weights": 0,
+        "optimizer state": 4 * 64 * 64,
+        "parameters": 4 * 64 * 64,
+        "batch and others": 4 * 128,
+    }
+    assert found.results <= 64  # the sum; the rest takes over the parameters' memory
+
+
+def test_the_parts_of_a_state_of_zero():
+    """A pair, and master weights in it."""
+    tx = optax_ext.master_weights(optax.adam(1e-3))
+    zero = shd.Zero(jax.make_mesh((8,), ("data",), (AxisType.Auto,)), stage=2, min_shard_size=0)
+
+    def make_state():
+        params = {"w": jnp.ones((256, 64), jnp.bfloat16)}
+        return params, tx.init(params)
+
+    step = zero.train_step(lambda p, x: jnp.mean((x @ p["w"]) ** 2), tx=tx)
+    state = zero.abstract_state(make_state, tx=tx)
+    batch = jax.ShapeDtypeStruct((16, 256), jnp.bfloat16)
+    found = shd.audit(step.lower(state, batch).compile())
+    size = 256 * 64
+    assert found.arguments["parameters"] == 2 * size
+    assert found.arguments["master weights"] == 4 * size / 8
+    assert found.arguments["optimizer state"] == pytest.approx(8 * size / 8, abs=16)
+    phases = {each.phase: each.axes for each in found.traffic if each.wire_bytes > 1e3}
+    assert phases == {"gradient sync": ("data",), "gather": ("data",)}
+
+
+# --- Programs of other machines, counted by hand --------------------------------------------------
+
+LAYERS, WIDTH, ROWS = 3, 512, 256  # as in programs/record.py
+RECORDED = {
+    "cpu_8": ((8,), ("data",)),
+    "h200x8": ((8,), ("data",)),
+    "v5e_4x4": ((4, 4), ("x", "y")),
+    "v5e_4x4_2": ((2, 4, 4), ("slice", "x", "y")),
+}
+
+
+def recorded(name):
+    mesh = AbstractMesh(*RECORDED[name])
+    device = None if name == "cpu_8" else name.split("x8")[0].split("_")[0]
+    return shd.audit((PROGRAMS / f"{name}.txt").read_text(), mesh=mesh, device=device)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_operations(name):
+    """Each layer once forward, again for the backward pass, and twice in it."""
+    assert recorded(name).matmul_flops == 4 * LAYERS * 2 * ROWS * WIDTH**2
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_arguments(name):
+    n = 8 if "x8" in name or "cpu" in name else 16
+    found = recorded(name).arguments
+    assert found["parameters"] == 4 * LAYERS * WIDTH**2 / n
+    assert found["batch and others"] == 4 * ROWS * WIDTH
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_collectives(name):
+    """Weights are gathered twice and their gradients scattered once, on one axis after the other.
+
+    TPU compilers round what they multiply to bfloat16, and do it before they gather.
+    """
+    size = LAYERS * WIDTH**2
+    shape, names = RECORDED[name]
+    inner = dict(zip(names[-2:], shape[-2:], strict=True)) if len(names) > 1 else {"data": 8}
+    width = 2 if "v5e" in name else 4
+    expected, left = {}, 1.0
+    for axis, n in reversed(inner.items()):
+        expected["all-gather", (axis,)] = (2 * LAYERS, 2 * size * width * left * (n - 1) / n)
+        expected["reduce-scatter", (axis,)] = (LAYERS, size * 4 * left * (n - 1) / n)
+        left /= n
+    if "slice" in names:
+        expected["all-reduce", ()] = (1, 2 * size * 4 / 16 / 2)
+    found = {
+        (each.op, each.axes): (each.count, each.wire_bytes)
+        for each in recorded(name).traffic
+        if each.wire_bytes > 1000  # the loss
+    }
+    assert found.keys() == expected.keys()
+    for key, (count, wire) in expected.items():
+        assert found[key][1] == pytest.approx(wire, abs=1000), key
+        assert found[key][0] in (count, count + 1)  # the loss is all-reduced, too
+
+
+def test_phases_of_recorded_programs():
+    for name in ("cpu_8", "h200x8", "v5e_4x4"):
+        found = {each.op: each.phase for each in recorded(name).traffic if each.wire_bytes > 100}
+        assert found == {"all-gather": "gather", "reduce-scatter": "gradient sync"}
+
+
+def test_a_tpus_fast_memory_is_no_main_memory():
+    """A program that fits into it moves little more than its arguments."""
+    found = recorded("v5e_4x4")
+    arguments = sum(found.arguments.values())
+    assert sum(found.nbytes.values()) < 3 * arguments
+    assert sum(recorded("cpu_8").nbytes.values()) > 20 * arguments
+
+
+def test_bounds_on_the_time():
+    found, kind = recorded("v5e_4x4_2"), KINDS["v5e"]
+    slow = sum(each.wire_bytes for each in found.traffic if each.across_slices)
+    assert found.seconds == pytest.approx(
+        {
+            "compute": sum(found.flops.values()) / kind.flops,
+            "memory": sum(found.nbytes.values()) / kind.bandwidth,
+            "wire": (found.wire_bytes - slow) / kind.link,
+            "network between slices": slow / kind.network,
+        }
+    )
+    assert slow > 0
+    assert recorded("cpu_8").seconds == {}
+
+
+# --- Warnings -------------------------------------------------------------------------------------
+
+
+def on_mesh(fn, *, shape=(256, 512)):
+    """A program of 8 devices, each with an array of this shape."""
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
+    mapped = jax.shard_map(fn, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+    return compiled(mapped, (8 * shape[0], shape[1]))
+
+
+def test_an_all_reduce_that_is_sliced_afterwards():
+    def all_reduced(x):
+        me = lax.axis_index("data")
+        return lax.dynamic_slice_in_dim(lax.psum(x, "data"), me * 32, 32)
+
+    def scattered(x):
+        return lax.psum_scatter(x, "data", tiled=True)
+
+    (text,) = shd.audit(on_mesh(all_reduced)).warnings
+    assert "sums of 512 KiB are all-reduced and then sliced" in text
+    assert not shd.audit(on_mesh(scattered)).warnings
+    assert not shd.audit(on_mesh(lambda x: lax.psum(x, "data"))).warnings
+
+
+FUSED = """HloModule step, is_scheduled=true, replica_count=1, num_partitions=8
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%NAME (p: f32[256,512], i: s32[]) -> f32[32,512] {
+  %p = f32[256,512]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %z = s32[] constant(0)
+  %r = f32[256,512]{1,0} all-reduce(%p), replica_groups=[1,8]<=[8], to_apply=%add
+  ROOT %s = f32[32,512]{1,0} dynamic-slice(%r, %i, %z), dynamic_slice_sizes={32,512}
+}
+
+ENTRY %main (x: f32[256,512], j: s32[]) -> f32[32,512] {
+  %x = f32[256,512]{1,0} parameter(0)
+  %j = s32[] parameter(1)
+  ROOT %f = f32[32,512]{1,0} fusion(%x, %j), kind=kCustom, calls=%NAME
+}
+"""
+
+
+def test_what_a_tpu_runs_as_a_reduce_scatter():
+    """It is written as an all-reduce and a slice."""
+    found = shd.audit(FUSED.replace("NAME", "all-reduce-scatter.1"))
+    assert [each.op for each in found.traffic] == ["reduce-scatter"]
+    assert found.warnings == ()
+    assert "all-reduced and then sliced" in shd.audit(FUSED.replace("NAME", "other")).warnings[0]
+
+
+def test_a_reduce_scatter_that_became_an_all_reduce():
+    def fn(x):
+        me = lax.axis_index("data")
+        with jax.named_scope("reduce_scatter"):
+            return lax.dynamic_slice_in_dim(lax.psum(x, "data"), me * 32, 32)
+
+    text = on_mesh(fn).as_text().replace("reduce_scatter/psum", "reduce_scatter")
+    (note,) = shd.audit(text).warnings
+    assert "all-reduces where the program requests reduce-scatters" in note
+
+
+def test_a_gather_in_the_update():
+    def fn(x):
+        with jax.named_scope("update"):
+            return jnp.sum(lax.all_gather(x, "data"), 0)
+
+    (text,) = shd.audit(on_mesh(fn)).warnings
+    assert "the optimizer gathers 3.50 MiB a step" in text
+
+
+def train(layer, rows=512):
+    def loss(w, x):
+        x, _ = lax.scan(layer, x, w)
+        return jnp.mean(x**2)
+
+    def step(w, x):
+        return w - 0.1 * jax.grad(loss)(w, x)
+
+    return compiled(step, (8, 128, 128), (rows, 128), donate=0)
+
+
+def layer(x, w):
+    return jnp.tanh(jnp.sin(x @ w) @ w.T), None
+
+
+def test_activations_that_grow_with_depth():
+    (text,) = shd.audit(train(layer)).warnings
+    assert "temporaries grow with depth" in text
+    assert "of activations a layer" in text
+    assert not shd.audit(train(jax.checkpoint(layer))).warnings
+
+
+def test_gathered_parameters_that_grow_with_depth():
+    def gathering(x, w):
+        with jax.named_scope("gather"):
+            w = w * 2  # stands for a gather: a new array that the backward pass reads
+        return jnp.tanh(x @ w), None
+
+    notes = shd.audit(train(gathering, rows=32)).warnings
+    assert any("64.0 KiB of gathered parameters a layer" in text for text in notes)
+
+
+def test_a_donated_argument_that_is_copied():
+    def fn(x, y):
+        return y, x  # each takes over the other's memory
+
+    args = (jnp.ones((256, 256)), jnp.ones((256, 256)))
+    program = jax.jit(fn, donate_argnums=(0, 1)).lower(*args).compile()
+    (text,) = shd.audit(program).warnings
+    assert "of donated arguments are copied" in text
+    assert not shd.audit(jax.jit(fn).lower(*args).compile()).warnings
+
+
+def test_what_does_not_fit():
+    program = compiled(lambda x: x * 2, (1024, 1024))
+    small = shd.DeviceKind("tiny", 5 * MIB, 1e9, 1e9, 1e9, None, "made up")
+    found = shd.audit(program, device=small)
+    assert found.fits is False
+    assert found.memory == 8 * MIB
+    assert "3.00 MiB more than a tiny has" in found.warnings[0]
+    assert "DOES NOT FIT" in str(found)
+
+
+def beginner(dtype=jnp.float32, donate=(), replicated=True, inputs=jnp.bfloat16):
+    """A step as one writes it first: lowered for 8 devices, its batch sharded."""
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
+    tx = optax.adam(1e-3)
+
+    def step(params, opt_state, x):
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(params)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    def place(x, spec):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    params = {"w": jax.ShapeDtypeStruct((512, 256), dtype)}
+    state = jax.eval_shape(tx.init, params)
+    over = P() if replicated else P("data")
+    state = jax.tree.map(lambda x: place(x, over if x.ndim else P()), state)
+    params = jax.tree.map(lambda x: place(x, P()), params)
+    x = place(jax.ShapeDtypeStruct((64, 512), inputs), P("data"))
+    out = jax.tree.map(lambda x: x.sharding, (params, state))
+    shardings = (*out, NamedSharding(mesh, P()))
+    return jax.jit(step, donate_argnums=donate, out_shardings=shardings).lower(params, state, x)
+
+
+def test_a_state_that_is_not_donated():
+    def found(donate):
+        warnings = shd.audit(beginner(donate=donate, replicated=False).compile()).warnings
+        return [text for text in warnings if "not donated" in text]
+
+    size = 4 * 512 * 256
+    (text,) = found(())
+    # A device's eighth of two moments, and all of the parameters.
+    assert f"{size / 2**10 * 1.25:.0f} KiB of parameters and optimizer state come back" in text
+    (text,) = found((0,))
+    assert f"{size / 2**10 / 4:.0f} KiB of optimizer state come back" in text
+    assert found((0, 1)) == []
+
+
+def test_gradients_that_come_back_are_no_new_state():
+    def grads(params, x):
+        return jax.grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(params)
+
+    params = {"w": jax.ShapeDtypeStruct((512, 256), jnp.float32)}
+    x = jax.ShapeDtypeStruct((64, 512), jnp.float32)
+    assert not shd.audit(jax.jit(grads).lower(params, x).compile()).warnings
+
+
+def test_an_optimizer_state_that_is_replicated():
+    def found(**options):
+        warnings = shd.audit(beginner(donate=(0, 1), **options).compile()).warnings
+        return [text for text in warnings if "replicated" in text]
+
+    (text,) = found()
+    assert "1.00 MiB of optimizer state are replicated: each of the 8 devices holds" in text
+    assert "Zero(mesh, stage=1) shards it to about 128 KiB" in text
+    assert found(replicated=False) == []
+
+
+def test_programs_that_do_not_say_how_arguments_are_placed():
+    """As those of TPUs: the shardings of the compiled step do."""
+    compiled = beginner(donate=(0, 1)).compile()
+    text = compiled.as_text().replace("sharding={replicated}, ", "")
+    shardings = jax.tree.leaves(compiled.input_shardings)
+
+    def replicated(shardings):
+        found, _ = arguments_of(Program(text), PARTS, shardings)
+        return {each.name for each in found if each.replicated}
+
+    state = {"opt_state[0].count", "opt_state[0].mu['w']", "opt_state[0].nu['w']"}
+    assert replicated(shardings) == state | {"params['w']"}
+    assert replicated([]) == replicated(shardings[1:]) == set()  # which is whose, nobody knows
+
+
+@pytest.mark.parametrize(
+    ("dtype", "inputs", "warned"),
+    [
+        (jnp.bfloat16, jnp.float32, True),  # the batch widens all
+        (jnp.bfloat16, jnp.bfloat16, False),
+        (jnp.float32, jnp.float32, False),  # as requested
+    ],
+)
+def test_float32_products_by_accident(dtype, inputs, warned):
+    lowered = beginner(dtype, donate=(0, 1), replicated=False, inputs=inputs)
+    found = [text for text in shd.audit(lowered).warnings if "matrix products" in text]
+    assert len(found) == warned
+    if warned:
+        assert "100% of the work of matrix products" in found[0]
+        assert re.search(
+            r"multiplies (64x512xf32 with 512x256xf32|512x64xf32|64x256xf32)", found[0]
+        )
+
+
+def test_bfloat16_collectives_on_cpus_have_a_note():
+    def notes(dtype):
+        lowered = beginner(dtype, donate=(0, 1), replicated=False, inputs=dtype)
+        return shd.audit(lowered.compile()).notes
+
+    (note,) = notes(jnp.bfloat16)
+    assert "shown as float32: XLA widens them on CPUs" in note
+    assert notes(jnp.float32) == ()
+    assert f"note: {note}" in str(shd.audit(beginner(jnp.bfloat16)))
+
+
+def test_parameters_that_are_not_named_params():
+    def step(theta, mu, x):
+        g = jax.grad(lambda w: jnp.mean((x @ w["k"]) ** 2))(theta)
+        mu = jax.tree.map(lambda m, g: 0.9 * m + g, mu, g)
+        return jax.tree.map(lambda w, m: w - 0.1 * m, theta, mu), mu
+
+    tree = {"k": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+    x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    found = shd.audit(jax.jit(step, donate_argnums=(0, 1)).lower(tree, tree, x).compile())
+    size = 4 * 64 * 64
+    assert found.arguments["parameters"] == found.arguments["optimizer state"] == size
+    assert found.arguments["batch and others"] == 4 * 8 * 64
+    (note,) = found.notes
+    assert "no argument is named params" in note
+    assert "of theta, mu;" in note
+    # As its caller says, nothing has to be found.
+    parts = {"weights": "theta", "rest": ""}
+    named = shd.audit(jax.jit(step).lower(tree, tree, x).compile(), parts=parts)
+    assert named.arguments == {"weights": size, "rest": size + 4 * 8 * 64}
+    assert named.notes == ()
+
+
+def test_where_no_parameters_are_to_be_found():
+    def grads(weight, x):
+        return jax.grad(lambda w: jnp.mean((x @ w) ** 2))(weight)
+
+    found = shd.audit(compiled(grads, (8, 8), (8, 8)))
+    assert "none comes back: all are counted as batch and others" in found.notes[0]
+    assert found.arguments["batch and others"] == 2 * 4 * 8 * 8
+    assert shd.audit(compiled(lambda x, y: x @ y, (8, 8), (8, 8))).notes == ()  # no training step
+
+
+@needs_nnx
+def test_the_state_of_an_nnx_module():
+    model = nnx.Linear(32, 16, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(model)
+
+    def step(module, x):
+        def loss(module):
+            return jnp.mean(nnx.merge(graph, module)(x) ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, module, jax.grad(loss)(module))
+
+    x = jax.ShapeDtypeStruct((8, 32), jnp.float32)
+    found = shd.audit(jax.jit(step, donate_argnums=0).lower(state, x).compile())
+    assert found.arguments["parameters"] == 4 * (32 * 16 + 16)
+    assert "of module;" in found.notes[0]
+
+
+def test_parts_of_the_temporaries_are_not_more_than_all():
+    """A gradient that is written into the new parameters is no temporary."""
+
+    def step(params, x):
+        g = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(params)
+        return params - 0.1 * g
+
+    found = shd.audit(compiled(step, (512, 512), (8, 512)))
+    assert 0 < sum(found.at_peak.values()) <= found.temporaries * (1 + 1e-9)
+
+
+def test_little_is_left():
+    program = compiled(lambda x: x * 2, (1024, 1024))  # 8 MiB
+    for mib, verdict, warned in ((8.5, "fits, barely", 1), (9, "a small has: fits", 0)):
+        kind = shd.DeviceKind("small", mib * MIB, 1e9, 1e9, 1e9, None, "made up")
+        found = shd.audit(program, device=kind)
+        assert found.headroom == pytest.approx(1 - 8 / mib)
+        assert found.to_dict()["headroom"] == found.headroom
+        assert verdict in str(found)
+        assert len(found.warnings) == warned
+        assert all("512 KiB (6%) to spare" in text for text in found.warnings)
+
+
+def test_tokens_at_best():
+    program = compiled(lambda x: x * 2, (1024, 1024))
+    kind = shd.DeviceKind("small", 100 * MIB, 8 * MIB, 1e9, 1e9, None, "made up")
+    found = shd.audit(program, device=kind, tokens=3000)
+    assert found.tokens_per_second == pytest.approx(3000)  # 8 MiB are moved, in a second
+    assert found.to_dict()["tokens_per_second"] == found.tokens_per_second
+    assert re.search(r"tokens/s of all, at most +3.00 k", str(found))
+    assert shd.audit(program, tokens=3000).tokens_per_second is None
+    assert shd.audit(program, device=kind).tokens_per_second is None
+
+
+# --- The largest batch ----------------------------------------------------------------------------
+
+
+def needing(nbytes):
+    """What makes, in place of a step, the audit of one that needs ``nbytes(batch)``."""
+    audit = shd.audit(compiled(lambda x: x, (2,)))
+
+    def make(batch):
+        requested.append(batch)
+        return dataclasses.replace(
+            audit, arguments={"all": float(nbytes(batch))}, results=0.0, temporaries=0.0
+        )
+
+    requested = []
+    return make, requested
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "most"),
+    [
+        (lambda b: 100 + 7 * b, 7),  # as of most steps: a line is met at once
+        (lambda b: 100 + 64 * -(-b // 64), 25),  # padded
+        (lambda b: b * b, 25),
+        (lambda b: 50 * b**0.5, 15),
+        (lambda b: b if b < 300 else 10_000 + b, 35),
+    ],
+)
+@pytest.mark.parametrize("memory", [10, 200, 1000, 3000, 20_000])
+def test_find_batch(nbytes, most, memory):
+    make, requested = needing(nbytes)
+    found = find_batch(make, memory=memory / 0.9, limit=5000)
+    fitting = [b for b in range(1, 5001) if nbytes(b) <= memory + 1e-6]
+    assert found.batch == max(fitting, default=0)
+    assert [each.batch for each in found.tried] == requested
+    assert len(set(requested)) == len(requested) <= most
+    assert [each.memory for each in found.tried] == list(map(nbytes, requested))
+    assert found.complete == (found.batch < 5000)
+    if found.batch:
+        assert found.audit.memory == nbytes(found.batch)
+        assert f"the largest batch that fits is {found.batch} on each device" in str(found)
+    else:
+        assert found.audit is None
+        assert "no batch fits: 1 needs" in str(found)
+
+
+def test_find_batch_with_a_compiler_that_gives_up():
+    """As those of TPUs do, saying what was needed or not."""
+
+    def make(batch, text):
+        if batch > 11:
+            raise jax.errors.JaxRuntimeError(f"RESOURCE_EXHAUSTED: {text.format(batch / 10)}")
+        x = jax.ShapeDtypeStruct((batch, 12_800), jnp.float32)
+        return jax.jit(lambda x: x * 2).lower(x)  # 102,400 bytes each
+
+    for text in ("Used {}M of 1.0M hbm.", "no words"):
+        found = find_batch(functools.partial(make, text=text), memory=2 * MIB, headroom=0)
+        assert found.batch == 11
+        failed = [each.memory for each in found.tried if not each.fits]
+        assert failed
+        for each in found.tried:
+            if not each.fits:
+                assert each.memory == (each.batch / 10 * MIB if "Used" in text else np.inf)
+    assert "more than there is" in str(found)
+
+    def wrong(batch):
+        raise jax.errors.JaxRuntimeError("INTERNAL: of another kind")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="of another kind"):
+        find_batch(wrong, memory=1.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "needs the memory of a device, and none is known of None"),
+        ({"device": "cpu:8"}, "none is known of 'cpu:8'"),
+        ({"memory": 1.0, "headroom": 1.0}, "headroom must be from 0 to below 1, got 1.0"),
+        ({"memory": 1.0, "start": 0}, "start must be from 1 to limit = 65536, got 0"),
+    ],
+)
+def test_bad_searches(options, message):
+    with pytest.raises(ValueError, match=message):
+        find_batch(needing(lambda b: b)[0], **options)
+
+
+# --- Shown ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_tables_fit_80_columns(name):
+    shown = str(recorded(name))
+    assert all(len(line) <= 80 for line in shown.splitlines() if not line.startswith("warning"))
+
+
+def test_text_and_json():
+    found = recorded("v5e_4x4")
+    shown = str(found)
+    for word in ("parameters", "reduce-scatter", "gradient sync", "not faster than, by wire"):
+        assert word in shown
+    again = json.loads(json.dumps(found.to_dict()))
+    assert again["wire_bytes"] == found.wire_bytes
+    assert again["seconds"] == found.seconds
+
+
+def test_theory_beside_it():
+    text = (PROGRAMS / "cpu_8.txt").read_text()
+    theory = 3 * 4 * LAYERS * WIDTH**2 * 7 / 8
+    assert "1.000 of theory" in str(shd.audit(text, expected_wire=theory))
+
+
+def test_an_unknown_device():
+    with pytest.raises(
+        ValueError, match=r"'abacus' .* known are v4, .*h200.* as a sharding\.DeviceKind"
+    ):
+        shd.audit(compiled(lambda x: x, (2,)), device="abacus")
+
+
+def test_numbers_in_words():
+    times = {4321.0: "4,321 s", 2.5: "2.5 s", 0.9999: "1,000 ms", 0.0123: "12.3 ms", 4e-6: "4 us"}
+    assert {value: report.seconds(value) for value in times} == times
+    counts = {7.0: "7", 999.0: "999", 1500.0: "1.50 k", 12_340_000.0: "12.3 M", 1e18: "1000000 T"}
+    assert {value: report.count(value) for value in counts} == counts
+
+
+@pytest.mark.parametrize(
+    ("scope", "shown"),
+    [
+        ("jit(step)/shard_map/jvp()/while/body/closed_call/gather/all_gather", "gather/all_gather"),
+        ("jit(step)/transpose(jvp(gather))/reduce_scatter", "reduce_scatter"),  # both are too long
+        ("jit(step)/update/reduce_sum", "update/reduce_sum"),
+        ("", ""),
+        ("jit(step)/transpose(jvp(a/b))/reduce_sum", "b/reduce_sum"),
+        ("jit(step)/jvp(a/b)/jit(take_along_axis)/gather", "b/gather"),
+        # XLA made one of two.
+        ("jit(f)/(transpose(jvp(a/b))/dot_general:jvp(a/b)/reduce_sum)", "b/dot_general"),
+    ],
+)
+def test_scopes_are_shown_by_their_ends(scope, shown):
+    assert shortened(scope) == shown
+
+
+@pytest.mark.parametrize(
+    ("scope", "phase"),
+    [
+        ("jit(step)/shard_map/loss_and_grad/jvp(gather)/all_gather", "gather"),
+        ("jit(f)/jvp(jit(take_along_axis))/gather", "forward"),  # a lookup
+        ("jit(f)/transpose(jvp())/dot_general", "backward"),
+        ("jit(f)/checkpoint/rematted_computation/dot_general", "backward"),
+        ("jit(f)/transpose(jvp(gather))/reduce_scatter", "gradient sync"),
+        ("jit(step)/shard_map/reduce_gradients/psum", "gradient sync"),
+        ("jit(step)/update/mul", "update"),
+        ("jit(step)/gather_params/copy", "gather"),
+        ("jit(f)/add", "other"),
+        ("jit(f)/(transpose(jvp(a/b))/dot_general:jvp(a/b)/reduce_sum)", "backward"),
+        ("", "other"),
+    ],
+)
+def test_phases(scope, phase):
+    assert phase_of(scope) == phase
+
+
+def test_the_audit_runs_nothing():
+    """A program may be read whose arrays no machine here could hold."""
+    program = compiled(lambda x: x[:1].sum(), (2**22, 2**14))
+    assert shd.audit(program).arguments["batch and others"] == 4 * 2**36
+    assert np.isfinite(shd.audit(program).memory)

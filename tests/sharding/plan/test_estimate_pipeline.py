@@ -1,0 +1,237 @@
+"""The planner of pipelines: memory of stages, times of a step, the verdict beside ZeRO alone."""
+
+import dataclasses
+
+import jax
+import optax
+import pytest
+from jax.sharding import AbstractMesh
+
+import sharding as shd
+from sharding.plan import MODELS, estimate, estimate_pipeline, kind_of, layer_costs
+from sharding.plan._models import Decoder
+from sharding.plan.pipelines._estimate_pipeline import _verdict
+from sharding.plan.pipelines._pipeline_plan import PipelinePlan, StepTime
+from sharding.plan.pipelines._pipeline_schedules import schedule_of
+from sharding.plan.pipelines._pipeline_stages import Links, num_rows, stacked_params
+
+from ..pipeline.families import seconds_in_lockstep
+
+ADAMW = optax.adamw(1e-3)
+SMALL = Decoder(6, 64, 4, 2, 96, 1000, 32)
+
+
+def zero_of(devices, hosts=1, stage=1):
+    """A ``Zero`` on hosts of GPUs."""
+    if hosts == 1:
+        return shd.Zero(AbstractMesh((devices,), ("data",)), stage=stage)
+    mesh = AbstractMesh((hosts, devices // hosts), ("host", "data"))
+    return shd.Zero(mesh, stage=stage, axis="data", replica_axis="host")
+
+
+def plan_of(model=SMALL, tx=ADAMW, devices=8, hosts=1, stage=1, kind="h100x8", **kwargs):
+    device = kwargs.pop("device", kind_of(kind))
+    kwargs = {"num_stages": 4, "microbatches": 8} | kwargs
+    return estimate_pipeline(model, tx, zero_of(devices, hosts, stage), device=device, **kwargs)
+
+
+# --- Figures --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("scan", [False, True])
+def test_devices_hold_the_layers_of_the_largest_chunk_and_everything_else(scan, tied):
+    model = dataclasses.replace(SMALL, scan=scan, tied=tied, biased=True)
+    plan = plan_of(model, devices=4, stage=0)
+    assert plan.stages[0].layers[0][0] == 0
+    assert plan.stages[-1].layers[-1][1] == model.layers + 2
+    rows = num_rows(model, [stage.layers[0] for stage in plan.stages])
+    assert 4 * rows > model.layers
+    params = dataclasses.replace(model, layers=rows, scan=True).abstract()
+    expected = 2 * sum(x.size for x in jax.tree.leaves(params))
+    shared = sum(
+        x.size for name, x in jax.tree.leaves_with_path(params) if "layers" not in str(name)
+    )
+    for stage in plan.stages:
+        assert stage.params == expected
+        # One replica: nothing is synchronized but what all stages sum, in float32.
+        assert (stage.synced, stage.summed) == (0, 2 * 3 / 4 * 4 * shared)
+
+
+def test_rows_of_chunks():
+    assert num_rows(SMALL, [(0, 3), (3, 6), (6, 8)]) == 3  # 2, 3 and 1 of 6 layers
+    found = stacked_params(dataclasses.replace(SMALL, scan=False), "float32", 3)
+    assert found["layers"]["query"].shape == (3, 64, 64)
+
+
+@pytest.mark.parametrize("kind", ["h100x8", "v5e:2x4"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_memory_of_a_stage(stage, kind):
+    """AdamW with bfloat16 parameters, on four stages with two replicas."""
+    model = Decoder(13, 128, 4, 4, 256, 1024, 64)
+    plan = plan_of(model, stage=stage, batch=2, kind=kind)
+    found = plan.stages[1]
+    costs = layer_costs(model, kind_of(kind), batch=2)
+    rows = max(j - i - (i == 0) - (j == 15) for it in plan.stages for i, j in it.layers)
+    assert rows == 4  # of 13 layers, most stages have fewer
+    shared = costs[0].param_bytes + costs[-1].param_bytes
+    params = rows * costs[1].param_bytes + shared
+    shard = params / 2
+    norms = 8 * 16 * 128 * rows  # whose few elements may stay unsharded, or fill tiles
+    # Parameters; at stage 3 the shard and what is gathered.
+    assert found.params == pytest.approx(params + (shard if stage == 3 else 0), abs=norms)
+    # Float32 accumulators; what branches return of them is copied, but not on TPUs.
+    assert found.grads == 2 * params * (2 if kind == "h100x8" else 1)
+    # Two moments.
+    assert found.state == pytest.approx(2 * (params if stage == 0 else shard), abs=2 * norms)
+    # 2 (S - 1) + 1 inputs of each layer on the first stage, one slot more, and three messages.
+    stream = 2 * 2 * 64 * 128
+    assert [it.in_flight for it in plan.stages] == [7, 5, 3, 1]
+    logits = 4 * 2 * 64 * 1024
+    working = rows * costs[1].param_bytes + costs[1].working_bytes
+    if kind == "h100x8":
+        working -= 2 * rows * costs[1].param_bytes  # sums of layers that are not yet copied
+    else:
+        logits *= 1.5  # and their gradient
+    expected = (8 * rows + 3) * stream + rows * stream + max(logits, working)
+    assert found.activations == pytest.approx(expected)
+    # Each micro-batch: an activation to the next stage, a gradient to the one before.
+    assert found.permuted == 8 * 2 * stream
+    assert plan.stages[0].permuted == plan.stages[3].permuted == 8 * stream
+    # Two replicas: an all-reduce sends the array once, as do a reduce-scatter and a gather.
+    assert found.synced == pytest.approx(params, rel=0.01)
+    assert found.summed == 1.5 * 2 * shared
+    assert len({it.memory for it in plan.stages}) == 1
+
+
+def test_fewer_layers_are_taken_where_the_fastest_stages_do_not_fit():
+    """All devices have as many layers as the largest chunk, which the head makes larger."""
+    model = Decoder(24, 256, 4, 4, 512, 8192, 512)
+    options = {"devices": 4, "microbatches": 64, "schedule": "aligned"}
+    free = plan_of(model, ADAMW, **options)
+    rows = num_rows(model, [stage.layers[0] for stage in free.stages])
+    assert rows > 6
+    held = free.stages[0].memory
+    device = dataclasses.replace(kind_of("h100x8"), memory=held - 1)
+    tight = plan_of(model, ADAMW, device=device, **options)
+    assert tight.pipeline.fits
+    assert num_rows(model, [stage.layers[0] for stage in tight.stages]) == rows - 1
+    assert tight.lockstep > free.lockstep
+    none = dataclasses.replace(device, memory=0.5 * held)
+    tiny = plan_of(model, ADAMW, device=none, **options)
+    assert not tiny.pipeline.fits
+    assert tiny.stages == free.stages
+    assert any(note.startswith("warning: the stages do not fit") for note in tiny.notes)
+
+
+def test_times_of_a_step():
+    plan = plan_of(microbatches=8)
+    costs = layer_costs(SMALL, kind_of("h100x8"))
+    bounds = [stage.layers[0] for stage in plan.stages]
+    layers = [min(j, 7) - max(i, 1) for i, j in bounds]
+    assert sum(layers) == 6
+    expected = seconds_in_lockstep(
+        *(schedule_of("aligned", 4, 8), [max(layers)] * 3 + layers[-1:]),
+        forward=costs[1].forward,
+        backward=costs[1].backward,
+        head=costs[-1].forward + costs[-1].backward,
+    )
+    assert plan.lockstep == pytest.approx(expected)
+    assert plan.ideal == pytest.approx(8 / 4 * sum(c.forward + c.backward for c in costs))
+    message = 2 * 32 * 64
+    assert plan.transfers == pytest.approx(22 * message / kind_of("h100x8").link)
+    assert plan.pipeline.compute == plan.lockstep + plan.transfers
+    assert plan.tokens == 2 * 8 * 32
+    # With ZeRO each of 8 devices takes 2 of the 16 micro-batches.
+    assert plan.alternative.compute == pytest.approx(plan.ideal)
+    zero = estimate(
+        SMALL.abstract("bfloat16"),
+        ADAMW,
+        zero_of(8),
+        microbatches=2,
+        batch=4 * 2 * 33,
+        device=kind_of("h100x8"),
+        gathered_once=SMALL.gathered_once,
+    ).stage(plan.alternative.name)
+    assert plan.alternative.wire == zero.wire / kind_of("h100x8").link
+    activations = sum(c.activation_bytes for c in costs) + max(c.working_bytes for c in costs)
+    assert plan.alternative.memory == zero.peak + activations
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), [("zb-h1", 1), ("zb-v", 2)])
+def test_split_backward_passes(schedule, chunks):
+    """A shorter bubble than of 1F1B without recomputation; in a V the first stage has the head."""
+    model = dataclasses.replace(SMALL, layers=23, vocabulary=8)
+    plan, aligned = (
+        plan_of(model, schedule=name, recompute=False) for name in (schedule, "aligned")
+    )
+    assert plan.lockstep < aligned.lockstep
+    assert plan.bubble < aligned.bubble / 2
+    assert plan.chunks == chunks
+    ends = [stage.layers[-1][1] for stage in plan.stages]
+    assert ends.index(model.layers + 2) == (0 if schedule == "zb-v" else 3)
+    boundaries = 4 * chunks - 1 - (chunks - 1)  # the turn of a V sends nothing
+    stream = 2 * model.width * model.length
+    assert sum(stage.permuted for stage in plan.stages) == 8 * 2 * boundaries * stream
+    with pytest.raises(ValueError, match="computes nothing again: use recompute=False"):
+        plan_of(model, schedule=schedule)
+    with pytest.raises(ValueError, match="has no flush: search"):
+        plan_of(model, schedule="2bw")
+
+
+def test_empty_micro_batches_of_zero_are_counted():
+    plan = plan_of(microbatches=5)
+    assert plan.alternative.compute == pytest.approx(plan.ideal * 8 / 5)
+    assert any("5 micro-batches are no multiple of 4 stages" in note for note in plan.notes)
+
+
+def test_links():
+    """All-gather of A bytes over 2 groups of 8: each device sends 7/8 A within, A / 16 outside."""
+    array = 1600.0
+    links = Links(2, 16, link=100.0, network=1.0)
+    assert links.collective_seconds(15 / 16 * array, 16) == pytest.approx(array / 16)
+    assert Links(2, 16, 10.0, 1e9).collective_seconds(15 / 16 * array, 16) == pytest.approx(140)
+    assert links.collective_seconds(7 / 8 * array, 8) == pytest.approx(14)
+    assert links.permute_seconds(5.0) == 5.0
+    assert Links(1, 16, 100.0, 1.0).permute_seconds(5.0) == 0.05
+
+
+def test_replicas_of_a_stage_are_neighbours():
+    """On 2 hosts of 8, two stages have replicas within a host, and send to each other outside."""
+    device = dataclasses.replace(kind_of("h100x8"), link=1e9, network=1e6)
+    plan = plan_of(devices=16, hosts=2, num_stages=2, device=device)
+    stage = plan.stages[0]
+    assert plan.pipeline.wire == stage.synced / 1e9 + stage.summed / 1e6
+    assert plan.transfers == pytest.approx(2 * (8 + 1) * 2 * 32 * 64 / 1e6)
+
+
+# --- The verdict ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pipe", "zero", "words", "recommended"),
+    [
+        # compute, wire and whether it fits
+        ((3.0, 0.1, True), (2.0, 0.5, True), "Do not pipeline. On 8", "stage 1"),
+        ((3.0, 0.1, True), (2.0, 1.5, True), "Do not pipeline if compute hides", "stage 1"),
+        ((3.0, 0.1, True), (2.0, 3.5, True), "Pipeline. On 8 devices", "pipeline"),
+        ((3.0, 0.1, True), (2.0, 0.5, False), "Pipeline: no stage of ZeRO alone", "pipeline"),
+        ((1.0, 0.1, False), (2.0, 0.5, True), "Do not pipeline: its fullest", "stage 1"),
+        ((3.0, 0.1, False), (2.0, 0.5, False), "Neither fits a h100", ""),
+    ],
+)
+def test_verdicts(pipe, zero, words, recommended):
+    plan: PipelinePlan = dataclasses.replace(
+        plan_of(),
+        pipeline=StepTime("pipeline", pipe[0], pipe[1], 2.0**30, pipe[2]),
+        alternative=StepTime("stage 1", zero[0], zero[1], 2.0**31, zero[2]),
+    )
+    assert _verdict(plan, Links(1, 8, 1.0, 1.0)).startswith(words)
+    assert plan.recommended == recommended
+
+
+def test_a_plan_prints():
+    text = str(plan_of(MODELS["llama2-7b"], schedule="1f1b"))
+    assert "4 stages x 2 replicas, 8 micro-batches, 1f1b" in text
+    assert "One step" in text
+    assert "Do not pipeline" in text

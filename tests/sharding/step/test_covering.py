@@ -1,0 +1,354 @@
+"""One training step in 25 configurations, of which every pair of options occurs in one.
+
+The rows of ``TABLE`` are every optimizer on every mesh; their other columns were found by simulated
+annealing over the number of admissible pairs that no row has, and a row was added for the last.
+Each step is compiled once; all tests of a row read that step and its run.
+"""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import optax_ext
+import sharding as shd
+from sharding import sync
+
+from .. import model
+
+STEPS, SAVED = 6, 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A configuration: a column of ``TABLE`` each."""
+
+    optimizer: str
+    mesh: str
+    stage: int
+    sync: str
+    microbatches: int
+    explicit: int
+    spread: int
+    offload: int
+    weighted: int
+    frozen: int
+    model_state: int
+
+    def __str__(self):
+        words = [self.optimizer, self.mesh, f"stage {self.stage}", self.sync]
+        words += [f"{self.microbatches} micro-batches"] * (self.microbatches > 1)
+        flags = ("explicit", "spread", "offload", "weighted", "frozen", "model_state")
+        return ", ".join(words + [name for name in flags if getattr(self, name)])
+
+
+FIELDS = [field.name for field in dataclasses.fields(Row)]
+# optimizer, mesh, stage, sync, micro-batches, explicit, spread, offload, weighted, frozen, state
+TABLE = [
+    Row("clip + adamw", "flat", 0, "dense", 2, 0, 0, 0, 0, 1, 1),
+    Row("clip + adamw", "replicas", 3, "top_k", 1, 1, 1, 1, 0, 1, 0),
+    Row("clip + adamw", "tensor", 2, "zen", 1, 0, 0, 1, 0, 1, 1),
+    Row("clip + adamw", "torus", 1, "none", 1, 1, 0, 0, 1, 0, 1),
+    Row("came", "flat", 3, "none", 2, 0, 0, 1, 0, 0, 1),
+    Row("came", "replicas", 1, "dense", 1, 1, 1, 0, 0, 1, 1),
+    Row("came", "tensor", 2, "zen", 2, 1, 0, 0, 1, 1, 0),
+    Row("came", "torus", 0, "top_k", 2, 1, 0, 1, 0, 0, 0),
+    Row("adafactor", "flat", 1, "none", 1, 1, 0, 1, 0, 0, 1),
+    Row("adafactor", "replicas", 0, "zen", 1, 1, 0, 0, 1, 1, 1),
+    Row("adafactor", "replicas", 2, "zen", 2, 0, 1, 0, 0, 1, 0),
+    Row("adafactor", "tensor", 3, "dense", 2, 1, 0, 0, 1, 0, 0),
+    Row("adafactor", "torus", 2, "top_k", 1, 0, 0, 0, 1, 1, 1),
+    Row("lamb", "flat", 1, "zen", 1, 1, 0, 1, 1, 0, 0),
+    Row("lamb", "replicas", 2, "none", 1, 1, 1, 0, 1, 1, 1),
+    Row("lamb", "tensor", 0, "top_k", 2, 1, 0, 0, 0, 0, 0),
+    Row("lamb", "torus", 3, "dense", 2, 0, 0, 0, 1, 1, 0),
+    Row("8 bits", "flat", 2, "top_k", 2, 0, 0, 1, 0, 0, 1),
+    Row("8 bits", "replicas", 3, "zen", 1, 1, 1, 1, 1, 0, 0),
+    Row("8 bits", "tensor", 1, "dense", 2, 0, 0, 1, 0, 0, 0),
+    Row("8 bits", "torus", 0, "none", 1, 0, 0, 0, 1, 1, 1),
+    Row("muon", "flat", 2, "dense", 1, 0, 0, 0, 1, 1, 0),
+    Row("muon", "replicas", 1, "top_k", 2, 0, 1, 0, 1, 1, 1),
+    Row("muon", "tensor", 3, "none", 1, 1, 0, 0, 1, 1, 0),
+    Row("muon", "torus", 3, "zen", 1, 1, 0, 0, 0, 0, 1),
+]
+rows = pytest.mark.parametrize("row", TABLE, ids=str)
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+def admissible(row):
+    """Whether ``Zero`` takes it: replicas that share state, a sync's state at stage 3, owners."""
+    return not (
+        (row.spread and (row.mesh != "replicas" or row.stage == 0))
+        or (row.stage == 3 and row.sync == "top_k" and row.mesh != "replicas")
+        or (row.optimizer == "muon" and (row.stage == 0 or row.offload))
+    )
+
+
+# Steps by which training is calm.
+OPTIMIZERS = {
+    "clip + adamw": lambda: optax.chain(
+        optax.clip_by_global_norm(0.5), optax.adamw(1e-3, weight_decay=0.1)
+    ),
+    "came": lambda: optax_ext.came(3e-5, weight_decay=0.1),
+    "adafactor": lambda: optax_ext.adafactor(
+        1e-3, momentum=0.9, factoring=optax_ext.last_two_dims()
+    ),
+    "lamb": lambda: optax_ext.lamb(1e-3, weight_decay=0.1),
+    "8 bits": lambda: optax_ext.low_precision_state(optax.adamw(1e-3), 8, min_size=1900),
+    "muon": lambda: optax.partition(
+        {True: shd.by_owner(optax.contrib.muon(1e-3)), False: optax.adamw(1e-3)},
+        lambda params: {k: p.ndim == 2 and min(p.shape) > 7 for k, p in params.items()},
+    ),
+}
+SYNCS = {
+    "none": lambda: None,
+    "dense": sync.dense,
+    "top_k": lambda: sync.top_k(1.0, min_size=1),  # with a state, and lossless
+    "zen": lambda: sync.zen(0.5, min_size=512),
+}
+MESHES = {
+    "flat": ((8,), ("data",), {}),
+    "replicas": ((2, 4), ("replica", "data"), {"replica_axis": "replica"}),
+    "tensor": ((4, 2), ("data", "model"), {}),
+    "torus": ((2, 4), ("x", "y"), {"axis": ("x", "y")}),
+}
+# Query, key and hidden columns over the tensor axis, which replicas do not have.
+MODEL_AXIS = {
+    "query": P(None, None, "model"),
+    "mlp": P(None, None, "model"),
+    "mlp_bias": P(None, "model"),
+}
+
+
+def zero_of(row):
+    shape, names, options = MESHES[row.mesh]
+    kind = AxisType.Explicit if row.explicit else AxisType.Auto
+    return shd.Zero(
+        jax.make_mesh(shape, names, axis_types=(kind,) * len(shape)),
+        stage=row.stage,
+        sync=SYNCS[row.sync](),
+        offload="optimizer" if row.offload else None,
+        shard_state_over_replicas=bool(row.spread),
+        min_shard_size=128,
+        offload_min_size=128,
+        **options,
+    )
+
+
+def make_state(tx):
+    params = model.init_params(jnp.float64)
+    return params, tx.init(params)
+
+
+def new_model_state():
+    return {"seen": jnp.zeros(()), "gain": jnp.zeros(()), "count": jnp.zeros((), int)}
+
+
+def loss_of(row, zero=None):
+    """The mean loss, or a sum and its weight; with the next model state, which the loss sees."""
+
+    def loss_fn(params, batch, state=None):
+        if row.mesh == "tensor" and zero:
+            # XLA:CPU runs independent collectives over different groups in any order, and may wait
+            # for ever: all of the tensor axis come before the loss.
+            params = lax.with_sharding_constraint(params, P())
+        layer = zero.gathered if zero else lambda fn: fn
+        losses = model.loss_per_example(params, batch, layer)
+        factor = 1 + state["gain"] if row.model_state else 1
+        value = losses.mean() * factor
+        if row.weighted:
+            value = losses.sum() * factor, batch["weight"].sum()
+        if not row.model_state:
+            return value
+        # Each device carries its own through its micro-batches; what the loss reads is the same.
+        seen, gain = losses.mean(), lax.stop_gradient(params["gain"])
+        new = {"seen": 0.5 * state["seen"] + seen, "gain": 0.5 * state["gain"] + gain}
+        return value, new | {"count": state["count"] + 1}
+
+    return loss_fn
+
+
+def trainable(row):
+    return {k: k not in ("value", "prime") for k in model.init_params(np.float32)}
+
+
+# --- One device ---
+
+
+@functools.cache
+def reference(row, num_devices):
+    """``(params, opt_state), model_state, losses, norms`` of plain jax and optax."""
+    tx, fn = OPTIMIZERS[row.optimizer](), loss_of(row)
+
+    def grads_of(params, parts, state):
+        total, weight, grads = 0.0, 0.0, None
+        for part in parts:
+
+            def scalar(params, part=part, state=state):
+                value = fn(params, part, state) if row.model_state else (fn(params, part), state)
+                value, new = value
+                value, w = value if row.weighted else (value, 1.0)
+                return value, (w, new)
+
+            (value, (w, state)), g = jax.value_and_grad(scalar, has_aux=True)(params)
+            total, weight = total + value, weight + w
+            grads = g if grads is None else jax.tree.map(jnp.add, grads, g)
+        return total / weight, jax.tree.map(lambda g: g / weight, grads), state
+
+    @jax.jit
+    def step(params, opt_state, parts, state):
+        loss, grads, state = grads_of(params, parts, state)
+        if row.frozen:
+            grads = {k: g if trainable(row)[k] else 0 * g for k, g in grads.items()}
+        updates, opt_state = tx.update(grads, opt_state, params)
+        new = optax.apply_updates(params, updates)
+        if row.frozen:
+            new = {k: p if trainable(row)[k] else params[k] for k, p in new.items()}
+        return new, opt_state, state, loss, optax.tree.norm(grads)
+
+    params, opt_state = jax.jit(lambda: make_state(tx))()
+    state, losses, norms = new_model_state(), [], []
+    count = row.microbatches if row.model_state else 1
+    for i in range(STEPS):
+        parts = microbatches_of(model.batch(i), num_devices, count)
+        params, opt_state, state, loss, norm = step(params, opt_state, parts, state)
+        losses.append(float(loss))
+        norms.append(float(norm))
+    return jax.device_get(((params, opt_state), state, losses, norms))
+
+
+def microbatches_of(batch, devices, count):
+    """Micro-batch j of the mesh: the j-th parts of all devices' shards."""
+
+    def split(x):
+        parts = x.reshape(devices, count, -1, *x.shape[1:]).swapaxes(0, 1)
+        return parts.reshape(count, -1, *x.shape[1:])
+
+    parts = jax.tree.map(split, batch)
+    return [jax.tree.map(lambda x, i=i: x[i], parts) for i in range(count)]
+
+
+# --- The sharded run ---
+
+
+class Run:
+    """A row's compiled step, and what it was given and gave."""
+
+    def __init__(self, row, folder):
+        self.row, self.zero, tx = row, zero_of(row), OPTIMIZERS[row.optimizer]()
+        self.tx, zero = tx, self.zero
+        specs = {k: MODEL_AXIS.get(k, P()) for k in model.init_params(np.float32)}
+        self.specs = specs if row.mesh == "tensor" else None
+        make = functools.partial(make_state, tx)
+        state = zero.init(make, tx=tx, param_specs=self.specs)
+        self.placed = zero.shardings(state, tx=tx, param_specs=self.specs)
+        self.description = zero.describe(state, tx=tx, param_specs=self.specs)
+        step = zero.train_step(
+            loss_of(row, zero),
+            tx=tx,
+            microbatches=row.microbatches,
+            weighted=bool(row.weighted),
+            model_state=bool(row.model_state),
+            trainable=trainable(row) if row.frozen else None,
+            grad_norm=True,
+        )
+        model_state = new_model_state() if row.model_state else None
+        lowered = step.lower(state, zero.put(model.batch(0)), model_state=model_state)
+        self.compiled = lowered.compile()
+        self.losses, self.norms, self.donated = [], [], []
+        for i in range(STEPS):
+            if i == SAVED:
+                self.saved = self.write(folder, state, make)
+                saved_model_state = jax.device_get(model_state)
+            old = state
+            state, metrics = step(state, zero.put(model.batch(i)), model_state=model_state)
+            self.donated.append(all(x.is_deleted() for x in jax.tree.leaves(old)))
+            model_state = metrics.get("model_state")
+            self.losses.append(float(metrics["loss"]))
+            self.norms.append(float(metrics["grad_norm"]))
+        self.state, self.model_state = state, model_state
+        # On from the checkpoint, with the same program.
+        for i in range(SAVED, STEPS):
+            given = saved_model_state if row.model_state else None
+            self.saved, metrics = step(self.saved, zero.put(model.batch(i)), model_state=given)
+            saved_model_state = metrics.get("model_state")
+
+    def write(self, folder, state, make):
+        """Through a checkpoint and back."""
+        abstract = self.zero.abstract_state(make, tx=self.tx, param_specs=self.specs)
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(folder / "state", state)
+            checkpointer.wait_until_finished()
+            return checkpointer.restore(folder / "state", abstract)
+
+
+@pytest.fixture(scope="session")
+def run_of(tmp_path_factory):
+    """A row's run, made at the first use."""
+
+    @functools.cache
+    def run(row):
+        with jax.enable_x64(True):
+            return Run(row, tmp_path_factory.mktemp("covering"))
+
+    return run
+
+
+def test_every_admissible_pair_of_options_is_in_a_row():
+    values = {name: sorted({getattr(row, name) for row in TABLE}) for name in FIELDS}
+    missed = []
+    for (a, x), (b, y) in itertools.combinations([(n, v) for n in FIELDS for v in values[n]], 2):
+        if a == b or any(getattr(r, a) == x and getattr(r, b) == y for r in TABLE):
+            continue
+        others = [r for r in TABLE if admissible(dataclasses.replace(r, **{a: x, b: y}))]
+        if others:
+            missed.append((a, x, b, y))
+    assert not missed
+    assert all(map(admissible, TABLE))
+
+
+@rows
+def test_equals_one_device(row, run_of):
+    run = run_of(row)
+    want, want_model_state, losses, norms = reference(row, run.zero.num_devices)
+    state = plain_state(run.state)
+    distance, leaf = model.worst_leaf(state[0], want[0])
+    assert distance < 1e-12, leaf
+    np.testing.assert_allclose(run.losses, losses, rtol=1e-12)
+    np.testing.assert_allclose(run.norms, norms, rtol=1e-12)
+    distance, leaf = model.worst_leaf(state[1], want[1])
+    assert distance < 1e-11, leaf
+    if row.model_state:
+        chex_close(run.model_state, want_model_state)
+
+
+def plain_state(state):
+    """Without that of the sync."""
+    params, opt_state = jax.device_get(state)
+    return params, opt_state.inner_state if isinstance(opt_state, sync.SyncedState) else opt_state
+
+
+def chex_close(have, want):
+    for a, b in zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+
+
+@rows
+def test_the_state_is_donated_and_stays_where_it_is(row, run_of):
+    run = run_of(row)
+    assert all(run.donated)
+    for x, sharding in zip(jax.tree.leaves(run.state), jax.tree.leaves(run.placed), strict=True):
+        assert x.sharding.is_equivalent_to(sharding, x.ndim)
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(run.state[1]) if x.size > 1024}
+    assert ("pinned_host" in kinds) == bool(row.offload)
+    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(run.state))
+    print(row, run.compiled.memory_analysis().alias_size_in_bytes - held, held)
