@@ -5,6 +5,7 @@ annealing over the number of admissible pairs that no row has, and a row was add
 Each step is compiled once; all tests of a row read that step and its run.
 """
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -22,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 import optax_ext
 import sharding as shd
 from sharding import sync
+from sharding.plan.program._wire import collectives
 
 from .. import model
 
@@ -80,7 +82,6 @@ TABLE = [
     Row("muon", "tensor", 3, "none", 1, 1, 0, 0, 1, 1, 0),
     Row("muon", "torus", 3, "zen", 1, 1, 0, 0, 0, 0, 1),
 ]
-rows = pytest.mark.parametrize("row", TABLE, ids=str)
 pytestmark = pytest.mark.usefixtures("x64")
 
 
@@ -267,8 +268,8 @@ class Run:
         self.losses, self.norms, self.donated = [], [], []
         for i in range(STEPS):
             if i == SAVED:
-                self.saved = self.write(folder, state, make)
-                saved_model_state = jax.device_get(model_state)
+                resumed = self.through_a_checkpoint(state, make, folder)
+                resumed_model_state = jax.device_get(model_state)
             old = state
             state, metrics = step(state, zero.put(model.batch(i)), model_state=model_state)
             self.donated.append(all(x.is_deleted() for x in jax.tree.leaves(old)))
@@ -276,14 +277,14 @@ class Run:
             self.losses.append(float(metrics["loss"]))
             self.norms.append(float(metrics["grad_norm"]))
         self.state, self.model_state = state, model_state
-        # On from the checkpoint, with the same program.
         for i in range(SAVED, STEPS):
-            given = saved_model_state if row.model_state else None
-            self.saved, metrics = step(self.saved, zero.put(model.batch(i)), model_state=given)
-            saved_model_state = metrics.get("model_state")
+            resumed, metrics = step(
+                resumed, zero.put(model.batch(i)), model_state=resumed_model_state
+            )
+            resumed_model_state = metrics.get("model_state")
+        self.resumed = resumed
 
-    def write(self, folder, state, make):
-        """Through a checkpoint and back."""
+    def through_a_checkpoint(self, state, make, folder):
         abstract = self.zero.abstract_state(make, tx=self.tx, param_specs=self.specs)
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(folder / "state", state)
@@ -291,64 +292,83 @@ class Run:
             return checkpointer.restore(folder / "state", abstract)
 
 
-@pytest.fixture(scope="session")
-def run_of(tmp_path_factory):
-    """A row's run, made at the first use."""
-
-    @functools.cache
-    def run(row):
-        with jax.enable_x64(True):
-            return Run(row, tmp_path_factory.mktemp("covering"))
-
-    return run
+@pytest.fixture(scope="module", params=TABLE, ids=str)
+def run(request, tmp_path_factory):
+    """A row's run, which the tests below share."""
+    with jax.enable_x64(True):
+        yield Run(request.param, tmp_path_factory.mktemp("covering"))
 
 
-def test_every_admissible_pair_of_options_is_in_a_row():
-    values = {name: sorted({getattr(row, name) for row in TABLE}) for name in FIELDS}
-    missed = []
-    for (a, x), (b, y) in itertools.combinations([(n, v) for n in FIELDS for v in values[n]], 2):
-        if a == b or any(getattr(r, a) == x and getattr(r, b) == y for r in TABLE):
-            continue
-        others = [r for r in TABLE if admissible(dataclasses.replace(r, **{a: x, b: y}))]
-        if others:
-            missed.append((a, x, b, y))
-    assert not missed
-    assert all(map(admissible, TABLE))
-
-
-@rows
-def test_equals_one_device(row, run_of):
-    run = run_of(row)
-    want, want_model_state, losses, norms = reference(row, run.zero.num_devices)
-    state = plain_state(run.state)
-    distance, leaf = model.worst_leaf(state[0], want[0])
-    assert distance < 1e-12, leaf
-    np.testing.assert_allclose(run.losses, losses, rtol=1e-12)
-    np.testing.assert_allclose(run.norms, norms, rtol=1e-12)
-    distance, leaf = model.worst_leaf(state[1], want[1])
-    assert distance < 1e-11, leaf
-    if row.model_state:
-        chex_close(run.model_state, want_model_state)
-
-
-def plain_state(state):
-    """Without that of the sync."""
-    params, opt_state = jax.device_get(state)
+def without_sync(state):
+    params, opt_state = state
     return params, opt_state.inner_state if isinstance(opt_state, sync.SyncedState) else opt_state
 
 
-def chex_close(have, want):
-    for a, b in zip(jax.tree.leaves(have), jax.tree.leaves(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-12)
+def test_every_admissible_pair_of_options_is_in_a_row():
+    assert all(map(admissible, TABLE))
+    values = [(name, getattr(row, name)) for name in FIELDS for row in TABLE]
+    for (a, x), (b, y) in itertools.combinations(dict.fromkeys(values), 2):
+        if a != b and not any(getattr(r, a) == x and getattr(r, b) == y for r in TABLE):
+            changed = (dataclasses.replace(r, **{a: x, b: y}) for r in TABLE)
+            assert not any(map(admissible, changed)), (a, x, b, y)
 
 
-@rows
-def test_the_state_is_donated_and_stays_where_it_is(row, run_of):
-    run = run_of(row)
+def test_equals_one_device(run):
+    want, model_state, losses, norms = reference(run.row, run.zero.num_devices)
+    state = without_sync(run.state)
+    for have, expected, tolerance in zip(state, want, (1e-12, 1e-11), strict=True):
+        distance, leaf = model.worst_leaf(have, expected)
+        assert distance < tolerance, leaf
+    np.testing.assert_allclose(run.losses, losses, rtol=1e-12)
+    np.testing.assert_allclose(run.norms, norms, rtol=1e-12)
+    if run.row.model_state:
+        distance, leaf = model.worst_leaf(run.model_state, model_state)
+        assert distance < 1e-12, leaf
+
+
+def test_goes_on_from_a_checkpoint(run):
+    """Bit for bit, with the same program."""
+    for a, b in zip(*map(jax.tree.leaves, jax.device_get((run.state, run.resumed))), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_the_state_is_donated_and_stays_where_it_is(run):
     assert all(run.donated)
     for x, sharding in zip(jax.tree.leaves(run.state), jax.tree.leaves(run.placed), strict=True):
         assert x.sharding.is_equivalent_to(sharding, x.ndim)
-    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(run.state[1]) if x.size > 1024}
-    assert ("pinned_host" in kinds) == bool(row.offload)
-    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(run.state))
-    print(row, run.compiled.memory_analysis().alias_size_in_bytes - held, held)
+    held = collections.Counter()
+    params, opt_state = without_sync(run.state)
+    of_sync = run.state[1].sync_state if run.description.bytes_per_device.get("sync") else None
+    for part, tree in {"params": params, "opt_state": opt_state, "sync": of_sync}.items():
+        for x in jax.tree.leaves(tree):
+            host = x.sharding.memory_kind == "pinned_host"
+            # The step counter of a sync is not described.
+            if part != "sync" or x.ndim:
+                held["host" if host else part] += x.addressable_shards[0].data.nbytes
+    assert run.compiled.memory_analysis().alias_size_in_bytes == held.total()
+    assert (held.pop("host", 0) > 0) == bool(run.row.offload)
+    described = run.description.bytes_per_device
+    assert held == {part: size for part, size in described.items() if part != "grads"}
+
+
+def test_collectives_are_those_of_the_stage(run):
+    """Elements by kind: gradients are reduced once, parameters gathered once, frozen ones never."""
+    row = run.row
+    if row.sync not in ("none", "dense") or row.mesh == "tensor" or row.optimizer == "muon":
+        return  # they have tests of their own
+    sent = collections.Counter()
+    for c in collectives(run.compiled):
+        sent[c.op] += c.elements * c.runs
+    trained = {k: x.size for k, x in run.state[0].items() if not row.frozen or trainable(row)[k]}
+    shards = run.zero.num_devices if row.mesh != "replicas" else run.zero.num_shards
+    sharded = {k: n for k, n in trained.items() if n >= 128 and k not in ("prime", "unembed")}
+    total = sum(sharded.values())
+    if row.stage == 0:
+        assert sum(trained.values()) <= sent.pop("all-reduce") <= sum(trained.values()) + 8
+        assert not sent
+        return
+    again = sharded["mlp"] + sharded["down"]  # the layer that is called twice
+    reduced = (total + (row.stage == 3) * again) * (row.microbatches if row.stage > 1 else 1)
+    assert sent["reduce-scatter"] == reduced + (total // shards if row.spread else 0)
+    assert sent["all-gather"] == total if row.stage < 3 else sent["all-gather"] > total
+    assert sent["all-reduce"] < sum(trained.values()) / 4
