@@ -66,7 +66,7 @@ lint: .venv/lint
 	$(BIN)/mypy
 
 docs: .venv/docs
-	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build/html
+	$(BIN)/sphinx-build --jobs auto --quiet --fail-on-warning --keep-going docs docs/_build/html
 	@echo "The site is docs/_build/html/index.html"
 
 wheel: .venv/wheel

@@ -89,7 +89,8 @@ def pytest_sessionstart(session):
 
 def pytest_configure(config):
     """A test that the command line names runs, whatever its marks."""
-    if any("::" in str(name) for name in config.args):
+    marked = any(str(word).startswith("-m") for word in config.invocation_params.args)
+    if not marked and any("::" in str(name) for name in config.args):
         config.option.markexpr = ""
 
 

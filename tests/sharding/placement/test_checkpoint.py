@@ -80,6 +80,7 @@ LAYOUTS = {
     "stage 0": ((8,), {"stage": 0}),
     "hybrid": ((2, 4), {"stage": 3, **HYBRID}),
     "hybrid, state over all": ((2, 4), {"stage": 3, "shard_state_over_replicas": True, **HYBRID}),
+    "offload": ((8,), {"stage": 2, "offload": "optimizer", "offload_min_size": 256}),
     "model axis": ((4, 2), {"stage": 3, "names": ("data", "model")}),
 }
 

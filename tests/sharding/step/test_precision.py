@@ -106,6 +106,8 @@ def test_no_step_on_the_way_is_narrower_than_asked(stage, microbatches, hybrid):
         zero = dataclasses.replace(zero, mesh=mesh, **more)
     state = train(zero, tx, jnp.float32, microbatches=microbatches)
     model.assert_close(state, wide_alone(tx), 1e-12)
+    for param, master in zip(*map(jax.tree.leaves, (state[0], state[1].master)), strict=True):
+        np.testing.assert_array_equal(param, master.astype(param.dtype))  # bit for bit
 
 
 @pytest.mark.parametrize(
