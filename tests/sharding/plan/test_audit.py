@@ -170,6 +170,22 @@ def test_what_moves_no_bytes_of_main_memory(program, nbytes):
     assert counted(program)[2] == nbytes
 
 
+def test_as_many_as_xla_counts_where_it_counts_loops_and_slices_alike():
+    """A step without loops, beside XLA's own analysis, which CPUs have."""
+
+    def step(v, w, x):
+        def loss(w):
+            return jnp.mean((jnp.tanh(x @ w[0]) @ w[1]) ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, (v, w), jax.grad(loss)((v, w)))
+
+    program = compiled(step, (64, 256), (256, 64), (32, 64))
+    flops, _, nbytes = counted(program)
+    theirs = program.cost_analysis()
+    assert flops == pytest.approx(theirs["flops"], rel=0.02)
+    assert nbytes == pytest.approx(theirs["bytes accessed"], rel=0.1)
+
+
 # --- Memory ---------------------------------------------------------------------------------------
 
 

@@ -655,6 +655,25 @@ def test_kinds_of_devices(kind):
 # --- The page -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
+def test_steps_of_large_models_lower():
+    """Their stacked layers have more than 2^31 elements; nothing is compiled."""
+    decoder, tx = MODELS["llama3-405b"], CAME
+    shapes = [x.shape for x in jax.tree.leaves(decoder.abstract(jnp.bfloat16))]
+    assert max(map(math.prod, shapes)) > 2**31
+    zero = shd.Zero(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), stage=3)
+
+    def make_state():
+        params = decoder.init(jnp.bfloat16)
+        return params, tx.init(params)
+
+    step = zero.train_step(decoder.make_loss(zero.gathered(decoder.apply_layer)), tx=tx)
+    batch = jax.ShapeDtypeStruct((8, decoder.length + 1), jnp.int32)
+    text = step.lower(zero.abstract_state(make_state, tx=tx), batch).as_text()
+    layers = "x".join(map(str, max(shapes, key=math.prod)))
+    assert f"tensor<{layers}xbf16>" in text
+
+
 def test_the_table_of_devices_in_the_documentation():
     page = (pathlib.Path(__file__).parents[3] / "docs" / "guides" / "planning.md").read_text()
     lines = re.findall(r"^\| `([\w-]+?)(?::\.\.\.|xN)` \| (.*) \|$", page, re.MULTILINE)

@@ -176,6 +176,17 @@ def test_tensor_parallelism_sends_the_stream_four_times_a_layer(
         assert found * A100.link == pytest.approx(wire)
 
 
+def test_replicas_send_their_shards_alone():
+    plan = ParallelPlan(data=64, stage=3, replicas=8)
+    machine = Machine(dataclasses.replace(A100, network=1e6), 64)
+    found, spread = (
+        step_seconds(SMALL, dataclasses.replace(plan, replicas=n), machine, ideal=True).data
+        for n in (8, 1)
+    )
+    # Twice the shard, once in a step; three times the full array in shards of nodes.
+    assert found / spread == pytest.approx(2 / 3, rel=0.01)
+
+
 def test_tables_that_are_not_shared():
     """Each device multiplies with the full output matrix, and updates it."""
     device = dataclasses.replace(A100, bandwidth=1e30)
