@@ -133,7 +133,7 @@ FOUR, REPLICAS = (("data", 4),), (("replicas", 2), ("data", 4))
 MODEL = (("data", 4), ("model", 2))
 CONFIGS = {
     "stage 2": Config(2, AT_2),
-    "stage 3, explicit, micro-batches": Config(3, AT_3, FOUR, AxisType.Explicit, 2),
+    "stage 3, micro-batches": Config(3, AT_3, FOUR, microbatches=2),
     "stage 2, replicas": Config(2, ("columns",), REPLICAS),
     "stage 3, sharded columns": Config(3, ("sharded columns",), MODEL, AxisType.Explicit),
 }

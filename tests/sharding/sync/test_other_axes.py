@@ -109,7 +109,7 @@ class Layout:
 LAYOUTS = {
     "tensor": Layout((("data", 4), ("model", 2)), 2, microbatches=2),
     "two axes": Layout((("data", 2), ("pipe", 2), ("model", 2)), 0, AxisType.Explicit, FEW),
-    "replicas": Layout((("replicas", 2), ("data", 2), ("model", 2)), 3, AxisType.Explicit, FEW),
+    "replicas": Layout((("replicas", 2), ("data", 2), ("model", 2)), 3, method=FEW),
     "stage 3": Layout((("data", 4), ("model", 2)), 3, AxisType.Explicit, STATELESS, 2),
 }
 
@@ -384,7 +384,7 @@ def test_stages_of_a_pipeline():
         }
     )
     mesh, sgd = mesh_of(data=2, pipe=2), optax.sgd(RATE)
-    pipe = transformer.pipeline(mesh, one_f_one_b(2, 4))
+    pipe = transformer.pipeline(mesh, one_f_one_b(2, 2))
     zero = shd.Zero(mesh, 2, sync=method, min_shard_size=0)
     have, _, _ = transformer.train(pipe, zero, None, "tied", tx=sgd, steps=STEPS)
 
