@@ -94,7 +94,9 @@ def test_transpose(name):
 
 
 @factored
-@pytest.mark.parametrize("shape", [(3, ROWS, COLS), (3, COLS)], ids=["matrices", "vectors"])
+@pytest.mark.parametrize(
+    "shape", [(3, ROWS, COLS), pytest.param((3, COLS), marks=pytest.mark.slow)], ids=str
+)
 def test_stacked_equals_apart(name, shape):
     """Slices along a batch dim are parameters of their own, wherever the dim is."""
     grads, params = example(shape)

@@ -1,0 +1,445 @@
+"""Delayed updates against plain NumPy recursions, in float64 over hundreds of steps."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_ext
+from optax_ext import (
+    backward_params,
+    delayed_gradients,
+    delayed_params,
+    delays_by_path,
+    discrepancy_correction,
+    params_history,
+    pipeline_delays,
+    scale_by_delay,
+)
+
+STAGES, WIDTH, BATCH, NUM_STEPS = 4, 5, 8, 300
+FORWARD = pipeline_delays(STAGES)[0].astype(int)  # 7, 5, 3, 1
+RATE, MOMENTUM, ANNEAL = 0.05, 0.6, 120
+
+x64 = pytest.mark.usefixtures("x64")
+
+
+def example():
+    """Parameters of all stages, inputs and targets of every step."""
+    rng = np.random.default_rng(0)
+    params = np.eye(WIDTH) + rng.normal(size=(STAGES, WIDTH, WIDTH)) / 4
+    return params, rng.normal(size=(2, NUM_STEPS, BATCH, WIDTH)) / 2
+
+
+# --- The references -------------------------------------------------------------------------------
+
+
+def tanh_chain(forward, backward, x, y):
+    """Gradients of a chain of tanh stages, whose Jacobians are taken at ``backward``."""
+    hidden = [x]
+    for w in forward:
+        hidden.append(np.tanh(hidden[-1] @ w))
+    g, grads = 2 * (hidden[-1] - y) / BATCH, []
+    for w, below, above in list(zip(backward, hidden[:-1], hidden[1:], strict=True))[::-1]:
+        g = g * (1 - above**2)
+        grads.insert(0, below.T @ g)
+        g = g @ w.T
+    return np.stack(grads)
+
+
+def by_hand(delays, *, t1=False, t2=False, stash=False, rate=RATE, momentum=0.0):
+    """Parameters after each step: stage i of the gradient is taken ``delays[i]`` updates ago."""
+    params, (xs, ys) = example()
+    seen, velocity, delta = [params], np.zeros_like(params), np.zeros_like(params)
+    for k in range(NUM_STEPS):
+        forward = np.stack([seen[max(k - n, 0)][i] for i, n in enumerate(delays)])
+        backward = seen[k].copy()
+        for i, n in enumerate(delays):
+            if t2:
+                backward[i] -= n * delta[i]
+            if stash:
+                backward[i] = forward[i]
+        velocity = momentum * velocity + tanh_chain(forward, backward, xs[k], ys[k])
+        new = seen[k].copy()
+        for i, n in enumerate(delays):
+            power = 1 - min(k / ANNEAL, 1)
+            step = -rate * velocity[i] / (max(n, 1) ** power if t1 else 1)
+            new[i] += step
+            gamma = np.exp(-2) ** (1 / n) if n else 0
+            delta[i] = gamma * delta[i] + (1 - gamma) * step
+        seen.append(new)
+    return np.stack(seen[1:])
+
+
+# --- The same with the transformations ------------------------------------------------------------
+
+
+@jax.custom_vjp
+def linear(x, w, backward_w):
+    """``x @ w``, whose cotangent of ``x`` is that of ``x @ backward_w``."""
+    del backward_w
+    return x @ w
+
+
+linear.defvjp(
+    lambda x, w, backward_w: (x @ w, (x, backward_w)),
+    lambda kept, g: (g @ kept[1].T, kept[0].T @ g, jnp.zeros_like(kept[1])),
+)
+
+
+def loss(params, backward, x, y):
+    for w, backward_w in zip(params, backward, strict=True):
+        x = jnp.tanh(linear(x, w, backward_w))
+    return jnp.sum((x - y) ** 2) / BATCH
+
+
+def run(tx, backward="current", split=lambda params: params, join=lambda params: params):
+    """Parameters after each step, as one array; ``split`` makes the tree that is optimized."""
+    params, batches = example()
+    params = split(jnp.asarray(params))
+
+    def step(carry, batch):
+        params, state = carry
+        forward = delayed_params(params, state)
+        behind = {
+            "current": lambda: params,
+            "stashed": lambda: forward,
+            "corrected": lambda: backward_params(params, state),
+        }[backward]()
+        grads = jax.grad(lambda p: loss(join(p), join(behind), *batch))(forward)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        return (params, state), join(params)
+
+    _, seen = jax.jit(lambda carry, xs: jax.lax.scan(step, carry, xs))(
+        (params, tx.init(params)), tuple(map(jnp.asarray, batches))
+    )
+    return np.asarray(seen)
+
+
+def assert_same(have, want):
+    """All steps to 1e-9 of the largest: rounding grows over the steps."""
+    assert np.abs(want[-1] - want[0]).max() > 0.1  # something was learned
+    np.testing.assert_allclose(have, want, rtol=0, atol=1e-9 * np.abs(want).max())
+
+
+FORMS = {
+    "stacked": ((lambda p: p), (lambda p: p), (lambda delays: np.asarray(delays))),
+    "stacked on dim 1": (
+        lambda p: p[None],
+        lambda p: p[0],
+        lambda delays: np.asarray(delays)[None, :, None],
+    ),
+    "a tree": (
+        lambda p: {"stage": list(p)},
+        lambda p: jnp.stack(p["stage"]),
+        lambda delays: {"stage": [int(n) for n in delays]},
+    ),
+    "a rule": (
+        lambda p: {"stage": list(p)},
+        lambda p: jnp.stack(p["stage"]),
+        lambda delays: delays_by_path(
+            {f"^stage/{i}$": int(n) for i, n in enumerate(delays[:-1])}, default=delays[-1]
+        ),
+    ),
+}
+
+
+@x64
+@pytest.mark.parametrize(
+    ("technique", "form"),
+    [("T1", "stacked"), ("T2", "a rule"), ("T1 and T2", "stacked on dim 1"), ("none", "a tree")],
+)
+def test_pipemare(technique, form):
+    """Forward pass at delayed parameters; backward pass at current or corrected ones."""
+    split, join, make = FORMS[form]
+    delays = make(FORWARD)
+    parts = [optax.sgd(RATE, momentum=MOMENTUM)]
+    parts += [scale_by_delay(delays, ANNEAL)] if "T1" in technique else []
+    parts += [params_history(delays), discrepancy_correction(delays)]
+    backward = "corrected" if "T2" in technique else "current"
+    have = run(optax.chain(*parts), backward, split, join)
+    want = by_hand(FORWARD, t1="T1" in technique, t2="T2" in technique, momentum=MOMENTUM)
+    assert_same(have, want)
+    if technique != "none":  # so that one that does nothing would fail
+        assert np.abs(want - by_hand(FORWARD, momentum=MOMENTUM)).max() > 1e-3
+
+
+@x64
+@pytest.mark.parametrize(("form", "one"), [("stacked", None), ("a rule", None), ("stacked", 1)])
+def test_weight_stashing(form, one):
+    """PipeDream: each stage at its own version, the last one at the current parameters.
+
+    Or one delay for all: 1 is PipeDream-2BW, P - 1 is PipeDream with vertical sync.
+    """
+    split, join, make = FORMS[form]
+    delays = pipeline_delays(STAGES, method="pipedream")[0].astype(int)
+    np.testing.assert_array_equal(delays, [3, 2, 1, 0])
+    tx = optax.chain(optax.sgd(RATE / 4, momentum=MOMENTUM), params_history(one or make(delays)))
+    by = [one] * STAGES if one else delays
+    want = by_hand(by, stash=True, rate=RATE / 4, momentum=MOMENTUM)
+    assert_same(run(tx, "stashed", split, join), want)
+
+
+@x64
+@pytest.mark.parametrize(("optimizer", "delay"), [("sgd", 0), ("sgd", 1), ("adamw", 4)])
+def test_a_gradient_that_is_late_is_one_of_earlier_parameters(optimizer, delay):
+    """The same parameters, ``delay`` steps later: momentum, moments and schedules begin with it."""
+    schedule = optax.cosine_decay_schedule(0.05, NUM_STEPS)
+    inner = {
+        "sgd": lambda: optax.sgd(schedule, momentum=MOMENTUM),
+        "adamw": lambda: optax.adamw(schedule, weight_decay=0.1),
+    }[optimizer]
+    params, (xs, ys) = example()
+    want = run(optax.chain(inner(), params_history(delay)), "stashed")
+    tx = delayed_gradients(inner(), delay)
+
+    def step(carry, batch):
+        params, state = carry
+        grads = jax.grad(loss)(params, params, *batch)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        return (params, state), params
+
+    params = jnp.asarray(params)
+    start = (params, tx.init(params))
+    _, have = jax.jit(lambda c, b: jax.lax.scan(step, c, b))(start, (xs, ys))
+    for early in have[:delay]:
+        np.testing.assert_array_equal(early, params)
+    assert_same(np.asarray(have[delay:]), want[: NUM_STEPS - delay])
+
+
+@x64
+def test_the_division_by_hand():
+    """Delays below 1 divide nothing; beyond the annealing no delay does; one is traced."""
+    delays, anneal_steps = np.array([6.5, 1.0, 0.25, 0.0]), 40
+    params = jnp.zeros((4, 3))
+    tx = optax.inject_hyperparams(scale_by_delay)(jnp.asarray(delays), anneal_steps)
+    state, step = tx.init(params), jax.jit(tx.update)
+    for k, g in enumerate(np.random.default_rng(2).normal(size=(NUM_STEPS, 4, 3))):
+        have, state = step(jnp.asarray(g), state)
+        power = max(1 - k / anneal_steps, 0)
+        want = g / np.array([6.5**power, 1.0, 1.0, 1.0])[:, None]
+        np.testing.assert_allclose(have, want, rtol=1e-12)
+
+
+@x64
+def test_the_correction_by_hand():
+    """Delays of both passes, one of them traced; equal delays have no correction."""
+    rng = np.random.default_rng(1)
+    updates = rng.normal(size=(NUM_STEPS, 3, 2))
+    forward, backward = np.array([6.5, 2.0, 3.0]), np.array([0.5, 1.75, 3.0])
+    tx = optax.inject_hyperparams(discrepancy_correction)(
+        jnp.asarray(forward), 0.3, backward_delays=jnp.asarray(backward)
+    )
+    params = jnp.zeros((3, 2))
+    state, step = tx.init(params), jax.jit(tx.update)
+    delta = np.zeros((3, 2))
+    for u in updates:
+        out, state = step(jnp.asarray(u), state)
+        np.testing.assert_array_equal(out, u)
+        for i, n in enumerate(forward - backward):
+            gamma = 0.3 ** (1 / n) if n else 0.0
+            delta[i] = gamma * delta[i] + (1 - gamma) * u[i]
+        want = 7.0 - (forward - backward)[:, None] * delta
+        np.testing.assert_allclose(backward_params(params + 7, state), want, rtol=1e-12)
+    np.testing.assert_array_equal(backward_params(params, state)[2], params[2])
+
+
+def test_an_average_over_long_delays_does_not_lose_its_weight():
+    """In float32, 1 - decay ** (1 / 20000) has four digits if it is computed as written."""
+    tx = discrepancy_correction(20_000.0)
+    state = tx.init(jnp.zeros(()))
+    _, state = tx.update(jnp.ones(()), state)
+    np.testing.assert_allclose(state.correction, -20_000 * np.expm1(-2 / 20_000), rtol=1e-6)
+
+
+# --- Delays ---------------------------------------------------------------------------------------
+
+
+def test_the_delays_of_the_papers():
+    for method, forward, backward in (
+        ("pipemare", [3.5, 2.5, 1.5, 0.5], [0, 0, 0, 0]),
+        ("pipedream", [1.5, 1.0, 0.5, 0.0], [1.5, 1.0, 0.5, 0.0]),
+        ("pipedream_2bw", [1, 1, 1, 1], [1, 1, 1, 1]),
+        ("gpipe", [0, 0, 0, 0], [0, 0, 0, 0]),
+    ):
+        have = pipeline_delays(4, 2, method=method)
+        np.testing.assert_array_equal(have, [forward, backward])
+        assert {x.dtype for x in have} == {np.dtype("float64")}
+    np.testing.assert_array_equal(pipeline_delays(1)[0], [1.0])
+
+
+def test_bad_pipelines():
+    with pytest.raises(ValueError, match="num_stages must be at least 1, got 0"):
+        pipeline_delays(0)
+    with pytest.raises(ValueError, match="num_microbatches must be at least 1, got 0"):
+        pipeline_delays(4, 0)
+    with pytest.raises(ValueError, match=r"method must be 'pipemare', .*, got 'hogwild'"):
+        pipeline_delays(4, method="hogwild")
+
+
+PARAMS = {"w": jnp.ones((6, 4)), "b": jnp.ones(4)}
+MAKE = {
+    "scale_by_delay": functools.partial(scale_by_delay, anneal_steps=5),
+    "discrepancy_correction": discrepancy_correction,
+    "params_history": params_history,
+}
+every = pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+
+
+@every
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (-1.0, "delays must not be negative, got -1.0"),
+        ({"w": 1, "b": np.array([1.0, -2.0])}, r"delays must not be negative, got \[ 1. -2.\]"),
+        (np.inf, "delays must be finite, got inf"),
+        ({"w": "1"}, "delays must be a number or an array, got '1'"),
+        ({"w": True}, "delays must be a number or an array, got True"),
+        (np.ones(6, bool), "delays must be a number or an array, got array"),
+        ({"w": 1}, "delays does not fit the parameters; it needs a number or an array"),
+        ({"w": 1, "b": 2, "c": 3}, "delays does not fit the parameters"),
+        (np.ones(4), r"an array of shape \(4,\) for parameter 'w' of shape \(6, 4\)"),
+        (np.ones((1, 4)), r"shape \(1, 4\) for parameter 'b' of shape \(4,\).*delays_by_path"),
+    ],
+    ids=repr,
+)
+def test_delays_that_do_not_fit(make, bad, message):
+    with pytest.raises(ValueError, match=message):
+        make(bad).init(PARAMS)
+
+
+def test_rules_and_backward_delays_that_do_not_fit():
+    for rules, default, message in (
+        ({"(": 1}, 1, r"pattern '\(' is not a regular expression"),
+        ({"w": -1}, 1, "the delay of pattern 'w' must not be negative, got -1"),
+        ({}, np.inf, "default must be finite, got inf"),
+        ({"w": [1, 2]}, 1, r"must be a number or an array, got \[1, 2\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            delays_by_path(rules, default=default)
+    tx = discrepancy_correction({"w": 3.0, "b": 1.0}, backward_delays=2.0)
+    with pytest.raises(ValueError, match=r"backward_delays exceeds delays for parameter 'b'"):
+        tx.init(PARAMS)
+
+
+def test_delays_that_set_the_shapes_of_the_state():
+    for make in (params_history, functools.partial(delayed_gradients, optax.sgd(1.0))):
+        with pytest.raises(ValueError, match=r"must be whole numbers of updates, got 1.5"):
+            make(1.5)
+        with pytest.raises(ValueError, match=r"must be known while tracing.*static_args"):
+            jax.eval_shape(lambda n, make=make: make(n).init(PARAMS), jnp.ones(()))
+    with pytest.raises(ValueError, match="delay must not be negative, got -1"):
+        delayed_gradients(optax.sgd(1.0), -1)
+    with pytest.raises(ValueError, match=r"delay must be one number.*params_history"):
+        delayed_gradients(optax.sgd(1.0), np.array([1, 2]))
+    tx = optax.inject_hyperparams(params_history, static_args="delays")(delays=2)
+    assert len(tx.init(PARAMS).inner_state.versions) == 2
+
+
+def test_states_of_other_delays():
+    _, state = params_history(2).update(PARAMS, params_history(2).init(PARAMS), PARAMS)
+    with pytest.raises(ValueError, match="has 2 versions in the state, but its largest delay is 1"):
+        params_history(1).update(PARAMS, state, PARAMS)
+    state = delayed_gradients(optax.sgd(1.0), 2).init(PARAMS)
+    with pytest.raises(ValueError, match="the state holds 2 gradients, but delay is 1"):
+        delayed_gradients(optax.sgd(1.0), 1).update(PARAMS, state)
+    with pytest.raises(ValueError, match="params_history needs params in update"):
+        params_history(1).update(PARAMS, params_history(1).init(PARAMS))
+
+
+# --- Where the state is found ---------------------------------------------------------------------
+
+
+def test_the_state_is_found_in_wrappers():
+    """Each parameter has at most one state; those that are masked out are not delayed."""
+    both = optax.chain(optax.sgd(1.0), params_history(1), discrepancy_correction(2.0))
+    grads = jax.tree.map(jnp.ones_like, PARAMS)
+    wrapped = {
+        "chain": both,
+        "nested": optax.chain(optax.clip(9.0), optax.chain(optax.identity(), both)),
+        "masked": optax.masked(both, {"w": True, "b": False}),
+        "partition": optax.partition({"a": both, "b": both}, {"w": "a", "b": "b"}),
+        "injected": optax.inject_hyperparams(lambda x: optax.chain(optax.scale(x), both))(1.0),
+        "multi steps": optax.MultiSteps(both, 1),
+    }
+    for name, tx in wrapped.items():
+        params, state = PARAMS, tx.init(PARAMS)
+        chex.assert_trees_all_equal(delayed_params(params, state), params)
+        chex.assert_trees_all_equal(backward_params(params, state), params)
+        updates, state = tx.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        late, corrected = delayed_params(params, {"opt": state}), backward_params(params, [state])
+        assert float(late["w"][0, 0]) == 1.0, name
+        # gamma is exp(-1): a step of -1 counts 2 (1 - 1 / e) in its first update.
+        np.testing.assert_allclose(corrected["w"], 2 * (1 - np.exp(-1)), rtol=1e-6, err_msg=name)
+        if name == "masked":
+            chex.assert_trees_all_equal((late["b"], corrected["b"]), (params["b"],) * 2)
+        else:
+            np.testing.assert_allclose(late["b"], 1.0)
+            np.testing.assert_allclose(corrected["b"], 2 * (1 - np.exp(-1)), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("read", "tx", "name"),
+    [
+        (delayed_params, params_history(1), "params_history"),
+        (backward_params, discrepancy_correction(1.0), "discrepancy_correction"),
+    ],
+)
+def test_states_that_cannot_be_read(read, tx, name):
+    with pytest.raises(ValueError, match=f"reads the state of {name}, .* contains none"):
+        read(PARAMS, optax.adam(1e-3).init(PARAMS))
+    with pytest.raises(ValueError, match=f"one state of {name} for each parameter, found several"):
+        read(PARAMS, (tx.init(PARAMS), tx.init(PARAMS)))
+    with pytest.raises(ValueError, match=rf"shape \(4, 6\) does not match the state of {name}"):
+        read(PARAMS | {"w": jnp.ones((4, 6))}, tx.init(PARAMS))
+    with pytest.raises(ValueError, match="tree does not match"):
+        read({"w": PARAMS["w"]}, tx.init(PARAMS))
+    packed = jax.jit(optax_ext.low_precision_state(tx, min_size=0).init)(PARAMS)
+    with pytest.raises(ValueError, match=f"needs the arrays of {name}, found Quantized"):
+        read(PARAMS, packed)
+
+
+# --- Types and placements -------------------------------------------------------------------------
+
+
+def test_stages_that_are_sharded():
+    """Delays that differ from device to device, on Explicit axes: types and values."""
+    mesh = jax.make_mesh((4,), ("pipe",), (AxisType.Explicit,))
+    delays = np.array([[3, 2, 1, 0]])
+    tx = optax.chain(
+        optax.sgd(0.1),
+        scale_by_delay(delays, 3),
+        params_history(delays),
+        discrepancy_correction(delays),
+    )
+    params = jnp.asarray(np.random.default_rng(0).normal(size=(2, 4, 3, 3)), jnp.float32)
+
+    @jax.jit
+    def step(params, state):
+        grads = delayed_params(params, state) + backward_params(params, state)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    want, want_state = params, tx.init(params)
+    with jax.set_mesh(mesh):
+        have = jax.device_put(params, NamedSharding(mesh, P(None, "pipe")))
+        state = jax.jit(tx.init)(have)
+        before = jax.tree.map(jax.typeof, state)
+        for _ in range(5):
+            have, state = step(have, state)
+            assert jax.tree.map(jax.typeof, state) == before
+        for x in jax.tree.leaves(state):
+            assert not x.ndim or x.sharding.is_equivalent_to(have.sharding, 4)
+            assert not x.ndim or len(x.addressable_shards) == 4
+    for _ in range(5):
+        want, want_state = step(want, want_state)
+    chex.assert_trees_all_close(jax.device_get((have, state)), (want, want_state), rtol=1e-6)
