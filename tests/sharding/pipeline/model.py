@@ -1,4 +1,4 @@
-"""A small transformer in plain JAX, its layers under their own keys, and one device's reference."""
+"""A small residual model of tokens in plain JAX, and its training on one device."""
 
 import functools
 
@@ -10,7 +10,7 @@ import optax
 import optax_ext
 import sharding as shd
 
-NUM_LAYERS, VOCAB, WIDTH, HEADS, HIDDEN, LENGTH, BATCH = 8, 31, 24, 3, 40, 6, 48
+NUM_LAYERS, VOCAB, WIDTH, HEADS, LENGTH, BATCH = 8, 31, 24, 4, 6, 48
 STEPS = 3
 
 VARIANTS = ("tied", "untied", "dropout")
@@ -53,12 +53,9 @@ def init_params(variant, layers=NUM_LAYERS):
 
     def layer():
         return {
-            "norm": {"scale": draw(WIDTH, mean=1.0)},
+            "up": {"kernel": draw(WIDTH, WIDTH)},
             "query": {"kernel": draw(WIDTH, HEADS, 8), "bias": draw(HEADS, 8)},
-            "value": {"kernel": draw(WIDTH, HEADS, 8)},
             "out": {"kernel": draw(HEADS, 8, WIDTH)},
-            "up": {"kernel": draw(WIDTH, HIDDEN)},
-            "down": {"kernel": draw(HIDDEN, WIDTH)},
         }
 
     params = {
@@ -83,12 +80,10 @@ def embed(shared, batch, key=None):
 
 def block(layer, x, batch, key=None):
     """Reads the micro-batch, which must be the one of ``x``."""
-    y = x * layer["norm"]["scale"][None, None]
+    y = jnp.tanh(x @ layer["up"]["kernel"])
     q = jnp.einsum("bte,ehd->bthd", y, layer["query"]["kernel"])
-    v = jnp.einsum("bte,ehd->bthd", y, layer["value"]["kernel"])
-    gated = jnp.tanh(q + layer["query"]["bias"][None, None]) * v * batch["gain"]
-    x = x + drop(jnp.einsum("bthd,hde->bte", gated, layer["out"]["kernel"]), key)
-    return x + jnp.tanh(x @ layer["up"]["kernel"]) @ layer["down"]["kernel"]
+    q = jnp.tanh(q + layer["query"]["bias"][None, None]) * batch["gain"]
+    return x + drop(jnp.einsum("bthd,hde->bte", q, layer["out"]["kernel"]), key)
 
 
 def head(shared, x, batch, key=None):

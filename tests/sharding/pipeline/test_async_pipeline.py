@@ -304,9 +304,9 @@ def hidden_embed(shared, batch):
 @pytest.mark.parametrize(
     ("schedule", "tx", "kind", "keyed", "recompute"),
     [
-        (pipedream(4, 5, vertical_sync=True), ADAMW, EXPLICIT, True, True),
-        (pipedream(4, 5, aligned=True), ADAMW, AUTO, False, False),
-        (pipedream_2bw(4, 3, 4), ADAMW, EXPLICIT, False, False),
+        (pipedream(4, 5), ADAMW, EXPLICIT, True, True),
+        (pipedream_2bw(4, 3, 4), ADAMW, AUTO, False, False),
+        slow(pipedream(4, 5, vertical_sync=True), ADAMW, EXPLICIT, True, False),
         slow(pipedream(2, 8, vertical_sync=True, aligned=True), CAME, EXPLICIT, False, False),
         slow(pipedream_2bw(4, 3, 4, aligned=False), CAME, AUTO, False, True),
     ],
@@ -389,7 +389,7 @@ def test_bfloat16_parameters_and_aux():
 
 def test_a_large_model_lowers():
     """13B in one array of more than 2^31 elements; the program does not grow with the run."""
-    width, layers, updates = 5120, 40, 40
+    width, layers, updates = 5120, 40, 20
     pipe = shd.Pipeline(
         mesh_of(pipe=8),
         one_f_one_b(8, 4),

@@ -1,4 +1,4 @@
-"""Pipelines beside trees of activations, dtypes, frozen parameters and Flax, and what they reject.
+"""Pipelines beside trees of activations, dtypes, frozen parameters, Flax; what they reject.
 
 ``test_pipeline.py`` has them beside ``Zero`` and its options.
 """
@@ -17,7 +17,6 @@ import optax_ext
 import sharding as shd
 from sharding.pipeline import Schedule, gpipe, interleaved, one_f_one_b, zb_h1
 
-from ...flax_nnx import needs_nnx, nnx
 from . import model
 from .model import chain, mesh_of
 
@@ -105,9 +104,6 @@ def test_gradients_of_frozen_parameters_are_not_computed():
     assert products("a") < products("ab") > products("b")
 
 
-# --- Frameworks -----------------------------------------------------------------------------------
-
-
 class Block(nn.Module):
     """A layer with dropout."""
 
@@ -117,60 +113,27 @@ class Block(nn.Module):
         return x + y
 
 
-def check_framework(params, block, **options):
-    """Gradients against ``sequential_loss``, of two stages."""
+@pytest.mark.usefixtures("x64")
+def test_linen_with_dropout():
+    """Masks are stored among the residuals."""
     pipe = chain(
         mesh_of(pipe=2),
         one_f_one_b(2, 2),
         num_layers=2,
-        block=block,
-        head=lambda shared, x, *_: (jnp.sum(x**2), jnp.asarray(x.shape[0], x.dtype)),
-        numbered="block_{}",
-        **options,
-    )
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 12)))
-    key = (jax.random.key(1),) if pipe.rngs else ()
-    found, want = (
-        jax.jit(jax.grad(lambda p, loss=loss: loss(p, x, *key)[0]))(pipe.stack(params))
-        for loss in (pipe.loss, pipe.sequential_loss)
-    )
-    assert model.worst_leaf(found, want)[0] < 1e-12
-
-
-@pytest.mark.usefixtures("x64")
-def test_linen_with_dropout():
-    rng = np.random.default_rng(0)
-    params = {
-        f"block_{i}": {
-            "Dense_0": {"kernel": rng.normal(size=(12, 12)), "bias": rng.normal(size=12)}
-        }
-        for i in range(2)
-    }
-    check_framework(
-        params,
-        lambda layer, x, _, key: Block().apply({"params": layer}, x, rngs={"dropout": key}),
         embed=lambda shared, x, key: x,
+        block=lambda layer, x, _, key: Block().apply({"params": layer}, x, rngs={"dropout": key}),
+        head=lambda shared, x, *_: (jnp.sum(x**2), jnp.asarray(x.shape[0], x.dtype)),
         rngs=True,
         recompute=False,
     )
-
-
-@needs_nnx
-@pytest.mark.usefixtures("x64")
-def test_nnx():
-    layer = nnx.Linear(12, 12, rngs=nnx.Rngs(0), param_dtype=jnp.float64)
-    graphdef, state = nnx.split(layer)
-
-    def block(pure, x, batch):
-        del batch
-        own = nnx.state(nnx.merge(graphdef, state))
-        nnx.replace_by_pure_dict(own, pure)
-        return x + jnp.tanh(nnx.merge(graphdef, own)(x))
-
-    pure = nnx.to_pure_dict(state)
-    check_framework(
-        {f"block_{i}": jax.tree.map(lambda x, i=i: x * i, pure) for i in range(2)}, block
+    rng, key = np.random.default_rng(0), jax.random.key(1)
+    dense = {"kernel": rng.normal(size=(2, 12, 12)), "bias": np.ones((2, 12))}
+    params, x = {"layers": {"Dense_0": dense}}, rng.normal(size=(4, 12))
+    found, want = (
+        jax.jit(jax.grad(lambda p, loss=loss: loss(p, x, key)[0]))(params)
+        for loss in (pipe.loss, pipe.sequential_loss)
     )
+    assert model.worst_leaf(found, want)[0] < 1e-12
 
 
 # --- Parameters -----------------------------------------------------------------------------------
@@ -182,7 +145,7 @@ def test_stack_and_unstack_are_inverse(counts):
     params = model.init_params("tied", layers=8)
     stacked = pipe.stack(params)
     up = stacked["layers"]["up"]["kernel"]
-    assert up.shape == (pipe.num_rows, model.WIDTH, model.HIDDEN) == (12, 24, 40)
+    assert up.shape == (pipe.num_rows, model.WIDTH, model.WIDTH) == (12, 24, 24)
     jax.tree.map(np.testing.assert_array_equal, pipe.unstack(stacked), params)
     # Stage 1 holds virtual stages 1 and 4.
     rows = up.reshape(3, 2, -1, *up.shape[1:])

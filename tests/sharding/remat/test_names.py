@@ -9,7 +9,6 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from sharding.plan._devices import KINDS
-from sharding.plan.timing._traced_work import work_of
 from sharding.remat._modes import TracedBlock
 from sharding.remat._names import HostCopies
 
@@ -94,14 +93,6 @@ def test_flash_attention_is_an_operation_with_its_products():
     # Its scores stay on the chip: the time is that of its products, and of what it returns.
     saved = traced.recompute(tuple("qkv"), forward + backward, KINDS["v5e"])
     assert kernel < saved.seconds * KINDS["v5e"].flops < 4 * kernel
-
-
-def test_of_branches_the_longest_counts():
-    def branch(p, x):
-        return jax.lax.cond(jnp.sum(x) > 0, lambda x: x @ p, lambda x: x, x)
-
-    work = work_of(branch, jnp.ones((8, 8)), jnp.ones((4, 8)), kind=None)
-    assert work.flops == 2 * 4 * 8 * 8
 
 
 def test_names_within_loops_and_branches_are_not_found():

@@ -236,7 +236,9 @@ def test_bytes_are_those_of_the_formula():
 
 
 @pytest.mark.parametrize(
-    ("method", "dim"), [(sync.agsparse, None), (sync.zen, -2), (sync.zen, -1)], ids=str
+    ("method", "dim"),
+    [(sync.agsparse, None), (sync.zen, -2), (sync.zen, -1)],
+    ids=["agsparse", "zen, rows", "zen, columns"],
 )
 def test_bytes_without_a_pull(method, dim):
     rows, width, num, density = 2**14, 64, 8, 0.02
