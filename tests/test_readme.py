@@ -53,12 +53,6 @@ def test_every_relative_link_exists():
     assert not [(page, path) for page, path in targets if not path.exists()]
 
 
-def test_links_are_found(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("[a](a.md#top) ![b](b/c.png) [d](https://d) [e](#e)\n```sh\n[f](g)\n```\n")
-    assert links(page) == ["a.md", "b/c.png"]
-
-
 def paths(text):
     """What a text names in backticks that looks like a file or a folder of this repository."""
     names = re.findall(r"`([\w.*/-]+)`", text)

@@ -24,7 +24,6 @@ pytest.importorskip("orbax.checkpoint")
 import train_lm
 from _corpus import Corpus
 from _model import Config, TransformerLM, ngram_rows
-from _pipeline import SCHEDULES, make_pipeline
 from _plan import take_plan
 
 from sharding.plan import ParallelPlan, PlanFile
@@ -300,19 +299,6 @@ def test_error_feedback_residuals_resume_on_other_devices(tmp_path, text):
 
 
 @pytest.mark.script
-def test_muon_resumes_on_other_devices_and_at_another_stage(tmp_path, text):
-    """The state of its matrices, attention's too, does not depend on the mesh."""
-    options = ("--optimizer", "muon")
-    succeed(tmp_path, text, *options, "--name", "full")
-    stopped(tmp_path, text, *options, "--name", "resumed", stop=12)
-    resumed = (*options, "--name", "resumed", "--devices", "4", "--stage", "3")
-    assert "Resuming from the checkpoint" in succeed(tmp_path, text, *resumed)
-    full, found = (column(tmp_path, "loss", name) for name in ("full", "resumed"))
-    np.testing.assert_allclose(found, full, rtol=1e-3)  # float32, rounded otherwise
-    assert full[-1] < full[0] - 1
-
-
-@pytest.mark.script
 def test_the_log_compares_the_batch_with_the_critical_size(tmp_path, text):
     output = succeed(tmp_path, text, "--noise-scale", "--steps", "20")
     measured = rows(tmp_path)[-1]["noise_scale"]
@@ -391,20 +377,10 @@ PLANS = {
         (2,),
         ("--stage", "1", "--microbatches", "2"),
     ),
-    "partly recomputed": (
-        ParallelPlan(data=2, stage=3, microbatch=4, recompute="save_qkv_proj"),
-        (2,),
-        ("--stage", "3"),
-    ),
     "replicas": (
         ParallelPlan(data=4, stage=2, replicas=2, spread=True, microbatch=4),
         (2,),
         ("--stage", "2"),
-    ),
-    "pipeline": (
-        ParallelPlan(pipe=2, microbatch=4, microbatches=2, recompute="none"),
-        (1, 1),
-        ("--stage", "0", "--pipeline", "2", "--microbatches", "2"),
     ),
     "split backward pass": (
         ParallelPlan(pipe=2, microbatch=2, microbatches=4, schedule="zb-h1", recompute="none"),
@@ -412,16 +388,10 @@ PLANS = {
         ("--stage", "0", "--microbatches", "4"),
     ),
 }
-MORE = ("partly recomputed", "pipeline")
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=pytest.mark.slow if case in MORE else pytest.mark.script)
-        for case in PLANS
-    ],
-)
+@pytest.mark.script
+@pytest.mark.parametrize("case", PLANS)
 def test_a_plan_decides_how_a_step_is_shared(tmp_path, text, case):
     """The losses are those of the same choices as options."""
     plan, layers, options = PLANS[case]
@@ -466,41 +436,6 @@ def test_plans_that_the_script_cannot_run(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             options_of(tmp_path, ParallelPlan(**fields), layers, **given)
-
-
-@pytest.mark.slow
-@jax.numpy_rank_promotion("allow")  # as the script has it
-def test_every_optimizer_sees_the_layers_in_the_stacks_of_a_pipeline():
-    model = TransformerLM(Config(layers=3, width=16, heads=2, context=8, batch_size=1, steps=1))
-    mesh = jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2])
-    # The second stage has one layer, and a row of padding.
-    pipeline = make_pipeline(model, mesh, SCHEDULES["1f1b"](2, 2))
-    params = model.init(jax.random.key(0), np.zeros((1, 8), np.int32))["params"]
-    rng = np.random.default_rng(0)
-    gradients = [
-        jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32), params) for _ in range(3)
-    ]
-
-    def trained(tx, params, convert):
-        @jax.jit
-        def step(state, gradients):
-            params, opt_state = state
-            updates, opt_state = tx.update(gradients, opt_state, params)
-            return train_lm.optax.apply_updates(params, updates), opt_state
-
-        params = convert(params)
-        state = params, tx.init(params)
-        for each in gradients:
-            state = step(state, convert(each))
-        return state
-
-    for name, (_, peak) in train_lm.OPTIMIZERS.items():
-        tx, _ = train_lm.make_optimizer(name, peak, 30)
-        expected = trained(tx, params, lambda tree: tree)
-        found = pipeline.unstack(trained(tx, params, pipeline.stack))
-        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            error = np.linalg.norm(np.asarray(x, np.float64) - y)
-            assert error <= 1e-5 * max(np.linalg.norm(y), 1e-30), name
 
 
 @jax.numpy_rank_promotion("allow")  # as the script has it
