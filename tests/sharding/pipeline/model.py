@@ -13,8 +13,6 @@ import sharding as shd
 NUM_LAYERS, VOCAB, WIDTH, HEADS, LENGTH, BATCH = 8, 31, 24, 4, 6, 48
 STEPS = 3
 
-VARIANTS = ("tied", "untied", "dropout")
-
 STACKED = optax_ext.by_path({"layers": optax_ext.Factoring(batch=(0,))}, default=None)
 RULE = optax_ext.flax_transformer()
 
@@ -32,16 +30,10 @@ OPTIMIZERS = {
     "sgd": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9)),
     "adamw": lambda: optax.adamw(1e-3, mask=optax_ext.decay_mask, weight_decay=0.1),
     "came": lambda: optax_ext.came(3e-5, weight_decay=0.1, factoring=RULE),
-    "adafactor": lambda: optax_ext.adafactor(1e-3, momentum=0.9, factoring=RULE),
     "lamb": lambda: optax_ext.lamb(1e-3, stacked=STACKED),
-    "lars": lambda: optax_ext.lars(1e-2, momentum=0.9, stacked=STACKED),
     "muon": muon,
 }
-# The same for one layer.
-OF_A_LAYER = OPTIMIZERS | {
-    "lamb": lambda: optax_ext.lamb(1e-3),
-    "lars": lambda: optax_ext.lars(1e-2, momentum=0.9),
-}
+OF_A_LAYER = OPTIMIZERS | {"lamb": lambda: optax_ext.lamb(1e-3)}
 
 
 def init_params(variant, layers=NUM_LAYERS):
@@ -93,9 +85,8 @@ def head(shared, x, batch, key=None):
     return jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"])
 
 
-def batch(step, variant="tied"):
+def batch(step):
     """Tokens, and weights of uneven scale: the first eighth of each half counts for nothing."""
-    del variant
     rng = np.random.default_rng(step)
     mask = np.repeat(10.0 ** rng.uniform(-1, 0.5, (BATCH, 1)), LENGTH - 1, axis=1)
     mask *= rng.random(mask.shape) < 0.7
@@ -143,8 +134,7 @@ def step_key(step):
 
 def parts_of(params):
     """The layers, and the shared parameters."""
-    shared = {name: x for name, x in params.items() if name != "layers"}
-    return {"block_0": params["layers"]}, shared
+    return {"block_0": params["layers"]}, {k: x for k, x in params.items() if k != "layers"}
 
 
 class PerLayer:
@@ -176,13 +166,11 @@ def step_alone(name, variant, num_shards, microbatches):
     def total(params, batch, key):
         if variant != "dropout":
             return loss_of_stacked(params, batch)
-        pieces = jax.tree.map(
-            lambda x: x.reshape(num_shards * microbatches, -1, *x.shape[1:]), batch
-        )
+        count = num_shards * microbatches
+        pieces = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
         keys = [
-            jax.random.fold_in(jax.random.fold_in(key, shard), microbatch)
-            for shard in range(num_shards)
-            for microbatch in range(microbatches)
+            jax.random.fold_in(jax.random.fold_in(key, i // microbatches), i % microbatches)
+            for i in range(count)
         ]
         sums, weights = jax.vmap(loss_of_stacked, (None, 0, 0))(params, pieces, jnp.stack(keys))
         return jnp.sum(sums), jnp.sum(weights)
@@ -221,21 +209,6 @@ def pipeline(mesh, schedule, variant="tied", **options):
 def make_state(pipe, variant, tx):
     params = pipe.stack(jax.tree.map(jnp.asarray, init_params(variant)))
     return params, tx.init(params)
-
-
-def train(pipe, zero, name, variant, steps=STEPS, tx=None, specs=None):
-    """Parameters as the model has them, losses, and the last state."""
-    tx = OPTIMIZERS[name]() if tx is None else tx
-    make = functools.partial(make_state, pipe, variant, tx)
-    specs = pipe.param_specs(jax.eval_shape(make)[0], specs)
-    state = zero.init(make, tx=tx, param_specs=specs)
-    step = zero.train_step(pipe.loss, tx=tx, weighted=True, rngs=pipe.rngs)
-    losses = []
-    for i in range(steps):
-        key = (step_key(i),) if pipe.rngs else ()
-        state, metrics = step(state, zero.put(batch(i)), *key)
-        losses.append(float(metrics["loss"]))
-    return pipe.unstack(zero.full_params(state)), losses, state
 
 
 def worst_leaf(params, reference):

@@ -1,11 +1,10 @@
-"""Pipelines beside trees of activations, dtypes, frozen parameters, Flax; what they reject.
+"""Pipelines beside trees of activations, dtypes, frozen parameters; what they reject.
 
 ``test_pipeline.py`` has them beside ``Zero`` and its options.
 """
 
 import functools
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +13,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
-import sharding as shd
 from sharding.pipeline import Schedule, gpipe, interleaved, one_f_one_b, zb_h1
 
 from . import model
@@ -61,7 +59,7 @@ def test_trees_of_activations_without_zero(kind):
 
 
 def test_cotangents_and_narrow_dtypes():
-    """The cotangent may be of NumPy, and large sums are scaled before they are cast."""
+    """Of NumPy, too; large sums are scaled before they are cast."""
     pipe = chain(
         mesh_of(pipe=2), one_f_one_b(2, 2), head=lambda shared, x, _: (100 * jnp.sum(x), 1.0)
     )
@@ -69,10 +67,9 @@ def test_cotangents_and_narrow_dtypes():
     x = jnp.ones((4, 1), jnp.bfloat16)
     (total, _), pull = jax.vjp(lambda p: pipe.loss(p, x), params)
     assert float(total) == 100 * 4 * 16
-    for one in (np.float32(0.25), jnp.float32(0.25)):
-        (grads,) = pull((one, np.float32(0)))
-        assert grads["layers"].dtype == jnp.bfloat16
-        np.testing.assert_array_equal(grads["layers"].astype(np.float32), 0.25 * 100 * 4 * 8)
+    (grads,) = pull((np.float32(0.25), np.float32(0)))
+    assert grads["layers"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(grads["layers"].astype(np.float32), 0.25 * 100 * 4 * 8)
     half = jax.tree.map(lambda x: x.astype(jnp.float16), params)
     scaled = jax.grad(lambda p: 1e-3 * pipe.loss(p, jnp.ones((128, 1), jnp.float16))[0])(half)
     np.testing.assert_allclose(scaled["layers"].astype(np.float32), 1e-1 * 128 * 8, rtol=1e-3)
@@ -104,38 +101,6 @@ def test_gradients_of_frozen_parameters_are_not_computed():
     assert products("a") < products("ab") > products("b")
 
 
-class Block(nn.Module):
-    """A layer with dropout."""
-
-    @nn.compact
-    def __call__(self, x):
-        y = nn.Dropout(0.2, deterministic=False)(jnp.tanh(nn.Dense(12, param_dtype=x.dtype)(x)))
-        return x + y
-
-
-@pytest.mark.usefixtures("x64")
-def test_linen_with_dropout():
-    """Masks are stored among the residuals."""
-    pipe = chain(
-        mesh_of(pipe=2),
-        one_f_one_b(2, 2),
-        num_layers=2,
-        embed=lambda shared, x, key: x,
-        block=lambda layer, x, _, key: Block().apply({"params": layer}, x, rngs={"dropout": key}),
-        head=lambda shared, x, *_: (jnp.sum(x**2), jnp.asarray(x.shape[0], x.dtype)),
-        rngs=True,
-        recompute=False,
-    )
-    rng, key = np.random.default_rng(0), jax.random.key(1)
-    dense = {"kernel": rng.normal(size=(2, 12, 12)), "bias": np.ones((2, 12))}
-    params, x = {"layers": {"Dense_0": dense}}, rng.normal(size=(4, 12))
-    found, want = (
-        jax.jit(jax.grad(lambda p, loss=loss: loss(p, x, key)[0]))(params)
-        for loss in (pipe.loss, pipe.sequential_loss)
-    )
-    assert model.worst_leaf(found, want)[0] < 1e-12
-
-
 # --- Parameters -----------------------------------------------------------------------------------
 
 
@@ -156,9 +121,6 @@ def test_stack_and_unstack_are_inverse(counts):
     padding = [not np.any(row) for row in up]
     assert sum(padding) == 4
     assert padding[3] == (pipe.layer_counts[3] == 1)
-    abstract = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, params))
-    types = jax.tree.map(lambda x: (x.shape, x.dtype), jax.eval_shape(pipe.stack, abstract))
-    assert types == jax.tree.map(lambda x: (x.shape, x.dtype), pipe.stack(abstract))
 
 
 def test_state_of_the_optimizer_is_stacked_too():
@@ -185,33 +147,24 @@ def test_constructor_rejects():
     for pattern, schedule, options in (
         ("axis 'stage' is not in the mesh", table, {"axis": "stage"}),
         ("has 4 stages, but mesh axis 'pipe' has 2", gpipe(4, 2), {}),
-        ("fewer than the 8 virtual stages", interleaved(2, 2, chunks=4), {}),
         ("each of the 2 virtual stages", table, {"num_layers": (1, 2, 1)}),
-        ("gather must be one of step, tick", table, {"gather": "layer"}),
         ("gather='tick' needs recompute=True", table, {"gather": "tick", "recompute": False}),
-        (r"numbered must hold \{\} once", table, {"numbered": "block"}),
         ("no backward passes", table.without_backward(), {}),
         ("broken: B1 of virtual stage 0 is missing", broken, {}),
     ):
         with pytest.raises(ValueError, match=pattern):
             chain(mesh_of(pipe=2), schedule, **options)
-    with pytest.raises(shd.pipeline.ScheduleError):
-        chain(mesh_of(pipe=2), broken)
 
 
 def test_loss_rejects():
     make = functools.partial(chain, mesh_of(pipe=2), gpipe(2, 4))
     pipe, params, x = make(), {"layers": jnp.ones((4, 3, 3))}, jnp.ones((8, 3))
     wide = make(block=lambda w, x, _: jnp.concatenate([x, x]))
-    integers = make(embed=lambda s, x: x.astype(int), block=lambda w, x, _: x)
     for pattern, loss, args in (
         ("4 micro-batches, which do not divide the 6 examples", pipe, (params, x[:6])),
         (r"must have 4 rows along dim 0.*pipeline\.stack", pipe, ({"layers": x}, x)),
-        (r"under .layers., got \[.blocks.\]", pipe, ({"blocks": jnp.ones((4, 3, 3))}, x)),
-        ("takes no key", pipe, (params, x, jax.random.key(0))),
         ("takes a key", make(rngs=True), (params, x)),
         ("activations of one type", wide, (params, x)),
-        ("floating-point", integers, (params, x)),
     ):
         with pytest.raises(ValueError, match=pattern):
             loss.loss(*args)
@@ -226,7 +179,5 @@ def test_stack_rejects():
     stacked = make()
     with pytest.raises(ValueError, match="must have the 4 layers along dim 0, got shape \\(5, 3"):
         stacked.stack({"layers": np.ones((5, 3))})
-    with pytest.raises(ValueError, match="no key 'layers'"):
-        stacked.stack({"blocks": np.ones((4, 3))})
     with pytest.raises(ValueError, match="dim 0 of stacked layers is sharded over stages"):
         stacked.param_specs({"layers": np.ones((4, 3))}, {"layers": P("model")})

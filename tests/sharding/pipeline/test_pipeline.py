@@ -66,33 +66,11 @@ TABLE = [
     Row("zb-v", (2, 4), "tied", 1, 1, "sgd", 1, "replicas", "sync trainable"),
     Row("chimera", (4, 8), "tied", 3, 1, "sgd", 1, "flat", "tick"),
 ]
-# Each family meets each variant, stage, kind of axes and way to the residuals.
-SIZES = {
-    "interleaved": [(4, 8), (2, 4), (3, 3), (4, 4)],
-    "zb-v": [(4, 8), (2, 4), (3, 4), (4, 6)],
-    "chimera": [(4, 8), (2, 4), (4, 4), (8, 8)],
-    "": [(4, 8), (2, 4), (3, 6), (8, 6)],
-}
 SLOW = [
-    Row(
-        name,
-        next(sizes for key, sizes in SIZES.items() if name.startswith(key))[stage],
-        model.VARIANTS[(i + stage) % 3],
-        stage,
-        (i + stage) % 2,
-        "came" if i % 2 else "adamw",
-        (i + stage // 2) % 2,
-    )
-    for i, name in enumerate(name for name in FAMILIES if name != "interleaved-3-aligned")
-    for stage in range(4)
-] + [
-    Row("interleaved-2", (4, 4), "tied", 2, 0, "adafactor", 1),
     Row("interleaved-2", (4, 4), "tied", 2, 0, "lamb", 1),
-    Row("interleaved-2", (4, 4), "tied", 2, 0, "lars", 1),
-    Row("interleaved-2", (4, 4), "tied", 2, 0, "muon", 1),
-    Row("1f1b-aligned", (2, 4), "tied", 3, 0, "came", 1, "replicas"),
+    Row("interleaved-2", (3, 3), "untied", 2, 0, "muon", 1),
     Row("1f1b-aligned", (2, 4), "tied", 3, 0, "came", 1, "tensor", "tick"),
-    Row("interleaved-2-aligned", (4, 4), "tied", 3, 1, "came", 1, "flat", "tick"),
+    Row("zb-v", (3, 4), "dropout", 1, 0, "adamw", 0),  # 8 layers on 6 virtual stages
 ]
 
 
@@ -110,13 +88,11 @@ def is_estimated(row):
 
 
 # By family, for 4 stages and 8 micro-batches: iterations of the loops, permutes, messages of the
-# busiest stage. Two directions in each tick of 1F1B, ZB and Chimera, one of the others.
+# busiest stage. Two directions in each tick of ZB and Chimera, one of the others.
 COUNTS = {
     "gpipe": ((10, 12), 22, 16),
     "1f1b-aligned": ((14,), 28, 16),
-    "interleaved-2-aligned": ((26,), 52, 32),
     "zb-h1": ((27,), 2 * 27, 16),
-    "zb-v": ((51,), 2 * 51, 32),
     "chimera": ((18,), 2 * 18, 16),
 }
 # By family and recompute: slots of activations and cotangents, and of residuals, one of each for
@@ -124,8 +100,6 @@ COUNTS = {
 SLOTS = {
     ("gpipe", 0): (9, 9),
     ("1f1b-aligned", 0): (3, 8),
-    ("interleaved-2-aligned", 0): (3, 12),
-    ("zb-h1", 1): (6, 5),
     ("zb-h1", 0): (3, 10),
     ("chimera", 1): (7, 0),
 }
@@ -212,8 +186,8 @@ def test_equals_one_device(row):
     distance, leaf = model.worst_leaf(run.found, want)
     assert distance < 1e-12, leaf
     np.testing.assert_allclose(run.losses, losses, rtol=1e-12)
-    for i, aux in enumerate(run.aux):
-        if run.has_aux:  # scalars are averaged over micro-batches, arrays of examples concatenated
+    if run.has_aux:  # scalars are averaged over micro-batches, arrays of examples concatenated
+        for i, aux in enumerate(run.aux):
             batch = model.batch(i)
             np.testing.assert_allclose(aux["mean"], batch["mask"].mean(), rtol=1e-12)
             np.testing.assert_array_equal(aux["first"], batch["tokens"][:, 0])
@@ -248,7 +222,6 @@ def test_the_program_runs_and_keeps_what_the_schedule_says(row):
     if of.runs == 2:
         (text,) = of.warnings
         assert "filled and drained 2 times in a step: give its schedule 8 micro-batches" in text
-    assert len(set(run.audit.warnings)) == len(run.audit.warnings)
 
 
 @cases([*filter(is_estimated, TABLE)], [*filter(is_estimated, SLOW)])

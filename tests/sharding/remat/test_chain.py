@@ -126,32 +126,3 @@ def test_a_long_chain_is_planned():
             assert peak_bytes(tree, blocks, sizes) <= 100 * m / slots
             assert time_of(tree, blocks) == pytest.approx(table.times[m])
     assert tree_as_text(tree).count("(") == tree_as_text(tree).count(")") > 0
-
-
-def hand_written(blocks):
-    """Every block again; every block with all its names; Chen's segments, of any length."""
-    count, last = len(blocks), len(blocks[0].modes) - 1
-    nothing = [Rerun((Kept(i, last),)) for i in range(count - 1)]
-    yield (*nothing, Kept(count - 1, last))
-    yield tuple(Kept(i, 0) for i in range(count))
-    for size in range(2, count):
-        for mode in range(last + 1):
-            ends = [*range(size, count, size), count]
-            starts = [0, *ends[:-1]]
-            *segments, tail = (
-                tuple(Kept(i, mode) for i in range(a, b)) for a, b in zip(starts, ends, strict=True)
-            )
-            yield (*map(Rerun, segments), *tail)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_plans_dominate_uniform_remat_and_square_roots(seed):
-    """At the bytes of a hand-written plan none takes longer, and at some of them less."""
-    blocks, sizes = random_chain(np.random.default_rng(seed), 16, 3)
-    faster = 0
-    for tree in hand_written(blocks):
-        nbytes = int(peak_bytes(tree, blocks, sizes))
-        found = ChainTable(blocks, sizes, nbytes, slots=nbytes).times[-1]
-        assert found <= time_of(tree, blocks)
-        faster += found < time_of(tree, blocks)
-    assert faster > 5

@@ -29,14 +29,8 @@ def twice(p, x):
 
 
 def params():
-    def draw(i, *shape):
-        return jax.random.normal(jax.random.key(i), shape) / 4
-
-    return {
-        "up": draw(0, WIDTH, HIDDEN),
-        "gate": draw(1, WIDTH, HIDDEN),
-        "down": draw(2, HIDDEN, WIDTH),
-    }
+    shapes = {"up": (WIDTH, HIDDEN), "gate": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
+    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
 
 
 def traced_block(block, x=None):
@@ -55,17 +49,6 @@ def seconds_again(found, saved):
             equations.add(graph.producer[value])
             pending += graph.equations[graph.producer[value]].operands
     return sum(found.seconds[i] for i in equations)
-
-
-def test_recomputed_products_are_those_that_jax_runs():
-    """Of each product twice its multiply-adds, counted by hand."""
-    traced, one = traced_block(mlp), 2 * ROWS * WIDTH * HIDDEN
-    forward, backward = traced.work(None)
-    assert (forward.flops, backward.flops) == (3 * one, 6 * one)
-    for names in ((), ("up",), ("up", "gate"), ("up", "gate", "product")):
-        # silu's backward pass reads its input, which has no name; the last product is dead.
-        again = ("up" not in names) + 1
-        assert traced.recompute(names, forward + backward, None).flops == again * one
 
 
 def test_flash_attention_is_an_operation_with_its_products():
@@ -104,9 +87,11 @@ def test_names_within_loops_and_branches_are_not_found():
     def branch(p, x):
         return jax.lax.cond(jnp.sum(x) > 0, mlp, lambda p, x: x, p, x)
 
-    for block, have in ((loop, False), (branch, False), (jax.jit(mlp), True)):
-        traced = traced_block(block)
-        assert bool(traced.named_values(None, None).values) == have
+    for block in (loop, branch):
+        assert not traced_block(block).named_values(None, None).values
+    traced = traced_block(jax.jit(mlp))
+    assert set(traced.named_values(None, None).values) == {"scaled", "up", "gate", "product"}
+    assert set(traced.named_values(None, ["up", "other"]).values) == {"up"}
 
 
 def test_copies_to_host_memory_wait_for_their_link():
@@ -132,25 +117,13 @@ def test_only_the_input_is_the_input():
     assert found.of_input() == ["x"]
 
 
-def test_chosen_names_and_others():
-    traced = traced_block(mlp)
-    assert set(traced.named_values(None, None).values) == {"scaled", "up", "gate", "product"}
-    assert set(traced.named_values(None, ["up", "other"]).values) == {"up"}
-    plain = traced_block(lambda p, x: x @ p["up"])
-    (nothing,) = plain.named_values(None, None).frontier()
-    assert nothing.names == ()
-
-
 @pytest.mark.parametrize(
     ("block", "speed", "hidden", "input_bytes"),
     [
-        (mlp, 0, False, 0),
         (twice, 0, False, 0),
         (mlp, 2e10, False, 4 * ROWS * WIDTH),
         (mlp, 2e11, True, 0),
-        (twice, 1e12, False, 0),
         (twice, 1e9, True, 4 * ROWS * WIDTH),
-        (twice, 2e10, False, 4 * ROWS * WIDTH),
     ],
 )
 def test_frontiers_equal_enumeration(block, speed, hidden, input_bytes):

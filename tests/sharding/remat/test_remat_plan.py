@@ -43,11 +43,8 @@ def chain(dropout=False):
         for i, (m, n) in enumerate(itertools.pairwise(WIDTHS))
     ]
     params.append({"scale": jnp.asarray(rng.normal(size=WIDTHS[-1]))})
-    return (
-        [block] * (len(WIDTHS) - 1) + [head],
-        params,
-        jnp.asarray(rng.normal(size=(64, WIDTHS[0]))),
-    )
+    x = jnp.asarray(rng.normal(size=(64, WIDTHS[0])))
+    return [block] * (len(WIDTHS) - 1) + [head], params, x
 
 
 def plain(blocks, params, x):
@@ -56,14 +53,8 @@ def plain(blocks, params, x):
     return x
 
 
-def trained(params):
-    """Without keys, which have no gradients."""
-    return [{k: v for k, v in p.items() if k != "key"} for p in params]
-
-
 TREES = (
     (Rerun((Kept(0, 0), Rerun((Kept(1, -1),)), Kept(2, -1))), Kept(3, 0), Kept(4, 0)),
-    (Rerun((Rerun((Kept(0, 0), Kept(1, 0))), Kept(2, 0))), Kept(3, -1), Kept(4, 0)),
     (Kept(0, 0), Rerun((Kept(1, 0), Rerun((Kept(2, 0), Kept(3, 0))), Kept(4, 0)))),
 )
 
@@ -75,9 +66,8 @@ def plans():
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("dropout", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_gradients_are_those_of_the_plain_chain(dropout):
-    blocks, params, x = chain(dropout)
+def test_gradients_are_those_of_the_plain_chain():
+    blocks, params, x = chain(dropout=True)
 
     def loss(fn):
         def of(own, x):
@@ -86,13 +76,12 @@ def test_gradients_are_those_of_the_plain_chain(dropout):
 
         return jax.jit(jax.value_and_grad(of, argnums=(0, 1)))
 
-    want = loss(lambda p, x: plain(blocks, p, x))(trained(params), x)
+    trained = [{k: v for k, v in p.items() if k != "key"} for p in params]
+    want = loss(lambda p, x: plain(blocks, p, x))(trained, x)
     found = shd.remat.frontier(blocks, params, x)
-    found = [found[0]] + [
-        dataclasses.replace(found[0], tree=(*tree, Kept(5, 0))) for tree in (TREES[0], TREES[2])
-    ]
+    found = [found[0]] + [dataclasses.replace(found[0], tree=(*tree, Kept(5, 0))) for tree in TREES]
     for each in found:
-        got = loss(each.apply())(trained(params), x)
+        got = loss(each.apply())(trained, x)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), got, want)
 
 
@@ -161,14 +150,6 @@ def test_products_run_again_as_often_as_planned():
         assert work_of(jax.jit(step), params, x, kind=None).flops == found.work.flops
 
 
-def test_a_chain_takes_parameters_of_as_many_blocks():
-    _, params, x = chain()
-    run = plans()[0].apply()
-    for wrong in (params[:-1], [*params, params[-1]]):
-        with pytest.raises(ValueError, match=f"each of 6 blocks, got {len(wrong)}"):
-            run(wrong, x)
-
-
 class Program:
     """What a compiler says of one."""
 
@@ -212,29 +193,18 @@ def test_integers_enter_a_chain():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), grads, want)
 
 
-@pytest.mark.filterwarnings("ignore:the blocks have no named values")
-def test_blocks_without_products_have_tables():
-    """Of operations, of which there are none, nothing is a fraction."""
-    params = [jnp.ones(())] * 2
-    sines = shd.remat.frontier(lambda p, x: jnp.sin(jnp.sin(x)) * p, params, jnp.ones((64, 8)))
-    assert "0.0%" in str(sines)
-    same = shd.remat.plan(lambda p, x: x, [None] * 2, jnp.ones((64, 8)), "1MiB")
-    assert same.extra_time == 0.0
-    assert "0.0 %" in str(same)
-
-
 def test_bad_input():
     blocks, params, x = chain()
     for pattern, args in (
         ("parameters for each of 6 blocks, got 5", (blocks, params[:-1], x, 1e9)),
         ("for stacked ones give length=", (block, params[0], x, 1e9)),
         ("a text such as '8GiB', got '8 apples'", (blocks, params, x, "8 apples")),
-        (r"got '1[.]2[.]3GB'", (blocks, params, x, "1.2.3GB")),
         ("must be above 0", (blocks, params, x, 0)),
-        (r"estimate\(params, tx, zero, device=[.]{3}\); got None", (blocks, params, x, None)),
         (r"a number of bytes, a text .* got \[1\]", (blocks, params, x, [1])),
     ):
         with pytest.raises(ValueError, match=pattern):
             shd.remat.plan(*args)
+    with pytest.raises(ValueError, match="each of 6 blocks, got 7"):
+        plans()[0].apply()([*params, params[-1]], x)
     texts = {"2KB": 2000, "3 MiB": 3 * 2**20, "1.5GiB": 1.5 * 2**30, "7": 7}
     assert {text: in_bytes(text) for text in texts} == texts

@@ -119,14 +119,6 @@ def with_temporaries(monkeypatch, rest_of):
     return made, made.candidates(NameRequest(), False)
 
 
-def test_the_plan_is_the_fastest_that_fits():
-    params, x = stack()
-    for each, budget in ((plans()[0], plans()[0].peak), (plans()[1], 1.001 * plans()[1].peak)):
-        found = shd.remat.plan(block, params, x, budget, length=LENGTH)
-        assert found.peak <= budget
-        assert found.extra_time == pytest.approx(each.extra_time)
-
-
 @pytest.mark.parametrize("seed", [3, 13])
 def test_more_bytes_are_never_slower_whatever_programs_take(monkeypatch, seed):
     """Temporaries beside what is stored vary threefold: none of them is foreseen by another."""
@@ -156,20 +148,6 @@ def test_a_frontier_has_no_slower_plan_of_equal_bytes(monkeypatch):
     assert only.work == candidates[0].work
     peaks.update(dict.fromkeys(peaks, math.inf))
     assert made.frontier(candidates) == []
-
-
-def test_a_prime_number_of_blocks_is_one_scan():
-    params, x = stack()
-    params = jax.tree.map(lambda w: w[:7], params)
-    made = Stack(block, params, x, 7, jax.devices()[0], None)
-    assert {each.lengths for each in made.candidates(NameRequest(), False)} == {(7,)}
-
-
-@pytest.mark.filterwarnings("ignore:the blocks have no named values")
-def test_blocks_without_parameters():
-    found = shd.remat.plan(lambda p, x: jnp.sin(x), None, jnp.ones((64, 8)), "1GiB", length=4)
-    want = np.sin(np.sin(np.sin(np.sin(np.ones((64, 8))))))
-    np.testing.assert_allclose(found.apply()(None, jnp.ones((64, 8))), want, rtol=1e-6)
 
 
 def test_a_stack_takes_parameters_of_its_length():
@@ -211,14 +189,10 @@ def test_presets_and_places_fix_the_names():
     only = shd.remat.frontier(decoder, params, x, length=LENGTH, names=["context"])
     assert {each.names for each in only} <= {(), ("context",)}
 
-
-def test_a_chain_takes_presets():
-    params, x = stack()
     layers = [jax.tree.map(lambda w, i=i: w[i], params) for i in range(4)]
-    found = shd.remat.plan(decoder, layers, x, "1GiB", names="save_qkv_proj")
-    assert {found.names[each.block][each.mode] for each in found.tree} == {
-        ("query_proj", "key_proj")
-    }
+    found = shd.remat.plan(decoder, layers, x, "1GiB", names="save_qkv_proj")  # of a chain
+    names = {found.names[each.block][each.mode] for each in found.tree}
+    assert names == {("query_proj", "key_proj")}
 
 
 @pytest.mark.usefixtures("uncompiled")
@@ -232,43 +206,14 @@ def test_names_that_spare_nothing_are_named():
         y = x @ p["up"]
         return x + (jnp.tanh(y) + checkpoint_name(y, "mid")) @ p["down"]  # tanh reads y itself
 
-    def unnamed(p, x):
-        return x + jnp.tanh(x @ p["up"]) @ p["down"]
-
     for pattern, fn, options in (
         ("act: saving this spares no operation", after, {}),
         ("mid: saving this spares no operation", side, {}),
-        ("no named values", unnamed, {}),
+        ("no named values", lambda p, x: x + jnp.tanh(x @ p["up"]) @ p["down"], {}),
         ("no name that may be saved", block, {"names": ["other"]}),
-        ("none of the requested names", block, {"names": "save_qkv_proj"}),
     ):
         with pytest.warns(UserWarning, match=pattern):
             shd.remat.plan(fn, params, x, "1GiB", length=LENGTH, **options)
-
-
-def test_a_kernel_with_its_own_derivative_is_one_operation():
-    """As flash attention: what its forward rule keeps is saved or computed again as a whole."""
-    params, x = stack()
-
-    @jax.custom_vjp
-    def kernel(x):
-        return jnp.tanh(x)
-
-    def forward(x):
-        y = jnp.tanh(x)
-        return checkpoint_name(y, "kept"), checkpoint_name(y, "kept")
-
-    kernel.defvjp(forward, lambda y, g: (g * (1 - y**2),))
-
-    def layer(p, x):
-        return x + kernel(x @ p["up"]) @ p["down"]
-
-    found = shd.remat.plan(layer, params, x, "1GiB", length=LENGTH)
-    assert found.names == ("kept",)
-    assert found.extra_flops == 0
-    want = gradients(functools.partial(plain, block=layer), params, x)
-    got = gradients(found.apply(), params, x)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5), got, want)
 
 
 # --- Host memory ----------------------------------------------------------------------------------
@@ -292,38 +237,28 @@ def test_a_carry_is_offloaded_by_a_name_within_the_loop():
 def test_bad_input():
     params, x = stack()
 
-    def call(**changes):
-        return shd.remat.plan(
-            changes.pop("block", block), changes.pop("params", params), x, "1GiB", **changes
-        )
-
     for pattern, changes in (
         (r"must be stacked, 11 layers in the first dim, but down has the shape", {"length": 11}),
-        ("down has the shape", {"length": 12, "params": params | {"down": 1.0}}),
-        ("length must be at least 1, got 0", {"length": 0}),
         ("give one function, not several", {"length": 12, "block": [block] * 12}),
         ("return what they get", {"length": 12, "block": lambda p, x: x @ p["up"]}),
         ("is no preset; known are 'full'", {"length": 12, "names": "everything"}),
         ("'hidden' must be in one of 'device'", {"length": 12, "names": {"hidden": "disk"}}),
         ("ignored by XLA on CPUs", {"length": 12, "offload": True}),
-        ("ignored by XLA on CPUs", {"length": 12, "names": {"hidden": "offload"}}),
-        ("True, or a list of names, got 'hidden'", {"length": 12, "offload": "hidden"}),
         ("what names= has decided", {"length": 12, "offload": True, "names": "full"}),
         ("offload is for stacks", {"params": [params], "offload": True}),
-        ("offload is for stacks", {"params": [params], "names": "minimal_offloaded"}),
         ("modes must be at least 2", {"params": [params], "modes": 1}),
     ):
+        fn, own = changes.pop("block", block), changes.pop("params", params)
         with pytest.raises(ValueError, match=pattern):
-            call(**changes)
+            shd.remat.plan(fn, own, x, "1GiB", **changes)
 
 
 # --- Large models ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["llama3-405b", pytest.param("llama2-7b", marks=pytest.mark.slow)])
-def test_names_of_large_layers_are_chosen_at_their_size(name):
+def test_names_of_large_layers_are_chosen_at_their_size():
     """Only traced: 405B parameters, activations beyond 2^31 bytes, in a second or two."""
-    model = MODELS[name]
+    model = MODELS["llama3-405b"]
     params = one_of(model.abstract(jnp.bfloat16)["layers"])
     x = jax.ShapeDtypeStruct((8, 8192, model.width), jnp.bfloat16)
     traced = TracedBlock.of(model.apply_layer, params, x, jax.devices()[0])
@@ -350,8 +285,6 @@ def test_what_a_plan_leaves_is_a_budget():
     assert found.budget == left
     counted = estimate(params, tx, zero, device=device, activations=found.peak)
     assert counted.stage("stage 2").peak <= device.memory
-    with pytest.raises(ValueError, match="needs the memory of its device"):
-        shd.remat.plan(block, params, x, estimate(params, tx, zero), length=LENGTH)
     tiny = dataclasses.replace(device, memory=1e5)
     with pytest.raises(ValueError, match="nothing is left for activations"):
         shd.remat.plan(block, params, x, estimate(params, tx, zero, device=tiny), length=LENGTH)
