@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import pathlib
-import re
 
 import jax
 import jax.numpy as jnp
@@ -73,10 +72,8 @@ def test_matrix_products(fn, shapes, products):
 @pytest.mark.parametrize(
     ("padding", "stride", "holes", "dilation", "pairs"),
     [
-        (0, 1, 1, 1, 6 * 3),  # 8 places, 3 taps
         (1, 1, 1, 1, 8 * 3 - 2),  # two taps lie outside
-        (0, 2, 1, 1, 3 * 3),
-        (0, 1, 1, 2, 4 * 3),
+        (0, 2, 1, 2, 2 * 3),
         (0, 1, 2, 1, 7 * 2 + 6),  # every other place is a hole
     ],
 )
@@ -92,38 +89,23 @@ def test_convolutions_without_what_is_padding(padding, stride, holes, dilation, 
 
 
 def test_loops_count_as_often_as_they_run():
-    def fn(x, w):
-        x, _ = lax.scan(lambda x, w: (x @ w, None), x, w)
-        return x
+    """And those without an end once, with a warning."""
 
+    def fn(x, w):
+        return lax.scan(lambda x, w: (x @ w, None), x, w)[0]
+
+    def endless(x, w):
+        return lax.while_loop(lambda x: x[0, 0] < 3, lambda x: x @ w, x)
+
+    found = shd.audit(compiled(endless, (8, 8), (8, 8)))
+    assert found.matmul_flops == 2 * 8**3
+    assert any("counted once" in text for text in found.warnings)
     _, products, nbytes = counted(compiled(fn, (32, 64), (10, 64, 64)))
     assert products == 10 * 2 * 32 * 64 * 64
     # Each step slices one layer's weights out of all, multiplies, and copies the result; before the
     # first, x is copied.
     weights, x = 4 * 64 * 64, 4 * 32 * 64
     assert nbytes == pytest.approx(10 * (3 * weights + 4 * x) + 2 * x, rel=1e-3)
-
-
-def test_a_loop_without_an_end_counts_once():
-    def fn(x, w):
-        return lax.while_loop(lambda x: x[0, 0] < 3, lambda x: x @ w, x)
-
-    program = compiled(fn, (8, 8), (8, 8))
-    found, endless = costs(Program(program.as_text()))
-    assert sum(c.matmul_flops for c in found) == 2 * 8**3
-    assert len(endless) == 1
-    assert any("counted once" in text for text in shd.audit(program).warnings)
-
-
-def test_elementwise_bytes_and_slices():
-    """What goes in and out; of a slice that is changed in place the slice alone."""
-    n = 4096
-    assert counted(compiled(lambda x, y: x * y + 1, (n,), (n,)))[2] == 3 * 4 * n
-
-    def fn(x, y):
-        return lax.dynamic_update_slice(x, y, (3, 0))
-
-    assert counted(compiled(fn, (1000, 64), (2, 64), donate=0))[2] <= 4 * 4 * 2 * 64
 
 
 # Programs for TPUs update codes in place after a copy whose result aliases its operand.
@@ -241,7 +223,6 @@ def test_the_parts_of_a_state_of_zero():
     assert found.arguments["parameters"] == 2 * size
     assert found.arguments["master weights"] == 4 * size / 8
     assert found.arguments["optimizer state"] == pytest.approx(8 * size / 8, abs=16)
-    assert found.results <= 64  # the loss; the rest takes over the memory of the state
     phases = {each.phase: each.axes for each in found.traffic if each.wire_bytes > 1e3}
     assert phases == {"gradient sync": ("data",), "gather": ("data",)}
 
@@ -299,20 +280,9 @@ def test_recorded_programs(name):
 
     shown = str(found)
     assert all(len(line) <= 80 for line in shown.splitlines() if not line.startswith("warning"))
-    for word in ("parameters", "reduce-scatter", "gradient sync"):
-        assert word in shown
     assert ("not faster than, by wire" in shown) == (name != "cpu_8")
     again = json.loads(json.dumps(found.to_dict()))
     assert (again["wire_bytes"], again["seconds"]) == (found.wire_bytes, found.seconds)
-
-
-def test_theory_and_fast_memory():
-    theory = 3 * 4 * LAYERS * WIDTH**2 * 7 / 8
-    assert "1.000 of theory" in str(recorded("cpu_8", expected_wire=theory))
-    # What fits into the fast memory of a TPU moves little more than its arguments.
-    arguments = sum(recorded("v5e_4x4").arguments.values())
-    assert sum(recorded("v5e_4x4").nbytes.values()) < 3 * arguments
-    assert sum(recorded("cpu_8").nbytes.values()) > 20 * arguments
 
 
 def test_bounds_on_the_time():
@@ -333,11 +303,11 @@ def test_bounds_on_the_time():
 # --- Warnings -------------------------------------------------------------------------------------
 
 
-def on_mesh(fn, *, shape=(256, 512)):
+def on_mesh(fn):
     """A program of 8 devices, each with an array of this shape."""
     mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
-    return compiled(mapped, (8 * shape[0], shape[1]))
+    return compiled(mapped, (8 * 256, 512))
 
 
 def test_an_all_reduce_that_is_sliced_afterwards():
@@ -349,59 +319,13 @@ def test_an_all_reduce_that_is_sliced_afterwards():
     def scattered(x):
         return lax.psum_scatter(x, "data", tiled=True)
 
-    program = on_mesh(all_reduced)
-    (text,) = shd.audit(program).warnings
+    (text,) = shd.audit(on_mesh(all_reduced)).warnings
     assert "sums of 512 KiB are all-reduced and then sliced" in text
     assert not shd.audit(on_mesh(scattered)).warnings
     assert not shd.audit(on_mesh(lambda x: lax.psum(x, "data"))).warnings
-    # As where a reduce-scatter was requested.
-    text = program.as_text().replace("reduce_scatter/psum", "reduce_scatter")
-    (note,) = shd.audit(text).warnings
-    assert "all-reduces where the program requests reduce-scatters" in note
 
 
-FUSED = """HloModule step, is_scheduled=true, replica_count=1, num_partitions=8
-
-%add (a: f32[], b: f32[]) -> f32[] {
-  %a = f32[] parameter(0)
-  %b = f32[] parameter(1)
-  ROOT %sum = f32[] add(%a, %b)
-}
-
-%NAME (p: f32[256,512], i: s32[]) -> f32[32,512] {
-  %p = f32[256,512]{1,0} parameter(0)
-  %i = s32[] parameter(1)
-  %z = s32[] constant(0)
-  %r = f32[256,512]{1,0} all-reduce(%p), replica_groups=[1,8]<=[8], to_apply=%add
-  ROOT %s = f32[32,512]{1,0} dynamic-slice(%r, %i, %z), dynamic_slice_sizes={32,512}
-}
-
-ENTRY %main (x: f32[256,512], j: s32[]) -> f32[32,512] {
-  %x = f32[256,512]{1,0} parameter(0)
-  %j = s32[] parameter(1)
-  ROOT %f = f32[32,512]{1,0} fusion(%x, %j), kind=kCustom, calls=%NAME
-}
-"""
-
-
-def test_what_a_tpu_runs_as_a_reduce_scatter():
-    """It is written as an all-reduce and a slice."""
-    found = shd.audit(FUSED.replace("NAME", "all-reduce-scatter.1"))
-    assert [each.op for each in found.traffic] == ["reduce-scatter"]
-    assert found.warnings == ()
-    assert "all-reduced and then sliced" in shd.audit(FUSED.replace("NAME", "other")).warnings[0]
-
-
-def test_a_gather_in_the_update():
-    def fn(x):
-        with jax.named_scope("update"):
-            return jnp.sum(lax.all_gather(x, "data"), 0)
-
-    (text,) = shd.audit(on_mesh(fn)).warnings
-    assert "the optimizer gathers 3.50 MiB a step" in text
-
-
-def train(layer, rows=512):
+def train(layer):
     def loss(w, x):
         x, _ = lax.scan(layer, x, w)
         return jnp.mean(x**2)
@@ -409,7 +333,7 @@ def train(layer, rows=512):
     def step(w, x):
         return w - 0.1 * jax.grad(loss)(w, x)
 
-    return compiled(step, (8, 128, 128), (rows, 128), donate=0)
+    return compiled(step, (8, 128, 128), (512, 128), donate=0)
 
 
 def layer(x, w):
@@ -417,19 +341,10 @@ def layer(x, w):
 
 
 def test_what_grows_with_depth():
-    """Activations; and gathered parameters that the backward pass reads."""
     (text,) = shd.audit(train(layer)).warnings
     assert "temporaries grow with depth" in text
     assert "of activations a layer" in text
     assert not shd.audit(train(jax.checkpoint(layer))).warnings
-
-    def gathering(x, w):
-        with jax.named_scope("gather"):
-            w = w * 2  # stands for a gather: a new array
-        return jnp.tanh(x @ w), None
-
-    notes = shd.audit(train(gathering, rows=32)).warnings
-    assert any("64.0 KiB of gathered parameters a layer" in text for text in notes)
 
 
 def test_a_donated_argument_that_is_copied():
@@ -453,20 +368,13 @@ def test_what_does_not_fit_and_how_fast_it_is():
     found = audited(5)
     assert (found.fits, found.memory) == (False, 8 * MIB)
     assert "3.00 MiB more than a small has" in found.warnings[0]
-    assert "DOES NOT FIT" in str(found)
     for mib, verdict, warned in ((8.5, "fits, barely", 1), (9, "a small has: fits", 0)):
         found = audited(mib)
         assert found.headroom == pytest.approx(1 - 8 / mib)
-        assert found.to_dict()["headroom"] == found.headroom
         assert verdict in str(found)
         assert len(found.warnings) == warned
-        assert all("512 KiB (6%) to spare" in text for text in found.warnings)
     found = audited(100, tokens=3000, bandwidth=8 * MIB)
     assert found.tokens_per_second == pytest.approx(3000)  # 8 MiB are moved, in a second
-    assert found.to_dict()["tokens_per_second"] == found.tokens_per_second
-    assert re.search(r"tokens/s of all, at most +3.00 k", str(found))
-    assert shd.audit(program, tokens=3000).tokens_per_second is None
-    assert audited(100).tokens_per_second is None
     # A program is read and not run: no machine here could hold the arrays of this one.
     found = shd.audit(compiled(lambda x: x[:1].sum(), (2**22, 2**14)))
     assert found.arguments["batch and others"] == 4 * 2**36
@@ -497,40 +405,25 @@ def beginner(dtype=jnp.float32, donate=(), replicated=True, inputs=jnp.bfloat16)
     return jax.jit(step, donate_argnums=donate, out_shardings=shardings).lower(params, state, x)
 
 
-def test_a_state_that_is_not_donated():
-    def found(donate):
-        warnings = shd.audit(beginner(donate=donate, replicated=False).compile()).warnings
-        return [text for text in warnings if "not donated" in text]
-
-    size = 4 * 512 * 256
-    (text,) = found(())
-    # A device's eighth of two moments, and all of the parameters.
-    assert f"{size / 2**10 * 1.25:.0f} KiB of parameters and optimizer state come back" in text
-    (text,) = found((0,))
-    assert f"{size / 2**10 / 4:.0f} KiB of optimizer state come back" in text
-    assert found((0, 1)) == []
-
-
-def test_gradients_that_come_back_are_no_new_state():
-    """And a gradient that is written into the new parameters is no temporary."""
-
-    def grads(params, x):
-        return jax.grad(lambda p: jnp.mean((x @ p) ** 2))(params)
-
-    assert not shd.audit(compiled(grads, (512, 256), (64, 512))).warnings
-    found = shd.audit(compiled(lambda p, x: p - 0.1 * grads(p, x), (512, 512), (8, 512)))
-    assert 0 < sum(found.at_peak.values()) <= found.temporaries * (1 + 1e-9)
-
-
-def test_an_optimizer_state_that_is_replicated():
-    def found(**options):
-        warnings = shd.audit(beginner(donate=(0, 1), **options).compile()).warnings
-        return [text for text in warnings if "replicated" in text]
-
-    (text,) = found()
-    assert "1.00 MiB of optimizer state are replicated: each of the 8 devices holds" in text
-    assert "Zero(mesh, stage=1) shards it to about 128 KiB" in text
-    assert found(replicated=False) == []
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        # A device's eighth of two moments, and all of the parameters.
+        ({"donate": ()}, {"not donated": "640 KiB of parameters and optimizer state come back"}),
+        ({"replicated": True}, {"replicated": "1.00 MiB of optimizer state are replicated: each"}),
+        # The batch widens all.
+        ({"dtype": jnp.bfloat16}, {"matrix products": "100% of the work of matrix products"}),
+        ({"dtype": jnp.bfloat16, "inputs": jnp.bfloat16}, {}),
+        ({}, {}),
+    ],
+)
+def test_mistakes_of_a_first_step(options, warned):
+    given = {"donate": (0, 1), "replicated": False, "inputs": jnp.float32} | options
+    found = dict.fromkeys(("not donated", "replicated", "matrix products"), "")
+    for text in shd.audit(beginner(**given)).warnings:
+        found |= {key: text for key in found if key in text}
+    assert {key for key, text in found.items() if text} == warned.keys()
+    assert all(words in found[key] for key, words in warned.items())
 
 
 def test_programs_that_do_not_say_how_arguments_are_placed():
@@ -546,34 +439,6 @@ def test_programs_that_do_not_say_how_arguments_are_placed():
     state = {"opt_state[0].count", "opt_state[0].mu['w']", "opt_state[0].nu['w']"}
     assert replicated(shardings) == state | {"params['w']"}
     assert replicated([]) == replicated(shardings[1:]) == set()  # which is whose, nobody knows
-
-
-@pytest.mark.parametrize(
-    ("dtype", "inputs", "warned"),
-    [
-        (jnp.bfloat16, jnp.float32, True),  # the batch widens all
-        (jnp.bfloat16, jnp.bfloat16, False),
-        (jnp.float32, jnp.float32, False),  # as requested
-    ],
-)
-def test_float32_products_by_accident(dtype, inputs, warned):
-    lowered = beginner(dtype, donate=(0, 1), replicated=False, inputs=inputs)
-    found = [text for text in shd.audit(lowered).warnings if "matrix products" in text]
-    assert len(found) == warned
-    if warned:
-        assert "100% of the work of matrix products" in found[0]
-        assert re.search(
-            r"multiplies (64x512xf32 with 512x256xf32|512x64xf32|64x256xf32)", found[0]
-        )
-
-
-def test_bfloat16_collectives_on_cpus_have_a_note():
-    for dtype, count in ((jnp.bfloat16, 1), (jnp.float32, 0)):
-        found = shd.audit(beginner(dtype, donate=(0, 1), replicated=False, inputs=dtype))
-        assert len(found.notes) == count
-        for note in found.notes:
-            assert "shown as float32: XLA widens them on CPUs" in note
-            assert f"note: {note}" in str(found)
 
 
 def test_parameters_that_are_not_named_params():
@@ -592,18 +457,9 @@ def test_parameters_that_are_not_named_params():
     (note,) = found.notes
     assert "no argument is named params" in note
     assert "of theta, mu;" in note
-    # As its caller says, nothing has to be found.
     named = shd.audit(program, parts={"weights": "theta", "rest": ""})
     assert named.arguments == {"weights": size, "rest": size + 4 * 8 * 64}
     assert named.notes == ()
-
-    def grads(weight, x):
-        return jax.grad(lambda w: jnp.mean((x @ w) ** 2))(weight)
-
-    found = shd.audit(compiled(grads, (8, 8), (8, 8)))
-    assert "none comes back: all are counted as batch and others" in found.notes[0]
-    assert found.arguments["batch and others"] == 2 * 4 * 8 * 8
-    assert shd.audit(compiled(lambda x, y: x @ y, (8, 8), (8, 8))).notes == ()  # no training step
 
 
 # --- The largest batch ----------------------------------------------------------------------------
@@ -628,7 +484,6 @@ def needing(nbytes):
     [
         (lambda b: 100 + 7 * b, 7),  # as of most steps: a line is met at once
         (lambda b: 100 + 64 * -(-b // 64), 25),  # padded
-        (lambda b: b * b, 25),
         (lambda b: 50 * b**0.5, 15),
         (lambda b: b if b < 300 else 10_000 + b, 35),
     ],
@@ -663,12 +518,10 @@ def test_find_batch_with_a_compiler_that_gives_up():
     for text in ("Used {}M of 1.0M hbm.", "no words"):
         found = find_batch(functools.partial(make, text=text), memory=2 * MIB, headroom=0)
         assert found.batch == 11
-        failed = [each.memory for each in found.tried if not each.fits]
+        failed = [each for each in found.tried if not each.fits]
         assert failed
-        for each in found.tried:
-            if not each.fits:
-                assert each.memory == (each.batch / 10 * MIB if "Used" in text else np.inf)
-    assert "more than there is" in str(found)
+        for each in failed:
+            assert each.memory == (each.batch / 10 * MIB if "Used" in text else np.inf)
 
     def wrong(batch):
         raise jax.errors.JaxRuntimeError("INTERNAL: of another kind")
@@ -677,24 +530,14 @@ def test_find_batch_with_a_compiler_that_gives_up():
         find_batch(wrong, memory=1.0)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "needs the memory of a device, and none is known of None"),
-        ({"device": "cpu:8"}, "none is known of 'cpu:8'"),
-        ({"memory": 1.0, "headroom": 1.0}, "headroom must be from 0 to below 1, got 1.0"),
-        ({"memory": 1.0, "start": 0}, "start must be from 1 to limit = 65536, got 0"),
-    ],
-)
-def test_bad_searches(options, message):
-    with pytest.raises(ValueError, match=message):
-        find_batch(needing(lambda b: b)[0], **options)
+def test_bad_searches():
+    with pytest.raises(ValueError, match="needs the memory of a device, and none is known of None"):
+        find_batch(needing(lambda b: b)[0])
+    with pytest.raises(ValueError, match=r"headroom must be from 0 to below 1, got 1.0"):
+        find_batch(needing(lambda b: b)[0], memory=1.0, headroom=1.0)
     message = r"'abacus' .* known are v4, .*h200.* as a sharding\.DeviceKind"
     with pytest.raises(ValueError, match=message):
         shd.audit((PROGRAMS / "cpu_8.txt").read_text(), device="abacus")
-
-
-# --- Shown ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -703,20 +546,15 @@ def test_bad_searches(options, message):
         ("jit(step)/shard_map/jvp()/while/body/closed_call/gather/all_gather",
          "gather/all_gather", "gather"),
         ("jit(step)/shard_map/loss_and_grad/jvp(gather)/all_gather", None, "gather"),
-        ("jit(step)/gather_params/copy", None, "gather"),
         ("jit(f)/jvp(jit(take_along_axis))/gather", None, "forward"),  # a lookup
-        ("jit(step)/jvp(a/b)/jit(take_along_axis)/gather", "b/gather", "forward"),
-        ("jit(f)/transpose(jvp())/dot_general", None, "backward"),
         ("jit(f)/checkpoint/rematted_computation/dot_general", None, "backward"),
         ("jit(step)/transpose(jvp(a/b))/reduce_sum", "b/reduce_sum", "backward"),
         # XLA made one of two.
         ("jit(f)/(transpose(jvp(a/b))/dot_general:jvp(a/b)/reduce_sum)",
          "b/dot_general", "backward"),
         ("jit(step)/transpose(jvp(gather))/reduce_scatter", "reduce_scatter", "gradient sync"),
-        ("jit(step)/shard_map/reduce_gradients/psum", None, "gradient sync"),
         ("jit(step)/update/reduce_sum", "update/reduce_sum", "update"),
         ("jit(f)/add", None, "other"),
-        ("", "", "other"),
     ],
 )  # fmt: skip
 def test_phases_and_scopes(scope, shown, phase):

@@ -88,25 +88,12 @@ def test_gathers_over_a_torus(axes, speed):
     assert twice == pytest.approx(2 * found)
 
 
-def test_large_gathers_reach_their_share_of_a_link():
-    """95 % of 45 GB/s a link over a ring of 16, as measured."""
-    found = collective_seconds("all-gather", 1e9, TorusGroup(((16, True),)), kind_of("v5e"))
-    assert 1e9 * 15 / 16 / found / 2 == pytest.approx(0.95 * 45e9, rel=0.01)
-
-
 def test_all_to_all_takes_a_quarter_of_the_gather():
     """The full array is the operands of all devices together."""
     group, device = TorusGroup(((16, True),)), kind_of("v5e")
     gather = collective_seconds("all-gather", 16e9, group, device, ideal=True) * 16 / 15
     found = collective_seconds("all-to-all", 1e9, group, device, ideal=True)
     assert found == pytest.approx(gather / 4)
-
-
-def test_slices_share_their_network():
-    device = kind_of("v5p")
-    group = TorusGroup(((4, True), (4, True)), slices=2)
-    found = collective_seconds("reduce-scatter", 1e9, group, device, ideal=True)
-    assert found == pytest.approx(1e9 / 2 / 16 / device.network)
 
 
 def test_permutes():
@@ -119,18 +106,12 @@ def test_permutes():
 
 @pytest.mark.parametrize("operation", ["all-gather", "all-reduce", "all-to-all", "permute"])
 @pytest.mark.parametrize(
-    ("kind", "group"),
-    [("h100", NodeGroup(64, 8)), ("b200", NodeGroup(8, 8)), ("v5p", TorusGroup(((4, True),)))],
+    ("kind", "group"), [("h100", NodeGroup(64, 8)), ("v5p", TorusGroup(((4, True),)))]
 )
 def test_the_ideal_bounds_what_is_reached(operation, kind, group):
     for nbytes in (1e3, 1e6, 1e9):
         bound = collective_seconds(operation, nbytes, group, kind_of(kind), ideal=True)
         assert 0 < bound < collective_seconds(operation, nbytes, group, kind_of(kind))
-
-
-def test_one_device_sends_nothing():
-    assert collective_seconds("all-reduce", 1e9, NodeGroup(1, 1), kind_of("h100")) == 0
-    assert collective_seconds("all-reduce", 1e9, TorusGroup(()), kind_of("v5e")) == 0
 
 
 def test_errors():

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import jax
 import optax
 import pytest
 from jax.sharding import AbstractMesh
@@ -21,40 +20,14 @@ ADAMW = optax.adamw(1e-3)
 SMALL = Decoder(6, 64, 4, 2, 96, 1000, 32)
 
 
-def zero_of(devices, hosts=1, stage=1):
-    """A ``Zero`` on hosts of GPUs."""
-    if hosts == 1:
-        return shd.Zero(AbstractMesh((devices,), ("data",)), stage=stage)
-    mesh = AbstractMesh((hosts, devices // hosts), ("host", "data"))
-    return shd.Zero(mesh, stage=stage, axis="data", replica_axis="host")
+def zero_of(devices, stage=1):
+    return shd.Zero(AbstractMesh((devices,), ("data",)), stage=stage)
 
 
-def plan_of(model=SMALL, tx=ADAMW, devices=8, hosts=1, stage=1, kind="h100x8", **kwargs):
+def plan_of(model=SMALL, devices=8, stage=1, kind="h100x8", **kwargs):
     device = kwargs.pop("device", kind_of(kind))
     kwargs = {"num_stages": 4, "microbatches": 8} | kwargs
-    return estimate_pipeline(model, tx, zero_of(devices, hosts, stage), device=device, **kwargs)
-
-
-# --- Figures --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("scan", "tied"), [(False, True), (True, False)])
-def test_devices_hold_the_layers_of_the_largest_chunk_and_everything_else(scan, tied):
-    model = dataclasses.replace(SMALL, scan=scan, tied=tied, biased=True)
-    plan = plan_of(model, devices=4, stage=0)
-    assert plan.stages[0].layers[0][0] == 0
-    assert plan.stages[-1].layers[-1][1] == model.layers + 2
-    rows = num_rows(model, [stage.layers[0] for stage in plan.stages])
-    assert 4 * rows > model.layers
-    params = dataclasses.replace(model, layers=rows, scan=True).abstract()
-    expected = 2 * sum(x.size for x in jax.tree.leaves(params))
-    shared = sum(
-        x.size for name, x in jax.tree.leaves_with_path(params) if "layers" not in str(name)
-    )
-    for stage in plan.stages:
-        assert stage.params == expected
-        # One replica: nothing is synchronized but what all stages sum, in float32.
-        assert (stage.synced, stage.summed) == (0, 2 * 3 / 4 * 4 * shared)
+    return estimate_pipeline(model, ADAMW, zero_of(devices, stage), device=device, **kwargs)
 
 
 @pytest.mark.parametrize(
@@ -114,20 +87,15 @@ def test_fewer_layers_are_taken_where_the_fastest_stages_do_not_fit():
     """All devices have as many layers as the largest chunk, which the head makes larger."""
     model = Decoder(24, 256, 4, 4, 512, 8192, 512)
     options = {"devices": 4, "microbatches": 64, "schedule": "aligned"}
-    free = plan_of(model, ADAMW, **options)
+    free = plan_of(model, **options)
     rows = num_rows(model, [stage.layers[0] for stage in free.stages])
     assert rows > 6
     held = free.stages[0].memory
     device = dataclasses.replace(kind_of("h100x8"), memory=held - 1)
-    tight = plan_of(model, ADAMW, device=device, **options)
+    tight = plan_of(model, device=device, **options)
     assert tight.pipeline.fits
     assert num_rows(model, [stage.layers[0] for stage in tight.stages]) == rows - 1
     assert tight.lockstep > free.lockstep
-    none = dataclasses.replace(device, memory=0.5 * held)
-    tiny = plan_of(model, ADAMW, device=none, **options)
-    assert not tiny.pipeline.fits
-    assert tiny.stages == free.stages
-    assert any(note.startswith("warning: the stages do not fit") for note in tiny.notes)
 
 
 def test_times_of_a_step():
@@ -148,9 +116,6 @@ def test_times_of_a_step():
     assert plan.transfers == pytest.approx(22 * message / kind_of("h100x8").link)
     assert plan.pipeline.compute == plan.lockstep + plan.transfers
     assert plan.tokens == 2 * 8 * 32
-    text = str(plan)
-    assert "4 stages x 2 replicas, 8 micro-batches, aligned" in text
-    assert "One step" in text
     # With ZeRO each of 8 devices takes 2 of the 16 micro-batches.
     assert plan.alternative.compute == pytest.approx(plan.ideal)
     zero = estimate(
@@ -165,10 +130,6 @@ def test_times_of_a_step():
     assert plan.alternative.wire == zero.wire / kind_of("h100x8").link
     activations = sum(c.activation_bytes for c in costs) + max(c.working_bytes for c in costs)
     assert plan.alternative.memory == zero.peak + activations
-    # Empty micro-batches of ZeRO are counted.
-    plan = plan_of(microbatches=5)
-    assert plan.alternative.compute == pytest.approx(plan.ideal * 8 / 5)
-    assert any("5 micro-batches are no multiple of 4 stages" in note for note in plan.notes)
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), [("zb-h1", 1), ("zb-v", 2)])
@@ -188,8 +149,6 @@ def test_split_backward_passes(schedule, chunks):
     assert sum(stage.permuted for stage in plan.stages) == 8 * 2 * boundaries * stream
     with pytest.raises(ValueError, match="computes nothing again: use recompute=False"):
         plan_of(model, schedule=schedule)
-    with pytest.raises(ValueError, match="has no flush: search"):
-        plan_of(model, schedule="2bw")
 
 
 def test_links():
@@ -200,19 +159,6 @@ def test_links():
     assert Links(2, 16, 10.0, 1e9).collective_seconds(15 / 16 * array, 16) == pytest.approx(140)
     assert links.collective_seconds(7 / 8 * array, 8) == pytest.approx(14)
     assert links.permute_seconds(5.0) == 5.0
-    assert Links(1, 16, 100.0, 1.0).permute_seconds(5.0) == 0.05
-
-
-def test_replicas_of_a_stage_are_neighbours():
-    """On 2 hosts of 8, two stages have replicas within a host, and send to each other outside."""
-    device = dataclasses.replace(kind_of("h100x8"), link=1e9, network=1e6)
-    plan = plan_of(devices=16, hosts=2, num_stages=2, device=device)
-    stage = plan.stages[0]
-    assert plan.pipeline.wire == stage.synced / 1e9 + stage.summed / 1e6
-    assert plan.transfers == pytest.approx(2 * (8 + 1) * 2 * 32 * 64 / 1e6)
-
-
-# --- The verdict ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

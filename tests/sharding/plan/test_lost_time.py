@@ -9,8 +9,6 @@ import pytest
 from sharding.plan import lost_time
 from sharding.recovery._peer_placement import place_replicas, recovery_probability
 
-DAY = 86_400.0
-
 
 def arguments(**changed):
     """Failures every 2,000 s, checkpoints every 200 s or more: terms of second order count."""
@@ -27,15 +25,12 @@ def arguments(**changed):
 
 @dataclasses.dataclass
 class Run:
-    """A training run on a clock, with checkpoints of two kinds.
-
-    ``files`` and ``snapshots`` are (steps between, seconds blocked, seconds until restorable).
-    """
+    """A training run on a clock, with checkpoints of two kinds."""
 
     rng: np.random.Generator
     failures: float
     step: float
-    files: tuple
+    files: tuple  # steps between, seconds blocked, seconds until restorable
     snapshots: tuple | None
     recovered: float
     restarts: tuple  # from files, from snapshots
@@ -115,8 +110,6 @@ def test_without_failures_only_the_overhead_is_lost():
     assert lost.best_disk.overhead < 1e-5
     for each in (lost.disk, lost.best_disk, lost.peers):
         assert each.share == pytest.approx(each.overhead, abs=1e-7)
-    # Failures may leave no time for progress.
-    assert lost_time(**arguments(machine_mtbf=1.0)).disk.share == 1.0
 
 
 @pytest.mark.parametrize(
@@ -137,36 +130,15 @@ def test_the_best_interval_is_the_best_of_all(blocking, mtbf):
     assert best.interval * 0.1 == pytest.approx(math.sqrt(2 * 60 * 1e9 / 16), rel=2e-3)
 
 
-def test_the_table():
-    lost = lost_time(**arguments(machine_mtbf=16 * DAY))
-    lines = str(lost).splitlines()
-    assert lines[0] == "1 failures a day; peers recover 100.00% of them"
-    assert [line.split("  ")[1] for line in lines[2:]] == [
-        "disk",
-        "disk, best interval",
-        "peers and disk",
-    ]
-    assert len({len(line) for line in lines[1:]}) == 1
-
-
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
         ({"num_machines": 0}, "num_machines must be a whole number above 0, got 0"),
-        ({"peer_interval": 1.5}, "peer_interval must be a whole number above 0, got 1.5"),
         ({"machine_mtbf": 0.0}, "machine_mtbf must be above 0 and finite, got 0.0"),
-        ({"step": math.inf}, "step must be above 0 and finite, got inf"),
-        ({"restart": -1.0}, "restart must be at least 0 and finite, got -1.0"),
         ({"lost_machines": {1: 0.5}}, "must add up to 1, got 0.5"),
-        ({"lost_machines": {17: 1.0}}, "0 to 16 lost machines, got 1.0 for 17"),
-        ({"replicas": 17}, "replicas=17 needs as many machines, found 16"),
         (
             {"disk_interval": 2, "disk_blocking": 4.0},
             "disk_interval=2 steps are 24 s, and writing a checkpoint takes 60 s: give at least 6",
-        ),
-        (
-            {"disk_interval_with_peers": 5, "disk_blocking": 4.0},
-            "disk_interval_with_peers=5 steps are 54 s",
         ),
     ],
 )

@@ -104,28 +104,15 @@ def test_balanced_stages_equal_brute_force(schedule, overlap):
         pieces = [layers[i:j] for i, j in ranges_of(found.boundaries)]
         held = [memory_of(x, n, 2.0) for x, n in zip(pieces, in_flight, strict=True)]
         assert found.memory == tuple(held)
-        assert all(x <= limit for x, limit in zip(held, limits, strict=True))
         compute = [compute_of(x) / speed for x, speed in zip(pieces, speeds, strict=True)]
         assert found.compute == tuple(compute)
         ends = zip(pieces[:-1], links, strict=True)
         assert found.transfers == tuple(2 * x[-1].output_bytes / link for x, link in ends)
-        assert max(found.compute) <= found.period
     assert 40 < fitted < 150
-
-
-def test_ties_are_balanced_too():
-    """One slow layer determines the period; the others are still shared equally."""
-    layers = [LayerCost(10.0, 10.0), *[LayerCost(1.0, 1.0)] * 6]
-    found = balanced_stages(layers, 3)
-    assert found.boundaries == found.to_dict()["boundaries"] == (0, 1, 4, 7)
-    assert "3 stages, a micro-batch every 20 s" in str(found)
-    assert "4-6" in str(found)
 
 
 def test_what_is_missing_is_reported():
     layers = [LayerCost(1.0, 1.0, param_bytes=3 * 2.0**30)] * 4
-    with pytest.raises(ValueError, match=r"needs 24.0 GiB on stage 0 and has 20.0 GiB, 4.00 GiB"):
-        balanced_stages(layers, 2, memory=20 * 2.0**30)
     with pytest.raises(ValueError, match=r"needs 12.0 GiB on stage 0 and has 10.0 GiB, 2.00 GiB"):
         balanced_stages(layers, 2, memory=[10 * 2.0**30, math.inf])
 
@@ -133,16 +120,10 @@ def test_what_is_missing_is_reported():
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"layers": []}, "layers are empty"),
         ({"num_stages": 5}, "5 stages were requested of 4 layers"),
-        ({"num_stages": 0}, "num_stages must be at least 1, got 0"),
         ({"layers": [LayerCost(1.0, math.nan)] * 4}, "layer 0: backward must be finite"),
-        ({"speeds": [1.0]}, "speeds must have 2 values, got 1"),
-        ({"speeds": [1.0, 0.0]}, "speeds must be above 0, got 0.0"),
         ({"links": [1.0, 1.0]}, "links must have 1 values, got 2"),
-        ({"memory": -1.0}, "memory must be above 0, got -1.0"),
         ({"schedule": "zb-v"}, "schedule must be 'gpipe', '1f1b' or 'aligned', got 'zb-v'"),
-        ({"schedule": "interleaved"}, "takes one chunk on a device"),
     ],
 )
 def test_bad_questions(kwargs, message):
@@ -161,36 +142,26 @@ def fewest_stored(chain, period):
     For given remainders passes begin as early as they can after, as late as they can before the
     last forward pass.
     """
-    kinds = len(chain)
     per_element = []
     for forward, backward in chain:
         pairs = []
         for f, b in itertools.product(range(period), repeat=2):
-            busy = [(f + t) % period for t in range(forward)]
-            busy += [(b + t) % period for t in range(backward)]
-            if len(set(busy)) == len(busy):
+            busy = {(f + t) % period for t in range(forward)}
+            busy |= {(b + t) % period for t in range(backward)}
+            if len(busy) == forward + backward:
                 pairs.append((f, b))
         per_element.append(pairs)
-    best = [math.inf] * kinds
+    best = [math.inf] * len(chain)
     for remainders in itertools.product(*per_element):
-        # Time from the begin of each forward pass to the end of its backward pass.
-        end = 0  # relative to the begin of the last forward pass
-        start = 0
-        spans = [0] * kinds
-        last_forward = remainders[-1][0]
-        begins = [0] * kinds
-        for e in range(kinds - 2, -1, -1):  # as late as possible
-            latest = start - chain[e][0]
-            wanted = remainders[e][0] - last_forward
-            start = latest - (latest - wanted) % period
-            begins[e] = start
+        last = remainders[-1][0]  # begins at time 0
+        begins = [0] * len(chain)
+        for e in reversed(range(len(chain) - 1)):  # as late as possible
+            latest = begins[e + 1] - chain[e][0]
+            begins[e] = latest - (latest - remainders[e][0] + last) % period
         end = chain[-1][0]
-        for e in range(kinds - 1, -1, -1):  # as early as possible
-            wanted = remainders[e][1] - last_forward
-            begin = end + (wanted - end) % period
-            end = begin + chain[e][1]
-            spans[e] = end - begins[e]
-        best = [min(x, -(-span // period)) for x, span in zip(best, spans, strict=True)]
+        for e in reversed(range(len(chain))):  # as early as possible
+            end += (remainders[e][1] - last - end) % period + chain[e][1]
+            best[e] = min(best[e], -(-(end - begins[e]) // period))
     return best
 
 
@@ -267,10 +238,6 @@ def test_memory_aware_stages_equal_brute_force():
 def test_a_period_shorter_than_a_stage_is_rejected():
     with pytest.raises(ValueError, match="the period 2 is shorter than the largest load, 3"):
         activation_groups([1, 3], 2)
-    with pytest.raises(ValueError, match="transfers must have 1 values, got 2"):
-        activation_groups([1, 3], 3, transfers=[1, 1])
-    with pytest.raises(ValueError, match="loads are empty"):
-        activation_groups([], 3)
 
 
 # --- PipeDream ------------------------------------------------------------------------------------
@@ -331,20 +298,10 @@ def test_pipedream_equals_brute_force(levels, overlap):
         assert found.period == pytest.approx(expected, rel=1e-12)
         assert period_of(found.stages, layers, levels, overlap) == pytest.approx(expected)
         assert sum(stage.replicas for stage in found.stages) == levels[-1][0]
-        bounds = [(stage.first, stage.last) for stage in found.stages]
-        assert bounds[0][0] == 0
-        assert bounds[-1][1] == len(layers) - 1
-        assert all(a[1] + 1 == b[0] for a, b in itertools.pairwise(bounds))
+        held = [i for stage in found.stages for i in range(stage.first, stage.last + 1)]
+        assert held == list(range(len(layers)))
         several += len(found.stages) > 1
     assert several > 5
-    for bad, kwargs, message in (
-        ([], {}, "levels are empty"),
-        ([(0, 1.0)], {}, "at least 1 component"),
-        ([(2, 0.0)], {}, "a link above 0"),
-        ([(2, 1.0), (2, 1.0)], {"memory": 1.0}, "one level of workers, got 2 levels"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            pipedream_stages([LayerCost(1.0, 1.0)], bad, **kwargs)
 
 
 def test_pipedream_under_memory_equals_brute_force():
@@ -452,19 +409,10 @@ def test_two_bw_equals_brute_force():
         }
         assert len(found) == len(plan.choices)
         assert max(each.memory for each in plan.choices) <= memory
-        assert "width x depth" in str(plan)
         assert found.keys() == expected.keys()
         assert all(found[key] == pytest.approx(expected[key]) for key in found)
         assert plan.best.throughput == pytest.approx(max(expected.values()))
     assert fitted > 30
-
-
-def test_two_bw_reports_what_is_missing():
-    layers = [LayerCost(1.0, 2.0, param_bytes=2.0**30)] * 4
-    with pytest.raises(ValueError, match=r"the smallest needs 5.00 GiB, 1.00 GiB more"):
-        two_bw(*(layers, 4), global_batch=4, microbatches=[1], memory=4 * 2.0**30, link=1e9)
-    with pytest.raises(ValueError, match="no width x depth = 8 devices"):
-        two_bw(layers, 8, global_batch=3, microbatches=[2], memory=1e12, link=1e9)
 
 
 # --- HetPipe --------------------------------------------------------------------------------------
@@ -545,13 +493,8 @@ def test_policies_share_devices():
     assert allocate_workers(nodes, "equal") == ((0, 1, 2, 3),) * 4
     assert allocate_workers(nodes, "hybrid") == ((0, 0, 3, 3),) * 2 + ((1, 1, 2, 2),) * 2
     assert allocate_workers(nodes[:3], "hybrid") == ((0, 0, 2, 2),) * 2 + ((1,) * 4,)
-    for given, policy, message in (
-        ([Node(3, 1.0), Node(2, 1.0)], "hybrid", "node 0 has 3 devices, which 2 virtual workers"),
-        (nodes, "even", "policy must be one of"),
-        ([], "node", "nodes are empty"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            allocate_workers(given, policy)
+    with pytest.raises(ValueError, match="node 0 has 3 devices, which 2 virtual workers"):
+        allocate_workers([Node(3, 1.0), Node(2, 1.0)], "hybrid")
 
 
 def test_staleness_of_waves():
@@ -562,32 +505,10 @@ def test_staleness_of_waves():
     assert {plan.num_concurrent for plan in plans} == {4}
     assert {plan.local_staleness for plan in plans} == {3}
     assert [plan.global_staleness for plan in plans] == [6, 10, 22]
-    assert "waves of 4" in str(plans[0])
-
-
-def test_memory_limits_the_wave():
-    layers = [LayerCost(1.0, 1.0, activation_bytes=10.0)] * 4
-    assert hetpipe(layers, [Node(4, 25.0)], network=1.0).num_concurrent == 2
-    nodes = [Node(2, 1e9, speed=s) for s in (1.0, 2.0, 3.0, 4.0)]
-    one = {"policies": ["equal"], "num_workers": 1}
-    for given, of, options, message in (
-        (layers, [Node(4, 5.0)], {"policies": ["node"]}, r"lacks 5 B on one device"),
-        (layers, [Node(8, 5.0)], {"policies": ["node"]}, "8 devices of a worker share 4 layers"),
-        (layers * 2, nodes, one, r"2,520 orders, more than 1,000; pass search_order"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            hetpipe(given, of, network=1.0, **options)
-    found = hetpipe(layers * 2, nodes, network=1.0, search_order=False, **one)
-    assert found.workers[0].nodes == (0, 0, 1, 1, 2, 2, 3, 3)
-
-
-# --- Costs of layers ------------------------------------------------------------------------------
 
 
 def test_layer_costs_sum_to_the_model():
     device = kind_of("h100x8")
-    with pytest.raises(ValueError, match=r"efficiency must be in \(0, 1\], got 2"):
-        layer_costs(MODELS["gpt2-small"], device, efficiency=2)
     for name in ("gpt2-small", "llama2-7b"):
         model = MODELS[name]
         costs = layer_costs(model, device, batch=2, length=512, efficiency=0.5)

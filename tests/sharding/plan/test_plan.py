@@ -69,13 +69,6 @@ def test_factored_optimizers(tx, expected):
     assert [stage.memory / GB for stage in plan.stages] == pytest.approx(expected, rel=0.02)
 
 
-def test_a_number_as_parameters():
-    for count in (1, 4095, 4096, 4097, 4096**2 + 5 * 4096 + 3):
-        params = count_to_params(count, jnp.float32)
-        assert sum(math.prod(x.shape) for x in jax.tree.leaves(params)) == count
-        assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
-
-
 # --- Bytes on the wire ----------------------------------------------------------------------------
 
 SHAPES = {
@@ -142,15 +135,6 @@ def test_wire_bytes_by_hand(k, once, gathers):
     assert [stage.network for stage in plan.stages] == pytest.approx(network)
 
 
-def test_what_is_computed_in_travels():
-    """Stage 3 gathers in the dtype of the loss, stages 1 and 2 in that of the parameters."""
-    precision = shd.Precision(compute=jnp.bfloat16)
-    found = wire_plan(jnp.float32, zero={"precision": precision}).stages
-    narrow, mixed = (wire_by_hand(1, held=held, summed=2)[0] for held in (2, 4))
-    expected = [*mixed[:3], *narrow[3:5]]
-    assert [stage.wire for stage in found[:5]] == pytest.approx(expected)
-
-
 # --- The compiled program -------------------------------------------------------------------------
 
 MODEL = Decoder(2, 128, 4, 2, 384, 512, length=16, gated=False, tied=True)
@@ -165,15 +149,9 @@ CASES = {
     "3 spread": ({"stage": 3} | HYBRID | SPREAD, "adafactor", 1),
 }
 SLOW = {
-    "stage 0": ({"stage": 0}, "adamw", 1),
     "stage 1": ({"stage": 1}, "came", 1),
-    "stage 3": ({"stage": 3}, "came", 1),
-    "1 hybrid": ({"stage": 1} | HYBRID, "adamw", 1),
-    "2 spread": ({"stage": 2} | HYBRID | SPREAD, "came", 2),
     "3 hybrid": ({"stage": 3} | HYBRID, "adamw", 2),
-    "stage 3, not resharded": ({"stage": 3, "reshard_after_forward": False}, "adamw", 1),
     "stage 3, codes": ({"stage": 3, "precision": shd.Precision(gather="int8")}, "adamw", 1),
-    "stage 3, unsharded": ({"stage": 3, "unsharded": "up|down"}, "adamw", 1),
     "stage 1, residuals": ({"stage": 1, "sync": shd.sync.top_k(0.1)}, "adamw", 1),
 }
 
@@ -214,21 +192,19 @@ def test_the_compiled_step(name):
 ONE = {"w": jax.ShapeDtypeStruct((256, 512), jnp.float32)}
 
 
-@pytest.mark.parametrize("stage", range(4))
-def test_the_requested_stage_is_among_the_stages(stage):
-    names = [*STAGES, "3 hybrid", "3 spread"]
-    flat = plan_of(ONE, zero={"stage": stage})
-    assert flat.requested == f"stage {stage}"
-    assert [each.name for each in flat.stages] == STAGES
+def test_the_requested_stage_is_among_the_stages():
+    flat = plan_of(ONE, zero={"stage": 2})
+    assert flat.requested == "stage 2"
     with pytest.raises(ValueError, match="'3 hybrid' is not in the plan; its stages are 'stage 0'"):
         flat.stage("3 hybrid")
-    hybrid = plan_of(ONE, sizes=(2, 4), names=("host", "data"), zero={"stage": stage})
     # At stage 0 replicas and devices within one all-reduce alike.
-    requested = f"{stage} hybrid" if stage else "stage 0"
-    assert hybrid.requested == hybrid.to_dict()["requested"] == requested
-    expected = names if requested in names else [*names, requested]
-    assert [each.name for each in hybrid.stages] == expected
-    assert hybrid.stage(requested).name == requested
+    hybrids = [*STAGES, "3 hybrid", "3 spread"]
+    for stage, more in enumerate(([], ["1 hybrid"], ["2 hybrid"], [])):
+        found = plan_of(ONE, sizes=(2, 4), names=("host", "data"), zero={"stage": stage})
+        assert found.requested == (f"{stage} hybrid" if stage else "stage 0")
+        assert [each.name for each in found.stages] == [*hybrids, *more]
+    with pytest.raises(TypeError, match=r"estimate takes a Zero, got axis, mesh\. Call"):
+        estimate(ONE, ADAM, mesh=AbstractMesh((8,), ("data",)), axis="data")
 
 
 def test_sync_state_is_counted():
@@ -239,26 +215,9 @@ def test_sync_state_is_counted():
     assert [stage.sync for stage in found.stages] == [size, size, size, 0]
     for a, b in zip(plain.stages, found.stages, strict=True):
         assert (b.wire, b.memory) == (a.wire, a.memory + b.sync)
-    assert re.search("^ +gradient sync +512 KiB +512 KiB +512 KiB +0 B$", str(found), re.MULTILINE)
     assert "what another sync sends is not counted here" in found.notes[-1]
-    assert "gradient sync" not in str(plain)
     with pytest.raises(ValueError, match="at stage 3"):
         plan_of(ONE, zero={"stage": 3, "sync": shd.sync.top_k(0.1)})
-
-
-def test_old_calls_show_the_new_one():
-    tx, mesh = optax.adam(1e-3), AbstractMesh((8,), ("data",))
-    old = {"axis": "data", "min_shard_size": 0, "offload": True}
-    message = (
-        "estimate takes a Zero, got axis, min_shard_size, offload. Call estimate(params, tx, "
-        'Zero(mesh, axis=..., min_shard_size=..., offload="optimizer"), ...).'
-    )
-    with pytest.raises(TypeError, match=re.escape(message)):
-        estimate(ONE, tx, mesh, **old)
-    with pytest.raises(TypeError, match=r"got axis, mesh\. Call"):
-        estimate(ONE, tx, mesh=mesh, axis="data")
-    with pytest.raises(TypeError, match="got AbstractMesh"):
-        estimate(ONE, tx, mesh)
 
 
 # --- What is recommended --------------------------------------------------------------------------
@@ -271,11 +230,8 @@ def test_old_calls_show_the_new_one():
     [
         (200, None, "stage 1", "it sends least"),
         (70, None, "stage 2", "it sends least"),  # stage 1 fits, but leaves less than a fifth
-        (35, None, "stage 3", "it sends least"),
         (2.43, None, "stage 3", "it needs least; only 8"),
-        (80, 10, "stage 1", "it sends least among the stages that leave 10% of the memory free ("),
         (80, 12, "stage 2", "it sends least"),  # stage 1 fits, but leaves less than a tenth
-        (80, 77, "stage 3", "it needs least; only 626 MiB are left free."),
         (80, 79, "", "stage 3 needs least, 75.8 GiB of 74.5 GiB, with activations."),
         (2, None, "", "Does not fit a test: stage 3 needs least, 2.18 GiB of 1.86"),
     ],
@@ -299,13 +255,6 @@ def test_recommended(gigabytes, activations, name, reason):
     assert any(note.startswith(words) for note in plan.notes) == bool(tight)
 
 
-def test_an_unknown_device():
-    plan = plan_of(ONE)
-    assert (plan.recommended, plan.fits, plan.device) == ("", None, None)
-    assert "not known" in plan.notes[0]
-    assert "left of" not in str(plan)
-
-
 @pytest.mark.parametrize("scan", [True, False])
 def test_layers_whose_gradients_are_reduced_one_by_one(scan):
     """Stage 2 holds the full gradients of what is outside the layers, and of one layer."""
@@ -325,9 +274,6 @@ def test_layers_whose_gradients_are_reduced_one_by_one(scan):
         assert found.stages[2].unreduced == 2 * (5 * layer + outside)
 
 
-# --- Activations ----------------------------------------------------------------------------------
-
-
 def test_activations_are_beside_the_gradients():
     """Of each stage; nothing else changes. They are drawn, and said to be counted or not."""
     options = {"microbatches": 4, "device": device(200)}
@@ -341,77 +287,14 @@ def test_activations_are_beside_the_gradients():
         assert found.headroom(b) == pytest.approx(plain.headroom(a) - 3 * GIB / 200e9)
     assert found.seconds(found.stages[0]) == plain.seconds(plain.stages[0])
 
-    def row(plan, name):
-        (cells,) = (cells for cells in plan.tables()[0].rows if cells[0].startswith(name))
-        return cells[1:]
-
-    assert str(found).startswith("7,500,000,000 parameters on data=64: one device\n")
-    assert "stage 1 *" in str(found)
-    assert row(found, "+ activations") == ("3.00 GiB",) * 4
-    assert row(plain, "+ activations") == ("?",) * 4
-    assert (row(plain, "left of")[3], row(found, "left of")[3]) == ("184 GiB", "181 GiB")
     assert found.notes[-1].startswith("Activations are counted as planned; ")
-    assert not any("not counted" in note for note in found.notes)
     assert plain.notes[-1].startswith("Activations are not counted (?)")
     as_json = [json.loads(json.dumps(plan.to_dict())) for plan in (plain, found, none)]
     assert [each["not_counted"] for each in as_json] == [["activations"], [], []]
     for rows in zip(*(each["stages"] for each in as_json), strict=True):
         assert [row["activations"] for row in rows] == [None, 3 * GIB, 0]
-        for each in rows:
-            assert each["memory"] == each["arguments"] + each["grads"]
-            assert each["peak"] == each["memory"] + each["unreduced"] + (each["activations"] or 0)
-    (bars,) = (
-        bars
-        for bars in plot_plans({"": found}).axes[0].containers
-        if bars.get_label() == "activations"
-    )
-    assert [bar.get_height() for bar in bars] == [3] * 4
-
-
-def test_activations_that_are_no_bytes():
-    for activations in (-1.0, math.nan, math.inf):
-        message = f"a finite number of bytes, 0 or above, got {activations}."
-        with pytest.raises(ValueError, match=re.escape(message)):
-            plan_of(ONE, activations=activations)
-
-
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_compiled_scan_holds_activations_beside_unreduced_gradients(stage):
-    """A second micro-batch adds gradients that wait to the peak, though activations are larger."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    zero = shd.Zero(mesh, stage=stage, min_shard_size=1000)
-    tx = optax.sgd(1e-3, momentum=0.9)
-    shape, rows = (8, 256, 256), 1024  # 2 MiB of parameters, 16 MiB of activations
-    layer = zero.gathered(lambda w, x: x + jnp.tanh(x @ w))
-
-    def make_state():
-        params = {"layers": jnp.ones(shape)}
-        return params, tx.init(params)
-
-    def loss(params, x):
-        return jnp.mean(jax.lax.scan(lambda x, w: (layer(w, x), None), x, params["layers"])[0])
-
-    peaks = []
-    for k in (1, 2):
-        step = zero.train_step(loss, tx=tx, microbatches=k)
-        batch = jax.ShapeDtypeStruct((8 * k * rows, 256), jnp.float32)
-        compiled = step.lower(zero.abstract_state(make_state, tx=tx), batch).compile()
-        memory = compiled.memory_analysis()
-        params = {"layers": jax.ShapeDtypeStruct(shape, jnp.float32)}
-        nbytes = 2 * 4 * 8 * rows * 256  # of each layer the input, and the result of tanh
-        plan = estimate(
-            *(params, tx, zero),
-            microbatches=k,
-            batch=4 * k * rows * 256,
-            activations=nbytes,
-            gathered_once="",
-        )
-        found = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-        peaks.append((found, plan.stage(plan.requested).peak))
-    (first, planned_first), (second, planned_second) = peaks
-    assert second - first == pytest.approx(planned_second - planned_first, rel=0.02)
-    gradients = 2**21 // (1 if stage < 2 else 8)
-    assert second - first > 2**20 + 0.9 * gradients  # the batch is 1 MiB
+    drawn = {bars.get_label(): bars for bars in plot_plans({"": found}).axes[0].containers}
+    assert [bar.get_height() for bar in drawn["activations"]] == [3] * 4
 
 
 # --- Formats of state -----------------------------------------------------------------------------
@@ -481,23 +364,8 @@ def test_offload(smallest):
         assert (plain.host, plain.host_wire, found.wire) == (0, 0, plain.wire)
 
 
-def test_unusual_states():
-    """Typed keys have no width that a format could change, and their dtype is not NumPy's."""
-    key = jax.random.key(0)
-    tx = optax.chain(optax.add_noise(0.1, 0.5, key), optax.adam(1e-3))
-    plain, found = (formatted(tx, state_format=name)[0] for name in (None, "8bit"))
-    assert plain.opt_state > found.opt_state > 0
-    assert plain.opt_state >= formatted(optax.adam(1e-3))[0].opt_state + 8
-    with pytest.raises(ValueError, match="got '3bit'") as error:
-        formatted(ADAM, state_format="3bit")
-    assert all(repr(name) in str(error.value) for name in STATE_FORMATS)
-
-
-# --- What an optimizer saves ----------------------------------------------------------------------
-
-
 def test_a_saving_that_matters_and_one_that_does_not():
-    adamw, came, sgd = (plan_of(BILLIONS, tx) for tx in (ADAM, CAME, optax.sgd(1e-3)))
+    adamw, came = (plan_of(BILLIONS, tx) for tx in (ADAM, CAME))
 
     def saving(mine, theirs, name, *names):
         return saving_of(mine.stage(name), theirs.stage(name), *names)
@@ -508,12 +376,7 @@ def test_a_saving_that_matters_and_one_that_does_not():
     sharded = saving(came, adamw, "stage 2")
     # Of 4 bytes a parameter on 64 devices, 447 MiB, less what CAME's rows and columns take.
     assert sharded.startswith("At stage 2 it holds 433 MiB less than AdamW: 3% of")
-    assert sharded.endswith(
-        "Parameters and gradients dominate; the optimizer hardly matters for memory here."
-    )
-    assert "AdamW holds 433 MiB more than CAME" in saving(adamw, came, "stage 2", ("AdamW", "CAME"))
-    # Parameters and gradients are all that SGD holds, and it matters.
-    assert saving(sgd, adamw, "stage 0").endswith("75% of a device's 112 GiB.")
+    assert "Parameters and gradients dominate" in sharded
 
 
 # --- Models ---------------------------------------------------------------------------------------
@@ -524,8 +387,6 @@ def test_a_saving_that_matters_and_one_that_does_not():
     [
         ("gpt2-small", 124_439_808),
         ("llama2-7b", 6_738_415_616),
-        ("llama2-70b", 68_976_648_192),
-        ("llama3-8b", 8_030_261_248),
         ("llama3-70b", 70_553_706_496),
         ("llama3-405b", 405_853_388_800),
     ],
@@ -564,19 +425,17 @@ def test_the_loss_of_models(model):
     layers = [jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(model.layers)]
     split = params | {"layers": layers}
     assert jax.tree.map(jnp.shape, split) == jax.tree.map(jnp.shape, unrolled.abstract())
-    backward = params | {"layers": jax.tree.map(lambda x: x[::-1], params["layers"])}
     x = np.random.default_rng(2).standard_normal((1, 5, model.width), np.float32)
 
     @jax.jit
-    def figures(params, split, backward):
+    def figures(params, split):
         slopes = jax.jacobian(lambda x: model.apply_layer(split["layers"][0], x)[0, :, 0])(x)
         loss = model.make_loss()
-        losses = loss(params, tokens), unrolled.make_loss()(split, tokens), loss(backward, tokens)
+        losses = loss(params, tokens), unrolled.make_loss()(split, tokens)
         return losses, slopes[:, 0], model.make_loss(lambda _, x: x)(params, tokens[:, :2])
 
-    (scanned, found, reversed_), slopes, without_layers = figures(params, split, backward)
+    (scanned, found), slopes, without_layers = figures(params, split)
     np.testing.assert_allclose(found, scanned, rtol=1e-6)
-    assert abs(reversed_ - scanned) > 1e-3
     seen = np.abs(slopes).max(-1) > 1e-6  # whether the output at t depends on the input at s
     np.testing.assert_array_equal(seen, np.tri(5, dtype=bool))
     # Without layers and at one position, by hand.
@@ -599,16 +458,12 @@ def test_the_loss_of_models(model):
     ("name", "num", "axes"),
     [
         ("cpu:8", 8, {"data": 8}),
-        ("h200x4", 4, {"data": 4}),
         ("h100x64", 64, {"host": 8, "data": 8}),
-        ("v5e:16x16", 256, {"x": 16, "y": 16}),
         ("v5e:1x1", 1, {"x": 1}),
-        ("v5e:4x4*2", 32, {"slice": 2, "x": 4, "y": 4}),
         ("v4:2x2x1", 4, {"x": 2, "y": 2}),
         ("v5p:4x4x8*3", 384, {"slice": 3, "x": 4, "y": 4, "z": 8}),
         ("tpu7x:2x2x1", 8, {"x": 2, "y": 2, "core": 2}),  # two devices to a chip
         ("gb200x144", 144, {"host": 2, "data": 72}),
-        ("a100-80x16", 16, {"host": 2, "data": 8}),
         ("mi300xx8", 8, {"data": 8}),
     ],
 )
@@ -616,32 +471,20 @@ def test_targets(name, num, axes):
     target = targets.parse(name)
     assert target.num_devices == num == math.prod(axes.values())
     assert target.mesh_axes == axes
-    assert list(target.mesh_axes) == list(axes)
 
 
 KINDS_OF_NAMES = {
     "v5e": ("v5e:4x4*2", "TPU v5 lite"),
     "v5p": ("TPU v5", "TPU v5p"),
-    "v6e": ("TPU v6 lite",),
-    "v4": ("TPU v4",),
     "tpu7x": ("TPU7x", "tpu7x:2x2x1"),
-    "h200": ("h200x8",),
-    "h100": ("NVIDIA H100 80GB HBM3",),
+    "h100": ("NVIDIA H100 80GB HBM3", "h100x8"),
     "h100-pcie": ("NVIDIA H100 PCIe", "h100-pciex8"),
     "a100-40": ("NVIDIA A100-SXM4-40GB",),
-    "a100-80": ("a100-80x16",),
     "l40s": ("NVIDIA L40S",),
-    "rtx5090": ("rtx5090x2",),
     "b200": ("NVIDIA B200",),
     "gb200": ("NVIDIA GB200",),
     "mi300x": ("AMD Instinct MI300X", "mi300xx8"),
-    None: (
-        "TPU v3",
-        "NVIDIA H100 NVL",
-        "NVIDIA A100 80GB PCIe",
-        "NVIDIA GeForce RTX 4090 D",
-        "cpu:8",
-    ),
+    None: ("TPU v3", "NVIDIA H100 NVL", "NVIDIA A100 80GB PCIe", "cpu:8"),
 }
 
 
@@ -650,28 +493,6 @@ def test_kinds_of_devices(kind):
     for name in KINDS_OF_NAMES[kind]:
         found = kind_of(name)
         assert (found and found.name) == kind
-
-
-# --- The page -------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_steps_of_large_models_lower():
-    """Their stacked layers have more than 2^31 elements; nothing is compiled."""
-    decoder, tx = MODELS["llama3-405b"], CAME
-    shapes = [x.shape for x in jax.tree.leaves(decoder.abstract(jnp.bfloat16))]
-    assert max(map(math.prod, shapes)) > 2**31
-    zero = shd.Zero(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), stage=3)
-
-    def make_state():
-        params = decoder.init(jnp.bfloat16)
-        return params, tx.init(params)
-
-    step = zero.train_step(decoder.make_loss(zero.gathered(decoder.apply_layer)), tx=tx)
-    batch = jax.ShapeDtypeStruct((8, decoder.length + 1), jnp.int32)
-    text = step.lower(zero.abstract_state(make_state, tx=tx), batch).as_text()
-    layers = "x".join(map(str, max(shapes, key=math.prod)))
-    assert f"tensor<{layers}xbf16>" in text
 
 
 def test_the_table_of_devices_in_the_documentation():

@@ -16,9 +16,7 @@ from sharding.plan._models import Decoder
 from sharding.plan.fastest._plan_costs import PlanCosts
 from sharding.plan.fastest._plan_file import PlanFile, lowered_step
 from sharding.plan.fastest._search import machine_of, search
-from sharding.plan.fastest._verify import Verification, planned_flops, verify
-from sharding.plan.pipelines._pipeline_flops import pipeline_flops
-from sharding.plan.pipelines._pipeline_schedules import slots_of
+from sharding.plan.fastest._verify import planned_flops, verify
 from sharding.plan.timing._layer_time import COMPILED
 from sharding.plan.timing._parallel_plan import ParallelPlan
 from sharding.plan.timing._traced_work import work_of
@@ -35,24 +33,12 @@ PLANS = [
 ]
 MORE_PLANS = [
     ParallelPlan(data=8, stage=0, recompute="none"),
-    ParallelPlan(data=8, stage=1, microbatches=2, recompute="full"),
-    ParallelPlan(data=8, stage=2, microbatch=2, recompute="full"),
     ParallelPlan(data=8, stage=3, microbatches=2),
-    ParallelPlan(data=8, stage=1, microbatches=2, recompute="minimal"),
-    ParallelPlan(data=8, stage=2, microbatches=2, recompute="save_qkv_proj"),
-    ParallelPlan(data=4, tensor=2, stage=0, recompute="none"),
     ParallelPlan(data=2, tensor=4, stage=2, microbatches=2, recompute="full"),
-    ParallelPlan(data=4, tensor=2, stage=3, replicas=2),
-    ParallelPlan(data=8, stage=1, replicas=2, microbatches=2),
     ParallelPlan(data=8, stage=2, replicas=4, spread=True, microbatches=2),
-    ParallelPlan(data=8, stage=3, replicas=2, spread=True),
     ParallelPlan(data=8, stage=1, state_format="8bit"),
-    ParallelPlan(data=8, stage=1, weights="master"),
     ParallelPlan(data=8, stage=2, weights="stochastic"),
     ParallelPlan(data=8, stage=0, sync="powersgd(2)"),
-    ParallelPlan(data=8, stage=0, microbatches=2, sync="qsgd(4)"),
-    ParallelPlan(data=8, stage=2, microbatches=2, sync="powersgd(2)"),
-    ParallelPlan(data=8, stage=3, replicas=2, sync="powersgd(1)"),
     ParallelPlan(data=8, stage=3, replicas=4, microbatches=2, sync="qsgd(8)"),
 ]
 OF_TWO = ParallelPlan(data=4, pipe=2, microbatches=4)
@@ -74,8 +60,6 @@ PIPELINES = {
     "interleaved": pipeline_of(OF_TWO, 1, 1, 1, 1, stage=3, **INTERLEAVED),
     "partly again": pipeline_of(OF_TWO, 2, 1, stage=1, recompute="save_qkv_proj"),
     "shared layers": pipeline_of(SHARED, 2, 1, stage=2, schedule="1f1b"),
-    "shared layers, interleaved": pipeline_of(SHARED, 1, 1, 1, 1, stage=1, **INTERLEAVED, **NONE),
-    "hybrid": pipeline_of(OF_TWO, 2, 1, stage=2, replicas=2, spread=True),
     "zb-h1": pipeline_of(OF_FOUR, 1, 2, 2, 1, schedule="zb-h1", **NONE),
     "zb-v": pipeline_of(OF_TWO, 1, 2, 2, 1, microbatches=5, stage=3, **V),
     "shared layers, zb-v": pipeline_of(SHARED, 1, 1, 1, 1, stage=2, **V),
@@ -123,20 +107,12 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
     assert json.loads((tmp_path / "plan.json").read_text())["code"] == file.code()
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{", "is no plan that search wrote"),
-        ("{}", "is no plan that search wrote: 'version'"),
-        ('{"version": 2}', "is not of version 1"),
-        ('{"version": 1, "code": [], "plan": {"rows": 1}}', "is no plan that search wrote"),
-    ],
-)
-def test_other_files(text, message, tmp_path):
+def test_other_files(tmp_path):
     path = tmp_path / "plan.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        PlanFile.read(path)
+    for text, message in (("{}", "is no plan that search wrote"), ('{"version": 2}', "version 1")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            PlanFile.read(path)
 
 
 @pytest.mark.parametrize(("plan", "layers"), some_of(PLANS[1:2], "shared layers"), ids=str)
@@ -182,15 +158,6 @@ def test_the_code_of_a_pipeline(name):
         file.async_schedule(3)
 
 
-def test_layers_and_schedules_that_are_not_there():
-    plan, layers = PIPELINES["aligned"]
-    file, mesh = file_of(plan, layers), targets.mesh("cpu:8", (4, 2), ("pipe", "data"))
-    with pytest.raises(ValueError, match="must have the 6 layers along dim 0"):
-        lowered_step(file, mesh, SMALL, TX)
-    with pytest.raises(ValueError, match="the plan has no pipeline"):
-        file_of(PLANS[0]).schedule()
-
-
 @pytest.mark.slow
 def test_an_asynchronous_pipeline_is_one_update_late():
     """The code of its plan, for five updates: gradients are those of the parameters before."""
@@ -213,25 +180,11 @@ def test_an_asynchronous_pipeline_is_one_update_late():
     np.testing.assert_allclose(sums / weights, losses, rtol=1e-5)
 
 
-def test_devices_that_share_a_layer_are_nearest():
-    file = file_of(ParallelPlan(data=4, tensor=2, stage=3, replicas=2))
-    assert list(file.mesh_axes.items()) == [("replica", 2), ("data", 2), ("model", 2)]
-    mesh = targets.mesh("cpu:8", tuple(file.mesh_axes.values()), tuple(file.mesh_axes))
-    ids = [device.id for device in mesh.devices.reshape(-1, 2)[0]]
-    assert ids == [0, 1]
-
-
-# --- Programs -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("plan", "layers"),
     [
         *some_of(PLANS, "aligned"),
-        *(
-            pytest.param(*pipeline_of(PLAN_2BW, *LAYERS_2BW, state_format=name), marks=SLOW)
-            for name in (None, "8bit")
-        ),
+        pytest.param(PLAN_2BW, LAYERS_2BW, marks=SLOW),
     ],
     ids=str,
 )
@@ -254,100 +207,26 @@ def test_programs_send_and_compute_what_is_planned(plan, layers):
         assert "of the planned operations" in wrong.failures[0]
 
 
-@pytest.mark.parametrize(("plan", "layers"), [
-    (PLANS[2], (3,)),
-    pytest.param(MORE_PLANS[0], (3,), marks=SLOW),
-    pytest.param(MORE_PLANS[10], (3,), marks=SLOW),
-    pytest.param(*PIPELINES["aligned"], marks=SLOW),
-    pytest.param(*PIPELINES["one replica"], marks=SLOW),
-])  # fmt: skip
-def test_what_an_update_does_by_itself_is_apart(plan, layers):
-    """Muon multiplies matrices, at stages 1 to 3 each device its own, and sends the updates."""
-    model = model_of(layers)
-    found, plain = verified(plan, layers, MUON), verified(plan, layers)
+def test_what_an_update_does_by_itself_is_apart():
+    """Muon multiplies matrices, each device its own, and sends the updates."""
+    plan = PLANS[2]
+    found, plain = verified(plan, tx=MUON), verified(plan)
     assert not found.failures
-    params = model.abstract(jnp.float32)
+    params = SMALL.abstract(jnp.float32)
     state = jax.eval_shape(MUON.init, params)
     of_all = work_of(MUON.update, params, state, params, kind=kind_of("h100")).flops
-    if plan.num_devices == plan.pipe:  # all stages have the tables
-        assert found.update_flops < of_all
-    elif plan.stage == 0:
-        assert (found.update_flops, found.update_wire) == (of_all, 0)
-    else:
-        assert of_all / 8 <= found.update_flops < 0.6 * of_all
-        assert found.update_wire > 0.1 * found.wire
+    assert of_all / 8 <= found.update_flops < 0.6 * of_all
+    assert found.update_wire > 0.1 * found.wire
     costs = PlanCosts(
-        *(model, MUON, machine_of("cpu:8", kind_of("h100"))),
-        length=model.length,
+        *(SMALL, MUON, machine_of("cpu:8", kind_of("h100"))),
+        length=SMALL.length,
         dtype=jnp.float32,
         implementation=COMPILED,
     )
     # Matrices are not divided: with few of them some devices have more than their share.
     assert 0.85 < found.update_flops / costs.products(plan) < 2
-    assert "; the update runs" in found.summary
     assert found.wire == pytest.approx(plain.wire, rel=0.02)
     assert found.flops == plain.flops
-    assert "update" not in plain.summary
-
-
-def test_the_program_of_another_pipeline_does_not_hold():
-    """Layers of another split, another schedule, layers that are not computed again."""
-    plan, layers = PIPELINES["aligned"]
-    right = verified(plan, layers)
-    for other, of_chunks in (
-        (plan, (1, 1, 1, 3)),
-        (dataclasses.replace(plan, recompute="none"), layers),
-        (dataclasses.replace(plan, schedule="1f1b"), layers),
-    ):
-        wrong = pipeline_flops(
-            *(model_of(of_chunks), file_of(other, of_chunks).schedule(), max(of_chunks)),
-            microbatch=other.microbatch,
-            recompute=other.recompute,
-        )
-        failures = dataclasses.replace(right, planned_flops=wrong).failures
-        assert "of the planned operations" in failures[0]
-
-
-@pytest.mark.parametrize(("name", "recompute"), [
-    ("aligned", "full"),
-    *(pytest.param(name, "full", marks=SLOW) for name in ("gpipe", "1f1b", "interleaved")),
-    *(pytest.param(name, "none", marks=SLOW) for name in ("1f1b", "interleaved", "zb-h1", "zb-v")),
-])  # fmt: skip
-def test_slots_that_are_planned_are_those_of_the_program(name, recompute):
-    """What waits for backward passes, of the stage with most, and messages."""
-    plan, layers = PIPELINES[name]
-    plan = dataclasses.replace(plan, microbatches=8, recompute=recompute)
-    file, model = file_of(plan, layers), model_of(layers)
-    mesh = targets.mesh("cpu:8", tuple(file.mesh_axes.values()), tuple(file.mesh_axes))
-    step = lowered_step(file, mesh, model, TX)
-    found = shd.audit(step, pipeline=file.pipeline(mesh, model)).pipeline
-    activations, residuals, others = found.slots
-    slots = slots_of(plan.schedule, plan.pipe, 8, plan.chunks)
-    assert activations.found == slots.messages + 1
-    waits = [slots.residuals, slots.crossing] if slots.crossing else [slots.residuals]
-    assert residuals.found == sum(waits) + len(waits)  # one more each that nobody reads
-    assert others.found == 0
-    if recompute == "full":  # of each layer its input, of the largest chunk
-        stream = 4 * plan.microbatch * SMALL.length * SMALL.width
-        assert residuals.nbytes == (slots.residuals + 1) * max(layers) * stream
-
-
-def test_the_summary_of_one_device():
-    found = Verification(2.0, 1.0, 0.0, 0.0, 4.0, 4.0, 8.0)
-    assert found.summary == "program / plan: memory 0.500, wire -, operations 1.000"
-    assert not found.failures
-    assert found.correction == "needs 1 B, 2 B were planned"
-    assert not dataclasses.replace(found, memory=2.05).correction
-
-
-def test_gpus_add_gradients_before_they_sum_them():
-    """Gradients of one input by several matrices: as many sums as in Megatron-LM."""
-    need("h100x8")
-    plan = ParallelPlan(data=4, tensor=2, stage=3, replicas=2)
-    file = dataclasses.replace(file_of(plan), target="h100x8", dtype="bfloat16")
-    found = verify(file, SMALL, TX, memory=2.0**40)
-    assert not found.failures
-    assert found.wire == pytest.approx(found.planned_wire, rel=1e-3)
 
 
 LLAMA = dataclasses.replace(shd.plan.MODELS["llama2-7b"], length=512)
@@ -358,10 +237,8 @@ ON_FOUR = {"pipe": 4, "stage": 1, "recompute": "full", "microbatch": 2, "offload
 @pytest.mark.parametrize(
     ("model", "sequences", "keep", "error"),
     [
-        (LLAMA, 8, {"pipe": 1, "stage": 2, "recompute": "full", "tensor": 1}, 0.03),
         (LLAMA, 8, {"pipe": 1, "stage": 2, "recompute": "full", "tensor": 2}, 0.06),
         (DEEP, 32, ON_FOUR | {"schedule": "aligned"}, 0.1),
-        (DEEP, 32, ON_FOUR | INTERLEAVED, 0.1),
     ],
 )
 def test_a_plan_on_a_target(model, sequences, keep, error):

@@ -136,26 +136,12 @@ def test_figures_without_a_flush(stages, microbatches):
     busy = [np.count_nonzero(np.any((t.op > 0) & (t.op != Op.UPDATE), axis=1)) for t in (few, more)]
     assert num_ticks("2bw", stages, microbatches) == busy[1] - busy[0]
     assert bubble_share("2bw", stages, microbatches) == 0
-    # Updates of one minibatch are in ticks of their own.
-    updates = np.argwhere(more.op == Op.UPDATE)
-    assert len(set(updates[:, 0].tolist())) >= stages
-
-
-def test_stages_that_wait_without_a_flush():
-    with pytest.raises(ValueError, match="needs 7 micro-batches to fill its 4 stages, got 6"):
-        max_in_flight("2bw", 4, 0, 6)
-
-
-def test_many_micro_batches_of_many_stages_are_quick():
-    """The tables of 126 stages with a million micro-batches are not made."""
-    found = lockstep_seconds("zb-h1", 126, 10**6, 1.0, 1.0, weight=1.0)
-    assert found == 3 * 10**6 + 125
 
 
 def test_schedules_reject_bad_numbers():
+    with pytest.raises(ValueError, match="needs 7 micro-batches to fill its 4 stages, got 6"):
+        max_in_flight("2bw", 4, 0, 6)
     with pytest.raises(ValueError, match="multiples of its 4 stages, got 6; 8 are possible"):
         bubble_share("interleaved", 4, 6, 2)
     with pytest.raises(ValueError, match="has one chunk on a device, got chunks=2"):
         bubble_share("gpipe", 4, 6, 2)
-    with pytest.raises(ValueError, match="must be at least 1"):
-        max_in_flight("gpipe", 4, 0, 0)

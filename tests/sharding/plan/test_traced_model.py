@@ -8,19 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.ad_checkpoint import checkpoint_name
 
-from sharding.plan import (
-    PlanFile,
-    TracedModel,
-    estimate,
-    kind_of,
-    layer_costs,
-    search,
-    verify,
-)
+from sharding.plan import PlanFile, TracedModel, estimate, kind_of, layer_costs, search, verify
 from sharding.plan._models import Decoder
-from sharding.plan._saved_names import PARTLY
 from sharding.plan.fastest._plan_costs import PlanCosts, zero_of
 from sharding.plan.fastest._search import machine_of
 from sharding.plan.fastest._traced_model import TracedCosts
@@ -76,18 +66,8 @@ def memory_of(model, target="h100x8", dtype=jnp.bfloat16):
     return kind(*(model, TX, machine_of(target)), **options)
 
 
-# --- Beside the closed forms of a decoder ---------------------------------------------------------
-
-
-FORMS = ("save_qkv_proj", "full")
-
-
 @pytest.mark.parametrize(
-    "recompute",
-    [
-        *FORMS,
-        *(pytest.param(x, marks=pytest.mark.slow) for x in ("none", *PARTLY) if x not in FORMS),
-    ],
+    "recompute", ["save_qkv_proj", "full", pytest.param("none", marks=pytest.mark.slow)]
 )
 def test_figures_are_those_of_the_closed_form(recompute):
     """Operations; what four more layers store; temporaries of a layer that is computed again."""
@@ -130,9 +110,6 @@ def test_parameters_and_state_are_those_of_the_planner():
     assert own.batch(plan) == 2048 * 4 * 34
 
 
-# --- The search -----------------------------------------------------------------------------------
-
-
 def test_the_plans_of_any_loss():
     found = search(OWN, TX, "h100x8", sequences=64, keep={"replicas": 1}, top=50)
     plans = [each.plan for each in found.plans]
@@ -140,80 +117,18 @@ def test_the_plans_of_any_loss():
     assert {plan.stage for plan in plans} == {0, 1, 2, 3}
     # The layer has none of MaxText's names: presets are the same as computing it again.
     assert {plan.recompute for plan in plans} <= {"none", "full"}
-    times = [each.seconds.seconds for each in found.plans]
-    assert times == sorted(times)
-    assert found.bound <= times[0]
-    assert found.best.utilization > 0
-    assert str(found)
+    assert found.bound <= found.best.seconds.seconds
     with pytest.raises(ValueError, match="length is that of the example, 1, got 5"):
         search(OWN, TX, "h100x8", sequences=8, length=5)
 
 
-def test_a_stack_that_is_one_array_is_layers():
-    """``params["layers"]`` itself, as in the example of ``TracedModel``: no path below it."""
-
-    def init(dtype):
-        return {"layers": jnp.zeros((4, 32, 32), dtype), "out": jnp.zeros((32, 8), dtype)}
-
-    def make_loss(layer):
-        def loss(params, x):
-            y, _ = jax.lax.scan(lambda y, w: (layer(w, y), None), x, params["layers"])
-            return jnp.mean((y @ params["out"]) ** 2)
-
-        return loss
-
-    example = jax.ShapeDtypeStruct((32,), jnp.float32)
-    model = TracedModel(init, lambda w, x: x + jnp.tanh(x @ w), make_loss, example)
-    assert model.layer_bytes(jnp.float32) == (4 * 32 * 32, 4 * 32 * 8)
-
-
-def test_a_name_of_a_layer_gives_more_plans():
-    def layer(w, x, scale):
-        return x + scale * jnp.tanh(checkpoint_name(x @ w["in"], "mlpwi")) @ w["out"]
-
-    named = dataclasses.replace(OWN, apply_layer=layer)
-    assert memory_of(named).forms(("none", *PARTLY, "full")) == ("none", "minimal", "full")
-    keep = {"recompute": "minimal", "replicas": 1, "offload": False}
-    kept = search(named, TX, "h100x8", sequences=64, keep=keep)
-    assert kept.best.plan.recompute == "minimal"
-
-
-def test_less_memory_means_another_plan():
-    keep = {"replicas": 1, "recompute": "full", "offload": False}
-
-    def found(memory):
-        device = dataclasses.replace(kind_of("h100"), memory=memory)
-        return search(*(OWN, TX, "h100x8"), sequences=64, device=device, keep=keep)
-
-    large = found(80e9)
-    small = found(0.9 * large.best.memory)
-    assert small.best.memory <= small.memory < large.best.memory
-    assert small.best.seconds.seconds > large.best.seconds.seconds
-    with pytest.raises(ValueError, match=r"no plan fits h100x8: .* too much"):
-        found(1e3)
-
-
-# --- The step -------------------------------------------------------------------------------------
-
-PLANS = [
-    ParallelPlan(data=8, stage=1, microbatches=2, microbatch=4, recompute="none"),
-    ParallelPlan(data=8, stage=2, microbatch=8, recompute="full"),
-    ParallelPlan(data=8, stage=3, microbatches=2, microbatch=4),
-]
-
-
-def file_of(plan):
-    return PlanFile("own", "adamw", "cpu:8", 1, "float32", (), plan, {"memory": 1.0})
-
-
-@pytest.mark.parametrize(
-    "plan", [*(pytest.param(x, marks=pytest.mark.slow) for x in PLANS[:2]), PLANS[2]], ids=str
-)
-def test_the_program_is_what_is_planned_and_trains(plan):
+def test_the_program_is_what_is_planned_and_trains():
     """Steps of the plan's code equal those of the loss on one device."""
-    assert not verify(file_of(plan), OWN, TX, memory=2.0**40, device=kind_of("h100")).failures
+    plan = ParallelPlan(data=8, stage=3, microbatches=2, microbatch=4)
+    file = PlanFile("own", "adamw", "cpu:8", 1, "float32", (), plan, {"memory": 1.0})
+    assert not verify(file, OWN, TX, memory=2.0**40, device=kind_of("h100")).failures
     names = {"model": OWN, "tx": TX}
-    exec("\n".join(file_of(plan).code()), names)
+    exec("\n".join(file.code()), names)
     zero, step = names["zero"], names["step"]
 
     def make_state():
