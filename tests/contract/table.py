@@ -31,8 +31,6 @@ class Row:
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
     # Gradients times a constant give the same updates.
     scale_invariant: bool = True
-    # Takes a factoring rule, so that slices along its batch dims are independent.
-    factored: bool = True
     # Updates of 16-bit parameters are float32, and hold the rounding of the parameters.
     rounds_parameters: bool = False
     # Keeps codes and scales of blocks, which have no parameter's shape or dtype.
@@ -41,8 +39,6 @@ class Row:
     keeps_parameters: bool = False
     # Steps before the first gradient has arrived, whose updates are zero.
     idle_steps: int = 0
-    # Another row runs the same code and more: costly tests leave this one to make test-all.
-    covered: bool = False
 
     def __call__(self, **overrides):
         return self.make(**(self.arguments | overrides))
@@ -102,8 +98,6 @@ def is_table(x):
 
 
 TRANSFORMATIONS = {
-    "scale_by_came": Row(optax_ext.scale_by_came, covered=True),
-    "came": Row(optax_ext.came, {"learning_rate": 0.1, "weight_decay": 0.01}, covered=True),
     "came, every option": Row(
         optax_ext.came,
         {
@@ -120,12 +114,6 @@ TRANSFORMATIONS = {
             "weight_decay": lambda count: 0.1 / (1 + count),
             "weight_decay_mask": {"w": True, "b": False},
         },
-    ),
-    "scale_by_adafactor": Row(
-        optax_ext.scale_by_adafactor, {"factoring": last_two_dims(), "b2": 0.9}, covered=True
-    ),
-    "adafactor": Row(
-        optax_ext.adafactor, {"learning_rate": 0.1, "factoring": last_two_dims()}, covered=True
     ),
     "adafactor, every option": Row(
         optax_ext.adafactor,
@@ -146,14 +134,6 @@ TRANSFORMATIONS = {
             "factoring": flax_attention(default=two_largest_dims(2)),
         },
     ),
-    "lars": Row(
-        optax_ext.lars,
-        # A trust coefficient with which a few steps of the tests move something.
-        {"learning_rate": 0.1, "weight_decay": 0.01, "trust_coefficient": 0.5},
-        scale_invariant=False,  # the parameters' part of the denominator is not
-        factored=False,
-        covered=True,
-    ),
     "lars, every option": Row(
         optax_ext.lars,
         {
@@ -169,18 +149,6 @@ TRANSFORMATIONS = {
             "stacked": Factoring(),
         },
         scale_invariant=False,
-        factored=False,
-    ),
-    "scale_by_lamb": Row(
-        optax_ext.scale_by_lamb, scale_invariant=False, factored=False, covered=True
-    ),
-    "lamb": Row(
-        # Where the gradient is zero, weight decay alone moves a layer by the whole learning rate.
-        optax_ext.lamb,
-        {"learning_rate": 0.01, "weight_decay": 0.01},
-        scale_invariant=False,  # eps
-        factored=False,
-        covered=True,
     ),
     "lamb, every option": Row(
         optax_ext.lamb,
@@ -196,7 +164,6 @@ TRANSFORMATIONS = {
             "stacked": Factoring(),
         },
         scale_invariant=False,
-        factored=False,
     ),
     "master_weights": Row(
         master_weights,
@@ -206,17 +173,10 @@ TRANSFORMATIONS = {
     "low_precision_state": Row(
         low_precision,
         {"learning_rate": 0.1, "weight_decay": 0.01, "factoring": last_two_dims()},
-        factored=False,  # blocks go through stacks
         blocks=True,
     ),
     "lazy_rows": Row(
         lazy_rows, {"learning_rate": 0.1, "weight_decay": 0.01, "factoring": last_two_dims()}
-    ),
-    "scale_by_delay": Row(
-        scale_by_delay,
-        {"learning_rate": 0.1, "delays": 3.5, "anneal_steps": 20},
-        factored=False,
-        covered=True,
     ),
     "scale_by_delay, a rule": Row(
         scale_by_delay,
@@ -225,23 +185,19 @@ TRANSFORMATIONS = {
             "delays": delays_by_path({"w": 3.0}, default=1.5),
             "anneal_steps": 9,
         },
-        factored=False,
     ),
     "discrepancy_correction": Row(
         discrepancy_correction,
         {"learning_rate": 0.1, "delays": 3.5, "decay": 0.2, "backward_delays": 0.5},
-        factored=False,
     ),
     "params_history": Row(
         params_history,
         {"learning_rate": 0.1, "delays": delays_by_path({"w": 3}, default=1)},
-        factored=False,
         keeps_parameters=True,
     ),
     "delayed_gradients": Row(
         delayed_gradients,
         {"learning_rate": 0.1, "weight_decay": 0.01},
-        factored=False,
         idle_steps=2,
     ),
 }
@@ -254,13 +210,6 @@ WIDE = {
 
 
 every = pytest.mark.parametrize("name", TRANSFORMATIONS)
-distinct = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if row.covered else ())
-        for name, row in TRANSFORMATIONS.items()
-    ],
-)
 
 
 def make(name, *, wide=False, masks=True, **overrides):

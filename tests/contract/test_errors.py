@@ -6,7 +6,6 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import optax_ext
@@ -17,48 +16,32 @@ from .table import every, make
 PARAMS = {"w": jnp.ones((6, 4)), "b": jnp.ones(4)}
 
 
-def came(**kwargs):
-    return optax_ext.came(1e-3, **kwargs)
-
-
 MAKERS = {
-    "came": came,
-    "scale_by_came": optax_ext.scale_by_came,
+    "came": functools.partial(optax_ext.came, 1e-3),
     "adafactor": optax_ext.adafactor,
-    "scale_by_adafactor": optax_ext.scale_by_adafactor,
     "lars": functools.partial(optax_ext.lars, 1e-3),
-    "scale_by_lars": optax_ext.scale_by_lars,
     "lamb": functools.partial(optax_ext.lamb, 1e-3),
-    "scale_by_lamb": optax_ext.scale_by_lamb,
-    "scale_by_delay": lambda delays=1.0, anneal_steps=10: optax_ext.scale_by_delay(
-        delays, anneal_steps
-    ),
+    "scale_by_delay": functools.partial(optax_ext.scale_by_delay, delays=1.0),
     "discrepancy_correction": functools.partial(optax_ext.discrepancy_correction, delays=5.0),
 }
 
 BETA, NOT_NEGATIVE, POSITIVE = "must be in [0, 1)", "must not be negative", "must be positive"
 HYPERPARAMETERS = [
-    (("came", "scale_by_came"), ("b1", "b2", "b3"), BETA),
-    (("adafactor", "scale_by_adafactor"), ("b2", "beta2_cap"), BETA),
-    (("adafactor", "lars"), ("momentum",), BETA),
-    (("lamb", "scale_by_lamb"), ("b1", "b2"), BETA),
-    (("came", "scale_by_came"), ("eps", "eps_instability"), NOT_NEGATIVE),
-    (("adafactor", "scale_by_adafactor"), ("eps", "decay_offset"), NOT_NEGATIVE),
-    (("came", "lars", "scale_by_lars", "lamb", "scale_by_lamb"), ("weight_decay",), NOT_NEGATIVE),
-    (("adafactor",), ("weight_decay_rate",), NOT_NEGATIVE),
-    (("lars", "scale_by_lars"), ("trust_coefficient",), POSITIVE),
-    (("lamb", "scale_by_lamb"), ("eps",), POSITIVE),
-    (
-        ("came", "scale_by_came", "adafactor", "scale_by_adafactor"),
-        ("clipping_threshold",),
-        POSITIVE,
-    ),
-    (("adafactor", "scale_by_adafactor"), ("decay_rate",), POSITIVE),
-    (("adafactor",), ("min_parameter_scale",), POSITIVE),
-    (("discrepancy_correction",), ("decay",), BETA),
-    (("scale_by_delay", "discrepancy_correction"), ("delays",), NOT_NEGATIVE),
-    (("discrepancy_correction",), ("backward_delays",), NOT_NEGATIVE),
-    (("scale_by_delay",), ("anneal_steps",), POSITIVE),
+    ("came", BETA, "b1 b2 b3"),
+    ("came", NOT_NEGATIVE, "eps eps_instability weight_decay"),
+    ("came", POSITIVE, "clipping_threshold"),
+    ("adafactor", BETA, "b2 beta2_cap momentum"),
+    ("adafactor", NOT_NEGATIVE, "eps decay_offset weight_decay_rate"),
+    ("adafactor", POSITIVE, "clipping_threshold decay_rate min_parameter_scale"),
+    ("lars", BETA, "momentum"),
+    ("lars", NOT_NEGATIVE, "weight_decay"),
+    ("lars", POSITIVE, "trust_coefficient"),
+    ("lamb", BETA, "b1 b2"),
+    ("lamb", NOT_NEGATIVE, "weight_decay"),
+    ("lamb", POSITIVE, "eps"),
+    ("discrepancy_correction", BETA, "decay"),
+    ("discrepancy_correction", NOT_NEGATIVE, "delays backward_delays"),
+    ("scale_by_delay", POSITIVE, "anneal_steps"),
 ]
 OUTSIDE = {
     BETA: [-0.1, 1, 1.0, 1.5, np.nan, np.float32(1.0)],
@@ -68,9 +51,8 @@ OUTSIDE = {
 INSIDE = {BETA: [0, 0.0, 0.999999], NOT_NEGATIVE: [0, 1e-8], POSITIVE: [1e-8, 1, 5.0]}
 CASES = [
     pytest.param(maker, argument, rule, id=f"{maker} {argument}")
-    for makers, arguments, rule in HYPERPARAMETERS
-    for maker in makers
-    for argument in arguments
+    for maker, rule, arguments in HYPERPARAMETERS
+    for argument in arguments.split()
 ]
 
 
@@ -84,22 +66,15 @@ def test_hyperparameters(maker, argument, rule):
             assert f"got {given}" in str(error.value)
     for value in INSIDE[rule]:
         MAKERS[maker](**{argument: value})
-
-    def init(value):
-        return MAKERS[maker](**{argument: value}).init(PARAMS)
-
-    jax.eval_shape(init, jax.ShapeDtypeStruct((), jnp.float32))
+    jax.eval_shape(lambda value: MAKERS[maker](**{argument: value}).init(PARAMS), jnp.ones(()))
 
 
-@pytest.mark.parametrize(
-    ("maker", "argument"),
-    [("came", "mu_dtype"), ("scale_by_came", "mu_dtype"), ("adafactor", "dtype_momentum")],
-)
-def test_dtypes(maker, argument):
-    options = {"momentum": 0.9} if maker == "adafactor" else {}
+def test_dtypes():
     for bad in ("int32", jnp.int8, "complex64", bool, "bfloat", 3.5):
-        with pytest.raises(ValueError, match=f"^{argument} must be a floating dtype, got "):
-            MAKERS[maker](**options, **{argument: bad})
+        with pytest.raises(ValueError, match=r"^mu_dtype must be a floating dtype, got "):
+            optax_ext.came(1e-3, mu_dtype=bad)
+        with pytest.raises(ValueError, match=r"^dtype_momentum must be a floating dtype, got "):
+            optax_ext.adafactor(momentum=0.9, dtype_momentum=bad)
 
 
 def test_decay_times_a_learning_rate_that_is_not_there():
@@ -113,23 +88,17 @@ def test_parameters_and_gradients_that_do_not_fit(name):
     """Broadcasting would take some; the rows and columns of (4, 6) fit those of (6, 4)."""
     tx = make(name)
     state = tx.init(PARAMS)
-    for dtype in ("int32", "bool", "complex64", "uint8"):
-        bad = {"w": PARAMS["w"], "b": np.ones(4, dtype)}
-        for call in (lambda bad=bad: tx.init(bad), lambda bad=bad: tx.update(bad, state, PARAMS)):
-            with pytest.raises(ValueError, match=rf"parameter 'b' has dtype {dtype}"):
-                call()
-    for grads in (
-        {"w": PARAMS["w"]},
-        PARAMS | {"c": PARAMS["b"]},
-        {"w": PARAMS["w"], "c": PARAMS["b"]},
-        [PARAMS["w"], PARAMS["b"]],
-    ):
+    bad = PARAMS | {"b": np.ones(4, "int32")}
+    for call in (lambda: tx.init(bad), lambda: tx.update(bad, state, PARAMS)):
+        with pytest.raises(ValueError, match="parameter 'b' has dtype int32"):
+            call()
+    for grads in ({"w": PARAMS["w"]}, PARAMS | {"c": PARAMS["b"]}):
         with pytest.raises(ValueError, match="the gradients' tree does not match the state's fi"):
             tx.update(grads, state, PARAMS)
-    for shape in ((4, 6), (6, 5), (5, 4), (6,), (2, 6, 4), (1, 4), ()):
-        with pytest.raises(ValueError, match=r"gradient 'w' of shape .* does not match") as error:
+    for shape in ((4, 6), (6,), (2, 6, 4), (1, 4), ()):
+        message = f"gradient 'w' of shape {re.escape(str(shape))} does not match"
+        with pytest.raises(ValueError, match=message):
             tx.update(PARAMS | {"w": np.ones(shape, "float32")}, state, PARAMS)
-        assert str(shape) in str(error.value)
 
 
 @pytest.mark.parametrize("of", [optax_ext.scale_by_came, optax_ext.scale_by_adafactor])
@@ -145,16 +114,3 @@ def test_parameters_are_needed(maker):
     tx = MAKERS[maker]()
     with pytest.raises(ValueError, match="params"):
         tx.update(PARAMS, tx.init(PARAMS))
-    if maker == "adafactor":
-        tx = optax_ext.adafactor(0.1, multiply_by_parameter_scale=False)
-        tx.update(PARAMS, tx.init(PARAMS))
-
-
-def test_errors_are_those_of_the_user_under_transformations():
-    """The same messages through ``chain``, ``jit`` and ``eval_shape``."""
-    tx = optax.chain(optax.clip(1.0), optax_ext.came(1e-3))
-    state = tx.init(PARAMS)
-    with pytest.raises(ValueError, match="does not match the state"):
-        jax.jit(tx.update)({"w": PARAMS["w"]}, state, PARAMS)
-    with pytest.raises(ValueError, match="parameter 'b' has dtype int32"):
-        jax.eval_shape(tx.init, {"b": jax.ShapeDtypeStruct((4,), "int32")})

@@ -12,7 +12,7 @@ import optax_ext
 from optax_ext import BFloat16, Dynamic, Float8, Linear
 from optax_ext.low_precision._rounding import make_key, uniform
 
-from .table import distinct, make
+from .table import every, make
 
 STACKED = {"w": (126, 16384, 53248), "b": (126, 16384), "q": (126, 16384, 128, 128)}  # 405B
 APART = {"w": (128256, 16384), "b": (16384,), "q": (16384, 128, 128)}
@@ -33,13 +33,12 @@ def trace(tx, shapes, dtype=jnp.bfloat16, platforms=PLATFORMS, **extra):
     assert all(jax.tree.leaves(same))
 
 
-@distinct
+@every
 def test_every_transformation_of_the_contract(name):
     trace(make(name, masks=False), STACKED)
     trace(make(name, masks=False), APART, platforms=())
 
 
-# Pairs of a kind of code and a rounding: block sizes and noise meet in no index.
 @pytest.mark.parametrize(
     ("bits", "rounding"),
     [
@@ -48,15 +47,6 @@ def test_every_transformation_of_the_contract(name):
         (Linear(8, rank1=True), "stochastic"),
         (Float8(), "stochastic"),
         (BFloat16(), "compensated"),
-        *(
-            pytest.param(bits, rounding, marks=pytest.mark.slow)
-            for bits, rounding in [
-                (4, "stochastic"),
-                (Linear(8), "compensated"),
-                (Float8(expand=False), "nearest"),
-                (BFloat16(), "stochastic"),
-            ]
-        ),
     ],
     ids=str,
 )

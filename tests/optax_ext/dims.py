@@ -2,8 +2,6 @@
 
 import re
 
-import numpy as np
-
 from optax_ext import Factoring, by_path
 
 # id -> shape, factoring. The id says why the row is here.
@@ -25,20 +23,6 @@ CASES = {
     "one column": ((7, 1), Factoring((0,), (1,))),
     "one element a slice": ((5, 1, 1), Factoring((1,), (2,), (0,))),
 }
-
-
-def random_cases(num, seed=0):
-    """Any shapes of up to four dims, every dim in any part."""
-    rng, cases = np.random.default_rng(seed), {}
-    while len(cases) < num:
-        shape = tuple(map(int, rng.integers(1, 5, rng.integers(0, 5))))
-        part = rng.integers(0, 4, len(shape))
-        rows, cols, batch = (tuple(map(int, np.flatnonzero(part == i))) for i in range(3))
-        if not (rows and cols):  # one side alone is no factoring
-            rows, cols = (), ()
-        factoring = Factoring(rows, cols, batch)
-        cases[f"{shape} by {rows} and {cols}, batch {batch}"] = (shape, factoring)
-    return cases
 
 
 def rule(cases):

@@ -19,15 +19,6 @@ from . import dims, references, traces
 STATE_FIELDS = ("nu", "nu_row", "nu_col")
 
 
-def state_of(state):
-    """The fields of the first stage of ``adafactor``, and the momentum if there is one."""
-    fields = {field: getattr(state[0], field) for field in STATE_FIELDS}
-    for stage in state:
-        if isinstance(stage, optax_ext.MomentumState):
-            fields["mu"] = stage.mu
-    return fields
-
-
 # --- optax --------------------------------------------------------------------------------------
 
 SHAPES = {
@@ -43,10 +34,8 @@ SHAPES = {
 def test_200_steps_equal_optax():
     """Within 1e-7: optax computes beta2_t in float32 even here.
 
-    That is off by up to 6e-8, so a second moment by 6e-8 * (1 - g^2 / nu) of itself: the floor is
-    near 1e-7 for updates of size 1 and grows with the cube of an update. These gradients have no
-    outliers, which keeps updates near 1; they have full rank and rows and columns of four decades.
-    Momentum stored in bfloat16 is not compared: optax also multiplies it in bfloat16.
+    That is off by up to 6e-8, and a second moment by as much of itself: updates by 1e-7 while they
+    are near 1, as those of gradients without outliers.
     """
     both = {
         "learning_rate": lambda t: 0.1 / (1 + t),
@@ -121,34 +110,27 @@ SAME = {
 }
 
 
-def same(name):
-    return optax_ext.adafactor(factoring=last_two_dims(), **SAME[name])
-
-
-@pytest.fixture(scope="module")
-def golden():
-    with np.load(pathlib.Path(__file__).parent / "golden" / "adafactor.npz") as file:
-        return dict(file)
-
-
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name", list(SAME))
-def test_200_steps_equal_hugging_face_and_pytorch(golden, name):
+@pytest.mark.parametrize("name", SAME)
+def test_200_steps_equal_hugging_face_and_pytorch(name):
     """Within 1e-12, in the terms of the test of CAME: these compute beta2_t in float64."""
 
     def recorded(state):
-        fields = state_of(state)
-        return fields if name == "hf" else {k: v for k, v in fields.items() if k == "mu"}
+        if name == "hf":
+            return {field: getattr(state[0], field) for field in STATE_FIELDS}
+        stages = [s for s in state if isinstance(s, optax_ext.MomentumState)]
+        return {"mu": stages[0].mu} if stages else {}
 
     seen = traces.run(
-        same(name),
+        optax_ext.adafactor(factoring=last_two_dims(), **SAME[name]),
         recorded,
         num_steps=200,
         shapes={k: traces.SHAPES[k] for k in ("vector", "stacked", "single row")},
         from_zero=name == "hf",
         observe=traces.summary,
     )
-    traces.compare_to_golden(golden, name, seen, 1e-12)
+    with np.load(pathlib.Path(__file__).parent / "golden" / "adafactor.npz") as golden:
+        traces.compare_to_golden(dict(golden), name, seen, 1e-12)
 
 
 # --- The paper's formulas -----------------------------------------------------------------------
@@ -156,15 +138,13 @@ def test_200_steps_equal_hugging_face_and_pytorch(golden, name):
 
 @pytest.mark.usefixtures("x64")
 def test_any_factoring_equals_the_reference():
-    names = ("columns before rows", "everything at once", "a scalar", "one column")
-    cases = {k: dims.CASES[k] for k in names} | dims.random_cases(8, seed=1)
-    traces.compare_to_reference(optax_ext.scale_by_adafactor, references.Adafactor, cases, 12)
+    make, reference = optax_ext.scale_by_adafactor, references.Adafactor
+    traces.compare_to_reference(make, reference, dims.CASES, 12)
 
 
 # id -> options of the library, options of the reference
 OPTIONS = {
     "another decay rate": ({"decay_rate": 0.5}, {"decay_rate": 0.5}),
-    "beta2_cap": ({"beta2_cap": 0.6}, {"cap": 0.6}),
     "decay_offset and beta2_cap": (
         {"decay_offset": 4, "beta2_cap": 0.6},
         {"offset": 4, "cap": 0.6},
@@ -172,7 +152,6 @@ OPTIONS = {
     "a constant b2": ({"b2": 0.95}, {"b2": 0.95}),
     "eps is inside the averages": ({"eps": 0.3}, {"eps": 0.3}),
     "no clipping": ({"clipping_threshold": None}, {"clip": None}),
-    "another clipping threshold": ({"clipping_threshold": 0.3}, {"clip": 0.3}),
 }
 
 
@@ -193,12 +172,6 @@ DECAY = {"weight_decay_rate": 0.02, "weight_decay_times_lr": True}
 # id -> the options of the alias, and eta_t for t = 0, 1, ...
 ALIAS = {
     "no learning rate": ({}, lambda t: 1.0),
-    "schedule": ({"learning_rate": halving}, halving),
-    "relative step alone": ({"relative_step": True}, lambda t: min(1e-2, (t + 1) ** -0.5)),
-    "relative step under a number": (
-        {"relative_step": True, "learning_rate": 0.6},
-        lambda t: min(0.6, (t + 1) ** -0.5),
-    ),
     "relative step under a schedule": (
         {"relative_step": True, "learning_rate": lambda t: 0.2 * (t + 1)},
         lambda t: min(0.2 * (t + 1), (t + 1) ** -0.5),
@@ -212,8 +185,6 @@ ALIAS = {
         {"learning_rate": 0.3, "momentum": 0.6, "dtype_momentum": "bfloat16"},
         lambda t: 0.3,
     ),
-    "decay": ({"learning_rate": halving, "weight_decay_rate": 0.02}, halving),
-    "decay times a number": ({"learning_rate": 0.3} | DECAY, lambda t: 0.3),
     "decay times a schedule, and momentum": (
         {"learning_rate": halving, "momentum": 0.6} | DECAY,
         halving,

@@ -58,13 +58,9 @@ def test_adamw_by_hand(x64):
     assert np.abs(params["table"] - plain["table"]).max() > 1e-2
 
 
-@pytest.mark.parametrize("name", ["came", "momentum"])
-def test_what_belongs_to_a_row(name, x64):
+def test_what_belongs_to_a_row(x64):
     """Statistics of rows stay, of columns do not; where all rows are used nothing changes."""
-    inner = {
-        "came": lambda: optax_ext.came(1e-2, weight_decay=0.1),
-        "momentum": lambda: optax.sgd(1e-2, momentum=0.9),
-    }[name]()
+    inner = optax_ext.came(1e-2, weight_decay=0.1)
     tx = optax_ext.lazy_rows(inner, {"table": True, "w": False})
     params, state = run(tx, 5)
     one = np.zeros((ROWS, WIDTH))
@@ -86,26 +82,10 @@ def test_what_belongs_to_a_row(name, x64):
             kept += 1
         elif a.size:
             assert np.any(a != b)
-    assert kept == {"came": 3, "momentum": 1}[name]
+    assert kept == 3
     full = g | {"table": np.ones((ROWS, WIDTH))}
     for a, b in zip(*map(jax.tree.leaves, steps(full, state, params)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-14)
-
-
-def test_names_within_names():
-    """The table "a" is not the "a" of a module that is no table."""
-    tx = optax_ext.lazy_rows(optax.sgd(1.0, momentum=0.9), {"a": True, "m": {"a": False}})
-    params = {"a": jnp.ones((4, 2)), "m": {"a": jnp.ones((4, 2))}}
-    state = tx.init(params)
-    grads = jax.tree.map(jnp.zeros_like, params)
-    _, state = tx.update(jax.tree.map(jnp.ones_like, params), state)
-    updates, _ = tx.update(grads, state)
-    assert not np.any(updates["a"])
-    assert np.all(updates["m"]["a"] == -0.9)
-    # A row that is not finite is used.
-    updates, _ = tx.update(grads | {"a": jnp.zeros((4, 2)).at[2, 0].set(jnp.nan)}, state)
-    assert np.isnan(updates["a"][2, 0])
-    assert not np.any(updates["a"][:2])
 
 
 def test_parameters_in_a_list():
@@ -117,6 +97,10 @@ def test_parameters_in_a_list():
         _, state = tx.update([jnp.ones((8, 3))] * 2, state)
         _, state = tx.update([jnp.zeros((8, 3)).at[5].set(1.0)] * 2, state)
         assert [np.any(x != 1.0, 1).sum() for x in state[0].trace] == want
+    # A row that is not finite is used.
+    updates, _ = tx.update([jnp.zeros((8, 3)).at[2, 0].set(jnp.nan)] * 2, state)
+    assert np.isnan(updates[1][2, 0])
+    assert not np.any(updates[1][:2])
 
 
 def test_stored_in_blocks():
@@ -131,10 +115,8 @@ def test_stored_in_blocks():
 
 
 def test_bad_input():
-    params = {"table": jnp.ones((4, 2)), "square": jnp.ones((3, 3)), "scalar": jnp.ones(())}
-    for name in ("square", "scalar"):
-        tx = optax_ext.lazy_rows(optax.sgd(1.0), lambda p, name=name: {k: k == name for k in p})
-        with pytest.raises(ValueError, match=f"'{name}' has shape .*; its first dim, of rows"):
-            tx.init(params)
+    params = {"square": jnp.ones((3, 3))}
+    with pytest.raises(ValueError, match=r"'square' has shape .*; its first dim, of rows"):
+        optax_ext.lazy_rows(optax.sgd(1.0), True).init(params)
     with pytest.raises(ValueError, match="the mask does not fit the parameters"):
         optax_ext.lazy_rows(optax.sgd(1.0), {"other": True}).init(params)

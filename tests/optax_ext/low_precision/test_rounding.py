@@ -7,7 +7,6 @@ import optax
 import pytest
 
 import optax_ext
-from optax_ext.low_precision import _rounding
 from optax_ext.low_precision._rounding import make_key, next_key, uniform
 
 from .. import traces
@@ -35,49 +34,7 @@ def test_noise_is_uniform_and_new_each_time():
     assert np.abs(correlation).max() < 5 / np.sqrt(draws[0].size)
 
 
-@pytest.mark.parametrize("most", [2**32, 100])
-def test_noise_of_matrices_beyond_2_32_elements(most, monkeypatch):
-    """Each matrix has its own hash; the noise is that of the full array."""
-    monkeypatch.setattr(_rounding, "_MAX_INDEXED", most)
-    key, shape = make_key(3), (2, 3, 5, 7)
-    index = np.arange(35, dtype=np.uint32).reshape(5, 7)
-
-    @jax.jit
-    def noise():
-        pairs = zip(*_rounding.hashes_of_matrices(key, 11, shape), strict=True)
-        return [_rounding.uniform_at(f + index, h) for h, f in pairs], uniform(key, 11, shape)
-
-    have, want = noise()
-    np.testing.assert_array_equal(np.stack(have).reshape(shape), want)
-    assert _rounding.numbers_matrices((4, 10, 10))
-    assert _rounding.numbers_matrices((10, 11)) == (most > 100)
-
-
 # --- Parameters -----------------------------------------------------------------------------------
-
-
-def test_small_steps_that_nearest_rounding_loses():
-    """Steps of 1e-3 of the way; nearest rounding loses those below 1/256 of the parameter."""
-    target = np.linspace(0.5, 1.5, 64, dtype=np.float32)[:, None] * np.ones(SHAPE, np.float32)
-
-    def run(tx, dtype):
-        def step(carry, _):
-            params, state = carry
-            updates, state = tx.update(params.astype(jnp.float32) - target, state, params)
-            return (optax.apply_updates(params, updates), state), None
-
-        params = jnp.full(SHAPE, 2.0, dtype)
-        return jax.lax.scan(step, (params, tx.init(params)), None, length=2000)[0][0]
-
-    sgd = optax.sgd(1e-3)
-    rounded = optax_ext.stochastic_rounding(sgd)
-    cases = ((sgd, jnp.float32), (sgd, jnp.bfloat16), (rounded, jnp.bfloat16))
-    found = jax.jit(lambda: [run(tx, dtype) for tx, dtype in cases])()
-    exact, nearest, stochastic = (np.asarray(x, np.float32) for x in found)
-    assert (nearest == 2.0).all()  # it never moved
-    rows = stochastic.mean(1) - exact.mean(1)
-    assert np.abs(rows).max() < 0.01  # a row's mean; one element is within its own rounding
-    assert np.abs(stochastic - exact).max() < 0.15
 
 
 def test_apply_updates_rounds_to_one_of_two_neighbours_with_the_right_frequency():

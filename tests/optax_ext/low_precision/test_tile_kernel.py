@@ -10,13 +10,15 @@ import optax
 import pytest
 
 import optax_ext
-from optax_ext import Dynamic, Float8, Linear, kernels
+from optax_ext import Float8, kernels
 
 from ...pallas_calls import kernels_in
 from .kernels_and_xla import assert_same, check_steps, gradients_of, interpreted, pair, params_of
 
+# Inner transformation, options, shapes, the gradients' dtype.
 CASES = {
-    # Options, sums over all gradients, stacks and vectors beside; nothing divides.
+    "sign": (optax.lion(1e-3), {"rounding": "nearest"}, {"w": (70, 1000)}, "float32"),
+    # Sums over all gradients, stacks and vectors beside; nothing divides.
     "a norm of all gradients": (
         optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
         {"rounding": "compensated"},
@@ -24,31 +26,13 @@ CASES = {
         "float32",
     ),
     "few rows": (optax.adamw(1e-3), {}, {"w": (9, 300), "v": (2, 17, 140)}, "float32"),
-    "a stack of stacks": (
-        optax.adam(1e-3),
-        {"bits": Linear(8), "rounding": "compensated"},
-        {"w": (2, 3, 128, 160)},
-        "float32",
-    ),
     "bfloat16 gradients": (
         optax.adamw(1e-3),
         {"bits": Float8(expand=False)},
-        {"w": (200, 130), "v": (64, 1000)},
+        {"w": (200, 130), "v": (2, 3, 64, 160)},
         "bfloat16",
     ),
-    "sign": (optax.lion(1e-3), {"rounding": "nearest"}, {"w": (70, 1000)}, "float32"),
-    "a second moment alone": (
-        optax.adam(1e-3),
-        {"formats": {r"\bmu": None}},
-        {"w": (64, 160)},
-        "float32",
-    ),
 }
-DEFAULT = ("sign",)
-
-
-def init(tx, params):
-    return jax.jit(tx.init)(params)
 
 
 def num_kernels(fn, *args):
@@ -56,13 +40,13 @@ def num_kernels(fn, *args):
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=() if c in DEFAULT else pytest.mark.slow) for c in CASES]
+    "case", [pytest.param(c, marks=() if c == "sign" else pytest.mark.slow) for c in CASES]
 )
 def test_equals_the_form_of_xla(case):
     inner, options, shapes, dtype = CASES[case]
     plain, tiled = pair(inner, **options)
     params = params_of(shapes, dtype)
-    state = init(plain, params)
+    state = jax.jit(plain.init)(params)
     num = num_kernels(tiled.update, params, state, params)
     assert num == sum(len(s) > 1 for s in shapes.values())
     check_steps(jax.jit(plain.update), interpreted(tiled.update), params, state, dtype)
@@ -102,7 +86,7 @@ def test_codes_do_not_depend_on_shards(implementation, monkeypatch):
     monkeypatch.setattr(_row_loop, "_MIN_STEP", 0)
     plain, other = pair(optax.trace(0.9), implementation)
     params = params_of({"w": (2, 32, 128)})
-    state = init(plain, params)
+    state = jax.jit(plain.init)(params)
 
     def on_shards(*args):
         with kernels.kernels_on(HalvesOfRows()):
@@ -118,12 +102,8 @@ def test_codes_do_not_depend_on_shards(implementation, monkeypatch):
         (optax_ext.came(1e-3), {}, (64, 128)),  # sums over rows and columns
         (optax.adamw(1e-3), {"bits": 4}, (64, 128)),  # scales of rows and columns
         (optax.adamw(1e-3), {"bits": Float8()}, (64, 128)),  # powers
-        (optax.adamw(1e-3), {"bits": Dynamic(8, block_size=2048)}, (64, 512)),
-        (optax.adamw(1e-3), {"bits": 16}, (64, 128)),
         (optax.adamw(1e-3), {}, (128, 64)),  # less than a slice
-        (optax.adamw(1e-3), {}, (7, 512)),
         (optax.adamw(1e-3), {}, (100, 3, 128)),  # rows are dim 0
-        (optax.adamw(1e-3), {}, (8192,)),
     ],
 )
 def test_what_no_kernel_takes(inner, options, shape):
@@ -134,41 +114,14 @@ def test_what_no_kernel_takes(inner, options, shape):
         assert num_kernels(tiled.update, params, state, params) == 0
 
 
-@pytest.mark.parametrize("mode", ["another platform", "x64"])
-def test_what_has_the_form_of_xla(mode):
-    with jax.enable_x64(mode == "x64"):
-        plain, tiled = pair(optax.trace(0.9))
-        params = params_of({"w": (64, 128)})
-        state = init(plain, params)
-        call = interpreted if mode == "x64" else jax.jit
-        want, have = jax.jit(plain.update)(params, state, params), call(tiled.update)(params, state)
-        jax.tree.map(np.testing.assert_array_equal, have, want)
-
-
-def copied(u, _):
-    return jax.tree.map(jnp.array, u)
-
-
-def narrowed(u, _):
-    return jax.tree.map(lambda x: x.astype(jnp.float16), u)
-
-
-@pytest.mark.parametrize(
-    ("inner", "shapes", "num"),
-    [
-        (optax.adamw(1e-3), [(64, 128), (128, 300)], 2),
-        (optax.adamw(1e-3), [(126, 16384, 53248)], 1),
-        # An array that is copied, one that is not of a kernel's dtypes.
-        (optax.chain(optax.trace(0.9), optax.stateless(copied)), [(64, 128)], 1),
-        (optax.chain(optax.trace(0.9), optax.stateless(narrowed)), [(64, 128)], 0),
-    ],
-)
-def test_in_programs_for_tpus(inner, shapes, num):
-    _, tiled = pair(inner)
-    params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+@pytest.mark.parametrize("shape", [(64, 128), (126, 16384, 53248)])
+def test_in_programs_for_tpus(shape):
+    """One kernel there, XLA's form elsewhere."""
+    _, tiled = pair(optax.adamw(1e-3))
+    params = jax.ShapeDtypeStruct(shape, jnp.float32)
     state = jax.eval_shape(tiled.init, params)
     traced = jax.jit(tiled.update).trace(params, state, params)
-    assert traced.lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call") == num
+    assert traced.lower(lowering_platforms=("tpu",)).as_text().count("tpu_custom_call") == 1
     assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call") == 0
 
 
@@ -179,7 +132,7 @@ def test_parameters_are_updated_as_by_optax():
     plain, tiled = pair(optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
     update_params = kernels.update_params_of(tiled)
     params = params_of({"w": (64, 130), "b": (40,)}, "bfloat16")
-    state = init(plain, params)
+    state = jax.jit(plain.init)(params)
 
     @jax.jit
     def by_hand(grads, state, params):
@@ -197,24 +150,3 @@ def test_parameters_are_updated_as_by_optax():
             assert np.max(error) <= float(jnp.finfo(x.dtype).eps) * np.max(np.abs(x))
         assert_same(have[1], want[1])
         params, state = want
-
-
-def test_only_the_outermost_transformation_updates_parameters():
-    plain, tiled = pair(optax.adamw(1e-3))
-    assert kernels.update_params_of(plain) is None
-    assert kernels.update_params_of(optax.chain(tiled, optax.scale(0.5))) is None
-    assert optax.with_extra_args_support(tiled) is tiled
-
-
-def test_no_update_passes_through_memory():
-    """A kernel reads gradient and parameter, this once for decay and sum, and writes the latter."""
-    _, tiled = pair(optax.adamw(1e-3))
-    params = {"w": jax.ShapeDtypeStruct((128, 256), jnp.float32)}
-    state = jax.eval_shape(tiled.init, params)
-    (call,) = kernels_in(kernels.update_params_of(tiled), params, state, params)
-
-    def num_wide(variables):
-        types = [v.aval for v in variables]
-        return sum(x.size == 128 * 256 and x.dtype == jnp.float32 for x in types)
-
-    assert (num_wide(call.invars), num_wide(call.outvars)) == (2, 1)

@@ -1,8 +1,6 @@
 """What a wrapped optimizer stores, how it moves, what its program reads; 8-bit ones by name."""
 
 import functools
-import inspect
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +25,7 @@ from .. import traces
 
 MODEL = {"embed": (70, 64), "w": (64, 128), "b": (128,), "stack": (2, 32, 70)}
 ABSTRACT = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in MODEL.items()}
+ADAMW = optax.adamw(1e-3)
 
 
 def is_stored(x):
@@ -43,50 +42,25 @@ def stored_in(state):
 jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
 
 
-INNER = {
-    "adamw": optax.adamw(1e-3),
-    "lion": optax.lion(1e-4),
-    "lamb": optax.lamb(1e-3),
-    "adafactor": optax_ext.adafactor(1e-3, momentum=0.9),
-    "optax.adafactor": optax.adafactor(1e-3, momentum=0.9),
-    "came": optax_ext.came(1e-4),
-    "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.9), optax.scale(-1e-2)),
-    "injected": optax.inject_hyperparams(optax.adamw)(1e-3),
-}
-PATHS = [
-    ("adamw", 8, "stochastic", 0.08),
-    ("came", 8, "compensated", 1e-3),
-    *((name, 8, "stochastic", 0.08) for name in INNER if name != "adamw"),
-    ("adamw", 4, "stochastic", 0.5),
-    ("adamw", Float8(), "stochastic", 0.08),
-    ("adamw", 16, "stochastic", 0.02),
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "bits", "rounding", "bound"),
-    [PATHS[0], *(pytest.param(*path, marks=pytest.mark.slow) for path in PATHS[1:])],
-    ids=str,
-)
-def test_parameters_follow_those_of_the_plain_optimizer(name, bits, rounding, bound):
-    """The path of 50 steps, by norm; small arrays are stored, too."""
+def test_parameters_follow_those_of_the_plain_optimizer():
+    """The path of 50 steps, by norm; small arrays are stored, too; each seed has its noise."""
 
     def tree_of(seed):
         rng = np.random.default_rng(seed)
         return {k: rng.normal(size=s).astype("float32") for k, s in MODEL.items()}
 
-    start = tree_of(0)
+    start, plain = tree_of(0), optax.adamw(1e-3)
     grads = jax.tree.map(lambda *g: np.float32(0.01) * np.stack(g), *map(tree_of, range(1, 51)))
-    low = low_precision_state(INNER[name], bits, rounding=rounding, min_size=0)
+    low, other = (low_precision_state(plain, min_size=0, seed=seed) for seed in (0, 1))
     _, have, states = traces.unroll(low, grads, start)
-    _, want, _ = traces.unroll(INNER[name], grads, start)
-    assert len(stored_in(states)) >= len(MODEL)
-    if name == "lion":  # of a sum near zero the sign flips: 2 where all else is 1
-        bound = 2 * np.sqrt(bound)
+    _, again, _ = traces.unroll(other, grads, start)
+    _, want, _ = traces.unroll(plain, grads, start)
+    assert len(stored_in(states)) == 2 * len(MODEL)
     for k, x in have.items():
         error = np.linalg.norm(x[-1] - want[k][-1]) / np.linalg.norm(want[k][-1] - start[k])
-        assert error < bound, k
-    assert any((have[k][-1] != want[k][-1]).any() for k in MODEL)
+        assert error < 0.08, k
+        assert (x[-1] != want[k][-1]).any()
+        assert (x[-1] != again[k][-1]).any()
 
 
 SHAPE, STEPS = (32, 128), 300
@@ -131,10 +105,8 @@ def largest_ratios(plain, low, scales):
         *(
             pytest.param(name, optimizer, marks=pytest.mark.slow)
             for name, optimizer in [
-                *((name, "CAME") for name in STATE_FORMATS),
                 *((name, "AdamW") for name in STATE_FORMATS if name != "4bit"),
-                *(("8bit", opt) for opt in OPTIMIZERS if opt not in ("AdamW", "CAME")),
-                ("4bit", "LAMB"),
+                *(("8bit", opt) for opt in OPTIMIZERS if opt != "AdamW"),
             ]
         ),
     ],
@@ -147,22 +119,6 @@ def test_no_step_is_far_above_those_of_float32(name, optimizer):
     scales = [spread(SHAPE[1], decades)[None] for decades in (0, 1, 3, 6)]
     have = largest_ratios(plain, low, [*scales, rows, rows * columns])
     assert max(have) < MOST[name][optimizer not in ("AdamW", "LAMB")], have
-    if (name, optimizer) == ("4bit", "LAMB"):
-        # What the bound is against: the least code of a block over an exact second moment.
-        low = low_precision_state(plain, 4, formats={r"\bmu": Dynamic(4)}, min_size=0)
-        assert largest_ratios(plain, low, scales[2:3]) > 20
-
-
-def test_the_same_seed_gives_the_same_noise():
-    grads = {"w": np.random.default_rng(0).normal(size=(64, 70)).astype("float32")}
-
-    def codes(seed):
-        tx = low_precision_state(optax.trace(0.9), seed=seed)
-        return tx.update(grads, tx.init(grads))[1].inner_state.trace["w"].codes
-
-    first, again, other = jax.jit(lambda: [codes(seed) for seed in (0, 0, 1)])()
-    np.testing.assert_array_equal(first, again)
-    assert (np.asarray(first) != np.asarray(other)).any()
 
 
 # --- What is stored, and how ----------------------------------------------------------------------
@@ -212,14 +168,11 @@ def test_which_arrays_are_stored_and_how():
         "0/nu/w": (Linear(), False),
         "0/nu/stack": (Linear(), False),
     }
-    # A single array as the parameters.
-    single = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-    assert set(formats_of(optax.lion(1e-3), single)) == {"0/mu"}
 
 
 def test_types_of_the_state_stay():
     """By every rounding, inside and outside of what wraps transformations."""
-    tx = low_precision_state(optax.adamw(1e-3))
+    tx = low_precision_state(ADAMW)
     txs = [
         low_precision_state(optax.trace(0.9), bits, rounding=rounding)
         for bits in (8, 4, 16, Float8())
@@ -229,30 +182,15 @@ def test_types_of_the_state_stay():
         optax.MultiSteps(tx, 2).gradient_transformation(),
         optax.masked(tx, {"embed": True, "w": True, "b": False, "stack": False}),
         optax.inject_hyperparams(lambda x: low_precision_state(optax.adamw(x)))(1e-3),
-        optax.chain(optax.clip_by_global_norm(1.0), tx),
         optax.contrib.schedule_free(tx, 1e-3),
     ]
-    type_of = lambda x: (x.shape, x.dtype)  # noqa: E731
     for outer in txs:
         state = jax.eval_shape(outer.init, ABSTRACT)
         assert stored_in(state)
-        updates, new = jax.eval_shape(outer.update, ABSTRACT, state, ABSTRACT)
-        assert jax.tree.map(type_of, new) == jax.tree.map(type_of, state)
-        assert jax.tree.map(type_of, updates) == jax.tree.map(type_of, ABSTRACT)
-
-
-def test_sixteen_bit_state_of_sixteen_bit_parameters_is_read_as_float32():
-    """Second moments in bfloat16 stop moving; here they are float32 inside the step."""
-    params, seen = {"w": jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)}, []
-
-    def update(updates, state, params=None):
-        seen.append(state["nu"]["w"].dtype)
-        return updates, state
-
-    inner = optax.GradientTransformation(lambda p: {"nu": jax.tree.map(jnp.zeros_like, p)}, update)
-    tx = low_precision_state(inner)
-    jax.eval_shape(lambda p: tx.update(p, tx.init(p), p), params)
-    assert set(seen) == {jnp.dtype("float32")}
+        found = jax.eval_shape(outer.update, ABSTRACT, state, ABSTRACT)
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), found) == jax.tree.map(
+            lambda x: (x.shape, x.dtype), (ABSTRACT, state)
+        )
 
 
 def test_arrays_of_no_or_one_element_are_no_obstacle():
@@ -314,23 +252,6 @@ def test_codes_are_read_again_when_the_scales_are_there():
         assert used.issuperset(reread.outvars)
 
 
-@pytest.mark.parametrize("light", [True, False])
-def test_only_what_is_light_is_computed_twice(light):
-    def update(updates, state, params=None):
-        del params
-        average = jax.tree.map(
-            lambda m, g: (0.5 * m if light else m @ jnp.eye(len(m))) + jnp.sin(m + g),
-            state.trace,
-            updates,
-        )
-        return average, optax.TraceState(average)
-
-    tx = low_precision_state(optax.GradientTransformation(optax.trace(0.9).init, update))
-    params = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
-    assert len(equations_of(tx, params, "dot_general")[1]) == (0 if light else 1)
-    assert len(equations_of(tx, params, "sin")[1]) == (2 if light else 1)
-
-
 # --- Bad input ------------------------------------------------------------------------------------
 
 
@@ -338,36 +259,27 @@ def test_only_what_is_light_is_computed_twice(light):
     ("options", "message"),
     [
         ({"bits": 3}, "bits must be 4, 8, 16 or a format"),
-        ({"bits": "fp8"}, "bits must be 4, 8, 16 or a format .* got 'fp8'"),
         ({"block_size": 100}, "block_size must be a power of two, at least 16, got 100"),
-        ({"block_size": 0}, "block_size must be a power of two"),
         ({"bits": 16, "block_size": 64}, "block_size=64 has no effect"),
-        ({"bits": Float8(), "block_size": 64}, "block_size=64 has no effect"),
         ({"rounding": "up"}, "rounding must be one of 'nearest', 'stochastic', 'compensated'"),
         ({"formats": {"nu": "fp8"}}, r"formats\['nu'\] must be a format such as Dynamic\(8\)"),
         ({"formats": {"(": None}}, "is not a regular expression"),
+        ({"formats": {"nux": None}}, "pattern 'nux' matches no array of the state"),
         ({"min_size": -1}, "min_size must not be negative, got -1"),
         ({"seed": -1}, "seed must be in"),
         ({"implementation": "triton"}, "must be 'xla', 'rows' or 'pallas', got 'triton'"),
+        ({"inner": low_precision_state(ADAMW)}, "low_precision_state contains another one"),
     ],
     ids=str,
 )
 def test_errors(options, message):
     with pytest.raises(ValueError, match=message):
-        low_precision_state(optax.adamw(1e-3), **options)
+        jax.eval_shape(low_precision_state(**{"inner": ADAMW} | options).init, ABSTRACT)
 
 
-def test_errors_of_init():
-    tx = low_precision_state(optax.adamw(1e-3))
-    with pytest.raises(ValueError, match="low_precision_state contains another one"):
-        jax.eval_shape(low_precision_state(optax.chain(tx)).init, ABSTRACT)
-    with pytest.raises(ValueError, match="pattern 'nux' matches no array of the state"):
-        jax.eval_shape(low_precision_state(optax.adamw(1e-3), formats={"nux": None}).init, ABSTRACT)
+def test_a_state_without_floating_arrays_is_warned_of():
     with pytest.warns(UserWarning, match="the state has no floating arrays"):
         jax.eval_shape(low_precision_state(optax.scale_by_schedule(lambda _: 1.0)).init, ABSTRACT)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        tx.init({"b": jnp.zeros(3)})  # small is no mistake
 
 
 # --- 8-bit optimizers by name ---------------------------------------------------------------------
@@ -389,16 +301,8 @@ def test_is_low_precision_state_of_the_plain_one(name):
     states = [jax.eval_shape(tx.init, params) for tx in (have, want)]
     assert states[0] == states[1]
     assert len(stored_in(states[0])) == {"adamw8bit": 2, "lamb8bit": 2}.get(name, 1)
-    programs = [
-        str(jax.make_jaxpr(tx.update)(params, s, params))
-        for tx, s in zip((have, want), states, strict=True)
-    ]
-    assert programs[0] == programs[1]
+    first, second = (jax.make_jaxpr(tx.update)(params, states[0], params) for tx in (have, want))
+    assert str(first) == str(second)
     assert make.__name__ == name
-    assert "learning_rate" in inspect.signature(make).parameters
     injected = optax.inject_hyperparams(make)(learning_rate=1e-3)
-    state = jax.eval_shape(injected.init, params)
-    assert "learning_rate" in state.hyperparams
-    updates, new = jax.eval_shape(injected.update, params, state, params)
-    assert jax.tree.structure(new) == jax.tree.structure(state)
-    assert updates["w"].shape == (128, 128)
+    assert "learning_rate" in jax.eval_shape(injected.init, params).hyperparams
