@@ -26,8 +26,6 @@ OPTIMIZERS = {
         1e-3, momentum=0.9, factoring=optax_ext.last_two_dims()
     ),
     "adamw": lambda: optax.adamw(1e-3),
-    "lamb": lambda: optax.lamb(1e-3),
-    "muon": lambda: optax.contrib.muon(1e-3),
 }
 
 

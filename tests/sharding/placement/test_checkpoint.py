@@ -1,6 +1,5 @@
 """A checkpoint saved on some devices resumes, equal, on others; exports are unsharded."""
 
-import gc
 import pathlib
 from typing import Any, NamedTuple
 
@@ -76,9 +75,6 @@ OVER_MODEL = {"query": P(None, None, "model"), "mlp": P(None, None, "model")}
 LAYOUTS = {
     "4 devices": ((4,), {"stage": 3}),
     "1 device": ((1,), {"stage": 3}),
-    "stage 2": ((8,), {"stage": 2}),
-    "stage 0": ((8,), {"stage": 0}),
-    "hybrid": ((2, 4), {"stage": 3, **HYBRID}),
     "hybrid, state over all": ((2, 4), {"stage": 3, "shard_state_over_replicas": True, **HYBRID}),
     "offload": ((8,), {"stage": 2, "offload": "optimizer", "offload_min_size": 256}),
     "model axis": ((4, 2), {"stage": 3, "names": ("data", "model")}),
@@ -102,39 +98,6 @@ def test_goes_on_elsewhere(run, layout):
         model.assert_close(state, run.final, 1e-12)
 
 
-@pytest.mark.usefixtures("x64")
-# Orbax starts to read all arrays, and drops those after the one that does not fit: some before
-# they begin, some while they read.
-@pytest.mark.filterwarnings("ignore:coroutine '_read_array_index_and_device_put':RuntimeWarning")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize(
-    ("name", "shape", "message"),
-    [
-        ("scale", (8,), r"shape: \(8,\) is not compatible .* stored shape: \(40,\)"),
-        ("scale", (40, 1), r"shape: \(40, 1\) is not compatible .* stored shape: \(40,\)"),
-        ("bias", (8,), r"tree structures do not match:\s+\[0\]\.bias:\s.*shape=\(8,\)"),
-        ("scale", None, r"tree structures do not match:\s+\[0\]\.scale:\s+- Source: MISSING"),
-    ],
-)
-def test_a_checkpoint_of_another_model(run, name, shape, message):
-    """Raises; nothing is truncated, padded or left as it was initialized."""
-    params = model.init_params(jnp.float64) | {name: np.ones(shape or ())}
-    if shape is None:
-        del params[name]
-    target = model.zero_on(4, stage=3).abstract_state(model.make_of(lambda: params, TX), tx=TX)
-    with pytest.raises(ValueError, match=message):
-        restore(run.directory, target)
-    gc.collect()
-
-
-@pytest.mark.usefixtures("x64")
-def test_a_checkpoint_of_another_optimizer(run):
-    tx = optax.adamw(1e-3)
-    target = model.zero_on(4, stage=3).abstract_state(make_state(tx), tx=tx)
-    with pytest.raises(ValueError, match=r"tree structures do not match:\s+\[1\]"):
-        restore(run.directory, target)
-
-
 # --- Exporting ----------------------------------------------------------------------------------
 
 
@@ -153,12 +116,10 @@ def test_full_params_where_a_process_has_some_of_the_shards_alone(monkeypatch):
     )
 
 
-@pytest.mark.parametrize(("stage", "dtype"), [(0, jnp.float32), (3, jnp.bfloat16)])
-def test_safetensors(tmp_path, stage, dtype):
-    zero, tx = model.zero_on(8, stage=stage), optax.sgd(1.0)
-    state = zero.init(make_state(tx, dtype), tx=tx)
-    params = zero.full_params(state)
-    chex.assert_trees_all_equal(params, model.init_params(dtype), strict=True)
+def test_safetensors(tmp_path):
+    zero, tx = model.zero_on(8, stage=3), optax.sgd(1.0)
+    params = zero.full_params(zero.init(make_state(tx, jnp.bfloat16), tx=tx))
+    chex.assert_trees_all_equal(params, model.init_params(jnp.bfloat16), strict=True)
     safetensors.numpy.save_file(params, tmp_path / "model.safetensors")
     loaded = safetensors.numpy.load_file(tmp_path / "model.safetensors")
     chex.assert_trees_all_equal(loaded, params, strict=True)

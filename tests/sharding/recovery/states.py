@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import optax
 
@@ -78,22 +79,23 @@ def make_state(tx=None, dtype=jnp.float32):
     return make
 
 
-def random_like(abstract, seed=0):
+def random_bits(dtype, shape, seed=0):
+    """Every bit that a dtype has: NaNs, negative zeros, subnormal numbers."""
+    dtype, rng = np.dtype(dtype), np.random.default_rng(seed)
+    if dtype.name == "bool":
+        return rng.integers(0, 2, shape).astype(bool)
+    if dtype.name in ("int2", "int4", "uint2", "uint4"):
+        info = ml_dtypes.iinfo(dtype)
+        return rng.integers(int(info.min), int(info.max) + 1, shape).astype(dtype)
+    raw = rng.integers(0, 256, (*shape, dtype.itemsize), dtype=np.uint8)
+    return raw.reshape(-1).view(dtype).reshape(shape)
+
+
+def random_like(abstract):
     """A state of these types with random bits, placed as they are."""
-    rng = np.random.default_rng(seed)
-
-    def leaf(x):
-        dtype = np.dtype(x.dtype)
-        if dtype.kind == "b":
-            value = rng.integers(0, 2, x.shape).astype(bool)
-        elif dtype.name in ("int4", "uint4"):
-            value = rng.integers(-8 if dtype.name == "int4" else 0, 8, x.shape).astype(dtype)
-        else:
-            raw = rng.integers(0, 256, (*x.shape, dtype.itemsize), dtype=np.uint8)
-            value = raw.reshape(-1).view(dtype).reshape(x.shape)
-        return jax.device_put(value, x.sharding)
-
-    return jax.tree.map(leaf, abstract)
+    rng = np.random.default_rng(0)
+    place = lambda x: jax.device_put(random_bits(x.dtype, x.shape, rng), x.sharding)  # noqa: E731
+    return jax.tree.map(place, abstract)
 
 
 def bits(tree):

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pathlib
 import re
 import shutil
 import time
@@ -11,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState
 from jax import P
 from jax.sharding import AxisType, NamedSharding
 
@@ -22,9 +22,7 @@ from sharding.recovery._replica_program import ReplicaProgram
 from sharding.recovery._slot import Slot, slots_in
 from sharding.recovery._slot_plan import SlotPlan
 
-from ...compilers import need
-from ...flax_nnx import nnx
-from .states import adamw, bits, init_params, invent_machines, make_state, random_like, store_of
+from .states import adamw, bits, invent_machines, make_state, random_like, store_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:the transformation's init")  # codes of small arrays
 
@@ -35,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the transformation's init")  # c
 def zero_states(mesh):
     """Types of the train states of several optimizers, stages and syncs."""
 
-    def state(stage, tx, dtype=jnp.float32, *, param_specs=None, **options):
+    def state(stage, tx, dtype=jnp.float32, param_specs=None, **options):
         zero = shd.Zero(mesh, stage, axis="data", min_shard_size=0, **options)
         return zero.abstract_state(make_state(tx, dtype), tx=tx, param_specs=param_specs)
 
@@ -51,31 +49,17 @@ def zero_states(mesh):
     }
 
 
-def flax_states(mesh):
-    zero = shd.Zero(mesh, 2, axis="data", min_shard_size=0)
-
-    def make():
-        return TrainState.create(apply_fn=None, params=init_params(), tx=adamw())
-
-    found = {"flax": zero.abstract_state(make)}
-    if nnx is not None:
-        state = jax.eval_shape(lambda: nnx.state(nnx.Linear(8, 6, rngs=nnx.Rngs(0))))
-        found["nnx"] = jax.tree.map(
-            lambda x: x.update(sharding=NamedSharding(mesh, P("data") if x.ndim else P())), state
-        )
-    return found
-
-
 def other_leaves(mesh):
     """Dtypes and shapes that no optimizer has here, sharded and not."""
     shapes = {"sharded": ((4, 6), P("data", "model")), "replicated": ((3, 5), P())}
     shapes |= {"scalar": ((), P()), "empty": ((0, 4), P()), "empty shards": ((4, 0), P("data"))}
-    dtypes = ["bool", "int4", "float8_e4m3fn", "uint64"]
-
-    def leaf(dtype, shape, spec):
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, spec))
-
-    return {d: {name: leaf(d, *each) for name, each in shapes.items()} for d in dtypes}
+    return {
+        dtype: {
+            name: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, spec))
+            for name, (shape, spec) in shapes.items()
+        }
+        for dtype in ("bool", "int4", "float8_e4m3fn", "uint64")
+    }
 
 
 def random_keys(mesh):
@@ -88,23 +72,17 @@ def random_keys(mesh):
             "one": jax.device_put(one, NamedSharding(mesh, P())),
             "many": jax.device_put(many, NamedSharding(mesh, P("data", "model"))),
         }
-    found["raw"] = jax.device_put(jax.random.PRNGKey(3), NamedSharding(mesh, P()))
     return found
-
-
-def typed(tree):
-    """The types of arrays."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
 def test_kinds_of_states(tmp_path, x64):
     """All kinds in one snapshot, restored by another store, bit by bit and where they were."""
     kinds = (AxisType.Auto,) * 3
     cube = jax.make_mesh((2, 2, 2), ("data", "model", "pipe"), axis_types=kinds)
-    abstract = zero_states(cube) | flax_states(cube)
-    abstract["other leaves"] = other_leaves(cube)
-    state = random_like(abstract) | {"random keys": random_keys(cube)}
-    abstract["random keys"] = typed(state["random keys"])
+    abstract = zero_states(cube) | {"other leaves": other_leaves(cube)}
+    keys = {"random keys": random_keys(cube)}
+    state = random_like(abstract) | keys
+    abstract |= keys
     store = store_of(cube, tmp_path)
     store.save(7, state, {"kinds": list(state)})
     store.close()
@@ -121,51 +99,26 @@ def test_kinds_of_states(tmp_path, x64):
             assert a.sharding.memory_kind == b.sharding.memory_kind
         memories = {x.sharding.memory_kind for x in jax.tree.leaves(restored)}
         assert ("pinned_host" in memories) == kind.startswith("offloaded")
-    for impl in ("threefry2x32", "rbg"):
-        draws = [jax.random.bits(tree["random keys"][impl]["one"]) for tree in (state, found.state)]
-        assert draws[0] == draws[1]
 
 
 # --- Other meshes and stages ----------------------------------------------------------------------
 
-LAYOUTS = {
-    "8 devices, stage 3": ((8,), 3, {}),
-    "8 devices, stage 0": ((8,), 0, {}),
-    "4x2, hybrid": ((2, 4), 3, {"replica_axis": "replica"}),
-    "4 devices, stage 1": ((4,), 1, {}),
-    "2 devices, stage 2, offloaded": ((2,), 2, {"offload": "optimizer", "offload_min_size": 0}),
-    "1 device": ((1,), 2, {}),
-}
 
-
-def layout_of(name):
+def layout_of(shape, stage, **options):
     """A mesh of some of the devices, and the types of the state on it."""
-    shape, stage, options = LAYOUTS[name]
     devices = jax.devices()[-int(np.prod(shape)) :]
     mesh = jax.make_mesh(shape, ("replica", "data")[-len(shape) :], devices=devices)
     zero = shd.Zero(mesh, stage, min_shard_size=0, **options)
     return mesh, zero.abstract_state(make_state(), tx=adamw())
 
 
-@pytest.mark.parametrize(
-    ("source", "target"),
-    [
-        ("8 devices, stage 3", "2 devices, stage 2, offloaded"),
-        ("4 devices, stage 1", "8 devices, stage 3"),
-        *(
-            pytest.param(*pair, marks=pytest.mark.slow)
-            for other in ("8 devices, stage 0", "4x2, hybrid", "1 device")
-            for pair in (("8 devices, stage 3", other), (other, "8 devices, stage 3"))
-        ),
-    ],
-)
-def test_other_meshes_and_stages(source, target, tmp_path):
-    mesh, abstract = layout_of(source)
+def test_other_meshes_and_stages(tmp_path):
+    mesh, abstract = layout_of((8,), 3)
     state = random_like(abstract)
     store = store_of(mesh, tmp_path)
     store.save(3, state)
     store.close()
-    mesh, abstract = layout_of(target)
+    mesh, abstract = layout_of((2,), 2, offload="optimizer", offload_min_size=0)
     store = store_of(mesh, tmp_path)
     found = store.restore(abstract)
     assert (found.step, bits(found.state)) == (3, bits(state))
@@ -177,7 +130,7 @@ def test_other_meshes_and_stages(source, target, tmp_path):
 def test_several_machines_of_another_mesh(tmp_path, monkeypatch):
     """Blocks split among the devices of a machine, received ones, and other boxes than those."""
     invent_machines(monkeypatch, "abcdabcd")
-    mesh, abstract = layout_of("4x2, hybrid")
+    mesh, abstract = layout_of((2, 4), 3, replica_axis="replica")
 
     def large(mesh, spec):
         return jax.ShapeDtypeStruct((8, 9, 1024), "f4", sharding=NamedSharding(mesh, spec))
@@ -189,7 +142,7 @@ def test_several_machines_of_another_mesh(tmp_path, monkeypatch):
     (slot,) = slots_in(tmp_path / "run")
     assert [leaf.grid for leaf in slot.table.leaves if leaf.path == "[1]"] == [(8, 1, 1)]
     monkeypatch.undo()
-    mesh, abstract = layout_of("8 devices, stage 3")
+    mesh, abstract = layout_of((8,), 3)
     store = store_of(mesh, tmp_path)
     assert bits(store.restore((abstract, large(mesh, P()))).state) == bits(state)
     store.close()
@@ -253,8 +206,9 @@ def slot_of(tmp_path, step):
     return found
 
 
-def damage(path):
+def damage(tmp_path, step):
     """Flips a bit of a block."""
+    path = slot_of(tmp_path, step)
     raw = bytearray(path.read_bytes())
     raw[4096] ^= 1
     path.write_bytes(raw)
@@ -294,37 +248,20 @@ def test_saves_and_restores(mesh, make, open_store, tmp_path):
     assert open_store().latest_step() is None
 
 
-def test_a_donated_state_and_an_interval(make, open_store):
-    """The state may be donated at once."""
-    store, saved = open_store(interval=4), []
-    for step in range(10):
-        state = make(step)
-        if store.save(step, state):
-            saved.append(step)
-        jax.jit(lambda x: jax.tree.map(jnp.negative, x), donate_argnums=0)(state)
-    assert saved == [0, 4, 8]
-    assert_restores(store, make, 8)
-
-
 # --- Errors ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        *(
-            ({"run_id": name}, f"run_id must be the name of a folder, got {name!r}")
-            for name in ("a/b", "/tmp", "", ".", "..")
-        ),
+def test_bad_options(mesh, tmp_path):
+    folder = tmp_path / "memory"
+    for options, message in [
+        ({"run_id": ".."}, "run_id must be the name of a folder, got '..'"),
+        ({"run_id": "a/b"}, "run_id must be the name of a folder, got 'a/b'"),
         ({"interval": 0}, "interval must be at least 1, got 0"),
         ({"replicas": 2}, "replicas=2 needs as many machines, found 1. Give replicas=1 or less"),
         ({"placement": "star"}, "placement must be one of ('group', 'ring'), got 'star'"),
-    ],
-)
-def test_bad_options(mesh, tmp_path, options, message):
-    folder = tmp_path / "memory"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        store_of(mesh, folder, **options)
+    ]:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            store_of(mesh, folder, **options)
     assert not folder.exists()
 
 
@@ -334,25 +271,17 @@ def test_steps_must_grow(make, open_store):
         with pytest.raises(ValueError, match=f"step {step} does not come after step 3, saved last"):
             store.save(step, make(step))
     assert_restores(write(store, make, 4), make, 4)
-    with pytest.raises(ValueError, match="step 4 does not come after step 4"):
-        store.save(4, make(4))
-    store = open_store()
-    assert_restores(store, make, 4)
-    assert write(store, make, 5).latest_step() == 5
 
 
 def test_values_that_cannot_be_saved(make, open_store):
     """Such steps are not taken."""
     store = open_store()
-    for extra in ({"x": np.zeros(2)}, {1, 2}, {"key": jax.random.key(0)}):
-        with pytest.raises(TypeError, match="not JSON serializable"):
-            store.save(1, make(1), extra)
-    store.save(1, make(1), {"x": [1, None, "é", 0.1, True]})
-    assert store.latest().extra == {"x": [1, None, "é", 0.1, True]}
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        store.save(1, make(1), {"x": np.zeros(2)})
+    store.save(1, make(1))
     other = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     bad = {
         r"\['n'\] is int without a sharding on the mesh: .* belong to extra": 3,
-        r"\['n'\] is ndarray without a sharding": np.zeros(3),
         r"\['n'\] is on the mesh": jax.device_put(np.zeros(4), NamedSharding(other, P())),
     }
     for message, leaf in bad.items():
@@ -366,13 +295,10 @@ def test_another_state(make, open_store):
     store = write(open_store(), make, 1)
     w, b = (make(0)[name] for name in ("w", "b"))
     half = jax.device_put(np.zeros((8, 6), np.float16), w.sharding)
-    short = jax.device_put(np.zeros((8, 5), np.float32), w.sharding)
     for state, message in [
         ({"w": w, "b": b, "c": b}, r"in 1 leaves: \['c'\] is not in the snapshot"),
         ({"w": w}, r"in 1 leaves: \['b'\] is not in the state"),
         ({"w": half, "b": b}, r"\['w'\] is float32\[8, 6\], not float16\[8, 6\]"),
-        ({"w": short, "b": b}, r"\['w'\] is float32\[8, 6\], not float32\[8, 5\]"),
-        ([w, b], r"in 4 leaves: "),
     ]:
         with pytest.raises(ValueError, match=message):
             store.restore(state)
@@ -381,8 +307,6 @@ def test_another_state(make, open_store):
 
 def test_descriptions(make, open_store, monkeypatch):
     store = open_store()
-    with pytest.raises(ValueError, match="describe needs a state before the first save"):
-        store.describe()
     expected = store.describe(make(0))
     assert write(store, make, 1).describe() == expected
     assert (expected.stored, expected.sent) == ((8 * 6 * 4 + 6 * 4,), (0,))
@@ -393,23 +317,8 @@ def test_descriptions(make, open_store, monkeypatch):
     assert found.sent == (8 * 6 * 4 // 4,) * 4
     assert found.stored == (2 * 8 * 6 * 4 // 4 + 6 * 4,) * 4
     assert found.host_bytes == 2 * found.stored[0]
-    assert [found.recovery_probability(k) for k in (1, 2, 3)] == [1.0, 2 / 3, 0.0]
     assert "a: also on b" in str(found)
     assert "Recovers from lost machines: 1: 100.0%, 2: 66.7%, 3: 0.0%, 4: 0.0%." in str(found)
-
-
-def test_compile_only_targets_are_planned(tmp_path):
-    need("v5e:2x4")
-    mesh = shd.targets.mesh("v5e:4x4", (16,), ("data",))
-    abstract = shd.Zero(mesh, 3).abstract_state(make_state(), tx=adamw())
-    store = shd.PeerCheckpoints(mesh, tmp_path / "memory", run_id="run")
-    save, restore = (lambda: store.save(1, abstract)), (lambda: store.restore(abstract))
-    for call in (save, restore, store.latest_step, store.wait_until_finished):
-        with pytest.raises(ValueError, match="the mesh is of a compile-only target, for which"):
-            call()
-    assert len(store.describe(abstract).machines) > 1
-    store.close()
-    assert not (tmp_path / "memory").exists()
 
 
 # --- Failures -------------------------------------------------------------------------------------
@@ -441,11 +350,6 @@ def test_full_memory_is_warned_of_once_and_training_goes_on(make, open_store, mo
 def test_the_last_complete_snapshot_stays(make, open_store, monkeypatch):
     """Wherever a write fails, and the next one, and the process after; if there is one."""
     store = open_store()
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "posix_fallocate", full)
-        with pytest.warns(UserWarning, match="known here is none"):
-            write(store, make, 0)
-    assert store.latest_step() is None
     for first, point in ((1, "clear"), (11, "reserve"), (21, "commit")):
         write(store, make, first, first + 1, first + 2)
         with monkeypatch.context() as patch:
@@ -474,42 +378,10 @@ def test_no_process_overwrites_the_last_complete_snapshot(make, open_store, tmp_
         store.close(delete=True)
 
 
-def test_an_error_that_is_not_of_memory_is_raised(make, open_store, monkeypatch):
-    store = write(open_store(), make, 1)
-
-    def broken(*_):
-        raise ZeroDivisionError("a bug")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Slot, "commit", broken)
-        with pytest.raises(ZeroDivisionError, match="a bug"):
-            write(store, make, 2)
-    assert write(store, make, 3).latest_step() == 3
-
-
-def test_damaged_snapshots_are_not_restored(make, open_store, tmp_path):
-    """The one before is, what is newer is discarded, and steps are saved again."""
-    write(open_store(), make, 1, 2, 3)
-    damage(slot_of(tmp_path, 3))
-    store = open_store()
-    assert_restores(store, make, 2)
-    store.wait_until_finished()
-    assert steps_in(tmp_path) == [2, 2]
-    store.save(3, make(30))
-    assert_restores(open_store(), make, 3, 30)
-    write(open_store(), make, 4, 5)
-    for step in (4, 5):
-        damage(slot_of(tmp_path, step))
-    with pytest.raises(shd.NoCompleteCheckpoint) as error:
-        open_store().restore(make(0))
-    for step in (4, 5):
-        assert f"step {step} has no intact replica of shards of ['b'] (1 of 1)" in str(error.value)
-
-
 def test_damaged_while_the_store_is_open(make, open_store, tmp_path, monkeypatch):
     """Restored by the same attempt: what is known to be complete is what was restored."""
     store = write(open_store(), make, 1, 2, 3)
-    damage(slot_of(tmp_path, 3))
+    damage(tmp_path, 3)
     assert store.restore(make(0)).step == 2
     assert steps_in(tmp_path) == [2]  # 3 is discarded
     with monkeypatch.context() as patch:
@@ -517,14 +389,6 @@ def test_damaged_while_the_store_is_open(make, open_store, tmp_path, monkeypatch
         with pytest.warns(UserWarning, match="is that of step 2"):
             write(store, make, 3)
     assert_restores(store, make, 2)
-
-
-def test_newer_steps_of_an_older_attempt_are_discarded(make, open_store, tmp_path):
-    write(open_store(), make, 8, 9)
-    write(open_store(), make, 1)  # trains from the start: nothing is restored
-    assert steps_in(tmp_path) == [1, 9]
-    assert_restores(open_store(), make, 1)
-    assert set(steps_in(tmp_path)) <= {1, 9}
 
 
 def test_attempts_grow(make, open_store, tmp_path, monkeypatch):
@@ -588,22 +452,16 @@ def test_files_of_processes_that_are_gone_are_removed(make, open_store, tmp_path
     assert names == ["0-0.slot", "0-1.slot", "0.lock"]
 
 
-def resident_bytes():
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
 def test_saves_take_no_more_memory(mesh, open_store):
     """A leak of one snapshot in each save would be seven times the bound."""
     sharded = NamedSharding(mesh, P("data"))
     state = {"w": jax.device_put(np.ones((8, 1 << 16), np.float32), sharded)}
-    store, size = open_store(), 8 << 18
-    for step in range(20):
-        store.save(step, state)
-    store.wait_until_finished()
-    before = resident_bytes()
-    for step in range(20, 80):
-        store.save(step, state)
-    store.wait_until_finished()
-    assert resident_bytes() - before < 8 * size
+    store, size, resident = open_store(), 8 << 18, []
+    for steps in (range(20), range(20, 80)):
+        for step in steps:
+            store.save(step, state)
+        store.wait_until_finished()
+        pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+        resident.append(pages * os.sysconf("SC_PAGE_SIZE"))
+    assert resident[1] - resident[0] < 8 * size
     assert (store.counts.saved, store.counts.written) == (80, 80 * size)

@@ -1,7 +1,6 @@
 """A file that holds one snapshot: what was written is read, or nothing is."""
 
 import itertools
-import os
 import struct
 
 import numpy as np
@@ -80,8 +79,6 @@ def test_a_slot_is_written_over(path):
     assert_holds(path, SnapshotId(ID.attempt + 1, 1), blocks)
     assert (path.stat().st_size, path.stat().st_ino) == (size, inode)
     assert path.stat().st_mode & 0o777 == 0o600
-    ordered = [SnapshotId(1, 9), SnapshotId(2, 3), SnapshotId(2, 4), SnapshotId(10, 0)]
-    assert ordered == sorted(ordered)
 
 
 # --- Halves of snapshots --------------------------------------------------------------------------
@@ -139,11 +136,6 @@ def test_every_flipped_byte_of_the_data_is_found(path, written):
         hit = [row["offset"] <= at < end for row, end in zip(rows, ends, strict=True)]
         assert (~open_slot(path).intact()).tolist() == hit
         assert sum(hit) <= 1
-    # Killed in the data, without a cleared header: blocks of two snapshots.
-    write(Slot(path), seed=1)
-    other = path.read_bytes()
-    path.write_bytes(other[:4096] + raw[4096:table] + other[table:])
-    assert not open_slot(path).intact().any()
 
 
 def test_other_formats_are_named(path, monkeypatch):
@@ -157,79 +149,20 @@ def test_other_formats_are_named(path, monkeypatch):
     assert open_slot(path).id == ID
 
 
-def test_other_files_are_not_read(tmp_path):
-    blocks, _ = write(Slot(tmp_path / "1-0.slot"))
-    (tmp_path / "0.lock").touch()
-    (tmp_path / "0-0.slot").write_bytes(b"")
-    (tmp_path / "0-1.slot").write_bytes(os.urandom(8192))
-    (found,) = slots_in(tmp_path)
-    assert found.path.name == "1-0.slot"
-    assert_holds(found.path, ID, blocks)
-    with pytest.raises(OSError, match="No such file"):
-        open_slot(tmp_path / "2-0.slot")
-
-
 # --- Writing --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_clearing_comes_first(path, again):
-    """Whether this process has the file in its memory or not, nothing is read from then on."""
-    slot = Slot(path)
-    write(slot)
-    slot = Slot(path) if again else slot
-    slot.clear()
-    assert slot.snapshot is None
-    with pytest.raises(ValueError, match="has no snapshot"):
-        open_slot(path)
-    slot.reserve(64)[:] = 7  # the data of the next one
-    with pytest.raises(ValueError, match="has no snapshot"):
-        open_slot(path)
-
-
-def test_clearing_a_missing_file_makes_none(path):
-    Slot(path).clear()
-    assert not path.exists()
 
 
 def test_a_slot_grows(path):
     """Also for a table, when the data was written already; and it stays as large."""
     slot = Slot(path)
     write(slot)
-    before = path.stat().st_size
     blocks, _ = write(slot, reserve=5 * 4096 + 1)
-    assert before < path.stat().st_size >= 6 * 4096
-    assert path.stat().st_size % 4096 == 0
+    assert path.stat().st_size >= 6 * 4096
     assert_holds(path, ID, blocks)
-    blocks, num_bytes = write(slot, seed=2)
-    assert_holds(path, ID, blocks)
+    _, num_bytes = write(slot, seed=2)
     slot.commit(SlotTable(ID, LEAVES, content(2)[1], "x" * 40_000), num_bytes)
     assert open_slot(path).intact().all()
     assert open_slot(path).table.extra == "x" * 40_000
     # Reserved before it is written: else the pages of a full tmpfs end the process with SIGBUS.
     assert len(slot.reserve(100_000)) >= 100_000
     assert path.stat().st_blocks * 512 >= 100_000
-
-
-def test_full_memory_leaves_the_other_slot_alone(tmp_path, monkeypatch):
-    """A reservation that fails half way returns what it took; with memory the slot works again."""
-    slots = [Slot(tmp_path / f"0-{i}.slot") for i in range(2)]
-    blocks, _ = write(slots[0])
-    write(slots[1])
-    sizes = [slot.path.stat().st_size for slot in slots]
-
-    def full(file, offset, size):
-        os.ftruncate(file, offset + size - 4096)
-        raise OSError(28, "No space left on device")
-
-    for slot in (slots[1], Slot(tmp_path / "0-2.slot")):
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "posix_fallocate", full)
-            with pytest.raises(OSError, match="No space left"):
-                write(slot, reserve=1 << 16)
-        assert slot.snapshot is None
-    assert [path.stat().st_size for path in sorted(tmp_path.iterdir())] == [*sizes, 0]
-    assert_holds(slots[0].path, ID, blocks)
-    assert [found.path for found in slots_in(tmp_path)] == [slots[0].path]
-    blocks, _ = write(slots[1], SnapshotId(ID.attempt, 50), seed=3, reserve=1 << 16)
-    assert_holds(slots[1].path, SnapshotId(ID.attempt, 50), blocks)

@@ -6,7 +6,6 @@ from collections import Counter
 
 import jax
 import numpy as np
-import pytest
 from jax import P
 from jax.sharding import NamedSharding
 
@@ -20,40 +19,21 @@ F32 = 4
 LARGE = 8 * SPLIT_BYTES // F32
 
 
-def sharding_of(mesh, spec):
-    """On the first devices."""
-    devices = jax.devices()[: math.prod(mesh.values())]
-    return NamedSharding(jax.make_mesh(tuple(mesh.values()), tuple(mesh), devices=devices), spec)
-
-
-def make_machines(layout, domains=None):
-    """A machine for each letter of the layout, by device; a failure domain for each machine."""
-    names = list(dict.fromkeys(layout))
-    domain = dict(zip(names, domains or names, strict=True))
-    return machines_of([(m, domain[m]) for m in layout], [(m, domain[m]) for m in names])
-
-
 class Case:
     """The placement of a leaf, and who holds, stores and receives which block."""
 
     def __init__(
-        self,
-        mesh,
-        spec,
-        shape,
-        layout,
-        *,
-        domains=None,
-        replicas=2,
-        placement="group",
-        itemsize=F32,
+        self, mesh, spec, shape, layout, domains=None, replicas=2, placement="group", itemsize=F32
     ):
-        self.machines = make_machines(layout, domains)
+        names = list(dict.fromkeys(layout))
+        domain = dict(zip(names, domains or names, strict=True))
+        pairs = [[(m, domain[m]) for m in machines] for machines in (layout, names)]
+        self.machines = machines_of(*pairs)
         self.replicas = replicas
         self.holders = place_replicas(
             self.machines.domains, replicas, placement, spread=domains is not None
         )
-        sharding = sharding_of(mesh, spec)
+        sharding = NamedSharding(jax.make_mesh(tuple(mesh.values()), tuple(mesh)), spec)
         self.found = block_placement(sharding, shape, itemsize, self.machines, self.holders)
         self.leaf = StoredLeaf("x", shape, "float32", self.found.grid)
         indices = sharding.devices_indices_map(shape)
@@ -62,10 +42,8 @@ class Case:
             for device in sharding.mesh.devices.flat
         ]
         self.machine = self.machines.of_device.tolist()
+        self.domain = [self.machines.domains[machine] for machine in self.machine]
         self.pairs = [pair for one in self.found.sends for pair in one]
-
-    def domain(self, device):
-        return self.machines.domains[self.machine[device]]
 
     def check(self):
         """Everything that holds for any leaf."""
@@ -83,11 +61,11 @@ class Case:
         # Sent to as many domains as replicas, no more than that, and never to one that has it.
         for number in range(self.leaf.num_blocks):
             own = np.flatnonzero(self.found.stored & (self.found.block == number)).tolist()
-            here = {self.domain(d) for d in own}
+            here = {self.domain[d] for d in own}
             sent = [(s, d) for s, d in self.pairs if self.found.block[s] == number]
             assert here
             assert len(sent) == max(0, self.replicas - len(here))
-            assert len({self.domain(d) for _, d in sent} - here) == len(sent)
+            assert len({self.domain[d] for _, d in sent} - here) == len(sent)
             assert all(self.found.stored[s] for s, _ in sent)
 
         # In permutations that ppermute takes.
@@ -96,12 +74,6 @@ class Case:
             assert len(set(sources)) == len(set(destinations)) == len(one)
             assert set(sources + destinations) <= set(range(len(self.machine)))
         assert len(set(self.pairs)) == len(self.pairs)
-
-    def stored_bytes(self):
-        """Of each machine, those of its own blocks and of the peers' ones."""
-        found = Counter(self.machine[d] for d in np.flatnonzero(self.found.stored).tolist())
-        found.update(self.machine[d] for _, d in self.pairs)
-        return {m: n * self.leaf.block_bytes for m, n in found.items()}
 
 
 MESHES = [
@@ -114,8 +86,7 @@ MESHES = [
 LAYOUTS = ["abcdefgh", "aabbccdd", "abcdabcd", "aaaabbbb", "badcbadc", "aaaaaaaa"]
 SHAPES = [
     (),  # a scalar
-    (16,),  # small
-    (16, 48),
+    (16, 48),  # small
     (48, 5),  # only one dim divides
     (7, 3),  # nothing divides
     (16, 0),  # empty
@@ -127,17 +98,13 @@ SHAPES = [
 
 def specs_of(mesh, shape):
     """Every spec of up to two dims with the axes of a mesh, that divides the shape."""
-    axes = [None, *mesh, *itertools.permutations(mesh, 2)]
+    groups = [(), *((axis,) for axis in mesh), *itertools.permutations(mesh, 2)]
     found = {P()}
-    for entries in itertools.product(axes, repeat=min(2, len(shape))):
-        names = [a for e in entries if e for a in (e if isinstance(e, tuple) else (e,))]
-        sizes = [
-            math.prod(mesh[a] for a in (e if isinstance(e, tuple) else (e,))) if e else 1
-            for e in entries
-        ]
-        if len(set(names)) == len(names) and all(
-            n % size == 0 for n, size in zip(shape, sizes, strict=False)
-        ):
+    for entries in itertools.product(groups, repeat=min(2, len(shape))):
+        names = sum(entries, ())
+        sizes = [math.prod(mesh[axis] for axis in entry) for entry in entries]
+        whole = all(n % size == 0 for n, size in zip(shape, sizes, strict=False))
+        if whole and len(set(names)) == len(names):
             found.add(P(*entries))
     return sorted(found, key=str)
 
@@ -153,15 +120,6 @@ def test_every_mesh_spec_and_layout():
                         Case(mesh, spec, shape, layout, replicas=replicas).check()
 
 
-@pytest.mark.parametrize("domains", ["xxyy", "xyxy", "xyyy", "xyzz"])
-def test_failure_domains(domains):
-    """Of four machines with two devices each; of uneven domains some machine stores more."""
-    for placement, mesh in itertools.product(PLACEMENTS, MESHES):
-        for shape in [(16,), (7, 3)]:
-            for spec in specs_of(mesh, shape):
-                Case(mesh, spec, shape, "aabbccdd", domains=domains, placement=placement).check()
-
-
 # --- Bytes ----------------------------------------------------------------------------------------
 
 SHAPE = (16, LARGE // 16)
@@ -169,12 +127,7 @@ SHAPE = (16, LARGE // 16)
 
 def test_nothing_is_sent_that_other_domains_hold():
     """Replicas on machines of their own; but not those that share a rack, and are lost together."""
-    for mesh, spec, layout in [
-        ({"data": 8}, P(), "aabbccdd"),
-        ({"replica": 2, "data": 4}, P("data"), "aabbccdd"),
-        ({"data": 4, "model": 2}, P("model"), "abcdabcd"),
-    ]:
-        assert Case(mesh, spec, SHAPE, layout).found.sends == ()
+    assert Case({"data": 8}, P(), SHAPE, "aabbccdd").found.sends == ()
     mesh, spec = {"replica": 2, "data": 4}, P("data")
     assert Case(mesh, spec, SHAPE, "aabbccdd", domains="xxyy").found.sends == ()
     together = Case(mesh, spec, SHAPE, "aabbccdd", domains="xyxy")
@@ -182,85 +135,17 @@ def test_nothing_is_sent_that_other_domains_hold():
     assert len(together.pairs) == together.leaf.num_blocks
 
 
-@pytest.mark.parametrize("layout", ["aabbccdd", "badcdcba"])
-def test_sharded_leaves_take_one_round_for_each_replica(layout):
+def test_sharded_leaves_take_one_round_for_each_replica():
     """All devices send at once, and each machine stores as many bytes."""
-    for replicas, placement in itertools.product((1, 2, 3, 4), PLACEMENTS):
-        case = Case(
-            {"data": 8}, P("data"), (16, 48), layout, replicas=replicas, placement=placement
-        )
-        case.check()
+    for replicas, placement in itertools.product((1, 2, 3), PLACEMENTS):
+        options = {"replicas": replicas, "placement": placement}
+        case = Case({"data": 8}, P("data"), (16, 48), "badcdcba", **options)
         assert [len(one) for one in case.found.sends] == [8] * (replicas - 1)
-        assert case.stored_bytes() == dict.fromkeys(range(4), replicas * 16 * 48 * F32 // 4)
-
-
-def test_groups_that_are_left_over_take_no_more_rounds():
-    for num, replicas, placement in itertools.product((5, 6, 7), (2, 3), PLACEMENTS):
-        case = Case(
-            {"data": num}, P("data"), (num, 4), range(num), replicas=replicas, placement=placement
-        )
-        case.check()
-        assert len(case.found.sends) <= (1 if replicas == 2 else 2 * (replicas - 1) - 1)
-
-
-@pytest.mark.parametrize(
-    ("shape", "itemsize", "expected"),
-    [
-        ((16, LARGE // 16), F32, (1, 2)),  # the first dim that the devices can split
-        ((7, LARGE // 4), F32, (2, 1)),
-        ((7, LARGE // 4 + 1), F32, None),  # neither divides
-        ((8, SPLIT_BYTES // 8), 1, (1, 2)),  # a block of just the limit
-        ((8, SPLIT_BYTES // 8 - 2), 1, None),  # below it
-        ((), F32, None),
-    ],
-)
-def test_devices_of_a_machine_share_the_work(shape, itemsize, expected):
-    """Of a replicated leaf two devices store half each, or one all of it."""
-    case = Case({"data": 8}, P(), shape, "aabbccdd", itemsize=itemsize)
-    if expected is None:
-        assert case.found.stored.tolist() == [True, False] * 4
-        assert case.found.grid == (1,) * len(shape)
-        assert (case.found.dim, case.found.parts) == (-1, 1)
-        return
-    assert case.found.stored.all()
-    dim = expected.index(1)
-    assert (case.found.dim, case.found.parts) == (dim, 2)
-    assert case.found.part.tolist() == [0, 1] * 4
-    assert case.found.grid == tuple(2 if d == dim else 1 for d in range(len(shape)))
-
-
-def test_work_is_shared_only_where_all_machines_can():
-    """Devices that hold a block alone beside two that share one: no part of a shard is lost."""
-    mesh, spec = {"replica": 2, "data": 4}, P("data")
-    case = Case(mesh, spec, SHAPE, "abbcacdd")  # a holds one block twice, the others two
-    case.check()
-    assert case.found.dim == -1
-    # Of blocks that two machines of a domain hold, each sends half.
-    case = Case(mesh, spec, (8, 16), "aabbccdd", domains="xyxy")
-    case.check()
-    senders = Counter(case.machine[s] for s, _ in case.pairs)
-    assert senders == dict.fromkeys(range(4), 1)
+        stored = [*np.flatnonzero(case.found.stored).tolist(), *(d for _, d in case.pairs)]
+        assert Counter(case.machine[d] for d in stored) == dict.fromkeys(range(4), 2 * replicas)
 
 
 # --- Machines -------------------------------------------------------------------------------------
-
-
-def test_machines_in_the_order_of_the_mesh():
-    found = machines_of(
-        [("c", "x"), ("a", "y"), ("c", "x"), ("a", "y")], [("a", "y"), ("a", "y"), ("c", "x")]
-    )
-    assert found.names == ("c", "a")
-    assert found.domains == ("x", "y")
-    assert found.of_device.tolist() == [0, 1, 0, 1]
-    assert found.of_process == (1, 1, 0)
-    assert found.devices.tolist() == [[0, 2], [1, 3]]
-
-
-def test_errors_of_machines():
-    with pytest.raises(ValueError, match="machine 'b' has 1 devices of the mesh, machine 'a'"):
-        machines_of([("a", "a")] * 3 + [("b", "b")], [("a", "a"), ("b", "b")])
-    with pytest.raises(ValueError, match="machine 'a' is in two failure domains, 'x' and 'y'"):
-        machines_of([("a", "x")] * 2, [("a", "x"), ("a", "y")])
 
 
 def test_containers_of_one_machine_are_one_machine(monkeypatch, tmp_path):

@@ -4,8 +4,7 @@
 forks the processes, and answers with their exit codes. It is its own supervisor: once a process has
 ended badly it kills the others, as a cluster would.
 
-Options: ``kill=[rank, point, step]``; ``slow`` and ``full``, by rank: seconds before the write of a
-step, steps whose memory is not to be had; ``survive``: seconds for which the others live on.
+Option ``kill=[rank, point, step]`` says who is killed, where and when.
 """
 
 import json
@@ -70,11 +69,10 @@ def die(rank, options, point, step):
 
 
 def plant(rank, options):
-    """Where a process can be killed, slowed down or made to err."""
+    """Where a process can be killed."""
     writing = {}
     start, write, clear = PeerCheckpoints._write, SlotPlan._write, Slot.clear
-    commit, fill, load = Slot.commit, SlotPlan.fill, peers.load_state
-    committed = PeerCheckpoints._committed
+    commit, load, committed = Slot.commit, peers.load_state, PeerCheckpoints._committed
 
     def planted_start(self, plan, replicas, number, extra):
         writing["step"] = number.step
@@ -83,12 +81,6 @@ def plant(rank, options):
     def planted_clear(self):
         clear(self)
         die(rank, options, "cleared", writing.get("step"))
-
-    def planted_fill(self, data, replicas):
-        time.sleep(options.get("slow", {}).get(str(rank), {}).get(str(writing["step"]), 0))
-        if writing["step"] in options.get("full", {}).get(str(rank), ()):
-            raise OSError(28, "No space left on device")
-        return fill(self, data, replicas)
 
     def planted_write(self, data, transfer, device, number, words):
         die(rank, options, "own" if number == OWN else "peer", writing["step"])
@@ -115,76 +107,53 @@ def plant(rank, options):
         return load(*args)
 
     PeerCheckpoints._write, PeerCheckpoints._committed = planted_start, planted_committed
-    SlotPlan._write, SlotPlan.fill = planted_write, planted_fill
-    Slot.clear, Slot.commit, peers.load_state = planted_clear, planted_commit, planted_load
+    SlotPlan._write, peers.load_state = planted_write, planted_load
+    Slot.clear, Slot.commit = planted_clear, planted_commit
 
 
 def train(rank, options):
     """One process: restores what there is, and trains to the end."""
-    jax.distributed.initialize(
-        f"localhost:{options['port']}",
-        options["processes"],
-        rank,
-        heartbeat_timeout_seconds=30,
-        shutdown_timeout_seconds=30,
-    )
-    shape = options["mesh"]
-    jax.config.update("jax_num_cpu_devices", int(np.prod(shape)) // options["processes"])
-    axes = ("replica", "data")[-len(shape) :]
+    num = len(options["machines"])
+    limits = {"heartbeat_timeout_seconds": 30, "shutdown_timeout_seconds": 30}
+    jax.distributed.initialize(f"localhost:{options['port']}", num, rank, **limits)
+    jax.config.update("jax_num_cpu_devices", 8 // num)
     # Auto: on Explicit axes a step is traced twice.
-    mesh = jax.make_mesh(tuple(shape), axes, (jax.sharding.AxisType.Auto,) * len(shape))
-    zero = shd.Zero(
-        mesh,
-        stage=options["stage"],
-        replica_axis="replica" if len(shape) > 1 else None,
-        min_shard_size=0,
-    )
+    mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
+    zero = shd.Zero(mesh, stage=3, min_shard_size=0)
     plant(rank, options)
     machine = options["machines"][rank]
-    store = PeerCheckpoints(
-        mesh,
-        pathlib.Path(options["root"]) / machine,
-        run_id="run",
-        machine=machine,
-        replicas=options.get("replicas", 2),
-        interval=options.get("interval", 1),
-        placement=options.get("placement", "group"),
-    )
+    folder = pathlib.Path(options["root"]) / machine
+    store = PeerCheckpoints(mesh, folder, run_id="run", machine=machine, replicas=2)
 
     def log(row):
         with (pathlib.Path(options["log"]) / f"rows-{rank}.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
 
     replicated = jax.sharding.NamedSharding(mesh, jax.P())
-    noise_key = jax.jit(lambda: jax.random.key(options.get("noise", 5)), out_shardings=replicated)()
+    noise_key = jax.jit(lambda: jax.random.key(5), out_shardings=replicated)()
     split_key = jax.jit(lambda key: tuple(jax.random.split(key)), out_shardings=(replicated,) * 2)
     start, position = 0, 0
     abstract = {
         "train": zero.abstract_state(make_state, jax.random.key(0), tx=tx()),
         "key": jax.ShapeDtypeStruct((), noise_key.dtype, sharding=replicated),
     }
-    begin = time.perf_counter()
     try:
         start, state, extra = store.restore(abstract)
         state, noise_key, position = state["train"], state["key"], extra["position"]
     except shd.NoCompleteCheckpoint as error:
         if options.get("must_restore"):
             raise
-        print(f"{error}", flush=True)
+        print(error, flush=True)
         state = zero.init(make_state, jax.random.key(0), tx=tx())
-    seconds = time.perf_counter() - begin
-    log({"restored": start, "seconds": seconds, "received": store.counts.sent})
-    step = zero.train_step(
-        lambda p, b: loss_fn(zero.gather(p), b),
-        tx=tx(),
-        snapshot=store if options.get("in_step") else None,
-    )
+    log({"restored": start})
+    snapshot = store if options.get("in_step") else None
+    step = zero.train_step(lambda p, b: loss_fn(zero.gather(p), b), tx=tx(), snapshot=snapshot)
     for i in range(start + 1, options["steps"] + 1):
         noise_key, use = split_key(noise_key)
         noise = np.asarray(jax.random.normal(use.addressable_data(0), (BATCH, WIDTH))) * 0.1
         position += 1 + i % 3
         batch = read_batch(position, noise)
-        mine = {k: np.split(v, options["processes"])[rank] for k, v in batch.items()}
+        mine = {k: np.split(v, num)[rank] for k, v in batch.items()}
         state, metrics = step(state, zero.put(mine))
         loss = float(metrics["loss"])
         die(rank, options, "training", i)
@@ -193,16 +162,13 @@ def train(rank, options):
         if rank == 0:
             log({"step": i, "loss": loss.hex()})
     store.wait_until_finished()
-    log({"counts": vars(store.counts)})
     store.close()
 
 
 def child(rank, options):
     """A forked process."""
-    file = os.open(
-        f"{options['log']}/output-{rank}.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600
-    )
-    os.dup2(file, 1), os.dup2(file, 2)
+    with open(f"{options['log']}/output-{rank}.txt", "a") as file:
+        os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
     code = 0
     try:
         train(rank, options)
@@ -217,7 +183,7 @@ def supervise(options):
     """Runs all processes once; returns their exit codes."""
     warnings.filterwarnings("ignore", message=".*fork.*")
     pids = []
-    for rank in range(options["processes"]):
+    for rank in range(len(options["machines"])):
         pid = os.fork()
         if not pid:
             child(rank, options)
@@ -227,7 +193,7 @@ def supervise(options):
         pid, status = os.wait()
         codes[pid] = os.waitstatus_to_exitcode(status)
         if codes[pid]:
-            time.sleep(options.get("survive", random.random() * 0.2))
+            time.sleep(random.random() * 0.2)
             for other in pids:
                 if other not in codes:
                     os.kill(other, signal.SIGKILL)

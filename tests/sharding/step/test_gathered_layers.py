@@ -119,12 +119,6 @@ def test_a_loss_that_gathers_nothing_is_exact_and_says_so():
     with pytest.warns(UserWarning, match="with a loss that gathers no layer"):
         program = step.lower(state, zero.put(batch(0))).as_text()
     assert gathers_behind(program, "4x16xf64") == [False] * 7
-    # The warning counts what is sharded: 512 x 512, of which no dim is odd.
-    params = {"w": jnp.zeros((512, 512)), "odd": jnp.zeros((7, 30001))}
-    step = zero.train_step(lambda params, x: jnp.sum(params["w"] @ x), tx=TX)
-    state = zero.abstract_state(lambda: (params, TX.init(params)), tx=TX)
-    with pytest.warns(UserWarning, match=r"all parameters, 2\.0 MiB"):
-        step.lower(state, 1.0 * np.ones((512 * 8, 1)))
 
 
 def test_at_stage_2_a_loss_that_counts_its_parameters_gets_arrays():
@@ -144,11 +138,3 @@ def test_at_stage_2_a_loss_that_counts_its_parameters_gets_arrays():
     want, want_grads = expected(params, batch(0))
     np.testing.assert_allclose(loss, want, rtol=TOLERANCE)
     assert_close(grads["layers"], want_grads["layers"])
-
-
-def test_below_stage_2_a_layer_is_unchanged():
-    for stage in (0, 1):
-        assert zero_of(stage).gathered(Layer.__call__) is Layer.__call__
-    # Outside the loss of a step it computes what it always does.
-    layer, x = make(Layer)[0]["layers"][1], batch(0)["x"]
-    np.testing.assert_array_equal(zero_of(3).gathered(Layer.__call__)(layer, x), layer(x))

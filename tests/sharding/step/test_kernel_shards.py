@@ -1,24 +1,17 @@
 """Kernels of an update run on shards: the numbers of XLA's form, and the promised bytes."""
 
-import functools
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
-import sharding as shd
 from optax_ext import kernels
-from optax_ext.low_precision import _row_loop
 from sharding.placement._layout import Layout
 from sharding.step._kernel_shards import KernelShards
 
-from ...compilers import need
 from ...pallas_calls import kernels_in
 from .. import model
 
@@ -32,10 +25,7 @@ SHAPES = {
 }
 
 
-ALL = dict.fromkeys(SHAPES, P())
-
-
-def make_state(tx, names=ALL):
+def make_state(tx, names):
     rng = np.random.default_rng(0)
     drawn = {k: rng.normal(size=s).astype(np.float32) for k, s in SHAPES.items()}
     return model.make_of(lambda: {k: drawn[k] for k in names}, tx)
@@ -59,9 +49,15 @@ def assert_same(have, want, start):
             np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=str(path))
 
 
-def check(zero, specs, form="pallas", wrap=lambda tx: tx):
+def zero_of(*shape, **options):
+    return model.zero_on(*shape, **({"stage": 2, "min_shard_size": 512} | options))
+
+
+def test_equals_the_form_of_xla():
     """Each step of the kernel's from a state of XLA's, so that no rounding adds up."""
-    tx, tiled = wrap(transformation("xla")), wrap(transformation(form))
+    zero = zero_of(4, 2, names=("data", "model"), kind=AxisType.Explicit)
+    specs = {"stack": P(None, "model"), "wide": P()}
+    tx, tiled = transformation("xla"), transformation("pallas")
     state = zero.init(make_state(tx, specs), tx=tx, param_specs=specs)
     step, step_tiled = (zero.train_step(model.linear_loss, tx=one) for one in (tx, tiled))
     places = jax.tree.map(lambda x: x.sharding, state)
@@ -71,61 +67,6 @@ def check(zero, specs, form="pallas", wrap=lambda tx: tx):
             have, _ = step_tiled(jax.device_put(before, places), data)
         state, _ = step(jax.device_put(before, places), data)
         assert_same(*jax.device_get((have, state)), before[0])
-
-
-def zero_of(*shape, **options):
-    return model.zero_on(*shape, **({"stage": 2, "min_shard_size": 512} | options))
-
-
-def slow(*cases):
-    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
-
-
-REPLICAS = {"replica_axis": "replica", "shard_state_over_replicas": True}
-
-
-@pytest.mark.filterwarnings("ignore:stage 3 with a loss that gathers no layer")
-@pytest.mark.parametrize(
-    ("shape", "options", "specs"),
-    [
-        (
-            (4, 2),
-            {"names": ("data", "model"), "kind": AxisType.Explicit},
-            {"stack": P(None, "model"), "wide": P()},
-        ),
-        *slow(
-            ((4, 2), {"names": ("data", "model")}, ALL | {"stack": P(None, "model")}),
-            ((8,), {"stage": 3, "kind": AxisType.Explicit}, ALL),
-            ((2, 4), {"stage": 1, "names": ("x", "y"), "axis": ("x", "y")}, ALL),
-            ((2, 4), {"names": ("replica", "data"), **REPLICAS}, ALL),
-        ),
-    ],
-)
-def test_equals_the_form_of_xla(shape, options, specs):
-    check(zero_of(*shape, **options), specs)
-
-
-@pytest.mark.slow
-def test_updates_that_leave_the_kernel():
-    check(zero_of(8), ALL, wrap=lambda tx: optax.chain(tx, optax.scale(0.5)))
-
-
-def test_a_loop_over_rows(monkeypatch):
-    for form in (_row_loop.RowLoop, _row_loop.LoopOfUpdates):
-        monkeypatch.setattr(form, "min_size", 0)
-        monkeypatch.setattr(form, "min_padded", 0)
-    monkeypatch.setattr(_row_loop, "_MIN_STEP", 0)
-    monkeypatch.setattr(_row_loop, "_STEP_SIZE", 2**12)
-    shapes, update = [], _row_loop.RowLoop.__call__
-
-    def looped(self, *operands):
-        made = update(self, *operands)
-        shapes.append(next(x.shape for x in made if x.dtype == jnp.uint8))
-        return made
-
-    monkeypatch.setattr(_row_loop.RowLoop, "__call__", looped)
-    check(zero_of(8), {"wide": P()}, form="rows")
-    assert (72, 256) in shapes
 
 
 def test_paths_that_read_alike_are_not_confused():
@@ -160,23 +101,3 @@ def test_each_device_updates_its_shard():
     found = kernels_of_step(zero_of(8), "wide", "stack", "heads", "uneven")
     assert found == [(1, 72, 256), (2, 64, 256)]
     assert kernels_of_step(zero_of(1, stage=0), "uneven") == [(1, 520, 130)]
-
-
-# --- Bytes ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("target", ["v5e:1x1", "v6e:1x1"])
-@pytest.mark.parametrize(
-    "shape", [(4096, 11008), (50257, 768), (32000, 4096), (4, 2048, 2048), (4096, 1376)], ids=str
-)
-def test_bytes_and_temporaries(target, shape):
-    """16.1 bytes a parameter with the parameters inside: gradient 4, parameter 8, codes 4."""
-    need(target)
-    zero = shd.Zero(shd.targets.mesh(target, (1,), ("data",)), stage=0)
-    size = math.prod(shape)
-    tx = optax_ext.low_precision_state(optax.adamw(1e-3), implementation="pallas")
-    step = functools.partial(zero.apply_gradients, tx=tx, param_specs={"w": P()})
-    state = zero.abstract_state(model.make_of(lambda: {"w": jnp.zeros(shape)}, tx), tx=tx)
-    compiled = jax.jit(step, donate_argnums=0).lower(state, state[0]).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * size
-    assert sum(shd.audit(compiled).nbytes.values()) <= 16.5 * size

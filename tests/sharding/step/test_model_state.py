@@ -135,34 +135,23 @@ def test_unsharded_by_path():
     with pytest.raises(ValueError, match="unsharded: pattern '\\(' is not a regular expression"):
         zero_of(2, unsharded="(")
     # The model state is described, too; so is a number in a field.
-    stats = {row.path for row in found.rows if row.part == "model_state"}
-    names = [
-        f"batch_stats/Block_{i}/BatchNorm_0/{name}" for i in range(2) for name in ("mean", "var")
-    ]
-    assert stats == set(names)
     assert found.bytes_per_device["model_state"] == 4 * 24 * 8
     found = zero.describe(state.replace(ema=0.9))
     assert found.bytes_per_device["model_state"] == 4 * 24 * 8 + 8
 
 
 def test_an_axis_name_of_pmap_means_the_mesh():
-    """If there is none of that name; one that is there is that."""
+    """If there is none of that name."""
 
     def old_loss(params, x, stats):
-        norm = nn.BatchNorm(use_running_average=False, axis_name="x", **F64)
+        norm = nn.BatchNorm(use_running_average=False, axis_name="batch", **F64)
         y, new = norm.apply({"params": params, "batch_stats": stats}, x, mutable=["batch_stats"])
         return jnp.mean((y - 1) ** 2), new["batch_stats"]
 
-    x = batch(0)["x"]
-    params = {"scale": jnp.ones(WIDTH), "bias": jnp.zeros(WIDTH)}
-    stats = {"mean": jnp.zeros(WIDTH), "var": jnp.ones(WIDTH)}
-    for mesh, means in (("flat", x.mean(0)), ("torus", x.reshape(2, 4, 4, WIDTH).mean((0, 2)))):
-        run = zero_of(0, mesh).value_and_grad(old_loss, model_state=True)
-        (_, new), _ = run(params, x, model_state=stats)
-        # Statistics over "x" of the torus alone differ over "y": their mean is the same.
-        np.testing.assert_allclose(new["mean"], 0.01 * x.mean(0), rtol=1e-12)
-        spread = means.var(0) if means.ndim > 1 else 0
-        np.testing.assert_allclose(new["var"], 0.99 + 0.01 * (x.var(0) - spread), rtol=1e-12)
+    x, zeros, ones = batch(0)["x"], jnp.zeros(WIDTH), jnp.ones(WIDTH)
+    run = zero_of(0).value_and_grad(old_loss, model_state=True)
+    (_, new), _ = run({"scale": ones, "bias": zeros}, x, model_state={"mean": zeros, "var": ones})
+    np.testing.assert_allclose(new["var"], 0.99 + 0.01 * x.var(0), rtol=1e-12)
 
 
 def test_evaluation_reads_the_model_state():
@@ -213,9 +202,8 @@ REDUCTION = {"seen": "sum", "steps": "same"} | dict.fromkeys(
 )
 
 
-@pytest.mark.parametrize(("mesh", "count", "stage"), [("four", 2, 0), ("three", 1, 2)])
-def test_reductions(mesh, count, stage):
-    zero = zero_of(stage, mesh)
+def test_reductions():
+    count, zero = 2, zero_of(2, "three")
     start = {
         "seen": jnp.zeros((), jnp.int32),
         "ratio": jnp.zeros(()),
@@ -241,7 +229,7 @@ def test_reductions(mesh, count, stage):
     assert kept["narrow"] == 0.25
     np.testing.assert_allclose(kept["ratio"], expected[0], rtol=1e-12)
     assert (jax.random.key_data(kept["key"]) == jax.random.key_data(key)).all()
-    assert kept["flag"] == (count == 1)  # turned 3 or 6 times
+    assert not kept["flag"]  # turned six times
     np.testing.assert_array_equal(kept["table"], start["table"])  # as it came, to the bit
     assert all(kept[name].dtype == x.dtype for name, x in start.items())
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(kept))
@@ -262,43 +250,6 @@ def test_what_is_only_read_is_not_sent(count):
     assert sent(True) - sent(False) == 2 * table.nbytes * 7 / 8
 
 
-def test_several_fields_make_a_dict():
-    def with_teacher(params, batch, state):
-        teacher = jnp.tanh(batch["x"] @ state["ema"]["w"])
-        new = {"batch_stats": state["batch_stats"] + 1, "ema": {"w": 0.9 * state["ema"]["w"]}}
-        return quadratic(params, batch) + jnp.mean(teacher**2), (new, {"teacher": teacher})
-
-    def make():
-        own = {"batch_stats": jnp.zeros(()), "ema": {"w": jnp.full((WIDTH, 4), 0.5)}}
-        return TrainState.create(apply_fn=None, params=pair()[0], tx=TX, **own)
-
-    zero = zero_of(2)
-    step = zero.train_step(with_teacher, has_aux=True, model_state=("batch_stats", "ema"))
-    state, metrics = step(zero.init(make), zero.put(batch(0)))
-    teacher = np.tanh(batch(0)["x"] @ np.full((WIDTH, 4), 0.5))
-    np.testing.assert_allclose(metrics["aux"]["teacher"], teacher, rtol=1e-12)
-    np.testing.assert_allclose(state.ema["w"], 0.45)
-    assert state.step == state.batch_stats == 1
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_keys_and_states_on_one_device_are_moved(kind):
-    def loss_fn(params, batch, table, key):
-        return (quadratic(params, batch) + jax.random.uniform(key)) * table.sum(), table
-
-    zero = zero_of(2, kind=kind)
-    key, table = jax.device_put((jax.random.key(1), jnp.ones(3)), jax.devices()[0])
-    options = {"rngs": True, "model_state": True}
-    step = zero.train_step(loss_fn, tx=TX, donate=False, **options)
-    state = zero.init(pair, tx=TX)
-    _, metrics = step(state, batch(0), key, model_state=table)
-    grad = zero.value_and_grad(loss_fn, **options)
-    (loss, _), _ = grad(state[0], batch(0), key, model_state=table)
-    np.testing.assert_allclose(loss, metrics["loss"], rtol=1e-12)
-    with pytest.raises(ValueError, match="rngs requires a key"):
-        grad(state[0], batch(0), model_state=table)
-
-
 # --- What goes wrong ------------------------------------------------------------------------------
 
 
@@ -307,16 +258,12 @@ same = lambda a: {"a": a}  # noqa: E731
 # The error: the new state, the model state of the call, options of the step.
 ERRORS = {
     "names no field": (same, None, {"model_state": "stats"}),
-    "the call passes none": (same, None, {}),
     "the call passes a model state": (same, STATE, {"model_state": False}),
     "'mean', 'sum', 'same'": (same, None, {"model_state_reduction": "max"}),
-    "does not match": (same, STATE, {"model_state_reduction": {"b": "sum"}}),
-    "must be a bool or 'per_example', got 'each'": (same, None, {"rngs": "each"}),
     "the structure of the old one": (lambda a: {"b": a}, STATE, {}),
     r"'a' of shape \(2,\), and got it with \(4,\)": (lambda a: {"a": a[:2]}, STATE, {}),
     # No value is cut short in silence.
     "'a' as float64, and received it as int": (lambda a: {"a": 0.9 * a + 0.5}, NUMBER, {}),
-    "'a' as key<fry>, and received it as": (lambda a: {"a": jax.random.key(0)}, NUMBER, {}),
     "'a' is bool, of which there is no sum": (same, FLAG, {"model_state_reduction": "sum"}),
 }
 
@@ -331,8 +278,7 @@ def test_bad_model_states_raise(message):
         step(**{"model_state": True} | options).lower(state, batch(0), model_state=given)
 
 
-@pytest.mark.parametrize("shared", ["the state of the call", "the same array", "the same memory"])
-def test_a_teacher_that_begins_as_the_parameters(shared):
+def test_a_teacher_that_begins_as_the_parameters():
     """On CPUs an array that is donated and also given ends the process."""
 
     def averaging(params, batch, ema):
@@ -343,21 +289,16 @@ def test_a_teacher_that_begins_as_the_parameters(shared):
         return TrainState.create(apply_fn=None, params=params, tx=TX, **own)
 
     zero, x = zero_of(1), zero_of(1).put(batch(0))
-    if shared == "the state of the call":
-        state, step = zero.init(pair, tx=TX), zero.train_step(averaging, tx=TX, model_state=True)
-        with pytest.raises(ValueError, match=r"'0/w' of the state and 'model_state/w' of the call"):
-            step(state, x, model_state=state[0])
-        teacher = zero.replicate(state[0])
-        _, metrics = step(state, x, model_state=teacher)
-        assert metrics["model_state"]["w"].shape == (WIDTH, 8)
-        assert not teacher["w"].is_deleted()
-        return
+    state, step = zero.init(pair, tx=TX), zero.train_step(averaging, tx=TX, model_state=True)
+    with pytest.raises(ValueError, match=r"'0/w' of the state and 'model_state/w' of the call"):
+        step(state, x, model_state=state[0])
+    teacher = zero.replicate(state[0])
+    step(state, x, model_state=teacher)
+    assert not teacher["w"].is_deleted()
     state, step = zero.init(make, PARAMS), zero.train_step(averaging, model_state="ema")
-    same = state.replace(ema=state.params)
-    if shared == "the same memory":
-        alone = make(jax.tree.map(jnp.asarray, PARAMS))
-        same = jax.device_put(alone, zero.shardings(alone))
-    with pytest.raises(ValueError, match="are one array in memory"):
-        step(same, x)
+    alone = make(jax.tree.map(jnp.asarray, PARAMS))
+    for same in (state.replace(ema=state.params), jax.device_put(alone, zero.shardings(alone))):
+        with pytest.raises(ValueError, match="are one array in memory"):
+            step(same, x)
     state, _ = step(state, x)
     np.testing.assert_allclose(state.ema["w"], PARAMS["w"], rtol=1e-12)

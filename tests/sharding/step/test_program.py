@@ -1,9 +1,5 @@
 """What compiled steps move, hold and wait for: read from the programs, not believed."""
 
-import collections
-import functools
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,8 +14,6 @@ from .. import model
 DEVICES = 8
 # Two sharded matrices, two vectors that are too small.
 SHAPES = {"w0": (64, 256), "b0": (256,), "w1": (256, 128), "b1": (128,)}
-SHARDED = [math.prod(SHAPES[name]) for name in ("w0", "w1")]
-SMALL = max(n + m for n, m in ((64, 256), (256, 128))) * 4
 BATCH = np.ones((64, 64), np.float32)
 ADAMW = optax.adamw(1e-3)
 CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
@@ -36,46 +30,6 @@ def loss_fn(params, x):
 
 def zero_of(stage, kind=AxisType.Auto):
     return model.zero_on(DEVICES, stage=stage, kind=kind, min_shard_size=1024)
-
-
-@functools.cache
-def compiled(stage, microbatches=1, kind=AxisType.Auto):
-    options = {"microbatches": microbatches}
-    return model.lowered(
-        zero_of(stage, kind), make_of(ADAMW), ADAMW, loss_fn, BATCH, **options
-    ).compile()
-
-
-def test_stage_1_reduces_once_and_stage_2_in_each_micro_batch():
-    def scatters(stage):
-        """The number of reduce-scatters of matrices, by whether they are in a loop."""
-        found = collectives(compiled(stage, 8))
-        large = (c for c in found if c.op == "reduce-scatter" and c.elements > SMALL)
-        return collections.Counter(c.runs > 1 for c in large)
-
-    assert scatters(1) == {False: len(SHARDED)}
-    assert scatters(2) == {True: len(SHARDED)}
-    temp = {s: compiled(s, 8).memory_analysis().temp_size_in_bytes for s in (1, 2)}
-    assert temp[2] < temp[1]
-
-
-def test_the_state_is_born_sharded():
-    """No program of init holds an unsharded moment on one device."""
-    zero, make = zero_of(2), make_of(ADAMW)
-    out = zero.shardings(jax.eval_shape(make), tx=ADAMW)
-    memory = jax.jit(make, out_shardings=out).lower().compile().memory_analysis()
-    params = sum(math.prod(s) for s in SHAPES.values()) * 4
-    moments = 2 * (sum(SHARDED) // DEVICES + 256 + 128) * 4
-    assert memory.output_size_in_bytes <= params + moments + 64 * 12
-
-
-@pytest.mark.usefixtures("scopes_in_cache_key")
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_a_program_names_its_arguments(kind):
-    """By these names an audit knows parameters from state."""
-    text = compiled(2, 1, kind).as_text()
-    for name in (r"state[0][\'w0\']", r"state[1][0].mu[\'w0\']", "batch"):
-        assert f'op_name="{name}"' in text
 
 
 # --- Barriers, without which XLA:TPU would hold more; XLA:CPU does not ----------------------------

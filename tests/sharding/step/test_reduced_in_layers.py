@@ -10,8 +10,6 @@ import optax
 import pytest
 from jax.sharding import AxisType
 
-import optax_ext
-from sharding import sync
 from sharding.plan.program._wire import collectives
 
 from .. import model
@@ -151,23 +149,6 @@ def test_unreduced_gradients_of_layers_are_never_together_in_memory():
     assert temporaries(zero.gathered) < 9 * 2**17
 
 
-@pytest.mark.usefixtures("scopes_in_cache_key")
-@pytest.mark.parametrize(
-    ("sync_of", "chained", "reduces"),
-    [
-        (None, (), True),
-        (sync.qsgd(8), (), False),  # over the shards
-        (None, (optax_ext.gradient_noise_scale(48),), False),  # norms of local gradients
-    ],
-    ids=["alone", "sync", "local norms"],
-)
-def test_what_takes_the_gradients_of_single_devices_gets_them(sync_of, chained, reduces):
-    zero, tx = model.zero_on(8, sync=sync_of), optax.chain(*chained, optax.adamw(1e-2))
-    program = compiled_stack(zero, tx, functools.partial(stack_loss, zero.gathered))
-    found = [c for c in collectives(program) if "transpose(" in c.scope and c.elements > 300]
-    assert bool(found) == reduces
-
-
 def test_a_stack_split_into_loops_within_loops_is_gathered_layer_by_layer():
     zero = model.zero_on(8, stage=3)
 
@@ -180,16 +161,6 @@ def test_a_stack_split_into_loops_within_loops_is_gathered_layer_by_layer():
     assert {c.elements for c in found if c.op == "all-gather"} == {16 * 32, 32 * 32}
 
 
-def test_evaluation_reduces_nothing():
-    zero = model.zero_on(8)
-    evaluate = zero.eval_step(functools.partial(loss_per_example, layer=zero.gathered))
-    state = zero.init(MAKE, tx=TX)
-    found = evaluate(state, zero.put(batch(0)))
-    wanted = jax.jit(loss_per_example)(jax.device_get(state[0]), batch(0))
-    np.testing.assert_allclose(found, wanted, rtol=1e-4)
-    assert not collectives(evaluate.lower(state, zero.put(batch(0))).compile())
-
-
 # --- Losses that read more from their parameters than gather gives them ---------------------------
 
 
@@ -197,42 +168,13 @@ def dense(w, x):
     return jnp.sum(jnp.tanh(x @ w), -1)
 
 
-def custom(w, x, gather):
-    """A derivative by hand, of a function that gathers."""
-    fn = jax.custom_vjp(lambda w, x: dense(gather(w), x))
-    fn.defvjp(
-        lambda w, x: (dense(gather(w), x), (gather(w), x)),
-        lambda saved, g: jax.vjp(dense, *saved)[1](g),
-    )
-    return fn(w, x)
-
-
 def squared_gradient(p, x, gather):
     grads = jax.grad(lambda p: jnp.sum(product(p, x, gather)))(p)
     return sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
 
 
-def of_one(w, x, gather):
-    return jnp.tanh(jnp.sum(jnp.tanh(x @ gather(w)) ** 2))
-
-
-def arrays(p):
-    return [w for w in p.values() if isinstance(w, jax.Array)]
-
-
-def only(condition):
-    assert condition
-    return 1.0
-
-
-def raises(w):
-    if not isinstance(w, jax.Array):
-        raise TypeError("the parameters are no arrays")
-    return w
-
-
-def product(p, x, gather, of=lambda w: w):
-    return dense(gather(of(p["a"])), x) * dense(gather(p["b"]), x)
+def product(p, x, gather):
+    return dense(gather(p["a"]), x) * dense(gather(p["b"]), x)
 
 
 def total(weights, x, gather):
@@ -240,24 +182,15 @@ def total(weights, x, gather):
 
 
 READERS = {
-    "raises": lambda p, x, gather: product(p, x, gather, raises),
     "leaves": lambda p, x, gather: total(jax.tree.leaves(p), x, gather),
-    "penalty": lambda p, x, gather: (
-        sum(jnp.sum((gather(w) - 0.3) ** 2) for w in jax.tree.leaves(p)) + jnp.sum(x, -1)
-    ),
-    "one leaf": lambda p, x, gather: product(p, x, gather, lambda w: jax.tree.leaves(w)[-1]),
     "size": lambda p, x, gather: (
         total(p.values(), x, gather) / sum(w.size for w in jax.tree.leaves(p))
     ),
-    "arrays alone": lambda p, x, gather: total(arrays(p), x, gather),
-    "assertion": lambda p, x, gather: product(p, x, gather) * only(len(arrays(p)) == 2),
+    "arrays alone": lambda p, x, gather: total(
+        [w for w in p.values() if isinstance(w, jax.Array)], x, gather
+    ),
     "bytes": lambda p, x, gather: product(p, x, gather) / p["a"].nbytes,
     "gradient": lambda p, x, gather: jax.vmap(lambda x: squared_gradient(p, x[None], gather))(x),
-    "gathered gradient": lambda p, x, gather: (
-        jax.vmap(lambda x: jnp.sum(gather(jax.grad(of_one)(p["a"], x, gather)) ** 2))(x)
-        * dense(gather(p["b"]), x)
-    ),
-    "custom derivative": lambda p, x, gather: custom(p["a"], x, gather) * dense(gather(p["b"]), x),
 }
 
 

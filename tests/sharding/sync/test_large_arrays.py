@@ -14,14 +14,10 @@ SHAPES = {
     "405B, stacked attention": (126, 16384, 128, 128),
 }
 METHODS = {
-    "dense": sync.dense(),
-    "dense, bfloat16": sync.dense("bfloat16"),
-    "qsgd, 8 bits": sync.qsgd(8),
-    "qsgd, 4 bits": sync.qsgd(4, rounding="nearest", norm="l2"),
+    "dense": sync.dense("bfloat16"),
+    "qsgd": sync.qsgd(4, rounding="nearest", norm="l2"),
     "powersgd": sync.powersgd(4),
-    "powersgd, alternate": sync.powersgd(4, alternate=True, start_step=3),
     "top_k": sync.top_k(0.01),
-    "top_k, approximate": sync.top_k(0.01, approximate=True),
     "top_k, by steps": sync.top_k({0: 0.25, 9: 0.01}, momentum=0.9, clip_norm=1.0),
     "top_k, EF21": sync.top_k(0.01, feedback="ef21"),
     "zen": sync.zen(),
@@ -51,8 +47,6 @@ def test_gradients_of_large_models(name):
 
 
 def test_granularity_element_has_a_size_limit():
-    method = sync.zen(granularity="element")
-    lower(method, {"w": (16384, 53248)}, {"w": 0})
     params = {"layers": {"w": jax.ShapeDtypeStruct((40, 5120, 13824), jnp.float32)}}
     with pytest.raises(ValueError, match=r"'layers/w' .* 2,831,155,200.*granularity='row'"):
-        jax.eval_shape(method.init, params)
+        jax.eval_shape(sync.zen(granularity="element").init, params)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import optax_ext
 from sharding import sync
 from sharding.plan.program._wire import wire_bytes
 
@@ -59,12 +58,7 @@ MEANS = tuple(rule for rule in RULES if rule not in SHARDED[2:])
 
 
 class Run:
-    """Many steps of methods: the means, and the states before and after each step.
-
-    Args:
-      rules: names of methods.
-      dims: along which means are sharded; None for an all-reduce.
-    """
+    """Many steps of methods by name: the means, and the states before and after each step."""
 
     def __init__(self, rules, dims):
         self.rules, self.dims = rules, dims
@@ -227,27 +221,20 @@ def test_alternate_powersgd():
 
 
 def test_powersgd_of_special_gradients():
-    """Low ranks of different scale are exact, each matrix of a stack by itself; zeros stay zero.
-
-    Without warm start each step draws another Q. Attention kernels have the dims of optimizers.
-    """
+    """Low ranks are exact, each matrix of a stack by itself; zeros stay zero."""
     rng = np.random.default_rng(0)
     rules = {
         "low": sync.powersgd(2, min_compression=1.0),
         "zero": sync.powersgd(4, min_compression=1.0),
-        "cold": sync.powersgd(2, warm_start=False, error_feedback=False),
-        "kernel": sync.powersgd(2, factoring=optax_ext.flax_attention(), min_compression=1.0),
     }
-    shapes = {"low": (3, 24, 20), "zero": (24, 40), "cold": (24, 40)}
-    shapes |= {"query/kernel": (24, 4, 8), "out/kernel": (4, 8, 24)}
+    shapes = {"low": (3, 24, 20), "zero": (24, 40)}
     grads = stacked(0, shapes, 2)
     scale = np.array([1e-4, 1.0, 1e4])[:, None, None]
     grads["low"] = scale * (rng.normal(size=(2, 3, 24, 2)) @ rng.normal(size=(3, 2, 20)))
     grads["zero"] = np.zeros((2, 24, 40))
     runner = SyncRunner(sync.by_path(rules), shapes, 2)
-    start = jax.device_get(runner.state)
-    assert start[2].arrays == {"cold": {}}
-    first, have = runner(grads), runner(grads)
+    runner(grads)
+    have = runner(grads)
 
     want = grads["low"].mean(0)
     for i in range(3):
@@ -256,20 +243,8 @@ def test_powersgd_of_special_gradients():
     np.testing.assert_array_equal(have["zero"], 0)
     grads["zero"][:, 3, 5] = [1.0, 3.0]
     for _ in range(3):  # Q is zero after zeros
-        assert np.isfinite(runner(grads)["zero"]).all()
-    sent = 3 * grads["zero"].mean(0) - np.mean(runner.state[1].arrays["zero"]["error"], 0)
-    assert norm(sent - 3 * grads["zero"].mean(0)) < 1e-12
-
-    assert norm(first["cold"] - have["cold"]) > 1e-3
-    for mean in (first["cold"], have["cold"]):  # a projection of the mean gradient
-        u = np.linalg.svd(mean)[0][:, :2]
-        assert norm(mean - u @ u.T @ grads["cold"].mean(0)) < 1e-12 * norm(mean)
-
-    for k, (rows, cols) in {"query/kernel": (24, 32), "out/kernel": (32, 24)}.items():
-        q = start[3].arrays[k]["q"][0]
-        assert q.shape == (1, cols, 2)
-        want, _, _ = reference_powersgd(grads[k].reshape(2, 1, rows, cols), q)
-        assert norm(first[k] - want.reshape(shapes[k])) < 1e-12 * norm(want)
+        runner(grads)
+    assert norm(np.mean(runner.state[1].arrays["zero"]["error"], 0)) < 1e-12
 
 
 # --- Top k ----------------------------------------------------------------------------------------
@@ -289,19 +264,11 @@ class ReferenceTopK:
     An array below ``min_size`` has momentum alone.
     """
 
-    def __init__(
-        self,
-        shape,
-        density,
-        feedback="error",
-        momentum=None,
-        nesterov=False,
-        clip_norm=None,
-        min_size=1,
-    ):
+    def __init__(self, shape, density, min_size=1, **options):
         self.u, self.e = np.zeros((NUM, *shape)), np.zeros((NUM, *shape))
-        self.feedback, self.momentum, self.nesterov = feedback, momentum, nesterov
-        self.clip, self.small = clip_norm, math.prod(shape) < min_size
+        self.feedback = options.get("feedback", "error")
+        self.momentum, self.nesterov = options.get("momentum"), options.get("nesterov")
+        self.clip, self.small = options.get("clip_norm"), math.prod(shape) < min_size
         self.densities = density if isinstance(density, dict) else {0: density}
         self.step = 0
 
@@ -345,18 +312,13 @@ def test_approximate_top_k_has_a_residual_for_missed_elements():
     for grads, means, _, after in run.steps("approximate", MATRICES):
         total, sent = total + grads["w"].mean(0), sent + means["w"]
         assert norm(sent + after["w"]["error"].mean(0) - total) < 1e-13 * norm(total)
-    for grads, means, _, after in run.steps("approximate", ("b",)):
-        assert_close(means, {"b": grads["b"].mean(0)}, 1e-15)
-        assert after["b"] == ()
 
 
 def test_top_k_of_an_array_beyond_int32_indices(monkeypatch):
     """Each of its sections sends its own largest elements."""
     monkeypatch.setattr("sharding.sync._top_k._MAX_SECTION_SIZE", 400)
-    names = ("momentum", "EF21")
-    options = {name: TOP_K[name] | {"min_size": 1} for name in names}
-    even_odd = {"even": (24, 40), "odd": (7, 131)}
-    shapes = {f"{name}/{k}": s for name in names for k, s in even_odd.items()}
+    options = {name: TOP_K[name] | {"min_size": 1} for name in ("momentum", "EF21")}
+    shapes = {"momentum": (24, 40), "EF21": (7, 131)}
     rules = {name: sync.top_k(**kw) for name, kw in options.items()}
     runner = SyncRunner(sync.by_path(rules), shapes, NUM)
 
@@ -366,7 +328,7 @@ def test_top_k_of_an_array_beyond_int32_indices(monkeypatch):
         return np.moveaxis(flat.reshape(NUM, 3, -1), 1, 0)
 
     references = {
-        k: [ReferenceTopK((-(-math.prod(s) // 3),), **options[k.split("/")[0]]) for _ in range(3)]
+        k: [ReferenceTopK((-(-math.prod(s) // 3),), **options[k]) for _ in range(3)]
         for k, s in shapes.items()
     }
     for step in range(12):
@@ -379,30 +341,16 @@ def test_top_k_of_an_array_beyond_int32_indices(monkeypatch):
         assert_close(runner(grads), want)
 
 
-def test_arrays_of_few_elements():
-    """On three devices; what top-k sends and its residuals sum to all gradients."""
-    shapes = {f"top/{k}": s for k, s in {"e": (1, 1), "w": (3, 1), "odd": (7, 9)}.items()}
-    shapes |= {k.replace("top", "code"): s for k, s in shapes.items()} | {"narrow": (7, 9)}
-    rules = {"top": sync.top_k(0.2, min_size=1)}
-    rules["code"] = sync.qsgd(4, rounding="nearest", min_size=1)
-    rules["narrow"] = sync.dense("bfloat16")
-    runner = SyncRunner(sync.by_path(rules), shapes, 3)
+def test_zeros_and_narrow_means():
+    shapes = {"zero": (3, 1), "narrow": (7, 9)}
+    rules = {"zero": sync.qsgd(4, min_size=1), "narrow": sync.dense("bfloat16")}
+    runner, grads = SyncRunner(sync.by_path(rules), shapes, 3), stacked(0, shapes, 3)
     assert "bf16[7,9] = psum" in runner.jaxpr()
-    total, sent = (dict.fromkeys(shapes, 0.0) for _ in range(2))
-    for step in range(4):
-        grads = stacked(step, shapes, 3)
-        grads["code/w"][:] = 0.0
-        grads["code/e"][:] = np.arange(3.0).reshape(3, 1, 1)
-        have = runner(grads)
-        for k in shapes:
-            total[k], sent[k] = total[k] + grads[k].mean(0), sent[k] + have[k]
-        for k, state in runner.state[0].arrays.items():
-            error = np.asarray(state["error"]).mean(0)
-            assert norm(sent[k] + error - total[k]) <= 1e-13 * norm(total[k])
-        np.testing.assert_array_equal(have["code/w"], 0)
-        np.testing.assert_allclose(have["code/e"], 1.0, rtol=1e-6)
-        rounded = grads["narrow"].astype(jnp.bfloat16).astype(float).mean(0)
-        assert norm(have["narrow"] - rounded) < 2**-8 * norm(rounded)
+    grads["zero"][:] = 0.0
+    have = runner(grads)
+    np.testing.assert_array_equal(have["zero"], 0)
+    rounded = grads["narrow"].astype(jnp.bfloat16).astype(float).mean(0)
+    assert norm(have["narrow"] - rounded) < 2**-8 * norm(rounded)
 
 
 # --- Quantized ------------------------------------------------------------------------------------

@@ -15,15 +15,12 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import sharding as shd
 from sharding import sync
-from sharding.pipeline import one_f_one_b
 from sharding.plan.program._wire import collectives, wire_bytes
 
-from ..pipeline import model as transformer
 from .harness import SyncRunner, mesh_of, norm
 
 pytestmark = pytest.mark.usefixtures("x64", "scopes_in_cache_key")
@@ -32,18 +29,15 @@ STEPS, RATE, ROWS = 4, 0.1, 32
 # --- A model of parameters that do not depend on each other ---------------------------------------
 
 SHAPES = {
-    **{"qsgd": (32, 64), "nearest": (32, 64), "power": (4, 32, 32), "gathered": (32, 64)},
+    **{"qsgd": (32, 64), "nearest": (32, 64), "power": (4, 32, 32)},
     **{"top": (32, 64), "bias": (64,), "frozen": (32, 64), "ef21": (32, 64)},
 }
 TRAINABLE = {k: k != "frozen" for k in SHAPES}
 # Blocks along rows, columns and layers; others are replicated.
 SPECS = {
     **{"qsgd": P(None, "model"), "nearest": P("model"), "power": P("model")},
-    **{"gathered": P(None, "model"), "top": P("model"), "bias": P(), "ef21": P()},
-    "frozen": P(None, "model"),
+    **{"top": P("model"), "bias": P(), "ef21": P(), "frozen": P(None, "model")},
 }
-# Layers over the one, columns over the other; rows over both.
-SPECS_OF_TWO = SPECS | {"power": P("pipe", None, "model"), "top": P(("pipe", "model"))}
 TOP_K = sync.top_k(0.1, momentum=0.9, nesterov=True, min_size=1)
 STATEFUL = sync.by_path(
     {
@@ -54,52 +48,19 @@ STATEFUL = sync.by_path(
         "top|bias|frozen": TOP_K,
     }
 )
-FEW = sync.by_path(
-    {
-        "nearest": sync.qsgd(4, block_size=64, rounding="nearest", min_size=1),
-        "power": sync.powersgd(2, min_compression=1.0),
-        "top|bias|frozen": TOP_K,
-    }
-)
-STATELESS = sync.by_path(
-    {
-        "qsgd": sync.qsgd(8, block_size=64, rounding="nearest", norm="l2", min_size=1),
-        "nearest": sync.qsgd(4, block_size=64, rounding="nearest", min_size=1),
-        "gathered": sync.agsparse(0.5, min_size=1),
-        "top|bias": sync.zen(0.5, granularity="element", min_size=1),
-    }
-)
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A mesh, and how the model is trained on it.
-
-    Attributes:
-      axes: of the mesh.
-      stage: of ``Zero``.
-      kind: of all axes.
-      method: the gradient sync; with ``STATELESS`` once per micro-batch, else once per step.
-      microbatches: of a step.
-    """
+    """A mesh, and how the model is trained on it."""
 
     axes: tuple[tuple[str, int], ...]
     stage: int
-    kind: AxisType = AxisType.Auto
     method: sync.GradientSync = STATEFUL
     microbatches: int = 1
 
-    @property
-    def specs(self):
-        return SPECS_OF_TWO if "pipe" in dict(self.axes) else SPECS
-
-    @property
-    def weighted(self):
-        """Codes of a sum and of a mean differ in the last bits of their scales."""
-        return self.method is not STATELESS
-
     def zero(self, **options):
-        mesh = mesh_of(self.kind, **dict(self.axes))
+        mesh = mesh_of(**dict(self.axes))
         if "replicas" in mesh.shape:
             options["replica_axis"] = "replicas"
         options = {"sync": self.method, "min_shard_size": 256} | options
@@ -108,9 +69,7 @@ class Layout:
 
 LAYOUTS = {
     "tensor": Layout((("data", 4), ("model", 2)), 2, microbatches=2),
-    "two axes": Layout((("data", 2), ("pipe", 2), ("model", 2)), 0, AxisType.Explicit, FEW),
-    "replicas": Layout((("replicas", 2), ("data", 2), ("model", 2)), 3, method=FEW),
-    "stage 3": Layout((("data", 4), ("model", 2)), 3, AxisType.Explicit, STATELESS, 2),
+    "replicas": Layout((("replicas", 2), ("data", 2), ("model", 2)), 3),
 }
 
 
@@ -144,11 +103,10 @@ def losses(params, x, gather=lambda tree: tree):
     return sum(jnp.mean((y - 0.5) ** 2, 1) for y in outputs)
 
 
-def loss(params, x, gather=lambda tree: tree, weighted=True):
-    """The mean, or a weighted sum and its weight."""
-    found = losses(params, x, gather)
+def loss(params, x, gather=lambda tree: tree):
+    """A weighted sum and its weight."""
     weight = jnp.where(x[:, 0] > 0, 2.0, 1.0)
-    return (jnp.sum(found * weight), jnp.sum(weight)) if weighted else jnp.mean(found)
+    return jnp.sum(losses(params, x, gather) * weight), jnp.sum(weight)
 
 
 def batch_of(step, num):
@@ -157,26 +115,24 @@ def batch_of(step, num):
     return np.random.default_rng(step).normal(size=(ROWS, 32)) * scale
 
 
-def step_of(zero, layout):
-    def fn(params, x):
-        # XLA:CPU runs independent collectives over different groups in any order, and may wait for
-        # ever: all of the other axes come before the loss.
-        params = lax.with_sharding_constraint(params, P())
-        return loss(params, x, zero.gather, layout.weighted)
-
-    options = {"weighted": layout.weighted, "microbatches": layout.microbatches}
-    return zero.train_step(fn, tx=tx(), trainable=TRAINABLE, **options)
-
-
+@functools.cache
 class Run:
     """A layout's compiled step, its state after some steps, and after one that is not finite."""
 
-    def __init__(self, layout):
-        self.layout, self.zero = layout, layout.zero()
+    def __init__(self, name):
+        layout = LAYOUTS[name]
+        self.zero = layout.zero()
         zero, num = self.zero, self.zero.num_devices
-        state = zero.init(make_state, tx=tx(), param_specs=layout.specs)
-        self.start = jax.device_get(state)
-        self.step = step_of(zero, layout)
+        state = zero.init(make_state, tx=tx(), param_specs=SPECS)
+
+        def fn(params, x):
+            # XLA:CPU runs independent collectives over different groups in any order, and may wait
+            # for ever: all of the other axes come before the loss.
+            params = lax.with_sharding_constraint(params, P())
+            return loss(params, x, zero.gather)
+
+        options = {"weighted": True, "microbatches": layout.microbatches}
+        self.step = zero.train_step(fn, tx=tx(), trainable=TRAINABLE, **options)
         self.lowered = self.step.lower(state, zero.put(batch_of(0, num)))
         for i in range(STEPS):
             state, _ = self.step(state, zero.put(batch_of(i, num)))
@@ -188,16 +144,6 @@ class Run:
         self.after_bad = jax.device_get(state)
 
 
-layouts = pytest.mark.parametrize(
-    "name", [pytest.param(k, marks=pytest.mark.slow if k == "two axes" else ()) for k in LAYOUTS]
-)
-
-
-@functools.cache
-def run_of(name):
-    return Run(LAYOUTS[name])
-
-
 # --- The same by hand -----------------------------------------------------------------------------
 
 
@@ -206,29 +152,28 @@ class BlockwiseSync:
 
     Args:
       method: the gradient sync.
-      shapes: of the gradients, by path.
       specs: of the gradients on the other axes, by path.
       sizes: of the other axes, by name.
       num: the number of devices of the data axis.
       dims: the sharded dims of the gradients, by path.
     """
 
-    def __init__(self, method, shapes, specs, sizes, num, dims):
+    def __init__(self, method, specs, sizes, num, dims):
         places = itertools.product(*(range(size) for size in sizes.values()))
         self.blocks = [
             {
                 k: _slices(shape, specs[k], sizes, dict(zip(sizes, place, strict=True)))
-                for k, shape in shapes.items()
+                for k, shape in SHAPES.items()
             }
             for place in places
         ]
-        own = {k: np.empty(shapes[k])[at].shape for k, at in self.blocks[0].items()}
-        self.shapes, self.runner = shapes, SyncRunner(method, own, num, dims)
+        own = {k: np.empty(SHAPES[k])[at].shape for k, at in self.blocks[0].items()}
+        self.runner = SyncRunner(method, own, num, dims)
         self.states = [self.runner.state] * len(self.blocks)
 
     def __call__(self, grads):
         """The sums of gradients (devices, ...) by path, as means that are scaled back."""
-        out = {k: np.full(shape, np.nan) for k, shape in self.shapes.items()}
+        out = {k: np.full(shape, np.nan) for k, shape in SHAPES.items()}
         for i, blocks in enumerate(self.blocks):
             self.runner.state = self.states[i]
             means = self.runner({k: grads[k][(slice(None), *at)] for k, at in blocks.items()})
@@ -251,26 +196,6 @@ def _slices(shape, spec, sizes, place):
     return tuple(at)
 
 
-def gradient_specs(zero, state, specs, tx):
-    """The specs of gradients, by path, over the data axis too."""
-    rows = zero.describe(state, tx=tx, param_specs=specs).rows
-    return {row.path: tuple(row.spec) for row in rows if row.part == "grads"}
-
-
-def sharded_dims(specs, shapes):
-    """The dims along which gradients are sharded over the data axis, by path; 0 for none."""
-    return {
-        k: spec.index("data") - len(shapes[k]) if "data" in spec else 0 for k, spec in specs.items()
-    }
-
-
-@functools.cache
-def grads_of(weighted):
-    """Of the shards of a batch, (shards, ...); with their weights, if there are any."""
-    fn = functools.partial(loss, weighted=weighted)
-    return jax.jit(jax.vmap(jax.grad(fn, has_aux=weighted), (None, 0)))
-
-
 @functools.cache
 def by_hand(name):
     """On one device: the gradients of each shard of the batch, the sync by itself, the update."""
@@ -279,30 +204,29 @@ def by_hand(name):
     num = sizes.pop("replicas" if "replicas" in sizes else "data")
     inner = sizes.get("data", 1)
     zero = dataclasses.replace(layout, stage=2 if layout.stage else 0).zero(sync=None)
-    found = gradient_specs(zero, jax.eval_shape(make_state), layout.specs, tx())
-    specs, dims = layout.specs, sharded_dims(found, SHAPES)
-    if inner > 1:  # a replica's shards are blocks
-        specs, dims = found, dict.fromkeys(dims, 0)
-    sum_of = BlockwiseSync(layout.method, SHAPES, specs, sizes, num, dims)
+    rows = zero.describe(jax.eval_shape(make_state), tx=tx(), param_specs=SPECS).rows
+    found = {row.path: tuple(row.spec) for row in rows if row.part == "grads"}
+    specs, dims = found, dict.fromkeys(SHAPES, 0)  # a replica's shards are blocks
+    if inner == 1:
+        of_data = {k: s.index("data") - len(SHAPES[k]) for k, s in found.items() if "data" in s}
+        specs, dims = SPECS, dims | of_data
+    sum_of = BlockwiseSync(layout.method, specs, sizes, num, dims)
     params, total = jax.device_get(initial()), num * inner
+    grads_of = jax.jit(jax.vmap(jax.grad(loss, has_aux=True), (None, 0)))
     for i in range(STEPS):
-        parts = batch_of(i, total).reshape(total, layout.microbatches, -1, 32).swapaxes(0, 1)
-        found = [jax.device_get(grads_of(layout.weighted)(params, part)) for part in parts]
-        weight, grads = total * layout.microbatches, found
-        if layout.weighted:
-            weight, grads = sum(np.sum(w) for _, w in found), [g for g, _ in found]
-            grads = [jax.tree.map(lambda *g: sum(g), *grads)]
-        for each in grads:
-            own = {k: g.reshape(num, inner, *g.shape[1:]).sum(1) for k, g in each.items()}
-            own["frozen"] = np.zeros_like(own["frozen"])
-            sums = sum_of({k: g / weight for k, g in own.items()})
-            params = jax.tree.map(lambda p, g: p - RATE * g, params, sums)
+        parts = batch_of(i, total).reshape(total, -1, 32)
+        grads, weights = jax.device_get(grads_of(params, parts))
+        own = {k: g.reshape(num, inner, *g.shape[1:]).sum(1) for k, g in grads.items()}
+        own["frozen"] = np.zeros_like(own["frozen"])
+        sums = sum_of({k: g / np.sum(weights) for k, g in own.items()})
+        params = jax.tree.map(lambda p, g: p - RATE * g, params, sums)
     return params, sum_of
 
 
-@layouts
-def test_parameters_are_those_of_the_sync_by_hand(name):
-    run, (want, _) = run_of(name), by_hand(name)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_equals_the_sync_by_hand(name):
+    """Parameters, and the state of each device; then a step that is not finite."""
+    run, (want, sum_of) = Run(name), by_hand(name)
     start = jax.device_get(initial())
     np.testing.assert_array_equal(run.params["frozen"], start["frozen"])
     for k in SHAPES.keys() - {"frozen"}:
@@ -312,14 +236,15 @@ def test_parameters_are_those_of_the_sync_by_hand(name):
         assert path > 0
         assert norm(run.params[k] - want[k]) < tolerance * path, k
 
+    # The optimizer sees what is not finite; no state changes.
+    params, opt_state = run.after_bad
+    for k in SHAPES:
+        np.testing.assert_array_equal(params[k], run.params[k])
+    assert int(opt_state.inner_state.notfinite_count) == 1
+    for new, old in zip(opt_state.sync_state, run.opt_state.sync_state, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, new.arrays, old.arrays)
 
-@layouts
-def test_the_state_is_that_of_the_sync_by_hand(name):
-    """Of each device; of parameters that no axis shards the same on all other devices."""
-    run, (_, sum_of) = run_of(name), by_hand(name)
-    if not run.layout.weighted:  # without a state
-        assert not isinstance(run.opt_state, sync.SyncedState)
-        return
+    # Of parameters that no axis shards it is the same on all other devices.
     found = run.opt_state.sync_state
     for i, state in enumerate(sum_of.states):
         place = (i // 2, i % 2) if name == "replicas" else (0, i)
@@ -327,31 +252,15 @@ def test_the_state_is_that_of_the_sync_by_hand(name):
         for a, b in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
             a = a[(slice(None), *place)]
             assert norm(a - b) <= 1e-11 * norm(b)
-    axes = {"replicas": ("replicas", "data", "model"), "tensor": ("data", None, "model")}
-    spec = axes.get(name, ("data", None, ("pipe", "model")))
-    assert {x.spec for x in jax.tree.leaves(run.shardings.sync_state)} == {P(*spec)}
+    middle = "data" if name == "replicas" else None
+    want = {P("replicas", "data", "model") if middle else P("data", None, "model")}
+    assert {x.spec for x in jax.tree.leaves(run.shardings.sync_state)} == want
     errors = {k: x["error"] for k, x in found[-2].arrays.items()}
     assert not np.any(errors.pop("frozen"))
     for k, error in errors.items():
         assert np.any(error)
         same = np.array_equal(error[:, :, 0], error[:, :, 1])
-        assert same == (not any(run.layout.specs[k]))
-
-
-@layouts
-def test_a_nonfinite_gradient_is_seen_by_the_optimizer_and_changes_no_state(name):
-    run = run_of(name)
-    params, opt_state = run.after_bad
-    for k in SHAPES:
-        np.testing.assert_array_equal(params[k], run.params[k])
-    if not run.layout.weighted:
-        assert int(opt_state.notfinite_count) == 1
-        return
-    assert int(opt_state.inner_state.notfinite_count) == 1
-    states = (opt_state.sync_state, run.opt_state.sync_state)
-    for new, old in zip(*states, strict=True):
-        for a, b in zip(*map(jax.tree.leaves, (new.arrays, old.arrays)), strict=True):
-            np.testing.assert_array_equal(a, b)
+        assert same == (not any(SPECS[k]))
 
 
 # --- On the wire ----------------------------------------------------------------------------------
@@ -359,7 +268,7 @@ def test_a_nonfinite_gradient_is_seen_by_the_optimizer_and_changes_no_state(name
 
 def test_bytes_on_the_wire():
     """Over the data axis those of the method by itself, and between other axes none."""
-    compiled = run_of("tensor").lowered.compile()
+    compiled = Run("tensor").lowered.compile()
     found = [c for c in collectives(compiled) if "reduce_gradients" in c.scope]
     assert all(len({device % 2 for device in group}) == 1 for c in found for group in c.groups)
     frozen = 3 * 103 * 12 + 6  # of the block of 1024, by itself: the largest, and a flag
@@ -367,68 +276,24 @@ def test_bytes_on_the_wire():
     assert sum(c.wire_bytes for c in found) == alone - frozen
 
 
-# --- Pipelines ------------------------------------------------------------------------------------
-
-
-def flat(tree):
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, P))
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
-
-
-def test_stages_of_a_pipeline():
-    """Each stage's layers by themselves; leaves depend on each other, so codes are left out."""
-    method = sync.by_path(
-        {
-            "query|out": sync.powersgd(2, start_step=1, min_compression=1.0),
-            "up|down": TOP_K,
-        }
-    )
-    mesh, sgd = mesh_of(data=2, pipe=2), optax.sgd(RATE)
-    pipe = transformer.pipeline(mesh, one_f_one_b(2, 2))
-    zero = shd.Zero(mesh, 2, sync=method, min_shard_size=0)
-    have, _, _ = transformer.train(pipe, zero, None, "tied", tx=sgd, steps=STEPS)
-
-    params = transformer.stack_layers(transformer.init_params("tied"))
-    tree, specs = jax.tree.structure(params), pipe.param_specs(params)
-    shapes = {k: x.shape for k, x in flat(params).items()}
-    plain = shd.Zero(mesh, 2, min_shard_size=0)
-    found = gradient_specs(plain, (params, sgd.init(params)), specs, sgd)
-    dims = sharded_dims(found, shapes)
-    sum_of = BlockwiseSync(method, shapes, flat(specs), {"pipe": 2}, 2, dims)
-    grads_of = jax.jit(jax.vmap(jax.grad(transformer.loss_of_stacked, has_aux=True), (None, 0)))
-    for i in range(STEPS):
-        batch = transformer.batch(i, "tied")
-        shards = jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), batch)
-        grads, weights = jax.device_get(grads_of(params, shards))
-        sums = sum_of({k: g / np.sum(weights) for k, g in flat(grads).items()})
-        update = tree.unflatten([sums[k] for k in shapes])
-        params = jax.tree.map(lambda p, g: p - RATE * g, params, update)
-    assert transformer.worst_leaf(have, pipe.unstack(params))[0] < 1e-12
-
-
 # --- Other numbers of devices ---------------------------------------------------------------------
 
 
 def test_a_checkpoint_resumes_on_another_number_of_data_devices(tmp_path):
     """The mean of the residuals of each block is unchanged."""
-    run, rng = run_of("tensor"), np.random.default_rng(0)
-    fewer = dataclasses.replace(run.layout, axes=(("data", 2), ("model", 2)))
+    run, rng = Run("tensor"), np.random.default_rng(0)
+    fewer = dataclasses.replace(LAYOUTS["tensor"], axes=(("data", 2), ("model", 2)))
     arguments = {"tx": tx(), "param_specs": SPECS}
 
-    def with_residuals(state):
-        """As after some steps."""
-
-        def draw(path, x):
-            if "error" not in str(path):
-                return x
-            return jax.device_put(rng.normal(size=x.shape), x.sharding)
-
-        params, opt_state = state
-        drawn = jax.tree_util.tree_map_with_path(draw, opt_state.sync_state)
-        return params, opt_state._replace(sync_state=drawn)
+    def draw(path, x):
+        """Residuals as after some steps."""
+        drawn = "error" in str(path)
+        return jax.device_put(rng.normal(size=x.shape), x.sharding) if drawn else x
 
     old, new = fewer.zero(), run.zero
-    state = with_residuals(old.init(make_state, **arguments))
+    params, opt_state = old.init(make_state, **arguments)
+    drawn = jax.tree_util.tree_map_with_path(draw, opt_state.sync_state)
+    state = params, opt_state._replace(sync_state=drawn)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "state", state)
         checkpointer.wait_until_finished()

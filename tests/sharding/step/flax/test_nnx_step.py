@@ -127,23 +127,6 @@ def test_in_place(case):
     )
 
 
-def test_statistics_over_features_that_a_model_axis_shards():
-    """They stay replicated, so that the next step takes them."""
-
-    def make():
-        init_up = nnx.with_partitioning(init, (None, "model"))
-        up = nnx.Linear(WIDTH, 32, kernel_init=init_up, rngs=nnx.Rngs(0))
-        lm = nnx.Sequential(up, nnx.BatchNorm(32, rngs=nnx.Rngs(0)))
-        return lm, nnx.Optimizer(lm, TX, wrt=nnx.Param)
-
-    zero = zero_of(2, "tensor")
-    lm, optimizer = zero.nnx_init(make)
-    step = zero.nnx_train_step(lambda lm, x: jnp.mean((lm(x) - 1) ** 2))
-    for _ in range(2):
-        step(lm, optimizer, np.ones((8, WIDTH), np.float32))
-    assert lm.layers[1].mean[...].sharding.is_fully_replicated
-
-
 def test_evaluation():
     zero, lm, _, _ = run(CASES[2])
     alone, _ = make()
@@ -166,16 +149,6 @@ def test_specs_of_metadata():
     specs, moments = zero.specs((params, jax.eval_shape(TX.init, params)), tx=TX)
     assert specs["blocks"][0]["up"]["kernel"].get_value() == P("data", "model")
     assert moments[0].trace["blocks"][1]["down"]["kernel"].get_value() == P("model", "data")
-
-
-def test_a_gathered_class():
-    """It has the variables of the class, and outside a step it does the same."""
-    rngs, layered = nnx.Rngs(0), zero_of(3).gathered(Block)
-    lm, alone = (widened(nnx.List([cls(rngs, False)])) for cls in (layered, Block))
-    assert jax.tree.structure(nnx.state(lm)) == jax.tree.structure(nnx.state(alone))
-    x = batch(0)["x"]
-    np.testing.assert_allclose(lm[0](x), alone[0](x), rtol=TOLERANCE)
-    assert_close(nnx.state(lm), nnx.state(alone))  # statistics, too
 
 
 # --- Random state ---------------------------------------------------------------------------------
@@ -230,7 +203,7 @@ if nnx is not None:
 
         def __init__(self):
             self.student = nnx.Linear(WIDTH, WIDTH, kernel_init=init, rngs=nnx.Rngs(0))
-            self.teacher, self.factor = nnx.clone(self.student), 1.0
+            self.teacher = nnx.clone(self.student)
             self.average = Average(self.student.kernel[...])
             self.last = nnx.Linear(WIDTH, 8, kernel_init=init, rngs=nnx.Rngs(1))
 
@@ -238,7 +211,7 @@ if nnx is not None:
             self.average[...] = 0.5 * self.average[...] + 0.5 * self.student.kernel[...]
             y = self.student(x)
             self.last.hidden = nnx.Intermediate(y)
-            return self.last(y + self.teacher(x)) * self.factor
+            return self.last(y + self.teacher(x))
 
 
 def averaging():
@@ -278,14 +251,9 @@ def test_options_of_train_step():
     np.testing.assert_allclose(found["loss"], found["aux"]["losses"].mean(), rtol=1e-6)
     assert found["weight"] == ROWS
     assert found["grad_norm"] > 0
-    of_step = jax.random.fold_in(jax.random.key(1), 0)
-    keys = jax.random.key_data(jax.vmap(jax.random.fold_in, (None, 0))(of_step, jnp.arange(8)))
-    np.testing.assert_array_equal(found["aux"]["key"], keys)
+    assert len(np.unique(found["aux"]["key"], axis=0)) == 8  # one for each device
     assert jax.tree.structure(nnx.state(lm)) == before  # what the loss creates is dropped
     assert not clone.student.kernel[...].is_deleted()  # as it was not donated
-    lm.factor = 0.0  # a changed model is another program
-    found = step(lm, optimizer, batch(0), jax.random.key(1))
-    np.testing.assert_allclose(found["loss"], (batch(0)["y"] ** 2).mean(), rtol=1e-6)
 
 
 def test_what_a_step_of_nnx_cannot_do_raises():
@@ -305,6 +273,3 @@ def test_what_a_step_of_nnx_cannot_do_raises():
 
     with pytest.raises(ValueError, match="removed the variable 'average'"):
         zero_of(2).nnx_train_step(removing).lower(lm, optimizer, batch(0))
-    zero = zero_of(3, gathered_blocks="Blok")
-    with pytest.raises(ValueError, match=r"'Blok' is neither .* student"):
-        zero.nnx_train_step(loss_fn).lower(*averaging(), batch(0))
