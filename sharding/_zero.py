@@ -449,7 +449,8 @@ class Zero:
     def resize_sync(self, state: Any) -> Any:
         """Converts the gradient sync's state of another number of devices.
 
-        Every device starts with the mean of all residuals, so that on average no gradient is lost.
+        The sum of all residuals, which is what the updates still lack, stays the same; each device
+        starts with an equal part of it.
 
         Args:
           state: as restored into ``abstract_state(..., sync_devices=...)``.

@@ -123,10 +123,13 @@ def resize_sync_state(layout: Layout, state: Any, types: Any) -> Any:
             f"{wanted}. Only the number of synchronizing devices may change."
         )
     sharding = NamedSharding(layout.mesh, sync_spec(layout))
+    # Each of n devices synchronizes its part g_i / n of the mean gradient: their sum stays the same.
+    factor = leaves[0].shape[0] / sizes[0]
 
     def run(layout: Layout, state: Any) -> Any:
         del layout
-        return resize(state, sizes[0])
+        floating = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)  # noqa: E731
+        return jax.tree.map(lambda x: x * factor if floating(x) else x, resize(state, sizes[0]))
 
     def out_shardings(out: Any) -> Any:
         return jax.tree.map(lambda _: sharding, out)
