@@ -347,6 +347,7 @@ def came(
     """
     if not callable(weight_decay):
         _validate.non_negative(weight_decay=weight_decay)
+    decayed = _validate.mask_function("weight_decay_mask", weight_decay_mask)
     return _validate.keep_dtype(
         optax.chain(
             scale_by_came(
@@ -361,7 +362,7 @@ def came(
                 debias_instability=debias_instability,
                 implementation=implementation,
             ),
-            optax.add_decayed_weights(weight_decay, weight_decay_mask),
+            optax.add_decayed_weights(weight_decay, decayed),
             optax.scale_by_learning_rate(learning_rate),
         )
     )
