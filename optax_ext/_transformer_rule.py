@@ -235,8 +235,8 @@ def decay_mask(params: optax.Params, rule: FactoringRule = flax_transformer()) -
     """
     if jnp.issubdtype(getattr(params, "dtype", jnp.float32), jnp.integer):
         raise ValueError(
-            "decay_mask was called with a step count: optax.inject_hyperparams takes a function for "
-            "a schedule. Name the argument that it was passed as, such as "
+            "decay_mask was called with a step count: optax.inject_hyperparams takes a function "
+            "for a schedule. Name the argument that it was passed as, such as "
             "static_args=('weight_decay_mask',)."
         )
     leaves = Leaves.of(params)

@@ -123,7 +123,7 @@ def resize_sync_state(layout: Layout, state: Any, types: Any) -> Any:
             f"{wanted}. Only the number of synchronizing devices may change."
         )
     sharding = NamedSharding(layout.mesh, sync_spec(layout))
-    # Each of n devices synchronizes its part g_i / n of the mean gradient: their sum stays the same.
+    # Each of n devices synchronizes its part g_i / n of the mean gradient: their sum stays.
     factor = leaves[0].shape[0] / sizes[0]
 
     def run(layout: Layout, state: Any) -> Any:
