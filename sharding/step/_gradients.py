@@ -219,6 +219,8 @@ def device_gradients(
 
     if plan.sync is not None:
         grads, sync_state = sync_accumulated(plan, sums.grads, sync_state, scale)
+    elif plan.divides_first:
+        grads = reduce_accumulated(plan, [g * scale for g in sums.grads])
     else:
         grads = [g * scale for g in reduce_accumulated(plan, sums.grads)]
     if loss.model_state:

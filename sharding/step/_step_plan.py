@@ -114,6 +114,14 @@ class StepPlan:
         return dataclasses.replace(self, params=params)
 
     @property
+    def divides_first(self) -> bool:
+        """Whether the loss is divided before it is differentiated: float16 overflows in sums."""
+        dtypes = {self.precision.compute} | {
+            dtype for param in self.trained for dtype in (param.dtype, param.reduce_dtype)
+        }
+        return jnp.dtype(jnp.float16) in dtypes
+
+    @property
     def syncs_shard_axes(self) -> bool:
         """Whether ``sync`` makes the mean over the axes of shards."""
         return self.sync is not None and not self.layout.replica_axes
