@@ -217,7 +217,8 @@ def _handles(
         if not (with_rows or in_layers):
             return set(), set()  # the loss need not be traced
     like = [jax.ShapeDtypeStruct(param.shape, param.loss_dtype) for param in params]
-    uses = find_uses(loss, like, [_gather_params.MARK, _lookup.MARK], *args)
+    marks, axes = [_gather_params.MARK, _lookup.MARK], plan.layout.data_axes
+    uses = find_uses(loss, like, marks, *args, axes=axes)
     _warn_of_full_tables(params, with_rows, uses)
     if stage == 3:
         return _gathered_by_loss(params, uses), set()
@@ -245,10 +246,23 @@ def _reduced_in_layers(plans: Sequence[ParamPlan], uses: ParamUses) -> set[int]:
 def _gathered_by_loss(plans: Sequence[ParamPlan], uses: ParamUses) -> set[int]:
     """At stage 3, the parameters that the loss gathers, or looks up rows of, and nothing else.
 
+    Not where devices take a branch by their own data: those that take another one would not take
+    part. These parameters are gathered before the loss.
+
     Warns:
-      UserWarning: if none of the sharded ones is among them.
+      UserWarning: if none of the sharded ones is among them, or some are gathered before the loss.
     """
-    own = set().union(*uses.marked.values()) - uses.otherwise
+    marked = set().union(*uses.marked.values()) - uses.otherwise
+    own = marked - uses.diverging
+    if marked - own:
+        names = ", ".join(repr(plans[i].path) for i in sorted(marked - own)[:4])
+        warnings.warn(
+            f"the loss gathers {len(marked - own)} parameters, such as {names}, in a branch or a "
+            "loop that devices take by their own data. They are gathered before the loss instead, "
+            "and each device holds them unsharded. Gather them before the branch, or make its "
+            "predicate the same on all devices.",
+            stacklevel=2,
+        )
     sharded = {i for i, plan in enumerate(plans) if plan.shard.dim}
     if sharded and not sharded & own:
         size = sum(
