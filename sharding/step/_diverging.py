@@ -7,6 +7,22 @@ from typing import Any
 _COLLECTIVES = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 
 
+def collective_in(jaxpr: Any, apart: set[int], inside: bool = False) -> str | None:
+    """The name of a collective in an equation that diverges; some devices would wait in it."""
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        if inside and name in _COLLECTIVES | {"reduce_scatter", "all_to_all", "ppermute"}:
+            return name
+        for value in eqn.params.values():
+            for item in value if isinstance(value, list | tuple) else (value,):
+                sub = getattr(item, "jaxpr", item)
+                if hasattr(sub, "eqns"):
+                    found = collective_in(sub, apart, inside or id(eqn) in apart)
+                    if found:
+                        return found
+    return None
+
+
 def diverging(jaxpr: Any, varies: Sequence[bool], axes: Sequence[str]) -> set[int]:
     """The ids of the equations, in a jaxpr and all within it, whose predicate differs.
 

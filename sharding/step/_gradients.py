@@ -100,6 +100,7 @@ def gradients(
             of_leaves,
             *args,
             reduce_in_backward=not loss.local_norm,
+            check_branches=loss.model_state,
         )
         plan = confirm_layers(plan, of_leaves, *args)
         local = loss._replace(fn=of_leaves)

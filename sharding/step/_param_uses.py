@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from sharding.step._diverging import diverging
+from sharding.step._diverging import collective_in, diverging
 
 
 class ParamUses(NamedTuple):
@@ -20,6 +20,7 @@ class ParamUses(NamedTuple):
       repeated: the parameters marked more than once, or in a loop that does not slice them.
       custom: the parameters that a function with a derivative of its own gets.
       unknown: for each mark, shapes of marked arrays that are not unmodified parameters.
+      apart: the name of a collective in a branch or loop that devices take by their own data.
     """
 
     marked: dict[str, dict[int, int]]
@@ -29,6 +30,7 @@ class ParamUses(NamedTuple):
     repeated: set[int]
     custom: set[int]
     unknown: dict[str, list[tuple[int, ...]]]
+    apart: str | None
 
 
 def find_uses(
@@ -54,13 +56,14 @@ def uses_in(
     jaxpr: Any, num_params: int, marks: Sequence[str] = (), axes: Sequence[str] = ()
 ) -> ParamUses:
     """As ``find_uses``, of a function that is traced already; parameters are its first inputs."""
+    params = {jaxpr.invars[i]: i for i in range(num_params)}
+    apart = diverging(jaxpr, [var not in params for var in jaxpr.invars], axes)
     found = ParamUses(
         {mark: {} for mark in marks},
         *(set() for _ in range(5)),
         {mark: [] for mark in marks},
+        collective_in(jaxpr, apart),
     )
-    params = {jaxpr.invars[i]: i for i in range(num_params)}
-    apart = diverging(jaxpr, [var not in params for var in jaxpr.invars], axes)
     _visit(jaxpr, params, found, apart)
     return found
 

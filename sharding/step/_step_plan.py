@@ -147,6 +147,7 @@ def plan_step(
     loss: Callable[..., Any],
     *args: Any,
     reduce_in_backward: bool = True,
+    check_branches: bool = False,
 ) -> StepPlan:
     """The plan of a step with one loss.
 
@@ -158,6 +159,7 @@ def plan_step(
       loss: a function of the list of parameters and ``args``.
       *args: abstract arrays.
       reduce_in_backward: whether the backward pass may reduce gradients at stage 2.
+      check_branches: whether the loss is traced to find collectives in branches.
 
     Warns:
       UserWarning: see ``_gathered_by_loss`` and ``_synced_by_rows``.
@@ -191,7 +193,7 @@ def plan_step(
             )
         )
     plan = StepPlan(layout, spec.precision, tuple(plans), spec.sync, sync_has_state)
-    by_loss, by_rows = _handles(plan, reduce_in_backward, loss, args)
+    by_loss, by_rows = _handles(plan, reduce_in_backward, check_branches, loss, args)
     complete = tuple(
         param._replace(gathered_by_loss=i in by_loss, synced_by_rows=i in by_rows)
         for i, param in enumerate(plans)
@@ -200,7 +202,11 @@ def plan_step(
 
 
 def _handles(
-    plan: StepPlan, reduce_in_backward: bool, loss: Callable[..., Any], args: tuple[Any, ...]
+    plan: StepPlan,
+    reduce_in_backward: bool,
+    check_branches: bool,
+    loss: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> tuple[set[int], set[int]]:
     """The parameters that the loss gets as handles: for ``gather``, and below 3 for ``lookup``."""
     params, stage = plan.params, plan.layout.stage
@@ -214,11 +220,18 @@ def _handles(
     )
     if stage < 3:
         with_rows = {i for i in with_rows if params[i].trained}
-        if not (with_rows or in_layers):
+        if not (with_rows or in_layers or check_branches):
             return set(), set()  # the loss need not be traced
     like = [jax.ShapeDtypeStruct(param.shape, param.loss_dtype) for param in params]
     marks, axes = [_gather_params.MARK, _lookup.MARK], plan.layout.data_axes
     uses = find_uses(loss, like, marks, *args, axes=axes)
+    if uses.apart:
+        raise ValueError(
+            f"the loss has a collective ({uses.apart}, such as that of a BatchNorm whose statistics "
+            "are those of all devices) in a branch or a loop that devices take by their own data: "
+            "devices would exchange what does not belong together. Move it out of the branch, or "
+            "pass sync_batch_norm=False."
+        )
     _warn_of_full_tables(params, with_rows, uses)
     if stage == 3:
         return _gathered_by_loss(params, uses), set()
