@@ -227,8 +227,8 @@ def _handles(
     uses = find_uses(loss, like, marks, *args, axes=axes)
     if uses.apart:
         raise ValueError(
-            f"the loss has a collective ({uses.apart}, such as that of a BatchNorm whose statistics "
-            "are those of all devices) in a branch or a loop that devices take by their own data: "
+            f"the loss has a collective ({uses.apart}, such as that of a BatchNorm with the "
+            "statistics of all devices) in a branch or a loop that devices take by their own data: "
             "devices would exchange what does not belong together. Move it out of the branch, or "
             "pass sync_batch_norm=False."
         )
