@@ -232,7 +232,7 @@ def _momentum(decay: jax.typing.ArrayLike, dtype: Any | None) -> optax.GradientT
         updates: optax.Updates, state: MomentumState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, MomentumState]:
         del params
-        Leaves.of(updates).arrays_in("mu", state.mu)  # raises unless they match
+        Leaves.of(updates).averages_in("mu", state.mu, dtype)  # raises unless they match
 
         def average(u: jax.Array, mu: jax.Array) -> jax.Array:
             wide = jnp.promote_types(at_least_float32(u.dtype), mu.dtype)
