@@ -1,6 +1,7 @@
 # make train   trains a language model with CAME under ZeRO stage 2 (the main job)
 # make test    runs the tests, the doctests and a notebook, without most of the slow ones
 # make test-all runs all tests and notebooks
+# make mutations plants known faults, one by one, and runs the tests that should see them
 # make check   checks style and types, and runs the tests of the files that differ from main
 # make lint    checks style and types
 # make compare trains with CAME, Adafactor and AdamW, and redraws the picture in README.md
@@ -20,7 +21,7 @@ BIN := .venv/bin
 ACCELERATOR := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo ,cuda; \
                        elif ls /dev/accel0 /dev/vfio/0 >/dev/null 2>&1; then echo ,tpu; fi)
 
-.PHONY: train test test-all check lint compare bench bench-gpu evidence evidence-long evidence-gpu docs wheel clean
+.PHONY: train test test-all mutations check lint compare bench bench-gpu evidence evidence-long evidence-gpu docs wheel clean
 
 train: .venv/examples
 	$(BIN)/python examples/train_lm.py
@@ -57,6 +58,9 @@ test: .venv/test
 test-all: .venv/test
 	$(BIN)/python -m pytest -m "" -n auto --maxprocesses 8 --dist worksteal
 
+mutations: .venv/test
+	$(BIN)/python tests/mutations.py
+
 check: lint .venv/test
 	$(BIN)/python tests/changed.py -n auto --maxprocesses 8 --dist worksteal
 
@@ -66,7 +70,7 @@ lint: .venv/lint
 	$(BIN)/mypy
 
 docs: .venv/docs
-	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going docs docs/_build/html
+	$(BIN)/sphinx-build --jobs auto --quiet --fail-on-warning --keep-going docs docs/_build/html
 	@echo "The site is docs/_build/html/index.html"
 
 wheel: .venv/wheel

@@ -19,8 +19,6 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
-
 import _results
 import jax
 import jax.numpy as jnp
@@ -213,6 +211,7 @@ def main() -> None:
     parser.add_argument("--platform", default="cpu", help="cpu or gpu")
     options = parser.parse_args()
     jax.config.update("jax_platforms", {"gpu": "cuda"}.get(options.platform, options.platform))
+    jax.config.update("jax_num_cpu_devices", 8)
     config = TINY if options.smoke else GPT2
     on_gpu = options.platform == "gpu"
     length = 16 if options.smoke else 1024 if on_gpu else 64

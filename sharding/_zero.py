@@ -676,7 +676,10 @@ class Zero:
                 if names:
                     new = with_model_state(new, names, found.model_state)
                 elif model_state:
-                    metrics["model_state"] = found.model_state
+                    # Replicated, as the next call gets it, also where other axes shard features.
+                    new_state = found.model_state
+                    specs = jax.tree.map(lambda _: P(), new_state)
+                    metrics["model_state"] = layout.constrain(new_state, specs)
                 return join_sync_state(new, found.sync_state), metrics
 
             def out_shardings(out: Any) -> Any:

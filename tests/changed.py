@@ -1,15 +1,15 @@
 """Runs the tests of what differs from main: python tests/changed.py [options of pytest]
 
 Which tests these are:
-- of a module: its doctests, the test files that are named for it or for its folder
-  (``sharding/sync/_zen.py``: ``test_zen.py``) and those that ``TESTS`` lists; if there are none,
-  the test files that import it;
+- of a module: its doctests; in ``optax_ext`` the test files that are named for it, and the
+  contract; in ``sharding`` the test files of its layer that are named for it; where there are none,
+  the folder of its layer; and what ``TESTS`` adds;
+- of a test file, an example, a page or a notebook: itself, with its ``script`` tests;
 - of a helper in ``tests/``: the test files below its folder that import it;
-- of another Python file: the test files that import it or name it;
-- of a page: those that ``TESTS`` lists, or that name it.
+- of another Python file: the test files that import it or name it.
 
-Tests marked ``slow`` are left out. A clean checkout of ``main`` is
-compared with the commit before. ``make test-all`` runs all tests.
+Tests marked ``slow`` are left out. A clean checkout of ``main`` is compared with the commit before.
+``make test-all`` runs all tests.
 """
 
 import pathlib
@@ -19,53 +19,21 @@ import sys
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGES = ("optax_ext", "sharding")
-# Test files by the beginning of a path: quick ones, and those named for something else.
+# Further tests by the beginning of a path.
 TESTS = {
-    "README.md": ["tests/test_readme.py"],
-    "docs/": ["tests/test_docs.py"],
-    "optax_ext/": ["tests/contract/test_errors.py", "tests/contract/test_schema.py"],
-    "optax_ext/_lamb.py": ["tests/optax_ext/test_layerwise.py"],
-    "optax_ext/_lars.py": ["tests/optax_ext/test_layerwise.py"],
-    "optax_ext/_trust_ratio.py": ["tests/optax_ext/test_layerwise.py"],
-    "optax_ext/_noise_scale.py": ["tests/sharding/step/test_noise_scale.py"],
-    "optax_ext/_transformer_rule.py": ["tests/optax_ext/test_transformer_rule.py"],
-    "optax_ext/low_precision/": ["tests/optax_ext/test_low_precision.py"],
-    "optax_ext/execution_order.py": ["tests/sharding/offload/test_offload.py"],
+    "optax_ext/": ["tests/contract"],
     "sharding/__init__.py": ["tests/sharding/test_zero.py"],
-    "sharding/__main__.py": ["tests/sharding/cli/test_cli.py"],
-    "sharding/_zero.py": ["tests/sharding/test_zero.py", "tests/sharding/step/test_program.py"],
-    "sharding/cli/": ["tests/sharding/cli/test_cli.py"],
-    "sharding/collectives/": ["tests/sharding/collectives/test_scatter.py"],
-    "sharding/collectives/_all_gather.py": ["tests/sharding/sync/test_interface.py"],
-    "sharding/collectives/_block_codec.py": ["tests/sharding/sync/test_methods.py"],
-    "sharding/collectives/_permutation.py": ["tests/sharding/sync/test_zen.py"],
-    "sharding/collectives/_sparse_rows.py": ["tests/sharding/sync/test_lookup.py"],
-    "sharding/offload/": ["tests/sharding/offload/test_offload.py"],
-    "sharding/pipeline/": ["tests/sharding/pipeline/test_schedules.py"],
-    "sharding/pipeline/_async_executor.py": ["tests/sharding/pipeline/test_async_pipeline.py"],
-    "sharding/pipeline/_buffers.py": ["tests/sharding/pipeline/test_pipeline.py"],
-    "sharding/pipeline/_differentiable_loss.py": ["tests/sharding/pipeline/test_pipeline.py"],
-    "sharding/pipeline/_executor.py": ["tests/sharding/pipeline/test_pipeline.py"],
-    "sharding/pipeline/_layers.py": ["tests/sharding/pipeline/test_composition.py"],
-    "sharding/pipeline/_owners.py": ["tests/sharding/pipeline/test_async_pipeline.py"],
-    "sharding/pipeline/_stage.py": ["tests/sharding/pipeline/test_pipeline.py"],
-    "sharding/placement/": [
-        "tests/sharding/test_zero.py",
-        "tests/sharding/placement/test_state_specs.py",
-    ],
-    "sharding/plan/pipelines/_pipeline_wire.py": ["tests/sharding/pipeline/test_pipeline_audit.py"],
-    "sharding/plan/program/_tick_loops.py": ["tests/sharding/pipeline/test_pipeline_audit.py"],
-    "sharding/plan/": ["tests/sharding/plan/test_plan.py", "tests/sharding/plan/test_audit.py"],
-    "sharding/recovery/": ["tests/sharding/recovery/test_peer_checkpoints.py"],
-    "sharding/remat/": ["tests/sharding/remat/test_remat_plan.py"],
-    "sharding/step/": ["tests/sharding/step/test_program.py", "tests/sharding/step/test_edges.py"],
-    "sharding/step/_flax": ["tests/sharding/step/flax/test_nnx_step.py"],
-    "sharding/step/_reduce_gradients.py": ["tests/sharding/sync/test_other_axes.py"],
-    "sharding/step/_sync_state.py": ["tests/sharding/sync/test_other_axes.py"],
-    "sharding/sync/": [
-        "tests/sharding/sync/test_interface.py",
-        "tests/sharding/sync/test_methods.py",
-    ],
+    "sharding/__main__.py": ["tests/sharding/cli"],
+    "sharding/collectives/": ["tests/sharding/sync"],
+    "sharding/placement/": ["tests/sharding/test_zero.py"],
+    "sharding/sync/": ["tests/sharding/sync"],
+    "examples/_": ["tests/test_train_lm.py"],
+    "launch/": ["tests/launch"],
+    "README.md": ["tests/test_readme.py"],
+    "docs/": ["tests/test_readme.py"],
+    "CONTRIBUTING.md": ["tests/test_readme.py"],
+    ".ci/": ["tests/test_readme.py"],
+    "Makefile": ["tests/test_readme.py"],
 }
 
 
@@ -84,8 +52,26 @@ def changed():
     return [path for path in found if (ROOT / path).exists()]
 
 
+def tests_of_module(file, test_files):
+    """The test files that are named for a module of the packages, or the folder of its layer."""
+    layer = pathlib.PurePath("tests", *file.parts[: 2 if len(file.parts) > 2 else 1])
+    name = file.stem.strip("_")
+    if file.parts[0] == "optax_ext":  # whose small modules share files; one is used by `sharding`
+        pattern, folder = rf"/test_(\w+_)?{name}(_\w+)?\.py$", "tests"
+    else:
+        pattern, folder = rf"/test_{name}\.py$", layer
+    found = {
+        path for path in test_files if re.search(pattern, path) and path.startswith(f"{folder}/")
+    }
+    return found or ({str(layer)} if str(layer) != "tests/sharding" else set())
+
+
 def tests_of(path, test_files):
-    """The tests of one file that changed, of those in ``test_files`` (paths to their texts)."""
+    """The tests of one file that changed, of those in ``test_files`` (paths to their texts).
+
+    Returns:
+      What pytest runs by its default marks; and what it runs with ``script`` tests.
+    """
     file = pathlib.PurePath(path)
 
     def containing(pattern, folder="tests"):
@@ -95,31 +81,40 @@ def tests_of(path, test_files):
             if p.startswith(f"{folder}/") and re.search(pattern, text, re.MULTILINE)
         }
 
-    if path in test_files:
-        return {path}
     listed = {test for prefix, tests in TESTS.items() if path.startswith(prefix) for test in tests}
-    if file.suffix == ".md":
-        return listed or containing(rf"\b{file.name}\b")
-    if file.suffix != ".py":
-        return set()
-    name = file.parent.name if file.stem == "__init__" else file.stem
-    imports = rf"^\s*(from|import) .*\b{name}\b"
+    if path.startswith(PACKAGES) and file.suffix == ".py":
+        quick = tests_of_module(file, test_files) | listed | {path, "tests/test_layers.py"}
+        return quick, set()
+    if path in test_files:
+        return set(), {path}
     if path.startswith("tests/"):
-        return containing(imports, file.parent)
-    if not path.startswith(PACKAGES):
-        return containing(rf"{imports}|\b{file.name}\b")
-    named = rf"/test_{name.strip('_')}(_\w+)?\.py$"
-    found = {p for p in test_files if re.search(named, p)} | listed
-    return (found or containing(imports)) | {path, "tests/test_layers.py"}
+        imports = rf"^\s*(from|import) .*\b{file.stem}\b"
+        return containing(imports, file.parent) if file.suffix == ".py" else set(), set()
+    if file.suffix == ".md" and path.startswith(("README", "docs/")):
+        page = f"tests/test_docs.py::test_blocks_run[{file.stem}]"
+        return listed, {page} if "```python" in (ROOT / path).read_text() else set()
+    if file.suffix == ".ipynb":
+        return set(), {f"tests/test_notebooks.py::test_runs[{file.stem}]"}
+    if file.suffix == ".py":
+        uses = rf"^\s*(from|import) {file.stem}\b|\b{file.parent.name}/{file.name}\b"
+        if path.startswith("examples/"):
+            uses += rf"|\"{file.stem}(\.py)?\""
+        return set(), listed | containing(uses)
+    return listed, set()
 
 
 def main(options):
     """Runs pytest; its exit code, or 0 if nothing changed."""
     test_files = {str(p.relative_to(ROOT)): p.read_text() for p in ROOT.glob("tests/**/test_*.py")}
-    found = sorted(set().union(*(tests_of(path, test_files) for path in changed())))
-    print("\n".join(found) or "No file with tests differs from main.")
-    command = [sys.executable, "-m", "pytest", "-m", "not slow", *options, *found]
-    return subprocess.run(command, cwd=ROOT).returncode if found else 0
+    found = [tests_of(path, test_files) for path in changed()]
+    scripts = set().union(*(scripts for _, scripts in found))
+    quick = set().union(*(quick for quick, _ in found)) - scripts
+    print("\n".join(sorted(quick | scripts)) or "No file with tests differs from main.")
+    code = 0
+    for tests, marks in (quick, "not slow and not script"), (scripts, "not slow"):
+        command = [sys.executable, "-m", "pytest", "-m", marks, *options, *sorted(tests)]
+        code = code or (subprocess.run(command, cwd=ROOT).returncode if tests else 0)
+    return code
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import importlib.util
 import os
 import pathlib
 import re
-import zlib
 from importlib import metadata
 
 # Before jax starts a backend; a machine's accelerators have tests of their own.
@@ -89,31 +88,16 @@ def pytest_sessionstart(session):
 
 def pytest_configure(config):
     """A test that the command line names runs, whatever its marks."""
-    if any("::" in str(name) for name in config.args):
+    marked = any(str(word).startswith("-m") for word in config.invocation_params.args)
+    if not marked and any("::" in str(name) for name in config.args):
         config.option.markexpr = ""
 
 
-def leave_out_slow(config, items):
-    """Of tests marked ``slow(keep=n)`` n cases are not slow, another first one for each test."""
-    cases = collections.defaultdict(list)
-    for item in items:
-        mark = item.get_closest_marker("slow")
-        if mark and mark.kwargs.get("keep"):
-            cases[item.path, item.originalname].append(item)
-    for (_, name), found in cases.items():
-        keep = found[0].get_closest_marker("slow").kwargs["keep"]
-        first = zlib.crc32(name.encode())
-        for i in {(first + i * len(found) // keep) % len(found) for i in range(keep)}:
-            found[i].own_markers = [m for m in found[i].own_markers if m.name != "slow"]
-
-
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Scripts run first, so that no worker waits for one at the end.
 
     Doctests that import ``flax.nnx`` run where it imports, as the tests of it do.
     """
-    leave_out_slow(config, items)
     items.sort(key=lambda item: item.get_closest_marker("script") is None)
     try:
         import flax.nnx  # noqa: F401

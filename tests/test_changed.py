@@ -1,47 +1,49 @@
 """tests/changed.py finds tests for every file that has any."""
 
-import pytest
-
 from . import changed
 
 TEST_FILES = {
     str(path.relative_to(changed.ROOT)): path.read_text()
     for path in changed.ROOT.glob("tests/**/test_*.py")
 }
-MODULES = [
-    str(path.relative_to(changed.ROOT))
-    for package in changed.PACKAGES
-    for path in sorted(changed.ROOT.glob(f"{package}/**/*.py"))
-]
 
 
-@pytest.mark.parametrize("path", MODULES)
-def test_every_module_has_tests(path):
-    found = changed.tests_of(path, TEST_FILES)
-    assert found > {path, "tests/test_layers.py"}
-    assert all((changed.ROOT / name).exists() for name in found)
+def test_every_module_has_tests():
+    for package in changed.PACKAGES:
+        for module in changed.ROOT.glob(f"{package}/**/*.py"):
+            path = str(module.relative_to(changed.ROOT))
+            quick, scripts = changed.tests_of(path, TEST_FILES)
+            assert quick > {path, "tests/test_layers.py"}, path
+            assert not scripts
+            assert all((changed.ROOT / name).exists() for name in quick), path
 
 
-@pytest.mark.parametrize("prefix", changed.TESTS)
-def test_every_entry_is_for_a_file(prefix):
-    assert list(changed.ROOT.glob(f"{prefix}*"))
+def test_every_entry_is_for_a_file():
+    for prefix, tests in changed.TESTS.items():
+        assert list(changed.ROOT.glob(f"{prefix}*")), prefix
+        assert all((changed.ROOT / test).exists() for test in tests)
 
 
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        ("sharding/sync/_zen.py", "tests/sharding/sync/test_zen.py"),
-        ("sharding/_zero.py", "tests/sharding/test_zero.py"),
-        ("tests/sharding/model.py", "tests/sharding/step/test_exact.py"),
-        ("tests/sharding/step/test_exact.py", "tests/sharding/step/test_exact.py"),
-        ("examples/train_lm.py", "tests/test_train_lm.py"),
-        ("README.md", "tests/test_readme.py"),
-        ("benchmarks/convergence/_rows.py", "tests/benchmarks/test_rows.py"),
-    ],
-)
-def test_known_files(path, expected):
-    assert expected in changed.tests_of(path, TEST_FILES)
-
-
-def test_files_without_tests():
-    assert changed.tests_of("LICENSE", TEST_FILES) == set()
+def test_known_files():
+    sync, step = "tests/sharding/sync", "tests/sharding/step"
+    for path, quick, scripts in (
+        ("sharding/sync/_zen.py", {sync}, set()),
+        ("sharding/_zero.py", {"tests/sharding/test_zero.py"}, set()),
+        ("sharding/offload/_stream.py", {"tests/sharding/offload"}, set()),
+        ("sharding/step/_precision.py", {f"{step}/test_precision.py"}, set()),
+        ("optax_ext/_lars.py", {"tests/optax_ext/test_lars_lamb.py"}, set()),
+        ("optax_ext/_came.py", {"tests/optax_ext/test_came.py", "tests/contract"}, set()),
+        ("tests/test_layers.py", set(), {"tests/test_layers.py"}),
+        ("examples/_report.py", set(), {"tests/test_train_lm.py"}),
+        ("examples/nnx_model.py", set(), {"tests/examples/test_examples.py"}),
+        ("docs/guides/zero.md", set(), {"tests/test_docs.py::test_blocks_run[zero]"}),
+        ("notebooks/plan_a_pod.ipynb", set(), {"tests/test_notebooks.py::test_runs[plan_a_pod]"}),
+        ("benchmarks/convergence/_rows.py", set(), {"tests/benchmarks/test_rows.py"}),
+        ("README.md", {"tests/test_readme.py"}, {"tests/test_docs.py::test_blocks_run[README]"}),
+    ):
+        found = changed.tests_of(path, TEST_FILES)
+        assert quick <= found[0], path
+        assert scripts <= found[1], path
+    found, _ = changed.tests_of("tests/sharding/model.py", TEST_FILES)
+    assert f"{step}/test_exact.py" in found
+    assert changed.tests_of("LICENSE", TEST_FILES) == (set(), set())

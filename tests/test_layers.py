@@ -2,6 +2,7 @@
 
 import ast
 import collections
+import functools
 import pathlib
 import subprocess
 import sys
@@ -18,52 +19,58 @@ FILES = {
     for path in sorted(root.rglob("*.py"))
 }
 MATH = [name for name in FILES if name.startswith("optax_ext/")]
+SHARDING = [name for name in FILES if name.startswith("sharding/")]
 MODULES = [name.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for name in FILES]
 
 # What places arrays. The math sees arrays with their global shapes.
 PLACEMENT = {
-    "AbstractMesh",
-    "AxisType",
-    "Mesh",
-    "NamedSharding",
-    "PartitionSpec",
-    "axis_name",
-    "axis_names",
-    "device_put",
-    "devices",
-    "make_mesh",
-    "memory_kind",
-    "pmean",
-    "psum",
-    "shard_map",
-    "sharding",
-    "with_sharding_constraint",
+    *("AbstractMesh", "AxisType", "Mesh", "NamedSharding", "PartitionSpec", "axis_name"),
+    *("axis_names", "device_put", "devices", "make_mesh", "memory_kind", "pmean", "psum"),
+    *("shard_map", "sharding", "with_sharding_constraint"),
 }
 
 
-def imported(source):
+def imported(tree):
     """The dotted names that a module imports, wherever in it."""
-    for node in ast.walk(ast.parse(source)):
+    found = []
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             base = "." * node.level + (node.module or "")
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+            found += [f"{base}.{alias.name}" for alias in node.names]
+    return found
 
 
-def names(source):
+def names(tree):
     """Every identifier, attribute and argument name of a module; not its prose."""
-    for node in ast.walk(ast.parse(source)):
+    found = set()
+    for node in ast.walk(tree):
         for field in ("id", "attr", "arg", "name", "asname"):
             name = getattr(node, field, None)
             if isinstance(name, str):
-                yield from name.split(".")
+                found.update(name.split("."))
+    return found
 
 
-def run(code):
+Parsed = collections.namedtuple("Parsed", "tree imports names")
+
+
+def parsed(source):
+    tree = ast.parse(source)
+    return Parsed(tree, imported(tree), names(tree))
+
+
+@functools.cache
+def module(name):
+    """A file of the packages, read once."""
+    return parsed(FILES[name].read_text())
+
+
+def run(code, *arguments):
     """In a fresh interpreter, away from the repository."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
+        [sys.executable, "-W", "error", "-c", code, *arguments],
         check=False,
         capture_output=True,
         text=True,
@@ -72,16 +79,11 @@ def run(code):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_files_are_found():
+def test_the_math_imports_numbers_and_itself():
     assert "optax_ext/_came.py" in MATH
-    assert "sharding" in MODULES
-
-
-@pytest.mark.parametrize("name", MATH)
-def test_the_math_imports_numbers_and_itself(name):
     known = {"jax", "numpy", "optax", "optax_ext"} | set(sys.stdlib_module_names)
-    for module in imported(FILES[name].read_text()):
-        assert module.split(".")[0] in known, module
+    for name in MATH:
+        assert {i.split(".")[0] for i in module(name).imports} <= known, name
 
 
 # It asks whether arrays are on several devices, not on which: the same numbers to rounding. Where
@@ -89,21 +91,24 @@ def test_the_math_imports_numbers_and_itself(name):
 ASKED = {"optax_ext/_matrix_passes.py": {"PartitionSpec", "sharding"}}
 
 
-@pytest.mark.parametrize("name", MATH)
-def test_the_math_places_nothing(name):
-    assert PLACEMENT & set(names(FILES[name].read_text())) == ASKED.get(name, set())
+def test_the_math_places_nothing():
+    for name in MATH:
+        assert PLACEMENT & module(name).names == ASKED.get(name, set()), name
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_only_public_interfaces(name):
-    """Nothing underscored of another package, imported or reached for."""
-    source, own = FILES[name].read_text(), name.split("/")[0]
-    for module in imported(source):
-        parts = module.split(".")
-        if parts[0] not in (own, "", "__future__"):
-            private = [p for p in parts if p.startswith("_") and not p.endswith("__")]
-            assert not private, module  # __version__ and its like are public
-    assert not {"_src", "_src.core"} & set(names(source))
+def private_of_others(own, module):
+    """What a module takes that is underscored in another package."""
+    found = {"_src", "_src.core"} & module.names
+    for name in module.imports:
+        package, *parts = name.split(".")
+        if package not in (own, "", "__future__"):  # __version__ and its like are public
+            found |= {name for p in parts if p.startswith("_") and not p.endswith("__")}
+    return found
+
+
+def test_only_public_interfaces():
+    for name in FILES:
+        assert not private_of_others(name.split("/")[0], module(name)), name
 
 
 # Each layer of `sharding` imports only itself and those before it. `plan` reads all before it.
@@ -129,99 +134,71 @@ def layer_of(name):
     return parts[1] if parts[0] == "sharding" and len(parts) > 1 else None
 
 
-def upward_imports(name, source):
+def upward_imports(name, imports):
     """What a module of ``sharding`` imports from a layer above its own."""
     own = LAYERS.index(layer_of(name))
-    layers = {module: layer_of(module) for module in imported(source)}
-    return [m for m, layer in layers.items() if layer in LAYERS and LAYERS.index(layer) > own]
+    layers = {i: layer_of(i) for i in imports}
+    return [i for i, layer in layers.items() if layer in LAYERS and LAYERS.index(layer) > own]
 
 
-@pytest.mark.parametrize("name", [f for f in FILES if f.startswith("sharding/")])
-def test_imports_go_one_way(name):
-    if name == "sharding/__init__.py":
-        return  # the public face
-    assert layer_of(name) in LAYERS, f"{name} belongs to no layer"
-    source = FILES[name].read_text()
-    assert not upward_imports(name, source)
-    # The package itself imports every layer.
-    assert not [m for m in imported(source) if m == "sharding"]
-    assert not [m for m in imported(source) if m.split(".")[0] == "" or m.startswith(".")]
-
-
-def test_an_upward_import_is_seen():
-    source = "from sharding.plan.program._wire import wire_bytes\nfrom sharding import sync"
-    assert upward_imports("sharding/step/_update.py", source) == [
-        "sharding.plan.program._wire.wire_bytes"
-    ]
-    assert upward_imports("sharding/placement/_layout.py", source)[-1] == "sharding.sync"
-
-
-def definitions(source):
-    """The functions and classes of a module, not those inside of them; overloads count once."""
-    kinds = (ast.FunctionDef, ast.ClassDef)
-    found = [node for node in ast.parse(source).body if isinstance(node, kinds)]
-    return [node.name for node in found if "overload" not in map(ast.unparse, node.decorator_list)]
+def test_imports_go_one_way():
+    assert len(SHARDING) > 100
+    for name in set(SHARDING) - {"sharding/__init__.py"}:  # the public face
+        assert layer_of(name) in LAYERS, f"{name} belongs to no layer"
+        imports = module(name).imports
+        assert not upward_imports(name, imports), name
+        # The package itself imports every layer; imports are absolute.
+        assert not [i for i in imports if i == "sharding" or i.startswith(".")], name
 
 
 def test_one_name_for_one_thing():
     """In ``sharding`` no two modules, and no two functions or classes, share a name."""
-    files = {name: path for name, path in FILES.items() if name.startswith("sharding/")}
-    modules = [path.name for path in files.values() if path.name != "__init__.py"]
-    assert not [name for name in modules if modules.count(name) > 1]
     places = collections.defaultdict(list)
-    for file, path in files.items():
-        for name in definitions(path.read_text()):
-            places[name].append(file)
+    for file in SHARDING:
+        if not file.endswith("__init__.py"):
+            places[file.split("/")[-1]].append(file)
+        for node in module(file).tree.body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and "overload" not in map(
+                ast.unparse, node.decorator_list
+            ):
+                places[node.name].append(file)
     assert not {name: found for name, found in places.items() if len(found) > 1}
 
 
 def test_the_checks_see_what_they_look_for():
-    bad = "def f():\n    from jax._src.core import x\n    return jax.sharding.Mesh(axis_name=1)"
-    assert list(imported(bad)) == ["jax._src.core.x"]
-    assert {"Mesh", "axis_name", "sharding"} <= set(names(bad))
+    bad = parsed("def f():\n    from jax._src.core import x\n    return jax.Mesh(axis_name=1)")
+    assert private_of_others("sharding", bad) == {"jax._src.core.x"}
+    assert {"Mesh", "axis_name"} <= PLACEMENT & bad.names
+    wire, sync = "sharding.plan.program._wire.wire_bytes", "sharding.sync"
+    assert upward_imports("sharding/step/_update.py", [wire, sync]) == [wire]
+    assert upward_imports("sharding/placement/_layout.py", [wire, sync]) == [wire, sync]
 
 
-def test_the_math_loads_neither_the_sharding_nor_flax():
+def test_the_math_loads_neither_the_sharding_nor_flax_which_is_not_needed():
     run(
         "import optax_ext, sys; "
         "found = {'sharding', 'flax', 'orbax', 'torch'} & {m.split('.')[0] for m in sys.modules}; "
-        "assert not found, found"
+        "assert not found, found; "
+        "sys.modules['flax'] = None; import sharding"
     )
 
 
-def test_the_sharding_does_not_need_flax():
-    run("import sys; sys.modules['flax'] = None; import sharding")
-
-
-def test_every_module_imports_alone():
-    """Each in a process of its own, forked where jax and optax are loaded but nothing of ours.
-
-    Python imports a module's package first; modules that it loads are imported with it.
-    """
-    run(
-        f"""
-import importlib, os, pickle, traceback, warnings
-import sys, jax, optax
+IMPORT = """
+import importlib, os, sys, warnings
+import sharding
 warnings.filterwarnings("ignore", message=".*fork.*")
-
-def loaded_by(name):
-    reader, writer = os.pipe()
+left = [name for name in sys.argv[1:] if name not in sys.modules]
+assert 0 < len(left) < len(sys.argv) / 2
+for name in left:
     pid = os.fork()
     if not pid:
-        assert not [m for m in sys.modules if m.split(".")[0] in {set(PACKAGES)!r}]
-        try:
-            importlib.import_module(name)
-            os.write(writer, pickle.dumps({set(MODULES)!r} & set(sys.modules)))
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
+        importlib.import_module(name)
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0, name
-    return pickle.loads(os.read(reader, 2**16))
-
-loaded = set().union(*map(loaded_by, {list(PACKAGES)!r}))
-assert loaded
-for name in {set(MODULES)!r} - loaded:
-    assert name in loaded_by(name)
 """
-    )
+
+
+@pytest.mark.script
+def test_every_module_imports_alone():
+    """What the packages import is imported with them, whatever is asked for; the rest by itself."""
+    run(IMPORT, *MODULES)

@@ -1,22 +1,33 @@
-"""Every notebook runs from top to bottom."""
+"""Every notebook runs from top to bottom, in this process; its stored outputs are for readers."""
 
+import json
 import pathlib
 
-import nbclient
-import nbformat
+import jax
+import matplotlib
 import pytest
 
-NOTEBOOKS = sorted((pathlib.Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
-QUICK = "quickstart"  # the others are slow
+NOTEBOOKS = pathlib.Path(__file__).resolve().parents[1] / "notebooks"
+QUICK = "plan_a_pod"
 
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(p, marks=[] if p.stem == QUICK else pytest.mark.slow) for p in NOTEBOOKS],
+    [
+        pytest.param(path, marks=[] if path.stem == QUICK else pytest.mark.script)
+        for path in sorted(NOTEBOOKS.glob("*.ipynb"))
+    ],
     ids=lambda path: path.stem,
 )
-# The kernel client's own event loop warns on some versions of Python.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
-def test_runs(path):
-    notebook = nbformat.read(path, as_version=4)
-    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute(cwd=path.parent)
+@pytest.mark.filterwarnings("ignore:.*non-interactive:UserWarning")
+def test_runs(path, monkeypatch):
+    monkeypatch.chdir(NOTEBOOKS)
+    matplotlib.use("agg")
+    names = {"__name__": "__main__"}
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) > 3
+    with jax.numpy_rank_promotion("allow"):  # as readers have it
+        for number, cell in enumerate(cells):
+            source = "".join(line for line in cell["source"] if not line.startswith("%"))
+            exec(compile(source, f"{path.name}, cell {number}", "exec"), names)
+    matplotlib.pyplot.close("all")

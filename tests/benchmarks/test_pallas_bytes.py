@@ -40,62 +40,47 @@ def block(*shape, at=lambda i, j: (i, j)):
     return pl.BlockSpec(shape, at)
 
 
-def test_every_block_once():
-    assert count((4, 2), [block(8, 128)], block(8, 128), X) == Moved(32768, 32768)
+VECTOR = jax.ShapeDtypeStruct((256,), jnp.bfloat16)
+ODD = jax.ShapeDtypeStruct((20, 200), jnp.uint8)
+STACK = jax.ShapeDtypeStruct((3, 32, 256), jnp.float32)
+NUMBERS = jax.ShapeDtypeStruct((3,), jnp.int32)
+BLOCK = block(8, 128)
+ROW, COLUMN = block(8, 128, at=lambda i, j: (i, 0)), block(8, 128, at=lambda i, j: (0, j))
+LAST = block(8, 128, at=lambda i, j: (2, 1))  # of 4 rows and 72 columns
+LAYER = pl.BlockSpec((None, 32, 256), lambda k: (k, 0, 0))
+WINDOW = pl.BlockSpec((pl.Element(8), pl.Element(256)), lambda k: (4 * k, 0))  # half of it again
+SCALARS = pl.BlockSpec(memory_space=pltpu.SMEM)
 
-
-def test_a_block_that_stays_is_read_and_written_once():
-    row, column = block(8, 128, at=lambda i, j: (i, 0)), block(8, 128, at=lambda i, j: (0, j))
+KERNELS = {
+    "every block once": (((4, 2), [BLOCK], BLOCK, X), (32768, 32768)),
     # Along the inner dim the block of a row stays; that of a column comes back in every row.
-    assert count((4, 2), [row], row, X) == Moved(4 * 4096, 4 * 4096)
-    assert count((4, 2), [column], column, X) == Moved(8 * 4096, 8 * 4096)
-    # One block in all stays to the end.
-    assert count((1, 1), [row], column, X) == Moved(4096, 4096)
+    "a row stays": (((4, 2), [ROW], ROW, X), (4 * 4096, 4 * 4096)),
+    "a column comes back": (((4, 2), [COLUMN], COLUMN, X), (8 * 4096, 8 * 4096)),
+    "one block stays to the end": (((1, 1), [ROW], COLUMN, X), (4096, 4096)),
+    "a vector is read again for every row": (
+        ((4, 2), [BLOCK, block(128, at=lambda i, j: (j,))], BLOCK, X, VECTOR),
+        (32768 + 4 * 512, 32768),
+    ),
+    "the order of the grid matters": (
+        ((2, 3), [block(8, 128, at=lambda i, j: (0, i))], BLOCK, X),
+        (2 * 4096, 4 * 4096),
+    ),
+    "blocks end at the border": (((3, 2), [BLOCK], BLOCK, ODD), (4000, 4000)),
+    "the last blocks alone": (((3, 2), [LAST], LAST, ODD), (288, 288)),
+    "a squeezed dim": (((3,), [LAYER], LAYER, STACK), (98304, 98304)),
+    "windows": (((3,), [WINDOW], WINDOW, X), (3 * 8192, 3 * 8192)),
+    "scalars": (((4, 2), [SCALARS, BLOCK], BLOCK, NUMBERS, X), (12 + 32768, 32768)),
+    "no grid": (((), [pl.BlockSpec()], pl.BlockSpec(), X), (32768, 32768)),
+    "on a GPU each step reads its blocks": (((4, 2), [ROW], BLOCK, X), (8 * 4096, 32768)),
+}
 
 
-def test_a_vector_is_read_again_for_every_row():
-    vector = jax.ShapeDtypeStruct((256,), jnp.bfloat16)
-    spec = block(128, at=lambda i, j: (j,))
-    assert count((4, 2), [block(8, 128), spec], block(8, 128), X, vector).read == 32768 + 4 * 512
-
-
-def test_the_order_of_the_grid_matters():
-    spec = block(8, 128, at=lambda i, j: (0, i))
-    assert count((2, 3), [spec], spec, X) == Moved(2 * 4096, 2 * 4096)
-    spec = block(8, 128, at=lambda i, j: (0, j))
-    assert count((2, 3), [spec], spec, X) == Moved(6 * 4096 - 2 * 4096, 6 * 4096 - 2 * 4096)
-
-
-def test_blocks_end_at_the_border():
-    x = jax.ShapeDtypeStruct((20, 200), jnp.uint8)
-    found = count((3, 2), [block(8, 128)], block(8, 128), x, out=x)
-    assert found == Moved(4000, 4000)
-    # The last blocks alone: 4 rows, 72 columns.
-    last = block(8, 128, at=lambda i, j: (2, 1))
-    assert count((3, 2), [last], last, x, out=x) == Moved(288, 288)
-
-
-def test_squeezed_dims_and_windows():
-    x = jax.ShapeDtypeStruct((3, 32, 256), jnp.float32)
-    spec = pl.BlockSpec((None, 32, 256), lambda k: (k, 0, 0))
-    assert count((3,), [spec], spec, x, out=x) == Moved(98304, 98304)
-    window = pl.BlockSpec(
-        (pl.Element(8), pl.Element(256)), lambda k: (4 * k, 0)
-    )  # half of it again
-    assert count((3,), [window], window, X) == Moved(3 * 8192, 3 * 8192)
-
-
-def test_scalars_and_no_grid():
-    scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
-    number = jax.ShapeDtypeStruct((3,), jnp.int32)
-    assert count((4, 2), [scalars, block(8, 128)], block(8, 128), number, X).read == 12 + 32768
-    assert count((), [pl.BlockSpec()], pl.BlockSpec(), X) == Moved(32768, 32768)
-
-
-def test_on_a_gpu_each_step_reads_its_blocks():
-    row = block(8, 128, at=lambda i, j: (i, 0))
-    found = count((4, 2), [row], block(8, 128), X, compiler_params=triton.CompilerParams())
-    assert found == Moved(8 * 4096, 32768)
+@pytest.mark.parametrize("case", KERNELS)
+def test_kernels_of_known_traffic(case):
+    arguments, (read, written) = KERNELS[case]
+    out = next(x for x in arguments[3:] if x.ndim > 1)
+    options = {"compiler_params": triton.CompilerParams()} if "GPU" in case else {}
+    assert count(*arguments, out=out, **options) == Moved(read, written)
 
 
 def test_what_cannot_be_counted():

@@ -1,6 +1,8 @@
 """Rows of finished runs: whole lines, stable keys, one text."""
 
-import multiprocessing
+import pathlib
+import subprocess
+import sys
 
 import _rows
 import _sizes
@@ -23,20 +25,20 @@ def test_a_torn_line_is_ignored_and_does_not_harm_the_next(tmp_path):
         assert list(_rows.finished(path)) == ["a", "c"]
 
 
-def _append_many(path, name):
-    for i in range(50):
-        _rows.append(path, row(f"{name}{i}" + 2000 * "x"))
+APPEND = """
+import pathlib, sys, _rows
+for i in range(50):
+    key = sys.argv[1] + str(i) + 2000 * "x"
+    _rows.append(pathlib.Path("rows.jsonl"), {"key": key, "corpus": 1, "loss": 2.5})
+"""
 
 
 def test_several_processes_append(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=_append_many, args=(path, name)) for name in "ab"]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert len(_rows.finished(path)) == 100
+    env = {"PYTHONPATH": str(pathlib.Path(_rows.__file__).parent)}
+    command = [sys.executable, "-c", APPEND]
+    workers = [subprocess.Popen([*command, name], cwd=tmp_path, env=env) for name in "ab"]
+    assert [worker.wait() for worker in workers] == [0, 0]
+    assert len(_rows.finished(tmp_path / "rows.jsonl")) == 100
 
 
 def test_rows_of_another_text_are_left_out_with_a_note(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""A run of the comparison: the same as a plain loop with static hyperparameters."""
+"""A run of the comparison is a plain loop with static hyperparameters; GPT-2 small is that."""
 
 import math
 
@@ -64,8 +64,12 @@ def plain_losses(config, text):
     return losses
 
 
-@pytest.mark.slow(keep=2)
-@pytest.mark.parametrize("contender", ["adamw", "adafactor", "came", "lamb", "muon", "lion"])
+MORE = ("adamw", "adafactor", "lamb", "muon", "lion")
+
+
+@pytest.mark.parametrize(
+    "contender", ["came", *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
+)
 def test_traced_hyperparameters_equal_static_ones(contender, text, trainer):
     wanted = config(contender)
     row = trainer.run(wanted)
@@ -74,30 +78,17 @@ def test_traced_hyperparameters_equal_static_ones(contender, text, trainer):
     assert row["loss"] < row["curve"][0][1]
 
 
-@pytest.mark.parametrize("task", ["masked", "span_corruption"])
-def test_other_tasks_are_learned(task, trainer):
-    row = trainer.run(config("adamw", task, learning_rate=0.01))
-    assert row["loss"] < row["early_loss"][0] - 1
-
-
 def test_one_program_runs_all_learning_rates_and_seeds(trainer):
-    first, same, other = (
-        config("came"),
-        config("came", seed=1, learning_rate=0.1, weight_decay=0.0),
-        config("came", b3=0.995),
-    )
+    first, other = config("came"), config("came", b3=0.995)
+    same = config("came", seed=1, learning_rate=1e30, weight_decay=0.0)
     assert trainer.program(first) is trainer.program(same)
     assert trainer.program(first) is not trainer.program(other)
-    rows = [trainer.run(one) for one in (first, same)]
+    row = trainer.run(same)
     assert trainer.program(first).train._cache_size() == 1
-    assert rows[0]["loss"] != rows[1]["loss"]
-
-
-def test_a_run_that_diverges_says_so(trainer):
-    row = trainer.run(config("adamw", learning_rate=1e30))
+    # A run that diverges has every field, too.
     assert row["diverged"]
     assert row["loss"] is None
-    assert row.keys() == _made_up.row(row["config"]).keys()
+    assert row.keys() == _made_up.row(same).keys()
 
 
 def test_an_interrupted_run_goes_on_bit_for_bit(trainer, tmp_path):
@@ -115,32 +106,21 @@ def test_an_interrupted_run_goes_on_bit_for_bit(trainer, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("contender", ["came_8bit", "muon"])
-def test_all_kinds_of_state_are_restored(contender, trainer, tmp_path):
-    state = initial(trainer, config(contender))
-    saved = _checkpoints.Checkpoints(tmp_path / "run")
-    saved.save(2, state, {"loss": [0.1, 1 / 3]})
-    zeros = jax.tree.map(jax.numpy.zeros_like, state)
-    again, log = saved.restore(zeros, {})
-    jax.tree.map(np.testing.assert_array_equal, state, again)
-    assert log == {"loss": [0.1, 1 / 3]}
-
-
 def initial(trainer, config):
     params = _models.init(_sizes.model(config), config["seed"])
-    return trainer.program(config).init(params, traced_of(config))
-
-
-def traced_of(config):
-    return {name: jax.numpy.float32(config["hyper"][name]) for name in _runs.TRACED}
+    traced = {name: jax.numpy.float32(config["hyper"][name]) for name in _runs.TRACED}
+    return trainer.program(config).init(params, traced)
 
 
 def test_a_size_that_resumes_computes_in_16_bits(text):
     model = _sizes.model({**config("adamw"), "size": "gpu"})
-    params = _models.init(model, 0)
+    params = jax.eval_shape(lambda: _models.init(model, 0))
     batch = TASKS["next_token"].batch(Corpus(text, 32), 0, 0, 4)
     graph = str(jax.make_jaxpr(lambda p: _models.loss_fn(model, p, batch, True))(params))
     products = [line for line in graph.splitlines() if "dot_general" in line]
     assert products
     assert all("bf16" in line.split("=")[0] for line in products)
     assert {x.dtype.name for x in jax.tree.leaves(params)} == {"float32"}
+
+
+# --- GPT-2 small ----------------------------------------------------------------------------------

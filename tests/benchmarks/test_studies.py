@@ -1,70 +1,135 @@
-"""What the studies run: each run once, in an order that ends, as many as they say."""
+"""The studies: which runs they ask for, that a stopped one goes on, and the loop that runs them."""
 
+import argparse
+import dataclasses
+import fcntl
+import functools
 import math
+import time
+import types
 
+import _format_study
+import _formats
+import _lengths
+import _made_up
 import _rows
+import _runs
+import _search
+import _sizes
 import _studies
+import _walk
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
+import run
+
+# --- Searches -------------------------------------------------------------------------------------
+
+SPACE = _search.Space(12, -2.5, (0.1, 0.0, 1.0), ({"b2": 0.999}, {"b2": 0.99}, {"b2": 0.95}))
+
+
+def bowl(exponent, weight_decay=0.1, b2=0.99):
+    """A loss with one best configuration."""
+
+    def loss(trial):
+        return (
+            (trial.exponent - exponent) ** 2
+            + 0.01 * (trial.weight_decay - weight_decay) ** 2
+            + 0.1 * abs(dict(trial.betas)["b2"] - b2)
+        )
+
+    return loss
+
+
+def searched(space, loss):
+    """Runs a search; all trials in order."""
+    order, known = [], {}
+    while True:
+        found, wanted = _search.replay(space, known.get)
+        if not wanted:
+            return order, found
+        order += wanted
+        known |= {trial: loss(trial) for trial in wanted}
+
+
+def test_a_search_keeps_its_budget_and_is_replayed_from_what_is_known():
+    for budget in (1, 4, 6, 9, 12, 20):
+        for exponent in (-7.3, -3.6, -2.5, -1.0, 3.0):
+            order, found = searched(dataclasses.replace(SPACE, budget=budget), bowl(exponent))
+            assert len(order) == len(set(order)) == len(found) == budget
+    order, found = searched(SPACE, bowl(-2.4))
+    for cut in range(len(order)):
+        known = {trial: found[trial] for trial in order[:cut]}
+        assert _search.replay(SPACE, known.get)[1][0] == order[cut]
+    best = {"learning_rate": 0.00422, "weight_decay": 0.1, "b2": 0.99}
+    assert _search.best(found).hyper == best
+    # A best at the edge of the space is named, by value, wherever it stands.
+    assert _search.edges(SPACE, found) == []
+    found = searched(SPACE, bowl(-2.5, weight_decay=2.0, b2=0.9))[1]
+    assert _search.edges(SPACE, found) == ["weight_decay", "b2"]
+    assert "learning_rate" in _search.edges(SPACE, searched(SPACE, bowl(9.0))[1])
+
+
+def test_a_walk_ends_at_the_best_of_the_grid_with_both_neighbours():
+    start, other = _search.Trial(-3.0, 0.1, (("b3", 0.9999),)), (("b3", 0.995),)
+    for optimum in (-4.5, -3.25, -3.0, -2.9, -2.25, -1.0):
+        for strides in ((0.25,), (0.5, 0.25)):
+            walk = _walk.walk(start, strides, [(other, 0.5)])
+            found, wanted = _search.follow(
+                walk, lambda t, o=optimum: (t.exponent - o) ** 2 - (t.betas == other)
+            )
+            assert not wanted
+            best = _search.best(found)
+            assert abs(best.exponent - optimum) <= 0.125
+            assert best.betas == other
+            assert _walk.bracketed(found, 0.25)
+    found, _ = _search.follow(_walk.walk(start, (0.25,)), lambda trial: trial.exponent)
+    assert len(found) <= _walk.LIMIT + 1
+    assert not _walk.bracketed(found, 0.25)
+
+
+# --- Plans ----------------------------------------------------------------------------------------
 
 
 def loss(config):
-    """Has its best learning rate between 1e-3 and 1e-2, higher at larger batches."""
+    """Has its best learning rate between 1e-3 and 1e-2, higher at larger batches and lengths."""
     exponent = math.log10(config["hyper"]["learning_rate"])
     tokens = config["batch"] * config["context"]
-    return 2 + (exponent + 2.6 - 0.3 * math.log10(tokens / 128)) ** 2
+    other = config["steps"] >= 80 and config["hyper"].get("b3") == 0.999
+    return 2 + (exponent + 2.6 - 0.3 * math.log10(tokens / 128)) ** 2 - other
 
 
-def run_all(studies, contenders, rows=None, loss=loss):
-    """Runs what is ready, one at a time, until nothing is; all plans."""
+def complete(plans_of, rows=None):
+    """Runs what is ready, one at a time, until nothing is; all plans, and the rows in order."""
     rows = {} if rows is None else rows
     while True:
-        plans = list(_studies.plans(rows, "smoke", studies, ["next_token"], contenders))
+        plans = list(plans_of(rows))
         ready = [config for plan in plans for config in plan.ready]
         if not ready:
+            assert all(plan.done == plan.total and not plan.waits for plan in plans)
             return plans, rows
         key = _rows.key_of(ready[0])
         assert key not in rows
-        rows[key] = {"config": ready[0], "loss": loss(ready[0]), "diverged": False}
+        row = {"config": ready[0], "loss": loss(ready[0]), "diverged": False, "cpu_seconds": 4.0}
+        rows[key] = row
+
+
+def run_all(studies, contenders):
+    return complete(lambda rows: _studies.plans(rows, "smoke", studies, ["next_token"], contenders))
 
 
 @pytest.mark.parametrize("study", _studies.STUDIES)
 def test_studies_end_with_as_many_runs_as_they_say(study):
     studies = [study] if study in ("tuning", "batch") else ["tuning", study]
     plans, rows = run_all(studies, ["came", "lion", "came_8bit"])
-    assert all(plan.done == plan.total and not plan.waits for plan in plans)
     assert len(rows) == sum(plan.total for plan in plans)
 
 
-def test_studies_share_runs():
-    plans, rows = run_all(["tuning", "final", "spike"], ["came"])
-    assert [plan.total for plan in plans] == [12, 3, 6]
-    assert len(rows) == 12 + 6
-
-
-def test_spikes_are_also_those_of_the_published_betas():
-    def run(better):
-        plans, rows = run_all(
-            ["tuning", "spike"],
-            ["came"],
-            loss=lambda config: loss(config) - (config["hyper"]["b3"] == better),
-        )
-        return _studies.spike_hypers(rows, "smoke", "next_token", "came"), plans[1].total
-
-    hypers, total = run(better=0.995)
-    assert [hyper["b3"] for hyper in hypers] == [0.995, 0.9999]
-    assert total == 12
-    hypers, total = run(better=0.9999)
-    assert [hyper["b3"] for hyper in hypers] == [0.9999]
-    assert total == 6
-
-
-def test_final_waits_for_tuning():
+def test_final_takes_the_best_on_other_seeds_after_its_tuning():
     (plan,) = _studies.plans({}, "smoke", ["final"], ["masked"], ["came"])
-    assert plan.ready == []
-    assert plan.waits == "its tuning"
-
-
-def test_final_takes_the_best_on_other_seeds():
+    assert (plan.ready, plan.waits) == ([], "its tuning")
     _, rows = run_all(["tuning", "final"], ["adamw"])
     final = [row["config"] for row in rows.values() if row["config"]["seed"]]
     assert [config["seed"] for config in final] == [1, 2, 3]
@@ -77,28 +142,154 @@ def test_batches_have_equal_tokens():
     _, rows = run_all(["batch"], ["adamw"])
     configs = [row["config"] for row in rows.values()]
     assert len({config["batch"] * config["steps"] for config in configs}) == 1
-    assert {config["batch"] for config in configs} == {1, 4, 16, 64}
     base = _studies.batch_best(rows, "smoke", "adamw", 1).hyper["learning_rate"]
-    for times in (4, 16, 64):
-        rates = {c["hyper"]["learning_rate"] for c in configs if c["batch"] == times}
+    for times in (1, 4, 16, 64):
+        here = [config for config in configs if config["batch"] == times]
+        rates = {config["hyper"]["learning_rate"] for config in here}
         for factor in (times, math.sqrt(times)):
             assert any(rate == pytest.approx(factor * base, rel=0.01) for rate in rates)
+        seeds = [config["seed"] for config in here if config["seed"]]
+        assert seeds == ([1, 2] if times in (1, 64) else [])
 
 
-def test_the_best_at_the_ends_of_the_batches_is_run_on_other_seeds():
-    _, rows = run_all(["batch"], ["adamw"])
-    for times in (1, 4, 16, 64):
-        here = [row for row in rows.values() if row["config"]["batch"] == times]
-        others = [row["config"] for row in here if row["config"]["seed"]]
-        assert [config["seed"] for config in others] == ([1, 2] if times in (1, 64) else [])
-        best = min((row for row in here if not row["config"]["seed"]), key=lambda r: r["loss"])
-        assert all(config["hyper"] == best["config"]["hyper"] for config in others)
+def run_lengths(rows=None):
+    contenders = ("adamw", "came_debiased")
+    return complete(
+        lambda rows: _lengths.plans(rows, "smoke", tasks=("masked",), contenders=contenders), rows
+    )[1]
 
 
-def test_few_bits_take_what_the_search_chose_for_float32():
-    _, rows = run_all(["tuning", "parent"], ["came", "came_8bit"])
-    got = _studies.parent_configs(rows, "smoke", "next_token", "came_8bit")
-    assert [config["seed"] for config in got] == [1, 2, 3]
-    hyper = _studies.best(rows, "smoke", "next_token", "came")
-    assert all(config["hyper"] == hyper for config in got)
-    assert {config["contender"] for config in got} == {"came_8bit"}
+lengths = functools.cache(run_lengths)
+
+
+def test_each_length_is_complete_before_the_next_and_tuned_on_its_own():
+    steps = [row["config"]["steps"] for row in lengths().values()]
+    assert steps == sorted(steps)
+    for length, b3 in ((40, 0.9999), (80, 0.999)):
+        cell = _lengths.cell(lengths(), "smoke", "masked", "came_debiased", length)
+        assert [config["seed"] for config in cell.finals] == [1, 2, 3]
+        assert {config["hyper"]["b3"] for config in cell.finals} == {b3}
+
+
+def test_killed_at_any_time_it_runs_only_what_is_missing():
+    for kept in (0, 3, 17, len(lengths())):
+        assert list(run_lengths(dict(list(lengths().items())[:kept]))) == list(lengths())
+
+
+# --- Formats --------------------------------------------------------------------------------------
+
+
+def test_a_format_differs_from_float32_in_its_name_alone():
+    rows = _made_up.length_rows("smoke")
+    for name in ("came_4bit_nearest", "adamw_bf16_master"):
+        parent = _formats.FORMATS[name].parent
+        cell = _lengths.cell(rows, "smoke", "next_token", parent, 80)
+        got = _format_study.configs(rows, "smoke", name)
+        assert [config["seed"] for config in got] == [1, 2, 3]
+        assert [{**config, "contender": parent} for config in got] == cell.finals
+        losses = [[rows[_rows.key_of(c)]["loss"] for c in of] for of in (got, cell.finals)]
+        drift = _format_study.drift(rows, "smoke", name)
+        np.testing.assert_allclose(drift.end, np.subtract(*losses))
+
+
+def test_only_the_nearest_rounding_loses_small_steps():
+    """A hundred steps of a quarter of the spacing of bfloat16."""
+
+    @jax.jit
+    def trained():
+        found = {}
+        for name, wrap in _formats.PARAMS.items():
+            tx, params = wrap(optax.sgd(2.0**-10)), jnp.ones(1000, jnp.bfloat16)
+
+            def step(_, carry, tx=tx):
+                params, state = carry
+                updates, state = tx.update(jnp.ones_like(params), state, params)
+                return optax.apply_updates(params, updates), state
+
+            params, _ = jax.lax.fori_loop(0, 100, step, (params, tx.init(params)))
+            found[name] = 1 - params.astype(jnp.float32).mean()
+        return found
+
+    moved = trained()
+    assert moved["bf16_nearest"] == 0
+    assert moved["bf16_master"] == pytest.approx(100 / 1024, abs=2e-3)
+    assert moved["bf16_stochastic"] == pytest.approx(100 / 1024, abs=5e-3)
+
+
+# --- The loop -------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """Notes what it is asked; with ``stops`` it is saved as often before a run is finished."""
+
+    stops = 0
+
+    def __init__(self, path, speed=False):
+        self.asked, self.deleted = [], []
+        Trainer.last = self
+
+    def corpus(self, context):
+        return types.SimpleNamespace(checksum=_made_up.CORPUS)
+
+    def checkpoints(self, config, folder):
+        key = _rows.key_of(config)
+        return types.SimpleNamespace(delete=lambda: self.deleted.append(key))
+
+    def run(self, config, saved=None, until=None):
+        self.asked.append(_rows.key_of(config))
+        if saved and Trainer.stops:
+            Trainer.stops -= 1
+            return None
+        return _made_up.row(config)
+
+
+def tuning(rows):
+    return [_studies.tuning(rows, "smoke", "next_token", "lion")]
+
+
+@pytest.fixture
+def work(tmp_path, monkeypatch):
+    """Works on the tuning of one contender; returns the trainer."""
+    monkeypatch.setattr(_runs, "Trainer", Trainer)
+    monkeypatch.setattr(run, "CLAIMS", tmp_path / "claims")
+
+    def go(minutes=None, **kwargs):
+        chosen = argparse.Namespace(size="smoke", corpus=None, rows=go.rows, minutes=minutes)
+        run.work(chosen, tuning, **kwargs)
+        return Trainer.last
+
+    go.rows = tmp_path / "rows.jsonl"
+    return go
+
+
+def test_each_run_is_done_once(work):
+    assert len(work(runs=1).asked) == 1  # as many as it may finish
+    done = list(_rows.finished(work.rows))
+    trainer = work()
+    assert len({*done, *trainer.asked}) == 6
+    assert list(_rows.finished(work.rows)) == done + trainer.asked
+    assert trainer.deleted == []
+    assert work().asked == []
+
+
+def test_a_run_that_is_saved_goes_on_in_the_next_call(work, monkeypatch):
+    resumes = types.SimpleNamespace(**{**vars(_sizes.SIZES["smoke"]), "resumes": True})
+    monkeypatch.setitem(_sizes.SIZES, "smoke", resumes)
+    Trainer.stops = 1
+    first = work(minutes=8.0)
+    assert len(first.asked) == 1
+    assert not _rows.finished(work.rows)
+    second = work()
+    assert second.asked[0] == first.asked[0]
+    assert second.deleted == second.asked
+
+
+def test_what_another_process_runs_is_left_to_it(work, monkeypatch):
+    taken, free = map(_rows.key_of, tuning({})[0].ready[:2])
+    run.CLAIMS.mkdir()
+    with (run.CLAIMS / f"{taken}.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        monkeypatch.setattr(time, "sleep", lambda seconds: held.close())  # it dies meanwhile
+        trainer = work()
+    assert trainer.asked[0] == free
+    assert trainer.asked.count(taken) == 1

@@ -4,16 +4,17 @@ import numpy as np
 import whole_systems
 from whole_systems import SYSTEMS, Outcome
 
+LOSSES = 4.0 - 0.01 * np.arange(40)
 
-def outcome(losses, **summary):
+
+def made_up(name=None, losses=LOSSES):
+    """All systems with the same losses, but for one."""
     sizes = {"bytes_per_device": {"params": 1024, "opt_state": 2048}, "wire_bytes": 4096.0}
-    return Outcome({"val_loss": losses[-1], **sizes, **summary}, np.array(losses))
 
+    def outcome(losses):
+        return Outcome({"val_loss": losses[-1], **sizes}, np.array(losses))
 
-def made_up(changes=()):
-    """All systems with the same losses, but for these."""
-    losses = [4.0 - 0.01 * i for i in range(40)]
-    return {name: outcome(dict(changes).get(name, losses)) for name in SYSTEMS}
+    return {each: outcome(losses if each == name else LOSSES) for each in SYSTEMS}
 
 
 def test_references_come_first_and_have_the_same_optimizer_where_lossless():
@@ -30,17 +31,16 @@ def test_references_come_first_and_have_the_same_optimizer_where_lossless():
 
 
 def test_what_is_lossless_must_be_equal_to_rounding():
+    step, lossless, lossy = np.arange(40), "ZeRO 3 + AdamW", "ZeRO 2 + AdamW, PowerSGD of rank 4"
+    wrong = LOSSES * (1 + 1e-3 * (step == 5))
+    late = LOSSES * (1 + 1e-3 * (step > 30))  # rounding has grown
+    nan = np.where(step == 5, np.nan, LOSSES)
     assert whole_systems.failures(SYSTEMS, made_up()) == []
-    losses = [4.0 - 0.01 * i for i in range(40)]
-    wrong = [loss * (1 + 1e-3 * (i == 5)) for i, loss in enumerate(losses)]
-    late = [loss * (1 + 1e-3 * (i > 30)) for i, loss in enumerate(losses)]  # rounding has grown
-    nan = [loss if i != 5 else float("nan") for i, loss in enumerate(losses)]
-    (found,) = whole_systems.failures(SYSTEMS, made_up({"ZeRO 3 + AdamW": wrong}.items()))
+    (found,) = whole_systems.failures(SYSTEMS, made_up(lossless, wrong))
     assert found.startswith("ZeRO 3 + AdamW is lossless, but its losses differ")
-    assert whole_systems.failures(SYSTEMS, made_up({"ZeRO 3 + AdamW": late}.items())) == []
-    assert whole_systems.failures(SYSTEMS, made_up({"ZeRO 3 + AdamW": nan}.items()))
-    lossy = {"ZeRO 2 + AdamW, PowerSGD of rank 4": wrong}
-    assert whole_systems.failures(SYSTEMS, made_up(lossy.items())) == []
+    assert whole_systems.failures(SYSTEMS, made_up(lossless, late)) == []
+    assert whole_systems.failures(SYSTEMS, made_up(lossless, nan))
+    assert whole_systems.failures(SYSTEMS, made_up(lossy, wrong)) == []
 
 
 def test_rows_have_every_column():
@@ -49,13 +49,8 @@ def test_rows_have_every_column():
     assert len(lines) == len(SYSTEMS)
     assert {line.count("|") for line in lines} == {columns}
     assert "| 3 | 4 | - |" in lines[0]
-    some = {name: one for name, one in made_up().items() if name in whole_systems.FEW}
-    assert len(list(whole_systems.rows(SYSTEMS, some))) == 2
-
-
-def test_a_system_without_its_reference_is_compared_with_nothing():
-    name = "ZeRO 2 + CAME 8-bit"
-    some = {name: made_up()[name]}
+    # A system without its reference is compared with nothing.
+    some = {name: made_up()[name] for name in ("ZeRO 2 + CAME 8-bit",)}
     (line,) = whole_systems.rows(SYSTEMS, some)
     assert "| - | 3.6100 | - | - | - |" in line
     assert whole_systems.failures(SYSTEMS, some) == []

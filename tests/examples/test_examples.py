@@ -1,6 +1,7 @@
 """The small files of examples/: each runs as its docstring says, and its loss falls."""
 
 import re
+import socket
 
 import pytest
 
@@ -43,7 +44,7 @@ def test_example_is_short_and_says_how_to_run_it(name):
     assert any(line.startswith(f"  python examples/{name}.py") for line in lines)
 
 
-@pytest.mark.slow
+@pytest.mark.script
 @pytest.mark.parametrize(
     "name", ["scanned_stack", pytest.param("nnx_model", marks=flax_nnx.needs_nnx)]
 )
@@ -53,7 +54,7 @@ def test_loss_falls(processes, name):
     assert found[-1] < 0.6 * found[0]
 
 
-@pytest.mark.slow
+@pytest.mark.script
 def test_checkpoint_resumes_at_another_stage_and_number_of_devices(processes):
     expected = losses(run(processes, "zero_checkpoint", "--folder", "one", "--steps", "40"))
     assert list(expected) == [10, 20, 30, 40]
@@ -67,13 +68,18 @@ def test_checkpoint_resumes_at_another_stage_and_number_of_devices(processes):
     assert losses(first) | losses(second) == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.script
 def test_two_processes_train_as_one(processes):
     expected = losses(run(processes, "many_hosts"))
     assert expected[50] < 0.6 * expected[10]
 
-    both = processes.start_python(2, EXAMPLES / "many_hosts.py", "--distributed")
-    first, second = map(output_of, both)
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        coordinator = f"localhost:{probe.getsockname()[1]}"
+    options = ("--distributed", "--coordinator", coordinator, "--processes", "2", "--id")
+    command = (EXAMPLES / "many_hosts.py", *options)
+    both = [processes.start_python(None, *command, i) for i in (0, 1)]
+    first, second = (output_of(process) for (process,) in both)
     assert "processes: 2, devices: 8" in first
     assert losses(first) == pytest.approx(expected, rel=1e-3)
     assert "step" not in second  # one process prints

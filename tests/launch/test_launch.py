@@ -1,4 +1,7 @@
-"""The files of launch/, and examples/train_lm.py as many processes: stopped, killed, resumed."""
+"""The files of launch/, and examples/train_lm.py as many processes: stopped, killed, resumed.
+
+By default their commands are read, and run with something quick in place of Python.
+"""
 
 import contextlib
 import json
@@ -22,13 +25,94 @@ SCRIPT = ROOT / "examples" / "train_lm.py"
 STEPS, CHECKPOINT_EVERY = 40, 10
 BOUND = 40  # seconds after which no process outlives another, as launch/README.md says
 
+
+@pytest.fixture
+def processes(tmp_path):
+    processes = Processes(tmp_path)
+    yield processes
+    processes.kill()
+
+
+# --- SLURM ----------------------------------------------------------------------------------------
+
 # srun on one node: all tasks of the step, each with its number.
 SRUN = """#!/usr/bin/env bash
+echo "$@" >> "$CALLS"
 while [[ $1 == --* ]]; do shift; done
 for ((i = 0; i < SLURM_NTASKS; i++)); do SLURM_PROCID=$i SLURM_LOCALID=$i "$@" & done
 for ((i = 0; i < SLURM_NTASKS; i++)); do wait -n || code=$?; done
 exit ${code:-0}
 """
+# Python, which writes what it should run and ends with the next of CODES.
+PYTHON = """#!/usr/bin/env bash
+echo "$SLURM_PROCID: $@" >> "$CALLS.tasks"
+codes=($CODES)
+exit ${codes[$(grep -c train_lm "$CALLS") - 1]}
+"""
+SPARES = {
+    "SPARES": "0",
+    "SLURM_JOB_NUM_NODES": "1",
+    "SLURM_JOB_NODELIST": "here",
+    "SLURM_NTASKS_PER_NODE": "2",
+}
+
+
+def start_batch(processes, script, *options, python=sys.executable, **env):
+    """Starts a batch script as SLURM does, as a job of two tasks."""
+    for name, text in {"srun": SRUN, "scontrol": "#!/bin/sh\necho here\n"}.items():
+        (processes.folder / name).write_text(text)
+        (processes.folder / name).chmod(0o755)
+    env |= {"PATH": f"{processes.folder}:{os.environ['PATH']}", "PYTHON": str(python)}
+    env |= job(2) | {"CALLS": str(processes.folder / "calls")}
+    return processes.start(("bash", ROOT / "launch" / script, *options), **env)
+
+
+@pytest.mark.parametrize(
+    ("script", "codes", "ends", "added", "env"),
+    [
+        ("slurm.sbatch", "0", 0, "", {}),
+        ("slurm.sbatch", "7", 7, "", {}),
+        ("slurm_spares.sbatch", "7 1 143", 143, " --peer-checkpoints", SPARES),
+        ("slurm_spares.sbatch", "7 7 7", 7, " --peer-checkpoints", SPARES | {"ATTEMPTS": "2"}),
+    ],
+    ids=["done", "failed", "restarted until stopped", "restarted too often"],
+)
+def test_a_batch_script_starts_the_command_in_every_task(
+    processes, script, codes, ends, added, env
+):
+    python = processes.folder / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    started = start_batch(processes, script, "--name", "a b", python=python, CODES=codes, **env)
+    code, output = finish(started)
+    assert code == ends, output
+    tasks = (processes.folder / "calls.tasks").read_text().splitlines()
+    command = f"examples/train_lm.py --distributed{added} --name a b"
+    attempts = min(len(codes.split()), int(env.get("ATTEMPTS", 100)))
+    assert sorted(tasks) == sorted([f"{i}: {command}" for i in (0, 1)] * attempts)
+    calls = (processes.folder / "calls").read_text().splitlines()
+    assert all("--cpus-per-task=1" in call for call in calls if "train_lm" in call)
+    assert ("resumes the run" in output) == (codes == "7")
+    assert output.count("training starts again") == attempts - (codes[-3:] == "143" or not added)
+
+
+def test_spare_nodes_must_be_enough(processes):
+    more = SPARES | {"SLURM_JOB_NUM_NODES": "3"}
+    code, output = finish(start_batch(processes, "slurm_spares.sbatch", **more))
+    assert code == 1
+    assert output == "Only 1 of 3 nodes answer, 3 are needed.\n"
+
+
+def test_slurm_starts_one_process_per_gpu():
+    text = (ROOT / "launch" / "slurm.sbatch").read_text()
+    requested = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?", text, re.MULTILINE))
+    assert requested["ntasks-per-node"] == requested["gpus-per-node"]
+    # JAX assigns GPUs by the local task number, so each task must see all GPUs of its node.
+    assert not {"gpus-per-task", "gpu-bind"} & set(requested)
+    assert requested["signal"].startswith("TERM@")
+
+
+# --- Training -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +120,6 @@ def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "numbers.txt"
     path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(2000)))
     return path
-
-
-@pytest.fixture
-def processes(tmp_path):
-    processes = Processes(tmp_path)
-    yield processes
-    processes.kill()
 
 
 def options(text, runs, stage):
@@ -61,26 +138,26 @@ def losses(folder):
     return [json.loads(row).get("loss", 0.0) for row in rows(folder)]
 
 
+def checkpoints(folder):
+    names = (path.name for path in (folder / "run" / "checkpoints").glob("*"))
+    return sorted(int(name) for name in names if name.isdigit())
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory, text):
     """The folder of an uninterrupted run: launch/slurm.sbatch, as SLURM runs it."""
     folder = tmp_path_factory.mktemp("slurm")
-    (folder / "bin").mkdir()
-    srun = folder / "bin" / "srun"
-    srun.write_text(SRUN)
-    srun.chmod(0o755)
     processes = Processes(folder)
     try:
-        path = f"{srun.parent}:{os.environ['PATH']}"
-        batch = ("bash", ROOT / "launch" / "slurm.sbatch", *options(text, folder, 3))
-        code, output = finish(processes.start(batch, **job(2), PYTHON=sys.executable, PATH=path))
-        assert code == 0, output
-        assert output.count("bits per byte on held-out text") == 1  # one process prints
+        code, output = finish(start_batch(processes, "slurm.sbatch", *options(text, folder, 3)))
     finally:
         processes.kill()
+    assert code == 0, output
+    assert output.count("bits per byte on held-out text") == 1  # one process prints
     return folder
 
 
+@pytest.mark.script
 def test_slurm(uninterrupted):
     summary = json.loads((uninterrupted / "run" / "summary.json").read_text())
     assert summary["steps"] == STEPS
@@ -89,7 +166,7 @@ def test_slurm(uninterrupted):
     assert "ZeRO stage 3" in (uninterrupted / "run" / "layout.txt").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.script
 def test_a_stopped_and_killed_run_resumes_in_one_process(tmp_path, text, uninterrupted, processes):
     command = (SCRIPT, "--distributed", *options(text, tmp_path, 2))
 
@@ -130,16 +207,6 @@ def test_a_stopped_and_killed_run_resumes_in_one_process(tmp_path, text, uninter
     assert losses(tmp_path) == pytest.approx(losses(uninterrupted), rel=1e-4)
 
 
-def checkpoints(folder):
-    names = (path.name for path in (folder / "run" / "checkpoints").glob("*"))
-    return sorted(int(name) for name in names if name.isdigit())
-
-
-SCONTROL = """#!/usr/bin/env bash
-echo here
-"""
-
-
 def task_of(folder, number):
     """The process of a task, by its arguments and its number."""
     for path in pathlib.Path("/proc").glob("[0-9]*"):
@@ -152,31 +219,14 @@ def task_of(folder, number):
     raise AssertionError("no such task")
 
 
-@pytest.mark.slow
-def test_slurm_restarts_in_its_allocation(tmp_path, text, uninterrupted):
+@pytest.mark.script
+def test_slurm_restarts_in_its_allocation(processes, tmp_path, text, uninterrupted):
     """A killed task: the loop starts all again, from memory, and no step is lost."""
-    (tmp_path / "bin").mkdir()
-    for name, script in ("srun", SRUN), ("scontrol", SCONTROL):
-        (tmp_path / "bin" / name).write_text(script)
-        (tmp_path / "bin" / name).chmod(0o755)
-    processes = Processes(tmp_path)
-    env = job(2) | {
-        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
-        "PYTHON": sys.executable,
-        "SPARES": "0",
-        "SLURM_JOB_NUM_NODES": "1",
-        "SLURM_JOB_NODELIST": "here",
-        "SLURM_NTASKS_PER_NODE": "2",
-    }
-    command = ("bash", ROOT / "launch" / "slurm_spares.sbatch", *options(text, tmp_path, 3))
-    memory = ("--peer-checkpoints", tmp_path / "memory")
-    try:
-        process = processes.start((*command, *memory), **env)
-        wait_until(lambda: len(rows(tmp_path)) > 5, [process])
-        os.kill(task_of(tmp_path, 1), signal.SIGKILL)
-        code, output = finish(process)
-    finally:
-        processes.kill()
+    command = (*options(text, tmp_path, 3), "--peer-checkpoints", tmp_path / "memory")
+    process = start_batch(processes, "slurm_spares.sbatch", *command, **SPARES)
+    wait_until(lambda: len(rows(tmp_path)) > 5, [process])
+    os.kill(task_of(tmp_path, 1), signal.SIGKILL)
+    code, output = finish(process)
     assert code == 0, output
     found = re.findall(r"Resuming from the memory of machines at step (\d+)", output)
     assert len(found) == 1, output
@@ -185,6 +235,7 @@ def test_slurm_restarts_in_its_allocation(tmp_path, text, uninterrupted):
     assert losses(tmp_path) == losses(uninterrupted)
 
 
+@pytest.mark.script
 def test_without_a_cluster_the_error_has_one_line(processes):
     (process,) = processes.start_python(None, SCRIPT, "--distributed", "--smoke")
     code, output = finish(process)
@@ -193,64 +244,13 @@ def test_without_a_cluster_the_error_has_one_line(processes):
     assert output.count("\n") == 1
 
 
-def test_slurm_starts_one_process_per_gpu():
-    text = (ROOT / "launch" / "slurm.sbatch").read_text()
-    requested = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?", text, re.MULTILINE))
-    assert requested["ntasks-per-node"] == requested["gpus-per-node"]
-    # JAX assigns GPUs by the local task number, so each task must see all GPUs of its node.
-    assert not {"gpus-per-task", "gpu-bind"} & set(requested)
-    assert requested["signal"].startswith("TERM@")
-
-
 # --- Kubernetes -----------------------------------------------------------------------------------
-
-# The fields of a JobSet, v1alpha2, and of the objects that ours contains; * is required. From the
-# schema in the custom resource definition of JobSet, of August 2026.
-JOBSET = {
-    "spec": "coordinator failurePolicy managedBy network replicatedJobs startupPolicy "
-    "successPolicy suspend ttlSecondsAfterFinished volumeClaimPolicies",
-    "failurePolicy": "maxRestarts restartStrategy rules",
-    "network": "enableDNSHostnames publishNotReadyAddresses subdomain",
-    "replicatedJobs": "dependsOn groupName *name replicas *template",
-    "template": "metadata *spec",
-    "job": "activeDeadlineSeconds backoffLimit backoffLimitPerIndex completionMode completions "
-    "managedBy manualSelector maxFailedIndexes parallelism podFailurePolicy podReplacementPolicy "
-    "selector successPolicy suspend *template ttlSecondsAfterFinished",
-    "pod": "affinity *containers initContainers nodeSelector priorityClassName restartPolicy "
-    "schedulerName securityContext serviceAccountName terminationGracePeriodSeconds tolerations "
-    "topologySpreadConstraints volumes",
-    "container": "args command env envFrom image imagePullPolicy lifecycle livenessProbe *name "
-    "ports readinessProbe resources securityContext startupProbe volumeMounts workingDir",
-    "volumeMounts": "*mountPath *name readOnly subPath",
-}
-
-
-def check_fields(kind, found):
-    known = JOBSET[kind].split()
-    assert set(found) <= {name.removeprefix("*") for name in known}, kind
-    assert {name[1:] for name in known if name.startswith("*")} <= set(found), kind
-    return found
 
 
 @pytest.fixture(scope="module")
 def manifests():
     text = (ROOT / "launch" / "jobset.yaml").read_text()
     return {manifest["kind"]: manifest for manifest in yaml.safe_load_all(text)}
-
-
-def test_jobset_has_the_fields_of_its_schema(manifests):
-    jobset = manifests["JobSet"]
-    assert jobset["apiVersion"] == "jobset.x-k8s.io/v1alpha2"
-    spec = check_fields("spec", jobset["spec"])
-    check_fields("failurePolicy", spec["failurePolicy"])
-    check_fields("network", spec["network"])
-    for replicated in spec["replicatedJobs"]:
-        template = check_fields("replicatedJobs", replicated)["template"]
-        job_spec = check_fields("job", check_fields("template", template)["spec"])
-        pod = check_fields("pod", check_fields("template", job_spec["template"])["spec"])
-        for container in pod["containers"]:
-            for mount in check_fields("container", container)["volumeMounts"]:
-                check_fields("volumeMounts", mount)
 
 
 def test_jobset_matches_how_jax_finds_processes(manifests):

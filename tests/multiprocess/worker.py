@@ -1,7 +1,8 @@
-"""Trains the small model as one of many processes: python -m ... FOLDER NAME-STAGE-DTYPE ...
+"""Trains a model as one of many processes: python -m ... FOLDER NAME-STAGE-DTYPE ...
 
 Each process writes its losses to FOLDER, and how often it compiled after the first step; the first
-process writes the unsharded state, too.
+process writes the unsharded state, too. The model is the small one of other tests; in cases that
+end in ``-tiny`` it has two matrices, which compile quickly.
 """
 
 import json
@@ -22,9 +23,25 @@ from ..sharding import model
 DEVICES, STEPS = 4, 5
 
 
+def tiny_state(tx, dtype):
+    """A function that makes (params, opt_state)."""
+
+    def make():
+        params = {"in": jnp.ones((6, 12), dtype) / 7, "out": jnp.ones((12, 3), dtype)}
+        return params, tx.init(params)
+
+    return make
+
+
+def tiny_loss(params, batch):
+    hidden = jnp.tanh(batch["tokens"][:, :6] @ params["in"] / 9)
+    return jnp.mean((hidden @ params["out"] - 1) ** 2)
+
+
 def train(case):
     """Losses, the number of compilations after the first step, and the state in host memory."""
-    name, stage, dtype = case.split("-")
+    name, stage, dtype, *tiny = case.split("-")
+    make_state, loss_fn = (tiny_state, tiny_loss) if tiny else (model.make_state, model.loss_fn)
     rank, processes = jax.process_index(), jax.process_count()
     mesh = jax.make_mesh((DEVICES,), ("data",), devices=jax.devices()[:DEVICES])
     zero = shd.Zero(mesh, stage=int(stage), min_shard_size=0)
@@ -36,8 +53,8 @@ def train(case):
             compiled.append(len(losses))
 
     with jax.enable_x64(dtype == "float64"):
-        state = zero.init(model.make_state(tx, jnp.dtype(dtype)), tx=tx)
-        step = zero.train_step(lambda p, b: model.loss_fn(zero.gather(p), b), tx=tx)
+        state = zero.init(make_state(tx, jnp.dtype(dtype)), tx=tx)
+        step = zero.train_step(lambda p, b: loss_fn(zero.gather(p), b), tx=tx)
         losses = []
         jax.monitoring.register_event_duration_secs_listener(listen)
         for i in range(STEPS):

@@ -1,8 +1,10 @@
 """Which dims of which array are factored: the table that both optimizers are checked on."""
 
-from hypothesis import strategies as st
+import re
 
-from optax_ext import Factoring
+import numpy as np
+
+from optax_ext import Factoring, by_path
 
 # id -> shape, factoring. The id says why the row is here.
 CASES = {
@@ -25,16 +27,23 @@ CASES = {
 }
 
 
-@st.composite
-def shapes_and_factorings(draw):
-    """Any shape of up to four dims, every dim in any part."""
-    shape = draw(st.lists(st.integers(1, 4), max_size=4))
-    parts = {"row": [], "col": [], "batch": [], "stacked": []}
-    for dim in range(len(shape)):
-        parts[draw(st.sampled_from(sorted(parts)))].append(dim)
-    if not (parts["row"] and parts["col"]):  # one side alone is no factoring
-        parts["row"], parts["col"] = [], []
-    return tuple(shape), Factoring(parts["row"], parts["col"], parts["batch"])
+def random_cases(num, seed=0):
+    """Any shapes of up to four dims, every dim in any part."""
+    rng, cases = np.random.default_rng(seed), {}
+    while len(cases) < num:
+        shape = tuple(map(int, rng.integers(1, 5, rng.integers(0, 5))))
+        part = rng.integers(0, 4, len(shape))
+        rows, cols, batch = (tuple(map(int, np.flatnonzero(part == i))) for i in range(3))
+        if not (rows and cols):  # one side alone is no factoring
+            rows, cols = (), ()
+        factoring = Factoring(rows, cols, batch)
+        cases[f"{shape} by {rows} and {cols}, batch {batch}"] = (shape, factoring)
+    return cases
+
+
+def rule(cases):
+    """The factoring of every array of a tree."""
+    return by_path({f"^{re.escape(name)}$": factoring for name, (_, factoring) in cases.items()})
 
 
 def as_kwargs(factoring):

@@ -6,13 +6,14 @@ columns and elements span several decades, and some steps jump up (the update is
 down (it is not).
 """
 
-import operator
 import zlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+
+from . import dims
 
 SHAPES = {
     "scalar": (),
@@ -101,12 +102,8 @@ def run(tx, state_of, *, num_steps, shapes=SHAPES, from_zero=False, observe=lamb
     return jax.tree.map(np.asarray, seen)
 
 
-def unroll(tx, grads, params, *, jit=True):
-    """(updates, params, states) after every step, stacked, of gradients stacked over steps.
-
-    Without ``jit`` many transformations of the same few shapes are quicker: the single operations
-    are compiled once for all of them.
-    """
+def unroll(tx, grads, params):
+    """(updates, params, states) after every step, stacked, of gradients stacked over steps."""
 
     def step(carry, g):
         params, state = carry
@@ -114,13 +111,10 @@ def unroll(tx, grads, params, *, jit=True):
         params = optax.apply_updates(params, updates)
         return (params, state), (updates, params, state)
 
-    if jit:  # all in one program: each operation outside of it would be one more
-        return jax.jit(lambda p, g: jax.lax.scan(step, (p, tx.init(p)), g)[1])(params, grads)
-    carry, seen = (params, tx.init(params)), []
-    for i in range(len(jax.tree.leaves(grads)[0])):
-        carry, out = step(carry, jax.tree.map(operator.itemgetter(i), grads))
-        seen.append(out)
-    return jax.tree.map(lambda *x: np.stack(x), *seen)
+    # All in one program: each operation outside of it would be one more.
+    return jax.device_get(
+        jax.jit(lambda p, g: jax.lax.scan(step, (p, tx.init(p)), g)[1])(params, grads)
+    )
 
 
 def summary(field, x):
@@ -152,8 +146,8 @@ class Recorder:
 
 
 def compare_to_golden(golden, name, seen, tolerance):
-    """Every array of one trace of a golden file, against ``run(..., observe=summary)``."""
-    keys = [k for k in golden if k.startswith(f"{name}/")]
+    """The arrays of a golden file's trace that ``run(..., observe=summary)`` has seen."""
+    keys = [k for k in golden if k.startswith(f"{name}/") and k.split("/")[1] in seen]
     assert {tuple(k.split("/")[1:3]) for k in keys} == {
         (leaf, field) for leaf, fields in seen.items() for field in fields
     }
@@ -182,18 +176,33 @@ def compare(field, have, want, tolerance, message):
         )
 
 
-def compare_to_reference(tx, reference, shape, num_steps, *, jit=True):
-    """Every update and state field of one array within 1e-12 of a NumPy reference."""
-    grads = gradients(shape, num_steps)
-    updates, _, states = jax.device_get(unroll(tx, grads, np.zeros(shape), jit=jit))
-    steps = []
-    for g in grads:
-        step = {"update": reference.step(g)} | reference.state()
-        steps.append(jax.tree.map(np.copy, step))  # a scalar's state changes in place
-    for field in steps[0]:
-        have = updates if field == "update" else getattr(states, field)
-        want = [step[field] for step in steps]
-        assert (have is None) == (want[0] is None), field
-        if have is not None:
-            have = np.asarray(have, np.float64)  # it may be stored in bfloat16
-            compare(field, have, np.stack(want), 1e-12, f"{field}, the first dim is the step")
+def compare_to_reference(make, reference, cases, num_steps, options=(), theirs=()):
+    """Every update and state field within 1e-12 of NumPy references, all arrays in one program.
+
+    Args:
+      make: the transformation, which takes a factoring; or its alias, with a learning rate of 1.
+      reference: the class in ``references``.
+      cases: name of an array -> shape, factoring; as ``dims.CASES``.
+      num_steps: how many steps.
+      options: further arguments of the transformation.
+      theirs: further arguments of the reference.
+    """
+    grads = {k: gradients(shape, num_steps) for k, (shape, _) in cases.items()}
+    tx = make(factoring=dims.rule(cases), **dict(options))
+    updates, _, states = unroll(tx, grads, {k: np.zeros(s) for k, (s, _) in cases.items()})
+    if not hasattr(states, "nu"):  # of an alias, which negates
+        updates, states = jax.tree.map(np.negative, updates), states[0]
+    for k, (shape, factoring) in cases.items():
+        alone = reference(shape, **dims.as_kwargs(factoring), **dict(theirs))
+        steps = []
+        for g in grads[k]:
+            step = {"update": alone.step(g)} | alone.state()
+            steps.append(jax.tree.map(np.copy, step))  # a scalar's state changes in place
+        for field in steps[0]:
+            have = updates[k] if field == "update" else getattr(states, field)[k]
+            want = [step[field] for step in steps]
+            assert (have is None) == (want[0] is None), (k, field)
+            if have is not None:
+                have = np.asarray(have, np.float64)  # it may be stored in bfloat16
+                message = f"{k}, {field}; the first dim is the step"
+                compare(field, have, np.stack(want), 1e-12, message)

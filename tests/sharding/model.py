@@ -4,12 +4,16 @@ No leaf has a true gradient of zero (so no bias of attention keys): there a shar
 run would differ by nothing but rounding noise.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AxisType
 
 import optax_ext
+import sharding as shd
 
 VOCAB, WIDTH, HEADS, LENGTH, BATCH = 61, 40, 5, 6, 16
 
@@ -108,17 +112,59 @@ def batch(step, size=BATCH):
 
 def make_state(tx, dtype):
     """A function that makes (params, opt_state)."""
+    return make_of(lambda: init_params(dtype), tx)
+
+
+def train_alone(tx, dtype, steps):
+    """The reference: plain jax and optax on one device."""
+    return alone(make_state(tx, dtype), tx, loss_fn, batch, steps)
+
+
+# --- For any model ---
+
+
+def zero_on(*shape, names=("data",), kind=AxisType.Auto, **options):
+    """On the first devices."""
+    devices, kinds = jax.devices()[: math.prod(shape)], (kind,) * len(shape)
+    mesh = jax.make_mesh(shape, names, axis_types=kinds, devices=devices)
+    return shd.Zero(mesh, **({"min_shard_size": 0} | options))
+
+
+def make_of(make_params, tx):
+    """A function that makes (params, opt_state), from one that makes parameters."""
 
     def make():
-        params = init_params(dtype)
+        params = jax.tree.map(jnp.asarray, make_params())
         return params, tx.init(params)
 
     return make
 
 
-def train_alone(tx, dtype, steps):
-    """The reference: plain jax and optax on one device."""
-    params, opt_state = jax.jit(make_state(tx, dtype))()
+def gradients(shapes, step, dtype=np.float64):
+    """A batch of ``linear_loss``: of full rank, and in each example of another size."""
+    rng = np.random.default_rng(100 + step)
+    size = 10.0 ** rng.uniform(-2, 1, 8)
+    drawn = {k: rng.normal(size=(8, *s)) for k, s in shapes.items()}
+    return {k: (x.T * size).T.astype(dtype) for k, x in drawn.items()}
+
+
+def linear_loss(params, batch):
+    """Its gradients are the batch, and do not depend on how parameters are rounded."""
+    one_each = {k: jnp.sum(batch[k] * p[None], range(1, p.ndim + 1)) for k, p in params.items()}
+    return sum(map(jnp.mean, one_each.values()))
+
+
+def run(zero, make, tx, loss_fn, batch, steps, param_specs=None, **options):
+    """The state after some steps."""
+    state = zero.init(make, tx=tx, param_specs=param_specs)
+    step = zero.train_step(loss_fn, tx=tx, **options)
+    for i in range(steps):
+        state, _ = step(state, zero.put(batch(i)))
+    return state
+
+
+def alone(make, tx, loss_fn, batch, steps):
+    """The state and the losses of plain jax and optax on one device."""
 
     @jax.jit
     def step(params, opt_state, batch):
@@ -128,11 +174,24 @@ def train_alone(tx, dtype, steps):
         )
         return optax.apply_updates(params, updates), opt_state, loss
 
-    losses = []
+    (params, opt_state), losses = jax.jit(make)(), []
     for i in range(steps):
         params, opt_state, loss = step(params, opt_state, batch(i))
         losses.append(float(loss))
     return (params, opt_state), losses
+
+
+def lowered(zero, make, tx, loss_fn, batch, param_specs=None, **options):
+    """The step for types of a state and of a batch."""
+    state = zero.abstract_state(make, tx=tx, param_specs=param_specs)
+    types = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, batch))
+    return zero.train_step(loss_fn, tx=tx, **options).lower(state, types)
+
+
+def assert_close(have, want, tolerance):
+    """Leaf by leaf, as a part of the leaf's norm."""
+    distance, leaf = worst_leaf(have, want)
+    assert distance < tolerance, leaf
 
 
 def worst_leaf(state, reference):

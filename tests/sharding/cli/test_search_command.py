@@ -1,4 +1,4 @@
-"""``python -m sharding search``."""
+"""``search``: what it lists, verifies and writes, and one sentence for wrong questions."""
 
 import json
 
@@ -8,74 +8,71 @@ from sharding.cli import main
 from sharding.plan import MODELS, Decoder, ParallelPlan, PlanFile, Verification
 from sharding.plan.fastest._chosen_plan import short
 
-SEARCH = ("search", "--model", "gpt2-small", "--target", "h100x8", "--batch", "64")
-FIGURES = ("--memory", "80", "--tflops", "989", "--bandwidth", "3350", "--link", "450")
+SEARCH = "search --model gpt2-small --target h100x8 --batch 64"
+# The plans of few layers on one kind of mesh: a search of them is quick.
+FEW = "--no-offload --keep tensor=1 --keep pipe=1 --keep recompute=full"
+FIGURES = "--memory 80 --tflops 989 --bandwidth 3350 --link 450"
 
 
-def test_it_lists_the_fastest_plans_and_their_code(capsys):
-    assert main(SEARCH) == 0
-    text = capsys.readouterr().out
-    assert "plans on h100x8" in text
-    assert "No plan that fits can take less than" in text
-    assert "step = zero.train_step(" in text
-    assert "…" not in text  # tables are as wide as they need
-
-
-def test_json_has_every_figure(capsys):
-    assert main((*SEARCH, "--json", "--top", "3")) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_it_lists_the_fastest_plans_and_writes_the_best(run, figures, tmp_path):
+    path, picture = tmp_path / "plan.json", tmp_path / "plans.png"
+    code, out, _ = run(f"{SEARCH} {FEW} --top 3 --write {path} --plot {picture}")
+    assert code == 0
+    assert "plans on h100x8" in out
+    assert "No plan that fits can take less than" in out
+    assert "step = zero.train_step(" in out
+    assert "The update of" not in out
+    assert "…" not in out  # tables are as wide as they need
+    found = figures(f"{SEARCH} {FEW} --top 3")
     assert len(found["plans"]) == 3
     times = [plan["seconds"]["seconds"] for plan in found["plans"]]
     assert times == sorted(times)
     assert found["bound"] < times[0]
-    assert found["plans"][0]["tokens"] == 64 * MODELS["gpt2-small"].length
-
-
-@pytest.mark.parametrize(
-    ("batch", "sequences"),
-    [("64", 64), ("64k-tokens", 64), ("1M-tokens", 1024), ("65636-tokens", 64)],
-)
-def test_batches(batch, sequences, capsys):
-    assert main((*SEARCH[:-1], batch, "--json", "--top", "1")) == 0
-    assert json.loads(capsys.readouterr().out)["plans"][0]["tokens"] == sequences * 1024
-
-
-def test_what_is_kept(capsys):
-    keep = ("--keep", "stage=3", "--keep", "offload=false", "--keep", "state_format=none")
-    assert main((*SEARCH, *keep, "--json")) == 0
-    plans = [it["plan"] for it in json.loads(capsys.readouterr().out)["plans"]]
-    assert all(it["stage"] == 3 and not it["offload"] for it in plans)
-
-
-@pytest.mark.slow
-def test_lossy_formats_only_where_they_are_given(capsys):
-    keep = ("--keep", "pipe=1", "--keep", "stage=1", "--keep", "recompute=full")
-    options = (*SEARCH, "--json", "--top", "200", *keep, "--no-offload")
-    main(options)
-    assert not any(it["lossy"] for it in json.loads(capsys.readouterr().out)["plans"])
-    main((*options, "--state", "8bit"))
-    assert any(it["lossy"] for it in json.loads(capsys.readouterr().out)["plans"])
-    main((*options, "--sync", "powersgd(4)", "--stochastic-rounding", "--master"))
-    plans = [it["plan"] for it in json.loads(capsys.readouterr().out)["plans"]]
-    assert {it["weights"] for it in plans} == {"master", "stochastic"}
-    assert {it["sync"] for it in plans} == {None, "powersgd(4)"}
-    untied = ("search", "--model", "llama2-7b", "--target", "h100x8", "--batch", "32")
-    main((*untied, "--json", "--keep", "schedule=2bw", "--asynchronous"))
-    assert all(it["lossy"] for it in json.loads(capsys.readouterr().out)["plans"])
-
-
-def test_a_file_of_the_best_plan_and_a_picture(tmp_path, capsys):
-    path, picture = tmp_path / "plan.json", tmp_path / "plans.png"
-    assert main((*SEARCH, "--write", str(path), "--plot", str(picture), "--json")) == 0
-    best = json.loads(capsys.readouterr().out)["plans"][0]
-    file = PlanFile.read(path)
-    assert file.promised == {"memory": best["memory"], "seconds": best["seconds"]["seconds"]}
+    best, file = found["plans"][0], PlanFile.read(path)
+    assert best["tokens"] == 64 * 1024
+    assert file.plan == ParallelPlan(**best["plan"])
+    assert file.promised == {"memory": best["memory"], "seconds": times[0]}
     assert (file.model, file.target, file.length) == ("gpt2-small", "h100x8", 1024)
     assert picture.stat().st_size > 1000
 
 
+@pytest.mark.parametrize(
+    ("batch", "sequences"), [("64k-tokens", 64), ("1M-tokens", 1024), ("65636-tokens", 64)]
+)
+def test_batches(batch, sequences, figures):
+    found = figures(f"{SEARCH[:-2]}{batch} {FEW} --keep stage=1 --top 1")
+    assert found["plans"][0]["tokens"] == sequences * 1024
+
+
+def test_options_reach_the_search(figures, text):
+    keep = "--keep stage=3 --keep offload=false --keep state_format=none --keep pipe=1"
+    plans = [it["plan"] for it in figures(f"{SEARCH} {keep}")["plans"]]
+    assert all(it["stage"] == 3 and not it["offload"] for it in plans)
+    # Another kind of GPU is known by its figures.
+    assert "on foox8" in text(f"{SEARCH} {FEW} --target foox8 {FIGURES} --top 1")
+    muon = text(f"{SEARCH} {FEW} --optimizer muon --top 1 --keep stage=0")
+    assert "The update of the best plan computes products of" in muon
+
+
+@pytest.mark.slow
+def test_lossy_formats_only_where_they_are_given(figures):
+    options = f"{SEARCH} {FEW} --keep stage=1 --top 200"
+
+    def plans(more):
+        found = figures(f"{options} {more}")["plans"]
+        return any(it["lossy"] for it in found), [it["plan"] for it in found]
+
+    assert not plans("")[0]
+    assert plans("--state bfloat16")[0]
+    _, found = plans("--sync powersgd(4) --stochastic-rounding --master")
+    assert {it["weights"] for it in found} == {"master", "stochastic"}
+    assert {it["sync"] for it in found} == {None, "powersgd(4)"}
+    asynchronous = "search --model llama2-7b --target h100x8 --batch 16 --asynchronous"
+    assert all(it["lossy"] for it in figures(f"{asynchronous} --keep schedule=2bw")["plans"])
+
+
 OWN = """
-import jax, jax.numpy as jnp
+import dataclasses, jax, jax.numpy as jnp
 from sharding.plan import TracedModel
 
 def apply_layer(w, x):
@@ -93,54 +90,47 @@ def init(dtype):
 model = TracedModel(init, apply_layer, make_loss, jax.ShapeDtypeStruct((512,), jnp.float32))
 make = lambda: model
 wrong = lambda: 3
+failing = dataclasses.replace(model, make_loss=lambda _: lambda p, x: p["no"])
+
+def raises():
+    raise RuntimeError("bad")
 """
 
 
-@pytest.mark.parametrize("name", ["model", "make"])
-def test_a_model_of_ones_own(name, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("name", ["make", pytest.param("model", marks=pytest.mark.slow)])
+def test_a_model_of_ones_own(name, module, figures, tmp_path):
     """Searched, verified and written as those with a name."""
-    (tmp_path / f"own_{name}.py").write_text(OWN)
-    monkeypatch.syspath_prepend(tmp_path)
+    module(OWN)
     path = tmp_path / "plan.json"
-    machine = ("search", "--target", "cpu:8", "--batch", "64", *FIGURES)
-    options = ("--model", f"own_{name}:{name}", "--verify", "1", "--write", str(path), "--json")
-    assert main((*machine, *options)) == 0
-    best = json.loads(capsys.readouterr().out)["plans"][0]
+    line = f"search --model mine:{name} --target cpu:8 --batch 64 {FIGURES} --keep stage=2"
+    best = figures(f"{line} --verify 1 --top 1 --write {path}")["plans"][0]
     assert best["verified"]["failures"] == []
     file = PlanFile.read(path)
-    assert file.model == f"own_{name}:{name}"
+    assert file.model == f"mine:{name}"
     assert file.promised["memory"] == best["verified"]["memory"]
-    assert main((*SEARCH, "--model", f"own_{name}:wrong")) == 2
-    assert "made no sharding.plan.TracedModel or Decoder, but 3" in capsys.readouterr().err
+    assert file.promised["seconds"] == best["seconds"]["seconds"]
 
 
-def test_offload_on_gpus_is_not_verified(capsys):
+def test_offload_on_gpus_is_not_verified(run):
     """Without an error: the other plans are."""
-    keep = ("--keep", "offload=true", "--keep", "pipe=1")
-    assert main((*SEARCH, *keep, "--verify", "1", "--top", "1")) == 0
-    out, err = capsys.readouterr()
+    keep = "--keep offload=true --keep pipe=1 --keep tensor=1"
+    code, out, err = run(f"{SEARCH} {keep} --verify 1 --top 1")
+    assert code == 0
     assert "plan 1: not verified, compile-only GPUs have no host memory" in err
     assert "compiled for the target" not in out
     assert "offload='optimizer'" in out
 
 
-def test_options_that_a_search_decides_are_not_taken(capsys):
-    for option in ("--mesh", "--replica-axis", "--compute-dtype"):
-        with pytest.raises(SystemExit):
-            main((*SEARCH, option, "x=8"))
-        assert "unrecognized arguments" in capsys.readouterr().err
-
-
-def test_pipelines_are_verified_too(tmp_path, capsys, monkeypatch):
+@pytest.mark.slow
+def test_pipelines_are_verified_too(run, tmp_path, monkeypatch):
     """Compiled for CPUs, with the figures of a GPU; one plan holds, and is written."""
-    model = Decoder(4, 64, 4, 4, 128, 96, 32)
-    monkeypatch.setitem(MODELS, "gpt2-small", model)
-    keep = ("--keep", "pipe=4", "--keep", "schedule=aligned", "--no-offload")
+    monkeypatch.setitem(MODELS, "gpt2-small", Decoder(4, 64, 4, 4, 128, 96, 32))
     path = tmp_path / "plan.json"
-    arguments = (*SEARCH[:3], "--target", "cpu:8", "--batch", "16", *FIGURES, *keep)
-    options = ("--dtype", "float32", "--verify", "1", "--top", "2", "--write", str(path))
-    assert main((*arguments, *options, "--json")) == 0
-    out, err = capsys.readouterr()
+    line = f"search --model gpt2-small --target cpu:8 --batch 8 {FIGURES} --no-offload"
+    keep = "--keep pipe=2 --keep microbatches=2 --keep schedule=aligned --dtype float32"
+    keep += " --keep recompute=none --keep tensor=1"
+    code, out, err = run(f"{line} {keep} --verify 1 --top 2 --write {path} --json")
+    assert code == 0
     assert "plan 1: program / plan: memory" in err
     first, second = json.loads(out)["plans"]
     found = first["verified"]
@@ -149,36 +139,11 @@ def test_pipelines_are_verified_too(tmp_path, capsys, monkeypatch):
     assert found["failures"] == []
     assert "verified" not in second
     file = PlanFile.read(path)
-    assert file.plan.pipe == 4
+    assert file.plan.pipe == 2
     assert "pipeline = shd.Pipeline(" in file.code()
 
 
-def test_gpus_of_another_kind(capsys):
-    """Their figures make them known."""
-    assert main((*SEARCH, "--target", "foox8", *FIGURES, "--top", "1")) == 0
-    assert "on foox8" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("raise RuntimeError('no GPU')", "--model {}:model: RuntimeError: no GPU."),
-        ("def model(): raise RuntimeError('bad')", "but failed: RuntimeError: bad."),
-        (
-            f"{OWN}\nmodel = dataclasses.replace(model, make_loss=lambda _: lambda p, x: p['no'])",
-            "its loss of one example failed: KeyError: 'no'.",
-        ),
-    ],
-)
-def test_a_module_that_fails(line, message, tmp_path, monkeypatch, capsys):
-    name = f"failing_{len(line)}"
-    (tmp_path / f"{name}.py").write_text("import dataclasses\n" + line)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert main((*SEARCH, "--model", f"{name}:model")) == 2
-    assert message.format(name) in capsys.readouterr().err
-
-
-def test_the_best_is_one_that_holds(tmp_path, capsys, monkeypatch):
+def test_the_best_is_one_that_holds(run, figures, tmp_path, monkeypatch):
     """The text, the code and the file are those of the same plan; without one there is no file."""
 
     def fails(file, *args, **options):
@@ -186,56 +151,58 @@ def test_the_best_is_one_that_holds(tmp_path, capsys, monkeypatch):
         return Verification(1.0, 1.0, 1.0, 1.0, 1.0, flops, 9.0)
 
     path = tmp_path / "plan.json"
-    command = (*SEARCH, "--verify", "5", "--top", "5", "--write", str(path), "--no-offload")
-    assert main((*SEARCH, "--json", "--no-offload")) == 0
-    plans = [ParallelPlan(**it["plan"]) for it in json.loads(capsys.readouterr().out)["plans"]]
+    plans = [ParallelPlan(**it["plan"]) for it in figures(f"{SEARCH} {FEW}")["plans"]]
     first, some_hold = plans[0], True
     monkeypatch.setattr("sharding.cli._search_command.verify", fails)
-    assert main(command) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert f"Best: {short(plans[1])}." in out
-    assert "plan 1 does not hold and is dropped" in out
+    line = f"{SEARCH} {FEW} --verify 5 --top 5 --write {path}"
+    code, out, _ = run(line)
+    shown = " ".join(out.split())
+    assert code == 0
+    assert f"Best: {short(plans[1])}." in shown
+    assert "plan 1 does not hold and is dropped" in shown
     assert PlanFile.read(path).plan == plans[1]
     path.unlink()
     some_hold = False
-    assert main(command) == 2
-    out, err = capsys.readouterr()
+    code, out, err = run(line)
+    assert code == 2
     assert "error: none of the first 5 plans holds" in err
     assert "Best:" not in out
     assert not path.exists()
 
 
-def test_products_of_the_update_are_named(capsys):
-    muon = (*SEARCH, "--optimizer", "muon", "--top", "1", "--keep", "stage=0", "--keep", "data=8")
-    assert main(muon) == 0
-    assert "The update of the best plan computes products of" in capsys.readouterr().out
-    assert main((*SEARCH, "--optimizer", "adamw", "--top", "1")) == 0
-    assert "The update of" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--batch", "64M"), "--batch must look like 1024 or 4M-tokens, got '64M'"),
-        (("--batch", "100-tokens"), "--batch 100-tokens is less than one sequence of 1,024"),
-        (("--keep", "stage"), "--keep must look like stage=3, got 'stage'"),
-        (("--keep", "rows=3"), "keep has 'rows'"),
-        (("--memory", "0.1"), "no plan fits h100x8"),
-        (("--model", "7e9"), "search needs a model whose layers are known"),
-        (("--top", "0"), "--top must be above 0"),
-        (("--target", "cpu:8"), "a search needs --memory, --bandwidth, --tflops, --link"),
-        (("--target", "cpu:8", "--memory", "80"), "a search needs --bandwidth, --tflops, --link"),
-        (("--target", "foox8", *FIGURES, "--verify", "1"), "foox8 can be searched, not compiled"),
-        (("--batch", "1.5"), "--batch 1.5 is no whole number of sequences"),
-        (("--keep", "stage=3", "--keep", "stage=2"), "--keep stage is given twice"),
-        (("--keep", "weights=master"), "'master' is none of plain that were asked for"),
-        (("--dtype", "float32"), "dtype must have 16 bits on h100x8, got float32"),
-        (("--write", "no/such/folder/plan.json"), "cannot be written: there is no such folder"),
-        (("--model", "broken:module"), "--model broken:module: No module named 'broken'"),
+        ("--batch 64M", "--batch must look like 1024 or 4M-tokens, got '64M'"),
+        ("--batch 100-tokens", "--batch 100-tokens is less than one sequence of 1,024"),
+        ("--batch 1.5", "--batch 1.5 is no whole number of sequences"),
+        ("--keep stage", "--keep must look like stage=3, got 'stage'"),
+        ("--keep stage=3 --keep stage=2", "--keep stage is given twice"),
+        (f"--memory 0.1 {FEW}", "no plan fits h100x8"),
+        ("--model 7e9", "search needs a model whose layers are known"),
+        ("--model broken:module", "--model broken:module: No module named 'broken'"),
+        ("--model mine:wrong", "made no sharding.plan.TracedModel or Decoder, but 3"),
+        ("--model mine:raises", "but failed: RuntimeError: bad."),
+        ("--model mine:failing", "its loss of one example failed: KeyError: 'no'."),
+        ("--top 0", "--top must be above 0"),
+        ("--target cpu:8", "a search needs --memory, --bandwidth, --tflops, --link"),
+        ("--target cpu:8 --memory 80", "a search needs --bandwidth, --tflops, --link"),
+        (f"--target foox8 {FIGURES} --verify 1", "foox8 can be searched, not compiled"),
+        ("--write no/such/folder/plan.json", "cannot be written: there is no such folder"),
     ],
 )
-def test_what_is_wrong_is_one_sentence(arguments, message, capsys):
-    assert main((*SEARCH, *arguments)) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert message in error
+def test_what_is_wrong_is_one_sentence(arguments, message, error, module):
+    module(OWN)
+    assert message in error(f"{SEARCH} {arguments}")
+
+
+def test_a_module_that_fails(error, module):
+    module("raise RuntimeError('no GPU')")
+    assert "--model mine:model: RuntimeError: no GPU." in error(f"{SEARCH} --model mine:model")
+
+
+@pytest.mark.parametrize("option", ["--mesh", "--replica-axis", "--compute-dtype"])
+def test_options_that_a_search_decides_are_not_taken(option, capsys):
+    with pytest.raises(SystemExit):
+        main([*SEARCH.split(), option, "x=8"])
+    assert "unrecognized arguments" in capsys.readouterr().err

@@ -1,16 +1,15 @@
 """State in host memory: the same numbers, and never much of it on the device."""
 
 import functools
+import math
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
@@ -21,8 +20,9 @@ from sharding.offload._host_memory import HOST, on_host
 from sharding.offload._stream import StreamedRun
 
 from ...compilers import need
+from .. import model
 
-STEPS = 5
+STEPS = 4
 SHAPES = {
     "stack": (6, 16, 32),  # six layers
     "wide": (4, 32, 64),  # sharded along its last dim or its second, never the first
@@ -38,9 +38,9 @@ def small_layers(monkeypatch):
     monkeypatch.setattr(_layer_rules, "MIN_LAYER_SIZE", 128)
 
 
-def initial(dtype=jnp.float64):
+def initial():
     rng = np.random.default_rng(0)
-    return {k: jnp.asarray(0.3 * rng.normal(size=s), dtype) for k, s in SHAPES.items()}
+    return {k: 0.3 * rng.normal(size=s) for k, s in SHAPES.items()}
 
 
 def loss(params, x):
@@ -53,238 +53,144 @@ def loss(params, x):
     return jnp.mean((y - 1) ** 2)
 
 
-GRAD, APPLY = jax.jit(jax.grad(loss)), jax.jit(optax.apply_updates)
-
-
-def batch_of(seed, dtype=jnp.float64):
+def batch_of(seed):
     scale = 10.0 ** np.repeat(np.arange(8) / 4, 2)[:, None]  # shards of different size
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(16, 8)) * scale, dtype)
+    return np.random.default_rng(seed).normal(size=(16, 8)) * scale
 
 
 BY_LAYER = optax_ext.by_path(
     {"stack": optax_ext.Factoring((1,), (2,), (0,)), "": optax_ext.last_two_dims()}
 )
-OPTIMIZERS = {
-    "adamw": lambda: optax.adamw(1e-3),
-    "master": lambda: optax_ext.master_weights(optax.adamw(1e-3)),
-    "clip": lambda: optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-3)),
-    "came": lambda: optax_ext.came(1e-4),
-    "came by layer": lambda: optax_ext.came(1e-4, factoring=BY_LAYER),
-    "adafactor": lambda: optax_ext.adafactor(1e-3, momentum=0.9),
-    "lamb": lambda: optax.lamb(1e-3),
-    "muon": lambda: optax.contrib.muon(1e-3),
-    "8 bits": lambda: optax_ext.low_precision_state(optax.adamw(1e-3), 8, min_size=512),
-    "4 bits": lambda: optax_ext.low_precision_state(optax.adamw(1e-3), 4, min_size=512),
-    "hyperparameters": lambda: optax.inject_hyperparams(optax.adamw)(1e-3),
-}
+LAYERWISE = optax_ext.came(1e-4, factoring=BY_LAYER)
+IN_4_BITS = optax_ext.low_precision_state(optax.adamw(1e-3), 4, min_size=512)
 
 
-def zero_of(num, stage, kind=AxisType.Auto, offload="optimizer", **options):
-    mesh = jax.make_mesh((num,), ("data",), axis_types=(kind,), devices=jax.devices()[:num])
-    options = {"min_shard_size": 512, "offload_min_size": 512} | options
-    return shd.Zero(mesh, stage, offload=offload, **options)
+def zero_of(*shape, offload="optimizer", **options):
+    sizes = {"min_shard_size": 512, "offload_min_size": 512}
+    return model.zero_on(*shape, offload=offload, **(sizes | options))
 
 
-def run(zero, tx, dtype=jnp.float64, steps=STEPS):
-    """The state after some steps."""
-    state = zero.init(lambda: (initial(dtype), tx.init(initial(dtype))), tx=tx)
-    fn = loss
-    if zero.stage == 3:
-        fn = lambda params, x: loss(zero.gather(params), x)  # noqa: E731
-    step = zero.train_step(fn, tx=tx)
-    for i in range(steps):
-        state, _ = step(state, zero.put(batch_of(i, dtype)))
-    return state
-
-
-@functools.cache
-def alone(name):
-    """The state on one device, nothing offloaded; the caller has set the precision."""
-    return jax.device_get(run(zero_of(1, 0, offload=None), OPTIMIZERS[name]()))
+def run(zero, tx, **options):
+    return model.run(zero, model.make_of(initial, tx), tx, loss, batch_of, STEPS, **options)
 
 
 def assert_same(have, want):
-    start = initial()
+    """Parameters as a part of the way that they went."""
     have, want = jax.device_get((have, want))
-    for k in SHAPES:
-        path = np.linalg.norm(want[0][k] - start[k])
-        assert path > 0
-        assert np.linalg.norm(have[0][k] - want[0][k]) < 1e-12 * path, k
-    for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(have[1]), jax.tree.leaves(want[1]), strict=True
-    ):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        assert np.linalg.norm(a - b) <= 1e-11 * np.linalg.norm(b), path
+    paths = [jax.tree.map(np.subtract, state[0], initial()) for state in (have, want)]
+    model.assert_close(*paths, 1e-12)
+    model.assert_close(have[1], want[1], 1e-11)
+
+
+def kinds_of(tree, large):
+    leaves = [x for x in jax.tree.leaves(tree) if (x.size >= 512) == large]
+    return {x.sharding.memory_kind for x in leaves}
 
 
 # --- Zero -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow(keep=4)
-@pytest.mark.filterwarnings("ignore:the transformation's init")  # codes of so small arrays
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_same_numbers(name, x64):
-    tx = OPTIMIZERS[name]()
-    plain = run(zero_of(8, 2, offload=None), tx)
-    state = run(zero_of(8, 2), tx)
-    assert_same(state, plain)
-    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state[1]) if x.size >= 512}
-    assert kinds == {"pinned_host"}
-    small = {x.sharding.memory_kind for x in jax.tree.leaves(state) if x.size < 512}
-    assert small | {x.sharding.memory_kind for x in jax.tree.leaves(state[0])} == {"device"}
-
-
-@pytest.mark.slow(keep=2)
-@pytest.mark.parametrize(("num", "stage"), [(1, 0), (8, 0), (4, 1), (2, 3), (8, 3)])
-def test_stages_and_devices(num, stage, x64):
-    tx = OPTIMIZERS["came by layer"]()
-    assert_same(run(zero_of(num, stage), tx), alone("came by layer"))
-
-
-def test_explicit_axes_and_replicas(x64):
-    tx = OPTIMIZERS["clip"]()
-    want = alone("clip")
-    assert_same(run(zero_of(8, 2, AxisType.Explicit), tx), want)
-    mesh = jax.make_mesh((2, 4), ("replica", "data"), axis_types=(AxisType.Auto,) * 2)
-    hybrid = shd.Zero(
-        mesh,
-        3,
-        replica_axis="replica",
-        shard_state_over_replicas=True,
-        min_shard_size=512,
-        offload="optimizer",
-        offload_min_size=512,
-    )
-    assert_same(run(hybrid, tx), want)
+def test_the_same_numbers(x64):
+    state = run(zero_of(8), LAYERWISE)
+    assert_same(state, run(zero_of(8, offload=None), LAYERWISE))
+    assert kinds_of(state[1], large=True) == {"pinned_host"}
+    assert kinds_of(state[1], large=False) | kinds_of(state[0], large=True) == {"device"}
 
 
 def test_a_stack_sharded_along_its_first_dim(x64):
     """Its layers are on different devices, so that it is loaded at once."""
-    tx = optax.adamw(1e-3)
-    specs = {k: P() for k in SHAPES} | {"stack": P("tensor")}
-    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    zero = shd.Zero(mesh, 2, min_shard_size=512, offload="optimizer", offload_min_size=512)
-    state = zero.init(lambda: (initial(), tx.init(initial())), tx=tx, param_specs=specs)
-    step = zero.train_step(loss, tx=tx)
-    for i in range(STEPS):
-        state, _ = step(state, zero.put(batch_of(i)))
-    assert_same(state, alone("adamw"))
-
-
-def test_a_checkpoint_resumes_with_and_without_offload(tmp_path, x64):
-    tx = OPTIMIZERS["clip"]()
-    want = run(zero_of(4, 2, offload=None), tx, steps=STEPS + 1)
-    checkpointer = ocp.StandardCheckpointer()
-    for i, (one, other) in enumerate([("optimizer", None), (None, "optimizer")]):
-        checkpointer.save(tmp_path / str(i), run(zero_of(8, 2, offload=one), tx))
-        checkpointer.wait_until_finished()
-        zero = zero_of(4, 2, offload=other)
-        make = lambda: (initial(), tx.init(initial()))  # noqa: E731
-        state = checkpointer.restore(tmp_path / str(i), zero.abstract_state(make, tx=tx))
-        moments = state[1][1][0].mu["stack"]
-        assert moments.sharding.memory_kind == ("pinned_host" if other else "device")
-        state, _ = zero.train_step(loss, tx=tx)(state, zero.put(batch_of(STEPS)))
-        assert_same(state, want)
+    tx, specs = optax.adamw(1e-3), {k: P() for k in SHAPES} | {"stack": P("tensor")}
+    state = run(zero_of(2, 2, names=("data", "tensor")), tx, param_specs=specs)
+    assert_same(state, run(zero_of(1, offload=None), tx))
 
 
 def test_the_parts_of_a_step(x64):
-    tx = OPTIMIZERS["adamw"]()
-    zero = zero_of(8, 2)
-    state = zero.init(lambda: (initial(), tx.init(initial())), tx=tx)
-    placed = jax.tree.map(lambda x: x.sharding, state)
+    tx, zero = optax.adamw(1e-3), zero_of(8)
 
     @jax.jit
     def step(state, batch):
         _, grads = zero.value_and_grad(loss)(state[0], batch)
         return zero.apply_gradients(state, grads, tx=tx)
 
+    state = zero.init(model.make_of(initial, tx), tx=tx)
+    placed = jax.tree.map(lambda x: x.sharding.memory_kind, state)
     for i in range(STEPS):
         state = step(state, zero.put(batch_of(i)))
-    assert jax.tree.map(lambda x: x.sharding.memory_kind, state) == jax.tree.map(
-        lambda s: s.memory_kind, placed
-    )
-    assert_same(state, alone("adamw"))
+    assert jax.tree.map(lambda x: x.sharding.memory_kind, state) == placed
+    assert_same(state, run(zero_of(1, offload=None), tx))
+    # Nothing is loaded before all gradients are there.
+    update = jax.make_jaxpr(lambda state, grads: zero.apply_gradients(state, grads, tx=tx))
+    eqns = update(state, state[0]).eqns
+    first = next(eqn for eqn in eqns if eqn.primitive.name == "optimization_barrier")
+    assert set(SHAPES.values()) <= {v.aval.shape for v in first.invars}
 
 
-def test_what_is_described():
+def test_offload_min_size_alone_decides_what_is_offloaded():
     tx = optax.adamw(1e-3)
-    abstract = jax.eval_shape(lambda: (initial("float32"), tx.init(initial("float32"))))
-    plain = zero_of(8, 2, offload=None).describe(abstract, tx=tx)
-    found = zero_of(8, 2).describe(abstract, tx=tx)
-    large = sum(int(np.prod(s)) for s in SHAPES.values() if np.prod(s) >= 512)
-    # "in" is not large, nor is "bias".
-    assert large == 6 * 16 * 32 + 4 * 32 * 64 + 32 * 64
-    assert found.host_bytes_per_device == 2 * 4 * large / 8
-    assert plain.host_bytes_per_device == 0
-    parts, before = found.bytes_per_device, plain.bytes_per_device
-    assert before["opt_state"] - parts["opt_state"] == found.host_bytes_per_device
-    assert found.table().count("in host memory") == 6
-    assert "state in host memory" in str(found)
-    assert "host memory" not in str(plain)
-
-
-@pytest.mark.parametrize("min_shard_size", [0, 10**6])
-def test_offload_min_size_alone_decides_what_is_offloaded(min_shard_size):
-    tx = optax.sgd(1e-3, momentum=0.9)
-    abstract = jax.eval_shape(lambda: (initial("float32"), tx.init(initial("float32"))))
-    zero = zero_of(8, 2, min_shard_size=min_shard_size, offload_min_size=300)
-    on_host = {name for name, shape in SHAPES.items() if np.prod(shape) >= 300}
-    assert on_host == {"stack", "wide", "out"}
-    kinds = jax.tree.map(lambda x: x.memory_kind, zero.shardings(abstract, tx=tx)[1][0].trace)
-    assert {name for name, kind in kinds.items() if kind == "pinned_host"} == on_host
-    rows = [row for row in zero.describe(abstract, tx=tx).rows if row.part == "opt_state"]
-    assert {row.path.split("/")[-1] for row in rows if row.memory == "host"} == on_host
+    abstract = jax.eval_shape(model.make_of(initial, tx))
+    large = {name: math.prod(shape) for name, shape in SHAPES.items() if math.prod(shape) >= 300}
+    assert large.keys() == {"stack", "wide", "out"}
+    for min_shard_size, num_shards in ((0, 8), (10**6, 1)):
+        options = {"min_shard_size": min_shard_size, "offload_min_size": 300}
+        zero = zero_of(8, **options)
+        kinds = jax.tree.map(lambda x: x.memory_kind, zero.shardings(abstract, tx=tx)[1][0].mu)
+        assert {name for name, kind in kinds.items() if kind == "pinned_host"} == large.keys()
+        found = zero.describe(abstract, tx=tx)
+        plain = zero_of(8, offload=None, **options).describe(abstract, tx=tx)
+        assert found.host_bytes_per_device == 2 * 4 * sum(large.values()) / num_shards
+        assert plain.host_bytes_per_device == 0
+        saved = plain.bytes_per_device["opt_state"] - found.bytes_per_device["opt_state"]
+        assert saved == found.host_bytes_per_device
+        assert found.table().count("in host memory") == 2 * len(large)
+        assert "state in host memory" in str(found)
+        assert "host memory" not in str(plain)
 
 
 def test_bad_input():
     with pytest.raises(ValueError, match="offload must be 'optimizer' or None, got 'params'"):
-        zero_of(8, 2, offload="params")
+        zero_of(8, offload="params")
     with pytest.raises(ValueError, match="offload_min_size must not be negative, got -1"):
-        zero_of(8, 2, offload_min_size=-1)
+        zero_of(8, offload_min_size=-1)
 
 
 def test_compile_only_gpu_targets_are_rejected():
     need("h200x8")
-    mesh = shd.targets.mesh("h200x8", (8,), ("data",))
+    tx, mesh = optax.adam(1e-3), shd.targets.mesh("h200x8", (8,), ("data",))
     zero = shd.Zero(mesh, 2, offload="optimizer")
     with pytest.raises(ValueError, match=r"pinned_host memory, got .* Compile-only GPU targets"):
-        zero.abstract_state(
-            lambda: (initial("float32"), optax.adam(1e-3).init(initial("float32"))),
-            tx=optax.adam(1e-3),
-        )
+        zero.abstract_state(model.make_of(initial, tx), tx=tx)
 
 
 # --- The transformation ---------------------------------------------------------------------------
 
 
-@pytest.mark.slow(keep=3)
-@pytest.mark.filterwarnings("ignore:the transformation's init")
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_transformation_equals_the_inner_one(name, x64):
-    inner = OPTIMIZERS[name]()
+@pytest.mark.filterwarnings("ignore:the transformation's init")  # codes of so small arrays
+@pytest.mark.parametrize("inner", [LAYERWISE, pytest.param(IN_4_BITS, marks=pytest.mark.slow)])
+def test_the_transformation_equals_the_inner_one(inner, x64):
     tx = shd.offload(inner, min_size=512)
-    params, want = initial(), initial()
-    state, expected = tx.init(params), jax.jit(inner.init)(want)
+    params, state = model.make_of(initial, tx)()
     at, home = jax.tree.map(lambda x: x.sharding, (params, state))
-    update = jax.jit(
-        tx.update, donate_argnums=1, in_shardings=(at, home, at), out_shardings=(at, home)
-    )
-    plain = jax.jit(inner.update)
+
+    def step(tx, params, state, x):
+        updates, state = tx.update(jax.grad(loss)(params, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    placement = {"in_shardings": (at, home, at["in"]), "out_shardings": (at, home)}
+    streamed = jax.jit(functools.partial(step, tx), donate_argnums=1, **placement)
+    plain = jax.jit(functools.partial(step, inner))
+    want = jax.jit(model.make_of(initial, inner))()
     for i in range(STEPS):
-        updates, state = update(GRAD(params, batch_of(i)), state, params)
-        params = APPLY(params, updates)
-        updates_of_inner, expected = plain(GRAD(want, batch_of(i)), expected, want)
-        want = APPLY(want, updates_of_inner)
-    assert_same((params, state), (want, expected))
-    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(state) if x.size >= 512}
-    assert kinds == {"pinned_host"}
-    assert all(x.sharding.memory_kind == "device" for x in jax.tree.leaves(updates))
+        params, state = streamed(params, state, batch_of(i))
+        want = plain(*want, batch_of(i))
+    assert_same((params, state), want)
+    assert kinds_of(state, large=True) == {"pinned_host"}
+    assert kinds_of(params, large=True) == {"device"}
 
 
 def test_extra_arguments_reach_the_inner_one():
     tx = shd.offload(optax.contrib.reduce_on_plateau(patience=1))
-    state = tx.init({"w": jnp.ones(3)})
-    _, state = tx.update({"w": jnp.ones(3)}, state, value=2.0)
+    params = {"w": np.ones(3, np.float32)}
+    _, state = jax.jit(lambda p: tx.update(p, tx.init(p), value=2.0))(params)
     assert state.best_value == 2.0
 
 
@@ -295,16 +201,18 @@ def test_init_inside_jit():
     assert not on_host(state[0].mu["b"])
 
 
+def traced_update(tx, params):
+    return jax.make_jaxpr(lambda params: tx.update(params, tx.init(params), params))(params)
+
+
 def test_a_warning_where_all_state_is_needed_at_once():
     late = optax.chain(optax.adam(1e-3), optax.clip_by_global_norm(1.0))
-    params = {k: jnp.ones((64, 64)) for k in "abc"}
-    tx = shd.offload(late)
+    params = {k: np.ones((64, 64), np.float32) for k in "abc"}
     with pytest.warns(UserWarning, match="clip by global norm after the moments"):
-        tx.update(params, tx.init(params), params)
+        traced_update(shd.offload(late), params)
     # One array outweighs the others: no fault of the transformation's.
-    params["a"] = jnp.ones((640, 64))
-    tx = shd.offload(optax.adam(1e-3))
-    tx.update(params, tx.init(params), params)
+    params["a"] = np.ones((640, 64), np.float32)
+    traced_update(shd.offload(optax.adam(1e-3)), params)
 
 
 def test_state_that_changes_its_structure():
@@ -312,9 +220,8 @@ def test_state_that_changes_its_structure():
         return updates, (state, state)
 
     tx = shd.offload(optax.GradientTransformation(lambda params: params, update))
-    params = {"w": jnp.ones((64, 64))}
     with pytest.raises(ValueError, match="changes the structure of"):
-        tx.update(params, tx.init(params))
+        traced_update(tx, {"w": np.ones((64, 64), np.float32)})
 
 
 # --- Streaming ------------------------------------------------------------------------------------
@@ -324,19 +231,21 @@ def put(x):
     return jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
 
 
-def streamed(fn, *arrays):
+def streamed(fn, **options):
     """Streams a function of arrays that are all in host memory and replaced."""
 
-    @jax.jit
     def call(*inputs):
         graph = Graph(lambda xs: list(fn(*xs)), inputs, [True] * len(inputs))
-        return StreamedRun(graph, inputs).run([0])
+        return StreamedRun(graph, inputs, **options).run([0])
 
-    return call, call(*map(put, arrays))
+    return call
+
+
+LOOP = re.compile(r"\b(scan|while)\[")
 
 
 def has_loop(fn, *arrays):
-    return re.search(r"\b(scan|while)\[", str(jax.make_jaxpr(fn)(*arrays))) is not None
+    return LOOP.search(str(jax.make_jaxpr(fn)(*arrays))) is not None
 
 
 STACK = (4, 8, 16)
@@ -376,16 +285,17 @@ AT_ONCE = {
 }
 
 
-@pytest.mark.slow(keep=9)
-@pytest.mark.parametrize("name", [*LAYER_BY_LAYER, *(f"at once: {name}" for name in AT_ONCE)])
-def test_each_operation(name):
-    at_once = name.startswith("at once: ")
-    fn = AT_ONCE[name.removeprefix("at once: ")] if at_once else LAYER_BY_LAYER[name]
-    x = jnp.asarray(np.random.default_rng(0).normal(size=STACK), jnp.float32)
-    call, (have,) = streamed(lambda x: [fn(x)], x)
-    np.testing.assert_array_equal(np.asarray(have), np.asarray(jax.jit(fn)(x)))
-    assert on_host(have)
-    assert has_loop(call, put(x)) == (not at_once)
+def test_each_operation():
+    """Equal to the operation as it is, all in one program; some in a loop over layers."""
+    fns = LAYER_BY_LAYER | {f"at once: {name}": fn for name, fn in AT_ONCE.items()}
+    x = put(jnp.asarray(np.random.default_rng(0).normal(size=STACK), jnp.float32))
+    calls = {name: streamed(lambda x, fn=fn: [fn(x)]) for name, fn in fns.items()}
+    found = jax.jit(lambda x: {name: call(x)[0] for name, call in calls.items()})(x)
+    wanted = jax.jit(lambda x: {name: fn(x) for name, fn in fns.items()})(np.asarray(x))
+    for name, call in calls.items():
+        np.testing.assert_array_equal(found[name], wanted[name], err_msg=name)
+        assert on_host(found[name])
+        assert has_loop(call, x) == (name in LAYER_BY_LAYER), name
 
 
 @pytest.mark.parametrize("name", ["came by layer", "adafactor by layer", "8 bits, came by layer"])
@@ -396,81 +306,50 @@ def test_factored_optimizers_go_layer_by_layer(name):
         "adafactor by layer": optax_ext.adafactor(1e-3, momentum=0.9, factoring=BY_LAYER),
         "8 bits, came by layer": optax_ext.came8bit(1e-4, factoring=BY_LAYER),
     }[name]
-    params = {"stack": jnp.ones((3, 512, 512))}
-    on_device = tx.init(params)
-    assert "platform_index" in str(jax.make_jaxpr(tx.update)(params, on_device, params))
-    tx = shd.offload(tx)
-    state = tx.init(params)
-    assert has_loop(tx.update, params, state, params)
-    text = str(jax.make_jaxpr(tx.update)(params, state, params))
+    params = {"stack": np.ones((3, 512, 512), np.float32)}
+    assert "platform_index" in str(traced_update(tx, params))
+    text = str(traced_update(shd.offload(tx), params))
+    assert LOOP.search(text)
     assert "cond[" not in text
     assert "platform_index" not in text
 
 
 def test_a_sharded_first_dim_has_no_loop():
-    x = jnp.ones(STACK)
-    fn = LAYER_BY_LAYER["elementwise"]
-    call, _ = streamed(lambda x: [fn(x)], x)
-    assert has_loop(call, put(x))
-
-    def sharded(x):
-        graph = Graph(lambda xs: [fn(xs[0])], [x], [True])
-        return StreamedRun(graph, [x], first_dim_free=lambda i: False).run([0])
-
-    assert not has_loop(sharded, put(x))
+    fn, x = (lambda x: [LAYER_BY_LAYER["elementwise"](x)]), put(jnp.ones(STACK))
+    assert has_loop(streamed(fn), x)
+    assert not has_loop(streamed(fn, first_dim_free=lambda i: False), x)
 
 
 def test_two_stacks_and_a_sum_over_one_of_them():
     """Values that need all layers are computed before the loop, the others in it."""
-    rng = np.random.default_rng(1)
-    m, v = (jnp.asarray(rng.normal(size=STACK), jnp.float32) for _ in range(2))
-    grads = jnp.asarray(rng.normal(size=STACK), jnp.float32)
+    m, v, grads = np.random.default_rng(1).normal(size=(3, *STACK)).astype(np.float32)
 
     def fn(m, v):
-        norm = jnp.sqrt(jnp.sum(grads**2))  # of all layers, but not of the state
+        norm = jnp.sqrt(jnp.sum(jnp.asarray(grads) ** 2))  # of all layers, but not of the state
         return m + grads / norm, v * 0.9 + jnp.mean(m, axis=2, keepdims=True) * grads
 
-    call, have = streamed(fn, m, v)
-    for a, b in zip(have, jax.jit(fn)(m, v), strict=True):
-        np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-6, atol=1e-6)
-    assert has_loop(call, put(m), put(v))
-
-
-def loads_and_stores(jaxpr):
-    """Moves between memories in the order in which data must flow, as (which, shape)."""
-    found = []
-    for eqn in jaxpr.eqns:
-        inner = [p for p in eqn.params.values() if hasattr(p, "eqns") or hasattr(p, "jaxpr")]
-        if eqn.primitive.name in ("jit", "pjit"):
-            for sub in inner:
-                found += loads_and_stores(getattr(sub, "jaxpr", sub))
-        elif eqn.primitive.name == "device_put":
-            for a, b in zip(eqn.invars, eqn.outvars, strict=True):
-                if a.aval.memory_space != b.aval.memory_space:
-                    kind = "store" if b.aval.memory_space == HOST else "load"
-                    found.append((kind, b.aval.shape))
-    return found
+    call, hosted = streamed(fn), (put(jnp.asarray(m)), put(jnp.asarray(v)))
+    for a, b in zip(jax.jit(call)(*hosted), jax.jit(fn)(m, v), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
+    assert has_loop(call, *hosted)
 
 
 def test_each_load_waits_for_the_store_before_it():
     """Without the barriers XLA would load everything first."""
     tx = shd.offload(optax.trace(0.9), min_size=1)
-    params = {k: jnp.ones((2 + i, 4)) for i, k in enumerate("abc")}
-    jaxpr = jax.make_jaxpr(tx.update)(params, tx.init(params))
-    moves = [
-        (kind, shape)
-        for i in range(3)
-        for kind, shape in (("load", (2 + i, 4)), ("store", (2 + i, 4)))
-    ]
-    assert loads_and_stores(jaxpr.jaxpr) == moves
-    barriers = [e for e in jaxpr.jaxpr.eqns if e.primitive.name == "optimization_barrier"]
-    stored = [
-        out
-        for e in jaxpr.jaxpr.eqns
-        if e.primitive.name == "device_put"
-        for out in e.outvars
-        if out.aval.memory_space == HOST
-    ]
+    shapes = [(2, 4), (3, 4), (4, 4)]
+    params = {str(i): jnp.ones(s) for i, s in enumerate(shapes)}
+    eqns = jax.make_jaxpr(tx.update)(params, tx.init(params)).eqns
+    moves, stored = [], []  # between memories, in the order in which data must flow
+    for eqn in eqns:
+        if eqn.primitive.name == "device_put":
+            for a, b in zip(eqn.invars, eqn.outvars, strict=True):
+                if a.aval.memory_space != b.aval.memory_space:
+                    is_store = b.aval.memory_space == HOST
+                    moves.append(("store" if is_store else "load", b.aval.shape))
+                    stored += [b] * is_store
+    assert moves == [(kind, shape) for shape in shapes for kind in ("load", "store")]
+    barriers = [eqn for eqn in eqns if eqn.primitive.name == "optimization_barrier"]
     assert len(barriers) == 3
     assert len(barriers[0].invars) == 1 + 3  # the first load waits for all gradients
     for barrier, before in zip(barriers[1:], stored[:-1], strict=True):
@@ -489,24 +368,15 @@ def test_memory_of_a_program_for_tpus(stacked, monkeypatch):
     # Large, since libtpu 0.0.50 has a dozen tables of 16 KiB for each array.
     layers, shape = 8, (2048, 4096)
     tx = optax_ext.master_weights(optax.adamw(1e-3))
-    names = ["w"] if stacked else [f"w{i}" for i in range(layers)]
-    params = {
-        k: jax.ShapeDtypeStruct((layers, *shape) if stacked else shape, jnp.bfloat16) for k in names
-    }
-
-    def make():
-        made = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), params)
-        return made, tx.init(made)
+    shapes = {"w": (layers, *shape)} if stacked else {f"w{i}": shape for i in range(layers)}
+    make = model.make_of(lambda: {k: jnp.ones(s, jnp.bfloat16) for k, s in shapes.items()}, tx)
 
     def memory(offload):
         zero = shd.Zero(mesh, 3, offload=offload)
         state = zero.abstract_state(make, tx=tx)
         placed = jax.tree.map(lambda x: x.sharding, state)
-        step = jax.jit(
-            lambda state, grads: zero.apply_gradients(state, grads, tx=tx),
-            donate_argnums=0,
-            out_shardings=placed,
-        )
+        update = functools.partial(zero.apply_gradients, tx=tx)
+        step = jax.jit(update, donate_argnums=0, out_shardings=placed)
         return step.lower(state, state[0]).compile().memory_analysis()
 
     plain, found = memory(None), memory("optimizer")

@@ -1,4 +1,4 @@
-"""A small transformer in plain JAX, its layers under their own keys, and one device's reference."""
+"""A small residual model of tokens in plain JAX, and its training on one device."""
 
 import functools
 
@@ -10,14 +10,12 @@ import optax
 import optax_ext
 import sharding as shd
 
-NUM_LAYERS, VOCAB, WIDTH, HEADS, HIDDEN, LENGTH, BATCH = 8, 31, 24, 3, 40, 6, 48
-STEPS = 4
+NUM_LAYERS, VOCAB, WIDTH, HEADS, LENGTH, BATCH = 8, 31, 24, 4, 6, 48
+STEPS = 3
 
-VARIANTS = ("tied", "untied", "masked", "dropout")
+VARIANTS = ("tied", "untied", "dropout")
 
 STACKED = optax_ext.by_path({"layers": optax_ext.Factoring(batch=(0,))}, default=None)
-
-
 RULE = optax_ext.flax_transformer()
 
 
@@ -28,23 +26,21 @@ def muon():
     return optax.partition({True: matrices, False: others}, optax_ext.hidden_matrices)
 
 
-# Each for the model on one device, and for the stacked model. Learning rates at which training is
-# calm: chaos would grow rounding by powers of ten a step.
+# For the stacked model. Learning rates at which training is calm: chaos would grow rounding by
+# powers of ten a step.
 OPTIMIZERS = {
-    "came": (
-        lambda: optax.chain(
-            optax.clip_by_global_norm(0.5), optax_ext.came(3e-5, weight_decay=0.1, factoring=RULE)
-        ),
-    )
-    * 2,
-    "adamw": (lambda: optax.adamw(1e-3, mask=optax_ext.decay_mask, weight_decay=0.1),) * 2,
-    "adafactor": (lambda: optax_ext.adafactor(1e-3, momentum=0.9, factoring=RULE),) * 2,
-    "lamb": (lambda: optax_ext.lamb(1e-3), lambda: optax_ext.lamb(1e-3, stacked=STACKED)),
-    "lars": (
-        lambda: optax_ext.lars(1e-2, momentum=0.9),
-        lambda: optax_ext.lars(1e-2, momentum=0.9, stacked=STACKED),
-    ),
-    "muon": (muon,) * 2,
+    "sgd": lambda: optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(0.1, momentum=0.9)),
+    "adamw": lambda: optax.adamw(1e-3, mask=optax_ext.decay_mask, weight_decay=0.1),
+    "came": lambda: optax_ext.came(3e-5, weight_decay=0.1, factoring=RULE),
+    "adafactor": lambda: optax_ext.adafactor(1e-3, momentum=0.9, factoring=RULE),
+    "lamb": lambda: optax_ext.lamb(1e-3, stacked=STACKED),
+    "lars": lambda: optax_ext.lars(1e-2, momentum=0.9, stacked=STACKED),
+    "muon": muon,
+}
+# The same for one layer.
+OF_A_LAYER = OPTIMIZERS | {
+    "lamb": lambda: optax_ext.lamb(1e-3),
+    "lars": lambda: optax_ext.lars(1e-2, momentum=0.9),
 }
 
 
@@ -57,12 +53,9 @@ def init_params(variant, layers=NUM_LAYERS):
 
     def layer():
         return {
-            "norm": {"scale": draw(WIDTH, mean=1.0)},
+            "up": {"kernel": draw(WIDTH, WIDTH)},
             "query": {"kernel": draw(WIDTH, HEADS, 8), "bias": draw(HEADS, 8)},
-            "value": {"kernel": draw(WIDTH, HEADS, 8)},
             "out": {"kernel": draw(HEADS, 8, WIDTH)},
-            "up": {"kernel": draw(WIDTH, HIDDEN)},
-            "down": {"kernel": draw(HIDDEN, WIDTH)},
         }
 
     params = {
@@ -75,7 +68,10 @@ def init_params(variant, layers=NUM_LAYERS):
 
 
 def drop(x, key):
-    return x if key is None else x * jax.random.bernoulli(key, 0.9, x.shape) / 0.9
+    """Random scales for random masks, which take longer to compile."""
+    if key is None:
+        return x
+    return x * (0.9 + (jax.random.key_data(key)[-1] % 32).astype(x.dtype) / 160)
 
 
 def embed(shared, batch, key=None):
@@ -83,16 +79,11 @@ def embed(shared, batch, key=None):
 
 
 def block(layer, x, batch, key=None):
-    del batch
-    y = x * layer["norm"]["scale"][None, None]
+    """Reads the micro-batch, which must be the one of ``x``."""
+    y = jnp.tanh(x @ layer["up"]["kernel"])
     q = jnp.einsum("bte,ehd->bthd", y, layer["query"]["kernel"])
-    q = q + layer["query"]["bias"][None, None]
-    v = jnp.einsum("bte,ehd->bthd", y, layer["value"]["kernel"])
-    logits = jnp.einsum("bthd,bshd->bhts", q, jnp.roll(q, 1, axis=-1))
-    mask = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
-    weights = jax.nn.softmax(jnp.where(mask[None, None], logits, -1e30))
-    x = x + drop(jnp.einsum("bhts,bshd,hde->bte", weights, v, layer["out"]["kernel"]), key)
-    return x + jnp.tanh(x @ layer["up"]["kernel"]) @ layer["down"]["kernel"]
+    q = jnp.tanh(q + layer["query"]["bias"][None, None]) * batch["gain"]
+    return x + drop(jnp.einsum("bthd,hde->bte", q, layer["out"]["kernel"]), key)
 
 
 def head(shared, x, batch, key=None):
@@ -102,32 +93,15 @@ def head(shared, x, batch, key=None):
     return jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"])
 
 
-def batch(step, variant):
-    """Tokens, and weights of uneven scale; ``masked``: the first eighth of examples counts for
-    nothing, and half of the other tokens."""
+def batch(step, variant="tied"):
+    """Tokens, and weights of uneven scale: the first eighth of each half counts for nothing."""
+    del variant
     rng = np.random.default_rng(step)
     mask = np.repeat(10.0 ** rng.uniform(-1, 0.5, (BATCH, 1)), LENGTH - 1, axis=1)
-    if variant == "masked":
-        mask *= rng.random(mask.shape) < 0.5
-        mask.reshape(2, 8, -1)[:, 0] = 0
-    return {"tokens": rng.integers(0, VOCAB, (BATCH, LENGTH)), "mask": mask}
-
-
-def loss_alone(params, batch, key=None):
-    """``(sum, weight)`` of a batch, layer by layer, on one device.
-
-    Keys are those that the pipeline documents: by micro-batch, then by layer; the embedding's and
-    the head's come after those of the layers.
-    """
-    num_layers = sum(name.startswith("block_") for name in params)
-
-    def keyed(i):
-        return None if key is None else jax.random.fold_in(key, i)
-
-    x = embed(params, batch, keyed(num_layers))
-    for i in range(num_layers):
-        x = block(params[f"block_{i}"], x, batch, keyed(i))
-    return head(params, x, batch, keyed(num_layers + 1))
+    mask *= rng.random(mask.shape) < 0.7
+    mask.reshape(2, 8, -1)[:, 0] = 0
+    gain = rng.uniform(0.5, 2.0, (BATCH, 1, 1, 1))
+    return {"tokens": rng.integers(0, VOCAB, (BATCH, LENGTH)), "mask": mask, "gain": gain}
 
 
 def stack_layers(params):
@@ -137,8 +111,19 @@ def stack_layers(params):
     return rest | {"layers": jax.tree.map(lambda *x: np.stack(x), *layers)}
 
 
+def unstack_layers(params):
+    params = jax.tree.map(np.asarray, params)
+    layers = params.pop("layers")
+    split = {f"block_{i}": jax.tree.map(lambda x, i=i: x[i], layers) for i in range(NUM_LAYERS)}
+    return params | split
+
+
 def loss_of_stacked(params, batch, key=None):
-    """``loss_alone`` of ``stack_layers(params)``."""
+    """``(sum, weight)`` of a batch on one device.
+
+    Keys are those that the pipeline documents: by micro-batch, then by layer; the embedding's and
+    the head's come after those of the layers.
+    """
 
     def keyed(i):
         return None if key is None else jax.random.fold_in(key, i)
@@ -156,18 +141,41 @@ def step_key(step):
     return jax.random.fold_in(jax.random.key(7), step)
 
 
+def parts_of(params):
+    """The layers, and the shared parameters."""
+    shared = {name: x for name, x in params.items() if name != "layers"}
+    return {"block_0": params["layers"]}, shared
+
+
+class PerLayer:
+    """An optimizer that sees the model unstacked: by ``vmap``, each layer alone."""
+
+    def __init__(self, tx):
+        self.tx = tx
+
+    def init(self, params):
+        layers, shared = parts_of(params)
+        return jax.vmap(self.tx.init)(layers), self.tx.init(shared)
+
+    def update(self, grads, state, params):
+        (layers, shared), (own, others) = parts_of(grads), parts_of(params)
+        layers, first = jax.vmap(self.tx.update)(layers, state[0], own)
+        shared, second = self.tx.update(shared, state[1], others)
+        return {"layers": layers["block_0"]} | shared, (first, second)
+
+
 @functools.cache
-def train_alone(name, variant, num_shards=1, microbatches=1, unstacked=False):
-    """The reference: plain JAX and optax on one device.
+def step_alone(name, variant, num_shards, microbatches):
+    """An optimizer, and a step of plain JAX and optax on one device.
 
     Only random masks depend on the data shards and micro-batches.
     """
-    tx = OPTIMIZERS[name][0 if unstacked else 1]()
-    loss_fn = loss_alone if unstacked else loss_of_stacked
+    tx = OF_A_LAYER[name]()
+    tx = tx if name == "sgd" else PerLayer(tx)  # of sgd the norm is that of all gradients
 
     def total(params, batch, key):
         if variant != "dropout":
-            return loss_fn(params, batch)
+            return loss_of_stacked(params, batch)
         pieces = jax.tree.map(
             lambda x: x.reshape(num_shards * microbatches, -1, *x.shape[1:]), batch
         )
@@ -176,55 +184,56 @@ def train_alone(name, variant, num_shards=1, microbatches=1, unstacked=False):
             for shard in range(num_shards)
             for microbatch in range(microbatches)
         ]
-        sums, weights = jax.vmap(loss_fn, (None, 0, 0))(params, pieces, jnp.stack(keys))
+        sums, weights = jax.vmap(loss_of_stacked, (None, 0, 0))(params, pieces, jnp.stack(keys))
         return jnp.sum(sums), jnp.sum(weights)
 
     @jax.jit
-    def step(params, opt_state, batch, key):
+    def step(params, opt_state, batch, key, trained):
         (loss, weight), grads = jax.value_and_grad(total, has_aux=True)(params, batch, key)
-        grads = jax.tree.map(lambda g: g / weight, grads)
+        grads = jax.tree.map(lambda g, t: g * t / weight, grads, trained)
         updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss / weight
 
-    params = init_params(variant) if unstacked else stack_layers(init_params(variant))
-    params = jax.tree.map(jnp.asarray, params)
+    return tx, step
+
+
+@functools.cache
+def train_alone(name, variant, num_shards=1, microbatches=1, trainable=None):
+    """The reference's parameters and losses; ``trainable`` is a key of layers, None trains all."""
+    tx, step = step_alone(name, variant, num_shards, microbatches)
+    params = jax.tree.map(jnp.asarray, stack_layers(init_params(variant)))
+    trained = jax.tree.map(lambda _: trainable is None, params)
+    if trainable:
+        trained["layers"][trainable] = jax.tree.map(lambda _: True, params["layers"][trainable])
     opt_state, losses = jax.jit(tx.init)(params), []
     for i in range(STEPS):
-        params, opt_state, loss = step(params, opt_state, batch(i, variant), step_key(i))
+        params, opt_state, loss = step(params, opt_state, batch(i), step_key(i), trained)
         losses.append(float(loss))
-    params = jax.tree.map(np.asarray, params)
-    if unstacked:
-        return params, losses
-    layers = params.pop("layers")
-    split = {f"block_{i}": jax.tree.map(lambda x, i=i: x[i], layers) for i in range(NUM_LAYERS)}
-    return params | split, losses
+    return unstack_layers(params), losses
 
 
 def pipeline(mesh, schedule, variant="tied", **options):
     """The same model on a pipeline."""
-    options = {"num_layers": NUM_LAYERS, "rngs": variant == "dropout"} | options
-    return shd.Pipeline(
-        mesh, schedule, embed=embed, block=block, head=head, numbered="block_{}", **options
-    )
+    options = {"num_layers": NUM_LAYERS, "rngs": variant == "dropout", "head": head} | options
+    return shd.Pipeline(mesh, schedule, embed=embed, block=block, numbered="block_{}", **options)
 
 
-def train(pipe, zero, name, variant, steps=STEPS, tx=None, specs=None, microbatches=1):
+def make_state(pipe, variant, tx):
+    params = pipe.stack(jax.tree.map(jnp.asarray, init_params(variant)))
+    return params, tx.init(params)
+
+
+def train(pipe, zero, name, variant, steps=STEPS, tx=None, specs=None):
     """Parameters as the model has them, losses, and the last state."""
-    tx = OPTIMIZERS[name][1]() if tx is None else tx
-
-    def make():
-        params = pipe.stack(jax.tree.map(jnp.asarray, init_params(variant)))
-        return params, tx.init(params)
-
+    tx = OPTIMIZERS[name]() if tx is None else tx
+    make = functools.partial(make_state, pipe, variant, tx)
     specs = pipe.param_specs(jax.eval_shape(make)[0], specs)
     state = zero.init(make, tx=tx, param_specs=specs)
-    step = zero.train_step(
-        pipe.loss, tx=tx, weighted=True, rngs=pipe.rngs, microbatches=microbatches
-    )
+    step = zero.train_step(pipe.loss, tx=tx, weighted=True, rngs=pipe.rngs)
     losses = []
     for i in range(steps):
         key = (step_key(i),) if pipe.rngs else ()
-        state, metrics = step(state, zero.put(batch(i, variant)), *key)
+        state, metrics = step(state, zero.put(batch(i)), *key)
         losses.append(float(metrics["loss"]))
     return pipe.unstack(zero.full_params(state)), losses, state
 
@@ -239,3 +248,23 @@ def worst_leaf(params, reference):
 
     found = jax.tree_util.tree_map_with_path(distance, params, reference)
     return max(jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, tuple)))
+
+
+# --- Chains of matrices, which compile in less time -----------------------------------------------
+
+
+def mesh_of(kind=jax.sharding.AxisType.Auto, **axes):
+    shape = tuple(axes.values())
+    devices = jax.devices()[: int(np.prod(shape))]
+    return jax.make_mesh(shape, tuple(axes), axis_types=(kind,) * len(axes), devices=devices)
+
+
+def chain(mesh, schedule, **options):
+    """Four layers ``x @ w``; the loss is the sum of what they give."""
+    options = {
+        "num_layers": 4,
+        "embed": lambda shared, x: x,
+        "block": lambda w, x, _: x @ w,
+        "head": lambda shared, x, _: (jnp.sum(x), jnp.asarray(1.0)),
+    } | options
+    return shd.Pipeline(mesh, schedule, **options)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from sharding.pipeline import (
-    AsyncSchedule,
     Costs,
     Op,
     Schedule,
@@ -19,7 +18,7 @@ from sharding.pipeline import (
 from sharding.pipeline._instructions import instructions
 
 U = Op.UPDATE
-STAGES, MINIBATCHES = (1, 2, 3, 4, 8), (1, 5, 40)
+STAGES, MINIBATCHES = (1, 2, 4), (1, 12)
 
 
 def every():
@@ -28,27 +27,21 @@ def every():
             for aligned in (False, True):
                 yield pipedream(stages, n, aligned=aligned)
                 yield pipedream(stages, n, vertical_sync=True, aligned=aligned)
-                for m in (1, 3, 8):
+                for m in (1, 3):
                     yield pipedream_2bw(stages, m, n, aligned=aligned)
                     yield pipemare(stages, m, n, aligned=aligned)
 
 
 ALL = list(every())
-by_name = pytest.mark.parametrize(
-    "schedule",
-    ALL,
-    ids=lambda s: f"{s.name}-{s.num_stages}-{s.microbatches_per_update}-{s.num_updates}",
-)
 
 
-@by_name
-def test_every_table_passes_the_check(schedule):
-    figures = schedule.check()
-    stale = "pipemare" in schedule.name and schedule.num_stages > 1 and schedule.num_updates > 1
-    assert schedule.stashes_weights == (not stale)
-    assert all(
-        busy == 2 * schedule.num_microbatches + schedule.num_updates for busy in figures.busy
-    )
+def test_every_table_passes_the_check():
+    for schedule in ALL:
+        figures, name = schedule.check(), schedule.name
+        stale = "pipemare" in name and schedule.num_stages > 1 and schedule.num_updates > 1
+        assert schedule.stashes_weights == (not stale), name
+        busy = 2 * schedule.num_microbatches + schedule.num_updates
+        assert all(each == busy for each in figures.busy), name
 
 
 @pytest.mark.parametrize("stages", STAGES)
@@ -65,9 +58,9 @@ def test_versions_and_delays_of_pipedream(stages, aligned):
         np.testing.assert_array_equal(delays, behind[0])
 
 
-@pytest.mark.slow(keep=17)
-@pytest.mark.parametrize("stages", STAGES)
-@pytest.mark.parametrize("microbatches", [1, 3, 7, 10, 16])
+@pytest.mark.parametrize(
+    ("stages", "microbatches"), [(1, 3), (2, 1), (3, 7), (4, 1), (4, 3), (8, 10)]
+)
 @pytest.mark.parametrize("aligned", [False, True])
 def test_two_versions_of_2bw_and_one_of_pipemare(stages, microbatches, aligned):
     schedule = pipedream_2bw(stages, microbatches, 12, aligned=aligned)
@@ -103,14 +96,10 @@ def test_there_is_no_flush(stages):
 # --- Mutants --------------------------------------------------------------------------------------
 
 
-def mutated(schedule, **tables):
-    return dataclasses.replace(schedule, **tables)
-
-
 def changed(schedule, name, tick, stage, value):
     table = getattr(schedule, name).copy()
     table[tick, stage] = value
-    return mutated(schedule, **{name: table})
+    return dataclasses.replace(schedule, **{name: table})
 
 
 CASES = [
@@ -134,10 +123,13 @@ def test_versions_that_are_not_there_are_rejected(schedule):
 
 
 @cases
-def test_updates_must_be_there_once_and_in_order(schedule):
+def test_updates_must_be_there_once_in_order_and_of_their_minibatch(schedule):
     for tick, stage in np.argwhere(schedule.op == U).tolist():
         with pytest.raises(ScheduleError, match=f"stage {stage}"):
             changed(schedule, "op", tick, stage, Op.IDLE).check()
+        for microbatch in {*range(schedule.num_microbatches)} - {schedule.microbatch[tick, stage]}:
+            with pytest.raises(ScheduleError, match="stage"):
+                changed(schedule, "microbatch", tick, stage, microbatch).check()
         # Moved before the backward pass that it follows.
         before = int(np.max(np.flatnonzero(schedule.op[:tick, stage] == Op.BACKWARD)))
         tables = {}
@@ -145,16 +137,7 @@ def test_updates_must_be_there_once_and_in_order(schedule):
             tables[name] = getattr(schedule, name).copy()
             tables[name][[tick, before], stage] = tables[name][[before, tick], stage]
         with pytest.raises(ScheduleError, match=f"stage {stage}"):
-            mutated(schedule, **tables).check()
-
-
-@cases
-def test_updates_of_another_minibatch_are_rejected(schedule):
-    for tick, stage in np.argwhere(schedule.op == U).tolist():
-        for microbatch in range(schedule.num_microbatches):
-            if microbatch != schedule.microbatch[tick, stage]:
-                with pytest.raises(ScheduleError, match="stage"):
-                    changed(schedule, "microbatch", tick, stage, microbatch).check()
+            dataclasses.replace(schedule, **tables).check()
 
 
 def test_the_last_stage_has_one_version_for_both_passes():
@@ -180,6 +163,8 @@ def test_tables_that_are_not_asynchronous():
         dataclasses.replace(pipedream(2, 3), version=np.zeros((2, 2)))
     with pytest.raises(ScheduleError, match="no updates and no versions"):
         pipedream(2, 3).to_csv()
+    with pytest.raises(ValueError, match="read-only"):
+        pipedream(2, 3).version[0, 0] = 1
     with pytest.raises(ValueError, match="minibatches must be at least 1"):
         pipedream(2, 0)
 
@@ -194,10 +179,13 @@ def test_an_evaluation_has_forward_passes_alone():
 # --- Slots ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "schedule", [s for s in ALL if s.num_updates == 40 and s.num_stages in (1, 4)]
-)
-def test_operations_read_the_slot_of_their_version(schedule):
+def test_operations_read_the_slot_of_their_version():
+    for schedule in ALL:
+        if schedule.num_updates == 12 and schedule.num_stages != 2:
+            replay(schedule)
+
+
+def replay(schedule):
     program = instructions(schedule, recompute=True)
     assert program.num_versions == max(schedule.check().weight_versions)
     slots = [dict.fromkeys(range(program.num_versions), 0) for _ in range(schedule.num_stages)]
@@ -231,10 +219,3 @@ def test_aligned_tables_send_one_way_in_each_tick():
         (False, False),
     ]
     assert {code.op for code in segment.phases[2].codes} == {U}
-
-
-def test_the_class_keeps_its_tables():
-    schedule = pipedream(2, 3)
-    assert isinstance(schedule, AsyncSchedule)
-    with pytest.raises(ValueError, match="read-only"):
-        schedule.version[0, 0] = 1

@@ -1,119 +1,260 @@
-"""A pipelined step equals one device's, for every schedule, stage of ZeRO and kind of mesh."""
+"""A pipelined step of every family, compiled once: exact, and as its schedule says.
 
-import itertools
+Each row is one program. Its run equals one device's; its audit has the iterations, permutes and
+slots of the schedule, and the bytes that were estimated before anything was compiled.
+"""
+
+import functools
+from typing import NamedTuple
 
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import sharding as shd
-from sharding.pipeline import chimera, interleaved, one_f_one_b
+from sharding.plan import estimate, pipeline_wire
 
 from . import model
 from .families import FAMILIES
 
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+pytestmark = pytest.mark.usefixtures("x64", "scopes_in_cache_key")
 
-# Three chunks run no other code than two.
-SCHEDULES = {name: make for name, make in FAMILIES.items() if name != "interleaved-3-aligned"}
-
-
-def mesh_of(data, pipe, kind=AUTO):
-    devices = jax.devices()[: data * pipe]
-    return jax.make_mesh((data, pipe), ("data", "pipe"), axis_types=(kind,) * 2, devices=devices)
-
-
-def check(pipe, zero, name, variant, **options):
-    shards = zero.num_shards, pipe.schedule.num_microbatches
-    shards = shards if variant == "dropout" else ()
-    want, expected = model.train_alone(name, variant, *shards, **options)
-    params, losses, _ = model.train(pipe, zero, name, variant)
-    distance, leaf = model.worst_leaf(params, want)
-    assert distance < 1e-12, leaf
-    np.testing.assert_allclose(losses, expected, rtol=1e-12)
+MESHES = {
+    "flat": ("data", "pipe"),
+    "replicas": ("replica", "data", "pipe"),
+    "tensor": ("data", "pipe", "model"),
+}
+# On a model axis; of stacked layers dim 0 is the layers.
+SPECS = {
+    "layers": {
+        "up": P(),
+        "query": {"kernel": P(None, None, "model"), "bias": P(None, "model")},
+        "out": P(None, "model"),
+    },
+    "embed": P(),
+    "norm": P(),
+}
 
 
-# schedule, stages, micro-batches, model, stage of ZeRO, mesh, optimizer, recompute
-ROWS = [
-    ("gpipe", 4, 8, "tied", 0, AUTO, "came", True),
-    ("gpipe", 2, 4, "masked", 1, EXPLICIT, "adamw", False),
-    ("gpipe", 8, 6, "untied", 2, AUTO, "came", True),  # fewer micro-batches than stages
-    ("gpipe", 3, 6, "dropout", 3, EXPLICIT, "adamw", True),  # 8 layers on 3 stages
-    ("1f1b", 4, 6, "untied", 1, AUTO, "adamw", False),  # no multiple of the stages
-    ("1f1b", 2, 2, "dropout", 0, EXPLICIT, "came", True),
-    ("1f1b", 8, 8, "masked", 3, AUTO, "came", True),
-    ("1f1b", 3, 4, "tied", 2, EXPLICIT, "came", False),
-    ("1f1b-aligned", 4, 8, "masked", 2, EXPLICIT, "came", True),
-    ("1f1b-aligned", 2, 6, "tied", 3, AUTO, "adamw", False),
-    ("1f1b-aligned", 8, 4, "dropout", 1, AUTO, "came", True),
-    ("1f1b-aligned", 3, 8, "untied", 0, AUTO, "came", True),
-    ("interleaved-2", 4, 4, "dropout", 2, AUTO, "adamw", True),
-    ("interleaved-2", 2, 4, "untied", 3, EXPLICIT, "came", False),
-    ("interleaved-2", 4, 8, "masked", 0, AUTO, "came", True),
-    ("interleaved-2", 3, 3, "tied", 1, AUTO, "came", True),  # 8 layers in 6 groups
-    ("interleaved-2-aligned", 4, 8, "tied", 3, EXPLICIT, "came", True),
-    ("interleaved-2-aligned", 2, 4, "dropout", 2, EXPLICIT, "came", False),
-    ("interleaved-2-aligned", 4, 4, "untied", 0, AUTO, "adamw", True),
-    ("interleaved-2-aligned", 2, 2, "masked", 1, AUTO, "came", True),
-    ("zb-h1", 4, 8, "untied", 3, AUTO, "came", True),
-    ("zb-h1", 2, 2, "masked", 2, AUTO, "adamw", True),
-    ("zb-h1", 8, 8, "tied", 1, EXPLICIT, "came", False),
-    ("zb-h1", 3, 4, "dropout", 0, AUTO, "came", False),
-    ("chimera", 4, 8, "dropout", 3, AUTO, "came", True),
-    ("chimera", 2, 4, "tied", 2, EXPLICIT, "came", True),
-    ("chimera", 4, 4, "masked", 0, AUTO, "adamw", False),
-    ("chimera", 8, 8, "untied", 1, EXPLICIT, "came", True),
-    ("zb-v", 4, 8, "tied", 2, AUTO, "came", True),
-    ("zb-v", 2, 2, "masked", 3, EXPLICIT, "adamw", False),
-    ("zb-v", 3, 4, "dropout", 0, AUTO, "came", False),
-    ("zb-v", 4, 6, "untied", 1, EXPLICIT, "adamw", True),
+class Row(NamedTuple):
+    """A configuration; ``options``: tick, sync, offload, microbatches, trainable, has_aux."""
+
+    schedule: str
+    size: tuple[int, int]  # stages and micro-batches
+    variant: str
+    stage: int
+    explicit: int
+    optimizer: str
+    recompute: int
+    mesh: str = "flat"
+    options: str = ""
+
+    def __str__(self):
+        words = [self.schedule, "x".join(map(str, self.size)), self.variant, f"stage {self.stage}"]
+        words += ["explicit"] * self.explicit + [self.optimizer] + ["recompute"] * self.recompute
+        return ", ".join([*words, self.mesh, self.options])
+
+
+TABLE = [
+    Row("gpipe", (4, 8), "tied", 1, 0, "sgd", 0),
+    Row("1f1b", (3, 8), "dropout", 2, 1, "sgd", 1),  # 8 layers on 3 stages
+    Row("1f1b-aligned", (4, 8), "untied", 0, 1, "adamw", 0, "flat", "has_aux offload"),
+    Row("interleaved-2-aligned", (2, 4), "tied", 3, 0, "sgd", 0, "tensor", "microbatches"),
+    Row("zb-h1", (4, 8), "untied", 2, 0, "came", 0),
+    Row("zb-v", (2, 4), "tied", 1, 1, "sgd", 1, "replicas", "sync trainable"),
+    Row("chimera", (4, 8), "tied", 3, 1, "sgd", 1, "flat", "tick"),
+]
+# Each family meets each variant, stage, kind of axes and way to the residuals.
+SIZES = {
+    "interleaved": [(4, 8), (2, 4), (3, 3), (4, 4)],
+    "zb-v": [(4, 8), (2, 4), (3, 4), (4, 6)],
+    "chimera": [(4, 8), (2, 4), (4, 4), (8, 8)],
+    "": [(4, 8), (2, 4), (3, 6), (8, 6)],
+}
+SLOW = [
+    Row(
+        name,
+        next(sizes for key, sizes in SIZES.items() if name.startswith(key))[stage],
+        model.VARIANTS[(i + stage) % 3],
+        stage,
+        (i + stage) % 2,
+        "came" if i % 2 else "adamw",
+        (i + stage // 2) % 2,
+    )
+    for i, name in enumerate(name for name in FAMILIES if name != "interleaved-3-aligned")
+    for stage in range(4)
+] + [
+    Row("interleaved-2", (4, 4), "tied", 2, 0, "adafactor", 1),
+    Row("interleaved-2", (4, 4), "tied", 2, 0, "lamb", 1),
+    Row("interleaved-2", (4, 4), "tied", 2, 0, "lars", 1),
+    Row("interleaved-2", (4, 4), "tied", 2, 0, "muon", 1),
+    Row("1f1b-aligned", (2, 4), "tied", 3, 0, "came", 1, "replicas"),
+    Row("1f1b-aligned", (2, 4), "tied", 3, 0, "came", 1, "tensor", "tick"),
+    Row("interleaved-2-aligned", (4, 4), "tied", 3, 1, "came", 1, "flat", "tick"),
 ]
 
 
-def test_rows_pair_everything():
-    """Each schedule meets each model, stage of ZeRO, kind of mesh and way to the residuals."""
-    others = {
-        3: model.VARIANTS,
-        4: range(4),
-        5: (AUTO, EXPLICIT),
-        6: ("came", "adamw"),
-        7: (True, False),
-    }
-    for column, values in others.items():
-        pairs = {(row[0], row[column]) for row in ROWS}
-        assert pairs == set(itertools.product(SCHEDULES, values)), column
+def cases(table, slow):
+    params = table + [pytest.param(row, marks=pytest.mark.slow) for row in slow]
+    return pytest.mark.parametrize("row", params, ids=str)
 
 
-@pytest.mark.slow(keep=4)
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(
-    ("schedule", "stages", "microbatches", "variant", "zero", "kind", "name", "recompute"),
-    ROWS,
-    ids=lambda value: getattr(value, "name", str(value)),
-)
-def test_float64(schedule, stages, microbatches, variant, zero, kind, name, recompute):
-    mesh = mesh_of(8 // stages, stages, kind)
-    table = SCHEDULES[schedule](stages, microbatches)
-    pipe = model.pipeline(mesh, table, variant, recompute=recompute)
-    check(pipe, shd.Zero(mesh, stage=zero, min_shard_size=0), name, variant)
+rows = cases(TABLE, SLOW)
 
 
-@pytest.mark.slow(keep=2)
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name", model.OPTIMIZERS)
-def test_optimizers_see_the_unstacked_model(name):
-    mesh = mesh_of(2, 4)
-    pipe = model.pipeline(mesh, interleaved(4, 4))
-    check(pipe, shd.Zero(mesh, stage=2, min_shard_size=0), name, "tied", unstacked=True)
+def is_estimated(row):
+    """Whether no optimizer, sync, model axis or gather of layers sends more than the estimate."""
+    return row.optimizer in ("sgd", "adamw") and row.mesh == "flat" and row.options != "tick"
 
 
-@pytest.mark.slow(keep=2)
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(
-    ("schedule", "kind"), [(one_f_one_b, AUTO), (interleaved, EXPLICIT), (chimera, AUTO)]
-)
-def test_layers_gathered_in_each_tick(schedule, kind):
-    mesh = mesh_of(2, 4, kind)
-    pipe = model.pipeline(mesh, schedule(4, 4), gather="tick")
-    check(pipe, shd.Zero(mesh, stage=3, min_shard_size=0), "came", "tied")
+# By family, for 4 stages and 8 micro-batches: iterations of the loops, permutes, messages of the
+# busiest stage. Two directions in each tick of 1F1B, ZB and Chimera, one of the others.
+COUNTS = {
+    "gpipe": ((10, 12), 22, 16),
+    "1f1b-aligned": ((14,), 28, 16),
+    "interleaved-2-aligned": ((26,), 52, 32),
+    "zb-h1": ((27,), 2 * 27, 16),
+    "zb-v": ((51,), 2 * 51, 32),
+    "chimera": ((18,), 2 * 18, 16),
+}
+# By family and recompute: slots of activations and cotangents, and of residuals, one of each for
+# what is not stored; those of split backward passes have what crosses to their second half, too.
+SLOTS = {
+    ("gpipe", 0): (9, 9),
+    ("1f1b-aligned", 0): (3, 8),
+    ("interleaved-2-aligned", 0): (3, 12),
+    ("zb-h1", 1): (6, 5),
+    ("zb-h1", 0): (3, 10),
+    ("chimera", 1): (7, 0),
+}
+
+
+def head_with_aux(shared, x, batch):
+    out = model.head(shared, x, batch)
+    return out, {"mean": batch["mask"].mean(), "first": batch["tokens"][:, 0]}
+
+
+class Run:
+    """A row's compiled step, and what it was given and gave."""
+
+    def __init__(self, row):
+        self.row, names, options = row, MESHES[row.mesh], row.options.split()
+        stages, microbatches = row.size
+        sizes = {"pipe": stages} | dict.fromkeys({"replica", "model"} & {*names}, 2)
+        sizes["data"] = 8 // int(np.prod(list(sizes.values())))
+        kind = AxisType.Explicit if row.explicit else AxisType.Auto
+        devices = jax.devices()[: int(np.prod(list(sizes.values())))]
+        self.replicas = sizes["data"] * sizes.get("replica", 1)
+        shape = tuple(sizes[name] for name in names)
+        mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(names), devices=devices)
+        self.zero = zero = shd.Zero(
+            mesh,
+            stage=row.stage,
+            min_shard_size=0,
+            replica_axis="replica" if "replica" in names else None,
+            sync=shd.sync.top_k(1.0, min_size=1) if "sync" in options else None,  # lossless
+            offload="optimizer" if "offload" in options else None,
+            offload_min_size=0,
+        )
+        self.has_aux = "has_aux" in options
+        self.pipe = pipe = model.pipeline(
+            mesh,
+            FAMILIES[row.schedule](stages, microbatches),
+            row.variant,
+            recompute=bool(row.recompute),
+            gather="tick" if "tick" in options else "step",
+            head=head_with_aux if self.has_aux else model.head,
+            has_aux=self.has_aux,
+        )
+        tx = model.OPTIMIZERS[row.optimizer]()
+        make = functools.partial(model.make_state, pipe, row.variant, tx)
+        self.params = jax.eval_shape(make)[0]
+        specs = pipe.param_specs(self.params, SPECS if row.mesh == "tensor" else None)
+        plan = estimate(self.params, tx, zero, param_specs=specs, gathered_once="")
+        self.planned_wire = plan.stage(plan.requested).wire
+        trainable = None
+        if "trainable" in options:
+            trainable = jax.tree.map(lambda _: False, self.params)
+            trainable["layers"]["query"] = {"kernel": True, "bias": True}
+        state = zero.init(make, tx=tx, param_specs=specs)
+        step = zero.train_step(
+            pipe.loss,
+            tx=tx,
+            weighted=True,
+            rngs=pipe.rngs,
+            microbatches=2 if "microbatches" in options else 1,
+            trainable=trainable,
+            has_aux=self.has_aux,
+        )
+        keys = [(model.step_key(i),) if pipe.rngs else () for i in range(model.STEPS)]
+        compiled = step.lower(state, zero.put(model.batch(0)), *keys[0]).compile()
+        self.audit = shd.audit(compiled, pipeline=pipe)
+        self.losses, self.aux = [], []
+        for i, key in enumerate(keys):
+            state, metrics = step(state, zero.put(model.batch(i)), *key)
+            self.losses.append(float(metrics["loss"]))
+            self.aux.append(metrics.get("aux"))
+        self.state = state
+        self.found = pipe.unstack(zero.full_params(state))
+
+
+run_of = functools.cache(Run)
+
+
+@rows
+def test_equals_one_device(row):
+    run = run_of(row)
+    shards = (run.zero.num_shards, row.size[1]) if row.variant == "dropout" else ()
+    trainable = "query" if "trainable" in row.options else None
+    want, losses = model.train_alone(row.optimizer, row.variant, *shards, trainable=trainable)
+    distance, leaf = model.worst_leaf(run.found, want)
+    assert distance < 1e-12, leaf
+    np.testing.assert_allclose(run.losses, losses, rtol=1e-12)
+    for i, aux in enumerate(run.aux):
+        if run.has_aux:  # scalars are averaged over micro-batches, arrays of examples concatenated
+            batch = model.batch(i)
+            np.testing.assert_allclose(aux["mean"], batch["mask"].mean(), rtol=1e-12)
+            np.testing.assert_array_equal(aux["first"], batch["tokens"][:, 0])
+    kernel = run.state[0]["layers"]["query"]["kernel"]
+    assert kernel.sharding.spec[0] == "pipe"
+    assert row.mesh != "tensor" or kernel.sharding.spec[2] == "model"
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(run.state[1]) if x.ndim}
+    assert ("pinned_host" in kinds) == ("offload" in row.options)
+
+
+@rows
+def test_the_program_runs_and_keeps_what_the_schedule_says(row):
+    run = run_of(row)
+    of, schedule, options = run.audit.pipeline, run.pipe.schedule, row.options
+    assert of.runs == (2 if "microbatches" in options else 1)
+    assert of.iterations == of.scheduled_iterations
+    assert of.permutes == of.runs * of.scheduled_permutes
+    assert of.live == schedule.check().live
+    activations, residuals, others = of.slots
+    assert (activations.found, residuals.found) == (activations.scheduled, residuals.scheduled)
+    assert (residuals.nbytes > 0) == (schedule.splits_backward or not row.recompute)
+    if not run.has_aux:
+        assert (others.nbytes, of.excess, of.copied) == (0, 0, 0)
+    examples = model.BATCH // run.replicas // row.size[1] // of.runs
+    message = 8 * examples * (model.LENGTH - 1) * model.WIDTH
+    assert of.message_bytes == message
+    assert activations.nbytes == activations.found * message
+    if row.size == (4, 8) and row.schedule in COUNTS:
+        assert (of.iterations, of.permutes, of.messages) == COUNTS[row.schedule]
+        slots = SLOTS.get((row.schedule, row.recompute))
+        assert slots in (None, (activations.found, residuals.found))
+    if of.runs == 2:
+        (text,) = of.warnings
+        assert "filled and drained 2 times in a step: give its schedule 8 micro-batches" in text
+    assert len(set(run.audit.warnings)) == len(run.audit.warnings)
+
+
+@cases([*filter(is_estimated, TABLE)], [*filter(is_estimated, SLOW)])
+def test_wire_bytes_are_those_that_were_estimated(row):
+    run = run_of(row)
+    batch = jax.tree.map(lambda x: x[: model.BATCH // run.replicas], model.batch(0))
+    expected = run.planned_wire + pipeline_wire(run.pipe, run.params, batch)
+    # Beside the loss, its weight, aux and a norm.
+    assert 0 <= run.audit.wire_bytes - expected <= 512

@@ -65,12 +65,10 @@ def test_every_leaf_can_lie_as_its_spec_says(name):
     state = jax.eval_shape(tx.init, ABSTRACT)
     assert jax.tree.structure(specs) == jax.tree.structure(state)
     moments = 0
-    for (path, leaf), spec in zip(
-        jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(specs), strict=True
-    ):
+    for (path, spec), leaf in zip(leaves(specs).items(), jax.tree.leaves(state), strict=True):
         assert len(spec) <= len(leaf.shape)
         NamedSharding(MESH, spec).shard_shape(leaf.shape)  # raises where a size does not divide
-        key = jax.tree_util.keystr(path[-1:], simple=True)
+        key = path.rsplit("/")[-1]
         if key in PARAMS and leaf.shape == PARAMS[key][0]:
             moments += 1
             assert spec == SPECS[key]
@@ -105,45 +103,42 @@ def test_several_dims_a_side():
     assert specs.nu_col["q"] == P("model")
 
 
-@pytest.mark.parametrize("name", ["adafactor", "came", "muon"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_good_as_out_shardings(name, kind):
+def test_good_as_out_shardings(kind):
     """On a real mesh of either kind, init puts every leaf where its spec says."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
-    tx = TRANSFORMATIONS[name]
+    tx = TRANSFORMATIONS["came"]
     specs = shd.state_specs(tx, ABSTRACT, SPECS, mesh)
     out = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), ABSTRACT)
     state = jax.jit(tx.init, out_shardings=out)(zeros)
-    for leaf, spec in zip(jax.tree.leaves(state), jax.tree.leaves(specs), strict=True):
-        assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim)
+    for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(out), strict=True):
+        assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+
+
+def fails_to_be_typed(init, message):
+    """The specs, with a warning."""
+    tx = optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
+    with pytest.warns(UserWarning, match=message):
+        return shd.state_specs(tx, ABSTRACT, SPECS, MESH)
 
 
 def test_an_init_that_cannot_be_typed_falls_back_and_says_so():
     def init(params):
-        return {
-            "flat": jax.tree.map(lambda p: jnp.zeros_like(p).reshape(-1), params),
-            "mu": jax.tree.map(jnp.zeros_like, params),
-        }
+        flat = jax.tree.map(lambda p: jnp.zeros_like(p).reshape(-1), params)
+        return {"flat": flat, "mu": jax.tree.map(jnp.zeros_like, params)}
 
-    tx = optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
-    with pytest.warns(UserWarning, match="'stacked' is matched to parameters by path and shape"):
-        specs = shd.state_specs(tx, ABSTRACT, SPECS, MESH)
+    specs = fails_to_be_typed(init, "'stacked' is matched to parameters by path and shape")
     assert specs["mu"] == SPECS
     assert specs["flat"]["stacked"] == P()
     assert specs["flat"]["wide"] == P(("data", "model"))  # the others keep their types
 
-
-def test_an_init_that_takes_no_types_at_all_falls_back():
     def init(params):
         if any(jax.typeof(p).sharding.mesh.axis_names for p in jax.tree.leaves(params)):
             raise TypeError("no meshes here")
         return {"mu": jax.tree.map(jnp.zeros_like, params), "count": jnp.zeros([])}
 
-    tx = optax.GradientTransformation(init, lambda u, s, p=None: (u, s))
-    with pytest.warns(UserWarning, match="no meshes here"):
-        specs = shd.state_specs(tx, ABSTRACT, SPECS, MESH)
-    assert specs == {"mu": SPECS, "count": P()}
+    assert fails_to_be_typed(init, "no meshes here") == {"mu": SPECS, "count": P()}
 
 
 def test_a_broken_init_raises_its_own_error():

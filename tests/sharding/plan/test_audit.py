@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sharding as shd
-from sharding.plan import _format as report
 from sharding.plan import find_batch
 from sharding.plan._devices import KINDS
 from sharding.plan.program._costs import costs
@@ -25,8 +24,6 @@ from sharding.plan.program._hlo import Program
 from sharding.plan.program._liveness import at_peak
 from sharding.plan.program._program_arguments import PARTS, arguments_of
 from sharding.plan.program._scopes import phase_of, shortened
-
-from ...flax_nnx import needs_nnx, nnx
 
 pytestmark = pytest.mark.usefixtures("scopes_in_cache_key")
 
@@ -51,16 +48,26 @@ def counted(program):
 # --- Operations and bytes, of programs compiled here ----------------------------------------------
 
 
+def loop(x, w):
+    return lax.fori_loop(0, 3, lambda _, x: lax.fori_loop(0, 5, lambda _, x: x @ w, x), x)
+
+
+def branches(x, w):
+    return lax.cond(x[0, 0] > 0, lambda: x @ w @ w, lambda: x @ w)
+
+
 @pytest.mark.parametrize(
-    ("fn", "shapes", "flops"),
+    ("fn", "shapes", "products"),
     [
-        (jnp.matmul, [(32, 64), (64, 128)], 2 * 32 * 64 * 128),
-        (jnp.matmul, [(5, 32, 64), (5, 64, 16)], 2 * 5 * 32 * 64 * 16),
-        (lambda a, b: jnp.einsum("abc,dcb->ad", a, b), [(8, 3, 4), (6, 4, 3)], 2 * 8 * 6 * 12),
+        (jnp.matmul, [(5, 32, 64), (5, 64, 16)], 5 * 32 * 64 * 16),
+        (lambda a, b: jnp.einsum("abc,dcb->ad", a, b), [(8, 3, 4), (6, 4, 3)], 8 * 6 * 12),
+        (loop, [(8, 8), (8, 8)], 3 * 5 * 8**3),
+        (branches, [(8, 8), (8, 8)], 2 * 8**3),  # of the dearest one
     ],
+    ids=["matmul", "einsum", "nested loops", "branches"],
 )
-def test_matrix_products(fn, shapes, flops):
-    assert counted(compiled(fn, *shapes))[1] == flops
+def test_matrix_products(fn, shapes, products):
+    assert counted(compiled(fn, *shapes))[1] == 2 * products
 
 
 @pytest.mark.parametrize(
@@ -75,27 +82,13 @@ def test_matrix_products(fn, shapes, flops):
 )
 def test_convolutions_without_what_is_padding(padding, stride, holes, dilation, pairs):
     def fn(x, w):
+        options = {"lhs_dilation": (holes,), "rhs_dilation": (dilation,)}
+        numbers = ("NHC", "HIO", "NHC")
         return lax.conv_general_dilated(
-            x,
-            w,
-            (stride,),
-            [(padding, padding)],
-            lhs_dilation=(holes,),
-            rhs_dilation=(dilation,),
-            dimension_numbers=("NHC", "HIO", "NHC"),
+            *(x, w, (stride,), [(padding, padding)]), dimension_numbers=numbers, **options
         )
 
     assert counted(compiled(fn, (2, 8, 5), (3, 5, 7)))[1] == 2 * pairs * 2 * 5 * 7
-
-
-def test_arithmetic_is_one_for_each_element():
-    program = compiled(lambda x, y: jnp.sum(jnp.exp(x) * y), (100, 7), (100, 7))
-    assert counted(program)[0] == pytest.approx(3 * 700, rel=0.01)  # sums are made in stages
-
-
-def test_elementwise_bytes_are_what_goes_in_and_out():
-    n = 4096
-    assert counted(compiled(lambda x, y: x * y + 1, (n,), (n,)))[2] == 3 * 4 * n
 
 
 def test_loops_count_as_often_as_they_run():
@@ -111,20 +104,6 @@ def test_loops_count_as_often_as_they_run():
     assert nbytes == pytest.approx(10 * (3 * weights + 4 * x) + 2 * x, rel=1e-3)
 
 
-def test_nested_loops():
-    def fn(x, w):
-        return lax.fori_loop(0, 3, lambda _, x: lax.fori_loop(0, 5, lambda _, x: x @ w, x), x)
-
-    assert counted(compiled(fn, (8, 8), (8, 8)))[1] == 3 * 5 * 2 * 8**3
-
-
-def test_of_branches_the_dearest():
-    def fn(x, w):
-        return lax.cond(x[0, 0] > 0, lambda: x @ w @ w, lambda: x @ w)
-
-    assert counted(compiled(fn, (8, 8), (8, 8)))[1] == 2 * 2 * 8**3
-
-
 def test_a_loop_without_an_end_counts_once():
     def fn(x, w):
         return lax.while_loop(lambda x: x[0, 0] < 3, lambda x: x @ w, x)
@@ -136,17 +115,19 @@ def test_a_loop_without_an_end_counts_once():
     assert any("counted once" in text for text in shd.audit(program).warnings)
 
 
-def test_a_slice_that_is_changed_in_place_costs_the_slice():
+def test_elementwise_bytes_and_slices():
+    """What goes in and out; of a slice that is changed in place the slice alone."""
+    n = 4096
+    assert counted(compiled(lambda x, y: x * y + 1, (n,), (n,)))[2] == 3 * 4 * n
+
     def fn(x, y):
         return lax.dynamic_update_slice(x, y, (3, 0))
 
-    program = compiled(fn, (1000, 64), (2, 64), donate=0)
-    assert counted(program)[2] <= 4 * 4 * 2 * 64
+    assert counted(compiled(fn, (1000, 64), (2, 64), donate=0))[2] <= 4 * 4 * 2 * 64
 
 
-def test_another_layout_of_the_same_memory_costs_nothing():
-    """Programs for TPUs update codes in place after a copy whose result aliases its operand."""
-    assert counted("""HloModule m
+# Programs for TPUs update codes in place after a copy whose result aliases its operand.
+RELABELED = """HloModule m
 
 %relabel (x: u8[1024,128]) -> u8[1024,128] {
   %x = u8[1024,128]{1,0:T(32,128)(4,1)} parameter(0)
@@ -168,11 +149,9 @@ ENTRY %main (a: u8[1024,128], u: u8[32,128], i: s32[]) -> u8[1024,128] {
   %i = s32[] parameter(2)
   ROOT %r = u8[1024,128]{1,0:T(32,128)(4,1)} fusion(%a, %u, %i), kind=kLoop, calls=%in_place
 }
-""")[2] == 2 * 32 * 128 + 4  # fmt: skip
-
-
-def test_slices_copied_between_memories_cost_one_side():
-    program = """HloModule m
+"""
+# A slice in the fast memory of the chip.
+MOVED = """HloModule m
 
 ENTRY %main (a: f32[1024,128], i: s32[]) -> f32[1024,128] {
   %a = f32[1024,128]{1,0:T(8,128)} parameter(0)
@@ -182,23 +161,25 @@ ENTRY %main (a: f32[1024,128], i: s32[]) -> f32[1024,128] {
   ROOT %d = f32[1024,128]{1,0:T(8,128)} dynamic-update-slice(%a, %s, %i, %zero)
 }
 """
-    assert counted(program)[2] == 2 * 4 * 32 * 128
+
+
+@pytest.mark.parametrize(
+    ("program", "nbytes"), [(RELABELED, 2 * 32 * 128 + 4), (MOVED, 2 * 4 * 32 * 128)]
+)
+def test_what_moves_no_bytes_of_main_memory(program, nbytes):
+    assert counted(program)[2] == nbytes
 
 
 def test_as_many_as_xla_counts_where_it_counts_loops_and_slices_alike():
     """A step without loops, beside XLA's own analysis, which CPUs have."""
 
-    def loss(w, x):
-        return jnp.mean((jnp.tanh(x @ w[0]) @ w[1]) ** 2)
+    def step(v, w, x):
+        def loss(w):
+            return jnp.mean((jnp.tanh(x @ w[0]) @ w[1]) ** 2)
 
-    def step(w, x):
-        return jax.tree.map(lambda p, g: p - 0.1 * g, w, jax.grad(loss)(w, x))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, (v, w), jax.grad(loss)((v, w)))
 
-    program = (
-        jax.jit(step)
-        .lower([jnp.ones((64, 256)), jnp.ones((256, 64))], jnp.ones((32, 64)))
-        .compile()
-    )
+    program = compiled(step, (64, 256), (256, 64), (32, 64))
     flops, _, nbytes = counted(program)
     theirs = program.cost_analysis()
     assert flops == pytest.approx(theirs["flops"], rel=0.02)
@@ -227,20 +208,20 @@ def test_the_schedule_gives_the_compilers_temporaries(checkpoint):
     )
 
 
-def test_arguments_by_name_and_new_results():
-    def step(params, opt_state, batch):
-        return jax.tree.map(lambda p, m: p + m, params, opt_state), batch.sum()
+def test_a_start_allocates_its_results():
+    """Its type lists the operands, too."""
+    program = """HloModule m, is_scheduled=true
 
-    tree = {"w": jnp.ones((64, 64))}
-    lowered = jax.jit(step, donate_argnums=0).lower(tree, tree, jnp.ones((128,)))
-    found = shd.audit(lowered.compile())
-    assert found.arguments == {
-        "master weights": 0,
-        "optimizer state": 4 * 64 * 64,
-        "parameters": 4 * 64 * 64,
-        "batch and others": 4 * 128,
-    }
-    assert found.results <= 64  # the sum; the rest takes over the parameters' memory
+ENTRY %main (p: f32[64,8]) -> f32[128,8] {
+  %p = f32[64,8]{1,0} parameter(0)
+  %a = f32[64,8]{1,0} add(%p, %p)
+  %s = (f32[64,8]{1,0}, f32[128,8]{1,0}) all-gather-start(%a), replica_groups={{0,1}}
+  %d = f32[128,8]{1,0} all-gather-done(%s)
+  ROOT %r = f32[128,8]{1,0} negate(%d)
+}
+"""
+    found = {each.name: each.nbytes for each in at_peak(Program(program))}
+    assert found == {"a": 4 * 64 * 8, "s": 4 * 128 * 8}
 
 
 def test_the_parts_of_a_state_of_zero():
@@ -260,6 +241,7 @@ def test_the_parts_of_a_state_of_zero():
     assert found.arguments["parameters"] == 2 * size
     assert found.arguments["master weights"] == 4 * size / 8
     assert found.arguments["optimizer state"] == pytest.approx(8 * size / 8, abs=16)
+    assert found.results <= 64  # the loss; the rest takes over the memory of the state
     phases = {each.phase: each.axes for each in found.traffic if each.wire_bytes > 1e3}
     assert phases == {"gradient sync": ("data",), "gather": ("data",)}
 
@@ -275,33 +257,27 @@ RECORDED = {
 }
 
 
-def recorded(name):
+@functools.cache
+def recorded(name, **options):
     mesh = AbstractMesh(*RECORDED[name])
     device = None if name == "cpu_8" else name.split("x8")[0].split("_")[0]
-    return shd.audit((PROGRAMS / f"{name}.txt").read_text(), mesh=mesh, device=device)
+    text = (PROGRAMS / f"{name}.txt").read_text()
+    return shd.audit(text, mesh=mesh, device=device, **options)
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_operations(name):
-    """Each layer once forward, again for the backward pass, and twice in it."""
-    assert recorded(name).matmul_flops == 4 * LAYERS * 2 * ROWS * WIDTH**2
+def test_recorded_programs(name):
+    """Each layer once forward, again for the backward pass, and twice in it.
 
-
-@pytest.mark.parametrize("name", RECORDED)
-def test_arguments(name):
-    n = 8 if "x8" in name or "cpu" in name else 16
-    found = recorded(name).arguments
-    assert found["parameters"] == 4 * LAYERS * WIDTH**2 / n
-    assert found["batch and others"] == 4 * ROWS * WIDTH
-
-
-@pytest.mark.parametrize("name", RECORDED)
-def test_collectives(name):
-    """Weights are gathered twice and their gradients scattered once, on one axis after the other.
-
-    TPU compilers round what they multiply to bfloat16, and do it before they gather.
+    Weights are gathered twice and their gradients scattered once, on one axis after the other. TPU
+    compilers round what they multiply to bfloat16, and do it before they gather.
     """
-    size = LAYERS * WIDTH**2
+    found, size = recorded(name), LAYERS * WIDTH**2
+    assert found.matmul_flops == 4 * 2 * ROWS * size
+    n = 8 if "x8" in name or "cpu" in name else 16
+    assert found.arguments["parameters"] == 4 * size / n
+    assert found.arguments["batch and others"] == 4 * ROWS * WIDTH
+
     shape, names = RECORDED[name]
     inner = dict(zip(names[-2:], shape[-2:], strict=True)) if len(names) > 1 else {"data": 8}
     width = 2 if "v5e" in name else 4
@@ -312,28 +288,30 @@ def test_collectives(name):
         left /= n
     if "slice" in names:
         expected["all-reduce", ()] = (1, 2 * size * 4 / 16 / 2)
-    found = {
-        (each.op, each.axes): (each.count, each.wire_bytes)
-        for each in recorded(name).traffic
-        if each.wire_bytes > 1000  # the loss
-    }
-    assert found.keys() == expected.keys()
+    traffic = {(x.op, x.axes): x for x in found.traffic if x.wire_bytes > 1000}  # not the loss
+    assert traffic.keys() == expected.keys()
     for key, (count, wire) in expected.items():
-        assert found[key][1] == pytest.approx(wire, abs=1000), key
-        assert found[key][0] in (count, count + 1)  # the loss is all-reduced, too
+        assert traffic[key].wire_bytes == pytest.approx(wire, abs=1000), key
+        assert traffic[key].count in (count, count + 1)  # the loss is all-reduced, too
+    if "slice" not in names:
+        phases = {each.op: each.phase for each in traffic.values()}
+        assert phases == {"all-gather": "gather", "reduce-scatter": "gradient sync"}
+
+    shown = str(found)
+    assert all(len(line) <= 80 for line in shown.splitlines() if not line.startswith("warning"))
+    for word in ("parameters", "reduce-scatter", "gradient sync"):
+        assert word in shown
+    assert ("not faster than, by wire" in shown) == (name != "cpu_8")
+    again = json.loads(json.dumps(found.to_dict()))
+    assert (again["wire_bytes"], again["seconds"]) == (found.wire_bytes, found.seconds)
 
 
-def test_phases_of_recorded_programs():
-    for name in ("cpu_8", "h200x8", "v5e_4x4"):
-        found = {each.op: each.phase for each in recorded(name).traffic if each.wire_bytes > 100}
-        assert found == {"all-gather": "gather", "reduce-scatter": "gradient sync"}
-
-
-def test_a_tpus_fast_memory_is_no_main_memory():
-    """A program that fits into it moves little more than its arguments."""
-    found = recorded("v5e_4x4")
-    arguments = sum(found.arguments.values())
-    assert sum(found.nbytes.values()) < 3 * arguments
+def test_theory_and_fast_memory():
+    theory = 3 * 4 * LAYERS * WIDTH**2 * 7 / 8
+    assert "1.000 of theory" in str(recorded("cpu_8", expected_wire=theory))
+    # What fits into the fast memory of a TPU moves little more than its arguments.
+    arguments = sum(recorded("v5e_4x4").arguments.values())
+    assert sum(recorded("v5e_4x4").nbytes.values()) < 3 * arguments
     assert sum(recorded("cpu_8").nbytes.values()) > 20 * arguments
 
 
@@ -365,15 +343,21 @@ def on_mesh(fn, *, shape=(256, 512)):
 def test_an_all_reduce_that_is_sliced_afterwards():
     def all_reduced(x):
         me = lax.axis_index("data")
-        return lax.dynamic_slice_in_dim(lax.psum(x, "data"), me * 32, 32)
+        with jax.named_scope("reduce_scatter"):
+            return lax.dynamic_slice_in_dim(lax.psum(x, "data"), me * 32, 32)
 
     def scattered(x):
         return lax.psum_scatter(x, "data", tiled=True)
 
-    (text,) = shd.audit(on_mesh(all_reduced)).warnings
+    program = on_mesh(all_reduced)
+    (text,) = shd.audit(program).warnings
     assert "sums of 512 KiB are all-reduced and then sliced" in text
     assert not shd.audit(on_mesh(scattered)).warnings
     assert not shd.audit(on_mesh(lambda x: lax.psum(x, "data"))).warnings
+    # As where a reduce-scatter was requested.
+    text = program.as_text().replace("reduce_scatter/psum", "reduce_scatter")
+    (note,) = shd.audit(text).warnings
+    assert "all-reduces where the program requests reduce-scatters" in note
 
 
 FUSED = """HloModule step, is_scheduled=true, replica_count=1, num_partitions=8
@@ -408,17 +392,6 @@ def test_what_a_tpu_runs_as_a_reduce_scatter():
     assert "all-reduced and then sliced" in shd.audit(FUSED.replace("NAME", "other")).warnings[0]
 
 
-def test_a_reduce_scatter_that_became_an_all_reduce():
-    def fn(x):
-        me = lax.axis_index("data")
-        with jax.named_scope("reduce_scatter"):
-            return lax.dynamic_slice_in_dim(lax.psum(x, "data"), me * 32, 32)
-
-    text = on_mesh(fn).as_text().replace("reduce_scatter/psum", "reduce_scatter")
-    (note,) = shd.audit(text).warnings
-    assert "all-reduces where the program requests reduce-scatters" in note
-
-
 def test_a_gather_in_the_update():
     def fn(x):
         with jax.named_scope("update"):
@@ -443,17 +416,16 @@ def layer(x, w):
     return jnp.tanh(jnp.sin(x @ w) @ w.T), None
 
 
-def test_activations_that_grow_with_depth():
+def test_what_grows_with_depth():
+    """Activations; and gathered parameters that the backward pass reads."""
     (text,) = shd.audit(train(layer)).warnings
     assert "temporaries grow with depth" in text
     assert "of activations a layer" in text
     assert not shd.audit(train(jax.checkpoint(layer))).warnings
 
-
-def test_gathered_parameters_that_grow_with_depth():
     def gathering(x, w):
         with jax.named_scope("gather"):
-            w = w * 2  # stands for a gather: a new array that the backward pass reads
+            w = w * 2  # stands for a gather: a new array
         return jnp.tanh(x @ w), None
 
     notes = shd.audit(train(gathering, rows=32)).warnings
@@ -471,14 +443,34 @@ def test_a_donated_argument_that_is_copied():
     assert not shd.audit(jax.jit(fn).lower(*args).compile()).warnings
 
 
-def test_what_does_not_fit():
-    program = compiled(lambda x: x * 2, (1024, 1024))
-    small = shd.DeviceKind("tiny", 5 * MIB, 1e9, 1e9, 1e9, None, "made up")
-    found = shd.audit(program, device=small)
-    assert found.fits is False
-    assert found.memory == 8 * MIB
-    assert "3.00 MiB more than a tiny has" in found.warnings[0]
+def test_what_does_not_fit_and_how_fast_it_is():
+    program = compiled(lambda x: x * 2, (1024, 1024))  # 8 MiB
+
+    def audited(mib, tokens=None, bandwidth=1e9):
+        kind = shd.DeviceKind("small", mib * MIB, bandwidth, 1e9, 1e9, None, "made up")
+        return shd.audit(program, device=kind, tokens=tokens)
+
+    found = audited(5)
+    assert (found.fits, found.memory) == (False, 8 * MIB)
+    assert "3.00 MiB more than a small has" in found.warnings[0]
     assert "DOES NOT FIT" in str(found)
+    for mib, verdict, warned in ((8.5, "fits, barely", 1), (9, "a small has: fits", 0)):
+        found = audited(mib)
+        assert found.headroom == pytest.approx(1 - 8 / mib)
+        assert found.to_dict()["headroom"] == found.headroom
+        assert verdict in str(found)
+        assert len(found.warnings) == warned
+        assert all("512 KiB (6%) to spare" in text for text in found.warnings)
+    found = audited(100, tokens=3000, bandwidth=8 * MIB)
+    assert found.tokens_per_second == pytest.approx(3000)  # 8 MiB are moved, in a second
+    assert found.to_dict()["tokens_per_second"] == found.tokens_per_second
+    assert re.search(r"tokens/s of all, at most +3.00 k", str(found))
+    assert shd.audit(program, tokens=3000).tokens_per_second is None
+    assert audited(100).tokens_per_second is None
+    # A program is read and not run: no machine here could hold the arrays of this one.
+    found = shd.audit(compiled(lambda x: x[:1].sum(), (2**22, 2**14)))
+    assert found.arguments["batch and others"] == 4 * 2**36
+    assert np.isfinite(found.memory)
 
 
 def beginner(dtype=jnp.float32, donate=(), replicated=True, inputs=jnp.bfloat16):
@@ -494,7 +486,7 @@ def beginner(dtype=jnp.float32, donate=(), replicated=True, inputs=jnp.bfloat16)
     def place(x, spec):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
-    params = {"w": jax.ShapeDtypeStruct((512, 256), dtype)}
+    params = {"w": jax.ShapeDtypeStruct((512, 256), dtype)}  # 512 KiB in float32
     state = jax.eval_shape(tx.init, params)
     over = P() if replicated else P("data")
     state = jax.tree.map(lambda x: place(x, over if x.ndim else P()), state)
@@ -520,12 +512,14 @@ def test_a_state_that_is_not_donated():
 
 
 def test_gradients_that_come_back_are_no_new_state():
-    def grads(params, x):
-        return jax.grad(lambda p: jnp.mean((x @ p["w"]) ** 2))(params)
+    """And a gradient that is written into the new parameters is no temporary."""
 
-    params = {"w": jax.ShapeDtypeStruct((512, 256), jnp.float32)}
-    x = jax.ShapeDtypeStruct((64, 512), jnp.float32)
-    assert not shd.audit(jax.jit(grads).lower(params, x).compile()).warnings
+    def grads(params, x):
+        return jax.grad(lambda p: jnp.mean((x @ p) ** 2))(params)
+
+    assert not shd.audit(compiled(grads, (512, 256), (64, 512))).warnings
+    found = shd.audit(compiled(lambda p, x: p - 0.1 * grads(p, x), (512, 512), (8, 512)))
+    assert 0 < sum(found.at_peak.values()) <= found.temporaries * (1 + 1e-9)
 
 
 def test_an_optimizer_state_that_is_replicated():
@@ -574,14 +568,12 @@ def test_float32_products_by_accident(dtype, inputs, warned):
 
 
 def test_bfloat16_collectives_on_cpus_have_a_note():
-    def notes(dtype):
-        lowered = beginner(dtype, donate=(0, 1), replicated=False, inputs=dtype)
-        return shd.audit(lowered.compile()).notes
-
-    (note,) = notes(jnp.bfloat16)
-    assert "shown as float32: XLA widens them on CPUs" in note
-    assert notes(jnp.float32) == ()
-    assert f"note: {note}" in str(shd.audit(beginner(jnp.bfloat16)))
+    for dtype, count in ((jnp.bfloat16, 1), (jnp.float32, 0)):
+        found = shd.audit(beginner(dtype, donate=(0, 1), replicated=False, inputs=dtype))
+        assert len(found.notes) == count
+        for note in found.notes:
+            assert "shown as float32: XLA widens them on CPUs" in note
+            assert f"note: {note}" in str(found)
 
 
 def test_parameters_that_are_not_named_params():
@@ -592,7 +584,8 @@ def test_parameters_that_are_not_named_params():
 
     tree = {"k": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
     x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
-    found = shd.audit(jax.jit(step, donate_argnums=(0, 1)).lower(tree, tree, x).compile())
+    program = jax.jit(step, donate_argnums=(0, 1)).lower(tree, tree, x).compile()
+    found = shd.audit(program)
     size = 4 * 64 * 64
     assert found.arguments["parameters"] == found.arguments["optimizer state"] == size
     assert found.arguments["batch and others"] == 4 * 8 * 64
@@ -600,13 +593,10 @@ def test_parameters_that_are_not_named_params():
     assert "no argument is named params" in note
     assert "of theta, mu;" in note
     # As its caller says, nothing has to be found.
-    parts = {"weights": "theta", "rest": ""}
-    named = shd.audit(jax.jit(step).lower(tree, tree, x).compile(), parts=parts)
+    named = shd.audit(program, parts={"weights": "theta", "rest": ""})
     assert named.arguments == {"weights": size, "rest": size + 4 * 8 * 64}
     assert named.notes == ()
 
-
-def test_where_no_parameters_are_to_be_found():
     def grads(weight, x):
         return jax.grad(lambda w: jnp.mean((x @ w) ** 2))(weight)
 
@@ -614,57 +604,6 @@ def test_where_no_parameters_are_to_be_found():
     assert "none comes back: all are counted as batch and others" in found.notes[0]
     assert found.arguments["batch and others"] == 2 * 4 * 8 * 8
     assert shd.audit(compiled(lambda x, y: x @ y, (8, 8), (8, 8))).notes == ()  # no training step
-
-
-@needs_nnx
-def test_the_state_of_an_nnx_module():
-    model = nnx.Linear(32, 16, rngs=nnx.Rngs(0))
-    graph, state = nnx.split(model)
-
-    def step(module, x):
-        def loss(module):
-            return jnp.mean(nnx.merge(graph, module)(x) ** 2)
-
-        return jax.tree.map(lambda p, g: p - 0.1 * g, module, jax.grad(loss)(module))
-
-    x = jax.ShapeDtypeStruct((8, 32), jnp.float32)
-    found = shd.audit(jax.jit(step, donate_argnums=0).lower(state, x).compile())
-    assert found.arguments["parameters"] == 4 * (32 * 16 + 16)
-    assert "of module;" in found.notes[0]
-
-
-def test_parts_of_the_temporaries_are_not_more_than_all():
-    """A gradient that is written into the new parameters is no temporary."""
-
-    def step(params, x):
-        g = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(params)
-        return params - 0.1 * g
-
-    found = shd.audit(compiled(step, (512, 512), (8, 512)))
-    assert 0 < sum(found.at_peak.values()) <= found.temporaries * (1 + 1e-9)
-
-
-def test_little_is_left():
-    program = compiled(lambda x: x * 2, (1024, 1024))  # 8 MiB
-    for mib, verdict, warned in ((8.5, "fits, barely", 1), (9, "a small has: fits", 0)):
-        kind = shd.DeviceKind("small", mib * MIB, 1e9, 1e9, 1e9, None, "made up")
-        found = shd.audit(program, device=kind)
-        assert found.headroom == pytest.approx(1 - 8 / mib)
-        assert found.to_dict()["headroom"] == found.headroom
-        assert verdict in str(found)
-        assert len(found.warnings) == warned
-        assert all("512 KiB (6%) to spare" in text for text in found.warnings)
-
-
-def test_tokens_at_best():
-    program = compiled(lambda x: x * 2, (1024, 1024))
-    kind = shd.DeviceKind("small", 100 * MIB, 8 * MIB, 1e9, 1e9, None, "made up")
-    found = shd.audit(program, device=kind, tokens=3000)
-    assert found.tokens_per_second == pytest.approx(3000)  # 8 MiB are moved, in a second
-    assert found.to_dict()["tokens_per_second"] == found.tokens_per_second
-    assert re.search(r"tokens/s of all, at most +3.00 k", str(found))
-    assert shd.audit(program, tokens=3000).tokens_per_second is None
-    assert shd.audit(program, device=kind).tokens_per_second is None
 
 
 # --- The largest batch ----------------------------------------------------------------------------
@@ -694,7 +633,7 @@ def needing(nbytes):
         (lambda b: b if b < 300 else 10_000 + b, 35),
     ],
 )
-@pytest.mark.parametrize("memory", [10, 200, 1000, 3000, 20_000])
+@pytest.mark.parametrize("memory", [10, 1000, 20_000])
 def test_find_batch(nbytes, most, memory):
     make, requested = needing(nbytes)
     found = find_batch(make, memory=memory / 0.9, limit=5000)
@@ -750,86 +689,38 @@ def test_find_batch_with_a_compiler_that_gives_up():
 def test_bad_searches(options, message):
     with pytest.raises(ValueError, match=message):
         find_batch(needing(lambda b: b)[0], **options)
+    message = r"'abacus' .* known are v4, .*h200.* as a sharding\.DeviceKind"
+    with pytest.raises(ValueError, match=message):
+        shd.audit((PROGRAMS / "cpu_8.txt").read_text(), device="abacus")
 
 
 # --- Shown ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", RECORDED)
-def test_tables_fit_80_columns(name):
-    shown = str(recorded(name))
-    assert all(len(line) <= 80 for line in shown.splitlines() if not line.startswith("warning"))
-
-
-def test_text_and_json():
-    found = recorded("v5e_4x4")
-    shown = str(found)
-    for word in ("parameters", "reduce-scatter", "gradient sync", "not faster than, by wire"):
-        assert word in shown
-    again = json.loads(json.dumps(found.to_dict()))
-    assert again["wire_bytes"] == found.wire_bytes
-    assert again["seconds"] == found.seconds
-
-
-def test_theory_beside_it():
-    text = (PROGRAMS / "cpu_8.txt").read_text()
-    theory = 3 * 4 * LAYERS * WIDTH**2 * 7 / 8
-    assert "1.000 of theory" in str(shd.audit(text, expected_wire=theory))
-
-
-def test_an_unknown_device():
-    with pytest.raises(
-        ValueError, match=r"'abacus' .* known are v4, .*h200.* as a sharding\.DeviceKind"
-    ):
-        shd.audit(compiled(lambda x: x, (2,)), device="abacus")
-
-
-def test_numbers_in_words():
-    times = {4321.0: "4,321 s", 2.5: "2.5 s", 0.9999: "1,000 ms", 0.0123: "12.3 ms", 4e-6: "4 us"}
-    assert {value: report.seconds(value) for value in times} == times
-    counts = {7.0: "7", 999.0: "999", 1500.0: "1.50 k", 12_340_000.0: "12.3 M", 1e18: "1000000 T"}
-    assert {value: report.count(value) for value in counts} == counts
-
-
 @pytest.mark.parametrize(
-    ("scope", "shown"),
+    ("scope", "shown", "phase"),
     [
-        ("jit(step)/shard_map/jvp()/while/body/closed_call/gather/all_gather", "gather/all_gather"),
-        ("jit(step)/transpose(jvp(gather))/reduce_scatter", "reduce_scatter"),  # both are too long
-        ("jit(step)/update/reduce_sum", "update/reduce_sum"),
-        ("", ""),
-        ("jit(step)/transpose(jvp(a/b))/reduce_sum", "b/reduce_sum"),
-        ("jit(step)/jvp(a/b)/jit(take_along_axis)/gather", "b/gather"),
+        ("jit(step)/shard_map/jvp()/while/body/closed_call/gather/all_gather",
+         "gather/all_gather", "gather"),
+        ("jit(step)/shard_map/loss_and_grad/jvp(gather)/all_gather", None, "gather"),
+        ("jit(step)/gather_params/copy", None, "gather"),
+        ("jit(f)/jvp(jit(take_along_axis))/gather", None, "forward"),  # a lookup
+        ("jit(step)/jvp(a/b)/jit(take_along_axis)/gather", "b/gather", "forward"),
+        ("jit(f)/transpose(jvp())/dot_general", None, "backward"),
+        ("jit(f)/checkpoint/rematted_computation/dot_general", None, "backward"),
+        ("jit(step)/transpose(jvp(a/b))/reduce_sum", "b/reduce_sum", "backward"),
         # XLA made one of two.
-        ("jit(f)/(transpose(jvp(a/b))/dot_general:jvp(a/b)/reduce_sum)", "b/dot_general"),
+        ("jit(f)/(transpose(jvp(a/b))/dot_general:jvp(a/b)/reduce_sum)",
+         "b/dot_general", "backward"),
+        ("jit(step)/transpose(jvp(gather))/reduce_scatter", "reduce_scatter", "gradient sync"),
+        ("jit(step)/shard_map/reduce_gradients/psum", None, "gradient sync"),
+        ("jit(step)/update/reduce_sum", "update/reduce_sum", "update"),
+        ("jit(f)/add", None, "other"),
+        ("", "", "other"),
     ],
-)
-def test_scopes_are_shown_by_their_ends(scope, shown):
-    assert shortened(scope) == shown
-
-
-@pytest.mark.parametrize(
-    ("scope", "phase"),
-    [
-        ("jit(step)/shard_map/loss_and_grad/jvp(gather)/all_gather", "gather"),
-        ("jit(f)/jvp(jit(take_along_axis))/gather", "forward"),  # a lookup
-        ("jit(f)/transpose(jvp())/dot_general", "backward"),
-        ("jit(f)/checkpoint/rematted_computation/dot_general", "backward"),
-        ("jit(f)/transpose(jvp(gather))/reduce_scatter", "gradient sync"),
-        ("jit(step)/shard_map/reduce_gradients/psum", "gradient sync"),
-        ("jit(step)/update/mul", "update"),
-        ("jit(step)/gather_params/copy", "gather"),
-        ("jit(f)/add", "other"),
-        ("jit(f)/(transpose(jvp(a/b))/dot_general:jvp(a/b)/reduce_sum)", "backward"),
-        ("", "other"),
-    ],
-)
-def test_phases(scope, phase):
+)  # fmt: skip
+def test_phases_and_scopes(scope, shown, phase):
+    """Scopes are shown by their ends."""
     assert phase_of(scope) == phase
-
-
-def test_the_audit_runs_nothing():
-    """A program may be read whose arrays no machine here could hold."""
-    program = compiled(lambda x: x[:1].sum(), (2**22, 2**14))
-    assert shd.audit(program).arguments["batch and others"] == 4 * 2**36
-    assert np.isfinite(shd.audit(program).memory)
+    if shown is not None:
+        assert shortened(scope) == shown

@@ -1,7 +1,6 @@
 """The closed form of lost training time against a simulation of failures, step by step."""
 
 import dataclasses
-import itertools
 import math
 
 import numpy as np
@@ -75,14 +74,14 @@ class Run:
 
 
 @pytest.mark.parametrize(
-    ("blocking", "recovery"),
-    [(None, 0.9), (4.0, 0.9), (4.0, 0.0), (0.0, 1.0)],
+    ("blocking", "recovery", "overhead"), [(None, 0.9, 1.5), (4.0, 0.0, 15.0), (0.0, 1.0, 1.5)]
 )
-def test_against_a_simulation(blocking, recovery):
-    given = arguments(disk_blocking=blocking, peer_interval=2, peer_overhead=1.5, peer_restore=10.0)
+def test_against_a_simulation(blocking, recovery, overhead):
+    peers = {"peer_interval": 2, "peer_overhead": overhead, "peer_restore": 10.0}
+    given = arguments(disk_blocking=blocking, **peers)
     lost = lost_time(**given, recovery=lambda lost: recovery)
     files = (20, 60.0, 0.0) if blocking is None else (20, blocking, 60.0)
-    for expected, snapshots in ((lost.disk, None), (lost.peers, (2, 1.5, 20.0))):
+    for expected, snapshots in ((lost.disk, None), (lost.peers, (2, overhead, 20.0))):
         rng = np.random.default_rng(3)
         run = Run(rng, 16 / 32_000, 10.0, files, snapshots, recovery, (160.0, 110.0))
         found = run.share(6_000)
@@ -98,17 +97,14 @@ def test_geminis_wasted_time():
     assert lost.peers.share == pytest.approx(lost.disk.share)
 
 
-def test_killed_processes_need_no_replicas():
-    lost = lost_time(**arguments(), replicas=1, lost_machines={0: 0.75, 1: 0.25})
-    assert lost.recovered == 0.75
-
-
 def test_recovery_is_that_of_the_placement():
     lost = lost_time(**arguments(), lost_machines={1: 0.5, 2: 0.25, 3: 0.25})
     holders = place_replicas(range(16), 2)
     chances = [recovery_probability(holders, 16, k) for k in (1, 2, 3)]
     assert lost.recovered == pytest.approx(np.dot(chances, [0.5, 0.25, 0.25]))
     assert lost.recovered == pytest.approx(0.5 + 0.25 * 14 / 15 + 0.25 * 0.8)
+    # Killed processes need no replicas.
+    assert lost_time(**arguments(), replicas=1, lost_machines={0: 0.75, 1: 0.25}).recovered == 0.75
 
 
 def test_without_failures_only_the_overhead_is_lost():
@@ -119,14 +115,13 @@ def test_without_failures_only_the_overhead_is_lost():
     assert lost.best_disk.overhead < 1e-5
     for each in (lost.disk, lost.best_disk, lost.peers):
         assert each.share == pytest.approx(each.overhead, abs=1e-7)
-
-
-def test_failures_that_leave_no_time_for_progress():
+    # Failures may leave no time for progress.
     assert lost_time(**arguments(machine_mtbf=1.0)).disk.share == 1.0
 
 
-@pytest.mark.parametrize("blocking", [None, 0.0, 4.0, 30.0])
-@pytest.mark.parametrize("mtbf", [3_000.0, 32_000.0, 1e7])
+@pytest.mark.parametrize(
+    ("blocking", "mtbf"), [(None, 3e3), (None, 1e6), (0.0, 32e3), (4.0, 32e3), (30.0, 3e3)]
+)
 def test_the_best_interval_is_the_best_of_all(blocking, mtbf):
     given = arguments(machine_mtbf=mtbf, disk_blocking=blocking)
     best = lost_time(**given).best_disk
@@ -137,10 +132,7 @@ def test_the_best_interval_is_the_best_of_all(blocking, mtbf):
     ]
     assert best.interval == shortest + int(np.argmin(shares))
     assert best.share == min(shares)
-
-
-def test_young_for_rare_failures():
-    """sqrt(2 b / f)."""
+    # Young's sqrt(2 b / f) where failures are rare.
     best = lost_time(**arguments(machine_mtbf=1e9, step=0.1)).best_disk
     assert best.interval * 0.1 == pytest.approx(math.sqrt(2 * 60 * 1e9 / 16), rel=2e-3)
 
@@ -181,14 +173,3 @@ def test_the_table():
 def test_errors(changed, message):
     with pytest.raises(ValueError, match=message):
         lost_time(**arguments(**changed))
-
-
-def test_the_closed_form_grows_with_everything_that_costs():
-    base = lost_time(**arguments(peer_overhead=0.1))
-    for name in ("state_bytes", "num_machines", "restart", "peer_overhead"):
-        given = arguments(peer_overhead=0.1)
-        more = lost_time(**given | {name: 2 * given[name]})
-        assert more.peers.share > base.peers.share, name
-    for one, two in itertools.pairwise((1.0, 0.9, 0.5, 0.0)):
-        shares = [lost_time(**arguments(), recovery=lambda lost, p=p: p) for p in (one, two)]
-        assert shares[0].peers.share < shares[1].peers.share

@@ -17,7 +17,7 @@ import optax_ext
 import sharding as shd
 from optax_ext import STATE_FORMATS, low_precision_state
 from sharding.plan import estimate, plot_plans, targets
-from sharding.plan._advice import deepspeed_stage_2, saving_of
+from sharding.plan._advice import saving_of
 from sharding.plan._devices import KINDS, kind_of
 from sharding.plan._models import MODELS, Decoder, count_to_params
 
@@ -40,11 +40,11 @@ def device(gigabytes):
 
 ADAM = optax_ext.master_weights(optax.adam(1e-3))
 CAME = optax_ext.master_weights(optax_ext.came(1e-3))
-ADAFACTOR = optax_ext.master_weights(optax.adafactor(1e-3))
+BILLIONS = count_to_params(7_500_000_000)
 
 
 def test_the_table_of_the_zero_paper():
-    plan = plan_of(count_to_params(7_500_000_000), ADAM)
+    plan = plan_of(BILLIONS, ADAM)
     assert plan.num_params == 7_500_000_000
     assert [stage.name for stage in plan.stages] == STAGES
     assert [round(stage.memory / GB, 1) for stage in plan.stages] == [120, 31.4, 16.6, 1.9]
@@ -52,37 +52,28 @@ def test_the_table_of_the_zero_paper():
     per_param = [x / 7.5e9 for x in (full.params, full.grads, full.opt_state, full.master)]
     assert per_param == pytest.approx([2, 2, 8, 4])
     # In 2 (n - 1) / n of the parameters' bytes; stage 3 sends half as much again.
-    assert [stage.wire / (2 * 15e9 * 63 / 64) for stage in plan.stages] == pytest.approx(
-        [1, 1, 1, 1.5]
-    )
+    wire = [stage.wire / (2 * 15e9 * 63 / 64) for stage in plan.stages]
+    assert wire == pytest.approx([1, 1, 1, 1.5])
+    # Stage 2 needs 15 GB more than it holds until its gradients are reduced.
+    assert [round(stage.unreduced / GB) for stage in plan.stages] == [0, 0, 15, 0]
 
 
 @pytest.mark.parametrize(
     ("tx", "expected"),
-    [
-        pytest.param(CAME, [90, 30.9, 16.2, 1.41], id="came"),
-        pytest.param(
-            optax_ext.master_weights(optax.adafactor(1e-3)), [60, 30.5, 15.7, 0.94], id="adafactor"
-        ),
-    ],
+    [(optax_ext.came, [90, 30.9, 16.2, 1.41]), (optax.adafactor, [60, 30.5, 15.7, 0.94])],
+    ids=["came", "adafactor"],
 )
 def test_factored_optimizers(tx, expected):
     """K of 8 and 4 bytes a parameter; rows and columns are what the 2 % are for."""
-    plan = plan_of(count_to_params(7_500_000_000), tx)
+    plan = plan_of(BILLIONS, optax_ext.master_weights(tx(1e-3)))
     assert [stage.memory / GB for stage in plan.stages] == pytest.approx(expected, rel=0.02)
 
 
-def test_deepspeed_counts_in_two_ways():
-    t5_3b = deepspeed_stage_2(2.85e9, 8)
-    found = {name: round(value / GIB, 2) for name, value in t5_3b.items()}
-    assert found == {"documentation": 15.93, "code": 11.28}
-
-
-@pytest.mark.parametrize("count", [1, 4095, 4096, 4097, 4096**2 + 5 * 4096 + 3])
-def test_a_number_as_parameters(count):
-    params = count_to_params(count, jnp.float32)
-    assert sum(math.prod(x.shape) for x in jax.tree.leaves(params)) == count
-    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+def test_a_number_as_parameters():
+    for count in (1, 4095, 4096, 4097, 4096**2 + 5 * 4096 + 3):
+        params = count_to_params(count, jnp.float32)
+        assert sum(math.prod(x.shape) for x in jax.tree.leaves(params)) == count
+        assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
 
 
 # --- Bytes on the wire ----------------------------------------------------------------------------
@@ -97,23 +88,22 @@ SHAPES = {
 SIZE = {name: math.prod(shape) for name, shape in SHAPES.items()}
 
 
-def wire_by_hand(k, held=2, summed=4):
+def wire_by_hand(k, held=2, summed=4, gathers=2):
     """The six stages, for k micro-batches; and the bytes to the other replica in the last two."""
 
     def reduced(*names, n=8):
         return sum(2 * summed * SIZE[name] * (n - 1) / n for name in names)
 
-    def gathered(name, gathers, n):
-        return k * (gathers * held + summed) * SIZE[name] * (n - 1) / n
+    def gathered(name, n):
+        times = 1 if name == "once" else gathers
+        return k * (times * held + summed) * SIZE[name] * (n - 1) / n
 
     def scattered(passes, n=8):
         return sum((passes * summed + held) * SIZE[x] * (n - 1) / n for x in ("sharded", "once"))
 
     unsharded = reduced("half", "odd", "small")
-    third = gathered("sharded", 2, 8) + gathered("once", 1, 8) + unsharded
-    inside = sum(
-        gathered(name, gathers, 4) for name, gathers in [("sharded", 2), ("once", 1), ("half", 2)]
-    )
+    third = gathered("sharded", 8) + gathered("once", 8) + unsharded
+    inside = sum(gathered(name, 4) for name in ("sharded", "once", "half"))
     inside += reduced("odd", "small")
     shards = {name: SIZE[name] / 4 for name in ("sharded", "once", "half")}
     summed_over_2 = {name: 2 * summed * size * 1 / 2 for name, size in shards.items()}
@@ -141,12 +131,13 @@ def wire_plan(dtype=jnp.bfloat16, *, zero=None, **options):
     return plan_of(params, tx, (2, 4), ("host", "data"), zero, **options)
 
 
-@pytest.mark.parametrize("k", [1, 4])
-def test_wire_bytes_by_hand(k):
+@pytest.mark.parametrize(("k", "once", "gathers"), [(1, "^once$", 2), (4, "^once$", 2), (4, "", 1)])
+def test_wire_bytes_by_hand(k, once, gathers):
+    """An empty pattern means that stage 3 gathers every parameter once."""
     precision = shd.Precision(reduce=jnp.float32)
-    plan = wire_plan(zero={"precision": precision}, microbatches=k)
+    plan = wire_plan(zero={"precision": precision}, microbatches=k, gathered_once=once)
     assert [stage.name for stage in plan.stages] == [*STAGES, "3 hybrid", "3 spread"]
-    wire, network = wire_by_hand(k)
+    wire, network = wire_by_hand(k, gathers=gathers)
     assert [stage.wire for stage in plan.stages] == pytest.approx(wire)
     assert [stage.network for stage in plan.stages] == pytest.approx(network)
 
@@ -155,8 +146,7 @@ def test_what_is_computed_in_travels():
     """Stage 3 gathers in the dtype of the loss, stages 1 and 2 in that of the parameters."""
     precision = shd.Precision(compute=jnp.bfloat16)
     found = wire_plan(jnp.float32, zero={"precision": precision}).stages
-    narrow, _ = wire_by_hand(1, held=2, summed=2)
-    mixed, _ = wire_by_hand(1, held=4, summed=2)
+    narrow, mixed = (wire_by_hand(1, held=held, summed=2)[0] for held in (2, 4))
     expected = [*mixed[:3], *narrow[3:5]]
     assert [stage.wire for stage in found[:5]] == pytest.approx(expected)
 
@@ -167,25 +157,20 @@ MODEL = Decoder(2, 128, 4, 2, 384, 512, length=16, gated=False, tied=True)
 OPTIMIZERS = {"adamw": optax.adamw, "came": optax_ext.came, "adafactor": optax.adafactor}
 
 
-# Every kind of stage, and every option of Zero that changes what is held or sent.
+# Kinds of stages, and options of Zero that change what is held or sent; the first two have what is
+# hardest to count.
+HYBRID, SPREAD = {"replica_axis": "host"}, {"shard_state_over_replicas": True}
 CASES = {
+    "stage 2": ({"stage": 2}, "adafactor", 2),
+    "3 spread": ({"stage": 3} | HYBRID | SPREAD, "adafactor", 1),
+}
+SLOW = {
     "stage 0": ({"stage": 0}, "adamw", 1),
     "stage 1": ({"stage": 1}, "came", 1),
-    "stage 2": ({"stage": 2}, "adafactor", 2),
     "stage 3": ({"stage": 3}, "came", 1),
-    "1 hybrid": ({"stage": 1, "replica_axis": "host"}, "adamw", 1),
-    "2 hybrid": ({"stage": 2, "replica_axis": "host"}, "adamw", 2),
-    "2 spread": (
-        {"stage": 2, "replica_axis": "host", "shard_state_over_replicas": True},
-        "came",
-        2,
-    ),
-    "3 hybrid": ({"stage": 3, "replica_axis": "host"}, "adamw", 2),
-    "3 spread": (
-        {"stage": 3, "replica_axis": "host", "shard_state_over_replicas": True},
-        "adafactor",
-        1,
-    ),
+    "1 hybrid": ({"stage": 1} | HYBRID, "adamw", 1),
+    "2 spread": ({"stage": 2} | HYBRID | SPREAD, "came", 2),
+    "3 hybrid": ({"stage": 3} | HYBRID, "adamw", 2),
     "stage 3, not resharded": ({"stage": 3, "reshard_after_forward": False}, "adamw", 1),
     "stage 3, codes": ({"stage": 3, "precision": shd.Precision(gather="int8")}, "adamw", 1),
     "stage 3, unsharded": ({"stage": 3, "unsharded": "up|down"}, "adamw", 1),
@@ -193,10 +178,9 @@ CASES = {
 }
 
 
-@pytest.mark.slow(keep=4)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(x, marks=pytest.mark.slow) for x in SLOW)])
 def test_the_compiled_step(name):
-    fields, optimizer, k = CASES[name]
+    fields, optimizer, k = (CASES | SLOW)[name]
     tx = OPTIMIZERS[optimizer](1e-3)
     mesh = jax.make_mesh((2, 4), ("host", "data"), axis_types=(AxisType.Auto,) * 2)
     axis = "data" if "replica_axis" in fields else ("host", "data")
@@ -230,26 +214,21 @@ def test_the_compiled_step(name):
 ONE = {"w": jax.ShapeDtypeStruct((256, 512), jnp.float32)}
 
 
-def test_the_requested_stage_is_among_the_stages():
+@pytest.mark.parametrize("stage", range(4))
+def test_the_requested_stage_is_among_the_stages(stage):
     names = [*STAGES, "3 hybrid", "3 spread"]
-    for stage in range(4):
-        flat = plan_of(ONE, zero={"stage": stage})
-        assert flat.requested == f"stage {stage}"
-        assert [each.name for each in flat.stages] == STAGES
-        hybrid = plan_of(ONE, sizes=(2, 4), names=("host", "data"), zero={"stage": stage})
-        # At stage 0 replicas and devices within one all-reduce alike.
-        requested = f"{stage} hybrid" if stage else "stage 0"
-        assert hybrid.requested == requested
-        expected = names if requested in names else [*names, requested]
-        assert [each.name for each in hybrid.stages] == expected
-        assert hybrid.stage(requested).name == requested
-        assert hybrid.to_dict()["requested"] == requested
-
-
-def test_a_stage_that_is_not_in_the_plan():
-    message = "'3 hybrid' is not in the plan; its stages are 'stage 0', .*, 'stage 3'"
-    with pytest.raises(ValueError, match=message):
-        plan_of(ONE).stage("3 hybrid")
+    flat = plan_of(ONE, zero={"stage": stage})
+    assert flat.requested == f"stage {stage}"
+    assert [each.name for each in flat.stages] == STAGES
+    with pytest.raises(ValueError, match="'3 hybrid' is not in the plan; its stages are 'stage 0'"):
+        flat.stage("3 hybrid")
+    hybrid = plan_of(ONE, sizes=(2, 4), names=("host", "data"), zero={"stage": stage})
+    # At stage 0 replicas and devices within one all-reduce alike.
+    requested = f"{stage} hybrid" if stage else "stage 0"
+    assert hybrid.requested == hybrid.to_dict()["requested"] == requested
+    expected = names if requested in names else [*names, requested]
+    assert [each.name for each in hybrid.stages] == expected
+    assert hybrid.stage(requested).name == requested
 
 
 def test_sync_state_is_counted():
@@ -284,180 +263,119 @@ def test_old_calls_show_the_new_one():
 
 # --- What is recommended --------------------------------------------------------------------------
 
-# Peaks with four micro-batches, which are added up in float32: 150, 61.4, 31.9 and 2.3 GB; stage 2
-# sends more than 1, less than 3.
+# With four micro-batches, which are added up in float32, stage 2 sends more than 1, less than 3.
 
 
 @pytest.mark.parametrize(
-    ("gigabytes", "name", "reason"),
+    ("gigabytes", "activations", "name", "reason"),
     [
-        (200, "stage 1", "it sends least"),
-        (80, "stage 1", "it sends least"),
-        (70, "stage 2", "it sends least"),  # stage 1 fits, but leaves less than a fifth
-        (35, "stage 3", "it sends least"),
-        (2.43, "stage 3", "it needs least; only 8"),
+        (200, None, "stage 1", "it sends least"),
+        (70, None, "stage 2", "it sends least"),  # stage 1 fits, but leaves less than a fifth
+        (35, None, "stage 3", "it sends least"),
+        (2.43, None, "stage 3", "it needs least; only 8"),
+        (80, 10, "stage 1", "it sends least among the stages that leave 10% of the memory free ("),
+        (80, 12, "stage 2", "it sends least"),  # stage 1 fits, but leaves less than a tenth
+        (80, 77, "stage 3", "it needs least; only 626 MiB are left free."),
+        (80, 79, "", "stage 3 needs least, 75.8 GiB of 74.5 GiB, with activations."),
+        (2, None, "", "Does not fit a test: stage 3 needs least, 2.18 GiB of 1.86"),
     ],
 )
-def test_recommended(gigabytes, name, reason):
-    plan = plan_of(count_to_params(7_500_000_000), ADAM, microbatches=4, device=device(gigabytes))
-    assert (plan.recommended, plan.fits) == (name, True)
+def test_recommended(gigabytes, activations, name, reason):
+    options = {"microbatches": 4, "device": device(gigabytes)}
+    if activations:
+        options["activations"] = activations * GB
+    plan = plan_of(BILLIONS, ADAM, **options)
+    peaks = np.array([150, 61.4, 31.9, 2.3]) + (activations or 0)
+    assert [round(stage.peak / GB, 1) for stage in plan.stages] == pytest.approx(peaks)
+    assert (plan.recommended, plan.fits) == (name, bool(name))
     assert reason in plan.notes[0]
-    assert plan.notes[0].startswith(name)
-    (stage,) = (stage for stage in plan.stages if stage.name == name)
-    roomy = [s for s in plan.stages if s.peak <= 0.8 * gigabytes * GB]
-    assert stage.wire == min((s.wire for s in roomy), default=stage.wire)
+    if name:
+        free = 0.9 if activations else 0.8
+        roomy = [s.wire for s in plan.stages if s.peak <= free * gigabytes * GB]
+        assert plan.stage(name).wire == min(roomy, default=plan.stage(name).wire)
+    tight = [s.name for s in plan.stages if 0.9 < s.peak / (gigabytes * GB) <= 1]
+    use = "free: hardly enough" if activations else "for activations and"
+    words = f"warning: {', '.join(tight)} leaves less than 10% of the memory {use}"
+    assert any(note.startswith(words) for note in plan.notes) == bool(tight)
 
 
-def test_unreduced_gradients_count():
-    """Stage 2 needs 15 GB more than it holds, until its gradients are reduced."""
-    params = count_to_params(7_500_000_000)
-    plan = plan_of(params, ADAM, microbatches=4)
-    peaks = [round(stage.peak / GB, 1) for stage in plan.stages]
-    assert peaks == [150, 61.4, 31.9, 2.3]
-    once = plan_of(params, ADAM)
-    assert [round(stage.unreduced / GB) for stage in once.stages] == [0, 0, 15, 0]
+def test_an_unknown_device():
+    plan = plan_of(ONE)
+    assert (plan.recommended, plan.fits, plan.device) == ("", None, None)
+    assert "not known" in plan.notes[0]
+    assert "left of" not in str(plan)
 
 
 @pytest.mark.parametrize("scan", [True, False])
 def test_layers_whose_gradients_are_reduced_one_by_one(scan):
     """Stage 2 holds the full gradients of what is outside the layers, and of one layer."""
     decoder = Decoder(5, 128, 4, 2, 384, 512, length=16, gated=False, tied=True, scan=scan)
-    params = decoder.abstract(jnp.bfloat16)
+    params, once = decoder.abstract(jnp.bfloat16), {"gathered_once": decoder.gathered_once}
     layer = 2 * 128 + 2 * 128 * 128 + 2 * 128 * 64 + 2 * 128 * 384
     outside = 512 * 128 + 128
-    zero = {"min_shard_size": 100}
-    plan = plan_of(params, ADAM, zero=zero, gathered_once=decoder.gathered_once)
+    small = {"min_shard_size": 100}
+    plan = plan_of(params, ADAM, zero=small, **once)
     assert [stage.unreduced for stage in plan.stages] == [0, 0, 2 * (layer + outside), 0]
     # A sync of whole gradients, and a loss of which no layers are known, reduces at the end.
-    full = 2 * (5 * layer + outside)
-    synced = plan_of(
-        params,
-        ADAM,
-        zero=zero | {"sync": shd.sync.qsgd(8, rounding="nearest")},
-        gathered_once=decoder.gathered_once,
-    )
-    for found in (synced, plan_of(params, ADAM, zero=zero)):
-        assert found.stages[2].unreduced == full
-
-
-def test_nothing_fits():
-    plan = plan_of(count_to_params(7_500_000_000), ADAM, device=device(1.5))
-    assert (plan.recommended, plan.fits) == ("", False)
-    assert plan.notes[0].startswith("Does not fit a test: stage 3 needs least, 1.75 GiB of 1.40")
-
-
-def test_an_unknown_device():
-    plan = plan_of(count_to_params(7_500_000_000), ADAM)
-    assert (plan.recommended, plan.fits, plan.device) == ("", None, None)
-    assert "not known" in plan.notes[0]
-    assert "left of" not in str(plan)
-
-
-def test_what_is_shown():
-    plan = plan_of(count_to_params(7_500_000_000), ADAM, device=device(200))
-    text = str(plan)
-    assert text.startswith("7,500,000,000 parameters on data=64: one device\n")
-    assert "stage 1 *" in text
-    assert "1.75 GiB" in text  # the total of stage 3
-    row = plan.to_dict()["stages"][3]
-    assert row["memory"] == row["arguments"] + row["grads"] == plan.stages[3].memory
-    assert row["peak"] == row["memory"] + row["unreduced"]
+    sync = {"sync": shd.sync.qsgd(8, rounding="nearest")}
+    for found in (
+        plan_of(params, ADAM, zero=small | sync, **once),
+        plan_of(params, ADAM, zero=small),
+    ):
+        assert found.stages[2].unreduced == 2 * (5 * layer + outside)
 
 
 # --- Activations ----------------------------------------------------------------------------------
 
 
 def test_activations_are_beside_the_gradients():
-    """Of each stage; nothing else changes."""
-    params = count_to_params(7_500_000_000)
-    options = {"microbatches": 4, "device": device(80)}
-    plain = plan_of(params, ADAM, **options)
-    found = plan_of(params, ADAM, activations=10 * GB, **options)
-    peaks = [round(stage.peak / GB, 1) for stage in found.stages]
-    assert peaks == [160, 71.4, 41.9, 12.3]
-    for a, b in zip(plain.stages, found.stages, strict=True):
+    """Of each stage; nothing else changes. They are drawn, and said to be counted or not."""
+    options = {"microbatches": 4, "device": device(200)}
+    plain = plan_of(BILLIONS, ADAM, **options)
+    found = plan_of(BILLIONS, ADAM, activations=3 * GIB, **options)
+    none = plan_of(BILLIONS, ADAM, activations=np.float32(0), **options)
+    for a, b, c in zip(plain.stages, found.stages, none.stages, strict=True):
         assert a.activations is None
         assert dataclasses.replace(b, activations=None) == a
-        assert found.headroom(b) == pytest.approx(plain.headroom(a) - 10 / 80)
+        assert (b.peak, c.peak) == (a.peak + 3 * GIB, a.peak)
+        assert found.headroom(b) == pytest.approx(plain.headroom(a) - 3 * GIB / 200e9)
     assert found.seconds(found.stages[0]) == plain.seconds(plain.stages[0])
-
-
-def test_activations_are_shown():
-    params = count_to_params(7_500_000_000)
-    plain = plan_of(params, ADAM, device=device(200))
-    found = plan_of(params, ADAM, device=device(200), activations=3 * GIB)
 
     def row(plan, name):
         (cells,) = (cells for cells in plan.tables()[0].rows if cells[0].startswith(name))
         return cells[1:]
 
+    assert str(found).startswith("7,500,000,000 parameters on data=64: one device\n")
+    assert "stage 1 *" in str(found)
     assert row(found, "+ activations") == ("3.00 GiB",) * 4
     assert row(plain, "+ activations") == ("?",) * 4
-    assert (row(plain, "left of")[3], row(found, "left of")[3]) == ("185 GiB", "182 GiB")
+    assert (row(plain, "left of")[3], row(found, "left of")[3]) == ("184 GiB", "181 GiB")
     assert found.notes[-1].startswith("Activations are counted as planned; ")
     assert not any("not counted" in note for note in found.notes)
     assert plain.notes[-1].startswith("Activations are not counted (?)")
-
-
-def test_activations_as_json():
-    plain = plan_of(ONE).to_dict()
-    found = plan_of(ONE, activations=np.float32(7)).to_dict()
-    assert (plain["not_counted"], found["not_counted"]) == (["activations"], [])
-    assert [row["activations"] for row in plain["stages"]] == [None] * 4
-    assert [row["activations"] for row in found["stages"]] == [7] * 4
-    for row in json.loads(json.dumps(found))["stages"]:
-        assert row["peak"] == row["memory"] + row["unreduced"] + 7
-    none = plan_of(ONE, activations=0.0)  # counted, and there are none
-    assert none.to_dict()["not_counted"] == []
-    assert [stage.peak for stage in none.stages] == [stage.peak for stage in plan_of(ONE).stages]
-
-
-@pytest.mark.parametrize(
-    ("gigabytes", "activations", "name", "reason"),
-    [
-        # Peaks of 150, 61.4, 31.9 and 2.3 GB before activations.
-        (80, 10, "stage 1", "it sends least among the stages that leave 10% of the memory free ("),
-        (80, 12, "stage 2", "it sends least"),  # stage 1 fits, but leaves less than a tenth
-        (80, 45, "stage 3", "it sends least"),
-        (80, 77, "stage 3", "it needs least; only 626 MiB are left free."),
-        (80, 79, "", "stage 3 needs least, 75.8 GiB of 74.5 GiB, with activations."),
-    ],
-)
-def test_recommended_with_activations(gigabytes, activations, name, reason):
-    plan = plan_of(
-        count_to_params(7_500_000_000),
-        ADAM,
-        microbatches=4,
-        device=device(gigabytes),
-        activations=activations * GB,
+    as_json = [json.loads(json.dumps(plan.to_dict())) for plan in (plain, found, none)]
+    assert [each["not_counted"] for each in as_json] == [["activations"], [], []]
+    for rows in zip(*(each["stages"] for each in as_json), strict=True):
+        assert [row["activations"] for row in rows] == [None, 3 * GIB, 0]
+        for each in rows:
+            assert each["memory"] == each["arguments"] + each["grads"]
+            assert each["peak"] == each["memory"] + each["unreduced"] + (each["activations"] or 0)
+    (bars,) = (
+        bars
+        for bars in plot_plans({"": found}).axes[0].containers
+        if bars.get_label() == "activations"
     )
-    assert (plan.recommended, plan.fits) == (name, bool(name))
-    assert reason in plan.notes[0]
-    tight = [s.name for s in plan.stages if 0.9 < s.peak / (gigabytes * GB) <= 1]
-    words = f"warning: {', '.join(tight)} leaves less than 10% of the memory free: hardly enough"
-    assert any(note.startswith(words) for note in plan.notes) == bool(tight)
+    assert [bar.get_height() for bar in bars] == [3] * 4
 
 
-def test_activations_are_drawn():
-    def heights(**options):
-        figure = plot_plans({"": plan_of(ONE, **options)})
-        return {
-            bars.get_label(): [bar.get_height() for bar in bars]
-            for bars in figure.axes[0].containers
-        }
-
-    assert "activations" not in heights()
-    assert heights(activations=3 * GIB)["activations"] == [3] * 4
+def test_activations_that_are_no_bytes():
+    for activations in (-1.0, math.nan, math.inf):
+        message = f"a finite number of bytes, 0 or above, got {activations}."
+        with pytest.raises(ValueError, match=re.escape(message)):
+            plan_of(ONE, activations=activations)
 
 
-@pytest.mark.parametrize("activations", [-1.0, math.nan, math.inf])
-def test_activations_that_are_no_bytes(activations):
-    message = f"a finite number of bytes, 0 or above, got {activations}."
-    with pytest.raises(ValueError, match=re.escape(message)):
-        plan_of(ONE, activations=activations)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_compiled_scan_holds_activations_beside_unreduced_gradients(stage):
     """A second micro-batch adds gradients that wait to the peak, though activations are larger."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -563,27 +481,23 @@ def test_offload(smallest):
         assert (plain.host, plain.host_wire, found.wire) == (0, 0, plain.wire)
 
 
-def test_an_unknown_format():
-    with pytest.raises(ValueError, match="got '3bit'") as error:
-        formatted(ADAM, state_format="3bit")
-    assert all(repr(name) in str(error.value) for name in STATE_FORMATS)
-
-
-def test_random_keys_in_the_state():
+def test_unusual_states():
     """Typed keys have no width that a format could change, and their dtype is not NumPy's."""
     key = jax.random.key(0)
     tx = optax.chain(optax.add_noise(0.1, 0.5, key), optax.adam(1e-3))
     plain, found = (formatted(tx, state_format=name)[0] for name in (None, "8bit"))
     assert plain.opt_state > found.opt_state > 0
     assert plain.opt_state >= formatted(optax.adam(1e-3))[0].opt_state + 8
+    with pytest.raises(ValueError, match="got '3bit'") as error:
+        formatted(ADAM, state_format="3bit")
+    assert all(repr(name) in str(error.value) for name in STATE_FORMATS)
 
 
 # --- What an optimizer saves ----------------------------------------------------------------------
 
 
 def test_a_saving_that_matters_and_one_that_does_not():
-    params = count_to_params(7_500_000_000)
-    adamw, came = (plan_of(params, tx) for tx in (ADAM, CAME))
+    adamw, came, sgd = (plan_of(BILLIONS, tx) for tx in (ADAM, CAME, optax.sgd(1e-3)))
 
     def saving(mine, theirs, name, *names):
         return saving_of(mine.stage(name), theirs.stage(name), *names)
@@ -598,8 +512,7 @@ def test_a_saving_that_matters_and_one_that_does_not():
         "Parameters and gradients dominate; the optimizer hardly matters for memory here."
     )
     assert "AdamW holds 433 MiB more than CAME" in saving(adamw, came, "stage 2", ("AdamW", "CAME"))
-    assert "dominate" not in saving(came, adamw, "stage 3")
-    sgd = plan_of(params, optax.sgd(1e-3))  # parameters and gradients are all, and it matters
+    # Parameters and gradients are all that SGD holds, and it matters.
     assert saving(sgd, adamw, "stage 0").endswith("75% of a device's 112 GiB.")
 
 
@@ -625,51 +538,48 @@ def test_published_sizes(name, count):
 
 GATED = Decoder(2, 16, 4, 2, 24, 32, length=8)
 BIASED = Decoder(2, 16, 4, 4, 24, 32, length=8, gated=False, tied=True, biased=True)
-both = pytest.mark.parametrize("model", [GATED, BIASED], ids=["gated", "biased"])
 
 
 def filled(model, scale=0.3):
     """Parameters that all differ: those of ``init`` have no biases and norms of one."""
     rng = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda x: jnp.asarray(x + scale * rng.standard_normal(x.shape, np.float32)),
-        jax.jit(model.init)(),
-    )
+
+    def fill(path, x):
+        mean = 1.0 if path[-1].key == "scale" else 0.0
+        return (mean + scale * rng.standard_normal(x.shape)).astype(np.float32)
+
+    return jax.tree.map_with_path(fill, model.abstract())
 
 
 def tokens_of(model, batch=2):
     shape = (batch, model.length + 1)
-    return jnp.asarray(np.random.default_rng(1).integers(0, model.vocabulary, shape, np.int32))
+    return np.random.default_rng(1).integers(0, model.vocabulary, shape, np.int32)
 
 
-@both
-def test_scanned_is_unrolled(model):
+@pytest.mark.parametrize("model", [GATED, BIASED], ids=["gated", "biased"])
+def test_the_loss_of_models(model):
+    """Scanned as unrolled; layers are causal; the loss is that of the next token."""
     unrolled = dataclasses.replace(model, scan=False)
     params, tokens = filled(model), tokens_of(model)
     layers = [jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(model.layers)]
     split = params | {"layers": layers}
     assert jax.tree.map(jnp.shape, split) == jax.tree.map(jnp.shape, unrolled.abstract())
-    loss = jax.jit(model.make_loss())
-    scanned = loss(params, tokens)
-    np.testing.assert_allclose(jax.jit(unrolled.make_loss())(split, tokens), scanned, rtol=1e-6)
     backward = params | {"layers": jax.tree.map(lambda x: x[::-1], params["layers"])}
-    assert abs(loss(backward, tokens) - scanned) > 1e-3
-
-
-@both
-def test_layers_are_causal(model):
-    layer = jax.tree.map(lambda x: x[0], filled(model)["layers"])
     x = np.random.default_rng(2).standard_normal((1, 5, model.width), np.float32)
-    slopes = jax.jit(jax.jacobian(lambda x: model.apply_layer(layer, x)[0, :, 0]))(x)[:, 0]
+
+    @jax.jit
+    def figures(params, split, backward):
+        slopes = jax.jacobian(lambda x: model.apply_layer(split["layers"][0], x)[0, :, 0])(x)
+        loss = model.make_loss()
+        losses = loss(params, tokens), unrolled.make_loss()(split, tokens), loss(backward, tokens)
+        return losses, slopes[:, 0], model.make_loss(lambda _, x: x)(params, tokens[:, :2])
+
+    (scanned, found, reversed_), slopes, without_layers = figures(params, split, backward)
+    np.testing.assert_allclose(found, scanned, rtol=1e-6)
+    assert abs(reversed_ - scanned) > 1e-3
     seen = np.abs(slopes).max(-1) > 1e-6  # whether the output at t depends on the input at s
     np.testing.assert_array_equal(seen, np.tri(5, dtype=bool))
-
-
-@both
-def test_the_loss_is_of_the_next_token(model):
-    """Without layers and at one position, by hand."""
-    params, tokens = filled(model), tokens_of(model)[:, :2]
-    found = jax.jit(model.make_loss(lambda _, x: x))(params, tokens)
+    # Without layers and at one position, by hand.
     p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     x = p["embed"][tokens[:, 0]]
     if model.biased:
@@ -679,7 +589,7 @@ def test_the_loss_is_of_the_next_token(model):
     x = x + p["norm"].get("bias", 0)
     logits = x @ (p["embed"].T if model.tied else p["unembed"])
     losses = np.log(np.exp(logits).sum(-1)) - logits[[0, 1], tokens[:, 1]]
-    np.testing.assert_allclose(found, losses.mean(), rtol=1e-5)
+    np.testing.assert_allclose(without_layers, losses.mean(), rtol=1e-5)
 
 
 # --- Targets and devices --------------------------------------------------------------------------
@@ -709,111 +619,46 @@ def test_targets(name, num, axes):
     assert list(target.mesh_axes) == list(axes)
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("v5e:3x3", "no slice 'v5e:3x3'; those of v5e are 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16,"),
-        ("v6e:4x4x4", "no slice 'v6e:4x4x4'; those of v6e are"),
-        ("v5p:0x4", "unknown target 'v5p:0x4'; known are v4"),
-        ("v5p:2x2x2x2", "unknown target"),
-        ("v5e:4x4*0", "unknown target"),
-        ("h100x0", "unknown target"),
-        ("h100x12", "must be a multiple of 8"),
-        ("tpu", "unknown target 'tpu'"),
-        ("", "unknown target ''"),
-    ],
-)
-def test_bad_targets(name, message):
-    with pytest.raises(ValueError, match=message):
-        targets.parse(name)
+KINDS_OF_NAMES = {
+    "v5e": ("v5e:4x4*2", "TPU v5 lite"),
+    "v5p": ("TPU v5", "TPU v5p"),
+    "v6e": ("TPU v6 lite",),
+    "v4": ("TPU v4",),
+    "tpu7x": ("TPU7x", "tpu7x:2x2x1"),
+    "h200": ("h200x8",),
+    "h100": ("NVIDIA H100 80GB HBM3",),
+    "h100-pcie": ("NVIDIA H100 PCIe", "h100-pciex8"),
+    "a100-40": ("NVIDIA A100-SXM4-40GB",),
+    "a100-80": ("a100-80x16",),
+    "l40s": ("NVIDIA L40S",),
+    "rtx5090": ("rtx5090x2",),
+    "b200": ("NVIDIA B200",),
+    "gb200": ("NVIDIA GB200",),
+    "mi300x": ("AMD Instinct MI300X", "mi300xx8"),
+    None: (
+        "TPU v3",
+        "NVIDIA H100 NVL",
+        "NVIDIA A100 80GB PCIe",
+        "NVIDIA GeForce RTX 4090 D",
+        "cpu:8",
+    ),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("v5e:4x4*2", "v5e"),
-        ("h200x8", "h200"),
-        ("TPU v5 lite", "v5e"),
-        ("TPU v5e", "v5e"),
-        ("TPU v5", "v5p"),
-        ("TPU v5p", "v5p"),
-        ("TPU v6 lite", "v6e"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("TPU v4", "v4"),
-        ("TPU7x", "tpu7x"),
-        ("tpu7x:2x2x1", "tpu7x"),
-        ("TPU v3", None),
-        ("NVIDIA H100 PCIe", "h100-pcie"),
-        ("h100-pciex8", "h100-pcie"),
-        ("NVIDIA H100 NVL", None),
-        ("NVIDIA A100-SXM4-40GB", "a100-40"),
-        ("a100-80x16", "a100-80"),
-        ("NVIDIA A100 80GB PCIe", None),
-        ("NVIDIA L40S", "l40s"),
-        ("NVIDIA L40", None),
-        ("NVIDIA GeForce RTX 4090", "rtx4090"),
-        ("NVIDIA GeForce RTX 4090 D", None),
-        ("rtx5090x2", "rtx5090"),
-        ("NVIDIA B200", "b200"),
-        ("NVIDIA GB200", "gb200"),
-        ("AMD Instinct MI300X", "mi300x"),
-        ("mi300xx8", "mi300x"),
-        ("cpu:8", None),
-    ],
-)
-def test_kinds_of_devices(name, kind):
-    found = kind_of(name)
-    assert (found and found.name) == kind
+@pytest.mark.parametrize("kind", KINDS_OF_NAMES)
+def test_kinds_of_devices(kind):
+    for name in KINDS_OF_NAMES[kind]:
+        found = kind_of(name)
+        assert (found and found.name) == kind
 
 
-def test_figures_of_devices():
-    """Each has a source and every figure; no mistake of a thousand, none of products with zeros."""
-    assert {"a100-40", "a100-80", "l40s", "rtx4090", "rtx5090", "h100-pcie", "h100"} <= KINDS.keys()
-    assert {"h200", "b200", "gb200", "mi300x", "v4", "v5e", "v5p", "v6e", "tpu7x"} <= KINDS.keys()
-    for name, kind in KINDS.items():
-        assert kind.name == name
-        assert len(kind.source) > 10
-        assert 16e9 <= kind.memory < 200 * GIB
-        assert 0.8e12 <= kind.bandwidth <= 8e12
-        assert 165e12 <= kind.flops <= 2.5e15
-        assert 32e9 <= kind.link <= 900e9
-        assert kind.network is None or 3e9 <= kind.network <= 50e9
-        assert 80 < kind.flops / kind.bandwidth < 600  # operations a byte
-        assert (kind.tile is None) == (not name.startswith(("v", "tpu")))
+# --- The page -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "compiles"),
-    [
-        *[(name, True) for name in ("v4:2x2x1", "tpu7x:2x2x1", "h100x8", "cpu:8")],
-        *[(name, False) for name in ("a100-40x8", "h100-pciex8", "mi300xx8", "gb200x72")],
-    ],
-)
-def test_planned_or_compiled(name, compiles):
-    assert targets.parse(name).compiles == compiles
-    if not compiles:
-        with pytest.raises(
-            ValueError, match=rf"'{name}' can be planned, not compiled for; .* CPUs"
-        ):
-            targets.topology(name)
-
-
-# --- Large models ---------------------------------------------------------------------------------
-
-
-@pytest.mark.slow(keep=2)
-@pytest.mark.parametrize(
-    ("model", "optimizer"),
-    [
-        ("llama2-13b", optax_ext.came),
-        ("llama3-70b", optax_ext.adafactor),
-        ("llama3-405b", optax_ext.came),
-        ("llama2-13b", optax_ext.came8bit),
-    ],
-)
-def test_steps_of_large_models_lower(model, optimizer):
+@pytest.mark.slow
+def test_steps_of_large_models_lower():
     """Their stacked layers have more than 2^31 elements; nothing is compiled."""
-    decoder, tx = MODELS[model], optax_ext.master_weights(optimizer(1e-3))
+    decoder, tx = MODELS["llama3-405b"], CAME
     shapes = [x.shape for x in jax.tree.leaves(decoder.abstract(jnp.bfloat16))]
     assert max(map(math.prod, shapes)) > 2**31
     zero = shd.Zero(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), stage=3)
@@ -827,9 +672,6 @@ def test_steps_of_large_models_lower(model, optimizer):
     text = step.lower(zero.abstract_state(make_state, tx=tx), batch).as_text()
     layers = "x".join(map(str, max(shapes, key=math.prod)))
     assert f"tensor<{layers}xbf16>" in text
-
-
-# --- The page -------------------------------------------------------------------------------------
 
 
 def test_the_table_of_devices_in_the_documentation():

@@ -23,6 +23,11 @@ LENGTH = 48
 LLAMA = Decoder(2, 64, 4, 2, 96, 128, LENGTH)
 GPT2 = Decoder(2, 64, 4, 4, 256, 128, LENGTH, gated=False, tied=True, biased=True)
 MODELS = pytest.mark.parametrize("model", [LLAMA, GPT2], ids=["llama", "gpt2"])
+SAVED = [
+    *((LLAMA, name) for name in (*PARTLY[::2], "full")),
+    (GPT2, "save_out_proj"),
+    *(pytest.param(LLAMA, name, marks=pytest.mark.slow) for name in PARTLY[1::2]),
+]
 
 
 def traced(model, batch=3):
@@ -31,8 +36,7 @@ def traced(model, batch=3):
     return TracedBlock.of(model.apply_layer, layer, x, jax.devices()[0])
 
 
-@MODELS
-@pytest.mark.parametrize("name", [*PARTLY, "full"])
+@pytest.mark.parametrize(("model", "name"), SAVED)
 def test_it_is_what_jax_stores_and_computes_again(model, name):
     block, tokens = traced(model), 3 * LENGTH
     plain = sum(block.work(None)[1:], block.work(None)[0])
@@ -51,9 +55,6 @@ def test_no_preset_that_is_searched_is_better_in_everything():
     assert stored == sorted(set(stored))
     assert again == sorted(set(again), reverse=True)
     assert ("none", *PARTLY, "full") == SEARCHED
-
-
-def test_the_parts_of_a_preset():
     assert saved_parts("minimal_with_context") == tuple(part_elements(LLAMA))
     assert saved_parts("full") == ()
 

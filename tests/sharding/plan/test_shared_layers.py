@@ -17,7 +17,7 @@ from sharding.plan.timing._parallel_plan import ParallelPlan
 
 from .. import model as models
 
-STEPS = 4
+STEPS, SLOW = 4, pytest.mark.slow
 LLAMA = Decoder(2, 32, 4, 2, 64, 48, 8)  # groups of heads, and a gate
 GPT = Decoder(2, 32, 4, 4, 64, 48, 8, gated=False, tied=True, biased=True)
 MODEL_OF = {
@@ -26,11 +26,6 @@ MODEL_OF = {
     "unrolled": dataclasses.replace(LLAMA, scan=False),
     "odd tokens": dataclasses.replace(GPT, vocabulary=47),
 }
-
-
-def mesh_of(data=4, tensor=2):
-    auto = (jax.sharding.AxisType.Auto,) * 2
-    return jax.make_mesh((data, tensor), ("data", "model"), auto)
 
 
 # --- Specs ----------------------------------------------------------------------------------------
@@ -58,9 +53,6 @@ def test_specs_of_layers_that_are_not_stacked():
     for name, spec in alone["layers"][0].items():
         if "norm" not in name:
             assert tuple(stacked["layers"][name]) == (None, *spec)
-
-
-def test_devices_that_cannot_share_a_model():
     with pytest.raises(ValueError, match=r"4 devices cannot share a model with kv_heads=2"):
         LLAMA.specs(shards=4)
 
@@ -103,25 +95,34 @@ def reference(name):
     return params
 
 
-@pytest.mark.slow(keep=2)
+def distance_of(name, params):
+    expected = reference(name)
+    if MODEL_OF[name].biased:  # their true gradient is zero
+        params, expected = (
+            x | {"layers": {k: v for k, v in x["layers"].items() if k != "key_bias"}}
+            for x in (params, expected)
+        )
+    return models.worst_leaf(params, expected)
+
+
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("name", "stage"),
-    [("llama", 1), ("llama", 2), ("llama", 3), ("gpt", 3), ("unrolled", 2), ("odd tokens", 1)],
+    [
+        ("gpt", 3),
+        *(pytest.param(*x, marks=SLOW) for x in (("llama", 2), ("unrolled", 2), ("odd tokens", 1))),
+    ],
 )
 def test_shared_layers_are_exact(name, stage):
     model, tx = MODEL_OF[name], optax.adamw(1e-2)
-    zero = shd.Zero(mesh_of(), stage=stage, min_shard_size=0)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2)
+    zero = shd.Zero(mesh, stage=stage, min_shard_size=0)
     specs = model.specs("model", 2)
     state = zero.init(make_state(model, tx), tx=tx, param_specs=specs)
     step = zero.train_step(model.make_loss(zero.gathered(model.apply_layer)), tx=tx, microbatches=2)
     for i in range(STEPS):
         state, _ = step(state, zero.put(batch(i)))
-    expected = reference(name)
-    if model.biased:  # its true gradient is zero
-        for params in (state[0], expected):
-            params["layers"].pop("key_bias", None)
-    distance, leaf = models.worst_leaf(state[0], expected)
+    distance, leaf = distance_of(name, state[0])
     assert distance < 1e-12, leaf
     layers = state[0]["layers"]
     up = (layers if model.scan else layers[0])["up"]
@@ -130,13 +131,18 @@ def test_shared_layers_are_exact(name, stage):
     assert state[0]["embed"].addressable_shards[0].data.shape[0] == held["embed"].shape[0]
 
 
-@pytest.mark.slow(keep=1)
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(("name", "stage"), [("llama", 1), ("gpt", 3)])
-@pytest.mark.parametrize("recompute", ["none", "save_qkv_proj"])
-def test_pipelines_of_shared_layers_are_exact(name, stage, recompute):
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("gpt", {"stage": 1, "recompute": "save_qkv_proj"}),
+        pytest.param("llama", {"stage": 3, "schedule": "zb-h1", "recompute": "none"}, marks=SLOW),
+        pytest.param("gpt", {"stage": 2, "schedule": "1f1b"}, marks=SLOW),
+    ],
+)
+def test_pipelines_of_shared_layers_are_exact(name, fields):
     model, tx = MODEL_OF[name], optax.adamw(1e-2)
-    plan = ParallelPlan(*(2, 2, 2), microbatches=2, stage=stage, recompute=recompute)
+    plan = ParallelPlan(*(2, 2, 2), microbatches=2, **fields)
     file = PlanFile("", "", "cpu:8", model.length, "float64", (1, 1), plan, {})
     auto = (jax.sharding.AxisType.Auto,) * 3
     mesh = jax.make_mesh(tuple(file.mesh_axes.values()), tuple(file.mesh_axes), auto)
@@ -149,11 +155,7 @@ def test_pipelines_of_shared_layers_are_exact(name, stage, recompute):
     step = zero.train_step(pipeline.loss, tx=tx, weighted=True)
     for i in range(STEPS):
         state, _ = step(state, zero.put(batch(i)))
-    expected, found = reference(name), pipeline.unstack(state[0])
-    if model.biased:  # its true gradient is zero
-        for params in (found, expected):
-            params["layers"].pop("key_bias", None)
-    distance, leaf = models.worst_leaf(found, expected)
+    distance, leaf = distance_of(name, pipeline.unstack(state[0]))
     assert distance < 1e-12, leaf
     assert state[0]["layers"]["up"].sharding.spec[0] == "pipe"
     assert "model" in tuple(state[0]["layers"]["up"].sharding.spec)
@@ -182,9 +184,5 @@ def test_activations_are_of_the_shared_heads_and_hidden_values(name):
         table = 4 * model.vocabulary * model.width
         assert costs[-1].param_bytes == every[0][-1].param_bytes - table * (1 - 1 / n)
         assert costs[1].forward == every[0][1].forward / n
-
-
-def test_recomputed_layers_store_the_full_stream():
-    for n in (1, 2):
-        cost = layer_costs(LLAMA, kind_of("h100"), tensor=n, dtype=jnp.float32)[1]
-        assert cost.activation_bytes == 4 * LLAMA.length * LLAMA.width
+        again = layer_costs(model, kind_of("h100"), tensor=n, **options | {"recompute": True})
+        assert again[1].activation_bytes == stream

@@ -27,21 +27,26 @@ from ...compilers import need
     ("name", "message"),
     [
         ("v9z:2x2", "unknown target 'v9z:2x2'; known are v4:2x2x2"),
+        ("v5e:3x3", "no slice 'v5e:3x3'; those of v5e are 1x1, 2x2, 2x4, 4x4, 4x8, 8x8, 8x16,"),
+        ("v5p:0x4", "unknown target 'v5p:0x4'; known are v4"),
+        ("v5p:2x2x2x2", "unknown target"),
+        ("v5e:4x4*0", "unknown target"),
+        ("h100x0", "unknown target"),
         ("cpu:0", "unknown target 'cpu:0'"),
         ("cpu:64", r"'cpu:64' was requested, 8 CPU devices were found; set jax.config.update"),
         ("h200x12", "more GPUs than one host's must be a multiple of 8"),
+        ("a100-40x8", "'a100-40x8' can be planned, not compiled for; .* CPUs"),
+        ("", "unknown target ''"),
     ],
 )
 def test_bad_names(name, message):
     with pytest.raises(ValueError, match=message):
         shd.targets.topology(name)
-
-
-def test_a_mesh_that_does_not_fit():
-    with pytest.raises(ValueError, match=r"mesh shape \(2, 2\) does not fit 'cpu:8', which has 8"):
+    with pytest.raises(ValueError, match=r"shape \(2, 2\) does not fit 'cpu:8', which has 8"):
         shd.targets.mesh("cpu:8", (2, 2), ("a", "b"))
 
 
+@pytest.mark.script
 def test_compilers_in_a_folder_of_their_own(tmp_path):
     """They are found when a target is requested, and do not affect other programs."""
     (tmp_path / "libtpu").mkdir()
@@ -60,9 +65,7 @@ def test_compilers_in_a_folder_of_their_own(tmp_path):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize(
-    "target", ["h200x8", "v5e:2x4", "v5e:4x4", "v6e:16x16", "v5p:4x4x4", "v5e:4x4*2"]
-)
+@pytest.mark.parametrize("target", ["h200x8", "v5e:4x4", "v6e:16x16", "v5p:4x4x4", "v5e:4x4*2"])
 def test_wire_bytes(target, stage):
     need(target)
     found = benchmark.measure(Case(target, stage, hybrid=target.endswith("*2")))
@@ -184,6 +187,7 @@ def test_a_pipeline_keeps_what_its_schedule_says(target):
     assert (found.copied_sums > 0) == (target == "h200x8")
 
 
+@pytest.mark.slow
 def test_the_smoke_table(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["zero.py", "--target", "cpu:8"])
     monkeypatch.setattr(benchmark, "cases", lambda *_: [Case("cpu:8", 2)])

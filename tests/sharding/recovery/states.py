@@ -105,8 +105,3 @@ def bits(tree):
         return kind, data.shape, data.tobytes()
 
     return [leaf(x) for x in jax.tree.leaves(tree)]
-
-
-def placements(tree):
-    """The sharding of each leaf."""
-    return [x.sharding for x in jax.tree.leaves(tree)]

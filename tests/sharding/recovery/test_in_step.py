@@ -1,6 +1,5 @@
 """Training steps that copy snapshots: nothing of training changes, and what is copied is right."""
 
-import functools
 import math
 import re
 
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.training.train_state import TrainState
 from jax import P
 from jax.sharding import AxisType, NamedSharding
 
@@ -18,14 +18,10 @@ from sharding.step import _compiled_step
 from ...compilers import need
 from .states import adamw, batch_of, bits, invent_machines, loss_fn, make_state, store_of
 
-STEPS = 4
 
-
-def zero_of(stage, kind=AxisType.Auto, shape=(8,)):
-    axes = ("replica", "data")[-len(shape) :]
-    mesh = jax.make_mesh(shape, axes, axis_types=(kind,) * len(shape))
-    replica = "replica" if len(shape) > 1 else None
-    return shd.Zero(mesh, stage, replica_axis=replica, min_shard_size=0)
+def zero_of(stage, kind=AxisType.Auto):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
+    return shd.Zero(mesh, stage, min_shard_size=0)
 
 
 def step_of(zero, **options):
@@ -37,112 +33,53 @@ def step_of(zero, **options):
     return zero.train_step(loss, tx=adamw(), **options)
 
 
-def initial(zero):
-    return zero.init(make_state(), tx=adamw())
+class Run:
+    """A store, a step that copies, and beside it the same training without copies."""
+
+    def __init__(self, zero, store, **options):
+        self.zero, self.store = zero, store
+        self.plain = step_of(zero, **options)
+        self.copying = step_of(zero, snapshot=store, **options)
+        self.state, self.other = (zero.init(make_state(), tx=adamw()) for _ in range(2))
+        self.abstract = zero.abstract_state(make_state(), tx=adamw())
+        self.i = 0
+
+    def step(self):
+        """One step of both, to the same bits, of which it returns those before it."""
+        self.i += 1
+        batch, before = self.zero.put(batch_of(self.i)), bits(self.state)
+        self.state, metrics = self.copying(self.state, batch)
+        self.other, expected = self.plain(self.other, batch)
+        assert bits(self.state) == bits(self.other)
+        assert float(metrics["loss"]) == float(expected["loss"])
+        return before
+
+    def save(self, state=None, extra=None):
+        """Under the number of the step."""
+        return self.store.save(self.i, self.state if state is None else state, extra)
+
+    def assert_restores(self, step, expected, abstract=None):
+        found = self.store.restore(self.abstract if abstract is None else abstract)
+        assert (found.step, bits(found.state)) == (step, expected)
+        return found
 
 
-CONFIGS = {
-    "stage 0": (0, AxisType.Auto, {}),
-    "stage 1": (1, AxisType.Auto, {}),
-    "stage 2": (2, AxisType.Auto, {}),
-    "stage 3": (3, AxisType.Auto, {}),
-    "stage 2, explicit axes": (2, AxisType.Explicit, {}),
-    "stage 3, explicit axes": (3, AxisType.Explicit, {}),
-    # Reduce-scatters in a loop, beside the sends of the copies.
-    "stage 2, micro-batches": (2, AxisType.Auto, {"microbatches": 2}),
-}
-
-
-@functools.cache
-def plain_run(stage, kind, microbatches):
-    """States and losses without a store: the bits before each step, and the loss of each."""
-    zero = zero_of(stage, kind)
-    state, step = initial(zero), step_of(zero, microbatches=microbatches)
-    states, losses = [bits(state)], []
-    for i in range(STEPS):
-        state, metrics = step(state, zero.put(batch_of(i)))
-        states.append(bits(state))
-        losses.append(float(metrics["loss"]))
-    return states, losses
-
-
-# --- The same bits --------------------------------------------------------------------------------
-
-
-@pytest.mark.slow(keep=2)
-@pytest.mark.parametrize(("stage", "kind", "options"), CONFIGS.values(), ids=CONFIGS)
-def test_training_is_the_same_and_the_snapshot_is_the_state_before(
-    stage, kind, options, tmp_path, monkeypatch
-):
-    """On four machines, each step copied but for the first and the last one."""
-    invent_machines(monkeypatch, "aabbccdd")
-    states, losses = plain_run(stage, kind, options.get("microbatches", 1))
-    zero = zero_of(stage, kind)
-    store = store_of(zero.mesh, tmp_path, replicas=2)
-    step = step_of(zero, snapshot=store, **options)
-    state, found = initial(zero), []
-    abstract = jax.tree.map(lambda x: x, zero.abstract_state(make_state(), tx=adamw()))
-    for i in range(STEPS):
-        if i:
-            assert store.save(i, state, {"position": i})
-        state, metrics = step(state, zero.put(batch_of(i)))
-        found.append(float(metrics["loss"]))
-        assert bits(state) == states[i + 1]
-        if i == 2:
-            restored = store.restore(abstract)
-            assert restored.step == i
-            assert restored.extra == {"position": i}
-            assert bits(restored.state) == states[i]
-    assert found == losses
-    assert store.restore(abstract).step == STEPS - 1
-    assert bits(store.restore(abstract).state) == states[STEPS - 1]
-    assert (store.counts.saved, store.counts.failed) == (STEPS - 1, 0)
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """At stage 3: tests go on where those before them ended."""
+    zero = zero_of(3)
+    store = store_of(zero.mesh, tmp_path_factory.mktemp("shared"))
+    yield Run(zero, store)
     store.close()
 
 
-# --- One run of everything else, at stage 3 -------------------------------------------------------
-
-
-class Run:
-    """A store, a step and a state at stage 3, with the bits of the plain run."""
-
-    def __init__(self, folder, **options):
-        self.zero = zero_of(3)
-        self.store = store_of(self.zero.mesh, folder, **options)
-        self.step_fn = step_of(self.zero, snapshot=self.store)
-        self.state, self.i = initial(self.zero), 0
-        self.abstract = self.zero.abstract_state(make_state(), tx=adamw())
-        self.states, _ = plain_run(3, AxisType.Auto, 1)
-
-    def step(self):
-        self.state, _ = self.step_fn(self.state, self.zero.put(batch_of(self.i)))
-        self.i += 1
-        assert bits(self.state) == self.states[self.i]
-
-    def assert_restores(self, step, abstract=None):
-        found = self.store.restore(abstract or self.abstract)
-        assert found.step == step
-        assert bits(found.state) == self.states[step]
-
-
 @pytest.fixture
-def run(tmp_path):
-    made = Run(tmp_path)
-    yield made
-    made.store.close()
+def run(shared):
+    shared.step()
+    return shared
 
 
-def test_interval(tmp_path):
-    run = Run(tmp_path, interval=3)
-    for i in range(1, STEPS + 1):
-        run.step()
-        assert run.store.save(i, run.state) == (i == 3)
-    run.store.wait_until_finished()
-    assert run.store.counts.saved == 1
-    run.assert_restores(3)
-
-
-def test_nothing_is_compiled_twice(run, monkeypatch):
+def test_the_snapshot_is_the_state_before_the_step(run, monkeypatch):
     """One program copies, one does not, however often either runs."""
     compiled = []
     original = _compiled_step.CompiledStep._jitted
@@ -153,164 +90,125 @@ def test_nothing_is_compiled_twice(run, monkeypatch):
         return found
 
     monkeypatch.setattr(_compiled_step.CompiledStep, "_jitted", counted)
-    for i in range(1, 8):
-        run.state, _ = run.step_fn(run.state, run.zero.put(batch_of(i)))
-        if i % 3:
-            run.store.save(i, run.state)
-    assert len(set(map(id, compiled))) == 2
-    assert [found._cache_size() for found in compiled] == [1] * 7
-    run.store.wait_until_finished()
-    assert run.store.counts.saved == 5
+    saved = run.store.counts.saved
+    for i in range(4):
+        if i != 2:
+            assert run.save(extra={"position": i})
+        before = run.step()
+    assert run.assert_restores(run.i - 1, before).extra == {"position": 3}
+    assert (run.store.counts.saved, run.store.counts.failed) == (saved + 3, 0)
+    compiled = [found for found in compiled if found._cache_size()]
+    assert len(set(map(id, compiled))) == 3  # with copies, without them, and that of ``plain``
+    assert {found._cache_size() for found in compiled} == {1}
 
 
 def test_values_beside_the_train_state(run):
     """Random keys and counters that the step does not take are copied in it, too."""
     replicated = NamedSharding(run.zero.mesh, P())
     key = jax.device_put(jax.random.key(7), replicated)
-    count = jax.device_put(np.int32(3), replicated)
-    run.step()
-    run.store.save(1, {"train": run.state, "key": key, "count": count})
-    run.step()
-    run.store.save(2, {"train": run.state, "key": key, "count": count})
-    expected = bits({"train": run.state, "key": key, "count": count})
+    beside = {"key": key, "count": jax.device_put(np.int32(3), replicated)}
+    run.save({"train": run.state, **beside})
+    expected = bits({"train": run.state, **beside})
     run.step()
     like = jax.ShapeDtypeStruct((), key.dtype, sharding=replicated)
-    found = run.store.restore({"train": run.abstract, "key": like, "count": count})
-    assert found.step == 2
-    assert bits(found.state) == expected
-    assert run.store.counts.saved == 2
+    abstract = {"train": run.abstract, "key": like, "count": beside["count"]}
+    found = run.assert_restores(run.i - 1, expected, abstract)
     assert found.state["key"].dtype == key.dtype
 
 
 def test_a_part_of_the_train_state(run):
     """Parameters alone are saved; the step donates them all the same."""
-    run.step()
-    run.store.save(1, run.state[0])
+    run.save(run.state[0])
     expected = bits(run.state[0])
     run.step()
-    assert bits(run.store.restore(run.abstract[0]).state) == expected
+    run.assert_restores(run.i - 1, expected, run.abstract[0])
 
 
 def test_a_state_that_no_step_takes(run):
     """It is copied when the next one is saved, or when snapshots are waited for."""
-    run.step()
     kept = jax.tree.map(jnp.copy, run.state)  # not what the next step takes
-    run.store.save(1, kept)
-    run.step()
+    run.save(kept)
+    saved, expected = run.i, run.step()
     jax.tree.map(lambda x: x.delete(), kept)  # copied when the step took another state
     run.store.wait_until_finished()
-    run.assert_restores(1)
-    run.store.save(2, run.state)
+    run.assert_restores(saved, expected)
+    run.save()
     run.store.wait_until_finished()  # no step in between
-    run.assert_restores(2)
+    run.assert_restores(run.i, bits(run.state))
     run.step()
-    run.store.save(3, jax.tree.map(jnp.copy, run.state))
-    run.store.save(4, run.state)
-    run.step()  # takes 4; 3 was copied by save
+    count = run.store.counts.saved
+    run.save(jax.tree.map(jnp.copy, run.state))
+    run.i += 1
+    run.save()  # copies the one before
+    saved, expected = run.i, run.step()
     run.store.wait_until_finished()
-    assert run.store.counts.saved == 4
-    found = run.store.restore(run.abstract)
-    assert (found.step, bits(found.state)) == (4, run.states[3])
+    assert run.store.counts.saved == count + 2
+    run.assert_restores(saved, expected)
 
 
 def test_a_state_of_which_the_step_takes_some_leaves(run):
-    """New parameters after the save: what is saved is what was given to save."""
-    run.step()
-    expected = bits(run.state)
-    run.store.save(1, run.state)
-    params, opt_state = run.state
-    changed = {**params, "gain": jax.device_put(jnp.float32(2), params["gain"].sharding)}
-    run.step_fn((changed, opt_state), run.zero.put(batch_of(9)))
-    found = run.store.restore(run.abstract)
-    assert found.step == 1
-    assert bits(found.state) == expected
+    """New leaves after the save, each time another one: what is saved is what was given to save."""
+    for part in ("mu", "nu"):
+        run.save()
+        expected = bits(run.state)
+        params, (adam, *rest) = run.state
+        moments = getattr(adam, part)
+        mixed = adam._replace(**{part: moments | {"odd": moments["odd"] * 2}})
+        run.state, _ = run.copying((params, (mixed, *rest)), run.zero.put(batch_of(9)))
+        run.assert_restores(run.i, expected)
+        run.other = jax.tree.map(jnp.copy, run.state)
+        run.step()
 
 
-def test_flax_train_state(tmp_path):
-    """``state.replace`` keeps most leaves."""
-    train_state = pytest.importorskip("flax.training.train_state")
-    zero = zero_of(2)
-    store = store_of(zero.mesh, tmp_path)
-
-    def make():
-        params, _ = make_state()()
-        return train_state.TrainState.create(apply_fn=None, params=params, tx=adamw())
-
-    state = zero.init(make)
-    step = zero.train_step(loss_fn, snapshot=store)
-    state, _ = step(state, zero.put(batch_of(0)))
-    expected = bits(state)
-    store.save(1, state)
-    count = jax.device_put(state.step + 10, state.step.sharding)
-    state, _ = step(state.replace(step=count), zero.put(batch_of(1)))
-    assert int(state.step) == 12
-    found = store.restore(zero.abstract_state(make))
-    assert (found.step, int(found.state.step)) == (1, 1)
-    assert bits(found.state) == expected
-    store.close()
-
-
-def test_a_state_that_was_donated_elsewhere(run):
-    run.step()
-    run.store.save(1, run.state)
-    jax.jit(jnp.negative, donate_argnums=0)(run.state[0]["up"])
-    with pytest.raises(RuntimeError, match=r"of step 1 is lost: \[0\]\['up'\] was donated"):
+def test_lost_states_and_failed_steps(run):
+    """A state that was donated elsewhere is lost, once; after a failed step the next one copies."""
+    saved = run.store.counts.saved
+    kept = jax.tree.map(jnp.copy, run.state)
+    run.save(kept)
+    jax.jit(jnp.negative, donate_argnums=0)(kept[0]["up"])
+    with pytest.raises(RuntimeError, match=r"is lost: \[0\]\['up'\] was donated"):
         run.store.wait_until_finished()
-    run.store.wait_until_finished()  # once
-    assert run.store.counts.saved == 0
-
-
-def test_a_step_that_fails(run):
-    """The next one copies the snapshot."""
+    run.store.wait_until_finished()
+    assert run.store.counts.saved == saved
     run.step()
-    run.store.save(1, run.state)
+    run.save()
     with pytest.raises(ValueError, match="batch"):
-        run.step_fn(run.state, np.zeros((9, 16), np.float32))
-    run.step()
-    run.assert_restores(1)
-    assert run.store.counts.saved == 1
+        run.copying(run.state, np.zeros((9, 16), np.float32))
+    saved, expected = run.i, run.step()
+    run.assert_restores(saved, expected)
 
 
-def test_random_keys_in_the_train_state(tmp_path):
-    """They are copied as integers, and so they are in the program that ``lower`` shows."""
-    train_state = pytest.importorskip("flax.training.train_state")
+def test_flax_train_states(tmp_path):
+    """``state.replace`` keeps most leaves; random keys are copied as integers.
 
-    class KeyedState(train_state.TrainState):
+    A step that does not donate its state may take it twice.
+    """
+
+    class KeyedState(TrainState):
         key: jax.Array
 
     def make():
-        params = {"w": jnp.ones((8, 16))}
-        key = jax.random.key(3)
-        return KeyedState.create(apply_fn=None, params=params, tx=optax.sgd(0.1), key=key)
+        params, tx = {"w": jnp.ones((8, 16))}, optax.sgd(0.1)
+        return KeyedState.create(apply_fn=None, params=params, tx=tx, key=jax.random.key(3))
 
-    zero = zero_of(1)
-    store = store_of(zero.mesh, tmp_path)
-    step = zero.train_step(lambda p, x: jnp.mean(jnp.square(p["w"] @ x.T)), snapshot=store)
+    zero = zero_of(1, AxisType.Explicit)
+    store = store_of(zero.mesh, tmp_path, interval=3)
+    loss = lambda p, x: jnp.mean(jnp.square(p["w"] @ x.T))  # noqa: E731
+    step = zero.train_step(loss, snapshot=store, donate=False)
     state = zero.init(make)
     expected = bits(state)
-    store.save(1, state)
-    step(state, zero.put(batch_of(0)))
+    assert not store.save(2, state)
+    assert store.save(3, state)
+    count = jax.device_put(state.step + 10, state.step.sharding)
+    new, _ = step(state.replace(step=count), zero.put(batch_of(0)))
+    again, _ = step(state.replace(step=count), zero.put(batch_of(0)))
+    assert bits(new) == bits(again)
+    assert int(new.step) == 11
     found = store.restore(zero.abstract_state(make))
-    assert bits(found.state) == expected
-    batch = jax.ShapeDtypeStruct((16, 16), jnp.float32)
-    lowered = step.lower(zero.abstract_state(make), batch)
-    assert len(jax.tree.leaves(lowered.out_info)) > len(jax.tree.leaves(state)) + 1
-    store.close()
-
-
-def test_steps_that_do_not_donate(tmp_path):
-    """Evaluation of the same state in between, too."""
-    zero = zero_of(3)
-    store = store_of(zero.mesh, tmp_path)
-    step = step_of(zero, snapshot=store, donate=False)
-    state = initial(zero)
-    store.save(1, state)
-    step(state, zero.put(batch_of(0)))
-    step(state, zero.put(batch_of(0)))
-    store.wait_until_finished()
+    assert (found.step, bits(found.state)) == (3, expected)
     assert store.counts.saved == 1
-    found = store.restore(zero.abstract_state(make_state(), tx=adamw()))
-    assert bits(found.state) == bits(state)
+    lowered = step.lower(zero.abstract_state(make), jax.ShapeDtypeStruct((16, 16), jnp.float32))
+    assert len(jax.tree.leaves(lowered.out_info)) > len(jax.tree.leaves(state)) + 1
     store.close()
 
 
@@ -322,30 +220,16 @@ def test_a_store_of_another_mesh(tmp_path):
         store.close()
 
 
-# --- Bytes ----------------------------------------------------------------------------------------
+# --- On several machines --------------------------------------------------------------------------
 
 
-def shard_bytes(abstract):
-    """Bytes of one device's shards of the leaves that are sharded."""
+def shard_bytes(abstract, sharded=True):
+    """Bytes of one device's shards of the leaves, of those alone that are sharded."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
         for x in jax.tree.leaves(abstract)
-        if not x.sharding.is_fully_replicated
+        if not (sharded and x.sharding.is_fully_replicated)
     )
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_bytes_on_the_wire_grow_by_what_is_sent(stage, tmp_path, monkeypatch):
-    invent_machines(monkeypatch, "aabbccdd")
-    zero = zero_of(stage)
-    store = store_of(zero.mesh, tmp_path, replicas=2)
-    abstract = zero.abstract_state(make_state(), tx=adamw())
-    batch = jax.ShapeDtypeStruct((16, 16), jnp.float32)
-    plain = shd.wire_bytes(step_of(zero).lower(abstract, batch).compile())
-    copying = step_of(zero, snapshot=store).lower(abstract, batch).compile()
-    scalars = 4 * len(jax.tree.leaves(abstract)) + 2 * 7 / 8 * 4  # checksums and flags
-    assert shd.wire_bytes(copying) - plain == shard_bytes(abstract) + scalars
-    store.close()
 
 
 def ancestors(text, name):
@@ -363,20 +247,32 @@ def ancestors(text, name):
     return seen
 
 
-def test_copies_are_sent_before_the_step_on_cpus(tmp_path, monkeypatch):
-    """Else its threads may wait for each other: some in a loop, some in a send beside it."""
+@pytest.mark.parametrize("stage", [2, pytest.param(1, marks=pytest.mark.slow)])
+def test_on_four_machines(stage, tmp_path, monkeypatch):
+    """Bytes grow by what is sent; on CPUs before a loop, beside which threads would wait for ever.
+
+    Micro-batches are such a loop, with reduce-scatters at stage 2.
+    """
     invent_machines(monkeypatch, "aabbccdd")
-    zero = zero_of(2)
-    store = store_of(zero.mesh, tmp_path, replicas=2)
-    abstract = zero.abstract_state(make_state(), tx=adamw())
+    zero = zero_of(stage)
+    run = Run(zero, store_of(zero.mesh, tmp_path, replicas=2), microbatches=2)
     batch = jax.ShapeDtypeStruct((16, 16), jnp.float32)
-    step = step_of(zero, snapshot=store, microbatches=2)
-    text = step.lower(abstract, batch).compile().as_text()
+    plain, copying = (s.lower(run.abstract, batch).compile() for s in (run.plain, run.copying))
+    num = len(jax.tree.leaves(run.abstract))
+    scalars = 4 * num + 2 * 7 / 8 * 4  # checksums and flags
+    grown = shd.wire_bytes(copying) - shd.wire_bytes(plain)
+    assert grown == shard_bytes(run.abstract) + scalars
+    text = copying.as_text()
     sends = re.findall(r"%(\S+) = \S+ collective-permute\(", text)
     (loop,) = re.findall(r"%(\S+) = \(.*\) while\(", text)
     assert len(sends) >= 2
     assert set(sends) <= ancestors(text, loop)
-    store.close()
+    for _ in range(3):
+        run.step()
+        run.save()
+    saved, expected = run.i, run.step()
+    run.assert_restores(saved, expected)
+    run.store.close()
 
 
 # --- Programs for TPUs and GPUs -------------------------------------------------------------------
@@ -385,11 +281,8 @@ LAYERS, LARGE = 8, 4096
 
 
 def large_state():
-    params = {
-        "up": jnp.zeros((LAYERS, LARGE, 4 * LARGE)),
-        "down": jnp.zeros((LAYERS, 4 * LARGE, LARGE)),
-        "scale": jnp.zeros((LAYERS, LARGE)),
-    }
+    shapes = {"up": (LARGE, 4 * LARGE), "down": (4 * LARGE, LARGE), "scale": (LARGE,)}
+    params = {k: jnp.zeros((LAYERS, *shape)) for k, shape in shapes.items()}
     return params, adamw().init(params)
 
 
@@ -406,6 +299,7 @@ def large_loss(zero):
     return loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["v5e:4x4", "h100x16"])
 def test_steps_for_accelerators(target, tmp_path):
     """Copies to hosts and peers add few bytes on the device, and what is sent on the wire."""
@@ -421,10 +315,7 @@ def test_steps_for_accelerators(target, tmp_path):
         .compile()
         for snapshot in (None, store)
     )
-    shard = sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x in jax.tree.leaves(abstract)
-    )
+    shard = shard_bytes(abstract, sharded=False)
     before, after = plain.memory_analysis(), copying.memory_analysis()
     assert after.temp_size_in_bytes - before.temp_size_in_bytes < 0.1 * shard
     assert after.alias_size_in_bytes == before.alias_size_in_bytes  # the state is donated

@@ -2,7 +2,8 @@
 
 After each kill all processes start again, restore what the machines hold, and go on. The losses
 are those of a run without kills, bit by bit, and nothing older than the last committed step is
-restored. ``RECOVERY_KILLS`` sets how many kills there are.
+restored. Each promise has a test in one process as well, in ``test_peer_checkpoints.py`` and
+``test_find_snapshot.py``. ``RECOVERY_KILLS`` sets how many kills there are.
 """
 
 import json
@@ -15,26 +16,16 @@ import sys
 import numpy as np
 import pytest
 
-from sharding.recovery._slot import open_slot
-
 from ...multiprocess.processes import ROOT
 from . import trainer
 
+pytestmark = pytest.mark.script
 PROCESSES = 4
 EACH = ["a", "b", "c", "d"]
 # Where a process is killed: before it calls save, before and after the program, when the older slot
 # is cleared, while it writes its own and its peer's shards, before and within the header, after it.
 POINTS = ("training", "send", "sent", "cleared", "own", "peer", "data", "header", "between")
-KILLS = int(os.environ.get("RECOVERY_KILLS", "9"))
-
-
-def protocol(mutation):
-    """The protocol, and a mutation of it that loses what it keeps."""
-    skip = pytest.mark.skipif(
-        "RECOVERY_KILLS" not in os.environ, reason="RECOVERY_KILLS is not set"
-    )
-    choices = [pytest.param([], id=""), pytest.param([mutation], id=mutation, marks=skip)]
-    return pytest.mark.parametrize("mutations", choices)
+KILLS = int(os.environ.get("RECOVERY_KILLS", len(POINTS)))
 
 
 class Cluster:
@@ -104,30 +95,6 @@ class Cluster:
         """What the processes printed."""
         return "".join(path.read_text() for path in sorted(self.log.glob("output-*.txt")))
 
-    def flip(self, machine, rank, step, own):
-        """Flips a bit of a block of a process's snapshot of a step: its own, or its peer's.
-
-        Returns:
-          Whether there is such a snapshot.
-        """
-        for path in (self.root / machine / "run").glob("*.slot"):
-            slot = open_slot(path)
-            if slot.id.step == step:
-                # Of the largest leaf: the first half are the process's own blocks.
-                rows = np.flatnonzero(slot.table.blocks["leaf"] == _largest(slot))
-                row = slot.table.blocks[rows[0 if own else len(rows) // 2]]
-                with path.open("r+b") as file:
-                    file.seek(4096 + int(row["offset"]) + 5)
-                    byte = file.read(1)[0]
-                    file.seek(-1, os.SEEK_CUR)
-                    file.write(bytes([byte ^ 16]))
-                return True
-        return False
-
-
-def _largest(slot):
-    return int(np.argmax([leaf.block_bytes for leaf in slot.table.leaves]))
-
 
 @pytest.fixture(scope="module")
 def server():
@@ -165,7 +132,6 @@ def check_losses(cluster, unbroken):
         assert losses == unbroken[step], step
 
 
-@pytest.mark.slow
 def test_killed_at_every_point(cluster, unbroken):
     """One kill after the other in one run, each second one with the memory of its machine."""
     rng = np.random.default_rng(0)
@@ -183,7 +149,6 @@ def test_killed_at_every_point(cluster, unbroken):
     check_losses(cluster, unbroken)
 
 
-@pytest.mark.slow
 def test_killed_while_restoring(cluster, unbroken):
     """Lost again before redundancy is back: in the restore, and while replicas are written anew."""
     cluster.train(4)
@@ -210,7 +175,6 @@ def test_group_lost(cluster, unbroken):
     check_losses(cluster, unbroken)
 
 
-@pytest.mark.slow
 def test_machines_of_two_processes(cluster, unbroken):
     """A machine is lost with both of its processes; processes of a machine share its folder."""
     machines = ["a", "a", "b", "b"]
@@ -221,7 +185,6 @@ def test_machines_of_two_processes(cluster, unbroken):
     check_losses(cluster, unbroken)
 
 
-@pytest.mark.slow
 def test_copies_in_steps(cluster, tmp_path, server):
     """The training step copies; a kill may find a snapshot that no step has taken.
 
@@ -239,92 +202,34 @@ def test_copies_in_steps(cluster, tmp_path, server):
     check_losses(cluster, control.losses())
 
 
-@pytest.mark.slow
-@protocol("no-token")
-def test_slow_writers(cluster, unbroken, mutations):
+def test_slow_writers(cluster, unbroken):
     """No process overwrites the last complete snapshot while others still write the one after it.
 
     If they did not wait for the token, the kill of one process would lose all, and no machine is
     lost: a and b have not written step 3 yet, c and d have cleared step 2.
     """
     slow = {"0": {"3": 4.0}, "1": {"3": 4.0}}
-    cluster.kill(2, "cleared", 4, slow=slow, survive=1.5, mutations=mutations)
+    cluster.kill(2, "cleared", 4, slow=slow, survive=1.5)
     assert cluster.output().count("until the snapshot before was written") == 2  # of a and b
     cluster.train(5)
-    assert cluster.restored() in ([0] if mutations else [3, 4])
+    assert cluster.restored() in (3, 4)
     check_losses(cluster, unbroken)
 
 
-@pytest.mark.slow
-@protocol("no-token")
-def test_memory_full(cluster, unbroken, mutations):
+def test_memory_full(cluster, unbroken):
     """Training goes on; the last complete snapshot stays, and is restored.
 
     If the token did not say who failed to write, the others would overwrite it.
     """
-    cluster.kill(2, "training", 6, full={"0": [4, 5], "1": [4, 5]}, mutations=mutations)
+    cluster.kill(2, "training", 6, full={"0": [4, 5], "1": [4, 5]})
     assert "snapshot of step 4 was not written" in cluster.output()
     cluster.train(7, full={"3": [6]})
-    assert cluster.restored() == (0 if mutations else 3)
-    if not mutations:
-        (counts,) = (row["counts"] for row in cluster.rows("counts", 3))
-        assert (counts["failed"], counts["saved"]) == (1, 4)  # 3 again, 4, 5 and 7
+    assert cluster.restored() == 3
+    (counts,) = (row["counts"] for row in cluster.rows("counts", 3))
+    assert (counts["failed"], counts["saved"]) == (1, 4)  # 3 again, 4, 5 and 7
     check_losses(cluster, unbroken)
 
 
-@pytest.mark.slow
-def test_damaged_blocks(cluster, unbroken):
-    """A replica takes the place of a damaged block; without one the snapshot before is restored."""
-    cluster.train(4)
-    assert cluster.flip("b", 1, 4, own=True)
-    cluster.train(5, must_restore=True)
-    assert cluster.restored() == 4
-    assert cluster.flip("d", 3, 5, own=False)
-    cluster.train(6, must_restore=True)
-    assert cluster.restored() == 5
-    assert cluster.flip("c", 2, 6, own=True)
-    assert cluster.flip("d", 3, 6, own=False)
-    cluster.train(7, must_restore=True)
-    assert cluster.restored() == 5
-    check_losses(cluster, unbroken)
-
-
-@pytest.mark.slow
-def test_one_process_fails_to_verify(cluster, unbroken):
-    """What one process finds damaged is a vote: all use replicas, and all the same step."""
-    cluster.train(4)
-    cluster.train(5, blind=[1, 4], must_restore=True)
-    assert cluster.restored() == 4
-    cluster.lose("b")  # the replicas of a's shards, too
-    cluster.train(6, blind=[0, 5], must_restore=True)
-    assert cluster.restored() == 4
-    check_losses(cluster, unbroken)
-
-
-@pytest.mark.slow
-@protocol("no-attempt")
-def test_stale_attempt(cluster, tmp_path, server, mutations):
-    """Snapshots of another attempt do not pair with newer ones; without its number they would.
-
-    Machine d comes back with snapshots of the same steps, from an attempt with other noise.
-    """
-    cluster.train(4, mutations=mutations)
-    shutil.move(cluster.root / "d", tmp_path / "stale")
-    cluster.lose(*EACH)
-    cluster.train(4, noise=6, mutations=mutations)
-    cluster.lose("d")
-    shutil.move(tmp_path / "stale", cluster.root / "d")
-    cluster.train(6, noise=6, must_restore=True, mutations=mutations)
-    assert cluster.restored() == 4
-
-    (tmp_path / "control").mkdir()
-    control = Cluster(tmp_path / "control", server)
-    control.train(6, noise=6)
-    same = all(cluster.losses()[step] == control.losses()[step] for step in (5, 6))
-    assert same == (not mutations)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -65,19 +65,13 @@ def path(tmp_path):
     return tmp_path / "0-0.slot"
 
 
-def test_what_is_committed_is_read_back(path):
-    slot = Slot(path)
-    assert slot.snapshot is None
-    blocks, _ = write(slot)
-    assert slot.snapshot == ID
-    assert_holds(path, ID, blocks)
-    assert Slot(path).snapshot == ID  # of another process
-
-
 def test_a_slot_is_written_over(path):
     """By the process that wrote it, and by the next one, in the same pages."""
     slot = Slot(path)
-    write(slot)
+    assert slot.snapshot is None
+    blocks, _ = write(slot)
+    assert slot.snapshot == Slot(path).snapshot == ID
+    assert_holds(path, ID, blocks)
     size, inode = path.stat().st_size, path.stat().st_ino
     for step in (43, 44):
         blocks, _ = write(slot, SnapshotId(ID.attempt, step), seed=step)
@@ -85,87 +79,71 @@ def test_a_slot_is_written_over(path):
     blocks, _ = write(Slot(path), SnapshotId(ID.attempt + 1, 1), seed=9)
     assert_holds(path, SnapshotId(ID.attempt + 1, 1), blocks)
     assert (path.stat().st_size, path.stat().st_ino) == (size, inode)
-
-
-def test_later_snapshots_are_greater():
+    assert path.stat().st_mode & 0o777 == 0o600
     ordered = [SnapshotId(1, 9), SnapshotId(2, 3), SnapshotId(2, 4), SnapshotId(10, 0)]
-    assert all(a < b for a, b in itertools.pairwise(ordered))
+    assert ordered == sorted(ordered)
 
 
 # --- Halves of snapshots --------------------------------------------------------------------------
 
 
-def test_every_flipped_bit_of_the_header_makes_it_unreadable(path):
-    write(Slot(path))
-    raw = path.read_bytes()
-    for at in range(HEADER):
-        for bit in range(8):
-            path.write_bytes(raw[:at] + bytes([raw[at] ^ 1 << bit]) + raw[at + 1 :])
-            with pytest.raises(ValueError, match="has no snapshot"):
-                open_slot(path)
-    assert Slot(path).snapshot is None
-    assert list(slots_in(path.parent)) == []
-
-
-def test_every_flipped_byte_of_the_table_makes_it_unreadable(path):
+@pytest.fixture
+def written(path):
+    """The bytes of a file with a snapshot, and where its data and its table end."""
     _, num_bytes = write(Slot(path))
     raw = path.read_bytes()
     (table_bytes,) = struct.unpack_from("<Q", raw, _slot._HEADER.size - 12)
-    start = 4096 + num_bytes
-    for at in range(start, start + table_bytes):
-        path.write_bytes(raw[:at] + bytes([raw[at] ^ 0x41]) + raw[at + 1 :])
+    return raw, 4096 + num_bytes, 4096 + num_bytes + table_bytes
+
+
+def flipped(raw, at, bits):
+    return raw[:at] + bytes([raw[at] ^ bits]) + raw[at + 1 :]
+
+
+def test_every_flipped_bit_of_header_and_table_makes_it_unreadable(path, written):
+    raw, table, end = written
+    for at, bit in itertools.product(range(HEADER), range(8)):
+        path.write_bytes(flipped(raw, at, 1 << bit))
+        with pytest.raises(ValueError, match="has no snapshot"):
+            open_slot(path)
+    assert Slot(path).snapshot is None
+    assert list(slots_in(path.parent)) == []
+    for at in range(table, end):
+        path.write_bytes(flipped(raw, at, 0x41))
         with pytest.raises(ValueError, match="is damaged"):
             open_slot(path)
-    path.write_bytes(raw[: start + table_bytes] + b"other")  # behind it anything may follow
+    path.write_bytes(raw[:end] + b"other")  # behind it anything may follow
     assert open_slot(path).intact().all()
 
 
-def test_every_truncated_file_is_unreadable(path):
-    blocks, num_bytes = write(Slot(path))
-    raw = path.read_bytes()
-    (table_bytes,) = struct.unpack_from("<Q", raw, _slot._HEADER.size - 12)
-    end = 4096 + num_bytes + table_bytes
+def test_parts_of_a_file_are_unreadable(path, written):
+    """Truncated anywhere; killed in the header, of which no prefix before zeros is valid."""
+    raw, _, end = written
     for size in (0, 1, HEADER - 1, HEADER, 4095, *range(4096, end)):
         path.write_bytes(raw[:size])
         with pytest.raises(ValueError, match=r"has no snapshot|is damaged"):
             open_slot(path)
-    path.write_bytes(raw[:end])
-    assert_holds(path, ID, blocks)
-
-
-def test_half_a_header_is_none(path):
-    """Killed while it is written: no prefix of a header behind zeros is valid."""
-    slot = Slot(path)
-    write(slot)
-    raw = path.read_bytes()
     for size in range(HEADER):
         path.write_bytes(raw[:size] + bytes(HEADER - size) + raw[HEADER:])
         with pytest.raises(ValueError, match="has no snapshot"):
             open_slot(path)
 
 
-def test_a_header_with_the_data_of_another_snapshot(path):
-    """Killed in the data, without a cleared header: the blocks would be of two snapshots."""
-    _, num_bytes = write(Slot(path))
-    raw = path.read_bytes()
-    write(Slot(path), seed=1)
-    mixed = path.read_bytes()[:4096] + raw[4096 : 4096 + num_bytes]
-    path.write_bytes(mixed + path.read_bytes()[len(mixed) :])
-    assert not open_slot(path).intact().any()
-
-
-def test_every_flipped_byte_of_the_data_is_found(path):
+def test_every_flipped_byte_of_the_data_is_found(path, written):
     """Of one block, and of no other; padding between blocks is none of them."""
-    blocks, num_bytes = write(Slot(path))
-    raw, rows = path.read_bytes(), open_slot(path).table.blocks
-    for at in range(num_bytes):
-        path.write_bytes(raw[: 4096 + at] + bytes([raw[4096 + at] ^ 4]) + raw[4097 + at :])
-        hit = [
-            row["offset"] <= at < row["offset"] + block.nbytes
-            for row, block in zip(rows, blocks, strict=True)
-        ]
+    raw, table, _ = written
+    rows, blocks = open_slot(path).table.blocks, content()[0]
+    for at in range(table - 4096):
+        path.write_bytes(flipped(raw, 4096 + at, 4))
+        ends = [row["offset"] + b.nbytes for row, b in zip(rows, blocks, strict=True)]
+        hit = [row["offset"] <= at < end for row, end in zip(rows, ends, strict=True)]
         assert (~open_slot(path).intact()).tolist() == hit
         assert sum(hit) <= 1
+    # Killed in the data, without a cleared header: blocks of two snapshots.
+    write(Slot(path), seed=1)
+    other = path.read_bytes()
+    path.write_bytes(other[:4096] + raw[4096:table] + other[table:])
+    assert not open_slot(path).intact().any()
 
 
 def test_other_formats_are_named(path, monkeypatch):
@@ -215,6 +193,7 @@ def test_clearing_a_missing_file_makes_none(path):
 
 
 def test_a_slot_grows(path):
+    """Also for a table, when the data was written already; and it stays as large."""
     slot = Slot(path)
     write(slot)
     before = path.stat().st_size
@@ -222,23 +201,14 @@ def test_a_slot_grows(path):
     assert before < path.stat().st_size >= 6 * 4096
     assert path.stat().st_size % 4096 == 0
     assert_holds(path, ID, blocks)
-    blocks, _ = write(slot, seed=2)  # and stays as large
+    blocks, num_bytes = write(slot, seed=2)
     assert_holds(path, ID, blocks)
-
-
-def test_a_table_that_needs_more_memory_than_was_reserved(path):
-    """The data was written before the file grew."""
-    _, _, num_bytes = content()
-    slot = Slot(path)
-    slot.reserve(num_bytes)
-    long = SlotTable(ID, LEAVES, content()[1], "x" * 20_000)
-    blocks, rows, _ = content()
-    data = slot.reserve(num_bytes)
-    for block, row in zip(blocks, rows, strict=True):
-        data[row["offset"] : row["offset"] + block.nbytes] = block.reshape(-1).view(np.uint8)
-    slot.commit(long, num_bytes)
+    slot.commit(SlotTable(ID, LEAVES, content(2)[1], "x" * 40_000), num_bytes)
     assert open_slot(path).intact().all()
-    assert open_slot(path).table.extra == "x" * 20_000
+    assert open_slot(path).table.extra == "x" * 40_000
+    # Reserved before it is written: else the pages of a full tmpfs end the process with SIGBUS.
+    assert len(slot.reserve(100_000)) >= 100_000
+    assert path.stat().st_blocks * 512 >= 100_000
 
 
 def test_full_memory_leaves_the_other_slot_alone(tmp_path, monkeypatch):
@@ -263,15 +233,3 @@ def test_full_memory_leaves_the_other_slot_alone(tmp_path, monkeypatch):
     assert [found.path for found in slots_in(tmp_path)] == [slots[0].path]
     blocks, _ = write(slots[1], SnapshotId(ID.attempt, 50), seed=3, reserve=1 << 16)
     assert_holds(slots[1].path, SnapshotId(ID.attempt, 50), blocks)
-
-
-def test_memory_is_reserved_before_it_is_written(path):
-    """Else the pages of a full tmpfs end the process with SIGBUS."""
-    slot = Slot(path)
-    assert len(slot.reserve(100_000)) >= 100_000
-    assert path.stat().st_blocks * 512 >= 100_000
-
-
-def test_files_are_private(path):
-    write(Slot(path))
-    assert path.stat().st_mode & 0o777 == 0o600

@@ -5,8 +5,7 @@ forks the processes, and answers with their exit codes. It is its own supervisor
 ended badly it kills the others, as a cluster would.
 
 Options: ``kill=[rank, point, step]``; ``slow`` and ``full``, by rank: seconds before the write of a
-step, steps whose memory is not to be had; ``blind=[rank, step]``: finds undamaged blocks damaged;
-``mutations``: ``"no-token"``, ``"no-attempt"``; ``survive``: seconds for which the others live on.
+step, steps whose memory is not to be had; ``survive``: seconds for which the others live on.
 """
 
 import json
@@ -28,7 +27,7 @@ import optax_ext
 import sharding as shd
 from sharding import PeerCheckpoints
 from sharding.recovery import _peer_checkpoints as peers
-from sharding.recovery._slot import OpenSlot, Slot
+from sharding.recovery._slot import Slot
 from sharding.recovery._slot_plan import OWN, SlotPlan
 
 BATCH, WIDTH = 8, 32
@@ -72,18 +71,13 @@ def die(rank, options, point, step):
 
 def plant(rank, options):
     """Where a process can be killed, slowed down or made to err."""
-    writing, mutations = {}, options.get("mutations", ())
+    writing = {}
     start, write, clear = PeerCheckpoints._write, SlotPlan._write, Slot.clear
-    commit, fill, intact = Slot.commit, SlotPlan.fill, OpenSlot.intact
-    committed, load = PeerCheckpoints._committed, peers.load_state
+    commit, fill, load = Slot.commit, SlotPlan.fill, peers.load_state
+    committed = PeerCheckpoints._committed
 
     def planted_start(self, plan, replicas, number, extra):
         writing["step"] = number.step
-        if "no-token" in mutations:  # as if the snapshot before were complete once it is here
-            self._complete = self._newest
-            older = min(self._slots, key=lambda s: (s.snapshot == self._complete, s.snapshot or ()))
-            older.clear()
-            die(rank, options, "cleared", number.step)
         start(self, plan, replicas, number, extra)
 
     def planted_clear(self):
@@ -114,13 +108,7 @@ def plant(rank, options):
         own = committed(self)
         if self._pending is not None:
             die(rank, options, "send", self._pending.step)
-        return own or "no-token" in mutations
-
-    def planted_intact(self):
-        found = intact(self)
-        if options.get("blind") == [rank, self.id.step]:
-            found[:] = False
-        return found
+        return own
 
     def planted_load(*args):
         die(rank, options, "load", 0)
@@ -128,8 +116,7 @@ def plant(rank, options):
 
     PeerCheckpoints._write, PeerCheckpoints._committed = planted_start, planted_committed
     SlotPlan._write, SlotPlan.fill = planted_write, planted_fill
-    Slot.clear, Slot.commit, OpenSlot.intact = planted_clear, planted_commit, planted_intact
-    peers.load_state = planted_load
+    Slot.clear, Slot.commit, peers.load_state = planted_clear, planted_commit, planted_load
 
 
 def train(rank, options):
@@ -163,8 +150,6 @@ def train(rank, options):
         interval=options.get("interval", 1),
         placement=options.get("placement", "group"),
     )
-    if "no-attempt" in options.get("mutations", ()):
-        store._attempt = 1
 
     def log(row):
         with (pathlib.Path(options["log"]) / f"rows-{rank}.jsonl").open("a") as file:

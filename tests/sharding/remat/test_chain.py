@@ -91,48 +91,41 @@ class Simulation:
 
 
 @pytest.mark.parametrize(("count", "modes"), [(1, 2), (2, 1), (2, 3), (3, 2), (4, 2), (5, 1)])
-@pytest.mark.parametrize("seed", range(5))
-def test_equals_brute_force_at_every_budget(count, modes, seed):
-    blocks, sizes = random_chain(np.random.default_rng(seed), count, modes)
-    every = [
-        (peak_bytes(tree, blocks, sizes), Simulation(tree, blocks, sizes).time)
-        for tree in trees(0, count, blocks)
-    ]
-    most = max(peak for peak, _ in every) + 2
-    table = ChainTable(blocks, sizes, most, slots=most)
-    for budget in range(1, most + 1):
-        best = min((time for peak, time in every if peak <= budget), default=np.inf)
-        assert table.times[budget] == best
-        if best < np.inf:
-            tree = table.tree(budget)
-            assert numbers_in_tree(tree) == list(range(count))
-            assert peak_bytes(tree, blocks, sizes) <= budget
-            assert Simulation(tree, blocks, sizes).time == time_of(tree, blocks) == best
-        else:
-            with pytest.raises(ValueError, match="no plan fits"):
-                table.tree(budget)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_no_tree_holds_more_than_its_peak(seed):
-    blocks, sizes = random_chain(np.random.default_rng(seed), 4, 3)
-    for tree in trees(0, 4, blocks):
-        assert Simulation(tree, blocks, sizes).peak <= peak_bytes(tree, blocks, sizes)
-
-
-def test_more_memory_is_never_slower():
-    blocks, sizes = random_chain(np.random.default_rng(9), 12, 3)
-    times = ChainTable(blocks, sizes, 200, slots=200).times
-    assert np.all(times[1:] <= times[:-1])
+def test_equals_brute_force_at_every_budget(count, modes):
+    for seed in range(4):
+        blocks, sizes = random_chain(np.random.default_rng(seed), count, modes)
+        every = []
+        for tree in trees(0, count, blocks):
+            run, peak = Simulation(tree, blocks, sizes), peak_bytes(tree, blocks, sizes)
+            assert run.peak <= peak
+            assert run.time == time_of(tree, blocks)
+            every.append((peak, run.time))
+        most = max(peak for peak, _ in every) + 2
+        table = ChainTable(blocks, sizes, most, slots=most)
+        for budget in range(1, most + 1):
+            best = min((time for peak, time in every if peak <= budget), default=np.inf)
+            assert table.times[budget] == best
+            if best < np.inf:
+                tree = table.tree(budget)
+                assert numbers_in_tree(tree) == list(range(count))
+                assert peak_bytes(tree, blocks, sizes) <= budget
+                assert time_of(tree, blocks) == best
+            else:
+                with pytest.raises(ValueError, match="no plan fits"):
+                    table.tree(budget)
 
 
 def test_a_long_chain_is_planned():
-    blocks, sizes = random_chain(np.random.default_rng(3), 60, 3)
-    table = ChainTable(blocks, sizes, 100, slots=1000)
-    tree = table.tree()
-    assert peak_bytes(tree, blocks, sizes) <= 100
-    assert time_of(tree, blocks) == pytest.approx(table.times[-1])
-    assert tree_as_text(tree).count("(") == tree_as_text(tree).count(")")
+    """More memory is never slower; sizes are rounded up to slots, of which there are few."""
+    blocks, sizes = random_chain(np.random.default_rng(3), 30, 3)
+    for slots in (40, 400):
+        table = ChainTable(blocks, sizes, 100, slots=slots)
+        assert np.all(table.times[1:] <= table.times[:-1])
+        for m in np.flatnonzero(table.times < np.inf):
+            tree = table.tree(int(m))
+            assert peak_bytes(tree, blocks, sizes) <= 100 * m / slots
+            assert time_of(tree, blocks) == pytest.approx(table.times[m])
+    assert tree_as_text(tree).count("(") == tree_as_text(tree).count(")") > 0
 
 
 def hand_written(blocks):
@@ -151,7 +144,7 @@ def hand_written(blocks):
             yield (*map(Rerun, segments), *tail)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_plans_dominate_uniform_remat_and_square_roots(seed):
     """At the bytes of a hand-written plan none takes longer, and at some of them less."""
     blocks, sizes = random_chain(np.random.default_rng(seed), 16, 3)

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import sharding as shd
 from sharding.plan._devices import KINDS
 from sharding.plan.timing._traced_work import work_of_jaxpr
+from sharding.remat._chain import Kept, Rerun
 
 from ...flax_nnx import needs_nnx, nnx
 
@@ -42,32 +43,40 @@ def data(step):
     return jnp.asarray(np.random.default_rng(step).normal(size=(ROWS, WIDTH)) * scale)
 
 
-def plain(params, x):
-    for p in layers(params):
-        x = block(p, x)
-    return x
+def scan(fn, params, x):
+    return jax.lax.scan(lambda x, p: (fn(p, x), None), x, params)[0]
+
+
+TX = optax.adam(1e-2)
+
+
+def loss_by(fn):
+    return lambda params, x: jnp.mean(jnp.sum(jnp.sin(fn(params, x)) ** 2, axis=-1))
+
+
+@functools.cache
+def trained_alone():
+    """Parameters after some steps on one device, without plans."""
+
+    @jax.jit
+    def step(params, opt_state, x):
+        grads = jax.grad(loss_by(functools.partial(scan, block)))(params, x)
+        updates, opt_state = TX.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    params, opt_state = init(), TX.init(init())
+    for i in range(STEPS):
+        params, opt_state = step(params, opt_state, data(i))
+    return params
 
 
 def trained(zero, fn, form=lambda params: params, param_specs=None):
-    """Parameters after some steps; ``zero`` of None trains on one device."""
-    tx = optax.adam(1e-2)
-
-    def loss(params, x):
-        return jnp.mean(jnp.sum(jnp.sin(fn(params, x)) ** 2, axis=-1))
-
     def make_state():
         params = form(init())
-        return params, tx.init(params)
+        return params, TX.init(params)
 
-    if zero is None:
-        state = make_state()
-        for i in range(STEPS):
-            grads = jax.grad(loss)(state[0], data(i))
-            updates, opt_state = tx.update(grads, state[1], state[0])
-            state = optax.apply_updates(state[0], updates), opt_state
-        return state[0]
-    state = zero.init(make_state, tx=tx, param_specs=param_specs)
-    step = zero.train_step(loss, tx=tx)
+    state = zero.init(make_state, tx=TX, param_specs=param_specs)
+    step = zero.train_step(loss_by(fn), tx=TX)
     for i in range(STEPS):
         state, _ = step(state, zero.put(data(i)))
     return zero.full_params(state)
@@ -75,24 +84,34 @@ def trained(zero, fn, form=lambda params: params, param_specs=None):
 
 @functools.cache
 def plans():
-    """Of a stack and of a chain: the fewest bytes, and the most."""
+    """Of a stack and of a chain: one that runs blocks again, and one that saves what it can."""
     params, x = init(), jnp.ones((ROWS, WIDTH))
-    stack = shd.remat.frontier(block, params, x, length=LENGTH)
-    chain = shd.remat.frontier(block, layers(params), x)
-    return {"stack": (stack[0], stack[-1]), "chain": (chain[0], chain[-1])}
+    stack = shd.remat.plan(block, params, x, "1GiB", length=LENGTH)
+    chain = shd.remat.plan(block, layers(params), x, "1GiB")
+    segment = Rerun((Kept(0, 0), Rerun((Kept(1, -1),)), Kept(2, -1)))
+    return {
+        "stack": (dataclasses.replace(stack, lengths=(2, 2), names=()), stack),
+        "chain": (dataclasses.replace(chain, tree=(segment, Kept(3, 0))), chain),
+    }
 
 
-@pytest.mark.slow(keep=3)
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("kind", ["stack", "chain"])
-def test_training_is_that_of_one_device(stage, kind):
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [("stack", 3), ("chain", 2)]
+    + [
+        pytest.param(kind, stage, marks=pytest.mark.slow)
+        for kind, stages in (("stack", (0, 1, 2)), ("chain", (0, 1, 3)))
+        for stage in stages
+    ],
+)
+def test_training_is_that_of_one_device(kind, stage):
     form = layers if kind == "chain" else (lambda params: params)
-    want = form(trained(None, plain))
     zero = shd.Zero(jax.make_mesh((4,), ("data",)), stage=stage)
-    for found in plans()[kind]:
-        got = trained(zero, found.apply(zero), form)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), got, want)
+    got = trained(zero, plans()[kind][0].apply(zero), form)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), got, form(trained_alone())
+    )
 
 
 def equations(jaxpr, name, in_loop=False):
@@ -160,12 +179,8 @@ def test_stage_3_runs_a_block_again_once():
     assert products(fewest.apply(zero)) == 9 * one  # the forward pass, and the first product
 
 
-def scan(fn, params, x):
-    return jax.lax.scan(lambda x, p: (fn(p, x), None), x, params)[0]
-
-
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_beside_tensor_parallelism(stage):
     """Planned with the shards of a model axis, and trained on a mesh that has one."""
     specs = {"up": P(None, None, "model"), "down": P(None, "model", None)}
@@ -177,128 +192,107 @@ def test_beside_tensor_parallelism(stage):
     x = jax.ShapeDtypeStruct(
         (ROWS // 2, WIDTH), params["up"].dtype, sharding=NamedSharding(model, P())
     )
-    whole = shd.remat.frontier(
-        block, jax.tree.map(lambda w: w.update(sharding=None), params), x.update(sharding=None),
-        length=LENGTH,
-    )  # fmt: skip
-    found = shd.remat.frontier(block, params, x, length=LENGTH)
-    assert found[-1].names == whole[-1].names == ("hidden",)
+    alone = jax.tree.map(lambda t: t.update(sharding=None), (params, x))
+    whole, found = (
+        shd.remat.plan(block, *args, "1GiB", length=LENGTH) for args in (alone, (params, x))
+    )
+    assert found.names == whole.names == ("hidden",)
     # Hidden values are shards, inputs are not.
     inputs = LENGTH * ROWS // 2 * WIDTH * 8
-    assert whole[-1].saved == 5 * inputs
-    assert found[-1].saved == 3 * inputs
-    assert found[-1].peak < whole[-1].peak
+    assert (whole.saved, found.saved) == (5 * inputs, 3 * inputs)
+    assert found.peak < whole.peak
 
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     zero = shd.Zero(mesh, axis="data", stage=stage)
-    want = trained(None, plain)
-    for each in (found[0], found[-1]):
-        got = trained(zero, each.apply(zero), param_specs=specs)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), got, want)
+    got = trained(zero, found.apply(zero), param_specs=specs)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), got, trained_alone())
+
+
+# --- Flax: the policy of a plan, where modules gather themselves ----------------------------------
+
+
+def under_scan(x):
+    """Types of the stack's input and of one layer, for a plan of it."""
+    return jax.tree.map(lambda w: {"kernel": w}, init()), x
 
 
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x):
-        hidden = checkpoint_name(nn.Dense(4 * WIDTH, name="up")(x), "hidden")
-        return x + nn.Dense(WIDTH, name="down")(jnp.tanh(hidden))
+        dense = functools.partial(nn.Dense, use_bias=False)
+        hidden = checkpoint_name(dense(4 * WIDTH, name="up")(x), "hidden")
+        return x + dense(WIDTH, name="down")(jnp.tanh(hidden))
 
 
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_policy_of_a_linen_model(stage):
-    """``nn.scan`` over blocks with the plan's policy: by ``zero.gathered`` or ``nn.remat``."""
-
-    def fn(p, x):
-        return Block().apply({"params": p}, x)
-
-    x = jnp.ones((ROWS // 4, WIDTH))
-    one = Block().init(jax.random.key(0), x)["params"]
-    found = shd.remat.frontier(fn, jax.tree.map(lambda w: jnp.stack([w] * 4), one), x, length=4)[-1]
+    """``nn.scan`` over blocks: by ``zero.gathered`` at stage 3, by ``nn.remat`` below it."""
+    found = shd.remat.plan(
+        lambda p, x: Block().apply({"params": p}, x), *under_scan(data(0)), "1GiB", length=LENGTH
+    )
     assert found.names == ("hidden",)
     zero = shd.Zero(jax.make_mesh((4,), ("data",)), stage=stage)
-    wrapped = (
-        zero.gathered(Block, policy=found.policy)
-        if stage == 3
-        else nn.remat(zero.gathered(Block), policy=found.policy, prevent_cse=False)
-    )
+    if stage == 3:
+        wrapped = zero.gathered(Block, policy=found.policy)
+    else:
+        wrapped = nn.remat(zero.gathered(Block), policy=found.policy, prevent_cse=False)
 
-    def model(block_class):
-        class Stack(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                scan = nn.scan(
-                    lambda block, x, _: (block(x), None),
-                    variable_axes={"params": 0},
-                    split_rngs={"params": True},
-                    length=LENGTH,
-                )
-                return scan(block_class(name="block"), x, None)[0]
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            scan = nn.scan(
+                lambda block, x, _: (block(x), None),
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=LENGTH,
+            )
+            return scan(wrapped(name="block"), x, None)[0]
 
-        return Stack()
+    def form(params):
+        return {"block": jax.tree.map(lambda w: {"kernel": w}, params)}
 
-    tx = optax.sgd(0.1)
-
-    def make_state():
-        params = model(Block).init(jax.random.key(0), data(0))["params"]
-        return params, tx.init(params)
-
-    def losses(zero, block_class):
-        state = zero.init(make_state, tx=tx)
-        step = zero.train_step(
-            lambda p, x: jnp.mean(model(block_class).apply({"params": p}, x) ** 2), tx=tx
-        )
-        out = []
-        for i in range(STEPS):
-            state, metrics = step(state, zero.put(data(i)))
-            out.append(float(metrics["loss"]))
-        return out
-
-    alone = shd.Zero(jax.make_mesh((1,), ("data",)), stage=0)
-    np.testing.assert_allclose(losses(zero, wrapped), losses(alone, Block), rtol=1e-5)
+    got = trained(zero, lambda p, x: Stack().apply({"params": p}, x), form)
+    want = form(trained_alone())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), got, want)
 
 
 @needs_nnx
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_policy_of_an_nnx_model(stage):
     """``zero.gathered`` at stage 3, ``nnx.remat`` below it."""
 
     class Layer(nnx.Module):
-        def __init__(self, rngs):
-            self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
-            self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+        def __init__(self, p):
+            self.up, self.down = nnx.Param(p["up"]), nnx.Param(p["down"])
 
         def __call__(self, x):
-            return x + self.down(jnp.tanh(checkpoint_name(self.up(x), "hidden")))
+            hidden = checkpoint_name(x @ self.up[...], "hidden")
+            return x + jnp.tanh(hidden) @ self.down[...]
 
-    graph, params = nnx.split(Layer(nnx.Rngs(0)))
+    graph, params = nnx.split(Layer(layers(init())[0]))
     found = shd.remat.plan(
-        lambda p, x: nnx.merge(graph, p)(x), [params] * 3, jnp.ones((ROWS // 4, WIDTH)), "1GiB"
+        lambda p, x: nnx.merge(graph, p)(x), [params] * 2, jnp.ones((ROWS // 4, WIDTH)), "1GiB"
     )
-    saved = {found.names[part.block][part.mode] for part in found.tree}
-    assert saved == {("hidden",)}
+    assert {found.names[part.block][part.mode] for part in found.tree} == {("hidden",)}
     policy = jax.checkpoint_policies.save_only_these_names("hidden")
     zero = shd.Zero(jax.make_mesh((4,), ("data",)), stage=stage)
 
-    def wrapped(cls, zero):
-        if zero.stage == 3:
-            return zero.gathered(cls, policy=policy)
+    class Recomputed(Layer):
+        def __call__(self, x):
+            return nnx.remat(Layer.__call__, policy=policy)(self, x)
 
-        class Recomputed(cls):
-            def __call__(self, x):
-                return nnx.remat(cls.__call__, policy=policy)(self, x)
+    wrapped = zero.gathered(Layer, policy=policy) if stage == 3 else Recomputed
 
-        return Recomputed
+    def make():
+        model = nnx.Sequential(*(wrapped(p) for p in layers(init())))
+        return model, nnx.Optimizer(model, TX, wrt=nnx.Param)
 
-    def losses(zero, cls):
-        def make(key):
-            rngs = nnx.Rngs(key)
-            model = nnx.Sequential(*[cls(rngs) for _ in range(3)])
-            return model, nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-
-        model, optimizer = zero.nnx_init(make, jax.random.key(0))
-        step = zero.nnx_train_step(lambda model, x: jnp.mean(model(x) ** 2))
-        return [float(step(model, optimizer, zero.put(data(i)))["loss"]) for i in range(STEPS)]
-
-    alone = shd.Zero(jax.make_mesh((1,), ("data",)), stage=0)
-    np.testing.assert_allclose(losses(zero, wrapped(Layer, zero)), losses(alone, Layer), rtol=1e-5)
+    model, optimizer = zero.nnx_init(make)
+    step = zero.nnx_train_step(loss_by(lambda model, x: model(x)))
+    for i in range(STEPS):
+        step(model, optimizer, zero.put(data(i)))
+    for layer, want in zip(model.layers, layers(trained_alone()), strict=True):
+        for name, w in want.items():
+            np.testing.assert_allclose(getattr(layer, name)[...], w, rtol=1e-9)

@@ -1,5 +1,6 @@
 """Kernels of an update run on shards: the numbers of XLA's form, and the promised bytes."""
 
+import functools
 import math
 
 import jax
@@ -19,6 +20,7 @@ from sharding.step._kernel_shards import KernelShards
 
 from ...compilers import need
 from ...pallas_calls import kernels_in
+from .. import model
 
 SHAPES = {
     "up": (512, 256),
@@ -30,25 +32,13 @@ SHAPES = {
 }
 
 
-def initial():
+ALL = dict.fromkeys(SHAPES, P())
+
+
+def make_state(tx, names=ALL):
     rng = np.random.default_rng(0)
-    return {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in SHAPES.items()}
-
-
-def batch(step, num=8):
-    """The gradient of each example: of full rank, on each device another, of another size."""
-    rng = np.random.default_rng(100 + step)
-    size = 10.0 ** rng.uniform(-2, 1, num)
-    return {
-        k: (rng.normal(size=(num, *s)) * size.reshape(num, *[1] * len(s))).astype(np.float32)
-        for k, s in SHAPES.items()
-    }
-
-
-def loss(params, batch):
-    """Linear, so that gradients do not depend on how parameters are rounded."""
-    one_each = {k: jnp.sum(batch[k] * p[None], range(1, p.ndim + 1)) for k, p in params.items()}
-    return sum(map(jnp.mean, one_each.values()))
+    drawn = {k: rng.normal(size=s).astype(np.float32) for k, s in SHAPES.items()}
+    return model.make_of(lambda: {k: drawn[k] for k in names}, tx)
 
 
 def transformation(implementation):
@@ -56,11 +46,9 @@ def transformation(implementation):
     return optax_ext.low_precision_state(inner, implementation=implementation, min_size=1024)
 
 
-def assert_same(have, want):
-    start = initial()
+def assert_same(have, want, start):
     for k, x in want[0].items():
-        moved = np.max(np.abs(x - start[k]))
-        assert moved > 0
+        assert np.any(x != start[k])
         assert np.max(np.abs(have[0][k] - x)) <= 1e-6 * np.max(np.abs(x)), k
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(have[1]), jax.tree.leaves(want[1]), strict=True
@@ -71,60 +59,58 @@ def assert_same(have, want):
             np.testing.assert_allclose(a, b, rtol=1e-6, err_msg=str(path))
 
 
-def check(zero, specs=None, wrap=lambda tx: tx, form="pallas"):
+def check(zero, specs, form="pallas", wrap=lambda tx: tx):
     """Each step of the kernel's from a state of XLA's, so that no rounding adds up."""
     tx, tiled = wrap(transformation("xla")), wrap(transformation(form))
-    state = zero.init(lambda: (initial(), tx.init(initial())), tx=tx, param_specs=specs)
-    step, step_tiled = (zero.train_step(loss, tx=one) for one in (tx, tiled))
+    state = zero.init(make_state(tx, specs), tx=tx, param_specs=specs)
+    step, step_tiled = (zero.train_step(model.linear_loss, tx=one) for one in (tx, tiled))
     places = jax.tree.map(lambda x: x.sharding, state)
     for i in range(2):
-        before, data = jax.device_get(state), zero.put(batch(i))
+        before, data = jax.device_get(state), zero.put(model.gradients(SHAPES, i, "float32"))
         with kernels.interpreted():
             have, _ = step_tiled(jax.device_put(before, places), data)
         state, _ = step(jax.device_put(before, places), data)
-        assert_same(*jax.device_get((have, state)))
+        assert_same(*jax.device_get((have, state)), before[0])
 
 
-CASES = {
-    "stage 2": ({"stage": 2}, (8,), ("data",), AxisType.Auto),
-    "stage 1, two axes": ({"stage": 1, "axis": ("x", "y")}, (2, 4), ("x", "y"), AxisType.Auto),
-    "stage 2, replicas": (
-        {"stage": 2, "replica_axis": "replica", "shard_state_over_replicas": True},
-        (2, 4),
-        ("replica", "data"),
-        AxisType.Auto,
-    ),
-    "stage 3, Explicit": ({"stage": 3}, (8,), ("data",), AxisType.Explicit),
-}
+def zero_of(*shape, **options):
+    return model.zero_on(*shape, **({"stage": 2, "min_shard_size": 512} | options))
 
 
-@pytest.mark.slow(keep=1)
+def slow(*cases):
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+REPLICAS = {"replica_axis": "replica", "shard_state_over_replicas": True}
+
+
 @pytest.mark.filterwarnings("ignore:stage 3 with a loss that gathers no layer")
-@pytest.mark.parametrize("case", CASES)
-def test_equals_the_form_of_xla(case):
-    fields, shape, axes, kind = CASES[case]
-    mesh = jax.make_mesh(shape, axes, axis_types=(kind,) * len(axes))
-    zero = shd.Zero(mesh, min_shard_size=512, **fields)
-    check(zero)
-
-
-def test_beside_tensor_parallelism():
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    zero = shd.Zero(mesh, stage=2, min_shard_size=512)
-    specs = dict.fromkeys(SHAPES, P()) | {"up": P(None, "model"), "stack": P(None, "model")}
-    check(zero, specs)
+@pytest.mark.parametrize(
+    ("shape", "options", "specs"),
+    [
+        (
+            (4, 2),
+            {"names": ("data", "model"), "kind": AxisType.Explicit},
+            {"stack": P(None, "model"), "wide": P()},
+        ),
+        *slow(
+            ((4, 2), {"names": ("data", "model")}, ALL | {"stack": P(None, "model")}),
+            ((8,), {"stage": 3, "kind": AxisType.Explicit}, ALL),
+            ((2, 4), {"stage": 1, "names": ("x", "y"), "axis": ("x", "y")}, ALL),
+            ((2, 4), {"names": ("replica", "data"), **REPLICAS}, ALL),
+        ),
+    ],
+)
+def test_equals_the_form_of_xla(shape, options, specs):
+    check(zero_of(*shape, **options), specs)
 
 
 @pytest.mark.slow
 def test_updates_that_leave_the_kernel():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    zero = shd.Zero(mesh, stage=2, min_shard_size=512)
-    check(zero, wrap=lambda tx: optax.chain(tx, optax.scale(0.5)))
+    check(zero_of(8), ALL, wrap=lambda tx: optax.chain(tx, optax.scale(0.5)))
 
 
-@pytest.mark.slow(keep=1)
-@pytest.mark.parametrize("wrap", [lambda tx: tx, lambda tx: optax.chain(tx, optax.scale(0.5))])
-def test_a_loop_over_rows(wrap, monkeypatch):
+def test_a_loop_over_rows(monkeypatch):
     for form in (_row_loop.RowLoop, _row_loop.LoopOfUpdates):
         monkeypatch.setattr(form, "min_size", 0)
         monkeypatch.setattr(form, "min_padded", 0)
@@ -138,16 +124,13 @@ def test_a_loop_over_rows(wrap, monkeypatch):
         return made
 
     monkeypatch.setattr(_row_loop.RowLoop, "__call__", looped)
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    check(shd.Zero(mesh, stage=2, min_shard_size=512), wrap=wrap, form="rows")
-    # "uneven" and "heads" are left to XLA.
-    assert {(64, 256), (72, 256), (2, 64, 256)} <= set(shapes)
+    check(zero_of(8), {"wide": P()}, form="rows")
+    assert (72, 256) in shapes
 
 
 def test_paths_that_read_alike_are_not_confused():
     shards = {"a": {"b": (64, 128)}, "a/b": (64, 256), "c": (64, 128)}
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    layout = Layout(mesh, 2, "data")
+    layout = Layout(zero_of(8).mesh, 2, "data")
     is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
     params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, "float32"), shards, is_leaf=is_shape)
     specs = {"a": {"b": P("data")}, "a/b": P(None, "data"), "c": P()}
@@ -160,26 +143,23 @@ def test_paths_that_read_alike_are_not_confused():
     assert found.shape_of((), (64, 128)) is None
 
 
-def kernels_of_step(zero):
+def kernels_of_step(zero, *names):
     """The shapes of the codes that kernels write, on one device."""
     tx = transformation("pallas")
-    state = zero.abstract_state(lambda: (initial(), tx.init(initial())), tx=tx)
-    step = zero.train_step(loss, tx=tx)
-    calls = kernels_in(lambda *args: step(*args), state, batch(0))
+    state = zero.abstract_state(make_state(tx, names), tx=tx)
+    step = zero.train_step(model.linear_loss, tx=tx)
+    gradients = model.gradients({k: SHAPES[k] for k in names}, 0, "float32")
+    calls = kernels_in(lambda *args: step(*args), state, gradients)
     return sorted(
         next(v.aval.shape for v in call.outvars if v.aval.dtype == jnp.uint8) for call in calls
     )
 
 
 def test_each_device_updates_its_shard():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    zero = shd.Zero(mesh, stage=2, min_shard_size=512)
     # (matrices, rows, columns); "uneven" and "heads" are left to XLA.
-    assert kernels_of_step(zero) == [(1, 64, 256), (1, 72, 256), (2, 64, 256)]
-    flat = shd.Zero(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,)), stage=0)
-    assert kernels_of_step(flat) == [
-        (1, 72, 2048), (1, 512, 256), (1, 520, 130), (2, 512, 256),
-    ]  # fmt: skip
+    found = kernels_of_step(zero_of(8), "wide", "stack", "heads", "uneven")
+    assert found == [(1, 72, 256), (2, 64, 256)]
+    assert kernels_of_step(zero_of(1, stage=0), "uneven") == [(1, 520, 130)]
 
 
 # --- Bytes ----------------------------------------------------------------------------------------
@@ -192,35 +172,11 @@ def test_each_device_updates_its_shard():
 def test_bytes_and_temporaries(target, shape):
     """16.1 bytes a parameter with the parameters inside: gradient 4, parameter 8, codes 4."""
     need(target)
-    mesh = shd.targets.mesh(target, (1,), ("data",))
-    zero, size = shd.Zero(mesh, stage=0), math.prod(shape)
+    zero = shd.Zero(shd.targets.mesh(target, (1,), ("data",)), stage=0)
+    size = math.prod(shape)
     tx = optax_ext.low_precision_state(optax.adamw(1e-3), implementation="pallas")
-
-    def step(state, grads):
-        return zero.apply_gradients(state, grads, tx=tx, param_specs={"w": P()})
-
-    state = zero.abstract_state(lambda: (lambda p: (p, tx.init(p)))({"w": jnp.zeros(shape)}), tx=tx)
-    grads = {"w": jax.ShapeDtypeStruct(shape, jnp.float32, sharding=state[0]["w"].sharding)}
-    compiled = jax.jit(step, donate_argnums=0).lower(state, grads).compile()
+    step = functools.partial(zero.apply_gradients, tx=tx, param_specs={"w": P()})
+    state = zero.abstract_state(model.make_of(lambda: {"w": jnp.zeros(shape)}, tx), tx=tx)
+    compiled = jax.jit(step, donate_argnums=0).lower(state, state[0]).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * size
     assert sum(shd.audit(compiled).nbytes.values()) <= 16.5 * size
-
-
-def test_bytes_of_updates_that_leave_the_kernel():
-    """Update and parameter are 12 bytes more than in the kernel; Adam does not read parameters."""
-    need("v5e:1x1")
-    mesh = shd.targets.mesh("v5e:1x1", (1,), ("data",))
-    tx = optax_ext.low_precision_state(optax.adam(1e-3), implementation="pallas")
-    place, shape = jax.NamedSharding(mesh, P()), (50257, 768)
-
-    def step(params, state, grads):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    params = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
-    arguments = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
-        (params, jax.eval_shape(tx.init, params), params),
-    )
-    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(*arguments).compile()
-    assert sum(shd.audit(compiled).nbytes.values()) <= 24.5 * math.prod(shape)

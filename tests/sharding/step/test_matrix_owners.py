@@ -1,52 +1,53 @@
 """by_owner: each matrix is updated on one device, with the numbers of one device alone."""
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import optax.contrib
 import pytest
+from jax import lax
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
+import optax_ext
 import sharding as shd
 from sharding.plan.program._wire import collectives
-from sharding.step._matrix_owners import _Job
 
 from .. import model
 
-SHAPES = {
-    "stack": (5, 40, 48),  # no dim of the stack divides by the devices
-    "twice": (2, 3, 40, 48),  # two leading dims
-    "single": (40, 48),
-    "tall": (6, 64, 24),
-    "other": (3, 24, 64),
-    "owned": (8, 33, 35),  # the stack itself is sharded
-    "odd": (9, 35, 37),  # nothing divides
-    "bias": (48,),
+STEPS = 4
+# (shape, its dims as (stack, rows, cols), dim of the heads).
+PARAMS = {
+    # The rows, embed, are sharded: sent together with the two below, which have the same matrices.
+    "layers/query/kernel": ((5, 40, 4, 16), ((0,), (1,), (2, 3)), 2),
+    # Fused, a stack of three between rows and columns.
+    "qkv/kernel": ((40, 3, 4, 16), ((1,), (0,), (2, 3)), 2),
+    # Fused and stacked, heads before embed.
+    "layers/kv_einsum/w": ((2, 2, 4, 40, 16), ((0, 1), (3,), (2, 4)), 2),
+    # Head_dim is sharded, a minor dim of the rows: moved to embed.
+    "layers/out/kernel": ((5, 4, 64, 40), ((0,), (1, 2), (3,)), 1),
+    # The heads are sharded, a major dim.
+    "layers/attn_vec_einsum/w": ((5, 8, 5, 35), ((0,), (1, 2), (3,)), 1),
+    # Head_dim is sharded and no other dim divides: replicated. One matrix: it has no owner.
+    "out/kernel": ((6, 64, 35), ((), (0, 1), (2,)), 0),
+    "layers/up/kernel": ((5, 40, 48), ((0,), (1,), (2,)), None),
+    # The stack itself is sharded: each device has the matrices that it owns.
+    "layers/owned/kernel": ((8, 33, 35), ((0,), (1,), (2,)), None),
+    # Nothing divides: replicated, and the results of the owners are gathered.
+    "layers/odd/kernel": ((9, 35, 37), ((0,), (1,), (2,)), None),
 }
-STEPS = 10
+RULE = optax_ext.flax_transformer()
+ALL = tuple(PARAMS)
+# For what compiles slowly: moved and not, with an owner and without, on its owner already.
+ATTENTION = ("layers/query/kernel", "layers/out/kernel", "qkv/kernel", "out/kernel")
+FEW = ("layers/query/kernel", "layers/odd/kernel", "layers/owned/kernel")
 
 
-def inverse_fourth_root(x):
-    """By a coupled Newton iteration. (jaxlib's eigh waits for threads of a pool that devices block
-    which wait for it, where there are fewer cores than devices.)
-    """
-    eye = jnp.eye(len(x), dtype=x.dtype)
-    x = x + 1e-3 * jnp.trace(x) * eye
-    scale = 2.5 / jnp.linalg.norm(x)
-
-    def step(_, pair):
-        m, h = pair
-        factor = 1.25 * eye - 0.25 * m
-        return jnp.linalg.matrix_power(factor, 4) @ m, h @ factor
-
-    return jax.lax.fori_loop(0, 25, step, (x * scale, eye * scale**0.25))[1]
-
-
-def shampoo(learning_rate):
-    """Shampoo of one matrix."""
+def preconditioned(learning_rate):
+    """As Shampoo, statistics of rows and columns that the update is multiplied with."""
 
     def init(p):
         return tuple(jnp.zeros((n, n), p.dtype) for n in p.shape)
@@ -54,35 +55,30 @@ def shampoo(learning_rate):
     def update(g, state, p=None):
         del p
         left, right = state[0] + g @ g.T, state[1] + g.T @ g
-        update = inverse_fourth_root(left) @ g @ inverse_fourth_root(right)
-        return -learning_rate * update, (left, right)
+        scale = learning_rate / (jnp.trace(left) * jnp.trace(right)) ** 0.5
+        return -scale * left @ g @ right / jnp.linalg.norm(g), (left, right)
 
     return optax.GradientTransformation(init, update)
 
 
 OPTIMIZERS = {
     "muon": lambda: optax.contrib.muon(1e-2, weight_decay=0.1),
-    "shampoo": lambda: optax.chain(optax.trace(0.9), shampoo(1e-2)),
+    "statistics": lambda: optax.chain(optax.trace(0.9), preconditioned(1e-2)),
 }
 
 
-def make_tx(name):
-    matrices = {k: "other" if k == "bias" else "matrix" for k in SHAPES}
-    return optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.partition(
-            {"matrix": shd.by_owner(OPTIMIZERS[name]()), "other": optax.adamw(1e-2)}, matrices
-        ),
-    )
+def make_tx(name, **options):
+    return shd.by_owner(OPTIMIZERS[name](), factoring=RULE, **options)
 
 
-def make_state(tx):
-    def make():
-        rng = np.random.default_rng(0)
-        params = {k: jnp.asarray(rng.normal(size=s) / s[-1] ** 0.5) for k, s in SHAPES.items()}
-        return params, tx.init(params)
+def initial(names=ALL):
+    rng = np.random.default_rng(0)
+    drawn = {k: rng.normal(size=s) / s[-1] ** 0.5 for k, (s, *_) in PARAMS.items()}
+    return {k: drawn[k] for k in names}
 
-    return make
+
+def make_state(tx, names=ALL):
+    return model.make_of(lambda: initial(names), tx)
 
 
 def loss(params, batch):
@@ -96,154 +92,174 @@ def loss(params, batch):
 
 def batch(step):
     rng = np.random.default_rng(step)
-    found = {k: rng.normal(size=(8, *s)) for k, s in SHAPES.items()}
+    found = {k: rng.normal(size=(8, *s)) for k, (s, *_) in PARAMS.items()}
     return found | {"scale": rng.uniform(-2, 1, 8)}
 
 
+# --- One device -----------------------------------------------------------------------------------
+
+
+def to_matrices(name, x):
+    """A parameter as (matrices, rows, columns)."""
+    stack, rows, cols = PARAMS[name][1]
+    x = np.transpose(x, (*stack, *rows, *cols))
+    return x.reshape(-1, *(np.prod([PARAMS[name][0][d] for d in g]) for g in (rows, cols)))
+
+
+def matrices(tree):
+    return {name: to_matrices(name, np.asarray(x)) for name, x in tree.items()}
+
+
+def gradients(params, batch):
+    """Of ``loss``, in NumPy, for parameters in matrix form."""
+    grads = {}
+    for name, x in params.items():
+        b = np.stack([to_matrices(name, one) for one in batch[name]])
+        each = -np.sin(x + b * x**2) * (1 + 2 * b * x)
+        grads[name] = np.tensordot(10.0 ** batch["scale"] / 8, each, 1)
+    return grads
+
+
 @functools.cache
-def reference(name):
-    tx = make_tx(name)
-    state = jax.jit(make_state(tx))()
+def reference(name, names=ALL):
+    """The matrices and the state of each after every step, one matrix updated after the other."""
+    tx = OPTIMIZERS[name]()
 
     @jax.jit
-    def step(state, batch):
-        grads = jax.grad(loss)(state[0], batch)
-        updates, opt_state = tx.update(grads, state[1], state[0])
-        return optax.apply_updates(state[0], updates), opt_state
+    def update(grads, states, params):
+        one = lambda args: tx.update(*args)  # noqa: E731
+        return {k: lax.map(one, (grads[k], states[k], params[k])) for k in params}
 
+    params = matrices(initial(names))
+    states = jax.jit(lambda params: {k: jax.vmap(tx.init)(p) for k, p in params.items()})(params)
+    found = []
     for i in range(STEPS):
-        state = step(state, batch(i))
-    return jax.device_get(state)
+        new = jax.device_get(update(gradients(params, batch(i)), states, params))
+        params = {k: p + new[k][0] for k, p in params.items()}
+        states = {k: new[k][1] for k in params}
+        found.append((params, states))
+    return found
 
+
+# --- In a step ------------------------------------------------------------------------------------
 
 MESHES = {
-    "flat": ((8,), ("data",), AxisType.Auto, {}),
-    "torus": ((2, 4), ("x", "y"), AxisType.Auto, {"axis": ("x", "y")}),
-    "explicit": ((4,), ("data",), AxisType.Explicit, {}),
+    "flat": ((8,), {}),
+    "torus": ((2, 4), {"names": ("x", "y"), "axis": ("x", "y")}),
+    "explicit": ((4,), {"kind": AxisType.Explicit}),
     "replicas": (
         (2, 4),
-        ("replica", "data"),
-        AxisType.Auto,
-        {"replica_axis": "replica"},
+        {"names": ("r", "data"), "replica_axis": "r", "shard_state_over_replicas": True},
     ),
-    "tensor parallel": ((4, 2), ("data", "model"), AxisType.Auto, {}),
+    "tensor parallel": ((4, 2), {"names": ("data", "model")}),
 }
 
 
-def zero_on(mesh, stage, **options):
-    shape, names, kind, more = MESHES[mesh]
-    devices = jax.devices()[: int(np.prod(shape))]
-    made = jax.make_mesh(shape, names, axis_types=(kind,) * len(names), devices=devices)
-    return shd.Zero(made, stage=stage, **({"axis": "data"} | more | options))
+def run(mesh, stage, tx, names, steps=STEPS):
+    shape, options = MESHES[mesh]
+    zero = model.zero_on(*shape, stage=stage, min_shard_size=4096, **options)
+    specs = None
+    if mesh == "tensor parallel":
+        dims = {k: PARAMS[k][2] for k in names}
+        specs = {k: P() if d is None else P(*[None] * d, "model") for k, d in dims.items()}
+    loss_fn = zero.gathered(loss)
+    return model.run(zero, make_state(tx, names), tx, loss_fn, batch, steps, specs)
 
 
-@pytest.mark.slow(keep=3)
-@pytest.mark.usefixtures("x64")
+def slow(*cases):
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
 @pytest.mark.parametrize(
-    ("name", "mesh", "stage"),
+    ("name", "mesh", "stage", "names"),
     [
-        ("muon", "flat", 1),
-        ("muon", "flat", 2),
-        ("muon", "flat", 3),
-        ("muon", "torus", 2),
-        ("muon", "explicit", 2),
-        ("muon", "replicas", 3),
-        ("muon", "tensor parallel", 2),
-        ("shampoo", "flat", 2),
-        ("shampoo", "torus", 3),
+        ("muon", "flat", 2, ALL),
+        ("muon", "explicit", 3, ATTENTION),
+        ("muon", "tensor parallel", 2, ATTENTION),
+        ("statistics", "flat", 2, FEW),
+        *slow(("muon", "torus", 3, ALL), ("muon", "replicas", 2, ALL)),
+        *slow(("muon", "tensor parallel", 3, ALL), ("statistics", "torus", 1, ALL)),
     ],
 )
-def test_equals_one_device(name, mesh, stage):
-    tx = make_tx(name)
-    zero = zero_on(mesh, stage)
-    state = zero.init(make_state(tx), tx=tx)
-    step = zero.train_step(zero.gathered(loss), tx=tx)
-    for i in range(STEPS):
-        state, _ = step(state, zero.put(batch(i)))
-    distance, leaf = model.worst_leaf(jax.device_get(state), reference(name))
-    assert distance < 1e-11, leaf
+def test_equals_the_matrices_on_one_device(name, mesh, stage, names, x64):
+    params, states = run(mesh, stage, make_tx(name), names)
+    for key in names:
+        for x in jax.tree.leaves(states[key]):
+            may_be = x.size >= 4096 and any(n % 8 == 0 for n in x.shape) and key != "out/kernel"
+            assert x.sharding.is_fully_replicated <= (not may_be), key
+    check(params, states, reference(name, ALL if name == "muon" else names)[-1])
 
 
-def compiled_step(name, zero):
-    tx = make_tx(name)
-    state = zero.abstract_state(make_state(tx), tx=tx)
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch(0))
-    return zero.train_step(zero.gathered(loss), tx=tx).lower(state, shapes).compile()
+def check(params, states, want):
+    want, want_states = ({k: x[k] for k in params} for x in want)
+    model.assert_close(matrices(jax.device_get(params)), want, 1e-11)
+    check_states(states, want_states)
 
 
-@pytest.mark.slow(keep=2)
+def check_states(states, want):
+    """State has the form of the matrices."""
+    states = jax.tree.map(lambda a, b: np.reshape(a, b.shape), jax.device_get(states), want)
+    model.assert_close(states, want, 1e-11)
+
+
+def test_outside_of_a_step_and_of_any_mesh(x64):
+    tx = make_tx("muon")
+    (params, states), _ = model.alone(make_state(tx, ATTENTION), tx, loss, batch, 1)
+    check(params, states, reference("muon")[0])
+
+
+# By shape: matrices, padded to a multiple of the devices.
+PADDED = {(40, 64): 8 + 8, (256, 40): 8, (40, 35): 8, (40, 48): 8}
+PADDED_OF_FEW = {(40, 64): 8}
+
+
 @pytest.mark.usefixtures("x64", "scopes_in_cache_key")
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_matrices_are_sent_to_their_owners_and_nothing_is_gathered(stage):
-    program = compiled_step("muon", zero_on("flat", stage))
-    update = [c for c in collectives(program) if "/update/" in c.scope and c.elements > 1000]
+@pytest.mark.parametrize(
+    ("wire", "names", "padded"), [(None, ALL, PADDED), (jnp.float32, FEW, PADDED_OF_FEW)]
+)
+def test_matrices_are_sent_to_their_owners_and_nothing_is_gathered(wire, names, padded):
+    zero, tx = model.zero_on(8, min_shard_size=4096), make_tx("muon", wire_dtype=wire)
+    lowered = model.lowered(zero, make_state(tx, names), tx, zero.gathered(loss), batch(0))
+    found = collectives(lowered.compile())
+    update = [c for c in found if "/update/" in c.scope and c.elements > 1000]
     moved = [c for c in update if "/by_owner/" in c.scope]
-    sent = [c for c in moved if c.op == "all-to-all"]
-    # By shape: matrices, padded to a multiple of the devices, there and back. "other" has fewer
-    # than half as many as devices, and each device has those of "owned" that it updates.
-    padded = {(40, 48): 16, (64, 24): 8}
-    elements = sum(n * a * b for (a, b), n in padded.items())
-    assert sum(c.wire_bytes for c in sent) == 2 * 8 * elements / 8 * (7 / 8)
-    # Of "odd" no dim divides: it is replicated, and the results of its owners are gathered.
-    assert [c.elements for c in moved if c not in sent] == [16 * 35 * 37]
-    assert all(c.elements <= 3 * 24 * 64 for c in update if c not in moved)
+    sent = sum(n * a * b for (a, b), n in padded.items()) * 2 * 7 / 64  # there and back
+    # Gradient, parameter and update of layers/out, between head_dim and embed: what moves shards to
+    # another dim keeps its dtype, as gradients are part of the state.
+    between_dims = 5 * 4 * 64 * 40 * 3 * 7 / 64 if "layers/out/kernel" in names else 0
+    to_all = [c.wire_bytes for c in moved if c.op == "all-to-all"]
+    assert sum(to_all) == sent * (8 if wire is None else 4) + between_dims * 8
+    assert [c.elements for c in moved if c.op != "all-to-all"] == [16 * 35 * 37]  # of "odd"
+    # Of the one that has no owner.
+    assert all(c.elements <= 6 * 64 * 35 for c in update if c not in moved)
 
 
-@pytest.mark.slow(keep=1)
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_stacked_layers_are_updated_as_single_ones(name):
-    tx = shd.by_owner(OPTIMIZERS[name]())
-    rng = np.random.default_rng(0)
-    stack, grads = (jnp.asarray(rng.normal(size=(4, 40, 48))) for _ in range(2))
-    single = {i: stack[i] for i in range(4)}
-    updates, state = tx.update(stack, tx.init(stack), stack)
-    each, states = tx.update({i: grads[i] for i in single}, tx.init(single), single)
-    updates, state = tx.update(grads, tx.init(stack), stack)
-    for i in single:
-        np.testing.assert_allclose(updates[i], each[i], rtol=1e-12, atol=1e-15)
-        jax.tree.map(
-            lambda a, b, i=i: np.testing.assert_allclose(a[i], b, rtol=1e-12, atol=1e-15),
-            state,
-            states[i],
-        )
+def test_a_wire_dtype_rounds_updates_and_no_state(x64):
+    tx = make_tx("statistics", wire_dtype=jnp.bfloat16)
+    params, states = jax.device_get(run("flat", 2, tx, FEW, steps=1))
+    wanted, wanted_states = reference("statistics", FEW)[0]
+    check_states(states, wanted_states)  # rounding would be 4e-3
+    start = matrices(initial())
+    parts = {
+        k: np.linalg.norm(x - wanted[k]) / np.linalg.norm(wanted[k] - start[k])
+        for k, x in matrices(params).items()
+    }
+    assert parts.pop("layers/owned/kernel") < 1e-10  # nothing moves it
+    assert all(1e-4 < part < 2e-2 for part in parts.values()), parts
 
 
-@pytest.mark.usefixtures("x64")
-def test_state_is_sharded_and_its_shapes_do_not_depend_on_the_mesh():
-    tx = make_tx("shampoo")
-    zero = zero_on("flat", 2, min_shard_size=0)
-    state = zero.init(make_state(tx), tx=tx)
-    alone = jax.eval_shape(make_state(tx))
-    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, alone)
-    for path, x in jax.tree_util.tree_leaves_with_path(state[1]):
-        divides = any(n % 8 == 0 for n in x.shape)
-        if x.size >= 1024 and divides:
-            assert not x.sharding.is_fully_replicated, jax.tree_util.keystr(path)
+# --- In and around other transformations ----------------------------------------------------------
 
 
-def test_vectors_are_no_matrices():
-    with pytest.raises(ValueError, match=r"'bias' of shape \(4,\) is neither a matrix nor a stack"):
-        shd.by_owner(optax.contrib.muon(1e-2)).init({"bias": jnp.zeros(4)})
+def test_8_bit_state(x64):
+    by_owner, names = make_tx("muon"), ("layers/query/kernel", "layers/up/kernel")
+    tx = optax_ext.low_precision_state(by_owner, 8)
+    state, _ = model.alone(make_state(tx, names), tx, loss, batch, STEPS)
+    model.assert_close(run("flat", 2, tx, names), state, 1e-11)
 
 
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_owner_receives_the_inputs_of_the_matrix_products_alone(name):
-    """Of Muon one matrix goes and one comes; of Shampoo gradient and statistics, and all back."""
-    tx = optax.with_extra_args_support(OPTIMIZERS[name]())
-    p = jnp.ones((40, 48))
-    split = _Job(tx, "w", (p, tx.init(p), p), {}).split()
-    large = [
-        [math.prod(split.graph.shape(v)) >= 1024 for v in values]
-        for values in (split.ins, split.outs)
-    ]
-    assert [sum(x) for x in large] == {"muon": [1, 1], "shampoo": [3, 3]}[name]
-
-
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_random_numbers_and_any_extra_arguments(kind):
+@pytest.mark.parametrize("kind", [AxisType.Explicit, *slow((AxisType.Auto,))])
+def test_random_numbers_and_any_extra_arguments(kind, x64):
     """On Explicit axes random numbers are resharded, but for those inside a shard_map."""
 
     def scale(updates, state, params=None, *, value, mode, **extra_args):
@@ -255,18 +271,52 @@ def test_random_numbers_and_any_extra_arguments(kind):
     last = optax.GradientTransformationExtraArgs(lambda params: (), scale)
     tx = shd.by_owner(optax.chain(noise, optax.contrib.muon(1e-2), last))
     rng = np.random.default_rng(0)
-    params, grads = ({"w": jnp.asarray(rng.normal(size=(5, 40, 48)))} for _ in range(2))
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(kind,), devices=jax.devices()[:4])
-    zero = shd.Zero(mesh, stage=2)
+    params, grads = ({"w": rng.normal(size=(5, 40, 48))} for _ in range(2))
+    placed = optax.GradientTransformationExtraArgs(
+        tx.init, lambda g, s, p=None, **_: tx.update(g, s, p, mode="halve", value=3.0)
+    )
+    make = model.make_of(lambda: params, placed)
 
-    def update(extra):
-        return optax.GradientTransformationExtraArgs(
-            tx.init, lambda g, s, p=None, **_: tx.update(g, s, p, mode="halve", **extra)
-        )
+    def loss(p, x):
+        return jnp.sum(p["w"] * grads["w"]) + 0 * jnp.sum(x)
 
-    placed = update({"value": 3.0})
-    state = zero.init(lambda: (params, placed.init(params)), tx=placed)
-    step = zero.train_step(lambda p, x: jnp.sum(p["w"] * grads["w"]) + 0 * jnp.sum(x), tx=placed)
-    (new, _), _ = step(state, zero.put(np.ones(4)))
-    updates, _ = placed.update(grads, placed.init(params), params)
+    zero = model.zero_on(4, kind=kind)
+    new, _ = model.run(zero, make, placed, loss, lambda i: np.ones(4), 1)
+    updates, _ = jax.jit(lambda: placed.update(grads, make()[1], params))()
     np.testing.assert_allclose(new["w"], params["w"] + updates["w"], rtol=1e-11)
+
+
+# --- Arguments ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tx": optax.contrib.muon}, "tx must be a transformation of one matrix"),
+        ({"factoring": None}, "factoring must be a Factoring or a rule .*; got None"),
+        ({"factoring": optax_ext.flax_transformer}, "factoring must be a Factoring or a rule"),
+        ({"wire_dtype": "bf17"}, "wire_dtype must be a floating dtype.*got 'bf17'"),
+        ({"wire_dtype": jnp.int8}, "wire_dtype must be a floating dtype"),
+        ({"wire_dtype": jnp.float16}, "float16 has a smaller range than float32"),
+    ],
+)
+def test_bad_arguments(options, message):
+    tx = options.get("tx", optax.contrib.muon(1e-2))
+    with pytest.raises(ValueError, match=message):
+        shd.by_owner(tx, **{k: x for k, x in options.items() if k != "tx"})
+
+
+@pytest.mark.parametrize(
+    ("params", "options", "message"),
+    [
+        ({"bias": np.zeros(4)}, {}, r"'bias' of shape \(4,\) is neither a matrix nor a stack"),
+        (
+            {"layers": {"query": {"bias": np.zeros((3, 4, 16))}}},
+            {"factoring": RULE},
+            r"'layers/query/bias' of shape \(3, 4, 16\) is neither",
+        ),
+    ],
+)
+def test_what_is_no_matrix(params, options, message):
+    with pytest.raises(ValueError, match=message):
+        shd.by_owner(optax.contrib.muon(1e-2), **options).init(params)

@@ -1,6 +1,6 @@
 """Dtypes of a step: what is computed, sent and stored in which, and master weights."""
 
-import functools
+import dataclasses
 import math
 import re
 
@@ -9,32 +9,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 
 import optax_ext
 import sharding as shd
+from sharding import sync
 from sharding.plan.program._wire import collectives
 
 from .. import model
 
-STEPS = 5
+STEPS = 4
 WIDTH = 256
 
 
-def zero_of(stage, **kwargs):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    return shd.Zero(mesh, stage=stage, **kwargs)
+def zero_of(stage, **options):
+    return model.zero_on(8, stage=stage, **({"min_shard_size": 4096} | options))
 
 
 def make_state(tx, dtype):
-    def make():
-        params = {
-            "in": jnp.ones((WIDTH, 4 * WIDTH), dtype),
-            "out": jnp.ones((4 * WIDTH, WIDTH), dtype),
-        }
-        return params, tx.init(params)
-
-    return make
+    shapes = {"in": (WIDTH, 4 * WIDTH), "out": (4 * WIDTH, WIDTH)}
+    return model.make_of(lambda: {k: jnp.ones(s, dtype) for k, s in shapes.items()}, tx)
 
 
 def make_loss(zero):
@@ -42,10 +35,9 @@ def make_loss(zero):
     return lambda params, x: jnp.mean(block(params, x) ** 2)
 
 
-def lower(zero, tx, dtype, **kwargs):
-    step = zero.train_step(make_loss(zero), tx=tx, **kwargs)
-    state = zero.abstract_state(make_state(tx, dtype), tx=tx)
-    return step.lower(state, jax.ShapeDtypeStruct((32, WIDTH), jnp.float32))
+def lower(zero, tx, dtype):
+    x = np.ones((32, WIDTH), np.float32)
+    return model.lowered(zero, make_state(tx, dtype), tx, make_loss(zero), x)
 
 
 def dtypes_of(text, op):
@@ -54,113 +46,83 @@ def dtypes_of(text, op):
     return {dtype for dims, dtype in found if math.prod(map(int, dims.split("x"))) > 1000}
 
 
-@pytest.mark.slow(keep=3)
-@pytest.mark.parametrize(("name", "per_parameter"), [("adamw", 12), ("came", 8), ("adafactor", 4)])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_bytes_of_optimizer_and_master_weights(stage, name, per_parameter):
-    """ZeRO's K: 2 bytes a parameter for the parameters, K / n for optimizer and master weights."""
-    tx = optax_ext.master_weights(
-        {
-            "adamw": optax.adamw(1e-3),
-            "came": optax_ext.came(1e-3),
-            "adafactor": optax_ext.adafactor(1e-3, factoring=optax_ext.last_two_dims()),
-        }[name]
-    )
-    program = lower(zero_of(stage), tx, jnp.bfloat16).compile()
-    count = 8 * WIDTH**2
-    params = 2 * count / (8 if stage == 3 else 1)
-    batch = 32 / 8 * WIDTH * 4
-    expected = params + per_parameter * count / 8 + batch
-    assert program.memory_analysis().argument_size_in_bytes == pytest.approx(expected, rel=0.02)
+BF16, F32 = jnp.bfloat16, jnp.float32
+# Stage, dtype of parameters, precision, sync; dtypes that are reduced, and at stage 3 gathered.
+# (The gather of the other stages is the partitioner's: in compiled programs only.)
+ON_THE_WIRE = {
+    "stage 1": (1, BF16, {"reduce": F32}, None, "f32", None),
+    "stage 2": (2, BF16, {"reduce": F32}, None, "f32", None),
+    "stage 3": (3, BF16, {"reduce": F32}, None, "f32", "bf16"),
+    "a sync": (2, BF16, {"reduce": F32}, sync.dense(), "f32", None),
+    "as autodiff makes them": (2, BF16, {}, None, "bf16", None),
+    "compute": (2, F32, {"compute": BF16}, None, "bf16", None),
+    "compute at stage 3": (3, F32, {"compute": BF16}, None, "bf16", "bf16"),
+}
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_dtypes_on_the_wire(stage):
-    tx = optax_ext.master_weights(optax.adamw(1e-3))
-    precision = shd.Precision(reduce=jnp.float32)
-    lowered = lower(zero_of(stage, precision=precision), tx, jnp.bfloat16)
-    assert dtypes_of(lowered.as_text(), "reduce_scatter") == {"f32"}
-    if stage == 3:  # the gather of the other stages is the partitioner's: in compiled programs only
-        assert dtypes_of(lowered.as_text(), "all_gather") == {"bf16"}
-    plain = lower(zero_of(stage), tx, jnp.bfloat16)
-    assert dtypes_of(plain.as_text(), "reduce_scatter") == {"bf16"}
+@pytest.mark.parametrize("case", ON_THE_WIRE)
+def test_dtypes_on_the_wire(case):
+    stage, dtype, precision, by, reduced, gathered = ON_THE_WIRE[case]
+    zero = zero_of(stage, precision=shd.Precision(**precision), sync=by)
+    text = lower(zero, optax.adamw(1e-3), dtype).as_text()
+    assert dtypes_of(text, "reduce_scatter") == {reduced}
+    if gathered:
+        assert dtypes_of(text, "all_gather") == {gathered}
 
 
-def test_float32_parameters_are_gathered_in_the_compute_dtype():
-    precision = shd.Precision(compute=jnp.bfloat16)
-    lowered = lower(zero_of(3, precision=precision), optax.adamw(1e-3), jnp.float32)
-    assert dtypes_of(lowered.as_text(), "all_gather") == {"bf16"}
-    assert dtypes_of(lowered.as_text(), "reduce_scatter") == {"bf16"}
+def train(zero, tx, dtype, **options):
+    make, loss_fn = model.make_state(tx, dtype), model.make_loss(zero)
+    return model.run(zero, make, tx, loss_fn, model.batch, STEPS, **options)
 
 
-def train(zero, tx, dtype, **kwargs):
-    state = zero.init(model.make_state(tx, dtype), tx=tx)
-    step = zero.train_step(model.make_loss(zero), tx=tx, **kwargs)
-    for i in range(STEPS):
-        state, _ = step(state, zero.put(model.batch(i)))
-    return state
-
-
-@functools.cache
-def wide_alone(tx_name):
-    """Float32 parameters on one device, all else in float64; and the transformation."""
-    tx = optax_ext.master_weights(model.OPTIMIZERS[tx_name](), dtype=jnp.float64)
-    state = jax.jit(model.make_state(tx, jnp.float32))()
+def wide_alone(tx):
+    """Float32 parameters on one device, all else in float64."""
 
     @jax.jit
     def step(state, batch):
         wide = jax.tree.map(lambda x: x.astype(jnp.float64), state[0])
-        grads = jax.grad(model.loss_fn)(wide, batch)
-        updates, opt_state = tx.update(grads, state[1], state[0])
+        updates, opt_state = tx.update(jax.grad(model.loss_fn)(wide, batch), *state[::-1])
         return optax.apply_updates(state[0], updates), opt_state
 
+    state = jax.jit(model.make_state(tx, jnp.float32))()
     for i in range(STEPS):
         state = step(state, model.batch(i))
-    return tx, state
+    return state
 
 
-@pytest.mark.slow(keep=2)
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize(
     ("stage", "microbatches", "hybrid"),
-    [(0, 1, False), (1, 2, False), (2, 2, False), (3, 1, False), (3, 2, True)],
+    [pytest.param(1, 2, False, marks=pytest.mark.slow), (2, 2, False), (3, 2, True)],
 )
 def test_no_step_on_the_way_is_narrower_than_asked(stage, microbatches, hybrid):
     """Float32 parameters with float64 in all else: a cast too many would leave 1e-7, not 1e-15."""
-    tx, state = wide_alone("came")
-    double = jnp.float64
-    mesh = jax.make_mesh((2, 4), ("replica", "data"), axis_types=(AxisType.Auto,) * 2)
+    tx, double = optax_ext.master_weights(optax.adamw(1e-3), dtype=jnp.float64), jnp.float64
     precision = shd.Precision(compute=double, reduce=double, accumulate=double)
-    kwargs = {"stage": stage, "precision": precision, "min_shard_size": 0}
-    zero = (
-        shd.Zero(mesh, replica_axis="replica", shard_state_over_replicas=True, **kwargs)
-        if hybrid
-        else zero_of(**kwargs)
-    )
-    distance, leaf = model.worst_leaf(
-        train(zero, tx, jnp.float32, microbatches=microbatches), state
-    )
-    assert distance < 1e-12, leaf
+    zero = zero_of(stage, precision=precision, min_shard_size=0)
+    if hybrid:
+        mesh = model.zero_on(2, 4, names=("replica", "data")).mesh
+        more = {"replica_axis": "replica", "shard_state_over_replicas": True}
+        zero = dataclasses.replace(zero, mesh=mesh, **more)
+    state = train(zero, tx, jnp.float32, microbatches=microbatches)
+    model.assert_close(state, wide_alone(tx), 1e-12)
+    for param, master in zip(*map(jax.tree.leaves, (state[0], state[1].master)), strict=True):
+        np.testing.assert_array_equal(param, master.astype(param.dtype))  # bit for bit
 
 
-@pytest.mark.slow(keep=2)
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_parameters_are_their_master_weights_rounded(stage):
-    tx = optax_ext.master_weights(model.OPTIMIZERS["came"]())
-    precision = shd.Precision(reduce=jnp.float32, accumulate=jnp.float32)
-    params, opt_state = train(
-        zero_of(stage, precision=precision, min_shard_size=0), tx, jnp.bfloat16
-    )
-    for name, x in jax.device_get(params).items():
-        master = np.asarray(jax.device_get(opt_state.master[name]))
-        np.testing.assert_array_equal(x, master.astype(x.dtype))
-        assert master.dtype == np.float32
-
-
-@pytest.mark.parametrize("field", ["compute", "reduce", "accumulate"])
-def test_a_dtype_that_is_not_floating(field):
-    with pytest.raises(ValueError, match=f"Precision.{field} must be a floating dtype, got int8"):
-        shd.Precision(**{field: jnp.int8})
+@pytest.mark.parametrize(
+    ("field", "dtype", "message"),
+    [
+        ("compute", "int8", "Precision.compute must be a floating dtype, got int8"),
+        ("reduce", "int8", "Precision.reduce must be a floating dtype, got int8"),
+        ("accumulate", "int8", "Precision.accumulate must be a floating dtype, got int8"),
+        ("gather", "int16", "gather must be int8, int4 or None, got int16"),
+        ("gather", "int8", r"gather=int8 is for stage 3, .* at stage 2 they are rep"),
+    ],
+)
+def test_bad_dtypes(field, dtype, message):
+    with pytest.raises(ValueError, match=message):
+        zero_of(2, precision=shd.Precision(**{field: jnp.dtype(dtype)}))
 
 
 # --- Parameters gathered in codes -----------------------------------------------------------------
@@ -181,34 +143,30 @@ def coded(x, spec, num, bits):
     return np.concatenate(shards, dims[0]).astype(x.dtype)
 
 
-@pytest.mark.slow(keep=2)
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("hybrid", [False, True])
-@pytest.mark.parametrize(("dtype", "bits"), [(jnp.int8, 8), (jnp.int4, 4)])
+@pytest.mark.parametrize(("dtype", "bits", "hybrid"), [(jnp.int8, 8, False), (jnp.int4, 4, True)])
 def test_the_loss_sees_codes_and_the_update_the_parameters(dtype, bits, hybrid):
     """Against one device that is given, in each step, the gradient at what codes stand for."""
-    mesh = jax.make_mesh(
-        (2, 2), ("replica", "data"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
-    )
-    if not hybrid:
-        mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
-    replicas = "replica" if hybrid else None
-    precision = shd.Precision(gather=dtype)
-    zero = shd.Zero(mesh, 3, replica_axis=replicas, precision=precision, min_shard_size=0)
+    shape, names = ((2, 2), ("replica", "data")) if hybrid else ((2,), ("data",))
+    options = {"replica_axis": "replica" if hybrid else None, "names": names}
+    zero = model.zero_on(*shape, stage=3, precision=shd.Precision(gather=dtype), **options)
     tx = optax.adamw(1e-3)
-    params, opt_state = model.make_state(tx, jnp.float64)()
+    params, opt_state = jax.jit(model.make_state(tx, jnp.float64))()
     specs, _ = zero.specs((params, opt_state), tx=tx)
-    grad, update = jax.jit(jax.grad(model.loss_fn)), jax.jit(tx.update)
+
+    @jax.jit
+    def advance(params, opt_state, seen, batch):
+        updates, opt_state = tx.update(jax.grad(model.loss_fn)(seen, batch), opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
     changed = []
     for i in range(STEPS):
         seen = {k: coded(np.asarray(x), specs[k], 2, bits) for k, x in params.items()}
         changed += [k for k, x in seen.items() if np.any(x != np.asarray(params[k]))]
-        updates, opt_state = update(grad(seen, model.batch(i)), opt_state, params)
-        params = optax.apply_updates(params, updates)
+        params, opt_state = advance(params, opt_state, seen, model.batch(i))
     assert {"embed", "query", "mlp", "down"} <= set(changed)
     assert not {"scale", "prime", "gain"} & set(changed)
-    distance, leaf = model.worst_leaf(train(zero, tx, jnp.float64)[0], params)
-    assert distance < 1e-12, leaf
+    model.assert_close(train(zero, tx, jnp.float64)[0], params, 1e-12)
 
 
 @pytest.mark.parametrize(("dtype", "sent"), [(jnp.int8, "i8"), (jnp.int4, "ui8")])
@@ -226,19 +184,13 @@ def test_codes_are_what_is_gathered(dtype, sent):
 
 def test_what_is_no_float_is_gathered_as_it_is():
     zero, tx = zero_of(3, precision=shd.Precision(gather=jnp.int8)), optax.sgd(1.0)
-    params = {"ids": jnp.arange(4096).reshape(64, 64), "w": jnp.ones((64, 64))}
+    ids = np.arange(4096).reshape(64, 64)
+    params = {"ids": ids, "w": np.ones((64, 64), np.float32)}
 
     def loss(params, x):
-        off = jnp.abs(zero.gather(params["ids"]) - jnp.arange(4096).reshape(64, 64)).max()
+        off = jnp.abs(zero.gather(params["ids"]) - ids).max()
         return jnp.mean(x @ zero.gather(params["w"])) + off
 
     state = zero.init(lambda: (params, tx.init(params)), tx=tx)
-    _, metrics = zero.train_step(loss, tx=tx)(state, zero.put(jnp.zeros((8, 64))))
+    _, metrics = zero.train_step(loss, tx=tx)(state, zero.put(np.zeros((8, 64))))
     assert metrics["loss"] == 0
-
-
-def test_codes_have_no_meaning_below_stage_3():
-    with pytest.raises(ValueError, match=r"gather=int8 is for stage 3, .* at stage 2 they are rep"):
-        zero_of(2, precision=shd.Precision(gather=jnp.int8))
-    with pytest.raises(ValueError, match="gather must be int8, int4 or None, got int16"):
-        shd.Precision(gather=jnp.int16)

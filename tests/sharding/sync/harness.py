@@ -1,9 +1,11 @@
-"""Runs a gradient sync on virtual devices, in float64."""
+"""Runs a gradient sync on virtual devices."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharding import sync
@@ -11,8 +13,11 @@ from sharding import sync
 from .traces import gradients
 
 
-def mesh_of(num, name="data"):
-    return jax.make_mesh((num,), (name,), axis_types=(AxisType.Auto,), devices=jax.devices()[:num])
+def mesh_of(kind=AxisType.Auto, **axes):
+    """A mesh of the first devices."""
+    devices = jax.devices()[: int(np.prod(list(axes.values())))]
+    kinds = (kind,) * len(axes)
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds, devices=devices)
 
 
 class SyncRunner:
@@ -23,13 +28,16 @@ class SyncRunner:
       shapes: of the gradients, by name.
       num: the number of devices.
       dims: along which dims means are sharded, by name; None for an all-reduce.
-      dtype: of the gradients.
+      dtype: of the gradients; float64 needs x64.
     """
 
     def __init__(self, method, shapes, num, dims=None, dtype=jnp.float64):
-        params = {k: jnp.zeros(s, dtype) for k, s in shapes.items()}
-        self.state = sync.transformation(method, "data", num).init(params)
-        self.dtype = dtype
+        self.mesh = mesh_of(data=num)
+        self.sharding = NamedSharding(self.mesh, P("data"))
+        params = {k: jax.ShapeDtypeStruct(s, dtype) for k, s in shapes.items()}
+        init = sync.transformation(method, "data", num).init
+        self.start = jax.jit(lambda: init(params), out_shardings=self.sharding)
+        self.types = {k: jax.ShapeDtypeStruct((num, *s), dtype) for k, s in shapes.items()}
 
         def run(grads, state):
             grads, state = (jax.tree.map(lambda x: x[0], tree) for tree in (grads, state))
@@ -42,38 +50,59 @@ class SyncRunner:
 
         out = P("data")
         if dims is not None:
-            ndims = {k: len(s) for k, s in shapes.items()}
-            out = {k: P(*[None] * (ndims[k] + d), "data") if d else P() for k, d in dims.items()}
+            out = {
+                k: P(*[None] * (len(shapes[k]) + d), "data") if d else P() for k, d in dims.items()
+            }
         self.mapped = jax.shard_map(
             run,
-            mesh=mesh_of(num),
+            mesh=self.mesh,
             in_specs=(P("data"), P("data")),
             out_specs=(out, P("data")),
             check_vma=False,
         )
-        self._jitted = jax.jit(self.mapped)
+
+    @functools.cached_property
+    def state(self):
+        """Of all devices, (devices, ...)."""
+        return self.start()
+
+    @functools.cached_property
+    def compiled(self):
+        """The program of one step."""
+        shardings = (self.sharding, self.sharding)
+        jitted = jax.jit(self.mapped, in_shardings=shardings)
+        return jitted.lower(self.types, jax.eval_shape(self.start)).compile()
+
+    def jaxpr(self):
+        """The traced step, as text."""
+        return str(jax.make_jaxpr(self.mapped)(self.types, jax.eval_shape(self.start)))
 
     def __call__(self, grads):
         """The means of gradients (devices, ...) by name; advances the state.
 
         Asserts that all devices have the same bits of full means.
         """
-        out, self.state = self._jitted(
-            {k: jnp.asarray(g, self.dtype) for k, g in grads.items()}, self.state
-        )
+        grads = {k: np.asarray(g, self.types[k].dtype) for k, g in grads.items()}
+        out, self.state = self.compiled(jax.device_put(grads, self.sharding), self.state)
         out = {k: np.asarray(x) for k, x in out.items()}
         for k, x in out.items():
             if x.ndim == grads[k].ndim:
-                np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape))
+                assert all(row.tobytes() == x[0].tobytes() for row in x), k
                 out[k] = x[0]
         return out
-
-    def state_of(self, name):
-        """The state of one array, (devices, ...)."""
-        return jax.tree.map(np.asarray, self.state.arrays[name])
 
 
 def stacked(step, shapes, num):
     """Gradients of all devices, (devices, ...) by name."""
     each = [gradients(step, i, shapes) for i in range(num)]
     return {k: np.stack([own[k] for own in each]) for k in shapes}
+
+
+def norm(x):
+    return float(np.linalg.norm(x))
+
+
+def assert_close(have, want, tolerance=1e-12):
+    """Of arrays by name: in norm."""
+    for k, x in want.items():
+        assert norm(np.asarray(have[k], np.float64) - x) <= tolerance * norm(x), k

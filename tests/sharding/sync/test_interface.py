@@ -1,4 +1,6 @@
-"""The interface that all sync methods share, and the errors of bad arguments."""
+"""The interface that all sync methods share, its collectives on TPUs, and errors of arguments."""
+
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,22 +16,22 @@ from .harness import SyncRunner, mesh_of, stacked
 SHAPES = {"embed": (64, 8), "mlp/in": (24, 40), "b": (24,)}
 
 
-def test_the_first_pattern_decides(x64):
+def test_the_first_pattern_decides():
     rules = {"mlp": sync.powersgd(2), "^m": sync.dense(), "embed$": sync.top_k(0.1, min_size=1)}
+    params = {k: jax.ShapeDtypeStruct(s, float) for k, s in SHAPES.items()}
     with pytest.raises(
         ValueError,
         match=r"by_path: pattern '\^m' is the first match of no path.* 'embed', 'mlp/in'",
     ):
-        SyncRunner(sync.by_path(rules), SHAPES, 2)
+        sync.by_path(rules).init(params)
     del rules["^m"]
-    method = sync.by_path(rules)
-    state = method.init({k: jnp.zeros(s) for k, s in SHAPES.items()})
+    state = jax.eval_shape(sync.by_path(rules).init, params)
     assert set(state[0].arrays["mlp/in"]) == {"q", "error"}
     assert set(state[1].arrays["embed"]) == {"error"}
     assert state[2].arrays == {"b": ()}
 
 
-def test_the_state_of_a_gradient_that_is_none_is_unchanged(x64):
+def test_the_state_of_a_gradient_that_is_none_is_unchanged():
     method = sync.top_k(0.1, min_size=1)
     params = {k: jnp.zeros(s) for k, s in SHAPES.items()}
     grads = {k: jnp.ones(s) for k, s in SHAPES.items()} | {"embed": None}
@@ -37,9 +39,7 @@ def test_the_state_of_a_gradient_that_is_none_is_unchanged(x64):
     def run(grads):
         return method.all_reduce(grads, method.init(params), "data")
 
-    mapped = jax.shard_map(
-        run, mesh=mesh_of(2), in_specs=jax.P(), out_specs=jax.P(), check_vma=False
-    )
+    mapped = jax.shard_map(run, mesh=mesh_of(data=2), in_specs=P(), out_specs=P(), check_vma=False)
     mean, state = jax.jit(mapped)(grads)
     assert mean["embed"] is None
     np.testing.assert_array_equal(state.arrays["embed"]["error"], 0)
@@ -47,36 +47,43 @@ def test_the_state_of_a_gradient_that_is_none_is_unchanged(x64):
 
 
 def test_a_nonfinite_number_is_nan_in_its_array_alone(x64):
-    """On all devices, and the state is unchanged."""
-    for method in (sync.top_k(0.1, min_size=1), sync.qsgd(8, min_size=1), sync.powersgd(2)):
-        runner = SyncRunner(method, SHAPES, 4)
-        for bad in (np.nan, np.inf, -np.inf):
-            runner(stacked(0, SHAPES, 4))
-            before = runner.state_of("mlp/in")
-            grads = stacked(1, SHAPES, 4)
-            grads["mlp/in"][2, 3, 4] = bad
-            have = runner(grads)
-            assert np.isnan(have["mlp/in"]).all()
-            assert np.isfinite(have["embed"]).all()
-            for a, b in zip(
-                *map(jax.tree.leaves, (before, runner.state_of("mlp/in"))), strict=True
-            ):
-                np.testing.assert_array_equal(a, b)
-            assert np.isfinite(runner(stacked(2, SHAPES, 4))["mlp/in"]).all()
-
-
-def test_dense_propagates_nan(x64):
-    grads = stacked(0, SHAPES, 2)
-    grads["b"][1, 3] = np.nan
-    have = SyncRunner(sync.dense(), SHAPES, 2)(grads)["b"]
-    assert np.isnan(have[3])
-    assert np.isfinite(np.delete(have, 3)).all()
+    """On all devices, and the state is unchanged; a plain mean is NaN at its element alone."""
+    lossy = {
+        "top": sync.top_k(0.1, min_size=1),
+        "code": sync.qsgd(8, rounding="nearest", min_size=1),
+        "power": sync.powersgd(2),
+    }
+    shapes = {f"{m}/{k}": (24, 40) for m in lossy for k in ("bad", "good")} | {"dense": (24,)}
+    runner = SyncRunner(sync.by_path(lossy), shapes, 4)
+    for step, bad in enumerate((np.nan, np.inf, -np.inf)):
+        runner(stacked(step, shapes, 4))
+        before = jax.device_get(runner.state)
+        grads = stacked(1, shapes, 4)
+        for name in lossy:
+            grads[f"{name}/bad"][2, 3, 4] = bad
+        grads["dense"][1, 3] = np.nan
+        have, after = runner(grads), jax.device_get(runner.state)
+        for i, name in enumerate(lossy):
+            assert np.isnan(have[f"{name}/bad"]).all()
+            assert np.isfinite(have[f"{name}/good"]).all()
+            changed = {
+                k: any(map(np.any, jax.tree.map(np.not_equal, old, new).values()))
+                for (k, old), new in zip(
+                    before[i].arrays.items(), after[i].arrays.values(), strict=True
+                )
+                if old
+            }
+            want = {f"{name}/bad": False, f"{name}/good": True}
+            assert changed == ({} if name == "code" else want)
+        assert np.isnan(have["dense"][3])
+        assert np.isfinite(np.delete(have["dense"], 3)).all()
+    assert np.isfinite(runner(stacked(2, shapes, 4))["top/bad"]).all()
 
 
 @pytest.mark.parametrize("num", [1, 2, 5])
 def test_resize_keeps_the_mean(num):
     rng = np.random.default_rng(0)
-    state = {"error": jnp.asarray(rng.normal(size=(4, 3, 5))), "step": jnp.full(4, 7, jnp.int32)}
+    state = {"error": rng.normal(size=(4, 3, 5)).astype("f4"), "step": np.full(4, 7, np.int32)}
     have = jax.jit(sync.resize, static_argnums=1)(state, num)
     assert have["error"].shape == (num, 3, 5)
     np.testing.assert_allclose(
@@ -85,20 +92,30 @@ def test_resize_keeps_the_mean(num):
     np.testing.assert_array_equal(have["step"], np.full(num, 7))
 
 
-@pytest.mark.parametrize("size", [5, 1024, 1500])
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.uint8])
-def test_vectors_are_gathered_in_tiles_on_tpus(size, dtype, monkeypatch):
-    """And the padding is removed."""
+def test_vectors_are_gathered_in_tiles_on_tpus(monkeypatch):
+    """And the padding is removed; other programs for TPUs would all-reduce them."""
     monkeypatch.setattr(_all_gather, "current_platform", lambda: "tpu")
-    x = jnp.asarray(np.random.default_rng(0).integers(0, 200, (4, size)), dtype)
+    rng = np.random.default_rng(0)
+    sizes, dtypes = (5, 1024, 1500), (jnp.int32, jnp.uint8)
+    xs = [rng.integers(0, 200, (4, n)).astype(d) for n in sizes for d in dtypes]
     run = jax.shard_map(
-        lambda x: _all_gather.all_gather_concat(x[0], ("data",)),
-        mesh=mesh_of(4),
+        lambda xs: [_all_gather.all_gather_concat(x[0], ("data",)) for x in xs],
+        mesh=mesh_of(data=4),
         in_specs=P("data"),
         out_specs=P(),
         check_vma=False,
     )
-    np.testing.assert_array_equal(run(x), x.ravel())
+    for have, x in zip(jax.jit(run)(xs), xs, strict=True):
+        np.testing.assert_array_equal(have, x.ravel())
+
+    # All vectors that methods gather, by their dtypes.
+    methods = {"a": sync.agsparse(0.05), "t": sync.top_k(0.05), "z": sync.zen(0.05)}
+    shapes = dict.fromkeys(methods, (2**15 - 100, 5))
+    text = SyncRunner(sync.by_path(methods), shapes, 4, dtype=jnp.float32).jaxpr()
+    padded = re.findall(r"([if])32\[4,(\d+)\] = all_gather\[", text)
+    assert {dtype for dtype, _ in padded} == {"i", "f"}
+    assert all(int(size) % 1024 == 0 for _, size in padded)
+    assert not re.search(r"[if]32\[\d+\] = all_gather\[", text)
 
 
 def test_outside_a_shard_map():
@@ -131,18 +148,22 @@ def test_outside_a_shard_map():
         (lambda: sync.qsgd(norm="l1"), "norm must be one of max, l2"),
         (lambda: sync.qsgd(rounding="up"), "rounding must be one of"),
         (lambda: sync.dense("int8"), "dtype must be a floating dtype"),
+        (lambda: sync.zen(density=0.0), "density must be above 0 and at most 1, got 0.0"),
+        (lambda: sync.zen(density=1.1), "density must be above 0 and at most 1, got 1.1"),
+        (lambda: sync.zen(union_density=0), "union_density must be above 0"),
+        (lambda: sync.zen(granularity="column"), "granularity must be 'row' or 'element'"),
+        (lambda: sync.agsparse(2), "density must be above 0 and at most 1, got 2"),
         (
             lambda: sync.by_path({"(": sync.dense()}),
             "by_path: pattern '\\(' is not a regular expression",
         ),
         (lambda: sync.by_path({"w": "dense"}), "the rule of pattern 'w' must be a GradientSync"),
+        (
+            lambda: sync.powersgd(16).init({"w": jnp.zeros((64, 8))}),
+            r"rank 16 compresses no parameter: .*\(64, 8\)",
+        ),
     ],
 )
 def test_bad_options(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_a_rank_that_compresses_nothing():
-    with pytest.raises(ValueError, match=r"rank 16 compresses no parameter: .*\(64, 8\)"):
-        sync.powersgd(16).init({k: jnp.zeros(s) for k, s in SHAPES.items()})

@@ -1,0 +1,72 @@
+"""The forms of an update that ``low_precision_state(implementation=...)`` selects, side by side.
+
+They round in other places, as XLA fuses them. Updates agree to 1e-6 of their largest element and
+scales to 1e-6; one code in a thousand may be the next one.
+"""
+
+import jax
+import numpy as np
+
+from optax_ext import Quantized, kernels, low_precision_state
+
+
+def gradients_of(step, params, dtype="float32"):
+    """Rows differ by decades, so that blocks do; of full rank."""
+    rng = np.random.default_rng(step)
+
+    def make(x):
+        rows = 10.0 ** rng.uniform(-4, 1, (*x.shape[:-1], 1))
+        return (rng.normal(size=x.shape) * rows).astype(dtype)
+
+    return jax.tree.map(make, params)
+
+
+def params_of(shapes, dtype="float32"):
+    rng = np.random.default_rng(99)
+    return {k: rng.normal(size=s).astype(dtype) for k, s in shapes.items()}
+
+
+def pair(inner, implementation="pallas", **options):
+    """(XLA's form, the other one)."""
+    options = {"min_size": 0} | options
+    return (
+        low_precision_state(inner, **options),
+        low_precision_state(inner, implementation=implementation, **options),
+    )
+
+
+def interpreted(fn):
+    def call(*args):
+        with kernels.interpreted():
+            return fn(*args)
+
+    return jax.jit(call)
+
+
+def assert_same(have, want):
+    is_stored = lambda x: isinstance(x, Quantized)  # noqa: E731
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(have, is_leaf=is_stored),
+        jax.tree.leaves(want, is_leaf=is_stored),
+        strict=True,
+    ):
+        name = jax.tree_util.keystr(path)
+        if is_stored(a):
+            for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+                x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+                if x.shape == a.shape:
+                    assert np.mean(x != y) < 1e-3, name
+                else:
+                    np.testing.assert_allclose(x, y, rtol=1e-6, err_msg=name)
+        else:
+            a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+            assert np.all(np.abs(a - b) <= 1e-6 * np.max(np.abs(b))), name
+
+
+def check_steps(update, other, params, state, dtype="float32", num_steps=4):
+    """Each step of the other form from a state of XLA's, so that no rounding adds up."""
+    for step in range(num_steps):
+        grads = gradients_of(step, params, dtype)
+        want = update(grads, state, params)
+        assert_same(other(grads, state, params), want)
+        state = want[1]

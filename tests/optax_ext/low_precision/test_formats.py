@@ -1,0 +1,370 @@
+"""Codes, scales and blocks of stored arrays, and what rounding loses."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from optax_ext import BFloat16, Dynamic, Float8, Linear
+from optax_ext.low_precision import _formats
+from optax_ext.low_precision._code_maps import DynamicMap, Float8Map, LinearMap
+from optax_ext.low_precision._formats import ROUNDINGS, decode, encode
+
+FORMATS = {
+    "8 bits": Dynamic(),
+    "8 bits linear": Linear(),
+    "4 bits": Dynamic(4),
+    "4 bits in rows and columns": Dynamic(4, rank1=True),
+    "4 bits linear": Linear(4),
+    "4 bits rank 1": Linear(4, rank1=True),
+    "fp8": Float8(),
+    "fp8 plain": Float8(expand=False),
+    "bf16": BFloat16(),
+}
+SHAPES = {
+    "ragged last blocks": (13, 300),
+    "fewer rows than a block": (3, 131),
+    "a vector": (1000,),
+    "fewer columns than a block": (300, 8),
+    "no long dim": (5, 9, 7),
+    "one column": (640, 1),
+    "stacked": (2, 3, 4, 256),
+}
+
+
+def example(shape, signed, decades=2.0, seed=0):
+    """Rows and columns of different size; squares where nothing may be negative."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=shape) * 10.0 ** rng.uniform(
+        -decades, 0, shape[:1] + (1,) * (len(shape) - 1)
+    )
+    x = x * 10.0 ** rng.uniform(-decades / 2, 0, shape[-1:])
+    return (x if signed else np.square(x)).astype(np.float32)
+
+
+# --- Maps -----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def values_of(number_map):
+    levels = np.arange(number_map.top + 1)
+    return np.asarray(jax.jit(lambda x: number_map.value(x, jnp.float32))(levels))
+
+
+def published(exponents, signed):
+    """The 8-bit optimizers' construction, in float64: magnitudes in ascending order."""
+    values = [0.0, 1.0]
+    for i in range(exponents):
+        ends = np.linspace(0.1, 1, 2**i * (1 if signed else 2) + 1)
+        values += list((ends[1:] + ends[:-1]) / 2 * 10.0 ** (i - exponents + 1))
+    return np.sort(values)
+
+
+def test_known_values():
+    """Dynamic maps are the published ones; bitsandbytes' table has rounded as ours has."""
+    for exponents in (7, 3):
+        for signed in (True, False):
+            have = values_of(DynamicMap(exponents, signed))
+            assert len(have) + (len(have) - 2 if signed else 0) == 2 ** (exponents + 1)
+            np.testing.assert_allclose(have, published(exponents, signed), rtol=2.0**-22)
+    signed = values_of(DynamicMap(7, True))
+    np.testing.assert_allclose(signed[[1, 2, -2, -1]], [5.5e-7, 3.25e-6, 0.99296875, 1], rtol=1e-6)
+    np.testing.assert_allclose(values_of(LinearMap(15, zero=False)), np.arange(1, 17) / 16)
+    np.testing.assert_allclose(values_of(LinearMap(127, zero=True)), np.arange(128) / 127)
+    e4m3 = np.asarray(jnp.arange(127, dtype=jnp.uint8).view(jnp.float8_e4m3fn), np.float32)
+    np.testing.assert_allclose(values_of(Float8Map()), e4m3 / 448, rtol=2.0**-23)
+
+
+MAPS = [
+    *(DynamicMap(exponents, signed) for exponents in (7, 3) for signed in (True, False)),
+    LinearMap(127, zero=True),
+    LinearMap(15, zero=False),
+    Float8Map(),
+]
+
+
+@pytest.mark.parametrize("number_map", MAPS, ids=repr)
+def test_positions_are_levels_and_the_share_of_the_way_to_the_next(number_map):
+    values = values_of(number_map).astype(np.float64)
+    assert (np.diff(values) > 0).all()
+    shares = np.array([0.0, 0.01, 0.5, 0.99])[:, None]
+    between = (values[:-1] + np.diff(values) * shares).astype(np.float32)
+    have = jax.jit(number_map.position)(np.append(between, np.float32(1)))
+    np.testing.assert_allclose(
+        have[:-1].reshape(between.shape), np.arange(number_map.top) + shares, atol=3e-5
+    )
+    assert have[-1] == number_map.top
+
+
+# --- One array ------------------------------------------------------------------------------------
+
+# By default each kind of code and each kind of scale, with a sign or without.
+DEFAULT = [
+    ("8 bits", True),
+    ("8 bits", False),
+    ("4 bits in rows and columns", True),
+    ("4 bits rank 1", False),
+    ("fp8", False),
+    ("bf16", False),
+]
+every = pytest.mark.parametrize(
+    ("name", "signed"),
+    [
+        pytest.param(name, signed, marks=() if (name, signed) in DEFAULT else pytest.mark.slow)
+        for name in FORMATS
+        for signed in (True, False)
+    ],
+)
+SPECIAL = np.ones((6, 2, 256), np.float32)
+SPECIAL *= np.array([1e-30, 1e30, 0, -1, 1, 1], np.float32)[:, None, None]
+SPECIAL[4, 1, 3], SPECIAL[5, 1, 3] = np.nan, np.inf
+DRAWS = 1000
+
+
+def inputs_of(name, signed):
+    """What is stored; each array is for a test below."""
+    rng = np.random.default_rng(0)
+    shapes = SHAPES if (name, signed) == ("8 bits", True) else list(SHAPES)[:3]
+    top = np.where(np.arange(64) % 16 == 5, 8.0, rng.normal(size=(16, 64)))
+    top[8:] *= -1 if signed else 1
+    wide = np.exp(4 * rng.normal(size=(64, 512))).astype(np.float32)
+    if name != "fp8":
+        wide[0, :2] = 1e-30, 1e30  # whose ratio is 0
+    return {
+        "shapes": {k: example(SHAPES[k], signed) for k in shapes},
+        "special": SPECIAL if signed else np.delete(SPECIAL, 3, 0),
+        "log-normal": wide,
+        "average": example((2, 300), signed, decades=0.5),
+        "fine": example((4, 512), signed, decades=1.0),
+        "top": (top if signed else np.minimum(top**2, 8)).astype(np.float32),
+        "noise": rng.random((64, 512), np.float32),
+        "draws": rng.random((DRAWS, 2, 300), np.float32),
+    }
+
+
+@functools.cache
+def stored(name, signed):
+    """The inputs of all tests of a format, and what becomes of them, by one program."""
+    fmt, inputs = FORMATS[name], inputs_of(name, signed)
+
+    def trip(x, rounding="nearest", noise=None):
+        q = encode(x, fmt, signed, rounding, noise)
+        return q, decode(q)
+
+    @jax.jit
+    def run(x):
+        half = jnp.full((2, 256), 0.5)
+        shapes = jax.tree.map(trip, x["shapes"])
+        return {
+            "shapes": shapes,
+            "again": trip(shapes["ragged last blocks"][1]),
+            "special": {
+                r: jax.vmap(lambda x, r=r: trip(x, r, half)[1])(x["special"]) for r in ROUNDINGS
+            },
+            "log-normal": {r: trip(x["log-normal"], r, x["noise"])[1] for r in ROUNDINGS},
+            "average": jax.vmap(lambda n: trip(x["average"], "stochastic", n)[1])(x["draws"]),
+            "fine": (trip(x["fine"]), trip(x["fine"], "compensated")),
+            "top": trip(x["top"], "stochastic", jnp.full((16, 64), 1 - 2.0**-24))[1],
+        }
+
+    return inputs, jax.device_get(run(inputs))
+
+
+def of_elements(q, part):
+    """What a stored array has for each block, for each element of it, by NumPy."""
+    blocks = _formats.Blocks(q.shape, q.format.block_size)
+    (row, last), (rows, columns) = blocks.dims, blocks.rows_and_columns
+    part = np.take(np.asarray(part), np.arange(q.shape[last]) // columns, axis=last)
+    return part if row == last else np.take(part, np.arange(q.shape[row]) // rows, axis=row)
+
+
+def scales_of(q):
+    """The scale of each element: of its block, or the least of its row's and its column's."""
+    if getattr(q.format, "rank1", False) and len(q.shape) > 1:
+        return functools.reduce(np.minimum, np.ix_(*map(np.asarray, q.scale)))
+    return of_elements(q, np.abs(q.scale[0]))
+
+
+@every
+def test_every_element_is_within_half_the_distance_of_the_values_beside_it(name, signed):
+    fmt, (inputs, outputs) = FORMATS[name], stored(name, signed)
+    for shape, (q, y) in outputs["shapes"].items():
+        x = inputs["shapes"][shape]
+        assert y.shape == x.shape
+        assert y.dtype == np.float32
+        if isinstance(fmt, BFloat16):
+            np.testing.assert_array_equal(y, x.astype(jnp.bfloat16).astype(np.float32))
+            continue
+        scale, number_map = scales_of(q), _formats._Scaled(fmt, signed, x.shape, jnp.float32).map
+        power = of_elements(q, q.scale[1]) / 16 if isinstance(fmt, Float8) and fmt.expand else 1.0
+        share = np.abs(x) / np.where(scale == 0, 1, scale)
+        values = values_of(number_map).astype(np.float64)
+        above = np.searchsorted(values, share**power * (1 - 1e-5))
+        low, high = (values[np.clip(above - i, 0, None)] for i in (1, 0))
+        low, middle, high = (y ** (1 / power) for y in (low, (low + high) / 2, high))
+        bound = np.maximum(high - middle, middle - low) * scale
+        # Beside the values: a map without zero; the largest of the sign that has one code less.
+        bound = np.where(share < values[0], values[0] * scale, bound)
+        if signed and number_map.lowest < number_map.top:
+            bound = np.where(share > values[-2], (1 - values[-2]) * scale, bound)
+        if not signed:  # the least that is positive stays positive
+            least = values[1] ** (1 / power) * scale
+            bound = np.where(above <= 1, np.maximum(bound, least), bound)
+        assert (np.abs(y - x) <= bound * (1 + 1e-5) + 1e-30).all(), shape
+        if signed:
+            assert (np.sign(y) * np.sign(x) >= 0).all(), shape
+    if name != "fp8":  # the least magnitude of a block moves, and with it the power
+        once, twice = outputs["shapes"]["ragged last blocks"][1], outputs["again"][1]
+        np.testing.assert_allclose(twice, once, rtol=1e-6)
+
+
+@every
+def test_what_is_special(name, signed):
+    """Constants, zeros, extremes, and what is not finite, by every rounding."""
+    inputs, outputs = stored(name, signed)
+    for rounding, have in outputs["special"].items():
+        np.testing.assert_allclose(have[:-2], inputs["special"][:-2], rtol=2.0**-8)
+        for x in have[-2:]:
+            assert not np.isfinite(x).all(), rounding
+    # 255 + (1 - 2^-24) is 256 in float32, which is code 0: the largest of a block was lost.
+    largest = np.abs(inputs["top"]) == 8
+    np.testing.assert_allclose(outputs["top"][largest], inputs["top"][largest], rtol=2.0**-8)
+    # A sixth of log-normal values are nearest to 0: none becomes it.
+    assert signed or all((have > 0).all() for have in outputs["log-normal"].values())
+
+
+@every
+def test_stochastic_rounding_has_the_right_mean(name, signed):
+    """The mean of 1000 draws is within five of its own deviations."""
+    inputs, outputs = stored(name, signed)
+    x, got = inputs["average"], outputs["average"].astype(np.float64)
+    low = got.min(0)
+    # Below the least code of a map without zero nothing can be done; nor below the least positive.
+    inside = np.abs(x) >= np.abs(np.where(low == 0, 0, low)) * (1 - 1e-6) if not signed else True
+    error = np.abs(got.mean(0) - x)
+    bound = 5 * got.std(0) / np.sqrt(DRAWS) + 1e-6 * np.abs(x)
+    assert np.mean((error <= bound) | ~np.asarray(inside)) > 0.98  # others: beyond the last code
+
+
+@every
+def test_compensation_keeps_eight_bits_more(name, signed):
+    fmt, (inputs, outputs) = FORMATS[name], stored(name, signed)
+    x, ((q, plain), (fine, better)) = inputs["fine"], outputs["fine"]
+    assert fine.rest.shape == x.shape
+    assert fine.rest.dtype == jnp.uint8
+    # Above the least code of the 4-bit map without zero.
+    has_zero = fmt.bits == 16 or _formats._map(fmt, signed).zero
+    inside = np.abs(x) >= (0 if has_zero else scales_of(q) / 16)
+    error = (better - x)[inside]
+    assert np.abs(error).sum() < np.abs(plain - x)[inside].sum() / 100
+    # To the nearest: the errors are not towards zero.
+    assert np.abs(np.mean(error * np.sign(x[inside]))) < 0.5 * np.mean(np.abs(error))
+
+
+def test_the_scale_of_a_signed_block_is_its_largest_element(x64):
+    """With its sign, positive where both are there: XLA need not look for it twice."""
+    x = np.random.default_rng(0).normal(size=(8, 256)).astype(np.float32)
+    x[0, :3] = 7, -7, 6.999999
+    x[1, 5], x[2, 5], x[3, 5] = -np.inf, np.nan, -np.nan
+    x[4], x[5] = 0, -0.0
+    for dtype in (np.float32, np.float64):
+        [scale] = jax.jit(lambda x: encode(x, Dynamic(8), True).scale)(x.astype(dtype).reshape(-1))
+        y = np.where(np.isnan(x), np.inf, x.astype(dtype))
+        largest = np.take_along_axis(y, np.abs(y).argmax(1)[:, None], 1)[:, 0]
+        assert (largest < 0).any()
+        np.testing.assert_array_equal(np.asarray(scale), largest)
+
+
+def test_errors_of_other_implementations():
+    """Mean relative errors, measured with bitsandbytes, torchao and COAT's formulas."""
+    rng = np.random.default_rng(0)
+    normal = rng.normal(size=(256, 2048))
+    data = {
+        "normal": normal,
+        "chi2": normal**2,
+        "average of 64 chi2": rng.chisquare(64, size=normal.shape) / 64,
+        "log-normal": np.exp(normal),
+    }
+    data = {k: x.astype(np.float32) for k, x in data.items()}
+    cases = [
+        (Dynamic(), True, "normal", 0.0154),
+        (Dynamic(block_size=2048), True, "normal", 0.0167),
+        (Dynamic(), False, "chi2", 0.0171),
+        (Dynamic(4), True, "normal", 0.2006),
+        (Dynamic(4, 64), True, "normal", 0.193),
+        (Float8(expand=False), True, "normal", 0.0224),
+        (Float8(), True, "normal", 0.0126),
+        (Float8(), False, "average of 64 chi2", 0.0019),
+        (Float8(expand=False), False, "log-normal", 0.0230),
+    ]
+    stored = jax.jit(lambda data: [decode(encode(data[k], f, signed)) for f, signed, k, _ in cases])
+    for y, (fmt, _, kind, want) in zip(stored(data), cases, strict=True):
+        error = np.minimum(np.abs(y - data[kind]) / np.abs(data[kind]), 1)  # 1: theirs became 0
+        assert error.mean() == pytest.approx(want, rel=0.05), fmt
+
+
+# --- Bytes and layout -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fmt", "signed", "shape", "nbytes"),
+    [
+        (Dynamic(), True, (768, 3072), 768 * 3072 * (1 + 4 / 256)),
+        (Dynamic(), True, (13, 300), 13 * 300 + 4 * 2 * 10),  # ragged blocks have a scale
+        (Dynamic(4), True, (768, 3072), 768 * 3072 * (1 / 2 + 4 / 128)),
+        (Dynamic(4), True, (5, 301), 3 * 301 + 4 * 19),  # half a byte is left over
+        (Linear(4, rank1=True), False, (768, 3072), 768 * 3072 // 2 + 4 * (768 + 3072)),
+        (Linear(4, rank1=True), False, (4096,), 2048 + 4 * 32),  # a vector has blocks
+        (Float8(), True, (768, 3072), 768 * 3072 * (1 + 5 / 128)),
+        (BFloat16(), True, (768, 3072), 2 * 768 * 3072),
+        (Dynamic(), True, (768, 12, 64), 768 * 768 * (1 + 4 / 256)),
+        (Dynamic(), True, (4096, 8), 4096 * 8 * (1 + 4 / 256)),
+        (Dynamic(4), True, (50257, 768), 25136 * 768 + 4 * 6283 * 48),
+    ],
+    ids=str,
+)
+def test_bytes(fmt, signed, shape, nbytes):
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+    assert jax.eval_shape(lambda x: encode(x, fmt, signed), x).nbytes == nbytes
+    more = jax.eval_shape(lambda x: encode(x, fmt, signed, "compensated"), x)
+    assert more.nbytes == nbytes + np.prod(shape)
+
+
+def test_blocks_are_eight_rows_high():
+    """A split into multiples of eight rows, or of 32 columns, splits no block."""
+    shape = {
+        (768, 3072): (96, 96),
+        (768, 12, 64): (96, 12, 2),  # rows are of the longest dim but the last
+        (12, 64, 768): (12, 8, 24),
+        (4096, 8): (128, 1),  # few columns: more rows
+        (3, 512): (1, 8),  # few rows: more columns
+        (4096,): (16,),
+    }
+    for full, scales in shape.items():
+        x = jax.ShapeDtypeStruct(full, jnp.float32)
+        q = jax.eval_shape(lambda x: encode(x, Dynamic(), True), x)
+        assert q.scale[0].shape == scales, full
+
+
+def test_a_code_depends_on_its_block_alone():
+    x = example((32, 96), True)
+    other = x.copy()
+    other[8:16, 16:32] *= 3.0
+    stored = jax.jit(jax.vmap(lambda x: encode(x, Dynamic(4, 128), True)))(np.stack([x, other]))
+    assert np.diff(stored.scale[0], axis=0).astype(bool).sum() == 1
+    decoded = jax.jit(jax.vmap(decode))(stored)
+    moved = np.asarray(decoded[0] != decoded[1])
+    assert moved[8:16, 16:32].any()
+    assert moved.sum() == moved[8:16, 16:32].sum()
+
+
+def test_bad_formats():
+    for fmt, options in (
+        (Dynamic, {"bits": 5}),
+        (Linear, {"bits": 16}),
+        (Float8, {"block_size": 3}),
+    ):
+        with pytest.raises(ValueError, match="must be"):
+            fmt(**options)

@@ -1,0 +1,404 @@
+"""What a wrapped optimizer stores, how it moves, what its program reads; 8-bit ones by name."""
+
+import functools
+import inspect
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from low_precision_steps import OPTIMIZERS
+
+import optax_ext
+from optax_ext import (
+    STATE_FORMATS,
+    BFloat16,
+    Dynamic,
+    Float8,
+    Linear,
+    Quantized,
+    low_precision_state,
+)
+from optax_ext.low_precision._formats import ROUNDINGS, decode
+
+from .. import traces
+
+MODEL = {"embed": (70, 64), "w": (64, 128), "b": (128,), "stack": (2, 32, 70)}
+ABSTRACT = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in MODEL.items()}
+
+
+def is_stored(x):
+    return isinstance(x, Quantized)
+
+
+def stored_in(state):
+    return [x for x in jax.tree.leaves(state, is_leaf=is_stored) if is_stored(x)]
+
+
+# --- Steps ----------------------------------------------------------------------------------------
+
+# Thousands of steps: what LLVM's first level costs is a tenth of what it saves.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})
+
+
+INNER = {
+    "adamw": optax.adamw(1e-3),
+    "lion": optax.lion(1e-4),
+    "lamb": optax.lamb(1e-3),
+    "adafactor": optax_ext.adafactor(1e-3, momentum=0.9),
+    "optax.adafactor": optax.adafactor(1e-3, momentum=0.9),
+    "came": optax_ext.came(1e-4),
+    "chain": optax.chain(optax.clip_by_global_norm(1.0), optax.trace(0.9), optax.scale(-1e-2)),
+    "injected": optax.inject_hyperparams(optax.adamw)(1e-3),
+}
+PATHS = [
+    ("adamw", 8, "stochastic", 0.08),
+    ("came", 8, "compensated", 1e-3),
+    *((name, 8, "stochastic", 0.08) for name in INNER if name != "adamw"),
+    ("adamw", 4, "stochastic", 0.5),
+    ("adamw", Float8(), "stochastic", 0.08),
+    ("adamw", 16, "stochastic", 0.02),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "bits", "rounding", "bound"),
+    [PATHS[0], *(pytest.param(*path, marks=pytest.mark.slow) for path in PATHS[1:])],
+    ids=str,
+)
+def test_parameters_follow_those_of_the_plain_optimizer(name, bits, rounding, bound):
+    """The path of 50 steps, by norm; small arrays are stored, too."""
+
+    def tree_of(seed):
+        rng = np.random.default_rng(seed)
+        return {k: rng.normal(size=s).astype("float32") for k, s in MODEL.items()}
+
+    start = tree_of(0)
+    grads = jax.tree.map(lambda *g: np.float32(0.01) * np.stack(g), *map(tree_of, range(1, 51)))
+    low = low_precision_state(INNER[name], bits, rounding=rounding, min_size=0)
+    _, have, states = traces.unroll(low, grads, start)
+    _, want, _ = traces.unroll(INNER[name], grads, start)
+    assert len(stored_in(states)) >= len(MODEL)
+    if name == "lion":  # of a sum near zero the sign flips: 2 where all else is 1
+        bound = 2 * np.sqrt(bound)
+    for k, x in have.items():
+        error = np.linalg.norm(x[-1] - want[k][-1]) / np.linalg.norm(want[k][-1] - start[k])
+        assert error < bound, k
+    assert any((have[k][-1] != want[k][-1]).any() for k in MODEL)
+
+
+SHAPE, STEPS = (32, 128), 300
+# An element of an update over the largest of float32: the first figure where a second moment is
+# stored, whose codes next to each other are up to 2.7 times apart, the other where it is not.
+MOST = {"bfloat16": (1.1, 1.1), "8bit": (5.0, 1.2), "fp8": (3.0, 1.2), "4bit": (5.0, 1.3)}
+
+
+def spread(size, decades, seed=0):
+    """Scales from 1 down to 10^-decades, in random order."""
+    scales = 10.0 ** -np.linspace(0, decades, size)
+    return np.random.default_rng(seed).permutation(scales).astype("float32")
+
+
+def largest_ratios(plain, low, scales):
+    """For each of ``scales``, the most that an element of an update is over float32's largest."""
+
+    @jit
+    @jax.vmap
+    def run(scales):
+        params = jnp.ones(SHAPE)
+        direction = jax.random.normal(jax.random.key(0), SHAPE)
+
+        def step(states, key):
+            grads = (0.5 * direction + jax.random.normal(key, SHAPE)) * scales
+            (want, first), (have, second) = (
+                tx.update(grads, s, params) for tx, s in zip((plain, low), states, strict=True)
+            )
+            return (first, second), jnp.max(jnp.abs(have)) / jnp.max(jnp.abs(want))
+
+        keys = jax.random.split(jax.random.key(1), STEPS)
+        return jnp.max(jax.lax.scan(step, (plain.init(params), low.init(params)), keys)[1])
+
+    return run(np.stack([np.broadcast_to(x, SHAPE) for x in scales]))
+
+
+# By default the format with the fewest codes; the other optimizers with what users choose.
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        ("4bit", "AdamW"),
+        *(
+            pytest.param(name, optimizer, marks=pytest.mark.slow)
+            for name, optimizer in [
+                *((name, "CAME") for name in STATE_FORMATS),
+                *((name, "AdamW") for name in STATE_FORMATS if name != "4bit"),
+                *(("8bit", opt) for opt in OPTIMIZERS if opt not in ("AdamW", "CAME")),
+                ("4bit", "LAMB"),
+            ]
+        ),
+    ],
+)
+def test_no_step_is_far_above_those_of_float32(name, optimizer):
+    """However far apart the sizes of columns are, of rows, or of both."""
+    plain = OPTIMIZERS[optimizer]
+    low = low_precision_state(plain, STATE_FORMATS[name], min_size=0)
+    rows, columns = spread(SHAPE[0], 3)[:, None], spread(SHAPE[1], 3, seed=1)[None]
+    scales = [spread(SHAPE[1], decades)[None] for decades in (0, 1, 3, 6)]
+    have = largest_ratios(plain, low, [*scales, rows, rows * columns])
+    assert max(have) < MOST[name][optimizer not in ("AdamW", "LAMB")], have
+    if (name, optimizer) == ("4bit", "LAMB"):
+        # What the bound is against: the least code of a block over an exact second moment.
+        low = low_precision_state(plain, 4, formats={r"\bmu": Dynamic(4)}, min_size=0)
+        assert largest_ratios(plain, low, scales[2:3]) > 20
+
+
+def test_the_same_seed_gives_the_same_noise():
+    grads = {"w": np.random.default_rng(0).normal(size=(64, 70)).astype("float32")}
+
+    def codes(seed):
+        tx = low_precision_state(optax.trace(0.9), seed=seed)
+        return tx.update(grads, tx.init(grads))[1].inner_state.trace["w"].codes
+
+    first, again, other = jax.jit(lambda: [codes(seed) for seed in (0, 0, 1)])()
+    np.testing.assert_array_equal(first, again)
+    assert (np.asarray(first) != np.asarray(other)).any()
+
+
+# --- What is stored, and how ----------------------------------------------------------------------
+
+
+def formats_of(tx, params=ABSTRACT, **options):
+    state = jax.eval_shape(low_precision_state(tx, **options).init, params)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): (leaf.format, leaf.signed)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(state.inner_state, is_leaf=is_stored)
+        if is_stored(leaf)
+    }
+
+
+def test_which_arrays_are_stored_and_how():
+    adamw, momentum = optax.adamw(1e-3), optax.sgd(1e-3, momentum=0.9)
+    signed, unsigned = (Dynamic(), True), (Dynamic(), False)
+    want = {
+        f"0/{f}/{k}": s for f, s in (("mu", signed), ("nu", unsigned)) for k in MODEL if k != "b"
+    }
+    assert formats_of(adamw) == want
+    # Vectors, once they are 16 times as large.
+    for size, num in ((65535, 0), (65536, 2)):
+        assert len(formats_of(adamw, {"v": jax.ShapeDtypeStruct((size,), jnp.float32)})) == num
+    first, second = (Dynamic(4, rank1=True), True), (Linear(4, rank1=True), False)
+    assert formats_of(adamw, bits=4) == {k: first if "mu" in k else second for k in want}
+    assert formats_of(adamw, bits=16) == {k: (BFloat16(), s) for k, (_, s) in want.items()}
+    assert formats_of(adamw, block_size=64) == {
+        k: (Dynamic(8, 64), s) for k, (_, s) in want.items()
+    }
+    # Factored moments are no parameters' shape, however large; only the momentum is.
+    came = formats_of(optax_ext.came(1e-3), min_size=0)
+    assert came.keys() == {f"0/mu/{k}" for k in MODEL} | {"0/nu/b"}
+    # What optax keeps unfactored because dims are short is a second moment.
+    assert formats_of(optax.adafactor(1e-3))["0/v/w"] == unsigned
+    # Copies of parameters, and sums.
+    assert formats_of(optax.contrib.schedule_free_sgd(1e-3)) == {}
+    narrow = {k: jax.ShapeDtypeStruct(s, jnp.bfloat16) for k, s in MODEL.items()}
+    master = formats_of(optax_ext.master_weights(momentum), narrow)
+    assert set(master) == {f"inner_state/0/trace/{k}" for k in MODEL if k != "b"}
+    multi = optax.MultiSteps(momentum, 2).gradient_transformation()
+    assert all("trace" in k for k in formats_of(multi))
+    # By path; the first pattern counts.
+    chosen = formats_of(adamw, formats={"nu/b$": Float8(), "embed": None, "nu": Linear()})
+    assert chosen == {k: v for k, v in want.items() if "embed" not in k and "nu" not in k} | {
+        "0/nu/b": (Float8(), False),
+        "0/nu/w": (Linear(), False),
+        "0/nu/stack": (Linear(), False),
+    }
+    # A single array as the parameters.
+    single = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    assert set(formats_of(optax.lion(1e-3), single)) == {"0/mu"}
+
+
+def test_types_of_the_state_stay():
+    """By every rounding, inside and outside of what wraps transformations."""
+    tx = low_precision_state(optax.adamw(1e-3))
+    txs = [
+        low_precision_state(optax.trace(0.9), bits, rounding=rounding)
+        for bits in (8, 4, 16, Float8())
+        for rounding in ROUNDINGS
+    ]
+    txs += [
+        optax.MultiSteps(tx, 2).gradient_transformation(),
+        optax.masked(tx, {"embed": True, "w": True, "b": False, "stack": False}),
+        optax.inject_hyperparams(lambda x: low_precision_state(optax.adamw(x)))(1e-3),
+        optax.chain(optax.clip_by_global_norm(1.0), tx),
+        optax.contrib.schedule_free(tx, 1e-3),
+    ]
+    type_of = lambda x: (x.shape, x.dtype)  # noqa: E731
+    for outer in txs:
+        state = jax.eval_shape(outer.init, ABSTRACT)
+        assert stored_in(state)
+        updates, new = jax.eval_shape(outer.update, ABSTRACT, state, ABSTRACT)
+        assert jax.tree.map(type_of, new) == jax.tree.map(type_of, state)
+        assert jax.tree.map(type_of, updates) == jax.tree.map(type_of, ABSTRACT)
+
+
+def test_sixteen_bit_state_of_sixteen_bit_parameters_is_read_as_float32():
+    """Second moments in bfloat16 stop moving; here they are float32 inside the step."""
+    params, seen = {"w": jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)}, []
+
+    def update(updates, state, params=None):
+        seen.append(state["nu"]["w"].dtype)
+        return updates, state
+
+    inner = optax.GradientTransformation(lambda p: {"nu": jax.tree.map(jnp.zeros_like, p)}, update)
+    tx = low_precision_state(inner)
+    jax.eval_shape(lambda p: tx.update(p, tx.init(p), p), params)
+    assert set(seen) == {jnp.dtype("float32")}
+
+
+def test_arrays_of_no_or_one_element_are_no_obstacle():
+    """Scales are not discarded with moments of their size."""
+    tx = low_precision_state(optax.adam(1e-3), min_size=0)
+    params = {"w": jnp.ones((16, 32)), "none": jnp.ones((0, 3)), "one": jnp.ones(1)}
+    state = jax.jit(tx.init)(params)
+    updates, state = jax.jit(tx.update)(params, state, params)
+    np.testing.assert_allclose(updates["w"], -1e-3, rtol=1e-4)
+    np.testing.assert_allclose(jax.jit(decode)(state.inner_state[0].mu["w"]), 0.1, rtol=1e-4)
+
+
+def test_describe_state_counts_every_byte():
+    tx = low_precision_state(optax.adamw(1e-3), 4, rounding="compensated")
+    state = jax.eval_shape(tx.init, ABSTRACT)
+    text = optax_ext.describe_state(state)
+    sizes = [int(line.split()[-2].replace(",", "")) for line in text.splitlines()]
+    assert sum(sizes) == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
+    assert "Linear(bits=4, block_size=128, rank1=True) unsigned, 8 bits of error" in text
+
+
+# --- What the program reads -----------------------------------------------------------------------
+
+
+def equations_of(tx, params, primitive):
+    jaxpr = jax.make_jaxpr(tx.update)(params, jax.eval_shape(tx.init, params), params).jaxpr
+    return jaxpr, [e for e in jaxpr.eqns if e.primitive.name == primitive]
+
+
+THREE = {k: jax.ShapeDtypeStruct((64, 64 + i), jnp.float32) for i, k in enumerate("abc")}
+
+
+def test_codes_of_a_parameter_wait_for_those_of_the_one_before():
+    """By the barriers: without them a compiler may hold the float32 moments of all at once."""
+    tx = low_precision_state(optax.adam(1e-3))
+    jaxpr, barriers = equations_of(tx, THREE, "optimization_barrier")
+    assert len(barriers) == 3
+    stored = [v for v in jaxpr.outvars if v.aval.dtype == jnp.uint8]
+    for i, barrier in enumerate(barriers):
+        read = {v.aval.shape for v in barrier.invars[:4]}
+        assert (64, 64 + i) in read
+        waits_for = {v.aval.shape for v in barrier.invars[4:] if v in stored}
+        assert waits_for == ({(64, 64 + i - 1)} if i else set())
+
+
+def test_codes_are_read_again_when_the_scales_are_there():
+    """Else XLA may keep float32 moments from the scales to the codes."""
+    tx = low_precision_state(optax.adam(1e-3))
+    jaxpr, rereads = equations_of(tx, THREE, "cond")
+    assert len(rereads) == 3
+    for i, reread in enumerate(rereads):
+        _, *codes, mu_scale, nu_scale = reread.invars
+        assert [(v.aval.shape, v.aval.dtype) for v in codes] == [((64, 64 + i), jnp.uint8)] * 2
+        assert mu_scale in jaxpr.outvars
+        assert nu_scale in jaxpr.outvars
+        forms = [{e.primitive.name for e in b.jaxpr.eqns} for b in reread.params["branches"]]
+        assert sorted(forms, key=len) == [set(), {"optimization_barrier"}]
+        used = {v for e in jaxpr.eqns for v in e.invars if isinstance(v, type(codes[0]))}
+        assert used.issuperset(reread.outvars)
+
+
+@pytest.mark.parametrize("light", [True, False])
+def test_only_what_is_light_is_computed_twice(light):
+    def update(updates, state, params=None):
+        del params
+        average = jax.tree.map(
+            lambda m, g: (0.5 * m if light else m @ jnp.eye(len(m))) + jnp.sin(m + g),
+            state.trace,
+            updates,
+        )
+        return average, optax.TraceState(average)
+
+    tx = low_precision_state(optax.GradientTransformation(optax.trace(0.9).init, update))
+    params = {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+    assert len(equations_of(tx, params, "dot_general")[1]) == (0 if light else 1)
+    assert len(equations_of(tx, params, "sin")[1]) == (2 if light else 1)
+
+
+# --- Bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"bits": 3}, "bits must be 4, 8, 16 or a format"),
+        ({"bits": "fp8"}, "bits must be 4, 8, 16 or a format .* got 'fp8'"),
+        ({"block_size": 100}, "block_size must be a power of two, at least 16, got 100"),
+        ({"block_size": 0}, "block_size must be a power of two"),
+        ({"bits": 16, "block_size": 64}, "block_size=64 has no effect"),
+        ({"bits": Float8(), "block_size": 64}, "block_size=64 has no effect"),
+        ({"rounding": "up"}, "rounding must be one of 'nearest', 'stochastic', 'compensated'"),
+        ({"formats": {"nu": "fp8"}}, r"formats\['nu'\] must be a format such as Dynamic\(8\)"),
+        ({"formats": {"(": None}}, "is not a regular expression"),
+        ({"min_size": -1}, "min_size must not be negative, got -1"),
+        ({"seed": -1}, "seed must be in"),
+        ({"implementation": "triton"}, "must be 'xla', 'rows' or 'pallas', got 'triton'"),
+    ],
+    ids=str,
+)
+def test_errors(options, message):
+    with pytest.raises(ValueError, match=message):
+        low_precision_state(optax.adamw(1e-3), **options)
+
+
+def test_errors_of_init():
+    tx = low_precision_state(optax.adamw(1e-3))
+    with pytest.raises(ValueError, match="low_precision_state contains another one"):
+        jax.eval_shape(low_precision_state(optax.chain(tx)).init, ABSTRACT)
+    with pytest.raises(ValueError, match="pattern 'nux' matches no array of the state"):
+        jax.eval_shape(low_precision_state(optax.adamw(1e-3), formats={"nux": None}).init, ABSTRACT)
+    with pytest.warns(UserWarning, match="the state has no floating arrays"):
+        jax.eval_shape(low_precision_state(optax.scale_by_schedule(lambda _: 1.0)).init, ABSTRACT)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tx.init({"b": jnp.zeros(3)})  # small is no mistake
+
+
+# --- 8-bit optimizers by name ---------------------------------------------------------------------
+
+NAMED = {
+    "adamw8bit": optax.adamw,
+    "lion8bit": optax.lion,
+    "lamb8bit": optax_ext.lamb,
+    "came8bit": optax_ext.came,
+    "adafactor8bit": lambda rate: optax_ext.adafactor(rate, momentum=0.9),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_is_low_precision_state_of_the_plain_one(name):
+    """The same program; it takes what the plain one takes."""
+    make, params = getattr(optax_ext, name), {"w": jnp.ones((128, 128)), "b": jnp.ones(128)}
+    have, want = make(1e-3), low_precision_state(NAMED[name](1e-3))
+    states = [jax.eval_shape(tx.init, params) for tx in (have, want)]
+    assert states[0] == states[1]
+    assert len(stored_in(states[0])) == {"adamw8bit": 2, "lamb8bit": 2}.get(name, 1)
+    programs = [
+        str(jax.make_jaxpr(tx.update)(params, s, params))
+        for tx, s in zip((have, want), states, strict=True)
+    ]
+    assert programs[0] == programs[1]
+    assert make.__name__ == name
+    assert "learning_rate" in inspect.signature(make).parameters
+    injected = optax.inject_hyperparams(make)(learning_rate=1e-3)
+    state = jax.eval_shape(injected.init, params)
+    assert "learning_rate" in state.hyperparams
+    updates, new = jax.eval_shape(injected.update, params, state, params)
+    assert jax.tree.structure(new) == jax.tree.structure(state)
+    assert updates["w"].shape == (128, 128)

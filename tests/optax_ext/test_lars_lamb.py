@@ -1,0 +1,262 @@
+"""LARS and LAMB against the papers in NumPy, against optax, and what is theirs alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_ext
+from optax_ext import Factoring
+from optax_ext._trust_ratio import norm
+
+from . import traces
+
+SHAPES = {"w": (6, 4), "kernel": (3, 2, 5), "b": (4,), "gain": ()}
+STEPS = 300
+
+
+def example(seed=0):
+    """(gradients of every step, parameters); gradients drift, and layers differ by decades."""
+    rng = np.random.default_rng(seed)
+    params = {k: np.asarray(rng.normal(size=s)) for k, s in SHAPES.items()}
+    drift = np.cos(np.arange(STEPS) / 20)
+    grads = {
+        k: 10.0 ** rng.uniform(-3, 2)
+        * (rng.normal(size=(STEPS, *s)) + drift.reshape(STEPS, *[1] * len(s)))
+        for k, s in SHAPES.items()
+    }
+    return grads, params
+
+
+def assert_same(have, want, rtol=1e-12):
+    for k in want:
+        error = np.linalg.norm(have[k] - want[k])
+        assert error <= rtol * np.linalg.norm(want[k]), (k, error)
+
+
+def is_matrix(x):
+    return np.ndim(x) > 1
+
+
+class Lars:
+    """One array by the paper's algorithm."""
+
+    def __init__(self, w, is_layer, lr, m, decay, trust):
+        self.w, self.v = np.array(w, np.float64), np.zeros(np.shape(w))
+        self.is_layer, self.lr, self.m, self.trust = is_layer, lr, m, trust
+        self.decay = decay if is_layer else 0.0
+
+    def step(self, g, t):
+        local = 1.0
+        if self.is_layer:
+            w_norm, g_norm = (np.sqrt(x.ravel() @ x.ravel()) for x in (self.w, g))
+            local = self.trust * w_norm / (g_norm + self.decay * w_norm)
+        self.v = self.m * self.v + self.lr(t) * local * (g + self.decay * self.w)
+        self.w = self.w - self.v
+        return self.w
+
+
+class Lamb:
+    """One array by the paper's algorithm 2; ``phi`` clips."""
+
+    def __init__(self, w, is_layer, lr, b1, b2, eps, decay, phi=lambda z: z):
+        self.w = np.array(w, np.float64)
+        self.m = self.v = np.zeros(np.shape(w))
+        self.is_layer, self.lr, self.betas, self.eps = is_layer, lr, (b1, b2), eps
+        self.decay, self.phi = decay if is_layer else 0.0, phi
+
+    def step(self, g, t):
+        b1, b2 = self.betas
+        self.m = b1 * self.m + (1 - b1) * g
+        self.v = b2 * self.v + (1 - b2) * g**2
+        r = self.m / (1 - b1 ** (t + 1)) / (np.sqrt(self.v / (1 - b2 ** (t + 1))) + self.eps)
+        u = r + self.decay * self.w
+        if self.is_layer:
+            w_norm, u_norm = (np.sqrt(x.ravel() @ x.ravel()) for x in (self.w, u))
+            u = self.phi(w_norm) / u_norm * u
+        self.w = self.w - self.lr(t) * u
+        return self.w
+
+
+def falling(rate):
+    return lambda t: rate / (1.0 + 0.02 * t)
+
+
+def params_after(tx):
+    grads, params = example()
+    return traces.unroll(tx, grads, params)[1]
+
+
+# --- Against the papers, and against optax --------------------------------------------------------
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", ["lars", "lamb", "lamb, bounds"])
+def test_every_step_is_the_papers(name):
+    if name == "lars":
+        lr = falling(2.0)
+        tx = optax_ext.lars(lr, 0.8, weight_decay=0.05, trust_coefficient=0.02)
+        make = functools.partial(Lars, lr=lr, m=0.8, decay=0.05, trust=0.02)
+    else:
+        lr, bounds = falling(0.05), (2.0, 3.0) if "bounds" in name else None
+        tx = optax_ext.lamb(lr, 0.8, 0.98, 1e-5, weight_decay=0.1, norm_bounds=bounds)
+        phi = (lambda z: min(max(z, bounds[0]), bounds[1])) if bounds else (lambda z: z)
+        make = functools.partial(Lamb, lr=lr, b1=0.8, b2=0.98, eps=1e-5, decay=0.1, phi=phi)
+    grads, params = example()
+    have = params_after(tx)
+    for k, w in params.items():
+        alone = make(w, is_matrix(w))
+        want = {k: np.stack([alone.step(g, t) for t, g in enumerate(grads[k])])}
+        assert_same(have, want)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", ["lamb", "lars, nesterov"])
+def test_every_step_is_that_of_optax(name):
+    """LAMB without masks, which decay by a schedule; LARS with optax's denominator."""
+    if name == "lamb":
+        lr, decay = falling(0.05), falling(0.1)
+        none = {"weight_decay_mask": None, "trust_ratio_mask": None}
+        ours = optax_ext.lamb(lr, weight_decay=decay, **none)
+        theirs = optax.lamb(lr, weight_decay=decay)
+    else:
+        lr = falling(2.0)
+        masks = dict.fromkeys(
+            ("weight_decay_mask", "trust_ratio_mask"), jax.tree.map(is_matrix, example()[1])
+        )
+        ours = optax_ext.lars(lr, weight_decay=0.05, denominator="optax", nesterov=True)
+        theirs = optax.lars(lr, 0.05, nesterov=True, **masks)
+    assert_same(params_after(ours), params_after(theirs))
+
+
+# --- Which arrays ---------------------------------------------------------------------------------
+
+MAKERS = {
+    "lars": lambda **kw: optax_ext.scale_by_lars(0.1, weight_decay=0.5, **kw),
+    "lamb": lambda **kw: optax_ext.scale_by_lamb(weight_decay=0.5, **kw),
+}
+every_maker = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+
+
+def firsts(make, params, grads, *options):
+    """The first updates with each of these options, in one program."""
+    txs = [make(**option) for option in options]
+    return jax.device_get(
+        jax.jit(lambda p, g: [tx.update(g, tx.init(p), p)[0] for tx in txs])(params, grads)
+    )
+
+
+@every_maker
+@pytest.mark.usefixtures("x64")
+def test_stacked_layers_have_norms_of_their_own(make):
+    """As if they were apart; and a stack of biases is no matrix."""
+    rng = np.random.default_rng(0)
+    params = {"w": rng.normal(size=(3, 6, 4)), "b": rng.normal(size=(3, 4))}
+    params["w"] *= np.array([1e-3, 1.0, 50.0])[:, None, None]
+    grads = jax.tree.map(lambda x: rng.normal(size=x.shape), params)
+    stacked, shared = firsts(make, params, grads, {"stacked": Factoring(batch=(0,))}, {})
+    for i in range(3):
+        [want] = firsts(make, *jax.tree.map(lambda x, i=i: x[i], (params, grads)), {})
+        for k, x in want.items():
+            np.testing.assert_allclose(stacked[k][i], x, rtol=1e-12)
+    assert np.linalg.norm((shared["w"] - stacked["w"])[0]) > 0.1 * np.linalg.norm(shared["w"][0])
+
+
+@every_maker
+@pytest.mark.usefixtures("x64")
+def test_biases_and_norms_are_excluded_unless_asked(make):
+    grads, params = example()
+    grads = {k: g[0] for k, g in grads.items()}
+    matrices = {k: is_matrix(x) for k, x in params.items()}
+    of = lambda decay, ratio: {"weight_decay_mask": decay, "trust_ratio_mask": ratio}  # noqa: E731
+    function = lambda p: jax.tree.map(is_matrix, p)  # noqa: E731
+    by_default, same, also, without, every, decay_alone = firsts(
+        make,
+        params,
+        grads,
+        {},
+        of(matrices, matrices),
+        of(function, function),
+        of(False, False),
+        of(None, None),
+        of(None, False),
+    )
+    for k, is_layer in matrices.items():
+        want = (every if is_layer else without)[k]
+        for have in (by_default, same, also):
+            np.testing.assert_allclose(have[k], want, rtol=1e-14)
+        assert np.linalg.norm(every[k] - without[k]) > 1e-3 * np.linalg.norm(without[k])
+        np.testing.assert_allclose(decay_alone[k], without[k] + 0.5 * params[k], rtol=1e-12)
+
+
+@every_maker
+def test_special_values(make):
+    """A norm of zero means a ratio of one; NaN in one element is NaN in all."""
+    zeros, ones = np.zeros((2, 3), "float32"), np.ones((2, 3), "float32")
+    bad = np.where(np.arange(6).reshape(2, 3) == 0, np.nan, 1).astype("float32")
+    params = {"no weights": zeros, "nothing": zeros, "bad": ones, "no gradient": ones}
+    grads = {"no weights": ones, "nothing": zeros, "bad": bad, "no gradient": zeros}
+    [have] = firsts(make, params, grads, {})
+    # LAMB's first direction is the sign of the gradient.
+    np.testing.assert_allclose(have["no weights"], ones, rtol=1e-5)
+    np.testing.assert_array_equal(have["nothing"], zeros)
+    assert np.isnan(have["bad"]).all()
+    if make is MAKERS["lars"]:  # plain decay
+        np.testing.assert_allclose(have["no gradient"], 0.5 * ones)
+
+
+# --- Norms ----------------------------------------------------------------------------------------
+
+
+def test_norms_of_any_magnitude():
+    """Of arrays of one element too: XLA would square the scale of a single square."""
+    sizes = np.array([1e-34, 1e-30, 1e-12, 1e-9, 1.0, 1e9, 1e19, 1e30, 1e36])
+    rng = np.random.default_rng(0)
+    for shape, batch in (((40, 30), ()), ((1, 1), ()), ((1,), ()), ((), ()), ((5, 1), (0,))):
+        x = rng.normal(size=shape) * sizes.reshape(-1, *[1] * len(shape))
+        x = list(x.astype(np.float32))
+        have = jax.jit(lambda xs, batch=batch: [norm(x, batch) for x in xs])(x)
+        dims = tuple(d for d in range(len(shape)) if d not in batch)
+        for one, n in zip(x, have, strict=True):
+            want = np.sqrt(np.sum(np.square(one.astype(np.float64)), axis=dims, keepdims=True))
+            assert n.shape == want.shape
+            np.testing.assert_allclose(n, want, rtol=1e-5)
+
+
+@every_maker
+def test_norms_of_narrow_parameters_are_summed_in_float32(make):
+    """In float16 squares of 1e-4 are 0, and squares of 300 infinite."""
+    params = {d: np.full((64, 64), 1e-4).astype(d) for d in ("bfloat16", "float16")}
+    grads = {d: np.full((64, 64), 300.0).astype(d) for d in params}
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), (params, grads))
+    [have], [want] = firsts(make, params, grads, {}), firsts(make, *wide, {})
+    for dtype, x in have.items():
+        assert x.dtype == dtype
+        assert np.all(want[dtype] != 0)
+        np.testing.assert_allclose(x.astype(np.float32), want[dtype], rtol=2.0**-8)
+
+
+# --- Errors -----------------------------------------------------------------
+
+
+@every_maker
+def test_bad_masks_and_rules(make):
+    params = {"w": jnp.ones((2, 3))}
+    for argument in ("weight_decay_mask", "trust_ratio_mask"):
+        with pytest.raises(ValueError, match=rf"^{argument} must be 'matrices', .*got 'vectors'"):
+            make(**{argument: "vectors"})
+        with pytest.raises(ValueError, match=rf"^{argument} does not fit the parameters"):
+            firsts(make, params, params, {argument: {"v": True}})
+    with pytest.raises(ValueError, match=r"^stacked must be a Factoring, a rule"):
+        make(stacked=(0,))
+
+
+def test_bad_denominators_and_bounds():
+    with pytest.raises(ValueError, match="denominator must be 'paper' or 'optax', got 'both'"):
+        optax_ext.lars(1.0, denominator="both")
+    for bounds in (1.0, (1.0,), (2.0, 1.0), (-1.0, 1.0), (0.0, 0.0)):
+        with pytest.raises(ValueError, match="norm_bounds"):
+            optax_ext.lamb(1.0, norm_bounds=bounds)

@@ -1,0 +1,273 @@
+"""Every form of a pass is the same mathematics; what the programs read is in tests/sharding."""
+
+import contextlib
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+
+import optax_ext
+from optax_ext import Factoring, _matrix_passes, _sums_kernel, kernels
+
+from . import dims, references, traces
+
+# id -> the platform whose form is taken, and into how many blocks it divides a first dim.
+SLOW = ("in blocks", "one by one", "on a GPU")
+FORMS = {
+    "in blocks": ("cpu", lambda shape: shape[0]),
+    "in fewer blocks": ("cpu", lambda shape: next(n for n in (3, 2, 1) if shape[0] % n == 0)),
+    "one by one": ("cpu", lambda shape: 1),
+    "on a GPU": ("cuda", lambda shape: 1),
+    "by a kernel": ("cuda", lambda shape: 1),
+}
+
+
+@pytest.fixture(
+    scope="class",
+    params=[pytest.param(x, marks=pytest.mark.slow if x in SLOW else ()) for x in FORMS],
+)
+def form(request):
+    """Arrays of any size take this form. It is chosen while tracing: no trace may outlive it."""
+    platform, blocks = FORMS[request.param]
+    jax.clear_caches()
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as kernel:
+        patch.setattr(_matrix_passes, "_MIN_SIZE", 0)
+        patch.setattr(_matrix_passes, "_num_blocks", blocks)
+        patch.setattr(
+            jax.lax,
+            "platform_dependent",
+            lambda *args, default, **forms: forms.get(platform, default)(*args),
+        )
+        if request.param == "by a kernel":
+            kernel.enter_context(_matrix_passes.implemented_by("pallas"))
+            kernel.enter_context(kernels.interpreted())
+            patch.setattr(_matrix_passes, "implemented_by", lambda _: contextlib.nullcontext())
+            patch.setattr(_sums_kernel, "_ROWS", 8)  # several tiles
+            patch.setattr(_sums_kernel, "_COLUMNS", 4)
+        yield request.param
+    jax.clear_caches()
+
+
+# --- Each form ----------------------------------------------------------------------------------
+
+# The shape, the dims of both means, and whether there is a new array.
+SWEEPS = [
+    ((12, 5), [(1,), (0,)], True),
+    ((12, 5), [(0,), (1,)], False),
+    ((1, 7), [(1,), (0,)], True),
+    ((7, 1), [(1,), (0,)], False),
+    ((6, 4, 5), [(1, 2), (0, 1)], True),
+    ((6, 4, 5), [(2,), (1,)], False),
+    ((6, 4, 5), [(0,), (2,)], True),
+    ((128, 3), [(1,), (0,)], True),  # more rows than a GPU adds up first
+]
+
+
+def both(array, args):
+    x = (array - args["rows"] * args["cols"]) ** 2 + args["same"] + args["scalar"]
+    return x, 0.9 * array + args["scalar"] * args["same"]
+
+
+def operands(shape):
+    rng = np.random.default_rng(0)
+    ndim = len(shape)
+    rows = tuple(shape[d] if d == 0 else 1 for d in range(ndim))
+    cols = tuple(shape[d] if d == ndim - 1 else 1 for d in range(ndim))
+    sizes = {"rows": rows, "cols": cols, "same": shape, "scalar": [1] * ndim}
+    return rng.normal(size=shape), {k: rng.normal(size=s) for k, s in sizes.items()}
+
+
+CASES = dims.CASES | dims.random_cases(2, seed=2)
+NAMES = ("columns before rows", "rows around the columns", "batch and stacked", "one column")
+NARROW = (
+    {"clipping_threshold": None, "debias_instability": True, "mu_dtype": "bfloat16"},
+    {"clip": None, "debias": True, "mu_dtype": ml_dtypes.bfloat16},
+)
+
+
+@pytest.mark.usefixtures("x64", "form")
+class TestForms:
+    """The fixture is of the class: the other tests of this file run without it."""
+
+    def test_a_sweep_is_its_definition(self):
+        def sweep(arrays):
+            return [
+                _matrix_passes.sweep(
+                    lambda a, b, new=new: both(a, b) if new else (both(a, b)[0], None),
+                    *array,
+                    *over,
+                )
+                for array, (_, over, new) in zip(arrays, SWEEPS, strict=True)
+            ]
+
+        arrays = [operands(shape) for shape, _, _ in SWEEPS]
+        for (means, found), array, (_, over, new) in zip(
+            jax.jit(sweep)(arrays), arrays, SWEEPS, strict=True
+        ):
+            x, value = both(*array)
+            for have, dims_ in zip(means, over, strict=True):
+                np.testing.assert_allclose(have, np.mean(x, axis=dims_), rtol=1e-13)
+            if new:
+                np.testing.assert_allclose(found, value, rtol=1e-15)
+            else:
+                assert found is None
+
+    def test_squares_of_1e18_fit_into_float32(self):
+        """And what is not finite stays in its parameter."""
+        tx = optax_ext.came(0.1)
+        grads = {"a": jnp.full((6, 5), jnp.nan), "b": jnp.ones((6, 5))}
+
+        @jax.jit
+        def run(array, grads):
+            square = lambda a, _: (jnp.square(a), None)  # noqa: E731
+            means, _ = _matrix_passes.sweep(square, array, (), (1,), (0,))
+            return means, tx.update(grads, tx.init(grads), grads)[0]
+
+        means, updates = run(jnp.full((16, 600), 1e18, jnp.float32), grads)
+        for have in means:
+            np.testing.assert_allclose(have, np.full(have.shape, 1e36, np.float32), rtol=1e-5)
+        assert not np.isfinite(updates["a"]).any()
+        assert np.isfinite(updates["b"]).all()
+
+    @pytest.mark.parametrize(
+        ("make", "reference", "names", "options"),
+        [
+            (optax_ext.scale_by_came, references.Came, (*NAMES, *list(CASES)[-2:]), ({}, {})),
+            (optax_ext.scale_by_came, references.Came, NAMES[2:], NARROW),
+            (
+                optax_ext.scale_by_adafactor,
+                references.Adafactor,
+                ("columns before rows", "everything at once"),
+                ({}, {}),
+            ),
+        ],
+        ids=["came", "came, options", "adafactor"],
+    )
+    def test_equals_the_reference(self, make, reference, names, options):
+        """The papers in NumPy."""
+        traces.compare_to_reference(make, reference, {k: CASES[k] for k in names}, 40, *options)
+
+    def test_it_can_be_mapped_and_differentiated(self):
+        tx = optax_ext.scale_by_came(factoring=Factoring((0,), (1,)))
+        rng = np.random.default_rng(1)
+        g, weights = rng.normal(size=(3, 6, 5)), rng.normal(size=(6, 5))
+
+        def update(g):
+            return tx.update(g, tx.init(jnp.zeros_like(g)))[0]
+
+        @jax.jit
+        def run(g):
+            return update(g), jax.grad(lambda x: jnp.sum(update(x) * weights))(g)
+
+        mapped = jax.jit(jax.vmap(update))(g)
+        slope = run(g[0])[1]
+        for x, have in zip(g, mapped, strict=True):
+            np.testing.assert_allclose(have, run(x)[0], rtol=1e-12)
+        step = 1e-6
+        for place in [(0, 0), (3, 2), (5, 4)]:
+            bump = np.zeros_like(g[0])
+            bump[place] = step
+            more, less = (np.sum(run(g[0] + sign * bump)[0] * weights) for sign in (1, -1))
+            np.testing.assert_allclose(
+                slope[place], (more - less) / (2 * step), rtol=1e-5, atol=1e-8
+            )
+
+
+# --- Which form ---------------------------------------------------------------------------------
+
+
+def test_kernels_are_only_where_they_are_requested():
+    array = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+
+    def is_used(implementation, array):
+        with _matrix_passes.implemented_by(implementation), kernels.interpreted():
+            return "pallas_call" in str(
+                jax.make_jaxpr(
+                    lambda a: _matrix_passes.sweep(lambda a, _: (a, None), a, (), (1,), (0,))
+                )(array)
+            )
+
+    assert is_used("pallas", array)
+    assert not is_used("xla", array)
+    assert not is_used("pallas", jax.ShapeDtypeStruct((65536, 32768), jnp.float32))  # 2^31
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    place = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    assert not is_used("pallas", jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=place))
+
+
+def test_traces_of_one_form_serve_no_other():
+    """A trace is cached by what its form depends on: portable, with kernels, interpreted."""
+    tx = optax_ext.scale_by_came()
+    params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
+    state = jax.eval_shape(tx.init, params)
+    platform = "platform_index"
+
+    def trace(tx=tx):
+        return str(jax.make_jaxpr(lambda g, s: tx.update(g, s))(params, state))
+
+    assert platform in trace()
+    with _matrix_passes.without_barriers(portable=True):
+        assert platform not in trace()
+    with kernels.interpreted():
+        assert "pallas_call" in trace(optax_ext.scale_by_came(implementation="pallas"))
+        assert "pallas_call" not in trace()
+    assert platform in trace()
+
+
+def test_the_zero_of_any_value_is_zero():
+    """Which no compiler may see: the values of a pass on a CPU are new by adding it."""
+    zero = jax.jit(jax.vmap(_matrix_passes._zero))
+    values = [0.0, -0.0, 1.5, -1.5, np.nan, -np.nan, np.inf, -np.inf, 1e-40]
+    assert not np.any(zero(np.array(values, np.float32)[:, None]))
+
+
+@pytest.mark.parametrize(
+    ("shape", "blocks"),
+    [
+        ((4096, 4096), 32),
+        ((32000, 4096), 250),
+        ((50257, 768), 29),
+        ((3, 3, 512, 512), 3),
+        ((12, 64, 768), 2),
+        ((40009, 1000), 1),  # no divisor fits
+        ((37, 5), 1),
+        ((1, 2**22), 1),
+    ],
+)
+def test_blocks_cut_the_first_dim_into_equal_parts(shape, blocks):
+    assert _matrix_passes._num_blocks(shape) == blocks
+
+
+# --- What the compiler makes of it ----------------------------------------------------------------
+
+
+def test_a_cpu_keeps_no_matrix():
+    """Temporaries are blocks, not the squares of eight matrices (1.0 is their size)."""
+    tx = optax_ext.came(1e-3)
+    params = {f"w{i}": jax.ShapeDtypeStruct((1024, 2048), jnp.float32) for i in range(8)}
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    compiled = step.lower(params, jax.eval_shape(tx.init, params), params).compile()
+    size = sum(p.size * 4 for p in params.values())
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.1 * size
+
+
+@pytest.mark.parametrize(("devices", "name"), [(1, "_param_step"), (2, "second_moment")])
+def test_arrays_of_one_shape_share_a_trace(devices, name):
+    """Of the step or, on several devices, of each phase between barriers."""
+    tx = optax_ext.came(1e-3)
+    mesh = jax.make_mesh((devices,), ("x",), devices=jax.devices()[:devices])
+    with jax.set_mesh(mesh):
+        params = {f"w{i}": jax.ShapeDtypeStruct((256, 256), jnp.float32) for i in range(12)}
+        state = jax.eval_shape(tx.init, params)
+        text = jax.jit(tx.update).lower(params, state, params).as_text()
+    assert text.count(f"func.func private @{name}(") == 1
+    assert text.count(f"call @{name}(") == 12

@@ -1,0 +1,323 @@
+"""Flax linen: gathered classes, unmodified models, partition metadata and logical axes."""
+
+import functools
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from ..runs import (
+    F64,
+    TX,
+    WIDTH,
+    assert_close,
+    assert_same,
+    draw,
+    gathers_behind,
+    train,
+    train_alone,
+    zero_of,
+)
+
+pytestmark = pytest.mark.usefixtures("x64")
+VOCAB, HIDDEN, KEY = 24, 32, 5
+Dense = functools.partial(nn.Dense, use_bias=False, **F64)
+
+
+class Block(nn.Module):
+    """Written with ``compact``; a bool decides what is computed."""
+
+    @nn.compact
+    def __call__(self, x, train=False, *, scale=1.0):
+        h = jnp.tanh(nn.Dense(HIDDEN, **F64)(nn.LayerNorm(**F64)(x)))
+        h = nn.Dropout(0.5, deterministic=not train)(h * 2 if train else h)
+        return x + Dense(WIDTH)(h) * scale
+
+
+class SetupBlock(nn.Module):
+    """Written with ``setup``."""
+
+    def setup(self):
+        self.up, self.down = Dense(HIDDEN), Dense(WIDTH)
+
+    def __call__(self, x):
+        return x + self.down(jnp.tanh(self.up(x)))
+
+
+class CountingBlock(nn.Module):
+    """Keeps a statistic, as batch norms do, and sows what it computes."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        mean = self.variable("batch_stats", "mean", lambda: jnp.zeros((), jnp.float64))
+        if train and not self.is_initializing():
+            mean.value = 0.9 * mean.value + 0.1 * x.mean()
+        h = jnp.tanh(Dense(WIDTH)(x))
+        self.sow("intermediates", "hidden", h)
+        return x + h + mean.value  # a gradient flows through the statistic
+
+
+class Nested(nn.Module):
+    """A block in a block: the outer one gathers for both."""
+
+    @nn.compact
+    def __call__(self, x):
+        return SetupBlock(name="inner")(x) + Dense(WIDTH)(x)
+
+
+class LM(nn.Module):
+    """Every kind of block, one after the other and scanned; its embedding is used twice."""
+
+    wrap: Any = None
+
+    @nn.compact
+    def __call__(self, tokens, train=True):
+        wrap = self.wrap or (lambda cls: cls)
+        embed = nn.Embed(VOCAB, WIDTH, **F64)
+        x = wrap(Block)()(embed(tokens), train=train, scale=0.5)
+        x = wrap(Block)()(x, train)
+        x = wrap(CountingBlock)()(wrap(Nested)()(wrap(SetupBlock)()(x)), train)
+        scan = nn.scan(
+            lambda block, x, _: (block(x, train), None),
+            variable_axes={"params": 0},
+            split_rngs={"params": True, "dropout": True},
+            length=2,
+        )
+        return embed.attend(scan(wrap(Block)(name="stack"), x, None)[0])
+
+
+def batch(step):
+    """Eighths whose losses differ in scale by up to 1000."""
+    rng = np.random.default_rng(step)
+    weight = np.repeat(10.0 ** rng.uniform(-2, 1, 8), 2)
+    return {"tokens": rng.integers(0, VOCAB, (16, 5)), "weight": weight}
+
+
+def variables_of(lm):
+    abstract = jax.eval_shape(lambda: lm.init(jax.random.key(0), batch(0)["tokens"], train=False))
+    return {k: draw(v) for k, v in abstract.items()}
+
+
+def make_state(lm):
+    params = variables_of(lm)["params"]
+    return lambda: TrainState.create(apply_fn=None, params=jax.tree.map(jnp.asarray, params), tx=TX)
+
+
+def loss_of(lm):
+    def loss_fn(params, batch, key):
+        logits, new = lm.apply(
+            {"params": params, "batch_stats": {"CountingBlock_0": {"mean": 0.1}}},
+            batch["tokens"],
+            rngs={"dropout": key},
+            mutable=["batch_stats", "intermediates"],
+        )
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"])
+        return (losses.mean(-1) * batch["weight"]).mean(), new
+
+    return loss_fn
+
+
+@functools.cache
+def reference():
+    """The states and metrics of one device, which knows the keys of eight."""
+    loss_fn = loss_of(LM())
+
+    def mean(params, batch, state, key):
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(8))
+        parts = jax.tree.map(lambda x: x.reshape(8, 2, *x.shape[1:]), batch)
+        losses, aux = jax.vmap(loss_fn, (None, 0, 0))(params, parts, keys)
+        return losses.mean(), aux
+
+    return train_alone(make_state(LM()), mean, batch, key=KEY)
+
+
+# Class names and paths; of "inner" the block around it gathers.
+BLOCKS = (r"^Block_\d$", "SetupBlock", "CountingBlock", "Nested", "inner", "^stack$")
+# How blocks gather: stage, options, whether the model takes wrapped classes.
+WAYS = {
+    "classes": (3, {}, True),
+    "found": (3, {"gathered_blocks": BLOCKS}, False),
+    "stored": (3, {"reshard_after_forward": False}, True),
+    "stage 2": (2, {"gathered_blocks": BLOCKS}, False),
+}
+
+
+@functools.cache
+def prepare(way):
+    """``(zero, state, step, lowered program)``."""
+    stage, options, wrapped = WAYS[way]
+    zero = zero_of(stage, **options)
+    lm = LM(zero.gathered if wrapped else None)
+    state = zero.init(make_state(lm))
+    step = zero.train_step(loss_of(lm), rngs=True, has_aux=True, donate=False)
+    return zero, state, step, step.lower(state, zero.put(batch(0)), jax.random.key(KEY)).as_text()
+
+
+@pytest.mark.parametrize("way", ["classes", "found", "stage 2"])
+def test_equals_one_device(way):
+    """Parameters, losses, dropped units, statistics, and what a block sows."""
+    zero, state, step, _ = prepare(way)
+    expected, expected_metrics = reference()
+    for i, one in enumerate(expected_metrics):
+        state, found = step(state, zero.put(batch(i)), jax.random.key(KEY))
+        np.testing.assert_allclose(found["loss"], one["loss"], rtol=1e-12)
+        found, one = found["aux"], one["aux"]
+        found, one = ({k: v["CountingBlock_0"] for k, v in x.items()} for x in (found, one))
+        mean, one_mean = found["batch_stats"]["mean"], one["batch_stats"]["mean"].mean()
+        np.testing.assert_allclose(mean, one_mean, rtol=1e-12)
+        (hidden,), (one_hidden,) = (x["intermediates"]["hidden"] for x in (found, one))
+        np.testing.assert_allclose(hidden, one_hidden.reshape(hidden.shape), rtol=1e-10)
+    assert_close((state.params, state.opt_state), (expected.params, expected.opt_state))
+    assert state.step == expected.step
+
+
+def test_blocks_are_gathered_in_each_pass_and_freed():
+    """Those that are found in a model, and those of a model that takes wrapped classes."""
+    arrays = len(jax.tree.leaves(reference()[0].params))
+    for way, passes in (("classes", 2), ("found", 2), ("stored", 1), ("stage 2", 0)):
+        _, state, _, program = prepare(way)
+        # The table is gathered once. (XLA:CPU, which drops barriers, merges the two passes.)
+        found = gathers_behind(program, "2x5x16xf64")
+        assert len(found) == passes * (arrays - 1) + min(passes, 1)
+        assert sum(found) == (len(found) - 1 if passes == 2 else 0)
+        held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.params))
+        size = sum(x.nbytes for x in jax.tree.leaves(state.params))
+        assert held == (size // 8 if passes else size)
+
+
+def test_outside_a_step():
+    """A gathered class has the names, the initial values and the outputs of the class."""
+    unsharded, layered = LM(), LM(zero_of(3).gathered)
+    tokens = batch(0)["tokens"]
+    programs = [
+        str(jax.make_jaxpr(functools.partial(lm.init, train=False))(jax.random.key(0), tokens))
+        for lm in (unsharded, layered)
+    ]
+    assert programs[0] == programs[1]
+    variables = variables_of(unsharded)
+    assert jax.tree.structure(variables) == jax.tree.structure(variables_of(layered))
+
+    @jax.jit
+    def outputs(variables):
+        return [
+            lm.apply(variables, tokens, rngs={"dropout": jax.random.key(1)}, mutable=True)
+            for lm in (unsharded, layered)
+        ]
+
+    assert_close(*outputs(variables), 1e-14)
+
+
+# --- Partition metadata and logical axes ----------------------------------------------------------
+
+INIT = nn.initializers.lecun_normal()
+# As tuples, and as a YAML file has them; "unknown" has no rule.
+RULES = {
+    "tuples": (("batch", ("data",)), ("embed", None), ("mlp", "model"), ("heads", ("model",))),
+    "lists": [["batch", ["data"]], ["mlp", "model"], ["heads", ["model"]]],
+}
+
+
+def logical(features, *names, **options):
+    return Dense(features, kernel_init=nn.with_logical_partitioning(INIT, names, **options))
+
+
+class Parallel(nn.Module):
+    """Kernels that name mesh axes, and kernels that name their dims, as Flax's lm1b does."""
+
+    @nn.compact
+    def __call__(self, x):
+        h = jnp.tanh(logical(HIDDEN, "embed", "mlp")(x))
+        h = nn.with_logical_constraint(h, ("batch", "mlp"))
+        x = x + logical(WIDTH, "heads", "embed")(h)
+        up = nn.with_partitioning(INIT, (None, "model"))
+        return x + logical(WIDTH, "mlp", "unknown")(jnp.tanh(Dense(HIDDEN, kernel_init=up)(x)))
+
+
+class TwoLayers(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return Parallel()(Parallel()(x))
+
+
+def make_parallel():
+    abstract = jax.eval_shape(TwoLayers().init, jax.random.key(0), jnp.ones((2, WIDTH)))["params"]
+    params = jax.tree.map(jnp.asarray, draw(abstract))
+    return TrainState.create(apply_fn=None, params=params, tx=TX)
+
+
+def parallel_loss(params, x):
+    return jnp.mean((TwoLayers().apply({"params": params}, x) - 1) ** 2)
+
+
+def rows(step):
+    rng = np.random.default_rng(step)
+    return rng.normal(size=(16, WIDTH)) * np.repeat(10.0 ** rng.uniform(-1, 0.5, 8), 2)[:, None]
+
+
+@functools.cache
+def parallel_reference():
+    return train_alone(make_parallel, lambda params, x, *_: (parallel_loss(params, x), None), rows)
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "rules"),
+    [(2, AxisType.Auto, "lists"), (3, AxisType.Explicit, "tuples")],
+)
+def test_metadata_shards_as_the_rules_in_context_say(stage, kind, rules):
+    zero = zero_of(stage, "tensor", kind, gathered_blocks="Parallel")
+    with nn.logical_axis_rules(RULES[rules]):
+        found = train(zero, make_parallel, parallel_loss, data=rows)
+    assert_same(found, parallel_reference())
+    state = found[0]
+    found = [x["kernel"].value.sharding.spec for x in state.params["Parallel_1"].values()]
+    columns = [P(None, "model"), P("data", "model")][stage - 2]
+    by_row = [P("model", None), P("model", "data")][stage - 2]
+    assert found == [columns, by_row, by_row, columns]
+    # Rules are for making the state: afterwards the arrays themselves say where they are.
+    zero.train_step(parallel_loss).lower(state, zero.put(rows(0)))
+
+
+def test_specs_of_metadata():
+    zero, abstract = zero_of(2, "tensor"), jax.eval_shape(make_parallel)
+    message = r"Dense_0/kernel.* 'embed' is not in the mesh .*logical_axis_rules\(rules\)"
+    with pytest.raises(ValueError, match=message):
+        zero.specs(abstract)
+    message = r"rule \('mlp', 'tensor'\) of its logical axis 'mlp' .* the mesh has \('data', 'mod"
+    rules = [("mlp", "tensor"), ("unused", "axis")]
+    with nn.logical_axis_rules(rules), pytest.raises(ValueError, match=message):
+        zero.specs(abstract)
+    specs = zero.specs(abstract, param_specs=P()).params["Parallel_0"]
+    assert {x["kernel"].value for x in specs.values()} == {P()}
+    # Rules of the metadata itself; names that are mesh axes without any.
+    for names, rules in ((("embed", "mlp"), RULES["tuples"]), ((None, "model"), None)):
+        init = logical(HIDDEN, *names, rules=rules).init
+        params = jax.eval_shape(init, jax.random.key(0), jnp.ones((1, WIDTH)))["params"]
+        specs = zero.specs((params, jax.eval_shape(TX.init, params)), tx=TX)
+        assert specs[0]["kernel"].value == P(None, "model")
+        assert specs[1][0].trace["kernel"].value == P("data", "model")
+
+
+def test_blocks_that_are_not_there_raise(monkeypatch):
+    """At stage 3, where all would be gathered at once."""
+
+    def lower(stage, blocks):
+        zero = zero_of(stage, "tensor", gathered_blocks=blocks)
+        zero.train_step(parallel_loss).lower(zero.abstract_state(make_parallel), rows(0))
+
+    message = r"'Decoder' is neither .* It calls TwoLayers \(the model\), Parallel \(Par"
+    with nn.logical_axis_rules(RULES["lists"]):
+        with pytest.raises(ValueError, match=message):
+            lower(3, ("Parallel", "Decoder"))
+        lower(2, "Decoder")
+    monkeypatch.delitem(sys.modules, "flax.linen")
+    run = zero_of(3, gathered_blocks="Block").value_and_grad(lambda params, x: jnp.sum(x))
+    with pytest.raises(ValueError, match=r"'Block' is neither .* It calls none"):
+        run({"w": jnp.ones((8, 8))}, np.ones(8))

@@ -1,0 +1,363 @@
+"""Model state beside the parameters: batch statistics, counters, tables, a teacher."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax.training import train_state
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import sharding as shd
+
+from .runs import F64, TOLERANCE, TX, WIDTH, assert_same, batch, draw, train, train_alone, zero_of
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+
+class TrainState(train_state.TrainState):
+    batch_stats: Any
+    ema: Any = None
+
+
+class Block(nn.Module):
+    """A residual block; its batch norm names no axis."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        # No bias before the norm: its true gradient is zero.
+        h = nn.Dense(24, use_bias=False, **F64)(x)
+        h = nn.BatchNorm(use_running_average=not train, momentum=0.9, **F64)(h)
+        return x + nn.Dense(WIDTH, **F64)(jnp.tanh(h))
+
+
+class Classifier(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        for _ in range(2):
+            x = Block()(x, train)
+        return nn.Dense(8, **F64)(x)
+
+
+def make_state():
+    shapes = jax.eval_shape(Classifier().init, jax.random.key(0), jnp.ones((2, WIDTH)))
+    stats = {"mean": np.zeros(24), "var": np.ones(24)}
+    made = draw(shapes["params"]), {f"Block_{i}": {"BatchNorm_0": stats} for i in range(2)}
+    params, stats = jax.tree.map(jnp.array, made)
+    return TrainState.create(apply_fn=None, params=params, batch_stats=stats, tx=TX)
+
+
+def loss_fn(params, batch, stats):
+    variables = {"params": params, "batch_stats": stats}
+    y, new = Classifier().apply(variables, batch["x"], mutable=["batch_stats"])
+    return jnp.mean((y - batch["y"]) ** 2), new["batch_stats"]
+
+
+def microbatches_of(batch, devices, count):
+    """Micro-batch j of the mesh: the j-th parts of all devices' shards."""
+
+    def split(x):
+        parts = x.reshape(devices, count, -1, *x.shape[1:]).swapaxes(0, 1)
+        return parts.reshape(count, -1, *x.shape[1:])
+
+    return jax.tree.map(split, batch)
+
+
+@functools.cache
+def reference(devices=1, count=1, apart=False):
+    """Of one device; ``apart``: each eighth has statistics of its own, and their mean goes on."""
+
+    def of_eighths(params, part, stats):
+        eighths = jax.tree.map(lambda x: x.reshape(8, -1, *x.shape[1:]), part)
+        every = jax.vmap(loss_fn, (None, 0, None))(params, eighths, stats)
+        return jax.tree.map(lambda x: x.mean(0), every)
+
+    def mean(params, batch, state, key):
+        total, stats, parts = 0.0, state.batch_stats, microbatches_of(batch, devices, count)
+        for j in range(count):
+            part = jax.tree.map(lambda x, j=j: x[j], parts)
+            loss, stats = (of_eighths if apart else loss_fn)(params, part, stats)
+            total += loss / count
+        return total, stats
+
+    return train_alone(make_state, mean)
+
+
+# stage, mesh, kind of axes, micro-batches, options
+CASES = {
+    "four": (1, AxisType.Auto, 2, {"unsharded": ("BatchNorm", r"^Dense_0/kernel$")}),
+    "replicas": (2, AxisType.Explicit, 1, {}),
+    "torus": (3, AxisType.Auto, 2, {"gathered_blocks": "Block"}),
+}
+
+
+@functools.cache
+def run(mesh, **options):
+    """``zero, (state, metrics)`` of a case."""
+    stage, kind, count, more = CASES[mesh]
+    zero = zero_of(stage, mesh, kind, **more)
+    options |= {"model_state": "batch_stats", "grad_norm": True, "microbatches": count}
+    return zero, train(zero, make_state, loss_fn, **options)
+
+
+@pytest.mark.parametrize("mesh", CASES)
+def test_batch_norm_needs_no_axis_name(mesh):
+    zero, found = run(mesh)
+    expected = reference(zero.num_devices, CASES[mesh][2])
+    assert_same(found, expected)
+    for metrics, one in zip(found[1], expected[1], strict=True):
+        np.testing.assert_allclose(metrics["grad_norm"], one["grad_norm"], rtol=TOLERANCE)
+
+
+def test_batch_norm_of_each_device():
+    """It differs, but all devices go on with one value: the mean."""
+    _, found = run("replicas", sync_batch_norm=False)
+    assert_same(found, reference(apart=True))
+    state = found[0]
+    for leaf in jax.tree.leaves(state.batch_stats):
+        shards = [np.asarray(shard.data) for shard in leaf.addressable_shards]
+        assert all(np.array_equal(shards[0], shard) for shard in shards)
+
+
+def test_unsharded_by_path():
+    zero, (state, _) = run("four")
+    for tree in (state.params, state.opt_state[0].trace):
+        assert tree["Dense_0"]["kernel"].sharding.is_fully_replicated
+    assert state.opt_state[0].trace["Block_0"]["Dense_0"]["kernel"].sharding.spec == P(None, "data")
+    found = zero.describe(state)
+    reasons = {row.path: row.note for row in found.rows if row.part == "grads"}
+    assert "unsharded='^Dense_0/kernel$'" in reasons["Dense_0/kernel"]
+    assert "unsharded='BatchNorm'" in reasons["Block_0/BatchNorm_0/scale"]
+    with pytest.raises(ValueError, match="unsharded: pattern '\\(' is not a regular expression"):
+        zero_of(2, unsharded="(")
+    # The model state is described, too; so is a number in a field.
+    stats = {row.path for row in found.rows if row.part == "model_state"}
+    names = [
+        f"batch_stats/Block_{i}/BatchNorm_0/{name}" for i in range(2) for name in ("mean", "var")
+    ]
+    assert stats == set(names)
+    assert found.bytes_per_device["model_state"] == 4 * 24 * 8
+    found = zero.describe(state.replace(ema=0.9))
+    assert found.bytes_per_device["model_state"] == 4 * 24 * 8 + 8
+
+
+def test_an_axis_name_of_pmap_means_the_mesh():
+    """If there is none of that name; one that is there is that."""
+
+    def old_loss(params, x, stats):
+        norm = nn.BatchNorm(use_running_average=False, axis_name="x", **F64)
+        y, new = norm.apply({"params": params, "batch_stats": stats}, x, mutable=["batch_stats"])
+        return jnp.mean((y - 1) ** 2), new["batch_stats"]
+
+    x = batch(0)["x"]
+    params = {"scale": jnp.ones(WIDTH), "bias": jnp.zeros(WIDTH)}
+    stats = {"mean": jnp.zeros(WIDTH), "var": jnp.ones(WIDTH)}
+    for mesh, means in (("flat", x.mean(0)), ("torus", x.reshape(2, 4, 4, WIDTH).mean((0, 2)))):
+        run = zero_of(0, mesh).value_and_grad(old_loss, model_state=True)
+        (_, new), _ = run(params, x, model_state=stats)
+        # Statistics over "x" of the torus alone differ over "y": their mean is the same.
+        np.testing.assert_allclose(new["mean"], 0.01 * x.mean(0), rtol=1e-12)
+        spread = means.var(0) if means.ndim > 1 else 0
+        np.testing.assert_allclose(new["var"], 0.99 + 0.01 * (x.var(0) - spread), rtol=1e-12)
+
+
+def test_evaluation_reads_the_model_state():
+    zero, (state, _) = run("torus")
+
+    def predict(params, batch, stats):
+        variables = {"params": params, "batch_stats": stats}
+        return Classifier().apply(variables, batch["x"], train=False)
+
+    expected, _ = reference(8, 2)
+    want = jax.jit(predict)(expected.params, batch(9), expected.batch_stats)
+    found = zero.eval_step(predict, model_state="batch_stats")(state, zero.put(batch(9)))
+    np.testing.assert_allclose(found, want, rtol=1e-10)
+    given = zero.eval_step(predict, model_state=True)
+    found = given(state, zero.put(batch(9)), model_state=zero.replicate(expected.batch_stats))
+    np.testing.assert_allclose(found, want, rtol=1e-10)
+
+
+# --- Reductions, arguments, cost ------------------------------------------------------------------
+
+PARAMS = {"w": np.linspace(-1, 1, WIDTH * 8).reshape(WIDTH, 8)}
+
+
+def pair():
+    params = jax.tree.map(jnp.array, PARAMS)
+    return params, TX.init(params)
+
+
+def quadratic(params, batch):
+    return jnp.mean((batch["x"] @ params["w"]) ** 2)
+
+
+def counting_loss(params, batch, state):
+    new = {
+        "seen": state["seen"] + batch["x"].shape[0],
+        "ratio": 0.5 * state["ratio"] + 0.5 * batch["x"].mean(),
+        "steps": state["steps"] + 1,
+        "key": jax.random.split(state["key"])[0],
+        "flag": ~state["flag"],
+        "table": state["table"],
+        "narrow": jnp.full((), 0.25),
+    }
+    return quadratic(params, batch) * state["table"].sum(), new
+
+
+REDUCTION = {"seen": "sum", "steps": "same"} | dict.fromkeys(
+    ("ratio", "key", "flag", "table", "narrow"), "mean"
+)
+
+
+@pytest.mark.parametrize(("mesh", "count", "stage"), [("four", 2, 0), ("three", 1, 2)])
+def test_reductions(mesh, count, stage):
+    zero = zero_of(stage, mesh)
+    start = {
+        "seen": jnp.zeros((), jnp.int32),
+        "ratio": jnp.zeros(()),
+        "steps": jnp.zeros((), jnp.int32),
+        "key": jax.random.key(3),
+        "flag": jnp.zeros((), bool),
+        "table": jnp.linspace(0.1, 0.3, 8),
+        "narrow": jnp.zeros((), jnp.float32),
+    }
+    options = {"model_state": True, "model_state_reduction": REDUCTION, "microbatches": count}
+    step = zero.train_step(counting_loss, tx=TX, **options)
+    state, kept = zero.init(pair, tx=TX), zero.replicate(start)
+    expected, key = np.zeros(zero.num_devices), jax.random.key(3)
+    for x in np.random.default_rng(0).normal(size=(3, 48, WIDTH)):
+        state, metrics = step(state, zero.put({"x": x}), model_state=kept)
+        kept = metrics["model_state"]
+        for part in x.reshape(zero.num_devices, count, -1, WIDTH).swapaxes(0, 1):
+            expected = 0.5 * expected + 0.5 * part.mean((1, 2))
+            key = jax.random.split(key)[0]
+        expected = np.full(zero.num_devices, expected.mean())
+    assert kept["seen"] == 144
+    assert kept["steps"] == 3 * count
+    assert kept["narrow"] == 0.25
+    np.testing.assert_allclose(kept["ratio"], expected[0], rtol=1e-12)
+    assert (jax.random.key_data(kept["key"]) == jax.random.key_data(key)).all()
+    assert kept["flag"] == (count == 1)  # turned 3 or 6 times
+    np.testing.assert_array_equal(kept["table"], start["table"])  # as it came, to the bit
+    assert all(kept[name].dtype == x.dtype for name, x in start.items())
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(kept))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_is_only_read_is_not_sent(count):
+    zero, table = zero_of(2), jnp.ones((64, 64))
+
+    def sent(change):
+        def loss_fn(params, batch, table):
+            return quadratic(params, batch) * table.mean(), table + 1 if change else table
+
+        step = zero.train_step(loss_fn, tx=TX, model_state=True, microbatches=count)
+        state = zero.abstract_state(pair, tx=TX)
+        return shd.wire_bytes(step.lower(state, batch(0), model_state=table).compile())
+
+    assert sent(True) - sent(False) == 2 * table.nbytes * 7 / 8
+
+
+def test_several_fields_make_a_dict():
+    def with_teacher(params, batch, state):
+        teacher = jnp.tanh(batch["x"] @ state["ema"]["w"])
+        new = {"batch_stats": state["batch_stats"] + 1, "ema": {"w": 0.9 * state["ema"]["w"]}}
+        return quadratic(params, batch) + jnp.mean(teacher**2), (new, {"teacher": teacher})
+
+    def make():
+        own = {"batch_stats": jnp.zeros(()), "ema": {"w": jnp.full((WIDTH, 4), 0.5)}}
+        return TrainState.create(apply_fn=None, params=pair()[0], tx=TX, **own)
+
+    zero = zero_of(2)
+    step = zero.train_step(with_teacher, has_aux=True, model_state=("batch_stats", "ema"))
+    state, metrics = step(zero.init(make), zero.put(batch(0)))
+    teacher = np.tanh(batch(0)["x"] @ np.full((WIDTH, 4), 0.5))
+    np.testing.assert_allclose(metrics["aux"]["teacher"], teacher, rtol=1e-12)
+    np.testing.assert_allclose(state.ema["w"], 0.45)
+    assert state.step == state.batch_stats == 1
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_keys_and_states_on_one_device_are_moved(kind):
+    def loss_fn(params, batch, table, key):
+        return (quadratic(params, batch) + jax.random.uniform(key)) * table.sum(), table
+
+    zero = zero_of(2, kind=kind)
+    key, table = jax.device_put((jax.random.key(1), jnp.ones(3)), jax.devices()[0])
+    options = {"rngs": True, "model_state": True}
+    step = zero.train_step(loss_fn, tx=TX, donate=False, **options)
+    state = zero.init(pair, tx=TX)
+    _, metrics = step(state, batch(0), key, model_state=table)
+    grad = zero.value_and_grad(loss_fn, **options)
+    (loss, _), _ = grad(state[0], batch(0), key, model_state=table)
+    np.testing.assert_allclose(loss, metrics["loss"], rtol=1e-12)
+    with pytest.raises(ValueError, match="rngs requires a key"):
+        grad(state[0], batch(0), model_state=table)
+
+
+# --- What goes wrong ------------------------------------------------------------------------------
+
+
+STATE, FLAG, NUMBER = {"a": np.ones(4)}, {"a": np.zeros((), bool)}, {"a": 0}
+same = lambda a: {"a": a}  # noqa: E731
+# The error: the new state, the model state of the call, options of the step.
+ERRORS = {
+    "names no field": (same, None, {"model_state": "stats"}),
+    "the call passes none": (same, None, {}),
+    "the call passes a model state": (same, STATE, {"model_state": False}),
+    "'mean', 'sum', 'same'": (same, None, {"model_state_reduction": "max"}),
+    "does not match": (same, STATE, {"model_state_reduction": {"b": "sum"}}),
+    "must be a bool or 'per_example', got 'each'": (same, None, {"rngs": "each"}),
+    "the structure of the old one": (lambda a: {"b": a}, STATE, {}),
+    r"'a' of shape \(2,\), and got it with \(4,\)": (lambda a: {"a": a[:2]}, STATE, {}),
+    # No value is cut short in silence.
+    "'a' as float64, and received it as int": (lambda a: {"a": 0.9 * a + 0.5}, NUMBER, {}),
+    "'a' as key<fry>, and received it as": (lambda a: {"a": jax.random.key(0)}, NUMBER, {}),
+    "'a' is bool, of which there is no sum": (same, FLAG, {"model_state_reduction": "sum"}),
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_bad_model_states_raise(message):
+    zero, (new, given, options) = zero_of(2), ERRORS[message]
+    loss = lambda params, batch, state: (quadratic(params, batch), new(state["a"]))  # noqa: E731
+    step = lambda **options: zero.train_step(loss, tx=TX, **options)  # noqa: E731
+    state = zero.abstract_state(pair, tx=TX)
+    with pytest.raises(ValueError, match=message):
+        step(**{"model_state": True} | options).lower(state, batch(0), model_state=given)
+
+
+@pytest.mark.parametrize("shared", ["the state of the call", "the same array", "the same memory"])
+def test_a_teacher_that_begins_as_the_parameters(shared):
+    """On CPUs an array that is donated and also given ends the process."""
+
+    def averaging(params, batch, ema):
+        return quadratic(params, batch), jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, ema, params)
+
+    def make(params):
+        own = {"batch_stats": None, "ema": params}
+        return TrainState.create(apply_fn=None, params=params, tx=TX, **own)
+
+    zero, x = zero_of(1), zero_of(1).put(batch(0))
+    if shared == "the state of the call":
+        state, step = zero.init(pair, tx=TX), zero.train_step(averaging, tx=TX, model_state=True)
+        with pytest.raises(ValueError, match=r"'0/w' of the state and 'model_state/w' of the call"):
+            step(state, x, model_state=state[0])
+        teacher = zero.replicate(state[0])
+        _, metrics = step(state, x, model_state=teacher)
+        assert metrics["model_state"]["w"].shape == (WIDTH, 8)
+        assert not teacher["w"].is_deleted()
+        return
+    state, step = zero.init(make, PARAMS), zero.train_step(averaging, model_state="ema")
+    same = state.replace(ema=state.params)
+    if shared == "the same memory":
+        alone = make(jax.tree.map(jnp.asarray, PARAMS))
+        same = jax.device_put(alone, zero.shardings(alone))
+    with pytest.raises(ValueError, match="are one array in memory"):
+        step(same, x)
+    state, _ = step(state, x)
+    np.testing.assert_allclose(state.ema["w"], PARAMS["w"], rtol=1e-12)
