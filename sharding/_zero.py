@@ -489,7 +489,8 @@ class Zero:
         placed = self._layout.place(params_of(plain), param_specs)
         owed = owed_gradients(self._layout, other, params_of(plain), placed)
         if owed is not None:
-            plain = self.apply_gradients(plain, owed, tx=tx, param_specs=param_specs)
+            without = dataclasses.replace(self, sync=None)
+            plain = without.apply_gradients(plain, owed, tx=tx, param_specs=param_specs)
         with_sync = self._with_sync(plain, param_specs, real=True)
         return jax.device_put(with_sync, self.shardings(with_sync, tx=tx, param_specs=param_specs))
 
