@@ -57,7 +57,7 @@ def _of_equation(eqn: Any, varies: list[bool], axes: set[str], found: set[int]) 
     if name in _COLLECTIVES:
         over = eqn.params.get("axes", eqn.params.get("axis_name", ()))
         same = axes <= set(over if isinstance(over, tuple) else (over,))
-        return [not same] * count
+        return [any(varies) and not same] * count
     if name == "cond":
         outs = [_outs(b.jaxpr, varies[1:], axes, found) for b in eqn.params["branches"]]
         if varies[0]:
