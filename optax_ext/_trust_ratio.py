@@ -80,7 +80,8 @@ def ratio(numerator: jax.Array, denominator: jax.Array, zero: jax.Array) -> jax.
 
 
 def check_masks(**masks: Any) -> None:
-    """Raises on a mask that is a string other than ``"matrices"``."""
+    """Raises on a mask that is a string other than ``"matrices"``, or was a function."""
+    _validate.not_called(**masks)
     for name, mask in masks.items():
         if isinstance(mask, str) and mask != "matrices":
             raise ValueError(

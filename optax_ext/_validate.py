@@ -111,17 +111,23 @@ def is_function(value: Any) -> bool:
     return callable(value) and jax.tree.structure(value) == jax.tree.structure(0)
 
 
+def not_called(**masks: Any) -> None:
+    """Raises on a mask that is the value of a function, made by ``optax.inject_hyperparams``."""
+    for name, value in masks.items():
+        if isinstance(value, bool | np.bool_ | jax.Array):
+            raise ValueError(
+                f"{name} is {value!r}, neither a tree of bools nor a function. If it was one, "
+                "optax.inject_hyperparams took it for a schedule and called it: add "
+                f"static_args=({name!r},)."
+            )
+
+
 def mask(name: str, value: Any, tree: Any) -> list[bool]:
     """Returns a bool per leaf, from a tree of bools, a prefix of one, or a function of the tree."""
     if isinstance(value, str):
         raise ValueError(
             f"{name} must be a tree of bools, a function that makes one from the parameters, or "
             f"None for all parameters; got {value!r}."
-        )
-    if isinstance(value, jax.Array):
-        raise ValueError(
-            f"{name} is an array of shape {value.shape}. optax.inject_hyperparams takes a function "
-            f"for a schedule and calls it: add static_args=({name!r},)."
         )
     found = value(tree) if is_function(value) else value
     try:
@@ -137,9 +143,10 @@ def mask(name: str, value: Any, tree: Any) -> list[bool]:
 
 def mask_function(name: str, value: Any) -> Callable[[Any], Any] | None:
     """Returns a mask as the function that optax takes; None, for all parameters, stays."""
+    not_called(**{name: value})
     if value is None:
         return None
-    if isinstance(value, str | jax.Array):
+    if isinstance(value, str):
         mask(name, value, ())
     return lambda tree: jax.tree.unflatten(jax.tree.structure(tree), mask(name, value, tree))
 
