@@ -89,7 +89,7 @@ def resolve_trainable(params: Any, trainable: Any) -> Any:
       ValueError: if the mask does not match the parameters.
     """
     # A module that is a tree, such as one of Equinox, is a mask even if it can be called.
-    is_function = callable(trainable) and jax.tree.structure(trainable) == jax.tree.structure(0)
+    is_function = callable(trainable) and all(x is trainable for x in jax.tree.leaves(trainable))
     mask = trainable(params) if is_function else trainable
     try:
         mask = jax.tree.map(

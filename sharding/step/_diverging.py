@@ -59,26 +59,24 @@ def _of_equation(eqn: Any, varies: list[bool], axes: set[str], found: set[int]) 
         same = axes <= set(over if isinstance(over, tuple) else (over,))
         return [any(varies) and not same] * count
     if name == "cond":
-        outs = [_outs(b.jaxpr, varies[1:], axes, found) for b in eqn.params["branches"]]
+        branches = [_outs(b.jaxpr, varies[1:], axes, found) for b in eqn.params["branches"]]
         if varies[0]:
             found.add(id(eqn))
-        return [varies[0] or any(out) for out in zip(*outs, strict=True)]
+        return [varies[0] or any(out) for out in zip(*branches, strict=True)]
     if name == "while":
         cond, body = eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"].jaxpr
-        # consts of the predicate, of the body, what is carried
+        # constants of the predicate, constants of the body, what is carried
         first, second = len(cond.invars) - count, len(body.invars) - count
-        carry = varies[first + second :]
-        while True:
-            stops = _outs(cond, varies[:first] + carry, axes, found)[0]
-            outs = _outs(body, varies[first : first + second] + carry, axes, found)
-            new = [a or b or stops for a, b in zip(carry, outs, strict=True)]
-            if new == carry:
-                break
-            carry = new
+        carried, stops, again = varies[first + second :], False, True
+        while again:
+            stops = _outs(cond, varies[:first] + carried, axes, found)[0]
+            new = _outs(body, varies[first : first + second] + carried, axes, found)
+            new = [a or b or stops for a, b in zip(carried, new, strict=True)]
+            again, carried = new != carried, new
         if stops:
             found.add(id(eqn))
-        return carry
-    inner = [
+        return carried
+    inner: list[Any] = [
         sub
         for value in eqn.params.values()
         if hasattr(sub := getattr(value, "jaxpr", value), "eqns")
@@ -87,17 +85,16 @@ def _of_equation(eqn: Any, varies: list[bool], axes: set[str], found: set[int]) 
     ]
     if name == "scan" and inner:
         (body,) = inner
-        # What is carried has no dim less in the body, what is sliced or stacked has.
+        # What is carried has as many dims in the body; what is sliced or stacked has one less.
         xs = sum(a.aval.ndim != b.aval.ndim for a, b in zip(eqn.invars, body.invars, strict=True))
         ys = sum(a.aval.ndim != b.aval.ndim for a, b in zip(eqn.outvars, body.outvars, strict=True))
-        carried = count - ys
-        start = len(varies) - xs - carried
+        start, stop = len(varies) - xs - (count - ys), len(varies) - xs
         while True:
             outs = _outs(body, varies, axes, found)
-            carry = [a or b for a, b in zip(varies[start : start + carried], outs, strict=False)]
-            if carry == varies[start : start + carried]:
+            after = [a or b for a, b in zip(varies[start:stop], outs[: count - ys], strict=True)]
+            if after == varies[start:stop]:
                 return outs
-            varies = varies[:start] + carry + varies[start + carried :]
+            varies = varies[:start] + after + varies[stop:]
     if inner:
         return _outs(inner[0], varies, axes, found)
     return [any(varies)] * count

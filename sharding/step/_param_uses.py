@@ -59,10 +59,14 @@ def uses_in(
     params = {jaxpr.invars[i]: i for i in range(num_params)}
     apart = diverging(jaxpr, [var not in params for var in jaxpr.invars], axes)
     found = ParamUses(
-        {mark: {} for mark in marks},
-        *(set() for _ in range(5)),
-        {mark: [] for mark in marks},
-        collective_in(jaxpr, apart),
+        marked={mark: {} for mark in marks},
+        otherwise=set(),
+        branched=set(),
+        diverging=set(),
+        repeated=set(),
+        custom=set(),
+        unknown={mark: [] for mark in marks},
+        apart=collective_in(jaxpr, apart),
     )
     _visit(jaxpr, params, found, apart)
     return found
