@@ -232,7 +232,7 @@ def _momentum(decay: jax.typing.ArrayLike, dtype: Any | None) -> optax.GradientT
         updates: optax.Updates, state: MomentumState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, MomentumState]:
         del params
-        Leaves.of(updates).arrays_in("mu", state.mu)  # raises unless they match
+        Leaves.of(updates).averages_in("mu", state.mu, dtype)  # raises unless they match
 
         def average(u: jax.Array, mu: jax.Array) -> jax.Array:
             wide = jnp.promote_types(at_least_float32(u.dtype), mu.dtype)
@@ -362,8 +362,9 @@ def adafactor(
     if weight_decay_rate is not None:
         if not callable(weight_decay_rate):
             _validate.non_negative(weight_decay_rate=weight_decay_rate)
+        decayed = _validate.mask_function("weight_decay_mask", weight_decay_mask)
         decay = _times(weight_decay_rate, step_size) if weight_decay_times_lr else weight_decay_rate
-        stages.append(optax.add_decayed_weights(decay, weight_decay_mask))
+        stages.append(optax.add_decayed_weights(decay, decayed))
     stages.append(optax.scale(-1.0))
     return _validate.keep_dtype(optax.chain(*stages))
 

@@ -14,6 +14,7 @@ from optax_ext._factored_moments import (
     Moment,
     average,
     average_squares,
+    check_moments,
     clipped_inverse_root,
     init_moment,
     inverse_root,
@@ -235,10 +236,11 @@ def scale_by_came(
         dims = factorings(rule, leaves)
         count = optax.safe_increment(state.count)
         nus = join_moments(leaves, dims, nu=state.nu, nu_row=state.nu_row, nu_col=state.nu_col)
-        mus = leaves.arrays_in("mu", state.mu)
+        mus = leaves.averages_in("mu", state.mu, mu_dtype)
         rows = leaves.slots("instability_row", state.instability_row)
         cols = leaves.slots("instability_col", state.instability_col)
         instabilities = [Moment(None, *slots) for slots in zip(rows, cols, strict=True)]
+        check_moments(leaves, "instability", instabilities)
         counts = [count] * len(mus)
         with _matrix_passes.implemented_by(implementation):
             results = _phases.run(
@@ -347,6 +349,7 @@ def came(
     """
     if not callable(weight_decay):
         _validate.non_negative(weight_decay=weight_decay)
+    decayed = _validate.mask_function("weight_decay_mask", weight_decay_mask)
     return _validate.keep_dtype(
         optax.chain(
             scale_by_came(
@@ -361,7 +364,7 @@ def came(
                 debias_instability=debias_instability,
                 implementation=implementation,
             ),
-            optax.add_decayed_weights(weight_decay, weight_decay_mask),
+            optax.add_decayed_weights(weight_decay, decayed),
             optax.scale_by_learning_rate(learning_rate),
         )
     )

@@ -114,7 +114,7 @@ def discrepancy_correction(
     ) -> tuple[optax.Updates, DiscrepancyCorrectionState]:
         del params, extra_args
         leaves = Leaves.of(updates)
-        found = leaves.arrays_in("correction", state.correction)
+        found = leaves.averages_in("correction", state.correction)
         with jax.named_scope("discrepancy_correction"):
             new = [
                 _averaged(correction, u, horizon, decay)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from optax_ext import _matrix_passes
 from optax_ext._factoring_rules import Dims, Factoring
-from optax_ext._leaves import Leaves
+from optax_ext._leaves import Leaves, check_dtype
 
 
 class Moment(NamedTuple):
@@ -163,7 +163,16 @@ def join_moments(leaves: Leaves, dims: Sequence[Factoring], **fields: Any) -> li
                 f"{tuple(fields)} should have shapes {want}, found {have}. The state belongs to "
                 "other parameters or another factoring rule."
             )
+    check_moments(leaves, "nu", moments)
     return moments
+
+
+def check_moments(leaves: Leaves, field: str, moments: Sequence[Moment]) -> None:
+    """Raises if an average has been cast to a narrower dtype than that of ``init``."""
+    for path, moment in zip(leaves.paths, moments, strict=True):
+        for array in moment:
+            if array is not None:
+                check_dtype(path, field, array)
 
 
 def _moment_shapes(shape: Dims, dims: Factoring) -> list[Dims | None]:

@@ -135,7 +135,7 @@ def scale_by_lamb(
         updates: optax.Updates, state: ScaleByLambState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByLambState]:
         leaves = Leaves.of(updates)
-        mus, nus = leaves.arrays_in("mu", state.mu), leaves.slots("nu", state.nu)
+        mus, nus = leaves.averages_in("mu", state.mu), leaves.averages_in("nu", state.nu)
         found = layers("lamb", leaves, params, rule, weight_decay_mask, trust_ratio_mask)
         count = optax.safe_increment(state.count)
         decay = decay_rate(weight_decay, state.count)

@@ -167,7 +167,7 @@ def _momentum(decay: jax.typing.ArrayLike, nesterov: bool) -> optax.GradientTran
         updates: optax.Updates, state: LarsMomentumState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, LarsMomentumState]:
         del params
-        Leaves.of(updates).arrays_in("trace", state.trace)  # raises unless they match
+        Leaves.of(updates).averages_in("trace", state.trace)  # raises unless they match
 
         def add(u: jax.Array, trace: jax.Array) -> jax.Array:
             return u.astype(trace.dtype) + _validate.hyperparameter(decay, trace.dtype) * trace

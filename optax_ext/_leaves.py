@@ -65,6 +65,23 @@ class Leaves:
             check_shape(path, leaf, field, array)
         return found
 
+    def averages_in(self, field: str, tree: Any, dtype: Any = None) -> list[Any]:
+        """Returns each leaf's average; raises if one was cast, too. None: float32 or wider."""
+        found = self.arrays_in(field, tree)
+        for path, array in zip(self.paths, found, strict=True):
+            check_dtype(path, field, array, dtype)
+        return found
+
+
+def check_dtype(path: str, field: str, array: Any, dtype: Any = None) -> None:
+    """Raises if an average of the state has not the ``dtype`` of ``init``: float32 or wider."""
+    if array.dtype != (at_least_float32(array.dtype) if dtype is None else dtype):
+        raise ValueError(
+            f"{field!r} of parameter {path!r} has dtype {array.dtype}, and init made it "
+            f"{dtype or 'float32'}: averages of narrow numbers stop moving. Restore a checkpoint "
+            "in the dtypes of init; optax_ext.low_precision_state stores a state in fewer bits."
+        )
+
 
 def slots(treedef: Any, field: str, tree: Any) -> list[Any]:
     """Returns what a field of the state has for each leaf of a structure."""

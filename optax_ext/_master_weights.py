@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _validate
-from optax_ext._leaves import check_shape, path_name, slots
+from optax_ext._leaves import check_dtype, check_shape, path_name, slots
 
 
 class MasterWeightsState(NamedTuple):
@@ -193,3 +193,4 @@ def _check(flat: list[Any], masters: list[Any], params: list[Any], dtype: Any) -
             )
         if m is not None:
             check_shape(path_name(path), g, "master", m)
+            check_dtype(path_name(path), "master", m, dtype)

@@ -5,6 +5,7 @@ import math
 import re
 from typing import Any
 
+import jax.numpy as jnp
 import optax
 
 from optax_ext import _validate
@@ -232,6 +233,12 @@ def decay_mask(params: optax.Params, rule: FactoringRule = flax_transformer()) -
       >>> optax_ext.decay_mask({"query": query})
       {'query': {'bias': False, 'kernel': True}}
     """
+    if jnp.issubdtype(getattr(params, "dtype", jnp.float32), jnp.integer):
+        raise ValueError(
+            "decay_mask was called with a step count: optax.inject_hyperparams takes a function "
+            "for a schedule. Name the argument that it was passed as, such as "
+            "static_args=('weight_decay_mask',)."
+        )
     leaves = Leaves.of(params)
     return leaves.unflatten([d.factored for d in factorings(check_rule("rule", rule), leaves)])
 

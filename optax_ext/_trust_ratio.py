@@ -3,6 +3,7 @@
 Norms are those of arrays with their global shapes, however they are sharded.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -35,13 +36,14 @@ class Layer(NamedTuple):
     has_ratio: bool
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def norm(x: jax.Array, batch: Dims = ()) -> jax.Array:
     """Returns the 2-norm of each batch slice, shaped to broadcast against ``x``.
 
     One pass computes three sums: where the squares overflow or vanish, those of scaled elements do
-    not.
+    not. The derivative is that of the norm, and 0 where it is 0.
     """
-    dims = tuple(d for d in range(x.ndim) if d not in batch)
+    dims = _summed(x, batch)
     if all(x.shape[d] == 1 for d in dims):
         return jnp.abs(x)  # XLA would square the scale of a single square: 0 * inf
 
@@ -60,13 +62,26 @@ def norm(x: jax.Array, batch: Dims = ()) -> jax.Array:
     )
 
 
+def _summed(x: jax.Array, batch: Dims) -> tuple[int, ...]:
+    return tuple(d for d in range(x.ndim) if d not in batch)
+
+
+@norm.defjvp
+def _norm_jvp(batch: Dims, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    (x,), (dx,) = primals, tangents
+    found = norm(x, batch)
+    unit = x / jnp.where(found == 0, 1.0, found)
+    return found, jnp.sum(unit * dx, axis=_summed(x, batch), keepdims=True)
+
+
 def ratio(numerator: jax.Array, denominator: jax.Array, zero: jax.Array) -> jax.Array:
     """Returns the quotient, and 1 where a norm is ``zero``."""
     return jnp.where(zero, 1.0, numerator / jnp.where(zero, 1.0, denominator))
 
 
 def check_masks(**masks: Any) -> None:
-    """Raises on a mask that is a string other than ``"matrices"``."""
+    """Raises on a mask that is a string other than ``"matrices"``, or was a function."""
+    _validate.not_called(**masks)
     for name, mask in masks.items():
         if isinstance(mask, str) and mask != "matrices":
             raise ValueError(

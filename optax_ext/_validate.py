@@ -5,6 +5,7 @@ are checked, and nothing here branches on a traced one.
 """
 
 import re
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -105,9 +106,30 @@ def pattern(name: str, value: Any) -> None:
         ) from None
 
 
+def is_function(value: Any) -> bool:
+    """Whether a mask is a function of the parameters; modules that are trees are trees."""
+    return callable(value) and all(leaf is value for leaf in jax.tree.leaves(value))
+
+
+def not_called(**masks: Any) -> None:
+    """Raises on a mask that is the value of a function, made by ``optax.inject_hyperparams``."""
+    for name, value in masks.items():
+        if isinstance(value, bool | np.bool_ | jax.Array):
+            raise ValueError(
+                f"{name} is {value!r}, neither a tree of bools nor a function. If it was one, "
+                "optax.inject_hyperparams took it for a schedule and called it: add "
+                f"static_args=({name!r},)."
+            )
+
+
 def mask(name: str, value: Any, tree: Any) -> list[bool]:
     """Returns a bool per leaf, from a tree of bools, a prefix of one, or a function of the tree."""
-    found = value(tree) if callable(value) else value
+    if isinstance(value, str):
+        raise ValueError(
+            f"{name} must be a tree of bools, a function that makes one from the parameters, or "
+            f"None for all parameters; got {value!r}."
+        )
+    found = value(tree) if is_function(value) else value
     try:
         return jax.tree.leaves(
             jax.tree.map(lambda m, part: jax.tree.map(lambda _: bool(m), part), found, tree)
@@ -117,6 +139,16 @@ def mask(name: str, value: Any, tree: Any) -> list[bool]:
             f"{name} does not fit the parameters; it needs a bool for each of them, or for each "
             f"subtree: {error}"
         ) from None
+
+
+def mask_function(name: str, value: Any) -> Callable[[Any], Any] | None:
+    """Returns a mask as the function that optax takes; None, for all parameters, stays."""
+    not_called(**{name: value})
+    if value is None:
+        return None
+    if isinstance(value, str):
+        mask(name, value, ())
+    return lambda tree: jax.tree.unflatten(jax.tree.structure(tree), mask(name, value, tree))
 
 
 def keep_dtype(

@@ -42,10 +42,12 @@ from sharding.step._precision import Precision
 from sharding.step._rng import step_key
 from sharding.step._step_plan import StepSpec
 from sharding.step._sync_state import (
+    check_sync_state,
     has_sync_state,
     init_sync_state,
     join_sync_state,
     local_gradients,
+    owed_gradients,
     resize_sync_state,
     split_sync_state,
     sync_spec,
@@ -314,11 +316,8 @@ class Zero:
     ) -> tuple[Any, Placement, Any]:
         """Shardings of a state, the placement of its parameters, and specs of ``tx``'s state."""
         specs = self.specs(state, tx=tx, param_specs=param_specs)
-        if has_sync_state(specs) and not has_sync_state(state):
-            raise ValueError(
-                "the gradient sync has a state, which this train state lacks. Make the train state "
-                "with zero.init."
-            )
+        plain, found = split_sync_state(state)
+        check_sync_state(found, split_sync_state(self._with_sync(plain, param_specs))[1])
         param_specs, opt_specs, _ = parts(split_sync_state(specs)[0], tx)
         placed = self._layout.place(params_of(state), param_specs)
         return self._shardings(state, specs), placed, opt_specs
@@ -449,7 +448,8 @@ class Zero:
     def resize_sync(self, state: Any) -> Any:
         """Converts the gradient sync's state of another number of devices.
 
-        Every device starts with the mean of all residuals, so that on average no gradient is lost.
+        The sum of all residuals, which is what the updates still lack, stays the same; each device
+        starts with an equal part of it.
 
         Args:
           state: as restored into ``abstract_state(..., sync_devices=...)``.
@@ -465,6 +465,34 @@ class Zero:
         _, types = split_sync_state(self._with_sync(plain, None))
         with no_mesh():
             return join_sync_state(plain, resize_sync_state(self._layout, sync_state, types))
+
+    def change_sync(
+        self, state: Any, *, tx: optax.GradientTransformation | None = None, param_specs: Any = None
+    ) -> Any:
+        """Makes a train state of another gradient sync, or of none, one of this sync.
+
+        The residuals that the other sync has not sent are applied as the gradient of one more
+        update; what else it stores, such as momentum, is left behind.
+
+        Args:
+          state: placed as by ``init``, apart from the state of the sync.
+          tx: the transformation, for a pair.
+          param_specs: see ``specs``.
+
+        Returns:
+          The state, with a new state of this sync.
+
+        Raises:
+          ValueError: where residuals are those of blocks that other mesh axes shard.
+        """
+        plain, other = split_sync_state(state)
+        placed = self._layout.place(params_of(plain), param_specs)
+        owed = owed_gradients(self._layout, other, params_of(plain), placed)
+        if owed is not None:
+            without = dataclasses.replace(self, sync=None)
+            plain = without.apply_gradients(plain, owed, tx=tx, param_specs=param_specs)
+        with_sync = self._with_sync(plain, param_specs, real=True)
+        return jax.device_put(with_sync, self.shardings(with_sync, tx=tx, param_specs=param_specs))
 
     def full_params(self, state: Any) -> Any:
         """The unsharded parameters in host memory, for export.

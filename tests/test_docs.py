@@ -71,14 +71,6 @@ def test_blocks_run(page, monkeypatch, tmp_path, capsys):
         SHOWN[page.stem](text, capsys.readouterr().out)
 
 
-def test_a_broken_block_is_found(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("```python\nx = 1\n```\ntext\n```python\nassert x == 2\n```\n")
-    with pytest.raises(AssertionError) as error:
-        run_blocks(page)
-    assert error.traceback[-1].lineno == 5  # counted from 0
-
-
 def test_the_api_pages_have_every_public_name():
     inside = {sharding: ("plan", "pipeline", "recovery")}  # pages that have names of it, too
     modules = (sharding.sync, sharding.plan, sharding.pipeline, sharding.recovery, sharding.remat)

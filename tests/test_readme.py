@@ -76,16 +76,6 @@ def test_the_layers_in_contributing_are_those_of_the_layer_test():
     assert found == [layer for layer in layers if layer != "__main__"]
 
 
-FIRST_READ = [README, *sorted(p for d in ("examples", "launch") for p in (ROOT / d).glob("*.*"))]
-
-
-def test_the_glossary_is_followed():
-    """For the words that it replaces everywhere."""
-    replaced = r"\b(exchange[sd]?|whole|copies|lies|tells|pieces|brought|goes on|in turn)\b"
-    for page in FIRST_READ:
-        assert not re.findall(replaced, page.read_text()), page
-
-
 # --- Commands ---------------------------------------------------------------------------------
 
 # Commands that need a cluster, or install the package: .ci/check_wheel installs the wheel.

@@ -1,10 +1,11 @@
 """``low_precision_state``: stores the state of any transformation in low precision."""
 
+import dataclasses
 import functools
 import math
 import re
 import warnings
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -214,6 +215,7 @@ def low_precision_state(
         apply: bool,
     ) -> tuple[Any, LowPrecisionState]:
         """Returns the updates or, to ``apply`` them, the new parameters; and the state."""
+        state = _whole(state, lambda: init(updates if params is None else params))
 
         def step(
             updates: optax.Updates, state: LowPrecisionState
@@ -537,6 +539,28 @@ def _encode_as(path: Any, old: Quantized, new: jax.Array, key: jax.Array | None)
         return encode(new, old.format, old.signed, "nearest")
     noise = uniform_for(path, key, old.shape)
     return encode(new, old.format, old.signed, "stochastic", noise)
+
+
+def _whole(state: LowPrecisionState, init: Callable[[], LowPrecisionState]) -> LowPrecisionState:
+    """Makes each ``Quantized`` anew of its fields, a mapping of which ``nnx.Optimizer`` stores."""
+
+    def has_fields(x: Any) -> bool:
+        return isinstance(x, Mapping) and "codes" in x
+
+    def stop(x: Any) -> bool:
+        return isinstance(x, Quantized) or has_fields(x)
+
+    if not any(map(has_fields, jax.tree.leaves(state.inner_state, is_leaf=stop))):
+        return state
+
+    def make(like: Any, x: Any) -> Any:
+        if not isinstance(like, Quantized) or isinstance(x, Quantized):
+            return x
+        scale = tuple(x["scale"][i] for i in range(len(like.scale)))  # no key where it is empty
+        return dataclasses.replace(like, codes=x["codes"], scale=scale, rest=x.get("rest"))
+
+    like = jax.eval_shape(init).inner_state
+    return state._replace(inner_state=jax.tree.map(make, like, state.inner_state, is_leaf=stop))
 
 
 def _is_floating(leaf: Any) -> bool:

@@ -88,7 +88,9 @@ def resolve_trainable(params: Any, trainable: Any) -> Any:
     Raises:
       ValueError: if the mask does not match the parameters.
     """
-    mask = trainable(params) if callable(trainable) else trainable
+    # A module that is a tree, such as one of Equinox, is a mask even if it can be called.
+    is_function = callable(trainable) and all(x is trainable for x in jax.tree.leaves(trainable))
+    mask = trainable(params) if is_function else trainable
     try:
         mask = jax.tree.map(
             lambda choice, part: jax.tree.map(lambda _: bool(choice), part),

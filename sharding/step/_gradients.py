@@ -100,6 +100,7 @@ def gradients(
             of_leaves,
             *args,
             reduce_in_backward=not loss.local_norm,
+            check_branches=loss.model_state,
         )
         plan = confirm_layers(plan, of_leaves, *args)
         local = loss._replace(fn=of_leaves)
@@ -219,6 +220,8 @@ def device_gradients(
 
     if plan.sync is not None:
         grads, sync_state = sync_accumulated(plan, sums.grads, sync_state, scale)
+    elif plan.divides_first:
+        grads = reduce_accumulated(plan, [g * scale for g in sums.grads])
     else:
         grads = [g * scale for g in reduce_accumulated(plan, sums.grads)]
     if loss.model_state:

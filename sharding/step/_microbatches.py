@@ -54,17 +54,30 @@ def accumulate(
             if loss.model_state:
                 new, unchanged[:] = _model_state.checked(model_state, new)
             total, weight = value if loss.weighted else (value, jnp.ones(()))
+            if plan.divides_first:
+                total *= inverse_weight(
+                    jnp.asarray(divisor_of(lax.stop_gradient(weight)), total.dtype)
+                )
             return total, (weight, new, aux)
+
+        def divisor_of(weight: jax.Array) -> Any:
+            """What the micro-batch of all devices is divided by."""
+            return lax.psum(weight, axes) if loss.weighted else lax.axis_size(axes)
 
         with jax.named_scope("loss_and_grad"):
             value_and_grad = jax.value_and_grad(total_loss, has_aux=True)
             (total, (weight, model_state, aux)), grads = value_and_grad(trained)
         total, weight = (to_sum_dtype(jnp.asarray(x)) for x in (total, weight))
+        reduced = reduce_microbatch(plan, grads)
+        if plan.divides_first:
+            divisor = divisor_of(weight)
+            total *= divisor
+            grads, reduced = ([to_sum_dtype(g) * divisor for g in x] for x in (grads, reduced))
         local: list[jax.Array] = []
         if loss.local_norm:
             with jax.named_scope("local_norm"):
                 local = _local_norm.squares(plan, grads, weight if loss.weighted else None)
-        return Sums(total, weight, local, reduce_microbatch(plan, grads)), model_state, aux
+        return Sums(total, weight, local, reduced), model_state, aux
 
     split = split_microbatches(inputs.batch, steps)
     first = jax.tree.map(lambda x: x[0], split)

@@ -114,6 +114,14 @@ class StepPlan:
         return dataclasses.replace(self, params=params)
 
     @property
+    def divides_first(self) -> bool:
+        """Whether the loss is divided before it is differentiated: float16 overflows in sums."""
+        dtypes = {self.precision.compute} | {
+            dtype for param in self.trained for dtype in (param.dtype, param.reduce_dtype)
+        }
+        return jnp.dtype(jnp.float16) in dtypes
+
+    @property
     def syncs_shard_axes(self) -> bool:
         """Whether ``sync`` makes the mean over the axes of shards."""
         return self.sync is not None and not self.layout.replica_axes
@@ -139,6 +147,7 @@ def plan_step(
     loss: Callable[..., Any],
     *args: Any,
     reduce_in_backward: bool = True,
+    check_branches: bool = False,
 ) -> StepPlan:
     """The plan of a step with one loss.
 
@@ -150,6 +159,7 @@ def plan_step(
       loss: a function of the list of parameters and ``args``.
       *args: abstract arrays.
       reduce_in_backward: whether the backward pass may reduce gradients at stage 2.
+      check_branches: whether the loss is traced to find collectives in branches.
 
     Warns:
       UserWarning: see ``_gathered_by_loss`` and ``_synced_by_rows``.
@@ -183,7 +193,7 @@ def plan_step(
             )
         )
     plan = StepPlan(layout, spec.precision, tuple(plans), spec.sync, sync_has_state)
-    by_loss, by_rows = _handles(plan, reduce_in_backward, loss, args)
+    by_loss, by_rows = _handles(plan, reduce_in_backward, check_branches, loss, args)
     complete = tuple(
         param._replace(gathered_by_loss=i in by_loss, synced_by_rows=i in by_rows)
         for i, param in enumerate(plans)
@@ -192,7 +202,11 @@ def plan_step(
 
 
 def _handles(
-    plan: StepPlan, reduce_in_backward: bool, loss: Callable[..., Any], args: tuple[Any, ...]
+    plan: StepPlan,
+    reduce_in_backward: bool,
+    check_branches: bool,
+    loss: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> tuple[set[int], set[int]]:
     """The parameters that the loss gets as handles: for ``gather``, and below 3 for ``lookup``."""
     params, stage = plan.params, plan.layout.stage
@@ -206,10 +220,18 @@ def _handles(
     )
     if stage < 3:
         with_rows = {i for i in with_rows if params[i].trained}
-        if not (with_rows or in_layers):
+        if not (with_rows or in_layers or check_branches):
             return set(), set()  # the loss need not be traced
     like = [jax.ShapeDtypeStruct(param.shape, param.loss_dtype) for param in params]
-    uses = find_uses(loss, like, [_gather_params.MARK, _lookup.MARK], *args)
+    marks, axes = [_gather_params.MARK, _lookup.MARK], plan.layout.data_axes
+    uses = find_uses(loss, like, marks, *args, axes=axes)
+    if uses.apart:
+        raise ValueError(
+            f"the loss has a collective ({uses.apart}, such as that of a BatchNorm with the "
+            "statistics of all devices) in a branch or a loop that devices take by their own data: "
+            "devices would exchange what does not belong together. Move it out of the branch, or "
+            "pass sync_batch_norm=False."
+        )
     _warn_of_full_tables(params, with_rows, uses)
     if stage == 3:
         return _gathered_by_loss(params, uses), set()
@@ -237,10 +259,23 @@ def _reduced_in_layers(plans: Sequence[ParamPlan], uses: ParamUses) -> set[int]:
 def _gathered_by_loss(plans: Sequence[ParamPlan], uses: ParamUses) -> set[int]:
     """At stage 3, the parameters that the loss gathers, or looks up rows of, and nothing else.
 
+    Not where devices take a branch by their own data: those that take another one would not take
+    part. These parameters are gathered before the loss.
+
     Warns:
-      UserWarning: if none of the sharded ones is among them.
+      UserWarning: if none of the sharded ones is among them, or some are gathered before the loss.
     """
-    own = set().union(*uses.marked.values()) - uses.otherwise
+    marked = set().union(*uses.marked.values()) - uses.otherwise
+    own = marked - uses.diverging
+    if marked - own:
+        names = ", ".join(repr(plans[i].path) for i in sorted(marked - own)[:4])
+        warnings.warn(
+            f"the loss gathers {len(marked - own)} parameters, such as {names}, in a branch or a "
+            "loop that devices take by their own data. They are gathered before the loss instead, "
+            "and each device holds them unsharded. Gather them before the branch, or make its "
+            "predicate the same on all devices.",
+            stacklevel=2,
+        )
     sharded = {i for i, plan in enumerate(plans) if plan.shard.dim}
     if sharded and not sharded & own:
         size = sum(

@@ -123,15 +123,82 @@ def resize_sync_state(layout: Layout, state: Any, types: Any) -> Any:
             f"{wanted}. Only the number of synchronizing devices may change."
         )
     sharding = NamedSharding(layout.mesh, sync_spec(layout))
+    # Each of n devices synchronizes its part g_i / n of the mean gradient: their sum stays.
+    factor = leaves[0].shape[0] / sizes[0]
 
     def run(layout: Layout, state: Any) -> Any:
         del layout
-        return resize(state, sizes[0])
+        floating = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)  # noqa: E731
+        return jax.tree.map(lambda x: x * factor if floating(x) else x, resize(state, sizes[0]))
 
     def out_shardings(out: Any) -> Any:
         return jax.tree.map(lambda _: sharding, out)
 
     return jax.jit(on_mesh(layout, run, out_shardings), out_shardings=sharding)(state)
+
+
+# --- Another sync ---------------------------------------------------------------------------------
+
+
+def check_sync_state(state: Any, expected: Any) -> None:
+    """Raises unless a train state holds the state, if any, that the sync has."""
+    if jax.tree.map(_type, state) == jax.tree.map(_type, expected):
+        return
+    if state is None:
+        raise ValueError(
+            "the gradient sync has a state, which this train state lacks. Make the train state "
+            "with zero.init, or from one of another sync with zero.change_sync."
+        )
+    raise ValueError(
+        f"the train state holds the state of another gradient sync, {_described(state)}; this one "
+        f"has {_described(expected)}. zero.change_sync(state) applies the residuals and makes it a "
+        "state of this sync; for another number of devices there is zero.resize_sync(state)."
+    )
+
+
+def _type(x: Any) -> tuple[tuple[int, ...], str]:
+    return tuple(x.shape), str(x.dtype)
+
+
+def _described(state: Any, most: int = 4) -> str:
+    """The first arrays of a state by their paths."""
+    flat = jax.tree_util.tree_leaves_with_path(state)
+    named = [f"{path_str(path)} {tuple(x.shape)}" for path, x in flat]
+    return ", ".join(named[:most]) + (", ..." if len(named) > most else "") or "none"
+
+
+def owed_gradients(layout: Layout, state: Any, params: Any, placed: Placement) -> Any:
+    """The sum of the residuals of all devices, a tree as the parameters; None if there are none.
+
+    Raises:
+      ValueError: on a mesh with other axes, whose devices have residuals of their own blocks.
+    """
+    errors = {
+        path[-2].key: x
+        for path, x in jax.tree_util.tree_leaves_with_path(state)
+        if getattr(path[-1], "key", None) == "error"
+    }
+    if not errors:
+        return None
+    if layout.other_axes:
+        raise ValueError(
+            "the residuals are those of blocks of parameters, which the mesh axes "
+            f"{sorted(layout.other_axes)} shard, and cannot be applied at once. Train with the "
+            "sync that they belong to, or drop its state."
+        )
+
+    def owed(path: Any, x: Any, dim: int) -> jax.Array:
+        error = errors.get(path_str(path))
+        if error is None:
+            return jnp.zeros(x.shape, x.dtype)
+        error = jnp.sum(error, axis=0)  # (devices of a replica, ...)
+        if dim and layout.replica_axes:
+            return jnp.concatenate(list(error), axis=dim)
+        return jnp.sum(error, axis=0)
+
+    treedef: Any = jax.tree.structure(params)
+    dims = treedef.unflatten(treedef.flatten_up_to(placed.dims))
+    return jax.jit(lambda: jax.tree_util.tree_map_with_path(owed, params, dims))()
 
 
 # --- In a train state -----------------------------------------------------------------------------

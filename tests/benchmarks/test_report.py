@@ -2,25 +2,20 @@
 
 import _contenders
 import _growth
-import _length_report
 import _length_summary
 import _length_tables
-import _lengths
 import _made_up
-import _plots
 import _studies
 import _summary
 import _tables
 import jax
 import numpy as np
 import pytest
-import report
 from scipy import stats
 
 import optax_ext
 
 SIZE, TASK = "smoke", "next_token"
-NO_TIMES = {"ratios": {}}
 FEW = ("adamw", "came", "lion")
 
 
@@ -67,14 +62,6 @@ def test_differences_are_taken_seed_by_seed(rows):
     np.testing.assert_allclose(found, [want[0], want[2]])
 
 
-def test_losses_name_what_diverged(rows):
-    row = final(rows, "came").rows[2]
-    some = rows | {row["key"]: {**row, "loss": None, "diverged": True}}
-    text = _tables.losses(_summary.finals(some, SIZE, TASK, FEW), {})
-    assert "diverged (1 of 3)" in text
-    assert text.splitlines()[-1].startswith("| `came`")
-
-
 def test_growth_is_what_debiasing_takes_away():
     """Updates of CAME as published and debiased differ by a factor alone; this is its mean."""
     steps, warmup, b3 = 40, 4, 0.99
@@ -97,21 +84,6 @@ def test_growth_is_what_debiasing_takes_away():
     weights = [float(rate(i)) for i in range(steps)]
     got = _growth.growth({"steps": steps, "warmup": warmup, "hyper": {"b3": b3}})
     assert got == pytest.approx(np.average(factors, weights=weights), rel=1e-4)
-
-
-@pytest.mark.parametrize("there", [0, 1, 40])
-def test_a_report_of_part_of_the_rows_says_what_is_missing(rows, there, tmp_path, monkeypatch):
-    for name in ("finals", "curves", "sensitivity", "batches", "spike"):
-        monkeypatch.setattr(_plots, name, lambda *args: None)
-    # Holes, as several workers leave them.
-    part = {key: row for i, (key, row) in enumerate(list(rows.items())[:there]) if i % 7 != 5}
-    text = "\n\n".join(report.parts(part, SIZE, tmp_path, NO_TIMES))
-    assert "Not finished" in text
-    todo = text.split("## Not there yet")[1]
-    for study in _studies.STUDIES:
-        assert f"| {study} | {TASK} |" in todo
-    if there == 1:
-        assert "adamw 1 of 12" in todo
 
 
 def reran(rows, loss_of):
@@ -192,17 +164,3 @@ def test_intervals_come_from_contenders_with_all_seeds(long_rows):
     }
     assert points(only, "came")[0].half_width is None
     assert "no interval yet" in _length_tables.differences(every(only), SIZE)
-
-
-def test_a_report_of_lengths_says_what_is_missing(long_rows, tmp_path):
-    assert _length_report.parts({}, SIZE, tmp_path) == []
-    part = dict(list(long_rows.items())[:150])
-    found = _length_report.parts(part, SIZE, tmp_path)
-    assert found[0].startswith("**Not finished**")
-    assert found[-2] == "## Not there yet"
-    assert "| 80 |" in found[-1]
-    text = "\n\n".join(_length_report.parts(long_rows, SIZE, tmp_path))
-    assert "Not there yet" not in text
-    assert [path.name for path in tmp_path.iterdir()] == ["lengths_smoke.png"]
-    assert "](lengths_smoke.png)" in text
-    assert all(f"`{name}`" in text for name in _lengths.CONTESTED)

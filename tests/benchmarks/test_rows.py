@@ -1,9 +1,5 @@
 """Rows of finished runs: whole lines, stable keys, one text."""
 
-import pathlib
-import subprocess
-import sys
-
 import _rows
 import _sizes
 import pytest
@@ -23,22 +19,6 @@ def test_a_torn_line_is_ignored_and_does_not_harm_the_next(tmp_path):
     _rows.append(path, row("c"))
     with pytest.warns(UserWarning, match="line 2"):
         assert list(_rows.finished(path)) == ["a", "c"]
-
-
-APPEND = """
-import pathlib, sys, _rows
-for i in range(50):
-    key = sys.argv[1] + str(i) + 2000 * "x"
-    _rows.append(pathlib.Path("rows.jsonl"), {"key": key, "corpus": 1, "loss": 2.5})
-"""
-
-
-def test_several_processes_append(tmp_path):
-    env = {"PYTHONPATH": str(pathlib.Path(_rows.__file__).parent)}
-    command = [sys.executable, "-c", APPEND]
-    workers = [subprocess.Popen([*command, name], cwd=tmp_path, env=env) for name in "ab"]
-    assert [worker.wait() for worker in workers] == [0, 0]
-    assert len(_rows.finished(tmp_path / "rows.jsonl")) == 100
 
 
 def test_rows_of_another_text_are_left_out_with_a_note(tmp_path, capsys):

@@ -1,29 +1,19 @@
-"""The studies: which runs they ask for, that a stopped one goes on, and the loop that runs them."""
+"""The studies: which runs they ask for, and that a stopped one goes on."""
 
-import argparse
 import dataclasses
-import fcntl
 import functools
 import math
-import time
-import types
 
 import _format_study
 import _formats
 import _lengths
 import _made_up
 import _rows
-import _runs
 import _search
-import _sizes
 import _studies
 import _walk
-import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-import run
 
 # --- Searches -------------------------------------------------------------------------------------
 
@@ -120,13 +110,6 @@ def run_all(studies, contenders):
     return complete(lambda rows: _studies.plans(rows, "smoke", studies, ["next_token"], contenders))
 
 
-@pytest.mark.parametrize("study", _studies.STUDIES)
-def test_studies_end_with_as_many_runs_as_they_say(study):
-    studies = [study] if study in ("tuning", "batch") else ["tuning", study]
-    plans, rows = run_all(studies, ["came", "lion", "came_8bit"])
-    assert len(rows) == sum(plan.total for plan in plans)
-
-
 def test_final_takes_the_best_on_other_seeds_after_its_tuning():
     (plan,) = _studies.plans({}, "smoke", ["final"], ["masked"], ["came"])
     assert (plan.ready, plan.waits) == ([], "its tuning")
@@ -190,106 +173,3 @@ def test_a_format_differs_from_float32_in_its_name_alone():
         losses = [[rows[_rows.key_of(c)]["loss"] for c in of] for of in (got, cell.finals)]
         drift = _format_study.drift(rows, "smoke", name)
         np.testing.assert_allclose(drift.end, np.subtract(*losses))
-
-
-def test_only_the_nearest_rounding_loses_small_steps():
-    """A hundred steps of a quarter of the spacing of bfloat16."""
-
-    @jax.jit
-    def trained():
-        found = {}
-        for name, wrap in _formats.PARAMS.items():
-            tx, params = wrap(optax.sgd(2.0**-10)), jnp.ones(1000, jnp.bfloat16)
-
-            def step(_, carry, tx=tx):
-                params, state = carry
-                updates, state = tx.update(jnp.ones_like(params), state, params)
-                return optax.apply_updates(params, updates), state
-
-            params, _ = jax.lax.fori_loop(0, 100, step, (params, tx.init(params)))
-            found[name] = 1 - params.astype(jnp.float32).mean()
-        return found
-
-    moved = trained()
-    assert moved["bf16_nearest"] == 0
-    assert moved["bf16_master"] == pytest.approx(100 / 1024, abs=2e-3)
-    assert moved["bf16_stochastic"] == pytest.approx(100 / 1024, abs=5e-3)
-
-
-# --- The loop -------------------------------------------------------------------------------------
-
-
-class Trainer:
-    """Notes what it is asked; with ``stops`` it is saved as often before a run is finished."""
-
-    stops = 0
-
-    def __init__(self, path, speed=False):
-        self.asked, self.deleted = [], []
-        Trainer.last = self
-
-    def corpus(self, context):
-        return types.SimpleNamespace(checksum=_made_up.CORPUS)
-
-    def checkpoints(self, config, folder):
-        key = _rows.key_of(config)
-        return types.SimpleNamespace(delete=lambda: self.deleted.append(key))
-
-    def run(self, config, saved=None, until=None):
-        self.asked.append(_rows.key_of(config))
-        if saved and Trainer.stops:
-            Trainer.stops -= 1
-            return None
-        return _made_up.row(config)
-
-
-def tuning(rows):
-    return [_studies.tuning(rows, "smoke", "next_token", "lion")]
-
-
-@pytest.fixture
-def work(tmp_path, monkeypatch):
-    """Works on the tuning of one contender; returns the trainer."""
-    monkeypatch.setattr(_runs, "Trainer", Trainer)
-    monkeypatch.setattr(run, "CLAIMS", tmp_path / "claims")
-
-    def go(minutes=None, **kwargs):
-        chosen = argparse.Namespace(size="smoke", corpus=None, rows=go.rows, minutes=minutes)
-        run.work(chosen, tuning, **kwargs)
-        return Trainer.last
-
-    go.rows = tmp_path / "rows.jsonl"
-    return go
-
-
-def test_each_run_is_done_once(work):
-    assert len(work(runs=1).asked) == 1  # as many as it may finish
-    done = list(_rows.finished(work.rows))
-    trainer = work()
-    assert len({*done, *trainer.asked}) == 6
-    assert list(_rows.finished(work.rows)) == done + trainer.asked
-    assert trainer.deleted == []
-    assert work().asked == []
-
-
-def test_a_run_that_is_saved_goes_on_in_the_next_call(work, monkeypatch):
-    resumes = types.SimpleNamespace(**{**vars(_sizes.SIZES["smoke"]), "resumes": True})
-    monkeypatch.setitem(_sizes.SIZES, "smoke", resumes)
-    Trainer.stops = 1
-    first = work(minutes=8.0)
-    assert len(first.asked) == 1
-    assert not _rows.finished(work.rows)
-    second = work()
-    assert second.asked[0] == first.asked[0]
-    assert second.deleted == second.asked
-
-
-def test_what_another_process_runs_is_left_to_it(work, monkeypatch):
-    taken, free = map(_rows.key_of, tuning({})[0].ready[:2])
-    run.CLAIMS.mkdir()
-    with (run.CLAIMS / f"{taken}.lock").open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        monkeypatch.setattr(time, "sleep", lambda seconds: held.close())  # it dies meanwhile
-        trainer = work()
-    assert trainer.asked[0] == free
-    assert trainer.asked.count(taken) == 1

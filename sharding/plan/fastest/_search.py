@@ -324,6 +324,8 @@ def search(
             skip=lambda group: bool(points) and least(group.passes) >= points[-1].memory,
         ):
             if not points or held(plan) < points[-1].memory:
+                if points and points[-1].seconds == found.seconds:
+                    points.pop()  # as fast, and takes more
                 points.append(FrontierPlan(plan, found.seconds, held(plan)))
 
     tokens = float(sequences * length)
