@@ -127,7 +127,9 @@ def rms(x: jax.Array, dims: Factoring) -> jax.Array:
     # Divided last: XLA on CPUs would write a matrix of the scale that arrays share. By a float: JAX
     # converts integers to int32, and large models have arrays of more elements.
     count = float(math.prod(x.shape[d] for d in reduced))
-    return jnp.sqrt(jnp.sum(jnp.square(x), reduced, keepdims=True) / count)
+    mean = jnp.sum(jnp.square(x), reduced, keepdims=True) / count
+    zero = mean == 0  # where the derivative of the root is not finite
+    return jnp.where(zero, 0.0, jnp.sqrt(jnp.where(zero, 1.0, mean)))
 
 
 # --- Trees ----------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """The math does not know the sharding, and both packages stand on public interfaces alone."""
 
 import ast
-import collections
 import functools
 import pathlib
 import subprocess
@@ -53,14 +52,11 @@ def names(tree):
     return found
 
 
-Parsed = collections.namedtuple("Parsed", "imports names")
-
-
 @functools.cache
 def module(name):
-    """A file of the packages, read once."""
+    """The imports and the names of a file of the packages."""
     tree = ast.parse(FILES[name].read_text())
-    return Parsed(imported(tree), names(tree))
+    return imported(tree), names(tree)
 
 
 def run(code, *arguments):
@@ -79,7 +75,7 @@ def test_the_math_imports_numbers_and_itself():
     assert "optax_ext/_came.py" in MATH
     known = {"jax", "numpy", "optax", "optax_ext"} | set(sys.stdlib_module_names)
     for name in MATH:
-        assert {i.split(".")[0] for i in module(name).imports} <= known, name
+        assert {i.split(".")[0] for i in module(name)[0]} <= known, name
 
 
 # It asks whether arrays are on several devices, not on which: the same numbers to rounding. Where
@@ -89,22 +85,18 @@ ASKED = {"optax_ext/_matrix_passes.py": {"PartitionSpec", "sharding"}}
 
 def test_the_math_places_nothing():
     for name in MATH:
-        assert PLACEMENT & module(name).names == ASKED.get(name, set()), name
-
-
-def private_of_others(own, module):
-    """What a module takes that is underscored in another package."""
-    found = {"_src", "_src.core"} & module.names
-    for name in module.imports:
-        package, *parts = name.split(".")
-        if package not in (own, "", "__future__"):  # __version__ and its like are public
-            found |= {name for p in parts if p.startswith("_") and not p.endswith("__")}
-    return found
+        assert PLACEMENT & module(name)[1] == ASKED.get(name, set()), name
 
 
 def test_only_public_interfaces():
-    for name in FILES:
-        assert not private_of_others(name.split("/")[0], module(name)), name
+    """No module takes what is underscored in another package."""
+    for file in FILES:
+        imports, names = module(file)
+        assert not {"_src", "_src.core"} & names, file
+        for name in imports:
+            package, *parts = name.split(".")
+            if package not in (file.split("/")[0], "", "__future__"):  # __version__ is public
+                assert not [p for p in parts if p[0] == "_" and not p.endswith("__")], (file, name)
 
 
 # Each layer of `sharding` imports only itself and those before it. `plan` reads all before it.
@@ -125,24 +117,17 @@ LAYERS = (
 
 
 def layer_of(name):
-    """The layer of a module given by its dotted name or its file; None outside ``sharding``."""
+    """The layer of a module's dotted name or file; None outside ``sharding``."""
     parts = name.removesuffix(".py").replace("/", ".").split(".")
     return parts[1] if parts[0] == "sharding" and len(parts) > 1 else None
-
-
-def upward_imports(name, imports):
-    """What a module of ``sharding`` imports from a layer above its own."""
-    own = LAYERS.index(layer_of(name))
-    layers = {i: layer_of(i) for i in imports}
-    return [i for i, layer in layers.items() if layer in LAYERS and LAYERS.index(layer) > own]
 
 
 def test_imports_go_one_way():
     assert len(SHARDING) > 100
     for name in set(SHARDING) - {"sharding/__init__.py"}:  # the public face
         assert layer_of(name) in LAYERS, f"{name} belongs to no layer"
-        imports = module(name).imports
-        assert not upward_imports(name, imports), name
+        imports, own = module(name)[0], LAYERS.index(layer_of(name))
+        assert not [i for i in imports if layer_of(i) in LAYERS[own + 1 :]], name
         # The package itself imports every layer; imports are absolute.
         assert not [i for i in imports if i == "sharding" or i.startswith(".")], name
 

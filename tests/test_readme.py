@@ -3,12 +3,12 @@
 ``test_docs.py`` runs their examples.
 """
 
-import ast
 import pathlib
 import re
 
 from . import readme
 from .examples.test_examples import NAMES
+from .test_layers import LAYERS
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
@@ -66,14 +66,9 @@ def test_every_path_in_contributing_exists():
 
 
 def test_the_layers_in_contributing_are_those_of_the_layer_test():
-    layers = ast.literal_eval(
-        re.search(
-            r"^LAYERS = (\(.*?\))$", (ROOT / "tests/test_layers.py").read_text(), re.M | re.S
-        )[1]
-    )
     section = CONTRIBUTING.read_text().split("## The layers")[1].split("##")[0]
     found = re.findall(r"^\| `sharding/(\w+)", section, re.M)
-    assert found == [layer for layer in layers if layer != "__main__"]
+    assert found == [layer for layer in LAYERS if layer != "__main__"]
 
 
 # --- Commands ---------------------------------------------------------------------------------

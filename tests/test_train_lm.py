@@ -23,6 +23,7 @@ pytest.importorskip("orbax.checkpoint")
 
 import train_lm
 from _corpus import Corpus
+from _model import Config, TransformerLM
 from _plan import take_plan
 
 from sharding.plan import ParallelPlan, PlanFile
@@ -329,11 +330,6 @@ def test_a_run_with_planned_activations_has_the_losses_of_one_without(tmp_path, 
 # --- Plans and models -----------------------------------------------------------------------------
 
 PLANS = {
-    "recomputed": (
-        ParallelPlan(data=2, stage=1, microbatch=2, microbatches=2, recompute="full"),
-        (2,),
-        ("--stage", "1", "--microbatches", "2"),
-    ),
     "replicas": (
         ParallelPlan(data=4, stage=2, replicas=2, spread=True, microbatch=4),
         (2,),
@@ -373,6 +369,11 @@ def options_of(tmp_path, plan, layers=(2,), **given):
     return options
 
 
+def test_a_plan_decides_the_format_of_the_state(tmp_path):
+    found = options_of(tmp_path, ParallelPlan(data=2, stage=1, state_format="8bit"))
+    assert (found.state, found.stage, found.replicas) == ("8bit", 1, 1)
+
+
 def test_plans_that_the_script_cannot_run(tmp_path):
     for fields, layers, given, message in (
         ({"data": 4, "replicas": 2, "pipe": 2, "microbatches": 2}, (1, 1), {}, "has replicas"),
@@ -385,3 +386,15 @@ def test_plans_that_the_script_cannot_run(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             options_of(tmp_path, ParallelPlan(**fields), layers, **given)
+
+
+@jax.numpy_rank_promotion("allow")  # as the script has it
+def test_no_byte_changes_the_logits_before_it():
+    model = TransformerLM(Config(1, 16, 1, 12, batch_size=1, steps=1, ngrams=64))
+    tokens = np.random.default_rng(0).integers(0, 256, (2, 12))
+    tokens[1] = tokens[0] ^ (np.arange(12) == 6)
+    params = model.init(jax.random.key(0), tokens)["params"]
+    params["ngram_embed"]["embedding"] = jax.random.normal(jax.random.key(1), (64, 16))
+    one, two = np.asarray(jax.jit(model.apply)({"params": params}, tokens))
+    np.testing.assert_array_equal(one[:6], two[:6])
+    assert np.all(np.any(one[6:] != two[6:], -1))

@@ -1,4 +1,4 @@
-"""The reports: right numbers from made-up rows, and something to say whatever is missing."""
+"""The reports: right numbers from made-up rows."""
 
 import _contenders
 import _growth

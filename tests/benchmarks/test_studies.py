@@ -1,7 +1,6 @@
-"""The studies: which runs they ask for, and that a stopped one goes on."""
+"""The studies: which runs they ask for, and what they run next."""
 
 import dataclasses
-import functools
 import math
 
 import _format_study
@@ -91,9 +90,9 @@ def loss(config):
     return 2 + (exponent + 2.6 - 0.3 * math.log10(tokens / 128)) ** 2 - other
 
 
-def complete(plans_of, rows=None):
+def complete(plans_of):
     """Runs what is ready, one at a time, until nothing is; all plans, and the rows in order."""
-    rows = {} if rows is None else rows
+    rows = {}
     while True:
         plans = list(plans_of(rows))
         ready = [config for plan in plans for config in plan.ready]
@@ -135,28 +134,17 @@ def test_batches_have_equal_tokens():
         assert seeds == ([1, 2] if times in (1, 64) else [])
 
 
-def run_lengths(rows=None):
-    contenders = ("adamw", "came_debiased")
-    return complete(
-        lambda rows: _lengths.plans(rows, "smoke", tasks=("masked",), contenders=contenders), rows
-    )[1]
-
-
-lengths = functools.cache(run_lengths)
-
-
 def test_each_length_is_complete_before_the_next_and_tuned_on_its_own():
-    steps = [row["config"]["steps"] for row in lengths().values()]
+    contenders = ("adamw", "came_debiased")
+    rows = complete(
+        lambda rows: _lengths.plans(rows, "smoke", tasks=("masked",), contenders=contenders)
+    )[1]
+    steps = [row["config"]["steps"] for row in rows.values()]
     assert steps == sorted(steps)
     for length, b3 in ((40, 0.9999), (80, 0.999)):
-        cell = _lengths.cell(lengths(), "smoke", "masked", "came_debiased", length)
+        cell = _lengths.cell(rows, "smoke", "masked", "came_debiased", length)
         assert [config["seed"] for config in cell.finals] == [1, 2, 3]
         assert {config["hyper"]["b3"] for config in cell.finals} == {b3}
-
-
-def test_killed_at_any_time_it_runs_only_what_is_missing():
-    for kept in (0, 3, 17, len(lengths())):
-        assert list(run_lengths(dict(list(lengths().items())[:kept]))) == list(lengths())
 
 
 # --- Formats --------------------------------------------------------------------------------------

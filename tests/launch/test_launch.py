@@ -95,13 +95,6 @@ def test_a_batch_script_starts_the_command_in_every_task(
     assert output.count("training starts again") == attempts - (codes[-3:] == "143" or not added)
 
 
-def test_spare_nodes_must_be_enough(processes):
-    more = SPARES | {"SLURM_JOB_NUM_NODES": "3"}
-    code, output = finish(start_batch(processes, "slurm_spares.sbatch", **more))
-    assert code == 1
-    assert output == "Only 1 of 3 nodes answer, 3 are needed.\n"
-
-
 def test_slurm_starts_one_process_per_gpu():
     text = (ROOT / "launch" / "slurm.sbatch").read_text()
     requested = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?", text, re.MULTILINE))

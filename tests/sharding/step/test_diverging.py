@@ -157,6 +157,10 @@ def test_a_collective_in_a_branch_raises(stage):
     np.testing.assert_allclose(metrics["loss"], np.mean(alone), rtol=1e-6)
 
 
+def at_most_3(carry):
+    return carry[0] < 3
+
+
 PREDICATES = {
     "own data": (lambda x: x.sum() > 0, True),
     "a constant": (lambda x: jnp.ones(()) > 0, False),
@@ -165,6 +169,10 @@ PREDICATES = {
     "its own index": (lambda x: lax.axis_index("data") > 0, True),
     "carried by a loop": (
         lambda x: lax.fori_loop(0, 3, lambda i, c: (c[1], x.sum()), (0.0, 0.0))[0] > 0,
+        True,
+    ),
+    "carried by a loop of unknown length": (
+        lambda x: lax.while_loop(at_most_3, lambda c: (c[0] + 1, c[2], x[0]), (0, 0.0, 0.0))[1] > 0,
         True,
     ),
     "within calls": (lambda x: jax.jit(jax.checkpoint(lambda x: x.max() > 0))(x), True),
