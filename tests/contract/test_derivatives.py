@@ -9,9 +9,7 @@ import pytest
 from .table import TRANSFORMATIONS
 
 NAMES = [
-    name
-    for name, row in TRANSFORMATIONS.items()
-    if not row.blocks and not row.rounds_parameters
+    name for name, row in TRANSFORMATIONS.items() if not row.blocks and not row.rounds_parameters
 ]
 SCALE = 0.3
 SIZES = {"w": (6, 4), "b": (4,)}
@@ -54,5 +52,7 @@ def test_reverse_equals_forward(name):
         reverse, forward = both(SCALE, start)
         assert np.isfinite(reverse), form
         np.testing.assert_allclose(reverse, forward, rtol=1e-3, atol=1e-6, err_msg=form)
-    if name.startswith("lars"):  # no worse than optax's own; those of Adam and LAMB are not finite there
+    if name.startswith(
+        "lars"
+    ):  # no worse than optax's own; those of Adam and LAMB are not finite there
         assert np.isfinite(jax.jit(jax.grad(end))(SCALE, starts["random"], 0.0))

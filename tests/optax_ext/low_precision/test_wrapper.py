@@ -270,7 +270,6 @@ def test_codes_are_read_again_when_the_scales_are_there():
         ({"implementation": "triton"}, "must be 'xla', 'rows' or 'pallas', got 'triton'"),
         ({"inner": low_precision_state(ADAMW)}, "low_precision_state contains another one"),
     ],
-    ids=str,
 )
 def test_errors(options, message):
     with pytest.raises(ValueError, match=message):
