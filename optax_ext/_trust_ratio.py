@@ -81,8 +81,8 @@ def ratio(numerator: jax.Array, denominator: jax.Array, zero: jax.Array) -> jax.
 
 def check_masks(**masks: Any) -> None:
     """Raises on a mask that is a string other than ``"matrices"``, or was a function."""
-    _validate.not_called(**masks)
     for name, mask in masks.items():
+        _validate.not_called(name, mask)
         if isinstance(mask, str) and mask != "matrices":
             raise ValueError(
                 f"{name} must be 'matrices', a tree of bools, a function that makes one from the "

@@ -111,15 +111,14 @@ def is_function(value: Any) -> bool:
     return callable(value) and all(leaf is value for leaf in jax.tree.leaves(value))
 
 
-def not_called(**masks: Any) -> None:
+def not_called(name: str, value: Any, kinds: Any = jax.Array) -> None:
     """Raises on a mask that is the value of a function, made by ``optax.inject_hyperparams``."""
-    for name, value in masks.items():
-        if isinstance(value, bool | np.bool_ | jax.Array):
-            raise ValueError(
-                f"{name} is {value!r}, neither a tree of bools nor a function. If it was one, "
-                "optax.inject_hyperparams took it for a schedule and called it: add "
-                f"static_args=({name!r},)."
-            )
+    if isinstance(value, kinds):
+        raise ValueError(
+            f"{name} is {value!r}, neither a tree of bools nor a function. If it was one, "
+            "optax.inject_hyperparams took it for a schedule and called it: add "
+            f"static_args=({name!r},)."
+        )
 
 
 def mask(name: str, value: Any, tree: Any) -> list[bool]:
@@ -143,7 +142,7 @@ def mask(name: str, value: Any, tree: Any) -> list[bool]:
 
 def mask_function(name: str, value: Any) -> Callable[[Any], Any] | None:
     """Returns a mask as the function that optax takes; None, for all parameters, stays."""
-    not_called(**{name: value})
+    not_called(name, value, jax.Array | bool)
     if value is None:
         return None
     if isinstance(value, str):
