@@ -16,7 +16,7 @@ from .harness import SyncRunner, mesh_of, stacked
 SHAPES = {"embed": (64, 8), "mlp/in": (24, 40), "b": (24,)}
 
 
-def test_the_first_pattern_decides():
+def test_the_first_pattern_decides(x64):
     rules = {"mlp": sync.powersgd(2), "^m": sync.dense(), "embed$": sync.top_k(0.1, min_size=1)}
     params = {k: jax.ShapeDtypeStruct(s, float) for k, s in SHAPES.items()}
     with pytest.raises(
