@@ -47,7 +47,7 @@ def find_uses(
       params: abstract arrays of unsharded shapes.
       marks: the names that ``checkpoint_name`` gives to parameters.
       *args: abstract arrays, too, which differ between devices.
-      axes: the mesh axes of these devices.
+      axes: the mesh axes of these devices; without, nothing is found to diverge.
     """
     return uses_in(jax.make_jaxpr(fn)(params, *args).jaxpr, len(params), marks, axes)
 
@@ -57,7 +57,9 @@ def uses_in(
 ) -> ParamUses:
     """As ``find_uses``, of a function that is traced already; parameters are its first inputs."""
     params = {jaxpr.invars[i]: i for i in range(num_params)}
-    apart = diverging(jaxpr, [var not in params for var in jaxpr.invars], axes)
+    # Of an update, which runs on the mesh, nobody asks for branches of single devices.
+    varies = [var not in params for var in jaxpr.invars]
+    apart = diverging(jaxpr, varies, axes) if axes else set()
     found = ParamUses(
         marked={mark: {} for mark in marks},
         otherwise=set(),
