@@ -39,6 +39,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 import jax
 import pytest
 
+from .multiprocess.processes import Processes
+
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # One program after the other: on few cores, devices of a second one take the threads that a
@@ -56,6 +58,22 @@ def x64():
     """Float64 is float64 in a test that asks for this."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture
+def processes(tmp_path):
+    """Starts processes, which end with the test."""
+    processes = Processes(tmp_path)
+    yield processes
+    processes.kill()
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """What scripts are trained on."""
+    path = tmp_path_factory.mktemp("text") / "numbers.txt"
+    path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(2000)))
+    return path
 
 
 @pytest.fixture

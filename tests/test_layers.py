@@ -1,6 +1,7 @@
 """The math does not know the sharding, and both packages stand on public interfaces alone."""
 
 import ast
+import collections
 import functools
 import pathlib
 import subprocess
@@ -52,11 +53,17 @@ def names(tree):
     return found
 
 
+def defined(tree):
+    """The functions and classes of a module, not those inside of them; overloads count once."""
+    found = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    return [node.name for node in found if "overload" not in map(ast.unparse, node.decorator_list)]
+
+
 @functools.cache
 def module(name):
-    """The imports and the names of a file of the packages."""
+    """The imports, the names and the definitions of a file of the packages."""
     tree = ast.parse(FILES[name].read_text())
-    return imported(tree), names(tree)
+    return imported(tree), names(tree), defined(tree)
 
 
 def run(code, *arguments):
@@ -91,7 +98,7 @@ def test_the_math_places_nothing():
 def test_only_public_interfaces():
     """No module takes what is underscored in another package."""
     for file in FILES:
-        imports, names = module(file)
+        imports, names, _ = module(file)
         assert not {"_src", "_src.core"} & names, file
         for name in imports:
             package, *parts = name.split(".")
@@ -101,18 +108,8 @@ def test_only_public_interfaces():
 
 # Each layer of `sharding` imports only itself and those before it. `plan` reads all before it.
 LAYERS = (
-    "placement",
-    "collectives",
-    "sync",
-    "offload",
-    "recovery",
-    "step",
-    "_zero",
-    "pipeline",
-    "plan",
-    "remat",
-    "cli",
-    "__main__",
+    *("placement", "collectives", "sync", "offload", "recovery", "step", "_zero", "pipeline"),
+    *("plan", "remat", "cli", "__main__"),
 )
 
 
@@ -130,6 +127,17 @@ def test_imports_go_one_way():
         assert not [i for i in imports if layer_of(i) in LAYERS[own + 1 :]], name
         # The package itself imports every layer; imports are absolute.
         assert not [i for i in imports if i == "sharding" or i.startswith(".")], name
+
+
+def test_one_name_for_one_thing():
+    """In ``sharding`` no two modules, and no two functions or classes, share a name."""
+    modules = [name.split("/")[-1] for name in SHARDING if not name.endswith("/__init__.py")]
+    assert not [name for name in modules if modules.count(name) > 1]
+    places = collections.defaultdict(list)
+    for file in SHARDING:
+        for name in module(file)[2]:
+            places[name].append(file)
+    assert not {name: files for name, files in places.items() if len(files) > 1}
 
 
 def test_the_math_loads_neither_the_sharding_nor_flax_which_is_not_needed():

@@ -28,7 +28,7 @@ from _plan import take_plan
 
 from sharding.plan import ParallelPlan, PlanFile
 
-from .multiprocess.processes import ROOT, Processes, finish, wait_until
+from .multiprocess.processes import ROOT, finish, wait_until
 
 SCRIPT = ROOT / "examples" / "train_lm.py"
 STEPS, EVERY = 40, 10  # steps of a run, and between its checkpoints
@@ -36,13 +36,6 @@ NAME = "smoke-came-zero2"
 UPDATE = jax.config.update
 # The process of a script ends soon after, with what it has open.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "numbers.txt"
-    path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(2000)))
-    return path
 
 
 def arguments(text, *options):
@@ -195,18 +188,14 @@ def test_a_mistake_gives_one_line(uninterrupted, text):
 
 @pytest.mark.script
 def test_a_run_stopped_in_every_way_has_the_losses_of_an_uninterrupted_one(
-    tmp_path, text, uninterrupted
+    tmp_path, text, uninterrupted, processes
 ):
     """Bit for bit on CPU: batches, and the order of every sum, are those of the other run."""
     folder = tmp_path / "runs" / NAME
-    processes = Processes(tmp_path)
-    try:
-        (process,) = processes.start_python(None, SCRIPT, *arguments(text))
-        wait_until(lambda: checkpoints(tmp_path) and done(tmp_path) > EVERY + 2, [process])
-        process.kill()
-        assert finish(process)[0] == -signal.SIGKILL
-    finally:
-        processes.kill()
+    (process,) = processes.start_python(None, SCRIPT, *arguments(text))
+    wait_until(lambda: checkpoints(tmp_path) and done(tmp_path) > EVERY + 2, [process])
+    process.kill()
+    assert finish(process)[0] == -signal.SIGKILL
     last = checkpoints(tmp_path)[-1]
     assert EVERY <= last < STEPS
     with (folder / "metrics.jsonl").open("a") as file:
@@ -223,24 +212,21 @@ def test_a_run_stopped_in_every_way_has_the_losses_of_an_uninterrupted_one(
 
 
 @pytest.mark.script
-def test_a_killed_run_resumes_from_memory_and_loses_no_step(tmp_path, text, uninterrupted):
+def test_a_killed_run_resumes_from_memory_and_loses_no_step(
+    tmp_path, text, uninterrupted, processes
+):
     memory = tmp_path / "memory"
     options = ("--peer-checkpoints", memory)
     supervisor = SCRIPT.with_name("supervise.py")
-    processes = Processes(tmp_path)
-
-    try:
-        command = (supervisor, "--delay", "0", sys.executable, SCRIPT, *arguments(text, *options))
-        (process,) = processes.start_python(None, *command)
-        wait_until(lambda: done(tmp_path) > 5, [process])
-        killed = done(tmp_path)
-        children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
-        os.kill(int(children), signal.SIGKILL)
-        wait_until(lambda: done(tmp_path) > killed + 3, [process])
-        process.terminate()
-        code, output = finish(process)
-    finally:
-        processes.kill()
+    command = (supervisor, "--delay", "0", sys.executable, SCRIPT, *arguments(text, *options))
+    (process,) = processes.start_python(None, *command)
+    wait_until(lambda: done(tmp_path) > 5, [process])
+    killed = done(tmp_path)
+    children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+    os.kill(int(children), signal.SIGKILL)
+    wait_until(lambda: done(tmp_path) > killed + 3, [process])
+    process.terminate()
+    code, output = finish(process)
     assert code == 143, output
     assert "supervise.py: exit code 137; restart 1 of 100." in output
     assert "Peer checkpoints: 1 machine; two snapshots take" in output

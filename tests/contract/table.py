@@ -44,22 +44,26 @@ class Row:
         return self.make(**(self.arguments | overrides))
 
 
-def master_weights(learning_rate, weight_decay, factoring):
-    """Around CAME: the same promises, and what it does to 16-bit parameters."""
-    inner = optax_ext.came(learning_rate, weight_decay=weight_decay, factoring=factoring)
-    return optax_ext.master_weights(inner)
+def around_came(wrap):
+    """Makes CAME within another transformation."""
+
+    def make(learning_rate, weight_decay, factoring):
+        return wrap(optax_ext.came(learning_rate, weight_decay=weight_decay, factoring=factoring))
+
+    return make
 
 
-def low_precision(learning_rate, weight_decay, factoring):
-    """Around CAME, every array in 8 bits; of the formats the one that is compiled soonest."""
-    inner = optax_ext.came(learning_rate, weight_decay=weight_decay, factoring=factoring)
+CAME = {"learning_rate": 0.1, "weight_decay": 0.01, "factoring": last_two_dims()}
+
+
+def low_precision(inner):
+    """Every array in 8 bits; of the formats the one that is compiled soonest."""
     bits = optax_ext.Linear(8)
     return optax_ext.low_precision_state(inner, bits, rounding="compensated", min_size=0)
 
 
-def lazy_rows(learning_rate, weight_decay, factoring):
-    """Around CAME, every array a table whose rows all have a gradient."""
-    inner = optax_ext.came(learning_rate, weight_decay=weight_decay, factoring=factoring)
+def lazy_rows(inner):
+    """Every array a table whose rows all have a gradient."""
     return optax_ext.lazy_rows(inner, lambda params: jax.tree.map(is_table, params))
 
 
@@ -165,25 +169,16 @@ TRANSFORMATIONS = {
         },
         scale_invariant=False,
     ),
-    "master_weights": Row(
-        master_weights,
-        {"learning_rate": 0.1, "weight_decay": 0.01, "factoring": last_two_dims()},
-        rounds_parameters=True,
-    ),
-    "low_precision_state": Row(
-        low_precision,
-        {"learning_rate": 0.1, "weight_decay": 0.01, "factoring": last_two_dims()},
-        blocks=True,
-    ),
-    "lazy_rows": Row(
-        lazy_rows, {"learning_rate": 0.1, "weight_decay": 0.01, "factoring": last_two_dims()}
-    ),
+    # The same promises, and what it does to 16-bit parameters.
+    "master_weights": Row(around_came(optax_ext.master_weights), CAME, rounds_parameters=True),
+    "low_precision_state": Row(around_came(low_precision), CAME, blocks=True),
+    "lazy_rows": Row(around_came(lazy_rows), CAME),
     "scale_by_delay, a rule": Row(
         scale_by_delay,
         {
             "learning_rate": 0.1,
-            "delays": delays_by_path({"w": 3.0}, default=1.5),
             "anneal_steps": 9,
+            "delays": delays_by_path({"w": 3.0}, default=1.5),
         },
     ),
     "discrepancy_correction": Row(
@@ -196,9 +191,7 @@ TRANSFORMATIONS = {
         keeps_parameters=True,
     ),
     "delayed_gradients": Row(
-        delayed_gradients,
-        {"learning_rate": 0.1, "weight_decay": 0.01},
-        idle_steps=2,
+        delayed_gradients, {"learning_rate": 0.1, "weight_decay": 0.01}, idle_steps=2
     ),
 }
 

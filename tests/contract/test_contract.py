@@ -19,16 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 
-from .table import (
-    SHAPES,
-    TRANSFORMATIONS,
-    WIDE,
-    assert_close,
-    every,
-    make,
-    tree,
-    types,
-)
+from .table import SHAPES, TRANSFORMATIONS, WIDE, assert_close, every, make, tree, types
 
 
 def first(tx, grads, params, **extra):

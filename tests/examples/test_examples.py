@@ -6,20 +6,13 @@ import socket
 import pytest
 
 from .. import flax_nnx
-from ..multiprocess.processes import ROOT, Processes, finish, wait_until
+from ..multiprocess.processes import ROOT, finish, wait_until
 
 pytest.importorskip("flax")
 pytest.importorskip("orbax.checkpoint")
 
 EXAMPLES = ROOT / "examples"
 NAMES = ("many_hosts", "nnx_model", "scanned_stack", "supervise", "zero_checkpoint")
-
-
-@pytest.fixture
-def processes(tmp_path):
-    processes = Processes(tmp_path)
-    yield processes
-    processes.kill()
 
 
 def output_of(process):

@@ -25,13 +25,6 @@ STEPS, CHECKPOINT_EVERY = 40, 10
 BOUND = 40  # seconds after which no process outlives another, as launch/README.md says
 
 
-@pytest.fixture
-def processes(tmp_path):
-    processes = Processes(tmp_path)
-    yield processes
-    processes.kill()
-
-
 # --- SLURM ----------------------------------------------------------------------------------------
 
 # srun on one node: all tasks of the step, each with its number.
@@ -105,13 +98,6 @@ def test_slurm_starts_one_process_per_gpu():
 
 
 # --- Training -------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "numbers.txt"
-    path.write_text("".join(f"{n} times {n} is {n * n}.\n" for n in range(2000)))
-    return path
 
 
 def options(text, runs, stage):

@@ -14,7 +14,7 @@ import numpy as np
 class _Blocks:
     """An array of ``shape`` as [batch, stack, n, m], and back."""
 
-    def __init__(self, shape, rows, cols, batch):
+    def __init__(self, shape, rows=(), cols=(), batch=()):
         self.shape, self.rows, self.cols = shape, sorted(rows), sorted(cols)
         self.batch = sorted(batch)
         self.stack = [d for d in range(len(shape)) if d not in {*rows, *cols, *batch}]
@@ -75,9 +75,6 @@ class Came:
     def __init__(
         self,
         shape,
-        rows=(),
-        cols=(),
-        batch=(),
         *,
         b1=0.9,
         b2=0.999,
@@ -87,8 +84,9 @@ class Came:
         clip=1.0,
         debias=False,
         mu_dtype=np.float64,
+        **dims,
     ):
-        self.blocks = _Blocks(shape, rows, cols, batch)
+        self.blocks = _Blocks(shape, **dims)
         self.betas, self.eps, self.eps_instability = (b1, b2, b3), eps, eps_instability
         self.clip, self.debias, self.mu_dtype = clip, debias, mu_dtype
         self.t = 0
@@ -130,20 +128,9 @@ class Adafactor:
     """Adafactor's state for one array; ``step(g)`` gives the clipped direction."""
 
     def __init__(
-        self,
-        shape,
-        rows=(),
-        cols=(),
-        batch=(),
-        *,
-        decay_rate=0.8,
-        offset=0,
-        cap=None,
-        b2=None,
-        eps=1e-30,
-        clip=1.0,
+        self, shape, *, decay_rate=0.8, offset=0, cap=None, b2=None, eps=1e-30, clip=1.0, **dims
     ):
-        self.blocks = _Blocks(shape, rows, cols, batch)
+        self.blocks = _Blocks(shape, **dims)
         self.decay_rate, self.offset, self.cap, self.b2 = decay_rate, offset, cap, b2
         self.eps, self.clip = eps, clip
         self.t = 0

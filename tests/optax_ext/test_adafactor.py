@@ -91,22 +91,13 @@ def test_bad_options():
 # Both decay the weights by the learning rate they were given. PyTorch's is not capped by 1/sqrt(t)
 # there; at 0.01 the cap begins at step 10,000.
 
+NO_SCALE = {"multiply_by_parameter_scale": False}
+DECAYED = {"learning_rate": 1e-2, "weight_decay_rate": 1e-2, "weight_decay_times_lr": True}
 SAME = {
-    "hf": {"learning_rate": 1.0, "multiply_by_parameter_scale": False},
-    "hf momentum and decay": {
-        "learning_rate": 1e-2,
-        "multiply_by_parameter_scale": False,
-        "momentum": 0.9,
-        "weight_decay_rate": 1e-2,
-        "weight_decay_times_lr": True,
-    },
+    "hf": {"learning_rate": 1.0} | NO_SCALE,
+    "hf momentum and decay": DECAYED | NO_SCALE | {"momentum": 0.9},
     "hf parameter scale": {"learning_rate": 1e-2},
-    "torch": {
-        "learning_rate": 1e-2,
-        "relative_step": True,
-        "weight_decay_rate": 1e-2,
-        "weight_decay_times_lr": True,
-    },
+    "torch": DECAYED | {"relative_step": True},
 }
 
 
@@ -145,10 +136,7 @@ def test_any_factoring_equals_the_reference():
 # id -> options of the library, options of the reference
 OPTIONS = {
     "another decay rate": ({"decay_rate": 0.5}, {"decay_rate": 0.5}),
-    "decay_offset and beta2_cap": (
-        {"decay_offset": 4, "beta2_cap": 0.6},
-        {"offset": 4, "cap": 0.6},
-    ),
+    "an offset and a cap": ({"decay_offset": 4, "beta2_cap": 0.6}, {"offset": 4, "cap": 0.6}),
     "a constant b2": ({"b2": 0.95}, {"b2": 0.95}),
     "eps is inside the averages": ({"eps": 0.3}, {"eps": 0.3}),
     "no clipping": ({"clipping_threshold": None}, {"clip": None}),
@@ -176,23 +164,14 @@ ALIAS = {
         {"relative_step": True, "learning_rate": lambda t: 0.2 * (t + 1)},
         lambda t: min(0.2 * (t + 1), (t + 1) ** -0.5),
     ),
-    "no parameter scale": (
-        {"learning_rate": 0.3, "multiply_by_parameter_scale": False},
-        lambda t: 0.3,
-    ),
+    "no parameter scale": ({"learning_rate": 0.3} | NO_SCALE, lambda t: 0.3),
     "the least parameter scale": ({"learning_rate": 0.3, "min_parameter_scale": 5}, lambda t: 0.3),
     "bfloat16 momentum": (
         {"learning_rate": 0.3, "momentum": 0.6, "dtype_momentum": "bfloat16"},
         lambda t: 0.3,
     ),
-    "decay times a schedule, and momentum": (
-        {"learning_rate": halving, "momentum": 0.6} | DECAY,
-        halving,
-    ),
-    "decay times the relative step": (
-        {"relative_step": True} | DECAY,
-        lambda t: min(1e-2, (t + 1) ** -0.5),
-    ),
+    "decay times a schedule": ({"learning_rate": halving, "momentum": 0.6} | DECAY, halving),
+    "decay times a step": ({"relative_step": True} | DECAY, lambda t: min(1e-2, (t + 1) ** -0.5)),
 }
 
 

@@ -97,13 +97,7 @@ def test_schedules_and_weight_decay_mask():
     params = {k: traces.parameters(s) for k, s in {"w": (4, 3), "b": (3,)}.items()}
     grads = {k: traces.gradients(p.shape, 5) for k, p in params.items()}
     mask = {"w": True, "b": False}
-
-    def lr(count):
-        return 0.1 / (1 + count)
-
-    def weight_decay(count):
-        return 0.01 * (1 + count)
-
+    lr, weight_decay = lambda t: 0.1 / (1 + t), lambda t: 0.01 * (1 + t)
     tx = optax_ext.came(lr, weight_decay=weight_decay, weight_decay_mask=mask)
     updates, after, _ = traces.unroll(tx, grads, params)
     for k, p in params.items():

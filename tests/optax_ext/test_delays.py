@@ -136,13 +136,9 @@ FORMS = {
 }
 
 
-PARAMS = {"w": jnp.ones((6, 4)), "b": jnp.ones(4)}
-
-
 @x64
 @pytest.mark.parametrize(
-    ("technique", "form"),
-    [("T2", "a rule"), ("T1 and T2", "stacked"), ("none", "a rule")],
+    ("technique", "form"), [("T2", "a rule"), ("T1 and T2", "stacked"), ("none", "a rule")]
 )
 def test_pipemare(technique, form):
     """Forward pass at delayed parameters; backward pass at current or corrected ones."""
@@ -263,9 +259,9 @@ def test_the_delays_of_the_papers():
         assert {x.dtype for x in have} == {np.dtype("float64")}
 
 
-PARAMS = {"w": jnp.ones((6, 4)), "b": jnp.ones(4)}
 # --- Bad input ------------------------------------------------------------------------------------
 
+PARAMS = {"w": jnp.ones((6, 4)), "b": jnp.ones(4)}
 UPDATED = params_history(2).update(PARAMS, params_history(2).init(PARAMS), PARAMS)[1]
 
 

@@ -105,12 +105,7 @@ def test_paths_are_the_keys_joined_by_slashes():
     }
     params["value"] = params["value"]._replace(count=jnp.ones(()))
     optax_ext.scale_by_came(factoring=Spy()).init(params)
-    assert asked == [
-        ("a/0", (1,)),
-        ("a/1/b/c", (2, 3)),
-        ("value/count", ()),
-        ("value/ema", (4,)),
-    ]
+    assert asked == [("a/0", (1,)), ("a/1/b/c", (2, 3)), ("value/count", ()), ("value/ema", (4,))]
 
 
 # --- Flax's attention -----------------------------------------------------------------------------

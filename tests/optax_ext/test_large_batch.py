@@ -80,11 +80,7 @@ def test_averages_are_the_weighted_means_by_hand():
     """Steps weigh as powers of the decay, and from the first step on the weights add up to 1."""
     rng = np.random.default_rng(0)
     tx = gradient_noise_scale(96.0, decay=0.8)
-    step = jax.jit(
-        lambda g, state, local: tx.update(
-            g, state, local_squared_norm=local, num_pieces=6, value=0.0
-        )
-    )
+    step = jax.jit(lambda g, s, n: tx.update(g, s, local_squared_norm=n, num_pieces=6, value=0.0))
     state, seen = tx.init(None), []
     for _ in range(12):
         local_grads = rng.normal(size=(6, 5)) + 1
@@ -92,12 +88,8 @@ def test_averages_are_the_weighted_means_by_hand():
         out, state = step(full, state, local)
         np.testing.assert_array_equal(out, full)
         big, small, squared = 96.0, 16.0, full @ full
-        seen.append(
-            [
-                (big * squared - small * local) / (big - small),
-                (local - squared) / (1 / small - 1 / big),
-            ]
-        )
+        squared_norm = (big * squared - small * local) / (big - small)
+        seen.append([squared_norm, (local - squared) / (1 / small - 1 / big)])
         weights = 0.8 ** np.arange(len(seen))[::-1]
         squared_norm, variance = weights @ np.array(seen) / weights.sum()
         np.testing.assert_allclose(state.squared_norm, squared_norm, rtol=1e-5)
@@ -142,15 +134,8 @@ def test_it_is_found_in_any_state():
 
 def test_advice():
     """Bounds themselves are near; a scale that means nothing is unknown."""
-    for size, want in (
-        (64.1, "below"),
-        (64.0, "near"),
-        (16.0, "near"),
-        (15.9, "above"),
-        (np.nan, "unknown"),
-        (0.0, "unknown"),
-        (np.inf, "unknown"),
-    ):
+    known = {64.1: "below", 64.0: "near", 16.0: "near", 15.9: "above"}
+    for size, want in (known | dict.fromkeys((np.nan, 0.0, np.inf), "unknown")).items():
         assert batch_advice(jnp.asarray(size), 32) == want
     assert batch_advice(100.0, 32, near=4.0) == "near"
 

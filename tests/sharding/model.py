@@ -4,8 +4,6 @@ No leaf has a true gradient of zero (so no bias of attention keys): there a shar
 run would differ by nothing but rounding noise.
 """
 
-import math
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -121,10 +119,16 @@ def train_alone(tx, dtype, steps):
 # --- For any model ---
 
 
+def mesh_of(kind=AxisType.Auto, **axes):
+    """A mesh of the first devices."""
+    shape = tuple(axes.values())
+    devices = jax.devices()[: int(np.prod(shape))]
+    return jax.make_mesh(shape, tuple(axes), axis_types=(kind,) * len(axes), devices=devices)
+
+
 def zero_on(*shape, names=("data",), kind=AxisType.Auto, **options):
     """On the first devices."""
-    devices, kinds = jax.devices()[: math.prod(shape)], (kind,) * len(shape)
-    mesh = jax.make_mesh(shape, names, axis_types=kinds, devices=devices)
+    mesh = mesh_of(kind, **dict(zip(names, shape, strict=True)))
     return shd.Zero(mesh, **({"min_shard_size": 0} | options))
 
 
@@ -150,6 +154,17 @@ def linear_loss(params, batch):
     """Its gradients are the batch, and do not depend on how parameters are rounded."""
     one_each = {k: jnp.sum(batch[k] * p[None], range(1, p.ndim + 1)) for k, p in params.items()}
     return sum(map(jnp.mean, one_each.values()))
+
+
+def microbatches_of(batch, devices, count):
+    """Micro-batch j of the mesh: the j-th parts of all devices' shards."""
+
+    def split(x):
+        parts = x.reshape(devices, count, -1, *x.shape[1:]).swapaxes(0, 1)
+        return parts.reshape(count, -1, *x.shape[1:])
+
+    parts = jax.tree.map(split, batch)
+    return [jax.tree.map(lambda x, i=i: x[i], parts) for i in range(count)]
 
 
 def run(zero, make, tx, loss_fn, batch, steps, param_specs=None, **options):
@@ -202,5 +217,5 @@ def worst_leaf(state, reference):
 
     worst = []
     jax.tree_util.tree_map_with_path(distance, state, reference)
-    size, path = max(worst, key=lambda pair: pair[0])
+    size, path = max(worst, key=lambda pair: np.nan_to_num(pair[0], nan=np.inf))
     return size, jax.tree_util.keystr(path)

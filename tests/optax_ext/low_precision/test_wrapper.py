@@ -10,15 +10,7 @@ import pytest
 from low_precision_steps import OPTIMIZERS
 
 import optax_ext
-from optax_ext import (
-    STATE_FORMATS,
-    BFloat16,
-    Dynamic,
-    Float8,
-    Linear,
-    Quantized,
-    low_precision_state,
-)
+from optax_ext import BFloat16, Dynamic, Float8, Linear, Quantized, low_precision_state
 from optax_ext.low_precision._formats import ROUNDINGS, decode
 
 from .. import traces
@@ -105,7 +97,7 @@ def largest_ratios(plain, low, scales):
         *(
             pytest.param(name, optimizer, marks=pytest.mark.slow)
             for name, optimizer in [
-                *((name, "AdamW") for name in STATE_FORMATS if name != "4bit"),
+                *((name, "AdamW") for name in optax_ext.STATE_FORMATS if name != "4bit"),
                 *(("8bit", opt) for opt in OPTIMIZERS if opt != "AdamW"),
             ]
         ),
@@ -114,7 +106,7 @@ def largest_ratios(plain, low, scales):
 def test_no_step_is_far_above_those_of_float32(name, optimizer):
     """However far apart the sizes of columns are, of rows, or of both."""
     plain = OPTIMIZERS[optimizer]
-    low = low_precision_state(plain, STATE_FORMATS[name], min_size=0)
+    low = low_precision_state(plain, optax_ext.STATE_FORMATS[name], min_size=0)
     rows, columns = spread(SHAPE[0], 3)[:, None], spread(SHAPE[1], 3, seed=1)[None]
     scales = [spread(SHAPE[1], decades)[None] for decades in (0, 1, 3, 6)]
     have = largest_ratios(plain, low, [*scales, rows, rows * columns])

@@ -10,6 +10,8 @@ import optax
 import optax_ext
 import sharding as shd
 
+from ..model import assert_close, mesh_of, worst_leaf  # noqa: F401 (of the tests beside)
+
 NUM_LAYERS, VOCAB, WIDTH, HEADS, LENGTH, BATCH = 8, 31, 24, 4, 6, 48
 STEPS = 3
 
@@ -211,25 +213,7 @@ def make_state(pipe, variant, tx):
     return params, tx.init(params)
 
 
-def worst_leaf(params, reference):
-    """The largest difference of any leaf, as a part of the leaf's norm, and which leaf it is."""
-    assert jax.tree.structure(params) == jax.tree.structure(reference)
-
-    def distance(path, a, b):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        return np.linalg.norm(a - b) / np.linalg.norm(b), jax.tree_util.keystr(path)
-
-    found = jax.tree_util.tree_map_with_path(distance, params, reference)
-    return max(jax.tree.leaves(found, is_leaf=lambda x: isinstance(x, tuple)))
-
-
 # --- Chains of matrices, which compile in less time -----------------------------------------------
-
-
-def mesh_of(kind=jax.sharding.AxisType.Auto, **axes):
-    shape = tuple(axes.values())
-    devices = jax.devices()[: int(np.prod(shape))]
-    return jax.make_mesh(shape, tuple(axes), axis_types=(kind,) * len(axes), devices=devices)
 
 
 def chain(mesh, schedule, **options):

@@ -5,14 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from sharding.pipeline import (
-    Op,
-    ScheduleError,
-    one_f_one_b,
-    pipedream,
-    pipedream_2bw,
-    pipemare,
-)
+from sharding.pipeline import Op, ScheduleError, one_f_one_b, pipedream, pipedream_2bw, pipemare
 from sharding.pipeline._instructions import instructions
 
 U = Op.UPDATE

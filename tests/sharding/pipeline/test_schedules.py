@@ -6,17 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from sharding.pipeline import (
-    Costs,
-    Op,
-    Place,
-    Schedule,
-    ScheduleError,
-    chimera,
-    interleaved,
-    one_f_one_b,
-    zb_h1,
-)
+from sharding.pipeline import Costs, Op, Place, Schedule, ScheduleError, interleaved, one_f_one_b
 
 from .families import CASES, FAMILIES
 
@@ -109,7 +99,7 @@ def test_activations_are_stored_until_their_last_operation_is_complete():
         [1, 2, 2, 2, 1, 1],  # F0 F1 . B0 . B1
         [0, 1, 1, 1, 1, 0],  # . F0 B0 F1 B1 .
     ]
-    assert zb_h1(1, 2).live().T.tolist() == [[1] * 6]
+    assert FAMILIES["zb-h1"](1, 2).live().T.tolist() == [[1] * 6]
 
 
 def test_lockstep_times():
@@ -260,7 +250,7 @@ def test_sizes_that_a_family_does_not_take():
         interleaved(4, 6)
     for size in [(3, 6), (4, 6)]:
         with pytest.raises(ValueError, match="an even number of stages and a multiple of it"):
-            chimera(*size)
+            FAMILIES["chimera"](*size)
 
 
 ROUTE = (Place(0, 0), Place(1, 0))
@@ -296,7 +286,7 @@ def test_routes(routes, route_of, message):
 
 def test_csv_text():
     assert one_f_one_b(2, 2, aligned=False).to_csv() == "0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n"
-    assert zb_h1(1, 2).to_csv() == "0F0,0I0,0W0,0F1,0I1,0W1\n"
+    assert FAMILIES["zb-h1"](1, 2).to_csv() == "0F0,0I0,0W0,0F1,0I1,0W1\n"
     assert interleaved(1, 1, aligned=False).to_csv() == "0F0,1F0,1B0,0B0\n"
     for text in ("\n 0F0 , 0B0 \n  ", "0F0,0B0\r\n", "0F0,0B0,,"):
         assert Schedule.from_csv(text, "one").check().busy == (2,)

@@ -171,19 +171,24 @@ def test_as_many_as_xla_counts_where_it_counts_loops_and_slices_alike():
 # --- Memory ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("checkpoint", [False, True])
-def test_the_schedule_gives_the_compilers_temporaries(checkpoint):
-    def layer(x, w):
-        return jnp.tanh(jnp.tanh(x @ w) @ w.T), None
-
+def train(layer):
     def loss(w, x):
-        x, _ = lax.scan(jax.checkpoint(layer) if checkpoint else layer, x, w)
+        x, _ = lax.scan(layer, x, w)
         return jnp.mean(x**2)
 
     def step(w, x):
         return w - 0.1 * jax.grad(loss)(w, x)
 
-    program = compiled(step, (8, 128, 128), (512, 128), donate=0)
+    return compiled(step, (8, 128, 128), (512, 128), donate=0)
+
+
+def layer(x, w):
+    return jnp.tanh(jnp.sin(x @ w) @ w.T), None
+
+
+@pytest.mark.parametrize("layer", [layer, jax.checkpoint(layer)], ids=["stored", "checkpoint"])
+def test_the_schedule_gives_the_compilers_temporaries(layer):
+    program = train(layer)
     found = at_peak(Program(program.as_text()))
     assert sum(b.nbytes for b in found) == pytest.approx(
         program.memory_analysis().temp_size_in_bytes, rel=0.1
@@ -323,21 +328,6 @@ def test_an_all_reduce_that_is_sliced_afterwards():
     assert "sums of 512 KiB are all-reduced and then sliced" in text
     assert not shd.audit(on_mesh(scattered)).warnings
     assert not shd.audit(on_mesh(lambda x: lax.psum(x, "data"))).warnings
-
-
-def train(layer):
-    def loss(w, x):
-        x, _ = lax.scan(layer, x, w)
-        return jnp.mean(x**2)
-
-    def step(w, x):
-        return w - 0.1 * jax.grad(loss)(w, x)
-
-    return compiled(step, (8, 128, 128), (512, 128), donate=0)
-
-
-def layer(x, w):
-    return jnp.tanh(jnp.sin(x @ w) @ w.T), None
 
 
 def test_what_grows_with_depth():

@@ -84,15 +84,8 @@ def test_balanced_stages_equal_brute_force(schedule, overlap):
         limits = rng.integers(20, 200, stages).astype(float).tolist()
         in_flight = [max_in_flight(schedule, stages, s, microbatches) for s in range(stages)]
         expected = brute_balanced(layers, speeds, links, limits, in_flight, 2.0, overlap)
-        kwargs = {
-            "speeds": speeds,
-            "links": links,
-            "memory": limits,
-            "schedule": schedule,
-            "microbatches": microbatches,
-            "param_factor": 2.0,
-            "overlap": overlap,
-        }
+        kwargs = {"speeds": speeds, "links": links, "memory": limits, "schedule": schedule}
+        kwargs |= {"microbatches": microbatches, "param_factor": 2.0, "overlap": overlap}
         if math.isinf(expected):
             with pytest.raises(ValueError, match=r"no partition into .* fits"):
                 balanced_stages(layers, stages, **kwargs)
@@ -387,16 +380,9 @@ def test_two_bw_equals_brute_force():
         rate = [1.0, 1.3, 1.5, 1.6, 1.65]
         args = (layers, n, batch, [1, 2, 4], memory, 8.0, 1.0, host, 3.0, rate.__getitem__)
         expected = brute_two_bw(*args)
-        kwargs = {
-            "global_batch": batch,
-            "microbatches": [1, 2, 4],
-            "memory": memory,
-            "link": 8.0,
-            "network": 1.0,
-            "devices_per_host": host,
-            "param_factor": 3.0,
-            "efficiency": rate.__getitem__,
-        }
+        kwargs = {"global_batch": batch, "microbatches": [1, 2, 4], "memory": memory}
+        kwargs |= {"link": 8.0, "network": 1.0, "devices_per_host": host}
+        kwargs |= {"param_factor": 3.0, "efficiency": rate.__getitem__}
         if not expected:
             with pytest.raises(ValueError, match=r"fits|no width x depth"):
                 two_bw(layers, n, **kwargs)

@@ -21,6 +21,8 @@ from sharding.plan._advice import saving_of
 from sharding.plan._devices import KINDS, kind_of
 from sharding.plan._models import MODELS, Decoder, count_to_params
 
+from ..model import make_of
+
 GB, GIB = 1e9, 2**30
 STAGES = [f"stage {i}" for i in range(4)]
 
@@ -164,13 +166,9 @@ def test_the_compiled_step(name):
     axis = "data" if "replica_axis" in fields else ("host", "data")
     zero = shd.Zero(mesh, axis=axis, min_shard_size=1000, **fields)
 
-    def make_state():
-        params = MODEL.init()
-        return params, tx.init(params)
-
     step = zero.train_step(MODEL.make_loss(zero.gathered(MODEL.apply_layer)), tx=tx, microbatches=k)
     batch = jax.ShapeDtypeStruct((8 * k, MODEL.length + 1), jnp.int32)
-    compiled = step.lower(zero.abstract_state(make_state, tx=tx), batch).compile()
+    compiled = step.lower(zero.abstract_state(make_of(MODEL.init, tx), tx=tx), batch).compile()
     plan = estimate(
         MODEL.abstract(),
         tx,

@@ -182,10 +182,7 @@ def test_an_asynchronous_pipeline_is_one_update_late():
 
 @pytest.mark.parametrize(
     ("plan", "layers"),
-    [
-        *some_of(PLANS, "aligned"),
-        pytest.param(PLAN_2BW, LAYERS_2BW, marks=SLOW),
-    ],
+    [*some_of(PLANS, "aligned"), pytest.param(PLAN_2BW, LAYERS_2BW, marks=SLOW)],
     ids=str,
 )
 def test_programs_send_and_compute_what_is_planned(plan, layers):

@@ -118,10 +118,7 @@ def test_figures_without_a_flush(stages, microbatches):
     for forward, backward, of_last in ((1, 2, 3), (2, 3, 3), (1, 2, 1)):
         added = [
             seconds_in_lockstep(
-                *(table, [1] * (stages - 1) + [0]),
-                forward=forward,
-                backward=backward,
-                head=of_last,
+                *(table, [1] * (stages - 1) + [0]), forward=forward, backward=backward, head=of_last
             )
             for table in (few, more)
         ]

@@ -148,10 +148,7 @@ def test_plans_use_all_devices_and_all_sequences_once():
         (stage, spread) for stage in (1, 2, 3) for spread in (False, True)
     }
     # Devices that share a layer have equal shards of it.
-    for fields, sizes in (
-        ({"kv_heads": 2}, {1, 2}),
-        ({"vocabulary": 32001}, {1, 2, 4, 8}),
-    ):
+    for fields, sizes in (({"kv_heads": 2}, {1, 2}), ({"vocabulary": 32001}, {1, 2, 4, 8})):
         model = dataclasses.replace(SMALL, **fields)
         assert {plan.tensor for plan in PlanSpace(model, 8, 16).plans({"pipe": 1})} == sizes
 

@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 
-import sharding as shd
 from sharding.plan import MODELS, kind_of, layer_costs
 from sharding.plan._models import Decoder
 from sharding.plan.fastest._plan_file import PlanFile
@@ -46,11 +45,7 @@ def make_state(model, tx):
         mean = 1.0 if path[-1].key == "scale" else 0.0
         return jnp.asarray(rng.normal(mean, 0.1, x.shape), jnp.float64)
 
-    def make():
-        params = jax.tree_util.tree_map_with_path(draw, shapes)
-        return params, tx.init(params)
-
-    return make
+    return models.make_of(lambda: jax.tree_util.tree_map_with_path(draw, shapes), tx)
 
 
 def batch(step):
@@ -60,17 +55,9 @@ def batch(step):
 @functools.cache
 def reference():
     """The same steps on one device, by plain jax and optax."""
-    tx, loss = optax.adamw(1e-2), GPT.make_loss()
-    params, opt_state = make_state(GPT, tx)()
-
-    @jax.jit
-    def step(params, opt_state, tokens):
-        updates, opt_state = tx.update(jax.grad(loss)(params, tokens), opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    for i in range(STEPS):
-        params, opt_state = step(params, opt_state, batch(i))
-    return params
+    tx = optax.adamw(1e-2)
+    state, _ = models.alone(make_state(GPT, tx), tx, GPT.make_loss(), batch, STEPS)
+    return state[0]
 
 
 def check(params):
@@ -79,20 +66,16 @@ def check(params):
         x | {"layers": {k: v for k, v in x["layers"].items() if k != "key_bias"}}
         for x in (params, reference())
     )
-    distance, leaf = models.worst_leaf(params, expected)
-    assert distance < 1e-12, leaf
+    models.assert_close(params, expected, 1e-12)
 
 
 @pytest.mark.usefixtures("x64")
 def test_shared_layers_are_exact():
     model, tx = GPT, optax.adamw(1e-2)
-    mesh = jax.make_mesh((4, 2), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2)
-    zero = shd.Zero(mesh, stage=3, min_shard_size=0)
-    specs = model.specs("model", 2)
-    state = zero.init(make_state(model, tx), tx=tx, param_specs=specs)
-    step = zero.train_step(model.make_loss(zero.gathered(model.apply_layer)), tx=tx, microbatches=2)
-    for i in range(STEPS):
-        state, _ = step(state, zero.put(batch(i)))
+    zero = models.zero_on(4, 2, names=("data", "model"), stage=3)
+    specs, make = model.specs("model", 2), make_state(model, tx)
+    loss_fn = model.make_loss(zero.gathered(model.apply_layer))
+    state = models.run(zero, make, tx, loss_fn, batch, STEPS, specs, microbatches=2)
     check(state[0])
     assert "model" in tuple(state[0]["layers"]["up"].sharding.spec)
     held = model.abstract(shards=2)
@@ -104,17 +87,13 @@ def test_pipelines_of_shared_layers_are_exact():
     model, tx = GPT, optax.adamw(1e-2)
     plan = ParallelPlan(*(2, 2, 2), microbatches=2, stage=1, recompute="save_qkv_proj")
     file = PlanFile("", "", "cpu:8", model.length, "float64", (1, 1), plan, {})
-    auto = (jax.sharding.AxisType.Auto,) * 3
-    mesh = jax.make_mesh(tuple(file.mesh_axes.values()), tuple(file.mesh_axes), auto)
-    mesh = file.arranged(mesh)
+    mesh = file.arranged(models.mesh_of(**file.mesh_axes))
     pipeline = file.pipeline(mesh, model)
     zero = dataclasses.replace(file.zero(mesh), min_shard_size=0)
     make = make_state(model, tx)
     specs = pipeline.param_specs(pipeline.stack(model.abstract()), file.param_specs(model))
-    state = zero.init(lambda: pipeline.stack(make()), tx=tx, param_specs=specs)
-    step = zero.train_step(pipeline.loss, tx=tx, weighted=True)
-    for i in range(STEPS):
-        state, _ = step(state, zero.put(batch(i)))
+    stacked = lambda: pipeline.stack(make())  # noqa: E731
+    state = models.run(zero, stacked, tx, pipeline.loss, batch, STEPS, specs, weighted=True)
     check(pipeline.unstack(state[0]))
     assert state[0]["layers"]["up"].sharding.spec[0] == "pipe"
     assert "model" in tuple(state[0]["layers"]["up"].sharding.spec)

@@ -18,6 +18,8 @@ from sharding.plan.timing._parallel_plan import ParallelPlan
 from sharding.plan.timing._step_time import COMPILED, step_seconds
 from sharding.plan.timing._traced_work import work_of
 
+from .. import model as models
+
 TX = optax.adamw(1e-3)
 DECODER = Decoder(4, 256, 4, 4, 1024, 512, 128)
 
@@ -129,25 +131,16 @@ def test_the_program_is_what_is_planned_and_trains():
     assert not verify(file, OWN, TX, memory=2.0**40, device=kind_of("h100")).failures
     names = {"model": OWN, "tx": TX}
     exec("\n".join(file.code()), names)
-    zero, step = names["zero"], names["step"]
+    zero, make = names["zero"], models.make_of(lambda: init(jnp.float32), TX)
 
-    def make_state():
-        params = init(jnp.float32)
-        return params, TX.init(params)
+    def batch(step):
+        rng = np.random.default_rng(1 + step)
+        draw = lambda x: rng.normal(size=(plan.sequences, *x.shape))  # noqa: E731
+        return jax.tree.map(lambda x: draw(x).astype(np.float32), EXAMPLE)
 
-    @jax.jit
-    def reference(state, batch):
-        grads = jax.grad(make_loss(apply_layer))(state[0], batch)
-        updates, opt_state = TX.update(grads, state[1], state[0])
-        return optax.apply_updates(state[0], updates), opt_state
-
-    rng = np.random.default_rng(1)
-    state, expected = zero.init(make_state, tx=TX), make_state()
-    for _ in range(3):
-        batch = jax.tree.map(
-            lambda x: rng.normal(size=(plan.sequences, *x.shape)).astype(np.float32), EXAMPLE
-        )
-        state, _ = step(state, zero.put(batch))
-        expected = reference(expected, batch)
+    state = zero.init(make, tx=TX)
+    for i in range(3):
+        state, _ = names["step"](state, zero.put(batch(i)))
+    expected, _ = models.alone(make, TX, make_loss(apply_layer), batch, 3)
     for mine, theirs in zip(jax.tree.leaves(state[0]), jax.tree.leaves(expected[0]), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5)

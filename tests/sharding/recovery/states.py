@@ -14,6 +14,8 @@ from sharding.recovery import _peer_checkpoints as peers
 from sharding.recovery._machines import machines_of
 from sharding.recovery._replica_program import as_data, is_key
 
+from .. import model
+
 WIDTH = 16
 
 
@@ -71,12 +73,14 @@ def adamw():
 
 def make_state(tx=None, dtype=jnp.float32):
     """A function that makes (params, opt_state)."""
+    return model.make_of(lambda: init_params(dtype), tx or adamw())
 
-    def make():
-        params = init_params(dtype)
-        return params, (tx or adamw()).init(params)
 
-    return make
+def damage(path):
+    """Flips a bit of the first block of a file."""
+    raw = bytearray(path.read_bytes())
+    raw[4096] ^= 1
+    path.write_bytes(raw)
 
 
 def random_bits(dtype, shape, seed=0):

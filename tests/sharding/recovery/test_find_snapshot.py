@@ -14,6 +14,8 @@ from sharding.recovery._slot import BLOCK, OpenSlot, Slot, SlotTable, SnapshotId
 from sharding.recovery._stored_leaf import StoredLeaf
 from sharding.recovery._words import host_checksum
 
+from .states import damage
+
 LEAVES = [StoredLeaf("['w']", (4, 6), "float32", (2, 1))]
 
 
@@ -79,13 +81,6 @@ def test_blocks_of_two_machines(find, tmp_path, monkeypatch):
         assert found.readers == {(0, 0): [0], (0, 1): [1]}
         assert list(found.mine) == [(0, rank)]
         assert found.extra == {"seed": 0}
-
-
-def damage(path):
-    """Flips a bit of the first block."""
-    raw = bytearray(path.read_bytes())
-    raw[4096] ^= 1
-    path.write_bytes(raw)
 
 
 def test_a_replica_takes_the_place_of_a_damaged_block(find, tmp_path):

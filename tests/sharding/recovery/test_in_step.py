@@ -11,12 +11,8 @@ from jax.sharding import AxisType
 import sharding as shd
 from sharding.step import _compiled_step
 
+from ..model import zero_on
 from .states import adamw, batch_of, bits, invent_machines, loss_fn, make_state, store_of
-
-
-def zero_of(stage, kind=AxisType.Auto):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(kind,))
-    return shd.Zero(mesh, stage, min_shard_size=0)
 
 
 def step_of(zero, **options):
@@ -62,7 +58,7 @@ class Run:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
     """At stage 3: tests go on where those before them ended."""
-    zero = zero_of(3)
+    zero = zero_on(8, stage=3)
     store = store_of(zero.mesh, tmp_path_factory.mktemp("shared"))
     yield Run(zero, store)
     store.close()
@@ -155,7 +151,7 @@ def test_flax_train_states(tmp_path):
         params, tx = {"w": jnp.ones((8, 16))}, optax.sgd(0.1)
         return KeyedState.create(apply_fn=None, params=params, tx=tx, key=jax.random.key(3))
 
-    zero = zero_of(1, AxisType.Explicit)
+    zero = zero_on(8, stage=1, kind=AxisType.Explicit)
     store = store_of(zero.mesh, tmp_path, interval=3)
     loss = lambda p, x: jnp.mean(jnp.square(p["w"] @ x.T))  # noqa: E731
     step = zero.train_step(loss, snapshot=store, donate=False)
@@ -180,7 +176,7 @@ def test_flax_train_states(tmp_path):
 def test_on_four_machines(tmp_path, monkeypatch):
     """Bytes grow by what is sent."""
     invent_machines(monkeypatch, "aabbccdd")
-    zero = zero_of(2)
+    zero = zero_on(8, stage=2)
     run = Run(zero, store_of(zero.mesh, tmp_path, replicas=2), microbatches=2)
     batch = jax.ShapeDtypeStruct((16, 16), jnp.float32)
     plain, copying = (s.lower(run.abstract, batch).compile() for s in (run.plain, run.copying))

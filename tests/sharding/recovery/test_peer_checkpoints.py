@@ -22,7 +22,7 @@ from sharding.recovery._replica_program import ReplicaProgram
 from sharding.recovery._slot import Slot, slots_in
 from sharding.recovery._slot_plan import SlotPlan
 
-from .states import adamw, bits, invent_machines, make_state, random_like, store_of
+from .states import adamw, bits, damage, invent_machines, make_state, random_like, store_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:the transformation's init")  # codes of small arrays
 
@@ -206,14 +206,6 @@ def slot_of(tmp_path, step):
     return found
 
 
-def damage(tmp_path, step):
-    """Flips a bit of a block."""
-    path = slot_of(tmp_path, step)
-    raw = bytearray(path.read_bytes())
-    raw[4096] ^= 1
-    path.write_bytes(raw)
-
-
 def assert_restores(store, make, step, value=None):
     found = store.restore(make(0))
     assert (found.step, bits(found.state)) == (step, bits(make(step if value is None else value)))
@@ -381,7 +373,7 @@ def test_no_process_overwrites_the_last_complete_snapshot(make, open_store, tmp_
 def test_damaged_while_the_store_is_open(make, open_store, tmp_path, monkeypatch):
     """Restored by the same attempt: what is known to be complete is what was restored."""
     store = write(open_store(), make, 1, 2, 3)
-    damage(tmp_path, 3)
+    damage(slot_of(tmp_path, 3))
     assert store.restore(make(0)).step == 2
     assert steps_in(tmp_path) == [2]  # 3 is discarded
     with monkeypatch.context() as patch:

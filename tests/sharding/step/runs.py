@@ -8,8 +8,6 @@ import numpy as np
 import optax
 from jax.sharding import AxisType
 
-import sharding as shd
-
 from .. import model
 
 STEPS, ROWS, WIDTH, TOLERANCE = 4, 32, 16, 1e-12
@@ -26,11 +24,9 @@ MESHES = {
 }
 
 
-def zero_of(stage, mesh="flat", kind=AxisType.Auto, min_shard_size=0, **options):
+def zero_of(stage, mesh="flat", kind=AxisType.Auto, **options):
     shape, names, more = MESHES[mesh]
-    devices = jax.devices()[: int(np.prod(shape))]
-    mesh = jax.make_mesh(shape, names, axis_types=(kind,) * len(names), devices=devices)
-    return shd.Zero(mesh, stage=stage, min_shard_size=min_shard_size, **more, **options)
+    return model.zero_on(*shape, names=names, kind=kind, stage=stage, **more, **options)
 
 
 def batch(step):
@@ -94,8 +90,7 @@ def _arrays(state):
 
 def assert_close(found, expected, tolerance=TOLERANCE):
     """Leaf by leaf, whatever nodes they are in."""
-    distance, leaf = model.worst_leaf(*map(jax.tree.leaves, (found, expected)))
-    assert distance < tolerance, leaf
+    model.assert_close(*map(jax.tree.leaves, (found, expected)), tolerance)
 
 
 def gathers_behind(program, shape):

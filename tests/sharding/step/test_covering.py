@@ -26,6 +26,7 @@ from sharding import sync
 from sharding.plan.program._wire import collectives
 
 from .. import model
+from . import runs
 
 STEPS, SAVED = 6, 3
 
@@ -100,9 +101,7 @@ OPTIMIZERS = {
         optax.clip_by_global_norm(0.5), optax.adamw(1e-3, weight_decay=0.1)
     ),
     "came": lambda: optax_ext.came(3e-5, weight_decay=0.1),
-    "adafactor": lambda: optax_ext.adafactor(
-        1e-3, momentum=0.9, factoring=optax_ext.last_two_dims()
-    ),
+    "adafactor": model.OPTIMIZERS["adafactor"],
     "lamb": lambda: optax_ext.lamb(1e-3, weight_decay=0.1),
     "8 bits": lambda: optax_ext.low_precision_state(optax.adamw(1e-3), 8, min_size=1900),
     "muon": lambda: optax.partition(
@@ -116,12 +115,6 @@ SYNCS = {
     "top_k": lambda: sync.top_k(1.0, min_size=1),  # with a state, and lossless
     "zen": lambda: sync.zen(0.5, min_size=512),
 }
-MESHES = {
-    "flat": ((8,), ("data",), {}),
-    "replicas": ((2, 4), ("replica", "data"), {"replica_axis": "replica"}),
-    "tensor": ((4, 2), ("data", "model"), {}),
-    "torus": ((2, 4), ("x", "y"), {"axis": ("x", "y")}),
-}
 # Query, key and hidden columns over the tensor axis, which replicas do not have.
 MODEL_AXIS = {
     "query": P(None, None, "model"),
@@ -131,23 +124,14 @@ MODEL_AXIS = {
 
 
 def zero_of(row):
-    shape, names, options = MESHES[row.mesh]
-    kind = AxisType.Explicit if row.explicit else AxisType.Auto
-    return shd.Zero(
-        jax.make_mesh(shape, names, axis_types=(kind,) * len(shape)),
-        stage=row.stage,
+    return runs.zero_of(
+        *(row.stage, row.mesh, AxisType.Explicit if row.explicit else AxisType.Auto),
         sync=SYNCS[row.sync](),
         offload="optimizer" if row.offload else None,
         shard_state_over_replicas=bool(row.spread),
         min_shard_size=128,
         offload_min_size=128,
-        **options,
     )
-
-
-def make_state(tx):
-    params = model.init_params(jnp.float64)
-    return params, tx.init(params)
 
 
 def new_model_state():
@@ -216,26 +200,15 @@ def reference(row, num_devices):
             new = {k: p if trainable(row)[k] else params[k] for k, p in new.items()}
         return new, opt_state, state, loss, optax.tree.norm(grads)
 
-    params, opt_state = jax.jit(lambda: make_state(tx))()
+    params, opt_state = jax.jit(model.make_state(tx, jnp.float64))()
     state, losses, norms = new_model_state(), [], []
     count = row.microbatches if row.model_state else 1
     for i in range(STEPS):
-        parts = microbatches_of(model.batch(i), num_devices, count)
+        parts = model.microbatches_of(model.batch(i), num_devices, count)
         params, opt_state, state, loss, norm = step(params, opt_state, parts, state)
         losses.append(float(loss))
         norms.append(float(norm))
     return jax.device_get(((params, opt_state), state, losses, norms))
-
-
-def microbatches_of(batch, devices, count):
-    """Micro-batch j of the mesh: the j-th parts of all devices' shards."""
-
-    def split(x):
-        parts = x.reshape(devices, count, -1, *x.shape[1:]).swapaxes(0, 1)
-        return parts.reshape(count, -1, *x.shape[1:])
-
-    parts = jax.tree.map(split, batch)
-    return [jax.tree.map(lambda x, i=i: x[i], parts) for i in range(count)]
 
 
 # --- The sharded run ---
@@ -249,7 +222,7 @@ class Run:
         self.tx, zero = tx, self.zero
         specs = {k: MODEL_AXIS.get(k, P()) for k in model.init_params(np.float32)}
         self.specs = specs if row.mesh == "tensor" else None
-        make = functools.partial(make_state, tx)
+        make = model.make_state(tx, jnp.float64)
         state = zero.init(make, tx=tx, param_specs=self.specs)
         self.placed = zero.shardings(state, tx=tx, param_specs=self.specs)
         self.description = zero.describe(state, tx=tx, param_specs=self.specs)
@@ -317,13 +290,11 @@ def test_equals_one_device(run):
     want, model_state, losses, norms = reference(run.row, run.zero.num_devices)
     state = without_sync(run.state)
     for have, expected, tolerance in zip(state, want, (1e-12, 1e-11), strict=True):
-        distance, leaf = model.worst_leaf(have, expected)
-        assert distance < tolerance, leaf
+        model.assert_close(have, expected, tolerance)
     np.testing.assert_allclose(run.losses, losses, rtol=1e-12)
     np.testing.assert_allclose(run.norms, norms, rtol=1e-12)
     if run.row.model_state:
-        distance, leaf = model.worst_leaf(run.model_state, model_state)
-        assert distance < 1e-12, leaf
+        model.assert_close(run.model_state, model_state, 1e-12)
 
 
 def test_goes_on_from_a_checkpoint(run):

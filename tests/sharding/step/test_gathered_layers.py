@@ -91,8 +91,7 @@ def reference():
 
 # A shard is a node of several leaves: where the parameters come first, trees match in one order.
 @pytest.mark.parametrize(
-    ("cls", "stage", "static_first"),
-    [(Layer, 2, True), (Layer, 3, True), (Module, 3, False)],
+    ("cls", "stage", "static_first"), [(Layer, 2, True), (Layer, 3, True), (Module, 3, False)]
 )
 def test_equals_one_device(cls, stage, static_first):
     zero = zero_of(stage)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import sharding as shd
 
+from ..model import make_of, microbatches_of
 from .runs import F64, TOLERANCE, TX, WIDTH, assert_same, batch, draw, train, train_alone, zero_of
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -57,16 +58,6 @@ def loss_fn(params, batch, stats):
     return jnp.mean((y - batch["y"]) ** 2), new["batch_stats"]
 
 
-def microbatches_of(batch, devices, count):
-    """Micro-batch j of the mesh: the j-th parts of all devices' shards."""
-
-    def split(x):
-        parts = x.reshape(devices, count, -1, *x.shape[1:]).swapaxes(0, 1)
-        return parts.reshape(count, -1, *x.shape[1:])
-
-    return jax.tree.map(split, batch)
-
-
 @functools.cache
 def reference(devices=1, count=1, apart=False):
     """Of one device; ``apart``: each eighth has statistics of its own, and their mean goes on."""
@@ -77,9 +68,8 @@ def reference(devices=1, count=1, apart=False):
         return jax.tree.map(lambda x: x.mean(0), every)
 
     def mean(params, batch, state, key):
-        total, stats, parts = 0.0, state.batch_stats, microbatches_of(batch, devices, count)
-        for j in range(count):
-            part = jax.tree.map(lambda x, j=j: x[j], parts)
+        total, stats = 0.0, state.batch_stats
+        for part in microbatches_of(batch, devices, count):
             loss, stats = (of_eighths if apart else loss_fn)(params, part, stats)
             total += loss / count
         return total, stats
@@ -175,9 +165,7 @@ def test_evaluation_reads_the_model_state():
 PARAMS = {"w": np.linspace(-1, 1, WIDTH * 8).reshape(WIDTH, 8)}
 
 
-def pair():
-    params = jax.tree.map(jnp.array, PARAMS)
-    return params, TX.init(params)
+pair = make_of(lambda: PARAMS, TX)
 
 
 def quadratic(params, batch):

@@ -90,10 +90,7 @@ def wide_alone(tx):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize(
-    ("stage", "microbatches", "hybrid"),
-    [(2, 2, False), (3, 2, True)],
-)
+@pytest.mark.parametrize(("stage", "microbatches", "hybrid"), [(2, 2, False), (3, 2, True)])
 def test_no_step_on_the_way_is_narrower_than_asked(stage, microbatches, hybrid):
     """Float32 parameters with float64 in all else: a cast too many would leave 1e-7, not 1e-15."""
     tx, double = optax_ext.master_weights(optax.adamw(1e-3), dtype=jnp.float64), jnp.float64

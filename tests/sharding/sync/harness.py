@@ -5,19 +5,13 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sharding import sync
 
+from ..model import mesh_of
 from .traces import gradients
-
-
-def mesh_of(kind=AxisType.Auto, **axes):
-    """A mesh of the first devices."""
-    devices = jax.devices()[: int(np.prod(list(axes.values())))]
-    kinds = (kind,) * len(axes)
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds, devices=devices)
 
 
 class SyncRunner:

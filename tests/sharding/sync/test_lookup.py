@@ -20,6 +20,7 @@ from sharding import sync
 from sharding.plan.program._wire import collectives
 
 from ...flax_nnx import needs_nnx, nnx
+from .. import model as models
 from .harness import mesh_of, norm
 
 TOKENS, STEPS = 64, 4  # of a batch, on all devices
@@ -139,26 +140,13 @@ def loss_by(tables, look_of):
     return loss
 
 
-def train(step, state, tables, put=lambda batch: batch):
-    for i in range(STEPS):
-        state, _ = step(state, put(batch_of(i, tables)))
-    return jax.device_get(state[0])
-
-
 @functools.cache
 def alone():
     """One device, and ``take``."""
-    tx = optax.adamw(1e-2)
-    params = {k: initial(t.shape) for k, t in TABLES.items()}
-    loss = loss_by(TABLES, lambda table: take)
-
-    @jax.jit
-    def step(state, batch):
-        params, opt_state = state
-        updates, opt_state = tx.update(jax.grad(loss)(params, batch), opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), None
-
-    return train(step, (params, jax.jit(tx.init)(params)), TABLES)
+    tx, loss = optax.adamw(1e-2), loss_by(TABLES, lambda table: take)
+    make = models.make_of(lambda: {k: initial(t.shape) for k, t in TABLES.items()}, tx)
+    state, _ = models.alone(make, tx, loss, lambda i: batch_of(i, TABLES), STEPS)
+    return jax.device_get(state[0])
 
 
 @functools.cache
@@ -184,10 +172,11 @@ def step_of(name):
 def run_of(name):
     """The tables after training, in their own order."""
     config, (step, state, _) = CONFIGS[name], step_of(name)
-    found = train(step, state, config.tables, config.zero().put)
+    for i in range(STEPS):
+        state, _ = step(state, config.zero().put(batch_of(i, config.tables)))
     return {
-        k: np.asarray(jax.jit(shd.unshuffle_rows)(x)) if k == "shuffled" else x
-        for k, x in found.items()
+        k: np.asarray(jax.jit(shd.unshuffle_rows)(x) if k == "shuffled" else x)
+        for k, x in state[0].items()
     }
 
 

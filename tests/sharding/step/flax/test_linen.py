@@ -245,8 +245,7 @@ def parallel_reference():
 
 
 @pytest.mark.parametrize(
-    ("stage", "kind", "rules"),
-    [(2, AxisType.Auto, "lists"), (3, AxisType.Explicit, "tuples")],
+    ("stage", "kind", "rules"), [(2, AxisType.Auto, "lists"), (3, AxisType.Explicit, "tuples")]
 )
 def test_metadata_shards_as_the_rules_in_context_say(stage, kind, rules):
     zero = zero_of(stage, "tensor", kind, gathered_blocks="Parallel")

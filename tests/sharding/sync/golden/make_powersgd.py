@@ -46,10 +46,7 @@ def work(device, queue):
     )
     model = DistributedDataParallel(Model())
     state = powerSGD_hook.PowerSGDState(
-        None,
-        matrix_approximation_rank=RANK,
-        start_powerSGD_iter=START,
-        min_compression_rate=1.5,
+        None, matrix_approximation_rank=RANK, start_powerSGD_iter=START, min_compression_rate=1.5
     )
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     for step in range(STEPS):
