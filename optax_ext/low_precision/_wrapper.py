@@ -35,6 +35,7 @@ from optax_ext.low_precision._formats import (
     decode,
     encode,
 )
+from optax_ext.low_precision._roles import find_signs
 from optax_ext.low_precision._rounding import (
     check_seed,
     hashes_of_matrices,
@@ -44,15 +45,9 @@ from optax_ext.low_precision._rounding import (
     uniform_for,
 )
 
-# Fields whose arrays are never negative, mostly averages of squares. A name that is ambiguous is
-# qualified by its state's class.
-_UNSIGNED = frozenset(
-    {"nu", "nu_max", "sum_of_squares", "e_g", "e_x", "exp_avg_sq", "step_sizes", "FactoredState.v"}
-)
-# Fields that are not averages: parameters, and sums that are still growing.
-_EXACT = frozenset({"master", "acc_grads", "z", "params0", "init_params"})
 # Formats by name, as arguments of ``low_precision_state``.
 STATE_FORMATS: dict[str, int | Format] = {"bfloat16": 16, "8bit": 8, "fp8": Float8(), "4bit": 4}
+MIN_SIZE = 4096
 # Vectors must be this many times as large as other arrays: scales and biases are a small share of
 # the state, and ZeRO would shard them into less than a block.
 _VECTOR_FACTOR = 16
@@ -72,7 +67,7 @@ def low_precision_state(
     formats: Mapping[str, Format | None] | None = None,
     rounding: str = "stochastic",
     block_size: int | None = None,
-    min_size: int = 4096,
+    min_size: int = MIN_SIZE,
     seed: int = 0,
     implementation: str = "xla",
 ) -> optax.GradientTransformationExtraArgs:
@@ -85,13 +80,13 @@ def low_precision_state(
       u, s \leftarrow \operatorname{inner}(g, D(q)), \quad q \leftarrow E(s)
 
     Arrays of the state are stored in low precision if they have their parameter's shape and at
-    least ``min_size`` elements (vectors: 16 times as many): moments, but not the row and column
-    statistics of factored ones. Second moments (the fields ``nu``, ``nu_max``, ``sum_of_squares``,
-    ``e_g``, ``e_x``, ``exp_avg_sq``, ``step_sizes`` of optax and this library, and Adafactor's
-    ``v``) have unsigned codes, in which positive elements never become 0; all others have signed
-    codes. Parameters and running sums (``master``, ``acc_grads``, ``z``, ``params0``,
-    ``init_params``) are not changed. ``describe_state`` lists the result. All choices depend on
-    global shapes alone, so a mesh changes neither numbers nor checkpoints.
+    least ``min_size`` elements (vectors: 16 times as many): averages, but not the row and column
+    statistics of factored ones. Those that are never negative, as second moments, have unsigned
+    codes, in which positive elements never become 0. Copies of parameters, sums that grow, terms of
+    small differences, and what is uncertain are not changed. This is known of common optimizers;
+    of others, ``init`` finds it out, in about a second, by steps of ``inner`` on small arrays.
+    ``describe_state`` lists the result, and ``formats`` overrides it. All choices depend on global
+    shapes alone, so a mesh changes neither numbers nor checkpoints.
 
     Bytes per element: 1.016 in 8 bits, 0.50 in 4 bits (two vectors per matrix), 1.039 in
     ``Float8``, 2 in 16 bits.
@@ -157,7 +152,9 @@ def low_precision_state(
       NeurIPS 2023, arXiv 2309.01507.
     """
     rules = _check_formats(formats or {})
-    default = {signed: _default_format(bits, block_size, signed) for signed in (True, False)}
+    default: dict[bool | None, Format] = {
+        signed: _default_format(bits, block_size, signed) for signed in (True, False)
+    }
     if rounding not in ROUNDINGS:
         raise ValueError(
             f"rounding must be one of {', '.join(map(repr, ROUNDINGS))}, got {rounding!r}."
@@ -167,35 +164,43 @@ def low_precision_state(
     check_seed(seed)
     inner = optax.with_extra_args_support(inner)
 
-    def choose(path: Any, leaf: Any, field: str | None) -> tuple[Format, bool] | None:
-        """Returns the format of a state array and whether it is signed; None if unchanged."""
+    @functools.cache
+    def signs_of(structure: Any, shapes: Any, fields: Any) -> dict[Any, bool]:
+        leaves = [jax.ShapeDtypeStruct(*x) for x in shapes]
+        return find_signs(inner, structure.unflatten(leaves), fields)
+
+    def candidate(path: Any, leaf: Any, field: Any) -> dict[bool | None, Format]:
+        """Returns the formats of a state array: if signed, unsigned, or not suited (None)."""
         if not _is_floating(leaf) or not leaf.ndim or not leaf.size:
-            return None
-        signed = field not in _UNSIGNED and (field or "").rpartition(".")[2] not in _UNSIGNED
+            return {}
         for pattern, fmt in rules.items():
             if re.search(pattern, path_name(path)):
-                return None if fmt is None else (fmt, signed)
-        if field is None or field.rpartition(".")[2] in _EXACT:
-            return None
-        if leaf.size < min_size * (_VECTOR_FACTOR if leaf.ndim == 1 else 1):
-            return None
-        fmt = default[signed]
-        return (fmt, signed) if fmt.bits < 8 * leaf.dtype.itemsize else None
+                return {} if fmt is None else dict.fromkeys((True, False, None), fmt)
+        if leaf.size < min_size * (_VECTOR_FACTOR if leaf.ndim == 1 else 1) or field is None:
+            return {}
+        return default if default[True].bits < 8 * leaf.dtype.itemsize else {}
 
     def init(params: optax.Params) -> LowPrecisionState:
         state = inner.init(params)
         flat, treedef = _flatten(state)
         _check_inner(flat, rules, params)
-        fields = _fields(state, flat, params)
         first = "compensated" if rounding == "compensated" else "nearest"
+        fields = _fields(state, flat, params)
+        formats = [candidate(*each, field) for each, field in zip(flat, fields, strict=True)]
+        leaves, structure = jax.tree.flatten(params)
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        wanted = tuple(f for f, fmt in zip(fields, formats, strict=True) if f and fmt)
+        signed = signs_of(structure, shapes, wanted)
         with jax.named_scope("low_precision"):
-            stored = [
-                # The barrier prevents XLA from encoding large constants of zeros while compiling.
-                encode(jax.lax.optimization_barrier(leaf), *choice, first)
-                if (choice := choose(path, leaf, field))
-                else leaf
-                for (path, leaf), field in zip(flat, fields, strict=True)
-            ]
+            stored = []
+            for (_, leaf), field, fmt in zip(flat, fields, formats, strict=True):
+                sign = signed.get(field and field[1])
+                if sign in fmt:
+                    # The barrier prevents XLA from encoding large constants of zeros while
+                    # compiling.
+                    leaf = jax.lax.optimization_barrier(leaf)
+                    leaf = encode(leaf, fmt[sign], sign is not False, first)
+                stored.append(leaf)
         key = make_key(seed) if rounding == "stochastic" else None
         return LowPrecisionState(key, treedef.unflatten(stored))
 
@@ -285,8 +290,8 @@ def describe_state(state: optax.OptState) -> str:
       state: the state of any transformation; its arrays may be abstract.
 
     Returns:
-      A line for each ``Quantized``: path, shape, format, and bytes including scales; and a line for
-      all other arrays.
+      A line for each ``Quantized``: path, shape, format, and bytes including scales; for each other
+      floating array of two dims and 4,096 elements; and for all that is left.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_ext
@@ -300,10 +305,14 @@ def describe_state(state: optax.OptState) -> str:
         if isinstance(leaf, Quantized):
             sign = "signed" if leaf.signed else "unsigned"
             more = "" if leaf.rest is None else ", 8 bits of error"
-            size = f"{leaf.nbytes:,} bytes"
-            lines.append((path_name(path), str(leaf.shape), f"{leaf.format} {sign}{more}", size))
+            what = f"{leaf.format} {sign}{more}"
+            lines.append((path_name(path), str(leaf.shape), what, f"{leaf.nbytes:,} bytes"))
         elif hasattr(leaf, "dtype"):
-            others += math.prod(leaf.shape) * leaf.dtype.itemsize
+            size = math.prod(leaf.shape) * leaf.dtype.itemsize
+            if _is_floating(leaf) and leaf.ndim > 1 and leaf.size >= MIN_SIZE:
+                lines.append((path_name(path), str(leaf.shape), str(leaf.dtype), f"{size:,} bytes"))
+                continue
+            others += size
             dtypes.add(str(leaf.dtype))
     lines.append(("others", "", ", ".join(sorted(dtypes)), f"{others:,} bytes"))
     return aligned(lines)
@@ -359,29 +368,29 @@ def _check_inner(flat: list[Any], rules: Mapping[str, Any], params: Any) -> None
             )
 
 
-def _fields(state: Any, flat: list[Any], params: Any) -> list[str | None]:
-    """Returns the ``State.field`` of arrays that belong to a parameter; None for other arrays.
+def _fields(state: Any, flat: list[Any], params: Any) -> list[Any]:
+    """Returns the class and the path of the field of each array; None if it is no parameter's.
 
-    An array belongs to the parameter that has its shape and whose path ends its own; ``""`` if that
-    path is not in a field.
+    An array belongs to the parameter that has its shape and whose path ends its own. The class is
+    that of which the field is an attribute, or None.
     """
     shapes = {path: leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
-    def field(path: Any, leaf: Any) -> str | None:
+    def field(path: Any, leaf: Any) -> Any:
         for i in range(len(path) + 1):
             if path[i:] in shapes and getattr(leaf, "shape", None) == shapes[path[i:]]:
-                return _field_of(state, path[:i])
+                return _class_of(state, path[:i]), path[:i]
         return None
 
     return [field(path, leaf) for path, leaf in flat]
 
 
-def _field_of(node: Any, path: Any) -> str:
-    """Returns the last attribute on a path, qualified by the class that has it."""
-    found = ""
+def _class_of(node: Any, path: Any) -> type | None:
+    """Returns the class of which the last key of a path is an attribute."""
+    found = None
     for key in path:
+        found = type(node) if isinstance(key, jax.tree_util.GetAttrKey) else None
         if isinstance(key, jax.tree_util.GetAttrKey):
-            found = f"{type(node).__name__}.{key.name}"
             node = getattr(node, key.name)
         else:
             node = node[key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.key]

@@ -1,0 +1,203 @@
+"""What each field of a state is: an average, which low precision suits, or what it would spoil.
+
+The fields of common states are known. Those of others are tried: ``inner`` takes some hundred
+steps on parameters of at most 8 elements a dim.
+"""
+
+import threading
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_ext._adafactor import MomentumState, ScaleByAdafactorState
+from optax_ext._came import ScaleByCameState
+from optax_ext._lamb import ScaleByLambState
+from optax_ext._lars import LarsMomentumState
+from optax_ext._leaves import path_name
+from optax_ext._master_weights import MasterWeightsState
+
+# States of averages and of sums of squares, and which fields are never negative.
+_AVERAGES: dict[type, tuple[str, ...]] = {
+    MomentumState: (),
+    LarsMomentumState: (),
+    optax.TraceState: (),
+    optax.EmaState: (),
+    optax.ScaleByLionState: (),
+    ScaleByAdafactorState: ("nu",),
+    ScaleByCameState: ("nu",),
+    ScaleByLambState: ("nu",),
+    optax.FactoredState: ("v",),
+    optax.ScaleByAdamState: ("nu",),
+    optax.ScaleByBeliefState: ("nu",),
+    optax.ScaleByAmsgradState: ("nu", "nu_max"),
+    optax.ScaleByRmsState: ("nu",),
+    optax.ScaleByRpropState: ("step_sizes",),
+    optax.ScaleByRssState: ("sum_of_squares",),
+}
+# States of parameters; of sums until they are emptied; of the terms of a small difference.
+_EXACT = (MasterWeightsState, optax.MultiStepsState, optax.ScaleByRStdDevState)
+
+_SIDE = 8  # elements a dim of parameters that are tried
+_RANDOM, _EQUAL, _ZERO = 8, 500, 8  # steps of gradients of each kind
+_ERROR = 2.0**-7  # relative, of a field; and how many times as large that of the update may be
+_MOST = 4
+
+
+def find_signs(
+    inner: optax.GradientTransformationExtraArgs,
+    params: Any,
+    fields: Iterable[tuple[type | None, Any]],
+) -> dict[Any, bool]:
+    """Returns the fields that suit low precision, and whether they are signed.
+
+    An average changes where gradients are zero. Sums do not, nor do copies of parameters: they are
+    left out, as is what moves an update by several times its own error, such as the terms of a
+    small difference, and whatever could not be tried.
+
+    Args:
+      inner: the transformation.
+      params: its parameters, of which shapes and dtypes count.
+      fields: the class and the path of each; a path ends in its ``GetAttrKey``, or is ``()``.
+    """
+    known, unknown = {}, []
+    for cls, path in dict.fromkeys(fields):
+        if cls in _AVERAGES:
+            known[path] = path[-1].name not in _AVERAGES[cls]
+        elif cls not in _EXACT:
+            unknown.append(path)
+    return known | (_tried(inner, params, unknown) if unknown else {})
+
+
+def _tried(inner: Any, params: Any, fields: list[Any]) -> dict[Any, bool]:
+    """Tries fields in a thread, which the trace and the mesh of here do not reach."""
+    found: list[dict[Any, bool]] = []
+    errors: list[Exception] = []
+    x64 = jax.dtypes.canonicalize_dtype(float) == np.float64
+
+    def value(p: Any) -> Any:
+        return sum(jnp.sum(x * x) for x in jax.tree.leaves(p))
+
+    def run() -> None:
+        # What some transformations need, and others refuse.
+        for extra_args in ({}, {"value": 1.0, "value_fn": value, "obj_fn": value}):
+            try:
+                with jax.enable_x64(x64):
+                    found.append(_Trial(inner, params, fields, extra_args).signs())
+                return
+            except Exception as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if not found:
+        names = ", ".join(path_name(field) or "the state" for field in fields)
+        warnings.warn(
+            f"low_precision_state: {names} could not be tried on small arrays, and stay as they "
+            f"are unless formats selects them: {type(errors[0]).__name__}: {errors[0]}",
+            stacklevel=5,
+        )
+    return found[0] if found else {}
+
+
+class _Trial:
+    """Small parameters, and a transformation that takes steps on them."""
+
+    def __init__(self, inner: Any, params: Any, fields: list[Any], extra_args: dict[str, Any]):
+        self._inner, self._fields, self._extra_args = inner, fields, extra_args
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        shapes = {path: tuple(min(_SIDE, n) for n in x.shape) for path, x in leaves}
+        rng = np.random.default_rng(0)
+
+        def random(x: Any) -> jax.Array:
+            """Random signs, and magnitudes that differ by decades."""
+            one, two = rng.normal(size=(2, *(min(_SIDE, n) for n in x.shape)))
+            return jnp.asarray(one * np.exp(2 * two), x.dtype)
+
+        self._params, self._mean, *self._noises = (
+            jax.tree.map(random, params) for _ in range(2 + _RANDOM)
+        )
+        self._state = jax.jit(inner.init)(self._params)
+        # The arrays to look at: their fields, and where they are in the state; their parameters.
+        numbers = {path: i for i, path in enumerate(shapes)}
+        self._arrays = [
+            (field, i, numbers[path[len(field) :]])
+            for i, (path, x) in enumerate(jax.tree_util.tree_leaves_with_path(self._state))
+            for field in fields
+            if path[: len(field)] == field and shapes.get(path[len(field) :]) == jnp.shape(x)
+        ]
+
+    def _update(self, grads: Any, state: Any, params: Any) -> Any:
+        extra_args = {"grad": grads, **self._extra_args} if self._extra_args else {}
+        return self._inner.update(grads, state, params, **extra_args)
+
+    def signs(self) -> dict[Any, bool]:
+        """Returns the fields that suit low precision, and whether they are signed."""
+        advance, errors = jax.jit(self._advance), jax.jit(self._errors)
+        params, state, zeros = self._params, self._state, jax.tree.map(jnp.zeros_like, self._mean)
+        now = jax.tree.leaves(state)
+        copies = jax.tree.leaves(params)
+        copied = np.array([bool(jnp.all(now[i] == copies[j])) for _, i, j in self._arrays])
+        params, state, seen = advance(params, state, _RANDOM, 1.0, zeros)
+        used = [bool(jnp.any(jax.tree.leaves(state)[i] != 0)) for _, i, _ in self._arrays]
+        worst = errors(params, state)
+        params, state, equal = advance(params, state, _EQUAL, 0.0, self._mean)
+        worst = np.maximum(worst, errors(params, state))
+        _, _, still = advance(zeros, state, _ZERO, 0.0, zeros)
+        negative = np.asarray(seen[0] | equal[0])
+        copied |= np.asarray(seen[1] | equal[1])
+        fits = np.array(used) & ~copied & ~np.asarray(still[2])
+        out = {}
+        for field, error in zip(self._fields, worst, strict=True):
+            of = [n for n, (f, _, _) in enumerate(self._arrays) if f == field]
+            if of and all(fits[of]) and error <= _MOST * _ERROR:
+                out[field] = bool(any(negative[of]))
+        return out
+
+    def _advance(self, params: Any, state: Any, steps: Any, noise: Any, mean: Any) -> Any:
+        """Takes steps with gradients ``noise * random + mean``; without noise, parameters stay.
+
+        Returns them, the state, and which arrays were negative, copies of parameters, and not
+        changed by the last step.
+        """
+        noises = jax.tree.map(lambda *x: noise * jnp.stack(x), *self._noises)
+        none = jnp.zeros(len(self._arrays), bool)
+
+        def step(i: Any, carry: Any) -> Any:
+            params, state, (negative, copied, _) = carry
+            grads = jax.tree.map(lambda r, m: (r[i] + m).astype(m.dtype), noises, mean)
+            updates, new = self._update(grads, state, params)
+            moved = optax.apply_updates(params, updates)
+            was, now, before, after = map(jax.tree.leaves, (state, new, params, moved))
+            each = [(now[i], was[i], before[j], after[j]) for _, i, j in self._arrays]
+            seen = (
+                negative | jnp.array([jnp.any(x < 0) for x, _, _, _ in each]),
+                copied | jnp.array([jnp.all(x == b) | jnp.all(x == a) for x, _, b, a in each]),
+                jnp.array([jnp.all(x == w) & jnp.any(x != 0) for x, w, _, _ in each]),
+            )
+            return jax.tree.map(lambda a, b: jnp.where(noise > 0, a, b), moved, params), new, seen
+
+        return jax.lax.fori_loop(0, steps, step, (params, state, (none, none, none)))
+
+    def _errors(self, params: Any, state: Any) -> jax.Array:
+        """Returns the relative error of updates if each field in turn has one."""
+
+        def updates(scales: jax.Array) -> list[jax.Array]:
+            flat = jax.tree.leaves(state)
+            for field, i, _ in self._arrays:
+                flat[i] = (flat[i] * scales[self._fields.index(field)]).astype(flat[i].dtype)
+            new = jax.tree.unflatten(jax.tree.structure(state), flat)
+            return jax.tree.leaves(self._update(self._mean, new, params)[0])
+
+        num = len(self._fields)
+        worst = jnp.zeros(num)
+        for x in jax.lax.map(updates, 1 - _ERROR * jnp.eye(num + 1, num, -1)):
+            size, moved = jnp.max(jnp.abs(x[0])), jnp.abs(x[1:] - x[:1]).reshape(num, -1).max(1)
+            told = (moved != 0) & jnp.isfinite(size)  # not where the gradients alone are too much
+            worst = jnp.maximum(worst, jnp.where(told, moved / size, 0))
+        return jnp.where(jnp.isnan(worst), jnp.inf, worst)
