@@ -37,11 +37,6 @@ def wait_for_all(name: str) -> None:
     multihost_utils.sync_global_devices(name)
 
 
-def my_rows(batch: np.ndarray) -> np.ndarray:
-    """This process's shard of a batch that every process has in full."""
-    return np.split(batch, jax.process_count())[jax.process_index()]
-
-
 def any_stop(stop: list[int]) -> bool:
     """Whether any process received a stop signal, agreed by all; ``stop`` gets its number.
 

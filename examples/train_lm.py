@@ -42,7 +42,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from _corpus import Corpus
-from _distributed import any_stop, ending_together, is_main, join, my_rows, wait_for_all
+from _distributed import any_stop, ending_together, is_main, join, wait_for_all
 from _memory import plan_blocks, planned_logits
 from _model import CONFIGS, NGRAM_DISTANCES, Block, TransformerLM, sample
 from _pipeline import SCHEDULES, CheckpointForm, make_pipeline, token_losses
@@ -242,8 +242,13 @@ def train(options, corpus, mesh, directory, stop):
     parts = 16 * (options.microbatches if options.memory else 1)
     held_out = np.split(corpus.validation(16 * options.batch_size), parts)
 
+    index, count = zero.data_shard()
+
+    def place(windows):
+        return zero.put(np.split(windows, count)[index])
+
     def validate(state):
-        return float(np.mean([evaluate(state, zero.put(my_rows(x))) for x in held_out]))
+        return float(np.mean([evaluate(state, place(x)) for x in held_out]))
 
     def target(sync_devices=None):
         return zero.abstract_state(
@@ -273,7 +278,7 @@ def train(options, corpus, mesh, directory, stop):
     if options.audit:
         windows = corpus.batch(options.seed, start + 1, options.batch_size)
         # Lowered for the real arguments, so that the first step reuses the compiled program.
-        compiled = step.lower(state, zero.put(my_rows(windows))).compile()
+        compiled = step.lower(state, place(windows)).compile()
         merged = options.stage == 3 and jax.default_backend() == "cpu" and not pipeline
         notes = ["On CPUs XLA gathers a block once, not again in the backward pass."] * merged
         tokens = options.batch_size * corpus.context
@@ -289,7 +294,7 @@ def train(options, corpus, mesh, directory, stop):
     with progress:
         for i in range(start + 1, options.steps + 1):
             windows = corpus.batch(options.seed, i, options.batch_size)
-            state, out = step(state, zero.put(my_rows(windows)))
+            state, out = step(state, place(windows))
             row = {"step": i, "loss": float(out["loss"]), "learning_rate": float(schedule(i - 1))}
             if options.noise_scale:
                 row["noise_scale"] = float(optax_ext.noise_scale(state.opt_state))
@@ -659,10 +664,11 @@ def make_mesh(options):
         raise UserError(f"--devices {count}: there are only {len(devices)}.")
     if count % processes:
         raise UserError(f"--devices {count} is not divisible by {processes} processes.")
-    stages = options.pipeline or 1
-    if count // processes % stages:  # so that each process has its own windows
+    stages, own = options.pipeline or 1, count // processes
+    if count % stages or (own % stages and stages % own):
         raise UserError(
-            f"--pipeline {stages} does not divide the {count // processes} devices of a process."
+            f"--pipeline {stages} neither divides the {own} devices of a process, nor is it a "
+            f"multiple of them that divides all {count}."
         )
     replicas = count // stages
     num_shards = replicas * options.microbatches  # of the batch
@@ -677,7 +683,7 @@ def make_mesh(options):
     if options.noise_scale and num_shards < 2:
         raise UserError("--noise-scale needs two devices, or --microbatches 2 or more.")
     by_process = ([d for d in devices if d.process_index == i] for i in range(processes))
-    devices = [d for own in by_process for d in own[: count // processes]]
+    devices = [d for local in by_process for d in local[:own]]
     if not options.pipeline:
         if options.replicas == 1:
             return jax.make_mesh((count,), ("data",), devices=devices)
@@ -687,8 +693,8 @@ def make_mesh(options):
             )
         sizes = (options.replicas, count // options.replicas)
         return jax.make_mesh(sizes, ("replica", "data"), devices=devices)
-    # In the order of processes, each of which has its own replicas. Axes are Auto: where a state
-    # changes its stages, the compiler places what is between.
+    # In the order of processes: they have replicas of their own, or several share one. Axes are
+    # Auto: where a state changes its stages, the compiler places what is between.
     grid, auto = np.reshape(devices, (replicas, stages)), (jax.sharding.AxisType.Auto,) * 2
     return jax.sharding.Mesh(grid, ("data", "pipe"), axis_types=auto)
 

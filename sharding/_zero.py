@@ -39,6 +39,7 @@ from sharding.step._gathered_layers import gathered
 from sharding.step._gradients import evaluate, gradients
 from sharding.step._loss import Inputs, Loss
 from sharding.step._precision import Precision
+from sharding.step._put import data_shard, describe_rows, put
 from sharding.step._rng import step_key
 from sharding.step._step_plan import StepSpec
 from sharding.step._sync_state import (
@@ -366,9 +367,8 @@ class Zero:
             others = jax.tree.map(_type_of, others)
             replicated = [P()] * len(jax.tree.leaves(others))
             rows += describe_tree("model_state", others, replicated, self.mesh)
-        return Description(
-            self.mesh, self.stage, self._layout.axes, self._layout.replica_axes, tuple(rows)
-        )
+        axes, given = (self._layout.axes, self._layout.replica_axes), describe_rows(self._layout)
+        return Description(self.mesh, self.stage, *axes, tuple(rows), given)
 
     # --- Training -----------------------------------------------------------------------------
 
@@ -513,8 +513,26 @@ class Zero:
         with no_mesh():
             return full_tree(params)
 
+    def data_shard(self) -> tuple[int, int]:
+        """Which rows of a batch this process gives to ``put``.
+
+        Returns:
+          ``(index, count)``: shard ``index`` of ``count``, for a loader; for a batch in memory
+          ``np.split(x, count)[index]``. Processes have the same shard where the other mesh axes,
+          such as the stages of a pipeline, span them.
+
+        Raises:
+          ValueError: if this process has no device of the mesh, or the rows of two processes
+            overlap.
+        """
+        return data_shard(self._layout)
+
     def put(self, batch: Any) -> Any:
-        """Places this process's part of a batch on the mesh, sharded along the first dim.
+        """Places this process's rows of a batch on the mesh, sharded along the first dim.
+
+        With several processes it is a collective: all call it, in the same order and from one
+        thread, and it waits for steps before it. Each gives the shard of the rows that
+        ``data_shard`` names.
 
         Args:
           batch: a tree of arrays; the first dim of each is the batch. Scalars are replicated.
@@ -526,14 +544,11 @@ class Zero:
 
         Raises:
           ValueError: if the batch is empty, first dims differ, or one does not divide by this
-            process's devices.
+            process's devices. In all processes, if that is so in one; if they give different
+            numbers of rows, other arrays or other scalars; if two that have the same shard give
+            different rows.
         """
-        check_batch(batch, max(1, self.num_devices // jax.process_count()), 1)
-        return jax.tree.map(
-            lambda sharding, x: jax.make_array_from_process_local_data(sharding, np.asarray(x)),
-            self._layout.batch_shardings(batch),
-            batch,
-        )
+        return put(self._layout, batch)
 
     def replicate(self, tree: Any) -> Any:
         """Places arrays on every device in full, such as a model state.

@@ -55,6 +55,7 @@ class Description:
       axes: the axes that are sharded over.
       replica_axes: the axes of replicas.
       rows: the arrays.
+      batch_rows: which rows of a batch this process gives; empty where one process gives all.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, sharding as shd
@@ -84,6 +85,7 @@ class Description:
     axes: tuple[str, ...]
     replica_axes: tuple[str, ...]
     rows: tuple[Row, ...]
+    batch_rows: str = ""
 
     @property
     def bytes_per_device(self) -> dict[str, int]:
@@ -200,6 +202,8 @@ def _short_form(found: Description) -> Iterator[str]:
     if found.host_bytes_per_device:
         lines.append(("  host memory", f"{found.host_bytes_per_device:,}", "", "", ""))
     yield from _aligned(lines, numbers={1, 3})
+    if found.batch_rows:
+        yield f"rows of a batch: {found.batch_rows}"
     params = list(_parameters(found))
     yield from _reasons(params)
     yield from _group_lines(params, found)

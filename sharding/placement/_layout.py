@@ -243,9 +243,17 @@ class Layout:
         """Moves the arrays of a batch that are committed to another placement.
 
         ``jit`` moves all others: NumPy arrays, and arrays on a device by default.
+
+        Raises:
+          ValueError: for arrays of one process, if the mesh has devices of several.
         """
 
         def place(x: Any, want: NamedSharding) -> Any:
+            if jax.process_count() > 1 and _is_local(x) and not want.is_fully_addressable:
+                raise ValueError(
+                    f"a step over several processes got a batch array of this process, of shape "
+                    f"{x.shape}: place the rows of each process with zero.put(batch)."
+                )
             if not _is_committed(x) or x.sharding.is_equivalent_to(want, x.ndim):
                 return x
             return jax.device_put(x, want)
@@ -273,6 +281,12 @@ class Layout:
         """
         moved = jax.device_put(tree, shardings)
         return jax.jit(lambda x: jax.tree.map(jnp.copy, x), out_shardings=shardings)(moved)
+
+
+def _is_local(x: Any) -> bool:
+    """Whether an array, such as a NumPy array, is of this process alone; scalars are not asked."""
+    real = isinstance(x, np.ndarray | jax.Array) and not isinstance(x, jax.core.Tracer)
+    return real and x.ndim > 0 and getattr(x, "is_fully_addressable", True)
 
 
 def _is_committed(x: Any) -> bool:

@@ -16,9 +16,11 @@ TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 @pytest.mark.parametrize(
     ("count", "cases"),
     [
-        (2, ["adamw-3-float64-tiny"]),
+        (2, ["adamw-3-float64-tiny", "adamw-2-float64-tiny-spanned"]),
         pytest.param(2, ["came-2-float64", "adamw-3-float64"], marks=pytest.mark.script),
-        pytest.param(4, ["adafactor-3-float32"], marks=pytest.mark.script),
+        pytest.param(
+            4, ["adafactor-3-float32", "adamw-1-float64-spanned"], marks=pytest.mark.script
+        ),
     ],
     ids=["tiny", "two processes", "four processes"],
 )

@@ -2,7 +2,8 @@
 
 Each process writes its losses to FOLDER, and how often it compiled after the first step; the first
 process writes the unsharded state, too. The model is the small one of other tests; in cases that
-end in ``-tiny`` it has two matrices, which compile quickly.
+contain ``-tiny`` it has two matrices, which compile quickly. In those that end in ``-spanned`` each
+replica is two devices, of different processes.
 """
 
 import json
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import sharding as shd
 
@@ -38,13 +39,33 @@ def tiny_loss(params, batch):
     return jnp.mean((hidden @ params["out"] - 1) ** 2)
 
 
+def check_that_all_raise(zero):
+    """Rows that are no batch together raise in every process, also where its own are good."""
+    rank, shard, rows = jax.process_index(), zero.data_shard(), {"x": np.ones((8, 3))}
+    wrong = {
+        "process 0 gives 16, process 1 8": {"x": np.ones((8 if rank else 16, 3))},
+        "processes 0 and 1 differ in names": rows | ({"y": np.ones(8)} if rank else {}),
+        "scalars .* of processes 0 and 1 differ": rows | {"temperature": np.float32(rank)},
+        "is empty" if rank == 1 else "raised in process 1": {} if rank == 1 else rows,
+    }
+    if shard[1] < jax.process_count():
+        wrong["processes 0 and . have the same rows"] = {"x": rows["x"] + rank}
+    for message, batch in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            zero.put(batch)
+
+
 def train(case):
     """Losses, the number of compilations after the first step, and the state in host memory."""
-    name, stage, dtype, *tiny = case.split("-")
+    name, stage, dtype, *kind = case.split("-")
+    tiny, spanned = "tiny" in kind, "spanned" in kind
     make_state, loss_fn = (tiny_state, tiny_loss) if tiny else (model.make_state, model.loss_fn)
-    rank, processes = jax.process_index(), jax.process_count()
-    mesh = jax.make_mesh((DEVICES,), ("data",), devices=jax.devices()[:DEVICES])
-    zero = shd.Zero(mesh, stage=int(stage), min_shard_size=0)
+    devices = np.array(jax.devices()[:DEVICES])
+    grid = devices.reshape(2, 2).T if spanned else devices[:, None]
+    zero = shd.Zero(Mesh(grid, ("data", "model")), stage=int(stage), min_shard_size=0)
+    index, count = zero.data_shard()
+    if jax.process_count() > 1:
+        check_that_all_raise(zero)
     tx = model.OPTIMIZERS[name]()
     compiled = []
 
@@ -54,18 +75,24 @@ def train(case):
 
     with jax.enable_x64(dtype == "float64"):
         state = zero.init(make_state(tx, jnp.dtype(dtype)), tx=tx)
+        if jax.process_count() > 1:
+            given = f"process {jax.process_index()} gives shard {index} of {count}"
+            assert given in str(zero.describe(state, tx=tx))
         step = zero.train_step(lambda p, b: loss_fn(zero.gather(p), b), tx=tx)
         losses = []
         jax.monitoring.register_event_duration_secs_listener(listen)
         for i in range(STEPS):
-            mine = {k: np.split(x, processes)[rank] for k, x in model.batch(i).items()}
+            mine = {k: np.split(x, count)[index] for k, x in model.batch(i).items()}
             with pytest.raises(ValueError, match="differ in their first dim"):
                 zero.put(mine | {"class_weights": np.ones(1)})
             state, metrics = step(state, zero.put(mine))
             losses.append(float(metrics["loss"]))
         jax.monitoring.unregister_event_duration_listener(listen)
+        if jax.process_count() > 1:
+            with pytest.raises(ValueError, match=r"zero\.put"):
+                step(state, jax.tree.map(jnp.asarray, mine))
         params = jax.tree.leaves(zero.full_params(state))
-        gather = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        gather = jax.jit(lambda x: x, out_shardings=NamedSharding(zero.mesh, PartitionSpec()))
         opt_state = [np.asarray(x.addressable_data(0)) for x in jax.tree.leaves(gather(state[1]))]
     return losses, sum(done > 0 for done in compiled), params + opt_state
 

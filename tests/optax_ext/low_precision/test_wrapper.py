@@ -197,14 +197,14 @@ def test_arrays_of_no_or_one_element_are_no_obstacle():
 
 
 def test_describe_state_counts_every_byte():
-    tx = optax_ext.master_weights(optax.adamw(1e-3))
+    tx = optax.MultiSteps(optax.adamw(1e-3), 2).gradient_transformation()
     tx = low_precision_state(tx, 4, rounding="compensated")
     state = jax.eval_shape(tx.init, ABSTRACT)
     text = optax_ext.describe_state(state)
     sizes = [int(line.split()[-2].replace(",", "")) for line in text.splitlines()]
     assert sum(sizes) == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
     assert "Linear(bits=4, block_size=128, rank1=True) unsigned, 8 bits of error" in text
-    assert re.search(r"inner_state/master/w +\(64, 128\) +float32 +32,768 bytes", text)
+    assert re.search(r"inner_state/acc_grads/w +\(64, 128\) +float32 +32,768 bytes", text)
 
 
 # --- What the program reads -----------------------------------------------------------------------

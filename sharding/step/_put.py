@@ -1,0 +1,182 @@
+"""Which rows of a batch each process gives; its rows as global arrays, if all give theirs."""
+
+import functools
+import zlib
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sharding.placement._layout import Layout
+from sharding.placement._on_mesh import no_mesh
+from sharding.placement._specs import AnyMesh
+from sharding.step._checks import check_batch
+
+P = PartitionSpec
+_FAILED = (1, 0, 0, 0, 0)  # the facts of a process that could not use its rows
+_NAMED = 4  # processes that a text names
+_DIFFERENCES = (  # by the place of a fact, after the first
+    "all processes must give equally many rows; process {a} gives {x}, process {b} {y}. Fill up "
+    "the last batch, with weighted=True by rows of weight 0, or leave it out in all processes.",
+    "the batches of processes {a} and {b} differ in names, dtypes or dims of their arrays.",
+    "scalars of a batch are replicated; those of processes {a} and {b} differ. Give the same in "
+    "all processes, or one for each row.",
+    "processes {a} and {b} have the same rows of a batch, since other axes of the mesh span them, "
+    "and gave different ones. Each must give the shard of the batch that zero.data_shard() names.",
+)
+
+Shards = tuple[tuple[int, ...], ...]  # of the rows of a batch: the processes that give each
+
+
+def data_shard(layout: Layout) -> tuple[int, int]:
+    """See ``Zero.data_shard``."""
+    shards = _shards(layout.mesh, layout.data_axes)
+    me = jax.process_index()
+    for index, processes in enumerate(shards):
+        if me in processes:
+            return index, len(shards)
+    raise ValueError(
+        f"process {me} has no device of the mesh, and no rows of a batch; those of "
+        f"{_named(process for of in shards for process in of)} are in it."
+    )
+
+
+def describe_rows(layout: Layout) -> str:
+    """Which rows this process gives, in words; empty where one process gives all."""
+    if not isinstance(layout.mesh, Mesh):
+        return ""
+    try:
+        index, count = data_shard(layout)
+    except ValueError as error:
+        return str(error)
+    me, processes = jax.process_index(), _shards(layout.mesh, layout.data_axes)[index]
+    if (len(processes), count) == (1, 1):
+        return ""
+    others = [process for process in processes if process != me]
+    same = f", the same rows as {_named(others)}" if others else ""
+    return f"process {me} gives shard {index} of {count}{same}"
+
+
+def put(layout: Layout, batch: Any) -> Any:
+    """See ``Zero.put``."""
+    _, count = data_shard(layout)
+    shards = _shards(layout.mesh, layout.data_axes)
+    several = sum(map(len, shards)) > 1
+    try:
+        batch = jax.tree.map(np.asarray, batch)
+        check_batch(batch, layout.num_devices // count, 1)
+        facts = _facts(batch, shared=several and len(shards[0]) > 1)
+    except Exception:
+        if several:  # the others wait for the facts of this process
+            _of_all_processes(layout.mesh, _FAILED)
+        raise
+    if several:
+        _check_facts(shards, _of_all_processes(layout.mesh, facts))
+    shardings = layout.batch_shardings(batch)
+    return jax.tree.map(jax.make_array_from_process_local_data, shardings, batch)
+
+
+@functools.lru_cache(maxsize=16)
+def _shards(mesh: AnyMesh, data_axes: tuple[str, ...]) -> Shards:
+    """The processes that give each shard of the rows, in the order of the rows.
+
+    Processes that have devices at the same places of the data axes give the same rows.
+
+    Raises:
+      ValueError: if the mesh is abstract, or the rows of two processes overlap or are not equally
+        many.
+    """
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"{mesh} is abstract: rows of a batch go to the processes of devices.")
+    dims = [mesh.axis_names.index(axis) for axis in data_axes]
+    places = np.moveaxis(mesh.devices, dims, range(len(dims)))
+    places = places.reshape(np.prod(places.shape[: len(dims)], dtype=int), -1)
+    held: dict[int, list[int]] = {}  # by process, the places of its devices
+    for place, devices in enumerate(places):
+        for process in {device.process_index for device in devices}:
+            held.setdefault(process, []).append(place)
+    shards: dict[tuple[int, ...], list[int]] = {}
+    for process, own in sorted(held.items(), key=lambda item: (item[1], item[0])):
+        shards.setdefault(tuple(own), []).append(process)
+    if len({len(own) for own in shards}) > 1 or sum(map(len, shards)) > len(places):
+        found = "; ".join(f"{[*own]} for {_named(of)}" for own, of in [*shards.items()][:_NAMED])
+        raise ValueError(
+            f"two processes must have devices at the same places of the axes {data_axes}, or at "
+            f"different and equally many ones; of {len(places)} places got {found}. Order the "
+            "devices of the mesh by process."
+        )
+    return tuple(map(tuple, shards.values()))
+
+
+def _named(processes: Iterable[int]) -> str:
+    names = [str(process) for process in processes]
+    shown = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+    return f"process{'es' if len(names) > 1 else ''} {shown}"
+
+
+# --- Checks over processes ------------------------------------------------------------------------
+
+
+def _facts(batch: Any, shared: bool) -> tuple[int, ...]:
+    """What processes compare: 0, rows, and checksums of types, scalars and, if shared, rows."""
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    types = [(jax.tree_util.keystr(path), x.ndim, x.shape[1:], x.dtype.name) for path, x in leaves]
+    scalars, arrays = ([x for _, x in leaves if bool(x.ndim) == rows] for rows in (False, True))
+    return (
+        0,
+        len(arrays[0]) if arrays else 0,
+        zlib.crc32(repr(types).encode()),
+        _checksum(scalars),
+        _checksum(arrays) if shared else 0,
+    )
+
+
+def _checksum(arrays: list[np.ndarray]) -> int:
+    total = 0
+    for x in arrays:
+        total = zlib.crc32(np.ascontiguousarray(x).reshape(-1).view(np.uint8).data, total)
+    return total
+
+
+def _identity(x: jax.Array) -> jax.Array:
+    return x
+
+
+def _of_all_processes(mesh: AnyMesh, facts: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+    """The facts of each process of the mesh; a collective."""
+    assert isinstance(mesh, Mesh)
+    flat = Mesh(mesh.devices.reshape(-1), ("device",))
+    row = np.asarray([facts], np.uint32)
+    with no_mesh():
+        table = jax.make_array_from_callback(
+            (flat.size, len(facts)), NamedSharding(flat, P("device")), lambda _: row
+        )
+        table = jax.jit(_identity, out_shardings=NamedSharding(flat, P()))(table)
+    rows = np.asarray(table.addressable_data(0)).tolist()
+    processes = [device.process_index for device in flat.devices]
+    return dict(zip(processes, map(tuple, rows), strict=True))
+
+
+def _check_facts(shards: Shards, facts: dict[int, tuple[int, ...]]) -> None:
+    """Raises, in all processes alike, unless the batches of all processes make one.
+
+    Raises:
+      ValueError: that names processes.
+    """
+    failed = [process for process in sorted(facts) if facts[process] == _FAILED]
+    if failed:
+        raise ValueError(
+            f"zero.put raised in {_named(failed)}, whose own error says why: a batch needs the "
+            "rows of all processes."
+        )
+    everyone = (tuple(sorted(facts)),)
+    for number, text in enumerate(_DIFFERENCES, 1):
+        for processes in everyone if number < len(_DIFFERENCES) else shards:
+            found: dict[int, int] = {}
+            for process in processes:
+                found.setdefault(facts[process][number], process)
+            if len(found) > 1:
+                (x, a), (y, b) = [*found.items()][:2]
+                raise ValueError("zero.put: " + text.format(a=a, b=b, x=x, y=y))
