@@ -163,13 +163,12 @@ def _memory(
     opt_state = sum(row.bytes_per_device for row in rows if not _is_master(row))
 
     # Gradients of one micro-batch, full, in the dtype of the loss.
-    full: dict[str, tuple[float, int]] = {}  # bytes and first dim, by path
+    full: dict[str, tuple[float, tuple[int, ...]]] = {}  # bytes and shape, by path
     for row in local.rows:
         dtype = _dtype_if_floating(row)
         if row.part == "params" and dtype is not None:
             itemsize = zero.precision.of_loss(dtype).itemsize
-            first = row.shape[0] if row.shape else 1
-            full[row.path] = (row.bytes_per_device / dtype.itemsize * itemsize, first)
+            full[row.path] = (row.bytes_per_device / dtype.itemsize * itemsize, row.shape)
     full_grads = sum(nbytes for nbytes, _ in full.values())
 
     # Gradients as the stage stores them: the accumulator or the result, whichever is wider.
@@ -211,22 +210,28 @@ def _memory(
     }
 
 
-def _of_one_layer(full: dict[str, tuple[float, int]], outside: str) -> float:
+def _of_one_layer(full: dict[str, tuple[float, tuple[int, ...]]], outside: str) -> float:
     """Bytes of the gradients that one backward pass holds unreduced, if layers are reduced in it.
 
     Args:
-      full: bytes and the size of the first dim, by path.
+      full: bytes and shape, by path.
       outside: a regular expression of the paths outside the layers.
     """
     pattern = flax_transformer().stacked or "(?!)"
+    # Stacks: modules of such a name whose arrays have a dim of one size, and another.
+    stacks: dict[str, set[tuple[int, ...]]] = {}
+    for path, (_, shape) in full.items():
+        if named := re.search(pattern, path):
+            stacks.setdefault(path[: named.end()], set()).add(shape[:1] if shape[1:] else ())
     layers: dict[str, float] = {}
     always = 0.0
-    for path, (nbytes, first) in full.items():
+    for path, (nbytes, shape) in full.items():
+        named = re.search(pattern, path)
         if re.search(outside, path):
             always += nbytes
-        elif stacked := re.search(pattern, path):
-            name = path[: stacked.end()]
-            layers[name] = layers.get(name, 0.0) + nbytes / max(first, 1)
+        elif named and len(sizes := stacks[path[: named.end()]]) == 1 and () not in sizes:
+            name = path[: named.end()]
+            layers[name] = layers.get(name, 0.0) + nbytes / max(shape[0], 1)
         else:
             numbered = re.match(r".*?\d+(?=/|$)", path)
             name = numbered[0] if numbered else path

@@ -255,11 +255,14 @@ def test_recommended(gigabytes, activations, name, reason):
     assert any(note.startswith(words) for note in plan.notes) == bool(tight)
 
 
-@pytest.mark.parametrize("scan", [True, False])
-def test_layers_whose_gradients_are_reduced_one_by_one(scan):
+@pytest.mark.parametrize("layers", ["stacked", "list", "in a module"])
+def test_layers_whose_gradients_are_reduced_one_by_one(layers):
     """Stage 2 holds the full gradients of what is outside the layers, and of one layer."""
+    scan = layers == "stacked"
     decoder = Decoder(5, 128, 4, 2, 384, 512, length=16, gated=False, tied=True, scan=scan)
     params, once = decoder.abstract(jnp.bfloat16), {"gathered_once": decoder.gathered_once}
+    if layers == "in a module":
+        params["layers"] = {f"layers_{i}": layer for i, layer in enumerate(params["layers"])}
     layer = 2 * 128 + 2 * 128 * 128 + 2 * 128 * 64 + 2 * 128 * 384
     outside = 512 * 128 + 128
     small = {"min_shard_size": 100}
