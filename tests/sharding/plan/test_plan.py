@@ -400,7 +400,7 @@ def test_published_sizes(name, count):
     assert {x.dtype for x in leaves} == {jnp.dtype("bfloat16")}
 
 
-GATED = Decoder(2, 16, 4, 2, 24, 32, length=8)
+GATED = Decoder(2, 16, 4, 2, 24, 32, length=8, head_dim=6)
 BIASED = Decoder(2, 16, 4, 4, 24, 32, length=8, gated=False, tied=True, biased=True)
 
 
