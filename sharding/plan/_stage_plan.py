@@ -218,18 +218,17 @@ def _of_one_layer(full: dict[str, tuple[float, tuple[int, ...]]], outside: str) 
       outside: a regular expression of the paths outside the layers.
     """
     pattern = flax_transformer().stacked or "(?!)"
-    # Stacks: modules of such a name whose arrays have a dim of one size, and another.
-    stacks: dict[str, set[tuple[int, ...]]] = {}
+    modules: dict[str, list[tuple[int, ...]]] = {}
     for path, (_, shape) in full.items():
         if named := re.search(pattern, path):
-            stacks.setdefault(path[: named.end()], set()).add(shape[:1] if shape[1:] else ())
+            modules.setdefault(path[: named.end()], []).append(shape)
     layers: dict[str, float] = {}
     always = 0.0
     for path, (nbytes, shape) in full.items():
         named = re.search(pattern, path)
         if re.search(outside, path):
             always += nbytes
-        elif named and len(sizes := stacks[path[: named.end()]]) == 1 and () not in sizes:
+        elif named and _are_stacked(modules[path[: named.end()]]):
             name = path[: named.end()]
             layers[name] = layers.get(name, 0.0) + nbytes / max(shape[0], 1)
         else:
@@ -237,6 +236,12 @@ def _of_one_layer(full: dict[str, tuple[float, tuple[int, ...]]], outside: str) 
             name = numbered[0] if numbered else path
             layers[name] = layers.get(name, 0.0) + nbytes
     return always + max(layers.values(), default=0.0)
+
+
+def _are_stacked(shapes: list[tuple[int, ...]]) -> bool:
+    """Whether arrays have a first dim of one size, and others; numbers of a layer have none."""
+    ranks = [len(shape) for shape in shapes]
+    return len({shape[:1] for shape in shapes}) == 1 and (min(ranks) > 1 or max(ranks) > 2)
 
 
 def _dtype_if_floating(row: Row) -> Any:
