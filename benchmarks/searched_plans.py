@@ -36,7 +36,9 @@ from sharding.plan.timing._layer_time import COMPILED
 GIB = 2**30
 TX = optax.adamw(1e-3)
 GPT3 = Decoder(96, 12288, 96, 96, 49152, 51200, 2048, gated=False, tied=True)
-# By name: model, target, sequences, their length.
+OF_7B = (MODELS["llama2-7b"], "h100x8", 32, 2048)
+ON_L40S = (MODELS["llama2-7b"], "l40sx8", 32, 2048)
+# By name: model, target, sequences, their length; and what the search keeps.
 CASES = {
     "7B on 8 H100": (MODELS["llama2-7b"], "h100x8", 32, 4096),
     "13B on 64 H100": (MODELS["llama2-13b"], "h100x64", 128, 2048),
@@ -44,6 +46,18 @@ CASES = {
     "175B on 64 A100": (GPT3, "a100-80x64", 64, 2048),
     "70B on 1,024 v5p": (MODELS["llama2-70b"], "v5p:8x8x16", 1024, 4096),
     "405B on 1,024 H100": (MODELS["llama3-405b"], "h100x1024", 2048, 8192),
+    # Of some kinds, beside those; docs/guides/search.md has their figures.
+    "7B on 8 H100, one replica": (
+        *(MODELS["llama2-7b"], "h100x8", 32, 4096),
+        {"data": 8, "replicas": 1},
+    ),
+    "175B, 8 stages of 8": (*(GPT3, "a100-80x64", 64, 2048), {"tensor": 8, "pipe": 8}),
+    "70B on 1,024 H100": (MODELS["llama2-70b"], "h100x1024", 1024, 4096),
+    "7B in 8 stages": (*OF_7B, {"pipe": 8}),
+    "7B in 8 stages, ZB-V": (*OF_7B, {"pipe": 8, "schedule": "zb-v"}),
+    "7B on 8 L40S": ON_L40S,
+    "7B on 8 L40S, 8 stages": (*ON_L40S, {"pipe": 8}),
+    "7B on 8 L40S, without a flush": (*ON_L40S, {"pipe": 8, "schedule": "2bw"}),
 }
 P = ParallelPlan
 ZB_H1 = P(
@@ -118,9 +132,11 @@ PLAN_HEADER = """\
 
 def case_rows() -> Iterator[str]:
     """A line for each case."""
-    for name, (model, target, sequences, length) in CASES.items():
+    for name, (model, target, sequences, length, *kept) in CASES.items():
+        keep = dict(*kept)
+        options = {"keep": keep, "asynchronous": keep.get("schedule") == "2bw"}
         start = time.perf_counter()
-        found = search(model, TX, target, sequences=sequences, length=length)
+        found = search(model, TX, target, sequences=sequences, length=length, **options)
         seconds, best = time.perf_counter() - start, found.best
         times = (
             best.seconds.seconds,
@@ -130,7 +146,7 @@ def case_rows() -> Iterator[str]:
         )
         yield (
             f"| {name} | {found.compared:,} | {best.summary} "
-            f"| {' | '.join(f'{each:.3g}' for each in times)} | {100 * best.utilization:.0f} % "
+            f"| {' | '.join(f'{each:.4g}' for each in times)} | {100 * best.utilization:.0f} % "
             f"| {best.memory / GIB:.1f} | {seconds:.1f} |"
         )
 

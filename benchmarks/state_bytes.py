@@ -95,17 +95,19 @@ def count(params: dict) -> int:
 def table(mesh: jax.sharding.Mesh, params: dict) -> str:
     """The bytes of optimizer state for a model, as a Markdown table."""
     lines = [
-        f"| optimizer | state, MiB | bytes a parameter | per device, ZeRO 1-2 on {DEVICES}, MiB |",
-        "|---|---|---|---|",
+        f"| optimizer | state, MiB | bytes a parameter | per device, ZeRO 1-2 on {DEVICES}, MiB "
+        "| bytes a parameter, if these are bfloat16 |",
+        "|---|---|---|---|---|",
     ]
+    num = count(params)
+    narrow = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), params)
     for name, tx in OPTIMIZERS.items():
-        state = (params, jax.eval_shape(tx.init, params))
-        unsharded, sharded = (
-            argument_bytes(mesh, stage, state, tx) - 4 * count(params) for stage in (0, 2)
-        )
+        state, of_narrow = ((p, jax.eval_shape(tx.init, p)) for p in (params, narrow))
+        unsharded, sharded = (argument_bytes(mesh, s, state, tx) - 4 * num for s in (0, 2))
+        in_16_bits = argument_bytes(mesh, 0, of_narrow, tx) - 2 * num
         lines.append(
-            f"| `{name}` | {unsharded / MIB:.1f} | {unsharded / count(params):.2f} "
-            f"| {sharded / MIB:.1f} |"
+            f"| `{name}` | {unsharded / MIB:.1f} | {unsharded / num:.2f} | {sharded / MIB:.1f} "
+            f"| {in_16_bits / num:.3f} |"
         )
     return "\n".join(lines)
 
@@ -142,7 +144,7 @@ def main() -> None:
     for name, params in models.items():
         parts += [
             f"Bytes a parameter of `low_precision_state`, scales included: {name}, "
-            f"{count(params):,} parameters",
+            f"{count(params):,} float32 parameters",
             formats_table(mesh, params),
         ]
     text = "\n\n".join(parts)

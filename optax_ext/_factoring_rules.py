@@ -1,9 +1,8 @@
 """Which dims of a parameter are factored: ``Factoring``, and the rules that choose one by path."""
 
 import dataclasses
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from optax_ext import _validate
@@ -75,7 +74,11 @@ class Factoring:
 
 @runtime_checkable
 class FactoringRule(Protocol):
-    """Maps the path and the shape of a parameter to its ``Factoring``."""
+    """Maps the path and the shape of a parameter to its ``Factoring``.
+
+    A rule for which the other parameters count, such as ``flax_transformer``, has another method,
+    ``for_tree(parameters)``: of the paths and shapes of all, it returns the rule for them.
+    """
 
     def resolve(self, path: str, shape: Dims) -> Factoring | None:
         """Returns the factoring of one parameter; None means a full second moment."""
@@ -184,6 +187,11 @@ class by_path:
         rule = next((r for p, r in self.rules if re.search(p, path)), self.default)
         return None if rule is None else rule.resolve(path, shape)
 
+    def for_tree(self, parameters: Sequence[tuple[str, Dims]]) -> "by_path":
+        """Returns the rules for a tree of parameters with these paths and shapes."""
+        rules = {pattern: _for_tree(rule, parameters) for pattern, rule in self.rules}
+        return by_path(rules, default=_for_tree(self.default, parameters))
+
 
 def flax_attention(
     *,
@@ -246,13 +254,21 @@ def check_rule(name: str, rule: Any) -> Any:
     )
 
 
+def _for_tree(rule: Any, parameters: Sequence[tuple[str, Dims]]) -> Any:
+    """Returns the rule for a tree of these parameters."""
+    return rule.for_tree(parameters) if hasattr(rule, "for_tree") else rule
+
+
 def factorings(rule: FactoringRule | None, leaves: Leaves) -> list[Factoring]:
     """Returns the factoring of every leaf, with dims counted from the front."""
+    # An array without elements has no means.
+    parameters = [
+        (path, tuple(x.shape)) for path, x in zip(leaves.paths, leaves.arrays, strict=True)
+    ]
+    rule = _for_tree(rule, [(path, shape) for path, shape in parameters if 0 not in shape])
 
-    def factoring(path: str, x: Any) -> Factoring:
-        shape = tuple(x.shape)
-        # An array without elements has no means.
-        found = rule.resolve(path, shape) if rule is not None and math.prod(shape) else None
+    def factoring(path: str, shape: Dims) -> Factoring:
+        found = rule.resolve(path, shape) if rule is not None and 0 not in shape else None
         return (found or Factoring()).resolve(path, shape)
 
-    return list(map(factoring, leaves.paths, leaves.arrays))
+    return [factoring(path, shape) for path, shape in parameters]

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,8 +14,8 @@ from optax_ext._factoring_rules import Dims, Factoring, FactoringRule, check_rul
 from optax_ext._leaves import Leaves, at_least_float32
 from optax_ext._text_table import aligned
 
-# Paths of stacked layers in Flax: "layers", "blocks" or the name of a scan; not lists or numbered
-# modules, whose layers are separate arrays ("layers/0", "layers_0").
+# Paths that may be of stacked layers in Flax: "layers", "blocks" or the name of a scan; not lists
+# or numbered modules, whose layers are separate arrays ("layers/0", "layers_0").
 STACKED = r"(^|/)(layers|blocks|\w*[sS]can\w*)/(?!\d+(/|$))"
 
 _ROWS, _COLS = Factoring((-3,), (-2, -1)), Factoring((-3, -2), (-1,))
@@ -57,21 +58,24 @@ class flax_transformer:
     - The last two dims of other arrays are rows and columns; dims before them stack matrices that
       share a clip, as in ``last_two_dims``.
 
-    Parameters under ``stacked`` have one more dim, along which every layer has its own statistics,
-    clip and scale: a (layers, n) bias is one vector per layer, never a matrix. Kernels and
-    embeddings without an extra dim are not stacked, whatever their path, nor are layers in lists
-    (``layers/0/...``).
+    Stacked layers (``nn.scan``) have one more dim, along which every layer has its own statistics,
+    clip and scale: a (layers, n) bias is one vector per layer, never a matrix. By default a module
+    of the name ``layers``, ``blocks`` or of a scan is a stack if all arrays in it have an extra dim
+    of one size. Optimizers and ``describe_factoring`` look at all of them; ``resolve`` sees one,
+    and needs ``stacked``. So do trees that leave it open, such as attention kernels alone.
 
     Attributes:
-      stacked: a pattern of the paths of stacked layers (``nn.scan``); None if there are none.
+      stacked: a pattern of the paths of stacked layers; None if there are none. Kernels and
+        embeddings without an extra dim are not stacked, whatever their path.
       stack_dim: the dim of layers in their arrays, counted from the front; MaxText uses 1.
 
     Raises:
-      ValueError: if ``stacked`` is not a regular expression, or ``stack_dim`` is negative.
+      ValueError: if ``stacked`` is not a regular expression, or ``stack_dim`` is negative; where
+        the rule is used: if shapes do not tell whether layers are stacked.
 
     Example:
       >>> from optax_ext import flax_transformer
-      >>> rule = flax_transformer()
+      >>> rule = flax_transformer(stacked="^layers/")
       >>> rule.resolve("embed/embedding", (32000, 4096))
       Factoring(rows=(0,), cols=(1,), batch=())
       >>> rule.resolve("layers/attn/query/kernel", (32, 4096, 32, 128))
@@ -93,7 +97,13 @@ class flax_transformer:
         """Returns the factoring of one parameter."""
         ndim = len(shape)
         stacked = bool(self.stacked and re.search(self.stacked, path))
-        stacked = stacked and self.stack_dim < ndim and ndim > _least_rank(path)
+        if stacked and self.stacked == STACKED:
+            raise ValueError(
+                f"flax_transformer: whether {path!r} of shape {shape} is of stacked layers depends "
+                "on the other parameters. Write flax_transformer(stacked=r'^layers/'), with your "
+                "pattern, or stacked=None; for_tree chooses by the paths and shapes of all."
+            )
+        stacked = stacked and self.stack_dim < ndim and ndim > max(_ranks(path)[0], 1)
         free = [d for d in range(ndim) if not (stacked and d == self.stack_dim)]
         found = _of_one_layer(path, len(free))
         rows, cols, batch = (
@@ -103,15 +113,48 @@ class flax_transformer:
             path, shape
         )
 
+    def for_tree(self, parameters: Sequence[tuple[str, Dims]]) -> "flax_transformer":
+        """Returns the rule for a tree of parameters with these paths and shapes."""
+        if self.stacked != STACKED:
+            return self
+        groups: dict[str, list[tuple[str, Dims]]] = {}
+        for path, shape in parameters:
+            for match in re.finditer(f"(?=({STACKED}))", path):
+                groups.setdefault(path[: match.end(1)], []).append((path, shape))
+        found: list[str] = []
+        for prefix in sorted(groups, key=len):
+            if not prefix.startswith(tuple(found)) and self._is_stack(prefix, groups[prefix]):
+                found.append(prefix)
+        pattern = "|".join(map(re.escape, found))
+        return dataclasses.replace(self, stacked=f"^({pattern})" if found else None)
 
-def _least_rank(path: str) -> int:
-    """The rank that a parameter of this name has in one layer, at least."""
+    def _is_stack(self, prefix: str, arrays: Sequence[tuple[str, Dims]]) -> bool:
+        """Whether the arrays under a prefix have an extra dim of one size; raises if it is open."""
+        dim = self.stack_dim
+        sizes = {shape[dim : dim + 1] for _, shape in arrays}
+        ranks = [(len(shape), *_ranks(path)) for path, shape in arrays]
+        if len(sizes) > 1 or () in sizes or any(ndim <= least for ndim, least, _ in ranks):
+            return False
+        if any(ndim > most for ndim, _, most in ranks):
+            return True
+        if any(ndim == 1 for ndim, *_ in ranks):  # a vector of one layer
+            return False
+        path, shape = arrays[0]
+        raise ValueError(
+            f"flax_transformer: by their shapes the arrays under {prefix!r} may be of stacked "
+            f"layers or of one, such as {path!r} of shape {shape}. If dim {dim} is of layers, "
+            f"write flax_transformer(stacked={'^' + prefix!r}, stack_dim={dim}), else stacked=None."
+        )
+
+
+def _ranks(path: str) -> tuple[int, int]:
+    """The fewest and the most dims that a parameter of this name has in one layer."""
     if re.search(_VECTOR, path):
-        return 1
+        return 1, 2 if path.endswith("bias") else 1  # (heads, head_dim)
     for pattern, rank, _ in _ATTENTION:
-        if "einsum" in pattern and re.search(rf"(^|/){pattern}", path):
-            return rank
-    return 2 if re.search(_MATRIX, path) else 1
+        if re.search(rf"(^|/){pattern}", path):
+            return rank if "einsum" in pattern else 2, rank
+    return 2 if re.search(_MATRIX, path) else 0, 2
 
 
 def _of_one_layer(path: str, ndim: int) -> Factoring:

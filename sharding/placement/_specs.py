@@ -7,7 +7,10 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from optax_ext import FactoringRule
 
 AnyMesh = Mesh | AbstractMesh
 Axis = str | tuple[str, ...]
@@ -69,6 +72,20 @@ def _spec_by_rules(linen: Any, path: str, box: Any, mesh: AnyMesh) -> PartitionS
 def path_str(path: Any) -> str:
     """A key path as ``params/dense/kernel``."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def parameter_path(path: Any) -> str:
+    """The path that rules know: without the ``.value`` of a Flax box around the parameter."""
+    boxed = len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value")
+    return path_str(path[:-1] if boxed else path)
+
+
+def rule_for_tree(rule: FactoringRule, tree: Any) -> FactoringRule:
+    """The factoring rule for these parameters: some rules choose by the shapes of all."""
+    if not hasattr(rule, "for_tree"):
+        return rule
+    flat = jax.tree_util.tree_leaves_with_path(tree)
+    return rule.for_tree([(parameter_path(path), tuple(jnp.shape(x))) for path, x in flat])
 
 
 def check_patterns(name: str, patterns: Iterable[Any]) -> None:

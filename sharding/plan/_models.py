@@ -19,7 +19,7 @@ class Decoder:
     Attributes:
       layers: their number.
       width: of the residual stream.
-      heads: of the queries; each is ``width // heads`` wide.
+      heads: of the queries.
       kv_heads: of keys and values.
       hidden: width of the MLP.
       vocabulary: number of tokens.
@@ -28,6 +28,7 @@ class Decoder:
       tied: whether the embedding is the output matrix, too.
       biased: whether linear layers and norms have biases, and positions are learned, as GPT-2's.
       scan: whether the layers are stacked.
+      head_dim: width of a head; None: ``width // heads``.
     """
 
     layers: int
@@ -41,9 +42,20 @@ class Decoder:
     tied: bool = False
     biased: bool = False
     scan: bool = True
+    head_dim: int | None = None
 
     # Stage 3 gathers parameters outside the layers once; see ``estimate``.
     gathered_once: ClassVar[str] = r"^(?!layers/)"
+
+    @property
+    def queries(self) -> int:
+        """Width of the queries of all heads."""
+        return self.heads * self.head_dim if self.head_dim else self.width
+
+    @property
+    def keys(self) -> int:
+        """Width of the keys of all heads, and of the values."""
+        return self.queries // self.heads * self.kv_heads
 
     def init(self, dtype: Any = jnp.float32) -> dict[str, Any]:
         """Parameters of one dtype."""
@@ -61,13 +73,12 @@ class Decoder:
     def _shapes(self) -> dict[str, Any]:
         """Of the parameters."""
         width = self.width
-        keys = width // self.heads * self.kv_heads
         layer: dict[str, Any] = {
             "attention_norm": _norm_shapes(width, self.biased),
-            "query": (width, width),
-            "key": (width, keys),
-            "value": (width, keys),
-            "out": (width, width),
+            "query": (width, self.queries),
+            "key": (width, self.keys),
+            "value": (width, self.keys),
+            "out": (self.queries, width),
             "mlp_norm": _norm_shapes(width, self.biased),
             "up": (width, self.hidden),
             "down": (self.hidden, width),
@@ -168,12 +179,16 @@ class Decoder:
         """Floating-point operations of a training step: no layer is computed twice.
 
         Six a token for each element of a matrix that it is multiplied with, and attention, which
-        is computed in full and masked: 12 x width x length a token and layer.
+        is computed in full and masked: 12 x length x the width of all heads, a token and layer.
         """
-        keys = self.width // self.heads * self.kv_heads
-        layer = self.width * (2 * self.width + 2 * keys + (3 if self.gated else 2) * self.hidden)
-        matrices = self.layers * layer + self.width * self.vocabulary
-        return num_tokens * (6.0 * matrices + 12.0 * self.layers * self.width * length)
+        matrices = self.layers * self.layer_elements + self.width * self.vocabulary
+        return num_tokens * (6.0 * matrices + 12.0 * self.layers * self.queries * length)
+
+    @property
+    def layer_elements(self) -> int:
+        """Elements of the matrices of a layer."""
+        mlp = (3 if self.gated else 2) * self.hidden
+        return self.width * (2 * self.queries + 2 * self.keys + mlp)
 
     def apply_layer(self, params: dict[str, Any], x: jax.Array) -> jax.Array:
         """Causal attention, then an MLP; ``x`` is (batch, length, width).
@@ -183,7 +198,7 @@ class Decoder:
         """
         x = checkpoint_name(x, "decoder_layer_input")
         y = self._norm(params["attention_norm"], x)
-        head = self.width // self.heads
+        head = self.queries // self.heads
         q, k, v = (
             checkpoint_name(self._linear(params, name, y), f"{name}_proj")
             for name in ("query", "key", "value")

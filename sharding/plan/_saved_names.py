@@ -39,9 +39,9 @@ def saved_parts(recompute: str) -> tuple[str, ...]:
 
 def part_elements(model: Decoder) -> dict[str, int]:
     """Elements of the result of each part, for one token."""
-    keys = model.width // model.heads * model.kv_heads
     up = (2 if model.gated else 1) * model.hidden
-    return {"qkv": model.width + 2 * keys, "context": model.width, "out": model.width, "up": up}
+    qkv = model.queries + 2 * model.keys
+    return {"qkv": qkv, "context": model.queries, "out": model.width, "up": up}
 
 
 def saved_elements(model: Decoder, recompute: str, tensor: int = 1) -> float:
@@ -59,7 +59,7 @@ def saved_elements(model: Decoder, recompute: str, tensor: int = 1) -> float:
 
 def attention_flops(model: Decoder, length: int) -> float:
     """Operations of scores and of their product with the values, for a token and layer, forward."""
-    return 4.0 * model.width * length
+    return 4.0 * model.queries * length
 
 
 def flops_again(model: Decoder, recompute: str, length: int) -> float:
@@ -72,15 +72,13 @@ def flops_again(model: Decoder, recompute: str, length: int) -> float:
     >>> [flops_again(MODELS["llama2-7b"], name, 2048) // 1e6 for name in ("full", "minimal")]
     [348.0, 33.0]
     """
-    width = model.width
-    keys = width // model.heads * model.kv_heads
-    up = (2 if model.gated else 1) * model.hidden
+    scores = attention_flops(model, length) / 2
+    elements = part_elements(model)
     again = {
-        "qkv": 2.0 * width * (width + 2 * keys),
-        "context": attention_flops(model, length) / 2,
-        "out": 2.0 * width * width,
-        "up": 2.0 * width * up,
+        "qkv": 2.0 * model.width * elements["qkv"],
+        "context": scores,
+        "out": 2.0 * model.queries * model.width,
+        "up": 2.0 * model.width * elements["up"],
     }
     spared = saved_parts(recompute)
-    scores = attention_flops(model, length) / 2
     return scores + sum(flops for part, flops in again.items() if part not in spared)

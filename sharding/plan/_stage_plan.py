@@ -163,13 +163,12 @@ def _memory(
     opt_state = sum(row.bytes_per_device for row in rows if not _is_master(row))
 
     # Gradients of one micro-batch, full, in the dtype of the loss.
-    full: dict[str, tuple[float, int]] = {}  # bytes and first dim, by path
+    full: dict[str, tuple[float, tuple[int, ...]]] = {}  # bytes and shape, by path
     for row in local.rows:
         dtype = _dtype_if_floating(row)
         if row.part == "params" and dtype is not None:
             itemsize = zero.precision.of_loss(dtype).itemsize
-            first = row.shape[0] if row.shape else 1
-            full[row.path] = (row.bytes_per_device / dtype.itemsize * itemsize, first)
+            full[row.path] = (row.bytes_per_device / dtype.itemsize * itemsize, row.shape)
     full_grads = sum(nbytes for nbytes, _ in full.values())
 
     # Gradients as the stage stores them: the accumulator or the result, whichever is wider.
@@ -211,27 +210,38 @@ def _memory(
     }
 
 
-def _of_one_layer(full: dict[str, tuple[float, int]], outside: str) -> float:
+def _of_one_layer(full: dict[str, tuple[float, tuple[int, ...]]], outside: str) -> float:
     """Bytes of the gradients that one backward pass holds unreduced, if layers are reduced in it.
 
     Args:
-      full: bytes and the size of the first dim, by path.
+      full: bytes and shape, by path.
       outside: a regular expression of the paths outside the layers.
     """
     pattern = flax_transformer().stacked or "(?!)"
+    modules: dict[str, list[tuple[int, ...]]] = {}
+    for path, (_, shape) in full.items():
+        if named := re.search(pattern, path):
+            modules.setdefault(path[: named.end()], []).append(shape)
     layers: dict[str, float] = {}
     always = 0.0
-    for path, (nbytes, first) in full.items():
+    for path, (nbytes, shape) in full.items():
+        named = re.search(pattern, path)
         if re.search(outside, path):
             always += nbytes
-        elif stacked := re.search(pattern, path):
-            name = path[: stacked.end()]
-            layers[name] = layers.get(name, 0.0) + nbytes / max(first, 1)
+        elif named and _are_stacked(modules[path[: named.end()]]):
+            name = path[: named.end()]
+            layers[name] = layers.get(name, 0.0) + nbytes / max(shape[0], 1)
         else:
             numbered = re.match(r".*?\d+(?=/|$)", path)
             name = numbered[0] if numbered else path
             layers[name] = layers.get(name, 0.0) + nbytes
     return always + max(layers.values(), default=0.0)
+
+
+def _are_stacked(shapes: list[tuple[int, ...]]) -> bool:
+    """Whether arrays have a first dim of one size, and others; numbers of a layer have none."""
+    ranks = [len(shape) for shape in shapes]
+    return len({shape[:1] for shape in shapes}) == 1 and (min(ranks) > 1 or max(ranks) > 2)
 
 
 def _dtype_if_floating(row: Row) -> Any:

@@ -29,7 +29,14 @@ from optax_ext.execution_order import ELEMENTWISE, REDUCTIONS, Graph, evaluate
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import over_data_axes
 from sharding.placement._sharded_dim import choose_sharded_dim
-from sharding.placement._specs import axes_of, entry_of, is_spec, path_str
+from sharding.placement._specs import (
+    axes_of,
+    entry_of,
+    is_spec,
+    parameter_path,
+    path_str,
+    rule_for_tree,
+)
 from sharding.step._matrix_form import MatrixForm
 
 P = PartitionSpec
@@ -120,12 +127,14 @@ def by_owner(
     wire = _wire_dtype(wire_dtype)
     tx = optax.with_extra_args_support(tx)
 
-    def form_of(path: Any, x: Any) -> MatrixForm:
-        return MatrixForm.of(factoring, _name(path), tuple(jnp.shape(x)))
+    def form_of(rule: FactoringRule, path: Any, x: Any) -> MatrixForm:
+        return MatrixForm.of(rule, parameter_path(path), tuple(jnp.shape(x)))
 
     def init(params: optax.Params) -> optax.OptState:
+        rule = rule_for_tree(factoring, params)
+
         def init_leaf(path: Any, x: Any) -> Any:
-            p = form_of(path, x).to_matrices(x)
+            p = form_of(rule, path, x).to_matrices(x)
             state = _over_stack(tx.init, jnp.ndim(p) - 2)(p)
             return jax.tree.map(lambda s: _sharded_like(s, p), state)
 
@@ -141,8 +150,8 @@ def by_owner(
         leaves, treedef = jax.tree_util.tree_flatten_with_path(updates)
         states = treedef.flatten_up_to(state)
         params_or_none = [None] * len(leaves) if params is None else treedef.flatten_up_to(params)
-        context = _ON_MESH.get()
-        borders = [_Border(form_of(path, g), path_str(path), context) for path, g in leaves]
+        context, rule = _ON_MESH.get(), rule_for_tree(factoring, updates)
+        borders = [_Border(form_of(rule, path, g), path_str(path), context) for path, g in leaves]
         jobs = [
             _Job(tx, border.path, (border.enter(g), s, border.enter(p)), extra_args)
             for border, (_, g), s, p in zip(borders, leaves, states, params_or_none, strict=True)
@@ -192,12 +201,6 @@ def _wire_dtype(dtype: Any) -> Any:
             "become 0, large ones infinite. Use jnp.bfloat16."
         )
     return found
-
-
-def _name(path: Any) -> str:
-    """The path that rules know: without the ``.value`` of a Flax box around the parameter."""
-    boxed = len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value")
-    return path_str(path[:-1] if boxed else path)
 
 
 class _Border:

@@ -10,7 +10,7 @@ from jax import lax
 
 from optax_ext import Factoring, FactoringRule, last_two_dims
 from sharding.collectives._dtypes import sum_dtype, to_sum_dtype
-from sharding.placement._specs import Axes, path_str
+from sharding.placement._specs import Axes, path_str, rule_for_tree
 from sharding.sync._dense import dense_method
 from sharding.sync._interface import (
     GradientSync,
@@ -92,17 +92,22 @@ def powersgd(
         rank, min_compression, factoring, error_feedback, warm_start, alternate, seed
     )
 
-    def choose(path: str, x: Any) -> Method:
-        view = options.view_of(path, x)
-        if view is None:
-            return dense_method()
-        return from_step(start_step, options.method_of(path, view), dense_method())
+    def of(tree: Any) -> tuple[_PowerSGD, GradientSync]:
+        """The options and the sync of a tree."""
+        of_tree = options._replace(factoring=rule_for_tree(factoring, tree))
 
-    inner = leafwise(choose)
+        def choose(path: str, x: Any) -> Method:
+            view = of_tree.view_of(path, x)
+            if view is None:
+                return dense_method()
+            return from_step(start_step, of_tree.method_of(path, view), dense_method())
+
+        return of_tree, leafwise(choose)
 
     def init(params: Any) -> SyncState:
         flat = jax.tree_util.tree_leaves_with_path(params)
-        if not any(options.view_of(path_str(path), x) for path, x in flat):
+        of_tree, inner = of(params)
+        if not any(of_tree.view_of(path_str(path), x) for path, x in flat):
             raise ValueError(
                 f"powersgd: rank {rank} compresses no parameter: rank x (rows + columns) x "
                 f"{min_compression} is less than rows x columns for none of the shapes "
@@ -110,7 +115,11 @@ def powersgd(
             )
         return inner.init(params)
 
-    return GradientSync(init, inner.all_reduce, inner.reduce_scatter)
+    return GradientSync(
+        init,
+        lambda grads, *args: of(grads)[1].all_reduce(grads, *args),
+        lambda grads, *args: of(grads)[1].reduce_scatter(grads, *args),
+    )
 
 
 def _check_powersgd(

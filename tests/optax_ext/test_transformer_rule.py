@@ -1,14 +1,18 @@
 """One rule for Flax transformers: what it makes of parameters, what that costs, what decays."""
 
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 import optax_ext
 from optax_ext import (
     Factoring,
+    by_path,
     decay_mask,
     describe_factoring,
     flax_attention,
@@ -16,6 +20,7 @@ from optax_ext import (
     hidden_matrices,
 )
 
+RULE = flax_transformer()
 MATRIX, FULL = Factoring((0,), (1,)), Factoring()
 QUERY, OUT = Factoring((0,), (1, 2)), Factoring((0, 1), (2,))
 STACKED_FULL = Factoring(batch=(0,))
@@ -77,18 +82,84 @@ MAXTEXT = [
 @pytest.mark.parametrize("model", [*MODELS, "maxtext"])
 def test_parameters_of_models(model):
     rule = flax_transformer(stack_dim=1) if model == "maxtext" else flax_transformer()
-    for path, shape, want in MODELS.get(model, MAXTEXT):
-        assert rule.resolve(path, shape) == want, path
-        tree = {path: jax.ShapeDtypeStruct(shape, jnp.float32)}
+    rows = MODELS.get(model, MAXTEXT)
+    tree = {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path, shape, _ in rows}
+    wanted = {path: want for path, _, want in rows}
+    for row in describe_factoring(by_path({"^none$": None}, default=rule), tree).rows:
+        assert row.factoring == wanted[row.path], row.path
+    for path, hidden in hidden_matrices(tree, rule).items():
         outer = re.search("embed|logit|head", path)
-        if model != "maxtext":
-            assert hidden_matrices(tree) == {path: want.factored and not outer}, path
+        assert hidden == (wanted[path].factored and not outer), path
 
 
 def test_what_is_stacked_can_be_named():
     rule = flax_transformer(stacked=None)
     assert rule.resolve("layers/query/kernel", (12, 512, 8, 64)) == Factoring((1,), (2, 3))
     assert flax_transformer(r"^tower/").resolve("tower/mlp/w", (4, 8, 16)) == STACKED_MATRIX
+    with pytest.raises(ValueError, match=r"whether 'layers/w' of .* depends on the other param"):
+        flax_transformer().resolve("layers/w", (12, 8, 4))
+
+
+# Arrays in a module called "layers": shapes by path, whether they are a stack; None: it is open.
+IN_LAYERS = [
+    ({"a/query/kernel": (8, 2, 4), "a/out/kernel": (2, 4, 8)}, False),
+    ({"Dense_0/kernel": (8, 8), "Dense_0/bias": (8,)}, False),
+    ({"linear/w": (8, 8), "linear/b": (8,)}, False),
+    ({"Conv_0/kernel": (3, 3, 3, 8), "Conv_0/bias": (8,)}, False),
+    ({"q_proj/kernel": (8, 8, 8), "mlp/kernel": (8, 8, 32), "norm/scale": (8, 8)}, True),
+    ({"mlp/kernel": (3, 8, 9), "alpha": (3,)}, True),  # a number of each layer
+    ({"norm/scale": (3, 8), "mlp/bias": (3, 8)}, True),
+    ({"a/query/kernel": (8, 2, 4), "a/key/kernel": (8, 2, 4)}, None),
+    ({"w": (8, 8)}, None),
+]
+
+
+@pytest.mark.parametrize(("shapes", "stack"), IN_LAYERS)
+def test_a_stack_is_known_by_all_its_arrays(shapes, stack):
+    """Also within a module that has such a name and is none, and not beside others."""
+    shapes = {f"blocks/layers/{path}": shape for path, shape in shapes.items()}
+    rows = [*(shapes | {"blocks/norm/scale": (8,)}).items()]
+    if stack is None:
+        with pytest.raises(
+            ValueError, match=r"'blocks/layers/' may be of .*stacked='\^blocks/layers/'"
+        ):
+            flax_transformer().for_tree(rows)
+    else:
+        rule = flax_transformer().for_tree(rows)
+        assert rule.stacked == ("^(blocks/layers/)" if stack else None)
+
+
+def test_the_same_numbers_stacked_apart_and_in_a_module_called_blocks():
+    """In float64, of layers whose gradients differ in scale."""
+    rng = np.random.default_rng(0)
+    shapes = {
+        "attn": {"query": {"kernel": (12, 2, 6), "bias": (2, 6)}, "out": {"kernel": (2, 6, 12)}},
+        "q_proj": {"kernel": (12, 12)},
+        "norm": {"scale": (12,)},
+    }
+    shapes = jax.tree.map(np.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple))
+
+    def draw(i):
+        return jax.tree.map(lambda x: 10.0**i * rng.normal(size=x.shape), shapes)
+
+    def run(form, steps):
+        tx = optax_ext.came(0.1, weight_decay=0.1, weight_decay_mask=decay_mask, factoring=RULE)
+        params = form(steps[0])
+        state = tx.init(params)
+        for layers in steps[1:]:
+            updates, state = jax.jit(tx.update)(form(layers), state, params)
+            params = optax.apply_updates(params, updates)
+        return params
+
+    steps = [[draw(i) for i in range(3)] for _ in range(4)]
+    with jax.enable_x64(True):
+        apart = run(lambda layers: {f"block_{i}": x for i, x in enumerate(layers)}, steps)
+        inside = run(lambda layers: {"blocks": {f"b{i}": x for i, x in enumerate(layers)}}, steps)
+        stacked = run(lambda x: {"layers": jax.tree.map(lambda *a: np.stack(a), *x)}, steps)
+    apart = [apart[f"block_{i}"] for i in range(3)]
+    jax.tree.map(np.testing.assert_array_equal, apart, [*inside["blocks"].values()])
+    unstacked = [jax.tree.map(lambda x, i=i: x[i], stacked["layers"]) for i in range(3)]
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12), unstacked, apart)
 
 
 @pytest.mark.parametrize(

@@ -181,11 +181,10 @@ def layer_work(
     unit = Roofline(device, implementation, ideal=ideal)
     length = length or model.length
     tokens = microbatch * length
-    keys = model.width // model.heads * model.kv_heads
     up = 2 if model.gated else 1
     matrices = {
-        "qkv": (1, model.width, (model.width + 2 * keys) / tensor),
-        "out": (1, model.width / tensor, model.width),
+        "qkv": (1, model.width, (model.queries + 2 * model.keys) / tensor),
+        "out": (1, model.queries / tensor, model.width),
         "up": (up, model.width, model.hidden / tensor),
         "down": (1, model.hidden / tensor, model.width),
     }
@@ -203,7 +202,7 @@ def layer_work(
     dropped = _ITEM * 2 + masks if implementation.dropout else 0
     stream = tokens * model.width / (tensor if sequence_parallel else 1)
     hidden = tokens * model.hidden / tensor
-    heads = tokens * (2 * model.width + 2 * keys) / tensor
+    heads = tokens * (2 * model.queries + 2 * model.keys) / tensor
     forward += unit.passes(2 * stream * (2 * _ITEM + 3 * _ITEM + masks), 4)
     backward += unit.passes(2 * stream * (4 * _ITEM + dropped), 6)
     forward += unit.passes(hidden * _ITEM * (up + 1))
@@ -216,7 +215,7 @@ def layer_work(
     products["context"] = KernelSeconds()
     if implementation.attention == "materialized":
         heads = microbatch * model.heads / tensor
-        products["context"] = unit.matmul(length, length, model.width // model.heads, heads)
+        products["context"] = unit.matmul(length, length, model.queries // model.heads, heads)
     return LayerWork(forward + core, backward + core_backward, weight, core, products)
 
 
@@ -229,7 +228,7 @@ def _attention(
     implementation: Implementation,
 ) -> tuple[KernelSeconds, KernelSeconds]:
     """Scores, softmax and the product with the values: forward, and backward."""
-    head, heads = model.width // model.heads, microbatch * model.heads / tensor
+    head, heads = model.queries // model.heads, microbatch * model.heads / tensor
     if implementation.attention == "fused":
         flops = 4.0 * heads * length * length * head / 2  # half of the pairs is masked
         return unit.fused_attention(flops), unit.fused_attention(_FUSED_BACKWARD * flops)

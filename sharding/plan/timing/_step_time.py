@@ -423,9 +423,7 @@ def _tensor_seconds(
 
 def _stage_params(model: Decoder, layers: float, plan: ParallelPlan, *, tables: int) -> float:
     """Parameters of a device with some layers and some of the embedding and the output matrix."""
-    keys = model.width // model.heads * model.kv_heads
-    layer = model.width * (2 * model.width + 2 * keys + (3 if model.gated else 2) * model.hidden)
-    return layers * layer / plan.tensor + tables * _table_params(model, plan)
+    return layers * model.layer_elements / plan.tensor + tables * _table_params(model, plan)
 
 
 def _table_params(model: Decoder, plan: ParallelPlan) -> float:

@@ -253,11 +253,14 @@ def test_recommended(gigabytes, activations, name, reason):
     assert any(note.startswith(words) for note in plan.notes) == bool(tight)
 
 
-@pytest.mark.parametrize("scan", [True, False])
-def test_layers_whose_gradients_are_reduced_one_by_one(scan):
+@pytest.mark.parametrize("layers", ["stacked", "list", "in a module"])
+def test_layers_whose_gradients_are_reduced_one_by_one(layers):
     """Stage 2 holds the full gradients of what is outside the layers, and of one layer."""
+    scan = layers == "stacked"
     decoder = Decoder(5, 128, 4, 2, 384, 512, length=16, gated=False, tied=True, scan=scan)
     params, once = decoder.abstract(jnp.bfloat16), {"gathered_once": decoder.gathered_once}
+    if layers == "in a module":
+        params["layers"] = {f"layers_{i}": layer for i, layer in enumerate(params["layers"])}
     layer = 2 * 128 + 2 * 128 * 128 + 2 * 128 * 64 + 2 * 128 * 384
     outside = 512 * 128 + 128
     small = {"min_shard_size": 100}
@@ -395,7 +398,7 @@ def test_published_sizes(name, count):
     assert {x.dtype for x in leaves} == {jnp.dtype("bfloat16")}
 
 
-GATED = Decoder(2, 16, 4, 2, 24, 32, length=8)
+GATED = Decoder(2, 16, 4, 2, 24, 32, length=8, head_dim=6)
 BIASED = Decoder(2, 16, 4, 4, 24, 32, length=8, gated=False, tied=True, biased=True)
 
 

@@ -20,7 +20,7 @@ from sharding.plan.fastest._plan_space import SEARCHED
 from sharding.remat._modes import TracedBlock
 
 LENGTH = 48
-LLAMA = Decoder(2, 64, 4, 2, 96, 128, LENGTH)
+LLAMA = Decoder(2, 64, 4, 2, 96, 128, LENGTH, head_dim=24)  # heads wider than the model
 GPT2 = Decoder(2, 64, 4, 4, 256, 128, LENGTH, gated=False, tied=True, biased=True)
 MODELS = pytest.mark.parametrize("model", [LLAMA, GPT2], ids=["llama", "gpt2"])
 SAVED = [*((LLAMA, name) for name in (*PARTLY[::2], "full")), (GPT2, "save_out_proj")]
@@ -42,6 +42,13 @@ def test_it_is_what_jax_stores_and_computes_again(model, name):
     biases = 2 * sum(x.size for x in jax.tree.leaves(block.params) if x.ndim == 1)
     expected = 2 * tokens * saved_elements(model, name)
     assert expected - biases * model.biased <= block.saved(PRESETS[name][0]) <= expected
+
+
+@MODELS
+def test_operations_of_a_layer_are_the_recomputed_ones_and_the_last_product(model):
+    layer = model.flops(1, LENGTH) - dataclasses.replace(model, layers=0).flops(1, LENGTH)
+    forward = flops_again(model, "full", LENGTH) + 2 * model.hidden * model.width
+    assert layer == 3 * model.layers * forward
 
 
 def test_no_preset_that_is_searched_is_better_in_everything():

@@ -1,6 +1,8 @@
 """The time of a step in closed form: beside published steps, the planner, and its own limits."""
 
 import dataclasses
+import math
+import re
 
 import _published_steps as published
 import jax
@@ -30,8 +32,23 @@ from ..pipeline.families import seconds_in_lockstep
 
 A100, H100, V5E = (kind_of(name) for name in ("a100-80", "h100", "v5e"))
 SMALL = Decoder(4, 1024, 16, 16, 4096, 32000, 1024)
-GROUPED = dataclasses.replace(MODELS["llama3-8b"], layers=8)
+GROUPED = dataclasses.replace(MODELS["llama3-8b"], layers=8, head_dim=256)
 TORUS = Machine(V5E, 256, (16, 16))
+
+
+def test_published_models_have_their_parameters():
+    """Those of MPT exactly (NumParams), the others as their names have them."""
+    mpt = {"1b": 1315950592, "3b": 2651837440, "7b": 6658859008, "13b": 12853954560}
+    mpt |= {"30b": 29975214080, "70b": 64862437376}
+    assert {name: num_params(model) for name, model in published.MPT.items()} == mpt
+    for row in [*published.korthikanti(), *published.maxtext()]:
+        size, unit = re.search(r"(\d+)([BT])", row.name).groups()
+        size = int(size) * {"B": 1e9, "T": 1e12}[unit]
+        assert num_params(row.model) == pytest.approx(size, rel=0.04), row.name
+
+
+def num_params(model):
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(model.abstract()))
 
 
 def test_the_eight_steps_of_korthikanti_et_al():
@@ -78,14 +95,15 @@ def test_steps_of_fsdp():
 
 
 def test_steps_of_maxtext():
-    """On TPUs between both ends of the overlap, or 2 % above; on GPUs they took longer."""
+    """On TPUs between both ends of the overlap; on GPUs they took longer. 16.8 % on average."""
     rows = published.maxtext()
-    assert np.abs(errors(rows)[:2]).max() < 0.05
+    assert np.abs(errors(rows)[:2]).max() < 0.04
     for row in rows[:3]:
         found = row.predicted()
-        assert 0.84 < found.full_overlap / row.seconds < 1.02
-    assert errors(rows).max() < 0.34
+        assert 0.81 < found.full_overlap / row.seconds < 1 < found.no_overlap / row.seconds
+    assert errors(rows).max() < 0.18
     assert errors(rows).min() > -0.40
+    assert np.abs(errors(rows)).mean() < 0.17
 
 
 @pytest.mark.parametrize("model", [SMALL, GROUPED], ids=["heads", "groups of heads"])

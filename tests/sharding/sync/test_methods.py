@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from optax_ext import flax_transformer
 from sharding import sync
 from sharding.plan.program._wire import wire_bytes
 
@@ -219,14 +220,22 @@ def test_alternate_powersgd():
 
 
 def test_powersgd_of_special_gradients():
-    """Low ranks are exact, each matrix of a stack by itself; zeros stay zero."""
+    """Low ranks are exact, each matrix of a stack by itself; zeros stay zero.
+
+    A rule that looks at all parameters sees those of the sync: "blocks" are no stack.
+    """
     rng = np.random.default_rng(0)
     rules = {
         "low": sync.powersgd(2, min_compression=1.0),
         "zero": sync.powersgd(4, min_compression=1.0),
+        "blocks": sync.powersgd(2, min_compression=1.0, factoring=flax_transformer()),
     }
-    shapes = {"low": (3, 24, 20), "zero": (24, 40)}
+    query, out = (f"blocks/b/{name}/kernel" for name in ("query", "out"))
+    shapes = {query: (24, 4, 5), out: (4, 5, 24), "low": (3, 24, 20), "zero": (24, 40)}
     grads = stacked(0, shapes, 2)
+    low = rng.normal(size=(2, 24, 2)) @ rng.normal(size=(2, 20))  # rank 2, as 24 x (4 * 5)
+    grads[query] = low.reshape(2, 24, 4, 5)
+    grads[out] = low.swapaxes(1, 2).reshape(2, 4, 5, 24)
     scale = np.array([1e-4, 1.0, 1e4])[:, None, None]
     grads["low"] = scale * (rng.normal(size=(2, 3, 24, 2)) @ rng.normal(size=(3, 2, 20)))
     grads["zero"] = np.zeros((2, 24, 40))
@@ -237,6 +246,8 @@ def test_powersgd_of_special_gradients():
     want = grads["low"].mean(0)
     for i in range(3):
         assert norm(have["low"][i] - want[i]) < 1e-12 * norm(want[i])
+    for name in (query, out):
+        assert norm(have[name] - grads[name].mean(0)) < 1e-12 * norm(grads[name].mean(0))
 
     np.testing.assert_array_equal(have["zero"], 0)
     grads["zero"][:, 3, 5] = [1.0, 3.0]
