@@ -527,7 +527,7 @@ class Zero:
         """
         return data_shard(self._layout)
 
-    def put(self, batch: Any) -> Any:
+    def put(self, batch: Any, *, check: bool = True) -> Any:
         """Places this process's rows of a batch on the mesh, sharded along the first dim.
 
         With several processes it is a collective: all call it, in the same order and from one
@@ -538,6 +538,8 @@ class Zero:
           batch: a tree of arrays; the first dim of each is the batch. Scalars are replicated.
             Other arrays that every device needs in full, such as class weights, belong in the
             model state, or in the closure of the loss.
+          check: whether several processes compare what they give. Without it nothing waits, but
+            rows that do not make one batch hang, or give wrong numbers.
 
         Returns:
           The tree as global arrays.
@@ -548,7 +550,7 @@ class Zero:
             numbers of rows, other arrays or other scalars; if two that have the same shard give
             different rows.
         """
-        return put(self._layout, batch)
+        return put(self._layout, batch, check)
 
     def replicate(self, tree: Any) -> Any:
         """Places arrays on every device in full, such as a model state.
