@@ -10,7 +10,7 @@ from jax import lax
 
 from optax_ext import Factoring, FactoringRule, last_two_dims
 from sharding.collectives._dtypes import sum_dtype, to_sum_dtype
-from sharding.placement._specs import Axes, path_str
+from sharding.placement._specs import Axes, plain_path
 from sharding.sync._dense import dense_method
 from sharding.sync._interface import (
     GradientSync,
@@ -19,6 +19,7 @@ from sharding.sync._interface import (
     SyncState,
     from_step,
     leafwise,
+    named_leaves,
     path_hash,
 )
 
@@ -101,8 +102,8 @@ def powersgd(
     inner = leafwise(choose)
 
     def init(params: Any) -> SyncState:
-        flat = jax.tree_util.tree_leaves_with_path(params)
-        if not any(options.view_of(path_str(path), x) for path, x in flat):
+        flat, _ = named_leaves(params)
+        if not any(options.view_of(path, x) for path, x in flat):
             raise ValueError(
                 f"powersgd: rank {rank} compresses no parameter: rank x (rows + columns) x "
                 f"{min_compression} is less than rows x columns for none of the shapes "
@@ -142,7 +143,7 @@ class _PowerSGD(NamedTuple):
 
     def view_of(self, path: str, x: Any) -> "_MatrixView | None":
         """The matrices of an array; None if it is sent in full."""
-        dims = self.factoring.resolve(path, tuple(x.shape))
+        dims = self.factoring.resolve(plain_path(path), tuple(x.shape))
         if dims is None or not dims.factored:
             return None
         view = _MatrixView(tuple(x.shape), dims)
