@@ -89,9 +89,7 @@ def reread(arrays: Any, after: Any) -> Any:
     """Returns the arrays, read again once ``after`` is computed; on CPUs, unchanged."""
     if _WITHOUT_BARRIERS.get():
         return arrays
-    return jax.lax.platform_dependent(
-        arrays, after, cpu=lambda arrays, _: arrays, default=hold
-    )
+    return jax.lax.platform_dependent(arrays, after, cpu=lambda arrays, _: arrays, default=hold)
 
 
 def hold(arrays: Any, after: Any = ()) -> Any:
