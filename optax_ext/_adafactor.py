@@ -132,8 +132,8 @@ def scale_by_adafactor(
         layers, ``last_two_dims()``, ``by_path({...})``, or one ``Factoring`` for all parameters),
         or None to factor nothing. ``describe_factoring`` lists the result.
       implementation: ``"xla"``, or ``"pallas"``: programs for one NVIDIA GPU take the sums over
-        rows and over columns from one read of a matrix, by a Triton kernel. Opt-in, since it has
-        been compiled for a GPU, but not yet run on one.
+        rows and over columns from one read of a matrix, by a Triton kernel, but for arrays in a
+        ``shard_map``. Opt-in, since it has been compiled for a GPU, but not yet run on one.
 
     Returns:
       A ``GradientTransformation``; updates have the dtype of the gradients and are not negated.

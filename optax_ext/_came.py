@@ -185,8 +185,8 @@ def scale_by_came(
         parameter is. The instability is computed from the new momentum before the cast.
       debias_instability: divide :math:`R` and :math:`C` by :math:`1 - \beta_3^t`.
       implementation: ``"xla"``, or ``"pallas"``: programs for one NVIDIA GPU take the sums over
-        rows and over columns from one read of a matrix, by a Triton kernel. Opt-in, since it has
-        been compiled for a GPU, but not yet run on one.
+        rows and over columns from one read of a matrix, by a Triton kernel, but for arrays in a
+        ``shard_map``. Opt-in, since it has been compiled for a GPU, but not yet run on one.
 
     Returns:
       A ``GradientTransformation``; updates have the dtype of the gradients and are not negated.

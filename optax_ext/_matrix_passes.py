@@ -89,9 +89,29 @@ def reread(arrays: Any, after: Any) -> Any:
     """Returns the arrays, read again once ``after`` is computed; on CPUs, unchanged."""
     if _WITHOUT_BARRIERS.get():
         return arrays
-    return jax.lax.platform_dependent(
-        arrays, after, cpu=lambda arrays, _: arrays, default=_behind_barrier
-    )
+    return jax.lax.platform_dependent(arrays, after, cpu=lambda arrays, _: arrays, default=hold)
+
+
+def hold(arrays: Any, after: Any = ()) -> Any:
+    """Returns the arrays behind a barrier: none is available before all are, and ``after`` is.
+
+    In a ``shard_map`` every array keeps its type, which has the mesh axes that it varies over: it
+    waits for those alone that vary over no others.
+    """
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(arrays)
+    axes, later = list(map(_varying, leaves)), jax.tree.leaves(after)
+    for own in dict.fromkeys(axes):
+        members = [i for i, found in enumerate(axes) if found == own]
+        others = [x for x in later if _varying(x) <= own]
+        held = jax.lax.optimization_barrier([*(leaves[i] for i in members), *others])
+        for i, x in zip(members, held, strict=False):
+            leaves[i] = x
+    return treedef.unflatten(leaves)
+
+
+def _varying(x: Any) -> frozenset[str]:
+    return jax.typeof(x).manual_axis_type.varying
 
 
 def barrier(tree: Any) -> Any:
@@ -101,7 +121,6 @@ def barrier(tree: Any) -> Any:
     """
     if not has_barriers(tree):
         return tree
-    hold = jax.lax.optimization_barrier
     return jax.lax.platform_dependent(tree, cuda=hold, rocm=hold, default=lambda tree: tree)
 
 
@@ -150,8 +169,13 @@ def is_portable() -> bool:
 
 def abstract(aval: Any) -> jax.ShapeDtypeStruct:
     """Returns a stand-in for an array of this type, whose passes take the same form."""
-    sharding = aval.sharding if aval.sharding.mesh.size > 1 else None
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type, sharding=sharding)
+    return jax.ShapeDtypeStruct(
+        aval.shape,
+        aval.dtype,
+        weak_type=aval.weak_type,
+        sharding=aval.sharding if _is_shared(aval.sharding.mesh) else None,
+        manual_axis_type=aval.manual_axis_type,
+    )
 
 
 def splittable(x: jax.Array, dim: int, groups: int) -> jax.Array:
@@ -187,8 +211,15 @@ def _with_entry(x: jax.Array, dim: int, entry: Any) -> jax.Array:
 
 
 def is_partitioned(*trees: Any) -> bool:
-    """Whether arrays are on a mesh of several devices, where XLA cannot shard a loop of blocks."""
-    return any(jax.typeof(a).sharding.mesh.size > 1 for a in jax.tree.leaves(trees))
+    """Whether arrays are on a mesh of several devices, where XLA cannot shard a loop of blocks.
+
+    Or in a ``shard_map``, be it over one device: loops and kernels have no types of varying arrays.
+    """
+    return any(_is_shared(jax.typeof(a).sharding.mesh) for a in jax.tree.leaves(trees))
+
+
+def _is_shared(mesh: Any) -> bool:
+    return mesh.size > 1 or bool(mesh.manual_axes)
 
 
 # --- Values of a new pass -------------------------------------------------------------------------

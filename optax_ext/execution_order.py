@@ -232,7 +232,7 @@ class ScheduledRun:
 
     def after_barrier(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns the arrays, not read before those of ``barrier`` have been computed."""
-        return list(jax.lax.optimization_barrier((*arrays, *self.barrier))[: len(arrays)])
+        return _matrix_passes.hold(list(arrays), self.barrier)
 
     def replaces_deferred(self, output: int) -> bool:
         """Whether an output is the new value of a deferred input and depends on no other."""

@@ -357,7 +357,7 @@ class Zero:
             "params", params, param_specs, self.mesh, reasons if self.stage == 3 else None
         )
         rows += describe_tree("grads", grads, grad_specs, self.mesh, reasons)
-        kept = describe_tree("opt_state", opt_state, opt_specs, self.mesh)
+        kept = describe_tree("opt_state", opt_state, opt_specs, self.mesh, params=params)
         for row, x in zip(kept, jax.tree.leaves(opt_state), strict=True):
             moved = self.offload and is_large(x, self.offload_min_size)
             rows.append(dataclasses.replace(row, memory="host") if moved else row)

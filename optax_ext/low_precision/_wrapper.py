@@ -119,13 +119,13 @@ def low_precision_state(
         with the parameters inside if this transformation is its ``tx`` (wrap others in this one,
         not in a chain). It takes element-wise transformations of float32 moments of matrices whose
         formats have 8 bits and a scale per block, and whose rows are the next to last dim; all
-        else, x64 mode, and all other platforms use XLA's form. Programs for TPUs that map
-        (``vmap``) or differentiate the update, and arrays that are sharded by ``in_shardings`` of
-        ``jit`` alone, need ``"xla"``. Or ``"rows"``, for large matrices of ragged shapes, such as
-        vocabularies, where the kernel is not wanted: under the same conditions programs for TPUs
-        update them by XLA's form in a loop over rows, whose temporaries are small; it has been
-        compiled for TPUs but not yet run, and would gather arrays that are sharded by
-        ``in_shardings`` of ``jit`` alone.
+        else, x64 mode, arrays in a ``shard_map``, and all other platforms use XLA's form. Programs
+        for TPUs that map (``vmap``) or differentiate the update, and arrays that are sharded by
+        ``in_shardings`` of ``jit`` alone, need ``"xla"``. Or ``"rows"``, for large matrices of
+        ragged shapes, such as vocabularies, where the kernel is not wanted: under the same
+        conditions programs for TPUs update them by XLA's form in a loop over rows, whose
+        temporaries are small; it has been compiled for TPUs but not yet run, and would gather
+        arrays that are sharded by ``in_shardings`` of ``jit`` alone.
 
     Returns:
       A ``GradientTransformation`` that takes the arguments of ``inner``.

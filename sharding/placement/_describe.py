@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from sharding.placement._specs import AnyMesh, num_shards, path_str
+from sharding.placement._specs import AnyMesh, leaf_names, num_shards
 
 _NAMED = 4  # parameters that a reason names
 
@@ -147,18 +147,23 @@ class Description:
 
 
 def describe_tree(
-    part: str, tree: Any, specs: Any, mesh: AnyMesh, notes: Sequence[str] | None = None
+    part: str,
+    tree: Any,
+    specs: Any,
+    mesh: AnyMesh,
+    notes: Sequence[str] | None = None,
+    params: Any = None,
 ) -> list[Row]:
-    """A row per array of a tree."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    """A row per array of a tree; of state with the names of ``params``."""
+    names, leaves = leaf_names(tree, params), jax.tree.leaves(tree)
     flat_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
     rows = []
-    for (path, leaf), spec, note in zip(
-        leaves, flat_specs, notes or [""] * len(leaves), strict=True
+    for name, leaf, spec, note in zip(
+        names, leaves, flat_specs, notes or [""] * len(leaves), strict=True
     ):
         shape = tuple(leaf.shape)
         size = math.prod(shape) * leaf.dtype.itemsize // num_shards(mesh, spec)
-        rows.append(Row(part, path_str(path), shape, str(leaf.dtype), spec, size, note))
+        rows.append(Row(part, name, shape, str(leaf.dtype), spec, size, note))
     return rows
 
 

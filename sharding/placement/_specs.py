@@ -3,7 +3,7 @@
 import math
 import re
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import jax
@@ -86,6 +86,40 @@ def rule_for_tree(rule: FactoringRule, tree: Any) -> FactoringRule:
         return rule
     flat = jax.tree_util.tree_leaves_with_path(tree)
     return rule.for_tree([(parameter_path(path), tuple(jnp.shape(x))) for path, x in flat])
+
+
+def leaf_names(
+    tree: Any, like: Any = None, is_leaf: Callable[[Any], bool] | None = None
+) -> list[str]:
+    r"""A name of its own for every leaf of a tree: its path as text.
+
+    Where two paths are equal as text, such as those of ``{"x/y": a, "x": {"y": b}}``, every ``/``
+    within a key is written ``\/``. ``plain_path`` undoes it.
+
+    Args:
+      tree: parameters, or state whose names contain those of parameters.
+      like: the parameters, whose paths decide that; None for ``tree``.
+      is_leaf: which nodes are leaves.
+
+    Raises:
+      ValueError: if two leaves have one name still.
+    """
+    paths, others = (
+        [path for path, _ in jax.tree_util.tree_leaves_with_path(each, is_leaf=is_leaf)]
+        for each in (tree, tree if like is None else like)
+    )
+    if len(set(map(path_str, others))) == len(others):
+        return list(map(path_str, paths))
+    names = ["/".join(path_str([key]).replace("/", r"\/") for key in path) for path in paths]
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise ValueError(f"two arrays have the path {twice[0]!r}; rename one of them.")
+    return names
+
+
+def plain_path(name: str) -> str:
+    """The path as text, which patterns match, of a name of ``leaf_names``."""
+    return name.replace(r"\/", "/")
 
 
 def check_patterns(name: str, patterns: Iterable[Any]) -> None:

@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec
 
 from optax_ext import FactoringRule, last_two_dims
 from optax_ext.execution_order import ELEMENTWISE, REDUCTIONS, Graph, evaluate
+from optax_ext.kernels import Path
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import over_data_axes
 from sharding.placement._sharded_dim import choose_sharded_dim
@@ -48,7 +49,7 @@ _SHAPES = frozenset(_SHAPE_NAMES.split())  # primitives that change shapes alone
 _PLACEMENT = frozenset({"mesh_cast", "reshard", "sharding_constraint"})
 
 # The layout and, by the parameter's path, the spec of its shards.
-_ON_MESH: contextvars.ContextVar[tuple[Layout, dict[str, P]] | None] = contextvars.ContextVar(
+_ON_MESH: contextvars.ContextVar[tuple[Layout, dict[Path, P]] | None] = contextvars.ContextVar(
     "on_mesh", default=None
 )
 
@@ -58,8 +59,7 @@ def owners_on(layout: Layout, shards: Any) -> Iterator[None]:
     """Updates in this context are spread over a mesh; ``shards`` are the specs of parameters."""
     leaves = jax.tree_util.tree_leaves_with_path(shards, is_leaf=is_spec)
     sharded = layout.stage > 0 and layout.num_shards > 1
-    specs = {path_str(path): spec for path, spec in leaves}
-    token = _ON_MESH.set((layout, specs) if sharded else None)
+    token = _ON_MESH.set((layout, dict(leaves)) if sharded else None)
     try:
         yield
     finally:
@@ -151,7 +151,7 @@ def by_owner(
         states = treedef.flatten_up_to(state)
         params_or_none = [None] * len(leaves) if params is None else treedef.flatten_up_to(params)
         context, rule = _ON_MESH.get(), rule_for_tree(factoring, updates)
-        borders = [_Border(form_of(rule, path, g), path_str(path), context) for path, g in leaves]
+        borders = [_Border(form_of(rule, path, g), path, context) for path, g in leaves]
         jobs = [
             _Job(tx, border.path, (border.enter(g), s, border.enter(p)), extra_args)
             for border, (_, g), s, p in zip(borders, leaves, states, params_or_none, strict=True)
@@ -211,7 +211,7 @@ class _Border:
       spec: of the matrix form, on a mesh; None where it is not known.
     """
 
-    def __init__(self, form: MatrixForm, path: str, context: tuple[Layout, dict[str, P]] | None):
+    def __init__(self, form: MatrixForm, path: Path, context: tuple[Layout, dict[Path, P]] | None):
         self._form, self.path = form, path
         self._shards: tuple[Layout, P] | None = None
         self.spec: P | None = None
@@ -271,7 +271,7 @@ class _Job:
     def __init__(
         self,
         tx: optax.GradientTransformationExtraArgs,
-        path: str,
+        path: Path,
         trees: tuple[Any, Any, Any],
         extra_args: dict[str, Any],
     ):
@@ -497,7 +497,7 @@ class _Owners(NamedTuple):
 
 
 def _spread(
-    jobs: list[_Job], layout: Layout, specs: dict[str, P], wire: Any
+    jobs: list[_Job], layout: Layout, specs: dict[Path, P], wire: Any
 ) -> list[tuple[Any, Any]]:
     """The update and new state of every parameter, by owners where there are enough matrices."""
     groups: dict[Any, list[int]] = defaultdict(list)
@@ -520,7 +520,7 @@ def _spread(
     return [results[i] for i in range(len(jobs))]
 
 
-def _spec(layout: Layout, specs: dict[str, P], job: _Job, shape: tuple[int, ...]) -> P:
+def _spec(layout: Layout, specs: dict[Path, P], job: _Job, shape: tuple[int, ...]) -> P:
     """The spec of an array of a parameter's update."""
     if shape == job.shape and job.path in specs:
         return specs[job.path]
@@ -541,7 +541,7 @@ def _run_group(
     group: list[_Job],
     split: _Split,
     layout: Layout,
-    specs: dict[str, P],
+    specs: dict[Path, P],
     owners: _Owners,
     wire: Any,
 ) -> list[tuple[Any, Any]]:
@@ -603,8 +603,9 @@ def _run_group(
         local = group[0].split()
         if local.types != split.types:
             raise ValueError(
-                f"by_owner: the update of {group[0].path!r} depends on the mesh of its trace, "
-                f"so that it cannot run on one device: it needs {local.types}, not {split.types}."
+                f"by_owner: the update of {path_str(group[0].path)!r} depends on the mesh of its "
+                "trace, so that it cannot run on one device: it needs "
+                f"{local.types}, not {split.types}."
             )
         found = jax.vmap(local.core)(*own)
         found = [

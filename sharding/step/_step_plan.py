@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from sharding.collectives._map_arrays import ArrayLayout
 from sharding.placement._layout import Layout, Placement
-from sharding.placement._specs import axes_of, path_str
+from sharding.placement._specs import axes_of, leaf_names
 from sharding.step import _gather_params, _lookup
 from sharding.step._param_uses import ParamUses, find_uses
 from sharding.step._precision import Precision
@@ -39,7 +39,7 @@ class ParamPlan(NamedTuple):
     """One parameter in a step.
 
     Attributes:
-      path: its path in the tree.
+      path: its path in the tree, unlike that of all others; see ``leaf_names``.
       shape: its unsharded shape.
       dtype: in the train state.
       loss_dtype: as the loss sees it.
@@ -166,13 +166,14 @@ def plan_step(
     """
     treedef: Any = jax.tree.structure(params)
     flat = zip(
-        jax.tree_util.tree_leaves_with_path(params),
+        leaf_names(params),
+        jax.tree.leaves(params),
         *map(treedef.flatten_up_to, (spec.trained, *spec.placed[:3])),
         strict=True,
     )
     plans = []
-    for (path, x), trained, param_spec, shard_spec, dim in flat:
-        name, other = path_str(path), layout.other_spec(param_spec)
+    for name, x, trained, param_spec, shard_spec, dim in flat:
+        other = layout.other_spec(param_spec)
         axes = {axis for entry in shard_spec for axis in axes_of(entry)}
         replica_dim = dim if axes & set(layout.replica_axes) else 0
         loss_dtype = spec.precision.of_loss(x.dtype)

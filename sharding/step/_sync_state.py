@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding.placement._layout import Layout, Placement
 from sharding.placement._on_mesh import on_mesh
-from sharding.placement._specs import entry_of, path_str
+from sharding.placement._specs import entry_of, leaf_names, path_str
 from sharding.placement._train_state import opt_state_of, with_opt_state
 from sharding.sync import GradientSync, SyncedState, resize
 
@@ -17,7 +17,7 @@ from sharding.sync import GradientSync, SyncedState, resize
 
 
 def local_gradients(layout: Layout, params: Any, placed: Placement) -> dict[str, Any]:
-    """The types of the gradients that a device passes to the sync, by the paths of parameters.
+    """The types of the gradients that a device passes to the sync, by the names of parameters.
 
     They are unsharded over the data axes; with replicas, between which shards are synchronized,
     they are shards. Of a parameter that other axes shard they are the device's block.
@@ -25,15 +25,16 @@ def local_gradients(layout: Layout, params: Any, placed: Placement) -> dict[str,
     treedef: Any = jax.tree.structure(params)
     types = {}
     leaves = zip(
-        jax.tree_util.tree_leaves_with_path(params),
+        leaf_names(params),
+        jax.tree.leaves(params),
         *map(treedef.flatten_up_to, (placed.params, placed.dims)),
         strict=True,
     )
-    for (path, x), spec, dim in leaves:
+    for name, x, spec, dim in leaves:
         shape = list(layout.block_shape(x.shape, spec))
         if dim and layout.replica_axes:
             shape[dim] //= layout.num_shards
-        types[path_str(path)] = jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+        types[name] = jax.ShapeDtypeStruct(tuple(shape), x.dtype)
     return types
 
 
@@ -187,8 +188,8 @@ def owed_gradients(layout: Layout, state: Any, params: Any, placed: Placement) -
             "sync that they belong to, or drop its state."
         )
 
-    def owed(path: Any, x: Any, dim: int) -> jax.Array:
-        error = errors.get(path_str(path))
+    def owed(name: str, x: Any, dim: int) -> jax.Array:
+        error = errors.get(name)
         if error is None:
             return jnp.zeros(x.shape, x.dtype)
         error = jnp.sum(error, axis=0)  # (devices of a replica, ...)
@@ -197,8 +198,8 @@ def owed_gradients(layout: Layout, state: Any, params: Any, placed: Placement) -
         return jnp.sum(error, axis=0)
 
     treedef: Any = jax.tree.structure(params)
-    dims = treedef.unflatten(treedef.flatten_up_to(placed.dims))
-    return jax.jit(lambda: jax.tree_util.tree_map_with_path(owed, params, dims))()
+    names, dims = map(treedef.unflatten, (leaf_names(params), treedef.flatten_up_to(placed.dims)))
+    return jax.jit(lambda: jax.tree.map(owed, names, params, dims))()
 
 
 # --- In a train state -----------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from sharding.placement._specs import Axis, check_patterns
+from sharding.placement._specs import Axis, check_patterns, plain_path
 from sharding.sync._dense import dense
 from sharding.sync._interface import (
     GradientSync,
@@ -47,7 +47,7 @@ def by_path(
 
     def sync_of(path: str) -> int:
         """The index in ``syncs``."""
-        found = (i for i, pattern in enumerate(rules) if re.search(pattern, path))
+        found = (i for i, pattern in enumerate(rules) if re.search(pattern, plain_path(path)))
         return next(found, len(rules))
 
     def split(flat: list[tuple[str, Any]]) -> list[dict[str, Any]]:

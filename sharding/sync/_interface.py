@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharding.collectives._reduce_scatter import own_shard
-from sharding.placement._specs import Axes, Axis, axes_of, path_str
+from sharding.placement._specs import Axes, Axis, axes_of, leaf_names
 
 
 class GradientSync(NamedTuple):
@@ -162,9 +162,9 @@ def with_all_reduce(
 def named_leaves(
     tree: Any, is_leaf: Callable[[Any], bool] | None = None
 ) -> tuple[list[tuple[str, Any]], Any]:
-    """The leaves of a tree with their paths, and its structure."""
-    flat, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)
-    return [(path_str(path), x) for path, x in flat], treedef
+    """The leaves of a tree with their names, and its structure."""
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_leaf)
+    return list(zip(leaf_names(tree, is_leaf=is_leaf), leaves, strict=True)), treedef
 
 
 def is_none(x: Any) -> bool:

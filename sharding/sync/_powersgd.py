@@ -10,7 +10,7 @@ from jax import lax
 
 from optax_ext import Factoring, FactoringRule, last_two_dims
 from sharding.collectives._dtypes import sum_dtype, to_sum_dtype
-from sharding.placement._specs import Axes, path_str, rule_for_tree
+from sharding.placement._specs import Axes, plain_path, rule_for_tree
 from sharding.sync._dense import dense_method
 from sharding.sync._interface import (
     GradientSync,
@@ -19,6 +19,7 @@ from sharding.sync._interface import (
     SyncState,
     from_step,
     leafwise,
+    named_leaves,
     path_hash,
 )
 
@@ -105,9 +106,9 @@ def powersgd(
         return of_tree, leafwise(choose)
 
     def init(params: Any) -> SyncState:
-        flat = jax.tree_util.tree_leaves_with_path(params)
+        flat, _ = named_leaves(params)
         of_tree, inner = of(params)
-        if not any(of_tree.view_of(path_str(path), x) for path, x in flat):
+        if not any(of_tree.view_of(path, x) for path, x in flat):
             raise ValueError(
                 f"powersgd: rank {rank} compresses no parameter: rank x (rows + columns) x "
                 f"{min_compression} is less than rows x columns for none of the shapes "
@@ -151,7 +152,7 @@ class _PowerSGD(NamedTuple):
 
     def view_of(self, path: str, x: Any) -> "_MatrixView | None":
         """The matrices of an array; None if it is sent in full."""
-        dims = self.factoring.resolve(path, tuple(x.shape))
+        dims = self.factoring.resolve(plain_path(path), tuple(x.shape))
         if dims is None or not dims.factored:
             return None
         view = _MatrixView(tuple(x.shape), dims)
