@@ -35,6 +35,9 @@ os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR", str(pathlib.Path(__file__).parents[1] / ".jax_cache")
 )
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# Threads of XLA's pool. By default there is one a device; where each waits in a collective for the
+# others, what it waits for may have none left to run in, and the process aborts after 40 seconds.
+os.environ.setdefault("NPROC", "64")
 
 import jax
 import pytest

@@ -32,7 +32,7 @@ Shards = tuple[tuple[int, ...], ...]  # of the rows of a batch: the processes th
 
 def data_shard(layout: Layout) -> tuple[int, int]:
     """See ``Zero.data_shard``."""
-    shards = _shards(layout.mesh, layout.data_axes)
+    shards = _row_shards(layout.mesh, layout.data_axes)
     me = jax.process_index()
     for index, processes in enumerate(shards):
         if me in processes:
@@ -51,7 +51,7 @@ def describe_rows(layout: Layout) -> str:
         index, count = data_shard(layout)
     except ValueError as error:
         return str(error)
-    me, processes = jax.process_index(), _shards(layout.mesh, layout.data_axes)[index]
+    me, processes = jax.process_index(), _row_shards(layout.mesh, layout.data_axes)[index]
     if (len(processes), count) == (1, 1):
         return ""
     others = [process for process in processes if process != me]
@@ -62,7 +62,7 @@ def describe_rows(layout: Layout) -> str:
 def put(layout: Layout, batch: Any, check: bool) -> Any:
     """See ``Zero.put``."""
     _, count = data_shard(layout)
-    shards = _shards(layout.mesh, layout.data_axes)
+    shards = _row_shards(layout.mesh, layout.data_axes)
     several = check and sum(map(len, shards)) > 1
     try:
         batch = jax.tree.map(np.asarray, batch)
@@ -79,7 +79,7 @@ def put(layout: Layout, batch: Any, check: bool) -> Any:
 
 
 @functools.lru_cache(maxsize=16)
-def _shards(mesh: AnyMesh, data_axes: tuple[str, ...]) -> Shards:
+def _row_shards(mesh: AnyMesh, data_axes: tuple[str, ...]) -> Shards:
     """The processes that give each shard of the rows, in the order of the rows.
 
     Processes that have devices at the same places of the data axes give the same rows.
