@@ -189,7 +189,8 @@ def _check(flat: list[Any], masters: list[Any], params: list[Any], dtype: Any) -
             raise ValueError(
                 f"parameter {path_name(path)!r} has dtype {p.dtype} and "
                 f"{'no' if m is None else 'a'} master in the state, which was made for parameters "
-                "of another dtype; make a new state with init."
+                "of another dtype; make a new state with init, and apply updates with "
+                "optax.apply_updates, which keeps dtypes."
             )
         if m is not None:
             check_shape(path_name(path), g, "master", m)
