@@ -123,8 +123,8 @@ class ChainSearch:
         self._steps: dict[tuple[int, int], _Steps] = {}
         self._starts = np.concatenate([[0.0], np.cumsum([block.forward for block in blocks])])
         found: dict[Any, _Steps] = {}  # by kinds of blocks, and whether they end the chain
-        kinds = list(zip(blocks, sizes[:-1], sizes[1:], strict=True))
-        kinds = [kinds.index(kind) for kind in kinds]
+        each = list(zip(blocks, sizes[:-1], sizes[1:], strict=True))
+        kinds = [each.index(kind) for kind in each]
         for length in range(count):
             for s in range(count - length):
                 t = s + length
@@ -190,10 +190,11 @@ def _best(ways: Iterable[_Steps]) -> _Steps:
 
 
 def some(peaks: np.ndarray, most: int) -> Any:
-    """At most so many of ascending peaks: the least of each part of their range, and the last."""
+    """At most so many of ascending peaks, in equal ratios; the least and the last are of them."""
     if len(peaks) <= most:
         return slice(None)
-    part = np.floor((peaks - peaks[0]) * (most - 1) / (peaks[-1] - peaks[0]))
+    above = np.log((peaks + 1) / (peaks[0] + 1))
+    part = np.floor(above * (most - 1) / above[-1])
     return np.unique(part, return_index=True)[1]
 
 

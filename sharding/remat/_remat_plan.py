@@ -188,7 +188,7 @@ def frontier(
     """Every plan that no other one beats in bytes and time, from the fewest bytes to the most.
 
     Of a stack all candidates are compiled: seconds each on GPUs, up to a minute on TPUs. Of a chain
-    at most 16 plans are, of bytes that are evenly spaced.
+    at most 16 plans are, of bytes in about equal ratios.
 
     Args:
       blocks: as in ``plan``.
@@ -387,7 +387,7 @@ def _measured_chain(
         )
     _check_modes(modes)
     kind, target = _device(device, (params, x))
-    given = types_of((list(params), x))
+    of_chain = types_of(list(params)), types_of(x)
     done: dict[Any, MeasuredBlock] = {}
     measured, sizes, values = [], [float(device_bytes(types_of(x)))], []
     for fn, own in zip(fns, params, strict=True):
@@ -400,7 +400,7 @@ def _measured_chain(
         x = traced.y
         sizes.append(float(device_bytes(x)))
     _warn(values, request)
-    return _Chain(fns, *given, target, tuple(measured), tuple(sizes))
+    return _Chain(fns, *of_chain, target, tuple(measured), tuple(sizes))
 
 
 def _choices(values: NamedValues, request: NameRequest, modes: int) -> list[SavedNames]:

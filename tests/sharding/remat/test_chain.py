@@ -119,7 +119,7 @@ def test_a_long_chain_is_planned(monkeypatch, most):
     monkeypatch.setattr(_chain, "_MOST_STEPS", most)
     blocks, sizes = random_chain(np.random.default_rng(3), 30, 3)
     found = ChainSearch(blocks, sizes)
-    assert len(found.peaks) == most or len(found.peaks) > 20
+    assert min(most, 20) - 3 < len(found.peaks) <= most
     assert np.all(np.diff(found.peaks) > 0)
     assert np.all(np.diff(found.times) < 0)
     assert found.times[-1] == sum(b.forward + b.backward + b.modes[0].recompute for b in blocks)
