@@ -275,7 +275,7 @@ class AsyncPipeline:
                     f"{jax.tree_util.keystr(path)} has dtype {jnp.result_type(x)}."
                 )
         for x in jax.tree.leaves(layers):
-            self.pipeline._check_rows(x)
+            self.pipeline._check_layers(x)
         flat = [jax.tree.flatten(tree) for tree in (layers, shared)]
         return (flat[0][0], flat[1][0]), (flat[0][1], flat[1][1])
 

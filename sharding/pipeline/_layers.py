@@ -1,5 +1,7 @@
 """The layers of a model in one array each, in the order in which stages hold them."""
 
+import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -7,9 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
 
 from sharding.pipeline._ops import Place
 from sharding.pipeline._schedule import Schedule
+from sharding.placement._specs import with_axis
+
+_REPLICATED = PartitionSpec()
 
 
 def even_counts(num_layers: int, num_virtual_stages: int) -> tuple[int, ...]:
@@ -33,42 +40,99 @@ def owned_virtual_stages(schedule: Schedule) -> np.ndarray:
     )
 
 
-def layer_of_row(schedule: Schedule, counts: Sequence[int]) -> np.ndarray:
-    """For each row of a stacked array, the number of its layer; -1 for padding."""
+def stage_rows(schedule: Schedule, counts: Sequence[int], axis: str) -> "StageRows":
+    """The rows of every stage, for layers per virtual stage and a mesh axis."""
     size, starts = max(counts), np.concatenate([[0], np.cumsum(counts)])
     rows = [
         starts[v] + i if i < counts[v] else -1
         for v in owned_virtual_stages(schedule).ravel()
         for i in range(size)
     ]
-    return np.array(rows, np.int64)
+    return StageRows(axis, np.array(rows, np.int64).reshape(schedule.num_stages, -1))
 
 
-def row_of_layer(layer: np.ndarray) -> np.ndarray:
-    """The inverse of ``layer_of_row``: for each layer, the number of its row."""
-    return np.argsort(layer, kind="stable")[np.sum(layer < 0) :]
+@dataclasses.dataclass(frozen=True, eq=False)
+class StageRows:
+    """Which layers of stacked arrays [layers, ...] are the rows of which stage.
+
+    Where all virtual stages have as many layers, arrays are in the order of the stages and sharded
+    over them along dim 0. Where they have not, arrays are in the order of the model, and sharded
+    along another dim, so that no optimizer sees padding: stages pad their rows within the loss. For
+    a run of the schedule one all-to-all sends every stage its layers, and another one returns their
+    gradients.
+
+    Attributes:
+      axis: of the mesh.
+      layer: [stages, rows], the number of the layer; -1 for padding.
+    """
+
+    axis: str
+    layer: np.ndarray
+
+    @functools.cached_property
+    def uneven(self) -> bool:
+        """Whether some rows are padding."""
+        return bool(np.any(self.layer < 0))
+
+    @functools.cached_property
+    def order(self) -> np.ndarray:
+        """[layers]: which layer of the model each layer of a stacked array is."""
+        return np.arange(self.layer.max() + 1) if self.uneven else self.layer.ravel()
+
+    def dim(self, shape: Sequence[int], spec: PartitionSpec = _REPLICATED) -> int | None:
+        """The dim that stages shard; None where no dim but that of the layers divides.
+
+        Of uneven stages the first, which a shard over the data axes has, too.
+
+        Args:
+          shape: of a stacked array.
+          spec: its spec on other mesh axes.
+        """
+        if not self.uneven:
+            return 0
+        free = [d for d in range(1, len(shape)) if d >= len(spec) or spec[d] is None]
+        return next((d for d in free if shape[d] and shape[d] % len(self.layer) == 0), None)
+
+    def spec(self, x: Any, spec: PartitionSpec = _REPLICATED) -> PartitionSpec:
+        """The spec of a stacked array; its spec on other mesh axes, and the stages' axis."""
+        dim = self.dim(x.shape, spec)
+        return spec if dim is None else with_axis(spec, x.ndim, dim, self.axis)
+
+    # Within a shard_map over the stages.
+
+    def to_stage(self, x: jax.Array, shape: Sequence[int]) -> jax.Array:
+        """The rows of this stage, from its shard of an array; in padding those of layer 0.
+
+        Args:
+          x: the shard.
+          shape: of the array.
+        """
+        if not self.uneven:
+            return x
+        dim, rows = self.dim(shape), np.maximum(self.layer, 0)
+        with jax.named_scope("layers_to_stages"):
+            if dim is None:
+                return x[jnp.asarray(rows)[lax.axis_index(self.axis)]]
+            return lax.all_to_all(x[rows.ravel()], self.axis, 0, dim, tiled=True)
+
+    def from_stage(self, x: jax.Array) -> jax.Array:
+        """The inverse of ``to_stage``."""
+        if not self.uneven:
+            return x
+        dim, rows = self.dim(x.shape), np.argsort(self.layer.ravel(), kind="stable")
+        with jax.named_scope("layers_from_stages"):
+            if dim is None:
+                x = lax.all_gather(x, self.axis, tiled=True)
+            else:
+                x = lax.all_to_all(x, self.axis, dim, 0, tiled=True)
+            return x[rows[-len(self.order) :]]
 
 
-def to_rows(x: Any, layer: np.ndarray) -> Any:
-    """Layers [num_layers, ...] in the order of rows, zeros in padding."""
-    if np.array_equal(layer, np.arange(len(layer))):
+def reordered(x: Any, order: np.ndarray) -> Any:
+    """Layers [layers, ...] in another order."""
+    if isinstance(x, jax.ShapeDtypeStruct) or np.array_equal(order, np.arange(len(order))):
         return x
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((len(layer), *x.shape[1:]), x.dtype)
-    array = jnp if isinstance(x, jax.Array) else np
-    rows = array.asarray(x)[np.maximum(layer, 0)]
-    padding = (layer < 0).reshape(-1, *[1] * (rows.ndim - 1))
-    return array.where(padding, array.zeros((), rows.dtype), rows) if padding.any() else rows
-
-
-def from_rows(x: Any, layer: np.ndarray) -> Any:
-    """The inverse of ``to_rows``."""
-    if np.array_equal(layer, np.arange(len(layer))):
-        return x
-    rows = row_of_layer(layer)
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((len(rows), *x.shape[1:]), x.dtype)
-    return x[rows]
+    return (x if isinstance(x, jax.Array) else np.asarray(x))[order]
 
 
 def map_layers(tree: Any, name: str, fn: Callable[[Any], Any]) -> Any:

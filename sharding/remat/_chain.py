@@ -194,7 +194,7 @@ def some(peaks: np.ndarray, most: int) -> Any:
     if len(peaks) <= most:
         return slice(None)
     above = np.log((peaks + 1) / (peaks[0] + 1))
-    part = np.floor(above * (most - 1) / above[-1])
+    part = np.floor(above / above[-1] * (most - 1))
     return np.unique(part, return_index=True)[1]
 
 
