@@ -43,8 +43,8 @@ class Pipeline:
     Parameters are those of the model with its layers stacked: under the key ``layers`` each array
     is [layers, ...], sharded over ``axis`` along dim 0; everything else is *shared*: it is
     replicated over ``axis``, and embedding and head may both use it (tied embeddings). Layers are
-    in the order of the stages; ``stack`` and ``unstack`` convert. An optimizer sees the model, if it
-    takes dim 0 of them as a stack of layers: ``optax_ext.flax_transformer()``, ``by_path`` with
+    in the order of the stages; ``stack`` and ``unstack`` convert. An optimizer sees the model, if
+    it takes dim 0 of them as a stack of layers: ``optax_ext.flax_transformer()``, ``by_path`` with
     ``last_two_dims(batch=(0,))``, ``lamb(stacked=...)``.
 
     With ``Zero`` over another mesh axis pass ``weighted=True``, and ``param_specs`` to

@@ -19,7 +19,8 @@ def pipeline_wire(pipeline: Pipeline, params: Any, batch: Any, *, specs: Any = N
 
     In the ring convention of ``wire_bytes``: a permute of one activation in each tick and direction
     in which any stage sends; an all-reduce of the gradients of shared parameters over the stages;
-    with two routes (Chimera) a permute of the layers, and one of their gradients. Added to
+    with two routes (Chimera) a permute of the layers, and one of their gradients; where stages have
+    unequal numbers of layers, an all-to-all of these, and one of their gradients. Added to
     ``StagePlan.wire`` it is what a step of ``Zero.train_step(pipeline.loss)`` sends, with
     ``gather="step"``.
 
@@ -63,12 +64,22 @@ def pipeline_wire(pipeline: Pipeline, params: Any, batch: Any, *, specs: Any = N
     program = lowered(pipeline.schedule, pipeline.recompute)
     permuted = num_permutes(program) * num_bytes(_message(pipeline, shared, batch))
     summed = 2 * (stages - 1) / stages * of_device(jax.tree.map(_as_sum, shared), of_shared)
-    replicas = 0.0
+    layers, of_layers = stacked[pipeline.layers], specs[pipeline.layers]
+    sums = jax.tree.map(_as_sum, layers)
+    replicas = moved = 0.0
     if len(pipeline.schedule.routes) > 1:
-        layers, of_layers = stacked[pipeline.layers], specs[pipeline.layers]
-        replicas = of_device(layers, of_layers)
-        replicas += of_device(jax.tree.map(_as_sum, layers), of_layers)
-    return float(permuted + summed + replicas)
+        replicas = of_device(layers, of_layers) + of_device(sums, of_layers)
+    rows = pipeline._rows
+    if rows.uneven:  # of arrays that stages do not shard, all gradients are gathered
+
+        def all_rows(x: Any, back: bool) -> Any:
+            sent = back or rows.dim(x.shape) is not None
+            return x.update(shape=(rows.layer.size * sent, *x.shape[1:]))
+
+        there = of_device(jax.tree.map(lambda x: all_rows(x, False), layers), of_layers)
+        back = of_device(jax.tree.map(lambda x: all_rows(x, True), sums), of_layers)
+        moved = (stages - 1) / stages * (there + back)
+    return float(permuted + summed + replicas + moved)
 
 
 def updates_wire(pipeline: Pipeline, schedule: AsyncSchedule, params: Any, batch: Any) -> float:
