@@ -80,18 +80,8 @@ class StageRows:
         return np.arange(self.layer.max() + 1) if self.uneven else self.layer.ravel()
 
     def dim(self, shape: Sequence[int], spec: PartitionSpec = _REPLICATED) -> int | None:
-        """The dim that stages shard; None where no dim but that of the layers divides.
-
-        Of uneven stages the first, which a shard over the data axes has, too.
-
-        Args:
-          shape: of a stacked array.
-          spec: its spec on other mesh axes.
-        """
-        if not self.uneven:
-            return 0
-        free = [d for d in range(1, len(shape)) if d >= len(spec) or spec[d] is None]
-        return next((d for d in free if shape[d] and shape[d] % len(self.layer) == 0), None)
+        """The dim that stages shard, if any; ``spec`` is that on other mesh axes."""
+        return dim_of_uneven(shape, len(self.layer), spec) if self.uneven else 0
 
     def spec(self, x: Any, spec: PartitionSpec = _REPLICATED) -> PartitionSpec:
         """The spec of a stacked array; its spec on other mesh axes, and the stages' axis."""
@@ -126,6 +116,15 @@ class StageRows:
             else:
                 x = lax.all_to_all(x, self.axis, dim, 0, tiled=True)
             return x[rows[-len(self.order) :]]
+
+
+def dim_of_uneven(shape: Sequence[int], num_stages: int, spec: PartitionSpec) -> int | None:
+    """The dim of stacked layers that stages of unequal numbers of them shard; None for none.
+
+    The first free one that divides: a shard over the data axes has the same.
+    """
+    free = [d for d in range(1, len(shape)) if d >= len(spec) or spec[d] is None]
+    return next((d for d in free if shape[d] and shape[d] % num_stages == 0), None)
 
 
 def reordered(x: Any, order: np.ndarray) -> Any:

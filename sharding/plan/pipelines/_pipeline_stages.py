@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec as P
 
 from sharding._zero import Zero
-from sharding.placement._specs import is_spec
+from sharding.pipeline._layers import dim_of_uneven
+from sharding.placement._specs import expand_specs, is_spec, with_axis
 from sharding.plan._devices import DeviceKind
 from sharding.plan._models import Decoder
 from sharding.plan._plan import estimate_stage
@@ -73,8 +73,8 @@ def links_of(zero: Zero, device: DeviceKind) -> Links:
 class PipelineStage:
     """One device of each stage of a pipeline; bytes, and seconds for one micro-batch.
 
-    All devices run one program, and hold alike: layers of the largest chunk, zeros in place of what
-    others have less, the embedding and the head, and slots of the stage with most in flight.
+    All devices run one program, and hold alike: layers of the largest chunk, which others pad, the
+    embedding and the head, and slots of the stage with most in flight.
 
     Attributes:
       layers: consecutive layers by chunk: the first, and the one after the last.
@@ -82,7 +82,7 @@ class PipelineStage:
       backward: seconds of all chunks.
       in_flight: micro-batches whose activations it needs at once; chunks of them where it has
         several.
-      params: parameters, with those that stage 3 gathers, and versions.
+      params: parameters, with those that stage 3 gathers, the rows of unequal stages, and versions.
       grads: gradients that are accumulated over micro-batches, and the copies that branches of a
         program return on all devices but TPUs.
       state: optimizer state and master weights in device memory.
@@ -91,7 +91,7 @@ class PipelineStage:
       permuted: bytes that it needs to send to other stages in a step.
       synced: bytes that it sends to the replicas of its stage in a step.
       summed: bytes that it sends to the other stages in the sum of the gradients of the embedding
-        and of the head, which all of them hold.
+        and of the head, which all of them hold, and for the rows of unequal stages.
     """
 
     layers: tuple[tuple[int, int], ...]
@@ -177,22 +177,28 @@ class StageEstimates:
             gathered_once="",
         )
 
-        def of_rows(rows: int) -> StagePlan:
-            stacked = dataclasses.replace(model, scan=True, layers=num_stages * rows)
+        def of_rows(rows: int, padded: bool) -> StagePlan:
+            layers = num_stages * rows if padded else model.layers
+            stacked = dataclasses.replace(model, scan=True, layers=layers)
             params = stacked.abstract(dtype)
-            specs = {name: P("pipe") if name == "layers" else P() for name in params}
-            if self.tensor > 1:
-                specs = stacked.specs(shards=self.tensor)
-                specs["layers"] = jax.tree.map(
-                    lambda spec: P("pipe", *spec[1:]), specs["layers"], is_leaf=is_spec
-                )
+            specs = stacked.specs(shards=self.tensor) if self.tensor > 1 else dict.fromkeys(params)
+            specs = expand_specs(specs, params)
+
+            def over_stages(spec: Any, x: Any) -> Any:
+                dim = 0 if layers == num_stages * rows else dim_of_uneven(x.shape, num_stages, spec)
+                return spec if dim is None else with_axis(spec, x.ndim, dim, "pipe")
+
+            specs["layers"] = jax.tree.map(
+                over_stages, specs["layers"], params["layers"], is_leaf=is_spec
+            )
             return estimate_of(params, param_specs=specs)
 
         # Parameters of a layer, and of the embedding and the head.
         of_one = stacked_params(model, dtype, 1, self.tensor)
         self.layer_bytes = num_bytes(of_one["layers"])
         self.shared_bytes = num_bytes(of_one) - self.layer_bytes
-        self.of_rows = functools.cache(of_rows)  # of devices with so many layers
+        # Of devices with so many rows, whose optimizer has them all, or the model's layers alone.
+        self.of_rows = functools.cache(of_rows)
 
 
 def pipeline_stages(
@@ -216,8 +222,12 @@ def pipeline_stages(
     model, zero, num_stages = estimates.model, estimates.zero, estimates.num_stages
     chunks = len(ranges) // num_stages
     rows = num_rows(model, ranges)
-    held = estimates.of_rows(rows * chunks)
+    asynchronous = schedule in ASYNC_SCHEDULES
+    held = estimates.of_rows(rows * chunks, asynchronous)
     layers, shared = rows * estimates.layer_bytes, estimates.shared_bytes  # layers of one chunk
+    # Of unequal stages: rows are made of the model's layers, and gradients are sent back.
+    uneven = num_stages * chunks * rows > model.layers and not asynchronous
+    moved = chunks * layers if uneven else 0.0
 
     # Sums over micro-batches; the program returns them from branches, which copies them elsewhere.
     item = jnp.dtype(estimates.dtype).itemsize
@@ -259,9 +269,10 @@ def pipeline_stages(
         working = max(working, at_head) if schedule == "1f1b" else working
 
     # Without a flush: slots of two versions, beside the parameters that come and go.
-    asynchronous = schedule in ASYNC_SCHEDULES
     versions = 2 * held.params if asynchronous else 0.0
     stage_of = [stage_of_chunk(schedule, num_stages, v) for v in range(len(ranges))]
+
+    summed = 2 * wide * shared + (1 + wide) * moved
 
     def of_stage(s: int) -> PipelineStage:
         numbers = [v for v, it in enumerate(stage_of) if it == s]
@@ -274,14 +285,14 @@ def pipeline_stages(
             forward=sum(cost.forward for i, j in own for cost in costs[i:j]),
             backward=sum(cost.backward for i, j in own for cost in costs[i:j]),
             in_flight=max_in_flight(schedule, num_stages, s, microbatches, chunks),
-            params=held.params + gathered + versions,
+            params=held.params + gathered + moved + versions,
             grads=sums + copied,
             state=_state_bytes(held),
             activations=stored + working,
             batch=held.batch,
             permuted=microbatches * stream * sent,
             synced=held.wire,
-            summed=0.0 if asynchronous else 2 * (num_stages - 1) / num_stages * wide * shared,
+            summed=0.0 if asynchronous else (num_stages - 1) / num_stages * summed,
         )
 
     return tuple(map(of_stage, range(num_stages)))

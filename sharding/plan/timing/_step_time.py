@@ -110,7 +110,8 @@ def step_seconds(
       and the collectives that ``tensor_sums`` counts.
     - A pipeline takes ``lockstep_seconds``, and a transfer in each tick. The last chunk of a
       compiled program runs its forward pass in its backward pass. The program holds the embedding
-      and the head on all devices, which sum their gradients over the stages. Without a flush each
+      and the head on all devices, which sum their gradients over the stages; stages of unequal
+      numbers of layers are sent them, and send their gradients back. Without a flush each
       stage waits for the updates of all others.
     - ZeRO with k micro-batches and S bytes on n devices sends 2 S at stages 0 and 1, (k + 1) S at
       stage 2, 3 k S at stage 3, times (n - 1) / n; once in a step in a pipeline. Replicas reduce
@@ -236,6 +237,11 @@ def passes(
     if plan.pipe > 1 and implementation.lockstep and not plan.asynchronous:
         shared = _GRADIENT_SUM * tables * _table_params(model, plan)
         transfers += wire("all-reduce", shared, groups.pipe)
+        if held * plan.pipe > model.layers:  # unequal stages are sent their layers
+            rows = _stage_params(model, held, plan, tables=0)
+            transfers += wire("all-to-all", plan.param_bytes * rows, groups.pipe)
+            transfers += wire("all-to-all", _GRADIENT_SUM * rows, groups.pipe)
+            held = model.layers / plan.pipe
     elif plan.pipe > 1 and not implementation.lockstep:
         tables = 0 if ideal else 1
     params = _stage_params(model, held, plan, tables=tables)
