@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from sharding._zero import Zero
-from sharding.pipeline._layers import dim_of_uneven
+from sharding.pipeline._layers import other_dim
 from sharding.placement._specs import expand_specs, is_spec, with_axis
 from sharding.plan._devices import DeviceKind
 from sharding.plan._models import Decoder
@@ -22,6 +22,7 @@ from sharding.plan.pipelines._layer_costs import LayerCost
 from sharding.plan.pipelines._pipeline_schedules import (
     ASYNC_SCHEDULES,
     SPLIT_SCHEDULES,
+    layers_sent,
     max_in_flight,
     slots_of,
     stage_of_chunk,
@@ -82,7 +83,7 @@ class PipelineStage:
       backward: seconds of all chunks.
       in_flight: micro-batches whose activations it needs at once; chunks of them where it has
         several.
-      params: parameters, with those that stage 3 gathers, the rows of unequal stages, and versions.
+      params: parameters, with those that stage 3 gathers, those of unequal stages, and versions.
       grads: gradients that are accumulated over micro-batches, and the copies that branches of a
         program return on all devices but TPUs.
       state: optimizer state and master weights in device memory.
@@ -91,7 +92,7 @@ class PipelineStage:
       permuted: bytes that it needs to send to other stages in a step.
       synced: bytes that it sends to the replicas of its stage in a step.
       summed: bytes that it sends to the other stages in the sum of the gradients of the embedding
-        and of the head, which all of them hold, and for the rows of unequal stages.
+        and of the head, which all of them hold, and for the layers of unequal stages.
     """
 
     layers: tuple[tuple[int, int], ...]
@@ -177,15 +178,15 @@ class StageEstimates:
             gathered_once="",
         )
 
-        def of_rows(rows: int, padded: bool) -> StagePlan:
-            layers = num_stages * rows if padded else model.layers
+        def of_rows(rows: float) -> StagePlan:
+            layers = round(num_stages * rows)
             stacked = dataclasses.replace(model, scan=True, layers=layers)
             params = stacked.abstract(dtype)
             specs = stacked.specs(shards=self.tensor) if self.tensor > 1 else dict.fromkeys(params)
             specs = expand_specs(specs, params)
 
             def over_stages(spec: Any, x: Any) -> Any:
-                dim = 0 if layers == num_stages * rows else dim_of_uneven(x.shape, num_stages, spec)
+                dim = other_dim(x.shape, num_stages, spec) if layers % num_stages else 0
                 return spec if dim is None else with_axis(spec, x.ndim, dim, "pipe")
 
             specs["layers"] = jax.tree.map(
@@ -197,8 +198,7 @@ class StageEstimates:
         of_one = stacked_params(model, dtype, 1, self.tensor)
         self.layer_bytes = num_bytes(of_one["layers"])
         self.shared_bytes = num_bytes(of_one) - self.layer_bytes
-        # Of devices with so many rows, whose optimizer has them all, or the model's layers alone.
-        self.of_rows = functools.cache(of_rows)
+        self.of_rows = functools.cache(of_rows)  # of devices with so many layers
 
 
 def pipeline_stages(
@@ -223,11 +223,13 @@ def pipeline_stages(
     chunks = len(ranges) // num_stages
     rows = num_rows(model, ranges)
     asynchronous = schedule in ASYNC_SCHEDULES
-    held = estimates.of_rows(rows * chunks, asynchronous)
+    held = estimates.of_rows(rows * chunks if asynchronous else model.layers / num_stages)
     layers, shared = rows * estimates.layer_bytes, estimates.shared_bytes  # layers of one chunk
-    # Of unequal stages: rows are made of the model's layers, and gradients are sent back.
+    # Of unequal stages: rows beside the layers that a device holds, and what is sent for them.
     uneven = num_stages * chunks * rows > model.layers and not asynchronous
     moved = chunks * layers if uneven else 0.0
+    counts = [min(j, model.layers + 1) - max(i, 1) for i, j in ranges]
+    to_stages, back = layers_sent(schedule, num_stages, counts) if uneven else (0.0, 0.0)
 
     # Sums over micro-batches; the program returns them from branches, which copies them elsewhere.
     item = jnp.dtype(estimates.dtype).itemsize
@@ -272,7 +274,8 @@ def pipeline_stages(
     versions = 2 * held.params if asynchronous else 0.0
     stage_of = [stage_of_chunk(schedule, num_stages, v) for v in range(len(ranges))]
 
-    summed = 2 * wide * shared + (1 + wide) * moved
+    summed = 2 * (num_stages - 1) / num_stages * wide * shared
+    summed += (to_stages + wide * back) * estimates.layer_bytes
 
     def of_stage(s: int) -> PipelineStage:
         numbers = [v for v, it in enumerate(stage_of) if it == s]
@@ -292,7 +295,7 @@ def pipeline_stages(
             batch=held.batch,
             permuted=microbatches * stream * sent,
             synced=held.wire,
-            summed=0.0 if asynchronous else (num_stages - 1) / num_stages * summed,
+            summed=0.0 if asynchronous else summed,
         )
 
     return tuple(map(of_stage, range(num_stages)))

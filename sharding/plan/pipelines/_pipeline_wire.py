@@ -9,7 +9,7 @@ from sharding.pipeline._async_schedule import AsyncSchedule
 from sharding.pipeline._instructions import Instructions
 from sharding.pipeline._instructions import instructions as lowered
 from sharding.pipeline._pipeline import Pipeline
-from sharding.placement._specs import num_shards
+from sharding.placement._specs import num_shards, only_axes
 from sharding.plan._tiles import num_bytes
 from sharding.step._microbatches import split_microbatches
 
@@ -20,7 +20,7 @@ def pipeline_wire(pipeline: Pipeline, params: Any, batch: Any, *, specs: Any = N
     In the ring convention of ``wire_bytes``: a permute of one activation in each tick and direction
     in which any stage sends; an all-reduce of the gradients of shared parameters over the stages;
     with two routes (Chimera) a permute of the layers, and one of their gradients; where stages have
-    unequal numbers of layers, an all-to-all of these, and one of their gradients. Added to
+    unequal numbers of layers, what of these and of their gradients is elsewhere. Added to
     ``StagePlan.wire`` it is what a step of ``Zero.train_step(pipeline.loss)`` sends, with
     ``gather="step"``.
 
@@ -66,19 +66,19 @@ def pipeline_wire(pipeline: Pipeline, params: Any, batch: Any, *, specs: Any = N
     summed = 2 * (stages - 1) / stages * of_device(jax.tree.map(_as_sum, shared), of_shared)
     layers, of_layers = stacked[pipeline.layers], specs[pipeline.layers]
     sums = jax.tree.map(_as_sum, layers)
-    replicas = moved = 0.0
+    replicas = moved = 0.0  # moved: of stages with unequal numbers of layers
     if len(pipeline.schedule.routes) > 1:
         replicas = of_device(layers, of_layers) + of_device(sums, of_layers)
-    rows = pipeline._rows
-    if rows.uneven:  # of arrays that stages do not shard, all gradients are gathered
+    for tree, back in ((layers, 0), (sums, 1)):
 
-        def all_rows(x: Any, back: bool) -> Any:
-            sent = back or rows.dim(x.shape) is not None
-            return x.update(shape=(rows.layer.size * sent, *x.shape[1:]))
+        def sent(x: Any, spec: Any, back: int = back) -> float:
+            """Bytes of the layers that a device sends; other axes shard them."""
+            others = num_shards(
+                pipeline.mesh, only_axes(spec, {*pipeline.mesh.axis_names} - {pipeline.axis})
+            )
+            return pipeline._rows.sent(x.shape)[back] * num_bytes(x) / x.shape[0] / others
 
-        there = of_device(jax.tree.map(lambda x: all_rows(x, False), layers), of_layers)
-        back = of_device(jax.tree.map(lambda x: all_rows(x, True), sums), of_layers)
-        moved = (stages - 1) / stages * (there + back)
+        moved += sum(jax.tree.leaves(jax.tree.map(sent, tree, of_layers)))
     return float(permuted + summed + replicas + moved)
 
 
