@@ -54,10 +54,10 @@ class Pipeline:
       mesh: the device mesh; Auto and Explicit axes both work.
       schedule: the table, such as ``one_f_one_b(stages, microbatches)``.
       num_layers: of the model. A sequence gives the layers of every virtual stage; a number divides
-        them evenly, and the first stages get one more where it does not divide. Then layers are in
-        the order of the model, and sharded over ``axis`` along another dim, since rows of padding
-        would be in the means of optimizers. It costs an all-to-all of the stages' layers in a step,
-        one of their gradients, and memory for the layers of a stage while the loss runs.
+        them evenly, and the first stages get one more where it does not divide. Then arrays are
+        in the order of the model, without padding, which would be in the means of optimizers: in a
+        step stages send each other the layers that they do not hold, and gradients back, and have
+        memory for the layers of the largest stage while the loss runs. Equal stages send nothing.
       embed: ``embed(shared, microbatch) -> x``, the activations that enter the first layer: an
         array, or a tree of arrays.
       block: ``block(layer, x, microbatch) -> x``, one layer.
@@ -256,8 +256,8 @@ class Pipeline:
     def param_specs(self, params: Any, specs: Any = None) -> Any:
         """The partition spec of each stacked parameter, for ``zero.init(param_specs=...)``.
 
-        The stages shard dim 0 of layers; where they have unequal numbers of layers, the first other
-        dim that they divide, or none.
+        The stages shard dim 0 of layers, or, if they do not divide their number, the first other
+        dim that they divide.
 
         Args:
           params: stacked parameters, real or abstract.
