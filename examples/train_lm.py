@@ -368,9 +368,7 @@ def show_plan(options, corpus, zero, make_state, pipeline, directory):
     layout = zero.describe(state, param_specs=param_specs)
     adamw, _ = make_optimizer("adamw", 1.0, options.steps)
     tokens = options.batch_size * corpus.context
-    # Where layers do not divide evenly, stacks have padding: bytes, but no parameters.
-    params = pipeline.unstack(state.params) if pipeline else state.params
-    num_params = sum(x.size for x in jax.tree.leaves(params))
+    num_params = sum(x.size for x in jax.tree.leaves(state.params))
     plan, other = (
         dataclasses.replace(
             estimate(

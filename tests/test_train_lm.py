@@ -285,7 +285,6 @@ def test_a_run_resumes_with_other_stages_of_a_pipeline_or_none(tmp_path, text, d
     assert 0.98 < float(re.search(r"(\S+) of theory", outputs[0])[1]) < 1.02
     assert re.search(r"permutes +20 +20 +\S+ KiB", outputs[0])
     assert "Pipeline: gpipe: 3 stages, 4 micro-batches" in outputs[1]
-    # Three stages hold two layers each, of which two are padding.
     counts = [re.search(r"(\S+) parameters on", text)[1] for text in outputs]
     assert counts[0] == counts[1]
     assert_same_losses(tmp_path, "pipelined", deep, STEPS)

@@ -13,12 +13,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding.pipeline._async_executor import AsyncExecutor
 from sharding.pipeline._async_schedule import AsyncSchedule
-from sharding.pipeline._differentiable_loss import make_executor, over_axis
+from sharding.pipeline._differentiable_loss import make_executor, over_axis, spec_of_layers
 from sharding.pipeline._instructions import Instructions, instructions
+from sharding.pipeline._own_layers import OwnLayers
 from sharding.pipeline._owners import owners_of_shared
 from sharding.pipeline._pipeline import Pipeline
 from sharding.pipeline._stage import Arrays
-from sharding.placement._specs import with_axis
 from sharding.step._microbatches import join_microbatches
 
 P = PartitionSpec
@@ -157,12 +157,12 @@ class AsyncPipeline:
         leaves, trees = self._leaves(params)
 
         def on_stage(layers: Arrays, shared: Arrays) -> Any:
-            return _with_stage(
-                self._optimizer().init(self._to_tree(params, trees)((layers, shared)))
-            )
+            tree = self._to_tree(params, trees)((self._to_stage(layers, leaves[0]), shared))
+            return _with_stage(self._optimizer().init(tree))
 
         on_stages = P(self.pipeline.axis)
-        mapped = over_axis(self.pipeline._model, on_stage, (on_stages, P()), on_stages, on_stages)
+        in_specs = self._specs(leaves[0]), P()
+        mapped = over_axis(self.pipeline._model, on_stage, in_specs, on_stages, on_stages)
         # States are mostly zeros: no argument is left that would name the devices.
         placed = NamedSharding(self.pipeline.mesh, on_stages)
         return AsyncState(params, jax.jit(mapped, out_shardings=placed)(*leaves))
@@ -199,6 +199,10 @@ class AsyncPipeline:
             layers: Arrays, shared: Arrays, opt_state: Any, batches: Any, key: Any, tables: Any
         ) -> Any:
             tables = [{name: x[..., 0] for name, x in table.items()} for table in tables]
+            layers, tx = self._to_stage(layers, leaves[0]), self._optimizer()
+            backward_params = self.backward_params
+            if backward_params is not None and isinstance(tx, OwnLayers):
+                backward_params = functools.partial(tx.backward_params, backward_params)
             executor = make_executor(
                 pipeline._model,
                 self.schedule,
@@ -206,10 +210,10 @@ class AsyncPipeline:
                 (trees[0], [True] * len(layers)),
                 (trees[1], [True] * len(shared)),
                 AsyncExecutor,
-                tx=self._optimizer(),
+                tx=tx,
                 to_tree=to_tree,
                 of_tree=self._of_tree,
-                backward_params=self.backward_params,
+                backward_params=backward_params,
             )
             stage = lax.axis_index(axis)
             owners = owners_of_shared(
@@ -230,16 +234,18 @@ class AsyncPipeline:
             sums, weights, aux = lax.psum(totals, axis)
             aux = jax.tree.map(lambda x, one: x.astype(one.dtype), aux, totals.aux)
             out = (sums, weights), jax.tree.map(join_microbatches, aux)
+            layers = [pipeline._rows.from_stage(x) for x in layers]
             return layers, shared, _with_stage(opt_state), out
 
         layers, shared = leaves
+        of_layers = self._specs(layers)
         mapped = over_axis(
             pipeline._model,
             on_stage,
-            (on_stages, P(), on_stages, P(), P(), P(None, None, axis)),
-            (on_stages, P(), on_stages, P()),
+            (of_layers, P(), on_stages, P(), P(), P(None, None, axis)),
+            (of_layers, P(), on_stages, P()),
             (
-                [with_axis(jax.typeof(x).sharding.spec, x.ndim, 0, axis) for x in layers],
+                [spec_of_layers(pipeline._model, x) for x in layers],
                 [jax.typeof(x).sharding.spec for x in shared],
                 on_stages,
                 P(),
@@ -275,7 +281,7 @@ class AsyncPipeline:
                     f"{jax.tree_util.keystr(path)} has dtype {jnp.result_type(x)}."
                 )
         for x in jax.tree.leaves(layers):
-            self.pipeline._check_rows(x)
+            self.pipeline._check_layers(x)
         flat = [jax.tree.flatten(tree) for tree in (layers, shared)]
         return (flat[0][0], flat[1][0]), (flat[0][1], flat[1][1])
 
@@ -290,6 +296,15 @@ class AsyncPipeline:
             return type(params)({name: parts[name] for name in params})
 
         return to_tree
+
+    def _specs(self, layers: Arrays) -> list[PartitionSpec]:
+        """Of stacked arrays, on the axis of the stages."""
+        return [self.pipeline._rows.spec(x) for x in layers]
+
+    def _to_stage(self, shards: Arrays, layers: Arrays) -> Arrays:
+        """The rows of a stage, from its shards of stacked arrays."""
+        rows = self.pipeline._rows
+        return [rows.to_stage(x, like.shape) for x, like in zip(shards, layers, strict=True)]
 
     def _of_tree(self, params: Any) -> tuple[Arrays, Arrays]:
         layers, shared = self.pipeline._parts(params)
@@ -328,7 +343,7 @@ class AsyncPipeline:
 
         return jax.tree.map(merge, batches)
 
-    def _optimizer(self) -> optax.GradientTransformationExtraArgs:
+    def _optimizer(self) -> Any:
         """The optimizer of this stage."""
         tx = self.tx
         if not isinstance(tx, optax.GradientTransformation):
@@ -340,7 +355,8 @@ class AsyncPipeline:
                     "tx(forward=..., backward=...) must return an optax gradient transformation, "
                     f"got {type(tx).__name__}."
                 )
-        return optax.with_extra_args_support(tx)
+        tx, rows = optax.with_extra_args_support(tx), self.pipeline._rows
+        return OwnLayers(tx, rows, self.pipeline.layers) if rows.uneven else tx
 
 
 def _with_stage(opt_state: Any) -> Any:

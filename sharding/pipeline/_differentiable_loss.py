@@ -14,9 +14,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from sharding.pipeline._buffers import Buffers, Ends
 from sharding.pipeline._executor import Executor
 from sharding.pipeline._instructions import Instructions, instructions
+from sharding.pipeline._layers import StageRows
 from sharding.pipeline._schedule import Schedule
 from sharding.pipeline._stage import Arrays, LayerParams, Stage
-from sharding.placement._specs import AnyMesh, is_spec, with_axis
+from sharding.placement._specs import AnyMesh, axes_of, is_spec
 from sharding.step._gather_params import gather
 from sharding.step._microbatches import join_microbatches
 
@@ -32,6 +33,7 @@ class Model:
       axis: of the stages.
       schedule: of a training step.
       layer_counts: layers of every virtual stage.
+      rows: of the stages.
       embed: before the layers.
       block: one layer.
       head: after the layers.
@@ -44,6 +46,7 @@ class Model:
     axis: str
     schedule: Schedule
     layer_counts: tuple[int, ...]
+    rows: StageRows
     embed: Callable[..., Any]
     block: Callable[..., Any]
     head: Callable[..., Any]
@@ -126,7 +129,10 @@ def _run(
         tables = [{name: x[..., 0] for name, x in table.items()} for table in tables]
         trees = (treedef, of_layers), (shared_treedef, of_shared)
         executor = make_executor(model, schedule, program, *trees)
-        rows = [_with_replicas(model, x) for x in layers]
+        rows = [
+            _with_replicas(model, model.rows.to_stage(x, shape))
+            for x, shape in zip(layers, shapes, strict=True)
+        ]
         buffers = executor.run(
             LayerParams(*_partition(rows, of_layers)),
             LayerParams(*_partition(shared, of_shared)),
@@ -136,17 +142,18 @@ def _run(
         )
         return _sum_over_stages(model, buffers)
 
-    on_rows, nothing = P(model.axis), P()
+    shapes = [x.shape for x in layers]
+    on_stages, nothing = [model.rows.spec(x) for x in layers], P()
     trained_layers, _ = _partition(layers, of_layers)
     trained_shared, _ = _partition(shared, of_shared)
     mapped = over_axis(
         model,
         on_stage,
-        (on_rows, nothing, nothing, nothing, P(None, None, model.axis)),
-        (nothing, [on_rows] * len(trained_layers), [nothing] * len(trained_shared)),
+        (on_stages, nothing, nothing, nothing, P(None, None, model.axis)),
+        (nothing, _partition(on_stages, of_layers)[0], [nothing] * len(trained_shared)),
         (
             nothing,
-            [with_axis(jax.typeof(x).sharding.spec, x.ndim, 0, model.axis) for x in trained_layers],
+            [spec_of_layers(model, x) for x in trained_layers],
             [jax.typeof(x).sharding.spec for x in trained_shared],
         ),
     )
@@ -242,6 +249,13 @@ def over_axis(
     return jax.jit(mapped)
 
 
+def spec_of_layers(model: Model, x: Any) -> PartitionSpec:
+    """On all axes, as far as they are Explicit, and on the stages'."""
+    spec = jax.typeof(x).sharding.spec
+    named = any(model.axis in axes_of(entry) for entry in spec)
+    return spec if named else model.rows.spec(x, spec)
+
+
 def _sum_over_stages(model: Model, buffers: Buffers) -> tuple[Any, Arrays, Arrays]:
     """Sums over stages; gradients of rows stay where the rows are."""
     totals = lax.psum(buffers.totals, model.axis)
@@ -249,7 +263,7 @@ def _sum_over_stages(model: Model, buffers: Buffers) -> tuple[Any, Arrays, Array
     aux = jax.tree.map(join_microbatches, aux)
     with jax.named_scope("shared_gradients"):
         shared = lax.psum(buffers.shared_grads, model.axis)
-    rows = [_without_replicas(model, x) for x in buffers.layer_grads]
+    rows = [model.rows.from_stage(_without_replicas(model, x)) for x in buffers.layer_grads]
     return ((totals.sum, totals.weight), aux), rows, shared
 
 

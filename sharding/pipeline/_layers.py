@@ -1,15 +1,22 @@
 """The layers of a model in one array each, in the order in which stages hold them."""
 
+import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
 
 from sharding.pipeline._ops import Place
 from sharding.pipeline._schedule import Schedule
+from sharding.placement._specs import with_axis
+
+_REPLICATED = PartitionSpec()
 
 
 def even_counts(num_layers: int, num_virtual_stages: int) -> tuple[int, ...]:
@@ -33,42 +40,184 @@ def owned_virtual_stages(schedule: Schedule) -> np.ndarray:
     )
 
 
-def layer_of_row(schedule: Schedule, counts: Sequence[int]) -> np.ndarray:
-    """For each row of a stacked array, the number of its layer; -1 for padding."""
+def stage_rows(schedule: Schedule, counts: Sequence[int], axis: str) -> "StageRows":
+    """The rows of every stage, for layers per virtual stage and a mesh axis."""
+    return StageRows(axis, layer_of_row(owned_virtual_stages(schedule), counts))
+
+
+def layer_of_row(virtual_stages: np.ndarray, counts: Sequence[int]) -> np.ndarray:
+    """[stages, rows]: the layer of each row of a stage, -1 for padding.
+
+    Args:
+      virtual_stages: [stages, chunks], those of a stage.
+      counts: of the layers of every virtual stage.
+    """
     size, starts = max(counts), np.concatenate([[0], np.cumsum(counts)])
     rows = [
-        starts[v] + i if i < counts[v] else -1
-        for v in owned_virtual_stages(schedule).ravel()
-        for i in range(size)
+        starts[v] + i if i < counts[v] else -1 for v in virtual_stages.ravel() for i in range(size)
     ]
-    return np.array(rows, np.int64)
+    return np.array(rows, np.int64).reshape(len(virtual_stages), -1)
 
 
-def row_of_layer(layer: np.ndarray) -> np.ndarray:
-    """The inverse of ``layer_of_row``: for each layer, the number of its row."""
-    return np.argsort(layer, kind="stable")[np.sum(layer < 0) :]
+@dataclasses.dataclass(frozen=True, eq=False)
+class StageRows:
+    """Which layers of stacked arrays [layers, ...] are the rows of which stage.
+
+    Where all virtual stages have as many layers, arrays are in the order of the stages, and sharded
+    over them along dim 0. Otherwise they are in the order of the model, so that no optimizer sees
+    padding: stages pad their rows within the loss. If the stages divide the layers, arrays are
+    sharded along dim 0 all the same, and for a run of the schedule stages send each other the
+    layers that are elsewhere; if not, arrays are sharded along another dim, and an all-to-all sends
+    each stage its layers. Gradients take the way back.
+
+    Attributes:
+      axis: of the mesh.
+      layer: [stages, rows], the number of the layer; -1 for padding.
+    """
+
+    axis: str
+    layer: np.ndarray
+
+    @functools.cached_property
+    def uneven(self) -> bool:
+        """Whether some rows are padding."""
+        return bool(np.any(self.layer < 0))
+
+    @functools.cached_property
+    def order(self) -> np.ndarray:
+        """[layers]: which layer of the model each layer of a stacked array is."""
+        return np.arange(self.layer.max() + 1) if self.uneven else self.layer.ravel()
+
+    @functools.cached_property
+    def _moves(self) -> "tuple[Moves, Moves] | None":
+        """To the stages and back; None where arrays are sharded along another dim."""
+        stages = len(self.layer)
+        if len(self.order) % stages:
+            return None
+        rows, own = np.argsort(self.layer.ravel(), kind="stable"), self.layer.copy()
+        held = len(self.order) // stages
+        for stage, layers in enumerate(own):
+            layers[layers < 0] = stage * held  # padding, of which nothing is read
+        back = rows[-len(self.order) :].reshape(stages, held)
+        return Moves.of(own, held), Moves.of(back, self.layer.shape[1])
+
+    def dim(self, shape: Sequence[int], spec: PartitionSpec = _REPLICATED) -> int | None:
+        """The dim that stages shard; None if no dim but that of the layers divides.
+
+        Args:
+          shape: of a stacked array.
+          spec: its spec on other mesh axes.
+        """
+        if not self.uneven or self._moves is not None:
+            return 0
+        return other_dim(shape, len(self.layer), spec)
+
+    def spec(self, x: Any, spec: PartitionSpec = _REPLICATED) -> PartitionSpec:
+        """The spec of a stacked array; its spec on other mesh axes, and the stages' axis."""
+        dim = self.dim(x.shape, spec)
+        return spec if dim is None else with_axis(spec, x.ndim, dim, self.axis)
+
+    def sent(self, shape: Sequence[int]) -> tuple[float, float]:
+        """How many layers of an array a device sends, and of its gradient."""
+        if not self.uneven:
+            return 0.0, 0.0
+        if self._moves is not None:
+            to_stages, back = self._moves
+            return to_stages.num_sent, back.num_sent
+        dim, (stages, rows) = self.dim(shape), self.layer.shape
+        of_one = (stages - 1) / stages * rows
+        return (0.0, of_one * stages) if dim is None else (of_one, of_one)
+
+    # Within a shard_map over the stages.
+
+    def to_stage(self, x: jax.Array, shape: Sequence[int]) -> jax.Array:
+        """The rows of this stage, from its shard of an array; any layer is in padding.
+
+        Args:
+          x: the shard.
+          shape: of the array.
+        """
+        if not self.uneven:
+            return x
+        with jax.named_scope("layers_to_stages"):
+            if self._moves is not None:
+                return self._moves[0](x, self.axis)
+            dim, rows = self.dim(shape), np.maximum(self.layer, 0)
+            if dim is None:
+                return x[jnp.asarray(rows)[lax.axis_index(self.axis)]]
+            return lax.all_to_all(x[rows.ravel()], self.axis, 0, dim, tiled=True)
+
+    def from_stage(self, x: jax.Array) -> jax.Array:
+        """The inverse of ``to_stage``."""
+        if not self.uneven:
+            return x
+        with jax.named_scope("layers_from_stages"):
+            if self._moves is not None:
+                return self._moves[1](x, self.axis)
+            dim, rows = self.dim(x.shape), np.argsort(self.layer.ravel(), kind="stable")
+            if dim is None:
+                x = lax.all_gather(x, self.axis, tiled=True)
+            else:
+                x = lax.all_to_all(x, self.axis, dim, 0, tiled=True)
+            return x[rows[-len(self.order) :]]
 
 
-def to_rows(x: Any, layer: np.ndarray) -> Any:
-    """Layers [num_layers, ...] in the order of rows, zeros in padding."""
-    if np.array_equal(layer, np.arange(len(layer))):
+def other_dim(shape: Sequence[int], num_stages: int, spec: PartitionSpec) -> int | None:
+    """The first free dim that stages divide, but that of the layers; None if there is none.
+
+    A shard over the data axes has the same.
+    """
+    free = [d for d in range(1, len(shape)) if d >= len(spec) or spec[d] is None]
+    return next((d for d in free if shape[d] and shape[d] % num_stages == 0), None)
+
+
+class Moves(NamedTuple):
+    """Rows that stages take from each other, by permutes: one for each distance between stages.
+
+    Attributes:
+      sends: for each distance, the pairs of stages, and [stages, rows] which rows a stage sends.
+      take: [stages, rows], which of its own rows and then of those received a stage takes.
+    """
+
+    sends: tuple[tuple[list[tuple[int, int]], np.ndarray], ...]
+    take: np.ndarray
+
+    @staticmethod
+    def of(source: np.ndarray, held: int) -> "Moves":
+        """Moves to [stages, rows] of these numbers, of which each stage holds ``held`` in a row."""
+        stages = len(source)
+        home, take, sends, start = source // held, source % held, [], held
+        away = home - np.arange(stages)[:, None]
+        for distance in sorted({int(d) for d in away.ravel()} - {0}):
+            receivers = [s for s in range(stages) if np.any(away[s] == distance)]
+            most = max(int(np.sum(away[s] == distance)) for s in receivers)
+            rows = np.zeros((stages, most), np.int64)
+            for s in receivers:
+                (there,) = np.nonzero(away[s] == distance)
+                rows[s + distance, : len(there)] = take[s, there]
+                take[s, there] = start + np.arange(len(there))
+            sends.append(([(s + distance, s) for s in receivers], rows))
+            start += most
+        return Moves(tuple(sends), take)
+
+    @property
+    def num_sent(self) -> float:
+        """How many rows a device sends."""
+        return float(sum(rows.shape[1] for _, rows in self.sends))
+
+    def __call__(self, x: jax.Array, axis: str) -> jax.Array:
+        stage = lax.axis_index(axis)
+        received = [
+            lax.ppermute(x[jnp.asarray(rows)[stage]], axis, pairs) for pairs, rows in self.sends
+        ]
+        return jnp.concatenate([x, *received])[jnp.asarray(self.take)[stage]]
+
+
+def reordered(x: Any, order: np.ndarray) -> Any:
+    """Layers [layers, ...] in another order."""
+    if isinstance(x, jax.ShapeDtypeStruct) or np.array_equal(order, np.arange(len(order))):
         return x
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((len(layer), *x.shape[1:]), x.dtype)
-    array = jnp if isinstance(x, jax.Array) else np
-    rows = array.asarray(x)[np.maximum(layer, 0)]
-    padding = (layer < 0).reshape(-1, *[1] * (rows.ndim - 1))
-    return array.where(padding, array.zeros((), rows.dtype), rows) if padding.any() else rows
-
-
-def from_rows(x: Any, layer: np.ndarray) -> Any:
-    """The inverse of ``to_rows``."""
-    if np.array_equal(layer, np.arange(len(layer))):
-        return x
-    rows = row_of_layer(layer)
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct((len(rows), *x.shape[1:]), x.dtype)
-    return x[rows]
+    return (x if isinstance(x, jax.Array) else np.asarray(x))[order]
 
 
 def map_layers(tree: Any, name: str, fn: Callable[[Any], Any]) -> Any:

@@ -13,18 +13,16 @@ from jax.sharding import PartitionSpec
 from sharding.pipeline._async_schedule import AsyncSchedule
 from sharding.pipeline._differentiable_loss import Model, loss
 from sharding.pipeline._layers import (
+    StageRows,
     even_counts,
-    from_rows,
     join_numbered,
-    layer_of_row,
     map_layers,
-    owned_virtual_stages,
-    row_of_layer,
+    reordered,
     split_numbered,
-    to_rows,
+    stage_rows,
 )
 from sharding.pipeline._schedule import Schedule
-from sharding.placement._specs import AnyMesh, expand_specs, is_spec, with_axis
+from sharding.placement._specs import AnyMesh, expand_specs, is_spec
 from sharding.step._gather_params import gather
 from sharding.step._microbatches import join_microbatches, split_microbatches
 
@@ -44,9 +42,9 @@ class Pipeline:
 
     Parameters are those of the model with its layers stacked: under the key ``layers`` each array
     is [layers, ...], sharded over ``axis`` along dim 0; everything else is *shared*: it is
-    replicated over ``axis``, and embedding and head may both use it (tied embeddings). Rows are in
-    the order of the stages; ``stack`` and ``unstack`` convert. An optimizer sees the model, if it
-    takes dim 0 of them as a stack of layers: ``optax_ext.flax_transformer()``, ``by_path`` with
+    replicated over ``axis``, and embedding and head may both use it (tied embeddings). Layers are
+    in the order of the stages; ``stack`` and ``unstack`` convert. An optimizer sees the model, if
+    it takes dim 0 of them as a stack of layers: ``optax_ext.flax_transformer()``, ``by_path`` with
     ``last_two_dims(batch=(0,))``, ``lamb(stacked=...)``.
 
     With ``Zero`` over another mesh axis pass ``weighted=True``, and ``param_specs`` to
@@ -56,8 +54,10 @@ class Pipeline:
       mesh: the device mesh; Auto and Explicit axes both work.
       schedule: the table, such as ``one_f_one_b(stages, microbatches)``.
       num_layers: of the model. A sequence gives the layers of every virtual stage; a number divides
-        them evenly, and the first stages get one more where it does not divide. Stages with fewer
-        layers than others hold zeros in their place.
+        them evenly, and the first stages get one more where it does not divide. Then arrays are
+        in the order of the model, without padding, which would be in the means of optimizers: in a
+        step stages send each other the layers that they do not hold, and gradients back, and have
+        memory for the layers of the largest stage while the loss runs. Equal stages send nothing.
       embed: ``embed(shared, microbatch) -> x``, the activations that enter the first layer: an
         array, or a tree of arrays.
       block: ``block(layer, x, microbatch) -> x``, one layer.
@@ -167,9 +167,7 @@ class Pipeline:
                     f"num_layers must name at least one layer for each of the {virtual} virtual "
                     f"stages of {self.schedule.name}, got {self.num_layers}."
                 )
-        # Made here, so that a bad schedule is rejected here.
-        owned_virtual_stages(self.schedule)
-        _ = self._model.training
+        _ = self._model.training  # so that a bad schedule is rejected here
 
     # --- Layers and rows --------------------------------------------------------------------------
 
@@ -180,14 +178,9 @@ class Pipeline:
             return even_counts(self.num_layers, self.schedule.num_virtual_stages)
         return tuple(self.num_layers)
 
-    @property
-    def num_rows(self) -> int:
-        """The length of dim 0 of stacked arrays: the layers, and padding."""
-        return len(self._layer_of_row)
-
     @functools.cached_property
-    def _layer_of_row(self) -> np.ndarray:
-        return layer_of_row(self.schedule, self.layer_counts)
+    def _rows(self) -> StageRows:
+        return stage_rows(self.schedule, self.layer_counts, self.axis)
 
     @functools.cached_property
     def _model(self) -> Model:
@@ -196,6 +189,7 @@ class Pipeline:
             self.axis,
             self.schedule,
             self.layer_counts,
+            self._rows,
             self.embed,
             self.block,
             self.head,
@@ -212,14 +206,14 @@ class Pipeline:
             under ``numbered`` keys. Arrays may be abstract.
 
         Returns:
-          The tree with rows under ``layers``.
+          The tree with its layers stacked under ``layers``.
 
         Raises:
           ValueError: if there are no layers in it, or not as many as expected.
         """
         total, found = sum(self.layer_counts), 0
 
-        def rows(x: Any) -> Any:
+        def layers(x: Any) -> Any:
             nonlocal found
             found += 1
             if not jnp.ndim(x) or x.shape[0] != total:
@@ -227,11 +221,11 @@ class Pipeline:
                     f"arrays under {self.layers!r} must have the {total} layers along dim 0, got "
                     f"shape {jnp.shape(x)}."
                 )
-            return to_rows(x, self._layer_of_row)
+            return reordered(x, self._rows.order)
 
         if self.numbered is not None:
             tree = join_numbered(tree, self.numbered, self.layers, total)
-        tree = map_layers(tree, self.layers, functools.partial(jax.tree.map, rows))
+        tree = map_layers(tree, self.layers, functools.partial(jax.tree.map, layers))
         if not found:
             raise ValueError(
                 f"the tree has no key {self.layers!r} with stacked layers. If a model numbers its "
@@ -243,24 +237,27 @@ class Pipeline:
         """The inverse of ``stack``."""
 
         def layers(x: Any) -> Any:
-            self._check_rows(x)
-            return from_rows(x, self._layer_of_row)
+            self._check_layers(x)
+            return reordered(x, np.argsort(self._rows.order))
 
         tree = map_layers(tree, self.layers, functools.partial(jax.tree.map, layers))
         if self.numbered is not None:
             tree = split_numbered(tree, self.numbered, self.layers, sum(self.layer_counts))
         return tree
 
-    def _check_rows(self, x: Any) -> None:
-        if not jnp.ndim(x) or x.shape[0] != self.num_rows:
+    def _check_layers(self, x: Any) -> None:
+        total = sum(self.layer_counts)
+        if not jnp.ndim(x) or x.shape[0] != total:
             raise ValueError(
-                f"arrays under {self.layers!r} must have {self.num_rows} rows along dim 0 for "
-                f"{self.schedule.name} with {self.schedule.num_stages} stages, got shape "
+                f"arrays under {self.layers!r} must have {total} layers along dim 0, got shape "
                 f"{jnp.shape(x)}. Convert the model's parameters with pipeline.stack."
             )
 
     def param_specs(self, params: Any, specs: Any = None) -> Any:
         """The partition spec of each stacked parameter, for ``zero.init(param_specs=...)``.
+
+        The stages shard dim 0 of layers, or, if they do not divide their number, the first other
+        dim that they divide.
 
         Args:
           params: stacked parameters, real or abstract.
@@ -268,15 +265,16 @@ class Pipeline:
             layers is not sharded there. None replicates.
 
         Raises:
-          ValueError: if a parameter does not have the rows of this pipeline, or a spec shards them.
+          ValueError: if a parameter does not have the layers of this pipeline, or a spec shards
+            them.
         """
         specs = expand_specs(specs, params)
 
         def over_stages(spec: Any, x: Any) -> Any:
-            self._check_rows(x)
+            self._check_layers(x)
             if len(spec) and spec[0] is not None:
                 raise ValueError(f"dim 0 of stacked layers is sharded over stages, got {spec}.")
-            return with_axis(spec, x.ndim, 0, self.axis)
+            return self._rows.spec(x, spec)
 
         layers, _ = self._parts(params)
         of_layers, _ = self._parts(specs)
@@ -318,7 +316,7 @@ class Pipeline:
         if self.gather == "step":
             layers = gather(layers)
         for x in jax.tree.leaves(layers):
-            self._check_rows(x)
+            self._check_layers(x)
         sums, aux = loss(self._model, (layers, shared), self._microbatches(batch), key)
         return (sums, aux) if self.has_aux else sums
 
@@ -361,7 +359,7 @@ class Pipeline:
                 return microbatch, jax.random.fold_in(jax.random.fold_in(key, number), i)
 
             x = self.embed(shared, *keyed(total))
-            for i, row in enumerate(row_of_layer(self._layer_of_row)):
+            for i, row in enumerate(np.argsort(self._rows.order)):
                 x = self.block(jax.tree.map(lambda a, row=row: a[row], layers), x, *keyed(i))
             return self.head(shared, x, *keyed(total + 1))
 

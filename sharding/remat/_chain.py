@@ -1,10 +1,13 @@
 """The best places to store activations in a chain of blocks: Rotor's dynamic program."""
 
-import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+
+# Steps of memory that are told apart for blocks s to t; chains of few kinds of blocks have fewer.
+_MOST_STEPS = 500
+_ROUNDING = 1e-12
 
 
 class Mode(NamedTuple):
@@ -62,7 +65,29 @@ class Rerun(NamedTuple):
 Tree = tuple[Kept | Rerun, ...]
 
 
-class ChainTable:
+class _Steps(NamedTuple):
+    """A step function of bytes, by its steps.
+
+    Attributes:
+      peaks: [steps], bytes from which on a time is possible.
+      times: [steps].
+      choices: [steps], what takes that time: mode k as k, a segment of n blocks as -n.
+    """
+
+    peaks: np.ndarray
+    times: np.ndarray
+    choices: np.ndarray
+
+    def at(self, nbytes: Any) -> Any:
+        """The number of the step at some bytes."""
+        return np.searchsorted(self.peaks, nbytes, side="right") - 1
+
+
+def _step(peak: float, time: float, choice: int) -> _Steps:
+    return _Steps(np.array([peak]), np.array([time]), np.array([choice]))
+
+
+class ChainSearch:
     r"""What to store in a chain of blocks, so that a step takes the least time, for all budgets.
 
     Blocks s to t are run with m bytes beside their input. Either blocks s to s' - 1 become a
@@ -76,100 +101,101 @@ class ChainTable:
 
     with input sizes a, forward times u, backward times v, saved bytes b and recomputation r. The
     forward pass of a segment's last block is charged only for what its backward pass needs of it:
-    XLA removes the rest.
+    XLA removes the rest. C is a step function of m: its steps are found, and no size is rounded.
 
     Args:
       blocks: the chain.
       sizes: bytes of the input of every block, and of the last one's output.
-      budget: bytes of activations and temporaries beside the chain's input.
-      slots: into which the budget is divided; sizes are rounded up to them.
 
     Attributes:
-      times: for each number of slots, the time of the best tree; infinite where none fits.
+      peaks: bytes of the trees that no other one beats, ascending.
+      times: of these trees, descending.
 
     References:
       Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova: Optimal checkpointing for heterogeneous
       chains: how to train deep neural networks with limited memory, ACM TOMS 2024, arXiv
-      1911.13214. Several modes of a block and the rule for a segment's last block are ours.
+      1911.13214. Several modes of a block, exact sizes and the rule for a segment's last block are
+      ours.
     """
 
-    def __init__(
-        self, blocks: Sequence[Block], sizes: Sequence[float], budget: float, slots: int = 1000
-    ):
-        self._blocks, self._sizes = blocks, sizes
-        self._unit, self._slots = budget / slots, slots
-        self._fill()
-        self.times = self._cost[0, -1]
-
-    def _up(self, nbytes: float) -> int:
-        """Slots that hold some bytes, or one more than there are."""
-        return min(math.ceil(nbytes / self._unit - 1e-9), self._slots + 1)
-
-    def _fill(self) -> None:
-        blocks, sizes, slots, up = self._blocks, self._sizes, self._slots, self._up
-        count, memory = len(blocks), np.arange(slots + 1)
-
-        def after(row: np.ndarray, used: int) -> np.ndarray:
-            """The costs of what follows, with ``used`` slots taken."""
-            out = np.full(slots + 1, np.inf)
-            if used <= slots:
-                out[used:] = row[: slots + 1 - used]
-            return out
-
-        starts = np.concatenate([[0.0], np.cumsum([block.forward for block in blocks])])
-        cost = np.full((count, count, slots + 1), np.inf)
-        # What is best: mode k as k, a segment up to s' - 1 as -s'.
-        choice = np.zeros((count, count, slots + 1), np.int32)
-        for s, block in enumerate(blocks):
-            for k in reversed(range(len(block.modes))):  # of equal times, that of fewest bytes
-                time = _leaf_time(blocks, s, k)
-                better = (memory >= up(leaf_bytes(block, sizes, s, k))) & (time < cost[s, s])
-                cost[s, s][better], choice[s, s][better] = time, k
-        for length in range(1, count):
+    def __init__(self, blocks: Sequence[Block], sizes: Sequence[float]):
+        self._blocks, self._sizes, count = blocks, sizes, len(blocks)
+        self._steps: dict[tuple[int, int], _Steps] = {}
+        self._starts = np.concatenate([[0.0], np.cumsum([block.forward for block in blocks])])
+        found: dict[Any, _Steps] = {}  # by kinds of blocks, and whether they end the chain
+        each = list(zip(blocks, sizes[:-1], sizes[1:], strict=True))
+        kinds = [each.index(kind) for kind in each]
+        for length in range(count):
             for s in range(count - length):
-                t, block = s + length, blocks[s]
-                row, chosen = cost[s, t], choice[s, t]
-                for stop in range(s + 1, t + 1):
-                    inner = cost[s, stop - 1]
-                    if stop == s + 1:  # a single block, which saves nothing
-                        last = len(block.modes) - 1
-                        fits = memory >= up(leaf_bytes(block, sizes, s, last))
-                        inner = np.where(fits, block.backward + block.modes[last].recompute, np.inf)
-                    total = starts[stop] - starts[s] + after(cost[stop, t], up(sizes[stop])) + inner
-                    running = max(sizes[j] + sizes[j + 1] for j in range(s, stop))
-                    better = (memory >= up(running)) & (total < row)
-                    row[better], chosen[better] = total[better], -stop
-                for k, mode in reversed(list(enumerate(block.modes[:-1]))):
-                    held = mode.saved + sizes[s + 1]
-                    time = block.forward + block.backward + mode.recompute
-                    total = time + after(cost[s + 1, t], up(held))
-                    needed = max(leaf_bytes(block, sizes, s, k), held + sizes[s])
-                    better = (memory >= up(needed)) & (total < row)
-                    row[better], chosen[better] = total[better], k
-        self._cost, self._choice = cost, choice
+                t = s + length
+                key = t == count - 1, *kinds[s : t + 1]
+                if key not in found:
+                    found[key] = _best(self._ways(s, t))
+                self._steps[s, t] = found[key]
+        self.peaks, self.times, _ = self._steps[0, count - 1]
 
-    def tree(self, slots: int | None = None) -> Tree:
-        """The best tree in some of the slots; None for all.
+    def _ways(self, s: int, t: int) -> Iterator[_Steps]:
+        """The steps of every choice for blocks s to t; of equal ones the first is taken."""
+        blocks, sizes, block = self._blocks, self._sizes, self._blocks[s]
+        if s == t:
+            for k in range(len(block.modes)):
+                yield _step(leaf_bytes(block, sizes, s, k), _leaf_time(blocks, s, k), k)
+            return
+        for stop in range(s + 1, t + 1):
+            inner = self._steps[s, stop - 1]
+            if stop == s + 1:  # a single block, which saves nothing
+                last = len(block.modes) - 1
+                time = block.backward + block.modes[last].recompute
+                inner = _step(leaf_bytes(block, sizes, s, last), time, 0)
+            rest = self._steps[stop, t]
+            running = max(sizes[j] + sizes[j + 1] for j in range(s, stop))
+            peaks = np.union1d(inner.peaks, rest.peaks + sizes[stop])
+            peaks = peaks[peaks >= max(inner.peaks[0], rest.peaks[0] + sizes[stop])]
+            times = inner.times[inner.at(peaks)] + rest.times[rest.at(peaks - sizes[stop])]
+            times = times + self._starts[stop] - self._starts[s]
+            yield _Steps(np.maximum(peaks, running), times, np.full(len(peaks), s - stop))
+        for k, mode in reversed(list(enumerate(block.modes[:-1]))):
+            rest, held = self._steps[s + 1, t], mode.saved + sizes[s + 1]
+            needed = max(leaf_bytes(block, sizes, s, k), held + sizes[s])
+            times = rest.times + block.forward + block.backward + mode.recompute
+            yield _Steps(np.maximum(rest.peaks + held, needed), times, np.full(len(times), k))
 
-        Raises:
-          ValueError: if none fits.
-        """
-        slots = self._slots if slots is None else slots
-        if not np.isfinite(self.times[slots]):
-            raise ValueError(f"no plan fits {slots * self._unit:,.0f} bytes.")
-        return self._tree(0, len(self._blocks) - 1, slots)
+    def tree(self, budget: float) -> Tree:
+        """The best tree within a budget, which is at least the first of ``peaks``."""
+        return self._tree(0, len(self._blocks) - 1, budget)
 
-    def _tree(self, s: int, t: int, m: int) -> Tree:
-        blocks, sizes, up = self._blocks, self._sizes, self._up
-        found = int(self._choice[s, t, m])
+    def _tree(self, s: int, t: int, budget: float) -> Tree:
+        blocks, sizes, steps = self._blocks, self._sizes, self._steps[s, t]
+        i = steps.at(budget)
+        most, found = float(steps.peaks[i]), int(steps.choices[i])
         if s == t:
             return (Kept(s, found),)
         if found >= 0:
             held = blocks[s].modes[found].saved + sizes[s + 1]
-            return (Kept(s, found), *self._tree(s + 1, t, m - up(held)))
-        stop, last = -found, len(blocks[s].modes) - 1
-        inner = (Kept(s, last),) if stop == s + 1 else self._tree(s, stop - 1, m)
-        return (Rerun(inner), *self._tree(stop, t, m - up(sizes[stop])))
+            return (Kept(s, found), *self._tree(s + 1, t, most - held))
+        stop, last = s - found, len(blocks[s].modes) - 1
+        inner = (Kept(s, last),) if stop == s + 1 else self._tree(s, stop - 1, most)
+        return (Rerun(inner), *self._tree(stop, t, most - sizes[stop]))
+
+
+def _best(ways: Iterable[_Steps]) -> _Steps:
+    """The least time of all ways at every number of bytes, ascending."""
+    peaks, times, choices = map(np.concatenate, zip(*ways, strict=True))
+    order = np.lexsort((times, peaks))
+    least = np.minimum.accumulate(times[order])
+    # The sum of equal times in another order is no less of them.
+    order = order[times[order] < np.concatenate([[np.inf], least[:-1]]) * (1 - _ROUNDING)]
+    order = order[some(peaks[order], _MOST_STEPS)]
+    return _Steps(peaks[order], times[order], choices[order])
+
+
+def some(peaks: np.ndarray, most: int) -> Any:
+    """At most so many of ascending peaks, in equal ratios; the least and the last are of them."""
+    if len(peaks) <= most:
+        return slice(None)
+    above = np.log((peaks + 1) / (peaks[0] + 1))
+    part = np.floor(above / above[-1] * (most - 1))
+    return np.unique(part, return_index=True)[1]
 
 
 def _leaf_time(blocks: Sequence[Block], s: int, k: int) -> float:

@@ -114,11 +114,14 @@ class TracedBlock:
         return temporaries_of(compiled) - int(compiled.memory_analysis().alias_size_in_bytes)
 
 
-def step_temporaries(fn: Callable[[Any, Any], Any], params: Any, x: Any, device: jax.Device) -> int:
+def step_temporaries(
+    fn: Callable[[Any, Any], Any], params: Any, x: Any, device: jax.Device
+) -> float:
     """Bytes of a compiled program that runs a function forward and backward.
 
     As in a training step, the cotangent of the result is computed from the result, and that of the
-    input is not returned.
+    input is not returned. Infinite where the compiler gives up, as that of TPUs does beyond the
+    device's memory.
     """
 
     def loss(params: Any, x: Any) -> Any:
@@ -129,7 +132,13 @@ def step_temporaries(fn: Callable[[Any, Any], Any], params: Any, x: Any, device:
         _, vjp = floating_vjp(loss, params, x)
         return vjp(jnp.float32(1.0))[0][: len(_of_floating(params))]
 
-    return temporaries_of(compiled_for(step, (params, x), _of_floating(params), device))
+    try:
+        compiled = compiled_for(step, (params, x), _of_floating(params), device)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return math.inf
+    return temporaries_of(compiled)
 
 
 def _of_floating(tree: Any) -> list[Any]:

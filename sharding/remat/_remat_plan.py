@@ -1,6 +1,8 @@
 """``plan`` and ``frontier``: activations under a budget of bytes."""
 
 import dataclasses
+import functools
+import math
 import numbers
 import re
 import warnings
@@ -8,14 +10,21 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, overload
 
 import jax
-import numpy as np
 
 from sharding.plan import targets
 from sharding.plan._devices import DeviceKind, kind_of
 from sharding.plan._format import size
 from sharding.plan._plan import Plan
 from sharding.plan.timing._traced_work import Work
-from sharding.remat._chain import Block, ChainTable, Kept, Tree, peak_bytes, stored_bytes, time_of
+from sharding.remat._chain import (
+    Block,
+    ChainSearch,
+    Tree,
+    peak_bytes,
+    some,
+    stored_bytes,
+    time_of,
+)
 from sharding.remat._chain_plan import ChainPlan
 from sharding.remat._checkpoint import INPUT
 from sharding.remat._frontier import Frontier
@@ -26,6 +35,7 @@ from sharding.remat._modes import (
     evenly,
     is_sharded,
     measure,
+    step_temporaries,
     types_of,
 )
 from sharding.remat._names import NamedValues, SavedNames
@@ -34,6 +44,8 @@ from sharding.remat._presets import MAXTEXT_NAMES, NameRequest, Names, request_o
 from sharding.remat._stack import Stack
 from sharding.remat._stack_plan import StackPlan
 
+# Of a chain's frontier; each is compiled.
+_MOST_PLANS = 16
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
 _Fn = Callable[[Any, Any], Any]
@@ -64,7 +76,6 @@ def plan(
     device: str | jax.Device | None = ...,
     names: Names = ...,
     modes: int = ...,
-    slots: int = ...,
 ) -> ChainPlan: ...
 
 
@@ -79,7 +90,6 @@ def plan(
     offload: bool | Collection[str] = False,
     length: int | None = None,
     modes: int = 4,
-    slots: int = 1000,
 ) -> Any:
     """The fastest way to train a chain or a stack of blocks whose activations fit a budget.
 
@@ -90,9 +100,10 @@ def plan(
     of equal blocks, or a scan over scans, each of which runs again.
 
     Bytes are those of the peak of one device: stored activations, and the temporaries of the
-    backward pass, which is compiled for the device: of a chain each distinct block by itself, of a
-    stack the whole scan. Arguments and results of the step (parameters, gradients, optimizer state,
-    the batch), and what a loss after the blocks takes, are not part of it.
+    backward pass, which is compiled for the device: of a chain each distinct block by itself, and
+    then the plan; of a stack the whole scan. Arguments and results of the step (parameters,
+    gradients, optimizer state, the batch), and what a loss after the blocks takes, are not part of
+    it.
 
     Values have a name where a block passes them through ``jax.ad_checkpoint.checkpoint_name``.
     Which of them are worth their bytes is an integer program over the operations of the block.
@@ -107,8 +118,8 @@ def plan(
       budget: bytes; a text such as ``"8GiB"`` or ``"500MB"``; or the ``Plan`` that
         ``sharding.plan.estimate`` made with the figures of a device: what it leaves there.
       device: for which programs are compiled: a target such as ``"h100x1"``, a device, or None for
-        the first of this machine. On CPUs XLA orders chains in other ways, and their plan need not
-        hold there.
+        the first of this machine. On CPUs XLA orders chains in other ways: their plan is not
+        compiled, and need not hold there.
       names: that may be saved; None for all that the blocks have. A preset of MaxText, such as
         ``"save_qkv_proj"``, or a dict of places (``"device"``, ``"offload"``, ``"remat"``) by name
         leaves no choice of names.
@@ -119,7 +130,6 @@ def plan(
       modes: of a chain, how many choices of names are compiled for each distinct block. Of a stack
         all that are worth their bytes are candidates: those that store at most the budget are
         compiled, the fastest first, until one fits.
-      slots: steps of memory that the planner of chains tells apart.
 
     Returns:
       A ``ChainPlan`` or ``StackPlan``: ``print`` it, train with ``apply()``, compare programs with
@@ -161,7 +171,7 @@ def plan(
         found = stack.fastest(candidates, most)
         return stack.plan(found, stack.peak(found), most)
     chain = _measured_chain(blocks, params, x, device, request, offload, modes)
-    return chain.plan(chain.fastest(most, slots), most)
+    return chain.fastest(most)
 
 
 def frontier(
@@ -174,11 +184,11 @@ def frontier(
     offload: bool | Collection[str] = False,
     length: int | None = None,
     modes: int = 4,
-    slots: int = 1000,
 ) -> Frontier:
     """Every plan that no other one beats in bytes and time, from the fewest bytes to the most.
 
-    Of a stack all candidates are compiled: seconds each on GPUs, up to a minute on TPUs.
+    Of a stack all candidates are compiled: seconds each on GPUs, up to a minute on TPUs. Of a chain
+    at most 16 plans are, of bytes in about equal ratios.
 
     Args:
       blocks: as in ``plan``.
@@ -189,7 +199,6 @@ def frontier(
       offload: whether a stack may offload.
       length: the number of blocks of a stack.
       modes: how many choices of names are compiled.
-      slots: steps of memory that the planner of chains tells apart.
 
     Returns:
       A list of plans; ``print`` it for a table, or ``plot`` several.
@@ -210,7 +219,7 @@ def frontier(
         )
         return Frontier(stack.frontier(candidates))
     chain = _measured_chain(blocks, params, x, device, request, offload, modes)
-    return Frontier(chain.plan(tree, peak) for peak, tree in chain.trees(slots))
+    return Frontier(chain.frontier())
 
 
 def in_bytes(budget: Budget) -> float:
@@ -261,11 +270,17 @@ class _Chain:
 
     Attributes:
       fns: the blocks.
+      params: of each block, abstract.
+      x: the input of the first block, abstract.
+      device: for which they are compiled.
       measured: what each costs.
       sizes: bytes of each block's input, and of the last one's output.
     """
 
     fns: tuple[Callable[[Any, Any], Any], ...]
+    params: Sequence[Any]
+    x: Any
+    device: jax.Device
     measured: tuple[MeasuredBlock, ...]
     sizes: tuple[float, ...]
 
@@ -273,40 +288,57 @@ class _Chain:
     def blocks(self) -> list[Block]:
         return [each.block for each in self.measured]
 
-    def fastest(self, budget: float, slots: int) -> Tree:
-        """The fastest tree within a budget.
+    @functools.cached_property
+    def search(self) -> ChainSearch:
+        """The trees of all budgets."""
+        return ChainSearch(self.blocks, self.sizes)
+
+    def fastest(self, budget: float) -> ChainPlan:
+        """The fastest plan within a budget, and no slower than one of ``frontier`` that is.
 
         Raises:
           ValueError: if none fits.
         """
-        most = min(budget, self._most(slots))
-        table = ChainTable(self.blocks, self.sizes, most, slots)
-        if np.isfinite(table.times[-1]):
-            return table.tree()
-        trees = self.trees(slots)
-        # A budget that is just enough is not where its slots round up.
-        fitting = [tree for peak, tree in trees if peak <= budget]
-        if not fitting:
-            raise no_plan_fits(budget, "these blocks need", min(peak for peak, _ in trees))
-        return fitting[-1]
+        peaks = self.search.peaks
+        tried = {*self._some(), *peaks[peaks <= budget][-1:]}
+        least = math.inf
+        for planned in sorted(tried, reverse=True):
+            if planned <= budget:
+                found = self.plan(planned)
+                if found.peak <= budget:
+                    return dataclasses.replace(found, budget=budget)
+                least = min(least, found.peak)
+        for planned in sorted(tried):
+            if budget < planned < least:
+                least = min(least, self.plan(planned).peak)
+        raise no_plan_fits(budget, "these blocks need", least)
 
-    def _most(self, slots: int) -> float:
-        """Bytes with which every block saves all of its first mode, rounded up to slots."""
-        count = len(self.fns)
-        if slots <= count:
-            raise ValueError(f"slots must be above the number of blocks, {count}, got {slots}.")
-        everything = tuple(Kept(i, 0) for i in range(count))
-        nbytes = peak_bytes(everything, self.blocks, self.sizes)
-        return max(nbytes * slots / (slots - count), 1.0)
+    def frontier(self) -> list[ChainPlan]:
+        """Plans from the fewest bytes to the most: all but those that another one beats."""
+        found: list[ChainPlan] = []
+        for planned in reversed(self._some()):  # the fastest first
+            each = self.plan(planned)
+            if each.peak < (found[-1].peak if found else math.inf):
+                found.append(each)
+        return found[::-1]
 
-    def trees(self, slots: int) -> list[tuple[float, Tree]]:
-        """The frontier: peaks and trees, from the fewest bytes to the most."""
-        table = ChainTable(self.blocks, self.sizes, self._most(slots), slots)
-        changes = np.flatnonzero(table.times < np.concatenate([[np.inf], table.times[:-1]]))
-        found = [table.tree(int(m)) for m in changes]
-        return [(peak_bytes(tree, self.blocks, self.sizes), tree) for tree in found]
+    def _some(self) -> list[float]:
+        return list(map(float, self.search.peaks[some(self.search.peaks, _MOST_PLANS)]))
 
-    def plan(self, tree: Tree, budget: float) -> ChainPlan:
+    def plan(self, planned: float) -> ChainPlan:
+        """The plan of a tree, whose peak is at least ``planned``; its program may need more.
+
+        How XLA packs arrays of several sizes into its block of temporaries is not known before. On
+        CPUs, where it merges what runs again with its first run, nothing is compiled.
+        """
+        found = self._of_tree(self.search.tree(planned))
+        if self.device.platform == "cpu":
+            return found
+        temporaries = step_temporaries(found.apply(), self.params, self.x, self.device)
+        peak = max(found.peak, temporaries)
+        return dataclasses.replace(found, peak=peak, budget=peak)
+
+    def _of_tree(self, tree: Tree) -> ChainPlan:
         def in_flops(each: MeasuredBlock) -> Block:
             modes = [
                 mode._replace(recompute=work.flops)
@@ -316,13 +348,14 @@ class _Chain:
 
         flops = time_of(tree, [in_flops(each) for each in self.measured])
         plain = sum((each.forward + each.backward for each in self.measured), Work(0.0, 0.0))
+        peak = peak_bytes(tree, self.blocks, self.sizes)
         return ChainPlan(
             blocks=self.fns,
             tree=tree,
             names=tuple(tuple(mode.names for mode in block.modes) for block in self.blocks),
-            peak=peak_bytes(tree, self.blocks, self.sizes),
+            peak=peak,
             saved=stored_bytes(tree, self.blocks, self.sizes),
-            budget=budget,
+            budget=peak,
             work=Work(flops, time_of(tree, self.blocks)),
             plain=plain,
         )
@@ -354,6 +387,7 @@ def _measured_chain(
         )
     _check_modes(modes)
     kind, target = _device(device, (params, x))
+    of_chain = types_of(list(params)), types_of(x)
     done: dict[Any, MeasuredBlock] = {}
     measured, sizes, values = [], [float(device_bytes(types_of(x)))], []
     for fn, own in zip(fns, params, strict=True):
@@ -366,7 +400,7 @@ def _measured_chain(
         x = traced.y
         sizes.append(float(device_bytes(x)))
     _warn(values, request)
-    return _Chain(fns, tuple(measured), tuple(sizes))
+    return _Chain(fns, *of_chain, target, tuple(measured), tuple(sizes))
 
 
 def _choices(values: NamedValues, request: NameRequest, modes: int) -> list[SavedNames]:

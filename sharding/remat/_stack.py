@@ -8,7 +8,6 @@ from typing import Any
 import jax
 
 from sharding.plan._devices import DeviceKind
-from sharding.plan._format import size
 from sharding.plan.timing._traced_work import Work
 from sharding.remat._checkpoint import INPUT
 from sharding.remat._modes import (
@@ -205,9 +204,7 @@ class Stack:
     def temporaries(
         self, each: _Candidate, within: Callable[..., tuple[Any, Any, Any]] | None = None
     ) -> float:
-        """Bytes of a compiled program.
-
-        Infinite where the compiler gives up, as that of TPUs does beyond the device's memory.
+        """Bytes of a compiled program; infinite where the compiler gives up.
 
         Args:
           each: how its stack runs.
@@ -219,12 +216,7 @@ class Stack:
         fn = self.plan(short, 0.0, 0.0).apply()
         params = jax.tree.map(lambda t: t.update(shape=(length, *t.shape[1:])), self._params)
         fn, params, x = within(fn, params) if within else (fn, params, self._traced.x)
-        try:
-            found = step_temporaries(fn, params, x, self._traced.device)
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            return math.inf
+        found = step_temporaries(fn, params, x, self._traced.device)
         return found + each.saved - short.saved
 
     def _compiled_length(self, each: _Candidate) -> int:
@@ -259,8 +251,6 @@ class Stack:
             if each.saved <= budget and self.peak(each) <= budget:
                 return each
         least = self.peak(self.least(candidates))
-        if least == math.inf:
-            raise ValueError(f"no plan fits {size(budget)}, nor the memory of the device.")
         raise no_plan_fits(budget, "this stack needs", least)
 
     def least(self, candidates: Sequence[_Candidate]) -> _Candidate:

@@ -182,14 +182,37 @@ def estimate_pipeline(
         head.forward + head.backward,
         lockstep,
     )
-    ranges = ranges_of(all_chunks(model.layers, num_stages * chunks, last))
-    stages = stages_of(ranges)
-    for smaller in _smaller(model.layers, num_stages * chunks, num_rows(model, ranges)):
-        if stages[0].memory <= device.memory:
-            break
-        found = stages_of(smaller)
-        if found[0].memory <= device.memory:
-            ranges, stages = smaller, found
+    fastest = ranges_of(all_chunks(model.layers, num_stages * chunks, last))
+    message = max(cost.output_bytes for cost in costs)
+    ticks = num_ticks(schedule, num_stages, microbatches, chunks)
+    transfers = ticks * links.permute_seconds(message)
+
+    def step_of(ranges: list[tuple[int, int]]) -> tuple[Any, float, StepTime]:
+        """The stages, and the step without and with what they send."""
+        rows = [min(j, model.layers + 1) - max(i, 1) for i, j in ranges]
+        most = max(rows[:-1])
+        taken = lockstep(
+            layer.forward * most,
+            (layer.backward - weight) * most,
+            weight=weight * most,
+            last=(
+                (layer.forward + layer.backward - weight) * rows[-1] + head.forward + head.backward,
+                weight * rows[-1],
+            ),
+        )
+        stages = stages_of(ranges)
+        # Collectives: with the replicas, which are neighbours, then over all stages.
+        wire = links.collective_seconds(stages[0].synced, num_replicas)
+        wire += links.permute_seconds(stages[0].summed)
+        held = stages[0].memory
+        fits = held <= device.memory
+        return stages, taken, StepTime("pipeline", taken + transfers, wire, held, fits)
+
+    # Stages of unequal numbers of layers send them: equal ones may be faster.
+    smaller = _smaller(model.layers, num_stages * chunks, num_rows(model, fastest))
+    steps = [step_of(ranges) for ranges in (fastest, *smaller)]
+    fitting = [step for step in steps if step[2].fits]
+    stages, taken, pipeline = min(fitting or steps[:1], key=lambda step: step[2].exposed)
 
     # ZeRO, with the same sequences on all devices.
     per_device = math.ceil(microbatches / num_stages)
@@ -204,25 +227,6 @@ def estimate_pipeline(
         gathered_once=model.gathered_once,
     )
 
-    # The step.
-    rows = [min(j, model.layers + 1) - max(i, 1) for i, j in ranges]
-    most = max(rows[:-1])
-    taken = lockstep(
-        layer.forward * most,
-        (layer.backward - weight) * most,
-        weight=weight * most,
-        last=(
-            (layer.forward + layer.backward - weight) * rows[-1] + head.forward + head.backward,
-            weight * rows[-1],
-        ),
-    )
-    message = max(cost.output_bytes for cost in costs)
-    ticks = num_ticks(schedule, num_stages, microbatches, chunks)
-    transfers = ticks * links.permute_seconds(message)
-    # Collectives: with the replicas, which are neighbours, then over all stages.
-    wire = links.collective_seconds(stages[0].synced, num_replicas)
-    wire += links.permute_seconds(stages[0].summed)
-    held = stages[0].memory
     total = sum(cost.forward + cost.backward for cost in costs)
     plan = PipelinePlan(
         device=device,
@@ -236,13 +240,7 @@ def estimate_pipeline(
         ideal=microbatches * total / num_stages,
         lockstep=taken,
         transfers=transfers,
-        pipeline=StepTime(
-            name="pipeline",
-            compute=taken + transfers,
-            wire=wire,
-            memory=held,
-            fits=held <= device.memory,
-        ),
+        pipeline=pipeline,
         alternative=_fastest_zero(alternative, costs, links, per_device),
         tokens=float(num_replicas * microbatches * batch * length),
     )

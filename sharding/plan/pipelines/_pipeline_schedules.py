@@ -2,13 +2,14 @@
 
 import collections
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from sharding.pipeline import Op, Schedule, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
 from sharding.pipeline._instructions import instructions
+from sharding.pipeline._layers import StageRows, layer_of_row
 
 # Backward passes of these are split in two: gradients of activations, and of parameters.
 SPLIT_SCHEDULES = ("zb-h1", "zb-v")
@@ -71,6 +72,17 @@ def schedule_of(schedule: str, num_stages: int, microbatches: int, chunks: int =
     if schedule in ("1f1b", "aligned"):
         return one_f_one_b(*sizes, aligned=schedule == "aligned")
     return {"gpipe": gpipe, "zb-h1": zb_h1, "zb-v": zb_v}[schedule](*sizes)
+
+
+def layers_sent(schedule: str, num_stages: int, counts: Sequence[int]) -> tuple[float, float]:
+    """How many layers a device sends others in a step, and gradients of layers.
+
+    >>> layers_sent("aligned", 4, [3, 2, 2, 1]), layers_sent("aligned", 4, [2, 2, 2, 2])
+    ((1.0, 1.0), (0.0, 0.0))
+    """
+    stages = np.array([stage_of_chunk(schedule, num_stages, v) for v in range(len(counts))])
+    own = np.argsort(stages, kind="stable").reshape(num_stages, -1)
+    return StageRows("pipe", layer_of_row(own, counts)).sent((sum(counts), num_stages))
 
 
 def stage_of_chunk(schedule: str, num_stages: int, chunk: int) -> int:

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec as P
 
 from sharding._zero import Zero
-from sharding.placement._specs import is_spec
+from sharding.pipeline._layers import other_dim
+from sharding.placement._specs import expand_specs, is_spec, with_axis
 from sharding.plan._devices import DeviceKind
 from sharding.plan._models import Decoder
 from sharding.plan._plan import estimate_stage
@@ -22,6 +22,7 @@ from sharding.plan.pipelines._layer_costs import LayerCost
 from sharding.plan.pipelines._pipeline_schedules import (
     ASYNC_SCHEDULES,
     SPLIT_SCHEDULES,
+    layers_sent,
     max_in_flight,
     slots_of,
     stage_of_chunk,
@@ -73,8 +74,8 @@ def links_of(zero: Zero, device: DeviceKind) -> Links:
 class PipelineStage:
     """One device of each stage of a pipeline; bytes, and seconds for one micro-batch.
 
-    All devices run one program, and hold alike: layers of the largest chunk, zeros in place of what
-    others have less, the embedding and the head, and slots of the stage with most in flight.
+    All devices run one program, and hold alike: layers of the largest chunk, which others pad, the
+    embedding and the head, and slots of the stage with most in flight.
 
     Attributes:
       layers: consecutive layers by chunk: the first, and the one after the last.
@@ -82,7 +83,7 @@ class PipelineStage:
       backward: seconds of all chunks.
       in_flight: micro-batches whose activations it needs at once; chunks of them where it has
         several.
-      params: parameters, with those that stage 3 gathers, and versions.
+      params: parameters, with those that stage 3 gathers, those of unequal stages, and versions.
       grads: gradients that are accumulated over micro-batches, and the copies that branches of a
         program return on all devices but TPUs.
       state: optimizer state and master weights in device memory.
@@ -91,7 +92,7 @@ class PipelineStage:
       permuted: bytes that it needs to send to other stages in a step.
       synced: bytes that it sends to the replicas of its stage in a step.
       summed: bytes that it sends to the other stages in the sum of the gradients of the embedding
-        and of the head, which all of them hold.
+        and of the head, which all of them hold, and for the layers of unequal stages.
     """
 
     layers: tuple[tuple[int, int], ...]
@@ -177,15 +178,20 @@ class StageEstimates:
             gathered_once="",
         )
 
-        def of_rows(rows: int) -> StagePlan:
-            stacked = dataclasses.replace(model, scan=True, layers=num_stages * rows)
+        def of_rows(rows: float) -> StagePlan:
+            layers = round(num_stages * rows)
+            stacked = dataclasses.replace(model, scan=True, layers=layers)
             params = stacked.abstract(dtype)
-            specs = {name: P("pipe") if name == "layers" else P() for name in params}
-            if self.tensor > 1:
-                specs = stacked.specs(shards=self.tensor)
-                specs["layers"] = jax.tree.map(
-                    lambda spec: P("pipe", *spec[1:]), specs["layers"], is_leaf=is_spec
-                )
+            specs = stacked.specs(shards=self.tensor) if self.tensor > 1 else dict.fromkeys(params)
+            specs = expand_specs(specs, params)
+
+            def over_stages(spec: Any, x: Any) -> Any:
+                dim = other_dim(x.shape, num_stages, spec) if layers % num_stages else 0
+                return spec if dim is None else with_axis(spec, x.ndim, dim, "pipe")
+
+            specs["layers"] = jax.tree.map(
+                over_stages, specs["layers"], params["layers"], is_leaf=is_spec
+            )
             return estimate_of(params, param_specs=specs)
 
         # Parameters of a layer, and of the embedding and the head.
@@ -216,8 +222,14 @@ def pipeline_stages(
     model, zero, num_stages = estimates.model, estimates.zero, estimates.num_stages
     chunks = len(ranges) // num_stages
     rows = num_rows(model, ranges)
-    held = estimates.of_rows(rows * chunks)
+    asynchronous = schedule in ASYNC_SCHEDULES
+    held = estimates.of_rows(rows * chunks if asynchronous else model.layers / num_stages)
     layers, shared = rows * estimates.layer_bytes, estimates.shared_bytes  # layers of one chunk
+    # Of unequal stages: rows beside the layers that a device holds, and what is sent for them.
+    uneven = num_stages * chunks * rows > model.layers and not asynchronous
+    moved = chunks * layers if uneven else 0.0
+    counts = [min(j, model.layers + 1) - max(i, 1) for i, j in ranges]
+    to_stages, back = layers_sent(schedule, num_stages, counts) if uneven else (0.0, 0.0)
 
     # Sums over micro-batches; the program returns them from branches, which copies them elsewhere.
     item = jnp.dtype(estimates.dtype).itemsize
@@ -259,9 +271,11 @@ def pipeline_stages(
         working = max(working, at_head) if schedule == "1f1b" else working
 
     # Without a flush: slots of two versions, beside the parameters that come and go.
-    asynchronous = schedule in ASYNC_SCHEDULES
     versions = 2 * held.params if asynchronous else 0.0
     stage_of = [stage_of_chunk(schedule, num_stages, v) for v in range(len(ranges))]
+
+    summed = 2 * (num_stages - 1) / num_stages * wide * shared
+    summed += (to_stages + wide * back) * estimates.layer_bytes
 
     def of_stage(s: int) -> PipelineStage:
         numbers = [v for v, it in enumerate(stage_of) if it == s]
@@ -274,14 +288,14 @@ def pipeline_stages(
             forward=sum(cost.forward for i, j in own for cost in costs[i:j]),
             backward=sum(cost.backward for i, j in own for cost in costs[i:j]),
             in_flight=max_in_flight(schedule, num_stages, s, microbatches, chunks),
-            params=held.params + gathered + versions,
+            params=held.params + gathered + moved + versions,
             grads=sums + copied,
             state=_state_bytes(held),
             activations=stored + working,
             batch=held.batch,
             permuted=microbatches * stream * sent,
             synced=held.wire,
-            summed=0.0 if asynchronous else 2 * (num_stages - 1) / num_stages * wide * shared,
+            summed=0.0 if asynchronous else summed,
         )
 
     return tuple(map(of_stage, range(num_stages)))

@@ -9,7 +9,7 @@ from sharding.pipeline._async_schedule import AsyncSchedule
 from sharding.pipeline._instructions import Instructions
 from sharding.pipeline._instructions import instructions as lowered
 from sharding.pipeline._pipeline import Pipeline
-from sharding.placement._specs import num_shards
+from sharding.placement._specs import num_shards, only_axes
 from sharding.plan._tiles import num_bytes
 from sharding.step._microbatches import split_microbatches
 
@@ -19,7 +19,8 @@ def pipeline_wire(pipeline: Pipeline, params: Any, batch: Any, *, specs: Any = N
 
     In the ring convention of ``wire_bytes``: a permute of one activation in each tick and direction
     in which any stage sends; an all-reduce of the gradients of shared parameters over the stages;
-    with two routes (Chimera) a permute of the layers, and one of their gradients. Added to
+    with two routes (Chimera) a permute of the layers, and one of their gradients; where stages have
+    unequal numbers of layers, what of these and of their gradients is elsewhere. Added to
     ``StagePlan.wire`` it is what a step of ``Zero.train_step(pipeline.loss)`` sends, with
     ``gather="step"``.
 
@@ -63,12 +64,22 @@ def pipeline_wire(pipeline: Pipeline, params: Any, batch: Any, *, specs: Any = N
     program = lowered(pipeline.schedule, pipeline.recompute)
     permuted = num_permutes(program) * num_bytes(_message(pipeline, shared, batch))
     summed = 2 * (stages - 1) / stages * of_device(jax.tree.map(_as_sum, shared), of_shared)
-    replicas = 0.0
+    layers, of_layers = stacked[pipeline.layers], specs[pipeline.layers]
+    sums = jax.tree.map(_as_sum, layers)
+    replicas = moved = 0.0  # moved: of stages with unequal numbers of layers
     if len(pipeline.schedule.routes) > 1:
-        layers, of_layers = stacked[pipeline.layers], specs[pipeline.layers]
-        replicas = of_device(layers, of_layers)
-        replicas += of_device(jax.tree.map(_as_sum, layers), of_layers)
-    return float(permuted + summed + replicas)
+        replicas = of_device(layers, of_layers) + of_device(sums, of_layers)
+    for tree, back in ((layers, 0), (sums, 1)):
+
+        def sent(x: Any, spec: Any, back: int = back) -> float:
+            """Bytes of the layers that a device sends; other axes shard them."""
+            others = num_shards(
+                pipeline.mesh, only_axes(spec, {*pipeline.mesh.axis_names} - {pipeline.axis})
+            )
+            return pipeline._rows.sent(x.shape)[back] * num_bytes(x) / x.shape[0] / others
+
+        moved += sum(jax.tree.leaves(jax.tree.map(sent, tree, of_layers)))
+    return float(permuted + summed + replicas + moved)
 
 
 def updates_wire(pipeline: Pipeline, schedule: AsyncSchedule, params: Any, batch: Any) -> float:

@@ -7,7 +7,11 @@ import operator
 from sharding.plan._models import Decoder
 from sharding.plan._saved_names import saved_parts
 from sharding.plan.pipelines._layers_of_chunks import LayerSeconds, all_chunks, layers_of_chunks
-from sharding.plan.pipelines._pipeline_schedules import lockstep_seconds, num_ticks
+from sharding.plan.pipelines._pipeline_schedules import (
+    layers_sent,
+    lockstep_seconds,
+    num_ticks,
+)
 from sharding.plan.timing._achieved import achieved
 from sharding.plan.timing._collective_time import Group, Operation, collective_seconds
 from sharding.plan.timing._compressed_sync import SyncWork
@@ -110,7 +114,8 @@ def step_seconds(
       and the collectives that ``tensor_sums`` counts.
     - A pipeline takes ``lockstep_seconds``, and a transfer in each tick. The last chunk of a
       compiled program runs its forward pass in its backward pass. The program holds the embedding
-      and the head on all devices, which sum their gradients over the stages. Without a flush each
+      and the head on all devices, which sum their gradients over the stages; stages of unequal
+      numbers of layers send each other some, and their gradients. Without a flush each
       stage waits for the updates of all others.
     - ZeRO with k micro-batches and S bytes on n devices sends 2 S at stages 0 and 1, (k + 1) S at
       stage 2, 3 k S at stage 3, times (n - 1) / n; once in a step in a pipeline. Replicas reduce
@@ -236,6 +241,13 @@ def passes(
     if plan.pipe > 1 and implementation.lockstep and not plan.asynchronous:
         shared = _GRADIENT_SUM * tables * _table_params(model, plan)
         transfers += wire("all-reduce", shared, groups.pipe)
+        if held * plan.pipe > model.layers:  # unequal stages send each other their layers
+            counts = all_chunks(model.layers, plan.pipe * chunks, last)
+            there, back = layers_sent(plan.schedule, plan.pipe, counts)
+            sent = plan.param_bytes * there + _GRADIENT_SUM * back
+            sent *= _stage_params(model, 1.0, plan, tables=0)
+            transfers += wire("permute", sent, groups.pipe)
+            held = model.layers / plan.pipe
     elif plan.pipe > 1 and not implementation.lockstep:
         tables = 0 if ideal else 1
     params = _stage_params(model, held, plan, tables=tables)

@@ -5,9 +5,10 @@ import itertools
 import numpy as np
 import pytest
 
+from sharding.remat import _chain
 from sharding.remat._chain import (
     Block,
-    ChainTable,
+    ChainSearch,
     Kept,
     Mode,
     Rerun,
@@ -100,29 +101,30 @@ def test_equals_brute_force_at_every_budget(count, modes):
             assert run.peak <= peak
             assert run.time == time_of(tree, blocks)
             every.append((peak, run.time))
-        most = max(peak for peak, _ in every) + 2
-        table = ChainTable(blocks, sizes, most, slots=most)
-        for budget in range(1, most + 1):
-            best = min((time for peak, time in every if peak <= budget), default=np.inf)
-            assert table.times[budget] == best
-            if best < np.inf:
-                tree = table.tree(budget)
+        found = ChainSearch(blocks, sizes)
+        least = {peak: min(t for p, t in every if p <= peak) for peak, _ in sorted(every)}
+        steps = [next(p for p in least if least[p] == time) for time in sorted(set(least.values()))]
+        assert found.peaks.tolist() == steps[::-1]
+        for peak, time in zip(found.peaks, found.times, strict=True):
+            for budget in (peak, peak + 0.5):
+                tree = found.tree(budget)
                 assert numbers_in_tree(tree) == list(range(count))
-                assert peak_bytes(tree, blocks, sizes) <= budget
-                assert time_of(tree, blocks) == best
-            else:
-                with pytest.raises(ValueError, match="no plan fits"):
-                    table.tree(budget)
+                assert peak_bytes(tree, blocks, sizes) == peak
+                assert time_of(tree, blocks) == time == least[peak]
 
 
-def test_a_long_chain_is_planned():
-    """More memory is never slower; sizes are rounded up to slots, of which there are few."""
+@pytest.mark.parametrize("most", [500, 7])
+def test_a_long_chain_is_planned(monkeypatch, most):
+    """More memory is never slower; of many steps some are left out, the ends never."""
+    monkeypatch.setattr(_chain, "_MOST_STEPS", most)
     blocks, sizes = random_chain(np.random.default_rng(3), 30, 3)
-    for slots in (40, 400):
-        table = ChainTable(blocks, sizes, 100, slots=slots)
-        assert np.all(table.times[1:] <= table.times[:-1])
-        for m in np.flatnonzero(table.times < np.inf):
-            tree = table.tree(int(m))
-            assert peak_bytes(tree, blocks, sizes) <= 100 * m / slots
-            assert time_of(tree, blocks) == pytest.approx(table.times[m])
-    assert tree_as_text(tree).count("(") == tree_as_text(tree).count(")") > 0
+    found = ChainSearch(blocks, sizes)
+    assert min(most, 20) - 3 < len(found.peaks) <= most
+    assert np.all(np.diff(found.peaks) > 0)
+    assert np.all(np.diff(found.times) < 0)
+    assert found.times[-1] == sum(b.forward + b.backward + b.modes[0].recompute for b in blocks)
+    for peak, time in zip(found.peaks, found.times, strict=True):
+        tree = found.tree(peak)
+        assert peak_bytes(tree, blocks, sizes) <= peak
+        assert time_of(tree, blocks) == time
+    assert tree_as_text(found.tree(found.peaks[0])).count("(") > 0

@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import itertools
+import math
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 import sharding as shd
 from sharding.plan.timing._traced_work import Work, work_of
-from sharding.remat._chain import Block, ChainTable, Kept, Mode, Rerun, numbers_in_tree
+from sharding.remat import _remat_plan
+from sharding.remat._chain import Block, Kept, Mode, Rerun, numbers_in_tree
 from sharding.remat._modes import MeasuredBlock, TracedBlock
 from sharding.remat._remat_plan import _Chain, in_bytes
 
@@ -96,11 +99,9 @@ def test_the_frontier_trades_bytes_for_time():
 
 
 def test_a_budget_is_kept():
-    """The least bytes of the error are one; sizes are rounded up to slots, which may be more."""
+    """So are the peaks of the frontier; the least bytes of the error are one."""
     middle = plans()[len(plans()) // 2]
-    found = shd.remat.plan(*chain(), 1.01 * middle.peak)
-    assert found.peak <= 1.01 * middle.peak
-    assert found.extra_time <= middle.extra_time + 1e-9
+    assert shd.remat.plan(*chain(), middle.peak).tree == middle.tree
     with pytest.raises(ValueError, match=r"these blocks need .* at least, [\d,]+ bytes") as error:
         shd.remat.plan(*chain(), plans()[0].peak / 2)
     least = re.search(r"([\d,]+) bytes", str(error.value))[1].replace(",", "")
@@ -115,31 +116,51 @@ def test_the_cotangent_that_a_block_is_given_is_counted_once():
     assert traced.temporaries(()) <= 64 * 256 * 4
 
 
-def measured_chain(count, saved, temporaries, size):
+def measured_chain(count, saved, temporaries, size, platform="cpu"):
     """Equal blocks, which save all or nothing."""
     modes = (Mode(("all",), saved, temporaries, 0.0), Mode((), 0.0, temporaries, 1.0))
     measured = MeasuredBlock(Block(1.0, 2.0, modes), WORK, WORK, (WORK, WORK))
-    return _Chain((None,) * count, (measured,) * count, (size,) * (count + 1))
+    device = types.SimpleNamespace(platform=platform)
+    sizes = (size,) * (count + 1)
+    return _Chain((None,) * count, [None] * count, None, device, (measured,) * count, sizes)
 
 
-def test_long_chains_have_plans_that_run_nothing_again():
-    """Blocks whose bytes are just above a number of slots: rounding takes as much as it can."""
-    blocks = measured_chain(40, 4e6, 9e6, 1e6)
+def test_every_number_of_bytes_is_a_budget():
+    """Of sizes that are no multiples of each other; the least bytes, and all that a chain takes."""
+    chain = measured_chain(40, 4e6 + 1, 9.1e6, 1.3e6)
+    peaks = chain.search.peaks.tolist()
+    assert len(peaks) > 50
+    for peak, time in zip(peaks, chain.search.times, strict=True):
+        assert chain.fastest(peak).work.seconds == time
     everything = tuple(Kept(i, 0) for i in range(40))
-    assert blocks.trees(400)[-1][1] == everything
-    assert blocks.fastest(1e15, 50) == everything
-    with pytest.raises(ValueError, match="above the number of blocks, 40, got 40"):
-        blocks.fastest(1e15, 40)
+    assert chain.fastest(peaks[-1]).tree == chain.fastest(1e15).tree == everything
+    with pytest.raises(ValueError, match=f"these blocks need .* at least, {peaks[0]:,.0f} bytes"):
+        chain.fastest(peaks[0] - 1)
 
 
-def test_the_least_bytes_are_a_budget():
-    """Also where sizes, rounded up to slots, do not fit them."""
-    blocks, slots = measured_chain(6, 3.7e6, 9.1e6, 1.3e6), 25
-    least, tree = blocks.trees(slots)[0]
-    assert np.isinf(ChainTable(blocks.blocks, blocks.sizes, least, slots).times[-1])
-    assert blocks.fastest(least, slots) == tree
-    with pytest.raises(ValueError, match=f"these blocks need .* at least, {least:,.0f} bytes"):
-        blocks.fastest(least - 1, slots)
+def test_a_plan_is_never_slower_than_one_of_the_frontier(monkeypatch):
+    """Whatever programs take, beside what their blocks take alone; none is above its budget."""
+    rng, factors = np.random.default_rng(0), {}
+
+    def temporaries(plan, *_):
+        return plan.peak * factors.setdefault(plan.tree, rng.uniform(0.9, 1.3))
+
+    monkeypatch.setattr(shd.remat.ChainPlan, "apply", lambda plan: plan)
+    monkeypatch.setattr(_remat_plan, "step_temporaries", temporaries)
+    chain = measured_chain(40, 4e6 + 1, 9.1e6, 1.3e6, "cuda")
+    frontier = chain.frontier()
+    assert 3 < len(frontier) <= 16
+    for each in frontier:
+        found = chain.fastest(each.peak)
+        assert found.peak <= found.budget == each.peak
+        assert found.work.seconds <= each.work.seconds
+    least = math.ceil(frontier[0].peak)
+    with pytest.raises(ValueError, match=f"these blocks need .* at least, {least:,} bytes"):
+        chain.fastest(chain.search.peaks[0] - 1)
+    monkeypatch.setattr(_remat_plan, "step_temporaries", lambda *_: math.inf)
+    assert chain.frontier() == []
+    with pytest.raises(ValueError, match="nor the memory of the device"):
+        chain.fastest(1e15)
 
 
 def test_products_run_again_as_often_as_planned():

@@ -1,0 +1,102 @@
+"""The optimizer of a stage whose rows are padded, as if they were not."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from sharding.pipeline._layers import StageRows
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnLayers:
+    """Calls an optimizer with the layers that a stage has, within a ``shard_map`` over stages.
+
+    All stages run one program, and their arrays have one shape: a branch for each number of layers
+    cuts the parameters and the state, and pads the results.
+
+    Attributes:
+      tx: the optimizer.
+      rows: of the stages; those of padding are the last.
+      layers: the key of the layers in the tree of parameters.
+    """
+
+    tx: optax.GradientTransformationExtraArgs
+    rows: StageRows
+    layers: str
+
+    def init(self, params: Any) -> Any:
+        """The state, padded."""
+        types = [self._state_types(params, count) for count in self._counts]
+        if len({str(jax.tree.map(lambda x: (x.ndim, x.dtype), tree)) for tree in types}) > 1:
+            raise ValueError(
+                f"stages have {self._counts} layers, and tx makes different states for so many: "
+                "other arrays, or arrays of other ranks. Give stages as many layers each, or tx "
+                "rules that do not depend on their number."
+            )
+        like = jax.tree.map(_largest, *types)
+        return self._of_stage(lambda count: _padded(self.tx.init(self._cut(params, count)), like))
+
+    def update(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        """The updates and the state, padded."""
+
+        def of(count: int) -> Any:
+            own = (self._cut(grads, count), self._own(state, params, count))
+            updates, new = self.tx.update(*own, self._cut(params, count))
+            return _padded(updates, grads), _padded(new, state)
+
+        return self._of_stage(of)
+
+    def backward_params(self, fn: Callable[[Any, Any], Any], params: Any, state: Any) -> Any:
+        """``fn(params, state)``, padded."""
+
+        def of(count: int) -> Any:
+            own = self._own(state, params, count)
+            return _padded(fn(self._cut(params, count), own), params)
+
+        return self._of_stage(of)
+
+    @functools.cached_property
+    def _counts(self) -> list[int]:
+        return sorted({int(n) for n in np.sum(self.rows.layer >= 0, axis=1)})
+
+    def _of_stage(self, fn: Callable[[int], Any]) -> Any:
+        """``fn(layers)``, of the number that this stage has."""
+        number = np.searchsorted(self._counts, np.sum(self.rows.layer >= 0, axis=1))
+        branches = [functools.partial(fn, count) for count in self._counts]
+        return lax.switch(jnp.asarray(number)[lax.axis_index(self.rows.axis)], branches)
+
+    def _cut(self, params: Any, count: int) -> Any:
+        own = jax.tree.map(lambda x: x[:count], params[self.layers])
+        return type(params)({**params, self.layers: own})
+
+    def _state_types(self, params: Any, count: int) -> Any:
+        return jax.eval_shape(lambda params: self.tx.init(self._cut(params, count)), params)
+
+    def _own(self, state: Any, params: Any, count: int) -> Any:
+        def cut(x: jax.Array, like: Any) -> jax.Array:
+            return x[tuple(map(slice, like.shape))]
+
+        return jax.tree.map(cut, state, self._state_types(params, count))
+
+
+def _largest(*types: Any) -> jax.ShapeDtypeStruct:
+    shape = map(max, *(t.shape for t in types))
+    return jax.ShapeDtypeStruct(tuple(shape), types[0].dtype)
+
+
+def _padded(tree: Any, like: Any) -> Any:
+    """Arrays with zeros at the end of their dims, in the shapes and dtypes of others."""
+
+    def pad(x: Any, like: Any) -> jax.Array:
+        x = jnp.asarray(x, like.dtype)
+        more = [(0, n - m, 0) for n, m in zip(like.shape, x.shape, strict=True)]
+        return lax.pad(x, jnp.zeros((), x.dtype), more)
+
+    return jax.tree.map(pad, tree, like)
