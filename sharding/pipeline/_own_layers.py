@@ -40,8 +40,8 @@ class OwnLayers:
                 "other arrays, or arrays of other ranks. Give stages as many layers each, or tx "
                 "rules that do not depend on their number."
             )
-        like = jax.tree.map(_largest, *types)
-        return self._of_stage(lambda count: _padded(self.tx.init(self._cut(params, count)), like))
+        like = jax.tree.map(_largest_of_stages, *types)
+        return self._of_stage(lambda count: _padded_rows(self.tx.init(self._cut(params, count)), like))
 
     def update(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """The updates and the state, padded."""
@@ -49,7 +49,7 @@ class OwnLayers:
         def of(count: int) -> Any:
             own = (self._cut(grads, count), self._own(state, params, count))
             updates, new = self.tx.update(*own, self._cut(params, count))
-            return _padded(updates, grads), _padded(new, state)
+            return _padded_rows(updates, grads), _padded_rows(new, state)
 
         return self._of_stage(of)
 
@@ -58,7 +58,7 @@ class OwnLayers:
 
         def of(count: int) -> Any:
             own = self._own(state, params, count)
-            return _padded(fn(self._cut(params, count), own), params)
+            return _padded_rows(fn(self._cut(params, count), own), params)
 
         return self._of_stage(of)
 
@@ -86,12 +86,12 @@ class OwnLayers:
         return jax.tree.map(cut, state, self._state_types(params, count))
 
 
-def _largest(*types: Any) -> jax.ShapeDtypeStruct:
+def _largest_of_stages(*types: Any) -> jax.ShapeDtypeStruct:
     shape = map(max, *(t.shape for t in types))
     return jax.ShapeDtypeStruct(tuple(shape), types[0].dtype)
 
 
-def _padded(tree: Any, like: Any) -> Any:
+def _padded_rows(tree: Any, like: Any) -> Any:
     """Arrays with zeros at the end of their dims, in the shapes and dtypes of others."""
 
     def pad(x: Any, like: Any) -> jax.Array:
