@@ -41,7 +41,9 @@ class OwnLayers:
                 "rules that do not depend on their number."
             )
         like = jax.tree.map(_largest_of_stages, *types)
-        return self._of_stage(lambda count: _padded_rows(self.tx.init(self._cut(params, count)), like))
+        return self._of_stage(
+            lambda count: _padded_rows(self.tx.init(self._cut(params, count)), like)
+        )
 
     def update(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """The updates and the state, padded."""
