@@ -52,8 +52,10 @@ def test_bytes_by_hand():
     ids=["no overlap", "overlap", "not sparse"],
 )
 def test_the_method_that_sends_least(ids, name, ties):
-    choice = Sparsity.measure(ids, ROWS, WIDTH).choose()
+    found = Sparsity.measure(ids, ROWS, WIDTH)
+    choice = found.choose()
     assert choice.name == name
+    assert f"dense {found.bytes_sent(2)['dense']:,.0f} bytes" in found.choose(itemsize=2).note
     assert choice.note.partition("bytes. ")[2].partition(" would")[0] == ties
 
 

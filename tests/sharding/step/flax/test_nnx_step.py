@@ -254,6 +254,16 @@ def test_options_of_train_step():
     assert len(np.unique(found["aux"]["key"], axis=0)) == 8  # one for each device
     assert jax.tree.structure(nnx.state(lm)) == before  # what the loss creates is dropped
     assert not clone.student.kernel[...].is_deleted()  # as it was not donated
+    for key in (jax.random.key(1), None):  # folded by the step
+        again, then = (
+            step(lm, optimizer, batch(0), *([] if key is None else [key]))["aux"]["key"]
+            for _ in range(2)
+        )
+        of_step = jax.random.key(0) if key is None else key
+        of_step = jax.random.fold_in(of_step, optimizer.step[...] - 1)
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(of_step, jnp.arange(8))
+        np.testing.assert_array_equal(then, jax.random.key_data(keys))
+        assert not np.array_equal(again, then)
 
 
 def test_what_a_step_of_nnx_cannot_do_raises():
