@@ -146,15 +146,17 @@ class ReplicaProgram:
     def trace(self, flags: jax.Array, *leaves: jax.Array) -> Replicas:
         """The program, as a function to be traced: one ``shard_map`` over all axes."""
         axes = P(self.mesh.axis_names)
+        # Not the empty ones: programs of jax 0.11 may not have inputs that nothing uses.
+        used = {i: x for i, x in enumerate(leaves) if x.size}
         return jax.shard_map(
             self._on_device,
             mesh=self.mesh,
-            in_specs=(axes, *self._specs),
+            in_specs=(axes, {i: self._specs[i] for i in used}),
             out_specs=Replicas(P(), axes, axes, axes, axes),
             check_vma=False,
-        )(flags, *(jax.device_put(x, DEVICE) if on_host(x) else x for x in leaves))
+        )(flags, {i: jax.device_put(x, DEVICE) if on_host(x) else x for i, x in used.items()})
 
-    def _on_device(self, flags: jax.Array, *shards: jax.Array) -> Replicas:
+    def _on_device(self, flags: jax.Array, shards: dict[int, jax.Array]) -> Replicas:
         """One device's work: checksums, then transfer by transfer."""
         axes = self.mesh.axis_names
         place = jax.lax.axis_index(axes)
@@ -162,7 +164,12 @@ class ReplicaProgram:
         def block(x: jax.Array, i: int) -> jax.Array:
             return _own_part(as_words(x), self.placements[i], place)
 
-        sums = jnp.stack([checksum(block(x, i)) for i, x in enumerate(shards)])[None]
+        sums = jnp.stack(
+            [
+                checksum(block(shards[i], i)) if i in shards else jnp.uint32(0)
+                for i in range(len(self.leaves))
+            ]
+        )[None]
         sent_sums = [[lax.ppermute(sums, axes, one) for one in route] for route in self.routes]
         sums, sent_sums = jax.device_put((sums, sent_sums), self._space)
         own: list[jax.Array] = []
