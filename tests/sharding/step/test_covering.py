@@ -241,7 +241,9 @@ class Run:
         self.losses, self.norms, self.donated = [], [], []
         for i in range(STEPS):
             if i == SAVED:
-                resumed = self.through_a_checkpoint(state, make, folder)
+                # Copies: jax 0.11 does not donate what NumPy has read.
+                copied = jax.tree.map(jnp.copy, state)
+                resumed = self.through_a_checkpoint(copied, make, folder)
                 resumed_model_state = jax.device_get(model_state)
             old = state
             state, metrics = step(state, zero.put(model.batch(i)), model_state=model_state)
