@@ -70,19 +70,6 @@ def check(params):
 
 
 @pytest.mark.usefixtures("x64")
-def test_shared_layers_are_exact():
-    model, tx = GPT, optax.adamw(1e-2)
-    zero = models.zero_on(4, 2, names=("data", "model"), stage=3)
-    specs, make = model.specs("model", 2), make_state(model, tx)
-    loss_fn = model.make_loss(zero.gathered(model.apply_layer))
-    state = models.run(zero, make, tx, loss_fn, batch, STEPS, specs, microbatches=2)
-    check(state[0])
-    assert "model" in tuple(state[0]["layers"]["up"].sharding.spec)
-    held = model.abstract(shards=2)
-    assert state[0]["embed"].addressable_shards[0].data.shape[0] == held["embed"].shape[0]
-
-
-@pytest.mark.usefixtures("x64")
 def test_pipelines_of_shared_layers_are_exact():
     model, tx = GPT, optax.adamw(1e-2)
     plan = ParallelPlan(*(2, 2, 2), microbatches=2, stage=1, recompute="save_qkv_proj")

@@ -69,20 +69,6 @@ def test_the_measured_steps_of_vtrain(name, number, correlation, mean):
     assert np.abs(errors(rows)).mean() < mean
 
 
-def test_the_launch_of_kernels_is_from_every_tenth_step():
-    """The others are predicted as well as those."""
-    rows = published.vtrain("single")
-    others = [row for i, row in enumerate(rows) if i % 10]
-    assert rank_correlation(others) > 0.98
-    assert np.abs(errors(others)).mean() < 0.11
-
-    def error(launch):
-        implementation = dataclasses.replace(published.EAGER, launch=launch)
-        return np.abs(errors(published.vtrain("single", implementation)[::10])).mean()
-
-    assert min((50e-6, 55e-6, 60e-6), key=error) == published.EAGER.launch
-
-
 def test_steps_of_fsdp():
     """Programs of 2023 took longer than predicted on H100, by 10 to 31 %; not on A100."""
     rows = published.fsdp()

@@ -41,24 +41,6 @@ def test_the_permutation_and_its_inverse(size):
         assert np.mean(mixed == permuted(size, seed=1)[0]) < 0.05
 
 
-@pytest.mark.parametrize("size", [2**22, 50257])
-def test_the_permutation_balances_owners(size):
-    """Rows that are neighbours, or a power of two apart, are spread evenly over owners."""
-    count = size // 16
-    for name, rows in {
-        "the first": np.arange(count),
-        "the last": size - 1 - np.arange(count),
-        "every second": 2 * np.arange(count),
-        "every eighth": 8 * np.arange(count),
-        "every sixteenth": 16 * np.arange(count),
-    }.items():
-        for num in (8, 16, 64):
-            owners = permuted(size)[0][rows] // -(-size // num)
-            share = np.bincount(owners, minlength=num) * num / count
-            # A random hash would be off by more for one owner in 30,000.
-            assert share.max() < 1 + 4.2 * np.sqrt(num / count), (name, share.max())
-
-
 # --- The mean -------------------------------------------------------------------------------------
 
 
