@@ -97,9 +97,6 @@ def test_a_rerun_agrees_if_its_difference_does(rows):
     assert "another text" not in _tables.rerun(rows, same, SIZE)
 
 
-# --- By the length of a run -----------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def long_rows():
     return _made_up.length_rows(SIZE)

@@ -10,8 +10,6 @@ import _rows
 import _studies
 import numpy as np
 
-# --- Plans ----------------------------------------------------------------------------------------
-
 
 def loss(config):
     """Has its best learning rate between 1e-3 and 1e-2, higher at larger batches and lengths."""
@@ -62,9 +60,6 @@ def test_each_length_is_complete_before_the_next_and_tuned_on_its_own():
         cell = _lengths.cell(rows, "smoke", "masked", "came_debiased", length)
         assert [config["seed"] for config in cell.finals] == [1, 2, 3]
         assert {config["hyper"]["b3"] for config in cell.finals} == {b3}
-
-
-# --- Formats --------------------------------------------------------------------------------------
 
 
 def test_a_format_differs_from_float32_in_its_name_alone():

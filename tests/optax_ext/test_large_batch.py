@@ -10,8 +10,6 @@ import pytest
 import optax_ext
 from optax_ext import batch_advice, gradient_noise_scale, gradual_warmup, noise_scale
 
-# --- Learning rates -------------------------------------------------------------------------------
-
 
 def test_the_rates_of_the_paper():
     """ResNet-50 at batch 8192: 3.2, from 0.1 for 256."""
@@ -36,9 +34,6 @@ def test_warm_up_takes_the_place_of_the_first_steps():
     )
     tx = optax.inject_hyperparams(optax.sgd)(schedule)
     assert jax.jit(tx.init)(jnp.ones(3)).hyperparams["learning_rate"] == 0.5
-
-
-# --- The noise scale ------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("x64")

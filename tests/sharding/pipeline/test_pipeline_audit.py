@@ -77,9 +77,6 @@ def test_the_compiler_takes_what_is_kept_and_copied():
     assert many.temporaries - few.temporaries == pytest.approx(grown, rel=0.02)
 
 
-# --- Programs that keep more ----------------------------------------------------------------------
-
-
 def test_an_aux_of_activations():
     pipeline = make(one_f_one_b(4, 8), head=lambda *args: (head(*args), args[1]), has_aux=True)
     found = audited(pipeline, lambda *args: (lambda out: (out[0][0], out))(pipeline.loss(*args)))
@@ -110,9 +107,6 @@ def test_another_program():
         "no loop of the program permutes along the axis of the 4 stages: it is no step of this "
         "pipeline"
     ]
-
-
-# --- Shown ----------------------------------------------------------------------------------------
 
 
 def test_table_and_json():

@@ -11,9 +11,6 @@ F, B = Op.FORWARD, Op.BACKWARD
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 
 
-# --- Figures, from the papers ---------------------------------------------------------------------
-
-
 def expected_figures(name, stages, microbatches):
     """Ticks, bubble and live activations of a paper; None where it has no formula."""
     s, m, every = stages, microbatches, range(stages)
@@ -98,9 +95,6 @@ def test_activations_are_stored_until_their_last_operation_is_complete():
     assert FAMILIES["zb-h1"](1, 2).live().T.tolist() == [[1] * 6]
 
 
-# --- An independent checker -----------------------------------------------------------------------
-
-
 @cases
 @pytest.mark.parametrize("retime", [False, True])
 def test_every_family_round_trips(case, retime):
@@ -115,9 +109,6 @@ def test_every_family_round_trips(case, retime):
     figures, found = schedule.check(), again.check()
     assert (found.busy, found.messages) == (figures.busy, figures.messages)
     assert found.bubble == pytest.approx(figures.bubble)
-
-
-# --- What is rejected -----------------------------------------------------------------------------
 
 
 def test_sizes_that_a_family_does_not_take():
@@ -157,9 +148,6 @@ def test_routes(routes, route_of, message):
     zeros = np.zeros_like(op)
     with pytest.raises(ScheduleError, match=message):
         Schedule("x", op, zeros, zeros, tuple(routes), tuple(route_of)).check()
-
-
-# --- PyTorch's format -----------------------------------------------------------------------------
 
 
 def test_csv_text():
@@ -210,8 +198,6 @@ def test_csv_errors(text, message):
     with pytest.raises(ScheduleError, match=message):
         Schedule.from_csv(text)
 
-
-# --- Text and picture -----------------------------------------------------------------------------
 
 # Docstrings have those of other families.
 TEXT = """\

@@ -68,8 +68,6 @@ def restore(directory, target, step=3):
         return manager.restore(step, args=ocp.args.StandardRestore(target))
 
 
-# --- Restoring ----------------------------------------------------------------------------------
-
 HYBRID = {"names": ("replica", "data"), "replica_axis": "replica"}
 OVER_MODEL = {"query": P(None, None, "model"), "mlp": P(None, None, "model")}
 LAYOUTS = {
@@ -96,9 +94,6 @@ def test_goes_on_elsewhere(run, layout):
         state, losses = train(zero, state, range(3, 6))
         np.testing.assert_allclose(losses, run.losses, rtol=1e-12)
         model.assert_close(state, run.final, 1e-12)
-
-
-# --- Exporting ----------------------------------------------------------------------------------
 
 
 def test_full_params_stay_when_steps_take_the_memory_of_the_state(run):

@@ -165,9 +165,6 @@ def test_beside_tensor_parallelism():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), got, trained_alone())
 
 
-# --- Flax: the policy of a plan, where modules gather themselves ----------------------------------
-
-
 class Block(nn.Module):
     @nn.compact
     def __call__(self, x):

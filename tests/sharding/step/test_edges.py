@@ -44,9 +44,6 @@ def mean_loss(params, batch):
     return jnp.mean((batch["x"] @ params["w"] + params["b"][None] - batch["y"]) ** 2)
 
 
-# --- A state that was donated -----------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("n", "kind"), [(1, EXPLICIT), (4, AUTO)])
 def test_a_donated_state_is_not_used_again(n, kind):
     """Without the check the second call ends the process with a segmentation fault."""
@@ -79,9 +76,6 @@ def test_what_is_not_donated_is_used_again_and_what_was_deleted_is_not():
         step(state, data)
 
 
-# --- Batches ----------------------------------------------------------------------------------
-
-
 BAD_BATCHES = [
     (
         {"x": (16, 64), "y": (16,), "class_weights": (8,)},
@@ -107,9 +101,6 @@ def test_bad_batches():
         ):
             with pytest.raises(ValueError, match=message):
                 call(bad)
-
-
-# --- A mesh in the context --------------------------------------------------------------------
 
 
 def run_all(zero, context, specs):
@@ -166,9 +157,6 @@ def test_under_another_mesh():
     np.testing.assert_array_equal(found[0]["w"], expected[0]["w"])
 
 
-# --- Arrays that are elsewhere ----------------------------------------------------------------
-
-
 def test_arrays_on_other_devices_are_moved():
     """A batch, and pretrained parameters, on one device; a batch that is on the mesh in full."""
     zero = zero_of()
@@ -201,9 +189,6 @@ def test_a_state_that_is_placed_otherwise_after_the_first_step():
                 one(elsewhere, zero.put(batch()))
     here = jax.device_put(jax.device_get(state), zero.shardings(make_pair(), tx=TX))
     step(here, zero.put(batch()))
-
-
-# --- Trees and placements -----------------------------------------------------------------------
 
 
 class Block(eqx.Module):

@@ -147,9 +147,6 @@ def test_the_noise_scale_is_that_by_hand(stage, mesh, kind, microbatches, empty,
         np.testing.assert_allclose(state.variance, variance, rtol=1e-5)
 
 
-# --- What it costs, and who gets it ---------------------------------------------------------------
-
-
 def lowered(zero, tx, loss=None, **options):
     params = jax.eval_shape(make_params)
     batch = jax.tree.map(lambda x: x.astype(x.dtype.kind + "4"), make_batch(0))

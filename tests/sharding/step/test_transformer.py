@@ -81,8 +81,6 @@ def test_an_update_that_waits_for_all_gradients_holds_no_more(target, bound, by_
     assert held["came"] < by_layer * temporaries(Case(target, 1, "came"))
 
 
-# --- Beside tensor parallelism: attention sharded by heads, MLPs by hidden features ---------------
-
 BLOCK_SPECS = {
     "attention_norm": P(),
     "qkv": P(None, None, "model"),

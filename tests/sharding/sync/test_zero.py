@@ -50,9 +50,6 @@ def test_gradients_are_sent_in_the_dtype_that_precision_says(stage, reduce, sent
     assert found == {sent_in}
 
 
-# --- Bad input ------------------------------------------------------------------------------------
-
-
 def test_bad_input():
     with pytest.raises(ValueError, match=r"at stage 3 .* Use a stateless sync"):
         zero_of(STATEFUL, 3).init(make_state, tx=SGD)
