@@ -312,8 +312,6 @@ def test_a_run_with_planned_activations_has_the_losses_of_one_without(tmp_path, 
     assert re.search(r"train_lm.py: error: .* of a device, with the .*\n\Z", output)
 
 
-# --- Plans and models -----------------------------------------------------------------------------
-
 PLANS = {
     "replicas": (
         ParallelPlan(data=4, stage=2, replicas=2, spread=True, microbatch=4),

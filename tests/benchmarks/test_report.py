@@ -124,19 +124,3 @@ def test_differences_of_lengths_and_their_contrasts(long_rows):
     line = next(line for line in text.splitlines() if line.startswith("| debiasing |"))
     assert "`came_debiased` minus `came`" in line
     assert f"{points(long_rows, 'came_debiased', 'came')[0].mean:+.3f} (" in line
-
-
-def test_intervals_come_from_contenders_with_all_seeds(long_rows):
-    """One that lacks a seed has an interval, wider, but does not make it."""
-    gone = final_of_length(long_rows, "came")[2]["key"]
-    less = {key: row for key, row in long_rows.items() if key != gone}
-    full, part = points(less, "muon")[1], points(less, "came")[1]
-    assert part.seeds == 2
-    assert part.half_width > full.half_width
-    only = {
-        key: row
-        for key, row in long_rows.items()
-        if row["config"]["contender"] == "adamw" or row["config"]["seed"] < 2
-    }
-    assert points(only, "came")[0].half_width is None
-    assert "no interval yet" in _length_tables.differences(every(only), SIZE)

@@ -1,4 +1,4 @@
-"""Rows of finished runs: whole lines, stable keys, one text."""
+"""Rows of finished runs: stable keys, one text."""
 
 import _rows
 import _sizes

@@ -191,9 +191,6 @@ def test_an_average_over_long_delays_does_not_lose_its_weight():
     np.testing.assert_allclose(state.correction, -20_000 * np.expm1(-2 / 20_000), rtol=1e-6)
 
 
-# --- Delays ---------------------------------------------------------------------------------------
-
-
 def test_the_delays_of_the_papers():
     for method, forward, backward in (
         ("pipemare", [3.5, 2.5, 1.5, 0.5], [0, 0, 0, 0]),
@@ -205,8 +202,6 @@ def test_the_delays_of_the_papers():
         np.testing.assert_array_equal(have, [forward, backward])
         assert {x.dtype for x in have} == {np.dtype("float64")}
 
-
-# --- Bad input ------------------------------------------------------------------------------------
 
 PARAMS = {"w": jnp.ones((6, 4)), "b": jnp.ones(4)}
 UPDATED = params_history(2).update(PARAMS, params_history(2).init(PARAMS), PARAMS)[1]
@@ -223,7 +218,6 @@ UPDATED = params_history(2).update(PARAMS, params_history(2).init(PARAMS), PARAM
             lambda: discrepancy_correction(np.ones(4)).init(PARAMS),
             r"an array of shape \(4,\) for parameter 'w' of shape \(6, 4\)",
         ),
-        (lambda: delays_by_path({"w": -1}, default=1), "the delay of pattern 'w' must not be neg"),
         (
             lambda: discrepancy_correction(1.0, backward_delays=2.0).init(PARAMS),
             "backward_delays exceeds delays for parameter 'b'",
@@ -260,9 +254,6 @@ UPDATED = params_history(2).update(PARAMS, params_history(2).init(PARAMS), PARAM
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=message):
         call()
-
-
-# --- Where the state is found ---------------------------------------------------------------------
 
 
 def test_the_state_is_found_in_wrappers():

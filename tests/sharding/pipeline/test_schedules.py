@@ -220,17 +220,12 @@ def test_picture(name, costs):
     schedule, (_, ax) = FAMILIES[name](2, 4), plt.subplots()
     assert schedule.draw(ax, costs=costs) is ax
     plt.close("all")
-    tasks, boxes = (
-        list(schedule.tasks()),
-        [box.get_paths()[0].get_extents() for box in ax.collections],
-    )
+    tasks = list(schedule.tasks())
+    boxes = [box.get_paths()[0].get_extents() for box in ax.collections]
     assert [text.get_text() for text in ax.texts] == [str(task.microbatch) for *_, task in tasks]
     for box, (tick, stage, task) in zip(boxes, tasks, strict=True):
         assert round((box.y0 + box.y1) / 2) == stage
         assert box.width == pytest.approx(1 if costs is None else costs.of(task.op))
         assert costs is not None or box.x0 == tick
-    # One colour for each operation and chunk.
-    kinds = {(task.op, int(schedule.chunk[tick, stage])) for tick, stage, task in tasks}
-    assert len({tuple(box.get_facecolor()[0]) for box in ax.collections}) == len(kinds)
     end = schedule.num_ticks if costs is None else schedule.lockstep_time(costs)
     assert ax.get_xlim() == pytest.approx((0, end))

@@ -1,4 +1,4 @@
-"""The planner of pipelines: memory of stages, times of a step, the verdict beside ZeRO alone."""
+"""The planner of pipelines: memory of stages, times of a step beside ZeRO alone."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ import sharding as shd
 from sharding.plan import estimate, estimate_pipeline, kind_of, layer_costs
 from sharding.plan._models import Decoder
 from sharding.plan.pipelines._pipeline_schedules import schedule_of
-from sharding.plan.pipelines._pipeline_stages import Links, num_rows
+from sharding.plan.pipelines._pipeline_stages import num_rows
 
 from ..pipeline.families import seconds_in_lockstep
 
@@ -134,13 +134,3 @@ def test_times_of_a_step():
     assert plan.alternative.wire == zero.wire / kind_of("h100x8").link
     activations = sum(c.activation_bytes for c in costs) + max(c.working_bytes for c in costs)
     assert plan.alternative.memory == zero.peak + activations
-
-
-def test_links():
-    """All-gather of A bytes over 2 groups of 8: each device sends 7/8 A within, A / 16 outside."""
-    array = 1600.0
-    links = Links(2, 16, link=100.0, network=1.0)
-    assert links.collective_seconds(15 / 16 * array, 16) == pytest.approx(array / 16)
-    assert Links(2, 16, 10.0, 1e9).collective_seconds(15 / 16 * array, 16) == pytest.approx(140)
-    assert links.collective_seconds(7 / 8 * array, 8) == pytest.approx(14)
-    assert links.permute_seconds(5.0) == 5.0

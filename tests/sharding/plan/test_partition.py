@@ -104,21 +104,20 @@ def test_balanced_stages_equal_brute_force(schedule, overlap):
     assert 40 < fitted < 150
 
 
-def test_what_is_missing_is_reported():
-    layers = [LayerCost(1.0, 1.0, param_bytes=3 * 2.0**30)] * 4
-    with pytest.raises(ValueError, match=r"needs 12.0 GiB on stage 0 and has 10.0 GiB, 2.00 GiB"):
-        balanced_stages(layers, 2, memory=[10 * 2.0**30, math.inf])
+GIB = 2.0**30
+BAD_QUESTIONS = [
+    ({"num_stages": 5}, "5 stages were requested of 4 layers"),
+    ({"layers": [LayerCost(1.0, math.nan)] * 4}, "layer 0: backward must be finite"),
+    ({"links": [1.0, 1.0]}, "links must have 1 values, got 2"),
+    ({"schedule": "zb-v"}, "schedule must be 'gpipe', '1f1b' or 'aligned', got 'zb-v'"),
+    (
+        {"layers": [LayerCost(1.0, 1.0, 3 * GIB)] * 4, "memory": [10 * GIB, math.inf]},
+        r"needs 12.0 GiB on stage 0 and has 10.0 GiB, 2.00 GiB",
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"num_stages": 5}, "5 stages were requested of 4 layers"),
-        ({"layers": [LayerCost(1.0, math.nan)] * 4}, "layer 0: backward must be finite"),
-        ({"links": [1.0, 1.0]}, "links must have 1 values, got 2"),
-        ({"schedule": "zb-v"}, "schedule must be 'gpipe', '1f1b' or 'aligned', got 'zb-v'"),
-    ],
-)
+@pytest.mark.parametrize(("kwargs", "message"), BAD_QUESTIONS)
 def test_bad_questions(kwargs, message):
     given = {"layers": [LayerCost(1.0, 1.0)] * 4, "num_stages": 2} | kwargs
     with pytest.raises(ValueError, match=message):

@@ -124,8 +124,6 @@ def test_wire_bytes_by_hand(k, once, gathers):
     assert [stage.network for stage in plan.stages] == pytest.approx(network)
 
 
-# --- The compiled program -------------------------------------------------------------------------
-
 MODEL = Decoder(2, 128, 4, 2, 384, 512, length=16, gated=False, tied=True)
 OPTIMIZERS = {"adamw": optax.adamw, "came": optax_ext.came, "adafactor": optax.adafactor}
 
@@ -350,9 +348,6 @@ def test_offload(smallest):
         assert found.host_wire == 2 * found.host
         assert found.arguments == plain.arguments - moved
         assert (plain.host, plain.host_wire, found.wire) == (0, 0, plain.wire)
-
-
-# --- Models ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``Zero(sync=...)``: what is described, dtypes, and errors."""
+"""``Zero(sync=...)``: dtypes, and errors."""
 
 import re
 
