@@ -183,9 +183,6 @@ def test_a_mistake_gives_one_line(uninterrupted, text):
         assert output.count("\n") == 1
 
 
-# --- Stopped and resumed --------------------------------------------------------------------------
-
-
 @pytest.mark.script
 def test_a_run_stopped_in_every_way_has_the_losses_of_an_uninterrupted_one(
     tmp_path, text, uninterrupted, processes

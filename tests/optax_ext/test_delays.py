@@ -58,9 +58,6 @@ def by_hand(delays, rate):
     return np.stack(seen[1:])
 
 
-# --- The same with the transformations ------------------------------------------------------------
-
-
 def loss(params, x, y):
     for w in params:
         x = jnp.tanh(x @ w)

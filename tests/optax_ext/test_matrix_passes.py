@@ -129,6 +129,9 @@ class TestForms:
         )
 
 
+# --- Which form ---------------------------------------------------------------------------------
+
+
 def test_kernels_are_only_where_they_are_requested():
     array = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
 

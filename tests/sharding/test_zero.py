@@ -272,6 +272,9 @@ def test_a_spec_may_choose_the_dim_of_stage_3():
     assert state[0]["w"].sharding.spec == P(None, "data")
 
 
+# --- Errors ---------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [

@@ -157,9 +157,6 @@ def test_a_stack_takes_parameters_of_its_length():
         plans()[-1].apply()(jax.tree.map(lambda w: jnp.concatenate([w, w]), params), x)
 
 
-# --- Names ----------------------------------------------------------------------------------------
-
-
 def decoder(p, x):
     """With MaxText's names."""
     x = checkpoint_name(x, "decoder_layer_input")

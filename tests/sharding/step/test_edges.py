@@ -191,6 +191,9 @@ def test_a_state_that_is_placed_otherwise_after_the_first_step():
     step(here, zero.put(batch()))
 
 
+# --- Trees and placements -----------------------------------------------------------------------
+
+
 class Block(eqx.Module):
     w: jax.Array
     act: Any = jnp.tanh  # a leaf that is no array

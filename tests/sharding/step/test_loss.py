@@ -29,6 +29,9 @@ def loss_fn(params, x):
     return jnp.mean((x @ params["w"]) ** 2)
 
 
+# --- Random keys ----------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("mesh", "microbatches", "rngs", "state"),
     [
@@ -59,6 +62,9 @@ def test_keys_are_folded_by_step_and_number(mesh, microbatches, rngs, state):
         np.testing.assert_array_equal(metrics["aux"], jax.random.key_data(keys))
 
 
+# --- Parameters -----------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_accumulating_in_bfloat16_rounds_no_parameters(stage):
     zero = zero_of(stage, precision=shd.Precision(accumulate=jnp.bfloat16))
@@ -71,6 +77,9 @@ def test_accumulating_in_bfloat16_rounds_no_parameters(stage):
     want, want_grads = jax.value_and_grad(loss_fn)(params, BATCH)
     np.testing.assert_allclose(loss, want, rtol=1e-6)
     np.testing.assert_allclose(grads["w"].astype(float), want_grads["w"], rtol=1e-2, atol=1e-6)
+
+
+# --- Errors that say what to do -------------------------------------------------------------------
 
 
 def test_a_closure_over_an_array_on_an_explicit_mesh():
