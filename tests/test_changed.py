@@ -29,15 +29,11 @@ def test_known_files():
     for path, quick, scripts in (
         ("sharding/sync/_zen.py", {sync}, set()),
         ("sharding/_zero.py", {"tests/sharding/test_zero.py"}, set()),
-        ("sharding/offload/_stream.py", {"tests/sharding/offload"}, set()),
         ("sharding/step/_precision.py", {f"{step}/test_precision.py"}, set()),
-        ("optax_ext/_lars.py", {"tests/optax_ext/test_lars_lamb.py"}, set()),
         ("optax_ext/_came.py", {"tests/optax_ext/test_came.py", "tests/contract"}, set()),
         ("tests/test_layers.py", set(), {"tests/test_layers.py"}),
         ("examples/_report.py", set(), {"tests/test_train_lm.py"}),
-        ("examples/nnx_model.py", set(), {"tests/examples/test_examples.py"}),
         ("docs/guides/zero.md", set(), {"tests/test_docs.py::test_blocks_run[zero]"}),
-        ("notebooks/plan_a_pod.ipynb", set(), {"tests/test_notebooks.py::test_runs[plan_a_pod]"}),
         ("benchmarks/convergence/_rows.py", set(), {"tests/benchmarks/test_rows.py"}),
         ("README.md", {"tests/test_readme.py"}, {"tests/test_docs.py::test_blocks_run[README]"}),
     ):

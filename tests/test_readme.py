@@ -32,9 +32,6 @@ def test_readme_is_one_page():
     assert len(README.read_text().split()) <= 1200
 
 
-# --- Links and paths --------------------------------------------------------------------------
-
-
 def links(page):
     """The targets of a page's links and pictures that are files, without anchors."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -70,8 +67,6 @@ def test_the_layers_in_contributing_are_those_of_the_layer_test():
     found = re.findall(r"^\| `sharding/(\w+)", section, re.M)
     assert found == [layer for layer in LAYERS if layer != "__main__"]
 
-
-# --- Commands ---------------------------------------------------------------------------------
 
 # Commands that need a cluster, or install the package: .ci/check_wheel installs the wheel.
 NOT_IN_CI = ("pip install", "sbatch", "srun", "mpirun", "kubectl", "gcloud")

@@ -183,9 +183,6 @@ def test_a_mistake_gives_one_line(uninterrupted, text):
         assert output.count("\n") == 1
 
 
-# --- Stopped and resumed --------------------------------------------------------------------------
-
-
 @pytest.mark.script
 def test_a_run_stopped_in_every_way_has_the_losses_of_an_uninterrupted_one(
     tmp_path, text, uninterrupted, processes
@@ -311,8 +308,6 @@ def test_a_run_with_planned_activations_has_the_losses_of_one_without(tmp_path, 
     output = succeed(tmp_path, text, *options, "--name", "small", "--memory", "300KiB", code=2)
     assert re.search(r"train_lm.py: error: .* of a device, with the .*\n\Z", output)
 
-
-# --- Plans and models -----------------------------------------------------------------------------
 
 PLANS = {
     "replicas": (

@@ -11,12 +11,10 @@ import _tables
 import jax
 import numpy as np
 import pytest
-from scipy import stats
 
 import optax_ext
 
 SIZE, TASK = "smoke", "next_token"
-FEW = ("adamw", "came", "lion")
 
 
 @pytest.fixture(scope="module")
@@ -42,14 +40,6 @@ def test_intervals_hold_what_they_say():
         further += abs(losses[4, n] - losses[0, n] - found) <= apart.half_width(n, further=True)
     assert 0.935 < inside / 2000 < 0.965
     assert 0.935 < further / 2000 < 0.965
-
-
-def test_spread_of_two_is_that_of_paired_differences():
-    a, b = np.array([0.1, 0.2, 0.6]), np.array([0.5, 0.1, 0.3])
-    low, high = stats.t.interval(0.95, 2, (a - b).mean(), stats.sem(a - b))
-    assert _summary.spread([a, b]).half_width(3) == pytest.approx((high - low) / 2)
-    assert _summary.spread([a]) is None
-    assert _summary.spread([a[:1], b[:1]]) is None
 
 
 def test_differences_are_taken_seed_by_seed(rows):
@@ -93,17 +83,6 @@ def reran(rows, loss_of):
     return {row["key"]: {**row, "loss": loss_of(row["config"]["contender"])} for row in fresh}
 
 
-def test_a_rerun_is_no_final_and_stands_alone_without_committed_rows(rows):
-    fresh = reran(rows, lambda name: 1.0)
-    assert not fresh.keys() & rows.keys()
-    assert {row["config"]["seed"] for row in fresh.values()} == {4}
-    before = _tables.losses(_summary.finals(rows, SIZE, TASK, FEW), {})
-    assert _tables.losses(_summary.finals({**rows, **fresh}, SIZE, TASK, FEW), {}) == before
-    assert _studies.rerun(rows, fresh, SIZE, "came").ready == []
-    text = _tables.rerun({}, reran({}, lambda name: 2.0), SIZE)
-    assert text.count("| 0 of 12 | - | 2.000 | - |") == len(_studies.RERUN)
-
-
 def test_a_rerun_agrees_if_its_difference_does(rows):
     # All losses 3 nats higher, as on another text, but CAME's 1 nat higher still.
     means = {name: final(rows, name).losses.mean() for name in _studies.RERUN}
@@ -116,9 +95,6 @@ def test_a_rerun_agrees_if_its_difference_does(rows):
     assert "another text" in _tables.rerun(rows, fresh, SIZE)
     same = {key: {**row, "corpus": _made_up.CORPUS} for key, row in fresh.items()}
     assert "another text" not in _tables.rerun(rows, same, SIZE)
-
-
-# --- By the length of a run -----------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -148,19 +124,3 @@ def test_differences_of_lengths_and_their_contrasts(long_rows):
     line = next(line for line in text.splitlines() if line.startswith("| debiasing |"))
     assert "`came_debiased` minus `came`" in line
     assert f"{points(long_rows, 'came_debiased', 'came')[0].mean:+.3f} (" in line
-
-
-def test_intervals_come_from_contenders_with_all_seeds(long_rows):
-    """One that lacks a seed has an interval, wider, but does not make it."""
-    gone = final_of_length(long_rows, "came")[2]["key"]
-    less = {key: row for key, row in long_rows.items() if key != gone}
-    full, part = points(less, "muon")[1], points(less, "came")[1]
-    assert part.seeds == 2
-    assert part.half_width > full.half_width
-    only = {
-        key: row
-        for key, row in long_rows.items()
-        if row["config"]["contender"] == "adamw" or row["config"]["seed"] < 2
-    }
-    assert points(only, "came")[0].half_width is None
-    assert "no interval yet" in _length_tables.differences(every(only), SIZE)

@@ -1,24 +1,11 @@
-"""Rows of finished runs: whole lines, stable keys, one text."""
+"""Rows of finished runs: stable keys, one text."""
 
 import _rows
 import _sizes
-import pytest
 
 
 def row(key, corpus=1):
     return {"key": key, "corpus": corpus, "loss": 2.5}
-
-
-def test_a_torn_line_is_ignored_and_does_not_harm_the_next(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    _rows.append(path, row("a"))
-    _rows.append(path, row("b"))
-    path.write_bytes(path.read_bytes()[:-9])
-    with pytest.warns(UserWarning, match="line 2"):
-        assert list(_rows.finished(path)) == ["a"]
-    _rows.append(path, row("c"))
-    with pytest.warns(UserWarning, match="line 2"):
-        assert list(_rows.finished(path)) == ["a", "c"]
 
 
 def test_rows_of_another_text_are_left_out_with_a_note(tmp_path, capsys):

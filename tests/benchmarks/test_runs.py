@@ -1,8 +1,5 @@
 """A run of the comparison is a plain loop with static hyperparameters."""
 
-import math
-
-import _checkpoints
 import _contenders
 import _models
 import _runs
@@ -63,19 +60,3 @@ def test_traced_hyperparameters_equal_static_ones(text, trainer):
     np.testing.assert_allclose(row["early_loss"], plain_losses(CAME, text), rtol=2e-4)
     assert not row["diverged"]
     assert row["loss"] < row["curve"][0][1]
-
-
-def test_an_interrupted_run_goes_on_bit_for_bit(trainer, tmp_path):
-    whole = trainer.run(CAME)
-    saved = _checkpoints.Checkpoints(tmp_path / "run")
-    for _ in range(2):  # stopped after a twentieth, then after another
-        assert trainer.run(CAME, saved, until=-math.inf) is None
-    traced = {name: jax.numpy.float32(HYPER[name]) for name in _runs.TRACED}
-    initial = trainer.program(CAME).init(_models.init(_sizes.model(CAME), CAME["seed"]), traced)
-    _, log = saved.restore(initial, {})
-    assert len(log["loss"]) == 2 * CAME["steps"] // _runs.POINTS
-    row = trainer.run(CAME, saved)
-    differ = {name for name in row if row[name] != whole[name]}
-    assert differ <= {"seconds", "cpu_seconds", "date"}
-    saved.delete()
-    assert not list(tmp_path.iterdir())

@@ -1,6 +1,5 @@
 """The studies: which runs they ask for, and what they run next."""
 
-import dataclasses
 import math
 
 import _format_study
@@ -8,78 +7,8 @@ import _formats
 import _lengths
 import _made_up
 import _rows
-import _search
 import _studies
-import _walk
 import numpy as np
-import pytest
-
-# --- Searches -------------------------------------------------------------------------------------
-
-SPACE = _search.Space(12, -2.5, (0.1, 0.0, 1.0), ({"b2": 0.999}, {"b2": 0.99}, {"b2": 0.95}))
-
-
-def bowl(exponent, weight_decay=0.1, b2=0.99):
-    """A loss with one best configuration."""
-
-    def loss(trial):
-        return (
-            (trial.exponent - exponent) ** 2
-            + 0.01 * (trial.weight_decay - weight_decay) ** 2
-            + 0.1 * abs(dict(trial.betas)["b2"] - b2)
-        )
-
-    return loss
-
-
-def searched(space, loss):
-    """Runs a search; all trials in order."""
-    order, known = [], {}
-    while True:
-        found, wanted = _search.replay(space, known.get)
-        if not wanted:
-            return order, found
-        order += wanted
-        known |= {trial: loss(trial) for trial in wanted}
-
-
-def test_a_search_keeps_its_budget_and_is_replayed_from_what_is_known():
-    for budget in (1, 4, 6, 9, 12, 20):
-        for exponent in (-7.3, -3.6, -2.5, -1.0, 3.0):
-            order, found = searched(dataclasses.replace(SPACE, budget=budget), bowl(exponent))
-            assert len(order) == len(set(order)) == len(found) == budget
-    order, found = searched(SPACE, bowl(-2.4))
-    for cut in range(len(order)):
-        known = {trial: found[trial] for trial in order[:cut]}
-        assert _search.replay(SPACE, known.get)[1][0] == order[cut]
-    best = {"learning_rate": 0.00422, "weight_decay": 0.1, "b2": 0.99}
-    assert _search.best(found).hyper == best
-    # A best at the edge of the space is named, by value, wherever it stands.
-    assert _search.edges(SPACE, found) == []
-    found = searched(SPACE, bowl(-2.5, weight_decay=2.0, b2=0.9))[1]
-    assert _search.edges(SPACE, found) == ["weight_decay", "b2"]
-    assert "learning_rate" in _search.edges(SPACE, searched(SPACE, bowl(9.0))[1])
-
-
-def test_a_walk_ends_at_the_best_of_the_grid_with_both_neighbours():
-    start, other = _search.Trial(-3.0, 0.1, (("b3", 0.9999),)), (("b3", 0.995),)
-    for optimum in (-4.5, -3.25, -3.0, -2.9, -2.25, -1.0):
-        for strides in ((0.25,), (0.5, 0.25)):
-            walk = _walk.walk(start, strides, [(other, 0.5)])
-            found, wanted = _search.follow(
-                walk, lambda t, o=optimum: (t.exponent - o) ** 2 - (t.betas == other)
-            )
-            assert not wanted
-            best = _search.best(found)
-            assert abs(best.exponent - optimum) <= 0.125
-            assert best.betas == other
-            assert _walk.bracketed(found, 0.25)
-    found, _ = _search.follow(_walk.walk(start, (0.25,)), lambda trial: trial.exponent)
-    assert len(found) <= _walk.LIMIT + 1
-    assert not _walk.bracketed(found, 0.25)
-
-
-# --- Plans ----------------------------------------------------------------------------------------
 
 
 def loss(config):
@@ -120,20 +49,6 @@ def test_final_takes_the_best_on_other_seeds_after_its_tuning():
     assert all(config["hyper"] == lowest["config"]["hyper"] for config in final)
 
 
-def test_batches_have_equal_tokens():
-    _, rows = run_all(["batch"], ["adamw"])
-    configs = [row["config"] for row in rows.values()]
-    assert len({config["batch"] * config["steps"] for config in configs}) == 1
-    base = _studies.batch_best(rows, "smoke", "adamw", 1).hyper["learning_rate"]
-    for times in (1, 4, 16, 64):
-        here = [config for config in configs if config["batch"] == times]
-        rates = {config["hyper"]["learning_rate"] for config in here}
-        for factor in (times, math.sqrt(times)):
-            assert any(rate == pytest.approx(factor * base, rel=0.01) for rate in rates)
-        seeds = [config["seed"] for config in here if config["seed"]]
-        assert seeds == ([1, 2] if times in (1, 64) else [])
-
-
 def test_each_length_is_complete_before_the_next_and_tuned_on_its_own():
     contenders = ("adamw", "came_debiased")
     rows = complete(
@@ -145,9 +60,6 @@ def test_each_length_is_complete_before_the_next_and_tuned_on_its_own():
         cell = _lengths.cell(rows, "smoke", "masked", "came_debiased", length)
         assert [config["seed"] for config in cell.finals] == [1, 2, 3]
         assert {config["hyper"]["b3"] for config in cell.finals} == {b3}
-
-
-# --- Formats --------------------------------------------------------------------------------------
 
 
 def test_a_format_differs_from_float32_in_its_name_alone():

@@ -30,36 +30,6 @@ def test_masks(corpus):
     assert np.ptp(chosen.mean(axis=0)) < 0.11
 
 
-def rebuilt(source, targets):
-    """The text: each sentinel replaced by what the targets say of it."""
-    spans, current = {}, None
-    for token in targets:
-        if token >= _tasks.FIRST_SENTINEL:
-            current = spans.setdefault(token, [])
-        elif token != _tasks.END:
-            current.append(token)
-    text = []
-    for token in source:
-        text.extend(spans.pop(token) if token >= _tasks.FIRST_SENTINEL else [token])
-    assert not spans
-    return text
-
-
-def test_spans_rebuild_the_text(corpus):
-    windows = corpus.batch(0, 0, 64)
-    batch = _tasks.span_corruption(windows, np.random.default_rng(0))
-    noise = round(0.15 * 128)
-    for row in range(64):
-        source, targets = batch["source"][row], batch["targets"][row]
-        assert source[-1] == targets[-1] == _tasks.END
-        assert rebuilt(source[:-1].tolist(), targets.tolist()) == windows[row, :-1].tolist()
-        assert (targets < 256).sum() == noise
-        sentinels = targets[targets >= _tasks.FIRST_SENTINEL]
-        assert sentinels.tolist() == [_tasks.FIRST_SENTINEL + i for i in range(round(noise / 3))]
-    np.testing.assert_array_equal(batch["inputs"][:, 0], _tasks.START)
-    np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
-
-
 @pytest.mark.parametrize("name", _tasks.TASKS)
 def test_data_are_a_function_of_seed_and_step(corpus, name):
     task = _tasks.TASKS[name]

@@ -25,8 +25,6 @@ STEPS, CHECKPOINT_EVERY = 40, 10
 BOUND = 40  # seconds after which no process outlives another, as launch/README.md says
 
 
-# --- SLURM ----------------------------------------------------------------------------------------
-
 # srun on one node: all tasks of the step, each with its number.
 SRUN = """#!/usr/bin/env bash
 echo "$@" >> "$CALLS"
@@ -95,9 +93,6 @@ def test_slurm_starts_one_process_per_gpu():
     # JAX assigns GPUs by the local task number, so each task must see all GPUs of its node.
     assert not {"gpus-per-task", "gpu-bind"} & set(requested)
     assert requested["signal"].startswith("TERM@")
-
-
-# --- Training -------------------------------------------------------------------------------------
 
 
 def options(text, runs, stage):
@@ -186,9 +181,6 @@ def test_without_a_cluster_the_error_has_one_line(processes):
     assert code == 2, output
     assert output.startswith("train_lm.py: error: --distributed found no cluster")
     assert output.count("\n") == 1
-
-
-# --- Kubernetes -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

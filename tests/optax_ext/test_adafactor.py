@@ -19,8 +19,6 @@ from . import dims, references, traces
 STATE_FIELDS = ("nu", "nu_row", "nu_col")
 
 
-# --- optax --------------------------------------------------------------------------------------
-
 SHAPES = {
     "vector": (40,),
     "tall: rows are the last dim": (24, 16),
@@ -122,9 +120,6 @@ def test_200_steps_equal_hugging_face_and_pytorch(name):
     )
     with np.load(pathlib.Path(__file__).parent / "golden" / "adafactor.npz") as golden:
         traces.compare_to_golden(dict(golden), name, seen, 1e-12)
-
-
-# --- The paper's formulas -----------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("x64")

@@ -45,9 +45,6 @@ def test_500_steps_equal_the_authors_code(name):
         traces.compare_to_golden(dict(golden), name, seen, 1e-12)
 
 
-# --- The paper's formulas ---------------------------------------------------------------------
-
-
 @pytest.mark.usefixtures("x64")
 def test_any_factoring_equals_the_reference():
     traces.compare_to_reference(optax_ext.scale_by_came, references.Came, dims.CASES, 12)
@@ -86,9 +83,6 @@ def test_first_update_of_a_rank_one_gradient(debias, want):
     tx = optax_ext.scale_by_came(debias_instability=debias)
     update, _ = jax.jit(lambda g: tx.update(g, tx.init(g)))(g)
     np.testing.assert_allclose(update, want * np.sign(g), rtol=2e-6)
-
-
-# --- The alias ----------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("x64")

@@ -66,9 +66,6 @@ def adamw(grads, w, lr=1e-3, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.1):
     return np.stack(seen)
 
 
-# --- The law, and what masters hold ---
-
-
 @every_dtype
 def test_hundreds_of_steps_in_one_program(dtype):
     """Where XLA may keep a parameter of one step in float32 for the next; many steps are small.
@@ -162,9 +159,6 @@ def test_what_is_not_finite_flows():
     np.testing.assert_array_equal(updates["w"], [np.nan, -np.inf, np.inf, -1])
     np.testing.assert_array_equal(p["w"], [np.nan, -np.inf, np.inf, 0])
     assert float(p["b"]) == 0.5
-
-
-# --- Trees, and bad input ---
 
 
 def test_only_narrow_floating_leaves_have_a_master():

@@ -48,8 +48,6 @@ def form(request):
     jax.clear_caches()
 
 
-# --- Each form ----------------------------------------------------------------------------------
-
 # The shape, the dims of both means, and whether there is a new array.
 SWEEPS = [
     ((12, 5), [(1,), (0,)], True),
@@ -170,9 +168,6 @@ def test_traces_of_one_form_serve_no_other():
         assert "pallas_call" in trace(optax_ext.scale_by_came(implementation="pallas"))
         assert "pallas_call" not in trace()
     assert platform in trace()
-
-
-# --- What the compiler makes of it ----------------------------------------------------------------
 
 
 def test_a_cpu_keeps_no_matrix():

@@ -116,9 +116,6 @@ def train_alone(tx, dtype, steps):
     return alone(make_state(tx, dtype), tx, loss_fn, batch, steps)
 
 
-# --- For any model ---
-
-
 def mesh_of(kind=AxisType.Auto, **axes):
     """A mesh of the first devices."""
     shape = tuple(axes.values())

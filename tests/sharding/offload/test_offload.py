@@ -293,9 +293,6 @@ def test_each_load_waits_for_the_store_before_it():
         assert before in barrier.invars
 
 
-# --- Compiled for TPUs ----------------------------------------------------------------------------
-
-
 def test_memory_of_a_program_for_tpus(monkeypatch):
     """The peak on the device falls by most of the state; the host holds it once."""
     monkeypatch.undo()

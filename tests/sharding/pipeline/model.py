@@ -213,9 +213,6 @@ def make_state(pipe, variant, tx):
     return params, tx.init(params)
 
 
-# --- Chains of matrices, which compile in less time -----------------------------------------------
-
-
 def chain(mesh, schedule, **options):
     """Four layers ``x @ w``; the loss is the sum of what they give."""
     options = {

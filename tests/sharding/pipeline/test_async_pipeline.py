@@ -279,9 +279,6 @@ def test_params_history_beside_a_data_axis(schedule, kind, keyed):
     model.assert_close(jax.device_get(state.params), jax.device_get(want), 1e-12)
 
 
-# --- Runs, meshes, types --------------------------------------------------------------------------
-
-
 def test_a_state_keeps_its_placement():
     """One program for all runs; the caller's parameters outlive a state that is donated."""
     mesh = mesh_of(data=2, pipe=4)
@@ -330,9 +327,6 @@ def test_bfloat16_parameters_and_aux():
     assert aux["norm"].shape == ()
     moved = jax.tree.map(lambda a, b: bool(jnp.any(a != b)), new.params, state.params)
     assert all(jax.tree.leaves(moved))
-
-
-# --- Memory and errors ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

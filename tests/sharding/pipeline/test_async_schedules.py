@@ -66,9 +66,6 @@ def test_two_versions_of_2bw_and_one_of_pipemare(stages, microbatches, aligned):
     np.testing.assert_array_equal(backward, 0)
 
 
-# --- Mutants --------------------------------------------------------------------------------------
-
-
 def changed(schedule, name, tick, stage, value):
     table = getattr(schedule, name).copy()
     table[tick, stage] = value
@@ -134,9 +131,6 @@ def test_tables_that_are_not_asynchronous():
         dataclasses.replace(pipedream(2, 3), version=np.zeros((2, 2)))
     with pytest.raises(ScheduleError, match="no updates and no versions"):
         pipedream(2, 3).to_csv()
-
-
-# --- Slots ----------------------------------------------------------------------------------------
 
 
 def test_operations_read_the_slot_of_their_version():

@@ -101,9 +101,6 @@ def test_gradients_of_frozen_parameters_are_not_computed():
     assert products("a") < products("ab") > products("b")
 
 
-# --- Parameters -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("counts", [12, 8, (1, 2, 1, 2, 1, 1)])
 def test_stack_and_unstack_are_inverse(counts):
     """Layers are in the order of the stages; of stages of unequal numbers in that of the model."""
@@ -134,9 +131,6 @@ def test_state_of_the_optimizer_is_stacked_too():
     moved = other.stack(pipe.unstack(state))
     assert jax.tree.map(np.shape, moved) == jax.tree.map(lambda x: x.shape, of_other)
     jax.tree.map(np.testing.assert_array_equal, pipe.stack(other.unstack(moved)), state)
-
-
-# --- Bad input ------------------------------------------------------------------------------------
 
 
 def test_constructor_rejects():

@@ -135,9 +135,6 @@ def test_tables_of_others_read_what_was_sent_to_them(recompute):
     replay(Schedule("x", base.op, base.microbatch, chunk, (route,), (0,) * 4), recompute)
 
 
-# --- How much is stored and sent ------------------------------------------------------------------
-
-
 # By family: permutes in each tick.
 PERMUTES = {"gpipe": 1, "1f1b-aligned": 1, "interleaved-2-aligned": 1}
 PERMUTES |= dict.fromkeys(("1f1b", "interleaved-2", "zb-h1", "zb-v", "chimera"), 2)
@@ -172,9 +169,6 @@ def test_slots_do_not_grow_and_loops_send_only_where_their_ticks_do(name):
         live = max(FAMILIES[name](4, 16).check().live)
         # Beside inputs, of which one may arrive early, cotangents that wait.
         assert few.num_messages <= live + (4 if recompute else 1)
-
-
-# --- What no pipeline of neighbours can run -------------------------------------------------------
 
 
 def test_stages_that_are_not_neighbours():

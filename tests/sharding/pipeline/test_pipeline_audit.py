@@ -11,7 +11,6 @@ import pytest
 
 import sharding as shd
 from sharding.pipeline import gpipe, one_f_one_b
-from sharding.plan._format import text_of
 
 from .model import chain, mesh_of
 
@@ -78,16 +77,6 @@ def test_the_compiler_takes_what_is_kept_and_copied():
     assert many.temporaries - few.temporaries == pytest.approx(grown, rel=0.02)
 
 
-def test_one_stage_has_nothing_to_send():
-    found = audited(make(one_f_one_b(1, 4))).pipeline
-    assert (found.iterations, found.permutes, found.messages) == ((), 0, 0)
-    assert found.warnings == ()
-    assert "gradients" not in text_of([found.table()])
-
-
-# --- Programs that keep more ----------------------------------------------------------------------
-
-
 def test_an_aux_of_activations():
     pipeline = make(one_f_one_b(4, 8), head=lambda *args: (head(*args), args[1]), has_aux=True)
     found = audited(pipeline, lambda *args: (lambda out: (out[0][0], out))(pipeline.loss(*args)))
@@ -118,9 +107,6 @@ def test_another_program():
         "no loop of the program permutes along the axis of the 4 stages: it is no step of this "
         "pipeline"
     ]
-
-
-# --- Shown ----------------------------------------------------------------------------------------
 
 
 def test_table_and_json():

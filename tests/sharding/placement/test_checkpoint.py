@@ -7,10 +7,8 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import orbax.checkpoint as ocp
 import pytest
-import safetensors.numpy
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -68,8 +66,6 @@ def restore(directory, target, step=3):
         return manager.restore(step, args=ocp.args.StandardRestore(target))
 
 
-# --- Restoring ----------------------------------------------------------------------------------
-
 HYBRID = {"names": ("replica", "data"), "replica_axis": "replica"}
 OVER_MODEL = {"query": P(None, None, "model"), "mlp": P(None, None, "model")}
 LAYOUTS = {
@@ -98,9 +94,6 @@ def test_goes_on_elsewhere(run, layout):
         model.assert_close(state, run.final, 1e-12)
 
 
-# --- Exporting ----------------------------------------------------------------------------------
-
-
 def test_full_params_stay_when_steps_take_the_memory_of_the_state(run):
     assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves(run.exported))
     chex.assert_trees_all_equal(run.exported, run.saved[0], strict=True)
@@ -114,12 +107,3 @@ def test_full_params_where_a_process_has_some_of_the_shards_alone(monkeypatch):
     chex.assert_trees_all_equal(
         zero.full_params(state), model.init_params(jnp.float32), strict=True
     )
-
-
-def test_safetensors(tmp_path):
-    zero, tx = model.zero_on(8, stage=3), optax.sgd(1.0)
-    params = zero.full_params(zero.init(make_state(tx, jnp.bfloat16), tx=tx))
-    chex.assert_trees_all_equal(params, model.init_params(jnp.bfloat16), strict=True)
-    safetensors.numpy.save_file(params, tmp_path / "model.safetensors")
-    loaded = safetensors.numpy.load_file(tmp_path / "model.safetensors")
-    chex.assert_trees_all_equal(loaded, params, strict=True)

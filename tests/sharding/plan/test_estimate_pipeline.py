@@ -1,4 +1,4 @@
-"""The planner of pipelines: memory of stages, times of a step, the verdict beside ZeRO alone."""
+"""The planner of pipelines: memory of stages, times of a step beside ZeRO alone."""
 
 import dataclasses
 
@@ -9,10 +9,8 @@ from jax.sharding import AbstractMesh
 import sharding as shd
 from sharding.plan import estimate, estimate_pipeline, kind_of, layer_costs
 from sharding.plan._models import Decoder
-from sharding.plan.pipelines._estimate_pipeline import _verdict
-from sharding.plan.pipelines._pipeline_plan import PipelinePlan, StepTime
 from sharding.plan.pipelines._pipeline_schedules import schedule_of
-from sharding.plan.pipelines._pipeline_stages import Links, num_rows
+from sharding.plan.pipelines._pipeline_stages import num_rows
 
 from ..pipeline.families import seconds_in_lockstep
 
@@ -136,54 +134,3 @@ def test_times_of_a_step():
     assert plan.alternative.wire == zero.wire / kind_of("h100x8").link
     activations = sum(c.activation_bytes for c in costs) + max(c.working_bytes for c in costs)
     assert plan.alternative.memory == zero.peak + activations
-
-
-@pytest.mark.parametrize(("schedule", "chunks"), [("zb-h1", 1), ("zb-v", 2)])
-def test_split_backward_passes(schedule, chunks):
-    """A shorter bubble than of 1F1B without recomputation; in a V the first stage has the head."""
-    model = dataclasses.replace(SMALL, layers=23, vocabulary=8)
-    plan, aligned = (
-        plan_of(model, schedule=name, recompute=False) for name in (schedule, "aligned")
-    )
-    assert plan.lockstep < aligned.lockstep
-    assert plan.bubble < aligned.bubble / 2
-    assert plan.chunks == chunks
-    ends = [stage.layers[-1][1] for stage in plan.stages]
-    assert ends.index(model.layers + 2) == (0 if schedule == "zb-v" else 3)
-    boundaries = 4 * chunks - 1 - (chunks - 1)  # the turn of a V sends nothing
-    stream = 2 * model.width * model.length
-    assert sum(stage.permuted for stage in plan.stages) == 8 * 2 * boundaries * stream
-    with pytest.raises(ValueError, match="computes nothing again: use recompute=False"):
-        plan_of(model, schedule=schedule)
-
-
-def test_links():
-    """All-gather of A bytes over 2 groups of 8: each device sends 7/8 A within, A / 16 outside."""
-    array = 1600.0
-    links = Links(2, 16, link=100.0, network=1.0)
-    assert links.collective_seconds(15 / 16 * array, 16) == pytest.approx(array / 16)
-    assert Links(2, 16, 10.0, 1e9).collective_seconds(15 / 16 * array, 16) == pytest.approx(140)
-    assert links.collective_seconds(7 / 8 * array, 8) == pytest.approx(14)
-    assert links.permute_seconds(5.0) == 5.0
-
-
-@pytest.mark.parametrize(
-    ("pipe", "zero", "words", "recommended"),
-    [
-        # compute, wire and whether it fits
-        ((3.0, 0.1, True), (2.0, 0.5, True), "Do not pipeline. On 8", "stage 1"),
-        ((3.0, 0.1, True), (2.0, 1.5, True), "Do not pipeline if compute hides", "stage 1"),
-        ((3.0, 0.1, True), (2.0, 3.5, True), "Pipeline. On 8 devices", "pipeline"),
-        ((3.0, 0.1, True), (2.0, 0.5, False), "Pipeline: no stage of ZeRO alone", "pipeline"),
-        ((1.0, 0.1, False), (2.0, 0.5, True), "Do not pipeline: its fullest", "stage 1"),
-        ((3.0, 0.1, False), (2.0, 0.5, False), "Neither fits a h100", ""),
-    ],
-)
-def test_verdicts(pipe, zero, words, recommended):
-    plan: PipelinePlan = dataclasses.replace(
-        plan_of(),
-        pipeline=StepTime("pipeline", pipe[0], pipe[1], 2.0**30, pipe[2]),
-        alternative=StepTime("stage 1", zero[0], zero[1], 2.0**31, zero[2]),
-    )
-    assert _verdict(plan, Links(1, 8, 1.0, 1.0)).startswith(words)
-    assert plan.recommended == recommended

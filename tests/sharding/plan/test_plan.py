@@ -17,7 +17,6 @@ import optax_ext
 import sharding as shd
 from optax_ext import STATE_FORMATS, low_precision_state
 from sharding.plan import estimate, plot_plans, targets
-from sharding.plan._advice import saving_of
 from sharding.plan._devices import KINDS, kind_of
 from sharding.plan._models import MODELS, Decoder, count_to_params
 
@@ -41,7 +40,6 @@ def device(gigabytes):
 # --- Published figures ----------------------------------------------------------------------------
 
 ADAM = optax_ext.master_weights(optax.adam(1e-3))
-CAME = optax_ext.master_weights(optax_ext.came(1e-3))
 BILLIONS = count_to_params(7_500_000_000)
 
 
@@ -58,17 +56,6 @@ def test_the_table_of_the_zero_paper():
     assert wire == pytest.approx([1, 1, 1, 1.5])
     # Stage 2 needs 15 GB more than it holds until its gradients are reduced.
     assert [round(stage.unreduced / GB) for stage in plan.stages] == [0, 0, 15, 0]
-
-
-@pytest.mark.parametrize(
-    ("tx", "expected"),
-    [(optax_ext.came, [90, 30.9, 16.2, 1.41]), (optax.adafactor, [60, 30.5, 15.7, 0.94])],
-    ids=["came", "adafactor"],
-)
-def test_factored_optimizers(tx, expected):
-    """K of 8 and 4 bytes a parameter; rows and columns are what the 2 % are for."""
-    plan = plan_of(BILLIONS, optax_ext.master_weights(tx(1e-3)))
-    assert [stage.memory / GB for stage in plan.stages] == pytest.approx(expected, rel=0.02)
 
 
 # --- Bytes on the wire ----------------------------------------------------------------------------
@@ -136,8 +123,6 @@ def test_wire_bytes_by_hand(k, once, gathers):
     assert [stage.wire for stage in plan.stages] == pytest.approx(wire)
     assert [stage.network for stage in plan.stages] == pytest.approx(network)
 
-
-# --- The compiled program -------------------------------------------------------------------------
 
 MODEL = Decoder(2, 128, 4, 2, 384, 512, length=16, gated=False, tied=True)
 OPTIMIZERS = {"adamw": optax.adamw, "came": optax_ext.came, "adafactor": optax.adafactor}
@@ -365,24 +350,6 @@ def test_offload(smallest):
         assert (plain.host, plain.host_wire, found.wire) == (0, 0, plain.wire)
 
 
-def test_a_saving_that_matters_and_one_that_does_not():
-    adamw, came = (plan_of(BILLIONS, tx) for tx in (ADAM, CAME))
-
-    def saving(mine, theirs, name, *names):
-        return saving_of(mine.stage(name), theirs.stage(name), *names)
-
-    unsharded = saving(came, adamw, "stage 0", ("CAME", "AdamW"))
-    assert unsharded.startswith("At stage 0 CAME holds 27.9 GiB less than AdamW: 25% of a device's")
-    assert "dominate" not in unsharded
-    sharded = saving(came, adamw, "stage 2")
-    # Of 4 bytes a parameter on 64 devices, 447 MiB, less what CAME's rows and columns take.
-    assert sharded.startswith("At stage 2 it holds 433 MiB less than AdamW: 3% of")
-    assert "Parameters and gradients dominate" in sharded
-
-
-# --- Models ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "count"),
     [
@@ -396,60 +363,6 @@ def test_published_sizes(name, count):
     leaves = jax.tree.leaves(MODELS[name].abstract(jnp.bfloat16))
     assert sum(math.prod(x.shape) for x in leaves) == count
     assert {x.dtype for x in leaves} == {jnp.dtype("bfloat16")}
-
-
-GATED = Decoder(2, 16, 4, 2, 24, 32, length=8, head_dim=6)
-BIASED = Decoder(2, 16, 4, 4, 24, 32, length=8, gated=False, tied=True, biased=True)
-
-
-def filled(model, scale=0.3):
-    """Parameters that all differ: those of ``init`` have no biases and norms of one."""
-    rng = np.random.default_rng(0)
-
-    def fill(path, x):
-        mean = 1.0 if path[-1].key == "scale" else 0.0
-        return (mean + scale * rng.standard_normal(x.shape)).astype(np.float32)
-
-    return jax.tree.map_with_path(fill, model.abstract())
-
-
-def tokens_of(model, batch=2):
-    shape = (batch, model.length + 1)
-    return np.random.default_rng(1).integers(0, model.vocabulary, shape, np.int32)
-
-
-@pytest.mark.parametrize("model", [GATED, BIASED], ids=["gated", "biased"])
-def test_the_loss_of_models(model):
-    """Scanned as unrolled; layers are causal; the loss is that of the next token."""
-    unrolled = dataclasses.replace(model, scan=False)
-    params, tokens = filled(model), tokens_of(model)
-    layers = [jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(model.layers)]
-    split = params | {"layers": layers}
-    assert jax.tree.map(jnp.shape, split) == jax.tree.map(jnp.shape, unrolled.abstract())
-    x = np.random.default_rng(2).standard_normal((1, 5, model.width), np.float32)
-
-    @jax.jit
-    def figures(params, split):
-        slopes = jax.jacobian(lambda x: model.apply_layer(split["layers"][0], x)[0, :, 0])(x)
-        loss = model.make_loss()
-        losses = loss(params, tokens), unrolled.make_loss()(split, tokens)
-        return losses, slopes[:, 0], model.make_loss(lambda _, x: x)(params, tokens[:, :2])
-
-    (scanned, found), slopes, without_layers = figures(params, split)
-    np.testing.assert_allclose(found, scanned, rtol=1e-6)
-    seen = np.abs(slopes).max(-1) > 1e-6  # whether the output at t depends on the input at s
-    np.testing.assert_array_equal(seen, np.tri(5, dtype=bool))
-    # Without layers and at one position, by hand.
-    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
-    x = p["embed"][tokens[:, 0]]
-    if model.biased:
-        x = x + p["positions"][0]
-        x = x - x.mean(-1, keepdims=True)
-    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * p["norm"]["scale"]
-    x = x + p["norm"].get("bias", 0)
-    logits = x @ (p["embed"].T if model.tied else p["unembed"])
-    losses = np.log(np.exp(logits).sum(-1)) - logits[[0, 1], tokens[:, 1]]
-    np.testing.assert_allclose(without_layers, losses.mean(), rtol=1e-5)
 
 
 # --- Targets and devices --------------------------------------------------------------------------

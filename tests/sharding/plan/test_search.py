@@ -419,13 +419,3 @@ def test_weights_hold_what_their_transformations_hold():
 def test_impossible_requests(options, message):
     with pytest.raises(ValueError, match=message):
         search(**({"model": SMALL, "tx": TX, "target": "h100x32", "sequences": 16} | options))
-
-
-@pytest.mark.slow
-def test_large_models_on_many_devices():
-    """In seconds, and within the memory of a device."""
-    found = search(MODELS["llama2-70b"], optax.adamw(1e-3), "h100x1024", sequences=1024)
-    best = found.plans[0]
-    assert best.memory <= found.memory
-    assert found.compared > 100_000
-    assert 0.2 < best.utilization < 0.7

@@ -1,7 +1,6 @@
 """Devices that share each layer: the specs of the models, their steps, programs and memory."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -37,64 +36,38 @@ def test_shards_of_every_model_are_equal(name):
     assert num == layer + tables
 
 
-def make_state(model, tx):
+def make_params():
     rng = np.random.default_rng(0)
-    shapes = model.abstract()
 
     def draw(path, x):
         mean = 1.0 if path[-1].key == "scale" else 0.0
         return jnp.asarray(rng.normal(mean, 0.1, x.shape), jnp.float64)
 
-    return models.make_of(lambda: jax.tree_util.tree_map_with_path(draw, shapes), tx)
+    return jax.tree_util.tree_map_with_path(draw, GPT.abstract())
 
 
 def batch(step):
-    return np.random.default_rng(step).integers(0, 47, (8, LLAMA.length + 1))
-
-
-@functools.cache
-def reference():
-    """The same steps on one device, by plain jax and optax."""
-    tx = optax.adamw(1e-2)
-    state, _ = models.alone(make_state(GPT, tx), tx, GPT.make_loss(), batch, STEPS)
-    return state[0]
-
-
-def check(params):
-    """All but the biases of keys, whose true gradient is zero."""
-    params, expected = (
-        x | {"layers": {k: v for k, v in x["layers"].items() if k != "key_bias"}}
-        for x in (params, reference())
-    )
-    models.assert_close(params, expected, 1e-12)
-
-
-@pytest.mark.usefixtures("x64")
-def test_shared_layers_are_exact():
-    model, tx = GPT, optax.adamw(1e-2)
-    zero = models.zero_on(4, 2, names=("data", "model"), stage=3)
-    specs, make = model.specs("model", 2), make_state(model, tx)
-    loss_fn = model.make_loss(zero.gathered(model.apply_layer))
-    state = models.run(zero, make, tx, loss_fn, batch, STEPS, specs, microbatches=2)
-    check(state[0])
-    assert "model" in tuple(state[0]["layers"]["up"].sharding.spec)
-    held = model.abstract(shards=2)
-    assert state[0]["embed"].addressable_shards[0].data.shape[0] == held["embed"].shape[0]
+    return np.random.default_rng(step).integers(0, 47, (8, GPT.length + 1))
 
 
 @pytest.mark.usefixtures("x64")
 def test_pipelines_of_shared_layers_are_exact():
-    model, tx = GPT, optax.adamw(1e-2)
+    """All but the biases of keys, whose true gradient is zero."""
+    tx = optax.adamw(1e-2)
     plan = ParallelPlan(*(2, 2, 2), microbatches=2, stage=1, recompute="save_qkv_proj")
-    file = PlanFile("", "", "cpu:8", model.length, "float64", (1, 1), plan, {})
+    file = PlanFile("", "", "cpu:8", GPT.length, "float64", (1, 1), plan, {})
     mesh = file.arranged(models.mesh_of(**file.mesh_axes))
-    pipeline = file.pipeline(mesh, model)
+    pipeline = file.pipeline(mesh, GPT)
     zero = dataclasses.replace(file.zero(mesh), min_shard_size=0)
-    make = make_state(model, tx)
-    specs = pipeline.param_specs(pipeline.stack(model.abstract()), file.param_specs(model))
-    stacked = lambda: pipeline.stack(make())  # noqa: E731
-    state = models.run(zero, stacked, tx, pipeline.loss, batch, STEPS, specs, weighted=True)
-    check(pipeline.unstack(state[0]))
+    specs = pipeline.param_specs(pipeline.stack(GPT.abstract()), file.param_specs(GPT))
+    make = models.make_of(lambda: pipeline.stack(make_params()), tx)
+    state = models.run(zero, make, tx, pipeline.loss, batch, STEPS, specs, weighted=True)
+    alone, _ = models.alone(models.make_of(make_params, tx), tx, GPT.make_loss(), batch, STEPS)
+    params, expected = (
+        x | {"layers": {k: v for k, v in x["layers"].items() if k != "key_bias"}}
+        for x in (pipeline.unstack(state[0]), alone[0])
+    )
+    models.assert_close(params, expected, 1e-12)
     assert state[0]["layers"]["up"].sharding.spec[0] == "pipe"
     assert "model" in tuple(state[0]["layers"]["up"].sharding.spec)
 

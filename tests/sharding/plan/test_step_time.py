@@ -32,7 +32,6 @@ from ..pipeline.families import seconds_in_lockstep
 
 A100, H100, V5E = (kind_of(name) for name in ("a100-80", "h100", "v5e"))
 SMALL = Decoder(4, 1024, 16, 16, 4096, 32000, 1024)
-GROUPED = dataclasses.replace(MODELS["llama3-8b"], layers=8, head_dim=256)
 TORUS = Machine(V5E, 256, (16, 16))
 
 
@@ -69,20 +68,6 @@ def test_the_measured_steps_of_vtrain(name, number, correlation, mean):
     assert np.abs(errors(rows)).mean() < mean
 
 
-def test_the_launch_of_kernels_is_from_every_tenth_step():
-    """The others are predicted as well as those."""
-    rows = published.vtrain("single")
-    others = [row for i, row in enumerate(rows) if i % 10]
-    assert rank_correlation(others) > 0.98
-    assert np.abs(errors(others)).mean() < 0.11
-
-    def error(launch):
-        implementation = dataclasses.replace(published.EAGER, launch=launch)
-        return np.abs(errors(published.vtrain("single", implementation)[::10])).mean()
-
-    assert min((50e-6, 55e-6, 60e-6), key=error) == published.EAGER.launch
-
-
 def test_steps_of_fsdp():
     """Programs of 2023 took longer than predicted on H100, by 10 to 31 %; not on A100."""
     rows = published.fsdp()
@@ -104,36 +89,6 @@ def test_steps_of_maxtext():
     assert errors(rows).max() < 0.18
     assert errors(rows).min() > -0.40
     assert np.abs(errors(rows)).mean() < 0.17
-
-
-@pytest.mark.parametrize("model", [SMALL, GROUPED], ids=["heads", "groups of heads"])
-@pytest.mark.parametrize("tensor", [1, 4])
-def test_operations_are_those_of_the_model(model, tensor):
-    """At the peak, with memory that is never waited for."""
-    device = dataclasses.replace(A100, bandwidth=1e30)
-    plan = ParallelPlan(tensor=tensor, microbatch=2, microbatches=3, recompute="none")
-    found = step_seconds(model, plan, Machine(device, tensor), ideal=True)
-    flops = model.flops(plan.sequences * model.length, model.length)
-    assert found.matmul == pytest.approx(flops / tensor / device.flops)
-
-
-def test_selective_recomputation_repeats_attention_alone():
-    """Where the program is not compiled, full recomputation repeats the forward pass."""
-    none, selective, full = (
-        step_seconds(SMALL, ParallelPlan(recompute=name), Machine(A100, 1)).compute
-        for name in ("none", "selective", "full")
-    )
-    work = layer_work(SMALL, A100, microbatch=1)
-    assert selective - none == pytest.approx(SMALL.layers * work.attention.seconds)
-    assert none < selective < full
-    # Sequence parallelism shares the passes over the stream.
-    shared, alone = (
-        layer_work(SMALL, A100, microbatch=4, tensor=4, sequence_parallel=x).forward
-        for x in (True, False)
-    )
-    assert shared.matmul == alone.matmul
-    saved = 2 * 4 * SMALL.length * SMALL.width * 10 * 3 / 4 / (A100.bandwidth * 0.9)
-    assert alone.elementwise - shared.elementwise == pytest.approx(saved)
 
 
 @pytest.mark.parametrize(("stage", "microbatches"), [(0, 1), (1, 4), (2, 4), (3, 1), (3, 4)])

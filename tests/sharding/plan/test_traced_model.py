@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from sharding.plan import PlanFile, TracedModel, estimate, kind_of, layer_costs, search, verify
+from sharding.plan import TracedModel, estimate, kind_of, layer_costs, search
 from sharding.plan._models import Decoder
 from sharding.plan.fastest._plan_costs import PlanCosts, zero_of
 from sharding.plan.fastest._search import machine_of
@@ -17,8 +17,6 @@ from sharding.plan.fastest._traced_model import TracedCosts
 from sharding.plan.timing._parallel_plan import ParallelPlan
 from sharding.plan.timing._step_time import COMPILED, step_seconds
 from sharding.plan.timing._traced_work import work_of
-
-from .. import model as models
 
 TX = optax.adamw(1e-3)
 DECODER = Decoder(4, 256, 4, 4, 1024, 512, 128)
@@ -122,25 +120,3 @@ def test_the_plans_of_any_loss():
     assert found.bound <= found.best.seconds.seconds
     with pytest.raises(ValueError, match="length is that of the example, 1, got 5"):
         search(OWN, TX, "h100x8", sequences=8, length=5)
-
-
-def test_the_program_is_what_is_planned_and_trains():
-    """Steps of the plan's code equal those of the loss on one device."""
-    plan = ParallelPlan(data=8, stage=3, microbatches=2, microbatch=4)
-    file = PlanFile("own", "adamw", "cpu:8", 1, "float32", (), plan, {"memory": 1.0})
-    assert not verify(file, OWN, TX, memory=2.0**40, device=kind_of("h100")).failures
-    names = {"model": OWN, "tx": TX}
-    exec("\n".join(file.code()), names)
-    zero, make = names["zero"], models.make_of(lambda: init(jnp.float32), TX)
-
-    def batch(step):
-        rng = np.random.default_rng(1 + step)
-        draw = lambda x: rng.normal(size=(plan.sequences, *x.shape))  # noqa: E731
-        return jax.tree.map(lambda x: draw(x).astype(np.float32), EXAMPLE)
-
-    state = zero.init(make, tx=TX)
-    for i in range(3):
-        state, _ = names["step"](state, zero.put(batch(i)))
-    expected, _ = models.alone(make, TX, make_loss(apply_layer), batch, 3)
-    for mine, theirs in zip(jax.tree.leaves(state[0]), jax.tree.leaves(expected[0]), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5)

@@ -170,9 +170,6 @@ def test_flax_train_states(tmp_path):
     store.close()
 
 
-# --- On several machines --------------------------------------------------------------------------
-
-
 def test_on_four_machines(tmp_path, monkeypatch):
     """Bytes grow by what is sent."""
     invent_machines(monkeypatch, "aabbccdd")

@@ -29,9 +29,6 @@ def assert_probabilities(holders, n):
     assert found == [ways[k] / math.comb(n, k) for k in range(n + 1)]
 
 
-# --- Probabilities --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("seed", range(8))
 def test_equals_brute_force_for_any_holders(seed):
     """Sets of different sizes, repeated, within each other, apart; machines that store nothing."""
@@ -42,9 +39,6 @@ def test_equals_brute_force_for_any_holders(seed):
         for _ in range(int(rng.integers(1, 14)))
     ]
     assert_probabilities([*holders, holders[0][::-1] * 2], n)
-
-
-# --- Machines -------------------------------------------------------------------------------------
 
 
 def test_every_machine_stores_as_many_shards_and_groups_lose_no_more_than_rings():
@@ -60,8 +54,6 @@ def test_every_machine_stores_as_many_shards_and_groups_lose_no_more_than_rings(
         assert np.all(groups >= ring), (n, m)
         assert np.any(groups > ring) == (m > 1 and n >= 2 * m), (n, m)
 
-
-# --- Failure domains ------------------------------------------------------------------------------
 
 DOMAINS = {
     "pairs": "aabbccdd",

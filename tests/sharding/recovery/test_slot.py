@@ -81,9 +81,6 @@ def test_a_slot_is_written_over(path):
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-# --- Halves of snapshots --------------------------------------------------------------------------
-
-
 @pytest.fixture
 def written(path):
     """The bytes of a file with a snapshot, and where its data and its table end."""
@@ -147,9 +144,6 @@ def test_other_formats_are_named(path, monkeypatch):
     assert list(slots_in(path.parent)) == []
     write(Slot(path))  # it is written over
     assert open_slot(path).id == ID
-
-
-# --- Writing --------------------------------------------------------------------------------------
 
 
 def test_a_slot_grows(path):

@@ -120,8 +120,6 @@ def test_every_mesh_spec_and_layout():
                         Case(mesh, spec, shape, layout, replicas=replicas).check()
 
 
-# --- Bytes ----------------------------------------------------------------------------------------
-
 SHAPE = (16, LARGE // 16)
 
 
@@ -143,9 +141,6 @@ def test_sharded_leaves_take_one_round_for_each_replica():
         assert [len(one) for one in case.found.sends] == [8] * (replicas - 1)
         stored = [*np.flatnonzero(case.found.stored).tolist(), *(d for _, d in case.pairs)]
         assert Counter(case.machine[d] for d in stored) == dict.fromkeys(range(4), 2 * replicas)
-
-
-# --- Machines -------------------------------------------------------------------------------------
 
 
 def test_containers_of_one_machine_are_one_machine(monkeypatch, tmp_path):

@@ -50,9 +50,6 @@ def test_devices_compute_what_hosts_do(x64):
             assert int(total) == sum((2 * i + 1) * w for i, w in enumerate(ints)) % 2**32
 
 
-# --- What a checksum sees -------------------------------------------------------------------------
-
-
 def corrupted(block, at):
     """The checksum with one byte changed by one bit: of each bit."""
     raw = bytearray(block.tobytes())

@@ -30,8 +30,6 @@ def compiled(target, fn, params, x):
     return jax.jit(jax.grad(loss), out_shardings=placed).lower(*args).compile()
 
 
-# --- Stacks ---------------------------------------------------------------------------------------
-
 WIDTH, HIDDEN, ROWS, LENGTH = 1024, 4096, 163840, 12
 
 
@@ -66,9 +64,6 @@ def test_programs_of_stacks_hold_what_is_planned(target):
         host = program.memory_analysis().host_temp_size_in_bytes
         assert host == pytest.approx(each.host, rel=1e-3)
     assert found[0].extra_flops > found[1].extra_flops > found[2].extra_flops == 0
-
-
-# --- Chains ---------------------------------------------------------------------------------------
 
 
 def layer(p, x):

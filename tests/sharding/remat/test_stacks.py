@@ -157,9 +157,6 @@ def test_a_stack_takes_parameters_of_its_length():
         plans()[-1].apply()(jax.tree.map(lambda w: jnp.concatenate([w, w]), params), x)
 
 
-# --- Names ----------------------------------------------------------------------------------------
-
-
 def decoder(p, x):
     """With MaxText's names."""
     x = checkpoint_name(x, "decoder_layer_input")
@@ -216,9 +213,6 @@ def test_names_that_spare_nothing_are_named():
             shd.remat.plan(fn, params, x, "1GiB", length=LENGTH, **options)
 
 
-# --- Host memory ----------------------------------------------------------------------------------
-
-
 def test_a_carry_is_offloaded_by_a_name_within_the_loop():
     """A name outside has no effect: the traced scan would keep all inputs on the device."""
     params, x = stack()
@@ -229,9 +223,6 @@ def test_a_carry_is_offloaded_by_a_name_within_the_loop():
     one_scan = dataclasses.replace(plans()[0], lengths=(LENGTH,), names=())
     assert "<host>" in text(dataclasses.replace(one_scan, offloaded=("block_input",)))
     assert "<host>" not in text(one_scan)
-
-
-# --- Bad input ------------------------------------------------------------------------------------
 
 
 def test_bad_input():
@@ -251,9 +242,6 @@ def test_bad_input():
         fn, own = changes.pop("block", block), changes.pop("params", params)
         with pytest.raises(ValueError, match=pattern):
             shd.remat.plan(fn, own, x, "1GiB", **changes)
-
-
-# --- Large models ---------------------------------------------------------------------------------
 
 
 def test_names_of_large_layers_are_chosen_at_their_size():

@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec as P
 import sharding as shd
 from sharding.remat._chain import Kept, Rerun
 
+from .. import model
+
 LENGTH, WIDTH, ROWS, STEPS = 4, 16, 512, 3
 
 
@@ -53,28 +55,13 @@ def loss_by(fn):
 @functools.cache
 def trained_alone():
     """Parameters after some steps on one device, without plans."""
-
-    @jax.jit
-    def step(params, opt_state, x):
-        grads = jax.grad(loss_by(functools.partial(scan, block)))(params, x)
-        updates, opt_state = TX.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    params, opt_state = init(), TX.init(init())
-    for i in range(STEPS):
-        params, opt_state = step(params, opt_state, data(i))
-    return params
+    loss = loss_by(functools.partial(scan, block))
+    return model.alone(model.make_of(init, TX), TX, loss, data, STEPS)[0][0]
 
 
 def trained(zero, fn, form=lambda params: params, param_specs=None):
-    def make_state():
-        params = form(init())
-        return params, TX.init(params)
-
-    state = zero.init(make_state, tx=TX, param_specs=param_specs)
-    step = zero.train_step(loss_by(fn), tx=TX)
-    for i in range(STEPS):
-        state, _ = step(state, zero.put(data(i)))
+    make = model.make_of(lambda: form(init()), TX)
+    state = model.run(zero, make, TX, loss_by(fn), data, STEPS, param_specs)
     return zero.full_params(state)
 
 
@@ -115,12 +102,9 @@ def equations(jaxpr, name, in_loop=False):
 
 def traced(zero, fn):
     tx = optax.sgd(0.1)
-
-    def make_state():
-        return init(), tx.init(init())
-
     step = zero.train_step(lambda p, x: jnp.mean(fn(p, x) ** 2), tx=tx)
-    return jax.make_jaxpr(step)(zero.abstract_state(make_state, tx=tx), jnp.ones((ROWS, WIDTH)))
+    state = zero.abstract_state(model.make_of(init, tx), tx=tx)
+    return jax.make_jaxpr(step)(state, jnp.ones((ROWS, WIDTH)))
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -157,13 +141,13 @@ def test_gathered_parameters_are_stored_without_resharding():
 def test_beside_tensor_parallelism():
     """Planned with the shards of a model axis, and trained on a mesh that has one."""
     specs = {"up": P(None, None, "model"), "down": P(None, "model", None)}
-    model = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,))
+    shared = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,))
     params = {
-        name: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=NamedSharding(model, specs[name]))
+        name: jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=NamedSharding(shared, specs[name]))
         for name, w in init().items()
     }
     x = jax.ShapeDtypeStruct(
-        (ROWS // 2, WIDTH), params["up"].dtype, sharding=NamedSharding(model, P())
+        (ROWS // 2, WIDTH), params["up"].dtype, sharding=NamedSharding(shared, P())
     )
     alone = jax.tree.map(lambda t: t.update(sharding=None), (params, x))
     whole, found = (
@@ -179,9 +163,6 @@ def test_beside_tensor_parallelism():
     zero = shd.Zero(mesh, axis="data", stage=3)
     got = trained(zero, found.apply(zero), param_specs=specs)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), got, trained_alone())
-
-
-# --- Flax: the policy of a plan, where modules gather themselves ----------------------------------
 
 
 class Block(nn.Module):

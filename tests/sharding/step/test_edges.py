@@ -44,9 +44,6 @@ def mean_loss(params, batch):
     return jnp.mean((batch["x"] @ params["w"] + params["b"][None] - batch["y"]) ** 2)
 
 
-# --- A state that was donated -----------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("n", "kind"), [(1, EXPLICIT), (4, AUTO)])
 def test_a_donated_state_is_not_used_again(n, kind):
     """Without the check the second call ends the process with a segmentation fault."""
@@ -79,9 +76,6 @@ def test_what_is_not_donated_is_used_again_and_what_was_deleted_is_not():
         step(state, data)
 
 
-# --- Batches ----------------------------------------------------------------------------------
-
-
 BAD_BATCHES = [
     (
         {"x": (16, 64), "y": (16,), "class_weights": (8,)},
@@ -107,9 +101,6 @@ def test_bad_batches():
         ):
             with pytest.raises(ValueError, match=message):
                 call(bad)
-
-
-# --- A mesh in the context --------------------------------------------------------------------
 
 
 def run_all(zero, context, specs):
@@ -164,9 +155,6 @@ def test_under_another_mesh():
                 zero.full_params(state)
             )
     np.testing.assert_array_equal(found[0]["w"], expected[0]["w"])
-
-
-# --- Arrays that are elsewhere ----------------------------------------------------------------
 
 
 def test_arrays_on_other_devices_are_moved():

@@ -96,9 +96,6 @@ def batch(step):
     return found | {"scale": rng.uniform(-2, 1, 8)}
 
 
-# --- One device -----------------------------------------------------------------------------------
-
-
 def to_matrices(name, x):
     """A parameter as (matrices, rows, columns)."""
     stack, rows, cols = PARAMS[name][1]
@@ -140,8 +137,6 @@ def reference(name, names=ALL):
         found.append((params, states))
     return found
 
-
-# --- In a step ------------------------------------------------------------------------------------
 
 MESHES = {
     "flat": ((8,), {}),

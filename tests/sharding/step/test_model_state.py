@@ -160,8 +160,6 @@ def test_evaluation_reads_the_model_state():
     np.testing.assert_allclose(found, want, rtol=1e-10)
 
 
-# --- Reductions, arguments, cost ------------------------------------------------------------------
-
 PARAMS = {"w": np.linspace(-1, 1, WIDTH * 8).reshape(WIDTH, 8)}
 
 
@@ -236,9 +234,6 @@ def test_what_is_only_read_is_not_sent(count):
         return shd.wire_bytes(step.lower(state, batch(0), model_state=table).compile())
 
     assert sent(True) - sent(False) == 2 * table.nbytes * 7 / 8
-
-
-# --- What goes wrong ------------------------------------------------------------------------------
 
 
 STATE, FLAG, NUMBER = {"a": np.ones(4)}, {"a": np.zeros((), bool)}, {"a": 0}

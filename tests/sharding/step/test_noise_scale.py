@@ -147,15 +147,6 @@ def test_the_noise_scale_is_that_by_hand(stage, mesh, kind, microbatches, empty,
         np.testing.assert_allclose(state.variance, variance, rtol=1e-5)
 
 
-@x64
-def test_one_local_gradient_with_weight_has_no_information():
-    seen = train(zero_of(2), weighted=True, empty=range(1, 8))
-    assert [int(state.count) for _, _, state in seen] == [0] * len(seen)
-
-
-# --- What it costs, and who gets it ---------------------------------------------------------------
-
-
 def lowered(zero, tx, loss=None, **options):
     params = jax.eval_shape(make_params)
     batch = jax.tree.map(lambda x: x.astype(x.dtype.kind + "4"), make_batch(0))

@@ -115,9 +115,6 @@ def test_bad_dtypes():
         zero_of(2, precision=shd.Precision(gather=jnp.int8))
 
 
-# --- Parameters gathered in codes -----------------------------------------------------------------
-
-
 def coded(x, spec, num, bits):
     """In NumPy: what the codes of an array's shards stand for, of matrices of at least 512."""
     dims = [d for d, entry in enumerate(spec) if entry == "data"]

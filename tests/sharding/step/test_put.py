@@ -68,29 +68,3 @@ def test_one_process_gives_all():
     with pytest.raises(ValueError, match="is abstract"):
         abstract.data_shard()
     assert _put.describe_rows(zero._layout) == _put.describe_rows(abstract._layout) == ""
-
-
-def test_batches_of_processes_are_compared_by_all_that_they_hold():
-    """One bit of the last row, a dtype, a name: whatever differs is found where it must not."""
-    batch = {"x": np.arange(12.0).reshape(4, 3), "key": np.array([1, 2, 3, 4], "uint32"), "t": 0.5}
-    changed = {
-        "same rows": {"x": np.nextafter(batch["x"], batch["x"] + (batch["x"] == 11))},
-        "dtypes": {"x": batch["x"].astype(np.float32)},
-        "dims": {"x": batch["x"][:, :2]},
-        "names": {"y": batch["x"]},
-        "scalars": {"t": 0.25},
-        "equally many rows; process 0 gives 4, process 2 3": {
-            k: v[:3] for k, v in batch.items() if k != "t"
-        },
-    }
-
-    def check(third, shards):
-        batches = (batch, batch, third)
-        facts = [_put._facts(jax.tree.map(np.asarray, b), shared=True) for b in batches]
-        _put._check_facts(shards, dict(enumerate(facts)))
-
-    check(batch, [(0, 1, 2)])
-    for message, change in changed.items():
-        with pytest.raises(ValueError, match=message):
-            check(batch | change, [(0, 1, 2)])
-    check(batch | changed["same rows"], [(0, 1), (2,)])  # other rows are another shard's

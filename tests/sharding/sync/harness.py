@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 from sharding import sync
 
 from ..model import mesh_of
-from .traces import gradients
 
 
 class SyncRunner:
@@ -84,6 +83,12 @@ class SyncRunner:
                 assert all(row.tobytes() == x[0].tobytes() for row in x), k
                 out[k] = x[0]
         return out
+
+
+def gradients(step, device, shapes):
+    """Full-rank gradients of a different scale on each device."""
+    rng = np.random.default_rng(1000 * step + device)
+    return {k: rng.normal(size=s) * 10 ** (device / 3) for k, s in shapes.items()}
 
 
 def stacked(step, shapes, num):

@@ -103,13 +103,6 @@ def test_vectors_are_gathered_in_tiles_on_tpus(monkeypatch):
     assert not re.search(r"[if]32\[\d+\] = all_gather\[", text)
 
 
-def test_outside_a_shard_map():
-    grads = {"w": jnp.ones((8, 8))}
-    method = sync.top_k(0.5)
-    with pytest.raises(ValueError, match=r"axis 'data' .* is not one of the manual axes"):
-        method.all_reduce(grads, method.init(grads), "data")
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -47,9 +47,6 @@ def take(table, ids):
     return jnp.take(table, ids, axis=0)
 
 
-# --- Training -------------------------------------------------------------------------------------
-
-
 def scanned(look):
     """In a scan over positions, computed again in the backward pass."""
 
@@ -202,9 +199,6 @@ def test_sharded_columns_are_not_gathered(x64):
     assert crossing == {"all-reduce"}
 
 
-# --- Modules --------------------------------------------------------------------------------------
-
-
 def of_linen(embed):
     class Model(nn.Module):
         @nn.compact
@@ -250,9 +244,6 @@ def test_flax_modules(model, stage, x64):
     state = zero.abstract_state(lambda: (make(), tx.init(make())), tx=tx)
     lowered = zero.train_step(sparse_loss, tx=tx).lower(state, jax.typeof(jnp.asarray(ids)))
     assert "all_to_all" in lowered.as_text()
-
-
-# --- By itself ------------------------------------------------------------------------------------
 
 
 def test_outside_a_step(x64):
@@ -353,9 +344,6 @@ def test_uses_that_need_the_full_gradient(x64):
     for k in uses:
         want = 0.1 * np.mean(grads[k], 0)
         assert norm(params[k] - state[0][k] - want) < 1e-12 * norm(want)
-
-
-# --- On the wire ----------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("scopes_in_cache_key")

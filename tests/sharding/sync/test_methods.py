@@ -5,7 +5,6 @@ Each method is one program, with all arrays.
 
 import functools
 import math
-import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +16,8 @@ from sharding import sync
 from sharding.plan.program._wire import wire_bytes
 
 from .harness import SyncRunner, assert_close, norm, stacked
-from .traces import DEVICES, RANK, SHAPES, START, STEPS
 
 pytestmark = pytest.mark.usefixtures("x64")
-GOLDEN = pathlib.Path(__file__).with_name("golden") / "powersgd.npz"
 NUM, NUM_STEPS, RANK_3 = 4, 24, 3
 # No number of devices divides 37, which is a small array to some of the methods.
 BIG = {"w": (24, 40), "stack": (3, 16, 20), "b": (37,)}
@@ -161,24 +158,6 @@ def reference_powersgd(m, q):
     return p @ np.swapaxes(q, -1, -2), q, m - p @ np.swapaxes(own, -1, -2)
 
 
-def test_powersgd_equals_pytorch():
-    """The same means as torch's hook with the same first Q, whose residuals have the usual form.
-
-    Power iteration on noise is chaotic: rounding errors grow tenfold in about ten steps.
-    """
-    golden = np.load(GOLDEN)
-    runner = SyncRunner(sync.powersgd(RANK, start_step=START, min_compression=1.5), SHAPES, DEVICES)
-    for name, cols in (("w", 20), ("v", 8)):
-        q = np.broadcast_to(golden[f"q/{cols}"], (DEVICES, 1, cols, RANK))
-        runner.state.arrays[name]["q"] = jax.device_put(q, runner.sharding)
-    for step in range(STEPS):
-        have = runner(stacked(step, SHAPES, DEVICES))
-        for name in SHAPES:
-            want = golden[f"{name}/{step}"]
-            most = 2e-13 if step < 20 else 1e-10
-            assert norm(have[name] - want) < most * norm(want), (name, step)
-
-
 @rules("powersgd", "forgetful")
 def test_powersgd(rule, sharded):
     """Each step from the state of ``powersgd``, since rounding errors grow over steps."""
@@ -198,6 +177,15 @@ def test_powersgd(rule, sharded):
         assert sizes[1] < 1.3 * sizes[0]
     for grads, means, *_ in run.steps(rule, ("b",)):
         assert_close(means, {"b": grads["b"].mean(0)}, 1e-14)
+
+
+def test_powersgd_begins_with_plain_means():
+    runner = SyncRunner(sync.powersgd(2, start_step=2, min_compression=1.0), {"w": (24, 40)}, NUM)
+    for step in range(4):
+        grads = stacked(step, {"w": (24, 40)}, NUM)
+        want = grads["w"].mean(0)
+        off = norm(runner(grads)["w"] - want) / norm(want)
+        assert off < 1e-14 if step < 2 else off > 0.1
 
 
 def test_alternate_powersgd():

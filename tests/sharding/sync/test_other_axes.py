@@ -263,9 +263,6 @@ def test_equals_the_sync_by_hand(name):
         assert same == (not any(SPECS[k]))
 
 
-# --- On the wire ----------------------------------------------------------------------------------
-
-
 def test_bytes_on_the_wire():
     """Over the data axis those of the method by itself, and between other axes none."""
     compiled = Run("tensor").lowered.compile()
@@ -274,9 +271,6 @@ def test_bytes_on_the_wire():
     frozen = 3 * 103 * 12 + 6  # of the block of 1024, by itself: the largest, and a flag
     alone = wire_bytes(by_hand("tensor")[1].runner.compiled)
     assert sum(c.wire_bytes for c in found) == alone - frozen
-
-
-# --- Other numbers of devices ---------------------------------------------------------------------
 
 
 def test_a_checkpoint_resumes_on_another_number_of_data_devices(tmp_path):

@@ -15,8 +15,6 @@ from sharding.sync import _agsparse, _zen
 
 from .harness import SyncRunner, assert_close
 
-# --- The permutation ------------------------------------------------------------------------------
-
 
 @functools.cache
 def permuted(size, seed=0):
@@ -39,27 +37,6 @@ def test_the_permutation_and_its_inverse(size):
     np.testing.assert_array_equal(back, np.arange(size))
     if size == 5000:
         assert np.mean(mixed == permuted(size, seed=1)[0]) < 0.05
-
-
-@pytest.mark.parametrize("size", [2**22, 50257])
-def test_the_permutation_balances_owners(size):
-    """Rows that are neighbours, or a power of two apart, are spread evenly over owners."""
-    count = size // 16
-    for name, rows in {
-        "the first": np.arange(count),
-        "the last": size - 1 - np.arange(count),
-        "every second": 2 * np.arange(count),
-        "every eighth": 8 * np.arange(count),
-        "every sixteenth": 16 * np.arange(count),
-    }.items():
-        for num in (8, 16, 64):
-            owners = permuted(size)[0][rows] // -(-size // num)
-            share = np.bincount(owners, minlength=num) * num / count
-            # A random hash would be off by more for one owner in 30,000.
-            assert share.max() < 1 + 4.2 * np.sqrt(num / count), (name, share.max())
-
-
-# --- The mean -------------------------------------------------------------------------------------
 
 
 NUM = 8
@@ -137,9 +114,6 @@ def test_any_number_of_rows_of_one_owner(x64):
         check(runner, grads)
 
 
-# --- Which rows are sent --------------------------------------------------------------------------
-
-
 def test_when_the_full_array_is_sent(monkeypatch, x64):
     """It is NaN here: what is not was sent as rows alone."""
 
@@ -170,9 +144,6 @@ def test_when_the_full_array_is_sent(monkeypatch, x64):
         assert_close(have, dict.fromkeys(sparse, grads.mean(0)), 1e-15)
         found[kind, count] = sorted(sparse ^ expected)
     assert not any(found.values()), found
-
-
-# --- Bytes on the wire ----------------------------------------------------------------------------
 
 
 def test_bytes_are_those_of_the_formula():

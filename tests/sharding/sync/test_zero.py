@@ -1,4 +1,4 @@
-"""``Zero(sync=...)``: what is described, dtypes, and errors."""
+"""``Zero(sync=...)``: dtypes, and errors."""
 
 import re
 
@@ -36,18 +36,6 @@ def loss(params, x, gather=lambda tree: tree):
     return jnp.mean((x @ gather(params["out"]) - 1) ** 2)
 
 
-def test_what_is_described():
-    """With the blocks of other axes; vectors have no state."""
-    zero = shd.Zero(mesh_of(data=4, model=2), 2, sync=STATEFUL, min_shard_size=256)
-    specs = {"w": jax.P(None, "model"), "out": jax.P(), "b": jax.P()}
-    found = zero.describe(jax.eval_shape(make_state), tx=SGD, param_specs=specs)
-    rows = {row.path: row for row in found.rows if row.part == "sync"}
-    assert not any("arrays/b" in path for path in rows)
-    row = rows["arrays/w/error"]
-    assert row.shape == (4, 1, 2, 32, 32)
-    assert row.bytes_per_device == 32 * 32 * 4
-
-
 @pytest.mark.parametrize(("reduce", "sent_in"), [(None, "bf16"), (jnp.float32, "f32")])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_gradients_are_sent_in_the_dtype_that_precision_says(stage, reduce, sent_in):
@@ -60,9 +48,6 @@ def test_gradients_are_sent_in_the_dtype_that_precision_says(stage, reduce, sent
     traced = jax.make_jaxpr(zero.value_and_grad(mixed_loss))(params_of(), np.ones((32, 32), "f4"))
     found = set(re.findall(r":(\w+)\[[\d,]+\] = reduce_scatter\[", str(traced)))
     assert found == {sent_in}
-
-
-# --- Bad input ------------------------------------------------------------------------------------
 
 
 def test_bad_input():
