@@ -26,6 +26,12 @@ def at_least_float32(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
+def check_arrays(params: Any) -> None:
+    """Raises unless all parameters are arrays."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        _validate.array(parameter_name(path), leaf)
+
+
 @dataclasses.dataclass(frozen=True)
 class Leaves:
     """The leaves of a tree of parameters or gradients.
@@ -89,14 +95,37 @@ def slots(treedef: Any, field: str, tree: Any) -> list[Any]:
         return treedef.flatten_up_to(tree)
     except ValueError as error:
         raise ValueError(
-            f"the gradients' tree does not match the state's field {field!r}: {error}"
+            f"the gradients' tree does not match the state's field {field!r}: "
+            f"{_difference(treedef, tree) or error}"
         ) from None
+
+
+def _difference(treedef: Any, tree: Any) -> str:
+    """The first leaf that the gradients or the state lack, in words; empty if there is none."""
+    of_gradients, of_state = (
+        {
+            path_name(path): leaf
+            for path, leaf in jax.tree_util.tree_leaves_with_path(
+                each, is_leaf=lambda x: not jax.tree.leaves(x)
+            )
+        }
+        for each in (treedef.unflatten(range(treedef.num_leaves)), tree)
+    )
+    for path, slot in of_state.items():
+        if slot is not None and of_gradients.get(path) is None:
+            return (
+                f"there is no gradient of {path!r}, or it is None. Give zeros, or exclude the "
+                "parameter with optax.masked or optax.partition."
+            )
+    more = [path for path in of_gradients if path not in of_state]
+    return f"there is a gradient of {more[0]!r}, which has no state." if more else ""
 
 
 def check_shape(path: str, gradient: Any, field: str, array: Any) -> None:
     """Raises unless a gradient has the shape of its array in ``field``."""
-    if gradient.shape != array.shape:
+    found = getattr(array, "shape", None)
+    if gradient.shape != found:
         raise ValueError(
             f"gradient {path!r} of shape {tuple(gradient.shape)} does not match {field!r}, where "
-            f"it has shape {tuple(array.shape)}."
+            f"it {f'is {array!r}' if found is None else f'has shape {tuple(found)}'}."
         )
