@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from sharding.pipeline._ops import Place
 from sharding.pipeline._schedule import Schedule
@@ -56,7 +58,7 @@ def to_rows(x: Any, layer: np.ndarray) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((len(layer), *x.shape[1:]), x.dtype)
     array = jnp if isinstance(x, jax.Array) else np
-    rows = array.asarray(x)[np.maximum(layer, 0)]
+    rows = _unsharded_dim(array.asarray(x))[np.maximum(layer, 0)]
     padding = (layer < 0).reshape(-1, *[1] * (rows.ndim - 1))
     return array.where(padding, array.zeros((), rows.dtype), rows) if padding.any() else rows
 
@@ -68,7 +70,15 @@ def from_rows(x: Any, layer: np.ndarray) -> Any:
     rows = row_of_layer(layer)
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct((len(rows), *x.shape[1:]), x.dtype)
-    return x[rows]
+    return _unsharded_dim(x)[rows]
+
+
+def _unsharded_dim(x: Any) -> Any:
+    """The array with dim 0 unsharded on Explicit axes, where jax takes no rows of a sharded one."""
+    sharding = jax.typeof(x).sharding
+    if not sharding.spec or sharding.spec[0] is None:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, P(None, *sharding.spec[1:])))
 
 
 def map_layers(tree: Any, name: str, fn: Callable[[Any], Any]) -> Any:
@@ -123,6 +133,6 @@ def _stack(layers: Sequence[Any]) -> Any:
 
 
 def _layer(x: Any, i: int) -> Any:
-    return (
-        jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x[i]
-    )
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+    return _unsharded_dim(x)[i]
