@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_ext import _validate
 
@@ -102,22 +103,20 @@ def slots(treedef: Any, field: str, tree: Any) -> list[Any]:
 
 def _difference(treedef: Any, tree: Any) -> str:
     """The first leaf that the gradients or the state lack, in words; empty if there is none."""
-    of_gradients, of_state = (
-        {
-            path_name(path): leaf
-            for path, leaf in jax.tree_util.tree_leaves_with_path(
-                each, is_leaf=lambda x: not jax.tree.leaves(x)
-            )
-        }
-        for each in (treedef.unflatten(range(treedef.num_leaves)), tree)
-    )
+
+    def by_path(tree: Any) -> dict[str, Any]:
+        empty = lambda x: x is None or isinstance(x, optax.MaskedNode)  # noqa: E731
+        flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=empty)
+        return {path_name(path): leaf for path, leaf in flat}
+
+    gradients, of_state = by_path(treedef.unflatten(range(treedef.num_leaves))), by_path(tree)
     for path, slot in of_state.items():
-        if slot is not None and of_gradients.get(path) is None:
+        if path not in gradients or (slot is not None and gradients[path] is None):
             return (
                 f"there is no gradient of {path!r}, or it is None. Give zeros, or exclude the "
                 "parameter with optax.masked or optax.partition."
             )
-    more = [path for path in of_gradients if path not in of_state]
+    more = [path for path in gradients if path not in of_state]
     return f"there is a gradient of {more[0]!r}, which has no state." if more else ""
 
 

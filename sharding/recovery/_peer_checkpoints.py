@@ -379,7 +379,7 @@ class PeerCheckpoints:
         assert self._lock is not None
         os.pwrite(self._lock, f"{jax.process_index():10} {step:20}".encode(), 0)
 
-    def _awaited(self, step: int, token: jax.Array) -> jax.Array:
+    def _awaited(self, step: int, token: Any) -> Any:
         """The token, once all processes have run the program; in a thread."""
         end = time.monotonic() + _GIVE_UP_SECONDS
         while not token.is_ready():

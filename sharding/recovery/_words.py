@@ -24,8 +24,8 @@ def stored_dtype(dtype: Any, path: str = "an array") -> np.dtype:
     wide = dtype.kind in "biuf" or dtype == ml_dtypes.bfloat16 or "float8" in dtype.name
     if not narrow and not wide:
         raise TypeError(
-            f"{path} has dtype {dtype.name}, which snapshots do not store. Save it in another form, "
-            "such as the real and imaginary parts of complex numbers."
+            f"{path} has dtype {dtype.name}, which snapshots do not store. Save it in another "
+            "form, such as the real and imaginary parts of complex numbers."
         )
     return np.dtype(narrow or dtype)
 

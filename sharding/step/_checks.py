@@ -52,8 +52,8 @@ def check_batch(batch: Any, devices: int, microbatches: int) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     if not leaves:
         raise ValueError(f"the batch is empty: it holds no arrays, only {batch!r}.")
-    for path, x in leaves:
-        check_numbers(path, x)
+    for key_path, x in leaves:
+        check_numbers(key_path, x)
     arrays = [(path_str(path) or "batch", tuple(x.shape)) for path, x in leaves if np.ndim(x)]
     for path, shape in arrays:
         if not shape[0]:
@@ -77,16 +77,18 @@ def check_numbers(path: Any, x: Any, keys: bool = True) -> None:
     """Raises unless a leaf of a batch holds numbers, or random keys where these are allowed."""
     dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
     if jnp.issubdtype(dtype, jax.dtypes.extended):
-        remedy = "" if keys else (
-            "which zero.put does not place: put jax.random.key_data(keys) and call "
+        if keys:
+            return
+        remedy = (
+            "which zero.put does not place. Put jax.random.key_data(keys) and call "
             "jax.random.wrap_key_data in the loss, or leave it out and make the step with "
             "rngs='per_example'"
         )
+    elif dtype.kind in "biufcV":  # V: bfloat16 and narrower
+        return
     else:
-        numbers = dtype.kind in "biufcV"  # V: bfloat16 and narrower
-        remedy = "" if numbers else "which no device holds: leave it out, or encode it as numbers"
-    if remedy:
-        raise ValueError(f"batch array {path_str(path) or 'batch'!r} has dtype {dtype}, {remedy}.")
+        remedy = "which no device holds. Leave it out, or encode it as numbers"
+    raise ValueError(f"batch array {path_str(path) or 'batch'!r} has dtype {dtype}, {remedy}.")
 
 
 def check_compiled() -> None:

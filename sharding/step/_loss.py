@@ -56,7 +56,7 @@ class Loss(NamedTuple):
         total, weight = as_pair(out, "(sum, weight), as weighted says") if self.weighted else one
         if not (_is_scalar(total, jnp.floating) and _is_scalar(weight, np.generic)):
             raise ValueError(
-                f"the loss is {_types(out)}, and must be "
+                f"the loss is {_returned(out)}, and must be "
                 f"{'a pair of scalars' if self.weighted else 'one floating scalar'}. A pair "
                 "(sum, weight), such as that of a Pipeline, needs weighted=True, a pair "
                 "(loss, aux) has_aux=True; of losses by example return the mean."
@@ -67,7 +67,7 @@ class Loss(NamedTuple):
 def as_pair(out: Any, expected: str) -> Any:
     """A pair that a loss returned, or an error that says what was expected."""
     if not isinstance(out, tuple | list) or len(out) != 2:
-        raise ValueError(f"the loss must return {expected}; it returned {_types(out)}.")
+        raise ValueError(f"the loss must return {expected}; it returned {_returned(out)}.")
     return out
 
 
@@ -76,7 +76,7 @@ def _is_scalar(x: Any, kind: Any) -> bool:
     return getattr(x, "shape", None) == () and jnp.issubdtype(x.dtype, kind)
 
 
-def _types(out: Any) -> str:
+def _returned(out: Any) -> str:
     def short(x: Any) -> str:
         return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
 
