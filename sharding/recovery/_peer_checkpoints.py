@@ -562,7 +562,7 @@ class PeerCheckpoints:
 
 def _lock(store: PeerCheckpoints, path: pathlib.Path) -> tuple[int, Callable[[], Any]]:
     """A lock on a file and what releases it: a call, the end of the store or of the process."""
-    path = path.resolve()
+    path = path.parent.resolve() / path.name
     if path in _LOCKED:
         raise OSError(
             f"an earlier PeerCheckpoints of this process uses {path.parent}: call its close() "
