@@ -68,3 +68,7 @@ from optax_ext.low_precision import lamb8bit as lamb8bit
 from optax_ext.low_precision import lion8bit as lion8bit
 from optax_ext.low_precision import low_precision_state as low_precision_state
 from optax_ext.low_precision import stochastic_rounding as stochastic_rounding
+
+_INTERNAL = {"execution_order", "kernels", "low_precision"}  # modules
+__all__ = [name for name in dir() if not name.startswith("_") and name not in _INTERNAL]
+__dir__ = __all__.copy

@@ -283,6 +283,13 @@ def came(
 ) -> optax.GradientTransformationExtraArgs:
     r"""CAME: Adam's quality at little more than Adafactor's memory.
 
+    State of a matrix of n x m parameters: the momentum, n m elements of ``mu_dtype``, and 2 (n + m)
+    float32. Start at AdamW's learning rate with ``debias_instability=True``; without it, at a tenth
+    of that rate and with a warm-up, or for tens of thousands of steps at 0.5 to 0.9 times it.
+    Factor matrices, of attention too: ``factoring=flax_transformer()`` for Flax models;
+    ``last_two_dims()``, the default, where these are rows and columns. ``describe_factoring`` lists
+    what is factored.
+
     ``scale_by_came``, then decoupled weight decay, then the learning rate :math:`\eta`:
 
     .. math::

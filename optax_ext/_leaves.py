@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_ext import _validate
 
@@ -24,6 +25,12 @@ def parameter_name(path: Any) -> str:
 def at_least_float32(dtype: Any) -> Any:
     """Returns float32, or a wider ``dtype``: 16-bit averages stop moving at a decay of 0.999."""
     return jnp.promote_types(dtype, jnp.float32)
+
+
+def check_arrays(params: Any) -> None:
+    """Raises unless all parameters are arrays."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        _validate.array(parameter_name(path), leaf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,14 +96,35 @@ def slots(treedef: Any, field: str, tree: Any) -> list[Any]:
         return treedef.flatten_up_to(tree)
     except ValueError as error:
         raise ValueError(
-            f"the gradients' tree does not match the state's field {field!r}: {error}"
+            f"the gradients' tree does not match the state's field {field!r}: "
+            f"{_difference(treedef, tree) or error}"
         ) from None
+
+
+def _difference(treedef: Any, tree: Any) -> str:
+    """The first leaf that the gradients or the state lack, in words; empty if there is none."""
+
+    def by_path(tree: Any) -> dict[str, Any]:
+        empty = lambda x: x is None or isinstance(x, optax.MaskedNode)  # noqa: E731
+        flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=empty)
+        return {path_name(path): leaf for path, leaf in flat}
+
+    gradients, of_state = by_path(treedef.unflatten(range(treedef.num_leaves))), by_path(tree)
+    for path, slot in of_state.items():
+        if path not in gradients or (slot is not None and gradients[path] is None):
+            return (
+                f"there is no gradient of {path!r}, or it is None. Give zeros, or exclude the "
+                "parameter with optax.masked or optax.partition."
+            )
+    more = [path for path in gradients if path not in of_state]
+    return f"there is a gradient of {more[0]!r}, which has no state." if more else ""
 
 
 def check_shape(path: str, gradient: Any, field: str, array: Any) -> None:
     """Raises unless a gradient has the shape of its array in ``field``."""
-    if gradient.shape != array.shape:
+    found = getattr(array, "shape", None)
+    if gradient.shape != found:
         raise ValueError(
             f"gradient {path!r} of shape {tuple(gradient.shape)} does not match {field!r}, where "
-            f"it has shape {tuple(array.shape)}."
+            f"it {f'is {array!r}' if found is None else f'has shape {tuple(found)}'}."
         )

@@ -169,16 +169,13 @@ def _master_dtype(value: Any) -> Any:
 
 def _has_master(path: Any, p: Any, dtype: Any) -> bool:
     """Whether a parameter is floating and narrower than ``dtype``."""
-    if not jnp.issubdtype(p.dtype, jnp.floating) or p.dtype.itemsize >= dtype.itemsize:
+    if not jnp.issubdtype(getattr(p, "dtype", dtype), jnp.floating):
+        return False
+    _validate.floating(path_name(path), p)
+    if p.dtype.itemsize >= dtype.itemsize:
         return False
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(f"dtype {dtype} needs jax_enable_x64.")
-    if p.dtype.itemsize < 2:
-        raise ValueError(
-            f"parameter {path_name(path)!r} has dtype {p.dtype}, to which JAX adds no {dtype} "
-            "update; master_weights takes bfloat16 and float16. Store the parameter in one of "
-            "them, and cast it where it is used."
-        )
     return True
 
 

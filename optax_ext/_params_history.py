@@ -143,7 +143,7 @@ def params_history(delays: Any) -> optax.GradientTransformationExtraArgs:
             raise ValueError("params_history needs params in update.")
         leaves = Leaves.of(updates)
         stored = [leaves.slots("versions", tree) for tree in state.versions]
-        arrays = leaves.slots("params", params)
+        arrays = leaves.arrays_in("params", params)
         new = []
         with jax.named_scope("params_history"):
             for i, (path, u, delay) in enumerate(

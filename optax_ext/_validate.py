@@ -87,12 +87,27 @@ def cast(hyper: _Hyper, dtype: Any) -> _Hyper:
     return make(*values)
 
 
+def array(path: str, leaf: Any) -> None:
+    """Raises unless a parameter is an array."""
+    if not hasattr(leaf, "dtype"):
+        raise ValueError(
+            f"parameter {path!r} is {leaf!r}, of type {type(leaf).__name__}: make it an array, as "
+            "by jnp.asarray, or keep it out of the parameters."
+        )
+
+
 def floating(path: str, leaf: Any) -> None:
-    """Raises unless a parameter is real and floating."""
+    """Raises unless a parameter is a real floating array of at least 16 bits."""
+    array(path, leaf)
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         raise ValueError(
             f"parameter {path!r} has dtype {leaf.dtype}; only real floating parameters can be "
             "optimized. Exclude it with optax.masked or optax.partition."
+        )
+    if leaf.dtype.itemsize < 2:
+        raise ValueError(
+            f"parameter {path!r} has dtype {leaf.dtype}, which JAX promotes to no other. Store it "
+            "in bfloat16 or float32, and cast it where it is used."
         )
 
 

@@ -25,3 +25,7 @@ from sharding.step._lookup import shuffle_rows as shuffle_rows
 from sharding.step._lookup import unshuffle_rows as unshuffle_rows
 from sharding.step._matrix_owners import by_owner as by_owner
 from sharding.step._precision import Precision as Precision
+
+_INTERNAL = {"collectives", "placement", "step"}  # modules
+__all__ = [name for name in dir() if not name.startswith("_") and name not in _INTERNAL]
+__dir__ = __all__.copy

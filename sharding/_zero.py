@@ -37,7 +37,7 @@ from sharding.step._flax_modules import gathered_module
 from sharding.step._gather_params import gather
 from sharding.step._gathered_layers import gathered
 from sharding.step._gradients import evaluate, gradients
-from sharding.step._loss import Inputs, Loss
+from sharding.step._loss import Inputs, Loss, check_arguments
 from sharding.step._precision import Precision
 from sharding.step._put import data_shard, describe_rows, put
 from sharding.step._rng import step_key
@@ -131,7 +131,7 @@ class Zero:
       gathered_blocks: the modules of a Flax linen model (or of an nnx model in ``nnx_train_step``)
         that at stage 3 gather their own parameters, and at stage 2 reduce their own gradients,
         without a change to the model: class names, or regular expressions of paths. Within a module
-        that gathers, nested ones do not. At stage 3 each must be found.
+        that gathers, nested ones do not. Each must be found in the loss.
 
     Raises:
       ValueError: on a stage other than 0 to 3, an axis that is not in the mesh or named twice.
@@ -181,7 +181,10 @@ class Zero:
         named = self._layout.axes + self._layout.replica_axes
         for axis in named:
             if axis not in self.mesh.axis_names:
-                raise ValueError(f"axis {axis!r} is not in the mesh {self.mesh.axis_names}.")
+                raise ValueError(
+                    f"axis {axis!r} is not in the mesh {self.mesh.axis_names}: name axes of the "
+                    "mesh in Zero(mesh, axis=...), 'data' by default, and replica_axis."
+                )
             if named.count(axis) > 1:
                 raise ValueError(
                     f"axis {axis!r} is named twice: axis={self.axis!r}, "
@@ -646,7 +649,7 @@ class Zero:
             synchronized by rows; if the loss returns a model state of another structure.
         """
         loss = Loss(
-            self._in_step(loss_fn, sync_batch_norm),
+            self._in_step(loss_fn, sync_batch_norm, model_state, rngs),
             has_aux,
             weighted,
             rngs,
@@ -757,7 +760,7 @@ class Zero:
             batch that is empty, has first dims that differ or does not divide by the devices.
         """
         names = model_state if isinstance(model_state, str | tuple) else None
-        fn = self._in_step(fn, sync_batch_norm=True, all_blocks=False)
+        fn = self._in_step(fn, True, model_state, all_blocks=False)
 
         def select(state: Any) -> Any:
             return params_of(state), model_state_of(state, names) if names else None
@@ -799,9 +802,15 @@ class Zero:
         )
 
     def _in_step(
-        self, loss_fn: Callable[..., Any], sync_batch_norm: bool, all_blocks: bool = True
+        self,
+        loss_fn: Callable[..., Any],
+        sync_batch_norm: bool,
+        model_state: Any,
+        rngs: Any = False,
+        all_blocks: bool = True,
     ) -> Callable[..., Any]:
         """A loss whose Flax modules know that the batch, and from stage 2 the model, is sharded."""
+        check_arguments(loss_fn, "params", "batch", model_state=model_state, key=rngs)
         blocks = tuple(self.gathered_blocks) if self.stage >= 2 else ()
         axes = self._layout.data_axes
 
@@ -810,7 +819,7 @@ class Zero:
             context = _flax_linen.in_step(axes, sync_batch_norm, blocks, self._recomputes)
             with context as check_found:
                 out = loss_fn(*args)
-                if all_blocks and self.stage == 3:
+                if all_blocks:
                     check_found()
             return out
 
@@ -1026,7 +1035,7 @@ class Zero:
           ``(loss, new)``, with both ``(loss, (new, aux))``. Good inside ``jit``.
         """
         loss = Loss(
-            self._in_step(loss_fn, sync_batch_norm),
+            self._in_step(loss_fn, sync_batch_norm, model_state, rngs),
             has_aux,
             weighted,
             rngs,

@@ -4,6 +4,7 @@ The blocks of a page run in order and share their names, as a reader would paste
 """
 
 import pathlib
+import pydoc
 import re
 
 import jax
@@ -78,7 +79,13 @@ def test_the_api_pages_have_every_public_name():
         names = (module.__name__.split(".")[-1], *inside.get(module, ()))
         lines = "".join((DOCS / "api" / f"{name}.rst").read_text() for name in names)
         documented = re.findall(r"^\.\. (?:auto)?(?:class|function|data):: (\w+)$", lines, re.M)
-        exported = re.findall(r" as (\w+)$", pathlib.Path(module.__file__).read_text(), re.M)
+        exported = re.findall(r" as (\w+),?$", pathlib.Path(module.__file__).read_text(), re.M)
         known = {"pipeline", "recovery", "remat", "sync", "targets", "__version__"}
         assert exported
         assert set(exported) - set(documented) <= known, module
+        # What help, completion and a star show.
+        public = {*exported, *({"plan"} if module is sharding else ())} - {"__version__"}
+        star = {}
+        exec(f"from {module.__name__} import *", star)
+        assert set(dir(module)) == set(star) - {"__builtins__"} == public, module
+        assert set(re.findall(r"\b\w+\b", pydoc.plain(pydoc.render_doc(module)))) >= public, module

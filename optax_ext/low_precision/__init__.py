@@ -19,3 +19,6 @@ from optax_ext.low_precision._wrapper import STATE_FORMATS as STATE_FORMATS
 from optax_ext.low_precision._wrapper import LowPrecisionState as LowPrecisionState
 from optax_ext.low_precision._wrapper import describe_state as describe_state
 from optax_ext.low_precision._wrapper import low_precision_state as low_precision_state
+
+__all__ = [name for name in dir() if not name.startswith("_")]
+__dir__ = __all__.copy

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_ext._leaves import check_arrays
 from optax_ext.low_precision._rounding import (
     check_seed,
     make_key,
@@ -108,6 +109,7 @@ def stochastic_rounding(
     check_seed(seed)
 
     def init(params: optax.Params) -> StochasticRoundingState:
+        check_arrays(params)
         return StochasticRoundingState(
             make_key(seed), inner.init(jax.tree.map(_widen, params, params))
         )

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _matrix_passes, _validate, kernels
-from optax_ext._leaves import path_name
+from optax_ext._leaves import check_arrays, path_name
 from optax_ext._text_table import aligned
 from optax_ext.execution_order import (
     ELEMENTWISE,
@@ -181,6 +181,7 @@ def low_precision_state(
         return default if default[True].bits < 8 * leaf.dtype.itemsize else {}
 
     def init(params: optax.Params) -> LowPrecisionState:
+        check_arrays(params)
         state = inner.init(params)
         flat, treedef = _flatten(state)
         _check_inner(flat, rules, params)

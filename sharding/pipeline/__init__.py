@@ -16,3 +16,6 @@ from sharding.pipeline._schedules import interleaved as interleaved
 from sharding.pipeline._schedules import one_f_one_b as one_f_one_b
 from sharding.pipeline._schedules import zb_h1 as zb_h1
 from sharding.pipeline._schedules import zb_v as zb_v
+
+__all__ = [name for name in dir() if not name.startswith("_")]
+__dir__ = __all__.copy

@@ -230,23 +230,36 @@ def over_axis(
       out_types: specs of the results on all axes, or a prefix: Explicit axes require them.
     """
     context = jax.sharding.get_abstract_mesh()
-    mesh = model.mesh if context.empty else context
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    explicit = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+    # Inside another shard_map and inside auto_axes, the mesh is that of the context.
+    given = context.empty and AxisType.Explicit not in model.mesh.axis_types
     mapped: Callable[..., Any] = jax.shard_map(
         fn,
-        # Inside another shard_map and inside auto_axes, the mesh is that of the context.
-        mesh=model.mesh if context.empty and not explicit else None,
+        mesh=model.mesh if given else None,
         in_specs=in_specs,
         out_specs=out_specs,
         axis_names={model.axis},
         check_vma=False,
     )
-    if explicit:
-        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_types, is_leaf=is_spec)
-        mapped = jax.sharding.auto_axes(mapped, axes=explicit, out_sharding=shardings)
     # Called eagerly, a shard_map over some of the axes knows nothing of the others.
-    return jax.jit(mapped)
+    return jax.jit(on_auto_axes(model.mesh, mapped, out_types))
+
+
+def on_auto_axes(mesh: AnyMesh, fn: Callable[..., Any], out_types: Any) -> Callable[..., Any]:
+    """A function inside which Explicit axes are Auto.
+
+    Args:
+      mesh: with such axes or not; in a context that has a mesh, that one is meant.
+      fn: the function.
+      out_types: specs of its results, or a prefix.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    mesh = mesh if context.empty else context
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    explicit = tuple(name for name, kind in kinds if kind == AxisType.Explicit)
+    if not explicit:
+        return fn
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), out_types, is_leaf=is_spec)
+    return jax.sharding.auto_axes(fn, axes=explicit, out_sharding=shardings)
 
 
 def spec_of_layers(model: Model, x: Any) -> PartitionSpec:

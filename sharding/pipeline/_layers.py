@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding.pipeline._ops import Place
 from sharding.pipeline._schedule import Schedule
@@ -217,7 +217,16 @@ def reordered(x: Any, order: np.ndarray) -> Any:
     """Layers [layers, ...] in another order."""
     if isinstance(x, jax.ShapeDtypeStruct) or np.array_equal(order, np.arange(len(order))):
         return x
-    return (x if isinstance(x, jax.Array) else np.asarray(x))[order]
+    return _unsharded_dim(x)[order] if isinstance(x, jax.Array) else np.asarray(x)[order]
+
+
+def _unsharded_dim(x: Any) -> Any:
+    """The array with dim 0 unsharded on Explicit axes, where jax takes no rows of a sharded one."""
+    sharding = jax.typeof(x).sharding
+    if not sharding.spec or sharding.spec[0] is None:
+        return x
+    spec = PartitionSpec(None, *sharding.spec[1:])
+    return jax.sharding.reshard(x, NamedSharding(sharding.mesh, spec))
 
 
 def map_layers(tree: Any, name: str, fn: Callable[[Any], Any]) -> Any:
@@ -272,6 +281,6 @@ def _stack(layers: Sequence[Any]) -> Any:
 
 
 def _layer(x: Any, i: int) -> Any:
-    return (
-        jax.ShapeDtypeStruct(x.shape[1:], x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x[i]
-    )
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+    return _unsharded_dim(x)[i]

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from sharding.pipeline._async_schedule import AsyncSchedule
-from sharding.pipeline._differentiable_loss import Model, loss
+from sharding.pipeline._differentiable_loss import Model, loss, on_auto_axes
 from sharding.pipeline._layers import (
     StageRows,
     even_counts,
@@ -349,6 +349,12 @@ class Pipeline:
           batch: as in ``loss``.
           key: with ``rngs``.
         """
+        types = map(jax.typeof, jax.tree.leaves((params, batch)))
+        if any(AxisType.Explicit in x.sharding.mesh.axis_types for x in types):
+            return on_auto_axes(self.mesh, self._sequential_loss, P())(params, batch, key)
+        return self._sequential_loss(params, batch, key)
+
+    def _sequential_loss(self, params: Any, batch: Any, key: Any) -> Any:
         layers, shared = self._parts(params)
         total = sum(self.layer_counts)
 

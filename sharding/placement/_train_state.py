@@ -17,7 +17,7 @@ def parts(
                 "the argument tx differs from the tx of the TrainState. Leave the argument out."
             )
         return state.params, state.opt_state, state.tx
-    if isinstance(state, tuple) and len(state) == 2:
+    if _is_pair(state):
         if tx is None:
             raise ValueError(
                 "a train state that is a pair (params, opt_state) needs the argument tx, the "
@@ -27,17 +27,24 @@ def parts(
     raise _not_a_train_state(state)
 
 
+def _is_pair(state: Any) -> bool:
+    """Whether a state is a plain tuple of two; methods of ``Zero`` return such tuples."""
+    return type(state) is tuple and len(state) == 2
+
+
 def _not_a_train_state(found: Any) -> ValueError:
+    size = f" of {len(found)}" if isinstance(found, tuple) else ""
     return ValueError(
-        "a train state must be a Flax TrainState or a pair (params, opt_state), got "
-        f"{type(found).__name__}. Make one with flax's TrainState.create(apply_fn=..., params=..., "
-        "tx=...), or as the pair (params, tx.init(params)) and pass tx= to the methods of Zero."
+        "a train state must be a Flax TrainState or a pair (params, opt_state), a plain tuple, got "
+        f"{type(found).__name__}{size}. Make one with flax's TrainState.create(apply_fn=..., "
+        "params=..., tx=...), or as the pair (params, tx.init(params)) and pass tx= to the methods "
+        "of Zero."
     )
 
 
 def params_of(state: Any) -> Any:
     """The parameters of a ``TrainState`` or a pair."""
-    if isinstance(state, tuple) and len(state) == 2:
+    if _is_pair(state):
         return state[0]
     if not hasattr(state, "params"):
         raise _not_a_train_state(state)

@@ -60,3 +60,7 @@ from sharding.plan.timing._mesh_groups import Machine as Machine
 from sharding.plan.timing._parallel_plan import ParallelPlan as ParallelPlan
 from sharding.plan.timing._step_seconds import StepSeconds as StepSeconds
 from sharding.plan.timing._step_time import step_seconds as step_seconds
+
+_INTERNAL = {"fastest", "pipelines", "program", "targets", "timing"}  # modules
+__all__ = [name for name in dir() if not name.startswith("_") and name not in _INTERNAL]
+__dir__ = __all__.copy

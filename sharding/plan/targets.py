@@ -26,6 +26,9 @@ from jax.sharding import AxisType, Mesh
 
 from sharding.plan._devices import KINDS
 
+__all__ = ["Target", "gpus", "mesh", "parse", "topology"]
+__dir__ = __all__.copy
+
 # Options of the topology that make one device per chip, where that is not the default.
 _TPUS: dict[str, dict[str, str]] = {
     "v4": {"chip_config_name": "megacore"},

@@ -1,13 +1,17 @@
 """Checkpoints in the host memory of this machine and of peers."""
 
+import contextlib
 import dataclasses
 import fcntl
 import json
+import operator
 import os
 import pathlib
 import threading
 import time
 import warnings
+import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -32,11 +36,14 @@ from sharding.recovery._replica_program import (
     data_type,
     leaf_paths,
 )
-from sharding.recovery._slot import Slot, SlotTable, SnapshotId
+from sharding.recovery._slot import Slot, SlotTable, SnapshotId, make_private, open_own
 from sharding.recovery._slot_plan import SlotPlan
 from sharding.recovery._step_copies import StepCopies
 
 _SLOW_SECONDS = 0.2  # a shorter wait is not reported
+_GIVE_UP_SECONDS = 1800  # until processes that do not save count as lost
+_POLL_SECONDS = 0.005
+_LOCKED: set[pathlib.Path] = set()  # by stores of this process
 
 
 class Restored(NamedTuple):
@@ -102,7 +109,8 @@ class PeerCheckpoints:
     Args:
       mesh: of the state, with devices of all processes. On a mesh of a compile-only target,
         ``describe`` and ``lower`` of a training step show what snapshots cost there.
-      folder: in memory, such as ``/dev/shm``: it survives a killed process and no lost machine.
+      folder: in memory, such as ``/dev/shm``: it survives a killed process and no lost machine. The
+        run's folder in it is made for this user alone.
       run_id: names the run; another run's snapshots are not seen.
       replicas: machines that store each shard. What several failure domains hold on their devices
         anyway is not sent.
@@ -116,7 +124,8 @@ class PeerCheckpoints:
     Raises:
       ValueError: if there are fewer machines or failure domains than replicas, or if they have
         different numbers of devices.
-      OSError: if another process uses the folder for this run, or the folder cannot be written.
+      OSError: in all processes, if in one another store uses the folder of this run, or the folder
+        cannot be written, is another user's, is writable for others, or has links in it.
 
     >>> import tempfile
     >>> mesh = jax.make_mesh((8,), ("data",))
@@ -172,11 +181,24 @@ class PeerCheckpoints:
 
     def _open(self) -> None:
         """Locks the folder, and finds what earlier attempts left in it; a collective."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         me = jax.process_index()
         mates = [p for p, m in enumerate(self.machines.of_process) if m == self._machine]
         self._rank, self._num_mates = mates.index(me), len(mates)
-        self._lock: int | None = _lock(self.folder / f"{self._rank}.lock")
+        self._lock: int | None = None
+        problem: OSError | None = None
+        try:
+            make_private(self.folder)
+            self._lock, self._unlock = _lock(self, self.folder / f"{self._rank}.lock")
+            self._note_step(-1)
+        except OSError as error:
+            problem = error
+        for process, text in enumerate(gather_json(problem and str(problem))):
+            if text is not None:
+                if self._lock is not None:
+                    self._unlock()
+                raise OSError(
+                    f"PeerCheckpoints cannot use its folder in process {process}: {text}"
+                ) from problem
         self._slots = [Slot(self.folder / f"{self._rank}-{i}.slot") for i in range(2)]
         _, seen = scan(self.folder, self.machines)
         newest = max((attempt for files in seen for _, attempt, _ in files), default=0)
@@ -217,10 +239,17 @@ class PeerCheckpoints:
           Whether a snapshot was started: False for a step that is no multiple of ``interval``.
 
         Raises:
-          ValueError: if the step is not greater than that of the snapshot before.
-          TypeError: if JSON cannot hold ``extra``, or if a leaf is not an array on the mesh.
+          ValueError: if the step is negative, no whole number or not greater than that of the
+            snapshot before, or if the state has no arrays.
+          TypeError: if JSON cannot hold ``extra``, or if a leaf is not an array on the mesh or has
+            a dtype that cannot be stored.
+          RuntimeError: in a later call, if after 30 minutes not all processes have called this.
         """
         self._check_real("save")
+        try:
+            step = operator.index(step)
+        except TypeError:
+            raise ValueError(f"step must be a whole number, got {step!r}.") from None
         if step % self.interval:
             return False
         self._leave(step, state, extra)
@@ -230,10 +259,14 @@ class PeerCheckpoints:
 
     def _leave(self, step: int, state: Any, extra: Any) -> None:
         """Makes a snapshot the pending one."""
+        if step < 0:
+            raise ValueError(f"step must not be negative, got {step}.")
         if step <= self._last_step:
             raise ValueError(f"step {step} does not come after step {self._last_step}, saved last.")
         json.dumps(extra)
         leaves = leaf_paths(state)
+        if not leaves:
+            raise ValueError(f"the state of step {step} has no arrays: got {state!r}.")
         for path, x in leaves:
             check_on_mesh(path, x, self.mesh)
         self._flush()
@@ -268,6 +301,7 @@ class PeerCheckpoints:
         assert self._program is not None
         (step, _, extra), plan = self._pending, self._program[2]
         self._pending = None
+        self._note_step(step)
         self._written = SnapshotId(self._attempt, step)
         self._started_at = time.perf_counter()
         self._thread = threading.Thread(
@@ -323,7 +357,7 @@ class PeerCheckpoints:
         try:
             # Waits for the program. If all had committed the snapshot before, it is complete, and
             # the slot with the one before it is free; else that one may be the last complete one.
-            on_devices = int(replicas.committed.addressable_data(0))
+            on_devices = int(self._awaited(number.step, replicas.committed.addressable_data(0)))
             self._copied_at = time.perf_counter()
             if on_devices == self.mesh.size:
                 self._complete = self._newest
@@ -339,6 +373,36 @@ class PeerCheckpoints:
             self.counts.sent += plan.received_bytes
         except Exception as error:  # reported by the next call in the main thread
             self._error = error
+
+    def _note_step(self, step: int) -> None:
+        """Shows the other processes of this machine which step this one saves."""
+        assert self._lock is not None
+        os.pwrite(self._lock, f"{jax.process_index():10} {step:20}".encode(), 0)
+
+    def _awaited(self, step: int, token: Any) -> Any:
+        """The token, once all processes have run the program; in a thread."""
+        end = time.monotonic() + _GIVE_UP_SECONDS
+        while not token.is_ready():
+            if time.monotonic() > end:
+                raise self._alone(step)
+            time.sleep(_POLL_SECONDS)
+        return token
+
+    def _alone(self, step: int) -> RuntimeError:
+        behind = []
+        for rank in range(self._num_mates):
+            with contextlib.suppress(OSError, ValueError):
+                process, last = (self.folder / f"{rank}.lock").read_text().split()
+                behind += [process] if int(last) < step else []
+        text = (
+            f"process {jax.process_index()} called save({step}), and for {_GIVE_UP_SECONDS:g} s "
+            "other processes have not, or have not finished the step before. Of this machine "
+            f"{'process ' + ', '.join(behind) if behind else 'no process'} is behind. All "
+            "processes must call save with the same steps."
+        )
+        self._copied_at = time.perf_counter()
+        warnings.warn(text, stacklevel=2)  # the main thread may wait for the devices forever
+        return RuntimeError(text)
 
     def _remove_stale(self) -> None:
         """Once a snapshot of this attempt is complete, deletes slots of processes that are gone."""
@@ -483,7 +547,7 @@ class PeerCheckpoints:
         if delete:
             for slot in self._slots:
                 slot.path.unlink(missing_ok=True)
-        os.close(self._lock)
+        self._unlock()
         self._lock = None
 
     def _check_real(self, what: str) -> None:
@@ -496,9 +560,15 @@ class PeerCheckpoints:
             raise ValueError(f"{what} was called after close: make another PeerCheckpoints.")
 
 
-def _lock(path: pathlib.Path) -> int:
-    """A lock on a file that lasts until the process ends."""
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+def _lock(store: PeerCheckpoints, path: pathlib.Path) -> tuple[int, Callable[[], Any]]:
+    """A lock on a file and what releases it: a call, the end of the store or of the process."""
+    path = path.parent.resolve() / path.name
+    if path in _LOCKED:
+        raise OSError(
+            f"an earlier PeerCheckpoints of this process uses {path.parent}: call its close() "
+            "before you make another one."
+        )
+    file = open_own(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -507,4 +577,10 @@ def _lock(path: pathlib.Path) -> int:
             f"another process uses {path.parent}: machines, and runs of the same run_id, need "
             "folders of their own."
         ) from error
-    return file
+    _LOCKED.add(path)
+    return file, weakref.finalize(store, _release, file, path)
+
+
+def _release(file: int, path: pathlib.Path) -> None:
+    os.close(file)
+    _LOCKED.discard(path)

@@ -81,7 +81,7 @@ class ReplicaProgram:
         found: dict[Any, BlockPlacement] = {}
         for path, x in leaves:
             check_on_mesh(path, x, mesh)
-            dtype = stored_dtype(x.dtype)
+            dtype = stored_dtype(x.dtype, path)
             key = (x.sharding.spec, x.shape, dtype.itemsize)
             if key not in found:
                 found[key] = block_placement(x.sharding, x.shape, dtype.itemsize, machines, holders)
@@ -225,7 +225,7 @@ def data_type(x: Any) -> Any:
 
 
 def check_on_mesh(path: str, x: Any, mesh: Mesh) -> None:
-    """Raises TypeError unless a leaf is an array on the devices of the mesh, in its order."""
+    """Raises TypeError unless a leaf can be stored, and is on the devices of the mesh in order."""
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         raise TypeError(
@@ -235,6 +235,8 @@ def check_on_mesh(path: str, x: Any, mesh: Mesh) -> None:
     same = sharding.mesh.axis_names == mesh.axis_names and sharding.mesh.size == mesh.size
     if not same or list(sharding.mesh.devices.flat) != list(mesh.devices.flat):
         raise TypeError(f"{path} is on the mesh {sharding.mesh}, not on {mesh}.")
+    if not is_key(x):
+        stored_dtype(x.dtype, path)
 
 
 def _own_part(block: jax.Array, placement: BlockPlacement, place: jax.Array) -> jax.Array:

@@ -1,9 +1,11 @@
 """A file in memory that holds one snapshot of this process at a time."""
 
+import contextlib
 import json
 import mmap
 import os
 import pathlib
+import stat
 import struct
 import zlib
 from collections.abc import Iterator
@@ -23,6 +25,43 @@ _PAGE = 4096
 
 # Of each block in a slot: its leaf, its number in the leaf, its first byte, its checksum.
 BLOCK = np.dtype([("leaf", "<u4"), ("block", "<u8"), ("offset", "<u8"), ("checksum", "<u4")])
+
+
+def open_own(path: str | os.PathLike[str], flags: int) -> int:
+    """As ``os.open``; follows no link, and what it makes is for this user alone."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o600)
+
+
+def make_private(folder: pathlib.Path) -> None:
+    """Makes a folder for this user alone.
+
+    Raises:
+      OSError: if it cannot be made, or is there and not safe.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found, me = folder.lstat(), os.geteuid()
+    if not stat.S_ISDIR(found.st_mode):
+        problem = "is a link or a file"
+    elif found.st_uid != me:
+        problem = f"is of user {found.st_uid}, and this process of user {me}"
+    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        problem = f"can be written by others (mode {stat.S_IMODE(found.st_mode):o})"
+    else:
+        links = [entry.name for entry in os.scandir(folder) if _is_link(entry)]
+        if not links:
+            return
+        problem = f"holds the link {links[0]!r}"
+    raise PermissionError(
+        f"{folder} {problem}: snapshots need a folder that this user alone can write, without "
+        "links. Remove it, or give another run_id or folder."
+    )
+
+
+def _is_link(entry: os.DirEntry[str]) -> bool:
+    found = entry.stat(follow_symlinks=False)
+    return not stat.S_ISDIR(found.st_mode) and (entry.is_symlink() or found.st_nlink > 1)
 
 
 class SnapshotId(NamedTuple):
@@ -75,7 +114,7 @@ class Slot:
     def clear(self) -> None:
         """Discards the snapshot: the first thing that changes when it is written over."""
         if self._memory is None and self.path.exists():
-            with self.path.open("r+b") as file:
+            with open(self.path, "r+b", opener=open_own) as file:
                 file.write(bytes(_HEADER.size + _CRC.size))
         elif self._memory is not None:
             self._memory[: _HEADER.size + _CRC.size] = 0
@@ -91,7 +130,7 @@ class Slot:
         size = _PAGE + num_bytes
         if self._memory is None or len(self._memory) < size:
             self._memory = None
-            file = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+            file = open_own(self.path, os.O_RDWR | os.O_CREAT)
             try:
                 size, before = -(-size // _PAGE) * _PAGE, os.fstat(file).st_size
                 try:
@@ -157,9 +196,10 @@ def open_slot(path: pathlib.Path) -> OpenSlot:
       ValueError: if no snapshot was committed, or its header or table are damaged.
       OSError: if there is no such file.
     """
-    if path.stat().st_size < _PAGE:
-        raise ValueError(f"{path} has no snapshot.")
-    raw = np.memmap(path, np.uint8, "r")
+    with open(path, "rb", opener=open_own) as file:
+        if os.fstat(file.fileno()).st_size < _PAGE:
+            raise ValueError(f"{path} has no snapshot.")
+        raw = np.memmap(file, np.uint8, "r")
     header = raw[: _HEADER.size + _CRC.size].tobytes()
     (crc,) = _CRC.unpack(header[_HEADER.size :])
     magic, version, *number, size, table_size, table_crc = _HEADER.unpack(header[: _HEADER.size])

@@ -13,17 +13,20 @@ WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _NARROW = {"int2": np.int8, "int4": np.int8, "uint2": np.uint8, "uint4": np.uint8}
 
 
-def stored_dtype(dtype: Any) -> np.dtype:
+def stored_dtype(dtype: Any, path: str = "an array") -> np.dtype:
     """The dtype in which an array is stored: of integers below 8 bits, one of 8 bits.
 
     Raises:
-      TypeError: for a dtype without one, such as a float below 8 bits.
+      TypeError: for a dtype without one, such as a float below 8 bits; names the path.
     """
     dtype = np.dtype(dtype)
     narrow = _NARROW.get(dtype.name)
     wide = dtype.kind in "biuf" or dtype == ml_dtypes.bfloat16 or "float8" in dtype.name
     if not narrow and not wide:
-        raise TypeError(f"snapshots cannot store {dtype.name}.")
+        raise TypeError(
+            f"{path} has dtype {dtype.name}, which snapshots do not store. Save it in another "
+            "form, such as the real and imaginary parts of complex numbers."
+        )
     return np.dtype(narrow or dtype)
 
 

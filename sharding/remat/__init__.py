@@ -10,3 +10,6 @@ from sharding.remat._remat_plan import frontier as frontier
 from sharding.remat._remat_plan import in_bytes as in_bytes
 from sharding.remat._remat_plan import plan as plan
 from sharding.remat._stack_plan import StackPlan as StackPlan
+
+__all__ = [name for name in dir() if not name.startswith("_")]
+__dir__ = __all__.copy

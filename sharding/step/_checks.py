@@ -52,6 +52,8 @@ def check_batch(batch: Any, devices: int, microbatches: int) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     if not leaves:
         raise ValueError(f"the batch is empty: it holds no arrays, only {batch!r}.")
+    for key_path, x in leaves:
+        check_numbers(key_path, x)
     arrays = [(path_str(path) or "batch", tuple(x.shape)) for path, x in leaves if np.ndim(x)]
     for path, shape in arrays:
         if not shape[0]:
@@ -69,6 +71,24 @@ def check_batch(batch: Any, devices: int, microbatches: int) -> None:
                 f"batch array {path!r} of shape {shape}: its first dim does not divide by "
                 f"{devices} devices times {microbatches} micro-batches."
             )
+
+
+def check_numbers(path: Any, x: Any, keys: bool = True) -> None:
+    """Raises unless a leaf of a batch holds numbers, or random keys where these are allowed."""
+    dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        if keys:
+            return
+        remedy = (
+            "which zero.put does not place. Put jax.random.key_data(keys) and call "
+            "jax.random.wrap_key_data in the loss, or leave it out and make the step with "
+            "rngs='per_example'"
+        )
+    elif dtype.kind in "biufcV":  # V: bfloat16 and narrower
+        return
+    else:
+        remedy = "which no device holds. Leave it out, or encode it as numbers"
+    raise ValueError(f"batch array {path_str(path) or 'batch'!r} has dtype {dtype}, {remedy}.")
 
 
 def check_compiled() -> None:

@@ -82,7 +82,8 @@ def _check_found(blocks: Sequence[str], found: set[str], seen: dict[str, str]) -
         modules = ", ".join(f"{name} ({path or 'the model'})" for name, path in seen.items())
         raise ValueError(
             f"gathered_blocks: {missing[0]!r} is neither the class nor in the path of a Flax linen "
-            f"module that the loss calls. It calls {modules or 'none'}."
+            f"module that the loss calls. It calls {modules or 'none'}. Name some of these; wrap "
+            "layers that are functions in zero.gathered."
         )
 
 

@@ -15,6 +15,7 @@ from sharding.step import _sync_state
 from sharding.step._compiled_step import CompiledStep
 from sharding.step._flax_linen import is_bound, matches
 from sharding.step._flax_modules import gathered_module
+from sharding.step._loss import as_pair, check_arguments
 from sharding.step._rng import NUMBERED
 
 
@@ -37,6 +38,7 @@ class NnxStep:
         reductions: Mapping[type, str],
         options: dict[str, Any],
     ):
+        check_arguments(loss_fn, "model", "batch", key=rngs)
         self.zero, self.loss_fn, self.rngs = zero, loss_fn, rngs
         self.reductions, self.options = reductions, options
         self._steps: dict[Any, CompiledStep] = {}
@@ -111,7 +113,8 @@ class NnxStep:
             model = nnx.merge(graph, params, rng, parts["sown"], parts["rest"], copy=True)
             prepare(self.zero, model)
             out = self.loss_fn(model, batch, key) if self.rngs else self.loss_fn(model, batch)
-            value, aux = out if self.options.get("has_aux") else (out, None)
+            has_aux = self.options.get("has_aux")
+            value, aux = as_pair(out, "(loss, aux), as has_aux says") if has_aux else (out, None)
             _, _, rng, _, rest = _split(model, *_filters(wrt))
             new = {
                 "rest": _like(parts["rest"], rest),
@@ -119,7 +122,7 @@ class NnxStep:
                 "sown": parts["sown"],
                 "next_rng": jax.tree.map(_counted, parts["rng"], _like(parts["rng"], rng)),
             }
-            return value, ((new, aux) if self.options.get("has_aux") else new)
+            return value, ((new, aux) if has_aux else new)
 
         return loss
 
@@ -240,10 +243,11 @@ def prepare(zero: Any, model: Any) -> None:
             gathered.append(path)
             module.__class__ = gathered_module(type(module), None, zero._recomputes)
     missing = [p for p in blocks if p not in found]
-    if missing and zero.stage == 3:
+    if missing:
+        named = (f"{type(m).__name__} ({'/'.join(map(str, path))})" for path, m in modules[1:])
         raise ValueError(
             f"gathered_blocks: {missing[0]!r} is neither the class nor in the path of a module of "
-            f"the model. It has {', '.join('/'.join(map(str, path)) for path, _ in modules[1:])}."
+            f"the model. It has {', '.join(named)}."
         )
 
 

@@ -1,10 +1,12 @@
 """A loss function, its options and its arguments."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from sharding.step import _model_state
@@ -34,15 +36,70 @@ class Loss(NamedTuple):
         _model_state.check_reduction(self.reduction)
         return self
 
-    def split(self, out: Any) -> tuple[Any, Any, Any]:
-        """``(value, new model state, aux)`` of what ``fn`` returned; None for what it does not."""
+    def split(self, out: Any) -> tuple[Any, Any, Any, Any]:
+        """``(total, weight, new model state, aux)`` of what ``fn`` returned.
+
+        The weight is 1 and the others are None where ``fn`` does not return them.
+
+        Raises:
+          ValueError: if ``fn`` returned something else.
+        """
+        model_state = aux = None
         if self.model_state and self.has_aux:
-            value, (model_state, aux) = out
+            out, more = as_pair(out, "(loss, (new model state, aux))")
+            model_state, aux = as_pair(more, "(new model state, aux) beside the loss")
         elif self.model_state:
-            (value, model_state), aux = out, None
-        else:
-            (value, aux), model_state = out if self.has_aux else (out, None), None
-        return value, model_state, aux
+            out, model_state = as_pair(out, "(loss, new model state)")
+        elif self.has_aux:
+            out, aux = as_pair(out, "(loss, aux), as has_aux says")
+        one = (out, jnp.ones(()))
+        total, weight = as_pair(out, "(sum, weight), as weighted says") if self.weighted else one
+        if not (_is_scalar(total, jnp.floating) and _is_scalar(weight, np.generic)):
+            raise ValueError(
+                f"the loss is {_returned(out)}, and must be "
+                f"{'a pair of scalars' if self.weighted else 'one floating scalar'}. A pair "
+                "(sum, weight), such as that of a Pipeline, needs weighted=True, a pair "
+                "(loss, aux) has_aux=True; of losses by example return the mean."
+            )
+        return total, weight, model_state, aux
+
+
+def as_pair(out: Any, expected: str) -> Any:
+    """A pair that a loss returned, or an error that says what was expected."""
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        raise ValueError(f"the loss must return {expected}; it returned {_returned(out)}.")
+    return out
+
+
+def _is_scalar(x: Any, kind: Any) -> bool:
+    x = np.asarray(x) if isinstance(x, int | float) else x
+    return getattr(x, "shape", None) == () and jnp.issubdtype(x.dtype, kind)
+
+
+def _returned(out: Any) -> str:
+    def short(x: Any) -> str:
+        return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
+
+    return str(jax.tree.map(short, out)).replace("'", "")
+
+
+def check_arguments(fn: Callable[..., Any], *names: str, **more: Any) -> None:
+    """Raises if a function does not take these arguments, and of ``more`` those that are true."""
+    names += tuple(name for name, given in more.items() if given)
+    try:
+        # A wrapper may take other arguments than what it wraps.
+        signature = inspect.signature(fn, follow_wrapped=False)
+    except (TypeError, ValueError):  # not known
+        return
+    try:
+        signature.bind(*names)
+    except TypeError as error:
+        raise ValueError(
+            f"a step with these options calls {getattr(fn, '__name__', 'the function')}"
+            f"({', '.join(names)}), and it takes {signature}: {error}. The last argument is the "
+            "key with rngs, the third the model state with model_state; leave out those options, "
+            "or take the arguments."
+        ) from None
 
 
 class Inputs(NamedTuple):

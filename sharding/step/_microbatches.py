@@ -50,10 +50,9 @@ def accumulate(
             leaves = [next(in_order) if x is None else x for x in untrained]
             args = loss_args(loss, axes, inputs.key, microbatch, index, model_state)
             out = call_with_shards(loss.fn, loss_params(plan, leaves, params), *args)
-            value, new, aux = loss.split(out)
+            total, weight, new, aux = loss.split(out)
             if loss.model_state:
                 new, unchanged[:] = _model_state.checked(model_state, new)
-            total, weight = value if loss.weighted else (value, jnp.ones(()))
             if plan.divides_first:
                 total *= inverse_weight(
                     jnp.asarray(divisor_of(lax.stop_gradient(weight)), total.dtype)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import no_mesh
 from sharding.placement._specs import AnyMesh
-from sharding.step._checks import check_batch
+from sharding.step._checks import check_batch, check_numbers
 
 P = PartitionSpec
 _FAILED = (1, 0, 0, 0, 0)  # the facts of a process that could not use its rows
@@ -65,7 +65,7 @@ def put(layout: Layout, batch: Any, check: bool) -> Any:
     shards = _row_shards(layout.mesh, layout.data_axes)
     several = check and sum(map(len, shards)) > 1
     try:
-        batch = jax.tree.map(np.asarray, batch)
+        batch = jax.tree_util.tree_map_with_path(_as_numbers, batch)
         check_batch(batch, layout.num_devices // count, 1)
         facts = _facts(batch, shared=several and len(shards[0]) > 1)
     except Exception:
@@ -76,6 +76,11 @@ def put(layout: Layout, batch: Any, check: bool) -> Any:
         _check_facts(shards, _of_all_processes(layout.mesh, facts))
     shardings = layout.batch_shardings(batch)
     return jax.tree.map(jax.make_array_from_process_local_data, shardings, batch)
+
+
+def _as_numbers(path: Any, x: Any) -> np.ndarray:
+    check_numbers(path, x, keys=False)
+    return np.asarray(x)
 
 
 @functools.lru_cache(maxsize=16)

@@ -15,3 +15,6 @@ from sharding.sync._sparsity import Choice as Choice
 from sharding.sync._sparsity import Sparsity as Sparsity
 from sharding.sync._top_k import top_k as top_k
 from sharding.sync._zen import zen as zen
+
+__all__ = [name for name in dir() if not name.startswith("_")]
+__dir__ = __all__.copy

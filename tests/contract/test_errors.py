@@ -6,6 +6,7 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_ext
@@ -83,22 +84,43 @@ def test_decay_times_a_learning_rate_that_is_not_there():
     optax_ext.adafactor(weight_decay_rate=0.1, weight_decay_times_lr=True, relative_step=True)
 
 
+NO_PARAMETERS = {
+    "has dtype int32; only real floating .* Exclude it with optax.masked": np.ones(4, "int32"),
+    "has dtype complex64; only real floating": np.ones(4, "complex64"),
+    "has dtype float8_e4m3fn, which JAX .* Store it in bfloat16": jnp.ones(4, jnp.float8_e4m3fn),
+    r"is 1\.5, of type float: make it an array": 1.5,
+}
+
+
 @every
 def test_parameters_and_gradients_that_do_not_fit(name):
     """Broadcasting would take some; the rows and columns of (4, 6) fit those of (6, 4)."""
     tx = make(name)
     state = tx.init(PARAMS)
-    bad = PARAMS | {"b": np.ones(4, "int32")}
-    for call in (lambda: tx.init(bad), lambda: tx.update(bad, state, PARAMS)):
-        with pytest.raises(ValueError, match="parameter 'b' has dtype int32"):
-            call()
-    for grads in ({"w": PARAMS["w"]}, PARAMS | {"c": PARAMS["b"]}):
-        with pytest.raises(ValueError, match="the gradients' tree does not match the state's fi"):
+    for message, leaf in NO_PARAMETERS.items():
+        bad = PARAMS | {"b": leaf}
+        for call in (lambda bad=bad: tx.init(bad), lambda bad=bad: tx.update(bad, state, PARAMS)):
+            with pytest.raises(ValueError, match=f"parameter 'b' {message}"):
+                call()
+    lacking = "there is no gradient of 'b', or it is None. Give zeros, or"
+    for grads, message in (
+        ({"w": PARAMS["w"]}, lacking),
+        (PARAMS | {"b": None}, lacking),
+        (PARAMS | {"c": PARAMS["b"]}, "there is a gradient of 'c', which has no state"),
+    ):
+        text = f"the gradients' tree does not match the state's field '.*': {message}"
+        with pytest.raises(ValueError, match=text):
             tx.update(grads, state, PARAMS)
     for shape in ((4, 6), (6,), (2, 6, 4), (1, 4), ()):
         message = f"gradient 'w' of shape {re.escape(str(shape))} does not match"
         with pytest.raises(ValueError, match=message):
             tx.update(PARAMS | {"w": np.ones(shape, "float32")}, state, PARAMS)
+
+
+@pytest.mark.parametrize("around", [optax_ext.low_precision_state, optax_ext.stochastic_rounding])
+def test_numbers_in_place_of_arrays_in_wrappers_of_optax(around):
+    with pytest.raises(ValueError, match=r"parameter 'a/b' is 1\.5, of type float: make it an"):
+        around(optax.adam(1e-3)).init({"a": {"w": jnp.ones(3), "b": 1.5}})
 
 
 @pytest.mark.parametrize("of", [optax_ext.scale_by_came, optax_ext.scale_by_adafactor])

@@ -203,7 +203,7 @@ def test_errors():
         tx.update(params, state, {"w": jnp.ones((4, 3))})
     with pytest.raises(ValueError, match="'w' has dtype bfloat16 and no master in the state"):
         tx.update(params, tx.init({"w": jnp.ones((4, 3))}), params)
-    with pytest.raises(ValueError, match="'w' has dtype float8_e4m3fn, to which JAX adds no"):
+    with pytest.raises(ValueError, match="'w' has dtype float8_e4m3fn, which JAX promotes"):
         tx.init({"w": jnp.ones(3, jnp.float8_e4m3fn)})
     with pytest.raises(ValueError, match="float64 needs jax_enable_x64"):
         optax_ext.master_weights(optax.sgd(1.0), jnp.float64).init(params)

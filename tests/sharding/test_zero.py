@@ -1,6 +1,7 @@
 """What users call: losses of every kind, both kinds of state, placement and its description."""
 
 import re
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,11 @@ def errors(params, batch):
 
 def mean_loss(params, batch):
     return errors(params, batch).mean()
+
+
+class Named(NamedTuple):
+    params: dict
+    opt_state: tuple
 
 
 class WithStats(TrainState):
@@ -279,7 +285,10 @@ def test_a_spec_may_choose_the_dim_of_stage_3():
     ("kwargs", "message"),
     [
         ({"stage": 4}, "stage must be 0, 1, 2 or 3, got 4"),
-        ({"axis": "dp"}, r"axis 'dp' is not in the mesh \('data',\)"),
+        (
+            {"axis": "dp"},
+            r"axis 'dp' is not in the mesh \('data',\): name axes of the mesh in Zero",
+        ),
         ({"min_shard_size": -1}, "min_shard_size must not be negative, got -1"),
         ({"replica_axis": "data"}, "axis 'data' is named twice: axis='data', replica_axis='data'"),
         ({"shard_state_over_replicas": True}, "needs a replica_axis and stage 1, 2 or 3"),
@@ -303,10 +312,64 @@ def test_bad_arguments():
     for call in (zero.specs, zero.full_params):
         with pytest.raises(ValueError, match=r"must be a Flax TrainState or a pair .* got dict"):
             call({"params": 1})
+    for state, found in ((Named(*make_pair()), "Named of 2"), ((0, *make_pair()), "tuple of 3")):
+        with pytest.raises(ValueError, match=rf"a pair .*, a plain tuple, got {found}\. Make one"):
+            zero.init(lambda state=state: state, tx=TX)
     with pytest.raises(ValueError, match=r"not that of tx\.init"):
         zero.specs(make_pair(optax.adam(1.0)), tx=TX)
     with pytest.raises(ValueError, match=r"got <class 'dict'>.* wrap the method"):
         zero.gathered(dict)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options", "message"),
+    [
+        # As that of a Pipeline.
+        (lambda p, b: (mean_loss(p, b), 3.0), {}, r"is (float32[], float), .* needs weighted=True"),
+        (lambda p, b: errors(p, b).mean(1), {}, "is float32[4], .* return the mean"),
+        (lambda p, b: b["n"], {}, "is int32[], and must be one floating scalar"),
+        (
+            mean_loss,
+            {"weighted": True},
+            "must return (sum, weight), as weighted says; .* float32[]",
+        ),
+        (mean_loss, {"has_aux": True}, "must return (loss, aux), as has_aux says; .* float32[]"),
+        (mean_loss, {"rngs": True}, "mean_loss(params, batch, key), and it takes (params, batch)"),
+        (mean_loss, {"model_state": True}, "mean_loss(params, batch, model_state), and it takes"),
+        (
+            lambda p, b, key: 0.0,
+            {},
+            "<lambda>(params, batch), .* missing a required argument: 'key'",
+        ),
+    ],
+)
+def test_losses_that_are_not_what_the_options_say(loss, options, message):
+    message = re.escape(message).replace(r"\.\*", ".*")
+    rows = batch() | {"n": np.int32(3)}
+    with pytest.raises(ValueError, match=message):
+        model.lowered(zero_of(), make_pair, TX, loss, rows, **options)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        (
+            jax.random.split(jax.random.key(0), 16),
+            r"'x' has dtype key<fry>.* jax\.random\.key_data",
+        ),
+        (np.array(["a", "b"] * 8), "'x' has dtype <U1, which no device holds. Leave it out"),
+        (["a"] * 16, "'x/0' has dtype <U1, which no device holds"),
+        (np.array([None] * 16), "'x' has dtype object, which no device holds"),
+    ],
+)
+def test_batches_without_numbers(leaf, message):
+    zero, state = zero_of(), model.make_of(lambda: PARAMS, TX)
+    rows = batch() | {"x": leaf}
+    with pytest.raises(ValueError, match=f"batch array {message}"):
+        zero.put(rows)
+    if "key" not in message:  # a step takes keys
+        with pytest.raises(ValueError, match=f"batch array {message}"):
+            zero.train_step(mean_loss, tx=TX).lower(jax.eval_shape(state), rows)
 
 
 @pytest.mark.parametrize(

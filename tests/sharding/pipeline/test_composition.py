@@ -52,8 +52,11 @@ def test_trees_of_activations_without_zero(kind):
     specs = pipe.param_specs(stacked)
     placed = jax.device_put(stacked, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
     grads, weight = jax.jit(jax.grad(pipe.loss, has_aux=True))(placed, batch)
-    assert model.worst_leaf(pipe.unstack(jax.device_get(grads)), want)[0] < 1e-12
+    assert model.worst_leaf(pipe.unstack(grads), want)[0] < 1e-12  # of rows that axes shard
     np.testing.assert_allclose(weight, expected, rtol=1e-14)
+    eager = [pipe.sequential_loss] * (kind == AxisType.Explicit)
+    for sequential in (jax.jit(pipe.sequential_loss), *eager):
+        np.testing.assert_allclose(sequential(placed, batch), jax.jit(alone)(params), rtol=1e-13)
     if kind == AxisType.Auto:  # not compiled, and an evaluation
         np.testing.assert_allclose(pipe.loss(placed, batch), jax.jit(alone)(params), rtol=1e-13)
 

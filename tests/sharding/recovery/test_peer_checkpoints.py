@@ -1,6 +1,7 @@
 """Snapshots of one process: every kind of state comes back bit by bit, and no failure is silent."""
 
 import errno
+import fcntl
 import os
 import pathlib
 import re
@@ -19,7 +20,7 @@ import optax_ext
 import sharding as shd
 from sharding.recovery import _peer_checkpoints as peers
 from sharding.recovery._replica_program import ReplicaProgram
-from sharding.recovery._slot import Slot, slots_in
+from sharding.recovery._slot import Slot, open_slot, slots_in
 from sharding.recovery._slot_plan import SlotPlan
 
 from .states import adamw, bits, damage, invent_machines, make_state, random_like, store_of
@@ -225,11 +226,15 @@ def test_saves_and_restores(mesh, make, open_store, tmp_path):
     assert_restores(store, make, 5)
     assert (store.counts.saved, store.counts.failed, store.counts.sent) == (3, 0, 0)
     assert store.counts.written >= 3 * (8 * 6 + 6) * 4
-    with pytest.raises(OSError, match=r"another process uses .*: machines, and runs of the same"):
+    with pytest.raises(OSError, match=r"an earlier PeerCheckpoints of this process .* its close"):
         store_of(mesh, tmp_path)
+    with (tmp_path / "run/0.lock").open() as lock, pytest.raises(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     other = store_of(mesh, tmp_path, run_id="other")
     assert other.latest_step() is None
     other.close(delete=True)
+    store_of(mesh, tmp_path, run_id="dropped")  # its folder is free, as in a notebook
+    store_of(mesh, tmp_path, run_id="dropped").close()
     store = open_store()
     assert assert_restores(store, make, 5).extra == {"position": 5}
     store.close(delete=True)
@@ -257,6 +262,80 @@ def test_bad_options(mesh, tmp_path):
     assert not folder.exists()
 
 
+UNSAFE = {
+    "can be written by others .mode 770.": lambda path: (path.mkdir(), path.chmod(0o770)),
+    r"is of user \d+, and this process of user ": lambda path: path.mkdir(mode=0o700),
+    "holds the link '0-0.slot'": lambda path: (path.mkdir(), link(path / "0-0.slot")),
+    "holds the link '0.lock'": lambda path: (path.mkdir(), link(path / "0.lock", hard=True)),
+    "is a link or a file": lambda path: path.symlink_to(path.parent),
+}
+
+
+def link(path, hard=False):
+    """A link to a file of someone else, which must stay as it is."""
+    target = path.parent.with_name("precious")
+    target.write_bytes(bytes(9000))
+    path.hardlink_to(target) if hard else path.symlink_to(target)
+
+
+@pytest.mark.parametrize("problem", UNSAFE)
+def test_unsafe_folders(mesh, tmp_path, monkeypatch, problem):
+    UNSAFE[problem](tmp_path / "run")
+    if "user" in problem:
+        me = os.geteuid()
+        monkeypatch.setattr(os, "geteuid", lambda: me + 1)
+    message = f"in process 0: .*run {problem}.*snapshots need a folder that this user alone can"
+    with pytest.raises(OSError, match=message):
+        store_of(mesh, tmp_path)
+    assert not (tmp_path / "run" / "0-1.slot").exists()
+
+
+def test_files_are_opened_without_following_links(tmp_path):
+    """A link that is made after the folder was checked."""
+    slot = Slot(tmp_path / "run" / "0-0.slot")
+    slot.path.parent.mkdir()
+    link(slot.path)
+    for call in (slot.clear, lambda: slot.reserve(5000), lambda: open_slot(slot.path)):
+        with pytest.raises(OSError, match="symbolic links"):
+            call()
+    assert (tmp_path / "precious").read_bytes() == bytes(9000)
+
+
+def test_a_folder_that_another_process_cannot_use(mesh, tmp_path, monkeypatch):
+    """Raises here, too, and the folder is free."""
+    with monkeypatch.context() as patch:
+        answers = lambda mine: [mine, "no room"] if mine is None else [mine]  # noqa: E731
+        patch.setattr(peers, "gather_json", answers)
+        with pytest.raises(OSError, match="cannot use its folder in process 1: no room"):
+            store_of(mesh, tmp_path)
+    store_of(mesh, tmp_path).close()
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+
+
+def test_save_in_one_process_alone(make, open_store, tmp_path, monkeypatch):
+    """The program waits for the others forever; the thread does not, and names those behind."""
+
+    class Never:
+        def addressable_data(self, i):
+            return self
+
+        def is_ready(self):
+            return False
+
+    store, call = open_store(), ReplicaProgram.__call__
+    monkeypatch.setattr(store, "_num_mates", 2)
+    (tmp_path / "run" / "1.lock").write_text("7 3")
+    monkeypatch.setattr(peers, "_GIVE_UP_SECONDS", 0.05)
+    monkeypatch.setattr(
+        ReplicaProgram, "__call__", lambda *args: call(*args)._replace(committed=Never())
+    )
+    store.save(4, make(4))
+    message = r"process 0 called save\(4\), and for 0.05 s .* Of this machine process 7 is behind"
+    with pytest.warns(UserWarning, match=message), pytest.raises(RuntimeError, match=message):
+        store.save(5, make(5))
+    assert store.counts.saved == 0
+
+
 def test_steps_must_grow(make, open_store):
     store = write(open_store(), make, 3)
     for step in (3, 2):
@@ -268,6 +347,13 @@ def test_steps_must_grow(make, open_store):
 def test_values_that_cannot_be_saved(make, open_store):
     """Such steps are not taken."""
     store = open_store()
+    for step, state, message in [
+        (5.0, make(1), "step must be a whole number, got 5.0"),
+        (-5, make(1), "step must not be negative, got -5"),
+        (1, {"w": None}, "the state of step 1 has no arrays: got {'w': None}"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            store.save(step, state)
     with pytest.raises(TypeError, match="not JSON serializable"):
         store.save(1, make(1), {"x": np.zeros(2)})
     store.save(1, make(1))
@@ -275,6 +361,9 @@ def test_values_that_cannot_be_saved(make, open_store):
     bad = {
         r"\['n'\] is int without a sharding on the mesh: .* belong to extra": 3,
         r"\['n'\] is on the mesh": jax.device_put(np.zeros(4), NamedSharding(other, P())),
+        r"\['n'\] has dtype complex64, which .* real and imaginary": jax.device_put(
+            np.zeros(8, np.complex64), make(1)["w"].sharding
+        ),
     }
     for message, leaf in bad.items():
         for call in (lambda state: store.save(2, state), store.restore):

@@ -254,7 +254,7 @@ ERRORS = {
 @pytest.mark.parametrize("message", ERRORS)
 def test_bad_model_states_raise(message):
     zero, (new, given, options) = zero_of(2), ERRORS[message]
-    loss = lambda params, batch, state: (quadratic(params, batch), new(state["a"]))  # noqa: E731
+    loss = lambda p, batch, state=STATE: (quadratic(p, batch), new(state["a"]))  # noqa: E731
     step = lambda **options: zero.train_step(loss, tx=TX, **options)  # noqa: E731
     state = zero.abstract_state(pair, tx=TX)
     with pytest.raises(ValueError, match=message):

@@ -11,6 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from sharding import sync
+from sharding.step import _flax_nnx
 
 from ....flax_nnx import needs_nnx, nnx
 from ..runs import F64, ROWS, STEPS, TOLERANCE, TX, WIDTH, assert_close, batch, draw, zero_of
@@ -274,6 +275,14 @@ def test_what_a_step_of_nnx_cannot_do_raises():
     ):
         with pytest.raises(ValueError, match="this gradient sync has a state"):
             call(zero_of(2, sync=sync.powersgd(2)))
+    for stage in (2, 3):
+        missing = zero_of(stage, gathered_blocks="Decoder")
+        with pytest.raises(
+            ValueError, match=r"'Decoder' is neither .* It has .*Block \(blocks/0\)"
+        ):
+            _flax_nnx.prepare(missing, Model(nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"calls <lambda>\(model, batch, key\), .* \(model, x\)"):
+        zero_of(2).nnx_train_step(lambda model, x: 0.0, rngs=True)
     with pytest.raises(ValueError, match="the model is not on the mesh"):
         zero_of(2).nnx_eval_step(loss_fn)(lm, batch(0))
 
