@@ -583,7 +583,7 @@ class Zero:
           >>> params = zero.place({"w": jnp.ones((64, 128))})
           >>> average = zero.place(params)
           >>> average = jax.jit(optax.incremental_update)(params, average, 0.01)
-          >>> predict = zero.eval_step(lambda params, x: x @ params["w"])
+          >>> predict = zero.eval_step(zero.gathered(lambda params, x: x @ params["w"]))
           >>> predict((average, None), zero.put(jnp.ones((jax.device_count(), 64)))).shape[1]
           128
         """

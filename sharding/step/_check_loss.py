@@ -100,7 +100,7 @@ def _differing(name: str, found: Any, expected: Any, eps: float) -> list[str]:
     """
     paths, like = jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected)
     leaves: list[tuple[str, Any, Any]] = [
-        (path_str(path), _wide(x), _wide(y))
+        (path_str(path), _in_double(x), _in_double(y))
         for (path, x), y in zip(paths, like, strict=True)
         if jnp.issubdtype(x.dtype, jnp.inexact)
     ]
@@ -114,7 +114,7 @@ def _differing(name: str, found: Any, expected: Any, eps: float) -> list[str]:
     return differing
 
 
-def _wide(x: Any) -> np.ndarray:
+def _in_double(x: Any) -> np.ndarray:
     """The full array, in double precision."""
     full = full_tree(x)
     return full.astype(np.result_type(full, np.float64))
