@@ -11,6 +11,7 @@ from sharding.pipeline._async_pipeline import AsyncPipeline as AsyncPipeline
 from sharding.pipeline._async_pipeline import AsyncState as AsyncState
 from sharding.pipeline._pipeline import Pipeline as Pipeline
 from sharding.placement._describe import Description as Description
+from sharding.placement._state_specs import state_shardings as state_shardings
 from sharding.placement._state_specs import state_specs as state_specs
 from sharding.plan import targets as targets
 from sharding.plan._devices import DeviceKind as DeviceKind
@@ -19,6 +20,7 @@ from sharding.plan.program._audit import audit as audit
 from sharding.plan.program._wire import wire_bytes as wire_bytes
 from sharding.recovery._find_snapshot import NoCompleteCheckpoint as NoCompleteCheckpoint
 from sharding.recovery._peer_checkpoints import PeerCheckpoints as PeerCheckpoints
+from sharding.step._batch_moments import batch_moments as batch_moments
 from sharding.step._flax_modules import sparse_embedding as sparse_embedding
 from sharding.step._lookup import lookup as lookup
 from sharding.step._lookup import shuffle_rows as shuffle_rows

@@ -145,8 +145,8 @@ class Layout:
         if on_data and self.stage < 3:
             raise ValueError(
                 f"parameter {path!r} is sharded over axis {self.axis!r} already ({spec}); at stage "
-                f"{self.stage} parameters are replicated over the data axes. Use stage 3, or leave "
-                "the axis out of its spec."
+                f"{self.stage} parameters are replicated over the data axes. Use stage 3, leave "
+                "the axis out of its spec, or place arrays with zero.place(params)."
             )
         if len(on_data) > 1 or (on_data and _specs.axes_of(entries[on_data[0]]) != self.axes):
             raise ValueError(

@@ -1,17 +1,73 @@
 """A partition spec for every leaf of any transformation's state, without rules per optimizer."""
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from sharding.placement._specs import AnyMesh, path_str, resolve_param_specs, trim
+from sharding.placement._specs import AnyMesh, is_spec, path_str, resolve_param_specs, trim
+
+
+def state_shardings(
+    init: optax.GradientTransformation | Callable[[Any], Any],
+    params: Any,
+    param_specs: Any = None,
+    mesh: AnyMesh | None = None,
+) -> Any:
+    """The shardings of any train state, for a ``jit`` of your own.
+
+    Compiled without ``out_shardings``, a state is replicated on an Auto mesh whatever the
+    parameters are. These follow from the parameters, as ``state_specs``.
+
+    Args:
+      init: a function of the parameters that returns the state, in any form; or a transformation.
+      params: the parameters, or their types, with shardings or without.
+      param_specs: a tree of specs, or a prefix of one; None for those of ``params``, else Flax
+        metadata, else replicated.
+      mesh: None for that of ``params``.
+
+    Returns:
+      The state with a ``NamedSharding`` for every array: the ``in_shardings`` and
+      ``out_shardings`` of ``jit``, or what ``device_put`` takes.
+
+    Raises:
+      ValueError: without a mesh; if a spec does not fit its parameter or the mesh.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, sharding as shd
+      >>> zero = shd.Zero(jax.make_mesh((jax.device_count(),), ("data",)), stage=3)
+      >>> tx = optax.adamw(1e-3)
+      >>> def make_state(params):
+      ...     return {"params": params, "opt_state": tx.init(params), "step": jnp.zeros((), int)}
+      >>> params = zero.place({"w": jnp.ones((64, 128))})
+      >>> shardings = shd.state_shardings(make_state, params)
+      >>> state = jax.jit(make_state, out_shardings=shardings)(params)
+      >>> state["opt_state"][0].mu["w"].sharding == params["w"].sharding
+      True
+    """
+    own = jax.tree.map(lambda x: getattr(x, "sharding", None), params)
+    found = [x for x in jax.tree.leaves(own) if isinstance(x, NamedSharding)]
+    if mesh is None and not found:
+        raise ValueError(
+            "state_shardings got no mesh, and parameters that are on none. Pass mesh=, or place "
+            "the parameters first, such as by zero.place."
+        )
+    if mesh is None:
+        mesh = found[0].mesh
+    if param_specs is None and found:
+        param_specs = jax.tree.map(lambda x: getattr(x, "spec", PartitionSpec()), own)
+    specs = state_specs(init, params, param_specs, mesh)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
 
 
 def state_specs(
-    tx: optax.GradientTransformation, params: Any, param_specs: Any, mesh: AnyMesh
+    tx: optax.GradientTransformation | Callable[[Any], Any],
+    params: Any,
+    param_specs: Any,
+    mesh: AnyMesh,
 ) -> Any:
     """A partition spec for every leaf of a transformation's state, without rules of its own.
 
@@ -20,7 +76,7 @@ def state_specs(
     that of the rows for a row statistic, replicated for a counter.
 
     Args:
-      tx: any optax transformation.
+      tx: any optax transformation, or a function of the parameters.
       params: the parameters, or ``ShapeDtypeStruct`` in their place.
       param_specs: a tree of specs as ``params`` (a prefix will do), or None for Flax metadata, or
         replicated.
@@ -46,14 +102,15 @@ def state_specs(
       >>> specs[0].v_row["w"], specs[0].v_col["w"]
       (P('data',), P('model',))
     """
+    init = getattr(tx, "init", tx)
     specs = resolve_param_specs(params, param_specs, mesh)
     try:
-        return jax.tree.map(_spec_of, _typed_init(tx, params, specs, mesh))
+        return jax.tree.map(_spec_of, _typed_init(init, params, specs, mesh))
     except Exception as error:  # whatever the transformation's own code raises
-        return _specs_by_path(tx, params, specs, mesh, error)
+        return _specs_by_path(init, params, specs, mesh, error)
 
 
-def _typed_init(tx: optax.GradientTransformation, params: Any, specs: Any, mesh: AnyMesh) -> Any:
+def _typed_init(init: Callable[[Any], Any], params: Any, specs: Any, mesh: AnyMesh) -> Any:
     """The types of the state, with shardings derived from those of the parameters."""
     explicit = AbstractMesh(
         tuple(mesh.shape.values()),
@@ -70,7 +127,7 @@ def _typed_init(tx: optax.GradientTransformation, params: Any, specs: Any, mesh:
     # A mesh in the context cannot be replaced by one of another size; an empty one can.
     none = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
     with none, jax.sharding.use_abstract_mesh(explicit):
-        return jax.eval_shape(tx.init, typed)
+        return jax.eval_shape(init, typed)
 
 
 def _spec_of(x: jax.ShapeDtypeStruct) -> PartitionSpec:
@@ -78,14 +135,14 @@ def _spec_of(x: jax.ShapeDtypeStruct) -> PartitionSpec:
 
 
 def _specs_by_path(
-    tx: optax.GradientTransformation, params: Any, specs: Any, mesh: AnyMesh, error: Exception
+    make: Callable[[Any], Any], params: Any, specs: Any, mesh: AnyMesh, error: Exception
 ) -> Any:
     """Specs where ``tx.init`` fails on the shardings of some parameters, or of all.
 
     Their state gets the spec of the parameter of the same path and shape, else it is replicated.
     """
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    state = jax.eval_shape(tx.init, plain)  # raises the transformation's own error, if it has one
+    state = jax.eval_shape(make, plain)  # raises the transformation's own error, if it has one
     leaves = jax.tree_util.tree_leaves_with_path(plain)
     treedef: Any = jax.tree.structure(plain)
     flat_specs = treedef.flatten_up_to(specs)
@@ -94,7 +151,7 @@ def _specs_by_path(
         """Types of the state if only these parameters are sharded; None if ``tx.init`` fails."""
         some = [spec if i in sharded else PartitionSpec() for i, spec in enumerate(flat_specs)]
         try:
-            return _typed_init(tx, params, treedef.unflatten(some), mesh)
+            return _typed_init(make, params, treedef.unflatten(some), mesh)
         except Exception:
             return None
 

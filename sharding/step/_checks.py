@@ -23,10 +23,23 @@ def check_placed(tree: Any, shardings: Any) -> None:
                 f"{path_str(path)!r} has the placement "
                 f"{have if have is not None else type(leaf).__name__}; the step requires "
                 f"{want.spec} on the mesh {dict(want.mesh.shape)}. Make the state with zero.init, "
-                "or place it with jax.device_put(state, zero.shardings(state))."
+                "or place it with jax.device_put(state, zero.shardings(state)), parameters alone "
+                "with zero.place(params)."
             )
 
     jax.tree_util.tree_map_with_path(check, tree, shardings)
+
+
+def check_replicated(model_state: Any) -> None:
+    """Raises if an array of a model state is sharded."""
+    for path, x in jax.tree_util.tree_leaves_with_path(model_state):
+        if isinstance(x, jax.Array) and not x.sharding.is_fully_replicated:
+            raise ValueError(
+                f"model state {path_str(path)!r} has the placement {x.sharding}; the step requires "
+                "it replicated, as by zero.replicate. A second model stays sharded as one of two "
+                "trees of parameters: zero.value_and_grad(loss_fn, trainable=(True, False))((params"
+                ", other), batch), or eval_step(fn)(((params, other), None), batch)."
+            )
 
 
 def _explicit(sharding: Any) -> set[str]:

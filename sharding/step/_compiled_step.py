@@ -9,7 +9,7 @@ import numpy as np
 from sharding.placement._on_mesh import no_mesh
 from sharding.recovery._peer_checkpoints import PeerCheckpoints
 from sharding.recovery._step_copies import StepCopies
-from sharding.step._checks import check_alive, check_apart, check_compiled
+from sharding.step._checks import check_alive, check_apart, check_compiled, check_replicated
 
 
 def signature_of(tree: Any) -> Any:
@@ -70,6 +70,7 @@ class CompiledStep:
             try:
                 result = run(*args)
             except ValueError:
+                check_replicated(model_state)
                 # The same shapes in another placement: this raises, or compiles for that one.
                 run = self._compile(selected, batch, copies)
                 result = run(*args)

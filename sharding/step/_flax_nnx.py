@@ -5,6 +5,7 @@ travel as the model state of ``Zero.train_step``. Only users of Flax need it.
 """
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -153,6 +154,32 @@ def eval_step(zero: Any, fn: Callable[[Any, Any], Any], wrt: Any) -> Callable[[A
         return compiled[graph]((params, ()), batch, model_state=rest)
 
     return evaluate
+
+
+def is_module(x: Any) -> bool:
+    """Whether it is an nnx model; without Flax there are none."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, nnx.Module)
+
+
+def pure_loss(
+    zero: Any, loss_fn: Callable[..., Any], model: Any, options: Mapping[str, Any]
+) -> tuple[Callable[..., Any], Any, Any]:
+    """The loss of a model as one of ``(params, batch, rest)``, with a state, and the rest."""
+    from flax import nnx
+
+    graph, params, rest = _split(model, nnx.Param, ...)
+
+    def loss(params: Any, batch: Any, rest: Any, *key: Any) -> Any:
+        model = nnx.merge(graph, params, rest, copy=True)
+        prepare(zero, model)
+        out = loss_fn(model, batch, *key)
+        value, aux = out if options.get("has_aux") else (out, None)
+        new = _like(rest, _split(model, nnx.Param, ...)[2])
+        return value, ((new, aux) if options.get("has_aux") else new)
+
+    params, rest = nnx.as_pure((params, rest))
+    return loss, (params, None), rest
 
 
 # --- Where models are placed ----------------------------------------------------------------------

@@ -53,10 +53,10 @@ def _trace(
     touched = uses.otherwise | uses.custom | uses.marked[HANDLE_MARK].keys()
     only_gathered = not (taps & touched) and not (handles & uses.otherwise)
     constants = [_constant(x) for x in traced.consts]
-    return [*constants, *_operations(traced.jaxpr)], only_gathered
+    return [*constants, *operations(traced.jaxpr)], only_gathered
 
 
-def _operations(jaxpr: Any) -> Iterator[Any]:
+def operations(jaxpr: Any) -> Iterator[Any]:
     """The operations of a jaxpr and of those in it: literals, result types, plain parameters."""
     for eqn in jaxpr.eqns:
         inner = [getattr(x, "jaxpr", x) for value in eqn.params.values() for x in _items(value)]
@@ -67,7 +67,7 @@ def _operations(jaxpr: Any) -> Iterator[Any]:
         results = [(v.aval.shape, str(v.aval.dtype)) for v in eqn.outvars]
         yield eqn.primitive.name, literals, results, str(plain)
         for sub in inner:
-            yield from _operations(sub)
+            yield from operations(sub)
 
 
 def _items(value: Any) -> Any:

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
@@ -406,3 +406,76 @@ def test_a_parameter_sharded_along_the_dim_that_a_scan_slices_off():
 
     with pytest.raises(ValueError, match="sharded along a dim that a loop over layers slices off"):
         model.lowered(zero, make, TX, loss_fn, np.ones((8, 3), np.float32))
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(1, EXPLICIT), (3, AUTO)])
+def test_two_models_and_their_averages(x64, stage, kind):
+    """A GAN: each model stays sharded in the loss of the other one."""
+    zero = zero_of(stage=stage, kind=kind)
+    txs = optax.contrib.schedule_free_sgd(0.1), optax.adam(1e-2)
+    rng = np.random.default_rng(0)
+    made = {"w": rng.normal(size=(16, 8)), "b": np.ones(8)}, {"v": rng.normal(size=(8, 16))}
+    x = rng.normal(size=(32, 16)) * 10.0 ** rng.uniform(-2, 0, (32, 1))
+    one = zero.gathered(lambda p, x: jnp.tanh(x @ p["w"] + p["b"][None]))
+    other = zero.gathered(lambda p, h: h @ p["v"])
+
+    def loss_fn(models, x):
+        return jnp.mean((other(models[1], one(models[0], x)) - x) ** 2)
+
+    def against(models, x):
+        return -loss_fn(models, x)
+
+    def trained(states, x, value_and_grad, update):
+        """Three steps, the average of the first model, and what schedule-free evaluates."""
+
+        @jax.jit
+        def step(one, other, x):
+            grads = value_and_grad(loss_fn, trainable=(True, False))((one[0], other[0]), x)[1]
+            one = update(one, grads[0], tx=txs[0])
+            grads = value_and_grad(against, trainable=(False, True))((one[0], other[0]), x)[1]
+            return one, update(other, grads[1], tx=txs[1])
+
+        average = zero.place(states[0][0])
+        for _ in range(3):
+            states = step(*states, x)
+            average = jax.jit(optax.incremental_update)(states[0][0], average, 0.1)
+        free = optax.contrib.schedule_free_eval_params(states[0][1], states[0][0])
+        return states, average, zero.place(free)
+
+    def plain_update(state, grads, tx):
+        updates, opt = tx.update(grads, state[1], state[0])
+        return optax.apply_updates(state[0], updates), opt
+
+    plain = lambda loss_fn, trainable: jax.value_and_grad(loss_fn)  # noqa: E731
+    make = [model.make_of(lambda i=i: made[i], tx) for i, tx in enumerate(txs)]
+    expected = trained([make[0](), make[1]()], x, plain, plain_update)
+    states = [zero.init(make[i], tx=tx) for i, tx in enumerate(txs)]
+    found = trained(states, zero.put(x), zero.value_and_grad, zero.apply_gradients)
+    model.assert_close(found, expected, 1e-12)
+    (state, second), *averages = found
+    assert second[0]["v"].sharding.is_fully_replicated == (stage < 3)
+    evaluate = zero.eval_step(loss_fn)
+    for params, alike in zip(averages, expected[1:], strict=True):
+        assert params["w"].sharding.is_equivalent_to(state[0]["w"].sharding, 2)
+        found = evaluate(((params, second[0]), None), zero.put(x))
+        np.testing.assert_allclose(found, loss_fn((alike, second[0]), x), rtol=1e-12)
+    if stage == 3:
+        step = zero.train_step(lambda p, x, t: (loss_fn((t, p), x), t), tx=txs[1], model_state=True)
+        with pytest.raises(
+            ValueError, match=r"model state 'b' has the placement .* zero\.replicate"
+        ):
+            step(second, x, model_state=averages[0])
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_place_keeps(stage):
+    """The specs on other axes, also those of shards; the data axes where the stage has them."""
+    zero = model.zero_on(2, 2, names=("data", "model"), stage=stage)
+    data = "data" if stage == 3 else None
+    given = jax.device_put(np.ones((4, 8)), NamedSharding(zero.mesh, P("data", "model")))
+    placed = zero.place({"w": given})["w"]
+    assert placed.sharding.is_equivalent_to(NamedSharding(zero.mesh, P(data, "model")), 2)
+    types = zero.place(
+        jax.eval_shape(lambda: {"w": jnp.ones((4, 8))}), param_specs=P(None, "model")
+    )
+    assert types["w"].sharding.spec == placed.sharding.spec

@@ -1,7 +1,10 @@
 """``state_specs``: the right spec for every leaf of any transformation's state."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import AbstractMesh, NamedSharding
@@ -9,6 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 import optax_ext
 import sharding as shd
+
+from .. import model
 
 MESH = AbstractMesh((4, 2), ("data", "model"))
 
@@ -114,3 +119,52 @@ def test_an_init_that_cannot_be_typed_falls_back_and_says_so():
         return {"mu": jax.tree.map(jnp.zeros_like, params), "count": jnp.zeros([])}
 
     assert fails_to_be_typed(init, "no meshes here") == {"mu": SPECS, "count": P()}
+
+
+class State(NamedTuple):
+    """A train state of someone else."""
+
+    step: jax.Array
+    average: dict
+    opt: tuple
+    params: dict
+    key: jax.Array
+
+
+def test_a_state_of_any_form_under_a_jit_of_ones_own(x64):
+    """Sharded as the parameters by every step; the numbers are those of one device."""
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax_ext.came(1e-2, weight_decay=0.1))
+    rng = np.random.default_rng(0)
+    params = {"w": rng.normal(size=(16, 24)), "b": rng.normal(size=24)}
+    rows = rng.normal(size=(3, 32, 16)) * 10.0 ** rng.uniform(-2, 1, (3, 32, 1))
+
+    def make_state(params):
+        return State(jnp.zeros((), int), params, tx.init(params), params, jax.random.key(0))
+
+    def step(state, x):
+        loss = lambda p: jnp.mean(jnp.tanh(x @ p["w"] + p["b"][None]) ** 2)  # noqa: E731
+        updates, opt = tx.update(jax.grad(loss)(state.params), state.opt, state.params)
+        new = optax.apply_updates(state.params, updates)
+        average = optax.incremental_update(new, state.average, 0.1)
+        return State(state.step + 1, average, opt, new, state.key)
+
+    zero = model.zero_on(4, 2, names=("data", "model"), stage=3)
+    specs = {"w": P(None, "model"), "b": P()}
+    types = zero.place(jax.eval_shape(lambda: params), param_specs=specs)
+    shardings = shd.state_shardings(make_state, types)
+    assert shardings.params["w"] == NamedSharding(zero.mesh, P("data", "model"))
+    assert shardings.average == shardings.opt[1][0].mu == shardings.params
+    assert shardings.opt[1][0].nu_row["w"].spec == P("data")
+    assert shardings.opt[1][0].nu_col["w"].spec == P("model")
+    assert shardings.step.spec == shardings.key.spec == P()
+    assert shd.state_shardings(tx, params, specs, zero.mesh)[1][0].nu_col["w"].spec == P("model")
+
+    state = jax.jit(make_state, out_shardings=shardings)(zero.place(params, param_specs=specs))
+    batch = NamedSharding(zero.mesh, P("data"))
+    options = {"in_shardings": (shardings, batch), "out_shardings": shardings, "donate_argnums": 0}
+    run, alone, expected = jax.jit(step, **options), jax.jit(step), make_state(params)
+    for x in rows:
+        state, expected = run(state, jax.device_put(x, batch)), alone(expected, x)
+    model.assert_close(state[:-1], expected[:-1], 1e-12)
+    with pytest.raises(ValueError, match="got no mesh, and parameters that are on none"):
+        shd.state_shardings(make_state, params)

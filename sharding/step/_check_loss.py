@@ -1,0 +1,120 @@
+"""Whether a loss, as sharded, is the loss of the batch on one device."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from sharding.placement._export import full_tree
+from sharding.placement._specs import path_str
+from sharding.step._layer_check import operations
+
+
+def check_loss(
+    zero: Any, loss_fn: Callable[..., Any], params: Any, inputs: tuple[Any, ...], options: Any
+) -> None:
+    """Raises if value, gradient or new model state differ; see ``Zero.check_loss``.
+
+    Args:
+      zero: the mesh and the stage.
+      loss_fn: of the parameters, a batch, and what ``options`` say.
+      params: the parameters.
+      inputs: ``(batch, key, model_state)``.
+      options: of ``value_and_grad``.
+    """
+    if options.get("rngs") is True:
+        raise ValueError(
+            "check_loss got rngs=True, with which one device draws other numbers than several. "
+            "Pass rngs='per_example', or a loss that draws none, such as one without dropout."
+        )
+    # What is lossy by request is no error of the loss.
+    precision = dataclasses.replace(zero.precision, gather=None)
+    sharded = dataclasses.replace(zero, sync=None, precision=precision)
+    alone = dataclasses.replace(
+        sharded, mesh=_one_shard(zero), stage=0, shard_state_over_replicas=False
+    )
+
+    def on_one(tree: Any) -> Any:
+        full = jax.tree.map(lambda x: x.addressable_data(0), zero.replicate(tree))
+        return alone.replicate(full)
+
+    def run(zero: Any, args: Any, **more: Any) -> tuple[Any, Any, Any]:
+        value, grads = zero.value_and_grad(loss_fn, **options | more)(*args)
+        loss: Any
+        new: Any
+        loss, new = value if options["has_aux"] or options["model_state"] else (value, None)
+        if options["has_aux"]:
+            new = new[0] if options["model_state"] else None
+        return loss, grads, new
+
+    def reference(*args: Any) -> Any:
+        return run(alone, args, microbatches=1, param_specs=PartitionSpec())
+
+    with jax.default_matmul_precision("highest"):
+        own = on_one((params, *inputs))
+        found, expected = run(sharded, (params, *inputs)), reference(*own)
+        traced = jax.make_jaxpr(reference)(*own)
+    dtypes = {dtype for _, _, results, _ in operations(traced.jaxpr) for _, dtype in results}
+    floating = [d for d in dtypes if d.startswith(("float", "bfloat", "complex"))]
+    eps = max(float(jnp.finfo(jnp.dtype(d)).eps) for d in floating)
+    differing: list[str] = []
+    for name, tree, like in zip(("loss", "gradient", "model state"), found, expected, strict=True):
+        differing += _differing(name, tree, like, eps)
+    if not differing:
+        return
+    axes = zero._layout.data_axes
+    axis = repr(axes[0] if len(axes) == 1 else axes)
+    more = f", and {len(differing) - 6} more" if differing[6:] else ""
+    raise ValueError(
+        f"on {zero.num_devices} devices the loss differs from that of the same batch on one: "
+        f"{', '.join(differing[:6])}{more}. Each device, and each micro-batch, computes the loss "
+        "of its own rows, and the mean of these is another where examples are coupled: by a sum or "
+        "a masked mean, a contrastive loss, statistics of the batch. Return (sum, weight) with "
+        f"weighted=True, or in the loss use jax.lax.all_gather(x, {axis}, tiled=True) for the rows "
+        f"of all devices, jax.lax.pmean(x, {axis}) for a mean over them, sharding.batch_moments(x, "
+        f"{axis}) in a batch norm."
+    )
+
+
+def _one_shard(zero: Any) -> Mesh:
+    """The mesh of one shard of the batch: this process's first, with the other axes as they are."""
+    mesh = zero.mesh
+    here = np.argwhere(mesh.devices == mesh.local_devices[0])[0]
+    data = zero._layout.data_axes
+    index = tuple(
+        slice(i, i + 1) if name in data else slice(None)
+        for i, name in zip(here, mesh.axis_names, strict=True)
+    )
+    return Mesh(mesh.devices[index], mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def _differing(name: str, found: Any, expected: Any, eps: float) -> list[str]:
+    """The leaves that differ by more than rounding, and by how much.
+
+    A leaf may differ by ``sqrt(eps)`` of its norm. Where its true gradient is zero rounding alone
+    is left, which the norm of its tree bounds.
+    """
+    paths, like = jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected)
+    leaves: list[tuple[str, Any, Any]] = [
+        (path_str(path), _in_double(x), _in_double(y))
+        for (path, x), y in zip(paths, like, strict=True)
+        if jnp.issubdtype(x.dtype, jnp.inexact)
+    ]
+    total = np.sqrt(sum(np.sum(np.abs(y) ** 2) for _, _, y in leaves))
+    differing = []
+    for path, x, y in leaves:
+        by, norm = np.linalg.norm(np.ravel(x - y)), np.linalg.norm(np.ravel(y))
+        if not by <= np.sqrt(eps) * norm + 16 * eps * total:  # NaN differs
+            change = f"{by:.2g} off its norm of {norm:.2g}" if x.ndim else f"{x:.6g} for {y:.6g}"
+            differing.append(f"{name}{path and f' of {path!r}'} ({change})")
+    return differing
+
+
+def _in_double(x: Any) -> np.ndarray:
+    """The full array, in double precision."""
+    full = full_tree(x)
+    return full.astype(np.result_type(full, np.float64))

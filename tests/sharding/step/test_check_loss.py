@@ -1,0 +1,126 @@
+"""Losses that couple the examples of a batch: found, and exact once they are written so."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+
+import sharding as shd
+
+from ...flax_nnx import needs_nnx, nnx
+from .runs import ROWS, WIDTH, assert_close, batch, zero_of
+
+pytestmark = pytest.mark.usefixtures("x64")
+
+RNG = np.random.default_rng(1)
+PARAMS = {"w": RNG.normal(size=(WIDTH, 8)) / 4, "unused": np.ones(3)}
+# Its eighths have other numbers of ones, the first has none.
+BATCH = batch(0) | {"mask": np.arange(ROWS) % 5 < np.arange(ROWS) // 4}
+STATS = {"mean": np.zeros(8), "var": np.ones(8)}
+
+
+def masked(params, batch):
+    losses = jnp.mean((batch["x"] @ params["w"] - batch["y"]) ** 2, axis=-1)
+    return jnp.sum(losses * batch["mask"]), jnp.sum(batch["mask"])
+
+
+def mean_of_masked(params, batch):
+    total, weight = masked(params, batch)
+    return total / weight
+
+
+def contrastive(params, batch, gather=lambda x: x):
+    u, v = batch["x"] @ params["w"], batch["y"]
+    return jnp.mean(jax.nn.logsumexp(u @ gather(v).T / 8, axis=1) - jnp.sum(u * v, axis=1) / 8)
+
+
+def with_norm(moments):
+    def loss_fn(params, batch, stats):
+        h = batch["x"] @ params["w"]
+        mean, var = moments(h)
+        new = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, stats, {"mean": mean, "var": var})
+        return jnp.mean(jnp.tanh((h - mean[None]) * lax.rsqrt(var + 1e-5)[None]) ** 4), new
+
+    return loss_fn
+
+
+own_norm = with_norm(lambda h: (h.mean(0), h.var(0)))
+
+
+# the loss, options, what differs beside the loss
+COUPLED = {
+    "masked": (mean_of_masked, {}, "gradient of 'w'"),
+    "contrastive": (contrastive, {"microbatches": 2}, r"gradient of 'w' \([\d.]+ off its norm of"),
+    "norm": (own_norm, {"model_state": STATS}, "gradient of 'w' .* model state of 'var'"),
+    "slightly": (
+        lambda p, b: jnp.mean((b["x"] @ p["w"]) ** 2) + 1e-6 * contrastive(p, b),
+        {},
+        "gradient of 'w'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_what_differs_is_named(name):
+    loss_fn, options, gradient = COUPLED[name]
+    args = [STATS] if "model_state" in options else []
+    of = lambda batch: float(jax.tree.leaves(loss_fn(PARAMS, batch, *args))[0])  # noqa: E731
+    count = 8 * options.get("microbatches", 1)
+    parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), BATCH)
+    found = np.mean([of(jax.tree.map(lambda x, i=i: x[i], parts)) for i in range(count)])
+    values = rf"8 devices .* loss \({found:.6g} for {of(BATCH):.6g}\), {gradient}"
+    remedy = r".*weighted=True, .*all_gather\(x, \('replica', 'data'\), tiled=True\)"
+    with pytest.raises(ValueError, match=f"{values}{remedy}"):
+        zero_of(2, "replicas").check_loss(loss_fn, (PARAMS, None), BATCH, **options)
+
+
+def test_the_remedies_equal_one_device():
+    zero, axes = zero_of(2, "replicas", AxisType.Explicit), ("replica", "data")
+    state = types.SimpleNamespace(params=zero.place(PARAMS), stats=STATS)
+    zero.check_loss(masked, state, zero.put(BATCH), weighted=True, microbatches=2)
+
+    def gathered(params, batch):
+        every = lambda x: lax.all_gather(x, axes, tiled=True)  # noqa: E731
+        return contrastive(params, batch, every), {"rows": len(batch["x"])}
+
+    zero.check_loss(gathered, state, BATCH, has_aux=True)
+    synced = with_norm(lambda h: shd.batch_moments(h, axes))
+    zero.check_loss(synced, state, BATCH, model_state="stats")
+    run = zero.value_and_grad(synced, model_state=True)
+    expected = jax.jit(jax.value_and_grad(own_norm, has_aux=True))(PARAMS, BATCH, STATS)
+    assert_close(run(PARAMS, BATCH, model_state=STATS), expected)
+    assert_close(synced(PARAMS, BATCH, STATS), expected[0])  # outside of a step
+    with pytest.raises(ValueError, match="axis 'rows' is not among the axes"):
+        zero.check_loss(
+            with_norm(lambda h: shd.batch_moments(h, "rows")), state, BATCH, model_state=STATS
+        )
+
+
+def test_rounding_is_no_difference():
+    """Of a key's bias the true gradient is zero; a requested approximation is no error."""
+
+    def loss_fn(params, batch, keys):
+        kept = jax.vmap(lambda key, x: x * jax.random.bernoulli(key, 0.5, x.shape))
+        x = kept(keys, batch["x"].astype(np.float32))
+        logits = x @ params["w"] + jnp.sum(params["unused"])
+        return jnp.mean(jax.nn.softmax(logits) ** 2)
+
+    params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), PARAMS)
+    options = {"precision": shd.Precision(gather=jnp.int8), "sync": shd.sync.qsgd(4)}
+    zero, key = zero_of(3, **options), jax.random.key(1)
+    with pytest.warns(UserWarning, match="gathers no layer"):
+        zero.check_loss(loss_fn, (params, None), BATCH, key, rngs="per_example")
+    with pytest.raises(ValueError, match="got rngs=True, with which one device draws other"):
+        zero.check_loss(loss_fn, (params, None), BATCH, key, rngs=True)
+
+
+@needs_nnx
+def test_an_nnx_model():
+    """Its norm is synchronized, as in a step of it."""
+    model = nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(0), param_dtype=jnp.float32)
+    x = batch(0)["x"].astype(np.float32)
+    zero_of(2).check_loss(lambda model, x: jnp.mean(jnp.tanh(model(x)) ** 4), model, x)
