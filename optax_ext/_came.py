@@ -326,7 +326,7 @@ def came(
       implementation: how passes over matrices run on GPUs.
 
     Returns:
-      A ``GradientTransformation`` whose ``update`` needs ``params``.
+      A ``GradientTransformation`` whose ``update`` needs ``params`` if weights decay.
 
     Raises:
       ValueError: as ``scale_by_came``; also if ``weight_decay`` is negative.
@@ -364,7 +364,7 @@ def came(
                 debias_instability=debias_instability,
                 implementation=implementation,
             ),
-            optax.add_decayed_weights(weight_decay, decayed),
+            _validate.decayed_weights(weight_decay, decayed),
             optax.scale_by_learning_rate(learning_rate),
         )
     )
