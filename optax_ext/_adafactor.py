@@ -364,7 +364,7 @@ def adafactor(
             _validate.non_negative(weight_decay_rate=weight_decay_rate)
         decayed = _validate.mask_function("weight_decay_mask", weight_decay_mask)
         decay = _times(weight_decay_rate, step_size) if weight_decay_times_lr else weight_decay_rate
-        stages.append(optax.add_decayed_weights(decay, decayed))
+        stages.append(_validate.decayed_weights(decay, decayed))
     stages.append(optax.scale(-1.0))
     return _validate.keep_dtype(optax.chain(*stages))
 
