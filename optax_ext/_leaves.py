@@ -41,13 +41,12 @@ def boxed(like: Any, value: Any, dims: Dims | None = None) -> Any:
         one = jax.tree.structure(like, is_leaf=lambda y: y is not like)
         return jax.tree.unflatten(one, [value])
 
-    def names(all_names: Any) -> Any:
-        return tuple(all_names[d] if d < len(all_names) else None for d in dims)
+    def names(spec: Any) -> Any:
+        spec = getattr(spec, "spec", spec)  # of a NamedSharding
+        return tuple(spec[d] if d < len(spec) else None for d in dims)
 
-    if hasattr(type(like), "replace_boxed"):  # of linen, whose other boxes have names of their own
-        return (
-            like.replace(value=value, names=names(like.names)) if hasattr(like, "names") else value
-        )
+    if hasattr(type(like), "replace_boxed"):  # of linen
+        return like.replace(value=value, names=names(like.names))
     metadata = like.get_metadata()
     keys = metadata.keys() & {"out_sharding", "optimizer_sharding"}
     return like.replace(value, **{k: metadata[k] and names(metadata[k]) for k in keys})
