@@ -18,6 +18,7 @@ from optax_ext._text_table import aligned
 # or numbered modules, whose layers are separate arrays ("layers/0", "layers_0").
 STACKED = r"(^|/)(layers|blocks|\w*[sS]can\w*)/(?!\d+(/|$))"
 
+_EXPERTS = r"\w*([mM]o[eE]|[eE]xpert)\w*/"
 # What shapes do not tell, for the arrays of one layer: a pattern of the path, the minimum rank, and
 # the factoring.
 _BY_NAME: tuple[tuple[str, int, Factoring], ...] = (
@@ -33,7 +34,7 @@ _BY_NAME: tuple[tuple[str, int, Factoring], ...] = (
     # (2, embed, hidden)
     (r"gating_einsum(/(kernel|w))?$", 3, Factoring((-2,), (-1,))),
     # (experts, embed, hidden)
-    (r"\w*([mM]o[eE]|[eE]xpert)\w*/(\w+/)?\w+$", 3, Factoring((-2,), (-1,))),
+    (rf"{_EXPERTS}(\w+/)?\w+$", 3, Factoring((-2,), (-1,))),
 )
 # Names of a parameter, or of a module around it, that is not of a hidden layer: embeddings (embed,
 # shared_embedding, embed_tokens, Embed_0, pos_embedding, unembed), positions and output heads.
@@ -188,10 +189,11 @@ class flax_transformer:
         layers_first = [(shape[dim], *shape[:dim], *shape[dim + 1 :]) for _, shape in arrays]
         large = [s for s in layers_first if len(s) > 2 and _split(s) > 1 and s[0] != s[1]]
         widths = {n for shape in large for n in (shape[1], shape[-1])}
+        alone = len(large) > 1 and all(len(s) > 2 for s in layers_first)  # as under optax.partition
         if (
             any(len(s) > 1 and _is_vector(p) and not p.endswith("bias") for p, s in arrays)
-            or any(len(s) == 2 and s[1] in widths for s in layers_first)
-            or (named and large)
+            or any(len(s) == 2 and s[0] < s[1] in widths for s in layers_first)
+            or (large if named else alone and not re.search(_EXPERTS, prefix))
         ):
             return True
         if not named or any(len(shape) == 1 for _, shape in arrays):  # a vector of one layer

@@ -82,6 +82,13 @@ MODELS = {
         ("other/stacked/up/weight", (3, 64, 32), STACKED_MATRIX),
         ("other/stacked/ln/weight", (3, 32), STACKED_FULL),
     ],
+    "matrices of a stack alone": [
+        ("transformer/stacked/c_proj/weight", (12, 12, 64, 768), Factoring((1, 2), (3,), (0,))),
+        ("transformer/stacked/up/w", (12, 768, 3072), STACKED_MATRIX),
+        ("transformer/stacked/down/w", (12, 3072, 768), STACKED_MATRIX),
+        ("experts/wi/w", (8, 768, 3072), Factoring((1,), (2,))),
+        ("experts/wo/w", (8, 3072, 768), Factoring((1,), (2,))),
+    ],
     "vision": [
         ("cls", (1, 1, 768), FULL),
         ("pos_embedding", (1, 197, 768), Factoring((0, 1), (2,))),
