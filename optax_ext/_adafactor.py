@@ -165,11 +165,12 @@ def scale_by_adafactor(
 
     def init(params: optax.Params) -> ScaleByAdafactorState:
         leaves = Leaves.of(params)
+        dims = factorings(rule, leaves)
         nus = [
-            init_moment(p, dims, at_least_float32(p.dtype))
-            for p, dims in zip(leaves.arrays, factorings(rule, leaves), strict=True)
+            init_moment(p, d, at_least_float32(p.dtype))
+            for p, d in zip(leaves.arrays, dims, strict=True)
         ]
-        return ScaleByAdafactorState(jnp.zeros([], jnp.int32), *split_moments(leaves, nus))
+        return ScaleByAdafactorState(jnp.zeros([], jnp.int32), *split_moments(leaves, dims, nus))
 
     def update(
         updates: optax.Updates, state: ScaleByAdafactorState, params: optax.Params | None = None
@@ -184,7 +185,7 @@ def scale_by_adafactor(
         nus = [nu for _, nu in results]
         return (
             leaves.unflatten([u for u, _ in results]),
-            ScaleByAdafactorState(count, *split_moments(leaves, nus)),
+            ScaleByAdafactorState(count, *split_moments(leaves, dims, nus)),
         )
 
     return optax.GradientTransformation(init, update)
@@ -364,7 +365,7 @@ def adafactor(
             _validate.non_negative(weight_decay_rate=weight_decay_rate)
         decayed = _validate.mask_function("weight_decay_mask", weight_decay_mask)
         decay = _times(weight_decay_rate, step_size) if weight_decay_times_lr else weight_decay_rate
-        stages.append(optax.add_decayed_weights(decay, decayed))
+        stages.append(_validate.decayed_weights(decay, decayed))
     stages.append(optax.scale(-1.0))
     return _validate.keep_dtype(optax.chain(*stages))
 

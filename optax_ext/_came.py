@@ -220,13 +220,14 @@ def scale_by_came(
     def init(params: optax.Params) -> ScaleByCameState:
         leaves = Leaves.of(params)
         nus, instabilities, mus = [], [], []
-        for p, dims in zip(leaves.arrays, factorings(rule, leaves), strict=True):
+        dims = factorings(rule, leaves)
+        for p, d in zip(leaves.arrays, dims, strict=True):
             dtype = at_least_float32(p.dtype)
             mus.append(jnp.zeros_like(p, dtype=mu_dtype or dtype))
-            nus.append(init_moment(p, dims, dtype))
+            nus.append(init_moment(p, d, dtype))
             # Buffers of its own: a donated train state must not contain an array twice.
-            instabilities.append(init_moment(p, dims, dtype)._replace(full=None))
-        return _pack(jnp.zeros([], jnp.int32), leaves, mus, nus, instabilities)
+            instabilities.append(init_moment(p, d, dtype)._replace(full=None))
+        return _pack(jnp.zeros([], jnp.int32), leaves, dims, mus, nus, instabilities)
 
     def update(
         updates: optax.Updates, state: ScaleByCameState, params: optax.Params | None = None
@@ -247,7 +248,7 @@ def scale_by_came(
                 _step, hyper, dims, leaves.arrays, mus, nus, instabilities, counts
             )
         out, *new = (list(column) for column in zip(*results, strict=True)) if results else [[]] * 4
-        return leaves.unflatten(out), _pack(count, leaves, *new)
+        return leaves.unflatten(out), _pack(count, leaves, dims, *new)
 
     return optax.GradientTransformation(init, update)
 
@@ -255,13 +256,14 @@ def scale_by_came(
 def _pack(
     count: jax.Array,
     leaves: Leaves,
+    dims: list[Factoring],
     mus: list[jax.Array],
     nus: list[Moment],
     instabilities: list[Moment],
 ) -> ScaleByCameState:
-    _, instability_row, instability_col = split_moments(leaves, instabilities)
+    _, *instability = split_moments(leaves, dims, instabilities)
     return ScaleByCameState(
-        count, leaves.unflatten(mus), *split_moments(leaves, nus), instability_row, instability_col
+        count, leaves.unflatten(mus), *split_moments(leaves, dims, nus), *instability
     )
 
 
@@ -333,7 +335,7 @@ def came(
       implementation: how passes over matrices run on GPUs.
 
     Returns:
-      A ``GradientTransformation`` whose ``update`` needs ``params``.
+      A ``GradientTransformation`` whose ``update`` needs ``params`` if weights decay.
 
     Raises:
       ValueError: as ``scale_by_came``; also if ``weight_decay`` is negative.
@@ -371,7 +373,7 @@ def came(
                 debias_instability=debias_instability,
                 implementation=implementation,
             ),
-            optax.add_decayed_weights(weight_decay, decayed),
+            _validate.decayed_weights(weight_decay, decayed),
             optax.scale_by_learning_rate(learning_rate),
         )
     )

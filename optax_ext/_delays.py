@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_ext import _validate
-from optax_ext._leaves import Leaves, slots
+from optax_ext._leaves import Leaves, unboxed
 
 Method = Literal["pipemare", "pipedream", "pipedream_2bw", "gpipe"]
 
@@ -163,6 +163,7 @@ def delays_of(name: str, delays: Any, leaves: Leaves) -> list[Any]:
         tree = leaves.unflatten(leaves.arrays)
         try:
             found = leaves.treedef.flatten_up_to(jax.tree.broadcast(delays, tree))
+            found = list(map(unboxed, found))
         except ValueError as error:
             raise ValueError(
                 f"{name} does not fit the parameters; it needs a number or an array for each of "
@@ -205,10 +206,10 @@ def state_slots(
             f"{who} reads the state of {maker}, of which this optimizer state contains none. Put "
             f"{maker} last in the chain."
         )
-    flat, treedef = jax.tree_util.tree_flatten_with_path(params)
-    merged: list[Any] = [None] * len(flat)
+    leaves = Leaves.of_any_dtype(params)
+    merged: list[Any] = [None] * len(leaves.paths)
     for one in states:
-        for i, slot in enumerate(slots(treedef, maker, field(one))):
+        for i, slot in enumerate(leaves.slots(maker, field(one))):
             if not isinstance(slot, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
                 if jax.tree.leaves(slot):
                     raise ValueError(
@@ -219,13 +220,13 @@ def state_slots(
             if merged[i] is not None:
                 raise ValueError(
                     f"{who} reads one state of {maker} for each parameter, found several for "
-                    f"{jax.tree_util.keystr(flat[i][0])}. Pass the part that contains one."
+                    f"{leaves.paths[i]!r}. Pass the part that contains one."
                 )
-            if slot.shape != flat[i][1].shape:
+            shape = leaves.arrays[i].shape
+            if slot.shape != shape:
                 raise ValueError(
-                    f"parameter {jax.tree_util.keystr(flat[i][0])} of shape "
-                    f"{tuple(flat[i][1].shape)} does not match the state of {maker}, where it has "
-                    f"shape {tuple(slot.shape)}."
+                    f"parameter {leaves.paths[i]!r} of shape {tuple(shape)} does not match the "
+                    f"state of {maker}, where it has shape {tuple(slot.shape)}."
                 )
             merged[i] = slot
     return merged

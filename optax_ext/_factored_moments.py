@@ -135,12 +135,23 @@ def rms(x: jax.Array, dims: Factoring) -> jax.Array:
 # --- Trees ----------------------------------------------------------------------------------------
 
 
-def split_moments(leaves: Leaves, moments: Sequence[Moment]) -> tuple[Any, Any, Any]:
+def split_moments(
+    leaves: Leaves, dims: Sequence[Factoring], moments: Sequence[Moment]
+) -> tuple[Any, Any, Any]:
     """Returns trees of the full, row and col moments; None where a leaf has no such slot."""
-    full, row, col = (
-        leaves.unflatten([getattr(moment, field) for moment in moments]) for field in Moment._fields
+
+    def without(side: str) -> list[Dims]:
+        return [
+            tuple(i for i in range(x.ndim) if i not in getattr(d, side))
+            for x, d in zip(leaves.arrays, dims, strict=True)
+        ]
+
+    fulls, rows, cols = ([getattr(m, field) for m in moments] for field in Moment._fields)
+    return (
+        leaves.unflatten(fulls),
+        leaves.unflatten(rows, without("cols")),
+        leaves.unflatten(cols, without("rows")),
     )
-    return full, row, col
 
 
 def join_moments(leaves: Leaves, dims: Sequence[Factoring], **fields: Any) -> list[Moment]:

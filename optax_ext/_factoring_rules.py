@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from optax_ext import _validate
+from optax_ext._leaves import Dims as Dims
 from optax_ext._leaves import Leaves
-
-Dims = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)

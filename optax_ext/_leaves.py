@@ -1,6 +1,8 @@
 """Leaves of parameter trees: their paths, their slots in the state, the dtype of their averages."""
 
 import dataclasses
+import itertools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,16 +12,48 @@ import optax
 
 from optax_ext import _validate
 
+Dims = tuple[int, ...]
+
 
 def path_name(path: Any) -> str:
     """Returns the keys of a path, joined by ``/``."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def parameter_name(path: Any) -> str:
-    """Returns ``path_name`` without the ``.value`` of a Flax box around the parameter."""
-    boxed = len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value")
-    return path_name(path[:-1] if boxed else path)
+# --- Flax's boxes: an array and the names of its dims ---------------------------------------------
+
+
+def is_box(x: Any) -> bool:
+    """Whether this is ``nn.Partitioned``, another box of linen, or an nnx Variable."""
+    nnx = sys.modules.get("flax.nnx")
+    return hasattr(type(x), "replace_boxed") or (nnx is not None and isinstance(x, nnx.Variable))
+
+
+def unboxed(x: Any) -> Any:
+    """Returns the content of a box, or ``x`` itself."""
+    return jax.tree.leaves(x, is_leaf=lambda y: y is not x)[0] if is_box(x) else x
+
+
+def boxed(like: Any, value: Any, dims: Dims | None = None) -> Any:
+    """Returns ``value`` in a box like that of ``like``, if any: ``dims`` of its dims; not None."""
+    if value is None or not is_box(like):
+        return value
+    if dims is None:
+        one = jax.tree.structure(like, is_leaf=lambda y: y is not like)
+        return jax.tree.unflatten(one, [value])
+
+    def names(spec: Any) -> Any:
+        spec = getattr(spec, "spec", spec)  # of a NamedSharding
+        return tuple(spec[d] if d < len(spec) else None for d in dims)
+
+    if hasattr(type(like), "replace_boxed"):  # of linen
+        return like.replace(value=value, names=names(like.names))
+    metadata = like.get_metadata()
+    keys = metadata.keys() & {"out_sharding", "optimizer_sharding"}
+    return like.replace(value, **{k: metadata[k] and names(metadata[k]) for k in keys})
+
+
+# --- Leaves ---------------------------------------------------------------------------------------
 
 
 def at_least_float32(dtype: Any) -> Any:
@@ -30,7 +64,7 @@ def at_least_float32(dtype: Any) -> Any:
 def check_arrays(params: Any) -> None:
     """Raises unless all parameters are arrays."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        _validate.array(parameter_name(path), leaf)
+        _validate.array(path_name(path), leaf)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,30 +74,46 @@ class Leaves:
     Attributes:
       paths: the name of each leaf.
       arrays: the leaves.
-      treedef: the structure of the tree.
+      boxes: the leaves with their boxes.
+      treedef: the structure of the tree, whose leaves may be boxes.
     """
 
     paths: list[str]
     arrays: list[Any]
+    boxes: list[Any]
     treedef: Any
+
+    @classmethod
+    def of_any_dtype(cls, tree: Any) -> "Leaves":
+        """Flattens a tree; an array and its box are one leaf."""
+        flat, treedef = jax.tree_util.tree_flatten_with_path(
+            tree, is_leaf=lambda x: is_box(x) and hasattr(unboxed(x), "dtype")
+        )
+        boxes = [leaf for _, leaf in flat]
+        return cls([path_name(p) for p, _ in flat], list(map(unboxed, boxes)), boxes, treedef)
 
     @classmethod
     def of(cls, tree: Any) -> "Leaves":
         """Flattens a tree; raises unless all leaves are real and floating."""
-        flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
-        paths = [parameter_name(path) for path, _ in flat]
-        arrays = [leaf for _, leaf in flat]
-        for path, leaf in zip(paths, arrays, strict=True):
+        leaves = cls.of_any_dtype(tree)
+        for path, leaf in zip(leaves.paths, leaves.arrays, strict=True):
             _validate.floating(path, leaf)
-        return cls(paths, arrays, treedef)
+        return leaves
 
-    def unflatten(self, values: Sequence[Any]) -> Any:
-        """Returns a tree of one value per leaf."""
-        return self.treedef.unflatten(values)
+    def unflatten(self, values: Sequence[Any], dims: Sequence[Dims] | None = None) -> Any:
+        """Returns a tree of one value per leaf: of the leaf's shape, or of these ``dims`` of it."""
+        kept = itertools.repeat(None) if dims is None else dims
+        return self.treedef.unflatten(list(map(boxed, self.boxes, values, kept)))
 
     def slots(self, field: str, tree: Any) -> list[Any]:
         """Returns each leaf's slot in a field of the state; None for leaves without one."""
-        return slots(self.treedef, field, tree)
+        try:
+            return list(map(unboxed, self.treedef.flatten_up_to(tree)))
+        except ValueError as error:
+            raise ValueError(
+                f"the gradients' tree does not match the state's field {field!r}: "
+                f"{_difference(self.treedef, tree) or error}"
+            ) from None
 
     def arrays_in(self, field: str, tree: Any) -> list[Any]:
         """Returns each leaf's array in a field of the state; raises unless the shapes agree."""
@@ -90,22 +140,11 @@ def check_dtype(path: str, field: str, array: Any, dtype: Any = None) -> None:
         )
 
 
-def slots(treedef: Any, field: str, tree: Any) -> list[Any]:
-    """Returns what a field of the state has for each leaf of a structure."""
-    try:
-        return treedef.flatten_up_to(tree)
-    except ValueError as error:
-        raise ValueError(
-            f"the gradients' tree does not match the state's field {field!r}: "
-            f"{_difference(treedef, tree) or error}"
-        ) from None
-
-
 def _difference(treedef: Any, tree: Any) -> str:
     """The first leaf that the gradients or the state lack, in words; empty if there is none."""
 
     def by_path(tree: Any) -> dict[str, Any]:
-        empty = lambda x: x is None or isinstance(x, optax.MaskedNode)  # noqa: E731
+        empty = lambda x: x is None or is_box(x) or isinstance(x, optax.MaskedNode)  # noqa: E731
         flat = jax.tree_util.tree_leaves_with_path(tree, is_leaf=empty)
         return {path_name(path): leaf for path, leaf in flat}
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _validate
-from optax_ext._leaves import check_dtype, check_shape, path_name, slots
+from optax_ext._leaves import Leaves, check_dtype, check_shape
 
 
 class MasterWeightsState(NamedTuple):
@@ -109,17 +109,18 @@ def master_weights(
     wide = _master_dtype(dtype)
 
     def init(params: optax.Params) -> MasterWeightsState:
-        flat, treedef = _flatten(params)
-        has_master = [_has_master(path, p, wide) for path, p in flat]
+        leaves = Leaves.of_any_dtype(params)
+        arrays = leaves.arrays
+        has_master = [_has_master(*each, wide) for each in zip(leaves.paths, arrays, strict=True)]
 
         def masters(others: list[Any]) -> Any:
-            pairs = zip(flat, has_master, others, strict=True)
-            return treedef.unflatten([jnp.asarray(p, wide) if m else o for (_, p), m, o in pairs])
+            found = zip(arrays, has_master, others, strict=True)
+            return leaves.unflatten([jnp.asarray(p, wide) if m else o for p, m, o in found])
 
         # Separate buffers for inner, whose state may contain them: a donated state must not contain
         # an array twice.
-        inner_state = inner.init(masters([p for _, p in flat]))
-        return MasterWeightsState(masters([None] * len(flat)), inner_state)
+        inner_state = inner.init(masters(arrays))
+        return MasterWeightsState(masters([None] * len(arrays)), inner_state)
 
     def update(
         updates: optax.Updates,
@@ -129,35 +130,30 @@ def master_weights(
     ) -> tuple[optax.Updates, MasterWeightsState]:
         if params is None:
             raise ValueError("master_weights needs params in update.")
-        flat, treedef = _flatten(updates)
-        masters = slots(treedef, "master", state.master)
-        arrays = slots(treedef, "params", params)
-        _check(flat, masters, arrays, wide)
+        leaves = Leaves.of_any_dtype(updates)
+        masters = leaves.slots("master", state.master)
+        arrays = leaves.slots("params", params)
+        _check(leaves, masters, arrays, wide)
         pairs = list(zip(masters, arrays, strict=True))
         grads = [
             g if m is None else jnp.asarray(g, wide)
-            for (_, g), m in zip(flat, masters, strict=True)
+            for g, m in zip(leaves.arrays, masters, strict=True)
         ]
         out, inner_state = inner.update(
-            treedef.unflatten(grads),
+            leaves.unflatten(grads),
             state.inner_state,
-            treedef.unflatten([p if m is None else m for m, p in pairs]),
+            leaves.unflatten([p if m is None else m for m, p in pairs]),
             **extra_args,
         )
         with jax.named_scope("master_weights"):
             moved = [
                 (u, None) if m is None else _move(p, m, u)
-                for (m, p), u in zip(pairs, treedef.flatten_up_to(out), strict=True)
+                for (m, p), u in zip(pairs, leaves.slots("updates", out), strict=True)
             ]
-        masters = treedef.unflatten([m for _, m in moved])
-        return treedef.unflatten([u for u, _ in moved]), MasterWeightsState(masters, inner_state)
+        masters = leaves.unflatten([m for _, m in moved])
+        return leaves.unflatten([u for u, _ in moved]), MasterWeightsState(masters, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _flatten(tree: Any) -> tuple[list[tuple[Any, Any]], Any]:
-    """(path, leaf) for every leaf, and the tree's structure."""
-    return jax.tree_util.tree_flatten_with_path(tree)
 
 
 def _master_dtype(value: Any) -> Any:
@@ -167,11 +163,11 @@ def _master_dtype(value: Any) -> Any:
     return dtype
 
 
-def _has_master(path: Any, p: Any, dtype: Any) -> bool:
+def _has_master(path: str, p: Any, dtype: Any) -> bool:
     """Whether a parameter is floating and narrower than ``dtype``."""
     if not jnp.issubdtype(getattr(p, "dtype", dtype), jnp.floating):
         return False
-    _validate.floating(path_name(path), p)
+    _validate.floating(path, p)
     if p.dtype.itemsize >= dtype.itemsize:
         return False
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
@@ -179,16 +175,16 @@ def _has_master(path: Any, p: Any, dtype: Any) -> bool:
     return True
 
 
-def _check(flat: list[Any], masters: list[Any], params: list[Any], dtype: Any) -> None:
+def _check(leaves: Leaves, masters: list[Any], params: list[Any], dtype: Any) -> None:
     """Raises unless the gradients and the parameters fit the masters."""
-    for (path, g), m, p in zip(flat, masters, params, strict=True):
+    for path, g, m, p in zip(leaves.paths, leaves.arrays, masters, params, strict=True):
         if (m is not None) != _has_master(path, p, dtype):
             raise ValueError(
-                f"parameter {path_name(path)!r} has dtype {p.dtype} and "
+                f"parameter {path!r} has dtype {p.dtype} and "
                 f"{'no' if m is None else 'a'} master in the state, which was made for parameters "
                 "of another dtype; make a new state with init, and apply updates with "
                 "optax.apply_updates, which keeps dtypes."
             )
         if m is not None:
-            check_shape(path_name(path), g, "master", m)
-            check_dtype(path_name(path), "master", m, dtype)
+            check_shape(path, g, "master", m)
+            check_dtype(path, "master", m, dtype)

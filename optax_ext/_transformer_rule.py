@@ -18,20 +18,23 @@ from optax_ext._text_table import aligned
 # or numbered modules, whose layers are separate arrays ("layers/0", "layers_0").
 STACKED = r"(^|/)(layers|blocks|\w*[sS]can\w*)/(?!\d+(/|$))"
 
-_ROWS, _COLS = Factoring((-3,), (-2, -1)), Factoring((-3, -2), (-1,))
-# For the arrays of one layer: a pattern of the path, the minimum rank, and the factoring.
-_ATTENTION: tuple[tuple[str, int, Factoring], ...] = (
+_EXPERTS = r"\w*([mM]o[eE]|[eE]xpert)\w*/"
+# What shapes do not tell, for the arrays of one layer: a pattern of the path, the minimum rank, and
+# the factoring.
+_BY_NAME: tuple[tuple[str, int, Factoring], ...] = (
     # (embed, heads, head_dim)
-    (r"(query|key|value|[qkv]_proj)/kernel$", 3, _ROWS),
-    # (heads, head_dim, embed)
-    (r"(out|o_proj|out_proj)/kernel$", 3, _COLS),
-    (r"attn_vec_einsum/(kernel|w)$", 3, _COLS),
+    (r"(query|key|value)/kernel$", 3, Factoring((-3,), (-2, -1))),
     # (embed, 3, heads, head_dim): three matrices
     (r"(qkv|kv|qkv_proj|kv_proj)/kernel$", 4, Factoring((-4,), (-2, -1), (-3,))),
     # (3, heads, embed, head_dim)
     (r"(qkv|kv)_einsum/(kernel|w)$", 4, Factoring((-2,), (-3, -1), (-4,))),
-    # (heads, embed, head_dim)
+    # (heads, embed, head_dim), and (heads, head_dim, embed)
     (r"q_einsum/(kernel|w)$", 3, Factoring((-2,), (-3, -1))),
+    (r"attn_vec_einsum/(kernel|w)$", 3, Factoring((-3, -2), (-1,))),
+    # (2, embed, hidden)
+    (r"gating_einsum(/(kernel|w))?$", 3, Factoring((-2,), (-1,))),
+    # (experts, embed, hidden)
+    (rf"{_EXPERTS}(\w+/)?\w+$", 3, Factoring((-2,), (-1,))),
 )
 # Names of a parameter, or of a module around it, that is not of a hidden layer: embeddings (embed,
 # shared_embedding, embed_tokens, Embed_0, pos_embedding, unembed), positions and output heads.
@@ -49,20 +52,23 @@ _MATRIX = r"(^|/)(kernel|embedding)$"
 class flax_transformer:
     """The rule for Flax transformers: embeddings, heads, attention, stacked and unstacked layers.
 
-    The first of these that applies to a parameter's path and rank:
+    The first of these that applies to a parameter:
 
-    - ``bias``, ``scale`` and the parameters of norms are vectors and are not factored.
-    - Attention kernels (``query``, ``key``, ``value``, ``out``) are one matrix, with heads and
-      head_dim together on one side; fused ones (``qkv``, ``qkv_einsum``, ``kv_einsum``) are one
-      matrix for each of query, key and value.
-    - The last two dims of other arrays are rows and columns; dims before them stack matrices that
-      share a clip, as in ``last_two_dims``.
+    - ``bias``, ``scale``, the parameters of norms, attention biases (heads, head_dim) and arrays
+      with one dim above 1, such as class tokens (1, 1, n), are vectors and are not factored.
+    - Fused attention (``qkv``, ``qkv_einsum``, ``kv_einsum``) is one matrix for each of query, key
+      and value. Experts, known by the name or by a router (embed, experts), and ``gating_einsum``
+      stack matrices that share a clip, as in ``last_two_dims``.
+    - Others are one matrix: leading dims are rows and trailing ones columns, where the state is
+      smallest. Heads and head_dim of any attention are on one side; a convolution is
+      (height, width, in) x out.
 
     Stacked layers (``nn.scan``) have one more dim, along which every layer has its own statistics,
     clip and scale: a (layers, n) bias is one vector per layer, never a matrix. By default a module
-    of the name ``layers``, ``blocks`` or of a scan is a stack if all arrays in it have an extra dim
-    of one size. Optimizers and ``describe_factoring`` look at all of them; ``resolve`` sees one,
-    and needs ``stacked``. So do trees that leave it open, such as attention kernels alone.
+    is a stack if all its arrays have an extra dim of one size: it has (layers, n) vectors beside
+    (layers, n, m) matrices, or has the name ``layers``, ``blocks`` or that of a scan. Optimizers
+    and ``describe_factoring`` look at all arrays; ``resolve`` sees one, and needs ``stacked``. So
+    do trees in a module of such a name that leave it open, such as attention kernels alone.
 
     Attributes:
       stacked: a pattern of the paths of stacked layers; None if there are none. Kernels and
@@ -86,6 +92,9 @@ class flax_transformer:
 
     stacked: str | None = STACKED
     stack_dim: int = 0
+    # Of the tree: paths of vectors in several dims, and of stacked matrices.
+    _vectors: frozenset[str] = dataclasses.field(default=frozenset(), repr=False)
+    _apart: frozenset[str] = dataclasses.field(default=frozenset(), repr=False)
 
     def __post_init__(self) -> None:
         """Raises unless the fields make sense."""
@@ -95,49 +104,99 @@ class flax_transformer:
 
     def resolve(self, path: str, shape: Dims) -> Factoring | None:
         """Returns the factoring of one parameter."""
-        ndim = len(shape)
-        stacked = bool(self.stacked and re.search(self.stacked, path))
-        if stacked and self.stacked == STACKED:
+        if self.stacked == STACKED and re.search(STACKED, path):
             raise ValueError(
                 f"flax_transformer: whether {path!r} of shape {shape} is of stacked layers depends "
                 "on the other parameters. Write flax_transformer(stacked=r'^layers/'), with your "
                 "pattern, or stacked=None; for_tree chooses by the paths and shapes of all."
             )
-        stacked = stacked and self.stack_dim < ndim and ndim > max(_ranks(path)[0], 1)
-        free = [d for d in range(ndim) if not (stacked and d == self.stack_dim)]
-        found = _of_one_layer(path, len(free))
+        free = self._free(path, shape)
+        found = self._of_one_layer(path, tuple(shape[d] for d in free))
         rows, cols, batch = (
             tuple(sorted(free[d] for d in dims)) for dims in (found.rows, found.cols, found.batch)
         )
-        return Factoring(rows, cols, (*batch, self.stack_dim) if stacked else batch).resolve(
-            path, shape
-        )
+        of_layers = () if len(free) == len(shape) else (self.stack_dim,)
+        return Factoring(rows, cols, batch + of_layers).resolve(path, shape)
+
+    def _free(self, path: str, shape: Dims) -> list[int]:
+        """The dims of one layer."""
+        stacked = bool(self.stacked and re.search(self.stacked, path))
+        stacked = stacked and self.stack_dim < len(shape) > max(_least_rank(path), 1)
+        return [d for d in range(len(shape)) if not (stacked and d == self.stack_dim)]
+
+    def _of_one_layer(self, path: str, sizes: Dims) -> Factoring:
+        """Returns the factoring of an unstacked parameter."""
+        if sum(n > 1 for n in sizes) < 2 or re.search(_VECTOR, path) or path in self._vectors:
+            return Factoring()
+        if path in self._apart:
+            return Factoring((-2,), (-1,))
+        for pattern, rank, factoring in _BY_NAME:
+            if len(sizes) >= rank and re.search(rf"(^|/)({pattern})", path):
+                return factoring
+        dims = tuple(range(len(sizes)))
+        return Factoring(dims[: _split(sizes)], dims[_split(sizes) :])
 
     def for_tree(self, parameters: Sequence[tuple[str, Dims]]) -> "flax_transformer":
         """Returns the rule for a tree of parameters with these paths and shapes."""
-        if self.stacked != STACKED:
-            return self
-        groups: dict[str, list[tuple[str, Dims]]] = {}
+        rule = self if self.stacked != STACKED else self._with_stacks(parameters)
+        modules: dict[str, list[tuple[str, Dims]]] = {}
+        matrices: dict[Dims, list[str]] = {}
         for path, shape in parameters:
-            for match in re.finditer(f"(?=({STACKED}))", path):
-                groups.setdefault(path[: match.end(1)], []).append((path, shape))
+            sizes = tuple(shape[d] for d in rule._free(path, shape))
+            modules.setdefault(path.rpartition("/")[0], []).append((path, sizes))
+            if len(sizes) == 2:
+                matrices.setdefault(sizes, []).append(path)
+        vectors, apart = set[str](), set[str]()
+        for arrays in modules.values():
+            # The bias (heads, head_dim) of a kernel (embed, heads, head_dim) has one of its sides.
+            kernels = [(s, _split(s)) for _, s in arrays if len(s) > 2]
+            sides = {side for s, rows in kernels for side in (s[:rows], s[rows:])}
+            vectors.update(path for path, sizes in arrays if len(sizes) > 1 and sizes in sides)
+            for path, sizes in arrays:
+                if len(sizes) == 3 and sizes[0] < min(sizes[1:]):  # (experts, embed, hidden)
+                    parts = path.split("/")
+                    module = "/".join(parts[:-3] or parts[:1]) + "/"
+                    routers = (p for n in sizes[1:] for p in matrices.get((n, sizes[0]), ()))
+                    if any(p.startswith(module) for p in routers):
+                        apart.add(path)
+        return dataclasses.replace(rule, _vectors=frozenset(vectors), _apart=frozenset(apart))
+
+    def _with_stacks(self, parameters: Sequence[tuple[str, Dims]]) -> "flax_transformer":
+        """Returns the rule whose pattern is of the stacks that the shapes of a tree tell."""
+        groups: dict[tuple[str, bool], list[tuple[str, Dims]]] = {}
+        for path, shape in parameters:
+            modules = [("", False), *((path[: m.end()], False) for m in re.finditer("/", path))]
+            modules += [(path[: m.end(1)], True) for m in re.finditer(f"(?=({STACKED}))", path)]
+            for module in modules:
+                groups.setdefault(module, []).append((path, shape))
         found: list[str] = []
-        for prefix in sorted(groups, key=len):
-            if not prefix.startswith(tuple(found)) and self._is_stack(prefix, groups[prefix]):
+        for prefix, named in sorted(groups, key=lambda group: (len(group[0]), not group[1])):
+            arrays = groups[prefix, named]
+            if not prefix.startswith(tuple(found)) and self._is_stack(prefix, arrays, named):
                 found.append(prefix)
         pattern = "|".join(map(re.escape, found))
         return dataclasses.replace(self, stacked=f"^({pattern})" if found else None)
 
-    def _is_stack(self, prefix: str, arrays: Sequence[tuple[str, Dims]]) -> bool:
+    def _is_stack(self, prefix: str, arrays: Sequence[tuple[str, Dims]], named: bool) -> bool:
         """Whether the arrays under a prefix have an extra dim of one size; raises if it is open."""
         dim = self.stack_dim
         sizes = {shape[dim : dim + 1] for _, shape in arrays}
-        ranks = [(len(shape), *_ranks(path)) for path, shape in arrays]
-        if len(sizes) > 1 or () in sizes or any(ndim <= least for ndim, least, _ in ranks):
+        if len(sizes) > 1 or () in sizes or any(len(s) <= _least_rank(p) for p, s in arrays):
             return False
-        if any(ndim > most for ndim, _, most in ranks):
+        if not named and (sizes == {(1,)} or len({p.rpartition("/")[0] for p, _ in arrays}) < 2):
+            return False  # no layers, or one array and its bias
+        # (embed, heads, head_dim) and (height, width, in, out) may be of one layer.
+        layers_first = [(shape[dim], *shape[:dim], *shape[dim + 1 :]) for _, shape in arrays]
+        large = [s for s in layers_first if len(s) > 2 and _split(s) > 1 and s[0] != s[1]]
+        widths = {n for shape in large for n in (shape[1], shape[-1])}
+        alone = len(large) > 1 and all(len(s) > 2 for s in layers_first)  # as under optax.partition
+        if (
+            any(len(s) > 1 and _is_vector(p) and not p.endswith("bias") for p, s in arrays)
+            or any(len(s) == 2 and s[0] < s[1] in widths for s in layers_first)
+            or (large if named else alone and not re.search(_EXPERTS, prefix))
+        ):
             return True
-        if any(ndim == 1 for ndim, *_ in ranks):  # a vector of one layer
+        if not named or any(len(shape) == 1 for _, shape in arrays):  # a vector of one layer
             return False
         path, shape = arrays[0]
         raise ValueError(
@@ -147,24 +206,28 @@ class flax_transformer:
         )
 
 
-def _ranks(path: str) -> tuple[int, int]:
-    """The fewest and the most dims that a parameter of this name has in one layer."""
-    if re.search(_VECTOR, path):
-        return 1, 2 if path.endswith("bias") else 1  # (heads, head_dim)
-    for pattern, rank, _ in _ATTENTION:
-        if re.search(rf"(^|/){pattern}", path):
-            return rank if "einsum" in pattern else 2, rank
-    return 2 if re.search(_MATRIX, path) else 0, 2
+def _is_vector(path: str) -> bool:
+    return bool(re.search(_VECTOR, path))
 
 
-def _of_one_layer(path: str, ndim: int) -> Factoring:
-    """Returns the factoring of an unstacked parameter; dims count from the end."""
-    if ndim < 2 or re.search(_VECTOR, path):
-        return Factoring()
-    for pattern, rank, factoring in _ATTENTION:
-        if ndim >= rank and re.search(rf"(^|/){pattern}", path):
-            return factoring
-    return Factoring((-2,), (-1,))
+def _split(sizes: Dims) -> int:
+    """How many leading dims are the rows: for the fewest statistics, or one dim on a side."""
+    last = len(sizes) - 1
+
+    def cost(rows: int) -> tuple[int, bool]:
+        return math.prod(sizes[:rows]) + math.prod(sizes[rows:]), 1 < rows < last
+
+    return min(range(last, 0, -1), key=cost)
+
+
+def _least_rank(path: str) -> int:
+    """The fewest dims that a parameter of this name has in one layer."""
+    if _is_vector(path):
+        return 1
+    for pattern, rank, _ in _BY_NAME:
+        if "einsum" in pattern and re.search(rf"(^|/)({pattern})", path):
+            return rank
+    return 2 if re.search(_MATRIX, path) else 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +280,19 @@ def _words(row: FactoringRow) -> str:
     words = "full" if not factoring.factored else f"{sizes(factoring.rows)} x "
     words += sizes(factoring.cols)
     words += f", {sizes(factoring.batch)} apart" if factoring.batch else ""
-    return words + (f", {sizes(stacked)} stacked" if factoring.factored and stacked else "")
+    words += f", {sizes(stacked)} stacked" if factoring.factored and stacked else ""
+    free = tuple(d for d in range(len(row.shape)) if d not in factoring.batch)
+    if factoring.factored:
+        split = _split(tuple(row.shape[d] for d in free))
+        best = Factoring(free[:split], free[split:], factoring.batch)
+        times = _num_statistics(row.shape, factoring) / _num_statistics(row.shape, best)
+        words += f"; {times:.0f} times {sizes(best.rows)} x {sizes(best.cols)}" * (times > 4)
+    return words
+
+
+def _num_statistics(shape: Dims, factoring: Factoring) -> int:
+    sides = (factoring.cols, factoring.rows) if factoring.factored else ((),)
+    return sum(math.prod(n for d, n in enumerate(shape) if d not in left) for left in sides)
 
 
 def describe_factoring(rule: FactoringRule | None, params: optax.Params) -> FactoringTable:
@@ -229,7 +304,8 @@ def describe_factoring(rule: FactoringRule | None, params: optax.Params) -> Fact
 
     Returns:
       A table to print. Its bytes are those of one second moment: the state of Adafactor without
-      momentum. CAME has the same again for the instability of factored parameters.
+      momentum. CAME has the same again for the instability of factored parameters. A parameter with
+      more than 4 times the state of one matrix, rows x columns of its dims in order, is marked.
 
     Raises:
       ValueError: if ``rule`` is not a rule, or does not fit a parameter's shape.
@@ -246,10 +322,8 @@ def describe_factoring(rule: FactoringRule | None, params: optax.Params) -> Fact
 
     def row(path: str, leaf: Any, factoring: Factoring) -> FactoringRow:
         shape = tuple(leaf.shape)
-        sides = (factoring.cols, factoring.rows) if factoring.factored else ((),)
-        count = sum(math.prod(n for d, n in enumerate(shape) if d not in left) for left in sides)
         size = at_least_float32(leaf.dtype).itemsize
-        return FactoringRow(path, shape, factoring, count * size)
+        return FactoringRow(path, shape, factoring, _num_statistics(shape, factoring) * size)
 
     leaves = Leaves.of(params)
     dims = factorings(check_rule("rule", rule), leaves)
@@ -264,7 +338,7 @@ def decay_mask(params: optax.Params, rule: FactoringRule = flax_transformer()) -
 
     Args:
       params: the parameters, or abstract arrays in their place.
-      rule: the rule; matrices are the parameters that it factors.
+      rule: the rule; matrices are the parameters that it factors, and kernels (n, 1).
 
     Returns:
       A tree of bools like ``params``, for ``mask`` of ``optax.adamw`` or ``weight_decay_mask`` of
@@ -283,7 +357,14 @@ def decay_mask(params: optax.Params, rule: FactoringRule = flax_transformer()) -
             "static_args=('weight_decay_mask',)."
         )
     leaves = Leaves.of(params)
-    return leaves.unflatten([d.factored for d in factorings(check_rule("rule", rule), leaves)])
+    dims = factorings(check_rule("rule", rule), leaves)
+    return leaves.unflatten(list(map(_is_matrix, leaves.paths, leaves.arrays, dims)))
+
+
+def _is_matrix(path: str, leaf: Any, dims: Factoring) -> bool:
+    free = [n for d, n in enumerate(leaf.shape) if d not in dims.batch]
+    thin = len(free) == 2 and 1 in free and re.search(_MATRIX, path)  # the kernel of a value head
+    return dims.factored or bool(thin)
 
 
 def hidden_matrices(

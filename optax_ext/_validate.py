@@ -165,6 +165,14 @@ def mask_function(name: str, value: Any) -> Callable[[Any], Any] | None:
     return lambda tree: jax.tree.unflatten(jax.tree.structure(tree), mask(name, value, tree))
 
 
+def decayed_weights(rate: Any, mask: Any) -> optax.GradientTransformation:
+    """``optax.add_decayed_weights``, which at a rate of 0 needs no parameters; the same state."""
+    if isinstance(rate, float | int) and rate == 0:
+        nothing = optax.identity()
+        return nothing if mask is None else optax.masked(nothing, mask)
+    return optax.add_decayed_weights(rate, mask)
+
+
 def keep_dtype(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:

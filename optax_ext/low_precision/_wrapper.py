@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _matrix_passes, _validate, kernels
-from optax_ext._leaves import check_arrays, path_name
+from optax_ext._leaves import boxed, check_arrays, is_box, path_name, unboxed
 from optax_ext._text_table import aligned
 from optax_ext.execution_order import (
     ELEMENTWISE,
@@ -203,7 +203,7 @@ def low_precision_state(
                     leaf = encode(leaf, fmt[sign], sign is not False, first)
                 stored.append(leaf)
         key = make_key(seed) if rounding == "stochastic" else None
-        return LowPrecisionState(key, treedef.unflatten(stored))
+        return LowPrecisionState(key, _boxes_inside(treedef.unflatten(stored)))
 
     def update(
         updates: optax.Updates,
@@ -222,7 +222,22 @@ def low_precision_state(
     ) -> tuple[Any, LowPrecisionState]:
         """Returns the updates or, to ``apply`` them, the new parameters; and the state."""
         state = _whole(state, lambda: init(updates if params is None else params))
+        out, (key, new) = run_unboxed(
+            updates,
+            state._replace(inner_state=_boxes_outside(state.inner_state)),
+            params,
+            extra_args,
+            apply,
+        )
+        return out, LowPrecisionState(key, _boxes_inside(new))
 
+    def run_unboxed(
+        updates: optax.Updates,
+        state: LowPrecisionState,
+        params: optax.Params | None,
+        extra_args: Any,
+        apply: bool,
+    ) -> tuple[Any, LowPrecisionState]:
         def step(
             updates: optax.Updates, state: LowPrecisionState
         ) -> tuple[optax.Updates, LowPrecisionState]:
@@ -571,6 +586,31 @@ def _whole(state: LowPrecisionState, init: Callable[[], LowPrecisionState]) -> L
 
     like = jax.eval_shape(init).inner_state
     return state._replace(inner_state=jax.tree.map(make, like, state.inner_state, is_leaf=stop))
+
+
+def _boxes_inside(state: Any) -> Any:
+    """Moves the box around each ``Quantized`` to its arrays; vectors of scales name their dim."""
+
+    def inside(x: Any) -> Any:
+        q = unboxed(x)
+        if q is x or not isinstance(q, Quantized):
+            return x
+        dims = [(d,) if s.ndim < len(q.shape) else None for d, s in enumerate(q.scale)]
+        scale = tuple(boxed(x, s, d) for s, d in zip(q.scale, dims, strict=True))
+        return dataclasses.replace(q, codes=boxed(x, q.codes), scale=scale, rest=boxed(x, q.rest))
+
+    return jax.tree.map(inside, state, is_leaf=lambda x: is_box(x) or isinstance(x, Quantized))
+
+
+def _boxes_outside(state: Any) -> Any:
+    """The inverse of ``_boxes_inside``."""
+
+    def outside(q: Any) -> Any:
+        if not isinstance(q, Quantized) or not is_box(q.codes):
+            return q
+        return boxed(q.codes, jax.tree.map(unboxed, q, is_leaf=is_box))
+
+    return jax.tree.map(outside, state, is_leaf=lambda x: isinstance(x, Quantized))
 
 
 def _is_floating(leaf: Any) -> bool:

@@ -102,3 +102,26 @@ def test_schedules_and_weight_decay_mask():
             want = -lr(t) * (reference.step(grads[k][t]) + decay)
             np.testing.assert_allclose(updates[k][t], want, rtol=1e-11, atol=1e-14)
             before = after[k][t]
+
+
+@pytest.mark.parametrize("mask", [None, lambda p: {"w": True, "b": False}])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda decay, mask: optax_ext.came(0.1, weight_decay=decay, weight_decay_mask=mask),
+        lambda decay, mask: optax_ext.adafactor(
+            0.1, multiply_by_parameter_scale=False, weight_decay_rate=decay, weight_decay_mask=mask
+        ),
+    ],
+)
+def test_without_decay_no_parameters_are_needed(make, mask):
+    """The updates are the same as with them, and the state has the structure of one with decay."""
+    params = {"w": jnp.full((3, 4), 2.0), "b": jnp.ones(4)}
+    tx = make(0.0, mask)
+    state = tx.init(params)
+    assert jax.tree.structure(state) == jax.tree.structure(make(0.1, mask).init(params))
+    alone, _ = tx.update(jax.tree.map(jnp.sin, params), state)
+    given, _ = tx.update(jax.tree.map(jnp.sin, params), state, params)
+    jax.tree.map(np.testing.assert_array_equal, alone, given)
+    with pytest.raises(ValueError, match="current value of parameters"):
+        make(0.1, mask).update(params, state)

@@ -64,6 +64,44 @@ MODELS = {
         ("layers/attn/qkv_einsum/kernel", (18, 3, 16, 3072, 256),
          Factoring((3,), (2, 4), (0, 1))),
         ("layers/attn/q_einsum/w", (18, 8, 2048, 256), Factoring((2,), (1, 3), (0,))),
+        ("layers/mlp/gating_einsum", (18, 2, 3072, 24576), Factoring((2,), (3,), (0,))),
+    ],
+    # Known by shapes: heads are on one side; a stack has (layers, n) beside (layers, n, m).
+    "levanter, scanned": [
+        ("transformer/stacked/ln_1/weight", (12, 768), STACKED_FULL),
+        ("transformer/stacked/attn/c_attn/weight", (12, 768, 3, 12, 64),
+         Factoring((1,), (2, 3, 4), (0,))),
+        ("transformer/stacked/attn/c_attn/b", (12, 3, 12, 64), STACKED_FULL),
+        ("transformer/stacked/attn/c_proj/weight", (12, 12, 64, 768),
+         Factoring((1, 2), (3,), (0,))),
+        ("transformer/stacked/mlp/w", (12, 768, 3072), STACKED_MATRIX),
+        ("transformer/ln_f/weight", (768,), FULL),
+        ("other/stacked/conv/weight", (3, 64, 32, 3, 3), Factoring((1,), (2, 3, 4), (0,))),
+        ("other/stacked/conv/b", (3, 64, 1, 1), STACKED_FULL),
+        ("other/stacked/prelu/slope", (3,), FULL),
+        ("other/stacked/up/weight", (3, 64, 32), STACKED_MATRIX),
+        ("other/stacked/ln/weight", (3, 32), STACKED_FULL),
+    ],
+    "matrices of a stack alone": [
+        ("transformer/stacked/c_proj/weight", (12, 12, 64, 768), Factoring((1, 2), (3,), (0,))),
+        ("transformer/stacked/up/w", (12, 768, 3072), STACKED_MATRIX),
+        ("transformer/stacked/down/w", (12, 3072, 768), STACKED_MATRIX),
+        ("experts/wi/w", (8, 768, 3072), Factoring((1,), (2,))),
+        ("experts/wo/w", (8, 3072, 768), Factoring((1,), (2,))),
+    ],
+    "vision": [
+        ("cls", (1, 1, 768), FULL),
+        ("pos_embedding", (1, 197, 768), Factoring((0, 1), (2,))),
+        ("patch/kernel", (16, 16, 3, 768), Factoring((0, 1, 2), (3,))),
+        ("conv1d/kernel", (3, 80, 768), OUT),
+        ("depthwise/kernel", (7, 7, 1, 384), Factoring((0, 1, 2), (3,))),
+        ("keras/depthwise_kernel", (7, 7, 384, 1), Factoring((0, 1), (2, 3))),
+        ("block/attn/q/w", (768, 12, 64), QUERY),
+        ("block/attn/q/b", (12, 64), FULL),
+        ("block/attn/o/w", (12, 64, 768), OUT),
+        ("block/mlp/gate/w", (768, 8), MATRIX),  # of 8 experts
+        ("block/mlp/w1", (8, 768, 3072), Factoring((1,), (2,))),
+        ("block/mlp/w2", (8, 3072, 768), Factoring((1,), (2,))),
     ],
 }  # fmt: skip
 # MaxText stacks along the second dim.
@@ -135,6 +173,7 @@ def test_the_same_numbers_stacked_apart_and_in_a_module_called_blocks():
     shapes = {
         "attn": {"query": {"kernel": (12, 2, 6), "bias": (2, 6)}, "out": {"kernel": (2, 6, 12)}},
         "q_proj": {"kernel": (12, 12)},
+        "mlp": {"w": (12, 14), "g": (12,)},
         "norm": {"scale": (12,)},
     }
     shapes = jax.tree.map(np.zeros, shapes, is_leaf=lambda x: isinstance(x, tuple))
@@ -155,10 +194,10 @@ def test_the_same_numbers_stacked_apart_and_in_a_module_called_blocks():
     with jax.enable_x64(True):
         apart = run(lambda layers: {f"block_{i}": x for i, x in enumerate(layers)}, steps)
         inside = run(lambda layers: {"blocks": {f"b{i}": x for i, x in enumerate(layers)}}, steps)
-        stacked = run(lambda x: {"layers": jax.tree.map(lambda *a: np.stack(a), *x)}, steps)
+        stacked = run(lambda x: {"transformer": jax.tree.map(lambda *a: np.stack(a), *x)}, steps)
     apart = [apart[f"block_{i}"] for i in range(3)]
     jax.tree.map(np.testing.assert_array_equal, apart, [*inside["blocks"].values()])
-    unstacked = [jax.tree.map(lambda x, i=i: x[i], stacked["layers"]) for i in range(3)]
+    unstacked = [jax.tree.map(lambda x, i=i: x[i], stacked["transformer"]) for i in range(3)]
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-12), unstacked, apart)
 
 
@@ -192,6 +231,19 @@ def test_a_table_says_what_is_factored_how():
         ["layers/attn/query/kernel", "(2, 8, 4, 16)", "8 x 4*16, 2 apart", "576 bytes"],
         ["all", "840 bytes"],
     ]
+
+
+def test_the_table_marks_what_saves_less_than_it_could():
+    shapes = {"q": (2, 768, 12, 64), "w": (2, 768, 768)}
+    tree = {k: jax.ShapeDtypeStruct(n, jnp.float32) for k, n in shapes.items()}
+    lines = str(describe_factoring(optax_ext.last_two_dims(batch=(0,)), tree)).splitlines()
+    assert "12 x 64, 2 apart, 768 stacked; 38 times 768 x 12*64" in lines[0]
+    assert "times" not in lines[1]
+
+
+def test_the_kernel_of_a_value_head_decays_and_tokens_do_not():
+    tree = {"head": {"kernel": jnp.ones((8, 1)), "bias": jnp.ones(1)}, "mask": jnp.ones((1, 1, 8))}
+    assert decay_mask(tree) == {"head": {"kernel": True, "bias": False}, "mask": False}
 
 
 def test_the_older_rule_factors_embedding_and_head_beside_stacked_layers():

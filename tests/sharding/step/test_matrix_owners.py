@@ -39,7 +39,7 @@ PARAMS = {
     # Nothing divides: replicated, and the results of the owners are gathered.
     "layers/odd/kernel": ((9, 35, 37), ((0,), (1,), (2,)), None),
 }
-RULE = optax_ext.flax_transformer()
+RULE = optax_ext.flax_transformer(stacked="^layers/")  # of several lengths
 ALL = tuple(PARAMS)
 # For what compiles slowly: moved and not, with an owner and without, on its owner already.
 ATTENTION = ("layers/query/kernel", "layers/out/kernel", "qkv/kernel", "out/kernel")
