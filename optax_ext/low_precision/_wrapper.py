@@ -151,6 +151,7 @@ def low_precision_state(
       ICLR 2022, arXiv 2110.02861. Li, Chen, Zhu: Memory Efficient Optimizers with 4-bit States,
       NeurIPS 2023, arXiv 2309.01507.
     """
+    _validate.known(bits=bits, block_size=block_size, min_size=min_size)
     rules = _check_formats(formats or {})
     default: dict[bool | None, Format] = {
         signed: _default_format(bits, block_size, signed) for signed in (True, False)
