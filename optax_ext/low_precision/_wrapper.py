@@ -51,6 +51,10 @@ MIN_SIZE = 4096
 # Vectors must be this many times as large as other arrays: scales and biases are a small share of
 # the state, and ZeRO would shard them into less than a block.
 _VECTOR_FACTOR = 16
+_MIXED_DTYPES = (
+    "low_precision_state: within a step, moments are float32 and gradients are narrower. Put what "
+    "may skip an update around it, as in optax.apply_if_finite(low_precision_state(adamw), 5)."
+)
 
 
 class LowPrecisionState(NamedTuple):
@@ -221,7 +225,22 @@ def low_precision_state(
         apply: bool,
     ) -> tuple[Any, LowPrecisionState]:
         """Returns the updates or, to ``apply`` them, the new parameters; and the state."""
-        state = _whole(state, lambda: init(updates if params is None else params))
+        like = updates if params is None else params
+        state = _whole(state, lambda: init(like))
+
+        def inner_update(updates: optax.Updates, inner_state: Any) -> tuple[Any, Any]:
+            """Updates in the dtypes of ``inner`` without decoded moments, which are wider."""
+            if all(not _is_floating(u) or u.dtype.itemsize > 2 for u in jax.tree.leaves(updates)):
+                return inner.update(updates, inner_state, params, **extra_args)
+            try:
+                out, new = inner.update(updates, inner_state, params, **extra_args)
+            except TypeError as error:
+                error.add_note(_MIXED_DTYPES)
+                raise
+            types = jax.eval_shape(
+                lambda u: inner.update(u, inner.init(like), params, **extra_args)[0], updates
+            )
+            return jax.tree.map(lambda x, like: x.astype(like.dtype), out, types), new
 
         def step(
             updates: optax.Updates, state: LowPrecisionState
@@ -229,7 +248,7 @@ def low_precision_state(
             old, treedef = _flatten(state.inner_state)
             with jax.named_scope("low_precision"):
                 read = [decode(leaf) if isinstance(leaf, Quantized) else leaf for _, leaf in old]
-            updates, new = inner.update(updates, treedef.unflatten(read), params, **extra_args)
+            updates, new = inner_update(updates, treedef.unflatten(read))
             key = None if state.key is None else next_key(state.key)
             with jax.named_scope("low_precision"):
                 stored = [
@@ -265,9 +284,6 @@ def low_precision_state(
         def with_kernels(
             updates: optax.Updates, state: LowPrecisionState
         ) -> tuple[Any, LowPrecisionState]:
-            def inner_update(updates: optax.Updates, inner_state: Any) -> Any:
-                return inner.update(updates, inner_state, params, **extra_args)
-
             tiles = _Tiles(inner_update, updates, state, rounding, params if apply else None, form)
             return scheduled(updates, state, functools.partial(_TileByTile, tiles=tiles))
 
