@@ -34,6 +34,7 @@ from optax_ext.low_precision._formats import (
     Quantized,
     decode,
     encode,
+    register_with_flax,
 )
 from optax_ext.low_precision._roles import find_signs
 from optax_ext.low_precision._rounding import (
@@ -186,6 +187,7 @@ def low_precision_state(
         return default if default[True].bits < 8 * leaf.dtype.itemsize else {}
 
     def init(params: optax.Params) -> LowPrecisionState:
+        register_with_flax()
         state = inner.init(params)
         flat, treedef = _flatten(state)
         _check_inner(flat, rules, params)
@@ -225,6 +227,7 @@ def low_precision_state(
         apply: bool,
     ) -> tuple[Any, LowPrecisionState]:
         """Returns the updates or, to ``apply`` them, the new parameters; and the state."""
+        register_with_flax()
         like = updates if params is None else params
         state = _whole(state, lambda: init(like))
 
@@ -333,6 +336,61 @@ def describe_state(state: optax.OptState) -> str:
             dtypes.add(str(leaf.dtype))
     lines.append(("others", "", ", ".join(sorted(dtypes)), f"{others:,} bytes"))
     return aligned(lines)
+
+
+def convert_state(state: optax.OptState, like: optax.OptState) -> optax.OptState:
+    """Returns a state in the formats of another one: a float32 checkpoint in 8 bits, or back.
+
+    Moments are rounded to nearest. Call it under ``jit`` to make no other copy of large states;
+    with ``Zero``: ``zero.init(lambda params, state: (params, convert_state(state,
+    tx.init(params))), *restored, tx=tx)``.
+
+    Args:
+      state: of a transformation, with ``low_precision_state`` around any part of it or not.
+      like: the ``init`` of the same transformation, with ``low_precision_state`` or not.
+
+    Returns:
+      The numbers of ``state``; the structure, formats and dtypes of ``like``.
+
+    Raises:
+      ValueError: if the states are of other transformations or parameters.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_ext
+      >>> params, plain = {"w": jnp.ones((256, 256))}, optax.adamw(1e-3)
+      >>> stored = optax_ext.low_precision_state(plain)
+      >>> _, state = plain.update(params, plain.init(params), params)
+      >>> state = optax_ext.convert_state(state, stored.init(params))
+      >>> updates, state = stored.update(params, state, params)
+      >>> state = optax_ext.convert_state(state, plain.init(params))
+      >>> updates, state = plain.update(params, state, params)
+      >>> int(state[0].count)
+      3
+    """
+
+    def convert(like: Any, x: Any) -> Any:
+        key = None
+        if isinstance(x, LowPrecisionState):
+            key, x = x
+        if isinstance(like, LowPrecisionState):
+            key = like.key if key is None or like.key is None else key
+            return LowPrecisionState(key, convert(like.inner_state, x))
+        if not isinstance(like, Quantized) and not jax.tree_util.all_leaves([like]):
+            return jax.tree.map(convert, like, x, is_leaf=lambda node: node is not like)
+        if x.shape != like.shape:
+            raise ValueError(
+                f"convert_state: an array of the state has shape {x.shape}, and {like.shape} in "
+                "the state that it is to be like. Both have to be of the same parameters."
+            )
+        if isinstance(x, Quantized):
+            if jax.tree.structure(x) == jax.tree.structure(like):
+                return x
+            x = decode(x)
+        if isinstance(like, Quantized):
+            return _encode_as((), like, jnp.asarray(x), None)
+        return x if x.dtype == like.dtype else jnp.asarray(x, like.dtype)
+
+    return convert(like, state)
 
 
 # --- Choosing -------------------------------------------------------------------------------------
