@@ -383,7 +383,8 @@ def convert_state(state: optax.OptState, like: optax.OptState) -> optax.OptState
                 "the state that it is to be like. Both have to be of the same parameters."
             )
         if isinstance(x, Quantized):
-            if jax.tree.structure(x) == jax.tree.structure(like):
+            formats: list[Any] = [jax.tree.structure(each) for each in (x, like)]
+            if formats[0] == formats[1]:
                 return x
             x = decode(x)
         if isinstance(like, Quantized):
