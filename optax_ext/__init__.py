@@ -63,6 +63,7 @@ from optax_ext.low_precision import adafactor8bit as adafactor8bit
 from optax_ext.low_precision import adamw8bit as adamw8bit
 from optax_ext.low_precision import apply_updates as apply_updates
 from optax_ext.low_precision import came8bit as came8bit
+from optax_ext.low_precision import convert_state as convert_state
 from optax_ext.low_precision import describe_state as describe_state
 from optax_ext.low_precision import lamb8bit as lamb8bit
 from optax_ext.low_precision import lion8bit as lion8bit

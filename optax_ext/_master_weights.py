@@ -77,7 +77,8 @@ def master_weights(
 
     Args:
       inner: the transformation; it receives masters instead of the parameters, and gradients in
-        ``dtype``.
+        ``dtype``. Wrappers of optax that may skip an update, such as ``apply_if_finite``, go here:
+        around ``master_weights`` their branches would differ in dtype.
       dtype: dtype of the masters: float32, or float64 where ``jax_enable_x64`` is set.
 
     Returns:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import optax
 
 from optax_ext import _validate
@@ -350,12 +349,7 @@ def decay_mask(params: optax.Params, rule: FactoringRule = flax_transformer()) -
       >>> optax_ext.decay_mask({"query": query})
       {'query': {'bias': False, 'kernel': True}}
     """
-    if jnp.issubdtype(getattr(params, "dtype", jnp.float32), jnp.integer):
-        raise ValueError(
-            "decay_mask was called with a step count: optax.inject_hyperparams takes a function "
-            "for a schedule. Name the argument that it was passed as, such as "
-            "static_args=('weight_decay_mask',)."
-        )
+    _validate.not_a_count("decay_mask", params)
     leaves = Leaves.of(params)
     dims = factorings(check_rule("rule", rule), leaves)
     return leaves.unflatten(list(map(_is_matrix, leaves.paths, leaves.arrays, dims)))
@@ -400,6 +394,7 @@ def hidden_matrices(
       {'block': {'query': {'bias': False, 'kernel': True}}, 'embed': {'embedding': False}}
     """
     _validate.pattern("not_hidden", not_hidden)
+    _validate.not_a_count("hidden_matrices", params)
     leaves = Leaves.of(params)
     found = factorings(check_rule("rule", rule), leaves)
     return leaves.unflatten(

@@ -126,9 +126,29 @@ def is_function(value: Any) -> bool:
     return callable(value) and all(leaf is value for leaf in jax.tree.leaves(value))
 
 
-def not_called(name: str, value: Any, kinds: Any = jax.Array) -> None:
+def known(**values: Any) -> None:
+    """Raises on a value that ``optax.inject_hyperparams`` made an array, where it cannot be one."""
+    for name, value in values.items():
+        if isinstance(value, jax.Array):
+            raise ValueError(
+                f"{name} must be known while tracing, got {value}. Under optax.inject_hyperparams "
+                f"add static_args=({name!r},)."
+            )
+
+
+def not_a_count(name: str, params: Any) -> None:
+    """Raises if ``optax.inject_hyperparams`` calls the function ``name`` of the parameters."""
+    if jnp.issubdtype(getattr(params, "dtype", jnp.float32), jnp.integer):
+        raise ValueError(
+            f"{name} was called with a step count: optax.inject_hyperparams takes a function for "
+            "a schedule. Name the argument that it was passed as, such as "
+            "static_args=('weight_decay_mask',)."
+        )
+
+
+def not_called(name: str, value: Any) -> None:
     """Raises on a mask that is the value of a function, made by ``optax.inject_hyperparams``."""
-    if isinstance(value, kinds):
+    if isinstance(value, jax.Array | bool):
         raise ValueError(
             f"{name} is {value!r}, neither a tree of bools nor a function. If it was one, "
             "optax.inject_hyperparams took it for a schedule and called it: add "
@@ -157,7 +177,7 @@ def mask(name: str, value: Any, tree: Any) -> list[bool]:
 
 def mask_function(name: str, value: Any) -> Callable[[Any], Any] | None:
     """Returns a mask as the function that optax takes; None, for all parameters, stays."""
-    not_called(name, value, jax.Array | bool)
+    not_called(name, value)
     if value is None:
         return None
     if isinstance(value, str):

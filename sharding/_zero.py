@@ -776,7 +776,7 @@ class Zero:
         return CompiledStep(
             compile_step,
             prepare,
-            replicate_foreign=self._layout.replicate_foreign,
+            layout=self._layout,
             donates=donate,
             snapshot=snapshot,
         )
@@ -838,9 +838,7 @@ class Zero:
             check_batch(batch, self.num_devices, 1)
             return self._layout.place_batch(batch)
 
-        return CompiledStep(
-            compile_eval, prepare, select, replicate_foreign=self._layout.replicate_foreign
-        )
+        return CompiledStep(compile_eval, prepare, select, layout=self._layout)
 
     def check_loss(
         self,
@@ -1211,6 +1209,7 @@ class Zero:
           The new state, placed as the old one.
         """
         check_alive(state, grads=grads, extra_args=extra_args)
+        state = self._layout.place_scalars(state)
         shardings, placed, opt_specs = self._places(state, tx, param_specs)
         trained = resolve_trainable(params_of(state), trainable)
         spec = StepSpec(self.precision, placed, trained, self.sync)

@@ -17,6 +17,7 @@ from optax_ext.low_precision._optimizers_8bit import lamb8bit as lamb8bit
 from optax_ext.low_precision._optimizers_8bit import lion8bit as lion8bit
 from optax_ext.low_precision._wrapper import STATE_FORMATS as STATE_FORMATS
 from optax_ext.low_precision._wrapper import LowPrecisionState as LowPrecisionState
+from optax_ext.low_precision._wrapper import convert_state as convert_state
 from optax_ext.low_precision._wrapper import describe_state as describe_state
 from optax_ext.low_precision._wrapper import low_precision_state as low_precision_state
 

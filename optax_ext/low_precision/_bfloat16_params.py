@@ -80,7 +80,8 @@ def stochastic_rounding(
     Args:
       inner: the transformation; it receives bfloat16 parameters and their gradients as float32, so
         its state is float32, too. No later transformation may change the updates: this one goes
-        last in a chain.
+        last in a chain, and around wrappers of optax that may skip an update, such as
+        ``apply_if_finite``, whose branches would differ in dtype.
       seed: the seed of the noise, which depends on it and the step alone, not on the mesh.
 
     Returns:

@@ -5,6 +5,7 @@ Blocks depend on an array's global shape alone, not on its placement.
 
 import dataclasses
 import math
+import sys
 from typing import Any
 
 import jax
@@ -140,6 +141,28 @@ class Quantized:
     def nbytes(self) -> int:
         """Bytes of all its arrays, over all devices."""
         return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self))
+
+
+def register_with_flax() -> None:
+    """Lets Flax, where a program has imported it, serialize ``Quantized`` (``to_bytes``)."""
+    flax = sys.modules.get("flax.serialization")
+    if flax is None:
+        return
+
+    def fields(q: Quantized) -> dict[str, Any]:
+        return {"codes": q.codes, "scale": q.scale, "rest": q.rest}
+
+    def from_fields(q: Quantized, found: Any) -> Quantized:
+        if not isinstance(found, dict):
+            raise ValueError(
+                f"a moment of shape {q.shape} has the format {q.format}, and the checkpoint has an "
+                "array. Restore it into the state that wrote it, then call optax_ext.convert_state."
+            )
+        return dataclasses.replace(q, **flax.from_state_dict(fields(q), found))
+
+    flax.register_serialization_state(
+        Quantized, lambda q: flax.to_state_dict(fields(q)), from_fields, override=True
+    )
 
 
 # --- Layout ---------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_ext import _validate
 from optax_ext._leaves import path_name
 
 _MAX_INDEXED = 2**32  # elements that a uint32 distinguishes
@@ -21,6 +22,7 @@ def _mix(x: jax.Array) -> jax.Array:
 
 def check_seed(seed: int) -> None:
     """Raises unless the seed is a uint32."""
+    _validate.known(seed=seed)
     if not 0 <= seed < 2**32:
         raise ValueError(f"seed must be in [0, 2**32), got {seed!r}.")
 

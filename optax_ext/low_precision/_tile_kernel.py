@@ -593,7 +593,8 @@ class Kernel:
                             made[result + n][here] = part
                 elif output == plan.root and self._param is not None:
                     old = operands[self._param][here]
-                    made[result][here] = (old + new).astype(old.dtype)  # as optax.apply_updates
+                    total = old.astype(jnp.float32) + new.astype(jnp.float32)
+                    made[result][here] = total.astype(old.dtype)  # as optax.apply_updates
                 else:
                     made[result][here] = jnp.broadcast_to(new, _SLICE)
 

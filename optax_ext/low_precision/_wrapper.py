@@ -34,6 +34,7 @@ from optax_ext.low_precision._formats import (
     Quantized,
     decode,
     encode,
+    register_with_flax,
 )
 from optax_ext.low_precision._roles import find_signs
 from optax_ext.low_precision._rounding import (
@@ -51,6 +52,10 @@ MIN_SIZE = 4096
 # Vectors must be this many times as large as other arrays: scales and biases are a small share of
 # the state, and ZeRO would shard them into less than a block.
 _VECTOR_FACTOR = 16
+_MIXED_DTYPES = (
+    "low_precision_state: within a step, moments are float32 and gradients are narrower. Put what "
+    "may skip an update around it, as in optax.apply_if_finite(low_precision_state(adamw), 5)."
+)
 
 
 class LowPrecisionState(NamedTuple):
@@ -151,6 +156,7 @@ def low_precision_state(
       ICLR 2022, arXiv 2110.02861. Li, Chen, Zhu: Memory Efficient Optimizers with 4-bit States,
       NeurIPS 2023, arXiv 2309.01507.
     """
+    _validate.known(bits=bits, block_size=block_size, min_size=min_size)
     rules = _check_formats(formats or {})
     default: dict[bool | None, Format] = {
         signed: _default_format(bits, block_size, signed) for signed in (True, False)
@@ -182,6 +188,7 @@ def low_precision_state(
 
     def init(params: optax.Params) -> LowPrecisionState:
         check_arrays(params)
+        register_with_flax()
         state = inner.init(params)
         flat, treedef = _flatten(state)
         _check_inner(flat, rules, params)
@@ -221,6 +228,7 @@ def low_precision_state(
         apply: bool,
     ) -> tuple[Any, LowPrecisionState]:
         """Returns the updates or, to ``apply`` them, the new parameters; and the state."""
+        register_with_flax()
         state = _whole(state, lambda: init(updates if params is None else params))
         out, (key, new) = run_unboxed(
             updates,
@@ -238,13 +246,30 @@ def low_precision_state(
         extra_args: Any,
         apply: bool,
     ) -> tuple[Any, LowPrecisionState]:
+        """``run`` of a state whose boxes, if any, are around its arrays."""
+        like = updates if params is None else params
+
+        def inner_update(updates: optax.Updates, inner_state: Any) -> tuple[Any, Any]:
+            """Updates in the dtypes of ``inner`` without decoded moments, which are wider."""
+            if all(not _is_floating(u) or u.dtype.itemsize > 2 for u in jax.tree.leaves(updates)):
+                return inner.update(updates, inner_state, params, **extra_args)
+            try:
+                out, new = inner.update(updates, inner_state, params, **extra_args)
+            except TypeError as error:
+                error.add_note(_MIXED_DTYPES)
+                raise
+            types = jax.eval_shape(
+                lambda u: inner.update(u, inner.init(like), params, **extra_args)[0], updates
+            )
+            return jax.tree.map(lambda x, like: x.astype(like.dtype), out, types), new
+
         def step(
             updates: optax.Updates, state: LowPrecisionState
         ) -> tuple[optax.Updates, LowPrecisionState]:
             old, treedef = _flatten(state.inner_state)
             with jax.named_scope("low_precision"):
                 read = [decode(leaf) if isinstance(leaf, Quantized) else leaf for _, leaf in old]
-            updates, new = inner.update(updates, treedef.unflatten(read), params, **extra_args)
+            updates, new = inner_update(updates, treedef.unflatten(read))
             key = None if state.key is None else next_key(state.key)
             with jax.named_scope("low_precision"):
                 stored = [
@@ -280,9 +305,6 @@ def low_precision_state(
         def with_kernels(
             updates: optax.Updates, state: LowPrecisionState
         ) -> tuple[Any, LowPrecisionState]:
-            def inner_update(updates: optax.Updates, inner_state: Any) -> Any:
-                return inner.update(updates, inner_state, params, **extra_args)
-
             tiles = _Tiles(inner_update, updates, state, rounding, params if apply else None, form)
             return scheduled(updates, state, functools.partial(_TileByTile, tiles=tiles))
 
@@ -332,6 +354,62 @@ def describe_state(state: optax.OptState) -> str:
             dtypes.add(str(leaf.dtype))
     lines.append(("others", "", ", ".join(sorted(dtypes)), f"{others:,} bytes"))
     return aligned(lines)
+
+
+def convert_state(state: optax.OptState, like: optax.OptState) -> optax.OptState:
+    """Returns a state in the formats of another one: a float32 checkpoint in 8 bits, or back.
+
+    Moments are rounded to nearest. Call it under ``jit`` to make no other copy of large states;
+    with ``Zero``: ``zero.init(lambda params, state: (params, convert_state(state,
+    tx.init(params))), *restored, tx=tx)``.
+
+    Args:
+      state: of a transformation, with ``low_precision_state`` around any part of it or not.
+      like: the ``init`` of the same transformation, with ``low_precision_state`` or not.
+
+    Returns:
+      The numbers of ``state``; the structure, formats and dtypes of ``like``.
+
+    Raises:
+      ValueError: if the states are of other transformations or parameters.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_ext
+      >>> params, plain = {"w": jnp.ones((256, 256))}, optax.adamw(1e-3)
+      >>> stored = optax_ext.low_precision_state(plain)
+      >>> _, state = plain.update(params, plain.init(params), params)
+      >>> state = optax_ext.convert_state(state, stored.init(params))
+      >>> updates, state = stored.update(params, state, params)
+      >>> state = optax_ext.convert_state(state, plain.init(params))
+      >>> updates, state = plain.update(params, state, params)
+      >>> int(state[0].count)
+      3
+    """
+
+    def convert(like: Any, x: Any) -> Any:
+        key = None
+        if isinstance(x, LowPrecisionState):
+            key, x = x
+        if isinstance(like, LowPrecisionState):
+            key = like.key if key is None or like.key is None else key
+            return LowPrecisionState(key, convert(like.inner_state, x))
+        if not isinstance(like, Quantized) and not jax.tree_util.all_leaves([like]):
+            return jax.tree.map(convert, like, x, is_leaf=lambda node: node is not like)
+        if x.shape != like.shape:
+            raise ValueError(
+                f"convert_state: an array of the state has shape {x.shape}, and {like.shape} in "
+                "the state that it is to be like. Both have to be of the same parameters."
+            )
+        if isinstance(x, Quantized):
+            formats: list[Any] = [jax.tree.structure(each) for each in (x, like)]
+            if formats[0] == formats[1]:
+                return x
+            x = decode(x)
+        if isinstance(like, Quantized):
+            return _encode_as((), like, jnp.asarray(x), None)
+        return x if x.dtype == like.dtype else jnp.asarray(x, like.dtype)
+
+    return convert(like, state)
 
 
 # --- Choosing -------------------------------------------------------------------------------------

@@ -273,6 +273,29 @@ class Layout:
 
         return jax.tree.map(place, args)
 
+    def place_scalars(self, state: Any) -> Any:
+        """Replicates the scalars of a state that are set between steps, such as a learning rate.
+
+        They may be of Python, NumPy or another device.
+        """
+        if not isinstance(self.mesh, Mesh):
+            return state
+        devices = set(self.mesh.devices.flat)
+
+        def place(x: Any) -> Any:
+            real = isinstance(x, jax.Array | np.ndarray | np.generic | float | int)
+            if not real or np.ndim(x) or isinstance(x, jax.core.Tracer):
+                return x
+            if isinstance(x, jax.Array):
+                if x.sharding.device_set == devices:
+                    return x
+                if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                    return jax.device_put(x, self.replicated)
+            # In memory of its own, as a step donates it, and not weakly typed: no new program.
+            return jax.device_put(np.array(x), self.replicated)
+
+        return jax.tree.map(place, state)
+
     def copy(self, tree: Any, shardings: Any) -> Any:
         """Moves arrays to the mesh, into memory of their own.
 

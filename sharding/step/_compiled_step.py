@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import no_mesh
 from sharding.recovery._peer_checkpoints import PeerCheckpoints
 from sharding.recovery._step_copies import StepCopies
@@ -28,7 +29,7 @@ class CompiledStep:
       compile_: from a state, a batch, and the copies of a snapshot or None to a jitted function.
       prepare: places a batch.
       select: what the function takes of a state.
-      replicate_foreign: places the other arguments.
+      layout: places the other arguments.
       donates: whether the function donates the state.
       snapshot: the store whose snapshots of the state the function copies.
     """
@@ -39,14 +40,14 @@ class CompiledStep:
         prepare: Callable[[Any], Any],
         select: Callable[[Any], Any] = lambda state: state,
         *,
-        replicate_foreign: Callable[[Any], Any] = lambda args: args,
+        layout: Layout,
         donates: bool = False,
         snapshot: PeerCheckpoints | None = None,
     ):
         self._compile = compile_
         self._prepare = prepare
         self._select = select
-        self._replicate_foreign = replicate_foreign
+        self._layout = layout
         self._donates = donates
         self._snapshot = snapshot
         self._compiled: dict[Any, Any] = {}
@@ -58,7 +59,8 @@ class CompiledStep:
         check_alive(selected, batch=batch, key=key, model_state=model_state)
         with no_mesh():
             batch = self._prepare(batch)
-            key, model_state = self._replicate_foreign((key, model_state))
+            key, model_state = self._layout.replicate_foreign((key, model_state))
+            selected = self._layout.place_scalars(selected)
             copies = self._snapshot.copies(selected) if self._snapshot else None
             signature = signature_of((selected, batch)), copies and copies.key
             if self._donates:

@@ -42,7 +42,7 @@ class NnxStep:
         check_arguments(loss_fn, "model", "batch", key=rngs)
         self.zero, self.loss_fn, self.rngs = zero, loss_fn, rngs
         self.reductions, self.options = reductions, options
-        self._steps: dict[Any, CompiledStep] = {}
+        self._steps: list[tuple[Any, CompiledStep]] = []
 
     def __call__(self, model: Any, optimizer: Any, batch: Any, key: Any = None) -> dict[str, Any]:
         """Updates model and optimizer; returns the metrics of ``train_step``."""
@@ -83,14 +83,15 @@ class NnxStep:
         parts = {"rest": nnx.as_pure(rest), "rng": nnx.as_pure(rng), "next_rng": nnx.as_pure(rng)}
         parts["sown"] = nnx.as_pure(sown)
         signature = (graph, optimizer.wrt, id(optimizer.tx))
-        if signature not in self._steps:
+        step = _find(self._steps, signature)
+        if step is None:
             reduction = {
                 "rest": jax.tree.map(self._reduction, rest, is_leaf=_is_variable),
                 **dict.fromkeys(("rng", "next_rng", "sown"), "same"),
             }
             # The blocks of the model are gathered by prepare: the loss calls no linen modules.
             plain = dataclasses.replace(zero, gathered_blocks=())
-            self._steps[signature] = plain.train_step(
+            step = plain.train_step(
                 self._loss(graph, optimizer.wrt),
                 tx=optimizer.tx,
                 rngs=NUMBERED,
@@ -98,8 +99,9 @@ class NnxStep:
                 model_state_reduction=reduction,
                 **self.options,
             )
+            self._steps.append((signature, step))
         state = nnx.as_pure((params, optimizer.opt_state))
-        return self._steps[signature], state, (batch, key, parts)
+        return step, state, (batch, key, parts)
 
     def _reduction(self, variable: Any) -> str:
         found = (kind for cls, kind in self.reductions.items() if isinstance(variable, cls))
@@ -133,7 +135,7 @@ def eval_step(zero: Any, fn: Callable[[Any, Any], Any], wrt: Any) -> Callable[[A
     from flax import nnx
 
     wrt = nnx.Param if wrt is None else wrt
-    compiled: dict[Any, CompiledStep] = {}
+    compiled: list[tuple[Any, CompiledStep]] = []
 
     def evaluate(model: Any, batch: Any) -> Any:
         if not _is_placed(nnx.state(model, wrt), zero.mesh):
@@ -148,10 +150,12 @@ def eval_step(zero: Any, fn: Callable[[Any, Any], Any], wrt: Any) -> Callable[[A
             prepare(zero, model)
             return fn(model, batch)
 
-        if graph not in compiled:
-            compiled[graph] = zero.eval_step(run, model_state=True)
+        step = _find(compiled, graph)
+        if step is None:
+            step = zero.eval_step(run, model_state=True)
+            compiled.append((graph, step))
         params, rest = nnx.as_pure((params, rest))
-        return compiled[graph]((params, ()), batch, model_state=rest)
+        return step((params, ()), batch, model_state=rest)
 
     return evaluate
 
@@ -237,8 +241,8 @@ def _shardings(zero: Any, model: Any, optimizer: Any, param_specs: Any) -> Any:
 
 
 def _is_placed(tree: Any, mesh: Any) -> bool:
-    """Whether every array is on all devices of the mesh."""
-    leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    """Whether every array is on all devices of the mesh; scalars are placed in each step."""
+    leaves = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array) and x.ndim]
     return all(x.sharding.device_set == set(mesh.devices.flat) for x in leaves)
 
 
@@ -307,6 +311,11 @@ def _split(model: Any, *filters: Any) -> tuple[Any, ...]:
     from flax import nnx
 
     return tuple(nnx.split(model, *filters))
+
+
+def _find(steps: list[tuple[Any, CompiledStep]], signature: Any) -> CompiledStep | None:
+    """The step of an equal signature: static attributes, such as dicts, may have no hash."""
+    return next((step for known, step in steps if known == signature), None)
 
 
 def _is_variable(x: Any) -> bool:

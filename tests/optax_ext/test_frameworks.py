@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as orbax
 import pytest
+from flax.serialization import from_bytes, to_bytes
 from flax.training.train_state import TrainState
 
 import optax_ext
@@ -127,3 +128,17 @@ def test_a_train_state_of_flax_and_a_module_of_equinox(name):
     want = of_a_pair(name)
     assert_same(state.params, want)
     assert_same({"kernel": model.kernel, "bias": model.bias}, want)
+
+
+@pytest.mark.parametrize("name", TXS)
+def test_bytes_of_flax(name):
+    params = {"w": jnp.ones((WIDTH, 2 * WIDTH), dtype_of(name))}
+    fresh = TrainState.create(apply_fn=None, params=params, tx=TXS[name]())
+    state = fresh.apply_gradients(grads=params)
+    have = from_bytes(fresh, to_bytes(state))
+    assert jax.tree.structure(have) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, have, state)
+    is_stored = lambda x: isinstance(x, optax_ext.Quantized)  # noqa: E731
+    for stored in filter(is_stored, jax.tree.leaves(fresh.opt_state, is_leaf=is_stored)):
+        with pytest.raises(ValueError, match=r"then call optax_ext\.convert_state"):
+            from_bytes([stored], to_bytes([params["w"]]))

@@ -167,7 +167,8 @@ def test_biases_and_norms_are_excluded_unless_asked(make):
     grads = {k: g[0] for k, g in grads.items()}
     matrices = {k: is_matrix(x) for k, x in params.items()}
     of = lambda decay, ratio: {"weight_decay_mask": decay, "trust_ratio_mask": ratio}  # noqa: E731
-    options = ({}, of(matrices, matrices), of(False, False), of(None, None), of(None, False))
+    none = dict.fromkeys(matrices, False)
+    options = ({}, of(matrices, matrices), of(none, False), of(None, None), of(None, False))
     by_default, same, without, every, decay_alone = firsts(make, params, grads, *options)
     for k, is_layer in matrices.items():
         want = (every if is_layer else without)[k]

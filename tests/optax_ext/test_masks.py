@@ -58,11 +58,20 @@ def test_what_inject_hyperparams_takes_for_a_schedule():
             tx.init(PARAMS)
         fixed = optax.inject_hyperparams(make, static_args=(name,))
         assert decays(fixed(**options, **{name: optax_ext.decay_mask})) == {"w": True, "b": False}
-    tx = optax.inject_hyperparams(optax_ext.came)(
-        **options, weight_decay_mask=lambda params: jnp.ndim(params) > 1
-    )
-    with pytest.raises(ValueError, match=r"mask is False, neither .*static_args=\('weight_decay_m"):
-        decays(tx)
+    for make in (optax_ext.came, optax_ext.lamb, optax_ext.lars):
+        tx = optax.inject_hyperparams(make)(
+            **options, weight_decay_mask=lambda params: jnp.ndim(params) > 1
+        )
+        with pytest.raises(ValueError, match=r"mask is False, neither .*static_args=\('weight_dec"):
+            decays(tx)
+    labels = {"hidden": optax.sgd(0.1)}, optax_ext.hidden_matrices
+    with pytest.raises(ValueError, match="hidden_matrices was called with a step count"):
+        optax.inject_hyperparams(optax.partition)(*labels).init(PARAMS)
+    wrappers = {optax_ext.low_precision_state: "bits", optax_ext.stochastic_rounding: "seed"}
+    for make, name in wrappers.items():
+        tx = optax.inject_hyperparams(make)(optax.adamw(0.1))
+        with pytest.raises(ValueError, match=f"{name} must be known .*static_args=.'{name}'"):
+            tx.init(PARAMS)
 
 
 CAST = {

@@ -241,17 +241,17 @@ def audit(
     Works on any jitted function, and on programs for compile-only ``targets``. Nothing is run.
 
     Args:
-      compiled: the result of ``jax.jit(f).lower(...)``, which is then compiled; or of its
-        ``compile()``, in which products of float32 matrices are not found any more; or the text of
-        that, which contains neither temporaries nor host memory.
+      compiled: the result of ``jax.jit(f).lower(...)`` or ``nnx.jit(f).lower(...)``, which is then
+        compiled; or of its ``compile()``, in which products of float32 matrices are not found any
+        more; or the text of that, which contains neither temporaries nor host memory.
       mesh: names the axes of collectives; by default the mesh of the arguments.
       device: the kind of device, as its figures or as the name of a target; by default that of the
         arguments.
       expected_wire: bytes that one device should send, such as ``StagePlan.wire``; with a pipeline
         plus ``pipeline_wire``.
       parts: a regular expression of argument names for each part; the first match counts. By
-        default, where no name matches, arguments that come back with the same type are taken for
-        parameters or state, and a note names them.
+        default, arguments that no name matches but that come back from a training step are
+        parameters if the loss reads them, else optimizer state, and a note names them.
       tokens: of all devices in a step, for an upper bound of the tokens per second.
       pipeline: the pipeline that the step runs. The audit then shows its permutes, the iterations
         of its loops over ticks and what these keep, beside what the schedule says, and warns where
@@ -261,7 +261,7 @@ def audit(
       An ``Audit``; ``print`` it.
 
     Raises:
-      ValueError: ``device`` names no known kind.
+      ValueError: ``compiled`` is no program, or ``device`` names no known kind.
 
     Example:
       >>> import jax, jax.numpy as jnp, sharding as shd
@@ -272,8 +272,12 @@ def audit(
     """
     # The program: its StableHLO where it is at hand, its text, its buffers by the compiler.
     source = ""
-    if isinstance(compiled, jax.stages.Lowered):
+    if hasattr(compiled, "compile"):  # of jax.jit or of nnx.jit
         source, compiled = compiled.as_text(), compiled.compile()
+    if not isinstance(compiled, str) and not hasattr(compiled, "as_text"):
+        raise ValueError(
+            f"audit reads a program, got a {type(compiled).__name__}: pass step.lower(*arguments)."
+        )
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     program = Program(text)
     memory = None if isinstance(compiled, str) else compiled.memory_analysis()

@@ -66,7 +66,7 @@ class Program:
                 self.computations[name] = {}
                 if match[1]:
                     self.entry = name
-            elif match := re.match(r"\s+(ROOT )?%([\w.\-]+) = (.*)", line):
+            elif name and (match := re.match(r"\s+(ROOT )?%([\w.\-]+) = (.*)", line)):
                 self.computations[name][match[2]] = _parse(match[2], match[3])
                 if match[1]:
                     self.roots[name] = match[2]

@@ -16,8 +16,8 @@ PARTS = {
     "batch and others": r"",
 }
 STATE = tuple(PARTS)[:-1]
-# Names of optimizers' averages; read only where no argument has a name of PARTS.
-_AVERAGES = r"\b(mu|nu|trace|momentum|moments?\d?|velocity|exp_avg\w*|count|inner_state)\b"
+# Floats, and the codes of low-bit state; not counters, keys or tokens.
+_STATE_DTYPES = r"b?f\d|[us][48]\b"
 
 
 class Argument(NamedTuple):
@@ -53,7 +53,10 @@ class Argument(NamedTuple):
 def arguments_of(
     program: Program, parts: Mapping[str, str], shardings: Sequence[Any] = ()
 ) -> tuple[list[Argument], list[str]]:
-    """The arguments, and a note where parameters were not found by name.
+    """The arguments, and a note where their part was not found by name.
+
+    Of a training step, arguments of other names that come back are parameters if the loss reads
+    them, and optimizer state if the update alone does.
 
     Args:
       program: the compiled program.
@@ -61,7 +64,8 @@ def arguments_of(
       shardings: of the arguments, where known: programs for TPUs do not contain them.
     """
     results = _results(program)
-    found = []
+    found, unnamed = [], []
+    read = _read_by_loss(program, program.entry) if parts is PARTS else set()
     table = program.computations[program.entry]
     given = [it for it in table.values() if it.op == "parameter"]
     if len(shardings) != len(given):  # some arguments are not used
@@ -77,15 +81,58 @@ def arguments_of(
             if shardings:
                 replicated = shardings[int(it.literal)].is_fully_replicated
             found.append(Argument(it.scope, part, array, donated, returned, replicated))
-    if parts is PARTS and not any(each.part in STATE for each in found) and _trains(program):
-        return _by_structure(found)
-    return found, []
+            of_state = array.dims and re.match(_STATE_DTYPES, array.dtype)
+            if read and part not in STATE and returned and of_state:
+                part = "parameters" if (int(it.literal), None) in read else "optimizer state"
+                found[-1] = found[-1]._replace(part=part)
+                unnamed.append(found[-1].root)
+    notes = []
+    if unnamed:
+        notes = [
+            "arguments of other names than params and opt_state come back, of "
+            f"{', '.join(dict.fromkeys(unnamed))}: those that the loss reads are counted as "
+            "parameters, others as optimizer state; name them with parts="
+        ]
+    elif read and not any(each.part in STATE for each in found):
+        notes = [
+            "no argument is named params, and none comes back: all are counted as batch and "
+            "others; name parameters with parts="
+        ]
+    return found, notes
 
 
-def _trains(program: Program) -> bool:
-    """Whether it is a training step: it has a backward pass."""
-    scopes = (it.scope for table in program.computations.values() for it in table.values())
-    return any(phase_of(scope) == "backward" for scope in scopes)
+def _read_by_loss(program: Program, name: str) -> set[tuple[int, int | None]]:
+    """What of the parameters of a computation the loss and its gradient depend on.
+
+    Each is the number of a parameter, and a place if that is a tuple of which one array is needed.
+    """
+    table = program.computations[name]
+    found: set[tuple[int, int | None]] = set()
+    needed: dict[str, set[int | None]] = {}  # of each instruction, places in its result
+
+    def need(instruction: str, *places: int | None) -> None:
+        needed.setdefault(instruction, set()).update(places)
+
+    for it in reversed(table.values()):
+        places = needed.get(it.name, set())
+        called = it.branches or it.callees("body") or it.callees("calls")
+        called += it.callees("to_apply") if it.op == "call" else []
+        for i, each in enumerate(called, 1):
+            for number, place in _read_by_loss(program, each):
+                need(it.operands[i if it.branches else number], place)
+        if it.op == "parameter":
+            found |= {(int(it.literal), place) for place in places}
+        elif it.op == "get-tuple-element" and places:
+            need(it.operands[0], int(it.attributes.split("index=")[1].split(",")[0]))
+        elif it.op == "tuple":
+            for i, operand in enumerate(it.operands):
+                need(operand, *({None} if places & {i, None} else ()))
+        elif it.op in ("while", "opt-barrier"):
+            need(it.operands[0], *places)
+        elif places or (not called and phase_of(it.scope) in ("forward", "backward")):
+            for operand in it.operands:
+                need(operand, None)
+    return found
 
 
 def _results(program: Program) -> collections.Counter:
@@ -99,22 +146,3 @@ def _results(program: Program) -> collections.Counter:
         if i not in program.aliased and phase not in ("forward", "backward", "gradient sync"):
             found[array.dtype, array.dims] += 1
     return found
-
-
-def _by_structure(found: Sequence[Argument]) -> tuple[list[Argument], list[str]]:
-    """Parameters and state by structure: floating arguments whose type is among the results."""
-    assigned = []
-    for each in found:
-        is_state = each.returned and re.match(r"b?f\d", each.array.dtype)
-        part = "optimizer state" if re.search(_AVERAGES, each.name) else "parameters"
-        assigned.append(each._replace(part=part if is_state else each.part))
-    roots = dict.fromkeys(each.root for each in assigned if each.part in STATE)
-    if roots:
-        return assigned, [
-            "no argument is named params: arguments that come back with the same type are taken "
-            f"for parameters and state, of {', '.join(roots)}; name others with parts="
-        ]
-    return assigned, [
-        "no argument is named params, and none comes back: all are counted as batch and others; "
-        "name parameters with parts="
-    ]

@@ -12,7 +12,7 @@ from low_precision_steps import OPTIMIZERS
 
 import optax_ext
 from optax_ext import BFloat16, Dynamic, Float8, Linear, Quantized, low_precision_state
-from optax_ext.low_precision._formats import ROUNDINGS, decode
+from optax_ext.low_precision._formats import ROUNDINGS, decode, encode
 
 from .. import traces
 
@@ -205,6 +205,86 @@ def test_describe_state_counts_every_byte():
     assert sum(sizes) == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
     assert "Linear(bits=4, block_size=128, rank1=True) unsigned, 8 bits of error" in text
     assert re.search(r"inner_state/acc_grads/w +\(64, 128\) +float32 +32,768 bytes", text)
+
+
+# --- In other places ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [
+        (lambda tx: tx, low_precision_state),
+        (lambda tx: tx, functools.partial(low_precision_state, bits=4)),
+        (optax_ext.master_weights, lambda tx: tx),
+        (optax_ext.stochastic_rounding, lambda tx: tx),
+    ],
+    ids=["8 bits", "4 bits", "master_weights", "stochastic_rounding"],
+)
+def test_a_step_of_bfloat16_that_is_skipped(outer, inner):
+    """Its branches have the same types, in this order."""
+    tx = outer(optax.apply_if_finite(inner(optax.sgd(0.5, momentum=0.9)), 3))
+
+    @jax.jit
+    def step(factor, params, state):
+        grads = jax.tree.map(lambda x: x * factor, params)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = {k: jnp.ones(s, jnp.bfloat16) for k, s in {"w": (64, 128), "b": (5,)}.items()}
+    state = tx.init(params)
+    # 1 - 0.5, kept, and 0.5 - 0.5 (0.9 + 0.5).
+    for factor, want in ((1, 0.5), (np.nan, 0.5), (1, -0.2)):
+        params, state = step(jnp.bfloat16(factor), params, state)
+        for x in params.values():
+            np.testing.assert_allclose(np.asarray(x, float), want, atol=2e-3 * (want < 0))
+
+
+def test_updates_have_the_dtypes_of_the_inner_transformation():
+    """Of bfloat16 parameters the decoded moments are wider."""
+    params = {"w": jnp.ones((64, 128), jnp.bfloat16)}
+    inner = {"bfloat16": ADAMW, "float32": optax_ext.master_weights(ADAMW)}
+    for dtype, tx in inner.items():
+        low = low_precision_state(tx)
+        updates, _ = jax.eval_shape(low.update, params, low.init(params), params)
+        assert updates["w"].dtype == dtype
+    low = low_precision_state(optax.apply_if_finite(ADAMW, 3))
+    with pytest.raises(TypeError) as error:
+        low.update(params, low.init(params), params)
+    assert "around it, as in optax.apply_if_finite(low" in error.value.__notes__[-1]
+
+
+def test_a_state_is_converted_and_back():
+    """A float32 checkpoint is read into an 8-bit run, or into one of 4 bits, and back."""
+
+    def make(low):
+        chain = lambda rate: optax.chain(low(optax.adamw(rate)), optax.scale(0.5))  # noqa: E731
+        masked = optax.masked(optax.inject_hyperparams(chain)(1e-3), {"w": True, "v": False})
+        return optax.chain(optax.clip_by_global_norm(1.0), masked)
+
+    rng = np.random.default_rng(0)
+    params = {k: rng.normal(size=(64, 128)).astype(np.float32) for k in "wv"}
+    plain = make(lambda tx: tx)
+    low = {bits: make(functools.partial(low_precision_state, bits=bits, seed=7)) for bits in (8, 4)}
+    _, state = plain.update(params, plain.init(params), params)
+    convert = jax.jit(optax_ext.convert_state)
+    in_8 = convert(state, low[8].init(params))
+    mu, nu = stored_in(in_8)
+    want = [x["w"] for x in state[1].inner_state.inner_state[0][0][1:]]
+    for have, moment, signed in zip((mu, nu), want, (True, False), strict=True):
+        expected = encode(moment, Dynamic(8), signed)
+        jax.tree.map(np.testing.assert_array_equal, have, expected)
+    # As this state goes on, noise included, so does what comes of it by way of others.
+    _, in_8 = low[8].update(params, in_8, params)
+    in_4 = convert(in_8, low[4].init(params))
+    assert {q.format.bits for q in stored_in(in_4)} == {4}
+    back = convert(in_8, jax.eval_shape(plain.init, params))
+    assert not stored_in(back)
+    assert jax.tree.structure(back) == jax.tree.structure(state)
+    for kept in (convert(in_8, low[8].init(params)), convert(back, in_8)):
+        jax.tree.map(np.testing.assert_array_equal, kept, in_8)
+    assert int(back[1].inner_state.inner_state[0][0].count) == 2
+    with pytest.raises(ValueError, match=r"has shape \(64, 128\), and \(3, 5\) in"):
+        convert(in_8, plain.init({k: np.ones((3, 5), np.float32) for k in "wv"}))
 
 
 # --- What the program reads -----------------------------------------------------------------------

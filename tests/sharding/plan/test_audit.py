@@ -24,6 +24,8 @@ from sharding.plan.program._liveness import at_peak
 from sharding.plan.program._program_arguments import PARTS, arguments_of
 from sharding.plan.program._scopes import phase_of, shortened
 
+from ...flax_nnx import needs_nnx, nnx
+
 pytestmark = pytest.mark.usefixtures("scopes_in_cache_key")
 
 MIB = 2**20
@@ -445,11 +447,64 @@ def test_parameters_that_are_not_named_params():
     assert found.arguments["parameters"] == found.arguments["optimizer state"] == size
     assert found.arguments["batch and others"] == 4 * 8 * 64
     (note,) = found.notes
-    assert "no argument is named params" in note
-    assert "of theta, mu;" in note
+    assert "of theta, mu: those that the loss reads" in note
     named = shd.audit(program, parts={"weights": "theta", "rest": ""})
     assert named.arguments == {"weights": size, "rest": size + 4 * 8 * 64}
     assert named.notes == ()
+
+
+@pytest.mark.parametrize("loops", [False, True], ids=["a step", "a loop over steps"])
+def test_state_of_any_name_is_what_the_update_alone_reads(loops):
+    """Also through loops and conditionals; codes of low-bit state, but no counters and tokens."""
+    steps = optax_ext.low_precision_state(optax.adam(1e-3), min_size=0)
+    tx = optax.apply_if_finite(steps, 3)
+
+    def step(state, tokens):
+        def loss(p):
+            p = jax.tree.map(lambda x: x.astype(jnp.bfloat16), p)
+            x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), p["embed"][tokens], p["w"])
+            return jnp.mean(x.astype(jnp.float32) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state["model"])
+        updates, opt = tx.update(grads, state["opt"], state["model"])
+        new = optax.apply_updates(state["model"], updates)
+        average = jax.tree.map(lambda a, p: 0.9 * a + 0.1 * p, state["average"], new)
+        return {"model": new, "opt": opt, "average": average}, value
+
+    def run(state, tokens):
+        return lax.scan(step, state, tokens) if loops else step(state, tokens)
+
+    params = {"embed": jnp.ones((64, 32)), "w": jnp.ones((3, 32, 32))}
+    state = {"model": params, "opt": tx.init(params), "average": params}
+    lowered = jax.jit(run, donate_argnums=0).lower(state, jnp.zeros((2, 8), jnp.int32))
+    found = shd.audit(lowered).arguments
+    size = 4 * (64 * 32 + 3 * 32 * 32)
+    assert found["parameters"] == size
+    codes = sum(x.nbytes for x in jax.tree.leaves(tx.init(params)) if x.ndim and x.nbytes > 8)
+    assert found["optimizer state"] == size + codes
+    assert found["batch and others"] < 4 * 2 * 8 + 64
+
+
+@needs_nnx
+def test_a_step_of_nnx():
+    """Lowered or compiled, as one of ``jax.jit``."""
+    model = nnx.Linear(32, 16, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        grads = nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        optimizer.update(model, grads)
+
+    lowered, size = step.lower(model, optimizer, jnp.ones((8, 32))), 4 * (32 * 16 + 16)
+    for program in (lowered, lowered.compile()):
+        found = shd.audit(program)
+        assert found.arguments["parameters"] == size
+        assert found.arguments["optimizer state"] == pytest.approx(2 * size, abs=16)
+        assert found.arguments["batch and others"] == 4 * 8 * 32
+    for wrong in (step, lowered.as_text()):
+        with pytest.raises(ValueError, match=r"audit reads a program, got|without ENTRY"):
+            shd.audit(wrong)
 
 
 # --- The largest batch ----------------------------------------------------------------------------

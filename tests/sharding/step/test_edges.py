@@ -14,6 +14,8 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+import optax_ext
+
 from .. import model
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -189,6 +191,38 @@ def test_a_state_that_is_placed_otherwise_after_the_first_step():
                 one(elsewhere, zero.put(batch()))
     here = jax.device_put(jax.device_get(state), zero.shardings(make_pair(), tx=TX))
     step(here, zero.put(batch()))
+
+
+def test_a_learning_rate_that_is_set_between_steps(x64):
+    """As optax says, before the first step and after others, of whatever type."""
+    make = optax.inject_hyperparams(optax_ext.came, static_args="weight_decay_mask")
+    tx = make(0.1, weight_decay=0.1, weight_decay_mask=optax_ext.decay_mask)
+    rates = [0.05, np.float64(0.2), None, np.array(0.01), jnp.asarray(0.3), np.float32(0.125), 1]
+    params = jax.tree.map(lambda x: x.astype(float), initial())
+    rows = [jax.tree.map(lambda x: x.astype(float), batch()) for _ in rates]
+
+    @jax.jit
+    def alone(params, opt_state, data):
+        grads = jax.grad(mean_loss)(params, data)
+        updates, opt_state = tx.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    zero = zero_of()
+    state = zero.init(lambda: (params, tx.init(params)), tx=tx)
+    expected = params, tx.init(params)
+    step = zero.train_step(mean_loss, tx=tx)
+    for i, rate in enumerate(rates):
+        if rate is not None:
+            for each in (state, expected):
+                each[1].hyperparams["learning_rate"] = rate
+        if i % 3 == 2:
+            grads = zero.value_and_grad(mean_loss)(state[0], zero.put(rows[i]))[1]
+            state = zero.apply_gradients(state, grads, tx=tx)
+        else:
+            state, _ = step(state, zero.put(rows[i]))
+        expected = alone(*expected, rows[i])
+        for found, want in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
+            np.testing.assert_allclose(found, want, rtol=1e-10)
 
 
 # --- Trees and placements -----------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Flax nnx: models updated in place with their optimizers, and classes that gather themselves."""
 
+import dataclasses
 import functools
 
 import jax
@@ -139,6 +140,45 @@ def test_evaluation():
     lm.train()
     np.testing.assert_allclose(found, alone(batch(0)["x"]), rtol=1e-10)
     assert lm.seen[...] == seen  # only read
+
+
+@dataclasses.dataclass
+class Unhashable:
+    width: int = WIDTH
+
+
+def test_attributes_without_a_hash_and_a_rate_set_between_steps():
+    """Static attributes are part of what a program is compiled for; a scalar is not."""
+
+    def make():
+        lm = nnx.Linear(WIDTH, 8, kernel_init=init, rngs=nnx.Rngs(0), **F64)
+        lm.cfg = {"scale": 1.0, "names": ["a"], "plain": Unhashable()}
+        return lm, nnx.Optimizer(lm, optax.inject_hyperparams(optax.adam)(0.1), wrt=[nnx.Param])
+
+    def loss_fn(lm, batch):
+        return jnp.mean((lm.cfg["scale"] * lm(batch["x"]) - batch["y"]) ** 2)
+
+    @nnx.jit
+    def alone(lm, optimizer, batch):
+        loss, grads = nnx.value_and_grad(loss_fn)(lm, batch)
+        optimizer.update(lm, grads)
+        return {"loss": loss}
+
+    zero = zero_of(2)
+    sharded = zero.nnx_train_step(loss_fn)
+    found = {}
+    for step, (lm, optimizer) in {sharded: zero.nnx_init(make), alone: make()}.items():
+        losses = found[step] = []
+        for i, (scale, rate) in enumerate([(1.0, 0.1), (1.0, 0.02), (2.0, 0.02), (1.0, 0.3)]):
+            lm.cfg = {**lm.cfg, "scale": scale}
+            optimizer.opt_state.hyperparams["learning_rate"].set_value(rate)
+            losses.append(float(step(lm, optimizer, zero.put(batch(i)))["loss"]))
+        if step is sharded:
+            losses.append(float(zero.nnx_eval_step(loss_fn)(lm, zero.put(batch(0)))))
+        else:
+            losses.append(float(loss_fn(lm, batch(0))))
+    np.testing.assert_allclose(*found.values(), rtol=TOLERANCE)
+    assert len(sharded._steps) == 2
 
 
 def test_specs_of_metadata():
