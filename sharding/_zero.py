@@ -16,7 +16,7 @@ from sharding.offload._host_memory import host_shardings, is_large
 from sharding.placement._describe import Description, describe_tree
 from sharding.placement._export import full_tree
 from sharding.placement._layout import Layout, Placement
-from sharding.placement._on_mesh import no_mesh, on_mesh
+from sharding.placement._on_mesh import no_mesh, on_mesh, with_remedies
 from sharding.placement._specs import AnyMesh, Axis, check_patterns, is_spec, path_str
 from sharding.placement._state_specs import state_specs
 from sharding.placement._train_state import (
@@ -730,11 +730,7 @@ class Zero:
             return self._layout.place_batch(batch)
 
         return CompiledStep(
-            compile_step,
-            prepare,
-            replicate_foreign=self._layout.replicate_foreign,
-            donates=donate,
-            snapshot=snapshot,
+            self._layout, compile_step, prepare, donates=donate, snapshot=snapshot
         )
 
     def eval_step(
@@ -794,9 +790,7 @@ class Zero:
             check_batch(batch, self.num_devices, 1)
             return self._layout.place_batch(batch)
 
-        return CompiledStep(
-            compile_eval, prepare, select, replicate_foreign=self._layout.replicate_foreign
-        )
+        return CompiledStep(self._layout, compile_eval, prepare, select)
 
     def _in_step(
         self, loss_fn: Callable[..., Any], sync_batch_norm: bool, all_blocks: bool = True
@@ -1077,7 +1071,7 @@ class Zero:
                     out = (None, None, None, self._layout.shardings(placed.shards))
                     compiled[name] = jax.jit(wrapped, out_shardings=out)
                 wrapped = compiled[name]
-            with no_mesh():
+            with no_mesh(), with_remedies(self._layout):
                 value, aux, new, grads = wrapped(*args)
             extra = (
                 (new, aux) if has_aux and takes_model_state else new if takes_model_state else aux

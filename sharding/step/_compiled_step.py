@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from sharding.placement._on_mesh import no_mesh
+from sharding.placement._layout import Layout
+from sharding.placement._on_mesh import no_mesh, with_remedies
 from sharding.recovery._peer_checkpoints import PeerCheckpoints
 from sharding.recovery._step_copies import StepCopies
 from sharding.step._checks import check_alive, check_apart, check_compiled
@@ -25,28 +26,28 @@ class CompiledStep:
     ``jax.jit``.
 
     Args:
+      layout: the mesh.
       compile_: from a state, a batch, and the copies of a snapshot or None to a jitted function.
       prepare: places a batch.
       select: what the function takes of a state.
-      replicate_foreign: places the other arguments.
       donates: whether the function donates the state.
       snapshot: the store whose snapshots of the state the function copies.
     """
 
     def __init__(
         self,
+        layout: Layout,
         compile_: Callable[[Any, Any, StepCopies | None], Callable[..., Any]],
         prepare: Callable[[Any], Any],
         select: Callable[[Any], Any] = lambda state: state,
         *,
-        replicate_foreign: Callable[[Any], Any] = lambda args: args,
         donates: bool = False,
         snapshot: PeerCheckpoints | None = None,
     ):
+        self._layout = layout
         self._compile = compile_
         self._prepare = prepare
         self._select = select
-        self._replicate_foreign = replicate_foreign
         self._donates = donates
         self._snapshot = snapshot
         self._compiled: dict[Any, Any] = {}
@@ -56,9 +57,9 @@ class CompiledStep:
         check_compiled()
         selected = self._select(state)
         check_alive(selected, batch=batch, key=key, model_state=model_state)
-        with no_mesh():
+        with no_mesh(), with_remedies(self._layout):
             batch = self._prepare(batch)
-            key, model_state = self._replicate_foreign((key, model_state))
+            key, model_state = self._layout.replicate_foreign((key, model_state))
             copies = self._snapshot.copies(selected) if self._snapshot else None
             signature = signature_of((selected, batch)), copies and copies.key
             if self._donates:
@@ -87,7 +88,7 @@ class CompiledStep:
         With a store of snapshots, the function copies the state.
         """
         selected = self._select(state)
-        with no_mesh():
+        with no_mesh(), with_remedies(self._layout):
             batch = self._prepare(batch)
             copies = self._snapshot.planned_copies(selected) if self._snapshot else None
             signature = signature_of((selected, batch)), copies and copies.key
