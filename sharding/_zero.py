@@ -800,10 +800,10 @@ class Zero:
         axes = self._layout.data_axes
 
         @functools.wraps(loss_fn)
-        def call(*args: Any) -> Any:
+        def call(params: Any, *args: Any) -> Any:
             context = _flax_linen.in_step(axes, sync_batch_norm, blocks, self._recomputes)
             with context as check_found:
-                out = loss_fn(*args)
+                out = loss_fn(_flax_linen.without_names(params, axes), *args)
                 if all_blocks and self.stage == 3:
                     check_found()
             return out

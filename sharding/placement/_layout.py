@@ -145,8 +145,9 @@ class Layout:
         if on_data and self.stage < 3:
             raise ValueError(
                 f"parameter {path!r} is sharded over axis {self.axis!r} already ({spec}); at stage "
-                f"{self.stage} parameters are replicated over the data axes. Use stage 3, or leave "
-                "the axis out of its spec."
+                f"{self.stage} parameters are replicated over the data axes. Use stage 3, which "
+                "shards the dim that is named, or leave the axis out of its spec (param_specs, or "
+                "the names of Flax metadata): ZeRO then shards the optimizer state by itself."
             )
         if len(on_data) > 1 or (
             on_data and entries[on_data[0]] != self._sharding_axes(self.axes)
