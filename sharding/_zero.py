@@ -729,9 +729,7 @@ class Zero:
             check_batch(batch, self.num_devices, microbatches)
             return self._layout.place_batch(batch)
 
-        return CompiledStep(
-            self._layout, compile_step, prepare, donates=donate, snapshot=snapshot
-        )
+        return CompiledStep(self._layout, compile_step, prepare, donates=donate, snapshot=snapshot)
 
     def eval_step(
         self, fn: Callable[..., Any], *, model_state: str | tuple[str, ...] | bool = False

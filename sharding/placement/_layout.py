@@ -149,14 +149,13 @@ class Layout:
                 "shards the dim that is named, or leave the axis out of its spec (param_specs, or "
                 "the names of Flax metadata): ZeRO then shards the optimizer state by itself."
             )
-        if len(on_data) > 1 or (
-            on_data and entries[on_data[0]] != self._sharding_axes(self.axes)
-        ):
+        if len(on_data) > 1 or (on_data and entries[on_data[0]] != self._sharding_axes(self.axes)):
             raise ValueError(
                 f"parameter {path!r} has the spec {spec}; of the data axes only {self.axis!r} can "
                 "shard a parameter, along one dim that no other axis shards."
             )
-        spec = self.other_spec(spec)
+        if any(set(_specs.axes_of(entry)) & set(self.data_axes) for entry in spec):
+            spec = self.other_spec(spec)
         dim: int | None
         dim, reason = (on_data[0], "") if on_data else self._choose_dim(path, leaf, spec)
         if dim is None:

@@ -71,7 +71,7 @@ def in_step(
 
 
 def without_names(params: Any, axes: tuple[str, ...]) -> Any:
-    """Parameters whose linen boxes name none of these axes: unboxing constrains an array to them."""
+    """Parameters whose linen boxes name none of these axes, to which unboxing constrains them."""
     nn = sys.modules.get("flax.linen")
     if nn is None:
         return params

@@ -168,6 +168,7 @@ def evaluate(
 
     def on_device(leaves: list[jax.Array], args: tuple[Any, ...]) -> Any:
         plan = plan_step(layout, spec, params, False, fn, *args, reduce_in_backward=False)
+        plan = confirm_layers(plan, fn, *args)
         return mark_scalars(call_with_shards(fn, loss_params(plan, leaves, leaves), *args))
 
     specs = [layout.manual_spec(spec) for spec in treedef.flatten_up_to(spec.placed.params)]

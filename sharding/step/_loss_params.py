@@ -78,6 +78,7 @@ def of_leaves(layout: Layout, fn: Callable[..., Any], specs: Any) -> Callable[..
       fn: such as a loss; called within a ``shard_map`` over the data axes.
       specs: the tree of the specs of the parameters.
     """
+    treedef: Any
     flat, treedef = jax.tree.flatten(specs, is_leaf=is_spec)
     explicit = False
 
@@ -119,16 +120,22 @@ def _with_tap(param: ParamPlan, tap: jax.Array, x: jax.Array, spec: GatherSpec) 
 def _gather_specs(plan: StepPlan) -> list[GatherSpec]:
     specs = []
     for param, reduce in zip(plan.params, _backward_syncs(plan), strict=True):
+        moved = None
+        if param.gather_dim != param.shard.dim:
+            shape = list(param.shape)
+            shape[param.shard.dim] //= plan.layout.num_shards
+            moved = param.shape, tuple(shape)
         specs.append(
             GatherSpec(
                 plan.layout,
-                param.shard.dim,
+                param.gather_dim,
                 _entries(param),
                 param.loss_dtype,
                 param.reduce_dtype,
                 reduce,
                 param.rows,
                 plan.precision.gather_bits,
+                moved,
             )
         )
     return specs
