@@ -237,7 +237,7 @@ def _plus_zero(factors: Any, after: Any) -> Any:
 
 def _zero(after: jax.Array) -> jax.Array:
     """Returns a uint32 zero that depends on ``after`` in a way XLA does not simplify."""
-    bits = jax.lax.bitcast_convert_type(after.ravel()[0].astype(jnp.float32), jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(after[(0,) * after.ndim].astype(jnp.float32), jnp.uint32)
     for shift in (31, 1):  # 32 bits in all; one shift by 32 would be undefined
         bits = jax.lax.shift_right_logical(bits, jnp.uint32(shift))
     return bits
@@ -323,6 +323,13 @@ def _num_blocks(shape: Dims) -> int:
     return min(near, key=lambda n: abs(math.log(n / wanted)), default=1)
 
 
+def _zeros_like(total: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns zeros of this type; arrays on an Explicit mesh of one device have its axes in it."""
+    mesh = total.sharding.mesh if total.sharding else jax.sharding.get_abstract_mesh()
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jnp.zeros_like(total)
+
+
 def _block_by_block(
     fn: Function, dims: Sequence[Dims], blocks: int, array: jax.Array, args: Any
 ) -> Swept:
@@ -348,11 +355,8 @@ def _block_by_block(
             for total, s, reduced in zip(totals, sums, dims, strict=True)
         ]
 
-    x, new = jax.eval_shape(fn, array, args)
-    zeros = [
-        jnp.zeros([n for d, n in enumerate(array.shape) if d not in reduced], x.dtype)
-        for reduced in dims
-    ]
+    means, new = jax.eval_shape(functools.partial(_fused, fn, dims), array, args)
+    zeros = [_zeros_like(total) for total in means]
     totals = jax.lax.fori_loop(0, blocks, body, zeros)
     if new is None:
         return totals, None

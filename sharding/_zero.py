@@ -16,7 +16,7 @@ from sharding.offload._host_memory import host_shardings, is_large
 from sharding.placement._describe import Description, describe_tree
 from sharding.placement._export import full_tree
 from sharding.placement._layout import Layout, Placement
-from sharding.placement._on_mesh import no_mesh, on_mesh
+from sharding.placement._on_mesh import no_mesh, on_mesh, with_remedies
 from sharding.placement._specs import AnyMesh, Axis, check_patterns, is_spec, path_str, sharding_on
 from sharding.placement._state_specs import state_specs
 from sharding.placement._train_state import (
@@ -903,10 +903,10 @@ class Zero:
         axes = self._layout.data_axes
 
         @functools.wraps(loss_fn)
-        def call(*args: Any) -> Any:
+        def call(params: Any, *args: Any) -> Any:
             context = _flax_linen.in_step(axes, sync_batch_norm, blocks, self._recomputes)
             with context as check_found:
-                out = loss_fn(*args)
+                out = loss_fn(_flax_linen.without_names(params, axes), *args)
                 if all_blocks:
                     check_found()
             return out
@@ -1174,7 +1174,7 @@ class Zero:
                     out = (None, None, None, self._layout.shardings(placed.shards))
                     compiled[name] = jax.jit(wrapped, out_shardings=out)
                 wrapped = compiled[name]
-            with no_mesh():
+            with no_mesh(), with_remedies(self._layout):
                 value, aux, new, grads = wrapped(*args)
             extra = (
                 (new, aux) if has_aux and takes_model_state else new if takes_model_state else aux

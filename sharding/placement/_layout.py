@@ -140,26 +140,25 @@ class Layout:
     def _place_leaf(self, path: str, leaf: Any, spec: P) -> tuple[P, P, int, str]:
         """The fields of ``Placement`` for one parameter."""
         ndim = len(leaf.shape)
-        entries = list(spec) + [None] * (ndim - len(spec))
-        on_data = [d for d, e in enumerate(entries) if set(_specs.axes_of(e)) & set(self.data_axes)]
+        entries = [self._sharding_axes(_specs.axes_of(e)) for e in spec] + [()] * (ndim - len(spec))
+        on_data = [d for d, axes in enumerate(entries) if set(axes) & set(self.data_axes)]
         if on_data and self.stage < 3:
             raise ValueError(
                 f"parameter {path!r} is sharded over axis {self.axis!r} already ({spec}); at stage "
-                f"{self.stage} parameters are replicated over the data axes. Use stage 3, leave "
-                "the axis out of its spec, or place arrays with zero.place(params)."
+                f"{self.stage} parameters are replicated over the data axes. Use stage 3, which "
+                "shards the dim that is named, or leave the axis out of its spec (param_specs, or "
+                "the names of Flax metadata): ZeRO then shards the optimizer state by itself. "
+                "zero.place(params) places arrays."
             )
-        if len(on_data) > 1 or (on_data and _specs.axes_of(entries[on_data[0]]) != self.axes):
+        if len(on_data) > 1 or (on_data and entries[on_data[0]] != self._sharding_axes(self.axes)):
             raise ValueError(
                 f"parameter {path!r} has the spec {spec}; of the data axes only {self.axis!r} can "
                 "shard a parameter, along one dim that no other axis shards."
             )
+        if any(set(_specs.axes_of(entry)) & set(self.data_axes) for entry in spec):
+            spec = self.other_spec(spec)
         dim: int | None
-        if on_data:
-            dim, reason = on_data[0], ""
-            entries[dim] = None
-            spec = P(*entries)
-        else:
-            dim, reason = self._choose_dim(path, leaf, entries)
+        dim, reason = (on_data[0], "") if on_data else self._choose_dim(path, leaf, spec)
         if dim is None:
             return spec, spec, 0, reason
         sharded = _specs.with_axis(spec, ndim, dim, self.axis)
@@ -168,7 +167,11 @@ class Layout:
             shards = _specs.with_axis(spec, ndim, dim, self.axes + self.replica_axes)
         return sharded if self.stage == 3 else spec, shards, dim - ndim, ""
 
-    def _choose_dim(self, path: str, leaf: Any, entries: list[Any]) -> tuple[int | None, str]:
+    def _sharding_axes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Without those of one device, which shard nothing."""
+        return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
+
+    def _choose_dim(self, path: str, leaf: Any, spec: P) -> tuple[int | None, str]:
         """The dim to shard; else None, and the reason that ``describe`` shows."""
         if self.stage == 0:
             return None, ""
@@ -183,7 +186,7 @@ class Layout:
         counts = [self.num_shards]
         if self.shard_state_over_replicas:
             counts.insert(0, self.num_devices)
-        free = [d for d, entry in enumerate(entries) if entry is None]
+        free = [d for d in range(len(shape)) if d >= len(spec) or spec[d] is None]
         dim = choose_sharded_dim(shape, free, counts)
         if dim is None:
             return None, f"unsharded: no free dim of {shape} divides by {self.num_shards}"

@@ -3,7 +3,8 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -60,12 +61,8 @@ def on_mesh(
 def over_data_axes(
     layout: Layout, fn: Callable[..., Any], in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """A ``shard_map`` of ``fn`` over the data axes; other axes are left to the partitioner.
-
-    Raises:
-      ValueError: in the call, in place of errors of jax that name no remedy.
-    """
-    mapped = jax.shard_map(
+    """A ``shard_map`` of ``fn`` over the data axes; other axes are left to the partitioner."""
+    return jax.shard_map(
         fn,
         # Inside auto_axes the mesh is that of the context.
         mesh=None if layout.explicit_axes else layout.mesh,
@@ -75,15 +72,6 @@ def over_data_axes(
         # With it, the transpose would sum the gradients of unsharded parameters by itself.
         check_vma=False,
     )
-
-    @functools.wraps(fn)
-    def call(*args: Any) -> Any:
-        try:
-            return mapped(*args)
-        except NotImplementedError as error:
-            raise _with_remedy(layout, error) from error
-
-    return call
 
 
 def over_other_axes(
@@ -104,22 +92,36 @@ def over_other_axes(
     )
 
 
-def _with_remedy(layout: Layout, error: NotImplementedError) -> Exception:
-    """An error that says what to do; the error itself where that is not known."""
-    if "Closing over" in str(error):
-        return ValueError(
-            "the loss closes over an array on a mesh of Explicit axes, which jax does not support. "
-            "Pass it as model_state (train_step, value_and_grad and eval_step take it), close over "
-            "a NumPy array, or make the mesh with axis_types="
-            f"(jax.sharding.AxisType.Auto,) * {len(layout.mesh.axis_names)}. jax says: {error}"
-        )
-    if "`Manual` AxisType" in str(error):
-        return ValueError(
-            f"the loss requests a sharding over the data axes {layout.data_axes}, such as by "
-            "out_sharding or reshard. In a step each device has its shard of the batch, and these "
-            f"axes cannot be named: omit the argument, or name other mesh axes. jax says: {error}"
-        )
-    return error
+# How jax rejects shardings in a shard_map that name its axes, and arrays that are on the full mesh.
+_NAMED = r"AxisType\.Manual|can only refer to Auto axes|contains a manual axes|the mesh of sharding"
+_OUTSIDE = r"Closing over|should match the aval mesh"
+
+
+@contextlib.contextmanager
+def with_remedies(layout: Layout) -> Iterator[None]:
+    """Errors of jax about arrays and shardings of a loss, from here with what to do about them."""
+    try:
+        yield
+    except (NotImplementedError, ValueError) as error:
+        if re.search(_OUTSIDE, str(error)):
+            remedy = (
+                "the loss closes over an array on a mesh of Explicit axes, or makes one by a "
+                "NamedSharding, which jax does not support. Name a PartitionSpec; pass the array "
+                "as model_state (train_step, value_and_grad and eval_step take it), close over a "
+                "NumPy array, or make the mesh with axis_types="
+                f"(jax.sharding.AxisType.Auto,) * {len(layout.mesh.axis_names)}."
+            )
+        elif re.search(_NAMED, str(error)):
+            remedy = (
+                f"the loss requests a sharding over the data axes {layout.data_axes}, such as by "
+                "out_sharding, reshard or with_sharding_constraint, or by a NamedSharding on the "
+                "full mesh. In a step each device has its shard of the batch, so these axes "
+                "cannot be named: write a PartitionSpec of the other axes, such as "
+                "P(None, 'model') for P('data', 'model'), and omit the call where there are none."
+            )
+        else:
+            raise
+        raise ValueError(f"{remedy} jax says: {error}") from error
 
 
 def _abstract(mesh: AnyMesh) -> AbstractMesh:

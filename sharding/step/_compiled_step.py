@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from sharding.placement._layout import Layout
-from sharding.placement._on_mesh import no_mesh
+from sharding.placement._on_mesh import no_mesh, with_remedies
 from sharding.recovery._peer_checkpoints import PeerCheckpoints
 from sharding.recovery._step_copies import StepCopies
 from sharding.step._checks import check_alive, check_apart, check_compiled, check_replicated
@@ -57,7 +57,7 @@ class CompiledStep:
         check_compiled()
         selected = self._select(state)
         check_alive(selected, batch=batch, key=key, model_state=model_state)
-        with no_mesh():
+        with no_mesh(), with_remedies(self._layout):
             batch = self._prepare(batch)
             key, model_state = self._layout.replicate_foreign((key, model_state))
             selected = self._layout.place_scalars(selected)
@@ -90,7 +90,7 @@ class CompiledStep:
         With a store of snapshots, the function copies the state.
         """
         selected = self._select(state)
-        with no_mesh():
+        with no_mesh(), with_remedies(self._layout):
             batch = self._prepare(batch)
             copies = self._snapshot.planned_copies(selected) if self._snapshot else None
             signature = signature_of((selected, batch)), copies and copies.key

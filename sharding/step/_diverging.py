@@ -1,4 +1,4 @@
-"""Branches and loops that devices take by their own data: which predicates differ between them."""
+"""Branches, loops and slices of devices by their own data: predicates and places that differ."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,7 +24,7 @@ def collective_in(jaxpr: Any, apart: set[int], inside: bool = False) -> str | No
 
 
 def diverging(jaxpr: Any, varies: Sequence[bool], axes: Sequence[str]) -> set[int]:
-    """The ids of the equations, in a jaxpr and all within it, whose predicate differs.
+    """The ids of the equations, in a jaxpr and all within it, whose predicate or place differs.
 
     Args:
       jaxpr: of a function that runs on each device.
@@ -52,6 +52,8 @@ def _outs(jaxpr: Any, varies: list[bool], axes: set[str], found: set[int]) -> li
 
 def _of_equation(eqn: Any, varies: list[bool], axes: set[str], found: set[int]) -> list[bool]:
     name, count = eqn.primitive.name, len(eqn.outvars)
+    if name == "dynamic_slice" and any(varies[1:]):
+        found.add(id(eqn))
     if name == "axis_index":
         return [True]
     if name in _COLLECTIVES:

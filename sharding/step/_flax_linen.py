@@ -65,9 +65,29 @@ def in_step(
             inside = False
 
     # Each device has its own shard of the batch: constraints cannot name the axes it is over.
-    rules = [(name, _without(axis, axes)) for name, axis in nn.get_logical_axis_rules()]
+    rules = _without_axes(nn.get_logical_axis_rules(), axes)
     with nn.intercept_methods(intercept), nn.logical_axis_rules(rules):
         yield lambda: _check_found(blocks, found, seen)
+
+
+def without_names(params: Any, axes: tuple[str, ...]) -> Any:
+    """Parameters whose linen boxes name none of these axes, to which unboxing constrains them."""
+    nn = sys.modules.get("flax.linen")
+    if nn is None:
+        return params
+
+    def strip(x: Any) -> Any:
+        if isinstance(x, nn.LogicallyPartitioned):
+            return x.replace(rules=x.rules and _without_axes(x.rules, axes))
+        if isinstance(x, nn.Partitioned):
+            return x.replace(names=tuple(_without(entry, axes) for entry in x.names))
+        return x
+
+    return jax.tree.map(strip, params, is_leaf=lambda x: isinstance(x, nn.Partitioned))
+
+
+def _without_axes(rules: Any, axes: tuple[str, ...]) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, _without(axis, axes)) for name, axis in rules)
 
 
 def _without(entry: Any, axes: tuple[str, ...]) -> Any:

@@ -50,6 +50,8 @@ def gather_updated(layout: Layout, shards: Any, placed: Placement) -> Any:
 MARK = "sharding.gather"
 # The same for the handles of stage 2.
 HANDLE_MARK = "sharding.gather.handle"
+# The same for handles that the loss uses as arrays.
+FULL_MARK = "sharding.gather.full"
 # Whether arrays are marked: not in the trace that is differentiated, where a loop over layers would
 # save them under that name.
 _MARKS: contextvars.ContextVar[bool] = contextvars.ContextVar("marks", default=True)
@@ -69,6 +71,8 @@ class GatherSpec(NamedTuple):
       reduce: ``reduce(gradient, dim)``, a gradient sync's own in place of the reduce-scatter.
       rows: the sync of rows that were looked up; None to sync the full gradient.
       bits: of the codes that a matrix is gathered in; None to gather it as it is.
+      moved: if the loss gathers a view in which the sharded dim is another one, the shape of the
+        parameter and of its shard.
     """
 
     layout: Layout
@@ -79,6 +83,7 @@ class GatherSpec(NamedTuple):
     reduce: Callable[[jax.Array, int], jax.Array] | None = None
     rows: RowMethod | None = None
     bits: int | None = None
+    moved: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
 
 _NOT_AN_ARRAY = (
@@ -139,6 +144,8 @@ class Shard(ParamHandle):
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
         """The shape of the unsharded parameter."""
+        if self.spec.moved and self.value.shape == self.spec.moved[1]:
+            return self.spec.moved[0]
         shape, dim = list(self.value.shape), self.spec.dim
         if -dim <= len(shape):
             shape[dim] *= self.spec.layout.num_shards
@@ -148,6 +155,27 @@ class Shard(ParamHandle):
     def dtype(self) -> Any:
         """The dtype in which it is gathered."""
         return self.spec.dtype
+
+    # The plan of a step lets the loss compute from a handle only what it does not use.
+
+    def __jax_array__(self) -> jax.Array:
+        return _mark(gather(self) if self.full is None else self.full, FULL_MARK)
+
+    def __getitem__(self, index: Any) -> Any:
+        entries = index if isinstance(index, tuple) else (index,)
+        before = self.value.ndim + self.spec.dim  # the number of dims before the sharded one
+        if len(entries) > before or not all(isinstance(i, slice) or _is_scalar(i) for i in entries):
+            return self.__jax_array__()[index]
+        full = None if self.full is None else self.full[index]
+        return dataclasses.replace(self, value=self.value[index], full=full)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(self.shape[0]))
+
+
+def _is_scalar(index: Any) -> bool:
+    is_integer = isinstance(index, int | np.integer | jax.Array) and not isinstance(index, bool)
+    return is_integer and not np.ndim(index) and jnp.issubdtype(jnp.result_type(index), jnp.integer)
 
 
 class LeafShard(Shard):

@@ -17,7 +17,7 @@ from sharding.step import _local_norm, _model_state, _sync_state
 from sharding.step._gather_params import call_with_shards
 from sharding.step._layer_check import confirm_layers
 from sharding.step._loss import Inputs, Loss, first_args
-from sharding.step._loss_params import loss_params
+from sharding.step._loss_params import loss_params, of_leaves
 from sharding.step._microbatches import accumulate, inverse_weight
 from sharding.step._reduce_gradients import reduce_accumulated, sync_accumulated
 from sharding.step._step_plan import StepPlan, StepSpec, plan_step
@@ -86,9 +86,7 @@ def gradients(
     leaves, treedef = jax.tree.flatten(params)
     trained = treedef.flatten_up_to(spec.trained)
     has_state = sync_state is not None
-
-    def of_leaves(leaves: list[Any], *args: Any) -> Any:
-        return loss.fn(treedef.unflatten(leaves), *args)
+    fn = of_leaves(layout, loss.fn, spec.placed.params)
 
     def on_device(leaves: list[jax.Array], inputs: Inputs, sync_state: Any) -> Gradients:
         args = jax.eval_shape(functools.partial(first_args, loss, layout.data_axes), inputs)
@@ -97,13 +95,13 @@ def gradients(
             spec,
             params,
             has_state,
-            of_leaves,
+            fn,
             *args,
             reduce_in_backward=not loss.local_norm,
             check_branches=loss.model_state,
         )
-        plan = confirm_layers(plan, of_leaves, *args)
-        local = loss._replace(fn=of_leaves)
+        plan = confirm_layers(plan, fn, *args)
+        local = loss._replace(fn=fn)
         own = jax.tree.map(lambda x: x[0, 0], sync_state) if has_state else plan.empty_sync_state()
         shards = list(map(_own_shard, leaves, shard_specs)) if early_shards else None
         if early_shards and not plan.reduces_in_layers:
@@ -166,13 +164,12 @@ def evaluate(
     """
     treedef: Any
     leaves, treedef = jax.tree.flatten(params)
-
-    def of_leaves(leaves: list[Any], *args: Any) -> Any:
-        return fn(treedef.unflatten(leaves), *args)
+    fn = of_leaves(layout, fn, spec.placed.params)
 
     def on_device(leaves: list[jax.Array], args: tuple[Any, ...]) -> Any:
-        plan = plan_step(layout, spec, params, False, of_leaves, *args, reduce_in_backward=False)
-        return mark_scalars(call_with_shards(of_leaves, loss_params(plan, leaves, leaves), *args))
+        plan = plan_step(layout, spec, params, False, fn, *args, reduce_in_backward=False)
+        plan = confirm_layers(plan, fn, *args)
+        return mark_scalars(call_with_shards(fn, loss_params(plan, leaves, leaves), *args))
 
     specs = [layout.manual_spec(spec) for spec in treedef.flatten_up_to(spec.placed.params)]
     arg_specs = (layout.batch_specs(args[0]), *(P() for _ in args[1:]))

@@ -1,29 +1,34 @@
-"""Stage 2: whether a loss computes the same from handles of its layers' parameters as from arrays.
+"""Whether a loss computes the same from handles of its layers' parameters as from arrays.
 
 Handles are no arrays: Python code in the loss can count them, ask for their type, or read the size
-of what is in them. Stage 2 does not need them, so that it gives such a loss arrays.
+of what is in them. Stage 2 does not need them, so that it gives such a loss arrays. Stage 3 does
+where views of parameters are gathered, or results dropped, and a handle does not allow it.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
-from sharding.step._gather_params import HANDLE_MARK, call_marking
+from sharding.step._gather_params import FULL_MARK, HANDLE_MARK, call_marking
 from sharding.step._loss_params import differentiated, loss_params
-from sharding.step._param_uses import uses_in
-from sharding.step._step_plan import StepPlan
+from sharding.step._param_uses import uses_in, without_dead
+from sharding.step._step_plan import ParamPlan, StepPlan, warn_of_unsharded
 
 
 def confirm_layers(plan: StepPlan, loss: Callable[..., Any], *args: Any) -> StepPlan:
-    """The plan, which reduces gradients in layers only if the loss takes handles as arrays.
+    """The plan, in which the loss gets only handles that it takes as arrays.
 
     Args:
       plan: of the step.
       loss: a function of the list of parameters and ``args``.
       *args: abstract arrays.
     """
+    if plan.layout.stage == 3:
+        plan = _confirm_views(plan, loss, args)
+        warn_of_unsharded(plan)
     if not plan.reduces_in_layers:
         return plan
     at_once = plan.reducing_at_once()
@@ -35,25 +40,55 @@ def confirm_layers(plan: StepPlan, loss: Callable[..., Any], *args: Any) -> Step
     return plan if only_gathered and found == expected else at_once
 
 
+def _confirm_views(plan: StepPlan, loss: Callable[..., Any], args: tuple[Any, ...]) -> StepPlan:
+    """At stage 3, without handles that the loss uses as arrays, where it does more than gather."""
+    assert plan.uses is not None
+    more = plan.uses.viewed.keys() | plan.uses.dead.keys()
+    if not any(plan.params[i].gathered_by_loss and plan.params[i].shard.dim for i in more):
+        return plan
+    arrays = tuple(
+        param._replace(gathered_by_loss=False, gather_dim=param.shard.dim) if i in more else param
+        for i, param in enumerate(plan.params)
+    )
+    without = dataclasses.replace(plan, params=arrays)
+    try:
+        live = without_dead(_traced(plan, loss, args).jaxpr)
+    except Exception:  # as at stage 2
+        return without
+    return without if uses_in(live, 0, [FULL_MARK]).unknown[FULL_MARK] else plan
+
+
+def _traced(plan: StepPlan, loss: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """The trace of a loss of parameters as a device holds them, and of the differentiated ones."""
+
+    def held(param: ParamPlan) -> jax.ShapeDtypeStruct:
+        shape = list(param.shape)
+        if plan.layout.stage == 3 and param.shard.dim:
+            shape[param.shard.dim] //= plan.layout.num_shards
+        return jax.ShapeDtypeStruct(shape, param.loss_dtype)
+
+    params = list(map(held, plan.params))
+    inputs = jax.eval_shape(lambda params: differentiated(plan, params), params)
+
+    def call(params: list[Any], inputs: list[Any], *args: Any) -> Any:
+        return call_marking(loss, loss_params(plan, inputs, params), *args)
+
+    return jax.make_jaxpr(call)(params, inputs, *args)
+
+
 def _trace(
     plan: StepPlan, loss: Callable[..., Any], args: tuple[Any, ...]
 ) -> tuple[list[Any], bool]:
     """What a loss computes, and whether it passes its handles to ``gather`` alone."""
-    full = [jax.ShapeDtypeStruct(param.shape, param.loss_dtype) for param in plan.params]
-    inputs = jax.eval_shape(lambda full: differentiated(plan, full), full)
-
-    def call(full: list[Any], inputs: list[Any], *args: Any) -> Any:
-        return call_marking(loss, loss_params(plan, inputs, full), *args)
-
-    traced = jax.make_jaxpr(call)(full, inputs, *args)
-    uses = uses_in(traced.jaxpr, 2 * len(full), [HANDLE_MARK])
+    traced, num = _traced(plan, loss, args), len(plan.params)
+    uses = uses_in(traced.jaxpr, 2 * num, [HANDLE_MARK])
     handles = {i for i, param in enumerate(plan.params) if param.gathered_by_loss}
-    taps = {len(full) + i for i in handles}
+    taps = {num + i for i in handles}
     # A custom derivative would have to return the gradient of a handle.
-    touched = uses.otherwise | uses.custom | uses.marked[HANDLE_MARK].keys()
-    only_gathered = not (taps & touched) and not (handles & uses.otherwise)
+    touched = uses.otherwise.keys() | uses.custom | uses.marked[HANDLE_MARK].keys()
+    only_gathered = not (taps & touched) and not (handles & uses.otherwise.keys())
     constants = [_constant(x) for x in traced.consts]
-    return [*constants, *operations(traced.jaxpr)], only_gathered
+    return [*constants, *operations(without_dead(traced.jaxpr))], only_gathered
 
 
 def operations(jaxpr: Any) -> Iterator[Any]:

@@ -1,5 +1,6 @@
 """The parameters as the loss gets them, and as its gradient is taken."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from sharding.collectives._dtypes import sum_dtype
+from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import over_other_axes
+from sharding.placement._specs import is_spec
 from sharding.step._gather_params import GatherSpec, ParamHandle, Shard, gather
 from sharding.step._lookup import TableHandle
 from sharding.step._step_plan import ParamPlan, StepPlan
@@ -64,6 +67,50 @@ def loss_params(plan: StepPlan, inputs: list[jax.Array], params: list[jax.Array]
     return [x if own else next(at_once) for x, own in zip(leaves, by_loss, strict=True)]
 
 
+def of_leaves(layout: Layout, fn: Callable[..., Any], specs: Any) -> Callable[..., Any]:
+    """``fn(params, *args)`` as a function of the leaves, or handles of them, and ``args``.
+
+    The user's mesh axes are Auto in it. If it names one, as ``out_sharding`` and ``reshard`` do,
+    they become Explicit: arrays then have the types that they have under ``jit``.
+
+    Args:
+      layout: the mesh.
+      fn: such as a loss; called within a ``shard_map`` over the data axes.
+      specs: the tree of the specs of the parameters.
+    """
+    treedef: Any
+    flat, treedef = jax.tree.flatten(specs, is_leaf=is_spec)
+    explicit = False
+
+    def call(leaves: list[Any], *args: Any) -> Any:
+        nonlocal explicit
+        if not explicit:
+            try:
+                return fn(treedef.unflatten(leaves), *args)
+            except ValueError as error:
+                explicit = bool(layout.other_axes) and "AxisType.Auto." in str(error)
+                if not explicit:
+                    raise
+
+        def run(*args: Any) -> Any:
+            typed = [_reshard(x, layout.other_spec(s)) for x, s in zip(leaves, flat, strict=True)]
+            return fn(treedef.unflatten(typed), *args)
+
+        axes = tuple(sorted(layout.other_axes))
+        return jax.sharding.explicit_axes(run, axes=axes, in_sharding=PartitionSpec())(*args)
+
+    return call
+
+
+def _reshard(x: Any, spec: PartitionSpec) -> Any:
+    """The array, or the arrays of a handle."""
+    if not isinstance(x, ParamHandle):
+        return jax.sharding.reshard(x, spec)
+    arrays = {name: x for name, x in vars(x).items() if isinstance(x, jax.Array)}
+    handle: Any = x
+    return dataclasses.replace(handle, **jax.sharding.reshard(arrays, spec))
+
+
 def _with_tap(param: ParamPlan, tap: jax.Array, x: jax.Array, spec: GatherSpec) -> ParamHandle:
     """Below stage 3, the handle of a parameter whose gradient is that of its tap."""
     x = x.astype(spec.dtype)
@@ -73,16 +120,22 @@ def _with_tap(param: ParamPlan, tap: jax.Array, x: jax.Array, spec: GatherSpec) 
 def _gather_specs(plan: StepPlan) -> list[GatherSpec]:
     specs = []
     for param, reduce in zip(plan.params, _backward_syncs(plan), strict=True):
+        moved = None
+        if param.gather_dim != param.shard.dim:
+            shape = list(param.shape)
+            shape[param.shard.dim] //= plan.layout.num_shards
+            moved = param.shape, tuple(shape)
         specs.append(
             GatherSpec(
                 plan.layout,
-                param.shard.dim,
+                param.gather_dim,
                 _entries(param),
                 param.loss_dtype,
                 param.reduce_dtype,
                 reduce,
                 param.rows,
                 plan.precision.gather_bits,
+                moved,
             )
         )
     return specs

@@ -1,11 +1,18 @@
 """How a loss uses its parameters: which ones it gathers, or looks up rows of, by itself."""
 
+import os
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.interpreters import partial_eval
 
 from sharding.step._diverging import collective_in, diverging
+
+# Whose lines are not the user's.
+_JAX = os.path.dirname(jax.__file__) + os.sep
+_HERE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 class ParamUses(NamedTuple):
@@ -14,23 +21,54 @@ class ParamUses(NamedTuple):
     Attributes:
       marked: for each mark, the parameters that carry it, each with the smallest number of dims it
         has there: loops over layers take dims off the front.
-      otherwise: the parameters with any unmarked use.
+      otherwise: the parameters with any unmarked use, each with the first equation of one; None if
+        it is an output.
+      viewed: the parameters of which views are marked, such as single layers, each with the
+        equation of one.
+      dims: of marked parameters, the sharded dims there, counted from the end.
+      dead: the parameters of which something is computed that no output needs, likewise.
       branched: the parameters marked in a branch or a loop of unknown length.
       diverging: those of them marked where devices take branches, or loop, by their own data.
       repeated: the parameters marked more than once, or in a loop that does not slice them.
       custom: the parameters that a function with a derivative of its own gets.
       unknown: for each mark, shapes of marked arrays that are not unmodified parameters.
+      moved: the parameters from which such arrays are made without arithmetic.
       apart: the name of a collective in a branch or loop that devices take by their own data.
     """
 
     marked: dict[str, dict[int, int]]
-    otherwise: set[int]
+    otherwise: dict[int, Any]
+    viewed: dict[int, Any]
+    dims: dict[int, set[int]]
+    dead: dict[int, Any]
     branched: set[int]
     diverging: set[int]
     repeated: set[int]
     custom: set[int]
     unknown: dict[str, list[tuple[int, ...]]]
+    moved: set[int]
     apart: str | None
+
+
+class _Param(NamedTuple):
+    """A variable that holds a parameter, a slice of one in a loop, or a view of either.
+
+    Attributes:
+      number: of the parameter.
+      dim: its sharded dim, counted from the end; 0 for none.
+      view: the first equation that makes a view of it.
+      moved: whether it is no view, but made without arithmetic.
+    """
+
+    number: int
+    dim: int
+    view: Any = None
+    moved: bool = False
+
+
+# Primitives, of one array and perhaps indices, that make no numbers; some are views.
+_MOVES = {"convert_element_type", "dynamic_slice", "gather", "reshape", "rev", "reshard", "slice"}
+_MOVES |= {"sharding_constraint", "split", "squeeze", "stop_gradient", "transpose"}
 
 
 def find_uses(
@@ -39,6 +77,7 @@ def find_uses(
     marks: Sequence[str],
     *args: Any,
     axes: Sequence[str] = (),
+    dims: Sequence[int] | None = None,
 ) -> ParamUses:
     """Traces ``fn(params, *args)`` and reports how it uses its parameters.
 
@@ -48,100 +87,192 @@ def find_uses(
       marks: the names that ``checkpoint_name`` gives to parameters.
       *args: abstract arrays, too, which differ between devices.
       axes: the mesh axes of these devices; without, nothing is found to diverge.
+      dims: the sharded dim of each parameter, counted from the end; 0 for none.
     """
-    return uses_in(jax.make_jaxpr(fn)(params, *args).jaxpr, len(params), marks, axes)
+    return uses_in(jax.make_jaxpr(fn)(params, *args).jaxpr, len(params), marks, axes, dims)
 
 
 def uses_in(
-    jaxpr: Any, num_params: int, marks: Sequence[str] = (), axes: Sequence[str] = ()
+    jaxpr: Any,
+    num_params: int,
+    marks: Sequence[str] = (),
+    axes: Sequence[str] = (),
+    dims: Sequence[int] | None = None,
 ) -> ParamUses:
     """As ``find_uses``, of a function that is traced already; parameters are its first inputs."""
-    params = {jaxpr.invars[i]: i for i in range(num_params)}
+    live = without_dead(jaxpr)
+    given = [_Param(i, dims[i] if dims else 0) for i in range(num_params)]
     # Of an update, which runs on the mesh, nobody asks for branches of single devices.
-    varies = [var not in params for var in jaxpr.invars]
-    apart = diverging(jaxpr, varies, axes) if axes else set()
-    found = ParamUses(
+    varies = [i >= num_params for i in range(len(live.invars))]
+    apart = diverging(live, varies, axes) if axes else set()
+    found, every = (
+        _uses_of(each, dict(zip(each.invars, given, strict=False)), marks, apart)
+        for each in (live, jaxpr)
+    )
+    dead = {i: eqn for i, eqn in every.otherwise.items() if i not in found.otherwise}
+    return found._replace(dead=dead, apart=collective_in(live, apart))
+
+
+def without_dead(jaxpr: Any) -> Any:
+    """The jaxpr without the equations that no output needs."""
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+
+def _uses_of(
+    jaxpr: Any, params: dict[Any, _Param], marks: Sequence[str], apart: set[int]
+) -> ParamUses:
+    uses = ParamUses(
         marked={mark: {} for mark in marks},
-        otherwise=set(),
+        otherwise={},
+        viewed={},
+        dims={},
+        dead={},
         branched=set(),
         diverging=set(),
         repeated=set(),
         custom=set(),
         unknown={mark: [] for mark in marks},
-        apart=collective_in(jaxpr, apart),
+        moved=set(),
+        apart=None,
     )
-    _visit(jaxpr, params, found, apart)
-    return found
+    for out in filter(None, _visit(jaxpr, params, uses, apart)):
+        uses.otherwise.setdefault(out.number, None)
+    return uses
 
 
 def _visit(
     jaxpr: Any,
-    params: dict[Any, int],
+    params: dict[Any, _Param],
     uses: ParamUses,
     apart: set[int],
     branch: bool = False,
     diverges: bool = False,
     looped: frozenset[int] = frozenset(),
-) -> None:
-    """Adds the uses in one jaxpr.
+    call: Any = None,
+) -> list[_Param | None]:
+    """Adds the uses in one jaxpr, and returns the parameters that are its outputs.
 
     Args:
       jaxpr: of the function, or of a loop, branch or call in it.
-      params: the variables that hold parameters, with their indices.
+      params: the variables that hold parameters.
       uses: where they are added.
       apart: the ids of equations whose predicates differ between devices.
       branch: whether some devices may not run this jaxpr, or not as often.
       diverges: whether they differ in that.
       looped: the parameters that every run of a loop around this jaxpr gets in full.
+      call: the equation that calls this jaxpr, if it is of a function of jax.
     """
-    uses.otherwise.update(params[var] for var in jaxpr.outvars if _holds_param(var, params))
+
+    def held(var: Any) -> _Param | None:
+        return None if hasattr(var, "val") else params.get(var)  # literals have no hash
+
     for eqn in jaxpr.eqns:
-        operands = [
-            (i, params[var]) for i, var in enumerate(eqn.invars) if _holds_param(var, params)
-        ]
-        mark = eqn.params["name"] if eqn.primitive.name == "name" else None
+        name = eqn.primitive.name
+        operands = [(i, param) for i, var in enumerate(eqn.invars) if (param := held(var))]
+        mark = eqn.params["name"] if name == "name" else None
         if mark in uses.marked:
             shape = eqn.invars[0].aval.shape
+            uses.moved.update(param.number for _, param in operands if param.moved)
+            operands = [(i, param) for i, param in operands if not param.moved]
             if not operands:
                 uses.unknown[mark].append(shape)
-            for _, param in operands:
+            for _, (index, dim, view, _) in operands:
                 ndims = uses.marked[mark]
-                uses.repeated.update({param} & (looped | ndims.keys()))
-                ndims[param] = min(len(shape), ndims.get(param, len(shape)))
-                uses.branched.update({param} if branch else ())
-                uses.diverging.update({param} if diverges else ())
+                uses.repeated.update({index} & (looped | ndims.keys()))
+                ndims[index] = min(len(shape), ndims.get(index, len(shape)))
+                uses.viewed.update({index: view} if view else {})
+                uses.dims.setdefault(index, set()).add(dim)
+                uses.branched.update({index} if branch else ())
+                uses.diverging.update({index} if diverges else ())
             continue
-        if operands and (eqn.primitive.name == "sharding_constraint" or _splits_layers(eqn)):
-            params = params | {eqn.outvars[0]: operands[0][1]}  # still the parameter
-            continue
-        if eqn.primitive.name.startswith("custom_vjp"):
-            uses.custom.update(param for _, param in operands)
-        inner = list(_inner_jaxprs(eqn))
-        full_ndim = {param: eqn.invars[i].aval.ndim for i, param in operands}
-        if not inner:
-            uses.otherwise.update(param for _, param in operands)
-        in_branch = branch or eqn.primitive.name in ("cond", "while")
+        if operands and not operands[0][0] and name in _MOVES:
+            param = operands[0][1]
+            seen = None if id(eqn) in apart else _view(eqn, param, call)
+            params = params | dict.fromkeys(eqn.outvars, seen or param._replace(moved=True))
+            if seen:
+                continue
+        used = {param.number for _, param in operands if not param.moved}
+        if name.startswith("custom_vjp"):
+            uses.custom.update(used)
+        in_branch = branch or name in ("cond", "while")
         apart_here = diverges or id(eqn) in apart
+        inner = list(_inner_jaxprs(eqn))
         for sub, first in inner:
-            uses.otherwise.update(param for i, param in operands if i < first)
+            used = {param.number for i, param in operands if i < first and not param.moved}
             passed = {sub.invars[i - first]: param for i, param in operands if i >= first}
             in_full = set()
-            if eqn.primitive.name == "scan":  # a loop over layers takes the first dim off
-                in_full = {p for var, p in passed.items() if var.aval.ndim == full_ndim[p]}
-            _visit(sub, passed, uses, apart, in_branch, apart_here, looped | in_full)
+            if name == "scan":  # a loop over layers takes the first dim off
+                ndims = {param.number: eqn.invars[i].aval.ndim for i, param in operands}
+                in_full = {p.number for v, p in passed.items() if v.aval.ndim == ndims[p.number]}
+            outer = call or (eqn if _is_of_jax(sub) else None)
+            outs = _visit(sub, passed, uses, apart, in_branch, apart_here, looped | in_full, outer)
+            if name in ("jit", "pjit"):
+                both = zip(eqn.outvars, outs, strict=True)
+                params = params | {var: param for var, param in both if param}
+            else:
+                used |= {param.number for param in outs if param and not param.moved}
+            _record(uses, used, call or eqn)
+        if not inner:
+            _record(uses, used, call or eqn)
+    return [held(var) for var in jaxpr.outvars]
 
 
-def _splits_layers(eqn: Any) -> bool:
-    """Whether an operation only makes several dims of the first one, for loops within loops."""
-    if eqn.primitive.name != "reshape":
-        return False
+def _record(uses: ParamUses, used: set[int], eqn: Any) -> None:
+    for index in used:
+        uses.otherwise.setdefault(index, eqn)
+
+
+def _view(eqn: Any, param: _Param, call: Any) -> _Param | None:
+    """The parameter that results hold in another order or in part; None for any other operation.
+
+    Shards of a view are the views of shards: the sharded dim stays as it is.
+    """
+    name, options = eqn.primitive.name, eqn.params
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    others = len(before) - 1
-    return 0 < others < len(after) and after[len(after) - others :] == before[1:]
+    dims = range(len(before))
+    if name in ("sharding_constraint", "reshard"):
+        return param
+    if name == "reshape":  # several dims of the first one, for loops within loops
+        others = len(before) - 1
+        splits = 0 < others < len(after) and after[len(after) - others :] == before[1:]
+        splits &= param.dim != -len(before)
+        return param if splits else None
+    # For each dim of the result the unchanged dim that it is.
+    if name == "stop_gradient":
+        same: list[int | None] = list(dims)
+    elif name == "transpose":
+        same = list(options["permutation"])
+    elif name == "squeeze":
+        same = [d for d in dims if d not in options["dimensions"]]
+    elif name in ("slice", "dynamic_slice"):
+        same = [d if before[d] == after[d] else None for d in dims]
+    elif name == "rev":
+        same = [None if d in options["dimensions"] else d for d in dims]
+    elif name == "split":
+        same = [None if d == options["axis"] else d for d in dims]
+    else:
+        return None
+    view = param._replace(view=param.view or call or eqn)
+    if not param.dim:
+        return view
+    place = len(before) + param.dim
+    return view._replace(dim=same.index(place) - len(same)) if place in same else None
 
 
-def _holds_param(var: Any, params: dict[Any, int]) -> bool:
-    return not hasattr(var, "val") and var in params  # literals have values, and no hash
+def _is_of_jax(jaxpr: Any) -> bool:
+    """Whether the function is one of jax, such as ``jnp.take``, which callers share a trace of."""
+    return _JAX in str(getattr(jaxpr.debug_info, "func_src_info", ""))
+
+
+def place_of(eqn: Any) -> str:
+    """The operation of an equation, and the line of the user's code that it is from."""
+    if eqn is None:
+        return "as an output"
+    name = eqn.params["name"] if eqn.primitive.name in ("jit", "pjit") else eqn.primitive.name
+    trace = eqn.source_info.traceback
+    frames = traceback.extract_tb(trace.as_python_traceback()) if trace else []
+    own = [f for f in frames if not f.filename.startswith((_JAX, _HERE))]
+    return f"in {name}" + (f" at {own[-1].filename}:{own[-1].lineno}" if own else "")
 
 
 def _inner_jaxprs(eqn: Any) -> Iterator[tuple[Any, int]]:

@@ -13,7 +13,7 @@ from sharding.collectives._map_arrays import ArrayLayout
 from sharding.placement._layout import Layout, Placement
 from sharding.placement._specs import axes_of, leaf_names
 from sharding.step import _gather_params, _lookup
-from sharding.step._param_uses import ParamUses, find_uses
+from sharding.step._param_uses import ParamUses, find_uses, place_of
 from sharding.step._precision import Precision
 from sharding.sync import GradientSync, RowMethod
 
@@ -51,6 +51,7 @@ class ParamPlan(NamedTuple):
       gathered_by_loss: at stage 3, whether the loss gathers it, or looks up rows of it, by itself;
         at stage 2, whether it passes it to ``gather``, whose derivative then reduces the gradient.
       synced_by_rows: below stage 3, whether the derivative of ``lookup`` syncs its gradient.
+      gather_dim: its sharded dim, counted from the end, in the view that the loss gathers.
     """
 
     path: str
@@ -64,6 +65,7 @@ class ParamPlan(NamedTuple):
     rows: RowMethod | None
     gathered_by_loss: bool
     synced_by_rows: bool
+    gather_dim: int
 
     @property
     def reduced_in_backward(self) -> bool:
@@ -81,6 +83,7 @@ class StepPlan:
       params: a plan for each leaf of the parameters.
       sync: see ``StepSpec``.
       sync_has_state: whether ``sync`` has a state, such as error-feedback residuals.
+      uses: of the parameters in the loss, if it was traced.
     """
 
     layout: Layout
@@ -88,6 +91,7 @@ class StepPlan:
     params: tuple[ParamPlan, ...]
     sync: GradientSync | None
     sync_has_state: bool
+    uses: ParamUses | None = None
 
     @property
     def trained(self) -> tuple[ParamPlan, ...]:
@@ -191,15 +195,20 @@ def plan_step(
                 None if rows is None else rows(name, x),
                 gathered_by_loss=False,
                 synced_by_rows=False,
+                gather_dim=dim,
             )
         )
     plan = StepPlan(layout, spec.precision, tuple(plans), spec.sync, sync_has_state)
-    by_loss, by_rows = _handles(plan, reduce_in_backward, check_branches, loss, args)
+    by_loss, by_rows, uses = _handles(plan, reduce_in_backward, check_branches, loss, args)
     complete = tuple(
-        param._replace(gathered_by_loss=i in by_loss, synced_by_rows=i in by_rows)
+        param._replace(
+            gathered_by_loss=i in by_loss,
+            synced_by_rows=i in by_rows,
+            gather_dim=min(uses.dims[i]) if uses and i in by_loss else param.gather_dim,
+        )
         for i, param in enumerate(plans)
     )
-    return dataclasses.replace(plan, params=complete)
+    return dataclasses.replace(plan, params=complete, uses=uses)
 
 
 def _handles(
@@ -208,7 +217,7 @@ def _handles(
     check_branches: bool,
     loss: Callable[..., Any],
     args: tuple[Any, ...],
-) -> tuple[set[int], set[int]]:
+) -> tuple[set[int], set[int], ParamUses | None]:
     """The parameters that the loss gets as handles: for ``gather``, and below 3 for ``lookup``."""
     params, stage = plan.params, plan.layout.stage
     with_rows = {i for i, param in enumerate(params) if param.rows is not None}
@@ -222,10 +231,11 @@ def _handles(
     if stage < 3:
         with_rows = {i for i in with_rows if params[i].trained}
         if not (with_rows or in_layers or check_branches):
-            return set(), set()  # the loss need not be traced
+            return set(), set(), None  # the loss need not be traced
     like = [jax.ShapeDtypeStruct(param.shape, param.loss_dtype) for param in params]
     marks, axes = [_gather_params.MARK, _lookup.MARK], plan.layout.data_axes
-    uses = find_uses(loss, like, marks, *args, axes=axes)
+    dims = [param.shard.dim for param in params]
+    uses = find_uses(loss, like, marks, *args, axes=axes, dims=dims)
     if uses.apart:
         raise ValueError(
             f"the loss has a collective ({uses.apart}, such as that of a BatchNorm with the "
@@ -233,11 +243,13 @@ def _handles(
             "devices would exchange what does not belong together. Move it out of the branch, or "
             "pass sync_batch_norm=False."
         )
+    for i in uses.marked[_lookup.MARK].keys() & (uses.viewed.keys() | uses.dead.keys()):
+        uses.otherwise.setdefault(i, uses.viewed.get(i) or uses.dead[i])  # of rows, no views
     _warn_of_full_tables(params, with_rows, uses)
     if stage == 3:
-        return _gathered_by_loss(params, uses), set()
+        return _gathered_by_loss(params, uses), set(), uses
     layers = _reduced_in_layers(params, uses) if in_layers else set()
-    return layers, _synced_by_rows(params, with_rows, uses)
+    return layers, _synced_by_rows(params, with_rows, uses), uses
 
 
 def _reduced_in_layers(plans: Sequence[ParamPlan], uses: ParamUses) -> set[int]:
@@ -248,8 +260,8 @@ def _reduced_in_layers(plans: Sequence[ParamPlan], uses: ParamUses) -> set[int]:
     reduce waiting. And that of a stack which is sharded along a dim that loops slice off.
     """
     gathered = uses.marked[_gather_params.MARK]
-    own = gathered.keys() - uses.marked[_lookup.MARK].keys() - uses.otherwise
-    own = own - uses.branched - uses.repeated
+    own = gathered.keys() - uses.marked[_lookup.MARK].keys() - uses.otherwise.keys()
+    own = own - uses.viewed.keys() - uses.branched - uses.repeated
     return {
         i
         for i in own
@@ -264,9 +276,12 @@ def _gathered_by_loss(plans: Sequence[ParamPlan], uses: ParamUses) -> set[int]:
     part. These parameters are gathered before the loss.
 
     Warns:
-      UserWarning: if none of the sharded ones is among them, or some are gathered before the loss.
+      UserWarning: if some are gathered before the loss.
     """
-    marked = set().union(*uses.marked.values()) - uses.otherwise
+    marked = set().union(*uses.marked.values()) - uses.otherwise.keys()
+    moved = {i for i, dims in uses.dims.items() if dims != {plans[i].shard.dim}}
+    unlike = {i for i in moved if len(uses.dims[i]) > 1 or any(plans[i].shard.spec)}
+    marked -= unlike
     own = marked - uses.diverging
     if marked - own:
         names = ", ".join(repr(plans[i].path) for i in sorted(marked - own)[:4])
@@ -277,19 +292,50 @@ def _gathered_by_loss(plans: Sequence[ParamPlan], uses: ParamUses) -> set[int]:
             "predicate the same on all devices.",
             stacklevel=2,
         )
-    sharded = {i for i, plan in enumerate(plans) if plan.shard.dim}
-    if sharded and not sharded & own:
-        size = sum(
-            math.prod(plans[i].shape) * jnp.dtype(plans[i].loss_dtype).itemsize for i in sharded
-        )
-        warnings.warn(
-            "stage 3 with a loss that gathers no layer where it is used: all parameters, "
-            f"{size / 2**20:.1f} MiB, are gathered at once, and each device holds them unsharded "
-            "from the forward to the backward pass. Wrap the model's blocks in zero.gathered, "
-            "or call zero.gather in each layer.",
-            stacklevel=2,
-        )
     return own
+
+
+def warn_of_unsharded(plan: StepPlan) -> None:
+    """Warns of parameters that stage 3 gathers before the loss.
+
+    Warns:
+      UserWarning: if those are all that are sharded, or some that a layer gathers as well.
+    """
+    assert plan.uses is not None
+    params = plan.params
+    sharded = {i for i, param in enumerate(params) if param.shard.dim}
+    own = {i for i in sharded if params[i].gathered_by_loss}
+    marked = plan.uses.marked[_gather_params.MARK].keys() | plan.uses.moved
+    early = (sharded & marked) - own - plan.uses.diverging if own else sharded
+    if not early:
+        return
+
+    def size(i: int) -> int:
+        return math.prod(params[i].shape) * jnp.dtype(params[i].loss_dtype).itemsize
+
+    # Of a parameter whose handle did not do, what asked for more.
+    places = plan.uses.dead | plan.uses.viewed | plan.uses.otherwise
+    largest = sorted(early & places.keys(), key=lambda i: (-size(i), i))[:4]
+    used = ", ".join(
+        f"{params[i].path!r} ({_printed_size(size(i))}) {place_of(places[i])}" for i in largest
+    )
+    total = _printed_size(sum(map(size, early)))
+    found = (
+        f"stage 3 with a loss that uses {len(early)} parameters, {total}, outside of the layers "
+        "that gather them: they"
+        if own
+        else f"stage 3 with a loss that gathers no layer where it is used: all parameters, {total},"
+    )
+    warnings.warn(
+        f"{found} are gathered at once, and each device holds them unsharded from the forward to "
+        f"the backward pass. Used unsharded: {used}. Wrap the model's blocks in zero.gathered, or "
+        "call zero.gather in each layer; of a stack, pass single layers.",
+        stacklevel=2,
+    )
+
+
+def _printed_size(size: int) -> str:
+    return f"{size / 2**20:.1f} MiB" if size >= 2**20 else f"{size / 2**10:.1f} KiB"
 
 
 def _synced_by_rows(plans: Sequence[ParamPlan], with_rows: set[int], uses: ParamUses) -> set[int]:
@@ -300,7 +346,7 @@ def _synced_by_rows(plans: Sequence[ParamPlan], with_rows: set[int], uses: Param
         those that sync waiting.
     """
     looked_up = uses.marked[_lookup.MARK]
-    tables = (with_rows & looked_up.keys()) - uses.otherwise
+    tables = (with_rows & looked_up.keys()) - uses.otherwise.keys()
     for i in tables & uses.branched:
         _warn_full_sync(f"the loss looks up rows of {plans[i].path!r} in a branch or a while loop")
     tables -= uses.branched
@@ -311,7 +357,7 @@ def _synced_by_rows(plans: Sequence[ParamPlan], with_rows: set[int], uses: Param
 def _warn_of_full_tables(plans: Sequence[ParamPlan], with_rows: set[int], uses: ParamUses) -> None:
     """Warns about tables that could be synced by rows, if the loss did not use them otherwise."""
     tables = with_rows & uses.marked[_lookup.MARK].keys()
-    for i in tables & uses.otherwise:
+    for i in tables & uses.otherwise.keys():
         _warn_full_sync(f"the loss looks up rows of {plans[i].path!r}, and uses it otherwise too")
     for i in tables & uses.marked[_gather_params.MARK].keys():
         _warn_full_sync(f"the loss looks up rows of {plans[i].path!r}, and gathers it too")

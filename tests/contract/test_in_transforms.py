@@ -1,9 +1,10 @@
 """Every transformation inside ``shard_map`` with its checks, ``vmap``, ``scan`` and ``cond``."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .table import assert_close, every, make, tree, types
@@ -66,6 +67,11 @@ def test_types(name, size):
     for num in (1, 2):
         stacked = of_w(lambda x, num=num: jnp.stack([x] * num), trees)
         assert types(jax.eval_shape(on_devices(num, run), taken, stacked)) == types(stacked)
+    one = jax.make_mesh((1,), ("x",), (AxisType.Explicit,), devices=jax.devices()[:1])
+    for spec in (P("x"), P(None, "x")):
+        placed = of_w(lambda x, spec=spec: jax.device_put(x, NamedSharding(one, spec)), params)
+        updates, _ = jax.eval_shape(tx.update, placed, jax.eval_shape(tx.init, placed), placed)
+        chex.assert_trees_all_equal_shapes(updates, placed)
 
 
 @pytest.mark.parametrize(

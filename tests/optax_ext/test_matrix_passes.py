@@ -3,12 +3,15 @@
 import contextlib
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import optax_ext
 from optax_ext import _matrix_passes, _sums_kernel, kernels
@@ -127,6 +130,34 @@ class TestForms:
         traces.compare_to_reference(
             make, reference, {k: dims.CASES[k] for k in names}, 40, *options
         )
+
+
+def test_an_explicit_mesh_of_one_device_changes_no_value(x64):
+    """What ``jax.make_mesh`` makes on a laptop: three dims in blocks, the middle one in shards."""
+    mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
+    assert mesh.axis_types == (jax.sharding.AxisType.Explicit,)
+    factoring = optax_ext.Factoring(rows=(0,), cols=(1, 2))
+    tx = optax_ext.came(0.1, factoring=optax_ext.by_path({"w": factoring}))
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def run(place):
+        params = place({"w": rows * rng.normal(size=(256, 8, 64))})
+        state = tx.init(params)
+        for _ in range(2):
+            params, state = step(params, state, place({"w": rows * rng.normal(size=(256, 8, 64))}))
+        return params, state
+
+    rows, found = 10.0 ** (np.arange(256) % 5)[:, None, None], []
+    for spec in (None, P(), P(None, "data")):
+        sharding = spec if spec is None else NamedSharding(mesh, spec)
+        rng = np.random.default_rng(0)
+        found.append(run(lambda tree, sharding=sharding: jax.device_put(tree, sharding)))
+    for have in found[1:]:
+        chex.assert_trees_all_close(have, found[0], rtol=1e-12)
 
 
 # --- Which form ---------------------------------------------------------------------------------

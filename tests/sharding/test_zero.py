@@ -278,6 +278,25 @@ def test_a_spec_may_choose_the_dim_of_stage_3():
     assert state[0]["w"].sharding.spec == P(None, "data")
 
 
+@pytest.mark.parametrize(
+    ("sizes", "names", "options", "spec", "expected"),
+    [
+        ((8, 1), ("data", "fsdp"), {}, P(("data", "fsdp")), P("data")),
+        ((8, 1), ("data", "model"), {}, P("data", "model"), P("data", "model")),
+        ((1, 8), ("model", "data"), {}, P(None, ("model", "data")), P(None, "data")),
+        ((1, 8), ("data", "fsdp"), {"axis": ("data", "fsdp")}, P("fsdp"), P(("data", "fsdp"))),
+        ((1, 8), ("slice", "data"), {"replica_axis": "slice"}, P(("slice", "data")), P("data")),
+        ((1, 8), ("data", "model"), {}, P(("data", "model")), P("model", "data")),
+        ((1, 8), ("data", "model"), {"stage": 2}, P(("data", "model")), P("model")),
+        ((1,), ("data",), {"stage": 2}, P("data"), P()),
+    ],
+)
+def test_an_axis_of_one_device_shards_nothing(sizes, names, options, spec, expected):
+    zero = model.zero_on(*sizes, names=names, **{"stage": 3} | options)
+    params = {"w": np.ones((16, 8), np.float32)}
+    assert zero.specs((params, TX.init(params)), tx=TX, param_specs=spec)[0]["w"] == expected
+
+
 # --- Errors ---------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
@@ -19,6 +20,7 @@ from .runs import (
     assert_close,
     assert_same,
     batch,
+    draw,
     gathers_behind,
     train,
     train_alone,
@@ -137,3 +139,96 @@ def test_at_stage_2_a_loss_that_counts_its_parameters_gets_arrays():
     want, want_grads = expected(params, batch(0))
     np.testing.assert_allclose(loss, want, rtol=TOLERANCE)
     assert_close(grads["layers"], want_grads["layers"])
+
+
+def block(p, x):
+    return x + jnp.tanh(x @ p["up"]) @ p["down"]
+
+
+def scan(block, p, x):
+    return jax.lax.scan(lambda x, q: (block(q, x), None), x, p)[0]
+
+
+def each(fn, p):
+    return jax.tree.map(fn, p)
+
+
+def dead(block, p, x):
+    p["up"][0], p["down"][:, :1], jnp.sum(p["up"]), optax.tree.norm(p)
+    return scan(block, p, x)
+
+
+def unrolled(block, p, x):
+    for i in (0, 1):
+        x = block({name: stack[i] for name, stack in p.items()}, x)
+    return x
+
+
+def dynamic(block, p, x):
+    layer = lambda i: each(lambda a: jax.lax.dynamic_index_in_dim(a, i, keepdims=False), p)  # noqa: E731
+    return jax.lax.fori_loop(0, 2, lambda i, x: block(layer(i), x), x)
+
+
+def chosen(block, p, x):
+    i = (x[0, 0] > 0).astype(int)  # by the data of each device
+    return block(each(lambda a: a[i], p), x)
+
+
+VIEWS = {
+    "dead": dead,
+    "frozen": lambda block, p, x: scan(block, p | {"up": jax.lax.stop_gradient(p["up"])}, x),
+    "second": lambda block, p, x: scan(block, each(lambda a: jnp.moveaxis(a, 1, 0), p), x),
+    "unrolled": unrolled,
+    "reversed": lambda block, p, x: scan(block, each(lambda a: a[::-1], p), x),
+    "halves": lambda block, p, x: scan(
+        block, each(lambda a: a[1:], p), scan(block, each(lambda a: a[:1], p), x)
+    ),
+    "dynamic": dynamic,
+    "chosen": chosen,
+}
+
+
+def test_views_and_what_is_not_needed_leave_a_parameter_to_its_layers():
+    """Only what devices choose by their own data is gathered before the loss, with a warning."""
+
+    def make():
+        shapes = {
+            name: {
+                key: jax.ShapeDtypeStruct(
+                    (size, 2, SHAPES[key][1]) if name == "second" else (2, size, SHAPES[key][1]),
+                    jnp.float64,
+                )
+                for key, size in (("up", WIDTH), ("down", 24))
+            }
+            for name in VIEWS
+        }
+        params = draw(shapes)
+        return params, TX.init(params)
+
+    def loss_fn(block, params, batch):
+        x = batch["x"]
+        for name, view in VIEWS.items():
+            x = view(block, params[name], x / 2)
+        return jnp.mean((x[:, :8] - batch["y"]) ** 2)
+
+    def mean(params, batch, *_):  # of the shards of eight devices
+        shards = each(lambda a: a.reshape(8, -1, a.shape[1]), batch)
+        return jnp.mean(jax.vmap(functools.partial(loss_fn, block, params))(shards)), None
+
+    def make_state():
+        return TrainState.create(apply_fn=None, params=make()[0], tx=TX)
+
+    zero = zero_of(3)
+    own_loss = functools.partial(loss_fn, zero.gathered(block))
+    used = r"uses 2 parameters, 12.0 KiB, outside .*: 'chosen/\w+' \(6.0 KiB\) in dynamic_slice at "
+    with pytest.warns(
+        UserWarning, match=rf"{used}{__file__}:\d+, 'chosen.*single layers\."
+    ) as seen:
+        found = state, _ = train(zero, make_state, own_loss)
+    assert len(seen) == 1
+    expected = train_alone(make_state, mean)
+    assert_same(found, expected)
+    step = zero.train_step(own_loss)
+    with pytest.warns(UserWarning, match=used):
+        program = step.lower(state, zero.put(batch(0))).as_text()
+    assert gathers_behind(program, "4x16xf64").count(False) == 2

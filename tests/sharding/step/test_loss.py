@@ -1,16 +1,20 @@
 """What a loss gets beside the parameters, and errors where jax's own do not say what to do."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax.training.train_state import TrainState
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, reshard
+from jax.sharding import PartitionSpec as P
 
 import sharding as shd
 
-from .runs import zero_of
+from . import runs
+from .runs import assert_same, draw, train_alone, zero_of
 
 TX = optax.sgd(0.1)
 BATCH = np.ones((8, 16), np.float32)
@@ -77,6 +81,77 @@ def test_accumulating_in_bfloat16_rounds_no_parameters(stage):
     want, want_grads = jax.value_and_grad(loss_fn)(params, BATCH)
     np.testing.assert_allclose(loss, want, rtol=1e-6)
     np.testing.assert_allclose(grads["w"].astype(float), want_grads["w"], rtol=1e-2, atol=1e-6)
+
+
+# --- Shardings in the loss ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_loss_names_other_axes(stage, x64):
+    """As under jit on the mesh; ``out_sharding=None`` on one device."""
+    specs = {"table": P(None, "model"), "up": P(None, None, "model"), "down": P(None, "model")}
+    shapes = {"table": (24, 16), "up": (2, 16, 32), "down": (2, 32, 16)}
+
+    def init():
+        params = draw({k: jax.ShapeDtypeStruct(s, jnp.float64) for k, s in shapes.items()})
+        return TrainState.create(apply_fn=None, params=params, tx=runs.TX)
+
+    def data(step):
+        return np.random.default_rng(step).integers(0, 24, (16, 4))
+
+    def apply(gathered, named, params, ids):
+        def block(p, x):
+            h = jnp.einsum("bte,ef->btf", x, p["up"], out_sharding=named(None, None, "model"))
+            return x + jnp.einsum("btf,fe->bte", jnp.tanh(h), p["down"], out_sharding=named())
+
+        block = gathered(block)
+        x = gathered(lambda p, i: p.at[i].get(out_sharding=named()))(params["table"], ids)
+        layers = {name: params[name] for name in ("up", "down")}
+        return jax.lax.scan(lambda x, p: (block(p, x), None), x, layers)[0]
+
+    def mean(gathered, named, params, ids, *_):
+        return jnp.mean((apply(gathered, named, params, ids) - ids[..., None]) ** 2)
+
+    zero = zero_of(stage, "tensor", AxisType.Explicit)
+    own_loss = functools.partial(mean, zero.gathered, P)
+    step, found = zero.train_step(own_loss, microbatches=2), []
+    state = zero.init(init, param_specs=specs)
+    for i in range(3):
+        state, metrics = step(state, zero.put(data(i)))
+        found.append(metrics)
+    alone = functools.partial(mean, lambda fn: fn, lambda *_: None)
+    expected = train_alone(init, lambda *args: (alone(*args), None), data, steps=3)
+    assert_same((state, found), expected)
+    outputs = zero.eval_step(
+        lambda p, i: reshard(apply(zero.gathered, P, p, i), P(None, None, "model"))
+    )(state, zero.put(data(3)))
+    want = apply(lambda fn: fn, lambda *_: None, expected[0].params, data(3))
+    np.testing.assert_allclose(outputs, want, rtol=1e-11)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize(
+    "request_",
+    [
+        lambda x, mesh: jnp.multiply(x, 2) + jnp.zeros(x.shape, out_sharding=P("data")),
+        lambda x, mesh: reshard(x, P("data", "model")),
+        lambda x, mesh: jax.lax.with_sharding_constraint(x, P("data")),
+        lambda x, mesh: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("data"))),
+    ],
+    ids=["out_sharding", "reshard", "constraint", "constraint on the mesh"],
+)
+def test_a_loss_that_names_the_data_axes(kind, request_):
+    zero = zero_of(2, "tensor", kind)
+    state, x = zero.init(make, tx=TX), zero.put(BATCH)
+    own_loss = lambda params, x: loss_fn(params, request_(x, zero.mesh))  # noqa: E731
+    message = (
+        r"sharding over the data axes \('data',\), .* P\(None, 'model'\) for P\('data', 'model'\)"
+    )
+    for call in (zero.train_step(own_loss, tx=TX), zero.eval_step(own_loss)):
+        with pytest.raises(ValueError, match=message):
+            call(state, x)
+    with pytest.raises(ValueError, match=message):
+        zero.value_and_grad(own_loss)(state[0], x)
 
 
 # --- Errors that say what to do -------------------------------------------------------------------

@@ -274,7 +274,7 @@ def test_outside_a_step(x64):
 def test_the_interface_of_a_handle(x64):
     """The table's shape and dtype, and no ids; rows outside the table are NaN, and trained by none.
 
-    All else is an error that says what it is.
+    All else is an error that says what it is; at stage 3, not what nothing uses.
     """
     zero, tx = zero_of(ZEN, 3), optax.sgd(1.0)
     params = {"table": initial((96, 16))}
@@ -300,6 +300,10 @@ def test_the_interface_of_a_handle(x64):
         jnp.asarray(params["table"])  # of which nothing is traced when the loss is looked at
         return loss(params, ids)
 
+    _, again = zero.train_step(careless, tx=tx)(state, zero.put(ids))
+    assert again["loss"] == metrics["loss"]
+    zero = zero_of(ZEN, 2)
+    state = zero.abstract_state(lambda: (params, tx.init(params)), tx=tx)
     with pytest.raises(TypeError, match="is sharded, and not an array"):
         zero.train_step(careless, tx=tx).lower(state, zero.put(ids))
 

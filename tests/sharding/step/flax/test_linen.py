@@ -261,6 +261,36 @@ def test_metadata_shards_as_the_rules_in_context_say(stage, kind, rules):
     zero.train_step(parallel_loss).lower(state, zero.put(rows(0)))
 
 
+class Fsdp(nn.Module):
+    """Kernels that name ZeRO's own axis, as a mesh axis and by rules of their own."""
+
+    @nn.compact
+    def __call__(self, x):
+        up = nn.with_partitioning(INIT, ("model", "data"))
+        x = jnp.tanh(Dense(HIDDEN, kernel_init=up)(x))
+        rules = (("mlp", "data"), ("embed", "model"))
+        return logical(WIDTH, "mlp", "embed", rules=rules)(x)
+
+
+def make_fsdp():
+    abstract = jax.eval_shape(Fsdp().init, jax.random.key(0), jnp.ones((2, WIDTH)))["params"]
+    return TrainState.create(apply_fn=None, params=draw(abstract), tx=TX)
+
+
+def test_metadata_that_names_the_own_axis_chooses_the_dim_of_stage_3():
+    def loss_fn(params, x):
+        return jnp.mean((Fsdp().apply({"params": params}, x) - 1) ** 2)
+
+    zero = zero_of(3, "tensor", gathered_blocks="Dense")
+    found = state, _ = train(zero, make_fsdp, loss_fn, data=rows)
+    expected = train_alone(make_fsdp, lambda params, x, *_: (loss_fn(params, x), None), rows)
+    assert_same(found, expected)
+    kernels = [layer["kernel"].value.sharding.spec for layer in state.params.values()]
+    assert kernels == [P("model", "data"), P("data", "model")]
+    with pytest.raises(ValueError, match=r"at stage 1 .* Use stage 3, .* names of Flax metadata"):
+        zero_of(1, "tensor").specs(jax.eval_shape(make_fsdp))
+
+
 def test_specs_of_metadata():
     zero, abstract = zero_of(2, "tensor"), jax.eval_shape(make_parallel)
     message = r"Dense_0/kernel.* 'embed' is not in the mesh .*logical_axis_rules\(rules\)"
