@@ -164,7 +164,7 @@ class Shard(ParamHandle):
     def __getitem__(self, index: Any) -> Any:
         entries = index if isinstance(index, tuple) else (index,)
         before = self.value.ndim + self.spec.dim  # the number of dims before the sharded one
-        if len(entries) > before or not all(isinstance(i, slice) or _is_scalar(i) for i in entries):
+        if len(entries) > before or not all(isinstance(i, slice) or _is_index(i) for i in entries):
             return self.__jax_array__()[index]
         full = None if self.full is None else self.full[index]
         return dataclasses.replace(self, value=self.value[index], full=full)
@@ -173,7 +173,7 @@ class Shard(ParamHandle):
         return (self[i] for i in range(self.shape[0]))
 
 
-def _is_scalar(index: Any) -> bool:
+def _is_index(index: Any) -> bool:
     is_integer = isinstance(index, int | np.integer | jax.Array) and not isinstance(index, bool)
     return is_integer and not np.ndim(index) and jnp.issubdtype(jnp.result_type(index), jnp.integer)
 
