@@ -164,6 +164,9 @@ def mask(name: str, value: Any, tree: Any) -> list[bool]:
             f"None for all parameters; got {value!r}."
         )
     found = value(tree) if is_function(value) else value
+    strings = [x for x in jax.tree.leaves(found) if isinstance(x, str)]
+    if strings:
+        raise ValueError(f"{name} must be a tree of bools; got {strings[0]!r} in it.")
     try:
         return jax.tree.leaves(
             jax.tree.map(lambda m, part: jax.tree.map(lambda _: bool(m), part), found, tree)

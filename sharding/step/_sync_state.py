@@ -188,8 +188,7 @@ def owed_gradients(layout: Layout, state: Any, params: Any, placed: Placement) -
             "sync that they belong to, or drop its state."
         )
 
-    def owed(name: str, x: Any, dim: int) -> jax.Array:
-        error = errors.get(name)
+    def owed(error: Any, x: Any, dim: int) -> jax.Array:
         if error is None:
             return jnp.zeros(x.shape, x.dtype)
         error = jnp.sum(error, axis=0)  # (devices of a replica, ...)
@@ -198,8 +197,13 @@ def owed_gradients(layout: Layout, state: Any, params: Any, placed: Placement) -
         return jnp.sum(error, axis=0)
 
     treedef: Any = jax.tree.structure(params)
-    names, dims = map(treedef.unflatten, (leaf_names(params), treedef.flatten_up_to(placed.dims)))
-    return jax.jit(lambda: jax.tree.map(owed, names, params, dims))()
+    leaves, dims = jax.tree.leaves(params), treedef.flatten_up_to(placed.dims)
+
+    @jax.jit
+    def all_owed(leaves: list[Any], errors: list[Any]) -> Any:
+        return treedef.unflatten(list(map(owed, errors, leaves, dims)))
+
+    return all_owed(leaves, [errors.get(name) for name in leaf_names(params)])
 
 
 # --- In a train state -----------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
 
 from sharding import sync
 
@@ -88,8 +89,8 @@ def test_the_estimate_of_ef21_stays_the_mean():
         np.testing.assert_allclose(mean[0, 0] * new, GRADIENT, atol=1e-10)
 
 
-def state_of(method):
-    zero = zero_of(method, 8)
+def state_of(method, **options):
+    zero = zero_of(method, 8, **options)
     return train(zero, zero.init(make_state, tx=SGD), 2)
 
 
@@ -107,7 +108,9 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_a_state_of_another_sync_raises_and_can_be_changed(name):
     """The update of ``change_sync`` applies what was owed; then nothing is, and the sync starts."""
-    state, zero = state_of(sync.powersgd(2, min_compression=1.0)), zero_of(OTHERS[name], 8)
+    options = {"kind": AxisType.Explicit if name in ("none", "top_k") else AxisType.Auto}
+    state = state_of(sync.powersgd(2, min_compression=1.0), **options)
+    zero = zero_of(OTHERS[name], 8, **options)
     with pytest.raises(ValueError, match=r"another gradient sync, arrays/w/error .*change_sync"):
         zero.train_step(loss, tx=SGD)(state, zero.put(BATCH))
     changed = zero.change_sync(state, tx=SGD)
