@@ -37,9 +37,7 @@ def test_forms_of_a_mask(name):
     assert decays(make(optax_ext.decay_mask)) == want
     with pytest.raises(ValueError, match=r"weight_decay_mask must be .*got 'none'"):
         decays(make("none"))
-    with pytest.raises(
-        ValueError, match="must be a tree of bools; got 'no' in it"
-    ):
+    with pytest.raises(ValueError, match="must be a tree of bools; got 'no' in it"):
         decays(make({"w": True, "b": "no"}))
     with pytest.raises(ValueError, match="weight_decay_mask does not fit the parameters"):
         decays(make({"w": True}))
