@@ -313,7 +313,8 @@ def test_approximate_top_k_has_a_residual_for_missed_elements():
 
 def test_top_k_of_an_array_beyond_int32_indices(monkeypatch):
     """Each of its sections sends its own largest elements."""
-    monkeypatch.setattr("sharding.sync._top_k._MAX_SECTION_SIZE", 400)
+    # Of the function itself: by its name, a module may be one that doctests imported anew.
+    monkeypatch.setitem(sync.top_k.__globals__, "_MAX_SECTION_SIZE", 400)
     options = {name: TOP_K[name] | {"min_size": 1} for name in ("momentum", "EF21")}
     shapes = {"momentum": (24, 40), "EF21": (7, 131)}
     rules = {name: sync.top_k(**kw) for name, kw in options.items()}
