@@ -44,8 +44,11 @@ _EXACT = (MasterWeightsState, optax.MultiStepsState, optax.ScaleByRStdDevState)
 
 _SIDE = 8  # elements a dim of parameters that are tried
 _RANDOM, _EQUAL, _ZERO = 8, 500, 8  # steps of gradients of each kind
-_ERROR = 2.0**-7  # relative, of a field; and how many times as large that of the update may be
-_MOST = 4
+_ERROR = 2.0**-7  # relative, of a field
+_MOST = 4  # times as large may be that of the update
+    2.0**-7,
+    4,
+)  # relative, of a field; how many times as large that of the update may be
 
 
 def find_signs(
@@ -105,18 +108,23 @@ def _tried(inner: Any, params: Any, fields: list[Any]) -> dict[Any, bool]:
     return found[0] if found else {}
 
 
+def _small(x: Any) -> tuple[int, ...]:
+    """Returns the shape in which a parameter is tried."""
+    return tuple(min(_SIDE, n) for n in x.shape)
+
+
 class _Trial:
     """Small parameters, and a transformation that takes steps on them."""
 
     def __init__(self, inner: Any, params: Any, fields: list[Any], extra_args: dict[str, Any]):
         self._inner, self._fields, self._extra_args = inner, fields, extra_args
         leaves = jax.tree_util.tree_leaves_with_path(params)
-        shapes = {path: tuple(min(_SIDE, n) for n in x.shape) for path, x in leaves}
+        shapes = {path: _small(x) for path, x in leaves}
         rng = np.random.default_rng(0)
 
         def random(x: Any) -> jax.Array:
             """Random signs, and magnitudes that differ by decades."""
-            one, two = rng.normal(size=(2, *(min(_SIDE, n) for n in x.shape)))
+            one, two = rng.normal(size=(2, *_small(x)))
             return jnp.asarray(one * np.exp(2 * two), x.dtype)
 
         self._params, self._mean, *self._noises = (
