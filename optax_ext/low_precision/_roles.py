@@ -45,10 +45,7 @@ _EXACT = (MasterWeightsState, optax.MultiStepsState, optax.ScaleByRStdDevState)
 _SIDE = 8  # elements a dim of parameters that are tried
 _RANDOM, _EQUAL, _ZERO = 8, 500, 8  # steps of gradients of each kind
 _ERROR = 2.0**-7  # relative, of a field
-_MOST = 4  # times as large may be that of the update
-    2.0**-7,
-    4,
-)  # relative, of a field; how many times as large that of the update may be
+_MOST = 4  # times as large as this may be that of the update
 
 
 def find_signs(
