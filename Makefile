@@ -2,6 +2,7 @@
 # make test    runs the tests, the doctests and a notebook, without most of the slow ones
 # make test-all runs all tests and notebooks
 # make mutations plants known faults, one by one, and runs the tests that should see them
+# make programs compares compiled programs and training traces with those that are recorded
 # make check   checks style and types, and runs the tests of the files that differ from main
 # make lint    checks style and types
 # make compare trains with CAME, Adafactor and AdamW, and redraws the picture in README.md
@@ -21,7 +22,7 @@ BIN := .venv/bin
 ACCELERATOR := $(shell if nvidia-smi -L >/dev/null 2>&1; then echo ,cuda; \
                        elif ls /dev/accel0 /dev/vfio/0 >/dev/null 2>&1; then echo ,tpu; fi)
 
-.PHONY: train test test-all mutations check lint compare bench bench-gpu evidence evidence-long evidence-gpu docs wheel clean
+.PHONY: train test test-all mutations programs check lint compare bench bench-gpu evidence evidence-long evidence-gpu docs wheel clean
 
 train: .venv/examples
 	$(BIN)/python examples/train_lm.py
@@ -60,6 +61,9 @@ test-all: .venv/test
 
 mutations: .venv/test
 	$(BIN)/python tests/mutations.py
+
+programs: .venv/test
+	$(BIN)/python tests/programs.py --check
 
 check: lint .venv/test
 	$(BIN)/python tests/changed.py -n auto --maxprocesses 8 --dist worksteal

@@ -187,11 +187,8 @@ def layers_of(zero, words, size):
     if "stack" in words or "chain" in words:
         layers = jax.eval_shape(lambda: init(size, jnp.float32)["layers"])
         x = jnp.zeros((size.batch // zero.num_devices, size.length, size.width))
-        own, layers = (
-            ({"length": size.layers}, layers)
-            if "stack" in words
-            else ({}, jax.eval_shape(split, layers))
-        )
+        own = {"length": size.layers} if "stack" in words else {}
+        layers = layers if own else jax.eval_shape(split, layers)
         plan = shd.remat.plan(block, layers, x, "1GiB", device=zero.mesh.devices.flat[0], **own)
         run = plan.apply(zero)
         return run if own else lambda layers, x: run(split(layers), x)
@@ -360,7 +357,7 @@ def verdicts(recorded, now):
         old, new = recorded.get(key, 0), now.get(key, 0)
         if isinstance(old or new, list):
             same = bool(old and new) and np.allclose(new, old, rtol=TOLERANCE, atol=0)
-            yield key, old, new, "equal" if same else "worse"
+            yield key, old and old[-1], new and new[-1], "equal" if same else "worse"
         else:
             differs = "better" if new < old else "worse"
             yield key, old, new, differs if abs(new - old) > SLACK * old else "equal"
@@ -379,7 +376,7 @@ def main():
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # as in conftest.py
     jax.config.update("jax_enable_compilation_cache", False)  # which does not store all numbers
     folder = pathlib.Path(shd.__file__).parents[1]
-    git = ["git", "-C", folder, "describe", "--always", "--dirty"]
+    git = ["git", "-C", folder, "log", "-1", "--format=%h", "--", "optax_ext", "sharding"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     about, record = {"commit": commit, "jax": jax.__version__}, json.loads(FILE.read_text())
     print(f"{folder}: {about}; recorded: {record['about']}")
@@ -402,11 +399,12 @@ def main():
                 continue
             if options.record:
                 recorded[name] = now
-            for key, old, new, verdict in verdicts(recorded[name], now) if options.check else ():
+            elif name not in recorded:
+                print(f"{target:<6} {name}: not recorded")
+            for key, old, new, verdict in verdicts(recorded.get(name, now), now):
                 totals[verdict] += 1
                 if verdict != "equal":
-                    change = f"{old:,} -> {new:,}" if isinstance(old, int) else f"{old}\n{new}"
-                    print(f"{verdict:<6} {target:<6} {name:<50} {key:<24} {change}")
+                    print(f"{verdict:<6} {target:<6} {name:<50} {key:<24} {old:,} -> {new:,}")
         print(f"{target}: {len(names)} programs in {time.perf_counter() - start:.0f} s")
     if options.record:
         record["about"] = about
