@@ -389,7 +389,8 @@ def main():
             continue
         recorded, start = record["numbers"].setdefault(target, {}), time.perf_counter()
         names = record["names"]["traces" if target == "traces" else "programs"]
-        for name in (name for name in names if options.match in name):
+        names = [name for name in names if options.match in name]
+        for name in names:
             try:
                 now = (trace if target == "traces" else measured)(target, name)
             except Exception as error:
