@@ -19,7 +19,6 @@ from optax_ext._discrepancy_correction import discrepancy_correction as discrepa
 from optax_ext._factoring_rules import Factoring as Factoring
 from optax_ext._factoring_rules import FactoringRule as FactoringRule
 from optax_ext._factoring_rules import by_path as by_path
-from optax_ext._factoring_rules import flax_attention as flax_attention
 from optax_ext._factoring_rules import last_two_dims as last_two_dims
 from optax_ext._factoring_rules import two_largest_dims as two_largest_dims
 from optax_ext._lamb import ScaleByLambState as ScaleByLambState

@@ -1,13 +1,12 @@
 """Adafactor: adaptive learning rates with sublinear memory."""
 
-from collections.abc import Generator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext import _matrix_passes, _phases, _validate
+from optax_ext import _phases, _validate
 from optax_ext._factored_moments import (
     Moment,
     average_squares,
@@ -55,29 +54,43 @@ class _Hyperparameters(NamedTuple):
     clipping_threshold: Any | None
 
 
-def _step(
-    hyper: _Hyperparameters, dims: Factoring, g: jax.Array, nu: Moment, count: jax.Array
-) -> Generator[_phases.Phase, Any, tuple[jax.Array, Moment]]:
-    """One step for a parameter (rows, cols): its update and its new second moment."""
-    dtype = nu.dtype
-    hyper = _validate.cast(hyper, dtype)
+class _Leaf(NamedTuple):
+    """One parameter (rows, cols) in a step: its gradient and state, then what phases compute."""
 
-    def second_moment() -> _phases.Result:  # r_t, c_t: row and column means of g^2 + eps, averaged
-        decay, weight = _decay(hyper, count, dtype)
-        return average_squares(nu, g, eps=hyper.eps, decay=decay, weight=weight, dims=dims), None
+    g: jax.Array  # (rows, cols), the gradient; after the last phase the update
+    nu: Moment
+    t: jax.Array  # (), int32, number of this step
+    v: Any = None  # Estimate: nu of this step
+    factors: tuple[jax.Array, ...] = ()  # (rows, 1), (1, cols), (1, 1): their product is u / g
 
-    v, _ = yield second_moment
+    @property
+    def dtype(self) -> Any:
+        """The dtype in which the step is computed."""
+        return self.nu.dtype
 
-    def clip() -> _phases.Result:  # the factors that make u_t, g / sqrt(v_t) clipped by its RMS
-        return clipped_inverse_root(v, g, hyper.clipping_threshold, dims), None
 
-    factors, _ = yield clip  # (rows, 1), (1, cols), (1, 1)
+def second_moment(hyper: _Hyperparameters, dims: Factoring, leaf: _Leaf) -> _Leaf:
+    """Averages r_t and c_t, the row and column means of g^2 + eps."""
+    decay, weight = _decay(hyper, leaf.t, leaf.dtype)
+    v = average_squares(leaf.nu, leaf.g, eps=hyper.eps, decay=decay, weight=weight, dims=dims)
+    return leaf._replace(v=v)
 
-    def normalize() -> _phases.Result:
-        return None, multiply(g.astype(dtype), factors).astype(g.dtype)
 
-    _, update = yield normalize
-    return update, v.moment
+def clip(hyper: _Hyperparameters, dims: Factoring, leaf: _Leaf) -> _Leaf:
+    """Returns the factors of u_t, which is g / sqrt(v_t) clipped by its RMS."""
+    factors = clipped_inverse_root(leaf.v, leaf.g, hyper.clipping_threshold, dims)
+    return leaf._replace(factors=factors)
+
+
+def normalize(hyper: _Hyperparameters, dims: Factoring, leaf: _Leaf) -> _Leaf:
+    """Returns u_t as the update, and the new second moment."""
+    del hyper, dims
+    update = multiply(leaf.g.astype(leaf.dtype), leaf.factors).astype(leaf.g.dtype)
+    return _Leaf(update, leaf.v.moment, leaf.t)
+
+
+# With the statistics that devices sum, of which one all-reduce a phase is made.
+PHASES = ((second_moment, "v"), (clip, "factors"), (normalize, None))
 
 
 def _decay(hyper: _Hyperparameters, count: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -100,7 +113,6 @@ def scale_by_adafactor(
     eps: jax.typing.ArrayLike = 1e-30,
     clipping_threshold: jax.typing.ArrayLike | None = 1.0,
     factoring: FactoringRule | None = two_largest_dims(),
-    implementation: str = "xla",
 ) -> optax.GradientTransformation:
     r"""Scales gradients by the root of a factored second moment, and clips by RMS.
 
@@ -131,9 +143,6 @@ def scale_by_adafactor(
         (``two_largest_dims()``, ``flax_transformer()`` for Flax models with attention or stacked
         layers, ``last_two_dims()``, ``by_path({...})``, or one ``Factoring`` for all parameters),
         or None to factor nothing. ``describe_factoring`` lists the result.
-      implementation: ``"xla"``, or ``"pallas"``: programs for one NVIDIA GPU take the sums over
-        rows and over columns from one read of a matrix, by a Triton kernel, but for arrays in a
-        ``shard_map``. Opt-in, since it has been compiled for a GPU, but not yet run on one.
 
     Returns:
       A ``GradientTransformation``; updates have the dtype of the gradients and are not negated.
@@ -159,7 +168,6 @@ def scale_by_adafactor(
     _validate.unit_interval(
         **{k: v for k, v in {"beta2_cap": beta2_cap, "b2": b2}.items() if v is not None}
     )
-    _validate.implementation(implementation)
     rule = check_rule("factoring", factoring)
     hyper = _Hyperparameters(decay_rate, decay_offset, beta2_cap, b2, eps, clipping_threshold)
 
@@ -180,13 +188,11 @@ def scale_by_adafactor(
         dims = factorings(rule, leaves)
         nus = join_moments(leaves, dims, nu=state.nu, nu_row=state.nu_row, nu_col=state.nu_col)
         count = optax.safe_increment(state.count)
-        with _matrix_passes.implemented_by(implementation):
-            results = _phases.run(_step, hyper, dims, leaves.arrays, nus, [count] * len(nus))
-        nus = [nu for _, nu in results]
-        return (
-            leaves.unflatten([u for u, _ in results]),
-            ScaleByAdafactorState(count, *split_moments(leaves, dims, nus)),
-        )
+        step = [_Leaf(g, nu, count) for g, nu in zip(leaves.arrays, nus, strict=True)]
+        step = _phases.run(PHASES, hyper, dims, step)
+        moments = split_moments(leaves, dims, [leaf.nu for leaf in step])
+        updates = leaves.unflatten([leaf.g for leaf in step])
+        return updates, ScaleByAdafactorState(count, *moments)
 
     return optax.GradientTransformation(init, update)
 
@@ -267,7 +273,6 @@ def adafactor(
     factoring: FactoringRule | None = two_largest_dims(),
     min_dim_size_to_factor: int | None = None,
     factored: bool = True,
-    implementation: str = "xla",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adafactor with every option of ``optax.adafactor``, and averages that do not stall.
 
@@ -310,7 +315,6 @@ def adafactor(
         their own parameter scales.
       min_dim_size_to_factor: optax's name for ``factoring=two_largest_dims(n)``.
       factored: False is optax's name for ``factoring=None``.
-      implementation: how passes over matrices run on GPUs.
 
     Returns:
       A ``GradientTransformation``.
@@ -350,7 +354,6 @@ def adafactor(
             eps=eps,
             clipping_threshold=clipping_threshold,
             factoring=rule,
-            implementation=implementation,
         )
     ]
     if step_size is not None:

@@ -45,7 +45,7 @@ def positive(**values: Any) -> None:
             raise ValueError(f"{name} must be positive, got {value}.")
 
 
-def implementation(value: Any, names: tuple[str, ...] = ("xla", "pallas")) -> None:
+def implementation(value: Any, names: tuple[str, ...]) -> None:
     """Raises unless the value names an implementation."""
     if value not in names:
         *others, last = map(repr, names)
@@ -81,8 +81,10 @@ _Hyper = TypeVar("_Hyper", bound=tuple[Any, ...])
 
 
 def cast(hyper: _Hyper, dtype: Any) -> _Hyper:
-    """Returns a NamedTuple of hyperparameters for arrays of ``dtype``; bools and None stay."""
-    values = [h if h is None or isinstance(h, bool) else hyperparameter(h, dtype) for h in hyper]
+    """Returns a NamedTuple of hyperparameters for ``dtype``; bools, strings and None stay."""
+    values = [
+        h if h is None or isinstance(h, bool | str) else hyperparameter(h, dtype) for h in hyper
+    ]
     make: Any = type(hyper)
     return make(*values)
 

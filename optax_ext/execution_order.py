@@ -39,7 +39,7 @@ class Graph:
       fn: maps a list of arrays to a list of arrays.
       inputs: the arrays.
       deferred: for each input, whether it counts in ``reads``.
-      portable: whether passes over matrices take one form on all platforms.
+      portable: whether ``jax.lax.platform_dependent`` takes its default on all platforms.
 
     Attributes:
       types: shape and dtype of every value.
@@ -57,8 +57,8 @@ class Graph:
         deferred: Sequence[bool],
         portable: bool = False,
     ):
-        with _matrix_passes.without_barriers(portable):
-            closed = jax.make_jaxpr(fn)([_matrix_passes.abstract(jax.typeof(x)) for x in inputs])
+        closed = jax.make_jaxpr(fn)([_matrix_passes.abstract(jax.typeof(x)) for x in inputs])
+        self._portable = portable
         self.types: list[Any] = list(closed.in_avals)
         self.reads = [1 << i if wait else 0 for i, wait in enumerate(deferred)]
         self.constants: dict[int, Any] = {}
@@ -81,8 +81,11 @@ class Graph:
             # Named scopes: profilers and the auditor identify phases by them.
             scope = "/".join(filter(None, (outer, str(eqn.source_info.name_stack))))
             inner = eqn.params.get(_INLINED.get(eqn.primitive.name, ""))
+            branch = _branch(eqn, self._portable)
             if inner is not None:
                 results = self._inline(inner, operands, scope)
+            elif branch is not None:
+                results = self._inline(branch, operands[1:], scope)  # without the platform's index
             elif eqn.primitive.name == "optimization_barrier":
                 # One barrier per operand: a joint one would make every value depend on all inputs.
                 pairs = zip(operands, types, strict=True)
@@ -152,6 +155,21 @@ _INLINED = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
 }
+
+
+def _branch(eqn: Any, portable: bool) -> Any | None:
+    """Returns the branch that is inlined in place of a choice of platform; None: the choice stays.
+
+    A barrier of some platforms is removed: leaves that are scheduled one by one must not wait for
+    the others. With ``portable`` the default, the last branch, replaces every choice.
+    """
+    if not eqn.params.get("branches_platforms"):  # not of jax.lax.platform_dependent
+        return None
+    branches = eqn.params["branches"]
+    primitives = [{inner.primitive.name for inner in b.jaxpr.eqns} for b in branches]
+    if set() in primitives and set().union(*primitives) <= {"optimization_barrier"}:
+        return branches[primitives.index(set())]
+    return branches[-1] if portable else None
 
 
 def bind(

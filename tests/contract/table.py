@@ -16,7 +16,6 @@ from optax_ext import (
     Factoring,
     by_path,
     delays_by_path,
-    flax_attention,
     last_two_dims,
     two_largest_dims,
 )
@@ -135,7 +134,7 @@ TRANSFORMATIONS = {
             "weight_decay_times_lr": True,
             "weight_decay_mask": {"w": True, "b": False},
             "eps": 1e-28,
-            "factoring": flax_attention(default=two_largest_dims(2)),
+            "factoring": by_path({"none": None}, default=two_largest_dims(2)),
         },
     ),
     "lars, every option": Row(
