@@ -24,7 +24,7 @@ from optax_ext._factoring_rules import (
     factorings,
     two_largest_dims,
 )
-from optax_ext._leaves import Leaves, at_least_float32
+from optax_ext._leaves import Leaves, at_least_float32, wide_zeros
 
 
 class ScaleByAdafactorState(NamedTuple):
@@ -229,11 +229,7 @@ def _momentum(decay: jax.typing.ArrayLike, dtype: Any | None) -> optax.GradientT
     """``mu = decay * mu + (1 - decay) * update``, stored in ``dtype``, computed in float32."""
 
     def init(params: optax.Params) -> MomentumState:
-        return MomentumState(
-            jax.tree.map(
-                lambda p: jnp.zeros_like(p, dtype=dtype or at_least_float32(p.dtype)), params
-            )
-        )
+        return MomentumState(wide_zeros(params, dtype))
 
     def update(
         updates: optax.Updates, state: MomentumState, params: optax.Params | None = None
@@ -335,10 +331,6 @@ def adafactor(
       ...     params = optax.apply_updates(params, updates)
       >>> bool(loss(params) < 0.1)
       True
-
-    References:
-      Shazeer, Stern: Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, ICML 2018,
-      arXiv 1804.04235.
     """
     if weight_decay_times_lr and learning_rate is None and not relative_step:
         raise ValueError("weight_decay_times_lr=True needs a learning_rate or relative_step=True.")

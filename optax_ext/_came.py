@@ -171,18 +171,15 @@ def scale_by_came(
       \text{update} &= m / \sqrt{R \otimes C}
 
     A parameter that is not factored has a full second moment; its update is :math:`m`.
-    The defaults reproduce the authors' code to rounding. It does not correct :math:`R` and
-    :math:`C` for starting at zero: the updates of step t are :math:`1 / \sqrt{1 - \beta_3^t}`
-    times as large as with ``debias_instability``. See ``came`` for the consequences for learning
-    rate and warm-up.
+    The defaults reproduce the authors' code to rounding. See ``came`` for what starting :math:`R`
+    and :math:`C` at zero means for learning rate and warm-up.
 
-    A sharded step equals the step of one device to rounding (1e-12 in float64), except for
-    parameters whose true gradient is zero, such as the biases of attention keys or BatchNorm scales
-    that start at zero. Their gradients are rounding noise, 1e-9 in float32 beside gradients of
-    1e-2, and an ``eps`` of 1e-30 normalizes it to updates as large as all others. These change no
-    output, but differ from mesh to mesh. An ``eps`` above the square of the noise damps them: key
-    biases of a small attention layer in float32 had updates of RMS 0.3 up to 1e-16, 0.05 at 1e-14
-    and 0.005 at 1e-12, while those of other parameters did not change.
+    A sharded step equals the step of one device to rounding, except for parameters whose true
+    gradient is zero, such as the biases of attention keys. Their gradients are rounding noise,
+    which an ``eps`` of 1e-30 normalizes to updates as large as all others; these change no output,
+    but differ from mesh to mesh. An ``eps`` above the square of the noise damps them: key biases of
+    a small attention layer in float32 had updates of RMS 0.3 up to 1e-16 and 0.005 at 1e-12, while
+    those of other parameters did not change.
 
     State for a matrix of n x m parameters: n m momentum elements and 2 (n + m) float32.
 
@@ -291,12 +288,9 @@ def came(
 ) -> optax.GradientTransformationExtraArgs:
     r"""CAME: Adam's quality at little more than Adafactor's memory.
 
-    State of a matrix of n x m parameters: the momentum, n m elements of ``mu_dtype``, and 2 (n + m)
-    float32. Start at AdamW's learning rate with ``debias_instability=True``; without it, at a tenth
-    of that rate and with a warm-up, or for tens of thousands of steps at 0.5 to 0.9 times it.
-    Factor matrices, of attention too: ``factoring=flax_transformer()`` for Flax models;
-    ``last_two_dims()``, the default, where these are rows and columns. ``describe_factoring`` lists
-    what is factored.
+    Start at AdamW's learning rate with ``debias_instability=True``. Factor attention, too:
+    ``factoring=flax_transformer()`` for Flax models; ``last_two_dims()``, the default, where these
+    are rows and columns. ``describe_factoring`` lists what is factored.
 
     ``scale_by_came``, then decoupled weight decay, then the learning rate :math:`\eta`:
 
@@ -307,22 +301,17 @@ def came(
     How to choose, from 300-step runs of language models of 1.3M to 1.5M parameters on three tasks,
     each optimizer tuned by one search (``benchmarks/convergence``):
 
-    - **Learning rate.** The authors advise 0.5 to 0.9 times AdamW's, for long runs. With their
-      ``b3`` of 0.9999 and without debiasing, the updates of step t are
-      :math:`1 / \sqrt{1 - \beta_3^t}` times as large as with it: 100 times at step 1, 10 times at
-      step 100, 1.3 times at step 10,000, and 11.1 times on average over the first 300 steps. (The
-      first update has an RMS of 11.1 learning rates; debiased, of 0.111.) The best rate in runs of
-      hundreds of steps was a tenth of AdamW's or less; debiased, it was AdamW's. Search around
-      these.
+    - **Learning rate.** The authors advise 0.5 to 0.9 times AdamW's, for long runs. Without
+      debiasing the updates of step t are :math:`1 / \sqrt{1 - \beta_3^t}` times as large as with
+      it: 100 times at step 1, 10 times at step 100, 1.3 times at step 10,000. The best rate in runs
+      of hundreds of steps was a tenth of AdamW's or less; debiased, it was AdamW's.
     - **Debiasing.** Set ``debias_instability=True`` in runs of fewer than
       :math:`1 / (1 - \beta_3)` steps: the final loss was 0.02 to 0.04 nats lower, and 0.08 lower
       after 200 large steps. After 12,800 steps the difference was 0.01.
-    - **Warm-up.** Required without debiasing: the loss was up to 0.12 higher without a warm-up.
-      Debiased runs did not need one.
+    - **Warm-up.** Without debiasing the loss was up to 0.12 higher without a warm-up. Debiased runs
+      did not need one.
     - **b3.** The authors use 0.9999. In short runs without debiasing the search chose 0.995 on all
       three tasks. Debiased, 0.9999 was as good on two of three.
-
-    The defaults are the authors'.
 
     Args:
       learning_rate: a number or a schedule of the step count.
@@ -356,10 +345,6 @@ def came(
       ...     params = optax.apply_updates(params, updates)
       >>> bool(loss(params) < 1e-2)
       True
-
-    References:
-      Luo, Ren, Zheng, Jiang, Jiang, You: CAME: Confidence-guided Adaptive Memory Efficient
-      Optimization, ACL 2023, arXiv 2307.02047.
     """
     if not callable(weight_decay):
         _validate.non_negative(weight_decay=weight_decay)

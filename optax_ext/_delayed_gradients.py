@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from optax_ext._delays import check_number, whole_number
-from optax_ext._leaves import Leaves, at_least_float32
+from optax_ext._leaves import Leaves, wide_zeros
 
 
 class DelayedGradientsState(NamedTuple):
@@ -31,21 +31,16 @@ def delayed_gradients(
         0 & t < \tau \\ \operatorname{inner}(g_{t - \tau}, w_t) & t \ge \tau \end{cases}, \quad
       g_t = \nabla f(w_t; B_t)
 
-    So the update of step t has the gradient at the parameters of step :math:`t - \tau`, on their
-    batch. In the first :math:`\tau` steps no gradient has arrived: updates are 0, and the state of
-    ``inner`` does not change; its moments, bias corrections and schedules begin with the first
-    gradient.
+    In the first :math:`\tau` steps updates are 0, and the state of ``inner`` does not change.
 
-    The parameters are those of ``params_history(delay)``, which takes gradients at earlier
-    parameters instead, :math:`\tau` steps later: :math:`w_{t + \tau}` here is :math:`w_t` there, on
-    the same sequence of batches. All parameters have one delay here. Where delays differ, each
-    gradient depends on several versions of the parameters, and only ``params_history`` is exact.
+    All parameters have one delay. Where delays differ, each gradient depends on several versions of
+    the parameters: ``params_history`` takes gradients at earlier parameters instead. On the same
+    batches :math:`w_{t + \tau}` here is :math:`w_t` of ``params_history(delay)``.
 
     Args:
       inner: the transformation that receives the delayed gradients, current parameters, and the
         extra arguments of the current step.
-      delay: :math:`\tau`, a whole number of steps. It sets the shapes of the state and cannot be
-        traced.
+      delay: :math:`\tau`, a whole number of steps, which cannot be traced.
 
     Returns:
       A ``GradientTransformation``; its state holds :math:`\tau` gradients in float32, or wider if
@@ -81,11 +76,7 @@ def delayed_gradients(
 
     def init(params: optax.Params) -> DelayedGradientsState:
         Leaves.of(params)  # raises unless all are floating
-
-        def zeros(p: Any) -> jax.Array:
-            return jnp.zeros_like(p, dtype=at_least_float32(p.dtype))
-
-        waiting = tuple(jax.tree.map(zeros, params) for _ in range(steps))
+        waiting = tuple(wide_zeros(params) for _ in range(steps))
         return DelayedGradientsState(jnp.zeros([], jnp.int32), waiting, inner.init(params))
 
     def update(

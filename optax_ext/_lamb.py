@@ -9,7 +9,7 @@ import optax
 from optax_ext import _phases, _validate
 from optax_ext._bias_correction import one_minus_power
 from optax_ext._factoring_rules import FactoringRule, factorings
-from optax_ext._leaves import Leaves, at_least_float32
+from optax_ext._leaves import Leaves, wide_zeros
 from optax_ext._trust_ratio import (
     Layer,
     check_options,
@@ -147,13 +147,7 @@ def scale_by_lamb(
 
     def init(params: optax.Params) -> ScaleByLambState:
         factorings(stacked, Leaves.of(params))  # raises unless the rule fits
-
-        def zeros(p: Any) -> jax.Array:
-            return jnp.zeros_like(p, dtype=at_least_float32(p.dtype))
-
-        return ScaleByLambState(
-            jnp.zeros([], jnp.int32), jax.tree.map(zeros, params), jax.tree.map(zeros, params)
-        )
+        return ScaleByLambState(jnp.zeros([], jnp.int32), wide_zeros(params), wide_zeros(params))
 
     def update(
         updates: optax.Updates, state: ScaleByLambState, params: optax.Params | None = None
@@ -236,10 +230,6 @@ def lamb(
       ...     params = optax.apply_updates(params, updates)
       >>> bool(loss(params) < 1e-2)
       True
-
-    References:
-      You, Li, Reddi, Hseu, Kumar, Bhojanapalli, Song, Demmel, Keutzer, Hsieh: Large Batch
-      Optimization for Deep Learning: Training BERT in 76 minutes, ICLR 2020, arXiv 1904.00962.
     """
     return _validate.keep_dtype(
         optax.chain(

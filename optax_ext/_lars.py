@@ -8,7 +8,7 @@ import optax
 
 from optax_ext import _phases, _validate
 from optax_ext._factoring_rules import FactoringRule, factorings
-from optax_ext._leaves import Leaves, at_least_float32
+from optax_ext._leaves import Leaves, wide_zeros
 from optax_ext._trust_ratio import (
     Layer,
     check_options,
@@ -174,9 +174,7 @@ def _momentum(decay: jax.typing.ArrayLike, nesterov: bool) -> optax.GradientTran
     """``trace = update + decay * trace``, in float32 or wider."""
 
     def init(params: optax.Params) -> LarsMomentumState:
-        return LarsMomentumState(
-            jax.tree.map(lambda p: jnp.zeros_like(p, dtype=at_least_float32(p.dtype)), params)
-        )
+        return LarsMomentumState(wide_zeros(params))
 
     def update(
         updates: optax.Updates, state: LarsMomentumState, params: optax.Params | None = None
@@ -246,9 +244,6 @@ def lars(
       ...     params = optax.apply_updates(params, updates)
       >>> bool(loss(params) < 1e-2)
       True
-
-    References:
-      You, Gitman, Ginsburg: Large Batch Training of Convolutional Networks, 2017, arXiv 1708.03888.
     """
     _validate.unit_interval(momentum=momentum)
     return _validate.keep_dtype(

@@ -61,6 +61,13 @@ def at_least_float32(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
+def wide_zeros(params: Any, dtype: Any = None) -> Any:
+    """Returns zeros like the parameters, in ``dtype`` or at least float32."""
+    return jax.tree.map(
+        lambda p: jnp.zeros_like(p, dtype=dtype or at_least_float32(p.dtype)), params
+    )
+
+
 def check_arrays(params: Any) -> None:
     """Raises unless all parameters are arrays."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):

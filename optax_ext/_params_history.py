@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_ext._delays import check_delays, delays_of, numbers_in, state_slots, whole_number
+from optax_ext._delays import check_delays, delays_of, map_slots, numbers_in, whole_number
 from optax_ext._leaves import Leaves, check_shape
 
 
@@ -59,9 +59,8 @@ def params_history(delays: Any) -> optax.GradientTransformationExtraArgs:
       w_s = w_0 \text{ for } s < 0 \\
       w_{t+1} &= w_t + \operatorname{optimizer}(g_t, w_t)
 
-    This is the exact definition of an asynchronous pipeline's update, on one device: the reference
-    for an implementation, and a tool for studies. It saves no time, and stores as many replicas of
-    a parameter as its delay. With
+    This defines an asynchronous pipeline's update exactly, on one device. It saves no time, and
+    stores as many replicas of a parameter as its delay. With
 
     - delays P - i for stage i of P, it is PipeDream with weight stashing;
     - a delay of P - 1 for all, PipeDream with vertical sync;
@@ -117,8 +116,7 @@ def params_history(delays: Any) -> optax.GradientTransformationExtraArgs:
     )
 
     def lags_of(leaves: Leaves) -> list[np.ndarray]:
-        found = delays_of("delays", delays, leaves)
-        return [whole_number("delays", delay) for delay in found]
+        return [whole_number("delays", delay) for delay in delays_of("delays", delays, leaves)]
 
     def init(params: optax.Params) -> ParamsHistoryState:
         leaves = Leaves.of(params)
@@ -191,15 +189,9 @@ def delayed_params(params: optax.Params, state: optax.OptState) -> optax.Params:
       ValueError: if the state contains none of ``params_history``, several for a parameter, or one
         of other parameters.
     """
-    treedef: Any = jax.tree.structure(params)
-    nothing = treedef.unflatten([None] * treedef.num_leaves)
-    found = state_slots(
-        "delayed_params",
-        ParamsHistoryState,
-        "params_history",
-        lambda one: one.versions[-1] if one.versions else nothing,
-        params,
-        state,
-    )
-    pairs = zip(treedef.flatten_up_to(params), found, strict=True)
-    return treedef.unflatten([p if old is None else old for p, old in pairs])
+    names = "delayed_params", "params_history"
+
+    def oldest(own: ParamsHistoryState) -> Any:
+        return own.versions[-1] if own.versions else jax.tree.map(lambda _: None, params)
+
+    return map_slots(names, lambda _, old: old, params, state, ParamsHistoryState, oldest)
