@@ -134,12 +134,7 @@ def momentum(hyper: _Hyperparameters, dims: Factoring, leaf: _Leaf) -> _Leaf:
 
 
 # With the statistics that devices sum, of which one all-reduce a phase is made.
-PHASES = (
-    (second_moment, "v"),
-    (clip, "factors"),
-    (confidence, "s"),
-    (momentum, None),
-)
+PHASES = ((second_moment, "v"), (clip, "factors"), (confidence, "s"), (momentum, None))
 
 
 def scale_by_came(

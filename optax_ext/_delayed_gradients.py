@@ -109,9 +109,7 @@ def delayed_gradients(
             lambda new, old: jnp.where(started, new, old), inner_state, state.inner_state
         )
         return out, DelayedGradientsState(
-            optax.safe_increment(state.count),
-            tuple(map(leaves.unflatten, shifted)),
-            inner_state,
+            optax.safe_increment(state.count), tuple(map(leaves.unflatten, shifted)), inner_state
         )
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_ext import _validate
-from optax_ext._leaves import Leaves, unboxed
+from optax_ext._leaves import Leaves, states_of, unboxed
 
 Method = Literal["pipemare", "pipedream", "pipedream_2bw", "gpipe"]
 
@@ -206,11 +206,7 @@ def map_slots(
       field: the tree of slots in a state of this type.
     """
     caller, maker = names
-    states = [
-        x
-        for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, state_type))
-        if isinstance(x, state_type)
-    ]
+    states = states_of(state_type, state)
     if not states:
         raise ValueError(
             f"{caller} reads the state of {maker}, of which this optimizer state contains none. "

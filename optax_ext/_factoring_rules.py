@@ -215,7 +215,7 @@ def factorings(rule: FactoringRule | None, leaves: Leaves) -> list[Factoring]:
     rule = _for_tree(rule, [(path, shape) for path, shape in parameters if 0 not in shape])
 
     def factoring(path: str, shape: Dims) -> Factoring:
-        found = rule.resolve(path, shape) if rule is not None and 0 not in shape else None
-        return (found or Factoring()).resolve(path, shape)
+        dims = rule.resolve(path, shape) if rule is not None and 0 not in shape else None
+        return (dims or Factoring()).resolve(path, shape)
 
     return [factoring(path, shape) for path, shape in parameters]

@@ -90,9 +90,7 @@ def square_root_scaling(base_lr: float, base_batch: float, batch: float) -> floa
 
 
 def gradual_warmup(
-    learning_rate: optax.ScalarOrSchedule,
-    warmup_steps: int,
-    start: float = 0.0,
+    learning_rate: optax.ScalarOrSchedule, warmup_steps: int, start: float = 0.0
 ) -> optax.Schedule:
     r"""Replaces the first steps of a schedule by a linear ramp from ``start``.
 

@@ -141,11 +141,11 @@ def _where(rows: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
 
 def _owner(path: Key, paths: list[Key]) -> Key | None:
     """Returns the parameter that a state leaf belongs to: the longest path within its own."""
-    found = [
+    matches = [
         (len(own), i, own)
         for own in paths
         for i in range(len(path) - len(own) + 1)
         if path[i : i + len(own)] == own
     ]
     # The last match, since parameters in a list have numbers as keys, as states of a chain do.
-    return max(found, key=lambda match: match[:2], default=(0, 0, None))[2]
+    return max(matches, key=lambda match: match[:2], default=(0, 0, None))[2]

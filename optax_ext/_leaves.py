@@ -68,6 +68,12 @@ def wide_zeros(params: Any, dtype: Any = None) -> Any:
     )
 
 
+def states_of(kind: type, state: Any) -> list[Any]:
+    """Returns the states of this type in an optimizer state."""
+    parts = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kind))
+    return [x for x in parts if isinstance(x, kind)]
+
+
 def check_arrays(params: Any) -> None:
     """Raises unless all parameters are arrays."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -124,17 +130,17 @@ class Leaves:
 
     def arrays_in(self, field: str, tree: Any) -> list[Any]:
         """Returns each leaf's array in a field of the state; raises unless the shapes agree."""
-        found = self.slots(field, tree)
-        for path, leaf, array in zip(self.paths, self.arrays, found, strict=True):
+        arrays = self.slots(field, tree)
+        for path, leaf, array in zip(self.paths, self.arrays, arrays, strict=True):
             check_shape(path, leaf, field, array)
-        return found
+        return arrays
 
     def averages_in(self, field: str, tree: Any, dtype: Any = None) -> list[Any]:
         """Returns each leaf's average; raises if one was cast, too. None: float32 or wider."""
-        found = self.arrays_in(field, tree)
-        for path, array in zip(self.paths, found, strict=True):
+        arrays = self.arrays_in(field, tree)
+        for path, array in zip(self.paths, arrays, strict=True):
             check_dtype(path, field, array, dtype)
-        return found
+        return arrays
 
 
 def check_dtype(path: str, field: str, array: Any, dtype: Any = None) -> None:
@@ -168,9 +174,9 @@ def _difference(treedef: Any, tree: Any) -> str:
 
 def check_shape(path: str, gradient: Any, field: str, array: Any) -> None:
     """Raises unless a gradient has the shape of its array in ``field``."""
-    found = getattr(array, "shape", None)
-    if gradient.shape != found:
+    shape = getattr(array, "shape", None)
+    if gradient.shape != shape:
         raise ValueError(
             f"gradient {path!r} of shape {tuple(gradient.shape)} does not match {field!r}, where "
-            f"it {f'is {array!r}' if found is None else f'has shape {tuple(found)}'}."
+            f"it {f'is {array!r}' if shape is None else f'has shape {tuple(shape)}'}."
         )

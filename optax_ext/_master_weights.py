@@ -112,11 +112,13 @@ def master_weights(
     def init(params: optax.Params) -> MasterWeightsState:
         leaves = Leaves.of_any_dtype(params)
         arrays = leaves.arrays
-        has_master = [_has_master(*each, wide) for each in zip(leaves.paths, arrays, strict=True)]
+        has_master = [
+            _has_master(name, p, wide) for name, p in zip(leaves.paths, arrays, strict=True)
+        ]
 
         def masters(others: list[Any]) -> Any:
-            found = zip(arrays, has_master, others, strict=True)
-            return leaves.unflatten([jnp.asarray(p, wide) if m else o for p, m, o in found])
+            columns = zip(arrays, has_master, others, strict=True)
+            return leaves.unflatten([jnp.asarray(p, wide) if m else o for p, m, o in columns])
 
         # Separate buffers for inner, whose state may contain them: a donated state must not contain
         # an array twice.

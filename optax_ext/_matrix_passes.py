@@ -88,7 +88,7 @@ def hold(arrays: Any, after: Any = ()) -> Any:
     leaves, treedef = jax.tree.flatten(arrays)
     axes, later = list(map(_varying, leaves)), jax.tree.leaves(after)
     for own in dict.fromkeys(axes):
-        members = [i for i, found in enumerate(axes) if found == own]
+        members = [i for i, varying in enumerate(axes) if varying == own]
         others = [x for x in later if _varying(x) <= own]
         held = jax.lax.optimization_barrier([*(leaves[i] for i in members), *others])
         for i, x in zip(members, held, strict=False):

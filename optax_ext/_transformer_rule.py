@@ -110,15 +110,15 @@ class flax_transformer:
                 "pattern, or stacked=None; for_tree chooses by the paths and shapes of all."
             )
         free = self._free(path, shape)
-        found = self._of_one_layer(path, tuple(shape[d] for d in free))
+        own = self._of_one_layer(path, tuple(shape[d] for d in free))
         rows, cols, batch = (
-            tuple(sorted(free[d] for d in dims)) for dims in (found.rows, found.cols, found.batch)
+            tuple(sorted(free[d] for d in dims)) for dims in (own.rows, own.cols, own.batch)
         )
         of_layers = () if len(free) == len(shape) else (self.stack_dim,)
         return Factoring(rows, cols, batch + of_layers).resolve(path, shape)
 
     def _free(self, path: str, shape: Dims) -> list[int]:
-        """The dims of one layer."""
+        """Returns the dims of one layer."""
         stacked = bool(self.stacked and re.search(self.stacked, path))
         stacked = stacked and self.stack_dim < len(shape) > max(_least_rank(path), 1)
         return [d for d in range(len(shape)) if not (stacked and d == self.stack_dim)]
@@ -168,13 +168,13 @@ class flax_transformer:
             modules += [(path[: m.end(1)], True) for m in re.finditer(f"(?=({STACKED}))", path)]
             for module in modules:
                 groups.setdefault(module, []).append((path, shape))
-        found: list[str] = []
+        stacks: list[str] = []
         for prefix, named in sorted(groups, key=lambda group: (len(group[0]), not group[1])):
             arrays = groups[prefix, named]
-            if not prefix.startswith(tuple(found)) and self._is_stack(prefix, arrays, named):
-                found.append(prefix)
-        pattern = "|".join(map(re.escape, found))
-        return dataclasses.replace(self, stacked=f"^({pattern})" if found else None)
+            if not prefix.startswith(tuple(stacks)) and self._is_stack(prefix, arrays, named):
+                stacks.append(prefix)
+        pattern = "|".join(map(re.escape, stacks))
+        return dataclasses.replace(self, stacked=f"^({pattern})" if stacks else None)
 
     def _is_stack(self, prefix: str, arrays: Sequence[tuple[str, Dims]], named: bool) -> bool:
         """Whether the arrays under a prefix have an extra dim of one size; raises if it is open."""
@@ -220,7 +220,7 @@ def _split(sizes: Dims) -> int:
 
 
 def _least_rank(path: str) -> int:
-    """The fewest dims that a parameter of this name has in one layer."""
+    """Returns the fewest dims that a parameter of this name has in one layer."""
     if _is_vector(path):
         return 1
     for pattern, rank, _ in _BY_NAME:
@@ -231,28 +231,17 @@ def _least_rank(path: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class FactoringRow:
-    """One parameter of a ``FactoringTable``.
+    """One parameter of a ``FactoringTable``."""
 
-    Attributes:
-      path: its keys joined by ``/``.
-      shape: its shape.
-      factoring: which of its dims are factored.
-      nbytes: bytes of its second moment.
-    """
-
-    path: str
+    path: str  # its keys joined by /
     shape: tuple[int, ...]
     factoring: Factoring
-    nbytes: int
+    nbytes: int  # of its second moment
 
 
 @dataclasses.dataclass(frozen=True)
 class FactoringTable:
-    """The factoring of every parameter under a rule; ``str`` formats it as a table.
-
-    Attributes:
-      rows: one for each parameter.
-    """
+    """The factoring of every parameter under a rule; ``str`` formats it as a table."""
 
     rows: tuple[FactoringRow, ...]
 
@@ -362,10 +351,7 @@ def _is_matrix(path: str, leaf: Any, dims: Factoring) -> bool:
 
 
 def hidden_matrices(
-    params: optax.Params,
-    rule: FactoringRule = flax_transformer(),
-    *,
-    not_hidden: str = NOT_HIDDEN,
+    params: optax.Params, rule: FactoringRule = flax_transformer(), *, not_hidden: str = NOT_HIDDEN
 ) -> Any:
     """Selects the matrices of hidden layers, which optimizers of matrices such as Muon are for.
 
@@ -396,10 +382,6 @@ def hidden_matrices(
     _validate.pattern("not_hidden", not_hidden)
     _validate.not_a_count("hidden_matrices", params)
     leaves = Leaves.of(params)
-    found = factorings(check_rule("rule", rule), leaves)
-    return leaves.unflatten(
-        [
-            dims.factored and not re.search(not_hidden, path)
-            for path, dims in zip(leaves.paths, found, strict=True)
-        ]
-    )
+    dims = factorings(check_rule("rule", rule), leaves)
+    hidden = [not re.search(not_hidden, path) for path in leaves.paths]
+    return leaves.unflatten([d.factored and h for d, h in zip(dims, hidden, strict=True)])

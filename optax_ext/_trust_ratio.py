@@ -59,9 +59,9 @@ def _summed(x: jax.Array, batch: Dims) -> tuple[int, ...]:
 @norm.defjvp
 def _norm_jvp(batch: Dims, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     (x,), (dx,) = primals, tangents
-    found = norm(x, batch)
-    unit = x / jnp.where(found == 0, 1.0, found)
-    return found, jnp.sum(unit * dx, axis=_summed(x, batch), keepdims=True)
+    x_norm = norm(x, batch)
+    unit = x / jnp.where(x_norm == 0, 1.0, x_norm)
+    return x_norm, jnp.sum(unit * dx, axis=_summed(x, batch), keepdims=True)
 
 
 def ratio(numerator: jax.Array, denominator: jax.Array, zero: jax.Array) -> jax.Array:

@@ -165,13 +165,13 @@ def mask(name: str, value: Any, tree: Any) -> list[bool]:
             f"{name} must be a tree of bools, a function that makes one from the parameters, or "
             f"None for all parameters; got {value!r}."
         )
-    found = value(tree) if is_function(value) else value
-    strings = [x for x in jax.tree.leaves(found) if isinstance(x, str)]
+    chosen = value(tree) if is_function(value) else value
+    strings = [x for x in jax.tree.leaves(chosen) if isinstance(x, str)]
     if strings:
         raise ValueError(f"{name} must be a tree of bools; got {strings[0]!r} in it.")
     try:
         return jax.tree.leaves(
-            jax.tree.map(lambda m, part: jax.tree.map(lambda _: bool(m), part), found, tree)
+            jax.tree.map(lambda m, part: jax.tree.map(lambda _: bool(m), part), chosen, tree)
         )
     except ValueError as error:
         raise ValueError(
@@ -198,9 +198,7 @@ def decayed_weights(rate: Any, mask: Any) -> optax.GradientTransformation:
     return optax.add_decayed_weights(rate, mask)
 
 
-def keep_dtype(
-    inner: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
+def keep_dtype(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Casts the updates of ``inner`` back to the dtype of the gradients.
 
     A strongly typed float32 hyperparameter, such as those of ``inject_hyperparams``, would widen

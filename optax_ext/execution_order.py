@@ -190,7 +190,7 @@ def evaluate(equations: Iterable[Equation], values: dict[int, Any]) -> None:
 
 
 def output_groups(graph: Graph, roots: Sequence[int]) -> list[list[int]]:
-    """The execution order: one group of outputs per root.
+    """Returns the execution order: one group of outputs per root.
 
     A group holds every output that depends on no deferred inputs but those of the roots so far.
 
@@ -198,15 +198,15 @@ def output_groups(graph: Graph, roots: Sequence[int]) -> list[list[int]]:
       graph: the function.
       roots: outputs, in the order in which their deferred inputs are to be read.
     """
-    found, read, left = [], 0, set(range(len(graph.outputs)))
+    groups, read, left = [], 0, set(range(len(graph.outputs)))
     for root in [*roots, *range(len(graph.outputs))]:
         if root not in left:
             continue
         read |= graph.reads[graph.outputs[root]]
         ready = [j for j in sorted(left) if not graph.reads[graph.outputs[j]] & ~read]
         left -= set(ready)
-        found.append(ready)
-    return found
+        groups.append(ready)
+    return groups
 
 
 class ScheduledRun:
@@ -292,11 +292,11 @@ def run_by_leaf(
     deferred = [i >= num_roots and is_deferred(x) for i, x in enumerate(inputs)]
 
     def flat_fn(inputs: list[Any]) -> list[Any]:
-        leaves, found = jax.tree.flatten(fn(*jax.tree.unflatten(treedef, inputs)))
-        if str(found) != str(treedef):
+        leaves, new = jax.tree.flatten(fn(*jax.tree.unflatten(treedef, inputs)))
+        if str(new) != str(treedef):
             raise ValueError(
                 f"the transformation changes the structure of (updates, state) from {treedef} to "
-                f"{found}; it must return both in the structure it receives."
+                f"{new}; it must return both in the structure it receives."
             )
         return leaves
 

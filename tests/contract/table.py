@@ -12,13 +12,7 @@ import optax
 import pytest
 
 import optax_ext
-from optax_ext import (
-    Factoring,
-    by_path,
-    delays_by_path,
-    last_two_dims,
-    two_largest_dims,
-)
+from optax_ext import Factoring, by_path, delays_by_path, last_two_dims, two_largest_dims
 
 
 @dataclasses.dataclass(frozen=True)

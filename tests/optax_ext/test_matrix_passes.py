@@ -24,8 +24,7 @@ FORMS = {
 
 
 @pytest.fixture(
-    scope="class",
-    params=["in blocks", pytest.param("on a GPU", marks=pytest.mark.slow)],
+    scope="class", params=["in blocks", pytest.param("on a GPU", marks=pytest.mark.slow)]
 )
 def form(request):
     """Arrays of any size take this form. It is chosen while tracing: no trace may outlive it."""
