@@ -140,9 +140,8 @@ def scale_by_adafactor(
       eps: added to the squared gradient; at least 0.
       clipping_threshold: the largest RMS of an update; None does not clip.
       factoring: the rule that selects the rows and columns of each parameter
-        (``two_largest_dims()``, ``flax_transformer()`` for Flax models with attention or stacked
-        layers, ``last_two_dims()``, ``by_path({...})``, or one ``Factoring`` for all parameters),
-        or None to factor nothing. ``describe_factoring`` lists the result.
+        (``flax_transformer()`` for Flax models, ``last_two_dims()``, ``by_path({...})``, or one
+        ``Factoring``), or None to factor nothing. ``describe_factoring`` lists the result.
 
     Returns:
       A ``GradientTransformation``; updates have the dtype of the gradients and are not negated.
@@ -160,14 +159,12 @@ def scale_by_adafactor(
 
     References:
       Shazeer, Stern: Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, ICML 2018,
-      arXiv 1804.04235. The cap: Zhai, Kolesnikov, Houlsby, Beyer: Scaling Vision Transformers,
-      CVPR 2022, arXiv 2106.04560.
+      arXiv 1804.04235. The cap: Zhai et al.: Scaling Vision Transformers, CVPR 2022, arXiv
+      2106.04560.
     """
     _validate.positive(decay_rate=decay_rate, clipping_threshold=clipping_threshold)
     _validate.non_negative(decay_offset=decay_offset, eps=eps)
-    _validate.unit_interval(
-        **{k: v for k, v in {"beta2_cap": beta2_cap, "b2": b2}.items() if v is not None}
-    )
+    _validate.unit_interval(beta2_cap=beta2_cap, b2=b2)
     rule = check_rule("factoring", factoring)
     hyper = _Hyperparameters(decay_rate, decay_offset, beta2_cap, b2, eps, clipping_threshold)
 
@@ -282,9 +279,8 @@ def adafactor(
       \theta \leftarrow \theta - m - \lambda \theta
 
     It equals ``optax.adafactor`` to rounding, and takes its options, all but the first by name.
-    Unlike there, averages are float32 whatever the parameters are (optax's second moment of
-    bfloat16 parameters stops moving), and ``decay_offset`` on a new state stays finite. With
-    ``factoring=last_two_dims()`` it is the Adafactor of Hugging Face (``relative_step=False``) and,
+    Unlike there, averages are float32 whatever the parameters are, and ``decay_offset`` on a new
+    state stays finite. With ``factoring=last_two_dims()`` it is the Adafactor of Hugging Face and,
     with ``relative_step=True``, that of PyTorch.
 
     Args:
@@ -311,9 +307,6 @@ def adafactor(
         their own parameter scales.
       min_dim_size_to_factor: optax's name for ``factoring=two_largest_dims(n)``.
       factored: False is optax's name for ``factoring=None``.
-
-    Returns:
-      A ``GradientTransformation``.
 
     Raises:
       ValueError: as ``scale_by_adafactor``; also if ``momentum`` is outside [0, 1),

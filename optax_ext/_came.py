@@ -188,9 +188,8 @@ def scale_by_came(
       eps_instability: added to the squared instability; at least 0.
       clipping_threshold: the largest RMS of :math:`u`; None does not clip.
       factoring: the rule that selects the rows and columns of each parameter
-        (``flax_transformer()`` for Flax models with attention or stacked layers,
-        ``last_two_dims()``, ``two_largest_dims()``, ``by_path({...})``, or one ``Factoring`` for
-        all parameters), or None to factor nothing. ``describe_factoring`` lists the result.
+        (``flax_transformer()`` for Flax models, ``two_largest_dims()``, ``by_path({...})``, or one
+        ``Factoring``), or None to factor nothing. ``describe_factoring`` lists the result.
       mu_dtype: dtype in which the momentum is stored; None means float32, or wider if the
         parameter is. The instability is computed from the new momentum before the cast.
       debias_instability: divide :math:`R` and :math:`C` by :math:`1 - \beta_3^t`.
@@ -211,8 +210,8 @@ def scale_by_came(
       ((64,), (128,), (128,))
 
     References:
-      Luo, Ren, Zheng, Jiang, Jiang, You: CAME: Confidence-guided Adaptive Memory Efficient
-      Optimization, ACL 2023, arXiv 2307.02047.
+      Luo et al.: CAME: Confidence-guided Adaptive Memory Efficient Optimization, ACL 2023, arXiv
+      2307.02047.
     """
     _validate.unit_interval(b1=b1, b2=b2, b3=b3)
     _validate.non_negative(eps=eps, eps_instability=eps_instability)

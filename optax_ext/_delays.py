@@ -55,11 +55,10 @@ def pipeline_delays(
       ([3.5, 2.5, 1.5, 0.5], [0.0, 0.0, 0.0, 0.0])
 
     References:
-      Yang, Zhang, Li, Ré, Aberger, De Sa: PipeMare: Asynchronous Pipeline Parallel DNN Training,
-      MLSys 2021, arXiv 1910.05124. Narayanan, Harlap, Phanishayee, Seshadri, Devanur, Ganger,
-      Gibbons, Zaharia: PipeDream: Generalized Pipeline Parallelism for DNN Training, SOSP 2019,
-      arXiv 1806.03377. Narayanan, Phanishayee, Shi, Chen, Zaharia: Memory-Efficient
-      Pipeline-Parallel DNN Training, ICML 2021, arXiv 2006.09503.
+      Yang et al.: PipeMare: Asynchronous Pipeline Parallel DNN Training, MLSys 2021, arXiv
+      1910.05124. Narayanan et al.: PipeDream: Generalized Pipeline Parallelism for DNN Training,
+      SOSP 2019, arXiv 1806.03377. Narayanan et al.: Memory-Efficient Pipeline-Parallel DNN
+      Training, ICML 2021, arXiv 2006.09503.
     """
     for name, value in {"num_stages": num_stages, "num_microbatches": num_microbatches}.items():
         if not value >= 1:

@@ -86,8 +86,8 @@ def discrepancy_correction(
       1.0 3.99
 
     References:
-      Yang, Zhang, Li, Ré, Aberger, De Sa: PipeMare: Asynchronous Pipeline Parallel DNN Training,
-      MLSys 2021, arXiv 1910.05124.
+      Yang et al.: PipeMare: Asynchronous Pipeline Parallel DNN Training, MLSys 2021, arXiv
+      1910.05124.
     """
     check_delays("delays", delays)
     check_delays("backward_delays", backward_delays)

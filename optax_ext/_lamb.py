@@ -136,8 +136,8 @@ def scale_by_lamb(
       (6.0, [1.0, 1.0])
 
     References:
-      You, Li, Reddi, Hseu, Kumar, Bhojanapalli, Song, Demmel, Keutzer, Hsieh: Large Batch
-      Optimization for Deep Learning: Training BERT in 76 minutes, ICLR 2020, arXiv 1904.00962.
+      You et al.: Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, ICLR
+      2020, arXiv 1904.00962.
     """
     _validate.unit_interval(b1=b1, b2=b2)
     _validate.positive(eps=eps)
@@ -198,9 +198,8 @@ def lamb(
 
       w \leftarrow w - \gamma \frac{\phi(\|w\|)}{\|r + \lambda w\|} \, (r + \lambda w)
 
-    Biases and norm scales are trained by plain Adam and do not decay, unless the masks
-    select them. With both masks None it equals ``optax.lamb`` to rounding, except that its
-    state is float32 whatever the parameters are.
+    Biases and norm scales are trained by plain Adam and do not decay, unless the masks select them.
+    With both masks None it equals ``optax.lamb`` to rounding, but for its state in float32.
 
     Args:
       learning_rate: a number or a schedule of the step count.

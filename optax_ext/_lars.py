@@ -212,9 +212,9 @@ def lars(
       v \leftarrow m v + \gamma \, \eta \frac{\|w\|}{\|g\| + \beta \|w\|} \, (g + \beta w), \quad
       w \leftarrow w - v
 
-    Biases and norm scales are trained by plain SGD with momentum and do not decay, unless
-    the masks select them. With ``denominator="optax"`` and both masks None it equals
-    ``optax.lars`` to rounding, except that its state is float32 whatever the parameters are.
+    Biases and norm scales are trained by plain SGD with momentum and do not decay, unless the masks
+    select them. With ``denominator="optax"`` and both masks None it equals ``optax.lars`` to
+    rounding, but for its state in float32.
 
     Args:
       learning_rate: a number or a schedule of the step count.

@@ -82,19 +82,12 @@ def check_arrays(params: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Leaves:
-    """The leaves of a tree of parameters or gradients.
+    """The leaves of a tree of parameters or gradients."""
 
-    Attributes:
-      paths: the name of each leaf.
-      arrays: the leaves.
-      boxes: the leaves with their boxes.
-      treedef: the structure of the tree, whose leaves may be boxes.
-    """
-
-    paths: list[str]
-    arrays: list[Any]
-    boxes: list[Any]
-    treedef: Any
+    paths: list[str]  # the name of each leaf
+    arrays: list[Any]  # the leaves
+    boxes: list[Any]  # the leaves with their boxes
+    treedef: Any  # the structure of the tree, whose leaves may be boxes
 
     @classmethod
     def of_any_dtype(cls, tree: Any) -> "Leaves":

@@ -56,12 +56,11 @@ def gradient_noise_scale(
       B_\text{simple} = \frac{\operatorname{tr} \Sigma}{|G|^2}
 
     Both estimates are unbiased; both are averaged over steps, and ``noise_scale`` divides the
-    averages. Gradients of batches much smaller than :math:`B_\text{simple}` are mostly noise: there
-    a batch of twice the size needs almost half the steps. Above it, larger batches gain little.
+    averages. Below :math:`B_\text{simple}` a batch of twice the size needs almost half the steps.
+    Above it, larger batches gain little.
 
     The transformation needs the unmodified gradients of every step: it goes first in a chain
-    (before a clip) and not inside ``optax.MultiSteps``, which accumulates the gradients that are to
-    be compared.
+    (before a clip) and not inside ``optax.MultiSteps``.
 
     With weights (masked tokens), sub-batches count by their weights, ``batch_size`` is the mean
     total weight of a batch, and the noise is that of one unit of weight. Steps with fewer than two
@@ -94,8 +93,8 @@ def gradient_noise_scale(
       0.167
 
     References:
-      McCandlish, Kaplan, Amodei, OpenAI Dota Team: An Empirical Model of Large-Batch Training,
-      2018, arXiv 1812.06162, appendix A.
+      McCandlish et al.: An Empirical Model of Large-Batch Training, 2018, arXiv 1812.06162,
+      appendix A.
     """
     _validate.positive(batch_size=batch_size)
     _validate.unit_interval(decay=decay)
@@ -203,8 +202,7 @@ def batch_advice(noise_scale: jax.Array | float, batch_size: float, near: float 
       ['below', 'near', 'above']
 
     References:
-      McCandlish, Kaplan, Amodei, OpenAI Dota Team: An Empirical Model of Large-Batch Training,
-      2018, arXiv 1812.06162.
+      McCandlish et al.: An Empirical Model of Large-Batch Training, 2018, arXiv 1812.06162.
     """
     _validate.positive(batch_size=batch_size)
     if not near >= 1:

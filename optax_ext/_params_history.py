@@ -72,10 +72,8 @@ def params_history(delays: Any) -> optax.GradientTransformationExtraArgs:
     not the delayed ones.
 
     Args:
-      delays: :math:`\tau`, whole numbers of updates: a number; a tree of numbers like the
-        parameters, or a prefix of one; or a rule, ``delays_by_path``. In place of a number, an
-        array broadcasts against the leading dims of its parameter: (1, S) for parameters
-        [V, S, ...] whose stages are dim 1. They set the shapes of the state and cannot be traced.
+      delays: :math:`\tau`, whole numbers of updates, in the forms of ``discrepancy_correction``.
+        They set the shapes of the state and cannot be traced.
 
     Returns:
       A ``GradientTransformation`` that leaves updates unchanged, and whose ``update`` needs
@@ -103,11 +101,10 @@ def params_history(delays: Any) -> optax.GradientTransformationExtraArgs:
       0.0 -2.0
 
     References:
-      Narayanan, Harlap, Phanishayee, Seshadri, Devanur, Ganger, Gibbons, Zaharia: PipeDream:
-      Generalized Pipeline Parallelism for DNN Training, SOSP 2019, arXiv 1806.03377. Narayanan,
-      Phanishayee, Shi, Chen, Zaharia: Memory-Efficient Pipeline-Parallel DNN Training, ICML 2021,
-      arXiv 2006.09503. Yang, Zhang, Li, Ré, Aberger, De Sa: PipeMare: Asynchronous Pipeline
-      Parallel DNN Training, MLSys 2021, arXiv 1910.05124.
+      Narayanan et al.: PipeDream: Generalized Pipeline Parallelism for DNN Training, SOSP 2019,
+      arXiv 1806.03377. Narayanan et al.: Memory-Efficient Pipeline-Parallel DNN Training, ICML
+      2021, arXiv 2006.09503. Yang et al.: PipeMare: Asynchronous Pipeline Parallel DNN Training,
+      MLSys 2021, arXiv 1910.05124.
     """
     check_delays("delays", delays)
     # Of the delays alone, not of the parameters: the state's structure is the same for any.

@@ -251,12 +251,12 @@ class FactoringTable:
         return sum(row.nbytes for row in self.rows)
 
     def __str__(self) -> str:
-        lines = [(r.path, str(r.shape), _words(r), f"{r.nbytes:,} bytes") for r in self.rows]
+        lines = [(r.path, str(r.shape), _in_sizes(r), f"{r.nbytes:,} bytes") for r in self.rows]
         lines.append(("all", "", "", f"{self.nbytes:,} bytes"))
         return aligned(lines)
 
 
-def _words(row: FactoringRow) -> str:
+def _in_sizes(row: FactoringRow) -> str:
     """Returns the factoring in sizes: rows x columns, and the number of matrices."""
 
     def sizes(dims: Dims) -> str:
@@ -360,10 +360,9 @@ def hidden_matrices(
     Args:
       params: the parameters, or abstract arrays in their place.
       rule: the rule; matrices are the parameters that it factors.
-      not_hidden: a pattern of the paths of matrices that are not selected. That of the default is
-        found in paths with a component such as ``embed``, ``shared_embedding``, ``embed_tokens``,
-        ``Embed_0``, ``unembed``, ``wte``, ``wpe``, ``positions``, ``lm_head``, ``head``,
-        ``logits``, ``logitdense`` or ``classifier``; not ``heads``, ``out`` or ``output``.
+      not_hidden: a pattern of the paths of matrices that are not selected. The default is found in
+        paths with a component such as ``embed``, ``embed_tokens``, ``unembed``, ``wte``,
+        ``positions``, ``lm_head``, ``logits`` or ``classifier``; not ``heads`` or ``out``.
 
     Returns:
       A tree of bools like ``params``. This function itself is the labels of ``optax.partition``;

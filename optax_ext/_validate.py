@@ -14,8 +14,12 @@ import numpy as np
 import optax
 
 
-def _concrete(value: Any) -> bool:
-    return not isinstance(value, jax.core.Tracer)
+def _check(values: dict[str, Any], holds: Callable[[Any], Any], rule: str) -> None:
+    """Raises on the first value that is known while tracing and breaks a rule; None is no value."""
+    for name, value in values.items():
+        known = value is not None and not isinstance(value, jax.core.Tracer)
+        if known and not holds(value):
+            raise ValueError(f"{name} must {rule}, got {value}.")
 
 
 def unit_interval(**values: Any) -> None:
@@ -27,22 +31,17 @@ def unit_interval(**values: Any) -> None:
                 f"{name} has dtype {dtype}, which rounds 0.999 to 1; under "
                 "optax.inject_hyperparams pass hyperparam_dtype=jnp.float32."
             )
-        if _concrete(value) and not 0 <= value < 1:
-            raise ValueError(f"{name} must be in [0, 1), got {value}.")
+    _check(values, lambda value: 0 <= value < 1, "be in [0, 1)")
 
 
 def non_negative(**values: Any) -> None:
     """Raises if a value is negative or NaN."""
-    for name, value in values.items():
-        if _concrete(value) and not value >= 0:
-            raise ValueError(f"{name} must not be negative, got {value}.")
+    _check(values, lambda value: value >= 0, "not be negative")
 
 
 def positive(**values: Any) -> None:
     """Raises unless every value that is not None is above zero."""
-    for name, value in values.items():
-        if value is not None and _concrete(value) and not value > 0:
-            raise ValueError(f"{name} must be positive, got {value}.")
+    _check(values, lambda value: value > 0, "be positive")
 
 
 def implementation(value: Any, names: tuple[str, ...]) -> None:

@@ -23,12 +23,12 @@ from optax_ext import _matrix_passes
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
-    """One operation of a ``Graph``; operands and results are numbers of values."""
+    """One operation of a ``Graph``."""
 
     primitive: Any
     params: dict[str, Any]
-    operands: tuple[int, ...]
-    results: tuple[int, ...]
+    operands: tuple[int, ...]  # numbers of values
+    results: tuple[int, ...]  # numbers of values
     scope: str
 
 
@@ -40,15 +40,14 @@ class Graph:
       inputs: the arrays.
       deferred: for each input, whether it counts in ``reads``.
       portable: whether ``jax.lax.platform_dependent`` takes its default on all platforms.
-
-    Attributes:
-      types: shape and dtype of every value.
-      constants: the values that are known without evaluation.
-      equations: all operations, in an order in which they can be evaluated.
-      producer: the index of the equation that computes a value; inputs and constants have none.
-      reads: the deferred inputs that a value depends on, as the bits of an int.
-      outputs: the values that the function returns.
     """
+
+    types: list[Any]  # shape and dtype of every value
+    reads: list[int]  # the deferred inputs that a value depends on, as the bits of an int
+    constants: dict[int, Any]  # the values that are known without evaluation
+    equations: list[Equation]  # in an order in which they can be evaluated
+    producer: dict[int, int]  # the equation that computes a value, unless it is input or constant
+    outputs: list[int]  # the values that the function returns
 
     def __init__(
         self,
@@ -59,11 +58,9 @@ class Graph:
     ):
         closed = jax.make_jaxpr(fn)([_matrix_passes.abstract(jax.typeof(x)) for x in inputs])
         self._portable = portable
-        self.types: list[Any] = list(closed.in_avals)
+        self.types = list(closed.in_avals)
         self.reads = [1 << i if wait else 0 for i, wait in enumerate(deferred)]
-        self.constants: dict[int, Any] = {}
-        self.equations: list[Equation] = []
-        self.producer: dict[int, int] = {}
+        self.constants, self.equations, self.producer = {}, [], {}
         self.outputs = self._inline(closed, tuple(range(len(inputs))))
 
     def _inline(self, closed: Any, inputs: Sequence[int], outer: str = "") -> list[int]:
@@ -193,10 +190,7 @@ def output_groups(graph: Graph, roots: Sequence[int]) -> list[list[int]]:
     """Returns the execution order: one group of outputs per root.
 
     A group holds every output that depends on no deferred inputs but those of the roots so far.
-
-    Args:
-      graph: the function.
-      roots: outputs, in the order in which their deferred inputs are to be read.
+    ``roots`` are outputs, in the order in which their deferred inputs are to be read.
     """
     groups, read, left = [], 0, set(range(len(graph.outputs)))
     for root in [*roots, *range(len(graph.outputs))]:
@@ -210,21 +204,19 @@ def output_groups(graph: Graph, roots: Sequence[int]) -> list[list[int]]:
 
 
 class ScheduledRun:
-    """One evaluation of a graph whose outputs replace its inputs, group by group.
+    """One evaluation of a graph whose outputs replace its inputs, group by group."""
 
-    Attributes:
-      graph: the graph; it has as many outputs as inputs.
-      inputs: the arrays that it is evaluated on.
-      values: the values computed so far.
-      outputs: the outputs computed so far.
-      barrier: the arrays that must be computed before the next deferred input is read.
-    """
+    graph: Graph  # has as many outputs as inputs
+    inputs: Sequence[Any]  # the arrays that it is evaluated on
+    values: dict[int, Any]  # computed so far
+    outputs: dict[int, Any]  # computed so far
+    barrier: tuple[Any, ...]  # arrays computed before the next deferred input is read
 
     def __init__(self, graph: Graph, inputs: Sequence[Any], after: Sequence[Any] = ()):
         self.graph, self.inputs = graph, inputs
         self.values = dict(graph.constants)
         self.values |= {i: x for i, x in enumerate(inputs) if not graph.reads[i]}
-        self.outputs: dict[int, Any] = {}
+        self.outputs = {}
         self.barrier = tuple(after)
 
     def run(self, roots: Sequence[int]) -> list[Any]:
