@@ -7,8 +7,6 @@ from optax_ext._adafactor import scale_by_adafactor as scale_by_adafactor
 from optax_ext._came import ScaleByCameState as ScaleByCameState
 from optax_ext._came import came as came
 from optax_ext._came import scale_by_came as scale_by_came
-from optax_ext._delayed_gradients import DelayedGradientsState as DelayedGradientsState
-from optax_ext._delayed_gradients import delayed_gradients as delayed_gradients
 from optax_ext._delays import delays_by_path as delays_by_path
 from optax_ext._delays import pipeline_delays as pipeline_delays
 from optax_ext._discrepancy_correction import (

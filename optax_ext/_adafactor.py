@@ -10,7 +10,7 @@ from optax_ext import _phases, _validate
 from optax_ext._factored_moments import (
     Moment,
     average_squares,
-    clipped_inverse_root,
+    clip,
     init_moment,
     join_moments,
     multiply,
@@ -74,12 +74,6 @@ def second_moment(hyper: _Hyperparameters, dims: Factoring, leaf: _Leaf) -> _Lea
     decay, weight = _decay(hyper, leaf.t, leaf.dtype)
     v = average_squares(leaf.nu, leaf.g, eps=hyper.eps, decay=decay, weight=weight, dims=dims)
     return leaf._replace(v=v)
-
-
-def clip(hyper: _Hyperparameters, dims: Factoring, leaf: _Leaf) -> _Leaf:
-    """Returns the factors of u_t, which is g / sqrt(v_t) clipped by its RMS."""
-    factors = clipped_inverse_root(leaf.v, leaf.g, hyper.clipping_threshold, dims)
-    return leaf._replace(factors=factors)
 
 
 def normalize(hyper: _Hyperparameters, dims: Factoring, leaf: _Leaf) -> _Leaf:

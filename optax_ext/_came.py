@@ -14,7 +14,7 @@ from optax_ext._factored_moments import (
     average,
     average_squares,
     check_moments,
-    clipped_inverse_root,
+    clip,
     init_moment,
     inverse_root,
     join_moments,
@@ -83,12 +83,6 @@ def second_moment(hyper: _Hyperparameters, dims: Factoring, leaf: _Leaf) -> _Lea
     b2 = hyper.b2
     v = average_squares(leaf.nu, leaf.g, eps=hyper.eps, decay=b2, weight=1 - b2, dims=dims)
     return leaf._replace(v=v)
-
-
-def clip(hyper: _Hyperparameters, dims: Factoring, leaf: _Leaf) -> _Leaf:
-    """Returns the factors of u_t, which is g / sqrt(v_t) clipped by its RMS."""
-    factors = clipped_inverse_root(leaf.v, leaf.g, hyper.clipping_threshold, dims)
-    return leaf._replace(factors=factors)
 
 
 def _average_updates(mu: jax.Array, args: Any) -> tuple[jax.Array, jax.Array]:

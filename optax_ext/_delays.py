@@ -83,8 +83,7 @@ def pipeline_delays(
 class delays_by_path:
     """Chooses the delay of the first pattern that is found in a parameter's path.
 
-    Paths and patterns are those of ``by_path``: keys joined by ``/``, and regular expressions that
-    may match anywhere in them (``re.search``).
+    Paths and patterns are those of ``by_path``.
 
     Args:
       rules: pattern -> delay, a number or an array that broadcasts against the leading dims of the

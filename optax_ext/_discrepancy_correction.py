@@ -39,10 +39,10 @@ def discrepancy_correction(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Averages updates, from which ``backward_params`` estimates the parameters of the past.
 
-    In an asynchronous pipeline without stashed weights, the forward pass of a micro-batch uses
-    parameters of :math:`\tau_\text{fwd}` updates ago, its backward pass those of
-    :math:`\tau_\text{bkwd}` updates ago. PipeMare's technique T2 keeps an average of the updates,
-    and takes the backward pass at an estimate of the parameters of the forward pass:
+    In an asynchronous pipeline without stashed weights, the parameters of a forward pass are
+    :math:`\tau_\text{fwd}` updates old, those of its backward pass :math:`\tau_\text{bkwd}`.
+    PipeMare's technique T2 takes the backward pass at an estimate of the former, from an average of
+    the updates:
 
     .. math::
 

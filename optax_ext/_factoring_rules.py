@@ -94,8 +94,7 @@ def _free_dims(path: str, shape: Dims, batch: Dims) -> tuple[list[int], Dims]:
 class last_two_dims:
     """Rows are the second-to-last dim, columns the last; vectors are not factored.
 
-    The rule of CAME's authors. It fits Flax's dense and convolution kernels; attention kernels need
-    ``flax_transformer``.
+    The rule of CAME's authors. Attention kernels of Flax need ``flax_transformer``.
 
     Attributes:
       min_dim_size: both dims must be at least this long, else the parameter is not factored.
@@ -148,9 +147,8 @@ class two_largest_dims:
 class by_path:
     """Chooses the rule of the first pattern that is found in a parameter's path.
 
-    Paths are the keys joined by ``/``, such as ``params/block_0/attn/query/kernel``, whether or not
-    the parameter is in a Flax box (``nn.Partitioned``, ``nnx.Param``). A pattern is a regular
-    expression that may match anywhere in the path (``re.search``).
+    Paths are the keys joined by ``/``, such as ``params/block_0/attn/query/kernel``, without Flax's
+    boxes. A pattern is a regular expression that may match anywhere in the path (``re.search``).
 
     Args:
       rules: pattern -> ``Factoring``, another rule, or None for a full second moment.

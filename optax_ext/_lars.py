@@ -129,15 +129,11 @@ def scale_by_lars(
     Args:
       trust_coefficient: :math:`\eta`, above 0.
       weight_decay: :math:`\beta`, a number or a schedule of the step count.
-      weight_decay_mask: which weights decay: ``"matrices"``, arrays of at least two dims, hence
-        neither biases nor norm scales; None, all; or a tree of bools like the parameters, a prefix
-        of one, or a function that makes one from them.
-      trust_ratio_mask: which arrays have a local learning rate, in the same forms.
+      weight_decay_mask: which weights decay, in the forms of ``scale_by_lamb``.
+      trust_ratio_mask: which arrays have a local learning rate, likewise.
       denominator: ``"paper"`` as above; ``"optax"``: :math:`\|g + \beta w\|`, which is smaller
         where gradient and weights point in opposite directions.
-      stacked: a rule whose ``batch`` dims are stacks of layers, such as ``Factoring(batch=(0,))``
-        or ``by_path({"block": Factoring(batch=(0,))}, default=None)``: each slice has its own
-        norms, and batch dims do not count as dims of a matrix.
+      stacked: a rule whose ``batch`` dims are stacks of layers, as in ``scale_by_lamb``.
 
     Returns:
       A ``GradientTransformation`` whose ``update`` needs ``params``; updates have the dtype of the

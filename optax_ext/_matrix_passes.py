@@ -218,6 +218,8 @@ def _pass_per_mean(
     dtype = jax.eval_shape(fn, array, args)[0].dtype
 
     def run(after: Any, scale: float) -> tuple[jax.Array, jax.Array | None]:
+        # The products with one and with the scale make this pass's values others than those of the
+        # pass before, which XLA would otherwise write to memory and read again.
         factors = (small, one, jnp.asarray(scale, dtype))
         fresh, unit, factor = factors if after is None else renew(factors, after)
         x, new = fn(
@@ -249,7 +251,8 @@ def _sum_by_stages(x: jax.Array, dims: Dims) -> tuple[jax.Array, jax.Array]:
         return total, total
     stage = next(n for n in range(_STAGE_ROWS, 0, -1) if length // shards % n == 0)
     shape = (*x.shape[: dims[0]], length // stage, stage, *x.shape[dims[0] + 1 :])
-    part = jax.lax.optimization_barrier(jnp.sum(x.reshape(shape), dims[0] + 1))
+    stages = x.reshape(shape)  # (..., length // stage, stage, ...)
+    part = jax.lax.optimization_barrier(jnp.sum(stages, dims[0] + 1))  # (..., length // stage, ...)
     return jnp.sum(part, dims), part
 
 

@@ -1,11 +1,11 @@
 """Runs a traced function in an execution order of its own, so that few intermediates are live.
 
-XLA sees a step as one graph and may compute every parameter's intermediates before it uses the
-first. Here the function is traced and its equations are evaluated output by output. A barrier keeps
-the deferred inputs of one output from being read before the previous outputs have been computed.
+XLA may compute every parameter's intermediates before it uses the first. Here the equations of a
+step are evaluated output by output. A barrier keeps the deferred inputs of one output from being
+read before the previous outputs have been computed.
 
-An internal interface, without promises to users: ``low_precision_state`` schedules its quantized
-state by it, and ``sharding.offload`` its transfers from host memory.
+An internal interface: ``low_precision_state`` schedules its quantized state by it, and
+``sharding.offload`` its transfers from host memory.
 """
 
 import contextlib

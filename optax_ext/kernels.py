@@ -7,7 +7,7 @@ it, and ``sharding`` says how arrays are sharded, for a kernel sees those of one
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import optax
@@ -36,51 +36,48 @@ class Shards(Protocol):
         """
 
 
-class _Context(NamedTuple):
-    shards: Shards | None = None
-    interpreted: bool = False
-
-
-# The only context variable of this package: the wrappers and chains of optax have no argument by
-# which a step could say to a kernel deep inside them how arrays are sharded.
-_DEFAULT = _Context()
-_CONTEXT = contextvars.ContextVar("kernels", default=_DEFAULT)
+_INTERPRETED = contextvars.ContextVar("interpreted", default=False)
+_SHARDS: contextvars.ContextVar[Shards | None] = contextvars.ContextVar("shards", default=None)
 
 
 @contextlib.contextmanager
-def _context(**fields: Any) -> Iterator[None]:
-    token = _CONTEXT.set(_CONTEXT.get()._replace(**fields))
+def interpreted() -> Iterator[None]:
+    """Kernels traced here run on any platform, uncompiled."""
+    token = _INTERPRETED.set(True)
     try:
         yield
     finally:
-        _CONTEXT.reset(token)
-
-
-def kernels_on(shards: Shards) -> contextlib.AbstractContextManager[None]:
-    """Kernels traced here run on these shards."""
-    return _context(shards=shards)
-
-
-def shards() -> Shards | None:
-    """Returns how arrays are sharded where this is traced; None on one device."""
-    return _CONTEXT.get().shards
-
-
-def interpreted() -> contextlib.AbstractContextManager[None]:
-    """Kernels traced here run on any platform, uncompiled."""
-    return _context(interpreted=True)
+        _INTERPRETED.reset(token)
 
 
 def is_interpreted() -> bool:
     """Whether kernels traced here are interpreted."""
-    return _CONTEXT.get().interpreted
+    return _INTERPRETED.get()
 
 
 def for_tpus(kernel: Callable[..., Any], default: Callable[..., Any], *arguments: Any) -> Any:
     """Calls ``kernel`` in programs for TPUs, ``default`` in others."""
-    if is_interpreted():
+    if _INTERPRETED.get():
         return kernel(*arguments)
     return jax.lax.platform_dependent(*arguments, tpu=kernel, default=default)
+
+
+# --- Shards ---------------------------------------------------------------------------------------
+
+
+def shards() -> Shards | None:
+    """Returns how arrays are sharded where this is traced; None on one device."""
+    return _SHARDS.get()
+
+
+@contextlib.contextmanager
+def kernels_on(found: Shards) -> Iterator[None]:
+    """Kernels traced here run on these shards."""
+    token = _SHARDS.set(found)
+    try:
+        yield
+    finally:
+        _SHARDS.reset(token)
 
 
 # --- Parameters -----------------------------------------------------------------------------------

@@ -30,8 +30,6 @@ class Row:
     blocks: bool = False
     # Keeps earlier parameters, in their own dtype.
     keeps_parameters: bool = False
-    # Steps before the first gradient has arrived, whose updates are zero.
-    idle_steps: int = 0
 
     def __call__(self, **overrides):
         return self.make(**(self.arguments | overrides))
@@ -82,11 +80,6 @@ def discrepancy_correction(learning_rate, delays, decay, backward_delays):
 def params_history(learning_rate, delays):
     """After Adafactor: its updates, and earlier parameters."""
     return optax.chain(unfactored(learning_rate), optax_ext.params_history(delays))
-
-
-def delayed_gradients(learning_rate, weight_decay):
-    """Around Adafactor."""
-    return optax_ext.delayed_gradients(unfactored(learning_rate, weight_decay_rate=weight_decay), 2)
 
 
 def is_table(x):
@@ -182,9 +175,6 @@ TRANSFORMATIONS = {
         params_history,
         {"learning_rate": 0.1, "delays": delays_by_path({"w": 3}, default=1)},
         keeps_parameters=True,
-    ),
-    "delayed_gradients": Row(
-        delayed_gradients, {"learning_rate": 0.1, "weight_decay": 0.01}, idle_steps=2
     ),
 }
 
