@@ -62,9 +62,9 @@ def gradient_noise_scale(
     The transformation needs the unmodified gradients of every step: it goes first in a chain
     (before a clip) and not inside ``optax.MultiSteps``.
 
-    With weights (masked tokens), sub-batches count by their weights, ``batch_size`` is the mean
-    total weight of a batch, and the noise is that of one unit of weight. Steps with fewer than two
-    sub-batches of nonzero weight are skipped, as are steps whose gradients are not finite.
+    With weights (masked tokens), sub-batches count by their weights, and ``batch_size`` is the mean
+    total weight of a batch. Steps with fewer than two sub-batches of nonzero weight are skipped, as
+    are steps whose gradients are not finite.
 
     Args:
       batch_size: B, in the unit of the noise scale: examples, or tokens. Above 0.

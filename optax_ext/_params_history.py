@@ -65,8 +65,7 @@ def params_history(delays: Any) -> optax.GradientTransformationExtraArgs:
     - delays P - i for stage i of P, it is PipeDream with weight stashing;
     - a delay of P - 1 for all, PipeDream with vertical sync;
     - a delay of 1 for all, PipeDream-2BW: :math:`w_{t+1} = w_t - \eta \nabla f(w_{t-1})`;
-    - PipeMare's forward delays, the parameters of its forward pass. Its backward pass has others,
-      which ``jax.grad`` cannot express: current ones, or those of ``backward_params``.
+    - PipeMare's forward delays, the parameters of its forward pass; not of its backward pass.
 
     This transformation goes last in a chain, and ``update`` must receive the current parameters,
     not the delayed ones.

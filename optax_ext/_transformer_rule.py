@@ -63,11 +63,10 @@ class flax_transformer:
       (height, width, in) x out.
 
     Stacked layers (``nn.scan``) have one more dim, along which every layer has its own statistics,
-    clip and scale: a (layers, n) bias is one vector per layer, never a matrix. By default a module
-    is a stack if all its arrays have an extra dim of one size: it has (layers, n) vectors beside
-    (layers, n, m) matrices, or has the name ``layers``, ``blocks`` or that of a scan. Optimizers
-    and ``describe_factoring`` look at all arrays; ``resolve`` sees one, and needs ``stacked``. So
-    do trees in a module of such a name that leave it open, such as attention kernels alone.
+    clip and scale. By default a module is a stack if all its arrays have an extra dim of one size:
+    it has (layers, n) vectors beside (layers, n, m) matrices, or has the name ``layers``,
+    ``blocks`` or that of a scan. Optimizers and ``describe_factoring`` look at all arrays;
+    ``resolve`` sees one, and needs ``stacked``, as do trees whose shapes leave it open.
 
     Attributes:
       stacked: a pattern of the paths of stacked layers; None if there are none. Kernels and
@@ -291,9 +290,8 @@ def describe_factoring(rule: FactoringRule | None, params: optax.Params) -> Fact
       params: the parameters, or abstract arrays in their place.
 
     Returns:
-      A table to print. Its bytes are those of one second moment: the state of Adafactor without
-      momentum. CAME has the same again for the instability of factored parameters. A parameter with
-      more than 4 times the state of one matrix, rows x columns of its dims in order, is marked.
+      A table to print, with the bytes of one second moment; CAME has the same again for the
+      instability. A parameter with more than 4 times the state of one matrix is marked.
 
     Raises:
       ValueError: if ``rule`` is not a rule, or does not fit a parameter's shape.
@@ -319,10 +317,7 @@ def describe_factoring(rule: FactoringRule | None, params: optax.Params) -> Fact
 
 
 def decay_mask(params: optax.Params, rule: FactoringRule = flax_transformer()) -> Any:
-    """Selects the matrices among the parameters, to which weight decay applies.
-
-    ``ndim > 1`` would also select attention biases (heads, head_dim) and every bias and norm scale
-    of stacked layers.
+    """Selects the matrices, to which weight decay applies; not biases of more dims, as of stacks.
 
     Args:
       params: the parameters, or abstract arrays in their place.
