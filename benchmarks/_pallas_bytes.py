@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 
 from optax_ext import kernels
@@ -52,8 +51,7 @@ def moved(call: Any) -> Moved:
 
     On a TPU the steps of a grid run in order, the last dim fastest, and a block stays on the chip
     while the index of the next step is the same: it is read when its index changes, and written
-    when its index is about to. Scalars have one block. On a GPU (Triton) steps run in no order, and
-    each reads and writes its blocks, as far as the kernel loads every element of them once.
+    when its index is about to. Scalars have one block.
 
     Raises:
       ValueError: if a grid or an index map depends on data, or the kernel copies by itself.
@@ -61,13 +59,12 @@ def moved(call: Any) -> Moved:
     grids = call.params["grid_mapping"]
     if grids.num_index_operands or not all(isinstance(n, int) for n in grids.grid):
         raise ValueError(f"the blocks of {call.params['name']} depend on data.")
-    in_order = not isinstance(call.params["compiler_params"], triton.CompilerParams)
     steps = np.indices(grids.grid).reshape(len(grids.grid), math.prod(grids.grid))
-    num = [_bytes(x, steps, in_order) for x in grids.block_mappings]
+    num = [_bytes(x, steps) for x in grids.block_mappings]
     return Moved(sum(num[: grids.num_inputs]), sum(num[grids.num_inputs :]))
 
 
-def _bytes(blocks: Any, steps: np.ndarray, in_order: bool) -> int:
+def _bytes(blocks: Any, steps: np.ndarray) -> int:
     """The bytes of one operand or result; ``steps`` is (dims of the grid, steps)."""
     space = str(getattr(blocks.block_aval, "memory_space", None))
     if space in ("any", "hbm"):
@@ -80,7 +77,7 @@ def _bytes(blocks: Any, steps: np.ndarray, in_order: bool) -> int:
     )
     # Whether a step's blocks are not those of the step before; of an array without dims they are.
     changes = np.any(index[:, 1:] != index[:, :-1], axis=0)
-    is_new = np.append([True], changes if in_order else np.ones_like(changes))
+    is_new = np.append([True], changes)
     elements = np.ones(steps.shape[1], np.int64)
     for i, size, extent in zip(index, blocks.block_shape, array.shape, strict=True):
         start, length = _window(size, i)

@@ -7,8 +7,6 @@ from optax_ext._adafactor import scale_by_adafactor as scale_by_adafactor
 from optax_ext._came import ScaleByCameState as ScaleByCameState
 from optax_ext._came import came as came
 from optax_ext._came import scale_by_came as scale_by_came
-from optax_ext._delayed_gradients import DelayedGradientsState as DelayedGradientsState
-from optax_ext._delayed_gradients import delayed_gradients as delayed_gradients
 from optax_ext._delays import delays_by_path as delays_by_path
 from optax_ext._delays import pipeline_delays as pipeline_delays
 from optax_ext._discrepancy_correction import (
@@ -19,7 +17,6 @@ from optax_ext._discrepancy_correction import discrepancy_correction as discrepa
 from optax_ext._factoring_rules import Factoring as Factoring
 from optax_ext._factoring_rules import FactoringRule as FactoringRule
 from optax_ext._factoring_rules import by_path as by_path
-from optax_ext._factoring_rules import flax_attention as flax_attention
 from optax_ext._factoring_rules import last_two_dims as last_two_dims
 from optax_ext._factoring_rules import two_largest_dims as two_largest_dims
 from optax_ext._lamb import ScaleByLambState as ScaleByLambState

@@ -1,17 +1,16 @@
 """Adafactor: adaptive learning rates with sublinear memory."""
 
-from collections.abc import Generator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext import _matrix_passes, _phases, _validate
+from optax_ext import _phases, _validate
 from optax_ext._factored_moments import (
     Moment,
     average_squares,
-    clipped_inverse_root,
+    clip,
     init_moment,
     join_moments,
     multiply,
@@ -25,7 +24,7 @@ from optax_ext._factoring_rules import (
     factorings,
     two_largest_dims,
 )
-from optax_ext._leaves import Leaves, at_least_float32
+from optax_ext._leaves import Leaves, at_least_float32, wide_zeros
 
 
 class ScaleByAdafactorState(NamedTuple):
@@ -55,29 +54,37 @@ class _Hyperparameters(NamedTuple):
     clipping_threshold: Any | None
 
 
-def _step(
-    hyper: _Hyperparameters, dims: Factoring, g: jax.Array, nu: Moment, count: jax.Array
-) -> Generator[_phases.Phase, Any, tuple[jax.Array, Moment]]:
-    """One step for a parameter (rows, cols): its update and its new second moment."""
-    dtype = nu.dtype
-    hyper = _validate.cast(hyper, dtype)
+class _Leaf(NamedTuple):
+    """One parameter (rows, cols) in a step: its gradient and state, then what phases compute."""
 
-    def second_moment() -> _phases.Result:  # r_t, c_t: row and column means of g^2 + eps, averaged
-        decay, weight = _decay(hyper, count, dtype)
-        return average_squares(nu, g, eps=hyper.eps, decay=decay, weight=weight, dims=dims), None
+    g: jax.Array  # (rows, cols), the gradient; after the last phase the update
+    nu: Moment
+    t: jax.Array  # (), int32, number of this step
+    v: Any = None  # Estimate: nu of this step
+    factors: tuple[jax.Array, ...] = ()  # (rows, 1), (1, cols), (1, 1): their product is u / g
 
-    v, _ = yield second_moment
+    @property
+    def dtype(self) -> Any:
+        """The dtype in which the step is computed."""
+        return self.nu.dtype
 
-    def clip() -> _phases.Result:  # the factors that make u_t, g / sqrt(v_t) clipped by its RMS
-        return clipped_inverse_root(v, g, hyper.clipping_threshold, dims), None
 
-    factors, _ = yield clip  # (rows, 1), (1, cols), (1, 1)
+def second_moment(hyper: _Hyperparameters, dims: Factoring, leaf: _Leaf) -> _Leaf:
+    """Averages r_t and c_t, the row and column means of g^2 + eps."""
+    decay, weight = _decay(hyper, leaf.t, leaf.dtype)
+    v = average_squares(leaf.nu, leaf.g, eps=hyper.eps, decay=decay, weight=weight, dims=dims)
+    return leaf._replace(v=v)
 
-    def normalize() -> _phases.Result:
-        return None, multiply(g.astype(dtype), factors).astype(g.dtype)
 
-    _, update = yield normalize
-    return update, v.moment
+def normalize(hyper: _Hyperparameters, dims: Factoring, leaf: _Leaf) -> _Leaf:
+    """Returns u_t as the update, and the new second moment."""
+    del hyper, dims
+    update = multiply(leaf.g.astype(leaf.dtype), leaf.factors).astype(leaf.g.dtype)
+    return _Leaf(update, leaf.v.moment, leaf.t)
+
+
+# With the statistics that devices sum, of which one all-reduce a phase is made.
+PHASES = ((second_moment, "v"), (clip, "factors"), (normalize, None))
 
 
 def _decay(hyper: _Hyperparameters, count: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -100,7 +107,6 @@ def scale_by_adafactor(
     eps: jax.typing.ArrayLike = 1e-30,
     clipping_threshold: jax.typing.ArrayLike | None = 1.0,
     factoring: FactoringRule | None = two_largest_dims(),
-    implementation: str = "xla",
 ) -> optax.GradientTransformation:
     r"""Scales gradients by the root of a factored second moment, and clips by RMS.
 
@@ -128,12 +134,8 @@ def scale_by_adafactor(
       eps: added to the squared gradient; at least 0.
       clipping_threshold: the largest RMS of an update; None does not clip.
       factoring: the rule that selects the rows and columns of each parameter
-        (``two_largest_dims()``, ``flax_transformer()`` for Flax models with attention or stacked
-        layers, ``last_two_dims()``, ``by_path({...})``, or one ``Factoring`` for all parameters),
-        or None to factor nothing. ``describe_factoring`` lists the result.
-      implementation: ``"xla"``, or ``"pallas"``: programs for one NVIDIA GPU take the sums over
-        rows and over columns from one read of a matrix, by a Triton kernel, but for arrays in a
-        ``shard_map``. Opt-in, since it has been compiled for a GPU, but not yet run on one.
+        (``flax_transformer()`` for Flax models, ``last_two_dims()``, ``by_path({...})``, or one
+        ``Factoring``), or None to factor nothing. ``describe_factoring`` lists the result.
 
     Returns:
       A ``GradientTransformation``; updates have the dtype of the gradients and are not negated.
@@ -151,15 +153,12 @@ def scale_by_adafactor(
 
     References:
       Shazeer, Stern: Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, ICML 2018,
-      arXiv 1804.04235. The cap: Zhai, Kolesnikov, Houlsby, Beyer: Scaling Vision Transformers,
-      CVPR 2022, arXiv 2106.04560.
+      arXiv 1804.04235. The cap: Zhai et al.: Scaling Vision Transformers, CVPR 2022, arXiv
+      2106.04560.
     """
     _validate.positive(decay_rate=decay_rate, clipping_threshold=clipping_threshold)
     _validate.non_negative(decay_offset=decay_offset, eps=eps)
-    _validate.unit_interval(
-        **{k: v for k, v in {"beta2_cap": beta2_cap, "b2": b2}.items() if v is not None}
-    )
-    _validate.implementation(implementation)
+    _validate.unit_interval(beta2_cap=beta2_cap, b2=b2)
     rule = check_rule("factoring", factoring)
     hyper = _Hyperparameters(decay_rate, decay_offset, beta2_cap, b2, eps, clipping_threshold)
 
@@ -180,13 +179,11 @@ def scale_by_adafactor(
         dims = factorings(rule, leaves)
         nus = join_moments(leaves, dims, nu=state.nu, nu_row=state.nu_row, nu_col=state.nu_col)
         count = optax.safe_increment(state.count)
-        with _matrix_passes.implemented_by(implementation):
-            results = _phases.run(_step, hyper, dims, leaves.arrays, nus, [count] * len(nus))
-        nus = [nu for _, nu in results]
-        return (
-            leaves.unflatten([u for u, _ in results]),
-            ScaleByAdafactorState(count, *split_moments(leaves, dims, nus)),
-        )
+        step = [_Leaf(g, nu, count) for g, nu in zip(leaves.arrays, nus, strict=True)]
+        step = _phases.run(PHASES, hyper, dims, step)
+        moments = split_moments(leaves, dims, [leaf.nu for leaf in step])
+        updates = leaves.unflatten([leaf.g for leaf in step])
+        return updates, ScaleByAdafactorState(count, *moments)
 
     return optax.GradientTransformation(init, update)
 
@@ -223,11 +220,7 @@ def _momentum(decay: jax.typing.ArrayLike, dtype: Any | None) -> optax.GradientT
     """``mu = decay * mu + (1 - decay) * update``, stored in ``dtype``, computed in float32."""
 
     def init(params: optax.Params) -> MomentumState:
-        return MomentumState(
-            jax.tree.map(
-                lambda p: jnp.zeros_like(p, dtype=dtype or at_least_float32(p.dtype)), params
-            )
-        )
+        return MomentumState(wide_zeros(params, dtype))
 
     def update(
         updates: optax.Updates, state: MomentumState, params: optax.Params | None = None
@@ -267,7 +260,6 @@ def adafactor(
     factoring: FactoringRule | None = two_largest_dims(),
     min_dim_size_to_factor: int | None = None,
     factored: bool = True,
-    implementation: str = "xla",
 ) -> optax.GradientTransformationExtraArgs:
     r"""Adafactor with every option of ``optax.adafactor``, and averages that do not stall.
 
@@ -281,9 +273,8 @@ def adafactor(
       \theta \leftarrow \theta - m - \lambda \theta
 
     It equals ``optax.adafactor`` to rounding, and takes its options, all but the first by name.
-    Unlike there, averages are float32 whatever the parameters are (optax's second moment of
-    bfloat16 parameters stops moving), and ``decay_offset`` on a new state stays finite. With
-    ``factoring=last_two_dims()`` it is the Adafactor of Hugging Face (``relative_step=False``) and,
+    Unlike there, averages are float32 whatever the parameters are, and ``decay_offset`` on a new
+    state stays finite. With ``factoring=last_two_dims()`` it is the Adafactor of Hugging Face and,
     with ``relative_step=True``, that of PyTorch.
 
     Args:
@@ -310,10 +301,6 @@ def adafactor(
         their own parameter scales.
       min_dim_size_to_factor: optax's name for ``factoring=two_largest_dims(n)``.
       factored: False is optax's name for ``factoring=None``.
-      implementation: how passes over matrices run on GPUs.
-
-    Returns:
-      A ``GradientTransformation``.
 
     Raises:
       ValueError: as ``scale_by_adafactor``; also if ``momentum`` is outside [0, 1),
@@ -331,10 +318,6 @@ def adafactor(
       ...     params = optax.apply_updates(params, updates)
       >>> bool(loss(params) < 0.1)
       True
-
-    References:
-      Shazeer, Stern: Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, ICML 2018,
-      arXiv 1804.04235.
     """
     if weight_decay_times_lr and learning_rate is None and not relative_step:
         raise ValueError("weight_decay_times_lr=True needs a learning_rate or relative_step=True.")
@@ -350,7 +333,6 @@ def adafactor(
             eps=eps,
             clipping_threshold=clipping_threshold,
             factoring=rule,
-            implementation=implementation,
         )
     ]
     if step_size is not None:

@@ -1,6 +1,5 @@
 """CAME: confidence-guided adaptive memory-efficient optimization."""
 
-from collections.abc import Generator
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +14,7 @@ from optax_ext._factored_moments import (
     average,
     average_squares,
     check_moments,
-    clipped_inverse_root,
+    clip,
     init_moment,
     inverse_root,
     join_moments,
@@ -57,70 +56,79 @@ class _Hyperparameters(NamedTuple):
     debias_instability: bool
 
 
-def _step(
-    hyper: _Hyperparameters,
-    dims: Factoring,
-    g: jax.Array,
-    mu: jax.Array,
-    nu: Moment,
-    instability: Moment,
-    count: jax.Array,
-) -> Generator[_phases.Phase, Any, tuple[jax.Array, jax.Array, Moment, Moment]]:
-    """One step for a parameter (rows, cols): its update, and its new mu, nu and instability.
+class _Leaf(NamedTuple):
+    """One parameter (rows, cols) in a step: its gradient and state, then what phases compute."""
 
-    The phases are those of the paper's Algorithm 2. Without factoring there is no instability.
-    """
-    dtype = nu.dtype
-    hyper = _validate.cast(hyper, dtype)
+    g: jax.Array  # (rows, cols), the gradient; after the last phase the update
+    mu: jax.Array  # (rows, cols)
+    nu: Moment
+    instability: Moment  # without arrays if the parameter is not factored
+    t: jax.Array  # (), int32, number of this step
+    v: Any = None  # Estimate: nu of this step
+    factors: tuple[jax.Array, ...] = ()  # (rows, 1), (1, cols), (1, 1): their product is u / g
+    s: Any = None  # Estimate: instability of this step
+    m: jax.Array | None = None  # (rows, cols), mu of this step, unless it is computed again
 
-    def second_moment() -> _phases.Result:  # r_t, c_t: row and column means of g^2 + eps, averaged
-        b2 = hyper.b2
-        return average_squares(nu, g, eps=hyper.eps, decay=b2, weight=1 - b2, dims=dims), None
+    @property
+    def dtype(self) -> Any:
+        """The dtype in which the step is computed."""
+        return self.nu.dtype
 
-    v, _ = yield second_moment
 
-    def clip() -> _phases.Result:  # the factors that make u_t, g / sqrt(v_t) clipped by its RMS
-        return clipped_inverse_root(v, g, hyper.clipping_threshold, dims), None
+# The phases of Algorithm 2 of the paper. The default factoring makes a parameter (rows, cols).
 
-    factors, _ = yield clip  # (rows, 1), (1, cols), (1, 1)
 
-    def weights() -> tuple[jax.Array, jax.Array]:  # b1, 1 - b1
-        return jnp.asarray(hyper.b1, dtype), jnp.asarray(1 - hyper.b1, dtype)
+def second_moment(hyper: _Hyperparameters, dims: Factoring, leaf: _Leaf) -> _Leaf:
+    """Averages r_t and c_t, the row and column means of g^2 + eps."""
+    b2 = hyper.b2
+    v = average_squares(leaf.nu, leaf.g, eps=hyper.eps, decay=b2, weight=1 - b2, dims=dims)
+    return leaf._replace(v=v)
 
-    def average_momentum(mu: jax.Array, args: Any) -> tuple[jax.Array, jax.Array]:  # u_t, m_t
-        g, factors, (b1, rest) = args
-        u = multiply(g.astype(dtype), factors)  # (rows, cols)
-        return u, b1 * mu.astype(dtype) + rest * u
 
-    def square_instability(mu: jax.Array, args: Any) -> tuple[jax.Array, jax.Array | None]:
-        u, m = average_momentum(mu, args)
-        return jnp.square(u - m), m if mu.dtype == dtype else None
+def _average_updates(mu: jax.Array, args: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns u_t and m_t, element by element."""
+    g, factors, (b1, weight) = args
+    u = multiply(g.astype(b1.dtype), factors)
+    return u, b1 * mu.astype(b1.dtype) + weight * u
 
-    def confidence() -> _phases.Result:  # R_t, C_t: row and column means of (u_t - m_t)^2, averaged
-        if not dims.factored:
-            return Estimate(instability, None), None
-        eps, b3, args = hyper.eps_instability, hyper.b3, (g, factors, weights())
-        return average(
-            instability, square_instability, mu, args, eps=eps, decay=b3, weight=1 - b3, dims=dims
-        )
 
-    s, m = yield confidence
+def _weights(hyper: _Hyperparameters, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Returns the weights of m_{t-1} and u_t as arrays: a pass takes them as operands."""
+    return jnp.asarray(hyper.b1, dtype), jnp.asarray(1 - hyper.b1, dtype)
 
-    def momentum() -> _phases.Result:  # m_t / sqrt(S_t)
-        trust = inverse_root(s, dims) if dims.factored else ()  # (rows, 1), (1, cols)
-        new = m
-        if new is None:  # computed again, where storing it in another dtype would have rounded it
-            small = (factors, weights())
-            _, new = average_momentum(
-                mu, (g, *(_matrix_passes.recomputed(small, trust) if trust else small))
-            )
-        update = multiply(new, trust)  # (rows, cols)
-        if dims.factored and hyper.debias_instability:
-            update = update * jnp.sqrt(one_minus_power(hyper.b3, count, dtype))
-        return None, (update.astype(g.dtype), new.astype(mu.dtype))
 
-    _, (update, mu) = yield momentum
-    return update, mu, v.moment, s.moment
+def confidence(hyper: _Hyperparameters, dims: Factoring, leaf: _Leaf) -> _Leaf:
+    """Averages R_t and C_t, the row and column means of (u_t - m_t)^2 + eps."""
+    if not dims.factored:
+        return leaf._replace(s=Estimate(leaf.instability, None))
+
+    def squares(mu: jax.Array, args: Any) -> tuple[jax.Array, jax.Array | None]:
+        u, m = _average_updates(mu, args)
+        return jnp.square(u - m), m if mu.dtype == m.dtype else None
+
+    args, b3 = (leaf.g, leaf.factors, _weights(hyper, leaf.dtype)), hyper.b3
+    options: Any = {"eps": hyper.eps_instability, "decay": b3, "weight": 1 - b3, "dims": dims}
+    s, m = average(leaf.instability, squares, leaf.mu, args, **options)
+    return leaf._replace(s=s, m=m)
+
+
+def momentum(hyper: _Hyperparameters, dims: Factoring, leaf: _Leaf) -> _Leaf:
+    """Returns the update m_t / sqrt(S_t), and the new state."""
+    trust = inverse_root(leaf.s, dims) if dims.factored else ()  # (rows, 1), (1, cols)
+    m = leaf.m
+    if m is None:  # computed again, where storing it in another dtype would have rounded it
+        small: Any = (leaf.factors, _weights(hyper, leaf.dtype))
+        small = _matrix_passes.recomputed(small, trust) if trust else small
+        _, m = _average_updates(leaf.mu, (leaf.g, *small))
+    update = multiply(m, trust)  # (rows, cols)
+    if dims.factored and hyper.debias_instability:
+        update = update * jnp.sqrt(one_minus_power(hyper.b3, leaf.t, leaf.dtype))
+    g, mu = update.astype(leaf.g.dtype), m.astype(leaf.mu.dtype)
+    return _Leaf(g, mu, leaf.v.moment, leaf.s.moment, leaf.t)
+
+
+# With the statistics that devices sum, of which one all-reduce a phase is made.
+PHASES = ((second_moment, "v"), (clip, "factors"), (confidence, "s"), (momentum, None))
 
 
 def scale_by_came(
@@ -134,7 +142,6 @@ def scale_by_came(
     factoring: FactoringRule | None = last_two_dims(),
     mu_dtype: Any | None = None,
     debias_instability: bool = False,
-    implementation: str = "xla",
 ) -> optax.GradientTransformation:
     r"""Scales gradients by CAME: factored second moment, momentum, factored confidence.
 
@@ -153,18 +160,15 @@ def scale_by_came(
       \text{update} &= m / \sqrt{R \otimes C}
 
     A parameter that is not factored has a full second moment; its update is :math:`m`.
-    The defaults reproduce the authors' code to rounding. It does not correct :math:`R` and
-    :math:`C` for starting at zero: the updates of step t are :math:`1 / \sqrt{1 - \beta_3^t}`
-    times as large as with ``debias_instability``. See ``came`` for the consequences for learning
-    rate and warm-up.
+    The defaults reproduce the authors' code to rounding. See ``came`` for what starting :math:`R`
+    and :math:`C` at zero means for learning rate and warm-up.
 
-    A sharded step equals the step of one device to rounding (1e-12 in float64), except for
-    parameters whose true gradient is zero, such as the biases of attention keys or BatchNorm scales
-    that start at zero. Their gradients are rounding noise, 1e-9 in float32 beside gradients of
-    1e-2, and an ``eps`` of 1e-30 normalizes it to updates as large as all others. These change no
-    output, but differ from mesh to mesh. An ``eps`` above the square of the noise damps them: key
-    biases of a small attention layer in float32 had updates of RMS 0.3 up to 1e-16, 0.05 at 1e-14
-    and 0.005 at 1e-12, while those of other parameters did not change.
+    A sharded step equals the step of one device to rounding, except for parameters whose true
+    gradient is zero, such as the biases of attention keys. Their gradients are rounding noise,
+    which an ``eps`` of 1e-30 normalizes to updates as large as all others; these change no output,
+    but differ from mesh to mesh. An ``eps`` above the square of the noise damps them: key biases of
+    a small attention layer in float32 had updates of RMS 0.3 up to 1e-16 and 0.005 at 1e-12, while
+    those of other parameters did not change.
 
     State for a matrix of n x m parameters: n m momentum elements and 2 (n + m) float32.
 
@@ -178,15 +182,11 @@ def scale_by_came(
       eps_instability: added to the squared instability; at least 0.
       clipping_threshold: the largest RMS of :math:`u`; None does not clip.
       factoring: the rule that selects the rows and columns of each parameter
-        (``flax_transformer()`` for Flax models with attention or stacked layers,
-        ``last_two_dims()``, ``two_largest_dims()``, ``by_path({...})``, or one ``Factoring`` for
-        all parameters), or None to factor nothing. ``describe_factoring`` lists the result.
+        (``flax_transformer()`` for Flax models, ``two_largest_dims()``, ``by_path({...})``, or one
+        ``Factoring``), or None to factor nothing. ``describe_factoring`` lists the result.
       mu_dtype: dtype in which the momentum is stored; None means float32, or wider if the
         parameter is. The instability is computed from the new momentum before the cast.
       debias_instability: divide :math:`R` and :math:`C` by :math:`1 - \beta_3^t`.
-      implementation: ``"xla"``, or ``"pallas"``: programs for one NVIDIA GPU take the sums over
-        rows and over columns from one read of a matrix, by a Triton kernel, but for arrays in a
-        ``shard_map``. Opt-in, since it has been compiled for a GPU, but not yet run on one.
 
     Returns:
       A ``GradientTransformation``; updates have the dtype of the gradients and are not negated.
@@ -204,30 +204,30 @@ def scale_by_came(
       ((64,), (128,), (128,))
 
     References:
-      Luo, Ren, Zheng, Jiang, Jiang, You: CAME: Confidence-guided Adaptive Memory Efficient
-      Optimization, ACL 2023, arXiv 2307.02047.
+      Luo et al.: CAME: Confidence-guided Adaptive Memory Efficient Optimization, ACL 2023, arXiv
+      2307.02047.
     """
     _validate.unit_interval(b1=b1, b2=b2, b3=b3)
     _validate.non_negative(eps=eps, eps_instability=eps_instability)
     _validate.positive(clipping_threshold=clipping_threshold)
     mu_dtype = _validate.as_dtype("mu_dtype", mu_dtype)
-    _validate.implementation(implementation)
     rule = check_rule("factoring", factoring)
     hyper = _Hyperparameters(
         b1, b2, b3, eps, eps_instability, clipping_threshold, debias_instability
     )
 
     def init(params: optax.Params) -> ScaleByCameState:
-        leaves = Leaves.of(params)
-        nus, instabilities, mus = [], [], []
+        leaves, count = Leaves.of(params), jnp.zeros([], jnp.int32)
         dims = factorings(rule, leaves)
-        for p, d in zip(leaves.arrays, dims, strict=True):
+
+        def zeros(p: Any, own: Factoring) -> _Leaf:
             dtype = at_least_float32(p.dtype)
-            mus.append(jnp.zeros_like(p, dtype=mu_dtype or dtype))
-            nus.append(init_moment(p, d, dtype))
             # Buffers of its own: a donated train state must not contain an array twice.
-            instabilities.append(init_moment(p, d, dtype)._replace(full=None))
-        return _pack(jnp.zeros([], jnp.int32), leaves, dims, mus, nus, instabilities)
+            instability = init_moment(p, own, dtype)._replace(full=None)
+            mu = jnp.zeros_like(p, dtype=mu_dtype or dtype)
+            return _Leaf(p, mu, init_moment(p, own, dtype), instability, count)
+
+        return _state(count, leaves, dims, list(map(zeros, leaves.arrays, dims)))
 
     def update(
         updates: optax.Updates, state: ScaleByCameState, params: optax.Params | None = None
@@ -242,29 +242,21 @@ def scale_by_came(
         cols = leaves.slots("instability_col", state.instability_col)
         instabilities = [Moment(None, *slots) for slots in zip(rows, cols, strict=True)]
         check_moments(leaves, "instability", instabilities)
-        counts = [count] * len(mus)
-        with _matrix_passes.implemented_by(implementation):
-            results = _phases.run(
-                _step, hyper, dims, leaves.arrays, mus, nus, instabilities, counts
-            )
-        out, *new = (list(column) for column in zip(*results, strict=True)) if results else [[]] * 4
-        return leaves.unflatten(out), _pack(count, leaves, dims, *new)
+        columns = zip(leaves.arrays, mus, nus, instabilities, strict=True)
+        new = _phases.run(PHASES, hyper, dims, [_Leaf(*arrays, count) for arrays in columns])
+        return leaves.unflatten([leaf.g for leaf in new]), _state(count, leaves, dims, new)
 
     return optax.GradientTransformation(init, update)
 
 
-def _pack(
-    count: jax.Array,
-    leaves: Leaves,
-    dims: list[Factoring],
-    mus: list[jax.Array],
-    nus: list[Moment],
-    instabilities: list[Moment],
+def _state(
+    count: jax.Array, leaves: Leaves, dims: list[Factoring], step: list[_Leaf]
 ) -> ScaleByCameState:
-    _, *instability = split_moments(leaves, dims, instabilities)
-    return ScaleByCameState(
-        count, leaves.unflatten(mus), *split_moments(leaves, dims, nus), *instability
-    )
+    """Returns the state as trees, from the leaves of a step."""
+    moments = split_moments(leaves, dims, [leaf.nu for leaf in step])
+    _, *instability = split_moments(leaves, dims, [leaf.instability for leaf in step])
+    mu = leaves.unflatten([leaf.mu for leaf in step])
+    return ScaleByCameState(count, mu, *moments, *instability)
 
 
 def came(
@@ -281,16 +273,12 @@ def came(
     debias_instability: bool = False,
     weight_decay: optax.ScalarOrSchedule = 0.0,
     weight_decay_mask: Any | None = None,
-    implementation: str = "xla",
 ) -> optax.GradientTransformationExtraArgs:
     r"""CAME: Adam's quality at little more than Adafactor's memory.
 
-    State of a matrix of n x m parameters: the momentum, n m elements of ``mu_dtype``, and 2 (n + m)
-    float32. Start at AdamW's learning rate with ``debias_instability=True``; without it, at a tenth
-    of that rate and with a warm-up, or for tens of thousands of steps at 0.5 to 0.9 times it.
-    Factor matrices, of attention too: ``factoring=flax_transformer()`` for Flax models;
-    ``last_two_dims()``, the default, where these are rows and columns. ``describe_factoring`` lists
-    what is factored.
+    Start at AdamW's learning rate with ``debias_instability=True``. Factor attention, too:
+    ``factoring=flax_transformer()`` for Flax models; ``last_two_dims()``, the default, where these
+    are rows and columns. ``describe_factoring`` lists what is factored.
 
     ``scale_by_came``, then decoupled weight decay, then the learning rate :math:`\eta`:
 
@@ -301,22 +289,17 @@ def came(
     How to choose, from 300-step runs of language models of 1.3M to 1.5M parameters on three tasks,
     each optimizer tuned by one search (``benchmarks/convergence``):
 
-    - **Learning rate.** The authors advise 0.5 to 0.9 times AdamW's, for long runs. With their
-      ``b3`` of 0.9999 and without debiasing, the updates of step t are
-      :math:`1 / \sqrt{1 - \beta_3^t}` times as large as with it: 100 times at step 1, 10 times at
-      step 100, 1.3 times at step 10,000, and 11.1 times on average over the first 300 steps. (The
-      first update has an RMS of 11.1 learning rates; debiased, of 0.111.) The best rate in runs of
-      hundreds of steps was a tenth of AdamW's or less; debiased, it was AdamW's. Search around
-      these.
+    - **Learning rate.** The authors advise 0.5 to 0.9 times AdamW's, for long runs. Without
+      debiasing the updates of step t are :math:`1 / \sqrt{1 - \beta_3^t}` times as large as with
+      it: 100 times at step 1, 10 times at step 100, 1.3 times at step 10,000. The best rate in runs
+      of hundreds of steps was a tenth of AdamW's or less; debiased, it was AdamW's.
     - **Debiasing.** Set ``debias_instability=True`` in runs of fewer than
       :math:`1 / (1 - \beta_3)` steps: the final loss was 0.02 to 0.04 nats lower, and 0.08 lower
       after 200 large steps. After 12,800 steps the difference was 0.01.
-    - **Warm-up.** Required without debiasing: the loss was up to 0.12 higher without a warm-up.
-      Debiased runs did not need one.
+    - **Warm-up.** Without debiasing the loss was up to 0.12 higher without a warm-up. Debiased runs
+      did not need one.
     - **b3.** The authors use 0.9999. In short runs without debiasing the search chose 0.995 on all
       three tasks. Debiased, 0.9999 was as good on two of three.
-
-    The defaults are the authors'.
 
     Args:
       learning_rate: a number or a schedule of the step count.
@@ -332,7 +315,6 @@ def came(
       weight_decay: :math:`\lambda`, multiplied by the learning rate; a number or a schedule.
       weight_decay_mask: a tree of bools like the parameters, or a function that makes one from
         them; True where weights decay.
-      implementation: how passes over matrices run on GPUs.
 
     Returns:
       A ``GradientTransformation`` whose ``update`` needs ``params`` if weights decay.
@@ -351,10 +333,6 @@ def came(
       ...     params = optax.apply_updates(params, updates)
       >>> bool(loss(params) < 1e-2)
       True
-
-    References:
-      Luo, Ren, Zheng, Jiang, Jiang, You: CAME: Confidence-guided Adaptive Memory Efficient
-      Optimization, ACL 2023, arXiv 2307.02047.
     """
     if not callable(weight_decay):
         _validate.non_negative(weight_decay=weight_decay)
@@ -371,7 +349,6 @@ def came(
                 factoring=factoring,
                 mu_dtype=mu_dtype,
                 debias_instability=debias_instability,
-                implementation=implementation,
             ),
             _validate.decayed_weights(weight_decay, decayed),
             optax.scale_by_learning_rate(learning_rate),

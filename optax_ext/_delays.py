@@ -1,8 +1,9 @@
 """Delays of asynchronous pipelines: how many updates old the parameters of each stage are."""
 
 import dataclasses
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_ext import _validate
-from optax_ext._leaves import Leaves, unboxed
+from optax_ext._leaves import Leaves, states_of, unboxed
 
 Method = Literal["pipemare", "pipedream", "pipedream_2bw", "gpipe"]
 
@@ -31,11 +32,8 @@ def pipeline_delays(
       \text{PipeDream-2BW:} \quad & \tau_\text{fwd} = \tau_\text{bkwd} = 1 \\
       \text{GPipe:} \quad & \tau_\text{fwd} = \tau_\text{bkwd} = 0
 
-    The delays of PipeDream are those of its own paper,
-    :math:`w' = w - \eta \nabla f(w_1^{t - P + 1}, \ldots, w_P^t)`. PipeMare's paper counts
-    differently, and compares with PipeDream at
-    :math:`\tau_\text{bkwd} = \tau_\text{fwd} = (2 (P - i) + 1) / N`. A delay that is not an integer
-    is a mean over the N micro-batches.
+    The delays of PipeDream are those of its own paper; PipeMare's paper compares with PipeDream at
+    :math:`(2 (P - i) + 1) / N`. A fractional delay is a mean over the N micro-batches.
 
     Args:
       num_stages: P.
@@ -57,11 +55,10 @@ def pipeline_delays(
       ([3.5, 2.5, 1.5, 0.5], [0.0, 0.0, 0.0, 0.0])
 
     References:
-      Yang, Zhang, Li, Ré, Aberger, De Sa: PipeMare: Asynchronous Pipeline Parallel DNN Training,
-      MLSys 2021, arXiv 1910.05124. Narayanan, Harlap, Phanishayee, Seshadri, Devanur, Ganger,
-      Gibbons, Zaharia: PipeDream: Generalized Pipeline Parallelism for DNN Training, SOSP 2019,
-      arXiv 1806.03377. Narayanan, Phanishayee, Shi, Chen, Zaharia: Memory-Efficient
-      Pipeline-Parallel DNN Training, ICML 2021, arXiv 2006.09503.
+      Yang et al.: PipeMare: Asynchronous Pipeline Parallel DNN Training, MLSys 2021, arXiv
+      1910.05124. Narayanan et al.: PipeDream: Generalized Pipeline Parallelism for DNN Training,
+      SOSP 2019, arXiv 1806.03377. Narayanan et al.: Memory-Efficient Pipeline-Parallel DNN
+      Training, ICML 2021, arXiv 2006.09503.
     """
     for name, value in {"num_stages": num_stages, "num_microbatches": num_microbatches}.items():
         if not value >= 1:
@@ -86,8 +83,7 @@ def pipeline_delays(
 class delays_by_path:
     """Chooses the delay of the first pattern that is found in a parameter's path.
 
-    Paths and patterns are those of ``by_path``: keys joined by ``/``, and regular expressions that
-    may match anywhere in them (``re.search``).
+    Paths and patterns are those of ``by_path``.
 
     Args:
       rules: pattern -> delay, a number or an array that broadcasts against the leading dims of the
@@ -156,21 +152,20 @@ def check_delays(name: str, delays: Any) -> None:
 def delays_of(name: str, delays: Any, leaves: Leaves) -> list[Any]:
     """Returns the delay of every leaf: a number, or an array of the leaf's rank."""
     if isinstance(delays, delays_by_path):
-        found = [delays.resolve(path) for path in leaves.paths]
+        own = [delays.resolve(path) for path in leaves.paths]
     elif not leaves.arrays:  # also the placeholder that optax's tree_map_params passes to init
         return []
     else:
         tree = leaves.unflatten(leaves.arrays)
         try:
-            found = leaves.treedef.flatten_up_to(jax.tree.broadcast(delays, tree))
-            found = list(map(unboxed, found))
+            own = list(map(unboxed, leaves.treedef.flatten_up_to(jax.tree.broadcast(delays, tree))))
         except ValueError as error:
             raise ValueError(
                 f"{name} does not fit the parameters; it needs a number or an array for each of "
                 f"them, or for each subtree: {error}"
             ) from None
     shapes = [tuple(x.shape) for x in leaves.arrays]
-    return [_fit(name, *each) for each in zip(leaves.paths, found, shapes, strict=True)]
+    return list(map(functools.partial(_fit, name), leaves.paths, own, shapes))
 
 
 def _fit(name: str, path: str, delay: Any, shape: tuple[int, ...]) -> Any:
@@ -189,47 +184,57 @@ def _fit(name: str, path: str, delay: Any, shape: tuple[int, ...]) -> Any:
     return delay.reshape(own + (1,) * (len(shape) - len(own)))
 
 
-def state_slots(
-    who: str, state_type: type, maker: str, field: Any, params: Any, state: Any
-) -> list[Any]:
-    """Returns each parameter's slot in all states of a type within an optimizer state.
+def map_slots(
+    names: tuple[str, str],
+    fn: Callable[[Any, Any], Any],
+    params: Any,
+    state: Any,
+    state_type: type,
+    field: Callable[[Any], Any],
+) -> Any:
+    """Returns ``fn(p, slot)`` for each parameter and its slot in the states of a type.
 
-    None for parameters without one, such as those that ``optax.masked`` excludes.
+    Args:
+      names: the function that is called, and the one that makes the states.
+      fn: a function of two arrays. Parameters without a slot are returned as they are, such as
+        those that ``optax.masked`` excludes.
+      params: the parameters.
+      state: an optimizer state, which contains states of ``state_type``.
+      state_type: the type.
+      field: the tree of slots in a state of this type.
     """
-
-    def is_state(x: Any) -> bool:
-        return isinstance(x, state_type)
-
-    states = [x for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
+    caller, maker = names
+    states = states_of(state_type, state)
     if not states:
         raise ValueError(
-            f"{who} reads the state of {maker}, of which this optimizer state contains none. Put "
-            f"{maker} last in the chain."
+            f"{caller} reads the state of {maker}, of which this optimizer state contains none. "
+            f"Put {maker} last in the chain."
         )
     leaves = Leaves.of_any_dtype(params)
     merged: list[Any] = [None] * len(leaves.paths)
-    for one in states:
-        for i, slot in enumerate(leaves.slots(maker, field(one))):
-            if not isinstance(slot, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-                if jax.tree.leaves(slot):
+    for own in states:
+        for i, slot in enumerate(leaves.slots(maker, field(own))):
+            if isinstance(slot, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+                if merged[i] is not None:
                     raise ValueError(
-                        f"{who} needs the arrays of {maker}, found {type(slot).__name__}. Put "
-                        "low_precision_state around the other transformations of the chain alone."
+                        f"{caller} reads one state of {maker} for each parameter, found several "
+                        f"for {leaves.paths[i]!r}. Pass the part that contains one."
                     )
-                continue
-            if merged[i] is not None:
+                shape = leaves.arrays[i].shape
+                if slot.shape != shape:
+                    raise ValueError(
+                        f"parameter {leaves.paths[i]!r} of shape {tuple(shape)} does not match the "
+                        f"state of {maker}, where it has shape {tuple(slot.shape)}."
+                    )
+                merged[i] = slot
+            elif jax.tree.leaves(slot):
                 raise ValueError(
-                    f"{who} reads one state of {maker} for each parameter, found several for "
-                    f"{leaves.paths[i]!r}. Pass the part that contains one."
+                    f"{caller} needs the arrays of {maker}, found {type(slot).__name__}. Put "
+                    "low_precision_state around the other transformations of the chain alone."
                 )
-            shape = leaves.arrays[i].shape
-            if slot.shape != shape:
-                raise ValueError(
-                    f"parameter {leaves.paths[i]!r} of shape {tuple(shape)} does not match the "
-                    f"state of {maker}, where it has shape {tuple(slot.shape)}."
-                )
-            merged[i] = slot
-    return merged
+    treedef: Any = jax.tree.structure(params)
+    pairs = zip(treedef.flatten_up_to(params), merged, strict=True)
+    return treedef.unflatten([p if slot is None else fn(p, slot) for p, slot in pairs])
 
 
 def whole_number(name: str, value: Any) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Backward parameters close to those of the forward pass (PipeMare's T2)."""
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -9,8 +10,8 @@ import numpy as np
 import optax
 
 from optax_ext import _validate
-from optax_ext._delays import check_delays, delays_of, state_slots
-from optax_ext._leaves import Leaves, at_least_float32
+from optax_ext._delays import check_delays, delays_of, map_slots
+from optax_ext._leaves import Leaves, wide_zeros
 
 _DECAY = math.exp(-2)  # D of the paper
 
@@ -38,10 +39,10 @@ def discrepancy_correction(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Averages updates, from which ``backward_params`` estimates the parameters of the past.
 
-    In an asynchronous pipeline without stashed weights, the forward pass of a micro-batch uses
-    parameters of :math:`\tau_\text{fwd}` updates ago, its backward pass those of
-    :math:`\tau_\text{bkwd}` updates ago. PipeMare's technique T2 keeps an average of the updates,
-    and takes the backward pass at an estimate of the parameters of the forward pass:
+    In an asynchronous pipeline without stashed weights, the parameters of a forward pass are
+    :math:`\tau_\text{fwd}` updates old, those of its backward pass :math:`\tau_\text{bkwd}`.
+    PipeMare's technique T2 takes the backward pass at an estimate of the former, from an average of
+    the updates:
 
     .. math::
 
@@ -50,12 +51,10 @@ def discrepancy_correction(
       u_\text{bkwd} &= w - (\tau_\text{fwd} - \tau_\text{bkwd}) \, \delta
 
     Updates pass unchanged, and count as :math:`w_{t+1} - w_t`: this transformation goes last in a
-    chain, after the learning rate. The state holds the product
-    :math:`(\tau_\text{fwd} - \tau_\text{bkwd}) \, \delta`, so that ``backward_params`` needs no
-    delays. Where both delays are equal, the correction is 0.
+    chain, after the learning rate. Where both delays are equal, the correction is 0.
 
-    The correction is no general cure. On a quadratic it raises the largest stable rate for one sign
-    of the difference between forward and backward curvature, and lowers it for the other.
+    On a quadratic it raises the largest stable rate for one sign of the difference between forward
+    and backward curvature, and lowers it for the other.
 
     Args:
       delays: :math:`\tau_\text{fwd}`, in updates: a number; a tree of numbers like the parameters,
@@ -87,8 +86,8 @@ def discrepancy_correction(
       1.0 3.99
 
     References:
-      Yang, Zhang, Li, Ré, Aberger, De Sa: PipeMare: Asynchronous Pipeline Parallel DNN Training,
-      MLSys 2021, arXiv 1910.05124.
+      Yang et al.: PipeMare: Asynchronous Pipeline Parallel DNN Training, MLSys 2021, arXiv
+      1910.05124.
     """
     check_delays("delays", delays)
     check_delays("backward_delays", backward_delays)
@@ -102,9 +101,7 @@ def discrepancy_correction(
     def init(params: optax.Params) -> DiscrepancyCorrectionState:
         leaves = Leaves.of(params)
         horizons(leaves)  # raises unless they fit
-        return DiscrepancyCorrectionState(
-            jax.tree.map(lambda p: jnp.zeros_like(p, dtype=at_least_float32(p.dtype)), params)
-        )
+        return DiscrepancyCorrectionState(wide_zeros(params))
 
     def update(
         updates: optax.Updates,
@@ -114,14 +111,10 @@ def discrepancy_correction(
     ) -> tuple[optax.Updates, DiscrepancyCorrectionState]:
         del params, extra_args
         leaves = Leaves.of(updates)
-        found = leaves.averages_in("correction", state.correction)
+        old = leaves.averages_in("correction", state.correction)
         with jax.named_scope("discrepancy_correction"):
-            new = [
-                _averaged(correction, u, horizon, decay)
-                for correction, u, horizon in zip(
-                    found, leaves.arrays, horizons(leaves), strict=True
-                )
-            ]
+            average = functools.partial(_averaged, decay=decay)
+            new = list(map(average, old, leaves.arrays, horizons(leaves)))
         return updates, DiscrepancyCorrectionState(leaves.unflatten(new))
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -158,18 +151,9 @@ def backward_params(params: optax.Params, state: optax.OptState) -> optax.Params
       ValueError: if the state contains none of ``discrepancy_correction``, several for a parameter,
         or one of other parameters.
     """
-    found = state_slots(
-        "backward_params",
-        DiscrepancyCorrectionState,
-        "discrepancy_correction",
-        lambda one: one.correction,
-        params,
-        state,
-    )
-    treedef: Any = jax.tree.structure(params)
-    return treedef.unflatten(
-        [
-            p if c is None else (p.astype(c.dtype) - c).astype(p.dtype)
-            for p, c in zip(treedef.flatten_up_to(params), found, strict=True)
-        ]
-    )
+    names, state_type = ("backward_params", "discrepancy_correction"), DiscrepancyCorrectionState
+
+    def corrected(p: jax.Array, correction: jax.Array) -> jax.Array:
+        return (p.astype(correction.dtype) - correction).astype(p.dtype)
+
+    return map_slots(names, corrected, params, state, state_type, lambda own: own.correction)

@@ -99,19 +99,17 @@ def inverse_root(estimate: Estimate, dims: Factoring) -> tuple[jax.Array, ...]:
     return jax.lax.rsqrt(row) * jnp.sqrt(row_mean), jax.lax.rsqrt(col)
 
 
-def clipped_inverse_root(
-    estimate: Estimate, g: jax.Array, threshold: Any | None, dims: Factoring
-) -> tuple[jax.Array, ...]:
-    """Returns factors that normalize ``g`` to ``u = g / sqrt(estimate)`` and clip its RMS.
+def clip(hyper: Any, dims: Factoring, leaf: Any) -> Any:
+    """Adds the factors of ``u``, which is ``g / sqrt(v)`` clipped by its RMS: a phase of a step.
 
     The clip divides by ``max(1, RMS(u) / threshold)``, every batch slice by its own; a threshold of
     None does not clip.
     """
-    factors = inverse_root(estimate, dims)
-    if threshold is None or not g.size:
-        return factors
-    u = multiply(g.astype(estimate.moment.dtype), _matrix_passes.recomputed(factors, factors))
-    return (*factors, 1.0 / jnp.maximum(1.0, rms(u, dims) / threshold))
+    factors, threshold = inverse_root(leaf.v, dims), hyper.clipping_threshold
+    if threshold is not None and leaf.g.size:
+        u = multiply(leaf.g.astype(leaf.dtype), _matrix_passes.recomputed(factors, factors))
+        factors += (1.0 / jnp.maximum(1.0, rms(u, dims) / threshold),)  # (1, 1)
+    return leaf._replace(factors=factors)
 
 
 def multiply(x: jax.Array, factors: Sequence[jax.Array]) -> jax.Array:

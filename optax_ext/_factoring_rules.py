@@ -94,8 +94,7 @@ def _free_dims(path: str, shape: Dims, batch: Dims) -> tuple[list[int], Dims]:
 class last_two_dims:
     """Rows are the second-to-last dim, columns the last; vectors are not factored.
 
-    The rule of CAME's authors. It fits Flax's dense and convolution kernels; attention kernels need
-    ``flax_attention``.
+    The rule of CAME's authors. Attention kernels of Flax need ``flax_transformer``.
 
     Attributes:
       min_dim_size: both dims must be at least this long, else the parameter is not factored.
@@ -148,9 +147,8 @@ class two_largest_dims:
 class by_path:
     """Chooses the rule of the first pattern that is found in a parameter's path.
 
-    Paths are the keys joined by ``/``, such as ``params/block_0/attn/query/kernel``, whether or not
-    the parameter is in a Flax box (``nn.Partitioned``, ``nnx.Param``). A pattern is a regular
-    expression that may match anywhere in the path (``re.search``).
+    Paths are the keys joined by ``/``, such as ``params/block_0/attn/query/kernel``, without Flax's
+    boxes. A pattern is a regular expression that may match anywhere in the path (``re.search``).
 
     Args:
       rules: pattern -> ``Factoring``, another rule, or None for a full second moment.
@@ -192,58 +190,6 @@ class by_path:
         return by_path(rules, default=_for_tree(self.default, parameters))
 
 
-def flax_attention(
-    *,
-    batch: Dims = (),
-    default: FactoringRule | None = None,
-) -> by_path:
-    """The rule for Flax's attention: heads and head_dim together form one side of the matrix.
-
-    For entire models, stacked or not, use ``flax_transformer``.
-
-    Kernels of ``query``, ``key`` and ``value`` are (..., embed, heads, head_dim), those of ``out``
-    (..., heads, head_dim, embed). Their biases are vectors in two dims and are not factored.
-    ``last_two_dims`` would need statistics for every embed row: 0.8 bytes per parameter instead of
-    0.01.
-
-    Args:
-      batch: dims of independent slices in every parameter, such as (0,) under ``nn.scan``. Kernels
-        and embeddings of two dims, such as (vocab, embed), are taken as unstacked matrices.
-      default: the rule for all other parameters; None means ``last_two_dims(batch=batch)``, and
-        ``last_two_dims()`` for kernels and embeddings of two dims.
-
-    Example:
-      >>> from optax_ext import flax_attention
-      >>> flax_attention().resolve("block/attn/out/kernel", (12, 64, 768))
-      Factoring(rows=(0, 1), cols=(2,), batch=())
-    """
-    if default is None:
-        default = last_two_dims(batch=batch)
-        if batch:
-            matrix = {r"(^|/)(kernel|embedding)$": _at_least_a_matrix(batch)}
-            default = by_path(matrix, default=default)
-    return by_path(
-        {
-            r"(^|/)(query|key|value)/kernel$": Factoring((-3,), (-2, -1), batch),
-            r"(^|/)(query|key|value)/bias$": Factoring(batch=batch),
-            r"(^|/)out/kernel$": Factoring((-3, -2), (-1,), batch),
-        },
-        default=default,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _at_least_a_matrix:
-    """``last_two_dims`` that ignores ``batch`` for arrays that have no two other dims."""
-
-    batch: Dims
-
-    def resolve(self, path: str, shape: Dims) -> Factoring | None:
-        """Returns the factoring of one parameter."""
-        stacked = len(shape) >= 2 + len(self.batch)
-        return last_two_dims(batch=self.batch if stacked else ()).resolve(path, shape)
-
-
 def check_rule(name: str, rule: Any) -> Any:
     """Returns the rule; raises if it is none, naming the argument."""
     if rule is None or (isinstance(rule, FactoringRule) and not isinstance(rule, type)):
@@ -267,7 +213,7 @@ def factorings(rule: FactoringRule | None, leaves: Leaves) -> list[Factoring]:
     rule = _for_tree(rule, [(path, shape) for path, shape in parameters if 0 not in shape])
 
     def factoring(path: str, shape: Dims) -> Factoring:
-        found = rule.resolve(path, shape) if rule is not None and 0 not in shape else None
-        return (found or Factoring()).resolve(path, shape)
+        dims = rule.resolve(path, shape) if rule is not None and 0 not in shape else None
+        return (dims or Factoring()).resolve(path, shape)
 
     return [factoring(path, shape) for path, shape in parameters]

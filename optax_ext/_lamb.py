@@ -6,20 +6,19 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext import _validate
+from optax_ext import _phases, _validate
 from optax_ext._bias_correction import one_minus_power
-from optax_ext._factoring_rules import FactoringRule, check_rule, factorings
-from optax_ext._leaves import Leaves, at_least_float32
-from optax_ext._matrix_passes import barrier
+from optax_ext._factoring_rules import FactoringRule, factorings
+from optax_ext._leaves import Leaves, wide_zeros
 from optax_ext._trust_ratio import (
     Layer,
-    check_decay,
-    check_masks,
+    check_options,
     decay_rate,
     decayed,
     layers,
     norm,
     ratio,
+    scale,
 )
 
 
@@ -31,28 +30,54 @@ class ScaleByLambState(NamedTuple):
     nu: optax.Updates  # second moment: the parameter's shape
 
 
-def _adam(
-    g: jax.Array, mu: jax.Array, nu: jax.Array, count: jax.Array, b1: Any, b2: Any, eps: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns Adam's direction and the new averages."""
-    b1, b2, eps = (_validate.hyperparameter(h, mu.dtype) for h in (b1, b2, eps))
-    mu = b1 * mu + (1 - b1) * g
-    nu = b2 * nu + (1 - b2) * jnp.square(g)
-    mu_hat = mu / one_minus_power(b1, count, mu.dtype)
-    nu_hat = nu / one_minus_power(b2, count, mu.dtype)
-    return mu_hat / (jnp.sqrt(nu_hat) + eps), mu, nu
+class _Hyperparameters(NamedTuple):
+    b1: Any
+    b2: Any
+    eps: Any
+    weight_decay: Any
+    least: Any | None  # the bounds of phi(|w|)
+    most: Any | None
 
 
-def _trust_ratio(u: jax.Array, layer: Layer, norm_bounds: Any) -> jax.Array | None:
-    """Returns ``phi(|w|) / |u|``, shaped to broadcast against ``u``; None without a ratio."""
+class _Leaf(NamedTuple):
+    """One parameter in a step."""
+
+    u: jax.Array  # the gradient, then Adam's direction with weight decay, then the update
+    w: jax.Array
+    mu: jax.Array
+    nu: jax.Array
+    t: jax.Array  # (), int32, number of this step
+    ratio: jax.Array | None = None  # size 1 in all dims but those of batch
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype in which the step is computed."""
+        return self.mu.dtype
+
+
+def moments(hyper: _Hyperparameters, layer: Layer, leaf: _Leaf) -> _Leaf:
+    """Returns ``r + lambda w`` and the new averages; r is Adam's direction."""
+    b1, b2, g = hyper.b1, hyper.b2, leaf.u.astype(leaf.dtype)
+    mu = b1 * leaf.mu + (1 - b1) * g
+    nu = b2 * leaf.nu + (1 - b2) * jnp.square(g)
+    mu_hat = mu / one_minus_power(b1, leaf.t, leaf.dtype)
+    nu_hat = nu / one_minus_power(b2, leaf.t, leaf.dtype)
+    u = decayed(mu_hat / (jnp.sqrt(nu_hat) + hyper.eps), leaf.w, layer, hyper.weight_decay)
+    return leaf._replace(u=u, mu=mu, nu=nu)
+
+
+def trust_ratio(hyper: _Hyperparameters, layer: Layer, leaf: _Leaf) -> _Leaf:
+    """Adds ``phi(|w|) / |u|``."""
     if not layer.has_ratio:
-        return None
-    w_norm, u_norm = norm(layer.w, layer.batch), norm(u, layer.batch)
+        return leaf
+    w_norm, u_norm = norm(leaf.w, layer.batch), norm(leaf.u, layer.batch)
     zero = (w_norm == 0) | (u_norm == 0)
-    if norm_bounds is not None:
-        least, most = (_validate.hyperparameter(bound, w_norm.dtype) for bound in norm_bounds)
-        w_norm = jnp.clip(w_norm, least, most)
-    return ratio(w_norm, u_norm, zero)
+    if hyper.least is not None:
+        w_norm = jnp.clip(w_norm, hyper.least, hyper.most)
+    return leaf._replace(ratio=ratio(w_norm, u_norm, zero))
+
+
+PHASES = ((moments, None), (trust_ratio, "ratio"), (scale, None))
 
 
 def scale_by_lamb(
@@ -111,49 +136,32 @@ def scale_by_lamb(
       (6.0, [1.0, 1.0])
 
     References:
-      You, Li, Reddi, Hseu, Kumar, Bhojanapalli, Song, Demmel, Keutzer, Hsieh: Large Batch
-      Optimization for Deep Learning: Training BERT in 76 minutes, ICLR 2020, arXiv 1904.00962.
+      You et al.: Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, ICLR
+      2020, arXiv 1904.00962.
     """
     _validate.unit_interval(b1=b1, b2=b2)
     _validate.positive(eps=eps)
-    check_decay(weight_decay)
-    check_masks(weight_decay_mask=weight_decay_mask, trust_ratio_mask=trust_ratio_mask)
+    masks = {"weight_decay_mask": weight_decay_mask, "trust_ratio_mask": trust_ratio_mask}
+    check_options(weight_decay, stacked, **masks)
     _check_bounds(norm_bounds)
-    rule = check_rule("stacked", stacked)
 
     def init(params: optax.Params) -> ScaleByLambState:
-        factorings(rule, Leaves.of(params))  # raises unless the rule fits
-
-        def zeros(p: Any) -> jax.Array:
-            return jnp.zeros_like(p, dtype=at_least_float32(p.dtype))
-
-        return ScaleByLambState(
-            jnp.zeros([], jnp.int32), jax.tree.map(zeros, params), jax.tree.map(zeros, params)
-        )
+        factorings(stacked, Leaves.of(params))  # raises unless the rule fits
+        return ScaleByLambState(jnp.zeros([], jnp.int32), wide_zeros(params), wide_zeros(params))
 
     def update(
         updates: optax.Updates, state: ScaleByLambState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByLambState]:
         leaves = Leaves.of(updates)
         mus, nus = leaves.averages_in("mu", state.mu), leaves.averages_in("nu", state.nu)
-        found = layers("lamb", leaves, params, rule, weight_decay_mask, trust_ratio_mask)
-        count = optax.safe_increment(state.count)
-        decay = decay_rate(weight_decay, state.count)
-        with jax.named_scope("moments"):
-            moved = [
-                _adam(layer.g.astype(mu.dtype), mu, nu, count, b1, b2, eps)
-                for layer, mu, nu in zip(found, mus, nus, strict=True)
-            ]
-        with jax.named_scope("trust_ratio"):
-            out = [decayed(r, layer, decay) for (r, _, _), layer in zip(moved, found, strict=True)]
-            ratios = barrier(
-                [_trust_ratio(u, layer, norm_bounds) for u, layer in zip(out, found, strict=True)]
-            )
-            out = [u if s is None else u * s for u, s in zip(out, ratios, strict=True)]
-        mus, nus = [mu for _, mu, _ in moved], [nu for _, _, nu in moved]
-        return leaves.unflatten(out), ScaleByLambState(
-            count, leaves.unflatten(mus), leaves.unflatten(nus)
-        )
+        kinds, grads, weights = layers("lamb", leaves, params, stacked, **masks)
+        decay, count = decay_rate(weight_decay, state.count), optax.safe_increment(state.count)
+        hyper = _Hyperparameters(b1, b2, eps, decay, *(norm_bounds or (None, None)))
+        columns = zip(grads, weights, mus, nus, strict=True)
+        step = _phases.run(PHASES, hyper, kinds, [_Leaf(*arrays, count) for arrays in columns])
+        new = ([leaf.u for leaf in step], [leaf.mu for leaf in step], [leaf.nu for leaf in step])
+        out, mu, nu = map(leaves.unflatten, new)
+        return out, ScaleByLambState(count, mu, nu)
 
     return _validate.keep_dtype(optax.GradientTransformation(init, update))
 
@@ -190,9 +198,8 @@ def lamb(
 
       w \leftarrow w - \gamma \frac{\phi(\|w\|)}{\|r + \lambda w\|} \, (r + \lambda w)
 
-    Biases and norm scales are trained by plain Adam and do not decay, unless the masks
-    select them. With both masks None it equals ``optax.lamb`` to rounding, except that its
-    state is float32 whatever the parameters are.
+    Biases and norm scales are trained by plain Adam and do not decay, unless the masks select them.
+    With both masks None it equals ``optax.lamb`` to rounding, but for its state in float32.
 
     Args:
       learning_rate: a number or a schedule of the step count.
@@ -222,10 +229,6 @@ def lamb(
       ...     params = optax.apply_updates(params, updates)
       >>> bool(loss(params) < 1e-2)
       True
-
-    References:
-      You, Li, Reddi, Hseu, Kumar, Bhojanapalli, Song, Demmel, Keutzer, Hsieh: Large Batch
-      Optimization for Deep Learning: Training BERT in 76 minutes, ICLR 2020, arXiv 1904.00962.
     """
     return _validate.keep_dtype(
         optax.chain(

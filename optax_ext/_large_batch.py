@@ -22,11 +22,7 @@ def _check_numbers(**values: Any) -> None:
 
 
 def linear_scaling(base_lr: float, base_batch: float, batch: float) -> float:
-    r"""Scales a learning rate in proportion to the batch.
-
-    .. math::
-
-      \eta = \eta_0 \, B / B_0
+    r"""Returns the rate in proportion to the batch, :math:`\eta = \eta_0 \, B / B_0`.
 
     For SGD, with ``gradual_warmup``, while the batch is below the critical size.
 
@@ -34,9 +30,6 @@ def linear_scaling(base_lr: float, base_batch: float, batch: float) -> float:
       base_lr: :math:`\eta_0`, the rate tuned for ``base_batch``.
       base_batch: :math:`B_0`, in any unit: examples, tokens.
       batch: :math:`B`, in the same unit.
-
-    Returns:
-      The learning rate.
 
     Raises:
       ValueError: if an argument is not a positive number.
@@ -47,19 +40,15 @@ def linear_scaling(base_lr: float, base_batch: float, batch: float) -> float:
       3.2
 
     References:
-      Goyal, Dollár, Girshick, Noordhuis, Wesolowski, Kyrola, Tulloch, Jia, He: Accurate, Large
-      Minibatch SGD: Training ImageNet in 1 Hour, 2017, arXiv 1706.02677.
+      Goyal et al.: Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, 2017, arXiv
+      1706.02677.
     """
     _check_numbers(base_lr=base_lr, base_batch=base_batch, batch=batch)
     return base_lr * (batch / base_batch)
 
 
 def square_root_scaling(base_lr: float, base_batch: float, batch: float) -> float:
-    r"""Scales a learning rate in proportion to the square root of the batch.
-
-    .. math::
-
-      \eta = \eta_0 \sqrt{B / B_0}
+    r"""Returns the rate in proportion to the batch's root, :math:`\eta = \eta_0 \sqrt{B / B_0}`.
 
     The variance of a step's noise stays the same; for adaptive methods such as Adam and LAMB.
 
@@ -67,9 +56,6 @@ def square_root_scaling(base_lr: float, base_batch: float, batch: float) -> floa
       base_lr: :math:`\eta_0`, the rate tuned for ``base_batch``.
       base_batch: :math:`B_0`, in any unit: examples, tokens.
       batch: :math:`B`, in the same unit.
-
-    Returns:
-      The learning rate.
 
     Raises:
       ValueError: if an argument is not a positive number.
@@ -80,19 +66,16 @@ def square_root_scaling(base_lr: float, base_batch: float, batch: float) -> floa
       0.008
 
     References:
-      Krizhevsky: One Weird Trick for Parallelizing Convolutional Neural Networks, 2014,
-      arXiv 1404.5997. For LAMB: You, Li, Reddi, Hseu, Kumar, Bhojanapalli, Song, Demmel, Keutzer,
-      Hsieh: Large Batch Optimization for Deep Learning: Training BERT in 76 minutes, ICLR 2020,
-      arXiv 1904.00962.
+      Krizhevsky: One Weird Trick for Parallelizing Convolutional Neural Networks, 2014, arXiv
+      1404.5997. For LAMB: You et al.: Large Batch Optimization for Deep Learning: Training BERT in
+      76 minutes, ICLR 2020, arXiv 1904.00962.
     """
     _check_numbers(base_lr=base_lr, base_batch=base_batch, batch=batch)
     return base_lr * math.sqrt(batch / base_batch)
 
 
 def gradual_warmup(
-    learning_rate: optax.ScalarOrSchedule,
-    warmup_steps: int,
-    start: float = 0.0,
+    learning_rate: optax.ScalarOrSchedule, warmup_steps: int, start: float = 0.0
 ) -> optax.Schedule:
     r"""Replaces the first steps of a schedule by a linear ramp from ``start``.
 
@@ -103,18 +86,14 @@ def gradual_warmup(
       \eta'(t) = \begin{cases}
         s + (\eta(W) - s) \, t / W & t < W \\ \eta(t) & t \ge W \end{cases}
 
-    The schedule is not shifted: as in the paper, it counts from the first step of training, so that
-    rates fall at the same steps as without warm-up, and a decay to zero ends at the same step. (To
-    start it after the warm-up, use ``optax.join_schedules``.) The paper starts at the rate of the
-    small batch, ``start=base_lr``, and warms up for 5 epochs.
+    The schedule is not shifted: rates fall at the same steps as without warm-up. (To start it after
+    the warm-up, use ``optax.join_schedules``.) The paper starts at the rate of the small batch,
+    ``start=base_lr``, and warms up for 5 epochs.
 
     Args:
       learning_rate: a number or a schedule of the step count.
       warmup_steps: W; 0 for no warm-up.
       start: s, the rate of the first step.
-
-    Returns:
-      A schedule.
 
     Raises:
       ValueError: if ``warmup_steps``, ``start`` or a constant rate is negative.
@@ -128,8 +107,8 @@ def gradual_warmup(
       [0.1, 0.16, 0.34, 0.4, 0.4, 0.04, 0.004]
 
     References:
-      Goyal, Dollár, Girshick, Noordhuis, Wesolowski, Kyrola, Tulloch, Jia, He: Accurate, Large
-      Minibatch SGD: Training ImageNet in 1 Hour, 2017, arXiv 1706.02677.
+      Goyal et al.: Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, 2017, arXiv
+      1706.02677.
     """
     _validate.non_negative(warmup_steps=warmup_steps, start=start)
     if not callable(learning_rate):

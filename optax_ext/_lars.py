@@ -6,19 +6,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext import _validate
-from optax_ext._factoring_rules import FactoringRule, check_rule, factorings
-from optax_ext._leaves import Leaves, at_least_float32
-from optax_ext._matrix_passes import barrier
+from optax_ext import _phases, _validate
+from optax_ext._factoring_rules import FactoringRule, factorings
+from optax_ext._leaves import Leaves, wide_zeros
 from optax_ext._trust_ratio import (
     Layer,
-    check_decay,
-    check_masks,
+    check_options,
     decay_rate,
     decayed,
     layers,
     norm,
     ratio,
+    scale,
 )
 
 _DENOMINATORS = ("paper", "optax")
@@ -37,20 +36,41 @@ class LarsMomentumState(NamedTuple):
     trace: optax.Updates  # the parameter's shape
 
 
-def _local_rate(
-    layer: Layer, trust_coefficient: Any, rate: Any, denominator: str
-) -> jax.Array | None:
-    """Returns the local learning rate, shaped to broadcast against ``g``; None without a ratio."""
+class _Hyperparameters(NamedTuple):
+    trust_coefficient: Any
+    weight_decay: Any
+    denominator: str
+
+
+class _Leaf(NamedTuple):
+    """One parameter in a step."""
+
+    u: jax.Array  # the gradient, then with weight decay, then the update
+    w: jax.Array
+    ratio: jax.Array | None = None  # size 1 in all dims but those of batch
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype in which the step is computed."""
+        return self.w.dtype
+
+
+def trust_ratio(hyper: _Hyperparameters, layer: Layer, leaf: _Leaf) -> _Leaf:
+    """Adds weight decay and the local learning rate."""
+    decay, u = hyper.weight_decay, decayed(leaf.u, leaf.w, layer, hyper.weight_decay)
     if not layer.has_ratio:
-        return None
-    w_norm = norm(layer.w, layer.batch)
-    if denominator == "optax":
-        found = moved = norm(decayed(layer.g, layer, rate), layer.batch)
+        return leaf._replace(u=u)
+    w_norm = norm(leaf.w, layer.batch)
+    if hyper.denominator == "optax":
+        denominator = g_norm = norm(u, layer.batch)
     else:
-        moved = norm(layer.g, layer.batch)
-        found = decayed(moved, layer._replace(w=w_norm), rate)
-    trust = _validate.hyperparameter(trust_coefficient, w_norm.dtype)
-    return ratio(trust * w_norm, found, (w_norm == 0) | (moved == 0))
+        g_norm = norm(leaf.u, layer.batch)
+        denominator = decayed(g_norm, w_norm, layer, decay)
+    zero = (w_norm == 0) | (g_norm == 0)
+    return leaf._replace(u=u, ratio=ratio(hyper.trust_coefficient * w_norm, denominator, zero))
+
+
+PHASES = ((trust_ratio, "ratio"), (scale, None))
 
 
 def _scale_by_local_rate(
@@ -63,30 +83,25 @@ def _scale_by_local_rate(
 ) -> optax.GradientTransformation:
     """``scale_by_lars`` whose updates stay float32."""
     _validate.positive(trust_coefficient=trust_coefficient)
-    check_decay(weight_decay)
-    check_masks(weight_decay_mask=weight_decay_mask, trust_ratio_mask=trust_ratio_mask)
+    masks = {"weight_decay_mask": weight_decay_mask, "trust_ratio_mask": trust_ratio_mask}
+    check_options(weight_decay, stacked, **masks)
     if denominator not in _DENOMINATORS:
         raise ValueError(f"denominator must be 'paper' or 'optax', got {denominator!r}.")
-    rule = check_rule("stacked", stacked)
 
     def init(params: optax.Params) -> ScaleByLarsState:
-        factorings(rule, Leaves.of(params))  # raises unless the rule fits
+        factorings(stacked, Leaves.of(params))  # raises unless the rule fits
         return ScaleByLarsState(jnp.zeros([], jnp.int32) if callable(weight_decay) else None)
 
     def update(
         updates: optax.Updates, state: ScaleByLarsState, params: optax.Params | None = None
     ) -> tuple[optax.Updates, ScaleByLarsState]:
         leaves = Leaves.of(updates)
-        found = layers("lars", leaves, params, rule, weight_decay_mask, trust_ratio_mask)
+        kinds, grads, weights = layers("lars", leaves, params, stacked, **masks)
         decay = decay_rate(weight_decay, state.count)
-        with jax.named_scope("trust_ratio"):
-            rates = barrier(
-                [_local_rate(layer, trust_coefficient, decay, denominator) for layer in found]
-            )
-            out = [decayed(layer.g, layer, decay) for layer in found]
-            out = [u if r is None else u * r for u, r in zip(out, rates, strict=True)]
+        hyper = _Hyperparameters(trust_coefficient, decay, denominator)
+        step = _phases.run(PHASES, hyper, kinds, list(map(_Leaf, grads, weights)))
         count = None if state.count is None else optax.safe_increment(state.count)
-        return leaves.unflatten(out), ScaleByLarsState(count)
+        return leaves.unflatten([leaf.u for leaf in step]), ScaleByLarsState(count)
 
     return optax.GradientTransformation(init, update)
 
@@ -114,15 +129,11 @@ def scale_by_lars(
     Args:
       trust_coefficient: :math:`\eta`, above 0.
       weight_decay: :math:`\beta`, a number or a schedule of the step count.
-      weight_decay_mask: which weights decay: ``"matrices"``, arrays of at least two dims, hence
-        neither biases nor norm scales; None, all; or a tree of bools like the parameters, a prefix
-        of one, or a function that makes one from them.
-      trust_ratio_mask: which arrays have a local learning rate, in the same forms.
+      weight_decay_mask: which weights decay, in the forms of ``scale_by_lamb``.
+      trust_ratio_mask: which arrays have a local learning rate, likewise.
       denominator: ``"paper"`` as above; ``"optax"``: :math:`\|g + \beta w\|`, which is smaller
         where gradient and weights point in opposite directions.
-      stacked: a rule whose ``batch`` dims are stacks of layers, such as ``Factoring(batch=(0,))``
-        or ``by_path({"block": Factoring(batch=(0,))}, default=None)``: each slice has its own
-        norms, and batch dims do not count as dims of a matrix.
+      stacked: a rule whose ``batch`` dims are stacks of layers, as in ``scale_by_lamb``.
 
     Returns:
       A ``GradientTransformation`` whose ``update`` needs ``params``; updates have the dtype of the
@@ -159,9 +170,7 @@ def _momentum(decay: jax.typing.ArrayLike, nesterov: bool) -> optax.GradientTran
     """``trace = update + decay * trace``, in float32 or wider."""
 
     def init(params: optax.Params) -> LarsMomentumState:
-        return LarsMomentumState(
-            jax.tree.map(lambda p: jnp.zeros_like(p, dtype=at_least_float32(p.dtype)), params)
-        )
+        return LarsMomentumState(wide_zeros(params))
 
     def update(
         updates: optax.Updates, state: LarsMomentumState, params: optax.Params | None = None
@@ -199,9 +208,9 @@ def lars(
       v \leftarrow m v + \gamma \, \eta \frac{\|w\|}{\|g\| + \beta \|w\|} \, (g + \beta w), \quad
       w \leftarrow w - v
 
-    Biases and norm scales are trained by plain SGD with momentum and do not decay, unless
-    the masks select them. With ``denominator="optax"`` and both masks None it equals
-    ``optax.lars`` to rounding, except that its state is float32 whatever the parameters are.
+    Biases and norm scales are trained by plain SGD with momentum and do not decay, unless the masks
+    select them. With ``denominator="optax"`` and both masks None it equals ``optax.lars`` to
+    rounding, but for its state in float32.
 
     Args:
       learning_rate: a number or a schedule of the step count.
@@ -231,9 +240,6 @@ def lars(
       ...     params = optax.apply_updates(params, updates)
       >>> bool(loss(params) < 1e-2)
       True
-
-    References:
-      You, Gitman, Ginsburg: Large Batch Training of Convolutional Networks, 2017, arXiv 1708.03888.
     """
     _validate.unit_interval(momentum=momentum)
     return _validate.keep_dtype(

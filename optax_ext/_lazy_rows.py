@@ -24,17 +24,14 @@ def lazy_rows(
 
       u_r, s_r \leftarrow \begin{cases} u_r, s'_r & g_r \ne 0 \\ 0, s_r & g_r = 0 \end{cases}
 
-    Momentum, weight decay and decaying averages change every row of an embedding in every step;
-    rows of rare words change mostly by old gradients. Here a row changes only in the steps that use
-    it: its averages decay per use, not per step, and unused words are not decayed. Bias correction
-    still counts steps.
+    A row changes only in the steps that use it: its averages decay per use, not per step, and
+    unused words are not decayed. Bias correction still counts steps. The step reads and writes the
+    full table: this changes the result, not the cost.
 
     State leaves are matched to parameters by path, and to rows by their first dim: moments, and the
     row statistics of factored ones. Column statistics and scalars belong to the full table and
-    change in every step. As without this transformation, they and a clip by the table's root mean
-    square include the rows without a gradient as zeros.
+    change in every step.
 
-    The step still reads and writes the full table: this changes the result, not the cost.
     Transformations that store moments in blocks go outside, as in
     ``low_precision_state(lazy_rows(...))``; so do those that accumulate gradients.
 
@@ -141,11 +138,11 @@ def _where(rows: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
 
 def _owner(path: Key, paths: list[Key]) -> Key | None:
     """Returns the parameter that a state leaf belongs to: the longest path within its own."""
-    found = [
+    matches = [
         (len(own), i, own)
         for own in paths
         for i in range(len(path) - len(own) + 1)
         if path[i : i + len(own)] == own
     ]
     # The last match, since parameters in a list have numbers as keys, as states of a chain do.
-    return max(found, key=lambda match: match[:2], default=(0, 0, None))[2]
+    return max(matches, key=lambda match: match[:2], default=(0, 0, None))[2]

@@ -61,6 +61,19 @@ def at_least_float32(dtype: Any) -> Any:
     return jnp.promote_types(dtype, jnp.float32)
 
 
+def wide_zeros(params: Any, dtype: Any = None) -> Any:
+    """Returns zeros like the parameters, in ``dtype`` or at least float32."""
+    return jax.tree.map(
+        lambda p: jnp.zeros_like(p, dtype=dtype or at_least_float32(p.dtype)), params
+    )
+
+
+def states_of(kind: type, state: Any) -> list[Any]:
+    """Returns the states of this type in an optimizer state."""
+    parts = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, kind))
+    return [x for x in parts if isinstance(x, kind)]
+
+
 def check_arrays(params: Any) -> None:
     """Raises unless all parameters are arrays."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -69,19 +82,12 @@ def check_arrays(params: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Leaves:
-    """The leaves of a tree of parameters or gradients.
+    """The leaves of a tree of parameters or gradients."""
 
-    Attributes:
-      paths: the name of each leaf.
-      arrays: the leaves.
-      boxes: the leaves with their boxes.
-      treedef: the structure of the tree, whose leaves may be boxes.
-    """
-
-    paths: list[str]
-    arrays: list[Any]
-    boxes: list[Any]
-    treedef: Any
+    paths: list[str]  # the name of each leaf
+    arrays: list[Any]  # the leaves
+    boxes: list[Any]  # the leaves with their boxes
+    treedef: Any  # the structure of the tree, whose leaves may be boxes
 
     @classmethod
     def of_any_dtype(cls, tree: Any) -> "Leaves":
@@ -117,17 +123,17 @@ class Leaves:
 
     def arrays_in(self, field: str, tree: Any) -> list[Any]:
         """Returns each leaf's array in a field of the state; raises unless the shapes agree."""
-        found = self.slots(field, tree)
-        for path, leaf, array in zip(self.paths, self.arrays, found, strict=True):
+        arrays = self.slots(field, tree)
+        for path, leaf, array in zip(self.paths, self.arrays, arrays, strict=True):
             check_shape(path, leaf, field, array)
-        return found
+        return arrays
 
     def averages_in(self, field: str, tree: Any, dtype: Any = None) -> list[Any]:
         """Returns each leaf's average; raises if one was cast, too. None: float32 or wider."""
-        found = self.arrays_in(field, tree)
-        for path, array in zip(self.paths, found, strict=True):
+        arrays = self.arrays_in(field, tree)
+        for path, array in zip(self.paths, arrays, strict=True):
             check_dtype(path, field, array, dtype)
-        return found
+        return arrays
 
 
 def check_dtype(path: str, field: str, array: Any, dtype: Any = None) -> None:
@@ -161,9 +167,9 @@ def _difference(treedef: Any, tree: Any) -> str:
 
 def check_shape(path: str, gradient: Any, field: str, array: Any) -> None:
     """Raises unless a gradient has the shape of its array in ``field``."""
-    found = getattr(array, "shape", None)
-    if gradient.shape != found:
+    shape = getattr(array, "shape", None)
+    if gradient.shape != shape:
         raise ValueError(
             f"gradient {path!r} of shape {tuple(gradient.shape)} does not match {field!r}, where "
-            f"it {f'is {array!r}' if found is None else f'has shape {tuple(found)}'}."
+            f"it {f'is {array!r}' if shape is None else f'has shape {tuple(shape)}'}."
         )

@@ -66,9 +66,8 @@ def master_weights(
       \theta \leftarrow \theta + u
 
     After every ``optax.apply_updates(params, updates)``, each parameter that has a master equals
-    ``master.astype(params.dtype)``, bit for bit, eagerly and under ``jit``. The update is exact in
-    ``dtype``, unless the new value is below the last bit of :math:`\theta + u` (1 becomes 1e-10);
-    then the master is set to a value that the parameter can reach, one rounding of that step away.
+    ``master.astype(params.dtype)``, bit for bit. Where the new value is below the last bit of
+    :math:`\theta + u` (1 becomes 1e-10), the master is one rounding of that step away.
 
     Floating parameters narrower than ``dtype`` have a master; ``inner`` updates all others
     directly. Parameters follow their masters: a parameter changed elsewhere is reset by the next
@@ -77,8 +76,7 @@ def master_weights(
 
     Args:
       inner: the transformation; it receives masters instead of the parameters, and gradients in
-        ``dtype``. Wrappers of optax that may skip an update, such as ``apply_if_finite``, go here:
-        around ``master_weights`` their branches would differ in dtype.
+        ``dtype``. Wrappers of optax that may skip an update, such as ``apply_if_finite``, go here.
       dtype: dtype of the masters: float32, or float64 where ``jax_enable_x64`` is set.
 
     Returns:
@@ -103,8 +101,7 @@ def master_weights(
       [0.5 0.5 0.5]
 
     References:
-      Micikevicius, Narang, Alben, Diamos, Elsen, Garcia, Ginsburg, Houston, Kuchaiev, Venkatesh,
-      Wu: Mixed Precision Training, ICLR 2018, arXiv 1710.03740.
+      Micikevicius et al.: Mixed Precision Training, ICLR 2018, arXiv 1710.03740.
     """
     inner = optax.with_extra_args_support(inner)
     wide = _master_dtype(dtype)
@@ -112,11 +109,13 @@ def master_weights(
     def init(params: optax.Params) -> MasterWeightsState:
         leaves = Leaves.of_any_dtype(params)
         arrays = leaves.arrays
-        has_master = [_has_master(*each, wide) for each in zip(leaves.paths, arrays, strict=True)]
+        has_master = [
+            _has_master(name, p, wide) for name, p in zip(leaves.paths, arrays, strict=True)
+        ]
 
         def masters(others: list[Any]) -> Any:
-            found = zip(arrays, has_master, others, strict=True)
-            return leaves.unflatten([jnp.asarray(p, wide) if m else o for p, m, o in found])
+            columns = zip(arrays, has_master, others, strict=True)
+            return leaves.unflatten([jnp.asarray(p, wide) if m else o for p, m, o in columns])
 
         # Separate buffers for inner, whose state may contain them: a donated state must not contain
         # an array twice.

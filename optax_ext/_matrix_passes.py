@@ -4,23 +4,19 @@ A step does so little arithmetic per element that its time is that of reading an
 An operand of two sums is best read once or computed twice, and never written in between. XLA for
 TPUs finds this by itself: there the plain form, ``_fused``, runs. Other platforms need a form that
 leaves XLA no choice: CPUs read block by block within their caches, GPUs make one pass per sum from
-values that XLA cannot identify with those of the previous pass, or by request a kernel that takes
-both sums from one read.
+values that XLA cannot identify with those of the previous pass.
 
-All forms agree to rounding. Only this file and ``kernels.py`` read the platform.
+All forms agree to rounding. Only this file and ``kernels.py`` read the platform, all of them by
+``jax.lax.platform_dependent``, for which ``execution_order.Graph`` may take the default form.
 """
 
-import contextlib
-import contextvars
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-
-from optax_ext import _sums_kernel, kernels
 
 Dims = tuple[int, ...]
 # From an array and a tree of others: (x, new), element by element; new may be None.
@@ -31,10 +27,6 @@ Swept = tuple[list[jax.Array], jax.Array | None]
 _MIN_SIZE = 2**17  # elements from which a platform's own form is worth its compilation
 _BLOCK_SIZE = 2**19  # elements of a CPU's block
 _STAGE_ROWS = 64  # rows that a GPU adds in the first stage of a sum over columns
-
-_WITHOUT_BARRIERS = contextvars.ContextVar("without_barriers", default=False)
-_PORTABLE = contextvars.ContextVar("portable", default=False)
-_WITH_KERNELS = contextvars.ContextVar("with_kernels", default=False)
 
 
 def mean(x: jax.Array, dims: Dims, keepdims: bool = False) -> jax.Array:
@@ -56,15 +48,11 @@ def sweep(fn: Function, array: jax.Array, args: Any, *dims: Dims) -> Swept:
       The mean of ``x`` over each of ``dims``, and ``new``.
     """
     fused = functools.partial(_fused, fn, dims)
-    if array.size < _MIN_SIZE or is_portable():
+    if array.size < _MIN_SIZE:
         return fused(array, args)
     gpu = functools.partial(_pass_per_mean, fn, dims, _behind_barrier, False)
     forms: dict[str, Any] = {"cuda": gpu, "rocm": gpu}
     if not is_partitioned(array, args):
-        if _WITH_KERNELS.get() and _sums_kernel.applies(dims, array, args):
-            forms["cuda"] = functools.partial(_one_read, fn, dims)
-            if kernels.is_interpreted():
-                return forms["cuda"](array, args)
         blocks = _num_blocks(array.shape)
         forms["cpu"] = (
             functools.partial(_block_by_block, fn, dims, blocks)
@@ -80,15 +68,13 @@ def recomputed(factors: Any, after: Any) -> Any:
     XLA takes them for new values, so it recomputes what the previous pass made from them instead of
     writing it to memory. Matrices are not passed through here: XLA may fuse their computation.
     """
-    if is_portable() or is_partitioned(factors, after):
+    if is_partitioned(factors, after):
         return _behind_barrier(factors, after)
     return jax.lax.platform_dependent(factors, after, cpu=_plus_zero, default=_behind_barrier)
 
 
 def reread(arrays: Any, after: Any) -> Any:
     """Returns the arrays, read again once ``after`` is computed; on CPUs, unchanged."""
-    if _WITHOUT_BARRIERS.get():
-        return arrays
     return jax.lax.platform_dependent(arrays, after, cpu=lambda arrays, _: arrays, default=hold)
 
 
@@ -102,7 +88,7 @@ def hold(arrays: Any, after: Any = ()) -> Any:
     leaves, treedef = jax.tree.flatten(arrays)
     axes, later = list(map(_varying, leaves)), jax.tree.leaves(after)
     for own in dict.fromkeys(axes):
-        members = [i for i, found in enumerate(axes) if found == own]
+        members = [i for i, varying in enumerate(axes) if varying == own]
         others = [x for x in later if _varying(x) <= own]
         held = jax.lax.optimization_barrier([*(leaves[i] for i in members), *others])
         for i, x in zip(members, held, strict=False):
@@ -119,49 +105,9 @@ def barrier(tree: Any) -> Any:
 
     Their sums over several devices become one all-reduce. XLA for TPUs combines them by itself.
     """
-    if not has_barriers(tree):
+    if not is_partitioned(tree):
         return tree
     return jax.lax.platform_dependent(tree, cuda=hold, rocm=hold, default=lambda tree: tree)
-
-
-def has_barriers(tree: Any) -> bool:
-    """Whether ``barrier`` holds back arrays of these types on any platform."""
-    return not _WITHOUT_BARRIERS.get() and is_partitioned(tree)
-
-
-@contextlib.contextmanager
-def without_barriers(portable: bool) -> Iterator[None]:
-    """Traces functions that are scheduled leaf by leaf: no parameter waits for the others.
-
-    Args:
-      portable: use the form of all platforms, whose operations can run layer by layer.
-    """
-    tokens = _WITHOUT_BARRIERS.set(True), _PORTABLE.set(portable or _PORTABLE.get())
-    try:
-        yield
-    finally:
-        _WITHOUT_BARRIERS.reset(tokens[0])
-        _PORTABLE.reset(tokens[1])
-
-
-@contextlib.contextmanager
-def implemented_by(implementation: str) -> Iterator[None]:
-    """Passes traced here may take kernels, if ``implementation`` is ``"pallas"``."""
-    token = _WITH_KERNELS.set(implementation == "pallas")
-    try:
-        yield
-    finally:
-        _WITH_KERNELS.reset(token)
-
-
-def trace_key() -> Hashable:
-    """Returns what the form of a pass depends on beside its arrays; a key for cached traces."""
-    return _PORTABLE.get(), _WITH_KERNELS.get(), kernels.is_interpreted()
-
-
-def is_portable() -> bool:
-    """Whether passes traced here take the form of all platforms."""
-    return _PORTABLE.get()
 
 
 # --- Placement ------------------------------------------------------------------------------------
@@ -256,15 +202,6 @@ def _fused(fn: Function, dims: Sequence[Dims], array: jax.Array, args: Any) -> S
     return [mean(x, reduced) for reduced in dims], new
 
 
-def _one_read(fn: Function, dims: Sequence[Dims], array: jax.Array, args: Any) -> Swept:
-    """A kernel of a GPU; its derivatives are those of the definition."""
-    run: Any = jax.custom_jvp(
-        functools.partial(_sums_kernel.sweep, fn, dims, interpret=kernels.is_interpreted())
-    )
-    run.defjvp(functools.partial(jax.jvp, functools.partial(_fused, fn, dims)))
-    return run(array, args)
-
-
 def _pass_per_mean(
     fn: Function,
     dims: Sequence[Dims],
@@ -281,6 +218,8 @@ def _pass_per_mean(
     dtype = jax.eval_shape(fn, array, args)[0].dtype
 
     def run(after: Any, scale: float) -> tuple[jax.Array, jax.Array | None]:
+        # The products with one and with the scale make this pass's values others than those of the
+        # pass before, which XLA would otherwise write to memory and read again.
         factors = (small, one, jnp.asarray(scale, dtype))
         fresh, unit, factor = factors if after is None else renew(factors, after)
         x, new = fn(
@@ -312,7 +251,8 @@ def _sum_by_stages(x: jax.Array, dims: Dims) -> tuple[jax.Array, jax.Array]:
         return total, total
     stage = next(n for n in range(_STAGE_ROWS, 0, -1) if length // shards % n == 0)
     shape = (*x.shape[: dims[0]], length // stage, stage, *x.shape[dims[0] + 1 :])
-    part = jax.lax.optimization_barrier(jnp.sum(x.reshape(shape), dims[0] + 1))
+    stages = x.reshape(shape)  # (..., length // stage, stage, ...)
+    part = jax.lax.optimization_barrier(jnp.sum(stages, dims[0] + 1))  # (..., length // stage, ...)
     return jnp.sum(part, dims), part
 
 

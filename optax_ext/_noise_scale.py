@@ -1,5 +1,6 @@
 """The gradient noise scale, which estimates the critical batch size."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +9,7 @@ import optax
 
 from optax_ext import _validate
 from optax_ext._bias_correction import one_minus_power
-from optax_ext._leaves import at_least_float32
+from optax_ext._leaves import at_least_float32, states_of
 
 _HOW = (
     "gradient_noise_scale compares the gradient with those of sub-batches: update needs "
@@ -55,16 +56,15 @@ def gradient_noise_scale(
       B_\text{simple} = \frac{\operatorname{tr} \Sigma}{|G|^2}
 
     Both estimates are unbiased; both are averaged over steps, and ``noise_scale`` divides the
-    averages. Gradients of batches much smaller than :math:`B_\text{simple}` are mostly noise: there
-    a batch of twice the size needs almost half the steps. Above it, larger batches gain little.
+    averages. Below :math:`B_\text{simple}` a batch of twice the size needs almost half the steps.
+    Above it, larger batches gain little.
 
     The transformation needs the unmodified gradients of every step: it goes first in a chain
-    (before a clip) and not inside ``optax.MultiSteps``, which accumulates the gradients that are to
-    be compared.
+    (before a clip) and not inside ``optax.MultiSteps``.
 
-    With weights (masked tokens), sub-batches count by their weights, ``batch_size`` is the mean
-    total weight of a batch, and the noise is that of one unit of weight. Steps with fewer than two
-    sub-batches of nonzero weight are skipped, as are steps whose gradients are not finite.
+    With weights (masked tokens), sub-batches count by their weights, and ``batch_size`` is the mean
+    total weight of a batch. Steps with fewer than two sub-batches of nonzero weight are skipped, as
+    are steps whose gradients are not finite.
 
     Args:
       batch_size: B, in the unit of the noise scale: examples, or tokens. Above 0.
@@ -93,8 +93,8 @@ def gradient_noise_scale(
       0.167
 
     References:
-      McCandlish, Kaplan, Amodei, OpenAI Dota Team: An Empirical Model of Large-Batch Training,
-      2018, arXiv 1812.06162, appendix A.
+      McCandlish et al.: An Empirical Model of Large-Batch Training, 2018, arXiv 1812.06162,
+      appendix A.
     """
     _validate.positive(batch_size=batch_size)
     _validate.unit_interval(decay=decay)
@@ -102,9 +102,8 @@ def gradient_noise_scale(
     def init(params: optax.Params) -> GradientNoiseScaleState:
         del params
         # Buffers of their own: a train state that is donated must not hold one array twice.
-        return GradientNoiseScaleState(
-            jnp.zeros([], jnp.int32), jnp.zeros([], jnp.float32), jnp.zeros([], jnp.float32)
-        )
+        zero = functools.partial(jnp.zeros, [])
+        return GradientNoiseScaleState(zero(jnp.int32), zero(jnp.float32), zero(jnp.float32))
 
     def update(
         updates: optax.Updates,
@@ -135,19 +134,17 @@ def gradient_noise_scale(
         enough = jnp.asarray(num_pieces) >= 2
         num_pieces = jnp.where(enough, num_pieces, 2)
         size = _validate.hyperparameter(batch_size, dtype)
-        found = estimates(squared_norm, local.astype(dtype), num_pieces, size)
+        estimate = estimates(squared_norm, local.astype(dtype), num_pieces, size)
         usable = enough & jnp.isfinite(squared_norm) & jnp.isfinite(local)
         count = optax.safe_increment(state.count)
         b = _validate.hyperparameter(decay, jnp.float32)
         weight = (1 - b) / one_minus_power(b, count, jnp.float32)  # bias correction
-        new = GradientNoiseScaleState(
-            count,
-            *(
-                old + weight * (x.astype(old.dtype) - old)
-                for old, x in zip((state.squared_norm, state.variance), found, strict=True)
-            ),
+        averages = (
+            old + weight * (x.astype(old.dtype) - old)
+            for old, x in zip(state[1:], estimate, strict=True)
         )
-        return jax.tree.map(lambda a, b: jnp.where(usable, a, b), new, state)
+        new = GradientNoiseScaleState(count, *averages)
+        return jax.tree.map(functools.partial(jnp.where, usable), new, state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -171,17 +168,13 @@ def noise_scale(state: optax.OptState) -> jax.Array:
     Raises:
       ValueError: if the state contains none of ``gradient_noise_scale``, or several.
     """
-
-    def is_state(x: Any) -> bool:
-        return isinstance(x, GradientNoiseScaleState)
-
-    found = [x for x in jax.tree.leaves(state, is_leaf=is_state) if is_state(x)]
-    if len(found) != 1:
+    states = states_of(GradientNoiseScaleState, state)
+    if len(states) != 1:
         raise ValueError(
             "noise_scale reads the state of one gradient_noise_scale, found "
-            f"{len(found)} in this optimizer state. Pass the part that contains exactly one."
+            f"{len(states)} in this optimizer state. Pass the part that contains exactly one."
         )
-    return found[0].variance / found[0].squared_norm
+    return states[0].variance / states[0].squared_norm
 
 
 def batch_advice(noise_scale: jax.Array | float, batch_size: float, near: float = 2.0) -> str:
@@ -209,8 +202,7 @@ def batch_advice(noise_scale: jax.Array | float, batch_size: float, near: float 
       ['below', 'near', 'above']
 
     References:
-      McCandlish, Kaplan, Amodei, OpenAI Dota Team: An Empirical Model of Large-Batch Training,
-      2018, arXiv 1812.06162.
+      McCandlish et al.: An Empirical Model of Large-Batch Training, 2018, arXiv 1812.06162.
     """
     _validate.positive(batch_size=batch_size)
     if not near >= 1:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_ext._delays import check_delays, delays_of, numbers_in, state_slots, whole_number
+from optax_ext._delays import check_delays, delays_of, map_slots, numbers_in, whole_number
 from optax_ext._leaves import Leaves, check_shape
 
 
@@ -59,24 +59,20 @@ def params_history(delays: Any) -> optax.GradientTransformationExtraArgs:
       w_s = w_0 \text{ for } s < 0 \\
       w_{t+1} &= w_t + \operatorname{optimizer}(g_t, w_t)
 
-    This is the exact definition of an asynchronous pipeline's update, on one device: the reference
-    for an implementation, and a tool for studies. It saves no time, and stores as many replicas of
-    a parameter as its delay. With
+    This defines an asynchronous pipeline's update exactly, on one device. It saves no time, and
+    stores as many replicas of a parameter as its delay. With
 
     - delays P - i for stage i of P, it is PipeDream with weight stashing;
     - a delay of P - 1 for all, PipeDream with vertical sync;
     - a delay of 1 for all, PipeDream-2BW: :math:`w_{t+1} = w_t - \eta \nabla f(w_{t-1})`;
-    - PipeMare's forward delays, the parameters of its forward pass. Its backward pass has others,
-      which ``jax.grad`` cannot express: current ones, or those of ``backward_params``.
+    - PipeMare's forward delays, the parameters of its forward pass; not of its backward pass.
 
     This transformation goes last in a chain, and ``update`` must receive the current parameters,
     not the delayed ones.
 
     Args:
-      delays: :math:`\tau`, whole numbers of updates: a number; a tree of numbers like the
-        parameters, or a prefix of one; or a rule, ``delays_by_path``. In place of a number, an
-        array broadcasts against the leading dims of its parameter: (1, S) for parameters
-        [V, S, ...] whose stages are dim 1. They set the shapes of the state and cannot be traced.
+      delays: :math:`\tau`, whole numbers of updates, in the forms of ``discrepancy_correction``.
+        They set the shapes of the state and cannot be traced.
 
     Returns:
       A ``GradientTransformation`` that leaves updates unchanged, and whose ``update`` needs
@@ -104,11 +100,10 @@ def params_history(delays: Any) -> optax.GradientTransformationExtraArgs:
       0.0 -2.0
 
     References:
-      Narayanan, Harlap, Phanishayee, Seshadri, Devanur, Ganger, Gibbons, Zaharia: PipeDream:
-      Generalized Pipeline Parallelism for DNN Training, SOSP 2019, arXiv 1806.03377. Narayanan,
-      Phanishayee, Shi, Chen, Zaharia: Memory-Efficient Pipeline-Parallel DNN Training, ICML 2021,
-      arXiv 2006.09503. Yang, Zhang, Li, Ré, Aberger, De Sa: PipeMare: Asynchronous Pipeline
-      Parallel DNN Training, MLSys 2021, arXiv 1910.05124.
+      Narayanan et al.: PipeDream: Generalized Pipeline Parallelism for DNN Training, SOSP 2019,
+      arXiv 1806.03377. Narayanan et al.: Memory-Efficient Pipeline-Parallel DNN Training, ICML
+      2021, arXiv 2006.09503. Yang et al.: PipeMare: Asynchronous Pipeline Parallel DNN Training,
+      MLSys 2021, arXiv 1910.05124.
     """
     check_delays("delays", delays)
     # Of the delays alone, not of the parameters: the state's structure is the same for any.
@@ -117,8 +112,7 @@ def params_history(delays: Any) -> optax.GradientTransformationExtraArgs:
     )
 
     def lags_of(leaves: Leaves) -> list[np.ndarray]:
-        found = delays_of("delays", delays, leaves)
-        return [whole_number("delays", delay) for delay in found]
+        return [whole_number("delays", delay) for delay in delays_of("delays", delays, leaves)]
 
     def init(params: optax.Params) -> ParamsHistoryState:
         leaves = Leaves.of(params)
@@ -191,15 +185,9 @@ def delayed_params(params: optax.Params, state: optax.OptState) -> optax.Params:
       ValueError: if the state contains none of ``params_history``, several for a parameter, or one
         of other parameters.
     """
-    treedef: Any = jax.tree.structure(params)
-    nothing = treedef.unflatten([None] * treedef.num_leaves)
-    found = state_slots(
-        "delayed_params",
-        ParamsHistoryState,
-        "params_history",
-        lambda one: one.versions[-1] if one.versions else nothing,
-        params,
-        state,
-    )
-    pairs = zip(treedef.flatten_up_to(params), found, strict=True)
-    return treedef.unflatten([p if old is None else old for p, old in pairs])
+    names = "delayed_params", "params_history"
+
+    def oldest(own: ParamsHistoryState) -> Any:
+        return own.versions[-1] if own.versions else jax.tree.map(lambda _: None, params)
+
+    return map_slots(names, lambda _, old: old, params, state, ParamsHistoryState, oldest)

@@ -37,18 +37,15 @@ def scale_by_delay(
 
       u \leftarrow \frac{u}{\max(\tau, 1)^{p_k}}, \quad p_k = 1 - \min\left(\frac{k}{K}, 1\right)
 
-    PipeMare's technique T1. The largest stable rate of SGD on a quadratic of curvature
-    :math:`\lambda` is :math:`2 \sin(\pi / (4 \tau + 2)) / \lambda`, nearly proportional to
+    PipeMare's technique T1. The largest stable rate of SGD is nearly proportional to
     :math:`1 / \tau`; here the rate starts in this proportion and ends, after K steps, at that of
-    the optimizer. So the rate after the annealing must be stable by itself. The maximum with 1,
-    an addition to the paper's rule, leaves delays below 1 alone.
+    the optimizer, which must be stable by itself. The maximum with 1, an addition to the paper's
+    rule, leaves delays below 1 alone.
 
     This transformation goes after the optimizer, or after its learning rate.
 
     Args:
-      delays: :math:`\tau`, in updates: a number; a tree of numbers like the parameters, or a prefix
-        of one; or a rule, ``delays_by_path``. In place of a number, an array broadcasts against the
-        leading dims of its parameter: (1, S) for parameters [V, S, ...] whose stages are dim 1.
+      delays: :math:`\tau`, in updates, in the forms of ``discrepancy_correction``.
       anneal_steps: K, in steps; above 0.
 
     Returns:
@@ -71,8 +68,8 @@ def scale_by_delay(
       {'a': -1.0, 'b': -1.0}
 
     References:
-      Yang, Zhang, Li, Ré, Aberger, De Sa: PipeMare: Asynchronous Pipeline Parallel DNN Training,
-      MLSys 2021, arXiv 1910.05124.
+      Yang et al.: PipeMare: Asynchronous Pipeline Parallel DNN Training, MLSys 2021, arXiv
+      1910.05124.
     """
     check_delays("delays", delays)
     _validate.positive(anneal_steps=anneal_steps)

@@ -63,11 +63,10 @@ class flax_transformer:
       (height, width, in) x out.
 
     Stacked layers (``nn.scan``) have one more dim, along which every layer has its own statistics,
-    clip and scale: a (layers, n) bias is one vector per layer, never a matrix. By default a module
-    is a stack if all its arrays have an extra dim of one size: it has (layers, n) vectors beside
-    (layers, n, m) matrices, or has the name ``layers``, ``blocks`` or that of a scan. Optimizers
-    and ``describe_factoring`` look at all arrays; ``resolve`` sees one, and needs ``stacked``. So
-    do trees in a module of such a name that leave it open, such as attention kernels alone.
+    clip and scale. By default a module is a stack if all its arrays have an extra dim of one size:
+    it has (layers, n) vectors beside (layers, n, m) matrices, or has the name ``layers``,
+    ``blocks`` or that of a scan. Optimizers and ``describe_factoring`` look at all arrays;
+    ``resolve`` sees one, and needs ``stacked``, as do trees whose shapes leave it open.
 
     Attributes:
       stacked: a pattern of the paths of stacked layers; None if there are none. Kernels and
@@ -110,15 +109,15 @@ class flax_transformer:
                 "pattern, or stacked=None; for_tree chooses by the paths and shapes of all."
             )
         free = self._free(path, shape)
-        found = self._of_one_layer(path, tuple(shape[d] for d in free))
+        own = self._of_one_layer(path, tuple(shape[d] for d in free))
         rows, cols, batch = (
-            tuple(sorted(free[d] for d in dims)) for dims in (found.rows, found.cols, found.batch)
+            tuple(sorted(free[d] for d in dims)) for dims in (own.rows, own.cols, own.batch)
         )
         of_layers = () if len(free) == len(shape) else (self.stack_dim,)
         return Factoring(rows, cols, batch + of_layers).resolve(path, shape)
 
     def _free(self, path: str, shape: Dims) -> list[int]:
-        """The dims of one layer."""
+        """Returns the dims of one layer."""
         stacked = bool(self.stacked and re.search(self.stacked, path))
         stacked = stacked and self.stack_dim < len(shape) > max(_least_rank(path), 1)
         return [d for d in range(len(shape)) if not (stacked and d == self.stack_dim)]
@@ -168,13 +167,13 @@ class flax_transformer:
             modules += [(path[: m.end(1)], True) for m in re.finditer(f"(?=({STACKED}))", path)]
             for module in modules:
                 groups.setdefault(module, []).append((path, shape))
-        found: list[str] = []
+        stacks: list[str] = []
         for prefix, named in sorted(groups, key=lambda group: (len(group[0]), not group[1])):
             arrays = groups[prefix, named]
-            if not prefix.startswith(tuple(found)) and self._is_stack(prefix, arrays, named):
-                found.append(prefix)
-        pattern = "|".join(map(re.escape, found))
-        return dataclasses.replace(self, stacked=f"^({pattern})" if found else None)
+            if not prefix.startswith(tuple(stacks)) and self._is_stack(prefix, arrays, named):
+                stacks.append(prefix)
+        pattern = "|".join(map(re.escape, stacks))
+        return dataclasses.replace(self, stacked=f"^({pattern})" if stacks else None)
 
     def _is_stack(self, prefix: str, arrays: Sequence[tuple[str, Dims]], named: bool) -> bool:
         """Whether the arrays under a prefix have an extra dim of one size; raises if it is open."""
@@ -220,7 +219,7 @@ def _split(sizes: Dims) -> int:
 
 
 def _least_rank(path: str) -> int:
-    """The fewest dims that a parameter of this name has in one layer."""
+    """Returns the fewest dims that a parameter of this name has in one layer."""
     if _is_vector(path):
         return 1
     for pattern, rank, _ in _BY_NAME:
@@ -231,28 +230,17 @@ def _least_rank(path: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class FactoringRow:
-    """One parameter of a ``FactoringTable``.
+    """One parameter of a ``FactoringTable``."""
 
-    Attributes:
-      path: its keys joined by ``/``.
-      shape: its shape.
-      factoring: which of its dims are factored.
-      nbytes: bytes of its second moment.
-    """
-
-    path: str
+    path: str  # its keys joined by /
     shape: tuple[int, ...]
     factoring: Factoring
-    nbytes: int
+    nbytes: int  # of its second moment
 
 
 @dataclasses.dataclass(frozen=True)
 class FactoringTable:
-    """The factoring of every parameter under a rule; ``str`` formats it as a table.
-
-    Attributes:
-      rows: one for each parameter.
-    """
+    """The factoring of every parameter under a rule; ``str`` formats it as a table."""
 
     rows: tuple[FactoringRow, ...]
 
@@ -262,12 +250,12 @@ class FactoringTable:
         return sum(row.nbytes for row in self.rows)
 
     def __str__(self) -> str:
-        lines = [(r.path, str(r.shape), _words(r), f"{r.nbytes:,} bytes") for r in self.rows]
+        lines = [(r.path, str(r.shape), _in_sizes(r), f"{r.nbytes:,} bytes") for r in self.rows]
         lines.append(("all", "", "", f"{self.nbytes:,} bytes"))
         return aligned(lines)
 
 
-def _words(row: FactoringRow) -> str:
+def _in_sizes(row: FactoringRow) -> str:
     """Returns the factoring in sizes: rows x columns, and the number of matrices."""
 
     def sizes(dims: Dims) -> str:
@@ -302,9 +290,8 @@ def describe_factoring(rule: FactoringRule | None, params: optax.Params) -> Fact
       params: the parameters, or abstract arrays in their place.
 
     Returns:
-      A table to print. Its bytes are those of one second moment: the state of Adafactor without
-      momentum. CAME has the same again for the instability of factored parameters. A parameter with
-      more than 4 times the state of one matrix, rows x columns of its dims in order, is marked.
+      A table to print, with the bytes of one second moment; CAME has the same again for the
+      instability. A parameter with more than 4 times the state of one matrix is marked.
 
     Raises:
       ValueError: if ``rule`` is not a rule, or does not fit a parameter's shape.
@@ -330,10 +317,7 @@ def describe_factoring(rule: FactoringRule | None, params: optax.Params) -> Fact
 
 
 def decay_mask(params: optax.Params, rule: FactoringRule = flax_transformer()) -> Any:
-    """Selects the matrices among the parameters, to which weight decay applies.
-
-    ``ndim > 1`` would also select attention biases (heads, head_dim) and every bias and norm scale
-    of stacked layers.
+    """Selects the matrices, to which weight decay applies; not biases of more dims, as of stacks.
 
     Args:
       params: the parameters, or abstract arrays in their place.
@@ -362,10 +346,7 @@ def _is_matrix(path: str, leaf: Any, dims: Factoring) -> bool:
 
 
 def hidden_matrices(
-    params: optax.Params,
-    rule: FactoringRule = flax_transformer(),
-    *,
-    not_hidden: str = NOT_HIDDEN,
+    params: optax.Params, rule: FactoringRule = flax_transformer(), *, not_hidden: str = NOT_HIDDEN
 ) -> Any:
     """Selects the matrices of hidden layers, which optimizers of matrices such as Muon are for.
 
@@ -374,10 +355,9 @@ def hidden_matrices(
     Args:
       params: the parameters, or abstract arrays in their place.
       rule: the rule; matrices are the parameters that it factors.
-      not_hidden: a pattern of the paths of matrices that are not selected. That of the default is
-        found in paths with a component such as ``embed``, ``shared_embedding``, ``embed_tokens``,
-        ``Embed_0``, ``unembed``, ``wte``, ``wpe``, ``positions``, ``lm_head``, ``head``,
-        ``logits``, ``logitdense`` or ``classifier``; not ``heads``, ``out`` or ``output``.
+      not_hidden: a pattern of the paths of matrices that are not selected. The default is found in
+        paths with a component such as ``embed``, ``embed_tokens``, ``unembed``, ``wte``,
+        ``positions``, ``lm_head``, ``logits`` or ``classifier``; not ``heads`` or ``out``.
 
     Returns:
       A tree of bools like ``params``. This function itself is the labels of ``optax.partition``;
@@ -396,10 +376,6 @@ def hidden_matrices(
     _validate.pattern("not_hidden", not_hidden)
     _validate.not_a_count("hidden_matrices", params)
     leaves = Leaves.of(params)
-    found = factorings(check_rule("rule", rule), leaves)
-    return leaves.unflatten(
-        [
-            dims.factored and not re.search(not_hidden, path)
-            for path, dims in zip(leaves.paths, found, strict=True)
-        ]
-    )
+    dims = factorings(check_rule("rule", rule), leaves)
+    hidden = [not re.search(not_hidden, path) for path in leaves.paths]
+    return leaves.unflatten([d.factored and h for d, h in zip(dims, hidden, strict=True)])

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _validate
-from optax_ext._factoring_rules import Dims, FactoringRule, factorings
+from optax_ext._factoring_rules import Dims, FactoringRule, check_rule, factorings
 from optax_ext._leaves import Leaves, at_least_float32
 
 # Powers of two: multiplying by them is exact.
@@ -19,21 +19,11 @@ _DOWN, _UP = 2.0**-90, 2.0**90
 
 
 class Layer(NamedTuple):
-    """One array of a step, and how it is treated.
+    """How one array of a step is treated."""
 
-    Attributes:
-      g: the gradient, in the dtype of the step.
-      w: the parameter, likewise.
-      batch: dims along which slices are separate layers.
-      decays: whether its weights decay.
-      has_ratio: whether its update is scaled by a trust ratio.
-    """
-
-    g: jax.Array
-    w: jax.Array
-    batch: Dims
-    decays: bool
-    has_ratio: bool
+    batch: Dims  # dims along which slices are separate layers
+    decays: bool  # whether its weights decay
+    has_ratio: bool  # whether its update is scaled by a trust ratio
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -69,9 +59,9 @@ def _summed(x: jax.Array, batch: Dims) -> tuple[int, ...]:
 @norm.defjvp
 def _norm_jvp(batch: Dims, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     (x,), (dx,) = primals, tangents
-    found = norm(x, batch)
-    unit = x / jnp.where(found == 0, 1.0, found)
-    return found, jnp.sum(unit * dx, axis=_summed(x, batch), keepdims=True)
+    x_norm = norm(x, batch)
+    unit = x / jnp.where(x_norm == 0, 1.0, x_norm)
+    return x_norm, jnp.sum(unit * dx, axis=_summed(x, batch), keepdims=True)
 
 
 def ratio(numerator: jax.Array, denominator: jax.Array, zero: jax.Array) -> jax.Array:
@@ -79,8 +69,13 @@ def ratio(numerator: jax.Array, denominator: jax.Array, zero: jax.Array) -> jax.
     return jnp.where(zero, 1.0, numerator / jnp.where(zero, 1.0, denominator))
 
 
-def check_masks(**masks: Any) -> None:
-    """Raises on a mask that is a string other than ``"matrices"``, or was a function."""
+def check_options(
+    weight_decay: optax.ScalarOrSchedule, stacked: FactoringRule | None, **masks: Any
+) -> None:
+    """Raises on a negative decay, on a rule that is none, and on masks of another form."""
+    if not callable(weight_decay):
+        _validate.non_negative(weight_decay=weight_decay)
+    check_rule("stacked", stacked)
     for name, mask in masks.items():
         if name != "trust_ratio_mask" or not isinstance(mask, bool):  # False: no ratios
             _validate.not_called(name, mask)
@@ -98,11 +93,11 @@ def layers(
     stacked: FactoringRule | None,
     weight_decay_mask: Any,
     trust_ratio_mask: Any,
-) -> list[Layer]:
-    """Returns the arrays of a step of the transformation ``name``, from its gradients' leaves."""
+) -> tuple[list[Layer], list[jax.Array], list[jax.Array]]:
+    """Returns how the transformation ``name`` treats each array; gradients and parameters, wide."""
     if params is None:
         raise ValueError(f"{name} needs params in update.")
-    arrays = leaves.arrays_in("params", params)
+    weights = leaves.arrays_in("params", params)
     batches = [dims.batch for dims in factorings(stacked, leaves)]
 
     def resolve(argument: str, mask: Any) -> list[bool]:
@@ -112,12 +107,12 @@ def layers(
 
     decays = resolve("weight_decay_mask", weight_decay_mask)
     ratios = resolve("trust_ratio_mask", trust_ratio_mask)
-
-    def layer(g: jax.Array, w: jax.Array, batch: Dims, decays: bool, has_ratio: bool) -> Layer:
-        dtype = at_least_float32(w.dtype)
-        return Layer(g.astype(dtype), w.astype(dtype), batch, decays, has_ratio)
-
-    return list(map(layer, leaves.arrays, arrays, batches, decays, ratios))
+    dtypes = [at_least_float32(w.dtype) for w in weights]
+    return (
+        list(map(Layer, batches, decays, ratios)),
+        [g.astype(dtype) for g, dtype in zip(leaves.arrays, dtypes, strict=True)],
+        [w.astype(dtype) for w, dtype in zip(weights, dtypes, strict=True)],
+    )
 
 
 def decay_rate(weight_decay: optax.ScalarOrSchedule, count: jax.Array | None) -> Any:
@@ -125,12 +120,12 @@ def decay_rate(weight_decay: optax.ScalarOrSchedule, count: jax.Array | None) ->
     return weight_decay(count) if callable(weight_decay) else weight_decay
 
 
-def check_decay(weight_decay: optax.ScalarOrSchedule) -> None:
-    """Raises on a negative rate."""
-    if not callable(weight_decay):
-        _validate.non_negative(weight_decay=weight_decay)
-
-
-def decayed(u: jax.Array, layer: Layer, rate: Any) -> jax.Array:
+def decayed(u: jax.Array, w: jax.Array, layer: Layer, rate: Any) -> jax.Array:
     """Returns ``u + rate * w`` if the layer's weights decay, else ``u``."""
-    return u + _validate.hyperparameter(rate, u.dtype) * layer.w if layer.decays else u
+    return u + rate * w if layer.decays else u
+
+
+def scale(hyper: Any, layer: Layer, leaf: Any) -> Any:
+    """Multiplies the update by its trust ratio: the last phase of a step."""
+    del hyper, layer
+    return leaf if leaf.ratio is None else leaf._replace(u=leaf.u * leaf.ratio)

@@ -14,8 +14,12 @@ import numpy as np
 import optax
 
 
-def _concrete(value: Any) -> bool:
-    return not isinstance(value, jax.core.Tracer)
+def _check(values: dict[str, Any], holds: Callable[[Any], Any], rule: str) -> None:
+    """Raises on the first value that is known while tracing and breaks a rule; None is no value."""
+    for name, value in values.items():
+        known = value is not None and not isinstance(value, jax.core.Tracer)
+        if known and not holds(value):
+            raise ValueError(f"{name} must {rule}, got {value}.")
 
 
 def unit_interval(**values: Any) -> None:
@@ -27,25 +31,20 @@ def unit_interval(**values: Any) -> None:
                 f"{name} has dtype {dtype}, which rounds 0.999 to 1; under "
                 "optax.inject_hyperparams pass hyperparam_dtype=jnp.float32."
             )
-        if _concrete(value) and not 0 <= value < 1:
-            raise ValueError(f"{name} must be in [0, 1), got {value}.")
+    _check(values, lambda value: 0 <= value < 1, "be in [0, 1)")
 
 
 def non_negative(**values: Any) -> None:
     """Raises if a value is negative or NaN."""
-    for name, value in values.items():
-        if _concrete(value) and not value >= 0:
-            raise ValueError(f"{name} must not be negative, got {value}.")
+    _check(values, lambda value: value >= 0, "not be negative")
 
 
 def positive(**values: Any) -> None:
     """Raises unless every value that is not None is above zero."""
-    for name, value in values.items():
-        if value is not None and _concrete(value) and not value > 0:
-            raise ValueError(f"{name} must be positive, got {value}.")
+    _check(values, lambda value: value > 0, "be positive")
 
 
-def implementation(value: Any, names: tuple[str, ...] = ("xla", "pallas")) -> None:
+def implementation(value: Any, names: tuple[str, ...]) -> None:
     """Raises unless the value names an implementation."""
     if value not in names:
         *others, last = map(repr, names)
@@ -81,8 +80,10 @@ _Hyper = TypeVar("_Hyper", bound=tuple[Any, ...])
 
 
 def cast(hyper: _Hyper, dtype: Any) -> _Hyper:
-    """Returns a NamedTuple of hyperparameters for arrays of ``dtype``; bools and None stay."""
-    values = [h if h is None or isinstance(h, bool) else hyperparameter(h, dtype) for h in hyper]
+    """Returns a NamedTuple of hyperparameters for ``dtype``; bools, strings and None stay."""
+    values = [
+        h if h is None or isinstance(h, bool | str) else hyperparameter(h, dtype) for h in hyper
+    ]
     make: Any = type(hyper)
     return make(*values)
 
@@ -163,13 +164,13 @@ def mask(name: str, value: Any, tree: Any) -> list[bool]:
             f"{name} must be a tree of bools, a function that makes one from the parameters, or "
             f"None for all parameters; got {value!r}."
         )
-    found = value(tree) if is_function(value) else value
-    strings = [x for x in jax.tree.leaves(found) if isinstance(x, str)]
+    chosen = value(tree) if is_function(value) else value
+    strings = [x for x in jax.tree.leaves(chosen) if isinstance(x, str)]
     if strings:
         raise ValueError(f"{name} must be a tree of bools; got {strings[0]!r} in it.")
     try:
         return jax.tree.leaves(
-            jax.tree.map(lambda m, part: jax.tree.map(lambda _: bool(m), part), found, tree)
+            jax.tree.map(lambda m, part: jax.tree.map(lambda _: bool(m), part), chosen, tree)
         )
     except ValueError as error:
         raise ValueError(
@@ -196,9 +197,7 @@ def decayed_weights(rate: Any, mask: Any) -> optax.GradientTransformation:
     return optax.add_decayed_weights(rate, mask)
 
 
-def keep_dtype(
-    inner: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
+def keep_dtype(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Casts the updates of ``inner`` back to the dtype of the gradients.
 
     A strongly typed float32 hyperparameter, such as those of ``inject_hyperparams``, would widen

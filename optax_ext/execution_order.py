@@ -1,11 +1,11 @@
 """Runs a traced function in an execution order of its own, so that few intermediates are live.
 
-XLA sees a step as one graph and may compute every parameter's intermediates before it uses the
-first. Here the function is traced and its equations are evaluated output by output. A barrier keeps
-the deferred inputs of one output from being read before the previous outputs have been computed.
+XLA may compute every parameter's intermediates before it uses the first. Here the equations of a
+step are evaluated output by output. A barrier keeps the deferred inputs of one output from being
+read before the previous outputs have been computed.
 
-An internal interface, without promises to users: ``low_precision_state`` schedules its quantized
-state by it, and ``sharding.offload`` its transfers from host memory.
+An internal interface: ``low_precision_state`` schedules its quantized state by it, and
+``sharding.offload`` its transfers from host memory.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ from optax_ext import _matrix_passes
 
 @dataclasses.dataclass(frozen=True)
 class Equation:
-    """One operation of a ``Graph``; operands and results are numbers of values."""
+    """One operation of a ``Graph``."""
 
     primitive: Any
     params: dict[str, Any]
-    operands: tuple[int, ...]
-    results: tuple[int, ...]
+    operands: tuple[int, ...]  # numbers of values
+    results: tuple[int, ...]  # numbers of values
     scope: str
 
 
@@ -39,16 +39,15 @@ class Graph:
       fn: maps a list of arrays to a list of arrays.
       inputs: the arrays.
       deferred: for each input, whether it counts in ``reads``.
-      portable: whether passes over matrices take one form on all platforms.
-
-    Attributes:
-      types: shape and dtype of every value.
-      constants: the values that are known without evaluation.
-      equations: all operations, in an order in which they can be evaluated.
-      producer: the index of the equation that computes a value; inputs and constants have none.
-      reads: the deferred inputs that a value depends on, as the bits of an int.
-      outputs: the values that the function returns.
+      portable: whether ``jax.lax.platform_dependent`` takes its default on all platforms.
     """
+
+    types: list[Any]  # shape and dtype of every value
+    reads: list[int]  # the deferred inputs that a value depends on, as the bits of an int
+    constants: dict[int, Any]  # the values that are known without evaluation
+    equations: list[Equation]  # in an order in which they can be evaluated
+    producer: dict[int, int]  # the equation that computes a value, unless it is input or constant
+    outputs: list[int]  # the values that the function returns
 
     def __init__(
         self,
@@ -57,13 +56,11 @@ class Graph:
         deferred: Sequence[bool],
         portable: bool = False,
     ):
-        with _matrix_passes.without_barriers(portable):
-            closed = jax.make_jaxpr(fn)([_matrix_passes.abstract(jax.typeof(x)) for x in inputs])
-        self.types: list[Any] = list(closed.in_avals)
+        closed = jax.make_jaxpr(fn)([_matrix_passes.abstract(jax.typeof(x)) for x in inputs])
+        self._portable = portable
+        self.types = list(closed.in_avals)
         self.reads = [1 << i if wait else 0 for i, wait in enumerate(deferred)]
-        self.constants: dict[int, Any] = {}
-        self.equations: list[Equation] = []
-        self.producer: dict[int, int] = {}
+        self.constants, self.equations, self.producer = {}, [], {}
         self.outputs = self._inline(closed, tuple(range(len(inputs))))
 
     def _inline(self, closed: Any, inputs: Sequence[int], outer: str = "") -> list[int]:
@@ -81,8 +78,11 @@ class Graph:
             # Named scopes: profilers and the auditor identify phases by them.
             scope = "/".join(filter(None, (outer, str(eqn.source_info.name_stack))))
             inner = eqn.params.get(_INLINED.get(eqn.primitive.name, ""))
+            branch = _branch(eqn, self._portable)
             if inner is not None:
                 results = self._inline(inner, operands, scope)
+            elif branch is not None:
+                results = self._inline(branch, operands[1:], scope)  # without the platform's index
             elif eqn.primitive.name == "optimization_barrier":
                 # One barrier per operand: a joint one would make every value depend on all inputs.
                 pairs = zip(operands, types, strict=True)
@@ -154,6 +154,21 @@ _INLINED = {
 }
 
 
+def _branch(eqn: Any, portable: bool) -> Any | None:
+    """Returns the branch that is inlined in place of a choice of platform; None: the choice stays.
+
+    A barrier of some platforms is removed: leaves that are scheduled one by one must not wait for
+    the others. With ``portable`` the default, the last branch, replaces every choice.
+    """
+    if not eqn.params.get("branches_platforms"):  # not of jax.lax.platform_dependent
+        return None
+    branches = eqn.params["branches"]
+    primitives = [{inner.primitive.name for inner in b.jaxpr.eqns} for b in branches]
+    if set() in primitives and set().union(*primitives) <= {"optimization_barrier"}:
+        return branches[primitives.index(set())]
+    return branches[-1] if portable else None
+
+
 def bind(
     eqn: Equation, operands: Sequence[Any], params: dict[str, Any] | None = None
 ) -> Sequence[Any]:
@@ -172,41 +187,36 @@ def evaluate(equations: Iterable[Equation], values: dict[int, Any]) -> None:
 
 
 def output_groups(graph: Graph, roots: Sequence[int]) -> list[list[int]]:
-    """The execution order: one group of outputs per root.
+    """Returns the execution order: one group of outputs per root.
 
     A group holds every output that depends on no deferred inputs but those of the roots so far.
-
-    Args:
-      graph: the function.
-      roots: outputs, in the order in which their deferred inputs are to be read.
+    ``roots`` are outputs, in the order in which their deferred inputs are to be read.
     """
-    found, read, left = [], 0, set(range(len(graph.outputs)))
+    groups, read, left = [], 0, set(range(len(graph.outputs)))
     for root in [*roots, *range(len(graph.outputs))]:
         if root not in left:
             continue
         read |= graph.reads[graph.outputs[root]]
         ready = [j for j in sorted(left) if not graph.reads[graph.outputs[j]] & ~read]
         left -= set(ready)
-        found.append(ready)
-    return found
+        groups.append(ready)
+    return groups
 
 
 class ScheduledRun:
-    """One evaluation of a graph whose outputs replace its inputs, group by group.
+    """One evaluation of a graph whose outputs replace its inputs, group by group."""
 
-    Attributes:
-      graph: the graph; it has as many outputs as inputs.
-      inputs: the arrays that it is evaluated on.
-      values: the values computed so far.
-      outputs: the outputs computed so far.
-      barrier: the arrays that must be computed before the next deferred input is read.
-    """
+    graph: Graph  # has as many outputs as inputs
+    inputs: Sequence[Any]  # the arrays that it is evaluated on
+    values: dict[int, Any]  # computed so far
+    outputs: dict[int, Any]  # computed so far
+    barrier: tuple[Any, ...]  # arrays computed before the next deferred input is read
 
     def __init__(self, graph: Graph, inputs: Sequence[Any], after: Sequence[Any] = ()):
         self.graph, self.inputs = graph, inputs
         self.values = dict(graph.constants)
         self.values |= {i: x for i, x in enumerate(inputs) if not graph.reads[i]}
-        self.outputs: dict[int, Any] = {}
+        self.outputs = {}
         self.barrier = tuple(after)
 
     def run(self, roots: Sequence[int]) -> list[Any]:
@@ -274,11 +284,11 @@ def run_by_leaf(
     deferred = [i >= num_roots and is_deferred(x) for i, x in enumerate(inputs)]
 
     def flat_fn(inputs: list[Any]) -> list[Any]:
-        leaves, found = jax.tree.flatten(fn(*jax.tree.unflatten(treedef, inputs)))
-        if str(found) != str(treedef):
+        leaves, new = jax.tree.flatten(fn(*jax.tree.unflatten(treedef, inputs)))
+        if str(new) != str(treedef):
             raise ValueError(
                 f"the transformation changes the structure of (updates, state) from {treedef} to "
-                f"{found}; it must return both in the structure it receives."
+                f"{new}; it must return both in the structure it receives."
             )
         return leaves
 

@@ -297,7 +297,7 @@ def low_precision_state(
         on_several = _matrix_passes.is_partitioned((updates, state)) and kernels.shards() is None
         # Mosaic has no int64, in which loops would count.
         x64 = jax.dtypes.canonicalize_dtype(jnp.int64) == jnp.int64
-        if implementation == "xla" or on_several or x64 or _matrix_passes.is_portable():
+        if implementation == "xla" or on_several or x64:
             return scheduled(updates, state)
         loop = _row_loop.RowLoop if apply else _row_loop.LoopOfUpdates
         form = _tile_kernel.Kernel if implementation == "pallas" else loop

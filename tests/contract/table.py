@@ -12,14 +12,7 @@ import optax
 import pytest
 
 import optax_ext
-from optax_ext import (
-    Factoring,
-    by_path,
-    delays_by_path,
-    flax_attention,
-    last_two_dims,
-    two_largest_dims,
-)
+from optax_ext import Factoring, by_path, delays_by_path, last_two_dims, two_largest_dims
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,8 +30,6 @@ class Row:
     blocks: bool = False
     # Keeps earlier parameters, in their own dtype.
     keeps_parameters: bool = False
-    # Steps before the first gradient has arrived, whose updates are zero.
-    idle_steps: int = 0
 
     def __call__(self, **overrides):
         return self.make(**(self.arguments | overrides))
@@ -91,11 +82,6 @@ def params_history(learning_rate, delays):
     return optax.chain(unfactored(learning_rate), optax_ext.params_history(delays))
 
 
-def delayed_gradients(learning_rate, weight_decay):
-    """Around Adafactor."""
-    return optax_ext.delayed_gradients(unfactored(learning_rate, weight_decay_rate=weight_decay), 2)
-
-
 def is_table(x):
     """Whether the first dim is unlike all others."""
     return x.ndim > 0 and x.shape[0] not in x.shape[1:]
@@ -135,7 +121,7 @@ TRANSFORMATIONS = {
             "weight_decay_times_lr": True,
             "weight_decay_mask": {"w": True, "b": False},
             "eps": 1e-28,
-            "factoring": flax_attention(default=two_largest_dims(2)),
+            "factoring": by_path({"none": None}, default=two_largest_dims(2)),
         },
     ),
     "lars, every option": Row(
@@ -189,9 +175,6 @@ TRANSFORMATIONS = {
         params_history,
         {"learning_rate": 0.1, "delays": delays_by_path({"w": 3}, default=1)},
         keeps_parameters=True,
-    ),
-    "delayed_gradients": Row(
-        delayed_gradients, {"learning_rate": 0.1, "weight_decay": 0.01}, idle_steps=2
     ),
 }
 

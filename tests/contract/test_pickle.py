@@ -24,7 +24,6 @@ VALUES = {
     "two_largest_dims": optax_ext.two_largest_dims(),
     "by_path": optax_ext.by_path({"a": None, "b": optax_ext.last_two_dims()}),
     "delays_by_path": optax_ext.delays_by_path({"a": 3.0}, default=1.0),
-    "flax_attention": optax_ext.flax_attention(batch=(0,)),
     "flax_transformer": optax_ext.flax_transformer(stack_dim=1),
     "describe_factoring": optax_ext.describe_factoring(optax_ext.flax_transformer(), PARAMS),
     "Precision": shd.Precision(),

@@ -24,7 +24,6 @@ SCHEMA = {
     "ScaleByDelayState": "count",
     "DiscrepancyCorrectionState": "correction",
     "ParamsHistoryState": "versions",
-    "DelayedGradientsState": "count gradients inner_state",
 }
 
 PARAMS = {"w": jax.ShapeDtypeStruct((6, 4), jnp.bfloat16), "b": jax.ShapeDtypeStruct((4,), "f2")}
@@ -65,11 +64,6 @@ LEAVES = {
     "params_history": """
         .versions[0][w] bfloat16[6,4]  .versions[1][b] float16[4]  .versions[1][w] bfloat16[6,4]
     """,
-    "delayed_gradients": """
-        .count int32[]  .gradients[0][b] float32[4]  .gradients[0][w] float32[6,4]
-        .gradients[1][b] float32[4]  .gradients[1][w] float32[6,4]
-        .inner_state[0].trace[b] float16[4]  .inner_state[0].trace[w] bfloat16[6,4]
-    """,
 }
 
 MAKE = {
@@ -86,7 +80,6 @@ MAKE = {
     "scale_by_delay": lambda: optax_ext.scale_by_delay(3.0, 10),
     "discrepancy_correction": lambda: optax_ext.discrepancy_correction(3.0),
     "params_history": lambda: optax_ext.params_history({"w": 2, "b": 1}),
-    "delayed_gradients": lambda: optax_ext.delayed_gradients(optax.sgd(1e-3, momentum=0.9), 2),
 }
 
 

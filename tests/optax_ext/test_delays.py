@@ -9,7 +9,6 @@ import pytest
 
 from optax_ext import (
     backward_params,
-    delayed_gradients,
     delayed_params,
     delays_by_path,
     discrepancy_correction,
@@ -116,34 +115,6 @@ def test_weight_stashing(form, one):
 
 
 @x64
-@pytest.mark.parametrize(("optimizer", "delay"), [("sgd", 0), ("sgd", 1), ("adamw", 4)])
-def test_a_gradient_that_is_late_is_one_of_earlier_parameters(optimizer, delay):
-    """The same parameters, ``delay`` steps later: momentum, moments and schedules begin with it."""
-    schedule = optax.cosine_decay_schedule(0.05, NUM_STEPS)
-    inner = {
-        "sgd": lambda: optax.sgd(schedule, momentum=MOMENTUM),
-        "adamw": lambda: optax.adamw(schedule, weight_decay=0.1),
-    }[optimizer]
-    params, (xs, ys) = example()
-    want = run(optax.chain(inner(), params_history(delay)))
-    tx = delayed_gradients(inner(), delay)
-
-    def step(carry, batch):
-        params, state = carry
-        grads = jax.grad(loss)(params, *batch)
-        updates, state = tx.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        return (params, state), params
-
-    params = jnp.asarray(params)
-    start = (params, tx.init(params))
-    _, have = jax.jit(lambda c, b: jax.lax.scan(step, c, b))(start, (xs, ys))
-    for early in have[:delay]:
-        np.testing.assert_array_equal(early, params)
-    assert_same(np.asarray(have[delay:]), want[: NUM_STEPS - delay])
-
-
-@x64
 def test_the_division_by_hand():
     """Delays below 1 divide nothing; beyond the annealing no delay does; one is traced."""
     delays, anneal_steps = np.array([6.5, 1.0, 0.25, 0.0]), 40
@@ -229,12 +200,6 @@ UPDATED = params_history(2).update(PARAMS, params_history(2).init(PARAMS), PARAM
         (
             lambda: params_history(1).update(PARAMS, UPDATED, PARAMS),
             "has 2 versions in the state, but its largest delay is 1",
-        ),
-        (
-            lambda: delayed_gradients(optax.sgd(1.0), 1).update(
-                PARAMS, delayed_gradients(optax.sgd(1.0), 2).init(PARAMS)
-            ),
-            "the state holds 2 gradients, but delay is 1",
         ),
         (lambda: delayed_params(PARAMS, ()), r"reads the state of params_history, .* none"),
         (

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 
 import optax_ext
-from optax_ext.execution_order import run_by_leaf
+from optax_ext import _matrix_passes
+from optax_ext.execution_order import Graph, run_by_leaf
 
 
 def test_portable_passes_take_one_form_on_all_platforms():
@@ -22,3 +23,14 @@ def test_portable_passes_take_one_form_on_all_platforms():
     assert "platform_index" in trace(False)
     assert "platform_index" not in trace(True)
     assert "platform_index" in trace(False)
+
+
+def test_a_barrier_across_leaves_is_removed():
+    """Else every output would need the state of all parameters."""
+    with jax.set_mesh(jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])):
+        arrays = [jnp.ones(4), jnp.ones(4)]
+        graph = Graph(
+            lambda x: _matrix_passes.barrier(x) + _matrix_passes.reread(x, x), arrays, [True] * 2
+        )
+    assert [graph.reads[value] for value in graph.outputs] == [1, 2, 1, 2]
+    assert not graph.equations or {e.primitive.name for e in graph.equations} == {"platform_index"}

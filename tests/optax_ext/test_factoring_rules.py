@@ -8,7 +8,7 @@ import optax
 import pytest
 
 import optax_ext
-from optax_ext import Factoring, by_path, flax_attention, last_two_dims, two_largest_dims
+from optax_ext import Factoring, by_path, flax_transformer, last_two_dims, two_largest_dims
 
 # --- Factoring ------------------------------------------------------------------------------------
 
@@ -121,9 +121,8 @@ def test_linen_attention_in_boxes():
             bias_init=box(nn.initializers.zeros_init(), ("heads", None)),
         )
         params = jax.eval_shape(module.init, jax.random.key(0), jnp.ones((2, 5, embed)))
-        state = jax.eval_shape(
-            optax_ext.scale_by_adafactor(factoring=flax_attention()).init, params
-        )
+        tx = optax_ext.scale_by_adafactor(factoring=flax_transformer())
+        state = jax.eval_shape(tx.init, params)
         have = [nn.unbox(x)["params"] for x in (state.nu, state.nu_row, state.nu_col)]
         for name in ("query", "key", "value", "out"):
             nu, row, col = (x[name] for x in have)
@@ -133,14 +132,3 @@ def test_linen_attention_in_boxes():
             assert (row["kernel"].shape, col["kernel"].shape) == (want_row, want_col)
             assert nu["bias"].shape == want_col
             assert row["bias"] is None
-
-
-def test_other_parameters_follow_the_default():
-    rule = flax_attention()
-    assert rule.resolve("mlp/kernel", (8, 4)) == Factoring((0,), (1,))
-    assert rule.resolve("monkey/kernel", (2, 8, 4)) == Factoring((1,), (2,))  # ends in key
-    assert rule.resolve("layout/kernel", (2, 8, 4)) == Factoring((1,), (2,))  # ends in out
-    assert flax_attention(default=two_largest_dims(1)).resolve("mlp", (8, 4)) == Factoring(
-        (1,), (0,)
-    )
-    assert flax_attention(batch=(0,)).resolve("mlp/bias", (3, 4)) == Factoring(batch=(0,))

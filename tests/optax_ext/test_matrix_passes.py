@@ -1,6 +1,5 @@
 """Every form of a pass is the same mathematics; what the programs read is in tests/sharding."""
 
-import contextlib
 import functools
 
 import chex
@@ -14,26 +13,24 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
-from optax_ext import _matrix_passes, _sums_kernel, kernels
+from optax_ext import _matrix_passes
 
 from . import dims, references, traces
 
 FORMS = {
     "in blocks": ("cpu", lambda shape: next(n for n in (3, 2, 1) if shape[0] % n == 0)),
     "on a GPU": ("cuda", lambda shape: 1),
-    "by a kernel": ("cuda", lambda shape: 1),
 }
 
 
 @pytest.fixture(
-    scope="class",
-    params=["in blocks", pytest.param("on a GPU", marks=pytest.mark.slow), "by a kernel"],
+    scope="class", params=["in blocks", pytest.param("on a GPU", marks=pytest.mark.slow)]
 )
 def form(request):
     """Arrays of any size take this form. It is chosen while tracing: no trace may outlive it."""
     platform, blocks = FORMS[request.param]
     jax.clear_caches()
-    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as kernel:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_matrix_passes, "_MIN_SIZE", 0)
         patch.setattr(_matrix_passes, "_num_blocks", blocks)
         patch.setattr(
@@ -41,12 +38,6 @@ def form(request):
             "platform_dependent",
             lambda *args, default, **forms: forms.get(platform, default)(*args),
         )
-        if request.param == "by a kernel":
-            kernel.enter_context(_matrix_passes.implemented_by("pallas"))
-            kernel.enter_context(kernels.interpreted())
-            patch.setattr(_matrix_passes, "implemented_by", lambda _: contextlib.nullcontext())
-            patch.setattr(_sums_kernel, "_ROWS", 8)  # several tiles
-            patch.setattr(_sums_kernel, "_COLUMNS", 4)
         yield request.param
     jax.clear_caches()
 
@@ -161,44 +152,6 @@ def test_an_explicit_mesh_of_one_device_changes_no_value(x64):
 
 
 # --- Which form ---------------------------------------------------------------------------------
-
-
-def test_kernels_are_only_where_they_are_requested():
-    array = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
-
-    def is_used(implementation, array):
-        with _matrix_passes.implemented_by(implementation), kernels.interpreted():
-            return "pallas_call" in str(
-                jax.make_jaxpr(
-                    lambda a: _matrix_passes.sweep(lambda a, _: (a, None), a, (), (1,), (0,))
-                )(array)
-            )
-
-    assert is_used("pallas", array)
-    assert not is_used("xla", array)
-    assert not is_used("pallas", jax.ShapeDtypeStruct((65536, 32768), jnp.float32))  # 2^31
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    place = jax.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
-    assert not is_used("pallas", jax.ShapeDtypeStruct((1024, 1024), jnp.float32, sharding=place))
-
-
-def test_traces_of_one_form_serve_no_other():
-    """A trace is cached by what its form depends on: portable, with kernels, interpreted."""
-    tx = optax_ext.scale_by_came()
-    params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
-    state = jax.eval_shape(tx.init, params)
-    platform = "platform_index"
-
-    def trace(tx=tx):
-        return str(jax.make_jaxpr(lambda g, s: tx.update(g, s))(params, state))
-
-    assert platform in trace()
-    with _matrix_passes.without_barriers(portable=True):
-        assert platform not in trace()
-    with kernels.interpreted():
-        assert "pallas_call" in trace(optax_ext.scale_by_came(implementation="pallas"))
-        assert "pallas_call" not in trace()
-    assert platform in trace()
 
 
 def test_a_cpu_keeps_no_matrix():

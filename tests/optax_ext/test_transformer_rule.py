@@ -15,7 +15,6 @@ from optax_ext import (
     by_path,
     decay_mask,
     describe_factoring,
-    flax_attention,
     flax_transformer,
     hidden_matrices,
 )
@@ -246,8 +245,8 @@ def test_the_kernel_of_a_value_head_decays_and_tokens_do_not():
     assert decay_mask(tree) == {"head": {"kernel": True, "bias": False}, "mask": False}
 
 
-def test_the_older_rule_factors_embedding_and_head_beside_stacked_layers():
-    rule = flax_attention(batch=(0,))
+def test_a_pattern_of_all_paths_leaves_embedding_and_head_unstacked():
+    rule = flax_transformer(stacked=".")
     for path in ("embed/embedding", "head/kernel"):
         assert rule.resolve(path, (500, 64)) == MATRIX
     assert rule.resolve("layers/mlp/kernel", (3, 64, 96)) == STACKED_MATRIX
