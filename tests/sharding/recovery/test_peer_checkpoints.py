@@ -19,9 +19,10 @@ from jax.sharding import AxisType, NamedSharding
 import optax_ext
 import sharding as shd
 from sharding.recovery import _peer_checkpoints as peers
+from sharding.recovery import _snapshot_writer
 from sharding.recovery._replica_program import ReplicaProgram
 from sharding.recovery._slot import Slot, open_slot, slots_in
-from sharding.recovery._slot_plan import SlotPlan
+from sharding.recovery._snapshot_writer import SlotLayout
 
 from .states import adamw, bits, damage, invent_machines, make_state, random_like, store_of
 
@@ -323,9 +324,9 @@ def test_save_in_one_process_alone(make, open_store, tmp_path, monkeypatch):
             return False
 
     store, call = open_store(), ReplicaProgram.__call__
-    monkeypatch.setattr(store, "_num_mates", 2)
+    monkeypatch.setattr(store._writer, "_num_mates", 2)
     (tmp_path / "run" / "1.lock").write_text("7 3")
-    monkeypatch.setattr(peers, "_GIVE_UP_SECONDS", 0.05)
+    monkeypatch.setattr(_snapshot_writer, "_GIVE_UP_SECONDS", 0.05)
     monkeypatch.setattr(
         ReplicaProgram, "__call__", lambda *args: call(*args)._replace(committed=Never())
     )
@@ -498,7 +499,7 @@ def test_waiting_for_the_writer_is_counted_and_reported_once(make, open_store, m
             time.sleep(0.4)
             return self._x.addressable_data(i)
 
-    store, call, fill = open_store(), ReplicaProgram.__call__, SlotPlan.fill
+    store, call, fill = open_store(), ReplicaProgram.__call__, SlotLayout.fill
     with monkeypatch.context() as patch:
         slow = lambda r: r._replace(committed=Slow(r.committed))  # noqa: E731
         patch.setattr(ReplicaProgram, "__call__", lambda *args: slow(call(*args)))
@@ -510,7 +511,7 @@ def test_waiting_for_the_writer_is_counted_and_reported_once(make, open_store, m
         time.sleep(0.4)
         return fill(*args)
 
-    monkeypatch.setattr(SlotPlan, "fill", slow_fill)
+    monkeypatch.setattr(SlotLayout, "fill", slow_fill)
     store.save(3, make(3))
     with pytest.warns(UserWarning, match="until the snapshot before was written"):
         store.save(4, make(4))

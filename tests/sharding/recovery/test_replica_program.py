@@ -14,9 +14,9 @@ import sharding as shd
 from sharding.plan.program._wire import collectives
 from sharding.recovery import _replica_program
 from sharding.recovery._peer_placement import place_replicas
-from sharding.recovery._replica_program import ReplicaProgram, _boxes, leaf_paths
-from sharding.recovery._slot_plan import SlotPlan
-from sharding.recovery._words import as_words, host_checksum
+from sharding.recovery._replica_program import ReplicaProgram, _boxes
+from sharding.recovery._snapshot_writer import SlotLayout
+from sharding.recovery._stored_leaf import as_words, host_checksum, leaf_paths
 
 from .states import adamw, invented_machines, make_state, random_like
 
@@ -43,10 +43,10 @@ def check_blocks(program, leaves, replicas):
 
     With one process its table has the blocks of all devices, own and received.
     """
-    plan = SlotPlan(program)
-    data = np.full(plan.num_bytes, 0xA5, np.uint8)
-    blocks = plan.fill(data, replicas)
-    seen = np.zeros(plan.num_bytes, bool)
+    layout = SlotLayout(program)
+    data = np.full(layout.num_bytes, 0xA5, np.uint8)
+    blocks = layout.fill(data, replicas)
+    seen = np.zeros(layout.num_bytes, bool)
     for row in blocks:
         leaf, (path, x) = program.leaves[row["leaf"]], leaves[row["leaf"]]
         start = int(row["offset"])
@@ -100,10 +100,13 @@ def test_bytes_on_the_wire_and_bits_at_the_other_end(case):
     if sent:
         damaged = jax.tree.map(lambda x: np.array(x), replicas.sent)
         next(rounds for rounds in damaged if rounds)[0][3, 0] ^= 1
-        plan, placed = SlotPlan(program), NamedSharding(program.mesh, P(program.mesh.axis_names))
+        layout, placed = (
+            SlotLayout(program),
+            NamedSharding(program.mesh, P(program.mesh.axis_names)),
+        )
         put = functools.partial(jax.device_put, device=placed)
-        data = np.zeros(plan.num_bytes, np.uint8)
-        blocks = plan.fill(data, replicas._replace(sent=jax.tree.map(put, damaged)))
+        data = np.zeros(layout.num_bytes, np.uint8)
+        blocks = layout.fill(data, replicas._replace(sent=jax.tree.map(put, damaged)))
         bad = 0
         for row in blocks:
             leaf, at = program.leaves[row["leaf"]], int(row["offset"])

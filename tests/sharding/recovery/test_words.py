@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sharding.recovery import _words
-from sharding.recovery._words import as_words, checksum, host_checksum, stored_dtype
+from sharding.recovery import _stored_leaf
+from sharding.recovery._stored_leaf import as_words, checksum, host_checksum, stored_dtype
 
 from .states import random_bits
 
@@ -23,7 +23,7 @@ DTYPES = {
     **{name: name for name in ("int64", "uint64", "float64")},  # with x64
 }
 # The last one in two chunks of a host.
-SHAPES = [(), (3, 0, 2), (3, 5, 7, 2), (3, _words._CHUNK // 3 + 5)]
+SHAPES = [(), (3, 0, 2), (3, 5, 7, 2), (3, _stored_leaf._CHUNK // 3 + 5)]
 
 
 def test_devices_compute_what_hosts_do(x64):
@@ -62,10 +62,10 @@ def corrupted(block, at):
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_flipped_bits_and_swapped_words_are_seen(size):
     """In all chunks of a host, and between them."""
-    chunk, short = _words._CHUNK, random_bits(_words.WORDS[size], (24,))
+    chunk, short = _stored_leaf._CHUNK, random_bits(_stored_leaf.WORDS[size], (24,))
     for at in range(short.nbytes):
         assert host_checksum(short) not in list(corrupted(short, at)), at
-    block = random_bits(_words.WORDS[size], (chunk + 40,))
+    block = random_bits(_stored_leaf.WORDS[size], (chunk + 40,))
     expected = host_checksum(block)
     for at in (chunk * size - 1, chunk * size, block.nbytes - 1):
         assert expected not in list(corrupted(block, at)), at
