@@ -1,8 +1,8 @@
-"""Which named values of a block to save: the least recomputation for the bytes they take."""
+"""Which named values of a block may be saved, and which are: the least time for their bytes."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -10,11 +10,59 @@ import numpy as np
 
 from optax_ext.execution_order import Graph
 from sharding.plan._devices import DeviceKind
+from sharding.plan._saved_names import PRESETS
 from sharding.plan._tiles import num_bytes
 from sharding.plan.timing._traced_work import work_of_equation
 
 # Of the unit of time in a program: enough for ties to go to fewer operations and saved names.
 _TIE = 1e-7
+MAXTEXT_NAMES = frozenset((*PRESETS["minimal_with_context"][0], "decoder_layer_input"))
+_PLACES = ("device", "offload", "remat")
+
+Names = Collection[str] | Mapping[str, str] | str | None
+
+
+class NameRequest(NamedTuple):
+    """What a caller allows or demands.
+
+    Attributes:
+      allowed: names that may be saved; None for all.
+      saved: names that are saved on the device; None where the planner chooses.
+      offloaded: names that are copied to host memory.
+    """
+
+    allowed: Collection[str] | None = None
+    saved: tuple[str, ...] | None = None
+    offloaded: tuple[str, ...] = ()
+
+
+def request_of(names: Names) -> NameRequest:
+    """Reads the argument ``names``: a preset, a place for each name, or names that are allowed.
+
+    >>> request_of({"mlpwi": "offload", "context": "device", "mlpwo": "remat"})
+    NameRequest(allowed=None, saved=('context',), offloaded=('mlpwi',))
+
+    Raises:
+      ValueError: for an unknown preset or place.
+    """
+    if isinstance(names, str):
+        if names not in PRESETS:
+            known = ", ".join(map(repr, PRESETS))
+            raise ValueError(f"names={names!r} is no preset; known are {known}.")
+        return NameRequest(None, *PRESETS[names])
+    if isinstance(names, Mapping):
+        for name, place in names.items():
+            if place not in _PLACES:
+                raise ValueError(
+                    f"names: {name!r} must be in one of {', '.join(map(repr, _PLACES))}, got "
+                    f"{place!r}."
+                )
+        saved, offloaded = (
+            tuple(name for name, place in names.items() if place == wanted)
+            for wanted in ("device", "offload")
+        )
+        return NameRequest(None, saved, offloaded)
+    return NameRequest(names if names is None else frozenset(names))
 
 
 class HostCopies(NamedTuple):
@@ -107,7 +155,7 @@ class NamedValues:
                 if names is None or name in names:
                     values[name] = (*values.get(name, ()), *eqn.results)
         count = len(jax.tree.leaves(args[-1]))
-        inputs = frozenset(range(len(leaves) - count, len(leaves)))
+        inputs = frozenset(range(len(leaves) - count, len(leaves)))  # behind the parameters
         return NamedValues(graph, tuple(seconds), values, inputs)
 
     def nbytes(self, name: str) -> int:
@@ -116,15 +164,15 @@ class NamedValues:
 
     def recompute_seconds(self, saved: Collection[str]) -> float:
         """The time of the operations that run again if these names are saved, and no others."""
-        have = {value for name in saved for value in self.values[name]}
+        stored = {value for name in saved for value in self.values[name]}
         run: set[int] = set()
-        todo = list(self.graph.outputs)
-        while todo:
-            value = todo.pop()
+        needed = list(self.graph.outputs)
+        while needed:
+            value = needed.pop()
             producer = self.graph.producer.get(value)
-            if value not in have and producer is not None and producer not in run:
+            if value not in stored and producer is not None and producer not in run:
                 run.add(producer)
-                todo.extend(self.graph.equations[producer].operands)
+                needed.extend(self.graph.equations[producer].operands)
         return sum(self.seconds[i] for i in run)
 
     def of_input(self) -> list[str]:
@@ -210,29 +258,25 @@ class NamedValues:
         upper[waits:] = np.inf
         rows, columns, coefficients = zip(*entries, strict=True) if entries else ((), (), ())
         matrix = sparse.csr_array((coefficients, (rows, columns)), shape=(len(least), waits + 2))
-        found = milp(
+        solution = milp(
             cost,
             constraints=LinearConstraint(matrix, np.array(least), np.array(most)),
             integrality=np.append(np.ones(waits), [0, 0]),
             bounds=Bounds(0, upper),
             options={"mip_rel_gap": 1e-9},
         )
-        chosen = found.x > 0.5
+        chosen = solution.x > 0.5
         saved, offloaded = (
-            tuple(n for n, c in zip(names, chosen[at : at + num_names], strict=True) if c)
-            for at in (saves, offloads)
+            tuple(n for n, c in zip(names, chosen[start : start + num_names], strict=True) if c)
+            for start in (saves, offloads)
         )
-        return self._choice(
-            saved,
-            offloaded,
-            float(np.sum(np.array(self.seconds)[chosen[:num_equations]])),
-            host,
-        )
+        seconds = float(np.sum(np.array(self.seconds)[chosen[:num_equations]]))
+        return self._choice(saved, offloaded, seconds, host)
 
     def fixed(
         self, saved: Collection[str], offloaded: Collection[str], host: HostCopies | None = None
     ) -> SavedNames:
-        """The choice that others made: those of their names that this block has."""
+        """The choice of others, as far as this block has their names."""
         saved, offloaded = (
             tuple(n for n in self.values if n in names) for names in (saved, offloaded)
         )
@@ -254,13 +298,13 @@ class NamedValues:
 
     def frontier(self, host: HostCopies | None = None) -> list[SavedNames]:
         """Every choice that no other one beats in bytes and time, from the most bytes to none."""
-        found = [self.best(float("inf"), host)]
-        while found[-1].nbytes:
+        choices = [self.best(float("inf"), host)]
+        while choices[-1].nbytes:
             # Below the last choice by more than the solver's tolerance.
-            found.append(self.best(found[-1].nbytes * (1 - 1e-5), host))
-        slower = [*(each.seconds for each in found[1:]), math.inf]  # those of the next choice
+            choices.append(self.best(choices[-1].nbytes * (1 - 1e-5), host))
+        following = [*(choice.seconds for choice in choices[1:]), math.inf]
         return [
-            each
-            for each, other in zip(found, slower, strict=True)
-            if each.seconds < other * (1 - 1e-9)
+            choice
+            for choice, slower in zip(choices, following, strict=True)
+            if choice.seconds < slower * (1 - 1e-9)
         ]
