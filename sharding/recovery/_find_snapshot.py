@@ -21,20 +21,13 @@ class NoCompleteCheckpoint(Exception):
 
 
 class FoundSnapshot(NamedTuple):
-    """A complete snapshot.
+    """A complete snapshot."""
 
-    Attributes:
-      id: its attempt and step.
-      leaves: of the state.
-      extra: the user's value.
-      readers: by block: the processes that can read it.
-      mine: by block that this process can read: the file and the row of its table.
-    """
-
-    id: SnapshotId
-    leaves: list[StoredLeaf]
-    extra: Any
-    readers: dict[Block, list[int]]
+    id: SnapshotId  # its attempt and step
+    leaves: list[StoredLeaf]  # of the state
+    extra: Any  # the user's value
+    readers: dict[Block, list[int]]  # by block: the processes that can read it
+    # By block that this process can read: the file and the row of its table.
     mine: dict[Block, tuple[OpenSlot, int]]
 
     def block(self, leaf: int, number: int) -> np.ndarray:

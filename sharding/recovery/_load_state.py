@@ -29,19 +29,12 @@ Box = tuple[tuple[int, int], ...]  # a start and a stop in each dim
 
 
 class Request(NamedTuple):
-    """A box of a block that a process needs.
+    """A box of a block that a process needs."""
 
-    Attributes:
-      source: the process that sends it.
-      leaf: of the snapshot.
-      block: of the leaf.
-      box: within the block.
-    """
-
-    source: int
-    leaf: int
-    block: int
-    box: Box
+    source: int  # the process that sends it
+    leaf: int  # of the snapshot
+    block: int  # of the leaf
+    box: Box  # within the block
 
 
 # By leaf and box of it: the boxes that it consists of, and where they come from.
@@ -49,12 +42,7 @@ Needed = dict[tuple[int, Box], list[tuple[Box, Request]]]
 
 
 def load_state(mesh: Mesh, snapshot: FoundSnapshot, abstract: Any) -> tuple[Any, int]:
-    """The state, and the bytes that crossed links for it; a collective.
-
-    Args:
-      mesh: of the state.
-      snapshot: a complete one.
-      abstract: types with shardings.
+    """The state of such types, and the bytes that crossed links for it; a collective.
 
     Raises:
       ValueError: if the snapshot is of another state; names the leaves that differ.

@@ -20,19 +20,12 @@ Holders = tuple[tuple[int, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Machines:
-    """The machines of a mesh, numbered in the order of the mesh.
+    """The machines of a mesh, numbered in the order of the mesh."""
 
-    Attributes:
-      names: of each machine.
-      domains: the failure domain of each machine.
-      of_device: the machine of each device, in the order of the mesh. [devices]
-      of_process: the machine of each process.
-    """
-
-    names: tuple[str, ...]
-    domains: tuple[str, ...]
-    of_device: np.ndarray
-    of_process: tuple[int, ...]
+    names: tuple[str, ...]  # of each machine
+    domains: tuple[str, ...]  # the failure domain of each machine
+    of_device: np.ndarray  # the machine of each device, in the order of the mesh. [devices]
+    of_process: tuple[int, ...]  # the machine of each process
 
     @functools.cached_property
     def devices(self) -> np.ndarray:

@@ -30,46 +30,26 @@ _ON_TPUS = 2  # as small: programs for TPUs hold four to six of them, those for 
 
 
 class Transfer(NamedTuple):
-    """What crosses a link at once.
+    """What crosses a link at once."""
 
-    Attributes:
-      leaves: several small ones, flattened, one after the other; or a large one.
-      box: of the large one's block; None for all of it.
-      route: where it goes, as an index into the routes of the program.
-    """
-
-    leaves: tuple[int, ...]
-    box: tuple[slice, ...] | None
-    route: int
+    leaves: tuple[int, ...]  # several small ones, flattened, one after the other; or a large one
+    box: tuple[slice, ...] | None  # of the large one's block; None for all of it
+    route: int  # where it goes, as an index into the routes of the program
 
 
 class Replicas(NamedTuple):
-    """What the program returns; arrays by device, in host memory where devices have it.
+    """What the program returns; arrays by device, in host memory where devices have it."""
 
-    Attributes:
-      committed: on how many devices the snapshot before was committed; known when all copies are
-        made. int32 []
-      sums: checksums of each device's blocks. uint32 [devices, leaves]
-      sent_sums: by route and round, the same of the blocks that arrived.
-      own: by transfer, words of each device's own blocks. [devices, ...]
-      sent: by transfer and round, words of the blocks that arrived. [devices, ...]
-    """
-
+    # On how many devices the snapshot before was committed; known once all copies are made.
     committed: Any
-    sums: Any
-    sent_sums: Any
-    own: Any
-    sent: Any
+    sums: Any  # checksums of each device's blocks. uint32 [devices, leaves]
+    sent_sums: Any  # by route and round, the same of the blocks that arrived
+    own: Any  # by transfer, words of each device's own blocks. [devices, ...]
+    sent: Any  # by transfer and round, words of the blocks that arrived. [devices, ...]
 
 
 class ReplicaProgram:
-    """Copies the shards of a state; compiled once.
-
-    Args:
-      mesh: the devices.
-      machines: of the mesh.
-      holders: the machines that keep each machine's shards.
-      leaves: paths and arrays of the state, which may be abstract.
+    """Copies the shards of a state, given as paths and arrays, which may be abstract.
 
     Raises:
       TypeError: for a leaf that is not an array on the mesh, or of a dtype that cannot be stored.
@@ -194,41 +174,29 @@ class ReplicaProgram:
 class StepCopies:
     """Copies that a training step makes beside its own work, of a state that it may donate.
 
-    Args:
-      program: of the snapshot.
-      saved: the leaves of the snapshot.
-      taken: the leaves of the step's state. Those of the snapshot that are none of them are further
-        arguments of the step.
-      committed: whether this process committed the snapshot before.
-      started: is called with what the step copied.
-
-    Attributes:
-      key: distinguishes compiled steps.
-      arguments: of the step, beside its own.
-      started: as given.
+    Leaves of the snapshot that are none of the step's state are further arguments of the step.
     """
 
     def __init__(
         self,
         program: ReplicaProgram,
-        saved: Sequence[Any],
-        taken: Sequence[Any],
-        committed: bool,
-        started: Callable[[Replicas], None],
+        saved: Sequence[Any],  # the leaves of the snapshot
+        taken: Sequence[Any],  # the leaves of the step's state
+        committed: bool,  # whether this process committed the snapshot before
+        started: Callable[[Replicas], None],  # is called with what the step copied
     ):
         places = {id(x): i for i, x in enumerate(taken)}
         self._program = program
         self._places = [places.get(id(x)) for x in saved]
         others = [x for x, i in zip(saved, self._places, strict=True) if i is None]
-        self.key = (id(program), tuple(self._places))
-        self.arguments = program.flags(committed), others
+        self.key = (id(program), tuple(self._places))  # distinguishes compiled steps
+        self.arguments = program.flags(committed), others  # of the step, beside its own
         self.started = started
 
     def beside(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """The step, with ``arguments`` as its last one, which also returns the replicas.
 
-        Args:
-          step: its last argument is a scalar that is known once the state is copied.
+        The last argument of ``step`` is a scalar that is known once the state is copied.
         """
 
         def call(state: Any, *args: Any) -> tuple[Any, Replicas]:

@@ -100,31 +100,19 @@ def _unlock(file: int, path: pathlib.Path) -> None:
 
 
 class SnapshotId(NamedTuple):
-    """Names a snapshot; later ones are greater.
+    """Names a snapshot; later ones are greater."""
 
-    Attributes:
-      attempt: of the run, in which it was saved.
-      step: of training.
-    """
-
-    attempt: int
-    step: int
+    attempt: int  # of the run, in which it was saved
+    step: int  # of training
 
 
 class SlotTable(NamedTuple):
-    """What a slot holds.
+    """What a slot holds."""
 
-    Attributes:
-      id: of the snapshot.
-      leaves: of the state.
-      blocks: in this slot, as ``BLOCK``.
-      extra: the user's value.
-    """
-
-    id: SnapshotId
-    leaves: list[StoredLeaf]
-    blocks: np.ndarray
-    extra: Any
+    id: SnapshotId  # of the snapshot
+    leaves: list[StoredLeaf]  # of the state
+    blocks: np.ndarray  # in this slot, as ``BLOCK``
+    extra: Any  # the user's value
 
     def pack(self) -> bytes:
         """Write the blocks behind their length in bytes, then the others as JSON."""
@@ -144,8 +132,7 @@ class SlotTable(NamedTuple):
 class Slot:
     """A file that is kept and written over; a snapshot in it is valid once its header is written.
 
-    Args:
-      path: of the file; created by the first ``reserve``.
+    The first ``reserve`` creates it.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -201,17 +188,11 @@ class Slot:
 
 
 class OpenSlot(NamedTuple):
-    """A snapshot that is read.
+    """A snapshot that is read."""
 
-    Attributes:
-      path: of the file.
-      data: bytes of the blocks, a view of the file.
-      table: what it holds.
-    """
-
-    path: pathlib.Path
-    data: np.ndarray
-    table: SlotTable
+    path: pathlib.Path  # of the file
+    data: np.ndarray  # bytes of the blocks, a view of the file
+    table: SlotTable  # what it holds
 
     @property
     def id(self) -> SnapshotId:

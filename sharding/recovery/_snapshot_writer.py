@@ -53,20 +53,12 @@ class SaveCounts:
 
 
 class SlotLayout:
-    """Where in a slot this process writes each block of a program's snapshots.
-
-    Attributes:
-      leaves: of the state.
-      blocks: the table without checksums, as ``BLOCK``.
-      num_bytes: of data.
-      received_bytes: of them, those that other machines sent.
-      num_devices: of the mesh.
-    """
+    """Where in a slot this process writes each block of a program's snapshots."""
 
     def __init__(self, program: ReplicaProgram):
         self.leaves, self._program = program.leaves, program
-        self.num_bytes = self.received_bytes = 0
-        self._places, self.num_devices = mesh_positions(program.mesh), program.mesh.size
+        self.num_bytes = self.received_bytes = 0  # of data, and of them what other machines sent
+        self.num_devices, self._places = program.mesh.size, mesh_positions(program.mesh)
         self._rows: dict[tuple[int, int, int], int] = {}  # by device, round and leaf
         rows: list[tuple[int, int, int, int]] = []
         local = [self._places[device] for device in program.mesh.local_devices]
@@ -81,7 +73,7 @@ class SlotLayout:
                 rows.append((i, int(placement.block[source]), self.num_bytes, 0))
                 self.num_bytes += -(-leaf.block_bytes // _ALIGN) * _ALIGN
                 self.received_bytes += leaf.block_bytes * (number != OWN)
-        self.blocks = np.array(rows, BLOCK)
+        self.blocks = np.array(rows, BLOCK)  # the table without checksums
 
     def fill(self, data: np.ndarray, replicas: Replicas) -> np.ndarray:
         """Writes the data; returns the blocks of the table, with checksums of their sources."""
@@ -126,16 +118,8 @@ class SlotLayout:
 class SnapshotWriter:
     """Writes one snapshot at a time, in a thread, into the older of two slots.
 
-    Args:
-      folder: of the run, in memory; it is made for this user alone, and locked.
-      rank: of this process among those of its machine.
-      num_mates: processes of this machine.
-      counts: to be kept up to date.
-
-    Attributes:
-      attempt: of the run, greater than those before it; set once it is known.
-      complete: the last snapshot that all processes committed, as far as known here.
-      newest: the last snapshot that this process committed.
+    It makes the folder for this user alone, and locks it. ``rank`` is that of this process among
+    the ``num_mates`` processes of its machine; ``counts`` is kept up to date.
 
     Raises:
       OSError: if the folder cannot be used.
@@ -148,9 +132,9 @@ class SnapshotWriter:
         self._folder, self._rank, self._num_mates = folder, rank, num_mates
         self._slots = [Slot(folder / f"{rank}-{i}.slot") for i in range(2)]
         self._counts = counts
-        self.attempt = 0
-        self.complete: SnapshotId | None = None
-        self.newest: SnapshotId | None = None
+        self.attempt = 0  # of the run, greater than those before it; set once it is known
+        self.complete: SnapshotId | None = None  # of all processes, as far as known here
+        self.newest: SnapshotId | None = None  # committed by this process
         self._written: SnapshotId | None = None  # the last one that was begun
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -226,13 +210,9 @@ class SnapshotWriter:
                 path.unlink(missing_ok=True)
 
     def wait(self, *, saving: bool) -> bool:
-        """Waits for the thread, and reports its error.
+        """Waits for the thread, and reports its error; a long wait too, if a snapshot is saved.
 
-        Args:
-          saving: whether a snapshot waits, which is reported if it is long.
-
-        Returns:
-          Whether this process committed the last snapshot that it began.
+        Returns whether this process committed the last snapshot that it began.
         """
         if self._thread is not None:
             start = time.perf_counter()

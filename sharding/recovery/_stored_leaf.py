@@ -22,19 +22,12 @@ Pairs = tuple[tuple[int, int], ...]
 
 
 class StoredLeaf(NamedTuple):
-    """A leaf in blocks of equal shape, independent of any mesh; a row of JSON in files.
+    """A leaf in blocks of equal shape, independent of any mesh; a row of JSON in files."""
 
-    Attributes:
-      path: of the leaf in its tree.
-      shape: of the leaf; of a random key, that of its data.
-      dtype: its name.
-      grid: the number of blocks in each dim.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    grid: tuple[int, ...]
+    path: str  # of the leaf in its tree
+    shape: tuple[int, ...]  # of the leaf; of a random key, that of its data
+    dtype: str  # its name
+    grid: tuple[int, ...]  # the number of blocks in each dim
 
     @property
     def num_blocks(self) -> int:
@@ -66,24 +59,15 @@ def leaves_from_json(rows: list[list[Any]]) -> list[StoredLeaf]:
 
 
 class BlockPlacement(NamedTuple):
-    """Which block of a leaf each device stores; devices by their places in the mesh.
+    """Which block of a leaf each device stores; devices by their places in the mesh."""
 
-    Attributes:
-      grid: the number of blocks in each dim.
-      dim: the dim that the devices of a machine split among themselves; -1 for none.
-      parts: into how many parts they split it.
-      part: the part of each device. [devices]
-      block: the block of each device. [devices]
-      stored: whether a device stores its block; not if another one of its machine does. [devices]
-      sends: rounds of (source, destination), in which a device occurs once as either.
-    """
-
-    grid: tuple[int, ...]
-    dim: int
-    parts: int
-    part: np.ndarray
-    block: np.ndarray
-    stored: np.ndarray
+    grid: tuple[int, ...]  # the number of blocks in each dim
+    dim: int  # the dim that the devices of a machine split among themselves; -1 for none
+    parts: int  # into how many parts they split it
+    part: np.ndarray  # the part of each device. [devices]
+    block: np.ndarray  # the block of each device. [devices]
+    stored: np.ndarray  # false if another device of its machine stores the block. [devices]
+    # Rounds of (source, destination), in which a device occurs once at most as either.
     sends: tuple[Pairs, ...]
 
 

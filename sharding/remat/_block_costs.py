@@ -21,31 +21,19 @@ from sharding.remat._names import NamedValues, SavedNames
 
 @dataclasses.dataclass(frozen=True)
 class TracedBlock:
-    """A block, with types of its parameters, its input and its output.
+    """A block, with types of its parameters, its input and its output."""
 
-    Attributes:
-      fn: ``fn(params, x) -> y``.
-      params: abstract.
-      x: abstract.
-      y: abstract.
-      device: for which it is compiled, where the arguments are not on several devices.
-    """
-
-    fn: Fn
-    params: Any
-    x: Any
-    y: Any
-    device: jax.Device
+    fn: Fn  # ``fn(params, x) -> y``
+    params: Any  # abstract
+    x: Any  # abstract
+    y: Any  # abstract
+    device: jax.Device  # for which it is compiled, where the arguments are not on several devices
 
     @staticmethod
     def of(fn: Fn, params: Any, x: Any, device: jax.Device) -> "TracedBlock":
         """Traces a block on real or abstract arrays."""
         params, x = types_of(params), types_of(x)
-        y = jax.eval_shape(fn, params, x)
-        if is_sharded((params, x)):  # so is y, as the compiler has it
-            shardings = jax.jit(fn).lower(params, x).compile().output_shardings
-            y = jax.tree.map(lambda t, s: t.update(sharding=s), y, shardings)
-        return TracedBlock(fn, params, x, y, device)
+        return TracedBlock(fn, params, x, _types_of_results(fn, params, x), device)
 
     @property
     def key(self) -> Any:
@@ -90,11 +78,7 @@ class TracedBlock:
         def residuals(params: Any, x: Any) -> Any:
             return jax.tree.leaves(floating_vjp(self.with_policy(names), params, x)[1])
 
-        types = jax.eval_shape(residuals, self.params, self.x)
-        if is_sharded((self.params, self.x)):
-            shardings = jax.jit(residuals).lower(self.params, self.x).compile().output_shardings
-            types = [t.update(sharding=s) for t, s in zip(types, shardings, strict=True)]
-        return device_bytes(types)
+        return device_bytes(_types_of_results(residuals, self.params, self.x))
 
     def temporaries(self, names: Sequence[str]) -> int:
         """Bytes of the compiled backward pass, what it saves included.
@@ -111,6 +95,15 @@ class TracedBlock:
             backward, (self.params, self.x, self.y), (results,), self.device, donate_argnums=2
         )
         return temporaries_of(compiled) - int(compiled.memory_analysis().alias_size_in_bytes)
+
+
+def _types_of_results(fn: Fn, params: Any, x: Any) -> Any:
+    """Types of what a function returns; of sharded arguments sharded as the compiler has it."""
+    types = jax.eval_shape(fn, params, x)
+    if is_sharded((params, x)):
+        shardings = jax.jit(fn).lower(params, x).compile().output_shardings
+        types = jax.tree.map(lambda t, s: t.update(sharding=s), types, shardings)
+    return types
 
 
 def step_temporaries(fn: Fn, params: Any, x: Any, device: jax.Device) -> float:
@@ -175,19 +168,12 @@ def compiled_for(
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredBlock:
-    """A block for the planner, and the operations behind its times.
+    """A block for the planner, and the operations behind its times."""
 
-    Attributes:
-      block: times in seconds, and bytes.
-      forward: operations of the forward pass.
-      backward: of the backward pass without recomputation.
-      recompute: of each mode.
-    """
-
-    block: Block
-    forward: Work
-    backward: Work
-    recompute: tuple[Work, ...]
+    block: Block  # times in seconds, and bytes
+    forward: Work  # operations of the forward pass
+    backward: Work  # of the backward pass without recomputation
+    recompute: tuple[Work, ...]  # of each mode
 
     def in_flops(self) -> Block:
         """The block with operations in the place of times."""

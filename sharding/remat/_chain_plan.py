@@ -114,23 +114,14 @@ def _by_number(block: Fn, number: int) -> Fn:
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredChain:
-    """A chain whose blocks were measured.
+    """A chain whose blocks were measured."""
 
-    Attributes:
-      fns: the blocks.
-      params: of each block, abstract.
-      x: the input of the first block, abstract.
-      device: for which they are compiled.
-      measured: what each costs.
-      sizes: bytes of each block's input, and of the last one's output.
-    """
-
-    fns: tuple[Fn, ...]
-    params: Sequence[Any]
-    x: Any
-    device: jax.Device
-    measured: tuple[MeasuredBlock, ...]
-    sizes: tuple[float, ...]
+    fns: tuple[Fn, ...]  # the blocks
+    params: Sequence[Any]  # of each block, abstract
+    x: Any  # the input of the first block, abstract
+    device: jax.Device  # for which they are compiled
+    measured: tuple[MeasuredBlock, ...]  # what each costs
+    sizes: tuple[float, ...]  # bytes of each block's input, and of the last one's output
 
     @property
     def blocks(self) -> list[Block]:

@@ -11,33 +11,20 @@ _ROUNDING = 1e-12
 
 
 class Mode(NamedTuple):
-    """One way to run a block's backward pass.
+    """One way to run a block's backward pass."""
 
-    Attributes:
-      names: of values that are saved between the block's forward and backward pass.
-      saved: bytes of them.
-      temporaries: bytes of the program of the backward pass alone, what is saved included.
-      recompute: time that it takes to compute the others again.
-    """
-
-    names: tuple[str, ...]
-    saved: float
-    temporaries: float
-    recompute: float
+    names: tuple[str, ...]  # of values that are saved between the block's forward and backward pass
+    saved: float  # bytes of them
+    temporaries: float  # bytes of the program of the backward pass alone, what is saved included
+    recompute: float  # time that it takes to compute the others again
 
 
 class Block(NamedTuple):
-    """A block of a chain. Times in any unit.
+    """A block of a chain. Times in any unit."""
 
-    Attributes:
-      forward: time of the forward pass.
-      backward: time of the backward pass without recomputation.
-      modes: ways to run it; the last one saves nothing.
-    """
-
-    forward: float
-    backward: float
-    modes: tuple[Mode, ...]
+    forward: float  # time of the forward pass
+    backward: float  # time of the backward pass without recomputation
+    modes: tuple[Mode, ...]  # ways to run it; the last one saves nothing
 
 
 class Kept(NamedTuple):
@@ -57,17 +44,11 @@ Tree = tuple[Kept | Rerun, ...]
 
 
 class _Steps(NamedTuple):
-    """A step function of bytes, by its steps.
+    """A step function of bytes, by its steps."""
 
-    Attributes:
-      peaks: [steps], bytes from which on a time is possible.
-      times: [steps].
-      choices: [steps], what takes that time: mode k as k, a segment of n blocks as -n.
-    """
-
-    peaks: np.ndarray
-    times: np.ndarray
-    choices: np.ndarray
+    peaks: np.ndarray  # [steps], bytes from which on a time is possible
+    times: np.ndarray  # [steps]
+    choices: np.ndarray  # [steps], what takes that time: mode k as k, a segment of n blocks as -n
 
     def at(self, nbytes: Any) -> Any:
         """The number of the step at some bytes."""

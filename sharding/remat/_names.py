@@ -23,17 +23,11 @@ Names = Collection[str] | Mapping[str, str] | str | None
 
 
 class NameRequest(NamedTuple):
-    """What a caller allows or demands.
+    """What a caller allows or demands."""
 
-    Attributes:
-      allowed: names that may be saved; None for all.
-      saved: names that are saved on the device; None where the planner chooses.
-      offloaded: names that are copied to host memory.
-    """
-
-    allowed: Collection[str] | None = None
-    saved: tuple[str, ...] | None = None
-    offloaded: tuple[str, ...] = ()
+    allowed: Collection[str] | None = None  # names that may be saved; None for all
+    saved: tuple[str, ...] | None = None  # names on the device; None where the planner chooses
+    offloaded: tuple[str, ...] = ()  # names that are copied to host memory
 
 
 def request_of(names: Names) -> NameRequest:
@@ -66,21 +60,13 @@ def request_of(names: Names) -> NameRequest:
 
 
 class HostCopies(NamedTuple):
-    """Copies of activations to host memory, beside a block's forward and backward pass.
+    """Copies of activations to host memory, beside a block's forward and backward pass."""
 
-    Attributes:
-      names: of values that may be copied.
-      bandwidth: bytes per second to the host; as many come back at the same time.
-      forward: seconds of the block's forward pass.
-      backward: seconds of its backward pass without recomputation.
-      input_bytes: of the block's input, which is copied too; 0 where it stays on the device.
-    """
-
-    names: Collection[str]
-    bandwidth: float
-    forward: float
-    backward: float
-    input_bytes: int = 0
+    names: Collection[str]  # of values that may be copied
+    bandwidth: float  # bytes per second to the host; as many come back at the same time
+    forward: float  # seconds of the block's forward pass
+    backward: float  # seconds of its backward pass without recomputation
+    input_bytes: int = 0  # of the block's input, if it is copied too
 
     def wait(self, nbytes: float, recompute: float) -> float:
         """Seconds by which copies of names outlast the passes that they run beside."""
@@ -89,22 +75,14 @@ class HostCopies(NamedTuple):
 
 
 class SavedNames(NamedTuple):
-    """A choice of names.
+    """A choice of names."""
 
-    Attributes:
-      names: of the values that are saved on the device.
-      nbytes: that they take.
-      seconds: that the operations take which are run again, by a model of the device, and that the
-        copies to host memory take beyond it.
-      offloaded: names of the values that are copied to host memory.
-      host_bytes: that they take.
-    """
-
-    names: tuple[str, ...]
-    nbytes: int
+    names: tuple[str, ...]  # of the values that are saved on the device
+    nbytes: int  # that they take
+    # Of operations that run again, by a model of the device, and of waiting for copies.
     seconds: float
-    offloaded: tuple[str, ...] = ()
-    host_bytes: int = 0
+    offloaded: tuple[str, ...] = ()  # names of the values that are copied to host memory
+    host_bytes: int = 0  # that they take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,18 +92,12 @@ class NamedValues:
     A value that the backward pass reads is saved, if it has a name that is chosen, or is computed
     again from what is saved, the parameters and the block's input: an integer program over the
     operations that run again and the names that are saved.
-
-    Attributes:
-      graph: from parameters and input to what the backward pass reads.
-      seconds: of each operation.
-      values: for each name, the values that have it.
-      inputs: the block's input, beside its parameters.
     """
 
-    graph: Graph
-    seconds: tuple[float, ...]
-    values: dict[str, tuple[int, ...]]
-    inputs: frozenset[int]
+    graph: Graph  # from parameters and input to what the backward pass reads
+    seconds: tuple[float, ...]  # of each operation
+    values: dict[str, tuple[int, ...]]  # for each name, the values that have it
+    inputs: frozenset[int]  # the block's input, beside its parameters
 
     @staticmethod
     def of(

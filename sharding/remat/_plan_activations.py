@@ -177,15 +177,7 @@ def frontier(
     Of a stack all candidates are compiled: seconds each on GPUs, up to a minute on TPUs. Of a chain
     at most 16 plans are, of bytes in about equal ratios.
 
-    Args:
-      blocks: as in ``plan``.
-      params: of each block, or stacked.
-      x: the input of the first block.
-      device: for which programs are compiled.
-      names: that may be saved.
-      offload: whether a stack may offload.
-      length: the number of blocks of a stack.
-      modes: how many choices of names are compiled.
+    The arguments are those of ``plan``; ``modes`` limits the choices of names of stacks, too.
 
     Returns:
       A list of plans; ``print`` it for a table, or ``plot`` several.

@@ -84,25 +84,15 @@ class StackPlan(RematPlan):
 
 
 class Candidate(NamedTuple):
-    """A way to run the stack.
+    """A way to run the stack."""
 
-    Attributes:
-      choice: of names.
-      lengths: of the scans.
-      input_offloaded: whether the blocks' inputs are in host memory.
-      work: operations of a step, waiting included.
-      saved: bytes that are stored on the device.
-      host: bytes that are stored in host memory.
-      slices: bytes of parameters that an inner scan holds.
-    """
-
-    choice: SavedNames
-    lengths: tuple[int, ...]
-    input_offloaded: bool
-    work: Work
-    saved: float
-    host: float
-    slices: float
+    choice: SavedNames  # of names
+    lengths: tuple[int, ...]  # of the scans
+    input_offloaded: bool  # whether the blocks' inputs are in host memory
+    work: Work  # operations of a step, waiting included
+    saved: float  # bytes that are stored on the device
+    host: float  # bytes that are stored in host memory
+    slices: float  # bytes of parameters that an inner scan holds
 
     @property
     def key(self) -> Any:
@@ -123,13 +113,8 @@ class Stack:
     stores L / i inputs, and in its backward pass i inputs and what is saved, and i layers of
     parameters and gradients.
 
-    Args:
-      fn: the block.
-      params: stacked: the first dim of every array is the number of blocks.
-      x: the input of the first block.
-      length: the number of blocks.
-      device: for which it is compiled.
-      kind: its figures.
+    ``params`` are stacked: the first dim of every array is ``length``, the number of blocks.
+    ``kind`` has the figures of the device for which it is compiled.
     """
 
     def __init__(
@@ -177,10 +162,8 @@ class Stack:
     ) -> list[Candidate]:
         """All that are worth considering, the fastest first.
 
-        Args:
-          request: names that are allowed or demanded.
-          offload: names that may be offloaded; True for all, False for none.
-          modes: choices of names; None for all that are worth their bytes.
+        ``offload`` has the names that may be offloaded, or is True for all; ``modes`` limits the
+        choices of names.
         """
         values = self.named_values(request)
         inputs = self._input_names = tuple(values.of_input())
@@ -268,10 +251,8 @@ class Stack:
     ) -> float:
         """Bytes of a compiled program; infinite where the compiler gives up.
 
-        Args:
-          candidate: how its stack runs.
-          within: ``within(stack, params)`` returns a function, and its parameters and input: a
-            model with this stack. None for the stack alone.
+        ``within(stack, params)`` returns a function, and its parameters and input: a model with
+        this stack. Without it the stack is compiled alone.
         """
         length = self._compiled_length(candidate)
         # The same with fewer blocks, or fewer segments of blocks.
