@@ -51,7 +51,7 @@ def scan(folder: pathlib.Path, machines: Machines) -> tuple[list[OpenSlot], list
 
 
 def find_snapshot(folder: pathlib.Path, machines: Machines) -> FoundSnapshot:
-    """The newest complete snapshot; a collective.
+    """Finds the newest complete snapshot; a collective.
 
     Each block is verified by the first process that sees its file. One that fails is missing for
     all: no process decides alone.

@@ -42,7 +42,7 @@ Needed = dict[tuple[int, Box], list[tuple[Box, Request]]]
 
 
 def load_state(mesh: Mesh, snapshot: FoundSnapshot, abstract: Any) -> tuple[Any, int]:
-    """The state of such types, and the bytes that crossed links for it; a collective.
+    """Builds a state of such types; also returns bytes that crossed links. A collective.
 
     Raises:
       ValueError: if the snapshot is of another state; names the leaves that differ.
@@ -89,7 +89,7 @@ def _match(leaves: list[StoredLeaf], targets: list[tuple[str, Any]]) -> list[int
 
 
 def _local_boxes(x: Any) -> dict[jax.Device, Box]:
-    """What each device of this process holds of a leaf."""
+    """Boxes of a leaf that the devices of this process hold."""
     indices = x.sharding.addressable_devices_indices_map(x.shape)
     return {
         device: tuple(s.indices(n)[:2] for s, n in zip(index, x.shape, strict=True))
@@ -160,7 +160,7 @@ def _as_keys(x: Any, data: jax.Array) -> jax.Array:
 def exchange(
     mesh: Mesh, snapshot: FoundSnapshot, requests: Sequence[Request]
 ) -> tuple[dict[Request, np.ndarray], int]:
-    """What this process requested from others, and the bytes that all sent; a collective.
+    """Fetches boxes from other processes; also returns the bytes that all sent. A collective.
 
     In each round a process sends to one other at most, with all of its devices at once.
     """
@@ -235,7 +235,7 @@ def _send(
 
 
 def _local_rows(x: jax.Array) -> list[np.ndarray]:
-    """What each device of this process has of rows, in their order."""
+    """Rows that the devices of this process hold, in their order."""
     shards = sorted(x.addressable_shards, key=lambda s: s.index[0].start)
     return [np.asarray(shard.data).reshape(-1) for shard in shards]
 
@@ -273,11 +273,11 @@ def _size(snapshot: FoundSnapshot, request: Request) -> int:
 
 
 def _read_box(snapshot: FoundSnapshot, request: Request) -> np.ndarray:
-    """A box of a block that this process can read."""
+    """Reads a box of a block that this process has."""
     return snapshot.block(request.leaf, request.block)[_slices(request.box)]
 
 
 def _padded_bytes(snapshot: FoundSnapshot, request: Request) -> np.ndarray:
-    """The bytes of a box, padded."""
+    """Copies the bytes of a box, and pads them."""
     raw = np.ascontiguousarray(_read_box(snapshot, request)).reshape(-1).view(np.uint8)
     return np.pad(raw, (0, _size(snapshot, request) - len(raw)))

@@ -29,12 +29,12 @@ class Machines:
 
     @functools.cached_property
     def devices(self) -> np.ndarray:
-        """The devices of each machine, by their places in the mesh: [machines, devices of one]."""
+        """Places of each machine's devices in the mesh: [machines, devices of one]."""
         return np.argsort(self.of_device, kind="stable").reshape(len(self.names), -1)
 
 
 def gather_bytes(raw: bytes) -> list[bytes]:
-    """The bytes of each process, by its index; a collective."""
+    """Gathers the bytes of all processes, by their index; a collective."""
     if jax.process_count() == 1:
         return [raw]
     sizes = np.asarray(multihost_utils.process_allgather(np.int64(len(raw)))).reshape(-1)
@@ -45,12 +45,12 @@ def gather_bytes(raw: bytes) -> list[bytes]:
 
 
 def gather_json(value: Any) -> list[Any]:
-    """The value of each process, by its index; a collective."""
+    """Gathers a value of all processes, by their index; a collective."""
     return [json.loads(raw) for raw in gather_bytes(json.dumps(value).encode())]
 
 
 def this_machine() -> str:
-    """Name this machine by its kernel's boot, which all containers on it share."""
+    """Names this machine by its kernel's boot, which all containers on it share."""
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
 
 
@@ -64,7 +64,7 @@ def is_compile_only(mesh: Mesh) -> bool:
 
 
 def planned_machines(mesh: Mesh) -> Machines:
-    """The hosts of a compile-only target, each a failure domain."""
+    """Hosts of a compile-only target, each a failure domain."""
     hosts = [f"host {device.process_index}" for device in mesh.devices.flat]
     return machines_of([(host, host) for host in hosts], sorted({(host, host) for host in hosts}))
 

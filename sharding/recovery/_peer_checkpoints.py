@@ -135,7 +135,7 @@ class PeerCheckpoints:
         self._last_step = -1
         self._pending: _Pending | None = None
         self._restored: _Pending | None = None  # which a training step may copy again
-        self._found: FoundSnapshot | None = None
+        self._latest: FoundSnapshot | None = None
         self._writer: SnapshotWriter | None = None  # None on compile-only targets, and once closed
         if not self.planned:
             self._open()
@@ -204,7 +204,7 @@ class PeerCheckpoints:
         return True
 
     def _leave(self, step: int, state: Any, extra: Any) -> None:
-        """Makes a snapshot the pending one."""
+        """Checks a snapshot, and makes it the pending one."""
         if step < 0:
             raise ValueError(f"step must not be negative, got {step}.")
         if step <= self._last_step:
@@ -216,7 +216,7 @@ class PeerCheckpoints:
         for path, x in leaves:
             check_on_mesh(path, x, self.mesh)
         self._flush()
-        self._last_step, self._found = step, None
+        self._last_step, self._latest = step, None
         self._pending, self._restored = _Pending(step, leaves, extra), None
 
     def _flush(self) -> None:
@@ -264,7 +264,7 @@ class PeerCheckpoints:
         self._in_steps = True
 
     def copies(self, state: Any) -> StepCopies | None:
-        """What a training step of this state copies: the snapshot of it that was saved, if any."""
+        """Copies of the saved snapshot for a training step that takes this state, if any."""
         leaves = jax.tree.leaves(state)
         pending, self._restored = self._pending or self._restored, None
         if pending is None:
@@ -278,17 +278,17 @@ class PeerCheckpoints:
         return StepCopies(program, [x for _, x in saved], leaves, self._committed(), self._started)
 
     def planned_copies(self, state: Any) -> StepCopies:
-        """What a training step copies of a state, which may be abstract."""
+        """Copies of a state, which may be abstract, for a training step."""
         leaves = [x for _, x in leaf_paths(state)]
         return StepCopies(self._program_of(state), leaves, leaves, False, lambda replicas: None)
 
     def _program_of(self, state: Any) -> ReplicaProgram:
-        """The program for a state, which may be abstract."""
+        """Makes the program for a state, which may be abstract."""
         types = [(path, data_type(x)) for path, x in leaf_paths(state)]
         return ReplicaProgram(self.mesh, self.machines, self.holders, types)
 
     def _program_for(self, leaves: Leaves) -> tuple[ReplicaProgram, SlotLayout]:
-        """The program for such a state, which stays the same in a run."""
+        """Makes the program for such a state once: it stays the same in a run."""
         types = [(path, x.shape, x.dtype, x.sharding) for path, x in leaves]
         if self._program is None or self._program[0] != types:
             program = ReplicaProgram(self.mesh, self.machines, self.holders, leaves)
@@ -298,24 +298,24 @@ class PeerCheckpoints:
     # --- Restoring ------------------------------------------------------------------------------
 
     def latest_step(self) -> int | None:
-        """The step of the newest complete snapshot, None if there is none; a collective."""
+        """Finds the step of the newest complete snapshot, None if there is none; a collective."""
         try:
             return self.latest().step
         except NoCompleteCheckpoint:
             return None
 
     def latest(self) -> Restored:
-        """Step and extra value of the newest complete snapshot, without its state; a collective.
+        """Finds step and extra value of the newest complete snapshot; a collective.
 
         Raises:
           NoCompleteCheckpoint: if there is none; the message names shards without a replica.
         """
         self._open_writer("latest")
-        found = self._find()
-        return Restored(found.id.step, None, found.extra)
+        snapshot = self._find_latest()
+        return Restored(snapshot.id.step, None, snapshot.extra)
 
     def restore(self, abstract_state: Any) -> Restored:
-        """The newest complete snapshot, on any mesh, stage and number of processes; a collective.
+        """Loads the newest complete snapshot on any mesh, stage and processes; a collective.
 
         Blocks are verified against the checksums that their source device computed. Those that a
         machine does not have are sent by one that does. Newer snapshots, which are incomplete, are
@@ -330,35 +330,35 @@ class PeerCheckpoints:
           ValueError: if the snapshot is of another state.
         """
         writer = self._open_writer("restore")
-        found = self._find()
-        state, num_bytes = load_state(self.mesh, found, abstract_state)
+        snapshot = self._find_latest()
+        state, num_bytes = load_state(self.mesh, snapshot, abstract_state)
         jax.block_until_ready(state)
         self.counts.sent += num_bytes
-        self._last_step = found.id.step
-        writer.return_to(found.id)
+        self._last_step = snapshot.id.step
+        writer.return_to(snapshot.id)
         gather_json(None)  # no process overwrites what another one still reads
-        if found.id.attempt != writer.attempt:
+        if snapshot.id.attempt != writer.attempt:
             self._last_step -= 1
-            self._leave(found.id.step, state, found.extra)
+            self._leave(snapshot.id.step, state, snapshot.extra)
             restored = self._pending
             self._flush()
             # A training step copies it once more: without copies it would be another program, whose
             # results may differ by rounding from those of a run that was not restored.
             self._restored = restored
-        return Restored(found.id.step, state, found.extra)
+        return Restored(snapshot.id.step, state, snapshot.extra)
 
-    def _find(self) -> FoundSnapshot:
+    def _find_latest(self) -> FoundSnapshot:
         self._flush()
         self._committed()
         gather_json(None)  # all have written
-        if self._found is None:
-            self._found = find_snapshot(self.folder, self.machines)
-        return self._found
+        if self._latest is None:
+            self._latest = find_snapshot(self.folder, self.machines)
+        return self._latest
 
     # --- Describing and closing -----------------------------------------------------------------
 
     def describe(self, state: Any = None) -> PeerDescription:
-        """Who stores whose shards, bytes, and the probability of recovery.
+        """Describes who stores whose shards, bytes, and the probability of recovery.
 
         Args:
           state: arrays or types with shardings; that of the last ``save`` if None.
@@ -389,7 +389,7 @@ class PeerCheckpoints:
         self._writer = None
 
     def _open_writer(self, method: str) -> SnapshotWriter:
-        """The writer, for a method that needs devices and the folder."""
+        """Returns the writer to a method that needs devices and the folder."""
         if self.planned:
             raise ValueError(
                 f"{method} needs devices of this machine; the mesh is of a compile-only target, "

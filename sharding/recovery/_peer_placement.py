@@ -17,7 +17,7 @@ _SHOWN = 8  # machines
 def place_replicas(
     domains: Sequence[Hashable], replicas: int, placement: str = "group", *, spread: bool = False
 ) -> Holders:
-    """The machines that store each machine's shards, the machine itself first.
+    """Chooses the machines that store each machine's shards, the machine itself first.
 
     ``"group"`` is GEMINI's placement: the machines of a group of ``replicas`` store the shards of
     each other; machines left over form a ring with the last group, in which each stores the shards
@@ -62,7 +62,7 @@ def place_replicas(
 
 
 def _dealt(domains: Sequence[Hashable], replicas: int, num_groups: int) -> list[int]:
-    """An order of the machines whose consecutive groups have one machine of a domain each.
+    """Orders machines so that consecutive groups have one machine of a domain each.
 
     Sorted by domain, machines are dealt to the groups in turn; what is left over comes last.
     """
@@ -96,7 +96,7 @@ def _least_loaded(domains: Sequence[Hashable], replicas: int) -> Holders:
 
 
 def recovery_probability(holders: Iterable[Iterable[int]], num_machines: int, lost: int) -> float:
-    """The probability that no shard is lost with ``lost`` machines.
+    """Computes the probability that no shard is lost with ``lost`` machines.
 
     Exact, each set of so many machines being equally likely: the sets that include no set of
     holders are counted machine by machine.
@@ -138,7 +138,7 @@ def recovery_probability(holders: Iterable[Iterable[int]], num_machines: int, lo
 
 
 def _neighbours_together(sets: list[frozenset[int]], sets_of: list[list[int]]) -> list[int]:
-    """Order machines so that those with common holders are close: few sets are begun at a time."""
+    """Orders machines so that those with common holders are close: few sets are begun at a time."""
     order: list[int] = []
     seen: set[int] = set()
     for start in range(len(sets_of)):
@@ -178,7 +178,7 @@ class PeerDescription:
         return 2 * max(self.stored)
 
     def recovery_probability(self, lost: int) -> float:
-        """The exact probability that no shard is lost with so many machines, at random.
+        """Computes the exact probability that no shard is lost with so many machines, at random.
 
         Args:
           lost: how many machines are lost before the next snapshot is complete.
@@ -207,7 +207,7 @@ class PeerDescription:
 def describe_replicas(
     placed: Iterable[tuple[StoredLeaf, BlockPlacement]], machines: Machines, holders: Holders
 ) -> PeerDescription:
-    """Count what each machine stores and sends of leaves, and find which machines share a block."""
+    """Counts what each machine stores and sends, and finds which machines share a block."""
     num, machine_of = len(machines.names), machines.of_device.tolist()
     stored, sent = [0] * num, [0] * num
     sets: set[frozenset[int]] = set()

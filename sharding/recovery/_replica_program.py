@@ -72,7 +72,7 @@ class ReplicaProgram:
             self.leaves.append(StoredLeaf(path, x.shape, dtype.name, known[key].grid))
         self._specs = [x.sharding.spec for _, x in leaves]
         self.routes = list(dict.fromkeys(placement.sends for placement in self.placements))
-        self.transfers = list(self._plan_transfers())
+        self.transfers = list(self._split_into_transfers())
         # CPUs have no other memory.
         self.on_cpus = mesh.devices.flat[0].platform == "cpu"
         self._space = DEVICE if self.on_cpus else HOST
@@ -83,7 +83,7 @@ class ReplicaProgram:
         return self.jitted(self.flags(committed), *leaves)
 
     def flags(self, committed: bool) -> Any:
-        """Show all devices whether this process committed the snapshot before: int32 [devices]."""
+        """Shows all devices whether this process committed the snapshot before: int32 [devices]."""
         sharding, shape = NamedSharding(self.mesh, P(self.mesh.axis_names)), (self.mesh.size,)
         if is_compile_only(self.mesh):
             return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
@@ -91,8 +91,8 @@ class ReplicaProgram:
         own = [jax.device_put(flag, device) for device in self.mesh.local_devices]
         return jax.make_array_from_single_device_arrays(shape, sharding, own)
 
-    def _plan_transfers(self) -> Iterator[Transfer]:
-        """Large blocks in boxes, small ones bundled with others of the same width and route."""
+    def _split_into_transfers(self) -> Iterator[Transfer]:
+        """Splits large blocks into boxes, and bundles small ones of the same width and route."""
         bytes_per_device = sum(leaf.block_bytes for leaf in self.leaves)
         limit = min(max(bytes_per_device // _FRACTION, _LEAST), _MOST)
         if self.mesh.devices.flat[0].platform == "tpu":
@@ -194,7 +194,7 @@ class StepCopies:
         self.started = started
 
     def beside(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """The step, with ``arguments`` as its last one, which also returns the replicas.
+        """Makes the step take ``arguments`` as its last one, and return the replicas, too.
 
         The last argument of ``step`` is a scalar that is known once the state is copied.
         """
@@ -213,7 +213,7 @@ class StepCopies:
 
 
 def _own_part(block: jax.Array, placement: BlockPlacement, place: jax.Array) -> jax.Array:
-    """Take the part of a shard that a device stores."""
+    """Takes the part of a shard that a device stores."""
     if placement.dim < 0:
         return block
     size = block.shape[placement.dim] // placement.parts
@@ -222,7 +222,7 @@ def _own_part(block: jax.Array, placement: BlockPlacement, place: jax.Array) -> 
 
 
 def _boxes(box: tuple[slice, ...], count: int) -> Iterator[tuple[slice, ...]]:
-    """Split a box into ``count`` boxes or a few more, along its first dims.
+    """Splits a box into ``count`` boxes or a few more, along its first dims.
 
     For slices of its last ones TPU programs would first change the layout of the entire array.
     """

@@ -115,14 +115,14 @@ class SlotTable(NamedTuple):
     extra: Any  # the user's value
 
     def pack(self) -> bytes:
-        """Write the blocks behind their length in bytes, then the others as JSON."""
+        """Writes the blocks behind their length in bytes, then the others as JSON."""
         blocks = self.blocks.tobytes()
         described = json.dumps({"leaves": self.leaves, "extra": self.extra}).encode()
         return struct.pack("<Q", len(blocks)) + blocks + described
 
     @staticmethod
     def unpack(snapshot: SnapshotId, raw: bytes) -> "SlotTable":
-        """Read what ``pack`` wrote."""
+        """Reads what ``pack`` wrote."""
         (size,) = struct.unpack("<Q", raw[:8])
         blocks, described = np.frombuffer(raw[8 : 8 + size], BLOCK), json.loads(raw[8 + size :])
         leaves = leaves_from_json(described["leaves"])
@@ -152,7 +152,7 @@ class Slot:
         self.snapshot = None
 
     def reserve(self, num_bytes: int) -> np.ndarray:
-        """The bytes for data, in memory that the file has.
+        """Returns the bytes for data, in memory that the file has.
 
         Raises:
           OSError: if there is not enough memory. Written without a reservation, the pages of a full
@@ -196,11 +196,11 @@ class OpenSlot(NamedTuple):
 
     @property
     def id(self) -> SnapshotId:
-        """The id of the snapshot."""
+        """Id of the snapshot."""
         return self.table.id
 
     def block(self, number: int) -> np.ndarray:
-        """The array of one of the table's blocks, a view of the file."""
+        """Reads one of the table's blocks: an array that is a view of the file."""
         row = self.table.blocks[number]
         leaf, start = self.table.leaves[row["leaf"]], int(row["offset"])
         raw = self.data[start : start + leaf.block_bytes]
@@ -213,7 +213,7 @@ class OpenSlot(NamedTuple):
 
 
 def open_slot(path: pathlib.Path) -> OpenSlot:
-    """The snapshot in a file; its blocks are not verified.
+    """Opens the snapshot in a file; its blocks are not verified.
 
     Raises:
       ValueError: if no snapshot was committed, or its header or table are damaged.
@@ -238,7 +238,7 @@ def open_slot(path: pathlib.Path) -> OpenSlot:
 
 
 def slots_in(folder: pathlib.Path) -> Iterator[OpenSlot]:
-    """The snapshots in a folder, whoever wrote them."""
+    """Opens the snapshots in a folder, whoever wrote them."""
     for path in sorted(folder.glob("*.slot")):
         try:
             yield open_slot(path)

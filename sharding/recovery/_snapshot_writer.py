@@ -92,7 +92,7 @@ class SlotLayout:
         return blocks
 
     def _shards(self, x: jax.Array) -> dict[int, np.ndarray]:
-        """What each device of this process has, by its place in the mesh."""
+        """Shards of this process, by the places of their devices in the mesh."""
         return {self._places[s.device]: np.asarray(s.data) for s in x.addressable_shards}
 
     def _write(
@@ -269,5 +269,5 @@ class SnapshotWriter:
 
 
 def _lock_text(step: int) -> bytes:
-    """What a lock shows the other processes of a machine: who holds it, and the step it saves."""
+    """Shows the other processes of a machine who holds a lock, and the step it saves."""
     return f"{jax.process_index():10} {step:20}".encode()

@@ -36,7 +36,7 @@ class StoredLeaf(NamedTuple):
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        """The shape of a block."""
+        """Shape of a block."""
         return tuple(size // n for size, n in zip(self.shape, self.grid, strict=True))
 
     @property
@@ -54,7 +54,7 @@ class StoredLeaf(NamedTuple):
 
 
 def leaves_from_json(rows: list[list[Any]]) -> list[StoredLeaf]:
-    """Read leaves that were written as JSON, which has lists for tuples."""
+    """Reads leaves that were written as JSON, which has lists for tuples."""
     return [StoredLeaf(p, tuple(shape), dtype, tuple(g)) for p, shape, dtype, g in rows]
 
 
@@ -109,7 +109,7 @@ def block_placement(
 def _coordinates(
     sharding: NamedSharding, shape: tuple[int, ...]
 ) -> tuple[tuple[int, ...], np.ndarray]:
-    """Count the blocks in each dim, and number each device's block in each: [dims, devices]."""
+    """Counts the blocks in each dim, and numbers each device's block in each: [dims, devices]."""
     sizes = [max(size, 1) for size in sharding.shard_shape(shape)]
     grid = tuple(max(n // size, 1) for n, size in zip(shape, sizes, strict=True))
     indices, devices = sharding.devices_indices_map(shape), sharding.mesh.devices.flat
@@ -121,7 +121,7 @@ def _coordinates(
 
 
 def _block_numbers(coordinates: np.ndarray, grid: tuple[int, ...]) -> np.ndarray:
-    """Number each device's block, row by row: [devices]."""
+    """Numbers each device's block, row by row: [devices]."""
     zeros = np.zeros(coordinates.shape[1], int)  # a scalar has no coordinates
     return np.ravel_multi_index((zeros, *coordinates), (1, *grid))
 
@@ -129,7 +129,7 @@ def _block_numbers(coordinates: np.ndarray, grid: tuple[int, ...]) -> np.ndarray
 def _sends(
     block: np.ndarray, stored: np.ndarray, machines: Machines, holders: Holders
 ) -> tuple[Pairs, ...]:
-    """Pair senders and receivers until as many failure domains hold a block as replicas."""
+    """Pairs senders and receivers until as many failure domains hold a block as replicas."""
     replicas = len(holders[0])
     sources: dict[int, dict[int, int]] = {}  # by block and machine: the device that stores it
     for device in np.flatnonzero(stored).tolist():
@@ -155,7 +155,7 @@ def _sends(
 
 
 def mesh_positions(mesh: Mesh) -> dict[jax.Device, int]:
-    """Number the devices in the order of the mesh."""
+    """Numbers the devices in the order of the mesh."""
     return {device: i for i, device in enumerate(mesh.devices.flat)}
 
 
@@ -163,7 +163,7 @@ def mesh_positions(mesh: Mesh) -> dict[jax.Device, int]:
 
 
 def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves of a tree with their paths."""
+    """Lists the leaves of a tree with their paths."""
     flat, _ = jax.tree.flatten_with_path(tree)
     return [(jax.tree_util.keystr(path), leaf) for path, leaf in flat]
 
@@ -205,7 +205,7 @@ def check_on_mesh(path: str, x: Any, mesh: Mesh) -> None:
 
 
 def stored_dtype(dtype: Any, path: str = "an array") -> np.dtype:
-    """The dtype in which an array is stored: 8 bits for narrower integers.
+    """Finds the dtype in which an array is stored: 8 bits for narrower integers.
 
     Raises:
       TypeError: for a dtype without one, such as a float below 8 bits; names the path.
@@ -222,7 +222,7 @@ def stored_dtype(dtype: Any, path: str = "an array") -> np.dtype:
 
 
 def as_words(x: jax.Array) -> jax.Array:
-    """The bits of an array as unsigned integers of its width."""
+    """Views the bits of an array as unsigned integers of its width."""
     x = x.astype(stored_dtype(x.dtype))
     if x.dtype == jnp.bool_:
         return x.astype(jnp.uint8)
@@ -230,7 +230,7 @@ def as_words(x: jax.Array) -> jax.Array:
 
 
 def checksum(words: jax.Array) -> jax.Array:
-    """The sum of (2 i + 1) w_i modulo 2**32, i counting row by row; uint32.
+    """Sums (2 i + 1) w_i modulo 2**32, i counting row by row; uint32.
 
     Odd factors make any change of one word change the sum; different ones, of two words' places.
     """

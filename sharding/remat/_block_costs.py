@@ -42,7 +42,7 @@ class TracedBlock:
         return id(self.fn), treedef, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
 
     def with_policy(self, names: Sequence[str]) -> Fn:
-        """The block under ``jax.checkpoint``, which saves the named values."""
+        """Puts the block under ``jax.checkpoint``, which saves the named values."""
         return jax.checkpoint(self.fn, policy=policy_of(names))
 
     def work(self, kind: DeviceKind | None) -> tuple[Work, Work]:
@@ -62,7 +62,7 @@ class TracedBlock:
         return work_of(step, self.params, self.x, self.y, kind=kind)
 
     def named_values(self, kind: DeviceKind | None, names: Collection[str] | None) -> NamedValues:
-        """What its backward pass reads, and what has a name."""
+        """Finds what its backward pass reads, and what has a name."""
         return NamedValues.of(
             lambda params, x: floating_vjp(self.fn, params, x)[1],
             (self.params, self.x),
@@ -132,7 +132,7 @@ def step_temporaries(fn: Fn, params: Any, x: Any, device: jax.Device) -> float:
 
 
 def _floating(tree: Any) -> list[Any]:
-    """The leaves that have gradients."""
+    """Leaves that have gradients."""
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
@@ -176,7 +176,7 @@ class MeasuredBlock:
     recompute: tuple[Work, ...]  # of each mode
 
     def in_flops(self) -> Block:
-        """The block with operations in the place of times."""
+        """Block with operations in the place of times."""
         modes = [
             mode._replace(recompute=work.flops)
             for mode, work in zip(self.block.modes, self.recompute, strict=True)

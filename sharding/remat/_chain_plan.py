@@ -125,16 +125,16 @@ class MeasuredChain:
 
     @property
     def blocks(self) -> list[Block]:
-        """What the search reads."""
+        """Times and bytes, for the search."""
         return [measured.block for measured in self.measured]
 
     @functools.cached_property
     def search(self) -> ChainSearch:
-        """The trees of all budgets."""
+        """Trees of all budgets."""
         return ChainSearch(self.blocks, self.sizes)
 
     def fastest(self, budget: float) -> ChainPlan:
-        """The fastest plan within a budget, and no slower than one of ``frontier`` that is.
+        """Finds the fastest plan within a budget, no slower than one of ``frontier`` that is.
 
         Raises:
           ValueError: if none fits.
@@ -166,7 +166,7 @@ class MeasuredChain:
         return list(map(float, self.search.peaks[some(self.search.peaks, _MOST_PLANS)]))
 
     def plan(self, planned: float) -> ChainPlan:
-        """The plan of a tree, whose peak is at least ``planned``; its program may need more.
+        """Makes the plan of a tree, whose peak is ``planned`` at least; its program may need more.
 
         How XLA packs arrays of several sizes into its block of temporaries is not known before. On
         CPUs, where it merges what runs again with its first run, nothing is compiled.

@@ -1,4 +1,4 @@
-"""The best places to store activations in a chain of blocks: Rotor's dynamic program."""
+"""Best places to store activations in a chain of blocks: Rotor's dynamic program."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ class Block(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The number of a block whose input is stored, and of the mode that says what it saves."""
+    """A block whose input is stored, and the mode that says what it saves, by their numbers."""
 
     block: int
     mode: int
@@ -51,7 +51,7 @@ class _Steps(NamedTuple):
     choices: np.ndarray  # [steps], what takes that time: mode k as k, a segment of n blocks as -n
 
     def at(self, nbytes: Any) -> Any:
-        """The number of the step at some bytes."""
+        """Finds the number of the step at some bytes."""
         return np.searchsorted(self.peaks, nbytes, side="right") - 1
 
 
@@ -107,7 +107,7 @@ class ChainSearch:
         self.peaks, self.times, _ = self._steps[0, count - 1]
 
     def _ways(self, s: int, t: int) -> Iterator[_Steps]:
-        """The steps of every choice for blocks s to t; of equal ones the first is taken."""
+        """Steps of every choice for blocks s to t; of equal ones the first is taken."""
         blocks, sizes, block = self._blocks, self._sizes, self._blocks[s]
         if s == t:
             for k, mode in enumerate(block.modes):
@@ -137,7 +137,7 @@ class ChainSearch:
             yield _Steps(np.maximum(after.peaks + held, needed), times, np.full(len(times), k))
 
     def tree(self, budget: float) -> Tree:
-        """The best tree within a budget, which is at least the first of ``peaks``."""
+        """Finds the best tree within a budget, which is at least the first of ``peaks``."""
         return self._tree(0, len(self._blocks) - 1, budget)
 
     def _tree(self, s: int, t: int, budget: float) -> Tree:
@@ -155,7 +155,7 @@ class ChainSearch:
 
 
 def _best(ways: Iterable[_Steps]) -> _Steps:
-    """The least time of all ways at every number of bytes, ascending."""
+    """Takes the least time of all ways at every number of bytes, ascending."""
     peaks, times, choices = map(np.concatenate, zip(*ways, strict=True))
     order = np.lexsort((times, peaks))
     least = np.minimum.accumulate(times[order])
@@ -166,7 +166,7 @@ def _best(ways: Iterable[_Steps]) -> _Steps:
 
 
 def some(peaks: np.ndarray, most: int) -> Any:
-    """Choose at most so many of ascending peaks, in equal ratios, the first and last included."""
+    """Chooses at most so many of ascending peaks, in equal ratios, the first and last included."""
     if len(peaks) <= most:
         return slice(None)
     above = np.log((peaks + 1) / (peaks[0] + 1))
@@ -175,7 +175,7 @@ def some(peaks: np.ndarray, most: int) -> Any:
 
 
 def _last_forward(blocks: Sequence[Block], s: int, k: int) -> float:
-    """The time of the forward pass of a block that ends a segment or the chain."""
+    """Time of the forward pass of a block that ends a segment or the chain."""
     block = blocks[s]
     # What a segment's last block saves is computed in its forward pass; the rest of that is dead.
     dead = block.modes[-1].recompute - block.modes[k].recompute
@@ -188,7 +188,7 @@ def leaf_bytes(block: Block, sizes: Sequence[float], s: int, k: int) -> float:
 
 
 def peak_bytes(tree: Tree, blocks: Sequence[Block], sizes: Sequence[float]) -> float:
-    """The most bytes of activations and temporaries at once, the chain's input aside."""
+    """Most bytes of activations and temporaries at once, the chain's input aside."""
     first, after = tree[0], tree[1:]
     if isinstance(first, Kept):
         s, k = first
@@ -211,7 +211,7 @@ def stored_bytes(tree: Tree, blocks: Sequence[Block], sizes: Sequence[float]) ->
 
 
 def kept_in_tree(tree: Tree) -> list[Kept]:
-    """Its blocks with their modes, in order, those of segments too."""
+    """Lists blocks with their modes, in order, those of segments too."""
     return [
         kept
         for part in tree
@@ -220,12 +220,12 @@ def kept_in_tree(tree: Tree) -> list[Kept]:
 
 
 def numbers_in_tree(tree: Tree) -> list[int]:
-    """The numbers of its blocks, in order."""
+    """Lists the numbers of blocks, in order."""
     return [kept.block for kept in kept_in_tree(tree)]
 
 
 def time_of(tree: Tree, blocks: Sequence[Block]) -> float:
-    """The time of a step of a chain, or of a segment that runs again."""
+    """Time of a step of a chain, or of a segment that runs again."""
     total = 0.0
     for i, part in enumerate(tree):
         if isinstance(part, Rerun):

@@ -135,7 +135,7 @@ class NamedValues:
         return num_bytes([self.graph.types[x] for x in self.values[name]])
 
     def recompute_seconds(self, saved: Collection[str]) -> float:
-        """The time of the operations that run again if these names are saved, and no others."""
+        """Time of the operations that run again if these names are saved, and no others."""
         stored = {value for name in saved for value in self.values[name]}
         run: set[int] = set()
         needed = list(self.graph.outputs)
@@ -170,7 +170,7 @@ class NamedValues:
         ]
 
     def best(self, budget: float, host: HostCopies | None = None) -> SavedNames:
-        """The names of least time whose values take at most ``budget`` bytes of the device.
+        """Finds the names of least time whose values take at most ``budget`` bytes of the device.
 
         With ``host``, values may be copied to host memory as well. That takes the time by which
         the copies outlast the forward or the backward pass.
@@ -248,7 +248,7 @@ class NamedValues:
     def fixed(
         self, saved: Collection[str], offloaded: Collection[str], host: HostCopies | None = None
     ) -> SavedNames:
-        """The choice of others, as far as this block has their names."""
+        """Takes the choice of others, as far as this block has their names."""
         saved, offloaded = (
             tuple(n for n in self.values if n in names) for names in (saved, offloaded)
         )

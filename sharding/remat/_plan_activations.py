@@ -78,7 +78,7 @@ def plan(
     length: int | None = None,
     modes: int = 4,
 ) -> Any:
-    """The fastest way to train a chain or a stack of blocks whose activations fit a budget.
+    """Finds the fastest way to train a chain or a stack of blocks whose activations fit a budget.
 
     Between the forward and the backward pass blocks store activations, or compute them again. A
     *chain* runs one block after the other. Its plan is optimal among schedules that store each
@@ -172,7 +172,7 @@ def frontier(
     length: int | None = None,
     modes: int = 4,
 ) -> Frontier:
-    """Every plan that no other one beats in bytes and time, from the fewest bytes to the most.
+    """Finds every plan that no other one beats in bytes and time, by ascending bytes.
 
     Of a stack all candidates are compiled: seconds each on GPUs, up to a minute on TPUs. Of a chain
     at most 16 plans are, of bytes in about equal ratios.
@@ -202,7 +202,7 @@ def frontier(
 
 
 def in_bytes(budget: Budget) -> float:
-    """A number of bytes, a text such as ``"8GiB"``, or what a plan leaves of its device.
+    """Reads a number of bytes, a text such as ``"8GiB"``, or what a plan leaves of its device.
 
     >>> in_bytes("1.5KiB")
     1536.0
@@ -227,7 +227,7 @@ def in_bytes(budget: Budget) -> float:
 
 
 def _left_by(planned: Plan) -> float:
-    """What the stage that a plan was asked for leaves of the device's memory."""
+    """Bytes that the stage of a plan leaves of the device's memory."""
     if planned.device is None:
         raise ValueError(
             "a budget from a Plan needs the memory of its device: call estimate(..., "
@@ -251,7 +251,7 @@ def _measured_chain(
     offload: bool | Collection[str],
     modes: int,
 ) -> MeasuredChain:
-    """Trace all blocks, and compile the distinct ones."""
+    """Traces all blocks, and compiles the distinct ones."""
     if isinstance(params, Mapping):
         raise ValueError(
             "the parameters of a chain are a list, with those of each block; for stacked ones give "
@@ -284,7 +284,7 @@ def _measured_chain(
 
 
 def _choices(values: NamedValues, request: NameRequest, modes: int) -> list[SavedNames]:
-    """Choose names for each mode; the last one saves nothing."""
+    """Chooses names for each mode; the last one saves nothing."""
     if request.saved is None:
         return evenly(values.frontier(), modes)
     demanded, nothing = (values.fixed(saved, ()) for saved in (request.saved, ()))
@@ -301,7 +301,7 @@ def _measured_stack(
     length: int,
     modes: int | None,
 ) -> tuple[Stack, list[Candidate]]:
-    """Trace a stack, and list the candidates for its plan."""
+    """Traces a stack, and lists the candidates for its plan."""
     if not callable(block):
         raise ValueError("length= is for a stack of equal blocks: give one function, not several.")
     if isinstance(offload, str):
@@ -337,7 +337,7 @@ def _check_modes(modes: int | None) -> None:
 def _warn(
     named: Sequence[NamedValues], request: NameRequest, offload: Collection[str] = ()
 ) -> None:
-    """Warn of names that do not do what their author wanted."""
+    """Warns of names that do not do what their author wanted."""
     known = {name for values in named for name in values.values}
     if not known:
         what = "no name that may be saved" if request.allowed is not None else "no named values"
@@ -364,7 +364,7 @@ def _warn(
 
 
 def _device(device: str | jax.Device | None, args: Any) -> tuple[DeviceKind | None, jax.Device]:
-    """The figures of a device, where they are known, and the device to compile for."""
+    """Finds figures of a device, where they are known, and the device to compile for."""
     if isinstance(device, str):
         return device_of_target(device)
     if device is None:
@@ -375,5 +375,5 @@ def _device(device: str | jax.Device | None, args: Any) -> tuple[DeviceKind | No
 
 
 def device_of_target(name: str) -> tuple[DeviceKind | None, jax.Device]:
-    """The figures of a target's devices, and one of them."""
+    """Finds figures of a target's devices, and one of them."""
     return kind_of(name), targets.topology(name)[0]

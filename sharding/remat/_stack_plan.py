@@ -154,13 +154,13 @@ class Stack:
         self._input_names: tuple[str, ...] = ()
 
     def named_values(self, request: NameRequest) -> NamedValues:
-        """The block's names."""
+        """Finds the block's names."""
         return self._traced.named_values(self._kind, request.allowed)
 
     def candidates(
         self, request: NameRequest, offload: bool | Collection[str], modes: int | None = None
     ) -> list[Candidate]:
-        """All that are worth considering, the fastest first.
+        """Lists what is worth considering, the fastest first.
 
         ``offload`` has the names that may be offloaded, or is True for all; ``modes`` limits the
         choices of names.
@@ -199,7 +199,7 @@ class Stack:
         return HostCopies(names, self._kind.host_link, forward, backward, nbytes)
 
     def _in_two_levels(self, choice: SavedNames) -> list[Candidate]:
-        """The lengths of least bytes; none where the number of blocks is prime."""
+        """Takes the lengths of least bytes; none where the number of blocks is prime."""
         pairs = [(self._length // i, i) for i in range(2, self._length) if self._length % i == 0]
         candidates = [self._candidate(choice, pair, False) for pair in pairs]
         return sorted(candidates, key=lambda c: c.closed_form)[:1]
@@ -265,7 +265,7 @@ class Stack:
         return nbytes + candidate.saved - saved
 
     def _compiled_length(self, candidate: Candidate) -> int:
-        """The number of blocks to compile: all, or as many as the compiler for TPUs accepts.
+        """Blocks to compile: all, or as many as the compiler for TPUs accepts.
 
         It refuses programs beyond the device's memory, in which all parameters and gradients of a
         stack, that ZeRO shards, do not fit. Bytes grow linearly from three blocks on.
@@ -278,7 +278,7 @@ class Stack:
         return min(self._length, max(fit, 3 * segment))
 
     def fastest(self, candidates: Sequence[Candidate], budget: float) -> Candidate:
-        """The fastest candidate whose program fits.
+        """Finds the fastest candidate whose program fits.
 
         What a candidate stores is a bound: those that store more than the budget are not compiled.
         No estimate decides, so that a larger budget never has a slower plan.
@@ -293,7 +293,7 @@ class Stack:
         raise no_plan_fits(budget, "this stack needs", least)
 
     def least(self, candidates: Sequence[Candidate]) -> Candidate:
-        """The candidate whose program takes the fewest bytes; all are compiled."""
+        """Finds the candidate whose program takes the fewest bytes; all are compiled."""
         return min(candidates, key=self.peak)
 
     def frontier(self, candidates: Sequence[Candidate]) -> list[StackPlan]:
@@ -306,7 +306,7 @@ class Stack:
         return plans[::-1]
 
     def plan(self, candidate: Candidate, peak: float, budget: float) -> StackPlan:
-        """The plan of a candidate."""
+        """Makes the plan of a candidate."""
         forward, backward = self._works
         input_names = [INPUT] if candidate.input_offloaded else []
         return StackPlan(
