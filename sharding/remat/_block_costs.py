@@ -198,9 +198,9 @@ def measure(
     return MeasuredBlock(Block(forward.seconds, backward.seconds, modes), forward, backward, works)
 
 
-def evenly(frontier: Sequence[SavedNames], most: int) -> list[SavedNames]:
-    """At most ``most`` choices of a frontier, its ends included."""
-    if len(frontier) <= most:
+def evenly(frontier: Sequence[SavedNames], most: int | None) -> list[SavedNames]:
+    """At most ``most`` choices of a frontier, its ends included; None for all."""
+    if most is None or len(frontier) <= most:
         return list(frontier)
     step = (len(frontier) - 1) / (most - 1)
     return [frontier[round(i * step)] for i in range(most)]

@@ -177,7 +177,7 @@ class Stack:
             if not offloads:
                 candidates += self._in_two_levels(choice)
         else:
-            for choice in _some_choices(values.frontier(), modes):
+            for choice in evenly(values.frontier(), modes):
                 candidates.append(self._candidate(choice, (self._length,), False))
                 candidates += self._in_two_levels(choice)
             if offload:
@@ -185,7 +185,7 @@ class Stack:
                 allowed = offload is True or bool(set(names) & {INPUT, *inputs})
                 for to_host in (False, True) if allowed else (False,):
                     choices = values.frontier(self._host(names, to_host))
-                    for choice in _some_choices(choices, modes):
+                    for choice in evenly(choices, modes):
                         candidates.append(self._candidate(choice, (self._length,), to_host))
         distinct = {candidate.key: candidate for candidate in candidates}.values()
         return sorted(distinct, key=lambda c: (c.work.seconds, c.closed_form))
@@ -322,7 +322,3 @@ class Stack:
             offloaded=(*candidate.choice.offloaded, *input_names),
             input_names=self._input_names,
         )
-
-
-def _some_choices(choices: list[SavedNames], modes: int | None) -> list[SavedNames]:
-    return choices if modes is None else evenly(choices, modes)
