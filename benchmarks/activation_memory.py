@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import sharding as shd
 from sharding.plan._format import size
 from sharding.plan._models import MODELS, gpt2
-from sharding.remat._presets import NameRequest, request_of
-from sharding.remat._remat_plan import device_of_target
-from sharding.remat._stack import Stack
+from sharding.remat._names import NameRequest, request_of
+from sharding.remat._plan_activations import device_of_target
+from sharding.remat._stack_plan import Stack
 
 # Name of a model, target, sequences of one device, tokens of a sequence.
 GPU_CASES = (("llama2-7b", "h100x1", 4, 2048), ("llama2-70b", "h100x1", 1, 4096))

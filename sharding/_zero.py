@@ -29,7 +29,7 @@ from sharding.placement._train_state import (
     with_opt_state,
 )
 from sharding.recovery._peer_checkpoints import PeerCheckpoints
-from sharding.recovery._step_copies import StepCopies
+from sharding.recovery._replica_program import StepCopies
 from sharding.step import _flax_linen, _flax_nnx, _local_norm
 from sharding.step._check_loss import check_loss
 from sharding.step._checks import check_alive, check_batch, check_compiled, check_placed

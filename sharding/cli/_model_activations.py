@@ -11,12 +11,11 @@ from sharding.cli._options import Setup, dtype_of, target_of
 from sharding.plan._format import size
 from sharding.plan._plan import Plan
 from sharding.plan._tiles import num_bytes
-from sharding.remat._modes import types_of
-from sharding.remat._planned import RematPlan, no_plan_fits
-from sharding.remat._presets import NameRequest
-from sharding.remat._remat_plan import device_of_target, in_bytes
-from sharding.remat._stack import Stack
-from sharding.remat._stack_plan import StackPlan
+from sharding.remat._block_costs import types_of
+from sharding.remat._names import NameRequest
+from sharding.remat._plan_activations import device_of_target, in_bytes
+from sharding.remat._remat_plan import RematPlan, no_plan_fits
+from sharding.remat._stack_plan import Stack, StackPlan
 
 
 def add_remat_option(group: Any, what: str) -> None:

@@ -1,30 +1,48 @@
-"""A state from the blocks of a snapshot, on any mesh, stage and number of processes."""
+"""A state from the blocks of a snapshot, on any mesh: what is missing here is sent by others."""
 
 import functools
 import itertools
-from collections.abc import Iterator
-from typing import Any
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from sharding.recovery._find_snapshot import FoundSnapshot
-from sharding.recovery._replica_program import as_data, check_on_mesh, is_key, leaf_paths
-from sharding.recovery._send_blocks import Request, exchange
-from sharding.recovery._stored_leaf import StoredLeaf
-from sharding.recovery._words import stored_dtype
+from sharding.recovery._machines import gather_json
+from sharding.recovery._stored_leaf import (
+    StoredLeaf,
+    check_on_mesh,
+    data_type,
+    is_key,
+    leaf_paths,
+    stored_dtype,
+)
 
-Box = tuple[tuple[int, int], ...]
+P = PartitionSpec
+_MOST = 8 << 20  # bytes that a device sends at once
+Box = tuple[tuple[int, int], ...]  # a start and a stop in each dim
 
 
-def load_state(mesh: Mesh, found: FoundSnapshot, abstract: Any) -> tuple[Any, int]:
-    """The state, and the bytes that crossed links for it; a collective.
+class Request(NamedTuple):
+    """A box of a block that a process needs."""
 
-    Args:
-      mesh: of the state.
-      found: the snapshot.
-      abstract: types with shardings.
+    source: int  # the process that sends it
+    leaf: int  # of the snapshot
+    block: int  # of the leaf
+    box: Box  # within the block
+
+
+# By leaf and box of it: the boxes that it consists of, and where they come from.
+Needed = dict[tuple[int, Box], list[tuple[Box, Request]]]
+
+
+def load_state(mesh: Mesh, snapshot: FoundSnapshot, abstract: Any) -> tuple[Any, int]:
+    """Builds a state of such types; also returns bytes that crossed links. A collective.
 
     Raises:
       ValueError: if the snapshot is of another state; names the leaves that differ.
@@ -32,37 +50,36 @@ def load_state(mesh: Mesh, found: FoundSnapshot, abstract: Any) -> tuple[Any, in
     targets = leaf_paths(abstract)
     for path, x in targets:
         check_on_mesh(path, x, mesh)
-    order = _match(found.leaves, targets)
-    # By leaf and box: what it consists of, and where that comes from.
-    needed: dict[tuple[int, Box], list[tuple[Box, Request]]] = {}
-    for (_, x), i in zip(targets, order, strict=True):
+    types = [(path, data_type(x)) for path, x in targets]
+    order = _match(snapshot.leaves, types)
+    needed: Needed = {}
+    for (_, x), i in zip(types, order, strict=True):
         for box in set(_local_boxes(x).values()):
-            needed[i, box] = list(_pieces(found, i, box))
-    missing = {
-        request
-        for pieces in needed.values()
-        for _, request in pieces
-        if request.source != jax.process_index()
-    }
-    received, num_bytes = exchange(mesh, found, sorted(missing))
+            needed[i, box] = list(_requests(snapshot, i, box))
+    me = jax.process_index()
+    missing = {r for requests in needed.values() for _, r in requests if r.source != me}
+    received, num_bytes = exchange(mesh, snapshot, sorted(missing))
     leaves = [
-        _assemble(x, i, needed, found, received) for (_, x), i in zip(targets, order, strict=True)
+        _assemble(x, i, needed, snapshot, received) for (_, x), i in zip(types, order, strict=True)
+    ]
+    leaves = [
+        _as_keys(x, data) if is_key(x) else data
+        for (_, x), data in zip(targets, leaves, strict=True)
     ]
     return jax.tree.unflatten(jax.tree.structure(abstract), leaves), num_bytes
 
 
 def _match(leaves: list[StoredLeaf], targets: list[tuple[str, Any]]) -> list[int]:
-    """The place of each target among the leaves of the snapshot."""
+    """Find the place of each target among the leaves of the snapshot."""
     stored = {leaf.path: i for i, leaf in enumerate(leaves)}
     wrong = []
     for path, x in targets:
-        shape, dtype = _data_type(x)
         if path not in stored:
             wrong.append(f"{path} is not in the snapshot")
             continue
         leaf = leaves[stored[path]]
-        if (leaf.shape, leaf.dtype) != (shape, stored_dtype(dtype).name):
-            wrong.append(f"{path} is {leaf.dtype}{list(leaf.shape)}, not {dtype}{list(shape)}")
+        if (leaf.shape, leaf.dtype) != (x.shape, stored_dtype(x.dtype).name):
+            wrong.append(f"{path} is {leaf.dtype}{list(leaf.shape)}, not {x.dtype}{list(x.shape)}")
     wrong += [f"{path} is not in the state" for path in stored.keys() - dict(targets).keys()]
     if wrong:
         raise ValueError(
@@ -71,27 +88,18 @@ def _match(leaves: list[StoredLeaf], targets: list[tuple[str, Any]]) -> list[int
     return [stored[path] for path, _ in targets]
 
 
-def _data_type(x: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """Shape and dtype of a leaf; of a random key, of its data."""
-    data = as_data(jax.ShapeDtypeStruct(x.shape, x.dtype))
-    return data.shape, data.dtype
-
-
-def _local_boxes(x: Any) -> dict[Any, Box]:
-    """What each device of this process holds of a leaf."""
-    shape, _ = _data_type(x)
+def _local_boxes(x: Any) -> dict[jax.Device, Box]:
+    """Boxes of a leaf that the devices of this process hold."""
     indices = x.sharding.addressable_devices_indices_map(x.shape)
-    found = {}
-    for device, index in indices.items():
-        edges = [s.indices(n) for s, n in zip(index, x.shape, strict=True)]
-        data = ((0, n) for n in shape[len(edges) :])  # of random keys
-        found[device] = (*((start, stop) for start, stop, _ in edges), *data)
-    return found
+    return {
+        device: tuple(s.indices(n)[:2] for s, n in zip(index, x.shape, strict=True))
+        for device, index in indices.items()
+    }
 
 
-def _pieces(found: FoundSnapshot, i: int, box: Box) -> Iterator[tuple[Box, Request]]:
-    """The boxes of blocks that a box consists of, and where they are in it."""
-    leaf = found.leaves[i]
+def _requests(snapshot: FoundSnapshot, i: int, box: Box) -> Iterator[tuple[Box, Request]]:
+    """Split a box of a leaf by blocks: the place of each piece in the box, and its source."""
+    leaf = snapshot.leaves[i]
     if any(start == stop for start, stop in box):
         return
     ranges = [
@@ -106,44 +114,170 @@ def _pieces(found: FoundSnapshot, i: int, box: Box) -> Iterator[tuple[Box, Reque
             low, high = max(start, k * size), min(stop, (k + 1) * size)
             inside.append((low - k * size, high - k * size))
             place.append((low - start, high - start))
-        readers = found.readers[i, number]
+        readers = snapshot.readers[i, number]
         # Of several that have it, different ones for different blocks and receivers.
         source = me if me in readers else readers[(number + i + me) % len(readers)]
         yield tuple(place), Request(source, i, number, tuple(inside))
 
 
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(*edges) for edges in box)
+
+
 def _assemble(
     x: Any,
     i: int,
-    needed: dict[tuple[int, Box], list[tuple[Box, Request]]],
-    found: FoundSnapshot,
+    needed: Needed,
+    snapshot: FoundSnapshot,
     received: dict[Request, np.ndarray],
 ) -> jax.Array:
-    """One leaf, placed as the target is."""
-    shape, dtype = _data_type(x)
-    stored = found.leaves[i].dtype
+    """Puts a leaf together, placed as the target is."""
     arrays: dict[Box, np.ndarray] = {}
     shards = []
     for device, box in _local_boxes(x).items():
         if box not in arrays:
-            array = np.empty([stop - start for start, stop in box], stored)
+            array = np.empty([stop - start for start, stop in box], snapshot.leaves[i].dtype)
             for place, request in needed[i, box]:
-                if request in received:
-                    piece = received[request]
-                else:
-                    edges = tuple(slice(*edge) for edge in request.box)
-                    piece = found.block(i, request.block)[edges]
-                array[tuple(slice(*edge) for edge in place)] = piece
-            arrays[box] = array.astype(dtype, copy=False)
+                piece = received[request] if request in received else _read_box(snapshot, request)
+                array[_slices(place)] = piece
+            arrays[box] = array.astype(x.dtype, copy=False)
         memory = SingleDeviceSharding(device, memory_kind=x.sharding.memory_kind)
         shards.append(jax.device_put(arrays[box], memory))
-    data = jax.make_array_from_single_device_arrays(shape, x.sharding, shards)
-    return _as_keys(x, data) if is_key(x) else data
+    return jax.make_array_from_single_device_arrays(x.shape, x.sharding, shards)
 
 
 def _as_keys(x: Any, data: jax.Array) -> jax.Array:
-    """Random keys of the type of ``x``."""
+    """Makes random keys of the type of ``x``."""
     impl = []
     jax.eval_shape(lambda keys: impl.append(jax.random.key_impl(keys)), x)
     wrap = functools.partial(jax.random.wrap_key_data, impl=impl[0])
     return jax.jit(wrap, out_shardings=x.sharding)(data)
+
+
+# --- Sending blocks between the host memories of processes, over the links of the devices ---------
+
+
+def exchange(
+    mesh: Mesh, snapshot: FoundSnapshot, requests: Sequence[Request]
+) -> tuple[dict[Request, np.ndarray], int]:
+    """Fetches boxes from other processes; also returns the bytes that all sent. A collective.
+
+    In each round a process sends to one other at most, with all of its devices at once.
+    """
+    me = jax.process_index()
+    by_pair: dict[tuple[int, int], list[Request]] = defaultdict(list)
+    for receiver, rows in enumerate(gather_json(requests)):
+        for source, leaf, block, box in rows:
+            request = Request(source, leaf, block, tuple(map(tuple, box)))
+            by_pair[source, receiver].append(request)
+    sizes = {pair: sum(_size(snapshot, r) for r in asked) for pair, asked in by_pair.items()}
+    received: dict[Request, np.ndarray] = {}
+    for pairs in _rounds(sizes):
+        outgoing: Iterable[np.ndarray] = ()
+        for source, receiver in pairs:
+            if source == me:
+                outgoing = (_padded_bytes(snapshot, r) for r in by_pair[source, receiver])
+        raw = _send(mesh, pairs, outgoing, max(sizes[pair] for pair in pairs))
+        for source, receiver in pairs:
+            if receiver == me:
+                start = 0
+                for request in by_pair[source, receiver]:
+                    leaf = snapshot.leaves[request.leaf]
+                    shape = [stop - low for low, stop in request.box]
+                    num_bytes = math.prod(shape) * np.dtype(leaf.dtype).itemsize
+                    box = raw[start : start + num_bytes].view(leaf.dtype).reshape(shape)
+                    received[request] = box
+                    start += _size(snapshot, request)
+    return received, sum(sizes.values())
+
+
+def _rounds(sizes: dict[tuple[int, int], int]) -> Iterator[list[tuple[int, int]]]:
+    """Pairs of processes in rounds in which each sends and receives once at most, large first."""
+    waiting = sorted(sizes, key=lambda pair: (-sizes[pair], pair))
+    while waiting:
+        chosen: list[tuple[int, int]] = []
+        for source, receiver in waiting:
+            if all(source != s and receiver != r for s, r in chosen):
+                chosen.append((source, receiver))
+        yield chosen
+        waiting = [pair for pair in waiting if pair not in chosen]
+
+
+def _send(
+    mesh: Mesh, pairs: list[tuple[int, int]], outgoing: Iterable[np.ndarray], largest: int
+) -> np.ndarray:
+    """Runs one round; returns the bytes that this process receives, padded."""
+    devices = list(mesh.devices.flat)
+    places: dict[int, list[int]] = defaultdict(list)  # by process: its devices in the mesh
+    for place, device in enumerate(devices):
+        places[device.process_index].append(place)
+    width = len(places[0])
+    links = tuple(
+        link
+        for source, receiver in pairs
+        for link in zip(places[source], places[receiver], strict=True)
+    )
+    flat = Mesh(np.array(devices), ("all",), axis_types=(AxisType.Auto,))
+    permute, sharding = _permute(flat, links), NamedSharding(flat, P("all"))
+    chunk = min(_MOST, -(-largest // width))  # bytes of one device
+    chunks = _chunks(outgoing, chunk)
+    arrived: list[np.ndarray] = []
+    sent: jax.Array | None = None
+    for _ in range(-(-largest // (chunk * width))):
+        mine = [jax.device_put(next(chunks)[None], d) for d in flat.local_devices]
+        shape = (len(devices), chunk)
+        x = jax.make_array_from_single_device_arrays(shape, sharding, mine)
+        before, sent = sent, permute(x)
+        if before is not None:  # read while the next one is under way
+            arrived += _local_rows(before)
+    assert sent is not None
+    return np.concatenate(arrived + _local_rows(sent))
+
+
+def _local_rows(x: jax.Array) -> list[np.ndarray]:
+    """Rows that the devices of this process hold, in their order."""
+    shards = sorted(x.addressable_shards, key=lambda s: s.index[0].start)
+    return [np.asarray(shard.data).reshape(-1) for shard in shards]
+
+
+@functools.lru_cache(maxsize=64)
+def _permute(mesh: Mesh, links: tuple[tuple[int, int], ...]) -> Callable[[jax.Array], jax.Array]:
+    """Compiles the sending of each device's bytes along its link."""
+    send = functools.partial(lax.ppermute, axis_name="all", perm=links)
+    return jax.jit(
+        jax.shard_map(send, mesh=mesh, in_specs=P("all"), out_specs=P("all"), check_vma=False)
+    )
+
+
+def _chunks(arrays: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
+    """Joins bytes of arrays, and splits them into chunks of a size; zeros follow without end."""
+    chunk, filled = np.zeros(size, np.uint8), 0
+    for array in arrays:
+        while len(array):
+            taken = min(size - filled, len(array))
+            chunk[filled : filled + taken] = array[:taken]
+            array, filled = array[taken:], filled + taken
+            if filled == size:
+                yield chunk
+                chunk, filled = np.zeros(size, np.uint8), 0
+    while True:
+        yield chunk
+        chunk = np.zeros(size, np.uint8)
+
+
+def _size(snapshot: FoundSnapshot, request: Request) -> int:
+    """Bytes of a box on the way, padded so that arrays behind it are aligned."""
+    itemsize = np.dtype(snapshot.leaves[request.leaf].dtype).itemsize
+    size = math.prod(stop - start for start, stop in request.box) * itemsize
+    return -(-size // 8) * 8
+
+
+def _read_box(snapshot: FoundSnapshot, request: Request) -> np.ndarray:
+    """Reads a box of a block that this process has."""
+    return snapshot.block(request.leaf, request.block)[_slices(request.box)]
+
+
+def _padded_bytes(snapshot: FoundSnapshot, request: Request) -> np.ndarray:
+    """Copies the bytes of a box, and pads them."""
+    raw = np.ascontiguousarray(_read_box(snapshot, request)).reshape(-1).view(np.uint8)
+    return np.pad(raw, (0, _size(snapshot, request) - len(raw)))

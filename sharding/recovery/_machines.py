@@ -1,49 +1,61 @@
-"""Which devices and processes share a machine, and so are lost together."""
+"""Which devices and processes share a machine, and what processes tell each other."""
 
 import dataclasses
 import functools
+import json
 import pathlib
 import socket
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from sharding.recovery._gather import gather_json
-
 _BOOT_ID = pathlib.Path("/proc/sys/kernel/random/boot_id")
+# By machine: the machines that store its shards, itself first.
+Holders = tuple[tuple[int, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Machines:
-    """The machines of a mesh, numbered in the order of the mesh.
+    """The machines of a mesh, numbered in the order of the mesh."""
 
-    Attributes:
-      names: of each machine.
-      domains: the failure domain of each machine.
-      of_device: the machine of each device, in the order of the mesh. [devices]
-      of_process: the machine of each process.
-    """
-
-    names: tuple[str, ...]
-    domains: tuple[str, ...]
-    of_device: np.ndarray
-    of_process: tuple[int, ...]
+    names: tuple[str, ...]  # of each machine
+    domains: tuple[str, ...]  # the failure domain of each machine
+    of_device: np.ndarray  # the machine of each device, in the order of the mesh. [devices]
+    of_process: tuple[int, ...]  # the machine of each process
 
     @functools.cached_property
     def devices(self) -> np.ndarray:
-        """The devices of each machine, by their places in the mesh: [machines, devices of one]."""
+        """Places of each machine's devices in the mesh: [machines, devices of one]."""
         return np.argsort(self.of_device, kind="stable").reshape(len(self.names), -1)
 
 
+def gather_bytes(raw: bytes) -> list[bytes]:
+    """Gathers the bytes of all processes, by their index; a collective."""
+    if jax.process_count() == 1:
+        return [raw]
+    sizes = np.asarray(multihost_utils.process_allgather(np.int64(len(raw)))).reshape(-1)
+    padded = np.zeros(max(1, int(sizes.max())), np.uint8)
+    padded[: len(raw)] = np.frombuffer(raw, np.uint8)
+    rows = np.asarray(multihost_utils.process_allgather(padded))  # [processes, longest]
+    return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+
+def gather_json(value: Any) -> list[Any]:
+    """Gathers a value of all processes, by their index; a collective."""
+    return [json.loads(raw) for raw in gather_bytes(json.dumps(value).encode())]
+
+
 def this_machine() -> str:
-    """What identifies this machine: its kernel's boot, which all containers on it share."""
+    """Names this machine by its kernel's boot, which all containers on it share."""
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else socket.gethostname()
 
 
 def is_compile_only(mesh: Mesh) -> bool:
-    """Whether the devices of a mesh are only compiled for."""
+    """Whether a mesh is of a compile-only target."""
     device = mesh.devices.flat[0]
     try:
         return device not in jax.devices(device.platform)
@@ -52,18 +64,15 @@ def is_compile_only(mesh: Mesh) -> bool:
 
 
 def planned_machines(mesh: Mesh) -> Machines:
-    """The hosts of a compile-only target, each a failure domain."""
+    """Hosts of a compile-only target, each a failure domain."""
     hosts = [f"host {device.process_index}" for device in mesh.devices.flat]
     return machines_of([(host, host) for host in hosts], sorted({(host, host) for host in hosts}))
 
 
 def find_machines(mesh: Mesh, machine: str | None, domain: str | None) -> Machines:
-    """Asks all processes for their machines; a collective.
+    """Asks all processes for the names and failure domains of their machines; a collective.
 
-    Args:
-      mesh: of devices of all processes.
-      machine: the name of this process's machine; ``this_machine()`` if None.
-      domain: its failure domain; the machine itself if None.
+    A machine is called ``this_machine()`` by default, and is a failure domain of its own.
 
     Raises:
       ValueError: if the mesh is not of all processes, if machines have different numbers of
@@ -83,7 +92,7 @@ def find_machines(mesh: Mesh, machine: str | None, domain: str | None) -> Machin
 def machines_of(
     by_device: Sequence[tuple[str, str]], by_process: Sequence[tuple[str, str]]
 ) -> Machines:
-    """The machines from the name and failure domain of each device's and process's machine."""
+    """Machines from pairs of name and failure domain, by device and by process."""
     names = tuple(dict.fromkeys(name for name, _ in by_device))
     numbers = {name: i for i, name in enumerate(names)}
     domains = dict(by_process)

@@ -1,16 +1,23 @@
 """Which machines store the replicas of each machine's shards, and how likely all are lost."""
 
+import dataclasses
 import math
-from collections.abc import Hashable, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
 
-Holders = tuple[tuple[int, ...], ...]
+import numpy as np
+
+from sharding.recovery._machines import Holders, Machines
+from sharding.recovery._stored_leaf import BlockPlacement, StoredLeaf
+
 PLACEMENTS = ("group", "ring")
+_SHOWN = 8  # machines
 
 
 def place_replicas(
     domains: Sequence[Hashable], replicas: int, placement: str = "group", *, spread: bool = False
 ) -> Holders:
-    """The machines that store each machine's shards, the machine itself first.
+    """Chooses the machines that store each machine's shards, the machine itself first.
 
     ``"group"`` is GEMINI's placement: the machines of a group of ``replicas`` store the shards of
     each other; machines left over form a ring with the last group, in which each stores the shards
@@ -49,14 +56,13 @@ def place_replicas(
         group = order[g * replicas : (g + 1) * replicas if g < num_groups - 1 else None]
         for i, machine in enumerate(group):
             holders[machine] = tuple(group[(i + j) % len(group)] for j in range(replicas))
-    found = tuple(holders[machine] for machine in range(len(domains)))
-    if spread and any(len({domains[h] for h in held}) < replicas for held in found):
+    if spread and any(len({domains[h] for h in held}) < replicas for held in holders.values()):
         return _least_loaded(domains, replicas)
-    return found
+    return tuple(holders[machine] for machine in range(len(domains)))
 
 
 def _dealt(domains: Sequence[Hashable], replicas: int, num_groups: int) -> list[int]:
-    """An order of the machines whose consecutive groups have one machine of a domain each.
+    """Orders machines so that consecutive groups have one machine of a domain each.
 
     Sorted by domain, machines are dealt to the groups in turn; what is left over comes last.
     """
@@ -66,35 +72,34 @@ def _dealt(domains: Sequence[Hashable], replicas: int, num_groups: int) -> list[
         key=lambda i: (-names.count(names[i]), names.index(names[i])),
     )
     if num_groups == 1:  # a ring: the next machine is one of the next domain, while there is one
-        turns = [names[:i].count(names[i]) for i in range(len(names))]
-        return sorted(ranked, key=lambda i: turns[i])
+        return sorted(ranked, key=lambda i: names[:i].count(names[i]))
     dealt = num_groups * replicas
     return [i for g in range(num_groups) for i in ranked[g:dealt:num_groups]] + ranked[dealt:]
 
 
 def _least_loaded(domains: Sequence[Hashable], replicas: int) -> Holders:
-    """For domains of uneven sizes: each replica is kept by the machine that keeps the fewest."""
+    """For domains of uneven sizes: each replica goes to the machine that stores the fewest."""
     names = list(domains)
     load = [0] * len(names)
-    found: dict[int, tuple[int, ...]] = {}
+    holders: dict[int, tuple[int, ...]] = {}
     for machine in sorted(range(len(names)), key=lambda i: (-names.count(names[i]), i)):
         held = [machine]
         while len(held) < replicas:
             used = {names[i] for i in held}
             free = [i for i in range(len(names)) if names[i] not in used]
             # Of equals one whose own replica is here already: fewer pairs that must not be lost.
-            least = min(free, key=lambda i: (load[i], machine not in found.get(i, ()), i))
+            least = min(free, key=lambda i: (load[i], machine not in holders.get(i, ()), i))
             held.append(least)
             load[least] += 1
-        found[machine] = tuple(held)
-    return tuple(found[machine] for machine in range(len(names)))
+        holders[machine] = tuple(held)
+    return tuple(holders[machine] for machine in range(len(names)))
 
 
-def recovery_probability(holders: Sequence[Sequence[int]], num_machines: int, lost: int) -> float:
-    """The probability that no shard is lost with ``lost`` machines.
+def recovery_probability(holders: Iterable[Iterable[int]], num_machines: int, lost: int) -> float:
+    """Computes the probability that no shard is lost with ``lost`` machines.
 
     Exact, each set of so many machines being equally likely: the sets that include no set of
-    holders are counted machine by machine, separately for machines without common holders.
+    holders are counted machine by machine.
 
     Args:
       holders: the machines that store each shard, in any order, repeated or not.
@@ -110,65 +115,117 @@ def recovery_probability(holders: Sequence[Sequence[int]], num_machines: int, lo
         raise ValueError(f"lost must be 0 to {num_machines} machines, got {lost}.")
     sets = list({frozenset(held) for held in holders})
     sets = [s for s in sets if not any(other < s for other in sets)]
-    by_machine: dict[int, list[int]] = {machine: [] for machine in range(num_machines)}
+    sets_of: list[list[int]] = [[] for _ in range(num_machines)]  # by machine
     for i, members in enumerate(sets):
         for machine in members:
-            by_machine[machine].append(i)
-    ways, rest = [1], set(by_machine)
-    while rest:
-        order = _connected(min(rest), sets, by_machine)
-        rest -= set(order)
-        ways = _product(ways, _survivable(order, sets, by_machine, lost), lost)
-    return ways[lost] / math.comb(num_machines, lost) if lost < len(ways) else 0.0
+            sets_of[machine].append(i)
+    order = _neighbours_together(sets, sets_of)
+    place = {machine: i for i, machine in enumerate(order)}
+    first, last = ([end(place[m] for m in members) for members in sets] for end in (min, max))
+    # By the begun sets whose machines were all lost so far: how many choices there are of each
+    # number of lost machines. [lost + 1], Python's integers, exact at any size.
+    choices = {frozenset[int](): np.array([1] + [0] * lost, object)}
+    for i, machine in enumerate(order):
+        after: dict[frozenset[int], np.ndarray] = defaultdict(lambda: np.zeros(lost + 1, object))
+        for doomed, counts in choices.items():
+            after[doomed.difference(sets_of[machine])] += counts  # this machine stays
+            begun = doomed.union(s for s in sets_of[machine] if first[s] == i)
+            if not any(last[s] == i for s in begun):
+                after[begun][1:] += counts[:-1]  # it is lost: one more
+        choices = after
+    (counts,) = choices.values()
+    return float(counts[lost] / math.comb(num_machines, lost))
 
 
-def _connected(
-    first: int, sets: list[frozenset[int]], by_machine: dict[int, list[int]]
-) -> list[int]:
-    """Machines that share holders with the first, directly or not, neighbours close together."""
-    order, waiting = [], [first]
-    seen = {first}
-    while waiting:
-        machine = waiting.pop(0)
-        order.append(machine)
-        near = sorted({m for i in by_machine[machine] for m in sets[i]} - seen)
-        seen.update(near)
-        waiting += near
+def _neighbours_together(sets: list[frozenset[int]], sets_of: list[list[int]]) -> list[int]:
+    """Orders machines so that those with common holders are close: few sets are begun at a time."""
+    order: list[int] = []
+    seen: set[int] = set()
+    for start in range(len(sets_of)):
+        waiting = [] if start in seen else [start]
+        seen.add(start)
+        for machine in waiting:  # which grows
+            near = sorted({m for i in sets_of[machine] for m in sets[i]} - seen)
+            seen.update(near)
+            waiting += near
+        order += waiting
     return order
 
 
-def _survivable(
-    order: list[int], sets: list[frozenset[int]], by_machine: dict[int, list[int]], lost: int
-) -> list[int]:
-    """For each number of lost machines: how many choices of them include none of the sets."""
-    place = {machine: i for i, machine in enumerate(order)}
-    first = {i: min(place[m] for m in sets[i]) for m in order for i in by_machine[m]}
-    last = {i: max(place[m] for m in sets[i]) for m in order for i in by_machine[m]}
-    # By the begun sets whose machines were all lost so far: the choices of each number.
-    states: dict[frozenset[int], list[int]] = {frozenset(): [1]}
-    for at, machine in enumerate(order):
-        after: dict[frozenset[int], list[int]] = {}
-        for doomed, ways in states.items():
-            kept = doomed.difference(by_machine[machine])
-            after[kept] = _sum_of_polynomials(after.get(kept, []), ways)
-            begun = doomed.union(i for i in by_machine[machine] if first[i] == at)
-            if not any(last[i] == at for i in begun):
-                after[begun] = _sum_of_polynomials(after.get(begun, []), [0, *ways][: lost + 1])
-        states = after
-    (ways,) = states.values()
-    return ways
+@dataclasses.dataclass(frozen=True)
+class PeerDescription:
+    """Where replicas are, and what they cost.
+
+    Attributes:
+      machines: names.
+      domains: the failure domain of each machine.
+      holders: by machine: the machines that store what only it has on its devices, itself first.
+      stored: by machine: bytes of one snapshot in its host memory, of which there are two.
+      sent: by machine: bytes that it sends for one snapshot.
+      sets: the sets of machines that must not be lost together.
+    """
+
+    machines: tuple[str, ...]
+    domains: tuple[str, ...]
+    holders: Holders
+    stored: tuple[int, ...]
+    sent: tuple[int, ...]
+    sets: frozenset[frozenset[int]]
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of two snapshots on the machine that stores most."""
+        return 2 * max(self.stored)
+
+    def recovery_probability(self, lost: int) -> float:
+        """Computes the exact probability that no shard is lost with so many machines, at random.
+
+        Args:
+          lost: how many machines are lost before the next snapshot is complete.
+        """
+        return recovery_probability(self.sets, len(self.machines), lost)
+
+    def __str__(self) -> str:
+        num = len(self.machines)
+        lines = [
+            f"{num} machine{'s' * (num > 1)}; two snapshots take {_mib(self.host_bytes)} of host "
+            f"memory; each sends {_mib(max(self.sent))} per snapshot.",
+            *(
+                f"  {self.machines[i]}: also on {', '.join(self.machines[j] for j in held[1:])}"
+                if len(held) > 1
+                else f"  {self.machines[i]}: on no other machine"
+                for i, held in enumerate(self.holders[:_SHOWN])
+            ),
+        ]
+        if num > _SHOWN:
+            lines.append(f"  and {num - _SHOWN} more")
+        chances = [f"{k}: {self.recovery_probability(k):.1%}" for k in range(1, min(num, 4) + 1)]
+        lines.append(f"Recovers from lost machines: {', '.join(chances)}.")
+        return "\n".join(lines)
 
 
-def _sum_of_polynomials(a: list[int], b: list[int]) -> list[int]:
-    """The sum of two polynomials."""
-    longer, shorter = (a, b) if len(a) >= len(b) else (b, a)
-    return [x + (shorter[i] if i < len(shorter) else 0) for i, x in enumerate(longer)]
+def describe_replicas(
+    placed: Iterable[tuple[StoredLeaf, BlockPlacement]], machines: Machines, holders: Holders
+) -> PeerDescription:
+    """Counts what each machine stores and sends, and finds which machines share a block."""
+    num, machine_of = len(machines.names), machines.of_device.tolist()
+    stored, sent = [0] * num, [0] * num
+    sets: set[frozenset[int]] = set()
+    for leaf, placement in placed:
+        owners: dict[int, set[int]] = {}  # by block: machines
+        for device in np.flatnonzero(placement.stored).tolist():
+            stored[machine_of[device]] += leaf.block_bytes
+            owners.setdefault(int(placement.block[device]), set()).add(machine_of[device])
+        for source, destination in (pair for pairs in placement.sends for pair in pairs):
+            sent[machine_of[source]] += leaf.block_bytes
+            stored[machine_of[destination]] += leaf.block_bytes
+            owners[int(placement.block[source])].add(machine_of[destination])
+        if leaf.block_bytes:
+            sets.update(map(frozenset, owners.values()))
+    return PeerDescription(
+        machines.names, machines.domains, holders, tuple(stored), tuple(sent), frozenset(sets)
+    )
 
 
-def _product(a: list[int], b: list[int], degree: int) -> list[int]:
-    """The product of two polynomials, up to a degree."""
-    found = [0] * min(len(a) + len(b) - 1, degree + 1)
-    for i, x in enumerate(a):
-        for j, y in enumerate(b[: len(found) - i]):
-            found[i + j] += x * y
-    return found
+def _mib(num_bytes: float) -> str:
+    return f"{num_bytes / 2**20:,.1f} MiB"

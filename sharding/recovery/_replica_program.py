@@ -1,7 +1,7 @@
-"""The program that copies a state to host memory, here and on the machines of peers."""
+"""The program that copies a state to host memory, here and at peers, alone or in a step."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,14 +11,17 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding.offload._host_memory import DEVICE, HOST, on_host
-from sharding.recovery._machines import Machines, is_compile_only
-from sharding.recovery._peer_placement import Holders
+from sharding.recovery._machines import Holders, Machines, is_compile_only
 from sharding.recovery._stored_leaf import (
     BlockPlacement,
     StoredLeaf,
+    as_data,
+    as_words,
     block_placement,
+    check_on_mesh,
+    checksum,
+    stored_dtype,
 )
-from sharding.recovery._words import as_words, checksum, stored_dtype
 
 P = PartitionSpec
 # Of one device's bytes: what a transfer carries at most, so that few are in flight at a time.
@@ -27,46 +30,26 @@ _ON_TPUS = 2  # as small: programs for TPUs hold four to six of them, those for 
 
 
 class Transfer(NamedTuple):
-    """What crosses a link at once.
+    """What crosses a link at once."""
 
-    Attributes:
-      leaves: several small ones, flattened, one after the other; or a large one.
-      box: of the large one's block; None for all of it.
-      route: where it goes, as an index into the routes of the program.
-    """
-
-    leaves: tuple[int, ...]
-    box: tuple[slice, ...] | None
-    route: int
+    leaves: tuple[int, ...]  # several small ones, flattened, one after the other; or a large one
+    box: tuple[slice, ...] | None  # of the large one's block; None for all of it
+    route: int  # where it goes, as an index into the routes of the program
 
 
 class Replicas(NamedTuple):
-    """What the program returns; arrays by device, in host memory where devices have it.
+    """What the program returns; arrays by device, in host memory where devices have it."""
 
-    Attributes:
-      committed: on how many devices the snapshot before was committed; known when all copies are
-        made. int32 []
-      sums: checksums of each device's blocks. uint32 [devices, leaves]
-      sent_sums: by route and round, the same of the blocks that arrived.
-      own: by transfer, words of each device's own blocks. [devices, ...]
-      sent: by transfer and round, words of the blocks that arrived. [devices, ...]
-    """
-
+    # On how many devices the snapshot before was committed; known once all copies are made.
     committed: Any
-    sums: Any
-    sent_sums: Any
-    own: Any
-    sent: Any
+    sums: Any  # checksums of each device's blocks. uint32 [devices, leaves]
+    sent_sums: Any  # by route and round, the same of the blocks that arrived
+    own: Any  # by transfer, words of each device's own blocks. [devices, ...]
+    sent: Any  # by transfer and round, words of the blocks that arrived. [devices, ...]
 
 
 class ReplicaProgram:
-    """Copies the shards of a state; compiled once.
-
-    Args:
-      mesh: the devices.
-      machines: of the mesh.
-      holders: the machines that keep each machine's shards.
-      leaves: paths and arrays of the state, which may be abstract.
+    """Copies the shards of a state, given as paths and arrays, which may be abstract.
 
     Raises:
       TypeError: for a leaf that is not an array on the mesh, or of a dtype that cannot be stored.
@@ -78,51 +61,40 @@ class ReplicaProgram:
         self.mesh = mesh
         self.leaves: list[StoredLeaf] = []
         self.placements: list[BlockPlacement] = []
-        found: dict[Any, BlockPlacement] = {}
+        known: dict[Any, BlockPlacement] = {}
         for path, x in leaves:
             check_on_mesh(path, x, mesh)
             dtype = stored_dtype(x.dtype, path)
             key = (x.sharding.spec, x.shape, dtype.itemsize)
-            if key not in found:
-                found[key] = block_placement(x.sharding, x.shape, dtype.itemsize, machines, holders)
-            self.placements.append(found[key])
-            self.leaves.append(StoredLeaf(path, x.shape, dtype.name, found[key].grid))
+            if key not in known:
+                known[key] = block_placement(x.sharding, x.shape, dtype.itemsize, machines, holders)
+            self.placements.append(known[key])
+            self.leaves.append(StoredLeaf(path, x.shape, dtype.name, known[key].grid))
         self._specs = [x.sharding.spec for _, x in leaves]
         self.routes = list(dict.fromkeys(placement.sends for placement in self.placements))
-        self.transfers = list(self._plan_transfers())
+        self.transfers = list(self._split_into_transfers())
         # CPUs have no other memory.
         self.on_cpus = mesh.devices.flat[0].platform == "cpu"
         self._space = DEVICE if self.on_cpus else HOST
         self.jitted = jax.jit(self.trace)
 
-    @property
-    def bytes_per_device(self) -> int:
-        """Bytes of one device's blocks."""
-        return sum(leaf.block_bytes for leaf in self.leaves)
-
     def __call__(self, leaves: Sequence[jax.Array], committed: bool) -> Replicas:
-        """Dispatches the program; a collective.
-
-        Args:
-          leaves: of the state.
-          committed: whether this process committed the snapshot before.
-        """
+        """Dispatches the program for the leaves of a state; a collective."""
         return self.jitted(self.flags(committed), *leaves)
 
     def flags(self, committed: bool) -> Any:
-        """Of each device, whether its process committed the snapshot before: int32 [devices]."""
+        """Shows all devices whether this process committed the snapshot before: int32 [devices]."""
         sharding, shape = NamedSharding(self.mesh, P(self.mesh.axis_names)), (self.mesh.size,)
         if is_compile_only(self.mesh):
             return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=sharding)
-        mine = [
-            jax.device_put(np.full(1, committed, np.int32), device)
-            for device in self.mesh.local_devices
-        ]
-        return jax.make_array_from_single_device_arrays(shape, sharding, mine)
+        flag = np.full(1, committed, np.int32)
+        own = [jax.device_put(flag, device) for device in self.mesh.local_devices]
+        return jax.make_array_from_single_device_arrays(shape, sharding, own)
 
-    def _plan_transfers(self) -> Iterator[Transfer]:
-        """Large blocks in boxes, small ones bundled with others of the same width and route."""
-        limit = min(max(self.bytes_per_device // _FRACTION, _LEAST), _MOST)
+    def _split_into_transfers(self) -> Iterator[Transfer]:
+        """Splits large blocks into boxes, and bundles small ones of the same width and route."""
+        bytes_per_device = sum(leaf.block_bytes for leaf in self.leaves)
+        limit = min(max(bytes_per_device // _FRACTION, _LEAST), _MOST)
         if self.mesh.devices.flat[0].platform == "tpu":
             limit //= _ON_TPUS
         bundles: dict[tuple[int, int], list[int]] = {}
@@ -130,8 +102,8 @@ class ReplicaProgram:
         for i, (leaf, placement) in enumerate(zip(self.leaves, self.placements, strict=True)):
             size, route = leaf.block_bytes, self.routes.index(placement.sends)
             if size > limit:
-                whole = tuple(slice(0, n) for n in leaf.block_shape)
-                for box in _boxes(whole, -(-size // limit)):
+                block = tuple(slice(0, n) for n in leaf.block_shape)
+                for box in _boxes(block, -(-size // limit)):
                     yield Transfer((i,), box, route)
             elif size:
                 key = (np.dtype(leaf.dtype).itemsize, route)
@@ -144,7 +116,7 @@ class ReplicaProgram:
             yield Transfer(tuple(members), None, route)
 
     def trace(self, flags: jax.Array, *leaves: jax.Array) -> Replicas:
-        """The program, as a function to be traced: one ``shard_map`` over all axes."""
+        """Copies leaves, as a function to be traced: one ``shard_map`` over all axes."""
         axes = P(self.mesh.axis_names)
         # Not the empty ones: programs of jax 0.11 may not have inputs that nothing uses.
         used = {i: x for i, x in enumerate(leaves) if x.size}
@@ -157,20 +129,19 @@ class ReplicaProgram:
         )(flags, {i: jax.device_put(x, DEVICE) if on_host(x) else x for i, x in used.items()})
 
     def _on_device(self, flags: jax.Array, shards: dict[int, jax.Array]) -> Replicas:
-        """One device's work: checksums, then transfer by transfer."""
+        """Runs on each device: checksums, then transfer by transfer."""
         axes = self.mesh.axis_names
-        place = jax.lax.axis_index(axes)
+        place = lax.axis_index(axes)  # of this device in the mesh
 
         def block(x: jax.Array, i: int) -> jax.Array:
             return _own_part(as_words(x), self.placements[i], place)
 
-        sums = jnp.stack(
-            [
-                checksum(block(shards[i], i)) if i in shards else jnp.uint32(0)
-                for i in range(len(self.leaves))
-            ]
-        )[None]
-        sent_sums = [[lax.ppermute(sums, axes, one) for one in route] for route in self.routes]
+        by_leaf = [
+            checksum(block(shards[i], i)) if i in shards else jnp.uint32(0)
+            for i in range(len(self.leaves))
+        ]
+        sums = jnp.stack(by_leaf)[None]  # [1, leaves]
+        sent_sums = [[lax.ppermute(sums, axes, pairs) for pairs in route] for route in self.routes]
         sums, sent_sums = jax.device_put((sums, sent_sums), self._space)
         own: list[jax.Array] = []
         sent: list[list[jax.Array]] = []
@@ -184,10 +155,10 @@ class ReplicaProgram:
                 inputs, sums = lax.optimization_barrier((inputs, sums))
             blocks = [block(x, i) for x, i in zip(inputs, transfer.leaves, strict=True)]
             if transfer.box is not None:
-                words = blocks[0][transfer.box][None]
+                words = blocks[0][transfer.box][None]  # [1, *box]
             else:
-                words = jnp.concatenate([one.reshape(1, -1) for one in blocks], 1)
-            arrived = [lax.ppermute(words, axes, one) for one in self.routes[transfer.route]]
+                words = jnp.concatenate([x.reshape(1, -1) for x in blocks], 1)  # [1, elements]
+            arrived = [lax.ppermute(words, axes, pairs) for pairs in self.routes[transfer.route]]
             words, arrived = jax.device_put((words, arrived), self._space)
             own.append(words)
             sent.append(arrived)
@@ -200,47 +171,49 @@ class ReplicaProgram:
         return Replicas(lax.psum(flags[0], axes), sums, sent_sums, own, sent)
 
 
-def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves of a tree with their paths."""
-    flat, _ = jax.tree.flatten_with_path(tree)
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in flat]
+class StepCopies:
+    """Copies that a training step makes beside its own work, of a state that it may donate.
 
+    Leaves of the snapshot that are none of the step's state are further arguments of the step.
+    """
 
-def is_key(x: Any) -> bool:
-    """Whether a leaf consists of random keys."""
-    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    def __init__(
+        self,
+        program: ReplicaProgram,
+        saved: Sequence[Any],  # the leaves of the snapshot
+        taken: Sequence[Any],  # the leaves of the step's state
+        committed: bool,  # whether this process committed the snapshot before
+        started: Callable[[Replicas], None],  # is called with what the step copied
+    ):
+        places = {id(x): i for i, x in enumerate(taken)}
+        self._program = program
+        self._places = [places.get(id(x)) for x in saved]
+        others = [x for x, i in zip(saved, self._places, strict=True) if i is None]
+        self.key = (id(program), tuple(self._places))  # distinguishes compiled steps
+        self.arguments = program.flags(committed), others  # of the step, beside its own
+        self.started = started
 
+    def beside(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Makes the step take ``arguments`` as its last one, and return the replicas, too.
 
-def as_data(x: Any) -> Any:
-    """A leaf whose random keys are integers; other leaves as they are."""
-    return jax.random.key_data(x) if is_key(x) and isinstance(x, jax.Array) else data_type(x)
+        The last argument of ``step`` is a scalar that is known once the state is copied.
+        """
 
+        def call(state: Any, *args: Any) -> tuple[Any, Replicas]:
+            *own, (flags, others) = args
+            taken, untaken = jax.tree.leaves(state), iter(others)
+            leaves = [next(untaken) if i is None else taken[i] for i in self._places]
+            with jax.named_scope("snapshot"):
+                replicas = self._program.trace(flags, *(as_data(x) for x in leaves))
+                if self._program.on_cpus:
+                    state = _after(replicas.committed, state)
+            return step(state, *own, replicas.committed), replicas
 
-def data_type(x: Any) -> Any:
-    """``as_data`` that computes nothing: of random keys the type of their integers."""
-    if not is_key(x):
-        return x
-    data = jax.eval_shape(jax.random.key_data, x)
-    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=x.sharding)
-
-
-def check_on_mesh(path: str, x: Any, mesh: Mesh) -> None:
-    """Raises TypeError unless a leaf can be stored, and is on the devices of the mesh in order."""
-    sharding = getattr(x, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        raise TypeError(
-            f"{path} is {type(x).__name__} without a sharding on the mesh: PeerCheckpoints stores "
-            "arrays with a NamedSharding, as zero.init returns them; other values belong to extra."
-        )
-    same = sharding.mesh.axis_names == mesh.axis_names and sharding.mesh.size == mesh.size
-    if not same or list(sharding.mesh.devices.flat) != list(mesh.devices.flat):
-        raise TypeError(f"{path} is on the mesh {sharding.mesh}, not on {mesh}.")
-    if not is_key(x):
-        stored_dtype(x.dtype, path)
+        return call
 
 
 def _own_part(block: jax.Array, placement: BlockPlacement, place: jax.Array) -> jax.Array:
-    """The part of a shard that a device stores."""
+    """Takes the part of a shard that a device stores."""
     if placement.dim < 0:
         return block
     size = block.shape[placement.dim] // placement.parts
@@ -249,7 +222,7 @@ def _own_part(block: jax.Array, placement: BlockPlacement, place: jax.Array) -> 
 
 
 def _boxes(box: tuple[slice, ...], count: int) -> Iterator[tuple[slice, ...]]:
-    """A box in ``count`` boxes or a few more, along its first dims.
+    """Splits a box into ``count`` boxes or a few more, along its first dims.
 
     For slices of its last ones TPU programs would first change the layout of the entire array.
     """
@@ -263,3 +236,15 @@ def _boxes(box: tuple[slice, ...], count: int) -> Iterator[tuple[slice, ...]]:
     for start, stop in itertools.pairwise(edges):
         inner = (*box[:dim], slice(start, stop), *box[dim + 1 :])
         yield from _boxes(inner, -(-count // num)) if num < count else (inner,)
+
+
+def _after(committed: jax.Array, state: Any) -> Any:
+    """A state that XLA knows once the copies are sent.
+
+    CPU programs run the collectives of a loop beside others, each device in an order of its own,
+    until all threads wait. They drop barriers, so data must depend on what is sent.
+    """
+    known = committed >= 0  # always
+    return jax.tree.map(
+        lambda x: x if on_host(x) else jnp.where(known, x, jnp.zeros_like(x)), state
+    )

@@ -1,20 +1,21 @@
-"""A file in memory that holds one snapshot of this process at a time."""
+"""Files in memory that hold one snapshot of a process each, and the folder that they are in."""
 
 import contextlib
+import fcntl
 import json
 import mmap
 import os
 import pathlib
 import stat
 import struct
+import weakref
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from sharding.recovery._stored_leaf import StoredLeaf
-from sharding.recovery._words import host_checksum
+from sharding.recovery._stored_leaf import StoredLeaf, host_checksum, leaves_from_json
 
 _MAGIC = b"optaxsnp"
 # Magic, version, attempt, step, bytes of data, bytes and CRC-32 of the table; then their CRC-32.
@@ -22,8 +23,9 @@ _HEADER = struct.Struct("<8sIQQQQI")
 _CRC = struct.Struct("<I")
 _VERSION = 1
 _PAGE = 4096
+_LOCKED: set[pathlib.Path] = set()  # by stores of this process
 
-# Of each block in a slot: its leaf, its number in the leaf, its first byte, its checksum.
+# A row for each block in a slot: its leaf, its number in the leaf, its first byte, its checksum.
 BLOCK = np.dtype([("leaf", "<u4"), ("block", "<u8"), ("offset", "<u8"), ("checksum", "<u4")])
 
 
@@ -41,13 +43,13 @@ def make_private(folder: pathlib.Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found, me = folder.lstat(), os.geteuid()
-    if not stat.S_ISDIR(found.st_mode):
+    status, me = folder.lstat(), os.geteuid()
+    if not stat.S_ISDIR(status.st_mode):
         problem = "is a link or a file"
-    elif found.st_uid != me:
-        problem = f"is of user {found.st_uid}, and this process of user {me}"
-    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        problem = f"can be written by others (mode {stat.S_IMODE(found.st_mode):o})"
+    elif status.st_uid != me:
+        problem = f"is of user {status.st_uid}, and this process of user {me}"
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        problem = f"can be written by others (mode {stat.S_IMODE(status.st_mode):o})"
     else:
         links = [entry.name for entry in os.scandir(folder) if _is_link(entry)]
         if not links:
@@ -60,56 +62,85 @@ def make_private(folder: pathlib.Path) -> None:
 
 
 def _is_link(entry: os.DirEntry[str]) -> bool:
-    found = entry.stat(follow_symlinks=False)
-    return not stat.S_ISDIR(found.st_mode) and (entry.is_symlink() or found.st_nlink > 1)
+    status = entry.stat(follow_symlinks=False)
+    return not stat.S_ISDIR(status.st_mode) and (entry.is_symlink() or status.st_nlink > 1)
+
+
+def lock_file(path: pathlib.Path, owner: object, text: bytes) -> tuple[int, Callable[[], Any]]:
+    """Locks a file until its owner or the process ends; returns it, and a call that unlocks it.
+
+    Raises:
+      OSError: if this or another process holds the lock, or there is no memory for the text.
+    """
+    path = path.parent.resolve() / path.name
+    if path in _LOCKED:
+        raise OSError(
+            f"an earlier PeerCheckpoints of this process uses {path.parent}: call its close() "
+            "before you make another one."
+        )
+    file = open_own(path, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.pwrite(file, text, 0)
+    except OSError as error:
+        os.close(file)
+        if not isinstance(error, BlockingIOError):
+            raise
+        raise OSError(
+            f"another process uses {path.parent}: machines, and runs of the same run_id, need "
+            "folders of their own."
+        ) from error
+    _LOCKED.add(path)
+    return file, weakref.finalize(owner, _unlock, file, path)
+
+
+def _unlock(file: int, path: pathlib.Path) -> None:
+    os.close(file)
+    _LOCKED.discard(path)
 
 
 class SnapshotId(NamedTuple):
-    """Names a snapshot; later ones are greater.
+    """Names a snapshot; later ones are greater."""
 
-    Attributes:
-      attempt: of the run, in which it was saved.
-      step: of training.
-    """
-
-    attempt: int
-    step: int
+    attempt: int  # of the run, in which it was saved
+    step: int  # of training
 
 
 class SlotTable(NamedTuple):
-    """What a slot holds.
+    """What a slot holds."""
 
-    Attributes:
-      id: of the snapshot.
-      leaves: of the state.
-      blocks: in this slot, as ``BLOCK``.
-      extra: the user's value.
-    """
+    id: SnapshotId  # of the snapshot
+    leaves: list[StoredLeaf]  # of the state
+    blocks: np.ndarray  # in this slot, as ``BLOCK``
+    extra: Any  # the user's value
 
-    id: SnapshotId
-    leaves: list[StoredLeaf]
-    blocks: np.ndarray
-    extra: Any
+    def pack(self) -> bytes:
+        """Writes the blocks behind their length in bytes, then the others as JSON."""
+        blocks = self.blocks.tobytes()
+        described = json.dumps({"leaves": self.leaves, "extra": self.extra}).encode()
+        return struct.pack("<Q", len(blocks)) + blocks + described
+
+    @staticmethod
+    def unpack(snapshot: SnapshotId, raw: bytes) -> "SlotTable":
+        """Reads what ``pack`` wrote."""
+        (size,) = struct.unpack("<Q", raw[:8])
+        blocks, described = np.frombuffer(raw[8 : 8 + size], BLOCK), json.loads(raw[8 + size :])
+        leaves = leaves_from_json(described["leaves"])
+        return SlotTable(snapshot, leaves, blocks, described["extra"])
 
 
 class Slot:
     """A file that is kept and written over; a snapshot in it is valid once its header is written.
 
-    Args:
-      path: of the file; created by the first ``reserve``.
+    The first ``reserve`` creates it.
     """
 
     def __init__(self, path: pathlib.Path):
         self.path = path
         self._memory: np.ndarray | None = None
-        self.snapshot = self._read_id()
-
-    def _read_id(self) -> SnapshotId | None:
-        """Of the snapshot in the file; None if there is none, or half of one."""
-        try:
-            return open_slot(self.path).id
-        except (OSError, ValueError):
-            return None
+        self.snapshot: SnapshotId | None = None  # also if the file has half of one
+        with contextlib.suppress(OSError, ValueError):
+            self.snapshot = open_slot(path).id
 
     def clear(self) -> None:
         """Discards the snapshot: the first thing that changes when it is written over."""
@@ -121,7 +152,7 @@ class Slot:
         self.snapshot = None
 
     def reserve(self, num_bytes: int) -> np.ndarray:
-        """The bytes for data, in memory that the file has.
+        """Returns the bytes for data, in memory that the file has.
 
         Raises:
           OSError: if there is not enough memory. Written without a reservation, the pages of a full
@@ -146,7 +177,7 @@ class Slot:
     def commit(self, table: SlotTable, num_bytes: int) -> None:
         """Makes the data a snapshot, by its table behind it and then its header."""
         assert self._memory is not None
-        raw = _pack(table)
+        raw = table.pack()
         data = self.reserve(num_bytes + len(raw))
         data[num_bytes : num_bytes + len(raw)] = np.frombuffer(raw, np.uint8)
         fields = (*table.id, num_bytes, len(raw), zlib.crc32(raw))
@@ -156,41 +187,33 @@ class Slot:
         self.snapshot = table.id
 
 
-class OpenSlot:
-    """A snapshot that is read.
+class OpenSlot(NamedTuple):
+    """A snapshot that is read."""
 
-    Attributes:
-      path: of the file.
-      id: of the snapshot.
-      table: what it holds.
-    """
-
-    def __init__(self, path: pathlib.Path, raw: np.ndarray, table: SlotTable):
-        self.path, self.table, self._raw = path, table, raw
+    path: pathlib.Path  # of the file
+    data: np.ndarray  # bytes of the blocks, a view of the file
+    table: SlotTable  # what it holds
 
     @property
     def id(self) -> SnapshotId:
-        """Of the snapshot."""
+        """Id of the snapshot."""
         return self.table.id
 
     def block(self, number: int) -> np.ndarray:
-        """The array of one of the table's blocks, a view of the file."""
+        """Reads one of the table's blocks: an array that is a view of the file."""
         row = self.table.blocks[number]
-        leaf = self.table.leaves[row["leaf"]]
-        start = int(row["offset"])
-        raw = self._raw[start : start + leaf.block_bytes]
+        leaf, start = self.table.leaves[row["leaf"]], int(row["offset"])
+        raw = self.data[start : start + leaf.block_bytes]
         return raw.view(leaf.dtype).reshape(leaf.block_shape)
 
     def intact(self) -> np.ndarray:
         """Whether each block has its checksum: [blocks]."""
-        rows = self.table.blocks
-        return np.array(
-            [host_checksum(self.block(i)) == rows[i]["checksum"] for i in range(len(rows))], bool
-        )
+        sums = self.table.blocks["checksum"].tolist()
+        return np.array([host_checksum(self.block(i)) == x for i, x in enumerate(sums)], bool)
 
 
 def open_slot(path: pathlib.Path) -> OpenSlot:
-    """The snapshot in a file; its blocks are not verified.
+    """Opens the snapshot in a file; its blocks are not verified.
 
     Raises:
       ValueError: if no snapshot was committed, or its header or table are damaged.
@@ -200,9 +223,9 @@ def open_slot(path: pathlib.Path) -> OpenSlot:
         if os.fstat(file.fileno()).st_size < _PAGE:
             raise ValueError(f"{path} has no snapshot.")
         raw = np.memmap(file, np.uint8, "r")
-    header = raw[: _HEADER.size + _CRC.size].tobytes()
-    (crc,) = _CRC.unpack(header[_HEADER.size :])
-    magic, version, *number, size, table_size, table_crc = _HEADER.unpack(header[: _HEADER.size])
+    header = raw[:_PAGE].tobytes()
+    magic, version, attempt, step, size, table_size, table_crc = _HEADER.unpack_from(header)
+    (crc,) = _CRC.unpack_from(header, _HEADER.size)
     if magic != _MAGIC or crc != zlib.crc32(header[: _HEADER.size]):
         raise ValueError(f"{path} has no snapshot.")
     if version != _VERSION:
@@ -210,32 +233,14 @@ def open_slot(path: pathlib.Path) -> OpenSlot:
     table = raw[_PAGE + size : _PAGE + size + table_size].tobytes()
     if len(table) != table_size or zlib.crc32(table) != table_crc:
         raise ValueError(f"the table of {path} is damaged.")
-    return OpenSlot(path, raw[_PAGE : _PAGE + size], _unpack(SnapshotId(*number), table))
+    data = raw[_PAGE : _PAGE + size]
+    return OpenSlot(path, data, SlotTable.unpack(SnapshotId(attempt, step), table))
 
 
 def slots_in(folder: pathlib.Path) -> Iterator[OpenSlot]:
-    """The snapshots in a folder, whoever wrote them."""
+    """Opens the snapshots in a folder, whoever wrote them."""
     for path in sorted(folder.glob("*.slot")):
         try:
             yield open_slot(path)
         except (OSError, ValueError):
             continue
-
-
-def _pack(table: SlotTable) -> bytes:
-    """Blocks behind a length, then the rest as JSON."""
-    rest = {
-        "leaves": [[x.path, x.shape, x.dtype, x.grid] for x in table.leaves],
-        "extra": table.extra,
-    }
-    blocks = table.blocks.tobytes()
-    return struct.pack("<Q", len(blocks)) + blocks + json.dumps(rest).encode()
-
-
-def _unpack(number: SnapshotId, raw: bytes) -> SlotTable:
-    """Reads what ``_pack`` wrote."""
-    (size,) = struct.unpack("<Q", raw[:8])
-    blocks = np.frombuffer(raw[8 : 8 + size], BLOCK)
-    rest = json.loads(raw[8 + size :])
-    leaves = [StoredLeaf(p, tuple(s), dtype, tuple(g)) for p, s, dtype, g in rest["leaves"]]
-    return SlotTable(number, leaves, blocks, rest["extra"])

@@ -1,37 +1,33 @@
-"""What of each leaf of a state each device stores, and which devices it sends that to."""
+"""Which block of each leaf a device stores and sends, as integers with a checksum."""
 
-import dataclasses
 import math
 from collections import Counter
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
-from sharding.placement._specs import axes_of
-from sharding.recovery._machines import Machines
-from sharding.recovery._peer_placement import Holders
+from sharding.recovery._machines import Holders, Machines
 
 # Smaller blocks that several devices of a machine hold are stored by one of them, larger by all.
 SPLIT_BYTES = 64 * 1024
+_CHUNK = 1 << 16  # elements that a host sums at a time, in its cache
+WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+_NARROW = {"int2": np.int8, "int4": np.int8, "uint2": np.uint8, "uint4": np.uint8}
 Pairs = tuple[tuple[int, int], ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class StoredLeaf:
-    """A leaf in blocks of equal shape, independent of any mesh.
+class StoredLeaf(NamedTuple):
+    """A leaf in blocks of equal shape, independent of any mesh; a row of JSON in files."""
 
-    Attributes:
-      path: of the leaf in its tree.
-      shape: of the leaf; of a random key, that of its data.
-      dtype: its name.
-      grid: the number of blocks in each dim.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    grid: tuple[int, ...]
+    path: str  # of the leaf in its tree
+    shape: tuple[int, ...]  # of the leaf; of a random key, that of its data
+    dtype: str  # its name
+    grid: tuple[int, ...]  # the number of blocks in each dim
 
     @property
     def num_blocks(self) -> int:
@@ -40,7 +36,7 @@ class StoredLeaf:
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        """The shape of a block."""
+        """Shape of a block."""
         return tuple(size // n for size, n in zip(self.shape, self.grid, strict=True))
 
     @property
@@ -50,32 +46,28 @@ class StoredLeaf:
 
     def box(self, block: int) -> tuple[slice, ...]:
         """Where a block is in the leaf."""
-        at = np.unravel_index(block, self.grid) if self.grid else ()
+        place = np.unravel_index(block, self.grid) if self.grid else ()
         return tuple(
             slice(int(i) * size, (int(i) + 1) * size)
-            for i, size in zip(at, self.block_shape, strict=True)
+            for i, size in zip(place, self.block_shape, strict=True)
         )
 
 
+def leaves_from_json(rows: list[list[Any]]) -> list[StoredLeaf]:
+    """Reads leaves that were written as JSON, which has lists for tuples."""
+    return [StoredLeaf(p, tuple(shape), dtype, tuple(g)) for p, shape, dtype, g in rows]
+
+
 class BlockPlacement(NamedTuple):
-    """Which block of a leaf each device stores; devices by their places in the mesh.
+    """Which block of a leaf each device stores; devices by their places in the mesh."""
 
-    Attributes:
-      grid: the number of blocks in each dim.
-      dim: the dim that the devices of a machine split among themselves; -1 for none.
-      parts: into how many parts they split it.
-      part: the part of each device. [devices]
-      block: the block of each device. [devices]
-      stored: whether a device stores its block; not if another one of its machine does. [devices]
-      sends: rounds of (source, destination), in which a device occurs once as either.
-    """
-
-    grid: tuple[int, ...]
-    dim: int
-    parts: int
-    part: np.ndarray
-    block: np.ndarray
-    stored: np.ndarray
+    grid: tuple[int, ...]  # the number of blocks in each dim
+    dim: int  # the dim that the devices of a machine split among themselves; -1 for none
+    parts: int  # into how many parts they split it
+    part: np.ndarray  # the part of each device. [devices]
+    block: np.ndarray  # the block of each device. [devices]
+    stored: np.ndarray  # false if another device of its machine stores the block. [devices]
+    # Rounds of (source, destination), in which a device occurs once at most as either.
     sends: tuple[Pairs, ...]
 
 
@@ -90,8 +82,8 @@ def block_placement(
 
     A block is sent to peers only while fewer failure domains hold it than there are replicas.
     """
-    grid, coordinates = _coordinates(sharding.mesh, sharding.spec, len(shape))
-    block = _ravel(coordinates, grid, len(machines.of_device))
+    grid, coordinates = _coordinates(sharding, shape)
+    block = _block_numbers(coordinates, grid)
     # Devices of one machine that hold the same block share the work of storing it.
     seen: Counter[tuple[int, int]] = Counter()
     part = np.zeros(len(block), int)
@@ -99,77 +91,169 @@ def block_placement(
         part[device] = seen[held]
         seen[held] += 1
     sizes = [size // n for size, n in zip(shape, grid, strict=True)]
-    parts = seen.most_common(1)[0][1]
+    parts = max(seen.values())
     dims = [d for d, size in enumerate(sizes) if size and size % parts == 0]
-    split = parts > 1 and bool(dims) and len(set(seen.values())) == 1
-    stored = np.ones(len(block), bool)
-    dim = -1
-    if split and math.prod(sizes) * itemsize >= SPLIT_BYTES:
-        dim = dims[0]
-        grid = tuple(n * parts if d == dim else n for d, n in enumerate(grid))
+    even = parts > 1 and len(set(seen.values())) == 1
+    if even and dims and math.prod(sizes) * itemsize >= SPLIT_BYTES:
+        dim, stored = dims[0], np.ones(len(block), bool)
+        grid = (*grid[:dim], grid[dim] * parts, *grid[dim + 1 :])
         coordinates[dim] = coordinates[dim] * parts + part
-        block = _ravel(coordinates, grid, len(block))
+        block = _block_numbers(coordinates, grid)
     else:
-        stored = part == 0
+        dim, stored = -1, part == 0
         part, parts = np.zeros(len(block), int), 1
     sends = _sends(block, stored, machines, holders)
     return BlockPlacement(grid, dim, parts, part, block, stored, sends)
 
 
-def _coordinates(mesh: Any, spec: Any, ndim: int) -> tuple[tuple[int, ...], list[np.ndarray]]:
-    """The number of blocks in each dim, and each device's block in each. [devices]."""
-    place = dict(
-        zip(
-            mesh.axis_names, np.indices(mesh.axis_sizes).reshape(mesh.devices.ndim, -1), strict=True
-        )
-    )
-    grid, coordinates = [], []
-    for d in range(ndim):
-        axes = axes_of(spec[d]) if d < len(spec) else ()
-        size, at = 1, np.zeros(mesh.size, int)
-        for axis in axes:
-            at = at * mesh.shape[axis] + place[axis]
-            size *= mesh.shape[axis]
-        grid.append(size)
-        coordinates.append(at)
-    return tuple(grid), coordinates
+def _coordinates(
+    sharding: NamedSharding, shape: tuple[int, ...]
+) -> tuple[tuple[int, ...], np.ndarray]:
+    """Counts the blocks in each dim, and numbers each device's block in each: [dims, devices]."""
+    sizes = [max(size, 1) for size in sharding.shard_shape(shape)]
+    grid = tuple(max(n // size, 1) for n, size in zip(shape, sizes, strict=True))
+    indices, devices = sharding.devices_indices_map(shape), sharding.mesh.devices.flat
+    numbers = [
+        [s.indices(n)[0] // size for s, n, size in zip(indices[d], shape, sizes, strict=True)]
+        for d in devices
+    ]
+    return grid, np.array(numbers, int).reshape(len(devices), len(shape)).T
 
 
-def _ravel(coordinates: list[np.ndarray], grid: tuple[int, ...], num_devices: int) -> np.ndarray:
-    """The number of each device's block, row by row: [devices]."""
-    found = np.zeros(num_devices, int)
-    for at, size in zip(coordinates, grid, strict=True):
-        found = found * size + at
-    return found
+def _block_numbers(coordinates: np.ndarray, grid: tuple[int, ...]) -> np.ndarray:
+    """Numbers each device's block, row by row: [devices]."""
+    zeros = np.zeros(coordinates.shape[1], int)  # a scalar has no coordinates
+    return np.ravel_multi_index((zeros, *coordinates), (1, *grid))
 
 
 def _sends(
     block: np.ndarray, stored: np.ndarray, machines: Machines, holders: Holders
 ) -> tuple[Pairs, ...]:
-    """Which device sends its block to which, until as many failure domains hold it as replicas."""
+    """Pairs senders and receivers until as many failure domains hold a block as replicas."""
     replicas = len(holders[0])
-    sources: dict[int, dict[int, int]] = {}  # of each block: the device of each machine
+    sources: dict[int, dict[int, int]] = {}  # by block and machine: the device that stores it
     for device in np.flatnonzero(stored).tolist():
         machine = int(machines.of_device[device])
         sources.setdefault(int(block[device]), {})[machine] = device
     rounds: list[dict[int, int]] = []
     for number, devices in sorted(sources.items()):
         held = {machines.domains[machine] for machine in devices}
-        owner = sorted(devices)[number % len(devices)]
+        owner = sorted(devices)[number % len(devices)]  # machines send about as many blocks each
         others = [m for m in holders[owner] if machines.domains[m] not in held]
         for target in others[: max(0, replicas - len(held))]:
             source = devices[owner]
             place = int(np.flatnonzero(machines.devices[owner] == source)[0])
             destination = int(machines.devices[target][place])
-            for one in rounds:
-                if source not in one and destination not in one.values():
-                    one[source] = destination
+            # The first round in which neither device is busy: ppermute takes permutations.
+            for pairs in rounds:
+                if source not in pairs and destination not in pairs.values():
+                    pairs[source] = destination
                     break
             else:
                 rounds.append({source: destination})
-    return tuple(tuple(sorted(one.items())) for one in rounds)
+    return tuple(tuple(sorted(pairs.items())) for pairs in rounds)
 
 
-def mesh_positions(mesh: Mesh) -> dict[Any, int]:
-    """The place of each device in the mesh."""
+def mesh_positions(mesh: Mesh) -> dict[jax.Device, int]:
+    """Numbers the devices in the order of the mesh."""
     return {device: i for i, device in enumerate(mesh.devices.flat)}
+
+
+# --- Leaves of states -----------------------------------------------------------------------------
+
+
+def leaf_paths(tree: Any) -> list[tuple[str, Any]]:
+    """Lists the leaves of a tree with their paths."""
+    flat, _ = jax.tree.flatten_with_path(tree)
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in flat]
+
+
+def is_key(x: Any) -> bool:
+    """Whether a leaf consists of random keys."""
+    return hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def as_data(x: Any) -> Any:
+    """A leaf whose random keys are integers; other leaves as they are."""
+    return jax.random.key_data(x) if is_key(x) and isinstance(x, jax.Array) else data_type(x)
+
+
+def data_type(x: Any) -> Any:
+    """``as_data`` that computes nothing: of random keys the type of their integers."""
+    if not is_key(x):
+        return x
+    data = jax.eval_shape(jax.random.key_data, x)
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=x.sharding)
+
+
+def check_on_mesh(path: str, x: Any, mesh: Mesh) -> None:
+    """Raises TypeError unless a leaf can be stored, and is on the devices of the mesh in order."""
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        raise TypeError(
+            f"{path} is {type(x).__name__} without a sharding on the mesh: PeerCheckpoints stores "
+            "arrays with a NamedSharding, as zero.init returns them; other values belong to extra."
+        )
+    same = sharding.mesh.axis_names == mesh.axis_names and sharding.mesh.size == mesh.size
+    if not same or list(sharding.mesh.devices.flat) != list(mesh.devices.flat):
+        raise TypeError(f"{path} is on the mesh {sharding.mesh}, not on {mesh}.")
+    if not is_key(x):
+        stored_dtype(x.dtype, path)
+
+
+# --- Bits and checksums ---------------------------------------------------------------------------
+
+
+def stored_dtype(dtype: Any, path: str = "an array") -> np.dtype:
+    """Finds the dtype in which an array is stored: 8 bits for narrower integers.
+
+    Raises:
+      TypeError: for a dtype without one, such as a float below 8 bits; names the path.
+    """
+    dtype = np.dtype(dtype)
+    narrow = _NARROW.get(dtype.name)
+    wide = dtype.kind in "biuf" or dtype == ml_dtypes.bfloat16 or "float8" in dtype.name
+    if not narrow and not wide:
+        raise TypeError(
+            f"{path} has dtype {dtype.name}, which snapshots do not store. Save it in another "
+            "form, such as the real and imaginary parts of complex numbers."
+        )
+    return np.dtype(narrow or dtype)
+
+
+def as_words(x: jax.Array) -> jax.Array:
+    """Views the bits of an array as unsigned integers of its width."""
+    x = x.astype(stored_dtype(x.dtype))
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint8)
+    return lax.bitcast_convert_type(x, WORDS[x.dtype.itemsize])
+
+
+def checksum(words: jax.Array) -> jax.Array:
+    """Sums (2 i + 1) w_i modulo 2**32, i counting row by row; uint32.
+
+    Odd factors make any change of one word change the sum; different ones, of two words' places.
+    """
+    if words.dtype.itemsize == 8:  # two words, the low one first
+        words = lax.bitcast_convert_type(words, jnp.uint32)
+    factor = jnp.ones((), jnp.uint32)
+    stride = 2
+    for d in reversed(range(words.ndim)):
+        index = lax.broadcasted_iota(jnp.uint32, words.shape, d)
+        factor = lax.broadcast(factor, words.shape) if factor.ndim == 0 else factor
+        factor = factor + index * jnp.uint32(stride % 2**32)
+        stride *= words.shape[d]
+    return jnp.sum(words.astype(jnp.uint32) * factor, dtype=jnp.uint32)
+
+
+def host_checksum(block: np.ndarray) -> int:
+    """``checksum`` of the words of a contiguous array in host memory."""
+    raw = block.reshape(-1).view(np.uint8)
+    words = raw.view(WORDS[min(4, block.dtype.itemsize)])
+    factors = np.arange(1, 2 * _CHUNK, 2, dtype=np.uint32)
+    total = 0
+    for start in range(0, len(words), _CHUNK):
+        chunk = words[start : start + _CHUNK].astype(np.uint32, copy=False)
+        weighted = int((chunk * factors[: len(chunk)]).sum(dtype=np.uint32))
+        total += weighted + 2 * start * int(chunk.sum(dtype=np.uint32))
+    return total % 2**32

@@ -2,13 +2,13 @@
 
 from sharding.plan._saved_names import PRESETS as PRESETS
 from sharding.remat._chain_plan import ChainPlan as ChainPlan
-from sharding.remat._frontier import Frontier as Frontier
-from sharding.remat._frontier import plot as plot
-from sharding.remat._planned import OverBudgetError as OverBudgetError
-from sharding.remat._planned import RematPlan as RematPlan
-from sharding.remat._remat_plan import frontier as frontier
-from sharding.remat._remat_plan import in_bytes as in_bytes
-from sharding.remat._remat_plan import plan as plan
+from sharding.remat._plan_activations import frontier as frontier
+from sharding.remat._plan_activations import in_bytes as in_bytes
+from sharding.remat._plan_activations import plan as plan
+from sharding.remat._remat_plan import Frontier as Frontier
+from sharding.remat._remat_plan import OverBudgetError as OverBudgetError
+from sharding.remat._remat_plan import RematPlan as RematPlan
+from sharding.remat._remat_plan import plot as plot
 from sharding.remat._stack_plan import StackPlan as StackPlan
 
 __all__ = [name for name in dir() if not name.startswith("_")]

@@ -2,17 +2,35 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 
-from sharding.remat._chain import Kept, Rerun, Tree, numbers_in_tree, tree_as_text
-from sharding.remat._checkpoint import policy_of, under_policy
-from sharding.remat._planned import RematPlan
+from sharding.plan.timing._traced_work import Work
+from sharding.remat._block_costs import MeasuredBlock, step_temporaries
+from sharding.remat._chain_search import (
+    Block,
+    ChainSearch,
+    Kept,
+    Rerun,
+    Tree,
+    kept_in_tree,
+    numbers_in_tree,
+    peak_bytes,
+    some,
+    stored_bytes,
+    time_of,
+    tree_as_text,
+)
+from sharding.remat._checkpoint import Fn, policy_of, under_policy
+from sharding.remat._remat_plan import RematPlan, no_plan_fits
 
 if TYPE_CHECKING:
     from sharding._zero import Zero
+
+_MOST_PLANS = 16  # of a frontier; each is compiled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,7 +43,7 @@ class ChainPlan(RematPlan):
       names: for each block and mode, the values that are saved.
     """
 
-    blocks: tuple[Callable[[Any, Any], Any], ...]
+    blocks: tuple[Fn, ...]
     tree: Tree
     names: tuple[tuple[tuple[str, ...], ...], ...]
 
@@ -38,29 +56,37 @@ class ChainPlan(RematPlan):
           zero: whose ``train_step`` runs it; each block gathers its own parameters, as those that
             ``zero.gathered`` returns.
         """
-        return functools.partial(_run_chain, len(self.blocks), self._runners(self.tree, zero))
+        run = self._runner(self.tree, zero)
 
-    def _runners(
-        self, tree: Tree, zero: "Zero | None"
-    ) -> list[Callable[[Sequence[Any], Any], Any]]:
-        runners: list[Callable[[Sequence[Any], Any], Any]] = []
+        def chain(params: Sequence[Any], x: Any) -> Any:
+            if len(params) != len(self.blocks):
+                raise ValueError(
+                    f"expected parameters for each of {len(self.blocks)} blocks, got {len(params)}."
+                )
+            return run(dict(enumerate(params)), x)
+
+        return chain
+
+    def _runner(self, tree: Tree, zero: "Zero | None") -> Fn:
+        """``fn(params, x)`` with parameters by the numbers of their blocks."""
+        parts: list[tuple[Fn, list[int]]] = []  # what runs, and whose parameters it takes
         for part in tree:
-            if (
-                isinstance(part, Rerun)
-                and isinstance(part.parts[-1], Kept)
-                and len(part.parts) == 1
-            ):
-                part = part.parts[-1]  # a single block, which saves nothing
+            if isinstance(part, Rerun) and len(part.parts) == 1:
+                (part,) = part.parts  # a single block, which saves nothing
+            numbers = numbers_in_tree((part,))
             if isinstance(part, Kept):
                 policy = policy_of(self.names[part.block][part.mode])
                 block = under_policy(self.blocks[part.block], policy, zero)
-                runners.append(functools.partial(_run_block, block, part.block))
+                parts.append((_by_number(block, part.block), numbers))
             else:
-                numbers = numbers_in_tree(part.parts)
-                parts = self._runners(part.parts, zero)
-                segment = jax.checkpoint(functools.partial(_run_all, parts))
-                runners.append(functools.partial(_run_segment, segment, numbers))
-        return runners
+                parts.append((jax.checkpoint(self._runner(part.parts, zero)), numbers))
+
+        def run(params: dict[int, Any], x: Any) -> Any:
+            for fn, numbers in parts:
+                x = fn({n: params[n] for n in numbers}, x)
+            return x
+
+        return run
 
     @property
     def summary(self) -> str:
@@ -69,38 +95,97 @@ class ChainPlan(RematPlan):
 
     def choices(self) -> list[tuple[str, str, str]]:
         """Rows of the blocks, and of what each mode saves."""
-        rows = [("blocks", self.summary, "(run again together)")]
-        saved = {(part.block, part.mode) for part in _kept(self.tree)}
-        by_names: dict[tuple[str, ...], list[int]] = {}
-        for block, mode in sorted(saved):
-            by_names.setdefault(self.names[block][mode], []).append(block)
-        return rows + [
-            (f"  {', '.join(map(str, blocks))}", ", ".join(names) or "its input", "")
-            for names, blocks in by_names.items()
+        blocks_of: dict[tuple[str, ...], list[int]] = {}  # by names
+        for block, mode in sorted(set(kept_in_tree(self.tree))):
+            blocks_of.setdefault(self.names[block][mode], []).append(block)
+        return [
+            ("blocks", self.summary, "(run again together)"),
+            *(
+                (f"  {', '.join(map(str, blocks))}", ", ".join(names) or "its input", "")
+                for names, blocks in blocks_of.items()
+            ),
         ]
 
 
-def _kept(tree: Tree) -> list[Kept]:
-    return [
-        kept for part in tree for kept in ([part] if isinstance(part, Kept) else _kept(part.parts))
-    ]
+def _by_number(block: Fn, number: int) -> Fn:
+    """A block that takes its own parameters from those of several."""
+    return lambda params, x: block(params[number], x)
 
 
-def _run_chain(count: int, runners: Sequence[Callable[..., Any]], params: Any, x: Any) -> Any:
-    if len(params) != count:
-        raise ValueError(f"expected parameters for each of {count} blocks, got {len(params)}.")
-    return _run_all(runners, params, x)
+@dataclasses.dataclass(frozen=True)
+class MeasuredChain:
+    """A chain whose blocks were measured."""
 
+    fns: tuple[Fn, ...]  # the blocks
+    params: Sequence[Any]  # of each block, abstract
+    x: Any  # the input of the first block, abstract
+    device: jax.Device  # for which they are compiled
+    measured: tuple[MeasuredBlock, ...]  # what each costs
+    sizes: tuple[float, ...]  # bytes of each block's input, and of the last one's output
 
-def _run_all(runners: Sequence[Callable[..., Any]], params: Any, x: Any) -> Any:
-    for runner in runners:
-        x = runner(params, x)
-    return x
+    @property
+    def blocks(self) -> list[Block]:
+        """Times and bytes, for the search."""
+        return [measured.block for measured in self.measured]
 
+    @functools.cached_property
+    def search(self) -> ChainSearch:
+        """Trees of all budgets."""
+        return ChainSearch(self.blocks, self.sizes)
 
-def _run_block(block: Callable[..., Any], number: int, params: Any, x: Any) -> Any:
-    return block(params[number], x)
+    def fastest(self, budget: float) -> ChainPlan:
+        """Finds the fastest plan within a budget, no slower than one of ``frontier`` that is.
 
+        Raises:
+          ValueError: if none fits.
+        """
+        peaks = self.search.peaks
+        tried = {*self._some_peaks(), *peaks[peaks <= budget][-1:]}
+        least = math.inf
+        for planned in sorted(tried, reverse=True):
+            if planned <= budget:
+                plan = self.plan(planned)
+                if plan.peak <= budget:
+                    return dataclasses.replace(plan, budget=budget)
+                least = min(least, plan.peak)
+        for planned in sorted(tried):
+            if budget < planned < least:
+                least = min(least, self.plan(planned).peak)
+        raise no_plan_fits(budget, "these blocks need", least)
 
-def _run_segment(segment: Callable[..., Any], numbers: Sequence[int], params: Any, x: Any) -> Any:
-    return segment({n: params[n] for n in numbers}, x)
+    def frontier(self) -> list[ChainPlan]:
+        """Plans from the fewest bytes to the most: all but those that another one beats."""
+        plans: list[ChainPlan] = []
+        for planned in reversed(self._some_peaks()):  # the fastest first
+            plan = self.plan(planned)
+            if plan.peak < (plans[-1].peak if plans else math.inf):
+                plans.append(plan)
+        return plans[::-1]
+
+    def _some_peaks(self) -> list[float]:
+        return list(map(float, self.search.peaks[some(self.search.peaks, _MOST_PLANS)]))
+
+    def plan(self, planned: float) -> ChainPlan:
+        """Makes the plan of a tree, whose peak is ``planned`` at least; its program may need more.
+
+        How XLA packs arrays of several sizes into its block of temporaries is not known before. On
+        CPUs, where it merges what runs again with its first run, nothing is compiled.
+        """
+        tree = self.search.tree(planned)
+        flops = time_of(tree, [measured.in_flops() for measured in self.measured])
+        peak = peak_bytes(tree, self.blocks, self.sizes)
+        plan = ChainPlan(
+            blocks=self.fns,
+            tree=tree,
+            names=tuple(tuple(mode.names for mode in block.modes) for block in self.blocks),
+            peak=peak,
+            saved=stored_bytes(tree, self.blocks, self.sizes),
+            budget=peak,
+            work=Work(flops, time_of(tree, self.blocks)),
+            plain=sum((block.forward + block.backward for block in self.measured), Work(0.0, 0.0)),
+        )
+        if self.device.platform == "cpu":
+            return plan
+        temporaries = step_temporaries(plan.apply(), self.params, self.x, self.device)
+        peak = max(plan.peak, temporaries)
+        return dataclasses.replace(plan, peak=peak, budget=peak)

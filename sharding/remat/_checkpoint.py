@@ -82,17 +82,12 @@ def scanned(
 ) -> Fn:
     """``stack(params, x)``: a scan over stacked parameters, or a scan over scans.
 
-    Args:
-      fn: the block.
-      lengths: of the scan; or of the outer and the inner one, with ``jax.checkpoint`` around the
-        inner one, which stores its input alone.
-      policy: of the block.
-      zero: whose step runs it.
-      name_input: whether the block's input has the name ``INPUT``. Only a name within the loop's
-        body lets its carry be offloaded.
+    Two lengths are those of the outer and the inner one, with ``jax.checkpoint`` around the inner
+    one, which stores its input alone. ``name_input`` gives the block's input the name ``INPUT``.
     """
 
     def named(params: Any, x: Any) -> Any:
+        # Only a name within the loop's body lets its carry be offloaded.
         return fn(params, jax.tree.map(_with_name, x) if name_input else x)
 
     block = under_policy(named, policy, zero, in_loop=True)

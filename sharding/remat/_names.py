@@ -1,8 +1,8 @@
-"""Which named values of a block to save: the least recomputation for the bytes they take."""
+"""Which named values of a block may be saved, and which are: the least time for their bytes."""
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -10,29 +10,63 @@ import numpy as np
 
 from optax_ext.execution_order import Graph
 from sharding.plan._devices import DeviceKind
+from sharding.plan._saved_names import PRESETS
 from sharding.plan._tiles import num_bytes
 from sharding.plan.timing._traced_work import work_of_equation
 
 # Of the unit of time in a program: enough for ties to go to fewer operations and saved names.
 _TIE = 1e-7
+MAXTEXT_NAMES = frozenset((*PRESETS["minimal_with_context"][0], "decoder_layer_input"))
+_PLACES = ("device", "offload", "remat")
+
+Names = Collection[str] | Mapping[str, str] | str | None
+
+
+class NameRequest(NamedTuple):
+    """What a caller allows or demands."""
+
+    allowed: Collection[str] | None = None  # names that may be saved; None for all
+    saved: tuple[str, ...] | None = None  # names on the device; None where the planner chooses
+    offloaded: tuple[str, ...] = ()  # names that are copied to host memory
+
+
+def request_of(names: Names) -> NameRequest:
+    """Reads the argument ``names``: a preset, a place for each name, or names that are allowed.
+
+    >>> request_of({"mlpwi": "offload", "context": "device", "mlpwo": "remat"})
+    NameRequest(allowed=None, saved=('context',), offloaded=('mlpwi',))
+
+    Raises:
+      ValueError: for an unknown preset or place.
+    """
+    if isinstance(names, str):
+        if names not in PRESETS:
+            known = ", ".join(map(repr, PRESETS))
+            raise ValueError(f"names={names!r} is no preset; known are {known}.")
+        return NameRequest(None, *PRESETS[names])
+    if isinstance(names, Mapping):
+        for name, place in names.items():
+            if place not in _PLACES:
+                raise ValueError(
+                    f"names: {name!r} must be in one of {', '.join(map(repr, _PLACES))}, got "
+                    f"{place!r}."
+                )
+        saved, offloaded = (
+            tuple(name for name, place in names.items() if place == wanted)
+            for wanted in ("device", "offload")
+        )
+        return NameRequest(None, saved, offloaded)
+    return NameRequest(names if names is None else frozenset(names))
 
 
 class HostCopies(NamedTuple):
-    """Copies of activations to host memory, beside a block's forward and backward pass.
+    """Copies of activations to host memory, beside a block's forward and backward pass."""
 
-    Attributes:
-      names: of values that may be copied.
-      bandwidth: bytes per second to the host; as many come back at the same time.
-      forward: seconds of the block's forward pass.
-      backward: seconds of its backward pass without recomputation.
-      input_bytes: of the block's input, which is copied too; 0 where it stays on the device.
-    """
-
-    names: Collection[str]
-    bandwidth: float
-    forward: float
-    backward: float
-    input_bytes: int = 0
+    names: Collection[str]  # of values that may be copied
+    bandwidth: float  # bytes per second to the host; as many come back at the same time
+    forward: float  # seconds of the block's forward pass
+    backward: float  # seconds of its backward pass without recomputation
+    input_bytes: int = 0  # of the block's input, if it is copied too
 
     def wait(self, nbytes: float, recompute: float) -> float:
         """Seconds by which copies of names outlast the passes that they run beside."""
@@ -41,22 +75,14 @@ class HostCopies(NamedTuple):
 
 
 class SavedNames(NamedTuple):
-    """A choice of names.
+    """A choice of names."""
 
-    Attributes:
-      names: of the values that are saved on the device.
-      nbytes: that they take.
-      seconds: that the operations take which are run again, by a model of the device, and that the
-        copies to host memory take beyond it.
-      offloaded: names of the values that are copied to host memory.
-      host_bytes: that they take.
-    """
-
-    names: tuple[str, ...]
-    nbytes: int
+    names: tuple[str, ...]  # of the values that are saved on the device
+    nbytes: int  # that they take
+    # Of operations that run again, by a model of the device, and of waiting for copies.
     seconds: float
-    offloaded: tuple[str, ...] = ()
-    host_bytes: int = 0
+    offloaded: tuple[str, ...] = ()  # names of the values that are copied to host memory
+    host_bytes: int = 0  # that they take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,18 +92,12 @@ class NamedValues:
     A value that the backward pass reads is saved, if it has a name that is chosen, or is computed
     again from what is saved, the parameters and the block's input: an integer program over the
     operations that run again and the names that are saved.
-
-    Attributes:
-      graph: from parameters and input to what the backward pass reads.
-      seconds: of each operation.
-      values: for each name, the values that have it.
-      inputs: the block's input, beside its parameters.
     """
 
-    graph: Graph
-    seconds: tuple[float, ...]
-    values: dict[str, tuple[int, ...]]
-    inputs: frozenset[int]
+    graph: Graph  # from parameters and input to what the backward pass reads
+    seconds: tuple[float, ...]  # of each operation
+    values: dict[str, tuple[int, ...]]  # for each name, the values that have it
+    inputs: frozenset[int]  # the block's input, beside its parameters
 
     @staticmethod
     def of(
@@ -107,7 +127,7 @@ class NamedValues:
                 if names is None or name in names:
                     values[name] = (*values.get(name, ()), *eqn.results)
         count = len(jax.tree.leaves(args[-1]))
-        inputs = frozenset(range(len(leaves) - count, len(leaves)))
+        inputs = frozenset(range(len(leaves) - count, len(leaves)))  # behind the parameters
         return NamedValues(graph, tuple(seconds), values, inputs)
 
     def nbytes(self, name: str) -> int:
@@ -115,16 +135,16 @@ class NamedValues:
         return num_bytes([self.graph.types[x] for x in self.values[name]])
 
     def recompute_seconds(self, saved: Collection[str]) -> float:
-        """The time of the operations that run again if these names are saved, and no others."""
-        have = {value for name in saved for value in self.values[name]}
+        """Time of the operations that run again if these names are saved, and no others."""
+        stored = {value for name in saved for value in self.values[name]}
         run: set[int] = set()
-        todo = list(self.graph.outputs)
-        while todo:
-            value = todo.pop()
+        needed = list(self.graph.outputs)
+        while needed:
+            value = needed.pop()
             producer = self.graph.producer.get(value)
-            if value not in have and producer is not None and producer not in run:
+            if value not in stored and producer is not None and producer not in run:
                 run.add(producer)
-                todo.extend(self.graph.equations[producer].operands)
+                needed.extend(self.graph.equations[producer].operands)
         return sum(self.seconds[i] for i in run)
 
     def of_input(self) -> list[str]:
@@ -150,7 +170,7 @@ class NamedValues:
         ]
 
     def best(self, budget: float, host: HostCopies | None = None) -> SavedNames:
-        """The names of least time whose values take at most ``budget`` bytes of the device.
+        """Finds the names of least time whose values take at most ``budget`` bytes of the device.
 
         With ``host``, values may be copied to host memory as well. That takes the time by which
         the copies outlast the forward or the backward pass.
@@ -210,29 +230,25 @@ class NamedValues:
         upper[waits:] = np.inf
         rows, columns, coefficients = zip(*entries, strict=True) if entries else ((), (), ())
         matrix = sparse.csr_array((coefficients, (rows, columns)), shape=(len(least), waits + 2))
-        found = milp(
+        solution = milp(
             cost,
             constraints=LinearConstraint(matrix, np.array(least), np.array(most)),
             integrality=np.append(np.ones(waits), [0, 0]),
             bounds=Bounds(0, upper),
             options={"mip_rel_gap": 1e-9},
         )
-        chosen = found.x > 0.5
+        chosen = solution.x > 0.5
         saved, offloaded = (
-            tuple(n for n, c in zip(names, chosen[at : at + num_names], strict=True) if c)
-            for at in (saves, offloads)
+            tuple(n for n, c in zip(names, chosen[start : start + num_names], strict=True) if c)
+            for start in (saves, offloads)
         )
-        return self._choice(
-            saved,
-            offloaded,
-            float(np.sum(np.array(self.seconds)[chosen[:num_equations]])),
-            host,
-        )
+        seconds = float(np.sum(np.array(self.seconds)[chosen[:num_equations]]))
+        return self._choice(saved, offloaded, seconds, host)
 
     def fixed(
         self, saved: Collection[str], offloaded: Collection[str], host: HostCopies | None = None
     ) -> SavedNames:
-        """The choice that others made: those of their names that this block has."""
+        """Takes the choice of others, as far as this block has their names."""
         saved, offloaded = (
             tuple(n for n in self.values if n in names) for names in (saved, offloaded)
         )
@@ -254,13 +270,13 @@ class NamedValues:
 
     def frontier(self, host: HostCopies | None = None) -> list[SavedNames]:
         """Every choice that no other one beats in bytes and time, from the most bytes to none."""
-        found = [self.best(float("inf"), host)]
-        while found[-1].nbytes:
+        choices = [self.best(float("inf"), host)]
+        while choices[-1].nbytes:
             # Below the last choice by more than the solver's tolerance.
-            found.append(self.best(found[-1].nbytes * (1 - 1e-5), host))
-        slower = [*(each.seconds for each in found[1:]), math.inf]  # those of the next choice
+            choices.append(self.best(choices[-1].nbytes * (1 - 1e-5), host))
+        following = [*(choice.seconds for choice in choices[1:]), math.inf]
         return [
-            each
-            for each, other in zip(found, slower, strict=True)
-            if each.seconds < other * (1 - 1e-9)
+            choice
+            for choice, slower in zip(choices, following, strict=True)
+            if choice.seconds < slower * (1 - 1e-9)
         ]

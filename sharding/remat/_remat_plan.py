@@ -1,498 +1,183 @@
-"""``plan`` and ``frontier``: activations under a budget of bytes."""
+"""What all plans for activations have in common: figures, the check of a program, frontiers."""
 
 import dataclasses
-import functools
 import math
-import numbers
-import re
-import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, overload
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import jax
-
-from sharding.plan import targets
-from sharding.plan._devices import DeviceKind, kind_of
-from sharding.plan._format import size
-from sharding.plan._plan import Plan
+from sharding.plan._format import NEED, Table, size, text_of
+from sharding.plan.program._temporaries import temporaries_of
 from sharding.plan.timing._traced_work import Work
-from sharding.remat._chain import (
-    Block,
-    ChainSearch,
-    Tree,
-    peak_bytes,
-    some,
-    stored_bytes,
-    time_of,
-)
-from sharding.remat._chain_plan import ChainPlan
-from sharding.remat._checkpoint import INPUT
-from sharding.remat._frontier import Frontier
-from sharding.remat._modes import (
-    MeasuredBlock,
-    TracedBlock,
-    device_bytes,
-    evenly,
-    is_sharded,
-    measure,
-    step_temporaries,
-    types_of,
-)
-from sharding.remat._names import NamedValues, SavedNames
-from sharding.remat._planned import no_plan_fits
-from sharding.remat._presets import MAXTEXT_NAMES, NameRequest, Names, request_of
-from sharding.remat._stack import Stack
-from sharding.remat._stack_plan import StackPlan
-
-# Of a chain's frontier; each is compiled.
-_MOST_PLANS = 16
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
-
-_Fn = Callable[[Any, Any], Any]
-Budget = float | str | Plan
 
 
-@overload
-def plan(
-    blocks: _Fn,
-    params: Any,
-    x: Any,
-    budget: Budget,
-    *,
-    length: int,
-    device: str | jax.Device | None = ...,
-    names: Names = ...,
-    offload: bool | Collection[str] = ...,
-) -> StackPlan: ...
+class OverBudgetError(ValueError):
+    """A program needs more bytes than its plan or its budget allows."""
 
 
-@overload
-def plan(
-    blocks: Sequence[_Fn] | _Fn,
-    params: Sequence[Any],
-    x: Any,
-    budget: Budget,
-    *,
-    device: str | jax.Device | None = ...,
-    names: Names = ...,
-    modes: int = ...,
-) -> ChainPlan: ...
-
-
-def plan(
-    blocks: Any,
-    params: Any,
-    x: Any,
-    budget: Budget,
-    *,
-    device: str | jax.Device | None = None,
-    names: Names = None,
-    offload: bool | Collection[str] = False,
-    length: int | None = None,
-    modes: int = 4,
-) -> Any:
-    """The fastest way to train a chain or a stack of blocks whose activations fit a budget.
-
-    Between the forward and the backward pass blocks store activations, or compute them again. A
-    *chain* runs one block after the other. Its plan is optimal among schedules that store each
-    value until it is used: every block saves some of its named values, or belongs to a segment of
-    blocks of which the input alone is stored. A *stack* (``length``) is a scan over the parameters
-    of equal blocks, or a scan over scans, each of which runs again.
-
-    Bytes are those of the peak of one device: stored activations, and the temporaries of the
-    backward pass, which is compiled for the device: of a chain each distinct block by itself, and
-    then the plan; of a stack the whole scan. Arguments and results of the step (parameters,
-    gradients, optimizer state, the batch), and what a loss after the blocks takes, are not part of
-    it.
-
-    Values have a name where a block passes them through ``jax.ad_checkpoint.checkpoint_name``.
-    Which of them are worth their bytes is an integer program over the operations of the block.
-
-    Args:
-      blocks: ``block(params, x) -> x``, one after the other; a single function for all. The last
-        one of a chain may be the loss.
-      params: of each block; of a stack one tree, with the blocks in the first dim. Real or
-        abstract; arrays that are sharded over a mesh are planned, and counted, as they are.
-      x: the input of the first block: an array or a tree of arrays; real or abstract. As one device
-        has it: its own micro-batch.
-      budget: bytes; a text such as ``"8GiB"`` or ``"500MB"``; or the ``Plan`` that
-        ``sharding.plan.estimate`` made with the figures of a device: what it leaves there.
-      device: for which programs are compiled: a target such as ``"h100x1"``, a device, or None for
-        the first of this machine. On CPUs XLA orders chains in other ways: their plan is not
-        compiled, and need not hold there.
-      names: that may be saved; None for all that the blocks have. A preset of MaxText, such as
-        ``"save_qkv_proj"``, or a dict of places (``"device"``, ``"offload"``, ``"remat"``) by name
-        leaves no choice of names.
-      offload: whether a stack may copy named values, and the inputs of its blocks
-        (``"block_input"``), to pinned host memory; or the names of those that it may. Copies take
-        the time by which they outlast the passes beside them.
-      length: the number of blocks of a stack.
-      modes: of a chain, how many choices of names are compiled for each distinct block. Of a stack
-        all that are worth their bytes are candidates: those that store at most the budget are
-        compiled, the fastest first, until one fits.
-
-    Returns:
-      A ``ChainPlan`` or ``StackPlan``: ``print`` it, train with ``apply()``, compare programs with
-      ``check()``.
-
-    Raises:
-      ValueError: if no plan fits the budget (the message has the least that does), the arguments
-        contradict each other, or offloading would not help: in a chain, on a CPU, or over a link
-        whose speed is not known.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, sharding as shd
-      >>> from jax.ad_checkpoint import checkpoint_name
-      >>> def block(w, x):
-      ...     return x + jnp.tanh(checkpoint_name(x @ w, "hidden")) @ w.T
-      >>> params, x = [jnp.ones((64, 256))] * 6, jnp.ones((512, 64))
-      >>> found = shd.remat.plan(block, params, x, "4MiB")
-      >>> found.peak <= 4 * 2**20
-      True
-      >>> loss = lambda params, x: jnp.sum(found.apply()(params, x) ** 2)
-      >>> grads = jax.jit(jax.grad(loss))(params, x)
-
-      A stack:
-
-      >>> found = shd.remat.plan(block, jnp.ones((16, 64, 256)), x, "16MiB", length=16)
-      >>> found.lengths, found.names
-      ((16,), ('hidden',))
-
-    References:
-      Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova: Optimal checkpointing for heterogeneous
-      chains: how to train deep neural networks with limited memory, ACM TOMS 2024, arXiv
-      1911.13214.
-    """
-    most, request = in_bytes(budget), request_of(names)
-    if length is not None:
-        stack, candidates = _measured_stack(
-            blocks, params, x, device, request, offload, length, None
-        )
-        found = stack.fastest(candidates, most)
-        return stack.plan(found, stack.peak(found), most)
-    chain = _measured_chain(blocks, params, x, device, request, offload, modes)
-    return chain.fastest(most)
-
-
-def frontier(
-    blocks: Any,
-    params: Any,
-    x: Any,
-    *,
-    device: str | jax.Device | None = None,
-    names: Names = None,
-    offload: bool | Collection[str] = False,
-    length: int | None = None,
-    modes: int = 4,
-) -> Frontier:
-    """Every plan that no other one beats in bytes and time, from the fewest bytes to the most.
-
-    Of a stack all candidates are compiled: seconds each on GPUs, up to a minute on TPUs. Of a chain
-    at most 16 plans are, of bytes in about equal ratios.
-
-    Args:
-      blocks: as in ``plan``.
-      params: of each block, or stacked.
-      x: the input of the first block.
-      device: for which programs are compiled.
-      names: that may be saved.
-      offload: whether a stack may offload.
-      length: the number of blocks of a stack.
-      modes: how many choices of names are compiled.
-
-    Returns:
-      A list of plans; ``print`` it for a table, or ``plot`` several.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, sharding as shd
-      >>> from jax.ad_checkpoint import checkpoint_name
-      >>> def block(w, x):
-      ...     return x + jnp.tanh(checkpoint_name(x @ w, "hidden")) @ w.T
-      >>> plans = shd.remat.frontier(block, [jnp.ones((64, 256))] * 8, jnp.ones((512, 64)))
-      >>> plans[0].peak < plans[-1].peak, plans[0].extra_time > plans[-1].extra_time
-      (True, True)
-    """
-    request = request_of(names)
-    if length is not None:
-        stack, candidates = _measured_stack(
-            blocks, params, x, device, request, offload, length, modes
-        )
-        return Frontier(stack.frontier(candidates))
-    chain = _measured_chain(blocks, params, x, device, request, offload, modes)
-    return Frontier(chain.frontier())
-
-
-def in_bytes(budget: Budget) -> float:
-    """A number of bytes, a text such as ``"8GiB"``, or what a plan leaves of its device.
-
-    >>> in_bytes("1.5KiB")
-    1536.0
-    """
-    if isinstance(budget, Plan):
-        return _left_by(budget)
-    if not isinstance(budget, str):
-        if not isinstance(budget, numbers.Real):
-            raise ValueError(
-                f"a budget is a number of bytes, a text such as '8GiB', or, for what the state "
-                f"leaves of a device, estimate(params, tx, zero, device=...); got {budget!r}."
-            )
-        found = float(budget)
-    else:
-        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMG]I?)?B?\s*", budget.upper())
-        if match is None:
-            raise ValueError(f"expected bytes, or a text such as '8GiB', got {budget!r}.")
-        found = float(match[1]) * _UNITS[match[2] or ""]
-    if not found > 0:
-        raise ValueError(f"a budget must be above 0, got {budget!r}.")
-    return found
-
-
-def _left_by(found: Plan) -> float:
-    """What the stage that the plan was asked for leaves of the device's memory."""
-    if found.device is None:
-        raise ValueError(
-            "a budget from a Plan needs the memory of its device: call estimate(..., "
-            "device=sharding.plan.kind_of(...))."
-        )
-    stage = found.stage(found.requested)
-    left = found.device.memory - stage.peak
-    if left <= 0:
-        raise ValueError(
-            f"{stage.name} alone needs {size(stage.peak)} of the {size(found.device.memory)} of a "
-            f"{found.device.name}: nothing is left for activations."
-        )
-    return left
-
-
-@dataclasses.dataclass(frozen=True)
-class _Chain:
-    """Blocks that were measured.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RematPlan:
+    """Figures of a plan; ``print`` it for a table.
 
     Attributes:
-      fns: the blocks.
-      params: of each block, abstract.
-      x: the input of the first block, abstract.
-      device: for which they are compiled.
-      measured: what each costs.
-      sizes: bytes of each block's input, and of the last one's output.
+      peak: bytes of activations and temporaries of one device.
+      saved: bytes of the device that are stored between the forward and the backward pass.
+      host: bytes that are stored in host memory.
+      budget: bytes that were allowed.
+      work: operations of a step.
+      plain: operations of a step that runs nothing again.
     """
 
-    fns: tuple[Callable[[Any, Any], Any], ...]
-    params: Sequence[Any]
-    x: Any
-    device: jax.Device
-    measured: tuple[MeasuredBlock, ...]
-    sizes: tuple[float, ...]
+    peak: float
+    saved: float
+    host: float = 0.0
+    budget: float
+    work: Work
+    plain: Work
 
     @property
-    def blocks(self) -> list[Block]:
-        return [each.block for each in self.measured]
+    def extra_flops(self) -> float:
+        """Operations in matrix products that run again."""
+        return self.work.flops - self.plain.flops
 
-    @functools.cached_property
-    def search(self) -> ChainSearch:
-        """The trees of all budgets."""
-        return ChainSearch(self.blocks, self.sizes)
+    @property
+    def extra_time(self) -> float:
+        """Time of what runs again and of waiting for copies, as a fraction of the plain step's."""
+        return _ratio(self.work.seconds - self.plain.seconds, self.plain.seconds)
 
-    def fastest(self, budget: float) -> ChainPlan:
-        """The fastest plan within a budget, and no slower than one of ``frontier`` that is.
+    @property
+    def products_again(self) -> float:
+        """``extra_flops`` as a fraction of the plain step's."""
+        return _ratio(self.extra_flops, self.plain.flops)
+
+    def check(self, compiled: Any, tolerance: float = 0.03) -> int:
+        """Compares with a program that was compiled for the plan's device.
+
+        Args:
+          compiled: of ``jax.jit(...).lower(...).compile()``: a step with these blocks.
+          tolerance: by which temporaries may be above the plan, as a fraction of it.
+
+        Returns:
+          Bytes of temporaries of the program.
 
         Raises:
-          ValueError: if none fits.
+          OverBudgetError: if temporaries are above the plan, or above the budget.
         """
-        peaks = self.search.peaks
-        tried = {*self._some(), *peaks[peaks <= budget][-1:]}
-        least = math.inf
-        for planned in sorted(tried, reverse=True):
-            if planned <= budget:
-                found = self.plan(planned)
-                if found.peak <= budget:
-                    return dataclasses.replace(found, budget=budget)
-                least = min(least, found.peak)
-        for planned in sorted(tried):
-            if budget < planned < least:
-                least = min(least, self.plan(planned).peak)
-        raise no_plan_fits(budget, "these blocks need", least)
+        temporaries = temporaries_of(compiled)
+        for limit, most, what in (
+            (self.peak, self.peak * (1 + tolerance), "plan"),
+            (self.budget, self.budget, "budget"),
+        ):
+            if temporaries > most:
+                raise OverBudgetError(
+                    f"the program has {size(temporaries)} of temporaries, above its {what} of "
+                    f"{size(limit)}."
+                )
+        return temporaries
 
-    def frontier(self) -> list[ChainPlan]:
-        """Plans from the fewest bytes to the most: all but those that another one beats."""
-        found: list[ChainPlan] = []
-        for planned in reversed(self._some()):  # the fastest first
-            each = self.plan(planned)
-            if each.peak < (found[-1].peak if found else math.inf):
-                found.append(each)
-        return found[::-1]
+    def tables(self) -> list[Table]:
+        """The table to print."""
+        rows = [
+            ("peak", size(self.peak), f"of {size(self.budget)}"),
+            ("saved", size(self.saved), "between forward and backward pass"),
+        ]
+        if self.host:
+            rows.append(("in host memory", size(self.host), ""))
+        rows += [
+            (
+                "products again",
+                f"{self.extra_flops / 1e12:,.2f} TFLOP",
+                f"of {self.plain.flops / 1e12:,.2f}",
+            ),
+            ("extra time", f"{100 * self.extra_time:.1f} %", "by the device's figures"),
+            *self.choices(),
+        ]
+        return [Table("Activations of one device", ("", "", ""), rows)]
 
-    def _some(self) -> list[float]:
-        return list(map(float, self.search.peaks[some(self.search.peaks, _MOST_PLANS)]))
+    @property
+    def summary(self) -> str:
+        """What is stored, in a few words."""
+        raise NotImplementedError
 
-    def plan(self, planned: float) -> ChainPlan:
-        """The plan of a tree, whose peak is at least ``planned``; its program may need more.
+    def choices(self) -> list[tuple[str, str, str]]:
+        """Rows of what is stored."""
+        raise NotImplementedError
 
-        How XLA packs arrays of several sizes into its block of temporaries is not known before. On
-        CPUs, where it merges what runs again with its first run, nothing is compiled.
-        """
-        found = self._of_tree(self.search.tree(planned))
-        if self.device.platform == "cpu":
-            return found
-        temporaries = step_temporaries(found.apply(), self.params, self.x, self.device)
-        peak = max(found.peak, temporaries)
-        return dataclasses.replace(found, peak=peak, budget=peak)
-
-    def _of_tree(self, tree: Tree) -> ChainPlan:
-        def in_flops(each: MeasuredBlock) -> Block:
-            modes = [
-                mode._replace(recompute=work.flops)
-                for mode, work in zip(each.block.modes, each.recompute, strict=True)
-            ]
-            return Block(each.forward.flops, each.backward.flops, tuple(modes))
-
-        flops = time_of(tree, [in_flops(each) for each in self.measured])
-        plain = sum((each.forward + each.backward for each in self.measured), Work(0.0, 0.0))
-        peak = peak_bytes(tree, self.blocks, self.sizes)
-        return ChainPlan(
-            blocks=self.fns,
-            tree=tree,
-            names=tuple(tuple(mode.names for mode in block.modes) for block in self.blocks),
-            peak=peak,
-            saved=stored_bytes(tree, self.blocks, self.sizes),
-            budget=peak,
-            work=Work(flops, time_of(tree, self.blocks)),
-            plain=plain,
-        )
+    def __str__(self) -> str:
+        return text_of(self.tables())
 
 
-def _measured_chain(
-    blocks: Any,
-    params: Any,
-    x: Any,
-    device: str | jax.Device | None,
-    request: NameRequest,
-    offload: bool | Collection[str],
-    modes: int,
-) -> _Chain:
-    """Traces all blocks, and compiles the distinct ones."""
-    if isinstance(params, Mapping):
-        raise ValueError(
-            "the parameters of a chain are a list, with those of each block; for stacked ones give "
-            "length=."
-        )
-    fns = tuple([blocks] * len(params) if callable(blocks) else blocks)
-    if len(fns) != len(params) or not fns:
-        raise ValueError(f"expected parameters for each of {len(fns)} blocks, got {len(params)}.")
-    if offload or request.offloaded:
-        raise ValueError(
-            "offload is for stacks, which scan over their blocks (length=): in an unrolled chain "
-            "XLA copies all offloaded values back at once, which takes more memory than saving "
-            "them."
-        )
-    _check_modes(modes)
-    kind, target = _device(device, (params, x))
-    of_chain = types_of(list(params)), types_of(x)
-    done: dict[Any, MeasuredBlock] = {}
-    measured, sizes, values = [], [float(device_bytes(types_of(x)))], []
-    for fn, own in zip(fns, params, strict=True):
-        traced = TracedBlock.of(fn, own, x, target)
-        if traced.key not in done:
-            found = traced.named_values(kind, request.allowed)
-            values.append(found)
-            done[traced.key] = measure(traced, _choices(found, request, modes), kind)
-        measured.append(done[traced.key])
-        x = traced.y
-        sizes.append(float(device_bytes(x)))
-    _warn(values, request)
-    return _Chain(fns, *of_chain, target, tuple(measured), tuple(sizes))
+def no_plan_fits(budget: float, who_needs: str, least: float) -> ValueError:
+    """An error with the least bytes that fit, all digits of them: a budget that does."""
+    if least == math.inf:
+        return ValueError(f"no plan fits {size(budget)}, nor the memory of the device.")
+    return ValueError(
+        f"no plan fits {size(budget)}: {who_needs} {size(least)} at least, "
+        f"{math.ceil(least):,} bytes."
+    )
 
 
-def _choices(values: NamedValues, request: NameRequest, modes: int) -> list[SavedNames]:
-    """Of names; the last one saves nothing."""
-    if request.saved is None:
-        return evenly(values.frontier(), modes)
-    demanded, nothing = (values.fixed(saved, ()) for saved in (request.saved, ()))
-    return [demanded, nothing] if demanded.names else [nothing]
+def _ratio(again: float, plain: float) -> float:
+    """A fraction of operations; 0 where there are none, as in blocks without products."""
+    return again / plain if plain else 0.0
 
 
-def _measured_stack(
-    block: Any,
-    params: Any,
-    x: Any,
-    device: str | jax.Device | None,
-    request: NameRequest,
-    offload: bool | Collection[str],
-    length: int,
-    modes: int | None,
-) -> tuple[Stack, list[Any]]:
-    """A stack, and the candidates for its plan."""
-    if not callable(block):
-        raise ValueError("length= is for a stack of equal blocks: give one function, not several.")
-    if isinstance(offload, str):
-        raise ValueError(f"offload is True, or a list of names, got {offload!r}.")
-    if offload and request.saved is not None:
-        raise ValueError(
-            "offload= leaves to the planner what names= has decided: give the names to offload the "
-            "place 'offload', or names= as a list."
-        )
-    _check_modes(modes)
-    kind, target = _device(device, (params, x))
-    if offload or request.offloaded:
-        if target.platform == "cpu":
-            raise ValueError(
-                "offload is ignored by XLA on CPUs: values stay where they are. Give a device."
+class Frontier(list[Any]):
+    """Plans that no other one beats in bytes and time, from the fewest bytes to the most."""
+
+    def tables(self) -> list[Table]:
+        """The table to print."""
+        columns = ("stores", "peak", "in host memory", "products again", "extra time")
+        rows = [
+            (
+                plan.summary,
+                size(plan.peak),
+                size(plan.host) if plan.host else "",
+                f"{plan.products_again:.1%}",
+                f"{plan.extra_time:.1%}",
             )
-        if kind is None or kind.host_link is None:
-            raise ValueError(
-                f"offload needs the speed of the link to the host, and none is known of "
-                f"{target.device_kind}."
-            )
-    stack = Stack(block, params, x, length, target, kind)
-    wanted = () if isinstance(offload, bool) else offload
-    _warn([stack.named_values(request)], request, wanted)
-    return stack, stack.candidates(request, offload, modes)
+            for plan in self
+        ]
+        return [Table("Activations of one device", columns, rows)]
+
+    def __str__(self) -> str:
+        return text_of(self.tables())
 
 
-def _check_modes(modes: int | None) -> None:
-    if modes is not None and modes < 2:
-        raise ValueError(f"modes must be at least 2, to save all or nothing, got {modes}.")
+def plot(frontiers: Mapping[str, Sequence[RematPlan]], others: Any = None) -> Any:
+    """Bytes of peak against time, a line for each frontier under its name.
+
+    Args:
+      frontiers: as ``frontier`` returns them.
+      others: by name, plans to be shown as points beside the lines, such as those of presets.
+
+    Returns:
+      A ``matplotlib.figure.Figure``.
+
+    Raises:
+      ValueError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError(f"a picture needs matplotlib: {NEED}.") from None
+    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    axes = figure.subplots()
+    for name, plans in frontiers.items():
+        peaks, times = ([point[i] for point in map(_point, plans)] for i in range(2))
+        axes.plot(peaks, times, drawstyle="steps-post", marker="o", markersize=4, label=name)
+    for name, plan in (others or {}).items():
+        point = _point(plan)
+        axes.plot(*point, "x", color="black", markersize=5)
+        axes.annotate(name, point, xytext=(4, 3), textcoords="offset points", fontsize=7)
+    axes.set_xlabel("peak of activations and temporaries, GiB")
+    axes.set_ylabel("extra time, % of a step")
+    axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    if any(frontiers):
+        axes.legend(fontsize=8, frameon=False)
+    return figure
 
 
-def _warn(
-    found: Sequence[NamedValues], request: NameRequest, offload: Collection[str] = ()
-) -> None:
-    """About names that do not do what their author wanted."""
-    have = {name for values in found for name in values.values}
-    if not have:
-        what = "no name that may be saved" if request.allowed is not None else "no named values"
-        warnings.warn(
-            f"the blocks have {what}: each stores its input, or nothing. Name values that are "
-            "worth storing with jax.ad_checkpoint.checkpoint_name.",
-            stacklevel=4,
-        )
-    # MaxText's models name what only some of its presets save.
-    useless = sorted({name for values in found for name in values.useless()} - MAXTEXT_NAMES)
-    if useless:
-        warnings.warn(
-            f"{', '.join(useless)}: saving this spares no operation. A name must be on the value "
-            "that is read later: x = checkpoint_name(x, ...), before the operation whose "
-            "derivative needs it, as in tanh(checkpoint_name(x @ w, ...)).",
-            stacklevel=4,
-        )
-    demanded = {*(request.saved or ()), *request.offloaded, *offload}
-    if have and demanded and not demanded & {*have, INPUT}:
-        names = ", ".join(sorted(have))
-        warnings.warn(
-            f"none of the requested names is in the blocks, which have {names}.", stacklevel=4
-        )
-
-
-def _device(device: str | jax.Device | None, args: Any) -> tuple[DeviceKind | None, jax.Device]:
-    """The figures of a device, where they are known, and the device to compile for."""
-    if isinstance(device, str):
-        return device_of_target(device)
-    meshes = [x.sharding.mesh for x in jax.tree.leaves(types_of(args)) if is_sharded(x)]
-    default = meshes[0].devices.flat[0] if meshes else jax.devices()[0]
-    found: Any = default if device is None else device
-    return kind_of(found.device_kind), found
-
-
-def device_of_target(name: str) -> tuple[DeviceKind | None, jax.Device]:
-    """The figures of a target's devices, and one of them."""
-    return kind_of(name), targets.topology(name)[0]
+def _point(plan: RematPlan) -> tuple[float, float]:
+    """GiB and percent of a step."""
+    return plan.peak / 2**30, 100 * plan.extra_time

@@ -1,14 +1,31 @@
-"""A plan for a scanned stack of equal blocks: what it stores, and the function that does it."""
+"""A plan for a scanned stack of equal blocks: names, lengths of scans, copies to host memory."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sharding.remat._checkpoint import INPUT, policy_of, scanned
-from sharding.remat._planned import RematPlan
+import jax
+
+from sharding.plan._devices import DeviceKind
+from sharding.plan.timing._traced_work import Work
+from sharding.remat._block_costs import (
+    TracedBlock,
+    device_bytes,
+    evenly,
+    one_of,
+    step_temporaries,
+    types_of,
+)
+from sharding.remat._checkpoint import INPUT, Fn, policy_of, scanned
+from sharding.remat._names import HostCopies, NamedValues, NameRequest, SavedNames
+from sharding.remat._remat_plan import RematPlan, no_plan_fits
 
 if TYPE_CHECKING:
     from sharding._zero import Zero
+
+# The share of a TPU's memory for parameters, gradients and what is stored in a compiled program.
+_COMPILED = 0.6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +40,7 @@ class StackPlan(RematPlan):
       input_names: that the block gives to its input by itself.
     """
 
-    block: Callable[[Any, Any], Any]
+    block: Fn
     lengths: tuple[int, ...]
     names: tuple[str, ...]
     offloaded: tuple[str, ...] = ()
@@ -41,7 +58,7 @@ class StackPlan(RematPlan):
             offloaded = (*offloaded, *self.input_names)
         return policy_of(self.names, offloaded)
 
-    def apply(self, zero: "Zero | None" = None) -> Callable[[Any, Any], Any]:
+    def apply(self, zero: "Zero | None" = None) -> Fn:
         """``fn(params, x)``, the scan over stacked parameters.
 
         Args:
@@ -58,9 +75,250 @@ class StackPlan(RematPlan):
 
     def choices(self) -> list[tuple[str, str, str]]:
         """Rows of the scans and the names."""
-        scans = " x ".join(map(str, self.lengths))
-        rows = [("scan", scans, "the inner one runs again" if len(self.lengths) > 1 else "")]
+        again = "the inner one runs again" if len(self.lengths) > 1 else ""
+        rows = [("scan", " x ".join(map(str, self.lengths)), again)]
         rows.append(("saves", ", ".join(self.names) or "its input", ""))
         if self.offloaded:
             rows.append(("offloads", ", ".join(self.offloaded), ""))
         return rows
+
+
+class Candidate(NamedTuple):
+    """A way to run the stack."""
+
+    choice: SavedNames  # of names
+    lengths: tuple[int, ...]  # of the scans
+    input_offloaded: bool  # whether the blocks' inputs are in host memory
+    work: Work  # operations of a step, waiting included
+    saved: float  # bytes that are stored on the device
+    host: float  # bytes that are stored in host memory
+    slices: float  # bytes of parameters that an inner scan holds
+
+    @property
+    def key(self) -> Any:
+        """Equal for candidates that are one program."""
+        names = frozenset(self.choice.names), frozenset(self.choice.offloaded)
+        return names, self.lengths, self.input_offloaded
+
+    @property
+    def closed_form(self) -> float:
+        """Bytes that are known without compiling; temporaries of one block come on top."""
+        return self.saved + self.slices
+
+
+class Stack:
+    """A scanned stack of equal blocks, whose candidates are compiled when they are asked for.
+
+    A scan of L blocks stores L inputs and what is saved of each. A scan of L / i scans of i blocks
+    stores L / i inputs, and in its backward pass i inputs and what is saved, and i layers of
+    parameters and gradients.
+
+    ``params`` are stacked: the first dim of every array is ``length``, the number of blocks.
+    ``kind`` has the figures of the device for which it is compiled.
+    """
+
+    def __init__(
+        self,
+        fn: Fn,
+        params: Any,
+        x: Any,
+        length: int,
+        device: jax.Device,
+        kind: DeviceKind | None,
+    ):
+        if length < 1:
+            raise ValueError(f"length must be at least 1, got {length}.")
+        self._params, self._length, self._kind = types_of(params), length, kind
+        for path, leaf in jax.tree_util.tree_leaves_with_path(self._params):
+            if not leaf.shape or leaf.shape[0] != length:
+                name = jax.tree_util.keystr(path, simple=True, separator="/")
+                raise ValueError(
+                    f"length={length}: parameters must be stacked, {length} layers in the first "
+                    f"dim, but {name} has the shape {tuple(leaf.shape)}."
+                )
+        self._traced = TracedBlock.of(fn, one_of(params), x, device)
+        before, after = (
+            [(tuple(t.shape), str(t.dtype)) for t in jax.tree.leaves(tree)]
+            for tree in (self._traced.x, self._traced.y)
+        )
+        if before != after:
+            raise ValueError(
+                f"the blocks of a stack must return what they get: got {before}, returned {after}."
+            )
+        self._works = self._traced.work(kind)
+        self._input = device_bytes(self._traced.x)
+        # By names: what runs again, what is saved.
+        self._again: dict[tuple[str, ...], Work] = {}
+        self._saved: dict[tuple[str, ...], int] = {}
+        self._peaks: dict[Any, float] = {}
+        self._input_names: tuple[str, ...] = ()
+
+    def named_values(self, request: NameRequest) -> NamedValues:
+        """Finds the block's names."""
+        return self._traced.named_values(self._kind, request.allowed)
+
+    def candidates(
+        self, request: NameRequest, offload: bool | Collection[str], modes: int | None = None
+    ) -> list[Candidate]:
+        """Lists what is worth considering, the fastest first.
+
+        ``offload`` has the names that may be offloaded, or is True for all; ``modes`` limits the
+        choices of names.
+        """
+        values = self.named_values(request)
+        inputs = self._input_names = tuple(values.of_input())
+        candidates = []
+        if request.saved is not None:
+            offloads = set(request.offloaded)
+            to_host = bool(offloads & {INPUT, *inputs})
+            host = self._host(offloads, to_host) if offloads else None
+            choice = values.fixed(request.saved, offloads - set(inputs), host)
+            candidates.append(self._candidate(choice, (self._length,), to_host))
+            if not offloads:
+                candidates += self._in_two_levels(choice)
+        else:
+            for choice in evenly(values.frontier(), modes):
+                candidates.append(self._candidate(choice, (self._length,), False))
+                candidates += self._in_two_levels(choice)
+            if offload:
+                names = values.values if offload is True else offload
+                allowed = offload is True or bool(set(names) & {INPUT, *inputs})
+                for to_host in (False, True) if allowed else (False,):
+                    choices = values.frontier(self._host(names, to_host))
+                    for choice in evenly(choices, modes):
+                        candidates.append(self._candidate(choice, (self._length,), to_host))
+        distinct = {candidate.key: candidate for candidate in candidates}.values()
+        return sorted(distinct, key=lambda c: (c.work.seconds, c.closed_form))
+
+    def _host(self, names: Collection[str], input_too: bool) -> HostCopies:
+        """Copies to host memory over the link of the device."""
+        assert self._kind is not None
+        assert self._kind.host_link is not None
+        forward, backward = (work.seconds for work in self._works)
+        nbytes = self._input if input_too else 0
+        return HostCopies(names, self._kind.host_link, forward, backward, nbytes)
+
+    def _in_two_levels(self, choice: SavedNames) -> list[Candidate]:
+        """Takes the lengths of least bytes; none where the number of blocks is prime."""
+        pairs = [(self._length // i, i) for i in range(2, self._length) if self._length % i == 0]
+        candidates = [self._candidate(choice, pair, False) for pair in pairs]
+        return sorted(candidates, key=lambda c: c.closed_form)[:1]
+
+    def _candidate(
+        self, choice: SavedNames, lengths: tuple[int, ...], input_offloaded: bool
+    ) -> Candidate:
+        forward, backward = self._works
+        names = (*choice.names, *choice.offloaded)
+        if names not in self._again:
+            self._again[names] = self._traced.recompute(names, forward + backward, self._kind)
+        again = self._again[names]
+        step = forward + backward + again
+        slices = 0.0
+        if len(lengths) == 2:  # the inner scan runs again, and holds its layers
+            step = step + forward
+            slices = 2.0 * device_bytes(self._params) / lengths[0]
+        host = choice.host_bytes + (self._input if input_offloaded else 0)  # of one block
+        if host:
+            wait = self._host((), input_offloaded).wait(choice.host_bytes, again.seconds)
+            step = step + Work(0.0, wait)
+        return Candidate(
+            choice,
+            lengths,
+            input_offloaded,
+            work=step.times(self._length),
+            saved=self._stored(choice, lengths, input_offloaded),
+            host=float(self._length * host),
+            slices=slices,
+        )
+
+    def _stored(self, choice: SavedNames, lengths: tuple[int, ...], input_offloaded: bool) -> float:
+        """Bytes that scans store on the device."""
+        if choice.names not in self._saved:
+            self._saved[choice.names] = self._traced.saved(choice.names)
+        block = self._saved[choice.names] + (0 if input_offloaded else self._input)
+        if len(lengths) == 1:
+            return float(lengths[0] * block)
+        return float(lengths[0] * self._input + lengths[1] * block)
+
+    def peak(self, candidate: Candidate) -> float:
+        """Bytes of the compiled stack; at least what it stores, though a chip may hold a little."""
+        if candidate.key not in self._peaks:
+            self._peaks[candidate.key] = max(self.temporaries(candidate), candidate.saved)
+        return self._peaks[candidate.key]
+
+    def temporaries(
+        self, candidate: Candidate, within: Callable[..., tuple[Any, Any, Any]] | None = None
+    ) -> float:
+        """Bytes of a compiled program; infinite where the compiler gives up.
+
+        ``within(stack, params)`` returns a function, and its parameters and input: a model with
+        this stack. Without it the stack is compiled alone.
+        """
+        length = self._compiled_length(candidate)
+        # The same with fewer blocks, or fewer segments of blocks.
+        lengths = (length * candidate.lengths[0] // self._length, *candidate.lengths[1:])
+        saved = self._stored(candidate.choice, lengths, candidate.input_offloaded)
+        fn = self.plan(candidate._replace(lengths=lengths, saved=saved), 0.0, 0.0).apply()
+        params = jax.tree.map(lambda t: t.update(shape=(length, *t.shape[1:])), self._params)
+        fn, params, x = within(fn, params) if within else (fn, params, self._traced.x)
+        nbytes = step_temporaries(fn, params, x, self._traced.device)
+        return nbytes + candidate.saved - saved
+
+    def _compiled_length(self, candidate: Candidate) -> int:
+        """Blocks to compile: all, or as many as the compiler for TPUs accepts.
+
+        It refuses programs beyond the device's memory, in which all parameters and gradients of a
+        stack, that ZeRO shards, do not fit. Bytes grow linearly from three blocks on.
+        """
+        if self._traced.device.platform != "tpu" or self._kind is None:
+            return self._length
+        segment = self._length // candidate.lengths[0]
+        block = (2 * device_bytes(self._params) + candidate.saved) / self._length
+        fit = int(_COMPILED * self._kind.memory / block) // segment * segment
+        return min(self._length, max(fit, 3 * segment))
+
+    def fastest(self, candidates: Sequence[Candidate], budget: float) -> Candidate:
+        """Finds the fastest candidate whose program fits.
+
+        What a candidate stores is a bound: those that store more than the budget are not compiled.
+        No estimate decides, so that a larger budget never has a slower plan.
+
+        Raises:
+          ValueError: if none fits.
+        """
+        for candidate in candidates:
+            if candidate.saved <= budget and self.peak(candidate) <= budget:
+                return candidate
+        least = self.peak(self.least(candidates))
+        raise no_plan_fits(budget, "this stack needs", least)
+
+    def least(self, candidates: Sequence[Candidate]) -> Candidate:
+        """Finds the candidate whose program takes the fewest bytes; all are compiled."""
+        return min(candidates, key=self.peak)
+
+    def frontier(self, candidates: Sequence[Candidate]) -> list[StackPlan]:
+        """Plans that no other candidate beats in bytes and time; all are compiled."""
+        plans: list[StackPlan] = []
+        for candidate in candidates:  # the fastest first
+            peak = self.peak(candidate)
+            if peak < (plans[-1].peak if plans else math.inf):
+                plans.append(self.plan(candidate, peak, peak))
+        return plans[::-1]
+
+    def plan(self, candidate: Candidate, peak: float, budget: float) -> StackPlan:
+        """Makes the plan of a candidate."""
+        forward, backward = self._works
+        input_names = [INPUT] if candidate.input_offloaded else []
+        return StackPlan(
+            peak=peak,
+            saved=candidate.saved,
+            host=candidate.host,
+            budget=budget,
+            work=candidate.work,
+            plain=(forward + backward).times(self._length),
+            block=self._traced.fn,
+            lengths=candidate.lengths,
+            names=candidate.choice.names,
+            offloaded=(*candidate.choice.offloaded, *input_names),
+            input_names=self._input_names,
+        )

@@ -9,7 +9,7 @@ import numpy as np
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import no_mesh, with_remedies
 from sharding.recovery._peer_checkpoints import PeerCheckpoints
-from sharding.recovery._step_copies import StepCopies
+from sharding.recovery._replica_program import StepCopies
 from sharding.step._checks import check_alive, check_apart, check_compiled, check_replicated
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from sharding.plan._models import Decoder
 from sharding.plan._saved_names import PARTLY, PRESETS, flops_again, saved_elements
-from sharding.remat._modes import TracedBlock
+from sharding.remat._block_costs import TracedBlock
 
 LENGTH = 48
 LLAMA = Decoder(2, 64, 4, 2, 96, 128, LENGTH, head_dim=24)  # heads wider than the model

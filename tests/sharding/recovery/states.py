@@ -12,7 +12,7 @@ import optax
 import sharding as shd
 from sharding.recovery import _peer_checkpoints as peers
 from sharding.recovery._machines import machines_of
-from sharding.recovery._replica_program import as_data, is_key
+from sharding.recovery._stored_leaf import as_data, is_key
 
 from .. import model
 

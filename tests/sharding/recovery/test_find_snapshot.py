@@ -7,12 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from sharding.recovery import _find_snapshot, _send_blocks
+from sharding.recovery import _find_snapshot, _load_state
 from sharding.recovery._find_snapshot import NoCompleteCheckpoint, find_snapshot
-from sharding.recovery._send_blocks import Request, exchange
+from sharding.recovery._load_state import Request, exchange
 from sharding.recovery._slot import BLOCK, OpenSlot, Slot, SlotTable, SnapshotId
-from sharding.recovery._stored_leaf import StoredLeaf
-from sharding.recovery._words import host_checksum
+from sharding.recovery._stored_leaf import StoredLeaf, host_checksum
 
 from .states import damage
 
@@ -129,7 +128,7 @@ def test_the_newest_complete_snapshot(find, tmp_path):
 
 def test_boxes_of_blocks_are_sent(monkeypatch):
     """Bit by bit, also behind boxes of odd length, and in several rounds."""
-    monkeypatch.setattr(_send_blocks, "_MOST", 24)
+    monkeypatch.setattr(_load_state, "_MOST", 24)
     leaves = [
         StoredLeaf("a", (5, 7), "uint8", (1, 1)),
         StoredLeaf("b", (6, 5), "float32", (2, 1)),

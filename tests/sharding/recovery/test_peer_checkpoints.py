@@ -19,9 +19,10 @@ from jax.sharding import AxisType, NamedSharding
 import optax_ext
 import sharding as shd
 from sharding.recovery import _peer_checkpoints as peers
+from sharding.recovery import _snapshot_writer
 from sharding.recovery._replica_program import ReplicaProgram
 from sharding.recovery._slot import Slot, open_slot, slots_in
-from sharding.recovery._slot_plan import SlotPlan
+from sharding.recovery._snapshot_writer import SlotLayout
 
 from .states import adamw, bits, damage, invent_machines, make_state, random_like, store_of
 
@@ -113,22 +114,7 @@ def layout_of(shape, stage, **options):
     return mesh, zero.abstract_state(make_state(), tx=adamw())
 
 
-def test_other_meshes_and_stages(tmp_path):
-    mesh, abstract = layout_of((8,), 3)
-    state = random_like(abstract)
-    store = store_of(mesh, tmp_path)
-    store.save(3, state)
-    store.close()
-    mesh, abstract = layout_of((2,), 2, offload="optimizer", offload_min_size=0)
-    store = store_of(mesh, tmp_path)
-    found = store.restore(abstract)
-    assert (found.step, bits(found.state)) == (3, bits(state))
-    for x, like in zip(jax.tree.leaves(found.state), jax.tree.leaves(abstract), strict=True):
-        assert x.sharding == like.sharding
-    store.close()
-
-
-def test_several_machines_of_another_mesh(tmp_path, monkeypatch):
+def test_other_meshes_and_stages(tmp_path, monkeypatch):
     """Blocks split among the devices of a machine, received ones, and other boxes than those."""
     invent_machines(monkeypatch, "abcdabcd")
     mesh, abstract = layout_of((2, 4), 3, replica_axis="replica")
@@ -143,10 +129,16 @@ def test_several_machines_of_another_mesh(tmp_path, monkeypatch):
     (slot,) = slots_in(tmp_path / "run")
     assert [leaf.grid for leaf in slot.table.leaves if leaf.path == "[1]"] == [(8, 1, 1)]
     monkeypatch.undo()
-    mesh, abstract = layout_of((8,), 3)
-    store = store_of(mesh, tmp_path)
-    assert bits(store.restore((abstract, large(mesh, P()))).state) == bits(state)
-    store.close()
+    host = {"offload": "optimizer", "offload_min_size": 0}
+    for shape, stage, options in (((8,), 3, {}), ((2,), 2, host)):
+        mesh, abstract = layout_of(shape, stage, **options)
+        abstract = abstract, large(mesh, P())
+        store = store_of(mesh, tmp_path)
+        found = store.restore(abstract)
+        store.close()
+        assert (found.step, bits(found.state)) == (3, bits(state))
+        for x, like in zip(jax.tree.leaves(found.state), jax.tree.leaves(abstract), strict=True):
+            assert x.sharding == like.sharding
 
 
 # --- A small state, for the rest ------------------------------------------------------------------
@@ -322,13 +314,11 @@ def test_save_in_one_process_alone(make, open_store, tmp_path, monkeypatch):
         def is_ready(self):
             return False
 
-    store, call = open_store(), ReplicaProgram.__call__
-    monkeypatch.setattr(store, "_num_mates", 2)
+    store = open_store()
+    monkeypatch.setattr(store._writer, "_num_mates", 2)
     (tmp_path / "run" / "1.lock").write_text("7 3")
-    monkeypatch.setattr(peers, "_GIVE_UP_SECONDS", 0.05)
-    monkeypatch.setattr(
-        ReplicaProgram, "__call__", lambda *args: call(*args)._replace(committed=Never())
-    )
+    monkeypatch.setattr(_snapshot_writer, "_GIVE_UP_SECONDS", 0.05)
+    count_as(monkeypatch, lambda _: Never())
     store.save(4, make(4))
     message = r"process 0 called save\(4\), and for 0.05 s .* Of this machine process 7 is behind"
     with pytest.warns(UserWarning, match=message), pytest.raises(RuntimeError, match=message):
@@ -336,16 +326,8 @@ def test_save_in_one_process_alone(make, open_store, tmp_path, monkeypatch):
     assert store.counts.saved == 0
 
 
-def test_steps_must_grow(make, open_store):
-    store = write(open_store(), make, 3)
-    for step in (3, 2):
-        with pytest.raises(ValueError, match=f"step {step} does not come after step 3, saved last"):
-            store.save(step, make(step))
-    assert_restores(write(store, make, 4), make, 4)
-
-
 def test_values_that_cannot_be_saved(make, open_store):
-    """Such steps are not taken."""
+    """Such steps are not taken, nor steps that do not grow."""
     store = open_store()
     for step, state, message in [
         (5.0, make(1), "step must be a whole number, got 5.0"),
@@ -357,6 +339,9 @@ def test_values_that_cannot_be_saved(make, open_store):
     with pytest.raises(TypeError, match="not JSON serializable"):
         store.save(1, make(1), {"x": np.zeros(2)})
     store.save(1, make(1))
+    for step in (1, 0):
+        with pytest.raises(ValueError, match=f"step {step} does not come after step 1, saved last"):
+            store.save(step, make(step))
     other = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     bad = {
         r"\['n'\] is int without a sharding on the mesh: .* belong to extra": 3,
@@ -369,7 +354,8 @@ def test_values_that_cannot_be_saved(make, open_store):
         for call in (lambda state: store.save(2, state), store.restore):
             with pytest.raises(TypeError, match=message):
                 call(make(1) | {"n": leaf})
-    assert store.latest_step() == 1
+    assert_restores(store, make, 1)
+    assert_restores(write(store, make, 2), make, 2)
 
 
 def test_another_state(make, open_store):
@@ -403,6 +389,17 @@ def test_descriptions(make, open_store, monkeypatch):
 
 
 # --- Failures -------------------------------------------------------------------------------------
+
+
+def count_as(monkeypatch, committed):
+    """What programs count becomes ``committed(count)``."""
+    call = ReplicaProgram.__call__
+
+    def counted(*args):
+        replicas = call(*args)
+        return replicas._replace(committed=committed(replicas.committed))
+
+    monkeypatch.setattr(ReplicaProgram, "__call__", counted)
 
 
 def full(*_):
@@ -444,16 +441,11 @@ def test_the_last_complete_snapshot_stays(make, open_store, monkeypatch):
 
 def test_no_process_overwrites_the_last_complete_snapshot(make, open_store, tmp_path, monkeypatch):
     """While others have not written the one after it, which the program counts."""
-    call = ReplicaProgram.__call__
     for committed, expected in ((8, [2, 3]), (7, [1, 3])):
         store = write(open_store(), make, 1)
         store.save(2, make(2))
-
-        def counted(*args, committed=committed):
-            return call(*args)._replace(committed=jnp.int32(committed))
-
         with monkeypatch.context() as patch:
-            patch.setattr(ReplicaProgram, "__call__", counted)
+            count_as(patch, lambda _, committed=committed: jnp.int32(committed))
             write(store, make, 3)
         assert steps_in(tmp_path) == expected
         store.close(delete=True)
@@ -498,10 +490,9 @@ def test_waiting_for_the_writer_is_counted_and_reported_once(make, open_store, m
             time.sleep(0.4)
             return self._x.addressable_data(i)
 
-    store, call, fill = open_store(), ReplicaProgram.__call__, SlotPlan.fill
+    store, fill = open_store(), SlotLayout.fill
     with monkeypatch.context() as patch:
-        slow = lambda r: r._replace(committed=Slow(r.committed))  # noqa: E731
-        patch.setattr(ReplicaProgram, "__call__", lambda *args: slow(call(*args)))
+        count_as(patch, Slow)
         write(store, make, 1, 2)
     assert store.counts.waited < 0.4
     assert store.counts.slow == 0
@@ -510,7 +501,7 @@ def test_waiting_for_the_writer_is_counted_and_reported_once(make, open_store, m
         time.sleep(0.4)
         return fill(*args)
 
-    monkeypatch.setattr(SlotPlan, "fill", slow_fill)
+    monkeypatch.setattr(SlotLayout, "fill", slow_fill)
     store.save(3, make(3))
     with pytest.warns(UserWarning, match="until the snapshot before was written"):
         store.save(4, make(4))

@@ -1,6 +1,5 @@
 """The program that copies a state: bytes on the wire, bits at the other end, memory on devices."""
 
-import functools
 import math
 
 import jax
@@ -14,9 +13,10 @@ import sharding as shd
 from sharding.plan.program._wire import collectives
 from sharding.recovery import _replica_program
 from sharding.recovery._peer_placement import place_replicas
-from sharding.recovery._replica_program import ReplicaProgram, _boxes, leaf_paths
-from sharding.recovery._slot_plan import SlotPlan
-from sharding.recovery._words import as_words, host_checksum
+from sharding.recovery._replica_program import ReplicaProgram, _boxes
+from sharding.recovery._slot import OpenSlot, SlotTable
+from sharding.recovery._snapshot_writer import SlotLayout
+from sharding.recovery._stored_leaf import as_words, leaf_paths
 
 from .states import adamw, invented_machines, make_state, random_like
 
@@ -38,26 +38,30 @@ def run_program(program, leaves, committed=True):
     return compiled, program([x for _, x in leaves], committed)
 
 
+def written(program, replicas):
+    """What is written of them, as a slot that was opened."""
+    layout = SlotLayout(program)
+    data = np.full(layout.num_bytes, 0xA5, np.uint8)
+    return OpenSlot(None, data, SlotTable(None, layout.leaves, layout.fill(data, replicas), None))
+
+
 def check_blocks(program, leaves, replicas):
     """Every stored block has the bits and the checksum of its source; returns how many there are.
 
     With one process its table has the blocks of all devices, own and received.
     """
-    plan = SlotPlan(program)
-    data = np.full(plan.num_bytes, 0xA5, np.uint8)
-    blocks = plan.fill(data, replicas)
-    seen = np.zeros(plan.num_bytes, bool)
-    for row in blocks:
+    slot = written(program, replicas)
+    assert slot.intact().all()
+    seen = np.zeros(len(slot.data), bool)
+    for i, row in enumerate(slot.table.blocks):
         leaf, (path, x) = program.leaves[row["leaf"]], leaves[row["leaf"]]
-        start = int(row["offset"])
-        raw = data[start : start + leaf.block_bytes]
         words = np.asarray(as_words(jnp.asarray(np.asarray(x)[leaf.box(int(row["block"]))])))
-        assert raw.tobytes() == words.tobytes(), (path, row)
-        assert host_checksum(raw.view(leaf.dtype)) == row["checksum"], (path, row)
-        assert not seen[start : start + leaf.block_bytes].any()
-        seen[start : start + leaf.block_bytes] = True
-    assert (~seen).sum() < 8 * len(blocks)  # padding alone
-    return len(blocks)
+        assert slot.block(i).tobytes() == words.tobytes(), (path, row)
+        own = seen[int(row["offset"]) :][: leaf.block_bytes]
+        assert not own.any()
+        own[:] = True
+    assert (~seen).sum() < 8 * len(slot.table.blocks)  # padding alone
+    return len(slot.table.blocks)
 
 
 def rounds_of(program):
@@ -100,16 +104,9 @@ def test_bytes_on_the_wire_and_bits_at_the_other_end(case):
     if sent:
         damaged = jax.tree.map(lambda x: np.array(x), replicas.sent)
         next(rounds for rounds in damaged if rounds)[0][3, 0] ^= 1
-        plan, placed = SlotPlan(program), NamedSharding(program.mesh, P(program.mesh.axis_names))
-        put = functools.partial(jax.device_put, device=placed)
-        data = np.zeros(plan.num_bytes, np.uint8)
-        blocks = plan.fill(data, replicas._replace(sent=jax.tree.map(put, damaged)))
-        bad = 0
-        for row in blocks:
-            leaf, at = program.leaves[row["leaf"]], int(row["offset"])
-            found = host_checksum(data[at : at + leaf.block_bytes].view(leaf.dtype))
-            bad += found != row["checksum"]
-        assert bad == 1
+        placed = NamedSharding(program.mesh, P(program.mesh.axis_names))
+        damaged = jax.device_put(damaged, placed)
+        assert (~written(program, replicas._replace(sent=damaged)).intact()).sum() == 1
 
 
 DTYPES = ["bool", "uint4", "uint16", "int32", "bfloat16", "float8_e5m2", "float64"]

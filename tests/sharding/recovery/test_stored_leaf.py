@@ -1,18 +1,33 @@
-"""Blocks on machines: each is stored once where it is, and sent only where it is needed."""
+"""Blocks on machines: each is stored once where it is, and sent only where it is needed.
+
+Checksums of devices and hosts are equal, and see what can go wrong with bits.
+"""
 
 import itertools
 import math
 from collections import Counter
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import P
 from jax.sharding import NamedSharding
 
-from sharding.recovery import _machines
+from sharding.recovery import _machines, _stored_leaf
 from sharding.recovery._machines import machines_of, this_machine
 from sharding.recovery._peer_placement import PLACEMENTS, place_replicas
-from sharding.recovery._stored_leaf import SPLIT_BYTES, StoredLeaf, block_placement
+from sharding.recovery._stored_leaf import (
+    SPLIT_BYTES,
+    StoredLeaf,
+    as_words,
+    block_placement,
+    checksum,
+    host_checksum,
+    stored_dtype,
+)
+
+from .states import random_bits
 
 F32 = 4
 # More elements than are split among the devices of a machine, in all of their shards.
@@ -153,3 +168,68 @@ def test_containers_of_one_machine_are_one_machine(monkeypatch, tmp_path):
         assert this_machine() == "7a3c"
     boot.unlink()
     assert this_machine() == "other"
+
+
+STORED_AS = {
+    "bool": "bool",
+    **{name: name for name in ("int8", "int16", "int32", "uint8", "uint16", "uint32")},
+    **dict.fromkeys(("int2", "int4"), "int8"),  # stored in eight bits
+    **dict.fromkeys(("uint2", "uint4"), "uint8"),
+    **{name: name for name in ("float16", "float32", "bfloat16")},
+    **{name: name for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3b11fnuz")},
+    **{name: name for name in ("float8_e3m4", "float8_e4m3", "float8_e8m0fnu")},
+    **{name: name for name in ("int64", "uint64", "float64")},  # with x64
+}
+# The last one in two chunks of a host.
+CHECKED_SHAPES = [(), (3, 0, 2), (3, 5, 7, 2), (3, _stored_leaf._CHUNK // 3 + 5)]
+
+
+def test_devices_compute_what_hosts_do(x64):
+    """And the published sum, with the integers of Python."""
+    arrays = {(d, s): random_bits(d, s, i) for d in STORED_AS for i, s in enumerate(CHECKED_SHAPES)}
+
+    @jax.jit
+    def run(xs):
+        words = [as_words(x) for x in xs]
+        return words, [checksum(w) for w in words]
+
+    found = zip(*jax.device_get(run(list(arrays.values()))), strict=True)
+    for ((dtype, shape), array), (words, total) in zip(arrays.items(), found, strict=True):
+        assert stored_dtype(jnp.dtype(dtype)).name == STORED_AS[dtype]
+        stored = np.asarray(array).astype(stored_dtype(dtype))
+        raw = stored.tobytes()
+        assert words.shape == shape
+        assert words.tobytes() == raw
+        assert total.dtype == np.uint32
+        assert int(total) == host_checksum(stored), (dtype, shape)
+        if shape != CHECKED_SHAPES[-1]:
+            size = min(4, stored.itemsize)
+            ints = [int.from_bytes(raw[i : i + size], "little") for i in range(0, len(raw), size)]
+            assert int(total) == sum((2 * i + 1) * w for i, w in enumerate(ints)) % 2**32
+
+
+def corrupted(block, at):
+    """The checksum with one byte changed by one bit: of each bit."""
+    raw = bytearray(block.tobytes())
+    for bit in range(8):
+        raw[at] ^= 1 << bit
+        yield host_checksum(np.frombuffer(raw, block.dtype))
+        raw[at] ^= 1 << bit
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_flipped_bits_and_swapped_words_are_seen(size):
+    """In all chunks of a host, and between them."""
+    chunk, short = _stored_leaf._CHUNK, random_bits(_stored_leaf.WORDS[size], (24,))
+    for at in range(short.nbytes):
+        assert host_checksum(short) not in list(corrupted(short, at)), at
+    block = random_bits(_stored_leaf.WORDS[size], (chunk + 40,))
+    expected = host_checksum(block)
+    for at in (chunk * size - 1, chunk * size, block.nbytes - 1):
+        assert expected not in list(corrupted(block, at)), at
+    near = itertools.combinations(range(8), 2)
+    far = [(i, chunk + j) for i, j in ((0, 0), (1, 0), (7, 39), (chunk - 1, 0))]
+    for i, j in (*near, *far):
+        swapped = block.copy()
+        swapped[[i, j]] = block[[j, i]]
+        assert block[i] == block[j] or host_checksum(swapped) != expected, (i, j)

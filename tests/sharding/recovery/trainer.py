@@ -27,7 +27,7 @@ import sharding as shd
 from sharding import PeerCheckpoints
 from sharding.recovery import _peer_checkpoints as peers
 from sharding.recovery._slot import Slot
-from sharding.recovery._slot_plan import OWN, SlotPlan
+from sharding.recovery._snapshot_writer import OWN, SlotLayout, SnapshotWriter
 
 BATCH, WIDTH = 8, 32
 
@@ -71,12 +71,12 @@ def die(rank, options, point, step):
 def plant(rank, options):
     """Where a process can be killed."""
     writing = {}
-    start, write, clear = PeerCheckpoints._write, SlotPlan._write, Slot.clear
+    start, write, clear = SnapshotWriter._write, SlotLayout._write, Slot.clear
     commit, load, committed = Slot.commit, peers.load_state, PeerCheckpoints._committed
 
-    def planted_start(self, plan, replicas, number, extra):
-        writing["step"] = number.step
-        start(self, plan, replicas, number, extra)
+    def planted_start(self, layout, replicas, snapshot, extra):
+        writing["step"] = snapshot.step
+        start(self, layout, replicas, snapshot, extra)
 
     def planted_clear(self):
         clear(self)
@@ -106,8 +106,8 @@ def plant(rank, options):
         die(rank, options, "load", 0)
         return load(*args)
 
-    PeerCheckpoints._write, PeerCheckpoints._committed = planted_start, planted_committed
-    SlotPlan._write, peers.load_state = planted_write, planted_load
+    SnapshotWriter._write, PeerCheckpoints._committed = planted_start, planted_committed
+    SlotLayout._write, peers.load_state = planted_write, planted_load
     Slot.clear, Slot.commit = planted_clear, planted_commit
 
 

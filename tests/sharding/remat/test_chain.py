@@ -5,8 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from sharding.remat import _chain
-from sharding.remat._chain import (
+from sharding.remat import _chain_search
+from sharding.remat._chain_search import (
     Block,
     ChainSearch,
     Kept,
@@ -116,7 +116,7 @@ def test_equals_brute_force_at_every_budget(count, modes):
 @pytest.mark.parametrize("most", [500, 7])
 def test_a_long_chain_is_planned(monkeypatch, most):
     """More memory is never slower; of many steps some are left out, the ends never."""
-    monkeypatch.setattr(_chain, "_MOST_STEPS", most)
+    monkeypatch.setattr(_chain_search, "_MOST_STEPS", most)
     blocks, sizes = random_chain(np.random.default_rng(3), 30, 3)
     found = ChainSearch(blocks, sizes)
     assert min(most, 20) - 3 < len(found.peaks) <= most

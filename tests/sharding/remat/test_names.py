@@ -9,7 +9,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 from sharding.plan._devices import KINDS
-from sharding.remat._modes import TracedBlock
+from sharding.remat._block_costs import TracedBlock
 from sharding.remat._names import HostCopies
 
 WIDTH, HIDDEN, ROWS = 16, 64, 32

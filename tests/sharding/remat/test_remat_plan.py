@@ -15,10 +15,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 import sharding as shd
 from sharding.plan.timing._traced_work import Work, work_of
-from sharding.remat import _remat_plan
-from sharding.remat._chain import Block, Kept, Mode, Rerun
-from sharding.remat._modes import MeasuredBlock, TracedBlock
-from sharding.remat._remat_plan import _Chain, in_bytes
+from sharding.remat import _chain_plan
+from sharding.remat._block_costs import MeasuredBlock, TracedBlock
+from sharding.remat._chain_plan import MeasuredChain
+from sharding.remat._chain_search import Block, Kept, Mode, Rerun
+from sharding.remat._plan_activations import in_bytes
 
 WIDTHS = (8, 16, 64, 16, 32, 24)
 WORK = Work(0.0, 0.0)
@@ -112,7 +113,7 @@ def measured_chain(count, saved, temporaries, size, platform="cpu"):
     measured = MeasuredBlock(Block(1.0, 2.0, modes), WORK, WORK, (WORK, WORK))
     device = types.SimpleNamespace(platform=platform)
     sizes = (size,) * (count + 1)
-    return _Chain((None,) * count, [None] * count, None, device, (measured,) * count, sizes)
+    return MeasuredChain((None,) * count, [None] * count, None, device, (measured,) * count, sizes)
 
 
 def test_every_number_of_bytes_is_a_budget():
@@ -136,7 +137,7 @@ def test_a_plan_is_never_slower_than_one_of_the_frontier(monkeypatch):
         return plan.peak * factors.setdefault(plan.tree, rng.uniform(0.9, 1.3))
 
     monkeypatch.setattr(shd.remat.ChainPlan, "apply", lambda plan: plan)
-    monkeypatch.setattr(_remat_plan, "step_temporaries", temporaries)
+    monkeypatch.setattr(_chain_plan, "step_temporaries", temporaries)
     chain = measured_chain(40, 4e6 + 1, 9.1e6, 1.3e6, "cuda")
     frontier = chain.frontier()
     assert 3 < len(frontier) <= 16
@@ -147,7 +148,7 @@ def test_a_plan_is_never_slower_than_one_of_the_frontier(monkeypatch):
     least = math.ceil(frontier[0].peak)
     with pytest.raises(ValueError, match=f"these blocks need .* at least, {least:,} bytes"):
         chain.fastest(chain.search.peaks[0] - 1)
-    monkeypatch.setattr(_remat_plan, "step_temporaries", lambda *_: math.inf)
+    monkeypatch.setattr(_chain_plan, "step_temporaries", lambda *_: math.inf)
     assert chain.frontier() == []
     with pytest.raises(ValueError, match="nor the memory of the device"):
         chain.fastest(1e15)

@@ -18,9 +18,9 @@ from sharding.plan._devices import KINDS
 from sharding.plan._models import MODELS
 from sharding.plan._tiles import num_bytes
 from sharding.plan.timing._traced_work import Work, work_of
-from sharding.remat._modes import TracedBlock, one_of
-from sharding.remat._presets import MAXTEXT_NAMES, NameRequest
-from sharding.remat._stack import Stack
+from sharding.remat._block_costs import TracedBlock, one_of
+from sharding.remat._names import MAXTEXT_NAMES, NameRequest
+from sharding.remat._stack_plan import Stack
 
 LENGTH, WIDTH, ROWS = 12, 16, 1024
 
@@ -112,9 +112,7 @@ def test_the_frontier_trades_bytes_for_time():
 
 def with_temporaries(monkeypatch, rest_of):
     """A stack whose programs take what they store and ``rest_of(key)``; and its candidates."""
-    monkeypatch.setattr(
-        Stack, "temporaries", lambda self, each: each.saved + rest_of(self._key(each))
-    )
+    monkeypatch.setattr(Stack, "temporaries", lambda self, each: each.saved + rest_of(each.key))
     made = Stack(block, *stack(), LENGTH, jax.devices()[0], None)
     return made, made.candidates(NameRequest(), False)
 

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import sharding as shd
-from sharding.remat._chain import Kept, Rerun
+from sharding.remat._chain_search import Kept, Rerun
 
 from .. import model
 

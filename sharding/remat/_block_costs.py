@@ -14,38 +14,26 @@ from sharding.plan._devices import DeviceKind
 from sharding.plan._tiles import num_bytes
 from sharding.plan.program._temporaries import temporaries_of
 from sharding.plan.timing._traced_work import Work, work_of
-from sharding.remat._chain import Block, Mode
-from sharding.remat._checkpoint import after_backward
-from sharding.remat._names import HostCopies, NamedValues, SavedNames
+from sharding.remat._chain_search import Block, Mode
+from sharding.remat._checkpoint import Fn, after_backward, policy_of
+from sharding.remat._names import NamedValues, SavedNames
 
 
 @dataclasses.dataclass(frozen=True)
 class TracedBlock:
-    """A block, with types of its parameters, its input and its output.
+    """A block, with types of its parameters, its input and its output."""
 
-    Attributes:
-      fn: ``fn(params, x) -> y``.
-      params: abstract.
-      x: abstract.
-      y: abstract.
-      device: for which it is compiled, where the arguments are not on several devices.
-    """
-
-    fn: Callable[[Any, Any], Any]
-    params: Any
-    x: Any
-    y: Any
-    device: jax.Device
+    fn: Fn  # ``fn(params, x) -> y``
+    params: Any  # abstract
+    x: Any  # abstract
+    y: Any  # abstract
+    device: jax.Device  # for which it is compiled, where the arguments are not on several devices
 
     @staticmethod
-    def of(fn: Callable[[Any, Any], Any], params: Any, x: Any, device: jax.Device) -> "TracedBlock":
-        """Traces the block on real or abstract arrays."""
+    def of(fn: Fn, params: Any, x: Any, device: jax.Device) -> "TracedBlock":
+        """Traces a block on real or abstract arrays."""
         params, x = types_of(params), types_of(x)
-        y = jax.eval_shape(fn, params, x)
-        if is_sharded((params, x)):  # so is y, as the compiler has it
-            shardings = jax.jit(fn).lower(params, x).compile().output_shardings
-            y = jax.tree.map(lambda t, s: t.update(sharding=s), y, shardings)
-        return TracedBlock(fn, params, x, y, device)
+        return TracedBlock(fn, params, x, _types_of_results(fn, params, x), device)
 
     @property
     def key(self) -> Any:
@@ -53,21 +41,20 @@ class TracedBlock:
         leaves, treedef = jax.tree.flatten((self.params, self.x))
         return id(self.fn), treedef, tuple((x.shape, x.dtype, x.sharding) for x in leaves)
 
-    def with_policy(self, names: Sequence[str]) -> Callable[[Any, Any], Any]:
-        """The block under ``jax.checkpoint``, which saves the named values."""
-        policy = jax.checkpoint_policies.save_only_these_names(*names)
-        return jax.checkpoint(self.fn, policy=policy)
+    def with_policy(self, names: Sequence[str]) -> Fn:
+        """Puts the block under ``jax.checkpoint``, which saves the named values."""
+        return jax.checkpoint(self.fn, policy=policy_of(names))
 
     def work(self, kind: DeviceKind | None) -> tuple[Work, Work]:
-        """Of the forward pass, and of the backward pass without recomputation."""
+        """Operations of the forward pass, and of the backward pass without recomputation."""
         forward = work_of(self.fn, self.params, self.x, kind=kind)
         return forward, self._step_work(self.fn, kind) - forward
 
     def recompute(self, names: Sequence[str], plain: Work, kind: DeviceKind | None) -> Work:
-        """What is beyond ``plain``, forward and backward, where named values alone are saved."""
+        """Operations beyond ``plain`` of a step that saves the named values alone."""
         return self._step_work(self.with_policy(names), kind) - plain
 
-    def _step_work(self, fn: Callable[[Any, Any], Any], kind: DeviceKind | None) -> Work:
+    def _step_work(self, fn: Fn, kind: DeviceKind | None) -> Work:
         def step(params: Any, x: Any, cotangent: Any) -> Any:
             y, vjp = floating_vjp(fn, params, x)
             return y, vjp(cotangent)
@@ -75,7 +62,7 @@ class TracedBlock:
         return work_of(step, self.params, self.x, self.y, kind=kind)
 
     def named_values(self, kind: DeviceKind | None, names: Collection[str] | None) -> NamedValues:
-        """What its backward pass reads, and what has a name."""
+        """Finds what its backward pass reads, and what has a name."""
         return NamedValues.of(
             lambda params, x: floating_vjp(self.fn, params, x)[1],
             (self.params, self.x),
@@ -91,11 +78,7 @@ class TracedBlock:
         def residuals(params: Any, x: Any) -> Any:
             return jax.tree.leaves(floating_vjp(self.with_policy(names), params, x)[1])
 
-        found = jax.eval_shape(residuals, self.params, self.x)
-        if is_sharded((self.params, self.x)):
-            shardings = jax.jit(residuals).lower(self.params, self.x).compile().output_shardings
-            found = [t.update(sharding=s) for t, s in zip(found, shardings, strict=True)]
-        return device_bytes(found)
+        return device_bytes(_types_of_results(residuals, self.params, self.x))
 
     def temporaries(self, names: Sequence[str]) -> int:
         """Bytes of the compiled backward pass, what it saves included.
@@ -107,16 +90,23 @@ class TracedBlock:
         def backward(params: Any, x: Any, cotangent: Any) -> Any:
             return floating_vjp(fn, params, x)[1](cotangent)
 
-        results = _of_floating((self.params, self.x))
+        results = _floating((self.params, self.x))
         compiled = compiled_for(
             backward, (self.params, self.x, self.y), (results,), self.device, donate_argnums=2
         )
         return temporaries_of(compiled) - int(compiled.memory_analysis().alias_size_in_bytes)
 
 
-def step_temporaries(
-    fn: Callable[[Any, Any], Any], params: Any, x: Any, device: jax.Device
-) -> float:
+def _types_of_results(fn: Fn, params: Any, x: Any) -> Any:
+    """Types of what a function returns; of sharded arguments sharded as the compiler has it."""
+    types = jax.eval_shape(fn, params, x)
+    if is_sharded((params, x)):
+        shardings = jax.jit(fn).lower(params, x).compile().output_shardings
+        types = jax.tree.map(lambda t, s: t.update(sharding=s), types, shardings)
+    return types
+
+
+def step_temporaries(fn: Fn, params: Any, x: Any, device: jax.Device) -> float:
     """Bytes of a compiled program that runs a function forward and backward.
 
     As in a training step, the cotangent of the result is computed from the result, and that of the
@@ -125,15 +115,15 @@ def step_temporaries(
     """
 
     def loss(params: Any, x: Any) -> Any:
-        squares = [jnp.sum(jnp.square(y.astype(jnp.float32))) for y in _of_floating(fn(params, x))]
+        squares = [jnp.sum(jnp.square(y.astype(jnp.float32))) for y in _floating(fn(params, x))]
         return sum(squares)
 
     def step(params: Any, x: Any) -> Any:
         _, vjp = floating_vjp(loss, params, x)
-        return vjp(jnp.float32(1.0))[0][: len(_of_floating(params))]
+        return vjp(jnp.float32(1.0))[0][: len(_floating(params))]
 
     try:
-        compiled = compiled_for(step, (params, x), _of_floating(params), device)
+        compiled = compiled_for(step, (params, x), _floating(params), device)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -141,11 +131,12 @@ def step_temporaries(
     return temporaries_of(compiled)
 
 
-def _of_floating(tree: Any) -> list[Any]:
+def _floating(tree: Any) -> list[Any]:
+    """Leaves that have gradients."""
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
-def floating_vjp(fn: Callable[[Any, Any], Any], params: Any, x: Any) -> tuple[Any, Any]:
+def floating_vjp(fn: Fn, params: Any, x: Any) -> tuple[Any, Any]:
     """``jax.vjp`` with respect to parameters and input, as far as they are floating."""
     treedef: Any
     leaves, treedef = jax.tree.flatten((params, x))
@@ -162,15 +153,7 @@ def floating_vjp(fn: Callable[[Any, Any], Any], params: Any, x: Any) -> tuple[An
 def compiled_for(
     fn: Callable[..., Any], args: Any, results: Any, device: jax.Device, **jit: Any
 ) -> Any:
-    """A function compiled for a device, or for its sharded arguments.
-
-    Args:
-      fn: the function.
-      args: abstract.
-      results: types with the shardings of the results.
-      device: of arguments that are not sharded.
-      jit: further arguments of ``jax.jit``.
-    """
+    """Compiles a function for its sharded arguments, or for a device if they are not sharded."""
     shardings: Any
     if is_sharded(args):
         shardings = jax.tree.map(lambda t: t.sharding, results)
@@ -185,19 +168,20 @@ def compiled_for(
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredBlock:
-    """A block for the planner, and the operations behind its times.
+    """A block for the planner, and the operations behind its times."""
 
-    Attributes:
-      block: times in seconds, and bytes.
-      forward: operations of the forward pass.
-      backward: of the backward pass without recomputation.
-      recompute: of each mode.
-    """
+    block: Block  # times in seconds, and bytes
+    forward: Work  # operations of the forward pass
+    backward: Work  # of the backward pass without recomputation
+    recompute: tuple[Work, ...]  # of each mode
 
-    block: Block
-    forward: Work
-    backward: Work
-    recompute: tuple[Work, ...]
+    def in_flops(self) -> Block:
+        """Block with operations in the place of times."""
+        modes = [
+            mode._replace(recompute=work.flops)
+            for mode, work in zip(self.block.modes, self.recompute, strict=True)
+        ]
+        return Block(self.forward.flops, self.backward.flops, tuple(modes))
 
 
 def measure(
@@ -205,32 +189,21 @@ def measure(
 ) -> MeasuredBlock:
     """Compiles a block with each choice of names; the last one saves nothing."""
     forward, backward = traced.work(kind)
-    works = tuple(traced.recompute(each.names, forward + backward, kind) for each in choices)
+    names_of_modes = [choice.names for choice in choices]
+    works = tuple(traced.recompute(names, forward + backward, kind) for names in names_of_modes)
     modes = tuple(
-        Mode(each.names, traced.saved(each.names), traced.temporaries(each.names), work.seconds)
-        for each, work in zip(choices, works, strict=True)
+        Mode(names, traced.saved(names), traced.temporaries(names), work.seconds)
+        for names, work in zip(names_of_modes, works, strict=True)
     )
     return MeasuredBlock(Block(forward.seconds, backward.seconds, modes), forward, backward, works)
 
 
-def evenly(frontier: Sequence[SavedNames], most: int) -> list[SavedNames]:
-    """At most ``most`` choices of a frontier, its ends included."""
-    if len(frontier) <= most:
+def evenly(frontier: Sequence[SavedNames], most: int | None) -> list[SavedNames]:
+    """At most ``most`` choices of a frontier, its ends included; None for all."""
+    if most is None or len(frontier) <= most:
         return list(frontier)
     step = (len(frontier) - 1) / (most - 1)
     return [frontier[round(i * step)] for i in range(most)]
-
-
-def host_copies(
-    names: Collection[str],
-    kind: DeviceKind | None,
-    works: tuple[Work, Work],
-    input_bytes: int,
-) -> HostCopies:
-    """Copies to host memory over the link of a kind of device."""
-    assert kind is not None
-    assert kind.host_link is not None
-    return HostCopies(names, kind.host_link, works[0].seconds, works[1].seconds, input_bytes)
 
 
 def is_sharded(tree: Any) -> bool:
@@ -263,12 +236,11 @@ def one_of(stack: Any) -> Any:
 
 def types_of(tree: Any) -> Any:
     """Shapes, dtypes, and the shardings of arrays on several devices."""
-    return jax.tree.map(_array_type, tree)
 
+    def type_of(x: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(x, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or sharding.mesh.size == 1:
+            sharding = None
+        return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), sharding=sharding)
 
-def _array_type(x: Any) -> jax.ShapeDtypeStruct:
-    sharding = getattr(x, "sharding", None)
-    several = isinstance(sharding, NamedSharding) and sharding.mesh.size > 1
-    return jax.ShapeDtypeStruct(
-        jnp.shape(x), jnp.result_type(x), sharding=sharding if several else None
-    )
+    return jax.tree.map(type_of, tree)

@@ -1,4 +1,4 @@
-"""The best places to store activations in a chain of blocks: Rotor's dynamic program."""
+"""Best places to store activations in a chain of blocks: Rotor's dynamic program."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -11,53 +11,31 @@ _ROUNDING = 1e-12
 
 
 class Mode(NamedTuple):
-    """One way to run a block's backward pass.
+    """One way to run a block's backward pass."""
 
-    Attributes:
-      names: of values that are saved between the block's forward and backward pass.
-      saved: bytes of them.
-      temporaries: bytes of the program of the backward pass alone, what is saved included.
-      recompute: time that it takes to compute the others again.
-    """
-
-    names: tuple[str, ...]
-    saved: float
-    temporaries: float
-    recompute: float
+    names: tuple[str, ...]  # of values that are saved between the block's forward and backward pass
+    saved: float  # bytes of them
+    temporaries: float  # bytes of the program of the backward pass alone, what is saved included
+    recompute: float  # time that it takes to compute the others again
 
 
 class Block(NamedTuple):
-    """A block of a chain. Times in any unit.
+    """A block of a chain. Times in any unit."""
 
-    Attributes:
-      forward: time of the forward pass.
-      backward: time of the backward pass without recomputation.
-      modes: ways to run it; the last one saves nothing.
-    """
-
-    forward: float
-    backward: float
-    modes: tuple[Mode, ...]
+    forward: float  # time of the forward pass
+    backward: float  # time of the backward pass without recomputation
+    modes: tuple[Mode, ...]  # ways to run it; the last one saves nothing
 
 
 class Kept(NamedTuple):
-    """A block whose input is stored, and what its mode saves.
-
-    Attributes:
-      block: its number.
-      mode: the number of its mode.
-    """
+    """A block whose input is stored, and the mode that says what it saves, by their numbers."""
 
     block: int
     mode: int
 
 
 class Rerun(NamedTuple):
-    """Blocks of which the input alone is stored, and that run again in the backward pass.
-
-    Attributes:
-      parts: blocks and segments, in order.
-    """
+    """Blocks and segments, in order, that store their input alone and run again in backward."""
 
     parts: "tuple[Kept | Rerun, ...]"
 
@@ -66,20 +44,14 @@ Tree = tuple[Kept | Rerun, ...]
 
 
 class _Steps(NamedTuple):
-    """A step function of bytes, by its steps.
+    """A step function of bytes, by its steps."""
 
-    Attributes:
-      peaks: [steps], bytes from which on a time is possible.
-      times: [steps].
-      choices: [steps], what takes that time: mode k as k, a segment of n blocks as -n.
-    """
-
-    peaks: np.ndarray
-    times: np.ndarray
-    choices: np.ndarray
+    peaks: np.ndarray  # [steps], bytes from which on a time is possible
+    times: np.ndarray  # [steps]
+    choices: np.ndarray  # [steps], what takes that time: mode k as k, a segment of n blocks as -n
 
     def at(self, nbytes: Any) -> Any:
-        """The number of the step at some bytes."""
+        """Finds the number of the step at some bytes."""
         return np.searchsorted(self.peaks, nbytes, side="right") - 1
 
 
@@ -122,64 +94,68 @@ class ChainSearch:
         self._blocks, self._sizes, count = blocks, sizes, len(blocks)
         self._steps: dict[tuple[int, int], _Steps] = {}
         self._starts = np.concatenate([[0.0], np.cumsum([block.forward for block in blocks])])
-        found: dict[Any, _Steps] = {}  # by kinds of blocks, and whether they end the chain
-        each = list(zip(blocks, sizes[:-1], sizes[1:], strict=True))
-        kinds = [each.index(kind) for kind in each]
+        known: dict[Any, _Steps] = {}  # by kinds of blocks, and whether they end the chain
+        described = list(zip(blocks, sizes[:-1], sizes[1:], strict=True))
+        kinds = [described.index(kind) for kind in described]
         for length in range(count):
             for s in range(count - length):
                 t = s + length
                 key = t == count - 1, *kinds[s : t + 1]
-                if key not in found:
-                    found[key] = _best(self._ways(s, t))
-                self._steps[s, t] = found[key]
+                if key not in known:
+                    known[key] = _best(self._ways(s, t))
+                self._steps[s, t] = known[key]
         self.peaks, self.times, _ = self._steps[0, count - 1]
 
     def _ways(self, s: int, t: int) -> Iterator[_Steps]:
-        """The steps of every choice for blocks s to t; of equal ones the first is taken."""
+        """Steps of every choice for blocks s to t; of equal ones the first is taken."""
         blocks, sizes, block = self._blocks, self._sizes, self._blocks[s]
         if s == t:
-            for k in range(len(block.modes)):
-                yield _step(leaf_bytes(block, sizes, s, k), _leaf_time(blocks, s, k), k)
+            for k, mode in enumerate(block.modes):
+                time = _last_forward(blocks, s, k) + block.backward + mode.recompute
+                yield _step(leaf_bytes(block, sizes, s, k), time, k)
             return
+        # A segment of blocks s to stop - 1, whose input alone is stored.
         for stop in range(s + 1, t + 1):
             inner = self._steps[s, stop - 1]
             if stop == s + 1:  # a single block, which saves nothing
                 last = len(block.modes) - 1
                 time = block.backward + block.modes[last].recompute
                 inner = _step(leaf_bytes(block, sizes, s, last), time, 0)
-            rest = self._steps[stop, t]
+            after = self._steps[stop, t]
             running = max(sizes[j] + sizes[j + 1] for j in range(s, stop))
-            peaks = np.union1d(inner.peaks, rest.peaks + sizes[stop])
-            peaks = peaks[peaks >= max(inner.peaks[0], rest.peaks[0] + sizes[stop])]
-            times = inner.times[inner.at(peaks)] + rest.times[rest.at(peaks - sizes[stop])]
+            # Both parts are step functions: their sum has a step where either has one.
+            peaks = np.union1d(inner.peaks, after.peaks + sizes[stop])
+            peaks = peaks[peaks >= max(inner.peaks[0], after.peaks[0] + sizes[stop])]
+            times = inner.times[inner.at(peaks)] + after.times[after.at(peaks - sizes[stop])]
             times = times + self._starts[stop] - self._starts[s]
             yield _Steps(np.maximum(peaks, running), times, np.full(len(peaks), s - stop))
+        # Block s alone, with what mode k saves. The last mode saves nothing: it is a segment above.
         for k, mode in reversed(list(enumerate(block.modes[:-1]))):
-            rest, held = self._steps[s + 1, t], mode.saved + sizes[s + 1]
+            after, held = self._steps[s + 1, t], mode.saved + sizes[s + 1]
             needed = max(leaf_bytes(block, sizes, s, k), held + sizes[s])
-            times = rest.times + block.forward + block.backward + mode.recompute
-            yield _Steps(np.maximum(rest.peaks + held, needed), times, np.full(len(times), k))
+            times = after.times + block.forward + block.backward + mode.recompute
+            yield _Steps(np.maximum(after.peaks + held, needed), times, np.full(len(times), k))
 
     def tree(self, budget: float) -> Tree:
-        """The best tree within a budget, which is at least the first of ``peaks``."""
+        """Finds the best tree within a budget, which is at least the first of ``peaks``."""
         return self._tree(0, len(self._blocks) - 1, budget)
 
     def _tree(self, s: int, t: int, budget: float) -> Tree:
         blocks, sizes, steps = self._blocks, self._sizes, self._steps[s, t]
         i = steps.at(budget)
-        most, found = float(steps.peaks[i]), int(steps.choices[i])
+        most, choice = float(steps.peaks[i]), int(steps.choices[i])
         if s == t:
-            return (Kept(s, found),)
-        if found >= 0:
-            held = blocks[s].modes[found].saved + sizes[s + 1]
-            return (Kept(s, found), *self._tree(s + 1, t, most - held))
-        stop, last = s - found, len(blocks[s].modes) - 1
+            return (Kept(s, choice),)
+        if choice >= 0:
+            held = blocks[s].modes[choice].saved + sizes[s + 1]
+            return (Kept(s, choice), *self._tree(s + 1, t, most - held))
+        stop, last = s - choice, len(blocks[s].modes) - 1
         inner = (Kept(s, last),) if stop == s + 1 else self._tree(s, stop - 1, most)
         return (Rerun(inner), *self._tree(stop, t, most - sizes[stop]))
 
 
 def _best(ways: Iterable[_Steps]) -> _Steps:
-    """The least time of all ways at every number of bytes, ascending."""
+    """Takes the least time of all ways at every number of bytes, ascending."""
     peaks, times, choices = map(np.concatenate, zip(*ways, strict=True))
     order = np.lexsort((times, peaks))
     least = np.minimum.accumulate(times[order])
@@ -190,7 +166,7 @@ def _best(ways: Iterable[_Steps]) -> _Steps:
 
 
 def some(peaks: np.ndarray, most: int) -> Any:
-    """At most so many of ascending peaks, in equal ratios; the least and the last are of them."""
+    """Chooses at most so many of ascending peaks, in equal ratios, the first and last included."""
     if len(peaks) <= most:
         return slice(None)
     above = np.log((peaks + 1) / (peaks[0] + 1))
@@ -198,13 +174,12 @@ def some(peaks: np.ndarray, most: int) -> Any:
     return np.unique(part, return_index=True)[1]
 
 
-def _leaf_time(blocks: Sequence[Block], s: int, k: int) -> float:
-    """The time of a block that ends a segment or the chain, forward and backward."""
+def _last_forward(blocks: Sequence[Block], s: int, k: int) -> float:
+    """Time of the forward pass of a block that ends a segment or the chain."""
     block = blocks[s]
     # What a segment's last block saves is computed in its forward pass; the rest of that is dead.
     dead = block.modes[-1].recompute - block.modes[k].recompute
-    forward = block.forward if s == len(blocks) - 1 else dead
-    return forward + block.backward + block.modes[k].recompute
+    return block.forward if s == len(blocks) - 1 else dead
 
 
 def leaf_bytes(block: Block, sizes: Sequence[float], s: int, k: int) -> float:
@@ -213,21 +188,19 @@ def leaf_bytes(block: Block, sizes: Sequence[float], s: int, k: int) -> float:
 
 
 def peak_bytes(tree: Tree, blocks: Sequence[Block], sizes: Sequence[float]) -> float:
-    """The most bytes of activations and temporaries at once, the chain's input aside."""
-    first, rest = tree[0], tree[1:]
+    """Most bytes of activations and temporaries at once, the chain's input aside."""
+    first, after = tree[0], tree[1:]
     if isinstance(first, Kept):
         s, k = first
         own = leaf_bytes(blocks[s], sizes, s, k)
-        if not rest:
-            return own
         held = blocks[s].modes[k].saved + sizes[s + 1]
-        return max(own, held + sizes[s], held + peak_bytes(rest, blocks, sizes))
+        return max(own, held + sizes[s], held + peak_bytes(after, blocks, sizes)) if after else own
     numbers = numbers_in_tree(first.parts)
     running = max(sizes[j] + sizes[j + 1] for j in numbers)
-    inner = peak_bytes(first.parts, blocks, sizes)
-    if not rest:
-        return max(running, inner)
-    return max(running, inner, sizes[numbers[-1] + 1] + peak_bytes(rest, blocks, sizes))
+    most = max(running, peak_bytes(first.parts, blocks, sizes))
+    if after:
+        most = max(most, sizes[numbers[-1] + 1] + peak_bytes(after, blocks, sizes))
+    return most
 
 
 def stored_bytes(tree: Tree, blocks: Sequence[Block], sizes: Sequence[float]) -> float:
@@ -237,34 +210,31 @@ def stored_bytes(tree: Tree, blocks: Sequence[Block], sizes: Sequence[float]) ->
     return sum(sizes[start] for start in starts) + sum(saved)
 
 
-def numbers_in_tree(tree: Tree) -> list[int]:
-    """The numbers of its blocks, in order."""
+def kept_in_tree(tree: Tree) -> list[Kept]:
+    """Lists blocks with their modes, in order, those of segments too."""
     return [
-        n
+        kept
         for part in tree
-        for n in ([part.block] if isinstance(part, Kept) else numbers_in_tree(part.parts))
+        for kept in ([part] if isinstance(part, Kept) else kept_in_tree(part.parts))
     ]
 
 
-def time_of(tree: Tree, blocks: Sequence[Block], last: bool = True) -> float:
-    """The time of a step; ``last`` says whether the tree ends the chain, and not a segment."""
+def numbers_in_tree(tree: Tree) -> list[int]:
+    """Lists the numbers of blocks, in order."""
+    return [kept.block for kept in kept_in_tree(tree)]
+
+
+def time_of(tree: Tree, blocks: Sequence[Block]) -> float:
+    """Time of a step of a chain, or of a segment that runs again."""
     total = 0.0
     for i, part in enumerate(tree):
-        ends = i == len(tree) - 1
-        if isinstance(part, Kept):
-            block, recompute = blocks[part.block], blocks[part.block].modes[part.mode].recompute
-            if ends and not last:
-                total += blocks[part.block].modes[-1].recompute - recompute
-            else:
-                total += block.forward
-            total += block.backward + recompute
-            continue
-        total += sum(blocks[n].forward for n in numbers_in_tree(part.parts))
-        if len(part.parts) == 1 and isinstance(part.parts[0], Kept):
-            block = blocks[part.parts[0].block]
-            total += block.backward + block.modes[-1].recompute
+        if isinstance(part, Rerun):
+            total += sum(blocks[n].forward for n in numbers_in_tree(part.parts))
+            total += time_of(part.parts, blocks)
         else:
-            total += time_of(part.parts, blocks, last=False)
+            block, ends = blocks[part.block], i == len(tree) - 1
+            total += _last_forward(blocks, *part) if ends else block.forward
+            total += block.backward + block.modes[part.mode].recompute
     return total
 
 

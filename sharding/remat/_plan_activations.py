@@ -1,0 +1,379 @@
+"""``plan`` and ``frontier``: activations under a budget of bytes."""
+
+import numbers
+import re
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, overload
+
+import jax
+
+from sharding.plan import targets
+from sharding.plan._devices import DeviceKind, kind_of
+from sharding.plan._format import size
+from sharding.plan._plan import Plan
+from sharding.remat._block_costs import (
+    MeasuredBlock,
+    TracedBlock,
+    device_bytes,
+    evenly,
+    is_sharded,
+    measure,
+    types_of,
+)
+from sharding.remat._chain_plan import ChainPlan, MeasuredChain
+from sharding.remat._checkpoint import INPUT, Fn
+from sharding.remat._names import (
+    MAXTEXT_NAMES,
+    NamedValues,
+    NameRequest,
+    Names,
+    SavedNames,
+    request_of,
+)
+from sharding.remat._remat_plan import Frontier
+from sharding.remat._stack_plan import Candidate, Stack, StackPlan
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+
+Budget = float | str | Plan
+
+
+@overload
+def plan(
+    blocks: Fn,
+    params: Any,
+    x: Any,
+    budget: Budget,
+    *,
+    length: int,
+    device: str | jax.Device | None = ...,
+    names: Names = ...,
+    offload: bool | Collection[str] = ...,
+) -> StackPlan: ...
+
+
+@overload
+def plan(
+    blocks: Sequence[Fn] | Fn,
+    params: Sequence[Any],
+    x: Any,
+    budget: Budget,
+    *,
+    device: str | jax.Device | None = ...,
+    names: Names = ...,
+    modes: int = ...,
+) -> ChainPlan: ...
+
+
+def plan(
+    blocks: Any,
+    params: Any,
+    x: Any,
+    budget: Budget,
+    *,
+    device: str | jax.Device | None = None,
+    names: Names = None,
+    offload: bool | Collection[str] = False,
+    length: int | None = None,
+    modes: int = 4,
+) -> Any:
+    """Finds the fastest way to train a chain or a stack of blocks whose activations fit a budget.
+
+    Between the forward and the backward pass blocks store activations, or compute them again. A
+    *chain* runs one block after the other. Its plan is optimal among schedules that store each
+    value until it is used: every block saves some of its named values, or belongs to a segment of
+    blocks of which the input alone is stored. A *stack* (``length``) is a scan over the parameters
+    of equal blocks, or a scan over scans, each of which runs again.
+
+    Bytes are those of the peak of one device: stored activations, and the temporaries of the
+    backward pass, which is compiled for the device: of a chain each distinct block by itself, and
+    then the plan; of a stack the whole scan. Arguments and results of the step (parameters,
+    gradients, optimizer state, the batch), and what a loss after the blocks takes, are not part of
+    it.
+
+    Values have a name where a block passes them through ``jax.ad_checkpoint.checkpoint_name``.
+    Which of them are worth their bytes is an integer program over the operations of the block.
+
+    Args:
+      blocks: ``block(params, x) -> x``, one after the other; a single function for all. The last
+        one of a chain may be the loss.
+      params: of each block; of a stack one tree, with the blocks in the first dim. Real or
+        abstract; arrays that are sharded over a mesh are planned, and counted, as they are.
+      x: the input of the first block: an array or a tree of arrays; real or abstract. As one device
+        has it: its own micro-batch.
+      budget: bytes; a text such as ``"8GiB"`` or ``"500MB"``; or the ``Plan`` that
+        ``sharding.plan.estimate`` made with the figures of a device: what it leaves there.
+      device: for which programs are compiled: a target such as ``"h100x1"``, a device, or None for
+        the first of this machine. On CPUs XLA orders chains in other ways: their plan is not
+        compiled, and need not hold there.
+      names: that may be saved; None for all that the blocks have. A preset of MaxText, such as
+        ``"save_qkv_proj"``, or a dict of places (``"device"``, ``"offload"``, ``"remat"``) by name
+        leaves no choice of names.
+      offload: whether a stack may copy named values, and the inputs of its blocks
+        (``"block_input"``), to pinned host memory; or the names of those that it may. Copies take
+        the time by which they outlast the passes beside them.
+      length: the number of blocks of a stack.
+      modes: of a chain, how many choices of names are compiled for each distinct block. Of a stack
+        all that are worth their bytes are candidates: those that store at most the budget are
+        compiled, the fastest first, until one fits.
+
+    Returns:
+      A ``ChainPlan`` or ``StackPlan``: ``print`` it, train with ``apply()``, compare programs with
+      ``check()``.
+
+    Raises:
+      ValueError: if no plan fits the budget (the message has the least that does), the arguments
+        contradict each other, or offloading would not help: in a chain, on a CPU, or over a link
+        whose speed is not known.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sharding as shd
+      >>> from jax.ad_checkpoint import checkpoint_name
+      >>> def block(w, x):
+      ...     return x + jnp.tanh(checkpoint_name(x @ w, "hidden")) @ w.T
+      >>> params, x = [jnp.ones((64, 256))] * 6, jnp.ones((512, 64))
+      >>> found = shd.remat.plan(block, params, x, "4MiB")
+      >>> found.peak <= 4 * 2**20
+      True
+      >>> loss = lambda params, x: jnp.sum(found.apply()(params, x) ** 2)
+      >>> grads = jax.jit(jax.grad(loss))(params, x)
+
+      A stack:
+
+      >>> found = shd.remat.plan(block, jnp.ones((16, 64, 256)), x, "16MiB", length=16)
+      >>> found.lengths, found.names
+      ((16,), ('hidden',))
+
+    References:
+      Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova: Optimal checkpointing for heterogeneous
+      chains: how to train deep neural networks with limited memory, ACM TOMS 2024, arXiv
+      1911.13214.
+    """
+    most, request = in_bytes(budget), request_of(names)
+    if length is not None:
+        stack, candidates = _measured_stack(
+            blocks, params, x, device, request, offload, length, None
+        )
+        fastest = stack.fastest(candidates, most)
+        return stack.plan(fastest, stack.peak(fastest), most)
+    chain = _measured_chain(blocks, params, x, device, request, offload, modes)
+    return chain.fastest(most)
+
+
+def frontier(
+    blocks: Any,
+    params: Any,
+    x: Any,
+    *,
+    device: str | jax.Device | None = None,
+    names: Names = None,
+    offload: bool | Collection[str] = False,
+    length: int | None = None,
+    modes: int = 4,
+) -> Frontier:
+    """Finds every plan that no other one beats in bytes and time, by ascending bytes.
+
+    Of a stack all candidates are compiled: seconds each on GPUs, up to a minute on TPUs. Of a chain
+    at most 16 plans are, of bytes in about equal ratios.
+
+    The arguments are those of ``plan``; ``modes`` limits the choices of names of stacks, too.
+
+    Returns:
+      A list of plans; ``print`` it for a table, or ``plot`` several.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sharding as shd
+      >>> from jax.ad_checkpoint import checkpoint_name
+      >>> def block(w, x):
+      ...     return x + jnp.tanh(checkpoint_name(x @ w, "hidden")) @ w.T
+      >>> plans = shd.remat.frontier(block, [jnp.ones((64, 256))] * 8, jnp.ones((512, 64)))
+      >>> plans[0].peak < plans[-1].peak, plans[0].extra_time > plans[-1].extra_time
+      (True, True)
+    """
+    request = request_of(names)
+    if length is not None:
+        stack, candidates = _measured_stack(
+            blocks, params, x, device, request, offload, length, modes
+        )
+        return Frontier(stack.frontier(candidates))
+    chain = _measured_chain(blocks, params, x, device, request, offload, modes)
+    return Frontier(chain.frontier())
+
+
+def in_bytes(budget: Budget) -> float:
+    """Reads a number of bytes, a text such as ``"8GiB"``, or what a plan leaves of its device.
+
+    >>> in_bytes("1.5KiB")
+    1536.0
+    """
+    if isinstance(budget, Plan):
+        return _left_by(budget)
+    if not isinstance(budget, str):
+        if not isinstance(budget, numbers.Real):
+            raise ValueError(
+                f"a budget is a number of bytes, a text such as '8GiB', or, for what the state "
+                f"leaves of a device, estimate(params, tx, zero, device=...); got {budget!r}."
+            )
+        nbytes = float(budget)
+    else:
+        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMG]I?)?B?\s*", budget.upper())
+        if match is None:
+            raise ValueError(f"expected bytes, or a text such as '8GiB', got {budget!r}.")
+        nbytes = float(match[1]) * _UNITS[match[2] or ""]
+    if not nbytes > 0:
+        raise ValueError(f"a budget must be above 0, got {budget!r}.")
+    return nbytes
+
+
+def _left_by(planned: Plan) -> float:
+    """Bytes that the stage of a plan leaves of the device's memory."""
+    if planned.device is None:
+        raise ValueError(
+            "a budget from a Plan needs the memory of its device: call estimate(..., "
+            "device=sharding.plan.kind_of(...))."
+        )
+    stage, memory = planned.stage(planned.requested), planned.device.memory
+    if stage.peak >= memory:
+        raise ValueError(
+            f"{stage.name} alone needs {size(stage.peak)} of the {size(memory)} of a "
+            f"{planned.device.name}: nothing is left for activations."
+        )
+    return memory - stage.peak
+
+
+def _measured_chain(
+    blocks: Any,
+    params: Any,
+    x: Any,
+    device: str | jax.Device | None,
+    request: NameRequest,
+    offload: bool | Collection[str],
+    modes: int,
+) -> MeasuredChain:
+    """Traces all blocks, and compiles the distinct ones."""
+    if isinstance(params, Mapping):
+        raise ValueError(
+            "the parameters of a chain are a list, with those of each block; for stacked ones give "
+            "length=."
+        )
+    fns = tuple([blocks] * len(params) if callable(blocks) else blocks)
+    if len(fns) != len(params) or not fns:
+        raise ValueError(f"expected parameters for each of {len(fns)} blocks, got {len(params)}.")
+    if offload or request.offloaded:
+        raise ValueError(
+            "offload is for stacks, which scan over their blocks (length=): in an unrolled chain "
+            "XLA copies all offloaded values back at once, which takes more memory than saving "
+            "them."
+        )
+    _check_modes(modes)
+    kind, target = _device(device, (params, x))
+    arguments = types_of(list(params)), types_of(x)
+    known: dict[Any, MeasuredBlock] = {}
+    measured, sizes, named = [], [float(device_bytes(types_of(x)))], []
+    for fn, own in zip(fns, params, strict=True):
+        traced = TracedBlock.of(fn, own, x, target)
+        if traced.key not in known:
+            named.append(traced.named_values(kind, request.allowed))
+            known[traced.key] = measure(traced, _choices(named[-1], request, modes), kind)
+        measured.append(known[traced.key])
+        x = traced.y
+        sizes.append(float(device_bytes(x)))
+    _warn(named, request)
+    return MeasuredChain(fns, *arguments, target, tuple(measured), tuple(sizes))
+
+
+def _choices(values: NamedValues, request: NameRequest, modes: int) -> list[SavedNames]:
+    """Chooses names for each mode; the last one saves nothing."""
+    if request.saved is None:
+        return evenly(values.frontier(), modes)
+    demanded, nothing = (values.fixed(saved, ()) for saved in (request.saved, ()))
+    return [demanded, nothing] if demanded.names else [nothing]
+
+
+def _measured_stack(
+    block: Any,
+    params: Any,
+    x: Any,
+    device: str | jax.Device | None,
+    request: NameRequest,
+    offload: bool | Collection[str],
+    length: int,
+    modes: int | None,
+) -> tuple[Stack, list[Candidate]]:
+    """Traces a stack, and lists the candidates for its plan."""
+    if not callable(block):
+        raise ValueError("length= is for a stack of equal blocks: give one function, not several.")
+    if isinstance(offload, str):
+        raise ValueError(f"offload is True, or a list of names, got {offload!r}.")
+    if offload and request.saved is not None:
+        raise ValueError(
+            "offload= leaves to the planner what names= has decided: give the names to offload the "
+            "place 'offload', or names= as a list."
+        )
+    _check_modes(modes)
+    kind, target = _device(device, (params, x))
+    if offload or request.offloaded:
+        if target.platform == "cpu":
+            raise ValueError(
+                "offload is ignored by XLA on CPUs: values stay where they are. Give a device."
+            )
+        if kind is None or kind.host_link is None:
+            raise ValueError(
+                f"offload needs the speed of the link to the host, and none is known of "
+                f"{target.device_kind}."
+            )
+    stack = Stack(block, params, x, length, target, kind)
+    wanted = () if isinstance(offload, bool) else offload
+    _warn([stack.named_values(request)], request, wanted)
+    return stack, stack.candidates(request, offload, modes)
+
+
+def _check_modes(modes: int | None) -> None:
+    if modes is not None and modes < 2:
+        raise ValueError(f"modes must be at least 2, to save all or nothing, got {modes}.")
+
+
+def _warn(
+    named: Sequence[NamedValues], request: NameRequest, offload: Collection[str] = ()
+) -> None:
+    """Warns of names that do not do what their author wanted."""
+    known = {name for values in named for name in values.values}
+    if not known:
+        what = "no name that may be saved" if request.allowed is not None else "no named values"
+        warnings.warn(
+            f"the blocks have {what}: each stores its input, or nothing. Name values that are "
+            "worth storing with jax.ad_checkpoint.checkpoint_name.",
+            stacklevel=4,
+        )
+    # MaxText's models name what only some of its presets save.
+    useless = sorted({name for values in named for name in values.useless()} - MAXTEXT_NAMES)
+    if useless:
+        warnings.warn(
+            f"{', '.join(useless)}: saving this spares no operation. A name must be on the value "
+            "that is read later: x = checkpoint_name(x, ...), before the operation whose "
+            "derivative needs it, as in tanh(checkpoint_name(x @ w, ...)).",
+            stacklevel=4,
+        )
+    demanded = {*(request.saved or ()), *request.offloaded, *offload}
+    if known and demanded and not demanded & {*known, INPUT}:
+        names = ", ".join(sorted(known))
+        warnings.warn(
+            f"none of the requested names is in the blocks, which have {names}.", stacklevel=4
+        )
+
+
+def _device(device: str | jax.Device | None, args: Any) -> tuple[DeviceKind | None, jax.Device]:
+    """Finds figures of a device, where they are known, and the device to compile for."""
+    if isinstance(device, str):
+        return device_of_target(device)
+    if device is None:
+        meshes = [x.sharding.mesh for x in jax.tree.leaves(types_of(args)) if is_sharded(x)]
+        device = meshes[0].devices.flat[0] if meshes else jax.devices()[0]
+        assert isinstance(device, jax.Device)
+    return kind_of(device.device_kind), device
+
+
+def device_of_target(name: str) -> tuple[DeviceKind | None, jax.Device]:
+    """Finds figures of a target's devices, and one of them."""
+    return kind_of(name), targets.topology(name)[0]
