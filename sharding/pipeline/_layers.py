@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sharding.pipeline._ops import Place
+from sharding.pipeline._operations import Place
 from sharding.pipeline._schedule import Schedule
 from sharding.placement._specs import with_axis
 
@@ -38,11 +38,6 @@ def owned_virtual_stages(schedule: Schedule) -> np.ndarray:
         [[places[Place(stage, chunk)] for chunk in held] for stage, held in enumerate(chunks)],
         np.int32,
     )
-
-
-def stage_rows(schedule: Schedule, counts: Sequence[int], axis: str) -> "StageRows":
-    """The rows of every stage, for layers per virtual stage and a mesh axis."""
-    return StageRows(axis, layer_of_row(owned_virtual_stages(schedule), counts))
 
 
 def layer_of_row(virtual_stages: np.ndarray, counts: Sequence[int]) -> np.ndarray:

@@ -10,17 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from sharding.pipeline._async_schedule import AsyncSchedule
-from sharding.pipeline._differentiable_loss import Model, loss, on_auto_axes
+from sharding.pipeline._differentiable_loss import loss
 from sharding.pipeline._layers import (
     StageRows,
     even_counts,
     join_numbered,
+    layer_of_row,
     map_layers,
+    owned_virtual_stages,
     reordered,
     split_numbered,
-    stage_rows,
 )
+from sharding.pipeline._model import Model, on_auto_axes
+from sharding.pipeline._operations import Op
 from sharding.pipeline._schedule import Schedule
 from sharding.placement._specs import AnyMesh, expand_specs, is_spec
 from sharding.step._gather_params import gather
@@ -142,7 +144,7 @@ class Pipeline:
             raise ValueError(
                 f"numbered must hold {{}} once, where the number is, got {self.numbered!r}."
             )
-        if isinstance(self.schedule, AsyncSchedule):
+        if np.any(self.schedule.op == Op.UPDATE):
             raise ValueError(
                 f"the schedule {self.schedule.name} updates parameters: use AsyncPipeline with it, "
                 "and a schedule such as one_f_one_b here."
@@ -180,7 +182,8 @@ class Pipeline:
 
     @functools.cached_property
     def _rows(self) -> StageRows:
-        return stage_rows(self.schedule, self.layer_counts, self.axis)
+        held = owned_virtual_stages(self.schedule)
+        return StageRows(self.axis, layer_of_row(held, self.layer_counts))
 
     @functools.cached_property
     def _model(self) -> Model:
