@@ -70,34 +70,19 @@ Result = tuple[Any, ForLater, Buffers]  # of an operation: message (None: no use
 
 @dataclasses.dataclass
 class Executor:
-    """One stage of a pipeline.
-
-    Attributes:
-      model: the model.
-      schedule: the table.
-      program: its instructions.
-      trees: of the layers and of the shared parameters.
-      layers: of all chunks of this stage, [chunks * layers, ...].
-      shared: parameters of embedding and head.
-      microbatches: a tree of [micro-batches, ...].
-      key: of the step; None without random numbers.
-    """
+    """One stage of a pipeline."""
 
     model: Model
     schedule: Schedule
     program: Instructions
-    trees: tuple[ParamTree, ParamTree]
-    layers: LayerParams
-    shared: LayerParams
-    microbatches: Any
-    key: Any
+    trees: tuple[ParamTree, ParamTree]  # of the layers and of the shared parameters
+    layers: LayerParams  # of all chunks of this stage, [chunks * layers, ...]
+    shared: LayerParams  # of embedding and head
+    microbatches: Any  # a tree of [micro-batches, ...]
+    key: Any  # of the step; None without random numbers
 
     def run(self, tables: Sequence[dict[str, jax.Array]]) -> Buffers:
-        """Runs all ticks; returns the buffers after the last one.
-
-        Args:
-          tables: of each segment, this stage's columns, [iterations, phases].
-        """
+        """Runs all ticks: for each segment, this stage's columns [iterations, phases]."""
         return self._run_segments(self._empty_buffers(), tables)
 
     def _run_segments(self, buffers: Buffers, tables: Sequence[dict[str, jax.Array]]) -> Buffers:

@@ -89,11 +89,8 @@ def instructions(
 ) -> Instructions:
     """Lowers a checked schedule.
 
-    Args:
-      schedule: the table.
-      recompute: whether backward passes compute the forward pass again from its input; otherwise
-        forward passes store residuals.
-      versions: of the parameters, in an asynchronous pipeline.
+    Backward passes compute the forward pass again from its input (``recompute``), or forward passes
+    store residuals. Asynchronous pipelines have ``versions`` of the parameters.
 
     Raises:
       ValueError: if a stage sends to one that is not its neighbour, or routes are not such that the

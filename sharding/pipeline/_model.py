@@ -74,12 +74,8 @@ def over_axis(
 ) -> Callable[..., Any]:
     """A ``shard_map`` over the pipeline's axis; other mesh axes stay as they are.
 
-    Args:
-      model: the mesh and the axis.
-      fn: the function.
-      in_specs: of its arguments, on the pipeline's axis.
-      out_specs: of its results.
-      out_types: specs of the results on all axes, or a prefix: Explicit axes require them.
+    ``in_specs`` and ``out_specs`` are those on that axis; ``out_types`` has those of the results on
+    all axes, or a prefix, which Explicit axes require.
     """
     context = jax.sharding.get_abstract_mesh()
     # Inside another shard_map and inside auto_axes, the mesh is that of the context.
@@ -97,12 +93,9 @@ def over_axis(
 
 
 def on_auto_axes(mesh: AnyMesh, fn: Callable[..., Any], out_types: Any) -> Callable[..., Any]:
-    """A function inside which Explicit axes are Auto.
+    """A function inside which Explicit axes are Auto: those of the context, or of the mesh.
 
-    Args:
-      mesh: of the axes; in a context that has a mesh, that one is meant.
-      fn: the function.
-      out_types: specs of its results, or a prefix.
+    ``out_types`` are specs of its results, or a prefix.
     """
     context = jax.sharding.get_abstract_mesh()
     mesh = mesh if context.empty else context

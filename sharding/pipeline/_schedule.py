@@ -54,10 +54,9 @@ class Schedule:
     """A table of what each stage of a pipeline runs in each tick.
 
     A *stage* is a device of the pipeline's mesh axis; a *virtual stage* is a group of consecutive
-    layers. With several chunks a stage runs several virtual stages. An operation may start in the
-    tick after those that it depends on: ``FORWARD`` on that of the virtual stage before,
-    ``BACKWARD`` on its own forward pass and on the backward pass of the virtual stage after,
-    ``WEIGHT`` on its own ``BACKWARD``.
+    layers, of which a stage runs one per chunk. An operation may start in the tick after those that
+    it depends on: ``FORWARD`` on that of the virtual stage before, ``BACKWARD`` on its own forward
+    pass and on the backward pass of the virtual stage after, ``WEIGHT`` on its own ``BACKWARD``.
 
     Attributes:
       name: of the family, such as ``"1f1b"``.

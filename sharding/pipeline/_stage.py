@@ -21,19 +21,12 @@ class LayerParams(NamedTuple):
 
 
 class Scope(NamedTuple):
-    """What else a layer reads.
+    """What else a layer reads."""
 
-    Attributes:
-      microbatch: the tree of its arrays.
-      key: of the micro-batch, or of one layer; None without random numbers.
-      first_layer: the number of the stage's first layer in the model.
-      num_layers: of the stage; more layers in its arrays are padding.
-    """
-
-    microbatch: Any
-    key: Any
-    first_layer: Any
-    num_layers: Any
+    microbatch: Any  # the tree of its arrays
+    key: Any  # of the micro-batch, or of one layer; None without random numbers
+    first_layer: Any  # the number of the stage's first layer in the model
+    num_layers: Any  # of the stage; more layers in its arrays are padding
 
 
 # (carry, the layer's slice of what is scanned, scope of the layer) -> (carry, results)
@@ -47,19 +40,14 @@ class Stage:
     Residuals are what ``jax.vjp`` of one layer stores for its backward pass, without parameters and
     arrays of the micro-batch, which are there anyway. A backward pass is split at one layer: the
     equations that the gradient of its input depends on, and the others.
-
-    Attributes:
-      layer: ``layer(LayerParams, x, microbatch, key) -> x``.
-      num_layers: in the arrays of a stage.
-      uneven: whether some of them are padding on some stages.
     """
 
-    layer: Callable[[LayerParams, Any, Any, Any], Any]
-    num_layers: int
-    uneven: bool
+    layer: Callable[[LayerParams, Any, Any, Any], Any]  # (params, x, microbatch, key) -> x
+    num_layers: int  # in the arrays of a stage
+    uneven: bool  # whether some of them are padding on some stages
     # Known from the trace of a forward pass, and read by that of a backward pass.
     _vjp: Any = None  # the tree of jax.vjp's function, and where each of its leaves is from
-    _split: Any = None
+    _weight_part: Any = None  # of a layer's split backward pass
 
     def forward(self, params: LayerParams, x: Any, scope: Scope) -> Any:
         """The activations after the layers."""
@@ -92,8 +80,8 @@ class Stage:
 
         def run(cotangent: Any, indexed: Any, scope: Scope) -> tuple[Any, Arrays]:
             args = (*indexed, cotangent, scope)  # parameters and residuals of the layer
-            self._split = SplitBackward.of(self._layer_vjp, *args)
-            return self._split.input_part(*args)
+            input_part, self._weight_part = split_backward(self._layer_vjp, *args)
+            return input_part(*args)
 
         return self._scan(run, cotangent, (params, residuals), scope, reverse=True)
 
@@ -101,7 +89,7 @@ class Stage:
         """The gradients of the layers, after ``backward_input``."""
 
         def run(_: None, indexed: Any, scope: Scope) -> tuple[None, Arrays]:
-            return None, self._split.weight_part(*indexed, scope)
+            return None, self._weight_part(*indexed, scope)
 
         return self._scan(run, None, (params, crossing), scope)[1]
 
@@ -165,73 +153,60 @@ class Stage:
         return treedef.unflatten([next(residuals) if s is None else known[s] for s in sources])
 
 
-@dataclasses.dataclass(frozen=True)
-class SplitBackward:
+def split_backward(
+    layer_vjp: Callable[..., Any], params: LayerParams, stored: Arrays, cotangent: Any, scope: Scope
+) -> tuple[Callable[..., tuple[Any, Arrays]], Callable[..., Arrays]]:
     """The backward pass of one layer in two: the gradient of its input, then of its parameters.
 
     What the second needs of the first crosses over: results of the first that it reads, residuals,
     and the cotangent. Operations that give both at once, such as loops and recomputed regions, are
     in the first, and their gradients of parameters cross.
+
+    Returns:
+      ``input_part(params, stored, cotangent, scope) -> (cotangent of the input, crossing)`` and
+      ``weight_part(params, crossing, scope) -> gradients of the trained parameters``.
     """
+    known = _known(params, scope)
+    num_trained, num_params = len(params.trained), len(params.trained) + len(params.frozen)
+    treedef: Any
+    scope_treedef: Any
+    leaves, treedef = jax.tree.flatten(cotangent)
+    scope_treedef = jax.tree.structure((scope.microbatch, scope.key))
 
-    graph: Graph  # inputs: what is known, residuals, the cotangent; outputs: gradients, cotangent
-    num_trained: int
-    crossing: tuple[int, ...]  # numbers of values in the graph
-    treedef: Any  # of the cotangent
+    def backward(inputs: Arrays) -> Arrays:
+        given, others = inputs[: len(known)], inputs[len(known) :]
+        here = LayerParams(given[:num_trained], given[num_trained:num_params])
+        microbatch, key = scope_treedef.unflatten(given[num_params:])
+        there = scope._replace(microbatch=microbatch, key=key)
+        vjp = layer_vjp(here, others[: len(stored)], there)
+        grads, cotangent = vjp(treedef.unflatten(others[len(stored) :]))
+        return [*grads, *jax.tree.leaves(cotangent)]
 
-    @staticmethod
-    def of(
-        layer_vjp: Callable[..., Any],
-        params: LayerParams,
-        stored: Arrays,
-        cotangent: Any,
-        scope: Scope,
-    ) -> "SplitBackward":
-        """Traces the backward pass of a layer."""
-        known = _known(params, scope)
-        num_trained, num_params = len(params.trained), len(params.trained) + len(params.frozen)
-        treedef: Any
-        scope_treedef: Any
-        leaves, treedef = jax.tree.flatten(cotangent)
-        scope_treedef = jax.tree.structure((scope.microbatch, scope.key))
-
-        def backward(inputs: Arrays) -> Arrays:
-            given, others = inputs[: len(known)], inputs[len(known) :]
-            here = LayerParams(given[:num_trained], given[num_trained:num_params])
-            microbatch, key = scope_treedef.unflatten(given[num_params:])
-            there = scope._replace(microbatch=microbatch, key=key)
-            vjp = layer_vjp(here, others[: len(stored)], there)
-            grads, cotangent = vjp(treedef.unflatten(others[len(stored) :]))
-            return [*grads, *jax.tree.leaves(cotangent)]
-
-        inputs = [*known, *stored, *leaves]
-        graph = Graph(backward, inputs, [False] * len(inputs))
-        # What the cotangent needs is in the first half; of the gradients, the second has the rest.
-        first, _ = graph.needed(graph.outputs[num_trained:], graph.constants)
-        computed = {result for eqn in first for result in eqn.results}
-        second, _ = graph.needed(graph.outputs[:num_trained], computed | graph.constants.keys())
-        reads = {x for eqn in second for x in eqn.operands} | set(graph.outputs[:num_trained])
-        crossing = reads & (computed | set(range(len(known), len(inputs))))
-        return SplitBackward(graph, num_trained, tuple(sorted(crossing)), treedef)
+    # Values of the graph are numbers, of which the first are those of its inputs.
+    inputs = [*known, *stored, *leaves]
+    graph = Graph(backward, inputs, [False] * len(inputs))
+    of_params, of_input = graph.outputs[:num_trained], graph.outputs[num_trained:]
+    first, _ = graph.needed(of_input, graph.constants)
+    computed = {result for eqn in first for result in eqn.results}
+    second, _ = graph.needed(of_params, computed | graph.constants.keys())
+    reads = {x for eqn in second for x in eqn.operands} | set(of_params)
+    crossing = sorted(reads & (computed | set(range(len(known), len(inputs)))))
 
     def input_part(
-        self, params: LayerParams, stored: Arrays, cotangent: Any, scope: Scope
+        params: LayerParams, stored: Arrays, cotangent: Any, scope: Scope
     ) -> tuple[Any, Arrays]:
-        """The cotangent of the input, and what crosses to ``weight_part``."""
-        graph, outputs = self.graph, self.graph.outputs[self.num_trained :]
         inputs = [*_known(params, scope), *stored, *jax.tree.leaves(cotangent)]
         values = dict(enumerate(inputs)) | graph.constants
-        evaluate(graph.needed(outputs, graph.constants)[0], values)
-        cotangent = self.treedef.unflatten([values[x] for x in outputs])
-        return cotangent, [values[x] for x in self.crossing]
+        evaluate(graph.needed(of_input, graph.constants)[0], values)
+        return treedef.unflatten([values[x] for x in of_input]), [values[x] for x in crossing]
 
-    def weight_part(self, params: LayerParams, crossing: Arrays, scope: Scope) -> Arrays:
-        """The gradients of the trained parameters."""
-        graph, outputs = self.graph, self.graph.outputs[: self.num_trained]
+    def weight_part(params: LayerParams, stored: Arrays, scope: Scope) -> Arrays:
         values = dict(enumerate(_known(params, scope))) | graph.constants
-        values |= zip(self.crossing, crossing, strict=True)
-        evaluate(graph.needed(outputs, values)[0], values)
-        return [values[x] for x in outputs]
+        values |= zip(crossing, stored, strict=True)
+        evaluate(graph.needed(of_params, values)[0], values)
+        return [values[x] for x in of_params]
+
+    return input_part, weight_part
 
 
 def _known(params: LayerParams, scope: Scope) -> Arrays:

@@ -25,19 +25,10 @@ def table_from_orders(
     aligned: bool = False,
     in_order: bool = True,
 ) -> np.ndarray:
-    """[3, ticks, stages]: operation, micro-batch and chunk, each in the earliest tick that it can.
+    """[3, ticks, stages]: operation, micro-batch and chunk, each as early as its order allows.
 
-    Args:
-      name: of the schedule.
-      orders: for each stage, its operations.
-      routes: for each route, the place of every virtual stage.
-      route_of: for each micro-batch, its route.
-      aligned: whether forward passes, backward passes, and updates have ticks of their own.
-      in_order: whether a stage waits for the next operation of its order. Otherwise it runs the
-        first one that is ready: orders then state preference.
-
-    Raises:
-      ScheduleError: if the orders wait for each other.
+    See ``Schedule.from_orders``. If not ``in_order``, a stage does not wait for the next operation
+    of its order, but runs the first one that is ready: orders then state preference.
     """
     at = {(r, place): v for r, route in enumerate(routes) for v, place in enumerate(route)}
     waiting = [list(order) for order in orders]

@@ -49,31 +49,19 @@ def versions_of(schedule: AsyncSchedule) -> Versions:
 
 @dataclasses.dataclass
 class AsyncExecutor(Executor):
-    """One stage of an asynchronous pipeline, which trains all of its parameters.
-
-    Attributes:
-      tx: the optimizer of this stage.
-      to_tree: from leaves to the parameters that ``tx`` sees.
-      of_tree: the inverse.
-      backward_params: ``backward_params(params, opt_state)``, at which backward passes are; None
-        for the version that the table names.
-    """
+    """One stage of an asynchronous pipeline, which trains all of its parameters."""
 
     schedule: AsyncSchedule
-    tx: optax.GradientTransformationExtraArgs
-    to_tree: Callable[[Leaves], Any]
+    tx: optax.GradientTransformationExtraArgs  # of this stage
+    to_tree: Callable[[Leaves], Any]  # from leaves to the parameters that tx sees
     of_tree: Callable[[Any], Leaves]
+    # (params, opt_state) -> parameters of backward passes; None for the version of the table.
     backward_params: Callable[[Any, Any], Any] | None
 
     def run_updates(
         self, opt_state: Any, tables: Sequence[dict[str, jax.Array]], last_version: Any
     ) -> tuple[Leaves, Any, Totals]:
-        """Runs all ticks.
-
-        Args:
-          opt_state: of this stage.
-          tables: of each segment, this stage's columns, [iterations, phases].
-          last_version: the slot of the last version.
+        """Runs all ticks, from a state of this stage and the slot of its last version.
 
         Returns:
           The parameters and the state after the last update, and totals [updates].

@@ -125,7 +125,7 @@ class AsyncPipeline:
             )
         if self.pipeline.gather != "step":
             raise ValueError(
-                "an asynchronous pipeline holds the parameters of a stage whole: use gather='step'."
+                "an asynchronous pipeline holds the full parameters of a stage: use gather='step'."
             )
         if not isinstance(self.tx, optax.GradientTransformation) and not callable(self.tx):
             raise ValueError(
@@ -292,7 +292,7 @@ class AsyncPipeline:
         return type(params)({name: parts[name] for name in params})
 
     def _specs(self, layers: Arrays) -> list[PartitionSpec]:
-        """Of stacked arrays, on the axis of the stages."""
+        """Specs of stacked arrays on the axis of the stages."""
         return [self.pipeline._rows.spec(x) for x in layers]
 
     def _to_stage(self, shards: Arrays, layers: Arrays) -> Arrays:

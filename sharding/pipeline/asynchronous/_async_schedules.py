@@ -111,16 +111,14 @@ def pipemare(
     r"""Every operation reads the latest parameters of its stage: one version, and no flushes.
 
     Forward and backward pass of a micro-batch read different versions. With ``recompute=False`` the
-    backward pass has the activations of the one and the parameters of the other, as in the paper,
-    and its result is no gradient of any parameters. With ``recompute=True`` a stage computes its
-    forward pass again with the parameters of its backward pass: the gradient of this stage there,
-    for an input and a cotangent that came from other parameters.
+    backward pass has the activations of the one and the parameters of the other, as in the paper.
+    With ``recompute=True`` a stage computes its forward pass again with the parameters of its
+    backward pass: the gradient there, for an input and a cotangent of other parameters.
 
     With N micro-batches per update, stage i of P has a forward delay of 2 (P - i) / N updates on
-    average, and (P - i) / N if not aligned; ``AsyncSchedule.delays`` gives them. The paper counts
-    :math:`(2 (P - i) + 1) / N`: there an update follows between the forward and the backward pass
-    of the last stage. The paper's techniques against the loss of stability are
-    ``optax_ext.scale_by_delay`` and ``optax_ext.discrepancy_correction``.
+    average, and (P - i) / N if not aligned (``AsyncSchedule.delays``). The paper, where an update
+    is between the passes of the last stage, counts :math:`(2 (P - i) + 1) / N`. Its techniques
+    against instability are ``optax_ext.scale_by_delay`` and ``optax_ext.discrepancy_correction``.
 
     Args:
       stages: devices along the pipeline's mesh axis.

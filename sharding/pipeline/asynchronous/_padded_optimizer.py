@@ -20,16 +20,11 @@ class PaddedOptimizer:
 
     All stages run one program, and their arrays have one shape: a branch for each number of layers
     takes the padding off parameters and state, and pads the results.
-
-    Attributes:
-      tx: the optimizer.
-      rows: of the stages; those of padding are the last.
-      layers: the key of the layers in the tree of parameters.
     """
 
     tx: optax.GradientTransformationExtraArgs
-    rows: StageRows
-    layers: str
+    rows: StageRows  # of the stages; those of padding are the last
+    layers: str  # their key in the tree of parameters
 
     def init(self, params: Any) -> Any:
         """The state, padded."""
