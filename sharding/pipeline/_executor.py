@@ -100,7 +100,8 @@ class Executor:
     def _tick(self, phase: Phase, buffers: Buffers, column: Column) -> Buffers:
         """One operation of this stage, then the messages of all stages."""
         operations = self._operations()
-        # A branch gets what any of the phase writes; what it only reads, it closes over.
+        # A branch gets what any of the phase writes; what it only reads, it closes over: results of
+        # a switch may be copied in every tick.
         written = sorted(set().union(*(self._written(code) for code in phase.codes)))
         no_message = self._no_message()
         # Zeros of all that some operation of the phase stores: branches return one type.

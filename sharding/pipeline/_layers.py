@@ -80,10 +80,11 @@ class StageRows:
         stages = len(self.layer)
         if len(self.order) % stages:
             return None
-        rows, own = np.argsort(self.layer.ravel(), kind="stable"), self.layer.copy()
-        held = len(self.order) // stages
+        own, held = self.layer.copy(), len(self.order) // stages
         for stage, layers in enumerate(own):
             layers[layers < 0] = stage * held  # padding, of which nothing is read
+        # Rows sorted by their layers: those of padding, then one of each layer.
+        rows = np.argsort(self.layer.ravel(), kind="stable")
         back = rows[-len(self.order) :].reshape(stages, held)
         return Moves.of(own, held), Moves.of(back, self.layer.shape[1])
 
@@ -124,6 +125,7 @@ class StageRows:
             dim, rows = self.dim(shape), np.maximum(self.layer, 0)
             if dim is None:
                 return x[jnp.asarray(rows)[lax.axis_index(self.axis)]]
+            # [layers, ..., shard] to [stages * rows, ..., shard], of which a stage gets its rows.
             return lax.all_to_all(x[rows.ravel()], self.axis, 0, dim, tiled=True)
 
     def from_stage(self, x: jax.Array) -> jax.Array:
@@ -135,10 +137,10 @@ class StageRows:
                 return self._moves[1](x, self.axis)
             dim, rows = self.dim(x.shape), np.argsort(self.layer.ravel(), kind="stable")
             if dim is None:
-                x = lax.all_gather(x, self.axis, tiled=True)
+                x = lax.all_gather(x, self.axis, tiled=True)  # [stages * rows, ...]
             else:
-                x = lax.all_to_all(x, self.axis, dim, 0, tiled=True)
-            return x[rows[-len(self.order) :]]
+                x = lax.all_to_all(x, self.axis, dim, 0, tiled=True)  # a shard of dim
+            return x[rows[-len(self.order) :]]  # [layers, ...]: those of padding are the first
 
 
 def other_dim(shape: Sequence[int], num_stages: int, spec: PartitionSpec) -> int | None:
@@ -162,11 +164,11 @@ class Moves(NamedTuple):
         """Moves to [stages, rows] of these numbers, of which each stage holds ``held`` in a row."""
         stages = len(source)
         home, take, sends, start = source // held, source % held, [], held
-        away = home - np.arange(stages)[:, None]
+        away = home - np.arange(stages)[:, None]  # [stages, rows]: how far its home is
         for distance in sorted({int(d) for d in away.ravel()} - {0}):
             receivers = [s for s in range(stages) if np.any(away[s] == distance)]
             most = max(int(np.sum(away[s] == distance)) for s in receivers)
-            rows = np.zeros((stages, most), np.int64)
+            rows = np.zeros((stages, most), np.int64)  # one shape: stages with fewer send row 0 too
             for s in receivers:
                 (there,) = np.nonzero(away[s] == distance)
                 rows[s + distance, : len(there)] = take[s, there]

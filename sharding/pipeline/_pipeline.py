@@ -53,9 +53,10 @@ class Pipeline:
     Attributes:
       mesh: the device mesh; Auto and Explicit axes both work.
       schedule: the table, such as ``one_f_one_b(stages, microbatches)``.
-      num_layers: of the model, divided evenly; or those of every virtual stage. Where stages have
-        unequal numbers, arrays are in the order of the model: in a step stages send each other the
-        layers that they do not hold, and gradients back, and have memory for those of the largest.
+      num_layers: of the model, divided evenly, the first stages with one more if need be; or those
+        of every virtual stage. Where stages have unequal numbers, arrays are in the order of the
+        model: in a step stages send each other the layers that they do not hold, and gradients
+        back, and have memory for those of the largest.
       embed: ``embed(shared, microbatch) -> x``, the activations that enter the first layer: an
         array, or a tree of arrays.
       block: ``block(layer, x, microbatch) -> x``, one layer.

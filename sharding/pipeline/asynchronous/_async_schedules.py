@@ -111,9 +111,10 @@ def pipemare(
     r"""Every operation reads the latest parameters of its stage: one version, and no flushes.
 
     Forward and backward pass of a micro-batch read different versions. With ``recompute=False`` the
-    backward pass has the activations of the one and the parameters of the other, as in the paper.
-    With ``recompute=True`` a stage computes its forward pass again with the parameters of its
-    backward pass: the gradient there, for an input and a cotangent of other parameters.
+    backward pass has the activations of the one and the parameters of the other, as in the paper:
+    this is no gradient of any parameters. With ``recompute=True`` a stage computes its forward pass
+    again with the parameters of its backward pass: the gradient of this stage there, for an input
+    and a cotangent of other parameters.
 
     With N micro-batches per update, stage i of P has a forward delay of 2 (P - i) / N updates on
     average, and (P - i) / N if not aligned (``AsyncSchedule.delays``). The paper, where an update
