@@ -9,12 +9,11 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
 
-from sharding.pipeline._executor import Buffers, Executor
+from sharding.pipeline._executor import Buffers, Executor, own_columns, sum_totals
 from sharding.pipeline._instructions import Instructions
 from sharding.pipeline._model import Model, ParamTree, over_axis, spec_of_layers
 from sharding.pipeline._schedule import Schedule
 from sharding.pipeline._stage import Arrays
-from sharding.step._microbatches import join_microbatches
 
 P = PartitionSpec
 
@@ -94,9 +93,7 @@ def _run(
             microbatches,
             key,
         )
-        # [iterations, phases, stages] to this stage's columns
-        tables = [{name: x[..., 0] for name, x in table.items()} for table in tables]
-        return _sum_over_stages(model, executor.run(tables))
+        return _sum_over_stages(model, executor.run(own_columns(tables)))
 
     on_stages, nothing = [model.rows.spec(x) for x in layers], P()
     trained_layers, trained_shared = layer_tree.split(layers).trained, shared_tree.split(shared)[0]
@@ -120,13 +117,11 @@ def _run(
 
 def _sum_over_stages(model: Model, buffers: Buffers) -> tuple[Any, Arrays, Arrays]:
     """Sums over stages; gradients of rows stay where the rows are."""
-    totals = lax.psum(buffers.totals, model.axis)
-    aux = jax.tree.map(lambda x, one: x.astype(one.dtype), totals.aux, buffers.totals.aux)
-    aux = jax.tree.map(join_microbatches, aux)
+    totals = sum_totals(buffers.totals, model.axis)
     with jax.named_scope("shared_gradients"):
         shared = lax.psum(buffers.shared_grads, model.axis)
     rows = [model.rows.from_stage(_without_replicas(model, x)) for x in buffers.layer_grads]
-    return ((totals.sum, totals.weight), aux), rows, shared
+    return totals, rows, shared
 
 
 # --- Two routes: each stage has a replica of another one's layers ---------------------------------

@@ -19,6 +19,7 @@ from sharding.pipeline._operations import Op
 from sharding.pipeline._schedule import Schedule
 from sharding.pipeline._stage import Arrays, LayerParams, Scope, Stage
 from sharding.step._gather_params import gather
+from sharding.step._microbatches import join_microbatches
 
 
 class Totals(NamedTuple):
@@ -62,6 +63,18 @@ def read_slot(tree: Any, i: Any) -> Any:
 def write_slot(tree: Any, i: Any, new: Any) -> Any:
     """The arrays with others at index i of their dim 0."""
     return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), tree, new)
+
+
+def own_columns(tables: Sequence[dict[str, jax.Array]]) -> list[dict[str, jax.Array]]:
+    """[iterations, phases, 1] of one stage to [iterations, phases]."""
+    return [{name: x[..., 0] for name, x in table.items()} for table in tables]
+
+
+def sum_totals(totals: Totals, axis: str) -> tuple[tuple[Any, Any], Any]:
+    """``((sum, weight), aux)`` over all stages, the micro-batches of ``aux`` joined."""
+    sum_, weight, aux = lax.psum(totals, axis)
+    aux = jax.tree.map(lambda x, one: x.astype(one.dtype), aux, totals.aux)
+    return (sum_, weight), jax.tree.map(join_microbatches, aux)
 
 
 Column = dict[str, jax.Array]  # of one tick and stage: see Segment.tables

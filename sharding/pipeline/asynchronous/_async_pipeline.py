@@ -11,6 +11,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from sharding.pipeline._executor import own_columns, sum_totals
 from sharding.pipeline._instructions import Instructions, instructions
 from sharding.pipeline._model import ParamTree, over_axis, spec_of_layers
 from sharding.pipeline._pipeline import Pipeline
@@ -18,7 +19,6 @@ from sharding.pipeline._stage import Arrays, LayerParams
 from sharding.pipeline.asynchronous._async_executor import AsyncExecutor, Leaves, versions_of
 from sharding.pipeline.asynchronous._async_schedule import AsyncSchedule
 from sharding.pipeline.asynchronous._padded_optimizer import PaddedOptimizer
-from sharding.step._microbatches import join_microbatches
 from sharding.step._param_uses import find_uses
 
 P = PartitionSpec
@@ -196,8 +196,6 @@ class AsyncPipeline:
         def on_stage(
             layers: Arrays, shared: Arrays, opt_state: Any, batches: Any, key: Any, tables: Any
         ) -> Any:
-            # [iterations, phases, stages] to this stage's columns
-            tables = [{name: x[..., 0] for name, x in table.items()} for table in tables]
             layers, tx = self._to_stage(layers, leaves[0]), self._optimizer()
             backward_params = self.backward_params
             if backward_params is not None and isinstance(tx, PaddedOptimizer):
@@ -221,7 +219,7 @@ class AsyncPipeline:
             owners = stages_of_shared(pipeline, shared_params, batches, key)
             (layers, shared), opt_state, totals = executor.run_updates(
                 jax.tree.map(lambda x: x[0], opt_state),
-                tables,
+                own_columns(tables),
                 jnp.asarray(program.last_version)[stage],
             )
             # Every stage gets what the owner of a shared parameter made of it.
@@ -229,9 +227,7 @@ class AsyncPipeline:
                 lax.psum(jnp.where(stage == owner, x, jnp.zeros_like(x)), axis)
                 for x, owner in zip(shared, owners, strict=True)
             ]
-            sums, weights, aux = lax.psum(totals, axis)
-            aux = jax.tree.map(lambda x, one: x.astype(one.dtype), aux, totals.aux)
-            out = (sums, weights), jax.tree.map(join_microbatches, aux)
+            out = sum_totals(totals, axis)
             layers = [pipeline._rows.from_stage(x) for x in layers]
             return layers, shared, _with_stage(opt_state), out
 
@@ -301,6 +297,7 @@ class AsyncPipeline:
         return [rows.to_stage(x, like.shape) for x, like in zip(shards, layers, strict=True)]
 
     def _of_tree(self, params: Any) -> Leaves:
+        """The inverse of ``_to_tree``."""
         layers, shared = self.pipeline._parts(params)
         return jax.tree.leaves(layers), jax.tree.leaves(shared)
 
