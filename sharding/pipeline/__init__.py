@@ -17,5 +17,6 @@ from sharding.pipeline.asynchronous._async_schedules import pipedream as pipedre
 from sharding.pipeline.asynchronous._async_schedules import pipedream_2bw as pipedream_2bw
 from sharding.pipeline.asynchronous._async_schedules import pipemare as pipemare
 
-__all__ = [name for name in dir() if not name.startswith("_")]
+_INTERNAL = {"asynchronous"}  # modules
+__all__ = [name for name in dir() if not name.startswith("_") and name not in _INTERNAL]
 __dir__ = __all__.copy
