@@ -7,9 +7,9 @@ from sharding import remat as remat
 from sharding import sync as sync
 from sharding._zero import Zero as Zero
 from sharding.offload._transformation import offload as offload
-from sharding.pipeline._async_pipeline import AsyncPipeline as AsyncPipeline
-from sharding.pipeline._async_pipeline import AsyncState as AsyncState
 from sharding.pipeline._pipeline import Pipeline as Pipeline
+from sharding.pipeline.asynchronous._async_pipeline import AsyncPipeline as AsyncPipeline
+from sharding.pipeline.asynchronous._async_pipeline import AsyncState as AsyncState
 from sharding.placement._describe import Description as Description
 from sharding.placement._state_specs import state_shardings as state_shardings
 from sharding.placement._state_specs import state_specs as state_specs

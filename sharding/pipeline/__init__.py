@@ -1,13 +1,9 @@
 """Pipelines: schedules as tables, and one program that runs any of them."""
 
-from sharding.pipeline._async_schedule import AsyncSchedule as AsyncSchedule
-from sharding.pipeline._async_schedules import pipedream as pipedream
-from sharding.pipeline._async_schedules import pipedream_2bw as pipedream_2bw
-from sharding.pipeline._async_schedules import pipemare as pipemare
-from sharding.pipeline._ops import Costs as Costs
-from sharding.pipeline._ops import Op as Op
-from sharding.pipeline._ops import Place as Place
-from sharding.pipeline._ops import ScheduleError as ScheduleError
+from sharding.pipeline._operations import Costs as Costs
+from sharding.pipeline._operations import Op as Op
+from sharding.pipeline._operations import Place as Place
+from sharding.pipeline._operations import ScheduleError as ScheduleError
 from sharding.pipeline._schedule import Figures as Figures
 from sharding.pipeline._schedule import Schedule as Schedule
 from sharding.pipeline._schedules import chimera as chimera
@@ -16,6 +12,11 @@ from sharding.pipeline._schedules import interleaved as interleaved
 from sharding.pipeline._schedules import one_f_one_b as one_f_one_b
 from sharding.pipeline._schedules import zb_h1 as zb_h1
 from sharding.pipeline._schedules import zb_v as zb_v
+from sharding.pipeline.asynchronous._async_schedule import AsyncSchedule as AsyncSchedule
+from sharding.pipeline.asynchronous._async_schedules import pipedream as pipedream
+from sharding.pipeline.asynchronous._async_schedules import pipedream_2bw as pipedream_2bw
+from sharding.pipeline.asynchronous._async_schedules import pipemare as pipemare
 
-__all__ = [name for name in dir() if not name.startswith("_")]
+_INTERNAL = {"asynchronous"}  # modules
+__all__ = [name for name in dir() if not name.startswith("_") and name not in _INTERNAL]
 __dir__ = __all__.copy

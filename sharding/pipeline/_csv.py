@@ -1,30 +1,17 @@
-"""Schedules in PyTorch's format: a row of comma-separated operations per stage."""
+"""Reads schedules in PyTorch's format: a row of comma-separated operations per stage."""
 
+import itertools
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sharding.pipeline._ops import LETTERS, Op, Place, Route, ScheduleError
-from sharding.pipeline._orders import Entry
-
-if TYPE_CHECKING:
-    from sharding.pipeline._schedule import Schedule
+from sharding.pipeline._operations import Entry, Op, Place, Route, ScheduleError
 
 _ENTRY = re.compile(r"(\d+)([FBIW])(\d+)")
 _OPS = {"F": Op.FORWARD, "B": Op.BACKWARD, "I": Op.BACKWARD, "W": Op.WEIGHT}
 
 
-def to_csv(schedule: "Schedule") -> str:
-    """See ``Schedule.to_csv``."""
-    letters = LETTERS | ({Op.BACKWARD: "I"} if schedule.splits_backward else {})
-    rows = [[""] * schedule.num_ticks for _ in range(schedule.num_stages)]
-    for tick, stage, (op, microbatch, v) in schedule.tasks():
-        rows[stage][tick] = f"{v}{letters[op]}{microbatch}"
-    return "".join(",".join(row) + "\n" for row in rows)
-
-
-def read(
+def read_csv(
     text: str, name: str
 ) -> tuple[list[list[Entry]], np.ndarray, tuple[Route, ...], tuple[int, ...]]:
     """The orders of the stages, the table [3, ticks, stages], the routes, and which each takes.
@@ -74,25 +61,16 @@ def read(
                 raise ScheduleError(
                     f"{name}: virtual stage {v} of micro-batch {microbatch} is in no row."
                 )
-    paths = [
-        tuple(stage_of[microbatch, v] for v in range(num_virtual))
-        for microbatch in range(num_microbatches)
-    ]
-    distinct = list(dict.fromkeys(paths))
-    num_chunks = [0] * len(rows)
-    routes = []
-    for path in distinct:
-        route = []
-        for stage in path:
-            route.append(Place(stage, num_chunks[stage]))
-            num_chunks[stage] += 1
-        routes.append(tuple(route))
-    route_of = tuple(distinct.index(path) for path in paths)
+    stages = [tuple(stage_of[m, v] for v in range(num_virtual)) for m in range(num_microbatches)]
+    distinct = list(dict.fromkeys(stages))
+    route_of = tuple(map(distinct.index, stages))
+    chunks = [itertools.count() for _ in rows]
+    routes = tuple(tuple(Place(s, next(chunks[s])) for s in route) for route in distinct)
 
     orders: list[list[Entry]] = [[] for _ in rows]
     table = np.zeros((3, max(map(len, rows)), len(rows)), np.int32)
     for stage, tick, op, microbatch, v in parsed:
-        found = (op, microbatch, routes[route_of[microbatch]][v].chunk)
-        orders[stage].append(found)
-        table[:, tick, stage] = found
-    return orders, table, tuple(routes), route_of
+        operation = (op, microbatch, routes[route_of[microbatch]][v].chunk)
+        orders[stage].append(operation)
+        table[:, tick, stage] = operation
+    return orders, table, routes, route_of

@@ -6,70 +6,99 @@ Runs inside a ``shard_map`` over the pipeline's axis.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from sharding.pipeline._buffers import Buffers, Ends, Found, Totals, read_slot, write_slot
 from sharding.pipeline._instructions import Code, Instructions, Phase, Segment
-from sharding.pipeline._ops import Op
+from sharding.pipeline._model import Model, ParamTree
+from sharding.pipeline._operations import Op
 from sharding.pipeline._schedule import Schedule
 from sharding.pipeline._stage import Arrays, LayerParams, Scope, Stage
+from sharding.step._gather_params import gather
+from sharding.step._microbatches import join_microbatches
+
+
+class Totals(NamedTuple):
+    """Sums over micro-batches, of one stage."""
+
+    sum: Any  # of losses
+    weight: Any  # of examples or tokens
+    aux: Any  # leaves [micro-batches, ...]
+
+
+class ForLater(NamedTuple):
+    """What an operation stores for a later one of its stage; None where it stores nothing.
+
+    It leaves the branch as a value. Slots that a branch returned would be copied in every tick by
+    XLA's compilers for CPUs and GPUs, and be in memory twice. Sums of gradients are returned: a
+    value would be as large as they are.
+    """
+
+    residuals: Any = None  # of a forward pass, [layers, ...]
+    crossing: Any = None  # of the first half of a backward pass, [layers, ...]
+
+
+class Buffers(NamedTuple):
+    """What a stage stores between ticks."""
+
+    messages: Any  # activations and cotangents, leaves [slots + 1, ...]
+    residuals: Arrays  # [slots + 1, layers, ...], from forward to backward passes
+    crossing: Arrays  # [slots + 1, layers, ...], between the halves of split backward passes
+    layer_grads: Arrays  # of the trained parameters, [chunks * layers, ...]
+    shared_grads: Arrays  # of the trained shared parameters
+    totals: Totals
+    versions: Any = ()  # of the parameters, in an asynchronous pipeline
+    opt_state: Any = ()  # of the optimizer there
+
+
+def read_slot(tree: Any, i: Any) -> Any:
+    """The arrays at index i of their dim 0."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tree)
+
+
+def write_slot(tree: Any, i: Any, new: Any) -> Any:
+    """The arrays with others at index i of their dim 0."""
+    return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), tree, new)
+
+
+def own_columns(tables: Sequence[dict[str, jax.Array]]) -> list[dict[str, jax.Array]]:
+    """[iterations, phases, 1] of one stage to [iterations, phases]."""
+    return [{name: x[..., 0] for name, x in table.items()} for table in tables]
+
+
+def sum_totals(totals: Totals, axis: str) -> tuple[tuple[Any, Any], Any]:
+    """``((sum, weight), aux)`` over all stages, the micro-batches of ``aux`` joined."""
+    sum_, weight, aux = lax.psum(totals, axis)
+    aux = jax.tree.map(lambda x, one: x.astype(one.dtype), aux, totals.aux)
+    return (sum_, weight), jax.tree.map(join_microbatches, aux)
+
 
 Column = dict[str, jax.Array]  # of one tick and stage: see Segment.tables
-Operation = Callable[[Code, Buffers, Column], tuple[Any, Found, Buffers]]
+Result = tuple[Any, ForLater, Buffers]  # of an operation: message (None: no use), for later, sums
 
 
 @dataclasses.dataclass
 class Executor:
-    """One stage of a pipeline.
+    """One stage of a pipeline."""
 
-    Attributes:
-      schedule: the table.
-      program: its instructions.
-      stage: the layers of a virtual stage.
-      ends: embedding and head.
-      layer_counts: layers of every virtual stage.
-      recompute: whether backward passes compute their forward pass again.
-      axis: of the mesh.
-    """
-
+    model: Model
     schedule: Schedule
     program: Instructions
-    stage: Stage
-    ends: Ends
-    layer_counts: tuple[int, ...]
-    recompute: bool
-    axis: str
+    trees: tuple[ParamTree, ParamTree]  # of the layers and of the shared parameters
+    layers: LayerParams  # of all chunks of this stage, [chunks * layers, ...]
+    shared: LayerParams  # of embedding and head
+    microbatches: Any  # a tree of [micro-batches, ...]
+    key: Any  # of the step; None without random numbers
 
-    def run(
-        self,
-        layers: LayerParams,
-        shared: LayerParams,
-        microbatches: Any,
-        key: Any,
-        tables: Sequence[dict[str, jax.Array]],
-    ) -> Buffers:
-        """All ticks.
+    def run(self, tables: Sequence[dict[str, jax.Array]]) -> Buffers:
+        """Runs all ticks: for each segment, this stage's columns [iterations, phases]."""
+        return self._run_segments(self._empty_buffers(), tables)
 
-        Args:
-          layers: of all chunks of this stage, [chunks * layers, ...].
-          shared: parameters of embedding and head.
-          microbatches: a tree of [micro-batches, ...].
-          key: of the step; None without random numbers.
-          tables: of each segment, this stage's columns, [iterations, phases].
-
-        Returns:
-          The buffers after the last tick.
-        """
-        self._layers, self._shared = layers, shared
-        self._microbatches, self._key = microbatches, key
-        return self._run(self._empty_buffers(), tables)
-
-    def _run(self, buffers: Buffers, tables: Sequence[dict[str, jax.Array]]) -> Buffers:
+    def _run_segments(self, buffers: Buffers, tables: Sequence[dict[str, jax.Array]]) -> Buffers:
         for segment, columns in zip(self.program.segments, tables, strict=True):
             buffers, _ = lax.scan(functools.partial(self._iteration, segment), buffers, columns)
         return buffers
@@ -83,38 +112,46 @@ class Executor:
 
     def _tick(self, phase: Phase, buffers: Buffers, column: Column) -> Buffers:
         """One operation of this stage, then the messages of all stages."""
-        run = self._operations()
-        # A branch gets what any of the phase writes; what it only reads, it closes over.
+        operations = self._operations()
+        # A branch gets what any of the phase writes; what it only reads, it closes over: results of
+        # a switch may be copied in every tick.
         written = sorted(set().union(*(self._written(code) for code in phase.codes)))
-        nothing = self._no_message()
-        zeros = self._nothing_found(buffers, phase)
+        no_message = self._no_message()
+        # Zeros of all that some operation of the phase stores: branches return one type.
+        kinds = set().union(*(self._stores(code) for code in phase.codes))
+        zeros = ForLater(
+            **{kind: [jnp.zeros_like(x[0]) for x in getattr(buffers, kind)] for kind in kinds}
+        )
 
-        def branch(code: Code | None, parts: dict[str, Any]) -> tuple[Any, Found, dict[str, Any]]:
+        def branch(code: Code | None, parts: dict[str, Any]) -> tuple[Any, ForLater, dict]:
             if code is None:
-                return nothing, zeros, parts
-            message, found, new = run[code.op](code, buffers._replace(**parts), column)
-            found = Found(*(f if f is not None else z for f, z in zip(found, zeros, strict=True)))
-            message = nothing if message is None else message
-            return message, found, {k: getattr(new, k) for k in parts}
+                return no_message, zeros, parts
+            message, later, new = operations[code.op](code, buffers._replace(**parts), column)
+            later = ForLater(*(z if x is None else x for x, z in zip(later, zeros, strict=True)))
+            message = no_message if message is None else message
+            return message, later, {name: getattr(new, name) for name in parts}
 
         branches = [functools.partial(branch, code) for code in (None, *phase.codes)]
         parts = {name: getattr(buffers, name) for name in written}
-        message, found, parts = lax.switch(column["code"], branches, parts)
-        buffers = self._stored(buffers._replace(**parts), found, column)
+        message, later, parts = lax.switch(column["code"], branches, parts)
+        buffers = buffers._replace(**parts)
+        with jax.named_scope("store"):  # where nothing is for later, in a slot of no use
+            for kind, values in later._asdict().items():
+                if values is not None:
+                    slots = write_slot(getattr(buffers, kind), column[f"to_{kind}"], values)
+                    buffers = buffers._replace(**{kind: slots})
 
         messages = buffers.messages
         with jax.named_scope("messages"):
-            if phase.right:
-                arrived = lax.ppermute(message, self.axis, phase.right)
-                messages = write_slot(messages, column["from_left"], arrived)
-            if phase.left:
-                arrived = lax.ppermute(message, self.axis, phase.left)
-                messages = write_slot(messages, column["from_right"], arrived)
+            for pairs, slot in ((phase.right, "from_left"), (phase.left, "from_right")):
+                if pairs:
+                    arrived = lax.ppermute(message, self.model.axis, pairs)
+                    messages = write_slot(messages, column[slot], arrived)
             if phase.stays:
                 messages = write_slot(messages, column["from_self"], message)
         return buffers._replace(messages=messages)
 
-    def _operations(self) -> dict[Op, Operation]:
+    def _operations(self) -> dict[Op, Callable[[Code, Buffers, Column], Result]]:
         return {Op.FORWARD: self._forward, Op.BACKWARD: self._backward, Op.WEIGHT: self._weight}
 
     def _written(self, code: Code) -> set[str]:
@@ -123,122 +160,129 @@ class Executor:
             return {"totals"} if code.last and self.schedule.forward_only else set()
         if code.op == Op.WEIGHT:
             return {"layer_grads"}
-        sums = set() if self.schedule.splits_backward else {"layer_grads"}
-        sums |= {"totals"} if code.last else set()
-        return sums | ({"shared_grads"} if code.first or code.last else set())
+        names = set() if self.schedule.splits_backward else {"layer_grads"}
+        names |= {"totals"} if code.last else set()
+        return names | ({"shared_grads"} if code.first or code.last else set())
 
-    def _finds(self, code: Code) -> set[str]:
-        """What an operation finds; see ``Found``."""
+    def _stores(self, code: Code) -> set[str]:
+        """What an operation stores for later; see ``ForLater``."""
         if code.op == Op.FORWARD:
-            stores = not (self.recompute or code.last or self.schedule.forward_only)
+            stores = not (self.model.recompute or code.last or self.schedule.forward_only)
             return {"residuals"} if stores else set()
         return {"crossing"} if code.op == Op.BACKWARD and self.schedule.splits_backward else set()
 
-    def _nothing_found(self, buffers: Buffers, phase: Phase) -> Found:
-        """Zeros of all that some operation of a phase finds."""
-        some = set().union(*(self._finds(code) for code in phase.codes))
-        slots = {"residuals": buffers.residuals, "crossing": buffers.crossing}
-        return Found(**{name: [jnp.zeros_like(x[0]) for x in slots[name]] for name in some})
+    # --- Operations -------------------------------------------------------------------------------
 
-    def _stored(self, buffers: Buffers, found: Found, column: Column) -> Buffers:
-        """The buffers with what an operation found; where it found none, in a slot of no use."""
-        with jax.named_scope("store"):
-            for name, values in found._asdict().items():
-                if values is not None:
-                    slots = write_slot(getattr(buffers, name), column[f"to_{name}"], values)
-                    buffers = buffers._replace(**{name: slots})
-        return buffers
-
-    # --- Operations: (code, buffers, column) -> (message, found, buffers) -------------------------
-
-    def _forward(self, code: Code, buffers: Buffers, column: Column) -> tuple[Any, Found, Buffers]:
+    def _forward(self, code: Code, buffers: Buffers, column: Column) -> Result:
         evaluating = self.schedule.forward_only
         if code.last and not evaluating:
-            return None, Found(), buffers  # the first half of its backward pass
+            return None, ForLater(), buffers  # the first half of its backward pass
         scope, (params, shared) = self._scope(column), self._params(code, buffers, column)
         with jax.named_scope("forward"):
             x = self._input(code, buffers, column, scope, shared)
             if code.last:
                 y = self.stage.forward(params, x, scope)
-                sum_, rest = self.ends.head(self.ends.join(*shared), y, *self._of_head(scope))
-                return None, Found(), self._with_totals(buffers, column, sum_, rest)
-            if self.recompute or evaluating:
-                return self.stage.forward(params, x, scope), Found(), buffers
+                sum_, others = self._head(shared, y, scope)
+                return None, ForLater(), self._with_totals(buffers, column, sum_, *others)
+            if self.model.recompute or evaluating:
+                return self.stage.forward(params, x, scope), ForLater(), buffers
             y, residuals = self.stage.forward_storing(params, x, scope)
-            return y, Found(residuals=residuals), buffers
+            return y, ForLater(residuals=residuals), buffers
 
-    def _backward(self, code: Code, buffers: Buffers, column: Column) -> tuple[Any, Found, Buffers]:
+    def _backward(self, code: Code, buffers: Buffers, column: Column) -> Result:
         scope, (params, shared) = self._scope(column), self._params(code, buffers, column)
-        if self.recompute or code.last:
+        if self.model.recompute or code.last:
             with jax.named_scope("forward"):
                 x = self._input(code, buffers, column, scope, shared)
                 y, residuals = self.stage.forward_storing(params, x, scope)
         else:
             residuals = read_slot(buffers.residuals, column["residual"])
 
-        found = Found()
+        later = ForLater()
         with jax.named_scope("backward"):
+            # The cotangent of the stage's output: from the head, or from the next stage.
             if code.last:
 
                 def head(trained: Arrays, y: Any) -> Any:
-                    whole = self.ends.join(trained, shared.frozen)
-                    return self.ends.head(whole, y, *self._of_head(scope))
+                    return self._head(shared._replace(trained=trained), y, scope)
 
-                sum_, vjp, rest = jax.vjp(head, shared.trained, y, has_aux=True)
+                sum_, vjp, others = jax.vjp(head, shared.trained, y, has_aux=True)
                 grads, cotangent = vjp(jnp.ones_like(sum_))
-                buffers = self._with_totals(buffers, column, sum_, rest)
-                buffers = buffers._replace(shared_grads=_add(buffers.shared_grads, grads))
+                buffers = self._with_totals(buffers, column, sum_, *others)
+                buffers = buffers._replace(shared_grads=_add_grads(buffers.shared_grads, grads))
             else:
                 cotangent = read_slot(buffers.messages, column["cotangent"])
+            # Through the layers.
             if self.schedule.splits_backward:
                 cotangent, crossing = self.stage.backward_input(params, residuals, cotangent, scope)
-                found = Found(crossing=crossing)
+                later = ForLater(crossing=crossing)
             else:
                 cotangent, grads = self.stage.backward(params, residuals, cotangent, scope)
                 buffers = self._with_layer_grads(buffers, column, grads)
-            if code.first:
+            if not code.first:
+                return cotangent, later, buffers
 
-                def embed(trained: Arrays) -> Any:
-                    whole = self.ends.join(trained, shared.frozen)
-                    return self.ends.embed(whole, *self._of_embed(scope))
+            def embed(trained: Arrays) -> Any:
+                return self._embed(shared._replace(trained=trained), scope)
 
-                (grads,) = jax.vjp(embed, shared.trained)[1](cotangent)
-                buffers = buffers._replace(shared_grads=_add(buffers.shared_grads, grads))
-            return None if code.first else cotangent, found, buffers
+            (grads,) = jax.vjp(embed, shared.trained)[1](cotangent)
+            buffers = buffers._replace(shared_grads=_add_grads(buffers.shared_grads, grads))
+            return None, later, buffers
 
-    def _weight(self, code: Code, buffers: Buffers, column: Column) -> tuple[Any, Found, Buffers]:
+    def _weight(self, code: Code, buffers: Buffers, column: Column) -> Result:
         with jax.named_scope("backward"):
             crossing = read_slot(buffers.crossing, column["crossing"])
             scope, (params, _) = self._scope(column), self._params(code, buffers, column)
-            found = self.stage.backward_weight(params, crossing, scope)
-            return None, Found(), self._with_layer_grads(buffers, column, found)
+            grads = self.stage.backward_weight(params, crossing, scope)
+            return None, ForLater(), self._with_layer_grads(buffers, column, grads)
+
+    # --- The model --------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def stage(self) -> Stage:
+        """The layers of a virtual stage."""
+        counts = self.model.layer_counts
+        return Stage(self._layer, max(counts), uneven=min(counts) < max(counts))
+
+    def _layer(self, params: LayerParams, x: Any, microbatch: Any, key: Any) -> Any:
+        tree = self.trees[0].join(params)
+        # Otherwise the layers are gathered already. A gather would hide that residuals are
+        # parameters.
+        tree = gather(tree) if self.model.gather_layers else tree
+        return self.model.block(tree, x, microbatch, *([] if key is None else [key]))
+
+    def _embed(self, shared: LayerParams, scope: Scope) -> Any:
+        return self.model.embed(self.trees[1].join(shared), *self._args(scope, 0))
+
+    def _head(self, shared: LayerParams, x: Any, scope: Scope) -> tuple[Any, tuple[Any, Any]]:
+        """``(sum, (weight, aux))``."""
+        out = self.model.head(self.trees[1].join(shared), x, *self._args(scope, 1))
+        (sum_, weight), aux = out if self.model.has_aux else (out, ())
+        return jnp.asarray(sum_), (lax.stop_gradient(jnp.asarray(weight)), aux)
+
+    def _args(self, scope: Scope, number: int) -> tuple[Any, ...]:
+        """The micro-batch, and a key that comes after those of the layers."""
+        if scope.key is None:
+            return (scope.microbatch,)
+        number += sum(self.model.layer_counts)
+        return scope.microbatch, jax.random.fold_in(scope.key, number)
 
     # --- What operations read and write -----------------------------------------------------------
 
     def _scope(self, column: Column) -> Scope:
-        starts = np.concatenate([[0], np.cumsum(self.layer_counts)[:-1]]).astype(np.int32)
-        v, key = column["virtual_stage"], self._key
+        counts = np.array(self.model.layer_counts, np.int32)
+        starts = (np.cumsum(counts) - counts).astype(np.int32)
+        v, key = column["virtual_stage"], self.key
         if key is not None:
             key = jax.random.fold_in(key, column["microbatch"])
-        return Scope(
-            read_slot(self._microbatches, column["microbatch"]),
-            key,
-            jnp.asarray(starts)[v],
-            jnp.asarray(self.layer_counts, jnp.int32)[v],
-        )
-
-    def _of_embed(self, scope: Scope) -> tuple[Any, Any]:
-        """The micro-batch, and the key of the embedding: after those of the layers."""
-        return scope.microbatch, _fold_key(scope.key, sum(self.layer_counts))
-
-    def _of_head(self, scope: Scope) -> tuple[Any, Any]:
-        return scope.microbatch, _fold_key(scope.key, sum(self.layer_counts) + 1)
+        microbatch = read_slot(self.microbatches, column["microbatch"])
+        return Scope(microbatch, key, jnp.asarray(starts)[v], jnp.asarray(counts)[v])
 
     def _input(
         self, code: Code, buffers: Buffers, column: Column, scope: Scope, shared: LayerParams
     ) -> Any:
         if code.first:
-            return self.ends.embed(self.ends.join(*shared), *self._of_embed(scope))
+            return self._embed(shared, scope)
         return read_slot(buffers.messages, column["input"])
 
     def _params(
@@ -246,21 +290,21 @@ class Executor:
     ) -> tuple[LayerParams, LayerParams]:
         """The layers of one chunk, and the shared parameters."""
         del code, buffers
-        return LayerParams(*(self._chunk_of(x, column) for x in self._layers)), self._shared
+        return LayerParams(*(self._chunk_of(x, column) for x in self.layers)), self.shared
 
     def _chunk_of(self, arrays: Arrays, column: Column) -> Arrays:
-        """The rows of one chunk, [layers, ...]."""
+        """[chunks * layers, ...] to [layers, ...]."""
         size = self.stage.num_layers
         if self.schedule.num_chunks == 1:
             return arrays
         return [lax.dynamic_slice_in_dim(x, column["chunk"] * size, size) for x in arrays]
 
-    def _with_layer_grads(self, buffers: Buffers, column: Column, found: Arrays) -> Buffers:
+    def _with_layer_grads(self, buffers: Buffers, column: Column, grads: Arrays) -> Buffers:
         """Adds gradients of one chunk, [layers, ...].
 
         A sum inside the loop over layers would copy all sums into the loop and out of it.
         """
-        sums = _add(self._chunk_of(buffers.layer_grads, column), found)
+        sums = _add_grads(self._chunk_of(buffers.layer_grads, column), grads)
         if self.schedule.num_chunks > 1:
             start = column["chunk"] * self.stage.num_layers
             sums = [
@@ -269,20 +313,17 @@ class Executor:
             ]
         return buffers._replace(layer_grads=sums)
 
-    def _with_totals(self, buffers: Buffers, column: Column, sum_: Any, rest: Any) -> Buffers:
-        weight, aux = rest
+    def _with_totals(
+        self, buffers: Buffers, column: Column, sum_: Any, weight: Any, aux: Any
+    ) -> Buffers:
         totals = buffers.totals
-        return buffers._replace(
-            totals=Totals(
-                totals.sum + sum_,
-                totals.weight + weight,
-                write_slot(totals.aux, column["microbatch"], aux),
-            )
-        )
+        new_aux = write_slot(totals.aux, column["microbatch"], aux)
+        return buffers._replace(totals=Totals(totals.sum + sum_, totals.weight + weight, new_aux))
 
     # --- Shapes -----------------------------------------------------------------------------------
 
-    def _abstract(self) -> tuple[Any, Arrays, Arrays, Any]:
+    @functools.cached_property
+    def _types(self) -> tuple[Any, Arrays, Arrays, Any]:
         """Types of a message, the residuals and crossing values of a stage, and the head's result.
 
         Raises:
@@ -291,13 +332,12 @@ class Executor:
         column = {name: jnp.zeros((), jnp.int32) for name in self.program.segments[0].tables}
 
         def every() -> Any:
-            scope, shared = self._scope(column), self.ends.join(*self._shared)
-            params = LayerParams(*(self._chunk_of(x, column) for x in self._layers))
-            x = self.ends.embed(shared, *self._of_embed(scope))
+            scope = self._scope(column)
+            params = LayerParams(*(self._chunk_of(x, column) for x in self.layers))
+            x = self._embed(self.shared, scope)
             one = LayerParams(*([leaf[0] for leaf in part] for part in params))
-            after = self.stage.layer(one, x, *self._of_embed(scope))
-            _check_activations(x, after)
-            out = self.ends.head(shared, x, *self._of_head(scope))
+            _check_activations(x, self._layer(one, x, scope.microbatch, scope.key))
+            out = self._head(self.shared, x, scope)
             if self.schedule.forward_only:
                 return x, [], [], out
             y, residuals = self.stage.forward_storing(params, x, scope)
@@ -309,11 +349,10 @@ class Executor:
         return jax.eval_shape(every)
 
     def _no_message(self) -> Any:
-        return jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), self._message_type)
+        return jax.tree.map(lambda t: jnp.zeros(t.shape, t.dtype), self._types[0])
 
     def _empty_buffers(self) -> Buffers:
-        message, residuals, crossing, (sum_, (weight, aux)) = self._abstract()
-        self._message_type = message
+        message, residuals, crossing, (sum_, (weight, aux)) = self._types
         program, evaluating = self.program, self.schedule.forward_only
 
         def slots(types: Any, count: int) -> Any:
@@ -332,8 +371,8 @@ class Executor:
             slots(message, program.num_messages + 1),
             slots(residuals, program.num_residuals + 1) if program.num_residuals else [],
             slots(crossing, program.num_crossing + 1) if program.num_crossing else [],
-            [] if evaluating else sums(self._layers),
-            [] if evaluating else sums(self._shared),
+            [] if evaluating else sums(self.layers),
+            [] if evaluating else sums(self.shared),
             Totals(total(sum_), total(weight), slots(aux, self.schedule.num_microbatches)),
         )
 
@@ -357,9 +396,5 @@ def _check_activations(embedded: Any, after_layer: Any) -> None:
             )
 
 
-def _fold_key(key: Any, number: int) -> Any:
-    return None if key is None else jax.random.fold_in(key, number)
-
-
-def _add(sums: Arrays, found: Arrays) -> Arrays:
-    return [s + x.astype(s.dtype) for s, x in zip(sums, found, strict=True)]
+def _add_grads(sums: Arrays, grads: Arrays) -> Arrays:
+    return [s + g.astype(s.dtype) for s, g in zip(sums, grads, strict=True)]

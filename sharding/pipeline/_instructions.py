@@ -1,15 +1,14 @@
 """From a schedule to what the program of every stage reads in each tick: buffers, senders, code."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from sharding.pipeline._async_schedule import AsyncSchedule
-from sharding.pipeline._ops import Op, Place, Task
+from sharding.pipeline._operations import Op, Place, Task
 from sharding.pipeline._schedule import Schedule
 
-Pairs = tuple[tuple[int, int], ...]
+Pairs = tuple[tuple[int, int], ...]  # of stages: sender, receiver
 
 
 class Code(NamedTuple):
@@ -21,31 +20,19 @@ class Code(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """What any stage does in the ticks of one place in a loop.
+    """What any stage does in the ticks of one place in a loop."""
 
-    Attributes:
-      codes: the branches; a table's code 0 is idle, i is ``codes[i - 1]``.
-      right: (sender, receiver) of messages to the next device.
-      left: of messages to the device before.
-      stays: whether a stage may keep its own message: the next virtual stage is its own too.
-    """
-
-    codes: tuple[Code, ...]
-    right: Pairs
-    left: Pairs
-    stays: bool
+    codes: tuple[Code, ...]  # branches; a table's code 0 is idle, i is codes[i - 1]
+    right: Pairs  # messages to the next device
+    left: Pairs  # messages to the device before
+    stays: bool  # whether a stage may keep its own message: the next virtual stage is its own too
 
 
 class Segment(NamedTuple):
-    """A loop over ticks, each iteration one tick per phase.
-
-    Attributes:
-      phases: of one iteration.
-      tables: columns by name, each [iterations, phases, stages].
-    """
+    """A loop over ticks, each iteration one tick per phase."""
 
     phases: tuple[Phase, ...]
-    tables: dict[str, np.ndarray]
+    tables: dict[str, np.ndarray]  # columns by name, each [iterations, phases, stages]
 
 
 class Instructions(NamedTuple):
@@ -70,37 +57,111 @@ class Instructions(NamedTuple):
     last_version: tuple[int, ...] = ()
 
 
-# Of the tables: the columns that name slots, and all others.
-_SLOTS = ("input", "cotangent", "residual", "crossing")  # that are read
-# That are written in every tick; one of no use, where nothing is to be stored.
-_WRITTEN = ("from_left", "from_right", "from_self", "to_residuals", "to_crossing")
-_COLUMNS = ("code", "microbatch", "chunk", "virtual_stage", *_SLOTS, *_WRITTEN)
-# Of asynchronous pipelines: the slots of the versions that an operation reads and makes.
-_VERSIONS = ("version", "new_version")
+class Versions(NamedTuple):
+    """Where an asynchronous pipeline keeps versions of its parameters."""
+
+    columns: dict[str, np.ndarray]  # slots that operations read and updates write, [ticks, stages]
+    num_slots: int
+    last: tuple[int, ...]  # for each stage, the slot of its last version
 
 
-class _Stored(NamedTuple):
+class Stored(NamedTuple):
     """Something in a slot of a stage: from the tick that writes it to the last that reads it."""
 
     stage: int
     start: int
     end: int
-    key: tuple[str, Task]
+    key: Any  # names it
 
 
-def instructions(schedule: Schedule, recompute: bool) -> Instructions:
+# Columns of tables: slots that operations read, and those that are written in every tick, where one
+# of no use receives what is not to be stored.
+_READ = ("input", "cotangent", "residual", "crossing")
+_WRITTEN = ("from_left", "from_right", "from_self", "to_residuals", "to_crossing")
+_COLUMNS = ("code", "microbatch", "chunk", "virtual_stage", *_READ, *_WRITTEN)
+_ARRIVALS = ("from_left", "from_right", "from_self")
+# For each tick, the (sender, receiver) of what arrives in each of these columns.
+Arrivals = Sequence[dict[str, set[tuple[int, int]]]]
+
+
+def instructions(
+    schedule: Schedule, recompute: bool, versions: Versions | None = None
+) -> Instructions:
     """Lowers a checked schedule.
 
-    Args:
-      schedule: the table.
-      recompute: whether backward passes compute the forward pass again from its input; otherwise
-        forward passes store residuals.
+    Backward passes compute the forward pass again from its input (``recompute``), or forward passes
+    store residuals. Asynchronous pipelines have ``versions`` of the parameters.
 
     Raises:
       ValueError: if a stage sends to one that is not its neighbour, or routes are not such that the
         second one has a replica of every stage's layers on one other stage.
     """
     _check_replicas(schedule)
+    # A message arrives at the end of a tick, after the last read in that tick; residuals are
+    # written and read within the ticks of their stage, which has one operation a tick.
+    messages, residuals, crossing = _stored_between_ticks(schedule, recompute)
+    slots, num_messages = assign_slots(messages)
+    residual_slots, num_residuals = assign_slots(residuals)
+    crossing_slots, num_crossing = assign_slots(crossing)
+    slots |= residual_slots | crossing_slots
+
+    shape = (schedule.num_ticks, schedule.num_stages)
+    table = {name: np.zeros(shape, np.int32) for name in _COLUMNS}
+    counts = (num_messages,) * 3 + (num_residuals, num_crossing)
+    unused = dict(zip(_WRITTEN, counts, strict=True))
+    for name, slot in unused.items():
+        table[name][:] = slot
+
+    # Messages: where they arrive, and from which side.
+    arrivals: Arrivals = [{name: set() for name in _ARRIVALS} for _ in range(schedule.num_ticks)]
+    for stored in messages:
+        kind, task = stored.key
+        neighbour = task.virtual_stage + (-1 if kind == "input" else 1)
+        sender = schedule.routes[schedule.route_of[task.microbatch]][neighbour].stage
+        column = _direction(schedule, sender, stored.stage, kind)
+        table[column][stored.start, stored.stage] = slots[kind, task]
+        arrivals[stored.start][column].add((sender, stored.stage))
+
+    # Operations: their branch, and the slots that they read and write.
+    codes = np.full(shape, -1)
+    branches: dict[Code, int] = {}
+    last = schedule.num_virtual_stages - 1
+    for tick, stage, task in schedule.tasks():
+        op, m, v = task
+        code = Code(op, v == 0, v == last) if op != Op.UPDATE else Code(op, False, False)
+        codes[tick, stage] = branches.setdefault(code, len(branches))
+        forward, backward, weight = (Task(o, m, v) for o in (Op.FORWARD, Op.BACKWARD, Op.WEIGHT))
+        values = {
+            "microbatch": m,
+            "chunk": schedule.chunk[tick, stage],
+            "virtual_stage": v,
+            "input": slots.get(("input", forward), 0),
+            "cotangent": slots.get(("cotangent", backward), 0),
+        }
+        residual, cross = slots.get(("residual", forward)), slots.get(("crossing", weight))
+        if residual is not None:
+            values["to_residuals" if op == Op.FORWARD else "residual"] = residual
+        if cross is not None:
+            values["to_crossing" if op == Op.BACKWARD else "crossing"] = cross
+        for name, value in values.items():
+            table[name][tick, stage] = value
+
+    if versions is not None:
+        table |= versions.columns
+    periods = (2,) if versions is None else (2, 3)
+    segments = tuple(
+        _segment(table, unused, codes, tuple(branches), arrivals, *ticks)
+        for ticks in _loops(arrivals, periods)
+    )
+    more = () if versions is None else (versions.num_slots, versions.last)
+    return Instructions(segments, num_messages, num_residuals, num_crossing, *more)
+
+
+def _stored_between_ticks(schedule: Schedule, recompute: bool) -> tuple[list[Stored], ...]:
+    """Messages by their receivers, residuals, and what crosses between halves of backward passes.
+
+    Keys are ("input" or "cotangent", task that reads it), ("residual", ...), ("crossing", ...).
+    """
     when = {task: (tick, stage) for tick, stage, task in schedule.tasks()}
     last = schedule.num_virtual_stages - 1
     messages, residuals, crossing = [], [], []
@@ -114,94 +175,16 @@ def instructions(schedule: Schedule, recompute: bool) -> Instructions:
             if backward is not None and (recompute or v + 1 == last):
                 reads.append(Task(Op.BACKWARD, m, v + 1))
             end = max(when[t][0] for t in reads)
-            messages.append(_Stored(when[receiver][1], tick, end, ("input", receiver)))
+            messages.append(Stored(when[receiver][1], tick, end, ("input", receiver)))
             if backward is not None and not recompute:
-                residuals.append(_Stored(stage, tick, backward[0], ("residual", task)))
+                residuals.append(Stored(stage, tick, backward[0], ("residual", task)))
         if op == Op.BACKWARD and v > 0:
             receiver = Task(Op.BACKWARD, m, v - 1)
             end, receiving = when[receiver]
-            messages.append(_Stored(receiving, tick, end, ("cotangent", receiver)))
+            messages.append(Stored(receiving, tick, end, ("cotangent", receiver)))
         if op == Op.WEIGHT and backward is not None:
-            crossing.append(_Stored(stage, backward[0], tick, ("crossing", task)))
-
-    # A message arrives at the end of a tick, after the last read in that tick; residuals are
-    # written and read within the ticks of their stage, which has one operation a tick.
-    slots, num_messages = _assign(messages)
-    residual_slots, num_residuals = _assign(residuals)
-    crossing_slots, num_crossing = _assign(crossing)
-    slots |= residual_slots | crossing_slots
-
-    shape = (schedule.num_ticks, schedule.num_stages)
-    asynchronous = isinstance(schedule, AsyncSchedule)
-    columns = _COLUMNS + (_VERSIONS if asynchronous else ())
-    table = {name: np.zeros(shape, np.int32) for name in columns}
-    counts = (num_messages,) * 3 + (num_residuals, num_crossing)
-    unused = dict(zip(_WRITTEN, counts, strict=True))
-    for name, slot in unused.items():
-        table[name][:] = slot
-    directions: list[dict[str, set[tuple[int, int]]]] = [
-        {"from_left": set(), "from_right": set(), "from_self": set()} for _ in range(shape[0])
-    ]
-    for stored in messages:
-        kind, task = stored.key
-        neighbour = task.virtual_stage + (-1 if kind == "input" else 1)
-        sender = schedule.routes[schedule.route_of[task.microbatch]][neighbour].stage
-        column = _direction(schedule, sender, stored.stage, kind)
-        table[column][stored.start, stored.stage] = slots[kind, task]
-        directions[stored.start][column].add((sender, stored.stage))
-    codes = np.full(shape, -1)
-    branches: list[Code] = []
-    for tick, stage, task in schedule.tasks():
-        op, m, v = task
-        code = Code(op, v == 0, v == last) if op != Op.UPDATE else Code(op, False, False)
-        if code not in branches:
-            branches.append(code)
-        codes[tick, stage] = branches.index(code)
-        table["microbatch"][tick, stage] = m
-        table["chunk"][tick, stage] = schedule.chunk[tick, stage]
-        table["virtual_stage"][tick, stage] = v
-        table["input"][tick, stage] = slots.get(("input", Task(Op.FORWARD, m, v)), 0)
-        table["cotangent"][tick, stage] = slots.get(("cotangent", Task(Op.BACKWARD, m, v)), 0)
-        for kind, of, to, writer in (
-            ("residual", Op.FORWARD, "to_residuals", Op.FORWARD),
-            ("crossing", Op.WEIGHT, "to_crossing", Op.BACKWARD),
-        ):
-            found = slots.get((kind, Task(of, m, v)))
-            if found is not None:
-                table[to if op == writer else kind][tick, stage] = found
-    num_versions, last_version = 0, tuple[int, ...]()
-    if isinstance(schedule, AsyncSchedule):
-        num_versions, last_version = _fill_versions(schedule, table)
-    segments = tuple(
-        _segment(table, unused, codes, branches, directions, *ticks)
-        for ticks in _loops(directions, periods=(2, 3) if asynchronous else (2,))
-    )
-    return Instructions(
-        segments, num_messages, num_residuals, num_crossing, num_versions, last_version
-    )
-
-
-def _fill_versions(
-    schedule: AsyncSchedule, table: dict[str, np.ndarray]
-) -> tuple[int, tuple[int, ...]]:
-    """Fills the columns of versions; returns the number of slots, and the last one's per stage."""
-
-    def key(stage: int, version: int) -> tuple[str, Task]:
-        return "version", Task(Op.UPDATE, version, stage)
-
-    stored = [
-        _Stored(stage, start, end, key(stage, version))
-        for (stage, version), (start, end) in schedule.version_ends().items()
-    ]
-    slots, num_versions = _assign(stored)
-    for tick, stage, task in schedule.tasks():
-        version = int(schedule.version[tick, stage])
-        if task.op == Op.UPDATE:
-            table["new_version"][tick, stage] = slots[key(stage, version)]
-            version -= 1
-        table["version"][tick, stage] = slots[key(stage, version)]
-    last = tuple(slots[key(s, schedule.num_updates)] for s in range(schedule.num_stages))
-    return num_versions, last
+            crossing.append(Stored(stage, backward[0], tick, ("crossing", task)))
+    return messages, residuals, crossing
 
 
 def _check_replicas(schedule: Schedule) -> None:
@@ -217,18 +200,18 @@ def _check_replicas(schedule: Schedule) -> None:
             )
 
 
-def _assign(stored: Sequence[_Stored]) -> tuple[dict[tuple[str, Task], int], int]:
+def assign_slots(stored: Sequence[Stored]) -> tuple[dict[Any, int], int]:
     """Slots by interval colouring: one is free again from the tick of its last read on."""
-    slots, used = {}, 0
+    slots, num_slots = {}, 0
     for stage in {entry.stage for entry in stored}:
         until: list[int] = []  # per slot, the last tick that reads it
         for entry in sorted((e for e in stored if e.stage == stage), key=lambda e: e.start):
-            free = [i for i, end in enumerate(until) if end <= entry.start]
-            slot = free[0] if free else len(until)
+            free = (i for i, end in enumerate(until) if end <= entry.start)
+            slot = next(free, len(until))
             until[slot : slot + 1] = [entry.end]
             slots[entry.key] = slot
-        used = max(used, len(until))
-    return slots, used
+        num_slots = max(num_slots, len(until))
+    return slots, num_slots
 
 
 def _direction(schedule: Schedule, sender: int, receiver: int, kind: str) -> str:
@@ -246,16 +229,14 @@ def _direction(schedule: Schedule, sender: int, receiver: int, kind: str) -> str
     )
 
 
-def _loops(
-    directions: Sequence[dict[str, set[tuple[int, int]]]], periods: Sequence[int]
-) -> Iterator[tuple[int, int, int]]:
+def _loops(arrivals: Arrivals, periods: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """(first tick, end, ticks per iteration) of loops in which ticks of one kind send one way.
 
     Each tick of a loop runs the collectives of its phase whether messages are there or not. Aligned
     tables send right in the first ticks of a period and left in the second ones, and nothing in
     those of updates; GPipe's right first, then left.
     """
-    sends = [{name for name, pairs in tick.items() if pairs} - {"from_self"} for tick in directions]
+    sends = [{name for name, pairs in tick.items() if pairs} - {"from_self"} for tick in arrivals]
 
     def union(sets: Sequence[set[str]]) -> set[str]:
         return set().union(*sets)
@@ -280,7 +261,7 @@ def _segment(
     unused: dict[str, int],
     codes: np.ndarray,
     branches: Sequence[Code],
-    directions: Sequence[dict[str, set[tuple[int, int]]]],
+    arrivals: Arrivals,
     start: int,
     stop: int,
     period: int,
@@ -288,30 +269,22 @@ def _segment(
     """One loop over the ticks from ``start`` to ``stop``; idle ticks fill the last iteration."""
     iterations = -(-(stop - start) // period)
     padding = ((0, iterations * period - (stop - start)), (0, 0))
-    shape = (iterations, period, codes.shape[1])
-    tables = {
-        name: np.pad(column[start:stop], padding, constant_values=unused.get(name, 0)).reshape(
-            shape
-        )
-        for name, column in table.items()
-    }
-    used = np.pad(codes[start:stop], padding, constant_values=-1).reshape(shape)
+
+    def by_phase(column: np.ndarray, idle: int) -> np.ndarray:
+        """[ticks, stages] to [iterations, phases, stages]."""
+        padded = np.pad(column[start:stop], padding, constant_values=idle)
+        return padded.reshape(iterations, period, -1)
+
+    tables = {name: by_phase(column, unused.get(name, 0)) for name, column in table.items()}
+    used = by_phase(codes, -1)
     phases = []
     for phase in range(period):
-        found = sorted(set(used[:, phase].ravel().tolist()) - {-1})
-        for i, code in enumerate(found):
-            tables["code"][:, phase][used[:, phase] == code] = i + 1
-        ticks = directions[start + phase : stop : period]
-        pairs = {
-            name: tuple(sorted(set().union(*(tick[name] for tick in ticks))))
-            for name in ("from_left", "from_right", "from_self")
-        }
-        phases.append(
-            Phase(
-                tuple(branches[i] for i in found),
-                pairs["from_left"],
-                pairs["from_right"],
-                bool(pairs["from_self"]),
-            )
+        numbers = sorted(set(used[:, phase].ravel().tolist()) - {-1})
+        for i, number in enumerate(numbers):
+            tables["code"][:, phase][used[:, phase] == number] = i + 1
+        ticks = arrivals[start + phase : stop : period]
+        right, left, stays = (
+            tuple(sorted(set().union(*(tick[name] for tick in ticks)))) for name in _ARRIVALS
         )
+        phases.append(Phase(tuple(branches[i] for i in numbers), right, left, bool(stays)))
     return Segment(tuple(phases), tables)

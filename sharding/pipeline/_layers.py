@@ -12,7 +12,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sharding.pipeline._ops import Place
 from sharding.pipeline._schedule import Schedule
 from sharding.placement._specs import with_axis
 
@@ -21,36 +20,28 @@ _REPLICATED = PartitionSpec()
 
 def even_counts(num_layers: int, num_virtual_stages: int) -> tuple[int, ...]:
     """Layers per virtual stage; the first ones have one more where they do not divide."""
-    each, more = divmod(num_layers, num_virtual_stages)
-    return tuple(each + (v < more) for v in range(num_virtual_stages))
+    fewest, more = divmod(num_layers, num_virtual_stages)
+    return tuple(fewest + (v < more) for v in range(num_virtual_stages))
 
 
 def owned_virtual_stages(schedule: Schedule) -> np.ndarray:
     """[stages, chunks]: the virtual stages whose parameters a stage holds: those of route 0."""
     places = {place: v for v, place in enumerate(schedule.routes[0])}
-    chunks = [sorted(p.chunk for p in places if p.stage == s) for s in range(schedule.num_stages)]
-    if len(set(map(len, chunks))) > 1:
+    held: list[list[int]] = [[] for _ in range(schedule.num_stages)]
+    for place in sorted(places):
+        held[place.stage].append(places[place])
+    if len(set(map(len, held))) > 1:
         raise ValueError(
             f"{schedule.name}: every stage must hold as many groups of layers as the others, got "
-            f"{list(map(len, chunks))}."
+            f"{list(map(len, held))}."
         )
-    return np.array(
-        [[places[Place(stage, chunk)] for chunk in held] for stage, held in enumerate(chunks)],
-        np.int32,
-    )
-
-
-def stage_rows(schedule: Schedule, counts: Sequence[int], axis: str) -> "StageRows":
-    """The rows of every stage, for layers per virtual stage and a mesh axis."""
-    return StageRows(axis, layer_of_row(owned_virtual_stages(schedule), counts))
+    return np.array(held, np.int32)
 
 
 def layer_of_row(virtual_stages: np.ndarray, counts: Sequence[int]) -> np.ndarray:
     """[stages, rows]: the layer of each row of a stage, -1 for padding.
 
-    Args:
-      virtual_stages: [stages, chunks], those of a stage.
-      counts: of the layers of every virtual stage.
+    ``virtual_stages`` are [stages, chunks]; ``counts`` are the layers of each of them.
     """
     size, starts = max(counts), np.concatenate([[0], np.cumsum(counts)])
     rows = [
@@ -66,17 +57,12 @@ class StageRows:
     Where all virtual stages have as many layers, arrays are in the order of the stages, and sharded
     over them along dim 0. Otherwise they are in the order of the model, so that no optimizer sees
     padding: stages pad their rows within the loss. If the stages divide the layers, arrays are
-    sharded along dim 0 all the same, and for a run of the schedule stages send each other the
-    layers that are elsewhere; if not, arrays are sharded along another dim, and an all-to-all sends
-    each stage its layers. Gradients take the way back.
-
-    Attributes:
-      axis: of the mesh.
-      layer: [stages, rows], the number of the layer; -1 for padding.
+    sharded along dim 0, and stages send each other the layers that are elsewhere; if not, along
+    another dim, and an all-to-all sends each stage its layers. Gradients take the way back.
     """
 
-    axis: str
-    layer: np.ndarray
+    axis: str  # of the mesh
+    layer: np.ndarray  # [stages, rows]: the number of the layer; -1 for padding
 
     @functools.cached_property
     def uneven(self) -> bool:
@@ -94,19 +80,18 @@ class StageRows:
         stages = len(self.layer)
         if len(self.order) % stages:
             return None
-        rows, own = np.argsort(self.layer.ravel(), kind="stable"), self.layer.copy()
-        held = len(self.order) // stages
+        own, held = self.layer.copy(), len(self.order) // stages
         for stage, layers in enumerate(own):
             layers[layers < 0] = stage * held  # padding, of which nothing is read
+        # Rows sorted by their layers: those of padding, then one of each layer.
+        rows = np.argsort(self.layer.ravel(), kind="stable")
         back = rows[-len(self.order) :].reshape(stages, held)
         return Moves.of(own, held), Moves.of(back, self.layer.shape[1])
 
     def dim(self, shape: Sequence[int], spec: PartitionSpec = _REPLICATED) -> int | None:
-        """The dim that stages shard; None if no dim but that of the layers divides.
+        """The dim of a stacked array that stages shard; None if they divide none that is free.
 
-        Args:
-          shape: of a stacked array.
-          spec: its spec on other mesh axes.
+        ``spec`` is that on other mesh axes.
         """
         if not self.uneven or self._moves is not None:
             return 0
@@ -118,7 +103,7 @@ class StageRows:
         return spec if dim is None else with_axis(spec, x.ndim, dim, self.axis)
 
     def sent(self, shape: Sequence[int]) -> tuple[float, float]:
-        """How many layers of an array a device sends, and of its gradient."""
+        """How many layers of an array a device sends, and how many of its gradient."""
         if not self.uneven:
             return 0.0, 0.0
         if self._moves is not None:
@@ -131,12 +116,7 @@ class StageRows:
     # Within a shard_map over the stages.
 
     def to_stage(self, x: jax.Array, shape: Sequence[int]) -> jax.Array:
-        """The rows of this stage, from its shard of an array; any layer is in padding.
-
-        Args:
-          x: the shard.
-          shape: of the array.
-        """
+        """The rows of this stage, from its shard of an array of a shape; padding has any layer."""
         if not self.uneven:
             return x
         with jax.named_scope("layers_to_stages"):
@@ -145,6 +125,7 @@ class StageRows:
             dim, rows = self.dim(shape), np.maximum(self.layer, 0)
             if dim is None:
                 return x[jnp.asarray(rows)[lax.axis_index(self.axis)]]
+            # [layers, ..., shard] to [stages * rows, ..., shard], of which a stage gets its rows.
             return lax.all_to_all(x[rows.ravel()], self.axis, 0, dim, tiled=True)
 
     def from_stage(self, x: jax.Array) -> jax.Array:
@@ -156,10 +137,10 @@ class StageRows:
                 return self._moves[1](x, self.axis)
             dim, rows = self.dim(x.shape), np.argsort(self.layer.ravel(), kind="stable")
             if dim is None:
-                x = lax.all_gather(x, self.axis, tiled=True)
+                x = lax.all_gather(x, self.axis, tiled=True)  # [stages * rows, ...]
             else:
-                x = lax.all_to_all(x, self.axis, dim, 0, tiled=True)
-            return x[rows[-len(self.order) :]]
+                x = lax.all_to_all(x, self.axis, dim, 0, tiled=True)  # a shard of dim
+            return x[rows[-len(self.order) :]]  # [layers, ...]: those of padding are the first
 
 
 def other_dim(shape: Sequence[int], num_stages: int, spec: PartitionSpec) -> int | None:
@@ -172,26 +153,22 @@ def other_dim(shape: Sequence[int], num_stages: int, spec: PartitionSpec) -> int
 
 
 class Moves(NamedTuple):
-    """Rows that stages take from each other, by permutes: one for each distance between stages.
+    """Rows that stages take from each other, by permutes: one for each distance between stages."""
 
-    Attributes:
-      sends: for each distance, the pairs of stages, and [stages, rows] which rows a stage sends.
-      take: [stages, rows], which of its own rows and then of those received a stage takes.
-    """
-
+    # For each distance, the pairs of stages, and [stages, rows] which rows a stage sends.
     sends: tuple[tuple[list[tuple[int, int]], np.ndarray], ...]
-    take: np.ndarray
+    take: np.ndarray  # [stages, rows]: which of its own rows, then of those received, a stage takes
 
     @staticmethod
     def of(source: np.ndarray, held: int) -> "Moves":
         """Moves to [stages, rows] of these numbers, of which each stage holds ``held`` in a row."""
         stages = len(source)
         home, take, sends, start = source // held, source % held, [], held
-        away = home - np.arange(stages)[:, None]
+        away = home - np.arange(stages)[:, None]  # [stages, rows]: how far its home is
         for distance in sorted({int(d) for d in away.ravel()} - {0}):
             receivers = [s for s in range(stages) if np.any(away[s] == distance)]
             most = max(int(np.sum(away[s] == distance)) for s in receivers)
-            rows = np.zeros((stages, most), np.int64)
+            rows = np.zeros((stages, most), np.int64)  # one shape: stages with fewer send row 0 too
             for s in receivers:
                 (there,) = np.nonzero(away[s] == distance)
                 rows[s + distance, : len(there)] = take[s, there]

@@ -10,17 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
-from sharding.pipeline._async_schedule import AsyncSchedule
-from sharding.pipeline._differentiable_loss import Model, loss, on_auto_axes
+from sharding.pipeline._differentiable_loss import loss
 from sharding.pipeline._layers import (
     StageRows,
     even_counts,
     join_numbered,
+    layer_of_row,
     map_layers,
+    owned_virtual_stages,
     reordered,
     split_numbered,
-    stage_rows,
 )
+from sharding.pipeline._model import Model, on_auto_axes
+from sharding.pipeline._operations import Op
 from sharding.pipeline._schedule import Schedule
 from sharding.placement._specs import AnyMesh, expand_specs, is_spec
 from sharding.step._gather_params import gather
@@ -35,17 +37,15 @@ class Pipeline:
     """Runs a model's layers as the stages of a pipeline, by any schedule, in one SPMD program.
 
     A loss is an embedding, layers of one kind, and a head. Each device of ``axis`` holds the layers
-    of its stage, and sends activations and their cotangents to its neighbours. The micro-batches of
-    a step follow ``schedule``. ``loss`` computes its gradients beside its value, so that forward
-    and backward passes may alternate; they equal those of the model on one device up to rounding. A
-    tick of the schedule takes as long as its slowest stage.
+    of its stage, and sends activations and their cotangents to its neighbours. ``loss`` computes
+    its gradients beside its value, so that forward and backward passes may alternate; they equal
+    those of the model on one device up to rounding.
 
     Parameters are those of the model with its layers stacked: under the key ``layers`` each array
-    is [layers, ...], sharded over ``axis`` along dim 0; everything else is *shared*: it is
-    replicated over ``axis``, and embedding and head may both use it (tied embeddings). Layers are
-    in the order of the stages; ``stack`` and ``unstack`` convert. An optimizer sees the model, if
-    it takes dim 0 of them as a stack of layers: ``optax_ext.flax_transformer()``, ``by_path`` with
-    ``last_two_dims(batch=(0,))``, ``lamb(stacked=...)``.
+    is [layers, ...], sharded over ``axis`` along dim 0; everything else is *shared*: replicated
+    over ``axis``, and used by embedding, head or both (tied embeddings). ``stack`` and ``unstack``
+    convert. Optimizers must take dim 0 of layers as a stack: ``optax_ext.flax_transformer()``,
+    ``by_path`` with ``last_two_dims(batch=(0,))``, ``lamb(stacked=...)``.
 
     With ``Zero`` over another mesh axis pass ``weighted=True``, and ``param_specs`` to
     ``zero.init``. Micro-batches belong here: each of ``train_step`` would flush the pipeline.
@@ -53,18 +53,16 @@ class Pipeline:
     Attributes:
       mesh: the device mesh; Auto and Explicit axes both work.
       schedule: the table, such as ``one_f_one_b(stages, microbatches)``.
-      num_layers: of the model. A sequence gives the layers of every virtual stage; a number divides
-        them evenly, and the first stages get one more where it does not divide. Then arrays are
-        in the order of the model, without padding, which would be in the means of optimizers: in a
-        step stages send each other the layers that they do not hold, and gradients back, and have
-        memory for the layers of the largest stage while the loss runs. Equal stages send nothing.
+      num_layers: of the model, divided evenly, the first stages with one more if need be; or those
+        of every virtual stage. Where stages have unequal numbers, arrays are in the order of the
+        model: in a step stages send each other the layers that they do not hold, and gradients
+        back, and have memory for those of the largest.
       embed: ``embed(shared, microbatch) -> x``, the activations that enter the first layer: an
         array, or a tree of arrays.
       block: ``block(layer, x, microbatch) -> x``, one layer.
       head: ``head(shared, x, microbatch) -> (sum, weight)``: the sum of the losses of a
-        micro-batch, and of their weights, which must not depend on the parameters. Backward passes
-        start here with 1; scale the sum of float16 models here, not outside. None of the three
-        may close over what is differentiated.
+        micro-batch, and of their weights, which must not depend on the parameters. Scale the sum of
+        float16 models here, not outside. None of the three may close over what is differentiated.
       axis: the mesh axis of the stages.
       layers: the key of the layers in the tree of parameters.
       numbered: the keys of the layers in an unstacked model, such as ``"block_{}"``; None if the
@@ -72,13 +70,12 @@ class Pipeline:
       rngs: whether ``embed``, ``block`` and ``head`` take a key as their last argument. Keys depend
         on micro-batch and layer alone, so that random masks do not depend on the schedule.
       has_aux: whether ``head`` returns ``((sum, weight), aux)``. Scalars of ``aux`` are averaged
-        over micro-batches, batch arrays concatenated. ``aux`` has no gradients: add losses to the
-        sum.
+        over micro-batches, batch arrays concatenated; it has no gradients.
       recompute: whether backward passes compute their layers again from the activations that a
         stage received. Otherwise forward passes store residuals.
       gather: at stage 3, ``"step"`` gathers the layers of a stage once per step, ``"tick"`` each
         layer where it runs: less memory, and traffic that grows with the micro-batches; it needs
-        ``recompute``, without which residuals would hold the gathered layers.
+        ``recompute``.
 
     Raises:
       ValueError: if the schedule does not fit the mesh axis or the layers.
@@ -142,7 +139,7 @@ class Pipeline:
             raise ValueError(
                 f"numbered must hold {{}} once, where the number is, got {self.numbered!r}."
             )
-        if isinstance(self.schedule, AsyncSchedule):
+        if np.any(self.schedule.op == Op.UPDATE):
             raise ValueError(
                 f"the schedule {self.schedule.name} updates parameters: use AsyncPipeline with it, "
                 "and a schedule such as one_f_one_b here."
@@ -154,19 +151,18 @@ class Pipeline:
             )
         self.schedule.check()
         virtual = self.schedule.num_virtual_stages
-        if isinstance(self.num_layers, int):
-            if self.num_layers < virtual:
-                raise ValueError(
-                    f"{self.num_layers} layers are fewer than the {virtual} virtual stages of "
-                    f"{self.schedule.name}."
-                )
-        else:
+        if not isinstance(self.num_layers, int):
             object.__setattr__(self, "num_layers", tuple(self.num_layers))
             if len(self.layer_counts) != virtual or min(self.layer_counts) < 1:
                 raise ValueError(
                     f"num_layers must name at least one layer for each of the {virtual} virtual "
                     f"stages of {self.schedule.name}, got {self.num_layers}."
                 )
+        elif self.num_layers < virtual:
+            raise ValueError(
+                f"{self.num_layers} layers are fewer than the {virtual} virtual stages of "
+                f"{self.schedule.name}."
+            )
         _ = self._model.training  # so that a bad schedule is rejected here
 
     # --- Layers and rows --------------------------------------------------------------------------
@@ -180,7 +176,8 @@ class Pipeline:
 
     @functools.cached_property
     def _rows(self) -> StageRows:
-        return stage_rows(self.schedule, self.layer_counts, self.axis)
+        held = owned_virtual_stages(self.schedule)
+        return StageRows(self.axis, layer_of_row(held, self.layer_counts))
 
     @functools.cached_property
     def _model(self) -> Model:
@@ -211,11 +208,11 @@ class Pipeline:
         Raises:
           ValueError: if there are no layers in it, or not as many as expected.
         """
-        total, found = sum(self.layer_counts), 0
+        total, any_array = sum(self.layer_counts), False
 
         def layers(x: Any) -> Any:
-            nonlocal found
-            found += 1
+            nonlocal any_array
+            any_array = True
             if not jnp.ndim(x) or x.shape[0] != total:
                 raise ValueError(
                     f"arrays under {self.layers!r} must have the {total} layers along dim 0, got "
@@ -226,7 +223,7 @@ class Pipeline:
         if self.numbered is not None:
             tree = join_numbered(tree, self.numbered, self.layers, total)
         tree = map_layers(tree, self.layers, functools.partial(jax.tree.map, layers))
-        if not found:
+        if not any_array:
             raise ValueError(
                 f"the tree has no key {self.layers!r} with stacked layers. If a model numbers its "
                 "layers, name their keys in numbered, such as 'block_{}'."
@@ -256,8 +253,7 @@ class Pipeline:
     def param_specs(self, params: Any, specs: Any = None) -> Any:
         """The partition spec of each stacked parameter, for ``zero.init(param_specs=...)``.
 
-        The stages shard dim 0 of layers, or, if they do not divide their number, the first other
-        dim that they divide.
+        Stages shard dim 0 of layers, or, if it does not divide, the first other dim that does.
 
         Args:
           params: stacked parameters, real or abstract.
@@ -284,10 +280,10 @@ class Pipeline:
     def _parts(self, params: Any) -> tuple[Any, Any]:
         """The stacked layers, and the shared parameters."""
         if not isinstance(params, Mapping) or self.layers not in params:
-            found = list(params) if isinstance(params, Mapping) else type(params).__name__
+            have = list(params) if isinstance(params, Mapping) else type(params).__name__
             raise ValueError(
                 f"parameters must be a mapping with the stacked layers under {self.layers!r}, got "
-                f"{found}."
+                f"{have}."
             )
         return params[self.layers], {k: v for k, v in params.items() if k != self.layers}
 

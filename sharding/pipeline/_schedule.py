@@ -2,14 +2,26 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from sharding.pipeline import _csv, _draw
-from sharding.pipeline._ops import Costs, Op, Place, Route, ScheduleError, Task, dependencies
-from sharding.pipeline._orders import Entry, table_from_orders
+from sharding.pipeline._csv import read_csv
+from sharding.pipeline._draw import Box, draw_boxes
+from sharding.pipeline._operations import (
+    LETTERS,
+    Costs,
+    Entry,
+    Op,
+    Place,
+    Route,
+    ScheduleError,
+    Task,
+    dependencies,
+)
+from sharding.pipeline._ticks import table_from_orders
 
 
 class Figures(NamedTuple):
@@ -18,14 +30,14 @@ class Figures(NamedTuple):
     Attributes:
       ticks: its length.
       busy: per stage, the number of ticks with an operation.
-      bubble: the fraction of the time in which a stage is idle, where operations take one unit each
-        and start as soon as their inputs are there (``event_time``).
+      bubble: the idle fraction of the time, where operations take one unit each and start as soon
+        as their inputs are there (``event_time``).
       live: per stage, the most activations stored at once, one for each micro-batch and chunk, from
-        the tick of the forward pass to that of the last operation that needs them.
+        the forward pass to the last operation that needs them.
       weight_copies: how many replicas of the layers the stages hold together.
-      messages: per stage, the number of activations and cotangents that it sends to other stages.
-      weight_versions: per stage, the most versions of its parameters stored at once: 1 but for
-        asynchronous pipelines.
+      messages: per stage, the activations and cotangents that it sends to other stages.
+      weight_versions: per stage, the most versions of its parameters stored at once; above 1 in
+        asynchronous pipelines alone.
     """
 
     ticks: int
@@ -42,10 +54,9 @@ class Schedule:
     """A table of what each stage of a pipeline runs in each tick.
 
     A *stage* is a device of the pipeline's mesh axis; a *virtual stage* is a group of consecutive
-    layers. With several chunks a stage runs several virtual stages. An operation may start in the
-    tick after those that it depends on: ``FORWARD`` on that of the virtual stage before,
-    ``BACKWARD`` on its own forward pass and on the backward pass of the virtual stage after,
-    ``WEIGHT`` on its own ``BACKWARD``.
+    layers, of which a stage runs one per chunk. An operation may start in the tick after those that
+    it depends on: ``FORWARD`` on that of the virtual stage before, ``BACKWARD`` on its own forward
+    pass and on the backward pass of the virtual stage after, ``WEIGHT`` on its own ``BACKWARD``.
 
     Attributes:
       name: of the family, such as ``"1f1b"``.
@@ -83,12 +94,15 @@ class Schedule:
                 "op, microbatch and chunk must be tables of one shape [ticks, stages], got "
                 f"{[table.shape for table in tables]}."
             )
-        for name, table in zip(("op", "microbatch", "chunk"), tables, strict=True):
-            table.setflags(write=False)
-            object.__setattr__(self, name, table)
         routes = tuple(tuple(Place(*place) for place in route) for route in self.routes)
+        self._set_tables(op=tables[0], microbatch=tables[1], chunk=tables[2])
         object.__setattr__(self, "routes", routes)
         object.__setattr__(self, "route_of", tuple(self.route_of))
+
+    def _set_tables(self, **tables: np.ndarray) -> None:
+        for name, table in tables.items():
+            table.setflags(write=False)
+            object.__setattr__(self, name, table)
 
     @property
     def num_ticks(self) -> int:
@@ -149,12 +163,12 @@ class Schedule:
                 raise ScheduleError(
                     f"{where}: micro-batch {microbatch} of {self.num_microbatches} does not exist."
                 )
-            found = self.virtual_stage_at.get((self.route_of[microbatch], Place(stage, chunk)))
-            if found is None:
+            v = self.virtual_stage_at.get((self.route_of[microbatch], Place(stage, chunk)))
+            if v is None:
                 raise ScheduleError(
                     f"{where}: chunk {chunk} does not run micro-batch {microbatch} on this stage."
                 )
-            yield tick, stage, Task(Op(op), microbatch, found)
+            yield tick, stage, Task(Op(op), microbatch, v)
 
     def check(self) -> Figures:
         """Verifies that a pipeline can run the table, and counts what it costs.
@@ -176,15 +190,14 @@ class Schedule:
         ops = [Op.FORWARD]
         if not self.forward_only:
             ops += [Op.BACKWARD, Op.WEIGHT] if self.splits_backward else [Op.BACKWARD]
-        for microbatch in range(self.num_microbatches):
-            for v in range(self.num_virtual_stages):
-                for op in ops:
-                    if Task(op, microbatch, v) not in done:
-                        stage = self.routes[self.route_of[microbatch]][v].stage
-                        raise ScheduleError(
-                            f"{self.name}: {Task(op, microbatch, v)} is missing: no tick of stage "
-                            f"{stage} has it, {self.num_ticks} ticks in all."
-                        )
+        sizes = range(self.num_microbatches), range(self.num_virtual_stages)
+        for microbatch, v, op in itertools.product(*sizes, ops):
+            if Task(op, microbatch, v) not in done:
+                stage = self.routes[self.route_of[microbatch]][v].stage
+                raise ScheduleError(
+                    f"{self.name}: {Task(op, microbatch, v)} is missing: no tick of stage {stage} "
+                    f"has it, {self.num_ticks} ticks in all."
+                )
         busy = np.sum(self.op != Op.IDLE, axis=0)
         return Figures(
             self.num_ticks,
@@ -213,9 +226,8 @@ class Schedule:
             )
         for route in self.routes:
             stages = [place.stage for place in route]
-            if len(route) != self.num_virtual_stages or not set(stages) <= set(
-                range(self.num_stages)
-            ):
+            known = set(stages) <= set(range(self.num_stages))
+            if len(route) != self.num_virtual_stages or not known:
                 raise ScheduleError(
                     f"{self.name}: every route must lead through {self.num_virtual_stages} virtual "
                     f"stages on stages below {self.num_stages}, got {route}."
@@ -242,22 +254,25 @@ class Schedule:
     def lockstep_time(self, costs: Costs | None = None) -> float:
         """The time of a step in which every tick takes as long as its slowest stage.
 
-        One SPMD program runs so: stages send activations at the end of each tick. That of
-        ``Pipeline`` runs both passes of the last virtual stage in the tick of its backward pass:
-        ``sharding.plan.lockstep_seconds`` has its time.
+        One SPMD program runs so: stages send activations at the end of each tick. ``Pipeline`` runs
+        both passes of the last virtual stage in one tick: ``sharding.plan.lockstep_seconds`` has
+        its time.
 
         Args:
           costs: of the operations. None: forward passes take 1 and full backward passes 2; where
             these are split, both halves take 1.
         """
-        costs = self._costs(costs)
+        return float(self._tick_times(self._costs(costs)).sum())
+
+    def _tick_times(self, costs: Costs) -> np.ndarray:
+        """[ticks]: the time of the slowest operation."""
         of = np.array([costs.of(op) for op in Op])
-        return float(of[self.op].max(axis=1).sum())
+        return of[self.op].max(axis=1)
 
     def event_time(self, costs: Costs | None = None) -> float:
-        """The time of a step in which each operation starts as soon as its inputs are there.
+        """The time of runtimes with a program per stage: operations start when inputs are there.
 
-        The time of runtimes with a program per stage; sending is free.
+        Sending is free.
 
         Args:
           costs: as in ``lockstep_time``.
@@ -266,12 +281,8 @@ class Schedule:
         end: dict[Task, float] = {}
         free = [0.0] * self.num_stages
         for _, stage, task in self.tasks():
-            start = max(
-                [
-                    free[stage],
-                    *(end[needed] for needed in dependencies(task, self.num_virtual_stages)),
-                ]
-            )
+            needed = dependencies(task, self.num_virtual_stages)
+            start = max([free[stage], *(end[other] for other in needed)])
             end[task] = free[stage] = start + costs.of(task.op)
         return max(free)
 
@@ -318,7 +329,11 @@ class Schedule:
         An entry is virtual stage, operation and micro-batch; ``I`` is the backward pass of the
         input alone, ``W`` that of the parameters.
         """
-        return _csv.to_csv(self)
+        letters = LETTERS | ({Op.BACKWARD: "I"} if self.splits_backward else {})
+        rows = [[""] * self.num_ticks for _ in range(self.num_stages)]
+        for tick, stage, (op, microbatch, v) in self.tasks():
+            rows[stage][tick] = f"{v}{letters[op]}{microbatch}"
+        return "".join(",".join(row) + "\n" for row in rows)
 
     @staticmethod
     def from_csv(text: str, name: str = "csv", *, retime: bool = False) -> "Schedule":
@@ -335,7 +350,7 @@ class Schedule:
           ScheduleError: if an entry cannot be read, naming its row and column, or the table does
             not pass ``check``.
         """
-        orders, table, routes, route_of = _csv.read(text, name)
+        orders, table, routes, route_of = read_csv(text, name)
         if retime:
             schedule = Schedule.from_orders(name, orders, routes, route_of)
         else:
@@ -360,7 +375,33 @@ class Schedule:
         Returns:
           The axes.
         """
-        return _draw.draw(self, ax, costs)
+        lengths = np.ones(self.num_ticks) if costs is None else self._tick_times(costs)
+        starts = np.concatenate([[0.0], np.cumsum(lengths)])
+        boxes = []
+        for tick, stage, (op, microbatch, _) in self.tasks():
+            lighter = 0.55 * int(self.chunk[tick, stage]) / max(1, self.num_chunks - 1)
+            length = lengths[tick] if costs is None else costs.of(op)
+            boxes.append(Box(stage, starts[tick], length, op, microbatch, lighter))
+        unit = "ticks" if costs is None else "time"
+        return draw_boxes(ax, boxes, (self.num_ticks, self.num_stages), starts[-1], unit, self.name)
 
     def __str__(self) -> str:
-        return _draw.as_text(self)
+        """A line of figures, then a row per stage: operation, micro-batch, letter of the chunk."""
+        figures = self.check()
+        head = (
+            f"{self.name}: {self.num_stages} stages, {self.num_microbatches} micro-batches, "
+            f"{figures.ticks} ticks, bubble {100 * figures.bubble:.1f} %"
+        )
+        live = " ".join(map(str, figures.live))
+        head += "" if self.forward_only else f", live activations {live}"
+        cells = [["."] * self.num_ticks for _ in range(self.num_stages)]
+        for tick, stage, (op, microbatch, _) in self.tasks():
+            chunk = chr(ord("a") + self.chunk[tick, stage]) if self.num_chunks > 1 else ""
+            cells[stage][tick] = f"{LETTERS[op]}{microbatch}{chunk}"
+        width = max(len(cell) for row in cells for cell in row)
+        digits = len(str(self.num_stages - 1))
+        rows = [
+            f"{stage:{digits}}  " + " ".join(f"{cell:{width}}" for cell in row)
+            for stage, row in enumerate(cells)
+        ]
+        return "\n".join([head, *(row.rstrip() for row in rows)])

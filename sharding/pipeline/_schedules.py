@@ -1,8 +1,11 @@
 """The families of schedules, each from the order of operations on every stage."""
 
-from sharding.pipeline._ops import Op, Place, Route, Task
-from sharding.pipeline._orders import Entry, list_schedule
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sharding.pipeline._operations import Entry, Op, Place, Route
 from sharding.pipeline._schedule import Schedule
+from sharding.pipeline._ticks import table_from_orders
 
 F, B, W = Op.FORWARD, Op.BACKWARD, Op.WEIGHT
 
@@ -13,6 +16,7 @@ def straight(stages: int) -> tuple[Route, ...]:
 
 
 def check_sizes(**sizes: int) -> None:
+    """Raises unless every number is at least 1."""
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}.")
@@ -42,8 +46,7 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
       Giant Neural Networks using Pipeline Parallelism, NeurIPS 2019, arXiv 1811.06965.
     """
     check_sizes(stages=stages, microbatches=microbatches)
-    every = range(microbatches)
-    order = [(F, m, 0) for m in every] + [(B, m, 0) for m in every]
+    order = [(op, m, 0) for op in (F, B) for m in range(microbatches)]
     return Schedule.from_orders("gpipe", [order] * stages, straight(stages), [0] * microbatches)
 
 
@@ -54,9 +57,9 @@ def one_f_one_b(stages: int, microbatches: int, *, aligned: bool = True) -> Sche
     micro-batches, whatever M is.
 
     In one SPMD program a tick takes as long as its slowest operation. The classic form runs forward
-    passes on some stages beside backward passes on others, and pays for the latter in both ticks.
+    passes on some stages beside backward passes on others, and pays for the latter in each tick.
     The aligned form keeps them apart: (M + S - 1) (F + B) in all, F and B the times of the two
-    passes, and at most min(2 (S - 1 - s) + 1, M) micro-batches are stored.
+    passes; it stores at most min(2 (S - 1 - s) + 1, M) micro-batches.
 
     Args:
       stages: devices along the pipeline's mesh axis.
@@ -185,13 +188,11 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
 def zb_v(stages: int, microbatches: int) -> Schedule:
     """A split backward pass, over layers in the shape of a V: a bubble at the start alone (ZB-V).
 
-    Each stage runs two groups of layers: virtual stages go down the stages and up again, s and
-    2S - 1 - s on stage s. The first stage then has embedding and head, and the backward pass of a
-    micro-batch starts where its forward pass ends. With M >= 2S - 2 the table has 6M + S - 1 ticks,
-    each of half a stage's layers, and bubble (S - 1) / (6M + S - 1); with fewer micro-batches it is
-    longer than that. A stage stores at most 2S chunks of activations until ``WEIGHT``, as many
-    layers as 1F1B stores on its first stage. In one SPMD program it pays where the three operations
-    take about the same time.
+    Virtual stages go down the stages and up again, s and 2S - 1 - s on stage s: the first stage has
+    embedding and head. With M >= 2S - 2 the table has 6M + S - 1 ticks, each of half a stage's
+    layers, and bubble (S - 1) / (6M + S - 1); with fewer micro-batches it is longer. A stage stores
+    at most 2S chunks of activations until ``WEIGHT``, as many layers as the first stage of 1F1B. In
+    one SPMD program it pays where the three operations take about the same time.
 
     Args:
       stages: devices along the pipeline's mesh axis.
@@ -273,9 +274,44 @@ def chimera(stages: int, microbatches: int) -> Schedule:
     up = tuple(Place(stages - 1 - v, 1) for v in range(stages))
     route_of = [int(m % stages >= stages // 2) for m in range(microbatches)]
 
-    def priority(task: Task) -> tuple[int, ...]:
-        m = task.microbatch
-        return m // stages, int(task.op == F), m % (stages // 2), m
+    def preference(entry: Entry) -> tuple[int, ...]:
+        """Groups of S micro-batches in order; backward passes first; both directions in turn."""
+        op, m, _ = entry
+        return m // stages, int(op == F), m % (stages // 2), m
 
-    op, microbatch, chunk = list_schedule((down, up), route_of, stages, priority)
-    return Schedule("chimera", op, microbatch, chunk, (down, up), tuple(route_of))
+    # A stage is in both routes: every micro-batch passes it once each way.
+    order = [(op, m, route_of[m]) for m in range(microbatches) for op in (F, B)]
+    orders = [sorted(order, key=preference)] * stages
+    op, m, chunk = table_from_orders("chimera", orders, (down, up), route_of, in_order=False)
+    return Schedule("chimera", op, m, chunk, (down, up), tuple(route_of))
+
+
+# --- By name --------------------------------------------------------------------------------------
+
+# Names of plans and of the command line: the constructor, and its options.
+SCHEDULES: Mapping[str, tuple[Callable[..., Schedule], Mapping[str, Any]]] = {
+    "gpipe": (gpipe, {}),
+    "1f1b": (one_f_one_b, {"aligned": False}),
+    "aligned": (one_f_one_b, {}),
+    "interleaved": (interleaved, {}),  # takes a number of chunks, too
+    "zb-h1": (zb_h1, {}),
+    "zb-v": (zb_v, {}),
+    "chimera": (chimera, {}),
+}
+
+
+def make_schedule(name: str, *sizes: int) -> Schedule:
+    """The schedule of a name, for stages, micro-batches, and chunks where it takes them."""
+    constructor, options = SCHEDULES[name]
+    return constructor(*sizes, **options)
+
+
+def schedule_call(name: str, *sizes: int) -> str:
+    """The call that makes it, as code.
+
+    >>> schedule_call("1f1b", 4, 8)
+    'one_f_one_b(4, 8, aligned=False)'
+    """
+    constructor, options = SCHEDULES[name]
+    arguments = [*map(str, sizes), *(f"{key}={value!r}" for key, value in options.items())]
+    return f"{constructor.__name__}({', '.join(arguments)})"

@@ -13,25 +13,16 @@ from sharding.collectives._sparse_rows import (
     RowOwners,
     SendList,
     SparseRows,
-    along_dim,
     break_even_rows,
     candidates_of_round,
     for_rounds,
     in_rounds,
     list_capacity,
-    rows_of_array,
-    rows_of_lookups,
 )
 from sharding.placement._specs import Axes
-from sharding.sync._dense import dense_mean, dense_mean_shard, dense_method
-from sharding.sync._interface import (
-    GradientSync,
-    Method,
-    RowMethod,
-    StepContext,
-    check_density,
-    leafwise,
-)
+from sharding.sync._dense import dense_mean, dense_mean_shard
+from sharding.sync._interface import GradientSync, check_density
+from sharding.sync._row_method import of_large_arrays, row_method
 
 
 def agsparse(density: float = 0.01, *, min_size: int = 4096) -> GradientSync:
@@ -57,38 +48,13 @@ def agsparse(density: float = 0.01, *, min_size: int = 4096) -> GradientSync:
     """
     check_density(density)
 
-    def all_reduce(
-        x: jax.Array, state: Any, axes: Axes, context: StepContext
-    ) -> tuple[jax.Array, Any]:
-        return _mean(rows_of_array(x), density, axes, None), state
+    def mean(rows: SparseRows, axes: Axes, dim: int | None) -> jax.Array:
+        return _gathered_mean(rows, density, axes, dim)
 
-    def reduce_scatter(
-        x: jax.Array, state: Any, axes: Axes, context: StepContext, dim: int
-    ) -> tuple[jax.Array, Any]:
-        return along_dim(x, dim, lambda x, dim: _mean(rows_of_array(x), density, axes, dim)), state
-
-    def reduce_rows(
-        ids: jax.Array, rows: jax.Array, num_rows: int, axes: Axes, dim: int
-    ) -> jax.Array:
-        def mean(rows: jax.Array, dim: int | None) -> jax.Array:
-            return _mean(rows_of_lookups(ids, num_rows, rows), density, axes, dim)
-
-        return along_dim(rows, dim, mean) if dim else mean(rows, None)
-
-    method = Method(
-        lambda x: (),
-        all_reduce,
-        reduce_scatter,
-        is_linear=True,
-        rows=RowMethod(reduce_rows, density),
-    )
-    small = dense_method()
-    return leafwise(
-        lambda path, x: method if len(x.shape) > 1 and math.prod(x.shape) >= min_size else small
-    )
+    return of_large_arrays(row_method(mean, density), min_size)
 
 
-def _mean(rows: SparseRows, density: float, axes: Axes, dim: int | None) -> jax.Array:
+def _gathered_mean(rows: SparseRows, density: float, axes: Axes, dim: int | None) -> jax.Array:
     """The mean, or this device's shard of it along dim 0 or 1."""
     num, (num_rows, *_) = lax.axis_size(axes), rows.shape
     owners = RowOwners(num_rows, 1)  # one list for all devices

@@ -15,10 +15,9 @@ class SyncedState(NamedTuple):
 
     Attributes:
       inner_state: the state of the transformation.
-      sync_state: the state of the sync. The first dim of each array is that of the devices between
-        which gradients are synchronized, the second that of the shards of a replica (1 without
-        replicas). On a mesh with other axes the third is that of their devices: each synchronizes
-        the blocks of parameters that it has.
+      sync_state: the state of the sync, [devices, shards of a replica, ...]: the devices between
+        which gradients are synchronized, and 1 shard without replicas. On a mesh with other axes
+        dim 2 is that of their devices: each synchronizes the blocks of parameters that it has.
     """
 
     inner_state: optax.OptState
@@ -79,16 +78,11 @@ def resize(state: Any, num_devices: int) -> Any:
     """The state of a gradient sync for another number of devices.
 
     Every device starts with the mean of the residuals, so that what is sent later stays the same on
-    average. For ``sync_state``, or any tree whose arrays have a first dim of devices; runs inside
-    ``jit`` too.
+    average; integers are those of the first device. Runs inside ``jit`` too.
 
     Args:
-      state: a tree of arrays.
+      state: ``sync_state``, or any tree whose arrays have a first dim of devices.
       num_devices: the new number of devices.
-
-    Returns:
-      The tree, its arrays with a first dim of ``num_devices``. Integers are those of the first
-      device.
     """
 
     def resize_array(x: Any) -> jax.Array:

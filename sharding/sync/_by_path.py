@@ -47,8 +47,8 @@ def by_path(
 
     def sync_of(path: str) -> int:
         """The index in ``syncs``."""
-        found = (i for i, pattern in enumerate(rules) if re.search(pattern, plain_path(path)))
-        return next(found, len(rules))
+        matches = (i for i, pattern in enumerate(rules) if re.search(pattern, plain_path(path)))
+        return next(matches, len(rules))
 
     def split(flat: list[tuple[str, Any]]) -> list[dict[str, Any]]:
         """The leaves of each sync, by path."""
@@ -62,10 +62,12 @@ def by_path(
         groups = split(flat)
         for pattern, group in zip(rules, groups[:-1], strict=True):
             if not group:
+                paths = [path for path, _ in flat]
+                more = f" and {len(paths) - 8} more" if len(paths) > 8 else ""
                 raise ValueError(
                     f"by_path: pattern {pattern!r} is the first match of no path. Remove it, "
                     "correct it, or move it before the others; the paths are "
-                    f"{_listed([path for path, _ in flat])}."
+                    f"{', '.join(map(repr, paths[:8]))}{more}."
                 )
         return tuple(sync.init(group) for sync, group in zip(syncs, groups, strict=True))
 
@@ -86,9 +88,3 @@ def by_path(
         return rows_of(path, x) if rows_of else None
 
     return with_all_reduce(init, reduce_scatter, rows)
-
-
-def _listed(paths: list[str], most: int = 8) -> str:
-    """Paths as text, at most some of them."""
-    text = ", ".join(map(repr, paths[:most]))
-    return text + (f" and {len(paths) - most} more" if len(paths) > most else "")

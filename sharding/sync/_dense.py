@@ -9,7 +9,7 @@ from jax import lax
 from sharding.collectives._dtypes import to_sum_dtype
 from sharding.collectives._reduce_scatter import psum_scatter_auto
 from sharding.placement._specs import Axes
-from sharding.sync._interface import GradientSync, Method, StepContext, leafwise
+from sharding.sync._interface import GradientSync, Method, StepContext, leafwise, stateless
 
 
 def dense(dtype: Any = None) -> GradientSync:
@@ -45,19 +45,12 @@ def dense(dtype: Any = None) -> GradientSync:
 def dense_method(dtype: Any = None) -> Method:
     """``dense`` for one array."""
 
-    def all_reduce(
-        x: jax.Array, state: Any, axes: Axes, context: StepContext
-    ) -> tuple[jax.Array, Any]:
+    def mean(x: jax.Array, axes: Axes, context: StepContext, dim: int) -> jax.Array:
         del context
-        return dense_mean(x.astype(dtype or x.dtype), axes), state
+        x = x.astype(dtype or x.dtype)
+        return dense_mean_shard(x, axes, dim) if dim else dense_mean(x, axes)
 
-    def reduce_scatter(
-        x: jax.Array, state: Any, axes: Axes, context: StepContext, dim: int
-    ) -> tuple[jax.Array, Any]:
-        del context
-        return dense_mean_shard(x.astype(dtype or x.dtype), axes, dim), state
-
-    return Method(lambda x: (), all_reduce, reduce_scatter, is_linear=True)
+    return stateless(mean, is_linear=True)
 
 
 def dense_mean(x: jax.Array, axes: Axes) -> jax.Array:

@@ -16,16 +16,14 @@ class GradientSync(NamedTuple):
     """How the gradients of several devices become their mean; used inside a ``shard_map``.
 
     Attributes:
-      init: ``init(params) -> state``, the state of one device. Parameters are real or abstract;
-        only their paths, shapes and dtypes matter.
+      init: ``init(params) -> state``, the state of one device, from real or abstract parameters.
       all_reduce: ``all_reduce(grads, state, axis) -> (mean, state)``. ``grads`` is a tree like
         ``params``, with None for gradients that are not synchronized; ``axis`` is a mesh axis, or a
         tuple of them.
       reduce_scatter: ``reduce_scatter(grads, state, axis, dims) -> (shards, state)``: this device's
         shard of each mean along a dim, counted from the end; 0 for the full mean.
       rows: ``rows(path, array) -> RowMethod``, how the gradient of a table is synchronized by
-        looked-up rows; None if the full gradient is needed. The field is None if that holds for
-        all arrays.
+        looked-up rows; None if the full gradient is needed. None as a field: for all arrays.
     """
 
     init: Callable[[Any], Any]
@@ -49,45 +47,22 @@ class RowMethod(NamedTuple):
 
 
 class Method(NamedTuple):
-    """How one array is synchronized.
+    """How one array is synchronized."""
 
-    Attributes:
-      init: ``init(x) -> state``, the state of one device for a real or abstract array.
-      all_reduce: ``all_reduce(x, state, axes, context) -> (mean, state)``.
-      reduce_scatter: ``reduce_scatter(x, state, axes, context, dim) -> (shard, state)``; None to
-        slice the shard from the full mean.
-      is_linear: whether infinities and NaN propagate to the mean by themselves.
-      counts_steps: whether the method reads the step in its ``context``.
-      rows: how it synchronizes looked-up rows; None if it does not.
-    """
-
-    init: Callable[[Any], Any]
-    all_reduce: Callable[..., tuple[jax.Array, Any]]
-    reduce_scatter: Callable[..., tuple[jax.Array, Any]] | None = None
-    is_linear: bool = False
-    counts_steps: bool = False
-    rows: RowMethod | None = None
-
-    def reduce(
-        self, x: jax.Array, state: Any, axes: Axes, context: "StepContext", dim: int
-    ) -> tuple[jax.Array, Any]:
-        """The mean, or this device's shard of it along a dim, counted from the end; 0 for none."""
-        if dim and self.reduce_scatter is not None:
-            return self.reduce_scatter(x, state, axes, context, dim)
-        x, state = self.all_reduce(x, state, axes, context)
-        return (own_shard(x, axes, dim) if dim else x), state
+    init: Callable[[Any], Any]  # init(x) -> the state of one device, for a real or abstract array
+    # reduce(x, state, axes, context, dim) -> (mean, state), or this device's shard of it along
+    # a dim, counted from the end; 0 for the full mean.
+    reduce: Callable[..., tuple[jax.Array, Any]]
+    is_linear: bool = False  # whether infinities and NaN propagate to the mean by themselves
+    counts_steps: bool = False  # whether the method reads the step in its context
+    rows: RowMethod | None = None  # how it synchronizes looked-up rows; None if it does not
 
 
 class StepContext(NamedTuple):
-    """What random keys and schedules depend on; the same on all devices.
+    """What random keys and schedules depend on; the same on all devices."""
 
-    Attributes:
-      step: how many syncs there were before; None if no method counts steps.
-      path_hash: distinguishes arrays by their paths.
-    """
-
-    step: Any
-    path_hash: int
+    step: Any  # how many syncs there were before; None if no method counts steps
+    path_hash: int  # distinguishes arrays by their paths
 
     def key(self, seed: int) -> jax.Array:
         """A random key for this step and array."""
@@ -176,8 +151,8 @@ def _any_nonfinite(grads: list[jax.Array], axes: Axes) -> jax.Array:
     """Whether any device's gradient is not finite, (arrays,) bool."""
     if not grads:
         return jnp.zeros(0, bool)
-    found = jnp.stack([~jnp.all(jnp.isfinite(g)) for g in grads])
-    return lax.pmax(found.astype(jnp.int32), axes) > 0
+    flags = jnp.stack([~jnp.all(jnp.isfinite(g)) for g in grads])
+    return lax.pmax(flags.astype(jnp.int32), axes) > 0
 
 
 # --- For methods ----------------------------------------------------------------------------------
@@ -202,6 +177,29 @@ def check_axes(axis: Axis) -> Axes:
     return axes
 
 
+def stateless(mean: Callable[..., jax.Array], **options: Any) -> Method:
+    """The method of ``mean(x, axes, context, dim)``: dim 0 for the full mean; see ``Method``."""
+
+    def reduce(x: jax.Array, state: Any, *args: Any) -> tuple[jax.Array, Any]:
+        return mean(x, *args), state
+
+    return Method(lambda x: (), reduce, **options)
+
+
+def sliced(
+    all_reduce: Callable[[jax.Array, Any, Axes, StepContext], tuple[jax.Array, Any]],
+) -> Callable[..., tuple[jax.Array, Any]]:
+    """The ``reduce`` of a method that slices shards from the full mean."""
+
+    def reduce(
+        x: jax.Array, state: Any, axes: Axes, context: StepContext, dim: int
+    ) -> tuple[jax.Array, Any]:
+        mean, state = all_reduce(x, state, axes, context)
+        return (own_shard(mean, axes, dim) if dim else mean), state
+
+    return reduce
+
+
 def check_density(density: float, name: str = "density") -> None:
     """Raises unless the density is in (0, 1]."""
     if not 0 < density <= 1:
@@ -213,7 +211,7 @@ def from_step(start: int, method: Method, before: Method) -> Method:
     if not start:
         return method
 
-    def reduce(x: jax.Array, state: Any, axes: Axes, context: StepContext, dim: int = 0) -> Any:
+    def reduce(x: jax.Array, state: Any, axes: Axes, context: StepContext, dim: int) -> Any:
         def run_before(x: jax.Array, state: Any) -> Any:
             return before.reduce(x, (), axes, context, dim)[0], state
 
@@ -222,7 +220,7 @@ def from_step(start: int, method: Method, before: Method) -> Method:
 
         return lax.cond(context.step >= start, run_method, run_before, x, state)
 
-    return Method(method.init, reduce, reduce, method.is_linear, counts_steps=True)
+    return Method(method.init, reduce, method.is_linear, counts_steps=True)
 
 
 def path_hash(path: str) -> int:

@@ -1,7 +1,6 @@
 """Wire bytes of sparse sync methods in closed form, and the method that sends least."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -40,8 +39,6 @@ class Sparsity:
       width: elements of a row.
       densities: number of devices -> the fraction of rows that are nonzero in the sum over so many,
         for 1, 2, 4, ... and all devices, averaged over groups.
-      overlap: of two neighbouring devices, the rows that both have over those of the device with
-        fewer; the mean over neighbours.
       skewness: of the rows in as many contiguous ranges as there are devices, the fullest range
         over the mean: for one device, and for the sum.
       block_densities: as ``densities``, for one device and for the sum, of blocks of 256 elements.
@@ -51,15 +48,13 @@ class Sparsity:
       >>> from sharding.sync import Sparsity
       >>> rng = np.random.default_rng(0)
       >>> tokens = [np.minimum(rng.zipf(1.2, 4096), 2**20) - 1 for _ in range(16)]
-      >>> found = Sparsity.measure(tokens, rows=2**20, width=256)
-      >>> found.choose().name
+      >>> Sparsity.measure(tokens, rows=2**20, width=256).choose().name
       'zen'
     """
 
     rows: int
     width: int
     densities: dict[int, float]
-    overlap: float
     skewness: tuple[float, float]
     block_densities: tuple[float, float]
 
@@ -70,7 +65,7 @@ class Sparsity:
 
     @classmethod
     def measure(cls, ids: Sequence[Any], rows: int, width: int) -> "Sparsity":
-        """The sparsity of arrays, from the nonzero rows of each device.
+        """Measures the nonzero rows of each device.
 
         Args:
           ids: for each device its nonzero rows, such as its tokens; they may repeat.
@@ -97,11 +92,6 @@ class Sparsity:
             counts = [np.unique(np.concatenate(group)).size for group in groups]
             densities[size] = float(np.mean(counts)) / rows
 
-        overlaps = [
-            np.intersect1d(a, b, assume_unique=True).size / min(a.size, b.size)
-            for a, b in itertools.pairwise(sets)
-            if a.size and b.size
-        ]
         skewness_of_one = float(np.mean([_skewness(x, rows, num) for x in sets]))
 
         # The same fractions of OmniReduce's blocks, which hold several rows.
@@ -112,7 +102,6 @@ class Sparsity:
             rows,
             width,
             densities,
-            float(np.mean(overlaps)) if overlaps else 0.0,
             (skewness_of_one, _skewness(union, rows, num)),
             (float(np.mean(block_counts[:-1])) / num_blocks, block_counts[-1] / num_blocks),
         )

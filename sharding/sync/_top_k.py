@@ -18,6 +18,7 @@ from sharding.sync._interface import (
     StepContext,
     check_density,
     leafwise,
+    sliced,
 )
 
 _FEEDBACKS = ("error", "ef21", None)
@@ -53,8 +54,7 @@ def top_k(
     Wire bytes per device: an all-gather of k values and indices, (n - 1) k times 8. State per
     device: a residual as large as the gradients, with ``momentum`` or ``"ef21"`` two such arrays.
 
-    An array of more than 2^31 - 1 elements is split into equal sections that int32 can index, and
-    each section sends its own largest elements.
+    Each equal section of an array of more than 2^31 - 1 elements sends its own largest ones.
 
     Args:
       density: the fraction of an array's elements that is sent, above 0, at most 1. Or a schedule,
@@ -84,26 +84,10 @@ def top_k(
       and Practically Faster Error Feedback, NeurIPS 2021, arXiv 2106.05203.
     """
     schedule = dict(sorted(density.items())) if isinstance(density, Mapping) else {0: density}
-    _check_top_k(schedule, feedback, momentum, nesterov, clip_norm)
-    top = _TopK(schedule, feedback, momentum, nesterov, clip_norm, approximate)
-    method = Method(top.init, top.all_reduce, counts_steps=len(schedule) > 1)
-    small = dense_method()
-    if momentum is not None:
-        small = Method(lambda x: {"momentum": _zeros(x)}, top.all_reduce_small)
-    return leafwise(lambda path, x: method if x.size >= min_size else small)
-
-
-def _check_top_k(
-    schedule: Mapping[int, float],
-    feedback: str | None,
-    momentum: float | None,
-    nesterov: bool,
-    clip_norm: float | None,
-) -> None:
-    for density in schedule.values():
-        check_density(density)
+    for fraction in schedule.values():
+        check_density(fraction)
     if 0 not in schedule:
-        raise ValueError(f"density must have an entry for step 0, got {dict(schedule)}.")
+        raise ValueError(f"density must have an entry for step 0, got {schedule}.")
     if feedback not in _FEEDBACKS:
         raise ValueError(f"feedback must be 'error', 'ef21' or None, got {feedback!r}.")
     if momentum is not None and feedback != "error":
@@ -114,6 +98,12 @@ def _check_top_k(
         raise ValueError("nesterov needs momentum, such as momentum=0.9, got None.")
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm must be positive, got {clip_norm!r}.")
+    top = _TopK(schedule, feedback, momentum, nesterov, clip_norm, approximate)
+    method = Method(top.init, sliced(top.all_reduce), counts_steps=len(schedule) > 1)
+    small = dense_method()
+    if momentum is not None:
+        small = Method(lambda x: {"momentum": _zeros(x)}, sliced(top.all_reduce_small))
+    return leafwise(lambda path, x: method if x.size >= min_size else small)
 
 
 class _TopK(NamedTuple):

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,52 +12,37 @@ from jax import lax
 from sharding.collectives._all_gather import all_gather_concat
 from sharding.collectives._dtypes import sum_dtype
 from sharding.collectives._permutation import Permutation
-from sharding.collectives._reduce_scatter import own_shard
 from sharding.collectives._sparse_rows import (
     RowOwners,
     SendList,
     SparseRows,
-    along_dim,
     break_even_rows,
     candidates_of_round,
     for_rounds,
     in_rounds,
     list_capacity,
-    rows_of_array,
-    rows_of_lookups,
 )
 from sharding.placement._specs import Axes
-from sharding.sync._dense import dense_mean, dense_mean_shard, dense_method
-from sharding.sync._interface import (
-    GradientSync,
-    Method,
-    RowMethod,
-    StepContext,
-    check_density,
-    leafwise,
-)
-
-# Elements that int32 can number, less some for the empty slots of the last owners.
-_MAX_ELEMENTS = 2**31 - 2**20
+from sharding.sync._dense import dense_mean, dense_mean_shard
+from sharding.sync._interface import GradientSync, check_density
+from sharding.sync._row_method import of_large_arrays, row_method
 
 
 def zen(
     density: float = 0.01,
     *,
     union_density: float | None = None,
-    granularity: str = "row",
     min_size: int = 4096,
     seed: int = 0,
 ) -> GradientSync:
     r"""Sends each nonzero row to the device that owns it, and the nonzero sums back to all.
 
-    The scheme of ZEN. A hash that all devices share distributes rows evenly over owners (*push*).
-    Owners add them up and send all devices the nonzero sums, with one bit per row that flags these
-    (*pull*). The hash is a permutation: owner and slot of a row are arithmetic, no two rows share a
-    slot, and no index is reserved for empty slots. How much is sent is fixed when a program is
-    compiled, from the expected density. Devices with more rows for one owner send them in 2 or 4
-    rounds. If these do not suffice, or would not send less, the full gradient is sent. All devices
-    take the same branch, that of the largest count.
+    A hash that all devices share distributes rows evenly over owners (*push*). Owners add them up
+    and send all devices the nonzero sums, with one bit per row that flags these (*pull*). The hash
+    is a permutation: owner and slot of a row are arithmetic, and no two rows share a slot. How much
+    is sent is fixed when a program is compiled, from the expected density. Devices with more rows
+    for one owner send them in 2 or 4 rounds. If these do not suffice, or would not send less, all
+    devices send the full gradient.
 
     A reduce-scatter (ZeRO) needs no pull. If rows are sharded, each device owns those of its shard,
     unpermuted; if another dim is sharded, each device receives its shard of every row.
@@ -70,18 +55,15 @@ def zen(
       \underbrace{d V (4 D + 4)}_{\text{push}} +
       \underbrace{d_n V \, 4 D + V / 8}_{\text{pull}}
 
-    and a margin for the chance in a hash: :math:`\sqrt{2 \ln 100 n^2}` standard deviations of the
-    number of rows that a device has for an owner. The longest of all these lists exceeds it in one
-    step of 100.
+    and a margin for the chance in a hash, :math:`\sqrt{2 \ln 100 n^2}` standard deviations of the
+    rows that a device has for an owner: the longest list exceeds it in one step of 100.
 
     Args:
       density: the fraction of rows that are nonzero on one device: for an embedding, the distinct
         tokens of a batch over the vocabulary.
       union_density: the same of the sum over devices; None for ``density`` times the number of
         devices, at most 1, which is exact if no row is nonzero on two devices.
-      granularity: ``"row"``: along the first dim. ``"element"``: every number by itself, as after a
-        top-k.
-      min_size: smaller arrays are sent in full; for rows, arrays of one dim too.
+      min_size: smaller arrays, and arrays of one dim, are sent in full.
       seed: of the hash.
 
     Returns:
@@ -89,8 +71,7 @@ def zen(
       values that are not finite stay in their rows.
 
     Raises:
-      ValueError: if a density is not above 0 and at most 1, or the granularity is unknown; in
-        ``init``: if granularity is ``"element"`` and an array has 2^31 elements or more.
+      ValueError: if a density is not above 0 and at most 1.
 
     Example:
       >>> from sharding import sync
@@ -103,109 +84,56 @@ def zen(
     check_density(density)
     if union_density is not None:
         check_density(union_density, "union_density")
-    if granularity not in ("row", "element"):
-        raise ValueError(f"granularity must be 'row' or 'element', got {granularity!r}.")
-    by_row = granularity == "row"
-    scheme = _Scheme(density, union_density, seed)
 
-    def all_reduce(
-        x: jax.Array, state: Any, axes: Axes, context: StepContext
-    ) -> tuple[jax.Array, Any]:
-        rows = x.reshape(x.shape[0] if by_row else x.size, -1)
-        return scheme.mean(rows_of_array(rows), axes).reshape(x.shape), state
+    def mean(rows: SparseRows, axes: Axes, dim: int | None) -> jax.Array:
+        own_density = min(density, rows.max_rows / rows.shape[0])
+        if dim is not None:
+            return _pushed_shard(rows, axes, dim, own_density)
+        sum_density = union_density
+        if sum_density is None:
+            sum_density = min(1.0, lax.axis_size(axes) * own_density)
+        return _pushed_and_pulled(rows, axes, own_density, sum_density, seed)
 
-    def reduce_scatter(
-        x: jax.Array, state: Any, axes: Axes, context: StepContext, dim: int
-    ) -> tuple[jax.Array, Any]:
-        if not by_row:
-            mean, state = all_reduce(x, state, axes, context)
-            return own_shard(mean, axes, dim), state
-        shard_of = lambda x, dim: scheme.mean_shard(rows_of_array(x), axes, dim)  # noqa: E731
-        return along_dim(x, dim, shard_of), state
-
-    def reduce_rows(
-        ids: jax.Array, rows: jax.Array, num_rows: int, axes: Axes, dim: int
-    ) -> jax.Array:
-        if not dim:
-            return scheme.mean(rows_of_lookups(ids, num_rows, rows), axes)
-        return along_dim(
-            rows,
-            dim,
-            lambda rows, dim: scheme.mean_shard(rows_of_lookups(ids, num_rows, rows), axes, dim),
-        )
-
-    row_method = RowMethod(reduce_rows, density) if by_row else None
-    method = Method(lambda x: (), all_reduce, reduce_scatter, is_linear=True, rows=row_method)
-    small = dense_method()
-
-    def choose(path: str, x: Any) -> Method:
-        size = math.prod(x.shape)
-        if not by_row and size > _MAX_ELEMENTS:
-            raise ValueError(
-                f"zen with granularity='element' numbers elements in int32, up to "
-                f"{_MAX_ELEMENTS:,}; {path!r} of shape {tuple(x.shape)} has {size:,}. Use "
-                "granularity='row' for it (sync.by_path), or make one parameter of each layer."
-            )
-        has_rows = not by_row or len(x.shape) > 1
-        return method if has_rows and size >= min_size else small
-
-    return leafwise(choose)
+    method = row_method(mean, density, flat=True)
+    return of_large_arrays(method, min_size)
 
 
-class _Scheme(NamedTuple):
-    """Push and pull, sized for the expected densities.
+def _pushed_and_pulled(
+    rows: SparseRows, axes: Axes, density: float, union_density: float, seed: int
+) -> jax.Array:
+    """The full mean: push to permuted owners, then pull."""
+    num, num_rows = lax.axis_size(axes), rows.shape[0]
+    owners = RowOwners(num_rows, num, Permutation(num_rows, seed))
+    capacity = list_capacity(density, owners.num_slots, num**2)
+    pull_capacity = list_capacity(union_density, owners.num_slots, num)
 
-    Attributes:
-      density: of one device's rows.
-      union_density: of the sum over devices; None for the largest it can be.
-      seed: of the permutation.
-    """
+    def send(send_list: SendList, num_rounds: int) -> jax.Array:
+        total, touched = _push(send_list, owners, capacity, num_rounds, axes)
+        return _pull((total / num).astype(rows.dtype), touched, owners, pull_capacity, axes)
 
-    density: float
-    union_density: float | None
-    seed: int
+    def send_dense() -> jax.Array:
+        return dense_mean(rows.dense(), axes).astype(rows.dtype)
 
-    def mean(self, rows: SparseRows, axes: Axes) -> jax.Array:
-        """The full mean: push to permuted owners, then pull."""
-        num, num_rows = lax.axis_size(axes), rows.shape[0]
-        owners = RowOwners(num_rows, num, Permutation(num_rows, self.seed))
-        density = self._density_of(rows)
-        union_density = self.union_density
-        if union_density is None:
-            union_density = min(1.0, num * density)
-        capacity = list_capacity(density, owners.num_slots, num**2)
-        pull_capacity = list_capacity(union_density, owners.num_slots, num)
+    return _send_rows(rows, owners, capacity, axes, send, send_dense, num_indices=1)
 
-        def send(send_list: SendList, num_rounds: int) -> jax.Array:
-            total, touched = _push(send_list, owners, capacity, num_rounds, axes)
-            return _pull((total / num).astype(rows.dtype), touched, owners, pull_capacity, axes)
 
-        def send_dense() -> jax.Array:
-            return dense_mean(rows.dense(), axes).astype(rows.dtype)
+def _pushed_shard(rows: SparseRows, axes: Axes, dim: int, density: float) -> jax.Array:
+    """This device's shard of the mean along dim 0 or 1: a push alone."""
+    num = lax.axis_size(axes)
+    # Sharded rows have their shard's owner; otherwise one list goes to all devices.
+    owners = RowOwners(rows.shape[0], 1 if dim else num)
+    capacity = list_capacity(density, owners.num_slots, num * owners.num_owners)
 
-        return _send_rows(rows, owners, capacity, axes, send, send_dense, num_indices=1)
+    def send(send_list: SendList, num_rounds: int) -> jax.Array:
+        if dim:
+            return _push_columns(send_list, rows.shape, capacity, num_rounds, axes) / num
+        return _push(send_list, owners, capacity, num_rounds, axes)[0] / num
 
-    def mean_shard(self, rows: SparseRows, axes: Axes, dim: int) -> jax.Array:
-        """This device's shard of the mean along dim 0 or 1: a push alone."""
-        num = lax.axis_size(axes)
-        # Sharded rows have their shard's owner; otherwise one list goes to all devices.
-        owners = RowOwners(rows.shape[0], 1 if dim else num)
-        num_lists = num * owners.num_owners
-        capacity = list_capacity(self._density_of(rows), owners.num_slots, num_lists)
+    def send_dense() -> jax.Array:
+        return dense_mean_shard(rows.dense(), axes, dim)
 
-        def send(send_list: SendList, num_rounds: int) -> jax.Array:
-            if dim:
-                return _push_columns(send_list, rows.shape, capacity, num_rounds, axes) / num
-            return _push(send_list, owners, capacity, num_rounds, axes)[0] / num
-
-        def send_dense() -> jax.Array:
-            return dense_mean_shard(rows.dense(), axes, dim)
-
-        num_indices = num if dim else 1
-        return _send_rows(rows, owners, capacity, axes, send, send_dense, num_indices)
-
-    def _density_of(self, rows: SparseRows) -> float:
-        return min(self.density, rows.max_rows / rows.shape[0])
+    num_indices = num if dim else 1
+    return _send_rows(rows, owners, capacity, axes, send, send_dense, num_indices)
 
 
 def _send_rows(
@@ -273,33 +201,24 @@ def _pull(
 ) -> jax.Array:
     """Gathers the sums from their owners, (rows, ...) in the order of the array.
 
-    Args:
-      total: (slots, ...), the sums that this device owns.
-      touched: (slots,), which of them are nonzero.
-      owners: where rows are.
-      capacity: how many sums an owner can send as rows; with more, all owners send all slots.
-      axes: the mesh axes of the owners.
+    This device owns ``total`` (slots, ...), of which those ``touched`` (slots,) are nonzero. An
+    owner with more than ``capacity`` of them makes all owners send all slots.
     """
     slot_of_row = owners.slot_of(jnp.arange(owners.num_rows, dtype=jnp.int32))  # (rows,)
-
-    def rows_alone(total: jax.Array, touched: jax.Array) -> jax.Array:
-        return _pull_rows(total, touched, slot_of_row, capacity, axes)
-
-    def all_slots(total: jax.Array, touched: jax.Array) -> jax.Array:
-        del touched
-        return _pull_all_slots(total, slot_of_row, axes)
 
     # In bits per owner: rows with a flag per slot have to be fewer than all slots.
     num_slots = owners.num_slots
     width = total.size // num_slots
     if capacity * width * 32 + num_slots >= num_slots * width * 32:
-        return all_slots(total, touched)
+        return _pull_all_slots(axes, total, touched, slot_of_row)
     most = lax.pmax(jnp.sum(touched, dtype=jnp.int32), axes)
-    return lax.cond(most <= capacity, rows_alone, all_slots, total, touched)
+    rows_alone = functools.partial(_pull_rows, capacity, axes)
+    all_slots = functools.partial(_pull_all_slots, axes)
+    return lax.cond(most <= capacity, rows_alone, all_slots, total, touched, slot_of_row)
 
 
 def _pull_rows(
-    total: jax.Array, touched: jax.Array, slot_of_row: jax.Array, capacity: int, axes: Axes
+    capacity: int, axes: Axes, total: jax.Array, touched: jax.Array, slot_of_row: jax.Array
 ) -> jax.Array:
     """Gathers the touched slots, at most ``capacity`` of each owner."""
     num, num_slots = lax.axis_size(axes), touched.size
@@ -321,6 +240,9 @@ def _pull_rows(
     return jnp.take(values, jnp.take(index, slot_of_row), axis=0, fill_value=0)
 
 
-def _pull_all_slots(total: jax.Array, slot_of_row: jax.Array, axes: Axes) -> jax.Array:
+def _pull_all_slots(
+    axes: Axes, total: jax.Array, touched: jax.Array, slot_of_row: jax.Array
+) -> jax.Array:
     """Gathers all slots of all owners."""
+    del touched
     return jnp.take(all_gather_concat(total, axes), slot_of_row, axis=0)

@@ -12,8 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from sharding._zero import Zero
 from sharding.pipeline import AsyncSchedule, Schedule, pipedream_2bw
-from sharding.pipeline._async_pipeline import AsyncPipeline, AsyncState
 from sharding.pipeline._pipeline import Pipeline
+from sharding.pipeline._schedules import schedule_call
+from sharding.pipeline.asynchronous._async_pipeline import AsyncPipeline, AsyncState
 from sharding.plan._models import Decoder
 from sharding.plan._saved_names import PARTLY, PRESETS
 from sharding.plan.fastest._chosen_plan import ChosenPlan
@@ -230,15 +231,10 @@ class PlanFile:
         if names:
             lines.append(f"policy = jax.checkpoint_policies.save_only_these_names(*{names})")
         if plan.pipe > 1:
-            made = {
-                "interleaved": f"interleaved({plan.pipe}, {plan.microbatches}, {plan.chunks})",
-                "gpipe": f"gpipe({plan.pipe}, {plan.microbatches})",
-                "1f1b": f"one_f_one_b({plan.pipe}, {plan.microbatches}, aligned=False)",
-                "aligned": f"one_f_one_b({plan.pipe}, {plan.microbatches})",
-                "2bw": f"one_f_one_b({plan.pipe}, {plan.microbatches})",
-                "zb-h1": f"zb_h1({plan.pipe}, {plan.microbatches})",
-                "zb-v": f"zb_v({plan.pipe}, {plan.microbatches})",
-            }[plan.schedule]
+            sizes = [plan.pipe, plan.microbatches]
+            sizes += [plan.chunks] if plan.schedule == "interleaved" else []
+            name = "aligned" if plan.asynchronous else plan.schedule  # of an evaluation
+            made = schedule_call(name, *sizes)
             block = "model.block"
             if plan.checkpoints_layers:
                 block = f"jax.checkpoint(model.block{policy})"

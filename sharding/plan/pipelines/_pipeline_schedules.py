@@ -7,17 +7,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sharding.pipeline import Op, Schedule, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
+from sharding.pipeline import Op, Schedule
 from sharding.pipeline._instructions import instructions
 from sharding.pipeline._layers import StageRows, layer_of_row
+from sharding.pipeline._schedules import SCHEDULES as ALL_SCHEDULES
+from sharding.pipeline._schedules import make_schedule
 
 # Backward passes of these are split in two: gradients of activations, and of parameters.
 SPLIT_SCHEDULES = ("zb-h1", "zb-v")
-SCHEDULES = ("gpipe", "1f1b", "aligned", "interleaved", *SPLIT_SCHEDULES)
-# Without a flush between steps: gradients are of older parameters, which is lossy.
-ASYNC_SCHEDULES = ("2bw",)
 # Chimera is left out: a tick that has passes of both directions lasts as long as the backward one,
 # and the step longer than that of "aligned", with twice the parameters.
+SCHEDULES = tuple(name for name in ALL_SCHEDULES if name != "chimera")
+# Without a flush between steps: gradients are of older parameters, which is lossy.
+ASYNC_SCHEDULES = ("2bw",)
 
 _CHUNKS = {"zb-v": 2}  # of the schedules that have no choice
 
@@ -64,14 +66,10 @@ def schedule_of(schedule: str, num_stages: int, microbatches: int, chunks: int =
     3
     """
     check_schedule(schedule, num_stages, microbatches, chunks)
-    sizes = num_stages, microbatches
     if schedule in ASYNC_SCHEDULES:
-        return one_f_one_b(*sizes)
-    if schedule == "interleaved":
-        return interleaved(*sizes, chunks)
-    if schedule in ("1f1b", "aligned"):
-        return one_f_one_b(*sizes, aligned=schedule == "aligned")
-    return {"gpipe": gpipe, "zb-h1": zb_h1, "zb-v": zb_v}[schedule](*sizes)
+        return make_schedule("aligned", num_stages, microbatches)
+    more = [chunks] if schedule == "interleaved" else []
+    return make_schedule(schedule, num_stages, microbatches, *more)
 
 
 def layers_sent(schedule: str, num_stages: int, counts: Sequence[int]) -> tuple[float, float]:

@@ -5,10 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sharding.pipeline._async_schedule import AsyncSchedule
 from sharding.pipeline._instructions import Instructions
 from sharding.pipeline._instructions import instructions as lowered
 from sharding.pipeline._pipeline import Pipeline
+from sharding.pipeline.asynchronous._async_executor import versions_of
+from sharding.pipeline.asynchronous._async_schedule import AsyncSchedule
 from sharding.placement._specs import num_shards, only_axes
 from sharding.plan._tiles import num_bytes
 from sharding.step._microbatches import split_microbatches
@@ -95,7 +96,7 @@ def updates_wire(pipeline: Pipeline, schedule: AsyncSchedule, params: Any, batch
       batch: real or abstract, of one update.
     """
     shared = {k: x for k, x in jax.eval_shape(lambda: params).items() if k != pipeline.layers}
-    permuted = num_permutes(lowered(schedule, pipeline.recompute))
+    permuted = num_permutes(lowered(schedule, pipeline.recompute, versions_of(schedule)))
     stages = schedule.num_stages
     sent = permuted * num_bytes(_message(pipeline, shared, batch))
     return float(sent + 2 * (stages - 1) / stages * num_bytes(shared))

@@ -7,6 +7,7 @@ import pytest
 
 from sharding.pipeline import Op, ScheduleError, one_f_one_b, pipedream, pipedream_2bw, pipemare
 from sharding.pipeline._instructions import instructions
+from sharding.pipeline.asynchronous._async_executor import versions_of
 
 U = Op.UPDATE
 STAGES, MINIBATCHES = (1, 2, 4), (1, 12)
@@ -140,7 +141,7 @@ def test_operations_read_the_slot_of_their_version():
 
 
 def replay(schedule):
-    program = instructions(schedule, recompute=True)
+    program = instructions(schedule, recompute=True, versions=versions_of(schedule))
     assert program.num_versions == max(schedule.check().weight_versions)
     slots = [dict.fromkeys(range(program.num_versions), 0) for _ in range(schedule.num_stages)]
     ran = np.zeros(schedule.num_stages, np.int64)

@@ -123,6 +123,13 @@ def test_stack_and_unstack_are_inverse(counts):
         np.testing.assert_array_equal(row, params[f"block_{layer}"]["up"]["kernel"])
 
 
+def test_layers_that_explicit_axes_shard_are_reordered():
+    mesh, layers = mesh_of(AxisType.Explicit, pipe=2), np.arange(4.0)
+    pipe = chain(mesh, interleaved(2, 2))
+    placed = jax.device_put(layers[[0, 2, 1, 3]], NamedSharding(mesh, P("pipe")))
+    np.testing.assert_array_equal(pipe.unstack({"layers": placed})["layers"], layers)
+
+
 def test_state_of_the_optimizer_is_stacked_too():
     """So that a run can go on with another number of stages."""
     pipe = model.pipeline(mesh_of(pipe=2), interleaved(2, 2))

@@ -8,6 +8,7 @@ import pytest
 
 from sharding.pipeline import Costs, Op, pipedream_2bw
 from sharding.pipeline._instructions import instructions
+from sharding.pipeline.asynchronous._async_executor import versions_of
 from sharding.plan.pipelines._layers_of_chunks import LayerSeconds, all_chunks, layers_of_chunks
 from sharding.plan.pipelines._pipeline_schedules import (
     SCHEDULES,
@@ -126,7 +127,7 @@ def test_figures_without_a_flush(stages, microbatches):
             *("2bw", stages, microbatches, forward, backward), last=(of_last, 0)
         )
         assert found == added[1] - added[0]
-    program = instructions(more, recompute=False)
+    program = instructions(more, recompute=False, versions=versions_of(more))
     slots = slots_of("2bw", stages, microbatches)
     assert slots == (program.num_messages, program.num_residuals, 0)
     assert program.num_versions == 2

@@ -26,7 +26,6 @@ def test_measured_densities():
     found = Sparsity.measure(spread(4, 10, same=6), ROWS, WIDTH)
     assert found.num_devices == 4
     assert found.densities == {1: 16 / ROWS, 2: 26 / ROWS, 4: 46 / ROWS}
-    assert found.overlap == 6 / 16
     often = [np.repeat(x, 3) for x in spread(4, 10, same=6)]
     assert Sparsity.measure(often, ROWS, WIDTH) == found
 

@@ -107,7 +107,6 @@ def test_vectors_are_gathered_in_tiles_on_tpus(monkeypatch):
     ("make", "message"),
     [
         (lambda: sync.powersgd(0), "rank must be an integer of at least 1, got 0"),
-        (lambda: sync.powersgd(2, alternate=True, warm_start=False), "alternate needs warm_start"),
         (lambda: sync.top_k(1.5), "density must be above 0 and at most 1, got 1.5"),
         (lambda: sync.top_k({3: 0.5}), "an entry for step 0"),
         (lambda: sync.top_k(feedback="sum"), "feedback must be 'error', 'ef21' or None"),
@@ -116,7 +115,6 @@ def test_vectors_are_gathered_in_tiles_on_tpus(monkeypatch):
         (lambda: sync.qsgd(rounding="up"), "rounding must be one of"),
         (lambda: sync.dense("int8"), "dtype must be a floating dtype"),
         (lambda: sync.zen(density=1.1), "density must be above 0 and at most 1, got 1.1"),
-        (lambda: sync.zen(granularity="column"), "granularity must be 'row' or 'element'"),
         (lambda: sync.by_path({"w": "dense"}), "the rule of pattern 'w' must be a GradientSync"),
         (
             lambda: sync.powersgd(16).init({"w": jnp.zeros((64, 8))}),

@@ -44,9 +44,3 @@ def test_gradients_of_large_models(name):
     shapes = SHAPES | {"columns": SHAPES["405B, stacked"], "rows": SHAPES["405B, stacked"]}
     dims = dict.fromkeys(SHAPES, 0) | {"columns": -1, "rows": -2}
     lower(METHODS[name], shapes, dims)
-
-
-def test_granularity_element_has_a_size_limit():
-    params = {"layers": {"w": jax.ShapeDtypeStruct((40, 5120, 13824), jnp.float32)}}
-    with pytest.raises(ValueError, match=r"'layers/w' .* 2,831,155,200.*granularity='row'"):
-        jax.eval_shape(sync.zen(granularity="element").init, params)

@@ -6,7 +6,6 @@ are the shards of a replica. Lossless methods are in ``step/test_covering.py``.
 
 import dataclasses
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -159,14 +158,10 @@ class BlockwiseSync:
     """
 
     def __init__(self, method, specs, sizes, num, dims):
-        places = itertools.product(*(range(size) for size in sizes.values()))
-        self.blocks = [
-            {
-                k: _slices(shape, specs[k], sizes, dict(zip(sizes, place, strict=True)))
-                for k, shape in SHAPES.items()
-            }
-            for place in places
-        ]
+        mesh = mesh_of(**sizes)
+        places = {k: jax.NamedSharding(mesh, P(*specs[k])) for k in SHAPES}
+        indices = {k: x.devices_indices_map(SHAPES[k]) for k, x in places.items()}
+        self.blocks = [{k: indices[k][device] for k in SHAPES} for device in mesh.devices.flat]
         own = {k: np.empty(SHAPES[k])[at].shape for k, at in self.blocks[0].items()}
         self.runner = SyncRunner(method, own, num, dims)
         self.states = [self.runner.state] * len(self.blocks)
@@ -181,19 +176,6 @@ class BlockwiseSync:
             for k, mean in means.items():
                 out[k][blocks[k]] = mean * len(grads[k])
         return out
-
-
-def _slices(shape, spec, sizes, place):
-    """The block of an array at a place on the other axes."""
-    entries = [*spec, *[None] * (len(shape) - len(spec))]
-    at = []
-    for size, entry in zip(shape, entries, strict=True):
-        axes = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-        index, count = 0, 1
-        for axis in axes:
-            index, count = index * sizes[axis] + place[axis], count * sizes[axis]
-        at.append(slice(index * size // count, (index + 1) * size // count))
-    return tuple(at)
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The optimizer of a stage whose rows are padded, as if they were not."""
+"""The optimizer of a stage whose rows are padded: it sees no padding."""
 
 import dataclasses
 import functools
@@ -15,21 +15,16 @@ from sharding.pipeline._layers import StageRows
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnLayers:
+class PaddedOptimizer:
     """Calls an optimizer with the layers that a stage has, within a ``shard_map`` over stages.
 
     All stages run one program, and their arrays have one shape: a branch for each number of layers
-    cuts the parameters and the state, and pads the results.
-
-    Attributes:
-      tx: the optimizer.
-      rows: of the stages; those of padding are the last.
-      layers: the key of the layers in the tree of parameters.
+    takes the padding off parameters and state, and pads the results.
     """
 
     tx: optax.GradientTransformationExtraArgs
-    rows: StageRows
-    layers: str
+    rows: StageRows  # of the stages; those of padding are the last
+    layers: str  # their key in the tree of parameters
 
     def init(self, params: Any) -> Any:
         """The state, padded."""
@@ -40,57 +35,58 @@ class OwnLayers:
                 "other arrays, or arrays of other ranks. Give stages as many layers each, or tx "
                 "rules that do not depend on their number."
             )
-        like = jax.tree.map(_largest_of_stages, *types)
-        return self._of_stage(
-            lambda count: _padded_rows(self.tx.init(self._cut(params, count)), like)
+
+        def largest(*types: Any) -> jax.ShapeDtypeStruct:
+            shape = map(max, *(t.shape for t in types))
+            return jax.ShapeDtypeStruct(tuple(shape), types[0].dtype)
+
+        like = jax.tree.map(largest, *types)
+        return self._on_stage(
+            lambda count: _padded_rows(self.tx.init(self._own_layers(params, count)), like)
         )
 
     def update(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """The updates and the state, padded."""
 
         def of(count: int) -> Any:
-            own = (self._cut(grads, count), self._own(state, params, count))
-            updates, new = self.tx.update(*own, self._cut(params, count))
+            own = self._own_layers(grads, count), self._own_state(state, params, count)
+            updates, new = self.tx.update(*own, self._own_layers(params, count))
             return _padded_rows(updates, grads), _padded_rows(new, state)
 
-        return self._of_stage(of)
+        return self._on_stage(of)
 
     def backward_params(self, fn: Callable[[Any, Any], Any], params: Any, state: Any) -> Any:
         """``fn(params, state)``, padded."""
 
         def of(count: int) -> Any:
-            own = self._own(state, params, count)
-            return _padded_rows(fn(self._cut(params, count), own), params)
+            own = self._own_state(state, params, count)
+            return _padded_rows(fn(self._own_layers(params, count), own), params)
 
-        return self._of_stage(of)
+        return self._on_stage(of)
 
     @functools.cached_property
     def _counts(self) -> list[int]:
+        """The numbers of layers that stages have."""
         return sorted({int(n) for n in np.sum(self.rows.layer >= 0, axis=1)})
 
-    def _of_stage(self, fn: Callable[[int], Any]) -> Any:
-        """``fn(layers)``, of the number that this stage has."""
-        number = np.searchsorted(self._counts, np.sum(self.rows.layer >= 0, axis=1))
+    def _on_stage(self, fn: Callable[[int], Any]) -> Any:
+        """``fn`` of the number of layers that this stage has."""
+        branch = np.searchsorted(self._counts, np.sum(self.rows.layer >= 0, axis=1))  # [stages]
         branches = [functools.partial(fn, count) for count in self._counts]
-        return lax.switch(jnp.asarray(number)[lax.axis_index(self.rows.axis)], branches)
+        return lax.switch(jnp.asarray(branch)[lax.axis_index(self.rows.axis)], branches)
 
-    def _cut(self, params: Any, count: int) -> Any:
+    def _own_layers(self, params: Any, count: int) -> Any:
+        """Parameters without padding."""
         own = jax.tree.map(lambda x: x[:count], params[self.layers])
         return type(params)({**params, self.layers: own})
 
     def _state_types(self, params: Any, count: int) -> Any:
-        return jax.eval_shape(lambda params: self.tx.init(self._cut(params, count)), params)
+        return jax.eval_shape(lambda params: self.tx.init(self._own_layers(params, count)), params)
 
-    def _own(self, state: Any, params: Any, count: int) -> Any:
-        def cut(x: jax.Array, like: Any) -> jax.Array:
-            return x[tuple(map(slice, like.shape))]
-
-        return jax.tree.map(cut, state, self._state_types(params, count))
-
-
-def _largest_of_stages(*types: Any) -> jax.ShapeDtypeStruct:
-    shape = map(max, *(t.shape for t in types))
-    return jax.ShapeDtypeStruct(tuple(shape), types[0].dtype)
+    def _own_state(self, state: Any, params: Any, count: int) -> Any:
+        """The state without padding."""
+        types = self._state_types(params, count)
+        return jax.tree.map(lambda x, t: x[tuple(map(slice, t.shape))], state, types)
 
 
 def _padded_rows(tree: Any, like: Any) -> Any:

@@ -6,62 +6,66 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
-from sharding.pipeline._async_schedule import AsyncSchedule
-from sharding.pipeline._buffers import Buffers, Found, Totals, read_slot, write_slot
-from sharding.pipeline._executor import Column, Executor, Operation
-from sharding.pipeline._instructions import Code
-from sharding.pipeline._ops import Op
+from sharding.pipeline._executor import (
+    Buffers,
+    Column,
+    Executor,
+    ForLater,
+    Result,
+    Totals,
+    read_slot,
+    write_slot,
+)
+from sharding.pipeline._instructions import Code, Stored, Versions, assign_slots
+from sharding.pipeline._operations import Op
 from sharding.pipeline._stage import Arrays, LayerParams
+from sharding.pipeline.asynchronous._async_schedule import AsyncSchedule
 from sharding.step._microbatches import inverse_weight
 
 Leaves = tuple[Arrays, Arrays]  # of the layers, and of the shared parameters
 
 
+def versions_of(schedule: AsyncSchedule) -> Versions:
+    """The slots in which stages keep versions of their parameters, and which ones a tick uses."""
+    stored = [
+        Stored(stage, start, end, (stage, version))
+        for (stage, version), (start, end) in schedule.version_ends().items()
+    ]
+    slots, num_slots = assign_slots(stored)
+    columns = {name: np.zeros_like(schedule.op) for name in ("version", "new_version")}
+    for tick, stage, task in schedule.tasks():
+        version = int(schedule.version[tick, stage])
+        if task.op == Op.UPDATE:  # from the version before
+            columns["new_version"][tick, stage] = slots[stage, version]
+            version -= 1
+        columns["version"][tick, stage] = slots[stage, version]
+    last = tuple(slots[stage, schedule.num_updates] for stage in range(schedule.num_stages))
+    return Versions(columns, num_slots, last)
+
+
 @dataclasses.dataclass
 class AsyncExecutor(Executor):
-    """One stage of an asynchronous pipeline.
-
-    Attributes:
-      tx: the optimizer of this stage.
-      to_tree: from leaves to the parameters that ``tx`` sees.
-      of_tree: the inverse.
-      backward_params: ``backward_params(params, opt_state)``, at which backward passes are; None
-        for the version that the table names.
-    """
+    """One stage of an asynchronous pipeline, which trains all of its parameters."""
 
     schedule: AsyncSchedule
-    tx: optax.GradientTransformationExtraArgs
-    to_tree: Callable[[Leaves], Any]
+    tx: optax.GradientTransformationExtraArgs  # of this stage
+    to_tree: Callable[[Leaves], Any]  # from leaves to the parameters that tx sees
     of_tree: Callable[[Any], Leaves]
+    # (params, opt_state) -> parameters of backward passes; None for the version of the table.
     backward_params: Callable[[Any, Any], Any] | None
 
     def run_updates(
-        self,
-        leaves: Leaves,
-        opt_state: Any,
-        microbatches: Any,
-        key: Any,
-        tables: Sequence[dict[str, jax.Array]],
-        last_version: Any,
+        self, opt_state: Any, tables: Sequence[dict[str, jax.Array]], last_version: Any
     ) -> tuple[Leaves, Any, Totals]:
-        """All ticks.
-
-        Args:
-          leaves: parameters of this stage, [layers, ...], and shared ones.
-          opt_state: of this stage.
-          microbatches: a tree of [micro-batches, ...].
-          key: of the run; None without random numbers.
-          tables: of each segment, this stage's columns, [iterations, phases].
-          last_version: the slot of the last version.
+        """Runs all ticks, from a state of this stage and the slot of its last version.
 
         Returns:
           The parameters and the state after the last update, and totals [updates].
         """
-        self._layers, self._shared = (LayerParams(part, []) for part in leaves)
-        self._microbatches, self._key = microbatches, key
         buffers = self._empty_buffers()
         self._check_residuals()
         with jax.named_scope("weights"):
@@ -77,20 +81,20 @@ class AsyncExecutor(Executor):
         sum_, weight, aux = buffers.totals
         buffers = buffers._replace(
             totals=Totals(per_update(sum_), per_update(weight), aux),
-            versions=jax.tree.map(every_slot, leaves),
+            versions=jax.tree.map(every_slot, (self.layers.trained, self.shared.trained)),
             opt_state=opt_state,
         )
-        buffers = self._run(buffers, tables)
+        buffers = self._run_segments(buffers, tables)
         return read_slot(buffers.versions, last_version), buffers.opt_state, buffers.totals
 
     def _check_residuals(self) -> None:
         """Raises if a backward pass would read parameters of the forward pass, unasked."""
-        if self.recompute or (self.schedule.stashes_weights and self.backward_params is None):
+        stashes = self.schedule.stashes_weights and self.backward_params is None
+        if self.model.recompute or stashes:
             return
-        scope = self._scope(
-            {name: jnp.zeros((), jnp.int32) for name in ("microbatch", "virtual_stage")}
-        )
-        if self.stage.stores_changed_params(self._layers, self._no_message(), scope):
+        column = {name: jnp.zeros((), jnp.int32) for name in ("microbatch", "virtual_stage")}
+        scope = self._scope(column)
+        if self.stage.stores_changed_params(self.layers, self._no_message(), scope):
             raise ValueError(
                 "block changes its parameters before it uses them, for example by a cast or a "
                 "reshape. With recompute=False the result is stored, and the backward pass would "
@@ -100,17 +104,16 @@ class AsyncExecutor(Executor):
 
     def _weights_of_updates(self) -> jax.Array:
         """[updates]: the weights of the minibatches, which depend on the batch alone."""
-        shared = self.ends.join(*self._shared)
 
         def of_microbatch(number: jax.Array) -> jax.Array:
             scope = self._scope({"microbatch": number, "virtual_stage": jnp.zeros((), jnp.int32)})
-            _, (weight, _) = self.ends.head(shared, self._no_message(), *self._of_head(scope))
+            _, (weight, _) = self._head(self.shared, self._no_message(), scope)
             return weight.astype(jnp.promote_types(weight.dtype, jnp.float32))
 
         weights = lax.map(of_microbatch, jnp.arange(self.schedule.num_microbatches))
         return jnp.sum(weights.reshape(-1, self.schedule.microbatches_per_update), axis=1)
 
-    def _operations(self) -> dict[Op, Operation]:
+    def _operations(self) -> dict[Op, Callable[[Code, Buffers, Column], Result]]:
         return super()._operations() | {Op.UPDATE: self._update}
 
     def _written(self, code: Code) -> set[str]:
@@ -130,7 +133,7 @@ class AsyncExecutor(Executor):
         layers, shared = leaves
         return LayerParams(layers, []), LayerParams(shared, [])
 
-    def _update(self, code: Code, buffers: Buffers, column: Column) -> tuple[Any, Found, Buffers]:
+    def _update(self, code: Code, buffers: Buffers, column: Column) -> Result:
         """The next version, from the sums of the gradients of a minibatch."""
         del code
         with jax.named_scope("update"):
@@ -138,33 +141,28 @@ class AsyncExecutor(Executor):
             scale = inverse_weight(self._weights[self._update_of(column)])
             sums = buffers.layer_grads, buffers.shared_grads
             grads = jax.tree.map(lambda g, x: (g * scale).astype(x.dtype), sums, leaves)
-            params = self.to_tree(leaves)
-            updates, opt_state = self.tx.update(self.to_tree(grads), buffers.opt_state, params)
+            params, old = self.to_tree(leaves), buffers.opt_state
+            updates, opt_state = self.tx.update(self.to_tree(grads), old, params)
             new = self.of_tree(optax.apply_updates(params, updates))
-            return (
-                None,
-                Found(),
-                buffers._replace(
-                    versions=write_slot(buffers.versions, column["new_version"], new),
-                    opt_state=jax.tree.map(
-                        lambda new, old: jnp.asarray(new, old.dtype), opt_state, buffers.opt_state
-                    ),
-                    layer_grads=jax.tree.map(jnp.zeros_like, sums[0]),
-                    shared_grads=jax.tree.map(jnp.zeros_like, sums[1]),
-                ),
+            buffers = buffers._replace(
+                versions=write_slot(buffers.versions, column["new_version"], new),
+                opt_state=jax.tree.map(lambda a, b: jnp.asarray(a, b.dtype), opt_state, old),
+                layer_grads=jax.tree.map(jnp.zeros_like, sums[0]),
+                shared_grads=jax.tree.map(jnp.zeros_like, sums[1]),
             )
+        return None, ForLater(), buffers
 
     def _update_of(self, column: Column) -> jax.Array:
         """The number of the minibatch."""
         return column["microbatch"] // self.schedule.microbatches_per_update
 
-    def _with_totals(self, buffers: Buffers, column: Column, sum_: Any, rest: Any) -> Buffers:
-        weight, aux = rest
+    def _with_totals(
+        self, buffers: Buffers, column: Column, sum_: Any, weight: Any, aux: Any
+    ) -> Buffers:
         totals, update = buffers.totals, self._update_of(column)
-        return buffers._replace(
-            totals=Totals(
-                totals.sum.at[update].add(sum_.astype(totals.sum.dtype)),
-                totals.weight.at[update].add(weight.astype(totals.weight.dtype)),
-                write_slot(totals.aux, column["microbatch"], aux),
-            )
+        new = Totals(
+            totals.sum.at[update].add(sum_.astype(totals.sum.dtype)),
+            totals.weight.at[update].add(weight.astype(totals.weight.dtype)),
+            write_slot(totals.aux, column["microbatch"], aux),
         )
+        return buffers._replace(totals=new)

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from sharding.pipeline._ops import Op, ScheduleError
+from sharding.pipeline._operations import Op, ScheduleError
 from sharding.pipeline._schedule import Figures, Schedule
 
 
@@ -53,8 +53,7 @@ class AsyncSchedule(Schedule):
             raise ScheduleError(
                 f"version must be a table of shape {self.op.shape}, as op, got {version.shape}."
             )
-        version.setflags(write=False)
-        object.__setattr__(self, "version", version)
+        self._set_tables(version=version)
         if self.microbatches_per_update < 1 or len(self.route_of) % self.microbatches_per_update:
             raise ScheduleError(
                 f"{self.name}: {len(self.route_of)} micro-batches are not a multiple of the "
@@ -83,8 +82,8 @@ class AsyncSchedule(Schedule):
         Raises:
           ScheduleError: as ``Schedule.check``; if a stage does not have each update once, after all
             backward passes of its minibatch and before those of the next one; if an operation reads
-            a version that is not there; if the last stage's forward pass, which runs as the first
-            half of its backward pass, reads another version than that.
+            a version that is not there; if both passes of the last stage, which run together, read
+            different versions.
         """
         if len(self.routes) != 1 or self.num_chunks != 1:
             raise ScheduleError(
@@ -92,18 +91,19 @@ class AsyncSchedule(Schedule):
                 f"stage, got {len(self.routes)} and {self.num_chunks}."
             )
         figures = super().check()
-        each = self.microbatches_per_update
-        updates = [0] * self.num_stages
+        per_update = self.microbatches_per_update
+        updates = [0] * self.num_stages  # of each stage, so far
         forward: dict[tuple[int, int], int] = {}
         for tick, stage, task in self.tasks():
             op, microbatch, v = task
             version, latest = int(self.version[tick, stage]), updates[stage]
             where = f"{self.name}: tick {tick}, stage {stage}: {task}"
             if op == Op.UPDATE:
-                if microbatch != (latest + 1) * each - 1 or version != latest + 1:
+                expected = (latest + 1) * per_update - 1
+                if microbatch != expected or version != latest + 1:
                     raise ScheduleError(
                         f"{where} makes version {version}, after version {latest}, whose next "
-                        f"update is that of micro-batch {(latest + 1) * each - 1}."
+                        f"update is that of micro-batch {expected}."
                     )
                 updates[stage] = latest + 1
                 continue
@@ -114,7 +114,7 @@ class AsyncSchedule(Schedule):
             if op == Op.FORWARD:
                 forward[stage, microbatch] = version
                 continue
-            if microbatch // each != latest:
+            if microbatch // per_update != latest:
                 raise ScheduleError(f"{where} is of another minibatch than update {latest}.")
             if v == self.num_virtual_stages - 1 and forward[stage, microbatch] != version:
                 raise ScheduleError(
@@ -135,17 +135,17 @@ class AsyncSchedule(Schedule):
         Version 0 is there from tick -1 on, the last one until the end. An update reads the version
         before the one it makes.
         """
-        found = {(stage, 0): (-1, -1) for stage in range(self.num_stages)}
+        ends = {(stage, 0): (-1, -1) for stage in range(self.num_stages)}
         for tick, stage, task in self.tasks():
             version = int(self.version[tick, stage])
             if task.op == Op.UPDATE:
-                found[stage, version] = (tick, tick)
+                ends[stage, version] = (tick, tick)
                 version -= 1
-            found[stage, version] = (found[stage, version][0], tick)
+            ends[stage, version] = (ends[stage, version][0], tick)
         for stage in range(self.num_stages):
-            start, _ = found[stage, self.num_updates]
-            found[stage, self.num_updates] = (start, self.num_ticks)
-        return found
+            start, _ = ends[stage, self.num_updates]
+            ends[stage, self.num_updates] = (start, self.num_ticks)
+        return ends
 
     def live_versions(self) -> np.ndarray:
         """[ticks, stages]: versions of the parameters that a stage stores."""
@@ -162,12 +162,12 @@ class AsyncSchedule(Schedule):
           over the micro-batches of the last minibatch. In the first minibatches, which start with
           version 0, they are smaller.
         """
-        each, start = self.microbatches_per_update, self.num_updates - 1
-        delays = np.zeros((2, self.num_stages), np.int64)  # sums: whole delays stay whole
+        per_update, last = self.microbatches_per_update, self.num_updates - 1
+        sums = np.zeros((2, self.num_stages), np.int64)  # integers, so that means are exact
         for tick, stage, (op, microbatch, _) in self.tasks():
-            if op != Op.UPDATE and microbatch // each == start:
-                delays[int(op == Op.BACKWARD), stage] += start - self.version[tick, stage]
-        return delays[0] / each, delays[1] / each
+            if op != Op.UPDATE and microbatch // per_update == last:
+                sums[int(op == Op.BACKWARD), stage] += last - self.version[tick, stage]
+        return sums[0] / per_update, sums[1] / per_update
 
     def to_csv(self) -> str:
         """Not possible: PyTorch's format has no updates and versions.

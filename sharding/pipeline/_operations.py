@@ -40,6 +40,9 @@ class Place(NamedTuple):
 # of the layers (Chimera: one route down the devices, one up).
 Route = tuple[Place, ...]
 
+# An operation in the order of a stage: what it does, its micro-batch, its chunk.
+Entry = tuple[Op, int, int]
+
 
 class ScheduleError(ValueError):
     """A table that no pipeline can run; the message names the tick and the stage."""

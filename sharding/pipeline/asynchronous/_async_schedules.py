@@ -1,17 +1,27 @@
 """The families of asynchronous schedules: which version of the parameters each operation reads."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
-from sharding.pipeline._async_schedule import AsyncSchedule
-from sharding.pipeline._ops import Op
-from sharding.pipeline._orders import Entry, table_from_orders
+from sharding.pipeline._operations import Entry, Op
 from sharding.pipeline._schedules import check_sizes, one_f_one_b_order, straight
+from sharding.pipeline._ticks import table_from_orders
+from sharding.pipeline.asynchronous._async_schedule import AsyncSchedule
 
-# (operation, minibatch, the stage's latest version, version of the micro-batch's forward pass on
-# this stage, and on the first one) -> the version that is read.
-Rule = Callable[[Op, int, int, int, int], int]
+
+class Reader(NamedTuple):
+    """An operation that reads parameters, and versions that it could read."""
+
+    op: Op
+    minibatch: int
+    latest: int  # of the stage
+    forward: int  # what the micro-batch's forward pass read on this stage
+    first: int  # and on the first stage
+
+
+Rule = Callable[[Reader], int]  # the version that an operation reads
 
 
 def pipedream(
@@ -48,11 +58,10 @@ def pipedream(
     """
     check_sizes(stages=stages, minibatches=minibatches)
 
-    def read(op: Op, minibatch: int, latest: int, forward: int, first: int) -> int:
-        del minibatch
-        if op == Op.BACKWARD:
-            return forward
-        return first if vertical_sync else latest
+    def read(reader: Reader) -> int:
+        if reader.op == Op.BACKWARD:
+            return reader.forward
+        return reader.first if vertical_sync else reader.latest
 
     name = "pipedream" + "-vertical" * vertical_sync + "-aligned" * aligned
     return _asynchronous(name, stages, 1, minibatches, minibatches, aligned, read)
@@ -89,9 +98,8 @@ def pipedream_2bw(
     """
     check_sizes(stages=stages, microbatches=microbatches, minibatches=minibatches)
 
-    def read(op: Op, minibatch: int, latest: int, forward: int, first: int) -> int:
-        del op, latest, forward, first
-        return max(minibatch - 1, 0)
+    def read(reader: Reader) -> int:
+        return max(reader.minibatch - 1, 0)
 
     name = "pipedream-2bw" + "-aligned" * aligned
     return _asynchronous(name, stages, microbatches, minibatches, microbatches, aligned, read)
@@ -103,16 +111,15 @@ def pipemare(
     r"""Every operation reads the latest parameters of its stage: one version, and no flushes.
 
     Forward and backward pass of a micro-batch read different versions. With ``recompute=False`` the
-    backward pass has the activations of the one and the parameters of the other, as in the paper,
-    and its result is no gradient of any parameters. With ``recompute=True`` a stage computes its
-    forward pass again with the parameters of its backward pass: the gradient of this stage there,
-    for an input and a cotangent that came from other parameters.
+    backward pass has the activations of the one and the parameters of the other, as in the paper:
+    this is no gradient of any parameters. With ``recompute=True`` a stage computes its forward pass
+    again with the parameters of its backward pass: the gradient of this stage there, for an input
+    and a cotangent of other parameters.
 
     With N micro-batches per update, stage i of P has a forward delay of 2 (P - i) / N updates on
-    average, and (P - i) / N if not aligned; ``AsyncSchedule.delays`` gives them. The paper counts
-    :math:`(2 (P - i) + 1) / N`: there an update follows between the forward and the backward pass
-    of the last stage. The paper's techniques against the loss of stability are
-    ``optax_ext.scale_by_delay`` and ``optax_ext.discrepancy_correction``.
+    average, and (P - i) / N if not aligned (``AsyncSchedule.delays``). The paper, where an update
+    is between the passes of the last stage, counts :math:`(2 (P - i) + 1) / N`. Its techniques
+    against instability are ``optax_ext.scale_by_delay`` and ``optax_ext.discrepancy_correction``.
 
     Args:
       stages: devices along the pipeline's mesh axis.
@@ -135,9 +142,8 @@ def pipemare(
     """
     check_sizes(stages=stages, microbatches=microbatches, minibatches=minibatches)
 
-    def read(op: Op, minibatch: int, latest: int, forward: int, first: int) -> int:
-        del op, minibatch, forward, first
-        return latest
+    def read(reader: Reader) -> int:
+        return reader.latest
 
     name = "pipemare" + "-aligned" * aligned
     total = microbatches * minibatches
@@ -166,26 +172,21 @@ def _asynchronous(
         orders.append(order)
     routes, route_of = straight(stages), [0] * total
     op, microbatch, chunk = table_from_orders(name, orders, routes, route_of, aligned=aligned)
-    version = _versions(op, microbatch, microbatches, read)
-    return AsyncSchedule(
-        name, op, microbatch, chunk, routes, tuple(route_of), version, microbatches
-    )
-
-
-def _versions(op: np.ndarray, microbatch: np.ndarray, each: int, read: Rule) -> np.ndarray:
-    """[ticks, stages]: the version that each operation reads or makes."""
     version = np.zeros_like(op)
-    latest = [0] * op.shape[1]
-    forward: dict[tuple[int, int], int] = {}
+    latest = [0] * stages
+    forward: dict[tuple[int, int], int] = {}  # by stage and micro-batch
     for tick, stage in np.argwhere(op != Op.IDLE).tolist():
         kind, m = Op(int(op[tick, stage])), int(microbatch[tick, stage])
         if kind == Op.UPDATE:
             latest[stage] += 1
             version[tick, stage] = latest[stage]
             continue
-        own = forward.get((stage, m), 0)
         first = forward.get((0, m), latest[0])
-        version[tick, stage] = read(kind, m // each, latest[stage], own, first)
+        own = forward.get((stage, m), 0)
+        read_version = read(Reader(kind, m // microbatches, latest[stage], own, first))
+        version[tick, stage] = read_version
         if kind == Op.FORWARD:
-            forward[stage, m] = int(version[tick, stage])
-    return version
+            forward[stage, m] = read_version
+    return AsyncSchedule(
+        name, op, microbatch, chunk, routes, tuple(route_of), version, microbatches
+    )

@@ -11,15 +11,15 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sharding.pipeline._async_executor import AsyncExecutor
-from sharding.pipeline._async_schedule import AsyncSchedule
-from sharding.pipeline._differentiable_loss import make_executor, over_axis, spec_of_layers
+from sharding.pipeline._executor import own_columns, sum_totals
 from sharding.pipeline._instructions import Instructions, instructions
-from sharding.pipeline._own_layers import OwnLayers
-from sharding.pipeline._owners import owners_of_shared
+from sharding.pipeline._model import ParamTree, over_axis, spec_of_layers
 from sharding.pipeline._pipeline import Pipeline
-from sharding.pipeline._stage import Arrays
-from sharding.step._microbatches import join_microbatches
+from sharding.pipeline._stage import Arrays, LayerParams
+from sharding.pipeline.asynchronous._async_executor import AsyncExecutor, Leaves, versions_of
+from sharding.pipeline.asynchronous._async_schedule import AsyncSchedule
+from sharding.pipeline.asynchronous._padded_optimizer import PaddedOptimizer
+from sharding.step._param_uses import find_uses
 
 P = PartitionSpec
 
@@ -41,10 +41,9 @@ class AsyncPipeline:
     r"""Trains on many minibatches in one program, without a flush between them.
 
     Each stage updates its own parameters as soon as it has their gradients, while micro-batches
-    that began with older parameters are still under way. Which version of the parameters each
-    operation reads is in the table: ``pipedream``, ``pipedream_2bw`` and ``pipemare`` make them.
-    There is no bubble but at the start and the end of a run, and gradients are late: the loss of
-    exactness is the price, and there is no general cure for it. The updates of a stage are
+    that began with older parameters are still under way. The table says which version each
+    operation reads: ``pipedream``, ``pipedream_2bw`` and ``pipemare`` make tables. There is no
+    bubble but at the start and the end of a run, and gradients are late. The updates of a stage are
 
     .. math::
 
@@ -56,14 +55,14 @@ class AsyncPipeline:
     The optimizer of a stage sees the parameters of that stage, and those that all stages share:
     ``{"layers": [layers of the stage, ...], ...}``. Norms over all parameters, as in
     ``optax.clip_by_global_norm``, are those of the stage. Shared parameters have one owner: the
-    first stage where ``embed`` uses them, the last one where ``head`` does. Tied embeddings, which
-    both use, would have two. ``tx`` gets no extra arguments, and random numbers of its own are the
-    same on all stages; to change a hyperparameter in the state, pass one for each stage. In a
-    minibatch whose weight is 0 gradients are 0, and ``tx`` runs.
+    first stage where ``embed`` uses them, the last one where ``head`` does; tied embeddings, which
+    both use, are rejected. ``tx`` gets no extra arguments, and its random numbers are the same on
+    all stages; to change a hyperparameter in the state, pass one for each stage. In a minibatch
+    whose weight is 0 gradients are 0, and ``tx`` runs.
 
-    One program runs all stages, so that each of them holds as many versions of its layers as the
-    one that needs most, and as many of the shared parameters, with their optimizer state. The state
-    is sharded over the stages alone, and replicated over other mesh axes.
+    One program runs all stages: each holds as many versions of its layers and of the shared
+    parameters as the one that needs most. The state is sharded over the stages alone, and
+    replicated over other mesh axes.
 
     Attributes:
       pipeline: the model, with its layers on the stages, and a schedule for evaluation.
@@ -126,7 +125,7 @@ class AsyncPipeline:
             )
         if self.pipeline.gather != "step":
             raise ValueError(
-                "an asynchronous pipeline holds the parameters of a stage whole: use gather='step'."
+                "an asynchronous pipeline holds the full parameters of a stage: use gather='step'."
             )
         if not isinstance(self.tx, optax.GradientTransformation) and not callable(self.tx):
             raise ValueError(
@@ -138,15 +137,14 @@ class AsyncPipeline:
 
     @functools.cached_property
     def _program(self) -> Instructions:
-        return instructions(self.schedule, self.pipeline.recompute)
+        return instructions(self.schedule, self.pipeline.recompute, versions_of(self.schedule))
 
     def init(self, params: Any) -> AsyncState:
         """The state before the first update, with each stage's layers on its devices.
 
         Args:
           params: stacked, floating-point arrays; see ``Pipeline.stack``. They are copied, so that a
-            state may be donated; shardings over other mesh axes stay. In a trace they are taken as
-            they are.
+            state may be donated; shardings over other mesh axes stay. A trace takes them as is.
 
         Raises:
           ValueError: if a parameter is no floating-point array, or not of this pipeline.
@@ -157,8 +155,8 @@ class AsyncPipeline:
         leaves, trees = self._leaves(params)
 
         def on_stage(layers: Arrays, shared: Arrays) -> Any:
-            tree = self._to_tree(params, trees)((self._to_stage(layers, leaves[0]), shared))
-            return _with_stage(self._optimizer().init(tree))
+            rows = self._to_stage(layers, leaves[0])
+            return _with_stage(self._optimizer().init(self._to_tree(params, trees, (rows, shared))))
 
         on_stages = P(self.pipeline.axis)
         in_specs = self._specs(leaves[0]), P()
@@ -193,57 +191,53 @@ class AsyncPipeline:
         pipeline, program = self.pipeline, self._program
         axis, on_stages = pipeline.axis, P(pipeline.axis)
         tables = [segment.tables for segment in program.segments]
-        to_tree = self._to_tree(state.params, trees)
+        to_tree = functools.partial(self._to_tree, state.params, trees)
 
         def on_stage(
             layers: Arrays, shared: Arrays, opt_state: Any, batches: Any, key: Any, tables: Any
         ) -> Any:
-            tables = [{name: x[..., 0] for name, x in table.items()} for table in tables]
             layers, tx = self._to_stage(layers, leaves[0]), self._optimizer()
             backward_params = self.backward_params
-            if backward_params is not None and isinstance(tx, OwnLayers):
+            if backward_params is not None and isinstance(tx, PaddedOptimizer):
                 backward_params = functools.partial(tx.backward_params, backward_params)
-            executor = make_executor(
+            executor = AsyncExecutor(
                 pipeline._model,
                 self.schedule,
                 program,
-                (trees[0], [True] * len(layers)),
-                (trees[1], [True] * len(shared)),
-                AsyncExecutor,
+                trees,
+                LayerParams(layers, []),
+                LayerParams(shared, []),
+                self._microbatches(batches),
+                key,
                 tx=tx,
                 to_tree=to_tree,
                 of_tree=self._of_tree,
                 backward_params=backward_params,
             )
             stage = lax.axis_index(axis)
-            owners = owners_of_shared(
-                pipeline, self.schedule, to_tree((layers, shared)), batches, key
-            )
+            shared_params = pipeline._parts(to_tree((layers, shared)))[1]
+            owners = stages_of_shared(pipeline, shared_params, batches, key)
             (layers, shared), opt_state, totals = executor.run_updates(
-                (layers, shared),
                 jax.tree.map(lambda x: x[0], opt_state),
-                self._microbatches(batches),
-                key,
-                tables,
+                own_columns(tables),
                 jnp.asarray(program.last_version)[stage],
             )
+            # Every stage gets what the owner of a shared parameter made of it.
             shared = [
                 lax.psum(jnp.where(stage == owner, x, jnp.zeros_like(x)), axis)
                 for x, owner in zip(shared, owners, strict=True)
             ]
-            sums, weights, aux = lax.psum(totals, axis)
-            aux = jax.tree.map(lambda x, one: x.astype(one.dtype), aux, totals.aux)
-            out = (sums, weights), jax.tree.map(join_microbatches, aux)
+            out = sum_totals(totals, axis)
             layers = [pipeline._rows.from_stage(x) for x in layers]
             return layers, shared, _with_stage(opt_state), out
 
         layers, shared = leaves
-        of_layers = self._specs(layers)
+        specs = self._specs(layers)
         mapped = over_axis(
             pipeline._model,
             on_stage,
-            (of_layers, P(), on_stages, P(), P(), P(None, None, axis)),
-            (of_layers, P(), on_stages, P()),
+            (specs, P(), on_stages, P(), P(), P(None, None, axis)),
+            (specs, P(), on_stages, P()),
             (
                 [spec_of_layers(pipeline._model, x) for x in layers],
                 [jax.typeof(x).sharding.spec for x in shared],
@@ -271,34 +265,30 @@ class AsyncPipeline:
             return x
         return jnp.copy(jax.device_put(x, NamedSharding(self.pipeline.mesh, spec)))
 
-    def _leaves(self, params: Any) -> tuple[tuple[Arrays, Arrays], tuple[Any, Any]]:
-        """Leaves of the layers and of the shared parameters, and their trees."""
-        layers, shared = self.pipeline._parts(params)
+    def _leaves(self, params: Any) -> tuple[Leaves, tuple[ParamTree, ParamTree]]:
+        """The leaves of the layers and of the shared parameters, and their trees."""
         for path, x in jax.tree_util.tree_leaves_with_path(params):
             if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
                 raise ValueError(
                     f"an asynchronous pipeline trains all parameters, and "
                     f"{jax.tree_util.keystr(path)} has dtype {jnp.result_type(x)}."
                 )
-        for x in jax.tree.leaves(layers):
+        (layers, layer_tree), (shared, shared_tree) = map(
+            jax.tree.flatten, self.pipeline._parts(params)
+        )
+        for x in layers:
             self.pipeline._check_layers(x)
-        flat = [jax.tree.flatten(tree) for tree in (layers, shared)]
-        return (flat[0][0], flat[1][0]), (flat[0][1], flat[1][1])
+        trees = ParamTree(layer_tree, [True] * len(layers))
+        return (layers, shared), (trees, ParamTree(shared_tree, [True] * len(shared)))
 
-    def _to_tree(
-        self, params: Any, trees: tuple[Any, Any]
-    ) -> Callable[[tuple[Arrays, Arrays]], Any]:
-        """From leaves to a tree of parameters of the same type."""
-
-        def to_tree(leaves: tuple[Arrays, Arrays]) -> Any:
-            layers, shared = (tree.unflatten(x) for tree, x in zip(trees, leaves, strict=True))
-            parts = {**shared, self.pipeline.layers: layers}
-            return type(params)({name: parts[name] for name in params})
-
-        return to_tree
+    def _to_tree(self, params: Any, trees: tuple[ParamTree, ParamTree], leaves: Leaves) -> Any:
+        """The tree of leaves, with the type and the keys of ``params``."""
+        layers, shared = (t.treedef.unflatten(x) for t, x in zip(trees, leaves, strict=True))
+        parts = {**shared, self.pipeline.layers: layers}
+        return type(params)({name: parts[name] for name in params})
 
     def _specs(self, layers: Arrays) -> list[PartitionSpec]:
-        """Of stacked arrays, on the axis of the stages."""
+        """Specs of stacked arrays on the axis of the stages."""
         return [self.pipeline._rows.spec(x) for x in layers]
 
     def _to_stage(self, shards: Arrays, layers: Arrays) -> Arrays:
@@ -306,7 +296,8 @@ class AsyncPipeline:
         rows = self.pipeline._rows
         return [rows.to_stage(x, like.shape) for x, like in zip(shards, layers, strict=True)]
 
-    def _of_tree(self, params: Any) -> tuple[Arrays, Arrays]:
+    def _of_tree(self, params: Any) -> Leaves:
+        """The inverse of ``_to_tree``."""
         layers, shared = self.pipeline._parts(params)
         return jax.tree.leaves(layers), jax.tree.leaves(shared)
 
@@ -356,8 +347,48 @@ class AsyncPipeline:
                     f"got {type(tx).__name__}."
                 )
         tx, rows = optax.with_extra_args_support(tx), self.pipeline._rows
-        return OwnLayers(tx, rows, self.pipeline.layers) if rows.uneven else tx
+        return PaddedOptimizer(tx, rows, self.pipeline.layers) if rows.uneven else tx
 
 
 def _with_stage(opt_state: Any) -> Any:
+    """A state with a first dim for the stages, of which this is one."""
     return jax.tree.map(lambda x: jnp.asarray(x)[None], opt_state)
+
+
+def stages_of_shared(pipeline: Pipeline, shared: Any, batches: Any, key: Any) -> list[int]:
+    """For each leaf of the shared parameters, the stage that updates it.
+
+    Raises:
+      ValueError: if ``embed`` and ``head`` both use one, on different stages.
+    """
+
+    def types(tree: Any, skipped: int) -> Any:
+        """Without shardings, and without the first dims."""
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[skipped:], jnp.result_type(x)), tree
+        )
+
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(types(shared, 0))
+    args = types(batches, 2), *([] if key is None else [key])  # batches: [updates, micro-batches]
+
+    def used_by(fn: Callable[..., Any], *args: Any) -> Any:
+        """The numbers of the leaves that a function reads."""
+
+        def of_leaves(leaves: Any, *args: Any) -> Any:
+            return fn(treedef.unflatten(leaves), *args)
+
+        return find_uses(of_leaves, leaves, (), *args).otherwise
+
+    by_embed = used_by(pipeline.embed, *args)
+    x = jax.eval_shape(pipeline.embed, treedef.unflatten(leaves), *args)
+    by_head = used_by(pipeline.head, x, *args)
+    last = pipeline.schedule.num_stages - 1
+    for i, (path, _) in enumerate(jax.tree_util.tree_leaves_with_path(shared)):
+        if last and i in by_embed and i in by_head:
+            raise ValueError(
+                f"embed and head both use {jax.tree_util.keystr(path)}. In an asynchronous "
+                "pipeline the first and the last stage would update it independently: give each a "
+                "parameter of its own."
+            )
+    return [last if i in by_head else 0 for i in range(len(leaves))]

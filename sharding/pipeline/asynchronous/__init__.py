@@ -1,0 +1,1 @@
+"""Asynchronous pipelines: updates without flushes, versions of the parameters, their schedules."""
