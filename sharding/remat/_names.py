@@ -100,7 +100,7 @@ class NamedValues:
         values: dict[str, tuple[int, ...]] = {}
         for eqn in graph.equations:
             operands, results = ([graph.types[x] for x in xs] for xs in (eqn.operands, eqn.results))
-            work = work_of_equation(eqn.primitive.name, eqn.params, operands, results, kind)
+            work = work_of_equation(eqn, operands, results, kind)
             seconds.append(work.seconds)
             if eqn.primitive.name == "name":
                 name = eqn.params["name"]

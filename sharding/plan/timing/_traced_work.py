@@ -1,11 +1,14 @@
 """What traced functions compute: products, and the time they take on a device."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend.core import Jaxpr, JaxprEqn
 
+from optax_ext.execution_order import Equation
+from sharding._jaxprs import inner_jaxprs
 from sharding.plan._devices import KINDS, DeviceKind
 from sharding.plan._tiles import num_bytes
 
@@ -49,17 +52,18 @@ def work_of(fn: Callable[..., Any], *args: Any, kind: DeviceKind | None) -> Work
 
 
 def work_of_equation(
-    name: str, params: dict[str, Any], operands: list[Any], results: list[Any], kind: Any
+    eqn: JaxprEqn | Equation, operands: list[Any], results: list[Any], kind: DeviceKind | None
 ) -> Work:
     """The work of one operation; operands and results have ``shape`` and ``dtype``."""
     kind = kind or _ANY_DEVICE
-    inner = [work_of_jaxpr(each, kind) for each in _jaxprs(params)]
+    name, params = eqn.primitive.name, eqn.params
+    inner = [work_of_jaxpr(jaxpr, kind) for jaxpr in inner_jaxprs(eqn)]
     others = _FUSED * sum(map(num_bytes, results)) / kind.bandwidth
     if inner and "grid_mapping" in params:  # a Pallas kernel, whose values stay on the chip
-        flops = sum(each.flops for each in inner) * math.prod(params["grid_mapping"].grid)
+        flops = sum(work.flops for work in inner) * math.prod(params["grid_mapping"].grid)
         return Work(flops, flops / kind.flops + others)
     if inner and "branches" in params:  # as pl.when, whose other branch is empty
-        return max(inner, key=lambda each: each.seconds)
+        return max(inner, key=lambda work: work.seconds)
     if inner:
         return sum(inner, Work(0.0, 0.0)).times(params.get("length", 1))
     if name == "dot_general":
@@ -77,12 +81,12 @@ def work_of_equation(
     return Work(0.0, others)
 
 
-def work_of_jaxpr(jaxpr: Any, kind: DeviceKind) -> Work:
+def work_of_jaxpr(jaxpr: Jaxpr, kind: DeviceKind) -> Work:
     """The work of a traced function."""
     total = Work(0.0, 0.0)
     for eqn in jaxpr.eqns:
         operands, results = ([v.aval for v in vs] for vs in (eqn.invars, eqn.outvars))
-        total += work_of_equation(eqn.primitive.name, eqn.params, operands, results, kind)
+        total += work_of_equation(eqn, operands, results, kind)
     return total
 
 
@@ -104,22 +108,12 @@ def products_of(fn: Callable[..., Any], params: Any, *args: Any) -> list[Any]:
     return [var.aval for var in _operands_of_products(traced) if var not in own]
 
 
-def _operands_of_products(jaxpr: Any) -> list[Any]:
+def _operands_of_products(jaxpr: Jaxpr) -> list[Any]:
     """The variables that matrix products read and write, each once; not literals."""
     found: dict[Any, None] = {}
     for eqn in jaxpr.eqns:
-        for inner in _jaxprs(eqn.params):
+        for inner in inner_jaxprs(eqn):
             found |= dict.fromkeys(_operands_of_products(inner))
         if eqn.primitive.name == "dot_general":
             found |= dict.fromkeys(v for v in (*eqn.invars, *eqn.outvars) if not hasattr(v, "val"))
     return list(found)
-
-
-def _jaxprs(params: dict[str, Any]) -> Iterator[Any]:
-    """The functions that an operation calls, and the branches of a conditional."""
-    for name, value in params.items():
-        for each in value if name == "branches" else (value,):
-            if hasattr(each, "eqns"):
-                yield each
-            elif hasattr(getattr(each, "jaxpr", None), "eqns"):
-                yield each.jaxpr
