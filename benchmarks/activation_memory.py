@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 import sharding as shd
 from sharding.plan._format import size
-from sharding.plan._models import MODELS, gpt2
+from sharding.plan.model._models import MODELS, gpt2
 from sharding.remat._presets import NameRequest, request_of
 from sharding.remat._remat_plan import device_of_target
 from sharding.remat._stack import Stack

@@ -23,12 +23,12 @@ from sharding.cli._options import (
 )
 from sharding.cli._output import print_json, save
 from sharding.placement._specs import axes_of
-from sharding.plan import targets
-from sharding.plan._find_batch import FoundBatch, Tried, find_batch, needed
-from sharding.plan._models import MODELS
+from sharding.plan._format import show
 from sharding.plan._plot import plot_audits
-from sharding.plan._show import show
-from sharding.plan.program._audit import Audit, audit
+from sharding.plan.audit._audit import Audit, audit
+from sharding.plan.audit._find_batch import FoundBatch, Tried, find_batch, needed
+from sharding.plan.machine import targets
+from sharding.plan.model._models import MODELS
 from sharding.remat._stack_plan import StackPlan
 
 # Options about a named model, which a step of the user's own does not read.

@@ -16,9 +16,9 @@ from sharding.cli._options import check_positive
 from sharding.cli._pipeline_command import pipeline_options
 from sharding.cli._plan_command import run_plan
 from sharding.cli._search_command import run_search, search_options
-from sharding.plan import targets
-from sharding.plan._devices import KINDS
-from sharding.plan._models import MODELS
+from sharding.plan.machine import targets
+from sharding.plan.machine._devices import KINDS
+from sharding.plan.model._models import MODELS
 
 _ABOUT = """\
 plan computes in closed form what each stage of ZeRO holds and sends; audit compiles one step,

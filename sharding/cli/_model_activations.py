@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from sharding.cli._options import Setup, dtype_of, target_of
 from sharding.plan._format import size
-from sharding.plan._plan import Plan
-from sharding.plan._tiles import num_bytes
+from sharding.plan.cost._estimate import Plan
+from sharding.plan.machine._tiles import num_bytes
 from sharding.remat._modes import types_of
 from sharding.remat._planned import RematPlan, no_plan_fits
 from sharding.remat._presets import NameRequest

@@ -18,10 +18,10 @@ import optax
 import optax_ext
 from sharding._zero import Zero
 from sharding.placement._specs import AnyMesh
-from sharding.plan import targets
-from sharding.plan._devices import DeviceKind, kind_of
-from sharding.plan._models import MODELS, Decoder, count_to_params
-from sharding.plan._plan import Plan, estimate
+from sharding.plan.cost._estimate import Plan, estimate
+from sharding.plan.machine import targets
+from sharding.plan.machine._devices import DeviceKind, kind_of
+from sharding.plan.model._models import MODELS, Decoder, count_to_params
 from sharding.step._matrix_owners import by_owner
 from sharding.step._precision import Precision
 

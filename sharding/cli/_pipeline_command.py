@@ -6,9 +6,9 @@ from typing import Any
 
 from sharding.cli._options import dtype_of, setup_of
 from sharding.cli._output import print_json
-from sharding.plan._show import show
-from sharding.plan.pipelines._estimate_pipeline import estimate_pipeline
-from sharding.plan.pipelines._pipeline_schedules import SCHEDULES
+from sharding.plan._format import show
+from sharding.plan.cost._estimate_pipeline import estimate_pipeline
+from sharding.plan.cost._pipeline_schedules import SCHEDULES
 
 _ONLY_HERE = ("schedule", "chunks", "stage", "efficiency", "no_remat")
 _NOT_HERE = ("mesh", "axis", "replica_axis", "remat", "plot")

@@ -16,11 +16,10 @@ from sharding.cli._model_activations import check_remat, note_on, planned_model
 from sharding.cli._options import FIGURES, Setup, abstract_mesh, setup_of
 from sharding.cli._output import print_json, save
 from sharding.cli._pipeline_command import reject_pipeline_options, run_pipeline
-from sharding.plan._advice import deepspeed_stage_2, saving_of, why_wider
-from sharding.plan._format import size
-from sharding.plan._plan import Plan
+from sharding.plan._format import show, size
 from sharding.plan._plot import plot_plans
-from sharding.plan._show import show
+from sharding.plan.cost._advice import deepspeed_stage_2, saving_of, why_wider
+from sharding.plan.cost._estimate import Plan
 
 
 def run_plan(options: argparse.Namespace) -> int:

@@ -22,18 +22,17 @@ from sharding.cli._options import (
     target_of,
 )
 from sharding.cli._output import print_json, save, writing
-from sharding.plan._devices import DeviceKind
-from sharding.plan._format import Table, size
-from sharding.plan._models import MODELS, Decoder
+from sharding.plan._format import Table, show, size
 from sharding.plan._plot import plot_search
-from sharding.plan._show import show
-from sharding.plan.fastest._chosen_plan import ChosenPlan
-from sharding.plan.fastest._plan_file import PlanFile
-from sharding.plan.fastest._plan_space import KEPT
-from sharding.plan.fastest._search import HEADROOM, SearchResult, search
-from sharding.plan.fastest._traced_model import TracedModel
-from sharding.plan.fastest._verify import Verification, verify
-from sharding.plan.targets import Target
+from sharding.plan.machine._devices import DeviceKind
+from sharding.plan.machine.targets import Target
+from sharding.plan.model._models import MODELS, Decoder
+from sharding.plan.model._traced_model import TracedModel
+from sharding.plan.search._chosen_plan import ChosenPlan
+from sharding.plan.search._plan_file import PlanFile
+from sharding.plan.search._plan_space import KEPT
+from sharding.plan.search._search import HEADROOM, SearchResult, search
+from sharding.plan.search._verify import Verification, verify
 
 
 def search_options(parser: argparse.ArgumentParser) -> None:

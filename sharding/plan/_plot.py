@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from sharding.plan._format import NEED
-from sharding.plan._plan import Plan
-from sharding.plan.fastest._search import SearchResult
-from sharding.plan.program._audit import Audit
+from sharding.plan.audit._audit import Audit
+from sharding.plan.cost._estimate import Plan
+from sharding.plan.search._search import SearchResult
 
 _COLORS = {
     "parameters": "#4477aa",

@@ -5,8 +5,8 @@ import math
 from typing import Any
 
 from sharding.plan._format import Table, size, text_of
-from sharding.plan.program._temporaries import temporaries_of
-from sharding.plan.timing._traced_work import Work
+from sharding.plan.audit._liveness import temporaries_of
+from sharding.plan.model._traced_work import Work
 
 
 class OverBudgetError(ValueError):

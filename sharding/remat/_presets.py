@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from sharding.plan._saved_names import PRESETS
+from sharding.plan.model._saved_names import PRESETS
 
 MAXTEXT_NAMES = frozenset((*PRESETS["minimal_with_context"][0], "decoder_layer_input"))
 _PLACES = ("device", "offload", "remat")

@@ -11,11 +11,11 @@ from typing import Any, overload
 
 import jax
 
-from sharding.plan import targets
-from sharding.plan._devices import DeviceKind, kind_of
 from sharding.plan._format import size
-from sharding.plan._plan import Plan
-from sharding.plan.timing._traced_work import Work
+from sharding.plan.cost._estimate import Plan
+from sharding.plan.machine import targets
+from sharding.plan.machine._devices import DeviceKind, kind_of
+from sharding.plan.model._traced_work import Work
 from sharding.remat._chain import (
     Block,
     ChainSearch,

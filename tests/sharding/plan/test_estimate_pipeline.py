@@ -8,9 +8,9 @@ from jax.sharding import AbstractMesh
 
 import sharding as shd
 from sharding.plan import estimate, estimate_pipeline, kind_of, layer_costs
-from sharding.plan._models import Decoder
-from sharding.plan.pipelines._pipeline_schedules import schedule_of
-from sharding.plan.pipelines._pipeline_stages import num_rows
+from sharding.plan.cost._pipeline_schedules import schedule_of
+from sharding.plan.cost._pipeline_stages import num_rows
+from sharding.plan.model._models import Decoder
 
 from ..pipeline.families import seconds_in_lockstep
 

@@ -17,8 +17,8 @@ import optax_ext
 import sharding as shd
 from optax_ext import STATE_FORMATS, low_precision_state
 from sharding.plan import estimate, plot_plans, targets
-from sharding.plan._devices import KINDS, kind_of
-from sharding.plan._models import MODELS, Decoder, count_to_params
+from sharding.plan.machine._devices import KINDS, kind_of
+from sharding.plan.model._models import MODELS, Decoder, count_to_params
 
 from ..model import make_of
 

@@ -8,8 +8,8 @@ import pytest
 
 from sharding.pipeline import Costs, Op, pipedream_2bw
 from sharding.pipeline._instructions import instructions
-from sharding.plan.pipelines._layers_of_chunks import LayerSeconds, all_chunks, layers_of_chunks
-from sharding.plan.pipelines._pipeline_schedules import (
+from sharding.plan.cost._layers_of_chunks import LayerSeconds, all_chunks, layers_of_chunks
+from sharding.plan.cost._pipeline_schedules import (
     SCHEDULES,
     bubble_share,
     chunks_of,

@@ -1,0 +1,439 @@
+"""The auditor: memory, traffic and a bound on time of one step, read from its compiled program."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from sharding.pipeline._pipeline import Pipeline
+from sharding.placement._specs import AnyMesh
+from sharding.plan._format import Table, count, percent, seconds, size, text_of
+from sharding.plan.audit._hlo import Program
+from sharding.plan.audit._liveness import Buffer, at_peak, is_tiled, temporary_bytes
+from sharding.plan.audit._pipeline_audit import PipelineAudit, audit_pipeline
+from sharding.plan.audit._program_arguments import PARTS, Argument, arguments_of
+from sharding.plan.audit._program_costs import costs
+from sharding.plan.audit._scopes import PHASES, phase_of, shortened
+from sharding.plan.audit._warnings import warnings_of
+from sharding.plan.audit._wire import Collective, axes_of_groups, collectives_of
+from sharding.plan.machine._devices import KINDS, DeviceKind, kind_of
+
+# Less than this share of the memory left, and a warning is issued.
+_TIGHT = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """All collectives of one kind.
+
+    Attributes:
+      phase: one of ``PHASES``.
+      op: ``all-reduce``, ``reduce-scatter``, ``all-gather``, ``all-to-all`` or
+        ``collective-permute``.
+      axes: the mesh axes that they run over; empty where no mesh is known.
+      dtype: the dtype that is sent.
+      count: how often they run in a step.
+      wire_bytes: bytes that one device sends.
+      across_slices: whether they leave a TPU slice.
+      scope: the operation that the dearest one was compiled from.
+    """
+
+    phase: str
+    op: str
+    axes: tuple[str, ...]
+    dtype: str
+    count: int
+    wire_bytes: float
+    across_slices: bool
+    scope: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """The cost of one step for one device; ``str()`` makes tables of it, ``to_dict()`` JSON.
+
+    Attributes:
+      devices: the number of devices that run the program.
+      kind: their figures, where they are known.
+      arguments: bytes of each part: parameters, optimizer state, and so on.
+      results: bytes of results that do not take over the memory of an argument.
+      temporaries: bytes, by the compiler; on TPUs those that are live at once. None for a program
+        given as text.
+      at_peak: bytes of temporaries at their peak by use, estimated from the schedule.
+      host: bytes in host memory.
+      traffic: the collectives, dearest first.
+      flops: floating-point operations by phase.
+      products: the part of them in matrix products.
+      nbytes: bytes read from and written to main memory, by phase.
+      expected_wire: bytes that the plan sends; None where none was given.
+      warnings: likely mistakes, in words.
+      notes: how to read the figures, in words.
+      tokens: of all devices in a step; 0 where that was not given.
+      pipeline: the loops over the ticks of a pipeline; None where none was given.
+    """
+
+    devices: int
+    kind: DeviceKind | None
+    arguments: dict[str, float]
+    results: float
+    temporaries: float | None
+    at_peak: dict[str, float]
+    host: float
+    traffic: tuple[Traffic, ...]
+    flops: dict[str, float]
+    products: dict[str, float]
+    nbytes: dict[str, float]
+    expected_wire: float | None
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    tokens: float = 0.0
+    pipeline: PipelineAudit | None = None
+
+    @property
+    def memory(self) -> float:
+        """Bytes that one device needs for the step: arguments, new results, temporaries."""
+        temporaries = sum(self.at_peak.values()) if self.temporaries is None else self.temporaries
+        return sum(self.arguments.values()) + self.results + temporaries
+
+    @property
+    def matmul_flops(self) -> float:
+        """Operations of matrix products of all phases."""
+        return sum(self.products.values())
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether ``memory`` fits the device; None where its kind is unknown."""
+        return None if self.kind is None else self.memory <= self.kind.memory
+
+    @property
+    def headroom(self) -> float | None:
+        """The share of the device's memory that is left; negative where the step does not fit."""
+        return None if self.kind is None else 1 - self.memory / self.kind.memory
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that one device sends in a step."""
+        return sum(each.wire_bytes for each in self.traffic)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The least time of a step by its bounds; empty where the device is unknown."""
+        if self.kind is None:
+            return {}
+        slow = sum(each.wire_bytes for each in self.traffic if each.across_slices)
+        bounds = {
+            "compute": sum(self.flops.values()) / self.kind.flops,
+            "memory": sum(self.nbytes.values()) / self.kind.bandwidth,
+            "wire": (self.wire_bytes - slow) / self.kind.link,
+        }
+        if slow and self.kind.network:
+            bounds["network between slices"] = slow / self.kind.network
+        return bounds
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The upper bound for all devices: computing, moving and sending overlap completely."""
+        slowest = max(self.seconds.values(), default=0.0)
+        return self.tokens / slowest if self.tokens and slowest else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, ready for JSON."""
+        found = dataclasses.asdict(self) | {"pipeline": self.pipeline and self.pipeline.to_dict()}
+        names = (
+            *("memory", "fits", "headroom", "wire_bytes", "matmul_flops"),
+            *("seconds", "tokens_per_second"),
+        )
+        return found | {name: getattr(self, name) for name in names}
+
+    def tables(self) -> list[Table]:
+        """The tables to print: memory, traffic, the pipeline if there is one, and work."""
+        tables = [self._memory_table(), self._traffic_table()]
+        tables += [self.pipeline.table()] if self.pipeline else []
+        tables.append(self._work_table())
+        return [table for table in tables if table.rows]
+
+    def __str__(self) -> str:
+        return "\n".join([text_of(self.tables()), *self.sentences])
+
+    @property
+    def sentences(self) -> list[str]:
+        """Warnings and notes, to be printed below the tables."""
+        warnings = [f"warning: {text}" for text in self.warnings]
+        return warnings + [f"note: {text}" for text in self.notes]
+
+    def _memory_table(self) -> Table:
+        # Arguments, results, and temporaries with estimates of their uses, if above 1 %.
+        rows = [(name, size(value)) for name, value in self.arguments.items() if value]
+        if self.results:
+            rows.append(("new results", size(self.results)))
+        peak = sum(self.at_peak.values())
+        if self.temporaries is not None:
+            rows.append(("temporaries, by the compiler", size(self.temporaries)))
+        for name, value in sorted(self.at_peak.items(), key=lambda item: -item[1]):
+            if value > 0.01 * peak:
+                rows.append((f"  of which about: {name}", size(value)))
+        rows.append(("total", size(self.memory)))
+        if self.host:
+            rows.append(("in host memory", size(self.host)))
+        if self.kind is not None:
+            verdict = "fits" if self.fits else "DOES NOT FIT"
+            if self.fits and (self.headroom or 0) < _TIGHT:
+                verdict = "fits, barely"
+            rows.append((f"a {self.kind.name} has: {verdict}", size(self.kind.memory)))
+        return Table("Memory of one device", ("", "bytes"), rows)
+
+    def _traffic_table(self) -> Table:
+        rows: list[tuple[str, ...]] = [
+            (
+                each.phase,
+                each.op,
+                "slices" if each.across_slices else "+".join(each.axes),
+                each.dtype,
+                str(each.count),
+                size(each.wire_bytes),
+                shortened(each.scope),
+            )
+            for each in self.traffic
+            if each.wire_bytes > 1e-3 * self.wire_bytes
+        ]
+        # The sum of all, and the plan's.
+        if rows:
+            rows.append(("total", "", "", "", "", size(self.wire_bytes), ""))
+        if self.expected_wire:
+            ratio = self.wire_bytes / self.expected_wire
+            theory = (f"{ratio:.3f} of theory", *[""] * 4, size(self.expected_wire), "")
+            rows.append(theory)
+        columns = ("phase", "op", "axes", "dtype", "runs", "bytes", "mostly")
+        return Table("Sent by one device", columns, rows)
+
+    def _work_table(self) -> Table:
+        total, moved = sum(self.flops.values()), sum(self.nbytes.values())
+        rows = [
+            (phase, f"{self.flops.get(phase, 0) / 1e9:,.1f}", size(self.nbytes.get(phase, 0)))
+            for phase in PHASES
+            if self.flops.get(phase, 0) > 1e-3 * total or self.nbytes.get(phase, 0) > 1e-3 * moved
+        ]
+        rows.append(("total", f"{total / 1e9:,.1f}", size(moved)))
+        # Lower bounds of the time, the largest first.
+        bounds = self.seconds
+        for name, value in sorted(bounds.items(), key=lambda item: -item[1]):
+            rows.append((f"not faster than, by {name}", seconds(value), percent(value, bounds)))
+        if self.tokens_per_second:
+            rows.append(("tokens/s of all, at most", count(self.tokens_per_second), ""))
+        return Table("Work of one device", ("phase", "GFLOP", "memory traffic"), rows)
+
+
+def audit(
+    compiled: Any,
+    *,
+    mesh: AnyMesh | None = None,
+    device: DeviceKind | str | None = None,
+    expected_wire: float | None = None,
+    parts: Mapping[str, str] = PARTS,
+    tokens: float = 0.0,
+    pipeline: Pipeline | None = None,
+) -> Audit:
+    """Reads a compiled step: memory, collectives, work, a bound on its time, warnings.
+
+    Works on any jitted function, and on programs for compile-only ``targets``. Nothing is run.
+
+    Args:
+      compiled: the result of ``jax.jit(f).lower(...)`` or ``nnx.jit(f).lower(...)``, which is then
+        compiled; or of its ``compile()``, in which products of float32 matrices are not found any
+        more; or the text of that, which contains neither temporaries nor host memory.
+      mesh: names the axes of collectives; by default the mesh of the arguments.
+      device: the kind of device, as its figures or as the name of a target; by default that of the
+        arguments.
+      expected_wire: bytes that one device should send, such as ``StagePlan.wire``; with a pipeline
+        plus ``pipeline_wire``.
+      parts: a regular expression of argument names for each part; the first match counts. By
+        default, arguments that no name matches but that come back from a training step are
+        parameters if the loss reads them, else optimizer state, and a note names them.
+      tokens: of all devices in a step, for an upper bound of the tokens per second.
+      pipeline: the pipeline that the step runs. The audit then shows its permutes, the iterations
+        of its loops over ticks and what these keep, beside what the schedule says, and warns where
+        the program keeps more.
+
+    Returns:
+      An ``Audit``; ``print`` it.
+
+    Raises:
+      ValueError: ``compiled`` is no program, or ``device`` names no known kind.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sharding as shd
+      >>> step = jax.jit(lambda params, x: params @ x)
+      >>> found = shd.audit(step.lower(jnp.ones((8, 16)), jnp.ones((16, 4))).compile())
+      >>> found.matmul_flops, found.arguments["parameters"]
+      (1024.0, 512.0)
+    """
+    # The program: its StableHLO where it is at hand, its text, its buffers by the compiler.
+    source = ""
+    if hasattr(compiled, "compile"):  # of jax.jit or of nnx.jit
+        source, compiled = compiled.as_text(), compiled.compile()
+    if not isinstance(compiled, str) and not hasattr(compiled, "as_text"):
+        raise ValueError(
+            f"audit reads a program, got a {type(compiled).__name__}: pass step.lower(*arguments)."
+        )
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    program = Program(text)
+    memory = None if isinstance(compiled, str) else compiled.memory_analysis()
+    if mesh is None:
+        mesh = pipeline.mesh if pipeline else None
+        if not isinstance(compiled, str):
+            mesh = _mesh_of(compiled) or mesh
+
+    # Traffic, work by phase, and memory.
+    found, (work, unknown_loops) = collectives_of(program), costs(program)
+    buffers = at_peak(program)
+    flops: dict[str, float] = {}
+    products: dict[str, float] = {}
+    nbytes: dict[str, float] = {}
+    for cost in work:
+        phase = phase_of(cost.scope)
+        flops[phase] = flops.get(phase, 0.0) + cost.flops
+        products[phase] = products.get(phase, 0.0) + cost.matmul_flops
+        nbytes[phase] = nbytes.get(phase, 0.0) + cost.nbytes
+    placed = [] if isinstance(compiled, str) else jax.tree.leaves(compiled.input_shardings)
+    arguments, about = arguments_of(program, parts, placed)
+    about += _widened(arguments, found, placed)
+    temporaries = temporary_bytes(memory, tiled=is_tiled(text)) if memory else None
+
+    warnings = warnings_of(program, found, buffers, arguments, source)
+    warnings += [
+        f"how often the loop %{name} runs is unknown: counted once" for name in unknown_loops
+    ]
+    of_pipeline = audit_pipeline(program, pipeline, mesh or pipeline.mesh) if pipeline else None
+    warnings += of_pipeline.warnings if of_pipeline else ()
+    result = Audit(
+        devices=program.num_devices,
+        kind=_device_kind(device, mesh),
+        arguments=_by_part(arguments, parts),
+        results=memory.output_size_in_bytes - memory.alias_size_in_bytes if memory else 0.0,
+        temporaries=temporaries,
+        at_peak=_by_use(buffers, temporaries),
+        host=(memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes) if memory else 0,
+        traffic=_traffic(found, mesh),
+        flops=flops,
+        products=products,
+        nbytes=nbytes,
+        expected_wire=expected_wire,
+        warnings=(),
+        notes=tuple(about),
+        tokens=tokens,
+        pipeline=of_pipeline,
+    )
+    if result.headroom is not None and result.headroom < _TIGHT:
+        warnings.insert(0, _barely(result) if result.fits else _too_large(result))
+    return dataclasses.replace(result, warnings=tuple(warnings))
+
+
+def _device_kind(device: DeviceKind | str | None, mesh: AnyMesh | None) -> DeviceKind | None:
+    if isinstance(device, str):
+        found = kind_of(device)
+        if found is None:
+            raise ValueError(
+                f"the figures of device {device!r} are not known; known are {', '.join(KINDS)}. "
+                "Give those of another as a sharding.DeviceKind, or leave device out: there is no "
+                "bound on the time then."
+            )
+        return found
+    if device is None and isinstance(mesh, jax.sharding.Mesh):
+        return kind_of(mesh.devices.flat[0].device_kind)
+    return device
+
+
+def _mesh_of(compiled: Any) -> AnyMesh | None:
+    for sharding in jax.tree.leaves(compiled.input_shardings):
+        if isinstance(sharding, NamedSharding):
+            return sharding.mesh
+    return None
+
+
+def _by_part(arguments: list[Argument], parts: Mapping[str, str]) -> dict[str, float]:
+    total = dict.fromkeys(parts, 0.0)
+    for each in arguments:
+        if each.part:
+            total[each.part] += each.nbytes
+    return total
+
+
+def _widened(arguments: list[Argument], found: list[Collective], shardings: list[Any]) -> list[str]:
+    """A note on the CPU's float32 collectives of bfloat16 arrays."""
+    platforms = {device.platform for each in shardings for device in each.device_set}
+    narrow = any(each.part == "parameters" and each.array.dtype == "bf16" for each in arguments)
+    if platforms != {"cpu"} or not narrow or not any(each.dtype == "f32" for each in found):
+        return []
+    return [
+        "collectives of bfloat16 arrays are shown as float32: XLA widens them on CPUs; on a TPU or "
+        "a GPU they send half"
+    ]
+
+
+def _traffic(found: list[Collective], mesh: AnyMesh | None) -> tuple[Traffic, ...]:
+    """Collectives by phase, operation, axes and dtype; the dearest first."""
+    groups: dict[tuple, list[Collective]] = {}
+    for each in found:
+        axes = () if each.across_slices else axes_of_groups(each.groups, mesh)
+        key = (phase_of(each.scope), each.op, axes, each.dtype, each.across_slices)
+        groups.setdefault(key, []).append(each)
+    rows = [
+        Traffic(
+            phase,
+            op,
+            axes,
+            dtype,
+            count=sum(each.runs for each in group),
+            wire_bytes=sum(each.wire_bytes for each in group),
+            across_slices=across,
+            scope=max(group, key=lambda each: each.wire_bytes).scope,
+        )
+        for (phase, op, axes, dtype, across), group in groups.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.wire_bytes))
+
+
+def _by_use(buffers: list[Buffer], limit: float | None) -> dict[str, float]:
+    """Bytes of temporaries by use, read from the phases that make and read them.
+
+    The sum is scaled down to ``limit``: the compiler may write a buffer into the memory of a
+    result, where it is no temporary.
+    """
+    total: dict[str, float] = {}
+    for buffer in buffers:
+        made, read = phase_of(buffer.scope), {phase_of(scope) for scope in buffer.readers}
+        if buffer.copy_of:
+            use = "copies of arguments"
+        elif made in ("gather", "update"):
+            use = {"gather": "gathered parameters", "update": "the update"}[made]
+        elif made == "gradient sync" or read & {"gradient sync", "update"}:
+            use = "gradients"
+        elif made == "forward" and "backward" in read:
+            use = "saved activations"
+        else:
+            use = {"forward": "forward pass", "backward": "backward pass"}.get(made, "other")
+        total[use] = total.get(use, 0.0) + buffer.nbytes
+    estimate = sum(total.values())
+    if limit is not None and estimate > limit:
+        total = {use: value * limit / estimate for use, value in total.items()}
+    return total
+
+
+def _barely(found: Audit) -> str:
+    assert found.kind is not None
+    left = found.kind.memory - found.memory
+    return (
+        f"the step fits a {found.kind.name} with only {size(left)} ({found.headroom:.0%}) to "
+        "spare: allocators and libraries need some of it"
+    )
+
+
+def _too_large(found: Audit) -> str:
+    assert found.kind is not None
+    over = found.memory - found.kind.memory
+    return (
+        f"the step needs {size(found.memory)} on each device, {size(over)} more than a "
+        f"{found.kind.name} has"
+    )

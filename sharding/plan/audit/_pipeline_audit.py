@@ -1,0 +1,309 @@
+"""A compiled pipeline beside its schedule: permutes, iterations, and what is kept between ticks."""
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from sharding.pipeline._instructions import Instructions
+from sharding.pipeline._instructions import instructions as lowered
+from sharding.pipeline._pipeline import Pipeline
+from sharding.placement._specs import AnyMesh
+from sharding.plan._format import Table, size, text_of
+from sharding.plan.audit._hlo import Array, Program
+from sharding.plan.audit._tick_loops import KeptArray, TickLoop, tick_loops
+from sharding.plan.cost._pipeline_wire import num_permutes
+
+_SMALL = 1 << 16  # bytes that need no warning
+_ACTIVATIONS, _RESIDUALS, _OTHERS = "activations, cotangents", "residuals", "other arrays"
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredSlots:
+    """Buffers of one kind that the ticks of a pipeline write and read.
+
+    Attributes:
+      name: what they hold.
+      scheduled: the slots that the schedule needs, the most of any stage: for activations and
+        cotangents one more, which receives what nobody expects; for residuals with those that
+        cross from the first to the second half of a backward pass.
+      found: those of the program; of other arrays their number.
+      nbytes: of the program's, in all.
+      excess: of them more than the schedule needs.
+      example: the largest array of the excess, and the operation that writes it; empty without.
+    """
+
+    name: str
+    scheduled: int
+    found: int
+    nbytes: float
+    excess: float = 0.0
+    example: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineAudit:
+    """What the program of a pipeline runs, sends and keeps, beside what its schedule says.
+
+    Attributes:
+      schedule: its name.
+      stages: of the mesh axis.
+      microbatches: of a step.
+      ticks: of the schedule.
+      live: for each stage, the most activations that it stores at once, by the schedule.
+      scheduled_iterations: of the loops over ticks.
+      iterations: of the program's loops; None where that is not constant.
+      runs: how often they run in a step.
+      scheduled_permutes: activations that a device permutes in one run, as the ticks need them.
+      permutes: those of the program in all runs.
+      messages: of them the most that any stage has to send in one run.
+      message_bytes: of one of them.
+      slots: what is kept between ticks.
+      sums: bytes of accumulated gradients, losses and aux.
+      copied: bytes of the slots that a tick copies, so that they are in memory twice.
+      copied_sums: bytes of the sums that a tick copies.
+      warnings: in words.
+    """
+
+    schedule: str
+    stages: int
+    microbatches: int
+    ticks: int
+    live: tuple[int, ...]
+    scheduled_iterations: tuple[int, ...]
+    iterations: tuple[int | None, ...]
+    runs: int
+    scheduled_permutes: int
+    permutes: int
+    messages: int
+    message_bytes: float
+    slots: tuple[StoredSlots, ...]
+    sums: float
+    copied: float
+    copied_sums: float
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that one device permutes in a step."""
+        return self.permutes * self.message_bytes
+
+    @property
+    def kept(self) -> float:
+        """Bytes that the program keeps between ticks, sums aside."""
+        return sum(each.nbytes for each in self.slots)
+
+    @property
+    def excess(self) -> float:
+        """Bytes of them more than the schedule needs."""
+        return sum(each.excess for each in self.slots)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, ready for JSON."""
+        names = ("wire_bytes", "kept", "excess")
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in names}
+
+    def table(self) -> Table:
+        """A column for the schedule, one for the program, and the program's bytes."""
+        live = " ".join(map(str, self.live)) if self.stages <= 8 else f"at most {max(self.live)}"
+        needed = size(self.messages * self.message_bytes)
+        rows = [
+            ("iterations", _joined(self.scheduled_iterations), _joined(self.iterations), ""),
+            ("permutes", str(self.scheduled_permutes), str(self.permutes), size(self.wire_bytes)),
+            ("  of which the busiest stage needs", str(self.messages), "", needed),
+            ("live activations, by stage", live, "", ""),
+        ]
+        rows += [
+            (f"slots: {each.name}", str(each.scheduled), str(each.found), size(each.nbytes))
+            for each in self.slots
+            if each.scheduled or each.nbytes
+        ]
+        rows.append(("gradients and sums", "", "", size(self.sums)))
+        if self.copied + self.copied_sums:
+            rows.append(("copied in a tick", "", "", size(self.copied + self.copied_sums)))
+        if not self.iterations:
+            rows = [(name, scheduled, "", "") for name, scheduled, *_ in rows if scheduled]
+        title = (
+            f"Pipeline: {self.schedule}, {self.stages} stages, {self.microbatches} micro-batches, "
+            f"{self.ticks} ticks"
+        )
+        return Table(title, ("", "schedule", "program", "bytes"), rows)
+
+    def __str__(self) -> str:
+        return "\n".join([text_of([self.table()]), *(f"warning: {text}" for text in self.warnings)])
+
+
+def audit_pipeline(program: Program, pipeline: Pipeline, mesh: AnyMesh) -> PipelineAudit:
+    """Reads the loops over ticks of a compiled step.
+
+    The kept arrays are exact: they are those that a loop of the compiled program carries. An array
+    belongs to a kind of slots by its shape: activations by what is permuted, residuals by their
+    number of slots and of layers.
+    """
+    schedule = pipeline.schedule
+    figures, lowering = schedule.check(), lowered(schedule, pipeline.recompute)
+    loops = tick_loops(
+        program,
+        mesh,
+        pipeline.axis,
+        microbatches=schedule.num_microbatches,
+        rows=schedule.num_chunks * max(pipeline.layer_counts),
+    )
+    sent = [message for loop in loops for message in _messages_of(loop)]
+    message = max(sent, key=lambda arrays: sum(array.nbytes for array in arrays), default=[])
+    sums: list[KeptArray] = []
+    stored: list[KeptArray] = []
+    for loop in loops:  # loops run one after the other: those that hold most
+        results = [
+            each
+            for each in loop.kept
+            if each.returned and not _is_aux(each.array, pipeline, message)
+        ]
+        others = [each for each in loop.kept if each not in results]
+        sums, stored = max(sums, results, key=_held), max(stored, others, key=_held)
+    found = PipelineAudit(
+        schedule=schedule.name,
+        stages=schedule.num_stages,
+        microbatches=schedule.num_microbatches,
+        ticks=schedule.num_ticks,
+        live=figures.live,
+        scheduled_iterations=tuple(len(each.tables["code"]) for each in lowering.segments),
+        iterations=tuple(loop.trips for loop in loops),
+        runs=max((loop.runs for loop in loops), default=0),
+        scheduled_permutes=num_permutes(lowering),
+        permutes=sum(loop.runs * (loop.trips or 1) * len(_messages_of(loop)) for loop in loops),
+        messages=max(figures.messages),
+        message_bytes=sum(array.nbytes for array in message),
+        slots=tuple(_slots(stored, message, lowering, max(pipeline.layer_counts))),
+        sums=sum(each.array.nbytes for each in sums),
+        copied=sum(each.array.nbytes for each in stored if each.copied),
+        copied_sums=sum(each.array.nbytes for each in sums if each.copied),
+    )
+    return dataclasses.replace(found, warnings=tuple(_warnings(found)))
+
+
+# --- What is sent ---------------------------------------------------------------------------------
+
+
+def _messages_of(loop: TickLoop) -> list[list[Array]]:
+    """The arrays of each message of an iteration."""
+    found: dict[tuple[object, ...], list[Array]] = {}
+    for permute in loop.permutes:
+        found.setdefault((permute.pairs, permute.source), []).extend(permute.arrays)
+    return list(found.values())
+
+
+# --- What is kept ---------------------------------------------------------------------------------
+
+
+def _held(kept: Sequence[KeptArray]) -> float:
+    """The bytes of arrays, with those of their copies."""
+    return sum(each.array.nbytes * (1 + each.copied) for each in kept)
+
+
+def _is_aux(array: Array, pipeline: Pipeline, message: Sequence[Array]) -> bool:
+    """Whether a result is the head's aux of every micro-batch, and no gradient."""
+    if not pipeline.has_aux or array.dims[0] != pipeline.schedule.num_microbatches:
+        return False
+    rows = pipeline.schedule.num_chunks * max(pipeline.layer_counts)
+    return array.dims[0] != rows or array.dims[1:] in [each.dims for each in message]
+
+
+def _slots(
+    stored: Sequence[KeptArray],
+    message: Sequence[Array],
+    lowering: Instructions,
+    num_layers: int,
+) -> Iterator[StoredSlots]:
+    """What is kept, by kind, and what of it is more than the schedule needs."""
+    leaves = collections.Counter(array.dims for array in message)
+    depths = [n + 1 for n in (lowering.num_residuals, lowering.num_crossing) if n]
+    kinds: dict[str, list[KeptArray]] = {_ACTIVATIONS: [], _RESIDUALS: [], _OTHERS: []}
+    for each in stored:
+        if _split_slots(each.array, leaves)[0]:
+            kinds[_ACTIVATIONS].append(each)
+        else:
+            stores = each.array.dims[:2] in [(n, num_layers) for n in depths]
+            kinds[_RESIDUALS if stores and not each.has_params else _OTHERS].append(each)
+
+    # An array of slots for each array of a message.
+    found: collections.Counter[tuple[int, ...]] = collections.Counter()
+    excess = 0.0
+    for each in kinds[_ACTIVATIONS]:
+        num_slots, dims = _split_slots(each.array, leaves)
+        free = max((lowering.num_messages + 1) * leaves[dims] - found[dims], 0)
+        found[dims] += num_slots
+        excess += max(num_slots - free, 0) * each.array.nbytes / num_slots
+    most = max((-(-found[dims] // count) for dims, count in leaves.items()), default=0)
+    yield StoredSlots(
+        _ACTIVATIONS,
+        lowering.num_messages + 1,
+        most,
+        _nbytes_of(kinds[_ACTIVATIONS]),
+        excess,
+        _largest(kinds[_ACTIVATIONS]) if excess else "",
+    )
+
+    # Residuals have a dim for the layers after that of the slots.
+    lengths = {each.array.dims[0] for each in kinds[_RESIDUALS]}
+    slots = sum(n for n in depths if n in lengths)
+    yield StoredSlots(_RESIDUALS, sum(depths), slots, _nbytes_of(kinds[_RESIDUALS]))
+    nbytes = _nbytes_of(kinds[_OTHERS])
+    yield StoredSlots(
+        _OTHERS, 0, len(kinds[_OTHERS]), nbytes, nbytes, _largest(kinds[_OTHERS]) if nbytes else ""
+    )
+
+
+def _split_slots(
+    array: Array, leaves: collections.Counter[tuple[int, ...]]
+) -> tuple[int, tuple[int, ...]]:
+    """How many activations an array has, and their dims; 0 for other arrays."""
+    if array.dims[1:] in leaves:
+        return array.dims[0], array.dims[1:]
+    return int(array.dims in leaves), array.dims
+
+
+def _nbytes_of(kept: Sequence[KeptArray]) -> float:
+    return sum(each.array.nbytes for each in kept)
+
+
+def _largest(kept: Sequence[KeptArray]) -> str:
+    """The largest array, as HLO writes it, and the operation that it is from."""
+    one = max(kept, key=lambda each: each.array.nbytes)
+    where = f" of {one.scope.split('/')[-1]}" if one.scope else ""
+    return f"{one.array.dtype}[{','.join(map(str, one.array.dims))}]{where}"
+
+
+# --- In words -------------------------------------------------------------------------------------
+
+
+def _joined(counts: Sequence[int | None]) -> str:
+    return " + ".join("?" if n is None else str(n) for n in counts)
+
+
+def _warnings(found: PipelineAudit) -> Iterator[str]:
+    if not found.iterations:
+        if found.stages > 1:
+            yield (
+                f"no loop of the program permutes along the axis of the {found.stages} stages: it "
+                "is no step of this pipeline"
+            )
+        return
+    if found.runs > 1:
+        yield (
+            f"the pipeline is filled and drained {found.runs} times in a step: give its schedule "
+            f"{found.runs * found.microbatches} micro-batches, and the step one"
+        )
+    if found.excess > _SMALL:
+        worst = max(found.slots, key=lambda each: each.excess)
+        yield (
+            f"the program keeps {size(found.kept)} from tick to tick, {size(found.excess)} more "
+            f"than the schedule {found.schedule} needs; the largest of it is {worst.example}. "
+            "Kept for every micro-batch are an aux of the head, activations computed before the "
+            "pipeline, parameters among residuals, and what jax.grad stores of a loop over ticks"
+        )
+    if found.copied > _SMALL:
+        yield (
+            f"each tick copies {size(found.copied)} of what the program keeps, which is then in "
+            "memory twice, as XLA does on CPUs and GPUs with the results of branches"
+        )

@@ -1,0 +1,253 @@
+"""Floating-point operations and bytes of a compiled program; loops count by their trips."""
+
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from sharding.plan.audit._hlo import (
+    ARITHMETIC,
+    Frame,
+    Instruction,
+    Program,
+    arrays,
+)
+
+# Operations that compute nothing and move nothing.
+_FREE = frozenset(
+    (
+        *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier"),
+        *("after-all", "partition-id", "replica-id", "add-dependency", "domain"),
+    )
+)
+_MATMUL = re.compile(r'custom_call_target="__(?:cublas|onednn)\$[^"]*(?:gemm|matmul)[^"]*"')
+
+
+class Cost(NamedTuple):
+    """The cost of one instruction in all its runs on one device.
+
+    Attributes:
+      scope: the operation it was compiled from.
+      flops: floating-point operations: two for each multiply-add of a matrix product, one for each
+        element of other arithmetic.
+      matmul_flops: the part of ``flops`` in matrix products and convolutions.
+      nbytes: bytes read from main memory and written to it.
+    """
+
+    scope: str
+    flops: float
+    matmul_flops: float
+    nbytes: float
+
+
+def costs(program: Program) -> tuple[list[Cost], list[str]]:
+    """The cost of each instruction, and the loops of unknown trip count, which count once.
+
+    A conditional counts as its dearest branch. A fusion that slices an operand reads the slice, and
+    one that updates an array in place writes the update.
+    """
+    unknown: list[str] = []
+    return list(_costs_of_frame(program, Frame(program, program.entry, []), 1, unknown)), unknown
+
+
+def costs_of(program: Program, name: str) -> list[Cost]:
+    """The cost of each instruction of one computation, such as the branch of a conditional."""
+    return list(_costs_of_frame(program, Frame(program, name, []), 1, []))
+
+
+def _costs_of_frame(
+    program: Program, frame: Frame, count: int, unknown: list[str]
+) -> Iterator[Cost]:
+    """The costs of a computation that runs ``count`` times, and of its callees."""
+    table = frame.instructions
+
+    def inside(name: str, count: int, arguments: list) -> Iterator[Cost]:
+        return _costs_of_frame(program, Frame(program, name, arguments), count, unknown)
+
+    for it in table.values():
+        if it.op == "while":
+            trips = frame.trip_count(it)
+            if trips is None:
+                unknown.append(it.name)
+            runs = count * (1 if trips is None else trips)
+            yield from inside(it.callees("body")[0], runs, [frame.invariants(it)])
+        elif it.op == "conditional":
+            branches = [list(inside(name, count, [])) for name in it.branches]
+            yield from max(branches, key=lambda b: (sum(c.flops for c in b), len(b)))
+        elif it.op in ("call", "async-start"):
+            arguments = [frame.value(operand) for operand in it.operands]
+            for name in it.callees("to_apply") + it.callees("calls"):
+                yield from inside(name, count, arguments)
+        elif it.op not in _FREE and not it.op.endswith(("-done", "-update")):
+            flops, matmul = _flops(it, table, program)
+            nbytes = _bytes(it, table, program)
+            if flops or nbytes:
+                yield Cost(program.scope(it, table), count * flops, count * matmul, count * nbytes)
+
+
+# --- Operations -----------------------------------------------------------------------------------
+
+
+def _flops(it: Instruction, table: dict[str, Instruction], program: Program) -> tuple[float, float]:
+    """The floating-point operations of one instruction: all, and those of matrix products."""
+    if it.op == "fusion":
+        inner = program.computations[it.callees("calls")[0]]
+        parts = [_flops(each, inner, program) for each in inner.values()]
+        return sum(flops for flops, _ in parts), sum(products for _, products in parts)
+    if it.op == "dot" or (it.op == "custom-call" and _MATMUL.search(it.attributes)):
+        product = _dot(it, table)
+        return product, product
+    if it.op == "convolution":
+        product = _convolution(it, table)
+        return product, product
+    # One operation per element: of what is reduced, of the updates, of the result.
+    if it.op in ("reduce", "reduce-window"):
+        # Operands are the arrays, then as many initial values.
+        inputs = it.operands[: max(1, len(it.operands) // 2)]
+        return float(sum(_num_floating(table[name].type) for name in inputs)), 0.0
+    if it.op == "scatter":
+        return float(_num_floating(table[it.operands[-1]].type)), 0.0
+    return float(_num_floating(it.type) if it.op in ARITHMETIC else 0), 0.0
+
+
+def _num_floating(text: str) -> int:
+    """The number of floating elements of a type."""
+    return sum(a.elements for a in arrays(text) if re.match(r"b?f\d", a.dtype))
+
+
+def _dot(it: Instruction, table: dict[str, Instruction]) -> float:
+    """Two operations for each element of the result and of the contracted dims."""
+    # lhs_contracting_dims={1}, or ["1"] in the configuration of a library call.
+    found = re.search(
+        r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', it.attributes.replace(" ", "")
+    )
+    shape = next(arrays(table[it.operands[0]].type)).dims
+    summed = [int(d) for d in re.findall(r"\d+", found[1])] if found else []
+    return 2.0 * next(arrays(it.type)).elements * math.prod(shape[d] for d in summed)
+
+
+def _convolution(it: Instruction, table: dict[str, Instruction]) -> float:
+    """Two operations for each product of an input and a weight; padding and holes are free."""
+    # dim_labels=b01f_01io->b01f: batch, spatial dims and features of input, kernel and output.
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", it.attributes)
+    if not labels:
+        return 0.0
+    left, right, out = (next(arrays(text)).dims for text in (*_types(it, table)[:2], it.type))
+
+    # Pairs of an output position and a tap of the kernel that reads an input, over spatial dims.
+    window = dict(re.findall(r"(size|stride|pad|lhs_dilate|rhs_dilate)=(\S+?)[ }]", it.attributes))
+    pairs = 1
+    for i in range(len(window.get("size", "").split("x")) if "size" in window else 0):
+        options = {
+            key: window[key].split("x")[i] if key in window else default
+            for key, default in (("stride", "1"), ("lhs_dilate", "1"), ("rhs_dilate", "1"))
+        }
+        low = int(window["pad"].split("x")[i].split("_")[0]) if "pad" in window else 0
+        stride, holes, spread = (int(options[k]) for k in ("stride", "lhs_dilate", "rhs_dilate"))
+        inputs, taps = left[labels[1].index(str(i))], right[labels[2].index(str(i))]
+        outputs = out[labels[3].index(str(i))]
+        read = np.arange(outputs)[:, None] * stride - low + np.arange(taps)[None, :] * spread
+        # read: (outputs, taps), positions in the input with its holes.
+        pairs *= int(np.sum((read >= 0) & (read % holes == 0) & (read <= (inputs - 1) * holes)))
+    channels = right[labels[2].index("i")]
+    batch, features = out[labels[3].index("b")], out[labels[3].index("f")]
+    groups = re.search(r"batch_group_count=(\d+)", it.attributes)
+    return 2.0 * pairs * channels * batch * features / (int(groups[1]) if groups else 1)
+
+
+# --- Bytes ----------------------------------------------------------------------------------------
+
+
+def _types(it: Instruction, table: dict[str, Instruction]) -> list[str]:
+    """The types of the operands."""
+    return [table[name].type for name in it.operands if name in table]
+
+
+def _main_bytes(text: str) -> float:
+    """The bytes of a type that are in main memory."""
+    return sum(array.nbytes for array in arrays(text) if array.space == 0)
+
+
+def _copied(part: str, source: str, target: str) -> float:
+    """The bytes of a part that are read from its source and written to its target."""
+    size = sum(array.nbytes for array in arrays(part))
+    return size * float((_main_bytes(source) > 0) + (_main_bytes(target) > 0))
+
+
+def _bytes(it: Instruction, table: dict[str, Instruction], program: Program) -> float:
+    """The bytes that one instruction reads from main memory and writes to it."""
+    types = _types(it, table)
+    if it.op == "fusion":
+        name = it.callees("calls")[0]
+        read = sum(
+            min(_main_bytes(table[operand].type), read_by_fusion(it, operand, program))
+            for operand in it.operands
+            if _main_bytes(table[operand].type)
+        )
+        return read + _written(it, program.computations[name], program.roots[name])
+    # Copies between memories: only the sides in main memory count.
+    if it.op in ("copy-start", "slice-start", "dynamic-slice-start"):
+        parts = list(arrays(it.type))  # (target, source, ...) or (source, target, ...)
+        target = parts[0] if it.op == "copy-start" else parts[1]
+        return target.nbytes * ((_main_bytes(types[0]) > 0) + (target.space == 0))
+    # Slices: the slice is read and written, not the array; each side counts in main memory alone.
+    if it.op in ("slice", "dynamic-slice"):
+        return _copied(it.type, types[0], it.type) if types else 0.0
+    if it.op == "gather":
+        return 2 * _main_bytes(it.type) + _main_bytes(types[1])
+    if it.op == "dynamic-update-slice":
+        return _copied(types[1], types[1], it.type)
+    if it.op == "scatter":
+        return 3 * _main_bytes(types[-1]) + _main_bytes(types[1])
+    if it.op.endswith("-start"):
+        return _main_bytes(it.type)  # the type lists operands and results
+    if it.op == "custom-call" and 'custom_call_target="AllocateBuffer"' in it.attributes:
+        return 0.0
+    return sum(map(_main_bytes, types)) + _main_bytes(it.type)
+
+
+def read_by_fusion(it: Instruction, operand: str, program: Program) -> float:
+    """The bytes of one operand that a fusion reads: the slices, where it only slices it."""
+    inner = program.computations[it.callees("calls")[0]]
+    index = it.operands.index(operand)
+    (name,) = (p.name for p in inner.values() if p.op == "parameter" and int(p.literal) == index)
+    return _read(inner, name, program)
+
+
+def _read(inner: dict[str, Instruction], name: str, program: Program) -> float:
+    """The bytes that the users of an instruction read of it: all, unless each one slices it."""
+    total = 0.0
+    for user in inner.values():
+        if name not in user.operands:
+            continue
+        # A fusion whose result aliases its operand gives the array another layout by name alone.
+        if user.op == "bitcast" or "output_to_operand_aliasing" in user.attributes:
+            total += _read(inner, user.name, program)
+        elif user.op in ("slice", "dynamic-slice", "gather") and user.operands[0] == name:
+            total += sum(a.nbytes for a in arrays(user.type))
+        elif user.op == "dynamic-update-slice" and user.operands[0] == name:
+            continue  # updated in place
+        elif user.op == "fusion":
+            total += read_by_fusion(user, name, program)
+        else:
+            return sum(a.nbytes for a in arrays(inner[name].type))
+    return total
+
+
+def _written(it: Instruction, inner: dict[str, Instruction], root: str) -> float:
+    """The bytes that a fusion writes: the update, of an array that it updates in place."""
+    names = inner[root].operands if inner[root].op == "tuple" else [root]
+    total = 0.0
+    for name, target in zip(names, arrays(it.type), strict=False):
+        if target.space:
+            continue
+        source = inner[name]
+        while source.op == "bitcast" and source.operands[0] in inner:
+            source = inner[source.operands[0]]
+        if source.op == "dynamic-update-slice":
+            total += sum(a.nbytes for a in arrays(inner[source.operands[1]].type))
+        else:
+            total += target.nbytes
+    return total

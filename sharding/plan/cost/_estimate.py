@@ -1,0 +1,359 @@
+"""The planner: what each stage of ZeRO holds and sends, in closed form."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, ParamSpec
+
+import jax
+import optax
+
+from optax_ext import STATE_FORMATS, low_precision_state
+from sharding._zero import Zero
+from sharding.plan._format import Table, count, seconds, size, text_of
+from sharding.plan.cost._advice import activations_counted, recommend, tight_notes
+from sharding.plan.cost._stage_plan import StagePlan, name_of, stage_plan, variants_of
+from sharding.plan.machine._devices import DeviceKind
+
+_NO_ACTIVATIONS = (
+    "Activations are not counted (?): they depend on the code of the model. audit compiles a step, "
+    "and reads them from its program."
+)
+_PLANNED_ACTIVATIONS = (
+    "Activations are counted as planned; the full parameters that stage 3 gathers come on top. "
+    "audit compiles a step, and reads both from its program."
+)
+_DENSE_SYNC = (
+    "Bytes sent are those of dense gradients: what another sync sends is not counted here. audit "
+    "reads it from the program."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The stages side by side; ``str()`` makes a table of it, ``to_dict()`` JSON.
+
+    Attributes:
+      num_params: the number of parameters.
+      mesh: the sizes of the mesh's axes.
+      device: the figures of a device, where they are known.
+      stages: the stages: 0 to 3, then hybrids.
+      recommended: the name of one; empty where none fits, or nothing is known of the device.
+      notes: the reason, and what else is worth knowing.
+      tokens: of all devices in a step; 0 where that is unknown.
+      flops: floating-point operations of one device in a step; 0 where that is unknown.
+      requested: the name of the stage that the ``Zero`` runs.
+    """
+
+    num_params: int
+    mesh: dict[str, int]
+    device: DeviceKind | None
+    stages: tuple[StagePlan, ...]
+    recommended: str
+    notes: tuple[str, ...]
+    tokens: float = 0.0
+    flops: float = 0.0
+    requested: str = ""
+
+    def stage(self, name: str) -> StagePlan:
+        """The stage of this name, such as ``plan.requested`` or ``"3 hybrid"``.
+
+        Raises:
+          ValueError: if no stage has this name.
+        """
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        names = ", ".join(repr(stage.name) for stage in self.stages)
+        raise ValueError(f"{name!r} is not in the plan; its stages are {names}.")
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether any stage fits; None where the device is unknown."""
+        if self.device is None:
+            return None
+        return min(stage.peak for stage in self.stages) <= self.device.memory
+
+    def headroom(self, stage: StagePlan) -> float | None:
+        """The share of the device's memory that a stage leaves free.
+
+        Activations take it, unless they are counted.
+        """
+        return None if self.device is None else 1 - stage.peak / self.device.memory
+
+    def seconds(self, stage: StagePlan) -> dict[str, float]:
+        """The least time of a step by its bounds; empty where work or device is unknown.
+
+        A device computes, moves and sends at its peak; nothing is computed twice. Traffic to other
+        replicas takes the network where the mesh has an axis of hosts or slices.
+        """
+        if self.device is None or not self.flops:
+            return {}
+        slow = stage.network if {"host", "slice"} & set(self.mesh) and self.device.network else 0.0
+        bounds = {
+            "compute": self.flops / self.device.flops,
+            "memory": stage.moved / self.device.bandwidth,
+            "wire": (stage.wire - slow) / self.device.link,
+        }
+        if slow and self.device.network:
+            bounds["network"] = slow / self.device.network
+        return {name: value for name, value in bounds.items() if value}
+
+    def tokens_per_second(self, stage: StagePlan) -> float | None:
+        """The upper bound for all devices: computing, moving and sending overlap completely."""
+        bounds = self.seconds(stage)
+        return self.tokens / max(bounds.values()) if bounds and self.tokens else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, ready for JSON; ``activations`` are None where they are not counted."""
+        figures = dataclasses.asdict(self)
+        for row, stage in zip(figures["stages"], self.stages, strict=True):
+            row |= {name: getattr(stage, name) for name in ("arguments", "memory", "peak")}
+            row["headroom"] = self.headroom(stage)
+            row["seconds"] = self.seconds(stage)
+            row["tokens_per_second"] = self.tokens_per_second(stage)
+        not_counted = [] if activations_counted(self.stages) else ["activations"]
+        return figures | {"fits": self.fits, "not_counted": not_counted}
+
+    def tables(self) -> list[Table]:
+        """The table to print: a column for each stage."""
+        # Memory: parts that no stage has are left out.
+        parts: list[tuple[str, Callable[[StagePlan], float]]] = [
+            ("parameters", lambda s: s.params),
+            ("gradients", lambda s: s.grads),
+            ("optimizer state", lambda s: s.opt_state),
+            ("master weights", lambda s: s.master),
+            ("- in host memory", lambda s: -s.host),
+            ("gradient sync", lambda s: s.sync),
+            ("batch", lambda s: s.batch),
+            ("total", lambda s: s.memory),
+            ("+ not yet reduced", lambda s: s.unreduced),
+        ]
+        rows = [
+            (name, *(size(value(stage)) for stage in self.stages))
+            for name, value in parts
+            if any(value(stage) for stage in self.stages)
+        ]
+        activations = (stage.activations for stage in self.stages)
+        rows.append(("+ activations", *("?" if x is None else size(x) for x in activations)))
+        if self.device:
+            left = [self.device.memory - stage.peak for stage in self.stages]
+            name = f"left of {size(self.device.memory)}"
+            rows.append((name, *(size(x) if x >= 0 else "too much" for x in left)))
+
+        # Traffic and times.
+        rows.append(("sent in a step", *(size(stage.wire) for stage in self.stages)))
+        if any(stage.network for stage in self.stages):
+            rows.append(("  to replicas", *(size(stage.network) for stage in self.stages)))
+        if any(stage.host_wire for stage in self.stages):
+            rows.append(("  to host memory", *(size(stage.host_wire) for stage in self.stages)))
+        rows += self._times()
+
+        mesh = ", ".join(f"{axis}={number}" for axis, number in self.mesh.items())
+        title = f"{self.num_params:,} parameters on {mesh}: one device"
+        marked = [f"{s.name} *" if s.name == self.recommended else s.name for s in self.stages]
+        return [Table(title, ("", *marked), rows)]
+
+    def _times(self) -> list[tuple[str, ...]]:
+        """Rows of lower bounds; unknown ones are left out."""
+        bounds = [self.seconds(stage) for stage in self.stages]
+        names = ("compute", "memory", "wire", "network")
+        rows = [
+            (f"{name}, at least", *(seconds(b[name]) if name in b else "" for b in bounds))
+            for name in names
+            if any(name in b for b in bounds)
+        ]
+        best = [self.tokens_per_second(stage) for stage in self.stages]
+        if any(best):
+            rows.append(("tokens/s, at most", *(count(x) if x else "" for x in best)))
+        return rows
+
+    def __str__(self) -> str:
+        return "\n".join([text_of(self.tables()), *self.notes])
+
+
+_Args = ParamSpec("_Args")
+# Arguments that ``estimate`` had before it took a ``Zero``.
+_FIELDS_OF_ZERO = ("axis", "replica_axis", "precision", "min_shard_size", "offload")
+
+
+def _rejects_old_calls(fn: Callable[_Args, Plan]) -> Callable[_Args, Plan]:
+    """Makes calls with a mesh, or with a field of ``Zero``, an error that shows the new call."""
+
+    @functools.wraps(fn)
+    def checked(*args: _Args.args, **kwargs: _Args.kwargs) -> Plan:
+        moved = [name for name in _FIELDS_OF_ZERO if name in kwargs]
+        zero = args[2] if len(args) > 2 else kwargs.get("zero")
+        if not moved and "mesh" not in kwargs and (zero is None or isinstance(zero, Zero)):
+            return fn(*args, **kwargs)
+        fields = ['offload="optimizer"' if name == "offload" else f"{name}=..." for name in moved]
+        found = ", ".join([*moved, *(["mesh"] if "mesh" in kwargs else [])])
+        raise TypeError(
+            f"estimate takes a Zero, got {found or repr(zero)}. Call estimate(params, tx, "
+            f"Zero({', '.join(['mesh', *fields])}), ...)."
+        )
+
+    return checked
+
+
+@_rejects_old_calls
+def estimate(
+    params: Any,
+    tx: optax.GradientTransformation,
+    zero: Zero,
+    *,
+    param_specs: Any = None,
+    microbatches: int = 1,
+    batch: float = 0.0,
+    state_format: str | None = None,
+    device: DeviceKind | None = None,
+    gathered_once: str | None = None,
+    activations: float | None = None,
+    tokens: float = 0.0,
+    flops: float = 0.0,
+) -> Plan:
+    """What a ``Zero`` would hold and send, beside the other stages; nothing is compiled.
+
+    With S bytes of parameters on n devices and k micro-batches, a device sends, times (n-1)/n: 2 S
+    at stages 0 and 1, (k+1) S at stage 2, 3 k S at stage 3; replicas sum their shards. Arrays are
+    sharded as ``zero.describe`` reports, optimizer state is that of ``tx.init``.
+
+    Stages 0 to 3 shard over all data-parallel axes (``axis`` and ``replica_axis``). With a
+    ``replica_axis`` there are ``"3 hybrid"`` and ``"3 spread"`` as well. The stage of ``zero``
+    itself is ``plan.stage(plan.requested)``.
+
+    Args:
+      params: parameters, abstract or real.
+      tx: the transformation.
+      zero: the ``Zero`` to plan; its mesh may be abstract.
+      param_specs: how parameters are sharded over other axes; see ``Zero.specs``.
+      microbatches: how many are accumulated.
+      batch: bytes of one device's batch.
+      state_format: one of ``optax_ext.STATE_FORMATS``: the plan is that of
+        ``low_precision_state(tx, ...)``; None leaves the state as it is.
+      device: the device to compare with; arrays are counted as they fill its memory.
+      gathered_once: a regular expression of the paths of parameters that stage 3 gathers once and
+        keeps until the backward pass: those outside the layers that ``zero.gathered`` wraps. All
+        others are gathered twice, and stage 2 reduces their gradients layer by layer. None: stage 3
+        gathers all twice, and stage 2 reduces all after the backward pass.
+      activations: bytes of activations and temporaries of one device and one micro-batch, such as
+        the ``peak`` of a ``sharding.remat.plan``. Each stage counts them beside its gradients. The
+        full parameters that stage 3 gathers come on top. None: activations are not counted.
+      tokens: of all devices in a step, for an upper bound of the tokens per second.
+      flops: floating-point operations of one device in a step, for a lower bound of its time.
+
+    Returns:
+      A ``Plan``; ``print`` it.
+
+    Raises:
+      ValueError: as ``Zero.describe``; or the format is unknown; or ``activations`` is negative or
+        not finite.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, sharding as shd
+      >>> from sharding.plan import estimate
+      >>> zero = shd.Zero(jax.sharding.AbstractMesh((64,), ("data",)), stage=3)
+      >>> params = {"w": jax.ShapeDtypeStruct((4096, 16384), jnp.bfloat16)}
+      >>> plan = estimate(params, optax.adam(1e-3), zero)
+      >>> [round(stage.memory / 2**20) for stage in plan.stages]
+      [512, 260, 134, 8]
+      >>> plan.requested
+      'stage 3'
+
+    References:
+      Rajbhandari, Rasley, Ruwase, He: ZeRO: Memory Optimizations Toward Training Trillion
+      Parameter Models, SC 2020, arXiv 1910.02054, section 5.
+    """
+    tx = with_state_format(tx, state_format)
+    if activations is not None and not 0 <= activations < math.inf:
+        raise ValueError(
+            f"activations must be None or a finite number of bytes, 0 or above, got {activations}."
+        )
+    stages = _stage_plans(
+        *(params, tx, variants_of(zero)),
+        param_specs=param_specs,
+        microbatches=microbatches,
+        batch=batch,
+        device=device,
+        gathered_once=gathered_once,
+        activations=None if activations is None else float(activations),
+    )
+    recommended, reason = recommend(stages, device)
+    counted = _NO_ACTIVATIONS if activations is None else _PLANNED_ACTIVATIONS
+    notes = [reason, *tight_notes(stages, device), counted]
+    return Plan(
+        num_params=sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
+        mesh=dict(zero.mesh.shape),
+        device=device,
+        stages=stages,
+        recommended=recommended,
+        notes=(*notes, _DENSE_SYNC) if zero.sync is not None else tuple(notes),
+        tokens=tokens,
+        flops=flops,
+        requested=name_of(zero),
+    )
+
+
+def estimate_stage(
+    params: Any,
+    tx: optax.GradientTransformation,
+    zero: Zero,
+    *,
+    param_specs: Any = None,
+    microbatches: int = 1,
+    batch: float = 0.0,
+    device: DeviceKind | None = None,
+    gathered_once: str | None = None,
+) -> StagePlan:
+    """The stage that a ``Zero`` runs, as ``estimate`` finds it beside all others."""
+    (found,) = _stage_plans(
+        *(params, tx, {name_of(zero): zero}),
+        param_specs=param_specs,
+        microbatches=microbatches,
+        batch=batch,
+        device=device,
+        gathered_once=gathered_once,
+        activations=None,
+    )
+    return found
+
+
+def with_state_format(
+    tx: optax.GradientTransformation, state_format: str | None
+) -> optax.GradientTransformation:
+    """The transformation with its state in one of ``optax_ext.STATE_FORMATS``; None: as it is.
+
+    Raises:
+      ValueError: the format is unknown.
+    """
+    if state_format is None:
+        return tx
+    if state_format not in STATE_FORMATS:
+        known = ", ".join(map(repr, STATE_FORMATS))
+        raise ValueError(f"state_format must be None or one of {known}, got {state_format!r}.")
+    return low_precision_state(tx, STATE_FORMATS[state_format])
+
+
+def _stage_plans(
+    params: Any,
+    tx: optax.GradientTransformation,
+    variants: dict[str, Zero],
+    *,
+    param_specs: Any,
+    device: DeviceKind | None,
+    **options: Any,
+) -> tuple[StagePlan, ...]:
+    """The stages of some Zeros by name; options are those of ``stage_plan``."""
+    # The placement of the state under each Zero; stage 0 shards by the user's axes alone.
+    state = (params, jax.eval_shape(tx.init, params))
+    unsharded = variants_of(next(iter(variants.values())))["stage 0"]
+    described = {
+        name: each.describe(state, tx=tx, param_specs=param_specs)
+        for name, each in ({"stage 0": unsharded} | variants).items()
+    }
+    tile = device.tile if device else None
+    return tuple(
+        stage_plan(name, each, described[name], described["stage 0"], tile=tile, **options)
+        for name, each in variants.items()
+    )

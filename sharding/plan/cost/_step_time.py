@@ -1,0 +1,487 @@
+"""The time of one training step of a decoder under a plan, in closed form."""
+
+import dataclasses
+import functools
+import operator
+
+from sharding.plan.cost._compressed_sync import SyncWork
+from sharding.plan.cost._layers_of_chunks import LayerSeconds, all_chunks, layers_of_chunks
+from sharding.plan.cost._parallel_plan import ParallelPlan
+from sharding.plan.cost._pipeline_schedules import (
+    layers_sent,
+    lockstep_seconds,
+    num_ticks,
+)
+from sharding.plan.cost._step_seconds import StepSeconds
+from sharding.plan.cost._tensor_sums import SCALAR, tensor_sums
+from sharding.plan.machine._achieved import achieved
+from sharding.plan.machine._collective_time import Group, Operation, collective_seconds
+from sharding.plan.machine._mesh_groups import Machine
+from sharding.plan.model._layer_time import (
+    COMPILED,
+    Implementation,
+    KernelSeconds,
+    LayerWork,
+    Roofline,
+    head_work,
+    layer_work,
+)
+from sharding.plan.model._models import Decoder
+from sharding.plan.model._saved_names import saved_parts
+
+_ITEM = 2  # bytes of an activation
+_GRADIENT_SUM = 4  # bytes of a gradient that is accumulated
+# The share of a PCIe link that copies reach, 55 of 63 GB/s: Bekman, Machine Learning Engineering.
+_HOST_LINK = 0.88
+
+
+@dataclasses.dataclass(frozen=True)
+class _Groups:
+    """The devices of each kind of parallelism; ``replicas`` are further apart than ``shards``."""
+
+    tensor: Group
+    shards: Group
+    replicas: Group
+    data: Group
+    pipe: Group
+
+
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """Forward and backward passes of all micro-batches of a step, whatever ZeRO does.
+
+    Attributes:
+      work: of kernels.
+      tensor: seconds of collectives among the devices that share a layer.
+      bubble: seconds, idle in a pipeline.
+      transfers: seconds of messages between stages, and of the sum of gradients that they share.
+      layers: that the device has, in as many parts ZeRO gathers and reduces.
+      params: of the device.
+      chunks: layers of each chunk of a pipeline, from the first to the last.
+    """
+
+    work: KernelSeconds
+    layers: float
+    params: float
+    chunks: tuple[int, ...] = ()
+    tensor: float = 0.0
+    bubble: float = 0.0
+    transfers: float = 0.0
+
+    @property
+    def least(self) -> float:
+        """Seconds below which no step with these passes can be predicted to go."""
+        return self.work.seconds + self.tensor + self.bubble + self.transfers
+
+    @property
+    def least_overlapped(self) -> float:
+        """The same where all wires are hidden: below ``StepSeconds.full_overlap``."""
+        return max(self.work.seconds, self.tensor + self.transfers) + self.bubble
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wire:
+    """Seconds of collectives on a machine."""
+
+    machine: Machine
+    ideal: bool
+
+    def __call__(self, operation: Operation, nbytes: float, group: Group) -> float:
+        return collective_seconds(operation, nbytes, group, self.machine.device, ideal=self.ideal)
+
+
+def step_seconds(
+    model: Decoder,
+    plan: ParallelPlan,
+    machine: Machine,
+    *,
+    length: int | None = None,
+    implementation: Implementation = COMPILED,
+    ideal: bool = False,
+) -> StepSeconds:
+    """What a step takes; nothing is compiled, nothing is measured.
+
+    Layers are shared so that a step is as fast as possible, with the head in the last chunk; if the
+    implementation is not in lockstep, equally. Devices that share a layer are nearest to each
+    other, then those of ZeRO, its replicas, and the stages of a pipeline.
+
+    - Tensor parallelism: two all-reduces of the residual stream in a forward pass of a layer, two
+      in a backward pass; with sequence parallelism a reduce-scatter and an all-gather each, and two
+      gathers of inputs more in the backward pass. One more each for sharded tables: the lookup
+      (without a pipeline) and the backward pass of the head. Messages between stages are sent in
+      shards, but in one compiled program by every device.
+    - Recomputation repeats the forward pass, but for products that are saved, or attention alone,
+      and the collectives that ``tensor_sums`` counts.
+    - A pipeline takes ``lockstep_seconds``, and a transfer in each tick. The last chunk of a
+      compiled program runs its forward pass in its backward pass. The program holds the embedding
+      and the head on all devices, which sum their gradients over the stages; stages of unequal
+      numbers of layers send each other some, and their gradients. Without a flush each
+      stage waits for the updates of all others.
+    - ZeRO with k micro-batches and S bytes on n devices sends 2 S at stages 0 and 1, (k + 1) S at
+      stage 2, 3 k S at stage 3, times (n - 1) / n; once in a step in a pipeline. Replicas reduce
+      their shards, or reduce-scatter them and gather the new parameters. Stage 3 gathers layer by
+      layer.
+    - The update reads parameters, gradients and state and writes parameters and state. Products in
+      it, as in Muon's, are known to ``search`` alone.
+
+    Args:
+      model: its dims.
+      plan: how it is shared.
+      machine: the devices.
+      length: tokens of a sequence; None: the model's.
+      implementation: how the program computes a layer.
+      ideal: whether everything reaches its peak without latency: for lower bounds.
+
+    Raises:
+      ValueError: the plan does not fit the model or the number of devices.
+
+    Example:
+      >>> from sharding.plan import MODELS, kind_of
+      >>> plan = ParallelPlan(data=8, stage=3, microbatch=4, recompute="none")
+      >>> found = step_seconds(MODELS["llama2-7b"], plan, Machine(kind_of("h100"), 8))
+      >>> f"{found.full_overlap:.2f} {found.seconds:.2f} {found.no_overlap:.2f}"
+      '0.67 0.69 0.78'
+    """
+    plan.check(model)
+    if plan.sync:
+        raise ValueError(
+            f"step_seconds does not know the shapes of gradients, of which the time of {plan.sync} "
+            "depends: search does."
+        )
+    found = passes(
+        *(model, plan, machine),
+        length=length or model.length,
+        implementation=implementation,
+        ideal=ideal,
+    )
+    return with_state(plan, machine, found, ideal=ideal)
+
+
+def passes(
+    model: Decoder,
+    plan: ParallelPlan,
+    machine: Machine,
+    *,
+    length: int,
+    implementation: Implementation = COMPILED,
+    ideal: bool = False,
+) -> Passes:
+    """The passes of a step; arguments are those of ``step_seconds``.
+
+    They are the same for all plans that differ in ZeRO, replicas, offload and state alone.
+
+    >>> from sharding.plan import MODELS, kind_of
+    >>> plan, machine = ParallelPlan(pipe=8, microbatches=8), Machine(kind_of("h100"), 8)
+    >>> passes(MODELS["llama3-8b"], plan, machine, length=2048).chunks
+    (4, 4, 4, 4, 5, 5, 5, 1)
+    """
+    groups, wire = _groups(plan, machine), _Wire(machine, ideal)
+    layer, head_forward, head_backward = _works(model, plan, machine, length, implementation, ideal)
+    again = _recomputed(layer, plan, implementation)
+    sent, sent_back, sent_head = _tensor_seconds(
+        model, plan, length, groups.tensor, wire, implementation.lockstep
+    )
+
+    # Layers by chunk: the last chunk has the head, too.
+    launch = 0.0 if ideal else implementation.launch
+    weight = layer.weight if plan.splits_backward else KernelSeconds()
+    of_layer = LayerSeconds(
+        forward=layer.forward.seconds + sent,
+        backward=(layer.backward - weight + again).seconds + sent_back,
+        weight=weight.seconds,
+    )
+    count, chunks = plan.microbatches, plan.chunks
+    lockstep = functools.partial(lockstep_seconds, plan.schedule, plan.pipe, count, chunks=chunks)
+    most, last = layers_of_chunks(
+        model.layers,
+        plan.pipe * chunks,
+        of_layer,
+        head=(head_forward + head_backward).seconds + sent_head,
+        lockstep=lockstep if implementation.lockstep and not plan.even else None,
+    )
+    of_most, of_last = (
+        tuple(
+            _launched(work * number, launch)
+            for work in (layer.forward, layer.backward + again - weight, weight)
+        )
+        for number in (most, last)
+    )
+    of_head = _launched(head_forward, launch) + _launched(head_backward, launch)
+
+    # The device with most to do: of chunks like the slowest one, or with the last one.
+    work, wires = functools.reduce(operator.add, of_most), (sent + sent_back) * most
+    work_last = functools.reduce(operator.add, of_last, of_head)
+    wires_last = (sent + sent_back) * last + sent_head
+    first, second, third = (it.seconds for it in of_most)
+    first, second = first + sent * most, second + sent_back * most
+    final = of_last[0] + of_last[1] + of_head
+    in_last = final.seconds + wires_last, of_last[2].seconds
+    if work_last.seconds + wires_last > work.seconds + wires:
+        work, wires = work * (chunks - 1) + work_last, wires * (chunks - 1) + wires_last
+    else:
+        work, wires = work * chunks, wires * chunks
+    bubble = transfers = 0.0
+    if plan.pipe > 1:
+        if implementation.lockstep:
+            taken = lockstep(first, second, weight=third, last=in_last)
+        else:
+            taken = lockstep(first, second, weight=third)
+            taken += count * max(0.0, work.seconds + wires - chunks * (first + second + third))
+        bubble = taken - count * (work.seconds + wires)
+        message = float(_ITEM * plan.microbatch * length * model.width)
+        message /= 1 if implementation.lockstep else plan.tensor
+        ticks = num_ticks(plan.schedule, plan.pipe, count, chunks)
+        transfers = ticks * wire("permute", message, groups.pipe)
+
+    # ZeRO, the update, and host memory. The first stage has the embedding; in one compiled program
+    # all stages have both tables, and sum their gradients, in 32 bits. A bound takes what
+    # the fullest stage has at least, however layers are shared.
+    held = model.layers / plan.pipe if ideal else max(most, last) * chunks
+    tables = 1 if model.tied else 2
+    if plan.pipe > 1 and implementation.lockstep and not plan.asynchronous:
+        shared = _GRADIENT_SUM * tables * _table_params(model, plan)
+        transfers += wire("all-reduce", shared, groups.pipe)
+        if held * plan.pipe > model.layers:  # unequal stages send each other their layers
+            counts = all_chunks(model.layers, plan.pipe * chunks, last)
+            there, back = layers_sent(plan.schedule, plan.pipe, counts)
+            sent = plan.param_bytes * there + _GRADIENT_SUM * back
+            sent *= _stage_params(model, 1.0, plan, tables=0)
+            transfers += wire("permute", sent, groups.pipe)
+            held = model.layers / plan.pipe
+    elif plan.pipe > 1 and not implementation.lockstep:
+        tables = 0 if ideal else 1
+    params = _stage_params(model, held, plan, tables=tables)
+    return Passes(
+        work=work * count,
+        layers=held,
+        params=params,
+        chunks=all_chunks(model.layers, plan.pipe * plan.chunks, last),
+        tensor=count * wires,
+        bubble=bubble,
+        transfers=transfers,
+    )
+
+
+def traced_passes(
+    machine: Machine,
+    *,
+    flops: float,
+    moved: float,
+    params: float,
+    gathers: float,
+    ideal: bool = False,
+) -> Passes:
+    """The passes of a step without pipeline and tensor parallelism whose work is known.
+
+    Args:
+      machine: the devices.
+      flops: operations of matrix products of a device in a step.
+      moved: bytes that everything else reads and writes in it.
+      params: their number.
+      gathers: in how many parts stage 3 gathers them.
+      ideal: as for ``step_seconds``: what moves bytes takes nothing.
+
+    Example:
+      >>> from sharding.plan import kind_of
+      >>> plan = ParallelPlan(data=8, stage=1, microbatches=2)
+      >>> machine = Machine(kind_of("h100"), 8)
+      >>> found = traced_passes(machine, flops=2e14, moved=2e11, params=1e9, gathers=24)
+      >>> step = with_state(plan, machine, found)
+      >>> f"{step.matmul:.3f} {step.elementwise:.3f} {step.data:.3f}"
+      '0.297 0.066 0.010'
+    """
+    unit = Roofline(machine.device, COMPILED, ideal=ideal)
+    moved = 0.0 if ideal else moved
+    return Passes(KernelSeconds(flops / unit.flops, moved / unit.bandwidth), gathers, params)
+
+
+def with_state(
+    plan: ParallelPlan,
+    machine: Machine,
+    found: Passes,
+    *,
+    sync: SyncWork | None = None,
+    products: float = 0.0,
+    ideal: bool = False,
+) -> StepSeconds:
+    """A step of these passes, with the collectives of ZeRO, the update and the host link.
+
+    Args:
+      plan: how the step is shared.
+      machine: the devices.
+      found: the passes.
+      sync: the compressed synchronization of gradients, if the plan has one; nothing hides it, and
+        what it moves counts as part of the update.
+      products: operations of matrix products of a device in the update, as in Muon's.
+      ideal: as for ``step_seconds``.
+    """
+    groups, wire = _groups(plan, machine), _Wire(machine, ideal)
+    work, params = found.work, found.params
+    data, hideable = _data_seconds(plan, found.layers, params, groups, wire)
+    exposed = 0.0
+    if sync is not None:
+        over = groups.data if plan.replicas == 1 else groups.replicas
+        exposed = sum(wire(operation, nbytes, over) for operation, nbytes in sync.sums)
+    shards = plan.shards_of_state
+    touched = 2 * (plan.param_bytes + plan.state_bytes) + plan.grad_bytes
+    reached = 1.0 if ideal else achieved(machine.device).memory
+    update = params * touched / shards
+    if sync and not ideal:
+        update += sync.moved
+    update /= machine.device.bandwidth * reached
+    update += products / Roofline(machine.device, COMPILED, ideal=ideal).flops
+    # Stages update in ticks of their own, one after the other.
+    waiting = (plan.pipe - 1) * update if plan.asynchronous else 0.0
+    return StepSeconds(
+        matmul=work.matmul,
+        elementwise=work.elementwise,
+        overhead=work.overhead,
+        tensor=found.tensor,
+        bubble=found.bubble + waiting,
+        transfers=found.transfers,
+        data=data + exposed,
+        exposed=exposed,
+        update=update,
+        host=_host_seconds(plan, params / shards, machine, ideal),
+        hideable=hideable * work.seconds,
+        interference=not machine.torus,
+    )
+
+
+def _groups(plan: ParallelPlan, machine: Machine) -> _Groups:
+    # Stages of a pipeline are where they are without replicas.
+    tensor, data, pipe = machine.groups((plan.tensor, plan.data, plan.pipe))
+    _, shards, replicas, _ = machine.groups((plan.tensor, plan.shards, plan.replicas, plan.pipe))
+    return _Groups(tensor, shards, replicas, data, pipe)
+
+
+def _works(
+    model: Decoder,
+    plan: ParallelPlan,
+    machine: Machine,
+    length: int,
+    implementation: Implementation,
+    ideal: bool,
+) -> tuple[LayerWork, KernelSeconds, KernelSeconds]:
+    """A layer, and the head forward and backward."""
+    layer = layer_work(
+        model,
+        machine.device,
+        microbatch=plan.microbatch,
+        length=length,
+        tensor=plan.tensor,
+        sequence_parallel=plan.sequence_parallel,
+        implementation=implementation,
+        ideal=ideal,
+    )
+    head = head_work(
+        model,
+        machine.device,
+        microbatch=plan.microbatch,
+        length=length,
+        tensor=model.shards_of_tokens(plan.tensor),
+        implementation=implementation,
+        ideal=ideal,
+    )
+    return layer, *head
+
+
+def _recomputed(
+    layer: LayerWork, plan: ParallelPlan, implementation: Implementation
+) -> KernelSeconds:
+    """What a layer computes again in its backward pass.
+
+    All of its forward pass but the products that are saved, and in a compiled program the last one,
+    whose result nothing reads.
+    """
+    if plan.recompute == "none":
+        return KernelSeconds()
+    if plan.recompute == "selective":
+        return layer.attention
+    again = layer.forward
+    for part in saved_parts(plan.recompute):
+        again -= layer.products[part]
+    return again - layer.products["down"] if implementation.lockstep else again
+
+
+def _launched(work: KernelSeconds, launch: float) -> KernelSeconds:
+    """Kernels that the host issues no faster than it can."""
+    waiting = max(0.0, work.kernels * launch - work.seconds)
+    return dataclasses.replace(work, overhead=work.overhead + waiting)
+
+
+def _tensor_seconds(
+    model: Decoder, plan: ParallelPlan, length: int, group: Group, wire: _Wire, compiled: bool
+) -> tuple[float, float, float]:
+    """Collectives among the devices that share layers: of a layer forward, backward, of the ends.
+
+    The ends are the head, and without a pipeline the lookup in the embedding.
+    """
+    if plan.tensor == 1:
+        return 0.0, 0.0, 0.0
+    sums = tensor_sums(model, plan, compiled=compiled)
+    stream = float(_ITEM * plan.microbatch * length * model.width)
+    summed = wire("all-reduce", stream, group)
+    ends = (sums.head + (sums.lookup if plan.pipe == 1 else 0)) * summed
+    ends += sums.scalars * wire("all-reduce", float(SCALAR * plan.microbatch * length), group)
+    if not plan.sequence_parallel:
+        return sums.forward * summed, sums.backward * summed, ends
+    gather = wire("all-gather", stream, group)
+    forward = 2 * (wire("reduce-scatter", stream, group) + gather)
+    backward = forward + 2 * gather
+    again = plan.recompute not in ("none", "selective")
+    return forward, backward + (forward if again else 0.0), ends
+
+
+def _stage_params(model: Decoder, layers: float, plan: ParallelPlan, *, tables: int) -> float:
+    """Parameters of a device with some layers and some of the embedding and the output matrix."""
+    return layers * model.layer_elements / plan.tensor + tables * _table_params(model, plan)
+
+
+def _table_params(model: Decoder, plan: ParallelPlan) -> float:
+    """Parameters of the embedding on one device."""
+    return model.vocabulary * model.width / model.shards_of_tokens(plan.tensor)
+
+
+def _data_seconds(
+    plan: ParallelPlan, layers: float, params: float, groups: _Groups, wire: _Wire
+) -> tuple[float, float]:
+    """Collectives of data parallelism, and the share of computing that can run beside them.
+
+    Gradients of the last micro-batch are reduced beside its backward pass, two thirds of a
+    micro-batch; stages 2 and 3 reduce in every one; stage 3 gathers in every pass.
+    """
+    if plan.data == 1:
+        return 0.0, 0.0
+    held, reduced = params * plan.param_bytes, params * plan.grad_bytes
+    times = plan.microbatches if plan.pipe == 1 else 1
+    last = 2 / 3 / plan.microbatches
+    if plan.sync and plan.replicas == 1:  # which takes the place of the sums
+        return wire("all-gather", held, groups.data) if plan.stage else 0.0, 0.0
+    if plan.stage == 0:
+        return wire("all-reduce", reduced, groups.data), last
+    replicas = 0.0 if plan.sync else wire("all-reduce", reduced / plan.shards, groups.replicas)
+    if plan.spread:
+        replicas = wire("reduce-scatter", reduced / plan.shards, groups.replicas)
+        replicas += wire("all-gather", held / plan.shards, groups.replicas)
+    scatter = wire("reduce-scatter", reduced, groups.shards)
+    if plan.stage == 3:
+        # A layer at a time, for the forward pass and for the backward pass.
+        gather = layers * wire("all-gather", held / layers, groups.shards)
+        scatter = layers * wire("reduce-scatter", reduced / layers, groups.shards)
+        return times * (2 * gather + scatter) + replicas, 1.0 if plan.pipe == 1 else last
+    gather = wire("all-gather", held, groups.shards)
+    if plan.stage == 2 and plan.pipe == 1:
+        return times * scatter + gather + replicas, 2 / 3
+    return scatter + gather + replicas, last
+
+
+def _host_seconds(plan: ParallelPlan, params: float, machine: Machine, ideal: bool) -> float:
+    """Optimizer state from host memory, and back at the same time."""
+    if not plan.offload:
+        return 0.0
+    if machine.device.host_link is None:
+        raise ValueError(
+            f"the host link of a {machine.device.name} is not known; offload needs it."
+        )
+    return params * plan.state_bytes / (machine.device.host_link * (1.0 if ideal else _HOST_LINK))

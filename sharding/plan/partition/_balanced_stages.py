@@ -1,0 +1,193 @@
+"""Consecutive layers for devices in a given order: the slowest stage is as fast as possible."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from sharding.plan._format import Table, layer_range, seconds, size, text_of
+from sharding.plan.cost._pipeline_schedules import max_in_flight
+from sharding.plan.model._layer_costs import LayerCost, check_layers
+from sharding.plan.partition._stage_tables import (
+    StageTables,
+    least_maximum,
+    least_sum,
+    per_stage,
+    stage_tables,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class StagePartition:
+    """Layers by stage; ``str()`` makes a table of it, ``to_dict()`` JSON.
+
+    Attributes:
+      boundaries: the first layer of each stage, and the number of layers.
+      compute: seconds of a forward and a backward pass of a micro-batch, by stage.
+      transfers: seconds that the link after each stage is busy for a micro-batch; one fewer.
+      memory: bytes, by stage.
+      period: seconds between micro-batches: of the slowest stage, or link.
+    """
+
+    boundaries: tuple[int, ...]
+    compute: tuple[float, ...]
+    transfers: tuple[float, ...]
+    memory: tuple[float, ...]
+    period: float
+
+    def layers(self, stage: int) -> range:
+        """The layers of a stage."""
+        return range(self.boundaries[stage], self.boundaries[stage + 1])
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, ready for JSON."""
+        return dataclasses.asdict(self)
+
+    def tables(self) -> list[Table]:
+        """The table to print: a row for each stage."""
+        rows = [
+            (
+                str(stage),
+                layer_range(self.layers(stage)),
+                seconds(self.compute[stage]),
+                seconds(self.transfers[stage]) if stage < len(self.transfers) else "",
+                size(self.memory[stage]),
+            )
+            for stage in range(len(self.compute))
+        ]
+        title = f"{len(self.compute)} stages, a micro-batch every {seconds(self.period)}"
+        return [Table(title, ("stage", "layers", "compute", "transfer", "memory"), rows)]
+
+    def __str__(self) -> str:
+        return text_of(self.tables())
+
+
+def balanced_stages(
+    layers: Sequence[LayerCost],
+    num_stages: int,
+    *,
+    speeds: Sequence[float] | None = None,
+    links: float | Sequence[float] | None = None,
+    memory: float | Sequence[float] | None = None,
+    schedule: str = "1f1b",
+    microbatches: int | None = None,
+    param_factor: float = 4.0,
+    overlap: bool = True,
+) -> StagePartition:
+    """The partition into stages of consecutive layers with the least period, exactly.
+
+    The period is the largest of all stages. With ``overlap`` that of a stage is its compute, or the
+    time of a link beside it where that is longer; without, as on slow and unequal networks, a
+    device waits for every transfer, and its period is its compute and both of its links together.
+    Per micro-batch a link moves the output of a layer, and its gradient back.
+
+    best[s + 1][j] = min over i of max(best[s][i], period(s, i, j)), over ranges of layers that fit
+    the memory of stage s. Of several partitions with the least period it is the one with the least
+    sum of squares of the stages' periods.
+
+    Args:
+      layers: their costs.
+      num_stages: devices, in the order of the pipeline.
+      speeds: of the devices, relative to that of the costs; None: all 1.
+      links: bytes per second from each stage to the next; None: transfers take no time.
+      memory: bytes of each device; None: unlimited.
+      schedule: ``"gpipe"``, ``"1f1b"`` or ``"aligned"``: how many micro-batches are in flight on a
+        stage; see ``max_in_flight``.
+      microbatches: in a step; None: as many as fill the pipeline, and for ``"gpipe"`` the number
+        of stages.
+      param_factor: bytes of parameters, gradients and optimizer state for a byte of parameters.
+      overlap: whether devices compute while they send and receive.
+
+    Returns:
+      A ``StagePartition``; ``print`` it.
+
+    Raises:
+      ValueError: there are fewer layers than stages, a number is out of range, or no partition
+        fits.
+
+    >>> layers = [LayerCost(1.0, 2.0)] * 6
+    >>> balanced_stages(layers, 2, speeds=[1, 2]).boundaries
+    (0, 2, 6)
+
+    References:
+      Narayanan et al.: PipeDream: Generalized Pipeline Parallelism for DNN Training, SOSP 2019,
+      section 3.1, for straight pipelines.
+    """
+    check_layers(layers, num_stages)
+    tables, limits = _tables_of(
+        layers, num_stages, speeds, links, memory, schedule, microbatches, param_factor
+    )
+    costs = periods(tables, overlap=overlap)
+    costs = np.where(tables.memory <= limits[:, None, None], costs, np.inf)
+    period, boundaries = least_maximum(costs)
+    if math.isinf(period):
+        raise ValueError(_excess(tables.memory, limits))
+    _, boundaries = least_sum(np.where(costs <= period, costs**2, np.inf))
+    return partition_at(tables, boundaries, period)
+
+
+def periods(tables: StageTables, *, overlap: bool) -> np.ndarray:
+    """Seconds that each micro-batch takes on stage s with layers i to j - 1; (S, L + 1, L + 1)."""
+    after = tables.transfer[:, None, :]
+    if overlap:
+        return np.maximum(tables.compute, after)
+    before = np.concatenate([np.zeros((1, tables.transfer.shape[1])), tables.transfer[:-1]])
+    return tables.compute + before[:, :, None] + after
+
+
+def partition_at(tables: StageTables, boundaries: tuple[int, ...], period: float) -> StagePartition:
+    """The partition with these boundaries."""
+    ranges = [(s, i, j) for s, (i, j) in enumerate(itertools.pairwise(boundaries))]
+    return StagePartition(
+        boundaries=boundaries,
+        compute=tuple(float(tables.compute[index]) for index in ranges),
+        transfers=tuple(float(tables.transfer[s, j]) for s, _, j in ranges[:-1]),
+        memory=tuple(float(tables.memory[index]) for index in ranges),
+        period=period,
+    )
+
+
+def _tables_of(
+    layers: Sequence[LayerCost],
+    num_stages: int,
+    speeds: Sequence[float] | None,
+    links: float | Sequence[float] | None,
+    memory: float | Sequence[float] | None,
+    schedule: str,
+    microbatches: int | None,
+    param_factor: float,
+) -> tuple[StageTables, np.ndarray]:
+    """The tables, and the memory of each device; (S,)."""
+    if schedule == "interleaved":
+        raise ValueError(
+            "balanced_stages takes one chunk on a device; for 'interleaved' request num_stages "
+            "times chunks without a limit of memory."
+        )
+    if schedule not in ("gpipe", "1f1b", "aligned"):
+        raise ValueError(f"schedule must be 'gpipe', '1f1b' or 'aligned', got {schedule!r}.")
+    if microbatches is None:
+        microbatches = num_stages if schedule == "gpipe" else 2 * num_stages
+    tables = stage_tables(
+        layers,
+        per_stage("speeds", speeds, num_stages, 1.0),
+        per_stage("links", links, num_stages - 1, math.inf),
+        [max_in_flight(schedule, num_stages, s, microbatches) for s in range(num_stages)],
+        param_factor,
+    )
+    return tables, np.array(per_stage("memory", memory, num_stages, math.inf))
+
+
+def _excess(memory: np.ndarray, limits: np.ndarray) -> str:
+    """A sentence on how much is missing in the partition that exceeds its memory least."""
+    over = np.where(np.isfinite(memory), memory, 0) - limits[:, None, None]
+    excess, boundaries = least_maximum(np.where(np.isfinite(memory), over, np.inf))
+    needed = [memory[s, boundaries[s], boundaries[s + 1]] for s in range(len(limits))]
+    worst = int(np.argmax(needed - limits))
+    return (
+        f"no partition into {len(limits)} stages fits: the one that exceeds the memory least needs "
+        f"{size(needed[worst])} on stage {worst} and has {size(limits[worst])}, {size(excess)} too "
+        "little."
+    )

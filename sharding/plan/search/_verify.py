@@ -1,0 +1,219 @@
+"""A plan beside the program of its step: memory, bytes sent and operations."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from sharding.plan._format import size
+from sharding.plan.audit._audit import audit
+from sharding.plan.cost._estimate import estimate
+from sharding.plan.cost._parallel_plan import ParallelPlan
+from sharding.plan.cost._pipeline_flops import pipeline_flops
+from sharding.plan.cost._pipeline_wire import pipeline_wire, updates_wire
+from sharding.plan.cost._plan_costs import sync_change, sync_of_plan, transformation_of
+from sharding.plan.cost._tensor_sums import tensor_wire
+from sharding.plan.machine import targets
+from sharding.plan.machine._devices import DeviceKind
+from sharding.plan.model._models import Decoder
+from sharding.plan.model._saved_names import flops_again
+from sharding.plan.model._traced_model import TracedModel
+from sharding.plan.search._plan_file import LOWERED_UPDATES, PlanFile, lowered_step
+
+# By how much bytes sent and operations may differ from those planned.
+WIRE, FLOPS = 0.02, 0.01
+# From what difference on memory is named: it is an estimate, which the program replaces.
+MEMORY = 0.03
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """Figures of one device: as planned, and in the program.
+
+    What an optimizer sends and multiplies by itself, as Muon does, is not planned, and apart.
+
+    Attributes:
+      planned_memory: bytes.
+      memory: bytes.
+      planned_wire: bytes sent in a step; of an asynchronous pipeline in ``LOWERED_UPDATES``.
+      wire: bytes sent in a step.
+      planned_flops: operations of matrix products in a step, or in these updates.
+      flops: operations of matrix products in a step.
+      available: bytes that a plan may take.
+      update_wire: bytes that the update sends by itself, beside ``wire``.
+      update_flops: operations of matrix products of the update, beside ``flops``.
+    """
+
+    planned_memory: float
+    memory: float
+    planned_wire: float
+    wire: float
+    planned_flops: float
+    flops: float
+    available: float
+    update_wire: float = 0.0
+    update_flops: float = 0.0
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """What does not hold; empty where the plan does."""
+        found = []
+        if self.memory > self.available:
+            found.append(
+                f"needs {size(self.memory)}, {size(self.memory - self.available)} too much"
+            )
+        if self.planned_wire and abs(self.wire / self.planned_wire - 1) > WIRE:
+            found.append(f"sends {size(self.wire)}, {size(self.planned_wire)} were planned")
+        if abs(self.flops / self.planned_flops - 1) > FLOPS:
+            found.append(f"runs {self.flops / self.planned_flops:.3f} of the planned operations")
+        return tuple(found)
+
+    @property
+    def correction(self) -> str:
+        """What memory the program needs, if it is not that of the plan; else empty."""
+        if abs(self.memory / self.planned_memory - 1) <= MEMORY:
+            return ""
+        return f"needs {size(self.memory)}, {size(self.planned_memory)} were planned"
+
+    @property
+    def summary(self) -> str:
+        """The program over the plan, in one line."""
+        wire = f"{self.wire / self.planned_wire:.3f}" if self.planned_wire else "-"
+        found = (
+            f"program / plan: memory {self.memory / self.planned_memory:.3f}, wire {wire}, "
+            f"operations {self.flops / self.planned_flops:.3f}"
+        )
+        if not self.update_flops:
+            return found
+        share = self.update_flops / self.flops
+        return f"{found}; the update runs {share:.1%} more and sends {size(self.update_wire)}"
+
+
+def verify(
+    file: PlanFile,
+    model: Decoder | TracedModel,
+    tx: optax.GradientTransformation,
+    *,
+    memory: float,
+    device: DeviceKind | None = None,
+) -> Verification:
+    """Compiles the step of a plan for its target, and compares; nothing is run.
+
+    Args:
+      file: the plan.
+      model: the model.
+      tx: the transformation, without the format of the plan's state and its weights.
+      memory: bytes of a device that a plan may take.
+      device: figures of the target, where they are not known.
+
+    Raises:
+      ValueError: the target cannot be compiled for, or the model does not fit the plan.
+    """
+    plan = file.plan
+    tx = transformation_of(plan, tx)
+    if isinstance(model, Decoder):
+        model = dataclasses.replace(model, length=file.length)
+    axes = file.mesh_axes
+    mesh = file.arranged(targets.mesh(file.target, tuple(axes.values()), tuple(axes)))
+    found = audit(lowered_step(file, mesh, model, tx), mesh=mesh, device=device or file.target)
+    update_wire = sum(it.wire_bytes for it in found.traffic if it.phase == "update")
+    update_flops = found.products.get("update", 0.0)
+    return Verification(
+        planned_memory=file.promised["memory"],
+        memory=found.memory,
+        planned_wire=planned_wire(file, mesh, model, tx),
+        wire=found.wire_bytes - update_wire,
+        planned_flops=_planned_flops(file, model) + _sync_flops(file, model),
+        flops=found.matmul_flops - update_flops,
+        available=memory,
+        update_wire=update_wire,
+        # Without a flush an update is in each tick, of which the audit takes the dearest branch.
+        update_flops=0.0 if plan.asynchronous else update_flops,
+    )
+
+
+def planned_wire(
+    file: PlanFile, mesh: Any, model: Decoder | TracedModel, tx: optax.GradientTransformation
+) -> float:
+    """Bytes that one device sends in a step, without what optimizers send.
+
+    ``tx`` is that of ``transformation_of(plan, ...)``.
+    """
+    plan, dtype = file.plan, jnp.dtype(file.dtype)
+    if plan.asynchronous:
+        pipeline, updates = file.pipeline(mesh, model), file.async_schedule(LOWERED_UPDATES)
+        batch = jax.ShapeDtypeStruct((plan.sequences, file.length + 1), jnp.int32)
+        return updates_wire(pipeline, updates, pipeline.stack(model.abstract(dtype)), batch)
+    params, specs, sent = model.abstract(dtype), file.param_specs(model), 0.0
+    if plan.pipe > 1:
+        pipeline = file.pipeline(mesh, model)
+        params = pipeline.stack(params)
+        specs = pipeline.param_specs(params, specs)
+        tokens = (plan.microbatches * plan.microbatch, file.length + 1)
+        batch = jax.ShapeDtypeStruct(tokens, jnp.int32)
+        sent = pipeline_wire(pipeline, params, batch, specs=specs)
+    if isinstance(model, Decoder) and plan.tensor > 1:
+        schedule = file.schedule() if plan.pipe > 1 else None
+        sent += tensor_wire(
+            *(model, plan),
+            length=file.length,
+            itemsize=dtype.itemsize,
+            adds_first=targets.parse(file.target).kind != "cpu",
+            schedule=schedule,
+            rows=max(file.layers),
+        )
+    found = estimate(
+        *(params, tx, file.zero(mesh)),
+        param_specs=specs,
+        microbatches=plan.microbatches if plan.pipe == 1 else 1,
+        gathered_once=model.gathered_once if plan.pipe == 1 else "",
+    )
+    if plan.sync:
+        sent += sync_change(plan, params)
+    return found.stage(found.requested).wire + sent
+
+
+def _planned_flops(file: PlanFile, model: Decoder | TracedModel) -> float:
+    """Operations of matrix products of one device in a step, as ``audit`` counts them."""
+    plan = file.plan
+    if plan.pipe == 1 or isinstance(model, TracedModel):
+        return planned_flops(model, plan, file.dtype)
+    schedule = file.async_schedule(LOWERED_UPDATES) if plan.asynchronous else file.schedule()
+    return pipeline_flops(
+        *(model, schedule, max(file.layers)),
+        microbatch=plan.microbatch,
+        recompute=plan.recompute,
+        tensor=plan.tensor,
+    )
+
+
+def _sync_flops(file: PlanFile, model: Decoder | TracedModel) -> float:
+    """Operations of the compressed synchronization of gradients."""
+    if not file.plan.sync:
+        return 0.0
+    return sync_of_plan(file.plan, model.abstract(jnp.dtype(file.dtype))).flops
+
+
+def planned_flops(
+    model: Decoder | TracedModel, plan: ParallelPlan, dtype: Any = jnp.bfloat16
+) -> float:
+    """Operations of matrix products of one device in a step, with those that run again.
+
+    >>> from sharding.plan import MODELS
+    >>> plans = [ParallelPlan(recompute=name) for name in ("none", "minimal", "full")]
+    >>> none, minimal, full = (planned_flops(MODELS["llama2-7b"], plan) for plan in plans)
+    >>> round(minimal / none, 3), round(full / none, 3)
+    (1.025, 1.26)
+    """
+    if isinstance(model, TracedModel):
+        return plan.microbatches * model.traced(plan.microbatch, dtype, plan.recompute).flops
+    tokens = float(plan.microbatch * plan.microbatches * model.length)
+    head = dataclasses.replace(model, layers=0).flops(tokens, model.length)
+    layers = (model.flops(tokens, model.length) - head) / plan.tensor
+    step = layers + head / model.shards_of_tokens(plan.tensor)
+    if plan.recompute == "none":
+        return step
+    again = flops_again(model, plan.recompute, model.length) / plan.tensor
+    return step + tokens * model.layers * again
