@@ -31,29 +31,17 @@ FIGURES = "--memory GIB, and for times --tflops, --bandwidth and --link"
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A model, its optimizer and its ``Zero``, as the options say.
+    """A model, its optimizer and its ``Zero``, as the options say."""
 
-    Attributes:
-      params: abstract parameters.
-      model: the model, where it is one of ``MODELS``.
-      tx: the transformation, without ``--state``.
-      zero: stage 3 on an abstract mesh; hybrid where the mesh has several axes.
-      device: its figures, where they are known.
-      batch: sequences of one device in a micro-batch.
-      microbatches: the number of micro-batches.
-      length: tokens of a sequence; 0 where that is unknown.
-      activations: bytes of one device, where they are planned.
-    """
-
-    params: Any
-    model: Decoder | None
-    tx: optax.GradientTransformation
-    zero: Zero
-    device: DeviceKind | None
-    batch: int
-    microbatches: int
-    length: int
-    activations: float | None = None
+    params: Any  # abstract parameters
+    model: Decoder | None  # the model, where it is one of ``MODELS``
+    tx: optax.GradientTransformation  # the transformation, without ``--state``
+    zero: Zero  # stage 3 on an abstract mesh; hybrid where the mesh has several axes
+    device: DeviceKind | None  # its figures, where they are known
+    batch: int  # sequences of one device in a micro-batch
+    microbatches: int  # the number of micro-batches
+    length: int  # tokens of a sequence; 0 where that is unknown
+    activations: float | None = None  # bytes of one device, where they are planned
 
     @property
     def sequences(self) -> int:

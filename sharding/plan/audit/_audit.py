@@ -26,28 +26,18 @@ _TIGHT = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """All collectives of one kind.
+    """All collectives of one kind."""
 
-    Attributes:
-      phase: one of ``PHASES``.
-      op: ``all-reduce``, ``reduce-scatter``, ``all-gather``, ``all-to-all`` or
-        ``collective-permute``.
-      axes: the mesh axes that they run over; empty where no mesh is known.
-      dtype: the dtype that is sent.
-      count: how often they run in a step.
-      wire_bytes: bytes that one device sends.
-      across_slices: whether they leave a TPU slice.
-      scope: the operation that the dearest one was compiled from.
-    """
-
-    phase: str
+    phase: str  # one of ``PHASES``
+    # ``all-reduce``, ``reduce-scatter``, ``all-gather``, ``all-to-all`` or ``collective-
+    # permute``
     op: str
-    axes: tuple[str, ...]
-    dtype: str
-    count: int
-    wire_bytes: float
-    across_slices: bool
-    scope: str
+    axes: tuple[str, ...]  # the mesh axes that they run over; empty where no mesh is known
+    dtype: str  # the dtype that is sent
+    count: int  # how often they run in a step
+    wire_bytes: float  # bytes that one device sends
+    across_slices: bool  # whether they leave a TPU slice
+    scope: str  # the operation that the dearest one was compiled from
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,17 +17,12 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclasses.dataclass(frozen=True)
 class Tried:
-    """One size of batch.
+    """One size of batch."""
 
-    Attributes:
-      batch: the size.
-      memory: bytes that one device needs; infinite where the compiler failed without a figure.
-      fits: whether ``memory`` is within the limit of the search.
-    """
-
-    batch: int
+    batch: int  # the size
+    # bytes that one device needs; infinite where the compiler failed without a figure
     memory: float
-    fits: bool
+    fits: bool  # whether ``memory`` is within the limit of the search
 
 
 @dataclasses.dataclass(frozen=True)

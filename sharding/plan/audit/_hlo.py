@@ -248,21 +248,13 @@ def _compare(left: int, right: int, direction: str) -> bool:
 
 
 class Array(NamedTuple):
-    """One array of a type.
+    """One array of a type."""
 
-    Attributes:
-      dtype: as HLO names it.
-      dims: its shape.
-      elements: their number.
-      nbytes: without padding.
-      space: the memory space: 0 the device's main memory, 5 host memory, 1 a TPU's fast memory.
-    """
-
-    dtype: str
-    dims: tuple[int, ...]
-    elements: int
-    nbytes: float
-    space: int
+    dtype: str  # as HLO names it
+    dims: tuple[int, ...]  # its shape
+    elements: int  # their number
+    nbytes: float  # without padding
+    space: int  # the memory space: 0 the device's main memory, 5 host memory, 1 a TPU's fast memory
 
 
 def arrays(text: str) -> Iterator[Array]:

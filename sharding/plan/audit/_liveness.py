@@ -10,21 +10,13 @@ _ELEMENTWISE = ARITHMETIC | {"select", "convert", "copy", "negate", "compare", "
 
 
 class Buffer(NamedTuple):
-    """Memory that one instruction allocates.
+    """Memory that one instruction allocates."""
 
-    Attributes:
-      name: the instruction.
-      scope: the operation it was compiled from.
-      nbytes: without padding.
-      readers: the scopes of the instructions that read it.
-      copy_of: the argument that it is a copy of; empty where it is none.
-    """
-
-    name: str
-    scope: str
-    nbytes: float
-    readers: tuple[str, ...]
-    copy_of: str
+    name: str  # the instruction
+    scope: str  # the operation it was compiled from
+    nbytes: float  # without padding
+    readers: tuple[str, ...]  # the scopes of the instructions that read it
+    copy_of: str  # the argument that it is a copy of; empty where it is none
 
 
 def at_peak(program: Program) -> list[Buffer]:
@@ -39,21 +31,15 @@ def at_peak(program: Program) -> list[Buffer]:
 
 
 class _Lifetimes(NamedTuple):
-    """The buffers of one computation, by name.
+    """The buffers of one computation, by name."""
 
-    Attributes:
-      values: of each instruction, the buffers that hold its result; see ``_value``.
-      sources: the instruction that allocates a buffer, and the buffer's bytes.
-      freed_after: by the index of an instruction, the buffers that it is the last to read.
-      results: the buffers that hold the computation's result, which its caller counts.
-      readers: the scopes of the instructions that read a buffer.
-    """
-
-    values: dict[str, Any]
+    values: dict[str, Any]  # of each instruction, the buffers that hold its result; see ``_value``
+    # the instruction that allocates a buffer, and the buffer's bytes
     sources: dict[str, tuple[Instruction, float]]
+    # by the index of an instruction, the buffers that it is the last to read
     freed_after: dict[int, list[str]]
-    results: set[str]
-    readers: dict[str, set[str]]
+    results: set[str]  # the buffers that hold the computation's result, which its caller counts
+    readers: dict[str, set[str]]  # the scopes of the instructions that read a buffer
 
 
 def _lifetimes(program: Program, name: str) -> _Lifetimes:

@@ -21,23 +21,14 @@ _STATE_DTYPES = r"b?f\d|[us][48]\b"
 
 
 class Argument(NamedTuple):
-    """One argument of a program.
+    """One argument of a program."""
 
-    Attributes:
-      name: as jax names it, such as ``state.params['w']``.
-      part: one of ``PARTS``, or of the caller's.
-      array: its type on one device.
-      donated: whether a result takes over its memory.
-      returned: whether a new result has its type; gradients do not count.
-      replicated: whether every device has the full array.
-    """
-
-    name: str
-    part: str
-    array: Array
-    donated: bool
-    returned: bool
-    replicated: bool
+    name: str  # as jax names it, such as ``state.params['w']``
+    part: str  # one of ``PARTS``, or of the caller's
+    array: Array  # its type on one device
+    donated: bool  # whether a result takes over its memory
+    returned: bool  # whether a new result has its type; gradients do not count
+    replicated: bool  # whether every device has the full array
 
     @property
     def nbytes(self) -> float:

@@ -26,20 +26,14 @@ _MATMUL = re.compile(r'custom_call_target="__(?:cublas|onednn)\$[^"]*(?:gemm|mat
 
 
 class Cost(NamedTuple):
-    """The cost of one instruction in all its runs on one device.
+    """The cost of one instruction in all its runs on one device."""
 
-    Attributes:
-      scope: the operation it was compiled from.
-      flops: floating-point operations: two for each multiply-add of a matrix product, one for each
-        element of other arithmetic.
-      matmul_flops: the part of ``flops`` in matrix products and convolutions.
-      nbytes: bytes read from main memory and written to it.
-    """
-
-    scope: str
+    scope: str  # the operation it was compiled from
+    # floating-point operations: two for each multiply-add of a matrix product, one for each
+    # element of other arithmetic
     flops: float
-    matmul_flops: float
-    nbytes: float
+    matmul_flops: float  # the part of ``flops`` in matrix products and convolutions
+    nbytes: float  # bytes read from main memory and written to it
 
 
 def costs(program: Program) -> tuple[list[Cost], list[str]]:

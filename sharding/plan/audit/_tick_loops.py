@@ -21,51 +21,30 @@ _KERNEL = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|conv|triton|tpu_c
 
 
 class KeptArray(NamedTuple):
-    """An array that a loop carries from one tick to the next.
+    """An array that a loop carries from one tick to the next."""
 
-    Attributes:
-      array: its type.
-      scope: the operation that wrote it.
-      returned: whether it is read after the last tick.
-      copied: whether a tick copies it.
-      has_params: whether it has a dim of slots before those of parameters that the loop reads.
-    """
-
-    array: Array
-    scope: str
-    returned: bool
-    copied: bool
-    has_params: bool
+    array: Array  # its type
+    scope: str  # the operation that wrote it
+    returned: bool  # whether it is read after the last tick
+    copied: bool  # whether a tick copies it
+    has_params: bool  # whether it has a dim of slots before those of parameters that the loop reads
 
 
 class Permute(NamedTuple):
-    """What an iteration sends in one operation.
+    """What an iteration sends in one operation."""
 
-    Attributes:
-      pairs: senders and receivers, by their position in the mesh.
-      source: the instruction that made what is sent: one for all arrays of a message.
-      arrays: the types of what is sent.
-    """
-
-    pairs: tuple[tuple[int, ...], ...]
-    source: str
-    arrays: tuple[Array, ...]
+    pairs: tuple[tuple[int, ...], ...]  # senders and receivers, by their position in the mesh
+    source: str  # the instruction that made what is sent: one for all arrays of a message
+    arrays: tuple[Array, ...]  # the types of what is sent
 
 
 class TickLoop(NamedTuple):
-    """One loop over ticks.
+    """One loop over ticks."""
 
-    Attributes:
-      runs: how often it starts in a step.
-      trips: its iterations; None where that is not constant.
-      permutes: those of an iteration.
-      kept: the arrays that it keeps.
-    """
-
-    runs: int
-    trips: int | None
-    permutes: tuple[Permute, ...]
-    kept: tuple[KeptArray, ...]
+    runs: int  # how often it starts in a step
+    trips: int | None  # its iterations; None where that is not constant
+    permutes: tuple[Permute, ...]  # those of an iteration
+    kept: tuple[KeptArray, ...]  # the arrays that it keeps
 
 
 def tick_loops(

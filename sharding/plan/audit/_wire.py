@@ -27,30 +27,20 @@ _MESH = r"@?mesh\[([^\]]*)\]"
 
 
 class Collective(NamedTuple):
-    """One collective of a compiled program.
+    """One collective of a compiled program."""
 
-    Attributes:
-      op: ``all-reduce``, ``reduce-scatter``, ``all-gather``, ``all-to-all`` or
-        ``collective-permute``.
-      dtype: the dtype that is sent; of several arrays as ``"bf16+f32"``.
-      elements: of the full array (before a scatter, after a gather), summed over its operands.
-      group_size: the number of devices in a group.
-      runs: how often it runs.
-      wire_bytes: bytes that one device sends in all runs, in the ring convention.
-      across_slices: whether it leaves a TPU slice, over the data-center network.
-      scope: the operation it was compiled from.
-      groups: the groups of devices, by their position in the mesh; pairs of source and target for
-        a permute; groups of slices where it leaves them.
-    """
-
+    # ``all-reduce``, ``reduce-scatter``, ``all-gather``, ``all-to-all`` or ``collective-
+    # permute``
     op: str
-    dtype: str
-    elements: int
-    group_size: int
-    runs: int
-    wire_bytes: float
-    across_slices: bool
-    scope: str
+    dtype: str  # the dtype that is sent; of several arrays as ``"bf16+f32"``
+    elements: int  # of the full array (before a scatter, after a gather), summed over its operands
+    group_size: int  # the number of devices in a group
+    runs: int  # how often it runs
+    wire_bytes: float  # bytes that one device sends in all runs, in the ring convention
+    across_slices: bool  # whether it leaves a TPU slice, over the data-center network
+    scope: str  # the operation it was compiled from
+    # the groups of devices, by their position in the mesh; pairs of source and target for a
+    # permute; groups of slices where it leaves them
     groups: tuple[tuple[int, ...], ...] = ()
 
 

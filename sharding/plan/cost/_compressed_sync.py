@@ -21,34 +21,22 @@ _MOVED = {"powersgd": 2 + 4 + 4 + 3 * 4 + 4 + 4, "qsgd": 2 + 4 + 1 + 1 + 4}
 
 
 class SyncedArray(NamedTuple):
-    """A gradient as its synchronization gets it.
+    """A gradient as its synchronization gets it."""
 
-    Attributes:
-      shape: of one device's part.
-      nbytes: of it.
-      scattered: whether each device needs its shard of the mean only.
-    """
-
-    shape: tuple[int, ...]
-    nbytes: float
-    scattered: bool
+    shape: tuple[int, ...]  # of one device's part
+    nbytes: float  # of it
+    scattered: bool  # whether each device needs its shard of the mean only
 
 
 @dataclasses.dataclass(frozen=True)
 class SyncWork:
-    """A synchronization of all gradients, on one device, once in a step.
+    """A synchronization of all gradients, on one device, once in a step."""
 
-    Attributes:
-      sums: collectives with the bytes of their arrays, as ``collective_seconds`` takes them.
-      moved: bytes of device memory that it reads and writes.
-      held: bytes of temporaries.
-      flops: operations of matrix products.
-    """
-
+    # collectives with the bytes of their arrays, as ``collective_seconds`` takes them
     sums: tuple[tuple[Operation, float], ...]
-    moved: float
-    held: float
-    flops: float
+    moved: float  # bytes of device memory that it reads and writes
+    held: float  # bytes of temporaries
+    flops: float  # operations of matrix products
 
     def sent(self, devices: int) -> float:
         """Bytes that one of the devices sends, in the ring convention."""

@@ -8,17 +8,11 @@ from collections.abc import Callable, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class LayerSeconds:
-    """What a layer adds to a tick of a pipeline.
+    """What a layer adds to a tick of a pipeline."""
 
-    Attributes:
-      forward: seconds of its forward pass.
-      backward: of its backward pass; where that is split, of the gradient of the input.
-      weight: of the gradients of parameters, where backward passes are split.
-    """
-
-    forward: float
-    backward: float
-    weight: float = 0.0
+    forward: float  # seconds of its forward pass
+    backward: float  # of its backward pass; where that is split, of the gradient of the input
+    weight: float = 0.0  # of the gradients of parameters, where backward passes are split
 
 
 def layers_of_chunks(

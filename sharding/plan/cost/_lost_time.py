@@ -72,17 +72,11 @@ class LostTime:
 
 
 class _Period(NamedTuple):
-    """From one checkpoint to the next.
+    """From one checkpoint to the next."""
 
-    Attributes:
-      training: seconds of steps.
-      blocked: seconds for which training then waits.
-      delay: seconds after that until the checkpoint can be restored.
-    """
-
-    training: float
-    blocked: float
-    delay: float
+    training: float  # seconds of steps
+    blocked: float  # seconds for which training then waits
+    delay: float  # seconds after that until the checkpoint can be restored
 
     def progress(self, failures: float, restart: float) -> float:
         """Training by the time it takes, with so many failures a second."""

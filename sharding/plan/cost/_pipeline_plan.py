@@ -10,21 +10,13 @@ from sharding.plan.machine._devices import DeviceKind
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """A step of one kind of training on all devices.
+    """A step of one kind of training on all devices."""
 
-    Attributes:
-      name: ``"pipeline"``, or the stage of ZeRO.
-      compute: seconds, of a pipeline with its bubble and the transfers between its stages.
-      wire: seconds of collectives, which compute may hide.
-      memory: bytes of the fullest device, with activations.
-      fits: whether the device has this memory.
-    """
-
-    name: str
-    compute: float
-    wire: float
-    memory: float
-    fits: bool
+    name: str  # ``"pipeline"``, or the stage of ZeRO
+    compute: float  # seconds, of a pipeline with its bubble and the transfers between its stages
+    wire: float  # seconds of collectives, which compute may hide
+    memory: float  # bytes of the fullest device, with activations
+    fits: bool  # whether the device has this memory
 
     @property
     def overlapped(self) -> float:

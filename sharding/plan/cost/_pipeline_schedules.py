@@ -128,17 +128,11 @@ def max_in_flight(
 
 
 class Slots(NamedTuple):
-    """What one device of a program stores at once.
+    """What one device of a program stores at once."""
 
-    Attributes:
-      messages: activations or their gradients that wait.
-      residuals: chunks whose forward pass waits for its backward pass.
-      crossing: chunks whose split backward pass waits for its second half.
-    """
-
-    messages: int
-    residuals: int
-    crossing: int
+    messages: int  # activations or their gradients that wait
+    residuals: int  # chunks whose forward pass waits for its backward pass
+    crossing: int  # chunks whose split backward pass waits for its second half
 
 
 def slots_of(schedule: str, num_stages: int, microbatches: int, chunks: int = 1) -> Slots:

@@ -31,19 +31,12 @@ from sharding.plan.model._models import Decoder
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """Groups of devices, such as hosts or slices, and the links within and between them.
+    """Groups of devices, such as hosts or slices, and the links within and between them."""
 
-    Attributes:
-      groups: their number.
-      devices: of all groups.
-      link: bytes per second that a device sends within its group.
-      network: bytes per second that it sends to other groups.
-    """
-
-    groups: int
-    devices: int
-    link: float
-    network: float
+    groups: int  # their number
+    devices: int  # of all groups
+    link: float  # bytes per second that a device sends within its group
+    network: float  # bytes per second that it sends to other groups
 
     def permute_seconds(self, nbytes: float) -> float:
         """The time of sending to the next stage; the slowest link determines it."""

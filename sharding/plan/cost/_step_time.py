@@ -48,24 +48,15 @@ class _Groups:
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """Forward and backward passes of all micro-batches of a step, whatever ZeRO does.
+    """Forward and backward passes of all micro-batches of a step, whatever ZeRO does."""
 
-    Attributes:
-      work: of kernels.
-      tensor: seconds of collectives among the devices that share a layer.
-      bubble: seconds, idle in a pipeline.
-      transfers: seconds of messages between stages, and of the sum of gradients that they share.
-      layers: that the device has, in as many parts ZeRO gathers and reduces.
-      params: of the device.
-      chunks: layers of each chunk of a pipeline, from the first to the last.
-    """
-
-    work: KernelSeconds
-    layers: float
-    params: float
-    chunks: tuple[int, ...] = ()
-    tensor: float = 0.0
-    bubble: float = 0.0
+    work: KernelSeconds  # of kernels
+    layers: float  # that the device has, in as many parts ZeRO gathers and reduces
+    params: float  # of the device
+    chunks: tuple[int, ...] = ()  # layers of each chunk of a pipeline, from the first to the last
+    tensor: float = 0.0  # seconds of collectives among the devices that share a layer
+    bubble: float = 0.0  # seconds, idle in a pipeline
+    # seconds of messages between stages, and of the sum of gradients that they share
     transfers: float = 0.0
 
     @property

@@ -14,21 +14,13 @@ SCALAR = 4  # bytes: losses are computed in 32 bits
 
 @dataclasses.dataclass(frozen=True)
 class TensorSums:
-    """All-reduces of one micro-batch among the devices that share each layer.
+    """All-reduces of one micro-batch among the devices that share each layer."""
 
-    Attributes:
-      forward: of the residual stream in the forward pass of a layer.
-      backward: of it in the backward pass of a layer, with those that recomputation repeats.
-      lookup: of it where the embedding is sharded.
-      head: of it in the backward pass of a sharded output matrix.
-      scalars: of one number a token in the loss of sharded logits.
-    """
-
-    forward: int
-    backward: int
-    lookup: int
-    head: int
-    scalars: int
+    forward: int  # of the residual stream in the forward pass of a layer
+    backward: int  # of it in the backward pass of a layer, with those that recomputation repeats
+    lookup: int  # of it where the embedding is sharded
+    head: int  # of it in the backward pass of a sharded output matrix
+    scalars: int  # of one number a token in the loss of sharded logits
 
 
 def tensor_sums(

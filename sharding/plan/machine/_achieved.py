@@ -26,33 +26,21 @@ _SCALING = "Austin et al., How to Scale Your Model, 2025, chapter TPUs"
 
 @dataclasses.dataclass(frozen=True)
 class Achieved:
-    """Shares of the peak figures of a ``DeviceKind``, and fixed times in seconds.
+    """Shares of the peak figures of a ``DeviceKind``, and fixed times in seconds."""
 
-    Attributes:
-      matmul: of ``flops``, by the best matrix product.
-      link: of ``link``, by ring collectives of large arrays.
-      source: of these.
-      all_reduce: of ``link``: bytes of the array per second of an all-reduce that a switch sums;
-        None where switches do not sum.
-      memory: of ``bandwidth``, by large element-wise passes.
-      network: of ``network``, by collectives of large arrays.
-      kernel: seconds of a kernel beside its roofline.
-      start: seconds of any collective.
-      link_hop: seconds to the next device of a node or torus.
-      network_hop: seconds to the next node or slice.
-      ramp: bytes: a collective of x bytes takes as long as one of x + sqrt(ramp x) at full speed.
-    """
-
-    matmul: float
-    link: float
-    source: str
+    matmul: float  # of ``flops``, by the best matrix product
+    link: float  # of ``link``, by ring collectives of large arrays
+    source: str  # of these
+    # of ``link``: bytes of the array per second of an all-reduce that a switch sums; None
+    # where switches do not sum
     all_reduce: float | None = None
-    memory: float = _MEMORY
-    network: float = _NETWORK
-    kernel: float = _KERNEL
-    start: float = 0.0
-    link_hop: float = _LINK_HOP
-    network_hop: float = _NETWORK_HOP
+    memory: float = _MEMORY  # of ``bandwidth``, by large element-wise passes
+    network: float = _NETWORK  # of ``network``, by collectives of large arrays
+    kernel: float = _KERNEL  # seconds of a kernel beside its roofline
+    start: float = 0.0  # seconds of any collective
+    link_hop: float = _LINK_HOP  # seconds to the next device of a node or torus
+    network_hop: float = _NETWORK_HOP  # seconds to the next node or slice
+    # bytes: a collective of x bytes takes as long as one of x + sqrt(ramp x) at full speed
     ramp: float = 0.0
 
     @property

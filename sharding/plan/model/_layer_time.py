@@ -45,19 +45,12 @@ COMPILED = Implementation()
 
 @dataclasses.dataclass(frozen=True)
 class KernelSeconds:
-    """Seconds of one device.
+    """Seconds of one device."""
 
-    Attributes:
-      matmul: of matrix products, and of reading their operands where that takes longer.
-      elementwise: of reading and writing memory in all other operations.
-      kernels: how many.
-      overhead: of the kernels, beside the above.
-    """
-
-    matmul: float = 0.0
-    elementwise: float = 0.0
-    kernels: int = 0
-    overhead: float = 0.0
+    matmul: float = 0.0  # of matrix products, and of reading their operands where that takes longer
+    elementwise: float = 0.0  # of reading and writing memory in all other operations
+    kernels: int = 0  # how many
+    overhead: float = 0.0  # of the kernels, beside the above
 
     @property
     def seconds(self) -> float:
@@ -86,21 +79,15 @@ class KernelSeconds:
 
 @dataclasses.dataclass(frozen=True)
 class LayerWork:
-    """One layer, for one micro-batch.
+    """One layer, for one micro-batch."""
 
-    Attributes:
-      forward: its forward pass.
-      backward: its backward pass, without recomputation.
-      weight: the part of it that no other layer waits for: gradients of the matrices.
-      attention: what selective recomputation computes again: scores, softmax and their product with
-        the values.
-      products: those of the forward pass, by the parts of ``SAVED_PARTS``, and ``"down"``.
-    """
-
-    forward: KernelSeconds
-    backward: KernelSeconds
-    weight: KernelSeconds
+    forward: KernelSeconds  # its forward pass
+    backward: KernelSeconds  # its backward pass, without recomputation
+    weight: KernelSeconds  # the part of it that no other layer waits for: gradients of the matrices
+    # what selective recomputation computes again: scores, softmax and their product with the
+    # values
     attention: KernelSeconds
+    # those of the forward pass, by the parts of ``SAVED_PARTS``, and ``"down"``
     products: Mapping[str, KernelSeconds]
 
 

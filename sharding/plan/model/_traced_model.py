@@ -21,19 +21,12 @@ _UNIT = dataclasses.replace(KINDS["h100"], flops=math.inf, bandwidth=1.0)
 
 
 class Traced(NamedTuple):
-    """One micro-batch of one device.
+    """One micro-batch of one device."""
 
-    Attributes:
-      flops: of matrix products, forward and backward, with those that run again.
-      moved: bytes that all other operations read and write.
-      stored: bytes that the forward pass stores for the backward pass, without parameters.
-      working: bytes of temporaries of the backward pass beside these.
-    """
-
-    flops: float
-    moved: float
-    stored: float
-    working: float
+    flops: float  # of matrix products, forward and backward, with those that run again
+    moved: float  # bytes that all other operations read and write
+    stored: float  # bytes that the forward pass stores for the backward pass, without parameters
+    working: float  # bytes of temporaries of the backward pass beside these
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

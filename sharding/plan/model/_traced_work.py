@@ -25,15 +25,10 @@ _FREE = frozenset(
 
 
 class Work(NamedTuple):
-    """Operations and their time.
+    """Operations and their time."""
 
-    Attributes:
-      flops: of matrix products.
-      seconds: of all operations on a device: products at its peak, others at its bandwidth.
-    """
-
-    flops: float
-    seconds: float
+    flops: float  # of matrix products
+    seconds: float  # of all operations on a device: products at its peak, others at its bandwidth
 
     def __add__(self, other: "Work") -> "Work":  # type: ignore[override]
         return Work(self.flops + other.flops, self.seconds + other.seconds)

@@ -10,18 +10,14 @@ from sharding.plan.model._layer_costs import LayerCost
 
 
 class StageTables(NamedTuple):
-    """Costs of layers ``i`` to ``j - 1`` on stage ``s``; the number of layers is L.
+    """Costs of layers ``i`` to ``j - 1`` on stage ``s``; the number of layers is L."""
 
-    Attributes:
-      compute: seconds of a forward and a backward pass; (S, L + 1, L + 1), inf where j <= i.
-      transfer: seconds that the link after stage s needs for both directions where the next stage
-        begins with layer j; (S, L + 1), 0 on the last stage.
-      memory: bytes; (S, L + 1, L + 1), inf where j <= i.
-    """
-
+    # seconds of a forward and a backward pass; (S, L + 1, L + 1), inf where j <= i
     compute: np.ndarray
+    # seconds that the link after stage s needs for both directions where the next stage
+    # begins with layer j; (S, L + 1), 0 on the last stage
     transfer: np.ndarray
-    memory: np.ndarray
+    memory: np.ndarray  # bytes; (S, L + 1, L + 1), inf where j <= i
 
 
 def stage_tables(

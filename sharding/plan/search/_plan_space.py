@@ -35,14 +35,10 @@ _OF_SYNC = ("stage", "replicas", "sync")
 
 @dataclasses.dataclass(frozen=True)
 class PlanGroup:
-    """Plans with the same forward and backward passes.
+    """Plans with the same forward and backward passes."""
 
-    Attributes:
-      passes: a plan without ZeRO.
-      variants: of the plans: ZeRO stage, replicas, offload, state, weights and sync.
-    """
-
-    passes: ParallelPlan
+    passes: ParallelPlan  # a plan without ZeRO
+    # of the plans: ZeRO stage, replicas, offload, state, weights and sync
     variants: tuple[dict[str, Any], ...]
 
     def plans(self) -> Iterator[ParallelPlan]:
@@ -69,38 +65,29 @@ class PlanSpace:
     ``"interleaved"`` each number of chunks for which there are layers; those that split backward
     passes compute nothing again. Chunks have the layers with which a step is fastest, or equal ones
     where these are fewer.
-
-    Attributes:
-      model: the model.
-      num_devices: of the machine.
-      sequences: of all devices in a step.
-      recompute: what backward passes may compute again.
-      offload: whether optimizer state may be in host memory.
-      asynchronous: whether pipelines may run without a flush, which is lossy: over all devices,
-        of models whose tables are two.
-      state_formats: formats of the optimizer state; others than None are lossy.
-      weights: what updates the parameters.
-      syncs: synchronizations of gradients; others than None are lossy, and without pipelines and
-        shared layers.
-      spares: whether equal chunks of a plan have fewer layers than the fastest; if not, it is left
-        out.
-      compresses: whether the sync of a plan compresses any gradient; if not, the plan is left out.
-      param_bytes: of a parameter.
-      state_bytes: of the state for one parameter, by its format and by what updates parameters.
     """
 
-    model: Decoder | TracedModel
-    num_devices: int
-    sequences: int
-    recompute: tuple[str, ...] = SEARCHED
-    offload: tuple[bool, ...] = (False, True)
+    model: Decoder | TracedModel  # the model
+    num_devices: int  # of the machine
+    sequences: int  # of all devices in a step
+    recompute: tuple[str, ...] = SEARCHED  # what backward passes may compute again
+    offload: tuple[bool, ...] = (False, True)  # whether optimizer state may be in host memory
+    # whether pipelines may run without a flush, which is lossy: over all devices, of models
+    # whose tables are two
     asynchronous: bool = False
+    # formats of the optimizer state; others than None are lossy
     state_formats: tuple[str | None, ...] = (None,)
-    weights: tuple[str, ...] = ("plain",)
+    weights: tuple[str, ...] = ("plain",)  # what updates the parameters
+    # synchronizations of gradients; others than None are lossy, and without pipelines and
+    # shared layers
     syncs: tuple[str | None, ...] = (None,)
+    # whether equal chunks of a plan have fewer layers than the fastest; if not, it is left
+    # out
     spares: Callable[[ParallelPlan], bool] = lambda plan: True
+    # whether the sync of a plan compresses any gradient; if not, the plan is left out
     compresses: Callable[[ParallelPlan], bool] = lambda plan: True
-    param_bytes: float = 2.0
+    param_bytes: float = 2.0  # of a parameter
+    # of the state for one parameter, by its format and by what updates parameters
     state_bytes: Mapping[tuple[str | None, str], float] = dataclasses.field(default_factory=dict)
 
     def plans(self, keep: Mapping[str, Any] | None = None) -> Iterator[ParallelPlan]:
