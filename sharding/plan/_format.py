@@ -17,6 +17,17 @@ class Table(NamedTuple):
     rows: Sequence[tuple[str, ...]]
 
 
+class Printed:
+    """Prints its ``tables()``, and its ``notes`` below them, if it has any."""
+
+    def tables(self) -> list[Table]:
+        """The tables to print."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return "\n".join([text_of(self.tables()), *getattr(self, "notes", ())])
+
+
 def size(nbytes: float) -> str:
     """Bytes in binary units, three digits: ``1.50 GiB``."""
     value, unit = float(nbytes), 0
@@ -43,6 +54,12 @@ def seconds(value: float) -> str:
         if scaled >= 1 or unit == "us":
             return f"{scaled:,.0f} {unit}" if scaled >= 100 else f"{scaled:.3g} {unit}"
     raise AssertionError
+
+
+def check_choice(name: str, value: Any, known: Sequence[Any]) -> None:
+    """Raises unless a value is a known one."""
+    if value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
 
 
 def layer_range(layers: range) -> str:

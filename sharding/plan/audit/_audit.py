@@ -42,43 +42,27 @@ class Traffic:
 
 @dataclasses.dataclass(frozen=True)
 class Audit:
-    """The cost of one step for one device; ``str()`` makes tables of it, ``to_dict()`` JSON.
+    """The cost of one step for one device; ``str()`` makes tables of it, ``to_dict()`` JSON."""
 
-    Attributes:
-      devices: the number of devices that run the program.
-      kind: their figures, where they are known.
-      arguments: bytes of each part: parameters, optimizer state, and so on.
-      results: bytes of results that do not take over the memory of an argument.
-      temporaries: bytes, by the compiler; on TPUs those that are live at once. None for a program
-        given as text.
-      at_peak: bytes of temporaries at their peak by use, estimated from the schedule.
-      host: bytes in host memory.
-      traffic: the collectives, dearest first.
-      flops: floating-point operations by phase.
-      products: the part of them in matrix products.
-      nbytes: bytes read from and written to main memory, by phase.
-      expected_wire: bytes that the plan sends; None where none was given.
-      warnings: likely mistakes, in words.
-      notes: how to read the figures, in words.
-      tokens: of all devices in a step; 0 where that was not given.
-      pipeline: the loops over the ticks of a pipeline; None where none was given.
-    """
-
-    devices: int
-    kind: DeviceKind | None
-    arguments: dict[str, float]
-    results: float
+    devices: int  #: the number of devices that run the program
+    kind: DeviceKind | None  #: their figures, where they are known
+    arguments: dict[str, float]  #: bytes of each part: parameters, optimizer state, and so on
+    results: float  #: bytes of results that do not take over the memory of an argument
+    #: bytes, by the compiler; on TPUs those that are live at once. None for a program given
+    #: as text.
     temporaries: float | None
+    #: bytes of temporaries at their peak by use, estimated from the schedule
     at_peak: dict[str, float]
-    host: float
-    traffic: tuple[Traffic, ...]
-    flops: dict[str, float]
-    products: dict[str, float]
-    nbytes: dict[str, float]
-    expected_wire: float | None
-    warnings: tuple[str, ...]
-    notes: tuple[str, ...] = ()
-    tokens: float = 0.0
+    host: float  #: bytes in host memory
+    traffic: tuple[Traffic, ...]  #: the collectives, dearest first
+    flops: dict[str, float]  #: floating-point operations by phase
+    products: dict[str, float]  #: the part of them in matrix products
+    nbytes: dict[str, float]  #: bytes read from and written to main memory, by phase
+    expected_wire: float | None  #: bytes that the plan sends; None where none was given
+    warnings: tuple[str, ...]  #: likely mistakes, in words
+    notes: tuple[str, ...] = ()  #: how to read the figures, in words
+    tokens: float = 0.0  #: of all devices in a step; 0 where that was not given
+    #: the loops over the ticks of a pipeline; None where none was given
     pipeline: PipelineAudit | None = None
 
     @property

@@ -27,23 +27,14 @@ class Tried:
 
 @dataclasses.dataclass(frozen=True)
 class FoundBatch:
-    """The result of ``find_batch``; ``str()`` is a table of all sizes that were tried.
+    """The result of ``find_batch``; ``str()`` is a table of all sizes that were tried."""
 
-    Attributes:
-      batch: the largest size that fits; 0 where none does.
-      memory: of a device, in bytes.
-      headroom: the share of the memory that is left free.
-      tried: all sizes that were compiled, in order.
-      audit: the audit of the largest size that fits; None where none does.
-      complete: False where the limit of the search fits, so that larger sizes may.
-    """
-
-    batch: int
-    memory: float
-    headroom: float
-    tried: tuple[Tried, ...]
-    audit: Audit | None
-    complete: bool
+    batch: int  #: the largest size that fits; 0 where none does
+    memory: float  #: of a device, in bytes
+    headroom: float  #: the share of the memory that is left free
+    tried: tuple[Tried, ...]  #: all sizes that were compiled, in order
+    audit: Audit | None  #: the audit of the largest size that fits; None where none does
+    complete: bool  #: False where the limit of the search fits, so that larger sizes may
 
     @property
     def usable(self) -> float:

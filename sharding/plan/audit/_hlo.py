@@ -1,8 +1,9 @@
 """The text of a compiled program, parsed: computations, instructions, trip counts."""
 
 import math
+import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 _MAX_TRIPS = 1 << 20
@@ -37,6 +38,13 @@ class Instruction(NamedTuple):
         """The computations that a conditional chooses from."""
         keys = ("branch_computations", "true_computation", "false_computation")
         return [name for key in keys for name in self.callees(key)]
+
+    @property
+    def element(self) -> int | None:
+        """The place of what it takes of a tuple; None for other operations."""
+        if self.op != "get-tuple-element":
+            return None
+        return int(self.attributes.split("index=")[1].split(",")[0])
 
     def callees(self, key: str) -> list[str]:
         """The computations that an attribute such as ``calls`` names."""
@@ -80,10 +88,10 @@ class Program:
                 return it.scope
             called = it.callees("calls") + (it.callees("to_apply") if it.op == "call" else [])
             inner = [
-                each.scope
+                inside.scope
                 for name in called
-                for each in self.computations[name].values()
-                if each.scope and each.op != "parameter"
+                for inside in self.computations[name].values()
+                if inside.scope and inside.op != "parameter"
             ]
             if inner:
                 return inner[-1]
@@ -104,6 +112,17 @@ def _parse(name: str, text: str) -> Instruction:
     return Instruction(name, text[:split], op, operands, inside, text[closing:])
 
 
+def behind(
+    it: Instruction,
+    table: dict[str, Instruction],
+    renames: Collection[str] = ("bitcast",),
+) -> Instruction:
+    """The instruction that made what others rename."""
+    while it.op in renames and it.operands and it.operands[0] in table:
+        it = table[it.operands[0]]
+    return it
+
+
 def changed_in_place(
     it: Instruction, index: int, program: Program
 ) -> tuple[int, Instruction] | None:
@@ -118,17 +137,13 @@ def changed_in_place(
         name = it.callees("calls")[0]
         table = program.computations[name]
         root = table[program.roots[name]]
-        made = table[root.operands[index]] if root.op == "tuple" else root
-        while made.op == "bitcast" and made.operands[0] in table:
-            made = table[made.operands[0]]
+        made = behind(table[root.operands[index]] if root.op == "tuple" else root, table)
     if made.op not in ("dynamic-update-slice", "scatter"):
         return None
     # The array that it updates is its first operand; in a fusion, that has to be a parameter.
     if table is None:
         return 0, made
-    target = table[made.operands[0]]
-    while target.op == "bitcast":
-        target = table[target.operands[0]]
+    target = behind(table[made.operands[0]], table)
     if target.op != "parameter":
         return None
     written = table.get(made.operands[1 if made.op == "dynamic-update-slice" else -1], made)
@@ -178,8 +193,7 @@ class Frame:
             return [self.value(operand) for operand in it.operands]
         if it.op == "get-tuple-element":
             values = self.value(it.operands[0])
-            match = re.search(r"index=(\d+)", it.attributes)
-            return values[int(match[1])] if isinstance(values, list) and match else None
+            return values[it.element or 0] if isinstance(values, list) else None
         if it.op == "while":
             return self.invariants(it)
         if it.op == "opt-barrier":
@@ -201,7 +215,7 @@ class Frame:
                 return None
             if it.op == "compare":
                 match = re.search(r"direction=(\w+)", it.attributes)
-                return _compare(left, right, match[1]) if match else None
+                return getattr(operator, match[1].lower())(left, right) if match else None
             return {"add": left + right, "subtract": left - right, "multiply": left * right}[it.op]
         return None
 
@@ -236,17 +250,6 @@ class Frame:
         return None
 
 
-def _compare(left: int, right: int, direction: str) -> bool:
-    return {
-        "LT": left < right,
-        "LE": left <= right,
-        "GT": left > right,
-        "GE": left >= right,
-        "EQ": left == right,
-        "NE": left != right,
-    }[direction]
-
-
 class Array(NamedTuple):
     """One array of a type."""
 
@@ -266,3 +269,13 @@ def arrays(text: str) -> Iterator[Array]:
         elements = math.prod(dims)
         space = re.search(r"S\((\d+)\)", layout)
         yield Array(dtype, dims, elements, elements * bits / 8, int(space[1]) if space else 0)
+
+
+def bytes_of(text: str) -> float:
+    """Bytes of a type, in whatever memory."""
+    return sum(array.nbytes for array in arrays(text))
+
+
+def main_bytes(text: str) -> float:
+    """Bytes of a type that are in the main memory of the device."""
+    return sum(array.nbytes for array in arrays(text) if not array.space)

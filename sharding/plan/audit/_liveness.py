@@ -3,7 +3,15 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from sharding.plan.audit._hlo import ARITHMETIC, Instruction, Program, arrays, changed_in_place
+from sharding.plan.audit._hlo import (
+    ARITHMETIC,
+    Instruction,
+    Program,
+    arrays,
+    behind,
+    changed_in_place,
+    main_bytes,
+)
 
 _ALIASES = frozenset(("bitcast", "opt-barrier", "while", "add-dependency"))
 _ELEMENTWISE = ARITHMETIC | {"select", "convert", "copy", "negate", "compare", "and", "or", "not"}
@@ -153,8 +161,7 @@ def _value(
     if it.op == "tuple":
         return operands
     if it.op == "get-tuple-element":
-        index = int(it.attributes.split("index=")[1].split(",")[0])
-        value = operands[0]
+        index, value = it.element or 0, operands[0]
         return value[index] if isinstance(value, list) and index < len(value) else value
     if it.op in _ALIASES and operands:
         return operands[0]
@@ -164,7 +171,7 @@ def _value(
         return operands[0]
     if it.op.endswith("-start"):
         # The type lists the operands as well, before or after the results.
-        own = _in_memory(it.type) - sum(_in_memory(table[name].type) for name in it.operands)
+        own = main_bytes(it.type) - sum(main_bytes(table[name].type) for name in it.operands)
         sources[it.name] = (it, max(own, 0.0))
         return frozenset((it.name,))
 
@@ -181,17 +188,11 @@ def _value(
     return results if it.type.startswith("(") else (results or [frozenset()])[0]
 
 
-def _in_memory(text: str) -> float:
-    return sum(a.nbytes for a in arrays(text) if not a.space)
-
-
 def copied_argument(it: Instruction, table: dict[str, Instruction]) -> str:
     """The name of the argument that an instruction of the entry copies unchanged."""
     if it.op not in ("copy", "copy-start"):
         return ""
-    source = table[it.operands[0]]
-    while source.op == "bitcast":
-        source = table[source.operands[0]]
+    source = behind(table[it.operands[0]], table)
     return source.scope if source.op == "parameter" else ""
 
 
@@ -206,17 +207,12 @@ def is_tiled(text: str) -> bool:
 
 
 def temporary_bytes(memory: Any, *, tiled: bool) -> float:
-    """The same, of what the compiler says.
+    """Bytes of temporaries by ``compiled.memory_analysis()``; of a TPU's program where it is tiled.
 
-    For CPUs and GPUs that is ``temp_size_in_bytes``, the block that they allocate. For TPUs it is
-    more than the addresses of the program take, by up to a half. Their ``peak_memory_in_bytes`` is
-    what is live at once: arguments and results, too, what is on the host, and buffers in the
-    memory of the chip, 16 to 128 MiB. The addresses end 0 to 6 % above what it leaves for
-    temporaries, where no block is free that is large enough.
-
-    Args:
-      memory: of ``compiled.memory_analysis()``.
-      tiled: whether the program is one for TPUs.
+    CPUs and GPUs allocate ``temp_size_in_bytes``. For TPUs that is more than the addresses of the
+    program take, by up to a half. Their ``peak_memory_in_bytes`` is what is live at once: arguments
+    and results, too, what is on the host, and buffers in the memory of the chip, 16 to 128 MiB. The
+    addresses end 0 to 6 % above what it leaves for temporaries.
     """
     allocated = float(memory.temp_size_in_bytes)
     if not tiled or not memory.peak_memory_in_bytes:

@@ -20,68 +20,43 @@ _ACTIVATIONS, _RESIDUALS, _OTHERS = "activations, cotangents", "residuals", "oth
 
 @dataclasses.dataclass(frozen=True)
 class StoredSlots:
-    """Buffers of one kind that the ticks of a pipeline write and read.
+    """Buffers of one kind that the ticks of a pipeline write and read."""
 
-    Attributes:
-      name: what they hold.
-      scheduled: the slots that the schedule needs, the most of any stage: for activations and
-        cotangents one more, which receives what nobody expects; for residuals with those that
-        cross from the first to the second half of a backward pass.
-      found: those of the program; of other arrays their number.
-      nbytes: of the program's, in all.
-      excess: of them more than the schedule needs.
-      example: the largest array of the excess, and the operation that writes it; empty without.
-    """
-
-    name: str
+    name: str  #: what they hold
+    #: the slots that the schedule needs, the most of any stage: for activations and
+    #: cotangents one more, which receives what nobody expects; for residuals with those that
+    #: cross from the first to the second half of a backward pass
     scheduled: int
-    found: int
-    nbytes: float
-    excess: float = 0.0
+    found: int  #: those of the program; of other arrays their number
+    nbytes: float  #: of the program's, in all
+    excess: float = 0.0  #: of them more than the schedule needs
+    #: the largest array of the excess, and the operation that writes it; empty without
     example: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineAudit:
-    """What the program of a pipeline runs, sends and keeps, beside what its schedule says.
+    """What the program of a pipeline runs, sends and keeps, beside what its schedule says."""
 
-    Attributes:
-      schedule: its name.
-      stages: of the mesh axis.
-      microbatches: of a step.
-      ticks: of the schedule.
-      live: for each stage, the most activations that it stores at once, by the schedule.
-      scheduled_iterations: of the loops over ticks.
-      iterations: of the program's loops; None where that is not constant.
-      runs: how often they run in a step.
-      scheduled_permutes: activations that a device permutes in one run, as the ticks need them.
-      permutes: those of the program in all runs.
-      messages: of them the most that any stage has to send in one run.
-      message_bytes: of one of them.
-      slots: what is kept between ticks.
-      sums: bytes of accumulated gradients, losses and aux.
-      copied: bytes of the slots that a tick copies, so that they are in memory twice.
-      copied_sums: bytes of the sums that a tick copies.
-      warnings: in words.
-    """
-
-    schedule: str
-    stages: int
-    microbatches: int
-    ticks: int
+    schedule: str  #: its name
+    stages: int  #: of the mesh axis
+    microbatches: int  #: of a step
+    ticks: int  #: of the schedule
+    #: for each stage, the most activations that it stores at once, by the schedule
     live: tuple[int, ...]
-    scheduled_iterations: tuple[int, ...]
-    iterations: tuple[int | None, ...]
-    runs: int
+    scheduled_iterations: tuple[int, ...]  #: of the loops over ticks
+    iterations: tuple[int | None, ...]  #: of the program's loops; None where that is not constant
+    runs: int  #: how often they run in a step
+    #: activations that a device permutes in one run, as the ticks need them
     scheduled_permutes: int
-    permutes: int
-    messages: int
-    message_bytes: float
-    slots: tuple[StoredSlots, ...]
-    sums: float
-    copied: float
-    copied_sums: float
-    warnings: tuple[str, ...] = ()
+    permutes: int  #: those of the program in all runs
+    messages: int  #: of them the most that any stage has to send in one run
+    message_bytes: float  #: of one of them
+    slots: tuple[StoredSlots, ...]  #: what is kept between ticks
+    sums: float  #: bytes of accumulated gradients, losses and aux
+    copied: float  #: bytes of the slots that a tick copies, so that they are in memory twice
+    copied_sums: float  #: bytes of the sums that a tick copies
+    warnings: tuple[str, ...] = ()  #: in words
 
     @property
     def wire_bytes(self) -> float:

@@ -47,12 +47,8 @@ def arguments_of(
     """The arguments, and a note where their part was not found by name.
 
     Of a training step, arguments of other names that come back are parameters if the loss reads
-    them, and optimizer state if the update alone does.
-
-    Args:
-      program: the compiled program.
-      parts: a regular expression of the names of each part; see ``audit``.
-      shardings: of the arguments, where known: programs for TPUs do not contain them.
+    them, and optimizer state if the update alone does. Programs for TPUs do not contain the
+    ``shardings`` of their arguments.
     """
     results = _results(program)
     found, unnamed = [], []
@@ -114,7 +110,7 @@ def _read_by_loss(program: Program, name: str) -> set[tuple[int, int | None]]:
         if it.op == "parameter":
             found |= {(int(it.literal), place) for place in places}
         elif it.op == "get-tuple-element" and places:
-            need(it.operands[0], int(it.attributes.split("index=")[1].split(",")[0]))
+            need(it.operands[0], it.element)
         elif it.op == "tuple":
             for i, operand in enumerate(it.operands):
                 need(operand, *({None} if places & {i, None} else ()))

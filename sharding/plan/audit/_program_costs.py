@@ -13,6 +13,9 @@ from sharding.plan.audit._hlo import (
     Instruction,
     Program,
     arrays,
+    behind,
+    bytes_of,
+    main_bytes,
 )
 
 # Operations that compute nothing and move nothing.
@@ -159,15 +162,9 @@ def _types(it: Instruction, table: dict[str, Instruction]) -> list[str]:
     return [table[name].type for name in it.operands if name in table]
 
 
-def _main_bytes(text: str) -> float:
-    """The bytes of a type that are in main memory."""
-    return sum(array.nbytes for array in arrays(text) if array.space == 0)
-
-
 def _copied(part: str, source: str, target: str) -> float:
     """The bytes of a part that are read from its source and written to its target."""
-    size = sum(array.nbytes for array in arrays(part))
-    return size * float((_main_bytes(source) > 0) + (_main_bytes(target) > 0))
+    return bytes_of(part) * float((main_bytes(source) > 0) + (main_bytes(target) > 0))
 
 
 def _bytes(it: Instruction, table: dict[str, Instruction], program: Program) -> float:
@@ -176,30 +173,30 @@ def _bytes(it: Instruction, table: dict[str, Instruction], program: Program) -> 
     if it.op == "fusion":
         name = it.callees("calls")[0]
         read = sum(
-            min(_main_bytes(table[operand].type), read_by_fusion(it, operand, program))
+            min(main_bytes(table[operand].type), read_by_fusion(it, operand, program))
             for operand in it.operands
-            if _main_bytes(table[operand].type)
+            if main_bytes(table[operand].type)
         )
         return read + _written(it, program.computations[name], program.roots[name])
     # Copies between memories: only the sides in main memory count.
     if it.op in ("copy-start", "slice-start", "dynamic-slice-start"):
         parts = list(arrays(it.type))  # (target, source, ...) or (source, target, ...)
         target = parts[0] if it.op == "copy-start" else parts[1]
-        return target.nbytes * ((_main_bytes(types[0]) > 0) + (target.space == 0))
+        return target.nbytes * ((main_bytes(types[0]) > 0) + (target.space == 0))
     # Slices: the slice is read and written, not the array; each side counts in main memory alone.
     if it.op in ("slice", "dynamic-slice"):
         return _copied(it.type, types[0], it.type) if types else 0.0
     if it.op == "gather":
-        return 2 * _main_bytes(it.type) + _main_bytes(types[1])
+        return 2 * main_bytes(it.type) + main_bytes(types[1])
     if it.op == "dynamic-update-slice":
         return _copied(types[1], types[1], it.type)
     if it.op == "scatter":
-        return 3 * _main_bytes(types[-1]) + _main_bytes(types[1])
+        return 3 * main_bytes(types[-1]) + main_bytes(types[1])
     if it.op.endswith("-start"):
-        return _main_bytes(it.type)  # the type lists operands and results
+        return main_bytes(it.type)  # the type lists operands and results
     if it.op == "custom-call" and 'custom_call_target="AllocateBuffer"' in it.attributes:
         return 0.0
-    return sum(map(_main_bytes, types)) + _main_bytes(it.type)
+    return sum(map(main_bytes, types)) + main_bytes(it.type)
 
 
 def read_by_fusion(it: Instruction, operand: str, program: Program) -> float:
@@ -220,13 +217,13 @@ def _read(inner: dict[str, Instruction], name: str, program: Program) -> float:
         if user.op == "bitcast" or "output_to_operand_aliasing" in user.attributes:
             total += _read(inner, user.name, program)
         elif user.op in ("slice", "dynamic-slice", "gather") and user.operands[0] == name:
-            total += sum(a.nbytes for a in arrays(user.type))
+            total += bytes_of(user.type)
         elif user.op == "dynamic-update-slice" and user.operands[0] == name:
             continue  # updated in place
         elif user.op == "fusion":
             total += read_by_fusion(user, name, program)
         else:
-            return sum(a.nbytes for a in arrays(inner[name].type))
+            return bytes_of(inner[name].type)
     return total
 
 
@@ -237,11 +234,9 @@ def _written(it: Instruction, inner: dict[str, Instruction], root: str) -> float
     for name, target in zip(names, arrays(it.type), strict=False):
         if target.space:
             continue
-        source = inner[name]
-        while source.op == "bitcast" and source.operands[0] in inner:
-            source = inner[source.operands[0]]
+        source = behind(inner[name], inner)
         if source.op == "dynamic-update-slice":
-            total += sum(a.nbytes for a in arrays(inner[source.operands[1]].type))
+            total += bytes_of(inner[source.operands[1]].type)
         else:
             total += target.nbytes
     return total

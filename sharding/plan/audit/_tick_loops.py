@@ -12,7 +12,16 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from sharding.placement._specs import AnyMesh
-from sharding.plan.audit._hlo import ARITHMETIC, Array, Frame, Instruction, Program, arrays
+from sharding.plan.audit._hlo import (
+    ARITHMETIC,
+    Array,
+    Frame,
+    Instruction,
+    Program,
+    arrays,
+    behind,
+    bytes_of,
+)
 from sharding.plan.audit._wire import axes_of_groups, collective_op, device_groups
 
 _RENAMES = frozenset(("bitcast", "copy", "opt-barrier"))
@@ -50,15 +59,10 @@ class TickLoop(NamedTuple):
 def tick_loops(
     program: Program, mesh: AnyMesh, axis: str, *, microbatches: int, rows: int
 ) -> list[TickLoop]:
-    """The innermost loops that permute along a mesh axis, in program order.
+    """The innermost loops that permute along the mesh axis of the stages, in program order.
 
-    Args:
-      program: the compiled program.
-      mesh: its mesh.
-      axis: of the stages.
-      microbatches: of a step. Activations with a dim 0 of this length that are computed before the
-        loop count as kept.
-      rows: layers of a stage: dim 0 of its stacked parameters.
+    Activations with a dim 0 of ``microbatches`` that are computed before the loop count as kept;
+    ``rows`` are the layers of a stage: dim 0 of its stacked parameters.
     """
     found = list(_sending(Frame(program, program.entry, []), 1, mesh, axis))
     reader = _CarryReader(program, {loop.it.name: loop for loop in found}, microbatches, rows)
@@ -166,15 +170,8 @@ class _CarryReader:
     def _passes(self, body: str, name: str, index: int) -> bool:
         """Whether an iteration returns an element of the carry as it got it."""
         table = self.program.computations[body]
-        it = self._renamed(table, name)
-        return _element(it) == index and table[it.operands[0]].op == "parameter"
-
-    def _renamed(self, table: dict[str, Instruction], name: str) -> Instruction:
-        """The instruction that made what others rename or copy."""
-        it = table[name]
-        while it.op in _RENAMES and it.operands and it.operands[0] in table:
-            it = table[it.operands[0]]
-        return it
+        it = behind(table[name], table, _RENAMES)
+        return it.element == index and table[it.operands[0]].op == "parameter"
 
     def _scope(self, loop: _Loop, index: int) -> str:
         """The operation that writes an element; that of the first one, if iterations pass it on."""
@@ -185,7 +182,7 @@ class _CarryReader:
         else:
             table = self.program.computations[loop.computation]
             name = table[loop.it.operands[0]].operands[index]
-        return self.program.scope(self._renamed(table, name), table)
+        return self.program.scope(behind(table[name], table, _RENAMES), table)
 
     # --- Before the loop --------------------------------------------------------------------------
 
@@ -200,10 +197,10 @@ class _CarryReader:
         init = table[loop.it.operands[0]]
         if init.op != "tuple":
             return False
-        it = self._renamed(table, init.operands[index])
+        it = behind(table[init.operands[index]], table, _RENAMES)
         if it.op == "get-tuple-element" and it.operands[0] in self.loops:
             earlier = self.loops[it.operands[0]]
-            body, element = earlier.it.callees("body")[0], _element(it)
+            body, element = earlier.it.callees("body")[0], it.element
             assert element is not None
             return not self._passes(body, self._root(body).operands[element], element)
         if array.dims[0] != self.microbatches or array.dims[1:] not in messages:
@@ -220,7 +217,7 @@ class _CarryReader:
             operands = [table[name] for name in it.operands if name in table]
             if not operands:
                 return False
-            it = max(operands, key=lambda each: sum(a.nbytes for a in arrays(each.type)))
+            it = max(operands, key=lambda each: bytes_of(each.type))
         return False
 
     # --- After the loop ---------------------------------------------------------------------------
@@ -242,7 +239,7 @@ class _CarryReader:
             return True
         elements = self._users.get((computation, name), [])
         return any(
-            self._is_read(computation, it.name) for it in elements if _element(it) in (index, None)
+            self._is_read(computation, it.name) for it in elements if it.element in (index, None)
         )
 
     def _is_read(self, computation: str, name: str) -> bool:
@@ -291,10 +288,3 @@ def _computes(it: Instruction) -> bool:
     if it.op not in _COMPUTES and not _KERNEL.search(it.attributes):
         return False
     return any(a.dims and re.match(r"b?f\d", a.dtype) for a in arrays(it.type))
-
-
-def _element(it: Instruction) -> int | None:
-    """The index of the element that an instruction takes of a tuple; None for other operations."""
-    if it.op != "get-tuple-element":
-        return None
-    return int(it.attributes.split("index=")[1].split(",")[0])

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from sharding.plan._format import size
-from sharding.plan.audit._hlo import Frame, Instruction, Program, arrays, changed_in_place
+from sharding.plan.audit._hlo import Frame, Instruction, Program, arrays, bytes_of, changed_in_place
 from sharding.plan.audit._liveness import Buffer, copied_argument
 from sharding.plan.audit._program_arguments import STATE, Argument
 from sharding.plan.audit._program_costs import read_by_fusion
@@ -25,12 +25,8 @@ def warnings_of(
 ) -> list[str]:
     """A sentence for each part of a step that costs more than it should.
 
-    Args:
-      program: the compiled program.
-      found: its collectives.
-      buffers: its temporaries at the peak.
-      arguments: its arguments.
-      source: the StableHLO text that it was compiled from; empty where that is unknown.
+    ``buffers`` are the temporaries at the peak; ``source`` is the StableHLO text that the program
+    was compiled from, empty where that is unknown.
     """
     notes = [*_all_reduced(program, found), *_gathered_by_update(found)]
     notes += _saved_by_loops(program, sum(buffer.nbytes for buffer in buffers))
@@ -134,7 +130,7 @@ def _sliced_afterwards(computation: str, program: Program) -> float:
             if user.op in ("bitcast", "get-tuple-element", "all-reduce-done"):
                 total += read(user.name, nbytes)
             elif user.op in ("slice", "dynamic-slice"):
-                total += sum(a.nbytes for a in arrays(user.type))
+                total += bytes_of(user.type)
             elif user.op == "fusion":
                 total += read_by_fusion(user, name, program)
             else:
@@ -144,7 +140,7 @@ def _sliced_afterwards(computation: str, program: Program) -> float:
     total = 0.0
     for it in table.values():
         if it.op.removesuffix("-start") == "all-reduce":
-            nbytes = sum(a.nbytes for name in it.operands for a in arrays(table[name].type))
+            nbytes = sum(bytes_of(table[name].type) for name in it.operands)
             if nbytes > _SMALL and read(it.name, nbytes) <= nbytes / 2:
                 total += nbytes
     return total

@@ -45,11 +45,7 @@ class SyncWork:
 
 
 def sync_of(name: str) -> GradientSync:
-    """The synchronization of a name: ``"powersgd(RANK)"``, ``"qsgd(8)"`` or ``"qsgd(4)"``.
-
-    Raises:
-      ValueError: it is none of these.
-    """
+    """The synchronization of a name: ``"powersgd(RANK)"``, ``"qsgd(8)"`` or ``"qsgd(4)"``."""
     kind, number = _kind_and_number(name)
     return methods.powersgd(number) if kind == "powersgd" else methods.qsgd(number)
 
@@ -61,10 +57,7 @@ def sync_work(name: str, arrays: Sequence[SyncedArray], devices: int) -> SyncWor
     it; QSGD exchanges codes of some bits and a scale for each block, and gathers those of the mean
     where all devices need it. All other gradients are summed as they are.
 
-    Args:
-      name: as for ``sync_of``.
-      arrays: gradients, all but the last two dims being stacks of matrices.
-      devices: over which they are summed.
+    All dims of an array but the last two are stacks of matrices.
 
     >>> gradient = SyncedArray((32, 4096, 11008), 2 * 32 * 4096 * 11008, scattered=False)
     >>> dense = 2 * gradient.nbytes * 7 / 8

@@ -1,17 +1,16 @@
 """The planner: what each stage of ZeRO holds and sends, in closed form."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
-from typing import Any, ParamSpec
+from typing import Any
 
 import jax
 import optax
 
 from optax_ext import STATE_FORMATS, low_precision_state
 from sharding._zero import Zero
-from sharding.plan._format import Table, count, seconds, size, text_of
+from sharding.plan._format import Printed, Table, count, seconds, size
 from sharding.plan.cost._advice import activations_counted, recommend, tight_notes
 from sharding.plan.cost._stage_plan import StagePlan, name_of, stage_plan, variants_of
 from sharding.plan.machine._devices import DeviceKind
@@ -31,30 +30,19 @@ _DENSE_SYNC = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """The stages side by side; ``str()`` makes a table of it, ``to_dict()`` JSON.
+class Plan(Printed):
+    """The stages side by side; ``str()`` makes a table of it, ``to_dict()`` JSON."""
 
-    Attributes:
-      num_params: the number of parameters.
-      mesh: the sizes of the mesh's axes.
-      device: the figures of a device, where they are known.
-      stages: the stages: 0 to 3, then hybrids.
-      recommended: the name of one; empty where none fits, or nothing is known of the device.
-      notes: the reason, and what else is worth knowing.
-      tokens: of all devices in a step; 0 where that is unknown.
-      flops: floating-point operations of one device in a step; 0 where that is unknown.
-      requested: the name of the stage that the ``Zero`` runs.
-    """
-
-    num_params: int
-    mesh: dict[str, int]
-    device: DeviceKind | None
-    stages: tuple[StagePlan, ...]
-    recommended: str
-    notes: tuple[str, ...]
-    tokens: float = 0.0
+    num_params: int  #: the number of parameters
+    mesh: dict[str, int]  #: the sizes of the mesh's axes
+    device: DeviceKind | None  #: the figures of a device, where they are known
+    stages: tuple[StagePlan, ...]  #: 0 to 3, then hybrids
+    recommended: str  #: the name of one; empty where none fits, or nothing is known of the device
+    notes: tuple[str, ...]  #: the reason, and what else is worth knowing
+    tokens: float = 0.0  #: of all devices in a step; 0 where that is unknown
+    #: floating-point operations of one device in a step; 0 where that is unknown
     flops: float = 0.0
-    requested: str = ""
+    requested: str = ""  #: the name of the stage that the ``Zero`` runs
 
     def stage(self, name: str) -> StagePlan:
         """The stage of this name, such as ``plan.requested`` or ``"3 hybrid"``.
@@ -169,35 +157,7 @@ class Plan:
             rows.append(("tokens/s, at most", *(count(x) if x else "" for x in best)))
         return rows
 
-    def __str__(self) -> str:
-        return "\n".join([text_of(self.tables()), *self.notes])
 
-
-_Args = ParamSpec("_Args")
-# Arguments that ``estimate`` had before it took a ``Zero``.
-_FIELDS_OF_ZERO = ("axis", "replica_axis", "precision", "min_shard_size", "offload")
-
-
-def _rejects_old_calls(fn: Callable[_Args, Plan]) -> Callable[_Args, Plan]:
-    """Makes calls with a mesh, or with a field of ``Zero``, an error that shows the new call."""
-
-    @functools.wraps(fn)
-    def checked(*args: _Args.args, **kwargs: _Args.kwargs) -> Plan:
-        moved = [name for name in _FIELDS_OF_ZERO if name in kwargs]
-        zero = args[2] if len(args) > 2 else kwargs.get("zero")
-        if not moved and "mesh" not in kwargs and (zero is None or isinstance(zero, Zero)):
-            return fn(*args, **kwargs)
-        fields = ['offload="optimizer"' if name == "offload" else f"{name}=..." for name in moved]
-        found = ", ".join([*moved, *(["mesh"] if "mesh" in kwargs else [])])
-        raise TypeError(
-            f"estimate takes a Zero, got {found or repr(zero)}. Call estimate(params, tx, "
-            f"Zero({', '.join(['mesh', *fields])}), ...)."
-        )
-
-    return checked
-
-
-@_rejects_old_calls
 def estimate(
     params: Any,
     tx: optax.GradientTransformation,
@@ -216,12 +176,9 @@ def estimate(
     """What a ``Zero`` would hold and send, beside the other stages; nothing is compiled.
 
     With S bytes of parameters on n devices and k micro-batches, a device sends, times (n-1)/n: 2 S
-    at stages 0 and 1, (k+1) S at stage 2, 3 k S at stage 3; replicas sum their shards. Arrays are
-    sharded as ``zero.describe`` reports, optimizer state is that of ``tx.init``.
-
-    Stages 0 to 3 shard over all data-parallel axes (``axis`` and ``replica_axis``). With a
-    ``replica_axis`` there are ``"3 hybrid"`` and ``"3 spread"`` as well. The stage of ``zero``
-    itself is ``plan.stage(plan.requested)``.
+    at stages 0 and 1, (k+1) S at stage 2, 3 k S at stage 3; replicas sum their shards. Stages shard
+    over all data-parallel axes; with a ``replica_axis`` there are ``"3 hybrid"`` and ``"3 spread"``
+    as well. The stage of ``zero`` itself is ``plan.stage(plan.requested)``.
 
     Args:
       params: parameters, abstract or real.
@@ -233,13 +190,13 @@ def estimate(
       state_format: one of ``optax_ext.STATE_FORMATS``: the plan is that of
         ``low_precision_state(tx, ...)``; None leaves the state as it is.
       device: the device to compare with; arrays are counted as they fill its memory.
-      gathered_once: a regular expression of the paths of parameters that stage 3 gathers once and
-        keeps until the backward pass: those outside the layers that ``zero.gathered`` wraps. All
-        others are gathered twice, and stage 2 reduces their gradients layer by layer. None: stage 3
-        gathers all twice, and stage 2 reduces all after the backward pass.
+      gathered_once: a regular expression of the paths of parameters outside the layers that
+        ``zero.gathered`` wraps, which stage 3 gathers once. All others are gathered twice, and
+        stage 2 reduces their gradients layer by layer. None: stage 3 gathers all twice, and stage 2
+        reduces all after the backward pass.
       activations: bytes of activations and temporaries of one device and one micro-batch, such as
-        the ``peak`` of a ``sharding.remat.plan``. Each stage counts them beside its gradients. The
-        full parameters that stage 3 gathers come on top. None: activations are not counted.
+        the ``peak`` of a ``sharding.remat.plan``, without parameters that stage 3 gathers. None:
+        activations are not counted.
       tokens: of all devices in a step, for an upper bound of the tokens per second.
       flops: floating-point operations of one device in a step, for a lower bound of its time.
 
@@ -307,7 +264,7 @@ def estimate_stage(
     gathered_once: str | None = None,
 ) -> StagePlan:
     """The stage that a ``Zero`` runs, as ``estimate`` finds it beside all others."""
-    (found,) = _stage_plans(
+    (stage,) = _stage_plans(
         *(params, tx, {name_of(zero): zero}),
         param_specs=param_specs,
         microbatches=microbatches,
@@ -316,7 +273,7 @@ def estimate_stage(
         gathered_once=gathered_once,
         activations=None,
     )
-    return found
+    return stage
 
 
 def with_state_format(
@@ -349,11 +306,11 @@ def _stage_plans(
     state = (params, jax.eval_shape(tx.init, params))
     unsharded = variants_of(next(iter(variants.values())))["stage 0"]
     described = {
-        name: each.describe(state, tx=tx, param_specs=param_specs)
-        for name, each in ({"stage 0": unsharded} | variants).items()
+        name: variant.describe(state, tx=tx, param_specs=param_specs)
+        for name, variant in ({"stage 0": unsharded} | variants).items()
     }
     tile = device.tile if device else None
     return tuple(
-        stage_plan(name, each, described[name], described["stage 0"], tile=tile, **options)
-        for name, each in variants.items()
+        stage_plan(name, variant, described[name], described["stage 0"], tile=tile, **options)
+        for name, variant in variants.items()
     )

@@ -63,16 +63,15 @@ def estimate_pipeline(
     """What a pipeline would hold, send and take, beside ZeRO on the same devices.
 
     The layers are shared among the stages so that a step is as fast as possible, with the embedding
-    in the first and the head in the last chunk; each stage has as many replicas as devices are
-    left, over which ``zero`` runs its stage. Replicas are neighbours: stages are on different hosts
-    or slices as far as possible. Ticks end on all devices at once, as in one compiled program; see
-    ``lockstep_seconds``. That one program makes all devices hold what the fullest stage needs, and
-    the embedding and the head. Every tick waits for one transfer between stages. Gradients of all
-    micro-batches are accumulated unsharded and reduced once per step; stage 3 gathers a stage's
-    parameters once per step.
+    in the first and the head in the last chunk. Each stage has as many replicas as devices are
+    left,
+    which are neighbours, and over which ``zero`` runs its stage. Ticks end on all devices at once,
+    as in one compiled program (see ``lockstep_seconds``), and wait for one transfer between stages.
+    All devices hold what the fullest stage needs, and the embedding and the head. Gradients of all
+    micro-batches are accumulated unsharded and reduced once per step.
 
     ZeRO trains on the same sequences with all devices, in ceil(microbatches / num_stages)
-    micro-batches on each. It is compared at its fastest stage of those that fit.
+    micro-batches on each, at its fastest stage of those that fit.
 
     Args:
       model: one of ``MODELS``.
@@ -86,14 +85,11 @@ def estimate_pipeline(
         ``"zb-v"``; the last two without recomputation.
       chunks: of layers on each device; None: 2 for ``"interleaved"`` and ``"zb-v"``, else 1.
       batch: sequences in a micro-batch.
-      length: tokens of a sequence; as the model has it where it is None.
+      length: tokens of a sequence; None: as the model has it.
       dtype: of the parameters.
       recompute: whether each layer stores its input only, and is computed again.
       efficiency: the share of the device's peak that compute reaches.
       state_format: as for ``estimate``.
-
-    Returns:
-      A ``PipelinePlan``; ``print`` it.
 
     Raises:
       ValueError: the devices cannot be shared among the stages, there are fewer layers than chunks,

@@ -5,45 +5,32 @@ import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from sharding.plan._format import Table, seconds, text_of
+from sharding.plan._format import Printed, Table, seconds
 from sharding.recovery._peer_placement import place_replicas, recovery_probability
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointLoss:
-    """What one way to save checkpoints loses.
+    """What one way to save checkpoints loses."""
 
-    Attributes:
-      interval: steps between checkpoints; with peers, between snapshots.
-      overhead: the share of a run without failures in which training waits for checkpoints.
-      lost: seconds lost by a failure on average: training since the restored checkpoint, and what
-        passes until training resumes.
-      share: the share of all time that brings no progress, for both reasons.
-    """
-
-    interval: int
-    overhead: float
+    interval: int  #: steps between checkpoints; with peers, between snapshots
+    overhead: float  #: the share of a run without failures in which training waits for checkpoints
+    #: seconds lost by a failure on average: training since the restored checkpoint, and what
+    #: passes until training resumes
     lost: float
-    share: float
+    share: float  #: the share of all time that brings no progress, for both reasons
 
 
 @dataclasses.dataclass(frozen=True)
-class LostTime:
-    """Lost time of three ways to save checkpoints; ``str()`` makes a table.
+class LostTime(Printed):
+    """Lost time of three ways to save checkpoints; ``str()`` makes a table."""
 
-    Attributes:
-      failures: of all machines, a day.
-      recovered: the share of failures after which peers have the state.
-      disk: checkpoints on disk at the given interval.
-      best_disk: checkpoints on disk at the interval that loses least.
-      peers: snapshots in the memory of peers, and checkpoints on disk for failures after which
-        shards are lost.
-    """
-
-    failures: float
-    recovered: float
-    disk: CheckpointLoss
-    best_disk: CheckpointLoss
+    failures: float  #: of all machines, a day
+    recovered: float  #: the share of failures after which peers have the state
+    disk: CheckpointLoss  #: checkpoints on disk at the given interval
+    best_disk: CheckpointLoss  #: checkpoints on disk at the interval that loses least
+    #: snapshots in the memory of peers, and checkpoints on disk for failures after which
+    #: shards are lost
     peers: CheckpointLoss
 
     def tables(self) -> list[Table]:
@@ -66,9 +53,6 @@ class LostTime:
         title = f"{self.failures:.3g} failures a day; peers recover {self.recovered:.2%} of them"
         columns = ("checkpoints", "steps between", "overhead", "lost a failure", "time lost")
         return [Table(title, columns, rows)]
-
-    def __str__(self) -> str:
-        return text_of(self.tables())
 
 
 class _Period(NamedTuple):
@@ -112,10 +96,8 @@ def lost_time(
 ) -> LostTime:
     """The share of training time that failures and checkpoints take.
 
-    Failures come at a rate f = num_machines / machine_mtbf, at any time. One that comes d seconds
-    after a checkpoint was taken can restore it if it takes at most d seconds to store. With a
-    checkpoint every T seconds that can be restored w seconds later, a failure loses, as GEMINI
-    counts,
+    Failures come at a rate f = num_machines / machine_mtbf, at any time. With a checkpoint every T
+    seconds that can be restored w seconds later, a failure loses, as GEMINI counts,
 
     w + T / 2 + restart + reading,
 
@@ -133,13 +115,10 @@ def lost_time(
     Args:
       state_bytes: of the state, all machines together.
       num_machines: how many there are.
-      machine_mtbf: seconds between failures of one machine; of F failures a day in all,
-        num_machines x 86,400 / F.
+      machine_mtbf: seconds between failures of one machine.
       step: seconds of a training step without checkpoints.
-      restart: seconds from a failure until processes can read a checkpoint: detection, the
-        replacement of machines, start of processes.
-      disk_bandwidth: of the storage in bytes per second, for all machines together, in either
-        direction.
+      restart: seconds from a failure until processes can read a checkpoint.
+      disk_bandwidth: of the storage in bytes per second, for all machines together.
       disk_interval: steps between checkpoints on disk.
       disk_blocking: seconds for which training waits at a checkpoint that is then written while it
         goes on; None: training waits until the checkpoint is written.
@@ -153,9 +132,6 @@ def lost_time(
         ``store.describe(state).recovery_probability``.
       lost_machines: the probability that a failure loses so many machines, by their number; 0 for
         killed processes whose machines keep their memory. By default, one in every failure.
-
-    Returns:
-      A ``LostTime``; ``print`` it.
 
     Raises:
       ValueError: for a number outside its range, probabilities that do not add up to 1, or an
@@ -174,10 +150,9 @@ def lost_time(
       peers and disk                  5    0.29%          460 s     0.56%
 
     References:
-      Wang et al., GEMINI: Fast Failure Recovery in Distributed Training with In-Memory
-      Checkpoints, SOSP 2023. Young, A First Order Approximation to the Optimum Checkpoint Interval,
-      CACM 1974. Daly, A Higher Order Estimate of the Optimum Checkpoint Interval for Restart Dumps,
-      FGCS 2006.
+      Wang et al., GEMINI, SOSP 2023. Young, A First Order Approximation to the Optimum Checkpoint
+      Interval, CACM 1974. Daly, A Higher Order Estimate of the Optimum Checkpoint Interval, FGCS
+      2006.
     """
     rare = disk_interval if disk_interval_with_peers is None else disk_interval_with_peers
     counts = {

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from sharding.plan._format import check_choice
 from sharding.plan.cost._pipeline_schedules import (
     ASYNC_SCHEDULES,
     SPLIT_SCHEDULES,
@@ -37,18 +38,18 @@ class ParallelPlan:
         takes the least memory; else those with which a step is fastest.
       recompute: what the backward pass computes again: ``"none"``; ``"selective"``, scores and
         their product with values; ``"full"``, each layer; or what a preset of MaxText such as
-        ``"save_qkv_proj"`` or ``"minimal"`` does not save.
+        ``"minimal"`` does not save.
       offload: whether optimizer state is in host memory.
       param_bytes: of a parameter as it is gathered.
       grad_bytes: of a gradient as it is reduced.
       state_bytes: of optimizer state and master weights, for one parameter.
-      state_format: of the optimizer state, one of ``optax_ext.STATE_FORMATS``; None leaves it as it
-        is. Formats are lossy.
+      state_format: of the optimizer state, a lossy one of ``optax_ext.STATE_FORMATS``; None leaves
+        it as it is.
       weights: what updates parameters of 16 bits: ``"plain"``, the transformation as it is;
         ``"master"``, ``optax_ext.master_weights`` of it; ``"stochastic"``,
         ``optax_ext.stochastic_rounding`` of it, which is lossy.
-      sync: a compressed synchronization of gradients such as ``"powersgd(4)"`` or ``"qsgd(8)"``,
-        over replicas if there are, which is lossy; None sums them.
+      sync: a lossy synchronization of gradients such as ``"powersgd(4)"`` or ``"qsgd(8)"``, over
+        replicas if there are; None sums them.
     """
 
     data: int = 1
@@ -124,26 +125,18 @@ class ParallelPlan:
         return self.recompute not in ("none", "selective") and not self.gathers_layers
 
     def check(self, model: Decoder) -> None:
-        """Raises unless the model can be shared so.
-
-        Raises:
-          ValueError: a size is below 1, a name unknown, or something cannot be shared equally.
-        """
+        """Raises a ``ValueError`` unless sizes and names are known and the model can be shared."""
         for name in ("data", "tensor", "pipe", "microbatch", "microbatches", "replicas", "chunks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
         if self.stage not in (0, 1, 2, 3):
             raise ValueError(f"stage must be 0, 1, 2 or 3, got {self.stage!r}.")
-        if self.recompute not in RECOMPUTE:
-            known = ", ".join(map(repr, RECOMPUTE))
-            raise ValueError(f"recompute must be one of {known}, got {self.recompute!r}.")
+        check_choice("recompute", self.recompute, RECOMPUTE)
         if self.data % self.replicas:
             raise ValueError(
                 f"{self.replicas} replicas do not divide {self.data} data-parallel devices."
             )
-        if self.weights not in WEIGHTS:
-            known = ", ".join(map(repr, WEIGHTS))
-            raise ValueError(f"weights must be one of {known}, got {self.weights!r}.")
+        check_choice("weights", self.weights, WEIGHTS)
         if self.sync and (self.pipe * self.tensor > 1 or self.spread):
             raise ValueError("a compressed sync needs plans without pipe, tensor and spread.")
         if self.sync and self.stage == 3 and self.replicas == 1:

@@ -1,6 +1,5 @@
 """What the program of a pipeline computes: known from its schedule, before anything is compiled."""
 
-import dataclasses
 from collections.abc import Callable
 
 from sharding.pipeline import Op, Schedule
@@ -57,14 +56,14 @@ def pipeline_flops(
     [2.42, 1.51]
     """
     tokens = float(microbatch * model.length)
-    none = dataclasses.replace(model, layers=0).flops(tokens, model.length)
-    layer = (dataclasses.replace(model, layers=1).flops(tokens, model.length) - none) / 3 / tensor
+    of_layer, head = model.layer_flops(tokens, model.length)
+    layer = of_layer / 3 / tensor
     # Of a split backward pass gradients of matrices are the second half.
     weight = layer - tokens * attention_flops(model, model.length) / tensor
     first = 2 * layer - (weight if schedule.splits_backward else 0.0)
     again = 0.0 if recompute == "none" else tokens * flops_again(model, recompute, model.length)
     again /= tensor
-    head = none / model.shards_of_tokens(tensor)
+    head /= model.shards_of_tokens(tensor)
 
     def of(code: Code) -> float:
         if code.op == Op.FORWARD:

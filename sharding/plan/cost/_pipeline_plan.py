@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from sharding.plan._format import Table, count, layer_range, seconds, size, text_of
+from sharding.plan._format import Printed, Table, count, layer_range, seconds, size
 from sharding.plan.cost._pipeline_stages import PipelineStage
 from sharding.plan.machine._devices import DeviceKind
 
@@ -30,42 +30,25 @@ class StepTime:
 
 
 @dataclasses.dataclass(frozen=True)
-class PipelinePlan:
-    """A pipeline, and the fastest stage of ZeRO; ``str()`` makes tables, ``to_dict()`` JSON.
+class PipelinePlan(Printed):
+    """A pipeline, and the fastest stage of ZeRO; ``str()`` makes tables, ``to_dict()`` JSON."""
 
-    Attributes:
-      device: the figures of a device.
-      num_replicas: of each stage; the number of devices is that times the number of stages.
-      zero_stage: the stage of ZeRO over the replicas.
-      microbatches: of each replica in a step.
-      schedule: its name, as ``estimate_pipeline`` takes it.
-      chunks: of layers on each device.
-      stages: one device of each stage.
-      bubble: the idle share of a step with equal operations.
-      ideal: seconds of compute of one device, if all devices shared it equally.
-      lockstep: seconds of compute, with the bubble; see ``lockstep_seconds``.
-      transfers: seconds of the transfers between stages, one in each tick.
-      pipeline: the step.
-      alternative: the fastest stage of ZeRO for the same sequences; if none fits, the smallest.
-      tokens: of all devices in a step.
-      notes: whether to pipeline, and what else is worth knowing.
-    """
-
-    device: DeviceKind
-    num_replicas: int
-    zero_stage: int
-    microbatches: int
-    schedule: str
-    chunks: int
-    stages: tuple[PipelineStage, ...]
-    bubble: float
-    ideal: float
-    lockstep: float
-    transfers: float
-    pipeline: StepTime
+    device: DeviceKind  #: the figures of a device
+    num_replicas: int  #: of each stage; the number of devices is that times the number of stages
+    zero_stage: int  #: the stage of ZeRO over the replicas
+    microbatches: int  #: of each replica in a step
+    schedule: str  #: its name, as ``estimate_pipeline`` takes it
+    chunks: int  #: of layers on each device
+    stages: tuple[PipelineStage, ...]  #: one device of each stage
+    bubble: float  #: the idle share of a step with equal operations
+    ideal: float  #: seconds of compute of one device, if all devices shared it equally
+    lockstep: float  #: seconds of compute, with the bubble; see ``lockstep_seconds``
+    transfers: float  #: seconds of the transfers between stages, one in each tick
+    pipeline: StepTime  #: the step
+    #: the fastest stage of ZeRO for the same sequences; if none fits, the smallest
     alternative: StepTime
-    tokens: float
-    notes: tuple[str, ...] = ()
+    tokens: float  #: of all devices in a step
+    notes: tuple[str, ...] = ()  #: whether to pipeline, and what else is worth knowing
 
     @property
     def recommended(self) -> str:
@@ -148,9 +131,6 @@ class PipelinePlan:
     @property
     def _unequal(self) -> float:
         return self.lockstep - self._bubble_seconds - self.ideal
-
-    def __str__(self) -> str:
-        return "\n".join([text_of(self.tables()), *self.notes])
 
 
 def _left(nbytes: float) -> str:

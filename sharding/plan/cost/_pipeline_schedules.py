@@ -2,7 +2,7 @@
 
 import collections
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from sharding.pipeline import Op, Schedule, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
 from sharding.pipeline._instructions import instructions
 from sharding.pipeline._layers import StageRows, layer_of_row
+from sharding.plan._format import check_choice
 
 # Backward passes of these are split in two: gradients of activations, and of parameters.
 SPLIT_SCHEDULES = ("zb-h1", "zb-v")
@@ -19,6 +20,13 @@ ASYNC_SCHEDULES = ("2bw",)
 # Chimera is left out: a tick that has passes of both directions lasts as long as the backward one,
 # and the step longer than that of "aligned", with twice the parameters.
 
+_MAKERS: dict[str, Callable[..., Schedule]] = {
+    "gpipe": gpipe,
+    **dict.fromkeys(("1f1b", "aligned", "2bw"), one_f_one_b),
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-v": zb_v,
+}
 _CHUNKS = {"zb-v": 2}  # of the schedules that have no choice
 
 # What runs in a tick: operations, and whether it is the last chunk that runs them.
@@ -32,9 +40,7 @@ def chunks_of(schedule: str, chunks: int | None = None) -> int:
 
 def check_schedule(schedule: str, num_stages: int, microbatches: int, chunks: int = 1) -> None:
     """Raises unless the schedule exists and takes these numbers."""
-    if schedule not in SCHEDULES + ASYNC_SCHEDULES:
-        known = ", ".join(map(repr, SCHEDULES + ASYNC_SCHEDULES))
-        raise ValueError(f"schedule must be one of {known}, got {schedule!r}.")
+    check_choice("schedule", schedule, SCHEDULES + ASYNC_SCHEDULES)
     if min(num_stages, microbatches, chunks) < 1:
         raise ValueError(
             f"stages, micro-batches and chunks must be at least 1, got {num_stages}, "
@@ -64,14 +70,27 @@ def schedule_of(schedule: str, num_stages: int, microbatches: int, chunks: int =
     3
     """
     check_schedule(schedule, num_stages, microbatches, chunks)
-    sizes = num_stages, microbatches
-    if schedule in ASYNC_SCHEDULES:
-        return one_f_one_b(*sizes)
-    if schedule == "interleaved":
-        return interleaved(*sizes, chunks)
-    if schedule in ("1f1b", "aligned"):
-        return one_f_one_b(*sizes, aligned=schedule == "aligned")
-    return {"gpipe": gpipe, "zb-h1": zb_h1, "zb-v": zb_v}[schedule](*sizes)
+    make, sizes, options = _maker(schedule, num_stages, microbatches, chunks)
+    return make(*sizes, **options)
+
+
+def schedule_code(schedule: str, num_stages: int, microbatches: int, chunks: int = 1) -> str:
+    """The call that makes the table, as a name of ``sharding.pipeline``.
+
+    >>> schedule_code("1f1b", 4, 8)
+    'one_f_one_b(4, 8, aligned=False)'
+    """
+    make, sizes, options = _maker(schedule, num_stages, microbatches, chunks)
+    arguments = [*map(str, sizes), *(f"{name}={value}" for name, value in options.items())]
+    return f"{make.__name__}({', '.join(arguments)})"
+
+
+def _maker(
+    schedule: str, num_stages: int, microbatches: int, chunks: int
+) -> tuple[Callable[..., Schedule], tuple[int, ...], dict[str, bool]]:
+    """A schedule's function and its arguments."""
+    sizes = (num_stages, microbatches) + (chunks,) * (schedule == "interleaved")
+    return _MAKERS[schedule], sizes, {"aligned": False} if schedule == "1f1b" else {}
 
 
 def layers_sent(schedule: str, num_stages: int, counts: Sequence[int]) -> tuple[float, float]:
@@ -106,15 +125,14 @@ def max_in_flight(
     DAPPLE's; 2 (S - 1 - s) + 1 for ``aligned``, 1F1B with forward passes on even ticks only, and
     for ``2bw``; 2 (S - 1 - s) + (V - 1) S + 1 of V chunks for ``interleaved``; never more than
     there are. Those that split the backward pass store up to S micro-batches (``zb-h1``) or 2 S
-    chunks (``zb-v``) on every stage, until the gradients of their parameters are there.
+    chunks (``zb-v``) on every stage.
 
     >>> [max_in_flight("aligned", 4, stage, 8) for stage in range(4)]
     [7, 5, 3, 1]
 
     References:
-      Huang et al.: GPipe, NeurIPS 2019. Fan et al.: DAPPLE, PPoPP 2021. Narayanan et al.: Efficient
-      Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, SC 2021. Qi et al.:
-      Zero Bubble Pipeline Parallelism, ICLR 2024.
+      Huang et al.: GPipe, NeurIPS 2019. Fan et al.: DAPPLE, PPoPP 2021. Narayanan et al.:
+      Megatron-LM, SC 2021. Qi et al.: Zero Bubble Pipeline Parallelism, ICLR 2024.
     """
     check_schedule(schedule, num_stages, microbatches, chunks)
     if schedule in SPLIT_SCHEDULES:
@@ -177,24 +195,25 @@ def lockstep_seconds(
 ) -> float:
     """The time of a step whose ticks end on all devices at once, without transfers.
 
-    A tick lasts as long as its slowest operation. Where the last chunk runs both of its passes in
-    one tick of L seconds, (V M + S - 2) F + L + (M - 1) max(B, L) + ((V - 1) M + S - 1) B, with B
-    and F in ticks of their own. Otherwise ``gpipe``, ``aligned`` and ``interleaved`` have
-    either forward or backward passes in a tick: (V M + S - 1) (F + B). ``1f1b`` has both in every
-    tick but its first S, in which there are forward passes only: S F + (2 M + S - 2) max(F, B).
-    Those that split the backward pass have about (3 V M + S - 1) max(F, B, W). ``2bw`` has
-    M (F + B) between two updates, which are not in it.
+    A tick lasts as long as its slowest operation. With S stages, M micro-batches, V chunks on each
+    device, and seconds F, B and W of the slowest chunk's passes, ``gpipe``, ``aligned`` and
+    ``interleaved`` take (V M + S - 1) (F + B), as a tick has either forward or backward passes;
+    where the last chunk runs both of its own in one tick of L seconds, (V M + S - 2) F + L +
+    (M - 1) max(B, L) + ((V - 1) M + S - 1) B. ``1f1b`` has both in every tick but its first S:
+    S F + (2 M + S - 2) max(F, B). Those that split the backward pass have about
+    (3 V M + S - 1) max(F, B, W). ``2bw`` has M (F + B) between two updates, which are not in it.
 
     Args:
       schedule: its name.
-      num_stages: S, devices in a pipeline.
+      num_stages: S.
       microbatches: M.
-      forward: F, seconds of the slowest chunk.
-      backward: B, of the slowest chunk; where backward passes are split, of their first half.
-      chunks: V, on each device.
+      forward: F.
+      backward: B; where backward passes are split, of their first half.
+      chunks: V.
       weight: W, of the second half of a split backward pass.
-      last: B and W of the last chunk where its forward pass is in B, as in ``Pipeline``; F, B and W
-        are those of the others then. None: it is like the others.
+      last: B and W of the last chunk where its forward pass is in B, as in ``Pipeline``; None: it
+      is
+        like the others.
 
     >>> lockstep_seconds("aligned", 4, 8, 1, 2), lockstep_seconds("1f1b", 4, 8, 1, 2)
     (33, 40)

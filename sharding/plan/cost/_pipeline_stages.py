@@ -69,36 +69,26 @@ class PipelineStage:
 
     All devices run one program, and hold alike: layers of the largest chunk, which others pad, the
     embedding and the head, and slots of the stage with most in flight.
-
-    Attributes:
-      layers: consecutive layers by chunk: the first, and the one after the last.
-      forward: seconds of all chunks.
-      backward: seconds of all chunks.
-      in_flight: micro-batches whose activations it needs at once; chunks of them where it has
-        several.
-      params: parameters, with those that stage 3 gathers, those of unequal stages, and versions.
-      grads: gradients that are accumulated over micro-batches, and the copies that branches of a
-        program return on all devices but TPUs.
-      state: optimizer state and master weights in device memory.
-      activations: of the micro-batches in flight, and temporaries of one backward pass.
-      batch: the device's part of the batch.
-      permuted: bytes that it needs to send to other stages in a step.
-      synced: bytes that it sends to the replicas of its stage in a step.
-      summed: bytes that it sends to the other stages in the sum of the gradients of the embedding
-        and of the head, which all of them hold, and for the layers of unequal stages.
     """
 
+    #: consecutive layers by chunk: the first, and the one after the last
     layers: tuple[tuple[int, int], ...]
-    forward: float
-    backward: float
+    forward: float  #: seconds of all chunks
+    backward: float  #: seconds of all chunks
+    #: micro-batches whose activations it needs at once; chunks of them where it has several
     in_flight: int
+    #: parameters, with those that stage 3 gathers, those of unequal stages, and versions
     params: float
+    #: gradients that are accumulated over micro-batches, and the copies that branches of a
+    #: program return on all devices but TPUs
     grads: float
-    state: float
-    activations: float
-    batch: float
-    permuted: float
-    synced: float
+    state: float  #: optimizer state and master weights in device memory
+    activations: float  #: of the micro-batches in flight, and temporaries of one backward pass
+    batch: float  #: the device's part of the batch
+    permuted: float  #: bytes that it needs to send to other stages in a step
+    synced: float  #: bytes that it sends to the replicas of its stage in a step
+    #: bytes that it sends to the other stages in the sum of the gradients of the embedding
+    #: and of the head, which all of them hold, and for the layers of unequal stages
     summed: float
 
     @property
@@ -130,15 +120,8 @@ def num_rows(model: Decoder, ranges: Sequence[tuple[int, int]]) -> int:
 class StageEstimates:
     """Plans of ZeRO over the replicas of the stages of a pipeline, computed once for equal rows.
 
-    Args:
-      model: the model.
-      tx: the transformation.
-      zero: over the replicas of a stage alone; devices that share layers are on an axis
-        ``"model"``.
-      num_stages: of the pipeline.
-      device: its figures.
-      dtype: of the parameters.
-      batch: bytes of a device's part of the batch.
+    ``zero`` is over the replicas of a stage alone; devices that share layers are on an axis
+    ``"model"``. ``batch`` is bytes of a device's part of the batch.
     """
 
     def __init__(
@@ -204,13 +187,8 @@ def pipeline_stages(
 ) -> tuple[PipelineStage, ...]:
     """The devices of a pipeline whose forward passes store what ``costs`` say.
 
-    Args:
-      estimates: of the parameters and the state.
-      costs: of all layers.
-      ranges: of each chunk the first layer, and the one after the last; for where they are see
-        ``stage_of_chunk``.
-      schedule: its name.
-      microbatches: of a step.
+    ``ranges`` has of each chunk the first layer, and the one after the last; for where they are see
+    ``stage_of_chunk``.
     """
     model, zero, num_stages = estimates.model, estimates.zero, estimates.num_stages
     chunks = len(ranges) // num_stages

@@ -17,12 +17,12 @@ from sharding.step._microbatches import split_microbatches
 def pipeline_wire(pipeline: Pipeline, params: Any, batch: Any, *, specs: Any = None) -> float:
     """Bytes that one device sends for a pipeline in one step, beside what ``Zero`` sends.
 
-    In the ring convention of ``wire_bytes``: a permute of one activation in each tick and direction
-    in which any stage sends; an all-reduce of the gradients of shared parameters over the stages;
-    with two routes (Chimera) a permute of the layers, and one of their gradients; where stages have
-    unequal numbers of layers, what of these and of their gradients is elsewhere. Added to
-    ``StagePlan.wire`` it is what a step of ``Zero.train_step(pipeline.loss)`` sends, with
-    ``gather="step"``.
+    A permute of one activation in each tick and direction in which any stage sends; an all-reduce
+    of
+    the gradients of shared parameters over the stages; with two routes (Chimera) a permute of the
+    layers, and one of their gradients; where stages have unequal numbers of layers, what of these
+    and of their gradients is elsewhere. Added to ``StagePlan.wire`` it is what a step of
+    ``Zero.train_step(pipeline.loss)`` sends, with ``gather="step"``.
 
     Args:
       pipeline: the pipeline. Its mesh may have data axes; an axis of tensor parallelism sends more.
@@ -86,13 +86,7 @@ def updates_wire(pipeline: Pipeline, schedule: AsyncSchedule, params: Any, batch
     """Bytes that one device sends for all updates of an asynchronous pipeline.
 
     A permute of one activation in each tick and direction; after the last update an all-reduce of
-    the shared parameters, which one stage has, to all stages.
-
-    Args:
-      pipeline: on devices that are all stages.
-      schedule: of the updates.
-      params: stacked, real or abstract.
-      batch: real or abstract, of one update.
+    the shared parameters, which one stage has, to all stages. ``batch`` is that of one update.
     """
     shared = {k: x for k, x in jax.eval_shape(lambda: params).items() if k != pipeline.layers}
     permuted = num_permutes(lowered(schedule, pipeline.recompute))

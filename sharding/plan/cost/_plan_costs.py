@@ -47,14 +47,6 @@ class PlanCosts:
     that the code of the model stores on one of the devices that share a layer. They are freed
     before the update, as unreduced gradients are; at stages 1 and 2 it gathers the new parameters
     beside the old ones. All of a pipeline is that of ``pipeline_stages``.
-
-    Args:
-      model: the model.
-      tx: the transformation.
-      machine: the devices.
-      length: tokens of a sequence.
-      dtype: of the parameters.
-      implementation: as for ``step_seconds``.
     """
 
     def __init__(

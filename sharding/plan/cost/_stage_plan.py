@@ -17,43 +17,29 @@ from sharding.plan.machine._tiles import padded_to_tiles
 
 @dataclasses.dataclass(frozen=True)
 class StagePlan:
-    """What one device holds and sends at one stage; all in bytes.
+    """What one device holds and sends at one stage; all in bytes."""
 
-    Attributes:
-      name: ``"stage 2"`` ...; ``"3 hybrid"`` shards within each replica, ``"3 spread"`` shards
-        gradients and optimizer state over the replicas, too (``shard_state_over_replicas``).
-      params: parameters.
-      grads: gradients, as the stage stores them.
-      unreduced: gradients of one micro-batch beside ``grads``: full ones that wait for their
-        reduction, at stage 2 those outside the layers, and of one layer, where these are known; and
-        at stages 2 and 3 reduced ones that wait to be added, if there are several micro-batches.
-      opt_state: optimizer state without master weights.
-      master: master weights.
-      batch: the device's part of the batch; 0 where it is unknown.
-      host: the part of ``opt_state`` and ``master`` that is in host memory.
-      wire: bytes sent per step, in the ring convention; without what optimizers send.
-      network: the part of ``wire`` that leaves a host or slice: the sums over replicas.
-      host_wire: bytes that move to host memory and back per step.
-      moved: the least traffic of device memory per step: parameters in the forward and the backward
-        pass, gradients once, and twice what the update changes.
-      sync: state of ``Zero.sync``, such as error-feedback residuals.
-      activations: activations and temporaries of one micro-batch, as ``estimate`` was given them;
-        None where they are not counted.
-    """
-
+    #: ``"stage 2"`` ...; ``"3 hybrid"`` shards within each replica, ``"3 spread"`` shards
+    #: gradients and optimizer state over the replicas, too (``shard_state_over_replicas``)
     name: str
-    params: float
-    grads: float
+    params: float  #: parameters
+    grads: float  #: gradients, as the stage stores them
+    #: gradients of one micro-batch beside ``grads``: full ones that wait for their reduction
+    #: (of one layer, where layers are known), and reduced ones that wait to be added
     unreduced: float
-    opt_state: float
-    master: float
-    batch: float
-    host: float
-    wire: float
-    network: float
-    host_wire: float
+    opt_state: float  #: optimizer state without master weights
+    master: float  #: master weights
+    batch: float  #: the device's part of the batch; 0 where it is unknown
+    host: float  #: the part of ``opt_state`` and ``master`` that is in host memory
+    wire: float  #: bytes sent per step, in the ring convention; without what optimizers send
+    network: float  #: the part of ``wire`` that leaves a host or slice: the sums over replicas
+    host_wire: float  #: bytes that move to host memory and back per step
+    #: the least traffic of device memory per step: parameters in the forward and the backward
+    #: pass, gradients once, and twice what the update changes
     moved: float
-    sync: float = 0.0
+    sync: float = 0.0  #: state of ``Zero.sync``, such as error-feedback residuals
+    #: activations and temporaries of one micro-batch, as ``estimate`` was given them; None
+    #: where they are not counted
     activations: float | None = None
 
     @property
@@ -70,9 +56,7 @@ class StagePlan:
     def peak(self) -> float:
         """The memory of a step: ``memory``, unreduced gradients, and activations if counted.
 
-        Where activations are not counted, a step needs more. Where they are, this is what a scan
-        over layers needs: its backward pass begins with all activations and has room for all
-        gradients. Layers that are unrolled can need less.
+        A scan over layers needs all of it; layers that are unrolled can need less.
         """
         return self.memory + self.unreduced + (self.activations or 0.0)
 
@@ -101,7 +85,7 @@ def variants_of(zero: Zero) -> dict[str, Zero]:
         variants += [
             _at_stage(zero, 3, shard_state_over_replicas=spread) for spread in (False, True)
         ]
-    return {name_of(each): each for each in variants} | {name_of(zero): zero}
+    return {name_of(variant): variant for variant in variants} | {name_of(zero): zero}
 
 
 def _at_stage(zero: Zero, stage: int, **fields: Any) -> Zero:
@@ -126,18 +110,9 @@ def stage_plan(
     gathered_once: str | None,
     activations: float | None,
 ) -> StagePlan:
-    """The plan of one stage.
+    """The plan of one stage, whose placement is ``found``; options are those of ``estimate``.
 
-    Args:
-      name: its name.
-      zero: its ``Zero``.
-      found: its placement.
-      local: the placement at stage 0: parameters and gradients sharded by the user's axes alone.
-      microbatches: their number.
-      batch: bytes of the device's part of the batch.
-      tile: rows and columns of the tiles of device memory; None where arrays are dense.
-      gathered_once: see ``estimate``.
-      activations: see ``estimate``.
+    ``local`` is the placement at stage 0: arrays sharded by the user's axes alone.
     """
     wire, network = _wire(zero, found, local, microbatches, gathered_once)
     parts = _memory(zero, padded_to_tiles(found, tile), local, microbatches, gathered_once)
@@ -213,9 +188,7 @@ def _memory(
 def _of_one_layer(full: dict[str, tuple[float, tuple[int, ...]]], outside: str) -> float:
     """Bytes of the gradients that one backward pass holds unreduced, if layers are reduced in it.
 
-    Args:
-      full: bytes and shape, by path.
-      outside: a regular expression of the paths outside the layers.
+    ``full`` has bytes and shape by path; ``outside`` is a regular expression of paths.
     """
     pattern = flax_transformer().stacked or "(?!)"
     modules: dict[str, list[tuple[int, ...]]] = {}

@@ -14,34 +14,20 @@ PARTS_OF_STEP = (
 
 @dataclasses.dataclass(frozen=True)
 class StepSeconds:
-    """Seconds of one step on the slowest device.
+    """Seconds of one step on the slowest device."""
 
-    Attributes:
-      matmul: of matrix products, with those that are computed again.
-      elementwise: of passes over memory in all other operations, likewise.
-      overhead: of kernels beside their rooflines, likewise.
-      tensor: of collectives among the devices that share a layer.
-      bubble: idle, in a pipeline; without a flush for the updates of other stages.
-      transfers: of messages between stages.
-      data: of gathering parameters and reducing gradients over data-parallel devices.
-      update: of the optimizer, with its products.
-      host: of moving optimizer state to and from host memory.
-      hideable: of computing that can run at the same time as ``data``.
-      exposed: of ``data``, what nothing can hide: compressed gradients after all passes.
-      interference: whether computing and sending slow each other down, as on GPUs.
-    """
-
-    matmul: float
-    elementwise: float
-    overhead: float
-    tensor: float
-    bubble: float
-    transfers: float
-    data: float
-    update: float
-    host: float
-    hideable: float
-    interference: bool
+    matmul: float  #: of matrix products, with those that are computed again
+    elementwise: float  #: of passes over memory in all other operations, likewise
+    overhead: float  #: of kernels beside their rooflines, likewise
+    tensor: float  #: of collectives among the devices that share a layer
+    bubble: float  #: idle, in a pipeline; without a flush for the updates of other stages
+    transfers: float  #: of messages between stages
+    data: float  #: of gathering parameters and reducing gradients over data-parallel devices
+    update: float  #: of the optimizer, with its products
+    host: float  #: of moving optimizer state to and from host memory
+    hideable: float  #: of computing that can run at the same time as ``data``
+    interference: bool  #: whether computing and sending slow each other down, as on GPUs
+    #: of ``data``, what nothing can hide: compressed gradients after all passes
     exposed: float = 0.0
 
     @property
@@ -60,8 +46,7 @@ class StepSeconds:
         """The prediction.
 
         Computing that can run beside the collectives of data parallelism does, and both slow each
-        other down on GPUs by the factors that Mist measured; the host link runs beside the update.
-        Collectives of tensor parallelism and messages between stages are waited for.
+        other down on GPUs; the host link runs beside the update. All else is waited for.
         """
         passes = self.compute + self.tensor + self.bubble + self.transfers
         both = self._both(self.data - self.exposed) + self.exposed

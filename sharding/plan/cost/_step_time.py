@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from sharding.plan.cost._compressed_sync import SyncWork
 from sharding.plan.cost._layers_of_chunks import LayerSeconds, all_chunks, layers_of_chunks
@@ -35,8 +37,7 @@ _GRADIENT_SUM = 4  # bytes of a gradient that is accumulated
 _HOST_LINK = 0.88
 
 
-@dataclasses.dataclass(frozen=True)
-class _Groups:
+class _Groups(NamedTuple):
     """The devices of each kind of parallelism; ``replicas`` are further apart than ``shards``."""
 
     tensor: Group
@@ -70,15 +71,12 @@ class Passes:
         return max(self.work.seconds, self.tensor + self.transfers) + self.bubble
 
 
-@dataclasses.dataclass(frozen=True)
-class _Wire:
-    """Seconds of collectives on a machine."""
+# Seconds of a collective: of its operation, its bytes and its devices.
+_Wire = Callable[[Operation, float, Group], float]
 
-    machine: Machine
-    ideal: bool
 
-    def __call__(self, operation: Operation, nbytes: float, group: Group) -> float:
-        return collective_seconds(operation, nbytes, group, self.machine.device, ideal=self.ideal)
+def _wire(machine: Machine, ideal: bool) -> _Wire:
+    return functools.partial(collective_seconds, device=machine.device, ideal=ideal)
 
 
 def step_seconds(
@@ -98,20 +96,14 @@ def step_seconds(
 
     - Tensor parallelism: two all-reduces of the residual stream in a forward pass of a layer, two
       in a backward pass; with sequence parallelism a reduce-scatter and an all-gather each, and two
-      gathers of inputs more in the backward pass. One more each for sharded tables: the lookup
-      (without a pipeline) and the backward pass of the head. Messages between stages are sent in
-      shards, but in one compiled program by every device.
+      gathers of inputs more in the backward pass. One more each for sharded tables.
     - Recomputation repeats the forward pass, but for products that are saved, or attention alone,
       and the collectives that ``tensor_sums`` counts.
-    - A pipeline takes ``lockstep_seconds``, and a transfer in each tick. The last chunk of a
-      compiled program runs its forward pass in its backward pass. The program holds the embedding
-      and the head on all devices, which sum their gradients over the stages; stages of unequal
-      numbers of layers send each other some, and their gradients. Without a flush each
-      stage waits for the updates of all others.
-    - ZeRO with k micro-batches and S bytes on n devices sends 2 S at stages 0 and 1, (k + 1) S at
-      stage 2, 3 k S at stage 3, times (n - 1) / n; once in a step in a pipeline. Replicas reduce
-      their shards, or reduce-scatter them and gather the new parameters. Stage 3 gathers layer by
-      layer.
+    - A pipeline takes ``lockstep_seconds``, and a transfer in each tick. One compiled program holds
+      the embedding and the head on all devices, which sum their gradients over the stages; stages
+      of unequal numbers of layers send each other some, and their gradients.
+    - ZeRO sends what ``estimate`` says; in a pipeline once in a step. Replicas reduce their shards,
+      or reduce-scatter them and gather the new parameters. Stage 3 gathers layer by layer.
     - The update reads parameters, gradients and state and writes parameters and state. Products in
       it, as in Muon's, are known to ``search`` alone.
 
@@ -139,13 +131,9 @@ def step_seconds(
             f"step_seconds does not know the shapes of gradients, of which the time of {plan.sync} "
             "depends: search does."
         )
-    found = passes(
-        *(model, plan, machine),
-        length=length or model.length,
-        implementation=implementation,
-        ideal=ideal,
-    )
-    return with_state(plan, machine, found, ideal=ideal)
+    options: Any = {"implementation": implementation, "ideal": ideal}
+    of_step = passes(model, plan, machine, length=length or model.length, **options)
+    return with_state(plan, machine, of_step, ideal=ideal)
 
 
 def passes(
@@ -157,17 +145,29 @@ def passes(
     implementation: Implementation = COMPILED,
     ideal: bool = False,
 ) -> Passes:
-    """The passes of a step; arguments are those of ``step_seconds``.
-
-    They are the same for all plans that differ in ZeRO, replicas, offload and state alone.
+    """The passes of a step, alike for plans that differ in ZeRO, replicas, offload and state alone.
 
     >>> from sharding.plan import MODELS, kind_of
     >>> plan, machine = ParallelPlan(pipe=8, microbatches=8), Machine(kind_of("h100"), 8)
     >>> passes(MODELS["llama3-8b"], plan, machine, length=2048).chunks
     (4, 4, 4, 4, 5, 5, 5, 1)
     """
-    groups, wire = _groups(plan, machine), _Wire(machine, ideal)
-    layer, head_forward, head_backward = _works(model, plan, machine, length, implementation, ideal)
+    groups, wire = _groups(plan, machine), _wire(machine, ideal)
+    options: Any = {
+        "microbatch": plan.microbatch,
+        "length": length,
+        "implementation": implementation,
+        "ideal": ideal,
+    }
+    layer = layer_work(
+        *(model, machine.device),
+        tensor=plan.tensor,
+        sequence_parallel=plan.sequence_parallel,
+        **options,
+    )
+    head_forward, head_backward = head_work(
+        model, machine.device, tensor=model.shards_of_tokens(plan.tensor), **options
+    )
     again = _recomputed(layer, plan, implementation)
     sent, sent_back, sent_head = _tensor_seconds(
         model, plan, length, groups.tensor, wire, implementation.lockstep
@@ -272,14 +272,12 @@ def traced_passes(
       gathers: in how many parts stage 3 gathers them.
       ideal: as for ``step_seconds``: what moves bytes takes nothing.
 
-    Example:
-      >>> from sharding.plan import kind_of
-      >>> plan = ParallelPlan(data=8, stage=1, microbatches=2)
-      >>> machine = Machine(kind_of("h100"), 8)
-      >>> found = traced_passes(machine, flops=2e14, moved=2e11, params=1e9, gathers=24)
-      >>> step = with_state(plan, machine, found)
-      >>> f"{step.matmul:.3f} {step.elementwise:.3f} {step.data:.3f}"
-      '0.297 0.066 0.010'
+    >>> from sharding.plan import kind_of
+    >>> machine = Machine(kind_of("h100"), 8)
+    >>> found = traced_passes(machine, flops=2e14, moved=2e11, params=1e9, gathers=24)
+    >>> step = with_state(ParallelPlan(data=8, stage=1, microbatches=2), machine, found)
+    >>> f"{step.matmul:.3f} {step.elementwise:.3f} {step.data:.3f}"
+    '0.297 0.066 0.010'
     """
     unit = Roofline(machine.device, COMPILED, ideal=ideal)
     moved = 0.0 if ideal else moved
@@ -297,16 +295,10 @@ def with_state(
 ) -> StepSeconds:
     """A step of these passes, with the collectives of ZeRO, the update and the host link.
 
-    Args:
-      plan: how the step is shared.
-      machine: the devices.
-      found: the passes.
-      sync: the compressed synchronization of gradients, if the plan has one; nothing hides it, and
-        what it moves counts as part of the update.
-      products: operations of matrix products of a device in the update, as in Muon's.
-      ideal: as for ``step_seconds``.
+    Nothing hides the compressed ``sync`` of the plan, and what it moves counts as part of the
+    update, as do operations of matrix ``products`` of a device.
     """
-    groups, wire = _groups(plan, machine), _Wire(machine, ideal)
+    groups, wire = _groups(plan, machine), _wire(machine, ideal)
     work, params = found.work, found.params
     data, hideable = _data_seconds(plan, found.layers, params, groups, wire)
     exposed = 0.0
@@ -344,37 +336,6 @@ def _groups(plan: ParallelPlan, machine: Machine) -> _Groups:
     tensor, data, pipe = machine.groups((plan.tensor, plan.data, plan.pipe))
     _, shards, replicas, _ = machine.groups((plan.tensor, plan.shards, plan.replicas, plan.pipe))
     return _Groups(tensor, shards, replicas, data, pipe)
-
-
-def _works(
-    model: Decoder,
-    plan: ParallelPlan,
-    machine: Machine,
-    length: int,
-    implementation: Implementation,
-    ideal: bool,
-) -> tuple[LayerWork, KernelSeconds, KernelSeconds]:
-    """A layer, and the head forward and backward."""
-    layer = layer_work(
-        model,
-        machine.device,
-        microbatch=plan.microbatch,
-        length=length,
-        tensor=plan.tensor,
-        sequence_parallel=plan.sequence_parallel,
-        implementation=implementation,
-        ideal=ideal,
-    )
-    head = head_work(
-        model,
-        machine.device,
-        microbatch=plan.microbatch,
-        length=length,
-        tensor=model.shards_of_tokens(plan.tensor),
-        implementation=implementation,
-        ideal=ideal,
-    )
-    return layer, *head
 
 
 def _recomputed(

@@ -37,9 +37,8 @@ def tensor_sums(
       model: its dims.
       plan: how it is shared.
       compiled: whether a step is one compiled program.
-      adds_first: whether the gradients of one input, by queries, keys and values and by both
-        matrices of a gated MLP, are added before they are summed over devices. XLA does so on GPUs
-        and TPUs, not on CPUs.
+      adds_first: whether gradients of one input, as by queries, keys and values, are added before
+        they are summed over devices. XLA does so on GPUs and TPUs, not on CPUs.
 
     >>> from sharding.plan import MODELS
     >>> tensor_sums(MODELS["llama2-7b"], ParallelPlan(tensor=8, recompute="full"))
@@ -68,16 +67,8 @@ def tensor_wire(
     """Bytes that one device of a compiled program sends for these sums in a step.
 
     In the ring convention: 2 (n - 1) / n of each array among n devices. Of a pipeline, the sums of
-    each tick of its program.
-
-    Args:
-      model: its dims.
-      plan: how it is shared, without sequence parallelism.
-      length: tokens of a sequence.
-      itemsize: bytes of an element of the residual stream.
-      adds_first: as above.
-      schedule: of the plan's pipeline, if it has one.
-      rows: with a schedule, the most layers of a chunk.
+    each tick of its program, whose chunks have at most ``rows`` layers. There is no sequence
+    parallelism; elements of the residual stream have ``itemsize`` bytes.
     """
     sums = tensor_sums(model, plan, adds_first=adds_first)
     stream = float(plan.microbatch * length * model.width * itemsize)

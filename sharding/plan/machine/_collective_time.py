@@ -3,23 +3,19 @@
 import dataclasses
 import functools
 import math
-from typing import Literal
+from typing import Any, Literal, get_args
 
+from sharding.plan._format import check_choice
 from sharding.plan.machine._achieved import Achieved, achieved
 from sharding.plan.machine._devices import DeviceKind
 
 Operation = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute"]
-OPERATIONS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "permute")
+OPERATIONS = get_args(Operation)
 
 
 @dataclasses.dataclass(frozen=True)
 class NodeGroup:
-    """Devices of nodes: ``inside`` of them in each, joined by links; a network joins the nodes.
-
-    Attributes:
-      size: their number.
-      inside: how many are in one node.
-    """
+    """``size`` devices, ``inside`` of them in each node, joined by links; a network joins nodes."""
 
     size: int
     inside: int
@@ -34,9 +30,7 @@ class NodeGroup:
 class TorusGroup:
     """Devices along axes of a torus, in one slice or the same places of several.
 
-    Attributes:
-      axes: the size of each axis, and whether its ends are joined.
-      slices: how many slices; a network joins them.
+    An axis is its size, and whether its ends are joined; a network joins the slices.
     """
 
     axes: tuple[tuple[int, bool], ...]
@@ -89,9 +83,7 @@ def collective_seconds(
     References:
       Austin et al.: How to Scale Your Model, 2025, chapters "How to Think About TPUs" and "GPUs".
     """
-    if operation not in OPERATIONS:
-        known = ", ".join(map(repr, OPERATIONS))
-        raise ValueError(f"operation must be one of {known}, got {operation!r}.")
+    check_choice("operation", operation, OPERATIONS)
     reached = _ideal(achieved(device)) if ideal else achieved(device)
     if group.size <= 1:
         return 0.0
@@ -102,16 +94,9 @@ def collective_seconds(
 
 def _ideal(reached: Achieved) -> Achieved:
     """Peak links without latency; a switch that sums sends each byte once."""
-    return dataclasses.replace(
-        reached,
-        link=1.0,
-        network=1.0,
-        all_reduce=None if reached.all_reduce is None else 1.0,
-        start=0.0,
-        link_hop=0.0,
-        network_hop=0.0,
-        ramp=0.0,
-    )
+    summed = None if reached.all_reduce is None else 1.0
+    none: dict[str, Any] = dict.fromkeys(("start", "link_hop", "network_hop", "ramp"), 0.0)
+    return dataclasses.replace(reached, link=1.0, network=1.0, all_reduce=summed, **none)
 
 
 def _network(device: DeviceKind, reached: Achieved) -> float:
@@ -132,6 +117,7 @@ def _over_nodes(
     group: NodeGroup,
     device: DeviceKind,
     reached: Achieved,
+    *,
     hierarchical: bool,
 ) -> float:
     inside, nodes = min(group.inside, group.size), group.nodes

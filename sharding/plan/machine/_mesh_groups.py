@@ -14,13 +14,9 @@ _CUBE = 4
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Devices and what joins them.
+    """Devices of all nodes or slices, and what joins them.
 
-    Attributes:
-      device: the figures of one device.
-      num_devices: of all nodes or slices.
-      torus: the shape of one slice; empty where a switch joins the devices of a node.
-      slices: how many tori there are.
+    ``torus`` is the shape of one slice, empty where a switch joins the devices of a node.
     """
 
     device: DeviceKind
@@ -32,8 +28,8 @@ class Machine:
         """One group for each kind of parallelism, the first over the nearest devices.
 
         In nodes, groups of the first size are neighbours, those of the second are as far from each
-        other as the first is large, and so on. In a torus each takes axes that have its size, or a
-        part of an axis, whose ends are then not joined; the last one takes the slices.
+        other as the first is large, and so on. In a torus each takes axes of its size, or a part of
+        an axis, whose ends are then not joined; the last one takes the slices.
 
         Raises:
           ValueError: the product of the sizes is not the number of devices.
@@ -53,11 +49,11 @@ class Machine:
 
     def _node_groups(self, sizes: tuple[int, ...]) -> list[Group]:
         node, inner = self.device.node_size, 1
-        found: list[Group] = []
+        groups: list[Group] = []
         for size in sizes:
-            found.append(NodeGroup(size, max(1, min(size, node // inner))))
+            groups.append(NodeGroup(size, max(1, min(size, node // inner))))
             inner *= size
-        return found
+        return groups
 
     def _torus_groups(self, sizes: tuple[int, ...]) -> list[Group]:
         # Axes that are left: what is not taken of each, and its full size.
@@ -66,7 +62,7 @@ class Machine:
         if self.num_devices != per_slice * self.slices:  # devices of a chip are nearest
             left.insert(0, [self.num_devices // (per_slice * self.slices)] * 2)
         slices = self.slices
-        found: list[Group] = []
+        groups: list[Group] = []
         for size in sizes:
             axes: list[tuple[int, bool]] = []
             # A full axis of this size first, else the largest common part of each.
@@ -78,8 +74,8 @@ class Machine:
                     size //= part
             across = math.gcd(slices, size)
             slices //= across
-            found.append(TorusGroup(tuple(axes), across * (size // across)))
-        return found
+            groups.append(TorusGroup(tuple(axes), across * (size // across)))
+        return groups
 
     def _wraps(self, size: int) -> bool:
         smallest = _WRAPS.get(self.device.name, _CUBE)

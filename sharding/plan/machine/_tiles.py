@@ -18,17 +18,17 @@ def num_bytes(tree: Any) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
 
 
-def padded_to_tiles(found: Description, tile: tuple[int, int] | None) -> Description:
-    """The same arrays with the bytes that they take in a memory of tiles.
+def padded_to_tiles(described: Description, tile: tuple[int, int] | None) -> Description:
+    """Counts arrays with the bytes that they take in a memory of tiles.
 
     The compiler makes those two dims innermost that waste least. Few rows take tiles of 1, 2 or 4.
     """
     if tile is None:
-        return found
+        return described
     tile_rows, tile_columns = tile
 
     def pad(row: Row) -> Row:
-        shards = [num_shards(found.mesh, PartitionSpec(entry)) for entry in row.spec]
+        shards = [num_shards(described.mesh, PartitionSpec(entry)) for entry in row.spec]
         shards += [1] * (len(row.shape) - len(shards))
         shape = [size // num for size, num in zip(row.shape, shards, strict=True)]  # of one shard
         if len(shape) < 2 or not all(shape):
@@ -44,4 +44,4 @@ def padded_to_tiles(found: Description, tile: tuple[int, int] | None) -> Descrip
         least = min(waste(*dims) for dims in itertools.permutations(range(len(shape)), 2))
         return dataclasses.replace(row, bytes_per_device=round(row.bytes_per_device * least))
 
-    return dataclasses.replace(found, rows=tuple(map(pad, found.rows)))
+    return dataclasses.replace(described, rows=tuple(map(pad, described.rows)))

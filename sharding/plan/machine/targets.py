@@ -2,13 +2,11 @@
 
 A program compiled for a target can be read (its collectives, its memory) but not run. TPU targets
 need the ``libtpu`` package, GPU targets the CUDA plugin of jax: ``pip install 'optax-ext[aot]'``.
-They are loaded when a target is first requested. Set ``JAX_PLATFORMS=cpu`` in a process that only
-compiles, so that jax does not look for the accelerators themselves.
+Set ``JAX_PLATFORMS=cpu`` in a process that only compiles, so that jax looks for no accelerators.
 
-Where jax finds these packages and no accelerator, it prints a warning whenever it starts, in every
-program of the environment. To avoid that, install them into a folder of their own, which only this
-module reads: ``pip install --target DIR 'jax[tpu,cuda13-local]'`` of the same jax version, and
-``SHARDING_COMPILERS=DIR`` in the environment.
+Where jax finds these packages and no accelerator, it warns whenever it starts. To avoid that,
+install them into a folder that only this module reads, with the same version of jax:
+``pip install --target DIR 'jax[tpu,cuda13-local]'`` and ``SHARDING_COMPILERS=DIR``.
 """
 
 import importlib.util
@@ -32,20 +30,15 @@ __dir__ = __all__.copy
 # Options of the topology that make one device per chip, where that is not the default.
 _TPUS: dict[str, dict[str, str]] = {
     "v4": {"chip_config_name": "megacore"},
-    "v5e": {},
-    "v5p": {},
-    "v6e": {},
-    "tpu7x": {},
+    **{kind: {} for kind in ("v5e", "v5p", "v6e", "tpu7x")},
 }
 _GPUS = ("h100", "h200")
 # GPUs that can be planned for; XLA lacks the figures to compile for them.
 _PLANNED = tuple(kind for kind in KINDS if kind not in _TPUS and kind not in _GPUS)
 _CORES = {"tpu7x": 2}  # devices of a chip
 # Single slices, by the pages of Google Cloud; those of v5p are the usual ones of many.
-_SHAPES = {
-    "v5e": [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)],
-    "v6e": [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)],
-}
+_SQUARES = [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
+_SHAPES = {"v5e": _SQUARES, "v6e": _SQUARES}
 _HOW = "pip install 'optax-ext[aot]'"
 _KNOWN = (
     "v4:2x2x2, v5e:4x4, v5p:4x4x4, v6e:16x16, tpu7x:2x2x1 (a TPU slice; its shape may differ), "
@@ -55,17 +48,11 @@ _KNOWN = (
 
 
 class Target(NamedTuple):
-    """A target, parsed from its name.
+    """A target, parsed from its name."""
 
-    Attributes:
-      kind: ``"v5e"``, ``"h200"``, ``"cpu"`` ...
-      shape: the torus of one TPU slice; elsewhere the number of devices.
-      groups: how many TPU slices or hosts of GPUs there are.
-    """
-
-    kind: str
-    shape: tuple[int, ...]
-    groups: int
+    kind: str  # "v5e", "h200", "cpu" ...
+    shape: tuple[int, ...]  # the torus of one TPU slice; elsewhere the number of devices
+    groups: int  # how many TPU slices or hosts of GPUs there are
 
     @property
     def num_devices(self) -> int:
@@ -169,7 +156,7 @@ def mesh(name: str, shape: Sequence[int], axis_names: Sequence[str]) -> Mesh:
     Args:
       name: the target, as in ``topology``.
       shape: the size of each mesh axis; the product is the number of devices.
-      axis_names: the name of each mesh axis.
+      axis_names: their names.
 
     Raises:
       ValueError: as ``topology``; or the shape does not fit the devices.
@@ -232,25 +219,23 @@ def _tpus(name: str, target: Target) -> list[jax.Device]:
         options["chips_per_host_bounds"] = (1, 1, 1)
     shape = "x".join(map(str, target.shape))
     try:
-        found = topologies.get_topology_desc(f"{target.kind}:{shape}", "tpu", **options)
+        return topologies.get_topology_desc(f"{target.kind}:{shape}", "tpu", **options).devices
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"the TPU compiler does not know {name!r}: {error}.") from error
-    return found.devices
 
 
 def _gpus(name: str, target: Target) -> list[jax.Device]:
     _find_compilers()
     layout = f"1x{target.groups}x{target.num_devices // target.groups}"
     try:
-        found = topologies.get_topology_desc(
+        return topologies.get_topology_desc(
             name, "cuda", target_config=_gpu_config(target.kind), topology=layout
-        )
+        ).devices
     except NotImplementedError as error:
         raise ValueError(
             f"{name!r} needs jax's CUDA plugin, which is not found: {_HOW}; one in "
             "SHARDING_COMPILERS is seen only before jax is first used."
         ) from error
-    return found.devices
 
 
 def _gpu_config(kind: str) -> str:

@@ -19,7 +19,7 @@ from sharding.plan.model._traced_work import products_of, stored_by
 
 @dataclasses.dataclass(frozen=True)
 class LayerCost:
-    """One layer, for one micro-batch on the device that the seconds were measured on.
+    """One layer, for one micro-batch.
 
     Attributes:
       forward: seconds of the forward pass.
@@ -67,7 +67,7 @@ def _layer_bytes(
     layer, x = _layer_and_input(model, batch, length, dtype, tensor)
     products = products_of(model.apply_layer, layer, x)
     stored = stored_by(model.apply_layer, layer, x)
-    return float(num_bytes(stored)), tuple(float(num_bytes(each)) for each in products)
+    return float(num_bytes(stored)), tuple(float(num_bytes(x)) for x in products)
 
 
 def _layer_and_input(
@@ -112,15 +112,13 @@ def layer_costs(
 ) -> list[LayerCost]:
     """The layers of one of ``MODELS`` on a device: the embedding, the decoder layers, the head.
 
-    The forward pass of a layer takes FLOPs / (peak x efficiency) seconds, with two operations for
-    each element of a matrix and token and attention in full; the backward pass takes twice that,
-    and with ``recompute`` the forward pass again. Lookups in the embedding take no time.
+    The forward pass of a layer takes FLOPs / (peak x efficiency) seconds, the backward pass twice
+    that, and with ``recompute`` the forward pass again. Lookups in the embedding take no time.
 
     Activations are those that the vector-Jacobian product of the layer's code stores, without its
-    parameters; attention of these models materializes its scores. With ``recompute`` a layer stores
-    its input alone, or what a preset of MaxText saves beside it, and the others are temporaries of
-    its backward pass. Devices that share a layer (``Decoder.specs``) each have its input and the
-    sums of its products; heads, scores, hidden values and logits are divided.
+    parameters; attention materializes its scores. What is computed again is a temporary of the
+    backward pass. Devices that share a layer (``Decoder.specs``) each have its input and the sums
+    of its products; heads, scores, hidden values and logits are divided.
 
     Args:
       model: one of ``MODELS``.
@@ -128,8 +126,8 @@ def layer_costs(
       batch: sequences in a micro-batch.
       length: tokens of a sequence; as the model has it where it is None.
       dtype: of parameters and activations.
-      recompute: whether each layer stores its input only; or the name of a preset, such as
-        ``"minimal"``: then it stores more, and computes less again.
+      recompute: whether each layer stores its input only; or the name of a preset of MaxText, such
+        as ``"minimal"``, whose values it stores, too.
       efficiency: the share of the peak that is reached, in (0, 1].
       tensor: devices that share each layer; costs are those of one of them.
 
@@ -160,9 +158,8 @@ def layer_costs(
     per_second = device.flops * efficiency
     vocabulary = model.vocabulary // model.shards_of_tokens(tensor)
     head_seconds = 2.0 * tokens * model.width * vocabulary / per_second
-    rest = dataclasses.replace(model, layers=0).flops(tokens, length)
-    one = dataclasses.replace(model, layers=1).flops(tokens, length)
-    layer_seconds = (one - rest) / 3 / tensor / per_second  # a step is three forward passes
+    layer_flops, _ = model.layer_flops(tokens, length)
+    layer_seconds = layer_flops / 3 / tensor / per_second  # a step is three forward passes
 
     # Activations.
     traced = (model, batch, length, jnp.dtype(dtype), tensor)
@@ -176,7 +173,7 @@ def layer_costs(
     kept, again = (0.0 if recompute else full - stream), float(recompute is True)
     if isinstance(recompute, str):
         kept = float(tokens * itemsize * saved_elements(model, recompute, tensor))
-        again = tokens * flops_again(model, recompute, length) / (one - rest) * 3
+        again = tokens * flops_again(model, recompute, length) / layer_flops * 3
     # Temporaries: the gradient of what is largest, in 32 bits where nothing is computed again; what
     # products read and write that is computed again. Element-wise operations are fused.
     working = largest * 4 / itemsize

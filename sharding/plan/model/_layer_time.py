@@ -30,8 +30,8 @@ class Implementation:
       dropout: whether there is dropout, on the scores and on both branches.
       launch: seconds in which the host issues a kernel; 0 for compiled steps.
       lockstep: whether a step is one compiled program: the ticks of a pipeline end on all devices
-        at once, and a layer that is computed again leaves out its last product, whose result
-        nothing reads; else each stage waits for its messages alone.
+        at once, and a layer that is computed again leaves out its last product; else each stage
+        waits for its messages alone.
     """
 
     attention: Literal["materialized", "fused"] = "materialized"
@@ -94,11 +94,8 @@ class LayerWork:
 class Roofline:
     """Seconds of operations on a device.
 
-    Args:
-      device: its peak figures.
-      implementation: how layers are computed.
-      ideal: whether matrix products take their operations at the peak, and all else nothing: for
-        lower bounds of any implementation.
+    If ``ideal``, matrix products take their operations at the peak, and all else nothing: a lower
+    bound of any implementation.
     """
 
     def __init__(self, device: DeviceKind, implementation: Implementation, *, ideal: bool = False):
@@ -153,7 +150,7 @@ def layer_work(
       tensor: devices that share heads and hidden values, as in Megatron-LM.
       sequence_parallel: whether norms and residuals are shared among them, too.
       implementation: how the program computes a layer.
-      ideal: whether matrix products take their operations at the peak, and all else nothing.
+      ideal: see ``Roofline``.
 
     Example:
       >>> from sharding.plan import MODELS, kind_of
@@ -168,18 +165,14 @@ def layer_work(
     unit = Roofline(device, implementation, ideal=ideal)
     length = length or model.length
     tokens = microbatch * length
-    up = 2 if model.gated else 1
-    matrices = {
-        "qkv": (1, model.width, (model.queries + 2 * model.keys) / tensor),
-        "out": (1, model.queries / tensor, model.width),
-        "up": (up, model.width, model.hidden / tensor),
-        "down": (1, model.hidden / tensor, model.width),
-    }
+    up = model.matrices["up"].number
     products = {}
     forward = backward = weight = KernelSeconds()
-    for name, (number, inner, cols) in matrices.items():
-        products[name] = unit.matmul(tokens, inner, cols) * number
-        forward += products[name]
+    for part, (number, rows, columns) in model.matrices.items():
+        shared = rows / tensor if part in ("out", "down") else columns / tensor
+        inner, cols = (shared, columns) if part in ("out", "down") else (rows, shared)
+        products[part] = unit.matmul(tokens, inner, cols) * number
+        forward += products[part]
         backward += unit.matmul(tokens, cols, inner) * number
         weight += unit.matmul(inner, tokens, cols) * number
     backward += weight

@@ -2,8 +2,9 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +13,17 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 
+class Matrices(NamedTuple):
+    """Equal matrices that read the same values."""
+
+    number: int
+    rows: int  # of each
+    columns: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """A decoder-only transformer whose layers are stacked and scanned, or are not.
+    """A decoder-only transformer.
 
     Attributes:
       layers: their number.
@@ -27,7 +36,7 @@ class Decoder:
       gated: whether the MLP has a gate (SwiGLU), or is GELU.
       tied: whether the embedding is the output matrix, too.
       biased: whether linear layers and norms have biases, and positions are learned, as GPT-2's.
-      scan: whether the layers are stacked.
+      scan: whether the layers are stacked and scanned.
       head_dim: width of a head; None: ``width // heads``.
     """
 
@@ -127,9 +136,7 @@ class Decoder:
         and the output matrix by tokens. The rest is replicated, and so is the residual stream: the
         products with ``out`` and ``down`` are summed over the devices.
 
-        Args:
-          axis: the mesh axis.
-          shards: devices on it. Tables whose tokens these do not divide are left unsharded.
+        Tables whose tokens the ``shards`` devices of the axis do not divide are left unsharded.
 
         Raises:
           ValueError: the devices cannot share heads or hidden values equally.
@@ -165,15 +172,30 @@ class Decoder:
         return jax.tree_util.tree_map_with_path(spec, self.abstract())
 
     def shards_of_tokens(self, devices: int) -> int:
-        """In how many shards so many devices have the embedding, the output matrix and the logits.
-
-        One where the devices do not divide the tokens: each then has the full tables.
-        """
+        """Shards of the embedding, the output matrix and the logits: 1 if tokens do not divide."""
         return devices if self.vocabulary % devices == 0 else 1
 
     def batch(self, size: int) -> jax.ShapeDtypeStruct:
         """The type of a batch of some sequences: what they are read from, and the last target."""
         return jax.ShapeDtypeStruct((size, self.length + 1), jnp.int32)
+
+    @property
+    def matrices(self) -> dict[str, Matrices]:
+        """The matrices of a layer, by the part of the layer that they make.
+
+        Devices that share a layer divide the columns of ``qkv`` and ``up``, the rows of the others.
+        """
+        return {
+            "qkv": Matrices(1, self.width, self.queries + 2 * self.keys),
+            "out": Matrices(1, self.queries, self.width),
+            "up": Matrices(2 if self.gated else 1, self.width, self.hidden),
+            "down": Matrices(1, self.hidden, self.width),
+        }
+
+    @property
+    def layer_elements(self) -> int:
+        """Elements of the matrices of a layer."""
+        return sum(math.prod(matrices) for matrices in self.matrices.values())
 
     def flops(self, num_tokens: float, length: int) -> float:
         """Floating-point operations of a training step: no layer is computed twice.
@@ -184,11 +206,10 @@ class Decoder:
         matrices = self.layers * self.layer_elements + self.width * self.vocabulary
         return num_tokens * (6.0 * matrices + 12.0 * self.layers * self.queries * length)
 
-    @property
-    def layer_elements(self) -> int:
-        """Elements of the matrices of a layer."""
-        mlp = (3 if self.gated else 2) * self.hidden
-        return self.width * (2 * self.queries + 2 * self.keys + mlp)
+    def layer_flops(self, num_tokens: float, length: int) -> tuple[float, float]:
+        """Operations of a training step: of one layer, and of the head."""
+        head = dataclasses.replace(self, layers=0).flops(num_tokens, length)
+        return dataclasses.replace(self, layers=1).flops(num_tokens, length) - head, head
 
     def apply_layer(self, params: dict[str, Any], x: jax.Array) -> jax.Array:
         """Causal attention, then an MLP; ``x`` is (batch, length, width).
@@ -332,7 +353,7 @@ MODELS = {
 def count_to_params(count: int, dtype: Any = jnp.bfloat16) -> Any:
     """Abstract parameters of a given number: matrices of (4096, 4096), and the rest."""
     side = 4096
-    matrices, rest = divmod(count, side * side)
-    rows, last = divmod(rest, side)
+    matrices, others = divmod(count, side * side)
+    rows, last = divmod(others, side)
     shapes = {"matrices": (matrices, side, side), "rows": (rows, side), "rest": (last,)}
     return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items() if shape[0]}

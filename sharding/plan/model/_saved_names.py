@@ -1,5 +1,7 @@
 """What a decoder layer stores, and what it computes again, by the names of what is saved."""
 
+import math
+
 from sharding.plan.model._models import Decoder
 
 _QKV = ("query_proj", "key_proj", "value_proj", "qkv_proj")
@@ -39,9 +41,8 @@ def saved_parts(recompute: str) -> tuple[str, ...]:
 
 def part_elements(model: Decoder) -> dict[str, int]:
     """Elements of the result of each part, for one token."""
-    up = (2 if model.gated else 1) * model.hidden
-    qkv = model.queries + 2 * model.keys
-    return {"qkv": qkv, "context": model.queries, "out": model.width, "up": up}
+    made = {part: x.number * x.columns for part, x in model.matrices.items() if part != "down"}
+    return {"context": model.queries} | made
 
 
 def saved_elements(model: Decoder, recompute: str, tensor: int = 1) -> float:
@@ -73,12 +74,7 @@ def flops_again(model: Decoder, recompute: str, length: int) -> float:
     [348.0, 33.0]
     """
     scores = attention_flops(model, length) / 2
-    elements = part_elements(model)
-    again = {
-        "qkv": 2.0 * model.width * elements["qkv"],
-        "context": scores,
-        "out": 2.0 * model.queries * model.width,
-        "up": 2.0 * model.width * elements["up"],
-    }
+    again = {part: 2.0 * math.prod(x) for part, x in model.matrices.items() if part != "down"}
+    again["context"] = scores
     spared = saved_parts(recompute)
     return scores + sum(flops for part, flops in again.items() if part not in spared)

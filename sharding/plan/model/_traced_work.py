@@ -88,12 +88,8 @@ def work_of_jaxpr(jaxpr: Jaxpr, kind: DeviceKind) -> Work:
 def stored_by(fn: Callable[..., Any], params: Any, *args: Any) -> list[Any]:
     """The types of what the vector-Jacobian product of a function stores beside its matrices."""
     matrices = {(x.shape, x.dtype) for x in jax.tree.leaves(params) if len(x.shape) > 1}
-    found = jax.eval_shape(
-        lambda params, *args: jax.vjp(lambda params, *args: fn(params, *args), params, *args)[1],
-        params,
-        *args,
-    )
-    return [x for x in jax.tree.leaves(found) if (x.shape, x.dtype) not in matrices]
+    vjp = jax.eval_shape(lambda *args: jax.vjp(lambda *args: fn(*args), *args)[1], params, *args)
+    return [x for x in jax.tree.leaves(vjp) if (x.shape, x.dtype) not in matrices]
 
 
 def products_of(fn: Callable[..., Any], params: Any, *args: Any) -> list[Any]:
@@ -105,10 +101,11 @@ def products_of(fn: Callable[..., Any], params: Any, *args: Any) -> list[Any]:
 
 def _operands_of_products(jaxpr: Jaxpr) -> list[Any]:
     """The variables that matrix products read and write, each once; not literals."""
-    found: dict[Any, None] = {}
+    operands: dict[Any, None] = {}
     for eqn in jaxpr.eqns:
         for inner in inner_jaxprs(eqn):
-            found |= dict.fromkeys(_operands_of_products(inner))
+            operands |= dict.fromkeys(_operands_of_products(inner))
         if eqn.primitive.name == "dot_general":
-            found |= dict.fromkeys(v for v in (*eqn.invars, *eqn.outvars) if not hasattr(v, "val"))
-    return list(found)
+            variables = (*eqn.invars, *eqn.outvars)
+            operands |= dict.fromkeys(v for v in variables if not hasattr(v, "val"))
+    return list(operands)

@@ -12,19 +12,12 @@ from sharding.plan.partition._stage_tables import least_maximum, per_stage, stag
 
 @dataclasses.dataclass(frozen=True)
 class GroupedStages:
-    """A partition and its least period under a limit of memory.
+    """A partition and its least period under a limit of memory."""
 
-    Attributes:
-      boundaries: the first layer of each stage, and the number of layers.
-      groups: micro-batches whose activations each stage stores.
-      memory: bytes, by stage.
-      period: seconds between micro-batches.
-    """
-
-    boundaries: tuple[int, ...]
-    groups: tuple[int, ...]
-    memory: tuple[float, ...]
-    period: float
+    boundaries: tuple[int, ...]  #: the first layer of each stage, and the number of layers
+    groups: tuple[int, ...]  #: micro-batches whose activations each stage stores
+    memory: tuple[float, ...]  #: bytes, by stage
+    period: float  #: seconds between micro-batches
 
 
 def activation_groups(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from sharding.plan._format import Table, layer_range, seconds, size, text_of
+from sharding.plan._format import Printed, Table, layer_range, seconds, size
 from sharding.plan.cost._pipeline_schedules import max_in_flight
 from sharding.plan.model._layer_costs import LayerCost, check_layers
 from sharding.plan.partition._stage_tables import (
@@ -21,22 +21,16 @@ from sharding.plan.partition._stage_tables import (
 
 
 @dataclasses.dataclass(frozen=True)
-class StagePartition:
-    """Layers by stage; ``str()`` makes a table of it, ``to_dict()`` JSON.
+class StagePartition(Printed):
+    """Layers by stage; ``str()`` makes a table of it, ``to_dict()`` JSON."""
 
-    Attributes:
-      boundaries: the first layer of each stage, and the number of layers.
-      compute: seconds of a forward and a backward pass of a micro-batch, by stage.
-      transfers: seconds that the link after each stage is busy for a micro-batch; one fewer.
-      memory: bytes, by stage.
-      period: seconds between micro-batches: of the slowest stage, or link.
-    """
-
-    boundaries: tuple[int, ...]
+    boundaries: tuple[int, ...]  #: the first layer of each stage, and the number of layers
+    #: seconds of a forward and a backward pass of a micro-batch, by stage
     compute: tuple[float, ...]
+    #: seconds that the link after each stage is busy for a micro-batch; one fewer
     transfers: tuple[float, ...]
-    memory: tuple[float, ...]
-    period: float
+    memory: tuple[float, ...]  #: bytes, by stage
+    period: float  #: seconds between micro-batches: of the slowest stage, or link
 
     def layers(self, stage: int) -> range:
         """The layers of a stage."""
@@ -61,9 +55,6 @@ class StagePartition:
         title = f"{len(self.compute)} stages, a micro-batch every {seconds(self.period)}"
         return [Table(title, ("stage", "layers", "compute", "transfer", "memory"), rows)]
 
-    def __str__(self) -> str:
-        return text_of(self.tables())
-
 
 def balanced_stages(
     layers: Sequence[LayerCost],
@@ -80,9 +71,9 @@ def balanced_stages(
     """The partition into stages of consecutive layers with the least period, exactly.
 
     The period is the largest of all stages. With ``overlap`` that of a stage is its compute, or the
-    time of a link beside it where that is longer; without, as on slow and unequal networks, a
-    device waits for every transfer, and its period is its compute and both of its links together.
-    Per micro-batch a link moves the output of a layer, and its gradient back.
+    time of a link beside it where that is longer; without, as on slow and unequal networks, its
+    compute and both of its links together. Per micro-batch a link moves the output of a layer, and
+    its gradient back.
 
     best[s + 1][j] = min over i of max(best[s][i], period(s, i, j)), over ranges of layers that fit
     the memory of stage s. Of several partitions with the least period it is the one with the least
@@ -94,15 +85,11 @@ def balanced_stages(
       speeds: of the devices, relative to that of the costs; None: all 1.
       links: bytes per second from each stage to the next; None: transfers take no time.
       memory: bytes of each device; None: unlimited.
-      schedule: ``"gpipe"``, ``"1f1b"`` or ``"aligned"``: how many micro-batches are in flight on a
-        stage; see ``max_in_flight``.
+      schedule: ``"gpipe"``, ``"1f1b"`` or ``"aligned"``: see ``max_in_flight``.
       microbatches: in a step; None: as many as fill the pipeline, and for ``"gpipe"`` the number
         of stages.
       param_factor: bytes of parameters, gradients and optimizer state for a byte of parameters.
       overlap: whether devices compute while they send and receive.
-
-    Returns:
-      A ``StagePartition``; ``print`` it.
 
     Raises:
       ValueError: there are fewer layers than stages, a number is out of range, or no partition

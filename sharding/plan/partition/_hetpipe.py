@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from sharding.plan._format import Table, seconds, size, text_of
+from sharding.plan._format import Printed, Table, check_choice, seconds, size
 from sharding.plan.model._layer_costs import LayerCost, check_layers
 from sharding.plan.partition._balanced_stages import periods
 from sharding.plan.partition._stage_tables import least_maximum, least_sum, stage_tables
@@ -20,19 +20,12 @@ POLICIES = ("node", "equal", "hybrid")
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-    """Equal devices that share fast links.
+    """Equal devices that share fast links."""
 
-    Attributes:
-      devices: their number.
-      memory: bytes of each.
-      speed: of each, relative to the device of the costs.
-      link: bytes per second between two of them.
-    """
-
-    devices: int
-    memory: float
-    speed: float = 1.0
-    link: float = math.inf
+    devices: int  #: their number
+    memory: float  #: bytes of each
+    speed: float = 1.0  #: of each, relative to the device of the costs
+    link: float = math.inf  #: bytes per second between two of them
 
 
 def allocate_workers(
@@ -41,17 +34,10 @@ def allocate_workers(
     """The nodes of the devices of each virtual worker.
 
     - ``"node"``: each node is a virtual worker.
-    - ``"equal"``: each node gives every virtual worker the same number of devices.
+    - ``"equal"``: each node gives every one of ``num_workers`` the same number of devices; None: as
+      many workers as nodes.
     - ``"hybrid"``: the node with the most compute is paired with that with the least, and so on;
       each pair is two virtual workers with half of the devices of both. A node that is left is one.
-
-    Args:
-      nodes: the nodes.
-      policy: one of ``"node"``, ``"equal"``, ``"hybrid"``.
-      num_workers: of ``"equal"``; None: as many as nodes.
-
-    Returns:
-      A tuple of numbers of nodes for each virtual worker.
 
     Raises:
       ValueError: the policy is unknown, or devices cannot be shared equally.
@@ -62,9 +48,7 @@ def allocate_workers(
     """
     if not nodes:
         raise ValueError("nodes are empty; virtual workers need at least one node.")
-    if policy not in POLICIES:
-        known = ", ".join(map(repr, POLICIES))
-        raise ValueError(f"policy must be one of {known}, got {policy!r}.")
+    check_choice("policy", policy, POLICIES)
     if policy == "node":
         return tuple((i,) * node.devices for i, node in enumerate(nodes))
     if policy == "equal":
@@ -89,42 +73,25 @@ def _shared(nodes: Sequence[Node], numbers: Sequence[int], workers: int) -> list
 
 @dataclasses.dataclass(frozen=True)
 class VirtualWorker:
-    """One pipeline.
+    """One pipeline."""
 
-    Attributes:
-      nodes: the node of each stage's device, in the order of the pipeline.
-      boundaries: the first layer of each stage, and the number of layers.
-      period: seconds of the slowest stage or link.
-      latency: seconds of one minibatch through the pipeline and back.
-      rate: minibatches per second with the plan's number in the pipeline.
-    """
-
-    nodes: tuple[int, ...]
-    boundaries: tuple[int, ...]
-    period: float
-    latency: float
-    rate: float
+    nodes: tuple[int, ...]  #: the node of each stage's device, in the order of the pipeline
+    boundaries: tuple[int, ...]  #: the first layer of each stage, and the number of layers
+    period: float  #: seconds of the slowest stage or link
+    latency: float  #: seconds of one minibatch through the pipeline and back
+    rate: float  #: minibatches per second with the plan's number in the pipeline
 
 
 @dataclasses.dataclass(frozen=True)
-class HetPipePlan:
-    """Virtual workers that together train one model; ``str()`` makes a table of it.
+class HetPipePlan(Printed):
+    """Virtual workers that together train one model; ``str()`` makes a table of it."""
 
-    Attributes:
-      policy: how devices were allocated: ``"node"``, ``"equal"`` or ``"hybrid"``.
-      workers: the virtual workers.
-      num_concurrent: minibatches in each pipeline; one wave.
-      throughput: minibatches per second of all workers.
-      local_staleness: minibatches of its own whose updates a minibatch may lack.
-      global_staleness: minibatches of another worker whose updates it may lack.
-    """
-
-    policy: str
-    workers: tuple[VirtualWorker, ...]
-    num_concurrent: int
-    throughput: float
-    local_staleness: int
-    global_staleness: int
+    policy: str  #: how devices were allocated: ``"node"``, ``"equal"`` or ``"hybrid"``
+    workers: tuple[VirtualWorker, ...]  #: the virtual workers
+    num_concurrent: int  #: minibatches in each pipeline; one wave
+    throughput: float  #: minibatches per second of all workers
+    local_staleness: int  #: minibatches of its own whose updates a minibatch may lack
+    global_staleness: int  #: minibatches of another worker whose updates it may lack
 
     def tables(self) -> list[Table]:
         """The table to print: a row for each virtual worker."""
@@ -145,9 +112,6 @@ class HetPipePlan:
         columns = ("nodes of the stages", "boundaries", "period", "latency", "minibatches/s")
         return [Table(title, columns, rows)]
 
-    def __str__(self) -> str:
-        return text_of(self.tables())
-
 
 def hetpipe(
     layers: Sequence[LayerCost],
@@ -166,14 +130,12 @@ def hetpipe(
     A virtual worker with N minibatches in its pipeline finishes min(1 / period, N / latency) of
     them per second, where the period is that of its slowest stage or link and the latency the sum
     of all. For each N its partition, and the order of its devices, is that with the highest rate
-    among those that fit. All workers have the same N; with bounded clock distance they progress at
-    the pace of the slowest, so that throughput is their number times its rate. N is the smallest
-    with the highest throughput.
+    among those that fit. Workers progress at the pace of the slowest, so that throughput is their
+    number times its rate. N is the smallest with the highest throughput.
 
-    A stage holds the activations of at most N minibatches; the last stage, whose backward pass
-    follows its forward pass, those of one. A wave is the N minibatches that are in a pipeline at
-    once: local staleness is s = N - 1, global staleness (D + 1)(s + 1) + s - 1 with clock distance
-    D. The time of pushing and pulling parameters is not counted.
+    A stage holds the activations of at most N minibatches, the last stage those of one. Local
+    staleness is s = N - 1, global staleness (D + 1)(s + 1) + s - 1 with clock distance D. The time
+    of pushing and pulling parameters is not counted.
 
     Args:
       layers: costs of one minibatch.
@@ -200,8 +162,8 @@ def hetpipe(
     ((0, 2, 3), 2)
 
     References:
-      Park et al.: HetPipe: Enabling Large DNN Training on (Whimpy) Heterogeneous GPU Clusters
-      through Integration of Pipelined Model Parallelism and Data Parallelism, USENIX ATC 2020.
+      Park et al.: HetPipe: Enabling Large DNN Training on (Whimpy) Heterogeneous GPU Clusters,
+      USENIX ATC 2020.
     """
     check_layers(layers)
     if clock_distance < 0:

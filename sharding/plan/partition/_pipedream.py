@@ -6,47 +6,33 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from sharding.plan._format import Table, seconds, size, text_of
+from sharding.plan._format import Printed, Table, seconds, size
 from sharding.plan.model._layer_costs import LayerCost, check_layers
 from sharding.plan.partition._stage_tables import of_layers, range_maxima, range_sums
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplicatedStage:
-    """Layers ``first`` to ``last`` on a number of workers that share the micro-batches.
+    """Layers ``first`` to ``last`` on a number of workers that share the micro-batches."""
 
-    Attributes:
-      first: the first layer.
-      last: the last layer.
-      replicas: components of the level that process the same layers.
-      inner: the stages within each component, at the level below; empty at the lowest.
-    """
-
-    first: int
-    last: int
-    replicas: int
+    first: int  #: the first layer
+    last: int  #: the last layer
+    replicas: int  #: components of the level that process the same layers
+    #: the stages within each component, at the level below; empty at the lowest
     inner: tuple["ReplicatedStage", ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
-class PipeDreamPlan:
-    """The stages of the highest level; ``str()`` makes a table of it.
+class PipeDreamPlan(Printed):
+    """The stages of the highest level; ``str()`` makes a table of it."""
 
-    Attributes:
-      stages: from the first layer to the last.
-      period: seconds between micro-batches.
-    """
-
-    stages: tuple[ReplicatedStage, ...]
-    period: float
+    stages: tuple[ReplicatedStage, ...]  #: from the first layer to the last
+    period: float  #: seconds between micro-batches
 
     def tables(self) -> list[Table]:
         """The table to print: a row for each stage, those of lower levels below it."""
         title = f"a micro-batch every {seconds(self.period)}"
         return [Table(title, ("stage", "layers", "replicas"), _stage_rows(self.stages, ""))]
-
-    def __str__(self) -> str:
-        return text_of(self.tables())
 
 
 def _stage_rows(stages: Sequence[ReplicatedStage], indent: str) -> list[tuple[str, ...]]:

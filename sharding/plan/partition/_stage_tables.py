@@ -28,16 +28,12 @@ def stage_tables(
     param_factor: float,
     recompute: bool = False,
 ) -> StageTables:
-    """Tables for stages of these speeds.
+    """Tables for S stages of these speeds, relative to the device of the costs.
 
-    Args:
-      layers: their costs.
-      speeds: relative to the device of the costs; S of them.
-      links: bytes per second between consecutive stages; S - 1 of them.
-      in_flight: micro-batches that have activations on each stage; S of them.
-      param_factor: bytes that a byte of parameters takes.
-      recompute: whether stages store the input of their first layer only, and compute their forward
-        pass again.
+    ``links`` are the S - 1 between them, in bytes per second; ``in_flight`` the micro-batches that
+    have activations on each stage; a byte of parameters takes ``param_factor`` bytes. If
+    ``recompute``, stages store the input of their first layer, and compute their forward pass
+    again.
     """
     forward, backward, params, stored, output, _ = _columns(layers)
     seconds = forward + backward + (forward if recompute else 0.0)  # (L,)
@@ -97,15 +93,11 @@ def range_maxima(values: Sequence[float]) -> np.ndarray:
 
 
 def least_maximum(costs: np.ndarray) -> tuple[float, tuple[int, ...]]:
-    """The partition whose largest cost is least: its largest cost, and the first layers of stages.
+    """The partition whose largest cost is least: that cost, and S + 1 boundaries from 0 to L.
 
-    best[s + 1][j] = min over i of max(best[s][i], costs[s][i][j]).
-
-    Args:
-      costs: of layers i to j - 1 on stage s; (S, L + 1, L + 1), inf where that is impossible.
-
-    Returns:
-      The value, inf where no partition is possible, and S + 1 boundaries from 0 to L.
+    best[s + 1][j] = min over i of max(best[s][i], costs[s][i][j]), where costs are those of layers
+    i to j - 1 on stage s, (S, L + 1, L + 1), inf where that is impossible. The cost is inf where no
+    partition is possible.
     """
     first = np.full(costs.shape[1], np.inf)
     first[0] = -np.inf

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from sharding.plan._format import Table, count, size, text_of
+from sharding.plan._format import Printed, Table, count, size
 from sharding.plan.model._layer_costs import LayerCost, check_layers
 from sharding.plan.partition._balanced_stages import periods
 from sharding.plan.partition._stage_tables import (
@@ -20,40 +20,26 @@ from sharding.plan.partition._stage_tables import (
 
 @dataclasses.dataclass(frozen=True)
 class TwoBWChoice:
-    """One configuration of parallel pipelines.
+    """One configuration of parallel pipelines."""
 
-    Attributes:
-      width: replicas of the pipeline.
-      depth: stages of the pipeline.
-      microbatch: sequences in a micro-batch.
-      recompute: whether stages store only their input, and compute their forward pass again.
-      inner: what fills a host first, where there are several: ``"depth"``, the stages of a
-        pipeline, or ``"width"``, the replicas of a stage.
-      boundaries: the first layer of each stage, and the number of layers.
-      period: seconds between the micro-batches of a pipeline.
-      throughput: sequences per second of all pipelines.
-      memory: bytes of the fullest device.
-    """
-
-    width: int
-    depth: int
-    microbatch: int
-    recompute: bool
+    width: int  #: replicas of the pipeline
+    depth: int  #: stages of the pipeline
+    microbatch: int  #: sequences in a micro-batch
+    recompute: bool  #: whether stages store only their input, and compute their forward pass again
+    #: what fills a host first, where there are several: ``"depth"``, the stages of a
+    #: pipeline, or ``"width"``, the replicas of a stage
     inner: str
-    boundaries: tuple[int, ...]
-    period: float
-    throughput: float
-    memory: float
+    boundaries: tuple[int, ...]  #: the first layer of each stage, and the number of layers
+    period: float  #: seconds between the micro-batches of a pipeline
+    throughput: float  #: sequences per second of all pipelines
+    memory: float  #: bytes of the fullest device
 
 
 @dataclasses.dataclass(frozen=True)
-class TwoBWPlan:
-    """All configurations that fit, the fastest first; ``str()`` makes a table of the first ten.
+class TwoBWPlan(Printed):
+    """All configurations that fit, the fastest first; ``str()`` makes a table of the first ten."""
 
-    Attributes:
-      choices: the best partition of each; those of equal throughput by memory, then by width.
-    """
-
+    #: the best partition of each; those of equal throughput by memory, then by width
     choices: tuple[TwoBWChoice, ...]
 
     @property
@@ -84,9 +70,6 @@ class TwoBWPlan:
         )
         return [Table(f"{len(self.choices)} configurations fit", columns, rows)]
 
-    def __str__(self) -> str:
-        return text_of(self.tables())
-
 
 def two_bw(
     layers: Sequence[LayerCost],
@@ -108,10 +91,10 @@ def two_bw(
 
     max over stages of max(compute(b) + transfers(b), 2 (w - 1) / w x param_bytes / (m B_width)),
 
-    where the sync of gradients overlaps with the other micro-batches, and throughput is w b divided
-    by it. Stage s of d holds param_factor bytes for a byte of parameters, which includes two
-    versions, and the activations of d - s micro-batches; with ``recompute`` d - s inputs and the
-    activations of one micro-batch. Two versions suffice where m >= d.
+    and throughput is w b divided by it. Stage s of d holds param_factor bytes for a byte of
+    parameters, which includes two versions, and the activations of d - s micro-batches; with
+    ``recompute`` d - s inputs and the activations of one micro-batch. Two versions suffice where
+    m >= d.
 
     Args:
       layers: costs of a micro-batch of one sequence.
@@ -123,18 +106,14 @@ def two_bw(
       network: bytes per second of a device to other hosts; None: as ``link``.
       devices_per_host: None: all are in one.
       param_factor: bytes of both versions, gradients and optimizer state for a byte of parameters.
-      efficiency: of a micro-batch of b sequences, relative to one of the costs: it divides the
-        compute of b sequences; None: 1.
-
-    Returns:
-      A ``TwoBWPlan``; ``print`` it.
+      efficiency: of a micro-batch of b sequences, relative to one of the costs; None: 1.
 
     Raises:
       ValueError: nothing fits, or nothing divides the global batch.
 
     >>> layers = [LayerCost(1.0, 2.0, param_bytes=10.0)] * 4
     >>> plan = two_bw(layers, 4, global_batch=16, microbatches=[1], memory=150.0, link=1e3)
-    >>> [(each.width, each.depth) for each in plan.choices]
+    >>> [(choice.width, choice.depth) for choice in plan.choices]
     [(1, 4), (2, 2), (1, 4), (2, 2)]
 
     References:

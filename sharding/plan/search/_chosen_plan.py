@@ -11,26 +11,18 @@ from sharding.plan.model._saved_names import PARTLY, saved_parts
 
 @dataclasses.dataclass(frozen=True)
 class ChosenPlan:
-    """A plan that was compared.
+    """A plan that was compared."""
 
-    Attributes:
-      plan: how the step is shared.
-      seconds: what it takes, by what it waits for.
-      memory: bytes of the fullest device.
-      bound: seconds that no program of this plan can go below: its operations at the peak, its
-        bytes at the full speed of the links, everything at once.
-      layers: of each chunk, from the first to the last.
-      tokens: of all devices in a step.
-      utilization: operations of the model for each second and device, without recomputation, as a
-        share of the peak (MFU).
-    """
-
-    plan: ParallelPlan
-    seconds: StepSeconds
-    memory: float
+    plan: ParallelPlan  #: how the step is shared
+    seconds: StepSeconds  #: what it takes, by what it waits for
+    memory: float  #: bytes of the fullest device
+    #: seconds that no program of this plan can go below: its operations at the peak, its
+    #: bytes at the full speed of the links, everything at once
     bound: float
-    layers: tuple[int, ...]
-    tokens: float
+    layers: tuple[int, ...]  #: of each chunk, from the first to the last
+    tokens: float  #: of all devices in a step
+    #: operations of the model for each second and device, without recomputation, as a share
+    #: of the peak (MFU)
     utilization: float
 
     @property

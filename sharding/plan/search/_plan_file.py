@@ -15,7 +15,7 @@ from sharding.pipeline import AsyncSchedule, Schedule, pipedream_2bw
 from sharding.pipeline._async_pipeline import AsyncPipeline, AsyncState
 from sharding.pipeline._pipeline import Pipeline
 from sharding.plan.cost._parallel_plan import ParallelPlan
-from sharding.plan.cost._pipeline_schedules import schedule_of
+from sharding.plan.cost._pipeline_schedules import schedule_code, schedule_of
 from sharding.plan.cost._plan_costs import TENSOR_AXIS, WRAPPERS, zero_of
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._saved_names import PARTLY, PRESETS
@@ -29,26 +29,16 @@ _UPDATES, LOWERED_UPDATES = 100, 2
 
 @dataclasses.dataclass(frozen=True)
 class PlanFile:
-    """What ``plan.json`` holds.
+    """What ``plan.json`` holds."""
 
-    Attributes:
-      model: the name of the model.
-      optimizer: the name of the optimizer.
-      target: the name of the machine.
-      length: tokens of a sequence.
-      dtype: of the parameters.
-      layers: of each chunk of a pipeline.
-      plan: how a step is shared.
-      promised: figures of the plan: memory, that of its program once it is compiled, and seconds.
-    """
-
-    model: str
-    optimizer: str
-    target: str
-    length: int
-    dtype: str
-    layers: tuple[int, ...]
-    plan: ParallelPlan
+    model: str  #: the name of the model
+    optimizer: str  #: the name of the optimizer
+    target: str  #: the name of the machine
+    length: int  #: tokens of a sequence
+    dtype: str  #: of the parameters
+    layers: tuple[int, ...]  #: of each chunk of a pipeline
+    plan: ParallelPlan  #: how a step is shared
+    #: figures of the plan: memory, that of its program once it is compiled, and seconds
     promised: dict[str, float]
 
     @classmethod
@@ -230,15 +220,7 @@ class PlanFile:
         if names:
             lines.append(f"policy = jax.checkpoint_policies.save_only_these_names(*{names})")
         if plan.pipe > 1:
-            made = {
-                "interleaved": f"interleaved({plan.pipe}, {plan.microbatches}, {plan.chunks})",
-                "gpipe": f"gpipe({plan.pipe}, {plan.microbatches})",
-                "1f1b": f"one_f_one_b({plan.pipe}, {plan.microbatches}, aligned=False)",
-                "aligned": f"one_f_one_b({plan.pipe}, {plan.microbatches})",
-                "2bw": f"one_f_one_b({plan.pipe}, {plan.microbatches})",
-                "zb-h1": f"zb_h1({plan.pipe}, {plan.microbatches})",
-                "zb-v": f"zb_v({plan.pipe}, {plan.microbatches})",
-            }[plan.schedule]
+            made = schedule_code(plan.schedule, plan.pipe, plan.microbatches, plan.chunks)
             block = "model.block"
             if plan.checkpoints_layers:
                 block = f"jax.checkpoint(model.block{policy})"

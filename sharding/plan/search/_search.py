@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from sharding.plan._format import Table, seconds, size, text_of
+from sharding.plan._format import Printed, Table, seconds, size
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._pipeline_schedules import ASYNC_SCHEDULES
 from sharding.plan.cost._plan_costs import PlanCosts
@@ -40,65 +40,41 @@ _SMALLEST_FIRST = ("1f1b", "aligned", "zb-h1", "zb-v", "interleaved", "gpipe", "
 
 @dataclasses.dataclass(frozen=True)
 class RejectedPlan:
-    """A plan that would be faster, and does not fit.
+    """A plan that would be faster, and does not fit."""
 
-    Attributes:
-      plan: how it shares the step.
-      seconds: of a step.
-      memory: bytes of the fullest device.
-      excess: bytes of that beyond what a device has.
-    """
-
-    plan: ParallelPlan
-    seconds: float
-    memory: float
-    excess: float
+    plan: ParallelPlan  #: how it shares the step
+    seconds: float  #: of a step
+    memory: float  #: bytes of the fullest device
+    excess: float  #: bytes of that beyond what a device has
 
 
 @dataclasses.dataclass(frozen=True)
 class FrontierPlan:
-    """A plan that no other one beats in both time and memory.
+    """A plan that no other one beats in both time and memory."""
 
-    Attributes:
-      plan: how it shares the step.
-      seconds: of a step.
-      memory: bytes of the fullest device.
-    """
-
-    plan: ParallelPlan
-    seconds: float
-    memory: float
+    plan: ParallelPlan  #: how it shares the step
+    seconds: float  #: of a step
+    memory: float  #: bytes of the fullest device
 
 
 @dataclasses.dataclass(frozen=True)
-class SearchResult:
-    """The fastest plans; ``str()`` makes tables, ``to_dict()`` JSON.
+class SearchResult(Printed):
+    """The fastest plans; ``str()`` makes tables, ``to_dict()`` JSON."""
 
-    Attributes:
-      target: the name of the machine.
-      device: its figures.
-      memory: bytes of a device that a plan may take.
-      plans: the fastest ones that fit, fastest first.
-      rejected: plans that would be faster than the last of these, and do not fit, fastest first.
-      bound: seconds below which no plan of the space can go that fits.
-      compared: the number of plans.
-      sequences: of all devices in a step.
-      length: tokens of a sequence.
-      of_update: operations of matrix products of a device in the update of the best plan, as a
-        share of its part of those of the step.
-      frontier: of all plans, whether they fit or not, fastest first; empty if it was not asked for.
-    """
-
-    target: str
-    device: DeviceKind
-    memory: float
-    plans: tuple[ChosenPlan, ...]
+    target: str  #: the name of the machine
+    device: DeviceKind  #: its figures
+    memory: float  #: bytes of a device that a plan may take
+    plans: tuple[ChosenPlan, ...]  #: the fastest ones that fit, fastest first
+    #: plans that would be faster than the last of these, and do not fit, fastest first
     rejected: tuple[RejectedPlan, ...]
-    bound: float
-    compared: int
-    sequences: int
-    length: int
+    bound: float  #: seconds below which no plan of the space can go that fits
+    compared: int  #: the number of plans
+    sequences: int  #: of all devices in a step
+    length: int  #: tokens of a sequence
+    #: operations of matrix products of a device in the update of the best plan, as a share of
+    #: its part of those of the step
     of_update: float = 0.0
+    #: of all plans, whether they fit or not, fastest first; empty if it was not asked for
     frontier: tuple[FrontierPlan, ...] = ()
 
     @property
@@ -169,9 +145,6 @@ class SearchResult:
             "frontier": [dataclasses.asdict(it) for it in self.frontier],
         }
 
-    def __str__(self) -> str:
-        return "\n".join([text_of(self.tables()), *self.notes])
-
 
 def _parts(found: StepSeconds) -> str:
     """What a step waits for, longest first; nothing below 1 %."""
@@ -205,10 +178,9 @@ def search(
     """The fastest plans for a model on a machine.
 
     Plans are timed by ``step_seconds``; in the order of their times they are checked for memory,
-    until ``top`` fit: the result is that of an exhaustive search. Plans with the same passes are
-    timed when their turn comes, which is not before that of their passes alone. In the order of
-    their bounds plans are checked once more, until one fits: no plan that fits goes below its
-    bound, whatever shares of the peak programs reach.
+    until ``top`` fit: the result is that of an exhaustive search. A group of plans is expanded when
+    its lower bound reaches the head of the queue. No plan that fits goes below ``bound``, whatever
+    shares of the peak programs reach.
 
     Args:
       model: one of ``MODELS``, a ``Decoder`` of one's own, or a ``TracedModel``: any parameters and
@@ -220,25 +192,19 @@ def search(
       dtype: of the parameters, of 16 bits; on CPUs also of 32.
       device: other figures than those of the target's kind.
       keep: values that plans must have, such as ``{"stage": 3, "pipe": 1}``.
-      recompute: what backward passes may compute again: ``"none"``, ``"full"``, and presets of
-        MaxText for what lies between; see ``ParallelPlan``.
+      recompute: what backward passes may compute again; see ``ParallelPlan``.
       offload: whether optimizer state may be in host memory.
       asynchronous: whether pipelines over all devices may run without a flush, with gradients that
         are one update late (PipeDream-2BW), which is lossy.
-      state_formats: of the optimizer state, one of ``optax_ext.STATE_FORMATS``; all but None are
-        lossy, and compared only where they are given.
-      weights: what updates parameters of 16 bits: ``"plain"``, the transformation as it is,
-        ``"master"``, with float32 master weights, or ``"stochastic"``, with stochastic rounding,
-        which is lossy; see ``ParallelPlan``.
-      syncs: of gradients: ``"powersgd(RANK)"``, ``"qsgd(8)"`` or ``"qsgd(4)"``; all but None are
-        lossy, and compared only where they are given, in plans without pipelines and shared layers.
+      state_formats: of the optimizer state, one of ``optax_ext.STATE_FORMATS``. Lossy choices, all
+        but None, are searched only on request.
+      weights: what updates parameters of 16 bits; see ``ParallelPlan``.
+      syncs: of gradients: ``"powersgd(RANK)"``, ``"qsgd(8)"`` or ``"qsgd(4)"``, which are lossy, in
+        plans without pipelines and shared layers.
       headroom: the share of a device's memory that is left to the allocator.
       implementation: how the program computes a layer.
       top: how many plans to return.
       frontier: whether to find the plans of all budgets, too, which takes longer.
-
-    Returns:
-      A ``SearchResult``; ``print`` it.
 
     Raises:
       ValueError: no plan exists, or none fits; with the constraint, and by how much it fails.

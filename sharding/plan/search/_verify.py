@@ -33,28 +33,17 @@ class Verification:
     """Figures of one device: as planned, and in the program.
 
     What an optimizer sends and multiplies by itself, as Muon does, is not planned, and apart.
-
-    Attributes:
-      planned_memory: bytes.
-      memory: bytes.
-      planned_wire: bytes sent in a step; of an asynchronous pipeline in ``LOWERED_UPDATES``.
-      wire: bytes sent in a step.
-      planned_flops: operations of matrix products in a step, or in these updates.
-      flops: operations of matrix products in a step.
-      available: bytes that a plan may take.
-      update_wire: bytes that the update sends by itself, beside ``wire``.
-      update_flops: operations of matrix products of the update, beside ``flops``.
     """
 
-    planned_memory: float
-    memory: float
-    planned_wire: float
-    wire: float
-    planned_flops: float
-    flops: float
-    available: float
-    update_wire: float = 0.0
-    update_flops: float = 0.0
+    planned_memory: float  #: bytes
+    memory: float  #: bytes
+    planned_wire: float  #: bytes sent in a step; of an asynchronous pipeline in ``LOWERED_UPDATES``
+    wire: float  #: bytes sent in a step
+    planned_flops: float  #: operations of matrix products in a step, or in these updates
+    flops: float  #: operations of matrix products in a step
+    available: float  #: bytes that a plan may take
+    update_wire: float = 0.0  #: bytes that the update sends by itself, beside ``wire``
+    update_flops: float = 0.0  #: operations of matrix products of the update, beside ``flops``
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -101,12 +90,8 @@ def verify(
 ) -> Verification:
     """Compiles the step of a plan for its target, and compares; nothing is run.
 
-    Args:
-      file: the plan.
-      model: the model.
-      tx: the transformation, without the format of the plan's state and its weights.
-      memory: bytes of a device that a plan may take.
-      device: figures of the target, where they are not known.
+    ``tx`` is the transformation without the format of the plan's state and its weights; a plan may
+    take ``memory`` bytes of a device.
 
     Raises:
       ValueError: the target cannot be compiled for, or the model does not fit the plan.
@@ -202,15 +187,15 @@ def planned_flops(
     """Operations of matrix products of one device in a step, with those that run again.
 
     >>> from sharding.plan import MODELS
-    >>> plans = [ParallelPlan(recompute=name) for name in ("none", "minimal", "full")]
-    >>> none, minimal, full = (planned_flops(MODELS["llama2-7b"], plan) for plan in plans)
-    >>> round(minimal / none, 3), round(full / none, 3)
-    (1.025, 1.26)
+    >>> plans = [ParallelPlan(recompute=name) for name in ("none", "full")]
+    >>> none, full = (planned_flops(MODELS["llama2-7b"], plan) for plan in plans)
+    >>> round(full / none, 3)
+    1.26
     """
     if isinstance(model, TracedModel):
         return plan.microbatches * model.traced(plan.microbatch, dtype, plan.recompute).flops
     tokens = float(plan.microbatch * plan.microbatches * model.length)
-    head = dataclasses.replace(model, layers=0).flops(tokens, model.length)
+    _, head = model.layer_flops(tokens, model.length)
     layers = (model.flops(tokens, model.length) - head) / plan.tensor
     step = layers + head / model.shards_of_tokens(plan.tensor)
     if plan.recompute == "none":
