@@ -123,10 +123,7 @@ def _what_would_fit(options: argparse.Namespace, setup: Setup) -> list[str]:
     changes: list[tuple[str, Callable[[], Plan]]] = [
         ("--state 8bit", lambda: setup.plan(zero, state_format="8bit")),
         ("--offload", lambda: setup.plan(offloaded, state_format=state)),
-        (
-            "CAME with a bfloat16 momentum and no master weights",
-            lambda: setup.plan(zero, came),
-        ),
+        ("CAME with a bfloat16 momentum and no master weights", lambda: setup.plan(zero, came)),
     ]
     found += [name for name, make in changes if make().fits]
     if not found:

@@ -113,9 +113,7 @@ def _parse(name: str, text: str) -> Instruction:
 
 
 def behind(
-    it: Instruction,
-    table: dict[str, Instruction],
-    renames: Collection[str] = ("bitcast",),
+    it: Instruction, table: dict[str, Instruction], renames: Collection[str] = ("bitcast",)
 ) -> Instruction:
     """The instruction that made what others rename."""
     while it.op in renames and it.operands and it.operands[0] in table:

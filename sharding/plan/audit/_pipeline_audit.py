@@ -185,10 +185,7 @@ def _is_aux(array: Array, pipeline: Pipeline, message: Sequence[Array]) -> bool:
 
 
 def _slots(
-    stored: Sequence[KeptArray],
-    message: Sequence[Array],
-    lowering: Instructions,
-    num_layers: int,
+    stored: Sequence[KeptArray], message: Sequence[Array], lowering: Instructions, num_layers: int
 ) -> Iterator[StoredSlots]:
     """What is kept, by kind, and what of it is more than the schedule needs."""
     leaves = collections.Counter(array.dims for array in message)

@@ -19,6 +19,7 @@ from sharding.plan.cost._layers_of_chunks import (
     layers_of_chunks,
     of_last,
     ranges_of,
+    rows_of,
 )
 from sharding.plan.cost._pipeline_plan import PipelinePlan, StepTime
 from sharding.plan.cost._pipeline_schedules import (
@@ -32,10 +33,8 @@ from sharding.plan.cost._pipeline_schedules import (
 )
 from sharding.plan.cost._pipeline_stages import (
     Links,
-    PipelineStage,
     StageEstimates,
     links_of,
-    num_rows,
     pipeline_stages,
 )
 from sharding.plan.machine._devices import DeviceKind
@@ -132,8 +131,7 @@ def estimate_pipeline(
         )
     length = length or model.length
     costs = layer_costs(
-        model,
-        device,
+        *(model, device),
         batch=batch,
         length=length,
         dtype=zero.precision.of_loss(jnp.dtype(dtype)),
@@ -151,52 +149,39 @@ def estimate_pipeline(
 
     # The stages.
     estimates = StageEstimates(
-        model,
-        with_state_format(tx, state_format),
-        replicas,
+        *(model, with_state_format(tx, state_format), replicas),
         num_stages=num_stages,
         device=device,
         dtype=dtype,
         batch=4.0 * microbatches * batch * (length + 1),
     )
 
-    def stages_of(ranges: list[tuple[int, int]]) -> tuple[PipelineStage, ...]:
-        return pipeline_stages(
-            estimates, costs, ranges, schedule=schedule, microbatches=microbatches
-        )
-
     # A layer in the middle, and the head; lookups take no time.
-    layer, head = costs[1], costs[-1]
-    weight = layer.weight if split else 0.0
+    weight = costs[1].weight if split else 0.0
+    layer = LayerSeconds(costs[1].forward, costs[1].backward - weight, weight)
+    head = costs[-1].forward + costs[-1].backward
+    num_chunks = num_stages * chunks
     lockstep = functools.partial(
         lockstep_seconds, schedule, num_stages, microbatches, chunks=chunks
     )
-    _, last = layers_of_chunks(
-        model.layers,
-        num_stages * chunks,
-        LayerSeconds(layer.forward, layer.backward - weight, weight),
-        head.forward + head.backward,
-        lockstep,
-    )
-    fastest = ranges_of(all_chunks(model.layers, num_stages * chunks, last))
+    _, last = layers_of_chunks(model.layers, num_chunks, layer, head, lockstep)
+    fastest = ranges_of(all_chunks(model.layers, num_chunks, last))
     message = max(cost.output_bytes for cost in costs)
     ticks = num_ticks(schedule, num_stages, microbatches, chunks)
     transfers = ticks * links.permute_seconds(message)
 
     def step_of(ranges: list[tuple[int, int]]) -> tuple[Any, float, StepTime]:
         """The stages, and the step without and with what they send."""
-        rows = [min(j, model.layers + 1) - max(i, 1) for i, j in ranges]
-        most = max(rows[:-1])
+        *others, last = rows_of(model.layers, ranges)
         taken = lockstep(
-            layer.forward * most,
-            (layer.backward - weight) * most,
-            weight=weight * most,
-            last=(
-                (layer.forward + layer.backward - weight) * rows[-1] + head.forward + head.backward,
-                weight * rows[-1],
-            ),
+            layer.forward * max(others),
+            layer.backward * max(others),
+            weight=weight * max(others),
+            last=((layer.forward + costs[1].backward - weight) * last + head, weight * last),
         )
-        stages = stages_of(ranges)
+        stages = pipeline_stages(
+            estimates, costs, ranges, schedule=schedule, microbatches=microbatches
+        )
         # Collectives: with the replicas, which are neighbours, then over all stages.
         wire = links.collective_seconds(stages[0].synced, num_replicas)
         wire += links.permute_seconds(stages[0].summed)
@@ -205,7 +190,7 @@ def estimate_pipeline(
         return stages, taken, StepTime("pipeline", taken + transfers, wire, held, fits)
 
     # Stages of unequal numbers of layers send them: equal ones may be faster.
-    smaller = _smaller(model.layers, num_stages * chunks, num_rows(model, fastest))
+    smaller = _smaller(model.layers, num_chunks, max(rows_of(model.layers, fastest)))
     steps = [step_of(ranges) for ranges in (fastest, *smaller)]
     fitting = [step for step in steps if step[2].fits]
     stages, taken, pipeline = min(fitting or steps[:1], key=lambda step: step[2].exposed)
@@ -213,9 +198,7 @@ def estimate_pipeline(
     # ZeRO, with the same sequences on all devices.
     per_device = math.ceil(microbatches / num_stages)
     alternative = estimate(
-        model.abstract(dtype),
-        tx,
-        zero,
+        *(model.abstract(dtype), tx, zero),
         microbatches=per_device,
         batch=4.0 * per_device * batch * (length + 1),
         state_format=state_format,
@@ -295,10 +278,8 @@ def _verdict(plan: PipelinePlan, links: Links) -> str:
             f"{zero.name} needs {size(zero.memory)}."
         )
     where = f"On {links.devices} devices"
-    if links.groups > 1:
-        where += f" in {links.groups} groups of fast links"
-    else:
-        where += " that share fast links"
+    several = links.groups > 1
+    where += f" in {links.groups} groups of fast links" if several else " that share fast links"
     lost = plan.lockstep - plan.ideal + plan.transfers
     behind = f"bubble, unequal stages and transfers cost the pipeline {seconds(lost)}"
     if zero.exposed <= pipe.overlapped:

@@ -99,3 +99,12 @@ def ranges_of(chunks: Sequence[int]) -> list[tuple[int, int]]:
     for i, number in enumerate(chunks):
         bounds.append(bounds[-1] + number + (i == 0) + (i == len(chunks) - 1))
     return list(itertools.pairwise(bounds))
+
+
+def rows_of(layers: int, ranges: Sequence[tuple[int, int]]) -> list[int]:
+    """Decoder layers of each chunk, whose ranges count the embedding and the head, too.
+
+    >>> rows_of(12, [(0, 7), (7, 14)])
+    [6, 6]
+    """
+    return [min(j, layers + 1) - max(i, 1) for i, j in ranges]

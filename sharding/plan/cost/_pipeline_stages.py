@@ -14,6 +14,7 @@ from sharding._zero import Zero
 from sharding.pipeline._layers import other_dim
 from sharding.placement._specs import expand_specs, is_spec, with_axis
 from sharding.plan.cost._estimate import estimate_stage
+from sharding.plan.cost._layers_of_chunks import rows_of
 from sharding.plan.cost._pipeline_schedules import (
     ASYNC_SCHEDULES,
     SPLIT_SCHEDULES,
@@ -97,26 +98,6 @@ class PipelineStage:
         return self.params + self.grads + self.state + self.activations + self.batch
 
 
-def stacked_params(model: Decoder, dtype: Any, rows: int, shards: int = 1) -> dict[str, Any]:
-    """Abstract parameters with ``rows`` stacked layers; of one of the devices that share them.
-
-    >>> from sharding.plan import MODELS
-    >>> stacked_params(MODELS["llama2-7b"], "bfloat16", 9)["layers"]["up"].shape
-    (9, 4096, 11008)
-    """
-    return dataclasses.replace(model, scan=True, layers=rows).abstract(dtype, shards)
-
-
-def num_rows(model: Decoder, ranges: Sequence[tuple[int, int]]) -> int:
-    """The most decoder layers of a chunk; ranges are of layers as ``layer_costs`` numbers them.
-
-    >>> from sharding.plan import MODELS
-    >>> num_rows(MODELS["gpt2-small"], [(0, 7), (7, 14)])
-    6
-    """
-    return max(min(j, model.layers + 1) - max(i, 1) for i, j in ranges)
-
-
 class StageEstimates:
     """Plans of ZeRO over the replicas of the stages of a pipeline, computed once for equal rows.
 
@@ -136,45 +117,38 @@ class StageEstimates:
         batch: float,
     ):
         axes = {"pipe": num_stages} | dict(zero.mesh.shape)
+        mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
+        self.model, self.tx, self.zero = model, tx, dataclasses.replace(zero, mesh=mesh)
         self.tensor = axes.get("model", 1)
-        self.model = model
-        self.zero = dataclasses.replace(
-            zero, mesh=jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
-        )
-        self.num_stages = num_stages
-        self.device = device
-        self.dtype = dtype
-        # Stage 3 gathers all that a device has once in a step.
-        estimate_of = functools.partial(
-            estimate_stage,
-            tx=tx,
-            zero=self.zero,
-            device=device,
-            batch=batch,
-            gathered_once="",
-        )
-
-        def of_rows(rows: float) -> StagePlan:
-            layers = round(num_stages * rows)
-            stacked = dataclasses.replace(model, scan=True, layers=layers)
-            params = stacked.abstract(dtype)
-            specs = stacked.specs(shards=self.tensor) if self.tensor > 1 else dict.fromkeys(params)
-            specs = expand_specs(specs, params)
-
-            def over_stages(spec: Any, x: Any) -> Any:
-                dim = other_dim(x.shape, num_stages, spec) if layers % num_stages else 0
-                return spec if dim is None else with_axis(spec, x.ndim, dim, "pipe")
-
-            specs["layers"] = jax.tree.map(
-                over_stages, specs["layers"], params["layers"], is_leaf=is_spec
-            )
-            return estimate_of(params, param_specs=specs)
-
+        self.num_stages, self.device, self.dtype, self.batch = num_stages, device, dtype, batch
         # Parameters of a layer, and of the embedding and the head.
-        of_one = stacked_params(model, dtype, 1, self.tensor)
+        of_one = dataclasses.replace(model, scan=True, layers=1).abstract(dtype, self.tensor)
         self.layer_bytes = num_bytes(of_one["layers"])
         self.shared_bytes = num_bytes(of_one) - self.layer_bytes
-        self.of_rows = functools.cache(of_rows)  # of devices with so many layers
+        self.of_rows = functools.cache(self._of_rows)  # of devices with so many layers
+
+    def _of_rows(self, rows: float) -> StagePlan:
+        layers = round(self.num_stages * rows)
+        stacked = dataclasses.replace(self.model, scan=True, layers=layers)
+        params = stacked.abstract(self.dtype)
+        specs = stacked.specs(shards=self.tensor) if self.tensor > 1 else dict.fromkeys(params)
+        specs = expand_specs(specs, params)
+
+        def over_stages(spec: Any, x: Any) -> Any:
+            uneven = layers % self.num_stages
+            dim = other_dim(x.shape, self.num_stages, spec) if uneven else 0
+            return spec if dim is None else with_axis(spec, x.ndim, dim, "pipe")
+
+        specs["layers"] = jax.tree.map(
+            over_stages, specs["layers"], params["layers"], is_leaf=is_spec
+        )
+        return estimate_stage(
+            *(params, self.tx, self.zero),
+            param_specs=specs,
+            batch=self.batch,
+            device=self.device,
+            gathered_once="",  # stage 3 gathers all that a device has once in a step
+        )
 
 
 def pipeline_stages(
@@ -192,14 +166,14 @@ def pipeline_stages(
     """
     model, zero, num_stages = estimates.model, estimates.zero, estimates.num_stages
     chunks = len(ranges) // num_stages
-    rows = num_rows(model, ranges)
+    counts = rows_of(model.layers, ranges)
+    rows = max(counts)
     asynchronous = schedule in ASYNC_SCHEDULES
     held = estimates.of_rows(rows * chunks if asynchronous else model.layers / num_stages)
     layers, shared = rows * estimates.layer_bytes, estimates.shared_bytes  # layers of one chunk
     # Of unequal stages: rows beside the layers that a device holds, and what is sent for them.
     uneven = num_stages * chunks * rows > model.layers and not asynchronous
     moved = chunks * layers if uneven else 0.0
-    counts = [min(j, model.layers + 1) - max(i, 1) for i, j in ranges]
     to_stages, back = layers_sent(schedule, num_stages, counts) if uneven else (0.0, 0.0)
 
     # Sums over micro-batches; the program returns them from branches, which copies them elsewhere.

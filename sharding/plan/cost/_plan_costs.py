@@ -16,14 +16,10 @@ from sharding._zero import Zero
 from sharding.placement._describe import Row
 from sharding.placement._specs import num_shards
 from sharding.plan.cost._compressed_sync import SyncedArray, SyncWork, sync_of, sync_work
-from sharding.plan.cost._estimate import Plan, estimate, estimate_stage, with_state_format
+from sharding.plan.cost._estimate import estimate, estimate_stage, with_state_format
 from sharding.plan.cost._layers_of_chunks import ranges_of
 from sharding.plan.cost._parallel_plan import ParallelPlan
-from sharding.plan.cost._pipeline_stages import (
-    PipelineStage,
-    StageEstimates,
-    pipeline_stages,
-)
+from sharding.plan.cost._pipeline_stages import PipelineStage, StageEstimates, pipeline_stages
 from sharding.plan.cost._stage_plan import StagePlan
 from sharding.plan.cost._step_seconds import StepSeconds
 from sharding.plan.cost._step_time import Passes, passes, with_state
@@ -59,18 +55,14 @@ class PlanCosts:
         dtype: Any,
         implementation: Implementation,
     ):
-        self.model = model
-        self.tx = tx
-        self.machine = machine
-        self.length = length
-        self.dtype = jnp.dtype(dtype)
-        self.implementation = implementation
+        self.model, self.tx, self.machine = model, tx, machine
+        self.length, self.dtype, self.implementation = length, jnp.dtype(dtype), implementation
         # Caches of this object alone.
         self._tx = functools.cache(self._transformation)
-        self._plan = functools.cache(self._estimate)
-        self._stage = functools.cache(self._estimate_one)
+        self._plan = functools.cache(lambda plan: estimate(**self._arguments(plan)))
+        self._stage = functools.cache(lambda plan: estimate_stage(**self._arguments(plan)))
         self._stages = functools.cache(self._stage_estimates)
-        self._synced = functools.cache(self._sync_work)
+        self._synced = functools.cache(lambda plan: sync_of_plan(plan, model.abstract(self.dtype)))
         self._passes = functools.cache(self._passes_of)
         self._costs = functools.cache(self._layer_costs)
         self._products = functools.cache(self._products_of_update)
@@ -236,8 +228,7 @@ class PlanCosts:
         self, microbatch: int, recompute: bool | str, tensor: int
     ) -> Sequence[LayerCost]:
         return layer_costs(
-            self.model,
-            self.machine.device,
+            *(self.model, self.machine.device),
             batch=microbatch,
             length=self.length,
             dtype=self.dtype,
@@ -249,15 +240,8 @@ class PlanCosts:
         self, state_format: str | None, weights: str
     ) -> optax.GradientTransformation:
         """Of plans; its ``init`` is traced once for parameters of the same shapes and shardings."""
-        plan = ParallelPlan(state_format=state_format, weights=weights)
-        tx = transformation_of(plan, self.tx)
+        tx = transformation_of(ParallelPlan(state_format=state_format, weights=weights), self.tx)
         return tx._replace(init=jax.jit(tx.init))
-
-    def _estimate(self, plan: ParallelPlan) -> Plan:
-        return estimate(**self._arguments(plan))
-
-    def _estimate_one(self, plan: ParallelPlan) -> StagePlan:
-        return estimate_stage(**self._arguments(plan))
 
     def _arguments(self, plan: ParallelPlan) -> dict[str, Any]:
         return {
@@ -279,23 +263,16 @@ class PlanCosts:
             batch=0.0,
         )
 
-    def _sync_work(self, plan: ParallelPlan) -> SyncWork:
-        return sync_of_plan(plan, self.model.abstract(self.dtype))
+
+_NO_STATE: dict[str, Any] = {
+    name: getattr(ParallelPlan(), name)
+    for name in ("stage", "replicas", "spread", "offload", "state_format", "weights", "sync")
+} | {"state_bytes": 0.0}
 
 
 def without_state(plan: ParallelPlan) -> ParallelPlan:
     """A plan with nothing but that on which forward and backward passes depend."""
-    return dataclasses.replace(
-        plan,
-        stage=0,
-        replicas=1,
-        spread=False,
-        offload=False,
-        state_format=None,
-        state_bytes=0.0,
-        weights="plain",
-        sync=None,
-    )
+    return dataclasses.replace(plan, **_NO_STATE)
 
 
 def _placed(plan: ParallelPlan) -> ParallelPlan:
@@ -305,18 +282,12 @@ def _placed(plan: ParallelPlan) -> ParallelPlan:
     compressed sync.
     """
     alike = not plan.spread and not plan.sync
+    same = ("tensor", "pipe", "stage", "spread", "offload", "state_format", "weights", "sync")
     return ParallelPlan(
         data=plan.shards if alike else plan.data,
-        tensor=plan.tensor,
-        pipe=plan.pipe,
-        microbatches=min(plan.microbatches, 2),
-        stage=plan.stage,
         replicas=1 if alike else plan.replicas,
-        spread=plan.spread,
-        offload=plan.offload,
-        state_format=plan.state_format,
-        weights=plan.weights,
-        sync=plan.sync,
+        microbatches=min(plan.microbatches, 2),
+        **{name: getattr(plan, name) for name in same},
     )
 
 

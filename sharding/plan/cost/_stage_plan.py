@@ -125,11 +125,7 @@ def stage_plan(
 
 
 def _memory(
-    zero: Zero,
-    found: Description,
-    local: Description,
-    microbatches: int,
-    gathered_once: str | None,
+    zero: Zero, found: Description, local: Description, microbatches: int, gathered_once: str | None
 ) -> dict[str, float]:
     """The fields of a ``StagePlan`` about memory, but for the batch."""
     # Optimizer state.
@@ -234,11 +230,7 @@ def _is_master(row: Row) -> bool:
 
 
 def _wire(
-    zero: Zero,
-    found: Description,
-    local: Description,
-    microbatches: int,
-    gathered_once: str | None,
+    zero: Zero, found: Description, local: Description, microbatches: int, gathered_once: str | None
 ) -> tuple[float, float]:
     """Bytes that one device sends per step, and the part of them that goes to other replicas."""
     n, replicas = zero.num_shards, zero.num_devices // zero.num_shards

@@ -9,11 +9,7 @@ from typing import Any, NamedTuple
 from sharding.plan.cost._compressed_sync import SyncWork
 from sharding.plan.cost._layers_of_chunks import LayerSeconds, all_chunks, layers_of_chunks
 from sharding.plan.cost._parallel_plan import ParallelPlan
-from sharding.plan.cost._pipeline_schedules import (
-    layers_sent,
-    lockstep_seconds,
-    num_ticks,
-)
+from sharding.plan.cost._pipeline_schedules import layers_sent, lockstep_seconds, num_ticks
 from sharding.plan.cost._step_seconds import StepSeconds
 from sharding.plan.cost._tensor_sums import SCALAR, tensor_sums
 from sharding.plan.machine._achieved import achieved

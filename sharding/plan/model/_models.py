@@ -266,9 +266,7 @@ class Decoder:
         return losses.sum(), jnp.float32(losses.size)
 
     def make_loss(
-        self,
-        layer: Callable[..., Any] | None = None,
-        stack: Callable[..., Any] | None = None,
+        self, layer: Callable[..., Any] | None = None, stack: Callable[..., Any] | None = None
     ) -> Callable[..., Any]:
         """The mean cross entropy of the next token, ``loss(params, tokens)``.
 

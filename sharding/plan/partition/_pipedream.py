@@ -159,10 +159,7 @@ class _Level:
     """
 
     def __init__(
-        self,
-        stages: Sequence[np.ndarray],
-        transfers: np.ndarray,
-        fits: Sequence[np.ndarray | None],
+        self, stages: Sequence[np.ndarray], transfers: np.ndarray, fits: Sequence[np.ndarray | None]
     ):
         self.stages = stages
         self.transfers = transfers

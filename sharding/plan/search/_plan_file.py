@@ -71,10 +71,7 @@ class PlanFile:
 
     @property
     def mesh_axes(self) -> dict[str, int]:
-        """The sizes of the mesh's axes; stages of a pipeline are furthest apart.
-
-        Devices that share each layer are nearest to each other.
-        """
+        """The sizes of the mesh's axes, from the devices furthest apart to the nearest."""
         plan = self.plan
         axes = {"pipe": plan.pipe} if plan.pipe > 1 else {}
         axes |= {"replica": plan.replicas} if plan.replicas > 1 else {}
@@ -116,22 +113,14 @@ class PlanFile:
         return None
 
     def schedule(self) -> Schedule:
-        """The schedule of its pipeline; of an asynchronous one that of an evaluation.
-
-        Raises:
-          ValueError: it has no pipeline.
-        """
+        """The schedule of its pipeline; of an asynchronous one that of an evaluation."""
         plan = self.plan
         if plan.pipe == 1:
             raise ValueError("the plan has no pipeline, and so no schedule.")
         return schedule_of(plan.schedule, plan.pipe, plan.microbatches, plan.chunks)
 
     def async_schedule(self, updates: int) -> AsyncSchedule:
-        """The schedule of so many updates without a flush.
-
-        Raises:
-          ValueError: the plan has flushes, or no pipeline.
-        """
+        """The schedule of so many updates without a flush."""
         plan = self.plan
         if not plan.asynchronous:
             raise ValueError("the plan has no asynchronous pipeline.")
@@ -149,27 +138,19 @@ class PlanFile:
         return zero.gathered(model.apply_layer, policy=self.policy)
 
     def pipeline(self, mesh: Any, model: Decoder | TracedModel) -> Pipeline:
-        """Its pipeline, of the parts of a model, on a mesh with ``mesh_axes``.
-
-        Forward passes store what each layer stores: of a layer that is computed again, its input
-        and what has a name of those that are saved.
-
-        Raises:
-          ValueError: it has none, or the model does not fit it.
-        """
+        """Its pipeline, of the parts of a model, on a mesh with ``mesh_axes``."""
         if not isinstance(model, Decoder):
             raise ValueError("a plan with a pipeline needs a Decoder: its embedding and its head.")
         block: Any = model.block
         if self.plan.checkpoints_layers:
             block = jax.checkpoint(block, policy=self.policy)
         return Pipeline(
-            mesh,
-            self.schedule(),
+            *(mesh, self.schedule()),
             num_layers=self.layers,
             embed=model.embed,
             block=block,
             head=model.head,
-            recompute=False,
+            recompute=False,  # forward passes store what each layer stores
         )
 
     def code(self) -> list[str]:
@@ -221,9 +202,8 @@ class PlanFile:
             lines.append(f"policy = jax.checkpoint_policies.save_only_these_names(*{names})")
         if plan.pipe > 1:
             made = schedule_code(plan.schedule, plan.pipe, plan.microbatches, plan.chunks)
-            block = "model.block"
-            if plan.checkpoints_layers:
-                block = f"jax.checkpoint(model.block{policy})"
+            again = plan.checkpoints_layers
+            block = f"jax.checkpoint(model.block{policy})" if again else "model.block"
             lines += [
                 f"schedule = shd.pipeline.{made}",
                 f"block = {block}",
@@ -269,16 +249,11 @@ def lowered_step(
     """The step of a plan, lowered for a mesh; ``tx`` is that of ``transformation_of(plan, ...)``.
 
     Of an asynchronous pipeline it is the first two updates.
-
-    Raises:
-      ValueError: the model does not fit the plan's pipeline.
     """
     plan, zero = file.plan, file.zero(mesh)
     if plan.asynchronous:
         return _lowered_updates(file, mesh, model, tx)
-    pipeline = None
-    if plan.pipe > 1:
-        pipeline = file.pipeline(mesh, model)
+    pipeline = file.pipeline(mesh, model) if plan.pipe > 1 else None
 
     def make_state() -> tuple[Any, Any]:
         params = model.init(file.dtype)

@@ -43,13 +43,13 @@ class PlanGroup:
 
     def plans(self) -> Iterator[ParallelPlan]:
         """The plans."""
-        for each in self.variants:
-            yield dataclasses.replace(self.passes, **each)
+        for variant in self.variants:
+            yield dataclasses.replace(self.passes, **variant)
 
     def values(self, name: str) -> set[Any]:
         """The values of a field of its plans."""
         if name in _OF_STATE:
-            return {each[name] for each in self.variants}
+            return {variant[name] for variant in self.variants}
         return {getattr(self.passes, name)}
 
 
@@ -91,20 +91,12 @@ class PlanSpace:
     state_bytes: Mapping[tuple[str | None, str], float] = dataclasses.field(default_factory=dict)
 
     def plans(self, keep: Mapping[str, Any] | None = None) -> Iterator[ParallelPlan]:
-        """The plans; of those with the kept values only.
-
-        Raises:
-          ValueError: something is kept that plans do not have.
-        """
+        """The plans; of those with the kept values only."""
         for group in self.groups(keep):
             yield from group.plans()
 
     def groups(self, keep: Mapping[str, Any] | None = None) -> Iterator[PlanGroup]:
-        """The same plans, grouped by their forward and backward passes.
-
-        Raises:
-          ValueError: something is kept that plans do not have.
-        """
+        """The same plans, grouped by their forward and backward passes."""
         keep = dict(keep or {})
         for name in keep:
             if name not in KEPT:
@@ -114,10 +106,8 @@ class PlanSpace:
         variants = functools.cache(self._variants)  # of data parallelism
 
         @functools.cache
-        def compresses(data: int, stage: int, replicas: int, sync: str) -> bool:
-            return self.compresses(
-                ParallelPlan(data=data, stage=stage, replicas=replicas, sync=sync)
-            )
+        def compresses(**fields: Any) -> bool:
+            return self.compresses(ParallelPlan(**fields))
 
         for passes in self._passes():
             if any(getattr(passes, k) != keep[k] for k in keep if k not in _OF_STATE):
@@ -133,7 +123,7 @@ class PlanSpace:
                     each["sync"] is None
                     or (
                         passes.pipe * passes.tensor == 1
-                        and compresses(passes.data, *(each[k] for k in _OF_SYNC))
+                        and compresses(data=passes.data, **{k: each[k] for k in _OF_SYNC})
                     )
                 )
                 and all(each[name] == value for name, value in of_state.items())
@@ -219,11 +209,7 @@ class PlanSpace:
 
 
 def divisors(number: int) -> list[int]:
-    """All divisors, ascending.
-
-    >>> divisors(12)
-    [1, 2, 3, 4, 6, 12]
-    """
+    """All divisors, ascending."""
     return [d for d in range(1, number + 1) if number % d == 0]
 
 

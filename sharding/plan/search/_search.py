@@ -232,11 +232,10 @@ def search(
     if isinstance(model, TracedModel) and length not in (None, model.length):
         raise ValueError(f"length is that of the example, {model.length}, got {length}.")
     length = length or model.length
-    options: Any = {"length": length, "dtype": dtype, "implementation": implementation}
-    if isinstance(model, TracedModel):
-        costs: PlanCosts = TracedCosts(model, tx, machine, **options)
-    else:
-        costs = PlanCosts(model, tx, machine, **options)
+    costs_of: Any = TracedCosts if isinstance(model, TracedModel) else PlanCosts
+    costs: PlanCosts = costs_of(
+        *(model, tx, machine), length=length, dtype=dtype, implementation=implementation
+    )
     space = PlanSpace(
         model,
         machine.num_devices,
@@ -264,9 +263,14 @@ def search(
     # In the order of predicted times.
     chosen: list[tuple[StepSeconds, ParallelPlan]] = []
     rejected: list[RejectedPlan] = []
-    for found, plan in _in_order(
-        costs, groups, skip=lambda group: len(rejected) == top and least(group.passes) > budget
-    ):
+
+    def too_large(group: PlanGroup) -> bool:
+        return least(group.passes) > budget
+
+    def skip(group: PlanGroup) -> bool:
+        return len(rejected) == top and too_large(group)
+
+    for found, plan in _in_order(costs, groups, skip=skip):
         nbytes = held(plan)
         if nbytes <= budget:
             chosen.append((found, plan))
@@ -276,27 +280,11 @@ def search(
             break
     if not chosen:
         raise ValueError(_nothing_fits(target, groups, least, held, budget, headroom))
-    bound = next(
-        found.full_overlap
-        for found, plan in _in_order(
-            costs, groups, skip=lambda group: least(group.passes) > budget, ideal=True
-        )
-        if held(plan) <= budget
-    )
-    points: list[FrontierPlan] = []
-    if frontier:
-        for found, plan in _in_order(
-            costs,
-            groups,
-            skip=lambda group: bool(points) and least(group.passes) >= points[-1].memory,
-        ):
-            if not points or held(plan) < points[-1].memory:
-                if points and points[-1].seconds == found.seconds:
-                    points.pop()  # as fast, and takes more
-                points.append(FrontierPlan(plan, found.seconds, held(plan)))
+    bounds = _in_order(costs, groups, skip=too_large, ideal=True)
+    bound = next(found.full_overlap for found, plan in bounds if held(plan) <= budget)
 
     tokens = float(sequences * length)
-    peak = model.flops(tokens, length) / machine.num_devices / machine.device.flops
+    flops = model.flops(tokens, length) / machine.num_devices
     return SearchResult(
         target=target,
         device=machine.device,
@@ -309,7 +297,7 @@ def search(
                 bound=costs.seconds(plan, costs.passes(plan, ideal=True), ideal=True).full_overlap,
                 layers=costs.layers(plan),
                 tokens=tokens,
-                utilization=peak / found.seconds,
+                utilization=flops / machine.device.flops / found.seconds,
             )
             for found, plan in chosen
         ),
@@ -318,10 +306,29 @@ def search(
         compared=sum(len(group.variants) for group in groups),
         sequences=sequences,
         length=length,
-        of_update=costs.products(chosen[0][1])
-        / (model.flops(tokens, length) / machine.num_devices),
-        frontier=tuple(points),
+        of_update=costs.products(chosen[0][1]) / flops,
+        frontier=tuple(_frontier(costs, groups, held, least)) if frontier else (),
     )
+
+
+def _frontier(
+    costs: PlanCosts,
+    groups: Sequence[PlanGroup],
+    held: Callable[[ParallelPlan], float],
+    least: Callable[[ParallelPlan], float],
+) -> list[FrontierPlan]:
+    """The plans that no other one beats in both time and memory."""
+    points: list[FrontierPlan] = []
+
+    def skip(group: PlanGroup) -> bool:
+        return bool(points) and least(group.passes) >= points[-1].memory
+
+    for found, plan in _in_order(costs, groups, skip=skip):
+        if not points or held(plan) < points[-1].memory:
+            if points and points[-1].seconds == found.seconds:
+                points.pop()  # as fast, and takes more
+            points.append(FrontierPlan(plan, found.seconds, held(plan)))
+    return points
 
 
 def _in_order(
@@ -331,16 +338,10 @@ def _in_order(
     skip: Callable[[PlanGroup], bool],
     ideal: bool = False,
 ) -> Iterator[tuple[StepSeconds, ParallelPlan]]:
-    """All plans in the order of their times, of equal ones the simpler first.
+    """All plans in the order of their times (of bounds if ``ideal``), of equal ones the simpler first.
 
     A group is in the queue with the time of its passes, which none of its plans goes below; its
     plans come into the queue when it has its turn, and is not skipped.
-
-    Args:
-      costs: of the plans.
-      groups: of plans.
-      skip: whether none of a group's plans is wanted any more.
-      ideal: whether plans are ordered by their bounds.
     """
     passes = [costs.passes(group.passes, ideal=ideal) for group in groups]
     # Groups come before plans of the same time.
@@ -364,9 +365,6 @@ def _in_order(
 
 def machine_of(target: str, device: DeviceKind | None = None) -> Machine:
     """The machine of a target's name.
-
-    Raises:
-      ValueError: the target is unknown, or nothing is known of its devices.
 
     >>> machine_of("v5e:16x16*2").slices
     2

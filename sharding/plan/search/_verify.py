@@ -103,7 +103,7 @@ def verify(
     axes = file.mesh_axes
     mesh = file.arranged(targets.mesh(file.target, tuple(axes.values()), tuple(axes)))
     found = audit(lowered_step(file, mesh, model, tx), mesh=mesh, device=device or file.target)
-    update_wire = sum(it.wire_bytes for it in found.traffic if it.phase == "update")
+    update_wire = sum(row.wire_bytes for row in found.traffic if row.phase == "update")
     update_flops = found.products.get("update", 0.0)
     return Verification(
         planned_memory=file.promised["memory"],
