@@ -71,7 +71,7 @@ class Passes:
 _Wire = Callable[[Operation, float, Group], float]
 
 
-def _wire(machine: Machine, ideal: bool) -> _Wire:
+def _wire_of(machine: Machine, ideal: bool) -> _Wire:
     return functools.partial(collective_seconds, device=machine.device, ideal=ideal)
 
 
@@ -148,7 +148,7 @@ def passes(
     >>> passes(MODELS["llama3-8b"], plan, machine, length=2048).chunks
     (4, 4, 4, 4, 5, 5, 5, 1)
     """
-    groups, wire = _groups(plan, machine), _wire(machine, ideal)
+    groups, wire = _groups(plan, machine), _wire_of(machine, ideal)
     options: Any = {
         "microbatch": plan.microbatch,
         "length": length,
@@ -294,7 +294,7 @@ def with_state(
     Nothing hides the compressed ``sync`` of the plan, and what it moves counts as part of the
     update, as do operations of matrix ``products`` of a device.
     """
-    groups, wire = _groups(plan, machine), _wire(machine, ideal)
+    groups, wire = _groups(plan, machine), _wire_of(machine, ideal)
     work, params = found.work, found.params
     data, hideable = _data_seconds(plan, found.layers, params, groups, wire)
     exposed = 0.0

@@ -48,7 +48,7 @@ class DeviceKind:
         return self.link / self.num_links
 
 
-def _tpu(
+def _tpu_kind(
     name: str,
     memory: float,
     bandwidth: float,
@@ -99,13 +99,13 @@ def _gpu(
 _KINDS = (
     # Link: 1.1 PB/s of all-reduce for a pod of 4096 chips, which are 6 links of 45 GB/s. Network:
     # Austin et al., How to Scale Your Model, 2025, chapter TPUs.
-    _tpu("v4", 32, 1200, 275, 6 * 45, 6.25, num_links=6, host=16),
-    _tpu("v5e", 16, 819, 197, 400 / 2, 200 / 8 / 8, num_links=4, host=16),
+    _tpu_kind("v4", 32, 1200, 275, 6 * 45, 6.25, num_links=6, host=16),
+    _tpu_kind("v5e", 16, 819, 197, 400 / 2, 200 / 8 / 8, num_links=4, host=16),
     # Network: the table of generations on the page of tpu7x.
-    _tpu("v5p", 95, 2765, 459, 1200 / 2, 50 / 8, num_links=6, host=16),
-    _tpu("v6e", 32, 1640, 918, 800 / 2, 800 / 8 / 8, num_links=4, host=32),
+    _tpu_kind("v5p", 95, 2765, 459, 1200 / 2, 50 / 8, num_links=6, host=16),
+    _tpu_kind("v6e", 32, 1640, 918, 800 / 2, 800 / 8 / 8, num_links=4, host=32),
     # jax shows a chip as two devices, each with half of it.
-    _tpu("tpu7x", 192 / 2, 7380 / 2, 2307 / 2, 1200 / 2 / 2, 100 / 8 / 2, num_links=6),
+    _tpu_kind("tpu7x", 192 / 2, 7380 / 2, 2307 / 2, 1200 / 2 / 2, 100 / 8 / 2, num_links=6),
     _gpu("a100-40", 40e9, 1555, 312, 600 / 2, _AMPERE, network=200 / 8, host=32),
     _gpu("a100-80", 80e9, 2039, 312, 600 / 2, _AMPERE, network=200 / 8, host=32),
     _gpu("l40s", 48e9, 864, 362.05, 64 / 2, "NVIDIA L40S data sheet", host=32),

@@ -338,7 +338,7 @@ def _in_order(
     skip: Callable[[PlanGroup], bool],
     ideal: bool = False,
 ) -> Iterator[tuple[StepSeconds, ParallelPlan]]:
-    """All plans in the order of their times (of bounds if ``ideal``), of equal ones the simpler first.
+    """All plans by their times, or by bounds if ``ideal``; of equal ones the simpler first.
 
     A group is in the queue with the time of its passes, which none of its plans goes below; its
     plans come into the queue when it has its turn, and is not skipped.
