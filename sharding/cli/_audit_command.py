@@ -18,10 +18,11 @@ from sharding.cli._options import (
     dtype_of,
     load,
     mesh_axes_of,
+    print_json,
+    save,
     setup_of,
     target_of,
 )
-from sharding.cli._output import print_json, save
 from sharding.placement._specs import axes_of
 from sharding.plan._format import show
 from sharding.plan._plot import plot_audits

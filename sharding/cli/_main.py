@@ -13,8 +13,7 @@ from optax_ext import STATE_FORMATS, __version__
 from sharding.cli._audit_command import run_audit
 from sharding.cli._model_activations import add_remat_option
 from sharding.cli._options import check_positive
-from sharding.cli._pipeline_command import pipeline_options
-from sharding.cli._plan_command import run_plan
+from sharding.cli._plan_command import pipeline_options, run_plan
 from sharding.cli._search_command import run_search, search_options
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import KINDS

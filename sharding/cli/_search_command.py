@@ -19,16 +19,17 @@ from sharding.cli._options import (
     load_made,
     optimizer_of,
     params_of_model,
+    print_json,
+    save,
     target_of,
+    writing,
 )
-from sharding.cli._output import print_json, save, writing
 from sharding.plan._format import Table, show, size
 from sharding.plan._plot import plot_search
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine.targets import Target
 from sharding.plan.model._models import MODELS, Decoder
 from sharding.plan.model._traced_model import TracedModel
-from sharding.plan.search._chosen_plan import ChosenPlan
 from sharding.plan.search._plan_file import PlanFile
 from sharding.plan.search._plan_space import KEPT
 from sharding.plan.search._search import HEADROOM, SearchResult, search
@@ -105,14 +106,14 @@ def run_search(options: argparse.Namespace) -> int:
     if options.verify:
         compile_on_cpu(target)
     model, tx = _model_and_optimizer(options)
-    length = options.length or model.length
+    length, dtype = options.length or model.length, dtype_of(options)
     found = search(
         model,
         tx,
         options.target,
         sequences=_sequences(options.global_batch, length),
         length=length,
-        dtype=dtype_of(options),
+        dtype=dtype,
         device=device,
         keep=_kept_values(options.keep),
         offload=not options.no_offload,
@@ -127,20 +128,21 @@ def run_search(options: argparse.Namespace) -> int:
         top=max(options.top, options.verify),
         frontier=bool(options.plot),
     )
-    files = [_file(options, plan, length) for plan in found.plans]
+    names = {"model": options.model, "optimizer": options.optimizer, "target": options.target}
+    files = [PlanFile.of(plan, length=length, dtype=str(dtype), **names) for plan in found.plans]
     verified = _verified(options, target, found, files, model, tx, device)
     holding = [i for i in range(len(files)) if i not in verified or not verified[i].failures]
     if options.json:
         figures = found.to_dict()
-        for i, it in verified.items():
-            figures["plans"][i]["verified"] = vars(it) | {"failures": list(it.failures)}
+        for i, beside in verified.items():
+            figures["plans"][i]["verified"] = vars(beside) | {"failures": list(beside.failures)}
         figures["chosen"] = holding[0] if holding else None
         print_json(figures)
     else:
         written = holding[0] if options.write and holding else None
         plans = tuple(found.plans[i] for i in holding)
         notes = list(dataclasses.replace(found, plans=plans).notes) if holding else []
-        if not options.master and dtype_of(options).itemsize == 2:
+        if not options.master and dtype.itemsize == 2:
             notes.append("Parameters have 16 bits; --master adds float32 master weights.")
         notes += [*_corrected(verified, written), *_dropped(verified)]
         show([*found.tables(), *_tables(verified)], notes)
@@ -234,12 +236,12 @@ def _sequences(text: str, length: int) -> int:
 
 def _kept_values(texts: list[str]) -> dict[str, Any]:
     """The values of ``--keep``."""
-    found: dict[str, Any] = {}
+    kept: dict[str, Any] = {}
     for name, value in map(_kept_value, texts):
-        if name in found:
+        if name in kept:
             raise ValueError(f"--keep {name} is given twice; a plan has one value.")
-        found[name] = value
-    return found
+        kept[name] = value
+    return kept
 
 
 def _kept_value(text: str) -> tuple[str, Any]:
@@ -252,17 +254,6 @@ def _kept_value(text: str) -> tuple[str, Any]:
     if value.lower() in words:
         return name, words[value.lower()]
     return name, int(value) if value.isdigit() else value
-
-
-def _file(options: argparse.Namespace, plan: ChosenPlan, length: int) -> PlanFile:
-    return PlanFile.of(
-        plan,
-        model=options.model,
-        optimizer=options.optimizer,
-        target=options.target,
-        length=length,
-        dtype=str(dtype_of(options)),
-    )
 
 
 def _verified(
@@ -289,27 +280,23 @@ def _verified(
 def _tables(verified: dict[int, Verification]) -> list[Table]:
     if not verified:
         return []
-    rows = []
-    for i, it in verified.items():
-        wire = f"{it.wire / it.planned_wire:.3f}" if it.planned_wire else "-"
-        figures = (size(it.memory), f"{it.memory / it.planned_memory:.3f}", wire)
-        rows.append((str(i + 1), *figures, f"{it.flops / it.planned_flops:.3f}"))
+    rows = [(str(i + 1), size(found.memory), *found.ratios) for i, found in verified.items()]
     columns = ("plan", "memory", "/ planned", "wire / planned", "operations / planned")
     return [Table("compiled for the target", columns, rows)]
 
 
 def _corrected(verified: dict[int, Verification], written: int | None) -> list[str]:
     return [
-        f"The program of plan {i + 1} {it.correction}"
+        f"The program of plan {i + 1} {found.correction}"
         + ("; the file has that of the program." if i == written else ".")
-        for i, it in verified.items()
-        if it.correction and not it.failures
+        for i, found in verified.items()
+        if found.correction and not found.failures
     ]
 
 
 def _dropped(verified: dict[int, Verification]) -> list[str]:
     return [
-        f"warning: plan {i + 1} does not hold and is dropped: it {'; '.join(it.failures)}."
-        for i, it in verified.items()
-        if it.failures
+        f"warning: plan {i + 1} does not hold and is dropped: it {'; '.join(found.failures)}."
+        for i, found in verified.items()
+        if found.failures
     ]

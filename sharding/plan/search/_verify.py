@@ -69,15 +69,19 @@ class Verification:
     @property
     def summary(self) -> str:
         """The program over the plan, in one line."""
-        wire = f"{self.wire / self.planned_wire:.3f}" if self.planned_wire else "-"
-        found = (
-            f"program / plan: memory {self.memory / self.planned_memory:.3f}, wire {wire}, "
-            f"operations {self.flops / self.planned_flops:.3f}"
-        )
+        memory, wire, flops = self.ratios
+        text = f"program / plan: memory {memory}, wire {wire}, operations {flops}"
         if not self.update_flops:
-            return found
+            return text
         share = self.update_flops / self.flops
-        return f"{found}; the update runs {share:.1%} more and sends {size(self.update_wire)}"
+        return f"{text}; the update runs {share:.1%} more and sends {size(self.update_wire)}"
+
+    @property
+    def ratios(self) -> tuple[str, str, str]:
+        """Memory, bytes sent and operations of the program over those of the plan."""
+        wire = f"{self.wire / self.planned_wire:.3f}" if self.planned_wire else "-"
+        memory, flops = self.memory / self.planned_memory, self.flops / self.planned_flops
+        return f"{memory:.3f}", wire, f"{flops:.3f}"
 
 
 def verify(
