@@ -1,7 +1,7 @@
 """The auditor: memory, traffic and a bound on time of one step, read from its compiled program."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from sharding.plan.audit._wire import Collective, axes_of_groups, collectives_of
 from sharding.plan.machine._devices import KINDS, DeviceKind, kind_of
 
 # Less than this share of the memory left, and a warning is issued.
-_TIGHT = 0.1
+_LEAST_LEFT = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +38,12 @@ class Traffic:
     wire_bytes: float  # bytes that one device sends
     across_slices: bool  # whether they leave a TPU slice
     scope: str  # the operation that the dearest one was compiled from
+
+    def cells(self) -> tuple[str, ...]:
+        """A row of the table of traffic."""
+        over = "slices" if self.across_slices else "+".join(self.axes)
+        figures = (str(self.count), size(self.wire_bytes), shortened(self.scope))
+        return (self.phase, self.op, over, self.dtype, *figures)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,14 +95,14 @@ class Audit:
     @property
     def wire_bytes(self) -> float:
         """Bytes that one device sends in a step."""
-        return sum(each.wire_bytes for each in self.traffic)
+        return sum(row.wire_bytes for row in self.traffic)
 
     @property
     def seconds(self) -> dict[str, float]:
         """The least time of a step by its bounds; empty where the device is unknown."""
         if self.kind is None:
             return {}
-        slow = sum(each.wire_bytes for each in self.traffic if each.across_slices)
+        slow = sum(row.wire_bytes for row in self.traffic if row.across_slices)
         bounds = {
             "compute": sum(self.flops.values()) / self.kind.flops,
             "memory": sum(self.nbytes.values()) / self.kind.bandwidth,
@@ -114,12 +120,10 @@ class Audit:
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, ready for JSON."""
-        found = dataclasses.asdict(self) | {"pipeline": self.pipeline and self.pipeline.to_dict()}
-        names = (
-            *("memory", "fits", "headroom", "wire_bytes", "matmul_flops"),
-            *("seconds", "tokens_per_second"),
-        )
-        return found | {name: getattr(self, name) for name in names}
+        names = ("memory", "fits", "headroom", "wire_bytes", "matmul_flops", "seconds")
+        figures = {name: getattr(self, name) for name in (*names, "tokens_per_second")}
+        pipeline = {"pipeline": self.pipeline and self.pipeline.to_dict()}
+        return dataclasses.asdict(self) | pipeline | figures
 
     def tables(self) -> list[Table]:
         """The tables to print: memory, traffic, the pipeline if there is one, and work."""
@@ -153,32 +157,19 @@ class Audit:
             rows.append(("in host memory", size(self.host)))
         if self.kind is not None:
             verdict = "fits" if self.fits else "DOES NOT FIT"
-            if self.fits and (self.headroom or 0) < _TIGHT:
+            if self.fits and (self.headroom or 0) < _LEAST_LEFT:
                 verdict = "fits, barely"
             rows.append((f"a {self.kind.name} has: {verdict}", size(self.kind.memory)))
         return Table("Memory of one device", ("", "bytes"), rows)
 
     def _traffic_table(self) -> Table:
-        rows: list[tuple[str, ...]] = [
-            (
-                each.phase,
-                each.op,
-                "slices" if each.across_slices else "+".join(each.axes),
-                each.dtype,
-                str(each.count),
-                size(each.wire_bytes),
-                shortened(each.scope),
-            )
-            for each in self.traffic
-            if each.wire_bytes > 1e-3 * self.wire_bytes
-        ]
+        rows = [row.cells() for row in self.traffic if row.wire_bytes > 1e-3 * self.wire_bytes]
         # The sum of all, and the plan's.
         if rows:
             rows.append(("total", "", "", "", "", size(self.wire_bytes), ""))
         if self.expected_wire:
-            ratio = self.wire_bytes / self.expected_wire
-            theory = (f"{ratio:.3f} of theory", *[""] * 4, size(self.expected_wire), "")
-            rows.append(theory)
+            ratio = f"{self.wire_bytes / self.expected_wire:.3f} of theory"
+            rows.append((ratio, *[""] * 4, size(self.expected_wire), ""))
         columns = ("phase", "op", "axes", "dtype", "runs", "bytes", "mostly")
         return Table("Sent by one device", columns, rows)
 
@@ -226,12 +217,8 @@ def audit(
         default, arguments that no name matches but that come back from a training step are
         parameters if the loss reads them, else optimizer state, and a note names them.
       tokens: of all devices in a step, for an upper bound of the tokens per second.
-      pipeline: the pipeline that the step runs. The audit then shows its permutes, the iterations
-        of its loops over ticks and what these keep, beside what the schedule says, and warns where
-        the program keeps more.
-
-    Returns:
-      An ``Audit``; ``print`` it.
+      pipeline: the pipeline that the step runs, whose permutes and loops over ticks are then shown
+        beside its schedule.
 
     Raises:
       ValueError: ``compiled`` is no program, or ``device`` names no known kind.
@@ -262,14 +249,7 @@ def audit(
     # Traffic, work by phase, and memory.
     found, (work, unknown_loops) = collectives_of(program), costs(program)
     buffers = at_peak(program)
-    flops: dict[str, float] = {}
-    products: dict[str, float] = {}
-    nbytes: dict[str, float] = {}
-    for cost in work:
-        phase = phase_of(cost.scope)
-        flops[phase] = flops.get(phase, 0.0) + cost.flops
-        products[phase] = products.get(phase, 0.0) + cost.matmul_flops
-        nbytes[phase] = nbytes.get(phase, 0.0) + cost.nbytes
+    phases = [phase_of(cost.scope) for cost in work]
     placed = [] if isinstance(compiled, str) else jax.tree.leaves(compiled.input_shardings)
     arguments, about = arguments_of(program, parts, placed)
     about += _widened(arguments, found, placed)
@@ -284,36 +264,45 @@ def audit(
     result = Audit(
         devices=program.num_devices,
         kind=_device_kind(device, mesh),
-        arguments=_by_part(arguments, parts),
+        arguments=dict.fromkeys(parts, 0.0)
+        | _sums([x.part for x in arguments if x.part], (x.nbytes for x in arguments if x.part)),
         results=memory.output_size_in_bytes - memory.alias_size_in_bytes if memory else 0.0,
         temporaries=temporaries,
         at_peak=_by_use(buffers, temporaries),
         host=(memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes) if memory else 0,
         traffic=_traffic(found, mesh),
-        flops=flops,
-        products=products,
-        nbytes=nbytes,
+        flops=_sums(phases, (cost.flops for cost in work)),
+        products=_sums(phases, (cost.matmul_flops for cost in work)),
+        nbytes=_sums(phases, (cost.nbytes for cost in work)),
         expected_wire=expected_wire,
         warnings=(),
         notes=tuple(about),
         tokens=tokens,
         pipeline=of_pipeline,
     )
-    if result.headroom is not None and result.headroom < _TIGHT:
-        warnings.insert(0, _barely(result) if result.fits else _too_large(result))
+    if result.headroom is not None and result.headroom < _LEAST_LEFT:
+        warnings.insert(0, _tight(result))
     return dataclasses.replace(result, warnings=tuple(warnings))
+
+
+def _sums(names: Sequence[str], values: Iterable[float]) -> dict[str, float]:
+    """Sums by name."""
+    total: dict[str, float] = {}
+    for name, value in zip(names, values, strict=True):
+        total[name] = total.get(name, 0.0) + value
+    return total
 
 
 def _device_kind(device: DeviceKind | str | None, mesh: AnyMesh | None) -> DeviceKind | None:
     if isinstance(device, str):
-        found = kind_of(device)
-        if found is None:
+        kind = kind_of(device)
+        if kind is None:
             raise ValueError(
                 f"the figures of device {device!r} are not known; known are {', '.join(KINDS)}. "
                 "Give those of another as a sharding.DeviceKind, or leave device out: there is no "
                 "bound on the time then."
             )
-        return found
+        return kind
     if device is None and isinstance(mesh, jax.sharding.Mesh):
         return kind_of(mesh.devices.flat[0].device_kind)
     return device
@@ -326,19 +315,11 @@ def _mesh_of(compiled: Any) -> AnyMesh | None:
     return None
 
 
-def _by_part(arguments: list[Argument], parts: Mapping[str, str]) -> dict[str, float]:
-    total = dict.fromkeys(parts, 0.0)
-    for each in arguments:
-        if each.part:
-            total[each.part] += each.nbytes
-    return total
-
-
 def _widened(arguments: list[Argument], found: list[Collective], shardings: list[Any]) -> list[str]:
     """A note on the CPU's float32 collectives of bfloat16 arrays."""
-    platforms = {device.platform for each in shardings for device in each.device_set}
-    narrow = any(each.part == "parameters" and each.array.dtype == "bf16" for each in arguments)
-    if platforms != {"cpu"} or not narrow or not any(each.dtype == "f32" for each in found):
+    platforms = {device.platform for sharding in shardings for device in sharding.device_set}
+    narrow = any(arg.part == "parameters" and arg.array.dtype == "bf16" for arg in arguments)
+    if platforms != {"cpu"} or not narrow or not any(sent.dtype == "f32" for sent in found):
         return []
     return [
         "collectives of bfloat16 arrays are shown as float32: XLA widens them on CPUs; on a TPU or "
@@ -349,20 +330,17 @@ def _widened(arguments: list[Argument], found: list[Collective], shardings: list
 def _traffic(found: list[Collective], mesh: AnyMesh | None) -> tuple[Traffic, ...]:
     """Collectives by phase, operation, axes and dtype; the dearest first."""
     groups: dict[tuple, list[Collective]] = {}
-    for each in found:
-        axes = () if each.across_slices else axes_of_groups(each.groups, mesh)
-        key = (phase_of(each.scope), each.op, axes, each.dtype, each.across_slices)
-        groups.setdefault(key, []).append(each)
+    for sent in found:
+        axes = () if sent.across_slices else axes_of_groups(sent.groups, mesh)
+        key = (phase_of(sent.scope), sent.op, axes, sent.dtype, sent.across_slices)
+        groups.setdefault(key, []).append(sent)
     rows = [
         Traffic(
-            phase,
-            op,
-            axes,
-            dtype,
-            count=sum(each.runs for each in group),
-            wire_bytes=sum(each.wire_bytes for each in group),
+            *(phase, op, axes, dtype),
+            count=sum(sent.runs for sent in group),
+            wire_bytes=sum(sent.wire_bytes for sent in group),
             across_slices=across,
-            scope=max(group, key=lambda each: each.wire_bytes).scope,
+            scope=max(group, key=lambda sent: sent.wire_bytes).scope,
         )
         for (phase, op, axes, dtype, across), group in groups.items()
     ]
@@ -395,19 +373,16 @@ def _by_use(buffers: list[Buffer], limit: float | None) -> dict[str, float]:
     return total
 
 
-def _barely(found: Audit) -> str:
+def _tight(found: Audit) -> str:
+    """A warning where a step fits with next to nothing left, or does not fit."""
     assert found.kind is not None
     left = found.kind.memory - found.memory
+    if found.fits:
+        return (
+            f"the step fits a {found.kind.name} with only {size(left)} ({found.headroom:.0%}) to "
+            "spare: allocators and libraries need some of it"
+        )
     return (
-        f"the step fits a {found.kind.name} with only {size(left)} ({found.headroom:.0%}) to "
-        "spare: allocators and libraries need some of it"
-    )
-
-
-def _too_large(found: Audit) -> str:
-    assert found.kind is not None
-    over = found.memory - found.kind.memory
-    return (
-        f"the step needs {size(found.memory)} on each device, {size(over)} more than a "
+        f"the step needs {size(found.memory)} on each device, {size(-left)} more than a "
         f"{found.kind.name} has"
     )

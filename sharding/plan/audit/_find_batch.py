@@ -44,7 +44,7 @@ class FoundBatch:
     def to_dict(self) -> dict[str, Any]:
         """All figures but the audit, ready for JSON."""
         names = ("batch", "memory", "headroom", "usable", "complete")
-        tried = [dataclasses.asdict(each) for each in self.tried]
+        tried = [dataclasses.asdict(size) for size in self.tried]
         return {name: getattr(self, name) for name in names} | {"tried": tried}
 
     def tables(self) -> list[Table]:
@@ -81,10 +81,9 @@ def find_batch(
 ) -> FoundBatch:
     """The largest batch whose compiled step leaves ``headroom`` of a device's memory free.
 
-    Steps are compiled and audited, not run, so that compile-only targets do. The search narrows the
-    interval between a size that fits and one that does not. The next size is where the line through
-    two known sizes meets the limit, as memory grows in the batch, but at most 8 times the largest
-    that fits; or the middle, where lines do not halve the interval.
+    Steps are compiled and audited, not run, so that compile-only targets do. The next size is where
+    the line through two known sizes meets the limit, but at most 8 times the largest that fits; or
+    the middle, where lines do not halve the interval.
 
     Args:
       make_step: a function of the batch size that returns the step as ``jax.jit(f).lower(...)``
@@ -94,15 +93,11 @@ def find_batch(
       headroom: the share of the memory that is left free, from 0 to below 1.
       start: the smallest size, which is tried first.
       limit: the largest.
-      report: called with each size as soon as it is known.
-      **options: for ``sharding.audit``, such as ``mesh``.
-
-    Returns:
-      A ``FoundBatch``; ``print`` it.
+      report: is called with each ``Tried`` size.
+      **options: of ``audit``.
 
     Raises:
-      ValueError: neither memory nor a device with known figures was given, or a number is out of
-        range.
+      ValueError: nothing is known of the memory, or a number is out of range.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -149,10 +144,10 @@ def find_batch(
 
 def _next(low: int, high: int, limit: int, tried: list[Tried], usable: float, by_line: bool) -> int:
     """The size to try next, between one that fits and one that does not."""
-    known = [each for each in tried if each.memory < float("inf")]
+    known = [size for size in tried if size.memory < float("inf")]
     if by_line and len(known) >= 2:
         # The line through the two sizes nearest to the limit.
-        a, b = sorted(known, key=lambda each: abs(each.memory - usable))[:2]
+        a, b = sorted(known, key=lambda size: abs(size.memory - usable))[:2]
         slope = (b.memory - a.memory) / (b.batch - a.batch)
         if slope > 0:
             guess = int(a.batch + (usable - a.memory) / slope + 1e-6)

@@ -2,7 +2,7 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from sharding.pipeline._instructions import Instructions
@@ -66,12 +66,12 @@ class PipelineAudit:
     @property
     def kept(self) -> float:
         """Bytes that the program keeps between ticks, sums aside."""
-        return sum(each.nbytes for each in self.slots)
+        return sum(kind.nbytes for kind in self.slots)
 
     @property
     def excess(self) -> float:
         """Bytes of them more than the schedule needs."""
-        return sum(each.excess for each in self.slots)
+        return sum(kind.excess for kind in self.slots)
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, ready for JSON."""
@@ -89,9 +89,9 @@ class PipelineAudit:
             ("live activations, by stage", live, "", ""),
         ]
         rows += [
-            (f"slots: {each.name}", str(each.scheduled), str(each.found), size(each.nbytes))
-            for each in self.slots
-            if each.scheduled or each.nbytes
+            (f"slots: {kind.name}", str(kind.scheduled), str(kind.found), size(kind.nbytes))
+            for kind in self.slots
+            if kind.scheduled or kind.nbytes
         ]
         rows.append(("gradients and sums", "", "", size(self.sums)))
         if self.copied + self.copied_sums:
@@ -129,12 +129,9 @@ def audit_pipeline(program: Program, pipeline: Pipeline, mesh: AnyMesh) -> Pipel
     sums: list[KeptArray] = []
     stored: list[KeptArray] = []
     for loop in loops:  # loops run one after the other: those that hold most
-        results = [
-            each
-            for each in loop.kept
-            if each.returned and not _is_aux(each.array, pipeline, message)
-        ]
-        others = [each for each in loop.kept if each not in results]
+        returned = [kept for kept in loop.kept if kept.returned]
+        results = [kept for kept in returned if not _is_aux(kept.array, pipeline, message)]
+        others = [kept for kept in loop.kept if kept not in results]
         sums, stored = max(sums, results, key=_held), max(stored, others, key=_held)
     found = PipelineAudit(
         schedule=schedule.name,
@@ -142,7 +139,7 @@ def audit_pipeline(program: Program, pipeline: Pipeline, mesh: AnyMesh) -> Pipel
         microbatches=schedule.num_microbatches,
         ticks=schedule.num_ticks,
         live=figures.live,
-        scheduled_iterations=tuple(len(each.tables["code"]) for each in lowering.segments),
+        scheduled_iterations=tuple(len(part.tables["code"]) for part in lowering.segments),
         iterations=tuple(loop.trips for loop in loops),
         runs=max((loop.runs for loop in loops), default=0),
         scheduled_permutes=num_permutes(lowering),
@@ -150,9 +147,9 @@ def audit_pipeline(program: Program, pipeline: Pipeline, mesh: AnyMesh) -> Pipel
         messages=max(figures.messages),
         message_bytes=sum(array.nbytes for array in message),
         slots=tuple(_slots(stored, message, lowering, max(pipeline.layer_counts))),
-        sums=sum(each.array.nbytes for each in sums),
-        copied=sum(each.array.nbytes for each in stored if each.copied),
-        copied_sums=sum(each.array.nbytes for each in sums if each.copied),
+        sums=_nbytes_of(sums),
+        copied=_nbytes_of(kept for kept in stored if kept.copied),
+        copied_sums=_nbytes_of(kept for kept in sums if kept.copied),
     )
     return dataclasses.replace(found, warnings=tuple(_warnings(found)))
 
@@ -162,10 +159,10 @@ def audit_pipeline(program: Program, pipeline: Pipeline, mesh: AnyMesh) -> Pipel
 
 def _messages_of(loop: TickLoop) -> list[list[Array]]:
     """The arrays of each message of an iteration."""
-    found: dict[tuple[object, ...], list[Array]] = {}
+    messages: dict[tuple[object, ...], list[Array]] = {}
     for permute in loop.permutes:
-        found.setdefault((permute.pairs, permute.source), []).extend(permute.arrays)
-    return list(found.values())
+        messages.setdefault((permute.pairs, permute.source), []).extend(permute.arrays)
+    return list(messages.values())
 
 
 # --- What is kept ---------------------------------------------------------------------------------
@@ -173,7 +170,7 @@ def _messages_of(loop: TickLoop) -> list[list[Array]]:
 
 def _held(kept: Sequence[KeptArray]) -> float:
     """The bytes of arrays, with those of their copies."""
-    return sum(each.array.nbytes * (1 + each.copied) for each in kept)
+    return sum(x.array.nbytes * (1 + x.copied) for x in kept)
 
 
 def _is_aux(array: Array, pipeline: Pipeline, message: Sequence[Array]) -> bool:
@@ -181,7 +178,7 @@ def _is_aux(array: Array, pipeline: Pipeline, message: Sequence[Array]) -> bool:
     if not pipeline.has_aux or array.dims[0] != pipeline.schedule.num_microbatches:
         return False
     rows = pipeline.schedule.num_chunks * max(pipeline.layer_counts)
-    return array.dims[0] != rows or array.dims[1:] in [each.dims for each in message]
+    return array.dims[0] != rows or array.dims[1:] in [sent.dims for sent in message]
 
 
 def _slots(
@@ -191,39 +188,32 @@ def _slots(
     leaves = collections.Counter(array.dims for array in message)
     depths = [n + 1 for n in (lowering.num_residuals, lowering.num_crossing) if n]
     kinds: dict[str, list[KeptArray]] = {_ACTIVATIONS: [], _RESIDUALS: [], _OTHERS: []}
-    for each in stored:
-        if _split_slots(each.array, leaves)[0]:
-            kinds[_ACTIVATIONS].append(each)
+    for kept in stored:
+        if _split_slots(kept.array, leaves)[0]:
+            kinds[_ACTIVATIONS].append(kept)
         else:
-            stores = each.array.dims[:2] in [(n, num_layers) for n in depths]
-            kinds[_RESIDUALS if stores and not each.has_params else _OTHERS].append(each)
+            stores = kept.array.dims[:2] in [(n, num_layers) for n in depths]
+            kinds[_RESIDUALS if stores and not kept.has_params else _OTHERS].append(kept)
+    activations, residuals, others = kinds.values()
 
     # An array of slots for each array of a message.
-    found: collections.Counter[tuple[int, ...]] = collections.Counter()
-    excess = 0.0
-    for each in kinds[_ACTIVATIONS]:
-        num_slots, dims = _split_slots(each.array, leaves)
-        free = max((lowering.num_messages + 1) * leaves[dims] - found[dims], 0)
-        found[dims] += num_slots
-        excess += max(num_slots - free, 0) * each.array.nbytes / num_slots
-    most = max((-(-found[dims] // count) for dims, count in leaves.items()), default=0)
-    yield StoredSlots(
-        _ACTIVATIONS,
-        lowering.num_messages + 1,
-        most,
-        _nbytes_of(kinds[_ACTIVATIONS]),
-        excess,
-        _largest(kinds[_ACTIVATIONS]) if excess else "",
-    )
+    slots: collections.Counter[tuple[int, ...]] = collections.Counter()
+    scheduled, excess = lowering.num_messages + 1, 0.0
+    for kept in activations:
+        num_slots, dims = _split_slots(kept.array, leaves)
+        free = max(scheduled * leaves[dims] - slots[dims], 0)
+        slots[dims] += num_slots
+        excess += max(num_slots - free, 0) * kept.array.nbytes / num_slots
+    most = max((-(-slots[dims] // count) for dims, count in leaves.items()), default=0)
+    example = _largest(activations) if excess else ""
+    yield StoredSlots(_ACTIVATIONS, scheduled, most, _nbytes_of(activations), excess, example)
 
     # Residuals have a dim for the layers after that of the slots.
-    lengths = {each.array.dims[0] for each in kinds[_RESIDUALS]}
-    slots = sum(n for n in depths if n in lengths)
-    yield StoredSlots(_RESIDUALS, sum(depths), slots, _nbytes_of(kinds[_RESIDUALS]))
-    nbytes = _nbytes_of(kinds[_OTHERS])
-    yield StoredSlots(
-        _OTHERS, 0, len(kinds[_OTHERS]), nbytes, nbytes, _largest(kinds[_OTHERS]) if nbytes else ""
-    )
+    lengths = {kept.array.dims[0] for kept in residuals}
+    num_slots = sum(n for n in depths if n in lengths)
+    yield StoredSlots(_RESIDUALS, sum(depths), num_slots, _nbytes_of(residuals))
+    nbytes, example = _nbytes_of(others), _largest(others) if others else ""
+    yield StoredSlots(_OTHERS, 0, len(others), nbytes, nbytes, example)
 
 
 def _split_slots(
@@ -235,15 +225,15 @@ def _split_slots(
     return int(array.dims in leaves), array.dims
 
 
-def _nbytes_of(kept: Sequence[KeptArray]) -> float:
-    return sum(each.array.nbytes for each in kept)
+def _nbytes_of(kept: Iterable[KeptArray]) -> float:
+    return sum(x.array.nbytes for x in kept)
 
 
 def _largest(kept: Sequence[KeptArray]) -> str:
     """The largest array, as HLO writes it, and the operation that it is from."""
-    one = max(kept, key=lambda each: each.array.nbytes)
-    where = f" of {one.scope.split('/')[-1]}" if one.scope else ""
-    return f"{one.array.dtype}[{','.join(map(str, one.array.dims))}]{where}"
+    array, scope, *_ = max(kept, key=lambda x: x.array.nbytes)
+    where = f" of {scope.split('/')[-1]}" if scope else ""
+    return f"{array.dtype}[{','.join(map(str, array.dims))}]{where}"
 
 
 # --- In words -------------------------------------------------------------------------------------

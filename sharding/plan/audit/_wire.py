@@ -106,11 +106,11 @@ def _collectives_of_frame(
                         f"wire bytes were requested, but the program does not say how often the "
                         f"loop %{it.name} runs: give it a constant trip count, as lax.scan does."
                     )
-                found += [_repeat(each, trips) for each in body if trips]
-                found += [_repeat(each, trips + 1) for each in condition]
+                found += [_repeat(sent, trips) for sent in body if trips]
+                found += [_repeat(sent, trips + 1) for sent in condition]
         elif it.op == "conditional":
             branches = [inside(name, count, []) for name in it.branches]
-            found += choose(branches, key=lambda branch: sum(each.wire_bytes for each in branch))
+            found += choose(branches, key=lambda branch: sum(sent.wire_bytes for sent in branch))
         elif it.op in ("async-update", "async-done"):
             continue  # counted at its async-start, which calls the same computation
         elif op := collective_op(it):
@@ -123,7 +123,10 @@ def _collectives_of_frame(
                 called = inside(name, count, arguments)
                 if name.startswith("all-reduce-scatter"):
                     # TPU: one reduce-scatter, printed as an all-reduce and a slice.
-                    called = [_halve(each) for each in called]
+                    called = [
+                        sent._replace(op="reduce-scatter", wire_bytes=sent.wire_bytes / 2)
+                        for sent in called
+                    ]
                 found += called
     return found
 
@@ -132,15 +135,15 @@ def _continues(it: Instruction, name: str, program: Program, chains: set[str]) -
     """Whether a fusion continues a collective that an earlier fusion started.
 
     TPU programs split an asynchronous collective into fusions that each repeat it: a start, several
-    ``async_collective_fusion`` that compute meanwhile, and a done. Where the collectives have a
-    ``chain_id``, those in ``chains`` were seen before; the ids of this fusion are added.
+    ``async_collective_fusion``, and a done. Collectives with a ``chain_id`` in ``chains`` were seen
+    before; the ids of this fusion are added.
     """
     if it.op != "fusion":
         return False
     ids = {
         match[1]
-        for each in program.computations[name].values()
-        if collective_op(each) and (match := re.search(r'chain_id="(\d+)"', each.attributes))
+        for part in program.computations[name].values()
+        if collective_op(part) and (match := re.search(r'chain_id="(\d+)"', part.attributes))
     }
     if ids:
         seen = ids <= chains
@@ -233,9 +236,7 @@ def device_groups(attributes: str, num_devices: int) -> list[tuple[int, ...]]:
     if match := re.search(r'_xla_megascale_target="\{([\d,]+)\}x', attributes):
         return [_ints(match[1])]
     if match := re.search(r"_xla_megascale_target=\{+([\d,]+)(?:->([\d,]+))?", attributes):
-        if match[2]:
-            return [(int(match[1]), int(match[2]))]
-        return [_ints(match[1])]
+        return [(int(match[1]), int(match[2]))] if match[2] else [_ints(match[1])]
     # None: all devices.
     if "replica_groups={}" in attributes or "replica_groups" not in attributes:
         return [tuple(range(num_devices))]
@@ -296,7 +297,3 @@ def _rows(ids: np.ndarray) -> list[tuple[int, ...]]:
 
 def _repeat(found: Collective, times: int) -> Collective:
     return found._replace(runs=found.runs * times, wire_bytes=found.wire_bytes * times)
-
-
-def _halve(found: Collective) -> Collective:
-    return found._replace(op="reduce-scatter", wire_bytes=found.wire_bytes / 2)
