@@ -24,8 +24,7 @@ from sharding.cli._options import (
 )
 from sharding.plan._format import show, size
 from sharding.plan._plot import plot_plans
-from sharding.plan.cost._advice import deepspeed_stage_2, saving_of, why_wider
-from sharding.plan.cost._estimate import Plan
+from sharding.plan.cost._estimate import Plan, deepspeed_stage_2, saving_of, why_wider
 from sharding.plan.cost._estimate_pipeline import estimate_pipeline
 from sharding.plan.cost._pipeline_schedules import SCHEDULES
 

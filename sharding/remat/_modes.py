@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from sharding.plan.audit._liveness import temporaries_of
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
-from sharding.plan.model._traced_work import Work, work_of
+from sharding.plan.model._traced_model import Work, work_of
 from sharding.remat._chain import Block, Mode
 from sharding.remat._checkpoint import after_backward
 from sharding.remat._names import HostCopies, NamedValues, SavedNames

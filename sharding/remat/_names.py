@@ -11,7 +11,7 @@ import numpy as np
 from optax_ext.execution_order import Graph
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
-from sharding.plan.model._traced_work import work_of_equation
+from sharding.plan.model._traced_model import work_of_equation
 
 # Of the unit of time in a program: enough for ties to go to fewer operations and saved names.
 _TIE = 1e-7

@@ -6,7 +6,7 @@ from typing import Any
 
 from sharding.plan._format import Table, size, text_of
 from sharding.plan.audit._liveness import temporaries_of
-from sharding.plan.model._traced_work import Work
+from sharding.plan.model._traced_model import Work
 
 
 class OverBudgetError(ValueError):

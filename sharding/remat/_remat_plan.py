@@ -15,7 +15,7 @@ from sharding.plan._format import size
 from sharding.plan.cost._estimate import Plan
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import DeviceKind, kind_of
-from sharding.plan.model._traced_work import Work
+from sharding.plan.model._traced_model import Work
 from sharding.remat._chain import (
     Block,
     ChainSearch,

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from sharding.plan.machine._devices import DeviceKind
-from sharding.plan.model._traced_work import Work
+from sharding.plan.model._traced_model import Work
 from sharding.remat._checkpoint import INPUT
 from sharding.remat._modes import (
     TracedBlock,

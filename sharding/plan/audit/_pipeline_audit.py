@@ -12,7 +12,7 @@ from sharding.placement._specs import AnyMesh
 from sharding.plan._format import Table, size, text_of
 from sharding.plan.audit._hlo import Array, Program
 from sharding.plan.audit._tick_loops import KeptArray, TickLoop, tick_loops
-from sharding.plan.cost._pipeline_wire import num_permutes
+from sharding.plan.cost._wire_and_flops import num_permutes
 
 _SMALL = 1 << 16  # bytes that need no warning
 _ACTIVATIONS, _RESIDUALS, _OTHERS = "activations, cotangents", "residuals", "other arrays"

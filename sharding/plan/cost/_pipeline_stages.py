@@ -14,12 +14,12 @@ from sharding._zero import Zero
 from sharding.pipeline._layers import other_dim
 from sharding.placement._specs import expand_specs, is_spec, with_axis
 from sharding.plan.cost._estimate import estimate_stage
-from sharding.plan.cost._layers_of_chunks import rows_of
 from sharding.plan.cost._pipeline_schedules import (
     ASYNC_SCHEDULES,
     SPLIT_SCHEDULES,
     layers_sent,
     max_in_flight,
+    rows_of,
     slots_of,
     stage_of_chunk,
 )

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,18 +18,18 @@ from sharding.placement._describe import Row
 from sharding.placement._specs import num_shards
 from sharding.plan.cost._compressed_sync import SyncedArray, SyncWork, sync_of, sync_work
 from sharding.plan.cost._estimate import estimate, estimate_stage, with_state_format
-from sharding.plan.cost._layers_of_chunks import ranges_of
 from sharding.plan.cost._parallel_plan import ParallelPlan
+from sharding.plan.cost._pipeline_schedules import ranges_of
 from sharding.plan.cost._pipeline_stages import PipelineStage, StageEstimates, pipeline_stages
 from sharding.plan.cost._stage_plan import StagePlan
-from sharding.plan.cost._step_seconds import StepSeconds
-from sharding.plan.cost._step_time import Passes, passes, with_state
+from sharding.plan.cost._step_time import Passes, StepSeconds, passes, traced_passes, with_state
 from sharding.plan.machine._mesh_groups import Machine
+from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._layer_costs import LayerCost, layer_costs
 from sharding.plan.model._layer_time import Implementation
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._saved_names import PARTLY
-from sharding.plan.model._traced_work import work_of
+from sharding.plan.model._traced_model import Traced, TracedModel, work_of
 
 _TOKEN = 4  # bytes
 # What of ``optax_ext`` wraps the transformation, by ``ParallelPlan.weights``.
@@ -365,3 +366,58 @@ def zero_of(plan: ParallelPlan) -> Zero:
         offload="optimizer" if plan.offload else None,
         sync=sync_of(plan.sync) if plan.sync else None,
     )
+
+
+class TracedCosts(PlanCosts):
+    """Memory and time of plans of a ``TracedModel``; arguments as those of ``PlanCosts``.
+
+    Two traces, of one and of two examples, are enough: everything is linear in the examples.
+    """
+
+    model: TracedModel  # type: ignore[assignment]
+
+    def __init__(
+        self, model: TracedModel, tx: optax.GradientTransformation, machine: Machine, **options: Any
+    ):
+        super().__init__(model, tx, machine, **options)  # type: ignore[arg-type]
+        self._traced = functools.cache(lambda size, form: self.model.traced(size, self.dtype, form))
+        params = jax.tree.leaves(model.abstract(self.dtype))
+        self._sizes = [float(math.prod(x.shape)) for x in params]
+        self._layer_bytes = functools.cache(lambda: self.model.layer_bytes(self.dtype))
+
+    def traced(self, size: int, recompute: str) -> Traced:
+        """A micro-batch of some examples of one device."""
+        one, two = (self._traced(number, recompute) for number in (1, 2))
+        return Traced(*(a + (size - 1) * (b - a) for a, b in zip(one, two, strict=True)))
+
+    def forms(self, recompute: Sequence[str]) -> tuple[str, ...]:
+        """Those that differ in what is stored or computed: a model may have none of the names."""
+        found: dict[Traced, str] = {}
+        for form in sorted(recompute, key=lambda form: form not in ("none", "full")):
+            found.setdefault(self._traced(1, form), form)
+        return tuple(form for form in recompute if form in found.values())
+
+    def activations(self, plan: ParallelPlan, grads: float = 0.0) -> float:
+        """Bytes of what is stored, of temporaries, and of what stage 3 gathers.
+
+        These are a layer, or what is outside of layers, and gradients of the same size. ``grads``
+        are beside the temporaries.
+        """
+        traced = self.traced(plan.microbatch, plan.recompute)
+        layer, outside = self._layer_bytes() if plan.gathers_layers else (0.0, 0.0)
+        return traced.stored + max(traced.working + 2 * layer + grads, 2 * outside)
+
+    def batch(self, plan: ParallelPlan) -> float:
+        """Bytes of a device's part of the batch."""
+        return float(num_bytes(self.model.batch(plan.microbatch * plan.microbatches)))
+
+    def _passes_of(self, plan: ParallelPlan, ideal: bool) -> Passes:
+        traced = self.traced(plan.microbatch, plan.recompute)
+        return traced_passes(
+            self.machine,
+            flops=plan.microbatches * traced.flops,
+            moved=plan.microbatches * traced.moved,
+            params=sum(self._sizes),
+            gathers=len(self._sizes),
+            ideal=ideal,
+        )

@@ -14,7 +14,7 @@ from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._saved_names import attention_flops, flops_again, saved_elements
-from sharding.plan.model._traced_work import products_of, stored_by
+from sharding.plan.model._traced_model import products_of, stored_by
 
 
 @dataclasses.dataclass(frozen=True)

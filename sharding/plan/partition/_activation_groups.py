@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from sharding.plan._format import size
 from sharding.plan.model._layer_costs import LayerCost, check_layers
-from sharding.plan.partition._stage_tables import least_maximum, per_stage, stage_tables
+from sharding.plan.partition._balanced_stages import least_maximum, per_stage, stage_tables
 
 
 @dataclasses.dataclass(frozen=True)

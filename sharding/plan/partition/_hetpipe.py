@@ -9,8 +9,7 @@ import numpy as np
 
 from sharding.plan._format import Printed, Table, check_choice, seconds, size
 from sharding.plan.model._layer_costs import LayerCost, check_layers
-from sharding.plan.partition._balanced_stages import periods
-from sharding.plan.partition._stage_tables import least_maximum, least_sum, stage_tables
+from sharding.plan.partition._balanced_stages import least_maximum, least_sum, periods, stage_tables
 
 _MOST_ORDERS = 1000
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from sharding.plan._format import Printed, Table, seconds, size
 from sharding.plan.model._layer_costs import LayerCost, check_layers
-from sharding.plan.partition._stage_tables import of_layers, range_maxima, range_sums
+from sharding.plan.partition._balanced_stages import of_layers, range_maxima, range_sums
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,10 +9,10 @@ import numpy as np
 
 from sharding.plan._format import Printed, Table, count, size
 from sharding.plan.model._layer_costs import LayerCost, check_layers
-from sharding.plan.partition._balanced_stages import periods
-from sharding.plan.partition._stage_tables import (
+from sharding.plan.partition._balanced_stages import (
     StageTables,
     least_maximum,
+    periods,
     range_sums,
     stage_tables,
 )

@@ -5,7 +5,7 @@ from typing import Any
 
 from sharding.plan._format import count, seconds, size
 from sharding.plan.cost._parallel_plan import ParallelPlan
-from sharding.plan.cost._step_seconds import StepSeconds
+from sharding.plan.cost._step_time import StepSeconds
 from sharding.plan.model._saved_names import PARTLY, saved_parts
 
 

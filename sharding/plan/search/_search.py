@@ -13,9 +13,8 @@ import optax
 from sharding.plan._format import Printed, Table, seconds, size
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._pipeline_schedules import ASYNC_SCHEDULES
-from sharding.plan.cost._plan_costs import PlanCosts
-from sharding.plan.cost._step_seconds import PARTS_OF_STEP, StepSeconds
-from sharding.plan.cost._traced_costs import TracedCosts
+from sharding.plan.cost._plan_costs import PlanCosts, TracedCosts
+from sharding.plan.cost._step_time import PARTS_OF_STEP, StepSeconds
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import DeviceKind, kind_of
 from sharding.plan.machine._mesh_groups import Machine

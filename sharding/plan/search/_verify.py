@@ -11,10 +11,13 @@ from sharding.plan._format import size
 from sharding.plan.audit._audit import audit
 from sharding.plan.cost._estimate import estimate
 from sharding.plan.cost._parallel_plan import ParallelPlan
-from sharding.plan.cost._pipeline_flops import pipeline_flops
-from sharding.plan.cost._pipeline_wire import pipeline_wire, updates_wire
 from sharding.plan.cost._plan_costs import sync_change, sync_of_plan, transformation_of
-from sharding.plan.cost._tensor_sums import tensor_wire
+from sharding.plan.cost._wire_and_flops import (
+    pipeline_flops,
+    pipeline_wire,
+    tensor_wire,
+    updates_wire,
+)
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.model._models import Decoder

@@ -8,8 +8,7 @@ from jax.sharding import AbstractMesh
 
 import sharding as shd
 from sharding.plan import estimate, estimate_pipeline, kind_of, layer_costs
-from sharding.plan.cost._layers_of_chunks import rows_of
-from sharding.plan.cost._pipeline_schedules import schedule_of
+from sharding.plan.cost._pipeline_schedules import rows_of, schedule_of
 from sharding.plan.model._models import Decoder
 
 from ..pipeline.families import seconds_in_lockstep

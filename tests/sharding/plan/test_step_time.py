@@ -22,7 +22,7 @@ from sharding.plan.cost._pipeline_schedules import (
     schedule_of,
 )
 from sharding.plan.cost._step_time import passes, step_seconds
-from sharding.plan.cost._tensor_sums import tensor_wire
+from sharding.plan.cost._wire_and_flops import tensor_wire
 from sharding.plan.machine._collective_time import NodeGroup, TorusGroup, collective_seconds
 from sharding.plan.machine._mesh_groups import Machine
 from sharding.plan.model._layer_time import Implementation, head_work, layer_work

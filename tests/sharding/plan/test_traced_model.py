@@ -11,11 +11,10 @@ import pytest
 
 from sharding.plan import TracedModel, estimate, kind_of, layer_costs, search
 from sharding.plan.cost._parallel_plan import ParallelPlan
-from sharding.plan.cost._plan_costs import PlanCosts, zero_of
+from sharding.plan.cost._plan_costs import PlanCosts, TracedCosts, zero_of
 from sharding.plan.cost._step_time import COMPILED, step_seconds
-from sharding.plan.cost._traced_costs import TracedCosts
 from sharding.plan.model._models import Decoder
-from sharding.plan.model._traced_work import work_of
+from sharding.plan.model._traced_model import work_of
 from sharding.plan.search._search import machine_of
 
 TX = optax.adamw(1e-3)

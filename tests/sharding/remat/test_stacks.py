@@ -17,7 +17,7 @@ from sharding.plan import estimate
 from sharding.plan.machine._devices import KINDS
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._models import MODELS
-from sharding.plan.model._traced_work import Work, work_of
+from sharding.plan.model._traced_model import Work, work_of
 from sharding.remat._modes import TracedBlock, one_of
 from sharding.remat._presets import MAXTEXT_NAMES, NameRequest
 from sharding.remat._stack import Stack
