@@ -45,10 +45,7 @@ def planned_model(
     """The fastest plan of the layers with which the whole loss takes at most ``--remat`` bytes.
 
     Embedding, logits and loss are compiled with the layers: where they are large, less is left for
-    what the layers store.
-
-    Returns:
-      The plan of the layers, and the bytes of activations and temporaries of the loss.
+    what the layers store. The second result is bytes of activations and temporaries of the loss.
     """
     model = setup.model
     assert model is not None

@@ -90,13 +90,10 @@ def text_of(tables: Sequence[Table]) -> str:
 
 
 def show(tables: Sequence[Table], notes: Sequence[str] = (), *, console: Any = None) -> None:
-    """Prints tables, and sentences below them.
+    """Prints tables, such as the ``tables()`` of a ``Plan``, and sentences below them.
 
-    Args:
-      tables: the ``tables()`` of a ``Plan`` or an ``Audit``. A column whose name ends in ``*`` is
-        highlighted.
-      notes: the sentences.
-      console: the ``rich.console.Console`` to print on; by default one as wide as the terminal.
+    A column whose name ends in ``*`` is highlighted. The ``rich.console.Console`` to print on is by
+    default one as wide as the terminal.
 
     Raises:
       ValueError: rich is not installed.

@@ -23,10 +23,8 @@ _TALLEST = 2.5  # higher bars, in units of the device's memory, are clipped
 def plot_plans(plans: Mapping[str, Plan]) -> Any:
     """A panel for each plan, under its name, with a stacked bar for each stage.
 
-    A line shows the memory of the device; much higher bars are clipped and labelled.
-
-    Returns:
-      A ``matplotlib.figure.Figure``.
+    A line shows the memory of the device; much higher bars are clipped and labelled. Returns a
+    ``matplotlib.figure.Figure``.
     """
     figure, panels = _figure([len(plan.stages) for plan in plans.values()])
     for axes, (name, plan) in zip(panels, plans.items(), strict=True):
@@ -47,11 +45,7 @@ def plot_plans(plans: Mapping[str, Plan]) -> Any:
 
 
 def plot_audits(audits: Mapping[str, Audit]) -> Any:
-    """A stacked bar for each program, by its name.
-
-    Returns:
-      A ``matplotlib.figure.Figure``.
-    """
+    """A stacked bar for each program, by its name, as a ``matplotlib.figure.Figure``."""
     figure, (axes,) = _figure([len(audits)])
     bars = {
         name: each.arguments | {"temporaries": each.temporaries or sum(each.at_peak.values())}
@@ -66,10 +60,8 @@ def plot_audits(audits: Mapping[str, Audit]) -> Any:
 def plot_search(found: SearchResult) -> Any:
     """Memory against time of the plans of a search: those that fit, and faster ones that do not.
 
-    The frontier is a line, where the search has it: no plan lies below.
-
-    Returns:
-      A ``matplotlib.figure.Figure``.
+    The frontier is a line, where the search has it: no plan lies below. Returns a
+    ``matplotlib.figure.Figure``.
     """
     figure, (axes,) = _figure([4])
     gib = 2**30

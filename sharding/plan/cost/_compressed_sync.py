@@ -55,16 +55,13 @@ def sync_work(name: str, arrays: Sequence[SyncedArray], devices: int) -> SyncWor
 
     PowerSGD of rank r sums r (rows + columns) numbers of each matrix, if that is less than half of
     it; QSGD exchanges codes of some bits and a scale for each block, and gathers those of the mean
-    where all devices need it. All other gradients are summed as they are.
-
-    All dims of an array but the last two are stacks of matrices.
+    where all devices need it. All other gradients are summed as they are. All dims of an array but
+    the last two are stacks of matrices.
 
     >>> gradient = SyncedArray((32, 4096, 11008), 2 * 32 * 4096 * 11008, scattered=False)
     >>> dense = 2 * gradient.nbytes * 7 / 8
     >>> round(dense / sync_work("powersgd(4)", [gradient], 8).sent(8))
     373
-    >>> round(dense / sync_work("qsgd(4)", [gradient], 8).sent(8), 2)
-    3.94
     """
     kind, number = _kind_and_number(name)
     sums: list[tuple[Operation, float]] = []

@@ -50,11 +50,11 @@ class Plan(Printed):
         Raises:
           ValueError: if no stage has this name.
         """
-        for stage in self.stages:
-            if stage.name == name:
-                return stage
-        names = ", ".join(repr(stage.name) for stage in self.stages)
-        raise ValueError(f"{name!r} is not in the plan; its stages are {names}.")
+        stages = {stage.name: stage for stage in self.stages}
+        if name not in stages:
+            names = ", ".join(map(repr, stages))
+            raise ValueError(f"{name!r} is not in the plan; its stages are {names}.")
+        return stages[name]
 
     @property
     def fits(self) -> bool | None:
@@ -132,10 +132,9 @@ class Plan(Printed):
 
         # Traffic and times.
         rows.append(("sent in a step", *(size(stage.wire) for stage in self.stages)))
-        if any(stage.network for stage in self.stages):
-            rows.append(("  to replicas", *(size(stage.network) for stage in self.stages)))
-        if any(stage.host_wire for stage in self.stages):
-            rows.append(("  to host memory", *(size(stage.host_wire) for stage in self.stages)))
+        for name, bytes_sent in (("replicas", "network"), ("host memory", "host_wire")):
+            sent = [getattr(stage, bytes_sent) for stage in self.stages]
+            rows += [(f"  to {name}", *map(size, sent))] if any(sent) else []
         rows += self._times()
 
         mesh = ", ".join(f"{axis}={number}" for axis, number in self.mesh.items())
@@ -375,13 +374,10 @@ def tight_notes(stages: Sequence[StagePlan], device: DeviceKind | None) -> list[
 
 
 def deepspeed_stage_2(num_params: float, devices: int) -> dict[str, float]:
-    """DeepSpeed's figures for Adam on one device at stage 2 without offload, in bytes.
-
-    Its documentation counts 4 P + 16 P / n, its code 2 P + 18 P / n: two bytes a parameter of
-    float16 weights; gradients in both float16 and float32, and float32 master and moments, sharded.
+    """DeepSpeed's bytes of one device for Adam at stage 2: 4 P + 16 P / n, and 2 P + 18 P / n.
 
     References:
-      DeepSpeed's estimate_zero2_model_states_mem_needs and the page on memory requirements.
+      DeepSpeed's page on memory requirements, and estimate_zero2_model_states_mem_needs.
     """
     return {
         "documentation": 4 * num_params + 16 * num_params / devices,

@@ -364,9 +364,6 @@ def _smaller(layers: int, num_chunks: int, rows: int) -> Iterator[list[tuple[int
     """The fastest ranges with ever fewer layers in the largest chunk, all but the last as large.
 
     Every device holds as many layers as the largest chunk has. The last one has the head.
-
-    >>> [[j - i for i, j in ranges] for ranges in _smaller(8, 3, 4)]
-    [[4, 3, 3]]
     """
     for most in range(rows - 1, math.ceil(layers / num_chunks) - 1, -1):
         yield ranges_of(all_chunks(layers, num_chunks, of_last(layers, num_chunks, most)))

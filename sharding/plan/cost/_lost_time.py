@@ -35,20 +35,11 @@ class LostTime(Printed):
 
     def tables(self) -> list[Table]:
         """The table to print."""
-        ways = {
-            "disk": self.disk,
-            "disk, best interval": self.best_disk,
-            "peers and disk": self.peers,
-        }
+        ways = {"disk": self.disk, "disk, best interval": self.best_disk}
+        ways["peers and disk"] = self.peers
         rows = [
-            (
-                name,
-                f"{each.interval:,}",
-                f"{each.overhead:.2%}",
-                seconds(each.lost),
-                f"{each.share:.2%}",
-            )
-            for name, each in ways.items()
+            (name, f"{x.interval:,}", f"{x.overhead:.2%}", seconds(x.lost), f"{x.share:.2%}")
+            for name, x in ways.items()
         ]
         title = f"{self.failures:.3g} failures a day; peers recover {self.recovered:.2%} of them"
         columns = ("checkpoints", "steps between", "overhead", "lost a failure", "time lost")
@@ -155,32 +146,27 @@ def lost_time(
       2006.
     """
     rare = disk_interval if disk_interval_with_peers is None else disk_interval_with_peers
-    counts = {
-        "disk_interval": disk_interval,
-        "peer_interval": peer_interval,
-        "disk_interval_with_peers": rare,
-    }
-    above = {
-        "state_bytes": state_bytes,
-        "machine_mtbf": machine_mtbf,
-        "step": step,
-        "disk_bandwidth": disk_bandwidth,
-    }
-    times = {
-        "restart": restart,
-        "disk_blocking": disk_blocking or 0.0,
-        "peer_overhead": peer_overhead,
-        "peer_restore": peer_restore,
-    }
-    for name, count in {"num_machines": num_machines, **counts}.items():
-        if count < 1 or count != int(count):
-            raise ValueError(f"{name} must be a whole number above 0, got {count}.")
-    for name, value in above.items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} must be above 0 and finite, got {value}.")
-    for name, value in times.items():
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name} must be at least 0 and finite, got {value}.")
+    rules: tuple[tuple[str, Callable[[float], bool], Mapping[str, float]], ...] = (
+        (
+            *("a whole number above 0", lambda x: x >= 1 and x == int(x)),
+            {"num_machines": num_machines, "disk_interval": disk_interval}
+            | {"peer_interval": peer_interval, "disk_interval_with_peers": rare},
+        ),
+        (
+            *("above 0 and finite", lambda x: 0 < x < math.inf),
+            {"state_bytes": state_bytes, "machine_mtbf": machine_mtbf, "step": step}
+            | {"disk_bandwidth": disk_bandwidth},
+        ),
+        (
+            *("at least 0 and finite", lambda x: 0 <= x < math.inf),
+            {"restart": restart, "disk_blocking": disk_blocking or 0.0}
+            | {"peer_overhead": peer_overhead, "peer_restore": peer_restore},
+        ),
+    )
+    for what, allowed, values in rules:
+        for name, value in values.items():
+            if not allowed(value):
+                raise ValueError(f"{name} must be {what}, got {value}.")
     if recovery is None:
         holders = place_replicas(range(num_machines), replicas)
 
@@ -225,7 +211,7 @@ def lost_time(
         failures * 86_400,
         recovered,
         on_disk(disk_interval),
-        min(map(on_disk, sorted(near)), key=lambda each: each.share),
+        min(map(on_disk, sorted(near)), key=lambda loss: loss.share),
         peers,
     )
 
@@ -243,8 +229,7 @@ def _recovered(
     total = math.fsum(lost_machines.values())
     if not math.isclose(total, 1.0, rel_tol=1e-6):
         raise ValueError(f"the probabilities of lost_machines must add up to 1, got {total:g}.")
-    found = math.fsum(p * recovery(lost) for lost, p in lost_machines.items())
-    return min(1.0, found)
+    return min(1.0, math.fsum(p * recovery(lost) for lost, p in lost_machines.items()))
 
 
 def _best_training_seconds(blocked: float, failures: float) -> float:

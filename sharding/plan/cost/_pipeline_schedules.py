@@ -177,8 +177,6 @@ def bubble_share(schedule: str, num_stages: int, microbatches: int, chunks: int 
 
     >>> bubble_share("aligned", 4, 12), bubble_share("interleaved", 4, 12, chunks=2)
     (0.2, 0.1111111111111111)
-    >>> round(bubble_share("zb-h1", 4, 12), 3), round(bubble_share("zb-v", 4, 12, chunks=2), 3)
-    (0.077, 0.04)
     """
     ticks = num_ticks(schedule, num_stages, microbatches, chunks)
     operations = 3 if schedule in SPLIT_SCHEDULES else 2
@@ -324,16 +322,9 @@ def layers_of_chunks(
 ) -> tuple[int, int]:
     """Layers of every chunk but the last one, at most, and of the last one, which has the head.
 
-    Args:
-      layers: of the model.
-      chunks: of all devices.
-      layer: seconds of a layer.
-      head: seconds of the head, forward and backward.
-      lockstep: ``lockstep_seconds`` of the schedule: chunks have the numbers with the least time.
-        None: equal numbers as far as possible.
+    Chunks have the numbers with the least time by ``lockstep``, the ``lockstep_seconds`` of the
+    schedule; None: equal numbers as far as possible. ``head`` is seconds, forward and backward.
 
-    >>> import functools
-    >>> from sharding.plan import lockstep_seconds
     >>> layer = LayerSeconds(1.0, 2.0)
     >>> layers_of_chunks(80, 8, layer, head=9.0)
     (10, 10)

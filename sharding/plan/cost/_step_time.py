@@ -340,20 +340,8 @@ def traced_passes(
 ) -> Passes:
     """The passes of a step without pipeline and tensor parallelism whose work is known.
 
-    Args:
-      machine: the devices.
-      flops: operations of matrix products of a device in a step.
-      moved: bytes that everything else reads and writes in it.
-      params: their number.
-      gathers: in how many parts stage 3 gathers them.
-      ideal: as for ``step_seconds``: what moves bytes takes nothing.
-
-    >>> from sharding.plan import kind_of
-    >>> machine = Machine(kind_of("h100"), 8)
-    >>> found = traced_passes(machine, flops=2e14, moved=2e11, params=1e9, gathers=24)
-    >>> step = with_state(ParallelPlan(data=8, stage=1, microbatches=2), machine, found)
-    >>> f"{step.matmul:.3f} {step.elementwise:.3f} {step.data:.3f}"
-    '0.297 0.066 0.010'
+    Products have ``flops``, everything else moves bytes, which takes nothing if ``ideal``; stage 3
+    gathers ``params`` in so many parts.
     """
     unit = Roofline(machine.device, COMPILED, ideal=ideal)
     moved = 0.0 if ideal else moved

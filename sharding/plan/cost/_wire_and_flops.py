@@ -25,10 +25,6 @@ def over_ticks(schedule: Schedule, of: Callable[[Code], float]) -> float:
 
     All devices run one program, and each tick of its loops counts as its dearest branch, whatever a
     stage runs there. Forward passes store residuals.
-
-    >>> from sharding.pipeline import one_f_one_b
-    >>> [over_ticks(one_f_one_b(4, m), lambda code: 1.0) for m in (8, 64)]
-    [28.0, 140.0]
     """
     return sum(
         len(segment.tables["code"]) * sum(max(map(of, phase.codes)) for phase in segment.phases)
@@ -47,25 +43,14 @@ def pipeline_flops(
 ) -> float:
     """Operations of matrix products in a step's program, as ``audit`` counts them.
 
-    Each tick counts as ``over_ticks`` says, and each chunk as the one with most layers.
-
-    Args:
-      model: its dims.
-      schedule: of the pipeline.
-      rows: the most layers of a chunk.
-      microbatch: its sequences.
-      recompute: what the backward pass of a layer computes again; see ``ParallelPlan``.
-      tensor: devices that share each layer; operations are those of one of them.
+    Each tick counts as ``over_ticks`` says, and each chunk as the one with most layers: ``rows``.
 
     >>> from sharding.pipeline import one_f_one_b
     >>> from sharding.plan import MODELS
-    >>> model = MODELS["llama2-7b"]
-    >>> found = [
-    ...     pipeline_flops(model, one_f_one_b(4, m), 8, microbatch=1, recompute="none")
-    ...     for m in (8, 64)
-    ... ]
-    >>> [round(x * 4 / model.flops(2048.0 * m, 2048), 2) for x, m in zip(found, (8, 64))]
-    [2.42, 1.51]
+    >>> model, schedule = MODELS["llama2-7b"], one_f_one_b(4, 64)
+    >>> flops = pipeline_flops(model, schedule, 8, microbatch=1, recompute="none")
+    >>> round(flops * 4 / model.flops(2048.0 * 64, 2048), 2)
+    1.51
     """
     tokens = float(microbatch * model.length)
     of_layer, head = model.layer_flops(tokens, model.length)
@@ -221,15 +206,10 @@ def tensor_sums(
 
     Forward: after ``out`` and after ``down``. Backward: the gradients of the input of attention and
     of that of the MLP. Recomputation of a layer repeats the first sum, unless its result is saved;
-    the second one is not needed again, and a compiled program leaves it out. A loss of sharded
-    logits sums the exponentials and the logit of the label, and takes the maximum.
-
-    Args:
-      model: its dims.
-      plan: how it is shared.
-      compiled: whether a step is one compiled program.
-      adds_first: whether gradients of one input, as by queries, keys and values, are added before
-        they are summed over devices. XLA does so on GPUs and TPUs, not on CPUs.
+    in
+    a step that is not one program (``compiled``) the second, too. A loss of sharded logits sums the
+    exponentials and the logit of the label, and takes the maximum. XLA ``adds_first`` the gradients
+    of one input, as by queries, keys and values, on GPUs and TPUs, not on CPUs.
 
     >>> from sharding.plan import MODELS
     >>> tensor_sums(MODELS["llama2-7b"], ParallelPlan(tensor=8, recompute="full"))

@@ -58,19 +58,14 @@ def collective_seconds(
     All-reduces take twice that, or less where a switch sums. Latency is that of a ring: a hop for
     each device of a node or axis, and one for each node.
 
-    The ideal over h nodes gathers in both levels at once, which sends less over the network:
-    b max((g - 1) / g / W, (h - 1) / h / (g W_network)).
-
     Args:
       operation: its kind.
       nbytes: of the full array of a gather, scatter or reduction; of one device's operand of an
         all-to-all or a permute.
       group: the devices.
       device: their kind.
-      ideal: whether links send at their peak, without latency: a lower bound.
-
-    Returns:
-      Seconds; 0 for one device.
+      ideal: whether links send at their peak, without latency, a lower bound. Over h nodes that
+        gathers in both levels at once: b max((g - 1) / g / W, (h - 1) / h / (g W_network)).
 
     Raises:
       ValueError: the operation is unknown, or the group needs a network that the kind lacks.

@@ -83,11 +83,9 @@ class Target(NamedTuple):
 
 
 def parse(name: str, *, other_gpus: bool = False) -> Target:
-    """The target of a name; no compiler needs to be installed.
+    """The target of a name, as ``topology`` has it; no compiler needs to be installed.
 
-    Args:
-      name: as ``topology`` has it.
-      other_gpus: whether GPUs may be of any other kind, ``"NAMExNUMBER"``.
+    If ``other_gpus``, GPUs may be of any other kind, ``"NAMExNUMBER"``.
 
     Raises:
       ValueError: the name is unknown, or there is no TPU slice of that shape.

@@ -140,23 +140,13 @@ def layer_work(
     and writes the residual stream, a branch is added to it (with dropout), the activation reads the
     hidden values once and writes them, queries, keys, values and their result change layout once.
     Materialized scores are read and written by a softmax, and by dropout. Backward passes read the
-    inputs and the gradients of the same operations.
+    inputs and the gradients of the same operations. With ``sequence_parallel`` norms and residuals
+    are shared, too.
 
-    Args:
-      model: its dims.
-      device: its peak figures.
-      microbatch: sequences.
-      length: tokens of a sequence; None: the model's.
-      tensor: devices that share heads and hidden values, as in Megatron-LM.
-      sequence_parallel: whether norms and residuals are shared among them, too.
-      implementation: how the program computes a layer.
-      ideal: see ``Roofline``.
-
-    Example:
-      >>> from sharding.plan import MODELS, kind_of
-      >>> work = layer_work(MODELS["llama2-7b"], kind_of("h100"), microbatch=1, length=4096)
-      >>> round(1e3 * work.forward.matmul, 2), round(1e3 * work.forward.elementwise, 2)
-      (3.22, 1.0)
+    >>> from sharding.plan import MODELS, kind_of
+    >>> work = layer_work(MODELS["llama2-7b"], kind_of("h100"), microbatch=1, length=4096)
+    >>> round(1e3 * work.forward.matmul, 2), round(1e3 * work.forward.elementwise, 2)
+    (3.22, 1.0)
 
     References:
       Korthikanti et al.: Reducing Activation Recomputation in Large Transformer Models, MLSys 2023,

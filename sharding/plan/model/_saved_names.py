@@ -49,10 +49,6 @@ def saved_elements(model: Decoder, recompute: str, tensor: int = 1) -> float:
     """Elements that a layer stores beside its input, for one token, on one of ``tensor`` devices.
 
     The output of attention is summed over the devices, and each has all of it.
-
-    >>> from sharding.plan import MODELS
-    >>> saved_elements(MODELS["llama2-7b"], "save_qkv_proj") / 4096
-    3.0
     """
     elements = part_elements(model)
     return sum(elements[p] / (1 if p == "out" else tensor) for p in saved_parts(recompute))

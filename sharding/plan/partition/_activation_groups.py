@@ -34,19 +34,12 @@ def activation_groups(
       period: at least the largest load.
       transfers: seconds of both directions on the link after each stage; empty: none take time.
 
-    Returns:
-      The group of each stage: 1 at the last.
-
-    Raises:
-      ValueError: a stage or a link takes longer than the period.
-
     >>> activation_groups([3, 3, 3, 3], 6), activation_groups([3, 3, 3, 3], 9)
     ((2, 2, 1, 1), (2, 1, 1, 1))
 
     References:
       Beaumont, Eyraud-Dubois, Shilova: Pipelined Model Parallelism: Complexity Results and Memory
-      Considerations, Euro-Par 2021; MadPipe: Memory Aware Dynamic Programming Algorithm for
-      Pipelined Model Parallelism, IPDPS Workshops 2022.
+      Considerations, Euro-Par 2021; MadPipe, IPDPS Workshops 2022.
     """
     transfers = _padded(loads, transfers)
     if max(*loads, *transfers, 0.0) > period:
@@ -90,7 +83,7 @@ def least_period(
     of consecutive loads, so that these are all candidates.
 
     Args:
-      loads: seconds of a forward and a backward pass, by stage.
+      loads: as for ``activation_groups``.
       static: bytes that do not depend on the period, by stage.
       stored: bytes of activations of one micro-batch, by stage.
       memory: bytes of each device.
@@ -137,9 +130,9 @@ def memory_aware_stages(
     """The partition with the least period of 1F1B* under a limit of memory, exactly.
 
     For a given period the state of a suffix of layers is its first group and how full this group
-    is. A smaller pair, in lexicographic order, is never worse for the stages before, so that one
-    pair for each layer and stage is enough. Periods are bisected; each partition that is found
-    lowers the bound to its own least period, until no partition has a shorter one.
+    is; a smaller pair, in lexicographic order, is never worse for the stages before. Periods are
+    bisected; each partition that is found lowers the bound to its own least period, until no
+    partition has a shorter one.
 
     Args:
       layers: their costs.
@@ -149,9 +142,6 @@ def memory_aware_stages(
       links: bytes per second from each stage to the next; None: transfers take no time.
       param_factor: bytes of parameters, gradients, optimizer state and further versions of the
         parameters for a byte of parameters.
-
-    Returns:
-      A ``GroupedStages``.
 
     Raises:
       ValueError: there are fewer layers than stages, a number is out of range, or no partition

@@ -149,13 +149,11 @@ def _replicated(
 
 
 class _Level:
-    """A: the least periods of one level.
+    """The least periods A of one level.
 
-    Attributes:
-      stages: T by number of replicas.
-      transfers: seconds of activations and gradients, by the first layer that receives.
-      fits: whether ranges fit, by micro-batches in flight; None: all do.
-      best: A by number of components; (L + 1, columns), where columns are ends of ranges.
+    ``stages`` are T by number of replicas, ``transfers`` seconds by the first layer that receives,
+    ``fits`` whether ranges fit, by micro-batches in flight; ``best`` is A by number of components,
+    (L + 1, columns), where columns are ends of ranges.
     """
 
     def __init__(

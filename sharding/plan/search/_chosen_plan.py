@@ -46,14 +46,13 @@ class ChosenPlan:
 
     def row(self) -> tuple[str, ...]:
         """Its cells under ``COLUMNS``."""
-        found = self.seconds
         return (
             *cells(self.plan),
-            seconds(found.seconds),
+            seconds(self.seconds.seconds),
             f"{100 * self.utilization:.0f} %",
-            f"{count(self.tokens_per_second)}",
+            count(self.tokens_per_second),
             size(self.memory),
-            found.limit,
+            self.seconds.limit,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,7 +86,7 @@ def cells(plan: ParallelPlan) -> tuple[str, ...]:
     zero += ", host" if plan.offload else ""
     zero += ", master" if plan.weights == "master" else ""
     lossy = [plan.state_format or "", "rounded" * (plan.weights == "stochastic"), plan.sync or ""]
-    zero += "".join(f", {each} (lossy)" for each in lossy if each)
+    zero += "".join(f", {word} (lossy)" for word in lossy if word)
     chunks = f" x {plan.chunks}" if plan.chunks > 1 else ""
     pipeline = f"{plan.pipe}{chunks} {plan.schedule}" if plan.pipe > 1 else "-"
     pipeline += ", even" * plan.even + " (lossy)" * plan.asynchronous

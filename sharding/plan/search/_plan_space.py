@@ -57,14 +57,14 @@ class PlanGroup:
 class PlanSpace:
     """All plans of a step.
 
-    Devices are shared by data parallelism, by stages of a pipeline and by devices that share each
-    layer, in all divisors; those that share layers must divide the heads and the hidden values.
-    Sequences are shared by micro-batches, likewise. Stages 1 to 3 have all numbers of replicas,
-    which share gradients and state or do not. Stage 3 without a pipeline has layers that are
-    computed again, but for what they save, as ``Zero.gathered`` does. A pipeline has each schedule,
-    ``"interleaved"`` each number of chunks for which there are layers; those that split backward
-    passes compute nothing again. Chunks have the layers with which a step is fastest, or equal ones
-    where these are fewer.
+    Devices and sequences are shared in all divisors; those that share layers must divide the heads
+    and the hidden values. Stages 1 to 3 have all numbers of replicas, which share gradients and
+    state
+    or do not. Stage 3 without a pipeline has layers that are computed again, but for what they
+    save,
+    as ``Zero.gathered`` does. A pipeline has each schedule, ``"interleaved"`` each number of chunks
+    for which there are layers; those that split backward passes compute nothing again. Chunks have
+    the layers with which a step is fastest, or equal ones where these are fewer.
     """
 
     model: Decoder | TracedModel  # the model
@@ -183,8 +183,8 @@ class PlanSpace:
         model = self.model
         for pipe in divisors(self.num_devices):
             if pipe == 1 or pipe <= model.layers:
-                rest = self.num_devices // pipe
-                shared = math.gcd(rest, model.heads, model.kv_heads, model.hidden)
+                others = self.num_devices // pipe
+                shared = math.gcd(others, model.heads, model.kv_heads, model.hidden)
                 yield from ((pipe, tensor) for tensor in divisors(shared))
 
     def _schedules(self, pipe: int, microbatches: int, recompute: str) -> Iterator[dict[str, Any]]:
@@ -217,24 +217,22 @@ def check_lossy(
     state_formats: Sequence[str | None], weights: Sequence[str], syncs: Sequence[str | None]
 ) -> None:
     """Raises unless everything that may be lossy is known, and there is one of each."""
-    for name, found, known in (
+    for name, values, known in (
         ("state_formats", state_formats, (None, *STATE_FORMATS)),
         ("weights", weights, WEIGHTS),
+        ("syncs", syncs, None),
     ):
-        for each in found:
-            if each not in known:
-                raise ValueError(f"{name} must be of {', '.join(map(repr, known))}, got {each!r}.")
-    for each in syncs:
-        if each is not None:
-            sync_of(each)
-    for name, found in (("state_formats", state_formats), ("weights", weights), ("syncs", syncs)):
-        if not found:
+        if not values:
             raise ValueError(f"{name} must have at least one value, got none.")
+        for value in values:
+            if known and value not in known:
+                raise ValueError(f"{name} must be of {', '.join(map(repr, known))}, got {value!r}.")
+            if known is None and value is not None:
+                sync_of(value)
 
 
 def check_recompute(recompute: tuple[str, ...]) -> None:
     """Raises unless the planner knows the activations of each form of recomputation."""
-    unknown = [name for name in recompute if name not in SEARCHED]
-    if unknown:
-        known, found = (", ".join(map(repr, names)) for names in (SEARCHED, unknown))
-        raise ValueError(f"recompute must be of {known}, got {found}.")
+    if unknown := [name for name in recompute if name not in SEARCHED]:
+        known, given = (", ".join(map(repr, names)) for names in (SEARCHED, unknown))
+        raise ValueError(f"recompute must be of {known}, got {given}.")

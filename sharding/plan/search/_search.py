@@ -89,15 +89,15 @@ class SearchResult(Printed):
     def tables(self) -> list[Table]:
         """The tables to print."""
         title = f"fastest of {self.compared:,} plans on {self.target}"
-        found = [Table(title, COLUMNS, [plan.row() for plan in self.plans])]
+        tables = [Table(title, COLUMNS, [plan.row() for plan in self.plans])]
         if self.rejected:
             rows = [
-                (*cells(it.plan), seconds(it.seconds), size(it.memory), size(it.excess))
-                for it in self.rejected
+                (*cells(x.plan), seconds(x.seconds), size(x.memory), size(x.excess))
+                for x in self.rejected
             ]
             columns = (*PLAN_COLUMNS, "step", "memory", "too much")
-            found.append(Table(f"faster, but above {size(self.memory)}", columns, rows))
-        return found
+            tables.append(Table(f"faster, but above {size(self.memory)}", columns, rows))
+        return tables
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -141,7 +141,7 @@ class SearchResult(Printed):
             "sequences": self.sequences,
             "length": self.length,
             "of_update": self.of_update,
-            "frontier": [dataclasses.asdict(it) for it in self.frontier],
+            "frontier": [dataclasses.asdict(plan) for plan in self.frontier],
         }
 
 
@@ -345,8 +345,8 @@ def _in_order(
     passes = [costs.passes(group.passes, ideal=ideal) for group in groups]
     # Groups come before plans of the same time.
     queue: list[tuple[float, tuple[int, ...], int, StepSeconds | None, ParallelPlan | None]] = [
-        (each.least_overlapped if ideal else each.least, (), number, None, None)
-        for number, each in enumerate(passes)
+        (work.least_overlapped if ideal else work.least, (), number, None, None)
+        for number, work in enumerate(passes)
     ]
     heapq.heapify(queue)
     number = len(queue)
@@ -368,13 +368,13 @@ def machine_of(target: str, device: DeviceKind | None = None) -> Machine:
     >>> machine_of("v5e:16x16*2").slices
     2
     """
-    found = targets.parse(target, other_gpus=device is not None)
+    parsed = targets.parse(target, other_gpus=device is not None)
     device = device or kind_of(target)
     if device is None:
         raise ValueError(f"a search needs the figures of {target}: give device=.")
-    torus = found.shape if found.is_torus else ()
-    slices = found.groups if torus else 1
-    return Machine(device, found.num_devices, torus, slices)
+    if parsed.is_torus:
+        return Machine(device, parsed.num_devices, parsed.shape, parsed.groups)
+    return Machine(device, parsed.num_devices)
 
 
 def _check_dtype(target: str, dtype: Any, weights: Sequence[str]) -> None:
@@ -429,9 +429,9 @@ def _nothing_fits(
     headroom: float,
 ) -> str:
     """Which plan comes closest, and by how much it fails."""
-    first, *rest = sorted(groups, key=lambda group: least(group.passes))
+    first, *others = sorted(groups, key=lambda group: least(group.passes))
     smallest = min(first.plans(), key=held)
-    for group in rest:
+    for group in others:
         if least(group.passes) >= held(smallest):
             break
         smallest = min(smallest, *group.plans(), key=held)

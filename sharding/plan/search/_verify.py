@@ -51,16 +51,15 @@ class Verification:
     @property
     def failures(self) -> tuple[str, ...]:
         """What does not hold; empty where the plan does."""
-        found = []
+        reasons = []
         if self.memory > self.available:
-            found.append(
-                f"needs {size(self.memory)}, {size(self.memory - self.available)} too much"
-            )
+            excess = size(self.memory - self.available)
+            reasons.append(f"needs {size(self.memory)}, {excess} too much")
         if self.planned_wire and abs(self.wire / self.planned_wire - 1) > WIRE:
-            found.append(f"sends {size(self.wire)}, {size(self.planned_wire)} were planned")
+            reasons.append(f"sends {size(self.wire)}, {size(self.planned_wire)} were planned")
         if abs(self.flops / self.planned_flops - 1) > FLOPS:
-            found.append(f"runs {self.flops / self.planned_flops:.3f} of the planned operations")
-        return tuple(found)
+            reasons.append(f"runs {self.flops / self.planned_flops:.3f} of the planned operations")
+        return tuple(reasons)
 
     @property
     def correction(self) -> str:

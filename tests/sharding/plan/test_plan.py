@@ -186,8 +186,6 @@ def test_the_requested_stage_is_among_the_stages():
         found = plan_of(ONE, sizes=(2, 4), names=("host", "data"), zero={"stage": stage})
         assert found.requested == (f"{stage} hybrid" if stage else "stage 0")
         assert [each.name for each in found.stages] == [*hybrids, *more]
-    with pytest.raises(TypeError, match=r"estimate takes a Zero, got axis, mesh\. Call"):
-        estimate(ONE, ADAM, mesh=AbstractMesh((8,), ("data",)), axis="data")
 
 
 def test_sync_state_is_counted():
