@@ -252,37 +252,17 @@ def estimate(
 
 
 def estimate_stage(
-    params: Any,
-    tx: optax.GradientTransformation,
-    zero: Zero,
-    *,
-    param_specs: Any = None,
-    microbatches: int = 1,
-    batch: float = 0.0,
-    device: DeviceKind | None = None,
-    gathered_once: str | None = None,
+    params: Any, tx: optax.GradientTransformation, zero: Zero, **options: Any
 ) -> StagePlan:
-    """The stage that a ``Zero`` runs, as ``estimate`` finds it beside all others."""
-    (stage,) = _stage_plans(
-        *(params, tx, {name_of(zero): zero}),
-        param_specs=param_specs,
-        microbatches=microbatches,
-        batch=batch,
-        device=device,
-        gathered_once=gathered_once,
-        activations=None,
-    )
+    """The stage that a ``Zero`` runs, as ``estimate`` with these options finds it."""
+    (stage,) = _stage_plans(params, tx, {name_of(zero): zero}, **options)
     return stage
 
 
 def with_state_format(
     tx: optax.GradientTransformation, state_format: str | None
 ) -> optax.GradientTransformation:
-    """The transformation with its state in one of ``optax_ext.STATE_FORMATS``; None: as it is.
-
-    Raises:
-      ValueError: the format is unknown.
-    """
+    """The transformation with its state in one of ``optax_ext.STATE_FORMATS``; None: as it is."""
     if state_format is None:
         return tx
     if state_format not in STATE_FORMATS:
@@ -296,8 +276,8 @@ def _stage_plans(
     tx: optax.GradientTransformation,
     variants: dict[str, Zero],
     *,
-    param_specs: Any,
-    device: DeviceKind | None,
+    param_specs: Any = None,
+    device: DeviceKind | None = None,
     **options: Any,
 ) -> tuple[StagePlan, ...]:
     """The stages of some Zeros by name; options are those of ``stage_plan``."""
@@ -308,10 +288,9 @@ def _stage_plans(
         name: variant.describe(state, tx=tx, param_specs=param_specs)
         for name, variant in ({"stage 0": unsharded} | variants).items()
     }
-    tile = device.tile if device else None
+    options |= {"local": described["stage 0"], "tile": device.tile if device else None}
     return tuple(
-        stage_plan(name, variant, described[name], described["stage 0"], tile=tile, **options)
-        for name, variant in variants.items()
+        stage_plan(name, variant, described[name], **options) for name, variant in variants.items()
     )
 
 

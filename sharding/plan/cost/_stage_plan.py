@@ -101,21 +101,21 @@ def _at_stage(zero: Zero, stage: int, **fields: Any) -> Zero:
 def stage_plan(
     name: str,
     zero: Zero,
-    found: Description,
-    local: Description,
+    placed: Description,
     *,
-    microbatches: int,
-    batch: float,
+    local: Description,
     tile: tuple[int, int] | None,
-    gathered_once: str | None,
-    activations: float | None,
+    microbatches: int = 1,
+    batch: float = 0.0,
+    gathered_once: str | None = None,
+    activations: float | None = None,
 ) -> StagePlan:
-    """The plan of one stage, whose placement is ``found``; options are those of ``estimate``.
+    """The plan of one stage, by its placement; options are those of ``estimate``.
 
     ``local`` is the placement at stage 0: arrays sharded by the user's axes alone.
     """
-    wire, network = _wire(zero, found, local, microbatches, gathered_once)
-    parts = _memory(zero, padded_to_tiles(found, tile), local, microbatches, gathered_once)
+    wire, network = _wire(zero, placed, local, microbatches, gathered_once)
+    parts = _memory(zero, padded_to_tiles(placed, tile), local, microbatches, gathered_once)
     return StagePlan(
         name, **parts, batch=batch, wire=wire, network=network, activations=activations
     )
@@ -125,11 +125,11 @@ def stage_plan(
 
 
 def _memory(
-    zero: Zero, found: Description, local: Description, microbatches: int, gathered_once: str | None
+    zero: Zero, placed: Description, local: Description, microbatches: int, outside: str | None
 ) -> dict[str, float]:
     """The fields of a ``StagePlan`` about memory, but for the batch."""
     # Optimizer state.
-    rows = [row for row in found.rows if row.part == "opt_state"]
+    rows = [row for row in placed.rows if row.part == "opt_state"]
     master = sum(row.bytes_per_device for row in rows if _is_master(row))
     opt_state = sum(row.bytes_per_device for row in rows if not _is_master(row))
 
@@ -144,7 +144,7 @@ def _memory(
 
     # Gradients as the stage stores them: the accumulator or the result, whichever is wider.
     grads = reduced = 0.0
-    for row in found.rows:
+    for row in placed.rows:
         dtype = _dtype_if_floating(row)
         if row.part == "grads" and dtype is not None:
             itemsize = zero.precision.of_accumulator(dtype).itemsize if microbatches > 1 else 0
@@ -157,8 +157,8 @@ def _memory(
         reduced = full_grads / zero.num_shards
     added = reduced if microbatches > 1 else 0.0
     in_layers = zero.sync is None or zero.replica_axis  # a sync of replicas comes after that
-    if zero.stage == 2 and gathered_once is not None and in_layers:
-        unreduced = _of_one_layer(full, gathered_once) + added
+    if zero.stage == 2 and outside is not None and in_layers:
+        unreduced = _of_one_layer(full, outside) + added
     elif zero.stage == 2 or (zero.stage < 2 and microbatches > 1):
         unreduced = full_grads
     elif zero.stage == 3:
@@ -166,8 +166,8 @@ def _memory(
     else:
         unreduced = 0.0
 
-    params = found.bytes_per_device["params"]
-    host = found.host_bytes_per_device
+    params = placed.bytes_per_device["params"]
+    host = placed.host_bytes_per_device
     return {
         "params": params,
         "grads": grads,
@@ -177,7 +177,7 @@ def _memory(
         "host": host,
         "host_wire": 2 * host,
         "moved": 3 * microbatches * full_grads + 2 * (params + opt_state + master - host),
-        "sync": sum(row.bytes_per_device for row in found.rows if row.part == "sync"),
+        "sync": sum(row.bytes_per_device for row in placed.rows if row.part == "sync"),
     }
 
 
@@ -187,23 +187,22 @@ def _of_one_layer(full: dict[str, tuple[float, tuple[int, ...]]], outside: str) 
     ``full`` has bytes and shape by path; ``outside`` is a regular expression of paths.
     """
     pattern = flax_transformer().stacked or "(?!)"
+    names = {path: path[: named.end()] for path in full if (named := re.search(pattern, path))}
     modules: dict[str, list[tuple[int, ...]]] = {}
-    for path, (_, shape) in full.items():
-        if named := re.search(pattern, path):
-            modules.setdefault(path[: named.end()], []).append(shape)
+    for path, name in names.items():
+        modules.setdefault(name, []).append(full[path][1])
     layers: dict[str, float] = {}
     always = 0.0
     for path, (nbytes, shape) in full.items():
-        named = re.search(pattern, path)
         if re.search(outside, path):
             always += nbytes
-        elif named and _are_stacked(modules[path[: named.end()]]):
-            name = path[: named.end()]
-            layers[name] = layers.get(name, 0.0) + nbytes / max(shape[0], 1)
+            continue
+        if path in names and _are_stacked(modules[names[path]]):
+            name, nbytes = names[path], nbytes / max(shape[0], 1)
         else:
             numbered = re.match(r".*?\d+(?=/|$)", path)
             name = numbered[0] if numbered else path
-            layers[name] = layers.get(name, 0.0) + nbytes
+        layers[name] = layers.get(name, 0.0) + nbytes
     return always + max(layers.values(), default=0.0)
 
 
@@ -230,12 +229,12 @@ def _is_master(row: Row) -> bool:
 
 
 def _wire(
-    zero: Zero, found: Description, local: Description, microbatches: int, gathered_once: str | None
+    zero: Zero, placed: Description, local: Description, microbatches: int, outside: str | None
 ) -> tuple[float, float]:
     """Bytes that one device sends per step, and the part of them that goes to other replicas."""
     n, replicas = zero.num_shards, zero.num_devices // zero.num_shards
     total = to_replicas = 0.0
-    rows = {(row.part, row.path): row for row in found.rows}
+    rows = {(row.part, row.path): row for row in placed.rows}
     for row in local.rows:
         dtype = _dtype_if_floating(row)
         if row.part != "params" or dtype is None:
@@ -254,8 +253,8 @@ def _wire(
 
         # Within a replica: reduce-scatters of gradients, all-gathers of parameters.
         if zero.stage == 3:
-            outside = "(?!)" if gathered_once is None else gathered_once
-            once = not zero.reshard_after_forward or re.search(outside, row.path)
+            named = outside is not None and re.search(outside, row.path)
+            once = named or not zero.reshard_after_forward
             gathered = _gathered_bytes(zero, rows["params", row.path], dtype, elements)
             passes = microbatches * ((1 if once else 2) * gathered + summed)
         else:
