@@ -64,7 +64,7 @@ def run_audit(options: argparse.Namespace) -> int:
 
     # Show.
     if options.json:
-        rows = {name: each.to_dict() for name, each in audits.items()}
+        rows = {name: audited.to_dict() for name, audited in audits.items()}
         for name, search in searches.items():
             rows[name] = rows.get(name, {}) | {"find_batch": search.to_dict()}
         print_json(rows)
@@ -72,7 +72,7 @@ def run_audit(options: argparse.Namespace) -> int:
         _show_audits(options, audits, searches)
     if options.plot and audits:
         save(plot_audits, audits, options.plot)
-    fits = [each.fits for each in audits.values()]
+    fits = [audited.fits for audited in audits.values()]
     fits += [search.batch > 0 for search in searches.values()]
     return 2 if False in fits else 0
 
@@ -118,11 +118,13 @@ def _stages(options: argparse.Namespace) -> list[int]:
 def _show_audits(
     options: argparse.Namespace, audits: dict[str, Audit], searches: dict[str, FoundBatch]
 ) -> None:
-    for name, found in audits.items():
+    for name, audited in audits.items():
         batch = f", batch {searches[name].batch}" if name in searches else ""
-        tables = [table._replace(title=f"{name}{batch}: {table.title}") for table in found.tables()]
-        notes = found.sentences
-        if found.kind is None:
+        tables = [
+            table._replace(title=f"{name}{batch}: {table.title}") for table in audited.tables()
+        ]
+        notes = audited.sentences
+        if audited.kind is None:
             notes.append(
                 f"Whether it fits, and how long it takes at least, is not known: no figures of "
                 f"{options.target}. Give them: --memory, --bandwidth, --tflops, --link."

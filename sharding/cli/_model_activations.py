@@ -66,17 +66,17 @@ def planned_model(
     def whole_model(fn: Any, layers: Any) -> tuple[Any, Any, Any]:
         return model.make_loss(stack=fn), params | {"layers": layers}, tokens
 
-    def with_whole(found: Any) -> tuple[StackPlan, float]:
-        whole = stack.temporaries(found, whole_model)
-        return stack.plan(found, stack.peak(found), budget), whole
+    def with_whole(choice: Any) -> tuple[StackPlan, float]:
+        whole = stack.temporaries(choice, whole_model)
+        return stack.plan(choice, stack.peak(choice), budget), whole
 
     limit = budget
     while limit > 0:
         try:
-            found = stack.fastest(candidates, limit)
+            choice = stack.fastest(candidates, limit)
         except ValueError:
             break
-        planned, whole = with_whole(found)
+        planned, whole = with_whole(choice)
         if whole <= budget:
             return planned, whole
         # What is beside the layers takes the rest: on to plans of fewer bytes.
@@ -104,10 +104,10 @@ def _memory_for_layers(setup: Setup, plan: Plan, stage: str) -> float:
     return left
 
 
-def note_on(found: RematPlan, activations: float) -> str:
+def note_on(planned: RematPlan, activations: float) -> str:
     """A sentence on a plan."""
     return (
-        f"Activations: layers store {found.summary} and need {size(found.peak)}, the whole loss "
-        f"{size(activations)} in a program compiled for one device; {found.extra_time:.0%} of a "
-        "step's time is recomputation, by the device's figures."
+        f"Activations: layers store {planned.summary} and need {size(planned.peak)}, the whole "
+        f"loss {size(activations)} in a program compiled for one device; {planned.extra_time:.0%} "
+        "of a step's time is recomputation, by the device's figures."
     )

@@ -107,7 +107,7 @@ def run_search(options: argparse.Namespace) -> int:
         compile_on_cpu(target)
     model, tx = _model_and_optimizer(options)
     length, dtype = options.length or model.length, dtype_of(options)
-    found = search(
+    result = search(
         model,
         tx,
         options.target,
@@ -129,23 +129,23 @@ def run_search(options: argparse.Namespace) -> int:
         frontier=bool(options.plot),
     )
     names = {"model": options.model, "optimizer": options.optimizer, "target": options.target}
-    files = [PlanFile.of(plan, length=length, dtype=str(dtype), **names) for plan in found.plans]
-    verified = _verified(options, target, found, files, model, tx, device)
+    files = [PlanFile.of(plan, length=length, dtype=str(dtype), **names) for plan in result.plans]
+    verified = _verified(options, target, result, files, model, tx, device)
     holding = [i for i in range(len(files)) if i not in verified or not verified[i].failures]
     if options.json:
-        figures = found.to_dict()
+        figures = result.to_dict()
         for i, beside in verified.items():
             figures["plans"][i]["verified"] = vars(beside) | {"failures": list(beside.failures)}
         figures["chosen"] = holding[0] if holding else None
         print_json(figures)
     else:
         written = holding[0] if options.write and holding else None
-        plans = tuple(found.plans[i] for i in holding)
-        notes = list(dataclasses.replace(found, plans=plans).notes) if holding else []
+        plans = tuple(result.plans[i] for i in holding)
+        notes = list(dataclasses.replace(result, plans=plans).notes) if holding else []
         if not options.master and dtype.itemsize == 2:
             notes.append("Parameters have 16 bits; --master adds float32 master weights.")
         notes += [*_corrected(verified, written), *_dropped(verified)]
-        show([*found.tables(), *_tables(verified)], notes)
+        show([*result.tables(), *_tables(verified)], notes)
         if holding:
             print("", *files[holding[0]].code(), sep="\n")
     if options.write and holding:
@@ -156,7 +156,7 @@ def run_search(options: argparse.Namespace) -> int:
         with writing("--write", options.write):
             file.write(options.write)
     if options.plot:
-        save(plot_search, found, options.plot)
+        save(plot_search, result, options.plot)
     if not holding:
         unwritten = f", and {options.write} was not written" * bool(options.write)
         print(
@@ -204,20 +204,19 @@ def _model_of(options: argparse.Namespace) -> Decoder | TracedModel:
             )
         return model
     kinds, name = Decoder | TracedModel, "sharding.plan.TracedModel or Decoder"
-    found: Decoder | TracedModel = load_made(options.model, "--model", kinds, name)
-    if isinstance(found, TracedModel):
+    made: Decoder | TracedModel = load_made(options.model, "--model", kinds, name)
+    if isinstance(made, TracedModel):
         try:
-            found.traced(1, dtype_of(options), "none")
+            made.traced(1, dtype_of(options), "none")
         except Exception as error:  # of the user's code
             raise ValueError(
                 f"--model {options.model}: its loss of one example failed: {in_short(error)}."
             ) from error
-    elif found.biased and (options.length or 0) > found.length:
+    elif made.biased and (options.length or 0) > made.length:
         raise ValueError(
-            f"{options.model} has {found.length} positions, --length {options.length} was "
-            "requested."
+            f"{options.model} has {made.length} positions, --length {options.length} was requested."
         )
-    return found
+    return made
 
 
 def _sequences(text: str, length: int) -> int:
@@ -259,7 +258,7 @@ def _kept_value(text: str) -> tuple[str, Any]:
 def _verified(
     options: argparse.Namespace,
     target: Target,
-    found: SearchResult,
+    result: SearchResult,
     files: list[PlanFile],
     model: Decoder | TracedModel,
     tx: optax.GradientTransformation,
@@ -272,7 +271,7 @@ def _verified(
             reason = "compile-only GPUs have no host memory for its optimizer state"
             print(f"  plan {i + 1}: not verified, {reason}", file=sys.stderr)
             continue
-        verified[i] = verify(file, model, tx, memory=found.memory, device=device)
+        verified[i] = verify(file, model, tx, memory=result.memory, device=device)
         print(f"  plan {i + 1}: {verified[i].summary}", file=sys.stderr, flush=True)
     return verified
 
@@ -280,23 +279,25 @@ def _verified(
 def _tables(verified: dict[int, Verification]) -> list[Table]:
     if not verified:
         return []
-    rows = [(str(i + 1), size(found.memory), *found.ratios) for i, found in verified.items()]
+    rows = [
+        (str(i + 1), size(compiled.memory), *compiled.ratios) for i, compiled in verified.items()
+    ]
     columns = ("plan", "memory", "/ planned", "wire / planned", "operations / planned")
     return [Table("compiled for the target", columns, rows)]
 
 
 def _corrected(verified: dict[int, Verification], written: int | None) -> list[str]:
     return [
-        f"The program of plan {i + 1} {found.correction}"
+        f"The program of plan {i + 1} {compiled.correction}"
         + ("; the file has that of the program." if i == written else ".")
-        for i, found in verified.items()
-        if found.correction and not found.failures
+        for i, compiled in verified.items()
+        if compiled.correction and not compiled.failures
     ]
 
 
 def _dropped(verified: dict[int, Verification]) -> list[str]:
     return [
-        f"warning: plan {i + 1} does not hold and is dropped: it {'; '.join(found.failures)}."
-        for i, found in verified.items()
-        if found.failures
+        f"warning: plan {i + 1} does not hold and is dropped: it {'; '.join(compiled.failures)}."
+        for i, compiled in verified.items()
+        if compiled.failures
     ]

@@ -48,10 +48,11 @@ def plot_audits(audits: Mapping[str, Audit]) -> Any:
     """A stacked bar for each program, by its name, as a ``matplotlib.figure.Figure``."""
     figure, (axes,) = _figure([len(audits)])
     bars = {
-        name: each.arguments | {"temporaries": each.temporaries or sum(each.at_peak.values())}
-        for name, each in audits.items()
+        name: audited.arguments
+        | {"temporaries": audited.temporaries or sum(audited.at_peak.values())}
+        for name, audited in audits.items()
     }
-    kinds = {each.kind.memory for each in audits.values() if each.kind}
+    kinds = {audited.kind.memory for audited in audits.values() if audited.kind}
     _bars(axes, bars, min(kinds, default=None), "compiled")
     _legend(figure)
     return figure
@@ -66,10 +67,10 @@ def plot_search(found: SearchResult) -> Any:
     figure, (axes,) = _figure([4])
     gib = 2**30
     if found.frontier:
-        line = [(it.seconds, it.memory / gib) for it in found.frontier]
+        line = [(plan.seconds, plan.memory / gib) for plan in found.frontier]
         axes.plot(*zip(*line, strict=True), color="gray", drawstyle="steps-post", label="frontier")
-    plans = [(it.seconds.seconds, it.memory / gib) for it in found.plans]
-    rejected = [(it.seconds, it.memory / gib) for it in found.rejected]
+    plans = [(plan.seconds.seconds, plan.memory / gib) for plan in found.plans]
+    rejected = [(plan.seconds, plan.memory / gib) for plan in found.rejected]
     axes.scatter(*zip(*plans, strict=True), color=_COLORS["parameters"], label="fits")
     if rejected:
         axes.scatter(

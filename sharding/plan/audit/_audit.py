@@ -247,15 +247,15 @@ def audit(
             mesh = _mesh_of(compiled) or mesh
 
     # Traffic, work by phase, and memory.
-    found, (work, unknown_loops) = collectives_of(program), costs(program)
+    collectives, (work, unknown_loops) = collectives_of(program), costs(program)
     buffers = at_peak(program)
     phases = [phase_of(cost.scope) for cost in work]
     placed = [] if isinstance(compiled, str) else jax.tree.leaves(compiled.input_shardings)
     arguments, about = arguments_of(program, parts, placed)
-    about += _widened(arguments, found, placed)
+    about += _widened(arguments, collectives, placed)
     temporaries = temporary_bytes(memory, tiled=is_tiled(text)) if memory else None
 
-    warnings = warnings_of(program, found, buffers, arguments, source)
+    warnings = warnings_of(program, collectives, buffers, arguments, source)
     warnings += [
         f"how often the loop %{name} runs is unknown: counted once" for name in unknown_loops
     ]
@@ -270,7 +270,7 @@ def audit(
         temporaries=temporaries,
         at_peak=_by_use(buffers, temporaries),
         host=(memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes) if memory else 0,
-        traffic=_traffic(found, mesh),
+        traffic=_traffic(collectives, mesh),
         flops=_sums(phases, (cost.flops for cost in work)),
         products=_sums(phases, (cost.matmul_flops for cost in work)),
         nbytes=_sums(phases, (cost.nbytes for cost in work)),
@@ -315,11 +315,13 @@ def _mesh_of(compiled: Any) -> AnyMesh | None:
     return None
 
 
-def _widened(arguments: list[Argument], found: list[Collective], shardings: list[Any]) -> list[str]:
+def _widened(
+    arguments: list[Argument], collectives: list[Collective], shardings: list[Any]
+) -> list[str]:
     """A note on the CPU's float32 collectives of bfloat16 arrays."""
     platforms = {device.platform for sharding in shardings for device in sharding.device_set}
     narrow = any(arg.part == "parameters" and arg.array.dtype == "bf16" for arg in arguments)
-    if platforms != {"cpu"} or not narrow or not any(sent.dtype == "f32" for sent in found):
+    if platforms != {"cpu"} or not narrow or not any(sent.dtype == "f32" for sent in collectives):
         return []
     return [
         "collectives of bfloat16 arrays are shown as float32: XLA widens them on CPUs; on a TPU or "
@@ -327,10 +329,10 @@ def _widened(arguments: list[Argument], found: list[Collective], shardings: list
     ]
 
 
-def _traffic(found: list[Collective], mesh: AnyMesh | None) -> tuple[Traffic, ...]:
+def _traffic(collectives: list[Collective], mesh: AnyMesh | None) -> tuple[Traffic, ...]:
     """Collectives by phase, operation, axes and dtype; the dearest first."""
     groups: dict[tuple, list[Collective]] = {}
-    for sent in found:
+    for sent in collectives:
         axes = () if sent.across_slices else axes_of_groups(sent.groups, mesh)
         key = (phase_of(sent.scope), sent.op, axes, sent.dtype, sent.across_slices)
         groups.setdefault(key, []).append(sent)
@@ -373,16 +375,16 @@ def _by_use(buffers: list[Buffer], limit: float | None) -> dict[str, float]:
     return total
 
 
-def _tight(found: Audit) -> str:
+def _tight(result: Audit) -> str:
     """A warning where a step fits with next to nothing left, or does not fit."""
-    assert found.kind is not None
-    left = found.kind.memory - found.memory
-    if found.fits:
+    assert result.kind is not None
+    left = result.kind.memory - result.memory
+    if result.fits:
         return (
-            f"the step fits a {found.kind.name} with only {size(left)} ({found.headroom:.0%}) to "
+            f"the step fits a {result.kind.name} with only {size(left)} ({result.headroom:.0%}) to "
             "spare: allocators and libraries need some of it"
         )
     return (
-        f"the step needs {size(found.memory)} on each device, {size(-left)} more than a "
-        f"{found.kind.name} has"
+        f"the step needs {size(result.memory)} on each device, {size(-left)} more than a "
+        f"{result.kind.name} has"
     )

@@ -50,8 +50,8 @@ class FoundBatch:
     def tables(self) -> list[Table]:
         """The table to print: all sizes that were tried."""
         rows = [
-            (str(each.batch), needed(each.memory), "fits" if each.fits else "too much")
-            for each in self.tried
+            (str(step.batch), needed(step.memory), "fits" if step.fits else "too much")
+            for step in self.tried
         ]
         title = f"Batches of a device in {size(self.usable)}, {self.headroom:.0%} left free"
         return [Table(title, ("batch", "needs", ""), rows)]
@@ -125,14 +125,14 @@ def find_batch(
     low, high = 0, limit + 1  # the largest that fits, the smallest that does not
     batch, misses = start, 0
     while low + 1 < high and (low or start not in tried):
-        found = _audited(make_step, batch, kind, options)
-        need = found.memory if isinstance(found, Audit) else found
-        tried[batch] = Tried(batch, need, isinstance(found, Audit) and need <= usable)
+        audited = _audited(make_step, batch, kind, options)
+        need = audited.memory if isinstance(audited, Audit) else audited
+        tried[batch] = Tried(batch, need, isinstance(audited, Audit) and need <= usable)
         if report is not None:
             report(tried[batch])
         width, before = high - low, low
-        if isinstance(found, Audit) and tried[batch].fits:
-            low, best = batch, found
+        if isinstance(audited, Audit) and tried[batch].fits:
+            low, best = batch, audited
         else:
             high = batch
         # After two lines that neither halved the interval nor doubled ``low``, try the middle.
@@ -169,8 +169,8 @@ def _audited(
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        found = re.search(r"Used ([\d.]+)([KMGT]?)", str(error))
-        return float(found[1]) * _UNITS[found[2]] if found else float("inf")
+        match = re.search(r"Used ([\d.]+)([KMGT]?)", str(error))
+        return float(match[1]) * _UNITS[match[2]] if match else float("inf")
 
 
 def needed(nbytes: float) -> str:

@@ -81,12 +81,14 @@ class Program:
         if not self.entry:
             raise ValueError("expected the text of a compiled program, got one without ENTRY.")
 
-    def scope(self, it: Instruction, table: dict[str, Instruction]) -> str:
+    def scope(self, instr: Instruction, table: dict[str, Instruction]) -> str:
         """The operation it was compiled from: its own scope, a callee's, or that of its operand."""
         for _ in range(8):  # operands of operands
-            if it.scope and it.op != "parameter":
-                return it.scope
-            called = it.callees("calls") + (it.callees("to_apply") if it.op == "call" else [])
+            if instr.scope and instr.op != "parameter":
+                return instr.scope
+            called = instr.callees("calls") + (
+                instr.callees("to_apply") if instr.op == "call" else []
+            )
             inner = [
                 inside.scope
                 for name in called
@@ -95,9 +97,9 @@ class Program:
             ]
             if inner:
                 return inner[-1]
-            if not it.operands or it.operands[0] not in table:
+            if not instr.operands or instr.operands[0] not in table:
                 break
-            it = table[it.operands[0]]
+            instr = table[instr.operands[0]]
         return ""
 
 
@@ -113,16 +115,16 @@ def _parse(name: str, text: str) -> Instruction:
 
 
 def behind(
-    it: Instruction, table: dict[str, Instruction], renames: Collection[str] = ("bitcast",)
+    instr: Instruction, table: dict[str, Instruction], renames: Collection[str] = ("bitcast",)
 ) -> Instruction:
     """The instruction that made what others rename."""
-    while it.op in renames and it.operands and it.operands[0] in table:
-        it = table[it.operands[0]]
-    return it
+    while instr.op in renames and instr.operands and instr.operands[0] in table:
+        instr = table[instr.operands[0]]
+    return instr
 
 
 def changed_in_place(
-    it: Instruction, index: int, program: Program
+    instr: Instruction, index: int, program: Program
 ) -> tuple[int, Instruction] | None:
     """The operand that one result updates in place, by its index, and the slice that is written.
 
@@ -130,9 +132,9 @@ def changed_in_place(
     """
     # The instruction that makes the result: the root of a fusion, or one operand of its tuple.
     table = None
-    made = it
-    if it.op == "fusion":
-        name = it.callees("calls")[0]
+    made = instr
+    if instr.op == "fusion":
+        name = instr.callees("calls")[0]
         table = program.computations[name]
         root = table[program.roots[name]]
         made = behind(table[root.operands[index]] if root.op == "tuple" else root, table)
@@ -182,39 +184,41 @@ class Frame:
             self.known[name] = self._evaluate(self.instructions[name])
         return self.known[name]
 
-    def _evaluate(self, it: Instruction) -> Any:
+    def _evaluate(self, instr: Instruction) -> Any:
         # Values pass through these, of whatever type.
-        if it.op == "parameter":
-            index = int(it.literal)
+        if instr.op == "parameter":
+            index = int(instr.literal)
             return self.arguments[index] if index < len(self.arguments) else None
-        if it.op == "tuple":
-            return [self.value(operand) for operand in it.operands]
-        if it.op == "get-tuple-element":
-            values = self.value(it.operands[0])
-            return values[it.element or 0] if isinstance(values, list) else None
-        if it.op == "while":
-            return self.invariants(it)
-        if it.op == "opt-barrier":
-            return self.value(it.operands[0])
+        if instr.op == "tuple":
+            return [self.value(operand) for operand in instr.operands]
+        if instr.op == "get-tuple-element":
+            values = self.value(instr.operands[0])
+            return values[instr.element or 0] if isinstance(values, list) else None
+        if instr.op == "while":
+            return self.invariants(instr)
+        if instr.op == "opt-barrier":
+            return self.value(instr.operands[0])
 
         # Arithmetic on integer scalars.
-        if not re.match(r"\w+\[\]", it.type):
+        if not re.match(r"\w+\[\]", instr.type):
             return None
-        if it.op == "constant":
-            return int(it.literal) if re.fullmatch(r"-?\d+", it.literal) else None
-        if callees := it.callees("calls") + it.callees("to_apply"):
-            arguments = [self.value(operand) for operand in it.operands]
+        if instr.op == "constant":
+            return int(instr.literal) if re.fullmatch(r"-?\d+", instr.literal) else None
+        if callees := instr.callees("calls") + instr.callees("to_apply"):
+            arguments = [self.value(operand) for operand in instr.operands]
             return Frame(self.program, callees[0], arguments).result()
-        if it.op in ("copy", "bitcast", "convert"):
-            return self.value(it.operands[0])
-        if it.op in ("add", "subtract", "multiply", "compare"):
-            left, right = (self.value(operand) for operand in it.operands)
+        if instr.op in ("copy", "bitcast", "convert"):
+            return self.value(instr.operands[0])
+        if instr.op in ("add", "subtract", "multiply", "compare"):
+            left, right = (self.value(operand) for operand in instr.operands)
             if not isinstance(left, int) or not isinstance(right, int):
                 return None
-            if it.op == "compare":
-                match = re.search(r"direction=(\w+)", it.attributes)
+            if instr.op == "compare":
+                match = re.search(r"direction=(\w+)", instr.attributes)
                 return getattr(operator, match[1].lower())(left, right) if match else None
-            return {"add": left + right, "subtract": left - right, "multiply": left * right}[it.op]
+            return {"add": left + right, "subtract": left - right, "multiply": left * right}[
+                instr.op
+            ]
         return None
 
     def invariants(self, loop: Instruction) -> Any:

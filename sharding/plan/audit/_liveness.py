@@ -56,24 +56,24 @@ def _lifetimes(program: Program, name: str) -> _Lifetimes:
     order = list(table.values())
     values: dict[str, Any] = {}
     sources: dict[str, tuple[Instruction, float]] = {}
-    for it in order:
-        values[it.name] = _value(it, values, sources, table, program)
+    for instr in order:
+        values[instr.name] = _value(instr, values, sources, table, program)
 
     # The last reader. An instruction that renames a buffer does not read it, its users do.
-    last = {buffer: i for i, it in enumerate(order) for buffer in _leaves(values[it.name])}
-    for i, it in enumerate(order):
-        if it.op not in ("tuple", "get-tuple-element", "bitcast"):
-            last.update((buffer, i) for o in it.operands for buffer in _leaves(values.get(o)))
+    last = {buffer: i for i, instr in enumerate(order) for buffer in _leaves(values[instr.name])}
+    for i, instr in enumerate(order):
+        if instr.op not in ("tuple", "get-tuple-element", "bitcast"):
+            last.update((buffer, i) for o in instr.operands for buffer in _leaves(values.get(o)))
     freed_after: dict[int, list[str]] = {}
     for buffer in sources:
         freed_after.setdefault(last[buffer], []).append(buffer)
 
     readers: dict[str, set[str]] = {buffer: set() for buffer in sources}
-    for it in order:
-        for operand in it.operands:
+    for instr in order:
+        for operand in instr.operands:
             for buffer in _leaves(values.get(operand)):
                 if buffer in readers:
-                    readers[buffer].add(program.scope(it, table))
+                    readers[buffer].add(program.scope(instr, table))
     results = set(_leaves(values[program.roots[name]]))
     return _Lifetimes(values, sources, freed_after, results, readers)
 
@@ -84,18 +84,18 @@ def _peak(program: Program, name: str) -> tuple[float, list[Buffer]]:
     life = _lifetimes(program, name)
     live: dict[str, float] = {}  # buffer -> bytes
     peak, at_peak, of_callee = 0.0, set[str](), list[Buffer]()
-    for i, it in enumerate(table.values()):
+    for i, instr in enumerate(table.values()):
         freed = life.freed_after.get(i, [])
 
         # Allocate: an in-place instruction takes over an operand of its size that ends here.
         allocated = {
             buffer: life.sources[buffer][1]
-            for buffer in _leaves(life.values[it.name])
+            for buffer in _leaves(life.values[instr.name])
             if buffer in life.sources
             and buffer not in life.results
-            and life.sources[buffer][0] is it
+            and life.sources[buffer][0] is instr
         }
-        if _in_place(it):
+        if _in_place(instr):
             for buffer in freed:
                 if live.get(buffer, 0.0) and live[buffer] in allocated.values():
                     live.pop(buffer)
@@ -103,8 +103,8 @@ def _peak(program: Program, name: str) -> tuple[float, list[Buffer]]:
         live.update(allocated)
 
         # Measure, with the temporaries of the callee that needs most.
-        callees = [_peak(program, callee) for callee in _called(it)]
-        callee_peak, buffers = max(callees, default=(0.0, []), key=lambda found: found[0])
+        callees = [_peak(program, callee) for callee in _called(instr)]
+        callee_peak, buffers = max(callees, default=(0.0, []), key=lambda callee: callee[0])
         total = sum(live.values()) + callee_peak
         if total > peak:
             peak, at_peak, of_callee = total, set(live), buffers
@@ -116,34 +116,34 @@ def _peak(program: Program, name: str) -> tuple[float, list[Buffer]]:
 
 
 def _buffer(name: str, life: _Lifetimes, table: dict[str, Instruction], program: Program) -> Buffer:
-    it, nbytes = life.sources[name]
+    instr, nbytes = life.sources[name]
     readers = tuple(sorted(life.readers[name]))
-    return Buffer(name, program.scope(it, table), nbytes, readers, copied_argument(it, table))
+    return Buffer(name, program.scope(instr, table), nbytes, readers, copied_argument(instr, table))
 
 
-def _called(it: Instruction) -> list[str]:
+def _called(instr: Instruction) -> list[str]:
     """The computations that run while an instruction runs."""
-    if it.op == "while":
-        return it.callees("body")
-    if it.op == "conditional":
-        return it.branches
-    return it.callees("to_apply") if it.op == "call" else []
+    if instr.op == "while":
+        return instr.callees("body")
+    if instr.op == "conditional":
+        return instr.branches
+    return instr.callees("to_apply") if instr.op == "call" else []
 
 
-def _in_place(it: Instruction) -> bool:
-    return it.op in _ELEMENTWISE or (it.op == "fusion" and "kind=kLoop" in it.attributes)
+def _in_place(instr: Instruction) -> bool:
+    return instr.op in _ELEMENTWISE or (instr.op == "fusion" and "kind=kLoop" in instr.attributes)
 
 
 def _leaves(value: Any) -> Iterator[str]:
     if isinstance(value, frozenset):
         yield from value
     elif isinstance(value, list):
-        for each in value:
-            yield from _leaves(each)
+        for part in value:
+            yield from _leaves(part)
 
 
 def _value(
-    it: Instruction,
+    instr: Instruction,
     values: dict[str, Any],
     sources: dict[str, tuple[Instruction, float]],
     table: dict[str, Instruction],
@@ -153,46 +153,46 @@ def _value(
 
     Buffers that the instruction allocates are added to ``sources``.
     """
-    operands = [values.get(name, frozenset()) for name in it.operands]
+    operands = [values.get(name, frozenset()) for name in instr.operands]
 
     # Results without memory of their own.
-    if it.op in ("parameter", "constant"):
+    if instr.op in ("parameter", "constant"):
         return frozenset()
-    if it.op == "tuple":
+    if instr.op == "tuple":
         return operands
-    if it.op == "get-tuple-element":
-        index, value = it.element or 0, operands[0]
+    if instr.op == "get-tuple-element":
+        index, value = instr.element or 0, operands[0]
         return value[index] if isinstance(value, list) and index < len(value) else value
-    if it.op in _ALIASES and operands:
+    if instr.op in _ALIASES and operands:
         return operands[0]
 
     # Asynchronous operations: the start allocates, the others pass on.
-    if it.op.endswith(("-done", "-update")):
+    if instr.op.endswith(("-done", "-update")):
         return operands[0]
-    if it.op.endswith("-start"):
+    if instr.op.endswith("-start"):
         # The type lists the operands as well, before or after the results.
-        own = main_bytes(it.type) - sum(main_bytes(table[name].type) for name in it.operands)
-        sources[it.name] = (it, max(own, 0.0))
-        return frozenset((it.name,))
+        own = main_bytes(instr.type) - sum(main_bytes(table[name].type) for name in instr.operands)
+        sources[instr.name] = (instr, max(own, 0.0))
+        return frozenset((instr.name,))
 
     # All others: a buffer for each array that is not an operand updated in place.
-    sizes = [0.0 if a.space else a.nbytes for a in arrays(it.type)]
+    sizes = [0.0 if a.space else a.nbytes for a in arrays(instr.type)]
     results: list[Any] = []
     for i, size in enumerate(sizes):
-        if changed := changed_in_place(it, i, program):
+        if changed := changed_in_place(instr, i, program):
             results.append(operands[changed[0]])
             continue
-        name = it.name if len(sizes) == 1 else f"{it.name}/{i}"
-        sources[name] = (it, size)
+        name = instr.name if len(sizes) == 1 else f"{instr.name}/{i}"
+        sources[name] = (instr, size)
         results.append(frozenset((name,)))
-    return results if it.type.startswith("(") else (results or [frozenset()])[0]
+    return results if instr.type.startswith("(") else (results or [frozenset()])[0]
 
 
-def copied_argument(it: Instruction, table: dict[str, Instruction]) -> str:
+def copied_argument(instr: Instruction, table: dict[str, Instruction]) -> str:
     """The name of the argument that an instruction of the entry copies unchanged."""
-    if it.op not in ("copy", "copy-start"):
+    if instr.op not in ("copy", "copy-start"):
         return ""
-    source = behind(table[it.operands[0]], table)
+    source = behind(table[instr.operands[0]], table)
     return source.scope if source.op == "parameter" else ""
 
 

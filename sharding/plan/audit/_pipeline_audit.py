@@ -133,7 +133,7 @@ def audit_pipeline(program: Program, pipeline: Pipeline, mesh: AnyMesh) -> Pipel
         results = [kept for kept in returned if not _is_aux(kept.array, pipeline, message)]
         others = [kept for kept in loop.kept if kept not in results]
         sums, stored = max(sums, results, key=_held), max(stored, others, key=_held)
-    found = PipelineAudit(
+    result = PipelineAudit(
         schedule=schedule.name,
         stages=schedule.num_stages,
         microbatches=schedule.num_microbatches,
@@ -151,7 +151,7 @@ def audit_pipeline(program: Program, pipeline: Pipeline, mesh: AnyMesh) -> Pipel
         copied=_nbytes_of(kept for kept in stored if kept.copied),
         copied_sums=_nbytes_of(kept for kept in sums if kept.copied),
     )
-    return dataclasses.replace(found, warnings=tuple(_warnings(found)))
+    return dataclasses.replace(result, warnings=tuple(_warnings(result)))
 
 
 # --- What is sent ---------------------------------------------------------------------------------
@@ -243,29 +243,30 @@ def _joined(counts: Sequence[int | None]) -> str:
     return " + ".join("?" if n is None else str(n) for n in counts)
 
 
-def _warnings(found: PipelineAudit) -> Iterator[str]:
-    if not found.iterations:
-        if found.stages > 1:
+def _warnings(audited: PipelineAudit) -> Iterator[str]:
+    if not audited.iterations:
+        if audited.stages > 1:
             yield (
-                f"no loop of the program permutes along the axis of the {found.stages} stages: it "
-                "is no step of this pipeline"
+                f"no loop of the program permutes along the axis of the {audited.stages} stages: "
+                "it is no step of this pipeline"
             )
         return
-    if found.runs > 1:
+    if audited.runs > 1:
         yield (
-            f"the pipeline is filled and drained {found.runs} times in a step: give its schedule "
-            f"{found.runs * found.microbatches} micro-batches, and the step one"
+            f"the pipeline is filled and drained {audited.runs} times in a step: give its schedule "
+            f"{audited.runs * audited.microbatches} micro-batches, and the step one"
         )
-    if found.excess > _SMALL:
-        worst = max(found.slots, key=lambda each: each.excess)
+    if audited.excess > _SMALL:
+        worst = max(audited.slots, key=lambda kind: kind.excess)
         yield (
-            f"the program keeps {size(found.kept)} from tick to tick, {size(found.excess)} more "
-            f"than the schedule {found.schedule} needs; the largest of it is {worst.example}. "
-            "Kept for every micro-batch are an aux of the head, activations computed before the "
-            "pipeline, parameters among residuals, and what jax.grad stores of a loop over ticks"
+            f"the program keeps {size(audited.kept)} from tick to tick, {size(audited.excess)} "
+            f"more than the schedule {audited.schedule} needs; the largest of it is "
+            f"{worst.example}. Kept for every micro-batch are an aux of the head, activations "
+            "computed before the pipeline, parameters among residuals, and what jax.grad stores of "
+            "a loop over ticks"
         )
-    if found.copied > _SMALL:
+    if audited.copied > _SMALL:
         yield (
-            f"each tick copies {size(found.copied)} of what the program keeps, which is then in "
+            f"each tick copies {size(audited.copied)} of what the program keeps, which is then in "
             "memory twice, as XLA does on CPUs and GPUs with the results of branches"
         )

@@ -51,28 +51,28 @@ def arguments_of(
     ``shardings`` of their arguments.
     """
     results = _results(program)
-    found, unnamed = [], []
+    arguments, unnamed = [], []
     read = _read_by_loss(program, program.entry) if parts is PARTS else set()
     table = program.computations[program.entry]
-    given = [it for it in table.values() if it.op == "parameter"]
+    given = [instr for instr in table.values() if instr.op == "parameter"]
     if len(shardings) != len(given):  # some arguments are not used
         shardings = ()
-    for it in given:
-        for array in arrays(it.type):
-            part = next((p for p, pattern in parts.items() if re.search(pattern, it.scope)), "")
-            donated = int(it.literal) in program.donated
+    for instr in given:
+        for array in arrays(instr.type):
+            part = next((p for p, pattern in parts.items() if re.search(pattern, instr.scope)), "")
+            donated = int(instr.literal) in program.donated
             key = (array.dtype, array.dims)
             returned = donated or results[key] > 0
             results[key] -= returned and not donated
-            replicated = "sharding={replicated}" in it.attributes
+            replicated = "sharding={replicated}" in instr.attributes
             if shardings:
-                replicated = shardings[int(it.literal)].is_fully_replicated
-            found.append(Argument(it.scope, part, array, donated, returned, replicated))
+                replicated = shardings[int(instr.literal)].is_fully_replicated
+            arguments.append(Argument(instr.scope, part, array, donated, returned, replicated))
             of_state = array.dims and re.match(_STATE_DTYPES, array.dtype)
             if read and part not in STATE and returned and of_state:
-                part = "parameters" if (int(it.literal), None) in read else "optimizer state"
-                found[-1] = found[-1]._replace(part=part)
-                unnamed.append(found[-1].root)
+                part = "parameters" if (int(instr.literal), None) in read else "optimizer state"
+                arguments[-1] = arguments[-1]._replace(part=part)
+                unnamed.append(arguments[-1].root)
     notes = []
     if unnamed:
         notes = [
@@ -80,12 +80,12 @@ def arguments_of(
             f"{', '.join(dict.fromkeys(unnamed))}: those that the loss reads are counted as "
             "parameters, others as optimizer state; name them with parts="
         ]
-    elif read and not any(each.part in STATE for each in found):
+    elif read and not any(argument.part in STATE for argument in arguments):
         notes = [
             "no argument is named params, and none comes back: all are counted as batch and "
             "others; name parameters with parts="
         ]
-    return found, notes
+    return arguments, notes
 
 
 def _read_by_loss(program: Program, name: str) -> set[tuple[int, int | None]]:
@@ -94,32 +94,32 @@ def _read_by_loss(program: Program, name: str) -> set[tuple[int, int | None]]:
     Each is the number of a parameter, and a place if that is a tuple of which one array is needed.
     """
     table = program.computations[name]
-    found: set[tuple[int, int | None]] = set()
+    read: set[tuple[int, int | None]] = set()
     needed: dict[str, set[int | None]] = {}  # of each instruction, places in its result
 
     def need(instruction: str, *places: int | None) -> None:
         needed.setdefault(instruction, set()).update(places)
 
-    for it in reversed(table.values()):
-        places = needed.get(it.name, set())
-        called = it.branches or it.callees("body") or it.callees("calls")
-        called += it.callees("to_apply") if it.op == "call" else []
-        for i, each in enumerate(called, 1):
-            for number, place in _read_by_loss(program, each):
-                need(it.operands[i if it.branches else number], place)
-        if it.op == "parameter":
-            found |= {(int(it.literal), place) for place in places}
-        elif it.op == "get-tuple-element" and places:
-            need(it.operands[0], it.element)
-        elif it.op == "tuple":
-            for i, operand in enumerate(it.operands):
+    for instr in reversed(table.values()):
+        places = needed.get(instr.name, set())
+        called = instr.branches or instr.callees("body") or instr.callees("calls")
+        called += instr.callees("to_apply") if instr.op == "call" else []
+        for i, callee in enumerate(called, 1):
+            for number, place in _read_by_loss(program, callee):
+                need(instr.operands[i if instr.branches else number], place)
+        if instr.op == "parameter":
+            read |= {(int(instr.literal), place) for place in places}
+        elif instr.op == "get-tuple-element" and places:
+            need(instr.operands[0], instr.element)
+        elif instr.op == "tuple":
+            for i, operand in enumerate(instr.operands):
                 need(operand, *({None} if places & {i, None} else ()))
-        elif it.op in ("while", "opt-barrier"):
-            need(it.operands[0], *places)
-        elif places or (not called and phase_of(it.scope) in ("forward", "backward")):
-            for operand in it.operands:
+        elif instr.op in ("while", "opt-barrier"):
+            need(instr.operands[0], *places)
+        elif places or (not called and phase_of(instr.scope) in ("forward", "backward")):
+            for operand in instr.operands:
                 need(operand, None)
-    return found
+    return read
 
 
 def _results(program: Program) -> collections.Counter:
@@ -127,9 +127,9 @@ def _results(program: Program) -> collections.Counter:
     table = program.computations[program.entry]
     root = table[program.roots[program.entry]]
     names = root.operands if root.op == "tuple" else [root.name]
-    found: collections.Counter = collections.Counter()
+    types: collections.Counter = collections.Counter()
     for i, (name, array) in enumerate(zip(names, arrays(root.type), strict=False)):
         phase = phase_of(program.scope(table[name], table))
         if i not in program.aliased and phase not in ("forward", "backward", "gradient sync"):
-            found[array.dtype, array.dims] += 1
-    return found
+            types[array.dtype, array.dims] += 1
+    return types

@@ -63,50 +63,54 @@ def _costs_of_frame(
     def inside(name: str, count: int, arguments: list) -> Iterator[Cost]:
         return _costs_of_frame(program, Frame(program, name, arguments), count, unknown)
 
-    for it in table.values():
-        if it.op == "while":
-            trips = frame.trip_count(it)
+    for instr in table.values():
+        if instr.op == "while":
+            trips = frame.trip_count(instr)
             if trips is None:
-                unknown.append(it.name)
+                unknown.append(instr.name)
             runs = count * (1 if trips is None else trips)
-            yield from inside(it.callees("body")[0], runs, [frame.invariants(it)])
-        elif it.op == "conditional":
-            branches = [list(inside(name, count, [])) for name in it.branches]
+            yield from inside(instr.callees("body")[0], runs, [frame.invariants(instr)])
+        elif instr.op == "conditional":
+            branches = [list(inside(name, count, [])) for name in instr.branches]
             yield from max(branches, key=lambda b: (sum(c.flops for c in b), len(b)))
-        elif it.op in ("call", "async-start"):
-            arguments = [frame.value(operand) for operand in it.operands]
-            for name in it.callees("to_apply") + it.callees("calls"):
+        elif instr.op in ("call", "async-start"):
+            arguments = [frame.value(operand) for operand in instr.operands]
+            for name in instr.callees("to_apply") + instr.callees("calls"):
                 yield from inside(name, count, arguments)
-        elif it.op not in _FREE and not it.op.endswith(("-done", "-update")):
-            flops, matmul = _flops(it, table, program)
-            nbytes = _bytes(it, table, program)
+        elif instr.op not in _FREE and not instr.op.endswith(("-done", "-update")):
+            flops, matmul = _flops(instr, table, program)
+            nbytes = _bytes(instr, table, program)
             if flops or nbytes:
-                yield Cost(program.scope(it, table), count * flops, count * matmul, count * nbytes)
+                yield Cost(
+                    program.scope(instr, table), count * flops, count * matmul, count * nbytes
+                )
 
 
 # --- Operations -----------------------------------------------------------------------------------
 
 
-def _flops(it: Instruction, table: dict[str, Instruction], program: Program) -> tuple[float, float]:
+def _flops(
+    instr: Instruction, table: dict[str, Instruction], program: Program
+) -> tuple[float, float]:
     """The floating-point operations of one instruction: all, and those of matrix products."""
-    if it.op == "fusion":
-        inner = program.computations[it.callees("calls")[0]]
-        parts = [_flops(each, inner, program) for each in inner.values()]
+    if instr.op == "fusion":
+        inner = program.computations[instr.callees("calls")[0]]
+        parts = [_flops(inside, inner, program) for inside in inner.values()]
         return sum(flops for flops, _ in parts), sum(products for _, products in parts)
-    if it.op == "dot" or (it.op == "custom-call" and _MATMUL.search(it.attributes)):
-        product = _dot(it, table)
+    if instr.op == "dot" or (instr.op == "custom-call" and _MATMUL.search(instr.attributes)):
+        product = _dot(instr, table)
         return product, product
-    if it.op == "convolution":
-        product = _convolution(it, table)
+    if instr.op == "convolution":
+        product = _convolution(instr, table)
         return product, product
     # One operation per element: of what is reduced, of the updates, of the result.
-    if it.op in ("reduce", "reduce-window"):
+    if instr.op in ("reduce", "reduce-window"):
         # Operands are the arrays, then as many initial values.
-        inputs = it.operands[: max(1, len(it.operands) // 2)]
+        inputs = instr.operands[: max(1, len(instr.operands) // 2)]
         return float(sum(_num_floating(table[name].type) for name in inputs)), 0.0
-    if it.op == "scatter":
-        return float(_num_floating(table[it.operands[-1]].type)), 0.0
-    return float(_num_floating(it.type) if it.op in ARITHMETIC else 0), 0.0
+    if instr.op == "scatter":
+        return float(_num_floating(table[instr.operands[-1]].type)), 0.0
+    return float(_num_floating(instr.type) if instr.op in ARITHMETIC else 0), 0.0
 
 
 def _num_floating(text: str) -> int:
@@ -114,27 +118,29 @@ def _num_floating(text: str) -> int:
     return sum(a.elements for a in arrays(text) if re.match(r"b?f\d", a.dtype))
 
 
-def _dot(it: Instruction, table: dict[str, Instruction]) -> float:
+def _dot(instr: Instruction, table: dict[str, Instruction]) -> float:
     """Two operations for each element of the result and of the contracted dims."""
     # lhs_contracting_dims={1}, or ["1"] in the configuration of a library call.
-    found = re.search(
-        r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', it.attributes.replace(" ", "")
+    match = re.search(
+        r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', instr.attributes.replace(" ", "")
     )
-    shape = next(arrays(table[it.operands[0]].type)).dims
-    summed = [int(d) for d in re.findall(r"\d+", found[1])] if found else []
-    return 2.0 * next(arrays(it.type)).elements * math.prod(shape[d] for d in summed)
+    shape = next(arrays(table[instr.operands[0]].type)).dims
+    summed = [int(d) for d in re.findall(r"\d+", match[1])] if match else []
+    return 2.0 * next(arrays(instr.type)).elements * math.prod(shape[d] for d in summed)
 
 
-def _convolution(it: Instruction, table: dict[str, Instruction]) -> float:
+def _convolution(instr: Instruction, table: dict[str, Instruction]) -> float:
     """Two operations for each product of an input and a weight; padding and holes are free."""
     # dim_labels=b01f_01io->b01f: batch, spatial dims and features of input, kernel and output.
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", it.attributes)
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instr.attributes)
     if not labels:
         return 0.0
-    left, right, out = (next(arrays(text)).dims for text in (*_types(it, table)[:2], it.type))
+    left, right, out = (next(arrays(text)).dims for text in (*_types(instr, table)[:2], instr.type))
 
     # Pairs of an output position and a tap of the kernel that reads an input, over spatial dims.
-    window = dict(re.findall(r"(size|stride|pad|lhs_dilate|rhs_dilate)=(\S+?)[ }]", it.attributes))
+    window = dict(
+        re.findall(r"(size|stride|pad|lhs_dilate|rhs_dilate)=(\S+?)[ }]", instr.attributes)
+    )
     pairs = 1
     for i in range(len(window.get("size", "").split("x")) if "size" in window else 0):
         options = {
@@ -150,16 +156,16 @@ def _convolution(it: Instruction, table: dict[str, Instruction]) -> float:
         pairs *= int(np.sum((read >= 0) & (read % holes == 0) & (read <= (inputs - 1) * holes)))
     channels = right[labels[2].index("i")]
     batch, features = out[labels[3].index("b")], out[labels[3].index("f")]
-    groups = re.search(r"batch_group_count=(\d+)", it.attributes)
+    groups = re.search(r"batch_group_count=(\d+)", instr.attributes)
     return 2.0 * pairs * channels * batch * features / (int(groups[1]) if groups else 1)
 
 
 # --- Bytes ----------------------------------------------------------------------------------------
 
 
-def _types(it: Instruction, table: dict[str, Instruction]) -> list[str]:
+def _types(instr: Instruction, table: dict[str, Instruction]) -> list[str]:
     """The types of the operands."""
-    return [table[name].type for name in it.operands if name in table]
+    return [table[name].type for name in instr.operands if name in table]
 
 
 def _copied(part: str, source: str, target: str) -> float:
@@ -167,42 +173,42 @@ def _copied(part: str, source: str, target: str) -> float:
     return bytes_of(part) * float((main_bytes(source) > 0) + (main_bytes(target) > 0))
 
 
-def _bytes(it: Instruction, table: dict[str, Instruction], program: Program) -> float:
+def _bytes(instr: Instruction, table: dict[str, Instruction], program: Program) -> float:
     """The bytes that one instruction reads from main memory and writes to it."""
-    types = _types(it, table)
-    if it.op == "fusion":
-        name = it.callees("calls")[0]
+    types = _types(instr, table)
+    if instr.op == "fusion":
+        name = instr.callees("calls")[0]
         read = sum(
-            min(main_bytes(table[operand].type), read_by_fusion(it, operand, program))
-            for operand in it.operands
+            min(main_bytes(table[operand].type), read_by_fusion(instr, operand, program))
+            for operand in instr.operands
             if main_bytes(table[operand].type)
         )
-        return read + _written(it, program.computations[name], program.roots[name])
+        return read + _written(instr, program.computations[name], program.roots[name])
     # Copies between memories: only the sides in main memory count.
-    if it.op in ("copy-start", "slice-start", "dynamic-slice-start"):
-        parts = list(arrays(it.type))  # (target, source, ...) or (source, target, ...)
-        target = parts[0] if it.op == "copy-start" else parts[1]
+    if instr.op in ("copy-start", "slice-start", "dynamic-slice-start"):
+        parts = list(arrays(instr.type))  # (target, source, ...) or (source, target, ...)
+        target = parts[0] if instr.op == "copy-start" else parts[1]
         return target.nbytes * ((main_bytes(types[0]) > 0) + (target.space == 0))
     # Slices: the slice is read and written, not the array; each side counts in main memory alone.
-    if it.op in ("slice", "dynamic-slice"):
-        return _copied(it.type, types[0], it.type) if types else 0.0
-    if it.op == "gather":
-        return 2 * main_bytes(it.type) + main_bytes(types[1])
-    if it.op == "dynamic-update-slice":
-        return _copied(types[1], types[1], it.type)
-    if it.op == "scatter":
+    if instr.op in ("slice", "dynamic-slice"):
+        return _copied(instr.type, types[0], instr.type) if types else 0.0
+    if instr.op == "gather":
+        return 2 * main_bytes(instr.type) + main_bytes(types[1])
+    if instr.op == "dynamic-update-slice":
+        return _copied(types[1], types[1], instr.type)
+    if instr.op == "scatter":
         return 3 * main_bytes(types[-1]) + main_bytes(types[1])
-    if it.op.endswith("-start"):
-        return main_bytes(it.type)  # the type lists operands and results
-    if it.op == "custom-call" and 'custom_call_target="AllocateBuffer"' in it.attributes:
+    if instr.op.endswith("-start"):
+        return main_bytes(instr.type)  # the type lists operands and results
+    if instr.op == "custom-call" and 'custom_call_target="AllocateBuffer"' in instr.attributes:
         return 0.0
-    return sum(map(main_bytes, types)) + main_bytes(it.type)
+    return sum(map(main_bytes, types)) + main_bytes(instr.type)
 
 
-def read_by_fusion(it: Instruction, operand: str, program: Program) -> float:
+def read_by_fusion(instr: Instruction, operand: str, program: Program) -> float:
     """The bytes of one operand that a fusion reads: the slices, where it only slices it."""
-    inner = program.computations[it.callees("calls")[0]]
-    index = it.operands.index(operand)
+    inner = program.computations[instr.callees("calls")[0]]
+    index = instr.operands.index(operand)
     (name,) = (p.name for p in inner.values() if p.op == "parameter" and int(p.literal) == index)
     return _read(inner, name, program)
 
@@ -227,11 +233,11 @@ def _read(inner: dict[str, Instruction], name: str, program: Program) -> float:
     return total
 
 
-def _written(it: Instruction, inner: dict[str, Instruction], root: str) -> float:
+def _written(instr: Instruction, inner: dict[str, Instruction], root: str) -> float:
     """The bytes that a fusion writes: the update, of an array that it updates in place."""
     names = inner[root].operands if inner[root].op == "tuple" else [root]
     total = 0.0
-    for name, target in zip(names, arrays(it.type), strict=False):
+    for name, target in zip(names, arrays(instr.type), strict=False):
         if target.space:
             continue
         source = behind(inner[name], inner)

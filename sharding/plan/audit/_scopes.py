@@ -38,12 +38,12 @@ def shortened(scope: str) -> str:
 
 def first_of(scope: str) -> str:
     """The first scope of an operation that XLA merged from several: ``a/(b/x:c/y)``."""
-    found = re.fullmatch(r"(.*?/|)\((.*)\)", scope)
-    if not found:
+    match = re.fullmatch(r"(.*?/|)\((.*)\)", scope)
+    if not match:
         return scope
     depth = 0
-    for i, letter in enumerate(found[2]):
+    for i, letter in enumerate(match[2]):
         depth += (letter == "(") - (letter == ")")
         if letter == ":" and depth == 0:
-            return found[1] + found[2][:i]
-    return found[1] + found[2]
+            return match[1] + match[2][:i]
+    return match[1] + match[2]

@@ -64,16 +64,16 @@ def tick_loops(
     Activations with a dim 0 of ``microbatches`` that are computed before the loop count as kept;
     ``rows`` are the layers of a stage: dim 0 of its stacked parameters.
     """
-    found = list(_sending(Frame(program, program.entry, []), 1, mesh, axis))
-    reader = _CarryReader(program, {loop.it.name: loop for loop in found}, microbatches, rows)
+    loops = list(_sending(Frame(program, program.entry, []), 1, mesh, axis))
+    reader = _CarryReader(program, {loop.instr.name: loop for loop in loops}, microbatches, rows)
     return [
-        TickLoop(loop.runs, loop.trips, loop.permutes, tuple(reader.kept(loop.it.name)))
-        for loop in found
+        TickLoop(loop.runs, loop.trips, loop.permutes, tuple(reader.kept(loop.instr.name)))
+        for loop in loops
     ]
 
 
 class _Loop(NamedTuple):
-    it: Instruction
+    instr: Instruction
     computation: str
     runs: int
     trips: int | None
@@ -83,52 +83,52 @@ class _Loop(NamedTuple):
 def _sending(frame: Frame, runs: int, mesh: AnyMesh, axis: str) -> Iterator[_Loop]:
     """The loops that permute, of a computation that runs so often, and of its callees."""
     program = frame.program
-    for it in frame.instructions.values():
-        if it.op != "while":
-            for name in _callees(it):
-                arguments = [frame.value(x) for x in it.operands] if it.op == "call" else []
+    for instr in frame.instructions.values():
+        if instr.op != "while":
+            for name in _callees(instr):
+                arguments = [frame.value(x) for x in instr.operands] if instr.op == "call" else []
                 yield from _sending(Frame(program, name, arguments), runs, mesh, axis)
             continue
-        body, trips = it.callees("body")[0], frame.trip_count(it)
-        inside = Frame(program, body, [frame.invariants(it)])
+        body, trips = instr.callees("body")[0], frame.trip_count(instr)
+        inside = Frame(program, body, [frame.invariants(instr)])
         inner = list(_sending(inside, runs * (trips or 1), mesh, axis))
         permutes = () if inner else tuple(_permutes(program, body, mesh, axis))
         yield from inner
         if permutes:
-            yield _Loop(it, frame.computation, runs, trips, permutes)
+            yield _Loop(instr, frame.computation, runs, trips, permutes)
 
 
-def _callees(it: Instruction) -> list[str]:
+def _callees(instr: Instruction) -> list[str]:
     """The computations that an instruction runs once, loops and fusions aside."""
-    if it.op == "conditional":
-        return it.branches
-    if it.op == "call":
-        return it.callees("to_apply")
-    return it.callees("calls") if it.op == "async-start" else []
+    if instr.op == "conditional":
+        return instr.branches
+    if instr.op == "call":
+        return instr.callees("to_apply")
+    return instr.callees("calls") if instr.op == "async-start" else []
 
 
 def _permutes(program: Program, computation: str, mesh: AnyMesh, axis: str) -> Iterator[Permute]:
     """The permutes of a computation along an axis, but for those of loops in it."""
     table = program.computations[computation]
-    for it in table.values():
-        called = _callees(it)
+    for instr in table.values():
+        called = _callees(instr)
         for name in called:
             yield from _permutes(program, name, mesh, axis)
-        if not called and collective_op(it) == "collective-permute":
-            pairs = device_groups(it.attributes, program.num_devices)
-            across = it.op == "send"  # between slices: groups of slices
+        if not called and collective_op(instr) == "collective-permute":
+            pairs = device_groups(instr.attributes, program.num_devices)
+            across = instr.op == "send"  # between slices: groups of slices
             if across or axes_of_groups(pairs, mesh) == (axis,):
-                names = it.operands[:1] if across else it.operands
+                names = instr.operands[:1] if across else instr.operands
                 sent = tuple(array for name in names for array in arrays(table[name].type))
                 yield Permute(tuple(pairs), _source(table, names[0]), sent)
 
 
 def _source(table: dict[str, Instruction], name: str) -> str:
     """The instruction that made a value, perhaps in a tuple, before it was renamed or cast."""
-    it = table[name]
-    while len(it.operands) == 1 and it.operands[0] in table:
-        it = table[it.operands[0]]
-    return it.name
+    instr = table[name]
+    while len(instr.operands) == 1 and instr.operands[0] in table:
+        instr = table[instr.operands[0]]
+    return instr.name
 
 
 class _CarryReader:
@@ -143,8 +143,8 @@ class _CarryReader:
     def kept(self, name: str) -> Iterator[KeptArray]:
         """The arrays that a loop keeps: they change in it, or were made for it before."""
         loop = self.loops[name]
-        body = loop.it.callees("body")[0]
-        types = list(arrays(loop.it.type))
+        body = loop.instr.callees("body")[0]
+        types = list(arrays(loop.instr.type))
         root = self._root(body)
         if root.op != "tuple" or len(root.operands) != len(types):
             return
@@ -170,18 +170,18 @@ class _CarryReader:
     def _passes(self, body: str, name: str, index: int) -> bool:
         """Whether an iteration returns an element of the carry as it got it."""
         table = self.program.computations[body]
-        it = behind(table[name], table, _RENAMES)
-        return it.element == index and table[it.operands[0]].op == "parameter"
+        instr = behind(table[name], table, _RENAMES)
+        return instr.element == index and table[instr.operands[0]].op == "parameter"
 
     def _scope(self, loop: _Loop, index: int) -> str:
         """The operation that writes an element; that of the first one, if iterations pass it on."""
-        body = loop.it.callees("body")[0]
+        body = loop.instr.callees("body")[0]
         name = self._root(body).operands[index]
         if not self._passes(body, name, index):
             table = self.program.computations[body]
         else:
             table = self.program.computations[loop.computation]
-            name = table[loop.it.operands[0]].operands[index]
+            name = table[loop.instr.operands[0]].operands[index]
         return self.program.scope(behind(table[name], table, _RENAMES), table)
 
     # --- Before the loop --------------------------------------------------------------------------
@@ -194,30 +194,30 @@ class _CarryReader:
         It is from an earlier loop over ticks, or has computed activations of every micro-batch.
         """
         table = self.program.computations[loop.computation]
-        init = table[loop.it.operands[0]]
+        init = table[loop.instr.operands[0]]
         if init.op != "tuple":
             return False
-        it = behind(table[init.operands[index]], table, _RENAMES)
-        if it.op == "get-tuple-element" and it.operands[0] in self.loops:
-            earlier = self.loops[it.operands[0]]
-            body, element = earlier.it.callees("body")[0], it.element
+        instr = behind(table[init.operands[index]], table, _RENAMES)
+        if instr.op == "get-tuple-element" and instr.operands[0] in self.loops:
+            earlier = self.loops[instr.operands[0]]
+            body, element = earlier.instr.callees("body")[0], instr.element
             assert element is not None
             return not self._passes(body, self._root(body).operands[element], element)
         if array.dims[0] != self.microbatches or array.dims[1:] not in messages:
             return False
-        return self._is_computed(table, it)
+        return self._is_computed(table, instr)
 
-    def _is_computed(self, table: dict[str, Instruction], it: Instruction) -> bool:
+    def _is_computed(self, table: dict[str, Instruction], instr: Instruction) -> bool:
         """Whether a value is more than an argument that was moved, cast or gathered."""
         for _ in range(len(table)):
-            called = [self.program.computations[name] for name in it.callees("calls")]
-            inside = [it, *(each for computation in called for each in computation.values())]
+            called = [self.program.computations[name] for name in instr.callees("calls")]
+            inside = [instr, *(inner for computation in called for inner in computation.values())]
             if any(map(_computes, inside)):
                 return True
-            operands = [table[name] for name in it.operands if name in table]
+            operands = [table[name] for name in instr.operands if name in table]
             if not operands:
                 return False
-            it = max(operands, key=lambda each: bytes_of(each.type))
+            instr = max(operands, key=lambda operand: bytes_of(operand.type))
         return False
 
     # --- After the loop ---------------------------------------------------------------------------
@@ -227,9 +227,9 @@ class _CarryReader:
         """Of each instruction, by computation and name, those that read it."""
         users: dict[tuple[str, str], list[Instruction]] = {}
         for computation in {loop.computation for loop in self.loops.values()}:
-            for it in self.program.computations[computation].values():
-                for operand in dict.fromkeys(it.operands):
-                    users.setdefault((computation, operand), []).append(it)
+            for instr in self.program.computations[computation].values():
+                for operand in dict.fromkeys(instr.operands):
+                    users.setdefault((computation, operand), []).append(instr)
         return users
 
     def _is_read_after(self, name: str, index: int) -> bool:
@@ -239,7 +239,9 @@ class _CarryReader:
             return True
         elements = self._users.get((computation, name), [])
         return any(
-            self._is_read(computation, it.name) for it in elements if it.element in (index, None)
+            self._is_read(computation, instr.name)
+            for instr in elements
+            if instr.element in (index, None)
         )
 
     def _is_read(self, computation: str, name: str) -> bool:
@@ -272,10 +274,10 @@ class _CarryReader:
         for name in computations:
             table = self.program.computations[name]
             here: collections.Counter[tuple[str, tuple[int, ...]]] = collections.Counter()
-            for it in table.values():
-                computations += [each for each in _callees(it) if each not in computations]
-                if it.op in ("copy", "copy-start"):
-                    source = table[it.operands[0]]
+            for instr in table.values():
+                computations += [callee for callee in _callees(instr) if callee not in computations]
+                if instr.op in ("copy", "copy-start"):
+                    source = table[instr.operands[0]]
                     array = next(arrays(source.type))
                     if source.op in ("get-tuple-element", "parameter") and not array.space:
                         here[array.dtype, array.dims] += 1
@@ -283,8 +285,8 @@ class _CarryReader:
         return most
 
 
-def _computes(it: Instruction) -> bool:
+def _computes(instr: Instruction) -> bool:
     """Whether an instruction computes data: no indices, no single number, no copy."""
-    if it.op not in _COMPUTES and not _KERNEL.search(it.attributes):
+    if instr.op not in _COMPUTES and not _KERNEL.search(instr.attributes):
         return False
-    return any(a.dims and re.match(r"b?f\d", a.dtype) for a in arrays(it.type))
+    return any(a.dims and re.match(r"b?f\d", a.dtype) for a in arrays(instr.type))

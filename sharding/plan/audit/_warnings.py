@@ -18,7 +18,7 @@ _WIDE = 0.05  # the share of the work of matrix products that needs none
 
 def warnings_of(
     program: Program,
-    found: Sequence[Collective],
+    collectives: Sequence[Collective],
     buffers: Sequence[Buffer],
     arguments: Sequence[Argument],
     source: str = "",
@@ -28,7 +28,7 @@ def warnings_of(
     ``buffers`` are the temporaries at the peak; ``source`` is the StableHLO text that the program
     was compiled from, empty where that is unknown.
     """
-    notes = [*_all_reduced(program, found), *_gathered_by_update(found)]
+    notes = [*_all_reduced(program, collectives), *_gathered_by_update(collectives)]
     notes += _saved_by_loops(program, sum(buffer.nbytes for buffer in buffers))
     notes += [*_donated_and_copied(program), *_not_donated(arguments)]
     notes += _replicated_state(arguments, program.num_devices)
@@ -39,9 +39,9 @@ def warnings_of(
 def _not_donated(arguments: Sequence[Argument]) -> Iterator[str]:
     """State that is not donated, so that the old and the new arrays are in memory at once."""
     doubled = [a for a in arguments if a.part in STATE and a.returned and not a.donated]
-    total = sum(each.nbytes for each in doubled)
+    total = sum(argument.nbytes for argument in doubled)
     if total > _SMALL:
-        what = " and ".join(dict.fromkeys(each.part for each in doubled))
+        what = " and ".join(dict.fromkeys(argument.part for argument in doubled))
         yield (
             f"the state is not donated: {size(total)} of {what} come back as new arrays while the "
             "old ones are still in memory; jax.jit(step, donate_argnums=...) lets results take it "
@@ -52,8 +52,8 @@ def _not_donated(arguments: Sequence[Argument]) -> Iterator[str]:
 def _replicated_state(arguments: Sequence[Argument], num_devices: int) -> Iterator[str]:
     """Optimizer state that is replicated on every device."""
     state = [a for a in arguments if a.part in ("optimizer state", "master weights")]
-    total = sum(each.nbytes for each in state)
-    replicated = sum(each.nbytes for each in state if each.replicated)
+    total = sum(argument.nbytes for argument in state)
+    replicated = sum(argument.nbytes for argument in state if argument.replicated)
     if num_devices > 1 and replicated > max(_SMALL, total / 2):
         yield (
             f"{size(replicated)} of optimizer state are replicated: each of the {num_devices} "
@@ -70,9 +70,9 @@ _PRODUCT = re.compile(
 
 def _wide_products(arguments: Sequence[Argument], source: str) -> Iterator[str]:
     """Products of float32 matrices in a program whose parameters are narrower."""
-    params = [each for each in arguments if each.part == "parameters"]
-    narrow = sum(each.nbytes for each in params if each.array.dtype in ("bf16", "f16"))
-    if not source or narrow <= sum(each.nbytes for each in params) / 2:
+    params = [param for param in arguments if param.part == "parameters"]
+    narrow = sum(param.nbytes for param in params if param.array.dtype in ("bf16", "f16"))
+    if not source or narrow <= sum(param.nbytes for param in params) / 2:
         return
     total, wide, largest = 0.0, 0.0, (0.0, "")
     for match in _PRODUCT.finditer(source):
@@ -92,12 +92,12 @@ def _wide_products(arguments: Sequence[Argument], source: str) -> Iterator[str]:
         )
 
 
-def _all_reduced(program: Program, found: Sequence[Collective]) -> Iterator[str]:
+def _all_reduced(program: Program, collectives: Sequence[Collective]) -> Iterator[str]:
     """All-reduces of which each device uses a shard, so that a reduce-scatter would do."""
     requested = sum(
-        each.wire_bytes
-        for each in found
-        if each.op == "all-reduce" and each.scope.endswith(("/reduce_scatter", "/psum_scatter"))
+        sent.wire_bytes
+        for sent in collectives
+        if sent.op == "all-reduce" and sent.scope.endswith(("/reduce_scatter", "/psum_scatter"))
     )
     if requested > _SMALL:
         yield (
@@ -119,9 +119,9 @@ def _sliced_afterwards(computation: str, program: Program) -> float:
     """Bytes of the all-reduces of one computation of which at most half is read."""
     table = program.computations[computation]
     users: dict[str, list[Instruction]] = {}
-    for it in table.values():
-        for operand in it.operands:
-            users.setdefault(operand, []).append(it)
+    for instr in table.values():
+        for operand in instr.operands:
+            users.setdefault(operand, []).append(instr)
 
     def read(name: str, nbytes: float) -> float:
         """The bytes that are read of an array; infinite where no slice limits them."""
@@ -138,26 +138,26 @@ def _sliced_afterwards(computation: str, program: Program) -> float:
         return total
 
     total = 0.0
-    for it in table.values():
-        if it.op.removesuffix("-start") == "all-reduce":
-            nbytes = sum(bytes_of(table[name].type) for name in it.operands)
-            if nbytes > _SMALL and read(it.name, nbytes) <= nbytes / 2:
+    for instr in table.values():
+        if instr.op.removesuffix("-start") == "all-reduce":
+            nbytes = sum(bytes_of(table[name].type) for name in instr.operands)
+            if nbytes > _SMALL and read(instr.name, nbytes) <= nbytes / 2:
                 total += nbytes
     return total
 
 
-def _gathered_by_update(found: Sequence[Collective]) -> Iterator[str]:
+def _gathered_by_update(collectives: Sequence[Collective]) -> Iterator[str]:
     """Full arrays that the optimizer gathers, but for matrices that it sends to their owners."""
     moved = [
-        each
-        for each in found
-        if each.op in ("all-gather", "all-to-all")
-        and phase_of(each.scope) == "update"
-        and "/by_owner/" not in each.scope
+        sent
+        for sent in collectives
+        if sent.op in ("all-gather", "all-to-all")
+        and phase_of(sent.scope) == "update"
+        and "/by_owner/" not in sent.scope
     ]
-    total = sum(each.wire_bytes for each in moved)
+    total = sum(sent.wire_bytes for sent in moved)
     if total > _SMALL:
-        dearest = max(moved, key=lambda each: each.wire_bytes)
+        dearest = max(moved, key=lambda sent: sent.wire_bytes)
         yield (
             f"the optimizer gathers {size(total)} a step (most of it at {dearest.scope}): it needs "
             "full arrays, as matrix optimizers do (see sharding.by_owner), or its state is sharded "
@@ -168,10 +168,10 @@ def _gathered_by_update(found: Sequence[Collective]) -> Iterator[str]:
 def _saved_by_loops(program: Program, peak: float) -> Iterator[str]:
     """Arrays that a loop over layers saves for the backward pass, layer by layer."""
     loops = [
-        (Frame(program, name, []).trip_count(it), it)
+        (Frame(program, name, []).trip_count(instr), instr)
         for name, table in program.computations.items()
-        for it in table.values()
-        if it.op == "while" and phase_of(it.scope + "/") == "forward"
+        for instr in table.values()
+        if instr.op == "while" and phase_of(instr.scope + "/") == "forward"
     ]
     for steps, loop in loops:
         if not steps or steps < 2:
@@ -179,9 +179,9 @@ def _saved_by_loops(program: Program, peak: float) -> Iterator[str]:
         # Saved: written into an array with a dim for the layers.
         body = program.computations[loop.callees("body")[0]]
         saved = {"gather": 0.0, "forward": 0.0}
-        for it in body.values():
-            for i, array in enumerate(arrays(it.type) if it.op != "tuple" else ()):
-                changed = changed_in_place(it, i, program)
+        for instr in body.values():
+            for i, array in enumerate(arrays(instr.type) if instr.op != "tuple" else ()):
+                changed = changed_in_place(instr, i, program)
                 if changed and array.dims[:1] == (steps,):
                     phase = "gather" if phase_of(changed[1].scope) == "gather" else "forward"
                     saved[phase] += array.nbytes
@@ -213,14 +213,14 @@ def _donated_and_copied(program: Program) -> Iterator[str]:
     """Donated arguments that the program copies."""
     table = program.computations[program.entry]
     donated = {
-        it.scope
-        for it in table.values()
-        if it.op == "parameter" and int(it.literal) in program.donated
+        instr.scope
+        for instr in table.values()
+        if instr.op == "parameter" and int(instr.literal) in program.donated
     }
     copies = [
-        (max(a.nbytes for a in arrays(it.type)), copied_argument(it, table))
-        for it in table.values()
-        if copied_argument(it, table) in donated
+        (max(a.nbytes for a in arrays(instr.type)), copied_argument(instr, table))
+        for instr in table.values()
+        if copied_argument(instr, table) in donated
     ]
     total = sum(nbytes for nbytes, _ in copies)
     if total > _SMALL:

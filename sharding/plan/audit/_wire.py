@@ -65,7 +65,7 @@ def wire_bytes(compiled: Any, *, branches: str = "dearest") -> float:
       >>> shd.wire_bytes(jax.jit(lambda x: x + 1).lower(1.0).compile())
       0.0
     """
-    return float(sum(found.wire_bytes for found in collectives(compiled, branches)))
+    return float(sum(sent.wire_bytes for sent in collectives(compiled, branches)))
 
 
 def collectives(compiled: Any, branches: str = "dearest") -> list[Collective]:
@@ -88,38 +88,38 @@ def _collectives_of_frame(
     program: Program, frame: Frame, count: int, choose: Callable[..., Any]
 ) -> list[Collective]:
     """The collectives of a computation that runs ``count`` times, and of its callees."""
-    found: list[Collective] = []
+    counted: list[Collective] = []
     chains: set[str] = set()
 
     def inside(name: str, count: int, arguments: list[Any]) -> list[Collective]:
         return _collectives_of_frame(program, Frame(program, name, arguments), count, choose)
 
-    for it in frame.instructions.values():
-        if it.op == "while":
-            carried = [frame.invariants(it)]
-            body = inside(it.callees("body")[0], count, carried)
-            condition = inside(it.callees("condition")[0], count, carried)
+    for instr in frame.instructions.values():
+        if instr.op == "while":
+            carried = [frame.invariants(instr)]
+            body = inside(instr.callees("body")[0], count, carried)
+            condition = inside(instr.callees("condition")[0], count, carried)
             if body or condition:
-                trips = frame.trip_count(it)
+                trips = frame.trip_count(instr)
                 if trips is None:
                     raise ValueError(
                         f"wire bytes were requested, but the program does not say how often the "
-                        f"loop %{it.name} runs: give it a constant trip count, as lax.scan does."
+                        f"loop %{instr.name} runs: give it a constant trip count, as lax.scan does."
                     )
-                found += [_repeat(sent, trips) for sent in body if trips]
-                found += [_repeat(sent, trips + 1) for sent in condition]
-        elif it.op == "conditional":
-            branches = [inside(name, count, []) for name in it.branches]
-            found += choose(branches, key=lambda branch: sum(sent.wire_bytes for sent in branch))
-        elif it.op in ("async-update", "async-done"):
+                counted += [_repeat(sent, trips) for sent in body if trips]
+                counted += [_repeat(sent, trips + 1) for sent in condition]
+        elif instr.op == "conditional":
+            branches = [inside(name, count, []) for name in instr.branches]
+            counted += choose(branches, key=lambda branch: sum(sent.wire_bytes for sent in branch))
+        elif instr.op in ("async-update", "async-done"):
             continue  # counted at its async-start, which calls the same computation
-        elif op := collective_op(it):
-            found.append(_measure(op, it, frame, count))
+        elif op := collective_op(instr):
+            counted.append(_measure(op, instr, frame, count))
         else:
-            for name in it.callees("calls") + it.callees("to_apply"):
-                if _continues(it, name, program, chains):
+            for name in instr.callees("calls") + instr.callees("to_apply"):
+                if _continues(instr, name, program, chains):
                     continue
-                arguments = [frame.value(operand) for operand in it.operands]
+                arguments = [frame.value(operand) for operand in instr.operands]
                 called = inside(name, count, arguments)
                 if name.startswith("all-reduce-scatter"):
                     # TPU: one reduce-scatter, printed as an all-reduce and a slice.
@@ -127,18 +127,18 @@ def _collectives_of_frame(
                         sent._replace(op="reduce-scatter", wire_bytes=sent.wire_bytes / 2)
                         for sent in called
                     ]
-                found += called
-    return found
+                counted += called
+    return counted
 
 
-def _continues(it: Instruction, name: str, program: Program, chains: set[str]) -> bool:
+def _continues(instr: Instruction, name: str, program: Program, chains: set[str]) -> bool:
     """Whether a fusion continues a collective that an earlier fusion started.
 
     TPU programs split an asynchronous collective into fusions that each repeat it: a start, several
     ``async_collective_fusion``, and a done. Collectives with a ``chain_id`` in ``chains`` were seen
     before; the ids of this fusion are added.
     """
-    if it.op != "fusion":
+    if instr.op != "fusion":
         return False
     ids = {
         match[1]
@@ -149,37 +149,39 @@ def _continues(it: Instruction, name: str, program: Program, chains: set[str]) -
         seen = ids <= chains
         chains |= ids
         return seen
-    return name.startswith("async_collective_fusion") or it.name.startswith("async-collective-done")
+    return name.startswith("async_collective_fusion") or instr.name.startswith(
+        "async-collective-done"
+    )
 
 
-def collective_op(it: Instruction) -> str | None:
+def collective_op(instr: Instruction) -> str | None:
     """Which collective an instruction is, or starts; None for others."""
-    op = it.op.removesuffix("-start")
+    op = instr.op.removesuffix("-start")
     if op in _UNCOUNTED:
         raise ValueError(
-            f"wire bytes were requested, but %{it.name} is a {op}, which has no fixed cost."
+            f"wire bytes were requested, but %{instr.name} is a {op}, which has no fixed cost."
         )
-    if it.op == "send":
-        if match := re.search(r'_xla_megascale_transfer_type="(\w+)"', it.attributes):
+    if instr.op == "send":
+        if match := re.search(r'_xla_megascale_transfer_type="(\w+)"', instr.attributes):
             if match[1] not in _MEGASCALE:
-                raise ValueError(f"%{it.name} is a transfer of unknown type {match[1]}.")
+                raise ValueError(f"%{instr.name} is a transfer of unknown type {match[1]}.")
             return _MEGASCALE[match[1]]
-        return None if "is_host_transfer=true" in it.attributes else "collective-permute"
+        return None if "is_host_transfer=true" in instr.attributes else "collective-permute"
     return op if op in _KINDS else None
 
 
-def _measure(op: str, it: Instruction, frame: Frame, count: int) -> Collective:
+def _measure(op: str, instr: Instruction, frame: Frame, count: int) -> Collective:
     """One collective, with the bytes that one device sends in ``count`` runs."""
     # The devices of a group.
-    across = it.op == "send"
-    groups = device_groups(it.attributes, frame.program.num_devices)
-    if it.op.startswith("collective-permute"):
+    across = instr.op == "send"
+    groups = device_groups(instr.attributes, frame.program.num_devices)
+    if instr.op.startswith("collective-permute"):
         size = len({end for pair in groups for end in pair}) or 1
     else:
         size = len(groups[0])
     # The full array. A send has a token and a context beside it, the others have arrays only; an
     # all-gather has a shard.
-    names = it.operands[:1] if across else it.operands
+    names = instr.operands[:1] if across else instr.operands
     sent = [array for name in names for array in arrays(frame.instructions[name].type)]
     shards = size if op == "all-gather" else 1
     payload = shards * sum(array.nbytes for array in sent)
@@ -195,18 +197,18 @@ def _measure(op: str, it: Instruction, frame: Frame, count: int) -> Collective:
         group_size=size,
         runs=count,
         wire_bytes=count * share * payload,
-        across_slices=across and "megascale" in it.attributes,
-        scope=it.scope or _scope_of_operand(op, it, frame),
+        across_slices=across and "megascale" in instr.attributes,
+        scope=instr.scope or _scope_of_operand(op, instr, frame),
         groups=tuple(groups),
     )
 
 
-def _scope_of_operand(op: str, it: Instruction, frame: Frame) -> str:
+def _scope_of_operand(op: str, instr: Instruction, frame: Frame) -> str:
     """The scope of a collective that XLA left without one, such as those between slices.
 
     A sum has that of its operand. A gather has none: the operand's says nothing of its purpose.
     """
-    scope = "" if op == "all-gather" else frame.program.scope(it, frame.instructions)
+    scope = "" if op == "all-gather" else frame.program.scope(instr, frame.instructions)
     return "/".join([*scope.split("/")[:-1], op.replace("-", "_")])
 
 
@@ -295,5 +297,7 @@ def _rows(ids: np.ndarray) -> list[tuple[int, ...]]:
     return [tuple(row) for row in ids.tolist()]
 
 
-def _repeat(found: Collective, times: int) -> Collective:
-    return found._replace(runs=found.runs * times, wire_bytes=found.wire_bytes * times)
+def _repeat(collective: Collective, times: int) -> Collective:
+    return collective._replace(
+        runs=collective.runs * times, wire_bytes=collective.wire_bytes * times
+    )

@@ -388,7 +388,7 @@ def why_wider(
 
     The moments of optax have the dtype of their parameters, bfloat16 as well.
     """
-    mine, theirs = (_widest(params, each) for each in (tx, other))
+    mine, theirs = (_widest(params, transformation) for transformation in (tx, other))
     if theirs is None or mine is None or mine.itemsize <= theirs.itemsize:
         return ""
     return (

@@ -233,7 +233,9 @@ def lockstep_seconds(
             for op, seconds in zip(operations, all_seconds, strict=True)
         }
         ticks = _ticks(schedule, num_stages, microbatches)
-        return sum(number * max(cost[each] for each in tick) for tick, number in ticks.items())
+        return sum(
+            number * max(cost[running] for running in tick) for tick, number in ticks.items()
+        )
     if schedule in ASYNC_SCHEDULES:
         return microbatches * (forward + max(backward, last[0] if last else 0))
     passes = chunks * microbatches + num_stages - 1
@@ -277,10 +279,10 @@ def _ticks(schedule: str, num_stages: int, microbatches: int) -> Mapping[_Tick, 
     """Ticks by what runs in them."""
     steady = _steady(num_stages, microbatches)
     if steady < microbatches:
-        found = _ticks(schedule, num_stages, steady)
+        counts = _ticks(schedule, num_stages, steady)
         before = _ticks(schedule, num_stages, steady - 1)
         more = microbatches - steady
-        return {tick: n + more * (n - before.get(tick, 0)) for tick, n in found.items()}
+        return {tick: n + more * (n - before.get(tick, 0)) for tick, n in counts.items()}
     table = _made(schedule, num_stages, microbatches)
     # A bit for each operation of the last chunk, and for each of the others.
     place = table.routes[0][-1]

@@ -223,7 +223,7 @@ def pipeline_stages(
     summed += (to_stages + wide * back) * estimates.layer_bytes
 
     def of_stage(s: int) -> PipelineStage:
-        numbers = [v for v, it in enumerate(stage_of) if it == s]
+        numbers = [v for v, stage in enumerate(stage_of) if stage == s]
         own = tuple(ranges[v] for v in numbers)
         # Of activations, and of their gradients.
         sent = sum(stage_of[v + 1] != s for v in numbers if v + 1 < len(ranges))

@@ -70,9 +70,9 @@ class PlanCosts:
 
     def state_bytes_in(self, state_format: str | None = None, weights: str = "plain") -> float:
         """Bytes of optimizer state, in a format, and master weights for one parameter."""
-        found = self._plan(ParallelPlan(state_format=state_format, weights=weights))
-        stage = found.stage("stage 0")
-        return (stage.opt_state + stage.master) / found.num_params
+        plan = self._plan(ParallelPlan(state_format=state_format, weights=weights))
+        stage = plan.stage("stage 0")
+        return (stage.opt_state + stage.master) / plan.num_params
 
     def products(self, plan: ParallelPlan) -> float:
         """Operations of matrix products of a device in the update, as in Muon's.
@@ -198,11 +198,11 @@ class PlanCosts:
             ideal=ideal,
         )
 
-    def seconds(self, plan: ParallelPlan, found: Passes, *, ideal: bool = False) -> StepSeconds:
+    def seconds(self, plan: ParallelPlan, work: Passes, *, ideal: bool = False) -> StepSeconds:
         """The time of a step with these passes; see ``step_seconds``."""
         sync = self.sync(plan) if plan.sync else None
         return with_state(
-            *(plan, self.machine, found), sync=sync, products=self.products(plan), ideal=ideal
+            *(plan, self.machine, work), sync=sync, products=self.products(plan), ideal=ideal
         )
 
     def sync(self, plan: ParallelPlan) -> SyncWork:
@@ -328,9 +328,9 @@ def sync_change(plan: ParallelPlan, params: Any) -> float:
     assert plan.sync is not None
     devices, arrays = plan.synced_devices, _synced_arrays(plan, params)
     dense = 0.0
-    for it in arrays:
-        times = plan.microbatches if plan.stage == 2 and it.scattered else 1
-        dense += it.nbytes * (times if it.scattered else 2) * (devices - 1) / devices
+    for gradient in arrays:
+        times = plan.microbatches if plan.stage == 2 and gradient.scattered else 1
+        dense += gradient.nbytes * (times if gradient.scattered else 2) * (devices - 1) / devices
     return sync_work(plan.sync, arrays, devices).sent(devices) - dense
 
 
@@ -392,10 +392,10 @@ class TracedCosts(PlanCosts):
 
     def forms(self, recompute: Sequence[str]) -> tuple[str, ...]:
         """Those that differ in what is stored or computed: a model may have none of the names."""
-        found: dict[Traced, str] = {}
+        kinds: dict[Traced, str] = {}
         for form in sorted(recompute, key=lambda form: form not in ("none", "full")):
-            found.setdefault(self._traced(1, form), form)
-        return tuple(form for form in recompute if form in found.values())
+            kinds.setdefault(self._traced(1, form), form)
+        return tuple(form for form in recompute if form in kinds.values())
 
     def activations(self, plan: ParallelPlan, grads: float = 0.0) -> float:
         """Bytes of what is stored, of temporaries, and of what stage 3 gathers.

@@ -279,7 +279,7 @@ def passes(
     work, wires = functools.reduce(operator.add, of_most), (sent + sent_back) * most
     work_last = functools.reduce(operator.add, of_last, of_head)
     wires_last = (sent + sent_back) * last + sent_head
-    first, second, third = (it.seconds for it in of_most)
+    first, second, third = (part.seconds for part in of_most)
     first, second = first + sent * most, second + sent_back * most
     final = of_last[0] + of_last[1] + of_head
     in_last = final.seconds + wires_last, of_last[2].seconds
@@ -351,7 +351,7 @@ def traced_passes(
 def with_state(
     plan: ParallelPlan,
     machine: Machine,
-    found: Passes,
+    step_passes: Passes,
     *,
     sync: SyncWork | None = None,
     products: float = 0.0,
@@ -363,8 +363,8 @@ def with_state(
     update, as do operations of matrix ``products`` of a device.
     """
     groups, wire = _groups(plan, machine), _wire_of(machine, ideal)
-    work, params = found.work, found.params
-    data, hideable = _data_seconds(plan, found.layers, params, groups, wire)
+    work, params = step_passes.work, step_passes.params
+    data, hideable = _data_seconds(plan, step_passes.layers, params, groups, wire)
     exposed = 0.0
     if sync is not None:
         over = groups.data if plan.replicas == 1 else groups.replicas
@@ -383,9 +383,9 @@ def with_state(
         matmul=work.matmul,
         elementwise=work.elementwise,
         overhead=work.overhead,
-        tensor=found.tensor,
-        bubble=found.bubble + waiting,
-        transfers=found.transfers,
+        tensor=step_passes.tensor,
+        bubble=step_passes.bubble + waiting,
+        transfers=step_passes.transfers,
         data=data + exposed,
         exposed=exposed,
         update=update,

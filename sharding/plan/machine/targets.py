@@ -101,7 +101,7 @@ def parse(name: str, *, other_gpus: bool = False) -> Target:
     if match := re.fullmatch(tpus, name):
         shape = tuple(int(size) for size in match[2].split("x"))
         if shape not in _SHAPES.get(match[1], [shape]):
-            known = ", ".join("x".join(map(str, each)) for each in _SHAPES[match[1]])
+            known = ", ".join("x".join(map(str, sizes)) for sizes in _SHAPES[match[1]])
             raise ValueError(f"there is no slice {name!r}; those of {match[1]} are {known}.")
         return Target(match[1], shape, int(match[3] or 1))
     if other_gpus and (match := re.fullmatch(r"([a-z][\w.-]*?)x([1-9]\d*)", name)):

@@ -248,11 +248,11 @@ class TracedModel:
 
     def _calls(self, size: int, dtype: Any) -> list[tuple[Any, ...]]:
         """The types of the arguments of each call of the layer in a loss; a scan calls it once."""
-        found = []
+        calls = []
 
         def layer(*args: Any) -> Any:
-            found.append(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args))
+            calls.append(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args))
             return self.apply_layer(*args)
 
         jax.eval_shape(self.make_loss(layer), self.abstract(dtype), self.batch(size))
-        return found
+        return calls

@@ -96,11 +96,13 @@ def least_period(
     def fits(period: float) -> bool:
         groups = activation_groups(loads, period, transfers=transfers)
         needs = zip(static, groups, stored, memory, strict=True)
-        return all(fixed + group * each <= limit for fixed, group, each, limit in needs)
+        return all(
+            fixed + group * activations <= limit for fixed, group, activations, limit in needs
+        )
 
     # Sums are taken from the last stage to the first, as groups are filled.
     after = _padded(loads, transfers)
-    chain = [float(x) for each in zip(loads, after, strict=True) for x in each][::-1]
+    chain = [float(x) for pair in zip(loads, after, strict=True) for x in pair][::-1]
     least = max(chain)
     sums = {least}
     for begin in range(len(chain)):
@@ -200,7 +202,10 @@ def memory_aware_stages(
         loads = [compute[s][i][j] for s, (i, j) in ranges]
         between = [transfer[s][j] for s, (_, j) in ranges[:-1]]
         stored = [twice[s][i][j] - once[s][i][j] for s, (i, j) in ranges]
-        static = [once[s][i][j] - each for (s, (i, j)), each in zip(ranges, stored, strict=True)]
+        static = [
+            once[s][i][j] - activations
+            for (s, (i, j)), activations in zip(ranges, stored, strict=True)
+        ]
         period = least_period(loads, static, stored, limits, transfers=between)
         groups = activation_groups(loads, period, transfers=between)
         held = zip(static, groups, stored, strict=True)

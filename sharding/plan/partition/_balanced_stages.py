@@ -127,10 +127,10 @@ def least_sum(costs: np.ndarray) -> tuple[float, tuple[int, ...]]:
 
 def _boundaries(choices: list[np.ndarray]) -> tuple[int, ...]:
     """Follows the choices back from the last layer."""
-    found = [len(choices[-1]) - 1]
+    bounds = [len(choices[-1]) - 1]
     for choice in reversed(choices):
-        found.append(int(choice[found[-1]]))
-    return tuple(reversed(found))
+        bounds.append(int(choice[bounds[-1]]))
+    return tuple(reversed(bounds))
 
 
 def per_stage(
@@ -141,13 +141,13 @@ def per_stage(
         value = default
     if isinstance(value, int | float):
         value = [value] * number
-    found = tuple(float(each) for each in value)
-    if len(found) != number:
-        raise ValueError(f"{name} must have {number} values, got {len(found)}.")
-    for each in found:
-        if not each > 0 or math.isnan(each):
-            raise ValueError(f"{name} must be above 0, got {each}.")
-    return found
+    numbers = tuple(float(x) for x in value)
+    if len(numbers) != number:
+        raise ValueError(f"{name} must have {number} values, got {len(numbers)}.")
+    for x in numbers:
+        if not x > 0 or math.isnan(x):
+            raise ValueError(f"{name} must be above 0, got {x}.")
+    return numbers
 
 
 @dataclasses.dataclass(frozen=True)

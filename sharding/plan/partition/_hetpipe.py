@@ -174,13 +174,13 @@ def hetpipe(
         except ValueError as error:
             reasons.append(f"{policy}: {error}")
             continue
-        found, reason = _best_of(
+        candidate, reason = _best_of(
             layers, nodes, network, allocation, max_concurrent, param_factor, search_order
         )
-        if found is None:
+        if candidate is None:
             reasons.append(f"{policy}: {reason}")
-        elif best is None or found[0] > best[0] * (1 + 1e-12):
-            best = (*found, policy)
+        elif best is None or candidate[0] > best[0] * (1 + 1e-12):
+            best = (*candidate, policy)
     if best is None:
         raise ValueError(f"no policy has a plan. {' '.join(reasons)}")
     throughput, num_concurrent, workers, policy = best
@@ -212,18 +212,18 @@ def _best_of(
         solved: dict[tuple[int, ...], VirtualWorker] = {}
         for devices in dict.fromkeys(allocation):
             orders = _orders(devices) if search_order else [devices]
-            found, lacking = None, math.inf
+            fastest, lacking = None, math.inf
             for order in orders:
                 worker, excess = _fastest(layers, nodes, network, order, number, param_factor)
                 lacking = min(lacking, excess)
-                if worker and (found is None or worker.rate > found.rate):
-                    found = worker
-            if found is None and len(devices) > len(layers):
+                if worker and (fastest is None or worker.rate > fastest.rate):
+                    fastest = worker
+            if fastest is None and len(devices) > len(layers):
                 return None, f"{len(devices)} devices of a worker share {len(layers)} layers."
-            if found is None:
+            if fastest is None:
                 reason = f"a worker on nodes {devices} lacks {size(lacking)} on one device."
                 break
-            solved[devices] = found
+            solved[devices] = fastest
         else:
             throughput = len(allocation) * min(worker.rate for worker in solved.values())
             if best is None or throughput > best[0] * (1 + 1e-12):
@@ -244,11 +244,11 @@ def _orders(devices: tuple[int, ...]) -> list[tuple[int, ...]]:
             f"{_MOST_ORDERS:,}; pass search_order=False."
         )
 
-    def extended(rest: list[int]) -> Iterator[tuple[int, ...]]:
-        if not rest:
+    def extended(remaining: list[int]) -> Iterator[tuple[int, ...]]:
+        if not remaining:
             yield ()
-        for i in dict.fromkeys(rest):
-            left = rest.copy()
+        for i in dict.fromkeys(remaining):
+            left = remaining.copy()
             left.remove(i)
             yield from ((i, *tail) for tail in extended(left))
 
@@ -294,7 +294,9 @@ def _fastest(
         else:
             low = middle + 1
     around = [at(candidates[i]) for i in (max(low - 1, 0), low)]
-    _, boundaries = min(around, key=lambda each: (_slowest(limit, each, number), each[0]))
+    _, boundaries = min(
+        around, key=lambda partition: (_slowest(limit, partition, number), partition[0])
+    )
     ranges = list(enumerate(itertools.pairwise(boundaries)))
     period = max(float(limit[s, i, j]) for s, (i, j) in ranges)
     latency = sum(float(time[s, i, j]) for s, (i, j) in ranges)
@@ -302,9 +304,9 @@ def _fastest(
     return VirtualWorker(tuple(order), boundaries, period, latency, rate), 0.0
 
 
-def _slowest(limit: np.ndarray, found: tuple[float, tuple[int, ...]], number: int) -> float:
+def _slowest(limit: np.ndarray, partition: tuple[float, tuple[int, ...]], number: int) -> float:
     """Seconds per minibatch of a partition; inf where there is none."""
-    latency, boundaries = found
+    latency, boundaries = partition
     if math.isinf(latency):
         return math.inf
     ranges = enumerate(itertools.pairwise(boundaries))

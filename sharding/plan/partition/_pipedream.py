@@ -167,12 +167,12 @@ class _Level:
     def solve(self, columns: slice) -> np.ndarray:
         """Fills ``best``, and returns that of all components."""
         for m in range(1, len(self.stages) + 1):
-            found = self.stage(m, m)[:, columns]
+            least = self.stage(m, m)[:, columns]
             for replicas in range(1, m):
-                rest = np.maximum(self.transfers[:, None], self.best[m - replicas - 1])
-                split = np.maximum(self.stage(replicas, m)[:, :, None], rest[None])
-                found = np.minimum(found, split.min(1))
-            self.best.append(found)
+                others = np.maximum(self.transfers[:, None], self.best[m - replicas - 1])
+                split = np.maximum(self.stage(replicas, m)[:, :, None], others[None])
+                least = np.minimum(least, split.min(1))
+            self.best.append(least)
         return self.best[-1]
 
     def stage(self, replicas: int, components: int) -> np.ndarray:

@@ -51,14 +51,14 @@ class TwoBWPlan(Printed):
         """The table to print."""
         rows = [
             (
-                f"{each.width} x {each.depth}",
-                each.inner,
-                str(each.microbatch),
-                "yes" if each.recompute else "no",
-                size(each.memory),
-                count(each.throughput),
+                f"{choice.width} x {choice.depth}",
+                choice.inner,
+                str(choice.microbatch),
+                "yes" if choice.recompute else "no",
+                size(choice.memory),
+                count(choice.throughput),
             )
-            for each in self.choices[:10]
+            for choice in self.choices[:10]
         ]
         columns = (
             "width x depth",
@@ -127,10 +127,10 @@ def two_bw(
     host = devices_per_host or num_devices
     network = network or link
     choices, least, tried = [], math.inf, 0
-    for width, depth, each in _shapes(num_devices, len(layers), global_batch, microbatches):
-        m = global_batch // (width * each)
-        faster = efficiency(each) if efficiency else 1.0
-        scaled = [_of_microbatch(layer, each, faster) for layer in layers]
+    for width, depth, sequences in _shapes(num_devices, len(layers), global_batch, microbatches):
+        m = global_batch // (width * sequences)
+        faster = efficiency(sequences) if efficiency else 1.0
+        scaled = [_of_microbatch(layer, sequences, faster) for layer in layers]
         several = num_devices > host and min(width, depth) > 1
         for recompute in (False, True):
             for inner in ("depth", "width") if several else ("depth",):
@@ -155,9 +155,11 @@ def two_bw(
                     continue
                 ranges = enumerate(itertools.pairwise(bounds))
                 held = max(float(tables.memory[s, i, j]) for s, (i, j) in ranges)
-                rate = width * each / period if period else math.inf
+                rate = width * sequences / period if period else math.inf
                 choices.append(
-                    TwoBWChoice(width, depth, each, recompute, inner, bounds, period, rate, held)
+                    TwoBWChoice(
+                        width, depth, sequences, recompute, inner, bounds, period, rate, held
+                    )
                 )
     if not choices and tried:
         raise ValueError(
@@ -179,14 +181,15 @@ def _shapes(
 ) -> Iterator[tuple[int, int, int]]:
     """Width, depth and micro-batch of all configurations that 2BW takes."""
     for width in range(1, num_devices + 1):
-        depth, rest = divmod(num_devices, width)
-        if rest or depth > num_layers:
+        depth, remainder = divmod(num_devices, width)
+        if remainder or depth > num_layers:
             continue
-        for each in microbatches:
-            if each < 1:
-                raise ValueError(f"microbatches must be at least 1, got {each}.")
-            if global_batch % (width * each) == 0 and global_batch // (width * each) >= depth:
-                yield width, depth, each
+        for sequences in microbatches:
+            if sequences < 1:
+                raise ValueError(f"microbatches must be at least 1, got {sequences}.")
+            count, left = divmod(global_batch, width * sequences)
+            if not left and count >= depth:
+                yield width, depth, sequences
 
 
 def _of_microbatch(layer: LayerCost, sequences: int, efficiency: float) -> LayerCost:

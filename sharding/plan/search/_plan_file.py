@@ -85,10 +85,10 @@ class PlanFile:
         In a pipeline of shared layers the stages come behind data parallelism. The compilers of jax
         0.11 and 0.12 end the process if they do not.
         """
-        first, *rest = self.mesh_axes
+        first, *others = self.mesh_axes
         if first != "pipe" or self.plan.tensor == 1:
-            return (first, *rest)
-        return (*rest[:-1], first, rest[-1])
+            return (first, *others)
+        return (*others[:-1], first, others[-1])
 
     def arranged(self, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
         """A mesh with ``mesh_axes``, its axes in ``axis_order``; every device stays where it is."""

@@ -114,22 +114,24 @@ class PlanSpace:
                 continue
             # Layers that gather their parameters are computed again.
             gathers = passes.pipe == 1 and passes.recompute == "none"
-            found = tuple(
-                each
-                for each in variants(passes.data)
-                if not (gathers and each["stage"] == 3)
-                and not (passes.asynchronous and (each["offload"] or each["weights"] != "plain"))
+            possible = tuple(
+                variant
+                for variant in variants(passes.data)
+                if not (gathers and variant["stage"] == 3)
+                and not (
+                    passes.asynchronous and (variant["offload"] or variant["weights"] != "plain")
+                )
                 and (
-                    each["sync"] is None
+                    variant["sync"] is None
                     or (
                         passes.pipe * passes.tensor == 1
-                        and compresses(data=passes.data, **{k: each[k] for k in _OF_SYNC})
+                        and compresses(data=passes.data, **{k: variant[k] for k in _OF_SYNC})
                     )
                 )
-                and all(each[name] == value for name, value in of_state.items())
+                and all(variant[name] == value for name, value in of_state.items())
             )
-            if found and (not passes.even or self.spares(passes)):
-                yield PlanGroup(passes, found)
+            if possible and (not passes.even or self.spares(passes)):
+                yield PlanGroup(passes, possible)
 
     def _passes(self) -> Iterator[ParallelPlan]:
         """Plans without ZeRO."""

@@ -145,11 +145,11 @@ class SearchResult(Printed):
         }
 
 
-def _parts(found: StepSeconds) -> str:
+def _parts(step: StepSeconds) -> str:
     """What a step waits for, longest first; nothing below 1 %."""
-    parts = {name: getattr(found, name) for name in PARTS_OF_STEP}
+    parts = {name: getattr(step, name) for name in PARTS_OF_STEP}
     order = sorted(parts, key=lambda name: -parts[name])
-    least = 0.01 * found.no_overlap
+    least = 0.01 * step.no_overlap
     return ", ".join(f"{name} {seconds(parts[name])}" for name in order if parts[name] > least)
 
 
@@ -269,18 +269,18 @@ def search(
     def skip(group: PlanGroup) -> bool:
         return len(rejected) == top and too_large(group)
 
-    for found, plan in _in_order(costs, groups, skip=skip):
+    for step, plan in _in_order(costs, groups, skip=skip):
         nbytes = held(plan)
         if nbytes <= budget:
-            chosen.append((found, plan))
+            chosen.append((step, plan))
         elif len(rejected) < top:
-            rejected.append(RejectedPlan(plan, found.seconds, nbytes, nbytes - budget))
+            rejected.append(RejectedPlan(plan, step.seconds, nbytes, nbytes - budget))
         if len(chosen) == top:
             break
     if not chosen:
         raise ValueError(_nothing_fits(target, groups, least, held, budget, headroom))
     bounds = _in_order(costs, groups, skip=too_large, ideal=True)
-    bound = next(found.full_overlap for found, plan in bounds if held(plan) <= budget)
+    bound = next(step.full_overlap for step, plan in bounds if held(plan) <= budget)
 
     tokens = float(sequences * length)
     flops = model.flops(tokens, length) / machine.num_devices
@@ -291,14 +291,14 @@ def search(
         plans=tuple(
             ChosenPlan(
                 plan=plan,
-                seconds=found,
+                seconds=step,
                 memory=held(plan),
                 bound=costs.seconds(plan, costs.passes(plan, ideal=True), ideal=True).full_overlap,
                 layers=costs.layers(plan),
                 tokens=tokens,
-                utilization=flops / machine.device.flops / found.seconds,
+                utilization=flops / machine.device.flops / step.seconds,
             )
-            for found, plan in chosen
+            for step, plan in chosen
         ),
         rejected=tuple(rejected),
         bound=bound,
@@ -322,11 +322,11 @@ def _frontier(
     def skip(group: PlanGroup) -> bool:
         return bool(points) and least(group.passes) >= points[-1].memory
 
-    for found, plan in _in_order(costs, groups, skip=skip):
+    for step, plan in _in_order(costs, groups, skip=skip):
         if not points or held(plan) < points[-1].memory:
-            if points and points[-1].seconds == found.seconds:
+            if points and points[-1].seconds == step.seconds:
                 points.pop()  # as fast, and takes more
-            points.append(FrontierPlan(plan, found.seconds, held(plan)))
+            points.append(FrontierPlan(plan, step.seconds, held(plan)))
     return points
 
 
@@ -351,14 +351,14 @@ def _in_order(
     heapq.heapify(queue)
     number = len(queue)
     while queue:
-        _, _, i, found, plan = heapq.heappop(queue)
-        if found is not None and plan is not None:
-            yield found, plan
+        _, _, i, step, plan = heapq.heappop(queue)
+        if step is not None and plan is not None:
+            yield step, plan
         elif not skip(groups[i]):
             for plan in groups[i].plans():
-                found = costs.seconds(plan, passes[i], ideal=ideal)
-                time = found.full_overlap if ideal else found.seconds
-                heapq.heappush(queue, (time, _simpler_first(plan), number, found, plan))
+                step = costs.seconds(plan, passes[i], ideal=ideal)
+                time = step.full_overlap if ideal else step.seconds
+                heapq.heappush(queue, (time, _simpler_first(plan), number, step, plan))
                 number += 1
 
 

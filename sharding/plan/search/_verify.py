@@ -108,16 +108,16 @@ def verify(
         model = dataclasses.replace(model, length=file.length)
     axes = file.mesh_axes
     mesh = file.arranged(targets.mesh(file.target, tuple(axes.values()), tuple(axes)))
-    found = audit(lowered_step(file, mesh, model, tx), mesh=mesh, device=device or file.target)
-    update_wire = sum(row.wire_bytes for row in found.traffic if row.phase == "update")
-    update_flops = found.products.get("update", 0.0)
+    audited = audit(lowered_step(file, mesh, model, tx), mesh=mesh, device=device or file.target)
+    update_wire = sum(row.wire_bytes for row in audited.traffic if row.phase == "update")
+    update_flops = audited.products.get("update", 0.0)
     return Verification(
         planned_memory=file.promised["memory"],
-        memory=found.memory,
+        memory=audited.memory,
         planned_wire=planned_wire(file, mesh, model, tx),
-        wire=found.wire_bytes - update_wire,
+        wire=audited.wire_bytes - update_wire,
         planned_flops=_planned_flops(file, model) + _sync_flops(file, model),
-        flops=found.matmul_flops - update_flops,
+        flops=audited.matmul_flops - update_flops,
         available=memory,
         update_wire=update_wire,
         # Without a flush an update is in each tick, of which the audit takes the dearest branch.
@@ -155,7 +155,7 @@ def planned_wire(
             schedule=schedule,
             rows=max(file.layers),
         )
-    found = estimate(
+    zero_plan = estimate(
         *(params, tx, file.zero(mesh)),
         param_specs=specs,
         microbatches=plan.microbatches if plan.pipe == 1 else 1,
@@ -163,7 +163,7 @@ def planned_wire(
     )
     if plan.sync:
         sent += sync_change(plan, params)
-    return found.stage(found.requested).wire + sent
+    return zero_plan.stage(zero_plan.requested).wire + sent
 
 
 def _planned_flops(file: PlanFile, model: Decoder | TracedModel) -> float:
