@@ -8,6 +8,7 @@ import io
 import json
 import pathlib
 
+import jax
 import pytest
 
 from sharding.cli import main
@@ -38,6 +39,8 @@ def figures_of(line):
     return {"stages": [[stage[name] for name in names] for stage in found["stages"]]}
 
 
+# What the layers store depends on the version of jax.
+@pytest.mark.skipif(jax.__version_info__[:2] != (0, 10), reason="recorded with jax 0.10")
 @pytest.mark.parametrize(("line", "figures"), json.loads(RECORDED.read_text()).items())
 def test_figures_stay(line, figures):
     assert figures_of(line) == figures
