@@ -94,7 +94,10 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     find.set_defaults(run=run_search)
     _plan_options(plan)
     _audit_options(check)
-    _search_options(find)
+    _model_options(find, searched=True)
+    _machine_options(find, searched=True)
+    search_options(find)
+    _output_options(find)
     return parser
 
 
@@ -151,13 +154,6 @@ def _audit_options(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="with --find-batch: the share of the memory that is left free (default: 0.1)",
     )
-    _output_options(parser)
-
-
-def _search_options(parser: argparse.ArgumentParser) -> None:
-    _model_options(parser, searched=True)
-    _machine_options(parser, searched=True)
-    search_options(parser)
     _output_options(parser)
 
 

@@ -169,7 +169,7 @@ def mesh_axes_of(options: argparse.Namespace, target: targets.Target) -> dict[st
     """The sizes of the mesh's axes: of ``--mesh``, else those that suit the target."""
     if not options.mesh:
         return target.mesh_axes
-    axes = {}
+    axes: dict[str, int] = {}
     for part in options.mesh.split(","):
         match = re.fullmatch(r"(\w+)=([1-9]\d*)", part)
         if not match:

@@ -33,7 +33,7 @@ def run_plan(options: argparse.Namespace) -> int:
     """Plans, prints and plots; 2 where nothing fits."""
     if options.pipeline is not None:
         return run_pipeline(options)
-    reject_pipeline_options(options)
+    _reject(options, _ONLY_HERE, "needs --pipeline N")
     options.microbatches = options.microbatches or 1
     setup = setup_of(options)
     if options.offload:
@@ -171,11 +171,6 @@ def pipeline_options(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="of the peak that compute reaches (default: 0.5)",
     )
-
-
-def reject_pipeline_options(options: argparse.Namespace) -> None:
-    """Raises if an option of pipelines is given without ``--pipeline``."""
-    _reject(options, _ONLY_HERE, "needs --pipeline N")
 
 
 def run_pipeline(options: argparse.Namespace) -> int:

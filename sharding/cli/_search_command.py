@@ -105,12 +105,13 @@ def run_search(options: argparse.Namespace) -> int:
     _check_before(options, target, device)
     if options.verify:
         compile_on_cpu(target)
-    model, tx = _model_and_optimizer(options)
+    if not options.model:
+        raise ValueError("--model is missing: the name of a model, or MODULE:NAME.")
+    model, tx = _model_of(options), optimizer_of(options.optimizer)
     length, dtype = options.length or model.length, dtype_of(options)
+    lossless = "master" if options.master else "plain"
     result = search(
-        model,
-        tx,
-        options.target,
+        *(model, tx, options.target),
         sequences=_sequences(options.global_batch, length),
         length=length,
         dtype=dtype,
@@ -119,10 +120,7 @@ def run_search(options: argparse.Namespace) -> int:
         offload=not options.no_offload,
         asynchronous=options.asynchronous,
         state_formats=(None, *options.state),
-        weights=(
-            "master" if options.master else "plain",
-            *(["stochastic"] if options.stochastic_rounding else []),
-        ),
+        weights=(lossless, "stochastic") if options.stochastic_rounding else (lossless,),
         syncs=(None, *options.sync),
         headroom=options.headroom,
         top=max(options.top, options.verify),
@@ -171,10 +169,9 @@ def _check_before(options: argparse.Namespace, target: Target, device: DeviceKin
     """Raises before the search where it, or what follows, cannot be done."""
     if min(options.top, options.verify + 1) < 1:
         raise ValueError("--top must be above 0, and --verify at least 0.")
-    needed = {"memory": "memory", "bandwidth": "bandwidth", "flops": "tflops", "link": "link"}
     unknown = [
-        f"--{option}"
-        for name, option in needed.items()
+        f"--{'tflops' if name == 'flops' else name}"
+        for name in ("memory", "bandwidth", "flops", "link")
         if device is None or math.isinf(getattr(device, name))
     ]
     if unknown:
@@ -183,14 +180,6 @@ def _check_before(options: argparse.Namespace, target: Target, device: DeviceKin
         raise ValueError(f"{options.target} can be searched, not compiled for: leave out --verify.")
     if options.write and not pathlib.Path(options.write).absolute().parent.is_dir():
         raise ValueError(f"{options.write} cannot be written: there is no such folder.")
-
-
-def _model_and_optimizer(
-    options: argparse.Namespace,
-) -> tuple[Decoder | TracedModel, optax.GradientTransformation]:
-    if not options.model:
-        raise ValueError("--model is missing: the name of a model, or MODULE:NAME.")
-    return _model_of(options), optimizer_of(options.optimizer)
 
 
 def _model_of(options: argparse.Namespace) -> Decoder | TracedModel:

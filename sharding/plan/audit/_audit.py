@@ -244,7 +244,9 @@ def audit(
     if mesh is None:
         mesh = pipeline.mesh if pipeline else None
         if not isinstance(compiled, str):
-            mesh = _mesh_of(compiled) or mesh
+            shardings = jax.tree.leaves(compiled.input_shardings)
+            meshes = (x.mesh for x in shardings if isinstance(x, NamedSharding))
+            mesh = next(meshes, mesh)
 
     # Traffic, work by phase, and memory.
     collectives, (work, unknown_loops) = collectives_of(program), costs(program)
@@ -306,13 +308,6 @@ def _device_kind(device: DeviceKind | str | None, mesh: AnyMesh | None) -> Devic
     if device is None and isinstance(mesh, jax.sharding.Mesh):
         return kind_of(mesh.devices.flat[0].device_kind)
     return device
-
-
-def _mesh_of(compiled: Any) -> AnyMesh | None:
-    for sharding in jax.tree.leaves(compiled.input_shardings):
-        if isinstance(sharding, NamedSharding):
-            return sharding.mesh
-    return None
 
 
 def _widened(

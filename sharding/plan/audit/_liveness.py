@@ -95,7 +95,8 @@ def _peak(program: Program, name: str) -> tuple[float, list[Buffer]]:
             and buffer not in life.results
             and life.sources[buffer][0] is instr
         }
-        if _in_place(instr):
+        loop = instr.op == "fusion" and "kind=kLoop" in instr.attributes
+        if loop or instr.op in _ELEMENTWISE:
             for buffer in freed:
                 if live.get(buffer, 0.0) and live[buffer] in allocated.values():
                     live.pop(buffer)
@@ -128,10 +129,6 @@ def _called(instr: Instruction) -> list[str]:
     if instr.op == "conditional":
         return instr.branches
     return instr.callees("to_apply") if instr.op == "call" else []
-
-
-def _in_place(instr: Instruction) -> bool:
-    return instr.op in _ELEMENTWISE or (instr.op == "fusion" and "kind=kLoop" in instr.attributes)
 
 
 def _leaves(value: Any) -> Iterator[str]:

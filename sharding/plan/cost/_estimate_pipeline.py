@@ -105,22 +105,20 @@ class PipelinePlan(Printed):
             f"micro-batches, {self.schedule}: one device"
         )
         held = self.stages[0]  # all hold alike
-        sizes = (held.params, held.grads, held.state, held.activations, held.memory)
-        memory = [(*map(size, sizes), _left(self.device.memory - held.memory))]
-        left = f"left of {size(self.device.memory)}"
+        left = self.device.memory - held.memory
+        memory = (
+            *map(size, (held.params, held.grads, held.state, held.activations, held.memory)),
+            size(left) if left >= 0 else "too much",
+        )
+        columns = ("params", "gradients", "state", "activations", "total")
         work = [
             (
-                str(number),
-                _layers_text(stage),
-                seconds(stage.forward + stage.backward),
+                *(str(number), _layers_text(stage), seconds(stage.forward + stage.backward)),
                 str(stage.in_flight),
-                size(stage.permuted),
-                size(stage.synced),
-                size(stage.summed),
+                *map(size, (stage.permuted, stage.synced, stage.summed)),
             )
             for number, stage in enumerate(self.stages)
         ]
-        columns = ("params", "gradients", "state", "activations", "total", left)
         headers = (
             "stage",
             "layers",
@@ -131,7 +129,7 @@ class PipelinePlan(Printed):
             "summed",
         )
         return [
-            Table(title, columns, memory),
+            Table(title, (*columns, f"left of {size(self.device.memory)}"), [memory]),
             Table("Work and bytes sent in a step", headers, work),
             self._steps(),
         ]
@@ -139,11 +137,14 @@ class PipelinePlan(Printed):
     def _steps(self) -> Table:
         """Both steps side by side."""
         both = (self.pipeline, self.alternative)
+        # Where the slowest stage is idle.
+        slowest = max(stage.forward + stage.backward for stage in self.stages)
+        bubble = self.lockstep - self.microbatches * slowest
         rows = [
             ("bubble of equal stages", f"{self.bubble:.1%}", ""),
             ("compute", seconds(self.ideal), seconds(self.alternative.compute)),
-            ("+ unequal stages", seconds(self._unequal), ""),
-            ("+ bubble", seconds(self._bubble_seconds), ""),
+            ("+ unequal stages", seconds(self.lockstep - bubble - self.ideal), ""),
+            ("+ bubble", seconds(bubble), ""),
             ("+ transfers", seconds(self.transfers), ""),
             ("wire", *(seconds(step.wire) for step in both)),
             ("step, wire hidden", *(seconds(step.overlapped) for step in both)),
@@ -153,20 +154,6 @@ class PipelinePlan(Printed):
         ]
         names = [f"{x.name} *" if x.name == self.recommended else x.name for x in both]
         return Table("One step", ("", *names), rows)
-
-    @property
-    def _bubble_seconds(self) -> float:
-        """The part of ``lockstep`` in which the slowest stage is idle."""
-        slowest = max(stage.forward + stage.backward for stage in self.stages)
-        return self.lockstep - self.microbatches * slowest
-
-    @property
-    def _unequal(self) -> float:
-        return self.lockstep - self._bubble_seconds - self.ideal
-
-
-def _left(nbytes: float) -> str:
-    return size(nbytes) if nbytes >= 0 else "too much"
 
 
 def _layers_text(stage: PipelineStage) -> str:

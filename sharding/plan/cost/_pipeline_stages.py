@@ -235,7 +235,7 @@ def pipeline_stages(
             in_flight=max_in_flight(schedule, num_stages, s, microbatches, chunks),
             params=held.params + gathered + moved + versions,
             grads=sums + copied,
-            state=_state_bytes(held),
+            state=held.opt_state + held.master - held.host,
             activations=stored + working,
             batch=held.batch,
             permuted=microbatches * stream * sent,
@@ -244,8 +244,3 @@ def pipeline_stages(
         )
 
     return tuple(map(of_stage, range(num_stages)))
-
-
-def _state_bytes(held: StagePlan) -> float:
-    """Optimizer state and master weights in device memory."""
-    return held.opt_state + held.master - held.host

@@ -107,9 +107,16 @@ class PlanCosts:
         """Bytes of the fullest device."""
         if plan.pipe > 1:
             return self.stages(plan)[0].memory + self.batch(plan)
-        held = self._placed_at(_placed(plan))
+        placed = _placed(plan)
+        if placed.spread or placed.sync:
+            held = self._stage(placed)
+        else:  # one estimate has all stages
+            every = self._plan(dataclasses.replace(placed, stage=3))
+            held = every.stage(f"stage {placed.stage}")
         grads = held.grads / (plan.shards_of_state if plan.stage == 1 else 1)
-        update = held.arguments + grads + _updated(plan, held.params)
+        update = held.arguments + grads
+        if plan.spread or (plan.stage in (1, 2) and plan.shards > 1):
+            update += held.params  # new ones are gathered while the old ones are still there
         if plan.sync:
             # Gradients are there in full, or of the shard that replicas have.
             full = held.params if plan.stage < 3 else held.grads
@@ -139,13 +146,6 @@ class PlanCosts:
             # The sync comes after the last micro-batch: until then they are summed in full.
             others += wide * held.params
         return held.arguments + summed + others + self.activations(plan, layers)
-
-    def _placed_at(self, plan: ParallelPlan) -> StagePlan:
-        """What a device holds, without a pipeline."""
-        if plan.spread or plan.sync:
-            return self._stage(plan)
-        # Else one estimate has all stages.
-        return self._plan(dataclasses.replace(plan, stage=3)).stage(f"stage {plan.stage}")
 
     def activations(self, plan: ParallelPlan, grads: float = 0.0) -> float:
         """Bytes of what is stored, temporaries, and gathered layers; without a pipeline.
@@ -188,7 +188,7 @@ class PlanCosts:
 
     def passes(self, plan: ParallelPlan, *, ideal: bool = False) -> Passes:
         """The passes of a step; see ``step_seconds``."""
-        return self._passes(without_state(plan), ideal)
+        return self._passes(dataclasses.replace(plan, **_NO_STATE), ideal)
 
     def _passes_of(self, plan: ParallelPlan, ideal: bool) -> Passes:
         return passes(
@@ -265,15 +265,11 @@ class PlanCosts:
         )
 
 
+# What forward and backward passes do not depend on.
 _NO_STATE: dict[str, Any] = {
     name: getattr(ParallelPlan(), name)
     for name in ("stage", "replicas", "spread", "offload", "state_format", "weights", "sync")
 } | {"state_bytes": 0.0}
-
-
-def without_state(plan: ParallelPlan) -> ParallelPlan:
-    """A plan with nothing but that on which forward and backward passes depend."""
-    return dataclasses.replace(plan, **_NO_STATE)
 
 
 def _placed(plan: ParallelPlan) -> ParallelPlan:
@@ -343,11 +339,6 @@ def _shard(row: Row, zero: Zero) -> tuple[int, ...]:
 def _recompute(plan: ParallelPlan) -> bool | str:
     """The recomputation of a plan as ``layer_costs`` takes it."""
     return plan.recompute if plan.recompute in PARTLY else plan.recompute != "none"
-
-
-def _updated(plan: ParallelPlan, params: float) -> float:
-    """Bytes of updated parameters that are gathered while the old ones are still there."""
-    return params if plan.spread or (plan.stage in (1, 2) and plan.shards > 1) else 0.0
 
 
 def zero_of(plan: ParallelPlan) -> Zero:

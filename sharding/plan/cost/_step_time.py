@@ -423,7 +423,7 @@ def _recomputed(
 def _launched(work: KernelSeconds, launch: float) -> KernelSeconds:
     """Kernels that the host issues no faster than it can."""
     waiting = max(0.0, work.kernels * launch - work.seconds)
-    return dataclasses.replace(work, overhead=work.overhead + waiting)
+    return work._replace(overhead=work.overhead + waiting)
 
 
 def _tensor_seconds(

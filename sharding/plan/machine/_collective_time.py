@@ -153,7 +153,7 @@ def _over_nodes(
 def _over_torus(
     operation: Operation, nbytes: float, group: TorusGroup, device: DeviceKind, reached: Achieved
 ) -> float:
-    link = device.one_link * reached.link
+    link = device.link / device.num_links * reached.link
     axes = [(size, wrapped) for size, wrapped in group.axes if size > 1]
     if operation == "permute":
         if not axes:

@@ -42,11 +42,6 @@ class DeviceKind:
     num_links: int = 1
     node_size: int = 8
 
-    @property
-    def one_link(self) -> float:
-        """Bytes per second over one of its links, in one direction."""
-        return self.link / self.num_links
-
 
 def _tpu_kind(
     name: str,

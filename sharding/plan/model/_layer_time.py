@@ -3,8 +3,9 @@
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from sharding.plan.machine._achieved import Achieved, achieved
 from sharding.plan.machine._devices import DeviceKind
@@ -43,11 +44,10 @@ class Implementation:
 COMPILED = Implementation()
 
 
-@dataclasses.dataclass(frozen=True)
-class KernelSeconds:
+class KernelSeconds(NamedTuple):
     """Seconds of one device."""
 
-    matmul: float = 0.0  # of matrix products, and of reading their operands where that takes longer
+    matmul: float = 0.0  # of matrix products, and of reading operands where that takes longer
     elementwise: float = 0.0  # of reading and writing memory in all other operations
     kernels: int = 0  # how many
     overhead: float = 0.0  # of the kernels, beside the above
@@ -57,28 +57,19 @@ class KernelSeconds:
         """All of it."""
         return self.matmul + self.elementwise + self.overhead
 
-    def __add__(self, other: "KernelSeconds") -> "KernelSeconds":
-        return KernelSeconds(
-            self.matmul + other.matmul,
-            self.elementwise + other.elementwise,
-            self.kernels + other.kernels,
-            self.overhead + other.overhead,
-        )
+    def __add__(self, other: "KernelSeconds") -> "KernelSeconds":  # type: ignore[override]
+        return KernelSeconds(*map(operator.add, self, other))
 
     def __sub__(self, other: "KernelSeconds") -> "KernelSeconds":
         return self + other * -1
 
-    def __mul__(self, times: float) -> "KernelSeconds":
-        return KernelSeconds(
-            self.matmul * times,
-            self.elementwise * times,
-            round(self.kernels * times),
-            self.overhead * times,
-        )
+    def __mul__(self, times: float) -> "KernelSeconds":  # type: ignore[override]
+        matmul, elementwise, kernels, overhead = self
+        rounded = round(kernels * times)
+        return KernelSeconds(matmul * times, elementwise * times, rounded, overhead * times)
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerWork:
+class LayerWork(NamedTuple):
     """One layer, for one micro-batch."""
 
     forward: KernelSeconds  # its forward pass

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import operator
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -36,14 +37,14 @@ class Work(NamedTuple):
     seconds: float  # of all operations on a device: products at its peak, others at its bandwidth
 
     def __add__(self, other: "Work") -> "Work":  # type: ignore[override]
-        return Work(self.flops + other.flops, self.seconds + other.seconds)
+        return Work(*map(operator.add, self, other))
 
     def __sub__(self, other: "Work") -> "Work":
-        return Work(self.flops - other.flops, self.seconds - other.seconds)
+        return Work(*map(operator.sub, self, other))
 
     def times(self, count: int) -> "Work":
         """The work of ``count`` runs."""
-        return Work(self.flops * count, self.seconds * count)
+        return Work(*(value * count for value in self))
 
 
 def work_of(fn: Callable[..., Any], *args: Any, kind: DeviceKind | None) -> Work:

@@ -39,7 +39,8 @@ def stage_tables(
     ``recompute``, stages store the input of their first layer, and compute their forward pass
     again.
     """
-    forward, backward, params, stored, output, _ = _columns(layers)
+    fields = np.array([dataclasses.astuple(layer) for layer in layers], float).T  # (8, L)
+    forward, backward, params, stored, output, *_ = fields
     seconds = forward + backward + (forward if recompute else 0.0)  # (L,)
     compute = np.stack([of_layers(range_sums(seconds) / speed) for speed in speeds])
     received = np.concatenate([[0.0], output])  # (L + 1,), by the first layer of a stage
@@ -55,31 +56,9 @@ def stage_tables(
     return StageTables(compute, transfer, memory)
 
 
-def _columns(layers: Sequence[LayerCost]) -> np.ndarray:
-    """The fields of the layers as rows; (6, L)."""
-    return np.array(
-        [
-            [
-                layer.forward,
-                layer.backward,
-                layer.param_bytes,
-                layer.activation_bytes,
-                layer.output_bytes,
-                layer.working_bytes,
-            ]
-            for layer in layers
-        ],
-        float,
-    ).T
-
-
 def range_sums(values: np.ndarray) -> np.ndarray:
     """Sums of values[i:j]; (L + 1, L + 1), 0 where j <= i."""
-    size = len(values) + 1
-    sums = np.zeros((size, size))
-    for i in range(size - 1):
-        sums[i, i + 1 :] = np.cumsum(values[i:])
-    return sums
+    return _over_ranges(np.add, values)
 
 
 def of_layers(costs: np.ndarray) -> np.ndarray:
@@ -89,48 +68,45 @@ def of_layers(costs: np.ndarray) -> np.ndarray:
 
 def range_maxima(values: Sequence[float]) -> np.ndarray:
     """Maxima of values[i:j]; (L + 1, L + 1), 0 where j <= i."""
+    return _over_ranges(np.maximum, values)
+
+
+def _over_ranges(combine: np.ufunc, values: Any) -> np.ndarray:
     size = len(values) + 1
-    maxima = np.zeros((size, size))
+    result = np.zeros((size, size))
     for i in range(size - 1):
-        maxima[i, i + 1 :] = np.maximum.accumulate(values[i:])
-    return maxima
+        result[i, i + 1 :] = combine.accumulate(values[i:])
+    return result
 
 
 def least_maximum(costs: np.ndarray) -> tuple[float, tuple[int, ...]]:
     """The partition whose largest cost is least: that cost, and S + 1 boundaries from 0 to L.
 
-    best[s + 1][j] = min over i of max(best[s][i], costs[s][i][j]), where costs are those of layers
-    i to j - 1 on stage s, (S, L + 1, L + 1), inf where that is impossible. The cost is inf where no
-    partition is possible.
+    Costs are those of layers i to j - 1 on stage s, (S, L + 1, L + 1), inf where that is
+    impossible; the result is inf where no partition is possible.
     """
-    first = np.full(costs.shape[1], np.inf)
-    first[0] = -np.inf
-    best, choices = first, []
-    for cost in costs:
-        candidates = np.maximum(best[:, None], cost)  # (L + 1, L + 1)
-        choices.append(candidates.argmin(0))
-        best = candidates.min(0)
-    return float(best[-1]), _boundaries(choices)
+    return _least(costs, np.maximum, -np.inf)
 
 
 def least_sum(costs: np.ndarray) -> tuple[float, tuple[int, ...]]:
     """As ``least_maximum``, of the partition whose sum of costs is least."""
+    return _least(costs, np.add, 0.0)
+
+
+def _least(costs: np.ndarray, combine: np.ufunc, start: float) -> tuple[float, tuple[int, ...]]:
+    """best[s + 1][j] = min over i of combine(best[s][i], costs[s][i][j]), and the way there."""
     best = np.full(costs.shape[1], np.inf)
-    best[0] = 0.0
+    best[0] = start
     choices = []
     for cost in costs:
-        candidates = best[:, None] + cost
+        candidates = combine(best[:, None], cost)  # (L + 1, L + 1)
         choices.append(candidates.argmin(0))
         best = candidates.min(0)
-    return float(best[-1]), _boundaries(choices)
-
-
-def _boundaries(choices: list[np.ndarray]) -> tuple[int, ...]:
-    """Follows the choices back from the last layer."""
+    # Back from the last layer.
     bounds = [len(choices[-1]) - 1]
     for choice in reversed(choices):
         bounds.append(int(choice[bounds[-1]]))
-    return tuple(reversed(bounds))
+    return float(best[-1]), tuple(reversed(bounds))
 
 
 def per_stage(
@@ -234,50 +210,6 @@ def balanced_stages(
       section 3.1, for straight pipelines.
     """
     check_layers(layers, num_stages)
-    tables, limits = _tables_of(
-        layers, num_stages, speeds, links, memory, schedule, microbatches, param_factor
-    )
-    costs = periods(tables, overlap=overlap)
-    costs = np.where(tables.memory <= limits[:, None, None], costs, np.inf)
-    period, boundaries = least_maximum(costs)
-    if math.isinf(period):
-        raise ValueError(_excess(tables.memory, limits))
-    _, boundaries = least_sum(np.where(costs <= period, costs**2, np.inf))
-    return partition_at(tables, boundaries, period)
-
-
-def periods(tables: StageTables, *, overlap: bool) -> np.ndarray:
-    """Seconds that each micro-batch takes on stage s with layers i to j - 1; (S, L + 1, L + 1)."""
-    after = tables.transfer[:, None, :]
-    if overlap:
-        return np.maximum(tables.compute, after)
-    before = np.concatenate([np.zeros((1, tables.transfer.shape[1])), tables.transfer[:-1]])
-    return tables.compute + before[:, :, None] + after
-
-
-def partition_at(tables: StageTables, boundaries: tuple[int, ...], period: float) -> StagePartition:
-    """The partition with these boundaries."""
-    ranges = [(s, i, j) for s, (i, j) in enumerate(itertools.pairwise(boundaries))]
-    return StagePartition(
-        boundaries=boundaries,
-        compute=tuple(float(tables.compute[index]) for index in ranges),
-        transfers=tuple(float(tables.transfer[s, j]) for s, _, j in ranges[:-1]),
-        memory=tuple(float(tables.memory[index]) for index in ranges),
-        period=period,
-    )
-
-
-def _tables_of(
-    layers: Sequence[LayerCost],
-    num_stages: int,
-    speeds: Sequence[float] | None,
-    links: float | Sequence[float] | None,
-    memory: float | Sequence[float] | None,
-    schedule: str,
-    microbatches: int | None,
-    param_factor: float,
-) -> tuple[StageTables, np.ndarray]:
-    """The tables, and the memory of each device; (S,)."""
     if schedule == "interleaved":
         raise ValueError(
             "balanced_stages takes one chunk on a device; for 'interleaved' request num_stages "
@@ -294,7 +226,30 @@ def _tables_of(
         [max_in_flight(schedule, num_stages, s, microbatches) for s in range(num_stages)],
         param_factor,
     )
-    return tables, np.array(per_stage("memory", memory, num_stages, math.inf))
+    limits = np.array(per_stage("memory", memory, num_stages, math.inf))  # (S,)
+    costs = periods(tables, overlap=overlap)
+    costs = np.where(tables.memory <= limits[:, None, None], costs, np.inf)
+    period, boundaries = least_maximum(costs)
+    if math.isinf(period):
+        raise ValueError(_excess(tables.memory, limits))
+    _, boundaries = least_sum(np.where(costs <= period, costs**2, np.inf))
+    ranges = [(s, i, j) for s, (i, j) in enumerate(itertools.pairwise(boundaries))]
+    return StagePartition(
+        boundaries=boundaries,
+        compute=tuple(float(tables.compute[index]) for index in ranges),
+        transfers=tuple(float(tables.transfer[s, j]) for s, _, j in ranges[:-1]),
+        memory=tuple(float(tables.memory[index]) for index in ranges),
+        period=period,
+    )
+
+
+def periods(tables: StageTables, *, overlap: bool) -> np.ndarray:
+    """Seconds that each micro-batch takes on stage s with layers i to j - 1; (S, L + 1, L + 1)."""
+    after = tables.transfer[:, None, :]
+    if overlap:
+        return np.maximum(tables.compute, after)
+    before = np.concatenate([np.zeros((1, tables.transfer.shape[1])), tables.transfer[:-1]])
+    return tables.compute + before[:, :, None] + after
 
 
 def _excess(memory: np.ndarray, limits: np.ndarray) -> str:

@@ -96,10 +96,8 @@ class HetPipePlan(Printed):
         """The table to print: a row for each virtual worker."""
         rows = [
             (
-                " ".join(map(str, worker.nodes)),
-                " ".join(map(str, worker.boundaries)),
-                seconds(worker.period),
-                seconds(worker.latency),
+                *(" ".join(map(str, numbers)) for numbers in (worker.nodes, worker.boundaries)),
+                *map(seconds, (worker.period, worker.latency)),
                 f"{worker.rate:.3g}",
             )
             for worker in self.workers
@@ -244,15 +242,14 @@ def _orders(devices: tuple[int, ...]) -> list[tuple[int, ...]]:
             f"{_MOST_ORDERS:,}; pass search_order=False."
         )
 
-    def extended(remaining: list[int]) -> Iterator[tuple[int, ...]]:
+    def orders(remaining: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         if not remaining:
             yield ()
         for i in dict.fromkeys(remaining):
-            left = remaining.copy()
-            left.remove(i)
-            yield from ((i, *tail) for tail in extended(left))
+            k = remaining.index(i)
+            yield from ((i, *tail) for tail in orders(remaining[:k] + remaining[k + 1 :]))
 
-    return list(extended(sorted(devices)))
+    return list(orders(tuple(sorted(devices))))
 
 
 def _fastest(

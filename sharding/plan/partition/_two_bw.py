@@ -51,23 +51,14 @@ class TwoBWPlan(Printed):
         """The table to print."""
         rows = [
             (
-                f"{choice.width} x {choice.depth}",
-                choice.inner,
-                str(choice.microbatch),
+                *(f"{choice.width} x {choice.depth}", choice.inner, str(choice.microbatch)),
                 "yes" if choice.recompute else "no",
-                size(choice.memory),
-                count(choice.throughput),
+                *(size(choice.memory), count(choice.throughput)),
             )
             for choice in self.choices[:10]
         ]
-        columns = (
-            "width x depth",
-            "in a host",
-            "micro-batch",
-            "recompute",
-            "memory",
-            "sequences/s",
-        )
+        names = ("width x depth", "in a host", "micro-batch", "recompute", "memory")
+        columns = (*names, "sequences/s")
         return [Table(f"{len(self.choices)} configurations fit", columns, rows)]
 
 
@@ -139,13 +130,10 @@ def two_bw(
                 outer = network if num_devices > host else link
                 within = link if filled <= host else network
                 between, wide = (within, outer) if inner == "depth" else (outer, within)
+                in_flight = [depth - s for s in range(depth)]
                 tables = stage_tables(
-                    scaled,
-                    [1.0] * depth,
-                    [between] * (depth - 1),
-                    [depth - s for s in range(depth)],
-                    param_factor,
-                    recompute,
+                    *(scaled, [1.0] * depth, [between] * (depth - 1)),
+                    *(in_flight, param_factor, recompute),
                 )
                 costs = _with_sync(tables, scaled, width, m, wide)
                 needed, _ = least_maximum(tables.memory)
@@ -195,8 +183,7 @@ def _shapes(
 def _of_microbatch(layer: LayerCost, sequences: int, efficiency: float) -> LayerCost:
     """The cost of a micro-batch of several sequences."""
     return LayerCost(
-        forward=layer.forward * sequences / efficiency,
-        backward=layer.backward * sequences / efficiency,
+        *(layer.forward * sequences / efficiency, layer.backward * sequences / efficiency),
         param_bytes=layer.param_bytes,
         activation_bytes=layer.activation_bytes * sequences,
         output_bytes=layer.output_bytes * sequences,

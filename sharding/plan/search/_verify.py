@@ -116,7 +116,8 @@ def verify(
         memory=audited.memory,
         planned_wire=planned_wire(file, mesh, model, tx),
         wire=audited.wire_bytes - update_wire,
-        planned_flops=_planned_flops(file, model) + _sync_flops(file, model),
+        planned_flops=_planned_flops(file, model)
+        + (sync_of_plan(plan, model.abstract(jnp.dtype(file.dtype))).flops if plan.sync else 0.0),
         flops=audited.matmul_flops - update_flops,
         available=memory,
         update_wire=update_wire,
@@ -178,13 +179,6 @@ def _planned_flops(file: PlanFile, model: Decoder | TracedModel) -> float:
         recompute=plan.recompute,
         tensor=plan.tensor,
     )
-
-
-def _sync_flops(file: PlanFile, model: Decoder | TracedModel) -> float:
-    """Operations of the compressed synchronization of gradients."""
-    if not file.plan.sync:
-        return 0.0
-    return sync_of_plan(file.plan, model.abstract(jnp.dtype(file.dtype))).flops
 
 
 def planned_flops(
