@@ -224,7 +224,7 @@ class _CarryReader:
 
     @functools.cached_property
     def _users(self) -> dict[tuple[str, str], list[Instruction]]:
-        """Of each instruction, by computation and name, those that read it."""
+        """Readers of each instruction, by computation and name."""
         users: dict[tuple[str, str], list[Instruction]] = {}
         for computation in {loop.computation for loop in self.loops.values()}:
             for instr in self.program.computations[computation].values():

@@ -86,7 +86,7 @@ class PlanCosts:
         return (layers + tables) / plan.shards_of_state
 
     def _products_of_update(self) -> tuple[float, float]:
-        """Of the layers, and of all else; 0 where the update needs what only a step has."""
+        """Products of the layers, and of all else; 0 where the update needs what only a step has."""
         params = self.model.abstract(self.dtype)
         update = optax.with_extra_args_support(self.tx).update
 
@@ -240,7 +240,7 @@ class PlanCosts:
     def _transformation(
         self, state_format: str | None, weights: str
     ) -> optax.GradientTransformation:
-        """Of plans; its ``init`` is traced once for parameters of the same shapes and shardings."""
+        """The transformation of plans, whose ``init`` is traced once for equal parameters."""
         tx = transformation_of(ParallelPlan(state_format=state_format, weights=weights), self.tx)
         return tx._replace(init=jax.jit(tx.init))
 
@@ -382,7 +382,7 @@ class TracedCosts(PlanCosts):
         return Traced(*(a + (size - 1) * (b - a) for a, b in zip(one, two, strict=True)))
 
     def forms(self, recompute: Sequence[str]) -> tuple[str, ...]:
-        """Those that differ in what is stored or computed: a model may have none of the names."""
+        """Forms that differ in what is stored or computed: a model may have none of the names."""
         kinds: dict[Traced, str] = {}
         for form in sorted(recompute, key=lambda form: form not in ("none", "full")):
             kinds.setdefault(self._traced(1, form), form)

@@ -80,7 +80,7 @@ class Decoder:
         return jax.tree_util.tree_map_with_path(draw, self._shapes(), is_leaf=_is_shape)
 
     def _shapes(self) -> dict[str, Any]:
-        """Of the parameters."""
+        """Shapes of the parameters."""
         width = self.width
         layer: dict[str, Any] = {
             "attention_norm": _norm_shapes(width, self.biased),

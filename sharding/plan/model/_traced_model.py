@@ -230,7 +230,7 @@ class TracedModel:
         return Traced(work.flops, work.seconds, float(num_bytes(stored)), float(working))
 
     def _temporaries(self, layer: _Layer, call: tuple[Any, ...], recompute: str) -> float:
-        """Of the backward pass of one call of the layer: the gradient of the largest array.
+        """Temporaries of the backward pass of a layer: the gradient of the largest array.
 
         Where it is computed again, also what products read and write, without what is saved.
         """

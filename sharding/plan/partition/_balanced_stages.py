@@ -89,7 +89,7 @@ def least_maximum(costs: np.ndarray) -> tuple[float, tuple[int, ...]]:
 
 
 def least_sum(costs: np.ndarray) -> tuple[float, tuple[int, ...]]:
-    """As ``least_maximum``, of the partition whose sum of costs is least."""
+    """The partition whose sum of costs is least, as ``least_maximum`` returns it."""
     return _least(costs, np.add, 0.0)
 
 

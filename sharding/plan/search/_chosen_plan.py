@@ -32,7 +32,7 @@ class ChosenPlan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices."""
+        """Tokens of all devices per second."""
         return self.tokens / self.seconds.seconds
 
     @property
