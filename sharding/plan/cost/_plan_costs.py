@@ -86,7 +86,7 @@ class PlanCosts:
         return (layers + tables) / plan.shards_of_state
 
     def _products_of_update(self) -> tuple[float, float]:
-        """Products of the layers, and of all else; 0 where the update needs what only a step has."""
+        """Products of the layers, and of all else; 0 where an update needs what a step has."""
         params = self.model.abstract(self.dtype)
         update = optax.with_extra_args_support(self.tx).update
 
