@@ -216,19 +216,9 @@ def _machine_options(parser: argparse.ArgumentParser, *, searched: bool = False)
 def _batch_options(parser: argparse.ArgumentParser) -> Any:
     group = parser.add_argument_group("batch")
     add = group.add_argument
-    add(
-        "--batch",
-        type=int,
-        metavar="N",
-        help="sequences of one device in a micro-batch (default: 1)",
-    )
-    add(
-        "--microbatches",
-        type=int,
-        default=1,
-        metavar="N",
-        help="how many are accumulated in a step (default: 1)",
-    )
+    number: Any = {"type": int, "metavar": "N"}
+    add("--batch", **number, help="sequences of one device in a micro-batch (default: 1)")
+    add("--microbatches", **number, default=1, help="accumulated in a step (default: 1)")
     add("--length", type=int, metavar="TOKENS", help="of a sequence (default: as the model has it)")
     return group
 

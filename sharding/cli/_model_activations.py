@@ -49,11 +49,8 @@ def planned_model(
     """
     model = setup.model
     assert model is not None
-    budget = (
-        _memory_for_layers(setup, plan, stage)
-        if options.remat == "auto"
-        else in_bytes(options.remat)
-    )
+    auto = options.remat == "auto"
+    budget = _memory_for_layers(setup, plan, stage) if auto else in_bytes(options.remat)
     on_cpu = target_of(options).kind == "cpu"
     kind, device = device_of_target("cpu:1" if on_cpu else options.target)
     dtype = jnp.dtype(options.compute_dtype) if options.compute_dtype else dtype_of(options)

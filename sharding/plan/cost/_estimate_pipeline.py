@@ -119,15 +119,8 @@ class PipelinePlan(Printed):
             )
             for number, stage in enumerate(self.stages)
         ]
-        headers = (
-            "stage",
-            "layers",
-            "micro-batch",
-            "in flight",
-            "to stages",
-            "to replicas",
-            "summed",
-        )
+        sent = ("to stages", "to replicas", "summed")
+        headers = ("stage", "layers", "micro-batch", "in flight", *sent)
         return [
             Table(title, (*columns, f"left of {size(self.device.memory)}"), [memory]),
             Table("Work and bytes sent in a step", headers, work),

@@ -143,13 +143,8 @@ _KINDS = (
     ),
 )
 KINDS = {kind.name: kind for kind in _KINDS}
-_OF_JAX = {
-    "tpu v4": "v4",
-    "tpu v5 lite": "v5e",
-    "tpu v5": "v5p",
-    "tpu v6 lite": "v6e",
-    "tpu7x": "tpu7x",
-}
+# jax's names that differ from the kind's.
+_OF_JAX = {"tpu v5 lite": "v5e", "tpu v5": "v5p", "tpu v6 lite": "v6e"}
 # Drivers' names that differ from the kind's; other forms of these GPUs have other figures.
 _OF_DRIVERS = {
     r"a100-sxm4-(40|80)gb": r"a100-\1",

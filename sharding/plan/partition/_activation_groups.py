@@ -201,11 +201,9 @@ def memory_aware_stages(
         ranges = list(enumerate(itertools.pairwise(boundaries)))
         loads = [compute[s][i][j] for s, (i, j) in ranges]
         between = [transfer[s][j] for s, (_, j) in ranges[:-1]]
+        one = [once[s][i][j] for s, (i, j) in ranges]
         stored = [twice[s][i][j] - once[s][i][j] for s, (i, j) in ranges]
-        static = [
-            once[s][i][j] - activations
-            for (s, (i, j)), activations in zip(ranges, stored, strict=True)
-        ]
+        static = [held - more for held, more in zip(one, stored, strict=True)]
         period = least_period(loads, static, stored, limits, transfers=between)
         groups = activation_groups(loads, period, transfers=between)
         held = zip(static, groups, stored, strict=True)
