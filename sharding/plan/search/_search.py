@@ -38,22 +38,19 @@ _SMALLEST_FIRST = ("1f1b", "aligned", "zb-h1", "zb-v", "interleaved", "gpipe", "
 
 
 @dataclasses.dataclass(frozen=True)
-class RejectedPlan:
-    """A plan that would be faster, and does not fit."""
-
-    plan: ParallelPlan  #: how it shares the step
-    seconds: float  #: of a step
-    memory: float  #: bytes of the fullest device
-    excess: float  #: bytes of that beyond what a device has
-
-
-@dataclasses.dataclass(frozen=True)
 class FrontierPlan:
     """A plan that no other one beats in both time and memory."""
 
     plan: ParallelPlan  #: how it shares the step
     seconds: float  #: of a step
     memory: float  #: bytes of the fullest device
+
+
+@dataclasses.dataclass(frozen=True)
+class RejectedPlan(FrontierPlan):
+    """A plan that would be faster, and does not fit."""
+
+    excess: float  #: bytes of memory beyond what a device has
 
 
 @dataclasses.dataclass(frozen=True)
