@@ -6,6 +6,7 @@ result: gradients and sums.
 """
 
 import collections
+import dataclasses
 import functools
 import re
 from collections.abc import Iterator
@@ -131,14 +132,14 @@ def _source(table: dict[str, Instruction], name: str) -> str:
     return instr.name
 
 
+@dataclasses.dataclass(eq=False)
 class _CarryReader:
     """Reads what loops carry, and where it comes from and goes to."""
 
-    def __init__(self, program: Program, loops: dict[str, _Loop], microbatches: int, rows: int):
-        self.program = program
-        self.loops = loops
-        self.microbatches = microbatches
-        self.rows = rows
+    program: Program
+    loops: dict[str, _Loop]
+    microbatches: int
+    rows: int
 
     def kept(self, name: str) -> Iterator[KeptArray]:
         """The arrays that a loop keeps: they change in it, or were made for it before."""

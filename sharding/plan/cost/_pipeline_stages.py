@@ -98,31 +98,26 @@ class PipelineStage:
         return self.params + self.grads + self.state + self.activations + self.batch
 
 
+@dataclasses.dataclass(eq=False)
 class StageEstimates:
-    """Plans of ZeRO over the replicas of the stages of a pipeline, computed once for equal rows.
+    """Plans of ZeRO over the replicas of the stages of a pipeline, computed once for equal rows."""
 
-    ``zero`` is over the replicas of a stage alone; devices that share layers are on an axis
-    ``"model"``. ``batch`` is bytes of a device's part of the batch.
-    """
+    model: Decoder
+    tx: optax.GradientTransformation
+    zero: Zero  # of the replicas of a stage alone; devices that share layers are "model"
+    num_stages: int
+    device: DeviceKind
+    dtype: Any
+    batch: float  # bytes of a device's part of the batch
 
-    def __init__(
-        self,
-        model: Decoder,
-        tx: optax.GradientTransformation,
-        zero: Zero,
-        *,
-        num_stages: int,
-        device: DeviceKind,
-        dtype: Any,
-        batch: float,
-    ):
-        axes = {"pipe": num_stages} | dict(zero.mesh.shape)
+    def __post_init__(self) -> None:
+        axes = {"pipe": self.num_stages} | dict(self.zero.mesh.shape)
         mesh = jax.sharding.AbstractMesh(tuple(axes.values()), tuple(axes))
-        self.model, self.tx, self.zero = model, tx, dataclasses.replace(zero, mesh=mesh)
+        self.zero = dataclasses.replace(self.zero, mesh=mesh)
         self.tensor = axes.get("model", 1)
-        self.num_stages, self.device, self.dtype, self.batch = num_stages, device, dtype, batch
         # Parameters of a layer, and of the embedding and the head.
-        of_one = dataclasses.replace(model, scan=True, layers=1).abstract(dtype, self.tensor)
+        one = dataclasses.replace(self.model, scan=True, layers=1)
+        of_one = one.abstract(self.dtype, self.tensor)
         self.layer_bytes = num_bytes(of_one["layers"])
         self.shared_bytes = num_bytes(of_one) - self.layer_bytes
         self.of_rows = functools.cache(self._of_rows)  # of devices with so many layers

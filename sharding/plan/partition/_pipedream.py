@@ -148,21 +148,15 @@ def _replicated(
     return (np.maximum(inner, sync) if overlap else inner + sync) / m
 
 
+@dataclasses.dataclass(eq=False)
 class _Level:
-    """The least periods A of one level.
+    """The least periods A of one level."""
 
-    ``stages`` are T by number of replicas, ``transfers`` seconds by the first layer that receives,
-    ``fits`` whether ranges fit, by micro-batches in flight; ``best`` is A by number of components,
-    (L + 1, columns), where columns are ends of ranges.
-    """
-
-    def __init__(
-        self, stages: Sequence[np.ndarray], transfers: np.ndarray, fits: Sequence[np.ndarray | None]
-    ):
-        self.stages = stages
-        self.transfers = transfers
-        self.fits = fits
-        self.best: list[np.ndarray] = []
+    stages: Sequence[np.ndarray]  # T by number of replicas
+    transfers: np.ndarray  # seconds of activations and gradients, by the first layer that receives
+    fits: Sequence[np.ndarray | None]  # ranges that fit, by micro-batches in flight; None: all do
+    # A by number of components; (L + 1, columns), where columns are ends of ranges
+    best: list[np.ndarray] = dataclasses.field(default_factory=list)
 
     def solve(self, columns: slice) -> np.ndarray:
         """Fills ``best``, and returns that of all components."""
