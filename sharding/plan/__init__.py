@@ -26,11 +26,11 @@ from sharding.plan.cost._step_time import StepSeconds as StepSeconds
 from sharding.plan.cost._step_time import step_seconds as step_seconds
 from sharding.plan.cost._wire_and_flops import pipeline_wire as pipeline_wire
 from sharding.plan.machine import targets as targets
+from sharding.plan.machine._collective_time import Machine as Machine
 from sharding.plan.machine._collective_time import NodeGroup as NodeGroup
 from sharding.plan.machine._collective_time import TorusGroup as TorusGroup
 from sharding.plan.machine._collective_time import collective_seconds as collective_seconds
 from sharding.plan.machine._devices import kind_of as kind_of
-from sharding.plan.machine._mesh_groups import Machine as Machine
 from sharding.plan.model._layer_costs import LayerCost as LayerCost
 from sharding.plan.model._layer_costs import layer_costs as layer_costs
 from sharding.plan.model._layer_time import Implementation as Implementation

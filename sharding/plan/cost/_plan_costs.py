@@ -23,7 +23,7 @@ from sharding.plan.cost._pipeline_schedules import ranges_of
 from sharding.plan.cost._pipeline_stages import PipelineStage, StageEstimates, pipeline_stages
 from sharding.plan.cost._stage_plan import StagePlan
 from sharding.plan.cost._step_time import Passes, StepSeconds, passes, traced_passes, with_state
-from sharding.plan.machine._mesh_groups import Machine
+from sharding.plan.machine._collective_time import Machine
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._layer_costs import LayerCost, layer_costs
 from sharding.plan.model._layer_time import Implementation

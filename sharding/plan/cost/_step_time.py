@@ -17,9 +17,8 @@ from sharding.plan.cost._pipeline_schedules import (
     num_ticks,
 )
 from sharding.plan.cost._wire_and_flops import SCALAR, tensor_sums
-from sharding.plan.machine._achieved import achieved
-from sharding.plan.machine._collective_time import Group, Operation, collective_seconds
-from sharding.plan.machine._mesh_groups import Machine
+from sharding.plan.machine._collective_time import Group, Machine, Operation, collective_seconds
+from sharding.plan.machine._devices import achieved
 from sharding.plan.model._layer_time import (
     COMPILED,
     Implementation,

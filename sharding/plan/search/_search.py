@@ -16,8 +16,8 @@ from sharding.plan.cost._pipeline_schedules import ASYNC_SCHEDULES
 from sharding.plan.cost._plan_costs import PlanCosts, TracedCosts
 from sharding.plan.cost._step_time import PARTS_OF_STEP, StepSeconds
 from sharding.plan.machine import targets
+from sharding.plan.machine._collective_time import Machine
 from sharding.plan.machine._devices import DeviceKind, kind_of
-from sharding.plan.machine._mesh_groups import Machine
 from sharding.plan.model._layer_time import COMPILED, Implementation
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._traced_model import TracedModel

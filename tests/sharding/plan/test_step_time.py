@@ -23,8 +23,12 @@ from sharding.plan.cost._pipeline_schedules import (
 )
 from sharding.plan.cost._step_time import passes, step_seconds
 from sharding.plan.cost._wire_and_flops import tensor_wire
-from sharding.plan.machine._collective_time import NodeGroup, TorusGroup, collective_seconds
-from sharding.plan.machine._mesh_groups import Machine
+from sharding.plan.machine._collective_time import (
+    Machine,
+    NodeGroup,
+    TorusGroup,
+    collective_seconds,
+)
 from sharding.plan.model._layer_time import Implementation, head_work, layer_work
 from sharding.plan.model._models import Decoder
 
