@@ -5,12 +5,11 @@ import dataclasses
 import pathlib
 
 from sharding.plan import kind_of
-from sharding.plan._models import MODELS, Decoder
-from sharding.plan.timing._layer_time import Implementation
-from sharding.plan.timing._mesh_groups import Machine
-from sharding.plan.timing._parallel_plan import ParallelPlan
-from sharding.plan.timing._step_seconds import StepSeconds
-from sharding.plan.timing._step_time import step_seconds
+from sharding.plan.cost._parallel_plan import ParallelPlan
+from sharding.plan.cost._step_time import StepSeconds, step_seconds
+from sharding.plan.machine._collective_time import Machine
+from sharding.plan.model._layer_time import Implementation
+from sharding.plan.model._models import MODELS, Decoder
 
 _VTRAIN = pathlib.Path(__file__).parents[1] / "tests" / "sharding" / "vtrain"
 # Megatron-LM of 2022: fused kernels, scores in memory, dropout; nothing overlaps.

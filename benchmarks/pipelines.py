@@ -26,9 +26,9 @@ from _transformer import Config, apply_block, init
 import sharding as shd
 from sharding.pipeline import Costs, Schedule
 from sharding.plan import targets
-from sharding.plan.program._costs import costs_of
-from sharding.plan.program._hlo import Program
-from sharding.plan.program._wire import collectives
+from sharding.plan.audit._hlo import Program
+from sharding.plan.audit._program_costs import costs_of
+from sharding.plan.audit._wire import collectives
 
 MIB = 2**20
 STAGES, LENGTH = 4, 512

@@ -28,10 +28,10 @@ from sharding.plan import (
     targets,
     verify,
 )
-from sharding.plan.fastest._chosen_plan import short
-from sharding.plan.fastest._plan_costs import PlanCosts
-from sharding.plan.fastest._search import machine_of
-from sharding.plan.timing._layer_time import COMPILED
+from sharding.plan.cost._plan_costs import PlanCosts
+from sharding.plan.model._layer_time import COMPILED
+from sharding.plan.search._chosen_plan import short
+from sharding.plan.search._search import machine_of
 
 GIB = 2**30
 TX = optax.adamw(1e-3)

@@ -14,10 +14,10 @@ from sharding.placement._describe import Description as Description
 from sharding.placement._state_specs import state_shardings as state_shardings
 from sharding.placement._state_specs import state_specs as state_specs
 from sharding.plan import targets as targets
-from sharding.plan._devices import DeviceKind as DeviceKind
-from sharding.plan.program._audit import Audit as Audit
-from sharding.plan.program._audit import audit as audit
-from sharding.plan.program._wire import wire_bytes as wire_bytes
+from sharding.plan.audit._audit import Audit as Audit
+from sharding.plan.audit._audit import audit as audit
+from sharding.plan.audit._wire import wire_bytes as wire_bytes
+from sharding.plan.machine._devices import DeviceKind as DeviceKind
 from sharding.recovery._find_snapshot import NoCompleteCheckpoint as NoCompleteCheckpoint
 from sharding.recovery._peer_checkpoints import PeerCheckpoints as PeerCheckpoints
 from sharding.step._batch_moments import batch_moments as batch_moments

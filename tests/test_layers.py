@@ -108,9 +108,11 @@ def test_only_public_interfaces():
 
 # Each layer of `sharding` imports only itself and those before it. `plan` reads all before it.
 LAYERS = (
-    *("placement", "collectives", "sync", "offload", "recovery", "step", "_zero", "pipeline"),
-    *("plan", "remat", "cli", "__main__"),
+    *("_jaxprs", "placement", "collectives", "sync", "offload", "recovery", "step", "_zero"),
+    *("pipeline", "plan", "remat", "cli", "__main__"),
 )
+# So do the folders of `plan`.
+PLAN_LAYERS = ("_format", "machine", "model", "cost", "partition", "audit", "search", "_plot")
 
 
 def layer_of(name):
@@ -127,6 +129,15 @@ def test_imports_go_one_way():
         assert not [i for i in imports if layer_of(i) in LAYERS[own + 1 :]], name
         # The package itself imports every layer; imports are absolute.
         assert not [i for i in imports if i == "sharding" or i.startswith(".")], name
+
+
+def test_the_folders_of_plan_import_one_way():
+    files = [name for name in SHARDING if name.startswith("sharding/plan/")]
+    for name in set(files) - {"sharding/plan/__init__.py"}:
+        later = PLAN_LAYERS[PLAN_LAYERS.index(name.removesuffix(".py").split("/")[2]) + 1 :]
+        assert not [
+            i for i in module(name)[0] if i.startswith("sharding.plan.") if i.split(".")[2] in later
+        ], name
 
 
 def test_one_name_for_one_thing():

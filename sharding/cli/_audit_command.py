@@ -18,17 +18,18 @@ from sharding.cli._options import (
     dtype_of,
     load,
     mesh_axes_of,
+    print_json,
+    save,
     setup_of,
     target_of,
 )
-from sharding.cli._output import print_json, save
 from sharding.placement._specs import axes_of
-from sharding.plan import targets
-from sharding.plan._find_batch import FoundBatch, Tried, find_batch, needed
-from sharding.plan._models import MODELS
+from sharding.plan._format import show
 from sharding.plan._plot import plot_audits
-from sharding.plan._show import show
-from sharding.plan.program._audit import Audit, audit
+from sharding.plan.audit._audit import Audit, audit
+from sharding.plan.audit._find_batch import FoundBatch, Tried, find_batch, needed
+from sharding.plan.machine import targets
+from sharding.plan.model._models import MODELS
 from sharding.remat._stack_plan import StackPlan
 
 # Options about a named model, which a step of the user's own does not read.
@@ -63,7 +64,7 @@ def run_audit(options: argparse.Namespace) -> int:
 
     # Show.
     if options.json:
-        rows = {name: each.to_dict() for name, each in audits.items()}
+        rows = {name: audited.to_dict() for name, audited in audits.items()}
         for name, search in searches.items():
             rows[name] = rows.get(name, {}) | {"find_batch": search.to_dict()}
         print_json(rows)
@@ -71,7 +72,7 @@ def run_audit(options: argparse.Namespace) -> int:
         _show_audits(options, audits, searches)
     if options.plot and audits:
         save(plot_audits, audits, options.plot)
-    fits = [each.fits for each in audits.values()]
+    fits = [audited.fits for audited in audits.values()]
     fits += [search.batch > 0 for search in searches.values()]
     return 2 if False in fits else 0
 
@@ -117,11 +118,13 @@ def _stages(options: argparse.Namespace) -> list[int]:
 def _show_audits(
     options: argparse.Namespace, audits: dict[str, Audit], searches: dict[str, FoundBatch]
 ) -> None:
-    for name, found in audits.items():
+    for name, audited in audits.items():
         batch = f", batch {searches[name].batch}" if name in searches else ""
-        tables = [table._replace(title=f"{name}{batch}: {table.title}") for table in found.tables()]
-        notes = found.sentences
-        if found.kind is None:
+        tables = [
+            table._replace(title=f"{name}{batch}: {table.title}") for table in audited.tables()
+        ]
+        notes = audited.sentences
+        if audited.kind is None:
             notes.append(
                 f"Whether it fits, and how long it takes at least, is not known: no figures of "
                 f"{options.target}. Give them: --memory, --bandwidth, --tflops, --link."

@@ -13,12 +13,11 @@ from optax_ext import STATE_FORMATS, __version__
 from sharding.cli._audit_command import run_audit
 from sharding.cli._model_activations import add_remat_option
 from sharding.cli._options import check_positive
-from sharding.cli._pipeline_command import pipeline_options
-from sharding.cli._plan_command import run_plan
+from sharding.cli._plan_command import pipeline_options, run_plan
 from sharding.cli._search_command import run_search, search_options
-from sharding.plan import targets
-from sharding.plan._devices import KINDS
-from sharding.plan._models import MODELS
+from sharding.plan.machine import targets
+from sharding.plan.machine._devices import KINDS
+from sharding.plan.model._models import MODELS
 
 _ABOUT = """\
 plan computes in closed form what each stage of ZeRO holds and sends; audit compiles one step,
@@ -95,7 +94,10 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     find.set_defaults(run=run_search)
     _plan_options(plan)
     _audit_options(check)
-    _search_options(find)
+    _model_options(find, searched=True)
+    _machine_options(find, searched=True)
+    search_options(find)
+    _output_options(find)
     return parser
 
 
@@ -152,13 +154,6 @@ def _audit_options(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         help="with --find-batch: the share of the memory that is left free (default: 0.1)",
     )
-    _output_options(parser)
-
-
-def _search_options(parser: argparse.ArgumentParser) -> None:
-    _model_options(parser, searched=True)
-    _machine_options(parser, searched=True)
-    search_options(parser)
     _output_options(parser)
 
 
@@ -221,19 +216,9 @@ def _machine_options(parser: argparse.ArgumentParser, *, searched: bool = False)
 def _batch_options(parser: argparse.ArgumentParser) -> Any:
     group = parser.add_argument_group("batch")
     add = group.add_argument
-    add(
-        "--batch",
-        type=int,
-        metavar="N",
-        help="sequences of one device in a micro-batch (default: 1)",
-    )
-    add(
-        "--microbatches",
-        type=int,
-        default=1,
-        metavar="N",
-        help="how many are accumulated in a step (default: 1)",
-    )
+    number: Any = {"type": int, "metavar": "N"}
+    add("--batch", **number, help="sequences of one device in a micro-batch (default: 1)")
+    add("--microbatches", **number, default=1, help="accumulated in a step (default: 1)")
     add("--length", type=int, metavar="TOKENS", help="of a sequence (default: as the model has it)")
     return group
 

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from sharding.cli._options import Setup, dtype_of, target_of
 from sharding.plan._format import size
-from sharding.plan._plan import Plan
-from sharding.plan._tiles import num_bytes
+from sharding.plan.cost._estimate import Plan
+from sharding.plan.machine._tiles import num_bytes
 from sharding.remat._block_costs import types_of
 from sharding.remat._names import NameRequest
 from sharding.remat._plan_activations import device_of_target, in_bytes
@@ -44,18 +44,12 @@ def planned_model(
     """The fastest plan of the layers with which the whole loss takes at most ``--remat`` bytes.
 
     Embedding, logits and loss are compiled with the layers: where they are large, less is left for
-    what the layers store.
-
-    Returns:
-      The plan of the layers, and the bytes of activations and temporaries of the loss.
+    what the layers store. The second result is bytes of activations and temporaries of the loss.
     """
     model = setup.model
     assert model is not None
-    budget = (
-        _memory_for_layers(setup, plan, stage)
-        if options.remat == "auto"
-        else in_bytes(options.remat)
-    )
+    auto = options.remat == "auto"
+    budget = _memory_for_layers(setup, plan, stage) if auto else in_bytes(options.remat)
     on_cpu = target_of(options).kind == "cpu"
     kind, device = device_of_target("cpu:1" if on_cpu else options.target)
     dtype = jnp.dtype(options.compute_dtype) if options.compute_dtype else dtype_of(options)
@@ -68,17 +62,17 @@ def planned_model(
     def whole_model(fn: Any, layers: Any) -> tuple[Any, Any, Any]:
         return model.make_loss(stack=fn), params | {"layers": layers}, tokens
 
-    def with_whole(found: Any) -> tuple[StackPlan, float]:
-        whole = stack.temporaries(found, whole_model)
-        return stack.plan(found, stack.peak(found), budget), whole
+    def with_whole(choice: Any) -> tuple[StackPlan, float]:
+        whole = stack.temporaries(choice, whole_model)
+        return stack.plan(choice, stack.peak(choice), budget), whole
 
     limit = budget
     while limit > 0:
         try:
-            found = stack.fastest(candidates, limit)
+            choice = stack.fastest(candidates, limit)
         except ValueError:
             break
-        planned, whole = with_whole(found)
+        planned, whole = with_whole(choice)
         if whole <= budget:
             return planned, whole
         # What is beside the layers takes the rest: on to plans of fewer bytes.
@@ -106,10 +100,10 @@ def _memory_for_layers(setup: Setup, plan: Plan, stage: str) -> float:
     return left
 
 
-def note_on(found: RematPlan, activations: float) -> str:
+def note_on(planned: RematPlan, activations: float) -> str:
     """A sentence on a plan."""
     return (
-        f"Activations: layers store {found.summary} and need {size(found.peak)}, the whole loss "
-        f"{size(activations)} in a program compiled for one device; {found.extra_time:.0%} of a "
-        "step's time is recomputation, by the device's figures."
+        f"Activations: layers store {planned.summary} and need {size(planned.peak)}, the whole "
+        f"loss {size(activations)} in a program compiled for one device; {planned.extra_time:.0%} "
+        "of a step's time is recomputation, by the device's figures."
     )

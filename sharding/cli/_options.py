@@ -1,14 +1,16 @@
 """The options of both commands: what they mean, and one sentence for each wrong one."""
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import functools
 import importlib
+import json
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -18,12 +20,34 @@ import optax
 import optax_ext
 from sharding._zero import Zero
 from sharding.placement._specs import AnyMesh
-from sharding.plan import targets
-from sharding.plan._devices import DeviceKind, kind_of
-from sharding.plan._models import MODELS, Decoder, count_to_params
-from sharding.plan._plan import Plan, estimate
+from sharding.plan.cost._estimate import Plan, estimate
+from sharding.plan.machine import targets
+from sharding.plan.machine._devices import DeviceKind, kind_of
+from sharding.plan.model._models import MODELS, Decoder, count_to_params
 from sharding.step._matrix_owners import by_owner
 from sharding.step._precision import Precision
+
+
+def print_json(figures: dict[str, Any]) -> None:
+    """Infinite figures, such as an unknown bandwidth, are null."""
+    finite = json.loads(json.dumps(figures), parse_constant=lambda _: None)
+    print(json.dumps(finite, indent=1))
+
+
+def save(plot: Callable[[Any], Any], figures: Any, path: str) -> None:
+    """Writes the picture that ``plot`` makes."""
+    with writing("--plot", path):
+        plot(figures).savefig(path, dpi=150)
+
+
+@contextlib.contextmanager
+def writing(option: str, path: str) -> Iterator[None]:
+    """Names the option whose file cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{option} {path}: {error.strerror}.") from error
+
 
 # The options that make an unknown device known.
 FIGURES = "--memory GIB, and for times --tflops, --bandwidth and --link"
@@ -31,29 +55,17 @@ FIGURES = "--memory GIB, and for times --tflops, --bandwidth and --link"
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A model, its optimizer and its ``Zero``, as the options say.
+    """A model, its optimizer and its ``Zero``, as the options say."""
 
-    Attributes:
-      params: abstract parameters.
-      model: the model, where it is one of ``MODELS``.
-      tx: the transformation, without ``--state``.
-      zero: stage 3 on an abstract mesh; hybrid where the mesh has several axes.
-      device: its figures, where they are known.
-      batch: sequences of one device in a micro-batch.
-      microbatches: the number of micro-batches.
-      length: tokens of a sequence; 0 where that is unknown.
-      activations: bytes of one device, where they are planned.
-    """
-
-    params: Any
-    model: Decoder | None
-    tx: optax.GradientTransformation
-    zero: Zero
-    device: DeviceKind | None
-    batch: int
-    microbatches: int
-    length: int
-    activations: float | None = None
+    params: Any  # abstract parameters
+    model: Decoder | None  # the model, where it is one of ``MODELS``
+    tx: optax.GradientTransformation  # the transformation, without ``--state``
+    zero: Zero  # stage 3 on an abstract mesh; hybrid where the mesh has several axes
+    device: DeviceKind | None  # its figures, where they are known
+    batch: int  # sequences of one device in a micro-batch
+    microbatches: int  # the number of micro-batches
+    length: int  # tokens of a sequence; 0 where that is unknown
+    activations: float | None = None  # bytes of one device, where they are planned
 
     @property
     def sequences(self) -> int:
@@ -106,9 +118,7 @@ def setup_of(options: argparse.Namespace) -> Setup:
 
 def _zero(options: argparse.Namespace, mesh: AnyMesh) -> Zero:
     axis = tuple(options.axis.split(",")) if options.axis else mesh.axis_names
-    replica = tuple(options.replica_axis.split(",")) if options.replica_axis else ()
-    if not replica and len(axis) > 1:
-        replica = axis[:1]
+    replica = tuple(options.replica_axis.split(",")) if options.replica_axis else axis[:-1][:1]
     precision = Precision(
         compute=_floating_dtype("--compute-dtype", options.compute_dtype),
         reduce=_floating_dtype("--reduce-dtype", options.reduce_dtype),
@@ -159,7 +169,7 @@ def mesh_axes_of(options: argparse.Namespace, target: targets.Target) -> dict[st
     """The sizes of the mesh's axes: of ``--mesh``, else those that suit the target."""
     if not options.mesh:
         return target.mesh_axes
-    axes = {}
+    axes: dict[str, int] = {}
     for part in options.mesh.split(","):
         match = re.fullmatch(r"(\w+)=([1-9]\d*)", part)
         if not match:
@@ -229,21 +239,17 @@ def optimizer_of(text: str) -> optax.GradientTransformation:
         return load_made(text, "--optimizer", optax.GradientTransformation, "optimizer")
     if text == "muon":
         return _muon()
-    makers: dict[str, Callable[..., Any]] = {}
-    for module in (optax.contrib, optax, optax_ext):
-        makers |= {
-            name: getattr(module, name)
-            for name in dir(module)
-            if name.islower() and not name.startswith("_") and callable(getattr(module, name))
-        }
-    if text in makers:
-        for options in ({"learning_rate": 1e-3}, {}):
-            try:
-                found = makers[text](**options)
-            except (TypeError, ValueError, AttributeError):
-                continue
-            if isinstance(found, optax.GradientTransformation):
-                return found
+    makers = {
+        name: getattr(module, name)
+        for module in (optax.contrib, optax, optax_ext)
+        for name in dir(module)
+        if name.islower() and not name.startswith("_") and callable(getattr(module, name))
+    }
+    for options in ({"learning_rate": 1e-3}, {}) if text in makers else ():
+        with contextlib.suppress(TypeError, ValueError, AttributeError):
+            made = makers[text](**options)
+            if isinstance(made, optax.GradientTransformation):
+                return made
     raise ValueError(f"--optimizer {text!r} is no optimizer{_nearest(text, _optimizers(makers))}.")
 
 
@@ -258,12 +264,12 @@ def _muon() -> optax.GradientTransformation:
 
 def _optimizers(makers: dict[str, Callable[..., Any]]) -> list[str]:
     """The names that look like optimizers: they take a learning rate."""
-    found = []
-    for name, make in makers.items():
-        code = getattr(make, "__wrapped__", make)
-        if "learning_rate" in getattr(getattr(code, "__code__", None), "co_varnames", ()):
-            found.append(name)
-    return found
+
+    def takes_a_rate(make: Callable[..., Any]) -> bool:
+        code = getattr(getattr(make, "__wrapped__", make), "__code__", None)
+        return "learning_rate" in getattr(code, "co_varnames", ())
+
+    return [name for name, make in makers.items() if takes_a_rate(make)]
 
 
 def _nearest(text: str, names: Any) -> str:
@@ -273,17 +279,17 @@ def _nearest(text: str, names: Any) -> str:
 
 def load_made(path: str, option: str, kind: Any, name: str) -> Any:
     """What ``module:attribute`` names, or makes without arguments; of this kind."""
-    found = load(path, option)
-    if not isinstance(found, kind):
+    made = load(path, option)
+    if not isinstance(made, kind):
         try:
-            found = found()
+            made = made()
         except Exception as error:
             raise ValueError(
                 f"{option} {path} must make one without arguments, but failed: {in_short(error)}."
             ) from error
-    if not isinstance(found, kind):
-        raise ValueError(f"{option} {path} made no {name}, but {found!r}.")
-    return found
+    if not isinstance(made, kind):
+        raise ValueError(f"{option} {path} made no {name}, but {made!r}.")
+    return made
 
 
 def load(path: str, option: str) -> Any:
@@ -307,14 +313,12 @@ def in_short(error: Exception) -> str:
 
 def device_of(options: argparse.Namespace) -> DeviceKind | None:
     """The figures of the target, replaced by those that are given."""
+    units = {"memory": 2**30, "bandwidth": 1e9, "tflops": 1e12, "link": 1e9, "network": 1e9}
     given = {
-        "memory": options.memory and options.memory * 2**30,
-        "bandwidth": options.bandwidth and options.bandwidth * 1e9,
-        "flops": options.tflops and options.tflops * 1e12,
-        "link": options.link and options.link * 1e9,
-        "network": options.network and options.network * 1e9,
+        {"tflops": "flops"}.get(name, name): getattr(options, name) * unit
+        for name, unit in units.items()
+        if getattr(options, name)
     }
-    given = {name: value for name, value in given.items() if value}
     known = kind_of(options.target)
     if known is not None:
         return dataclasses.replace(known, **given)
@@ -325,6 +329,6 @@ def device_of(options: argparse.Namespace) -> DeviceKind | None:
                 "--network a device needs --memory GIB."
             )
         return None
-    kind = target_of(options).kind
-    rest: dict[str, Any] = dict.fromkeys(("bandwidth", "flops", "link"), math.inf)
-    return DeviceKind(**({"name": kind, "network": None} | rest | given), source="given")
+    figures: dict[str, Any] = {"name": target_of(options).kind, "network": None, "source": "given"}
+    figures |= dict.fromkeys(("bandwidth", "flops", "link"), math.inf)
+    return DeviceKind(**(figures | given))

@@ -13,21 +13,27 @@ import optax
 
 import optax_ext
 from sharding.cli._model_activations import check_remat, note_on, planned_model
-from sharding.cli._options import FIGURES, Setup, abstract_mesh, setup_of
-from sharding.cli._output import print_json, save
-from sharding.cli._pipeline_command import reject_pipeline_options, run_pipeline
-from sharding.plan._advice import deepspeed_stage_2, saving_of, why_wider
-from sharding.plan._format import size
-from sharding.plan._plan import Plan
+from sharding.cli._options import (
+    FIGURES,
+    Setup,
+    abstract_mesh,
+    dtype_of,
+    print_json,
+    save,
+    setup_of,
+)
+from sharding.plan._format import show, size
 from sharding.plan._plot import plot_plans
-from sharding.plan._show import show
+from sharding.plan.cost._estimate import Plan, deepspeed_stage_2, saving_of, why_wider
+from sharding.plan.cost._estimate_pipeline import estimate_pipeline
+from sharding.plan.cost._pipeline_schedules import SCHEDULES
 
 
 def run_plan(options: argparse.Namespace) -> int:
     """Plans, prints and plots; 2 where nothing fits."""
     if options.pipeline is not None:
         return run_pipeline(options)
-    reject_pipeline_options(options)
+    _reject(options, _ONLY_HERE, "needs --pipeline N")
     options.microbatches = options.microbatches or 1
     setup = setup_of(options)
     if options.offload:
@@ -64,8 +70,7 @@ def run_plan(options: argparse.Namespace) -> int:
         words = " and ".join(f"{size(value)} by its {name}" for name, value in figures.items())
         notes.append(f"DeepSpeed's estimator for stage 2, with Adam and master weights: {words}.")
     if plan.fits is False:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of layouts that are only tried
+        with warnings.catch_warnings(action="ignore"):  # of layouts that are only tried
             notes += _what_would_fit(options, setup)
 
     # The command compares all stages: no one of them is requested.
@@ -106,7 +111,7 @@ def _beside_adamw(options: argparse.Namespace, setup: Setup, plan: Plan) -> list
 def _what_would_fit(options: argparse.Namespace, setup: Setup) -> list[str]:
     """Changes that each alone make the model fit."""
     zero, state = setup.zero, options.state
-    found = []
+    fitting = []
 
     # More devices, along the last axis that shards.
     name = zero.axis[-1]
@@ -115,7 +120,7 @@ def _what_would_fit(options: argparse.Namespace, setup: Setup) -> list[str]:
         larger = dataclasses.replace(zero, mesh=abstract_mesh(mesh_axes))
         if setup.plan(larger, state_format=state).fits:
             num_devices = math.prod(mesh_axes.values())
-            found.append(f"{num_devices} devices instead of {num_devices // factor}")
+            fitting.append(f"{num_devices} devices instead of {num_devices // factor}")
             break
 
     # Less state on the same devices.
@@ -124,13 +129,95 @@ def _what_would_fit(options: argparse.Namespace, setup: Setup) -> list[str]:
     changes: list[tuple[str, Callable[[], Plan]]] = [
         ("--state 8bit", lambda: setup.plan(zero, state_format="8bit")),
         ("--offload", lambda: setup.plan(offloaded, state_format=state)),
-        (
-            "CAME with a bfloat16 momentum and no master weights",
-            lambda: setup.plan(zero, came),
-        ),
+        ("CAME with a bfloat16 momentum and no master weights", lambda: setup.plan(zero, came)),
     ]
-    found += [name for name, make in changes if make().fits]
-    if not found:
+    fitting += [name for name, make in changes if make().fits]
+    if not fitting:
         return ["No change that is known here makes it fit: shard it over a model axis, too."]
     before = ", before activations" if setup.activations is None else ""
-    return [f"Each of these makes it fit{before}: {'; '.join(found)}."]
+    return [f"Each of these makes it fit{before}: {'; '.join(fitting)}."]
+
+
+_ONLY_HERE = ("schedule", "chunks", "stage", "efficiency", "no_remat")
+_NOT_HERE = ("mesh", "axis", "replica_axis", "remat", "plot")
+
+
+def pipeline_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of a pipeline."""
+    add = parser.add_argument_group("pipeline").add_argument
+    add(
+        "--pipeline",
+        type=int,
+        metavar="N",
+        help="plan N pipeline stages with ZeRO over their replicas, and compare them with ZeRO "
+        "alone; --microbatches are those of a pipeline (default: 4 N)",
+    )
+    add(
+        "--schedule",
+        choices=SCHEDULES,
+        help="of the pipeline (default: aligned); zb-h1 and zb-v need --no-remat",
+    )
+    add(
+        "--chunks",
+        type=int,
+        metavar="V",
+        help="groups of layers on each device, with --schedule interleaved (default: 2)",
+    )
+    add("--stage", choices=["0", "1", "2", "3"], help="of ZeRO over the replicas (default: 1)")
+    add("--no-remat", action="store_true", help="keep all activations of a layer")
+    add(
+        "--efficiency",
+        type=float,
+        metavar="SHARE",
+        help="of the peak that compute reaches (default: 0.5)",
+    )
+
+
+def run_pipeline(options: argparse.Namespace) -> int:
+    """Plans and prints; 2 where neither the pipeline nor ZeRO fits."""
+    _reject(options, _NOT_HERE, "cannot be combined with --pipeline")
+    microbatches = options.microbatches
+    options.microbatches = microbatches or 1
+    setup = setup_of(options)
+    if setup.model is None:
+        raise ValueError(
+            f"--pipeline needs a model whose layers are known, one of --help's names; --model "
+            f"{options.model} is not."
+        )
+    device = setup.device
+    if device is None or math.inf in (device.flops, device.link):
+        raise ValueError(
+            f"--pipeline needs the figures of {options.target}: --memory GIB, --tflops and --link."
+        )
+    zero = dataclasses.replace(
+        setup.zero,
+        stage=int(options.stage or 1),
+        offload="optimizer" if options.offload else setup.zero.offload,
+    )
+    plan = estimate_pipeline(
+        setup.model,
+        setup.tx,
+        zero,
+        device=device,
+        num_stages=options.pipeline,
+        microbatches=microbatches,
+        schedule=options.schedule or "aligned",
+        chunks=options.chunks,
+        batch=setup.batch,
+        length=setup.length,
+        dtype=dtype_of(options),
+        recompute=not options.no_remat,
+        efficiency=options.efficiency or 0.5,
+        state_format=options.state,
+    )
+    if options.json:
+        print_json(plan.to_dict())
+    else:
+        show(plan.tables(), plan.notes)
+    return 0 if plan.recommended else 2
+
+
+def _reject(options: argparse.Namespace, names: tuple[str, ...], reason: str) -> None:
+    for name in names:
+        if getattr(options, name) not in (None, False):
+            raise ValueError(f"--{name.replace('_', '-')} {reason}.")

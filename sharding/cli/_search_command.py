@@ -19,21 +19,21 @@ from sharding.cli._options import (
     load_made,
     optimizer_of,
     params_of_model,
+    print_json,
+    save,
     target_of,
+    writing,
 )
-from sharding.cli._output import print_json, save, writing
-from sharding.plan._devices import DeviceKind
-from sharding.plan._format import Table, size
-from sharding.plan._models import MODELS, Decoder
+from sharding.plan._format import Table, show, size
 from sharding.plan._plot import plot_search
-from sharding.plan._show import show
-from sharding.plan.fastest._chosen_plan import ChosenPlan
-from sharding.plan.fastest._plan_file import PlanFile
-from sharding.plan.fastest._plan_space import KEPT
-from sharding.plan.fastest._search import HEADROOM, SearchResult, search
-from sharding.plan.fastest._traced_model import TracedModel
-from sharding.plan.fastest._verify import Verification, verify
-from sharding.plan.targets import Target
+from sharding.plan.machine._devices import DeviceKind
+from sharding.plan.machine.targets import Target
+from sharding.plan.model._models import MODELS, Decoder
+from sharding.plan.model._traced_model import TracedModel
+from sharding.plan.search._plan_file import PlanFile
+from sharding.plan.search._plan_space import KEPT
+from sharding.plan.search._search import HEADROOM, SearchResult, search
+from sharding.plan.search._verify import Verification, verify
 
 
 def search_options(parser: argparse.ArgumentParser) -> None:
@@ -105,46 +105,45 @@ def run_search(options: argparse.Namespace) -> int:
     _check_before(options, target, device)
     if options.verify:
         compile_on_cpu(target)
-    model, tx = _model_and_optimizer(options)
-    length = options.length or model.length
-    found = search(
-        model,
-        tx,
-        options.target,
+    if not options.model:
+        raise ValueError("--model is missing: the name of a model, or MODULE:NAME.")
+    model, tx = _model_of(options), optimizer_of(options.optimizer)
+    length, dtype = options.length or model.length, dtype_of(options)
+    lossless = "master" if options.master else "plain"
+    result = search(
+        *(model, tx, options.target),
         sequences=_sequences(options.global_batch, length),
         length=length,
-        dtype=dtype_of(options),
+        dtype=dtype,
         device=device,
         keep=_kept_values(options.keep),
         offload=not options.no_offload,
         asynchronous=options.asynchronous,
         state_formats=(None, *options.state),
-        weights=(
-            "master" if options.master else "plain",
-            *(["stochastic"] if options.stochastic_rounding else []),
-        ),
+        weights=(lossless, "stochastic") if options.stochastic_rounding else (lossless,),
         syncs=(None, *options.sync),
         headroom=options.headroom,
         top=max(options.top, options.verify),
         frontier=bool(options.plot),
     )
-    files = [_file(options, plan, length) for plan in found.plans]
-    verified = _verified(options, target, found, files, model, tx, device)
+    names = {"model": options.model, "optimizer": options.optimizer, "target": options.target}
+    files = [PlanFile.of(plan, length=length, dtype=str(dtype), **names) for plan in result.plans]
+    verified = _verified(options, target, result, files, model, tx, device)
     holding = [i for i in range(len(files)) if i not in verified or not verified[i].failures]
     if options.json:
-        figures = found.to_dict()
-        for i, it in verified.items():
-            figures["plans"][i]["verified"] = vars(it) | {"failures": list(it.failures)}
+        figures = result.to_dict()
+        for i, beside in verified.items():
+            figures["plans"][i]["verified"] = vars(beside) | {"failures": list(beside.failures)}
         figures["chosen"] = holding[0] if holding else None
         print_json(figures)
     else:
         written = holding[0] if options.write and holding else None
-        plans = tuple(found.plans[i] for i in holding)
-        notes = list(dataclasses.replace(found, plans=plans).notes) if holding else []
-        if not options.master and dtype_of(options).itemsize == 2:
+        plans = tuple(result.plans[i] for i in holding)
+        notes = list(dataclasses.replace(result, plans=plans).notes) if holding else []
+        if not options.master and dtype.itemsize == 2:
             notes.append("Parameters have 16 bits; --master adds float32 master weights.")
         notes += [*_corrected(verified, written), *_dropped(verified)]
-        show([*found.tables(), *_tables(verified)], notes)
+        show([*result.tables(), *_tables(verified)], notes)
         if holding:
             print("", *files[holding[0]].code(), sep="\n")
     if options.write and holding:
@@ -155,7 +154,7 @@ def run_search(options: argparse.Namespace) -> int:
         with writing("--write", options.write):
             file.write(options.write)
     if options.plot:
-        save(plot_search, found, options.plot)
+        save(plot_search, result, options.plot)
     if not holding:
         unwritten = f", and {options.write} was not written" * bool(options.write)
         print(
@@ -170,10 +169,9 @@ def _check_before(options: argparse.Namespace, target: Target, device: DeviceKin
     """Raises before the search where it, or what follows, cannot be done."""
     if min(options.top, options.verify + 1) < 1:
         raise ValueError("--top must be above 0, and --verify at least 0.")
-    needed = {"memory": "memory", "bandwidth": "bandwidth", "flops": "tflops", "link": "link"}
     unknown = [
-        f"--{option}"
-        for name, option in needed.items()
+        f"--{'tflops' if name == 'flops' else name}"
+        for name in ("memory", "bandwidth", "flops", "link")
         if device is None or math.isinf(getattr(device, name))
     ]
     if unknown:
@@ -182,14 +180,6 @@ def _check_before(options: argparse.Namespace, target: Target, device: DeviceKin
         raise ValueError(f"{options.target} can be searched, not compiled for: leave out --verify.")
     if options.write and not pathlib.Path(options.write).absolute().parent.is_dir():
         raise ValueError(f"{options.write} cannot be written: there is no such folder.")
-
-
-def _model_and_optimizer(
-    options: argparse.Namespace,
-) -> tuple[Decoder | TracedModel, optax.GradientTransformation]:
-    if not options.model:
-        raise ValueError("--model is missing: the name of a model, or MODULE:NAME.")
-    return _model_of(options), optimizer_of(options.optimizer)
 
 
 def _model_of(options: argparse.Namespace) -> Decoder | TracedModel:
@@ -203,20 +193,19 @@ def _model_of(options: argparse.Namespace) -> Decoder | TracedModel:
             )
         return model
     kinds, name = Decoder | TracedModel, "sharding.plan.TracedModel or Decoder"
-    found: Decoder | TracedModel = load_made(options.model, "--model", kinds, name)
-    if isinstance(found, TracedModel):
+    made: Decoder | TracedModel = load_made(options.model, "--model", kinds, name)
+    if isinstance(made, TracedModel):
         try:
-            found.traced(1, dtype_of(options), "none")
+            made.traced(1, dtype_of(options), "none")
         except Exception as error:  # of the user's code
             raise ValueError(
                 f"--model {options.model}: its loss of one example failed: {in_short(error)}."
             ) from error
-    elif found.biased and (options.length or 0) > found.length:
+    elif made.biased and (options.length or 0) > made.length:
         raise ValueError(
-            f"{options.model} has {found.length} positions, --length {options.length} was "
-            "requested."
+            f"{options.model} has {made.length} positions, --length {options.length} was requested."
         )
-    return found
+    return made
 
 
 def _sequences(text: str, length: int) -> int:
@@ -235,12 +224,12 @@ def _sequences(text: str, length: int) -> int:
 
 def _kept_values(texts: list[str]) -> dict[str, Any]:
     """The values of ``--keep``."""
-    found: dict[str, Any] = {}
+    kept: dict[str, Any] = {}
     for name, value in map(_kept_value, texts):
-        if name in found:
+        if name in kept:
             raise ValueError(f"--keep {name} is given twice; a plan has one value.")
-        found[name] = value
-    return found
+        kept[name] = value
+    return kept
 
 
 def _kept_value(text: str) -> tuple[str, Any]:
@@ -255,21 +244,10 @@ def _kept_value(text: str) -> tuple[str, Any]:
     return name, int(value) if value.isdigit() else value
 
 
-def _file(options: argparse.Namespace, plan: ChosenPlan, length: int) -> PlanFile:
-    return PlanFile.of(
-        plan,
-        model=options.model,
-        optimizer=options.optimizer,
-        target=options.target,
-        length=length,
-        dtype=str(dtype_of(options)),
-    )
-
-
 def _verified(
     options: argparse.Namespace,
     target: Target,
-    found: SearchResult,
+    result: SearchResult,
     files: list[PlanFile],
     model: Decoder | TracedModel,
     tx: optax.GradientTransformation,
@@ -282,7 +260,7 @@ def _verified(
             reason = "compile-only GPUs have no host memory for its optimizer state"
             print(f"  plan {i + 1}: not verified, {reason}", file=sys.stderr)
             continue
-        verified[i] = verify(file, model, tx, memory=found.memory, device=device)
+        verified[i] = verify(file, model, tx, memory=result.memory, device=device)
         print(f"  plan {i + 1}: {verified[i].summary}", file=sys.stderr, flush=True)
     return verified
 
@@ -290,27 +268,25 @@ def _verified(
 def _tables(verified: dict[int, Verification]) -> list[Table]:
     if not verified:
         return []
-    rows = []
-    for i, it in verified.items():
-        wire = f"{it.wire / it.planned_wire:.3f}" if it.planned_wire else "-"
-        figures = (size(it.memory), f"{it.memory / it.planned_memory:.3f}", wire)
-        rows.append((str(i + 1), *figures, f"{it.flops / it.planned_flops:.3f}"))
+    rows = [
+        (str(i + 1), size(compiled.memory), *compiled.ratios) for i, compiled in verified.items()
+    ]
     columns = ("plan", "memory", "/ planned", "wire / planned", "operations / planned")
     return [Table("compiled for the target", columns, rows)]
 
 
 def _corrected(verified: dict[int, Verification], written: int | None) -> list[str]:
     return [
-        f"The program of plan {i + 1} {it.correction}"
+        f"The program of plan {i + 1} {compiled.correction}"
         + ("; the file has that of the program." if i == written else ".")
-        for i, it in verified.items()
-        if it.correction and not it.failures
+        for i, compiled in verified.items()
+        if compiled.correction and not compiled.failures
     ]
 
 
 def _dropped(verified: dict[int, Verification]) -> list[str]:
     return [
-        f"warning: plan {i + 1} does not hold and is dropped: it {'; '.join(it.failures)}."
-        for i, it in verified.items()
-        if it.failures
+        f"warning: plan {i + 1} does not hold and is dropped: it {'; '.join(compiled.failures)}."
+        for i, compiled in verified.items()
+        if compiled.failures
     ]

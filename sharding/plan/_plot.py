@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from sharding.plan._format import NEED
-from sharding.plan._plan import Plan
-from sharding.plan.fastest._search import SearchResult
-from sharding.plan.program._audit import Audit
+from sharding.plan.audit._audit import Audit
+from sharding.plan.cost._estimate import Plan
+from sharding.plan.search._search import SearchResult
 
 _COLORS = {
     "parameters": "#4477aa",
@@ -23,10 +23,8 @@ _TALLEST = 2.5  # higher bars, in units of the device's memory, are clipped
 def plot_plans(plans: Mapping[str, Plan]) -> Any:
     """A panel for each plan, under its name, with a stacked bar for each stage.
 
-    A line shows the memory of the device; much higher bars are clipped and labelled.
-
-    Returns:
-      A ``matplotlib.figure.Figure``.
+    A line shows the memory of the device; much higher bars are clipped and labelled. Returns a
+    ``matplotlib.figure.Figure``.
     """
     figure, panels = _figure([len(plan.stages) for plan in plans.values()])
     for axes, (name, plan) in zip(panels, plans.items(), strict=True):
@@ -47,17 +45,14 @@ def plot_plans(plans: Mapping[str, Plan]) -> Any:
 
 
 def plot_audits(audits: Mapping[str, Audit]) -> Any:
-    """A stacked bar for each program, by its name.
-
-    Returns:
-      A ``matplotlib.figure.Figure``.
-    """
+    """A stacked bar for each program, by its name, as a ``matplotlib.figure.Figure``."""
     figure, (axes,) = _figure([len(audits)])
     bars = {
-        name: each.arguments | {"temporaries": each.temporaries or sum(each.at_peak.values())}
-        for name, each in audits.items()
+        name: audited.arguments
+        | {"temporaries": audited.temporaries or sum(audited.at_peak.values())}
+        for name, audited in audits.items()
     }
-    kinds = {each.kind.memory for each in audits.values() if each.kind}
+    kinds = {audited.kind.memory for audited in audits.values() if audited.kind}
     _bars(axes, bars, min(kinds, default=None), "compiled")
     _legend(figure)
     return figure
@@ -66,18 +61,16 @@ def plot_audits(audits: Mapping[str, Audit]) -> Any:
 def plot_search(found: SearchResult) -> Any:
     """Memory against time of the plans of a search: those that fit, and faster ones that do not.
 
-    The frontier is a line, where the search has it: no plan lies below.
-
-    Returns:
-      A ``matplotlib.figure.Figure``.
+    The frontier is a line, where the search has it: no plan lies below. Returns a
+    ``matplotlib.figure.Figure``.
     """
     figure, (axes,) = _figure([4])
     gib = 2**30
     if found.frontier:
-        line = [(it.seconds, it.memory / gib) for it in found.frontier]
+        line = [(plan.seconds, plan.memory / gib) for plan in found.frontier]
         axes.plot(*zip(*line, strict=True), color="gray", drawstyle="steps-post", label="frontier")
-    plans = [(it.seconds.seconds, it.memory / gib) for it in found.plans]
-    rejected = [(it.seconds, it.memory / gib) for it in found.rejected]
+    plans = [(plan.seconds.seconds, plan.memory / gib) for plan in found.plans]
+    rejected = [(plan.seconds, plan.memory / gib) for plan in found.rejected]
     axes.scatter(*zip(*plans, strict=True), color=_COLORS["parameters"], label="fits")
     if rejected:
         axes.scatter(

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
-from sharding.plan._devices import DeviceKind
-from sharding.plan._tiles import num_bytes
-from sharding.plan.program._temporaries import temporaries_of
-from sharding.plan.timing._traced_work import Work, work_of
+from sharding.plan.audit._liveness import temporaries_of
+from sharding.plan.machine._devices import DeviceKind
+from sharding.plan.machine._tiles import num_bytes
+from sharding.plan.model._traced_model import Work, work_of
 from sharding.remat._chain_search import Block, Mode
 from sharding.remat._checkpoint import Fn, after_backward, policy_of
 from sharding.remat._names import NamedValues, SavedNames

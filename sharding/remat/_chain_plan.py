@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from sharding.plan.timing._traced_work import Work
+from sharding.plan.model._traced_model import Work
 from sharding.remat._block_costs import MeasuredBlock, step_temporaries
 from sharding.remat._chain_search import (
     Block,

@@ -9,10 +9,10 @@ import jax
 import numpy as np
 
 from optax_ext.execution_order import Graph
-from sharding.plan._devices import DeviceKind
-from sharding.plan._saved_names import PRESETS
-from sharding.plan._tiles import num_bytes
-from sharding.plan.timing._traced_work import work_of_equation
+from sharding.plan.machine._devices import DeviceKind
+from sharding.plan.machine._tiles import num_bytes
+from sharding.plan.model._saved_names import PRESETS
+from sharding.plan.model._traced_model import work_of_equation
 
 # Of the unit of time in a program: enough for ties to go to fewer operations and saved names.
 _TIE = 1e-7
@@ -120,7 +120,7 @@ class NamedValues:
         values: dict[str, tuple[int, ...]] = {}
         for eqn in graph.equations:
             operands, results = ([graph.types[x] for x in xs] for xs in (eqn.operands, eqn.results))
-            work = work_of_equation(eqn.primitive.name, eqn.params, operands, results, kind)
+            work = work_of_equation(eqn, operands, results, kind)
             seconds.append(work.seconds)
             if eqn.primitive.name == "name":
                 name = eqn.params["name"]

@@ -9,9 +9,9 @@ from typing import Any, overload
 import jax
 
 from sharding.plan import targets
-from sharding.plan._devices import DeviceKind, kind_of
 from sharding.plan._format import size
-from sharding.plan._plan import Plan
+from sharding.plan.cost._estimate import Plan
+from sharding.plan.machine._devices import DeviceKind, kind_of
 from sharding.remat._block_costs import (
     MeasuredBlock,
     TracedBlock,

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sharding.plan._format import NEED, Table, size, text_of
-from sharding.plan.program._temporaries import temporaries_of
-from sharding.plan.timing._traced_work import Work
+from sharding.plan.audit._liveness import temporaries_of
+from sharding.plan.model._traced_model import Work
 
 
 class OverBudgetError(ValueError):

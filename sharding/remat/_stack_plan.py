@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from sharding.plan._devices import DeviceKind
-from sharding.plan.timing._traced_work import Work
+from sharding.plan.machine._devices import DeviceKind
+from sharding.plan.model._traced_model import Work
 from sharding.remat._block_costs import (
     TracedBlock,
     device_bytes,

@@ -19,8 +19,8 @@ import sharding
 from sharding.cli import main
 from sharding.cli._options import optimizer_of
 from sharding.plan import estimate
-from sharding.plan._devices import kind_of
-from sharding.plan._models import MODELS, Decoder, count_to_params
+from sharding.plan.machine._devices import kind_of
+from sharding.plan.model._models import MODELS, Decoder, count_to_params
 
 PNG = b"\x89PNG\r\n\x1a\n"
 GPT2 = "--model gpt2-small"

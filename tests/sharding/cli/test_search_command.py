@@ -3,7 +3,7 @@
 import pytest
 
 from sharding.plan import ParallelPlan, PlanFile, Verification
-from sharding.plan.fastest._chosen_plan import short
+from sharding.plan.search._chosen_plan import short
 
 SEARCH = "search --model gpt2-small --target h100x8 --batch 64"
 # The plans of few layers on one kind of mesh: a search of them is quick.

@@ -11,7 +11,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from sharding.collectives._reduce_scatter import FORMS, choose_form, psum_scatter
-from sharding.plan.program._wire import wire_bytes
+from sharding.plan.audit._wire import wire_bytes
 
 pytestmark = pytest.mark.usefixtures("x64")
 

@@ -17,12 +17,12 @@ from jax.sharding import PartitionSpec as P
 import optax_ext
 import sharding as shd
 from sharding.plan import find_batch
-from sharding.plan._devices import KINDS
-from sharding.plan.program._costs import costs
-from sharding.plan.program._hlo import Program
-from sharding.plan.program._liveness import at_peak
-from sharding.plan.program._program_arguments import PARTS, arguments_of
-from sharding.plan.program._scopes import phase_of, shortened
+from sharding.plan.audit._hlo import Program
+from sharding.plan.audit._liveness import at_peak
+from sharding.plan.audit._program_arguments import PARTS, arguments_of
+from sharding.plan.audit._program_costs import costs
+from sharding.plan.audit._scopes import phase_of, shortened
+from sharding.plan.machine._devices import KINDS
 
 from ...flax_nnx import needs_nnx, nnx
 

@@ -3,7 +3,7 @@
 import pytest
 
 from sharding.plan import kind_of
-from sharding.plan.timing._collective_time import NodeGroup, TorusGroup, collective_seconds
+from sharding.plan.machine._collective_time import NodeGroup, TorusGroup, collective_seconds
 
 MIB, GIB = 2**20, 2**30
 # Seconds of meta-pytorch/autoparallel (H100), vTrain's trace/a100, and Bekman's page of networks:

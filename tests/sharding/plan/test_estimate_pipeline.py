@@ -8,9 +8,8 @@ from jax.sharding import AbstractMesh
 
 import sharding as shd
 from sharding.plan import estimate, estimate_pipeline, kind_of, layer_costs
-from sharding.plan._models import Decoder
-from sharding.plan.pipelines._pipeline_schedules import schedule_of
-from sharding.plan.pipelines._pipeline_stages import num_rows
+from sharding.plan.cost._pipeline_schedules import rows_of, schedule_of
+from sharding.plan.model._models import Decoder
 
 from ..pipeline.families import seconds_in_lockstep
 
@@ -92,13 +91,13 @@ def test_fewer_layers_are_taken_where_the_fastest_stages_do_not_fit():
     model = Decoder(24, 256, 4, 4, 512, 8192, 512)
     options = {"devices": 4, "microbatches": 64, "schedule": "aligned"}
     free = plan_of(model, **options)
-    rows = num_rows(model, [stage.layers[0] for stage in free.stages])
+    rows = max(rows_of(model.layers, [stage.layers[0] for stage in free.stages]))
     assert rows > 6
     held = free.stages[0].memory
     device = dataclasses.replace(kind_of("h100x8"), memory=held - 1)
     tight = plan_of(model, device=device, **options)
     assert tight.pipeline.fits
-    assert num_rows(model, [stage.layers[0] for stage in tight.stages]) == rows - 1
+    assert max(rows_of(model.layers, [stage.layers[0] for stage in tight.stages])) == rows - 1
     assert tight.lockstep > free.lockstep
 
 

@@ -7,16 +7,15 @@ import jax
 import numpy as np
 import pytest
 
-from sharding.plan._devices import kind_of
-from sharding.plan._models import MODELS
-from sharding.plan.pipelines._activation_groups import memory_aware_stages
-from sharding.plan.pipelines._balanced_stages import balanced_stages
-from sharding.plan.pipelines._hetpipe import hetpipe
-from sharding.plan.pipelines._layer_costs import LayerCost, layer_costs
-from sharding.plan.pipelines._pipedream import pipedream_stages
-from sharding.plan.pipelines._pipeline_schedules import max_in_flight
-from sharding.plan.pipelines._two_bw import two_bw
-from sharding.plan.pipelines._virtual_workers import Node, allocate_workers
+from sharding.plan.cost._pipeline_schedules import max_in_flight
+from sharding.plan.machine._devices import kind_of
+from sharding.plan.model._layer_costs import LayerCost, layer_costs
+from sharding.plan.model._models import MODELS
+from sharding.plan.partition._activation_groups import memory_aware_stages
+from sharding.plan.partition._balanced_stages import balanced_stages
+from sharding.plan.partition._hetpipe import Node, allocate_workers, hetpipe
+from sharding.plan.partition._pipedream import pipedream_stages
+from sharding.plan.partition._two_bw import two_bw
 
 
 def random_layers(rng, count, heavier=1):

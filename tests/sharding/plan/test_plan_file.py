@@ -11,11 +11,11 @@ import pytest
 
 import sharding as shd
 from sharding.plan import kind_of, targets
-from sharding.plan._models import Decoder
-from sharding.plan.fastest._plan_file import PlanFile, lowered_step
-from sharding.plan.fastest._search import search
-from sharding.plan.fastest._verify import planned_flops, verify
-from sharding.plan.timing._parallel_plan import ParallelPlan
+from sharding.plan.cost._parallel_plan import ParallelPlan
+from sharding.plan.model._models import Decoder
+from sharding.plan.search._plan_file import PlanFile, lowered_step
+from sharding.plan.search._search import search
+from sharding.plan.search._verify import planned_flops, verify
 
 from ...compilers import need
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from sharding.plan._models import Decoder
-from sharding.plan._saved_names import PARTLY, PRESETS, flops_again, saved_elements
+from sharding.plan.model._models import Decoder
+from sharding.plan.model._saved_names import PARTLY, PRESETS, flops_again, saved_elements
 from sharding.remat._block_costs import TracedBlock
 
 LENGTH = 48

@@ -9,11 +9,13 @@ import pytest
 from sharding.pipeline import Costs, Op, pipedream_2bw
 from sharding.pipeline._instructions import instructions
 from sharding.pipeline.asynchronous._async_executor import versions_of
-from sharding.plan.pipelines._layers_of_chunks import LayerSeconds, all_chunks, layers_of_chunks
-from sharding.plan.pipelines._pipeline_schedules import (
+from sharding.plan.cost._pipeline_schedules import (
     SCHEDULES,
+    LayerSeconds,
+    all_chunks,
     bubble_share,
     chunks_of,
+    layers_of_chunks,
     lockstep_seconds,
     max_in_flight,
     num_ticks,

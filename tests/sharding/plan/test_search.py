@@ -10,20 +10,20 @@ import optax
 import pytest
 
 from sharding.plan import MODELS, estimate, estimate_pipeline, kind_of, layer_costs, search
-from sharding.plan._models import Decoder
-from sharding.plan.fastest._plan_costs import PlanCosts, zero_of
-from sharding.plan.fastest._plan_space import PlanSpace
-from sharding.plan.fastest._search import _simpler_first, machine_of
-from sharding.plan.pipelines._pipeline_schedules import (
+from sharding.plan.cost._parallel_plan import ParallelPlan
+from sharding.plan.cost._pipeline_schedules import (
     SCHEDULES,
     SPLIT_SCHEDULES,
     chunks_of,
     stage_of_chunk,
 )
-from sharding.plan.timing._layer_time import Roofline
-from sharding.plan.timing._parallel_plan import ParallelPlan
-from sharding.plan.timing._step_time import COMPILED, step_seconds
-from sharding.plan.timing._traced_work import work_of
+from sharding.plan.cost._plan_costs import PlanCosts, zero_of
+from sharding.plan.cost._step_time import COMPILED, step_seconds
+from sharding.plan.model._layer_time import Roofline
+from sharding.plan.model._models import Decoder
+from sharding.plan.model._traced_model import work_of
+from sharding.plan.search._plan_space import PlanSpace
+from sharding.plan.search._search import _simpler_first, machine_of
 
 H100 = kind_of("h100")
 SMALL = Decoder(8, 1024, 16, 16, 4096, 32000, 512)

@@ -9,9 +9,9 @@ import optax
 import pytest
 
 from sharding.plan import MODELS, kind_of, layer_costs
-from sharding.plan._models import Decoder
-from sharding.plan.fastest._plan_file import PlanFile
-from sharding.plan.timing._parallel_plan import ParallelPlan
+from sharding.plan.cost._parallel_plan import ParallelPlan
+from sharding.plan.model._models import Decoder
+from sharding.plan.search._plan_file import PlanFile
 
 from .. import model as models
 

@@ -14,19 +14,23 @@ from step_time_model import errors, rank_correlation
 
 import sharding as shd
 from sharding.plan import MODELS, estimate, kind_of
-from sharding.plan._models import Decoder
-from sharding.plan.pipelines._pipeline_schedules import (
+from sharding.plan.cost._parallel_plan import ParallelPlan
+from sharding.plan.cost._pipeline_schedules import (
     SCHEDULES,
     SPLIT_SCHEDULES,
     chunks_of,
     schedule_of,
 )
-from sharding.plan.timing._collective_time import NodeGroup, TorusGroup, collective_seconds
-from sharding.plan.timing._layer_time import Implementation, head_work, layer_work
-from sharding.plan.timing._mesh_groups import Machine
-from sharding.plan.timing._parallel_plan import ParallelPlan
-from sharding.plan.timing._step_time import passes, step_seconds
-from sharding.plan.timing._tensor_sums import tensor_wire
+from sharding.plan.cost._step_time import passes, step_seconds
+from sharding.plan.cost._wire_and_flops import tensor_wire
+from sharding.plan.machine._collective_time import (
+    Machine,
+    NodeGroup,
+    TorusGroup,
+    collective_seconds,
+)
+from sharding.plan.model._layer_time import Implementation, head_work, layer_work
+from sharding.plan.model._models import Decoder
 
 from ..pipeline.families import seconds_in_lockstep
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sharding.plan.program._temporaries import temporary_bytes
+from sharding.plan.audit._liveness import temporary_bytes
 
 # Layers, sequences of a micro-batch, micro-batches and recomputation; argument_size, temp_size and
 # peak_memory, and where the addresses of temporaries end in the compiler's dump of the program, in

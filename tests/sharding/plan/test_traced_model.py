@@ -10,13 +10,12 @@ import optax
 import pytest
 
 from sharding.plan import TracedModel, estimate, kind_of, layer_costs, search
-from sharding.plan._models import Decoder
-from sharding.plan.fastest._plan_costs import PlanCosts, zero_of
-from sharding.plan.fastest._search import machine_of
-from sharding.plan.fastest._traced_model import TracedCosts
-from sharding.plan.timing._parallel_plan import ParallelPlan
-from sharding.plan.timing._step_time import COMPILED, step_seconds
-from sharding.plan.timing._traced_work import work_of
+from sharding.plan.cost._parallel_plan import ParallelPlan
+from sharding.plan.cost._plan_costs import PlanCosts, TracedCosts, zero_of
+from sharding.plan.cost._step_time import COMPILED, step_seconds
+from sharding.plan.model._models import Decoder
+from sharding.plan.model._traced_model import work_of
+from sharding.plan.search._search import machine_of
 
 TX = optax.adamw(1e-3)
 DECODER = Decoder(4, 256, 4, 4, 1024, 512, 128)

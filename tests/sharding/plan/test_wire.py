@@ -7,7 +7,7 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from sharding.plan.program._wire import collectives, wire_bytes
+from sharding.plan.audit._wire import collectives, wire_bytes
 
 SIZE = 16 * 24  # elements on one device
 FULL = 4 * SIZE

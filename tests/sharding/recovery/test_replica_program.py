@@ -10,7 +10,7 @@ from jax import P
 from jax.sharding import NamedSharding
 
 import sharding as shd
-from sharding.plan.program._wire import collectives
+from sharding.plan.audit._wire import collectives
 from sharding.recovery import _replica_program
 from sharding.recovery._peer_placement import place_replicas
 from sharding.recovery._replica_program import ReplicaProgram, _boxes

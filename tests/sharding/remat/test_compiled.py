@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import sharding as shd
 from sharding.plan import targets
-from sharding.plan.program._temporaries import temporaries_of
+from sharding.plan.audit._liveness import temporaries_of
 
 from ...compilers import need
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 
-from sharding.plan._devices import KINDS
+from sharding.plan.machine._devices import KINDS
 from sharding.remat._block_costs import TracedBlock
 from sharding.remat._names import HostCopies
 

@@ -14,7 +14,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import sharding as shd
-from sharding.plan.timing._traced_work import Work, work_of
+from sharding.plan.model._traced_model import Work, work_of
 from sharding.remat import _chain_plan
 from sharding.remat._block_costs import MeasuredBlock, TracedBlock
 from sharding.remat._chain_plan import MeasuredChain

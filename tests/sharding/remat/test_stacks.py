@@ -14,10 +14,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 import sharding as shd
 from sharding.plan import estimate
-from sharding.plan._devices import KINDS
-from sharding.plan._models import MODELS
-from sharding.plan._tiles import num_bytes
-from sharding.plan.timing._traced_work import Work, work_of
+from sharding.plan.machine._devices import KINDS
+from sharding.plan.machine._tiles import num_bytes
+from sharding.plan.model._models import MODELS
+from sharding.plan.model._traced_model import Work, work_of
 from sharding.remat._block_costs import TracedBlock, one_of
 from sharding.remat._names import MAXTEXT_NAMES, NameRequest
 from sharding.remat._stack_plan import Stack

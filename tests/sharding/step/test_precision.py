@@ -13,7 +13,7 @@ import pytest
 import optax_ext
 import sharding as shd
 from sharding import sync
-from sharding.plan.program._wire import collectives
+from sharding.plan.audit._wire import collectives
 
 from .. import model
 

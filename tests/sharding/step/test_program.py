@@ -7,7 +7,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
-from sharding.plan.program._wire import collectives
+from sharding.plan.audit._wire import collectives
 
 from .. import model
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import optax_ext
-from sharding.plan.program._wire import collectives
+from sharding.plan.audit._wire import collectives
 
 from .. import model
 

@@ -13,7 +13,7 @@ import pytest
 
 from optax_ext import flax_transformer
 from sharding import sync
-from sharding.plan.program._wire import wire_bytes
+from sharding.plan.audit._wire import wire_bytes
 
 from .harness import SyncRunner, assert_close, norm, stacked
 

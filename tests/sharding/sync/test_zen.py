@@ -10,7 +10,7 @@ import pytest
 
 from sharding import sync
 from sharding.collectives._permutation import Permutation
-from sharding.plan.program._wire import collectives, wire_bytes
+from sharding.plan.audit._wire import collectives, wire_bytes
 from sharding.sync import _agsparse, _zen
 
 from .harness import SyncRunner, assert_close

@@ -1,0 +1,385 @@
+"""The auditor: memory, traffic and a bound on time of one step, read from its compiled program."""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from sharding.pipeline._pipeline import Pipeline
+from sharding.placement._specs import AnyMesh
+from sharding.plan._format import Table, count, percent, seconds, size, text_of
+from sharding.plan.audit._hlo import Program
+from sharding.plan.audit._liveness import Buffer, at_peak, is_tiled, temporary_bytes
+from sharding.plan.audit._pipeline_audit import PipelineAudit, audit_pipeline
+from sharding.plan.audit._program_arguments import PARTS, Argument, arguments_of
+from sharding.plan.audit._program_costs import costs
+from sharding.plan.audit._scopes import PHASES, phase_of, shortened
+from sharding.plan.audit._warnings import warnings_of
+from sharding.plan.audit._wire import Collective, axes_of_groups, collectives_of
+from sharding.plan.machine._devices import KINDS, DeviceKind, kind_of
+
+# Less than this share of the memory left, and a warning is issued.
+_LEAST_LEFT = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """All collectives of one kind."""
+
+    phase: str  # one of ``PHASES``
+    # ``all-reduce``, ``reduce-scatter``, ``all-gather``, ``all-to-all`` or ``collective-
+    # permute``
+    op: str
+    axes: tuple[str, ...]  # the mesh axes that they run over; empty where no mesh is known
+    dtype: str  # the dtype that is sent
+    count: int  # how often they run in a step
+    wire_bytes: float  # bytes that one device sends
+    across_slices: bool  # whether they leave a TPU slice
+    scope: str  # the operation that the dearest one was compiled from
+
+    def cells(self) -> tuple[str, ...]:
+        """A row of the table of traffic."""
+        over = "slices" if self.across_slices else "+".join(self.axes)
+        figures = (str(self.count), size(self.wire_bytes), shortened(self.scope))
+        return (self.phase, self.op, over, self.dtype, *figures)
+
+
+@dataclasses.dataclass(frozen=True)
+class Audit:
+    """The cost of one step for one device; ``str()`` makes tables of it, ``to_dict()`` JSON."""
+
+    devices: int  #: the number of devices that run the program
+    kind: DeviceKind | None  #: their figures, where they are known
+    arguments: dict[str, float]  #: bytes of each part: parameters, optimizer state, and so on
+    results: float  #: bytes of results that do not take over the memory of an argument
+    #: bytes, by the compiler; on TPUs those that are live at once. None for a program given
+    #: as text.
+    temporaries: float | None
+    #: bytes of temporaries at their peak by use, estimated from the schedule
+    at_peak: dict[str, float]
+    host: float  #: bytes in host memory
+    traffic: tuple[Traffic, ...]  #: the collectives, dearest first
+    flops: dict[str, float]  #: floating-point operations by phase
+    products: dict[str, float]  #: the part of them in matrix products
+    nbytes: dict[str, float]  #: bytes read from and written to main memory, by phase
+    expected_wire: float | None  #: bytes that the plan sends; None where none was given
+    warnings: tuple[str, ...]  #: likely mistakes, in words
+    notes: tuple[str, ...] = ()  #: how to read the figures, in words
+    tokens: float = 0.0  #: of all devices in a step; 0 where that was not given
+    #: the loops over the ticks of a pipeline; None where none was given
+    pipeline: PipelineAudit | None = None
+
+    @property
+    def memory(self) -> float:
+        """Bytes that one device needs for the step: arguments, new results, temporaries."""
+        temporaries = sum(self.at_peak.values()) if self.temporaries is None else self.temporaries
+        return sum(self.arguments.values()) + self.results + temporaries
+
+    @property
+    def matmul_flops(self) -> float:
+        """Operations of matrix products of all phases."""
+        return sum(self.products.values())
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether ``memory`` fits the device; None where its kind is unknown."""
+        return None if self.kind is None else self.memory <= self.kind.memory
+
+    @property
+    def headroom(self) -> float | None:
+        """The share of the device's memory that is left; negative where the step does not fit."""
+        return None if self.kind is None else 1 - self.memory / self.kind.memory
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that one device sends in a step."""
+        return sum(row.wire_bytes for row in self.traffic)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The least time of a step by its bounds; empty where the device is unknown."""
+        if self.kind is None:
+            return {}
+        slow = sum(row.wire_bytes for row in self.traffic if row.across_slices)
+        bounds = {
+            "compute": sum(self.flops.values()) / self.kind.flops,
+            "memory": sum(self.nbytes.values()) / self.kind.bandwidth,
+            "wire": (self.wire_bytes - slow) / self.kind.link,
+        }
+        if slow and self.kind.network:
+            bounds["network between slices"] = slow / self.kind.network
+        return bounds
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The upper bound for all devices: computing, moving and sending overlap completely."""
+        slowest = max(self.seconds.values(), default=0.0)
+        return self.tokens / slowest if self.tokens and slowest else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, ready for JSON."""
+        names = ("memory", "fits", "headroom", "wire_bytes", "matmul_flops", "seconds")
+        figures = {name: getattr(self, name) for name in (*names, "tokens_per_second")}
+        pipeline = {"pipeline": self.pipeline and self.pipeline.to_dict()}
+        return dataclasses.asdict(self) | pipeline | figures
+
+    def tables(self) -> list[Table]:
+        """The tables to print: memory, traffic, the pipeline if there is one, and work."""
+        tables = [self._memory_table(), self._traffic_table()]
+        tables += [self.pipeline.table()] if self.pipeline else []
+        tables.append(self._work_table())
+        return [table for table in tables if table.rows]
+
+    def __str__(self) -> str:
+        return "\n".join([text_of(self.tables()), *self.sentences])
+
+    @property
+    def sentences(self) -> list[str]:
+        """Warnings and notes, to be printed below the tables."""
+        warnings = [f"warning: {text}" for text in self.warnings]
+        return warnings + [f"note: {text}" for text in self.notes]
+
+    def _memory_table(self) -> Table:
+        # Arguments, results, and temporaries with estimates of their uses, if above 1 %.
+        rows = [(name, size(value)) for name, value in self.arguments.items() if value]
+        if self.results:
+            rows.append(("new results", size(self.results)))
+        peak = sum(self.at_peak.values())
+        if self.temporaries is not None:
+            rows.append(("temporaries, by the compiler", size(self.temporaries)))
+        for name, value in sorted(self.at_peak.items(), key=lambda item: -item[1]):
+            if value > 0.01 * peak:
+                rows.append((f"  of which about: {name}", size(value)))
+        rows.append(("total", size(self.memory)))
+        if self.host:
+            rows.append(("in host memory", size(self.host)))
+        if self.kind is not None:
+            verdict = "fits" if self.fits else "DOES NOT FIT"
+            if self.fits and (self.headroom or 0) < _LEAST_LEFT:
+                verdict = "fits, barely"
+            rows.append((f"a {self.kind.name} has: {verdict}", size(self.kind.memory)))
+        return Table("Memory of one device", ("", "bytes"), rows)
+
+    def _traffic_table(self) -> Table:
+        rows = [row.cells() for row in self.traffic if row.wire_bytes > 1e-3 * self.wire_bytes]
+        # The sum of all, and the plan's.
+        if rows:
+            rows.append(("total", "", "", "", "", size(self.wire_bytes), ""))
+        if self.expected_wire:
+            ratio = f"{self.wire_bytes / self.expected_wire:.3f} of theory"
+            rows.append((ratio, *[""] * 4, size(self.expected_wire), ""))
+        columns = ("phase", "op", "axes", "dtype", "runs", "bytes", "mostly")
+        return Table("Sent by one device", columns, rows)
+
+    def _work_table(self) -> Table:
+        total, moved = sum(self.flops.values()), sum(self.nbytes.values())
+        rows = [
+            (phase, f"{self.flops.get(phase, 0) / 1e9:,.1f}", size(self.nbytes.get(phase, 0)))
+            for phase in PHASES
+            if self.flops.get(phase, 0) > 1e-3 * total or self.nbytes.get(phase, 0) > 1e-3 * moved
+        ]
+        rows.append(("total", f"{total / 1e9:,.1f}", size(moved)))
+        # Lower bounds of the time, the largest first.
+        bounds = self.seconds
+        for name, value in sorted(bounds.items(), key=lambda item: -item[1]):
+            rows.append((f"not faster than, by {name}", seconds(value), percent(value, bounds)))
+        if self.tokens_per_second:
+            rows.append(("tokens/s of all, at most", count(self.tokens_per_second), ""))
+        return Table("Work of one device", ("phase", "GFLOP", "memory traffic"), rows)
+
+
+def audit(
+    compiled: Any,
+    *,
+    mesh: AnyMesh | None = None,
+    device: DeviceKind | str | None = None,
+    expected_wire: float | None = None,
+    parts: Mapping[str, str] = PARTS,
+    tokens: float = 0.0,
+    pipeline: Pipeline | None = None,
+) -> Audit:
+    """Reads a compiled step: memory, collectives, work, a bound on its time, warnings.
+
+    Works on any jitted function, and on programs for compile-only ``targets``. Nothing is run.
+
+    Args:
+      compiled: the result of ``jax.jit(f).lower(...)`` or ``nnx.jit(f).lower(...)``, which is then
+        compiled; or of its ``compile()``, in which products of float32 matrices are not found any
+        more; or the text of that, which contains neither temporaries nor host memory.
+      mesh: names the axes of collectives; by default the mesh of the arguments.
+      device: the kind of device, as its figures or as the name of a target; by default that of the
+        arguments.
+      expected_wire: bytes that one device should send, such as ``StagePlan.wire``; with a pipeline
+        plus ``pipeline_wire``.
+      parts: a regular expression of argument names for each part; the first match counts. By
+        default, arguments that no name matches but that come back from a training step are
+        parameters if the loss reads them, else optimizer state, and a note names them.
+      tokens: of all devices in a step, for an upper bound of the tokens per second.
+      pipeline: the pipeline that the step runs, whose permutes and loops over ticks are then shown
+        beside its schedule.
+
+    Raises:
+      ValueError: ``compiled`` is no program, or ``device`` names no known kind.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, sharding as shd
+      >>> step = jax.jit(lambda params, x: params @ x)
+      >>> found = shd.audit(step.lower(jnp.ones((8, 16)), jnp.ones((16, 4))).compile())
+      >>> found.matmul_flops, found.arguments["parameters"]
+      (1024.0, 512.0)
+    """
+    # The program: its StableHLO where it is at hand, its text, its buffers by the compiler.
+    source = ""
+    if hasattr(compiled, "compile"):  # of jax.jit or of nnx.jit
+        source, compiled = compiled.as_text(), compiled.compile()
+    if not isinstance(compiled, str) and not hasattr(compiled, "as_text"):
+        raise ValueError(
+            f"audit reads a program, got a {type(compiled).__name__}: pass step.lower(*arguments)."
+        )
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    program = Program(text)
+    memory = None if isinstance(compiled, str) else compiled.memory_analysis()
+    if mesh is None:
+        mesh = pipeline.mesh if pipeline else None
+        if not isinstance(compiled, str):
+            shardings = jax.tree.leaves(compiled.input_shardings)
+            meshes = (x.mesh for x in shardings if isinstance(x, NamedSharding))
+            mesh = next(meshes, mesh)
+
+    # Traffic, work by phase, and memory.
+    collectives, (work, unknown_loops) = collectives_of(program), costs(program)
+    buffers = at_peak(program)
+    phases = [phase_of(cost.scope) for cost in work]
+    placed = [] if isinstance(compiled, str) else jax.tree.leaves(compiled.input_shardings)
+    arguments, about = arguments_of(program, parts, placed)
+    about += _widened(arguments, collectives, placed)
+    temporaries = temporary_bytes(memory, tiled=is_tiled(text)) if memory else None
+
+    warnings = warnings_of(program, collectives, buffers, arguments, source)
+    warnings += [
+        f"how often the loop %{name} runs is unknown: counted once" for name in unknown_loops
+    ]
+    of_pipeline = audit_pipeline(program, pipeline, mesh or pipeline.mesh) if pipeline else None
+    warnings += of_pipeline.warnings if of_pipeline else ()
+    result = Audit(
+        devices=program.num_devices,
+        kind=_device_kind(device, mesh),
+        arguments=dict.fromkeys(parts, 0.0)
+        | _sums([x.part for x in arguments if x.part], (x.nbytes for x in arguments if x.part)),
+        results=memory.output_size_in_bytes - memory.alias_size_in_bytes if memory else 0.0,
+        temporaries=temporaries,
+        at_peak=_by_use(buffers, temporaries),
+        host=(memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes) if memory else 0,
+        traffic=_traffic(collectives, mesh),
+        flops=_sums(phases, (cost.flops for cost in work)),
+        products=_sums(phases, (cost.matmul_flops for cost in work)),
+        nbytes=_sums(phases, (cost.nbytes for cost in work)),
+        expected_wire=expected_wire,
+        warnings=(),
+        notes=tuple(about),
+        tokens=tokens,
+        pipeline=of_pipeline,
+    )
+    if result.headroom is not None and result.headroom < _LEAST_LEFT:
+        warnings.insert(0, _tight(result))
+    return dataclasses.replace(result, warnings=tuple(warnings))
+
+
+def _sums(names: Sequence[str], values: Iterable[float]) -> dict[str, float]:
+    """Sums by name."""
+    total: dict[str, float] = {}
+    for name, value in zip(names, values, strict=True):
+        total[name] = total.get(name, 0.0) + value
+    return total
+
+
+def _device_kind(device: DeviceKind | str | None, mesh: AnyMesh | None) -> DeviceKind | None:
+    if isinstance(device, str):
+        kind = kind_of(device)
+        if kind is None:
+            raise ValueError(
+                f"the figures of device {device!r} are not known; known are {', '.join(KINDS)}. "
+                "Give those of another as a sharding.DeviceKind, or leave device out: there is no "
+                "bound on the time then."
+            )
+        return kind
+    if device is None and isinstance(mesh, jax.sharding.Mesh):
+        return kind_of(mesh.devices.flat[0].device_kind)
+    return device
+
+
+def _widened(
+    arguments: list[Argument], collectives: list[Collective], shardings: list[Any]
+) -> list[str]:
+    """A note on the CPU's float32 collectives of bfloat16 arrays."""
+    platforms = {device.platform for sharding in shardings for device in sharding.device_set}
+    narrow = any(arg.part == "parameters" and arg.array.dtype == "bf16" for arg in arguments)
+    if platforms != {"cpu"} or not narrow or not any(sent.dtype == "f32" for sent in collectives):
+        return []
+    return [
+        "collectives of bfloat16 arrays are shown as float32: XLA widens them on CPUs; on a TPU or "
+        "a GPU they send half"
+    ]
+
+
+def _traffic(collectives: list[Collective], mesh: AnyMesh | None) -> tuple[Traffic, ...]:
+    """Collectives by phase, operation, axes and dtype; the dearest first."""
+    groups: dict[tuple, list[Collective]] = {}
+    for sent in collectives:
+        axes = () if sent.across_slices else axes_of_groups(sent.groups, mesh)
+        key = (phase_of(sent.scope), sent.op, axes, sent.dtype, sent.across_slices)
+        groups.setdefault(key, []).append(sent)
+    rows = [
+        Traffic(
+            *(phase, op, axes, dtype),
+            count=sum(sent.runs for sent in group),
+            wire_bytes=sum(sent.wire_bytes for sent in group),
+            across_slices=across,
+            scope=max(group, key=lambda sent: sent.wire_bytes).scope,
+        )
+        for (phase, op, axes, dtype, across), group in groups.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.wire_bytes))
+
+
+def _by_use(buffers: list[Buffer], limit: float | None) -> dict[str, float]:
+    """Bytes of temporaries by use, read from the phases that make and read them.
+
+    The sum is scaled down to ``limit``: the compiler may write a buffer into the memory of a
+    result, where it is no temporary.
+    """
+    total: dict[str, float] = {}
+    for buffer in buffers:
+        made, read = phase_of(buffer.scope), {phase_of(scope) for scope in buffer.readers}
+        if buffer.copy_of:
+            use = "copies of arguments"
+        elif made in ("gather", "update"):
+            use = {"gather": "gathered parameters", "update": "the update"}[made]
+        elif made == "gradient sync" or read & {"gradient sync", "update"}:
+            use = "gradients"
+        elif made == "forward" and "backward" in read:
+            use = "saved activations"
+        else:
+            use = {"forward": "forward pass", "backward": "backward pass"}.get(made, "other")
+        total[use] = total.get(use, 0.0) + buffer.nbytes
+    estimate = sum(total.values())
+    if limit is not None and estimate > limit:
+        total = {use: value * limit / estimate for use, value in total.items()}
+    return total
+
+
+def _tight(result: Audit) -> str:
+    """A warning where a step fits with next to nothing left, or does not fit."""
+    assert result.kind is not None
+    left = result.kind.memory - result.memory
+    if result.fits:
+        return (
+            f"the step fits a {result.kind.name} with only {size(left)} ({result.headroom:.0%}) to "
+            "spare: allocators and libraries need some of it"
+        )
+    return (
+        f"the step needs {size(result.memory)} on each device, {size(-left)} more than a "
+        f"{result.kind.name} has"
+    )

@@ -1,0 +1,178 @@
+"""The largest batch that fits, found by compiling steps of several sizes."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from sharding.plan._format import Table, size, text_of
+from sharding.plan.audit._audit import Audit, audit
+from sharding.plan.machine._devices import DeviceKind, kind_of
+
+_LARGEST_STEP = 8  # the next size, in units of the largest that fits
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """One size of batch."""
+
+    batch: int  # the size
+    # bytes that one device needs; infinite where the compiler failed without a figure
+    memory: float
+    fits: bool  # whether ``memory`` is within the limit of the search
+
+
+@dataclasses.dataclass(frozen=True)
+class FoundBatch:
+    """The result of ``find_batch``; ``str()`` is a table of all sizes that were tried."""
+
+    batch: int  #: the largest size that fits; 0 where none does
+    memory: float  #: of a device, in bytes
+    headroom: float  #: the share of the memory that is left free
+    tried: tuple[Tried, ...]  #: all sizes that were compiled, in order
+    audit: Audit | None  #: the audit of the largest size that fits; None where none does
+    complete: bool  #: False where the limit of the search fits, so that larger sizes may
+
+    @property
+    def usable(self) -> float:
+        """Bytes of a device that a step may take."""
+        return (1 - self.headroom) * self.memory
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures but the audit, ready for JSON."""
+        names = ("batch", "memory", "headroom", "usable", "complete")
+        tried = [dataclasses.asdict(size) for size in self.tried]
+        return {name: getattr(self, name) for name in names} | {"tried": tried}
+
+    def tables(self) -> list[Table]:
+        """The table to print: all sizes that were tried."""
+        rows = [
+            (str(step.batch), needed(step.memory), "fits" if step.fits else "too much")
+            for step in self.tried
+        ]
+        title = f"Batches of a device in {size(self.usable)}, {self.headroom:.0%} left free"
+        return [Table(title, ("batch", "needs", ""), rows)]
+
+    @property
+    def sentence(self) -> str:
+        """The result in words."""
+        if not self.batch:
+            return f"no batch fits: {self.tried[0].batch} needs {needed(self.tried[0].memory)}"
+        more = "" if self.complete else "; larger ones were not tried"
+        return f"the largest batch that fits is {self.batch} on each device{more}"
+
+    def __str__(self) -> str:
+        return f"{text_of(self.tables())}\n{self.sentence}"
+
+
+def find_batch(
+    make_step: Callable[[int], Any],
+    *,
+    device: DeviceKind | str | None = None,
+    memory: float | None = None,
+    headroom: float = 0.1,
+    start: int = 1,
+    limit: int = 1 << 16,
+    report: Callable[[Tried], None] | None = None,
+    **options: Any,
+) -> FoundBatch:
+    """The largest batch whose compiled step leaves ``headroom`` of a device's memory free.
+
+    Steps are compiled and audited, not run, so that compile-only targets do. The next size is where
+    the line through two known sizes meets the limit, but at most 8 times the largest that fits; or
+    the middle, where lines do not halve the interval.
+
+    Args:
+      make_step: a function of the batch size that returns the step as ``jax.jit(f).lower(...)``
+        makes it, or compiled, or its ``Audit``.
+      device: the kind of device, or the name of a target, whose memory is the limit.
+      memory: bytes of memory, instead of the device's.
+      headroom: the share of the memory that is left free, from 0 to below 1.
+      start: the smallest size, which is tried first.
+      limit: the largest.
+      report: is called with each ``Tried`` size.
+      **options: of ``audit``.
+
+    Raises:
+      ValueError: nothing is known of the memory, or a number is out of range.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from sharding.plan import find_batch
+      >>> def make_step(batch):
+      ...     x = jax.ShapeDtypeStruct((batch, 1024), jnp.float32)
+      ...     return jax.jit(lambda x: x * 2).lower(x)
+      >>> find_batch(make_step, memory=2**20).batch  # of 8 KiB each, in 90 % of a MiB
+      115
+    """
+    kind = kind_of(device) if isinstance(device, str) else device
+    memory = memory or (kind.memory if kind else 0.0)
+    if not memory > 0:
+        raise ValueError(
+            f"find_batch needs the memory of a device, and none is known of {device!r}; give "
+            "memory= in bytes, or a target such as 'v5e:4x4'."
+        )
+    if not 0 <= headroom < 1:
+        raise ValueError(f"headroom must be from 0 to below 1, got {headroom}.")
+    if not 1 <= start <= limit:
+        raise ValueError(f"start must be from 1 to limit = {limit}, got {start}.")
+    usable = (1 - headroom) * memory
+    tried: dict[int, Tried] = {}
+    best: Audit | None = None
+    low, high = 0, limit + 1  # the largest that fits, the smallest that does not
+    batch, misses = start, 0
+    while low + 1 < high and (low or start not in tried):
+        audited = _audited(make_step, batch, kind, options)
+        need = audited.memory if isinstance(audited, Audit) else audited
+        tried[batch] = Tried(batch, need, isinstance(audited, Audit) and need <= usable)
+        if report is not None:
+            report(tried[batch])
+        width, before = high - low, low
+        if isinstance(audited, Audit) and tried[batch].fits:
+            low, best = batch, audited
+        else:
+            high = batch
+        # After two lines that neither halved the interval nor doubled ``low``, try the middle.
+        good = 2 * (high - low) <= width or (high > limit and low >= 2 * before)
+        misses = 0 if misses == 2 or good else misses + 1
+        batch = _next(low, high, limit, list(tried.values()), usable, misses < 2)
+    return FoundBatch(low, memory, headroom, tuple(tried.values()), best, high <= limit)
+
+
+def _next(low: int, high: int, limit: int, tried: list[Tried], usable: float, by_line: bool) -> int:
+    """The size to try next, between one that fits and one that does not."""
+    known = [size for size in tried if size.memory < float("inf")]
+    if by_line and len(known) >= 2:
+        # The line through the two sizes nearest to the limit.
+        a, b = sorted(known, key=lambda size: abs(size.memory - usable))[:2]
+        slope = (b.memory - a.memory) / (b.batch - a.batch)
+        if slope > 0:
+            guess = int(a.batch + (usable - a.memory) / slope + 1e-6)
+            if high > limit:  # none was too large yet: lines of small batches reach too far
+                guess = min(guess, _LARGEST_STEP * low)
+            return min(max(guess, low + 1), high - 1)
+    if high > limit:
+        return min(2 * low, limit)
+    return (low + high) // 2
+
+
+def _audited(
+    make_step: Callable[[int], Any], batch: int, kind: DeviceKind | None, options: dict[str, Any]
+) -> Audit | float:
+    """The audit of a step; only its bytes where the compiler runs out of memory."""
+    try:
+        step = make_step(batch)
+        return step if isinstance(step, Audit) else audit(step, device=kind, **options)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        match = re.search(r"Used ([\d.]+)([KMGT]?)", str(error))
+        return float(match[1]) * _UNITS[match[2]] if match else float("inf")
+
+
+def needed(nbytes: float) -> str:
+    """The memory of a step in words; infinite where the compiler failed without a figure."""
+    return size(nbytes) if nbytes < float("inf") else "more than there is"

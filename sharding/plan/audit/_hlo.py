@@ -1,0 +1,283 @@
+"""The text of a compiled program, parsed: computations, instructions, trip counts."""
+
+import math
+import operator
+import re
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
+
+_MAX_TRIPS = 1 << 20
+ARITHMETIC = frozenset(
+    (
+        *("add", "subtract", "multiply", "divide", "maximum", "minimum", "power", "remainder"),
+        *("exponential", "exponential-minus-one", "log", "log-plus-one", "sqrt", "rsqrt", "cbrt"),
+        *("tanh", "logistic", "sine", "cosine", "tan", "atan2", "erf"),
+    )
+)
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\](\{[^}]*\})?")
+
+
+class Instruction(NamedTuple):
+    """One line of a program."""
+
+    name: str
+    type: str
+    op: str
+    operands: list[str]
+    literal: str  # the text between the parentheses
+    attributes: str
+
+    @property
+    def scope(self) -> str:
+        """The operation it was compiled from."""
+        match = re.search(r'op_name="([^"]*)"', self.attributes)
+        return match[1].replace("\\'", "'") if match else ""
+
+    @property
+    def branches(self) -> list[str]:
+        """The computations that a conditional chooses from."""
+        keys = ("branch_computations", "true_computation", "false_computation")
+        return [name for key in keys for name in self.callees(key)]
+
+    @property
+    def element(self) -> int | None:
+        """The place of what it takes of a tuple; None for other operations."""
+        if self.op != "get-tuple-element":
+            return None
+        return int(self.attributes.split("index=")[1].split(",")[0])
+
+    def callees(self, key: str) -> list[str]:
+        """The computations that an attribute such as ``calls`` names."""
+        match = re.search(rf"\b{key}=(?:{{([^}}]*)}}|%([\w.\-]+))", self.attributes)
+        return re.findall(r"[\w.\-]+", match[1] or match[2]) if match else []
+
+
+class Program:
+    """The computations of an HLO text."""
+
+    def __init__(self, text: str):
+        self.computations: dict[str, dict[str, Instruction]] = {}
+        self.roots: dict[str, str] = {}
+        self.entry = ""
+        header = text.split("\n", 1)[0]
+        counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
+        self.num_devices = math.prod(map(int, counts))
+        # input_output_alias={ {result}: (argument, {}, may-alias) }: by their numbers, the donated
+        # arguments, and the results that take over their memory.
+        aliases = re.findall(r"\{([\d,]*)\}: \((\d+), \{[\d,]*\}, m", header)
+        self.donated = {int(argument) for _, argument in aliases}
+        self.aliased = {int(result or 0) for result, _ in aliases}
+        name = ""
+        for line in text.splitlines():
+            if match := re.match(r"(ENTRY )?%([\w.\-]+) \(.*\{$", line):
+                name = match[2]
+                self.computations[name] = {}
+                if match[1]:
+                    self.entry = name
+            elif name and (match := re.match(r"\s+(ROOT )?%([\w.\-]+) = (.*)", line)):
+                self.computations[name][match[2]] = _parse(match[2], match[3])
+                if match[1]:
+                    self.roots[name] = match[2]
+        if not self.entry:
+            raise ValueError("expected the text of a compiled program, got one without ENTRY.")
+
+    def scope(self, instr: Instruction, table: dict[str, Instruction]) -> str:
+        """The operation it was compiled from: its own scope, a callee's, or that of its operand."""
+        for _ in range(8):  # operands of operands
+            if instr.scope and instr.op != "parameter":
+                return instr.scope
+            called = instr.callees("calls") + (
+                instr.callees("to_apply") if instr.op == "call" else []
+            )
+            inner = [
+                inside.scope
+                for name in called
+                for inside in self.computations[name].values()
+                if inside.scope and inside.op != "parameter"
+            ]
+            if inner:
+                return inner[-1]
+            if not instr.operands or instr.operands[0] not in table:
+                break
+            instr = table[instr.operands[0]]
+        return ""
+
+
+def _parse(name: str, text: str) -> Instruction:
+    # TYPE OP(OPERANDS), ATTRIBUTES; the type of a tuple is in parentheses and has spaces.
+    split = _closing(text, 0) if text.startswith("(") else text.index(" ")
+    opening = text.index("(", split)
+    closing = _closing(text, opening)
+    inside = text[opening + 1 : closing - 1]
+    operands = re.findall(r"%([\w.\-]+)", inside)
+    op = text[split:opening].strip()
+    return Instruction(name, text[:split], op, operands, inside, text[closing:])
+
+
+def behind(
+    instr: Instruction, table: dict[str, Instruction], renames: Collection[str] = ("bitcast",)
+) -> Instruction:
+    """The instruction that made what others rename."""
+    while instr.op in renames and instr.operands and instr.operands[0] in table:
+        instr = table[instr.operands[0]]
+    return instr
+
+
+def changed_in_place(
+    instr: Instruction, index: int, program: Program
+) -> tuple[int, Instruction] | None:
+    """The operand that one result updates in place, by its index, and the slice that is written.
+
+    None where the result is an array of its own.
+    """
+    # The instruction that makes the result: the root of a fusion, or one operand of its tuple.
+    table = None
+    made = instr
+    if instr.op == "fusion":
+        name = instr.callees("calls")[0]
+        table = program.computations[name]
+        root = table[program.roots[name]]
+        made = behind(table[root.operands[index]] if root.op == "tuple" else root, table)
+    if made.op not in ("dynamic-update-slice", "scatter"):
+        return None
+    # The array that it updates is its first operand; in a fusion, that has to be a parameter.
+    if table is None:
+        return 0, made
+    target = behind(table[made.operands[0]], table)
+    if target.op != "parameter":
+        return None
+    written = table.get(made.operands[1 if made.op == "dynamic-update-slice" else -1], made)
+    return int(target.literal), written
+
+
+def _closing(text: str, start: int) -> int:
+    """The position after the parenthesis that closes the one at ``start``."""
+    depth = 0
+    for match in re.compile(r"[()]").finditer(text, start):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return match.end()
+    raise ValueError(f"unbalanced parentheses in {text[:80]!r}.")
+
+
+class Frame:
+    """One computation, evaluated as far as integers are known: for the trip counts of its loops.
+
+    A value is an int or bool, a list (the values of a tuple), or None where it is unknown. Values
+    are evaluated on demand and remembered, so that a frame is for one set of arguments.
+    """
+
+    def __init__(self, program: Program, computation: str, arguments: list[Any]):
+        self.program = program
+        self.computation = computation
+        self.instructions = program.computations[computation]
+        self.arguments = arguments
+        self.known: dict[str, Any] = {}
+
+    def result(self) -> Any:
+        """The value of the root."""
+        return self.value(self.program.roots[self.computation])
+
+    def value(self, name: str) -> Any:
+        """The value of an instruction."""
+        if name not in self.known:
+            self.known[name] = self._evaluate(self.instructions[name])
+        return self.known[name]
+
+    def _evaluate(self, instr: Instruction) -> Any:
+        # Values pass through these, of whatever type.
+        if instr.op == "parameter":
+            index = int(instr.literal)
+            return self.arguments[index] if index < len(self.arguments) else None
+        if instr.op == "tuple":
+            return [self.value(operand) for operand in instr.operands]
+        if instr.op == "get-tuple-element":
+            values = self.value(instr.operands[0])
+            return values[instr.element or 0] if isinstance(values, list) else None
+        if instr.op == "while":
+            return self.invariants(instr)
+        if instr.op == "opt-barrier":
+            return self.value(instr.operands[0])
+
+        # Arithmetic on integer scalars.
+        if not re.match(r"\w+\[\]", instr.type):
+            return None
+        if instr.op == "constant":
+            return int(instr.literal) if re.fullmatch(r"-?\d+", instr.literal) else None
+        if callees := instr.callees("calls") + instr.callees("to_apply"):
+            arguments = [self.value(operand) for operand in instr.operands]
+            return Frame(self.program, callees[0], arguments).result()
+        if instr.op in ("copy", "bitcast", "convert"):
+            return self.value(instr.operands[0])
+        if instr.op in ("add", "subtract", "multiply", "compare"):
+            left, right = (self.value(operand) for operand in instr.operands)
+            if not isinstance(left, int) or not isinstance(right, int):
+                return None
+            if instr.op == "compare":
+                match = re.search(r"direction=(\w+)", instr.attributes)
+                return getattr(operator, match[1].lower())(left, right) if match else None
+            return {"add": left + right, "subtract": left - right, "multiply": left * right}[
+                instr.op
+            ]
+        return None
+
+    def invariants(self, loop: Instruction) -> Any:
+        """The loop's carry, with None for what an iteration changes.
+
+        They are what the body may rely on in every iteration, such as the length of an inner loop.
+        """
+        before = self.value(loop.operands[0])
+        after = Frame(self.program, loop.callees("body")[0], [before]).result()
+        if not isinstance(before, list) or not isinstance(after, list):
+            return None
+        return [a if a == b else None for a, b in zip(before, after, strict=True)]
+
+    def trip_count(self, loop: Instruction) -> int | None:
+        """How often a loop runs; None where that is not constant.
+
+        XLA's own annotation, where there is one. Otherwise condition and body are evaluated on the
+        integers of the carry, iteration by iteration, until the condition is false.
+        """
+        if match := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
+            return int(match[1])
+        state = self.value(loop.operands[0])
+        body, condition = loop.callees("body")[0], loop.callees("condition")[0]
+        for trips in range(_MAX_TRIPS):
+            enters = Frame(self.program, condition, [state]).result()
+            if enters is None:
+                return None
+            if not enters:
+                return trips
+            state = Frame(self.program, body, [state]).result()
+        return None
+
+
+class Array(NamedTuple):
+    """One array of a type."""
+
+    dtype: str  # as HLO names it
+    dims: tuple[int, ...]  # its shape
+    elements: int  # their number
+    nbytes: float  # without padding
+    space: int  # the memory space: 0 the device's main memory, 5 host memory, 1 a TPU's fast memory
+
+
+def arrays(text: str) -> Iterator[Array]:
+    """The arrays of a type such as ``(f32[8,4]{1,0}, s32[])``, one by one."""
+    for dtype, shape, layout in _ARRAY.findall(text):
+        width = re.match(r"[a-z]+(\d+)", dtype)
+        bits = 8 if dtype == "pred" else int(width[1]) if width else 0
+        dims = tuple(int(d.lstrip("<=")) for d in shape.split(",") if d)
+        elements = math.prod(dims)
+        space = re.search(r"S\((\d+)\)", layout)
+        yield Array(dtype, dims, elements, elements * bits / 8, int(space[1]) if space else 0)
+
+
+def bytes_of(text: str) -> float:
+    """Bytes of a type, in whatever memory."""
+    return sum(array.nbytes for array in arrays(text))
+
+
+def main_bytes(text: str) -> float:
+    """Bytes of a type that are in the main memory of the device."""
+    return sum(array.nbytes for array in arrays(text) if not array.space)

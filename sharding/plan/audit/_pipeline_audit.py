@@ -1,0 +1,272 @@
+"""A compiled pipeline beside its schedule: permutes, iterations, and what is kept between ticks."""
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from sharding.pipeline._instructions import Instructions
+from sharding.pipeline._instructions import instructions as lowered
+from sharding.pipeline._pipeline import Pipeline
+from sharding.placement._specs import AnyMesh
+from sharding.plan._format import Table, size, text_of
+from sharding.plan.audit._hlo import Array, Program
+from sharding.plan.audit._tick_loops import KeptArray, TickLoop, tick_loops
+from sharding.plan.cost._wire_and_flops import num_permutes
+
+_SMALL = 1 << 16  # bytes that need no warning
+_ACTIVATIONS, _RESIDUALS, _OTHERS = "activations, cotangents", "residuals", "other arrays"
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredSlots:
+    """Buffers of one kind that the ticks of a pipeline write and read."""
+
+    name: str  #: what they hold
+    #: the slots that the schedule needs, the most of any stage: for activations and
+    #: cotangents one more, which receives what nobody expects; for residuals with those that
+    #: cross from the first to the second half of a backward pass
+    scheduled: int
+    found: int  #: those of the program; of other arrays their number
+    nbytes: float  #: of the program's, in all
+    excess: float = 0.0  #: of them more than the schedule needs
+    #: the largest array of the excess, and the operation that writes it; empty without
+    example: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineAudit:
+    """What the program of a pipeline runs, sends and keeps, beside what its schedule says."""
+
+    schedule: str  #: its name
+    stages: int  #: of the mesh axis
+    microbatches: int  #: of a step
+    ticks: int  #: of the schedule
+    #: for each stage, the most activations that it stores at once, by the schedule
+    live: tuple[int, ...]
+    scheduled_iterations: tuple[int, ...]  #: of the loops over ticks
+    iterations: tuple[int | None, ...]  #: of the program's loops; None where that is not constant
+    runs: int  #: how often they run in a step
+    #: activations that a device permutes in one run, as the ticks need them
+    scheduled_permutes: int
+    permutes: int  #: those of the program in all runs
+    messages: int  #: of them the most that any stage has to send in one run
+    message_bytes: float  #: of one of them
+    slots: tuple[StoredSlots, ...]  #: what is kept between ticks
+    sums: float  #: bytes of accumulated gradients, losses and aux
+    copied: float  #: bytes of the slots that a tick copies, so that they are in memory twice
+    copied_sums: float  #: bytes of the sums that a tick copies
+    warnings: tuple[str, ...] = ()  #: in words
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that one device permutes in a step."""
+        return self.permutes * self.message_bytes
+
+    @property
+    def kept(self) -> float:
+        """Bytes that the program keeps between ticks, sums aside."""
+        return sum(kind.nbytes for kind in self.slots)
+
+    @property
+    def excess(self) -> float:
+        """Bytes of them more than the schedule needs."""
+        return sum(kind.excess for kind in self.slots)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, ready for JSON."""
+        names = ("wire_bytes", "kept", "excess")
+        return dataclasses.asdict(self) | {name: getattr(self, name) for name in names}
+
+    def table(self) -> Table:
+        """A column for the schedule, one for the program, and the program's bytes."""
+        live = " ".join(map(str, self.live)) if self.stages <= 8 else f"at most {max(self.live)}"
+        needed = size(self.messages * self.message_bytes)
+        rows = [
+            ("iterations", _joined(self.scheduled_iterations), _joined(self.iterations), ""),
+            ("permutes", str(self.scheduled_permutes), str(self.permutes), size(self.wire_bytes)),
+            ("  of which the busiest stage needs", str(self.messages), "", needed),
+            ("live activations, by stage", live, "", ""),
+        ]
+        rows += [
+            (f"slots: {kind.name}", str(kind.scheduled), str(kind.found), size(kind.nbytes))
+            for kind in self.slots
+            if kind.scheduled or kind.nbytes
+        ]
+        rows.append(("gradients and sums", "", "", size(self.sums)))
+        if self.copied + self.copied_sums:
+            rows.append(("copied in a tick", "", "", size(self.copied + self.copied_sums)))
+        if not self.iterations:
+            rows = [(name, scheduled, "", "") for name, scheduled, *_ in rows if scheduled]
+        title = (
+            f"Pipeline: {self.schedule}, {self.stages} stages, {self.microbatches} micro-batches, "
+            f"{self.ticks} ticks"
+        )
+        return Table(title, ("", "schedule", "program", "bytes"), rows)
+
+    def __str__(self) -> str:
+        return "\n".join([text_of([self.table()]), *(f"warning: {text}" for text in self.warnings)])
+
+
+def audit_pipeline(program: Program, pipeline: Pipeline, mesh: AnyMesh) -> PipelineAudit:
+    """Reads the loops over ticks of a compiled step.
+
+    The kept arrays are exact: they are those that a loop of the compiled program carries. An array
+    belongs to a kind of slots by its shape: activations by what is permuted, residuals by their
+    number of slots and of layers.
+    """
+    schedule = pipeline.schedule
+    figures, lowering = schedule.check(), lowered(schedule, pipeline.recompute)
+    loops = tick_loops(
+        program,
+        mesh,
+        pipeline.axis,
+        microbatches=schedule.num_microbatches,
+        rows=schedule.num_chunks * max(pipeline.layer_counts),
+    )
+    sent = [message for loop in loops for message in _messages_of(loop)]
+    message = max(sent, key=lambda arrays: sum(array.nbytes for array in arrays), default=[])
+    sums: list[KeptArray] = []
+    stored: list[KeptArray] = []
+    for loop in loops:  # loops run one after the other: those that hold most
+        returned = [kept for kept in loop.kept if kept.returned]
+        results = [kept for kept in returned if not _is_aux(kept.array, pipeline, message)]
+        others = [kept for kept in loop.kept if kept not in results]
+        sums, stored = max(sums, results, key=_held), max(stored, others, key=_held)
+    result = PipelineAudit(
+        schedule=schedule.name,
+        stages=schedule.num_stages,
+        microbatches=schedule.num_microbatches,
+        ticks=schedule.num_ticks,
+        live=figures.live,
+        scheduled_iterations=tuple(len(part.tables["code"]) for part in lowering.segments),
+        iterations=tuple(loop.trips for loop in loops),
+        runs=max((loop.runs for loop in loops), default=0),
+        scheduled_permutes=num_permutes(lowering),
+        permutes=sum(loop.runs * (loop.trips or 1) * len(_messages_of(loop)) for loop in loops),
+        messages=max(figures.messages),
+        message_bytes=sum(array.nbytes for array in message),
+        slots=tuple(_slots(stored, message, lowering, max(pipeline.layer_counts))),
+        sums=_nbytes_of(sums),
+        copied=_nbytes_of(kept for kept in stored if kept.copied),
+        copied_sums=_nbytes_of(kept for kept in sums if kept.copied),
+    )
+    return dataclasses.replace(result, warnings=tuple(_warnings(result)))
+
+
+# --- What is sent ---------------------------------------------------------------------------------
+
+
+def _messages_of(loop: TickLoop) -> list[list[Array]]:
+    """The arrays of each message of an iteration."""
+    messages: dict[tuple[object, ...], list[Array]] = {}
+    for permute in loop.permutes:
+        messages.setdefault((permute.pairs, permute.source), []).extend(permute.arrays)
+    return list(messages.values())
+
+
+# --- What is kept ---------------------------------------------------------------------------------
+
+
+def _held(kept: Sequence[KeptArray]) -> float:
+    """The bytes of arrays, with those of their copies."""
+    return sum(x.array.nbytes * (1 + x.copied) for x in kept)
+
+
+def _is_aux(array: Array, pipeline: Pipeline, message: Sequence[Array]) -> bool:
+    """Whether a result is the head's aux of every micro-batch, and no gradient."""
+    if not pipeline.has_aux or array.dims[0] != pipeline.schedule.num_microbatches:
+        return False
+    rows = pipeline.schedule.num_chunks * max(pipeline.layer_counts)
+    return array.dims[0] != rows or array.dims[1:] in [sent.dims for sent in message]
+
+
+def _slots(
+    stored: Sequence[KeptArray], message: Sequence[Array], lowering: Instructions, num_layers: int
+) -> Iterator[StoredSlots]:
+    """What is kept, by kind, and what of it is more than the schedule needs."""
+    leaves = collections.Counter(array.dims for array in message)
+    depths = [n + 1 for n in (lowering.num_residuals, lowering.num_crossing) if n]
+    kinds: dict[str, list[KeptArray]] = {_ACTIVATIONS: [], _RESIDUALS: [], _OTHERS: []}
+    for kept in stored:
+        if _split_slots(kept.array, leaves)[0]:
+            kinds[_ACTIVATIONS].append(kept)
+        else:
+            stores = kept.array.dims[:2] in [(n, num_layers) for n in depths]
+            kinds[_RESIDUALS if stores and not kept.has_params else _OTHERS].append(kept)
+    activations, residuals, others = kinds.values()
+
+    # An array of slots for each array of a message.
+    slots: collections.Counter[tuple[int, ...]] = collections.Counter()
+    scheduled, excess = lowering.num_messages + 1, 0.0
+    for kept in activations:
+        num_slots, dims = _split_slots(kept.array, leaves)
+        free = max(scheduled * leaves[dims] - slots[dims], 0)
+        slots[dims] += num_slots
+        excess += max(num_slots - free, 0) * kept.array.nbytes / num_slots
+    most = max((-(-slots[dims] // count) for dims, count in leaves.items()), default=0)
+    example = _largest(activations) if excess else ""
+    yield StoredSlots(_ACTIVATIONS, scheduled, most, _nbytes_of(activations), excess, example)
+
+    # Residuals have a dim for the layers after that of the slots.
+    lengths = {kept.array.dims[0] for kept in residuals}
+    num_slots = sum(n for n in depths if n in lengths)
+    yield StoredSlots(_RESIDUALS, sum(depths), num_slots, _nbytes_of(residuals))
+    nbytes, example = _nbytes_of(others), _largest(others) if others else ""
+    yield StoredSlots(_OTHERS, 0, len(others), nbytes, nbytes, example)
+
+
+def _split_slots(
+    array: Array, leaves: collections.Counter[tuple[int, ...]]
+) -> tuple[int, tuple[int, ...]]:
+    """How many activations an array has, and their dims; 0 for other arrays."""
+    if array.dims[1:] in leaves:
+        return array.dims[0], array.dims[1:]
+    return int(array.dims in leaves), array.dims
+
+
+def _nbytes_of(kept: Iterable[KeptArray]) -> float:
+    return sum(x.array.nbytes for x in kept)
+
+
+def _largest(kept: Sequence[KeptArray]) -> str:
+    """The largest array, as HLO writes it, and the operation that it is from."""
+    array, scope, *_ = max(kept, key=lambda x: x.array.nbytes)
+    where = f" of {scope.split('/')[-1]}" if scope else ""
+    return f"{array.dtype}[{','.join(map(str, array.dims))}]{where}"
+
+
+# --- In words -------------------------------------------------------------------------------------
+
+
+def _joined(counts: Sequence[int | None]) -> str:
+    return " + ".join("?" if n is None else str(n) for n in counts)
+
+
+def _warnings(audited: PipelineAudit) -> Iterator[str]:
+    if not audited.iterations:
+        if audited.stages > 1:
+            yield (
+                f"no loop of the program permutes along the axis of the {audited.stages} stages: "
+                "it is no step of this pipeline"
+            )
+        return
+    if audited.runs > 1:
+        yield (
+            f"the pipeline is filled and drained {audited.runs} times in a step: give its schedule "
+            f"{audited.runs * audited.microbatches} micro-batches, and the step one"
+        )
+    if audited.excess > _SMALL:
+        worst = max(audited.slots, key=lambda kind: kind.excess)
+        yield (
+            f"the program keeps {size(audited.kept)} from tick to tick, {size(audited.excess)} "
+            f"more than the schedule {audited.schedule} needs; the largest of it is "
+            f"{worst.example}. Kept for every micro-batch are an aux of the head, activations "
+            "computed before the pipeline, parameters among residuals, and what jax.grad stores of "
+            "a loop over ticks"
+        )
+    if audited.copied > _SMALL:
+        yield (
+            f"each tick copies {size(audited.copied)} of what the program keeps, which is then in "
+            "memory twice, as XLA does on CPUs and GPUs with the results of branches"
+        )

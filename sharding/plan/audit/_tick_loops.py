@@ -1,0 +1,293 @@
+"""The loops of a compiled pipeline over its ticks: what they send, and what they keep between them.
+
+A compiled loop carries its arrays in a tuple. What an iteration changes and nothing reads after the
+last one is kept from tick to tick: activations, cotangents, residuals. What is read afterwards is a
+result: gradients and sums.
+"""
+
+import collections
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from sharding.placement._specs import AnyMesh
+from sharding.plan.audit._hlo import (
+    ARITHMETIC,
+    Array,
+    Frame,
+    Instruction,
+    Program,
+    arrays,
+    behind,
+    bytes_of,
+)
+from sharding.plan.audit._wire import axes_of_groups, collective_op, device_groups
+
+_RENAMES = frozenset(("bitcast", "copy", "opt-barrier"))
+_COMPUTES = ARITHMETIC | {"convolution", "dot", "gather", "reduce"}
+_KERNEL = re.compile(r'custom_call_target="[^"]*(?:gemm|matmul|conv|triton|tpu_custom_call)')
+
+
+class KeptArray(NamedTuple):
+    """An array that a loop carries from one tick to the next."""
+
+    array: Array  # its type
+    scope: str  # the operation that wrote it
+    returned: bool  # whether it is read after the last tick
+    copied: bool  # whether a tick copies it
+    has_params: bool  # whether it has a dim of slots before those of parameters that the loop reads
+
+
+class Permute(NamedTuple):
+    """What an iteration sends in one operation."""
+
+    pairs: tuple[tuple[int, ...], ...]  # senders and receivers, by their position in the mesh
+    source: str  # the instruction that made what is sent: one for all arrays of a message
+    arrays: tuple[Array, ...]  # the types of what is sent
+
+
+class TickLoop(NamedTuple):
+    """One loop over ticks."""
+
+    runs: int  # how often it starts in a step
+    trips: int | None  # its iterations; None where that is not constant
+    permutes: tuple[Permute, ...]  # those of an iteration
+    kept: tuple[KeptArray, ...]  # the arrays that it keeps
+
+
+def tick_loops(
+    program: Program, mesh: AnyMesh, axis: str, *, microbatches: int, rows: int
+) -> list[TickLoop]:
+    """The innermost loops that permute along the mesh axis of the stages, in program order.
+
+    Activations with a dim 0 of ``microbatches`` that are computed before the loop count as kept;
+    ``rows`` are the layers of a stage: dim 0 of its stacked parameters.
+    """
+    loops = list(_sending(Frame(program, program.entry, []), 1, mesh, axis))
+    reader = _CarryReader(program, {loop.instr.name: loop for loop in loops}, microbatches, rows)
+    return [
+        TickLoop(loop.runs, loop.trips, loop.permutes, tuple(reader.kept(loop.instr.name)))
+        for loop in loops
+    ]
+
+
+class _Loop(NamedTuple):
+    instr: Instruction
+    computation: str
+    runs: int
+    trips: int | None
+    permutes: tuple[Permute, ...]
+
+
+def _sending(frame: Frame, runs: int, mesh: AnyMesh, axis: str) -> Iterator[_Loop]:
+    """The loops that permute, of a computation that runs so often, and of its callees."""
+    program = frame.program
+    for instr in frame.instructions.values():
+        if instr.op != "while":
+            for name in _callees(instr):
+                arguments = [frame.value(x) for x in instr.operands] if instr.op == "call" else []
+                yield from _sending(Frame(program, name, arguments), runs, mesh, axis)
+            continue
+        body, trips = instr.callees("body")[0], frame.trip_count(instr)
+        inside = Frame(program, body, [frame.invariants(instr)])
+        inner = list(_sending(inside, runs * (trips or 1), mesh, axis))
+        permutes = () if inner else tuple(_permutes(program, body, mesh, axis))
+        yield from inner
+        if permutes:
+            yield _Loop(instr, frame.computation, runs, trips, permutes)
+
+
+def _callees(instr: Instruction) -> list[str]:
+    """The computations that an instruction runs once, loops and fusions aside."""
+    if instr.op == "conditional":
+        return instr.branches
+    if instr.op == "call":
+        return instr.callees("to_apply")
+    return instr.callees("calls") if instr.op == "async-start" else []
+
+
+def _permutes(program: Program, computation: str, mesh: AnyMesh, axis: str) -> Iterator[Permute]:
+    """The permutes of a computation along an axis, but for those of loops in it."""
+    table = program.computations[computation]
+    for instr in table.values():
+        called = _callees(instr)
+        for name in called:
+            yield from _permutes(program, name, mesh, axis)
+        if not called and collective_op(instr) == "collective-permute":
+            pairs = device_groups(instr.attributes, program.num_devices)
+            across = instr.op == "send"  # between slices: groups of slices
+            if across or axes_of_groups(pairs, mesh) == (axis,):
+                names = instr.operands[:1] if across else instr.operands
+                sent = tuple(array for name in names for array in arrays(table[name].type))
+                yield Permute(tuple(pairs), _source(table, names[0]), sent)
+
+
+def _source(table: dict[str, Instruction], name: str) -> str:
+    """The instruction that made a value, perhaps in a tuple, before it was renamed or cast."""
+    instr = table[name]
+    while len(instr.operands) == 1 and instr.operands[0] in table:
+        instr = table[instr.operands[0]]
+    return instr.name
+
+
+@dataclasses.dataclass(eq=False)
+class _CarryReader:
+    """Reads what loops carry, and where it comes from and goes to."""
+
+    program: Program
+    loops: dict[str, _Loop]
+    microbatches: int
+    rows: int
+
+    def kept(self, name: str) -> Iterator[KeptArray]:
+        """The arrays that a loop keeps: they change in it, or were made for it before."""
+        loop = self.loops[name]
+        body = loop.instr.callees("body")[0]
+        types = list(arrays(loop.instr.type))
+        root = self._root(body)
+        if root.op != "tuple" or len(root.operands) != len(types):
+            return
+        copies = self._copies(body)
+        messages = {array.dims for permute in loop.permutes for array in permute.arrays}
+        changes = [not self._passes(body, x, i) for i, x in enumerate(root.operands)]
+        read = [array for array, changed in zip(types, changes, strict=True) if not changed]
+        params = {(x.dtype, x.dims[1:]) for x in read if x.dims[:1] == (self.rows,)}
+        for i, array in enumerate(types):
+            if not array.dims or not array.elements:
+                continue
+            if changes[i] or self._made_before(loop, i, array, messages):
+                returned = changes[i] and self._is_read_after(name, i)
+                copied = copies[array.dtype, array.dims] > 0
+                copies[array.dtype, array.dims] -= copied
+                # Vectors aside: residuals have as many numbers for each layer.
+                has_params = len(array.dims) > 3 and (array.dtype, array.dims[2:]) in params
+                yield KeptArray(array, self._scope(loop, i), returned, copied, has_params)
+
+    def _root(self, computation: str) -> Instruction:
+        return self.program.computations[computation][self.program.roots[computation]]
+
+    def _passes(self, body: str, name: str, index: int) -> bool:
+        """Whether an iteration returns an element of the carry as it got it."""
+        table = self.program.computations[body]
+        instr = behind(table[name], table, _RENAMES)
+        return instr.element == index and table[instr.operands[0]].op == "parameter"
+
+    def _scope(self, loop: _Loop, index: int) -> str:
+        """The operation that writes an element; that of the first one, if iterations pass it on."""
+        body = loop.instr.callees("body")[0]
+        name = self._root(body).operands[index]
+        if not self._passes(body, name, index):
+            table = self.program.computations[body]
+        else:
+            table = self.program.computations[loop.computation]
+            name = table[loop.instr.operands[0]].operands[index]
+        return self.program.scope(behind(table[name], table, _RENAMES), table)
+
+    # --- Before the loop --------------------------------------------------------------------------
+
+    def _made_before(
+        self, loop: _Loop, index: int, array: Array, messages: set[tuple[int, ...]]
+    ) -> bool:
+        """Whether an array that iterations only read was kept before.
+
+        It is from an earlier loop over ticks, or has computed activations of every micro-batch.
+        """
+        table = self.program.computations[loop.computation]
+        init = table[loop.instr.operands[0]]
+        if init.op != "tuple":
+            return False
+        instr = behind(table[init.operands[index]], table, _RENAMES)
+        if instr.op == "get-tuple-element" and instr.operands[0] in self.loops:
+            earlier = self.loops[instr.operands[0]]
+            body, element = earlier.instr.callees("body")[0], instr.element
+            assert element is not None
+            return not self._passes(body, self._root(body).operands[element], element)
+        if array.dims[0] != self.microbatches or array.dims[1:] not in messages:
+            return False
+        return self._is_computed(table, instr)
+
+    def _is_computed(self, table: dict[str, Instruction], instr: Instruction) -> bool:
+        """Whether a value is more than an argument that was moved, cast or gathered."""
+        for _ in range(len(table)):
+            called = [self.program.computations[name] for name in instr.callees("calls")]
+            inside = [instr, *(inner for computation in called for inner in computation.values())]
+            if any(map(_computes, inside)):
+                return True
+            operands = [table[name] for name in instr.operands if name in table]
+            if not operands:
+                return False
+            instr = max(operands, key=lambda operand: bytes_of(operand.type))
+        return False
+
+    # --- After the loop ---------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _users(self) -> dict[tuple[str, str], list[Instruction]]:
+        """Readers of each instruction, by computation and name."""
+        users: dict[tuple[str, str], list[Instruction]] = {}
+        for computation in {loop.computation for loop in self.loops.values()}:
+            for instr in self.program.computations[computation].values():
+                for operand in dict.fromkeys(instr.operands):
+                    users.setdefault((computation, operand), []).append(instr)
+        return users
+
+    def _is_read_after(self, name: str, index: int) -> bool:
+        """Whether anything but loops over ticks reads an element after the last iteration."""
+        computation = self.loops[name].computation
+        if self.program.roots[computation] == name:
+            return True
+        elements = self._users.get((computation, name), [])
+        return any(
+            self._is_read(computation, instr.name)
+            for instr in elements
+            if instr.element in (index, None)
+        )
+
+    def _is_read(self, computation: str, name: str) -> bool:
+        if self.program.roots[computation] == name:
+            return True
+        for user in self._users.get((computation, name), []):
+            if user.op in _RENAMES:
+                if self._is_read(computation, user.name):
+                    return True
+            elif user.op != "tuple" or self._passes_on(computation, user, name):
+                return True
+        return False
+
+    def _passes_on(self, computation: str, carry: Instruction, name: str) -> bool:
+        """Whether a tuple hands a value to anything but loops over ticks that drop it."""
+        readers = self._users.get((computation, carry.name), [])
+        indices = [i for i, operand in enumerate(carry.operands) if operand == name]
+        return not readers or any(
+            reader.name not in self.loops
+            or any(self._is_read_after(reader.name, i) for i in indices)
+            for reader in readers
+        )
+
+    # --- In the loop ------------------------------------------------------------------------------
+
+    def _copies(self, body: str) -> collections.Counter[tuple[str, tuple[int, ...]]]:
+        """How many arrays of each type an iteration copies out of the carry or a branch."""
+        most: collections.Counter[tuple[str, tuple[int, ...]]] = collections.Counter()
+        computations = [body]
+        for name in computations:
+            table = self.program.computations[name]
+            here: collections.Counter[tuple[str, tuple[int, ...]]] = collections.Counter()
+            for instr in table.values():
+                computations += [callee for callee in _callees(instr) if callee not in computations]
+                if instr.op in ("copy", "copy-start"):
+                    source = table[instr.operands[0]]
+                    array = next(arrays(source.type))
+                    if source.op in ("get-tuple-element", "parameter") and not array.space:
+                        here[array.dtype, array.dims] += 1
+            most |= here
+        return most
+
+
+def _computes(instr: Instruction) -> bool:
+    """Whether an instruction computes data: no indices, no single number, no copy."""
+    if instr.op not in _COMPUTES and not _KERNEL.search(instr.attributes):
+        return False
+    return any(a.dims and re.match(r"b?f\d", a.dtype) for a in arrays(instr.type))

@@ -1,0 +1,1 @@
+"""What a step holds, sends and takes, in closed form."""

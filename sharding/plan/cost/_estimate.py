@@ -1,0 +1,409 @@
+"""The planner: what each stage of ZeRO holds and sends, in closed form."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_ext import STATE_FORMATS, low_precision_state
+from sharding._zero import Zero
+from sharding.plan._format import Printed, Table, count, seconds, size
+from sharding.plan.cost._stage_plan import StagePlan, name_of, stage_plan, variants_of
+from sharding.plan.machine._devices import DeviceKind
+
+_NO_ACTIVATIONS = (
+    "Activations are not counted (?): they depend on the code of the model. audit compiles a step, "
+    "and reads them from its program."
+)
+_PLANNED_ACTIVATIONS = (
+    "Activations are counted as planned; the full parameters that stage 3 gathers come on top. "
+    "audit compiles a step, and reads both from its program."
+)
+_DENSE_SYNC = (
+    "Bytes sent are those of dense gradients: what another sync sends is not counted here. audit "
+    "reads it from the program."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan(Printed):
+    """The stages side by side; ``str()`` makes a table of it, ``to_dict()`` JSON."""
+
+    num_params: int  #: the number of parameters
+    mesh: dict[str, int]  #: the sizes of the mesh's axes
+    device: DeviceKind | None  #: the figures of a device, where they are known
+    stages: tuple[StagePlan, ...]  #: 0 to 3, then hybrids
+    recommended: str  #: the name of one; empty where none fits, or nothing is known of the device
+    notes: tuple[str, ...]  #: the reason, and what else is worth knowing
+    tokens: float = 0.0  #: of all devices in a step; 0 where that is unknown
+    #: floating-point operations of one device in a step; 0 where that is unknown
+    flops: float = 0.0
+    requested: str = ""  #: the name of the stage that the ``Zero`` runs
+
+    def stage(self, name: str) -> StagePlan:
+        """The stage of this name, such as ``plan.requested`` or ``"3 hybrid"``.
+
+        Raises:
+          ValueError: if no stage has this name.
+        """
+        stages = {stage.name: stage for stage in self.stages}
+        if name not in stages:
+            names = ", ".join(map(repr, stages))
+            raise ValueError(f"{name!r} is not in the plan; its stages are {names}.")
+        return stages[name]
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether any stage fits; None where the device is unknown."""
+        if self.device is None:
+            return None
+        return min(stage.peak for stage in self.stages) <= self.device.memory
+
+    def headroom(self, stage: StagePlan) -> float | None:
+        """The share of the device's memory that a stage leaves free.
+
+        Activations take it, unless they are counted.
+        """
+        return None if self.device is None else 1 - stage.peak / self.device.memory
+
+    def seconds(self, stage: StagePlan) -> dict[str, float]:
+        """The least time of a step by its bounds; empty where work or device is unknown.
+
+        A device computes, moves and sends at its peak; nothing is computed twice. Traffic to other
+        replicas takes the network where the mesh has an axis of hosts or slices.
+        """
+        if self.device is None or not self.flops:
+            return {}
+        slow = stage.network if {"host", "slice"} & set(self.mesh) and self.device.network else 0.0
+        bounds = {
+            "compute": self.flops / self.device.flops,
+            "memory": stage.moved / self.device.bandwidth,
+            "wire": (stage.wire - slow) / self.device.link,
+        }
+        if slow and self.device.network:
+            bounds["network"] = slow / self.device.network
+        return {name: value for name, value in bounds.items() if value}
+
+    def tokens_per_second(self, stage: StagePlan) -> float | None:
+        """The upper bound for all devices: computing, moving and sending overlap completely."""
+        bounds = self.seconds(stage)
+        return self.tokens / max(bounds.values()) if bounds and self.tokens else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, ready for JSON; ``activations`` are None where they are not counted."""
+        figures = dataclasses.asdict(self)
+        for row, stage in zip(figures["stages"], self.stages, strict=True):
+            row |= {name: getattr(stage, name) for name in ("arguments", "memory", "peak")}
+            row["headroom"] = self.headroom(stage)
+            row["seconds"] = self.seconds(stage)
+            row["tokens_per_second"] = self.tokens_per_second(stage)
+        not_counted = [] if activations_counted(self.stages) else ["activations"]
+        return figures | {"fits": self.fits, "not_counted": not_counted}
+
+    def tables(self) -> list[Table]:
+        """The table to print: a column for each stage."""
+        # Memory: parts that no stage has are left out.
+        parts: list[tuple[str, Callable[[StagePlan], float]]] = [
+            ("parameters", lambda s: s.params),
+            ("gradients", lambda s: s.grads),
+            ("optimizer state", lambda s: s.opt_state),
+            ("master weights", lambda s: s.master),
+            ("- in host memory", lambda s: -s.host),
+            ("gradient sync", lambda s: s.sync),
+            ("batch", lambda s: s.batch),
+            ("total", lambda s: s.memory),
+            ("+ not yet reduced", lambda s: s.unreduced),
+        ]
+        rows = [
+            (name, *(size(value(stage)) for stage in self.stages))
+            for name, value in parts
+            if any(value(stage) for stage in self.stages)
+        ]
+        activations = (stage.activations for stage in self.stages)
+        rows.append(("+ activations", *("?" if x is None else size(x) for x in activations)))
+        if self.device:
+            left = [self.device.memory - stage.peak for stage in self.stages]
+            name = f"left of {size(self.device.memory)}"
+            rows.append((name, *(size(x) if x >= 0 else "too much" for x in left)))
+
+        # Traffic and times.
+        rows.append(("sent in a step", *(size(stage.wire) for stage in self.stages)))
+        for name, bytes_sent in (("replicas", "network"), ("host memory", "host_wire")):
+            sent = [getattr(stage, bytes_sent) for stage in self.stages]
+            rows += [(f"  to {name}", *map(size, sent))] if any(sent) else []
+        rows += self._times()
+
+        mesh = ", ".join(f"{axis}={number}" for axis, number in self.mesh.items())
+        title = f"{self.num_params:,} parameters on {mesh}: one device"
+        marked = [f"{s.name} *" if s.name == self.recommended else s.name for s in self.stages]
+        return [Table(title, ("", *marked), rows)]
+
+    def _times(self) -> list[tuple[str, ...]]:
+        """Rows of lower bounds; unknown ones are left out."""
+        bounds = [self.seconds(stage) for stage in self.stages]
+        names = ("compute", "memory", "wire", "network")
+        rows = [
+            (f"{name}, at least", *(seconds(b[name]) if name in b else "" for b in bounds))
+            for name in names
+            if any(name in b for b in bounds)
+        ]
+        best = [self.tokens_per_second(stage) for stage in self.stages]
+        if any(best):
+            rows.append(("tokens/s, at most", *(count(x) if x else "" for x in best)))
+        return rows
+
+
+def estimate(
+    params: Any,
+    tx: optax.GradientTransformation,
+    zero: Zero,
+    *,
+    param_specs: Any = None,
+    microbatches: int = 1,
+    batch: float = 0.0,
+    state_format: str | None = None,
+    device: DeviceKind | None = None,
+    gathered_once: str | None = None,
+    activations: float | None = None,
+    tokens: float = 0.0,
+    flops: float = 0.0,
+) -> Plan:
+    """What a ``Zero`` would hold and send, beside the other stages; nothing is compiled.
+
+    With S bytes of parameters on n devices and k micro-batches, a device sends, times (n-1)/n: 2 S
+    at stages 0 and 1, (k+1) S at stage 2, 3 k S at stage 3; replicas sum their shards. Stages shard
+    over all data-parallel axes; with a ``replica_axis`` there are ``"3 hybrid"`` and ``"3 spread"``
+    as well. The stage of ``zero`` itself is ``plan.stage(plan.requested)``.
+
+    Args:
+      params: parameters, abstract or real.
+      tx: the transformation.
+      zero: the ``Zero`` to plan; its mesh may be abstract.
+      param_specs: how parameters are sharded over other axes; see ``Zero.specs``.
+      microbatches: how many are accumulated.
+      batch: bytes of one device's batch.
+      state_format: one of ``optax_ext.STATE_FORMATS``: the plan is that of
+        ``low_precision_state(tx, ...)``; None leaves the state as it is.
+      device: the device to compare with; arrays are counted as they fill its memory.
+      gathered_once: a regular expression of the paths of parameters outside the layers that
+        ``zero.gathered`` wraps, which stage 3 gathers once. All others are gathered twice, and
+        stage 2 reduces their gradients layer by layer. None: stage 3 gathers all twice, and stage 2
+        reduces all after the backward pass.
+      activations: bytes of activations and temporaries of one device and one micro-batch, such as
+        the ``peak`` of a ``sharding.remat.plan``, without parameters that stage 3 gathers. None:
+        activations are not counted.
+      tokens: of all devices in a step, for an upper bound of the tokens per second.
+      flops: floating-point operations of one device in a step, for a lower bound of its time.
+
+    Returns:
+      A ``Plan``; ``print`` it.
+
+    Raises:
+      ValueError: as ``Zero.describe``; or the format is unknown; or ``activations`` is negative or
+        not finite.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, sharding as shd
+      >>> from sharding.plan import estimate
+      >>> zero = shd.Zero(jax.sharding.AbstractMesh((64,), ("data",)), stage=3)
+      >>> params = {"w": jax.ShapeDtypeStruct((4096, 16384), jnp.bfloat16)}
+      >>> plan = estimate(params, optax.adam(1e-3), zero)
+      >>> [round(stage.memory / 2**20) for stage in plan.stages]
+      [512, 260, 134, 8]
+      >>> plan.requested
+      'stage 3'
+
+    References:
+      Rajbhandari, Rasley, Ruwase, He: ZeRO: Memory Optimizations Toward Training Trillion
+      Parameter Models, SC 2020, arXiv 1910.02054, section 5.
+    """
+    tx = with_state_format(tx, state_format)
+    if activations is not None and not 0 <= activations < math.inf:
+        raise ValueError(
+            f"activations must be None or a finite number of bytes, 0 or above, got {activations}."
+        )
+    stages = _stage_plans(
+        *(params, tx, variants_of(zero)),
+        param_specs=param_specs,
+        microbatches=microbatches,
+        batch=batch,
+        device=device,
+        gathered_once=gathered_once,
+        activations=None if activations is None else float(activations),
+    )
+    recommended, reason = recommend(stages, device)
+    counted = _NO_ACTIVATIONS if activations is None else _PLANNED_ACTIVATIONS
+    notes = [reason, *tight_notes(stages, device), counted]
+    return Plan(
+        num_params=sum(math.prod(x.shape) for x in jax.tree.leaves(params)),
+        mesh=dict(zero.mesh.shape),
+        device=device,
+        stages=stages,
+        recommended=recommended,
+        notes=(*notes, _DENSE_SYNC) if zero.sync is not None else tuple(notes),
+        tokens=tokens,
+        flops=flops,
+        requested=name_of(zero),
+    )
+
+
+def estimate_stage(
+    params: Any, tx: optax.GradientTransformation, zero: Zero, **options: Any
+) -> StagePlan:
+    """The stage that a ``Zero`` runs, as ``estimate`` with these options finds it."""
+    (stage,) = _stage_plans(params, tx, {name_of(zero): zero}, **options)
+    return stage
+
+
+def with_state_format(
+    tx: optax.GradientTransformation, state_format: str | None
+) -> optax.GradientTransformation:
+    """The transformation with its state in one of ``optax_ext.STATE_FORMATS``; None: as it is."""
+    if state_format is None:
+        return tx
+    if state_format not in STATE_FORMATS:
+        known = ", ".join(map(repr, STATE_FORMATS))
+        raise ValueError(f"state_format must be None or one of {known}, got {state_format!r}.")
+    return low_precision_state(tx, STATE_FORMATS[state_format])
+
+
+def _stage_plans(
+    params: Any,
+    tx: optax.GradientTransformation,
+    variants: dict[str, Zero],
+    *,
+    param_specs: Any = None,
+    device: DeviceKind | None = None,
+    **options: Any,
+) -> tuple[StagePlan, ...]:
+    """The stages of some Zeros by name; options are those of ``stage_plan``."""
+    # The placement of the state under each Zero; stage 0 shards by the user's axes alone.
+    state = (params, jax.eval_shape(tx.init, params))
+    unsharded = variants_of(next(iter(variants.values())))["stage 0"]
+    described = {
+        name: variant.describe(state, tx=tx, param_specs=param_specs)
+        for name, variant in ({"stage 0": unsharded} | variants).items()
+    }
+    options |= {"local": described["stage 0"], "tile": device.tile if device else None}
+    return tuple(
+        stage_plan(name, variant, described[name], **options) for name, variant in variants.items()
+    )
+
+
+# The share of the memory that a recommended stage leaves for activations.
+_ROOM = 0.2
+# A warning is issued where a stage leaves less than this share, which is also what a recommended
+# stage leaves where activations are counted.
+_TIGHT = 0.1
+
+
+def activations_counted(stages: Sequence[StagePlan]) -> bool:
+    """Whether activations are part of the stages."""
+    return all(stage.activations is not None for stage in stages)
+
+
+def recommend(stages: Sequence[StagePlan], device: DeviceKind | None) -> tuple[str, str]:
+    """The stage that sends least among those that leave room, and why."""
+    if device is None:
+        return "", "What fits is not known: nothing is known of the device's memory."
+    counted = activations_counted(stages)
+    room, use = (_TIGHT, "free") if counted else (_ROOM, "for activations")
+    fitting = [stage for stage in stages if stage.peak <= device.memory]
+    if not fitting:
+        least = min(stages, key=lambda stage: stage.peak)
+        return "", (
+            f"Does not fit a {device.name}: {least.name} needs least, {size(least.peak)} of "
+            f"{size(device.memory)}, {'with' if counted else 'before'} activations."
+        )
+    roomy = [stage for stage in fitting if stage.peak <= (1 - room) * device.memory]
+    if not roomy:
+        best = min(fitting, key=lambda stage: stage.peak)
+        left = size(device.memory - best.peak)
+        return best.name, (
+            f"{best.name} is recommended: it needs least; only {left} are left {use}."
+        )
+    # Within 1 % of the fewest bytes sent, the smallest.
+    fewest = min(stage.wire for stage in roomy)
+    best = min(
+        (stage for stage in roomy if stage.wire <= 1.01 * fewest), key=lambda stage: stage.peak
+    )
+    left = size(device.memory - best.peak)
+    return best.name, (
+        f"{best.name} is recommended: it sends least among the stages that leave {room:.0%} of "
+        f"the memory {use} ({left} here); ties go to the smaller."
+    )
+
+
+def tight_notes(stages: Sequence[StagePlan], device: DeviceKind | None) -> list[str]:
+    """A warning of stages that fit, but leave next to nothing."""
+    if device is None:
+        return []
+    names = [s.name for s in stages if (1 - _TIGHT) * device.memory < s.peak <= device.memory]
+    if not names:
+        return []
+    leave = "leaves" if len(names) == 1 else "leave"
+    uses = "for activations and for what the allocator loses: hardly enough to train"
+    if activations_counted(stages):
+        uses = "free: hardly enough for what the allocator loses"
+    return [f"warning: {', '.join(names)} {leave} less than {_TIGHT:.0%} of the memory {uses}."]
+
+
+def deepspeed_stage_2(num_params: float, devices: int) -> dict[str, float]:
+    """DeepSpeed's bytes of one device for Adam at stage 2: 4 P + 16 P / n, and 2 P + 18 P / n.
+
+    References:
+      DeepSpeed's page on memory requirements, and estimate_zero2_model_states_mem_needs.
+    """
+    return {
+        "documentation": 4 * num_params + 16 * num_params / devices,
+        "code": 2 * num_params + 18 * num_params / devices,
+    }
+
+
+def saving_of(mine: StagePlan, theirs: StagePlan, names: tuple[str, str] = ("it", "AdamW")) -> str:
+    """A sentence on what one optimizer saves beside another at a stage."""
+    saved = theirs.memory - mine.memory
+    share = saved / theirs.memory if theirs.memory else 0.0
+    dominate = mine.params + mine.grads > 2 * (mine.opt_state + mine.master - mine.host)
+    text = (
+        f"At {mine.name} {names[0]} holds {size(abs(saved))} {'less' if saved >= 0 else 'more'} "
+        f"than {names[1]}: {abs(share):.0%} of a device's {size(theirs.memory)}."
+    )
+    if dominate and abs(share) < 0.1:
+        text += " Parameters and gradients dominate; the optimizer hardly matters for memory here."
+    return text
+
+
+def why_wider(
+    params: Any,
+    tx: optax.GradientTransformation,
+    other: optax.GradientTransformation,
+    names: tuple[str, str] = ("it", "AdamW"),
+) -> str:
+    """A sentence where the state of one optimizer is wider than that of another; else empty.
+
+    The moments of optax have the dtype of their parameters, bfloat16 as well.
+    """
+    mine, theirs = (_widest(params, transformation) for transformation in (tx, other))
+    if theirs is None or mine is None or mine.itemsize <= theirs.itemsize:
+        return ""
+    return (
+        f"{names[1]} keeps its moments in {theirs}, the dtype of the parameters; {names[0]} keeps "
+        f"its averages in {mine}, so that small steps are not lost. With --master both are float32."
+    )
+
+
+def _widest(params: Any, tx: optax.GradientTransformation) -> Any:
+    """The widest dtype of large floating arrays of the state, as wide parameters make them."""
+    state = jax.tree.leaves(jax.eval_shape(tx.init, params))
+    limit = max((math.prod(x.shape) for x in jax.tree.leaves(params)), default=0)
+    wide = [
+        jnp.dtype(x.dtype)
+        for x in state
+        if jnp.issubdtype(x.dtype, jnp.floating) and 2 * math.prod(x.shape) >= limit
+    ]
+    return max(wide, key=lambda dtype: dtype.itemsize, default=None)

@@ -1,0 +1,445 @@
+"""The planner of pipelines: stages, the time of a step, and whether ZeRO alone is faster."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from sharding._zero import Zero
+from sharding.plan._format import Printed, Table, count, layer_range, seconds, size
+from sharding.plan.cost._estimate import Plan, estimate, with_state_format
+from sharding.plan.cost._pipeline_schedules import (
+    ASYNC_SCHEDULES,
+    SPLIT_SCHEDULES,
+    LayerSeconds,
+    all_chunks,
+    bubble_share,
+    check_schedule,
+    chunks_of,
+    layers_of_chunks,
+    lockstep_seconds,
+    num_ticks,
+    of_last,
+    ranges_of,
+    rows_of,
+)
+from sharding.plan.cost._pipeline_stages import (
+    Links,
+    PipelineStage,
+    StageEstimates,
+    links_of,
+    pipeline_stages,
+)
+from sharding.plan.machine._devices import DeviceKind
+from sharding.plan.model._layer_costs import LayerCost, layer_costs
+from sharding.plan.model._models import Decoder
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """A step of one kind of training on all devices."""
+
+    name: str  # ``"pipeline"``, or the stage of ZeRO
+    compute: float  # seconds, of a pipeline with its bubble and the transfers between its stages
+    wire: float  # seconds of collectives, which compute may hide
+    memory: float  # bytes of the fullest device, with activations
+    fits: bool  # whether the device has this memory
+
+    @property
+    def overlapped(self) -> float:
+        """Seconds where compute hides the wire, or the wire compute."""
+        return max(self.compute, self.wire)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds where nothing is hidden."""
+        return self.compute + self.wire
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelinePlan(Printed):
+    """A pipeline, and the fastest stage of ZeRO; ``str()`` makes tables, ``to_dict()`` JSON."""
+
+    device: DeviceKind  #: the figures of a device
+    num_replicas: int  #: of each stage; the number of devices is that times the number of stages
+    zero_stage: int  #: the stage of ZeRO over the replicas
+    microbatches: int  #: of each replica in a step
+    schedule: str  #: its name, as ``estimate_pipeline`` takes it
+    chunks: int  #: of layers on each device
+    stages: tuple[PipelineStage, ...]  #: one device of each stage
+    bubble: float  #: the idle share of a step with equal operations
+    ideal: float  #: seconds of compute of one device, if all devices shared it equally
+    lockstep: float  #: seconds of compute, with the bubble; see ``lockstep_seconds``
+    transfers: float  #: seconds of the transfers between stages, one in each tick
+    pipeline: StepTime  #: the step
+    #: the fastest stage of ZeRO for the same sequences; if none fits, the smallest
+    alternative: StepTime
+    tokens: float  #: of all devices in a step
+    notes: tuple[str, ...] = ()  #: whether to pipeline, and what else is worth knowing
+
+    @property
+    def recommended(self) -> str:
+        """The name of the faster step of those that fit, if compute hides the wire; else empty."""
+        fitting = [step for step in (self.alternative, self.pipeline) if step.fits]
+        return min(fitting, key=lambda step: step.overlapped).name if fitting else ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, ready for JSON."""
+        figures = dataclasses.asdict(self) | {"recommended": self.recommended}
+        for row, stage in zip(figures["stages"], self.stages, strict=True):
+            row["memory"] = stage.memory
+        for name in ("pipeline", "alternative"):
+            step = getattr(self, name)
+            figures[name] |= {"overlapped": step.overlapped, "exposed": step.exposed}
+        return figures
+
+    def tables(self) -> list[Table]:
+        """The tables to print: memory of a device, work and traffic by stage, both steps."""
+        title = (
+            f"{len(self.stages)} stages x {self.num_replicas} replicas, {self.microbatches} "
+            f"micro-batches, {self.schedule}: one device"
+        )
+        held = self.stages[0]  # all hold alike
+        left = self.device.memory - held.memory
+        memory = (
+            *map(size, (held.params, held.grads, held.state, held.activations, held.memory)),
+            size(left) if left >= 0 else "too much",
+        )
+        columns = ("params", "gradients", "state", "activations", "total")
+        work = [
+            (
+                *(str(number), _layers_text(stage), seconds(stage.forward + stage.backward)),
+                str(stage.in_flight),
+                *map(size, (stage.permuted, stage.synced, stage.summed)),
+            )
+            for number, stage in enumerate(self.stages)
+        ]
+        sent = ("to stages", "to replicas", "summed")
+        headers = ("stage", "layers", "micro-batch", "in flight", *sent)
+        return [
+            Table(title, (*columns, f"left of {size(self.device.memory)}"), [memory]),
+            Table("Work and bytes sent in a step", headers, work),
+            self._steps(),
+        ]
+
+    def _steps(self) -> Table:
+        """Both steps side by side."""
+        both = (self.pipeline, self.alternative)
+        # Where the slowest stage is idle.
+        slowest = max(stage.forward + stage.backward for stage in self.stages)
+        bubble = self.lockstep - self.microbatches * slowest
+        rows = [
+            ("bubble of equal stages", f"{self.bubble:.1%}", ""),
+            ("compute", seconds(self.ideal), seconds(self.alternative.compute)),
+            ("+ unequal stages", seconds(self.lockstep - bubble - self.ideal), ""),
+            ("+ bubble", seconds(bubble), ""),
+            ("+ transfers", seconds(self.transfers), ""),
+            ("wire", *(seconds(step.wire) for step in both)),
+            ("step, wire hidden", *(seconds(step.overlapped) for step in both)),
+            ("step, nothing hidden", *(seconds(step.exposed) for step in both)),
+            ("tokens/s, wire hidden", *(count(self.tokens / step.overlapped) for step in both)),
+            ("memory", *(size(step.memory) for step in both)),
+        ]
+        names = [f"{x.name} *" if x.name == self.recommended else x.name for x in both]
+        return Table("One step", ("", *names), rows)
+
+
+def _layers_text(stage: PipelineStage) -> str:
+    """``0-9 20-29``; the number of layers where there are many chunks."""
+    if len(stage.layers) > 2:
+        return f"{sum(j - i for i, j in stage.layers)} in {len(stage.layers)}"
+    return " ".join(layer_range(range(i, j)) for i, j in stage.layers)
+
+
+def estimate_pipeline(
+    model: Decoder,
+    tx: optax.GradientTransformation,
+    zero: Zero,
+    *,
+    device: DeviceKind,
+    num_stages: int,
+    microbatches: int | None = None,
+    schedule: str = "aligned",
+    chunks: int | None = None,
+    batch: int = 1,
+    length: int | None = None,
+    dtype: Any = jnp.bfloat16,
+    recompute: bool = True,
+    efficiency: float = 0.5,
+    state_format: str | None = None,
+) -> PipelinePlan:
+    """What a pipeline would hold, send and take, beside ZeRO on the same devices.
+
+    The layers are shared among the stages so that a step is as fast as possible, with the embedding
+    in the first and the head in the last chunk. Each stage has as many replicas as devices are
+    left,
+    which are neighbours, and over which ``zero`` runs its stage. Ticks end on all devices at once,
+    as in one compiled program (see ``lockstep_seconds``), and wait for one transfer between stages.
+    All devices hold what the fullest stage needs, and the embedding and the head. Gradients of all
+    micro-batches are accumulated unsharded and reduced once per step.
+
+    ZeRO trains on the same sequences with all devices, in ceil(microbatches / num_stages)
+    micro-batches on each, at its fastest stage of those that fit.
+
+    Args:
+      model: one of ``MODELS``.
+      tx: the transformation.
+      zero: on all devices; its mesh may be abstract, and has an axis ``"host"`` or ``"slice"``
+        where there are several. Its stage is that of the pipeline.
+      device: the figures of a device.
+      num_stages: of the pipeline, at least 2.
+      microbatches: of a pipeline in a step; None: four for each stage.
+      schedule: ``"gpipe"``, ``"1f1b"``, ``"aligned"``, ``"interleaved"``, ``"zb-h1"`` or
+        ``"zb-v"``; the last two without recomputation.
+      chunks: of layers on each device; None: 2 for ``"interleaved"`` and ``"zb-v"``, else 1.
+      batch: sequences in a micro-batch.
+      length: tokens of a sequence; None: as the model has it.
+      dtype: of the parameters.
+      recompute: whether each layer stores its input only, and is computed again.
+      efficiency: the share of the device's peak that compute reaches.
+      state_format: as for ``estimate``.
+
+    Raises:
+      ValueError: the devices cannot be shared among the stages, there are fewer layers than chunks,
+        or the schedule does not take these numbers.
+
+    Example:
+      >>> import jax, optax, sharding as shd
+      >>> from sharding.plan import MODELS, estimate_pipeline, kind_of
+      >>> zero = shd.Zero(jax.sharding.AbstractMesh((8,), ("data",)), stage=1)
+      >>> plan = estimate_pipeline(MODELS["llama2-7b"], optax.adamw(1e-3), zero,
+      ...                          device=kind_of("h100x8"), num_stages=4)
+      >>> plan.recommended, round(plan.bubble, 3)
+      ('stage 1', 0.158)
+    """
+    chunks = chunks_of(schedule, chunks)
+    microbatches = microbatches or 4 * num_stages
+    if schedule in ASYNC_SCHEDULES:
+        raise ValueError(
+            f"schedule {schedule!r} has no flush: search(..., asynchronous=True) plans it."
+        )
+    check_schedule(schedule, num_stages, microbatches, chunks)
+    split = schedule in SPLIT_SCHEDULES
+    if split and recompute:
+        raise ValueError(
+            f"schedule {schedule!r} splits backward passes, and computes nothing again: use "
+            "recompute=False, on the command line --no-remat."
+        )
+    links = links_of(zero, device)
+    if num_stages < 2:
+        raise ValueError(f"a pipeline needs at least 2 stages, got {num_stages}.")
+    if links.devices % num_stages:
+        raise ValueError(
+            f"{links.devices} devices cannot be shared equally by {num_stages} stages; the number "
+            "of stages must divide that of the devices."
+        )
+    if num_stages * chunks > model.layers:
+        raise ValueError(
+            f"{num_stages} stages with {chunks} groups of layers each need as many layers; the "
+            f"model has {model.layers}."
+        )
+    length = length or model.length
+    costs = layer_costs(
+        *(model, device),
+        batch=batch,
+        length=length,
+        dtype=zero.precision.of_loss(jnp.dtype(dtype)),
+        recompute=recompute,
+        efficiency=efficiency,
+    )
+    num_replicas = links.devices // num_stages
+    replicas = dataclasses.replace(
+        zero,
+        mesh=jax.sharding.AbstractMesh((num_replicas,), ("data",)),
+        axis="data",
+        replica_axis=None,
+        shard_state_over_replicas=False,
+    )
+
+    # The stages.
+    estimates = StageEstimates(
+        *(model, with_state_format(tx, state_format), replicas),
+        num_stages=num_stages,
+        device=device,
+        dtype=dtype,
+        batch=4.0 * microbatches * batch * (length + 1),
+    )
+
+    # A layer in the middle, and the head; lookups take no time.
+    weight = costs[1].weight if split else 0.0
+    layer = LayerSeconds(costs[1].forward, costs[1].backward - weight, weight)
+    head = costs[-1].forward + costs[-1].backward
+    num_chunks = num_stages * chunks
+    lockstep = functools.partial(
+        lockstep_seconds, schedule, num_stages, microbatches, chunks=chunks
+    )
+    _, last = layers_of_chunks(model.layers, num_chunks, layer, head, lockstep)
+    fastest = ranges_of(all_chunks(model.layers, num_chunks, last))
+    message = max(cost.output_bytes for cost in costs)
+    ticks = num_ticks(schedule, num_stages, microbatches, chunks)
+    transfers = ticks * links.permute_seconds(message)
+
+    def step_of(ranges: list[tuple[int, int]]) -> tuple[Any, float, StepTime]:
+        """The stages, and the step without and with what they send."""
+        *others, last = rows_of(model.layers, ranges)
+        taken = lockstep(
+            layer.forward * max(others),
+            layer.backward * max(others),
+            weight=weight * max(others),
+            last=((layer.forward + costs[1].backward - weight) * last + head, weight * last),
+        )
+        stages = pipeline_stages(
+            estimates, costs, ranges, schedule=schedule, microbatches=microbatches
+        )
+        # Collectives: with the replicas, which are neighbours, then over all stages.
+        wire = links.collective_seconds(stages[0].synced, num_replicas)
+        wire += links.permute_seconds(stages[0].summed)
+        held = stages[0].memory
+        fits = held <= device.memory
+        return stages, taken, StepTime("pipeline", taken + transfers, wire, held, fits)
+
+    # Stages of unequal numbers of layers send them: equal ones may be faster.
+    smaller = _smaller(model.layers, num_chunks, max(rows_of(model.layers, fastest)))
+    steps = [step_of(ranges) for ranges in (fastest, *smaller)]
+    fitting = [step for step in steps if step[2].fits]
+    stages, taken, pipeline = min(fitting or steps[:1], key=lambda step: step[2].exposed)
+
+    # ZeRO, with the same sequences on all devices.
+    per_device = math.ceil(microbatches / num_stages)
+    alternative = estimate(
+        *(model.abstract(dtype), tx, zero),
+        microbatches=per_device,
+        batch=4.0 * per_device * batch * (length + 1),
+        state_format=state_format,
+        device=device,
+        gathered_once=model.gathered_once,
+    )
+
+    total = sum(cost.forward + cost.backward for cost in costs)
+    plan = PipelinePlan(
+        device=device,
+        num_replicas=num_replicas,
+        zero_stage=zero.stage,
+        microbatches=microbatches,
+        schedule=schedule,
+        chunks=chunks,
+        stages=stages,
+        bubble=bubble_share(schedule, num_stages, microbatches, chunks),
+        ideal=microbatches * total / num_stages,
+        lockstep=taken,
+        transfers=transfers,
+        pipeline=pipeline,
+        alternative=_fastest_zero(alternative, costs, links, per_device),
+        tokens=float(num_replicas * microbatches * batch * length),
+    )
+    return dataclasses.replace(plan, notes=tuple(_notes(plan, links, message, ticks, efficiency)))
+
+
+def _smaller(layers: int, num_chunks: int, rows: int) -> Iterator[list[tuple[int, int]]]:
+    """The fastest ranges with ever fewer layers in the largest chunk, all but the last as large.
+
+    Every device holds as many layers as the largest chunk has. The last one has the head.
+    """
+    for most in range(rows - 1, math.ceil(layers / num_chunks) - 1, -1):
+        yield ranges_of(all_chunks(layers, num_chunks, of_last(layers, num_chunks, most)))
+
+
+def _fastest_zero(plan: Plan, costs: list[LayerCost], links: Links, microbatches: int) -> StepTime:
+    """The fastest stage of ZeRO that fits, with compute hiding the wire; else the smallest one."""
+    assert plan.device is not None
+    activations = sum(cost.activation_bytes for cost in costs)
+    activations += max(cost.working_bytes for cost in costs)
+    compute = microbatches * sum(cost.forward + cost.backward for cost in costs)
+    steps = []
+    for stage in plan.stages:
+        if stage.network and links.groups > 1:  # a hybrid: within its groups, and between them
+            wire = max((stage.wire - stage.network) / links.link, stage.network / links.network)
+        else:
+            wire = links.collective_seconds(stage.wire, links.devices)
+        memory = stage.peak + activations
+        steps.append(StepTime(stage.name, compute, wire, memory, memory <= plan.device.memory))
+    fitting = [step for step in steps if step.fits]
+    if not fitting:
+        return min(steps, key=lambda step: step.memory)
+    return min(fitting, key=lambda step: (step.overlapped, step.exposed, step.memory))
+
+
+def _verdict(plan: PipelinePlan, links: Links) -> str:
+    """Whether to pipeline, with figures."""
+    pipe, zero, name = plan.pipeline, plan.alternative, plan.device.name
+    memory = size(plan.device.memory)
+    if not pipe.fits and not zero.fits:
+        return (
+            f"Neither fits a {name} with {memory}: the pipeline needs {size(pipe.memory)} on its "
+            f"fullest device, {zero.name} {size(zero.memory)}."
+        )
+    if not zero.fits:
+        return (
+            f"Pipeline: no stage of ZeRO alone fits a {name} with {memory}; {zero.name} needs "
+            f"least, {size(zero.memory)}, the fullest device of the pipeline {size(pipe.memory)}."
+        )
+    if not pipe.fits:
+        return (
+            f"Do not pipeline: its fullest device needs {size(pipe.memory)} of {memory}; "
+            f"{zero.name} needs {size(zero.memory)}."
+        )
+    where = f"On {links.devices} devices"
+    several = links.groups > 1
+    where += f" in {links.groups} groups of fast links" if several else " that share fast links"
+    lost = plan.lockstep - plan.ideal + plan.transfers
+    behind = f"bubble, unequal stages and transfers cost the pipeline {seconds(lost)}"
+    if zero.exposed <= pipe.overlapped:
+        return (
+            f"Do not pipeline. {where} a step takes {seconds(zero.exposed)} at {zero.name} even if "
+            f"none of its wire time of {seconds(zero.wire)} is hidden, and "
+            f"{seconds(pipe.overlapped)} in the pipeline: {behind}."
+        )
+    if zero.overlapped <= pipe.overlapped:
+        return (
+            f"Do not pipeline if compute hides the wire. {where} a step then takes "
+            f"{seconds(zero.overlapped)} at {zero.name} and {seconds(pipe.overlapped)} in the "
+            f"pipeline: {behind}. If none of the wire time is hidden, they take "
+            f"{seconds(zero.exposed)} and {seconds(pipe.exposed)}: measure both."
+        )
+    return (
+        f"Pipeline. {where} a step takes {seconds(pipe.overlapped)}, and "
+        f"{seconds(zero.overlapped)} at {zero.name}, whose wire time of {seconds(zero.wire)} its "
+        f"compute of {seconds(zero.compute)} cannot hide; the pipeline's is {seconds(pipe.wire)}."
+    )
+
+
+def _notes(
+    plan: PipelinePlan, links: Links, message: float, ticks: int, efficiency: float
+) -> list[str]:
+    """The verdict, and what the figures assume."""
+    notes = [_verdict(plan, links)]
+    excess = plan.stages[0].memory - plan.device.memory
+    if excess > 0:
+        notes.append(f"warning: the stages do not fit, by {size(excess)}.")
+    stages = len(plan.stages)
+    if plan.microbatches % stages:
+        notes.append(
+            f"{plan.microbatches} micro-batches are no multiple of {stages} stages: with ZeRO each "
+            f"device has {math.ceil(plan.microbatches / stages)}, and some of them are empty."
+        )
+    needed = max(stage.permuted for stage in plan.stages)
+    notes.append(
+        f"Bytes to stages are those that the schedule needs, at most {size(needed)}; a program "
+        f"that permutes in both directions in each of its {ticks} ticks sends "
+        f"{size(2 * ticks * message)}."
+    )
+    notes.append(
+        f"Times assume {efficiency:.0%} of the peak of a {plan.device.name}, and its peak links; "
+        f"every tick waits for its transfer. Activations are those that the code of the model "
+        "stores: its attention materializes scores."
+    )
+    if links.groups > 1 and not plan.device.network:
+        notes.append(
+            f"The network of a {plan.device.name} is not known: the figure of its link is taken."
+        )
+    return notes

@@ -1,0 +1,174 @@
+"""A plan of one training step: how devices share the model, the batch and the state."""
+
+import dataclasses
+
+from sharding.plan._format import check_choice
+from sharding.plan.cost._pipeline_schedules import ASYNC_SCHEDULES, SPLIT_SCHEDULES, check_schedule
+from sharding.plan.model._models import Decoder
+from sharding.plan.model._saved_names import PARTLY
+
+WEIGHTS = ("plain", "master", "stochastic")
+RECOMPUTE = ("none", "selective", *PARTLY, "full")
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelPlan:
+    """How a step is shared among ``tensor * data * pipe`` devices.
+
+    Attributes:
+      data: devices that have the same layers and other sequences.
+      tensor: devices that share each layer, as in Megatron-LM.
+      pipe: stages of a pipeline.
+      microbatch: sequences of one device in a micro-batch.
+      microbatches: of one pipeline in a step.
+      stage: of ZeRO, 0 to 3, over ``data / replicas`` devices.
+      replicas: of hybrid sharding.
+      spread: whether replicas share gradients and optimizer state, too, as
+        ``Zero.shard_state_over_replicas`` does.
+      sequence_parallel: whether norms and residuals are shared among ``tensor`` devices.
+      schedule: of the pipeline: ``"gpipe"``, ``"1f1b"``, ``"aligned"``, ``"interleaved"``,
+        ``"zb-h1"`` or ``"zb-v"``, which split backward passes and compute nothing again; or
+        ``"2bw"``, PipeDream-2BW, whose gradients are one update late, which is lossy.
+      chunks: of layers on each device of a pipeline.
+      even: whether the chunks of a pipeline have equal numbers of layers as far as possible, which
+        takes the least memory; else those with which a step is fastest.
+      recompute: what the backward pass computes again: ``"none"``; ``"selective"``, scores and
+        their product with values; ``"full"``, each layer; or what a preset of MaxText such as
+        ``"minimal"`` does not save.
+      offload: whether optimizer state is in host memory.
+      param_bytes: of a parameter as it is gathered.
+      grad_bytes: of a gradient as it is reduced.
+      state_bytes: of optimizer state and master weights, for one parameter.
+      state_format: of the optimizer state, a lossy one of ``optax_ext.STATE_FORMATS``; None leaves
+        it as it is.
+      weights: what updates parameters of 16 bits: ``"plain"``, the transformation as it is;
+        ``"master"``, ``optax_ext.master_weights`` of it; ``"stochastic"``,
+        ``optax_ext.stochastic_rounding`` of it, which is lossy.
+      sync: a lossy synchronization of gradients such as ``"powersgd(4)"`` or ``"qsgd(8)"``, over
+        replicas if there are; None sums them.
+    """
+
+    data: int = 1
+    tensor: int = 1
+    pipe: int = 1
+    microbatch: int = 1
+    microbatches: int = 1
+    stage: int = 0
+    replicas: int = 1
+    spread: bool = False
+    sequence_parallel: bool = False
+    schedule: str = "aligned"
+    chunks: int = 1
+    even: bool = False
+    recompute: str = "full"
+    offload: bool = False
+    param_bytes: float = 2.0
+    grad_bytes: float = 2.0
+    state_bytes: float = 12.0
+    state_format: str | None = None
+    weights: str = "plain"
+    sync: str | None = None
+
+    @property
+    def lossy(self) -> bool:
+        """Whether it approximates the step of the transformation."""
+        rounded = self.state_format or self.sync or self.weights == "stochastic"
+        return bool(rounded or self.asynchronous)
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether stages of a pipeline update their parameters without waiting for each other."""
+        return self.pipe > 1 and self.schedule in ASYNC_SCHEDULES
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of parameters are operations of their own in a pipeline."""
+        return self.pipe > 1 and self.schedule in SPLIT_SCHEDULES
+
+    @property
+    def num_devices(self) -> int:
+        """The number of devices."""
+        return self.data * self.tensor * self.pipe
+
+    @property
+    def shards(self) -> int:
+        """Devices over which ZeRO shards."""
+        return self.data // self.replicas
+
+    @property
+    def shards_of_state(self) -> int:
+        """Devices over which ZeRO shards gradients and optimizer state, once they are reduced."""
+        return 1 if self.stage == 0 else self.data if self.spread else self.shards
+
+    @property
+    def synced_devices(self) -> int:
+        """Devices over which a compressed sync runs: replicas, if there are."""
+        return self.replicas if self.replicas > 1 else self.data
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of all devices in a step."""
+        return self.data * self.microbatch * self.microbatches
+
+    @property
+    def gathers_layers(self) -> bool:
+        """Whether each layer gathers its parameters where it is used: ZeRO's stage 3."""
+        return self.stage == 3 and self.pipe == 1 and self.shards > 1
+
+    @property
+    def checkpoints_layers(self) -> bool:
+        """Whether layers need ``jax.checkpoint``; those that gather their parameters have it."""
+        return self.recompute not in ("none", "selective") and not self.gathers_layers
+
+    def check(self, model: Decoder) -> None:
+        """Raises a ``ValueError`` unless sizes and names are known and the model can be shared."""
+        for name in ("data", "tensor", "pipe", "microbatch", "microbatches", "replicas", "chunks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage must be 0, 1, 2 or 3, got {self.stage!r}.")
+        check_choice("recompute", self.recompute, RECOMPUTE)
+        if self.data % self.replicas:
+            raise ValueError(
+                f"{self.replicas} replicas do not divide {self.data} data-parallel devices."
+            )
+        check_choice("weights", self.weights, WEIGHTS)
+        if self.sync and (self.pipe * self.tensor > 1 or self.spread):
+            raise ValueError("a compressed sync needs plans without pipe, tensor and spread.")
+        if self.sync and self.stage == 3 and self.replicas == 1:
+            raise ValueError("a compressed sync at stage 3 is that of replicas: it needs several.")
+        if self.spread and (self.replicas == 1 or self.stage == 0):
+            raise ValueError("spread needs several replicas, and stage 1, 2 or 3.")
+        if model.heads % self.tensor:
+            raise ValueError(f"{self.tensor} devices cannot share {model.heads} heads equally.")
+        if self.pipe * self.chunks > model.layers:
+            raise ValueError(
+                f"{self.pipe} stages with {self.chunks} groups of layers each need as many layers; "
+                f"the model has {model.layers}."
+            )
+        check_schedule(self.schedule, self.pipe, self.microbatches, self.chunks)
+        if self.splits_backward and self.recompute != "none":
+            raise ValueError(
+                f"schedule {self.schedule!r} splits backward passes: what a layer computes again "
+                f"would be in the first half whole. Use recompute='none', got {self.recompute!r}."
+            )
+        if self.asynchronous:
+            self._check_asynchronous(model)
+
+    def _check_asynchronous(self, model: Decoder) -> None:
+        """Raises unless stages can update their parameters without waiting for each other."""
+        if self.data * self.tensor > 1:
+            raise ValueError(
+                f"schedule {self.schedule!r} needs all {self.num_devices} devices as stages, got "
+                f"data={self.data} and tensor={self.tensor}."
+            )
+        if self.offload or self.weights != "plain":
+            raise ValueError(
+                f"schedule {self.schedule!r} has neither offload nor other weights than 'plain', "
+                f"got offload={self.offload} and weights={self.weights!r}."
+            )
+        if model.tied:
+            raise ValueError(
+                f"schedule {self.schedule!r} needs a model whose embedding is not its output "
+                "matrix: the first and the last stage would update it independently."
+            )

@@ -1,0 +1,381 @@
+"""Schedules of a pipeline by name: micro-batches in flight, bubble, time of a step."""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from sharding.pipeline import Op, Schedule
+from sharding.pipeline._instructions import instructions
+from sharding.pipeline._layers import StageRows, layer_of_row
+from sharding.pipeline._schedules import SCHEDULES as ALL_SCHEDULES
+from sharding.pipeline._schedules import make_schedule
+from sharding.plan._format import check_choice
+
+# Backward passes of these are split in two: gradients of activations, and of parameters.
+SPLIT_SCHEDULES = ("zb-h1", "zb-v")
+# Chimera is left out: a tick that has passes of both directions lasts as long as the backward one,
+# and the step longer than that of "aligned", with twice the parameters.
+SCHEDULES = tuple(name for name in ALL_SCHEDULES if name != "chimera")
+# Without a flush between steps: gradients are of older parameters, which is lossy.
+ASYNC_SCHEDULES = ("2bw",)
+
+_CHUNKS = {"zb-v": 2}  # of the schedules that have no choice
+
+# What runs in a tick: operations, and whether it is the last chunk that runs them.
+_Tick = frozenset[tuple[Op, bool]]
+
+
+def chunks_of(schedule: str, chunks: int | None = None) -> int:
+    """Groups of layers on each device; None: 2 where there may be several, else 1."""
+    return chunks or (2 if schedule == "interleaved" else _CHUNKS.get(schedule, 1))
+
+
+def check_schedule(schedule: str, num_stages: int, microbatches: int, chunks: int = 1) -> None:
+    """Raises unless the schedule exists and takes these numbers."""
+    check_choice("schedule", schedule, SCHEDULES + ASYNC_SCHEDULES)
+    if min(num_stages, microbatches, chunks) < 1:
+        raise ValueError(
+            f"stages, micro-batches and chunks must be at least 1, got {num_stages}, "
+            f"{microbatches} and {chunks}."
+        )
+    if schedule == "interleaved":
+        if microbatches % num_stages:
+            raise ValueError(
+                f"schedule 'interleaved' needs micro-batches in multiples of its {num_stages} "
+                f"stages, got {microbatches}; {-(-microbatches // num_stages) * num_stages} are "
+                "possible."
+            )
+    elif chunks != chunks_of(schedule):
+        has = "one chunk" if chunks_of(schedule) == 1 else f"{chunks_of(schedule)} chunks"
+        raise ValueError(f"schedule {schedule!r} has {has} on a device, got chunks={chunks}.")
+    elif schedule in ASYNC_SCHEDULES and microbatches < 2 * num_stages - 1:
+        raise ValueError(
+            f"schedule {schedule!r} needs {2 * num_stages - 1} micro-batches to fill its "
+            f"{num_stages} stages, got {microbatches}."
+        )
+
+
+def schedule_of(schedule: str, num_stages: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """The table of a schedule; of an asynchronous one that of an evaluation, with a flush.
+
+    >>> schedule_of("interleaved", 2, 4, chunks=3).num_chunks
+    3
+    """
+    check_schedule(schedule, num_stages, microbatches, chunks)
+    if schedule in ASYNC_SCHEDULES:
+        return make_schedule("aligned", num_stages, microbatches)
+    more = [chunks] if schedule == "interleaved" else []
+    return make_schedule(schedule, num_stages, microbatches, *more)
+
+
+def layers_sent(schedule: str, num_stages: int, counts: Sequence[int]) -> tuple[float, float]:
+    """How many layers a device sends others in a step, and gradients of layers.
+
+    >>> layers_sent("aligned", 4, [3, 2, 2, 1]), layers_sent("aligned", 4, [2, 2, 2, 2])
+    ((1.0, 1.0), (0.0, 0.0))
+    """
+    stages = np.array([stage_of_chunk(schedule, num_stages, v) for v in range(len(counts))])
+    own = np.argsort(stages, kind="stable").reshape(num_stages, -1)
+    return StageRows("pipe", layer_of_row(own, counts)).sent((sum(counts), num_stages))
+
+
+def stage_of_chunk(schedule: str, num_stages: int, chunk: int) -> int:
+    """The stage of a group of layers: they go around the stages, or down and up again (``zb-v``).
+
+    >>> [stage_of_chunk("interleaved", 2, i) for i in range(4)]
+    [0, 1, 0, 1]
+    >>> [stage_of_chunk("zb-v", 2, i) for i in range(4)]
+    [0, 1, 1, 0]
+    """
+    around, stage = divmod(chunk, num_stages)
+    return num_stages - 1 - stage if schedule == "zb-v" and around % 2 else stage
+
+
+def max_in_flight(
+    schedule: str, num_stages: int, stage: int, microbatches: int, chunks: int = 1
+) -> int:
+    """How many micro-batches have activations on a stage at once; chunks where it has several.
+
+    With S stages and M micro-batches, on stage s: M for ``gpipe``; S - s for ``1f1b``, which is
+    DAPPLE's; 2 (S - 1 - s) + 1 for ``aligned``, 1F1B with forward passes on even ticks only, and
+    for ``2bw``; 2 (S - 1 - s) + (V - 1) S + 1 of V chunks for ``interleaved``; never more than
+    there are. Those that split the backward pass store up to S micro-batches (``zb-h1``) or 2 S
+    chunks (``zb-v``) on every stage.
+
+    >>> [max_in_flight("aligned", 4, stage, 8) for stage in range(4)]
+    [7, 5, 3, 1]
+
+    References:
+      Huang et al.: GPipe, NeurIPS 2019. Fan et al.: DAPPLE, PPoPP 2021. Narayanan et al.:
+      Megatron-LM, SC 2021. Qi et al.: Zero Bubble Pipeline Parallelism, ICLR 2024.
+    """
+    check_schedule(schedule, num_stages, microbatches, chunks)
+    if schedule in SPLIT_SCHEDULES:
+        return _live(schedule, num_stages, _steady(num_stages, microbatches))[stage]
+    if schedule == "gpipe":
+        return microbatches
+    if schedule == "1f1b":
+        return min(num_stages - stage, microbatches)
+    warm_up = 2 * (num_stages - 1 - stage) + (chunks - 1) * num_stages
+    return min(warm_up + 1, chunks * microbatches)
+
+
+class Slots(NamedTuple):
+    """What one device of a program stores at once."""
+
+    messages: int  # activations or their gradients that wait
+    residuals: int  # chunks whose forward pass waits for its backward pass
+    crossing: int  # chunks whose split backward pass waits for its second half
+
+
+def slots_of(schedule: str, num_stages: int, microbatches: int, chunks: int = 1) -> Slots:
+    """Slots of a program, without those of no use.
+
+    >>> slots_of("aligned", 4, 16), slots_of("zb-h1", 4, 16)
+    (Slots(messages=2, residuals=7, crossing=0), Slots(messages=2, residuals=4, crossing=4))
+    """
+    check_schedule(schedule, num_stages, microbatches, chunks)
+    if schedule in SPLIT_SCHEDULES:
+        return _program_slots(schedule, num_stages, _steady(num_stages, microbatches))
+    most = max_in_flight(schedule, num_stages, 0, microbatches, chunks)
+    return Slots(microbatches if schedule == "gpipe" else min(microbatches, 2), most, 0)
+
+
+def bubble_share(schedule: str, num_stages: int, microbatches: int, chunks: int = 1) -> float:
+    """The idle share of a step whose operations take equal times.
+
+    (S - 1) / (V M + S - 1); (S - 1) / (3 V M + S - 1) where backward passes are split and
+    micro-batches enough; 0 without a flush.
+
+    >>> bubble_share("aligned", 4, 12), bubble_share("interleaved", 4, 12, chunks=2)
+    (0.2, 0.1111111111111111)
+    """
+    ticks = num_ticks(schedule, num_stages, microbatches, chunks)
+    operations = 3 if schedule in SPLIT_SCHEDULES else 2
+    return (ticks - operations * chunks * microbatches) / ticks
+
+
+def lockstep_seconds(
+    schedule: str,
+    num_stages: int,
+    microbatches: int,
+    forward: float,
+    backward: float,
+    chunks: int = 1,
+    *,
+    weight: float = 0.0,
+    last: tuple[float, float] | None = None,
+) -> float:
+    """The time of a step whose ticks end on all devices at once, without transfers.
+
+    A tick lasts as long as its slowest operation. With S stages, M micro-batches, V chunks on each
+    device, and seconds F, B and W of the slowest chunk's passes, ``gpipe``, ``aligned`` and
+    ``interleaved`` take (V M + S - 1) (F + B), as a tick has either forward or backward passes;
+    where the last chunk runs both of its own in one tick of L seconds, (V M + S - 2) F + L +
+    (M - 1) max(B, L) + ((V - 1) M + S - 1) B. ``1f1b`` has both in every tick but its first S:
+    S F + (2 M + S - 2) max(F, B). Those that split the backward pass have about
+    (3 V M + S - 1) max(F, B, W). ``2bw`` has M (F + B) between two updates, which are not in it.
+
+    Args:
+      schedule: its name.
+      num_stages: S.
+      microbatches: M.
+      forward: F.
+      backward: B; where backward passes are split, of their first half.
+      chunks: V.
+      weight: W, of the second half of a split backward pass.
+      last: B and W of the last chunk where its forward pass is in B, as in ``Pipeline``; None: it
+      is
+        like the others.
+
+    >>> lockstep_seconds("aligned", 4, 8, 1, 2), lockstep_seconds("1f1b", 4, 8, 1, 2)
+    (33, 40)
+    >>> [lockstep_seconds("aligned", 4, 8, 1, 2, last=(b, 0)) for b in (2, 3)]
+    [32, 40]
+    >>> lockstep_seconds("zb-h1", 4, 8, 1, 1, weight=1)
+    27
+    """
+    check_schedule(schedule, num_stages, microbatches, chunks)
+    if schedule in ("1f1b", *SPLIT_SCHEDULES):
+        of_last = (forward, backward, weight) if last is None else (0, *last)
+        operations = (Op.FORWARD, Op.BACKWARD, Op.WEIGHT)
+        cost = {
+            (op, is_last): seconds
+            for is_last, all_seconds in ((False, (forward, backward, weight)), (True, of_last))
+            for op, seconds in zip(operations, all_seconds, strict=True)
+        }
+        ticks = _ticks(schedule, num_stages, microbatches)
+        return sum(
+            number * max(cost[running] for running in tick) for tick, number in ticks.items()
+        )
+    if schedule in ASYNC_SCHEDULES:
+        return microbatches * (forward + max(backward, last[0] if last else 0))
+    passes = chunks * microbatches + num_stages - 1
+    if last is None:
+        return passes * (forward + backward)
+    # The first backward pass of the last chunk is alone in its tick, as its last forward pass is.
+    beside = (microbatches - 1) * max(backward, last[0])
+    return (passes - 1) * forward + last[0] + beside + (passes - microbatches) * backward
+
+
+def num_ticks(schedule: str, num_stages: int, microbatches: int, chunks: int = 1) -> int:
+    """Ticks in which some device computes: twice (V M + S - 1), where no backward pass is split.
+
+    Of an asynchronous schedule those between two updates.
+
+    >>> num_ticks("aligned", 4, 8), num_ticks("interleaved", 4, 8, 2), num_ticks("zb-h1", 4, 8)
+    (22, 38, 27)
+    """
+    check_schedule(schedule, num_stages, microbatches, chunks)
+    if schedule in SPLIT_SCHEDULES:
+        return sum(_ticks(schedule, num_stages, microbatches).values())
+    if schedule in ASYNC_SCHEDULES:
+        return 2 * microbatches
+    return 2 * (chunks * microbatches + num_stages - 1)
+
+
+# --- Counted in tables ----------------------------------------------------------------------------
+
+
+def _steady(num_stages: int, microbatches: int) -> int:
+    """Micro-batches of the shortest table that has everything: more of them repeat its middle."""
+    return min(microbatches, 2 * num_stages + 2)
+
+
+def _made(schedule: str, num_stages: int, microbatches: int) -> Schedule:
+    return schedule_of(schedule, num_stages, microbatches, chunks_of(schedule))
+
+
+@functools.cache
+def _ticks(schedule: str, num_stages: int, microbatches: int) -> Mapping[_Tick, int]:
+    """Ticks by what runs in them."""
+    steady = _steady(num_stages, microbatches)
+    if steady < microbatches:
+        counts = _ticks(schedule, num_stages, steady)
+        before = _ticks(schedule, num_stages, steady - 1)
+        more = microbatches - steady
+        return {tick: n + more * (n - before.get(tick, 0)) for tick, n in counts.items()}
+    table = _made(schedule, num_stages, microbatches)
+    # A bit for each operation of the last chunk, and for each of the others.
+    place = table.routes[0][-1]
+    last = (np.arange(num_stages) == place.stage) & (table.chunk == place.chunk)
+    bits = np.where(table.op == Op.IDLE, 0, 1 << 2 * table.op + last)
+    names = {1 << 2 * op + is_last: (op, bool(is_last)) for op in Op for is_last in (0, 1)}
+    return {
+        frozenset(name for bit, name in names.items() if bit & running): count
+        for running, count in collections.Counter(np.bitwise_or.reduce(bits, 1).tolist()).items()
+    }
+
+
+@functools.cache
+def _live(schedule: str, num_stages: int, microbatches: int) -> tuple[int, ...]:
+    return _made(schedule, num_stages, microbatches).check().live
+
+
+@functools.cache
+def _program_slots(schedule: str, num_stages: int, microbatches: int) -> Slots:
+    program = instructions(_made(schedule, num_stages, microbatches), recompute=False)
+    return Slots(program.num_messages, program.num_residuals, program.num_crossing)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSeconds:
+    """What a layer adds to a tick of a pipeline."""
+
+    forward: float  # seconds of its forward pass
+    backward: float  # of its backward pass; where that is split, of the gradient of the input
+    weight: float = 0.0  # of the gradients of parameters, where backward passes are split
+
+
+def layers_of_chunks(
+    layers: int,
+    chunks: int,
+    layer: LayerSeconds,
+    head: float,
+    lockstep: Callable[..., float] | None = None,
+) -> tuple[int, int]:
+    """Layers of every chunk but the last one, at most, and of the last one, which has the head.
+
+    Chunks have the numbers with the least time by ``lockstep``, the ``lockstep_seconds`` of the
+    schedule; None: equal numbers as far as possible. ``head`` is seconds, forward and backward.
+
+    >>> layer = LayerSeconds(1.0, 2.0)
+    >>> layers_of_chunks(80, 8, layer, head=9.0)
+    (10, 10)
+    >>> layers_of_chunks(80, 8, layer, 9.0, functools.partial(lockstep_seconds, "aligned", 8, 64))
+    (11, 3)
+    """
+    if chunks == 1:
+        return layers, layers
+    if lockstep is None:
+        most = math.ceil(layers / chunks)
+        return most, of_last(layers, chunks, most)
+    largest = layers - chunks + 1  # every chunk has a layer
+
+    def time(most: int) -> tuple[float, int]:
+        last = of_last(layers, chunks, most)
+        return (
+            lockstep(
+                layer.forward * most,
+                layer.backward * most,
+                weight=layer.weight * most,
+                last=(last * both + head, layer.weight * last),
+            ),
+            most,
+        )
+
+    # The last chunk runs both of its passes in one tick. Where that is as long for the others, or
+    # near it, the time is least: it is convex in the number of their layers.
+    both = layer.forward + layer.backward
+    tick = max(layer.forward, layer.backward, layer.weight)
+    level = round((layers * both + head) / (tick + (chunks - 1) * both))
+    most = min(max(level, 1), largest)
+    for step in (-1, 1):
+        while 1 <= most + step <= largest and time(most + step) < time(most):
+            most += step
+    return most, of_last(layers, chunks, most)
+
+
+def of_last(layers: int, chunks: int, most: int) -> int:
+    """Layers of the last chunk where the others have at most so many; at least 1."""
+    return max(1, layers - (chunks - 1) * most)
+
+
+def all_chunks(layers: int, number: int, last: int) -> tuple[int, ...]:
+    """Layers of each of ``number`` chunks, of which the last one has some.
+
+    >>> all_chunks(32, 8, 3)
+    (4, 4, 4, 4, 4, 4, 5, 3)
+    """
+    if number == 1:
+        return (layers,)
+    # Early stages have more micro-batches in flight, and the fewer layers.
+    fewer, more = divmod(layers - last, number - 1)
+    return (*[fewer] * (number - 1 - more), *[fewer + 1] * more, last)
+
+
+def ranges_of(chunks: Sequence[int]) -> list[tuple[int, int]]:
+    """The first layer of each chunk and the one after its last, as ``layer_costs`` has them.
+
+    >>> ranges_of((2, 2, 1))  # the embedding is the first of them, the head the last
+    [(0, 3), (3, 5), (5, 7)]
+    """
+    bounds = [0]
+    for i, number in enumerate(chunks):
+        bounds.append(bounds[-1] + number + (i == 0) + (i == len(chunks) - 1))
+    return list(itertools.pairwise(bounds))
+
+
+def rows_of(layers: int, ranges: Sequence[tuple[int, int]]) -> list[int]:
+    """Decoder layers of each chunk, whose ranges count the embedding and the head, too.
+
+    >>> rows_of(12, [(0, 7), (7, 14)])
+    [6, 6]
+    """
+    return [min(j, layers + 1) - max(i, 1) for i, j in ranges]

@@ -1,0 +1,414 @@
+"""Memory and time of plans of one model, by the planner."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+import optax_ext
+from sharding._zero import Zero
+from sharding.placement._describe import Row
+from sharding.placement._specs import num_shards
+from sharding.plan.cost._compressed_sync import SyncedArray, SyncWork, sync_of, sync_work
+from sharding.plan.cost._estimate import estimate, estimate_stage, with_state_format
+from sharding.plan.cost._parallel_plan import ParallelPlan
+from sharding.plan.cost._pipeline_schedules import ranges_of
+from sharding.plan.cost._pipeline_stages import PipelineStage, StageEstimates, pipeline_stages
+from sharding.plan.cost._stage_plan import StagePlan
+from sharding.plan.cost._step_time import Passes, StepSeconds, passes, traced_passes, with_state
+from sharding.plan.machine._collective_time import Machine
+from sharding.plan.machine._tiles import num_bytes
+from sharding.plan.model._layer_costs import LayerCost, layer_costs
+from sharding.plan.model._layer_time import Implementation
+from sharding.plan.model._models import Decoder
+from sharding.plan.model._saved_names import PARTLY
+from sharding.plan.model._traced_model import Traced, TracedModel, work_of
+
+_TOKEN = 4  # bytes
+# What of ``optax_ext`` wraps the transformation, by ``ParallelPlan.weights``.
+WRAPPERS = {"master": "master_weights", "stochastic": "stochastic_rounding"}
+TENSOR_AXIS = "model"  # of the devices that share each layer, as ``Decoder.specs`` names it
+
+
+class PlanCosts:
+    """Memory and time of plans of one model; what plans share is computed once.
+
+    Bytes of parameters, gradients, state and batch are those of ``estimate``; activations are those
+    that the code of the model stores on one of the devices that share a layer. They are freed
+    before the update, as unreduced gradients are; at stages 1 and 2 it gathers the new parameters
+    beside the old ones. All of a pipeline is that of ``pipeline_stages``.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        tx: optax.GradientTransformation,
+        machine: Machine,
+        *,
+        length: int,
+        dtype: Any,
+        implementation: Implementation,
+    ):
+        self.model, self.tx, self.machine = model, tx, machine
+        self.length, self.dtype, self.implementation = length, jnp.dtype(dtype), implementation
+        # Caches of this object alone.
+        self._tx = functools.cache(self._transformation)
+        self._plan = functools.cache(lambda plan: estimate(**self._arguments(plan)))
+        self._stage = functools.cache(lambda plan: estimate_stage(**self._arguments(plan)))
+        self._stages = functools.cache(self._stage_estimates)
+        self._synced = functools.cache(lambda plan: sync_of_plan(plan, model.abstract(self.dtype)))
+        self._passes = functools.cache(self._passes_of)
+        self._costs = functools.cache(self._layer_costs)
+        self._products = functools.cache(self._products_of_update)
+
+    def state_bytes_in(self, state_format: str | None = None, weights: str = "plain") -> float:
+        """Bytes of optimizer state, in a format, and master weights for one parameter."""
+        plan = self._plan(ParallelPlan(state_format=state_format, weights=weights))
+        stage = plan.stage("stage 0")
+        return (stage.opt_state + stage.master) / plan.num_params
+
+    def products(self, plan: ParallelPlan) -> float:
+        """Operations of matrix products of a device in the update, as in Muon's.
+
+        Devices that share the state share them; all stages of a pipeline have the tables.
+        """
+        layers, tables = self._products()
+        if plan.pipe * plan.tensor > 1:
+            layers /= plan.pipe * plan.tensor
+            tables /= self.model.shards_of_tokens(plan.tensor)
+        return (layers + tables) / plan.shards_of_state
+
+    def _products_of_update(self) -> tuple[float, float]:
+        """Products of the layers, and of all else; 0 where an update needs what a step has."""
+        params = self.model.abstract(self.dtype)
+        update = optax.with_extra_args_support(self.tx).update
+
+        def of(params: Any) -> float:
+            state = jax.eval_shape(self.tx.init, params)
+            return work_of(update, params, state, params, kind=self.machine.device).flops
+
+        try:
+            total = of(params)
+            if not total or not isinstance(params, dict) or "layers" not in params:
+                return total, 0.0
+            tables = of({name: x for name, x in params.items() if name != "layers"})
+        except (TypeError, ValueError):
+            return 0.0, 0.0
+        return total - tables, tables
+
+    def fullest(self, plan: ParallelPlan) -> float:
+        """Bytes of the fullest device."""
+        if plan.pipe > 1:
+            return self.stages(plan)[0].memory + self.batch(plan)
+        placed = _placed(plan)
+        if placed.spread or placed.sync:
+            held = self._stage(placed)
+        else:  # one estimate has all stages
+            every = self._plan(dataclasses.replace(placed, stage=3))
+            held = every.stage(f"stage {placed.stage}")
+        grads = held.grads / (plan.shards_of_state if plan.stage == 1 else 1)
+        update = held.arguments + grads
+        if plan.spread or (plan.stage in (1, 2) and plan.shards > 1):
+            update += held.params  # new ones are gathered while the old ones are still there
+        if plan.sync:
+            # Gradients are there in full, or of the shard that replicas have.
+            full = held.params if plan.stage < 3 else held.grads
+            summed = full / (plan.shards if plan.replicas > 1 and plan.stage < 3 else 1)
+            update = max(update, held.arguments + summed + self.sync(plan).held)
+        return max(self._backward(plan, held), update) + self.batch(plan)
+
+    def _backward(self, plan: ParallelPlan, held: StagePlan) -> float:
+        """Bytes of the backward pass of the last micro-batch.
+
+        Gradients of all layers are there from the first one on, but not yet beside the head; sums
+        over micro-batches always are.
+        """
+        several = plan.microbatches > 1
+        wide = max(1.0, 4 / self.dtype.itemsize) if several else 0.0
+        if plan.spread and plan.stage == 3:
+            # Shards of a replica, and their sums, in place of what the update gets of them.
+            summed, layers, others = wide * held.params, held.params, 0.0
+        elif several:
+            layers = held.unreduced if plan.stage != 2 else held.params / plan.shards
+            summed, others = held.grads, max(0.0, held.unreduced - layers)
+        else:
+            summed, layers, others = 0.0, held.grads, held.unreduced
+        if plan.spread and plan.stage == 2:
+            others += max(wide, 1.0) * held.params / plan.shards - held.grads
+        if plan.sync and plan.stage == 2 and plan.replicas == 1:
+            # The sync comes after the last micro-batch: until then they are summed in full.
+            others += wide * held.params
+        return held.arguments + summed + others + self.activations(plan, layers)
+
+    def activations(self, plan: ParallelPlan, grads: float = 0.0) -> float:
+        """Bytes of what is stored, temporaries, and gathered layers; without a pipeline.
+
+        ``grads`` are beside the temporaries of the layers, and not beside those of the head.
+        """
+        costs = self._costs(plan.microbatch, _recompute(plan), plan.tensor)
+        stored = sum(cost.activation_bytes for cost in costs)
+        most = [cost.working_bytes for cost in costs]
+        if plan.gathers_layers:
+            # Stage 3 has full parameters of what it computes, and their gradients; beside the head,
+            # the embedding is still there.
+            most = [cost.working_bytes + 2 * cost.param_bytes for cost in costs]
+            most[-1] += 0 if self.model.tied else costs[0].param_bytes
+        return stored + max(most[-1], max(most[:-1]) + grads)
+
+    def stages(self, plan: ParallelPlan) -> Sequence[PipelineStage]:
+        """The devices of a pipeline, without the batch.
+
+        The update needs less than what it takes the place of: accumulated gradients are float32.
+        """
+        return pipeline_stages(
+            self._stages(dataclasses.replace(_placed(plan), microbatches=1)),
+            self._costs(plan.microbatch, _recompute(plan), plan.tensor),
+            self.ranges(plan),
+            schedule=plan.schedule,
+            microbatches=plan.microbatches,
+        )
+
+    def forms(self, recompute: Sequence[str]) -> tuple[str, ...]:
+        """The forms of recomputation that differ."""
+        return tuple(recompute)
+
+    def least(self, plan: ParallelPlan) -> float:
+        """Bytes that the fullest device has at least, whatever ZeRO does: for its activations."""
+        if plan.pipe == 1:
+            return self.activations(dataclasses.replace(plan, stage=0)) + self.batch(plan)
+        stage = self.stages(plan)[0]  # at stage 0
+        return stage.grads + stage.activations + self.batch(plan)
+
+    def passes(self, plan: ParallelPlan, *, ideal: bool = False) -> Passes:
+        """The passes of a step; see ``step_seconds``."""
+        return self._passes(dataclasses.replace(plan, **_NO_STATE), ideal)
+
+    def _passes_of(self, plan: ParallelPlan, ideal: bool) -> Passes:
+        return passes(
+            *(self.model, plan, self.machine),
+            length=self.length,
+            implementation=self.implementation,
+            ideal=ideal,
+        )
+
+    def seconds(self, plan: ParallelPlan, work: Passes, *, ideal: bool = False) -> StepSeconds:
+        """The time of a step with these passes; see ``step_seconds``."""
+        sync = self.sync(plan) if plan.sync else None
+        return with_state(
+            *(plan, self.machine, work), sync=sync, products=self.products(plan), ideal=ideal
+        )
+
+    def sync(self, plan: ParallelPlan) -> SyncWork:
+        """The compressed synchronization of a plan's gradients."""
+        return self._synced(_placed(plan))
+
+    def layers(self, plan: ParallelPlan) -> tuple[int, ...]:
+        """Layers of each chunk."""
+        return self.passes(plan).chunks
+
+    def spares(self, plan: ParallelPlan) -> bool:
+        """Whether the largest chunk has fewer layers than where a step is fastest."""
+        return max(self.layers(plan)) < max(self.layers(dataclasses.replace(plan, even=False)))
+
+    def ranges(self, plan: ParallelPlan) -> list[tuple[int, int]]:
+        """The first layer of each chunk and the one after its last, as ``layer_costs`` has them."""
+        return ranges_of(self.layers(plan))
+
+    def batch(self, plan: ParallelPlan) -> float:
+        """Bytes of a device's part of the batch."""
+        return float(_TOKEN * plan.microbatches * plan.microbatch * (self.length + 1))
+
+    def _layer_costs(
+        self, microbatch: int, recompute: bool | str, tensor: int
+    ) -> Sequence[LayerCost]:
+        return layer_costs(
+            *(self.model, self.machine.device),
+            batch=microbatch,
+            length=self.length,
+            dtype=self.dtype,
+            recompute=recompute,
+            tensor=tensor,
+        )
+
+    def _transformation(
+        self, state_format: str | None, weights: str
+    ) -> optax.GradientTransformation:
+        """The transformation of plans, whose ``init`` is traced once for equal parameters."""
+        tx = transformation_of(ParallelPlan(state_format=state_format, weights=weights), self.tx)
+        return tx._replace(init=jax.jit(tx.init))
+
+    def _arguments(self, plan: ParallelPlan) -> dict[str, Any]:
+        return {
+            "params": self.model.abstract(self.dtype),
+            "tx": self._tx(plan.state_format, plan.weights),
+            "zero": zero_of(plan),
+            "param_specs": self.model.specs(shards=plan.tensor) if plan.tensor > 1 else None,
+            "microbatches": plan.microbatches,
+            "device": self.machine.device,
+            "gathered_once": self.model.gathered_once,
+        }
+
+    def _stage_estimates(self, plan: ParallelPlan) -> StageEstimates:
+        return StageEstimates(
+            *(self.model, self._tx(plan.state_format, plan.weights), zero_of(plan)),
+            num_stages=plan.pipe,
+            device=self.machine.device,
+            dtype=self.dtype,
+            batch=0.0,
+        )
+
+
+# What forward and backward passes do not depend on.
+_NO_STATE: dict[str, Any] = {
+    name: getattr(ParallelPlan(), name)
+    for name in ("stage", "replicas", "spread", "offload", "state_format", "weights", "sync")
+} | {"state_bytes": 0.0}
+
+
+def _placed(plan: ParallelPlan) -> ParallelPlan:
+    """A plan with nothing but that on which the bytes of parameters, gradients and state depend.
+
+    Replicas hold what devices without replicas hold, unless they share the state or have a
+    compressed sync.
+    """
+    alike = not plan.spread and not plan.sync
+    same = ("tensor", "pipe", "stage", "spread", "offload", "state_format", "weights", "sync")
+    return ParallelPlan(
+        data=plan.shards if alike else plan.data,
+        replicas=1 if alike else plan.replicas,
+        microbatches=min(plan.microbatches, 2),
+        **{name: getattr(plan, name) for name in same},
+    )
+
+
+def transformation_of(
+    plan: ParallelPlan, tx: optax.GradientTransformation
+) -> optax.GradientTransformation:
+    """The transformation of a plan: with its format of the state, and its weights."""
+    tx = with_state_format(tx, plan.state_format)
+    wrap = WRAPPERS.get(plan.weights)
+    return getattr(optax_ext, wrap)(tx) if wrap else tx
+
+
+def sync_of_plan(plan: ParallelPlan, params: Any) -> SyncWork:
+    """The compressed synchronization of a plan."""
+    assert plan.sync is not None
+    return sync_work(plan.sync, _synced_arrays(plan, params), plan.synced_devices)
+
+
+def _synced_arrays(plan: ParallelPlan, params: Any) -> list[SyncedArray]:
+    """Gradients as the compressed synchronization of a plan gets them: full, or of a replica."""
+    zero = dataclasses.replace(zero_of(plan), sync=None, stage=max(plan.stage, 2))
+    rows = zero.describe((params, optax.EmptyState()), tx=optax.identity()).rows
+    return [
+        SyncedArray(
+            shape=_shard(row, zero) if plan.replicas > 1 else row.shape,
+            nbytes=row.bytes_per_device
+            * (1 if plan.replicas > 1 else num_shards(zero.mesh, row.spec)),
+            scattered=plan.stage > 0 and plan.replicas == 1 and not row.note,
+        )
+        for row in rows
+        if row.part == "grads"
+    ]
+
+
+def sync_change(plan: ParallelPlan, params: Any) -> float:
+    """Bytes that a device sends in a step for the compressed sync of a plan, less dense sums."""
+    assert plan.sync is not None
+    devices, arrays = plan.synced_devices, _synced_arrays(plan, params)
+    dense = 0.0
+    for gradient in arrays:
+        times = plan.microbatches if plan.stage == 2 and gradient.scattered else 1
+        dense += gradient.nbytes * (times if gradient.scattered else 2) * (devices - 1) / devices
+    return sync_work(plan.sync, arrays, devices).sent(devices) - dense
+
+
+def _shard(row: Row, zero: Zero) -> tuple[int, ...]:
+    """The shape of one device's part of an array."""
+    entries = itertools.zip_longest(row.shape, row.spec)
+    return tuple(n // num_shards(zero.mesh, PartitionSpec(entry)) for n, entry in entries)
+
+
+def _recompute(plan: ParallelPlan) -> bool | str:
+    """The recomputation of a plan as ``layer_costs`` takes it."""
+    return plan.recompute if plan.recompute in PARTLY else plan.recompute != "none"
+
+
+def zero_of(plan: ParallelPlan) -> Zero:
+    """The ``Zero`` of a plan, on an abstract mesh without the stages of a pipeline.
+
+    Its axes are those of replicas, of shards, and of devices that share each layer, if there are.
+    """
+    sizes = {"replica": plan.replicas} if plan.replicas > 1 else {}
+    sizes |= {"data": plan.shards} | ({TENSOR_AXIS: plan.tensor} if plan.tensor > 1 else {})
+    return Zero(
+        jax.sharding.AbstractMesh(tuple(sizes.values()), tuple(sizes)),
+        stage=plan.stage,
+        axis="data",
+        replica_axis="replica" if plan.replicas > 1 else None,
+        shard_state_over_replicas=plan.spread,
+        offload="optimizer" if plan.offload else None,
+        sync=sync_of(plan.sync) if plan.sync else None,
+    )
+
+
+class TracedCosts(PlanCosts):
+    """Memory and time of plans of a ``TracedModel``; arguments as those of ``PlanCosts``.
+
+    Two traces, of one and of two examples, are enough: everything is linear in the examples.
+    """
+
+    model: TracedModel  # type: ignore[assignment]
+
+    def __init__(
+        self, model: TracedModel, tx: optax.GradientTransformation, machine: Machine, **options: Any
+    ):
+        super().__init__(model, tx, machine, **options)  # type: ignore[arg-type]
+        self._traced = functools.cache(lambda size, form: self.model.traced(size, self.dtype, form))
+        params = jax.tree.leaves(model.abstract(self.dtype))
+        self._sizes = [float(math.prod(x.shape)) for x in params]
+        self._layer_bytes = functools.cache(lambda: self.model.layer_bytes(self.dtype))
+
+    def traced(self, size: int, recompute: str) -> Traced:
+        """A micro-batch of some examples of one device."""
+        one, two = (self._traced(number, recompute) for number in (1, 2))
+        return Traced(*(a + (size - 1) * (b - a) for a, b in zip(one, two, strict=True)))
+
+    def forms(self, recompute: Sequence[str]) -> tuple[str, ...]:
+        """Forms that differ in what is stored or computed: a model may have none of the names."""
+        kinds: dict[Traced, str] = {}
+        for form in sorted(recompute, key=lambda form: form not in ("none", "full")):
+            kinds.setdefault(self._traced(1, form), form)
+        return tuple(form for form in recompute if form in kinds.values())
+
+    def activations(self, plan: ParallelPlan, grads: float = 0.0) -> float:
+        """Bytes of what is stored, of temporaries, and of what stage 3 gathers.
+
+        These are a layer, or what is outside of layers, and gradients of the same size. ``grads``
+        are beside the temporaries.
+        """
+        traced = self.traced(plan.microbatch, plan.recompute)
+        layer, outside = self._layer_bytes() if plan.gathers_layers else (0.0, 0.0)
+        return traced.stored + max(traced.working + 2 * layer + grads, 2 * outside)
+
+    def batch(self, plan: ParallelPlan) -> float:
+        """Bytes of a device's part of the batch."""
+        return float(num_bytes(self.model.batch(plan.microbatch * plan.microbatches)))
+
+    def _passes_of(self, plan: ParallelPlan, ideal: bool) -> Passes:
+        traced = self.traced(plan.microbatch, plan.recompute)
+        return traced_passes(
+            self.machine,
+            flops=plan.microbatches * traced.flops,
+            moved=plan.microbatches * traced.moved,
+            params=sum(self._sizes),
+            gathers=len(self._sizes),
+            ideal=ideal,
+        )

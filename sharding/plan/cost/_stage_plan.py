@@ -1,0 +1,282 @@
+"""One stage of ZeRO in closed form: the bytes that one device holds and sends."""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+import jax.numpy as jnp
+
+from optax_ext import flax_transformer
+from sharding._zero import Zero
+from sharding.collectives._all_gather import BLOCK_SIZE
+from sharding.placement._describe import Description, Row
+from sharding.placement._specs import axes_of
+from sharding.plan.machine._tiles import padded_to_tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class StagePlan:
+    """What one device holds and sends at one stage; all in bytes."""
+
+    #: ``"stage 2"`` ...; ``"3 hybrid"`` shards within each replica, ``"3 spread"`` shards
+    #: gradients and optimizer state over the replicas, too (``shard_state_over_replicas``)
+    name: str
+    params: float  #: parameters
+    grads: float  #: gradients, as the stage stores them
+    #: gradients of one micro-batch beside ``grads``: full ones that wait for their reduction
+    #: (of one layer, where layers are known), and reduced ones that wait to be added
+    unreduced: float
+    opt_state: float  #: optimizer state without master weights
+    master: float  #: master weights
+    batch: float  #: the device's part of the batch; 0 where it is unknown
+    host: float  #: the part of ``opt_state`` and ``master`` that is in host memory
+    wire: float  #: bytes sent per step, in the ring convention; without what optimizers send
+    network: float  #: the part of ``wire`` that leaves a host or slice: the sums over replicas
+    host_wire: float  #: bytes that move to host memory and back per step
+    #: the least traffic of device memory per step: parameters in the forward and the backward
+    #: pass, gradients once, and twice what the update changes
+    moved: float
+    sync: float = 0.0  #: state of ``Zero.sync``, such as error-feedback residuals
+    #: activations and temporaries of one micro-batch, as ``estimate`` was given them; None
+    #: where they are not counted
+    activations: float | None = None
+
+    @property
+    def arguments(self) -> float:
+        """The arguments of a step in device memory: parameters, state and batch."""
+        return self.params + self.opt_state + self.master + self.batch - self.host + self.sync
+
+    @property
+    def memory(self) -> float:
+        """Arguments and gradients, which is what ZeRO counts: no activations, no temporaries."""
+        return self.arguments + self.grads
+
+    @property
+    def peak(self) -> float:
+        """The memory of a step: ``memory``, unreduced gradients, and activations if counted.
+
+        A scan over layers needs all of it; layers that are unrolled can need less.
+        """
+        return self.memory + self.unreduced + (self.activations or 0.0)
+
+
+def name_of(zero: Zero) -> str:
+    """The name of the stage that a ``Zero`` runs."""
+    if zero.replica_axis and zero.stage:  # stage 0 all-reduces over all devices alike
+        return f"{zero.stage} {'spread' if zero.shard_state_over_replicas else 'hybrid'}"
+    return f"stage {zero.stage}"
+
+
+def variants_of(zero: Zero) -> dict[str, Zero]:
+    """The Zeros to compare, by the names of their stages.
+
+    Stages 0 to 3 over all data-parallel axes; with a ``replica_axis`` both hybrids of stage 3; and
+    ``zero`` itself.
+    """
+    replicas = axes_of(zero.replica_axis)
+    flat = {
+        "axis": (*replicas, *axes_of(zero.axis)),
+        "replica_axis": None,
+        "shard_state_over_replicas": False,
+    }
+    variants = [_at_stage(zero, stage, **flat) for stage in range(4)]
+    if replicas:
+        variants += [
+            _at_stage(zero, 3, shard_state_over_replicas=spread) for spread in (False, True)
+        ]
+    return {name_of(variant): variant for variant in variants} | {name_of(zero): zero}
+
+
+def _at_stage(zero: Zero, stage: int, **fields: Any) -> Zero:
+    """A ``Zero`` at another stage, without the options that this stage does not have."""
+    precision, sync = zero.precision, zero.sync
+    if stage < 3:
+        precision = dataclasses.replace(precision, gather=None)
+    elif not fields.get("replica_axis", zero.replica_axis):
+        sync = None  # may have a state, which stage 3 takes with replicas only
+    return dataclasses.replace(zero, stage=stage, precision=precision, sync=sync, **fields)
+
+
+def stage_plan(
+    name: str,
+    zero: Zero,
+    placed: Description,
+    *,
+    local: Description,
+    tile: tuple[int, int] | None,
+    microbatches: int = 1,
+    batch: float = 0.0,
+    gathered_once: str | None = None,
+    activations: float | None = None,
+) -> StagePlan:
+    """The plan of one stage, by its placement; options are those of ``estimate``.
+
+    ``local`` is the placement at stage 0: arrays sharded by the user's axes alone.
+    """
+    wire, network = _wire(zero, placed, local, microbatches, gathered_once)
+    parts = _memory(zero, padded_to_tiles(placed, tile), local, microbatches, gathered_once)
+    return StagePlan(
+        name, **parts, batch=batch, wire=wire, network=network, activations=activations
+    )
+
+
+# --- Memory ---------------------------------------------------------------------------------------
+
+
+def _memory(
+    zero: Zero, placed: Description, local: Description, microbatches: int, outside: str | None
+) -> dict[str, float]:
+    """The fields of a ``StagePlan`` about memory, but for the batch."""
+    # Optimizer state.
+    rows = [row for row in placed.rows if row.part == "opt_state"]
+    master = sum(row.bytes_per_device for row in rows if _is_master(row))
+    opt_state = sum(row.bytes_per_device for row in rows if not _is_master(row))
+
+    # Gradients of one micro-batch, full, in the dtype of the loss.
+    full: dict[str, tuple[float, tuple[int, ...]]] = {}  # bytes and shape, by path
+    for row in local.rows:
+        dtype = _dtype_if_floating(row)
+        if row.part == "params" and dtype is not None:
+            itemsize = zero.precision.of_loss(dtype).itemsize
+            full[row.path] = (row.bytes_per_device / dtype.itemsize * itemsize, row.shape)
+    full_grads = sum(nbytes for nbytes, _ in full.values())
+
+    # Gradients as the stage stores them: the accumulator or the result, whichever is wider.
+    grads = reduced = 0.0
+    for row in placed.rows:
+        dtype = _dtype_if_floating(row)
+        if row.part == "grads" and dtype is not None:
+            itemsize = zero.precision.of_accumulator(dtype).itemsize if microbatches > 1 else 0
+            grads += row.bytes_per_device / dtype.itemsize * max(itemsize, dtype.itemsize)
+            reduced += row.bytes_per_device
+
+    # Beside them, what waits: full gradients to be reduced, reduced ones to be added. Replicas that
+    # share the state each have theirs whole until they are summed.
+    if zero.shard_state_over_replicas:
+        reduced = full_grads / zero.num_shards
+    added = reduced if microbatches > 1 else 0.0
+    in_layers = zero.sync is None or zero.replica_axis  # a sync of replicas comes after that
+    if zero.stage == 2 and outside is not None and in_layers:
+        unreduced = _of_one_layer(full, outside) + added
+    elif zero.stage == 2 or (zero.stage < 2 and microbatches > 1):
+        unreduced = full_grads
+    elif zero.stage == 3:
+        unreduced = reduced if zero.shard_state_over_replicas else added
+    else:
+        unreduced = 0.0
+
+    params = placed.bytes_per_device["params"]
+    host = placed.host_bytes_per_device
+    return {
+        "params": params,
+        "grads": grads,
+        "unreduced": unreduced,
+        "opt_state": opt_state,
+        "master": master,
+        "host": host,
+        "host_wire": 2 * host,
+        "moved": 3 * microbatches * full_grads + 2 * (params + opt_state + master - host),
+        "sync": sum(row.bytes_per_device for row in placed.rows if row.part == "sync"),
+    }
+
+
+def _of_one_layer(full: dict[str, tuple[float, tuple[int, ...]]], outside: str) -> float:
+    """Bytes of the gradients that one backward pass holds unreduced, if layers are reduced in it.
+
+    ``full`` has bytes and shape by path; ``outside`` is a regular expression of paths.
+    """
+    pattern = flax_transformer().stacked or "(?!)"
+    names = {path: path[: named.end()] for path in full if (named := re.search(pattern, path))}
+    modules: dict[str, list[tuple[int, ...]]] = {}
+    for path, name in names.items():
+        modules.setdefault(name, []).append(full[path][1])
+    layers: dict[str, float] = {}
+    always = 0.0
+    for path, (nbytes, shape) in full.items():
+        if re.search(outside, path):
+            always += nbytes
+            continue
+        if path in names and _are_stacked(modules[names[path]]):
+            name, nbytes = names[path], nbytes / max(shape[0], 1)
+        else:
+            numbered = re.match(r".*?\d+(?=/|$)", path)
+            name = numbered[0] if numbered else path
+        layers[name] = layers.get(name, 0.0) + nbytes
+    return always + max(layers.values(), default=0.0)
+
+
+def _are_stacked(shapes: list[tuple[int, ...]]) -> bool:
+    """Whether arrays have a first dim of one size, and others; numbers of a layer have none."""
+    ranks = [len(shape) for shape in shapes]
+    return len({shape[:1] for shape in shapes}) == 1 and (min(ranks) > 1 or max(ranks) > 2)
+
+
+def _dtype_if_floating(row: Row) -> Any:
+    """The dtype of an array of floating numbers; None for any other."""
+    try:
+        dtype = jnp.dtype(row.dtype)
+    except TypeError:  # of random keys
+        return None
+    return dtype if jnp.issubdtype(dtype, jnp.floating) else None
+
+
+def _is_master(row: Row) -> bool:
+    return "master" in re.split(r"\W+", row.path)
+
+
+# --- Wire bytes -----------------------------------------------------------------------------------
+
+
+def _wire(
+    zero: Zero, placed: Description, local: Description, microbatches: int, outside: str | None
+) -> tuple[float, float]:
+    """Bytes that one device sends per step, and the part of them that goes to other replicas."""
+    n, replicas = zero.num_shards, zero.num_devices // zero.num_shards
+    total = to_replicas = 0.0
+    rows = {(row.part, row.path): row for row in placed.rows}
+    for row in local.rows:
+        dtype = _dtype_if_floating(row)
+        if row.part != "params" or dtype is None:
+            continue
+        grad = rows["grads", row.path]
+
+        # Bytes of the full array: as stored, as gradients are summed.
+        elements = row.bytes_per_device / dtype.itemsize
+        stored = row.bytes_per_device
+        summed = elements * zero.precision.of_sum(zero.precision.of_loss(dtype)).itemsize
+
+        # Unsharded gradients are all-reduced over all devices, once per step.
+        if zero.stage == 0 or grad.note:
+            total += 2 * summed * (n * replicas - 1) / (n * replicas)
+            continue
+
+        # Within a replica: reduce-scatters of gradients, all-gathers of parameters.
+        if zero.stage == 3:
+            named = outside is not None and re.search(outside, row.path)
+            once = named or not zero.reshard_after_forward
+            gathered = _gathered_bytes(zero, rows["params", row.path], dtype, elements)
+            passes = microbatches * ((1 if once else 2) * gathered + summed)
+        else:
+            passes = (microbatches if zero.stage == 2 else 1) * summed + stored
+        total += passes * (n - 1) / n
+
+        # Between replicas: an all-reduce of the gradient's shard; or a reduce-scatter of it and an
+        # all-gather of the updated parameter.
+        grad_axes = {axis for entry in grad.spec for axis in axes_of(entry)}
+        second = stored if grad_axes & set(axes_of(zero.replica_axis)) else summed
+        to_replicas += (summed + second) / n * (replicas - 1) / replicas
+    return total + to_replicas, to_replicas
+
+
+def _gathered_bytes(zero: Zero, row: Row, dtype: Any, elements: float) -> float:
+    """Bytes of one full parameter as stage 3 gathers it: in the dtype of the loss, or in codes.
+
+    Stacked layers count as one array, though a scan gathers them one by one.
+    """
+    bits = zero.precision.gather_bits
+    shard = row.bytes_per_device / dtype.itemsize  # elements
+    if not bits or len(row.shape) < 2 or shard < BLOCK_SIZE:
+        return elements * zero.precision.of_loss(dtype).itemsize
+    num_blocks = math.ceil(shard / BLOCK_SIZE)
+    return zero.num_shards * num_blocks * (BLOCK_SIZE * bits / 8 + 4)  # codes, a float32 scale

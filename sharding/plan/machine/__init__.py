@@ -1,0 +1,1 @@
+"""Accelerators: their figures, how they are joined, and how long collectives take."""

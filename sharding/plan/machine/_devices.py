@@ -1,0 +1,266 @@
+"""Peak figures of accelerators, with the makers' pages they are from."""
+
+import dataclasses
+import re
+from typing import Any
+
+_GIB, _GIGA, _TERA = 2**30, 1e9, 1e12
+_AMPERE = "NVIDIA A100 data sheet, SXM; network: of DGX A100, 200 Gb/s a GPU"
+_GPU = "NVIDIA's data sheet of the SXM module; network: of DGX systems, 400 Gb/s a GPU"
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceKind:
+    """One accelerator, as jax counts devices.
+
+    Attributes:
+      name: what targets call it.
+      memory: main memory, in bytes.
+      bandwidth: of the main memory, in bytes per second.
+      flops: of dense products of bfloat16 matrices, per second.
+      link: to its neighbours in one direction, the sum of all links, in bytes per second.
+      network: its share of its host's network to other hosts or slices, in bytes per second; None
+        where the maker does not publish it.
+      source: where the figures are from.
+      tile: rows and columns of the tiles of its memory; None where arrays are dense.
+      host_link: between its memory and that of its host in one direction, in bytes per second; None
+        where it is not published.
+      num_links: links of equal bandwidth that ``link`` is the sum of: two for each axis of a torus,
+        one where a switch joins the devices of a node.
+      node_size: devices of a node that are joined by ``link``; a TPU slice is a torus instead.
+    """
+
+    name: str
+    memory: float
+    bandwidth: float
+    flops: float
+    link: float
+    network: float | None
+    source: str
+    tile: tuple[int, int] | None = None
+    host_link: float | None = None
+    num_links: int = 1
+    node_size: int = 8
+
+
+def _tpu_kind(
+    name: str,
+    memory: float,
+    bandwidth: float,
+    tflops: float,
+    link: float,
+    network: float,
+    *,
+    num_links: int,
+    host: float | None = None,
+) -> DeviceKind:
+    """A TPU, by GiB, GB/s and TFLOPS."""
+    return DeviceKind(
+        *(name, memory * _GIB, bandwidth * _GIGA, tflops * _TERA, link * _GIGA, network * _GIGA),
+        source=f"cloud.google.com/tpu/docs/{name}",
+        tile=(8, 128),
+        host_link=host and host * _GIGA,
+        num_links=num_links,
+    )
+
+
+def _gpu(
+    name: str,
+    memory: float,
+    bandwidth: float,
+    tflops: float,
+    link: float,
+    source: str,
+    *,
+    host: float,
+    network: float | None = None,
+    **others: Any,
+) -> DeviceKind:
+    """A GPU, by bytes, GB/s and TFLOPS."""
+    return DeviceKind(
+        *(name, memory, bandwidth * _GIGA, tflops * _TERA, link * _GIGA),
+        network=network and network * _GIGA,
+        source=source,
+        host_link=host * _GIGA,
+        **others,
+    )
+
+
+# Makers publish links as the sum of both directions, of which a device sends half, and products of
+# GPUs often with sparsity, of which these are half. The memory of h100 and h200 is that which their
+# driver reports; of other GPUs it is the maker's figure in units of 1e9 bytes, a lower bound. PCIe
+# is the link of GPUs that have no other. Links to hosts are PCIe of 16 lanes, of version 4 or 5 by
+# the data sheets; of TPUs they are from Austin et al., How to Scale Your Model, 2025, chapter TPUs.
+_KINDS = (
+    # Link: 1.1 PB/s of all-reduce for a pod of 4096 chips, which are 6 links of 45 GB/s. Network:
+    # Austin et al., How to Scale Your Model, 2025, chapter TPUs.
+    _tpu_kind("v4", 32, 1200, 275, 6 * 45, 6.25, num_links=6, host=16),
+    _tpu_kind("v5e", 16, 819, 197, 400 / 2, 200 / 8 / 8, num_links=4, host=16),
+    # Network: the table of generations on the page of tpu7x.
+    _tpu_kind("v5p", 95, 2765, 459, 1200 / 2, 50 / 8, num_links=6, host=16),
+    _tpu_kind("v6e", 32, 1640, 918, 800 / 2, 800 / 8 / 8, num_links=4, host=32),
+    # jax shows a chip as two devices, each with half of it.
+    _tpu_kind("tpu7x", 192 / 2, 7380 / 2, 2307 / 2, 1200 / 2 / 2, 100 / 8 / 2, num_links=6),
+    _gpu("a100-40", 40e9, 1555, 312, 600 / 2, _AMPERE, network=200 / 8, host=32),
+    _gpu("a100-80", 80e9, 2039, 312, 600 / 2, _AMPERE, network=200 / 8, host=32),
+    _gpu("l40s", 48e9, 864, 362.05, 64 / 2, "NVIDIA L40S data sheet", host=32),
+    _gpu(
+        *("rtx4090", 24e9, 1008, 165.2, 64 / 2),
+        "NVIDIA Ada GPU architecture, appendix A: bfloat16 with float32 sums",
+        host=32,
+    ),
+    _gpu(
+        # A quarter of the 838 TFLOPS of float16 with sparsity and float16 sums.
+        *("rtx5090", 32e9, 1792, 209.5, 128 / 2),
+        "NVIDIA RTX Blackwell GPU architecture, appendix A: bfloat16 with float32 sums",
+        host=64,
+    ),
+    _gpu(
+        *("h100-pcie", 80e9, 2000, 756, 128 / 2),
+        "NVIDIA H100 data sheet; the link is PCIe, a bridge joins two GPUs at 300 GB/s",
+        host=64,
+    ),
+    _gpu("h100", 84_942_979_072, 3352, 989, 900 / 2, _GPU, network=400 / 8, host=64),
+    _gpu("h200", 150_754_820_096, 4800, 989, 900 / 2, _GPU, network=400 / 8, host=64),
+    _gpu(
+        *("b200", 180e9, 8000, 2250, 1800 / 2),
+        "NVIDIA DGX B200 data sheet; network: 400 Gb/s a GPU",
+        network=400 / 8,
+        host=64,
+    ),
+    _gpu(
+        *("gb200", 186e9, 8000, 2500, 1800 / 2),
+        "NVIDIA GB200 NVL72 data sheet; network: 400 Gb/s a GPU; host: half a C2C link",
+        network=400 / 8,
+        host=900 / 2 / 2,
+        node_size=72,
+    ),
+    _gpu(
+        *("mi300x", 192e9, 5300, 1307.4, 7 * 128 / 2),
+        "AMD Instinct MI300X data sheet; link: 7 of 128 GB/s, both directions together",
+        host=64,
+        num_links=7,
+    ),
+)
+KINDS = {kind.name: kind for kind in _KINDS}
+# jax's names that differ from the kind's.
+_OF_JAX = {"tpu v5 lite": "v5e", "tpu v5": "v5p", "tpu v6 lite": "v6e"}
+# Drivers' names that differ from the kind's; other forms of these GPUs have other figures.
+_OF_DRIVERS = {
+    r"a100-sxm4-(40|80)gb": r"a100-\1",
+    r"h100 80gb hbm3": "h100",
+    r"h100 pcie": "h100-pcie",
+    r"rtx (4090|5090)": r"rtx\1",
+}
+
+
+def kind_of(name: str) -> DeviceKind | None:
+    """The kind of a target such as ``"v5e:4x4"``, or of a ``jax.Device.device_kind``.
+
+    None where its figures are unknown, as for a CPU.
+
+    >>> kind_of("h200x8").name, kind_of("NVIDIA A100-SXM4-80GB").name, kind_of("cpu:8")
+    ('h200', 'a100-80', None)
+    """
+    text = _OF_JAX.get(name.lower(), name.lower())
+    text = re.sub(r"^(nvidia |geforce |amd |instinct |tpu )+", "", text)
+    for pattern, kind in _OF_DRIVERS.items():
+        text = re.sub(f"^{pattern}$", kind, text)
+    match = re.fullmatch(rf"({'|'.join(KINDS)})(x\d+|:.*)?", text)
+    return KINDS[match[1]] if match else None
+
+
+# The share of the best matrix product that products of other large shapes reach: a short scan of
+# shapes finds 80 to 90 % of the best one (Bekman, Machine Learning Engineering, page "Accelerator
+# Benchmarks", quick run of mamf-finder.py); the middle.
+TYPICAL_OF_BEST = 0.85
+# The share of main memory bandwidth in passes over more than 100 MB: Isaev et al., Calculon, SC
+# 2023, systems/a100_80g.json.
+_MEMORY = 0.90
+# Seconds that a kernel takes beside its roofline: what the efficiencies in the same file imply,
+# 0.60 at 1e9 operations, 0.90 at 16e9 and 0.95 at 128e9: 2 to 3 microseconds.
+_KERNEL = 3e-6
+# Seconds of a hop, and the share of the network: the tuning values of H100 in autoparallel of
+# meta-pytorch: all-gathers over 2 to 8 GPUs of a node start in 8 to 30 us, over 2 to 32 nodes in
+# 37 us a node, over one GPU of each of 8 or 32 nodes in 13 us a node, at 48 of 50 GB/s.
+_LINK_HOP, _NETWORK_HOP, _NETWORK = 3.8e-6, 13.8e-6, 0.96
+_AUTOPARALLEL = "meta-pytorch/autoparallel, tuning values of H100"
+_VTRAIN = "Bang et al., vTrain, MICRO 2024, trace/a100"
+_BEKMAN = "Bekman, Machine Learning Engineering, pages of accelerators and networks"
+_SCALING = "Austin et al., How to Scale Your Model, 2025, chapter TPUs"
+
+
+@dataclasses.dataclass(frozen=True)
+class Achieved:
+    """Shares of the peak figures of a ``DeviceKind``, and fixed times in seconds."""
+
+    matmul: float  # of ``flops``, by the best matrix product
+    link: float  # of ``link``, by ring collectives of large arrays
+    source: str  # of these
+    # of ``link``: bytes of the array per second of an all-reduce that a switch sums; None
+    # where switches do not sum
+    all_reduce: float | None = None
+    memory: float = _MEMORY  # of ``bandwidth``, by large element-wise passes
+    network: float = _NETWORK  # of ``network``, by collectives of large arrays
+    kernel: float = _KERNEL  # seconds of a kernel beside its roofline
+    start: float = 0.0  # seconds of any collective
+    link_hop: float = _LINK_HOP  # seconds to the next device of a node or torus
+    network_hop: float = _NETWORK_HOP  # seconds to the next node or slice
+    # bytes: a collective of x bytes takes as long as one of x + sqrt(ramp x) at full speed
+    ramp: float = 0.0
+
+    @property
+    def typical_matmul(self) -> float:
+        """The share of ``flops`` by matrix products of the shapes of a model."""
+        return self.matmul * TYPICAL_OF_BEST
+
+
+# All-gathers of 1 GB over 8 GPUs: 394 GB/s of H100 are 345 by the bytes sent, of 450; all-reduces
+# 267 GB/s. A100 sends 229 of 300 in all-reduces of 1 GiB, and starts those of two GPUs in 44 us.
+# H200: 366 in a ring, 473 summed by switches, by the bytes of a ring. B200: 846 of 900 at 16 GiB,
+# 401 at 64 MiB and 36 at 1 MiB, which determine its ramp.
+_RING = 345 / 450
+_A100 = Achieved(0.87, 229 / 300, f"{_BEKMAN}; {_VTRAIN}", start=30e-6)
+_H100 = Achieved(0.80, _RING, f"{_BEKMAN}; {_AUTOPARALLEL}", all_reduce=267 / 450)
+_H200 = Achieved(0.80, 366 / 450, _BEKMAN, all_reduce=473 / 1.75 / 450)
+_B200 = Achieved(0.78, _RING, _BEKMAN, all_reduce=846 / 1.75 / 900, ramp=38e6)
+_GB200 = dataclasses.replace(_B200, matmul=0.73)
+_MI300X = Achieved(0.51, _RING, _BEKMAN)
+# PCIe of 16 lanes: 88 % one way.
+_PCIE = Achieved(0.80, 0.88, _BEKMAN)
+
+
+def _tpu(usable: float, nominal: float) -> Achieved:
+    """A TPU: 95 % of a link's usable bandwidth; 1 us a hop; 10 us over the network.
+
+    No share of matrix products is published; it is taken as 1.
+    """
+    return Achieved(
+        *(1.0, 0.95 * usable / nominal, _SCALING), kernel=0.0, link_hop=1e-6, network_hop=10e-6
+    )
+
+
+_OF_KIND = {
+    "v4": _tpu(45, 45),
+    "v5e": _tpu(45, 50),
+    "v5p": _tpu(90, 100),
+    "v6e": _tpu(90, 100),
+    "tpu7x": _tpu(90, 100),
+    "a100-40": _A100,
+    "a100-80": _A100,
+    "h100": _H100,
+    "h200": _H200,
+    "b200": _B200,
+    "gb200": _GB200,
+    "mi300x": _MI300X,
+}
+
+
+def achieved(device: DeviceKind) -> Achieved:
+    """What a kind reaches; GPUs without an entry reach what an H100 does, over PCIe.
+
+    >>> from sharding.plan import kind_of
+    >>> round(achieved(kind_of("a100-80")).typical_matmul, 2)
+    0.74
+    """
+    return _OF_KIND.get(device.name, _PCIE)

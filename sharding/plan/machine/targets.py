@@ -1,0 +1,257 @@
+"""Compile-only targets: programs for accelerators that this machine does not have.
+
+A program compiled for a target can be read (its collectives, its memory) but not run. TPU targets
+need the ``libtpu`` package, GPU targets the CUDA plugin of jax: ``pip install 'optax-ext[aot]'``.
+Set ``JAX_PLATFORMS=cpu`` in a process that only compiles, so that jax looks for no accelerators.
+
+Where jax finds these packages and no accelerator, it warns whenever it starts. To avoid that,
+install them into a folder that only this module reads, with the same version of jax:
+``pip install --target DIR 'jax[tpu,cuda13-local]'`` and ``SHARDING_COMPILERS=DIR``.
+"""
+
+import importlib.util
+import math
+import os
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils, topologies
+from jax.sharding import AxisType, Mesh
+
+from sharding.plan.machine._devices import KINDS
+
+__all__ = ["Target", "gpus", "mesh", "parse", "topology"]
+__dir__ = __all__.copy
+
+# Options of the topology that make one device per chip, where that is not the default.
+_TPUS: dict[str, dict[str, str]] = {
+    "v4": {"chip_config_name": "megacore"},
+    **{kind: {} for kind in ("v5e", "v5p", "v6e", "tpu7x")},
+}
+_GPUS = ("h100", "h200")
+# GPUs that can be planned for; XLA lacks the figures to compile for them.
+_PLANNED = tuple(kind for kind in KINDS if kind not in _TPUS and kind not in _GPUS)
+_CORES = {"tpu7x": 2}  # devices of a chip
+# Single slices, by the pages of Google Cloud; those of v5p are the usual ones of many.
+_SQUARES = [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
+_SHAPES = {"v5e": _SQUARES, "v6e": _SQUARES}
+_HOW = "pip install 'optax-ext[aot]'"
+_KNOWN = (
+    "v4:2x2x2, v5e:4x4, v5p:4x4x4, v6e:16x16, tpu7x:2x2x1 (a TPU slice; its shape may differ), "
+    "v5e:4x4*2 (two slices), h100x8, h200x8, h200x16 (GPUs, 8 to a host), cpu:8; and to plan only, "
+    f"GPUs that cannot be compiled for: {', '.join(f'{kind}x8' for kind in _PLANNED)}"
+)
+
+
+class Target(NamedTuple):
+    """A target, parsed from its name."""
+
+    kind: str  # "v5e", "h200", "cpu" ...
+    shape: tuple[int, ...]  # the torus of one TPU slice; elsewhere the number of devices
+    groups: int  # how many TPU slices or hosts of GPUs there are
+
+    @property
+    def num_devices(self) -> int:
+        """The devices of all slices."""
+        slices = self.groups if self.kind in _TPUS else 1
+        return math.prod(self.shape) * slices * _CORES.get(self.kind, 1)
+
+    @property
+    def is_torus(self) -> bool:
+        """Whether its devices are in a torus; else a switch joins those of a node."""
+        return self.kind in _TPUS
+
+    @property
+    def compiles(self) -> bool:
+        """Whether programs can be compiled for it here; else it can be planned only."""
+        return self.kind == "cpu" or self.kind in _TPUS or self.kind in _GPUS
+
+    @property
+    def mesh_axes(self) -> dict[str, int]:
+        """Axes that suit its links: those of the torus, after one of slices or hosts."""
+        if self.kind not in _TPUS:
+            inner = {"data": self.shape[0] // self.groups}
+            return {"host": self.groups, **inner} if self.groups > 1 else inner
+        inner = {name: n for name, n in zip("xyz", self.shape, strict=False) if n > 1} or {"x": 1}
+        if self.kind in _CORES:
+            inner["core"] = _CORES[self.kind]
+        return {"slice": self.groups, **inner} if self.groups > 1 else inner
+
+
+def parse(name: str, *, other_gpus: bool = False) -> Target:
+    """The target of a name, as ``topology`` has it; no compiler needs to be installed.
+
+    If ``other_gpus``, GPUs may be of any other kind, ``"NAMExNUMBER"``.
+
+    Raises:
+      ValueError: the name is unknown, or there is no TPU slice of that shape.
+
+    >>> parse("v5e:4x4*2").mesh_axes
+    {'slice': 2, 'x': 4, 'y': 4}
+    """
+    if match := re.fullmatch(r"cpu:([1-9]\d*)", name):
+        return Target("cpu", (int(match[1]),), 1)
+    if match := re.fullmatch(rf"({'|'.join((*_GPUS, *_PLANNED))})x([1-9]\d*)", name):
+        return gpus(name, match[1], int(match[2]))
+    tpus = rf"({'|'.join(_TPUS)}):([1-9]\d*(?:x[1-9]\d*){{0,2}})(?:\*([1-9]\d*))?"
+    if match := re.fullmatch(tpus, name):
+        shape = tuple(int(size) for size in match[2].split("x"))
+        if shape not in _SHAPES.get(match[1], [shape]):
+            known = ", ".join("x".join(map(str, sizes)) for sizes in _SHAPES[match[1]])
+            raise ValueError(f"there is no slice {name!r}; those of {match[1]} are {known}.")
+        return Target(match[1], shape, int(match[3] or 1))
+    if other_gpus and (match := re.fullmatch(r"([a-z][\w.-]*?)x([1-9]\d*)", name)):
+        return gpus(name, match[1], int(match[2]))
+    raise ValueError(f"unknown target {name!r}; known are {_KNOWN}.")
+
+
+def gpus(name: str, kind: str, num: int) -> Target:
+    """A number of GPUs of one kind, known or not, in full hosts."""
+    host = KINDS[kind].node_size if kind in KINDS else 8
+    if num > host and num % host:
+        raise ValueError(f"{name!r}: more GPUs than one host's must be a multiple of {host}.")
+    return Target(kind, (num,), max(1, num // host))
+
+
+def topology(name: str) -> list[jax.Device]:
+    """The devices of a target, for compiling only (those of ``cpu:n`` run too).
+
+    Args:
+      name: generation and shape of a TPU slice, ``"v5e:4x4"``; of several, ``"v5e:4x4*2"``; kind
+        and number of GPUs, ``"h200x8"``; or a number of virtual CPU devices, ``"cpu:8"``.
+
+    Returns:
+      The devices, in jax's order. ``mesh`` puts them into an order that suits their links.
+
+    Raises:
+      ValueError: the target is unknown, or its compiler is not installed.
+
+    >>> [device.platform for device in topology("cpu:1")]
+    ['cpu']
+    """
+    target = parse(name)
+    if target.kind == "cpu":
+        return _cpus(name, target.num_devices)
+    if not target.compiles:
+        raise ValueError(
+            f"{name!r} can be planned, not compiled for; targets to compile for are CPUs, TPUs "
+            f"({', '.join(_TPUS)}) and GPUs ({', '.join(_GPUS)})."
+        )
+    if target.kind in _GPUS:
+        return _gpus(name, target)
+    return _tpus(name, target)
+
+
+def mesh(name: str, shape: Sequence[int], axis_names: Sequence[str]) -> Mesh:
+    """A mesh of Auto axes over a target, in a device order that suits its links.
+
+    Over several slices the first axis runs across them, and its size is a multiple of their number.
+
+    Args:
+      name: the target, as in ``topology``.
+      shape: the size of each mesh axis; the product is the number of devices.
+      axis_names: their names.
+
+    Raises:
+      ValueError: as ``topology``; or the shape does not fit the devices.
+
+    >>> mesh("cpu:1", (1,), ("data",)).axis_names
+    ('data',)
+    """
+    devices = topology(name)
+    shape = tuple(shape)
+    if math.prod(shape) != len(devices):
+        raise ValueError(
+            f"mesh shape {shape} does not fit {name!r}, which has {len(devices)} devices."
+        )
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if devices[0].platform != "tpu":
+        grid = np.array(devices).reshape(shape)
+    elif slices == 1:
+        grid = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
+    elif shape[0] % slices:
+        raise ValueError(
+            f"mesh shape {shape} does not fit {name!r}: the first axis must be a multiple of the "
+            f"{slices} slices."
+        )
+    else:
+        grid = mesh_utils.create_hybrid_device_mesh(
+            (shape[0] // slices, *shape[1:]),
+            (slices, *[1] * (len(shape) - 1)),
+            devices,
+            allow_split_physical_axes=True,
+        )
+    return Mesh(grid, tuple(axis_names), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def _cpus(name: str, num: int) -> list[jax.Device]:
+    devices = jax.devices("cpu")
+    if len(devices) < num:
+        raise ValueError(
+            f"{name!r} was requested, {len(devices)} CPU devices were found; set "
+            f"jax.config.update('jax_num_cpu_devices', {num}) before jax is first used."
+        )
+    return devices[:num]
+
+
+def _find_compilers() -> None:
+    folders = os.environ.get("SHARDING_COMPILERS", "").split(os.pathsep)
+    sys.path.extend(folder for folder in folders if folder and folder not in sys.path)
+
+
+def _tpus(name: str, target: Target) -> list[jax.Device]:
+    _find_compilers()
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError(f"{name!r} needs the TPU compiler, which is not installed: {_HOW}.")
+    # No query of a metadata server; two processes may compile at once.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    options: dict[str, Any] = {**_TPUS[target.kind]}
+    if target.groups > 1:
+        options["num_slices"] = target.groups
+    if math.prod(target.shape) == 1:  # libtpu 0.0.42, which jax 0.10.2 takes, expects hosts of four
+        options["chips_per_host_bounds"] = (1, 1, 1)
+    shape = "x".join(map(str, target.shape))
+    try:
+        return topologies.get_topology_desc(f"{target.kind}:{shape}", "tpu", **options).devices
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f"the TPU compiler does not know {name!r}: {error}.") from error
+
+
+def _gpus(name: str, target: Target) -> list[jax.Device]:
+    _find_compilers()
+    layout = f"1x{target.groups}x{target.num_devices // target.groups}"
+    try:
+        return topologies.get_topology_desc(
+            name, "cuda", target_config=_gpu_config(target.kind), topology=layout
+        ).devices
+    except NotImplementedError as error:
+        raise ValueError(
+            f"{name!r} needs jax's CUDA plugin, which is not found: {_HOW}; one in "
+            "SHARDING_COMPILERS is seen only before jax is first used."
+        ) from error
+
+
+def _gpu_config(kind: str) -> str:
+    """A Hopper GPU for XLA, as the text of its GpuTargetConfigProto."""
+    figures = KINDS[kind]
+    return f"""
+      gpu_device_info {{
+        threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+        shared_memory_per_block: 49152 shared_memory_per_core: 233472
+        shared_memory_per_block_optin: 232448
+        core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98
+        block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+        memory_bandwidth: {figures.bandwidth:.0f} device_memory_size: {figures.memory:.0f}
+        l2_cache_size: 52428800
+        cuda_compute_capability {{ major: 9 }}
+        registers_per_core_limit: 65536 registers_per_block_limit: 65536
+      }}
+      platform_name: "CUDA"
+      dnn_version_info {{ major: 9 minor: 10 }}
+      device_description_str: "NVIDIA {kind.upper()}"
+    """

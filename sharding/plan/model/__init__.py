@@ -1,0 +1,1 @@
+"""Models: their dims, and what their layers compute and store."""

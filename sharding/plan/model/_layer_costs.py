@@ -1,0 +1,205 @@
+"""What one layer costs a pipeline: the input of every planner of stages."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sharding.pipeline._stage import LayerParams, Scope, Stage
+from sharding.plan.machine._devices import DeviceKind
+from sharding.plan.machine._tiles import num_bytes
+from sharding.plan.model._models import Decoder
+from sharding.plan.model._saved_names import attention_flops, flops_again, saved_elements
+from sharding.plan.model._traced_model import products_of, stored_by
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCost:
+    """One layer, for one micro-batch.
+
+    Attributes:
+      forward: seconds of the forward pass.
+      backward: seconds of the backward pass, with recomputation where the layer recomputes.
+      param_bytes: of its parameters.
+      activation_bytes: of what the forward pass stores for the backward pass.
+      output_bytes: of what the next layer receives; as many bytes of gradients come back.
+      working_bytes: of temporaries of the backward pass beside ``activation_bytes``.
+      weight: seconds of the part of ``backward`` that a split backward pass leaves for later.
+      crossing_bytes: of what that part needs then, if nothing is computed again.
+    """
+
+    forward: float
+    backward: float
+    param_bytes: float = 0.0
+    activation_bytes: float = 0.0
+    output_bytes: float = 0.0
+    working_bytes: float = 0.0
+    weight: float = 0.0
+    crossing_bytes: float = 0.0
+
+
+def check_layers(layers: Sequence[LayerCost], num_stages: int = 1) -> None:
+    """Raises unless each stage gets a layer, and every cost is a number of at least 0."""
+    if not layers:
+        raise ValueError("layers are empty; a pipeline needs at least one layer.")
+    for i, layer in enumerate(layers):
+        for name, value in dataclasses.asdict(layer).items():
+            if not 0 <= value < math.inf:
+                raise ValueError(f"layer {i}: {name} must be finite and at least 0, got {value}.")
+    if num_stages < 1:
+        raise ValueError(f"num_stages must be at least 1, got {num_stages}.")
+    if num_stages > len(layers):
+        raise ValueError(
+            f"{num_stages} stages were requested of {len(layers)} layers; each stage needs a "
+            f"layer, so that at most {len(layers)} stages are possible."
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _layer_bytes(
+    model: Decoder, batch: int, length: int, dtype: Any, tensor: int
+) -> tuple[float, tuple[float, ...]]:
+    """Bytes that a layer stores if nothing is computed again, and of what its products touch."""
+    layer, x = _layer_and_input(model, batch, length, dtype, tensor)
+    products = products_of(model.apply_layer, layer, x)
+    stored = stored_by(model.apply_layer, layer, x)
+    return float(num_bytes(stored)), tuple(float(num_bytes(x)) for x in products)
+
+
+def _layer_and_input(
+    model: Decoder, batch: int, length: int, dtype: Any, tensor: int
+) -> tuple[Any, Any]:
+    """The types of a layer's parameters on one device, and of its input."""
+    (layer,) = dataclasses.replace(model, scan=False, layers=1).abstract(dtype, tensor)["layers"]
+    return layer, jax.ShapeDtypeStruct((batch, length, model.width), dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _crossing_bytes(model: Decoder, batch: int, length: int, dtype: Any, tensor: int) -> float:
+    """Bytes that the gradients of parameters need, once that of the input is there."""
+    params, x = _layer_and_input(model, batch, length, dtype, tensor)
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(params)
+
+    def layer(params: LayerParams, x: Any, microbatch: Any, key: Any) -> Any:
+        del microbatch, key
+        return model.apply_layer(treedef.unflatten(params.trained), x)
+
+    def backward(leaves: Any, x: Any) -> Any:
+        stage = Stage(layer, num_layers=1, uneven=False)
+        params = LayerParams([leaf[None] for leaf in leaves], [])
+        scope = Scope((), None, 0, 1)
+        y, residuals = stage.forward_storing(params, x, scope)
+        return stage.backward_input(params, residuals, y, scope)[1]
+
+    return float(num_bytes(jax.eval_shape(backward, leaves, x)))
+
+
+def layer_costs(
+    model: Decoder,
+    device: DeviceKind,
+    *,
+    batch: int = 1,
+    length: int | None = None,
+    dtype: Any = jnp.bfloat16,
+    recompute: bool | str = True,
+    efficiency: float = 0.5,
+    tensor: int = 1,
+) -> list[LayerCost]:
+    """The layers of one of ``MODELS`` on a device: the embedding, the decoder layers, the head.
+
+    The forward pass of a layer takes FLOPs / (peak x efficiency) seconds, the backward pass twice
+    that, and with ``recompute`` the forward pass again. Lookups in the embedding take no time.
+
+    Activations are those that the vector-Jacobian product of the layer's code stores, without its
+    parameters; attention materializes its scores. What is computed again is a temporary of the
+    backward pass. Devices that share a layer (``Decoder.specs``) each have its input and the sums
+    of its products; heads, scores, hidden values and logits are divided.
+
+    Args:
+      model: one of ``MODELS``.
+      device: its peak figures.
+      batch: sequences in a micro-batch.
+      length: tokens of a sequence; as the model has it where it is None.
+      dtype: of parameters and activations.
+      recompute: whether each layer stores its input only; or the name of a preset of MaxText, such
+        as ``"minimal"``, whose values it stores, too.
+      efficiency: the share of the peak that is reached, in (0, 1].
+      tensor: devices that share each layer; costs are those of one of them.
+
+    Returns:
+      ``model.layers + 2`` costs. A tied embedding counts as parameters of the head, too.
+
+    Raises:
+      ValueError: the efficiency is out of range, or so many devices cannot share the model.
+
+    >>> from sharding.plan import MODELS, kind_of
+    >>> costs = layer_costs(MODELS["llama2-7b"], kind_of("v5p:2x2x1"))
+    >>> len(costs), round(1e3 * costs[1].forward, 1), round(costs[1].param_bytes / 2**20)
+    (34, 3.9, 386)
+    """
+    if not 0 < efficiency <= 1:
+        raise ValueError(f"efficiency must be in (0, 1], got {efficiency}.")
+    length = length or model.length
+    tokens = batch * length
+    itemsize = jnp.dtype(dtype).itemsize
+    stream = float(tokens * model.width * itemsize)  # bytes of the residual stream
+
+    # Parameters and operations.
+    params = dataclasses.replace(model, scan=False, layers=1).abstract(dtype, tensor)
+    (layer,) = params["layers"]
+    embedding = float(num_bytes([params["embed"], params.get("positions", ())]))
+    unembedding = float(num_bytes(params["embed" if model.tied else "unembed"]))
+    head = num_bytes(params["norm"]) + unembedding
+    per_second = device.flops * efficiency
+    vocabulary = model.vocabulary // model.shards_of_tokens(tensor)
+    head_seconds = 2.0 * tokens * model.width * vocabulary / per_second
+    layer_flops, _ = model.layer_flops(tokens, length)
+    layer_seconds = layer_flops / 3 / tensor / per_second  # a step is three forward passes
+
+    # Activations.
+    traced = (model, batch, length, jnp.dtype(dtype), tensor)
+    full, products = _layer_bytes(*traced)
+    largest = max(products)
+    logits = 4.0 * tokens * vocabulary  # float32, for the backward pass of the loss
+    gradient = float(itemsize * tokens * vocabulary)  # of the logits
+
+    # Recomputation: what a layer stores beside its input, and the share of the forward pass that
+    # runs again.
+    kept, again = (0.0 if recompute else full - stream), float(recompute is True)
+    if isinstance(recompute, str):
+        kept = float(tokens * itemsize * saved_elements(model, recompute, tensor))
+        again = tokens * flops_again(model, recompute, length) / layer_flops * 3
+    # Temporaries: the gradient of what is largest, in 32 bits where nothing is computed again; what
+    # products read and write that is computed again. Element-wise operations are fused.
+    working = largest * 4 / itemsize
+    if recompute:
+        working = sum(products) - kept + largest
+    return [
+        LayerCost(0.0, 0.0, embedding, 4.0 * tokens, stream),
+        *[
+            LayerCost(
+                forward=layer_seconds,
+                backward=(2 + again) * layer_seconds,
+                param_bytes=float(num_bytes(layer)),
+                activation_bytes=stream + kept,
+                output_bytes=stream,
+                working_bytes=working,
+                weight=layer_seconds
+                - tokens * attention_flops(model, length) / tensor / per_second,
+                crossing_bytes=0.0 if recompute else _crossing_bytes(*traced),
+            )
+        ]
+        * model.layers,
+        LayerCost(
+            forward=head_seconds,
+            backward=2 * head_seconds,
+            param_bytes=head,
+            activation_bytes=stream if recompute else stream + logits,
+            working_bytes=gradient + (logits if recompute else 0.0),
+        ),
+    ]

@@ -1,0 +1,223 @@
+"""The time of one layer of a decoder on one device: matrix products and passes over memory."""
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from sharding.plan.machine._devices import Achieved, DeviceKind, achieved
+from sharding.plan.model._models import Decoder
+
+# The share of the peak that fused attention reaches: 50 to 73 % on A100, 35 % on H100 by the same
+# kernel, up to 75 % by a later one (abstracts of Dao, FlashAttention-2, ICLR 2024, and Shah et al.,
+# FlashAttention-3, NeurIPS 2024).
+_FUSED_ATTENTION = 0.5
+# Its backward pass has five products of scores and values where the forward pass has two.
+_FUSED_BACKWARD = 2.5
+_ITEM = 2  # bytes of an activation
+_MASK = 1  # bytes of an element of a dropout mask
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """How a program computes a layer.
+
+    Attributes:
+      attention: ``"materialized"`` writes the scores of every pair of tokens, masked ones too;
+        ``"fused"`` keeps them on chip and skips masked blocks.
+      dropout: whether there is dropout, on the scores and on both branches.
+      launch: seconds in which the host issues a kernel; 0 for compiled steps.
+      lockstep: whether a step is one compiled program: the ticks of a pipeline end on all devices
+        at once, and a layer that is computed again leaves out its last product; else each stage
+        waits for its messages alone.
+    """
+
+    attention: Literal["materialized", "fused"] = "materialized"
+    dropout: bool = False
+    launch: float = 0.0
+    lockstep: bool = True
+
+
+COMPILED = Implementation()
+
+
+class KernelSeconds(NamedTuple):
+    """Seconds of one device."""
+
+    matmul: float = 0.0  # of matrix products, and of reading operands where that takes longer
+    elementwise: float = 0.0  # of reading and writing memory in all other operations
+    kernels: int = 0  # how many
+    overhead: float = 0.0  # of the kernels, beside the above
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return self.matmul + self.elementwise + self.overhead
+
+    def __add__(self, other: "KernelSeconds") -> "KernelSeconds":  # type: ignore[override]
+        return KernelSeconds(*map(operator.add, self, other))
+
+    def __sub__(self, other: "KernelSeconds") -> "KernelSeconds":
+        return self + other * -1
+
+    def __mul__(self, times: float) -> "KernelSeconds":  # type: ignore[override]
+        matmul, elementwise, kernels, overhead = self
+        rounded = round(kernels * times)
+        return KernelSeconds(matmul * times, elementwise * times, rounded, overhead * times)
+
+
+class LayerWork(NamedTuple):
+    """One layer, for one micro-batch."""
+
+    forward: KernelSeconds  # its forward pass
+    backward: KernelSeconds  # its backward pass, without recomputation
+    weight: KernelSeconds  # the part of it that no other layer waits for: gradients of the matrices
+    # what selective recomputation computes again: scores, softmax and their product with the
+    # values
+    attention: KernelSeconds
+    # those of the forward pass, by the parts of ``SAVED_PARTS``, and ``"down"``
+    products: Mapping[str, KernelSeconds]
+
+
+class Roofline:
+    """Seconds of operations on a device.
+
+    If ``ideal``, matrix products take their operations at the peak, and all else nothing: a lower
+    bound of any implementation.
+    """
+
+    def __init__(self, device: DeviceKind, implementation: Implementation, *, ideal: bool = False):
+        reached: Achieved = achieved(device)
+        self.flops = device.flops * (1.0 if ideal else reached.typical_matmul)
+        self.attention_flops = device.flops * (1.0 if ideal else _FUSED_ATTENTION)
+        self.bandwidth = math.inf if ideal else device.bandwidth * reached.memory
+        self.kernel = 0.0 if ideal else reached.kernel
+        self.launch = 0.0 if ideal else implementation.launch
+
+    def matmul(self, rows: float, inner: float, cols: float, batch: float = 1.0) -> KernelSeconds:
+        """A product of (rows, inner) and (inner, cols), ``batch`` times in one kernel."""
+        flops = 2.0 * batch * rows * inner * cols
+        nbytes = _ITEM * batch * (rows * inner + inner * cols + rows * cols)
+        return KernelSeconds(max(flops / self.flops, nbytes / self.bandwidth), 0.0, 1, self.kernel)
+
+    def passes(self, nbytes: float, kernels: int = 1) -> KernelSeconds:
+        """Element-wise kernels that read and write so many bytes together."""
+        return KernelSeconds(0.0, nbytes / self.bandwidth, kernels, kernels * self.kernel)
+
+    def fused_attention(self, flops: float) -> KernelSeconds:
+        """A kernel of attention that keeps scores on chip."""
+        return KernelSeconds(flops / self.attention_flops, 0.0, 1, self.kernel)
+
+
+@functools.lru_cache(maxsize=4096)
+def layer_work(
+    model: Decoder,
+    device: DeviceKind,
+    *,
+    microbatch: int,
+    length: int | None = None,
+    tensor: int = 1,
+    sequence_parallel: bool = False,
+    implementation: Implementation = COMPILED,
+    ideal: bool = False,
+) -> LayerWork:
+    """The time of one layer on one of ``tensor`` devices that share it.
+
+    Matrix products take their operations at the typical share of the peak, or the reading of their
+    operands, whichever is longer. Element-wise passes take their bytes, in 16 bits: each norm reads
+    and writes the residual stream, a branch is added to it (with dropout), the activation reads the
+    hidden values once and writes them, queries, keys, values and their result change layout once.
+    Materialized scores are read and written by a softmax, and by dropout. Backward passes read the
+    inputs and the gradients of the same operations. With ``sequence_parallel`` norms and residuals
+    are shared, too.
+
+    >>> from sharding.plan import MODELS, kind_of
+    >>> work = layer_work(MODELS["llama2-7b"], kind_of("h100"), microbatch=1, length=4096)
+    >>> round(1e3 * work.forward.matmul, 2), round(1e3 * work.forward.elementwise, 2)
+    (3.22, 1.0)
+
+    References:
+      Korthikanti et al.: Reducing Activation Recomputation in Large Transformer Models, MLSys 2023,
+      arXiv 2205.05198, section 4. Isaev et al.: Calculon, SC 2023.
+    """
+    unit = Roofline(device, implementation, ideal=ideal)
+    length = length or model.length
+    tokens = microbatch * length
+    up = model.matrices["up"].number
+    products = {}
+    forward = backward = weight = KernelSeconds()
+    for part, (number, rows, columns) in model.matrices.items():
+        shared = rows / tensor if part in ("out", "down") else columns / tensor
+        inner, cols = (shared, columns) if part in ("out", "down") else (rows, shared)
+        products[part] = unit.matmul(tokens, inner, cols) * number
+        forward += products[part]
+        backward += unit.matmul(tokens, cols, inner) * number
+        weight += unit.matmul(inner, tokens, cols) * number
+    backward += weight
+
+    # Element-wise: norms and residuals of the stream, activations, layouts of attention.
+    masks = _MASK if implementation.dropout else 0
+    dropped = _ITEM * 2 + masks if implementation.dropout else 0
+    stream = tokens * model.width / (tensor if sequence_parallel else 1)
+    hidden = tokens * model.hidden / tensor
+    heads = tokens * (2 * model.queries + 2 * model.keys) / tensor
+    forward += unit.passes(2 * stream * (2 * _ITEM + 3 * _ITEM + masks), 4)
+    backward += unit.passes(2 * stream * (4 * _ITEM + dropped), 6)
+    forward += unit.passes(hidden * _ITEM * (up + 1))
+    backward += unit.passes(hidden * _ITEM * (2 * up + 1))
+    forward += unit.passes(heads * 2 * _ITEM, 4)
+    backward += unit.passes(heads * 2 * _ITEM, 4)
+
+    core, core_backward = _attention(model, unit, microbatch, length, tensor, implementation)
+    # Of fused attention nothing is spared.
+    products["context"] = KernelSeconds()
+    if implementation.attention == "materialized":
+        heads = microbatch * model.heads / tensor
+        products["context"] = unit.matmul(length, length, model.queries // model.heads, heads)
+    return LayerWork(forward + core, backward + core_backward, weight, core, products)
+
+
+def _attention(
+    model: Decoder,
+    unit: Roofline,
+    microbatch: int,
+    length: int,
+    tensor: int,
+    implementation: Implementation,
+) -> tuple[KernelSeconds, KernelSeconds]:
+    """Scores, softmax and the product with the values: forward, and backward."""
+    head, heads = model.queries // model.heads, microbatch * model.heads / tensor
+    if implementation.attention == "fused":
+        flops = 4.0 * heads * length * length * head / 2  # half of the pairs is masked
+        return unit.fused_attention(flops), unit.fused_attention(_FUSED_BACKWARD * flops)
+    products = unit.matmul(length, head, length, heads) + unit.matmul(length, length, head, heads)
+    scores = heads * length * length
+    dropout = 2 * _ITEM + _MASK if implementation.dropout else 0
+    forward = products + unit.passes(scores * (2 * _ITEM + dropout), 2)
+    return forward, products * 2 + unit.passes(scores * (3 * _ITEM + dropout), 2)
+
+
+@functools.lru_cache(maxsize=4096)
+def head_work(
+    model: Decoder,
+    device: DeviceKind,
+    *,
+    microbatch: int,
+    length: int | None = None,
+    tensor: int = 1,
+    implementation: Implementation = COMPILED,
+    ideal: bool = False,
+) -> tuple[KernelSeconds, KernelSeconds]:
+    """The output matrix and the loss, forward and backward; arguments as ``layer_work``.
+
+    Logits are widened to 32 bits; a softmax reads and writes them, and so does its gradient.
+    """
+    unit = Roofline(device, implementation, ideal=ideal)
+    tokens = microbatch * (length or model.length)
+    rows, cols = model.width, model.vocabulary / tensor
+    wide = 2 * _ITEM
+    forward = unit.matmul(tokens, rows, cols) + unit.passes(tokens * cols * (_ITEM + 2 * wide), 2)
+    backward = unit.matmul(tokens, cols, rows) + unit.matmul(rows, tokens, cols)
+    return forward, backward + unit.passes(tokens * cols * (wide + _ITEM), 2)

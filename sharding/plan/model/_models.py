@@ -1,0 +1,357 @@
+"""Language models by name: their parameters as shapes, and a loss to compile a step of them."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
+
+
+class Matrices(NamedTuple):
+    """Equal matrices that read the same values."""
+
+    number: int
+    rows: int  # of each
+    columns: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """A decoder-only transformer.
+
+    Attributes:
+      layers: their number.
+      width: of the residual stream.
+      heads: of the queries.
+      kv_heads: of keys and values.
+      hidden: width of the MLP.
+      vocabulary: number of tokens.
+      length: of a sequence.
+      gated: whether the MLP has a gate (SwiGLU), or is GELU.
+      tied: whether the embedding is the output matrix, too.
+      biased: whether linear layers and norms have biases, and positions are learned, as GPT-2's.
+      scan: whether the layers are stacked and scanned.
+      head_dim: width of a head; None: ``width // heads``.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    vocabulary: int
+    length: int = 2048
+    gated: bool = True
+    tied: bool = False
+    biased: bool = False
+    scan: bool = True
+    head_dim: int | None = None
+
+    # Stage 3 gathers parameters outside the layers once; see ``estimate``.
+    gathered_once: ClassVar[str] = r"^(?!layers/)"
+
+    @property
+    def queries(self) -> int:
+        """Width of the queries of all heads."""
+        return self.heads * self.head_dim if self.head_dim else self.width
+
+    @property
+    def keys(self) -> int:
+        """Width of the keys of all heads, and of the values."""
+        return self.queries // self.heads * self.kv_heads
+
+    def init(self, dtype: Any = jnp.float32) -> dict[str, Any]:
+        """Parameters of one dtype."""
+
+        def draw(path: Any, shape: tuple[int, ...]) -> jax.Array:
+            name = str(path[-1].key)
+            if name == "scale":
+                return jnp.ones(shape, dtype)
+            if name.endswith("bias"):
+                return jnp.zeros(shape, dtype)
+            return 0.02 * jax.random.normal(jax.random.key(0), shape, dtype)
+
+        return jax.tree_util.tree_map_with_path(draw, self._shapes(), is_leaf=_is_shape)
+
+    def _shapes(self) -> dict[str, Any]:
+        """Shapes of the parameters."""
+        width = self.width
+        layer: dict[str, Any] = {
+            "attention_norm": _norm_shapes(width, self.biased),
+            "query": (width, self.queries),
+            "key": (width, self.keys),
+            "value": (width, self.keys),
+            "out": (self.queries, width),
+            "mlp_norm": _norm_shapes(width, self.biased),
+            "up": (width, self.hidden),
+            "down": (self.hidden, width),
+        }
+        if self.gated:
+            layer["gate"] = (width, self.hidden)
+        if self.biased:
+            layer |= {f"{name}_bias": s[1:] for name, s in layer.items() if _is_shape(s)}
+        if self.scan:
+            layers: Any = jax.tree.map(lambda s: (self.layers, *s), layer, is_leaf=_is_shape)
+        else:
+            layers = [layer] * self.layers
+        shapes = {
+            "embed": (self.vocabulary, width),
+            "layers": layers,
+            "norm": _norm_shapes(width, self.biased),
+        }
+        if self.biased:
+            shapes["positions"] = (self.length, width)
+        if not self.tied:
+            shapes["unembed"] = (width, self.vocabulary)
+        return shapes
+
+    def abstract(self, dtype: Any = jnp.float32, shards: int = 1) -> dict[str, Any]:
+        """The parameters' shapes and dtypes; those of one of ``shards`` devices, as ``specs`` says.
+
+        >>> from sharding.plan import MODELS
+        >>> MODELS["llama2-7b"].abstract(shards=8)["layers"]["query"].shape
+        (32, 4096, 512)
+        """
+        params: dict[str, Any] = jax.tree.map(
+            lambda shape: jax.ShapeDtypeStruct(shape, dtype), self._shapes(), is_leaf=_is_shape
+        )
+
+        def of_device(x: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+            entries = itertools.zip_longest(x.shape, spec)
+            shape = tuple(size // shards if entry else size for size, entry in entries)
+            return jax.ShapeDtypeStruct(shape, x.dtype)
+
+        return params if shards == 1 else jax.tree.map(of_device, params, self.specs(shards=shards))
+
+    def specs(self, axis: str = "model", shards: int = 1) -> dict[str, Any]:
+        """Partition specs of the parameters, for devices that share each layer as in Megatron-LM.
+
+        Queries, keys and values are sharded by heads, the MLP by its hidden values, the embedding
+        and the output matrix by tokens. The rest is replicated, and so is the residual stream: the
+        products with ``out`` and ``down`` are summed over the devices.
+
+        Tables whose tokens the ``shards`` devices of the axis do not divide are left unsharded.
+
+        Raises:
+          ValueError: the devices cannot share heads or hidden values equally.
+
+        >>> from sharding.plan import MODELS
+        >>> specs = MODELS["llama2-7b"].specs("model", 8)
+        >>> [tuple(spec) for spec in (specs["embed"], specs["unembed"], specs["layers"]["down"])]
+        [('model',), (None, 'model'), (None, 'model')]
+
+        References:
+          Shoeybi, Patwary, Puri, LeGresley, Casper, Catanzaro: Megatron-LM: Training Multi-Billion
+          Parameter Language Models Using Model Parallelism, 2019, arXiv 1909.08053, section 3.
+        """
+        for name in ("heads", "kv_heads", "hidden"):
+            if getattr(self, name) % shards:
+                raise ValueError(
+                    f"{shards} devices cannot share a model with {name}={getattr(self, name)}: "
+                    "they must divide heads, kv_heads and hidden."
+                )
+        columns = ("query", "key", "value", "up", "gate")
+        table = () if self.vocabulary % shards else (axis,)
+        of_layer: dict[str, tuple[Any, ...]] = {"out": (axis,), "down": (axis,)}
+        of_layer |= dict.fromkeys(columns, (None, axis))
+        of_layer |= {f"{name}_bias": (axis,) for name in columns}
+        outside = {"embed": table, "unembed": (None, *table)}
+
+        def spec(path: Any, _: Any) -> PartitionSpec:
+            if path[0].key == "layers":
+                stacked = (None,) * self.scan
+                return PartitionSpec(*stacked, *of_layer.get(path[-1].key, ()))
+            return PartitionSpec(*outside.get(path[-1].key, ()))
+
+        return jax.tree_util.tree_map_with_path(spec, self.abstract())
+
+    def shards_of_tokens(self, devices: int) -> int:
+        """Shards of the embedding, the output matrix and the logits: 1 if tokens do not divide."""
+        return devices if self.vocabulary % devices == 0 else 1
+
+    def batch(self, size: int) -> jax.ShapeDtypeStruct:
+        """The type of a batch of some sequences: what they are read from, and the last target."""
+        return jax.ShapeDtypeStruct((size, self.length + 1), jnp.int32)
+
+    @property
+    def matrices(self) -> dict[str, Matrices]:
+        """The matrices of a layer, by the part of the layer that they make.
+
+        Devices that share a layer divide the columns of ``qkv`` and ``up``, the rows of the others.
+        """
+        return {
+            "qkv": Matrices(1, self.width, self.queries + 2 * self.keys),
+            "out": Matrices(1, self.queries, self.width),
+            "up": Matrices(2 if self.gated else 1, self.width, self.hidden),
+            "down": Matrices(1, self.hidden, self.width),
+        }
+
+    @property
+    def layer_elements(self) -> int:
+        """Elements of the matrices of a layer."""
+        return sum(math.prod(matrices) for matrices in self.matrices.values())
+
+    def flops(self, num_tokens: float, length: int) -> float:
+        """Floating-point operations of a training step: no layer is computed twice.
+
+        Six a token for each element of a matrix that it is multiplied with, and attention, which
+        is computed in full and masked: 12 x length x the width of all heads, a token and layer.
+        """
+        matrices = self.layers * self.layer_elements + self.width * self.vocabulary
+        return num_tokens * (6.0 * matrices + 12.0 * self.layers * self.queries * length)
+
+    def layer_flops(self, num_tokens: float, length: int) -> tuple[float, float]:
+        """Operations of a training step: of one layer, and of the head."""
+        head = dataclasses.replace(self, layers=0).flops(num_tokens, length)
+        return dataclasses.replace(self, layers=1).flops(num_tokens, length) - head, head
+
+    def apply_layer(self, params: dict[str, Any], x: jax.Array) -> jax.Array:
+        """Causal attention, then an MLP; ``x`` is (batch, length, width).
+
+        With parameters of one of several devices, it computes the heads and the hidden values that
+        these have, and the device's term of the sums. Names for ``jax.checkpoint`` are MaxText's.
+        """
+        x = checkpoint_name(x, "decoder_layer_input")
+        y = self._norm(params["attention_norm"], x)
+        head = self.queries // self.heads
+        q, k, v = (
+            checkpoint_name(self._linear(params, name, y), f"{name}_proj")
+            for name in ("query", "key", "value")
+        )
+        q = q.reshape(*y.shape[:2], k.shape[-1] // head, -1, head)
+        k, v = (part.reshape(*y.shape[:2], -1, head) for part in (k, v))
+        if not self.biased:
+            q, k = _rotate(q), _rotate(k)
+        scores = jnp.einsum("btkgd,bskd->bktgs", q, k) * head**-0.5
+        # Scores in the order of the product, (batch, kv_heads, length, group, length), which spares
+        # a copy. The mask is added, for which the backward pass stores nothing.
+        later = jnp.triu(jnp.full((x.shape[1], x.shape[1]), -1e30, jnp.float32), k=1)
+        weights = jax.nn.softmax(_wide(scores) + later[None, None, :, None]).astype(x.dtype)
+        y = jnp.einsum("bktgs,bskd->btkgd", weights, v).reshape(*x.shape[:2], -1)
+        y = self._linear(params, "out", checkpoint_name(y, "context"))
+        x = x + checkpoint_name(y, "out_proj")
+        y = self._norm(params["mlp_norm"], x)
+        up = checkpoint_name(self._linear(params, "up", y), "mlpwi_1" if self.gated else "mlpwi")
+        if self.gated:
+            up = jax.nn.silu(checkpoint_name(self._linear(params, "gate", y), "mlpwi_0")) * up
+        else:
+            up = jax.nn.gelu(up)
+        return x + checkpoint_name(self._linear(params, "down", up), "mlpwo")
+
+    # --- The parts of a loss, as ``Pipeline`` takes them ------------------------------------------
+
+    def embed(self, shared: dict[str, Any], tokens: jax.Array) -> jax.Array:
+        """What enters the first layer, (batch, length, width); tokens are (batch, length + 1)."""
+        x = shared["embed"][tokens[:, :-1]]
+        return x + shared["positions"][None, : x.shape[1]] if self.biased else x
+
+    def block(self, layer: dict[str, Any], x: jax.Array, tokens: jax.Array) -> jax.Array:
+        """``apply_layer``, which reads no tokens."""
+        del tokens
+        return self.apply_layer(layer, x)
+
+    def head(
+        self, shared: dict[str, Any], x: jax.Array, tokens: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The sum of the cross entropies of the next tokens, and the number of these."""
+        x = self._norm(shared["norm"], x)
+        logits = x @ (shared["embed"].T if self.tied else shared["unembed"])
+        losses = optax.softmax_cross_entropy_with_integer_labels(_wide(logits), tokens[:, 1:])
+        return losses.sum(), jnp.float32(losses.size)
+
+    def make_loss(
+        self, layer: Callable[..., Any] | None = None, stack: Callable[..., Any] | None = None
+    ) -> Callable[..., Any]:
+        """The mean cross entropy of the next token, ``loss(params, tokens)``.
+
+        Args:
+          layer: replaces ``apply_layer``, such as ``zero.gathered(model.apply_layer)``.
+          stack: replaces the loop over layers: ``stack(params, x)`` with stacked parameters, such
+            as ``remat.plan(...).apply(zero)``.
+        """
+        layer = layer or self.apply_layer
+
+        def loss_fn(params: dict[str, Any], tokens: jax.Array) -> jax.Array:
+            x = self.embed(params, tokens)
+            if stack is not None:
+                x = stack(params["layers"], x)
+            elif self.scan:
+                x, _ = jax.lax.scan(lambda x, p: (layer(p, x), None), x, params["layers"])
+            else:
+                for p in params["layers"]:
+                    x = layer(p, x)
+            total, weight = self.head(params, x, tokens)
+            return total / weight
+
+        return loss_fn
+
+    def _norm(self, params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        y = _wide(x)
+        if self.biased:
+            y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(jnp.square(y), axis=-1, keepdims=True) + 1e-6)
+        y = y.astype(x.dtype) * params["scale"][None, None]
+        return y + params["bias"][None, None] if self.biased else y
+
+    def _linear(self, params: dict[str, jax.Array], name: str, x: jax.Array) -> jax.Array:
+        y = x @ params[name]
+        return y + params[f"{name}_bias"][None, None] if self.biased else y
+
+
+def _is_shape(x: Any) -> bool:
+    return isinstance(x, tuple)
+
+
+def _norm_shapes(width: int, biased: bool) -> dict[str, tuple[int, ...]]:
+    return {"scale": (width,), "bias": (width,)} if biased else {"scale": (width,)}
+
+
+def _rotate(x: jax.Array) -> jax.Array:
+    """Rotary positions; ``x`` is (batch, length, ..., head)."""
+    half = x.shape[-1] // 2
+    rate = 10_000.0 ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * rate[None]
+    angle = angle.reshape(1, x.shape[1], *[1] * (x.ndim - 3), half)
+    a, b = jnp.split(_wide(x), 2, axis=-1)
+    rotated = (a * jnp.cos(angle) - b * jnp.sin(angle), b * jnp.cos(angle) + a * jnp.sin(angle))
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def gpt2(layers: int, width: int, heads: int) -> Decoder:
+    """A model of GPT-2's shape."""
+    return Decoder(
+        layers, width, heads, heads, 4 * width, 50257, 1024, gated=False, tied=True, biased=True
+    )
+
+
+MODELS = {
+    "gpt2-small": gpt2(12, 768, 12),
+    "gpt2-medium": gpt2(24, 1024, 16),
+    "gpt2-large": gpt2(36, 1280, 20),
+    "gpt2-xl": gpt2(48, 1600, 25),
+    "llama2-7b": Decoder(32, 4096, 32, 32, 11008, 32000),
+    "llama2-13b": Decoder(40, 5120, 40, 40, 13824, 32000),
+    "llama2-70b": Decoder(80, 8192, 64, 8, 28672, 32000),
+    "llama3-8b": Decoder(32, 4096, 32, 8, 14336, 128256),
+    "llama3-70b": Decoder(80, 8192, 64, 8, 28672, 128256),
+    "llama3-405b": Decoder(126, 16384, 128, 8, 53248, 128256),
+}
+
+
+def count_to_params(count: int, dtype: Any = jnp.bfloat16) -> Any:
+    """Abstract parameters of a given number: matrices of (4096, 4096), and the rest."""
+    side = 4096
+    matrices, others = divmod(count, side * side)
+    rows, last = divmod(others, side)
+    shapes = {"matrices": (matrices, side, side), "rows": (rows, side), "rest": (last,)}
+    return {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items() if shape[0]}

@@ -1,0 +1,259 @@
+"""A model of one's own for a search: what its step computes and stores is traced."""
+
+import dataclasses
+import math
+import operator
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from optax_ext.execution_order import Equation
+from sharding._jaxprs import inner_jaxprs
+from sharding.placement._specs import path_str
+from sharding.plan.machine._devices import KINDS, DeviceKind
+from sharding.plan.machine._tiles import num_bytes
+from sharding.plan.model._saved_names import PRESETS
+
+# Where the device is not known: only relative times count then.
+_ANY_DEVICE = KINDS["h100"]
+# Element-wise operations are fused: of four, about one reads or writes main memory.
+_FUSED = 0.25
+_FREE = frozenset(
+    (
+        *("name", "broadcast_in_dim", "iota", "reshape", "squeeze", "optimization_barrier"),
+        *("transpose", "reduce_precision"),  # jax.checkpoint rounds what it saves to its own dtype
+    )
+)
+
+
+class Work(NamedTuple):
+    """Operations and their time."""
+
+    flops: float  # of matrix products
+    seconds: float  # of all operations on a device: products at its peak, others at its bandwidth
+
+    def __add__(self, other: "Work") -> "Work":  # type: ignore[override]
+        return Work(*map(operator.add, self, other))
+
+    def __sub__(self, other: "Work") -> "Work":
+        return Work(*map(operator.sub, self, other))
+
+    def times(self, count: int) -> "Work":
+        """The work of ``count`` runs."""
+        return Work(*(value * count for value in self))
+
+
+def work_of(fn: Callable[..., Any], *args: Any, kind: DeviceKind | None) -> Work:
+    """The work of a function; arguments may be abstract."""
+    return work_of_jaxpr(jax.make_jaxpr(fn)(*args).jaxpr, kind or _ANY_DEVICE)
+
+
+def work_of_equation(
+    eqn: JaxprEqn | Equation, operands: list[Any], results: list[Any], kind: DeviceKind | None
+) -> Work:
+    """The work of one operation; operands and results have ``shape`` and ``dtype``."""
+    kind = kind or _ANY_DEVICE
+    name, params = eqn.primitive.name, eqn.params
+    inner = [work_of_jaxpr(jaxpr, kind) for jaxpr in inner_jaxprs(eqn)]
+    others = _FUSED * sum(map(num_bytes, results)) / kind.bandwidth
+    if inner and "grid_mapping" in params:  # a Pallas kernel, whose values stay on the chip
+        flops = sum(work.flops for work in inner) * math.prod(params["grid_mapping"].grid)
+        return Work(flops, flops / kind.flops + others)
+    if inner and "branches" in params:  # as pl.when, whose other branch is empty
+        return max(inner, key=lambda work: work.seconds)
+    if inner:
+        return sum(inner, Work(0.0, 0.0)).times(params.get("length", 1))
+    if name == "dot_general":
+        (summed, _), _ = params["dimension_numbers"]
+        flops = 2.0 * math.prod(results[0].shape)
+        flops *= math.prod(operands[0].shape[dim] for dim in summed)
+        return Work(flops, flops / kind.flops)
+    if name == "conv_general_dilated":
+        spec = params["dimension_numbers"].rhs_spec
+        kernel = operands[1].shape
+        flops = 2.0 * math.prod(results[0].shape) * math.prod(kernel) / kernel[spec[0]]
+        return Work(flops, flops / kind.flops)
+    if name in _FREE:
+        return Work(0.0, 0.0)
+    return Work(0.0, others)
+
+
+def work_of_jaxpr(jaxpr: Jaxpr, kind: DeviceKind) -> Work:
+    """The work of a traced function."""
+    total = Work(0.0, 0.0)
+    for eqn in jaxpr.eqns:
+        operands, results = ([v.aval for v in vs] for vs in (eqn.invars, eqn.outvars))
+        total += work_of_equation(eqn, operands, results, kind)
+    return total
+
+
+def stored_by(fn: Callable[..., Any], params: Any, *args: Any) -> list[Any]:
+    """The types of what the vector-Jacobian product of a function stores beside its matrices."""
+    matrices = {(x.shape, x.dtype) for x in jax.tree.leaves(params) if len(x.shape) > 1}
+    vjp = jax.eval_shape(lambda *args: jax.vjp(lambda *args: fn(*args), *args)[1], params, *args)
+    return [x for x in jax.tree.leaves(vjp) if (x.shape, x.dtype) not in matrices]
+
+
+def products_of(fn: Callable[..., Any], params: Any, *args: Any) -> list[Any]:
+    """The types of what the matrix products of a function read and write, without parameters."""
+    traced = jax.make_jaxpr(fn)(params, *args).jaxpr
+    own = traced.invars[: len(jax.tree.leaves(params))]
+    return [var.aval for var in _operands_of_products(traced) if var not in own]
+
+
+def _operands_of_products(jaxpr: Jaxpr) -> list[Any]:
+    """The variables that matrix products read and write, each once; not literals."""
+    operands: dict[Any, None] = {}
+    for eqn in jaxpr.eqns:
+        for inner in inner_jaxprs(eqn):
+            operands |= dict.fromkeys(_operands_of_products(inner))
+        if eqn.primitive.name == "dot_general":
+            variables = (*eqn.invars, *eqn.outvars)
+            operands |= dict.fromkeys(v for v in variables if not hasattr(v, "val"))
+    return list(operands)
+
+
+_Layer = Callable[..., Any]
+# On which the seconds of work are bytes.
+_UNIT = dataclasses.replace(KINDS["h100"], flops=math.inf, bandwidth=1.0)
+
+
+class Traced(NamedTuple):
+    """One micro-batch of one device."""
+
+    flops: float  # of matrix products, forward and backward, with those that run again
+    moved: float  # bytes that all other operations read and write
+    stored: float  # bytes that the forward pass stores for the backward pass, without parameters
+    working: float  # bytes of temporaries of the backward pass beside these
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedModel:
+    """A model of one's own: parameters, a loss, and the layer that it calls again and again.
+
+    ``search`` traces its step and compares plans without pipelines. What a plan computes again is
+    the layer, as a whole or but for values that ``jax.ad_checkpoint.checkpoint_name`` gives one of
+    MaxText's names.
+
+    Attributes:
+      init: ``init(dtype)`` makes the parameters; it is traced alone.
+      apply_layer: the layer; its first argument is its parameters.
+      make_loss: ``make_loss(layer)`` is the loss with a layer that does what ``apply_layer`` does:
+        ``loss(params, batch)``, a mean over the first dim of every array of the batch.
+      example: the types of the arrays of one example, without that dim.
+      tokens: of one example.
+      gathered_once: a regular expression of the paths of parameters outside of the layers.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from sharding.plan import TracedModel, search
+      >>> def apply_layer(w, x):
+      ...     return x + jnp.tanh(x @ w)
+      >>> def make_loss(layer):
+      ...     def loss(params, x):
+      ...         y, _ = jax.lax.scan(lambda y, w: (layer(w, y), None), x, params["layers"])
+      ...         return jnp.mean((y @ params["out"]) ** 2)
+      ...     return loss
+      >>> def init(dtype):
+      ...     layers = jnp.zeros((16, 4096, 4096), dtype)
+      ...     return {"layers": layers, "out": jnp.zeros((4096, 8), dtype)}
+      >>> example = jax.ShapeDtypeStruct((4096,), jnp.bfloat16)
+      >>> model = TracedModel(init, apply_layer, make_loss, example)
+      >>> found = search(model, optax.adamw(1e-3), "h100x8", sequences=2**15)
+      >>> found.best.plan.pipe
+      1
+    """
+
+    init: Callable[[Any], Any]
+    apply_layer: _Layer
+    make_loss: Callable[[_Layer], Callable[[Any, Any], Any]]
+    example: Any
+    tokens: int = 1
+    gathered_once: str = r"^(?!layers(/|$))"
+
+    # To plans it is one layer, which neither a pipeline nor tensor parallelism shares.
+    layers: int = dataclasses.field(default=1, init=False)
+    heads: int = dataclasses.field(default=1, init=False)
+    kv_heads: int = dataclasses.field(default=1, init=False)
+    hidden: int = dataclasses.field(default=1, init=False)
+
+    def abstract(self, dtype: Any = jnp.float32) -> Any:
+        """The parameters' shapes and dtypes."""
+        return jax.eval_shape(lambda: self.init(dtype))
+
+    def batch(self, size: int) -> Any:
+        """The types of a batch of some examples."""
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape), x.dtype), self.example)
+
+    @property
+    def length(self) -> int:
+        """Tokens of an example, as a model of sequences has it."""
+        return self.tokens
+
+    def flops(self, num_tokens: float, length: int) -> float:
+        """Operations of a training step, ``length`` tokens an example: no layer runs twice."""
+        return num_tokens / length * self.traced(1, jnp.bfloat16, "none").flops
+
+    def layer_bytes(self, dtype: Any) -> tuple[float, float]:
+        """Bytes of the parameters of the largest layer, and of those outside of all layers."""
+        outside = [
+            leaf
+            for path, leaf in jax.tree_util.tree_leaves_with_path(self.abstract(dtype))
+            if re.search(self.gathered_once, path_str(path))
+        ]
+        layers = (num_bytes(call[0]) for call in self._calls(1, dtype))
+        return float(max(layers, default=0)), float(num_bytes(outside))
+
+    def traced(self, size: int, dtype: Any, recompute: str) -> Traced:
+        """What a micro-batch of some examples computes and stores.
+
+        Args:
+          size: examples of one device.
+          dtype: of the parameters.
+          recompute: ``"none"``, ``"full"``, or a preset.
+        """
+        layer = self._layer(recompute)
+        loss, args = self.make_loss(layer), (self.abstract(dtype), self.batch(size))
+        work = work_of(jax.value_and_grad(loss), *args, kind=_UNIT)
+        stored = stored_by(loss, *args)
+        # Temporaries: those of a layer, or the gradient of the largest array that is not a stack of
+        # what layers store, of which scans have one layer at a time.
+        calls = self._calls(size, dtype)
+        stacked = {x.shape for call in calls for x in stored_by(self.apply_layer, *call)}
+        others = [x for x in stored if x.shape[1:] not in stacked]
+        of_layers = [self._temporaries(layer, call, recompute) for call in calls]
+        working = max([*map(num_bytes, others), *of_layers], default=0)
+        return Traced(work.flops, work.seconds, float(num_bytes(stored)), float(working))
+
+    def _temporaries(self, layer: _Layer, call: tuple[Any, ...], recompute: str) -> float:
+        """Temporaries of the backward pass of a layer: the gradient of the largest array.
+
+        Where it is computed again, also what products read and write, without what is saved.
+        """
+        if recompute == "none":
+            return max(map(num_bytes, stored_by(self.apply_layer, *call)), default=0)
+        products = products_of(self.apply_layer, *call)
+        inputs = stored_by(jax.checkpoint(self.apply_layer), *call)
+        kept = num_bytes(stored_by(layer, *call)) - num_bytes(inputs)
+        return num_bytes(products) - kept + max(map(num_bytes, products), default=0)
+
+    def _layer(self, recompute: str) -> _Layer:
+        if recompute == "none":
+            return self.apply_layer
+        policy = jax.checkpoint_policies.save_only_these_names(*PRESETS[recompute][0])
+        return jax.checkpoint(self.apply_layer, policy=policy)
+
+    def _calls(self, size: int, dtype: Any) -> list[tuple[Any, ...]]:
+        """The types of the arguments of each call of the layer in a loss; a scan calls it once."""
+        calls = []
+
+        def layer(*args: Any) -> Any:
+            calls.append(jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args))
+            return self.apply_layer(*args)
+
+        jax.eval_shape(self.make_loss(layer), self.abstract(dtype), self.batch(size))
+        return calls

@@ -1,0 +1,265 @@
+"""Consecutive layers for devices in a given order: the slowest stage is as fast as possible."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from sharding.plan._format import Printed, Table, layer_range, seconds, size
+from sharding.plan.cost._pipeline_schedules import max_in_flight
+from sharding.plan.model._layer_costs import LayerCost, check_layers
+
+
+class StageTables(NamedTuple):
+    """Costs of layers ``i`` to ``j - 1`` on stage ``s``; the number of layers is L."""
+
+    # seconds of a forward and a backward pass; (S, L + 1, L + 1), inf where j <= i
+    compute: np.ndarray
+    # seconds that the link after stage s needs for both directions where the next stage
+    # begins with layer j; (S, L + 1), 0 on the last stage
+    transfer: np.ndarray
+    memory: np.ndarray  # bytes; (S, L + 1, L + 1), inf where j <= i
+
+
+def stage_tables(
+    layers: Sequence[LayerCost],
+    speeds: Sequence[float],
+    links: Sequence[float],
+    in_flight: Sequence[int],
+    param_factor: float,
+    recompute: bool = False,
+) -> StageTables:
+    """Tables for S stages of these speeds, relative to the device of the costs.
+
+    ``links`` are the S - 1 between them, in bytes per second; ``in_flight`` the micro-batches that
+    have activations on each stage; a byte of parameters takes ``param_factor`` bytes. If
+    ``recompute``, stages store the input of their first layer, and compute their forward pass
+    again.
+    """
+    fields = np.array([dataclasses.astuple(layer) for layer in layers], float).T  # (8, L)
+    forward, backward, params, stored, output, *_ = fields
+    seconds = forward + backward + (forward if recompute else 0.0)  # (L,)
+    compute = np.stack([of_layers(range_sums(seconds) / speed) for speed in speeds])
+    received = np.concatenate([[0.0], output])  # (L + 1,), by the first layer of a stage
+    per_byte = np.array([1 / link for link in links] + [0.0])
+    transfer = 2.0 * per_byte[:, None] * received  # (S, L + 1)
+
+    held = param_factor * range_sums(params)
+    working = range_maxima([layer.working_bytes for layer in layers])
+    stash = range_sums(stored)
+    if recompute:
+        stash, working = np.broadcast_to(received[:, None], held.shape), working + stash
+    memory = np.stack([of_layers(held + number * stash + working) for number in in_flight])
+    return StageTables(compute, transfer, memory)
+
+
+def range_sums(values: np.ndarray) -> np.ndarray:
+    """Sums of values[i:j]; (L + 1, L + 1), 0 where j <= i."""
+    return _over_ranges(np.add, values)
+
+
+def of_layers(costs: np.ndarray) -> np.ndarray:
+    """Costs of ranges, with inf where there is no layer: j <= i."""
+    return np.where(np.triu(np.ones(costs.shape, bool), 1), costs, np.inf)
+
+
+def range_maxima(values: Sequence[float]) -> np.ndarray:
+    """Maxima of values[i:j]; (L + 1, L + 1), 0 where j <= i."""
+    return _over_ranges(np.maximum, values)
+
+
+def _over_ranges(combine: np.ufunc, values: Any) -> np.ndarray:
+    size = len(values) + 1
+    result = np.zeros((size, size))
+    for i in range(size - 1):
+        result[i, i + 1 :] = combine.accumulate(values[i:])
+    return result
+
+
+def least_maximum(costs: np.ndarray) -> tuple[float, tuple[int, ...]]:
+    """The partition whose largest cost is least: that cost, and S + 1 boundaries from 0 to L.
+
+    Costs are those of layers i to j - 1 on stage s, (S, L + 1, L + 1), inf where that is
+    impossible; the result is inf where no partition is possible.
+    """
+    return _least(costs, np.maximum, -np.inf)
+
+
+def least_sum(costs: np.ndarray) -> tuple[float, tuple[int, ...]]:
+    """The partition whose sum of costs is least, as ``least_maximum`` returns it."""
+    return _least(costs, np.add, 0.0)
+
+
+def _least(costs: np.ndarray, combine: np.ufunc, start: float) -> tuple[float, tuple[int, ...]]:
+    """best[s + 1][j] = min over i of combine(best[s][i], costs[s][i][j]), and the way there."""
+    best = np.full(costs.shape[1], np.inf)
+    best[0] = start
+    choices = []
+    for cost in costs:
+        candidates = combine(best[:, None], cost)  # (L + 1, L + 1)
+        choices.append(candidates.argmin(0))
+        best = candidates.min(0)
+    # Back from the last layer.
+    bounds = [len(choices[-1]) - 1]
+    for choice in reversed(choices):
+        bounds.append(int(choice[bounds[-1]]))
+    return float(best[-1]), tuple(reversed(bounds))
+
+
+def per_stage(
+    name: str, value: float | Sequence[float] | None, number: int, default: float
+) -> tuple[float, ...]:
+    """One number above 0 for each stage or link, of a number for all, a sequence or None."""
+    if value is None:
+        value = default
+    if isinstance(value, int | float):
+        value = [value] * number
+    numbers = tuple(float(x) for x in value)
+    if len(numbers) != number:
+        raise ValueError(f"{name} must have {number} values, got {len(numbers)}.")
+    for x in numbers:
+        if not x > 0 or math.isnan(x):
+            raise ValueError(f"{name} must be above 0, got {x}.")
+    return numbers
+
+
+@dataclasses.dataclass(frozen=True)
+class StagePartition(Printed):
+    """Layers by stage; ``str()`` makes a table of it, ``to_dict()`` JSON."""
+
+    boundaries: tuple[int, ...]  #: the first layer of each stage, and the number of layers
+    #: seconds of a forward and a backward pass of a micro-batch, by stage
+    compute: tuple[float, ...]
+    #: seconds that the link after each stage is busy for a micro-batch; one fewer
+    transfers: tuple[float, ...]
+    memory: tuple[float, ...]  #: bytes, by stage
+    period: float  #: seconds between micro-batches: of the slowest stage, or link
+
+    def layers(self, stage: int) -> range:
+        """The layers of a stage."""
+        return range(self.boundaries[stage], self.boundaries[stage + 1])
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, ready for JSON."""
+        return dataclasses.asdict(self)
+
+    def tables(self) -> list[Table]:
+        """The table to print: a row for each stage."""
+        rows = [
+            (
+                str(stage),
+                layer_range(self.layers(stage)),
+                seconds(self.compute[stage]),
+                seconds(self.transfers[stage]) if stage < len(self.transfers) else "",
+                size(self.memory[stage]),
+            )
+            for stage in range(len(self.compute))
+        ]
+        title = f"{len(self.compute)} stages, a micro-batch every {seconds(self.period)}"
+        return [Table(title, ("stage", "layers", "compute", "transfer", "memory"), rows)]
+
+
+def balanced_stages(
+    layers: Sequence[LayerCost],
+    num_stages: int,
+    *,
+    speeds: Sequence[float] | None = None,
+    links: float | Sequence[float] | None = None,
+    memory: float | Sequence[float] | None = None,
+    schedule: str = "1f1b",
+    microbatches: int | None = None,
+    param_factor: float = 4.0,
+    overlap: bool = True,
+) -> StagePartition:
+    """The partition into stages of consecutive layers with the least period, exactly.
+
+    The period is the largest of all stages. With ``overlap`` that of a stage is its compute, or the
+    time of a link beside it where that is longer; without, as on slow and unequal networks, its
+    compute and both of its links together. Per micro-batch a link moves the output of a layer, and
+    its gradient back.
+
+    best[s + 1][j] = min over i of max(best[s][i], period(s, i, j)), over ranges of layers that fit
+    the memory of stage s. Of several partitions with the least period it is the one with the least
+    sum of squares of the stages' periods.
+
+    Args:
+      layers: their costs.
+      num_stages: devices, in the order of the pipeline.
+      speeds: of the devices, relative to that of the costs; None: all 1.
+      links: bytes per second from each stage to the next; None: transfers take no time.
+      memory: bytes of each device; None: unlimited.
+      schedule: ``"gpipe"``, ``"1f1b"`` or ``"aligned"``: see ``max_in_flight``.
+      microbatches: in a step; None: as many as fill the pipeline, and for ``"gpipe"`` the number
+        of stages.
+      param_factor: bytes of parameters, gradients and optimizer state for a byte of parameters.
+      overlap: whether devices compute while they send and receive.
+
+    Raises:
+      ValueError: there are fewer layers than stages, a number is out of range, or no partition
+        fits.
+
+    >>> layers = [LayerCost(1.0, 2.0)] * 6
+    >>> balanced_stages(layers, 2, speeds=[1, 2]).boundaries
+    (0, 2, 6)
+
+    References:
+      Narayanan et al.: PipeDream: Generalized Pipeline Parallelism for DNN Training, SOSP 2019,
+      section 3.1, for straight pipelines.
+    """
+    check_layers(layers, num_stages)
+    if schedule == "interleaved":
+        raise ValueError(
+            "balanced_stages takes one chunk on a device; for 'interleaved' request num_stages "
+            "times chunks without a limit of memory."
+        )
+    if schedule not in ("gpipe", "1f1b", "aligned"):
+        raise ValueError(f"schedule must be 'gpipe', '1f1b' or 'aligned', got {schedule!r}.")
+    if microbatches is None:
+        microbatches = num_stages if schedule == "gpipe" else 2 * num_stages
+    tables = stage_tables(
+        layers,
+        per_stage("speeds", speeds, num_stages, 1.0),
+        per_stage("links", links, num_stages - 1, math.inf),
+        [max_in_flight(schedule, num_stages, s, microbatches) for s in range(num_stages)],
+        param_factor,
+    )
+    limits = np.array(per_stage("memory", memory, num_stages, math.inf))  # (S,)
+    costs = periods(tables, overlap=overlap)
+    costs = np.where(tables.memory <= limits[:, None, None], costs, np.inf)
+    period, boundaries = least_maximum(costs)
+    if math.isinf(period):
+        raise ValueError(_excess(tables.memory, limits))
+    _, boundaries = least_sum(np.where(costs <= period, costs**2, np.inf))
+    ranges = [(s, i, j) for s, (i, j) in enumerate(itertools.pairwise(boundaries))]
+    return StagePartition(
+        boundaries=boundaries,
+        compute=tuple(float(tables.compute[index]) for index in ranges),
+        transfers=tuple(float(tables.transfer[s, j]) for s, _, j in ranges[:-1]),
+        memory=tuple(float(tables.memory[index]) for index in ranges),
+        period=period,
+    )
+
+
+def periods(tables: StageTables, *, overlap: bool) -> np.ndarray:
+    """Seconds that each micro-batch takes on stage s with layers i to j - 1; (S, L + 1, L + 1)."""
+    after = tables.transfer[:, None, :]
+    if overlap:
+        return np.maximum(tables.compute, after)
+    before = np.concatenate([np.zeros((1, tables.transfer.shape[1])), tables.transfer[:-1]])
+    return tables.compute + before[:, :, None] + after
+
+
+def _excess(memory: np.ndarray, limits: np.ndarray) -> str:
+    """A sentence on how much is missing in the partition that exceeds its memory least."""
+    over = np.where(np.isfinite(memory), memory, 0) - limits[:, None, None]
+    excess, boundaries = least_maximum(np.where(np.isfinite(memory), over, np.inf))
+    needed = [memory[s, boundaries[s], boundaries[s + 1]] for s in range(len(limits))]
+    worst = int(np.argmax(needed - limits))
+    return (
+        f"no partition into {len(limits)} stages fits: the one that exceeds the memory least needs "
+        f"{size(needed[worst])} on stage {worst} and has {size(limits[worst])}, {size(excess)} too "
+        "little."
+    )

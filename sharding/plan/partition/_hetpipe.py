@@ -1,0 +1,310 @@
+"""HetPipe: pipelines of unequal devices, data-parallel with bounded staleness."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from sharding.plan._format import Printed, Table, check_choice, seconds, size
+from sharding.plan.model._layer_costs import LayerCost, check_layers
+from sharding.plan.partition._balanced_stages import least_maximum, least_sum, periods, stage_tables
+
+_MOST_ORDERS = 1000
+
+
+POLICIES = ("node", "equal", "hybrid")
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """Equal devices that share fast links."""
+
+    devices: int  #: their number
+    memory: float  #: bytes of each
+    speed: float = 1.0  #: of each, relative to the device of the costs
+    link: float = math.inf  #: bytes per second between two of them
+
+
+def allocate_workers(
+    nodes: Sequence[Node], policy: str, num_workers: int | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """The nodes of the devices of each virtual worker.
+
+    - ``"node"``: each node is a virtual worker.
+    - ``"equal"``: each node gives every one of ``num_workers`` the same number of devices; None: as
+      many workers as nodes.
+    - ``"hybrid"``: the node with the most compute is paired with that with the least, and so on;
+      each pair is two virtual workers with half of the devices of both. A node that is left is one.
+
+    Raises:
+      ValueError: the policy is unknown, or devices cannot be shared equally.
+
+    >>> nodes = [Node(2, 1.0, speed=s) for s in (1, 4, 2, 3)]
+    >>> allocate_workers(nodes, "hybrid")
+    ((1, 0), (1, 0), (3, 2), (3, 2))
+    """
+    if not nodes:
+        raise ValueError("nodes are empty; virtual workers need at least one node.")
+    check_choice("policy", policy, POLICIES)
+    if policy == "node":
+        return tuple((i,) * node.devices for i, node in enumerate(nodes))
+    if policy == "equal":
+        return tuple(_shared(nodes, range(len(nodes)), num_workers or len(nodes)))
+    order = sorted(range(len(nodes)), key=lambda i: (-nodes[i].speed * nodes[i].devices, i))
+    workers = []
+    while len(order) > 1:
+        workers += _shared(nodes, (order.pop(0), order.pop()), 2)
+    return (*workers, *((i,) * nodes[i].devices for i in order))
+
+
+def _shared(nodes: Sequence[Node], numbers: Sequence[int], workers: int) -> list[tuple[int, ...]]:
+    """Some nodes in equal shares."""
+    for i in numbers:
+        if nodes[i].devices % workers:
+            raise ValueError(
+                f"node {i} has {nodes[i].devices} devices, which {workers} virtual workers cannot "
+                "share equally."
+            )
+    return [tuple(i for i in numbers for _ in range(nodes[i].devices // workers))] * workers
+
+
+@dataclasses.dataclass(frozen=True)
+class VirtualWorker:
+    """One pipeline."""
+
+    nodes: tuple[int, ...]  #: the node of each stage's device, in the order of the pipeline
+    boundaries: tuple[int, ...]  #: the first layer of each stage, and the number of layers
+    period: float  #: seconds of the slowest stage or link
+    latency: float  #: seconds of one minibatch through the pipeline and back
+    rate: float  #: minibatches per second with the plan's number in the pipeline
+
+
+@dataclasses.dataclass(frozen=True)
+class HetPipePlan(Printed):
+    """Virtual workers that together train one model; ``str()`` makes a table of it."""
+
+    policy: str  #: how devices were allocated: ``"node"``, ``"equal"`` or ``"hybrid"``
+    workers: tuple[VirtualWorker, ...]  #: the virtual workers
+    num_concurrent: int  #: minibatches in each pipeline; one wave
+    throughput: float  #: minibatches per second of all workers
+    local_staleness: int  #: minibatches of its own whose updates a minibatch may lack
+    global_staleness: int  #: minibatches of another worker whose updates it may lack
+
+    def tables(self) -> list[Table]:
+        """The table to print: a row for each virtual worker."""
+        rows = [
+            (
+                *(" ".join(map(str, numbers)) for numbers in (worker.nodes, worker.boundaries)),
+                *map(seconds, (worker.period, worker.latency)),
+                f"{worker.rate:.3g}",
+            )
+            for worker in self.workers
+        ]
+        title = (
+            f"{self.policy}: waves of {self.num_concurrent}, {self.throughput:.3g} minibatches/s, "
+            f"staleness {self.local_staleness} and {self.global_staleness}"
+        )
+        columns = ("nodes of the stages", "boundaries", "period", "latency", "minibatches/s")
+        return [Table(title, columns, rows)]
+
+
+def hetpipe(
+    layers: Sequence[LayerCost],
+    nodes: Sequence[Node],
+    *,
+    network: float,
+    policies: Sequence[str] = POLICIES,
+    num_workers: int | None = None,
+    max_concurrent: int | None = None,
+    clock_distance: int = 0,
+    param_factor: float = 4.0,
+    search_order: bool = True,
+) -> HetPipePlan:
+    """Allocates devices to virtual workers, and partitions the model for each of them, exactly.
+
+    A virtual worker with N minibatches in its pipeline finishes min(1 / period, N / latency) of
+    them per second, where the period is that of its slowest stage or link and the latency the sum
+    of all. For each N its partition, and the order of its devices, is that with the highest rate
+    among those that fit. Workers progress at the pace of the slowest, so that throughput is their
+    number times its rate. N is the smallest with the highest throughput.
+
+    A stage holds the activations of at most N minibatches, the last stage those of one. Local
+    staleness is s = N - 1, global staleness (D + 1)(s + 1) + s - 1 with clock distance D. The time
+    of pushing and pulling parameters is not counted.
+
+    Args:
+      layers: costs of one minibatch.
+      nodes: the nodes.
+      network: bytes per second between two nodes.
+      policies: allocations to try; those that cannot share the devices equally are left out.
+      num_workers: of the policy ``"equal"``; None: as many as nodes.
+      max_concurrent: the largest N; None: twice the number of stages.
+      clock_distance: D, waves by which the fastest worker may be ahead.
+      param_factor: bytes of parameters, gradients, optimizer state and versions for a byte of
+        parameters.
+      search_order: whether to try all orders of a worker's devices; else the given one.
+
+    Returns:
+      The ``HetPipePlan`` with the highest throughput; of equal ones the first policy.
+
+    Raises:
+      ValueError: nothing fits, no policy can share the devices, or there are too many orders.
+
+    >>> nodes = [Node(1, 100.0, speed=2.0), Node(1, 100.0)]
+    >>> plan = hetpipe([LayerCost(1.0, 2.0)] * 3, nodes, network=1e9, policies=["equal"],
+    ...                num_workers=1)
+    >>> plan.workers[0].boundaries, plan.num_concurrent
+    ((0, 2, 3), 2)
+
+    References:
+      Park et al.: HetPipe: Enabling Large DNN Training on (Whimpy) Heterogeneous GPU Clusters,
+      USENIX ATC 2020.
+    """
+    check_layers(layers)
+    if clock_distance < 0:
+        raise ValueError(f"clock_distance must be at least 0, got {clock_distance}.")
+    best, reasons = None, []
+    for policy in policies:
+        try:
+            allocation = allocate_workers(nodes, policy, num_workers)
+        except ValueError as error:
+            reasons.append(f"{policy}: {error}")
+            continue
+        candidate, reason = _best_of(
+            layers, nodes, network, allocation, max_concurrent, param_factor, search_order
+        )
+        if candidate is None:
+            reasons.append(f"{policy}: {reason}")
+        elif best is None or candidate[0] > best[0] * (1 + 1e-12):
+            best = (*candidate, policy)
+    if best is None:
+        raise ValueError(f"no policy has a plan. {' '.join(reasons)}")
+    throughput, num_concurrent, workers, policy = best
+    local = num_concurrent - 1
+    return HetPipePlan(
+        policy=policy,
+        workers=workers,
+        num_concurrent=num_concurrent,
+        throughput=throughput,
+        local_staleness=local,
+        global_staleness=(clock_distance + 1) * (local + 1) + local - 1,
+    )
+
+
+def _best_of(
+    layers: Sequence[LayerCost],
+    nodes: Sequence[Node],
+    network: float,
+    allocation: Sequence[tuple[int, ...]],
+    max_concurrent: int | None,
+    param_factor: float,
+    search_order: bool,
+) -> tuple[tuple[float, int, tuple[VirtualWorker, ...]] | None, str]:
+    """Throughput, minibatches in a pipeline and workers of an allocation; or why there is none."""
+    best: tuple[float, int, tuple[VirtualWorker, ...]] | None = None
+    reason = ""
+    longest = max_concurrent or 2 * max(map(len, allocation))
+    for number in range(1, longest + 1):
+        solved: dict[tuple[int, ...], VirtualWorker] = {}
+        for devices in dict.fromkeys(allocation):
+            orders = _orders(devices) if search_order else [devices]
+            fastest, lacking = None, math.inf
+            for order in orders:
+                worker, excess = _fastest(layers, nodes, network, order, number, param_factor)
+                lacking = min(lacking, excess)
+                if worker and (fastest is None or worker.rate > fastest.rate):
+                    fastest = worker
+            if fastest is None and len(devices) > len(layers):
+                return None, f"{len(devices)} devices of a worker share {len(layers)} layers."
+            if fastest is None:
+                reason = f"a worker on nodes {devices} lacks {size(lacking)} on one device."
+                break
+            solved[devices] = fastest
+        else:
+            throughput = len(allocation) * min(worker.rate for worker in solved.values())
+            if best is None or throughput > best[0] * (1 + 1e-12):
+                best = throughput, number, tuple(solved[devices] for devices in allocation)
+            continue
+        break  # more minibatches need more memory
+    return best, reason
+
+
+def _orders(devices: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """All distinct orders of the nodes of devices, in lexicographic order."""
+    number = math.factorial(len(devices))
+    for i in set(devices):
+        number //= math.factorial(devices.count(i))
+    if number > _MOST_ORDERS:
+        raise ValueError(
+            f"{len(devices)} devices of a virtual worker have {number:,} orders, more than "
+            f"{_MOST_ORDERS:,}; pass search_order=False."
+        )
+
+    def orders(remaining: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if not remaining:
+            yield ()
+        for i in dict.fromkeys(remaining):
+            k = remaining.index(i)
+            yield from ((i, *tail) for tail in orders(remaining[:k] + remaining[k + 1 :]))
+
+    return list(orders(tuple(sorted(devices))))
+
+
+def _fastest(
+    layers: Sequence[LayerCost],
+    nodes: Sequence[Node],
+    network: float,
+    order: Sequence[int],
+    number: int,
+    param_factor: float,
+) -> tuple[VirtualWorker | None, float]:
+    """The partition with the highest rate, or None; and the bytes that are missing at least.
+
+    The rate is the inverse of max(period, latency / N). The least latency falls with the period
+    that is allowed, so that the best pair is where they cross.
+    """
+    if len(order) > len(layers):
+        return None, math.inf
+    links = [nodes[a].link if a == b else network for a, b in itertools.pairwise(order)]
+    in_flight = [number] * (len(order) - 1) + [1]
+    speeds = [nodes[i].speed for i in order]
+    tables = stage_tables(layers, speeds, links, in_flight, param_factor)
+    limits = np.array([nodes[i].memory for i in order])[:, None, None]
+    fits = tables.memory <= limits
+    if not math.isfinite(least_maximum(np.where(fits, 0.0, np.inf))[0]):
+        return None, least_maximum(tables.memory - limits)[0]
+    limit = np.where(fits, periods(tables, overlap=True), np.inf)  # of a stage, the link after it
+    time = tables.compute + tables.transfer[:, None, :]
+
+    def at(period: float) -> tuple[float, tuple[int, ...]]:
+        """The least latency of partitions with this period at most."""
+        return least_sum(np.where(limit <= period, time, np.inf))
+
+    candidates = np.unique(limit[np.isfinite(limit)]).tolist()
+    low, high = 0, len(candidates) - 1
+    while low < high:  # the first period that is at least its latency / N
+        middle = (low + high) // 2
+        if at(candidates[middle])[0] / number <= candidates[middle]:
+            high = middle
+        else:
+            low = middle + 1
+    around = [at(candidates[i]) for i in (max(low - 1, 0), low)]
+    _, boundaries = min(
+        around, key=lambda partition: (_slowest(limit, partition, number), partition[0])
+    )
+    ranges = list(enumerate(itertools.pairwise(boundaries)))
+    period = max(float(limit[s, i, j]) for s, (i, j) in ranges)
+    latency = sum(float(time[s, i, j]) for s, (i, j) in ranges)
+    rate = min(1 / period, number / latency) if period else math.inf
+    return VirtualWorker(tuple(order), boundaries, period, latency, rate), 0.0
+
+
+def _slowest(limit: np.ndarray, partition: tuple[float, tuple[int, ...]], number: int) -> float:
+    """Seconds per minibatch of a partition; inf where there is none."""
+    latency, boundaries = partition
+    if math.isinf(latency):
+        return math.inf
+    ranges = enumerate(itertools.pairwise(boundaries))
+    return max(latency / number, *(float(limit[s, i, j]) for s, (i, j) in ranges))

@@ -1,0 +1,200 @@
+"""PipeDream's planner: stages of consecutive layers, each on as many workers as it needs."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from sharding.plan._format import Printed, Table, seconds, size
+from sharding.plan.model._layer_costs import LayerCost, check_layers
+from sharding.plan.partition._balanced_stages import of_layers, range_maxima, range_sums
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicatedStage:
+    """Layers ``first`` to ``last`` on a number of workers that share the micro-batches."""
+
+    first: int  #: the first layer
+    last: int  #: the last layer
+    replicas: int  #: components of the level that process the same layers
+    #: the stages within each component, at the level below; empty at the lowest
+    inner: tuple["ReplicatedStage", ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class PipeDreamPlan(Printed):
+    """The stages of the highest level; ``str()`` makes a table of it."""
+
+    stages: tuple[ReplicatedStage, ...]  #: from the first layer to the last
+    period: float  #: seconds between micro-batches
+
+    def tables(self) -> list[Table]:
+        """The table to print: a row for each stage, those of lower levels below it."""
+        title = f"a micro-batch every {seconds(self.period)}"
+        return [Table(title, ("stage", "layers", "replicas"), _stage_rows(self.stages, ""))]
+
+
+def _stage_rows(stages: Sequence[ReplicatedStage], indent: str) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for number, stage in enumerate(stages):
+        rows.append((f"{indent}{number}", f"{stage.first}-{stage.last}", str(stage.replicas)))
+        rows += _stage_rows(stage.inner, indent + "  ")
+    return rows
+
+
+def pipedream_stages(
+    layers: Sequence[LayerCost],
+    levels: Sequence[tuple[int, float]],
+    *,
+    memory: float | None = None,
+    param_factor: float = 4.0,
+    overlap: bool = True,
+) -> PipeDreamPlan:
+    """Stages and their replicas for a hierarchy of equal workers, with the least period.
+
+    At level k, m components with links of B_k bytes per second process layers i to j - 1:
+
+    - T_k(i, j, m) = max(A_{k-1}(i, j, m_{k-1}), 2 (m - 1) / m x param_bytes / B_k) / m as one stage
+      with m replicas, where A_0 is the compute of the layers;
+    - A_k(i, j, m) = T_k(i, j, m), or the least over splits s and m' of
+      max(T_k(i, s, m'), 2 output_bytes(s - 1) / B_k, A_k(s, j, m - m')).
+
+    The ring all-reduce of gradients has m - 1 of m shards in each of its two halves; a sync runs
+    once per micro-batch of each replica, as in PipeDream.
+
+    Args:
+      layers: their costs.
+      levels: components of each level and their links, from the lowest: ``[(8, 3e11), (4, 1e10)]``
+        are four hosts of eight devices.
+      memory: bytes of a worker; requires one level. A stage with r replicas and n workers from it
+        to the end has ceil(n / r) micro-batches in flight.
+      param_factor: bytes of parameters, gradients, optimizer state and stashed versions for a byte
+        of parameters.
+      overlap: whether replicas compute while they synchronize; if not, both times are added.
+
+    Returns:
+      A ``PipeDreamPlan`` that uses all workers.
+
+    Raises:
+      ValueError: a level is out of range, or nothing fits.
+
+    >>> layers = [LayerCost(1.0, 2.0, param_bytes=1e4), LayerCost(2.0, 4.0)]
+    >>> print(pipedream_stages(layers, [(3, 1e3)]))
+    a micro-batch every 3 s
+      stage layers replicas
+      0        0-0        1
+      1        1-1        2
+
+    References:
+      Narayanan et al.: PipeDream: Generalized Pipeline Parallelism for DNN Training, SOSP 2019,
+      section 3.1.
+    """
+    check_layers(layers)
+    _check_levels(levels, memory)
+    count = len(layers)
+    params = range_sums(np.array([layer.param_bytes for layer in layers]))  # (L + 1, L + 1)
+    output = np.array([0.0] + [layer.output_bytes for layer in layers])  # (L + 1,)
+    held = _held_bytes(layers, param_factor * params)
+
+    inner = of_layers(range_sums(np.array([x.forward + x.backward for x in layers])))
+    solved = []
+    for k, (number, link) in enumerate(levels):
+        level = _Level(
+            [_replicated(inner, params, m, link, overlap) for m in range(1, number + 1)],
+            2 * output / link,
+            [None if memory is None else held(n) <= memory for n in range(1, number + 1)],
+        )
+        # Only the highest level needs no ranges that end before the last layer.
+        inner = level.solve(slice(count, None) if k == len(levels) - 1 else slice(None))
+        solved.append(level)
+    period = float(inner[0, -1])
+    if math.isinf(period):
+        raise ValueError(
+            f"no plan fits {levels[0][0]} workers of {size(memory or 0.0)}: with one micro-batch "
+            f"in flight the largest layer needs {size(np.diag(held(1), 1).max())}, and all layers "
+            f"need {size(held(1)[0, count])} together."
+        )
+    return PipeDreamPlan(_stages_at(solved, len(levels) - 1, 0, count), period)
+
+
+def _check_levels(levels: Sequence[tuple[int, float]], memory: float | None) -> None:
+    if not levels:
+        raise ValueError("levels are empty; give (workers, bytes per second) of at least one.")
+    for number, link in levels:
+        if number < 1 or not link > 0:
+            raise ValueError(
+                f"a level needs at least 1 component and a link above 0, got {(number, link)}."
+            )
+    if memory is not None and len(levels) > 1:
+        raise ValueError(
+            f"memory is checked for one level of workers, got {len(levels)} levels; the number of "
+            "micro-batches in flight is not known of several."
+        )
+
+
+def _held_bytes(layers: Sequence[LayerCost], static: np.ndarray) -> Callable[[int], np.ndarray]:
+    """The bytes of ranges of layers with a number of micro-batches in flight."""
+    stored = range_sums(np.array([layer.activation_bytes for layer in layers]))
+    working = range_maxima([layer.working_bytes for layer in layers])
+    return lambda in_flight: static + in_flight * stored + working
+
+
+def _replicated(
+    inner: np.ndarray, params: np.ndarray, m: int, link: float, overlap: bool
+) -> np.ndarray:
+    """T: seconds per micro-batch of ranges of layers on m replicas; (L + 1, L + 1)."""
+    sync = 2 * (m - 1) / m * params / link if m > 1 else 0.0
+    return (np.maximum(inner, sync) if overlap else inner + sync) / m
+
+
+@dataclasses.dataclass(eq=False)
+class _Level:
+    """The least periods A of one level."""
+
+    stages: Sequence[np.ndarray]  # T by number of replicas
+    transfers: np.ndarray  # seconds of activations and gradients, by the first layer that receives
+    fits: Sequence[np.ndarray | None]  # ranges that fit, by micro-batches in flight; None: all do
+    # A by number of components; (L + 1, columns), where columns are ends of ranges
+    best: list[np.ndarray] = dataclasses.field(default_factory=list)
+
+    def solve(self, columns: slice) -> np.ndarray:
+        """Fills ``best``, and returns that of all components."""
+        for m in range(1, len(self.stages) + 1):
+            least = self.stage(m, m)[:, columns]
+            for replicas in range(1, m):
+                others = np.maximum(self.transfers[:, None], self.best[m - replicas - 1])
+                split = np.maximum(self.stage(replicas, m)[:, :, None], others[None])
+                least = np.minimum(least, split.min(1))
+            self.best.append(least)
+        return self.best[-1]
+
+    def stage(self, replicas: int, components: int) -> np.ndarray:
+        """T of a stage where this many components are left; inf where it does not fit."""
+        fits = self.fits[-(-components // replicas) - 1]
+        seconds = self.stages[replicas - 1]
+        return seconds if fits is None else np.where(fits, seconds, np.inf)
+
+
+def _stages_at(levels: Sequence[_Level], k: int, i: int, j: int) -> tuple[ReplicatedStage, ...]:
+    """The stages of layers i to j - 1 on all components of level k: first match from the left."""
+    if k < 0:
+        return ()
+    level = levels[k]
+    m, stages = len(level.stages), []
+    column = -1 if level.best[0].shape[1] == 1 else j
+    while i < j:
+        target = level.best[m - 1][i, column]
+        replicas, end = next(
+            (r, s)
+            for r in range(m, 0, -1)
+            for s in ([j] if r == m else range(i + 1, j))
+            if max(
+                level.stage(r, m)[i, s],
+                0.0 if s == j else max(level.transfers[s], level.best[m - r - 1][s, column]),
+            )
+            == target
+        )
+        stages.append(ReplicatedStage(i, end - 1, replicas, _stages_at(levels, k - 1, i, end)))
+        i, m = end, m - replicas
+    return tuple(stages)

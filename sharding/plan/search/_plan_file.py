@@ -1,0 +1,303 @@
+"""plan.json: a chosen plan with what it is for, and the lines of code that build it."""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sharding._zero import Zero
+from sharding.pipeline import AsyncSchedule, Schedule, pipedream_2bw
+from sharding.pipeline._pipeline import Pipeline
+from sharding.pipeline._schedules import schedule_call
+from sharding.pipeline.asynchronous._async_pipeline import AsyncPipeline, AsyncState
+from sharding.plan.cost._parallel_plan import ParallelPlan
+from sharding.plan.cost._pipeline_schedules import schedule_of
+from sharding.plan.cost._plan_costs import TENSOR_AXIS, WRAPPERS, zero_of
+from sharding.plan.model._models import Decoder
+from sharding.plan.model._saved_names import PARTLY, PRESETS
+from sharding.plan.model._traced_model import TracedModel
+from sharding.plan.search._chosen_plan import ChosenPlan
+
+_VERSION = 1
+# Of a step of an asynchronous pipeline: in the code, and in the program that is verified.
+_UPDATES, LOWERED_UPDATES = 100, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanFile:
+    """What ``plan.json`` holds."""
+
+    model: str  #: the name of the model
+    optimizer: str  #: the name of the optimizer
+    target: str  #: the name of the machine
+    length: int  #: tokens of a sequence
+    dtype: str  #: of the parameters
+    layers: tuple[int, ...]  #: of each chunk of a pipeline
+    plan: ParallelPlan  #: how a step is shared
+    #: figures of the plan: memory, that of its program once it is compiled, and seconds
+    promised: dict[str, float]
+
+    @classmethod
+    def of(cls, chosen: ChosenPlan, **names: Any) -> "PlanFile":
+        """The file of a chosen plan; ``names`` are the other fields."""
+        promised = {"memory": chosen.memory, "seconds": chosen.seconds.seconds}
+        return cls(layers=chosen.layers, plan=chosen.plan, promised=promised, **names)
+
+    def write(self, path: str | pathlib.Path) -> None:
+        """Writes it, with the code as a list of lines."""
+        figures = {"version": _VERSION} | dataclasses.asdict(self) | {"code": self.code()}
+        pathlib.Path(path).write_text(json.dumps(figures, indent=2) + "\n")
+
+    @classmethod
+    def read(cls, path: str | pathlib.Path) -> "PlanFile":
+        """Reads what ``write`` wrote.
+
+        Raises:
+          ValueError: the file is of another form.
+        """
+        try:
+            figures = json.loads(pathlib.Path(path).read_text())
+            if figures.pop("version") != _VERSION:
+                raise ValueError(f"{path} is not of version {_VERSION}.")
+            figures.pop("code")
+            plan = ParallelPlan(**figures.pop("plan"))
+            return cls(plan=plan, layers=tuple(figures.pop("layers")), **figures)
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is no plan that search wrote: {error}.") from error
+
+    @property
+    def mesh_axes(self) -> dict[str, int]:
+        """The sizes of the mesh's axes, from the devices furthest apart to the nearest."""
+        plan = self.plan
+        axes = {"pipe": plan.pipe} if plan.pipe > 1 else {}
+        axes |= {"replica": plan.replicas} if plan.replicas > 1 else {}
+        axes |= {"data": plan.shards}
+        return axes | ({TENSOR_AXIS: plan.tensor} if plan.tensor > 1 else {})
+
+    @property
+    def axis_order(self) -> tuple[str, ...]:
+        """The order of the axes in the mesh: that of ``mesh_axes`` but for one case.
+
+        In a pipeline of shared layers the stages come behind data parallelism. The compilers of jax
+        0.11 and 0.12 end the process if they do not.
+        """
+        first, *others = self.mesh_axes
+        if first != "pipe" or self.plan.tensor == 1:
+            return (first, *others)
+        return (*others[:-1], first, others[-1])
+
+    def arranged(self, mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
+        """A mesh with ``mesh_axes``, its axes in ``axis_order``; every device stays where it is."""
+        order = [mesh.axis_names.index(name) for name in self.axis_order]
+        types = (jax.sharding.AxisType.Auto,) * len(order)
+        return jax.sharding.Mesh(mesh.devices.transpose(order), self.axis_order, axis_types=types)
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """The names of what layers save beside their input; empty where no preset says it."""
+        return PRESETS[self.plan.recompute][0] if self.plan.recompute in PARTLY else ()
+
+    def zero(self, mesh: Any) -> Zero:
+        """The ``Zero`` of the plan, on a mesh with ``mesh_axes``."""
+        return dataclasses.replace(zero_of(self.plan), mesh=mesh)
+
+    def param_specs(self, model: Decoder | TracedModel) -> Any:
+        """How devices share the parameters of each layer; None where they do not."""
+        tensor = self.plan.tensor
+        if tensor > 1 and isinstance(model, Decoder):
+            return model.specs(TENSOR_AXIS, tensor)
+        return None
+
+    def schedule(self) -> Schedule:
+        """The schedule of its pipeline; of an asynchronous one that of an evaluation."""
+        plan = self.plan
+        if plan.pipe == 1:
+            raise ValueError("the plan has no pipeline, and so no schedule.")
+        return schedule_of(plan.schedule, plan.pipe, plan.microbatches, plan.chunks)
+
+    def async_schedule(self, updates: int) -> AsyncSchedule:
+        """The schedule of so many updates without a flush."""
+        plan = self.plan
+        if not plan.asynchronous:
+            raise ValueError("the plan has no asynchronous pipeline.")
+        return pipedream_2bw(plan.pipe, plan.microbatches, updates)
+
+    @property
+    def policy(self) -> Any:
+        """What ``jax.checkpoint`` stores of a layer; None for its input alone."""
+        return jax.checkpoint_policies.save_only_these_names(*self.saved) if self.saved else None
+
+    def layer(self, zero: Zero, model: Decoder | TracedModel) -> Any:
+        """The layer of a loss without a pipeline."""
+        if self.plan.checkpoints_layers:
+            return jax.checkpoint(zero.gathered(model.apply_layer), policy=self.policy)
+        return zero.gathered(model.apply_layer, policy=self.policy)
+
+    def pipeline(self, mesh: Any, model: Decoder | TracedModel) -> Pipeline:
+        """Its pipeline, of the parts of a model, on a mesh with ``mesh_axes``."""
+        if not isinstance(model, Decoder):
+            raise ValueError("a plan with a pipeline needs a Decoder: its embedding and its head.")
+        block: Any = model.block
+        if self.plan.checkpoints_layers:
+            block = jax.checkpoint(block, policy=self.policy)
+        return Pipeline(
+            *(mesh, self.schedule()),
+            num_layers=self.layers,
+            embed=model.embed,
+            block=block,
+            head=model.head,
+            recompute=False,  # forward passes store what each layer stores
+        )
+
+    def code(self) -> list[str]:
+        """The lines that build the step of the plan.
+
+        ``model`` and ``tx`` are the model, one of ``MODELS`` or a ``Decoder``, and the
+        transformation. Where devices share layers, ``param_specs`` are those of the model.
+        Parameters of a pipeline are those of ``pipeline.stack``, and ``zero.init`` takes their
+        ``pipeline.param_specs(params, param_specs)``. A step of an asynchronous pipeline is
+        100 updates, from ``training.init(pipeline.stack(params))``, on batches
+        [updates, micro-batches, sequences, tokens].
+
+        >>> plan = ParallelPlan(data=8, stage=2, microbatches=4, recompute="full")
+        >>> file = PlanFile("llama2-7b", "adamw", "h100x8", 2048, "bfloat16", (32,), plan, {})
+        >>> print(*file.code(), sep=chr(10))
+        import jax, optax_ext, sharding as shd
+        auto = (jax.sharding.AxisType.Auto,) * 1
+        mesh = jax.make_mesh((8,), ('data',), auto)
+        zero = shd.Zero(mesh, stage=2, axis='data')
+        layer = jax.checkpoint(zero.gathered(model.apply_layer))
+        loss = model.make_loss(layer)
+        step = zero.train_step(loss, tx=tx, microbatches=4)
+        """
+        plan, axes = self.plan, self.mesh_axes
+        fields = [f"stage={plan.stage}", "axis='data'"]
+        fields += ["replica_axis='replica'"] if plan.replicas > 1 else []
+        fields += ["shard_state_over_replicas=True"] if plan.spread else []
+        fields += ["offload='optimizer'"] if plan.offload else []
+        fields += [f"sync=shd.sync.{plan.sync}"] if plan.sync else []
+        lines = [
+            "import jax, optax_ext, sharding as shd",
+            f"auto = (jax.sharding.AxisType.Auto,) * {len(axes)}",
+            f"mesh = jax.make_mesh({tuple(axes.values())}, {tuple(axes)}, auto)",
+            *self._arrangement(),
+            *([] if plan.asynchronous else [f"zero = shd.Zero(mesh, {', '.join(fields)})"]),
+        ]
+        if plan.tensor > 1:
+            specs = f"model.specs({TENSOR_AXIS!r}, {plan.tensor})"
+            use = "pipeline.param_specs(params, param_specs)" if plan.pipe > 1 else "zero.init"
+            lines.append(f"param_specs = {specs}  # for {use}")
+        if plan.state_format:
+            form = f"optax_ext.STATE_FORMATS[{plan.state_format!r}]"
+            lines.append(f"tx = optax_ext.low_precision_state(tx, {form})")
+        wrap = WRAPPERS.get(plan.weights)
+        lines += [f"tx = optax_ext.{wrap}(tx)"] if wrap else []
+        names = self.saved
+        policy = ", policy=policy" if names else ""
+        if names:
+            lines.append(f"policy = jax.checkpoint_policies.save_only_these_names(*{names})")
+        if plan.pipe > 1:
+            sizes = [plan.pipe, plan.microbatches]
+            sizes += [plan.chunks] if plan.schedule == "interleaved" else []
+            name = "aligned" if plan.asynchronous else plan.schedule  # of an evaluation
+            made = schedule_call(name, *sizes)
+            block = "model.block"
+            if plan.checkpoints_layers:
+                block = f"jax.checkpoint(model.block{policy})"
+            lines += [
+                f"schedule = shd.pipeline.{made}",
+                f"block = {block}",
+                "pipeline = shd.Pipeline(",
+                f"    mesh, schedule, num_layers={self.layers},",
+                "    embed=model.embed, block=block, head=model.head, recompute=False,",
+                ")",
+            ]
+            if plan.asynchronous:
+                made = f"pipedream_2bw({plan.pipe}, {plan.microbatches}, minibatches={_UPDATES})"
+                lines += [
+                    f"updates = shd.pipeline.{made}",
+                    "training = shd.AsyncPipeline(pipeline, updates, tx)",
+                    "step = jax.jit(training.run, donate_argnums=0)",
+                ]
+            else:
+                lines.append("step = zero.train_step(pipeline.loss, tx=tx, weighted=True)")
+            return lines
+        if plan.checkpoints_layers:
+            layer = f"jax.checkpoint(zero.gathered(model.apply_layer){policy})"
+        else:
+            layer = f"zero.gathered(model.apply_layer{policy})"
+        lines += [
+            f"layer = {layer}",
+            "loss = model.make_loss(layer)",
+            f"step = zero.train_step(loss, tx=tx, microbatches={plan.microbatches})",
+        ]
+        return lines
+
+    def _arrangement(self) -> list[str]:
+        """The line that arranges the mesh, if it must be."""
+        axes = tuple(self.mesh_axes)
+        if self.axis_order == axes:
+            return []
+        order = tuple(map(axes.index, self.axis_order))
+        devices = f"mesh.devices.transpose{order}"
+        return [f"mesh = jax.sharding.Mesh({devices}, {self.axis_order}, axis_types=auto)"]
+
+
+def lowered_step(
+    file: PlanFile, mesh: Any, model: Decoder | TracedModel, tx: optax.GradientTransformation
+) -> jax.stages.Lowered:
+    """The step of a plan, lowered for a mesh; ``tx`` is that of ``transformation_of(plan, ...)``.
+
+    Of an asynchronous pipeline it is the first two updates.
+    """
+    plan, zero = file.plan, file.zero(mesh)
+    if plan.asynchronous:
+        return _lowered_updates(file, mesh, model, tx)
+    pipeline = file.pipeline(mesh, model) if plan.pipe > 1 else None
+
+    def make_state() -> tuple[Any, Any]:
+        params = model.init(file.dtype)
+        params = pipeline.stack(params) if pipeline else params
+        return params, tx.init(params)
+
+    if pipeline:
+        specs = pipeline.param_specs(jax.eval_shape(make_state)[0], file.param_specs(model))
+        step = zero.train_step(pipeline.loss, tx=tx, weighted=True)
+    else:
+        specs = file.param_specs(model)
+        loss_fn = model.make_loss(file.layer(zero, model))
+        step = zero.train_step(loss_fn, tx=tx, microbatches=plan.microbatches)
+    state = zero.abstract_state(make_state, tx=tx, param_specs=specs)
+    return step.lower(state, model.batch(plan.sequences))
+
+
+def _lowered_updates(
+    file: PlanFile, mesh: Any, model: Decoder | TracedModel, tx: optax.GradientTransformation
+) -> jax.stages.Lowered:
+    """The first updates of an asynchronous pipeline."""
+    pipeline = file.pipeline(mesh, model)
+    training = AsyncPipeline(pipeline, file.async_schedule(LOWERED_UPDATES), tx)
+
+    def placed(tree: Any, specs: Any) -> Any:
+        return jax.tree.map(
+            lambda x, spec: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=NamedSharding(mesh, spec)
+            ),
+            tree,
+            specs,
+        )
+
+    params = jax.eval_shape(lambda: pipeline.stack(model.init(file.dtype)))
+    params = placed(params, pipeline.param_specs(params))
+    opt_state = jax.eval_shape(training.init, params).opt_state
+    opt_state = placed(opt_state, jax.tree.map(lambda _: P(pipeline.axis), opt_state))
+    tokens = model.batch(file.plan.sequences)
+    shape = (LOWERED_UPDATES, file.plan.microbatches, file.plan.microbatch, *tokens.shape[1:])
+    batches = placed(jax.ShapeDtypeStruct(shape, tokens.dtype), P())
+    run = jax.jit(training.run, donate_argnums=0)
+    return run.lower(AsyncState(params, opt_state), batches)

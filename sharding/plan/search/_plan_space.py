@@ -1,0 +1,240 @@
+"""The plans that a search compares: every way to share a step among devices."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from optax_ext import STATE_FORMATS
+from sharding.plan.cost._compressed_sync import sync_of
+from sharding.plan.cost._parallel_plan import RECOMPUTE, WEIGHTS, ParallelPlan
+from sharding.plan.cost._pipeline_schedules import (
+    ASYNC_SCHEDULES,
+    SCHEDULES,
+    SPLIT_SCHEDULES,
+    chunks_of,
+)
+from sharding.plan.model._models import Decoder
+from sharding.plan.model._traced_model import TracedModel
+
+# Forms of recomputation whose activations the planner knows.
+SEARCHED = tuple(name for name in RECOMPUTE if name != "selective")
+# What forward and backward passes do not depend on.
+_OF_STATE = ("stage", "replicas", "spread", "offload", "state_format", "weights", "sync")
+# What ``keep`` takes.
+KEPT = (
+    *("data", "tensor", "pipe", "microbatch", "microbatches", "schedule", "chunks"),
+    *("even", "recompute"),
+    *_OF_STATE,
+)
+# What the synchronization of gradients depends on, beside the number of devices.
+_OF_SYNC = ("stage", "replicas", "sync")
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanGroup:
+    """Plans with the same forward and backward passes."""
+
+    passes: ParallelPlan  # a plan without ZeRO
+    # of the plans: ZeRO stage, replicas, offload, state, weights and sync
+    variants: tuple[dict[str, Any], ...]
+
+    def plans(self) -> Iterator[ParallelPlan]:
+        """The plans."""
+        for variant in self.variants:
+            yield dataclasses.replace(self.passes, **variant)
+
+    def values(self, name: str) -> set[Any]:
+        """The values of a field of its plans."""
+        if name in _OF_STATE:
+            return {variant[name] for variant in self.variants}
+        return {getattr(self.passes, name)}
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanSpace:
+    """All plans of a step.
+
+    Devices and sequences are shared in all divisors; those that share layers must divide the heads
+    and the hidden values. Stages 1 to 3 have all numbers of replicas, which share gradients and
+    state
+    or do not. Stage 3 without a pipeline has layers that are computed again, but for what they
+    save,
+    as ``Zero.gathered`` does. A pipeline has each schedule, ``"interleaved"`` each number of chunks
+    for which there are layers; those that split backward passes compute nothing again. Chunks have
+    the layers with which a step is fastest, or equal ones where these are fewer.
+    """
+
+    model: Decoder | TracedModel  # the model
+    num_devices: int  # of the machine
+    sequences: int  # of all devices in a step
+    recompute: tuple[str, ...] = SEARCHED  # what backward passes may compute again
+    offload: tuple[bool, ...] = (False, True)  # whether optimizer state may be in host memory
+    # whether pipelines may run without a flush, which is lossy: over all devices, of models
+    # whose tables are two
+    asynchronous: bool = False
+    # formats of the optimizer state; others than None are lossy
+    state_formats: tuple[str | None, ...] = (None,)
+    weights: tuple[str, ...] = ("plain",)  # what updates the parameters
+    # synchronizations of gradients; others than None are lossy, and without pipelines and
+    # shared layers
+    syncs: tuple[str | None, ...] = (None,)
+    # whether equal chunks of a plan have fewer layers than the fastest; if not, it is left
+    # out
+    spares: Callable[[ParallelPlan], bool] = lambda plan: True
+    # whether the sync of a plan compresses any gradient; if not, the plan is left out
+    compresses: Callable[[ParallelPlan], bool] = lambda plan: True
+    param_bytes: float = 2.0  # of a parameter
+    # of the state for one parameter, by its format and by what updates parameters
+    state_bytes: Mapping[tuple[str | None, str], float] = dataclasses.field(default_factory=dict)
+
+    def plans(self, keep: Mapping[str, Any] | None = None) -> Iterator[ParallelPlan]:
+        """The plans; of those with the kept values only."""
+        for group in self.groups(keep):
+            yield from group.plans()
+
+    def groups(self, keep: Mapping[str, Any] | None = None) -> Iterator[PlanGroup]:
+        """The same plans, grouped by their forward and backward passes."""
+        keep = dict(keep or {})
+        for name in keep:
+            if name not in KEPT:
+                known = ", ".join(map(repr, KEPT))
+                raise ValueError(f"keep has {name!r}; what can be kept is {known}.")
+        of_state = {name: value for name, value in keep.items() if name in _OF_STATE}
+        variants = functools.cache(self._variants)  # of data parallelism
+
+        @functools.cache
+        def compresses(**fields: Any) -> bool:
+            return self.compresses(ParallelPlan(**fields))
+
+        for passes in self._passes():
+            if any(getattr(passes, k) != keep[k] for k in keep if k not in _OF_STATE):
+                continue
+            # Layers that gather their parameters are computed again.
+            gathers = passes.pipe == 1 and passes.recompute == "none"
+            possible = tuple(
+                variant
+                for variant in variants(passes.data)
+                if not (gathers and variant["stage"] == 3)
+                and not (
+                    passes.asynchronous and (variant["offload"] or variant["weights"] != "plain")
+                )
+                and (
+                    variant["sync"] is None
+                    or (
+                        passes.pipe * passes.tensor == 1
+                        and compresses(data=passes.data, **{k: variant[k] for k in _OF_SYNC})
+                    )
+                )
+                and all(variant[name] == value for name, value in of_state.items())
+            )
+            if possible and (not passes.even or self.spares(passes)):
+                yield PlanGroup(passes, possible)
+
+    def _passes(self) -> Iterator[ParallelPlan]:
+        """Plans without ZeRO."""
+        for pipe, tensor in self._meshes():
+            data = self.num_devices // (pipe * tensor)
+            if self.sequences % data:
+                continue
+            own = self.sequences // data
+            for microbatch, recompute in itertools.product(divisors(own), self.recompute):
+                schedules = self._schedules(pipe, own // microbatch, recompute)
+                for schedule, even in itertools.product(schedules, (False, True)[: min(pipe, 2)]):
+                    yield ParallelPlan(
+                        data=data,
+                        tensor=tensor,
+                        pipe=pipe,
+                        microbatch=microbatch,
+                        microbatches=own // microbatch,
+                        even=even,
+                        recompute=recompute,
+                        param_bytes=self.param_bytes,
+                        grad_bytes=self.param_bytes,
+                        **schedule,
+                    )
+
+    def _variants(self, data: int) -> list[dict[str, Any]]:
+        """ZeRO stages with their replicas, and where and in which format state is."""
+        stages = [(stage, 1, False) for stage in (range(4) if data > 1 else [0])]
+        stages += itertools.product((1, 2, 3), divisors(data)[1:-1], (False, True))
+        return [
+            {
+                "stage": stage,
+                "replicas": replicas,
+                "spread": spread,
+                "offload": offload,
+                "state_format": state_format,
+                "state_bytes": self.state_bytes.get((state_format, weights), 12.0),
+                "weights": weights,
+                "sync": sync,
+            }
+            for (stage, replicas, spread), offload, state_format, weights, sync in (
+                itertools.product(
+                    stages, self.offload, self.state_formats, self.weights, self.syncs
+                )
+            )
+            # A compressed sync is that of replicas, or of stages without gathered layers.
+            if sync is None or (data > 1 and not spread and (stage < 3 or replicas > 1))
+        ]
+
+    def _meshes(self) -> Iterator[tuple[int, int]]:
+        """Stages of a pipeline, and devices that share each layer."""
+        model = self.model
+        for pipe in divisors(self.num_devices):
+            if pipe == 1 or pipe <= model.layers:
+                others = self.num_devices // pipe
+                shared = math.gcd(others, model.heads, model.kv_heads, model.hidden)
+                yield from ((pipe, tensor) for tensor in divisors(shared))
+
+    def _schedules(self, pipe: int, microbatches: int, recompute: str) -> Iterator[dict[str, Any]]:
+        """Schedules of a pipeline, with their chunks."""
+        if pipe == 1:
+            yield {}
+            return
+        for schedule in SCHEDULES:
+            if schedule in SPLIT_SCHEDULES and recompute != "none":
+                continue
+            if schedule != "interleaved":
+                chunks = chunks_of(schedule)
+                if pipe * chunks <= self.model.layers:
+                    yield {"schedule": schedule, "chunks": chunks}
+            elif microbatches % pipe == 0:
+                for chunks in range(2, self.model.layers // pipe + 1):
+                    yield {"schedule": schedule, "chunks": chunks}
+        alone = pipe == self.num_devices and isinstance(self.model, Decoder) and not self.model.tied
+        if self.asynchronous and alone and microbatches >= 2 * pipe - 1:
+            for schedule in ASYNC_SCHEDULES:
+                yield {"schedule": schedule}
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def check_lossy(
+    state_formats: Sequence[str | None], weights: Sequence[str], syncs: Sequence[str | None]
+) -> None:
+    """Raises unless everything that may be lossy is known, and there is one of each."""
+    for name, values, known in (
+        ("state_formats", state_formats, (None, *STATE_FORMATS)),
+        ("weights", weights, WEIGHTS),
+        ("syncs", syncs, None),
+    ):
+        if not values:
+            raise ValueError(f"{name} must have at least one value, got none.")
+        for value in values:
+            if known and value not in known:
+                raise ValueError(f"{name} must be of {', '.join(map(repr, known))}, got {value!r}.")
+            if known is None and value is not None:
+                sync_of(value)
+
+
+def check_recompute(recompute: tuple[str, ...]) -> None:
+    """Raises unless the planner knows the activations of each form of recomputation."""
+    if unknown := [name for name in recompute if name not in SEARCHED]:
+        known, given = (", ".join(map(repr, names)) for names in (SEARCHED, unknown))
+        raise ValueError(f"recompute must be of {known}, got {given}.")

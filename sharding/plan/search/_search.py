@@ -1,0 +1,440 @@
+"""The fastest plan that fits, by comparing all plans, with a bound that no plan goes below."""
+
+import dataclasses
+import functools
+import heapq
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+
+from sharding.plan._format import Printed, Table, seconds, size
+from sharding.plan.cost._parallel_plan import ParallelPlan
+from sharding.plan.cost._pipeline_schedules import ASYNC_SCHEDULES
+from sharding.plan.cost._plan_costs import PlanCosts, TracedCosts
+from sharding.plan.cost._step_time import PARTS_OF_STEP, StepSeconds
+from sharding.plan.machine import targets
+from sharding.plan.machine._collective_time import Machine
+from sharding.plan.machine._devices import DeviceKind, kind_of
+from sharding.plan.model._layer_time import COMPILED, Implementation
+from sharding.plan.model._models import Decoder
+from sharding.plan.model._traced_model import TracedModel
+from sharding.plan.search._chosen_plan import COLUMNS, PLAN_COLUMNS, ChosenPlan, cells, short
+from sharding.plan.search._plan_space import (
+    SEARCHED,
+    PlanGroup,
+    PlanSpace,
+    check_lossy,
+    check_recompute,
+)
+
+# The share of device memory that is left to the allocator.
+HEADROOM = 0.08
+_NOTED = 0.01  # a share of the operations
+# Of equal times the first.
+_SMALLEST_FIRST = ("1f1b", "aligned", "zb-h1", "zb-v", "interleaved", "gpipe", "2bw")
+
+
+@dataclasses.dataclass(frozen=True)
+class FrontierPlan:
+    """A plan that no other one beats in both time and memory."""
+
+    plan: ParallelPlan  #: how it shares the step
+    seconds: float  #: of a step
+    memory: float  #: bytes of the fullest device
+
+
+@dataclasses.dataclass(frozen=True)
+class RejectedPlan(FrontierPlan):
+    """A plan that would be faster, and does not fit."""
+
+    excess: float  #: bytes of memory beyond what a device has
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchResult(Printed):
+    """The fastest plans; ``str()`` makes tables, ``to_dict()`` JSON."""
+
+    target: str  #: the name of the machine
+    device: DeviceKind  #: its figures
+    memory: float  #: bytes of a device that a plan may take
+    plans: tuple[ChosenPlan, ...]  #: the fastest ones that fit, fastest first
+    #: plans that would be faster than the last of these, and do not fit, fastest first
+    rejected: tuple[RejectedPlan, ...]
+    bound: float  #: seconds below which no plan of the space can go that fits
+    compared: int  #: the number of plans
+    sequences: int  #: of all devices in a step
+    length: int  #: tokens of a sequence
+    #: operations of matrix products of a device in the update of the best plan, as a share of
+    #: its part of those of the step
+    of_update: float = 0.0
+    #: of all plans, whether they fit or not, fastest first; empty if it was not asked for
+    frontier: tuple[FrontierPlan, ...] = ()
+
+    @property
+    def best(self) -> ChosenPlan:
+        """The fastest plan."""
+        return self.plans[0]
+
+    @property
+    def gap(self) -> float:
+        """How much longer the best plan takes than the bound, as a share of the bound."""
+        return self.best.seconds.seconds / self.bound - 1
+
+    def tables(self) -> list[Table]:
+        """The tables to print."""
+        title = f"fastest of {self.compared:,} plans on {self.target}"
+        tables = [Table(title, COLUMNS, [plan.row() for plan in self.plans])]
+        if self.rejected:
+            rows = [
+                (*cells(x.plan), seconds(x.seconds), size(x.memory), size(x.excess))
+                for x in self.rejected
+            ]
+            columns = (*PLAN_COLUMNS, "step", "memory", "too much")
+            tables.append(Table(f"faster, but above {size(self.memory)}", columns, rows))
+        return tables
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What the figures mean."""
+        best = self.best.seconds
+        several = "sequences" if self.sequences > 1 else "sequence"
+        update = (
+            f"The update of the best plan computes products of {self.of_update:.0%} of the step's "
+            "operations, which are in its time, and in no planned operations."
+        )
+        return (
+            f"A step has {self.sequences:,} {several} of {self.length:,} tokens.",
+            f"Best: {self.best.summary}.",
+            *([update] if self.of_update > _NOTED else []),
+            f"Its parts: {_parts(best)}. With all wires hidden it takes "
+            f"{seconds(best.full_overlap)}, with none {seconds(best.no_overlap)}.",
+            f"No plan that fits can take less than {seconds(self.bound)} a step, even at the peak "
+            f"of a {self.device.name} with everything hidden; the best is predicted to take "
+            f"{self.gap:.0%} more.",
+            "ZeRO is the stage, its shards and its replicas (spread: they share the state), where "
+            "the state is, and what is lossy; tensor is the number of devices that share each "
+            "layer; pipeline is the number of stages with their schedule, even where groups of "
+            "layers are equal; micro is the number of micro-batches and their sequences; stored "
+            "is what a layer stores for its backward pass: all that this reads, its input alone, "
+            "or results of products beside it (queries, keys and values; attention; its output; "
+            "hidden values); most is the largest part of a step. Memory of activations is "
+            "estimated: verify compiles the step.",
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, ready for JSON."""
+        return {
+            "target": self.target,
+            "device": dataclasses.asdict(self.device),
+            "memory": self.memory,
+            "plans": [plan.to_dict() for plan in self.plans],
+            "rejected": [dataclasses.asdict(plan) for plan in self.rejected],
+            "bound": self.bound,
+            "gap": self.gap,
+            "compared": self.compared,
+            "sequences": self.sequences,
+            "length": self.length,
+            "of_update": self.of_update,
+            "frontier": [dataclasses.asdict(plan) for plan in self.frontier],
+        }
+
+
+def _parts(step: StepSeconds) -> str:
+    """What a step waits for, longest first; nothing below 1 %."""
+    parts = {name: getattr(step, name) for name in PARTS_OF_STEP}
+    order = sorted(parts, key=lambda name: -parts[name])
+    least = 0.01 * step.no_overlap
+    return ", ".join(f"{name} {seconds(parts[name])}" for name in order if parts[name] > least)
+
+
+def search(
+    model: Decoder | TracedModel,
+    tx: optax.GradientTransformation,
+    target: str,
+    *,
+    sequences: int,
+    length: int | None = None,
+    dtype: Any = jnp.bfloat16,
+    device: DeviceKind | None = None,
+    keep: Mapping[str, Any] | None = None,
+    recompute: Sequence[str] = SEARCHED,
+    offload: bool = True,
+    asynchronous: bool = False,
+    state_formats: Sequence[str | None] = (None,),
+    weights: Sequence[str] = ("plain",),
+    syncs: Sequence[str | None] = (None,),
+    headroom: float = HEADROOM,
+    implementation: Implementation = COMPILED,
+    top: int = 5,
+    frontier: bool = False,
+) -> SearchResult:
+    """The fastest plans for a model on a machine.
+
+    Plans are timed by ``step_seconds``; in the order of their times they are checked for memory,
+    until ``top`` fit: the result is that of an exhaustive search. A group of plans is expanded when
+    its lower bound reaches the head of the queue. No plan that fits goes below ``bound``, whatever
+    shares of the peak programs reach.
+
+    Args:
+      model: one of ``MODELS``, a ``Decoder`` of one's own, or a ``TracedModel``: any parameters and
+        loss, for plans without pipelines.
+      tx: the transformation.
+      target: the name of a machine, as ``sharding.targets`` has them.
+      sequences: of all devices in a step; of a ``TracedModel`` examples.
+      length: tokens of a sequence; None: the model's.
+      dtype: of the parameters, of 16 bits; on CPUs also of 32.
+      device: other figures than those of the target's kind.
+      keep: values that plans must have, such as ``{"stage": 3, "pipe": 1}``.
+      recompute: what backward passes may compute again; see ``ParallelPlan``.
+      offload: whether optimizer state may be in host memory.
+      asynchronous: whether pipelines over all devices may run without a flush, with gradients that
+        are one update late (PipeDream-2BW), which is lossy.
+      state_formats: of the optimizer state, one of ``optax_ext.STATE_FORMATS``. Lossy choices, all
+        but None, are searched only on request.
+      weights: what updates parameters of 16 bits; see ``ParallelPlan``.
+      syncs: of gradients: ``"powersgd(RANK)"``, ``"qsgd(8)"`` or ``"qsgd(4)"``, which are lossy, in
+        plans without pipelines and shared layers.
+      headroom: the share of a device's memory that is left to the allocator.
+      implementation: how the program computes a layer.
+      top: how many plans to return.
+      frontier: whether to find the plans of all budgets, too, which takes longer.
+
+    Raises:
+      ValueError: no plan exists, or none fits; with the constraint, and by how much it fails.
+
+    Example:
+      >>> import optax
+      >>> from sharding.plan import MODELS, search
+      >>> found = search(MODELS["llama2-7b"], optax.adamw(1e-3), "h100x8", sequences=64)
+      >>> found.best.summary
+      'stage 2 over 4, 2 replicas that share the state; 8 micro-batches of 1; recompute none'
+      >>> found.bound < found.best.seconds.full_overlap < found.best.seconds.seconds
+      True
+    """
+    check_recompute(tuple(recompute))
+    check_lossy(state_formats, weights, syncs)
+    if not 0 <= headroom < 1:
+        raise ValueError(f"headroom must be in [0, 1), got {headroom}.")
+    if asynchronous and (isinstance(model, TracedModel) or model.tied):
+        raise ValueError(
+            "asynchronous pipelines need a Decoder whose embedding is not its output matrix, which "
+            "the first and the last stage would update independently."
+        )
+    machine = machine_of(target, device)
+    _check_dtype(target, jnp.dtype(dtype), weights)
+    if isinstance(model, TracedModel) and length not in (None, model.length):
+        raise ValueError(f"length is that of the example, {model.length}, got {length}.")
+    length = length or model.length
+    costs_of: Any = TracedCosts if isinstance(model, TracedModel) else PlanCosts
+    costs: PlanCosts = costs_of(
+        *(model, tx, machine), length=length, dtype=dtype, implementation=implementation
+    )
+    space = PlanSpace(
+        model,
+        machine.num_devices,
+        sequences,
+        recompute=costs.forms(recompute),
+        offload=(False, True) if offload and machine.device.host_link else (False,),
+        asynchronous=asynchronous,
+        state_formats=tuple(state_formats),
+        weights=tuple(weights),
+        syncs=tuple(syncs),
+        spares=costs.spares,
+        compresses=lambda plan: costs.sync(plan).moved > 0,
+        param_bytes=float(jnp.dtype(dtype).itemsize),
+        state_bytes={
+            form: costs.state_bytes_in(*form) for form in itertools.product(state_formats, weights)
+        },
+    )
+    groups = list(space.groups(keep))
+    if not groups:
+        raise ValueError(_no_plan(space, keep))
+    budget = machine.device.memory * (1 - headroom)
+    held = functools.cache(costs.fullest)  # of a plan, once it is asked for
+    least = functools.cache(costs.least)  # of passes
+
+    # In the order of predicted times.
+    chosen: list[tuple[StepSeconds, ParallelPlan]] = []
+    rejected: list[RejectedPlan] = []
+
+    def too_large(group: PlanGroup) -> bool:
+        return least(group.passes) > budget
+
+    def skip(group: PlanGroup) -> bool:
+        return len(rejected) == top and too_large(group)
+
+    for step, plan in _in_order(costs, groups, skip=skip):
+        nbytes = held(plan)
+        if nbytes <= budget:
+            chosen.append((step, plan))
+        elif len(rejected) < top:
+            rejected.append(RejectedPlan(plan, step.seconds, nbytes, nbytes - budget))
+        if len(chosen) == top:
+            break
+    if not chosen:
+        raise ValueError(_nothing_fits(target, groups, least, held, budget, headroom))
+    bounds = _in_order(costs, groups, skip=too_large, ideal=True)
+    bound = next(step.full_overlap for step, plan in bounds if held(plan) <= budget)
+
+    tokens = float(sequences * length)
+    flops = model.flops(tokens, length) / machine.num_devices
+    return SearchResult(
+        target=target,
+        device=machine.device,
+        memory=budget,
+        plans=tuple(
+            ChosenPlan(
+                plan=plan,
+                seconds=step,
+                memory=held(plan),
+                bound=costs.seconds(plan, costs.passes(plan, ideal=True), ideal=True).full_overlap,
+                layers=costs.layers(plan),
+                tokens=tokens,
+                utilization=flops / machine.device.flops / step.seconds,
+            )
+            for step, plan in chosen
+        ),
+        rejected=tuple(rejected),
+        bound=bound,
+        compared=sum(len(group.variants) for group in groups),
+        sequences=sequences,
+        length=length,
+        of_update=costs.products(chosen[0][1]) / flops,
+        frontier=tuple(_frontier(costs, groups, held, least)) if frontier else (),
+    )
+
+
+def _frontier(
+    costs: PlanCosts,
+    groups: Sequence[PlanGroup],
+    held: Callable[[ParallelPlan], float],
+    least: Callable[[ParallelPlan], float],
+) -> list[FrontierPlan]:
+    """The plans that no other one beats in both time and memory."""
+    points: list[FrontierPlan] = []
+
+    def skip(group: PlanGroup) -> bool:
+        return bool(points) and least(group.passes) >= points[-1].memory
+
+    for step, plan in _in_order(costs, groups, skip=skip):
+        if not points or held(plan) < points[-1].memory:
+            if points and points[-1].seconds == step.seconds:
+                points.pop()  # as fast, and takes more
+            points.append(FrontierPlan(plan, step.seconds, held(plan)))
+    return points
+
+
+def _in_order(
+    costs: PlanCosts,
+    groups: Sequence[PlanGroup],
+    *,
+    skip: Callable[[PlanGroup], bool],
+    ideal: bool = False,
+) -> Iterator[tuple[StepSeconds, ParallelPlan]]:
+    """All plans by their times, or by bounds if ``ideal``; of equal ones the simpler first.
+
+    A group is in the queue with the time of its passes, which none of its plans goes below; its
+    plans come into the queue when it has its turn, and is not skipped.
+    """
+    passes = [costs.passes(group.passes, ideal=ideal) for group in groups]
+    # Groups come before plans of the same time.
+    queue: list[tuple[float, tuple[int, ...], int, StepSeconds | None, ParallelPlan | None]] = [
+        (work.least_overlapped if ideal else work.least, (), number, None, None)
+        for number, work in enumerate(passes)
+    ]
+    heapq.heapify(queue)
+    number = len(queue)
+    while queue:
+        _, _, i, step, plan = heapq.heappop(queue)
+        if step is not None and plan is not None:
+            yield step, plan
+        elif not skip(groups[i]):
+            for plan in groups[i].plans():
+                step = costs.seconds(plan, passes[i], ideal=ideal)
+                time = step.full_overlap if ideal else step.seconds
+                heapq.heappush(queue, (time, _simpler_first(plan), number, step, plan))
+                number += 1
+
+
+def machine_of(target: str, device: DeviceKind | None = None) -> Machine:
+    """The machine of a target's name.
+
+    >>> machine_of("v5e:16x16*2").slices
+    2
+    """
+    parsed = targets.parse(target, other_gpus=device is not None)
+    device = device or kind_of(target)
+    if device is None:
+        raise ValueError(f"a search needs the figures of {target}: give device=.")
+    if parsed.is_torus:
+        return Machine(device, parsed.num_devices, parsed.shape, parsed.groups)
+    return Machine(device, parsed.num_devices)
+
+
+def _check_dtype(target: str, dtype: Any, weights: Sequence[str]) -> None:
+    """Raises unless times are known for parameters of this dtype."""
+    cpu = targets.parse(target, other_gpus=True).kind == "cpu"
+    if dtype.itemsize != 2 and not (cpu and dtype.itemsize == 4):
+        raise ValueError(
+            f"dtype must have 16 bits on {target}, got {dtype}: times are those of products of 16 "
+            'bits. weights="master" adds float32 master weights.'
+        )
+    if dtype.itemsize > 2 and "stochastic" in weights:
+        raise ValueError(f"stochastic rounding is for parameters of 16 bits, got {dtype}.")
+
+
+def _simpler_first(plan: ParallelPlan) -> tuple[int, ...]:
+    """What orders plans of equal time: the exact, the simpler one first, the smaller schedule."""
+    schedule = _SMALLEST_FIRST.index(plan.schedule)
+    devices = (plan.pipe, plan.tensor, plan.replicas)
+    return (plan.lossy, plan.offload, *devices, plan.spread, -plan.stage, plan.microbatch, schedule)
+
+
+def _no_plan(space: PlanSpace, keep: Mapping[str, Any] | None) -> str:
+    """Why there is no plan."""
+    every = list(space.groups())
+    if not every:
+        return (
+            f"{space.sequences} sequences cannot be shared by {space.num_devices} devices: with as "
+            f"many pipeline stages as {space.model.layers} layers allow, or devices that share "
+            "each layer, data parallelism is left with more devices than divide them."
+        )
+    parts = []
+    for name, value in (keep or {}).items():
+        known = sorted({value for group in every for value in group.values(name)}, key=str)
+        if name == "schedule" and value in ASYNC_SCHEDULES and value not in known:
+            parts.append(
+                f"schedule={value!r} needs asynchronous=True (--asynchronous), as many stages as "
+                "devices, 2 micro-batches a stage less one, and plain weights"
+            )
+        elif value not in known:
+            asked = " that were asked for" * (name in ("state_format", "weights", "sync"))
+            parts.append(f"{name}={value!r} is none of {', '.join(map(str, known))}{asked}")
+    reason = "; ".join(parts) or "each value is possible alone, not all of them together"
+    return f"no plan has what is kept: {reason}."
+
+
+def _nothing_fits(
+    target: str,
+    groups: Sequence[PlanGroup],
+    least: Callable[[ParallelPlan], float],
+    held: Callable[[ParallelPlan], float],
+    budget: float,
+    headroom: float,
+) -> str:
+    """Which plan comes closest, and by how much it fails."""
+    first, *others = sorted(groups, key=lambda group: least(group.passes))
+    smallest = min(first.plans(), key=held)
+    for group in others:
+        if least(group.passes) >= held(smallest):
+            break
+        smallest = min(smallest, *group.plans(), key=held)
+    number = sum(len(group.variants) for group in groups)
+    return (
+        f"no plan fits {target}: its devices have {size(budget)}, {headroom:.0%} of their memory "
+        f"left free, and the smallest of {number:,} plans needs {size(held(smallest))}, "
+        f"{size(held(smallest) - budget)} too much: {short(smallest)}."
+    )

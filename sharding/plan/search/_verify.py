@@ -1,0 +1,204 @@
+"""A plan beside the program of its step: memory, bytes sent and operations."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from sharding.plan._format import size
+from sharding.plan.audit._audit import audit
+from sharding.plan.cost._estimate import estimate
+from sharding.plan.cost._parallel_plan import ParallelPlan
+from sharding.plan.cost._plan_costs import sync_change, sync_of_plan, transformation_of
+from sharding.plan.cost._wire_and_flops import (
+    pipeline_flops,
+    pipeline_wire,
+    tensor_wire,
+    updates_wire,
+)
+from sharding.plan.machine import targets
+from sharding.plan.machine._devices import DeviceKind
+from sharding.plan.model._models import Decoder
+from sharding.plan.model._saved_names import flops_again
+from sharding.plan.model._traced_model import TracedModel
+from sharding.plan.search._plan_file import LOWERED_UPDATES, PlanFile, lowered_step
+
+# By how much bytes sent and operations may differ from those planned.
+WIRE, FLOPS = 0.02, 0.01
+# From what difference on memory is named: it is an estimate, which the program replaces.
+MEMORY = 0.03
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """Figures of one device: as planned, and in the program.
+
+    What an optimizer sends and multiplies by itself, as Muon does, is not planned, and apart.
+    """
+
+    planned_memory: float  #: bytes
+    memory: float  #: bytes
+    planned_wire: float  #: bytes sent in a step; of an asynchronous pipeline in ``LOWERED_UPDATES``
+    wire: float  #: bytes sent in a step
+    planned_flops: float  #: operations of matrix products in a step, or in these updates
+    flops: float  #: operations of matrix products in a step
+    available: float  #: bytes that a plan may take
+    update_wire: float = 0.0  #: bytes that the update sends by itself, beside ``wire``
+    update_flops: float = 0.0  #: operations of matrix products of the update, beside ``flops``
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """What does not hold; empty where the plan does."""
+        reasons = []
+        if self.memory > self.available:
+            excess = size(self.memory - self.available)
+            reasons.append(f"needs {size(self.memory)}, {excess} too much")
+        if self.planned_wire and abs(self.wire / self.planned_wire - 1) > WIRE:
+            reasons.append(f"sends {size(self.wire)}, {size(self.planned_wire)} were planned")
+        if abs(self.flops / self.planned_flops - 1) > FLOPS:
+            reasons.append(f"runs {self.flops / self.planned_flops:.3f} of the planned operations")
+        return tuple(reasons)
+
+    @property
+    def correction(self) -> str:
+        """What memory the program needs, if it is not that of the plan; else empty."""
+        if abs(self.memory / self.planned_memory - 1) <= MEMORY:
+            return ""
+        return f"needs {size(self.memory)}, {size(self.planned_memory)} were planned"
+
+    @property
+    def summary(self) -> str:
+        """The program over the plan, in one line."""
+        memory, wire, flops = self.ratios
+        text = f"program / plan: memory {memory}, wire {wire}, operations {flops}"
+        if not self.update_flops:
+            return text
+        share = self.update_flops / self.flops
+        return f"{text}; the update runs {share:.1%} more and sends {size(self.update_wire)}"
+
+    @property
+    def ratios(self) -> tuple[str, str, str]:
+        """Memory, bytes sent and operations of the program over those of the plan."""
+        wire = f"{self.wire / self.planned_wire:.3f}" if self.planned_wire else "-"
+        memory, flops = self.memory / self.planned_memory, self.flops / self.planned_flops
+        return f"{memory:.3f}", wire, f"{flops:.3f}"
+
+
+def verify(
+    file: PlanFile,
+    model: Decoder | TracedModel,
+    tx: optax.GradientTransformation,
+    *,
+    memory: float,
+    device: DeviceKind | None = None,
+) -> Verification:
+    """Compiles the step of a plan for its target, and compares; nothing is run.
+
+    ``tx`` is the transformation without the format of the plan's state and its weights; a plan may
+    take ``memory`` bytes of a device.
+
+    Raises:
+      ValueError: the target cannot be compiled for, or the model does not fit the plan.
+    """
+    plan = file.plan
+    tx = transformation_of(plan, tx)
+    if isinstance(model, Decoder):
+        model = dataclasses.replace(model, length=file.length)
+    axes = file.mesh_axes
+    mesh = file.arranged(targets.mesh(file.target, tuple(axes.values()), tuple(axes)))
+    audited = audit(lowered_step(file, mesh, model, tx), mesh=mesh, device=device or file.target)
+    update_wire = sum(row.wire_bytes for row in audited.traffic if row.phase == "update")
+    update_flops = audited.products.get("update", 0.0)
+    return Verification(
+        planned_memory=file.promised["memory"],
+        memory=audited.memory,
+        planned_wire=planned_wire(file, mesh, model, tx),
+        wire=audited.wire_bytes - update_wire,
+        planned_flops=_planned_flops(file, model)
+        + (sync_of_plan(plan, model.abstract(jnp.dtype(file.dtype))).flops if plan.sync else 0.0),
+        flops=audited.matmul_flops - update_flops,
+        available=memory,
+        update_wire=update_wire,
+        # Without a flush an update is in each tick, of which the audit takes the dearest branch.
+        update_flops=0.0 if plan.asynchronous else update_flops,
+    )
+
+
+def planned_wire(
+    file: PlanFile, mesh: Any, model: Decoder | TracedModel, tx: optax.GradientTransformation
+) -> float:
+    """Bytes that one device sends in a step, without what optimizers send.
+
+    ``tx`` is that of ``transformation_of(plan, ...)``.
+    """
+    plan, dtype = file.plan, jnp.dtype(file.dtype)
+    if plan.asynchronous:
+        pipeline, updates = file.pipeline(mesh, model), file.async_schedule(LOWERED_UPDATES)
+        batch = jax.ShapeDtypeStruct((plan.sequences, file.length + 1), jnp.int32)
+        return updates_wire(pipeline, updates, pipeline.stack(model.abstract(dtype)), batch)
+    params, specs, sent = model.abstract(dtype), file.param_specs(model), 0.0
+    if plan.pipe > 1:
+        pipeline = file.pipeline(mesh, model)
+        params = pipeline.stack(params)
+        specs = pipeline.param_specs(params, specs)
+        tokens = (plan.microbatches * plan.microbatch, file.length + 1)
+        batch = jax.ShapeDtypeStruct(tokens, jnp.int32)
+        sent = pipeline_wire(pipeline, params, batch, specs=specs)
+    if isinstance(model, Decoder) and plan.tensor > 1:
+        schedule = file.schedule() if plan.pipe > 1 else None
+        sent += tensor_wire(
+            *(model, plan),
+            length=file.length,
+            itemsize=dtype.itemsize,
+            adds_first=targets.parse(file.target).kind != "cpu",
+            schedule=schedule,
+            rows=max(file.layers),
+        )
+    zero_plan = estimate(
+        *(params, tx, file.zero(mesh)),
+        param_specs=specs,
+        microbatches=plan.microbatches if plan.pipe == 1 else 1,
+        gathered_once=model.gathered_once if plan.pipe == 1 else "",
+    )
+    if plan.sync:
+        sent += sync_change(plan, params)
+    return zero_plan.stage(zero_plan.requested).wire + sent
+
+
+def _planned_flops(file: PlanFile, model: Decoder | TracedModel) -> float:
+    """Operations of matrix products of one device in a step, as ``audit`` counts them."""
+    plan = file.plan
+    if plan.pipe == 1 or isinstance(model, TracedModel):
+        return planned_flops(model, plan, file.dtype)
+    schedule = file.async_schedule(LOWERED_UPDATES) if plan.asynchronous else file.schedule()
+    return pipeline_flops(
+        *(model, schedule, max(file.layers)),
+        microbatch=plan.microbatch,
+        recompute=plan.recompute,
+        tensor=plan.tensor,
+    )
+
+
+def planned_flops(
+    model: Decoder | TracedModel, plan: ParallelPlan, dtype: Any = jnp.bfloat16
+) -> float:
+    """Operations of matrix products of one device in a step, with those that run again.
+
+    >>> from sharding.plan import MODELS
+    >>> plans = [ParallelPlan(recompute=name) for name in ("none", "full")]
+    >>> none, full = (planned_flops(MODELS["llama2-7b"], plan) for plan in plans)
+    >>> round(full / none, 3)
+    1.26
+    """
+    if isinstance(model, TracedModel):
+        return plan.microbatches * model.traced(plan.microbatch, dtype, plan.recompute).flops
+    tokens = float(plan.microbatch * plan.microbatches * model.length)
+    _, head = model.layer_flops(tokens, model.length)
+    layers = (model.flops(tokens, model.length) - head) / plan.tensor
+    step = layers + head / model.shards_of_tokens(plan.tensor)
+    if plan.recompute == "none":
+        return step
+    again = flops_again(model, plan.recompute, model.length) / plan.tensor
+    return step + tokens * model.layers * again

@@ -1,1 +1,0 @@
-"""The time of a step in closed form: layers, collectives, and all of it together."""

@@ -1,0 +1,52 @@
+"""Forty plans whose figures stay to the last digit: models, machines, stages, schedules, offload.
+
+``python tests/sharding/plan/test_forty_plans.py`` records them again, where a change is meant.
+"""
+
+import contextlib
+import io
+import json
+import pathlib
+
+import jax
+import pytest
+
+from sharding.cli import main
+from sharding.plan import audit
+
+HERE = pathlib.Path(__file__).parent
+RECORDED = HERE / "forty_plans.json"
+
+
+def figures_of(line):
+    """Bytes and seconds of a command's plans, or of a recorded program."""
+    if line.endswith(".txt"):
+        found = audit((HERE / "programs" / line).read_text()).to_dict()
+        names = ("memory", "wire_bytes", "matmul_flops", "arguments", "at_peak", "nbytes")
+        return {name: found[name] for name in names}
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        main([*line.split(), "--json"])
+    found = json.loads(out.getvalue())
+    if line.startswith("search"):
+        plans = [
+            [plan["plan"], plan["seconds"]["seconds"], plan["memory"]] for plan in found["plans"]
+        ]
+        return {"bound": found["bound"], "compared": found["compared"], "plans": plans}
+    if "--pipeline" in line:
+        names = ("bubble", "ideal", "lockstep", "transfers", "pipeline", "alternative")
+        return {name: found[name] for name in names} | {"stage": found["stages"][0]}
+    names = ("name", "memory", "peak", "unreduced", "wire", "network", "host_wire", "moved")
+    return {"stages": [[stage[name] for name in names] for stage in found["stages"]]}
+
+
+# What the layers store depends on the version of jax.
+@pytest.mark.skipif(jax.__version_info__[:2] != (0, 10), reason="recorded with jax 0.10")
+@pytest.mark.parametrize(("line", "figures"), json.loads(RECORDED.read_text()).items())
+def test_figures_stay(line, figures):
+    assert figures_of(line) == figures
+
+
+if __name__ == "__main__":
+    pairs = [(line, figures_of(line)) for line in json.loads(RECORDED.read_text())]
+    rows = [f"{json.dumps(line)}: {json.dumps(figures)}" for line, figures in pairs]
+    RECORDED.write_text("{\n" + ",\n".join(rows) + "\n}\n")
