@@ -118,9 +118,7 @@ def reduce_scatter_arrays(
 
 
 def form_on(layout: Layout, axes: tuple[str, ...], x: jax.Array, dim: int) -> str:
-    """The form of a reduce-scatter over ``axes``: the user's, else that for the mesh."""
-    if layout.scatter != "auto":
-        return layout.scatter
+    """The form of a reduce-scatter over ``axes`` of the mesh."""
     sizes = [layout.mesh.shape[axis] for axis in axes]
     return choose_form(layout.platform, sizes, x.shape, dim, x.dtype)
 

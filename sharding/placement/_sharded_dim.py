@@ -5,10 +5,10 @@ from collections.abc import Sequence
 # Shards of the last dim are multiples of this many elements, or another dim is preferred: blocks of
 # quantized state stay unsplit, and so do a TPU's registers (its compiler takes three times as long
 # over narrower shards).
-LAST_DIM_MULTIPLE = 256
+_LAST_DIM_MULTIPLE = 256
 # A dim has to have this many elements to be sharded in place of the last one; a shorter one may be
 # the dim of a stack of layers, which loops take off.
-MIN_OTHER_DIM = 64
+_MIN_OTHER_DIM = 64
 
 
 def choose_sharded_dim(
@@ -37,8 +37,8 @@ def choose_sharded_dim(
         if not divisible:
             continue
         best = max(divisible, key=length)
-        if best == last and shape[last] // count % LAST_DIM_MULTIPLE:
-            others = [d for d in divisible if d != last and shape[d] >= MIN_OTHER_DIM]
+        if best == last and shape[last] // count % _LAST_DIM_MULTIPLE:
+            others = [d for d in divisible if d != last and shape[d] >= _MIN_OTHER_DIM]
             best = max(others, key=length, default=last)
         return best
     return None

@@ -1,10 +1,14 @@
-"""Train states: a Flax ``TrainState``, or a pair ``(params, opt_state)``."""
+"""Train states: a Flax ``TrainState``, or a pair ``(params, opt_state)``; their export."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from sharding.placement._specs import Tree
 
 
 def parts(
@@ -32,11 +36,11 @@ def _is_pair(state: Any) -> bool:
     return type(state) is tuple and len(state) == 2
 
 
-def _not_a_train_state(found: Any) -> ValueError:
-    size = f" of {len(found)}" if isinstance(found, tuple) else ""
+def _not_a_train_state(state: Any) -> ValueError:
+    size = f" of {len(state)}" if isinstance(state, tuple) else ""
     return ValueError(
         "a train state must be a Flax TrainState or a pair (params, opt_state), a plain tuple, got "
-        f"{type(found).__name__}{size}. Make one with flax's TrainState.create(apply_fn=..., "
+        f"{type(state).__name__}{size}. Make one with flax's TrainState.create(apply_fn=..., "
         "params=..., tx=...), or as the pair (params, tx.init(params)) and pass tx= to the methods "
         "of Zero."
     )
@@ -109,3 +113,20 @@ def resolve_trainable(params: Any, trainable: Any) -> Any:
     return jax.tree.map(
         lambda choice, x: choice and jnp.issubdtype(x.dtype, jnp.inexact), mask, params
     )
+
+
+# --- Export ---------------------------------------------------------------------------------------
+
+
+def full_tree(tree: Tree) -> Tree:
+    """A tree of global arrays as unsharded NumPy arrays in host memory, on every process."""
+    return jax.tree.map(_full, tree)
+
+
+def _full(x: Any) -> np.ndarray:
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.is_fully_addressable:
+        return np.asarray(jax.device_get(x))
+    # The devices gather one array at a time, and free it when it is on the host.
+    replicated = NamedSharding(sharding.mesh, PartitionSpec())
+    return np.asarray(jax.jit(lambda x: x, out_shardings=replicated)(x).addressable_data(0))

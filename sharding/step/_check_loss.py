@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from sharding.placement._export import full_tree
 from sharding.placement._specs import path_str
+from sharding.placement._train_state import full_tree
 from sharding.step._layer_check import operations
 
 

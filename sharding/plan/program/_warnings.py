@@ -106,8 +106,8 @@ def _all_reduced(program: Program, found: Sequence[Collective]) -> Iterator[str]
     if requested > _SMALL:
         yield (
             f"{size(requested)} are sent by all-reduces where the program requests "
-            "reduce-scatters: twice the bytes; Zero's scatter='auto' takes a form that the "
-            "compiler does not change"
+            "reduce-scatters: twice the bytes; Zero takes a form that the compiler does not "
+            "change"
         )
     # TPU: an all-reduce and a slice in a computation of this name run as one reduce-scatter.
     names = [name for name in program.computations if not name.startswith("all-reduce-scatter")]
