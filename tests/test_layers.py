@@ -108,8 +108,8 @@ def test_only_public_interfaces():
 
 # Each layer of `sharding` imports only itself and those before it. `plan` reads all before it.
 LAYERS = (
-    *("placement", "collectives", "sync", "offload", "recovery", "step", "_zero", "pipeline"),
-    *("plan", "remat", "cli", "__main__"),
+    *("_jaxprs", "placement", "collectives", "sync", "offload", "recovery", "step", "_zero"),
+    *("pipeline", "plan", "remat", "cli", "__main__"),
 )
 
 

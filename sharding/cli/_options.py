@@ -22,8 +22,8 @@ from sharding.plan import targets
 from sharding.plan._devices import DeviceKind, kind_of
 from sharding.plan._models import MODELS, Decoder, count_to_params
 from sharding.plan._plan import Plan, estimate
-from sharding.step._matrix_owners import by_owner
 from sharding.step._precision import Precision
+from sharding.step.owners._by_owner import by_owner
 
 # The options that make an unknown device known.
 FIGURES = "--memory GIB, and for times --tflops, --bandwidth and --link"

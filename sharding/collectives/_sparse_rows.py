@@ -69,12 +69,8 @@ def list_capacity(density: float, num_slots: int, num_lists: int) -> int:
     """How many rows the fullest of several lists has, if each slot is filled with a probability.
 
     Exceeded one time in 100: a sum of independent choices exceeds its mean by z standard deviations
-    with a probability of about exp(-z^2 / 2), for each list.
-
-    Args:
-      density: the probability that a slot is filled.
-      num_slots: the slots of one list.
-      num_lists: how many lists there are.
+    with a probability of about exp(-z^2 / 2), for each list of ``num_slots``. ``density`` is the
+    probability that a slot is filled.
     """
     expected = density * num_slots
     margin = math.sqrt(2 * math.log(100 * num_lists) * expected * (1 - density))
@@ -137,34 +133,24 @@ def rows_of_lookups(ids: jax.Array, num_rows: int, rows: jax.Array) -> SparseRow
 
     def send_list(owners: RowOwners) -> SendList:
         """Candidates are all lookups; the first one of a row holds the sum of all."""
-        unique = unique_lookups(ids, owners)
-        sums = scatter_add(unique.first, ids.size)  # (lookups, ...)
-        return unique.send_list._replace(
-            values=lambda indices: jnp.take(sums, indices, axis=0, fill_value=0)
-        )
+        firsts, first = unique_lookups(ids, owners)
+        sums = scatter_add(first, ids.size)  # (lookups, ...)
+        return firsts._replace(values=lambda i: jnp.take(sums, i, axis=0, fill_value=0))
 
     def dense() -> jax.Array:
         return scatter_add(jnp.where(ids < 0, num_rows, ids), num_rows)
 
-    max_rows = min(ids.size, num_rows)
-    return SparseRows((num_rows, *rows.shape[1:]), rows.dtype, max_rows, send_list, dense)
+    shape, max_rows = (num_rows, *rows.shape[1:]), min(ids.size, num_rows)
+    return SparseRows(shape, rows.dtype, max_rows, send_list, dense)
 
 
-class UniqueLookups(NamedTuple):
-    """Looked-up rows, each sent once.
+def unique_lookups(ids: jax.Array, owners: RowOwners) -> tuple[SendList, jax.Array]:
+    """Looked-up rows (lookups,), each sent once.
 
-    Attributes:
-      send_list: a candidate per lookup, of which the first one of every row is sent; its ``values``
-        are a placeholder.
-      first: (lookups,), the index of the first lookup of the same row.
+    Returns:
+      A candidate per lookup, of which the first one of every row is sent; the ``values`` are a
+      placeholder. And (lookups,), the index of the first lookup of the same row.
     """
-
-    send_list: SendList
-    first: jax.Array
-
-
-def unique_lookups(ids: jax.Array, owners: RowOwners) -> UniqueLookups:
-    """Which of the lookups (lookups,) are the first ones of their rows, and who owns these."""
     # Sort the lookups by slot, so that those of one row are neighbours, and those of one owner.
     valid = (ids >= 0) & (ids < owners.num_rows)
     slot = owners.slot_of(jnp.where(valid, ids, 0))  # counted over all owners
@@ -188,7 +174,7 @@ def unique_lookups(ids: jax.Array, owners: RowOwners) -> UniqueLookups:
     send_list = SendList(
         unsort(owner), unsort(rank), unsort(slot % owners.num_slots), lambda indices: indices
     )
-    return UniqueLookups(send_list, unsort(order[first].astype(jnp.int32)))
+    return send_list, unsort(order[first].astype(jnp.int32))
 
 
 def along_dim(x: jax.Array, dim: int, fn: Callable[[jax.Array, int], jax.Array]) -> jax.Array:
@@ -217,12 +203,9 @@ def candidates_of_round(
 
 
 def break_even_rows(num_rows: int, row_size: int, num_indices: int) -> float:
-    """How many rows, each sent with its indices, are as many bytes as ``num_rows`` without them.
+    """How many rows, each with its indices, are as many bytes as ``num_rows`` without them.
 
-    Args:
-      num_rows: rows of the full array.
-      row_size: elements of a row; an index is as long as an element.
-      num_indices: indices that are sent with each row.
+    A row has ``row_size`` elements; an index is as long as an element.
     """
     return num_rows * row_size / (row_size + num_indices)
 

@@ -42,7 +42,7 @@ class StreamedRun(ScheduledRun):
         super().__init__(graph, inputs, after)
         self._first_dim_free = first_dim_free
 
-    def run(self, roots: Sequence[int]) -> list[Any]:
+    def run(self, roots: Sequence[int]) -> list[jax.Array]:
         """Evaluates the graph, one group after the other; returns the outputs."""
         _warn_if_loaded_at_once(self.graph, roots)
         return super().run(roots)
@@ -50,22 +50,21 @@ class StreamedRun(ScheduledRun):
     def run_group(self, outputs: list[int]) -> None:
         """Computes some outputs and stores those that replace host arrays."""
         # Unchanged arrays stay where they are.
-        unchanged = [j for j in outputs if self.graph.outputs[j] == j]
-        self.outputs |= {j: self.inputs[j] for j in unchanged}
-        outputs = [j for j in outputs if j not in unchanged]
+        self.outputs |= {j: self.inputs[j] for j in outputs if self.graph.outputs[j] == j}
+        outputs = [j for j in outputs if j not in self.outputs]
 
         loop = LayerLoop.find(self, outputs, self._first_dim_free)
         if loop is None:
             super().run_group(outputs)
             return
         # The loop after what it needs, and after the values of the outputs beside it.
-        rest = [j for j in outputs if j not in loop.outputs]
-        self.compute([*loop.prerequisites, *(self.graph.outputs[j] for j in rest)])
+        beside = [j for j in outputs if j not in loop.outputs]
+        self.compute([*loop.prerequisites, *(self.graph.outputs[j] for j in beside)])
         self.outputs |= loop.run()
         before = self.barrier
-        super().run_group(rest)
+        super().run_group(beside)
 
-        # The next group waits for what the loop and the rest stored.
+        # The next group waits for what both stored.
         stored = tuple(self.outputs[j] for j in loop.outputs if self.replaces_deferred(j))
         self.barrier = (*stored, *(() if self.barrier is before else self.barrier)) or before
 
@@ -80,10 +79,13 @@ class StreamedRun(ScheduledRun):
 
 def _warn_if_loaded_at_once(graph: Graph, roots: Sequence[int]) -> None:
     """Warns if each root needs more than half of the bytes in host memory."""
-    hosted = [i for i, mask in enumerate(graph.reads) if mask == 1 << i]
-    sizes = {i: math.prod(graph.shape(i)) * graph.types[i].dtype.itemsize for i in hosted}
+    sizes = {
+        i: math.prod(graph.shape(i)) * graph.types[i].dtype.itemsize
+        for i, mask in enumerate(graph.reads)
+        if mask == 1 << i
+    }
     masks = [graph.reads[graph.outputs[j]] for j in roots]
-    needed = [sum(sizes[i] for i in hosted if mask >> i & 1) for mask in masks if mask]
+    needed = [sum(sizes[i] for i in sizes if mask >> i & 1) for mask in masks if mask]
     if len(needed) > 2 and 2 * min(needed) > sum(sizes.values()):
         warnings.warn(
             "offload: the update of each parameter needs the state of most others, so all state is "

@@ -188,13 +188,11 @@ def expand_specs(param_specs: Tree, params: Tree) -> Tree:
     Raises:
       ValueError: if the trees do not match.
     """
+    specs = jax.tree.map(
+        lambda spec: spec or PartitionSpec(), param_specs, is_leaf=lambda x: x is None or is_spec(x)
+    )
     try:
-        return jax.tree.map(
-            lambda spec, part: jax.tree.map(lambda _: spec or PartitionSpec(), part),
-            param_specs,
-            params,
-            is_leaf=lambda x: x is None or is_spec(x),
-        )
+        return jax.tree.broadcast(specs, params, is_leaf=is_spec)
     except ValueError as error:
         raise ValueError(f"param_specs does not match the parameters: {error}") from None
 

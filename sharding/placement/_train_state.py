@@ -103,15 +103,11 @@ def resolve_trainable(params: Any, trainable: Any) -> Any:
     is_function = callable(trainable) and all(x is trainable for x in jax.tree.leaves(trainable))
     mask = trainable(params) if is_function else trainable
     try:
-        mask = jax.tree.map(
-            lambda choice, part: jax.tree.map(lambda _: bool(choice), part),
-            True if mask is None else mask,
-            params,
-        )
+        mask = jax.tree.broadcast(True if mask is None else mask, params)
     except ValueError as error:
         raise ValueError(f"trainable does not match the parameters: {error}") from None
     return jax.tree.map(
-        lambda choice, x: choice and jnp.issubdtype(x.dtype, jnp.inexact), mask, params
+        lambda choice, x: bool(choice) and jnp.issubdtype(x.dtype, jnp.inexact), mask, params
     )
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from sharding.placement._specs import path_str
+from sharding.placement._specs import Tree, path_str
 from sharding.placement._train_state import full_tree
 from sharding.step._layer_check import operations
 
@@ -19,12 +19,7 @@ def check_loss(
 ) -> None:
     """Raises if value, gradient or new model state differ; see ``Zero.check_loss``.
 
-    Args:
-      zero: the mesh and the stage.
-      loss_fn: of the parameters, a batch, and what ``options`` say.
-      params: the parameters.
-      inputs: ``(batch, key, model_state)``.
-      options: of ``value_and_grad``.
+    ``inputs`` are ``(batch, key, model_state)``, ``options`` those of ``value_and_grad``.
     """
     if options.get("rngs") is True:
         raise ValueError(
@@ -38,32 +33,29 @@ def check_loss(
         sharded, mesh=_one_shard(zero), stage=0, shard_state_over_replicas=False
     )
 
-    def on_one(tree: Any) -> Any:
-        full = jax.tree.map(lambda x: x.addressable_data(0), zero.replicate(tree))
-        return alone.replicate(full)
-
-    def run(zero: Any, args: Any, **more: Any) -> tuple[Any, Any, Any]:
+    def run(zero: Any, args: Any, **more: Any) -> dict[str, Tree]:
         value, grads = zero.value_and_grad(loss_fn, **options | more)(*args)
-        loss: Any
-        new: Any
-        loss, new = value if options["has_aux"] or options["model_state"] else (value, None)
+        new: Any = None
+        if options["has_aux"] or options["model_state"]:
+            value, new = value
         if options["has_aux"]:
             new = new[0] if options["model_state"] else None
-        return loss, grads, new
+        return {"loss": value, "gradient": grads, "model state": new}
 
-    def reference(*args: Any) -> Any:
+    def reference(*args: Any) -> dict[str, Tree]:
         return run(alone, args, microbatches=1, param_specs=PartitionSpec())
 
     with jax.default_matmul_precision("highest"):
-        own = on_one((params, *inputs))
-        found, expected = run(sharded, (params, *inputs)), reference(*own)
+        full = jax.tree.map(lambda x: x.addressable_data(0), zero.replicate((params, *inputs)))
+        own = alone.replicate(full)
+        values, expected = run(sharded, (params, *inputs)), reference(*own)
         traced = jax.make_jaxpr(reference)(*own)
     dtypes = {dtype for _, _, results, _ in operations(traced.jaxpr) for _, dtype in results}
     floating = [d for d in dtypes if d.startswith(("float", "bfloat", "complex"))]
     eps = max(float(jnp.finfo(jnp.dtype(d)).eps) for d in floating)
     differing: list[str] = []
-    for name, tree, like in zip(("loss", "gradient", "model state"), found, expected, strict=True):
-        differing += _differing(name, tree, like, eps)
+    for name, tree in values.items():
+        differing += _differing(name, tree, expected[name], eps)
     if not differing:
         return
     axes = zero._layout.data_axes
@@ -92,16 +84,16 @@ def _one_shard(zero: Any) -> Mesh:
     return Mesh(mesh.devices[index], mesh.axis_names, axis_types=mesh.axis_types)
 
 
-def _differing(name: str, found: Any, expected: Any, eps: float) -> list[str]:
+def _differing(name: str, tree: Tree, expected: Tree, eps: float) -> list[str]:
     """The leaves that differ by more than rounding, and by how much.
 
     A leaf may differ by ``sqrt(eps)`` of its norm. Where its true gradient is zero rounding alone
     is left, which the norm of its tree bounds.
     """
-    paths, like = jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected)
-    leaves: list[tuple[str, Any, Any]] = [
+    flat, like = jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(expected)
+    leaves = [
         (path_str(path), _in_double(x), _in_double(y))
-        for (path, x), y in zip(paths, like, strict=True)
+        for (path, x), y in zip(flat, like, strict=True)
         if jnp.issubdtype(x.dtype, jnp.inexact)
     ]
     total = np.sqrt(sum(np.sum(np.abs(y) ** 2) for _, _, y in leaves))

@@ -6,7 +6,7 @@ import optax
 
 import optax_ext
 import sharding as shd
-from sharding.step._matrix_form import MatrixForm
+from sharding.step.owners._matrix_form import MatrixForm
 
 
 def test_any_order_of_dims_there_and_back():

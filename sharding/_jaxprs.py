@@ -1,0 +1,20 @@
+"""The functions inside an equation of a jaxpr."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from optax_ext.execution_order import Equation
+
+
+def inner_jaxprs(eqn: JaxprEqn | Equation) -> Iterator[Jaxpr]:
+    """The functions that an equation calls: bodies of loops, branches, what is jitted, kernels.
+
+    In the order of its parameters, which have them closed where they have constants.
+    """
+    for value in eqn.params.values():
+        for item in value if isinstance(value, list | tuple) else (value,):
+            jaxpr: Any = getattr(item, "jaxpr", item)  # of a ClosedJaxpr
+            if hasattr(jaxpr, "eqns"):
+                yield jaxpr
