@@ -74,14 +74,7 @@ def choose_form(
     ``lax.psum_scatter`` mostly compiles to a full all-reduce. Over one axis of the torus after the
     other it does not, unless shards of the last dim are narrower than a register. Over a single
     flat axis a ring sends the least and needs no extra memory, but waits n - 1 times; if its steps
-    are small, an all-to-all sends as much at once.
-
-    Args:
-      platform: of the devices, such as ``"tpu"``.
-      axis_sizes: the sizes of the mesh axes that are summed over.
-      shape: of the array on one device.
-      dim: the dim that is scattered.
-      dtype: of the array.
+    are small, an all-to-all sends as much at once. The shape is that on one device.
     """
     sizes = [size for size in axis_sizes if size > 1]
     if platform != "tpu" or not sizes:

@@ -20,14 +20,8 @@ _ROUND_COUNTS = (1, 2, 4)
 class RowOwners:
     """Which device owns each row of an array, and in which slot of its memory.
 
-    Args:
-      num_rows: rows of the array.
-      num_owners: devices that own rows.
-      permutation: maps row numbers to slots, counted over all owners; None for the identity, so
-        that each owner has contiguous rows.
-
-    Attributes:
-      num_slots: slots of each owner; the last ones of the last owners may be empty.
+    The permutation maps rows to slots, counted over all owners; without one each owner has
+    contiguous rows. Each owner has ``num_slots``; the last ones of the last owners may be empty.
     """
 
     def __init__(self, num_rows: int, num_owners: int, permutation: Permutation | None = None):
@@ -81,11 +75,9 @@ class SparseRows(NamedTuple):
     """A gradient that is sparse along its first dim.
 
     Attributes:
-      shape: of the gradient.
-      dtype: of the gradient.
       max_rows: at most so many rows are nonzero.
       send_list: the ``SendList`` for given ``RowOwners``.
-      dense: the gradient as one array.
+      dense: the gradient as one array, of ``shape`` and ``dtype``.
     """
 
     shape: tuple[int, ...]
@@ -117,12 +109,9 @@ def rows_of_array(x: jax.Array) -> SparseRows:
 
 
 def rows_of_lookups(ids: jax.Array, num_rows: int, rows: jax.Array) -> SparseRows:
-    """The gradient of a table, given the gradients of looked-up rows, which may repeat.
+    """The gradient of a table, given those of looked-up rows (lookups, ...), which may repeat.
 
-    Args:
-      ids: (lookups,), the row of each; ids outside the table have no gradient.
-      num_rows: of the table.
-      rows: (lookups, ...), the gradient of each looked-up row.
+    The ids are (lookups,), the row of each; ids outside the table have no gradient.
     """
     dtype = sum_dtype(rows.dtype)
 
@@ -193,13 +182,11 @@ def candidates_of_round(
     send_list: SendList, num_owners: int, capacity: int, round_index: Any
 ) -> jax.Array:
     """The candidates that one round sends, (owners * capacity,); out of range in unused places."""
-    num_candidates = send_list.rank.size
-    chosen = (send_list.rank >= 0) & (send_list.rank // capacity == round_index)
-    place = jnp.where(
-        chosen, send_list.owner * capacity + send_list.rank % capacity, num_owners * capacity
-    )
-    unused = jnp.full(num_owners * capacity, num_candidates, jnp.int32)
-    return unused.at[place].set(jnp.arange(num_candidates, dtype=jnp.int32), mode="drop")
+    owner, rank, size = send_list.owner, send_list.rank, num_owners * capacity
+    chosen = (rank >= 0) & (rank // capacity == round_index)
+    place = jnp.where(chosen, owner * capacity + rank % capacity, size)
+    unused = jnp.full(size, rank.size, jnp.int32)
+    return unused.at[place].set(jnp.arange(rank.size, dtype=jnp.int32), mode="drop")
 
 
 def break_even_rows(num_rows: int, row_size: int, num_indices: int) -> float:
@@ -219,15 +206,17 @@ def in_rounds(
     send_dense: Callable[[], jax.Array],
     break_even: float,
 ) -> jax.Array:
-    """``send`` in the fewest rounds that suffice for all devices, or ``send_dense``.
+    """``send(send_list, num_rounds)`` in the fewest rounds that suffice for all devices.
+
+    Or ``send_dense()``, of the full array, where more rounds are needed than pay off.
 
     Args:
       make_send_list: makes the rows to be sent.
       max_per_owner: how many rows one device can have for one owner.
       capacity: how many rows a device sends to one owner in a round.
       axes: the mesh axes of the devices, all of which take the same branch.
-      send: ``send(send_list, num_rounds)``, the result from so many rounds.
-      send_dense: the result from the full array, for when more rounds are needed than pay off.
+      send: from rounds.
+      send_dense: from the full array.
       break_even: the rows per owner that cost as much as ``send_dense``.
     """
     # Which numbers of rounds are cheaper than the full array.
@@ -242,11 +231,9 @@ def in_rounds(
 
     # One branch for each of them, in ascending order, then the full array.
     send_list = make_send_list()
-    branches: list[Callable[[], jax.Array]] = [
-        functools.partial(send, send_list, r) for r in round_counts
-    ]
+    branches = [functools.partial(send, send_list, r) for r in round_counts]
     if round_counts[-1] != worst_rounds:
-        branches.append(send_dense)
+        branches.append(functools.partial(send_dense))
     if len(branches) == 1:
         return branches[0]()
 

@@ -25,17 +25,11 @@ class _NotLayerwiseError(Exception):
 
 
 class _SlicedEquation(NamedTuple):
-    """An equation that the loop evaluates for each layer.
-
-    Attributes:
-      eqn: the equation.
-      dim: along which its results are sliced.
-      operand_dims: along which each operand is sliced, or ``UNSLICED``.
-    """
+    """An equation that the loop evaluates for each layer."""
 
     eqn: Equation
-    dim: int
-    operand_dims: list[int]
+    dim: int  # along which its results are sliced
+    operand_dims: list[int]  # along which each operand is sliced, or ``UNSLICED``
 
 
 class LayerLoop:
@@ -48,7 +42,6 @@ class LayerLoop:
       first_dim_free: whether no mesh axis shards the first dim of an input.
 
     Attributes:
-      outputs: the outputs that the loop computes.
       prerequisites: values that have to be computed before the loop, for all layers.
 
     Raises:
@@ -112,11 +105,8 @@ class LayerLoop:
     def _collect_equations(self, stacks: int) -> tuple[list[int], dict[int, set[int]]]:
         """Finds what the loop evaluates: backward from the outputs, each sliced along dim 0.
 
-        Args:
-          stacks: the stacked inputs, as the bits of an int.
-
-        Returns:
-          The inputs that the loop needs, and the dims along which each value is sliced.
+        Returns the inputs that the loop needs, and the dims along which each value is sliced. The
+        stacked inputs are the bits of an int.
         """
         graph = self._run.graph
         values = [graph.outputs[j] for j in self.outputs]

@@ -9,7 +9,7 @@ import optax
 from optax_ext.execution_order import Graph, run_by_leaf
 from sharding.offload._host_memory import HOST, host_sharding, is_large, on_host
 from sharding.offload._stream import StreamedRun
-from sharding.placement._specs import is_spec
+from sharding.placement._specs import Tree, is_spec
 
 
 def offload(
@@ -80,23 +80,21 @@ def offload(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        return streamed(
-            lambda updates, state: inner.update(updates, state, params, **extra_args),
-            updates,
-            state,
-            after=updates,
-        )
+        def run(updates: optax.Updates, state: optax.OptState) -> tuple[Tree, Tree]:
+            return inner.update(updates, state, params, **extra_args)
+
+        return streamed(run, updates, state, after=updates)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def streamed(
-    fn: Callable[[Any, Any], tuple[Any, Any]],
-    tree: Any,
-    state: Any,
-    after: Any,
-    specs: Any = None,
-) -> tuple[Any, Any]:
+    fn: Callable[[Tree, Tree], tuple[Tree, Tree]],
+    tree: Tree,
+    state: Tree,
+    after: Tree,
+    specs: Tree = None,
+) -> tuple[Tree, Tree]:
     """``fn(tree, state)``, a new tree and a new state, where host arrays of the state are streamed.
 
     Args:
@@ -108,13 +106,13 @@ def streamed(
     """
     if not any(map(on_host, jax.tree.leaves(state))):
         return fn(tree, state)
-    free: list[bool] | None = None
-    if specs is not None:
-        free = [not spec or spec[0] is None for spec in jax.tree.leaves(specs, is_leaf=is_spec)]
+    flat_specs = jax.tree.leaves(specs, is_leaf=is_spec)
+
+    def first_dim_free(i: int) -> bool:
+        return specs is None or not flat_specs[i] or flat_specs[i][0] is None
 
     def make_run(graph: Graph, inputs: list[Any]) -> StreamedRun:
-        after_leaves = jax.tree.leaves(after)
-        return StreamedRun(graph, inputs, after_leaves, lambda i: free is None or free[i])
+        return StreamedRun(graph, inputs, jax.tree.leaves(after), first_dim_free)
 
     # Only operations that do not branch on the platform can be evaluated layer by layer.
     return run_by_leaf(fn, tree, state, on_host, make_run, portable=True)

@@ -19,12 +19,8 @@ def on_mesh(
 ) -> Callable[..., Tree]:
     """``fn(layout, *args)`` as a function of ``args``, for which all mesh axes are Auto.
 
-    Args:
-      layout: the mesh.
-      fn: the function.
-      out_shardings: from the shapes of the outputs to their shardings. On Explicit axes
-        ``auto_axes`` requires these; the shapes come from tracing ``fn`` on an Auto twin of the
-        mesh.
+    On Explicit axes ``auto_axes`` requires shardings of the outputs, which follow from their
+    shapes; these come from tracing ``fn`` on an Auto twin of the mesh.
     """
     run = functools.partial(fn, layout)
 

@@ -19,13 +19,8 @@ def choose_sharded_dim(
     If that is the last dim, and its shards would not be multiples of 256 elements, the longest
     other dim of at least 64 elements that divides is chosen instead, if there is one.
 
-    Args:
-      shape: of the parameter.
-      free: the dims that no other mesh axis shards.
-      shard_counts: numbers of shards, in order of preference.
-
-    Returns:
-      A dim, or None if no free dim divides by any of the counts.
+    Dims that no other mesh axis shards are free; ``shard_counts`` are in order of preference. None
+    if no free dim divides by any of them.
     """
 
     def length(dim: int) -> tuple[int, int]:

@@ -35,10 +35,6 @@ def _spec_in(path: str, box: Any, mesh: AnyMesh) -> PartitionSpec:
     """The spec in a box, whose logical names the rules in the context turn into mesh axes.
 
     As Flax does it, a name without a rule, or with one that says None, is replicated.
-
-    Raises:
-      ValueError: if a rule names an axis that the mesh does not have; without rules, if the names
-        are no axes of the mesh themselves.
     """
     if not hasattr(box, "get_partition_spec"):  # of nnx
         return sys.modules["flax.nnx"].get_partition_spec(box).get_value() or PartitionSpec()
@@ -92,15 +88,8 @@ def leaf_names(
     r"""A name of its own for every leaf of a tree: its path as text.
 
     Where two paths are equal as text, such as those of ``{"x/y": a, "x": {"y": b}}``, every ``/``
-    within a key is written ``\/``. ``plain_path`` undoes it.
-
-    Args:
-      tree: parameters, or state whose names contain those of parameters.
-      like: the parameters, whose paths decide that; None for ``tree``.
-      is_leaf: which nodes are leaves.
-
-    Raises:
-      ValueError: if two leaves have one name still.
+    within a key is written ``\/``. ``plain_path`` undoes it. For state, whose names contain those
+    of parameters, the paths of the parameters (``like``) decide that.
     """
     paths, others = (
         [path for path, _ in jax.tree_util.tree_leaves_with_path(t, is_leaf=is_leaf)]
@@ -159,11 +148,6 @@ def sharding_on(leaf: Any, mesh: AnyMesh) -> NamedSharding | None:
 def resolve_param_specs(params: Tree, param_specs: Tree, mesh: AnyMesh) -> Tree:
     """A spec for every parameter: the argument, else Flax metadata, else replicated.
 
-    Args:
-      params: arrays or ``ShapeDtypeStruct``; may hold Flax's partition boxes.
-      param_specs: a tree of specs, or a prefix of one; None to take the metadata.
-      mesh: the mesh whose axes the specs name.
-
     Raises:
       ValueError: if the trees do not match, or a spec does not fit its parameter or the mesh.
     """
@@ -183,11 +167,7 @@ def resolve_param_specs(params: Tree, param_specs: Tree, mesh: AnyMesh) -> Tree:
 
 
 def expand_specs(param_specs: Tree, params: Tree) -> Tree:
-    """A spec for every parameter, from a tree of specs or a prefix of one; None replicates.
-
-    Raises:
-      ValueError: if the trees do not match.
-    """
+    """A spec for every parameter, from a tree of specs or a prefix of one; None replicates."""
     specs = jax.tree.map(
         lambda spec: spec or PartitionSpec(), param_specs, is_leaf=lambda x: x is None or is_spec(x)
     )

@@ -94,11 +94,7 @@ def with_opt_state(state: Any, opt_state: Any) -> Any:
 
 
 def resolve_trainable(params: Any, trainable: Any) -> Any:
-    """Whether each parameter is trained: as requested, and never if it is not floating.
-
-    Raises:
-      ValueError: if the mask does not match the parameters.
-    """
+    """Whether each parameter is trained: as requested, and never if it is not floating."""
     # A module that is a tree, such as one of Equinox, is a mask even if it can be called.
     is_function = callable(trainable) and all(x is trainable for x in jax.tree.leaves(trainable))
     mask = trainable(params) if is_function else trainable

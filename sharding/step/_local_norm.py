@@ -45,17 +45,12 @@ def devices_per_gradient(plan: StepPlan) -> int:
 def squares(plan: StepPlan, grads: list[jax.Array], weight: jax.Array | None) -> list[jax.Array]:
     """This device's terms of sums over all local gradients; inside a ``shard_map``.
 
-    Args:
-      plan: of the step.
-      grads: of the sum of losses over a micro-batch, before ``reduce_microbatch``.
-      weight: by which that sum is to be divided; None for the number of devices.
+    ``grads`` are of the sum of losses over a micro-batch, before ``reduce_microbatch``; ``weight``
+    is by what that sum is to be divided, None for the number of devices.
 
     Returns:
       The term of the sum of ``|gradient|**2 / weight``. With a ``weight`` also the term of the
       number of local gradients whose weight is above zero, times ``devices_per_gradient``.
-
-    Raises:
-      ValueError: if the gradient of a table is synced by rows: no device has its own.
     """
     table = next((param.path for param in plan.trained if param.synced_by_rows), None)
     if table is not None:

@@ -74,16 +74,11 @@ def _rank(dtype: Any) -> int:
 def reduce_over_devices(
     old: Tree, new: Tree, unchanged: list[bool], reduction: Tree, axes: tuple[str, ...]
 ) -> Tree:
-    """Reduces the model states of all devices to one; inside a ``shard_map``.
+    """Reduces the model states of all devices over mesh axes to one; inside a ``shard_map``.
 
-    Args:
-      old: the state before the step, the same on all devices.
-      new: this device's.
-      unchanged: which leaves the loss returned unchanged; they are not reduced.
-      reduction: a prefix tree. ``"mean"``: the mean; for leaves that are not floating, the first
-        device's value. ``"sum"``: the old value plus what each device added. ``"same"``: all
-        devices have computed equal values.
-      axes: the mesh axes to reduce over.
+    Leaves that the loss returned unchanged are not reduced. The reduction is a prefix tree:
+    ``"mean"``, for leaves that are not floating the first device's value; ``"sum"``, the old value
+    plus what each device added; ``"same"``, all devices have computed equal values.
     """
     try:
         kinds = jax.tree.leaves(jax.tree.broadcast(reduction, old))

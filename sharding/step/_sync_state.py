@@ -67,11 +67,7 @@ def _sizes(layout: Layout) -> list[int]:
 
 
 def sync_state_types(layout: Layout, sync: GradientSync, params: Tree, placed: Placement) -> Tree:
-    """The types of the state; None for a stateless sync.
-
-    Raises:
-      ValueError: at stage 3 without replicas, if the sync has a state.
-    """
+    """The types of the state; None for a stateless sync, as stage 3 without replicas requires."""
     gradients = local_gradients(layout, params, placed)
     state = jax.eval_shape(lambda: init_sync_state(sync, layout, gradients))
     if not jax.tree.leaves(state):
@@ -101,11 +97,7 @@ def types_for_devices(layout: Layout, state: Tree, devices: int) -> Tree:
 
 
 def resize_sync_state(layout: Layout, state: Tree, types: Tree) -> Tree:
-    """A state of another number of devices as one of the devices of this layout, of ``types``.
-
-    Raises:
-      ValueError: if it differs in more than the number of synchronizing devices.
-    """
+    """A state of another number of synchronizing devices as one of this layout, of ``types``."""
     sizes, leaves = _sizes(layout), jax.tree.leaves(state)
     if not leaves:
         raise ValueError("the train state holds no state of a gradient sync to resize.")
@@ -168,11 +160,7 @@ def _described(state: Tree) -> str:
 
 
 def owed_gradients(layout: Layout, state: Tree, params: Tree, placed: Placement) -> Tree:
-    """The sum of the residuals of all devices, a tree as the parameters; None if there are none.
-
-    Raises:
-      ValueError: on a mesh with other axes, whose devices have residuals of their own blocks.
-    """
+    """The sum of the residuals of all devices, a tree as the parameters; None if there are none."""
     errors = {
         path[-2].key: x
         for path, x in jax.tree_util.tree_leaves_with_path(state)

@@ -49,15 +49,10 @@ def distribute(
 
 
 class _Place(NamedTuple):
-    """How a stack of matrices is sharded over the data axes.
+    """How a stack of matrices is sharded over the data axes."""
 
-    Attributes:
-      axes: the mesh axes; none for a replicated one.
-      dim: 0 if the stack is sharded; else the dim of the matrix, counted from 1.
-    """
-
-    axes: tuple[str, ...] = ()
-    dim: int = 0
+    axes: tuple[str, ...] = ()  # none for a replicated one
+    dim: int = 0  # 0 if the stack is sharded; else the dim of the matrix, counted from 1
 
 
 def _place(layout: Layout, update: MatrixUpdate, shape: tuple[int, ...]) -> _Place:
@@ -94,15 +89,15 @@ class _Group:
     stay: bool
     wire: Any
 
-    @property
+    @functools.cached_property
     def num_owners(self) -> int:
         """The number of devices along the axes."""
         return math.prod(self.layout.mesh.shape[axis] for axis in self.axes)
 
-    @property
+    @functools.cached_property
     def num_matrices(self) -> int:
         """The number of matrices of all parameters."""
-        return sum(update.count for update in self.updates)
+        return sum(math.prod(update.stack) for update in self.updates)
 
     def run(self) -> list[tuple[Tree, Tree]]:
         """The update and new state of each parameter."""

@@ -73,11 +73,6 @@ class MatrixUpdate:
         num = len(self.stack)
         return tuple((x.shape[num:], x.dtype) for x in self.arrays), self._treedef
 
-    @property
-    def count(self) -> int:
-        """The number of matrices."""
-        return math.prod(self.stack)
-
     def over_stack(self, fn: Callable[..., Tree]) -> Callable[..., Tree]:
         """A function of one matrix as one of all."""
         return over_stack(fn, len(self.stack))
