@@ -10,9 +10,7 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 import jax
 from jax.sharding import PartitionSpec
 
-from sharding.placement._specs import AnyMesh, Tree, is_spec, leaf_names, num_shards
-
-_MAX_NAMES = 4  # parameters that a reason names
+from sharding.placement._specs import AnyMesh, Tree, first_names, is_spec, leaf_names, num_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,8 +242,7 @@ def _reason_lines(params: Iterable[_Parameter]) -> Iterator[str]:
         yield "left unsharded"
     sizes = {note: _bytes_of(group, "grads") for note, group in reasons.items()}
     for note, group in sorted(reasons.items(), key=lambda item: -sizes[item[0]]):
-        names = list(dict.fromkeys(param.pattern for param in group))
-        shown = ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
+        shown = first_names(dict.fromkeys(param.pattern for param in group))
         arrays = f"{len(group)} array{'s' if len(group) > 1 else ''}"
         reason = note.removeprefix("unsharded: ")
         yield f"  {shown} ({arrays}, {sizes[note]:,} bytes of gradients): {reason}"

@@ -68,6 +68,12 @@ def path_str(path: KeyPath) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def first_names(names: Iterable[str], most: int = 4) -> str:
+    """The first of some names, for an error or a table."""
+    names = list(names)
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+
+
 def parameter_path(path: KeyPath) -> str:
     """The path that rules know: without the ``.value`` of a Flax box around the parameter."""
     boxed = len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value")

@@ -55,30 +55,25 @@ def params_of(state: Any) -> Any:
     return state.params
 
 
-def model_state_of(state: Any, names: Any) -> Any:
+def model_state_of(state: Any, names: str | tuple[str, ...]) -> Tree:
     """The fields of a ``TrainState`` that a loss takes as its model state.
 
     One name gives the field's value, several a dict.
     """
-    if isinstance(names, str):
-        return _field(state, names)
-    return {name: _field(state, name) for name in names}
-
-
-def _field(state: Any, name: str) -> Any:
-    if isinstance(state, tuple) or not hasattr(state, name):
+    if not isinstance(names, str):
+        return {name: model_state_of(state, name) for name in names}
+    if isinstance(state, tuple) or not hasattr(state, names):
         raise ValueError(
-            f"model_state={name!r} names no field of the train state, a {type(state).__name__}. A "
+            f"model_state={names!r} names no field of the train state, a {type(state).__name__}. A "
             "pair (params, opt_state) has none: use model_state=True, and pass the model state in "
             "each call of the step."
         )
-    return getattr(state, name)
+    return getattr(state, names)
 
 
-def with_model_state(state: Any, names: Any, model_state: Any) -> Any:
+def with_model_state(state: Any, names: str | tuple[str, ...], model_state: Tree) -> Any:
     """A ``TrainState`` with other values of these fields."""
-    fields = {names: model_state} if isinstance(names, str) else model_state
-    return state.replace(**fields)
+    return state.replace(**({names: model_state} if isinstance(names, str) else model_state))
 
 
 def opt_state_of(state: Any) -> Any:
@@ -88,9 +83,7 @@ def opt_state_of(state: Any) -> Any:
 
 def with_opt_state(state: Any, opt_state: Any) -> Any:
     """A train state with another ``opt_state``."""
-    if isinstance(state, tuple):
-        return (state[0], opt_state)
-    return state.replace(opt_state=opt_state)
+    return (state[0], opt_state) if isinstance(state, tuple) else state.replace(opt_state=opt_state)
 
 
 def resolve_trainable(params: Any, trainable: Any) -> Any:

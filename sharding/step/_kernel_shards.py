@@ -11,7 +11,6 @@ from sharding.placement._layout import Layout
 from sharding.placement._specs import is_spec
 
 
-@jax.tree_util.register_static  # transformations may flatten their extra arguments
 class KernelShards:
     """How parameters are sharded on a mesh; see ``optax_ext.kernels.Shards``.
 

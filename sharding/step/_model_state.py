@@ -57,13 +57,14 @@ def _as(path: KeyPath, old: Any, new: Any) -> Any:
         )
     if new is old:
         return new
-    found, required = jnp.result_type(new), old.dtype
-    if _rank(found) > _rank(required) or (_rank(found) < 0 and found != required):
+    dtype, required = jnp.result_type(new), old.dtype
+    is_number = _rank(dtype) >= 0
+    if _rank(dtype) > _rank(required) or (not is_number and dtype != required):
         raise ValueError(
-            f"the loss returned model state {path_str(path)!r} as {found}, and received it as "
+            f"the loss returned model state {path_str(path)!r} as {dtype}, and received it as "
             f"{required}, which cannot hold it. Start with an array of the wider dtype."
         )
-    return new if _rank(found) < 0 else jnp.asarray(new, required)
+    return jnp.asarray(new, required) if is_number else new
 
 
 def _rank(dtype: Any) -> int:

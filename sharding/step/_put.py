@@ -1,6 +1,7 @@
 """Which rows of a batch each process gives; its rows as global arrays, if all give theirs."""
 
 import functools
+import itertools
 import zlib
 from collections.abc import Iterable
 from typing import Any
@@ -12,12 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import no_mesh
-from sharding.placement._specs import AnyMesh, KeyPath, Tree
+from sharding.placement._specs import AnyMesh, KeyPath, Tree, first_names
 from sharding.step._checks import check_batch, check_numbers
 
 P = PartitionSpec
-_MAX_NAMES = 4  # processes that a text names
-
 Shards = tuple[tuple[int, ...], ...]  # of the rows of a batch: the processes that give each
 Facts = tuple[int, ...]  # what processes compare of their rows, see ``_facts``
 _FAILED = (1, 0, 0, 0, 0)  # of a process that could not use its rows
@@ -34,15 +33,13 @@ _DIFFERENCES = (  # by the place of a fact, after the first
 
 def data_shard(layout: Layout) -> tuple[int, int]:
     """See ``Zero.data_shard``."""
-    shards = _row_shards(layout.mesh, layout.data_axes)
-    me = jax.process_index()
+    shards, me = _row_shards(layout.mesh, layout.data_axes), jax.process_index()
     for index, processes in enumerate(shards):
         if me in processes:
             return index, len(shards)
-    names = _named(process for processes in shards for process in processes)
     raise ValueError(
-        f"process {me} has no device of the mesh, and no rows of a batch; those of {names} are in "
-        "it."
+        f"process {me} has no device of the mesh, and no rows of a batch; those of "
+        f"{_named(itertools.chain(*shards))} are in it."
     )
 
 
@@ -55,9 +52,9 @@ def describe_rows(layout: Layout) -> str:
     except ValueError as error:
         return str(error)
     me, processes = jax.process_index(), _row_shards(layout.mesh, layout.data_axes)[index]
-    if (len(processes), count) == (1, 1):
-        return ""
     others = [process for process in processes if process != me]
+    if not others and count == 1:
+        return ""
     same = f", the same rows as {_named(others)}" if others else ""
     return f"process {me} gives shard {index} of {count}{same}"
 
@@ -109,19 +106,18 @@ def _row_shards(mesh: AnyMesh, data_axes: tuple[str, ...]) -> Shards:
     for process, own in sorted(held.items(), key=lambda item: (item[1], item[0])):
         shards.setdefault(tuple(own), []).append(process)
     if len({len(own) for own in shards}) > 1 or sum(map(len, shards)) > len(places):
-        shown = [f"{[*own]} for {_named(processes)}" for own, processes in shards.items()]
+        shown = [f"{[*own]} for {_named(processes)}" for own, processes in [*shards.items()][:4]]
         raise ValueError(
             f"two processes must have devices at the same places of the axes {data_axes}, or at "
             f"different and equally many ones; of {len(places)} places got "
-            f"{'; '.join(shown[:_MAX_NAMES])}. Order the devices of the mesh by process."
+            f"{'; '.join(shown)}. Order the devices of the mesh by process."
         )
     return tuple(map(tuple, shards.values()))
 
 
 def _named(processes: Iterable[int]) -> str:
-    names = [str(process) for process in processes]
-    shown = ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
-    return f"process{'es' if len(names) > 1 else ''} {shown}"
+    names = list(map(str, processes))
+    return f"process{'es' if len(names) > 1 else ''} {first_names(names)}"
 
 
 # --- Checks over processes ------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding.placement._layout import Layout, Placement
 from sharding.placement._on_mesh import on_mesh
-from sharding.placement._specs import Tree, entry_of, leaf_names, path_str
+from sharding.placement._specs import Tree, entry_of, first_names, leaf_names, path_str
 from sharding.placement._train_state import opt_state_of, with_opt_state
 from sharding.sync import GradientSync, SyncedState, resize
 
@@ -47,7 +47,7 @@ def init_sync_state(sync: GradientSync, layout: Layout, gradients: Tree) -> Tree
 
 def sync_spec(layout: Layout) -> PartitionSpec:
     """The spec of every array of the state."""
-    return PartitionSpec(*(entry_of(axes) for axes in _sync_axes(layout)))
+    return PartitionSpec(*map(entry_of, _sync_axes(layout)))
 
 
 def other_sync_spec(layout: Layout) -> PartitionSpec:
@@ -155,8 +155,7 @@ def _type(x: Any) -> tuple[tuple[int, ...], str]:
 def _described(state: Tree) -> str:
     """The first arrays of a state by their paths."""
     flat = jax.tree_util.tree_leaves_with_path(state)
-    named = [f"{path_str(path)} {tuple(x.shape)}" for path, x in flat]
-    return ", ".join(named[:4]) + (", ..." if len(named) > 4 else "") or "none"
+    return first_names(f"{path_str(path)} {tuple(x.shape)}" for path, x in flat) or "none"
 
 
 def owed_gradients(layout: Layout, state: Tree, params: Tree, placed: Placement) -> Tree:

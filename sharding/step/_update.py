@@ -47,13 +47,10 @@ def update(
         shards = layout.constrain(params if shards is None else shards, placed.shards)
         grads = layout.constrain(grads, placed.shards)
         run, update_params = optax.with_extra_args_support(tx).update, kernels.update_params_of(tx)
-        extra_args = {
-            "kernel_shards": KernelShards(layout, shards, placed.shards),
-            **extra_args,
-        }
+        kernel_shards = KernelShards(layout, shards, placed.shards)
 
         def advance(shards: Any, opt_state: Any) -> tuple[Any, Any]:
-            with kernels.kernels_on(extra_args["kernel_shards"]):
+            with kernels.kernels_on(kernel_shards):
                 if update_params is not None:
                     shards, opt_state = update_params(grads, opt_state, shards, **extra_args)
                 else:

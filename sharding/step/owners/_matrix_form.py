@@ -121,33 +121,31 @@ class MatrixForm(NamedTuple):
         if self.on is not None:
             layout, spec = self.on
             x = _moved(layout, x, spec, self.mergeable(spec, layout.mesh))
-            x = jnp.reshape(jnp.transpose(x, self.order), self.shape)
-            return layout.constrain(x, self.spec(spec, layout.mesh))
-        sharding = jax.typeof(x).sharding
-        if not any(sharding.spec):
-            return jnp.reshape(jnp.transpose(x, self.order), self.shape)
-        x = jax.sharding.reshard(x, self.mergeable(sharding.spec, sharding.mesh))
-        x = jnp.transpose(x, self.order)
-        return jnp.reshape(x, self.shape, out_sharding=self.spec(sharding.spec, sharding.mesh))
+            return layout.constrain(self._replace(on=None).to_matrices(x), self.sharded_as)
+        sharding, out = jax.typeof(x).sharding, None
+        if any(sharding.spec):
+            x = jax.sharding.reshard(x, self.mergeable(sharding.spec, sharding.mesh))
+            out = self.spec(sharding.spec, sharding.mesh)
+        x = jnp.transpose(x, self.order)  # (stack..., dims of rows..., dims of cols...)
+        return jnp.reshape(x, self.shape, out_sharding=out)  # (stack..., rows, cols)
 
     def from_matrices(self, x: jax.Array, like: Any) -> jax.Array:
         """Inverts ``to_matrices``; where types hold shardings, placed as ``like``."""
         if self.is_identity:
             return x
-        ordered = tuple(self.param_shape[d] for d in self.order)
-        back = tuple(self.order.index(d) for d in range(len(self.order)))
         if self.on is not None:
             layout, spec = self.on
-            x = layout.constrain(x, self.spec(spec, layout.mesh))
-            x = jnp.transpose(jnp.reshape(x, ordered), back)
+            x = self._replace(on=None).from_matrices(layout.constrain(x, self.sharded_as), x)
             return _moved(layout, x, self.mergeable(spec, layout.mesh), spec)
-        sharding = jax.typeof(like).sharding
-        if not any(sharding.spec):
-            return jnp.transpose(jnp.reshape(x, ordered), back)
-        entries = dict(enumerate(self.mergeable(sharding.spec, sharding.mesh)))
-        split = P(*[entries.get(d) for d in self.order])
-        x = jnp.transpose(jnp.reshape(x, ordered, out_sharding=split), back)
-        return jax.sharding.reshard(x, sharding.spec)
+        sharding, split = jax.typeof(like).sharding, None
+        if any(sharding.spec):
+            entries = dict(enumerate(self.mergeable(sharding.spec, sharding.mesh)))
+            split = P(*[entries.get(d) for d in self.order])
+        ordered = tuple(self.param_shape[d] for d in self.order)
+        back = tuple(self.order.index(d) for d in range(len(self.order)))
+        x = jnp.reshape(x, ordered, out_sharding=split)  # (stack..., rows..., cols...)
+        x = jnp.transpose(x, back)  # as the parameter
+        return x if split is None else jax.sharding.reshard(x, sharding.spec)
 
 
 def _moved(layout: Layout, x: jax.Array, spec: P, to: P) -> jax.Array:

@@ -140,13 +140,6 @@ def test_offload_min_size_alone_decides_what_is_offloaded():
         assert "host memory" not in str(plain)
 
 
-def test_bad_input():
-    with pytest.raises(ValueError, match="offload must be 'optimizer' or None, got 'params'"):
-        zero_of(8, offload="params")
-    with pytest.raises(ValueError, match="offload_min_size must not be negative, got -1"):
-        zero_of(8, offload_min_size=-1)
-
-
 # --- The transformation ---------------------------------------------------------------------------
 
 

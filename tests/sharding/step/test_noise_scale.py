@@ -176,7 +176,7 @@ def test_who_does_not_ask_pays_nothing():
         return "local_norm/" in lowered(zero or zero_of(2), tx).as_text(debug_info=True)
 
     def tolerant(updates, state, params=None, *, value, **extra_args):
-        assert extra_args.keys() <= {"kernel_shards", "local_squared_norm", "num_pieces"}
+        assert extra_args.keys() <= {"local_squared_norm", "num_pieces"}
         return jax.tree.map(lambda u: -0.01 * value * u, updates), state
 
     assert not asks(optax.GradientTransformationExtraArgs(optax.init_empty_state, tolerant))
