@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,10 +12,17 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from sharding.placement import _specs
-from sharding.placement._sharded_dim import choose_sharded_dim
 from sharding.placement._specs import AnyMesh, Axis, Tree
 
 P = PartitionSpec
+
+# Shards of the last dim are multiples of this many elements, or another dim is preferred: blocks of
+# quantized state stay unsplit, and so do a TPU's registers (its compiler takes three times as long
+# over narrower shards).
+_LAST_DIM_MULTIPLE = 256
+# A dim has to have this many elements to be sharded in place of the last one; a shorter one may be
+# the dim of a stack of layers, which loops take off.
+_MIN_OTHER_DIM = 64
 
 
 class Placement(NamedTuple):
@@ -315,3 +322,31 @@ def _is_local(x: Any) -> bool:
 def _is_committed(x: Any) -> bool:
     """Whether a real array was put on its devices explicitly."""
     return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed
+
+
+def choose_sharded_dim(
+    shape: Sequence[int], free: Sequence[int], shard_counts: Sequence[int]
+) -> int | None:
+    """The longest free dim that divides by the number of shards; the first of equally long ones.
+
+    If that is the last dim, and its shards would not be multiples of 256 elements, the longest
+    other dim of at least 64 elements that divides is chosen instead, if there is one.
+
+    Dims that no other mesh axis shards are free; ``shard_counts`` are in order of preference. None
+    if no free dim divides by any of them.
+    """
+
+    def length(dim: int) -> tuple[int, int]:
+        return shape[dim], -dim
+
+    last = len(shape) - 1
+    for count in shard_counts:
+        divisible = [dim for dim in free if shape[dim] and shape[dim] % count == 0]
+        if not divisible:
+            continue
+        best = max(divisible, key=length)
+        if best == last and shape[last] // count % _LAST_DIM_MULTIPLE:
+            others = [d for d in divisible if d != last and shape[d] >= _MIN_OTHER_DIM]
+            best = max(others, key=length, default=last)
+        return best
+    return None

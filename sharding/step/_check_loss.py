@@ -19,7 +19,12 @@ def check_loss(
 ) -> None:
     """Raises if value, gradient or new model state differ; see ``Zero.check_loss``.
 
-    ``inputs`` are ``(batch, key, model_state)``, ``options`` those of ``value_and_grad``.
+    Args:
+      zero: the mesh and the stage.
+      loss_fn: of the parameters, a batch, and what ``options`` say.
+      params: the parameters.
+      inputs: ``(batch, key, model_state)``.
+      options: of ``value_and_grad``.
     """
     if options.get("rngs") is True:
         raise ValueError(
@@ -33,29 +38,32 @@ def check_loss(
         sharded, mesh=_one_shard(zero), stage=0, shard_state_over_replicas=False
     )
 
-    def run(zero: Any, args: Any, **more: Any) -> dict[str, Tree]:
+    def on_one(tree: Any) -> Any:
+        full = jax.tree.map(lambda x: x.addressable_data(0), zero.replicate(tree))
+        return alone.replicate(full)
+
+    def run(zero: Any, args: Any, **more: Any) -> tuple[Any, Any, Any]:
         value, grads = zero.value_and_grad(loss_fn, **options | more)(*args)
-        new: Any = None
-        if options["has_aux"] or options["model_state"]:
-            value, new = value
+        loss: Any
+        new: Any
+        loss, new = value if options["has_aux"] or options["model_state"] else (value, None)
         if options["has_aux"]:
             new = new[0] if options["model_state"] else None
-        return {"loss": value, "gradient": grads, "model state": new}
+        return loss, grads, new
 
-    def reference(*args: Any) -> dict[str, Tree]:
+    def reference(*args: Any) -> Any:
         return run(alone, args, microbatches=1, param_specs=PartitionSpec())
 
     with jax.default_matmul_precision("highest"):
-        full = jax.tree.map(lambda x: x.addressable_data(0), zero.replicate((params, *inputs)))
-        own = alone.replicate(full)
-        values, expected = run(sharded, (params, *inputs)), reference(*own)
+        own = on_one((params, *inputs))
+        found, expected = run(sharded, (params, *inputs)), reference(*own)
         traced = jax.make_jaxpr(reference)(*own)
     dtypes = {dtype for _, _, results, _ in operations(traced.jaxpr) for _, dtype in results}
     floating = [d for d in dtypes if d.startswith(("float", "bfloat", "complex"))]
     eps = max(float(jnp.finfo(jnp.dtype(d)).eps) for d in floating)
     differing: list[str] = []
-    for name, tree in values.items():
-        differing += _differing(name, tree, expected[name], eps)
+    for name, tree, like in zip(("loss", "gradient", "model state"), found, expected, strict=True):
+        differing += _differing(name, tree, like, eps)
     if not differing:
         return
     axes = zero._layout.data_axes

@@ -17,7 +17,7 @@ import sharding as shd
 from optax_ext.execution_order import Graph
 from sharding.offload import _layer_rules
 from sharding.offload._host_memory import HOST, on_host
-from sharding.offload._stream import StreamedRun
+from sharding.offload._transformation import StreamedRun
 
 from ...compilers import need
 from .. import model
