@@ -11,15 +11,14 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sharding.collectives._reduce_scatter import FORMS
 from sharding.offload._host_memory import host_shardings, is_large
 from sharding.placement._describe import Description, describe_tree
-from sharding.placement._export import full_tree
 from sharding.placement._layout import Layout, Placement
 from sharding.placement._on_mesh import no_mesh, on_mesh, with_remedies
 from sharding.placement._specs import AnyMesh, Axis, check_patterns, is_spec, path_str, sharding_on
 from sharding.placement._state_specs import state_specs
 from sharding.placement._train_state import (
+    full_tree,
     model_state_of,
     opt_state_of,
     params_of,
@@ -34,7 +33,6 @@ from sharding.step import _flax_linen, _flax_nnx, _local_norm
 from sharding.step._check_loss import check_loss
 from sharding.step._checks import check_alive, check_batch, check_compiled, check_placed
 from sharding.step._compiled_step import CompiledStep, signature_of
-from sharding.step._flax_modules import gathered_module
 from sharding.step._gather_params import gather
 from sharding.step._gathered_layers import gathered
 from sharding.step._gradients import evaluate, gradients
@@ -58,6 +56,7 @@ from sharding.step._sync_state import (
 )
 from sharding.step._update import global_norm, update
 from sharding.step._update_traits import update_traits
+from sharding.step.flax._modules import gathered_module
 from sharding.sync import GradientSync
 
 P = PartitionSpec
@@ -101,7 +100,9 @@ class Zero:
     Attributes:
       mesh: the device mesh; Auto and Explicit axes both work.
       stage: 0 to 3.
-      axis: the mesh axis, or axes, to shard over.
+      axis: the mesh axis, or axes, to shard over. On TPUs give the mesh the axes of the torus, and
+        name them: ``axis=("x", "y")``. XLA:TPU turns reduce-scatters over most flat axes into
+        all-reduces, and replacing these costs steps or memory.
       replica_axis: the mesh axis, or axes, of replicas. The batch is sharded over ``axis`` and
         these.
       shard_state_over_replicas: shard gradients and optimizer state over the replicas, too;
@@ -111,11 +112,6 @@ class Zero:
         and gather and compute the layer again in the backward pass. False stores them until then:
         one gather less, and all gathered layers in memory.
       precision: dtypes of computing, reducing, accumulating and gathering.
-      scatter: the form of the reduce-scatter. ``"auto"`` chooses by platform, axes and size. On
-        GPUs and CPUs it is XLA's (``"native"``). XLA:TPU turns that into an all-reduce, twice the
-        bytes, unless it runs over one torus axis after the other (``"axes"``: make the mesh with
-        the axes of the torus, ``axis=("x", "y")``); over one flat axis ``"ring"`` or
-        ``"all_to_all"`` replace it.
       offload: ``"optimizer"`` stores the optimizer state, master weights included, in host memory
         (``pinned_host``), and streams it through the device in each step; see
         ``sharding.offload``.
@@ -165,7 +161,6 @@ class Zero:
     min_shard_size: int = 4096
     reshard_after_forward: bool = True
     precision: Precision = Precision()
-    scatter: str = "auto"
     offload: str | None = None
     offload_min_size: int = dataclasses.field(default=4096, kw_only=True)
     sync: GradientSync | None = None
@@ -195,10 +190,6 @@ class Zero:
             raise ValueError(
                 "shard_state_over_replicas needs a replica_axis and stage 1, 2 or 3, got "
                 f"replica_axis={self.replica_axis!r} and stage {self.stage}."
-            )
-        if self.scatter not in ("auto", *FORMS):
-            raise ValueError(
-                f"scatter must be 'auto' or one of {', '.join(FORMS)}, got {self.scatter!r}."
             )
         if self.offload not in (None, "optimizer"):
             raise ValueError(f"offload must be 'optimizer' or None, got {self.offload!r}.")
@@ -234,7 +225,6 @@ class Zero:
             self.replica_axis,
             self.shard_state_over_replicas,
             self.min_shard_size,
-            self.scatter,
             tuple(self.unsharded),
         )
 

@@ -24,8 +24,8 @@ from sharding.plan.cost._estimate import Plan, estimate
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import DeviceKind, kind_of
 from sharding.plan.model._models import MODELS, Decoder, count_to_params
-from sharding.step._matrix_owners import by_owner
 from sharding.step._precision import Precision
+from sharding.step.owners._by_owner import by_owner
 
 
 def print_json(figures: dict[str, Any]) -> None:

@@ -13,10 +13,8 @@ from sharding.collectives._reduce_scatter import LANES, current_platform
 from sharding.placement._layout import Layout
 from sharding.placement._specs import Axes
 
-# Bytes of one tile of a vector in TPU memory.
-_TILE_BYTES = 4096
-# Elements per scale when shards are gathered in codes.
-BLOCK_SIZE = 512
+_TILE_BYTES = 4096  # of a vector in TPU memory
+BLOCK_SIZE = 512  # elements per scale when shards are gathered in codes
 
 
 def all_gather_arrays(
@@ -27,20 +25,17 @@ def all_gather_arrays(
 ) -> list[jax.Array]:
     """Gathers full arrays from their shards on ``layout.axes``; unsharded arrays pass through.
 
-    Args:
-      layout: the mesh.
-      shards: this device's shards.
-      array_layouts: how each array is sharded.
-      bits: 8 or 4 to send codes of matrices; None to send arrays as they are.
+    With ``bits``, 8 or 4, codes of matrices are sent.
     """
 
     def gather(x: jax.Array, dim: int) -> jax.Array:
+        if not dim:
+            return x
         floating = jnp.issubdtype(x.dtype, jnp.floating)
-        if dim and bits and floating and x.ndim > 1 and x.size >= BLOCK_SIZE:
+        if bits and floating and x.ndim > 1 and x.size >= BLOCK_SIZE:
             return _all_gather_codes(layout, x, dim, bits)
-        if dim:
-            for axes in gather_axis_groups(layout, x.shape[-1] if dim == -1 else None):
-                x = lax.all_gather(x, axes, axis=x.ndim + dim, tiled=True)
+        for axes in gather_axis_groups(layout, x.shape[-1] if dim == -1 else None):
+            x = lax.all_gather(x, axes, axis=x.ndim + dim, tiled=True)
         return x
 
     return map_arrays(layout, gather, shards, array_layouts)
@@ -52,23 +47,18 @@ def _all_gather_codes(layout: Layout, x: jax.Array, dim: int, bits: int) -> jax.
     for axes in gather_axis_groups(layout):
         codes, scales = (lax.all_gather(part, axes, tiled=True) for part in (codes, scales))
     shards = dequantize(codes, scales, bits, BLOCK_SIZE)[:, : x.size].astype(x.dtype)
-    # (devices, *shard) -> the devices' dim before the sharded one, then both merged.
-    shards = jnp.moveaxis(shards.reshape(-1, *x.shape), 0, x.ndim + dim)
-    shape = list(x.shape)
-    shape[dim] = -1
-    return shards.reshape(shape)
+    # (devices, ..., dim, ...) -> (..., devices, dim, ...) -> (..., devices * dim, ...)
+    dim += x.ndim
+    shards = jnp.moveaxis(shards.reshape(-1, *x.shape), 0, dim)
+    return shards.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :])
 
 
 def gather_axis_groups(layout: Layout, last_dim: int | None = None) -> list[tuple[str, ...]]:
     """Groups of mesh axes over which shards are gathered, one group after the other.
 
     XLA turns an all-gather over all three axes of a TPU's torus at once into an all-reduce, and one
-    over two axes if the last dim is sharded and a shard of it is narrower than a register. In both
-    cases every axis is a group, the last axis first.
-
-    Args:
-      layout: the mesh.
-      last_dim: the size of a shard's last dim, if that is the sharded one.
+    over two axes if the last dim is sharded and a shard of it (``last_dim``) is narrower than a
+    register. In both cases every axis is a group, the last axis first.
     """
     narrow = last_dim is not None and last_dim < LANES
     if layout.platform == "tpu" and len(layout.axes) > (1 if narrow else 2):

@@ -11,15 +11,10 @@ from sharding.placement._on_mesh import over_other_axes
 
 
 class ArrayLayout(NamedTuple):
-    """How one array is sharded.
+    """How one array is sharded."""
 
-    Attributes:
-      dim: the dim that ZeRO shards, counted from the end; 0 if the array is unsharded.
-      spec: the placement of the array on the user's axes of the mesh.
-    """
-
-    dim: int
-    spec: PartitionSpec
+    dim: int  # that ZeRO shards, counted from the end; 0 if the array is unsharded
+    spec: PartitionSpec  # on the user's axes of the mesh
 
 
 def map_arrays(
@@ -31,7 +26,7 @@ def map_arrays(
     """``fn(x, dim)`` of every array, where ``fn`` runs collectives over ZeRO's axes."""
 
     def run(xs: list[jax.Array]) -> list[jax.Array]:
-        return [fn(x, at.dim) for x, at in zip(xs, array_layouts, strict=True)]
+        return [fn(x, array.dim) for x, array in zip(xs, array_layouts, strict=True)]
 
-    specs = [at.spec for at in array_layouts]
+    specs = [array.spec for array in array_layouts]
     return over_other_axes(layout, run, (specs,), specs)(list(xs))

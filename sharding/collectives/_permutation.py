@@ -17,11 +17,7 @@ class Permutation:
 
     Numbers of as many bits as size - 1 are multiplied by odd factors and xored with their own upper
     halves; both steps are invertible. A result of size or more is permuted again until it is less
-    (cycle walking).
-
-    Args:
-      size: how many numbers are permuted, at most 2**31.
-      seed: selects the permutation.
+    (cycle walking). The size is at most 2**31.
     """
 
     def __init__(self, size: int, seed: int = 0):
@@ -40,13 +36,10 @@ class Permutation:
 
     def _walk(self, x: jax.Array, step: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """Repeats a step on the numbers that are outside the range."""
-        x = step(x.astype(jnp.uint32))
-        if self._size < 2**self._bits:
-            x = lax.while_loop(
-                lambda x: jnp.any(x >= self._size),
-                lambda x: jnp.where(x < self._size, x, step(x)),
-                x,
-            )
+        size, x = self._size, step(x.astype(jnp.uint32))
+        if size < 2**self._bits:
+            again = lambda x: jnp.where(x < size, x, step(x))  # noqa: E731
+            x = lax.while_loop(lambda x: jnp.any(x >= size), again, x)
         return x.astype(jnp.int32)
 
     def _forward(self, x: jax.Array) -> jax.Array:

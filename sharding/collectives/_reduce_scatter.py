@@ -17,7 +17,6 @@ from sharding.placement._specs import Axes, Axis, axes_of
 _MIN_RING_BYTES = 1 << 16
 # Elements in one row of a TPU's vector register.
 LANES = 128
-FORMS = ("native", "axes", "ring", "all_to_all")
 
 
 def psum_scatter(x: jax.Array, axis: Axis, dim: int, form: str = "native") -> jax.Array:
@@ -40,23 +39,16 @@ def psum_scatter(x: jax.Array, axis: Axis, dim: int, form: str = "native") -> ja
     Raises:
       ValueError: if the form is unknown, or the dim does not divide.
     """
-    names = axes_of(axis)
-    num = math.prod(lax.axis_size(name) for name in names)
-    dim %= x.ndim
+    names, dim = axes_of(axis), dim % x.ndim
+    num = lax.axis_size(names)
     if x.shape[dim] % num:
         raise ValueError(
             f"psum_scatter: dim {dim} of shape {x.shape} cannot be sharded over {num} devices of "
             f"axis {axis!r}. Pad it to a multiple of {num}."
         )
-    if form == "native":
-        return lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True)
-    if form == "axes":
-        return _scatter_axis_by_axis(x, names, dim)
-    if form == "ring":
-        return x if num == 1 else _scatter_in_ring(x, names, num, dim)
-    if form == "all_to_all":
-        return _scatter_by_all_to_all(x, names, num, dim)
-    raise ValueError(f"psum_scatter: form must be one of {', '.join(FORMS)}, got {form!r}.")
+    if form not in FORMS:
+        raise ValueError(f"psum_scatter: form must be one of {', '.join(FORMS)}, got {form!r}.")
+    return FORMS[form](x, names, dim)
 
 
 def psum_scatter_auto(x: jax.Array, axis: Axis, dim: int) -> jax.Array:
@@ -82,14 +74,7 @@ def choose_form(
     ``lax.psum_scatter`` mostly compiles to a full all-reduce. Over one axis of the torus after the
     other it does not, unless shards of the last dim are narrower than a register. Over a single
     flat axis a ring sends the least and needs no extra memory, but waits n - 1 times; if its steps
-    are small, an all-to-all sends as much at once.
-
-    Args:
-      platform: ``jax.Device.platform``: ``"tpu"``, ``"gpu"``, ``"cpu"``.
-      axis_sizes: the size of each mesh axis that is summed over.
-      shape: the shape of the array on one device.
-      dim: the dim that is scattered.
-      dtype: the dtype of the array.
+    are small, an all-to-all sends as much at once. The shape is that on one device.
     """
     sizes = [size for size in axis_sizes if size > 1]
     if platform != "tpu" or not sizes:
@@ -108,21 +93,15 @@ def reduce_scatter_arrays(
     array_layouts: Sequence[ArrayLayout],
 ) -> list[jax.Array]:
     """Sums over manual axes: this device's shards, and the full sums of unsharded arrays."""
+    sizes = [layout.mesh.shape[axis] for axis in axes]
 
     def reduce(x: jax.Array, dim: int) -> jax.Array:
         if not dim:
             return lax.psum(x, axes)
-        return psum_scatter(x, axes, dim, form_on(layout, axes, x, dim))
+        form = choose_form(layout.platform, sizes, x.shape, dim, x.dtype)
+        return psum_scatter(x, axes, dim, form)
 
     return map_arrays(layout, reduce, xs, array_layouts)
-
-
-def form_on(layout: Layout, axes: tuple[str, ...], x: jax.Array, dim: int) -> str:
-    """The form of a reduce-scatter over ``axes``: the user's, else that for the mesh."""
-    if layout.scatter != "auto":
-        return layout.scatter
-    sizes = [layout.mesh.shape[axis] for axis in axes]
-    return choose_form(layout.platform, sizes, x.shape, dim, x.dtype)
 
 
 def own_shard(x: jax.Array, axes: Axes, dim: int) -> jax.Array:
@@ -156,9 +135,11 @@ def _scatter_axis_by_axis(x: jax.Array, names: tuple[str, ...], dim: int) -> jax
     return x.reshape(shape)
 
 
-def _scatter_in_ring(x: jax.Array, names: tuple[str, ...], num: int, dim: int) -> jax.Array:
+def _scatter_in_ring(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
     """Passes partial sums from neighbour to neighbour: half of every shard in each direction."""
-    me = lax.axis_index(names)
+    me, num = lax.axis_index(names), lax.axis_size(names)
+    if num == 1:
+        return x
     size = x.shape[dim] // num
     up = size // 2  # rows of a shard that travel upwards; a shard of one row travels downwards
 
@@ -181,9 +162,19 @@ def _scatter_in_ring(x: jax.Array, names: tuple[str, ...], num: int, dim: int) -
     return lax.concatenate([sums[direction] for direction in directions], dim)
 
 
-def _scatter_by_all_to_all(x: jax.Array, names: tuple[str, ...], num: int, dim: int) -> jax.Array:
+def _scatter_by_all_to_all(x: jax.Array, names: tuple[str, ...], dim: int) -> jax.Array:
     """Sends every device its shard and sums the received ones."""
+    num = lax.axis_size(names)
     x = lax.all_to_all(x, names, split_axis=dim, concat_axis=dim, tiled=True)
+    # (..., dim, ...) -> (..., devices, dim / devices, ...)
     shards = x.reshape(*x.shape[:dim], num, x.shape[dim] // num, *x.shape[dim + 1 :])
     narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
     return jnp.sum(shards, dim, dtype=jnp.float32 if narrow else x.dtype).astype(x.dtype)
+
+
+FORMS = {
+    "native": lambda x, names, dim: lax.psum_scatter(x, names, scatter_dimension=dim, tiled=True),
+    "axes": _scatter_axis_by_axis,
+    "ring": _scatter_in_ring,
+    "all_to_all": _scatter_by_all_to_all,
+}

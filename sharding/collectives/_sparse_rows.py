@@ -20,14 +20,8 @@ _ROUND_COUNTS = (1, 2, 4)
 class RowOwners:
     """Which device owns each row of an array, and in which slot of its memory.
 
-    Args:
-      num_rows: rows of the array.
-      num_owners: devices that own rows.
-      permutation: maps row numbers to slots, counted over all owners; None for the identity, so
-        that each owner has contiguous rows.
-
-    Attributes:
-      num_slots: slots of each owner; the last ones of the last owners may be empty.
+    The permutation maps rows to slots, counted over all owners; without one each owner has
+    contiguous rows. Each owner has ``num_slots``; the last ones of the last owners may be empty.
     """
 
     def __init__(self, num_rows: int, num_owners: int, permutation: Permutation | None = None):
@@ -69,12 +63,8 @@ def list_capacity(density: float, num_slots: int, num_lists: int) -> int:
     """How many rows the fullest of several lists has, if each slot is filled with a probability.
 
     Exceeded one time in 100: a sum of independent choices exceeds its mean by z standard deviations
-    with a probability of about exp(-z^2 / 2), for each list.
-
-    Args:
-      density: the probability that a slot is filled.
-      num_slots: the slots of one list.
-      num_lists: how many lists there are.
+    with a probability of about exp(-z^2 / 2), for each list of ``num_slots``. ``density`` is the
+    probability that a slot is filled.
     """
     expected = density * num_slots
     margin = math.sqrt(2 * math.log(100 * num_lists) * expected * (1 - density))
@@ -85,11 +75,9 @@ class SparseRows(NamedTuple):
     """A gradient that is sparse along its first dim.
 
     Attributes:
-      shape: of the gradient.
-      dtype: of the gradient.
       max_rows: at most so many rows are nonzero.
       send_list: the ``SendList`` for given ``RowOwners``.
-      dense: the gradient as one array.
+      dense: the gradient as one array, of ``shape`` and ``dtype``.
     """
 
     shape: tuple[int, ...]
@@ -121,12 +109,9 @@ def rows_of_array(x: jax.Array) -> SparseRows:
 
 
 def rows_of_lookups(ids: jax.Array, num_rows: int, rows: jax.Array) -> SparseRows:
-    """The gradient of a table, given the gradients of looked-up rows, which may repeat.
+    """The gradient of a table, given those of looked-up rows (lookups, ...), which may repeat.
 
-    Args:
-      ids: (lookups,), the row of each; ids outside the table have no gradient.
-      num_rows: of the table.
-      rows: (lookups, ...), the gradient of each looked-up row.
+    The ids are (lookups,), the row of each; ids outside the table have no gradient.
     """
     dtype = sum_dtype(rows.dtype)
 
@@ -137,34 +122,24 @@ def rows_of_lookups(ids: jax.Array, num_rows: int, rows: jax.Array) -> SparseRow
 
     def send_list(owners: RowOwners) -> SendList:
         """Candidates are all lookups; the first one of a row holds the sum of all."""
-        unique = unique_lookups(ids, owners)
-        sums = scatter_add(unique.first, ids.size)  # (lookups, ...)
-        return unique.send_list._replace(
-            values=lambda indices: jnp.take(sums, indices, axis=0, fill_value=0)
-        )
+        firsts, first = unique_lookups(ids, owners)
+        sums = scatter_add(first, ids.size)  # (lookups, ...)
+        return firsts._replace(values=lambda i: jnp.take(sums, i, axis=0, fill_value=0))
 
     def dense() -> jax.Array:
         return scatter_add(jnp.where(ids < 0, num_rows, ids), num_rows)
 
-    max_rows = min(ids.size, num_rows)
-    return SparseRows((num_rows, *rows.shape[1:]), rows.dtype, max_rows, send_list, dense)
+    shape, max_rows = (num_rows, *rows.shape[1:]), min(ids.size, num_rows)
+    return SparseRows(shape, rows.dtype, max_rows, send_list, dense)
 
 
-class UniqueLookups(NamedTuple):
-    """Looked-up rows, each sent once.
+def unique_lookups(ids: jax.Array, owners: RowOwners) -> tuple[SendList, jax.Array]:
+    """Looked-up rows (lookups,), each sent once.
 
-    Attributes:
-      send_list: a candidate per lookup, of which the first one of every row is sent; its ``values``
-        are a placeholder.
-      first: (lookups,), the index of the first lookup of the same row.
+    Returns:
+      A candidate per lookup, of which the first one of every row is sent; the ``values`` are a
+      placeholder. And (lookups,), the index of the first lookup of the same row.
     """
-
-    send_list: SendList
-    first: jax.Array
-
-
-def unique_lookups(ids: jax.Array, owners: RowOwners) -> UniqueLookups:
-    """Which of the lookups (lookups,) are the first ones of their rows, and who owns these."""
     # Sort the lookups by slot, so that those of one row are neighbours, and those of one owner.
     valid = (ids >= 0) & (ids < owners.num_rows)
     slot = owners.slot_of(jnp.where(valid, ids, 0))  # counted over all owners
@@ -188,7 +163,7 @@ def unique_lookups(ids: jax.Array, owners: RowOwners) -> UniqueLookups:
     send_list = SendList(
         unsort(owner), unsort(rank), unsort(slot % owners.num_slots), lambda indices: indices
     )
-    return UniqueLookups(send_list, unsort(order[first].astype(jnp.int32)))
+    return send_list, unsort(order[first].astype(jnp.int32))
 
 
 def along_dim(x: jax.Array, dim: int, fn: Callable[[jax.Array, int], jax.Array]) -> jax.Array:
@@ -207,22 +182,17 @@ def candidates_of_round(
     send_list: SendList, num_owners: int, capacity: int, round_index: Any
 ) -> jax.Array:
     """The candidates that one round sends, (owners * capacity,); out of range in unused places."""
-    num_candidates = send_list.rank.size
-    chosen = (send_list.rank >= 0) & (send_list.rank // capacity == round_index)
-    place = jnp.where(
-        chosen, send_list.owner * capacity + send_list.rank % capacity, num_owners * capacity
-    )
-    unused = jnp.full(num_owners * capacity, num_candidates, jnp.int32)
-    return unused.at[place].set(jnp.arange(num_candidates, dtype=jnp.int32), mode="drop")
+    owner, rank, size = send_list.owner, send_list.rank, num_owners * capacity
+    chosen = (rank >= 0) & (rank // capacity == round_index)
+    place = jnp.where(chosen, owner * capacity + rank % capacity, size)
+    unused = jnp.full(size, rank.size, jnp.int32)
+    return unused.at[place].set(jnp.arange(rank.size, dtype=jnp.int32), mode="drop")
 
 
 def break_even_rows(num_rows: int, row_size: int, num_indices: int) -> float:
-    """How many rows, each sent with its indices, are as many bytes as ``num_rows`` without them.
+    """How many rows, each with its indices, are as many bytes as ``num_rows`` without them.
 
-    Args:
-      num_rows: rows of the full array.
-      row_size: elements of a row; an index is as long as an element.
-      num_indices: indices that are sent with each row.
+    A row has ``row_size`` elements; an index is as long as an element.
     """
     return num_rows * row_size / (row_size + num_indices)
 
@@ -236,15 +206,17 @@ def in_rounds(
     send_dense: Callable[[], jax.Array],
     break_even: float,
 ) -> jax.Array:
-    """``send`` in the fewest rounds that suffice for all devices, or ``send_dense``.
+    """``send(send_list, num_rounds)`` in the fewest rounds that suffice for all devices.
+
+    Or ``send_dense()``, of the full array, where more rounds are needed than pay off.
 
     Args:
       make_send_list: makes the rows to be sent.
       max_per_owner: how many rows one device can have for one owner.
       capacity: how many rows a device sends to one owner in a round.
       axes: the mesh axes of the devices, all of which take the same branch.
-      send: ``send(send_list, num_rounds)``, the result from so many rounds.
-      send_dense: the result from the full array, for when more rounds are needed than pay off.
+      send: from rounds.
+      send_dense: from the full array.
       break_even: the rows per owner that cost as much as ``send_dense``.
     """
     # Which numbers of rounds are cheaper than the full array.
@@ -259,11 +231,9 @@ def in_rounds(
 
     # One branch for each of them, in ascending order, then the full array.
     send_list = make_send_list()
-    branches: list[Callable[[], jax.Array]] = [
-        functools.partial(send, send_list, r) for r in round_counts
-    ]
+    branches = [functools.partial(send, send_list, r) for r in round_counts]
     if round_counts[-1] != worst_rounds:
-        branches.append(send_dense)
+        branches.append(functools.partial(send_dense))
     if len(branches) == 1:
         return branches[0]()
 

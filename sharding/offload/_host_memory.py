@@ -6,6 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from sharding.placement._specs import Tree
+
 MEMORY_KIND = "pinned_host"
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
@@ -21,21 +23,17 @@ def is_large(x: Any, min_size: int) -> bool:
     return not is_key and math.prod(x.shape) >= min_size
 
 
-def host_shardings(shardings: Any, tree: Any, min_size: int) -> Any:
+def host_shardings(shardings: Tree, tree: Tree, min_size: int) -> Tree:
     """The shardings of a tree, those of its large arrays in host memory."""
-    return jax.tree.map(
-        lambda sharding, x: host_sharding(sharding) if is_large(x, min_size) else sharding,
-        shardings,
-        tree,
-    )
+
+    def moved(sharding: Any, x: Any) -> Any:
+        return host_sharding(sharding) if is_large(x, min_size) else sharding
+
+    return jax.tree.map(moved, shardings, tree)
 
 
 def host_sharding(sharding: Any) -> Any:
-    """The sharding in host memory.
-
-    Raises:
-      ValueError: if the devices do not have it.
-    """
+    """The sharding in host memory; devices without it raise."""
     moved = sharding.with_memory_kind(MEMORY_KIND)
     if moved.memory_kind != MEMORY_KIND:
         kinds = ", ".join(sorted({d.device_kind for d in sharding.device_set}))

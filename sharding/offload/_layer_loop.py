@@ -1,8 +1,9 @@
 """A loop over the layers of stacked arrays, with two layers of the inputs on the device."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -16,31 +17,35 @@ from sharding.offload._layer_rules import (
     slice_layer,
 )
 
+Arrays = dict[int, jax.Array]  # by the number of a value of the graph, or of an output
+
 
 class _NotLayerwiseError(Exception):
     """A part of a graph needs several layers of a stack at once."""
 
 
 class _SlicedEquation(NamedTuple):
-    """An equation that the loop evaluates for each layer.
-
-    Attributes:
-      eqn: the equation.
-      dim: along which its results are sliced.
-      operand_dims: along which each operand is sliced, or ``UNSLICED``.
-    """
+    """An equation that the loop evaluates for each layer."""
 
     eqn: Equation
-    dim: int
-    operand_dims: list[int]
+    dim: int  # along which its results are sliced
+    operand_dims: list[int]  # along which each operand is sliced, or ``UNSLICED``
 
 
 class LayerLoop:
     """The part of a scheduled run that computes some outputs layer by layer.
 
+    Args:
+      run: the run that the loop is a part of.
+      outputs: the outputs to compute, each with the layers along dim 0.
+      stacks: the stacked inputs that they depend on.
+      first_dim_free: whether no mesh axis shards the first dim of an input.
+
     Attributes:
-      outputs: the outputs that the loop computes.
       prerequisites: values that have to be computed before the loop, for all layers.
+
+    Raises:
+      _NotLayerwiseError: if a value that depends on the stacks needs several layers at once.
     """
 
     def __init__(
@@ -50,21 +55,11 @@ class LayerLoop:
         stacks: list[int],
         first_dim_free: Callable[[int], bool],
     ):
-        """Plans the loop.
-
-        Args:
-          run: the run that the loop is a part of.
-          outputs: the outputs to compute, each with the layers along dim 0.
-          stacks: the stacked inputs that they depend on.
-          first_dim_free: whether no mesh axis shards the first dim of an input.
-
-        Raises:
-          _NotLayerwiseError: if a value that depends on the stacks needs several layers at once.
-        """
         graph = run.graph
-        self._run, self._first_dim_free, self.outputs = run, first_dim_free, outputs
+        self._run, self.outputs = run, outputs
         self._num_layers = graph.shape(stacks[0])[0]
-        self._replaced = [self._replaced_input(j) for j in outputs]
+        # The outputs that are written over the input of their number, as their types agree.
+        self._in_place = [j for j in outputs if self._replaces_input(j, first_dim_free(j))]
         self.prerequisites: list[int] = []
         self._equations: list[_SlicedEquation] = []
         inputs, needed_dims = self._collect_equations(sum(1 << i for i in stacks))
@@ -96,14 +91,22 @@ class LayerLoop:
         except _NotLayerwiseError:
             return None
 
+    def _replaces_input(self, output: int, first_dim_free: bool) -> bool:
+        """Whether an output has the type of the input that it replaces."""
+        graph = self._run.graph
+        new, old = graph.types[graph.outputs[output]], graph.types[output]
+        if new.shape[:1] != (self._num_layers,) or not first_dim_free:
+            raise _NotLayerwiseError
+        same = (new.shape, new.dtype) == (old.shape, old.dtype)
+        if not same and self._run.replaces_deferred(output):
+            raise _NotLayerwiseError
+        return same
+
     def _collect_equations(self, stacks: int) -> tuple[list[int], dict[int, set[int]]]:
         """Finds what the loop evaluates: backward from the outputs, each sliced along dim 0.
 
-        Args:
-          stacks: the stacked inputs, as the bits of an int.
-
-        Returns:
-          The inputs that the loop needs, and the dims along which each value is sliced.
+        Returns the inputs that the loop needs, and the dims along which each value is sliced. The
+        stacked inputs are the bits of an int.
         """
         graph = self._run.graph
         values = [graph.outputs[j] for j in self.outputs]
@@ -124,68 +127,46 @@ class LayerLoop:
                 self.prerequisites += [v for v in eqn.results if v in needed_dims]
         return [i for i in inputs if i in needed_dims], needed_dims
 
-    def _replaced_input(self, output: int) -> int | None:
-        """The input whose buffer an output is written to; None if they differ in type."""
-        graph = self._run.graph
-        new, old = graph.types[graph.outputs[output]], graph.types[output]
-        if new.shape[:1] != (self._num_layers,) or not self._first_dim_free(output):
-            raise _NotLayerwiseError
-        if (new.shape, new.dtype) == (old.shape, old.dtype):
-            return output
-        if self._run.replaces_deferred(output):
-            raise _NotLayerwiseError
-        return None
-
     # --- Execution --------------------------------------------------------------------------------
 
-    def run(self) -> dict[int, Any]:
+    def run(self) -> Arrays:
         """Evaluates all layers; returns the outputs by number."""
         run = self._run
         inputs = run.after_barrier([run.inputs[i] for i in self._sliced])
         stacked = dict(zip(self._sliced, inputs, strict=True))
 
-        def load(buffers: list[Any], layer: Any) -> list[Any]:
-            current = stacked | dict(zip(self._replaced, buffers, strict=True))
+        def load(buffers: Arrays, layer: int | jax.Array) -> list[jax.Array]:
+            current = stacked | {j: buffers[j] for j in self._in_place}
             return run.load([slice_layer(current[i], layer, 0) for i in self._sliced])
 
-        def body(layer: Any, carry: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+        def body(
+            layer: jax.Array, carry: tuple[Arrays, list[jax.Array]]
+        ) -> tuple[Arrays, list[jax.Array]]:
             buffers, loaded = carry
             # The next layer is loaded while this one is computed.
             loaded_next = load(buffers, jnp.minimum(layer + 1, self._num_layers - 1))
             new = self._evaluate(layer, loaded, buffers)
-            new = [run.store(j, x) for j, x in zip(self.outputs, new, strict=True)]
-            return [
-                lax.dynamic_update_slice_in_dim(old, x, layer, 0)
-                for old, x in zip(buffers, new, strict=True)
-            ], loaded_next
+            new = {j: run.store(j, x) for j, x in new.items()}
+            return {
+                j: lax.dynamic_update_slice_in_dim(buffers[j], x, layer, 0) for j, x in new.items()
+            }, loaded_next
 
-        buffers = self._initial_buffers(stacked)
-        carry = (buffers, load(buffers, 0))
-        buffers, _ = lax.fori_loop(0, self._num_layers, body, carry)
-        return dict(zip(self.outputs, buffers, strict=True))
-
-    def _initial_buffers(self, stacked: dict[int, Any]) -> list[Any]:
-        """Where the layers of each output are written: over the old array, if types agree."""
-        graph = self._run.graph
-        buffers = []
-        for output, replaced in zip(self.outputs, self._replaced, strict=True):
-            if replaced is None:
-                new = graph.types[graph.outputs[output]]
-                buffers.append(jnp.zeros(new.shape, new.dtype))
-            else:
-                buffers.append(stacked.get(replaced, self._run.inputs[replaced]))
+        types = {j: run.graph.types[run.graph.outputs[j]] for j in self.outputs}
+        buffers = {
+            j: stacked.get(j, run.inputs[j])
+            if j in self._in_place
+            else jnp.zeros(types[j].shape, types[j].dtype)
+            for j in self.outputs
+        }
+        buffers, _ = lax.fori_loop(0, self._num_layers, body, (buffers, load(buffers, 0)))
         return buffers
 
-    def _evaluate(self, layer: Any, loaded: list[Any], buffers: list[Any]) -> list[Any]:
+    def _evaluate(self, layer: jax.Array, loaded: list[jax.Array], buffers: Arrays) -> Arrays:
         """The outputs of one layer, given the layers of the sliced inputs."""
         values = dict(zip(self._sliced, loaded, strict=True))
-        on_device = {
-            replaced: buffer
-            for replaced, buffer in zip(self._replaced, buffers, strict=True)
-            if not on_host(buffer)
-        }
+        on_device = {j: buffers[j] for j in self._in_place if not on_host(buffers[j])}
 
-        def operand(value: int, dim: int) -> Any:
+        def operand(value: int, dim: int) -> jax.Array:
             if value in values:
                 return values[value]
             # Reading the buffer that is written, not the input, saves a copy of a parameter.
@@ -196,4 +177,4 @@ class LayerLoop:
         for eqn, dim, dims in self._equations:
             operands = [operand(v, d) for v, d in zip(eqn.operands, dims, strict=True)]
             values |= zip(eqn.results, bind_to_layer(eqn, dim, operands, layer), strict=True)
-        return [operand(self._run.graph.outputs[j], 0) for j in self.outputs]
+        return {j: operand(self._run.graph.outputs[j], 0) for j in self.outputs}

@@ -1,15 +1,24 @@
-"""Optimizer state in host memory, as a gradient transformation."""
+"""Optimizer state in host memory: a transformation, and how its state is streamed in a step.
 
-from collections.abc import Callable
+XLA sees a step as one graph and would load all inputs to the device first. Here the function is
+traced and evaluated output by output: the inputs of the first one are loaded, every other output
+that needs no more is computed too, new values of host inputs are stored, and the loads for the next
+output wait for these stores. A stack of layers is loaded layer by layer, in a loop over the stack,
+if every operation on it works on the layers one by one.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import optax
 
-from optax_ext.execution_order import Graph, run_by_leaf
-from sharding.offload._host_memory import HOST, host_sharding, is_large, on_host
-from sharding.offload._stream import StreamedRun
-from sharding.placement._specs import is_spec
+from optax_ext.execution_order import Graph, ScheduledRun, run_by_leaf
+from sharding.offload._host_memory import DEVICE, HOST, host_sharding, is_large, on_host
+from sharding.offload._layer_loop import LayerLoop
+from sharding.placement._specs import Tree, is_spec
 
 
 def offload(
@@ -80,23 +89,21 @@ def offload(
         params: optax.Params | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, optax.OptState]:
-        return streamed(
-            lambda updates, state: inner.update(updates, state, params, **extra_args),
-            updates,
-            state,
-            after=updates,
-        )
+        def run(updates: optax.Updates, state: optax.OptState) -> tuple[Tree, Tree]:
+            return inner.update(updates, state, params, **extra_args)
+
+        return streamed(run, updates, state, after=updates)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def streamed(
-    fn: Callable[[Any, Any], tuple[Any, Any]],
-    tree: Any,
-    state: Any,
-    after: Any,
-    specs: Any = None,
-) -> tuple[Any, Any]:
+    fn: Callable[[Tree, Tree], tuple[Tree, Tree]],
+    tree: Tree,
+    state: Tree,
+    after: Tree,
+    specs: Tree = None,
+) -> tuple[Tree, Tree]:
     """``fn(tree, state)``, a new tree and a new state, where host arrays of the state are streamed.
 
     Args:
@@ -108,13 +115,89 @@ def streamed(
     """
     if not any(map(on_host, jax.tree.leaves(state))):
         return fn(tree, state)
-    free: list[bool] | None = None
-    if specs is not None:
-        free = [not spec or spec[0] is None for spec in jax.tree.leaves(specs, is_leaf=is_spec)]
+    flat_specs = jax.tree.leaves(specs, is_leaf=is_spec)
+
+    def first_dim_free(i: int) -> bool:
+        return specs is None or not flat_specs[i] or flat_specs[i][0] is None
 
     def make_run(graph: Graph, inputs: list[Any]) -> StreamedRun:
-        after_leaves = jax.tree.leaves(after)
-        return StreamedRun(graph, inputs, after_leaves, lambda i: free is None or free[i])
+        return StreamedRun(graph, inputs, jax.tree.leaves(after), first_dim_free)
 
     # Only operations that do not branch on the platform can be evaluated layer by layer.
     return run_by_leaf(fn, tree, state, on_host, make_run, portable=True)
+
+
+class StreamedRun(ScheduledRun):
+    """A scheduled run whose deferred inputs, and their replacements, are in host memory.
+
+    Args:
+      graph: the function; all its equations run on the device.
+      inputs: the arrays; an output returns to the memory of the input that it replaces.
+      after: arrays that are computed before the first load.
+      first_dim_free: whether no mesh axis shards the first dim of an input.
+
+    Warns:
+      UserWarning: if each of several roots needs most of what is in host memory.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        inputs: Sequence[Any],
+        after: Sequence[Any] = (),
+        first_dim_free: Callable[[int], bool] = lambda i: True,
+    ):
+        super().__init__(graph, inputs, after)
+        self._first_dim_free = first_dim_free
+
+    def run(self, roots: Sequence[int]) -> list[jax.Array]:
+        """Evaluates the graph, one group after the other; returns the outputs."""
+        _warn_if_loaded_at_once(self.graph, roots)
+        return super().run(roots)
+
+    def run_group(self, outputs: list[int]) -> None:
+        """Computes some outputs and stores those that replace host arrays."""
+        # Unchanged arrays stay where they are.
+        self.outputs |= {j: self.inputs[j] for j in outputs if self.graph.outputs[j] == j}
+        outputs = [j for j in outputs if j not in self.outputs]
+
+        loop = LayerLoop.find(self, outputs, self._first_dim_free)
+        if loop is None:
+            super().run_group(outputs)
+            return
+        # The loop after what it needs, and after the values of the outputs beside it.
+        beside = [j for j in outputs if j not in loop.outputs]
+        self.compute([*loop.prerequisites, *(self.graph.outputs[j] for j in beside)])
+        self.outputs |= loop.run()
+        before = self.barrier
+        super().run_group(beside)
+
+        # The next group waits for what both stored.
+        stored = tuple(self.outputs[j] for j in loop.outputs if self.replaces_deferred(j))
+        self.barrier = (*stored, *(() if self.barrier is before else self.barrier)) or before
+
+    def load(self, arrays: list[Any]) -> list[Any]:
+        """Moves arrays to the device."""
+        return jax.device_put(arrays, DEVICE)
+
+    def store(self, output: int, x: Any) -> Any:
+        """Moves an output to host memory if it replaces an array there."""
+        return jax.device_put(x, HOST) if self.replaces_deferred(output) else x
+
+
+def _warn_if_loaded_at_once(graph: Graph, roots: Sequence[int]) -> None:
+    """Warns if each root needs more than half of the bytes in host memory."""
+    sizes = {
+        i: math.prod(graph.shape(i)) * graph.types[i].dtype.itemsize
+        for i, mask in enumerate(graph.reads)
+        if mask == 1 << i
+    }
+    masks = [graph.reads[graph.outputs[j]] for j in roots]
+    needed = [sum(sizes[i] for i in sizes if mask >> i & 1) for mask in masks if mask]
+    if len(needed) > 2 and 2 * min(needed) > sum(sizes.values()):
+        warnings.warn(
+            "offload: the update of each parameter needs the state of most others, so all state is "
+            "on the device at once. A clip by global norm after the moments has this effect, one "
+            "before them does not.",
+            stacklevel=2,
+        )

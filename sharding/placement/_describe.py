@@ -1,17 +1,16 @@
 """Placement of a train state: what ``Zero.describe`` returns, in a short and a long form."""
 
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Container, Iterator, Sequence
-from typing import Any
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Sequence
 
 import jax
 from jax.sharding import PartitionSpec
 
-from sharding.placement._specs import AnyMesh, leaf_names, num_shards
-
-_NAMED = 4  # parameters that a reason names
+from sharding.placement._specs import AnyMesh, Tree, first_names, is_spec, leaf_names, num_shards
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,13 +18,12 @@ class Row:
     """One array of a train state, or one gradient.
 
     Attributes:
-      part: ``"params"``, ``"grads"`` or ``"opt_state"``.
+      part: ``"params"``, ``"grads"``, ``"opt_state"``, ``"sync"`` or ``"model_state"``.
       path: where it is in its part, such as ``dense/kernel``.
       shape: its global shape.
       dtype: its dtype.
       spec: its placement on the mesh.
-      bytes_per_device: what one device holds of it, in bytes; in the host's memory where ``memory``
-        says so.
+      bytes_per_device: what one device holds of it, in the memory that ``memory`` names.
       note: why a gradient, and at stage 3 a parameter, is not sharded over the data axis; empty
         where it is, or the stage does not shard it.
       memory: ``"device"`` or ``"host"``.
@@ -65,8 +63,7 @@ class Description:
       ...     layer = {"w": jnp.ones((256, 64)), "scale": jnp.ones(64)}
       ...     params = {f"layer_{i}": layer for i in range(12)}
       ...     return params, tx.init(params)
-      >>> found = shd.Zero(mesh, stage=2).describe(jax.eval_shape(make_state), tx=tx)
-      >>> print(found)
+      >>> print(shd.Zero(mesh, stage=2).describe(jax.eval_shape(make_state), tx=tx))
       ZeRO stage 2 over data on the mesh (data=8): bytes of one device
         params       789,504
         grads        101,376  of    789,504  unsharded
@@ -112,30 +109,24 @@ class Description:
 
     def __str__(self) -> str:
         """The short form."""
-        return "\n".join([f"{self._title}: bytes of one device", *_short_form(self)])
+        params = _parameters(self)
+        lines = [f"{self._title}: bytes of one device", *_total_lines(self)]
+        if self.batch_rows:
+            lines.append(f"rows of a batch: {self.batch_rows}")
+        return "\n".join([*lines, *_reason_lines(params), *_group_lines(params, self)])
 
     def table(self) -> str:
         """The long form: a line for each array, and the totals."""
-        table = [("part", "array", "shape", "dtype", "spec", "bytes/device", "")]
-        table += [
-            (
-                row.part,
-                row.path,
-                str(row.shape),
-                row.dtype,
-                str(tuple(row.spec)),
-                f"{row.bytes_per_device:,}",
-                "in host memory" if row.memory == "host" else row.note,
-            )
-            for row in self.rows
-        ]
-        table += [
-            (part, "total", "", "", "", f"{size:,}", "")
-            for part, size in self.bytes_per_device.items()
-        ]
+        lines = [("part", "array", "shape", "dtype", "spec", "bytes/device", "")]
+        for row in self.rows:
+            size, note = row.bytes_per_device, row.note if row.memory == "device" else _HOST
+            cells = (row.part, row.path, str(row.shape), row.dtype, str(tuple(row.spec)))
+            lines.append((*cells, f"{size:,}", note))
+        totals = self.bytes_per_device
         if self.host_bytes_per_device:
-            table.append(("host", "total", "", "", "", f"{self.host_bytes_per_device:,}", ""))
-        return "\n".join([self._title, *_aligned(table, numbers={5})])
+            totals["host"] = self.host_bytes_per_device
+        lines += [(part, "total", "", "", "", f"{size:,}", "") for part, size in totals.items()]
+        return "\n".join([self._title, *_aligned(lines, numbers={5})])
 
     @property
     def _title(self) -> str:
@@ -148,26 +139,30 @@ class Description:
 
 def describe_tree(
     part: str,
-    tree: Any,
-    specs: Any,
+    tree: Tree,
+    specs: Tree,
     mesh: AnyMesh,
     notes: Sequence[str] | None = None,
-    params: Any = None,
+    params: Tree = None,
 ) -> list[Row]:
     """A row per array of a tree; of state with the names of ``params``."""
-    names, leaves = leaf_names(tree, params), jax.tree.leaves(tree)
-    flat_specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    leaves = jax.tree.leaves(tree)
+    columns = (
+        leaf_names(tree, params),
+        leaves,
+        jax.tree.leaves(specs, is_leaf=is_spec),
+        notes or [""] * len(leaves),
+    )
     rows = []
-    for name, leaf, spec, note in zip(
-        names, leaves, flat_specs, notes or [""] * len(leaves), strict=True
-    ):
-        shape = tuple(leaf.shape)
-        size = math.prod(shape) * leaf.dtype.itemsize // num_shards(mesh, spec)
-        rows.append(Row(part, name, shape, str(leaf.dtype), spec, size, note))
+    for name, x, spec, note in zip(*columns, strict=True):
+        size = math.prod(x.shape) * x.dtype.itemsize // num_shards(mesh, spec)
+        rows.append(Row(part, name, tuple(x.shape), str(x.dtype), spec, size, note))
     return rows
 
 
 # --- The short form -------------------------------------------------------------------------------
+
+_HOST = "in host memory"
 
 
 @dataclasses.dataclass
@@ -185,43 +180,33 @@ class _Parameter:
         """Its path without the numbers, such as those of layers."""
         return re.sub(r"\d+", "*", self.path)
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What like parameters have in common."""
-        row = self.row
-        return (self.pattern, row.shape, row.dtype, self.spec, row.note, self.host)
+
+def _total_lines(description: Description) -> list[str]:
+    unsharded: dict[str, int] = defaultdict(int)
+    for row in description.rows:
+        unsharded[row.part] += row.bytes_per_device * num_shards(description.mesh, row.spec)
+    on_device = description.bytes_per_device
+    sizes = [(part, on_device[part], full) for part, full in unsharded.items()]
+    sizes.append(("total", sum(on_device.values()), sum(unsharded.values())))
+    lines = [
+        (f"  {part}", f"{size:,}", *(("of", f"{full:,}", "unsharded") if size < full else [""] * 3))
+        for part, size, full in sizes
+    ]
+    if description.host_bytes_per_device:
+        lines.append(("  host memory", f"{description.host_bytes_per_device:,}", "", "", ""))
+    return _aligned(lines, numbers={1, 3})
 
 
-def _short_form(found: Description) -> Iterator[str]:
-    total: dict[str, tuple[int, int]] = {}
-    for row in found.rows:
-        held, full = total.get(row.part, (0, 0))
-        size = row.bytes_per_device if row.memory == "device" else 0
-        array = row.bytes_per_device * num_shards(found.mesh, row.spec)
-        total[row.part] = (held + size, full + array)
-    everything = (sum(held for held, _ in total.values()), sum(full for _, full in total.values()))
-    lines = []
-    for part, (held, full) in [*total.items(), ("total", everything)]:
-        beside = ("of", f"{full:,}", "unsharded") if held < full else ("", "", "")
-        lines.append((f"  {part}", f"{held:,}", *beside))
-    if found.host_bytes_per_device:
-        lines.append(("  host memory", f"{found.host_bytes_per_device:,}", "", "", ""))
-    yield from _aligned(lines, numbers={1, 3})
-    if found.batch_rows:
-        yield f"rows of a batch: {found.batch_rows}"
-    params = list(_parameters(found))
-    yield from _reasons(params)
-    yield from _group_lines(params, found)
-
-
-def _parameters(found: Description) -> Iterator[_Parameter]:
+def _parameters(description: Description) -> list[_Parameter]:
     """The parameters in their order, then other arrays, each by itself."""
     params: dict[str, _Parameter] = {}
-    others = []
-    for row in found.rows:
-        path = row.path if row.part in ("params", "grads") else _owner(row.path, params)
-        if path is None or row.part not in ("params", "grads", "opt_state"):
-            path, owner = None, _Parameter(f"{row.part}/{row.path}", row, row.spec, {})
+    others, mesh = [], description.mesh
+    for row in description.rows:
+        path = row.path if row.part in ("params", "grads") else None
+        if row.part == "opt_state":
+            path = _owner(row.path, params)
+        if path is None:
+            owner = _Parameter(f"{row.part}/{row.path}", row, row.spec, {})
             others.append(owner)
         else:
             owner = params.setdefault(path, _Parameter(path, row, row.spec, {}))
@@ -231,8 +216,8 @@ def _parameters(found: Description) -> Iterator[_Parameter]:
             owner.row = dataclasses.replace(owner.row, note=row.note)
         # Of the arrays of its shape, the one over most devices: at stage 1 its optimizer state.
         if row.shape == owner.row.shape:
-            owner.spec = max(owner.spec, row.spec, key=lambda spec: num_shards(found.mesh, spec))
-    return iter([*params.values(), *others])
+            owner.spec = max(owner.spec, row.spec, key=functools.partial(num_shards, mesh))
+    return [*params.values(), *others]
 
 
 def _owner(path: str, params: Container[str]) -> str | None:
@@ -247,51 +232,48 @@ def _owner(path: str, params: Container[str]) -> str | None:
     return None
 
 
-def _reasons(params: Sequence[_Parameter]) -> Iterator[str]:
-    """Of the parameters that could not be sharded: names, bytes and why."""
-    reasons: dict[str, list[_Parameter]] = {}
-    for each in params:
-        if each.row.note:
-            reasons.setdefault(each.row.note, []).append(each)
+def _reason_lines(params: Iterable[_Parameter]) -> Iterator[str]:
+    """Names, bytes and why, for the parameters that could not be sharded."""
+    reasons: dict[str, list[_Parameter]] = defaultdict(list)
+    for param in params:
+        if param.row.note:
+            reasons[param.row.note].append(param)
     if reasons:
         yield "left unsharded"
-    for note, group in sorted(reasons.items(), key=lambda item: -_gradients(item[1])):
-        names = list(dict.fromkeys(each.pattern for each in group))
-        shown = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
+    sizes = {note: _bytes_of(group, "grads") for note, group in reasons.items()}
+    for note, group in sorted(reasons.items(), key=lambda item: -sizes[item[0]]):
+        shown = first_names(dict.fromkeys(param.pattern for param in group))
         arrays = f"{len(group)} array{'s' if len(group) > 1 else ''}"
-        sums = f"({arrays}, {_gradients(group):,} bytes of gradients)"
-        yield f"  {shown} {sums}: {note.removeprefix('unsharded: ')}"
+        reason = note.removeprefix("unsharded: ")
+        yield f"  {shown} ({arrays}, {sizes[note]:,} bytes of gradients): {reason}"
 
 
-def _gradients(params: Sequence[_Parameter]) -> int:
-    return sum(each.sizes.get("grads", 0) for each in params)
+def _bytes_of(params: Iterable[_Parameter], part: str) -> int:
+    return sum(param.sizes.get(part, 0) for param in params)
 
 
-def _group_lines(params: Sequence[_Parameter], found: Description) -> Iterator[str]:
-    groups: dict[tuple[Any, ...], list[_Parameter]] = {}
-    for each in params:
-        groups.setdefault(each.key, []).append(each)
-    parts = [part for part in found.bytes_per_device if any(part in p.sizes for p in params)]
+def _group_lines(params: Sequence[_Parameter], description: Description) -> list[str]:
+    """A line for each group of parameters that differ in the numbers in their paths alone."""
+    groups: dict[tuple[object, ...], list[_Parameter]] = defaultdict(list)
+    for param in params:
+        row = param.row
+        key = (param.pattern, row.shape, row.dtype, param.spec, row.note, param.host)
+        groups[key].append(param)
+    parts = [part for part in description.bytes_per_device if any(part in p.sizes for p in params)]
     lines = [("parameter", "n", "shape", "dtype", "sharded as", *parts, "")]
-    for (pattern, shape, dtype, spec, _, host), group in groups.items():
-        sums = [sum(each.sizes.get(part, 0) for each in group) for part in parts]
-        lines.append(
-            (
-                pattern if len(group) > 1 else group[0].path,
-                str(len(group)),
-                str(shape),
-                dtype,
-                str(tuple(spec)),
-                *(f"{size:,}" if size else "" for size in sums),
-                "state in host memory" if host else "",
-            )
-        )
-    yield from _aligned(lines, numbers={1, *range(5, 5 + len(parts))})
+    for group in groups.values():
+        first, num = group[0], len(group)
+        name = first.pattern if num > 1 else first.path
+        cells = (name, str(num), str(first.row.shape), first.row.dtype, str(tuple(first.spec)))
+        sizes = [_bytes_of(group, part) for part in parts]
+        note = f"state {_HOST}" if first.host else ""
+        lines.append((*cells, *(f"{size:,}" if size else "" for size in sizes), note))
+    return _aligned(lines, numbers={1, *range(5, 5 + len(parts))})
 
 
 def _aligned(lines: Sequence[Sequence[str]], numbers: set[int]) -> list[str]:
     """Cells in columns; those of numbers to the right."""
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(
             cell.rjust(width) if i in numbers else cell.ljust(width)

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,10 +12,17 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from sharding.placement import _specs
-from sharding.placement._sharded_dim import choose_sharded_dim
-from sharding.placement._specs import AnyMesh, Axis
+from sharding.placement._specs import AnyMesh, Axis, Tree
 
 P = PartitionSpec
+
+# Shards of the last dim are multiples of this many elements, or another dim is preferred: blocks of
+# quantized state stay unsplit, and so do a TPU's registers (its compiler takes three times as long
+# over narrower shards).
+_LAST_DIM_MULTIPLE = 256
+# A dim has to have this many elements to be sharded in place of the last one; a shorter one may be
+# the dim of a stack of layers, which loops take off.
+_MIN_OTHER_DIM = 64
 
 
 class Placement(NamedTuple):
@@ -28,10 +35,10 @@ class Placement(NamedTuple):
       reasons: why a parameter is unsharded; empty for a sharded one.
     """
 
-    params: Any
-    shards: Any
-    dims: Any
-    reasons: Any
+    params: Tree
+    shards: Tree
+    dims: Tree
+    reasons: Tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +52,6 @@ class Layout:
       replica_axis: the mesh axis, or axes, of replicas; None for none.
       shard_state_over_replicas: shard gradients and optimizer state over the replicas, too.
       min_shard_size: parameters with fewer elements are not sharded.
-      scatter: the form of the reduce-scatter, or ``"auto"``.
       unsharded: patterns of the paths of parameters that ZeRO does not shard.
     """
 
@@ -55,7 +61,6 @@ class Layout:
     replica_axis: Axis | None = None
     shard_state_over_replicas: bool = False
     min_shard_size: int = 0
-    scatter: str = "auto"
     unsharded: tuple[str, ...] = ()
 
     # --- Axes ---------------------------------------------------------------------------------
@@ -113,7 +118,7 @@ class Layout:
 
     # --- Parameters ---------------------------------------------------------------------------
 
-    def place(self, params: Any, param_specs: Any = None) -> Placement:
+    def place(self, params: Tree, param_specs: Tree = None) -> Placement:
         """The placement of parameters.
 
         Args:
@@ -124,18 +129,20 @@ class Layout:
         Raises:
           ValueError: if the specs do not fit the parameters or the mesh.
         """
-        treedef: Any = jax.tree.structure(params)
+        treedef: Any
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
         if param_specs is None:
-            found = [_specs.sharding_on(leaf, self.mesh) for leaf in jax.tree.leaves(params)]
+            known = [_specs.sharding_on(x, self.mesh) for _, x in leaves]
             # Abstract arrays of arguments on a mesh are replicated: that is no request.
-            requested = any(s and (isinstance(s.mesh, Mesh) or any(s.spec)) for s in found)
-            if requested and None not in found:
-                param_specs = treedef.unflatten([s.spec for s in found if s])
-        specs = _specs.resolve_param_specs(params, param_specs, self.mesh)
-        paths = [_specs.path_str(p) for p, _ in jax.tree_util.tree_leaves_with_path(params)]
-        leaves = zip(paths, jax.tree.leaves(params), treedef.flatten_up_to(specs), strict=True)
-        placed = [self._place_leaf(*leaf) for leaf in leaves]
-        return Placement(*(treedef.unflatten([leaf[i] for leaf in placed]) for i in range(4)))
+            requested = any(s and (isinstance(s.mesh, Mesh) or any(s.spec)) for s in known)
+            if requested and None not in known:
+                param_specs = treedef.unflatten([s.spec for s in known if s])
+        specs = treedef.flatten_up_to(_specs.resolve_param_specs(params, param_specs, self.mesh))
+        placed = [
+            self._place_leaf(_specs.path_str(path), x, spec)
+            for (path, x), spec in zip(leaves, specs, strict=True)
+        ]
+        return Placement(*(treedef.unflatten([fields[i] for fields in placed]) for i in range(4)))
 
     def _place_leaf(self, path: str, leaf: Any, spec: P) -> tuple[P, P, int, str]:
         """The fields of ``Placement`` for one parameter."""
@@ -161,8 +168,7 @@ class Layout:
         dim, reason = (on_data[0], "") if on_data else self._choose_dim(path, leaf, spec)
         if dim is None:
             return spec, spec, 0, reason
-        sharded = _specs.with_axis(spec, ndim, dim, self.axis)
-        shards = sharded
+        sharded = shards = _specs.with_axis(spec, ndim, dim, self.axis)
         if self.shard_state_over_replicas and leaf.shape[dim] % self.num_devices == 0:
             shards = _specs.with_axis(spec, ndim, dim, self.axes + self.replica_axes)
         return sharded if self.stage == 3 else spec, shards, dim - ndim, ""
@@ -188,9 +194,8 @@ class Layout:
             counts.insert(0, self.num_devices)
         free = [d for d in range(len(shape)) if d >= len(spec) or spec[d] is None]
         dim = choose_sharded_dim(shape, free, counts)
-        if dim is None:
-            return None, f"unsharded: no free dim of {shape} divides by {self.num_shards}"
-        return dim, ""
+        none = f"unsharded: no free dim of {shape} divides by {self.num_shards}"
+        return dim, none if dim is None else ""
 
     def shard_spec(self, leaf: Any) -> P:
         """The spec of the shards of an array that is no parameter, by its shape."""
@@ -214,7 +219,7 @@ class Layout:
         """A spec without the data axes that are not among ``axes``."""
         return _specs.only_axes(spec, self.other_axes | set(axes))
 
-    def shardings(self, specs: Any) -> Any:
+    def shardings(self, specs: Tree) -> Tree:
         """A ``NamedSharding`` for every spec of a tree."""
         return jax.tree.map(
             lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=_specs.is_spec
@@ -225,7 +230,7 @@ class Layout:
         """On every device in full."""
         return NamedSharding(self.mesh, P())
 
-    def constrain(self, tree: Any, specs: Any) -> Any:
+    def constrain(self, tree: Tree, specs: Tree) -> Tree:
         """Constrains the partitioner to these specs; for use inside ``on_mesh``."""
         if not self.explicit_axes:
             specs = self.shardings(specs)
@@ -233,16 +238,16 @@ class Layout:
 
     # --- Batches and other arguments ----------------------------------------------------------
 
-    def batch_specs(self, tree: Any) -> Any:
+    def batch_specs(self, tree: Tree) -> Tree:
         """Arrays are sharded along the first dim, scalars replicated."""
         entry = _specs.entry_of(self.data_axes)
         return jax.tree.map(lambda x: P(entry) if np.ndim(x) else P(), tree)
 
-    def batch_shardings(self, tree: Any) -> Any:
+    def batch_shardings(self, tree: Tree) -> Tree:
         """``batch_specs`` on the mesh."""
         return self.shardings(self.batch_specs(tree))
 
-    def place_batch(self, batch: Any) -> Any:
+    def place_batch(self, batch: Tree) -> Tree:
         """Moves the arrays of a batch that are committed to another placement.
 
         ``jit`` moves all others: NumPy arrays, and arrays on a device by default.
@@ -263,20 +268,19 @@ class Layout:
 
         return jax.tree.map(place, batch, self.batch_shardings(batch))
 
-    def replicate_foreign(self, args: Any) -> Any:
+    def replicate_foreign(self, args: Tree) -> Tree:
         """Replicates the arrays among arguments that are committed to devices outside the mesh."""
         if not isinstance(self.mesh, Mesh):
             return args
         devices = set(self.mesh.devices.flat)
 
         def place(x: Any) -> Any:
-            if not _is_committed(x) or x.sharding.device_set == devices:
-                return x
-            return jax.device_put(x, self.replicated)
+            inside = not _is_committed(x) or x.sharding.device_set == devices
+            return x if inside else jax.device_put(x, self.replicated)
 
         return jax.tree.map(place, args)
 
-    def place_scalars(self, state: Any) -> Any:
+    def place_scalars(self, state: Tree) -> Tree:
         """Replicates the scalars of a state that are set between steps, such as a learning rate.
 
         They may be of Python, NumPy or another device.
@@ -299,7 +303,7 @@ class Layout:
 
         return jax.tree.map(place, state)
 
-    def copy(self, tree: Any, shardings: Any) -> Any:
+    def copy(self, tree: Tree, shardings: Tree) -> Tree:
         """Moves arrays to the mesh, into memory of their own.
 
         ``device_put`` returns an array that is there already as it is, in shared memory. A step
@@ -318,3 +322,31 @@ def _is_local(x: Any) -> bool:
 def _is_committed(x: Any) -> bool:
     """Whether a real array was put on its devices explicitly."""
     return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed
+
+
+def choose_sharded_dim(
+    shape: Sequence[int], free: Sequence[int], shard_counts: Sequence[int]
+) -> int | None:
+    """The longest free dim that divides by the number of shards; the first of equally long ones.
+
+    If that is the last dim, and its shards would not be multiples of 256 elements, the longest
+    other dim of at least 64 elements that divides is chosen instead, if there is one.
+
+    Dims that no other mesh axis shards are free; ``shard_counts`` are in order of preference. None
+    if no free dim divides by any of them.
+    """
+
+    def length(dim: int) -> tuple[int, int]:
+        return shape[dim], -dim
+
+    last = len(shape) - 1
+    for count in shard_counts:
+        divisible = [dim for dim in free if shape[dim] and shape[dim] % count == 0]
+        if not divisible:
+            continue
+        best = max(divisible, key=length)
+        if best == last and shape[last] // count % _LAST_DIM_MULTIPLE:
+            others = [d for d in divisible if d != last and shape[d] >= _MIN_OTHER_DIM]
+            best = max(others, key=length, default=last)
+        return best
+    return None

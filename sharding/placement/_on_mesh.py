@@ -8,59 +8,46 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 from sharding.placement._layout import Layout
-from sharding.placement._specs import AnyMesh, only_axes
+from sharding.placement._specs import AnyMesh, Tree, only_axes
 
 
 def on_mesh(
-    layout: Layout, fn: Callable[..., Any], out_shardings: Callable[[Any], Any]
-) -> Callable[..., Any]:
+    layout: Layout, fn: Callable[..., Tree], out_shardings: Callable[[Tree], Tree]
+) -> Callable[..., Tree]:
     """``fn(layout, *args)`` as a function of ``args``, for which all mesh axes are Auto.
 
-    Args:
-      layout: the mesh.
-      fn: the function.
-      out_shardings: from the shapes of the outputs to their shardings. On Explicit axes
-        ``auto_axes`` requires these; the shapes come from tracing ``fn`` on an Auto twin of the
-        mesh.
+    On Explicit axes ``auto_axes`` requires shardings of the outputs, which follow from their
+    shapes; these come from tracing ``fn`` on an Auto twin of the mesh.
     """
-    if not layout.explicit_axes:
+    run = functools.partial(fn, layout)
 
-        @functools.wraps(functools.partial(fn, layout))
-        def checked(*args: Any) -> Any:
-            check_context(layout.mesh)
-            return fn(layout, *args)
-
-        return checked
-    auto = (AxisType.Auto,) * len(layout.mesh.axis_names)
-    if isinstance(layout.mesh, Mesh):
-        mesh: AnyMesh = Mesh(layout.mesh.devices, layout.mesh.axis_names, axis_types=auto)
-    else:
-        mesh = layout.mesh.update(axis_types=auto)
-    twin = dataclasses.replace(layout, mesh=mesh)
-
-    @functools.wraps(functools.partial(fn, layout))  # compiled programs name its arguments
-    def call(*args: Any) -> Any:
+    @functools.wraps(run)  # compiled programs name its arguments
+    def call(*args: Tree) -> Tree:
         check_context(layout.mesh)
+        if not layout.explicit_axes:
+            return run(*args)
         types = jax.tree.map(jax.typeof, args)
         shapes = jax.tree.map(lambda t: jax.ShapeDtypeStruct(t.shape, t.dtype), types)
-        with jax.sharding.use_abstract_mesh(_abstract(mesh)):
-            out = out_shardings(jax.eval_shape(functools.partial(fn, twin), *shapes))
+        auto = layout.mesh.update(axis_types=(AxisType.Auto,) * len(layout.mesh.axis_names))
+        twin = functools.partial(fn, dataclasses.replace(layout, mesh=auto))
+        abstract = auto.abstract_mesh if isinstance(auto, Mesh) else auto
+        with jax.sharding.use_abstract_mesh(abstract):
+            out = out_shardings(jax.eval_shape(twin, *shapes))
         # On a mesh with axes of both types, Auto axes are no part of the types of outputs.
         out = jax.tree.map(
             lambda s: NamedSharding(layout.mesh, only_axes(s.spec, layout.explicit_axes)), out
         )
-        run = functools.partial(fn, layout)
         return jax.sharding.auto_axes(run, axes=layout.explicit_axes, out_sharding=out)(*args)
 
     return call
 
 
 def over_data_axes(
-    layout: Layout, fn: Callable[..., Any], in_specs: Any, out_specs: Any
-) -> Callable[..., Any]:
+    layout: Layout, fn: Callable[..., Tree], in_specs: Tree, out_specs: Tree
+) -> Callable[..., Tree]:
     """A ``shard_map`` of ``fn`` over the data axes; other axes are left to the partitioner."""
     return jax.shard_map(
         fn,
@@ -75,20 +62,17 @@ def over_data_axes(
 
 
 def over_other_axes(
-    layout: Layout, fn: Callable[..., Any], in_specs: Any, out_specs: Any
-) -> Callable[..., Any]:
+    layout: Layout, fn: Callable[..., Tree], in_specs: Tree, out_specs: Tree
+) -> Callable[..., Tree]:
     """``fn`` on the blocks that a device has on the other axes; for use in ``over_data_axes``.
 
     Left to the partitioner, collectives over the data axes would gather arrays over the others.
     """
     if not layout.other_axes:
         return fn
+    axes = layout.other_axes
     return jax.shard_map(
-        fn,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        axis_names=layout.other_axes,
-        check_vma=False,
+        fn, in_specs=in_specs, out_specs=out_specs, axis_names=axes, check_vma=False
     )
 
 
@@ -124,10 +108,6 @@ def with_remedies(layout: Layout) -> Iterator[None]:
         raise ValueError(f"{remedy} jax says: {error}") from error
 
 
-def _abstract(mesh: AnyMesh) -> AbstractMesh:
-    return mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
-
-
 def no_mesh(keep: AnyMesh | None = None) -> contextlib.AbstractContextManager[Any]:
     """A context without a mesh, whatever ``jax.set_mesh`` set; inside ``jit``, no change.
 
@@ -138,9 +118,9 @@ def no_mesh(keep: AnyMesh | None = None) -> contextlib.AbstractContextManager[An
         context: for the caches of jax it differs from one that is set to be empty.
     """
     if keep is not None:
-        found = jax.sharding.get_abstract_mesh()
-        same = _axis_sizes_and_types(found) == _axis_sizes_and_types(_abstract(keep))
-        if found.empty or (same and set(found.axis_types) == {AxisType.Auto}):
+        current = jax.sharding.get_abstract_mesh()
+        same = _axis_sizes_and_types(current) == _axis_sizes_and_types(keep)
+        if current.empty or (same and set(current.axis_types) == {AxisType.Auto}):
             return contextlib.nullcontext()
     try:
         return jax.set_mesh(None)
@@ -150,20 +130,20 @@ def no_mesh(keep: AnyMesh | None = None) -> contextlib.AbstractContextManager[An
 
 def check_context(mesh: AnyMesh) -> None:
     """Raises if the context, inside ``jit``, has another mesh."""
-    found, wanted = jax.sharding.get_abstract_mesh(), _abstract(mesh)
-    same = _axis_sizes_and_types(found) == _axis_sizes_and_types(wanted)
-    if not (found.empty or found.manual_axes or same):
+    current = jax.sharding.get_abstract_mesh()
+    same = _axis_sizes_and_types(current) == _axis_sizes_and_types(mesh)
+    if not (current.empty or current.manual_axes or same):
         raise ValueError(
-            f"inside jit, the mesh of the context is {_printed(found)} and that of Zero is "
-            f"{_printed(wanted)}. Call the jitted function under jax.set_mesh(zero.mesh), or where "
+            f"inside jit, the mesh of the context is {_printed(current)} and that of Zero is "
+            f"{_printed(mesh)}. Call the jitted function under jax.set_mesh(zero.mesh), or where "
             "no mesh is set."
         )
 
 
-def _axis_sizes_and_types(mesh: AbstractMesh) -> tuple[Any, Any]:
+def _axis_sizes_and_types(mesh: AnyMesh) -> tuple[Any, Any]:
     return tuple(mesh.shape.items()), mesh.axis_types
 
 
-def _printed(mesh: AbstractMesh) -> str:
+def _printed(mesh: AnyMesh) -> str:
     axes = zip(mesh.shape.items(), mesh.axis_types, strict=True)
     return "(" + ", ".join(f"{name}={size} {kind.name}" for (name, size), kind in axes) + ")"

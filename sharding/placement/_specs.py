@@ -1,5 +1,6 @@
 """Partition specs of parameters: axes, entries, Flax metadata, checks."""
 
+import functools
 import math
 import re
 import sys
@@ -15,6 +16,8 @@ from optax_ext import FactoringRule
 AnyMesh = Mesh | AbstractMesh
 Axis = str | tuple[str, ...]
 Axes = tuple[str, ...]
+Tree = Any  # a pytree, of arrays where nothing else is said
+KeyPath = tuple[Any, ...]
 
 
 def is_spec(x: Any) -> bool:
@@ -29,27 +32,18 @@ def _is_box(x: Any) -> bool:
 
 
 def _spec_in(path: str, box: Any, mesh: AnyMesh) -> PartitionSpec:
-    """The spec in a box, whose logical names the rules in the context turn into mesh axes."""
-    linen = sys.modules.get("flax.linen")
-    if linen is not None and isinstance(box, linen.LogicallyPartitioned):
-        return _spec_by_rules(linen, path, box, mesh)
-    if hasattr(box, "get_partition_spec"):  # of linen
-        return box.get_partition_spec()
-    return sys.modules["flax.nnx"].get_partition_spec(box).get_value() or PartitionSpec()
+    """The spec in a box, whose logical names the rules in the context turn into mesh axes.
 
-
-def _spec_by_rules(linen: Any, path: str, box: Any, mesh: AnyMesh) -> PartitionSpec:
-    """As Flax does it: a name without a rule, or with one that says None, is replicated.
-
-    Raises:
-      ValueError: if a rule names an axis that the mesh does not have; without rules, if the names
-        are no axes of the mesh themselves.
+    As Flax does it, a name without a rule, or with one that says None, is replicated.
     """
-    names = box.get_partition_spec()
+    if not hasattr(box, "get_partition_spec"):  # of nnx
+        return sys.modules["flax.nnx"].get_partition_spec(box).get_value() or PartitionSpec()
+    names, linen = box.get_partition_spec(), sys.modules.get("flax.linen")
+    if linen is None or not isinstance(box, linen.LogicallyPartitioned):
+        return names
     rules = [(name, axes) for name, axes in (*(box.rules or ()), *linen.get_logical_axis_rules())]
     if not rules:
-        missing = [axis for entry in names for axis in axes_of(entry)]
-        missing = [axis for axis in missing if axis not in mesh.axis_names]
+        missing = [a for entry in names for a in axes_of(entry) if a not in mesh.axis_names]
         if missing:
             raise ValueError(
                 f"parameter {path!r} has the logical axes {tuple(names)}, of which {missing[0]!r} "
@@ -69,18 +63,24 @@ def _spec_by_rules(linen: Any, path: str, box: Any, mesh: AnyMesh) -> PartitionS
     return linen.logical_to_mesh_axes(tuple(names), rules)
 
 
-def path_str(path: Any) -> str:
+def path_str(path: KeyPath) -> str:
     """A key path as ``params/dense/kernel``."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def parameter_path(path: Any) -> str:
+def first_names(names: Iterable[str], most: int = 4) -> str:
+    """The first of some names, for an error or a table."""
+    names = list(names)
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
+
+
+def parameter_path(path: KeyPath) -> str:
     """The path that rules know: without the ``.value`` of a Flax box around the parameter."""
     boxed = len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value")
     return path_str(path[:-1] if boxed else path)
 
 
-def rule_for_tree(rule: FactoringRule, tree: Any) -> FactoringRule:
+def rule_for_tree(rule: FactoringRule, tree: Tree) -> FactoringRule:
     """The factoring rule for these parameters: some rules choose by the shapes of all."""
     if not hasattr(rule, "for_tree"):
         return rule
@@ -89,28 +89,21 @@ def rule_for_tree(rule: FactoringRule, tree: Any) -> FactoringRule:
 
 
 def leaf_names(
-    tree: Any, like: Any = None, is_leaf: Callable[[Any], bool] | None = None
+    tree: Tree, like: Tree = None, is_leaf: Callable[[Any], bool] | None = None
 ) -> list[str]:
     r"""A name of its own for every leaf of a tree: its path as text.
 
     Where two paths are equal as text, such as those of ``{"x/y": a, "x": {"y": b}}``, every ``/``
-    within a key is written ``\/``. ``plain_path`` undoes it.
-
-    Args:
-      tree: parameters, or state whose names contain those of parameters.
-      like: the parameters, whose paths decide that; None for ``tree``.
-      is_leaf: which nodes are leaves.
-
-    Raises:
-      ValueError: if two leaves have one name still.
+    within a key is written ``\/``. ``plain_path`` undoes it. For state, whose names contain those
+    of parameters, the paths of the parameters (``like``) decide that.
     """
     paths, others = (
-        [path for path, _ in jax.tree_util.tree_leaves_with_path(each, is_leaf=is_leaf)]
-        for each in (tree, tree if like is None else like)
+        [path for path, _ in jax.tree_util.tree_leaves_with_path(t, is_leaf=is_leaf)]
+        for t in (tree, tree if like is None else like)
     )
     if len(set(map(path_str, others))) == len(others):
         return list(map(path_str, paths))
-    names = ["/".join(path_str([key]).replace("/", r"\/") for key in path) for path in paths]
+    names = ["/".join(path_str((key,)).replace("/", r"\/") for key in path) for path in paths]
     twice = [name for name in names if names.count(name) > 1]
     if twice:
         raise ValueError(f"two arrays have the path {twice[0]!r}; rename one of them.")
@@ -158,20 +151,15 @@ def sharding_on(leaf: Any, mesh: AnyMesh) -> NamedSharding | None:
     return sharding
 
 
-def resolve_param_specs(params: Any, param_specs: Any, mesh: AnyMesh) -> Any:
+def resolve_param_specs(params: Tree, param_specs: Tree, mesh: AnyMesh) -> Tree:
     """A spec for every parameter: the argument, else Flax metadata, else replicated.
-
-    Args:
-      params: arrays or ``ShapeDtypeStruct``; may hold Flax's partition boxes.
-      param_specs: a tree of specs, or a prefix of one; None to take the metadata.
-      mesh: the mesh whose axes the specs name.
 
     Raises:
       ValueError: if the trees do not match, or a spec does not fit its parameter or the mesh.
     """
     if param_specs is None:
 
-        def given(path: Any, x: Any) -> Any:
+        def given(path: KeyPath, x: Any) -> Tree:
             if not _is_box(x):
                 return PartitionSpec()
             spec = _spec_in(path_str(path), x, mesh)
@@ -180,48 +168,35 @@ def resolve_param_specs(params: Any, param_specs: Any, mesh: AnyMesh) -> Any:
         specs = jax.tree_util.tree_map_with_path(given, params, is_leaf=_is_box)
     else:
         specs = expand_specs(param_specs, params)
-
-    def check(path: Any, leaf: Any, spec: PartitionSpec) -> None:
-        _check_spec(path_str(path), tuple(leaf.shape), spec, mesh)
-
-    jax.tree_util.tree_map_with_path(check, params, specs)
+    jax.tree_util.tree_map_with_path(functools.partial(_check_spec, mesh), params, specs)
     return specs
 
 
-def expand_specs(param_specs: Any, params: Any) -> Any:
-    """A spec for every parameter, from a tree of specs or a prefix of one; None replicates.
-
-    Raises:
-      ValueError: if the trees do not match.
-    """
+def expand_specs(param_specs: Tree, params: Tree) -> Tree:
+    """A spec for every parameter, from a tree of specs or a prefix of one; None replicates."""
+    specs = jax.tree.map(
+        lambda spec: spec or PartitionSpec(), param_specs, is_leaf=lambda x: x is None or is_spec(x)
+    )
     try:
-        return jax.tree.map(
-            lambda spec, part: jax.tree.map(lambda _: spec or PartitionSpec(), part),
-            param_specs,
-            params,
-            is_leaf=lambda x: x is None or is_spec(x),
-        )
+        return jax.tree.broadcast(specs, params, is_leaf=is_spec)
     except ValueError as error:
         raise ValueError(f"param_specs does not match the parameters: {error}") from None
 
 
-def _check_spec(path: str, shape: tuple[int, ...], spec: PartitionSpec, mesh: AnyMesh) -> None:
+def _check_spec(mesh: AnyMesh, path: KeyPath, leaf: Any, spec: PartitionSpec) -> None:
+    shape, which = tuple(leaf.shape), f"{spec} for {path_str(path)!r}"
     if len(spec) > len(shape):
-        raise ValueError(f"{spec} for {path!r} has more entries than its shape {shape}.")
+        raise ValueError(f"{which} has more entries than its shape {shape}.")
     named = [axis for entry in spec for axis in axes_of(entry)]
     for dim, entry in enumerate(spec):
         for axis in axes_of(entry):
             if named.count(axis) > 1:
-                raise ValueError(f"{spec} for {path!r} names axis {axis!r} twice.")
+                raise ValueError(f"{which} names axis {axis!r} twice.")
             if axis not in mesh.axis_names:
-                raise ValueError(
-                    f"{spec} for {path!r}: axis {axis!r} is not in the mesh {mesh.axis_names}."
-                )
+                raise ValueError(f"{which}: axis {axis!r} is not in the mesh {mesh.axis_names}.")
         size = num_shards(mesh, PartitionSpec(entry))
         if shape[dim] % size:
-            raise ValueError(
-                f"{spec} for {path!r}: dim {dim} of shape {shape} does not divide by {size}."
-            )
+            raise ValueError(f"{which}: dim {dim} of shape {shape} does not divide by {size}.")
 
 
 def only_axes(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:

@@ -8,15 +8,15 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from sharding.placement._specs import AnyMesh, is_spec, path_str, resolve_param_specs, trim
+from sharding.placement._specs import AnyMesh, Tree, is_spec, path_str, resolve_param_specs, trim
 
 
 def state_shardings(
-    init: optax.GradientTransformation | Callable[[Any], Any],
-    params: Any,
-    param_specs: Any = None,
+    init: optax.GradientTransformation | Callable[[Tree], Tree],
+    params: Tree,
+    param_specs: Tree = None,
     mesh: AnyMesh | None = None,
-) -> Any:
+) -> Tree:
     """The shardings of any train state, for a ``jit`` of your own.
 
     Compiled without ``out_shardings``, a state is replicated on an Auto mesh whatever the
@@ -49,26 +49,26 @@ def state_shardings(
       True
     """
     own = jax.tree.map(lambda x: getattr(x, "sharding", None), params)
-    found = [x for x in jax.tree.leaves(own) if isinstance(x, NamedSharding)]
-    if mesh is None and not found:
-        raise ValueError(
-            "state_shardings got no mesh, and parameters that are on none. Pass mesh=, or place "
-            "the parameters first, such as by zero.place."
-        )
+    on_a_mesh = [s for s in jax.tree.leaves(own) if isinstance(s, NamedSharding)]
     if mesh is None:
-        mesh = found[0].mesh
-    if param_specs is None and found:
+        if not on_a_mesh:
+            raise ValueError(
+                "state_shardings got no mesh, and parameters that are on none. Pass mesh=, or "
+                "place the parameters first, such as by zero.place."
+            )
+        mesh = on_a_mesh[0].mesh
+    if param_specs is None and on_a_mesh:
         param_specs = jax.tree.map(lambda x: getattr(x, "spec", PartitionSpec()), own)
     specs = state_specs(init, params, param_specs, mesh)
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
 
 
 def state_specs(
-    tx: optax.GradientTransformation | Callable[[Any], Any],
-    params: Any,
-    param_specs: Any,
+    tx: optax.GradientTransformation | Callable[[Tree], Tree],
+    params: Tree,
+    param_specs: Tree,
     mesh: AnyMesh,
-) -> Any:
+) -> Tree:
     """A partition spec for every leaf of a transformation's state, without rules of its own.
 
     ``tx.init`` is traced on abstract parameters that carry their shardings on a mesh of Explicit
@@ -110,13 +110,10 @@ def state_specs(
         return _specs_by_path(init, params, specs, mesh, error)
 
 
-def _typed_init(init: Callable[[Any], Any], params: Any, specs: Any, mesh: AnyMesh) -> Any:
+def _typed_init(init: Callable[[Tree], Tree], params: Tree, specs: Tree, mesh: AnyMesh) -> Tree:
     """The types of the state, with shardings derived from those of the parameters."""
-    explicit = AbstractMesh(
-        tuple(mesh.shape.values()),
-        mesh.axis_names,
-        axis_types=(AxisType.Explicit,) * len(mesh.axis_names),
-    )
+    types = (AxisType.Explicit,) * len(mesh.axis_names)
+    explicit = AbstractMesh(tuple(mesh.shape.values()), mesh.axis_names, axis_types=types)
     typed = jax.tree.map(
         lambda x, spec: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=NamedSharding(explicit, spec)
@@ -135,19 +132,19 @@ def _spec_of(x: jax.ShapeDtypeStruct) -> PartitionSpec:
 
 
 def _specs_by_path(
-    make: Callable[[Any], Any], params: Any, specs: Any, mesh: AnyMesh, error: Exception
-) -> Any:
+    make: Callable[[Tree], Tree], params: Tree, specs: Tree, mesh: AnyMesh, error: Exception
+) -> Tree:
     """Specs where ``tx.init`` fails on the shardings of some parameters, or of all.
 
     Their state gets the spec of the parameter of the same path and shape, else it is replicated.
     """
     plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     state = jax.eval_shape(make, plain)  # raises the transformation's own error, if it has one
-    leaves = jax.tree_util.tree_leaves_with_path(plain)
-    treedef: Any = jax.tree.structure(plain)
+    treedef: Any
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(plain)
     flat_specs = treedef.flatten_up_to(specs)
 
-    def init(sharded: set[int]) -> Any:
+    def init(sharded: set[int]) -> Tree:
         """Types of the state if only these parameters are sharded; None if ``tx.init`` fails."""
         some = [spec if i in sharded else PartitionSpec() for i, spec in enumerate(flat_specs)]
         try:
@@ -160,8 +157,8 @@ def _specs_by_path(
     if typed is None:
         works, typed = set(), state
     left = {
-        (path, tuple(leaf.shape)): spec
-        for i, ((path, leaf), spec) in enumerate(zip(leaves, flat_specs, strict=True))
+        (leaves[i][0], leaves[i][1].shape): flat_specs[i]
+        for i in range(len(leaves))
         if i not in works
     }
     warnings.warn(
@@ -173,7 +170,7 @@ def _specs_by_path(
 
     def match(path: Any, leaf: Any, like: Any) -> PartitionSpec:
         ends = range(len(path) + 1)
-        parts = ((path[i:j], tuple(leaf.shape)) for i in ends for j in reversed(ends[i:]))
-        return next((left[part] for part in parts if part in left), _spec_of(like))
+        within = ((path[i:j], leaf.shape) for i in ends for j in reversed(ends[i:]))
+        return next((left[key] for key in within if key in left), _spec_of(like))
 
     return jax.tree_util.tree_map_with_path(match, state, typed)

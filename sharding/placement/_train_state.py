@@ -1,10 +1,14 @@
-"""Train states: a Flax ``TrainState``, or a pair ``(params, opt_state)``."""
+"""Train states: a Flax ``TrainState``, or a pair ``(params, opt_state)``; their export."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from sharding.placement._specs import Tree
 
 
 def parts(
@@ -32,11 +36,11 @@ def _is_pair(state: Any) -> bool:
     return type(state) is tuple and len(state) == 2
 
 
-def _not_a_train_state(found: Any) -> ValueError:
-    size = f" of {len(found)}" if isinstance(found, tuple) else ""
+def _not_a_train_state(state: Any) -> ValueError:
+    size = f" of {len(state)}" if isinstance(state, tuple) else ""
     return ValueError(
         "a train state must be a Flax TrainState or a pair (params, opt_state), a plain tuple, got "
-        f"{type(found).__name__}{size}. Make one with flax's TrainState.create(apply_fn=..., "
+        f"{type(state).__name__}{size}. Make one with flax's TrainState.create(apply_fn=..., "
         "params=..., tx=...), or as the pair (params, tx.init(params)) and pass tx= to the methods "
         "of Zero."
     )
@@ -51,30 +55,25 @@ def params_of(state: Any) -> Any:
     return state.params
 
 
-def model_state_of(state: Any, names: Any) -> Any:
+def model_state_of(state: Any, names: str | tuple[str, ...]) -> Tree:
     """The fields of a ``TrainState`` that a loss takes as its model state.
 
     One name gives the field's value, several a dict.
     """
-    if isinstance(names, str):
-        return _field(state, names)
-    return {name: _field(state, name) for name in names}
-
-
-def _field(state: Any, name: str) -> Any:
-    if isinstance(state, tuple) or not hasattr(state, name):
+    if not isinstance(names, str):
+        return {name: model_state_of(state, name) for name in names}
+    if isinstance(state, tuple) or not hasattr(state, names):
         raise ValueError(
-            f"model_state={name!r} names no field of the train state, a {type(state).__name__}. A "
+            f"model_state={names!r} names no field of the train state, a {type(state).__name__}. A "
             "pair (params, opt_state) has none: use model_state=True, and pass the model state in "
             "each call of the step."
         )
-    return getattr(state, name)
+    return getattr(state, names)
 
 
-def with_model_state(state: Any, names: Any, model_state: Any) -> Any:
+def with_model_state(state: Any, names: str | tuple[str, ...], model_state: Tree) -> Any:
     """A ``TrainState`` with other values of these fields."""
-    fields = {names: model_state} if isinstance(names, str) else model_state
-    return state.replace(**fields)
+    return state.replace(**({names: model_state} if isinstance(names, str) else model_state))
 
 
 def opt_state_of(state: Any) -> Any:
@@ -84,28 +83,35 @@ def opt_state_of(state: Any) -> Any:
 
 def with_opt_state(state: Any, opt_state: Any) -> Any:
     """A train state with another ``opt_state``."""
-    if isinstance(state, tuple):
-        return (state[0], opt_state)
-    return state.replace(opt_state=opt_state)
+    return (state[0], opt_state) if isinstance(state, tuple) else state.replace(opt_state=opt_state)
 
 
 def resolve_trainable(params: Any, trainable: Any) -> Any:
-    """Whether each parameter is trained: as requested, and never if it is not floating.
-
-    Raises:
-      ValueError: if the mask does not match the parameters.
-    """
+    """Whether each parameter is trained: as requested, and never if it is not floating."""
     # A module that is a tree, such as one of Equinox, is a mask even if it can be called.
     is_function = callable(trainable) and all(x is trainable for x in jax.tree.leaves(trainable))
     mask = trainable(params) if is_function else trainable
     try:
-        mask = jax.tree.map(
-            lambda choice, part: jax.tree.map(lambda _: bool(choice), part),
-            True if mask is None else mask,
-            params,
-        )
+        mask = jax.tree.broadcast(True if mask is None else mask, params)
     except ValueError as error:
         raise ValueError(f"trainable does not match the parameters: {error}") from None
     return jax.tree.map(
-        lambda choice, x: choice and jnp.issubdtype(x.dtype, jnp.inexact), mask, params
+        lambda choice, x: bool(choice) and jnp.issubdtype(x.dtype, jnp.inexact), mask, params
     )
+
+
+# --- Export ---------------------------------------------------------------------------------------
+
+
+def full_tree(tree: Tree) -> Tree:
+    """A tree of global arrays as unsharded NumPy arrays in host memory, on every process."""
+    return jax.tree.map(_full, tree)
+
+
+def _full(x: Any) -> np.ndarray:
+    sharding = getattr(x, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or sharding.is_fully_addressable:
+        return np.asarray(jax.device_get(x))
+    # The devices gather one array at a time, and free it when it is on the host.
+    replicated = NamedSharding(sharding.mesh, PartitionSpec())
+    return np.asarray(jax.jit(lambda x: x, out_shardings=replicated)(x).addressable_data(0))

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from sharding.placement._export import full_tree
-from sharding.placement._specs import path_str
+from sharding.placement._specs import Tree, path_str
+from sharding.placement._train_state import full_tree
 from sharding.step._layer_check import operations
 
 
@@ -92,16 +92,16 @@ def _one_shard(zero: Any) -> Mesh:
     return Mesh(mesh.devices[index], mesh.axis_names, axis_types=mesh.axis_types)
 
 
-def _differing(name: str, found: Any, expected: Any, eps: float) -> list[str]:
+def _differing(name: str, tree: Tree, expected: Tree, eps: float) -> list[str]:
     """The leaves that differ by more than rounding, and by how much.
 
     A leaf may differ by ``sqrt(eps)`` of its norm. Where its true gradient is zero rounding alone
     is left, which the norm of its tree bounds.
     """
-    paths, like = jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(expected)
-    leaves: list[tuple[str, Any, Any]] = [
+    flat, like = jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(expected)
+    leaves = [
         (path_str(path), _in_double(x), _in_double(y))
-        for (path, x), y in zip(paths, like, strict=True)
+        for (path, x), y in zip(flat, like, strict=True)
         if jnp.issubdtype(x.dtype, jnp.inexact)
     ]
     total = np.sqrt(sum(np.sum(np.abs(y) ** 2) for _, _, y in leaves))

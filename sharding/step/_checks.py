@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
-from sharding.placement._specs import path_str
+from sharding.placement._specs import KeyPath, Tree, path_str
 
 
-def check_placed(tree: Any, shardings: Any) -> None:
+def check_placed(tree: Tree, shardings: Tree) -> None:
     """Raises if a real array has another placement than a step requires."""
 
-    def check(path: Any, leaf: Any, want: NamedSharding) -> None:
+    def check(path: KeyPath, leaf: Any, want: NamedSharding) -> None:
         if isinstance(leaf, jax.core.Tracer | jax.ShapeDtypeStruct):
             return
         have = getattr(leaf, "sharding", None)
@@ -30,7 +30,7 @@ def check_placed(tree: Any, shardings: Any) -> None:
     jax.tree_util.tree_map_with_path(check, tree, shardings)
 
 
-def check_replicated(model_state: Any) -> None:
+def check_replicated(model_state: Tree) -> None:
     """Raises if an array of a model state is sharded."""
     for path, x in jax.tree_util.tree_leaves_with_path(model_state):
         if isinstance(x, jax.Array) and not x.sharding.is_fully_replicated:
@@ -44,23 +44,19 @@ def check_replicated(model_state: Any) -> None:
 
 def _explicit(sharding: Any) -> set[str]:
     """The Explicit axes of its mesh; jax takes no arrays of these where Zero has Auto ones."""
-    mesh = getattr(sharding, "mesh", None)
-    if mesh is None:
+    if not isinstance(sharding, NamedSharding):
         return set()
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    types = zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
     return {name for name, kind in types if kind == AxisType.Explicit}
 
 
-def check_batch(batch: Any, devices: int, microbatches: int) -> None:
+def check_batch(batch: Tree, devices: int, microbatches: int) -> None:
     """Raises unless the batch has rows, as many in each array, that divide over the devices.
 
     Args:
       batch: a tree of arrays; scalars are replicated.
       devices: that shard the batch.
       microbatches: of each device.
-
-    Raises:
-      ValueError: that names the arrays.
     """
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     if not leaves:
@@ -78,15 +74,15 @@ def check_batch(batch: Any, devices: int, microbatches: int) -> None:
                 "each array. Pass arrays that every device needs in full as model_state, or close "
                 "over them."
             )
-    for path, shape in arrays:
-        if shape[0] % (devices * microbatches):
-            raise ValueError(
-                f"batch array {path!r} of shape {shape}: its first dim does not divide by "
-                f"{devices} devices times {microbatches} micro-batches."
-            )
+    if arrays and arrays[0][1][0] % (devices * microbatches):
+        path, shape = arrays[0]
+        raise ValueError(
+            f"batch array {path!r} of shape {shape}: its first dim does not divide by "
+            f"{devices} devices times {microbatches} micro-batches."
+        )
 
 
-def check_numbers(path: Any, x: Any, keys: bool = True) -> None:
+def check_numbers(path: KeyPath, x: Any, keys: bool = True) -> None:
     """Raises unless a leaf of a batch holds numbers, or random keys where these are allowed."""
     dtype = x.dtype if hasattr(x, "dtype") else np.asarray(x).dtype
     if jnp.issubdtype(dtype, jax.dtypes.extended):
@@ -115,67 +111,51 @@ def check_compiled() -> None:
         )
 
 
-def check_alive(state: Any, **others: Any) -> None:
-    """Raises if an array was donated or deleted: jax itself may end the process.
+# --- At every call --------------------------------------------------------------------------------
+# The path of a leaf is made for the error alone.
 
-    Args:
-      state: a train state, or its parameters.
-      **others: further arguments of the call, by name.
 
-    Raises:
-      ValueError: that names the array and says what to do.
+def check_alive(state: Tree, **others: Tree) -> None:
+    """Raises if an array of a state, or of named arguments, was donated or deleted.
+
+    Passed to jax, it may end the process.
     """
     for name, tree in {"state": state, **others}.items():
-        # Runs in every step: the path of a leaf is made for the error alone.
         for i, x in enumerate(jax.tree.leaves(tree)):
-            if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted():
-                path, _ = jax.tree_util.tree_leaves_with_path(tree)[i]
-                raise ValueError(_deleted(name, path_str(path), x))
+            real = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
+            if not real or not x.is_deleted():
+                continue
+            path = path_str(jax.tree_util.tree_leaves_with_path(tree)[i][0])
+            which = f"{path!r} ({x.aval})" if path else f"{x.aval}"
+            if name != "state":
+                raise ValueError(
+                    f"argument {name!r}: {which} was deleted, or donated to an earlier call of a "
+                    "jitted function. Make it anew for each call."
+                )
+            raise ValueError(
+                "the state was donated to an earlier call of a step, which reused its memory: "
+                f"{which} is deleted. Go on with the state that the step returned: `state, metrics "
+                "= step(state, batch)`. Where that is lost, make the state anew with zero.init, or "
+                "restore a checkpoint; zero.train_step(..., donate=False) leaves the old state "
+                "usable."
+            )
 
 
-def _deleted(name: str, path: str, x: jax.Array) -> str:
-    at = f"{path!r} ({x.aval})" if path else f"{x.aval}"
-    if name != "state":
-        return (
-            f"argument {name!r}: {at} was deleted, or donated to an earlier call of a jitted "
-            "function. Make it anew for each call."
-        )
-    return (
-        f"the state was donated to an earlier call of a step, which reused its memory: {at} is "
-        "deleted. Go on with the state that the step returned: `state, metrics = step(state, "
-        "batch)`. Where that is lost, make the state anew with zero.init, or restore a checkpoint; "
-        "zero.train_step(..., donate=False) leaves the old state usable."
-    )
-
-
-def check_apart(donated: Any, others: Any, buffers: bool) -> None:
+def check_apart(donated: Tree, others: Tree, buffers: bool) -> None:
     """Raises if a donated array is passed twice: jax itself may end the process.
 
     Args:
       donated: a tree whose memory is donated.
       others: further arguments.
       buffers: also find different arrays that share the memory of a CPU, which takes longer.
-
-    Raises:
-      ValueError: that names both.
     """
-
-    def mark(x: jax.Array) -> Any:
-        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        if not buffers or is_key or not x.size or not x.addressable_shards:
-            return id(x)
-        shard = x.addressable_shards[0]
-        on_cpu = shard.device.platform == "cpu"
-        return shard.data.unsafe_buffer_pointer() if on_cpu else id(x)
-
-    first: dict[Any, int] = {}
-    leaves = jax.tree.leaves((donated, others))
+    first: dict[int, int] = {}
     count = len(jax.tree.leaves(donated))
-    for i, x in enumerate(leaves):
+    for i, x in enumerate(jax.tree.leaves((donated, others))):
         if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
             continue
-        key = mark(x)
-        if key in first and first[key] < count:
+        key = _memory_of(x) if buffers else id(x)
+        if first.setdefault(key, i) < min(i, count):
             paths = jax.tree_util.tree_leaves_with_path((donated, others))
             one, two = (path_str(paths[j][0]).partition("/")[2] for j in (first[key], i))
             raise ValueError(
@@ -183,4 +163,11 @@ def check_apart(donated: Any, others: Any, buffers: bool) -> None:
                 "step donates the first. Copy one of them: jnp.copy(x), or zero.replicate(x) "
                 "for a model state; or make the step with donate=False."
             )
-        first.setdefault(key, i)
+
+
+def _memory_of(x: jax.Array) -> int:
+    """What is equal for arrays that share memory, where a CPU's address tells."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or not x.size or not x.addressable_shards:
+        return id(x)
+    shard = x.addressable_shards[0]
+    return shard.data.unsafe_buffer_pointer() if shard.device.platform == "cpu" else id(x)

@@ -3,57 +3,54 @@
 from collections.abc import Sequence
 from typing import Any
 
+from jax.extend.core import Jaxpr, Literal
+
+from sharding._jaxprs import inner_jaxprs
+
 # Their results are the same on all devices of their axes.
 _COLLECTIVES = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_gather_invariant"}
 
 
-def collective_in(jaxpr: Any, apart: set[int], inside: bool = False) -> str | None:
+def collective_in(jaxpr: Jaxpr, apart: set[int], inside: bool = False) -> str | None:
     """The name of a collective in an equation that diverges; some devices would wait in it."""
     for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
+        name: str | None = eqn.primitive.name
         if inside and name in _COLLECTIVES | {"reduce_scatter", "all_to_all", "ppermute"}:
             return name
-        for value in eqn.params.values():
-            for item in value if isinstance(value, list | tuple) else (value,):
-                sub = getattr(item, "jaxpr", item)
-                if hasattr(sub, "eqns"):
-                    found = collective_in(sub, apart, inside or id(eqn) in apart)
-                    if found:
-                        return found
+        for sub in inner_jaxprs(eqn):
+            name = collective_in(sub, apart, inside or id(eqn) in apart)
+            if name:
+                return name
     return None
 
 
-def diverging(jaxpr: Any, varies: Sequence[bool], axes: Sequence[str]) -> set[int]:
+def diverging(jaxpr: Jaxpr, varies: Sequence[bool], axes: Sequence[str]) -> set[int]:
     """The ids of the equations, in a jaxpr and all within it, whose predicate or place differs.
 
     Args:
       jaxpr: of a function that runs on each device.
-      varies: of its inputs, whether they differ between the devices.
+      varies: for each input, whether it differs between the devices.
       axes: the mesh axes of these devices.
     """
-    found: set[int] = set()
-    _outs(jaxpr, list(varies), set(axes), found)
-    return found
+    apart: set[int] = set()
+    _outputs_vary(jaxpr, list(varies), set(axes), apart)
+    return apart
 
 
-def _outs(jaxpr: Any, varies: list[bool], axes: set[str], found: set[int]) -> list[bool]:
-    """Of the outputs of a jaxpr, whether they differ; adds the equations that diverge."""
+def _outputs_vary(jaxpr: Jaxpr, varies: list[bool], axes: set[str], apart: set[int]) -> list[bool]:
+    """Whether each output of a jaxpr differs; adds the equations that diverge to ``apart``."""
     known = dict(zip(jaxpr.invars, varies, strict=True))
-
-    def of(var: Any) -> bool:
-        return not hasattr(var, "val") and known.get(var, False)  # constants are the same
-
     for eqn in jaxpr.eqns:
-        known |= zip(
-            eqn.outvars, _of_equation(eqn, [*map(of, eqn.invars)], axes, found), strict=True
-        )
-    return [of(var) for var in jaxpr.outvars]
+        operands = [not isinstance(x, Literal) and known.get(x, False) for x in eqn.invars]
+        known |= zip(eqn.outvars, _results_vary(eqn, operands, axes, apart), strict=True)
+    return [not isinstance(x, Literal) and known.get(x, False) for x in jaxpr.outvars]
 
 
-def _of_equation(eqn: Any, varies: list[bool], axes: set[str], found: set[int]) -> list[bool]:
+def _results_vary(eqn: Any, varies: list[bool], axes: set[str], apart: set[int]) -> list[bool]:
+    """Whether each result of an equation differs."""
     name, count = eqn.primitive.name, len(eqn.outvars)
     if name == "dynamic_slice" and any(varies[1:]):
-        found.add(id(eqn))
+        apart.add(id(eqn))
     if name == "axis_index":
         return [True]
     if name in _COLLECTIVES:
@@ -61,9 +58,9 @@ def _of_equation(eqn: Any, varies: list[bool], axes: set[str], found: set[int]) 
         same = axes <= set(over if isinstance(over, tuple) else (over,))
         return [any(varies) and not same] * count
     if name == "cond":
-        branches = [_outs(b.jaxpr, varies[1:], axes, found) for b in eqn.params["branches"]]
+        branches = [_outputs_vary(b, varies[1:], axes, apart) for b in inner_jaxprs(eqn)]
         if varies[0]:
-            found.add(id(eqn))
+            apart.add(id(eqn))
         return [varies[0] or any(out) for out in zip(*branches, strict=True)]
     if name == "while":
         cond, body = eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"].jaxpr
@@ -71,32 +68,28 @@ def _of_equation(eqn: Any, varies: list[bool], axes: set[str], found: set[int]) 
         first, second = len(cond.invars) - count, len(body.invars) - count
         carried, stops, again = varies[first + second :], False, True
         while again:
-            stops = _outs(cond, varies[:first] + carried, axes, found)[0]
-            new = _outs(body, varies[first : first + second] + carried, axes, found)
+            stops = _outputs_vary(cond, varies[:first] + carried, axes, apart)[0]
+            new = _outputs_vary(body, varies[first : first + second] + carried, axes, apart)
             new = [a or b or stops for a, b in zip(carried, new, strict=True)]
             again, carried = new != carried, new
         if stops:
-            found.add(id(eqn))
+            apart.add(id(eqn))
         return carried
-    inner: list[Any] = [
-        sub
-        for value in eqn.params.values()
-        if hasattr(sub := getattr(value, "jaxpr", value), "eqns")
-        and len(sub.invars) == len(varies)
-        and len(sub.outvars) == count
-    ]
-    if name == "scan" and inner:
-        (body,) = inner
-        # What is carried has as many dims in the body; what is sliced or stacked has one less.
-        xs = sum(a.aval.ndim != b.aval.ndim for a, b in zip(eqn.invars, body.invars, strict=True))
-        ys = sum(a.aval.ndim != b.aval.ndim for a, b in zip(eqn.outvars, body.outvars, strict=True))
-        start, stop = len(varies) - xs - (count - ys), len(varies) - xs
-        while True:
-            outs = _outs(body, varies, axes, found)
-            after = [a or b for a, b in zip(varies[start:stop], outs[: count - ys], strict=True)]
-            if after == varies[start:stop]:
-                return outs
-            varies = varies[:start] + after + varies[stop:]
-    if inner:
-        return _outs(inner[0], varies, axes, found)
-    return [any(varies)] * count
+    sizes = len(varies), count
+    inner = [f for f in inner_jaxprs(eqn) if (len(f.invars), len(f.outvars)) == sizes]
+    if not inner:
+        return [any(varies)] * count
+    called: Any = inner[0]
+    outs = _outputs_vary(called, varies, axes, apart)
+    if name != "scan":
+        return outs
+    # What is carried has as many dims in the body; what is sliced or stacked has one less.
+    xs = sum(a.aval.ndim != b.aval.ndim for a, b in zip(eqn.invars, called.invars, strict=True))
+    ys = sum(a.aval.ndim != b.aval.ndim for a, b in zip(eqn.outvars, called.outvars, strict=True))
+    start, stop = len(varies) - xs - (count - ys), len(varies) - xs
+    while True:
+        after = [a or b for a, b in zip(varies[start:stop], outs[: count - ys], strict=True)]
+        if after == varies[start:stop]:
+            return outs
+        varies = varies[:start] + after + varies[stop:]
+        outs = _outputs_vary(called, varies, axes, apart)

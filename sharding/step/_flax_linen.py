@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from sharding.placement._specs import axes_of, entry_of
-from sharding.step._flax_modules import gathered_call
+from sharding.step.flax._modules import gathered_call
 
 
 def matches(pattern: str, name: str, path: str) -> bool:

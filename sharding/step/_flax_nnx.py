@@ -14,10 +14,10 @@ import jax
 from sharding.placement._on_mesh import no_mesh
 from sharding.step import _sync_state
 from sharding.step._compiled_step import CompiledStep
-from sharding.step._flax_linen import is_bound, matches
-from sharding.step._flax_modules import gathered_module
 from sharding.step._loss import as_pair, check_arguments
 from sharding.step._rng import NUMBERED
+from sharding.step.flax._linen import is_bound, matches
+from sharding.step.flax._modules import gathered_module
 
 
 class NnxStep:

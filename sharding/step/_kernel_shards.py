@@ -14,23 +14,23 @@ from sharding.placement._specs import is_spec
 class KernelShards:
     """How parameters are sharded on a mesh; see ``optax_ext.kernels.Shards``.
 
-    Attributes:
+    Args:
       layout: the mesh.
       params: the parameters, or their types.
-      specs: how they are sharded.
+      specs: how they are sharded; a tree, which as an attribute is a dict by path.
     """
 
     def __init__(self, layout: Layout, params: Any, specs: Any):
-        self._layout = layout
+        self.layout = layout
         leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)
-        self._specs = dict(leaves)
+        self.specs: dict[kernels.Path, PartitionSpec] = dict(leaves)
         self._shapes = {p: x.shape for p, x in jax.tree_util.tree_leaves_with_path(params)}
 
     def shape_of(self, path: kernels.Path, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         """Returns the shape of a shard; None if there is no such parameter of this shape."""
         if self._shapes.get(path) != shape:
             return None
-        return NamedSharding(self._layout.mesh, self._specs[path]).shard_shape(shape)
+        return NamedSharding(self.layout.mesh, self.specs[path]).shard_shape(shape)
 
     def run(
         self,
@@ -41,7 +41,7 @@ class KernelShards:
         result_dims: Sequence[tuple[int, ...]],
     ) -> list[jax.Array]:
         """Calls a function of one device's arrays on all; ``dims`` are those of the parameter."""
-        entries = self._specs[path]
+        entries = self.specs[path]
 
         def spec(of: tuple[int, ...]) -> PartitionSpec:
             return PartitionSpec(*(entries[d] if d < len(entries) else None for d in of))
@@ -49,7 +49,7 @@ class KernelShards:
         return jax.shard_map(
             fn,
             # Inside auto_axes the mesh is that of the context.
-            mesh=None if self._layout.explicit_axes else self._layout.mesh,
+            mesh=None if self.layout.explicit_axes else self.layout.mesh,
             in_specs=tuple(map(spec, dims)),
             out_specs=[spec(of) for of in result_dims],
             check_vma=False,

@@ -22,13 +22,13 @@ def num_local_gradients(layout: Layout, microbatches: int) -> int:
     """
     at_once = layout.num_replicas if layout.stage == 3 else layout.num_devices
     if at_once * microbatches < 2:
-        why = (
-            "at stage 3 the backward pass sums gradients over the devices of a replica, so that a "
-            "micro-batch has one gradient. Use microbatches=2 or more, a replica_axis, or a stage "
-            "below 3"
-            if layout.stage == 3 and layout.num_devices > 1
-            else "this is one device with one micro-batch. Use microbatches=2 or more"
-        )
+        why = "this is one device with one micro-batch. Use microbatches=2 or more"
+        if layout.num_devices > 1:
+            why = (
+                "at stage 3 the backward pass sums gradients over the devices of a replica, so "
+                "that a micro-batch has one gradient. Use microbatches=2 or more, a replica_axis, "
+                "or a stage below 3"
+            )
         raise ValueError(
             "the transformation compares the mean gradient with the gradients of devices and "
             "micro-batches (local_squared_norm, as gradient_noise_scale does), and there is only "
@@ -45,17 +45,12 @@ def devices_per_gradient(plan: StepPlan) -> int:
 def squares(plan: StepPlan, grads: list[jax.Array], weight: jax.Array | None) -> list[jax.Array]:
     """This device's terms of sums over all local gradients; inside a ``shard_map``.
 
-    Args:
-      plan: of the step.
-      grads: of the sum of losses over a micro-batch, before ``reduce_microbatch``.
-      weight: by which that sum is to be divided; None for the number of devices.
+    ``grads`` are of the sum of losses over a micro-batch, before ``reduce_microbatch``; ``weight``
+    is by what that sum is to be divided, None for the number of devices.
 
     Returns:
       The term of the sum of ``|gradient|**2 / weight``. With a ``weight`` also the term of the
       number of local gradients whose weight is above zero, times ``devices_per_gradient``.
-
-    Raises:
-      ValueError: if the gradient of a table is synced by rows: no device has its own.
     """
     table = next((param.path for param in plan.trained if param.synced_by_rows), None)
     if table is not None:
@@ -70,12 +65,12 @@ def squares(plan: StepPlan, grads: list[jax.Array], weight: jax.Array | None) ->
         total = _sum_of_squares(grads)
     else:
         # Sharded gradients are sums over the axes of shards already, unsharded ones are not.
-        unsharded = [not param.shard.dim for param in plan.trained]
+        dims = [param.shard.dim for param in plan.trained]
+        unsharded = [g for g, dim in zip(grads, dims, strict=True) if not dim]
         weight = None if weight is None else lax.psum(weight, layout.axes)
-        local = [g for g, u in zip(grads, unsharded, strict=True) if u]
-        total = _sum_of_squares([g for g, u in zip(grads, unsharded, strict=True) if not u])
-        if local:
-            total = total + _sum_of_squares(lax.psum(local, layout.axes)) / layout.num_shards
+        total = _sum_of_squares([g for g, dim in zip(grads, dims, strict=True) if dim])
+        if unsharded:
+            total = total + _sum_of_squares(lax.psum(unsharded, layout.axes)) / layout.num_shards
     if weight is None:
         return [total / layout.num_shards if layout.stage == 3 else total]
     counts = weight > 0
@@ -92,7 +87,6 @@ def psum_stacked(scalars: list[jax.Array], axes: tuple[str, ...]) -> list[jax.Ar
     """Sums of scalars over devices, in one collective."""
     if len(scalars) == 1:
         return [lax.psum(scalars[0], axes)]
-    dtypes = [x.dtype for x in scalars]
-    wide = jnp.result_type(*dtypes)
+    wide = jnp.result_type(*(x.dtype for x in scalars))
     sums = lax.psum(jnp.stack([x.astype(wide) for x in scalars]), axes)
-    return [x.astype(dtype) for x, dtype in zip(sums, dtypes, strict=True)]
+    return [total.astype(x.dtype) for total, x in zip(sums, scalars, strict=True)]

@@ -58,27 +58,24 @@ def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
     Equals ``jnp.take(table, ids, axis=0)``, whose derivative is a gradient of the table's size,
     nearly all zeros. If ``Zero(sync=...)`` syncs the table by rows (``sync.zen``,
     ``sync.agsparse``) and the loss uses it in no other way, only the rows that were looked up are
-    synchronized, each once (``zen``: it is sent to the device that owns it). At stage 3 the rows
-    are fetched in the same way, in ``eval_step`` too. With T lookups of :math:`T_1 \le T` distinct
-    rows on a device, and D numbers a row, a device sends and receives about :math:`T_1 D` numbers
-    for the gradient, and as many again at stage 3 for the rows. Buffers are sized when the step is
-    compiled, from T and the density the sync was made with. If there are more rows, they are sent
-    in several rounds, or the full table is: no gradient is lost.
+    synchronized, each once. At stage 3 the rows are fetched in the same way, in ``eval_step`` too.
+    With T lookups of :math:`T_1 \le T` distinct rows on a device, and D numbers a row, a device
+    sends and receives about :math:`T_1 D` numbers for the gradient, and as many again at stage 3
+    for the rows. Buffers are sized when the step is compiled, from T and the density the sync was
+    made with. If there are more rows, they are sent in several rounds, or the full table is: no
+    gradient is lost.
 
     The full gradient of a table is synchronized, with a warning, if the loss uses the table in
     another way as well (tied to the output, gathered, cast), or looks it up in a branch that other
-    devices may not take. Otherwise ``Zero`` passes the loss a handle in place of the table, which
-    has a ``shape`` and a ``dtype`` and is for ``lookup`` alone. A Linen module that declares its
-    table by ``self.param`` compares its shape with that of a shard, at stage 3;
-    ``sparse_embedding`` avoids that. Batch the ids: ``jax.vmap`` computes all branches of the sync.
+    devices may not take. Otherwise the loss gets a handle in place of the table, which has a
+    ``shape`` and a ``dtype`` and is for ``lookup`` alone. A Linen module that declares its table by
+    ``self.param`` compares its shape with that of a shard, at stage 3; ``sparse_embedding`` avoids
+    that. Batch the ids: ``jax.vmap`` computes all branches of the sync.
 
     ZeRO shards rows in their order, and in most vocabularies the frequent ones are neighbors, on
     one device. ``shuffled`` spreads them: the table is stored in the order of a permutation that
-    all devices can compute.
-
-    The transformation updates all rows: momentum or weight decay also changes rows that were not
-    looked up, unless ``optax_ext.lazy_rows`` wraps it. Statistics of columns, as in factored second
-    moments, are sums over all owners, made in the update.
+    all devices can compute. The transformation updates all rows: momentum or weight decay also
+    changes rows that were not looked up, unless ``optax_ext.lazy_rows`` wraps it.
 
     Args:
       table: (rows, ...), as the loss got it.
@@ -222,7 +219,7 @@ def _fetch_columns(call: _Lookup, shard: jax.Array, ids: jax.Array) -> jax.Array
     num, shard = lax.axis_size(axes), shard.astype(spec.dtype)
     # If another dim than the rows is sharded, every device holds a shard of every row.
     owners = RowOwners(call.num_rows, 1 if dim else num)
-    unique = unique_lookups(ids, owners)
+    firsts, first = unique_lookups(ids, owners)
     density = min(spec.rows.density, ids.size / call.num_rows)
     capacity = list_capacity(density, owners.num_slots, num * owners.num_owners)
     row_shape = Shard(shard, spec).shape[1:]
@@ -243,8 +240,8 @@ def _fetch_columns(call: _Lookup, shard: jax.Array, ids: jax.Array) -> jax.Array
 
         rows = jnp.zeros((ids.size, *row_shape), shard.dtype)  # at the first lookup of each
         rows = for_rounds(num_rounds, one_round, rows)
-        first = jnp.where(ids < call.num_rows, unique.first, ids.size)  # (lookups,)
-        return jnp.take(rows, first, axis=0)
+        inside = ids < call.num_rows  # (lookups,)
+        return jnp.take(rows, jnp.where(inside, first, ids.size), axis=0)
 
     def gather_table() -> jax.Array:
         return jnp.take(gather(Shard(shard, spec._replace(bits=None))), ids, axis=0)
@@ -253,7 +250,7 @@ def _fetch_columns(call: _Lookup, shard: jax.Array, ids: jax.Array) -> jax.Array
     break_even = break_even_rows(owners.num_slots, math.prod(row_shape), num if dim else 1)
     with jax.named_scope("gather"):
         return in_rounds(
-            lambda: unique.send_list, limit, capacity, axes, fetch_unique, gather_table, break_even
+            lambda: firsts, limit, capacity, axes, fetch_unique, gather_table, break_even
         )
 
 

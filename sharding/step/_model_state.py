@@ -11,61 +11,60 @@ import jax.numpy as jnp
 from jax import lax
 
 from sharding.collectives._dtypes import to_sum_dtype
-from sharding.placement._specs import path_str
+from sharding.placement._specs import KeyPath, Tree, path_str
 
 REDUCTIONS = ("mean", "sum", "same")
 
 
-def check_reduction(reduction: Any) -> None:
+def check_reduction(reduction: Tree) -> None:
     """Raises if a leaf of a tree is no reduction."""
-    for found in jax.tree.leaves(reduction):
-        if found not in REDUCTIONS:
+    for kind in jax.tree.leaves(reduction):
+        if kind not in REDUCTIONS:
             raise ValueError(
                 f"model_state_reduction must be one of {', '.join(map(repr, REDUCTIONS))}, or a "
-                f"tree of them, got {found!r}."
+                f"tree of them, got {kind!r}."
             )
 
 
-def checked(old: Any, new: Any) -> tuple[Any, list[bool]]:
+def checked(old: Tree, new: Tree) -> tuple[Tree, list[bool]]:
     """The new state in the dtypes of the old one, and which leaves the loss returned unchanged.
 
     Raises:
       ValueError: if the structure or a shape differs.
     """
-    expected: Any = jax.tree.structure(old)
-    found: Any = jax.tree.structure(new)
-    if found != expected:
+    expected: Any
+    expected, structure = jax.tree.structure(old), jax.tree.structure(new)
+    if structure != expected:
         raise ValueError(
             "with model_state a loss returns (loss, new_model_state), or with has_aux (loss, "
             "(new_model_state, aux)); the new state must have the structure of the old one: "
-            f"{expected}, found {found}."
+            f"{expected}, found {structure}."
         )
-    before, after = jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new)
-    for (path, x), y in zip(before, after, strict=True):
-        if jnp.shape(x) != jnp.shape(y):
-            raise ValueError(
-                f"the loss returned model state {path_str(path)!r} of shape {jnp.shape(y)}, and "
-                f"got it with {jnp.shape(x)}."
-            )
-    unchanged = [x is y for (_, x), y in zip(before, after, strict=True)]
-    return jax.tree_util.tree_map_with_path(_as, old, new), unchanged
+    unchanged = jax.tree.map(lambda x, y: x is y, old, new)
+    return jax.tree_util.tree_map_with_path(_as, old, new), jax.tree.leaves(unchanged)
 
 
 # Kinds of numbers: one is stored as the same kind, or one further down.
 _KINDS = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
 
 
-def _as(path: Any, old: Any, new: Any) -> Any:
+def _as(path: KeyPath, old: Any, new: Any) -> Any:
     """The new value in the dtype of the old one."""
+    if jnp.shape(old) != jnp.shape(new):
+        raise ValueError(
+            f"the loss returned model state {path_str(path)!r} of shape {jnp.shape(new)}, and got "
+            f"it with {jnp.shape(old)}."
+        )
     if new is old:
         return new
-    found, required = jnp.result_type(new), old.dtype
-    if _rank(found) > _rank(required) or (_rank(found) < 0 and found != required):
+    dtype, required = jnp.result_type(new), old.dtype
+    is_number = _rank(dtype) >= 0
+    if _rank(dtype) > _rank(required) or (not is_number and dtype != required):
         raise ValueError(
-            f"the loss returned model state {path_str(path)!r} as {found}, and received it as "
+            f"the loss returned model state {path_str(path)!r} as {dtype}, and received it as "
             f"{required}, which cannot hold it. Start with an array of the wider dtype."
         )
-    return new if _rank(found) < 0 else jnp.asarray(new, required)
+    return jnp.asarray(new, required) if is_number else new
 
 
 def _rank(dtype: Any) -> int:
@@ -74,23 +73,16 @@ def _rank(dtype: Any) -> int:
 
 
 def reduce_over_devices(
-    old: Any, new: Any, unchanged: list[bool], reduction: Any, axes: tuple[str, ...]
-) -> Any:
-    """Reduces the model states of all devices to one; inside a ``shard_map``.
+    old: Tree, new: Tree, unchanged: list[bool], reduction: Tree, axes: tuple[str, ...]
+) -> Tree:
+    """Reduces the model states of all devices over mesh axes to one; inside a ``shard_map``.
 
-    Args:
-      old: the state before the step, the same on all devices.
-      new: this device's.
-      unchanged: which leaves the loss returned unchanged; they are not reduced.
-      reduction: a prefix tree. ``"mean"``: the mean; for leaves that are not floating, the first
-        device's value. ``"sum"``: the old value plus what each device added. ``"same"``: all
-        devices have computed equal values.
-      axes: the mesh axes to reduce over.
+    Leaves that the loss returned unchanged are not reduced. The reduction is a prefix tree:
+    ``"mean"``, for leaves that are not floating the first device's value; ``"sum"``, the old value
+    plus what each device added; ``"same"``, all devices have computed equal values.
     """
     try:
-        kinds = jax.tree.leaves(
-            jax.tree.map(lambda kind, part: jax.tree.map(lambda _: kind, part), reduction, old)
-        )
+        kinds = jax.tree.leaves(jax.tree.broadcast(reduction, old))
     except ValueError as error:
         raise ValueError(f"model_state_reduction does not match the model state: {error}") from None
     for (path, x), kind in zip(jax.tree_util.tree_leaves_with_path(old), kinds, strict=True):
@@ -98,30 +90,25 @@ def reduce_over_devices(
             raise ValueError(
                 f"model_state_reduction: {path_str(path)!r} is {x.dtype}, of which there is no sum."
             )
-    treedef: Any
     before, treedef = jax.tree.flatten(old)
     after = jax.tree.leaves(new)
-    chosen = [
-        i
-        for i, (kind, same) in enumerate(zip(kinds, unchanged, strict=True))
-        if not same and kind != "same"
-    ]
-    terms = [_term(kinds[i], before[i], after[i], axes) for i in chosen]
-    sums = lax.psum(terms, axes) if terms else []  # all leaves in one collective
-    for i, total in zip(chosen, sums, strict=True):
+    # By the number of a leaf; all are summed in one collective.
+    terms = {
+        i: _term(kinds[i], before[i], after[i], axes)
+        for i, same in enumerate(unchanged)
+        if not same and kinds[i] != "same"
+    }
+    sums = lax.psum(terms, axes) if terms else {}
+    for i, total in sums.items():
         after[i] = _result(kinds[i], before[i], after[i], total, axes)
-    return treedef.unflatten(after)
-
-
-def _is_floating(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
+    return jax.tree.unflatten(treedef, after)
 
 
 def _term(kind: str, old: jax.Array, new: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """What a device adds to the sum over devices."""
     if kind == "sum":
         return new - old
-    if _is_floating(new):
+    if jnp.issubdtype(new.dtype, jnp.inexact):
         return to_sum_dtype(new)
     plain = jax.random.key_data(new) if jnp.issubdtype(new.dtype, jax.dtypes.prng_key) else new
     wide = plain.astype(jnp.int32) if plain.dtype == jnp.bool_ else plain
@@ -134,7 +121,7 @@ def _result(
     """The leaf that the sum over devices makes."""
     if kind == "sum":
         return old + total
-    if _is_floating(new):
+    if jnp.issubdtype(new.dtype, jnp.inexact):
         return (total / lax.axis_size(axes)).astype(new.dtype)
     if jnp.issubdtype(new.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(total, impl=jax.random.key_impl(new))

@@ -1,22 +1,25 @@
 """Which rows of a batch each process gives; its rows as global arrays, if all give theirs."""
 
 import functools
+import itertools
 import zlib
 from collections.abc import Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import no_mesh
-from sharding.placement._specs import AnyMesh
+from sharding.placement._specs import AnyMesh, KeyPath, Tree, first_names
 from sharding.step._checks import check_batch, check_numbers
 
 P = PartitionSpec
-_FAILED = (1, 0, 0, 0, 0)  # the facts of a process that could not use its rows
-_NAMED = 4  # processes that a text names
+Shards = tuple[tuple[int, ...], ...]  # of the rows of a batch: the processes that give each
+Facts = tuple[int, ...]  # what processes compare of their rows, see ``_facts``
+_FAILED = (1, 0, 0, 0, 0)  # of a process that could not use its rows
 _DIFFERENCES = (  # by the place of a fact, after the first
     "all processes must give equally many rows; process {a} gives {x}, process {b} {y}. Fill up "
     "the last batch, with weighted=True by rows of weight 0, or leave it out in all processes.",
@@ -27,19 +30,16 @@ _DIFFERENCES = (  # by the place of a fact, after the first
     "and gave different ones. Each must give the shard of the batch that zero.data_shard() names.",
 )
 
-Shards = tuple[tuple[int, ...], ...]  # of the rows of a batch: the processes that give each
-
 
 def data_shard(layout: Layout) -> tuple[int, int]:
     """See ``Zero.data_shard``."""
-    shards = _row_shards(layout.mesh, layout.data_axes)
-    me = jax.process_index()
+    shards, me = _row_shards(layout.mesh, layout.data_axes), jax.process_index()
     for index, processes in enumerate(shards):
         if me in processes:
             return index, len(shards)
     raise ValueError(
         f"process {me} has no device of the mesh, and no rows of a batch; those of "
-        f"{_named(process for of in shards for process in of)} are in it."
+        f"{_named(itertools.chain(*shards))} are in it."
     )
 
 
@@ -52,14 +52,14 @@ def describe_rows(layout: Layout) -> str:
     except ValueError as error:
         return str(error)
     me, processes = jax.process_index(), _row_shards(layout.mesh, layout.data_axes)[index]
-    if (len(processes), count) == (1, 1):
-        return ""
     others = [process for process in processes if process != me]
+    if not others and count == 1:
+        return ""
     same = f", the same rows as {_named(others)}" if others else ""
     return f"process {me} gives shard {index} of {count}{same}"
 
 
-def put(layout: Layout, batch: Any, check: bool) -> Any:
+def put(layout: Layout, batch: Tree, check: bool) -> Tree:
     """See ``Zero.put``."""
     _, count = data_shard(layout)
     shards = _row_shards(layout.mesh, layout.data_axes)
@@ -78,7 +78,7 @@ def put(layout: Layout, batch: Any, check: bool) -> Any:
     return jax.tree.map(jax.make_array_from_process_local_data, shardings, batch)
 
 
-def _as_numbers(path: Any, x: Any) -> np.ndarray:
+def _as_numbers(path: KeyPath, x: Any) -> np.ndarray:
     check_numbers(path, x, keys=False)
     return np.asarray(x)
 
@@ -106,36 +106,30 @@ def _row_shards(mesh: AnyMesh, data_axes: tuple[str, ...]) -> Shards:
     for process, own in sorted(held.items(), key=lambda item: (item[1], item[0])):
         shards.setdefault(tuple(own), []).append(process)
     if len({len(own) for own in shards}) > 1 or sum(map(len, shards)) > len(places):
-        found = "; ".join(f"{[*own]} for {_named(of)}" for own, of in [*shards.items()][:_NAMED])
+        shown = [f"{[*own]} for {_named(processes)}" for own, processes in [*shards.items()][:4]]
         raise ValueError(
             f"two processes must have devices at the same places of the axes {data_axes}, or at "
-            f"different and equally many ones; of {len(places)} places got {found}. Order the "
-            "devices of the mesh by process."
+            f"different and equally many ones; of {len(places)} places got "
+            f"{'; '.join(shown)}. Order the devices of the mesh by process."
         )
     return tuple(map(tuple, shards.values()))
 
 
 def _named(processes: Iterable[int]) -> str:
-    names = [str(process) for process in processes]
-    shown = ", ".join(names[:_NAMED]) + (", ..." if len(names) > _NAMED else "")
-    return f"process{'es' if len(names) > 1 else ''} {shown}"
+    names = list(map(str, processes))
+    return f"process{'es' if len(names) > 1 else ''} {first_names(names)}"
 
 
 # --- Checks over processes ------------------------------------------------------------------------
 
 
-def _facts(batch: Any, shared: bool) -> tuple[int, ...]:
+def _facts(batch: Tree, shared: bool) -> Facts:
     """What processes compare: 0, rows, and checksums of types, scalars and, if shared, rows."""
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     types = [(jax.tree_util.keystr(path), x.ndim, x.shape[1:], x.dtype.name) for path, x in leaves]
     scalars, arrays = ([x for _, x in leaves if bool(x.ndim) == rows] for rows in (False, True))
-    return (
-        0,
-        len(arrays[0]) if arrays else 0,
-        zlib.crc32(repr(types).encode()),
-        _checksum(scalars),
-        _checksum(arrays) if shared else 0,
-    )
+    num_rows, checksum = len(arrays[0]) if arrays else 0, zlib.crc32(repr(types).encode())
+    return 0, num_rows, checksum, _checksum(scalars), _checksum(arrays) if shared else 0
 
 
 def _checksum(arrays: list[np.ndarray]) -> int:
@@ -145,11 +139,7 @@ def _checksum(arrays: list[np.ndarray]) -> int:
     return total
 
 
-def _identity(x: jax.Array) -> jax.Array:
-    return x
-
-
-def _of_all_processes(mesh: AnyMesh, facts: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
+def _of_all_processes(mesh: AnyMesh, facts: Facts) -> dict[int, Facts]:
     """The facts of each process of the mesh; a collective."""
     assert isinstance(mesh, Mesh)
     flat = Mesh(mesh.devices.reshape(-1), ("device",))
@@ -158,18 +148,15 @@ def _of_all_processes(mesh: AnyMesh, facts: tuple[int, ...]) -> dict[int, tuple[
         table = jax.make_array_from_callback(
             (flat.size, len(facts)), NamedSharding(flat, P("device")), lambda _: row
         )
-        table = jax.jit(_identity, out_shardings=NamedSharding(flat, P()))(table)
+        # ``jnp.copy`` is one function, which is compiled once.
+        table = jax.jit(jnp.copy, out_shardings=NamedSharding(flat, P()))(table)
     rows = np.asarray(table.addressable_data(0)).tolist()
     processes = [device.process_index for device in flat.devices]
     return dict(zip(processes, map(tuple, rows), strict=True))
 
 
-def _check_facts(shards: Shards, facts: dict[int, tuple[int, ...]]) -> None:
-    """Raises, in all processes alike, unless the batches of all processes make one.
-
-    Raises:
-      ValueError: that names processes.
-    """
+def _check_facts(shards: Shards, facts: dict[int, Facts]) -> None:
+    """Raises, in all processes alike, unless the batches of all processes make one."""
     failed = [process for process in sorted(facts) if facts[process] == _FAILED]
     if failed:
         raise ValueError(
@@ -179,9 +166,9 @@ def _check_facts(shards: Shards, facts: dict[int, tuple[int, ...]]) -> None:
     everyone = (tuple(sorted(facts)),)
     for number, text in enumerate(_DIFFERENCES, 1):
         for processes in everyone if number < len(_DIFFERENCES) else shards:
-            found: dict[int, int] = {}
+            first: dict[int, int] = {}  # by value, the first process that has it
             for process in processes:
-                found.setdefault(facts[process][number], process)
-            if len(found) > 1:
-                (x, a), (y, b) = [*found.items()][:2]
+                first.setdefault(facts[process][number], process)
+            if len(first) > 1:
+                (x, a), (y, b) = [*first.items()][:2]
                 raise ValueError("zero.put: " + text.format(a=a, b=b, x=x, y=y))

@@ -9,28 +9,26 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding.placement._layout import Layout, Placement
 from sharding.placement._on_mesh import on_mesh
-from sharding.placement._specs import entry_of, leaf_names, path_str
+from sharding.placement._specs import Tree, entry_of, first_names, leaf_names, path_str
 from sharding.placement._train_state import opt_state_of, with_opt_state
 from sharding.sync import GradientSync, SyncedState, resize
 
 # --- Arrays with a row for every device -----------------------------------------------------------
 
 
-def local_gradients(layout: Layout, params: Any, placed: Placement) -> dict[str, Any]:
+def local_gradients(
+    layout: Layout, params: Tree, placed: Placement
+) -> dict[str, jax.ShapeDtypeStruct]:
     """The types of the gradients that a device passes to the sync, by the names of parameters.
 
     They are unsharded over the data axes; with replicas, between which shards are synchronized,
     they are shards. Of a parameter that other axes shard they are the device's block.
     """
-    treedef: Any = jax.tree.structure(params)
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(params)
+    specs, dims = map(treedef.flatten_up_to, (placed.params, placed.dims))
     types = {}
-    leaves = zip(
-        leaf_names(params),
-        jax.tree.leaves(params),
-        *map(treedef.flatten_up_to, (placed.params, placed.dims)),
-        strict=True,
-    )
-    for name, x, spec, dim in leaves:
+    for name, x, spec, dim in zip(leaf_names(params), leaves, specs, dims, strict=True):
         shape = list(layout.block_shape(x.shape, spec))
         if dim and layout.replica_axes:
             shape[dim] //= layout.num_shards
@@ -38,11 +36,10 @@ def local_gradients(layout: Layout, params: Any, placed: Placement) -> dict[str,
     return types
 
 
-def init_sync_state(sync: GradientSync, layout: Layout, gradients: dict[str, Any]) -> Any:
+def init_sync_state(sync: GradientSync, layout: Layout, gradients: Tree) -> Tree:
     """The states of all devices: (synchronizing devices, devices of a replica, ...).
 
-    On a mesh with other axes: (synchronizing devices, devices of a replica, devices of other axes,
-    ...).
+    On a mesh with other axes their devices are one more dim, the third.
     """
     state = sync.init(gradients)
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (*_sizes(layout), *x.shape)), state)
@@ -50,7 +47,7 @@ def init_sync_state(sync: GradientSync, layout: Layout, gradients: dict[str, Any
 
 def sync_spec(layout: Layout) -> PartitionSpec:
     """The spec of every array of the state."""
-    return PartitionSpec(*(entry_of(axes) for axes in _sync_axes(layout)))
+    return PartitionSpec(*map(entry_of, _sync_axes(layout)))
 
 
 def other_sync_spec(layout: Layout) -> PartitionSpec:
@@ -69,44 +66,38 @@ def _sizes(layout: Layout) -> list[int]:
     return [math.prod(layout.mesh.shape[axis] for axis in axes) for axes in _sync_axes(layout)]
 
 
-def sync_state_types(layout: Layout, sync: GradientSync, params: Any, placed: Placement) -> Any:
-    """The types of the state; None for a stateless sync.
-
-    Raises:
-      ValueError: at stage 3 without replicas, if the sync has a state.
-    """
+def sync_state_types(layout: Layout, sync: GradientSync, params: Tree, placed: Placement) -> Tree:
+    """The types of the state; None for a stateless sync, as stage 3 without replicas requires."""
     gradients = local_gradients(layout, params, placed)
     state = jax.eval_shape(lambda: init_sync_state(sync, layout, gradients))
-    has_state = bool(jax.tree.leaves(state))
-    if layout.stage == 3 and not layout.replica_axes and has_state:
+    if not jax.tree.leaves(state):
+        return None
+    if layout.stage == 3 and not layout.replica_axes:
         raise ValueError(
             "sync: at stage 3 without replicas the backward pass synchronizes gradients layer by "
             "layer, and no device holds the full gradients whose residuals this stateful sync "
             "stores. Use a stateless sync (dense, qsgd with rounding='nearest'), a stage below 3, "
             "or a replica_axis, over which shards are synchronized."
         )
-    return state if has_state else None
+    return state
 
 
 # --- Another number of devices --------------------------------------------------------------------
 
 
-def types_for_devices(layout: Layout, state: Any, devices: int) -> Any:
+def types_for_devices(layout: Layout, state: Tree, devices: int) -> Tree:
     """The types of a state of another number of devices; sharded if that number divides."""
-    divides = devices % _sizes(layout)[0] == 0
-    spec = sync_spec(layout) if divides else PartitionSpec(None, *sync_spec(layout)[1:])
+    spec = sync_spec(layout)
+    if devices % _sizes(layout)[0]:
+        spec = PartitionSpec(None, *spec[1:])
     sharding = NamedSharding(layout.mesh, spec)
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((devices, *x.shape[1:]), x.dtype, sharding=sharding), state
     )
 
 
-def resize_sync_state(layout: Layout, state: Any, types: Any) -> Any:
-    """A state of another number of devices as one of the devices of this layout, of ``types``.
-
-    Raises:
-      ValueError: if it differs in more than the number of synchronizing devices.
-    """
+def resize_sync_state(layout: Layout, state: Tree, types: Tree) -> Tree:
+    """A state of another number of synchronizing devices as one of this layout, of ``types``."""
     sizes, leaves = _sizes(layout), jax.tree.leaves(state)
     if not leaves:
         raise ValueError("the train state holds no state of a gradient sync to resize.")
@@ -115,24 +106,24 @@ def resize_sync_state(layout: Layout, state: Any, types: Any) -> Any:
             f"the state of the gradient sync is that of {leaves[0].shape[1]} shards in a replica, "
             f"and the mesh has {sizes[1]}: only the number of replicas may change."
         )
-    found, wanted = ([x.shape[1:] for x in jax.tree.leaves(tree)] for tree in (state, types))
-    if found != wanted:
+    have, want = ([x.shape[1:] for x in jax.tree.leaves(tree)] for tree in (state, types))
+    if have != want:
         others = {axis: layout.mesh.shape[axis] for axis in sorted(layout.other_axes)}
         raise ValueError(
             "the state of the gradient sync is that of another sync, or of other axes of other "
-            f"sizes than {others}: each device has arrays of shapes {found} there, and here "
-            f"{wanted}. Only the number of synchronizing devices may change."
+            f"sizes than {others}: each device has arrays of shapes {have} there, and here "
+            f"{want}. Only the number of synchronizing devices may change."
         )
     sharding = NamedSharding(layout.mesh, sync_spec(layout))
     # Each of n devices synchronizes its part g_i / n of the mean gradient: their sum stays.
     factor = leaves[0].shape[0] / sizes[0]
 
-    def run(layout: Layout, state: Any) -> Any:
+    def run(layout: Layout, state: Tree) -> Tree:
         del layout
-        floating = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)  # noqa: E731
-        return jax.tree.map(lambda x: x * factor if floating(x) else x, resize(state, sizes[0]))
+        scaled = lambda x: x * factor if jnp.issubdtype(x.dtype, jnp.inexact) else x  # noqa: E731
+        return jax.tree.map(scaled, resize(state, sizes[0]))
 
-    def out_shardings(out: Any) -> Any:
+    def out_shardings(out: Tree) -> Tree:
         return jax.tree.map(lambda _: sharding, out)
 
     return jax.jit(on_mesh(layout, run, out_shardings), out_shardings=sharding)(state)
@@ -141,7 +132,7 @@ def resize_sync_state(layout: Layout, state: Any, types: Any) -> Any:
 # --- Another sync ---------------------------------------------------------------------------------
 
 
-def check_sync_state(state: Any, expected: Any) -> None:
+def check_sync_state(state: Tree, expected: Tree) -> None:
     """Raises unless a train state holds the state, if any, that the sync has."""
     if jax.tree.map(_type, state) == jax.tree.map(_type, expected):
         return
@@ -161,19 +152,14 @@ def _type(x: Any) -> tuple[tuple[int, ...], str]:
     return tuple(x.shape), str(x.dtype)
 
 
-def _described(state: Any, most: int = 4) -> str:
+def _described(state: Tree) -> str:
     """The first arrays of a state by their paths."""
     flat = jax.tree_util.tree_leaves_with_path(state)
-    named = [f"{path_str(path)} {tuple(x.shape)}" for path, x in flat]
-    return ", ".join(named[:most]) + (", ..." if len(named) > most else "") or "none"
+    return first_names(f"{path_str(path)} {tuple(x.shape)}" for path, x in flat) or "none"
 
 
-def owed_gradients(layout: Layout, state: Any, params: Any, placed: Placement) -> Any:
-    """The sum of the residuals of all devices, a tree as the parameters; None if there are none.
-
-    Raises:
-      ValueError: on a mesh with other axes, whose devices have residuals of their own blocks.
-    """
+def owed_gradients(layout: Layout, state: Tree, params: Tree, placed: Placement) -> Tree:
+    """The sum of the residuals of all devices, a tree as the parameters; None if there are none."""
     errors = {
         path[-2].key: x
         for path, x in jax.tree_util.tree_leaves_with_path(state)
@@ -196,14 +182,15 @@ def owed_gradients(layout: Layout, state: Any, params: Any, placed: Placement) -
             return jnp.concatenate(list(error), axis=dim)
         return jnp.sum(error, axis=0)
 
-    treedef: Any = jax.tree.structure(params)
-    leaves, dims = jax.tree.leaves(params), treedef.flatten_up_to(placed.dims)
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(params)
+    dims = treedef.flatten_up_to(placed.dims)
 
     @jax.jit
-    def all_owed(leaves: list[Any], errors: list[Any]) -> Any:
+    def all_owed(errors: list[Any], leaves: list[Any]) -> Tree:
         return treedef.unflatten(list(map(owed, errors, leaves, dims)))
 
-    return all_owed(leaves, [errors.get(name) for name in leaf_names(params)])
+    return all_owed([errors.get(name) for name in leaf_names(params)], leaves)
 
 
 # --- In a train state -----------------------------------------------------------------------------
@@ -211,8 +198,8 @@ def owed_gradients(layout: Layout, state: Any, params: Any, placed: Placement) -
 
 def has_sync_state(state: Any) -> bool:
     """Whether a train state holds the state of a gradient sync."""
-    found = state[1:2] if isinstance(state, tuple) else [getattr(state, "opt_state", None)]
-    return any(isinstance(x, SyncedState) for x in found)
+    opt_states = state[1:2] if isinstance(state, tuple) else [getattr(state, "opt_state", None)]
+    return any(isinstance(x, SyncedState) for x in opt_states)
 
 
 def split_sync_state(state: Any) -> tuple[Any, Any]:

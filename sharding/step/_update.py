@@ -13,7 +13,6 @@ from sharding.placement._layout import Layout, Placement
 from sharding.placement._train_state import parts
 from sharding.step._gather_params import gather_updated
 from sharding.step._kernel_shards import KernelShards
-from sharding.step._matrix_owners import owners_on
 from sharding.step._step_plan import StepSpec
 
 
@@ -51,7 +50,7 @@ def update(
         kernel_shards = KernelShards(layout, shards, placed.shards)
 
         def advance(shards: Any, opt_state: Any) -> tuple[Any, Any]:
-            with owners_on(layout, placed.shards), kernels.kernels_on(kernel_shards):
+            with kernels.kernels_on(kernel_shards):
                 if update_params is not None:
                     shards, opt_state = update_params(grads, opt_state, shards, **extra_args)
                 else:

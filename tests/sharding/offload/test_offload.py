@@ -17,7 +17,7 @@ import sharding as shd
 from optax_ext.execution_order import Graph
 from sharding.offload import _layer_rules
 from sharding.offload._host_memory import HOST, on_host
-from sharding.offload._stream import StreamedRun
+from sharding.offload._transformation import StreamedRun
 
 from ...compilers import need
 from .. import model
@@ -138,13 +138,6 @@ def test_offload_min_size_alone_decides_what_is_offloaded():
         assert found.table().count("in host memory") == 2 * len(large)
         assert "state in host memory" in str(found)
         assert "host memory" not in str(plain)
-
-
-def test_bad_input():
-    with pytest.raises(ValueError, match="offload must be 'optimizer' or None, got 'params'"):
-        zero_of(8, offload="params")
-    with pytest.raises(ValueError, match="offload_min_size must not be negative, got -1"):
-        zero_of(8, offload_min_size=-1)
 
 
 # --- The transformation ---------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import optax_ext
 import sharding as shd
 from sharding.plan.audit._wire import collectives
+from sharding.step.owners._matrix_form import MatrixForm
 
 from .. import model
 
@@ -208,6 +209,13 @@ def test_matrices_are_sent_to_their_owners_and_nothing_is_gathered():
     assert all(c.elements <= 6 * 64 * 35 for c in update if c not in moved)
 
 
+def test_a_wrapper_that_drops_extra_arguments_keeps_the_owners():
+    zero, tx = model.zero_on(8, min_shard_size=4096), optax.MultiSteps(make_tx("muon"), 2)
+    make = make_state(tx, FEW)
+    inputs = {k: x for k, x in batch(0).items() if k in (*FEW, "scale")}
+    assert "by_owner/" in model.lowered(zero, make, tx, loss, inputs).as_text(debug_info=True)
+
+
 def test_a_wire_dtype_rounds_updates_and_no_state(x64):
     tx = make_tx("statistics", wire_dtype=jnp.bfloat16)
     params, states = jax.device_get(run("flat", 2, tx, FEW, steps=1))
@@ -233,3 +241,27 @@ def test_bad_arguments():
             shd.by_owner(**({"tx": optax.contrib.muon(1e-2)} | options))
     with pytest.raises(ValueError, match=r"'bias' of shape \(4,\) is neither a matrix nor a stack"):
         shd.by_owner(optax.contrib.muon(1e-2)).init({"bias": np.zeros(4)})
+
+
+# --- The matrix form ------------------------------------------------------------------------------
+
+
+def test_any_order_of_dims_there_and_back():
+    form = MatrixForm.of(optax_ext.Factoring((3,), (0, 2)), "w", (3, 4, 5, 6))
+    x = np.random.default_rng(0).normal(size=(3, 4, 5, 6)).astype(np.float32)
+    y = jax.jit(form.to_matrices)(x)
+    np.testing.assert_array_equal(y, np.einsum("abcd->bdac", x).reshape(4, 6, 15))
+    np.testing.assert_array_equal(jax.jit(form.from_matrices)(y, y), x)
+
+
+def test_layers_in_a_module_called_blocks_are_no_stack():
+    """Each has its own matrices, as under another name: query is (embed, heads * head_dim)."""
+    tx = shd.by_owner(optax.trace(0.9), factoring=optax_ext.flax_transformer())
+    layer = {"query": {"kernel": np.ones((8, 2, 3))}, "out": {"kernel": np.ones((2, 3, 8))}}
+    layer["up"] = {"kernel": np.ones((8, 8))}
+    for name in ("blocks", "trunk"):
+        params = {name: {"block_0": layer, "block_1": layer}}
+        state = tx.init(params)
+        _, state = tx.update(params, state)
+        shapes = {x.shape for x in jax.tree.leaves(state)}
+        assert shapes == {(8, 6), (6, 8), (8, 8)}

@@ -14,9 +14,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from optax_ext import FactoringRule
-from sharding.placement._layout import Layout
+from sharding.placement._layout import Layout, choose_sharded_dim
 from sharding.placement._on_mesh import over_data_axes
-from sharding.placement._sharded_dim import choose_sharded_dim
 from sharding.placement._specs import AnyMesh, axes_of, num_shards, trim
 
 P = PartitionSpec
@@ -28,10 +27,12 @@ class MatrixForm(NamedTuple):
     Attributes:
       param_shape: of the parameter.
       groups: for each dim of the matrix form, the dims of the parameter that it merges.
+      on: in a step of ``Zero``, inside ``on_mesh``: its layout, and the spec of the parameter.
     """
 
     param_shape: tuple[int, ...]
     groups: tuple[tuple[int, ...], ...]
+    on: tuple[Layout, P] | None = None
 
     @classmethod
     def of(cls, rule: FactoringRule, name: str, shape: tuple[int, ...]) -> "MatrixForm":
@@ -40,16 +41,17 @@ class MatrixForm(NamedTuple):
         Raises:
           ValueError: if the rule does not factor the parameter.
         """
-        found = rule.resolve(name, shape)
-        found = found and found.resolve(name, shape)
-        if not found or not found.factored:
+        chosen = rule.resolve(name, shape)  # a rule or a Factoring
+        factoring = chosen and chosen.resolve(name, shape)
+        if not factoring or not factoring.factored:
             raise ValueError(
                 f"by_owner: parameter {name!r} of shape {shape} is neither a matrix nor a stack of "
                 f"matrices: factoring={rule} does not factor it. Use optax.partition, with labels "
                 "such as those of optax_ext.hidden_matrices, to give it another transformation."
             )
-        stack = (d for d in range(len(shape)) if d not in found.rows + found.cols)
-        return cls(shape, (*((d,) for d in stack), found.rows, found.cols))
+        rows, cols = factoring.rows, factoring.cols
+        stack = (d for d in range(len(shape)) if d not in rows + cols)
+        return cls(shape, (*((d,) for d in stack), rows, cols))
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -58,7 +60,7 @@ class MatrixForm(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the matrix form."""
+        """The shape of the matrix form."""
         return tuple(math.prod(self.param_shape[d] for d in group) for group in self.groups)
 
     @property
@@ -101,46 +103,48 @@ class MatrixForm(NamedTuple):
         entries = dict(enumerate(self.mergeable(spec, mesh)))
         return trim([entries.get(d) for d in self._majors])
 
+    @property
+    def sharded_as(self) -> P | None:
+        """The spec of the matrix form in a step of ``Zero``; None where it is not known."""
+        return None if self.on is None else self.spec(self.on[1], self.on[0].mesh)
+
     # --- Arrays -----------------------------------------------------------------------------------
 
-    def to_matrices(self, x: jax.Array) -> jax.Array:
-        """The parameter in matrix form; where types hold shardings, placed as by ``spec``."""
-        if self.is_identity:
+    def to_matrices(self, x: Any) -> Any:
+        """A parameter or its gradient in matrix form; None for None.
+
+        In a step of ``Zero``, and where types hold shardings, it is placed as by ``spec``.
+        """
+        if x is None or self.is_identity:
             return x
-        sharding = jax.typeof(x).sharding
-        if not any(sharding.spec):
-            return jnp.reshape(jnp.transpose(x, self.order), self.shape)
-        x = jax.sharding.reshard(x, self.mergeable(sharding.spec, sharding.mesh))
-        x = jnp.transpose(x, self.order)
-        return jnp.reshape(x, self.shape, out_sharding=self.spec(sharding.spec, sharding.mesh))
+        if self.on is not None:
+            layout, spec = self.on
+            x = _moved(layout, x, spec, self.mergeable(spec, layout.mesh))
+            return layout.constrain(self._replace(on=None).to_matrices(x), self.sharded_as)
+        sharding, out = jax.typeof(x).sharding, None
+        if any(sharding.spec):
+            x = jax.sharding.reshard(x, self.mergeable(sharding.spec, sharding.mesh))
+            out = self.spec(sharding.spec, sharding.mesh)
+        x = jnp.transpose(x, self.order)  # (stack..., dims of rows..., dims of cols...)
+        return jnp.reshape(x, self.shape, out_sharding=out)  # (stack..., rows, cols)
 
     def from_matrices(self, x: jax.Array, like: Any) -> jax.Array:
         """Inverts ``to_matrices``; where types hold shardings, placed as ``like``."""
         if self.is_identity:
             return x
+        if self.on is not None:
+            layout, spec = self.on
+            x = self._replace(on=None).from_matrices(layout.constrain(x, self.sharded_as), x)
+            return _moved(layout, x, self.mergeable(spec, layout.mesh), spec)
+        sharding, split = jax.typeof(like).sharding, None
+        if any(sharding.spec):
+            entries = dict(enumerate(self.mergeable(sharding.spec, sharding.mesh)))
+            split = P(*[entries.get(d) for d in self.order])
         ordered = tuple(self.param_shape[d] for d in self.order)
         back = tuple(self.order.index(d) for d in range(len(self.order)))
-        sharding = jax.typeof(like).sharding
-        if not any(sharding.spec):
-            return jnp.transpose(jnp.reshape(x, ordered), back)
-        entries = dict(enumerate(self.mergeable(sharding.spec, sharding.mesh)))
-        split = P(*[entries.get(d) for d in self.order])
-        x = jnp.transpose(jnp.reshape(x, ordered, out_sharding=split), back)
-        return jax.sharding.reshard(x, sharding.spec)
-
-    def shards_to_matrices(self, layout: Layout, spec: P, x: jax.Array) -> jax.Array:
-        """``to_matrices`` of shards of a parameter with this spec; inside ``on_mesh``."""
-        if self.is_identity:
-            return x
-        x = _moved(layout, x, spec, self.mergeable(spec, layout.mesh))
-        return layout.constrain(self.to_matrices(x), self.spec(spec, layout.mesh))
-
-    def matrices_to_shards(self, layout: Layout, spec: P, x: jax.Array) -> jax.Array:
-        """Inverts ``shards_to_matrices``."""
-        if self.is_identity:
-            return x
-        x = layout.constrain(x, self.spec(spec, layout.mesh))
-        return _moved(layout, self.from_matrices(x, x), self.mergeable(spec, layout.mesh), spec)
+        x = jnp.reshape(x, ordered, out_sharding=split)  # (stack..., rows..., cols...)
+        x = jnp.transpose(x, back)  # as the parameter
+        return x if split is None else jax.sharding.reshard(x, sharding.spec)
 
 
 def _moved(layout: Layout, x: jax.Array, spec: P, to: P) -> jax.Array:

@@ -1,0 +1,180 @@
+"""``by_owner``: an optimizer of matrices whose matrices are each updated by one device.
+
+Muon, Shampoo or SOAP multiply and factorize full matrices. On sharded matrices the partitioner
+would all-gather every one of them to every device, each of which would do the work of all.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from optax_ext import FactoringRule, kernels, last_two_dims
+from sharding.placement._layout import choose_sharded_dim
+from sharding.placement._specs import KeyPath, axes_of, entry_of, parameter_path, rule_for_tree
+from sharding.step._kernel_shards import KernelShards
+from sharding.step.owners._distribute import distribute
+from sharding.step.owners._matrix_form import MatrixForm
+from sharding.step.owners._split_update import MIN_SIZE, MatrixUpdate, over_stack
+
+P = PartitionSpec
+
+
+def by_owner(
+    tx: optax.GradientTransformation,
+    *,
+    factoring: FactoringRule = last_two_dims(),
+    wire_dtype: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Applies a transformation of one matrix to every matrix, each on one device of the mesh.
+
+    The update is that of ``tx`` on each matrix alone: by default the last two dims of a parameter
+    are a matrix, and leading dims are a stack of independent ones. In a step of ``Zero`` at stages
+    1 to 3, matrices of one shape, from all parameters, are spread evenly over the devices by an
+    all-to-all and back by another one, where the partitioner would all-gather them. Where there are
+    fewer than half as many matrices as devices, and outside of a step, nothing is moved.
+
+    Extra arguments, such as ``value``, are the same for every matrix; so are random keys that
+    ``tx.init`` makes. State has the form of the matrices, (stack..., rows, cols). It is sharded as
+    that of other transformations, and does not depend on the mesh. What ``tx`` does to elements
+    before and after its matrix products stays on shards.
+
+    Args:
+      tx: a transformation of one matrix, such as ``optax.contrib.muon``. A norm over all
+        parameters (``clip_by_global_norm``) must be outside: inside it is that of one matrix.
+      factoring: which dims are the rows and the columns of a matrix. ``optax_ext.flax_transformer``
+        knows attention: kernels (embed, heads, head_dim) are matrices (embed, heads * head_dim),
+        fused ones stacks of three. All dims that are neither stack matrices.
+      wire_dtype: the dtype in which matrices are sent to their owners and updates back, where it is
+        narrower than theirs; None for theirs. ``jnp.bfloat16`` halves these bytes of float32.
+        State, and what state is computed from, is never rounded. Muon amplifies the rounding where
+        singular values are small: a first update differed by 4 %, the validation loss after 200
+        steps by 1e-5 (4 layers of width 64 on text).
+
+    Returns:
+      A ``GradientTransformationExtraArgs`` for parameters that ``factoring`` factors; use
+      ``optax.partition`` to give embeddings, biases and norms another transformation.
+
+    Raises:
+      ValueError: if an argument is not of its kind, or ``factoring`` does not factor a parameter.
+
+    Example:
+      Muon for the matrices of hidden layers, AdamW for all others:
+
+      >>> import jax.numpy as jnp, optax, optax_ext, sharding as shd
+      >>> query = {"kernel": jnp.ones((12, 64, 4, 16)), "bias": jnp.zeros((12, 4, 16))}
+      >>> params = {"embed": jnp.ones((256, 64)), "layers": {"query": query}}
+      >>> muon = shd.by_owner(optax.contrib.muon(0.02), factoring=optax_ext.flax_transformer())
+      >>> tx = optax.partition({True: muon, False: optax.adamw(4e-3)}, optax_ext.hidden_matrices)
+      >>> updates, state = tx.update(params, tx.init(params), params)
+      >>> updates["layers"]["query"]["kernel"].shape
+      (12, 64, 4, 16)
+
+    References:
+      Jordan, Jin, Boza, You, Cesista, Newhouse, Bernstein: Muon, 2024,
+      https://kellerjordan.github.io/posts/muon/. Shi, Lee, Iwasaki, Gallego-Posada, Li, Rangadurai,
+      Mudigere, Rabbat: A Distributed Data-Parallel PyTorch Implementation of the Distributed
+      Shampoo Optimizer, arXiv 2309.06497.
+    """
+    _check(tx, factoring)
+    wire = _wire_dtype(wire_dtype)
+    tx = optax.with_extra_args_support(tx)
+
+    def form_of(rule: FactoringRule, path: KeyPath, x: Any) -> MatrixForm:
+        return MatrixForm.of(rule, parameter_path(path), tuple(jnp.shape(x)))
+
+    def init(params: optax.Params) -> optax.OptState:
+        rule = rule_for_tree(factoring, params)
+
+        def init_leaf(path: KeyPath, x: Any) -> optax.OptState:
+            p = form_of(rule, path, x).to_matrices(x)
+            state = over_stack(tx.init, jnp.ndim(p) - 2)(p)
+            return jax.tree.map(lambda s: _sharded_like(s, p), state)
+
+        return jax.tree_util.tree_map_with_path(init_leaf, params)
+
+    def update(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra_args: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
+        treedef: Any
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(updates)
+        states = treedef.flatten_up_to(state)
+        params_or_none = [None] * len(leaves) if params is None else treedef.flatten_up_to(params)
+        # How a step of ``Zero`` shards parameters: from the context that kernels have, too, as an
+        # extra argument would not pass through ``optax.MultiSteps``.
+        shards, on = kernels.shards(), {}
+        if isinstance(shards, KernelShards):
+            layout = shards.layout
+            if layout.stage and layout.num_shards > 1:
+                on = {path: (layout, spec) for path, spec in shards.specs.items()}
+
+        rule = rule_for_tree(factoring, updates)
+        forms = [form_of(rule, path, g)._replace(on=on.get(path)) for path, g in leaves]
+        stacks = []
+        for form, (path, g), s, p in zip(forms, leaves, states, params_or_none, strict=True):
+            trees = (form.to_matrices(g), s, form.to_matrices(p))
+            stacks.append(MatrixUpdate(tx, path, trees, extra_args, form.sharded_as))
+        results = distribute(stacks, layout, wire) if on else [stack.alone() for stack in stacks]
+        new = [
+            form.from_matrices(u, g)
+            for form, (_, g), (u, _) in zip(forms, leaves, results, strict=True)
+        ]
+        return treedef.unflatten(new), treedef.unflatten([s for _, s in results])
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check(tx: Any, factoring: Any) -> None:
+    """Raises unless both arguments are of their kinds."""
+    if not isinstance(tx, optax.GradientTransformation):
+        raise ValueError(
+            f"by_owner: tx must be a transformation of one matrix, such as optax.contrib.muon(lr); "
+            f"got {tx!r}."
+        )
+    if isinstance(factoring, type) or not isinstance(factoring, FactoringRule):
+        raise ValueError(
+            "by_owner: factoring must be a Factoring or a rule such as last_two_dims() or "
+            f"flax_transformer(); got {factoring!r}."
+        )
+
+
+def _wire_dtype(dtype: Any) -> Any:
+    """The dtype of an argument; None for None."""
+    if dtype is None:
+        return None
+    try:
+        wire = jnp.dtype(dtype)
+    except TypeError:
+        wire = jnp.dtype(bool)
+    if not jnp.issubdtype(wire, jnp.floating):
+        raise ValueError(
+            f"by_owner: wire_dtype must be a floating dtype, such as jnp.bfloat16, or None; got "
+            f"{dtype!r}."
+        )
+    if jnp.finfo(wire).nexp < jnp.finfo(jnp.float32).nexp:
+        raise ValueError(
+            f"by_owner: wire_dtype {wire} has a smaller range than float32: small gradients would "
+            "become 0, large ones infinite. Use jnp.bfloat16."
+        )
+    return wire
+
+
+def _sharded_like(x: Any, param: Any) -> Any:
+    """State of another shape, such as a statistic (n, n), sharded over the axes of its parameter.
+
+    Only where types hold shardings, as where ``state_specs`` traces ``init``: there an array made
+    from nothing is replicated.
+    """
+    here, there = (jax.typeof(a).sharding for a in (x, param))
+    axes = tuple(axis for entry in there.spec for axis in axes_of(entry))
+    if not axes or any(here.spec) or jnp.size(x) < MIN_SIZE:
+        return x
+    num_shards = math.prod(there.mesh.shape[axis] for axis in axes)
+    dim = choose_sharded_dim(x.shape, range(x.ndim), [num_shards])
+    return x if dim is None else jax.sharding.reshard(x, P(*[None] * dim, entry_of(axes)))

@@ -1,0 +1,204 @@
+"""The update of a stack of matrices, and its split around the matrix products.
+
+The update of one matrix is traced and split in three:
+
+- *before*: operations on elements, up to the first one that the matrix products depend on and that
+  is no operation on elements (momentum); on shards;
+- *core*: from there to the last matrix product; at the owner, between two all-to-alls;
+- *after*: the rest (scale, weight decay, learning rate); on shards.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import PartitionSpec
+
+from optax_ext.execution_order import ELEMENTWISE, REDUCTIONS, Graph, evaluate
+from sharding.placement._specs import KeyPath, Tree
+
+MIN_SIZE = 1024  # elements of an array that is worth an all-to-all
+_SHAPE_NAMES = "broadcast_in_dim concatenate iota pad reshape rev slice squeeze transpose"
+_SHAPES = frozenset(_SHAPE_NAMES.split())  # primitives that change shapes alone
+# Primitives that change the placement alone; a trace inside a shard_map has none of them.
+_PLACEMENT = frozenset({"mesh_cast", "reshard", "sharding_constraint"})
+
+
+def over_stack(fn: Callable[..., Tree], num_dims: int) -> Callable[..., Tree]:
+    """A function of one matrix as one of a stack of this many leading dims."""
+    for _ in range(num_dims):
+        fn = jax.vmap(fn)
+    return fn
+
+
+class MatrixUpdate:
+    """The update of one parameter, a stack of matrices.
+
+    Attributes:
+      path: of the parameter.
+      shape: its matrix form, (stack..., rows, cols).
+      stack: the leading dims.
+      arrays: gradient, state and parameter, flat; all have the leading dims.
+      spec: how that form is sharded; None where it is not known.
+    """
+
+    def __init__(
+        self,
+        tx: optax.GradientTransformationExtraArgs,
+        path: KeyPath,
+        trees: tuple[Tree, Tree, Tree],
+        extra_args: dict[str, Any],
+        spec: PartitionSpec | None,
+    ):
+        self._tx, self.path, self.spec = tx, path, spec
+        self.shape: tuple[int, ...] = tuple(trees[0].shape)
+        self.stack = self.shape[:-2]
+        self.arrays, self._treedef = jax.tree.flatten(trees)
+        self._extra_args, self._extra_treedef = jax.tree.flatten(extra_args)
+        # The extra arguments that can be traced: arrays and numbers.
+        self._traced = [
+            i
+            for i, x in enumerate(self._extra_args)
+            if hasattr(x, "dtype") or isinstance(x, bool | int | float | complex)
+        ]
+        self._arguments = [self._extra_args[i] for i in self._traced]
+
+    @property
+    def kind(self) -> Any:
+        """Equal for parameters whose matrices have the same update."""
+        num = len(self.stack)
+        return tuple((x.shape[num:], x.dtype) for x in self.arrays), self._treedef
+
+    def over_stack(self, fn: Callable[..., Tree]) -> Callable[..., Tree]:
+        """A function of one matrix as one of all."""
+        return over_stack(fn, len(self.stack))
+
+    def _update_one(self, *inputs: Any) -> tuple[Tree, Tree]:
+        """The update of one matrix, from its arrays and the traced extra arguments."""
+        num = len(self.arrays)
+        g, s, p = jax.tree.unflatten(self._treedef, inputs[:num])
+        extra_args = dict(enumerate(self._extra_args))
+        extra_args |= zip(self._traced, inputs[num:], strict=True)
+        extra_args = jax.tree.unflatten(self._extra_treedef, list(extra_args.values()))
+        return self._tx.update(g, s, p, **extra_args)
+
+    def alone(self) -> tuple[Tree, Tree]:
+        """The update and the new state, without owners."""
+        return self.over_stack(lambda *x: self._update_one(*x, *self._arguments))(*self.arrays)
+
+    def split(self) -> "SplitUpdate":
+        """The update of one matrix, traced in the current mesh."""
+        num = len(self.stack)
+        one = [jnp.zeros(x.shape[num:], x.dtype) for x in self.arrays]
+        treedefs = []
+
+        def flat(inputs: list[Any]) -> list[Any]:
+            leaves, treedef = jax.tree.flatten(self._update_one(*inputs))
+            treedefs.append(treedef)
+            return leaves
+
+        inputs = one + self._arguments
+        graph = Graph(flat, inputs, [True] * len(inputs))
+        num_state = len(jax.tree.leaves(jax.tree.unflatten(self._treedef, one)[1]))
+        return SplitUpdate(graph, treedefs[-1], num_state)
+
+    def before(self, split: "SplitUpdate") -> list[jax.Array]:
+        """The values that the core or the operations after it need."""
+        run = self.over_stack(lambda *x: split.before([*x, *self._arguments]))
+        return run(*self.arrays)
+
+
+class SplitUpdate:
+    """The traced update of one matrix in three parts: before, core and after.
+
+    An equation is in the core if it is on the way from a first equation on a large array that is no
+    operation on elements to a last matrix operation, or only changes the shape of what comes from
+    there. So nothing in the core depends on what comes after it.
+
+    Attributes:
+      graph: the traced update.
+      kept: the values of the first part that the others need; the core's among them.
+      ins: the values that the core needs.
+      outs: the values that it computes for what comes after.
+      exact: those of both that are not rounded: state, and what the new state depends on.
+    """
+
+    def __init__(self, graph: Graph, out_treedef: Any, num_state: int):
+        self.graph, self._out_treedef = graph, out_treedef
+        equations = graph.equations
+        users: dict[int, list[int]] = defaultdict(list)
+        for i, eqn in enumerate(equations):
+            for v in eqn.operands:
+                users[v].append(i)
+
+        # Which equations lead to a matrix operation, from the last one backwards.
+        leads = [self._works_on_large(i, _CHEAP) for i in range(len(equations))]
+        for i in reversed(range(len(equations))):
+            leads[i] = leads[i] or any(leads[u] for v in equations[i].results for u in users[v])
+        core: set[int] = set()
+        after: set[int] = set()
+        for i, eqn in enumerate(equations):
+            sources = {graph.producer.get(v) for v in eqn.operands}
+            of_core, of_after = bool(sources & core), bool(sources & after)
+            on_way = leads[i] and (of_core or self._works_on_large(i, ELEMENTWISE | _PLACEMENT))
+            if on_way or (of_core and not of_after and eqn.primitive.name in _SHAPES):
+                core.add(i)
+            elif of_core or of_after:
+                after.add(i)
+
+        made = {v for i in core for v in equations[i].results}
+        late = {v for i in after for v in equations[i].results}
+        used = {v for i in core for v in equations[i].operands}
+        used_late = {v for i in after for v in equations[i].operands} | set(graph.outputs)
+        # A value that depends on no input is computed where it is used.
+        self.ins = sorted(v for v in used - made if graph.reads[v])
+        self.outs = sorted(made & used_late)
+        self.kept = sorted({v for v in used_late - made - late if graph.reads[v]} | set(self.ins))
+        state = range(1, 1 + num_state)  # inputs are gradient, state, parameter, arguments
+        new_state = graph.outputs[1:]
+        exact_outs = self._read(new_state, [*self.kept, *self.outs]) & set(self.outs)
+        exact_ins = (self._read(exact_outs, self.ins) | set(state)) & set(self.ins)
+        self.exact = exact_ins | exact_outs
+
+    def _read(self, values: Iterable[int], known: Iterable[int]) -> set[int]:
+        """These values, and all that they are computed from, no further than the known ones."""
+        values, known = set(values), set(known)
+        equations, inputs = self.graph.needed(values - known, known)
+        return values | set(inputs) | {v for eqn in equations for v in eqn.operands}
+
+    def _works_on_large(self, equation: int, apart_from: frozenset[str]) -> bool:
+        """Whether an equation has a large operand, and is none of these primitives."""
+        eqn = self.graph.equations[equation]
+        large = (math.prod(self.graph.shape(v)) >= MIN_SIZE for v in eqn.operands)
+        return eqn.primitive.name not in apart_from and any(large)
+
+    @property
+    def types(self) -> tuple[list[str], list[str]]:
+        """Shapes and dtypes of ``ins`` and ``outs``."""
+        types = [f"{t.dtype}{list(t.shape)}" for t in self.graph.types]
+        return [types[v] for v in self.ins], [types[v] for v in self.outs]
+
+    def _evaluate(self, known: dict[int, Any], wanted: Sequence[int]) -> list[jax.Array]:
+        values = self.graph.constants | known
+        evaluate(self.graph.needed(wanted, values)[0], values)
+        return [jnp.asarray(values[v]) for v in wanted]
+
+    def before(self, inputs: Sequence[Any]) -> list[jax.Array]:
+        """``kept``, from the inputs."""
+        return self._evaluate(dict(enumerate(inputs)), self.kept)
+
+    def core(self, *ins: jax.Array) -> list[jax.Array]:
+        """``outs``, from ``ins``."""
+        return self._evaluate(dict(zip(self.ins, ins, strict=True)), self.outs)
+
+    def after(self, kept: Sequence[jax.Array], outs: Sequence[jax.Array]) -> tuple[Tree, Tree]:
+        """The update and the new state."""
+        known = dict(zip(self.kept, kept, strict=True)) | dict(zip(self.outs, outs, strict=True))
+        return jax.tree.unflatten(self._out_treedef, self._evaluate(known, self.graph.outputs))
+
+
+_CHEAP = ELEMENTWISE | REDUCTIONS | _SHAPES | _PLACEMENT
