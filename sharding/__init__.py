@@ -21,12 +21,12 @@ from sharding.plan.program._wire import wire_bytes as wire_bytes
 from sharding.recovery._find_snapshot import NoCompleteCheckpoint as NoCompleteCheckpoint
 from sharding.recovery._peer_checkpoints import PeerCheckpoints as PeerCheckpoints
 from sharding.step._batch_moments import batch_moments as batch_moments
-from sharding.step._flax_modules import sparse_embedding as sparse_embedding
 from sharding.step._lookup import lookup as lookup
 from sharding.step._lookup import shuffle_rows as shuffle_rows
 from sharding.step._lookup import unshuffle_rows as unshuffle_rows
 from sharding.step._matrix_owners import by_owner as by_owner
 from sharding.step._precision import Precision as Precision
+from sharding.step.flax._modules import sparse_embedding as sparse_embedding
 
 _INTERNAL = {"collectives", "placement", "step"}  # modules
 __all__ = [name for name in dir() if not name.startswith("_") and name not in _INTERNAL]

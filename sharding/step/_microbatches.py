@@ -16,6 +16,9 @@ from sharding.step._loss_params import differentiated, gradient_shape, loss_para
 from sharding.step._reduce_gradients import reduce_microbatch, reduced_by_microbatch
 from sharding.step._step_plan import StepPlan
 
+_AD: Any = jax.ad
+_RETURNED = _AD.GradValue()  # a gradient that a backward pass returns, in place of a ref for it
+
 
 class Sums(NamedTuple):
     """Sums over micro-batches, of one device."""
@@ -90,12 +93,13 @@ class _Device:
                 sums or [None] * len(trained), trained, reduced_by_microbatch(plan), strict=True
             )
         ]
+        backward: Any
         with jax.named_scope("loss_and_grad"):
             total, backward, (weight, model_state, aux) = jax.vjp(
                 lambda x: self.total_loss(x, microbatch, index, model_state), trained, has_aux=True
             )
             refs = zip(sums or trained, in_place, strict=True)
-            sinks = [ref if here else jax.ad.GradValue() for ref, here in refs]
+            sinks = [ref if here else _RETURNED for ref, here in refs]
             (grads,) = backward.with_refs(sinks)(jnp.ones_like(total))
         total, weight = (to_sum_dtype(jnp.asarray(x)) for x in (total, weight))
         reduced = reduce_microbatch(plan, grads)

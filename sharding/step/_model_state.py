@@ -18,6 +18,8 @@ REDUCTIONS = ("mean", "sum", "same")
 
 def check_reduction(reduction: Any) -> None:
     """Raises if a leaf of a tree is no reduction."""
+    if callable(reduction):
+        return
     for found in jax.tree.leaves(reduction):
         if found not in REDUCTIONS:
             raise ValueError(
@@ -87,6 +89,7 @@ def reduce_over_devices(
         devices have computed equal values.
       axes: the mesh axes to reduce over.
     """
+    reduction = reduction(old) if callable(reduction) else reduction
     try:
         kinds = jax.tree.leaves(
             jax.tree.map(lambda kind, part: jax.tree.map(lambda _: kind, part), reduction, old)

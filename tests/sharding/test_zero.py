@@ -311,7 +311,6 @@ def test_an_axis_of_one_device_shards_nothing(sizes, names, options, spec, expec
         ({"min_shard_size": -1}, "min_shard_size must not be negative, got -1"),
         ({"replica_axis": "data"}, "axis 'data' is named twice: axis='data', replica_axis='data'"),
         ({"shard_state_over_replicas": True}, "needs a replica_axis and stage 1, 2 or 3"),
-        ({"scatter": "tree"}, "scatter must be 'auto' or one of native, axes, ring, all_to_all"),
     ],
 )
 def test_bad_options(kwargs, message):
