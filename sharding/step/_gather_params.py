@@ -52,11 +52,20 @@ MARK = "sharding.gather"
 HANDLE_MARK = "sharding.gather.handle"
 # The same for handles that the loss uses as arrays.
 FULL_MARK = "sharding.gather.full"
-# Whether arrays are marked: not in the trace that is differentiated, where a loop over layers would
-# save them under that name.
-_MARKS: contextvars.ContextVar[bool] = contextvars.ContextVar("marks", default=True)
-# Whether handles are marked: in a trace that is read and not run.
-_HANDLE_MARKS: contextvars.ContextVar[bool] = contextvars.ContextVar("handle_marks", default=False)
+# Whether ``gather`` marks what it gets: in a trace that is read and not run. In one that is run a
+# loop over layers would store what bears a mark. ``gather`` is called by the user's loss, so that
+# there is no argument for it.
+_MARKS: contextvars.ContextVar[bool] = contextvars.ContextVar("marks", default=False)
+
+
+@contextlib.contextmanager
+def marking() -> Iterator[None]:
+    """A context in which calls of ``gather`` mark arrays and handles."""
+    token = _MARKS.set(True)
+    try:
+        yield
+    finally:
+        _MARKS.reset(token)
 
 
 class GatherSpec(NamedTuple):
@@ -199,28 +208,6 @@ def call_with_shards(fn: Callable[..., Any], leaves: list[Any], *args: Any) -> A
     Raises:
       ValueError: if neither form works.
     """
-    with _marking(False):
-        return _call_in_either_form(fn, leaves, *args)
-
-
-def call_marking(fn: Callable[..., Any], leaves: list[Any], *args: Any) -> Any:
-    """``call_with_shards`` for a trace that is read and not run: ``gather`` marks what it gets."""
-    with _marking(True):
-        return _call_in_either_form(fn, leaves, *args)
-
-
-@contextlib.contextmanager
-def _marking(marks: bool) -> Iterator[None]:
-    """Sets whether calls of ``gather`` in this context mark arrays and handles."""
-    tokens = _MARKS.set(marks), _HANDLE_MARKS.set(marks)
-    try:
-        yield
-    finally:
-        _MARKS.reset(tokens[0])
-        _HANDLE_MARKS.reset(tokens[1])
-
-
-def _call_in_either_form(fn: Callable[..., Any], leaves: list[Any], *args: Any) -> Any:
     try:
         return fn(leaves, *args)
     except ValueError as error:
@@ -269,7 +256,7 @@ def gather(tree: Any) -> Any:
         tuple(x.spec for x in shards),
         *([getattr(x, name) for x in shards] for name in ("held", "tap")),
     )
-    if _HANDLE_MARKS.get() and shards and specs[0].layout.stage < 3:
+    if _MARKS.get() and shards and specs[0].layout.stage < 3:
         found = held
     else:
         found = _fetch(specs, tuple(x.dtype for x in taps), held, taps) if shards else []
@@ -280,8 +267,8 @@ def gather(tree: Any) -> Any:
 
 
 def _mark(x: Any, name: str) -> Any:
-    marking = (_MARKS if name == MARK else _HANDLE_MARKS).get()
-    return checkpoint_name(x, name) if marking and isinstance(x, jax.Array | np.ndarray) else x
+    marks = _MARKS.get() and isinstance(x, jax.Array | np.ndarray)
+    return checkpoint_name(x, name) if marks else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
