@@ -1,6 +1,6 @@
 """Checks of the arguments of a step: an error that names the array, before jax's own."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +9,6 @@ from jax.sharding import AxisType, NamedSharding
 
 from sharding.placement._specs import path_str
 from sharding.sync import GradientSync
-
-if TYPE_CHECKING:
-    from sharding._zero import Zero
 
 
 def check_placed(tree: Any, shardings: Any) -> None:
@@ -190,7 +187,7 @@ def check_apart(donated: Any, others: Any, buffers: bool) -> None:
         first.setdefault(key, i)
 
 
-def check_options(zero: "Zero") -> None:
+def check_options(zero: Any) -> None:
     """Raises on options of ``Zero`` that are unknown, or do not go together."""
     if zero.stage not in (0, 1, 2, 3):
         raise ValueError(f"stage must be 0, 1, 2 or 3, got {zero.stage!r}.")

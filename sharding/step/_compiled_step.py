@@ -1,6 +1,6 @@
 """A jitted function of a train state and a batch, compiled for the first ones that it gets."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,9 +15,6 @@ from sharding.step._checks import (
     check_compiled,
     check_replicated,
 )
-
-if TYPE_CHECKING:
-    from sharding._zero import Zero
 
 
 class CompiledStep:
@@ -36,7 +33,7 @@ class CompiledStep:
     donates = False
     snapshot: PeerCheckpoints | None = None
 
-    def __init__(self, zero: "Zero", microbatches: int = 1):
+    def __init__(self, zero: Any, microbatches: int = 1):
         self.zero, self.microbatches = zero, microbatches
         self._programs: dict[Any, Any] = {}  # by signature: the only cache of compiled steps
 

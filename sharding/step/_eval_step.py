@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -20,9 +20,6 @@ from sharding.step._layer_check import confirm_layers
 from sharding.step._loss_params import loss_params, of_leaves
 from sharding.step._step_plan import StepSpec, plan_step
 
-if TYPE_CHECKING:
-    from sharding._zero import Zero
-
 
 class EvalStep(CompiledStep):
     """A compiled function of parameters and a batch; see ``Zero.eval_step``.
@@ -32,7 +29,7 @@ class EvalStep(CompiledStep):
       model_state: the fields of the train state that hold it; True where each call passes it.
     """
 
-    def __init__(self, zero: "Zero", fn: Callable[..., Any], model_state: Any):
+    def __init__(self, zero: Any, fn: Callable[..., Any], model_state: Any):
         super().__init__(zero)
         self.fn, self.model_state = fn, model_state
 

@@ -104,7 +104,9 @@ def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
         at = Permutation(num_rows).apply(jnp.where(inside, at, 0))
     at = jnp.where(inside, at, num_rows)
     if isinstance(table, ParamHandle):
-        rows = _rows(_Lookup(table.spec, table.tap.dtype, num_rows), table.held, table.tap, at)
+        rows = _table_rows(
+            _Lookup(table.spec, table.tap.dtype, num_rows), table.held, table.tap, at
+        )
     else:
         rows = jnp.take(checkpoint_name(table, MARK), at, axis=0)
     return rows.reshape(*ids.shape, *rows.shape[1:])
@@ -170,24 +172,24 @@ def _reduce_columns(call: _Lookup, grad: jax.Array, ids: jax.Array) -> jax.Array
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _rows(call: _Lookup, held: jax.Array, tap: jax.Array, ids: jax.Array) -> jax.Array:
+def _table_rows(call: _Lookup, held: jax.Array, tap: jax.Array, ids: jax.Array) -> jax.Array:
     """The rows: of the table that is here, at stage 3 from the devices that own them."""
-    return _rows_forward(call, held, tap, ids)[0]
+    return _table_rows_forward(call, held, tap, ids)[0]
 
 
-def _rows_forward(call: _Lookup, held: jax.Array, tap: jax.Array, ids: jax.Array) -> Any:
+def _table_rows_forward(call: _Lookup, held: jax.Array, tap: jax.Array, ids: jax.Array) -> Any:
     del tap
     if call.spec.layout.stage < 3:
         return jnp.take(held, ids, axis=0), ids
     return call.on_columns(_fetch_columns, held, ids), ids
 
 
-def _rows_backward(call: _Lookup, ids: jax.Array, grad: jax.Array) -> Any:
+def _table_rows_backward(call: _Lookup, ids: jax.Array, grad: jax.Array) -> Any:
     with jax.named_scope("reduce_scatter"):
         return None, call.gradient(ids, grad), None
 
 
-_rows.defvjp(_rows_forward, _rows_backward)
+_table_rows.defvjp(_table_rows_forward, _table_rows_backward)
 
 
 # --- At stage 3: rows come from the devices that own them -----------------------------------------

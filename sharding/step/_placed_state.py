@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -32,13 +32,10 @@ from sharding.step._sync_state import (
     types_for_devices,
 )
 
-if TYPE_CHECKING:
-    from sharding._zero import Zero
-
 P = PartitionSpec
 
 
-def with_sync(zero: "Zero", state: Any, param_specs: Any, real: bool = False) -> Any:
+def with_sync(zero: Any, state: Any, param_specs: Any, real: bool = False) -> Any:
     """A state with that of the gradient sync, if it has one: its types, or ``real`` arrays."""
     if zero.sync is None or has_sync_state(state):
         return state
@@ -51,7 +48,7 @@ def with_sync(zero: "Zero", state: Any, param_specs: Any, real: bool = False) ->
     return join_sync_state(state, sync_state)
 
 
-def specs(zero: "Zero", state: Any, tx: Any, param_specs: Any) -> Any:
+def specs(zero: Any, state: Any, tx: Any, param_specs: Any) -> Any:
     """See ``Zero.specs``."""
     state, sync_state = split_sync_state(with_sync(zero, state, param_specs))
     params, opt_state, tx = parts(state, tx)
@@ -72,7 +69,7 @@ def specs(zero: "Zero", state: Any, tx: Any, param_specs: Any) -> Any:
     return join_sync_state(new, jax.tree.map(lambda _: sync_spec(zero._layout), sync_state))
 
 
-def shardings_of(zero: "Zero", state: Any, specs: Any) -> Any:
+def shardings_of(zero: Any, state: Any, specs: Any) -> Any:
     """The shardings of a state with these specs; offloaded state is in host memory."""
     shardings = zero._layout.shardings(specs)
     if zero.offload is None:
@@ -84,7 +81,7 @@ def shardings_of(zero: "Zero", state: Any, specs: Any) -> Any:
 
 
 def places(
-    zero: "Zero", state: Any, tx: optax.GradientTransformation | None, param_specs: Any = None
+    zero: Any, state: Any, tx: optax.GradientTransformation | None, param_specs: Any = None
 ) -> tuple[Any, Placement, Any]:
     """Shardings of a state, the placement of its parameters, and specs of ``tx``'s state."""
     state_specs = specs(zero, state, tx, param_specs)
@@ -95,7 +92,7 @@ def places(
     return shardings_of(zero, state, state_specs), placed, opt_specs
 
 
-def describe(zero: "Zero", state: Any, tx: Any, param_specs: Any) -> Description:
+def describe(zero: Any, state: Any, tx: Any, param_specs: Any) -> Description:
     """See ``Zero.describe``."""
     layout = zero._layout
     state = with_sync(zero, state, param_specs)
@@ -128,7 +125,7 @@ def describe(zero: "Zero", state: Any, tx: Any, param_specs: Any) -> Description
 
 
 def init(
-    zero: "Zero", make_state: Callable[..., Any], args: tuple[Any, ...], tx: Any, param_specs: Any
+    zero: Any, make_state: Callable[..., Any], args: tuple[Any, ...], tx: Any, param_specs: Any
 ) -> Any:
     """See ``Zero.init``."""
     make = make_state
@@ -147,7 +144,7 @@ def init(
 
 
 def abstract(
-    zero: "Zero",
+    zero: Any,
     make_state: Callable[..., Any],
     args: tuple[Any, ...],
     tx: Any,
@@ -169,7 +166,7 @@ def abstract(
     return join_sync_state(plain, types_for_devices(zero._layout, sync_state, sync_devices))
 
 
-def resize_sync(zero: "Zero", state: Any) -> Any:
+def resize_sync(zero: Any, state: Any) -> Any:
     """See ``Zero.resize_sync``."""
     plain, sync_state = split_sync_state(state)
     _, types = split_sync_state(with_sync(zero, plain, None))
@@ -177,7 +174,7 @@ def resize_sync(zero: "Zero", state: Any) -> Any:
         return join_sync_state(plain, resize_sync_state(zero._layout, sync_state, types))
 
 
-def change_sync(zero: "Zero", state: Any, tx: Any, param_specs: Any) -> Any:
+def change_sync(zero: Any, state: Any, tx: Any, param_specs: Any) -> Any:
     """See ``Zero.change_sync``."""
     plain, other = split_sync_state(state)
     placed = zero._layout.place(params_of(plain), param_specs)
@@ -189,7 +186,7 @@ def change_sync(zero: "Zero", state: Any, tx: Any, param_specs: Any) -> Any:
     return jax.device_put(state, zero.shardings(state, tx=tx, param_specs=param_specs))
 
 
-def place(zero: "Zero", tree: Any, param_specs: Any) -> Any:
+def place(zero: Any, tree: Any, param_specs: Any) -> Any:
     """See ``Zero.place``."""
     layout = zero._layout
     axes = layout.axes if zero.stage == 3 else ()

@@ -6,7 +6,7 @@ gathers the new parameters.
 """
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import optax
@@ -35,9 +35,6 @@ from sharding.step._sync_state import join_sync_state, split_sync_state
 from sharding.step._update import global_norm, update
 from sharding.step._update_traits import update_traits
 
-if TYPE_CHECKING:
-    from sharding._zero import Zero
-
 
 class TrainStep(CompiledStep):
     """A training step; see ``Zero.train_step``.
@@ -52,7 +49,7 @@ class TrainStep(CompiledStep):
 
     def __init__(
         self,
-        zero: "Zero",
+        zero: Any,
         loss: Loss,
         tx: Any,
         *,
@@ -162,7 +159,7 @@ class TrainStep(CompiledStep):
 
 
 def apply_gradients(
-    zero: "Zero",
+    zero: Any,
     state: Any,
     grads: Any,
     tx: optax.GradientTransformation | None,

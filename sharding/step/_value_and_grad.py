@@ -1,6 +1,6 @@
 """Loss and gradients without an update, for a step of one's own."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -15,9 +15,6 @@ from sharding.step._loss import Inputs, Loss
 from sharding.step._step_plan import StepSpec
 from sharding.step._sync_state import sync_state_types
 
-if TYPE_CHECKING:
-    from sharding._zero import Zero
-
 
 class ValueAndGrad(CompiledStep):
     """``(params, batch, key, model_state) -> (loss, grads)``; see ``Zero.value_and_grad``.
@@ -28,7 +25,7 @@ class ValueAndGrad(CompiledStep):
       param_specs: of the parameters on the other mesh axes.
     """
 
-    def __init__(self, zero: "Zero", loss: Loss, trainable: Any, param_specs: Any):
+    def __init__(self, zero: Any, loss: Loss, trainable: Any, param_specs: Any):
         super().__init__(zero, loss.microbatches)
         self.loss, self.trainable, self.param_specs = loss.check(), trainable, param_specs
 

@@ -8,7 +8,7 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -18,9 +18,6 @@ from sharding.step._rng import NUMBERED
 from sharding.step._sync_state import sync_state_types
 from sharding.step.flax._linen import is_bound, matches
 from sharding.step.flax._modules import gathered_module
-
-if TYPE_CHECKING:
-    from sharding._zero import Zero
 
 
 class NnxMethods:
@@ -163,7 +160,7 @@ class NnxStep:
 
     def __init__(
         self,
-        zero: "Zero",
+        zero: Any,
         loss_fn: Callable[..., Any],
         rngs: bool,
         reductions: Mapping[type, str],
@@ -208,7 +205,7 @@ class NnxStep:
 
         zero = self.zero
         if not _is_placed((model, optimizer.opt_state), zero.mesh):
-            place(zero, model, optimizer)
+            _place_model(zero, model, optimizer)
         graph, params, rng, sown, rest = _split(model, *_filters(optimizer.wrt))
         # An average of the parameters may begin as the very arrays that the step donates.
         donated = {id(x) for x in jax.tree.leaves((params, optimizer.opt_state))}
@@ -260,7 +257,7 @@ class NnxEvalStep:
       wrt: what selects the parameters.
     """
 
-    def __init__(self, zero: "Zero", fn: Callable[[Any, Any], Any], wrt: Any):
+    def __init__(self, zero: Any, fn: Callable[[Any, Any], Any], wrt: Any):
         from flax import nnx
 
         self.zero, self.fn, self.wrt = zero, fn, nnx.Param if wrt is None else wrt
@@ -338,7 +335,7 @@ def _init(zero: Any, make: Callable[..., Any], args: tuple[Any, ...], param_spec
     return model, optimizer
 
 
-def place(zero: Any, model: Any, optimizer: Any) -> None:
+def _place_model(zero: Any, model: Any, optimizer: Any) -> None:
     """Moves a model and its optimizer onto the mesh, in place."""
     from flax import nnx
 
