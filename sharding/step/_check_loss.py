@@ -10,22 +10,39 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from sharding.placement._specs import Tree, path_str
-from sharding.placement._train_state import full_tree
+from sharding.placement._train_state import full_tree, model_state_of, params_of
 from sharding.step._layer_check import operations
+from sharding.step.flax._nnx import is_module, pure_loss
 
 
 def check_loss(
-    zero: Any, loss_fn: Callable[..., Any], params: Any, inputs: tuple[Any, ...], options: Any
+    zero: Any,
+    loss_fn: Callable[..., Any],
+    state: Any,
+    batch: Any,
+    key: Any,
+    model_state: Any,
+    options: Any,
 ) -> None:
     """Raises if value, gradient or new model state differ; see ``Zero.check_loss``.
 
     Args:
       zero: the mesh and the stage.
-      loss_fn: of the parameters, a batch, and what ``options`` say.
-      params: the parameters.
-      inputs: ``(batch, key, model_state)``.
+      loss_fn: of the parameters, or the model, a batch, and what ``options`` say.
+      state: a train state, or an nnx model.
+      batch: of all devices.
+      key: of the loss.
+      model_state: the names of fields, or the model state itself; False for none.
       options: of ``value_and_grad``.
     """
+    if is_module(state):
+        loss_fn, state, model_state = pure_loss(zero, loss_fn, state, options)
+    names = (model_state,) if isinstance(model_state, str) else model_state
+    if isinstance(names, tuple) and all(isinstance(name, str) for name in names):
+        model_state = model_state_of(state, model_state)
+    passed = None if model_state is False else model_state
+    options = {"has_aux": False} | options | {"model_state": passed is not None}
+    inputs = params_of(state), batch, key, passed
     if options.get("rngs") is True:
         raise ValueError(
             "check_loss got rngs=True, with which one device draws other numbers than several. "
@@ -55,8 +72,8 @@ def check_loss(
         return run(alone, args, microbatches=1, param_specs=PartitionSpec())
 
     with jax.default_matmul_precision("highest"):
-        own = on_one((params, *inputs))
-        found, expected = run(sharded, (params, *inputs)), reference(*own)
+        own = on_one(inputs)
+        found, expected = run(sharded, inputs), reference(*own)
         traced = jax.make_jaxpr(reference)(*own)
     dtypes = {dtype for _, _, results, _ in operations(traced.jaxpr) for _, dtype in results}
     floating = [d for d in dtypes if d.startswith(("float", "bfloat", "complex"))]

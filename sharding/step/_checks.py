@@ -8,6 +8,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
 from sharding.placement._specs import KeyPath, Tree, path_str
+from sharding.sync import GradientSync
 
 
 def check_placed(tree: Tree, shardings: Tree) -> None:
@@ -171,3 +172,40 @@ def _memory_of(x: jax.Array) -> int:
         return id(x)
     shard = x.addressable_shards[0]
     return shard.data.unsafe_buffer_pointer() if shard.device.platform == "cpu" else id(x)
+
+
+def check_options(zero: Any) -> None:
+    """Raises on options of ``Zero`` that are unknown, or do not go together."""
+    if zero.stage not in (0, 1, 2, 3):
+        raise ValueError(f"stage must be 0, 1, 2 or 3, got {zero.stage!r}.")
+    if not zero._layout.axes:
+        raise ValueError("axis must name at least one mesh axis, got none.")
+    named = zero._layout.axes + zero._layout.replica_axes
+    for axis in named:
+        if axis not in zero.mesh.axis_names:
+            raise ValueError(
+                f"axis {axis!r} is not in the mesh {zero.mesh.axis_names}: name axes of the "
+                "mesh in Zero(mesh, axis=...), 'data' by default, and replica_axis."
+            )
+        if named.count(axis) > 1:
+            raise ValueError(
+                f"axis {axis!r} is named twice: axis={zero.axis!r}, "
+                f"replica_axis={zero.replica_axis!r}. A mesh axis shards or replicates, once."
+            )
+    if zero.shard_state_over_replicas and not (zero._layout.replica_axes and zero.stage):
+        raise ValueError(
+            "shard_state_over_replicas needs a replica_axis and stage 1, 2 or 3, got "
+            f"replica_axis={zero.replica_axis!r} and stage {zero.stage}."
+        )
+    if zero.offload not in (None, "optimizer"):
+        raise ValueError(f"offload must be 'optimizer' or None, got {zero.offload!r}.")
+    if zero.sync is not None and not isinstance(zero.sync, GradientSync):
+        raise ValueError(f"sync must be a GradientSync or None, got {zero.sync!r}.")
+    if zero.precision.gather is not None and zero.stage < 3:
+        raise ValueError(
+            f"precision.gather={zero.precision.gather} is for stage 3, where a step gathers "
+            f"parameters for the loss; at stage {zero.stage} they are replicated between steps."
+        )
+    for name in ("min_shard_size", "offload_min_size"):
+        if getattr(zero, name) < 0:
+            raise ValueError(f"{name} must not be negative, got {getattr(zero, name)}.")

@@ -52,11 +52,20 @@ MARK = "sharding.gather"
 HANDLE_MARK = "sharding.gather.handle"
 # The same for handles that the loss uses as arrays.
 FULL_MARK = "sharding.gather.full"
-# Whether arrays are marked: not in the trace that is differentiated, where a loop over layers would
-# save them under that name.
-_MARKS: contextvars.ContextVar[bool] = contextvars.ContextVar("marks", default=True)
-# Whether handles are marked: in a trace that is read and not run.
-_HANDLE_MARKS: contextvars.ContextVar[bool] = contextvars.ContextVar("handle_marks", default=False)
+# Whether ``gather`` marks what it gets: in a trace that is read and not run. In one that is run a
+# loop over layers would store what bears a mark. ``gather`` is called by the user's loss, so that
+# there is no argument for it.
+_MARKS: contextvars.ContextVar[bool] = contextvars.ContextVar("marks", default=False)
+
+
+@contextlib.contextmanager
+def marking() -> Iterator[None]:
+    """A context in which calls of ``gather`` mark arrays and handles."""
+    token = _MARKS.set(True)
+    try:
+        yield
+    finally:
+        _MARKS.reset(token)
 
 
 class GatherSpec(NamedTuple):
@@ -92,21 +101,43 @@ _NOT_AN_ARRAY = (
 )
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
 class ParamHandle:
-    """A parameter for ``gather`` or ``lookup``: it has a shape and a dtype, but is no array."""
+    """A parameter for ``gather`` or ``lookup``: it has a shape and a dtype, but is no array.
 
-    value: jax.Array
-    shape: tuple[int, ...]
+    Attributes:
+      held: the parameter as this device holds it: a shard at stage 3, else unsharded.
+      tap: zeros, of the shape and the dtype of this device's part of the gradient: what is
+        differentiated in place of the parameter.
+      spec: how it is gathered, and its gradient reduced.
+    """
+
+    held: jax.Array
+    tap: jax.Array
+    spec: GatherSpec = dataclasses.field(metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the unsharded parameter."""
+        if self.spec.layout.stage < 3:
+            return self.held.shape
+        if self.spec.moved and self.held.shape == self.spec.moved[1]:
+            return self.spec.moved[0]
+        shape, dim = list(self.held.shape), self.spec.dim
+        if dim and -dim <= len(shape):
+            shape[dim] *= self.spec.layout.num_shards
+        return tuple(shape)
 
     @property
     def dtype(self) -> Any:
         """The dtype of the parameter as the loss sees it."""
-        return self.value.dtype
+        return self.spec.dtype
 
     @property
     def ndim(self) -> int:
         """The number of dims."""
-        return self.value.ndim
+        return self.held.ndim
 
     @property
     def size(self) -> int:
@@ -129,45 +160,19 @@ class ParamHandle:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Shard(ParamHandle):
-    """This device's shard of a parameter, for ``gather``.
-
-    Attributes:
-      value: the shard; at stage 2 zeros of its shape, whose gradient is that of the shard.
-      spec: how it is gathered.
-      full: at stage 2, the unsharded parameter.
-    """
-
-    value: jax.Array
-    spec: GatherSpec = dataclasses.field(metadata={"static": True})
-    full: jax.Array | None = None
-
-    @property
-    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        """The shape of the unsharded parameter."""
-        if self.spec.moved and self.value.shape == self.spec.moved[1]:
-            return self.spec.moved[0]
-        shape, dim = list(self.value.shape), self.spec.dim
-        if -dim <= len(shape):
-            shape[dim] *= self.spec.layout.num_shards
-        return tuple(shape)
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype in which it is gathered."""
-        return self.spec.dtype
+    """The handle of a sharded parameter, for ``gather``; at stage 3 for ``lookup`` too."""
 
     # The plan of a step lets the loss compute from a handle only what it does not use.
 
     def __jax_array__(self) -> jax.Array:
-        return _mark(gather(self) if self.full is None else self.full, FULL_MARK)
+        return _mark(gather(self) if self.spec.layout.stage == 3 else self.held, FULL_MARK)
 
     def __getitem__(self, index: Any) -> Any:
         entries = index if isinstance(index, tuple) else (index,)
-        before = self.value.ndim + self.spec.dim  # the number of dims before the sharded one
+        before = self.ndim + self.spec.dim  # the number of dims before the sharded one
         if len(entries) > before or not all(isinstance(i, slice) or _is_index(i) for i in entries):
             return self.__jax_array__()[index]
-        full = None if self.full is None else self.full[index]
-        return dataclasses.replace(self, value=self.value[index], full=full)
+        return dataclasses.replace(self, held=self.held[index], tap=self.tap[index])
 
     def __iter__(self) -> Iterator[Any]:
         return (self[i] for i in range(self.shape[0]))
@@ -203,28 +208,6 @@ def call_with_shards(fn: Callable[..., Any], leaves: list[Any], *args: Any) -> A
     Raises:
       ValueError: if neither form works.
     """
-    with _marking(False):
-        return _call_in_either_form(fn, leaves, *args)
-
-
-def call_marking(fn: Callable[..., Any], leaves: list[Any], *args: Any) -> Any:
-    """``call_with_shards`` for a trace that is read and not run: ``gather`` marks what it gets."""
-    with _marking(True):
-        return _call_in_either_form(fn, leaves, *args)
-
-
-@contextlib.contextmanager
-def _marking(marks: bool) -> Iterator[None]:
-    """Sets whether calls of ``gather`` in this context mark arrays and handles."""
-    tokens = _MARKS.set(marks), _HANDLE_MARKS.set(marks)
-    try:
-        yield
-    finally:
-        _MARKS.reset(tokens[0])
-        _HANDLE_MARKS.reset(tokens[1])
-
-
-def _call_in_either_form(fn: Callable[..., Any], leaves: list[Any], *args: Any) -> Any:
     try:
         return fn(leaves, *args)
     except ValueError as error:
@@ -245,11 +228,11 @@ def _call_in_either_form(fn: Callable[..., Any], leaves: list[Any], *args: Any) 
 
 
 def _as_leaf(x: Any) -> Any:
-    return LeafShard(x.value, x.spec, x.full) if is_shard(x) else x
+    return LeafShard(x.held, x.tap, x.spec) if is_shard(x) else x
 
 
 def as_node(x: Any) -> Any:
-    return Shard(x.value, x.spec, x.full) if isinstance(x, LeafShard) else x
+    return Shard(x.held, x.tap, x.spec) if isinstance(x, LeafShard) else x
 
 
 # --- Stages 2 and 3: the gather and its transpose -------------------------------------------------
@@ -264,20 +247,19 @@ def gather(tree: Any) -> Any:
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_shard)
     shards = [x for x in leaves if is_shard(x)]
     for shard in shards:
-        if -shard.spec.dim > shard.value.ndim:
+        if -shard.spec.dim > shard.ndim:
             raise ValueError(
-                f"a parameter of shape {shard.value.shape} is sharded along a dim that a loop over "
+                f"a parameter of shape {shard.held.shape} is sharded along a dim that a loop over "
                 "layers slices off. Name the data axis on another dim of it in param_specs."
             )
-    specs, values = tuple(x.spec for x in shards), [x.value for x in shards]
-    dtypes = tuple(x.dtype for x in values)
-    here = [x.full for x in shards if x.full is not None]
-    if here and _HANDLE_MARKS.get():
-        found = here
-    elif here:
-        found = _identity_with_reduced_gradients(specs, dtypes, here, values)
+    specs, held, taps = (
+        tuple(x.spec for x in shards),
+        *([getattr(x, name) for x in shards] for name in ("held", "tap")),
+    )
+    if _MARKS.get() and shards and specs[0].layout.stage < 3:
+        found = held
     else:
-        found = _gather_arrays(specs, dtypes, values) if shards else []
+        found = _fetch(specs, tuple(x.dtype for x in taps), held, taps) if shards else []
     full = iter(found)
     return treedef.unflatten(
         [_mark(next(full), HANDLE_MARK) if is_shard(x) else _mark(x, MARK) for x in leaves]
@@ -285,54 +267,37 @@ def gather(tree: Any) -> Any:
 
 
 def _mark(x: Any, name: str) -> Any:
-    marking = (_MARKS if name == MARK else _HANDLE_MARKS).get()
-    return checkpoint_name(x, name) if marking and isinstance(x, jax.Array | np.ndarray) else x
+    marks = _MARKS.get() and isinstance(x, jax.Array | np.ndarray)
+    return checkpoint_name(x, name) if marks else x
 
 
-# At stage 2 parameters are here; only the transpose is needed.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _identity_with_reduced_gradients(
+def _fetch(
     specs: tuple[GatherSpec, ...],
     dtypes: tuple[Any, ...],
-    full: list[jax.Array],
-    shards: list[jax.Array],
+    held: list[jax.Array],
+    taps: list[jax.Array],
 ) -> list[jax.Array]:
-    del specs, dtypes, shards
-    return full
+    """Unsharded parameters; their gradients, reduced, become those of ``taps``, in ``dtypes``."""
+    return _fetch_forward(specs, dtypes, held, taps)[0]
 
 
-def _identity_forward(specs: Any, dtypes: Any, full: Any, shards: Any) -> tuple[Any, None]:
-    del specs, dtypes, shards
-    return full, None
+def _fetch_forward(
+    specs: tuple[GatherSpec, ...], dtypes: Any, held: list[jax.Array], taps: Any
+) -> tuple[list[jax.Array], None]:
+    del dtypes, taps
+    layout = specs[0].layout
+    if layout.stage < 3:
+        # The very arrays: a loop over layers stores a copy of all that it did not get as it is.
+        return held, None
+    with jax.named_scope("gather"):
+        cast = [x.astype(spec.dtype) for x, spec in zip(held, specs, strict=True)]
+        return all_gather_arrays(layout, cast, _array_layouts(specs, cast), specs[0].bits), None
 
 
-def _identity_backward(
+def _deliver(
     specs: tuple[GatherSpec, ...], dtypes: tuple[Any, ...], _: None, grads: list[jax.Array]
 ) -> tuple[None, list[jax.Array]]:
-    return None, *_gather_backward(specs, dtypes, None, grads)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gather_arrays(
-    specs: tuple[GatherSpec, ...], dtypes: tuple[Any, ...], shards: list[jax.Array]
-) -> list[jax.Array]:
-    del dtypes  # of the shards, for the backward pass
-    if not specs:
-        return []
-    with jax.named_scope("gather"):
-        cast = [x.astype(spec.dtype) for x, spec in zip(shards, specs, strict=True)]
-        return all_gather_arrays(specs[0].layout, cast, _array_layouts(specs, cast), specs[0].bits)
-
-
-def _gather_forward(specs: Any, dtypes: Any, shards: Any) -> tuple[list[jax.Array], None]:
-    return _gather_arrays(specs, dtypes, shards), None
-
-
-def _gather_backward(
-    specs: tuple[GatherSpec, ...], dtypes: tuple[Any, ...], _: None, grads: list[jax.Array]
-) -> tuple[list[jax.Array]]:
-    if not specs:
-        return ([],)
     layout = specs[0].layout
     with jax.named_scope("reduce_scatter"):
         cast = [g.astype(spec.reduce_dtype) for g, spec in zip(grads, specs, strict=True)]
@@ -340,11 +305,10 @@ def _gather_backward(
         sums = synced or reduce_scatter_arrays(
             layout, layout.axes, cast, _array_layouts(specs, cast)
         )
-        return ([g.astype(dtype) for g, dtype in zip(sums, dtypes, strict=True)],)
+        return None, [g.astype(dtype) for g, dtype in zip(sums, dtypes, strict=True)]
 
 
-_gather_arrays.defvjp(_gather_forward, _gather_backward)
-_identity_with_reduced_gradients.defvjp(_identity_forward, _identity_backward)
+_fetch.defvjp(_fetch_forward, _deliver)
 
 
 def _array_layouts(specs: Sequence[GatherSpec], xs: Sequence[jax.Array]) -> list[ArrayLayout]:

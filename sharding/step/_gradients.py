@@ -1,7 +1,6 @@
 """Gradients of a step: each device's loss, its micro-batches, and the sums over devices."""
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +13,9 @@ from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import over_data_axes
 from sharding.placement._specs import axes_of, entry_of
 from sharding.step import _local_norm, _model_state, _sync_state
-from sharding.step._gather_params import call_with_shards
 from sharding.step._layer_check import confirm_layers
 from sharding.step._loss import Inputs, Loss, first_args
-from sharding.step._loss_params import loss_params, of_leaves
+from sharding.step._loss_params import of_leaves
 from sharding.step._microbatches import accumulate, inverse_weight
 from sharding.step._reduce_gradients import reduce_accumulated, sync_accumulated
 from sharding.step._step_plan import StepPlan, StepSpec, plan_step
@@ -85,66 +83,73 @@ def gradients(
     treedef: Any
     leaves, treedef = jax.tree.flatten(params)
     trained = treedef.flatten_up_to(spec.trained)
-    has_state = sync_state is not None
-    fn = of_leaves(layout, loss.fn, spec.placed.params)
-
-    def on_device(leaves: list[jax.Array], inputs: Inputs, sync_state: Any) -> Gradients:
-        args = jax.eval_shape(functools.partial(first_args, loss, layout.data_axes), inputs)
-        plan = plan_step(
-            layout,
-            spec,
-            params,
-            has_state,
-            fn,
-            *args,
-            reduce_in_backward=not loss.local_norm,
-            check_branches=loss.model_state,
-        )
-        plan = confirm_layers(plan, fn, *args)
-        local = loss._replace(fn=fn)
-        own = jax.tree.map(lambda x: x[0, 0], sync_state) if has_state else plan.empty_sync_state()
-        shards = list(map(_own_shard, leaves, shard_specs)) if early_shards else None
-        if early_shards and not plan.reduces_in_layers:
-            # Before the loss: unsharded gradients will need the memory. The barrier is for the
-            # batch, since parameters that pass through one are copied.
-            shards, batch = lax.optimization_barrier((shards, inputs.batch))
-            inputs = inputs._replace(batch=batch)
-        found = device_gradients(plan, local, leaves, inputs, own)
-        new = jax.tree.map(lambda x: x[None, None], found.sync_state)
-        return found._replace(sync_state=new, shards=shards)
-
-    metric_specs = {"loss": P()}
-    if loss.weighted:
-        metric_specs["weight"] = P()
-    if loss.local_norm:
-        metric_specs["local"] = P()
-    if loss.has_aux:
-        metric_specs["aux"] = P(entry_of(layout.data_axes))
     param_specs, shard_specs = (
         [layout.manual_spec(spec) for spec in treedef.flatten_up_to(tree)]
         for tree in (spec.placed.params, spec.placed.shards)
     )
+    metric_specs = {"loss": P()}
+    metric_specs |= {"weight": P()} if loss.weighted else {}
+    metric_specs |= {"local": P()} if loss.local_norm else {}
+    metric_specs |= {"aux": P(entry_of(layout.data_axes))} if loss.has_aux else {}
     grad_specs = [s for s, t in zip(shard_specs, trained, strict=True) if t]
     sync_spec = layout.manual_spec(_sync_state.sync_spec(layout))
+    early_specs = shard_specs if early_shards else None
     run = over_data_axes(
         layout,
-        on_device,
+        functools.partial(_on_device, layout, spec, loss, params, early_specs),
         (param_specs, Inputs(layout.batch_specs(inputs.batch), P(), P()), sync_spec),
-        Gradients(grad_specs, metric_specs, sync_spec, P(), shard_specs if early_shards else None),
+        Gradients(grad_specs, metric_specs, sync_spec, P(), early_specs),
     )
-    found = run(leaves, inputs, sync_state)
-    reduced = iter(found.grads)
+    reduced = run(leaves, inputs, sync_state)
+    in_order = iter(reduced.grads)
     grads = [
-        next(reduced).astype(spec.precision.of_result(x.dtype)) if t else jnp.zeros_like(x)
+        next(in_order).astype(spec.precision.of_result(x.dtype)) if t else jnp.zeros_like(x)
         for x, t in zip(leaves, trained, strict=True)
     ]
     return Gradients(
         treedef.unflatten(grads),
-        average_scalars(found.metrics),
-        found.sync_state if has_state else None,
-        found.model_state,
-        treedef.unflatten(found.shards) if early_shards else None,
+        average_scalars(reduced.metrics),
+        reduced.sync_state if sync_state is not None else None,
+        reduced.model_state,
+        treedef.unflatten(reduced.shards) if early_shards else None,
     )
+
+
+def _on_device(
+    layout: Layout,
+    spec: StepSpec,
+    loss: Loss,
+    types: Any,
+    early_specs: list[P] | None,
+    leaves: list[jax.Array],
+    inputs: Inputs,
+    sync_state: Any,
+) -> Gradients:
+    """Plans the step of one device, and runs it up to the reduced gradients."""
+    fn = of_leaves(layout, loss.fn, spec.placed.params)
+    args = jax.eval_shape(functools.partial(first_args, loss, layout.data_axes), inputs)
+    has_state = sync_state is not None
+    plan = plan_step(
+        layout,
+        spec,
+        types,
+        has_state,
+        fn,
+        *args,
+        reduce_in_backward=not loss.local_norm,
+        check_branches=loss.model_state,
+    )
+    plan = confirm_layers(plan, fn, *args)
+    own = jax.tree.map(lambda x: x[0, 0], sync_state) if has_state else plan.empty_sync_state()
+    shards = list(map(_own_shard, leaves, early_specs)) if early_specs else None
+    if shards and not plan.reduces_in_layers:
+        # Before the loss: unsharded gradients will need the memory. The barrier is for the
+        # batch, since parameters that pass through one are copied.
+        shards, batch = lax.optimization_barrier((shards, inputs.batch))
+        inputs = inputs._replace(batch=batch)
+    reduced = device_gradients(plan, loss._replace(fn=fn), leaves, inputs, own)
+    new = jax.tree.map(lambda x: x[None, None], reduced.sync_state)
+    return reduced._replace(sync_state=new, shards=shards)
 
 
 def _own_shard(x: jax.Array, spec: P) -> jax.Array:
@@ -153,28 +158,6 @@ def _own_shard(x: jax.Array, spec: P) -> jax.Array:
         if entry is not None:
             x = own_shard(x, axes_of(entry), dim)
     return x
-
-
-def evaluate(
-    layout: Layout, spec: StepSpec, fn: Callable[..., Any], params: Any, args: tuple[Any, ...]
-) -> Any:
-    """``fn(params, *args)``; inside ``on_mesh``.
-
-    The first of ``args`` is a batch that is sharded over the data axes; the others are replicated.
-    """
-    treedef: Any
-    leaves, treedef = jax.tree.flatten(params)
-    fn = of_leaves(layout, fn, spec.placed.params)
-
-    def on_device(leaves: list[jax.Array], args: tuple[Any, ...]) -> Any:
-        plan = plan_step(layout, spec, params, False, fn, *args, reduce_in_backward=False)
-        plan = confirm_layers(plan, fn, *args)
-        return mark_scalars(call_with_shards(fn, loss_params(plan, leaves, leaves), *args))
-
-    specs = [layout.manual_spec(spec) for spec in treedef.flatten_up_to(spec.placed.params)]
-    arg_specs = (layout.batch_specs(args[0]), *(P() for _ in args[1:]))
-    run = over_data_axes(layout, on_device, (specs, arg_specs), P(entry_of(layout.data_axes)))
-    return average_scalars(run(leaves, args))
 
 
 # --- On one device --------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from sharding.step._gather_params import FULL_MARK, HANDLE_MARK, call_marking
+from sharding.step._gather_params import FULL_MARK, HANDLE_MARK, call_with_shards, marking
 from sharding.step._loss_params import differentiated, loss_params
 from sharding.step._param_uses import uses_in, without_dead
 from sharding.step._step_plan import ParamPlan, StepPlan, warn_of_unsharded
@@ -71,9 +71,10 @@ def _traced(plan: StepPlan, loss: Callable[..., Any], args: tuple[Any, ...]) -> 
     inputs = jax.eval_shape(lambda params: differentiated(plan, params), params)
 
     def call(params: list[Any], inputs: list[Any], *args: Any) -> Any:
-        return call_marking(loss, loss_params(plan, inputs, params), *args)
+        return call_with_shards(loss, loss_params(plan, inputs, params), *args)
 
-    return jax.make_jaxpr(call)(params, inputs, *args)
+    with marking():
+        return jax.make_jaxpr(call)(params, inputs, *args)
 
 
 def _trace(

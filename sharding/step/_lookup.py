@@ -34,22 +34,7 @@ MARK = "sharding.lookup"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class TableHandle(ParamHandle):
-    """The handle of an unsharded table, for ``lookup`` alone.
-
-    Attributes:
-      value: its rows.
-      tap: zeros in its place among the differentiated inputs, of the shape of its gradient's shard.
-      spec: how rows are gathered and the gradient is synchronized.
-    """
-
-    value: jax.Array
-    tap: jax.Array
-    spec: GatherSpec = dataclasses.field(metadata={"static": True})
-
-    @property
-    def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        """Of the table."""
-        return self.value.shape
+    """The handle of an unsharded table, for ``lookup`` alone."""
 
 
 def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
@@ -99,7 +84,7 @@ def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
     ids = jnp.asarray(ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise ValueError(f"lookup: ids must be integers, got {ids.dtype}.")
-    if is_shard(table) and (table.spec.rows is None or -table.spec.dim > table.value.ndim):
+    if is_shard(table) and (table.spec.rows is None or -table.spec.dim > table.ndim):
         table = gather(table)
     table = table if isinstance(table, ParamHandle) else jnp.asarray(table)
     shape = table.shape
@@ -115,10 +100,10 @@ def lookup(table: Any, ids: jax.Array, *, shuffled: bool = False) -> jax.Array:
     if shuffled:
         at = Permutation(num_rows).apply(jnp.where(inside, at, 0))
     at = jnp.where(inside, at, num_rows)
-    if isinstance(table, Shard):
-        rows = _fetch(_Lookup(table.spec, table.value.dtype, num_rows), table.value, at)
-    elif isinstance(table, TableHandle):
-        rows = _take(_Lookup(table.spec, table.tap.dtype, num_rows), table.value, table.tap, at)
+    if isinstance(table, ParamHandle):
+        rows = _table_rows(
+            _Lookup(table.spec, table.tap.dtype, num_rows), table.held, table.tap, at
+        )
     else:
         rows = jnp.take(checkpoint_name(table, MARK), at, axis=0)
     return rows.reshape(*ids.shape, *rows.shape[1:])
@@ -183,33 +168,28 @@ def _reduce_columns(call: _Lookup, grad: jax.Array, ids: jax.Array) -> jax.Array
     return spec.rows.reduce(ids, grad, call.num_rows, spec.layout.axes, spec.dim)
 
 
-# --- Below stage 3: the table is here, its gradient is not ----------------------------------------
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _take(call: _Lookup, value: jax.Array, tap: jax.Array, ids: jax.Array) -> jax.Array:
-    del call, tap
-    return jnp.take(value, ids, axis=0)
+def _table_rows(call: _Lookup, held: jax.Array, tap: jax.Array, ids: jax.Array) -> jax.Array:
+    """The rows: of the table that is here, at stage 3 from the devices that own them."""
+    return _table_rows_forward(call, held, tap, ids)[0]
 
 
-def _take_forward(call: _Lookup, value: jax.Array, tap: jax.Array, ids: jax.Array) -> Any:
-    return _take(call, value, tap, ids), ids
+def _table_rows_forward(call: _Lookup, held: jax.Array, tap: jax.Array, ids: jax.Array) -> Any:
+    del tap
+    if call.spec.layout.stage < 3:
+        return jnp.take(held, ids, axis=0), ids
+    return call.on_columns(_fetch_columns, held, ids), ids
 
 
-def _take_backward(call: _Lookup, ids: jax.Array, grad: jax.Array) -> Any:
-    with jax.named_scope("reduce_gradients"):
+def _table_rows_backward(call: _Lookup, ids: jax.Array, grad: jax.Array) -> Any:
+    with jax.named_scope("reduce_scatter"):
         return None, call.gradient(ids, grad), None
 
 
-_take.defvjp(_take_forward, _take_backward)
+_table_rows.defvjp(_table_rows_forward, _table_rows_backward)
 
 
 # --- At stage 3: rows come from the devices that own them -----------------------------------------
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fetch(call: _Lookup, shard: jax.Array, ids: jax.Array) -> jax.Array:
-    return call.on_columns(_fetch_columns, shard, ids)
 
 
 def _fetch_columns(call: _Lookup, shard: jax.Array, ids: jax.Array) -> jax.Array:
@@ -222,7 +202,7 @@ def _fetch_columns(call: _Lookup, shard: jax.Array, ids: jax.Array) -> jax.Array
     firsts, first = unique_lookups(ids, owners)
     density = min(spec.rows.density, ids.size / call.num_rows)
     capacity = list_capacity(density, owners.num_slots, num * owners.num_owners)
-    row_shape = Shard(shard, spec).shape[1:]
+    row_shape = Shard(shard, shard, spec).shape[1:]
 
     def fetch_unique(send_list: SendList, num_rounds: int) -> jax.Array:
         def one_round(i: Any, rows: jax.Array) -> jax.Array:
@@ -244,7 +224,7 @@ def _fetch_columns(call: _Lookup, shard: jax.Array, ids: jax.Array) -> jax.Array
         return jnp.take(rows, jnp.where(inside, first, ids.size), axis=0)
 
     def gather_table() -> jax.Array:
-        return jnp.take(gather(Shard(shard, spec._replace(bits=None))), ids, axis=0)
+        return jnp.take(gather(Shard(shard, shard, spec._replace(bits=None))), ids, axis=0)
 
     limit = min(ids.size, owners.num_slots)
     break_even = break_even_rows(owners.num_slots, math.prod(row_shape), num if dim else 1)
@@ -252,15 +232,3 @@ def _fetch_columns(call: _Lookup, shard: jax.Array, ids: jax.Array) -> jax.Array
         return in_rounds(
             lambda: firsts, limit, capacity, axes, fetch_unique, gather_table, break_even
         )
-
-
-def _fetch_forward(call: _Lookup, shard: jax.Array, ids: jax.Array) -> Any:
-    return _fetch(call, shard, ids), ids
-
-
-def _fetch_backward(call: _Lookup, ids: jax.Array, grad: jax.Array) -> Any:
-    with jax.named_scope("reduce_scatter"):
-        return call.gradient(ids, grad), None
-
-
-_fetch.defvjp(_fetch_forward, _fetch_backward)

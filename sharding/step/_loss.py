@@ -21,11 +21,12 @@ class Loss(NamedTuple):
     weighted: bool = False
     rngs: bool | str = False
     microbatches: int = 1
+    model_state: bool = False
+    # How the model states of all devices are reduced: a prefix tree of _model_state.REDUCTIONS, or
+    # a function of the model state that gives one.
+    reduction: Any = "mean"
     # Whether the transformation requires the norms of the local gradients.
     local_norm: bool = False
-    model_state: bool = False
-    # How the model states of all devices are reduced: a prefix tree of _model_state.REDUCTIONS.
-    reduction: Any = "mean"
 
     def check(self) -> "Loss":
         """Itself, or an error that names the bad option."""

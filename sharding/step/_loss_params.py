@@ -18,30 +18,45 @@ from sharding.step._lookup import TableHandle
 from sharding.step._step_plan import ParamPlan, StepPlan
 
 
-def differentiated(plan: StepPlan, params: list[jax.Array]) -> list[jax.Array]:
+def differentiated(
+    plan: StepPlan, params: list[jax.Array], accumulates: bool = False
+) -> list[jax.Array]:
     """The differentiated inputs; a gradient has the shape and the dtype of its input.
 
     Args:
       plan: of the step.
       params: as this device holds them; at stage 3 shards.
+      accumulates: whether gradients of taps are to have the dtype of their sums.
     """
-    if plan.layout.stage == 3:
-        # The transpose of the gather, which reduces gradients, ends in the dtype of the shard.
-        result = plan.precision.of_result
-        return [x.astype(jnp.promote_types(x.dtype, result(x.dtype))) for x in params]
-    return [
-        _gradient_tap(plan, param) if param.reduced_in_backward else x.astype(param.loss_dtype)
-        for param, x in zip(plan.params, params, strict=True)
-    ]
+    stage, precision = plan.layout.stage, plan.precision
+
+    def input_of(param: ParamPlan, x: jax.Array) -> jax.Array:
+        # At stage 3 the cast for the loss is part of it.
+        dtype = jnp.promote_types(x.dtype, precision.of_result(x.dtype))
+        if not _has_tap(plan, param):
+            return x.astype(param.loss_dtype if stage < 3 else dtype)
+        if stage < 3:
+            dtype = param.reduce_dtype
+        if param.synced_by_rows:
+            dtype = sum_dtype(dtype)
+        if accumulates:
+            dtype = precision.of_accumulator(param.dtype)
+        return jnp.zeros(gradient_shape(plan, param), dtype)
+
+    return list(map(input_of, plan.params, params))
 
 
-def _gradient_tap(plan: StepPlan, param: ParamPlan) -> jax.Array:
-    """Zeros in place of a parameter, of the shape of its gradient's shard."""
+def _has_tap(plan: StepPlan, param: ParamPlan) -> bool:
+    """Whether a tap is differentiated in its place: its gradient arrives reduced."""
+    return bool(param.shard.dim) if plan.layout.stage == 3 else param.reduced_in_backward
+
+
+def gradient_shape(plan: StepPlan, param: ParamPlan) -> tuple[int, ...]:
+    """Of this device's gradient of a micro-batch, reduced if the step reduces those."""
     shape, dim = list(param.shape), param.shard.dim
-    if dim:
+    if dim and plan.reduces_microbatches:
         shape[dim] //= plan.layout.num_shards
-    dtype = sum_dtype(param.reduce_dtype) if param.synced_by_rows else param.reduce_dtype
-    return jnp.zeros(shape, dtype)
+    return tuple(shape)
 
 
 def loss_params(plan: StepPlan, inputs: list[jax.Array], params: list[jax.Array]) -> list[Any]:
@@ -52,16 +67,16 @@ def loss_params(plan: StepPlan, inputs: list[jax.Array], params: list[jax.Array]
       inputs: the differentiated inputs, and in their places the parameters that have no gradient.
       params: as this device holds them.
     """
-    if plan.layout.stage < 3 and not any(param.reduced_in_backward for param in plan.params):
-        return inputs
-    gather_specs = _gather_specs(plan)
+
+    def handle(param: ParamPlan, x: jax.Array, held: jax.Array, spec: GatherSpec) -> Any:
+        if not _has_tap(plan, param):
+            return x.astype(spec.dtype)
+        held = held if plan.layout.stage == 3 else held.astype(spec.dtype)
+        return (TableHandle if param.synced_by_rows else Shard)(held, x, spec)
+
+    leaves = list(map(handle, plan.params, inputs, params, _gather_specs(plan)))
     if plan.layout.stage < 3:
-        every = zip(plan.params, inputs, params, gather_specs, strict=True)
-        return [_with_tap(*each) if each[0].reduced_in_backward else each[1] for each in every]
-    leaves = [
-        Shard(x, spec) if spec.dim else x.astype(spec.dtype)
-        for x, spec in zip(inputs, gather_specs, strict=True)
-    ]
+        return leaves
     by_loss = [param.gathered_by_loss for param in plan.params]
     at_once = iter(gather([x for x, own in zip(leaves, by_loss, strict=True) if not own]))
     return [x if own else next(at_once) for x, own in zip(leaves, by_loss, strict=True)]
@@ -109,12 +124,6 @@ def _reshard(x: Any, spec: PartitionSpec) -> Any:
     arrays = {name: x for name, x in vars(x).items() if isinstance(x, jax.Array)}
     handle: Any = x
     return dataclasses.replace(handle, **jax.sharding.reshard(arrays, spec))
-
-
-def _with_tap(param: ParamPlan, tap: jax.Array, x: jax.Array, spec: GatherSpec) -> ParamHandle:
-    """Below stage 3, the handle of a parameter whose gradient is that of its tap."""
-    x = x.astype(spec.dtype)
-    return TableHandle(x, tap, spec) if param.synced_by_rows else Shard(tap, spec, x)
 
 
 def _gather_specs(plan: StepPlan) -> list[GatherSpec]:

@@ -1,5 +1,6 @@
 """Micro-batches of one device: losses, gradients and model states, one after the other."""
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -11,9 +12,12 @@ from sharding.collectives._dtypes import to_sum_dtype
 from sharding.step import _local_norm, _model_state
 from sharding.step._gather_params import call_with_shards
 from sharding.step._loss import Inputs, Loss, loss_args
-from sharding.step._loss_params import differentiated, loss_params
-from sharding.step._reduce_gradients import reduce_microbatch
+from sharding.step._loss_params import differentiated, gradient_shape, loss_params
+from sharding.step._reduce_gradients import reduce_microbatch, reduced_by_microbatch
 from sharding.step._step_plan import StepPlan
+
+_AD: Any = jax.ad
+_RETURNED = _AD.GradValue()  # a gradient that a backward pass returns, in place of a ref for it
 
 
 class Sums(NamedTuple):
@@ -22,86 +26,140 @@ class Sums(NamedTuple):
     loss: jax.Array
     weight: jax.Array
     local: list[jax.Array]  # as _local_norm.squares returns them
-    grads: list[jax.Array]
+    grads: list[jax.Array]  # of trained parameters
 
 
-def accumulate(
-    plan: StepPlan, loss: Loss, params: list[jax.Array], inputs: Inputs
-) -> tuple[Sums, Any, list[bool], Any]:
-    """Runs the micro-batches one after the other.
+class Accumulated(NamedTuple):
+    """What all micro-batches of a device leave."""
 
-    Returns:
-      The sums; the model state after the last micro-batch, with which of its leaves no loss
-      changed; and the aux of all micro-batches.
-    """
-    steps, axes = loss.microbatches, plan.layout.data_axes
-    unchanged: list[bool] = []  # per leaf of the model state; known when the loss is traced
-    primals = differentiated(plan, params)
-    untrained = [
-        None if param.trained else x for param, x in zip(plan.params, primals, strict=True)
-    ]
-    trained = [x for param, x in zip(plan.params, primals, strict=True) if param.trained]
+    sums: Sums
+    model_state: Any
+    unchanged: list[bool]  # the leaves of the model state that no loss changed
+    aux: Any
 
-    def run(microbatch: Any, index: Any, model_state: Any) -> tuple[Sums, Any, Any]:
-        """The sums of one micro-batch, the model state after it, and its aux."""
 
-        def total_loss(trained: list[jax.Array]) -> tuple[Any, Any]:
-            in_order = iter(trained)
-            leaves = [next(in_order) if x is None else x for x in untrained]
-            args = loss_args(loss, axes, inputs.key, microbatch, index, model_state)
-            out = call_with_shards(loss.fn, loss_params(plan, leaves, params), *args)
-            total, weight, new, aux = loss.split(out)
-            if loss.model_state:
-                new, unchanged[:] = _model_state.checked(model_state, new)
-            if plan.divides_first:
-                total *= inverse_weight(
-                    jnp.asarray(divisor_of(lax.stop_gradient(weight)), total.dtype)
-                )
-            return total, (weight, new, aux)
+@dataclasses.dataclass
+class _Device:
+    """The loss of one device, and its derivative."""
 
-        def divisor_of(weight: jax.Array) -> Any:
-            """What the micro-batch of all devices is divided by."""
-            return lax.psum(weight, axes) if loss.weighted else lax.axis_size(axes)
+    plan: StepPlan
+    loss: Loss
+    params: list[jax.Array]  # as the device holds them
+    inputs: list[jax.Array]  # what is differentiated; see ``differentiated``
+    key: Any
+    unchanged: list[bool] = dataclasses.field(default_factory=list)  # known after a trace
 
+    def total_loss(
+        self, trained: list[jax.Array], microbatch: Any, index: Any, model_state: Any
+    ) -> tuple[jax.Array, Any]:
+        """The sum of the losses of a micro-batch; its weight, the new model state, and the aux."""
+        plan, loss, in_order = self.plan, self.loss, iter(trained)
+        inputs = [
+            next(in_order) if param.trained else x
+            for param, x in zip(plan.params, self.inputs, strict=True)
+        ]
+        args = loss_args(loss, plan.layout.data_axes, self.key, microbatch, index, model_state)
+        out = call_with_shards(loss.fn, loss_params(plan, inputs, self.params), *args)
+        total, weight, new, aux = loss.split(out)
+        if loss.model_state:
+            new, self.unchanged[:] = _model_state.checked(model_state, new)
+        if plan.divides_first:
+            divisor = jnp.asarray(self.divisor(lax.stop_gradient(weight)), total.dtype)
+            total *= inverse_weight(divisor)
+        return total, (weight, new, aux)
+
+    def divisor(self, weight: jax.Array) -> Any:
+        """By what the loss of the micro-batch of all devices is divided."""
+        axes = self.plan.layout.data_axes
+        return lax.psum(weight, axes) if self.loss.weighted else lax.axis_size(axes)
+
+    def microbatch(
+        self, microbatch: Any, index: Any, model_state: Any, sums: list[Any] | None = None
+    ) -> tuple[Sums, Any, Any]:
+        """Loss and gradients of a micro-batch, the model state after it, and its aux.
+
+        Args:
+          microbatch: of the batch.
+          index: its number.
+          model_state: before it.
+          sums: refs to which gradients are added, in place of returning them.
+        """
+        plan, loss = self.plan, self.loss
+        trained = [x for x, param in zip(self.inputs, plan.params, strict=True) if param.trained]
+        # The backward pass itself adds up what is not to be reduced, cast or scaled after it.
+        in_place = [
+            ref is not None and ref.dtype == x.dtype and not (after or self.adds_after)
+            for ref, x, after in zip(
+                sums or [None] * len(trained), trained, reduced_by_microbatch(plan), strict=True
+            )
+        ]
+        backward: Any
         with jax.named_scope("loss_and_grad"):
-            value_and_grad = jax.value_and_grad(total_loss, has_aux=True)
-            (total, (weight, model_state, aux)), grads = value_and_grad(trained)
+            total, backward, (weight, model_state, aux) = jax.vjp(
+                lambda x: self.total_loss(x, microbatch, index, model_state), trained, has_aux=True
+            )
+            refs = zip(sums or trained, in_place, strict=True)
+            sinks = [ref if here else _RETURNED for ref, here in refs]
+            (grads,) = backward.with_refs(sinks)(jnp.ones_like(total))
         total, weight = (to_sum_dtype(jnp.asarray(x)) for x in (total, weight))
         reduced = reduce_microbatch(plan, grads)
         if plan.divides_first:
-            divisor = divisor_of(weight)
+            divisor = self.divisor(weight)
             total *= divisor
             grads, reduced = ([to_sum_dtype(g) * divisor for g in x] for x in (grads, reduced))
         local: list[jax.Array] = []
         if loss.local_norm:
             with jax.named_scope("local_norm"):
                 local = _local_norm.squares(plan, grads, weight if loss.weighted else None)
+        if sums is not None:
+            after = [i for i, here in enumerate(in_place) if not here]
+            # Without the barrier XLA:TPU moves the reductions out of the loop, and accumulates
+            # unsharded gradients after all.
+            total, weight, local, values = lax.optimization_barrier(
+                (total, weight, local, [reduced[i] for i in after])
+            )
+            for i, value in zip(after, values, strict=True):
+                sums[i][...] += value.astype(sums[i].dtype)
+            reduced = []
         return Sums(total, weight, local, reduced), model_state, aux
 
+    @property
+    def adds_after(self) -> bool:
+        """Whether gradients are scaled, or their norm is taken, before they are added up."""
+        return self.plan.divides_first or self.loss.local_norm
+
+
+def accumulate(plan: StepPlan, loss: Loss, params: list[jax.Array], inputs: Inputs) -> Accumulated:
+    """Runs the micro-batches one after the other.
+
+    Args:
+      plan: of the step.
+      loss: of the list of parameters.
+      params: as this device holds them.
+      inputs: of the loss.
+    """
+    steps = loss.microbatches
+    taps = differentiated(plan, params, accumulates=steps > 1)
+    device = _Device(plan, loss, params, taps, inputs.key)
     split = split_microbatches(inputs.batch, steps)
-    first = jax.tree.map(lambda x: x[0], split)
     if steps == 1:
-        sums, model_state, aux = run(first, 0, inputs.model_state)
-        return sums, model_state, unchanged, aux
-
-    def add(carry: Any, numbered: tuple[Any, Any]) -> tuple[Any, Any]:
-        sums, model_state = carry
-        new, model_state, aux = run(*numbered, model_state)
-        # Without the barrier XLA:TPU moves the reductions out of the loop, and accumulates
-        # unsharded gradients after all.
-        new = lax.optimization_barrier(new)
-        sums = jax.tree.map(lambda a, x: a + x.astype(a.dtype), sums, new)
-        return (sums, model_state), aux
-
-    like, _, _ = jax.eval_shape(run, first, 0, inputs.model_state)
-    accumulators = [
-        jnp.zeros(g.shape, plan.precision.of_accumulator(param.dtype))
-        for g, param in zip(like.grads, plan.trained, strict=True)
+        first = jax.tree.map(lambda x: x[0], split)
+        sums, model_state, aux = device.microbatch(first, 0, inputs.model_state)
+        return Accumulated(sums, model_state, device.unchanged, aux)
+    refs = [
+        jax.new_ref(
+            jnp.zeros(gradient_shape(plan, param), plan.precision.of_accumulator(param.dtype))
+        )
+        for param in plan.trained
     ]
-    zeros = jax.tree.map(lambda x: jnp.zeros((), x.dtype), like._replace(grads=[]))
-    carry = (zeros._replace(grads=accumulators), inputs.model_state)
-    (sums, model_state), aux = lax.scan(add, carry, (split, jnp.arange(steps)))
-    return sums, model_state, unchanged, jax.tree.map(join_microbatches, aux)
+
+    def step(model_state: Any, numbered: tuple[Any, Any]) -> tuple[Any, Any]:
+        sums, model_state, aux = device.microbatch(*numbered, model_state, refs)
+        return model_state, (sums, aux)
+
+    model_state, (each, aux) = lax.scan(step, inputs.model_state, (split, jnp.arange(steps)))
+    sums = jax.tree.map(lambda x: jnp.sum(x, 0), each)._replace(grads=list(map(jax.freeze, refs)))
+    return Accumulated(sums, model_state, device.unchanged, jax.tree.map(join_microbatches, aux))
 
 
 def inverse_weight(weight: jax.Array) -> jax.Array:

@@ -18,6 +18,8 @@ REDUCTIONS = ("mean", "sum", "same")
 
 def check_reduction(reduction: Tree) -> None:
     """Raises if a leaf of a tree is no reduction."""
+    if callable(reduction):
+        return
     for kind in jax.tree.leaves(reduction):
         if kind not in REDUCTIONS:
             raise ValueError(
@@ -81,6 +83,7 @@ def reduce_over_devices(
     ``"mean"``, for leaves that are not floating the first device's value; ``"sum"``, the old value
     plus what each device added; ``"same"``, all devices have computed equal values.
     """
+    reduction = reduction(old) if callable(reduction) else reduction
     try:
         kinds = jax.tree.leaves(jax.tree.broadcast(reduction, old))
     except ValueError as error:

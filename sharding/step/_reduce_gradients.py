@@ -23,12 +23,21 @@ def reduce_microbatch(plan: StepPlan, grads: list[jax.Array]) -> list[jax.Array]
     At stage 3 the transpose of the gather has done it, at stage 2 that of layers that call it.
     Below stage 2, and with a sync that has a state, micro-batches accumulate unreduced gradients.
     """
-    if plan.layout.stage != 2 or not plan.reduces_microbatches:
+    chosen = reduced_by_microbatch(plan)
+    if not any(chosen):
         return grads
-    chosen = [bool(param.shard.dim) and not param.reduced_in_backward for param in plan.trained]
     if plan.syncs_shard_axes:
         return _sync(plan, grads, chosen, plan.empty_sync_state())[0]
     return _sum(plan, grads, plan.layout.axes, chosen, _shards(plan))
+
+
+def reduced_by_microbatch(plan: StepPlan) -> list[bool]:
+    """Which gradients ``reduce_microbatch`` reduces."""
+    reduces = plan.layout.stage == 2 and plan.reduces_microbatches
+    return [
+        reduces and bool(param.shard.dim) and not param.reduced_in_backward
+        for param in plan.trained
+    ]
 
 
 def reduce_accumulated(plan: StepPlan, grads: list[jax.Array]) -> list[jax.Array]:
@@ -75,11 +84,9 @@ def _sum(
     picked = [i for i, choice in enumerate(chosen) if choice]
     if not picked:
         return grads
-    cast = _to_reduce_dtypes(plan, grads)
     with jax.named_scope("reduce_gradients"):
-        sums = reduce_scatter_arrays(
-            plan.layout, axes, [cast[i] for i in picked], [arrays[i] for i in picked]
-        )
+        cast = [grads[i].astype(plan.trained[i].reduce_dtype) for i in picked]
+        sums = reduce_scatter_arrays(plan.layout, axes, cast, [arrays[i] for i in picked])
     new = dict(zip(picked, sums, strict=True))
     return [new.get(i, g) for i, g in enumerate(grads)]
 
@@ -98,10 +105,9 @@ def _sync(
     axes = replicas or layout.axes
     tree: dict[str, Any] = {param.path: None for param in plan.params}
     dims = dict.fromkeys(tree, 0)
-    cast = _to_reduce_dtypes(plan, grads)
-    for param, g, choice in zip(plan.trained, cast, chosen, strict=True):
+    for param, g, choice in zip(plan.trained, grads, chosen, strict=True):
         if choice:
-            tree[param.path] = g
+            tree[param.path] = g.astype(param.reduce_dtype)
             dims[param.path] = (param.replica_shard if replicas else param.shard).dim
 
     def sync_blocks(tree: Any, state: Any) -> tuple[Any, Any]:
@@ -118,7 +124,3 @@ def _sync(
         means[param.path] * num if choice else g
         for param, g, choice in zip(plan.trained, grads, chosen, strict=True)
     ], state
-
-
-def _to_reduce_dtypes(plan: StepPlan, grads: list[jax.Array]) -> list[jax.Array]:
-    return [g.astype(param.reduce_dtype) for g, param in zip(grads, plan.trained, strict=True)]

@@ -235,7 +235,8 @@ def _handles(
     like = [jax.ShapeDtypeStruct(param.shape, param.loss_dtype) for param in params]
     marks, axes = [_gather_params.MARK, _lookup.MARK], plan.layout.data_axes
     dims = [param.shard.dim for param in params]
-    uses = find_uses(loss, like, marks, *args, axes=axes, dims=dims)
+    with _gather_params.marking():
+        uses = find_uses(loss, like, marks, *args, axes=axes, dims=dims)
     if uses.apart:
         raise ValueError(
             f"the loss has a collective ({uses.apart}, such as that of a BatchNorm with the "

@@ -73,14 +73,14 @@ def run(shared):
 def test_the_snapshot_is_the_state_before_the_step(run, monkeypatch):
     """One program copies, one does not, however often either runs."""
     compiled = []
-    original = _compiled_step.CompiledStep._jitted
+    original = _compiled_step.CompiledStep._program
 
     def counted(self, *args):
         found = original(self, *args)
         compiled.append(found)
         return found
 
-    monkeypatch.setattr(_compiled_step.CompiledStep, "_jitted", counted)
+    monkeypatch.setattr(_compiled_step.CompiledStep, "_program", counted)
     saved = run.store.counts.saved
     for i in range(4):
         if i != 2:

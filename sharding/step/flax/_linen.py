@@ -5,6 +5,7 @@ their own parameters. Flax is imported only if the user has.
 """
 
 import contextlib
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -21,21 +22,41 @@ def matches(pattern: str, name: str, path: str) -> bool:
     return pattern == name or bool(path and re.search(pattern, path))
 
 
-@contextlib.contextmanager
 def in_step(
-    axes: tuple[str, ...], sync_batch_norm: bool, blocks: Sequence[str], reshard: bool
-) -> Iterator[Callable[[], None]]:
-    """A context in which linen modules know that the batch is sharded.
+    loss_fn: Callable[..., Any],
+    axes: tuple[str, ...],
+    sync_batch_norm: bool,
+    blocks: Sequence[str],
+    reshard: bool,
+    all_blocks: bool,
+) -> Callable[..., Any]:
+    """A loss whose Flax modules know that the batch, and from stage 2 the model, is sharded.
 
     Args:
+      loss_fn: of the parameters, and more.
       axes: the mesh axes that the batch is sharded over.
       sync_batch_norm: whether statistics are those of the batch of all devices.
       blocks: class names or patterns of paths of the modules that gather their own parameters.
       reshard: whether a block is computed again for the backward pass.
-
-    Yields:
-      A check that raises a ``ValueError`` if some of ``blocks`` were not found.
+      all_blocks: whether each of ``blocks`` must be found.
     """
+
+    @functools.wraps(loss_fn)
+    def call(params: Any, *args: Any) -> Any:
+        with _intercepting(axes, sync_batch_norm, blocks, reshard) as check_found:
+            out = loss_fn(without_names(params, axes), *args)
+            if all_blocks:
+                check_found()
+        return out
+
+    return call
+
+
+@contextlib.contextmanager
+def _intercepting(
+    axes: tuple[str, ...], sync_batch_norm: bool, blocks: Sequence[str], reshard: bool
+) -> Iterator[Callable[[], None]]:
+    """A context in which linen modules do so; yields a check that all blocks were found."""
     nn = sys.modules.get("flax.linen")
     if nn is None:
         yield lambda: _check_found(blocks, set(), {})

@@ -7,17 +7,144 @@ travel as the model state of ``Zero.train_step``. Only users of Flax need it.
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
 
 from sharding.placement._on_mesh import no_mesh
-from sharding.step import _sync_state
-from sharding.step._compiled_step import CompiledStep
 from sharding.step._loss import as_pair, check_arguments
 from sharding.step._rng import NUMBERED
+from sharding.step._sync_state import sync_state_types
 from sharding.step.flax._linen import is_bound, matches
 from sharding.step.flax._modules import gathered_module
+
+
+class NnxMethods:
+    """What ``Zero`` does with nnx models."""
+
+    def nnx_init(self: Any, make: Callable[..., Any], *args: Any, param_specs: Any = None) -> Any:
+        """Makes an nnx model and its optimizer, each device its own shard of them.
+
+        Args:
+          make: a function of ``args`` that returns ``(model, nnx.Optimizer(model, tx, wrt=...))``.
+          *args: its arguments, such as a random key; traced, so bind others with
+            ``functools.partial``.
+          param_specs: specs of the parameters on the other mesh axes; None takes their metadata.
+
+        Returns:
+          ``(model, optimizer)``; their values do not depend on the mesh.
+        """
+        with no_mesh(keep=self.mesh):
+            return _init(self, make, self._layout.replicate_foreign(args), param_specs)
+
+    def nnx_train_step(
+        self: Any,
+        loss_fn: Callable[..., Any],
+        *,
+        has_aux: bool = False,
+        weighted: bool = False,
+        rngs: bool = False,
+        microbatches: int = 1,
+        reductions: Mapping[type, str] = MappingProxyType({}),
+        trainable: Any = None,
+        grad_norm: bool = False,
+        donate: bool = True,
+    ) -> "NnxStep":
+        """A training step of an nnx model that updates it in place, as under ``nnx.jit``.
+
+        Batch statistics, counters and all other variables come back into the model. ``nnx.Rngs``
+        that the model holds draw anew for each micro-batch of each device and for each step.
+        ``nnx.BatchNorm`` takes its statistics over the micro-batch of all devices, without an
+        ``axis_name``. Variables that the loss creates, as ``sow`` does, are dropped: return them in
+        ``aux``.
+
+        Args:
+          loss_fn: ``loss_fn(model, batch) -> loss``; it may change variables of the model.
+          has_aux: as all arguments not listed here: see ``train_step``.
+          weighted: the loss is a pair ``(sum, weight)``.
+          rngs: ``loss_fn`` takes a key as its last argument, such as for ``nnx.Rngs(key)``.
+          microbatches: the number of micro-batches of each device.
+          reductions: how the variables of all devices are reduced, by their type, such as
+            ``{Counter: "sum"}``; ``"mean"`` for all others.
+          trainable: which of the parameters that the optimizer has are trained.
+          grad_norm: add ``metrics["grad_norm"]``.
+          donate: reuse the memory of parameters and optimizer state for the new ones. An
+            ``nnx.clone`` of the model shares that memory, and is deleted by the step.
+
+        Returns:
+          ``step(model, optimizer, batch, key=None) -> metrics``, with a ``lower`` of the same
+          arguments. Parameters are what the optimizer's ``wrt`` selects. A model that is on one
+          device is placed on the mesh by the first call; ``nnx_init`` makes it there.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, optax, sharding as shd
+          >>> from flax import nnx
+          >>> zero = shd.Zero(jax.make_mesh((jax.device_count(),), ("data",)), stage=2)
+          >>> def make():
+          ...     model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+          ...     return model, nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+          >>> model, optimizer = zero.nnx_init(make)
+          >>> step = zero.nnx_train_step(lambda model, x: jnp.mean(model(x) ** 2))
+          >>> metrics = step(model, optimizer, zero.put(jnp.ones((8 * jax.device_count(), 64))))
+          >>> int(optimizer.step[...])
+          1
+        """
+        return NnxStep(
+            self,
+            loss_fn,
+            rngs,
+            reductions,
+            has_aux=has_aux,
+            weighted=weighted,
+            microbatches=microbatches,
+            trainable=trainable,
+            grad_norm=grad_norm,
+            donate=donate,
+        )
+
+    def nnx_eval_step(
+        self: Any, fn: Callable[[Any, Any], Any], *, wrt: Any = None
+    ) -> "NnxEvalStep":
+        """A compiled function of an nnx model and a batch; the model is only read.
+
+        Args:
+          fn: ``fn(model, batch)``, as in ``eval_step``.
+          wrt: what selects the parameters, as in ``nnx.Optimizer``; None for ``nnx.Param``.
+
+        Returns:
+          ``evaluate(model, batch) -> tree``.
+        """
+        return NnxEvalStep(self, fn, wrt)
+
+
+# --- Steps ----------------------------------------------------------------------------------------
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """A part of the structure of a tree, compared by value: it may have no hash."""
+
+    value: Any
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _NnxState:
+    """Parameters and optimizer of an nnx model, in the form of a Flax ``TrainState``."""
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    tx: Any = dataclasses.field(metadata={"static": True})
+
+    def replace(self, **fields: Any) -> "_NnxState":
+        """The state with other values of these fields."""
+        return dataclasses.replace(self, **fields)
 
 
 class NnxStep:
@@ -28,7 +155,7 @@ class NnxStep:
       loss_fn: of the model, a batch, and a key if ``rngs`` says so.
       rngs: whether it takes a key.
       reductions: how the variables of all devices are reduced, by their type.
-      options: further arguments of ``train_step``.
+      has_aux: whether the loss returns aux.
     """
 
     def __init__(
@@ -37,127 +164,125 @@ class NnxStep:
         loss_fn: Callable[..., Any],
         rngs: bool,
         reductions: Mapping[type, str],
-        options: dict[str, Any],
+        *,
+        has_aux: bool,
+        **options: Any,
     ):
         check_arguments(loss_fn, "model", "batch", key=rngs)
         self.zero, self.loss_fn, self.rngs = zero, loss_fn, rngs
-        self.reductions, self.options = reductions, options
-        self._steps: list[tuple[Any, CompiledStep]] = []
+        self.reductions, self.has_aux = reductions, has_aux
+        # The blocks of the model are gathered by prepare: the loss calls no linen modules.
+        plain = dataclasses.replace(zero, gathered_blocks=())
+        self._step = plain.train_step(
+            self._loss,
+            has_aux=has_aux,
+            rngs=NUMBERED,
+            model_state=True,
+            model_state_reduction=lambda parts: parts["static"].value[-1],
+            **options,
+        )
 
     def __call__(self, model: Any, optimizer: Any, batch: Any, key: Any = None) -> dict[str, Any]:
         """Updates model and optimizer; returns the metrics of ``train_step``."""
         from flax import nnx
 
         with no_mesh():
-            step, state, args = self._arguments(model, optimizer, batch, key)
-            (params, opt_state), metrics = step(state, *args)
+            state, metrics = self._step(*self._arguments(model, optimizer, batch, key))
             new = metrics.pop("model_state")
-            nnx.update(model, params, new["rest"], new["next_rng"])
-            _set_opt_state(optimizer, opt_state)
-            optimizer.step[...] += 1
+            nnx.update(model, state.params, new["rest"], new["next_rng"])
+            _set_opt_state(optimizer, state.opt_state)
+            optimizer.step.set_value(state.step)
         return metrics
 
     def lower(self, model: Any, optimizer: Any, batch: Any, key: Any = None) -> jax.stages.Lowered:
         """Lowers the step, as ``jax.jit(f).lower``."""
         with no_mesh():
-            step, state, args = self._arguments(model, optimizer, batch, key)
-            return step.lower(state, *args)
+            return self._step.lower(*self._arguments(model, optimizer, batch, key))
 
-    def _arguments(
-        self, model: Any, optimizer: Any, batch: Any, key: Any
-    ) -> tuple[CompiledStep, Any, tuple[Any, Any, Any]]:
-        """The compiled step, its state, and ``(batch, key, model state)``."""
+    def _arguments(self, model: Any, optimizer: Any, batch: Any, key: Any) -> tuple[Any, ...]:
+        """``(state, batch, key, model state)`` of the step."""
         from flax import nnx
 
         zero = self.zero
         if not _is_placed((model, optimizer.opt_state), zero.mesh):
-            place(zero, model, optimizer)
+            _place_model(zero, model, optimizer)
         graph, params, rng, sown, rest = _split(model, *_filters(optimizer.wrt))
         # An average of the parameters may begin as the very arrays that the step donates.
         donated = {id(x) for x in jax.tree.leaves((params, optimizer.opt_state))}
         rest = jax.tree.map(lambda x: zero.replicate(x) if id(x) in donated else x, rest)
+        step = optimizer.step[...]
         if self.rngs:
             key = zero._layout.replicate_foreign(key)
-            key = jax.random.fold_in(jax.random.key(0) if key is None else key, optimizer.step[...])
+            key = jax.random.fold_in(jax.random.key(0) if key is None else key, step)
+        reduction = {
+            "rest": jax.tree.map(self._reduction, rest, is_leaf=_is_variable),
+            **dict.fromkeys(("rng", "next_rng", "sown", "static"), "same"),
+        }
         # The random state goes in twice: as it is for all micro-batches, and as it will be.
-        parts = {"rest": nnx.as_pure(rest), "rng": nnx.as_pure(rng), "next_rng": nnx.as_pure(rng)}
-        parts["sown"] = nnx.as_pure(sown)
-        signature = (graph, optimizer.wrt, id(optimizer.tx))
-        step = _find(self._steps, signature)
-        if step is None:
-            reduction = {
-                "rest": jax.tree.map(self._reduction, rest, is_leaf=_is_variable),
-                **dict.fromkeys(("rng", "next_rng", "sown"), "same"),
-            }
-            # The blocks of the model are gathered by prepare: the loss calls no linen modules.
-            plain = dataclasses.replace(zero, gathered_blocks=())
-            step = plain.train_step(
-                self._loss(graph, optimizer.wrt),
-                tx=optimizer.tx,
-                rngs=NUMBERED,
-                model_state=True,
-                model_state_reduction=reduction,
-                **self.options,
-            )
-            self._steps.append((signature, step))
-        state = nnx.as_pure((params, optimizer.opt_state))
-        return step, state, (batch, key, parts)
+        rng, sown, rest = nnx.as_pure((rng, sown, rest))
+        parts = {"rest": rest, "rng": rng, "next_rng": rng, "sown": sown}
+        parts["static"] = _Static((graph, optimizer.wrt, reduction))
+        params, opt_state = nnx.as_pure((params, optimizer.opt_state))
+        return _NnxState(step, params, opt_state, optimizer.tx), batch, key, parts
 
     def _reduction(self, variable: Any) -> str:
-        found = (kind for cls, kind in self.reductions.items() if isinstance(variable, cls))
-        return next(found, "mean")
+        by_type = (kind for cls, kind in self.reductions.items() if isinstance(variable, cls))
+        return next(by_type, "mean")
 
-    def _loss(self, graph: Any, wrt: Any) -> Callable[..., Any]:
+    def _loss(self, params: Any, batch: Any, parts: Any, numbered: Any) -> tuple[Any, Any]:
+        """The loss of the model's parameters; ``parts`` are all else of the model."""
         from flax import nnx
 
-        def loss(params: Any, batch: Any, parts: Any, numbered: Any) -> tuple[Any, Any]:
-            number, key = numbered
-            rng = jax.tree.map(lambda x: _fold(x, number), parts["rng"])
-            model = nnx.merge(graph, params, rng, parts["sown"], parts["rest"], copy=True)
-            prepare(self.zero, model)
-            out = self.loss_fn(model, batch, key) if self.rngs else self.loss_fn(model, batch)
-            has_aux = self.options.get("has_aux")
-            value, aux = as_pair(out, "(loss, aux), as has_aux says") if has_aux else (out, None)
-            _, _, rng, _, rest = _split(model, *_filters(wrt))
-            new = {
-                "rest": _like(parts["rest"], rest),
-                "rng": parts["rng"],
-                "sown": parts["sown"],
-                "next_rng": jax.tree.map(_counted, parts["rng"], _like(parts["rng"], rng)),
-            }
-            return value, ((new, aux) if has_aux else new)
-
-        return loss
+        number, key = numbered
+        graph, wrt, _ = parts["static"].value
+        rng = jax.tree.map(lambda x: _fold(x, number), parts["rng"])
+        model = nnx.merge(graph, params, rng, parts["sown"], parts["rest"], copy=True)
+        prepare(self.zero, model)
+        out = self.loss_fn(model, batch, key) if self.rngs else self.loss_fn(model, batch)
+        value, aux = as_pair(out, "(loss, aux), as has_aux says") if self.has_aux else (out, None)
+        _, _, rng, _, rest = _split(model, *_filters(wrt))
+        new = parts | {
+            "rest": _like(parts["rest"], rest),
+            "next_rng": jax.tree.map(_counted, parts["rng"], _like(parts["rng"], rng)),
+        }
+        return value, ((new, aux) if self.has_aux else new)
 
 
-def eval_step(zero: Any, fn: Callable[[Any, Any], Any], wrt: Any) -> Callable[[Any, Any], Any]:
-    """``evaluate(model, batch)`` of ``fn(model, batch)``; see ``Zero.nnx_eval_step``."""
-    from flax import nnx
+class NnxEvalStep:
+    """A compiled function of an nnx model and a batch; see ``Zero.nnx_eval_step``.
 
-    wrt = nnx.Param if wrt is None else wrt
-    compiled: list[tuple[Any, CompiledStep]] = []
+    Attributes:
+      zero: the placement of the model.
+      fn: of the model and a batch.
+      wrt: what selects the parameters.
+    """
 
-    def evaluate(model: Any, batch: Any) -> Any:
-        if not _is_placed(nnx.state(model, wrt), zero.mesh):
+    def __init__(self, zero: Any, fn: Callable[[Any, Any], Any], wrt: Any):
+        from flax import nnx
+
+        self.zero, self.fn, self.wrt = zero, fn, nnx.Param if wrt is None else wrt
+        self._step = zero.eval_step(self._run, model_state=True)
+
+    def __call__(self, model: Any, batch: Any) -> Any:
+        """Evaluates the function; the model is only read."""
+        from flax import nnx
+
+        if not _is_placed(nnx.state(model, self.wrt), self.zero.mesh):
             raise ValueError(
                 "the model is not on the mesh. Make it with zero.nnx_init, or train a step: the "
                 "first one places it."
             )
-        graph, params, rest = _split(model, wrt, ...)
-
-        def run(params: Any, batch: Any, rest: Any) -> Any:
-            model = nnx.merge(graph, params, rest, copy=True)
-            prepare(zero, model)
-            return fn(model, batch)
-
-        step = _find(compiled, graph)
-        if step is None:
-            step = zero.eval_step(run, model_state=True)
-            compiled.append((graph, step))
+        graph, params, rest = _split(model, self.wrt, ...)
         params, rest = nnx.as_pure((params, rest))
-        return step((params, ()), batch, model_state=rest)
+        return self._step((params, ()), batch, model_state=(_Static(graph), rest))
 
-    return evaluate
+    def _run(self, params: Any, batch: Any, parts: Any) -> Any:
+        from flax import nnx
+
+        graph, rest = parts
+        model = nnx.merge(graph.value, params, rest, copy=True)
+        prepare(self.zero, model)
+        return self.fn(model, batch)
 
 
 def is_module(x: Any) -> bool:
@@ -189,7 +314,7 @@ def pure_loss(
 # --- Where models are placed ----------------------------------------------------------------------
 
 
-def init(zero: Any, make: Callable[..., Any], args: tuple[Any, ...], param_specs: Any) -> Any:
+def _init(zero: Any, make: Callable[..., Any], args: tuple[Any, ...], param_specs: Any) -> Any:
     """Model and optimizer as ``make(*args)`` makes them, each device its own shard."""
     from flax import nnx
 
@@ -210,7 +335,7 @@ def init(zero: Any, make: Callable[..., Any], args: tuple[Any, ...], param_specs
     return model, optimizer
 
 
-def place(zero: Any, model: Any, optimizer: Any) -> None:
+def _place_model(zero: Any, model: Any, optimizer: Any) -> None:
     """Moves a model and its optimizer onto the mesh, in place."""
     from flax import nnx
 
@@ -231,7 +356,7 @@ def _shardings(zero: Any, model: Any, optimizer: Any, param_specs: Any) -> Any:
     state = nnx.as_pure((params, optimizer.opt_state))
     if zero.sync is not None:
         placed = zero._layout.place(state[0], param_specs)
-        if _sync_state.sync_state_types(zero._layout, zero.sync, state[0], placed) is not None:
+        if sync_state_types(zero._layout, zero.sync, state[0], placed) is not None:
             raise ValueError(
                 "sync: this gradient sync has a state, which an nnx.Optimizer cannot store. "
                 "Use train_step with the pair (params, opt_state) of nnx.split, or a sync without "
@@ -311,11 +436,6 @@ def _split(model: Any, *filters: Any) -> tuple[Any, ...]:
     from flax import nnx
 
     return tuple(nnx.split(model, *filters))
-
-
-def _find(steps: list[tuple[Any, CompiledStep]], signature: Any) -> CompiledStep | None:
-    """The step of an equal signature: static attributes, such as dicts, may have no hash."""
-    return next((step for known, step in steps if known == signature), None)
 
 
 def _is_variable(x: Any) -> bool:

@@ -1,0 +1,83 @@
+"""A function of the parameters and a batch, each device with its own rows."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from sharding.placement._layout import Layout
+from sharding.placement._on_mesh import on_mesh, over_data_axes
+from sharding.placement._specs import entry_of
+from sharding.placement._train_state import model_state_of, params_of
+from sharding.recovery._replica_program import StepCopies
+from sharding.step._checks import check_placed
+from sharding.step._compiled_step import CompiledStep, check_passed
+from sharding.step._gather_params import call_with_shards
+from sharding.step._gradients import average_scalars, mark_scalars
+from sharding.step._layer_check import confirm_layers
+from sharding.step._loss_params import loss_params, of_leaves
+from sharding.step._step_plan import StepSpec, plan_step
+
+
+class EvalStep(CompiledStep):
+    """A compiled function of parameters and a batch; see ``Zero.eval_step``.
+
+    Attributes:
+      fn: of the parameters, a batch, and the model state if there is one.
+      model_state: the fields of the train state that hold it; True where each call passes it.
+    """
+
+    def __init__(self, zero: Any, fn: Callable[..., Any], model_state: Any):
+        super().__init__(zero)
+        self.fn, self.model_state = fn, model_state
+
+    def select(self, state: Any) -> Any:
+        """The parameters, and the fields of the model state."""
+        names = self.model_state if isinstance(self.model_state, str | tuple) else None
+        return params_of(state), model_state_of(state, names) if names else None
+
+    def compile(self, selected: Any, batch: Any, copies: StepCopies | None) -> Any:
+        """The function for parameters and a batch that are placed like these."""
+        params, fields = selected
+        layout = self.zero._layout
+        placed = layout.place(params)
+        replicated = jax.tree.map(lambda _: layout.replicated, fields)
+        shardings = layout.shardings(placed.params), replicated
+        check_placed(selected, shardings)
+        untrained = jax.tree.map(lambda _: False, params)
+        spec = StepSpec(self.zero.precision, placed, untrained, self.zero.sync)
+        return jax.jit(
+            on_mesh(layout, functools.partial(self.run, spec=spec), layout.batch_shardings),
+            in_shardings=(shardings, layout.batch_shardings(batch), None, layout.replicated),
+        )
+
+    def run(
+        self, layout: Layout, selected: Any, batch: Any, key: Any, passed: Any, *, spec: StepSpec
+    ) -> Any:
+        """What the function returns, on the mesh: scalars averaged, arrays concatenated."""
+        del key
+        check_passed(passed, self.model_state)
+        params, fields = selected
+        args: tuple[Any, ...] = (batch,)
+        if self.model_state:
+            args = batch, passed if self.model_state is True else fields
+        treedef: Any
+        leaves, treedef = jax.tree.flatten(params)
+        specs = [layout.manual_spec(s) for s in treedef.flatten_up_to(spec.placed.params)]
+        arg_specs = (layout.batch_specs(batch), *(PartitionSpec() for _ in args[1:]))
+        on_device = functools.partial(self._on_device, layout, spec, params)
+        out_specs = PartitionSpec(entry_of(layout.data_axes))
+        return average_scalars(
+            over_data_axes(layout, on_device, (specs, arg_specs), out_specs)(leaves, args)
+        )
+
+    def _on_device(
+        self, layout: Layout, spec: StepSpec, types: Any, leaves: list[Any], args: tuple[Any, ...]
+    ) -> Any:
+        fn = of_leaves(layout, self.fn, spec.placed.params)
+        plan = plan_step(layout, spec, types, False, fn, *args, reduce_in_backward=False)
+        plan = confirm_layers(plan, fn, *args)
+        # Nothing is differentiated: parameters themselves are in the place of taps.
+        return mark_scalars(call_with_shards(fn, loss_params(plan, leaves, leaves), *args))

@@ -1,0 +1,183 @@
+"""A training step, in its order: gradients of this device's rows, their sums, the update.
+
+``gradients`` runs the loss (``_microbatches``), which gathers parameters (``_gather_params``), and
+reduces or synchronizes what it gives (``_reduce_gradients``); ``update`` advances the shards and
+gathers the new parameters.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import PartitionSpec
+
+from sharding.placement._layout import Layout
+from sharding.placement._on_mesh import no_mesh, on_mesh
+from sharding.placement._train_state import (
+    model_state_of,
+    params_of,
+    parts,
+    resolve_trainable,
+    with_model_state,
+)
+from sharding.recovery._peer_checkpoints import PeerCheckpoints
+from sharding.recovery._replica_program import StepCopies
+from sharding.step._checks import check_alive, check_placed
+from sharding.step._compiled_step import CompiledStep, check_passed
+from sharding.step._gradients import gradients
+from sharding.step._local_norm import num_local_gradients
+from sharding.step._loss import Inputs, Loss
+from sharding.step._placed_state import places
+from sharding.step._rng import step_key
+from sharding.step._step_plan import StepSpec
+from sharding.step._sync_state import join_sync_state, split_sync_state
+from sharding.step._update import global_norm, update
+from sharding.step._update_traits import update_traits
+
+
+class TrainStep(CompiledStep):
+    """A training step; see ``Zero.train_step``.
+
+    Attributes:
+      loss: of the parameters, a batch and what its options say.
+      tx: the transformation, for a state that is a pair.
+      model_state: the fields of the train state that hold it; True where each call passes it.
+      trainable: which parameters are trained.
+      grad_norm: whether metrics have the norm of the gradient.
+    """
+
+    def __init__(
+        self,
+        zero: Any,
+        loss: Loss,
+        tx: Any,
+        *,
+        model_state: str | tuple[str, ...] | bool,
+        trainable: Any,
+        grad_norm: bool,
+        snapshot: PeerCheckpoints | None,
+        donate: bool,
+    ):
+        super().__init__(zero, loss.microbatches)
+        self.loss, self.tx, self.model_state = loss.check(), tx, model_state
+        self.trainable, self.grad_norm = trainable, grad_norm
+        self.snapshot, self.donates = snapshot, donate
+        if snapshot is not None:
+            if zero.mesh != snapshot.mesh:
+                raise ValueError(
+                    f"snapshot stores states on the mesh {dict(snapshot.mesh.shape)}, Zero has "
+                    f"{dict(zero.mesh.shape)} or other devices: make PeerCheckpoints with "
+                    "zero.mesh."
+                )
+            snapshot.copy_in_steps()
+
+    def compile(self, selected: Any, batch: Any, copies: StepCopies | None) -> Any:
+        """The step for a state and a batch that are placed like these."""
+        layout = self.zero._layout
+        shardings, placed, opt_specs = places(self.zero, selected, self.tx)
+        check_placed(selected, shardings)
+        trained = resolve_trainable(params_of(selected), self.trainable)
+        spec = StepSpec(self.zero.precision, placed, trained, self.zero.sync)
+
+        def out_shardings(out: Any) -> Any:
+            metrics = layout.batch_shardings(out[1])
+            if "model_state" in metrics:
+                metrics["model_state"] = jax.tree.map(
+                    lambda _: layout.replicated, metrics["model_state"]
+                )
+            return shardings, metrics
+
+        step = functools.partial(self.step, spec=spec, opt_specs=opt_specs)
+        run = on_mesh(layout, step, out_shardings)
+        ins: tuple[Any, ...] = shardings, layout.batch_shardings(batch), None, layout.replicated
+        outs: tuple[Any, Any] = shardings, None
+        if copies is not None:
+            run, ins, outs = copies.beside(run), (*ins, None), (outs, None)
+        donated = (0,) if self.donates else ()
+        return jax.jit(run, in_shardings=ins, out_shardings=outs, donate_argnums=donated)
+
+    def step(
+        self,
+        layout: Layout,
+        state: Any,
+        batch: Any,
+        key: Any,
+        passed: Any,
+        copied: Any = None,
+        *,
+        spec: StepSpec,
+        opt_specs: Any,
+    ) -> tuple[Any, dict[str, Any]]:
+        """The new state and the metrics, on the mesh.
+
+        Args:
+          layout: the mesh, for which all axes are Auto.
+          state: the train state.
+          batch: of all devices.
+          key: of the call.
+          passed: the model state of the call.
+          copied: known once a snapshot has copied the state.
+          spec: how parameters are placed, trained and synchronized.
+          opt_specs: of the optimizer state.
+        """
+        check_passed(passed, self.model_state)
+        inputs = self._inputs(state, batch, key, passed)
+        state, sync_state = split_sync_state(state)
+        params, opt_state, tx = parts(state, self.tx)
+        traits = update_traits(tx, params, opt_state, spec.precision, spec.trained)
+
+        loss = self.loss._replace(local_norm=traits.local_norm)
+        early = traits.sums and layout.stage in (1, 2)
+        reduced = gradients(layout, spec, loss, params, inputs, sync_state, early)
+
+        metrics, extra_args = reduced.metrics, {}
+        if traits.local_norm:
+            extra_args["num_pieces"] = num_local_gradients(layout, self.microbatches)
+        extra_args |= {"value": metrics["loss"], **metrics.pop("local", {})}
+        if self.grad_norm:
+            metrics["grad_norm"] = global_norm(layout, reduced.grads, spec.placed)
+        if copied is not None:
+            # Without an order of copies and update, XLA duplicates what both access.
+            state, _ = jax.lax.optimization_barrier((state, copied))
+        new = update(
+            layout, spec, opt_specs, state, reduced.grads, self.tx, extra_args, reduced.shards
+        )
+        if self.model_state is True:
+            # Replicated, as the next call gets it, also where other axes shard features.
+            specs = jax.tree.map(lambda _: PartitionSpec(), reduced.model_state)
+            metrics["model_state"] = layout.constrain(reduced.model_state, specs)
+        elif self.model_state:
+            new = with_model_state(new, self.model_state, reduced.model_state)
+        return join_sync_state(new, reduced.sync_state), metrics
+
+    def _inputs(self, state: Any, batch: Any, key: Any, passed: Any) -> Inputs:
+        """What the loss takes beside parameters."""
+        key = step_key(state, key) if self.loss.rngs in (True, "per_example") else key
+        fields = self.model_state if isinstance(self.model_state, str | tuple) else None
+        return Inputs(batch, key, model_state_of(state, fields) if fields else passed)
+
+
+def apply_gradients(
+    zero: Any,
+    state: Any,
+    grads: Any,
+    tx: optax.GradientTransformation | None,
+    trainable: Any,
+    param_specs: Any,
+    extra_args: dict[str, Any] | None,
+) -> Any:
+    """A train state after the update with these gradients; see ``Zero.apply_gradients``."""
+    check_alive(state, grads=grads, extra_args=extra_args)
+    state = zero._layout.place_scalars(state)
+    shardings, placed, opt_specs = places(zero, state, tx, param_specs)
+    trained = resolve_trainable(params_of(state), trainable)
+    spec = StepSpec(zero.precision, placed, trained, zero.sync)
+
+    def run(layout: Layout, state: Any, grads: Any, extra_args: Any) -> Any:
+        state, sync_state = split_sync_state(state)
+        new = update(layout, spec, opt_specs, state, grads, tx, extra_args)
+        return join_sync_state(new, sync_state)
+
+    with no_mesh():
+        return on_mesh(zero._layout, run, lambda _: shardings)(state, grads, extra_args or {})

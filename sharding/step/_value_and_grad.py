@@ -1,0 +1,72 @@
+"""Loss and gradients without an update, for a step of one's own."""
+
+from typing import Any
+
+import jax
+
+from sharding.placement._layout import Layout
+from sharding.placement._on_mesh import on_mesh
+from sharding.placement._specs import is_spec
+from sharding.placement._train_state import resolve_trainable
+from sharding.recovery._replica_program import StepCopies
+from sharding.step._compiled_step import CompiledStep, check_passed
+from sharding.step._gradients import gradients
+from sharding.step._loss import Inputs, Loss
+from sharding.step._step_plan import StepSpec
+from sharding.step._sync_state import sync_state_types
+
+
+class ValueAndGrad(CompiledStep):
+    """``(params, batch, key, model_state) -> (loss, grads)``; see ``Zero.value_and_grad``.
+
+    Attributes:
+      loss: of the parameters, a batch and what its options say.
+      trainable: which parameters have a gradient.
+      param_specs: of the parameters on the other mesh axes.
+    """
+
+    def __init__(self, zero: Any, loss: Loss, trainable: Any, param_specs: Any):
+        super().__init__(zero, loss.microbatches)
+        self.loss, self.trainable, self.param_specs = loss.check(), trainable, param_specs
+
+    def __call__(self, state: Any, batch: Any, key: Any = None, model_state: Any = None) -> Any:
+        """``(loss, grads)`` of parameters; with ``(loss, aux)`` in place of the loss."""
+        check_passed(model_state, self.loss.model_state)
+        if self.loss.rngs and key is None:
+            raise ValueError("rngs requires a key: value_and_grad(...)(params, batch, key).")
+        value, aux, new, grads = super().__call__(state, batch, key, model_state)
+        if self.loss.model_state:
+            aux = (new, aux) if self.loss.has_aux else new
+        return ((value, aux) if self.loss.has_aux or self.loss.model_state else value), grads
+
+    def signature(self, selected: Any, batch: Any) -> Any:
+        """With the placement, which inside ``jit`` no error would show."""
+        placed = self.zero._layout.place(selected, self.param_specs)
+        specs = jax.tree.leaves(placed.shards, is_leaf=is_spec)
+        return (super().signature(selected, batch), *specs)
+
+    def compile(self, selected: Any, batch: Any, copies: StepCopies | None) -> Any:
+        """The function of parameters and a batch that are placed like these."""
+        layout, sync = self.zero._layout, self.zero.sync
+        placed = layout.place(selected, self.param_specs)
+        if sync and sync_state_types(layout, sync, selected, placed) is not None:
+            raise ValueError(
+                "value_and_grad cannot return the state of the gradient sync; use train_step, "
+                "or sharding.sync.transformation in a shard_map of your own."
+            )
+        trained = resolve_trainable(selected, self.trainable)
+        spec = StepSpec(self.zero.precision, placed, trained, sync)
+        shardings = layout.shardings(placed.shards)
+
+        def run(layout: Layout, params: Any, *inputs: Any) -> Any:
+            reduced = gradients(layout, spec, self.loss, params, Inputs(*inputs))
+            metrics = reduced.metrics
+            return metrics["loss"], metrics.get("aux"), reduced.model_state, reduced.grads
+
+        def out_shardings(out: Any) -> Any:
+            replicated = jax.tree.map(lambda _: layout.replicated, out[2])
+            return *layout.batch_shardings(out[:2]), replicated, shardings
+
+        # Called eagerly, a shard_map over some of the axes knows nothing of the others.
+        outs = (None, None, None, shardings)
+        return jax.jit(on_mesh(layout, run, out_shardings), out_shardings=outs)

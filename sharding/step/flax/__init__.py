@@ -1,0 +1,1 @@
+"""Flax models in a step: linen modules, nnx modules; imported where the user has Flax."""
