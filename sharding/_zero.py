@@ -901,14 +901,17 @@ class Zero:
         check_arguments(loss_fn, "params", "batch", model_state=model_state, key=rngs)
         blocks = tuple(self.gathered_blocks) if self.stage >= 2 else ()
         axes = self._layout.data_axes
+        unchecked = all_blocks
 
         @functools.wraps(loss_fn)
         def call(params: Any, *args: Any) -> Any:
+            nonlocal unchecked
             context = _flax_linen.in_step(axes, sync_batch_norm, blocks, self._recomputes)
             with context as check_found:
                 out = loss_fn(_flax_linen.without_names(params, axes), *args)
-                if all_blocks:
+                if unchecked:  # the first trace alone: jax caches that of a jitted model
                     check_found()
+                    unchecked = False
             return out
 
         return call
