@@ -115,11 +115,12 @@ def barrier(tree: Any) -> Any:
 
 def abstract(aval: Any) -> jax.ShapeDtypeStruct:
     """Returns a stand-in for an array of this type, whose passes take the same form."""
+    mesh = aval.sharding.mesh
     return jax.ShapeDtypeStruct(
         aval.shape,
         aval.dtype,
         weak_type=aval.weak_type,
-        sharding=aval.sharding if _is_shared(aval.sharding.mesh) else None,
+        sharding=aval.sharding if _is_shared(mesh) or mesh.explicit_axes else None,
         manual_axis_type=aval.manual_axis_type,
     )
 

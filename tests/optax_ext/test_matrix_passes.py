@@ -123,12 +123,14 @@ class TestForms:
         )
 
 
-def test_an_explicit_mesh_of_one_device_changes_no_value(x64):
+@pytest.mark.parametrize("bits", [None, 8])
+def test_an_explicit_mesh_of_one_device_changes_no_value(x64, bits):
     """What ``jax.make_mesh`` makes on a laptop: three dims in blocks, the middle one in shards."""
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices()[:1])
     assert mesh.axis_types == (jax.sharding.AxisType.Explicit,)
     factoring = optax_ext.Factoring(rows=(0,), cols=(1, 2))
     tx = optax_ext.came(0.1, factoring=optax_ext.by_path({"w": factoring}))
+    tx = tx if bits is None else optax_ext.low_precision_state(tx, bits)
 
     @jax.jit
     def step(params, state, grads):
@@ -146,7 +148,8 @@ def test_an_explicit_mesh_of_one_device_changes_no_value(x64):
     for spec in (None, P(), P(None, "data")):
         sharding = spec if spec is None else NamedSharding(mesh, spec)
         rng = np.random.default_rng(0)
-        found.append(run(lambda tree, sharding=sharding: jax.device_put(tree, sharding)))
+        with contextlib.nullcontext() if spec is None else jax.set_mesh(mesh):
+            found.append(run(lambda tree, sharding=sharding: jax.device_put(tree, sharding)))
     for have in found[1:]:
         chex.assert_trees_all_close(have, found[0], rtol=1e-12)
 

@@ -41,12 +41,16 @@ def in_step(
       all_blocks: whether each of ``blocks`` must be found.
     """
 
+    unchecked = all_blocks
+
     @functools.wraps(loss_fn)
     def call(params: Any, *args: Any) -> Any:
+        nonlocal unchecked
         with _intercepting(axes, sync_batch_norm, blocks, reshard) as check_found:
             out = loss_fn(without_names(params, axes), *args)
-            if all_blocks:
+            if unchecked:  # the first trace alone: jax caches that of a jitted model
                 check_found()
+                unchecked = False
         return out
 
     return call
@@ -121,9 +125,10 @@ def _check_found(blocks: Sequence[str], found: set[str], seen: dict[str, str]) -
     missing = [pattern for pattern in blocks if pattern not in found]
     if missing:
         modules = ", ".join(f"{name} ({path or 'the model'})" for name, path in seen.items())
+        modules = modules or "none, or is jitted and was traced before: then leave out that jit"
         raise ValueError(
             f"gathered_blocks: {missing[0]!r} is neither the class nor in the path of a Flax linen "
-            f"module that the loss calls. It calls {modules or 'none'}. Name some of these; wrap "
+            f"module that the loss calls. It calls {modules}. Name some of these; wrap "
             "layers that are functions in zero.gathered."
         )
 

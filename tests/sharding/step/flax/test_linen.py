@@ -192,6 +192,25 @@ def test_blocks_are_gathered_in_each_pass_and_freed():
         assert held == (size // 8 if passes else size)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_jitted_model_gathers_its_blocks(stage):
+    """The loss is traced more than once, a jitted function the first time alone."""
+    lm = nn.Sequential([SetupBlock(), SetupBlock()])
+    params = draw(jax.eval_shape(lm.init, jax.random.key(0), jnp.ones((1, WIDTH)))["params"])
+    zero, programs = zero_of(stage, gathered_blocks="SetupBlock"), []
+    for apply in (lm.apply, jax.jit(lm.apply)):
+        loss_fn = lambda p, x, apply=apply: jnp.mean(apply({"params": p}, x) ** 2)  # noqa: E731
+        state = zero.init(lambda: (params, TX.init(params)), tx=TX)
+        step, x = zero.train_step(loss_fn, tx=TX, donate=False), zero.put(rows(0))
+        program = step.lower(state, x).as_text()
+        programs.append(program.count("all_gather") + program.count("reduce_scatter"))
+        programs.append(step(state, x)[1]["loss"])
+    assert programs[0] == programs[2] >= 4
+    assert programs[1] == programs[3]
+    with pytest.raises(ValueError, match="or is jitted and was traced before"):
+        zero.train_step(loss_fn, tx=TX)(state, x)
+
+
 # --- Partition metadata and logical axes ----------------------------------------------------------
 
 INIT = nn.initializers.lecun_normal()
