@@ -5,7 +5,7 @@ import functools
 import math
 import re
 import warnings
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -15,15 +15,7 @@ import optax
 from optax_ext import _matrix_passes, _validate, kernels
 from optax_ext._leaves import boxed, check_arrays, is_box, path_name, unboxed
 from optax_ext._text_table import aligned
-from optax_ext.execution_order import (
-    ELEMENTWISE,
-    REDUCTIONS,
-    Graph,
-    ScheduledRun,
-    evaluate,
-    run_by_leaf,
-)
-from optax_ext.low_precision import _row_loop, _tile_kernel
+from optax_ext.execution_order import run_by_leaf
 from optax_ext.low_precision._formats import (
     ROUNDINGS,
     BFloat16,
@@ -36,15 +28,10 @@ from optax_ext.low_precision._formats import (
     encode,
     register_with_flax,
 )
+from optax_ext.low_precision._one_pass import OnePassUpdates
 from optax_ext.low_precision._roles import find_signs
-from optax_ext.low_precision._rounding import (
-    check_seed,
-    hashes_of_matrices,
-    make_key,
-    next_key,
-    salt_of,
-    uniform_for,
-)
+from optax_ext.low_precision._rounding import check_seed, make_key, next_key, uniform_for
+from optax_ext.low_precision._scales_first import ScalesFirst
 
 # Formats by name, as arguments of ``low_precision_state``.
 STATE_FORMATS: dict[str, int | Format] = {"bfloat16": 16, "8bit": 8, "fp8": Float8(), "4bit": 4}
@@ -97,13 +84,11 @@ def low_precision_state(
     ``Float8``, 2 in 16 bits.
 
     A first moment far below its scale is occasionally rounded up to the smallest code. Divided by
-    the root of a second moment stored with finer scales, this becomes a huge step. Example: 4-bit
-    first moments in blocks, with second moments scaled by rows and columns. Where columns of the
-    gradient differ by three decades, steps of AdamW are then 65 times as large as in float32; where
-    they differ by six, thousands of times. Therefore both moments have scales of the same kind by
-    default: over zero to six decades, no element of an update exceeds 5 times the largest of
-    float32 in 4 and 8 bits, or 3 times in ``Float8``. When you choose formats, do not scale second
-    moments more finely than first ones.
+    the root of a second moment stored with finer scales, this becomes a huge step: 65 to thousands
+    of times float32's with 4-bit first moments in blocks and second moments scaled by rows and
+    columns, where columns of the gradient differ by three to six decades. Both moments have scales
+    of the same kind by default: no element of an update then exceeds 5 times the largest of float32
+    in 4 and 8 bits, or 3 times in ``Float8``. Do not scale second moments more finely than first.
 
     Args:
       inner: any transformation.
@@ -119,18 +104,15 @@ def low_precision_state(
       min_size: arrays of fewer elements, and vectors of fewer than 16 times as many, are not
         changed.
       seed: the seed of stochastic rounding; the noise depends on it and the step.
-      implementation: ``"xla"``, or ``"pallas"``: programs for one TPU update matrices by a kernel
-        that reads and writes everything once, without temporaries; ``Zero`` runs it on shards, and
-        with the parameters inside if this transformation is its ``tx`` (wrap others in this one,
-        not in a chain). It takes element-wise transformations of float32 moments of matrices whose
-        formats have 8 bits and a scale per block, and whose rows are the next to last dim; all
-        else, x64 mode, arrays in a ``shard_map``, and all other platforms use XLA's form. Programs
-        for TPUs that map (``vmap``) or differentiate the update, and arrays that are sharded by
-        ``in_shardings`` of ``jit`` alone, need ``"xla"``. Or ``"rows"``, for large matrices of
-        ragged shapes, such as vocabularies, where the kernel is not wanted: under the same
-        conditions programs for TPUs update them by XLA's form in a loop over rows, whose
-        temporaries are small; it has been compiled for TPUs but not yet run, and would gather
-        arrays that are sharded by ``in_shardings`` of ``jit`` alone.
+      implementation: ``"xla"``, or ``"pallas"``: programs for TPUs update matrices in one pass that
+        reads and writes everything once, without temporaries; ``Zero`` runs it on shards, and with
+        the parameters inside if this transformation is its ``tx`` (wrap others in this one, not in
+        a chain). It takes element-wise transformations of float32 moments of matrices whose formats
+        have 8 bits and a scale per block, and whose rows are the next to last dim: by a Pallas
+        kernel, or, where large shards have fewer than 128 columns, by a loop over rows. All else,
+        x64 mode, arrays in a ``shard_map``, and all other platforms use XLA's form. Programs for
+        TPUs that map (``vmap``) or differentiate the update, and arrays that are sharded by
+        ``in_shardings`` of ``jit`` alone, need ``"xla"``.
 
     Returns:
       A ``GradientTransformation`` that takes the arguments of ``inner``.
@@ -165,7 +147,7 @@ def low_precision_state(
         raise ValueError(
             f"rounding must be one of {', '.join(map(repr, ROUNDINGS))}, got {rounding!r}."
         )
-    _validate.implementation(implementation, ("xla", "rows", "pallas"))
+    _validate.implementation(implementation, ("xla", "pallas"))
     _validate.non_negative(min_size=min_size)
     check_seed(seed)
     inner = optax.with_extra_args_support(inner)
@@ -212,52 +194,35 @@ def low_precision_state(
         key = make_key(seed) if rounding == "stochastic" else None
         return LowPrecisionState(key, _boxes_inside(treedef.unflatten(stored)))
 
-    def update(
+    def run(
+        apply: bool,
         updates: optax.Updates,
         state: LowPrecisionState,
         params: optax.Params | None = None,
+        kernel_shards: kernels.Shards | None = None,
         **extra_args: Any,
-    ) -> tuple[optax.Updates, LowPrecisionState]:
-        return run(updates, state, params, extra_args, apply=False)
-
-    def run(
-        updates: optax.Updates,
-        state: LowPrecisionState,
-        params: optax.Params | None,
-        extra_args: Any,
-        apply: bool,
     ) -> tuple[Any, LowPrecisionState]:
         """Returns the updates or, to ``apply`` them, the new parameters; and the state."""
         register_with_flax()
-        state = _whole(state, lambda: init(updates if params is None else params))
-        out, (key, new) = run_unboxed(
-            updates,
-            state._replace(inner_state=_boxes_outside(state.inner_state)),
-            params,
-            extra_args,
-            apply,
-        )
-        return out, LowPrecisionState(key, _boxes_inside(new))
-
-    def run_unboxed(
-        updates: optax.Updates,
-        state: LowPrecisionState,
-        params: optax.Params | None,
-        extra_args: Any,
-        apply: bool,
-    ) -> tuple[Any, LowPrecisionState]:
-        """``run`` of a state whose boxes, if any, are around its arrays."""
         like = updates if params is None else params
+        state = _with_quantized(state, lambda: init(like))
+        state = state._replace(inner_state=_boxes_outside(state.inner_state))
 
         def inner_update(updates: optax.Updates, inner_state: Any) -> tuple[Any, Any]:
-            """Updates in the dtypes of ``inner`` without decoded moments, which are wider."""
-            if all(not _is_floating(u) or u.dtype.itemsize > 2 for u in jax.tree.leaves(updates)):
-                return inner.update(updates, inner_state, params, **extra_args)
+            """Updates in the dtypes that they have without decoded moments, which are wider."""
+            is_narrow = any(
+                _is_floating(u) and u.dtype.itemsize < 4 for u in jax.tree.leaves(updates)
+            )
             try:
                 out, new = inner.update(updates, inner_state, params, **extra_args)
             except TypeError as error:
-                error.add_note(_MIXED_DTYPES)
+                if is_narrow:
+                    error.add_note(_MIXED_DTYPES)
                 raise
+            if not is_narrow or [x.dtype for x in jax.tree.leaves(out)] == [
+                u.dtype for u in jax.tree.leaves(updates)
+            ]:
+                return out, new
             types = jax.eval_shape(
                 lambda u: inner.update(u, inner.init(like), params, **extra_args)[0], updates
             )
@@ -279,45 +244,46 @@ def low_precision_state(
             out = optax.apply_updates(params, updates) if apply else updates
             return out, LowPrecisionState(key, treedef.unflatten(stored))
 
-        leaves = jax.tree.leaves((updates, state, params, extra_args))
-        if not any(isinstance(x, jax.core.Tracer) for x in leaves):
-            return step(updates, state)
-
-        # Scheduled, or XLA would have the float32 moments of all parameters live at once.
         def scheduled(
-            updates: optax.Updates, state: LowPrecisionState, make_run: Any = _ScalesFirst
-        ) -> tuple[optax.Updates, LowPrecisionState]:
+            updates: optax.Updates, state: LowPrecisionState, passes: OnePassUpdates | None = None
+        ) -> tuple[Any, LowPrecisionState]:
+            """``step``; at once, XLA would have the float32 moments of all parameters live."""
             stored = [x for _, x in _flatten(state.inner_state)[0] if isinstance(x, Quantized)]
             deferred, scales = (
                 set(map(id, jax.tree.leaves(x))) for x in (stored, [q.scale for q in stored])
             )
-            make_run = functools.partial(make_run, scales=scales)
+            make_run = functools.partial(ScalesFirst, scales=scales, passes=passes)
             return run_by_leaf(step, updates, state, lambda x: id(x) in deferred, make_run)
 
-        on_several = _matrix_passes.is_partitioned((updates, state)) and kernels.shards() is None
-        # Mosaic has no int64, in which loops would count.
-        x64 = jax.dtypes.canonicalize_dtype(jnp.int64) == jnp.int64
-        if implementation == "xla" or on_several or x64 or _matrix_passes.is_portable():
-            return scheduled(updates, state)
-        loop = _row_loop.RowLoop if apply else _row_loop.LoopOfUpdates
-        form = _tile_kernel.Kernel if implementation == "pallas" else loop
-
-        def with_kernels(
+        def with_passes(
             updates: optax.Updates, state: LowPrecisionState
         ) -> tuple[Any, LowPrecisionState]:
-            tiles = _Tiles(inner_update, updates, state, rounding, params if apply else None, form)
-            return scheduled(updates, state, functools.partial(_TileByTile, tiles=tiles))
+            key = None if state.key is None else next_key(state.key)
+            moments = _flatten(state.inner_state)
+            new_params = params if apply else None
+            passes = OnePassUpdates(
+                inner_update, updates, *moments, key, rounding, new_params, shards
+            )
+            return scheduled(updates, state, passes)
 
-        return kernels.for_tpus(with_kernels, scheduled, updates, state)
+        shards = kernel_shards or kernels.OneDevice()
+        on_several = _matrix_passes.is_partitioned((updates, state)) and kernel_shards is None
+        # Mosaic has no int64, in which loops would count.
+        x64 = jax.dtypes.canonicalize_dtype(jnp.int64) == jnp.int64
+        leaves = jax.tree.leaves((updates, state, params, extra_args))
+        if not any(isinstance(x, jax.core.Tracer) for x in leaves):
+            out, (key, new) = step(updates, state)  # operation by operation, in Python's order
+        elif implementation == "xla" or on_several or x64 or _matrix_passes.is_portable():
+            out, (key, new) = scheduled(updates, state)
+        elif shards.interpret:
+            out, (key, new) = with_passes(updates, state)
+        else:
+            out, (key, new) = kernels.for_tpus(with_passes, scheduled, updates, state)
+        return out, LowPrecisionState(key, _boxes_inside(new))
 
+    update, update_params = (functools.partial(run, apply) for apply in (False, True))
     if implementation == "xla":
         return optax.GradientTransformationExtraArgs(init, update)
-
-    def update_params(
-        grads: optax.Updates, state: LowPrecisionState, params: optax.Params, **extra_args: Any
-    ) -> tuple[optax.Params, LowPrecisionState]:
-        return run(grads, state, params, extra_args, apply=True)
-
     return kernels.with_update_params(init, update, update_params)
 
 
@@ -481,154 +447,14 @@ def _fields(state: Any, flat: list[Any], params: Any) -> list[Any]:
 
 def _class_of(node: Any, path: Any) -> type | None:
     """Returns the class of which the last key of a path is an attribute."""
-    found = None
+    cls = None
     for key in path:
-        found = type(node) if isinstance(key, jax.tree_util.GetAttrKey) else None
+        cls = type(node) if isinstance(key, jax.tree_util.GetAttrKey) else None
         if isinstance(key, jax.tree_util.GetAttrKey):
             node = getattr(node, key.name)
         else:
             node = node[key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.key]
-    return found
-
-
-# --- Order ----------------------------------------------------------------------------------------
-
-
-# Primitives that cost little more than reading their operands; not loops or matrix products.
-_CHEAP = ELEMENTWISE | REDUCTIONS | {"broadcast_in_dim", "pad", "reshape", "slice", "squeeze"}
-
-
-class _ScalesFirst(ScheduledRun):
-    """Computes scales first, discards the moments, and computes these again for the codes.
-
-    Codes need the scales of entire blocks, and XLA would write the float32 moments to memory in
-    between. On CPUs it identifies the two computations.
-    """
-
-    def __init__(self, graph: Graph, inputs: Sequence[Any], *, scales: Container[int]):
-        super().__init__(graph, inputs)
-        self._scales = {i for i, x in enumerate(inputs) if id(x) in scales}
-
-    def run_group(self, outputs: list[int]) -> None:
-        """Computes some outputs, new scales before the codes that depend on them."""
-        graph = self.graph
-        replaced = {j: graph.outputs[j] for j in outputs if self.replaces_deferred(j)}
-        scales = [value for j, value in replaced.items() if j in self._scales]
-        code_sizes = [
-            math.prod(graph.shape(value)) for j, value in replaced.items() if j not in self._scales
-        ]
-        equations, _ = graph.needed(scales, self.values)
-        twice = [eqn for eqn in equations if any(graph.reads[value] for value in eqn.results)]
-        if scales and code_sizes and all(eqn.primitive.name in _CHEAP for eqn in twice):
-            known = set(self.values)
-            self.compute(scales)
-            # Discard what was decoded; the inputs among it are read a second time.
-            discarded = {
-                value: self.values.pop(value)
-                for value in self.values.keys() - known - set(scales)
-                if graph.reads[value] and math.prod(graph.shape(value)) >= min(code_sizes)
-            }
-            inputs = {i: x for i, x in discarded.items() if i not in graph.producer}
-            self.values |= _matrix_passes.reread(inputs, [self.values[value] for value in scales])
-        super().run_group(outputs)
-
-
-class _Tiles:
-    """The parameters of a step that a kernel or a loop updates, and the calls of it.
-
-    The step is traced twice. The graph that is evaluated has codes and scales as inputs and
-    outputs. That of the inner update, here, has the decoded moments in their place: a kernel
-    decodes and encodes by itself. The outputs of either graph replace its inputs.
-    """
-
-    def __init__(
-        self,
-        inner_update: Any,
-        updates: Any,
-        state: LowPrecisionState,
-        rounding: str,
-        params: Any | None,
-        form: type[_tile_kernel.Kernel],
-    ):
-        flat, treedef = _flatten(state.inner_state)
-        with_paths, updates_def = jax.tree_util.tree_flatten_with_path(updates)
-        num = len(with_paths)
-        self._rounding, self._form = rounding, form
-        self._params = [None] * num if params is None else jax.tree.leaves(params)
-        self._key = None if state.key is None else next_key(state.key)
-        self._paths = {i: path for i, (path, _) in enumerate(flat, num)}
-        self._stored = {
-            i: leaf for i, (_, leaf) in enumerate(flat, num) if isinstance(leaf, Quantized)
-        }
-        inputs = [leaf for _, leaf in with_paths] + [
-            jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Quantized) else x
-            for _, x in flat
-        ]
-
-        def flat_update(inputs: list[Any]) -> list[Any]:
-            tree, inner_state = inner_update(
-                jax.tree.unflatten(updates_def, inputs[:num]), treedef.unflatten(inputs[num:])
-            )
-            return jax.tree.leaves(tree) + treedef.flatten_up_to(inner_state)
-
-        self._graph = Graph(flat_update, inputs, [i in self._stored for i in range(len(inputs))])
-        self._values = self._graph.constants | {
-            i: x for i, x in enumerate(inputs) if i not in self._stored
-        }
-        self._plans = {
-            j: plan
-            for j, (path, _) in enumerate(with_paths)
-            if (plan := _tile_kernel.tile_plan(self._graph, j, path, self._stored, form))
-        }
-        # The leaves of (updates, state) that each output of ``flat_update`` is.
-        leaves, everything = jax.tree.flatten((updates, state))
-        _, places = jax.tree.unflatten(everything, range(len(leaves)))
-        of_state = [x for _, x in _flatten(places.inner_state)[0]]
-        self._places = [[j] for j in range(num)] + [jax.tree.leaves(x) for x in of_state]
-
-    def outputs_of(self, root: int) -> list[int]:
-        """Returns the outputs that a kernel makes with an update; none if there is no kernel."""
-        plan = self._plans.get(root)
-        return [] if plan is None else [k for j in plan.outputs for k in self._places[j]]
-
-    def run(self, root: int) -> dict[int, jax.Array]:
-        """Returns these outputs."""
-        plan, graph = self._plans[root], self._graph
-        equations, _ = graph.needed([*plan.full, *plan.small], self._values)
-        evaluate(equations, self._values)
-        full, small = ([self._values[v] for v in which] for which in (plan.full, plan.small))
-        stored, noise = [self._stored[i] for i in plan.stored], None
-        with jax.named_scope("low_precision"):
-            if self._key is not None:
-                salts = [salt_of(self._paths[i]) for i in plan.stored]
-                noise = [hashes_of_matrices(self._key, salt, plan.shape) for salt in salts]
-            param = self._params[root]
-            made = _tile_kernel.run(
-                plan, graph, full, small, stored, noise, self._rounding, param, self._form
-            )
-        return {
-            k: x
-            for j, new in zip(plan.outputs, made, strict=True)
-            for k, x in zip(self._places[j], jax.tree.leaves(new), strict=True)
-        }
-
-
-class _TileByTile(_ScalesFirst):
-    """Updates matrices by a kernel where there is one, and all else as ``_ScalesFirst``."""
-
-    def __init__(self, graph: Graph, inputs: Sequence[Any], *, tiles: _Tiles, **options: Any):
-        super().__init__(graph, inputs, **options)
-        self._tiles = tiles
-
-    def run_group(self, outputs: list[int]) -> None:
-        """Computes some outputs, those of kernels by these."""
-        for root in outputs:
-            made = set(self._tiles.outputs_of(root))
-            if made and made <= set(outputs):
-                self.outputs |= self._tiles.run(root)
-                outputs = [j for j in outputs if j not in made]
-        if outputs:
-            super().run_group(outputs)
+    return cls
 
 
 # --- One array ------------------------------------------------------------------------------------
@@ -644,7 +470,9 @@ def _encode_as(path: Any, old: Quantized, new: jax.Array, key: jax.Array | None)
     return encode(new, old.format, old.signed, "stochastic", noise)
 
 
-def _whole(state: LowPrecisionState, init: Callable[[], LowPrecisionState]) -> LowPrecisionState:
+def _with_quantized(
+    state: LowPrecisionState, init: Callable[[], LowPrecisionState]
+) -> LowPrecisionState:
     """Makes each ``Quantized`` anew of its fields, a mapping of which ``nnx.Optimizer`` stores."""
 
     def has_fields(x: Any) -> bool:

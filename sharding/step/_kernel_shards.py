@@ -11,6 +11,7 @@ from sharding.placement._layout import Layout
 from sharding.placement._specs import is_spec
 
 
+@jax.tree_util.register_static  # transformations may flatten their extra arguments
 class KernelShards:
     """How parameters are sharded on a mesh; see ``optax_ext.kernels.Shards``.
 
@@ -19,6 +20,8 @@ class KernelShards:
       params: the parameters, or their types.
       specs: how they are sharded.
     """
+
+    interpret = False
 
     def __init__(self, layout: Layout, params: Any, specs: Any):
         self._layout = layout

@@ -48,10 +48,13 @@ def update(
         shards = layout.constrain(params if shards is None else shards, placed.shards)
         grads = layout.constrain(grads, placed.shards)
         run, update_params = optax.with_extra_args_support(tx).update, kernels.update_params_of(tx)
-        kernel_shards = KernelShards(layout, shards, placed.shards)
+        extra_args = {
+            "kernel_shards": KernelShards(layout, shards, placed.shards),
+            **extra_args,
+        }
 
         def advance(shards: Any, opt_state: Any) -> tuple[Any, Any]:
-            with owners_on(layout, placed.shards), kernels.kernels_on(kernel_shards):
+            with owners_on(layout, placed.shards):
                 if update_params is not None:
                     shards, opt_state = update_params(grads, opt_state, shards, **extra_args)
                 else:

@@ -26,21 +26,21 @@ def params_of(shapes, dtype="float32"):
     return {k: rng.normal(size=s).astype(dtype) for k, s in shapes.items()}
 
 
-def pair(inner, implementation="pallas", **options):
-    """(XLA's form, the other one)."""
+def pair(inner, **options):
+    """XLA's form, and the one of one pass."""
     options = {"min_size": 0} | options
     return (
         low_precision_state(inner, **options),
-        low_precision_state(inner, implementation=implementation, **options),
+        low_precision_state(inner, implementation="pallas", **options),
     )
 
 
-def interpreted(fn):
-    def call(*args):
-        with kernels.interpreted():
-            return fn(*args)
+class Interpreted(kernels.OneDevice):
+    interpret = True
 
-    return jax.jit(call)
+
+def interpreted(update, shards=None):
+    return jax.jit(lambda *args: update(*args, kernel_shards=shards or Interpreted()))
 
 
 def assert_same(have, want):
