@@ -1,20 +1,17 @@
 """``low_precision_state``: stores the state of any transformation in low precision."""
 
-import dataclasses
 import functools
-import math
 import re
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_ext import _matrix_passes, _validate, kernels
-from optax_ext._leaves import boxed, check_arrays, is_box, path_name, unboxed
-from optax_ext._text_table import aligned
+from optax_ext._leaves import check_arrays, path_name
 from optax_ext.execution_order import run_by_leaf
 from optax_ext.low_precision._formats import (
     ROUNDINGS,
@@ -30,12 +27,21 @@ from optax_ext.low_precision._formats import (
 )
 from optax_ext.low_precision._one_pass import OnePassUpdates
 from optax_ext.low_precision._roles import find_signs
-from optax_ext.low_precision._rounding import check_seed, make_key, next_key, uniform_for
+from optax_ext.low_precision._rounding import check_seed, make_key, next_key
 from optax_ext.low_precision._scales_first import ScalesFirst
+from optax_ext.low_precision._stored_state import (
+    MIN_SIZE,
+    LowPrecisionState,
+    boxes_inside,
+    boxes_outside,
+    encode_as,
+    flatten,
+    is_floating,
+    with_quantized,
+)
 
 # Formats by name, as arguments of ``low_precision_state``.
 STATE_FORMATS: dict[str, int | Format] = {"bfloat16": 16, "8bit": 8, "fp8": Float8(), "4bit": 4}
-MIN_SIZE = 4096
 # Vectors must be this many times as large as other arrays: scales and biases are a small share of
 # the state, and ZeRO would shard them into less than a block.
 _VECTOR_FACTOR = 16
@@ -43,13 +49,6 @@ _MIXED_DTYPES = (
     "low_precision_state: within a step, moments are float32 and gradients are narrower. Put what "
     "may skip an update around it, as in optax.apply_if_finite(low_precision_state(adamw), 5)."
 )
-
-
-class LowPrecisionState(NamedTuple):
-    """State of ``low_precision_state``."""
-
-    key: jax.Array | None  # (2,), uint32: seed, steps taken; None unless rounding is stochastic
-    inner_state: optax.OptState  # that of inner, with a ``Quantized`` for each large array
 
 
 def low_precision_state(
@@ -159,7 +158,7 @@ def low_precision_state(
 
     def candidate(path: Any, leaf: Any, field: Any) -> dict[bool | None, Format]:
         """Returns the formats of a state array: if signed, unsigned, or not suited (None)."""
-        if not _is_floating(leaf) or not leaf.ndim or not leaf.size:
+        if not is_floating(leaf) or not leaf.ndim or not leaf.size:
             return {}
         for pattern, fmt in rules.items():
             if re.search(pattern, path_name(path)):
@@ -172,7 +171,7 @@ def low_precision_state(
         check_arrays(params)
         register_with_flax()
         state = inner.init(params)
-        flat, treedef = _flatten(state)
+        flat, treedef = flatten(state)
         _check_inner(flat, rules, params)
         first = "compensated" if rounding == "compensated" else "nearest"
         fields = _fields(state, flat, params)
@@ -192,7 +191,7 @@ def low_precision_state(
                     leaf = encode(leaf, fmt[sign], sign is not False, first)
                 stored.append(leaf)
         key = make_key(seed) if rounding == "stochastic" else None
-        return LowPrecisionState(key, _boxes_inside(treedef.unflatten(stored)))
+        return LowPrecisionState(key, boxes_inside(treedef.unflatten(stored)))
 
     def run(
         apply: bool,
@@ -205,13 +204,13 @@ def low_precision_state(
         """Returns the updates or, to ``apply`` them, the new parameters; and the state."""
         register_with_flax()
         like = updates if params is None else params
-        state = _with_quantized(state, lambda: init(like))
-        state = state._replace(inner_state=_boxes_outside(state.inner_state))
+        state = with_quantized(state, lambda: init(like))
+        state = state._replace(inner_state=boxes_outside(state.inner_state))
 
         def inner_update(updates: optax.Updates, inner_state: Any) -> tuple[Any, Any]:
             """Updates in the dtypes that they have without decoded moments, which are wider."""
             is_narrow = any(
-                _is_floating(u) and u.dtype.itemsize < 4 for u in jax.tree.leaves(updates)
+                is_floating(u) and u.dtype.itemsize < 4 for u in jax.tree.leaves(updates)
             )
             try:
                 out, new = inner.update(updates, inner_state, params, **extra_args)
@@ -219,9 +218,8 @@ def low_precision_state(
                 if is_narrow:
                     error.add_note(_MIXED_DTYPES)
                 raise
-            if not is_narrow or [x.dtype for x in jax.tree.leaves(out)] == [
-                u.dtype for u in jax.tree.leaves(updates)
-            ]:
+            dtypes = [[x.dtype for x in jax.tree.leaves(tree)] for tree in (out, updates)]
+            if not is_narrow or dtypes[0] == dtypes[1]:
                 return out, new
             types = jax.eval_shape(
                 lambda u: inner.update(u, inner.init(like), params, **extra_args)[0], updates
@@ -231,14 +229,14 @@ def low_precision_state(
         def step(
             updates: optax.Updates, state: LowPrecisionState
         ) -> tuple[optax.Updates, LowPrecisionState]:
-            old, treedef = _flatten(state.inner_state)
+            old, treedef = flatten(state.inner_state)
             with jax.named_scope("low_precision"):
                 read = [decode(leaf) if isinstance(leaf, Quantized) else leaf for _, leaf in old]
             updates, new = inner_update(updates, treedef.unflatten(read))
             key = None if state.key is None else next_key(state.key)
             with jax.named_scope("low_precision"):
                 stored = [
-                    _encode_as(path, was, leaf, key) if isinstance(was, Quantized) else leaf
+                    encode_as(path, was, leaf, key) if isinstance(was, Quantized) else leaf
                     for (path, was), leaf in zip(old, treedef.flatten_up_to(new), strict=True)
                 ]
             out = optax.apply_updates(params, updates) if apply else updates
@@ -248,7 +246,7 @@ def low_precision_state(
             updates: optax.Updates, state: LowPrecisionState, passes: OnePassUpdates | None = None
         ) -> tuple[Any, LowPrecisionState]:
             """``step``; at once, XLA would have the float32 moments of all parameters live."""
-            stored = [x for _, x in _flatten(state.inner_state)[0] if isinstance(x, Quantized)]
+            stored = [x for _, x in flatten(state.inner_state)[0] if isinstance(x, Quantized)]
             deferred, scales = (
                 set(map(id, jax.tree.leaves(x))) for x in (stored, [q.scale for q in stored])
             )
@@ -259,7 +257,7 @@ def low_precision_state(
             updates: optax.Updates, state: LowPrecisionState
         ) -> tuple[Any, LowPrecisionState]:
             key = None if state.key is None else next_key(state.key)
-            moments = _flatten(state.inner_state)
+            moments = flatten(state.inner_state)
             new_params = params if apply else None
             passes = OnePassUpdates(
                 inner_update, updates, *moments, key, rounding, new_params, shards
@@ -279,103 +277,12 @@ def low_precision_state(
             out, (key, new) = with_passes(updates, state)
         else:
             out, (key, new) = kernels.for_tpus(with_passes, scheduled, updates, state)
-        return out, LowPrecisionState(key, _boxes_inside(new))
+        return out, LowPrecisionState(key, boxes_inside(new))
 
     update, update_params = (functools.partial(run, apply) for apply in (False, True))
     if implementation == "xla":
         return optax.GradientTransformationExtraArgs(init, update)
     return kernels.with_update_params(init, update, update_params)
-
-
-def describe_state(state: optax.OptState) -> str:
-    """Lists the arrays that a state stores in low precision, and the bytes of all arrays.
-
-    Args:
-      state: the state of any transformation; its arrays may be abstract.
-
-    Returns:
-      A line for each ``Quantized``: path, shape, format, and bytes including scales; for each other
-      floating array of two dims and 4,096 elements; and for all that is left.
-
-    Example:
-      >>> import jax.numpy as jnp, optax, optax_ext
-      >>> tx = optax_ext.low_precision_state(optax.lion(1e-4), bits=4)
-      >>> print(optax_ext.describe_state(tx.init(jnp.zeros((128, 128)))))
-      inner_state/0/mu  (128, 128)  Dynamic(bits=4, block_size=128, rank1=True) signed  9,216 bytes
-      others            int32, uint32                                                      12 bytes
-    """
-    lines, others, dtypes = [], 0, set()
-    for path, leaf in _flatten(state)[0]:
-        if isinstance(leaf, Quantized):
-            sign = "signed" if leaf.signed else "unsigned"
-            more = "" if leaf.rest is None else ", 8 bits of error"
-            what = f"{leaf.format} {sign}{more}"
-            lines.append((path_name(path), str(leaf.shape), what, f"{leaf.nbytes:,} bytes"))
-        elif hasattr(leaf, "dtype"):
-            size = math.prod(leaf.shape) * leaf.dtype.itemsize
-            if _is_floating(leaf) and leaf.ndim > 1 and leaf.size >= MIN_SIZE:
-                lines.append((path_name(path), str(leaf.shape), str(leaf.dtype), f"{size:,} bytes"))
-                continue
-            others += size
-            dtypes.add(str(leaf.dtype))
-    lines.append(("others", "", ", ".join(sorted(dtypes)), f"{others:,} bytes"))
-    return aligned(lines)
-
-
-def convert_state(state: optax.OptState, like: optax.OptState) -> optax.OptState:
-    """Returns a state in the formats of another one: a float32 checkpoint in 8 bits, or back.
-
-    Moments are rounded to nearest. Call it under ``jit`` to make no other copy of large states;
-    with ``Zero``: ``zero.init(lambda params, state: (params, convert_state(state,
-    tx.init(params))), *restored, tx=tx)``.
-
-    Args:
-      state: of a transformation, with ``low_precision_state`` around any part of it or not.
-      like: the ``init`` of the same transformation, with ``low_precision_state`` or not.
-
-    Returns:
-      The numbers of ``state``; the structure, formats and dtypes of ``like``.
-
-    Raises:
-      ValueError: if the states are of other transformations or parameters.
-
-    Example:
-      >>> import jax.numpy as jnp, optax, optax_ext
-      >>> params, plain = {"w": jnp.ones((256, 256))}, optax.adamw(1e-3)
-      >>> stored = optax_ext.low_precision_state(plain)
-      >>> _, state = plain.update(params, plain.init(params), params)
-      >>> state = optax_ext.convert_state(state, stored.init(params))
-      >>> updates, state = stored.update(params, state, params)
-      >>> state = optax_ext.convert_state(state, plain.init(params))
-      >>> updates, state = plain.update(params, state, params)
-      >>> int(state[0].count)
-      3
-    """
-
-    def convert(like: Any, x: Any) -> Any:
-        key = None
-        if isinstance(x, LowPrecisionState):
-            key, x = x
-        if isinstance(like, LowPrecisionState):
-            key = like.key if key is None or like.key is None else key
-            return LowPrecisionState(key, convert(like.inner_state, x))
-        if not isinstance(like, Quantized) and not jax.tree_util.all_leaves([like]):
-            return jax.tree.map(convert, like, x, is_leaf=lambda node: node is not like)
-        if x.shape != like.shape:
-            raise ValueError(
-                f"convert_state: an array of the state has shape {x.shape}, and {like.shape} in "
-                "the state that it is to be like. Both have to be of the same parameters."
-            )
-        if isinstance(x, Quantized):
-            formats: list[Any] = [jax.tree.structure(each) for each in (x, like)]
-            if formats[0] == formats[1]:
-                return x
-            x = decode(x)
-        if isinstance(like, Quantized):
-            return _encode_as((), like, jnp.asarray(x), None)
-        return x if x.dtype == like.dtype else jnp.asarray(x, like.dtype)
-
-    return convert(like, state)
 
 
 # --- Choosing -------------------------------------------------------------------------------------
@@ -413,8 +320,8 @@ def _check_formats(formats: Mapping[str, Any]) -> dict[str, Format | None]:
 def _check_inner(flat: list[Any], rules: Mapping[str, Any], params: Any) -> None:
     if any(isinstance(leaf, Quantized) for _, leaf in flat):
         raise ValueError("low_precision_state contains another one; remove one of the two.")
-    names = [path_name(path) for path, leaf in flat if _is_floating(leaf)]
-    if not names and any(map(_is_floating, jax.tree.leaves(params))):
+    names = [path_name(path) for path, leaf in flat if is_floating(leaf)]
+    if not names and any(map(is_floating, jax.tree.leaves(params))):
         warnings.warn(
             "low_precision_state: the state has no floating arrays, so nothing is stored in low "
             "precision.",
@@ -455,74 +362,3 @@ def _class_of(node: Any, path: Any) -> type | None:
         else:
             node = node[key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.key]
     return cls
-
-
-# --- One array ------------------------------------------------------------------------------------
-
-
-def _encode_as(path: Any, old: Quantized, new: jax.Array, key: jax.Array | None) -> Quantized:
-    """Encodes a new value in the format of the old one."""
-    if old.rest is not None:
-        return encode(new, old.format, old.signed, "compensated")
-    if key is None:
-        return encode(new, old.format, old.signed, "nearest")
-    noise = uniform_for(path, key, old.shape)
-    return encode(new, old.format, old.signed, "stochastic", noise)
-
-
-def _with_quantized(
-    state: LowPrecisionState, init: Callable[[], LowPrecisionState]
-) -> LowPrecisionState:
-    """Makes each ``Quantized`` anew of its fields, a mapping of which ``nnx.Optimizer`` stores."""
-
-    def has_fields(x: Any) -> bool:
-        return isinstance(x, Mapping) and "codes" in x
-
-    def stop(x: Any) -> bool:
-        return isinstance(x, Quantized) or has_fields(x)
-
-    if not any(map(has_fields, jax.tree.leaves(state.inner_state, is_leaf=stop))):
-        return state
-
-    def make(like: Any, x: Any) -> Any:
-        if not isinstance(like, Quantized) or isinstance(x, Quantized):
-            return x
-        scale = tuple(x["scale"][i] for i in range(len(like.scale)))  # no key where it is empty
-        return dataclasses.replace(like, codes=x["codes"], scale=scale, rest=x.get("rest"))
-
-    like = jax.eval_shape(init).inner_state
-    return state._replace(inner_state=jax.tree.map(make, like, state.inner_state, is_leaf=stop))
-
-
-def _boxes_inside(state: Any) -> Any:
-    """Moves the box around each ``Quantized`` to its arrays; vectors of scales name their dim."""
-
-    def inside(x: Any) -> Any:
-        q = unboxed(x)
-        if q is x or not isinstance(q, Quantized):
-            return x
-        dims = [(d,) if s.ndim < len(q.shape) else None for d, s in enumerate(q.scale)]
-        scale = tuple(boxed(x, s, d) for s, d in zip(q.scale, dims, strict=True))
-        return dataclasses.replace(q, codes=boxed(x, q.codes), scale=scale, rest=boxed(x, q.rest))
-
-    return jax.tree.map(inside, state, is_leaf=lambda x: is_box(x) or isinstance(x, Quantized))
-
-
-def _boxes_outside(state: Any) -> Any:
-    """The inverse of ``_boxes_inside``."""
-
-    def outside(q: Any) -> Any:
-        if not isinstance(q, Quantized) or not is_box(q.codes):
-            return q
-        return boxed(q.codes, jax.tree.map(unboxed, q, is_leaf=is_box))
-
-    return jax.tree.map(outside, state, is_leaf=lambda x: isinstance(x, Quantized))
-
-
-def _is_floating(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
-def _flatten(state: Any) -> tuple[list[tuple[Any, Any]], Any]:
-    """Flattens with paths; a ``Quantized`` is a leaf."""
-    return jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, Quantized))
