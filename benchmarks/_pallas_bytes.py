@@ -13,8 +13,6 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.extend.core import jaxpr_as_fun, jaxprs_in_params
 
-from optax_ext import kernels
-
 
 class Moved(NamedTuple):
     """Bytes that a kernel reads from main memory and writes to it."""
@@ -24,7 +22,7 @@ class Moved(NamedTuple):
 
 
 def calls(fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """The calls of kernels in the program that ``fn`` becomes, traced to be interpreted.
+    """The calls of kernels in the program for TPUs that ``fn`` becomes.
 
     Those in a loop of known length are there as often as it runs them; those under ``shard_map``
     are of one device.
@@ -35,6 +33,10 @@ def calls(fn: Callable[..., Any], *args: Any) -> list[Any]:
             if eqn.primitive.name == "pallas_call":
                 yield eqn
                 continue
+            platforms = eqn.params.get("branches_platforms")
+            if platforms:  # of jax.lax.platform_dependent, in whose order the branches are
+                yield from found(eqn.params["branches"][_of_tpus(platforms)].jaxpr)
+                continue
             inner = [call for one in jaxprs_in_params(eqn.params) for call in found(one)]
             if inner and eqn.primitive.name in ("while", "cond"):
                 raise ValueError(
@@ -42,8 +44,12 @@ def calls(fn: Callable[..., Any], *args: Any) -> list[Any]:
                 )
             yield from inner * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
 
-    with kernels.interpreted():
-        return list(found(jax.make_jaxpr(fn)(*args).jaxpr))
+    return list(found(jax.make_jaxpr(fn)(*args).jaxpr))
+
+
+def _of_tpus(platforms: Any) -> int:
+    """The branch of TPUs, or the default one, which has no platforms."""
+    return next(i for i, names in enumerate(platforms) if names is None or "tpu" in names)
 
 
 def moved(call: Any) -> Moved:

@@ -1,7 +1,7 @@
 """How kernels run: in programs for which platform, on which shards, and with the parameters inside.
 
 An internal interface, without promises to users: ``low_precision_state`` calls its kernel through
-it, and ``sharding`` says how arrays are sharded, for a kernel sees those of one device.
+it. A kernel sees the arrays of one device: ``sharding`` says how they are sharded.
 """
 
 import contextlib
@@ -17,7 +17,13 @@ Path = tuple[Any, ...]  # of a parameter in its tree
 
 
 class Shards(Protocol):
-    """How the arrays of each parameter, with their global shapes, are on several devices."""
+    """How the arrays of each parameter, with their global shapes, are on several devices.
+
+    Attributes:
+      interpret: whether kernels run on any platform, uncompiled, for tests.
+    """
+
+    interpret: bool
 
     def shape_of(self, path: Path, shape: Dims) -> Dims | None:
         """Returns the shape of a shard; None if there is no such parameter of this shape."""
@@ -36,33 +42,37 @@ class Shards(Protocol):
         """
 
 
-_INTERPRETED = contextvars.ContextVar("interpreted", default=False)
-_SHARDS: contextvars.ContextVar[Shards | None] = contextvars.ContextVar("shards", default=None)
+class OneDevice:
+    """The arrays of one device, unsharded."""
 
+    interpret = False
 
-@contextlib.contextmanager
-def interpreted() -> Iterator[None]:
-    """Kernels traced here run on any platform, uncompiled."""
-    token = _INTERPRETED.set(True)
-    try:
-        yield
-    finally:
-        _INTERPRETED.reset(token)
+    def shape_of(self, path: Path, shape: Dims) -> Dims:
+        """Returns the shape of the array."""
+        del path
+        return shape
 
-
-def is_interpreted() -> bool:
-    """Whether kernels traced here are interpreted."""
-    return _INTERPRETED.get()
+    def run(
+        self,
+        path: Path,
+        fn: Callable[..., list[jax.Array]],
+        operands: Sequence[jax.Array],
+        dims: Sequence[Dims],
+        result_dims: Sequence[Dims],
+    ) -> list[jax.Array]:
+        """Calls ``fn``."""
+        del path, dims, result_dims
+        return fn(*operands)
 
 
 def for_tpus(kernel: Callable[..., Any], default: Callable[..., Any], *arguments: Any) -> Any:
     """Calls ``kernel`` in programs for TPUs, ``default`` in others."""
-    if _INTERPRETED.get():
-        return kernel(*arguments)
     return jax.lax.platform_dependent(*arguments, tpu=kernel, default=default)
 
 
-# --- Shards ---------------------------------------------------------------------------------------
+# Between the step and a transformation inside others, of which MultiSteps and lookahead pass
+# on no extra arguments.
+_SHARDS: contextvars.ContextVar[Shards | None] = contextvars.ContextVar("shards", default=None)
 
 
 def shards() -> Shards | None:
@@ -71,9 +81,9 @@ def shards() -> Shards | None:
 
 
 @contextlib.contextmanager
-def kernels_on(found: Shards) -> Iterator[None]:
+def kernels_on(shards: Shards) -> Iterator[None]:
     """Kernels traced here run on these shards."""
-    token = _SHARDS.set(found)
+    token = _SHARDS.set(shards)
     try:
         yield
     finally:

@@ -11,7 +11,7 @@ import optax
 from sharding.placement._describe import Description
 from sharding.placement._layout import Layout
 from sharding.placement._on_mesh import no_mesh
-from sharding.placement._specs import AnyMesh, Axis, check_patterns, path_str
+from sharding.placement._specs import AnyMesh, Axis, check_patterns, first_names, path_str
 from sharding.placement._train_state import full_tree, params_of
 from sharding.recovery._peer_checkpoints import PeerCheckpoints
 from sharding.step import _placed_state, _put

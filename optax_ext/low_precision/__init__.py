@@ -15,10 +15,10 @@ from optax_ext.low_precision._optimizers_8bit import adamw8bit as adamw8bit
 from optax_ext.low_precision._optimizers_8bit import came8bit as came8bit
 from optax_ext.low_precision._optimizers_8bit import lamb8bit as lamb8bit
 from optax_ext.low_precision._optimizers_8bit import lion8bit as lion8bit
+from optax_ext.low_precision._stored_state import LowPrecisionState as LowPrecisionState
+from optax_ext.low_precision._stored_state import convert_state as convert_state
+from optax_ext.low_precision._stored_state import describe_state as describe_state
 from optax_ext.low_precision._wrapper import STATE_FORMATS as STATE_FORMATS
-from optax_ext.low_precision._wrapper import LowPrecisionState as LowPrecisionState
-from optax_ext.low_precision._wrapper import convert_state as convert_state
-from optax_ext.low_precision._wrapper import describe_state as describe_state
 from optax_ext.low_precision._wrapper import low_precision_state as low_precision_state
 
 __all__ = [name for name in dir() if not name.startswith("_")]

@@ -101,10 +101,6 @@ def stochastic_rounding(
       ...     params = optax.apply_updates(params, updates)
       >>> round(float(params.astype(jnp.float32).mean()), 2)
       0.9
-
-    References:
-      Gupta, Agrawal, Gopalakrishnan, Narayanan: Deep Learning with Limited Numerical Precision,
-      ICML 2015, arXiv 1502.02551.
     """
     inner = optax.with_extra_args_support(inner)
     check_seed(seed)

@@ -21,7 +21,19 @@ BLOCK_ROWS = 8  # rows of a block, as of a TPU register: scales are found and ap
 
 
 @dataclasses.dataclass(frozen=True)
-class Dynamic:
+class _Steps:
+    """Codes of equal or growing steps, relative to scales of blocks or of rows and columns."""
+
+    bits: int = 8
+    block_size: int | None = None
+    rank1: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises unless the fields are valid."""
+        _check(self)
+
+
+class Dynamic(_Steps):
     """Steps that grow with the value, so that small values have digits next to large ones.
 
     The map of 8-bit optimizers, with seven powers of ten, and its 4-bit twin with three. Each block
@@ -37,17 +49,8 @@ class Dynamic:
       ICLR 2022, arXiv 2110.02861.
     """
 
-    bits: int = 8
-    block_size: int | None = None
-    rank1: bool = False
 
-    def __post_init__(self) -> None:
-        """Raises unless the fields are valid."""
-        _check(self)
-
-
-@dataclasses.dataclass(frozen=True)
-class Linear:
+class Linear(_Steps):
     """Equal steps up to the scale. Unsigned with 4 bits it has no zero: 1/16, 2/16, ... 1.
 
     Attributes:
@@ -59,14 +62,6 @@ class Linear:
     References:
       Li, Chen, Zhu: Memory Efficient Optimizers with 4-bit States, NeurIPS 2023, arXiv 2309.01507.
     """
-
-    bits: int = 8
-    block_size: int | None = None
-    rank1: bool = False
-
-    def __post_init__(self) -> None:
-        """Raises unless the fields are valid."""
-        _check(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,13 +147,13 @@ def register_with_flax() -> None:
     def fields(q: Quantized) -> dict[str, Any]:
         return {"codes": q.codes, "scale": q.scale, "rest": q.rest}
 
-    def from_fields(q: Quantized, found: Any) -> Quantized:
-        if not isinstance(found, dict):
+    def from_fields(q: Quantized, restored: Any) -> Quantized:
+        if not isinstance(restored, dict):
             raise ValueError(
                 f"a moment of shape {q.shape} has the format {q.format}, and the checkpoint has an "
                 "array. Restore it into the state that wrote it, then call optax_ext.convert_state."
             )
-        return dataclasses.replace(q, **flax.from_state_dict(fields(q), found))
+        return dataclasses.replace(q, **flax.from_state_dict(fields(q), restored))
 
     flax.register_serialization_state(
         Quantized, lambda q: flax.to_state_dict(fields(q)), from_fields, override=True

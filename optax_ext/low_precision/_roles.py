@@ -4,7 +4,7 @@ The fields of common states are known. Those of others are tried: ``inner`` take
 steps on parameters of at most 8 elements a dim.
 """
 
-import threading
+import concurrent.futures
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -75,34 +75,33 @@ def find_signs(
 
 def _tried(inner: Any, params: Any, fields: list[Any]) -> dict[Any, bool]:
     """Tries fields in a thread, which the trace and the mesh of here do not reach."""
-    found: list[dict[Any, bool]] = []
-    errors: list[Exception] = []
     x64 = jax.dtypes.canonicalize_dtype(float) == np.float64
 
     def value(p: Any) -> Any:
         return sum(jnp.sum(x * x) for x in jax.tree.leaves(p))
 
-    def run() -> None:
+    def run() -> dict[Any, bool] | Exception:
+        errors = []
         # What some transformations need, and others refuse.
         for extra_args in ({}, {"value": 1.0, "value_fn": value, "obj_fn": value}):
             try:
                 with jax.enable_x64(x64):
-                    found.append(_Trial(inner, params, fields, extra_args).signs())
-                return
+                    return _Trial(inner, params, fields, extra_args).signs()
             except Exception as error:
                 errors.append(error)
+        return errors[0]
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if not found:
-        names = ", ".join(path_name(field) or "the state" for field in fields)
-        warnings.warn(
-            f"low_precision_state: {names} could not be tried on small arrays, and stay as they "
-            f"are unless formats selects them: {type(errors[0]).__name__}: {errors[0]}",
-            stacklevel=5,
-        )
-    return found[0] if found else {}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        signs = pool.submit(run).result()
+    if not isinstance(signs, Exception):
+        return signs
+    names = ", ".join(path_name(field) or "the state" for field in fields)
+    warnings.warn(
+        f"low_precision_state: {names} could not be tried on small arrays, and stay as they "
+        f"are unless formats selects them: {type(signs).__name__}: {signs}",
+        stacklevel=5,
+    )
+    return {}
 
 
 def _small(x: Any) -> tuple[int, ...]:

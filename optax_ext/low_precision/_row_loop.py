@@ -1,4 +1,4 @@
-"""A loop over rows for 8-bit state on TPUs, by XLA: decode, update and encode, block by block.
+"""A loop over rows for 8-bit state of few columns on TPUs, by XLA: decode, update and encode.
 
 As one expression, XLA would write the scales of all elements, and float32 moments, to main memory.
 Here each step of the loop updates rows of all arrays in place, and its intermediates are so small
@@ -14,127 +14,112 @@ import jax
 import jax.numpy as jnp
 
 from optax_ext.low_precision._formats import BLOCK_ROWS, decode, encode
+from optax_ext.low_precision._one_pass import OnePass, Operands, evaluate_slice, results_of
 from optax_ext.low_precision._rounding import uniform_at
-from optax_ext.low_precision._tile_kernel import Kernel, from_parts, on_slice, parts_of, sections
 
 _BLOCK = (BLOCK_ROWS, 32)  # rows and columns
 _STEP_SIZE = 2**21  # elements that a step of the loop updates
-_MIN_STEP = 2**16  # fewer elements in a matrix of a stack make the loop slow
 _TILE_ROWS = 32  # of codes in memory
+# Elements from which a loop is worth it: of a shard, of one whose last blocks end beyond it (XLA
+# would write padded arrays), and of a matrix in a stack.
+_MIN_SIZE, _MIN_PADDED, _MIN_STEP = 2**24, 2**22, 2**16
 
 
-class RowLoop(Kernel):
-    """The function of a device's arrays that ``_tile_kernel.run`` calls, as a loop.
+def takes(shard: Sequence[int], updates_params: bool) -> bool:
+    """Whether a matrix, or stack of matrices, is worth a loop.
 
-    Attributes:
-      min_size: elements of a shard from which a loop is worth it.
-      min_padded: the same where its last blocks end beyond it: XLA would write padded arrays.
+    Without the parameters inside only padded ones are: XLA adds the updates of others to them.
     """
+    matrix = shard[-2:]
+    if any(n < size for n, size in zip(matrix, _BLOCK, strict=True)):
+        return False
+    is_padded = any(n % size for n, size in zip(matrix, _BLOCK, strict=True))
+    least = _MIN_PADDED if is_padded else _MIN_SIZE if updates_params else math.inf
+    return math.prod(shard) >= least and math.prod(matrix) >= _MIN_STEP
 
-    min_size: float = 2**24
-    min_padded = 2**22
 
-    @classmethod
-    def takes(cls, shard: Sequence[int]) -> bool:
-        """Whether a matrix, or stack of matrices, is worth a loop."""
-        pairs = list(zip(shard[-2:], _BLOCK, strict=False))
-        padded = any(n % size for n, size in pairs)
-        large = math.prod(shard) >= (cls.min_padded if padded else cls.min_size)
-        has_blocks = len(shard) > 1 and all(n >= size for n, size in pairs)
-        return has_blocks and large and math.prod(shard[-2:]) >= _MIN_STEP
+def update_rows(update: OnePass, operands: Operands) -> list[jax.Array]:
+    """Updates the arrays of one device, block of rows by block of rows."""
+    types, aliases = results_of(update, operands)
+    types = jax.tree.leaves(types)
+    *lead, rows, columns = operands.stored[0].codes.shape
+    treedef: Any
+    arrays, treedef = jax.tree.flatten((operands.full, operands.stored))
+    arrays = list(map(_matrices, arrays))
+    made = [_matrices(jnp.zeros(x.shape, x.dtype)) for x in types]
+    for k, n in aliases.items():
+        made[n] = arrays[k]
 
-    def __call__(self, *operands: jax.Array) -> list[jax.Array]:
-        """Updates the arrays of one device."""
-        num_noise = 2 * len(self._stored) * self._is_noisy
-        small, noise, places, arrays = sections(
-            operands, len(self._small_dtypes), num_noise, 2, self._num_arrays
-        )
-        results, aliases = self._result_types(arrays)
-        arrays = [_matrices(x) for x in arrays]
-        made = [_matrices(jnp.zeros(like.shape, like.dtype)) for like in results]
-        for k, n in aliases.items():
-            made[n] = arrays[k]
-        *lead, rows, columns = arrays[self._parts_at[self._plan.stored[0]]].shape
-        num_matrices = math.prod(lead)
+    def window(x: jax.Array, matrix: Any, row: Any, num: int) -> tuple[list[int], list[Any]]:
+        """Returns the shape and start of ``num`` rows of a matrix, or of the rows' scales."""
+        per_row = BLOCK_ROWS if x.shape[-2] < rows else 1
+        outer = x.ndim - 2
+        size = [*[1] * outer, -(-num // per_row), x.shape[-1]]
+        return size, [*[matrix] * outer, row // per_row, 0]
 
-        def update_rows(made: list[jax.Array], matrix: Any, row: Any, num: int) -> list[jax.Array]:
-            """Updates ``num`` rows of a matrix in the results."""
-            shape = (num, columns)
+    def update_block(made: list[jax.Array], matrix: Any, row: Any, num: int) -> list[jax.Array]:
+        """Updates ``num`` rows of a matrix in the results."""
+        shape = (num, columns)
 
-            def window(x: jax.Array) -> tuple[tuple[int, ...], tuple[Any, ...]]:
-                """Returns the shape and start of these rows, or of their scales."""
-                per_row = BLOCK_ROWS if x.shape[-2] < rows else 1
-                lead = x.ndim - 2
-                size = (*[1] * lead, -(-num // per_row), x.shape[-1])
-                return size, (*[matrix] * lead, row // per_row, 0)
+        # Decode.
+        slices = []
+        for k, x in enumerate(arrays):
+            x = made[aliases[k]] if k in aliases else x
+            size, start = window(x, matrix, row, num)
+            slices.append(jax.lax.dynamic_slice(x, start, size).reshape(size[-2:]))
+        full, stored = treedef.unflatten(slices)
+        values = dict(update.literals)
+        values |= zip(update.small, operands.small, strict=True)
+        values |= zip(update.full, full, strict=False)  # the parameter may be behind them
+        for v, q in zip(update.stored, stored, strict=True):
+            values[v] = decode(dataclasses.replace(q, shape=shape))
 
-            def read(k: int) -> jax.Array:
-                x = made[aliases[k]] if k in aliases else arrays[k]
-                size, start = window(x)
-                return jax.lax.dynamic_slice(x, start, size).reshape(size[-2:])
+        # Update.
+        evaluate_slice(update, values, shape)
 
-            # Decode.
-            values: dict[int, Any] = dict(self._plan.literals)
-            values |= zip(self._plan.small, small, strict=True)
-            values |= {v: read(k) for k, v in enumerate(self._plan.full)}
-            for v, q in self._stored.items():
-                at = self._parts_at[v]
-                parts = [read(k) for k in range(at, at + len(parts_of(q)))]
-                values[v] = decode(dataclasses.replace(from_parts(parts, q), shape=shape))
+        # Encode.
+        written: list[Any] = []
+        for output in update.outputs:
+            new = jnp.broadcast_to(values[update.graph.outputs[output]], shape)
+            if output in update.stored:
+                old, uniform = update.stored[output], None
+                if operands.noise:
+                    at = 2 * list(update.stored).index(output)
+                    step, first = (_element(x, matrix) for x in operands.noise[at : at + 2])
+                    index = _index(shape, update.shape[-1], row, operands.places)
+                    uniform = uniform_at(index + first, step)
+                written.append(encode(new, old.format, old.signed, update.rounding, uniform))
+            elif output == update.root and update.param is not None:
+                param = full[update.param]
+                written.append((param + new).astype(param.dtype))  # as optax.apply_updates
+            else:
+                written.append(new)
+        results = []
+        for x, new in zip(made, jax.tree.leaves(written), strict=True):
+            size, start = window(x, matrix, row, num)
+            results.append(jax.lax.dynamic_update_slice(x, new.reshape(size), start))
+        return results
 
-            # Update.
-            for eqn in self._plan.equations:
-                values |= zip(eqn.results, on_slice(eqn, values, shape), strict=True)
-
-            # Encode.
-            written: list[jax.Array] = []
-            for output in self._results_at:
-                new = jnp.broadcast_to(values[self._graph.outputs[output]], shape)
-                if output in self._stored:
-                    old, uniform = self._stored[output], None
-                    if self._is_noisy:
-                        at = 2 * self._plan.stored.index(output)
-                        step, first = (_element(x, matrix) for x in noise[at : at + 2])
-                        index = _index(shape, self._plan.shape[-1], row, places)
-                        uniform = uniform_at(index + first, step)
-                    q = encode(new, old.format, old.signed, self._rounding, uniform)
-                    written += parts_of(q)
-                elif output == self._plan.root and self._param is not None:
-                    param = read(self._param)
-                    written.append((param + new).astype(param.dtype))  # as optax.apply_updates
-                else:
-                    written.append(new)
-            windows = [window(x) for x in made]
-            return [
-                jax.lax.dynamic_update_slice(x, y.reshape(size), start)
-                for x, y, (size, start) in zip(made, written, windows, strict=True)
-            ]
-
-        height = min(rows, max(_TILE_ROWS, _STEP_SIZE // columns // _TILE_ROWS * _TILE_ROWS))
-        num = rows // height
-        num -= 0 < rows - num * height < BLOCK_ROWS  # the last rows are a full block at least
+    num_matrices = math.prod(lead)
+    height = min(rows, max(_TILE_ROWS, _STEP_SIZE // columns // _TILE_ROWS * _TILE_ROWS))
+    num = rows // height
+    num -= 0 < rows - num * height < BLOCK_ROWS  # the last rows are a full block at least
+    made = jax.lax.fori_loop(
+        0,
+        num_matrices * num,
+        lambda i, made: update_block(made, i // num, i % num * height, height),
+        made,
+    )
+    if last := rows - num * height:
         made = jax.lax.fori_loop(
-            0,
-            num_matrices * num,
-            lambda i, made: update_rows(made, i // num, i % num * height, height),
-            made,
+            0, num_matrices, lambda i, made: update_block(made, i, num * height, last), made
         )
-        if rest := rows - num * height:
-            made = jax.lax.fori_loop(
-                0, num_matrices, lambda i, made: update_rows(made, i, num * height, rest), made
-            )
-        return [x.reshape(like.shape) for x, like in zip(made, results, strict=True)]
-
-
-class LoopOfUpdates(RowLoop):
-    """A loop without the parameters inside; XLA adds the updates of unpadded arrays to them."""
-
-    min_size = math.inf
+    return [x.reshape(like.shape) for x, like in zip(made, types, strict=True)]
 
 
 def _matrices(x: jax.Array) -> jax.Array:
     """Returns an array of at most three dims: a reshape next to the loop may cost a copy."""
-    return x if x.ndim < 4 else x.reshape(-1, *x.shape[-2:])
+    return x if x.ndim < 4 else x.reshape(-1, *x.shape[-2:])  # (matrices, rows, columns)
 
 
 def _element(x: jax.Array, i: Any) -> jax.Array:

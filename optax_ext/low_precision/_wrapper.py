@@ -1,29 +1,18 @@
 """``low_precision_state``: stores the state of any transformation in low precision."""
 
-import dataclasses
 import functools
-import math
 import re
 import warnings
-from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_ext import _matrix_passes, _validate, kernels
-from optax_ext._leaves import boxed, check_arrays, is_box, path_name, unboxed
-from optax_ext._text_table import aligned
-from optax_ext.execution_order import (
-    ELEMENTWISE,
-    REDUCTIONS,
-    Graph,
-    ScheduledRun,
-    evaluate,
-    run_by_leaf,
-)
-from optax_ext.low_precision import _row_loop, _tile_kernel
+from optax_ext._leaves import check_arrays, path_name
+from optax_ext.execution_order import run_by_leaf
 from optax_ext.low_precision._formats import (
     ROUNDINGS,
     BFloat16,
@@ -36,19 +25,23 @@ from optax_ext.low_precision._formats import (
     encode,
     register_with_flax,
 )
+from optax_ext.low_precision._one_pass import OnePassUpdates
 from optax_ext.low_precision._roles import find_signs
-from optax_ext.low_precision._rounding import (
-    check_seed,
-    hashes_of_matrices,
-    make_key,
-    next_key,
-    salt_of,
-    uniform_for,
+from optax_ext.low_precision._rounding import check_seed, make_key, next_key
+from optax_ext.low_precision._scales_first import ScalesFirst
+from optax_ext.low_precision._stored_state import (
+    MIN_SIZE,
+    LowPrecisionState,
+    boxes_inside,
+    boxes_outside,
+    encode_as,
+    flatten,
+    is_floating,
+    with_quantized,
 )
 
 # Formats by name, as arguments of ``low_precision_state``.
 STATE_FORMATS: dict[str, int | Format] = {"bfloat16": 16, "8bit": 8, "fp8": Float8(), "4bit": 4}
-MIN_SIZE = 4096
 # Vectors must be this many times as large as other arrays: scales and biases are a small share of
 # the state, and ZeRO would shard them into less than a block.
 _VECTOR_FACTOR = 16
@@ -56,13 +49,6 @@ _MIXED_DTYPES = (
     "low_precision_state: within a step, moments are float32 and gradients are narrower. Put what "
     "may skip an update around it, as in optax.apply_if_finite(low_precision_state(adamw), 5)."
 )
-
-
-class LowPrecisionState(NamedTuple):
-    """State of ``low_precision_state``."""
-
-    key: jax.Array | None  # (2,), uint32: seed, steps taken; None unless rounding is stochastic
-    inner_state: optax.OptState  # that of inner, with a ``Quantized`` for each large array
 
 
 def low_precision_state(
@@ -97,13 +83,11 @@ def low_precision_state(
     ``Float8``, 2 in 16 bits.
 
     A first moment far below its scale is occasionally rounded up to the smallest code. Divided by
-    the root of a second moment stored with finer scales, this becomes a huge step. Example: 4-bit
-    first moments in blocks, with second moments scaled by rows and columns. Where columns of the
-    gradient differ by three decades, steps of AdamW are then 65 times as large as in float32; where
-    they differ by six, thousands of times. Therefore both moments have scales of the same kind by
-    default: over zero to six decades, no element of an update exceeds 5 times the largest of
-    float32 in 4 and 8 bits, or 3 times in ``Float8``. When you choose formats, do not scale second
-    moments more finely than first ones.
+    the root of a second moment stored with finer scales, this becomes a huge step: 65 to thousands
+    of times float32's with 4-bit first moments in blocks and second moments scaled by rows and
+    columns, where columns of the gradient differ by three to six decades. Both moments have scales
+    of the same kind by default: no element of an update then exceeds 5 times the largest of float32
+    in 4 and 8 bits, or 3 times in ``Float8``. Do not scale second moments more finely than first.
 
     Args:
       inner: any transformation.
@@ -119,18 +103,15 @@ def low_precision_state(
       min_size: arrays of fewer elements, and vectors of fewer than 16 times as many, are not
         changed.
       seed: the seed of stochastic rounding; the noise depends on it and the step.
-      implementation: ``"xla"``, or ``"pallas"``: programs for one TPU update matrices by a kernel
-        that reads and writes everything once, without temporaries; ``Zero`` runs it on shards, and
-        with the parameters inside if this transformation is its ``tx`` (wrap others in this one,
-        not in a chain). It takes element-wise transformations of float32 moments of matrices whose
-        formats have 8 bits and a scale per block, and whose rows are the next to last dim; all
-        else, x64 mode, arrays in a ``shard_map``, and all other platforms use XLA's form. Programs
-        for TPUs that map (``vmap``) or differentiate the update, and arrays that are sharded by
-        ``in_shardings`` of ``jit`` alone, need ``"xla"``. Or ``"rows"``, for large matrices of
-        ragged shapes, such as vocabularies, where the kernel is not wanted: under the same
-        conditions programs for TPUs update them by XLA's form in a loop over rows, whose
-        temporaries are small; it has been compiled for TPUs but not yet run, and would gather
-        arrays that are sharded by ``in_shardings`` of ``jit`` alone.
+      implementation: ``"xla"``, or ``"pallas"``: programs for TPUs update matrices in one pass that
+        reads and writes everything once, without temporaries; ``Zero`` runs it on shards, and with
+        the parameters inside if this transformation is its ``tx`` (wrap others in this one, not in
+        a chain). It takes element-wise transformations of float32 moments of matrices whose formats
+        have 8 bits and a scale per block, and whose rows are the next to last dim: by a Pallas
+        kernel, or, where large shards have fewer than 128 columns, by a loop over rows. All else,
+        x64 mode, arrays in a ``shard_map``, and all other platforms use XLA's form. Programs for
+        TPUs that map (``vmap``) or differentiate the update, and arrays that are sharded by
+        ``in_shardings`` of ``jit`` alone, need ``"xla"``.
 
     Returns:
       A ``GradientTransformation`` that takes the arguments of ``inner``.
@@ -165,7 +146,7 @@ def low_precision_state(
         raise ValueError(
             f"rounding must be one of {', '.join(map(repr, ROUNDINGS))}, got {rounding!r}."
         )
-    _validate.implementation(implementation, ("xla", "rows", "pallas"))
+    _validate.implementation(implementation, ("xla", "pallas"))
     _validate.non_negative(min_size=min_size)
     check_seed(seed)
     inner = optax.with_extra_args_support(inner)
@@ -177,7 +158,7 @@ def low_precision_state(
 
     def candidate(path: Any, leaf: Any, field: Any) -> dict[bool | None, Format]:
         """Returns the formats of a state array: if signed, unsigned, or not suited (None)."""
-        if not _is_floating(leaf) or not leaf.ndim or not leaf.size:
+        if not is_floating(leaf) or not leaf.ndim or not leaf.size:
             return {}
         for pattern, fmt in rules.items():
             if re.search(pattern, path_name(path)):
@@ -190,7 +171,7 @@ def low_precision_state(
         check_arrays(params)
         register_with_flax()
         state = inner.init(params)
-        flat, treedef = _flatten(state)
+        flat, treedef = flatten(state)
         _check_inner(flat, rules, params)
         first = "compensated" if rounding == "compensated" else "nearest"
         fields = _fields(state, flat, params)
@@ -210,54 +191,35 @@ def low_precision_state(
                     leaf = encode(leaf, fmt[sign], sign is not False, first)
                 stored.append(leaf)
         key = make_key(seed) if rounding == "stochastic" else None
-        return LowPrecisionState(key, _boxes_inside(treedef.unflatten(stored)))
+        return LowPrecisionState(key, boxes_inside(treedef.unflatten(stored)))
 
-    def update(
+    def run(
+        apply: bool,
         updates: optax.Updates,
         state: LowPrecisionState,
         params: optax.Params | None = None,
         **extra_args: Any,
-    ) -> tuple[optax.Updates, LowPrecisionState]:
-        return run(updates, state, params, extra_args, apply=False)
-
-    def run(
-        updates: optax.Updates,
-        state: LowPrecisionState,
-        params: optax.Params | None,
-        extra_args: Any,
-        apply: bool,
     ) -> tuple[Any, LowPrecisionState]:
         """Returns the updates or, to ``apply`` them, the new parameters; and the state."""
         register_with_flax()
-        state = _whole(state, lambda: init(updates if params is None else params))
-        out, (key, new) = run_unboxed(
-            updates,
-            state._replace(inner_state=_boxes_outside(state.inner_state)),
-            params,
-            extra_args,
-            apply,
-        )
-        return out, LowPrecisionState(key, _boxes_inside(new))
-
-    def run_unboxed(
-        updates: optax.Updates,
-        state: LowPrecisionState,
-        params: optax.Params | None,
-        extra_args: Any,
-        apply: bool,
-    ) -> tuple[Any, LowPrecisionState]:
-        """``run`` of a state whose boxes, if any, are around its arrays."""
         like = updates if params is None else params
+        state = with_quantized(state, lambda: init(like))
+        state = state._replace(inner_state=boxes_outside(state.inner_state))
 
         def inner_update(updates: optax.Updates, inner_state: Any) -> tuple[Any, Any]:
-            """Updates in the dtypes of ``inner`` without decoded moments, which are wider."""
-            if all(not _is_floating(u) or u.dtype.itemsize > 2 for u in jax.tree.leaves(updates)):
-                return inner.update(updates, inner_state, params, **extra_args)
+            """Updates in the dtypes that they have without decoded moments, which are wider."""
+            is_narrow = any(
+                is_floating(u) and u.dtype.itemsize < 4 for u in jax.tree.leaves(updates)
+            )
             try:
                 out, new = inner.update(updates, inner_state, params, **extra_args)
             except TypeError as error:
-                error.add_note(_MIXED_DTYPES)
+                if is_narrow:
+                    error.add_note(_MIXED_DTYPES)
                 raise
+            dtypes = [[x.dtype for x in jax.tree.leaves(tree)] for tree in (out, updates)]
+            if not is_narrow or dtypes[0] == dtypes[1]:
+                return out, new
             types = jax.eval_shape(
                 lambda u: inner.update(u, inner.init(like), params, **extra_args)[0], updates
             )
@@ -266,150 +228,60 @@ def low_precision_state(
         def step(
             updates: optax.Updates, state: LowPrecisionState
         ) -> tuple[optax.Updates, LowPrecisionState]:
-            old, treedef = _flatten(state.inner_state)
+            old, treedef = flatten(state.inner_state)
             with jax.named_scope("low_precision"):
                 read = [decode(leaf) if isinstance(leaf, Quantized) else leaf for _, leaf in old]
             updates, new = inner_update(updates, treedef.unflatten(read))
             key = None if state.key is None else next_key(state.key)
             with jax.named_scope("low_precision"):
                 stored = [
-                    _encode_as(path, was, leaf, key) if isinstance(was, Quantized) else leaf
+                    encode_as(path, was, leaf, key) if isinstance(was, Quantized) else leaf
                     for (path, was), leaf in zip(old, treedef.flatten_up_to(new), strict=True)
                 ]
             out = optax.apply_updates(params, updates) if apply else updates
             return out, LowPrecisionState(key, treedef.unflatten(stored))
 
-        leaves = jax.tree.leaves((updates, state, params, extra_args))
-        if not any(isinstance(x, jax.core.Tracer) for x in leaves):
-            return step(updates, state)
-
-        # Scheduled, or XLA would have the float32 moments of all parameters live at once.
         def scheduled(
-            updates: optax.Updates, state: LowPrecisionState, make_run: Any = _ScalesFirst
-        ) -> tuple[optax.Updates, LowPrecisionState]:
-            stored = [x for _, x in _flatten(state.inner_state)[0] if isinstance(x, Quantized)]
+            updates: optax.Updates, state: LowPrecisionState, passes: OnePassUpdates | None = None
+        ) -> tuple[Any, LowPrecisionState]:
+            """``step``; at once, XLA would have the float32 moments of all parameters live."""
+            stored = [x for _, x in flatten(state.inner_state)[0] if isinstance(x, Quantized)]
             deferred, scales = (
                 set(map(id, jax.tree.leaves(x))) for x in (stored, [q.scale for q in stored])
             )
-            make_run = functools.partial(make_run, scales=scales)
+            make_run = functools.partial(ScalesFirst, scales=scales, passes=passes)
             return run_by_leaf(step, updates, state, lambda x: id(x) in deferred, make_run)
 
+        def with_passes(
+            updates: optax.Updates, state: LowPrecisionState
+        ) -> tuple[Any, LowPrecisionState]:
+            key = None if state.key is None else next_key(state.key)
+            moments = flatten(state.inner_state)
+            new_params = params if apply else None
+            passes = OnePassUpdates(
+                inner_update, updates, *moments, key, rounding, new_params, shards
+            )
+            return scheduled(updates, state, passes)
+
+        shards = kernels.shards() or kernels.OneDevice()
         on_several = _matrix_passes.is_partitioned((updates, state)) and kernels.shards() is None
         # Mosaic has no int64, in which loops would count.
         x64 = jax.dtypes.canonicalize_dtype(jnp.int64) == jnp.int64
-        if implementation == "xla" or on_several or x64:
-            return scheduled(updates, state)
-        loop = _row_loop.RowLoop if apply else _row_loop.LoopOfUpdates
-        form = _tile_kernel.Kernel if implementation == "pallas" else loop
+        leaves = jax.tree.leaves((updates, state, params, extra_args))
+        if not any(isinstance(x, jax.core.Tracer) for x in leaves):
+            out, (key, new) = step(updates, state)  # operation by operation, in Python's order
+        elif implementation == "xla" or on_several or x64:
+            out, (key, new) = scheduled(updates, state)
+        elif shards.interpret:
+            out, (key, new) = with_passes(updates, state)
+        else:
+            out, (key, new) = kernels.for_tpus(with_passes, scheduled, updates, state)
+        return out, LowPrecisionState(key, boxes_inside(new))
 
-        def with_kernels(
-            updates: optax.Updates, state: LowPrecisionState
-        ) -> tuple[Any, LowPrecisionState]:
-            tiles = _Tiles(inner_update, updates, state, rounding, params if apply else None, form)
-            return scheduled(updates, state, functools.partial(_TileByTile, tiles=tiles))
-
-        return kernels.for_tpus(with_kernels, scheduled, updates, state)
-
+    update, update_params = (functools.partial(run, apply) for apply in (False, True))
     if implementation == "xla":
         return optax.GradientTransformationExtraArgs(init, update)
-
-    def update_params(
-        grads: optax.Updates, state: LowPrecisionState, params: optax.Params, **extra_args: Any
-    ) -> tuple[optax.Params, LowPrecisionState]:
-        return run(grads, state, params, extra_args, apply=True)
-
     return kernels.with_update_params(init, update, update_params)
-
-
-def describe_state(state: optax.OptState) -> str:
-    """Lists the arrays that a state stores in low precision, and the bytes of all arrays.
-
-    Args:
-      state: the state of any transformation; its arrays may be abstract.
-
-    Returns:
-      A line for each ``Quantized``: path, shape, format, and bytes including scales; for each other
-      floating array of two dims and 4,096 elements; and for all that is left.
-
-    Example:
-      >>> import jax.numpy as jnp, optax, optax_ext
-      >>> tx = optax_ext.low_precision_state(optax.lion(1e-4), bits=4)
-      >>> print(optax_ext.describe_state(tx.init(jnp.zeros((128, 128)))))
-      inner_state/0/mu  (128, 128)  Dynamic(bits=4, block_size=128, rank1=True) signed  9,216 bytes
-      others            int32, uint32                                                      12 bytes
-    """
-    lines, others, dtypes = [], 0, set()
-    for path, leaf in _flatten(state)[0]:
-        if isinstance(leaf, Quantized):
-            sign = "signed" if leaf.signed else "unsigned"
-            more = "" if leaf.rest is None else ", 8 bits of error"
-            what = f"{leaf.format} {sign}{more}"
-            lines.append((path_name(path), str(leaf.shape), what, f"{leaf.nbytes:,} bytes"))
-        elif hasattr(leaf, "dtype"):
-            size = math.prod(leaf.shape) * leaf.dtype.itemsize
-            if _is_floating(leaf) and leaf.ndim > 1 and leaf.size >= MIN_SIZE:
-                lines.append((path_name(path), str(leaf.shape), str(leaf.dtype), f"{size:,} bytes"))
-                continue
-            others += size
-            dtypes.add(str(leaf.dtype))
-    lines.append(("others", "", ", ".join(sorted(dtypes)), f"{others:,} bytes"))
-    return aligned(lines)
-
-
-def convert_state(state: optax.OptState, like: optax.OptState) -> optax.OptState:
-    """Returns a state in the formats of another one: a float32 checkpoint in 8 bits, or back.
-
-    Moments are rounded to nearest. Call it under ``jit`` to make no other copy of large states;
-    with ``Zero``: ``zero.init(lambda params, state: (params, convert_state(state,
-    tx.init(params))), *restored, tx=tx)``.
-
-    Args:
-      state: of a transformation, with ``low_precision_state`` around any part of it or not.
-      like: the ``init`` of the same transformation, with ``low_precision_state`` or not.
-
-    Returns:
-      The numbers of ``state``; the structure, formats and dtypes of ``like``.
-
-    Raises:
-      ValueError: if the states are of other transformations or parameters.
-
-    Example:
-      >>> import jax.numpy as jnp, optax, optax_ext
-      >>> params, plain = {"w": jnp.ones((256, 256))}, optax.adamw(1e-3)
-      >>> stored = optax_ext.low_precision_state(plain)
-      >>> _, state = plain.update(params, plain.init(params), params)
-      >>> state = optax_ext.convert_state(state, stored.init(params))
-      >>> updates, state = stored.update(params, state, params)
-      >>> state = optax_ext.convert_state(state, plain.init(params))
-      >>> updates, state = plain.update(params, state, params)
-      >>> int(state[0].count)
-      3
-    """
-
-    def convert(like: Any, x: Any) -> Any:
-        key = None
-        if isinstance(x, LowPrecisionState):
-            key, x = x
-        if isinstance(like, LowPrecisionState):
-            key = like.key if key is None or like.key is None else key
-            return LowPrecisionState(key, convert(like.inner_state, x))
-        if not isinstance(like, Quantized) and not jax.tree_util.all_leaves([like]):
-            return jax.tree.map(convert, like, x, is_leaf=lambda node: node is not like)
-        if x.shape != like.shape:
-            raise ValueError(
-                f"convert_state: an array of the state has shape {x.shape}, and {like.shape} in "
-                "the state that it is to be like. Both have to be of the same parameters."
-            )
-        if isinstance(x, Quantized):
-            formats: list[Any] = [jax.tree.structure(each) for each in (x, like)]
-            if formats[0] == formats[1]:
-                return x
-            x = decode(x)
-        if isinstance(like, Quantized):
-            return _encode_as((), like, jnp.asarray(x), None)
-        return x if x.dtype == like.dtype else jnp.asarray(x, like.dtype)
-
-    return convert(like, state)
 
 
 # --- Choosing -------------------------------------------------------------------------------------
@@ -447,8 +319,8 @@ def _check_formats(formats: Mapping[str, Any]) -> dict[str, Format | None]:
 def _check_inner(flat: list[Any], rules: Mapping[str, Any], params: Any) -> None:
     if any(isinstance(leaf, Quantized) for _, leaf in flat):
         raise ValueError("low_precision_state contains another one; remove one of the two.")
-    names = [path_name(path) for path, leaf in flat if _is_floating(leaf)]
-    if not names and any(map(_is_floating, jax.tree.leaves(params))):
+    names = [path_name(path) for path, leaf in flat if is_floating(leaf)]
+    if not names and any(map(is_floating, jax.tree.leaves(params))):
         warnings.warn(
             "low_precision_state: the state has no floating arrays, so nothing is stored in low "
             "precision.",
@@ -481,220 +353,11 @@ def _fields(state: Any, flat: list[Any], params: Any) -> list[Any]:
 
 def _class_of(node: Any, path: Any) -> type | None:
     """Returns the class of which the last key of a path is an attribute."""
-    found = None
+    cls = None
     for key in path:
-        found = type(node) if isinstance(key, jax.tree_util.GetAttrKey) else None
+        cls = type(node) if isinstance(key, jax.tree_util.GetAttrKey) else None
         if isinstance(key, jax.tree_util.GetAttrKey):
             node = getattr(node, key.name)
         else:
             node = node[key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.key]
-    return found
-
-
-# --- Order ----------------------------------------------------------------------------------------
-
-
-# Primitives that cost little more than reading their operands; not loops or matrix products.
-_CHEAP = ELEMENTWISE | REDUCTIONS | {"broadcast_in_dim", "pad", "reshape", "slice", "squeeze"}
-
-
-class _ScalesFirst(ScheduledRun):
-    """Computes scales first, discards the moments, and computes these again for the codes.
-
-    Codes need the scales of entire blocks, and XLA would write the float32 moments to memory in
-    between. On CPUs it identifies the two computations.
-    """
-
-    def __init__(self, graph: Graph, inputs: Sequence[Any], *, scales: Container[int]):
-        super().__init__(graph, inputs)
-        self._scales = {i for i, x in enumerate(inputs) if id(x) in scales}
-
-    def run_group(self, outputs: list[int]) -> None:
-        """Computes some outputs, new scales before the codes that depend on them."""
-        graph = self.graph
-        replaced = {j: graph.outputs[j] for j in outputs if self.replaces_deferred(j)}
-        scales = [value for j, value in replaced.items() if j in self._scales]
-        code_sizes = [
-            math.prod(graph.shape(value)) for j, value in replaced.items() if j not in self._scales
-        ]
-        equations, _ = graph.needed(scales, self.values)
-        twice = [eqn for eqn in equations if any(graph.reads[value] for value in eqn.results)]
-        if scales and code_sizes and all(eqn.primitive.name in _CHEAP for eqn in twice):
-            known = set(self.values)
-            self.compute(scales)
-            # Discard what was decoded; the inputs among it are read a second time.
-            discarded = {
-                value: self.values.pop(value)
-                for value in self.values.keys() - known - set(scales)
-                if graph.reads[value] and math.prod(graph.shape(value)) >= min(code_sizes)
-            }
-            inputs = {i: x for i, x in discarded.items() if i not in graph.producer}
-            self.values |= _matrix_passes.reread(inputs, [self.values[value] for value in scales])
-        super().run_group(outputs)
-
-
-class _Tiles:
-    """The parameters of a step that a kernel or a loop updates, and the calls of it.
-
-    The step is traced twice. The graph that is evaluated has codes and scales as inputs and
-    outputs. That of the inner update, here, has the decoded moments in their place: a kernel
-    decodes and encodes by itself. The outputs of either graph replace its inputs.
-    """
-
-    def __init__(
-        self,
-        inner_update: Any,
-        updates: Any,
-        state: LowPrecisionState,
-        rounding: str,
-        params: Any | None,
-        form: type[_tile_kernel.Kernel],
-    ):
-        flat, treedef = _flatten(state.inner_state)
-        with_paths, updates_def = jax.tree_util.tree_flatten_with_path(updates)
-        num = len(with_paths)
-        self._rounding, self._form = rounding, form
-        self._params = [None] * num if params is None else jax.tree.leaves(params)
-        self._key = None if state.key is None else next_key(state.key)
-        self._paths = {i: path for i, (path, _) in enumerate(flat, num)}
-        self._stored = {
-            i: leaf for i, (_, leaf) in enumerate(flat, num) if isinstance(leaf, Quantized)
-        }
-        inputs = [leaf for _, leaf in with_paths] + [
-            jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Quantized) else x
-            for _, x in flat
-        ]
-
-        def flat_update(inputs: list[Any]) -> list[Any]:
-            tree, inner_state = inner_update(
-                jax.tree.unflatten(updates_def, inputs[:num]), treedef.unflatten(inputs[num:])
-            )
-            return jax.tree.leaves(tree) + treedef.flatten_up_to(inner_state)
-
-        self._graph = Graph(flat_update, inputs, [i in self._stored for i in range(len(inputs))])
-        self._values = self._graph.constants | {
-            i: x for i, x in enumerate(inputs) if i not in self._stored
-        }
-        self._plans = {
-            j: plan
-            for j, (path, _) in enumerate(with_paths)
-            if (plan := _tile_kernel.tile_plan(self._graph, j, path, self._stored, form))
-        }
-        # The leaves of (updates, state) that each output of ``flat_update`` is.
-        leaves, everything = jax.tree.flatten((updates, state))
-        _, places = jax.tree.unflatten(everything, range(len(leaves)))
-        of_state = [x for _, x in _flatten(places.inner_state)[0]]
-        self._places = [[j] for j in range(num)] + [jax.tree.leaves(x) for x in of_state]
-
-    def outputs_of(self, root: int) -> list[int]:
-        """Returns the outputs that a kernel makes with an update; none if there is no kernel."""
-        plan = self._plans.get(root)
-        return [] if plan is None else [k for j in plan.outputs for k in self._places[j]]
-
-    def run(self, root: int) -> dict[int, jax.Array]:
-        """Returns these outputs."""
-        plan, graph = self._plans[root], self._graph
-        equations, _ = graph.needed([*plan.full, *plan.small], self._values)
-        evaluate(equations, self._values)
-        full, small = ([self._values[v] for v in which] for which in (plan.full, plan.small))
-        stored, noise = [self._stored[i] for i in plan.stored], None
-        with jax.named_scope("low_precision"):
-            if self._key is not None:
-                salts = [salt_of(self._paths[i]) for i in plan.stored]
-                noise = [hashes_of_matrices(self._key, salt, plan.shape) for salt in salts]
-            param = self._params[root]
-            made = _tile_kernel.run(
-                plan, graph, full, small, stored, noise, self._rounding, param, self._form
-            )
-        return {
-            k: x
-            for j, new in zip(plan.outputs, made, strict=True)
-            for k, x in zip(self._places[j], jax.tree.leaves(new), strict=True)
-        }
-
-
-class _TileByTile(_ScalesFirst):
-    """Updates matrices by a kernel where there is one, and all else as ``_ScalesFirst``."""
-
-    def __init__(self, graph: Graph, inputs: Sequence[Any], *, tiles: _Tiles, **options: Any):
-        super().__init__(graph, inputs, **options)
-        self._tiles = tiles
-
-    def run_group(self, outputs: list[int]) -> None:
-        """Computes some outputs, those of kernels by these."""
-        for root in outputs:
-            made = set(self._tiles.outputs_of(root))
-            if made and made <= set(outputs):
-                self.outputs |= self._tiles.run(root)
-                outputs = [j for j in outputs if j not in made]
-        if outputs:
-            super().run_group(outputs)
-
-
-# --- One array ------------------------------------------------------------------------------------
-
-
-def _encode_as(path: Any, old: Quantized, new: jax.Array, key: jax.Array | None) -> Quantized:
-    """Encodes a new value in the format of the old one."""
-    if old.rest is not None:
-        return encode(new, old.format, old.signed, "compensated")
-    if key is None:
-        return encode(new, old.format, old.signed, "nearest")
-    noise = uniform_for(path, key, old.shape)
-    return encode(new, old.format, old.signed, "stochastic", noise)
-
-
-def _whole(state: LowPrecisionState, init: Callable[[], LowPrecisionState]) -> LowPrecisionState:
-    """Makes each ``Quantized`` anew of its fields, a mapping of which ``nnx.Optimizer`` stores."""
-
-    def has_fields(x: Any) -> bool:
-        return isinstance(x, Mapping) and "codes" in x
-
-    def stop(x: Any) -> bool:
-        return isinstance(x, Quantized) or has_fields(x)
-
-    if not any(map(has_fields, jax.tree.leaves(state.inner_state, is_leaf=stop))):
-        return state
-
-    def make(like: Any, x: Any) -> Any:
-        if not isinstance(like, Quantized) or isinstance(x, Quantized):
-            return x
-        scale = tuple(x["scale"][i] for i in range(len(like.scale)))  # no key where it is empty
-        return dataclasses.replace(like, codes=x["codes"], scale=scale, rest=x.get("rest"))
-
-    like = jax.eval_shape(init).inner_state
-    return state._replace(inner_state=jax.tree.map(make, like, state.inner_state, is_leaf=stop))
-
-
-def _boxes_inside(state: Any) -> Any:
-    """Moves the box around each ``Quantized`` to its arrays; vectors of scales name their dim."""
-
-    def inside(x: Any) -> Any:
-        q = unboxed(x)
-        if q is x or not isinstance(q, Quantized):
-            return x
-        dims = [(d,) if s.ndim < len(q.shape) else None for d, s in enumerate(q.scale)]
-        scale = tuple(boxed(x, s, d) for s, d in zip(q.scale, dims, strict=True))
-        return dataclasses.replace(q, codes=boxed(x, q.codes), scale=scale, rest=boxed(x, q.rest))
-
-    return jax.tree.map(inside, state, is_leaf=lambda x: is_box(x) or isinstance(x, Quantized))
-
-
-def _boxes_outside(state: Any) -> Any:
-    """The inverse of ``_boxes_inside``."""
-
-    def outside(q: Any) -> Any:
-        if not isinstance(q, Quantized) or not is_box(q.codes):
-            return q
-        return boxed(q.codes, jax.tree.map(unboxed, q, is_leaf=is_box))
-
-    return jax.tree.map(outside, state, is_leaf=lambda x: isinstance(x, Quantized))
-
-
-def _is_floating(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
-
-
-def _flatten(state: Any) -> tuple[list[tuple[Any, Any]], Any]:
-    """Flattens with paths; a ``Quantized`` is a leaf."""
-    return jax.tree_util.tree_flatten_with_path(state, is_leaf=lambda x: isinstance(x, Quantized))
+    return cls

@@ -20,6 +20,8 @@ class KernelShards:
       specs: how they are sharded; a tree, which as an attribute is a dict by path.
     """
 
+    interpret = False
+
     def __init__(self, layout: Layout, params: Any, specs: Any):
         self.layout = layout
         leaves = jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec)

@@ -1,5 +1,6 @@
 """Every form of a pass is the same mathematics; what the programs read is in tests/sharding."""
 
+import contextlib
 import functools
 
 import chex

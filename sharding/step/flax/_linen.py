@@ -40,7 +40,6 @@ def in_step(
       reshard: whether a block is computed again for the backward pass.
       all_blocks: whether each of ``blocks`` must be found.
     """
-
     unchecked = all_blocks
 
     @functools.wraps(loss_fn)

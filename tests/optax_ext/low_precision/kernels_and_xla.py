@@ -26,19 +26,23 @@ def params_of(shapes, dtype="float32"):
     return {k: rng.normal(size=s).astype(dtype) for k, s in shapes.items()}
 
 
-def pair(inner, implementation="pallas", **options):
-    """(XLA's form, the other one)."""
+def pair(inner, **options):
+    """XLA's form, and the one of one pass."""
     options = {"min_size": 0} | options
     return (
         low_precision_state(inner, **options),
-        low_precision_state(inner, implementation=implementation, **options),
+        low_precision_state(inner, implementation="pallas", **options),
     )
 
 
-def interpreted(fn):
+class Interpreted(kernels.OneDevice):
+    interpret = True
+
+
+def interpreted(update, shards=None):
     def call(*args):
-        with kernels.interpreted():
-            return fn(*args)
+        with kernels.kernels_on(shards or Interpreted()):
+            return update(*args)
 
     return jax.jit(call)
 

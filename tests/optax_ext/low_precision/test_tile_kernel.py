@@ -11,9 +11,18 @@ import pytest
 
 import optax_ext
 from optax_ext import Float8, kernels
+from optax_ext.low_precision import _row_loop
 
 from ...pallas_calls import kernels_in
-from .kernels_and_xla import assert_same, check_steps, gradients_of, interpreted, pair, params_of
+from .kernels_and_xla import (
+    Interpreted,
+    assert_same,
+    check_steps,
+    gradients_of,
+    interpreted,
+    pair,
+    params_of,
+)
 
 # Inner transformation, options, shapes, the gradients' dtype.
 CASES = {
@@ -52,7 +61,7 @@ def test_equals_the_form_of_xla(case):
     check_steps(jax.jit(plain.update), interpreted(tiled.update), params, state, dtype)
 
 
-class HalvesOfRows:
+class HalvesOfRows(Interpreted):
     """Shards by rows, of which each is computed in turn: what a kernel sees on two devices."""
 
     def shape_of(self, path, shape):
@@ -77,22 +86,22 @@ class HalvesOfRows:
         ]
 
 
-@pytest.mark.parametrize("implementation", ["pallas", "rows"])
-def test_codes_do_not_depend_on_shards(implementation, monkeypatch):
+@pytest.mark.parametrize("columns", [128, 96], ids=["kernel", "loop"])
+def test_codes_do_not_depend_on_shards(columns, monkeypatch):
     """The noise of stochastic rounding is that of the element in the full array."""
-    from optax_ext.low_precision import _row_loop
-
-    monkeypatch.setattr(_row_loop.LoopOfUpdates, "min_size", 0)
+    monkeypatch.setattr(_row_loop, "_MIN_SIZE", 0)
     monkeypatch.setattr(_row_loop, "_MIN_STEP", 0)
-    plain, other = pair(optax.trace(0.9), implementation)
-    params = params_of({"w": (2, 32, 128)})
+    plain, other = pair(optax.trace(0.9))
+    params = params_of({"w": (2, 32, columns)})
     state = jax.jit(plain.init)(params)
+    update = kernels.update_params_of(other)
 
-    def on_shards(*args):
-        with kernels.kernels_on(HalvesOfRows()):
-            return other.update(*args)
+    def by_hand(grads, state, params):
+        updates, state = plain.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
 
-    check_steps(jax.jit(plain.update), interpreted(on_shards), params, state, num_steps=2)
+    on_shards = interpreted(update, HalvesOfRows())
+    check_steps(jax.jit(by_hand), on_shards, params, state, num_steps=2)
 
 
 @pytest.mark.parametrize(
@@ -110,8 +119,7 @@ def test_what_no_kernel_takes(inner, options, shape):
     plain, tiled = pair(inner, **options)
     params = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
     state = jax.eval_shape(plain.init, params)
-    with kernels.interpreted():
-        assert num_kernels(tiled.update, params, state, params) == 0
+    assert num_kernels(tiled.update, params, state, params) == 0
 
 
 @pytest.mark.parametrize("shape", [(64, 128), (126, 16384, 53248)])

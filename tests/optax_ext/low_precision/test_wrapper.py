@@ -342,7 +342,7 @@ def test_codes_are_read_again_when_the_scales_are_there():
         ({"formats": {"nux": None}}, "pattern 'nux' matches no array of the state"),
         ({"min_size": -1}, "min_size must not be negative, got -1"),
         ({"seed": -1}, "seed must be in"),
-        ({"implementation": "triton"}, "must be 'xla', 'rows' or 'pallas', got 'triton'"),
+        ({"implementation": "triton"}, "must be 'xla' or 'pallas', got 'triton'"),
         ({"inner": low_precision_state(ADAMW)}, "low_precision_state contains another one"),
     ],
 )

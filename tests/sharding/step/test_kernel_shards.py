@@ -8,7 +8,6 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
-from optax_ext import kernels
 from sharding.placement._layout import Layout
 from sharding.step._kernel_shards import KernelShards
 
@@ -53,8 +52,9 @@ def zero_of(*shape, **options):
     return model.zero_on(*shape, **({"stage": 2, "min_shard_size": 512} | options))
 
 
-def test_equals_the_form_of_xla():
+def test_equals_the_form_of_xla(monkeypatch):
     """Each step of the kernel's from a state of XLA's, so that no rounding adds up."""
+    monkeypatch.setattr(KernelShards, "interpret", True)
     zero = zero_of(4, 2, names=("data", "model"), kind=AxisType.Explicit)
     specs = {"stack": P(None, "model"), "wide": P()}
     tx, tiled = transformation("xla"), transformation("pallas")
@@ -63,8 +63,7 @@ def test_equals_the_form_of_xla():
     places = jax.tree.map(lambda x: x.sharding, state)
     for i in range(2):
         before, data = jax.device_get(state), zero.put(model.gradients(SHAPES, i, "float32"))
-        with kernels.interpreted():
-            have, _ = step_tiled(jax.device_put(before, places), data)
+        have, _ = step_tiled(jax.device_put(before, places), data)
         state, _ = step(jax.device_put(before, places), data)
         assert_same(*jax.device_get((have, state)), before[0])
 

@@ -1,0 +1,328 @@
+"""Updates of parameters with 8-bit state in one pass over memory, in programs for TPUs.
+
+XLA computes scales in one pass and codes in another, and writes the scales of elements, or float32
+moments, in between. Where an update is element-wise, one pass decodes the moments, computes the
+update and encodes the new moments: ``_tile_kernel``, or ``_row_loop`` for arrays of few columns.
+Here is what both have in common: which updates they take, what they read, and what they write.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_ext.execution_order import ELEMENTWISE, Equation, Graph, bind, evaluate
+from optax_ext.kernels import Path, Shards
+from optax_ext.low_precision._formats import (
+    BLOCK_ROWS,
+    Blocks,
+    Dynamic,
+    Float8,
+    Linear,
+    Quantized,
+)
+from optax_ext.low_precision._rounding import hashes_of_matrices, numbers_matrices, salt_of
+
+# Of the arrays that a pass reads and writes.
+_DTYPES = frozenset(map(jnp.dtype, ("float32", "bfloat16", "int32")))
+# Mosaic has no rule for these.
+_UNKNOWN_TO_MOSAIC = """
+acos acosh asin asinh atan atan2 atanh cbrt cosh digamma erf_inv erfc expm1 lgamma nextafter
+optimization_barrier population_count reduce_precision sinh
+"""
+_IN_KERNELS = ELEMENTWISE - frozenset(_UNKNOWN_TO_MOSAIC.split())
+_KERNEL_COLUMNS = 128  # the fewest for the kernel: those of a TPU register
+
+
+class Operands(NamedTuple):
+    """The arrays of one device that a pass reads."""
+
+    small: list[jax.Array]  # numbers
+    noise: list[jax.Array]  # two a stored array: the ``hashes_of_matrices``, of its leading dims
+    places: list[jax.Array]  # indices in the full array of this device's rows, and of its columns
+    full: list[jax.Array]  # of the parameter's shape, (..., rows, columns)
+    stored: list[Quantized]  # of that shape
+
+
+class OnePass(NamedTuple):
+    """What one pass computes for one parameter; values have their numbers in ``graph``."""
+
+    function: Callable[["OnePass", Operands], list[jax.Array]]  # of the arrays of one device
+    graph: Graph  # the inner update of decoded moments; its output j replaces its input j
+    root: int  # the output that is the parameter's update
+    path: Path  # of the parameter
+    shape: tuple[int, ...]  # of the parameter
+    equations: list[Equation]  # in the order in which a slice of the arrays is evaluated
+    full: list[int]  # values of that shape that the pass reads
+    small: list[int]  # numbers that it reads
+    literals: dict[int, Any]  # numbers that are known while tracing
+    stored: dict[int, Quantized]  # inputs that it decodes
+    outputs: list[int]  # outputs that it makes, as ``Quantized`` where the input is stored
+    rounding: str
+    interpret: bool  # whether a kernel is interpreted
+    param: int | None = None  # where ``Operands.full`` has the parameter, if the pass updates it
+
+
+class OnePassUpdates:
+    """The parameters of a step that are updated in one pass each.
+
+    The step is traced twice. The graph that is evaluated has codes and scales as inputs and
+    outputs. That of the inner update, here, has the decoded moments in their place: a pass decodes
+    and encodes by itself.
+
+    Args:
+      inner_update: maps updates and the inner state, decoded, to new ones.
+      updates: the gradients.
+      moments: the paths and arrays of the inner state.
+      treedef: its structure.
+      key: of the step, for stochastic rounding.
+      rounding: how new moments are rounded.
+      params: the parameters, if the passes update them, too.
+      shards: how arrays are sharded.
+    """
+
+    def __init__(
+        self,
+        inner_update: Callable[[Any, Any], tuple[Any, Any]],
+        updates: Any,
+        moments: Sequence[tuple[Path, Any]],
+        treedef: Any,
+        key: jax.Array | None,
+        rounding: str,
+        params: Any | None,
+        shards: Shards,
+    ):
+        with_paths, updates_def = jax.tree_util.tree_flatten_with_path(updates)
+        num = len(with_paths)
+        self._key, self._shards = key, shards
+        self._params = [None] * num if params is None else jax.tree.leaves(params)
+        self._paths = {i: path for i, (path, _) in enumerate(moments, num)}
+        stored = {i: x for i, (_, x) in enumerate(moments, num) if isinstance(x, Quantized)}
+        inputs = [x for _, x in with_paths] + [
+            jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Quantized) else x
+            for _, x in moments
+        ]
+
+        def flat_update(inputs: list[Any]) -> list[Any]:
+            new, inner_state = inner_update(
+                jax.tree.unflatten(updates_def, inputs[:num]), treedef.unflatten(inputs[num:])
+            )
+            return jax.tree.leaves(new) + treedef.flatten_up_to(inner_state)
+
+        graph = Graph(flat_update, inputs, [i in stored for i in range(len(inputs))])
+        self._values = graph.constants | {i: x for i, x in enumerate(inputs) if i not in stored}
+        self._passes = {}
+        for root, (path, _) in enumerate(with_paths):
+            update = _one_pass(graph, root, path, stored, rounding, shards, params is not None)
+            if update is not None:
+                self._passes[root] = update
+        # Numbers of codes, scales and other arrays among the step's outputs, for each of `graph`.
+        number = itertools.count(num + (key is not None))
+        self._numbers = [[j] for j in range(num)]
+        self._numbers += [[next(number) for _ in jax.tree.leaves(x)] for _, x in moments]
+
+    def outputs_of(self, root: int) -> list[int]:
+        """Returns the step's outputs that are made with an update; none if it takes no pass."""
+        update = self._passes.get(root)
+        return [] if update is None else [k for j in update.outputs for k in self._numbers[j]]
+
+    def run(self, root: int) -> dict[int, jax.Array]:
+        """Returns these outputs, computed on the shards of each device."""
+        update = self._passes[root]
+        equations, _ = update.graph.needed([*update.full, *update.small], self._values)
+        evaluate(equations, self._values)
+        full, small = ([self._values[v] for v in which] for which in (update.full, update.small))
+        param = self._params[root]
+        if param is not None:
+            # It may be one of these already, as with weight decay.
+            at = next((k for k, x in enumerate(full) if x is param), len(full))
+            full += [param] if at == len(full) else []
+            update = update._replace(param=at)
+
+        every = tuple(range(len(update.shape)))
+        *lead, row, column = every
+        with jax.named_scope("low_precision"):
+            noise = []
+            if self._key is not None:
+                for i in update.stored:
+                    salt = salt_of(self._paths[i])
+                    noise += hashes_of_matrices(self._key, salt, update.shape)
+            noise = [x.reshape(update.shape[:-2]) for x in noise]
+            places = [jnp.arange(update.shape[d], dtype=jnp.int32) for d in (row, column)]
+            operands = Operands(small, noise, places, full, list(update.stored.values()))
+            treedef: Any
+            arrays, treedef = jax.tree.flatten(operands)
+            dims = [()] * len(small) + [tuple(lead)] * len(noise) + [(row,), (column,)]
+            dims += [every] * (len(arrays) - len(dims))
+
+            def run(*arrays: jax.Array) -> list[jax.Array]:
+                return update.function(update, treedef.unflatten(arrays))
+
+            numbers = self.outputs_of(root)
+            made = self._shards.run(update.path, run, arrays, dims, [every] * len(numbers))
+        return dict(zip(numbers, made, strict=True))
+
+
+# --- Which updates take a pass --------------------------------------------------------------------
+
+
+def _one_pass(
+    graph: Graph,
+    root: int,
+    path: Path,
+    stored: Mapping[int, Quantized],
+    rounding: str,
+    shards: Shards,
+    updates_params: bool,
+) -> OnePass | None:
+    """Returns how a pass computes output ``root`` and all outputs that share moments with it.
+
+    None if an operation is not element-wise, or no pass takes a shape or format.
+    """
+    reads = graph.reads[graph.outputs[root]]
+    outputs = [j for j, value in enumerate(graph.outputs) if graph.reads[value] & reads]
+    shape = graph.shape(graph.outputs[root])
+    read = {i: q for i, q in stored.items() if reads >> i & 1}
+    if not read or any(q.shape != shape or not _has_blocks(q) for q in read.values()):
+        return None
+    blocks = {_blocks(q).rows_and_columns for q in read.values()}
+    shard = shards.shape_of(path, shape)
+    if len(blocks) > 1 or shard is None:
+        return None
+    function = _function_for(shard, updates_params)
+    # No shard ends within a block.
+    ends = zip(shard[-2:], shape[-2:], *blocks, strict=True)
+    if function is None or any(n != full and n % size for n, full, size in ends):
+        return None
+    if any(graph.reads[graph.outputs[j]] & ~reads for j in outputs):
+        return None
+    if any(graph.types[graph.outputs[j]].dtype not in _DTYPES for j in outputs):
+        return None
+
+    # From the outputs back to the moments, and to what does not depend on any.
+    equations: set[int] = set()
+    full, small, literals = [], [], {}
+    seen, pending = set(read), [graph.outputs[j] for j in outputs]
+    while pending:
+        value = pending.pop()
+        if value in seen:
+            continue
+        seen.add(value)
+        index, constant = graph.producer.get(value), graph.constants.get(value)
+        if graph.shape(value) == shape and index is not None and _is_local(graph, index):
+            equations.add(index)
+            pending += graph.equations[index].operands
+        elif graph.reads[value]:
+            return None
+        elif graph.shape(value) == shape and graph.types[value].dtype in _DTYPES:
+            full.append(value)
+        elif graph.shape(value) != ():
+            return None
+        elif constant is None or isinstance(constant, jax.core.Tracer):
+            small.append(value)
+        else:
+            literals[value] = np.asarray(constant, graph.types[value].dtype)[()]
+    ordered = [graph.equations[i] for i in sorted(equations)]
+    values = (ordered, sorted(full), sorted(small), literals, read, outputs)
+    return OnePass(function, graph, root, path, shape, *values, rounding, shards.interpret)
+
+
+def _function_for(shard: Sequence[int], updates_params: bool) -> Any:
+    """Returns what updates a shard in one pass; None where XLA's form is as good."""
+    from optax_ext.low_precision import _row_loop  # imports this file
+
+    if shard[-2] >= BLOCK_ROWS and shard[-1] >= _KERNEL_COLUMNS:
+        from optax_ext.low_precision import _tile_kernel  # loads Pallas, a third of a second
+
+        return _tile_kernel.update_tiles
+    return _row_loop.update_rows if _row_loop.takes(shard, updates_params) else None
+
+
+def _has_blocks(q: Quantized) -> bool:
+    """Whether an array has 8 bits, a scale per block, and blocks of rows of its last two dims."""
+    fmt = q.format
+    if isinstance(fmt, Dynamic | Linear):
+        has_scales = fmt.bits == 8 and not fmt.rank1
+    else:
+        has_scales = isinstance(fmt, Float8) and not fmt.expand
+    return (
+        has_scales
+        and len(q.shape) > 1
+        and q.dtype == jnp.float32
+        and _blocks(q).dims[0] == len(q.shape) - 2
+        and _blocks(q).rows_and_columns in ((BLOCK_ROWS, 16), (BLOCK_ROWS, 32))
+        and numbers_matrices(q.shape)
+    )
+
+
+def _blocks(q: Quantized) -> Blocks:
+    return Blocks(q.shape, q.format.block_size)  # type: ignore[arg-type, union-attr]
+
+
+def _is_local(graph: Graph, index: int) -> bool:
+    """Whether an equation makes each element of a slice from the elements at the same place."""
+    eqn = graph.equations[index]
+    if eqn.primitive.name == "broadcast_in_dim":
+        return graph.shape(eqn.operands[0]) == ()
+    return eqn.primitive.name in _IN_KERNELS and len(eqn.results) == 1
+
+
+# --- In a pass ------------------------------------------------------------------------------------
+
+
+def block_columns(update: OnePass) -> int:
+    """Returns the columns of a block."""
+    return _blocks(next(iter(update.stored.values()))).rows_and_columns[1]
+
+
+def results_of(update: OnePass, operands: Operands) -> tuple[list[Any], dict[int, int]]:
+    """Returns a type for each output, and over which array it is written: ``{array: result}``.
+
+    Both are numbered as leaves: of ``(operands.full, operands.stored)``, and of the types.
+    """
+    arrays = (operands.full, operands.stored)
+    leaves, treedef = jax.tree.flatten(arrays)
+    full_at, stored_at = jax.tree.unflatten(treedef, range(len(leaves)))
+    stored = dict(zip(update.stored, zip(operands.stored, stored_at, strict=True), strict=True))
+    shape = operands.stored[0].codes.shape
+    types: list[Any] = []
+    aliases, num = {}, 0
+    like: Any
+    for j in update.outputs:
+        if j in stored:
+            like, over = stored[j]
+        else:
+            like = jax.ShapeDtypeStruct(shape, update.graph.types[update.graph.outputs[j]].dtype)
+            over = full_at[update.full.index(j)] if j in update.full else None
+            if j == update.root:
+                # Not over the gradient: XLA would copy one that the program may not overwrite.
+                over = update.param
+                if over is not None:
+                    like = jax.ShapeDtypeStruct(shape, leaves[over].dtype)
+            if over is not None and leaves[over].dtype != like.dtype:
+                over = None
+        types.append(like)
+        for k in jax.tree.leaves(over):
+            aliases[k] = num
+            num += 1
+        num += over is None
+    return types, aliases
+
+
+def evaluate_slice(update: OnePass, values: dict[int, Any], shape: tuple[int, ...]) -> None:
+    """Adds to ``values`` of a slice, of this shape, what the pass computes of them."""
+    for eqn in update.equations:
+        operands = [values[v] for v in eqn.operands]
+        name = eqn.primitive.name
+        if name == "broadcast_in_dim":
+            operands = [jnp.broadcast_to(operands[0], shape)]
+        elif name == "sign":  # Mosaic's rule asks for the chip that compiles
+            (x,) = operands
+            one = jnp.ones([], x.dtype)
+            operands = [jnp.where(x > 0, one, jnp.where(x < 0, -one, x))]
+        elif name not in ("copy", "copy_p"):
+            operands = list(bind(eqn, operands))
+        values |= zip(eqn.results, operands, strict=True)
