@@ -3,7 +3,9 @@
 import ast
 import collections
 import functools
+import itertools
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -179,3 +181,39 @@ for name in left:
 def test_every_module_imports_alone():
     """What the packages import is imported with them, whatever is asked for; the rest by itself."""
     run(IMPORT, *MODULES)
+
+
+# --- CONTRIBUTING ---------------------------------------------------------------------------------
+
+CONTRIBUTING = (pathlib.Path(__file__).parents[1] / "CONTRIBUTING.md").read_text()
+
+
+def test_where_is_what_names_each_module_once():
+    table = CONTRIBUTING.split("## Where is what")[1].split("## Walks")[0]
+    modules = [name for name in FILES if not name.endswith("__init__.py")]
+    assert [name for name in modules if table.count(f"`{name}`") != 1] == []
+
+
+def called_names():
+    """What each function, class and method of the packages names."""
+    called = collections.defaultdict(set)
+    for path in FILES.values():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                called[node.name] |= names(node)
+            for method in node.body if isinstance(node, ast.ClassDef) else ():
+                called[f"{node.name}.{getattr(method, 'name', '')}"] |= names(method)
+    return called
+
+
+def test_walks_are_calls():
+    """In CONTRIBUTING each function calls, or passes on, the next one of its walk."""
+    called = called_names()
+    text = CONTRIBUTING.split("## Walks")[1].split("\n## ")[0]
+    walks = [re.findall(r"`([\w.]+)`", part) for part in re.split(r":|\.\s", text)]
+    walks = [walk for walk in walks if len(walk) > 1]
+    assert len(walks) >= 6
+    for walk in walks:
+        for caller, callee in itertools.pairwise(walk):
+            parts = callee.split(".")
+            assert set(parts[-1:]) <= called[caller] or parts[0] in called[caller], (caller, callee)
