@@ -184,10 +184,9 @@ class Zero(NnxMethods):
         return _placed_state.shardings_of(self, state, specs)
 
     def describe(self, state: Any, *, tx: Tx = None, param_specs: Any = None) -> Description:
-        """The placement of a state, real or abstract: bytes per device, what is left unsharded.
+        """The placement of a state, with bytes per device; arguments are those of ``specs``.
 
-        Printed, it shows groups of like parameters with totals on top; ``table()`` has a line for
-        each array. Arguments are those of ``specs``.
+        Printed, it shows groups of like parameters; ``table()`` has a line for each array.
         """
         return _placed_state.describe(self, state, tx, param_specs)
 
@@ -231,8 +230,8 @@ class Zero(NnxMethods):
             must have the sizes that they had.
 
         Returns:
-          The state with a ``ShapeDtypeStruct`` in place of each array: shape, dtype, and sharding
-          on this mesh at this stage, whatever they were when a checkpoint was written.
+          A ``ShapeDtypeStruct`` in place of each array, with the sharding on this mesh at this
+          stage, whatever it was when a checkpoint was written.
         """
         return _placed_state.abstract(self, make_state, args, tx, param_specs, sync_devices)
 
@@ -403,16 +402,8 @@ class Zero(NnxMethods):
         fn = self._in_step(loss_fn, sync_batch_norm, model_state, rngs)
         stateful = bool(model_state)
         loss = Loss(fn, has_aux, weighted, rngs, microbatches, stateful, model_state_reduction)
-        return TrainStep(
-            self,
-            loss,
-            tx,
-            model_state=model_state,
-            trainable=trainable,
-            grad_norm=grad_norm,
-            snapshot=snapshot,
-            donate=donate,
-        )
+        options = model_state, trainable, grad_norm, snapshot, donate
+        return TrainStep(self, loss, tx, *options)
 
     def eval_step(
         self, fn: Callable[..., Any], *, model_state: str | tuple[str, ...] | bool = False
@@ -478,8 +469,8 @@ class Zero(NnxMethods):
           grads: a tree as the parameters.
           tx: the transformation, for a pair.
           param_specs: see ``specs``; required inside ``jit``, where arrays do not show them.
-          trainable: which parameters may change; as in ``value_and_grad``.
-          extra_args: passed on to ``tx.update`` if it takes extra arguments, such as ``value``.
+          trainable: which parameters may change.
+          extra_args: passed on to ``tx.update`` if it takes them, such as ``value``.
           **fields: further fields of a ``TrainState`` to replace, such as ``batch_stats``.
 
         """
@@ -543,10 +534,9 @@ class Zero(NnxMethods):
     def gather(self, tree: Any) -> Any:
         """Gathers parameters where the loss uses them; their gradients are reduce-scattered.
 
-        For use inside the loss, on any subtree of its parameters, such as one layer's in the body
-        of a ``lax.scan`` over stacked layers. By itself it does not free the gathered parameters
-        between the forward and the backward pass: ``gathered`` does. At stage 2 only the gradients
-        are reduce-scattered; below it is the identity.
+        For use inside the loss, on any subtree of its parameters, such as one layer's in a
+        ``lax.scan``. It does not free them between the forward and the backward pass, as
+        ``gathered`` does. At stage 2 only gradients are reduce-scattered; below it is the identity.
 
         Raises:
           ValueError: at stage 3, if called anywhere else than in the loss.

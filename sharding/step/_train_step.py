@@ -52,7 +52,6 @@ class TrainStep(CompiledStep):
         zero: Any,
         loss: Loss,
         tx: Any,
-        *,
         model_state: str | tuple[str, ...] | bool,
         trainable: Any,
         grad_norm: bool,
