@@ -1,4 +1,4 @@
-"""The functions inside an equation of a jaxpr."""
+"""The functions inside an equation of a jaxpr, and the equations inside a function."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,3 +18,11 @@ def inner_jaxprs(eqn: JaxprEqn | Equation) -> Iterator[Jaxpr]:
             jaxpr: Any = getattr(item, "jaxpr", item)  # of a ClosedJaxpr
             if hasattr(jaxpr, "eqns"):
                 yield jaxpr
+
+
+def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
+    """The equations of a function and of those within it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from all_equations(inner)

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from sharding._jaxprs import all_equations, inner_jaxprs
 from sharding.step._gather_params import FULL_MARK, HANDLE_MARK, call_with_shards, marking
 from sharding.step._loss_params import differentiated, loss_params
 from sharding.step._param_uses import uses_in, without_dead
@@ -94,20 +95,13 @@ def _trace(
 
 def operations(jaxpr: Any) -> Iterator[Any]:
     """The operations of a jaxpr and of those in it: literals, result types, plain parameters."""
-    for eqn in jaxpr.eqns:
-        inner = [getattr(x, "jaxpr", x) for value in eqn.params.values() for x in _items(value)]
-        inner = [x for x in inner if hasattr(x, "eqns")]
-        skipped = inner or eqn.primitive.name == "name"  # marks of handles have one of their own
+    for eqn in all_equations(jaxpr):
+        # Marks of handles have a name of their own.
+        skipped = eqn.primitive.name == "name" or any(True for _ in inner_jaxprs(eqn))
         plain = {} if skipped else {k: v for k, v in eqn.params.items() if _is_plain(v)}
         literals = [_constant(v.val) for v in eqn.invars if hasattr(v, "val")]
         results = [(v.aval.shape, str(v.aval.dtype)) for v in eqn.outvars]
         yield eqn.primitive.name, literals, results, str(plain)
-        for sub in inner:
-            yield from operations(sub)
-
-
-def _items(value: Any) -> Any:
-    return value if isinstance(value, list | tuple) else (value,)
 
 
 def _is_plain(value: Any) -> bool:

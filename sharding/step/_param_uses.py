@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.interpreters import partial_eval
 
+from sharding._jaxprs import inner_jaxprs
 from sharding.step._diverging import collective_in, diverging
 
 # Whose lines are not the user's.
@@ -196,7 +197,7 @@ def _visit(
             uses.custom.update(used)
         in_branch = branch or name in ("cond", "while")
         apart_here = diverges or id(eqn) in apart
-        inner = list(_inner_jaxprs(eqn))
+        inner = list(_called_jaxprs(eqn))
         for sub, first in inner:
             used = {param.number for i, param in operands if i < first and not param.moved}
             passed = {sub.invars[i - first]: param for i, param in operands if i >= first}
@@ -275,13 +276,9 @@ def place_of(eqn: Any) -> str:
     return f"in {name}" + (f" at {own[-1].filename}:{own[-1].lineno}" if own else "")
 
 
-def _inner_jaxprs(eqn: Any) -> Iterator[tuple[Any, int]]:
+def _called_jaxprs(eqn: Any) -> Iterator[tuple[Any, int]]:
     """Inner jaxprs whose arguments are the operands of the equation, from a first one on."""
-    for value in eqn.params.values():
-        for item in value if isinstance(value, list | tuple) else (value,):
-            sub: Any = getattr(item, "jaxpr", item)
-            if not hasattr(sub, "eqns"):
-                continue
-            first = 1 if eqn.primitive.name == "cond" else 0  # the index of the branch
-            if len(sub.invars) + first == len(eqn.invars):
-                yield sub, first
+    first = 1 if eqn.primitive.name == "cond" else 0  # the index of the branch
+    for jaxpr in inner_jaxprs(eqn):
+        if len(jaxpr.invars) + first == len(eqn.invars):
+            yield jaxpr, first

@@ -1,12 +1,12 @@
 """What a step has to know of an update before it computes gradients, from the traced update."""
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from sharding._jaxprs import all_equations
 from sharding.step._param_uses import uses_in
 from sharding.step._precision import Precision
 
@@ -49,7 +49,7 @@ def update_traits(
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     traced = jax.make_jaxpr(update)(scalar, grads, types(opt_state), types(params), scalar)
     reads = bool(uses_in(traced.jaxpr, 1).otherwise)
-    return UpdateTraits(reads, any(map(_reduces, _equations(traced.jaxpr))))
+    return UpdateTraits(reads, any(map(_reduces, all_equations(traced.jaxpr))))
 
 
 def _reduces(eqn: Any) -> bool:
@@ -58,14 +58,3 @@ def _reduces(eqn: Any) -> bool:
     if name == "dot_general":
         return True
     return name.startswith("reduce_") and any(x.aval.ndim for x in eqn.invars)
-
-
-def _equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations of a jaxpr and of those within it."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for value in eqn.params.values():
-            for item in value if isinstance(value, list | tuple) else (value,):
-                inner = getattr(item, "jaxpr", item)
-                if hasattr(inner, "eqns"):
-                    yield from _equations(inner)
