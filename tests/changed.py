@@ -24,6 +24,7 @@ TESTS = {
     "optax_ext/": ["tests/contract"],
     "sharding/__init__.py": ["tests/sharding/test_zero.py"],
     "sharding/__main__.py": ["tests/sharding/cli"],
+    "sharding/_jaxprs.py": ["tests/sharding/step"],
     "sharding/collectives/": ["tests/sharding/sync"],
     "sharding/placement/": ["tests/sharding/test_zero.py"],
     "sharding/sync/": ["tests/sharding/sync"],
