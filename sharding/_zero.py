@@ -206,7 +206,7 @@ class Zero(NnxMethods):
             ``TrainState``, or a pair ``(params, opt_state)``.
           *args: its arguments.
           tx: the transformation, for a pair.
-          param_specs: as all errors, see ``specs``.
+          param_specs: see ``specs``, for errors too.
         """
         return _placed_state.init(self, make_state, args, tx, param_specs)
 
@@ -437,9 +437,9 @@ class Zero(NnxMethods):
     ) -> ValueAndGrad:
         """``jax.value_and_grad`` over the mesh, gradients reduced as the stage requires.
 
-        Arguments are those of ``train_step``, but keys are not folded by a step, each call passes
-        the model state, and ``param_specs`` (see ``specs``) is required inside ``jit``, where
-        arrays do not show them.
+        Arguments are those of ``train_step``, but keys are not folded by a step, and each call
+        passes the model state. Inside ``jit``, where arrays do not show them, ``param_specs`` on
+        other mesh axes must be given; see ``specs``.
 
         Returns:
           A function ``(params, batch, key=None, model_state=None)`` that returns ``(loss, grads)``;
@@ -468,7 +468,7 @@ class Zero(NnxMethods):
           state: a ``TrainState``, or a pair ``(params, opt_state)``.
           grads: a tree as the parameters.
           tx: the transformation, for a pair.
-          param_specs: see ``specs``; required inside ``jit``, where arrays do not show them.
+          param_specs: see ``value_and_grad``.
           trainable: which parameters may change.
           extra_args: passed on to ``tx.update`` if it takes them, such as ``value``.
           **fields: further fields of a ``TrainState`` to replace, such as ``batch_stats``.

@@ -101,7 +101,8 @@ class _Device:
             refs = zip(sums or trained, in_place, strict=True)
             sinks = [ref if here else _RETURNED for ref, here in refs]
             (grads,) = backward.with_refs(sinks)(jnp.ones_like(total))
-        total, weight = (to_sum_dtype(jnp.asarray(x)) for x in (total, weight))
+        total, weight = to_sum_dtype(total), to_sum_dtype(jnp.asarray(weight))
+        weight = weight.astype(jnp.promote_types(weight.dtype, total.dtype))  # counts, too
         reduced = reduce_microbatch(plan, grads)
         if plan.divides_first:
             divisor = self.divisor(weight)
