@@ -543,7 +543,9 @@ class Zero(NnxMethods):
         """
         inside = set(self._layout.data_axes) <= set(jax.sharding.get_abstract_mesh().manual_axes)
         if self.stage == 3 and not inside:
-            named = first_names(path_str(p) for p, _ in jax.tree_util.tree_leaves_with_path(tree))
+            named = first_names(
+                repr(path_str(p)) for p, _ in jax.tree_util.tree_leaves_with_path(tree)
+            )
             raise ValueError(
                 "zero.gather works in the loss of train_step, value_and_grad or eval_step, and was "
                 f"called outside, on {named}. For unsharded parameters use "

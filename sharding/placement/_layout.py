@@ -155,7 +155,7 @@ class Layout:
                 f"{self.stage} parameters are replicated over the data axes. Use stage 3, which "
                 "shards the dim that is named, or leave the axis out of its spec (param_specs, or "
                 "the names of Flax metadata): ZeRO then shards the optimizer state by itself. "
-                "zero.place(params) places arrays; zero.apply_gradients updates and keeps placements."
+                "zero.place(params) places arrays, zero.apply_gradients leaves them placed."
             )
         if len(on_data) > 1 or (on_data and entries[on_data[0]] != self._sharding_axes(self.axes)):
             raise ValueError(

@@ -48,7 +48,9 @@ def gather_updated(layout: Layout, shards: Any, placed: Placement) -> Any:
 
 # The name that marks, in a traced loss, the arrays that it passes to ``gather``; for ``find_uses``.
 MARK = "sharding.gather"
-# The same for the handles of stage 2.
+# Those of them through which the loss takes a derivative by itself.
+DERIVATIVE_MARK = "sharding.gather.derivative"
+# As MARK, for the handles of stage 2.
 HANDLE_MARK = "sharding.gather.handle"
 # The same for handles that the loss uses as arrays.
 FULL_MARK = "sharding.gather.full"
@@ -267,8 +269,20 @@ def gather(tree: Any) -> Any:
 
 
 def _mark(x: Any, name: str) -> Any:
-    marks = _MARKS.get() and isinstance(x, jax.Array | np.ndarray)
-    return checkpoint_name(x, name) if marks else x
+    if not (_MARKS.get() and isinstance(x, jax.Array | np.ndarray)):
+        return x
+    return _marked(x) if name == MARK else checkpoint_name(x, name)
+
+
+@jax.custom_jvp
+def _marked(x: jax.Array) -> jax.Array:
+    return checkpoint_name(x, MARK)
+
+
+@_marked.defjvp
+def _marked_jvp(primals: tuple[Any], tangents: tuple[Any]) -> tuple[jax.Array, jax.Array]:
+    """Marks the derivative, too: only the loss itself can ask for it, in a trace that is read."""
+    return checkpoint_name(_marked(*primals), DERIVATIVE_MARK), tangents[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -279,20 +293,23 @@ def _fetch(
     taps: list[jax.Array],
 ) -> list[jax.Array]:
     """Unsharded parameters; their gradients, reduced, become those of ``taps``, in ``dtypes``."""
-    return _fetch_forward(specs, dtypes, held, taps)[0]
-
-
-def _fetch_forward(
-    specs: tuple[GatherSpec, ...], dtypes: Any, held: list[jax.Array], taps: Any
-) -> tuple[list[jax.Array], None]:
     del dtypes, taps
     layout = specs[0].layout
     if layout.stage < 3:
-        # The very arrays: a loop over layers stores a copy of all that it did not get as it is.
-        return held, None
+        return held
     with jax.named_scope("gather"):
         cast = [x.astype(spec.dtype) for x, spec in zip(held, specs, strict=True)]
-        return all_gather_arrays(layout, cast, _array_layouts(specs, cast), specs[0].bits), None
+        return all_gather_arrays(layout, cast, _array_layouts(specs, cast), specs[0].bits)
+
+
+def _fetch_forward(
+    specs: tuple[GatherSpec, ...], dtypes: Any, held: list[jax.Array], taps: list[jax.Array]
+) -> tuple[list[jax.Array], None]:
+    if specs[0].layout.stage < 3:
+        # The very arrays: a loop over layers stores a copy of all that it did not get as it is.
+        return held, None
+    # With its rule: a loss may take a derivative by its input, within the one by parameters.
+    return _fetch(specs, dtypes, held, taps), None
 
 
 def _deliver(

@@ -171,14 +171,14 @@ def _reduce_columns(call: _Lookup, grad: jax.Array, ids: jax.Array) -> jax.Array
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _table_rows(call: _Lookup, held: jax.Array, tap: jax.Array, ids: jax.Array) -> jax.Array:
     """The rows: of the table that is here, at stage 3 from the devices that own them."""
-    return _table_rows_forward(call, held, tap, ids)[0]
+    del tap
+    if call.spec.layout.stage < 3:
+        return jnp.take(held, ids, axis=0)
+    return call.on_columns(_fetch_columns, held, ids)
 
 
 def _table_rows_forward(call: _Lookup, held: jax.Array, tap: jax.Array, ids: jax.Array) -> Any:
-    del tap
-    if call.spec.layout.stage < 3:
-        return jnp.take(held, ids, axis=0), ids
-    return call.on_columns(_fetch_columns, held, ids), ids
+    return _table_rows(call, held, tap, ids), ids  # with its rule, for derivatives within
 
 
 def _table_rows_backward(call: _Lookup, ids: jax.Array, grad: jax.Array) -> Any:

@@ -233,7 +233,8 @@ def _handles(
         if not (with_rows or in_layers or check_branches):
             return set(), set(), None  # the loss need not be traced
     like = [jax.ShapeDtypeStruct(param.shape, param.loss_dtype) for param in params]
-    marks, axes = [_gather_params.MARK, _lookup.MARK], plan.layout.data_axes
+    marks = [_gather_params.MARK, _lookup.MARK, _gather_params.DERIVATIVE_MARK]
+    axes = plan.layout.data_axes
     dims = [param.shard.dim for param in params]
     with _gather_params.marking():
         uses = find_uses(loss, like, marks, *args, axes=axes, dims=dims)
@@ -244,6 +245,9 @@ def _handles(
             "devices would exchange what does not belong together. Move it out of the branch, or "
             "pass sync_batch_norm=False."
         )
+    if uses.unknown[_gather_params.DERIVATIVE_MARK]:
+        # A derivative by a handle would be that of this device's shard.
+        uses.otherwise.update(dict.fromkeys(uses.marked[_gather_params.MARK]))
     for i in uses.marked[_lookup.MARK].keys() & (uses.viewed.keys() | uses.dead.keys()):
         uses.otherwise.setdefault(i, uses.viewed.get(i) or uses.dead[i])  # of rows, no views
     _warn_of_full_tables(params, with_rows, uses)

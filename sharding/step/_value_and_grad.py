@@ -29,12 +29,12 @@ class ValueAndGrad(CompiledStep):
         super().__init__(zero, loss.microbatches)
         self.loss, self.trainable, self.param_specs = loss.check(), trainable, param_specs
 
-    def __call__(self, state: Any, batch: Any, key: Any = None, model_state: Any = None) -> Any:
+    def __call__(self, params: Any, batch: Any, key: Any = None, model_state: Any = None) -> Any:
         """``(loss, grads)`` of parameters; with ``(loss, aux)`` in place of the loss."""
         check_passed(model_state, self.loss.model_state)
         if self.loss.rngs and key is None:
             raise ValueError("rngs requires a key: value_and_grad(...)(params, batch, key).")
-        value, aux, new, grads = super().__call__(state, batch, key, model_state)
+        value, aux, new, grads = super().__call__(params, batch, key, model_state)
         if self.loss.model_state:
             aux = (new, aux) if self.loss.has_aux else new
         return ((value, aux) if self.loss.has_aux or self.loss.model_state else value), grads
@@ -44,6 +44,12 @@ class ValueAndGrad(CompiledStep):
         placed = self.zero._layout.place(selected, self.param_specs)
         specs = jax.tree.leaves(placed.shards, is_leaf=is_spec)
         return (super().signature(selected, batch), *specs)
+
+    def _program(self, signature: Any, selected: Any, batch: Any, copies: StepCopies | None) -> Any:
+        """Inside ``jit`` a program is traced anew, as the loss may close over what is traced."""
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((selected, batch))):
+            return self.compile(selected, batch, copies)
+        return super()._program(signature, selected, batch, copies)
 
     def compile(self, selected: Any, batch: Any, copies: StepCopies | None) -> Any:
         """The function of parameters and a batch that are placed like these."""
