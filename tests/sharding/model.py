@@ -149,8 +149,21 @@ def gradients(shapes, step, dtype=np.float64):
 
 def linear_loss(params, batch):
     """Its gradients are the batch, and do not depend on how parameters are rounded."""
-    one_each = {k: jnp.sum(batch[k] * p[None], range(1, p.ndim + 1)) for k, p in params.items()}
-    return sum(map(jnp.mean, one_each.values()))
+    one_each = jax.tree.map(lambda p, b: jnp.sum(b * p[None], range(1, b.ndim)), params, batch)
+    return sum(map(jnp.mean, jax.tree.leaves(one_each)))
+
+
+def regression_batch(outputs):
+    rng = np.random.default_rng(0)
+    return {k: rng.normal(size=(16, n)).astype(np.float32) for k, n in (("x", 8), ("y", outputs))}
+
+
+def residual(params, batch):
+    return batch["x"] @ params["w"] + params["b"][None] - batch["y"]
+
+
+def mean_loss(params, batch):
+    return (residual(params, batch) ** 2).mean()
 
 
 def microbatches_of(batch, devices, count):
@@ -202,6 +215,17 @@ def assert_close(have, want, tolerance):
     """Leaf by leaf, as a part of the leaf's norm."""
     distance, leaf = worst_leaf(have, want)
     assert distance < tolerance, leaf
+
+
+def assert_codes_close(have, want, others, rtol):
+    """Of low-precision state: less than a part of ``others`` may be other codes."""
+    for (path, a), b in zip(jax.tree.leaves_with_path(have), jax.tree.leaves(want), strict=True):
+        name = jax.tree_util.keystr(path)
+        assert a.shape == b.shape, name
+        if a.dtype == np.uint8:  # a sum in another order may be across the middle of two codes
+            assert np.mean(a != b) < others, name
+        else:
+            np.testing.assert_allclose(a, b, rtol=rtol, err_msg=name)
 
 
 def worst_leaf(state, reference):

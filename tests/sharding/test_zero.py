@@ -1,7 +1,6 @@
 """What users call: losses of every kind, both kinds of state, placement and its description."""
 
 import re
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import optax_ext
 
 from . import model
+from .model import mean_loss, regression_batch, residual
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 TX = optax.sgd(0.1)
@@ -29,42 +29,17 @@ def make_pair(tx=TX):
     return model.make_of(lambda: PARAMS, tx)()
 
 
-def batch(rows=16):
-    rng = np.random.default_rng(0)
-    return {
-        "x": rng.normal(size=(rows, 8)).astype(np.float32),
-        "y": rng.normal(size=(rows, 3)).astype(np.float32),
-        "mask": rng.integers(0, 2, (rows, 3)).astype(np.float32),
-    }
-
-
-def residual(params, batch):
-    return batch["x"] @ params["w"] + params["b"][None] - batch["y"]
+def batch():
+    mask = np.random.default_rng(1).integers(0, 2, (16, 3))
+    return regression_batch(3) | {"mask": mask.astype(np.float32)}
 
 
 def errors(params, batch):
     return residual(params, batch) ** 2
 
 
-def mean_loss(params, batch):
-    return errors(params, batch).mean()
-
-
-class Named(NamedTuple):
-    params: dict
-    opt_state: tuple
-
-
 class WithStats(TrainState):
     batch_stats: dict
-
-
-def make_train_state():
-    """With a further field, leaves that are None, and state of one parameter alone."""
-    tx = optax.masked(optax.adamw(1e-3), {"w": True, "b": False})
-    stats = {"mean": jnp.arange(3.0), "var": None}
-    params = jax.tree.map(jnp.array, PARAMS)
-    return WithStats.create(apply_fn=None, params=params, tx=tx, batch_stats=stats)
 
 
 # --- Losses ---------------------------------------------------------------------------------------
@@ -142,7 +117,13 @@ def test_bfloat16_parameters_keep_their_dtypes():
 
 
 def test_flax_train_state():
-    """The step is that of ``TrainState.apply_gradients``, and the step count goes up."""
+    """With a further field, leaves that are None, and state of one parameter alone."""
+    tx = optax.masked(optax.adamw(1e-3), {"w": True, "b": False})
+
+    def make():
+        stats = {"mean": jnp.arange(3.0), "var": None}
+        params = jax.tree.map(jnp.array, PARAMS)
+        return WithStats.create(apply_fn=None, params=params, tx=tx, batch_stats=stats)
 
     @jax.jit
     def alone(state, batch):
@@ -154,7 +135,7 @@ def test_flax_train_state():
         return zero.apply_gradients(state, grads, batch_stats={"mean": jnp.ones(3), "var": None})
 
     zero = zero_of(stage=1, kind=EXPLICIT)
-    state = zero.init(make_train_state)
+    state = zero.init(make)
     expected, step = jax.device_get(state), zero.train_step(mean_loss)
     state, expected = step(state, zero.put(batch()))[0], alone(expected, batch())
     np.testing.assert_array_equal(state.batch_stats["mean"], np.arange(3.0))
@@ -224,17 +205,13 @@ def test_describe_counts_bytes_and_names_what_stays_unsharded():
     assert not stage_0.fallbacks
 
 
-def layered(num, tx):
-    layer = {"kernel": np.ones((64, 32)), "scale": np.ones(32)}
-    params = {f"layer_{i}": layer for i in range(num)} | {"head": {"kernel": np.ones((64, 32))}}
-    return model.make_of(lambda: params, tx)
-
-
 @pytest.mark.parametrize("stage", [0, 3])
 def test_describe_groups_like_parameters(stage):
     """One line for the kernels of all layers; its numbers are sums of the rows."""
-    tx = optax_ext.came(1e-3)
-    found = describe(layered(12, tx), tx, stage=stage, min_shard_size=100)
+    tx, layer = optax_ext.came(1e-3), {"kernel": np.ones((64, 32)), "scale": np.ones(32)}
+    params = {f"layer_{i}": layer for i in range(12)} | {"head": {"kernel": np.ones((64, 32))}}
+    make = model.make_of(lambda: params, tx)
+    found = describe(make, tx, stage=stage, min_shard_size=100)
     lines = {line.split()[0]: line.split() for line in str(found).splitlines()}
     kernels = [row for row in found.rows if re.search(r"layer_\d+/kernel", row.path)]
     assert len(kernels) > 24
@@ -269,13 +246,6 @@ def test_which_dim_is_sharded(n, shape, spec):
     (row,) = [row for row in describe(make, TX, n=n).rows if row.part == "grads"]
     reason = "" if any(spec) else f"unsharded: no free dim of {shape} divides by {n}"
     assert row.note == reason
-
-
-def test_a_spec_may_choose_the_dim_of_stage_3():
-    zero, make = zero_of(stage=3), model.make_of(lambda: {"w": np.ones((16, 8))}, TX)
-    assert zero.specs(jax.eval_shape(make), tx=TX)[0]["w"] == P("data")
-    state = zero.init(make, tx=TX, param_specs={"w": P(None, "data")})
-    assert state[0]["w"].sharding.spec == P(None, "data")
 
 
 @pytest.mark.parametrize(
@@ -313,6 +283,7 @@ def test_an_axis_of_one_device_shards_nothing(sizes, names, options, spec, expec
         ({"offload_min_size": -1}, "offload_min_size must not be negative, got -1"),
         ({"replica_axis": "data"}, "axis 'data' is named twice: axis='data', replica_axis='data'"),
         ({"shard_state_over_replicas": True}, "needs a replica_axis and stage 1, 2 or 3"),
+        ({"sync": "powersgd"}, "sync must be a GradientSync or None, got 'powersgd'"),
     ],
 )
 def test_bad_options(kwargs, message):
@@ -332,7 +303,8 @@ def test_bad_arguments():
     for call in (zero.specs, zero.full_params):
         with pytest.raises(ValueError, match=r"must be a Flax TrainState or a pair .* got dict"):
             call({"params": 1})
-    for state, found in ((Named(*make_pair()), "Named of 2"), ((0, *make_pair()), "tuple of 3")):
+    pair = make_pair()
+    for state, found in ((optax.EmaState(*pair), "EmaState of 2"), ((0, *pair), "tuple of 3")):
         with pytest.raises(ValueError, match=rf"a pair .*, a plain tuple, got {found}\. Make one"):
             zero.init(lambda state=state: state, tx=TX)
     with pytest.raises(ValueError, match=r"not that of tx\.init"):
@@ -383,13 +355,12 @@ def test_losses_that_are_not_what_the_options_say(loss, options, message):
     ],
 )
 def test_batches_without_numbers(leaf, message):
-    zero, state = zero_of(), model.make_of(lambda: PARAMS, TX)
-    rows = batch() | {"x": leaf}
+    zero, rows = zero_of(), batch() | {"x": leaf}
     with pytest.raises(ValueError, match=f"batch array {message}"):
         zero.put(rows)
     if "key" not in message:  # a step takes keys
         with pytest.raises(ValueError, match=f"batch array {message}"):
-            zero.train_step(mean_loss, tx=TX).lower(jax.eval_shape(state), rows)
+            zero.train_step(mean_loss, tx=TX).lower(jax.eval_shape(make_pair), rows)
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from sharding.collectives._reduce_scatter import FORMS, choose_form, psum_scatter
 from sharding.plan.audit._wire import wire_bytes
+
+from ..model import mesh_of
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -19,8 +20,7 @@ pytestmark = pytest.mark.usefixtures("x64")
 def on_mesh(fn, shape):
     """``fn(arrays of one device, axes)``, whose arrays have a dim of devices outside."""
     names = ("a", "b")[: len(shape)]
-    devices = jax.devices()[: math.prod(shape)]
-    mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(shape), devices=devices)
+    mesh = mesh_of(**dict(zip(names, shape, strict=True)))
 
     def run(xs):
         return jax.tree.map(lambda x: x[None], fn(jax.tree.map(lambda x: x[0], xs), names))

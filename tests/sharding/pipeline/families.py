@@ -34,6 +34,16 @@ def takes(name, stages, microbatches):
 CASES = [(name, *size) for name in FAMILIES for size in SIZES if takes(name, *size)]
 
 
+def ticks_of(program):
+    """The phase of each tick that a program of instructions runs, and a column of each stage."""
+    for segment in program.segments:
+        iterations, _, stages = segment.tables["code"].shape
+        for iteration in range(iterations):
+            for i, phase in enumerate(segment.phases):
+                tick = {name: x[iteration, i] for name, x in segment.tables.items()}
+                yield phase, [{k: int(x[s]) for k, x in tick.items()} for s in range(stages)]
+
+
 def seconds_in_lockstep(table, layers, *, forward, backward, weight=0.0, head=0.0):
     """The time of a table whose ticks last as long as their slowest operation.
 

@@ -10,7 +10,8 @@ import optax
 import optax_ext
 import sharding as shd
 
-from ..model import assert_close, mesh_of, worst_leaf  # noqa: F401 (of the tests beside)
+# For the tests beside.
+from ..model import alone, assert_close, lowered, make_of, mesh_of, run  # noqa: F401
 
 NUM_LAYERS, VOCAB, WIDTH, HEADS, LENGTH, BATCH = 8, 31, 24, 4, 6, 48
 STEPS = 3
@@ -209,8 +210,16 @@ def pipeline(mesh, schedule, variant="tied", **options):
 
 
 def make_state(pipe, variant, tx):
-    params = pipe.stack(jax.tree.map(jnp.asarray, init_params(variant)))
-    return params, tx.init(params)
+    return make_of(lambda: pipe.stack(init_params(variant)), tx)()
+
+
+def linear_embed(shared, batch, key=None):
+    return drop(batch["x"] @ shared["in"], key)
+
+
+def squared_head(shared, h, batch, key=None):
+    error = h @ shared["out"] - batch["y"]
+    return jnp.sum(batch["weight"] * jnp.sum(error**2, 1)), jnp.sum(batch["weight"])
 
 
 def chain(mesh, schedule, **options):

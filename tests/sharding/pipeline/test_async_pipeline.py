@@ -5,7 +5,6 @@ In NumPy, and on one device by ``params_history``, whose delays ``test_async_sch
 
 import contextlib
 import dataclasses
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ import sharding as shd
 from sharding.pipeline import one_f_one_b, pipedream, pipedream_2bw, pipemare
 
 from . import model
-from .model import mesh_of
+from .model import linear_embed, mesh_of, squared_head
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 WIDTH, EXAMPLES = 5, 12
@@ -47,52 +46,41 @@ def chain_batches(updates):
     }
 
 
-def chain_embed(shared, batch, key=None):
-    return model.drop(batch["x"] @ shared["in"], key)
-
-
 def chain_block(layer, h, batch, key=None):
     return h + model.drop(jnp.tanh(h @ layer["w"]), key)
 
 
-def chain_head(shared, h, batch, key=None):
-    error = h @ shared["out"] - batch["y"]
-    return jnp.sum(batch["weight"] * jnp.sum(error**2, 1)), jnp.sum(batch["weight"])
-
-
 def chain_pipeline(mesh, layers, schedule=None, **options):
-    functions = {"embed": chain_embed, "block": chain_block, "head": chain_head}
+    functions = {"embed": linear_embed, "block": chain_block, "head": squared_head}
     schedule = schedule or one_f_one_b(mesh.shape["pipe"], 2)
     return shd.Pipeline(mesh, schedule, num_layers=layers, **functions | options)
 
 
-class Activations(NamedTuple):
-    inputs: list  # of every layer, then of the head
-    tanhs: list  # of every layer
-
-
 def chain_forward(params, batch, received=None, per_stage=1):
-    """The activations of (in, ws, out); stages may run again from inputs that they received."""
+    """The inputs of all layers and the head, and the tanhs of all layers, of (in, ws, out).
+
+    Stages may run again from inputs that they ``received``.
+    """
     first, ws, _ = params
     inputs, tanhs = [batch["x"] @ first], []
     for i, w in enumerate(ws):
         if received and i and i % per_stage == 0:
-            inputs[i] = received.inputs[i]
+            inputs[i] = received[i]
         tanhs.append(np.tanh(inputs[i] @ w))
         inputs.append(inputs[i] + tanhs[i])
-    return Activations(inputs, tanhs)
+    return inputs, tanhs
 
 
-def chain_backward(params, batch, acts):
+def chain_backward(params, batch, inputs, tanhs):
     """The gradients of the sum, at parameters that may be others than those of the activations."""
     _, ws, out = params
-    cotangent = 2 * batch["weight"][:, None] * (acts.inputs[-1] @ out - batch["y"])
-    grad_out = acts.inputs[-1].T @ cotangent
+    cotangent = 2 * batch["weight"][:, None] * (inputs[-1] @ out - batch["y"])
+    grad_out = inputs[-1].T @ cotangent
     g = cotangent @ out.T
     grads = []
     for i in reversed(range(len(ws))):
-        inner = g * (1 - acts.tanhs[i] ** 2)
-        grads.insert(0, acts.inputs[i].T @ inner)
+        inner = g * (1 - tanhs[i] ** 2)
+        grads.insert(0, inputs[i].T @ inner)
         g = g + inner @ ws[i].T
     return batch["x"].T @ g, grads, grad_out
 
@@ -170,8 +158,8 @@ def test_pipemare(stages, microbatches, aligned, recompute, scaled):
                 for x, d, c, s in zip(chain.versions, horizon, delta, chain.stage, strict=True)
             )
             if recompute:
-                acts = chain_forward((first, ws, out), part, acts, layers // stages)
-            first, ws, out = chain_backward((first, ws, out), part, acts)
+                acts = chain_forward((first, ws, out), part, acts[0], layers // stages)
+            first, ws, out = chain_backward((first, ws, out), part, *acts)
             grads.append([first, *ws, out])
         weight, power = np.sum(batches["weight"][t]), 1 - min(t / anneal, 1) if scaled else 0
         for i, x in enumerate(chain.versions):
@@ -208,10 +196,10 @@ def train_with_history(schedule, tx, layers, keyed):
 
     def one(params, batch, key):
         keys = [None if key is None else jax.random.fold_in(key, i) for i in range(layers + 2)]
-        h = chain_embed(params, batch, keys[layers])
+        h = linear_embed(params, batch, keys[layers])
         for w, k in zip(params["layers"]["w"], keys, strict=False):
             h = chain_block({"w": w}, h, batch, k)
-        return chain_head(params, h, batch)
+        return squared_head(params, h, batch)
 
     @jax.jit
     def step(params, opt_state, batch, first):
@@ -259,18 +247,15 @@ def hidden_embed(shared, batch):
     ],
 )
 def test_params_history_beside_a_data_axis(schedule, kind, keyed):
-    """Two runs; an optimizer with a state; random numbers; examples sharded over another axis.
-
-    Whose parameters are whose is seen through remat and branches.
-    """
-    stages, layers, batches = schedule.num_stages, 4, chain_batches(2 * schedule.num_updates)
+    """Two runs, an optimizer with a state, random numbers; embeddings within remat and branches."""
+    layers, batches = 4, chain_batches(2 * schedule.num_updates)
     tx = optax.adamw(1e-3, weight_decay=0.1)
     want, expected = train_with_history(schedule, tx, layers, keyed)
-    mesh = mesh_of(kind, data=2, pipe=stages)
+    mesh = mesh_of(kind, data=2, pipe=schedule.num_stages)
     sharding = jax.NamedSharding(mesh, jax.P(None, None, "data"))
     pipe = chain_pipeline(mesh, layers, rngs=keyed, recompute=schedule.name == "pipedream")
     if kind == AUTO:
-        hidden_head = jax.checkpoint(jax.jit(chain_head))
+        hidden_head = jax.checkpoint(jax.jit(squared_head))
         pipe = dataclasses.replace(pipe, embed=jax.checkpoint(hidden_embed), head=hidden_head)
     key = model.step_key(0) if keyed else None
     with jax.set_mesh(mesh):
@@ -286,7 +271,7 @@ def test_a_state_keeps_its_placement():
 
     def head(*args):
         traces.append(args)
-        return chain_head(*args)
+        return squared_head(*args)
 
     pipe = dataclasses.replace(chain_pipeline(mesh, 4), head=head)
     params = jax.tree.map(jnp.asarray, init_chain(4))
@@ -311,10 +296,10 @@ def test_bfloat16_parameters_and_aux():
     updates = 3
 
     def embed(shared, batch):
-        return chain_embed(shared, batch).astype(jnp.bfloat16)
+        return linear_embed(shared, batch).astype(jnp.bfloat16)
 
     def head(shared, h, batch):
-        return chain_head(shared, h, batch), {"norm": jnp.sum(h**2)}
+        return squared_head(shared, h, batch), {"norm": jnp.sum(h**2)}
 
     pipe = chain_pipeline(mesh_of(pipe=2), 2, embed=embed, head=head, has_aux=True)
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), init_chain(2))

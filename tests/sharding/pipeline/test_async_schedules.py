@@ -9,6 +9,8 @@ from sharding.pipeline import Op, ScheduleError, one_f_one_b, pipedream, pipedre
 from sharding.pipeline._instructions import instructions
 from sharding.pipeline.asynchronous._async_executor import versions_of
 
+from .families import ticks_of
+
 U = Op.UPDATE
 STAGES, MINIBATCHES = (1, 2, 4), (1, 12)
 
@@ -134,33 +136,23 @@ def test_tables_that_are_not_asynchronous():
         pipedream(2, 3).to_csv()
 
 
-def test_operations_read_the_slot_of_their_version():
-    for schedule in ALL:
-        if schedule.num_updates == 12 and schedule.num_stages != 2:
-            replay(schedule)
-
-
-def replay(schedule):
+@pytest.mark.parametrize("schedule", [s for s in ALL if s.num_updates > 1 and s.num_stages != 2])
+def test_operations_read_the_slot_of_their_version(schedule):
     program = instructions(schedule, recompute=True, versions=versions_of(schedule))
     assert program.num_versions == max(schedule.check().weight_versions)
     slots = [dict.fromkeys(range(program.num_versions), 0) for _ in range(schedule.num_stages)]
     ran = np.zeros(schedule.num_stages, np.int64)
-    for segment in program.segments:
-        for iteration in range(len(segment.tables["code"])):
-            for i, phase in enumerate(segment.phases):
-                for s, versions in enumerate(slots):
-                    column = {k: int(x[iteration, i, s]) for k, x in segment.tables.items()}
-                    if not column["code"]:
-                        continue
-                    op, m = phase.codes[column["code"] - 1].op, column["microbatch"]
-                    where = (schedule.op[:, s] == op) & (schedule.microbatch[:, s] == m)
-                    (version,) = schedule.version[where, s]
-                    if op == U:
-                        assert versions[column["version"]] == version - 1
-                        versions[column["new_version"]] = version
-                    else:
-                        assert versions[column["version"]] == version
-                    ran[s] += 1
+    for phase, columns in ticks_of(program):
+        for s, (versions, column) in enumerate(zip(slots, columns, strict=True)):
+            if not column["code"]:
+                continue
+            op, m = phase.codes[column["code"] - 1].op, column["microbatch"]
+            where = (schedule.op[:, s] == op) & (schedule.microbatch[:, s] == m)
+            (version,) = schedule.version[where, s]
+            assert versions[column["version"]] == version - (op == U)
+            if op == U:
+                versions[column["new_version"]] = version
+            ran[s] += 1
     assert np.all(ran == np.sum(schedule.op != Op.IDLE, axis=0))
     for versions, last in zip(slots, program.last_version, strict=True):
         assert versions[last] == schedule.num_updates

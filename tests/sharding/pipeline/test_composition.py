@@ -1,7 +1,4 @@
-"""Pipelines beside trees of activations, dtypes, frozen parameters; what they reject.
-
-``test_pipeline.py`` has them beside ``Zero`` and its options.
-"""
+"""Pipelines without ``Zero``: trees of activations, dtypes, frozen parameters; what they reject."""
 
 import functools
 
@@ -52,7 +49,7 @@ def test_trees_of_activations_without_zero(kind):
     specs = pipe.param_specs(stacked)
     placed = jax.device_put(stacked, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
     grads, weight = jax.jit(jax.grad(pipe.loss, has_aux=True))(placed, batch)
-    assert model.worst_leaf(pipe.unstack(grads), want)[0] < 1e-12  # of rows that axes shard
+    model.assert_close(pipe.unstack(grads), want, 1e-12)  # of rows that axes shard
     np.testing.assert_allclose(weight, expected, rtol=1e-14)
     eager = [pipe.sequential_loss] * (kind == AxisType.Explicit)
     for sequential in (jax.jit(pipe.sequential_loss), *eager):

@@ -1,7 +1,4 @@
-"""Lowered schedules: a replay in plain Python shows that every operation reads what was sent to it.
-
-Slots are dictionaries, and what is in them are tuples of a kind, a micro-batch and a virtual stage.
-"""
+"""Lowered schedules: a replay in plain Python shows that every operation reads what was sent."""
 
 import numpy as np
 import pytest
@@ -9,14 +6,14 @@ import pytest
 from sharding.pipeline import Op, Place, Schedule, interleaved, one_f_one_b
 from sharding.pipeline._instructions import instructions
 
-from .families import CASES, FAMILIES
+from .families import CASES, FAMILIES, ticks_of
 
 cases = pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 recomputes = pytest.mark.parametrize("recompute", [True, False])
 
 
 class Stage:
-    """What one stage of the replay stores."""
+    """Slots of a stage: tuples of a kind, a micro-batch and a virtual stage."""
 
     def __init__(self):
         self.messages, self.residuals, self.crossing = {}, {}, {}
@@ -55,15 +52,9 @@ def replay(schedule, recompute):
     program = instructions(schedule, recompute)
     stages = [Stage() for _ in range(schedule.num_stages)]
     ran = []
-    for segment in program.segments:
-        for iteration in range(len(segment.tables["code"])):
-            for i, phase in enumerate(segment.phases):
-                columns = [
-                    {name: int(x[iteration, i, s]) for name, x in segment.tables.items()}
-                    for s in range(schedule.num_stages)
-                ]
-                row = replay_tick(schedule, recompute, program, phase, stages, columns)
-                ran += [row] if any(task is not None for task in row) else []
+    for phase, columns in ticks_of(program):
+        row = replay_tick(schedule, recompute, program, phase, stages, columns)
+        ran += [row] if any(task is not None for task in row) else []
     expected = [[None] * schedule.num_stages for _ in range(schedule.num_ticks)]
     for tick, stage, task in schedule.tasks():
         expected[tick][stage] = (*task, schedule.chunk[tick, stage])

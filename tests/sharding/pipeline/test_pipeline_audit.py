@@ -1,7 +1,4 @@
-"""The audit of a pipeline: programs that keep or send more than their schedule says.
-
-``test_pipeline.py`` audits every family beside ``Zero``.
-"""
+"""The audit of a pipeline: programs that keep or send more than their schedule says."""
 
 import json
 

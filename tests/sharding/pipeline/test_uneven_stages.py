@@ -15,7 +15,7 @@ import sharding as shd
 from sharding.pipeline import one_f_one_b, pipedream_2bw
 
 from . import model
-from .model import mesh_of
+from .model import linear_embed, mesh_of, squared_head
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -35,12 +35,9 @@ def init(num_layers):
     rng = np.random.default_rng(0)
     scale = np.logspace(-1, 0, num_layers)[:, None, None]
     layers = {"w": scale * rng.normal(size=(num_layers, WIDTH, WIDTH)) / 2}
-    layers["odd"] = rng.normal(size=(num_layers, 3)) / 2
-    return {"in": rng.normal(size=(3, WIDTH)), "layers": layers, "out": rng.normal(size=WIDTH)}
-
-
-def embed(shared, batch):
-    return batch["x"] @ shared["in"]
+    layers["odd"] = rng.normal(size=(num_layers, 33)) / 8
+    ends = {"in": rng.normal(size=(3, WIDTH)), "out": rng.normal(size=(WIDTH, 2))}
+    return ends | {"layers": layers}
 
 
 def block(layer, h, batch):
@@ -48,78 +45,46 @@ def block(layer, h, batch):
     return h + 0.3 * jnp.tanh(h @ layer["w"] + jnp.sum(layer["odd"] ** 2))
 
 
-def head(shared, h, batch):
-    error = h @ shared["out"] - batch["y"]
-    return jnp.sum(batch["weight"] * error**2), jnp.sum(batch["weight"])
-
-
 def batch(step):
     rng = np.random.default_rng(step + 1)
     weight = 10 ** rng.uniform(-1, 0.5, 16)
-    return {"x": rng.normal(size=(16, 3)), "y": rng.normal(size=16), "weight": weight}
+    return {"x": rng.normal(size=(16, 3)), "y": rng.normal(size=(16, 2)), "weight": weight}
 
 
 def loss(params, batch):
     """The mean, on one device."""
     body = functools.partial(jax.lax.scan, lambda h, layer: (block(layer, h, batch), None))
-    total, weight = head(params, body(embed(params, batch), params["layers"])[0], batch)
+    x, _ = body(linear_embed(params, batch), params["layers"])
+    total, weight = squared_head(params, x, batch)
     return total / weight
 
 
 def pipeline(counts, mesh):
     schedule = one_f_one_b(mesh.shape["pipe"], 4)
-    return shd.Pipeline(mesh, schedule, num_layers=counts, embed=embed, block=block, head=head)
+    ends = {"embed": linear_embed, "head": squared_head}
+    return shd.Pipeline(mesh, schedule, num_layers=counts, block=block, **ends)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("counts", [(1, 2, 1, 2), (4, 1, 1, 2)])
 def test_equals_one_device(name, counts):
     """Stages divide eight layers, and not six; over two data shards."""
-    tx, params = OPTIMIZERS[name], jax.tree.map(jnp.asarray, init(sum(counts)))
+    tx, params = OPTIMIZERS[name], init(sum(counts))
     pipe = pipeline(counts, mesh_of(data=2, pipe=4))
     zero = shd.Zero(pipe.mesh, stage=2, min_shard_size=0)
-
-    def make():
-        stacked = pipe.stack(params)
-        return stacked, tx.init(stacked)
-
+    make = model.make_of(lambda: pipe.stack(params), tx)
     specs = pipe.param_specs(jax.eval_shape(make)[0])
     of_layers = specs["layers"]["w"], specs["layers"]["odd"]
     assert of_layers == ((P(None, "pipe"), P()) if sum(counts) == 6 else (P("pipe"), P("pipe")))
-    state = zero.init(make, tx=tx, param_specs=specs)
-    step = zero.train_step(pipe.loss, tx=tx, weighted=True)
-
-    @jax.jit
-    def alone(params, opt_state, batch):
-        updates, opt_state = tx.update(jax.grad(loss)(params, batch), opt_state, params)
-        return optax.apply_updates(params, updates), opt_state
-
-    want = params, tx.init(params)
-    for i in range(UPDATES):
-        state, _ = step(state, zero.put(batch(i)))
-        want = alone(*want, batch(i))
-    distance, leaf = model.worst_leaf(pipe.unstack(zero.full_params(state)), want[0])
-    assert distance < 1e-12, leaf
+    state = model.run(zero, make, tx, pipe.loss, batch, UPDATES, specs, weighted=True)
+    want, _ = model.alone(model.make_of(lambda: params, tx), tx, loss, batch, UPDATES)
+    model.assert_close(pipe.unstack(zero.full_params(state)), want[0], 1e-12)
     if name == "clip":  # sums a few norms alone
         planned = shd.plan.estimate(params, tx, zero, param_specs=specs, gathered_once="")
         one = jax.tree.map(lambda x: x[:8], batch(0))
         wire = planned.stage(planned.requested).wire + shd.plan.pipeline_wire(pipe, params, one)
-        sent = shd.audit(step.lower(state, zero.put(batch(0))).compile()).wire_bytes
-        assert 0 <= sent - wire <= 512
-
-
-def test_what_stages_send_each_other():
-    """Rows of (w, odd): of six layers an all-to-all, of eight those that are elsewhere."""
-    one = jax.tree.map(lambda x: x[:8], batch(0))
-
-    def sent(counts):
-        pipe = pipeline(counts, mesh_of(data=2, pipe=4))
-        return shd.plan.pipeline_wire(pipe, init(sum(pipe.layer_counts)), one)
-
-    even = sent(8)
-    assert sent((1, 2, 1, 2)) - even == 3 / 4 * 8 * 8 * (2 * WIDTH**2 / 4 + 3)
-    # Layers 2 and 3 are on the second stage, layer 4 is on the third.
-    assert sent((4, 1, 1, 2)) - even == 2 * 8 * 2 * (WIDTH**2 + 3)
+        step = model.lowered(zero, make, tx, pipe.loss, batch(0), specs, weighted=True)
+        assert 0 <= shd.audit(step.compile()).wire_bytes - wire <= 512
 
 
 @pytest.mark.parametrize("name", ["clip", "adafactor"])
@@ -152,5 +117,4 @@ def test_stages_without_flushes_equal_one_device(name):
     for i in range(UPDATES):
         new, opt_state = alone(now, late, opt_state, batch(i))
         now, late = new, now
-    distance, leaf = model.worst_leaf(pipe.unstack(jax.device_get(found.params)), now)
-    assert distance < 1e-12, leaf
+    model.assert_close(pipe.unstack(jax.device_get(found.params)), now, 1e-12)

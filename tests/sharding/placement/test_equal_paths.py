@@ -1,7 +1,6 @@
 """Parameters whose paths are equal as text, ``x/y`` here, are not taken for one another."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -11,11 +10,6 @@ from sharding import sync
 
 from .. import model
 
-WIDTH, ROWS = 32, 32
-RNG = np.random.default_rng(0)
-BATCH = {k: RNG.normal(size=(ROWS, WIDTH)) for k in ("in", "one", "two")}
-BATCH["two"] *= 100
-GRADIENTS = [BATCH["in"].T @ BATCH[k] / ROWS for k in ("one", "two")]  # whatever the parameters are
 NAMES = [r"x\/y", "x/y"]
 SGD = optax.sgd(1.0)
 
@@ -32,11 +26,6 @@ def make_of(tx, *shapes):
     return model.make_of(lambda: tree_of(*map(np.zeros, shapes)), tx)
 
 
-def loss(params, batch):
-    one, two = (batch["in"] @ p for p in leaves_of(params))
-    return jnp.mean(jnp.sum(one * batch["one"] + two * batch["two"], axis=-1))
-
-
 POWERSGD = sync.powersgd(2, min_compression=1.0)
 
 
@@ -50,14 +39,15 @@ POWERSGD = sync.powersgd(2, min_compression=1.0)
 )
 def test_a_sync_keeps_them_apart(method, stage, x64):
     """What has moved and what is owed is the sum of gradients; a rule sees the plain path."""
-    make = make_of(SGD, *[(WIDTH, WIDTH)] * 2)
-    zero = model.zero_on(8, stage=stage, sync=method)
-    state = model.run(zero, make, SGD, loss, lambda _: BATCH, 2)
+    shapes = [(32, 32)] * 2
+    one, two = model.gradients(dict(enumerate(shapes)), 0).values()
+    batch, zero = tree_of(one, 100 * two), model.zero_on(8, stage=stage, sync=method)
+    state = model.run(zero, make_of(SGD, *shapes), SGD, model.linear_loss, lambda _: batch, 2)
     found = jax.tree.leaves_with_path(state[1].sync_state)
     assert {path[-2].key for path, _ in found if path[-1].key == "q"} == set(NAMES)
     changed, _ = model.zero_on(8, stage=stage).change_sync(state, tx=SGD)
-    for have, want in zip(leaves_of(changed), GRADIENTS, strict=True):
-        np.testing.assert_allclose(-np.asarray(have), 2 * want, rtol=1e-12, atol=1e-11)
+    for have, g in zip(leaves_of(changed), (one, 100 * two), strict=True):
+        np.testing.assert_allclose(-np.asarray(have), 2 * g.mean(0), rtol=1e-12, atol=1e-11)
 
 
 def test_what_is_described_belongs_to_its_parameter():
@@ -79,13 +69,9 @@ def test_matrices_with_owners_keep_their_placement(x64):
     cube = optax.stateless(lambda g, p: jax.tree.map(lambda x: -x @ x.T @ x, g))
     tx, shapes = shd.by_owner(cube), [(8, 33, 35), (9, 40, 33)]
     gradients = [np.random.default_rng(i).normal(size=(8, *s)) for i, s in enumerate(shapes)]
-
-    def loss(params, batch):
-        terms = zip(leaves_of(params), batch, strict=True)
-        return jnp.mean(sum(jnp.sum(b * p[None], (1, 2, 3)) for p, b in terms))
-
     zero, make = model.zero_on(4, stage=2), make_of(tx, *shapes)
-    params, _ = model.run(zero, make, tx, loss, lambda _: gradients, 1)
+    batch = tree_of(*gradients)
+    params, _ = model.run(zero, make, tx, model.linear_loss, lambda _: batch, 1)
     for have, g in zip(leaves_of(params), gradients, strict=True):
         g = g.mean(0)
         np.testing.assert_allclose(have, -g @ g.swapaxes(1, 2) @ g, rtol=1e-10, atol=1e-12)

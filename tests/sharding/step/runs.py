@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.training.train_state import TrainState
 from jax.sharding import AxisType
 
 from .. import model
@@ -43,12 +44,22 @@ def draw(shapes):
     return jax.tree.map(lambda x: rng.normal(0.0, scale(x), x.shape), shapes)
 
 
-def train(zero, make, loss_fn, *args, tx=None, data=batch, steps=STEPS, **options):
-    """The state and the metrics of each step; ``args`` go to each call after the batch."""
-    state, found = zero.init(make, tx=tx), []
+def make_train_state_of(make_params, tx=TX):
+    """As ``make_of``, of Flax."""
+
+    def make():
+        params = jax.tree.map(jnp.asarray, make_params())
+        return TrainState.create(apply_fn=None, params=params, tx=tx)
+
+    return make
+
+
+def train(zero, make, loss_fn, tx=None, data=batch, steps=STEPS, param_specs=None, **options):
+    """The state and the metrics of each step."""
+    state, found = zero.init(make, tx=tx, param_specs=param_specs), []
     step = zero.train_step(loss_fn, tx=tx, **options)
     for i in range(steps):
-        state, metrics = step(state, zero.put(data(i)), *args)
+        state, metrics = step(state, zero.put(data(i)))
         found.append(metrics)
     return state, found
 

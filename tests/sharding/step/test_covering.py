@@ -166,9 +166,6 @@ def trainable(row):
     return {k: k not in ("value", "prime") for k in model.init_params(np.float32)}
 
 
-# --- One device ---
-
-
 @functools.cache
 def reference(row, num_devices):
     """``(params, opt_state), model_state, losses, norms`` of plain jax and optax."""
@@ -209,9 +206,6 @@ def reference(row, num_devices):
         losses.append(float(loss))
         norms.append(float(norm))
     return jax.device_get(((params, opt_state), state, losses, norms))
-
-
-# --- The sharded run ---
 
 
 class Run:

@@ -119,10 +119,9 @@ def test_evaluation_and_lookups():
 def test_what_is_gathered_before_the_loss_is_named():
     zero = model.zero_on(8, stage=3)
     block = zero.gathered(layer)
-    state = zero.abstract_state(lambda: (params(), SGD.init(params())), tx=SGD)
-    step = zero.train_step(lambda p, x: jnp.mean(condition(block, p, x)), tx=SGD)
+    loss = lambda p, x: jnp.mean(condition(block, p, x))  # noqa: E731
     with pytest.warns(UserWarning, match=r"gathers 1 parameters, such as 'e0', in a branch"):
-        step.lower(state, zero.put(batch()))
+        model.lowered(zero, model.make_of(params, SGD), SGD, loss, batch())
 
 
 class OwnNorm(nn.Module):
@@ -157,10 +156,6 @@ def test_a_collective_in_a_branch_raises(stage):
     np.testing.assert_allclose(metrics["loss"], np.mean(alone), rtol=1e-6)
 
 
-def at_most_3(carry):
-    return carry[0] < 3
-
-
 PREDICATES = {
     "own data": (lambda x: x.sum() > 0, True),
     "a constant": (lambda x: jnp.ones(()) > 0, False),
@@ -172,7 +167,10 @@ PREDICATES = {
         True,
     ),
     "carried by a loop of unknown length": (
-        lambda x: lax.while_loop(at_most_3, lambda c: (c[0] + 1, c[2], x[0]), (0, 0.0, 0.0))[1] > 0,
+        lambda x: (
+            lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[2], x[0]), (0, 0.0, 0.0))[1]
+            > 0
+        ),
         True,
     ),
     "within calls": (lambda x: jax.jit(jax.checkpoint(lambda x: x.max() > 0))(x), True),

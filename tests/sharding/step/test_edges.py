@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from typing import Any
 
 import chex
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import optax_ext
 
 from .. import model
+from ..model import mean_loss
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 TX = optax.adamw(1e-2)
@@ -32,18 +34,7 @@ def initial():
 
 
 make_pair = model.make_of(initial, TX)
-
-
-def batch(rows=16):
-    rng = np.random.default_rng(0)
-    return {
-        "x": rng.normal(size=(rows, 8)).astype(np.float32),
-        "y": rng.normal(size=(rows, 16)).astype(np.float32),
-    }
-
-
-def mean_loss(params, batch):
-    return jnp.mean((batch["x"] @ params["w"] + params["b"][None] - batch["y"]) ** 2)
+batch = functools.partial(model.regression_batch, 16)
 
 
 @pytest.mark.parametrize(("n", "kind"), [(1, EXPLICIT), (4, AUTO)])
@@ -223,9 +214,6 @@ def test_a_learning_rate_that_is_set_between_steps(x64):
         expected = alone(*expected, rows[i])
         for found, want in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
             np.testing.assert_allclose(found, want, rtol=1e-10)
-
-
-# --- Trees and placements -----------------------------------------------------------------------
 
 
 class Block(eqx.Module):

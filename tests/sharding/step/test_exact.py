@@ -16,12 +16,7 @@ TX = model.OPTIMIZERS["adamw"]()
 # Of parameters and losses, and of moments. Measured in float32: up to 2e-7, moments up to 5e-6.
 TOLERANCE = {jnp.float32: (1e-6, 1e-5), jnp.float64: (1e-12, 1e-12)}
 XYZ = ("x", "y", "z")
-
-
-@functools.cache
-def reference(dtype):
-    """The single-device run; the caller has set the precision."""
-    return model.train_alone(TX, dtype, STEPS)
+train_alone = functools.cache(model.train_alone)
 
 
 def check(zero, dtype=jnp.float64, step=None):
@@ -31,7 +26,7 @@ def check(zero, dtype=jnp.float64, step=None):
     for i in range(STEPS):
         state, metrics = step(state, zero.put(model.batch(i)))
         losses.append(float(metrics["loss"]))
-    expected, expected_losses = reference(dtype)
+    expected, expected_losses = train_alone(TX, dtype, STEPS)
     for have, want, tolerance in zip(state, expected, TOLERANCE[dtype], strict=True):
         model.assert_close(have, want, tolerance)
     np.testing.assert_allclose(losses, expected_losses, rtol=TOLERANCE[dtype][0])

@@ -11,8 +11,6 @@ from .. import model
 
 WIDTH, GRADIENT = 64, 20_000.0  # of each device: the sum over 8 is beyond 65,504
 SGD = optax.sgd(1e-4)
-
-
 make_state = model.make_of(lambda: {"w": np.zeros((WIDTH, WIDTH), np.float16)}, SGD)
 
 

@@ -10,18 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 
+from .. import model
 from .runs import (
-    TOLERANCE,
     TX,
     WIDTH,
-    assert_close,
     assert_same,
     batch,
     draw,
     gathers_behind,
+    make_train_state_of,
     train,
     train_alone,
     zero_of,
@@ -37,10 +36,11 @@ class Layer(NamedTuple):
     up: jax.Array
     down: jax.Array
     bias: jax.Array | None = None
+    act = staticmethod(jnp.tanh)
 
     def __call__(self, x, *, scale=1.0):
         h = x @ self.up if self.bias is None else x @ self.up + self.bias[None]
-        return x + jnp.tanh(h) @ self.down * scale
+        return x + self.act(h) @ self.down * scale
 
 
 class Module(eqx.Module):
@@ -50,10 +50,7 @@ class Module(eqx.Module):
     down: jax.Array
     bias: jax.Array | None
     act: Any = jnp.tanh
-
-    def __call__(self, x, *, scale=1.0):
-        h = x @ self.up if self.bias is None else x @ self.up + self.bias[None]
-        return x + self.act(h) @ self.down * scale
+    __call__ = Layer.__call__
 
 
 def params_of(cls):
@@ -64,9 +61,8 @@ def params_of(cls):
     return eqx.partition({"layers": layers, "none": None, **ends}, eqx.is_array)
 
 
-def make(cls):
-    params = jax.tree.map(jnp.asarray, params_of(cls)[0])
-    return params, TX.init(params)
+def make_of(cls):
+    return model.make_of(lambda: params_of(cls)[0], TX)
 
 
 def loss_of(cls, wrap=lambda fn: fn, static_first=True):
@@ -86,9 +82,8 @@ def loss_of(cls, wrap=lambda fn: fn, static_first=True):
 @functools.cache
 def reference():
     """Of ``Layer``; the other kind computes the same."""
-    loss, params = loss_of(Layer), make(Layer)[0]
-    create = functools.partial(TrainState.create, apply_fn=None, params=params, tx=TX)
-    return train_alone(create, lambda params, batch, *_: (loss(params, batch), None))
+    loss, make = loss_of(Layer), make_train_state_of(lambda: params_of(Layer)[0])
+    return train_alone(make, lambda params, batch, *_: (loss(params, batch), None))
 
 
 # A shard is a node of several leaves: where the parameters come first, trees match in one order.
@@ -100,7 +95,7 @@ def test_equals_one_device(cls, stage, static_first):
     loss_fn = loss_of(cls, zero.gathered, static_first)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing to warn of
-        found = state, _ = train(zero, lambda: make(cls), loss_fn, tx=TX)
+        found = state, _ = train(zero, make_of(cls), loss_fn, tx=TX)
         program = zero.train_step(loss_fn, tx=TX).lower(state, zero.put(batch(0))).as_text()
     assert_same(found, reference())
     assert state[0]["layers"][0].bias is state[0]["none"] is None
@@ -114,31 +109,12 @@ def test_a_loss_that_gathers_nothing_is_exact_and_says_so():
     """What is sharded is gathered at once."""
     zero, loss_fn = zero_of(3), loss_of(Layer)
     with pytest.warns(UserWarning, match="with a loss that gathers no layer"):
-        found = state, _ = train(zero, lambda: make(Layer), loss_fn, tx=TX)
+        found = state, _ = train(zero, make_of(Layer), loss_fn, tx=TX)
     assert_same(found, reference())
     step = zero.train_step(loss_fn, tx=TX)
     with pytest.warns(UserWarning, match="with a loss that gathers no layer"):
         program = step.lower(state, zero.put(batch(0))).as_text()
     assert gathers_behind(program, "4x16xf64") == [False] * 7
-
-
-def test_at_stage_2_a_loss_that_counts_its_parameters_gets_arrays():
-    """Handles are trees of more leaves: what the loss would compute from them is another thing."""
-
-    def loss_fn(layer, params, batch):
-        factor = sum(x.size for x in jax.tree.leaves(params["layers"]))
-        x = batch["x"]
-        for each in params["layers"]:
-            x = layer(each, x)
-        return jnp.mean(x**2) / factor
-
-    zero, (params, _) = zero_of(2), make(Layer)
-    found = zero.value_and_grad(functools.partial(loss_fn, zero.gathered(Layer.__call__)))
-    loss, grads = found(params, batch(0))
-    expected = jax.jit(jax.value_and_grad(functools.partial(loss_fn, Layer.__call__)))
-    want, want_grads = expected(params, batch(0))
-    np.testing.assert_allclose(loss, want, rtol=TOLERANCE)
-    assert_close(grads["layers"], want_grads["layers"])
 
 
 def block(p, x):
@@ -191,19 +167,10 @@ VIEWS = {
 def test_views_and_what_is_not_needed_leave_a_parameter_to_its_layers():
     """Only what devices choose by their own data is gathered before the loss, with a warning."""
 
-    def make():
-        shapes = {
-            name: {
-                key: jax.ShapeDtypeStruct(
-                    (size, 2, SHAPES[key][1]) if name == "second" else (2, size, SHAPES[key][1]),
-                    jnp.float64,
-                )
-                for key, size in (("up", WIDTH), ("down", 24))
-            }
-            for name in VIEWS
-        }
-        params = draw(shapes)
-        return params, TX.init(params)
+    def make_params():
+        stack = {k: jax.ShapeDtypeStruct((2, *SHAPES[k]), jnp.float64) for k in ("up", "down")}
+        params = draw(dict.fromkeys(VIEWS, stack))
+        return params | {"second": each(lambda a: a.swapaxes(0, 1), params["second"])}
 
     def loss_fn(block, params, batch):
         x = batch["x"]
@@ -215,10 +182,7 @@ def test_views_and_what_is_not_needed_leave_a_parameter_to_its_layers():
         shards = each(lambda a: a.reshape(8, -1, a.shape[1]), batch)
         return jnp.mean(jax.vmap(functools.partial(loss_fn, block, params))(shards)), None
 
-    def make_state():
-        return TrainState.create(apply_fn=None, params=make()[0], tx=TX)
-
-    zero = zero_of(3)
+    zero, make_state = zero_of(3), make_train_state_of(make_params)
     own_loss = functools.partial(loss_fn, zero.gathered(block))
     used = r"uses 2 parameters, 12.0 KiB, outside .*: 'chosen/\w+' \(6.0 KiB\) in dynamic_slice at "
     with pytest.warns(

@@ -7,33 +7,27 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 import sharding as shd
 
-from . import runs
-from .runs import assert_same, draw, train_alone, zero_of
+from ..model import make_of
+from .runs import assert_same, draw, make_train_state_of, train, train_alone, zero_of
 
 TX = optax.sgd(0.1)
 BATCH = np.ones((8, 16), np.float32)
 
 
-def make():
-    params = {"w": jnp.linspace(-1.0, 1.0, 128).reshape(16, 8)}
-    return params, TX.init(params)
+def make_params():
+    return {"w": np.linspace(-1.0, 1.0, 128, dtype=np.float32).reshape(16, 8)}
 
 
-def make_train_state():
-    return TrainState.create(apply_fn=None, params=make()[0], tx=TX)
+make, make_train_state = make_of(make_params, TX), make_train_state_of(make_params, TX)
 
 
 def loss_fn(params, x):
     return jnp.mean((x @ params["w"]) ** 2)
-
-
-# --- Random keys ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -66,9 +60,6 @@ def test_keys_are_folded_by_step_and_number(mesh, microbatches, rngs, state):
         np.testing.assert_array_equal(metrics["aux"], jax.random.key_data(keys))
 
 
-# --- Parameters -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stage", [2, 3])
 def test_accumulating_in_bfloat16_rounds_no_parameters(stage):
     zero = zero_of(stage, precision=shd.Precision(accumulate=jnp.bfloat16))
@@ -83,18 +74,14 @@ def test_accumulating_in_bfloat16_rounds_no_parameters(stage):
     np.testing.assert_allclose(grads["w"].astype(float), want_grads["w"], rtol=1e-2, atol=1e-6)
 
 
-# --- Shardings in the loss ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_loss_names_other_axes(stage, x64):
     """As under jit on the mesh; ``out_sharding=None`` on one device."""
     specs = {"table": P(None, "model"), "up": P(None, None, "model"), "down": P(None, "model")}
     shapes = {"table": (24, 16), "up": (2, 16, 32), "down": (2, 32, 16)}
 
-    def init():
-        params = draw({k: jax.ShapeDtypeStruct(s, jnp.float64) for k, s in shapes.items()})
-        return TrainState.create(apply_fn=None, params=params, tx=runs.TX)
+    types = {k: jax.ShapeDtypeStruct(s, jnp.float64) for k, s in shapes.items()}
+    init = make_train_state_of(lambda: draw(types))
 
     def data(step):
         return np.random.default_rng(step).integers(0, 24, (16, 4))
@@ -114,14 +101,11 @@ def test_a_loss_names_other_axes(stage, x64):
 
     zero = zero_of(stage, "tensor", AxisType.Explicit)
     own_loss = functools.partial(mean, zero.gathered, P)
-    step, found = zero.train_step(own_loss, microbatches=2), []
-    state = zero.init(init, param_specs=specs)
-    for i in range(3):
-        state, metrics = step(state, zero.put(data(i)))
-        found.append(metrics)
+    options = {"data": data, "steps": 3, "param_specs": specs, "microbatches": 2}
+    found = state, _ = train(zero, init, own_loss, **options)
     alone = functools.partial(mean, lambda fn: fn, lambda *_: None)
     expected = train_alone(init, lambda *args: (alone(*args), None), data, steps=3)
-    assert_same((state, found), expected)
+    assert_same(found, expected)
     outputs = zero.eval_step(
         lambda p, i: reshard(apply(zero.gathered, P, p, i), P(None, None, "model"))
     )(state, zero.put(data(3)))
@@ -152,9 +136,6 @@ def test_a_loss_that_names_the_data_axes(kind, request_):
             call(state, x)
     with pytest.raises(ValueError, match=message):
         zero.value_and_grad(own_loss)(state[0], x)
-
-
-# --- Errors that say what to do -------------------------------------------------------------------
 
 
 def test_a_closure_over_an_array_on_an_explicit_mesh():

@@ -172,11 +172,8 @@ def test_equals_the_matrices_on_one_device(name, mesh, stage, names, x64):
         for x in jax.tree.leaves(states[key]):
             may_be = x.size >= 4096 and any(n % 8 == 0 for n in x.shape) and key != "out/kernel"
             assert x.sharding.is_fully_replicated <= (not may_be), key
-    check(params, states, reference(name, ALL if name == "muon" else names)[-1])
-
-
-def check(params, states, want):
-    want, want_states = ({k: x[k] for k in params} for x in want)
+    found = reference(name, ALL if name == "muon" else names)[-1]
+    want, want_states = ({k: x[k] for k in names} for x in found)
     model.assert_close(matrices(jax.device_get(params)), want, 1e-11)
     check_states(states, want_states)
 
@@ -241,9 +238,6 @@ def test_bad_arguments():
             shd.by_owner(**({"tx": optax.contrib.muon(1e-2)} | options))
     with pytest.raises(ValueError, match=r"'bias' of shape \(4,\) is neither a matrix nor a stack"):
         shd.by_owner(optax.contrib.muon(1e-2)).init({"bias": np.zeros(4)})
-
-
-# --- The matrix form ------------------------------------------------------------------------------
 
 
 def test_any_order_of_dims_there_and_back():

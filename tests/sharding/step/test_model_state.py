@@ -161,8 +161,6 @@ def test_evaluation_reads_the_model_state():
 
 
 PARAMS = {"w": np.linspace(-1, 1, WIDTH * 8).reshape(WIDTH, 8)}
-
-
 pair = make_of(lambda: PARAMS, TX)
 
 

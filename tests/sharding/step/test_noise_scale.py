@@ -14,6 +14,7 @@ import sharding as shd
 from sharding import sync
 from sharding.plan.audit._wire import collectives
 
+from .. import model
 from .runs import zero_of
 
 ROWS, DECAY, STEPS = 48, 0.9, 3
@@ -81,10 +82,7 @@ def grads_by_example(params, batch):
 
 
 def by_hand(seen, groups, weighted):
-    """The two averages after each step, by the paper's formulas on the local gradients.
-
-    ``groups`` are the examples of each.
-    """
+    """The two averages after each step, by the paper's formulas on the gradients of ``groups``."""
     found, out = [], []
     for params, batch, _ in seen:
         mask = batch["mask"] if weighted else np.ones(ROWS)
@@ -132,10 +130,7 @@ CASES = [
     ids=lambda x: "" if isinstance(x, dict) else str(x),
 )
 def test_the_noise_scale_is_that_by_hand(stage, mesh, kind, microbatches, empty, options):
-    """A local gradient is that of a device, or at stage 3 a replica, and a micro-batch.
-
-    Those without weight do not count.
-    """
+    """Of local gradients with a weight: of a device, at stage 3 a replica, and a micro-batch."""
     zero, weighted = zero_of(stage, mesh, kind, **options), empty is not None
     seen = train(zero, weighted, empty or (), microbatches=microbatches)
     replicas = zero.num_devices // zero.num_shards if stage == 3 else None
@@ -148,10 +143,8 @@ def test_the_noise_scale_is_that_by_hand(stage, mesh, kind, microbatches, empty,
 
 
 def lowered(zero, tx, loss=None, **options):
-    params = jax.eval_shape(make_params)
-    batch = jax.tree.map(lambda x: x.astype(x.dtype.kind + "4"), make_batch(0))
-    step = zero.train_step(loss or loss_of(zero), tx=tx, **options)
-    return step.lower((params, jax.eval_shape(tx.init, params)), batch)
+    make, loss = model.make_of(make_params, tx), loss or loss_of(zero)
+    return model.lowered(zero, make, tx, loss, make_batch(0), **options)
 
 
 @pytest.mark.parametrize(("stage", "microbatches"), [(0, 1), (2, 2)])

@@ -1,6 +1,5 @@
 """What compiled optimizer steps read, keep and send; the tables are those of the benchmark."""
 
-import functools
 import re
 
 import jax
@@ -33,20 +32,16 @@ BOUNDS = [
 ]
 
 
-@functools.cache
-def costs(target, name, matrix):
-    (tx, dtype), shapes = benchmark.OPTIMIZERS[name], benchmark.SHAPES[matrix]
-    return benchmark.cost(benchmark.compiled(target, tx, shapes, dtype), shapes)
-
-
 @pytest.mark.parametrize(
     ("target", "matrix", "most", "temporaries"),
     [(t, m, most, held) for ts, ms, most, held in BOUNDS for t in ts for m in ms],
 )
 def test_bytes(target, matrix, most, temporaries):
     need(target)
+    shapes = benchmark.SHAPES[matrix]
     for name, bound in most.items():
-        moved, held = costs(target, name, matrix)
+        tx, dtype = benchmark.OPTIMIZERS[name]
+        moved, held = benchmark.cost(benchmark.compiled(target, tx, shapes, dtype), shapes)
         assert 8 < moved < bound, name
         assert temporaries is None or held < temporaries, name
 

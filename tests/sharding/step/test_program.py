@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from sharding.plan.audit._wire import collectives
 
@@ -28,10 +28,6 @@ def loss_fn(params, x):
     return jnp.mean((h @ params["w1"] + params["b1"][None]) ** 2)
 
 
-def zero_of(stage, kind=AxisType.Auto):
-    return model.zero_on(DEVICES, stage=stage, kind=kind, min_shard_size=1024)
-
-
 # --- Barriers, without which XLA:TPU would hold more; XLA:CPU does not ----------------------------
 
 
@@ -48,7 +44,7 @@ def barriers(jaxpr, in_loop=False):
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_shards_are_taken_before_the_loss_and_accumulated_in_the_loop(microbatches):
-    zero = zero_of(2)
+    zero = model.zero_on(DEVICES, stage=2, min_shard_size=1024)
     state = zero.abstract_state(make_of(CLIPPED), tx=CLIPPED)
     step = zero.train_step(loss_fn, tx=CLIPPED, microbatches=microbatches)
     found = list(barriers(jax.make_jaxpr(lambda *args: step(*args))(state, BATCH).jaxpr))
@@ -61,9 +57,6 @@ def test_shards_are_taken_before_the_loss_and_accumulated_in_the_loop(microbatch
     summed = [shapes for in_loop, shapes in found if in_loop]
     assert len(summed) == (microbatches > 1)
     assert all(set(shards) <= set(shapes) for shapes in summed)
-
-
-# --- Other axes of the mesh -----------------------------------------------------------------------
 
 
 def test_layers_of_a_tensor_parallel_stack_are_gathered_over_the_data_axis_alone():

@@ -92,12 +92,12 @@ def reference():
     [(8, AxisType.Auto, 1, False), (4, AxisType.Explicit, 2, True)],
 )
 def test_each_layer_is_reduced_by_itself_and_each_parameter_once(num, kind, microbatches, remat):
-    zero, options = model.zero_on(num, kind=kind), {"trainable": TRAINED}
+    zero = model.zero_on(num, kind=kind)
+    options = {"trainable": TRAINED, "microbatches": microbatches}
 
     def loss_fn(params, batch):
         return jnp.mean(loss_per_example(params, batch, zero.gathered, remat))
 
-    options["microbatches"] = microbatches
     program = model.lowered(zero, MAKE, TX, loss_fn, batch(0), **options).compile()
     state = zero.init(MAKE, tx=TX)
     for i in range(STEPS):
@@ -115,9 +115,6 @@ def test_each_layer_is_reduced_by_itself_and_each_parameter_once(num, kind, micr
     other = sum(math.prod(SHAPES[k]) for k in SHAPES if k not in ONCE and TRAINED[k])
     after = [c for c in found if c not in in_backward]
     assert sum(c.runs * c.elements for c in after) == microbatches * other
-
-
-# --- One stack of layers --------------------------------------------------------------------------
 
 
 def stack_loss(wrap, params, batch):
@@ -159,9 +156,6 @@ def test_a_stack_split_into_loops_within_loops_is_gathered_layer_by_layer():
 
     found = collectives(compiled_stack(zero, optax.sgd(0.1), loss))
     assert {c.elements for c in found if c.op == "all-gather"} == {16 * 32, 32 * 32}
-
-
-# --- Losses that read more from their parameters than gather gives them ---------------------------
 
 
 def dense(w, x):

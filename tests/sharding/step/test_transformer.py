@@ -62,10 +62,7 @@ def test_gathered_weights_do_not_add_up_with_the_layers():
     ("target", "bound", "by_layer"), [("v5e:4x4", 1.06, 0.65), ("h200x8", 0.92, 0.82)]
 )
 def test_an_update_that_waits_for_all_gradients_holds_no_more(target, bound, by_layer):
-    """Its shards of the parameters are taken before the loss, not from parameters that it holds.
-
-    And stage 2 reduces each layer in its backward pass.
-    """
+    """Its shards of the parameters are taken before the loss; stage 2 reduces layer by layer."""
     need(target)
     held = {name: temporaries(Case(target, 2, name)) for name in ("came", "adafactor", "adamw")}
     assert max(held["came"], held["adafactor"]) <= bound * held["adamw"]

@@ -14,14 +14,9 @@ from ..model import mesh_of
 
 
 class SyncRunner:
-    """A gradient sync between devices, and its state.
+    """A gradient sync between ``num`` devices, and its state.
 
-    Args:
-      method: a ``GradientSync``.
-      shapes: of the gradients, by name.
-      num: the number of devices.
-      dims: along which dims means are sharded, by name; None for an all-reduce.
-      dtype: of the gradients; float64 needs x64.
+    Means are sharded along ``dims``, by name; None for an all-reduce.
     """
 
     def __init__(self, method, shapes, num, dims=None, dtype=jnp.float64):
@@ -85,16 +80,17 @@ class SyncRunner:
         return out
 
 
-def gradients(step, device, shapes):
-    """Full-rank gradients of a different scale on each device."""
-    rng = np.random.default_rng(1000 * step + device)
-    return {k: rng.normal(size=s) * 10 ** (device / 3) for k, s in shapes.items()}
-
-
 def stacked(step, shapes, num):
-    """Gradients of all devices, (devices, ...) by name."""
-    each = [gradients(step, i, shapes) for i in range(num)]
-    return {k: np.stack([own[k] for own in each]) for k in shapes}
+    """Full-rank gradients of all devices, (devices, ...) by name, each of a different scale."""
+    draws = [(np.random.default_rng(1000 * step + i).normal, 10 ** (i / 3)) for i in range(num)]
+    return {k: np.stack([draw(size=s) * x for draw, x in draws]) for k, s in shapes.items()}
+
+
+def room(density, slots, lists):
+    """How many rows a list has room for: those of the fullest of so many."""
+    expected = density * slots
+    margin = np.sqrt(2 * np.log(100 * lists) * expected * (1 - density))
+    return int(np.ceil(expected + margin))
 
 
 def norm(x):

@@ -1,7 +1,6 @@
 """Residuals belong to the sum of gradients: on other numbers of devices, and under another sync."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -11,22 +10,13 @@ from sharding import sync
 
 from .. import model
 
-WIDTH, ROWS = 32, 32
-SGD = optax.sgd(1.0)
+WIDTH, SGD = 32, optax.sgd(1.0)
+POWERSGD = sync.powersgd(2, min_compression=1.0)
 pytestmark = pytest.mark.usefixtures("x64")
 
-RNG = np.random.default_rng(0)
-BATCH = {"x": RNG.normal(size=(ROWS, WIDTH)), "y": RNG.normal(size=(ROWS, WIDTH))}
-GRADIENT = BATCH["x"].T @ BATCH["y"] / ROWS  # whatever the parameters are
-
-
-def loss(params, batch):
-    return jnp.mean(jnp.sum((batch["x"] @ params["w"]) * batch["y"], -1))
-
-
-def make_state():
-    params = {"w": jnp.zeros((WIDTH, WIDTH))}
-    return params, SGD.init(params)
+BATCH = model.gradients({"w": (WIDTH, WIDTH)}, 0)
+GRADIENT = BATCH["w"].mean(0)  # whatever the parameters are
+loss, make_state = model.linear_loss, model.make_of(lambda: {"w": np.zeros((WIDTH, WIDTH))}, SGD)
 
 
 def zero_of(method, *shape, **options):
@@ -61,7 +51,7 @@ def moved(new, state, devices):
 @pytest.mark.parametrize(
     ("method", "shapes"),
     [
-        (sync.powersgd(2, min_compression=1.0), [(8,), (4,), (8,), (2,)]),
+        (POWERSGD, [(8,), (4,), (8,), (2,)]),
         (sync.top_k(0.05, min_size=1), [(2,), (8,), (4,)]),
         (sync.top_k(0.05, min_size=1), [(4, 2), (2, 2)]),
     ],
@@ -79,7 +69,7 @@ def test_moved_and_owed_are_the_sum_of_gradients_across_resizes(method, shapes):
 
 
 def test_the_estimate_of_ef21_stays_the_mean():
-    method = sync.top_k(0.1, feedback="ef21", min_size=1)
+    method = OTHERS["ef21"]
     state = train(zero_of(method, 8), zero_of(method, 8).init(make_state, tx=SGD), 60)
     for devices, new in ((8, 2), (2, 4)):
         zero = zero_of(method, new)
@@ -87,11 +77,6 @@ def test_the_estimate_of_ef21_stays_the_mean():
         own, mean = (np.asarray(state[1].sync_state.arrays["w"][k]) for k in ("own", "mean"))
         np.testing.assert_allclose(own.sum((0, 1)), GRADIENT, atol=1e-10)
         np.testing.assert_allclose(mean[0, 0] * new, GRADIENT, atol=1e-10)
-
-
-def state_of(method, **options):
-    zero = zero_of(method, 8, **options)
-    return train(zero, zero.init(make_state, tx=SGD), 2)
 
 
 OTHERS = {
@@ -109,8 +94,8 @@ OTHERS = {
 def test_a_state_of_another_sync_raises_and_can_be_changed(name):
     """The update of ``change_sync`` applies what was owed; then nothing is, and the sync starts."""
     options = {"kind": AxisType.Explicit if name in ("none", "top_k") else AxisType.Auto}
-    state = state_of(sync.powersgd(2, min_compression=1.0), **options)
-    zero = zero_of(OTHERS[name], 8, **options)
+    old, zero = (zero_of(method, 8, **options) for method in (POWERSGD, OTHERS[name]))
+    state = train(old, old.init(make_state, tx=SGD), 2)
     with pytest.raises(ValueError, match=r"another gradient sync, arrays/w/error .*change_sync"):
         zero.train_step(loss, tx=SGD)(state, zero.put(BATCH))
     changed = zero.change_sync(state, tx=SGD)
@@ -119,7 +104,7 @@ def test_a_state_of_another_sync_raises_and_can_be_changed(name):
 
 
 def test_a_sync_that_begins_and_blocks_of_other_axes():
-    zero = zero_of(sync.powersgd(2, min_compression=1.0), 8)
+    zero = zero_of(POWERSGD, 8)
     plain = zero_of(None, 8).init(make_state, tx=SGD)
     with pytest.raises(ValueError, match=r"has a state, which this train state lacks.*change_sync"):
         zero.train_step(loss, tx=SGD)(plain, zero.put(BATCH))
@@ -127,6 +112,13 @@ def test_a_sync_that_begins_and_blocks_of_other_axes():
     np.testing.assert_array_equal(changed[0]["w"], 0)
     assert not np.any(owed(changed))
     mesh = {"names": ("data", "model"), "stage": 1}
-    blocks = model.zero_on(4, 2, sync=sync.top_k(0.1, min_size=1), **mesh)
+    blocks = model.zero_on(4, 2, sync=OTHERS["top_k"], **mesh)
     with pytest.raises(ValueError, match=r"the mesh axes \['model'\] shard"):
         model.zero_on(4, 2, **mesh).change_sync(blocks.init(make_state, tx=SGD), tx=SGD)
+
+
+def test_where_a_sync_cannot_keep_its_state():
+    with pytest.raises(ValueError, match=r"at stage 3 .* Use a stateless sync"):
+        zero_of(POWERSGD, 8, stage=3).init(make_state, tx=SGD)
+    with pytest.raises(ValueError, match="value_and_grad cannot return the state"):
+        zero_of(POWERSGD, 8).value_and_grad(loss)(make_state()[0], BATCH)

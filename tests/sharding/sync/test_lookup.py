@@ -1,6 +1,5 @@
 """Tables whose rows a loss looks up: values, training and bytes sent."""
 
-import dataclasses
 import functools
 import re
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from sharding.plan.audit._wire import collectives
 
 from ...flax_nnx import needs_nnx, nnx
 from .. import model as models
-from .harness import mesh_of, norm
+from .harness import mesh_of, norm, room
 
 TOKENS, STEPS = 64, 4  # of a batch, on all devices
 ZEN = sync.zen(0.2, min_size=1)
@@ -56,8 +55,7 @@ def scanned(look):
     return lambda table, ids: jnp.moveaxis(jax.lax.scan(one(table), 0, ids.T)[1], 0, 1)
 
 
-@dataclasses.dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """A table, and how its rows are looked up and synchronized."""
 
     shape: tuple[int, ...]
@@ -241,8 +239,7 @@ def test_flax_modules(model, stage, x64):
     assert jax.tree.structure(want) == jax.tree.structure(have)
     assert jax.tree.all(jax.tree.map(np.array_equal, want, have))
     zero = zero_of(ZEN, stage)
-    state = zero.abstract_state(lambda: (make(), tx.init(make())), tx=tx)
-    lowered = zero.train_step(sparse_loss, tx=tx).lower(state, jax.typeof(jnp.asarray(ids)))
+    lowered = models.lowered(zero, models.make_of(make, tx), tx, sparse_loss, ids)
     assert "all_to_all" in lowered.as_text()
 
 
@@ -355,23 +352,17 @@ def test_bytes_are_those_of_the_rows():
     """Of a table of 4 MiB at stage 3, two tokens on a device: gradients and rows."""
     shape, num, lookups = (2**14, 64), 8, 32
     zero, tx = zero_of(sync.zen(0.5, min_size=1), 3), optax.sgd(1e-2)
-
-    def make():
-        params = {"table": jnp.zeros(shape)}
-        return params, tx.init(params)
+    make = models.make_of(lambda: {"table": np.zeros(shape)}, tx)
 
     def loss(params, ids):
         return jnp.mean(shd.lookup(params["table"], ids) ** 2)
 
-    ids = jax.ShapeDtypeStruct((num * lookups,), jnp.int32)
-    state = zero.abstract_state(make, tx=tx)
-    compiled = zero.train_step(loss, tx=tx).lower(state, ids).compile()
+    compiled = models.lowered(zero, make, tx, loss, np.zeros(num * lookups, np.int32)).compile()
     found = [c for c in collectives(compiled, branches="cheapest") if c.wire_bytes > 64]
     scopes = ("reduce_scatter", "gather")
     sent = [sum(c.wire_bytes for c in found if re.search(rf"\b{s}\b", c.scope)) for s in scopes]
-    spread = 2 * np.log(100 * num**2) * lookups / num * (1 - lookups / 2**14)
-    room = int(np.ceil(lookups / num + np.sqrt(spread)))
-    rows, indices = ((num - 1) * room * 4 * width for width in (64, 1))
+    slots = room(lookups / 2**14, 2**14 / num, num**2)
+    rows, indices = ((num - 1) * slots * 4 * width for width in (64, 1))
     assert sent == [rows + indices] * 2
     assert not any(c.op == "all-reduce" for c in found)
     # No device has memory for the full table.

@@ -1,7 +1,4 @@
-"""Every sync method against NumPy in float64 over many steps, and the bytes that it sends.
-
-Each method is one program, with all arrays.
-"""
+"""Every sync method against NumPy in float64 over many steps, and the bytes that it sends."""
 
 import functools
 import math

@@ -25,8 +25,6 @@ from .harness import SyncRunner, mesh_of, norm
 pytestmark = pytest.mark.usefixtures("x64", "scopes_in_cache_key")
 STEPS, RATE, ROWS = 4, 0.1, 32
 
-# --- A model of parameters that do not depend on each other ---------------------------------------
-
 SHAPES = {
     **{"qsgd": (32, 64), "nearest": (32, 64), "power": (4, 32, 32)},
     **{"top": (32, 64), "bias": (64,), "frozen": (32, 64), "ef21": (32, 64)},
@@ -143,18 +141,10 @@ class Run:
         self.after_bad = jax.device_get(state)
 
 
-# --- The same by hand -----------------------------------------------------------------------------
-
-
 class BlockwiseSync:
     """A sync method for every block of the gradients by itself, between the devices of one axis.
 
-    Args:
-      method: the gradient sync.
-      specs: of the gradients on the other axes, by path.
-      sizes: of the other axes, by name.
-      num: the number of devices of the data axis.
-      dims: the sharded dims of the gradients, by path.
+    That axis has ``num`` devices; ``specs`` and ``sizes`` are of the other axes, ``dims`` sharded.
     """
 
     def __init__(self, method, specs, sizes, num, dims):

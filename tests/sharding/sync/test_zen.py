@@ -13,7 +13,7 @@ from sharding.collectives._permutation import Permutation
 from sharding.plan.audit._wire import collectives, wire_bytes
 from sharding.sync import _agsparse, _zen
 
-from .harness import SyncRunner, assert_close
+from .harness import SyncRunner, assert_close, room
 
 
 @functools.cache
@@ -61,13 +61,6 @@ def gradients(shape, count, kind):
         rows = KINDS[kind](shape[0], count, rng)
         grads[i, rows] = rng.normal(size=(len(rows), *shape[1:])) * 10 ** (i / 3)
     return grads
-
-
-def room(density, slots, lists):
-    """How many rows a list has room for: those of the fullest of so many."""
-    expected = density * slots
-    margin = np.sqrt(2 * np.log(100 * lists) * expected * (1 - density))
-    return int(np.ceil(expected + margin))
 
 
 def check(runner, grads):

@@ -9,7 +9,6 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from flax.training.train_state import TrainState
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -21,6 +20,7 @@ from ..runs import (
     assert_same,
     draw,
     gathers_behind,
+    make_train_state_of,
     train,
     train_alone,
     zero_of,
@@ -42,8 +42,6 @@ class Block(nn.Module):
 
 
 class SetupBlock(nn.Module):
-    """Written with ``setup``."""
-
     def setup(self):
         self.up, self.down = Dense(HIDDEN), Dense(WIDTH)
 
@@ -100,14 +98,12 @@ def batch(step):
     return {"tokens": rng.integers(0, VOCAB, (16, 5)), "weight": weight}
 
 
-def variables_of(lm):
-    abstract = jax.eval_shape(lambda: lm.init(jax.random.key(0), batch(0)["tokens"], train=False))
-    return {k: draw(v) for k, v in abstract.items()}
+def params_of(lm, *inputs):
+    return draw(jax.eval_shape(lambda: lm.init(jax.random.key(0), *inputs))["params"])
 
 
 def make_state(lm):
-    params = variables_of(lm)["params"]
-    return lambda: TrainState.create(apply_fn=None, params=jax.tree.map(jnp.asarray, params), tx=TX)
+    return make_train_state_of(lambda: params_of(lm, batch(0)["tokens"], False))
 
 
 def loss_of(lm):
@@ -196,7 +192,7 @@ def test_blocks_are_gathered_in_each_pass_and_freed():
 def test_a_jitted_model_gathers_its_blocks(stage):
     """The loss is traced more than once, a jitted function the first time alone."""
     lm = nn.Sequential([SetupBlock(), SetupBlock()])
-    params = draw(jax.eval_shape(lm.init, jax.random.key(0), jnp.ones((1, WIDTH)))["params"])
+    params = params_of(lm, jnp.ones((1, WIDTH)))
     zero, programs = zero_of(stage, gathered_blocks="SetupBlock"), []
     for apply in (lm.apply, jax.jit(lm.apply)):
         loss_fn = lambda p, x, apply=apply: jnp.mean(apply({"params": p}, x) ** 2)  # noqa: E731
@@ -210,8 +206,6 @@ def test_a_jitted_model_gathers_its_blocks(stage):
     with pytest.raises(ValueError, match="or is jitted and was traced before"):
         zero.train_step(loss_fn, tx=TX)(state, x)
 
-
-# --- Partition metadata and logical axes ----------------------------------------------------------
 
 INIT = nn.initializers.lecun_normal()
 # As tuples, and as a YAML file has them; "unknown" has no rule.
@@ -243,10 +237,7 @@ class TwoLayers(nn.Module):
         return Parallel()(Parallel()(x))
 
 
-def make_parallel():
-    abstract = jax.eval_shape(TwoLayers().init, jax.random.key(0), jnp.ones((2, WIDTH)))["params"]
-    params = jax.tree.map(jnp.asarray, draw(abstract))
-    return TrainState.create(apply_fn=None, params=params, tx=TX)
+make_parallel = make_train_state_of(lambda: params_of(TwoLayers(), jnp.ones((2, WIDTH))))
 
 
 def parallel_loss(params, x):
@@ -291,15 +282,11 @@ class Fsdp(nn.Module):
         return logical(WIDTH, "mlp", "embed", rules=rules)(x)
 
 
-def make_fsdp():
-    abstract = jax.eval_shape(Fsdp().init, jax.random.key(0), jnp.ones((2, WIDTH)))["params"]
-    return TrainState.create(apply_fn=None, params=draw(abstract), tx=TX)
-
-
 def test_metadata_that_names_the_own_axis_chooses_the_dim_of_stage_3():
     def loss_fn(params, x):
         return jnp.mean((Fsdp().apply({"params": params}, x) - 1) ** 2)
 
+    make_fsdp = make_train_state_of(lambda: params_of(Fsdp(), jnp.ones((2, WIDTH))))
     zero = zero_of(3, "tensor", gathered_blocks="Dense")
     found = state, _ = train(zero, make_fsdp, loss_fn, data=rows)
     expected = train_alone(make_fsdp, lambda params, x, *_: (loss_fn(params, x), None), rows)
@@ -321,13 +308,9 @@ def test_specs_of_metadata():
         zero.specs(abstract)
     specs = zero.specs(abstract, param_specs=P()).params["Parallel_0"]
     assert {x["kernel"].value for x in specs.values()} == {P()}
-    # Rules of the metadata itself; names that are mesh axes without any.
-    for names, rules in ((("embed", "mlp"), RULES["tuples"]), ((None, "model"), None)):
-        init = logical(HIDDEN, *names, rules=rules).init
-        params = jax.eval_shape(init, jax.random.key(0), jnp.ones((1, WIDTH)))["params"]
-        specs = zero.specs((params, jax.eval_shape(TX.init, params)), tx=TX)
-        assert specs[0]["kernel"].value == P(None, "model")
-        assert specs[1][0].trace["kernel"].value == P("data", "model")
+    # Names that are mesh axes need no rules.
+    params = params_of(logical(HIDDEN, None, "model"), jnp.ones((1, WIDTH)))
+    assert zero.specs((params, TX.init(params)), tx=TX)[0]["kernel"].value == P(None, "model")
 
 
 def test_blocks_that_are_not_there_raise():

@@ -1,7 +1,7 @@
 """Flax nnx: models updated in place with their optimizers, and classes that gather themselves."""
 
-import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -58,14 +58,9 @@ if nnx is not None:
             return self.outputs(x)[:, :8]
 
 
-def widened(lm):
-    """With statistics in float64."""
-    nnx.update(lm, jax.tree.map(lambda x: x.astype(float), nnx.state(lm, nnx.BatchStat)))
-    return lm
-
-
 def make(tx=TX, partitioned=False):
-    lm = widened(Model(nnx.Rngs(0), partitioned))
+    lm = Model(nnx.Rngs(0), partitioned)
+    nnx.update(lm, jax.tree.map(lambda x: x.astype(float), nnx.state(lm, nnx.BatchStat)))
     return lm, nnx.Optimizer(lm, tx, wrt=nnx.Param)
 
 
@@ -142,17 +137,12 @@ def test_evaluation():
     assert lm.seen[...] == seen  # only read
 
 
-@dataclasses.dataclass
-class Unhashable:
-    width: int = WIDTH
-
-
 def test_attributes_without_a_hash_and_a_rate_set_between_steps():
     """Static attributes are part of what a program is compiled for; a scalar is not."""
 
     def make():
         lm = nnx.Linear(WIDTH, 8, kernel_init=init, rngs=nnx.Rngs(0), **F64)
-        lm.cfg = {"scale": 1.0, "names": ["a"], "plain": Unhashable()}
+        lm.cfg = {"scale": 1.0, "names": ["a"], "plain": types.SimpleNamespace(width=8)}
         return lm, nnx.Optimizer(lm, optax.inject_hyperparams(optax.adam)(0.1), wrt=[nnx.Param])
 
     def loss_fn(lm, batch):
@@ -193,9 +183,6 @@ def test_specs_of_metadata():
     assert moments[0].trace["blocks"][1]["down"]["kernel"].get_value() == P("model", "data")
 
 
-# --- Random state ---------------------------------------------------------------------------------
-
-
 def dropped_units(devices, microbatches):
     """``(model before, after, masks of two steps)`` of rows that are the same."""
 
@@ -232,8 +219,6 @@ def test_random_state_of_the_model():
     counts = [jax.tree.leaves(nnx.state(m, nnx.RngCount)) for m in (lm, start)]
     assert {int(a - b) for a, b in zip(*counts, strict=True)} == {2}
 
-
-# --- Options, and what a step cannot do -----------------------------------------------------------
 
 if nnx is not None:
 
