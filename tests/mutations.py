@@ -1,6 +1,6 @@
 """Plants the faults of mutations.txt, one at a time, and runs the tests that should see them.
 
-  python tests/mutations.py [--match TEXT] [--jobs N] [--marks EXPRESSION] [--table FILE]
+  python tests/mutations.py [--match TEXT] [--jobs N] [--marks EXPRESSION]
 
 A fault is a block of mutations.txt: the file and the tests that should see it, what it breaks and
 (in parentheses) the commit that mended it where it was made once, then the lines that it replaces
@@ -26,21 +26,13 @@ MARKS = "not slow and not script"  # as pyproject.toml has it: what `make test` 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """One planted fault.
+    """One planted fault."""
 
-    Attributes:
-      file: the file that it is in.
-      tests: what pytest runs to see it.
-      breaks: the promise that it breaks.
-      old: the text that it replaces, which occurs once in the file.
-      new: what stands there instead.
-    """
-
-    file: str
-    tests: tuple[str, ...]
-    breaks: str
-    old: str
-    new: str
+    file: str  # that it is in
+    tests: tuple[str, ...]  # what pytest runs to see it
+    breaks: str  # the promise that it breaks
+    old: str  # the text that it replaces, which occurs once in the file
+    new: str  # what stands there instead
 
     @classmethod
     def parse(cls, block):
@@ -83,11 +75,8 @@ def caught(fault, tree, marks):
     source = path.read_text()
     path.write_text(fault.plant(source))
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache"))
-    env = os.environ | {
-        "PYTHONPATH": str(tree),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "JAX_COMPILATION_CACHE_DIR": cache,
-    }
+    env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    env["JAX_COMPILATION_CACHE_DIR"] = cache
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marks]
     try:
         done = subprocess.run(
@@ -109,7 +98,6 @@ def main(arguments=None):
     parser.add_argument("--match", default="", help="only faults whose block has this text")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--marks", default=MARKS, help='pytest -m; "" for all tests')
-    parser.add_argument("--table", type=pathlib.Path, help="a Markdown table to write")
     options = parser.parse_args(arguments)
     chosen = [f for f in faults() if options.match in f"{f.file} {f.tests} {f.breaks} {f.old}"]
     found = {}
@@ -132,10 +120,6 @@ def main(arguments=None):
                 print("caught" if test else "MISSED", f"{fault.file}: {fault.breaks}", flush=True)
     missed = [fault for fault in chosen if not found[fault]]
     print(f"{len(chosen) - len(missed)} of {len(chosen)} caught")
-    if options.table:
-        rows = [f"| `{f.file}` | {f.breaks} | {found[f] or '**missed**'} |" for f in chosen]
-        head = "| file | what it breaks | caught by |\n|---|---|---|\n"
-        options.table.write_text(head + "\n".join(rows) + "\n")
     return bool(missed)
 
 

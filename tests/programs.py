@@ -10,7 +10,8 @@ the record also judges a library whose files have moved.
   PYTHONPATH=../other python tests/programs.py --check    # judges another checkout
 
 The words of a name say what a program is: "stage 3, came, replicas, zen, micro". New names go into
-the lists in programs.json. Compilers for TPUs and GPUs: ``pip install 'optax-ext[aot]'``.
+the lists in programs.json; those of accelerators have the optimizer shapes whose bytes an element
+differ. Compilers for TPUs and GPUs: ``pip install 'optax-ext[aot]'``.
 """
 
 import argparse
@@ -45,8 +46,7 @@ FILE = pathlib.Path(__file__).with_suffix(".json")
 TARGETS = {"cpu": "cpu:8", "v5e": "v5e:2x4", "h100": "h100x8", "traces": "cpu:8"}
 STEPS, TOLERANCE, SLACK = 20, 1e-9, 1e-3  # of traces; of FLOPs and bytes
 
-# --- A language model: an embedding, layers, a head -----------------------------------------------
-
+# A language model: an embedding, layers, a head.
 Size = collections.namedtuple("Size", "width heads hidden layers vocab batch length")
 LARGE = Size(1024, 16, 4096, 8, 8192, 64, 256)  # compiled only
 SMALL = Size(64, 4, 128, 8, 96, 16, 8)  # run
@@ -54,11 +54,10 @@ SMALL = Size(64, 4, 128, 8, 96, 16, 8)  # run
 
 def init(size, dtype):
     """Irregular values; random bits would compile slowly."""
-    count, width, hidden = size.layers, size.width, size.hidden
-    heads = size.heads, width // size.heads
-    layers = {"query": (count, width, *heads), "out": (count, *heads, width)}
-    layers |= {"up": (count, width, hidden), "down": (count, hidden, width)}
-    layers |= {"scale": (count, width), "bias": (count, hidden)}
+    width, hidden, heads = size.width, size.hidden, (size.heads, size.width // size.heads)
+    layer = {"query": (width, *heads), "out": (*heads, width), "scale": (width,)}
+    layer |= {"up": (width, hidden), "down": (hidden, width), "bias": (hidden,)}
+    layers = {name: (size.layers, *shape) for name, shape in layer.items()}
     shapes = {"embed": (size.vocab, width), "layers": layers, "head": (width, size.vocab)}
 
     def draw(shape):
@@ -94,8 +93,7 @@ def batch(size, step, dtype=np.float32):
     return {"tokens": tokens, "weight": (10.0 ** rng.uniform(-1, 1, size.batch)).astype(dtype)}
 
 
-# --- What the words of a name stand for -----------------------------------------------------------
-
+# What the words of a name stand for.
 STACKED = optax_ext.last_two_dims(batch=(0,))
 BY_LAYER = optax_ext.by_path({"layers": STACKED}, default=optax_ext.last_two_dims())
 OPTIMIZERS = {
@@ -145,22 +143,18 @@ ZERO = {
     "zen": {"sync": shd.sync.zen(0.1)},
 }
 SCHEDULES = {
-    "gpipe": shd.pipeline.gpipe,
-    "1f1b": shd.pipeline.one_f_one_b,
-    "interleaved": shd.pipeline.interleaved,
-    "zb-h1": shd.pipeline.zb_h1,
-    "zb-v": shd.pipeline.zb_v,
-    "chimera": shd.pipeline.chimera,
+    name: getattr(shd.pipeline, name.replace("1f1b", "one_f_one_b").replace("-", "_"))
+    for name in ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "chimera")
 }
-PIPELINE = {"residuals": {"recompute": False}, "tick": {"gather": "tick"}}
-PIPELINE["uneven"] = {"num_layers": (3, 2, 2, 1)}
+PIPELINE = {
+    "residuals": {"recompute": False},
+    "tick": {"gather": "tick"},
+    "uneven": {"num_layers": (3, 2, 2, 1)},
+}
 
 
 def options_of(words, table):
     return {k: v for word in words for k, v in table.get(word, {}).items()}
-
-
-# --- Programs and traces --------------------------------------------------------------------------
 
 
 def optimizer_program(target, optimizer, shapes):
@@ -184,14 +178,13 @@ def layers_of(zero, words, size):
     def split(layers):
         return [jax.tree.map(lambda w, i=i: w[i], layers) for i in range(size.layers)]
 
-    if "stack" in words or "chain" in words:
-        layers = jax.eval_shape(lambda: init(size, jnp.float32)["layers"])
-        x = jnp.zeros((size.batch // zero.num_devices, size.length, size.width))
-        own = {"length": size.layers} if "stack" in words else {}
-        layers = layers if own else jax.eval_shape(split, layers)
-        plan = shd.remat.plan(block, layers, x, "1GiB", device=zero.mesh.devices.flat[0], **own)
-        run = plan.apply(zero)
-        return run if own else lambda layers, x: run(split(layers), x)
+    for word, form, own in ("stack", dict, {"length": size.layers}), ("chain", split, {}):
+        if word in words:
+            layers = jax.eval_shape(lambda form=form: form(init(size, jnp.float32)["layers"]))
+            x = jnp.zeros((size.batch // zero.num_devices, size.length, size.width))
+            own["device"] = zero.mesh.devices.flat[0]
+            run = shd.remat.plan(block, layers, x, "1GiB", **own).apply(zero)
+            return lambda layers, x, form=form: run(form(layers), x)
     layer = zero.gathered(block)
     if "unrolled" in words:
         return lambda layers, x: functools.reduce(lambda x, p: layer(p, x), split(layers), x)
@@ -243,23 +236,23 @@ def training(target, name, size, dtype=jnp.float32):
     return zero, make, tx, specs, step, lambda i: [jax.random.key(i)] * options.get("rngs", False)
 
 
-def step_program(target, name):
-    zero, make, tx, specs, step, keys = training(target, name, LARGE)
-    state = zero.abstract_state(make, tx=tx, param_specs=specs)
-    return step.lower(state, batch(LARGE, 0), *keys(0)).compile()
-
-
-def asynchronous_program(target):
-    """PipeDream-2BW: three updates without a flush."""
+def program(target, name):
+    if name.startswith("stage"):
+        zero, make, tx, specs, step, keys = training(target, name, LARGE)
+        state = zero.abstract_state(make, tx=tx, param_specs=specs)
+        return step.lower(state, batch(LARGE, 0), *keys(0)).compile()
+    if name != "2BW, three updates":
+        return optimizer_program(target, *name.split(", "))
+    # PipeDream-2BW: three updates without a flush.
     pipe = pipeline_on(shd.targets.mesh(TARGETS[target], (4, 2), ("pipe", "data")), ["1f1b"])
     schedule = shd.pipeline.pipedream_2bw(4, 8, minibatches=3)
-    training = shd.AsyncPipeline(pipe, schedule, optax.sgd(1e-3, momentum=0.9))
-    state = jax.eval_shape(lambda: training.init(pipe.stack(init(LARGE, jnp.float32))))
+    training_2bw = shd.AsyncPipeline(pipe, schedule, optax.sgd(1e-3, momentum=0.9))
+    state = jax.eval_shape(lambda: training_2bw.init(pipe.stack(init(LARGE, jnp.float32))))
     batches = jax.tree.map(lambda x: np.stack([x.reshape(8, 8, *x.shape[1:])] * 3), batch(LARGE, 0))
-    return jax.jit(training.run, donate_argnums=0).lower(state, batches).compile()
+    return jax.jit(training_2bw.run, donate_argnums=0).lower(state, batches).compile()
 
 
-def trace(_, name):
+def trace(name):
     """Losses, and norms of each field of the state, of a run in float64."""
     numbers = collections.defaultdict(list)
     with jax.enable_x64(True):
@@ -278,8 +271,6 @@ def trace(_, name):
     return numbers
 
 
-# --- Numbers of a program -------------------------------------------------------------------------
-
 KINDS = "all-reduce|reduce-scatter|all-gather|all-to-all|collective-permute|ragged-all-to-all"
 CALLS = r"(?:calls|to_apply|body|\w+_computations?)=(\{[^}]*\}|%?[\w.\-]+)"
 
@@ -294,17 +285,13 @@ def nbytes(result):
 
 def collectives(text):
     """Counts and bytes of results by kind; those in loops as often as they run."""
-    lines, name, entry = collections.defaultdict(list), "", ""
-    for line in text.splitlines():
-        if match := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-            name = match[2]
-            entry = name if match[1] else entry
-        lines[name].append(line)
+    found = re.findall(r"^(ENTRY )?%?([\w.\-]+) \([^\n]*\{\n(.*?)^\}", text, re.M | re.S)
+    bodies = {name: body for _, name, body in found}
 
     @functools.cache
     def count(name):
         total = collections.Counter()
-        for line in lines[name][1:]:
+        for line in bodies[name].splitlines():
             if match := re.search(rf"= (.*?) ({KINDS})(?:-start)?\(", line):
                 total[match[2]] += 1
                 total[f"{match[2]} bytes"] += nbytes(match[1])
@@ -312,14 +299,14 @@ def collectives(text):
             if condition := re.search(r"condition=%?([\w.\-]+)", line):
                 # Where XLA does not state it, what the condition compares with.
                 known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
-                bounds = re.findall(r" constant\((\d+)\)", "".join(lines[condition[1]]))
+                bounds = re.findall(r" constant\((\d+)\)", bodies[condition[1]])
                 trips = int(known[1]) if known else max(map(int, bounds), default=1)
             for callee in re.findall(r"[\w.\-]+", " ".join(re.findall(CALLS, line))):
                 for key, value in count(callee).items():
                     total[key] += trips * value
         return total
 
-    return count(entry)
+    return count(next(name for entry, name, _ in found if entry))
 
 
 def measure(compiled):
@@ -340,38 +327,23 @@ def measure(compiled):
     return {key: int(value) for key, value in numbers.items() if value}
 
 
-def measured(target, name):
-    if name.startswith("stage"):
-        return measure(step_program(target, name))
-    if name == "2BW, three updates":
-        return measure(asynchronous_program(target))
-    return measure(optimizer_program(target, *name.split(", ")))
-
-
-# --- Record and check -----------------------------------------------------------------------------
-
-
 def verdicts(recorded, now):
     """(number, recorded, now, verdict) of the numbers of a program or a trace."""
     for key in sorted(recorded | now):
-        old, new = recorded.get(key, 0), now.get(key, 0)
-        if isinstance(old or new, list):
-            same = bool(old and new) and np.allclose(new, old, rtol=TOLERANCE, atol=0)
-            yield key, old and old[-1], new and new[-1], "equal" if same else "worse"
-        else:
-            differs = "better" if new < old else "worse"
-            yield key, old, new, differs if abs(new - old) > SLACK * old else "equal"
+        old, new = (np.atleast_1d(numbers.get(key, 0)) for numbers in (recorded, now))
+        tolerance, less = (SLACK, new[-1] < old[-1]) if old.size == 1 else (TOLERANCE, False)
+        same = old.shape == new.shape and np.allclose(new, old, rtol=tolerance, atol=0)
+        yield key, old[-1], new[-1], "equal" if same else "better" if less else "worse"
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--record", action="store_true", help=f"write {FILE.name}")
-    parser.add_argument("--check", action="store_true", help=f"compare with {FILE.name}")
+    task = parser.add_mutually_exclusive_group(required=True)
+    task.add_argument("--record", action="store_true", help=f"write {FILE.name}")
+    task.add_argument("--check", action="store_true", help=f"compare with {FILE.name}")
     parser.add_argument("--target", choices=TARGETS, help="all by default")
     parser.add_argument("--match", default="", metavar="TEXT", help="in the names of programs")
     options = parser.parse_args()
-    if options.record == options.check:
-        parser.error("either --record or --check")
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_cpu_enable_async_dispatch", False)  # as in conftest.py
     jax.config.update("jax_enable_compilation_cache", False)  # which does not store all numbers
@@ -388,21 +360,18 @@ def main():
             print(f"{target}: skipped, {error}")
             continue
         recorded, start = record["numbers"].setdefault(target, {}), time.perf_counter()
-        names = record["names"]["traces" if target == "traces" else "programs"]
+        names = record["names"][target] if options.record else recorded
         names = [name for name in names if options.match in name]
         for name in names:
             try:
-                now = (trace if target == "traces" else measured)(target, name)
+                now = trace(name) if target == "traces" else measure(program(target, name))
             except Exception as error:
-                if options.record or name in recorded:
-                    print(f"{target:<6} {name}: {type(error).__name__}: {error}"[:300])
-                    totals["worse"] += 1
+                print(f"{target:<6} {name}: {type(error).__name__}: {error}"[:300])
+                totals["worse"] += 1
                 continue
             if options.record:
                 recorded[name] = now
-            elif name not in recorded:
-                print(f"{target:<6} {name}: not recorded")
-            for key, old, new, verdict in verdicts(recorded.get(name, now), now):
+            for key, old, new, verdict in verdicts(recorded[name], now):
                 totals[verdict] += 1
                 if verdict != "equal":
                     print(f"{verdict:<6} {target:<6} {name:<50} {key:<24} {old:,} -> {new:,}")

@@ -15,17 +15,9 @@ def blocks(path, language="python"):
     return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def run(code):
-    """Runs one example; raises with its output if it fails."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{code}\n{done.stdout}{done.stderr}")
-    return done.stdout
-
-
 if __name__ == "__main__":
     for file in sys.argv[1:]:
         examples = blocks(file)
         assert examples, f"{file} has no example"
-        run("\n".join(examples))
+        subprocess.run([sys.executable, "-c", "\n".join(examples)], check=True)
         print(f"{len(examples)} examples of {file} ran")

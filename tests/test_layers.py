@@ -108,38 +108,32 @@ def test_only_public_interfaces():
                 assert not [p for p in parts if p[0] == "_" and not p.endswith("__")], (file, name)
 
 
-# Each layer of `sharding` imports only itself and those before it. `plan` reads all before it.
+# Each layer of `sharding` imports only itself and those before it, and so do the folders of `plan`.
 LAYERS = (
     *("_jaxprs", "placement", "collectives", "sync", "offload", "recovery", "step", "_zero"),
     *("pipeline", "plan", "remat", "cli", "__main__"),
 )
-# So do the folders of `plan`.
 PLAN_LAYERS = ("_format", "machine", "model", "cost", "partition", "audit", "search", "_plot")
 
 
-def layer_of(name):
-    """The layer of a module's dotted name or file; None outside ``sharding``."""
-    parts = name.removesuffix(".py").replace("/", ".").split(".")
-    return parts[1] if parts[0] == "sharding" and len(parts) > 1 else None
+@pytest.mark.parametrize(
+    ("package", "layers"), [("sharding", LAYERS), ("sharding.plan", PLAN_LAYERS)]
+)
+def test_imports_go_one_way(package, layers):
+    def layer_of(name):
+        """The layer of a module's dotted name or file; None outside of the package."""
+        inside = name.removesuffix(".py").replace("/", ".").removeprefix(f"{package}.")
+        return inside.split(".")[0] if inside != name else None
 
-
-def test_imports_go_one_way():
-    assert len(SHARDING) > 100
-    for name in set(SHARDING) - {"sharding/__init__.py"}:  # the public face
-        assert layer_of(name) in LAYERS, f"{name} belongs to no layer"
-        imports, own = module(name)[0], LAYERS.index(layer_of(name))
-        assert not [i for i in imports if layer_of(i) in LAYERS[own + 1 :]], name
+    folder = package.replace(".", "/")
+    files = {name for name in SHARDING if name.startswith(f"{folder}/")}
+    assert len(files) > 40
+    for name in files - {f"{folder}/__init__.py"}:  # the public face
+        assert layer_of(name) in layers, f"{name} belongs to no layer"
+        imports, own = module(name)[0], layers.index(layer_of(name))
+        assert not [i for i in imports if layer_of(i) in layers[own + 1 :]], name
         # The package itself imports every layer; imports are absolute.
         assert not [i for i in imports if i == "sharding" or i.startswith(".")], name
-
-
-def test_the_folders_of_plan_import_one_way():
-    files = [name for name in SHARDING if name.startswith("sharding/plan/")]
-    for name in set(files) - {"sharding/plan/__init__.py"}:
-        later = PLAN_LAYERS[PLAN_LAYERS.index(name.removesuffix(".py").split("/")[2]) + 1 :]
-        assert not [
-            i for i in module(name)[0] if i.startswith("sharding.plan.") if i.split(".")[2] in later
-        ], name
 
 
 def test_one_name_for_one_thing():

@@ -28,7 +28,7 @@ from _plan import take_plan
 
 from sharding.plan import ParallelPlan, PlanFile
 
-from .multiprocess.processes import ROOT, finish, wait_until
+from .multiprocess.processes import ROOT, output_of, wait_until
 
 SCRIPT = ROOT / "examples" / "train_lm.py"
 STEPS, EVERY = 40, 10  # steps of a run, and between its checkpoints
@@ -41,17 +41,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 def arguments(text, *options):
     command = ("--smoke", "--devices", "2", "--data", text, "--steps", STEPS)
     return [str(x) for x in (*command, "--checkpoint-every", EVERY, *options)]
-
-
-@contextlib.contextmanager
-def own_signals():
-    """The handlers of signals are those of before when it ends."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def train(folder, text, *options, stop=0, by=signal.SIGINT):
@@ -67,9 +56,9 @@ def train(folder, text, *options, stop=0, by=signal.SIGINT):
             UPDATE(name, value)
 
     read, output, code = Corpus.batch, io.StringIO(), 0
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with (
         pytest.MonkeyPatch.context() as patch,
-        own_signals(),
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(output),
         jax.numpy_rank_promotion("allow"),  # as the script has it
@@ -82,6 +71,9 @@ def train(folder, text, *options, stop=0, by=signal.SIGINT):
             train_lm.main()
         except SystemExit as end:
             code = end.code
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
     return code, output.getvalue()
 
 
@@ -98,14 +90,15 @@ def stopped(*args, stop, by=signal.SIGINT):
 
 
 def rows(folder, name=NAME):
-    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
+    """Those that are complete."""
+    path = folder / "runs" / name / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 
 
 def done(folder):
     """The last step of which there is a row."""
-    path = folder / "runs" / NAME / "metrics.jsonl"
-    return path.read_text().count("\n") - 1 if path.exists() else 0
+    return len(rows(folder)) - 1
 
 
 def column(folder, key, name=NAME):
@@ -192,7 +185,7 @@ def test_a_run_stopped_in_every_way_has_the_losses_of_an_uninterrupted_one(
     (process,) = processes.start_python(None, SCRIPT, *arguments(text))
     wait_until(lambda: checkpoints(tmp_path) and done(tmp_path) > EVERY + 2, [process])
     process.kill()
-    assert finish(process)[0] == -signal.SIGKILL
+    output_of(process, -signal.SIGKILL)
     last = checkpoints(tmp_path)[-1]
     assert EVERY <= last < STEPS
     with (folder / "metrics.jsonl").open("a") as file:
@@ -223,8 +216,7 @@ def test_a_killed_run_resumes_from_memory_and_loses_no_step(
     os.kill(int(children), signal.SIGKILL)
     wait_until(lambda: done(tmp_path) > killed + 3, [process])
     process.terminate()
-    code, output = finish(process)
-    assert code == 143, output
+    output = output_of(process, 143)
     assert "supervise.py: exit code 137; restart 1 of 100." in output
     assert "Peer checkpoints: 1 machine; two snapshots take" in output
     found = re.search(r"Resuming from the memory of machines at step (\d+)\.", output)
@@ -309,25 +301,21 @@ def test_a_run_with_planned_activations_has_the_losses_of_one_without(tmp_path, 
     assert re.search(r"train_lm.py: error: .* of a device, with the .*\n\Z", output)
 
 
-PLANS = {
-    "replicas": (
-        ParallelPlan(data=4, stage=2, replicas=2, spread=True, microbatch=4),
-        (2,),
-        ("--stage", "2"),
-    ),
-    "split backward pass": (
-        ParallelPlan(pipe=2, microbatch=2, microbatches=4, schedule="zb-h1", recompute="none"),
-        (1, 1),
-        ("--stage", "0", "--microbatches", "4"),
-    ),
-}
+REPLICAS = ParallelPlan(data=4, stage=2, replicas=2, spread=True, microbatch=4)
+SPLIT = ParallelPlan(pipe=2, microbatch=2, microbatches=4, schedule="zb-h1", recompute="none")
 
 
 @pytest.mark.script
-@pytest.mark.parametrize("case", PLANS)
-def test_a_plan_decides_how_a_step_is_shared(tmp_path, text, case):
+@pytest.mark.parametrize(
+    ("plan", "layers", "options"),
+    [
+        (REPLICAS, (2,), ("--stage", "2")),
+        (SPLIT, (1, 1), ("--stage", "0", "--microbatches", "4")),
+    ],
+    ids=["replicas", "split backward pass"],
+)
+def test_a_plan_decides_how_a_step_is_shared(tmp_path, text, plan, layers, options):
     """The losses are those of the same choices as options."""
-    plan, layers, options = PLANS[case]
     promised = {"memory": 1.0, "seconds": 1.0}
     file = PlanFile("smoke", "came", "cpu:2", 32, "float32", layers, plan, promised)
     file.write(tmp_path / "plan.json")
@@ -349,12 +337,9 @@ def options_of(tmp_path, plan, layers=(2,), **given):
     return options
 
 
-def test_a_plan_decides_the_format_of_the_state(tmp_path):
+def test_options_of_plans_and_plans_that_the_script_cannot_run(tmp_path):
     found = options_of(tmp_path, ParallelPlan(data=2, stage=1, state_format="8bit"))
     assert (found.state, found.stage, found.replicas) == ("8bit", 1, 1)
-
-
-def test_plans_that_the_script_cannot_run(tmp_path):
     for fields, layers, given, message in (
         ({"data": 4, "replicas": 2, "pipe": 2, "microbatches": 2}, (1, 1), {}, "has replicas"),
         ({"weights": "master"}, (2,), {}, "search without"),

@@ -18,13 +18,8 @@ X = jax.ShapeDtypeStruct((32, 256), jnp.float32)
 
 def count(grid, in_specs, out_spec, *arrays, out=X):
     """What a kernel of these blocks moves."""
-    call = pl.pallas_call(
-        lambda *refs: None,
-        grid=grid,
-        in_specs=in_specs,
-        out_specs=out_spec,
-        out_shape=out,
-    )
+    specs = {"grid": grid, "in_specs": in_specs, "out_specs": out_spec}
+    call = pl.pallas_call(lambda *refs: None, out_shape=out, **specs)
     (found,) = calls(call, *arrays)
     return moved(found)
 
@@ -97,16 +92,12 @@ CASES = {
 }
 
 
-def arguments(tx, shape):
-    params = [jax.ShapeDtypeStruct(shape, jnp.float32)]
-    return params, jax.eval_shape(tx.init, params), params
-
-
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("shape", [(4096, 11008), (50257, 768), (4, 2048, 2048)], ids=str)
 def test_bytes_of_low_precision_steps(case, shape):
     """Gradient 4, parameter 8; of each moment codes 2, and scales 8 in 256 elements (fp8: 128)."""
     inner, options, per_parameter = CASES[case]
     tx = optax_ext.low_precision_state(inner, implementation="pallas", **options)
-    found = total(step_of(tx), *arguments(tx, shape)) / math.prod(shape)
+    params = [jax.ShapeDtypeStruct(shape, jnp.float32)]
+    found = total(step_of(tx), params, jax.eval_shape(tx.init, params), params) / math.prod(shape)
     assert found == pytest.approx(per_parameter, abs=0.006)

@@ -76,17 +76,12 @@ def test_growth_is_what_debiasing_takes_away():
     assert got == pytest.approx(np.average(factors, weights=weights), rel=1e-4)
 
 
-def reran(rows, loss_of):
-    """Rerun rows of another text, with the losses of a function of the contender."""
-    plans = [_studies.rerun(rows, {}, SIZE, name) for name in _studies.RERUN]
-    fresh = [{**_made_up.row(plan.ready[0]), "corpus": 2} for plan in plans]
-    return {row["key"]: {**row, "loss": loss_of(row["config"]["contender"])} for row in fresh}
-
-
 def test_a_rerun_agrees_if_its_difference_does(rows):
     # All losses 3 nats higher, as on another text, but CAME's 1 nat higher still.
-    means = {name: final(rows, name).losses.mean() for name in _studies.RERUN}
-    fresh = reran(rows, lambda name: 3 + means[name] + (name == "came"))
+    means, fresh = {name: final(rows, name).losses.mean() for name in _studies.RERUN}, {}
+    for name, mean in means.items():
+        row = _made_up.row(_studies.rerun(rows, {}, SIZE, name).ready[0])
+        fresh[row["key"]] = {**row, "corpus": 2, "loss": 3 + mean + (name == "came")}
     found = {one.name: one for one in _summary.reruns(rows, fresh, SIZE, _studies.RERUN)}
     verdicts = {"adamw": "-", "adafactor": "yes", "came": "no", "lamb": "yes", "muon": "yes"}
     assert {name: one.verdict for name, one in found.items()} == verdicts
@@ -97,30 +92,19 @@ def test_a_rerun_agrees_if_its_difference_does(rows):
     assert "another text" not in _tables.rerun(rows, same, SIZE)
 
 
-@pytest.fixture(scope="module")
-def long_rows():
-    return _made_up.length_rows(SIZE)
-
-
-def every(rows):
-    return _length_summary.every(rows, SIZE, "masked")
-
-
-def final_of_length(rows, contender):
-    return _length_summary.final(rows, SIZE, "masked", contender, 80).rows
-
-
-def points(rows, contender, other="adamw"):
-    return _length_summary.points(every(rows), contender, other)
-
-
-def test_differences_of_lengths_and_their_contrasts(long_rows):
-    point = points(long_rows, "came")[1]
-    one, base = (final_of_length(long_rows, name) for name in ("came", "adamw"))
+def test_differences_of_lengths_and_their_contrasts():
+    long_rows = _made_up.length_rows(SIZE)
+    every = _length_summary.every(long_rows, SIZE, "masked")
+    point = _length_summary.points(every, "came", "adamw")[1]
+    one, base = (
+        _length_summary.final(long_rows, SIZE, "masked", name, 80).rows
+        for name in ("came", "adamw")
+    )
     want = [one[seed]["loss"] - base[seed]["loss"] for seed in (1, 2, 3)]
     assert (point.steps, point.seeds) == (80, 3)
     assert point.mean == pytest.approx(np.mean(want))
-    text = _length_tables.contrasts(every(long_rows), SIZE)
+    text = _length_tables.contrasts(every, SIZE)
     line = next(line for line in text.splitlines() if line.startswith("| debiasing |"))
     assert "`came_debiased` minus `came`" in line
-    assert f"{points(long_rows, 'came_debiased', 'came')[0].mean:+.3f} (" in line
+    debiasing = _length_summary.points(every, "came_debiased", "came")[0]
+    assert f"{debiasing.mean:+.3f} (" in line

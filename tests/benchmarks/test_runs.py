@@ -7,7 +7,6 @@ import _sizes
 import jax
 import numpy as np
 import optax
-import pytest
 from _corpus import Corpus
 from _every import EVERY
 from _tasks import TASKS
@@ -15,19 +14,6 @@ from _tasks import TASKS
 HYPER = {"learning_rate": 0.00316, "weight_decay": 0.1, **_contenders.CONTENDERS["came"].betas[0]}
 # With one layer, which compiles sooner.
 CAME = {**_sizes.config("smoke", "next_token", "came", 0, HYPER), "layers": 1}
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    path = tmp_path_factory.mktemp("text") / "text"
-    path.write_bytes(b"".join(b"def f%d(x): return x + %d\n" % (i, i % 7) for i in range(2000)))
-    return path
-
-
-@pytest.fixture(scope="module")
-def trainer(text):
-    """One for all tests: none compiles what another has."""
-    return _runs.Trainer(text)
 
 
 def plain_losses(config, text):
@@ -41,9 +27,8 @@ def plain_losses(config, text):
 
     @jax.jit
     def step(params, state, batch):
-        loss, grads = jax.value_and_grad(lambda p: _models.loss_fn(model, p, batch, task.causal))(
-            params
-        )
+        loss_of = jax.value_and_grad(lambda p: _models.loss_fn(model, p, batch, task.causal))
+        loss, grads = loss_of(params)
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
@@ -55,8 +40,8 @@ def plain_losses(config, text):
     return losses
 
 
-def test_traced_hyperparameters_equal_static_ones(text, trainer):
-    row = trainer.run(CAME)
+def test_traced_hyperparameters_equal_static_ones(text):
+    row = _runs.Trainer(text).run(CAME)
     np.testing.assert_allclose(row["early_loss"], plain_losses(CAME, text), rtol=2e-4)
     assert not row["diverged"]
     assert row["loss"] < row["curve"][0][1]

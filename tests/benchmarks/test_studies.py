@@ -20,28 +20,25 @@ def loss(config):
 
 
 def complete(plans_of):
-    """Runs what is ready, one at a time, until nothing is; all plans, and the rows in order."""
+    """Runs what is ready, one at a time, until nothing is; the rows in order."""
     rows = {}
     while True:
         plans = list(plans_of(rows))
         ready = [config for plan in plans for config in plan.ready]
         if not ready:
             assert all(plan.done == plan.total and not plan.waits for plan in plans)
-            return plans, rows
+            return rows
         key = _rows.key_of(ready[0])
         assert key not in rows
         row = {"config": ready[0], "loss": loss(ready[0]), "diverged": False, "cpu_seconds": 4.0}
         rows[key] = row
 
 
-def run_all(studies, contenders):
-    return complete(lambda rows: _studies.plans(rows, "smoke", studies, ["next_token"], contenders))
-
-
 def test_final_takes_the_best_on_other_seeds_after_its_tuning():
     (plan,) = _studies.plans({}, "smoke", ["final"], ["masked"], ["came"])
     assert (plan.ready, plan.waits) == ([], "its tuning")
-    _, rows = run_all(["tuning", "final"], ["adamw"])
+    which = (["tuning", "final"], ["next_token"], ["adamw"])
+    rows = complete(lambda rows: _studies.plans(rows, "smoke", *which))
     final = [row["config"] for row in rows.values() if row["config"]["seed"]]
     assert [config["seed"] for config in final] == [1, 2, 3]
     tuning = [row for row in rows.values() if not row["config"]["seed"]]
@@ -53,7 +50,7 @@ def test_each_length_is_complete_before_the_next_and_tuned_on_its_own():
     contenders = ("adamw", "came_debiased")
     rows = complete(
         lambda rows: _lengths.plans(rows, "smoke", tasks=("masked",), contenders=contenders)
-    )[1]
+    )
     steps = [row["config"]["steps"] for row in rows.values()]
     assert steps == sorted(steps)
     for length, b3 in ((40, 0.9999), (80, 0.999)):

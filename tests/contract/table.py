@@ -58,17 +58,14 @@ def lazy_rows(inner):
     return optax_ext.lazy_rows(inner, lambda params: jax.tree.map(is_table, params))
 
 
-def unfactored(learning_rate, **options):
+def unfactored(rate):
     """What is cheap to compile, for transformations of updates."""
-    return optax_ext.adafactor(
-        learning_rate, multiply_by_parameter_scale=False, factoring=None, **options
-    )
+    return optax_ext.adafactor(rate, multiply_by_parameter_scale=False, factoring=None)
 
 
 def scale_by_delay(learning_rate, delays, anneal_steps):
     """After Adafactor: divided updates."""
-    last = optax_ext.scale_by_delay(delays, anneal_steps)
-    return optax.chain(unfactored(learning_rate), last)
+    return optax.chain(unfactored(learning_rate), optax_ext.scale_by_delay(delays, anneal_steps))
 
 
 def discrepancy_correction(learning_rate, delays, decay, backward_delays):

@@ -7,9 +7,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .table import assert_close, every, make, tree, types
+from .table import SHAPES, assert_close, every, make, tree, types
 
-SIZES = {"small": {"w": (6, 4), "b": (4,)}, "large": {"w": (512, 1024), "b": (4,)}}
+SIZES = {"small": SHAPES, "large": {"w": (512, 1024), "b": (4,)}}
 
 
 def two_steps(tx):

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,8 +30,7 @@ def trace(tx, shapes, dtype=jnp.bfloat16, platforms=PLATFORMS, **extra):
         traced.lower(lowering_platforms=platforms)
     updates, new = traced.out_info
     assert jax.tree.map(lambda x: x.shape, updates) == {k: tuple(s) for k, s in shapes.items()}
-    same = jax.tree.map(lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), state, new)
-    assert all(jax.tree.leaves(same))
+    chex.assert_trees_all_equal_shapes_and_dtypes(new, state)
 
 
 @every

@@ -39,9 +39,7 @@ LEAVES = {
         [0].count int32[]  [0].nu[b] float32[4]  [0].nu_row[w] float32[6]
         [0].nu_col[w] float32[4]  [1].count int32[]  [3].mu[b] float32[4]  [3].mu[w] float32[6,4]
     """,
-    "lars": """
-        [0].count int32[]  [2].trace[b] float32[4]  [2].trace[w] float32[6,4]
-    """,
+    "lars": "[0].count int32[]  [2].trace[b] float32[4]  [2].trace[w] float32[6,4]",
     "lamb": """
         [0].count int32[]  [0].mu[b] float32[4]  [0].mu[w] float32[6,4]  [0].nu[b] float32[4]
         [0].nu[w] float32[6,4]
@@ -55,12 +53,8 @@ LEAVES = {
         .inner_state[0].trace[b].scale[0] float32[1]  .inner_state[0].trace[w].codes uint8[3,4]
         .inner_state[0].trace[w].scale[0] float32[6]  .inner_state[0].trace[w].scale[1] float32[4]
     """,
-    "scale_by_delay": """
-        .count int32[]
-    """,
-    "discrepancy_correction": """
-        .correction[b] float32[4]  .correction[w] float32[6,4]
-    """,
+    "scale_by_delay": ".count int32[]",
+    "discrepancy_correction": ".correction[b] float32[4]  .correction[w] float32[6,4]",
     "params_history": """
         .versions[0][w] bfloat16[6,4]  .versions[1][b] float16[4]  .versions[1][w] bfloat16[6,4]
     """,

@@ -6,19 +6,13 @@ import socket
 import pytest
 
 from .. import flax_nnx
-from ..multiprocess.processes import ROOT, finish, wait_until
+from ..multiprocess.processes import ROOT, output_of, wait_until
 
 pytest.importorskip("flax")
 pytest.importorskip("orbax.checkpoint")
 
 EXAMPLES = ROOT / "examples"
 NAMES = ("many_hosts", "nnx_model", "scanned_stack", "supervise", "zero_checkpoint")
-
-
-def output_of(process):
-    code, output = finish(process)
-    assert code == 0, output
-    return output
 
 
 def losses(output):
@@ -94,7 +88,7 @@ def supervised(processes, tmp_path, last):
     [("exit 0", 0, 3), ("exit 2", 2, 3), ("exit 143", 143, 3), ("exit 1", 1, 4)],
 )
 def test_supervisor_restarts_until_the_end(processes, tmp_path, last, code, starts):
-    assert finish(supervised(processes, tmp_path, last))[0] == code
+    output_of(supervised(processes, tmp_path, last), code)
     assert (tmp_path / "starts").read_text().count("start") == starts
 
 
@@ -103,5 +97,5 @@ def test_supervisor_passes_a_stop_on(processes, tmp_path):
     process = supervised(processes, tmp_path, trap)
     wait_until((tmp_path / "ready").exists, [process])
     process.terminate()
-    assert finish(process)[0] == 7
+    output_of(process, 7)
     assert (tmp_path / "starts").read_text().count("start") == 3

@@ -3,6 +3,7 @@
 By default their commands are read, and run with something quick in place of Python.
 """
 
+import functools
 import json
 import os
 import pathlib
@@ -14,10 +15,9 @@ import time
 
 import pytest
 
-from ..multiprocess.processes import ROOT, Processes, finish, job, wait_until
+from .. import test_train_lm
+from ..multiprocess.processes import ROOT, Processes, finish, job, output_of, wait_until
 
-pytest.importorskip("flax")
-pytest.importorskip("orbax.checkpoint")
 yaml = pytest.importorskip("yaml")
 
 SCRIPT = ROOT / "examples" / "train_lm.py"
@@ -74,8 +74,7 @@ def test_a_batch_script_starts_the_command_in_every_task(
     python.write_text(PYTHON)
     python.chmod(0o755)
     started = start_batch(processes, script, "--name", "a b", python=python, CODES=codes, **env)
-    code, output = finish(started)
-    assert code == ends, output
+    output = output_of(started, ends)
     tasks = (processes.folder / "calls.tasks").read_text().splitlines()
     command = f"examples/train_lm.py --distributed{added} --name a b"
     attempts = min(len(codes.split()), int(env.get("ATTEMPTS", 100)))
@@ -97,23 +96,15 @@ def test_slurm_starts_one_process_per_gpu():
 
 def options(text, runs, stage):
     return shlex.split(
-        f"--smoke --devices 2 --optimizer adamw --data {text} --runs-dir {runs} --name run "
+        f"--smoke --devices 2 --optimizer adamw --data {text} --runs-dir {runs}/runs --name run "
         f"--steps {STEPS} --checkpoint-every {CHECKPOINT_EVERY} --stage {stage}"
     )
 
 
-def rows(folder):
-    path = folder / "run" / "metrics.jsonl"
-    return path.read_text().splitlines() if path.exists() else []
-
-
-def losses(folder):
-    return [json.loads(row).get("loss", 0.0) for row in rows(folder)]
-
-
-def checkpoints(folder):
-    names = (path.name for path in (folder / "run" / "checkpoints").glob("*"))
-    return sorted(int(name) for name in names if name.isdigit())
+rows, column, checkpoints = (
+    functools.partial(of, name="run")
+    for of in (test_train_lm.rows, test_train_lm.column, test_train_lm.checkpoints)
+)
 
 
 @pytest.fixture(scope="module")
@@ -122,14 +113,13 @@ def uninterrupted(tmp_path_factory, text):
     folder = tmp_path_factory.mktemp("slurm")
     processes = Processes(folder)
     try:
-        code, output = finish(start_batch(processes, "slurm.sbatch", *options(text, folder, 3)))
+        output = output_of(start_batch(processes, "slurm.sbatch", *options(text, folder, 3)))
     finally:
         processes.kill()
-    assert code == 0, output
     assert output.count("bits per byte on held-out text") == 1  # one process prints
-    assert json.loads((folder / "run" / "summary.json").read_text())["steps"] == STEPS
+    assert json.loads((folder / "runs" / "run" / "summary.json").read_text())["steps"] == STEPS
     assert len(rows(folder)) == STEPS + 1
-    assert "ZeRO stage 3" in (folder / "run" / "layout.txt").read_text()
+    assert "ZeRO stage 3" in (folder / "runs" / "run" / "layout.txt").read_text()
     return folder
 
 
@@ -142,8 +132,7 @@ def test_a_stopped_and_killed_run_resumes_in_one_process(tmp_path, text, uninter
     wait_until(lambda: len(rows(tmp_path)) > CHECKPOINT_EVERY // 2, both)
     both[1].send_signal(signal.SIGTERM)
     for process in both:
-        code, output = finish(process)
-        assert code == 128 + signal.SIGTERM, output
+        output_of(process, 128 + signal.SIGTERM)
     last = len(rows(tmp_path)) - 1
     assert last < STEPS
     assert checkpoints(tmp_path) == [last]
@@ -168,29 +157,24 @@ def test_a_stopped_and_killed_run_resumes_in_one_process(tmp_path, text, uninter
 
     # One process resumes, at another stage.
     (alone,) = processes.start_python(None, SCRIPT, *options(text, tmp_path, 3))
-    code, output = finish(alone)
-    assert code == 0, output
-    assert f"Resuming from the checkpoint at step {last}." in output
-    assert losses(tmp_path) == pytest.approx(losses(uninterrupted), rel=1e-4)
+    assert f"Resuming from the checkpoint at step {last}." in output_of(alone)
+    want = column(uninterrupted, "loss")
+    assert len(want) == STEPS
+    assert column(tmp_path, "loss") == pytest.approx(want, rel=1e-4)
 
 
 @pytest.mark.script
 def test_without_a_cluster_the_error_has_one_line(processes):
     (process,) = processes.start_python(None, SCRIPT, "--distributed", "--smoke")
-    code, output = finish(process)
-    assert code == 2, output
+    output = output_of(process, 2)
     assert output.startswith("train_lm.py: error: --distributed found no cluster")
     assert output.count("\n") == 1
 
 
-@pytest.fixture(scope="module")
-def manifests():
-    text = (ROOT / "launch" / "jobset.yaml").read_text()
-    return {manifest["kind"]: manifest for manifest in yaml.safe_load_all(text)}
-
-
-def test_jobset_matches_how_jax_finds_processes(manifests):
+def test_jobset_matches_how_jax_finds_processes_and_runs_the_script():
     """JAX takes the parallelism of one indexed job as the count, and the pod's index as the id."""
+    text = (ROOT / "launch" / "jobset.yaml").read_text()
+    manifests = {manifest["kind"]: manifest for manifest in yaml.safe_load_all(text)}
     spec = manifests["JobSet"]["spec"]
     (replicated,) = spec["replicatedJobs"]
     job_spec = replicated["template"]["spec"]
@@ -208,11 +192,7 @@ def test_jobset_matches_how_jax_finds_processes(manifests):
     assert manifests["RoleBinding"]["roleRef"]["name"] == manifests["Role"]["metadata"]["name"]
     allowed = {(rule["resources"][0], rule["verbs"][0]) for rule in manifests["Role"]["rules"]}
     assert allowed == {("pods", "list"), ("jobs", "get")}
-
-
-def test_jobset_runs_the_script(manifests):
-    (replicated,) = manifests["JobSet"]["spec"]["replicatedJobs"]
-    pod = replicated["template"]["spec"]["template"]["spec"]
+    # The pod's container.
     (container,) = pod["containers"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] > 0
     assert pod["restartPolicy"] == "Never"

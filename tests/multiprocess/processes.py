@@ -79,6 +79,13 @@ def finish(process, seconds=SECONDS):
     return code, process.log.read_text(errors="replace")
 
 
+def output_of(process, code=0, seconds=SECONDS):
+    """The output of a process that ends with the code."""
+    found, output = finish(process, seconds)
+    assert found == code, output
+    return output
+
+
 def wait_until(condition, processes, seconds=SECONDS):
     """Waits until the condition holds, while all processes run."""
     end = time.monotonic() + seconds

@@ -7,7 +7,7 @@ import pytest
 
 from ..sharding import model
 from . import worker
-from .processes import ROOT, Processes, finish
+from .processes import ROOT, output_of
 
 TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
 
@@ -24,16 +24,11 @@ TOLERANCE = {"float32": 1e-5, "float64": 1e-12}
     ],
     ids=["tiny", "two processes", "four processes"],
 )
-def test_equals_one_process(tmp_path, count, cases):
-    processes = Processes(tmp_path)
+def test_equals_one_process(tmp_path, processes, count, cases):
     module = worker.__name__[worker.__name__.index("tests.") :]
     command = ("-m", module, tmp_path, *cases)
-    try:
-        for process in processes.start_python(count, *command, PYTHONPATH=str(ROOT)):
-            code, output = finish(process)
-            assert code == 0, output
-    finally:
-        processes.kill()
+    for process in processes.start_python(count, *command, PYTHONPATH=str(ROOT)):
+        output_of(process)
     for case in cases:
         results = [json.loads(path.read_text()) for path in sorted(tmp_path.glob(f"{case}-?.json"))]
         assert len(results) == count

@@ -26,12 +26,8 @@ DEVICES, STEPS = 4, 5
 
 def tiny_state(tx, dtype):
     """A function that makes (params, opt_state)."""
-
-    def make():
-        params = {"in": jnp.ones((6, 12), dtype) / 7, "out": jnp.ones((12, 3), dtype)}
-        return params, tx.init(params)
-
-    return make
+    shapes = {"in": (6, 12), "out": (12, 3)}
+    return model.make_of(lambda: {k: jnp.ones(s, dtype) / s[0] for k, s in shapes.items()}, tx)
 
 
 def tiny_loss(params, batch):

@@ -1,8 +1,8 @@
 """CAME and Adafactor for one NumPy array in float64, in the words of the papers.
 
 An independent second opinion. An array is copied into blocks [batch slice, stacked slice, row,
-column]; Python loops visit the slices; row and column statistics are the papers' *sums*, and the
-second moment is the papers' product ``r c^T / sum(r)``. Nothing here is shared with the library.
+column]; row and column statistics are the papers' *sums*, and the second moment is the papers'
+product ``r c^T / sum(r)``. Nothing here is shared with the library.
 """
 
 import itertools
@@ -42,15 +42,11 @@ class _SecondMoment:
         self.c = np.zeros((num_batch, num_stack, m))
 
     def update(self, square, decay):
-        for b, s in np.ndindex(*square.shape[:2]):
-            self.r[b, s] = decay * self.r[b, s] + (1 - decay) * square[b, s].sum(axis=1)
-            self.c[b, s] = decay * self.c[b, s] + (1 - decay) * square[b, s].sum(axis=0)
+        self.r = decay * self.r + (1 - decay) * square.sum(axis=3)
+        self.c = decay * self.c + (1 - decay) * square.sum(axis=2)
 
     def estimate(self):
-        out = np.empty(self.blocks.sizes)
-        for b, s in np.ndindex(*out.shape[:2]):
-            out[b, s] = np.outer(self.r[b, s], self.c[b, s]) / self.r[b, s].sum()
-        return out
+        return np.einsum("bsn,bsm,bs->bsnm", self.r, self.c, 1 / self.r.sum(axis=2))
 
     def slots(self):
         """(full, row, col) as the library keeps them: means, in the order of the dims."""
@@ -61,12 +57,14 @@ class _SecondMoment:
         return None, row, self.blocks.join(self.c / n, without=(2,))
 
 
+def _rms(blocks):
+    """Of each batch slice."""
+    return np.sqrt((blocks**2).mean(axis=(1, 2, 3), keepdims=True))
+
+
 def _clip(u, threshold):
     """Each batch slice divided by max(1, RMS / threshold)."""
-    if threshold is not None:
-        for b in range(u.shape[0]):
-            u[b] = u[b] / max(1.0, math.sqrt((u[b] ** 2).mean()) / threshold)
-    return u
+    return u if threshold is None else u / np.maximum(1.0, _rms(u) / threshold)
 
 
 class Came:
@@ -112,16 +110,9 @@ class Came:
 
     def state(self):
         """The fields of the library's state, by name."""
-        full, row, col = self.v.slots()
-        _, instability_row, instability_col = self.s.slots()
-        return {
-            "mu": self.blocks.join(self.m),
-            "nu": full,
-            "nu_row": row,
-            "nu_col": col,
-            "instability_row": instability_row,
-            "instability_col": instability_col,
-        }
+        names = ("mu", "nu", "nu_row", "nu_col", "instability_row", "instability_col")
+        slots = (self.blocks.join(self.m), *self.v.slots(), *self.s.slots()[1:])
+        return dict(zip(names, slots, strict=True))
 
 
 class Adafactor:
@@ -150,10 +141,7 @@ class Adafactor:
     def parameter_scale(self, p, minimum=1e-3):
         """max(RMS, minimum) of each batch slice, in the parameter's shape."""
         p = self.blocks.split(np.asarray(p, np.float64))
-        scale = np.empty_like(p)
-        for b in range(p.shape[0]):
-            scale[b] = max(math.sqrt((p[b] ** 2).mean()), minimum)
-        return self.blocks.join(scale)
+        return self.blocks.join(np.broadcast_to(np.maximum(_rms(p), minimum), p.shape))
 
     def state(self):
         """The fields of the library's state, by name."""

@@ -175,47 +175,42 @@ PARAMS = {"w": jnp.ones((6, 4)), "b": jnp.ones(4)}
 UPDATED = params_history(2).update(PARAMS, params_history(2).init(PARAMS), PARAMS)[1]
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: pipeline_delays(4, 0), "num_microbatches must be at least 1, got 0"),
-        (lambda: pipeline_delays(4, method="hogwild"), r"method must be .*, got 'hogwild'"),
-        (lambda: discrepancy_correction(-1.0), r"delays must not be negative, got -1\.0"),
-        (lambda: params_history({"w": True}), "delays must be a number or an array, got True"),
-        (
-            lambda: discrepancy_correction(np.ones(4)).init(PARAMS),
-            r"an array of shape \(4,\) for parameter 'w' of shape \(6, 4\)",
-        ),
-        (
-            lambda: discrepancy_correction(1.0, backward_delays=2.0).init(PARAMS),
-            "backward_delays exceeds delays for parameter 'b'",
-        ),
-        # Delays that set the shapes of the state.
-        (lambda: params_history(1.5), r"must be whole numbers of updates, got 1\.5"),
-        (
-            lambda: jax.eval_shape(lambda n: params_history(n).init(PARAMS), jnp.ones(())),
-            r"must be known while tracing.*static_args",
-        ),
-        # States of other delays, or of other transformations.
-        (
-            lambda: params_history(1).update(PARAMS, UPDATED, PARAMS),
-            "has 2 versions in the state, but its largest delay is 1",
-        ),
-        (lambda: delayed_params(PARAMS, ()), r"reads the state of params_history, .* none"),
-        (
-            lambda: delayed_params(PARAMS, (UPDATED, UPDATED)),
-            "one state of params_history for each parameter, found several",
-        ),
-        (lambda: delayed_params({"w": PARAMS["w"]}, UPDATED), "tree does not match"),
-        (
-            lambda: delayed_params(PARAMS | {"w": jnp.ones((4, 6))}, UPDATED),
-            r"shape \(4, 6\) does not match the state of params_history",
-        ),
-    ],
-)
-def test_bad_input(call, message):
+NARROW, TURNED = {"w": PARAMS["w"]}, PARAMS | {"w": jnp.ones((4, 6))}
+ERRORS = {
+    "num_microbatches must be at least 1, got 0": lambda: pipeline_delays(4, 0),
+    r"method must be .*, got 'hogwild'": lambda: pipeline_delays(4, method="hogwild"),
+    r"delays must not be negative, got -1\.0": lambda: discrepancy_correction(-1.0),
+    "delays must be a number or an array, got True": lambda: params_history({"w": True}),
+    r"an array of shape \(4,\) for parameter 'w' of shape \(6, 4\)": (
+        lambda: discrepancy_correction(np.ones(4)).init(PARAMS)
+    ),
+    "backward_delays exceeds delays for parameter 'b'": (
+        lambda: discrepancy_correction(1.0, backward_delays=2.0).init(PARAMS)
+    ),
+    # Delays that set the shapes of the state.
+    r"must be whole numbers of updates, got 1\.5": lambda: params_history(1.5),
+    r"must be known while tracing.*static_args": (
+        lambda: jax.eval_shape(lambda n: params_history(n).init(PARAMS), jnp.ones(()))
+    ),
+    # States of other delays, or of other transformations.
+    "has 2 versions in the state, but its largest delay is 1": (
+        lambda: params_history(1).update(PARAMS, UPDATED, PARAMS)
+    ),
+    r"reads the state of params_history, .* none": lambda: delayed_params(PARAMS, ()),
+    "one state of params_history for each parameter, found several": (
+        lambda: delayed_params(PARAMS, (UPDATED, UPDATED))
+    ),
+    "tree does not match": lambda: delayed_params(NARROW, UPDATED),
+    r"shape \(4, 6\) does not match the state of params_history": (
+        lambda: delayed_params(TURNED, UPDATED)
+    ),
+}
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_bad_input(message):
     with pytest.raises(ValueError, match=message):
-        call()
+        ERRORS[message]()
 
 
 def test_the_state_is_found_in_wrappers():

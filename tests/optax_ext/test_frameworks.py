@@ -13,6 +13,7 @@ from flax.training.train_state import TrainState
 import optax_ext
 
 from ..flax_nnx import needs_nnx, nnx
+from .traces import step_of
 
 pytestmark = needs_nnx
 STEPS, WIDTH = 5, 64
@@ -55,15 +56,11 @@ def of_a_pair(name):
     """Parameters after all batches."""
     function, params = as_function(name)
     tx = TXS[name]()
-
-    @jax.jit
-    def step(params, state, x):
-        updates, state = tx.update(jax.grad(function)(params, x), state, params)
-        return optax.apply_updates(params, updates), state
-
+    update = step_of(tx)
+    step = jax.jit(lambda x, state, params: update(jax.grad(function)(params, x), state, params))
     state = tx.init(params)
     for x in BATCHES:
-        params, state = step(params, state, x)
+        params, state = step(x, state, params)
     return params
 
 
@@ -90,9 +87,8 @@ def test_nnx(name, tmp_path):
             with orbax.StandardCheckpointer() as checkpointer:
                 checkpointer.save(tmp_path / "state", state)
                 checkpointer.wait_until_finished()
-                state = checkpointer.restore(
-                    tmp_path / "state", jax.tree.map(jnp.zeros_like, state)
-                )
+                empty = jax.tree.map(jnp.zeros_like, state)
+                state = checkpointer.restore(tmp_path / "state", empty)
             model, optimizer = nnx.merge(graph, state)
     assert_same(nnx.state(model), of_a_pair(name))
 

@@ -102,31 +102,24 @@ def test_advice():
 
 
 NOISE = gradient_noise_scale(8)
+STATE = NOISE.init(None)
+ERRORS = {
+    "^base_lr must be positive, got 0": lambda: optax_ext.linear_scaling(0, 256, 8192),
+    "warmup_steps must not be negative, got -1": lambda: gradual_warmup(1.0, -1),
+    "learning_rate must not be negative, got nan": lambda: gradual_warmup(np.nan, 5),
+    "batch_size must be positive": lambda: gradient_noise_scale(0),
+    r"decay must be in \[0, 1\), got 1": lambda: gradient_noise_scale(8, decay=1),
+    "missing: local_squared_norm, num_pieces": lambda: NOISE.update(jnp.ones(3), STATE),
+    "got num_pieces=1, but at least 2 are required": lambda: NOISE.update(
+        jnp.ones(3), STATE, local_squared_norm=1.0, num_pieces=1
+    ),
+    "one gradient_noise_scale, found 0": lambda: noise_scale(()),
+    "one gradient_noise_scale, found 2": lambda: noise_scale((STATE, STATE)),
+    r"near must be at least 1, got 0\.5": lambda: batch_advice(1.0, 1, near=0.5),
+}
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: optax_ext.linear_scaling(0, 256, 8192), "^base_lr must be positive, got 0"),
-        (lambda: gradual_warmup(1.0, -1), "warmup_steps must not be negative, got -1"),
-        (lambda: gradual_warmup(np.nan, 5), "learning_rate must not be negative, got nan"),
-        (lambda: gradient_noise_scale(0), "batch_size must be positive"),
-        (lambda: gradient_noise_scale(8, decay=1), r"decay must be in \[0, 1\), got 1"),
-        (
-            lambda: NOISE.update(jnp.ones(3), NOISE.init(None)),
-            "missing: local_squared_norm, num_pieces",
-        ),
-        (
-            lambda: NOISE.update(
-                jnp.ones(3), NOISE.init(None), local_squared_norm=1.0, num_pieces=1
-            ),
-            "got num_pieces=1, but at least 2 are required",
-        ),
-        (lambda: noise_scale(()), "one gradient_noise_scale, found 0"),
-        (lambda: noise_scale((NOISE.init(None),) * 2), "one gradient_noise_scale, found 2"),
-        (lambda: batch_advice(1.0, 1, near=0.5), r"near must be at least 1, got 0\.5"),
-    ],
-)
-def test_bad_input(call, message):
+@pytest.mark.parametrize("message", ERRORS)
+def test_bad_input(message):
     with pytest.raises(ValueError, match=message):
-        call()
+        ERRORS[message]()

@@ -47,14 +47,6 @@ def assert_law(params, master):
     jax.tree_util.tree_map_with_path(check, params, master)
 
 
-def step_of(tx):
-    def step(grads, state, params):
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step
-
-
 def adamw(grads, w, lr=1e-3, b1=0.9, b2=0.999, eps=1e-8, weight_decay=0.1):
     """The weights after each step of AdamW (Loshchilov and Hutter 2019) in float64."""
     w, mu, nu, seen = np.asarray(w, np.float64), 0.0, 0.0, []
@@ -109,7 +101,7 @@ ADD = optax.GradientTransformation(optax.init_empty_state, lambda u, s, p=None: 
 @functools.cache
 def added():
     """Eagerly and under jit."""
-    step = step_of(optax_ext.master_weights(ADD))
+    step = traces.step_of(optax_ext.master_weights(ADD))
     return step, jax.jit(step)
 
 

@@ -6,6 +6,7 @@ columns and elements span several decades, and some steps jump up (the update is
 down (it is not).
 """
 
+import pathlib
 import zlib
 
 import jax
@@ -74,8 +75,8 @@ def project(field, x):
     return xp.sum((xp.log(x) if positive(field) else x) * (weights + np.sign(weights)))
 
 
-def run(tx, state_of, *, num_steps, shapes=SHAPES, from_zero=False, observe=lambda field, x: x):
-    """{leaf: {field: its observations at every step}} of a transformation, in one ``lax.scan``.
+def run(tx, state_of, *, num_steps, shapes, from_zero):
+    """{leaf: {field: its summaries at every step}} of a transformation, in one ``lax.scan``.
 
     ``state_of(state)`` gives {field: tree}. ``from_zero`` sets the parameters to zero before every
     step: what is then in them is the update alone. Else they are observed as ``params``.
@@ -91,7 +92,7 @@ def run(tx, state_of, *, num_steps, shapes=SHAPES, from_zero=False, observe=lamb
         fields = state_of(state) | {"update" if from_zero else "params": params}
         seen = {
             leaf: {
-                f: observe(f, tree[leaf]) for f, tree in fields.items() if tree[leaf] is not None
+                f: summary(f, tree[leaf]) for f, tree in fields.items() if tree[leaf] is not None
             }
             for leaf in shapes
         }
@@ -100,6 +101,16 @@ def run(tx, state_of, *, num_steps, shapes=SHAPES, from_zero=False, observe=lamb
     run_all = jax.jit(lambda p, g: jax.lax.scan(step, (p, tx.init(p)), g)[1])
     seen = run_all(zero if from_zero else params, grads)
     return jax.tree.map(np.asarray, seen)
+
+
+def step_of(tx):
+    """From gradients, state and parameters to new parameters and state."""
+
+    def step(grads, state, params):
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
 
 
 def unroll(tx, grads, params):
@@ -126,27 +137,11 @@ def summary(field, x):
     return kept | ({"whole": x} if x.size <= WHOLE_SIZE else {})
 
 
-class Recorder:
-    """Collects the summaries of a reference's trace, into the arrays of a golden file."""
-
-    def __init__(self, name):
-        self.name, self.seen = name, {}
-
-    def add(self, leaf, field, step, x):
-        kept = summary(field, np.asarray(x, np.float64))
-        key = f"{self.name}/{leaf}/{field}"
-        whole = kept.pop("whole", None)
-        if whole is not None and step in WHOLE_STEPS:
-            self.seen[f"{key}/whole/{step}"] = whole.copy()
-        for kind, number in kept.items():
-            self.seen.setdefault(f"{key}/{kind}", []).append(number)
-
-    def arrays(self):
-        return {k: np.asarray(v) for k, v in self.seen.items()}
-
-
-def compare_to_golden(golden, name, seen, tolerance):
-    """The arrays of a golden file's trace that ``run(..., observe=summary)`` has seen."""
+def compare_to_golden(file, name, tx, state_of, **options):
+    """The summaries of a trace of ``run`` and those of a golden file."""
+    seen = run(tx, state_of, **options)
+    with np.load(pathlib.Path(__file__).parent / "golden" / file) as arrays:
+        golden = dict(arrays)
     keys = [k for k in golden if k.startswith(f"{name}/") and k.split("/")[1] in seen]
     assert {tuple(k.split("/")[1:3]) for k in keys} == {
         (leaf, field) for leaf, fields in seen.items() for field in fields
@@ -155,25 +150,21 @@ def compare_to_golden(golden, name, seen, tolerance):
         _, leaf, field, kind, *step = key.split("/")
         have, want = seen[leaf][field][kind], golden[key]
         if kind == "whole":
-            compare(field, have[int(step[0]) - 1], want, tolerance, key)
+            compare(have[int(step[0]) - 1], want, scale_of(field, want), key)
         elif kind == "rms":
-            np.testing.assert_allclose(have, want, rtol=tolerance, atol=0, err_msg=key)
+            compare(have, want, want, key)
         else:
-            scale = np.maximum(1.0, golden.get(f"{name}/{leaf}/{field}/rms", 1.0))
-            np.testing.assert_allclose(
-                have / scale, want / scale, rtol=0, atol=tolerance, err_msg=key
-            )
+            compare(have, want, np.maximum(1.0, golden.get(f"{name}/{leaf}/{field}/rms", 1.0)), key)
 
 
-def compare(field, have, want, tolerance, message):
-    """Relative to each element where the field is an average of squares, else to max(1, it)."""
-    if positive(field):
-        np.testing.assert_allclose(have, want, rtol=tolerance, atol=0, err_msg=message)
-    else:
-        scale = np.maximum(1.0, np.abs(want))
-        np.testing.assert_allclose(
-            have / scale, want / scale, rtol=0, atol=tolerance, err_msg=message
-        )
+def scale_of(field, want):
+    """What errors are relative to: each average of squares, of other elements max(1, it)."""
+    return want if positive(field) else np.maximum(1.0, np.abs(want))
+
+
+def compare(have, want, scale, message):
+    """Within 1e-12 of the scale."""
+    np.testing.assert_allclose(have / scale, want / scale, rtol=0, atol=1e-12, err_msg=message)
 
 
 def compare_to_reference(make, reference, cases, num_steps, options=(), theirs=()):
@@ -202,6 +193,7 @@ def compare_to_reference(make, reference, cases, num_steps, options=(), theirs=(
             want = [step[field] for step in steps]
             assert (have is None) == (want[0] is None), (k, field)
             if have is not None:
-                have = np.asarray(have, np.float64)  # it may be stored in bfloat16
-                message = f"{k}, {field}; the first dim is the step"
-                compare(field, have, np.stack(want), 1e-12, message)
+                have, want = np.asarray(have, np.float64), np.stack(want)  # it may be bfloat16
+                compare(
+                    have, want, scale_of(field, want), f"{k}, {field}; the first dim is the step"
+                )

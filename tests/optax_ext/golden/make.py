@@ -9,7 +9,7 @@ import pathlib
 
 import numpy as np
 
-from ..traces import SHAPES, Recorder, gradients, parameters
+from ..traces import SHAPES, WHOLE_STEPS, gradients, parameters, summary
 
 # Fields of the library's state, and what CAME, Hugging Face and PyTorch call them.
 NAMES = {
@@ -76,16 +76,23 @@ def trace(name, shape, num_steps):
         yield i + 1, {k: x for k, x in fields.items() if k in kept}
 
 
+def record(arrays, key, step, kept):
+    """Adds the summary of an array at one step."""
+    whole = kept.pop("whole", None)
+    if whole is not None and step in WHOLE_STEPS:
+        arrays[f"{key}/whole/{step}"] = whole.copy()
+    for kind, number in kept.items():
+        arrays.setdefault(f"{key}/{kind}", []).append(number)
+
+
 def main():
     for file, names, num_steps in (("came", CAME, 500), ("adafactor", ADAFACTOR, 200)):
         arrays = {}
         for name in names:
-            recorder = Recorder(name)
             for leaf, shape in SHAPES.items():
                 for step, fields in trace(name, shape, num_steps):
                     for field, x in fields.items():
-                        recorder.add(leaf, field, step, x)
-            arrays |= recorder.arrays()
+                        record(arrays, f"{name}/{leaf}/{field}", step, summary(field, x))
         path = pathlib.Path(__file__).with_name(f"{file}.npz")
         np.savez_compressed(path, **arrays)
         print(f"{path}: {path.stat().st_size} bytes")

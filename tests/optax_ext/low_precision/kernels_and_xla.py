@@ -39,9 +39,9 @@ class Interpreted(kernels.OneDevice):
     interpret = True
 
 
-def interpreted(update, shards=None):
+def interpreted(update):
     def call(*args):
-        with kernels.kernels_on(shards or Interpreted()):
+        with kernels.kernels_on(Interpreted()):
             return update(*args)
 
     return jax.jit(call)

@@ -1,5 +1,6 @@
 """Which fields of a state are stored in low precision, of every optimizer of optax and others."""
 
+import functools
 import inspect
 from unittest import mock
 
@@ -19,18 +20,19 @@ RATE, SIDE, STEPS = 1e-2, 64, 200
 # --- Fields ---------------------------------------------------------------------------------------
 
 
-def stored(tx, params):
-    """Whether each field is signed; None for those that are left in float32."""
+def signs(tx, params):
+    """Whether each array is signed, by path and shape; None for those left in float32."""
     tx = optax.with_extra_args_support(tx)
     state = jax.eval_shape(low_precision_state(tx, min_size=0).init, params).inner_state
-    flat = jax.tree_util.tree_leaves_with_path(
-        state, is_leaf=lambda x: isinstance(x, optax_ext.Quantized)
-    )
-    return {
-        jax.tree_util.keystr(path[-2:-1], simple=True): getattr(x, "signed", None)
-        for path, x in flat
-        if x.shape == params["w"].shape
-    }
+    flat = jax.tree.leaves_with_path(state, is_leaf=lambda x: isinstance(x, optax_ext.Quantized))
+    return {(path, x.shape): getattr(x, "signed", None) for path, x in flat}
+
+
+def stored(tx):
+    """Whether each field of one parameter is signed."""
+    found = signs(tx, {"w": jnp.ones((SIDE, SIDE))}).items()
+    key = functools.partial(jax.tree_util.keystr, simple=True)
+    return {key(path[-2:-1]): x for (path, shape), x in found if shape == (SIDE, SIDE)}
 
 
 def by_dict(params):
@@ -56,10 +58,7 @@ FIELDS = {
     "Adan": (optax.adan(RATE), {"m": True, "v": True, "n": False, "g": True}),
     "SM3, whose nu is a momentum": (optax.sm3(RATE), {"nu": True}),
     "MADGRAD": (oc.madgrad(RATE), {"grad_sum_sq": None, "s": None, "x0": None}),
-    "copies in a wrapper": (
-        oc.mechanize(optax.adamw(RATE)),
-        {"mu": True, "nu": False, "x0": None},
-    ),
+    "copies in a wrapper": (oc.mechanize(optax.adamw(RATE)), {"mu": True, "nu": False, "x0": None}),
     "a small difference": (
         optax.chain(optax.scale_by_stddev(), optax.trace(0.9)),
         {"mu": None, "nu": None, "trace": True},
@@ -71,7 +70,7 @@ FIELDS = {
 @pytest.mark.parametrize("case", FIELDS)
 def test_fields_are_judged_by_what_they_do(case):
     tx, want = FIELDS[case]
-    assert stored(tx, {"w": jnp.ones((SIDE, SIDE))}) == want
+    assert stored(tx) == want
 
 
 def test_fields_that_are_known_are_as_if_they_were_tried():
@@ -91,22 +90,19 @@ def test_fields_that_are_known_are_as_if_they_were_tried():
         "trace": optax.sgd(RATE, momentum=0.9),
     }
     params = {name: jnp.ones(SIDE) for name in txs}
-    tx = optax.with_extra_args_support(optax.partition(txs, {name: name for name in txs}))
+    tx = optax.partition(txs, {name: name for name in txs})
 
-    def signs():
-        state = jax.eval_shape(low_precision_state(tx, min_size=0).init, params).inner_state
-        is_stored = lambda x: isinstance(x, optax_ext.Quantized)  # noqa: E731
-        flat = jax.tree_util.tree_leaves_with_path(state, is_leaf=is_stored)
-        return {path: x.signed for path, x in flat if is_stored(x)}
+    def judged():
+        return {path: x for (path, _), x in signs(tx, params).items() if x is not None}
 
-    known = signs()
+    known = judged()
     assert len(known) == 19
     with (
         mock.patch.object(_roles, "_AVERAGES", {}),
         jax.enable_x64(True),
         jax.set_mesh(jax.make_mesh((8,), ("data",))),
     ):
-        tried = signs()
+        tried = judged()
     assert {**known, **tried} == known
     assert [path[-2].name for path in known.keys() - tried.keys()] == ["nu_max"]
 
@@ -117,7 +113,7 @@ def test_what_cannot_be_tried_stays_in_float32():
 
     tx = optax.GradientTransformation(by_dict, refuse)
     with pytest.warns(UserWarning, match="m, nu, p, z could not be tried .*: NotImplementedError"):
-        assert set(stored(tx, {"w": jnp.ones((SIDE, SIDE))}).values()) == {None}
+        assert set(stored(tx).values()) == {None}
 
 
 # --- Training -------------------------------------------------------------------------------------

@@ -8,14 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from _pallas_bytes import calls as kernels_in
 
 import optax_ext
 from optax_ext import Float8, kernels
-from optax_ext.low_precision import _row_loop
 
-from ...pallas_calls import kernels_in
+from ..traces import step_of
 from .kernels_and_xla import (
-    Interpreted,
     assert_same,
     check_steps,
     gradients_of,
@@ -44,10 +43,6 @@ CASES = {
 }
 
 
-def num_kernels(fn, *args):
-    return len(kernels_in(fn, *args))
-
-
 @pytest.mark.parametrize(
     "case", [pytest.param(c, marks=() if c == "sign" else pytest.mark.slow) for c in CASES]
 )
@@ -56,52 +51,9 @@ def test_equals_the_form_of_xla(case):
     plain, tiled = pair(inner, **options)
     params = params_of(shapes, dtype)
     state = jax.jit(plain.init)(params)
-    num = num_kernels(tiled.update, params, state, params)
-    assert num == sum(len(s) > 1 for s in shapes.values())
+    found = kernels_in(tiled.update, params, state, params)
+    assert len(found) == sum(len(s) > 1 for s in shapes.values())
     check_steps(jax.jit(plain.update), interpreted(tiled.update), params, state, dtype)
-
-
-class HalvesOfRows(Interpreted):
-    """Shards by rows, of which each is computed in turn: what a kernel sees on two devices."""
-
-    def shape_of(self, path, shape):
-        del path
-        return (*shape[:-2], shape[-2] // 2, shape[-1])
-
-    def run(self, path, fn, operands, dims, result_dims):
-        del path
-        rows = max(d for of in result_dims for d in of) - 1
-
-        def half(i, x, of):
-            if rows not in of:
-                return x
-            return jnp.split(x, 2, axis=of.index(rows))[i]
-
-        parts = [
-            fn(*(half(i, x, of) for x, of in zip(operands, dims, strict=True))) for i in (0, 1)
-        ]
-        return [
-            jnp.concatenate(both, of.index(rows))
-            for both, of in zip(zip(*parts, strict=True), result_dims, strict=True)
-        ]
-
-
-@pytest.mark.parametrize("columns", [128, 96], ids=["kernel", "loop"])
-def test_codes_do_not_depend_on_shards(columns, monkeypatch):
-    """The noise of stochastic rounding is that of the element in the full array."""
-    monkeypatch.setattr(_row_loop, "_MIN_SIZE", 0)
-    monkeypatch.setattr(_row_loop, "_MIN_STEP", 0)
-    plain, other = pair(optax.trace(0.9))
-    params = params_of({"w": (2, 32, columns)})
-    state = jax.jit(plain.init)(params)
-    update = kernels.update_params_of(other)
-
-    def by_hand(grads, state, params):
-        updates, state = plain.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    on_shards = interpreted(update, HalvesOfRows())
-    check_steps(jax.jit(by_hand), on_shards, params, state, num_steps=2)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +71,7 @@ def test_what_no_kernel_takes(inner, options, shape):
     plain, tiled = pair(inner, **options)
     params = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
     state = jax.eval_shape(plain.init, params)
-    assert num_kernels(tiled.update, params, state, params) == 0
+    assert not kernels_in(tiled.update, params, state, params)
 
 
 @pytest.mark.parametrize("shape", [(64, 128), (126, 16384, 53248)])
@@ -141,14 +93,8 @@ def test_parameters_are_updated_as_by_optax():
     update_params = kernels.update_params_of(tiled)
     params = params_of({"w": (64, 130), "b": (40,)}, "bfloat16")
     state = jax.jit(plain.init)(params)
-
-    @jax.jit
-    def by_hand(grads, state, params):
-        updates, state = plain.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    assert num_kernels(update_params, params, state, params) == 1
-    inside = interpreted(update_params)
+    assert len(kernels_in(update_params, params, state, params)) == 1
+    by_hand, inside = jax.jit(step_of(plain)), interpreted(update_params)
     for i in range(3):
         grads = gradients_of(i, params)
         want, have = by_hand(grads, state, params), inside(grads, state, params)

@@ -90,19 +90,14 @@ def largest_ratios(plain, low, scales):
     return run(np.stack([np.broadcast_to(x, SHAPE) for x in scales]))
 
 
+CASES = [(name, "AdamW") for name in optax_ext.STATE_FORMATS]
+CASES += [("8bit", name) for name in OPTIMIZERS if name != "AdamW"]
+
+
 # By default the format with the fewest codes; the other optimizers with what users choose.
 @pytest.mark.parametrize(
     ("name", "optimizer"),
-    [
-        ("4bit", "AdamW"),
-        *(
-            pytest.param(name, optimizer, marks=pytest.mark.slow)
-            for name, optimizer in [
-                *((name, "AdamW") for name in optax_ext.STATE_FORMATS if name != "4bit"),
-                *(("8bit", opt) for opt in OPTIMIZERS if opt != "AdamW"),
-            ]
-        ),
-    ],
+    [pytest.param(*x, marks=() if x == ("4bit", "AdamW") else pytest.mark.slow) for x in CASES],
 )
 def test_no_step_is_far_above_those_of_float32(name, optimizer):
     """However far apart the sizes of columns are, of rows, or of both."""
@@ -139,9 +134,8 @@ def test_which_arrays_are_stored_and_how():
     first, second = (Dynamic(4, rank1=True), True), (Linear(4, rank1=True), False)
     assert formats_of(adamw, bits=4) == {k: first if "mu" in k else second for k in want}
     assert formats_of(adamw, bits=16) == {k: (BFloat16(), s) for k, (_, s) in want.items()}
-    assert formats_of(adamw, block_size=64) == {
-        k: (Dynamic(8, 64), s) for k, (_, s) in want.items()
-    }
+    smaller = {k: (Dynamic(8, 64), s) for k, (_, s) in want.items()}
+    assert formats_of(adamw, block_size=64) == smaller
     # Factored moments are no parameters' shape, however large; only the momentum is.
     came = formats_of(optax_ext.came(1e-3), min_size=0)
     assert came.keys() == {f"0/mu/{k}" for k in MODEL} | {"0/nu/b"}
@@ -181,9 +175,7 @@ def test_types_of_the_state_stay():
         state = jax.eval_shape(outer.init, ABSTRACT)
         assert stored_in(state)
         found = jax.eval_shape(outer.update, ABSTRACT, state, ABSTRACT)
-        assert jax.tree.map(lambda x: (x.shape, x.dtype), found) == jax.tree.map(
-            lambda x: (x.shape, x.dtype), (ABSTRACT, state)
-        )
+        assert jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, (ABSTRACT, state))
 
 
 def test_arrays_of_no_or_one_element_are_no_obstacle():
@@ -210,31 +202,26 @@ def test_describe_state_counts_every_byte():
 # --- In other places ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("outer", "inner"),
-    [
-        (lambda tx: tx, low_precision_state),
-        (lambda tx: tx, functools.partial(low_precision_state, bits=4)),
-        (optax_ext.master_weights, lambda tx: tx),
-        (optax_ext.stochastic_rounding, lambda tx: tx),
-    ],
-    ids=["8 bits", "4 bits", "master_weights", "stochastic_rounding"],
-)
-def test_a_step_of_bfloat16_that_is_skipped(outer, inner):
+MOMENTUM = optax.sgd(0.5, momentum=0.9)
+FINITE = {
+    "8 bits": optax.apply_if_finite(low_precision_state(MOMENTUM), 3),
+    "4 bits": optax.apply_if_finite(low_precision_state(MOMENTUM, 4), 3),
+    "master_weights": optax_ext.master_weights(optax.apply_if_finite(MOMENTUM, 3)),
+    "stochastic_rounding": optax_ext.stochastic_rounding(optax.apply_if_finite(MOMENTUM, 3)),
+}
+
+
+@pytest.mark.parametrize("name", FINITE)
+def test_a_step_of_bfloat16_that_is_skipped(name):
     """Its branches have the same types, in this order."""
-    tx = outer(optax.apply_if_finite(inner(optax.sgd(0.5, momentum=0.9)), 3))
-
-    @jax.jit
-    def step(factor, params, state):
-        grads = jax.tree.map(lambda x: x * factor, params)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
+    tx = FINITE[name]
+    step = jax.jit(traces.step_of(tx))
     params = {k: jnp.ones(s, jnp.bfloat16) for k, s in {"w": (64, 128), "b": (5,)}.items()}
     state = tx.init(params)
     # 1 - 0.5, kept, and 0.5 - 0.5 (0.9 + 0.5).
     for factor, want in ((1, 0.5), (np.nan, 0.5), (1, -0.2)):
-        params, state = step(jnp.bfloat16(factor), params, state)
+        grads = jax.tree.map(lambda x, by=factor: x * jnp.bfloat16(by), params)
+        params, state = step(grads, state, params)
         for x in params.values():
             np.testing.assert_allclose(np.asarray(x, float), want, atol=2e-3 * (want < 0))
 

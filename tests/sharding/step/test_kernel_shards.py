@@ -4,14 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _pallas_bytes import calls as kernels_in
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optax_ext
+from optax_ext.low_precision import _row_loop
 from sharding.placement._layout import Layout
 from sharding.step._kernel_shards import KernelShards
 
-from ...pallas_calls import kernels_in
 from .. import model
 
 SHAPES = {
@@ -21,6 +22,7 @@ SHAPES = {
     "bias": (64,),
     "heads": (256, 8, 128),  # of which no kernel takes the rows
     "uneven": (520, 130),  # shards of 65 rows end within a block
+    "narrow": (512, 96),  # a loop over rows
 }
 
 
@@ -47,10 +49,15 @@ def zero_of(*shape, **options):
 
 
 def test_equals_the_form_of_xla(monkeypatch):
-    """Each step of the kernel's from a state of XLA's, so that no rounding adds up."""
+    """Each step of the kernel's from a state of XLA's, so that no rounding adds up.
+
+    The noise of stochastic rounding is that of the element in the full array.
+    """
     monkeypatch.setattr(KernelShards, "interpret", True)
+    for name in ("_MIN_SIZE", "_MIN_STEP"):
+        monkeypatch.setattr(_row_loop, name, 0)
     zero = zero_of(4, 2, names=("data", "model"), kind=AxisType.Explicit)
-    specs = {"stack": P(None, "model"), "wide": P()}
+    specs = {"stack": P(None, "model")} | dict.fromkeys(("wide", "up", "narrow"), P())
     tx, tiled = transformation("xla"), transformation("pallas")
     state = zero.init(make_state(tx, specs), tx=tx, param_specs=specs)
     step, step_tiled = (zero.train_step(model.linear_loss, tx=one) for one in (tx, tiled))
