@@ -34,13 +34,11 @@ def text(run):
 
 
 @pytest.fixture
-def figures(run):
+def figures(text):
     """Runs a command line that succeeds: the figures that it printed as JSON."""
 
     def figures(line):
-        code, out, _ = run(f"{line} --json")
-        assert code == 0
-        return json.loads(out, parse_constant=pytest.fail)  # Infinity is no JSON
+        return json.loads(text(f"{line} --json"), parse_constant=pytest.fail)  # Infinity is no JSON
 
     return figures
 

@@ -26,14 +26,6 @@ PNG = b"\x89PNG\r\n\x1a\n"
 GPT2 = "--model gpt2-small"
 
 
-@pytest.fixture
-def tiny(monkeypatch):
-    """A model that compiles fast, in place of gpt2-small."""
-    model = Decoder(4, 64, 4, 4, 256, 512, 128, gated=False, tied=True, biased=True)
-    monkeypatch.setitem(MODELS, "gpt2-small", model)
-    return model
-
-
 def test_plan(run, tmp_path):
     path = tmp_path / "plan.png"
     line = "plan --model llama2-7b --optimizer came --target v5e:16x16"
@@ -59,7 +51,6 @@ def test_json_has_the_numbers_of_estimate(figures):
     expected = estimate(params, tx, zero, device=kind_of("h100x64")).to_dict()
     assert found["stages"] == list(expected["stages"])
     assert (found["num_params"], found["mesh"]) == (7_500_000_000, {"host": 8, "data": 8})
-    assert [round(row["memory"] / 1e9, 1) for row in found["stages"][:4]] == [120, 31.4, 16.6, 1.9]
     assert (found["recommended"], found["device"]["name"]) == ("stage 1", "h100")
 
 
@@ -107,12 +98,9 @@ def test_figures_of_a_device(text, figures):
     assert set(found["stages"][3]["seconds"]) == {"compute", "wire"}
 
 
-def test_notes(text, figures):
-    """On DeepSpeed's figures, and on activations."""
+def test_notes_on_figures_of_deepspeed(text):
     shown = text("plan --model 2.85e9 --optimizer adam --target h100x8")
     assert "15.9 GiB by its documentation and 11.3 GiB by its code" in shown
-    found = figures(f"plan {GPT2} --target cpu:8 --memory 2")
-    assert found["not_counted"] == ["activations"]
 
 
 def test_times_and_tokens_at_the_roofline(run, figures):
@@ -199,6 +187,7 @@ def test_muon_is_for_the_matrices_of_the_layers(scan, biased):
 
 
 CPU, V5E = f"{GPT2} --target cpu:8", f"{GPT2} --target v5e:4x4"
+LLAMA = "--model llama2-7b --target h100x8"
 AUDITED = "--step mine:lowered --target cpu:8"
 WRONG = [
     (f"plan {CPU} --optimizer adamx", "'adamx' is no optimizer; nearest are .*adam"),
@@ -215,6 +204,12 @@ WRONG = [
     (f"plan {CPU} --length 2000", "has 1024 positions, --length 2000 was requested"),
     (f"plan {CPU} --reduce-dtype int8", "--reduce-dtype must be a floating dtype"),
     ("plan --model 1e9 --target cpu:8 --batch 2", "--batch counts sequences, .* give --length"),
+    (f"plan {LLAMA} --pipeline 0", "--pipeline must be above 0, got 0"),
+    ("plan --model 7e9 --target h100x8 --pipeline 2", "needs a model whose layers are known"),
+    (f"plan {CPU} --pipeline 2", "needs the figures of cpu:8"),
+    (f"plan {LLAMA} --pipeline 4 --mesh x=8", "--mesh cannot be combined"),
+    (f"plan {LLAMA} --schedule gpipe", "--schedule needs --pipeline N"),
+    (f"plan {LLAMA} --pipeline 8 --schedule zb-v", "--no-remat"),
     (
         f"audit {GPT2} --target a100-80x8",
         r"'a100-80x8' can be planned, not compiled for; .* CPUs, TPUs \(v4, .* \(h100, h200\)",
@@ -224,18 +219,20 @@ WRONG = [
         "audit --step math:sin --target cpu:8 --master --compute-dtype float32 --stage 2",
         "--master, --compute-dtype, --stage would be ignored: --step math:sin",
     ),
-    (f"audit {AUDITED}", "error: the compiler of cpu:8 failed: INTERNAL: no such thing$"),
+    (
+        "audit --step mine:without_memory --target cpu:8",
+        "error: the step does not fit, so that its compiler gave up: RES",
+    ),
+    (
+        "audit --step mine:uncompiled --target cpu:8",
+        "error: the compiler of cpu:8 failed: INTERNAL: no such thing$",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("line", "message"), WRONG)
 def test_what_is_wrong_is_one_sentence(error, module, line, message):
-    module("""
-        import jax
-
-        def lowered(mesh):
-            raise jax.errors.JaxRuntimeError("INTERNAL: no such thing\\nmore of it")
-    """)
+    module(STEP)
     assert re.search(message, error(line))
 
 
@@ -265,10 +262,13 @@ STEP = """
 
     def without_memory(mesh):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 17G of 15.75G hbm")
+
+    def uncompiled(mesh):
+        raise jax.errors.JaxRuntimeError("INTERNAL: no such thing\\nmore of it")
 """
 
 
-def test_audit_of_a_step(run, error, figures, module, tmp_path):
+def test_audit_of_a_step(run, figures, module, tmp_path):
     module(STEP)
     path = tmp_path / "audit.png"
     code, out, err = run(f"audit {AUDITED} --plot {path}")
@@ -294,12 +294,9 @@ def test_audit_of_a_step(run, error, figures, module, tmp_path):
     assert code == 2
     assert "a cpu has: DOES NOT FIT" in out
     assert "warning: the step needs" in out
-    found = error("audit --step mine:without_memory --target cpu:8")
-    assert found.startswith("error: the step does not fit, so that its compiler gave up: RES")
 
 
 def test_audit_of_a_pipeline(run, figures, module):
-    """A step may come with its pipeline."""
     module("""
         import jax, jax.numpy as jnp, sharding as shd
 
@@ -323,7 +320,9 @@ def test_audit_of_a_pipeline(run, figures, module):
     assert (found["permutes"], found["live"]) == (20, [4, 4, 3, 1])
 
 
-def test_audit_of_a_model(figures, tiny):
+def test_audit_of_a_model(figures, monkeypatch):
+    tiny = Decoder(4, 64, 4, 4, 256, 512, 128, gated=False, tied=True, biased=True)
+    monkeypatch.setitem(MODELS, "gpt2-small", tiny)
     plain = figures(f"audit {CPU} --batch 8 --stage 2 --no-remat")["stage 2"]
     # Six operations a parameter and token, and attention.
     assert tiny.flops(8 * 128, 128) == pytest.approx(plain["matmul_flops"], rel=0.01)

@@ -120,7 +120,6 @@ def test_the_best_is_one_that_holds(run, figures, tmp_path, monkeypatch):
         ("--batch 64M", "--batch must look like 1024 or 4M-tokens, got '64M'"),
         ("--batch 100-tokens", "--batch 100-tokens is less than one sequence of 1,024"),
         ("--keep stage", "--keep must look like stage=3, got 'stage'"),
-        (f"--memory 0.1 {FEW}", "no plan fits h100x8"),
         ("--model 7e9", "search needs a model whose layers are known"),
         ("--model mine:wrong", "made no sharding.plan.TracedModel or Decoder, but 3"),
         ("--model mine:failing", "its loss of one example failed: KeyError: 'no'."),

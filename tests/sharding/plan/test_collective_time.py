@@ -61,39 +61,27 @@ def test_measured_collectives(row):
 
 
 @pytest.mark.parametrize(
-    ("axes", "speed"),
+    ("operation", "group", "kind", "gigabytes", "speed"),
     [
-        (((16, True),), 2),  # a ring sends both ways
-        (((8, False),), 1),
-        (((16, True), (16, True)), 4),  # every axis at once
-        (((4, True), (4, False)), 3),
-        (((4, True), (1, False)), 2),  # an axis of one device has no link
+        # As in How to Scale Your Model: (n - 1) / n of the array, over 2 k links.
+        ("all-gather", TorusGroup(((16, True),)), "v5e", 15 / 16, 2 * 50),  # both ways
+        ("all-gather", TorusGroup(((8, False),)), "v5e", 7 / 8, 50),
+        ("all-gather", TorusGroup(((16, True), (16, True))), "v5e", 255 / 256, 4 * 50),
+        ("all-gather", TorusGroup(((4, True), (4, False))), "v5e", 15 / 16, 3 * 50),
+        ("all-gather", TorusGroup(((4, True), (1, False))), "v5e", 3 / 4, 2 * 50),  # one has none
+        # A quarter of the gather of all operands together.
+        ("all-to-all", TorusGroup(((16, True),)), "v5e", 16 / 4, 2 * 50),
+        ("permute", NodeGroup(2, 2), "h100", 1, 450),
+        ("permute", NodeGroup(2, 1), "h100", 1, 50),
+        ("permute", TorusGroup(((4, False),)), "v5e", 1, 50),
     ],
 )
-def test_gathers_over_a_torus(axes, speed):
-    """Bytes over 2 k links, as in How to Scale Your Model; each with (n - 1) / n of the array."""
-    group, device = TorusGroup(axes), kind_of("v5e")
-    found = collective_seconds("all-gather", 1e9, group, device, ideal=True)
-    share = (group.size - 1) / group.size
-    assert found == pytest.approx(1e9 * share / (speed * 50e9))
-    twice = collective_seconds("all-reduce", 1e9, group, device, ideal=True)
-    assert twice == pytest.approx(2 * found)
-
-
-def test_all_to_all_takes_a_quarter_of_the_gather():
-    """The full array is the operands of all devices together."""
-    group, device = TorusGroup(((16, True),)), kind_of("v5e")
-    gather = collective_seconds("all-gather", 16e9, group, device, ideal=True) * 16 / 15
-    found = collective_seconds("all-to-all", 1e9, group, device, ideal=True)
-    assert found == pytest.approx(gather / 4)
-
-
-def test_permutes():
-    device = kind_of("h100")
-    assert collective_seconds("permute", 1e9, NodeGroup(2, 2), device, ideal=True) == 1 / 450
-    assert collective_seconds("permute", 1e9, NodeGroup(2, 1), device, ideal=True) == 1 / 50
-    torus = TorusGroup(((4, False),))
-    assert collective_seconds("permute", 1e9, torus, kind_of("v5e"), ideal=True) == 1 / 50
+def test_ideal_seconds(operation, group, kind, gigabytes, speed):
+    found = collective_seconds(operation, 1e9, group, kind_of(kind), ideal=True)
+    assert found == pytest.approx(gigabytes / speed)
+    if operation == "all-gather":
+        twice = collective_seconds("all-reduce", 1e9, group, kind_of(kind), ideal=True)
+        assert twice == pytest.approx(2 * found)
 
 
 def test_errors():

@@ -14,14 +14,13 @@ import pytest
 from sharding.cli import main
 from sharding.plan import audit
 
-HERE = pathlib.Path(__file__).parent
-RECORDED = HERE / "forty_plans.json"
+RECORDED = pathlib.Path(__file__).with_name("forty_plans.json")
 
 
 def figures_of(line):
     """Bytes and seconds of a command's plans, or of a recorded program."""
     if line.endswith(".txt"):
-        found = audit((HERE / "programs" / line).read_text()).to_dict()
+        found = audit(RECORDED.with_name("programs").joinpath(line).read_text()).to_dict()
         names = ("memory", "wire_bytes", "matmul_flops", "arguments", "at_peak", "nbytes")
         return {name: found[name] for name in names}
     with contextlib.redirect_stdout(io.StringIO()) as out:

@@ -1,6 +1,5 @@
 """The closed form of lost training time against a simulation of failures, step by step."""
 
-import dataclasses
 import math
 
 import numpy as np
@@ -23,49 +22,42 @@ def arguments(**changed):
     } | changed
 
 
-@dataclasses.dataclass
-class Run:
-    """A training run on a clock, with checkpoints of two kinds."""
+def share_lost(files, snapshots, recovered):
+    """The share of the time of a run, on a clock, that brings no progress.
 
-    rng: np.random.Generator
-    failures: float
-    step: float
-    files: tuple  # steps between, seconds blocked, seconds until restorable
-    snapshots: tuple | None
-    recovered: float
-    restarts: tuple  # from files, from snapshots
-
-    def share(self, num_failures):
-        """The share of time without progress."""
-        clock, done = 0.0, 0
-        stored = {"files": [(0.0, 0)], "snapshots": []}
-        failure = self.rng.exponential(1 / self.failures)
-        while True:
-            # One step, and the checkpoints after it.
-            clock, done = clock + self.step, done + 1
-            for kind in ("snapshots", "files"):
-                if (one := getattr(self, kind)) and done % one[0] == 0:
-                    clock += one[1]
-                    stored[kind].append((clock + one[2], done))
-            if clock < failure:
-                continue
-            if not num_failures:
-                return 1 - done * self.step / clock
-            num_failures -= 1
-            from_peers = self.snapshots is not None and self.rng.random() < self.recovered
-            known = stored["files"] + (stored["snapshots"] if from_peers else [])
-            done = max(step for time, step in known if time <= failure)
-            restart = self.restarts[int(from_peers)]
+    Both kinds of checkpoints have the steps between, seconds blocked, seconds until restorable.
+    """
+    rng, kinds = np.random.default_rng(3), {"files": files, "snapshots": snapshots}
+    between, step, num_failures = 32_000 / 16, 10.0, 6_000
+    clock, done = 0.0, 0
+    stored = {"files": [(0.0, 0)], "snapshots": []}
+    failure = rng.exponential(between)
+    while True:
+        # One step, and the checkpoints after it.
+        clock, done = clock + step, done + 1
+        for kind in ("snapshots", "files"):
+            if (one := kinds[kind]) and done % one[0] == 0:
+                clock += one[1]
+                stored[kind].append((clock + one[2], done))
+        if clock < failure:
+            continue
+        if not num_failures:
+            return 1 - done * step / clock
+        num_failures -= 1
+        from_peers = snapshots is not None and rng.random() < recovered
+        known = stored["files"] + (stored["snapshots"] if from_peers else [])
+        done = max(step for time, step in known if time <= failure)
+        restart = 110.0 if from_peers else 160.0
+        clock = failure + restart
+        failure += rng.exponential(between)
+        while failure < clock:  # in the restart, which begins again
             clock = failure + restart
-            failure += self.rng.exponential(1 / self.failures)
-            while failure < clock:  # in the restart, which begins again
-                clock = failure + restart
-                failure += self.rng.exponential(1 / self.failures)
-            # What is restored stays restorable; what was being written is gone.
-            stored = {
-                "files": [max(x for x in stored["files"] if x[1] <= done and x[0] <= clock)],
-                "snapshots": [(clock, done)] if from_peers else [],
-            }
+            failure += rng.exponential(between)
+        # What is restored stays restorable; what was being written is gone.
+        stored = {
+            "files": [max(x for x in stored["files"] if x[1] <= done and x[0] <= clock)],
+            "snapshots": [(clock, done)] if from_peers else [],
+        }
 
 
 @pytest.mark.parametrize(
@@ -77,9 +69,7 @@ def test_against_a_simulation(blocking, recovery, overhead):
     lost = lost_time(**given, recovery=lambda lost: recovery)
     files = (20, 60.0, 0.0) if blocking is None else (20, blocking, 60.0)
     for expected, snapshots in ((lost.disk, None), (lost.peers, (2, overhead, 20.0))):
-        rng = np.random.default_rng(3)
-        run = Run(rng, 16 / 32_000, 10.0, files, snapshots, recovery, (160.0, 110.0))
-        found = run.share(6_000)
+        found = share_lost(files, snapshots, recovery)
         assert expected.share == pytest.approx(found, rel=0.02)
 
 

@@ -46,9 +46,6 @@ def memory_of(layers, in_flight, factor):
     )
 
 
-# --- Balanced stages ------------------------------------------------------------------------------
-
-
 def brute_balanced(layers, speeds, links, limits, in_flight, factor, overlap):
     """The least period of all partitions; inf where none fits."""
     best = math.inf
@@ -123,9 +120,6 @@ def test_bad_questions(kwargs, message):
         balanced_stages(given.pop("layers"), given.pop("num_stages"), **given)
 
 
-# --- 1F1B* ----------------------------------------------------------------------------------------
-
-
 def groups_by_hand(loads, transfers, period):
     """The groups of stages, from the last; stages and links are in order."""
     chain = [x for pair in zip(loads, [*transfers, 0.0], strict=True) for x in pair][:-1]
@@ -135,17 +129,6 @@ def groups_by_hand(loads, transfers, period):
         load = load + each if fits else each
         numbers.append(numbers[-1] + (not fits))
     return numbers[:0:-1][::2]
-
-
-def least_whole_period(loads, transfers, static, stored, limits):
-    """The least period that fits; in whole numbers, for loads that are."""
-    total = int(sum(loads) + sum(transfers))
-    for period in range(int(max(*loads, *transfers, 0)), total + 1):
-        groups = groups_by_hand(loads, transfers, period)
-        needs = zip(static, groups, stored, limits, strict=True)
-        if all(fixed + g * each <= limit for fixed, g, each, limit in needs):
-            return period
-    return math.inf
 
 
 def test_memory_aware_stages_equal_brute_force():
@@ -159,16 +142,15 @@ def test_memory_aware_stages_equal_brute_force():
         expected = math.inf
         for boundaries in partitions(count, stages):
             pieces = [layers[i:j] for i, j in ranges_of(boundaries)]
-            expected = min(
-                expected,
-                least_whole_period(
-                    [compute_of(x) for x in pieces],
-                    [2 * x[-1].output_bytes for x in pieces[:-1]],
-                    [memory_of(x, 0, 2.0) for x in pieces],
-                    [sum(layer.activation_bytes for layer in x) for x in pieces],
-                    limits,
-                ),
-            )
+            loads = [compute_of(x) for x in pieces]
+            transfers = [2 * x[-1].output_bytes for x in pieces[:-1]]
+            least, total = max(*loads, *transfers, 0), sum(loads) + sum(transfers)
+            for period in range(int(least), int(min(total, expected - 1)) + 1):
+                groups = groups_by_hand(loads, transfers, period)
+                held = zip(pieces, groups, limits, strict=True)
+                if all(memory_of(x, g, 2.0) <= limit for x, g, limit in held):
+                    expected = period
+                    break
         if math.isinf(expected):
             with pytest.raises(ValueError, match="even with one micro-batch in flight"):
                 memory_aware_stages(layers, stages, memory=limits, links=1.0, param_factor=2.0)
@@ -181,9 +163,6 @@ def test_memory_aware_stages_equal_brute_force():
         held = zip(pieces, found.groups, strict=True)
         assert found.memory == tuple(memory_of(x, g, 2.0) for x, g in held)
     assert 40 < fitted < 150
-
-
-# --- PipeDream ------------------------------------------------------------------------------------
 
 
 def sync_of(layers, replicas, link):
@@ -269,9 +248,6 @@ def test_pipedream_under_memory_equals_brute_force():
     assert 20 < fitted < 80
 
 
-# --- 2BW ------------------------------------------------------------------------------------------
-
-
 def brute_two_bw(layers, n, batch, microbatches, memory, link, network, host, factor, efficiency):
     """The throughput of every configuration that fits, by enumeration of all partitions."""
     found = {}
@@ -351,15 +327,11 @@ def test_two_bw_equals_brute_force():
     assert fitted > 30
 
 
-# --- HetPipe --------------------------------------------------------------------------------------
-
-
 def brute_order(layers, nodes, network, order, number, factor):
     """The highest rate over all partitions."""
     best = 0.0
     for boundaries in partitions(len(layers), len(order)):
-        busy, fits = [], True
-        latency = 0.0
+        busy, fits, latency = [], True, 0.0
         for s, (i, j) in enumerate(ranges_of(boundaries)):
             span = layers[i:j]
             in_flight = number if s < len(order) - 1 else 1

@@ -26,8 +26,6 @@ PLANS = [
     ParallelPlan(data=4, tensor=2, stage=1, replicas=2, spread=True),
     ParallelPlan(data=8, stage=2, replicas=2, microbatches=2, sync="qsgd(8)"),
     ParallelPlan(data=8, stage=3, recompute="minimal_with_context"),
-]
-MORE_PLANS = [
     ParallelPlan(data=8, stage=0, recompute="none"),
     ParallelPlan(data=8, stage=3, microbatches=2),
     ParallelPlan(data=2, tensor=4, stage=2, microbatches=2, recompute="full"),
@@ -61,22 +59,16 @@ PIPELINES = {
     "shared layers, zb-v": pipeline_of(SHARED, 1, 1, 1, 1, stage=2, **V),
     "one replica": (ParallelPlan(data=1, pipe=8, microbatches=8, recompute="none"), (1,) * 8),
 }
+CASES = [*((plan, (3,)) for plan in PLANS), *PIPELINES.values()]
+OF_2BW = ParallelPlan(pipe=8, microbatches=15, schedule="2bw"), (1, 2, *[1] * 6)
 
 
-def some_of(default, *pipelines):
-    """These plans and pipelines by default; the others, with their layers, are slow."""
-    more = [plan for plan in [*PLANS, *MORE_PLANS] if plan not in default]
-    cases = [*((plan, (3,)) for plan in default), *(PIPELINES[name] for name in pipelines)]
-    others = [*((plan, (3,)) for plan in more)]
-    others += [case for name, case in PIPELINES.items() if name not in pipelines]
-    return [*cases, *(pytest.param(*case, marks=SLOW) for case in others)]
-
-
-PLAN_2BW, LAYERS_2BW = ParallelPlan(pipe=8, microbatches=15, schedule="2bw"), (1, 2, *[1] * 6)
+def some_of(*default):
+    """These plans and their layers by default; the others are slow."""
+    return [case if case in default else pytest.param(*case, marks=SLOW) for case in CASES]
 
 
 def model_of(layers):
-    """With as many layers as a pipeline has."""
     return dataclasses.replace(SMALL, layers=sum(layers))
 
 
@@ -104,7 +96,7 @@ def test_other_files(tmp_path):
             PlanFile.read(path)
 
 
-@pytest.mark.parametrize(("plan", "layers"), some_of(PLANS[1:2], "shared layers"), ids=str)
+@pytest.mark.parametrize(("plan", "layers"), some_of(CASES[1], PIPELINES["shared layers"]), ids=str)
 def test_the_code_builds_the_step_that_is_verified(plan, layers):
     file, model = file_of(plan, layers), model_of(layers)
     names = {"model": model, "tx": TX}
@@ -149,7 +141,7 @@ def test_the_code_of_a_pipeline(name):
 
 @pytest.mark.parametrize(
     ("plan", "layers"),
-    [*some_of(PLANS, "aligned"), pytest.param(PLAN_2BW, LAYERS_2BW, marks=SLOW)],
+    [*some_of(*CASES[:3], PIPELINES["aligned"]), pytest.param(*OF_2BW, marks=SLOW)],
     ids=str,
 )
 def test_programs_send_and_compute_what_is_planned(plan, layers):

@@ -27,8 +27,6 @@ from sharding.plan.search._search import _simpler_first, machine_of
 
 H100 = kind_of("h100")
 SMALL = Decoder(8, 1024, 16, 16, 4096, 32000, 512)
-
-
 TX = optax.adamw(1e-3)
 
 
@@ -187,6 +185,13 @@ def test_plans_that_do_not_exist(fields, message):
         plan.check(SMALL)
 
 
+def every_plan(machine, memory, keep, sequences=16, **options):
+    """All plans of a search, and the seconds of their steps."""
+    options |= {"state_bytes": {(None, "plain"): memory.state_bytes_in()}, "spares": memory.spares}
+    space = PlanSpace(SMALL, machine.num_devices, sequences, **options)
+    return {plan: step_seconds(SMALL, plan, machine) for plan in space.plans(keep)}
+
+
 @pytest.mark.parametrize(
     ("target", "gigabytes", "sequences", "keep"),
     [
@@ -203,14 +208,11 @@ def test_it_equals_exhaustive_search(target, gigabytes, sequences, keep):
     machine, memory = machine_of(target, device), memory_of(target=target, device=device)
     options = {"sequences": sequences, "device": device, "keep": keep, "headroom": 0.1}
     found = search(SMALL, TX, target, top=3, **options)
-    space = PlanSpace(*(SMALL, machine.num_devices, sequences), spares=memory.spares)
-    plans = [
-        dataclasses.replace(plan, state_bytes=memory.state_bytes_in()) for plan in space.plans(keep)
-    ]
+    plans = every_plan(machine, memory, keep, sequences)
     assert all(getattr(plan, name) == value for plan in plans for name, value in keep.items())
     fit = [plan for plan in plans if memory.fullest(plan) <= 0.9 * device.memory]
     assert found.compared == len(plans) >= len(fit) > 3
-    times = sorted(step_seconds(SMALL, plan, machine).seconds for plan in fit)
+    times = sorted(plans[plan].seconds for plan in fit)
     assert [plan.seconds.seconds for plan in found.plans] == times[:3]
     bound = min(step_seconds(SMALL, plan, machine, ideal=True).full_overlap for plan in fit)
     assert found.bound == bound
@@ -254,16 +256,10 @@ def test_pipelines_without_a_flush_are_exhaustive_too():
     options = {"sequences": 16, "keep": {"pipe": 4, "recompute": "full"}}
     found = search(SMALL, TX, "h100x4", asynchronous=True, top=1000, **options)
     machine, memory = machine_of("h100x4"), memory_of(target="h100x4")
-    space = PlanSpace(
-        *(SMALL, 4, 16),
-        asynchronous=True,
-        spares=memory.spares,
-        state_bytes={(None, "plain"): memory.state_bytes_in()},
-    )
-    plans = list(space.plans(options["keep"]))
-    assert {p.plan for p in found.plans} == set(plans)
-    times = [step_seconds(SMALL, plan, machine).seconds for plan in plans]
-    assert [p.seconds.seconds for p in found.plans] == sorted(times)
+    plans = every_plan(machine, memory, options["keep"], asynchronous=True)
+    assert {p.plan for p in found.plans} == plans.keys()
+    times = sorted(it.seconds for it in plans.values())
+    assert [p.seconds.seconds for p in found.plans] == times
     best = next(p for p in found.plans if p.lossy)
     aligned = dataclasses.replace(best.plan, schedule="aligned")
     mine, other = (step_seconds(SMALL, p, machine) for p in (best.plan, aligned))
@@ -294,13 +290,9 @@ def test_the_frontier_is_that_of_all_plans():
     """No plan is as good in both and better in one, and it has one as good as any plan."""
     keep = {"recompute": "full", "offload": False}
     found = search(SMALL, TX, "h100x8", sequences=16, keep=keep, frontier=True)
-    machine, memory = machine_of("h100x8"), memory_of()
-    states = {(None, "plain"): memory.state_bytes_in()}
-    space = PlanSpace(*(SMALL, 8, 16), state_bytes=states, spares=memory.spares)
-    plans = {
-        (step_seconds(SMALL, plan, machine).seconds, memory.fullest(plan))
-        for plan in space.plans(keep)
-    }
+    memory = memory_of()
+    plans = every_plan(machine_of("h100x8"), memory, keep)
+    plans = {(it.seconds, memory.fullest(plan)) for plan, it in plans.items()}
     line = [(it.seconds, it.memory) for it in found.frontier]
     assert len({seconds for seconds, _ in line}) == len(line) > 5
     assert len({nbytes for _, nbytes in plans}) < len(plans)  # some hold alike

@@ -40,10 +40,15 @@ TORUS = Machine(V5E, 256, (16, 16))
 
 
 def test_published_models_have_their_parameters():
-    """Those of MPT exactly (NumParams), the others as their names have them."""
-    mpt = {"1b": 1315950592, "3b": 2651837440, "7b": 6658859008, "13b": 12853954560}
-    mpt |= {"30b": 29975214080, "70b": 64862437376}
-    assert {name: num_params(model) for name, model in published.MPT.items()} == mpt
+    """Those of MPT exactly (NumParams), as others by name; the rest as their names have them."""
+    sizes = {"1b": 1315950592, "3b": 2651837440, "7b": 6658859008, "13b": 12853954560}
+    sizes |= {"30b": 29975214080, "70b": 64862437376}
+    sizes |= {"gpt2-small": 124_439_808, "llama2-7b": 6_738_415_616}
+    sizes |= {"llama3-70b": 70_553_706_496, "llama3-405b": 405_853_388_800}
+    models = published.MPT | MODELS
+    assert {name: num_params(models[name]) for name in sizes} == sizes
+    leaves = jax.tree.leaves([model.abstract(jnp.bfloat16) for model in MODELS.values()])
+    assert {x.dtype for x in leaves} == {jnp.dtype("bfloat16")}
     for row in [*published.korthikanti(), *published.maxtext()]:
         size, unit = re.search(r"(\d+)([BT])", row.name).groups()
         size = int(size) * {"B": 1e9, "T": 1e12}[unit]

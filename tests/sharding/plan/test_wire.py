@@ -3,9 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
+from jax import P, lax
 from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
 from sharding.plan.audit._wire import collectives, wire_bytes
 
@@ -24,9 +23,6 @@ def program(step, *more):
 
 def rotate(x):
     return lax.ppermute(x, "a", [(i, (i + 1) % 8) for i in range(8)])
-
-
-NUMBER = jax.ShapeDtypeStruct((), jnp.int32)
 
 
 @pytest.mark.usefixtures("scopes_in_cache_key")
@@ -53,7 +49,8 @@ def test_the_dearest_branch():
     def step(x, k):
         return lax.cond(k > 0, lambda x: lax.psum(x, "a"), rotate, x)
 
-    assert wire_bytes(program(step, NUMBER)) == 2 * 7 / 8 * FULL
+    number = jax.ShapeDtypeStruct((), jnp.int32)
+    assert wire_bytes(program(step, number)) == 2 * 7 / 8 * FULL
 
 
 def test_unknown_trip_count():
@@ -61,16 +58,14 @@ def test_unknown_trip_count():
         return lax.fori_loop(0, k, lambda _, x: rotate(x), x)
 
     with pytest.raises(ValueError, match=r"does not say how often the loop %while\S* runs"):
-        wire_bytes(program(step, NUMBER))
+        wire_bytes(program(step, jax.ShapeDtypeStruct((), jnp.int32)))
 
 
 # What follows was compiled for TPUs and GPUs and shortened by hand.
-HEADER = "HloModule jit_f, is_scheduled=true, num_partitions=16\n"
-
-
 def entry(*lines, before=""):
+    header = "HloModule jit_f, is_scheduled=true, num_partitions=16\n"
     body = "\n".join(f"  {line}" for line in lines)
-    return f"{HEADER}\n{before}\nENTRY %main (p: f32[64,8]) -> f32[8] {{\n{body}\n}}\n"
+    return f"{header}\n{before}\nENTRY %main (p: f32[64,8]) -> f32[8] {{\n{body}\n}}\n"
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,6 @@ def invent_machines(monkeypatch, layout):
 
 
 def store_of(mesh, folder, **options):
-    """A store of one process."""
     return shd.PeerCheckpoints(mesh, folder, **{"run_id": "run", "replicas": 1} | options)
 
 
@@ -72,7 +71,6 @@ def adamw():
 
 
 def make_state(tx=None, dtype=jnp.float32):
-    """A function that makes (params, opt_state)."""
     return model.make_of(lambda: init_params(dtype), tx or adamw())
 
 

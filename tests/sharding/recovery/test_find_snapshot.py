@@ -1,5 +1,6 @@
 """What several processes find and send each other: they are threads here, with their own files."""
 
+import concurrent.futures
 import threading
 import types
 
@@ -37,7 +38,7 @@ def find(monkeypatch):
 
     def run(folders, machines):
         num, me = len(folders), threading.local()
-        barrier, shared, found = threading.Barrier(num), [b""] * num, [None] * num
+        barrier, shared = threading.Barrier(num), [b""] * num
 
         def gather(value):
             shared[me.rank] = value
@@ -49,19 +50,15 @@ def find(monkeypatch):
         def process(rank):
             me.rank = rank
             try:
-                of_process = types.SimpleNamespace(of_process=machines)
-                found[rank] = find_snapshot(folders[rank], of_process)
+                return find_snapshot(folders[rank], types.SimpleNamespace(of_process=machines))
             except NoCompleteCheckpoint as error:
-                found[rank] = str(error)
+                return str(error)
 
         monkeypatch.setattr(jax, "process_index", lambda: me.rank)
         monkeypatch.setattr(_find_snapshot, "gather_bytes", gather)
         monkeypatch.setattr(_find_snapshot, "gather_json", gather)
-        threads = [threading.Thread(target=process, args=(rank,)) for rank in range(num)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with concurrent.futures.ThreadPoolExecutor(num) as pool:
+            found = list(pool.map(process, range(num)))
         monkeypatch.undo()
         return found
 

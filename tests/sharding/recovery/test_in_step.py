@@ -46,7 +46,6 @@ class Run:
         return before
 
     def save(self, state=None, extra=None):
-        """Under the number of the step."""
         return self.store.save(self.i, self.state if state is None else state, extra)
 
     def assert_restores(self, step, expected, abstract=None):
@@ -171,7 +170,6 @@ def test_flax_train_states(tmp_path):
 
 
 def test_on_four_machines(tmp_path, monkeypatch):
-    """Bytes grow by what is sent."""
     invent_machines(monkeypatch, "aabbccdd")
     zero = zero_on(8, stage=2)
     run = Run(zero, store_of(zero.mesh, tmp_path, replicas=2), microbatches=2)

@@ -48,7 +48,6 @@ class Cluster:
         return json.loads(self._server.stdout.readline())
 
     def train(self, steps, **options):
-        """A run that ends well."""
         codes = self.run(steps, **options)
         assert not any(codes), self.output()
 
@@ -60,7 +59,6 @@ class Cluster:
             shutil.rmtree(self.root / MACHINES[rank])
 
     def rows(self, key, rank=0):
-        """What a process logged under a key."""
         found = map(json.loads, (self.log / f"rows-{rank}.jsonl").read_text().splitlines())
         return [row for row in found if key in row]
 
@@ -83,7 +81,6 @@ class Cluster:
         return min(last) if len(last) == PROCESSES else 0
 
     def output(self):
-        """What the processes printed."""
         return "".join(path.read_text() for path in sorted(self.log.glob("output-*.txt")))
 
 
@@ -110,7 +107,6 @@ def cluster(tmp_path, server):
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory, server):
-    """The losses of a run that nothing disturbs."""
     cluster = Cluster(tmp_path_factory.mktemp("unbroken"), server)
     cluster.train(3 * KILLS + 12)
     return cluster.losses()

@@ -1,5 +1,6 @@
 """Snapshots of one process: every kind of state comes back bit by bit, and no failure is silent."""
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -7,6 +8,7 @@ import pathlib
 import re
 import shutil
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +29,6 @@ from sharding.recovery._snapshot_writer import SlotLayout
 from .states import adamw, bits, damage, invent_machines, make_state, random_like, store_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:the transformation's init")  # codes of small arrays
-
-
-# --- Every kind of state --------------------------------------------------------------------------
 
 
 def zero_states(mesh):
@@ -64,33 +63,19 @@ def other_leaves(mesh):
     }
 
 
-def random_keys(mesh):
-    """Of each kind, one and many."""
-    found = {}
-    for impl in ("threefry2x32", "rbg"):
-        one = jax.random.key(5, impl=impl)
-        many = jax.random.split(jax.random.key(6, impl=impl), (4, 2))
-        found[impl] = {
-            "one": jax.device_put(one, NamedSharding(mesh, P())),
-            "many": jax.device_put(many, NamedSharding(mesh, P("data", "model"))),
-        }
-    return found
-
-
-def test_kinds_of_states(tmp_path, x64):
+def test_kinds_of_states(open_store, x64):
     """All kinds in one snapshot, restored by another store, bit by bit and where they were."""
     kinds = (AxisType.Auto,) * 3
     cube = jax.make_mesh((2, 2, 2), ("data", "model", "pipe"), axis_types=kinds)
     abstract = zero_states(cube) | {"other leaves": other_leaves(cube)}
-    keys = {"random keys": random_keys(cube)}
+    keys = [jax.random.key(5, impl=impl) for impl in ("threefry2x32", "rbg")]
+    places = [NamedSharding(cube, spec) for spec in (P(), P("data", "model"))]
+    many = [jax.random.split(key, (4, 2)) for key in keys]
+    keys = {"random keys": jax.device_put([keys, many], places)}
     state = random_like(abstract) | keys
     abstract |= keys
-    store = store_of(cube, tmp_path)
-    store.save(7, state, {"kinds": list(state)})
-    store.close()
-    store = store_of(cube, tmp_path)
-    found = store.restore(abstract)
-    store.close()
+    open_store(mesh=cube).save(7, state, {"kinds": list(state)})
+    found = open_store(mesh=cube).restore(abstract)
     assert (found.step, found.extra) == (7, {"kinds": list(state)})
     assert jax.tree.structure(state) == jax.tree.structure(found.state)
     for kind, saved in state.items():
@@ -103,9 +88,6 @@ def test_kinds_of_states(tmp_path, x64):
         assert ("pinned_host" in memories) == kind.startswith("offloaded")
 
 
-# --- Other meshes and stages ----------------------------------------------------------------------
-
-
 def layout_of(shape, stage, **options):
     """A mesh of some of the devices, and the types of the state on it."""
     devices = jax.devices()[-int(np.prod(shape)) :]
@@ -114,7 +96,7 @@ def layout_of(shape, stage, **options):
     return mesh, zero.abstract_state(make_state(), tx=adamw())
 
 
-def test_other_meshes_and_stages(tmp_path, monkeypatch):
+def test_other_meshes_and_stages(open_store, tmp_path, monkeypatch):
     """Blocks split among the devices of a machine, received ones, and other boxes than those."""
     invent_machines(monkeypatch, "abcdabcd")
     mesh, abstract = layout_of((2, 4), 3, replica_axis="replica")
@@ -123,9 +105,9 @@ def test_other_meshes_and_stages(tmp_path, monkeypatch):
         return jax.ShapeDtypeStruct((8, 9, 1024), "f4", sharding=NamedSharding(mesh, spec))
 
     state = random_like((abstract, large(mesh, P("data"))))
-    store = store_of(mesh, tmp_path, replicas=2)
+    store = open_store(mesh=mesh, replicas=2)
     store.save(3, state)
-    store.close()
+    store.wait_until_finished()
     (slot,) = slots_in(tmp_path / "run")
     assert [leaf.grid for leaf in slot.table.leaves if leaf.path == "[1]"] == [(8, 1, 1)]
     monkeypatch.undo()
@@ -133,15 +115,10 @@ def test_other_meshes_and_stages(tmp_path, monkeypatch):
     for shape, stage, options in (((8,), 3, {}), ((2,), 2, host)):
         mesh, abstract = layout_of(shape, stage, **options)
         abstract = abstract, large(mesh, P())
-        store = store_of(mesh, tmp_path)
-        found = store.restore(abstract)
-        store.close()
+        found = open_store(mesh=mesh).restore(abstract)
         assert (found.step, bits(found.state)) == (3, bits(state))
         for x, like in zip(jax.tree.leaves(found.state), jax.tree.leaves(abstract), strict=True):
             assert x.sharding == like.sharding
-
-
-# --- A small state, for the rest ------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -167,17 +144,14 @@ def make(mesh):
 @pytest.fixture
 def open_store(mesh, tmp_path):
     """Opens stores, and closes the one before: the next attempt of the run."""
-    stores = []
+    with contextlib.ExitStack() as stack:
 
-    def open_(**options):
-        if stores:
-            stores.pop().close()
-        stores.append(store_of(mesh, tmp_path, **options))
-        return stores[-1]
+        def open_(**options):
+            stack.close()
+            store = store_of(folder=tmp_path, **{"mesh": mesh} | options)
+            return stack.enter_context(contextlib.closing(store))
 
-    yield open_
-    while stores:
-        stores.pop().close()
+        yield open_
 
 
 def write(store, make, *steps):
@@ -189,19 +163,17 @@ def write(store, make, *steps):
 
 
 def steps_in(tmp_path):
-    """Of the snapshots in the folder."""
     return sorted(slot.id.step for slot in slots_in(tmp_path / "run"))
 
 
 def slot_of(tmp_path, step):
-    """The file that has a step."""
     (found,) = (slot.path for slot in slots_in(tmp_path / "run") if slot.id.step == step)
     return found
 
 
-def assert_restores(store, make, step, value=None):
+def assert_restores(store, make, step):
     found = store.restore(make(0))
-    assert (found.step, bits(found.state)) == (step, bits(make(step if value is None else value)))
+    assert (found.step, bits(found.state)) == (step, bits(make(step)))
     return found
 
 
@@ -235,9 +207,6 @@ def test_saves_and_restores(mesh, make, open_store, tmp_path):
     with pytest.raises(ValueError, match="latest was called after close"):
         store.latest()
     assert open_store().latest_step() is None
-
-
-# --- Errors ---------------------------------------------------------------------------------------
 
 
 def test_bad_options(mesh, tmp_path):
@@ -307,18 +276,12 @@ def test_a_folder_that_another_process_cannot_use(mesh, tmp_path, monkeypatch):
 def test_save_in_one_process_alone(make, open_store, tmp_path, monkeypatch):
     """The program waits for the others forever; the thread does not, and names those behind."""
 
-    class Never:
-        def addressable_data(self, i):
-            return self
-
-        def is_ready(self):
-            return False
-
+    never = types.SimpleNamespace(is_ready=lambda: False, addressable_data=lambda _: never)
     store = open_store()
     monkeypatch.setattr(store._writer, "_num_mates", 2)
     (tmp_path / "run" / "1.lock").write_text("7 3")
     monkeypatch.setattr(_snapshot_writer, "_GIVE_UP_SECONDS", 0.05)
-    count_as(monkeypatch, lambda _: Never())
+    count_as(monkeypatch, lambda _: never)
     store.save(4, make(4))
     message = r"process 0 called save\(4\), and for 0.05 s .* Of this machine process 7 is behind"
     with pytest.warns(UserWarning, match=message), pytest.raises(RuntimeError, match=message):
@@ -386,9 +349,6 @@ def test_descriptions(make, open_store, monkeypatch):
     assert found.host_bytes == 2 * found.stored[0]
     assert "a: also on b" in str(found)
     assert "Recovers from lost machines: 1: 100.0%, 2: 66.7%, 3: 0.0%, 4: 0.0%." in str(found)
-
-
-# --- Failures -------------------------------------------------------------------------------------
 
 
 def count_as(monkeypatch, committed):
@@ -482,26 +442,20 @@ def test_attempts_grow(make, open_store, tmp_path, monkeypatch):
 def test_waiting_for_the_writer_is_counted_and_reported_once(make, open_store, monkeypatch):
     """Not that for the device, which is training."""
 
-    class Slow:
-        def __init__(self, x):
-            self._x = x
-
-        def addressable_data(self, i):
+    def slow(call):
+        def slowed(*args):
             time.sleep(0.4)
-            return self._x.addressable_data(i)
+            return call(*args)
 
-    store, fill = open_store(), SlotLayout.fill
+        return slowed
+
+    store = open_store()
     with monkeypatch.context() as patch:
-        count_as(patch, Slow)
+        count_as(patch, lambda x: types.SimpleNamespace(addressable_data=slow(x.addressable_data)))
         write(store, make, 1, 2)
     assert store.counts.waited < 0.4
     assert store.counts.slow == 0
-
-    def slow_fill(*args):
-        time.sleep(0.4)
-        return fill(*args)
-
-    monkeypatch.setattr(SlotLayout, "fill", slow_fill)
+    monkeypatch.setattr(SlotLayout, "fill", slow(SlotLayout.fill))
     store.save(3, make(3))
     with pytest.warns(UserWarning, match="until the snapshot before was written"):
         store.save(4, make(4))

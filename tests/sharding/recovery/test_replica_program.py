@@ -25,17 +25,14 @@ from .states import adamw, invented_machines, make_state, random_like
 FLAGS = 2 * 7 / 8 * 4
 
 
-def program_of(zero, layout, leaves, *, replicas=2, placement="group"):
+def run_program(mesh, layout, leaves, *, replicas=2, placement="group", committed=True):
+    """The program, how it is compiled, and what it returns."""
     machines = invented_machines(layout)
     holders = place_replicas(machines.domains, replicas, placement)
-    return ReplicaProgram(zero.mesh, machines, holders, leaves)
-
-
-def run_program(program, leaves, committed=True):
-    """The compiled program, and what it returns."""
-    arguments = program.flags(committed), *(x for _, x in leaves)
-    compiled = program.jitted.lower(*arguments).compile()
-    return compiled, program([x for _, x in leaves], committed)
+    program = ReplicaProgram(mesh, machines, holders, leaves)
+    arrays = [x for _, x in leaves]
+    compiled = program.jitted.lower(program.flags(committed), *arrays).compile()
+    return program, compiled, program(arrays, committed)
 
 
 def written(program, replicas):
@@ -64,10 +61,6 @@ def check_blocks(program, leaves, replicas):
     return len(slot.table.blocks)
 
 
-def rounds_of(program):
-    return sum(len(route) for route in program.routes)
-
-
 CASES = {
     # stage, mesh, machines, how many replicas are sent of each shard
     "stage 2, permuted machines": (2, (8,), "badcabcd", {}, 1),
@@ -84,9 +77,8 @@ def test_bytes_on_the_wire_and_bits_at_the_other_end(case):
     replica = "replica" if len(mesh) > 1 else None
     zero = shd.Zero(jax.make_mesh(mesh, axes), stage, replica_axis=replica, min_shard_size=0)
     leaves = leaf_paths(random_like(zero.abstract_state(make_state(), tx=adamw())))
-    program = program_of(zero, layout, leaves, **options)
-    compiled, replicas = run_program(program, leaves)
-    scalars = 4 * len(leaves) * rounds_of(program) + FLAGS
+    program, compiled, replicas = run_program(zero.mesh, layout, leaves, **options)
+    scalars = 4 * len(leaves) * sum(map(len, program.routes)) + FLAGS
     shards = sum(x.nbytes / mesh[-1] for _, x in leaves if not x.sharding.is_fully_replicated)
     assert shd.wire_bytes(compiled) == sent * shards + scalars
     assert {c.op for c in collectives(compiled)} <= {"collective-permute", "all-reduce"}
@@ -125,12 +117,11 @@ def test_every_dtype_and_large_shards(monkeypatch, x64):
 
     types = {d: {name: abstract(name, d) for name in shapes} for d in DTYPES}
     leaves = leaf_paths(random_like(types))
-    program = program_of(shd.Zero(mesh, 3), "aabbccdd", leaves)
+    program, compiled, replicas = run_program(mesh, "aabbccdd", leaves, committed=False)
     boxes = [t for t in program.transfers if t.box is not None]
     assert {len(t.leaves) for t in boxes} == {1}
     assert len(boxes) > len(DTYPES)
     assert max(len(t.leaves) for t in program.transfers) > 1
-    compiled, replicas = run_program(program, leaves, committed=False)
     assert int(replicas.committed) == 0
     pairs = zip(program.leaves, leaves, strict=True)
     sent = sum(leaf.block_bytes for leaf, (_, x) in pairs if not x.sharding.is_fully_replicated)

@@ -46,7 +46,6 @@ def write(slot, number=ID, seed=0, *, reserve=None):
 
 
 def assert_holds(path, number, blocks):
-    """The file has this snapshot, intact."""
     found = open_slot(path)
     assert found.id == found.table.id == number
     assert found.table.leaves == LEAVES

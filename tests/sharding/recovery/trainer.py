@@ -29,37 +29,19 @@ from sharding.recovery import _peer_checkpoints as peers
 from sharding.recovery._slot import Slot
 from sharding.recovery._snapshot_writer import OWN, SlotLayout, SnapshotWriter
 
-BATCH, WIDTH = 8, 32
+from .states import WIDTH, batch_of, init_params, loss_fn
 
 
-def make_state(key):
-    """Matrices of different scale, and one that no mesh shards."""
-    keys = jax.random.split(key, 3)
-    params = {
-        "up": jax.random.normal(keys[0], (2, WIDTH, 2 * WIDTH)) * 0.2,
-        "down": (jax.random.normal(keys[1], (2, 2 * WIDTH, WIDTH)) * 3).astype(jnp.bfloat16),
-        "bias": jax.random.normal(keys[2], (7,)),
-    }
+def make_state():
+    """Parameters of several shapes, the largest in bfloat16."""
+    params = init_params()
+    params["down"] = params["down"].astype(jnp.bfloat16)
     return params, tx().init(params)
 
 
 def tx():
     """Factored state beside full, with a schedule that depends on the step."""
     return optax_ext.came(optax.cosine_decay_schedule(1e-2, 400), debias_instability=True)
-
-
-def loss_fn(params, batch):
-    """Full-rank gradients."""
-    x = batch["x"]
-    for up, down in zip(params["up"], params["down"], strict=True):
-        x = x + jnp.tanh(x @ up) @ down.astype(jnp.float32) * 0.1
-    return jnp.mean((x - batch["y"] + params["bias"].sum()) ** 2)
-
-
-def read_batch(position, noise):
-    """The batch at a position of the data, with the noise of a random key."""
-    x = np.random.default_rng(position).normal(size=(BATCH, WIDTH)).astype(np.float32)
-    return {"x": x + noise, "y": np.sin(3 * x)}
 
 
 def die(rank, options, point, step):
@@ -134,7 +116,7 @@ def train(rank, options):
     split_key = jax.jit(lambda key: tuple(jax.random.split(key)), out_shardings=(replicated,) * 2)
     start, position = 0, 0
     abstract = {
-        "train": zero.abstract_state(make_state, jax.random.key(0), tx=tx()),
+        "train": zero.abstract_state(make_state, tx=tx()),
         "key": jax.ShapeDtypeStruct((), noise_key.dtype, sharding=replicated),
     }
     try:
@@ -144,17 +126,16 @@ def train(rank, options):
         if options.get("must_restore"):
             raise
         print(error, flush=True)
-        state = zero.init(make_state, jax.random.key(0), tx=tx())
+        state = zero.init(make_state, tx=tx())
     log({"restored": start})
     snapshot = store if options.get("in_step") else None
     step = zero.train_step(lambda p, b: loss_fn(zero.gather(p), b), tx=tx(), snapshot=snapshot)
     for i in range(start + 1, options["steps"] + 1):
         noise_key, use = split_key(noise_key)
-        noise = np.asarray(jax.random.normal(use.addressable_data(0), (BATCH, WIDTH))) * 0.1
+        noise = np.asarray(jax.random.normal(use.addressable_data(0), (8, WIDTH))) * 0.1
         position += 1 + i % 3
-        batch = read_batch(position, noise)
-        mine = {k: np.split(v, num)[rank] for k, v in batch.items()}
-        state, metrics = step(state, zero.put(mine))
+        batch = batch_of(position, 8) + noise
+        state, metrics = step(state, zero.put(np.split(batch, num)[rank]))
         loss = float(metrics["loss"])
         die(rank, options, "training", i)
         store.save(i, {"train": state, "key": noise_key}, {"position": position})
@@ -166,7 +147,6 @@ def train(rank, options):
 
 
 def child(rank, options):
-    """A forked process."""
     with open(f"{options['log']}/output-{rank}.txt", "a") as file:
         os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
     code = 0
@@ -200,11 +180,6 @@ def supervise(options):
     return [codes[pid] for pid in pids]
 
 
-def main():
-    """Serves until the end of its input."""
+if __name__ == "__main__":
     for line in sys.stdin:
         print(json.dumps(supervise(json.loads(line))), flush=True)
-
-
-if __name__ == "__main__":
-    main()

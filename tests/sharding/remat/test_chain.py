@@ -57,9 +57,6 @@ class Simulation:
         self.blocks, self.sizes, self.peak, self.time = blocks, sizes, 0, 0
         self.run(tree, 0, True)
 
-    def hold(self, nbytes):
-        self.peak = max(self.peak, nbytes)
-
     def run(self, parts, base, is_chain):
         """Forward, then backward; ``base`` is stored outside, the input of the parts aside."""
         held, stack, start = base, [], numbers_in_tree(parts)[0]
@@ -75,11 +72,11 @@ class Simulation:
                 self.time += self.blocks[n].forward
                 # The input of the parts is counted by their caller, but while they run.
                 inside = self.sizes[n] if n > numbers[0] or n == start else 0
-                self.hold(held + inside + self.sizes[n + 1])
+                self.peak = max(self.peak, held + inside + self.sizes[n + 1])
             if isinstance(part, Kept):
                 held += self.blocks[part.block].modes[part.mode].saved
                 inside = self.sizes[part.block] if part.block == start else 0
-                self.hold(held + inside + self.sizes[part.block + 1])
+                self.peak = max(self.peak, held + inside + self.sizes[part.block + 1])
             held += self.sizes[numbers[-1] + 1]
         for part, before in reversed(stack):
             if isinstance(part, Rerun) and len(part.parts) > 1:
@@ -88,7 +85,8 @@ class Simulation:
             n, k = part if isinstance(part, Kept) else part.parts[0]
             block, mode = self.blocks[n], self.blocks[n].modes[k]
             self.time += block.backward + mode.recompute
-            self.hold(before + mode.temporaries + self.sizes[n] + self.sizes[n + 1])
+            own = mode.temporaries + self.sizes[n] + self.sizes[n + 1]
+            self.peak = max(self.peak, before + own)
 
 
 @pytest.mark.parametrize(("count", "modes"), [(1, 2), (2, 1), (2, 3), (3, 2), (4, 2), (5, 1)])

@@ -28,14 +28,11 @@ def twice(p, x):
     return jnp.sin(checkpoint_name(x, "sum"))
 
 
-def params():
-    shapes = {"up": (WIDTH, HIDDEN), "gate": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
-    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-
-
 def traced_block(block, x=None):
     x = jnp.ones((ROWS, WIDTH)) if x is None else x
-    return TracedBlock.of(block, params(), x, jax.devices()[0])
+    shapes = {"up": (WIDTH, HIDDEN), "gate": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    return TracedBlock.of(block, params, x, jax.devices()[0])
 
 
 def seconds_again(found, saved):

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import re
 import types
 
 import jax
@@ -65,7 +64,6 @@ TREES = (
 
 @functools.cache
 def plans():
-    """Of all budgets."""
     return shd.remat.frontier(*chain())
 
 
@@ -73,30 +71,26 @@ def plans():
 def test_gradients_are_those_of_the_plain_chain():
     blocks, params, x = chain(dropout=True)
 
-    def loss(fn):
-        def of(own, x):
-            full = [p | o for p, o in zip(params, own, strict=True)]
-            return fn(full, x)
+    def gradients(fn):
+        def loss(own, x):
+            return fn([p | o for p, o in zip(params, own, strict=True)], x)
 
-        return jax.jit(jax.value_and_grad(of, argnums=(0, 1)))
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(trained, x)
 
     trained = [{k: v for k, v in p.items() if k != "key"} for p in params]
-    want = loss(lambda p, x: plain(blocks, p, x))(trained, x)
+    want = gradients(functools.partial(plain, blocks))
     found = shd.remat.frontier(blocks, params, x)
     found = [found[0]] + [dataclasses.replace(found[0], tree=(*tree, Kept(5, 0))) for tree in TREES]
     for each in found:
-        got = loss(each.apply())(trained, x)
+        got = gradients(each.apply())
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), got, want)
 
 
 def test_a_budget_is_kept():
-    """So are the peaks of the frontier; the least bytes of the error are one."""
     middle = plans()[len(plans()) // 2]
     assert shd.remat.plan(*chain(), middle.peak).tree == middle.tree
-    with pytest.raises(ValueError, match=r"these blocks need .* at least, [\d,]+ bytes") as error:
+    with pytest.raises(ValueError, match=r"these blocks need .* at least, [\d,]+ bytes"):
         shd.remat.plan(*chain(), plans()[0].peak / 2)
-    least = re.search(r"([\d,]+) bytes", str(error.value))[1].replace(",", "")
-    assert shd.remat.plan(*chain(), least).peak <= int(least)
 
 
 def test_the_cotangent_that_a_block_is_given_is_counted_once():
@@ -162,32 +156,25 @@ def test_products_run_again_as_often_as_planned():
         assert work_of(jax.jit(step), params, x, kind=None).flops == found.work.flops
 
 
-class Program:
-    """What a compiler says of one."""
-
-    def __init__(self, temporaries, tiled=False):
-        self.temp_size_in_bytes, self.tiled = 2 * temporaries if tiled else temporaries, tiled
-        self.host_argument_size_in_bytes = self.host_temp_size_in_bytes = 0
-        self.argument_size_in_bytes, self.output_size_in_bytes = 500, 300
-        self.alias_size_in_bytes = 100
-        self.peak_memory_in_bytes = temporaries + 500 + 300 - 100
-
-    def memory_analysis(self):
-        return self
-
-    def as_text(self):
-        return "f32[8,128]{1,0:T(8,128)}" if self.tiled else "HloModule of a CPU"
+def program(temporaries, tiled):
+    allocated = 2 * temporaries if tiled else temporaries
+    sizes = {"argument": 500, "output": 300, "alias": 100, "temp": allocated}
+    sizes |= {"host_argument": 0, "host_temp": 0}
+    memory = types.SimpleNamespace(**{f"{name}_size_in_bytes": n for name, n in sizes.items()})
+    memory.peak_memory_in_bytes = temporaries + 500 + 300 - 100
+    text = "f32[8,128]{1,0:T(8,128)}" if tiled else "HloModule of a CPU"
+    return types.SimpleNamespace(memory_analysis=lambda: memory, as_text=lambda: text)
 
 
 @pytest.mark.parametrize("tiled", [False, True])
 def test_check_compares_a_program(tiled):
     """Of TPUs what is live at once, not the sum of what is allocated."""
     found = dataclasses.replace(plans()[0], budget=2**30, peak=1000)
-    assert found.check(Program(1000, tiled)) == 1000
+    assert found.check(program(1000, tiled)) == 1000
     with pytest.raises(shd.remat.OverBudgetError, match="above its plan of"):
-        found.check(Program(1100, tiled))
+        found.check(program(1100, tiled))
     with pytest.raises(shd.remat.OverBudgetError, match="above its budget of"):
-        found.check(Program(2**31, tiled), tolerance=1e9)
+        found.check(program(2**31, tiled), tolerance=1e9)
 
 
 def test_integers_enter_a_chain():

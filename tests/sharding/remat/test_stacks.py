@@ -49,10 +49,6 @@ def stack(dropout=False):
     return params, draw(ROWS, WIDTH)
 
 
-def plain(params, x, block=block):
-    return jax.lax.scan(lambda x, p: (block(p, x), None), x, params)[0]
-
-
 def gradients(fn, params, x):
     own = {name: w for name, w in params.items() if name != "key"}
 
@@ -64,7 +60,6 @@ def gradients(fn, params, x):
 
 @functools.cache
 def plans():
-    """Of all budgets."""
     return shd.remat.frontier(block, *stack(), length=LENGTH)
 
 
@@ -72,7 +67,9 @@ def plans():
 def test_gradients_are_those_of_the_plain_stack():
     """With random masks, which must be the same when a block runs again."""
     params, x = stack(dropout=True)
-    want = gradients(plain, params, x)
+    want = gradients(
+        lambda p, x: jax.lax.scan(lambda x, w: (block(w, x), None), x, p)[0], params, x
+    )
     found = shd.remat.plan(block, params, x, "1GiB", length=LENGTH)
     for changes in (
         {},

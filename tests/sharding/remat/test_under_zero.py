@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import P
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import sharding as shd
+from sharding._jaxprs import inner_jaxprs
 from sharding.remat._chain_search import Kept, Rerun
 
 from .. import model
@@ -59,10 +60,11 @@ def trained_alone():
     return model.alone(model.make_of(init, TX), TX, loss, data, STEPS)[0][0]
 
 
-def trained(zero, fn, form=lambda params: params, param_specs=None):
+def assert_trained_as_alone(zero, fn, form=lambda params: params, param_specs=None):
     make = model.make_of(lambda: form(init()), TX)
     state = model.run(zero, make, TX, loss_by(fn), data, STEPS, param_specs)
-    return zero.full_params(state)
+    have, want = zero.full_params(state), form(trained_alone())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), have, want)
 
 
 @functools.cache
@@ -83,10 +85,7 @@ def plans():
 def test_training_is_that_of_one_device(kind, stage):
     form = layers if kind == "chain" else (lambda params: params)
     zero = shd.Zero(jax.make_mesh((4,), ("data",)), stage=stage)
-    got = trained(zero, plans()[kind][0].apply(zero), form)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), got, form(trained_alone())
-    )
+    assert_trained_as_alone(zero, plans()[kind][0].apply(zero), form)
 
 
 def equations(jaxpr, name, in_loop=False):
@@ -94,10 +93,8 @@ def equations(jaxpr, name, in_loop=False):
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == name:
             yield in_loop
-        for value in jax.tree.leaves(dict(eqn.params)):
-            inner = getattr(value, "jaxpr", value)
-            if hasattr(inner, "eqns"):
-                yield from equations(inner, name, in_loop or eqn.primitive.name == "scan")
+        for inner in inner_jaxprs(eqn):
+            yield from equations(inner, name, in_loop or eqn.primitive.name == "scan")
 
 
 def traced(zero, fn):
@@ -161,8 +158,7 @@ def test_beside_tensor_parallelism():
 
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     zero = shd.Zero(mesh, axis="data", stage=3)
-    got = trained(zero, found.apply(zero), param_specs=specs)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), got, trained_alone())
+    assert_trained_as_alone(zero, found.apply(zero), param_specs=specs)
 
 
 class Block(nn.Module):
@@ -201,6 +197,4 @@ def test_the_policy_of_a_linen_model(stage):
             )
             return scan(wrapped(name="block"), x, None)[0]
 
-    got = trained(zero, lambda p, x: Stack().apply({"params": p}, x), form)
-    want = form(trained_alone())
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), got, want)
+    assert_trained_as_alone(zero, lambda p, x: Stack().apply({"params": p}, x), form)

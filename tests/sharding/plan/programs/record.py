@@ -11,9 +11,8 @@ import re
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import P, lax
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from sharding.plan import targets
 
@@ -65,6 +64,11 @@ def lower(target):
     return jax.jit(step, in_shardings=shardings, donate_argnums=0).lower(params, x)
 
 
+def path_of(target):
+    """The file of its program."""
+    return pathlib.Path(__file__).with_name(re.sub("[:*]", "_", target) + ".txt")
+
+
 def strip(text):
     """Without tables of files and notes for the compiler's own use."""
     text = re.sub(r"\n(FileNames|FunctionNames|FileLocations|StackFrames)\n(?:.+\n)*", "\n", text)
@@ -72,15 +76,8 @@ def strip(text):
     return re.sub(r"\n{3,}", "\n\n", text)
 
 
-def main():
-    """Writes one file for each target."""
+if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     for target in MESHES:
-        name = target.replace(":", "_").replace("*", "_") + ".txt"
-        text = strip(lower(target).compile().as_text())
-        (pathlib.Path(__file__).parent / name).write_text(text)
-
-
-if __name__ == "__main__":
-    main()
+        path_of(target).write_text(strip(lower(target).compile().as_text()))
