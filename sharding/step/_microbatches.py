@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from sharding._jaxprs import all_equations
 from sharding.collectives._dtypes import to_sum_dtype
 from sharding.step import _local_norm, _model_state
 from sharding.step._gather_params import call_with_shards
@@ -86,20 +87,20 @@ class _Device:
         """
         plan, loss = self.plan, self.loss
         trained = [x for x, param in zip(self.inputs, plan.params, strict=True) if param.trained]
-        # The backward pass itself adds up what is not to be reduced, cast or scaled after it.
-        in_place = [
-            ref is not None and ref.dtype == x.dtype and not (after or self.adds_after)
-            for ref, x, after in zip(
-                sums or [None] * len(trained), trained, reduced_by_microbatch(plan), strict=True
-            )
-        ]
         backward: Any
         with jax.named_scope("loss_and_grad"):
             total, backward, (weight, model_state, aux) = jax.vjp(
                 lambda x: self.total_loss(x, microbatch, index, model_state), trained, has_aux=True
             )
-            refs = zip(sums or trained, in_place, strict=True)
-            sinks = [ref if here else _RETURNED for ref, here in refs]
+            refs = sums or [None] * len(trained)
+            # The backward pass itself adds up what is not to be reduced, cast or scaled after it.
+            in_place = [
+                ref is not None
+                and ref.dtype == x.dtype
+                and not (after or self.adds_after or _is_sliced(x, backward.jaxpr))
+                for ref, x, after in zip(refs, trained, reduced_by_microbatch(plan), strict=True)
+            ]
+            sinks = [ref if here else _RETURNED for ref, here in zip(refs, in_place, strict=True)]
             (grads,) = backward.with_refs(sinks)(jnp.ones_like(total))
         total, weight = to_sum_dtype(total), to_sum_dtype(jnp.asarray(weight))
         weight = weight.astype(jnp.promote_types(weight.dtype, total.dtype))  # counts, too
@@ -161,6 +162,19 @@ def accumulate(plan: StepPlan, loss: Loss, params: list[jax.Array], inputs: Inpu
     model_state, (each, aux) = lax.scan(step, inputs.model_state, (split, jnp.arange(steps)))
     sums = jax.tree.map(lambda x: jnp.sum(x, 0), each)._replace(grads=list(map(jax.freeze, refs)))
     return Accumulated(sums, model_state, device.unchanged, jax.tree.map(join_microbatches, aux))
+
+
+def _is_sliced(x: jax.Array, jaxpr: Any) -> bool:
+    """Whether some array of the shape of ``x``, or of an element of that stack, is sliced.
+
+    The transpose of a slice without strides fails on a ref in jax 0.10.
+    """
+    shapes = {eqn.invars[0].aval.shape for eqn in all_equations(jaxpr) if _is_slice(eqn)}
+    return any(x.shape[dim:] in shapes for dim in range(x.ndim))
+
+
+def _is_slice(eqn: Any) -> bool:
+    return eqn.primitive.name == "slice" and eqn.params["strides"] is None
 
 
 def inverse_weight(weight: jax.Array) -> jax.Array:

@@ -1,0 +1,41 @@
+"""Micro-batches whose backward passes add gradients to refs: any operation on a parameter."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from .. import model
+
+pytestmark = pytest.mark.usefixtures("x64")
+OPERATIONS = {
+    "slice": lambda p: p[:, 2:6],
+    "strides": lambda p: p[::2],
+    "index": lambda p: p[1],
+    "dynamic": lambda p: jax.lax.dynamic_slice_in_dim(p, jnp.argmax(p[0, 0]), 3, 1),
+    "rows": lambda p: jnp.take(p, jnp.array([3, 0, 3]), axis=1),
+    "stack": lambda p: jax.lax.scan(lambda x, q: (x + q[:4] @ q.T, None), jnp.ones((4, 8)), p)[0],
+    "unrolled": lambda p: sum(q[1:3].sum() ** 2 for q in p),
+    "again": lambda p: p @ p.swapaxes(1, 2) + p[:, :, :1],
+    "branch": lambda p: jax.lax.cond(p.sum() > 0, lambda p: p[2:] ** 2, lambda p: p[:2] ** 3, p),
+    "remat": jax.checkpoint(lambda p: jnp.sin(p[0, 1:]) * jnp.cos(p[1, 1:])),
+    "jit": jax.jit(lambda p: p.reshape(4, -1)[1:]),
+}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_equals_one_backward_pass(operation, stage):
+    rng = np.random.default_rng(0)
+    params, x = rng.normal(size=(4, 8, 16)), rng.normal(size=(48, 3))
+
+    def loss(params, x):
+        out = OPERATIONS[operation](params)
+        return jnp.mean(x) * jnp.sum(jnp.sin(out)) + jnp.mean(x**2) * jnp.sum(out)
+
+    value, grads = jax.jit(jax.value_and_grad(loss))(params, x)
+    zero = model.zero_on(8, stage=stage)
+    run = zero.value_and_grad(lambda p, x: loss(zero.gather(p), x), microbatches=3)
+    have = run(zero.place(params), zero.put(x))
+    assert abs(have[0] - value) < 1e-13 * abs(value)
+    model.assert_close(have[1], grads, 1e-13)
