@@ -170,10 +170,7 @@ class TracedModel:
     gathered_once: str = r"^(?!layers(/|$))"
 
     # To plans it is one layer, which neither a pipeline nor tensor parallelism shares.
-    layers: int = dataclasses.field(default=1, init=False)
-    heads: int = dataclasses.field(default=1, init=False)
-    kv_heads: int = dataclasses.field(default=1, init=False)
-    hidden: int = dataclasses.field(default=1, init=False)
+    layers = heads = kv_heads = hidden = 1
 
     def abstract(self, dtype: Any = jnp.float32) -> Any:
         """The parameters' shapes and dtypes."""
