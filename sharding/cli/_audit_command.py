@@ -10,19 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from sharding._zero import Zero
+from sharding.cli import _options as opts
 from sharding.cli._model_activations import check_remat, note_on, planned_model
-from sharding.cli._options import (
-    Setup,
-    compile_on_cpu,
-    device_of,
-    dtype_of,
-    load,
-    mesh_axes_of,
-    print_json,
-    save,
-    setup_of,
-    target_of,
-)
 from sharding.placement._specs import axes_of
 from sharding.plan._format import show
 from sharding.plan._plot import plot_audits
@@ -41,8 +30,8 @@ _OF_MODELS = (
 
 def run_audit(options: argparse.Namespace) -> int:
     """Audits, prints and plots; 2 where a step does not fit."""
-    target = target_of(options)
-    compile_on_cpu(target)
+    target = opts.target_of(options)
+    opts.compile_on_cpu(target)
     _check_options(options)
 
     # Compile: each step once, or with several batches.
@@ -53,7 +42,7 @@ def run_audit(options: argparse.Namespace) -> int:
             print(f"{name}: trying batches", file=sys.stderr)
             searches[name] = find_batch(
                 make,
-                device=device_of(options),
+                device=opts.device_of(options),
                 headroom=0.1 if options.headroom is None else options.headroom,
                 start=options.batch or 1,
                 report=_report,
@@ -67,11 +56,11 @@ def run_audit(options: argparse.Namespace) -> int:
         rows = {name: audited.to_dict() for name, audited in audits.items()}
         for name, search in searches.items():
             rows[name] = rows.get(name, {}) | {"find_batch": search.to_dict()}
-        print_json(rows)
+        opts.print_json(rows)
     else:
         _show_audits(options, audits, searches)
     if options.plot and audits:
-        save(plot_audits, audits, options.plot)
+        opts.save(plot_audits, audits, options.plot)
     fits = [audited.fits for audited in audits.values()]
     fits += [search.batch > 0 for search in searches.values()]
     return 2 if False in fits else 0
@@ -79,7 +68,7 @@ def run_audit(options: argparse.Namespace) -> int:
 
 def _check_options(options: argparse.Namespace) -> None:
     """Raises for options that would be ignored, or lack another."""
-    if options.find_batch and device_of(options) is None:
+    if options.find_batch and opts.device_of(options) is None:
         raise ValueError(
             f"--find-batch needs the memory of a device, and none is known of {options.target}: "
             "give --memory GIB."
@@ -148,11 +137,11 @@ def _steps(
     options: argparse.Namespace, target: targets.Target
 ) -> dict[str, Callable[[int], Audit]]:
     """For each requested step a function of the batch that audits it."""
-    mesh_axes = mesh_axes_of(options, target)
+    mesh_axes = opts.mesh_axes_of(options, target)
     if options.step:
         mesh = targets.mesh(options.target, tuple(mesh_axes.values()), tuple(mesh_axes))
-        make = load(options.step, "--step")
-        device = device_of(options)
+        make = opts.load(options.step, "--step")
+        device = opts.device_of(options)
 
         def audit_step(batch: int) -> Audit:
             made = make(mesh, batch) if options.find_batch else make(mesh)
@@ -160,7 +149,7 @@ def _steps(
             return audit(lowered, mesh=mesh, device=device, pipeline=pipeline)
 
         return {options.step: audit_step}
-    setup = setup_of(options)
+    setup = opts.setup_of(options)
     if setup.model is None:
         raise ValueError(
             "audit compiles a step, so --model must be one of "
@@ -186,7 +175,7 @@ def _steps(
     }
 
 
-def _audit_stage(options: argparse.Namespace, setup: Setup, zero: Zero, batch: int) -> Audit:
+def _audit_stage(options: argparse.Namespace, setup: opts.Setup, zero: Zero, batch: int) -> Audit:
     setup = dataclasses.replace(setup, batch=batch)
     plan = setup.plan(zero)
     planned = None
@@ -204,7 +193,7 @@ def _audit_stage(options: argparse.Namespace, setup: Setup, zero: Zero, batch: i
 
 
 def _lowered(
-    options: argparse.Namespace, setup: Setup, zero: Zero, planned: StackPlan | None
+    options: argparse.Namespace, setup: opts.Setup, zero: Zero, planned: StackPlan | None
 ) -> jax.stages.Lowered:
     """The lowered step of a named model."""
     model = setup.model
@@ -214,7 +203,7 @@ def _lowered(
         layer = jax.checkpoint(layer)
 
     def make_state() -> tuple[object, object]:
-        params = model.init(dtype_of(options))
+        params = model.init(opts.dtype_of(options))
         return params, setup.tx.init(params)
 
     loss = model.make_loss(layer, planned.apply(zero) if planned else None)

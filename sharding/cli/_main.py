@@ -12,7 +12,7 @@ import jax
 from optax_ext import STATE_FORMATS, __version__
 from sharding.cli._audit_command import run_audit
 from sharding.cli._model_activations import add_remat_option
-from sharding.cli._options import check_positive
+from sharding.cli._options import add_options, check_positive
 from sharding.cli._plan_command import pipeline_options, run_plan
 from sharding.cli._search_command import run_search, search_options
 from sharding.plan.machine import targets
@@ -102,15 +102,12 @@ def _parser(prog: str) -> argparse.ArgumentParser:
 
 
 def _plan_options(parser: argparse.ArgumentParser) -> None:
-    model = _model_options(parser)
-    model.add_argument(
-        "--state",
-        choices=STATE_FORMATS,
-        help="format of large leaves of the optimizer state (default: as the optimizer has them)",
-    )
-    model.add_argument(
-        "--offload", action="store_true", help="keep the optimizer state in host memory"
-    )
+    helps = {
+        "--state": "format of large leaves of the optimizer state (default: as the optimizer has "
+        "them)",
+        "--offload": "keep the optimizer state in host memory",
+    }
+    add_options(_model_options(parser), helps, state={"choices": STATE_FORMATS})
     _machine_options(parser)
     batch = _batch_options(parser)
     add_remat_option(batch, "plan activations of one device for so many bytes,")
@@ -120,113 +117,97 @@ def _plan_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _audit_options(parser: argparse.ArgumentParser) -> None:
-    model = _model_options(parser)
-    model.add_argument(
-        "--step",
-        metavar="MODULE:FUNCTION",
-        help="instead of a model, a step of your own: function(mesh) returns what jax.jit(f)"
-        ".lower(...) returns, or that and the sharding.Pipeline that it runs; with --find-batch "
-        "it is function(mesh, batch)",
+    step = (
+        "instead of a model, a step of your own: function(mesh) returns what jax.jit(f).lower(...) "
+        "returns, or that and the sharding.Pipeline that it runs; with --find-batch it is "
+        "function(mesh, batch)"
     )
-    machine = _machine_options(parser)
-    machine.add_argument(
-        "--stage",
-        action="append",
-        choices=["0", "1", "2", "3"],
-        help="ZeRO stage; give it several times for several (default: 3)",
-    )
-    machine.add_argument(
-        "--hybrid", action="store_true", help="replicas over the first mesh axis, not shards"
-    )
+    add_options(_model_options(parser), {"--step MODULE:FUNCTION": step})
+    helps = {
+        "--stage": "ZeRO stage; give it several times for several (default: 3)",
+        "--hybrid": "replicas over the first mesh axis, not shards",
+    }
+    stages = {"action": "append", "choices": ["0", "1", "2", "3"]}
+    add_options(_machine_options(parser), helps, stage=stages)
     batch = _batch_options(parser)
-    batch.add_argument(
-        "--no-remat", action="store_true", help="at stages 0 to 2 keep all activations of a layer"
-    )
+    add_options(batch, {"--no-remat": "at stages 0 to 2 keep all activations of a layer"})
     add_remat_option(batch, "layers store the fastest choice of activations within bytes")
-    batch.add_argument(
-        "--find-batch",
-        action="store_true",
-        help="find the largest --batch that fits, by compiling several sizes from --batch on",
-    )
-    batch.add_argument(
-        "--headroom",
-        type=float,
-        metavar="SHARE",
-        help="with --find-batch: the share of the memory that is left free (default: 0.1)",
-    )
+    helps = {
+        "--find-batch": "find the largest --batch that fits, by compiling several sizes from "
+        "--batch on",
+        "--headroom SHARE": "with --find-batch: the share of the memory that is left free "
+        "(default: 0.1)",
+    }
+    add_options(batch, helps)
     _output_options(parser)
 
 
 def _model_options(parser: argparse.ArgumentParser, *, searched: bool = False) -> Any:
     """Adds them; a search decides dtypes of computing and reducing by itself."""
     group = parser.add_argument_group("model and optimizer")
-    add = group.add_argument
     others = (
         "MODULE:NAME of a sharding.plan.TracedModel or Decoder, or of a function that makes one"
         if searched
         else "a number of parameters such as 7e9 (plan), MODULE:FUNCTION that returns abstract "
         "parameters (plan)"
     )
-    add("--model", help=f"{others}, or one of {', '.join(MODELS)}")
-    add(
-        "--optimizer",
-        default="adamw",
-        help="of optax_ext or optax, by name, or MODULE:ATTRIBUTE (default: adamw)",
-    )
-    add("--master", action="store_true", help="float32 master weights beside the parameters")
-    add("--dtype", help="of the parameters (default: bfloat16, for CPUs float32)")
-    if searched:
-        return group
-    add("--compute-dtype", metavar="DTYPE", help="of the loss (default: that of the parameters)")
-    add("--reduce-dtype", metavar="DTYPE", help="in which gradients are summed over devices")
+    helps = {
+        "--model": f"{others}, or one of {', '.join(MODELS)}",
+        "--optimizer": "of optax_ext or optax, by name, or MODULE:ATTRIBUTE (default: adamw)",
+        "--master": "float32 master weights beside the parameters",
+        "--dtype": "of the parameters (default: bfloat16, for CPUs float32)",
+    }
+    if not searched:
+        helps["--compute-dtype DTYPE"] = "of the loss (default: that of the parameters)"
+        helps["--reduce-dtype DTYPE"] = "in which gradients are summed over devices"
+    add_options(group, helps, model={}, optimizer={"default": "adamw"}, dtype={})
     return group
 
 
 def _machine_options(parser: argparse.ArgumentParser, *, searched: bool = False) -> Any:
     """Adds them; a search decides about meshes by itself."""
     group = parser.add_argument_group("machine and sharding")
-    add = group.add_argument
-    add(
-        "--target",
-        required=True,
-        help="v5e:16x16, v5p:4x4x4, v5e:4x4*2 (two slices), h100x8, h200x64, cpu:8 ...; --help "
-        "without a command lists all kinds",
-    )
+    helps = {
+        "--target": "v5e:16x16, v5p:4x4x4, v5e:4x4*2 (two slices), h100x8, h200x64, cpu:8 ...; "
+        "--help without a command lists all kinds",
+    }
     if not searched:
-        add("--mesh", metavar="AXES", help="such as x=16,y=16 (default: axes that suit the links)")
-        add("--axis", metavar="AXES", help="what ZeRO shards over, such as x,y (default: all axes)")
-        add(
-            "--replica-axis",
-            metavar="AXES",
-            help="of the replicas of a hybrid (default: slice, host, or the first of several axes)",
-        )
-    figures = parser.add_argument_group(
-        "figures of a device: of an unknown one, or other than known"
-    )
-    figures.add_argument("--memory", type=float, metavar="GIB", help="its memory")
-    figures.add_argument("--bandwidth", type=float, metavar="GB/S", help="of that memory")
-    figures.add_argument("--tflops", type=float, help="of dense bfloat16 matrix products")
-    figures.add_argument("--link", type=float, metavar="GB/S", help="what it sends at best")
-    figures.add_argument(
-        "--network", type=float, metavar="GB/S", help="what it sends to other hosts or slices"
-    )
+        helps |= {
+            "--mesh AXES": "such as x=16,y=16 (default: axes that suit the links)",
+            "--axis AXES": "what ZeRO shards over, such as x,y (default: all axes)",
+            "--replica-axis AXES": "of the replicas of a hybrid (default: slice, host, or the "
+            "first of several axes)",
+        }
+    add_options(group, helps, target={"required": True})
+    figures = {
+        "--memory GIB": "its memory",
+        "--bandwidth GB/S": "of that memory",
+        "--tflops": "of dense bfloat16 matrix products",
+        "--link GB/S": "what it sends at best",
+        "--network GB/S": "what it sends to other hosts or slices",
+    }
+    title = "figures of a device: of an unknown one, or other than known"
+    add_options(parser.add_argument_group(title), figures, tflops={"type": float})
     return group
 
 
 def _batch_options(parser: argparse.ArgumentParser) -> Any:
     group = parser.add_argument_group("batch")
-    add = group.add_argument
-    number: Any = {"type": int, "metavar": "N"}
-    add("--batch", **number, help="sequences of one device in a micro-batch (default: 1)")
-    add("--microbatches", **number, default=1, help="accumulated in a step (default: 1)")
-    add("--length", type=int, metavar="TOKENS", help="of a sequence (default: as the model has it)")
+    helps = {
+        "--batch N": "sequences of one device in a micro-batch (default: 1)",
+        "--microbatches N": "accumulated in a step (default: 1)",
+        "--length TOKENS": "of a sequence (default: as the model has it)",
+    }
+    add_options(group, helps, microbatches={"default": 1})
     return group
 
 
 def _output_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("output")
-    group.add_argument("--json", action="store_true", help="everything, as JSON")
-    group.add_argument("--plot", metavar="FILE", help="a picture of the memory of one device")
+    helps = {
+        "--json": "everything, as JSON",
+        "--plot FILE": "a picture of the memory of one device",
+    }
+    add_options(parser.add_argument_group("output"), helps)
 
 
 def _target_names() -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sharding.cli._options import Setup, dtype_of, target_of
+from sharding.cli._options import Setup, add_options, dtype_of, target_of
 from sharding.plan._format import size
 from sharding.plan.cost._estimate import Plan
 from sharding.plan.machine._tiles import num_bytes
@@ -20,12 +20,8 @@ from sharding.remat._stack_plan import Stack, StackPlan
 
 def add_remat_option(group: Any, what: str) -> None:
     """Adds ``--remat``."""
-    group.add_argument(
-        "--remat",
-        metavar="BYTES",
-        help=f"{what} such as 8GiB, or auto for what the state leaves of the device; compiles for "
-        "the target",
-    )
+    rest = "such as 8GiB, or auto for what the state leaves of the device; compiles for the target"
+    add_options(group, {"--remat BYTES": f"{what} {rest}"})
 
 
 def check_remat(options: argparse.Namespace, setup: Setup) -> None:

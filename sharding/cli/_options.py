@@ -10,7 +10,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -26,6 +26,23 @@ from sharding.plan.machine._devices import DeviceKind, kind_of
 from sharding.plan.model._models import MODELS, Decoder, count_to_params
 from sharding.step._precision import Precision
 from sharding.step.owners._by_owner import by_owner
+
+_TYPES = {"N": int, "V": int, "TOKENS": int, "SHARE": float, "GIB": float, "GB/S": float}
+
+
+def add_options(group: Any, helps: Mapping[str, str], **kinds: dict[str, Any]) -> None:
+    """Adds options by name and metavar, such as ``--batch N``, with their help.
+
+    ``kinds`` are further arguments of ``add_argument``. Without any and without a metavar, an
+    option is a flag.
+    """
+    for words, text in helps.items():
+        name, *metavar = words.split(" ", 1)
+        kind = kinds.get(name[2:].replace("-", "_"), {} if metavar else {"action": "store_true"})
+        if metavar:
+            types = {"type": _TYPES[metavar[0]]} if metavar[0] in _TYPES else {}
+            kind = {"metavar": metavar[0]} | types | kind
+        group.add_argument(name, help=text, **kind)
 
 
 def print_json(figures: dict[str, Any]) -> None:

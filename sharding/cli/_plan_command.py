@@ -12,16 +12,8 @@ import jax.numpy as jnp
 import optax
 
 import optax_ext
+from sharding.cli import _options as opts
 from sharding.cli._model_activations import check_remat, note_on, planned_model
-from sharding.cli._options import (
-    FIGURES,
-    Setup,
-    abstract_mesh,
-    dtype_of,
-    print_json,
-    save,
-    setup_of,
-)
 from sharding.plan._format import show, size
 from sharding.plan._plot import plot_plans
 from sharding.plan.cost._estimate import Plan, deepspeed_stage_2, saving_of, why_wider
@@ -35,7 +27,7 @@ def run_plan(options: argparse.Namespace) -> int:
         return run_pipeline(options)
     _reject(options, _ONLY_HERE, "needs --pipeline N")
     options.microbatches = options.microbatches or 1
-    setup = setup_of(options)
+    setup = opts.setup_of(options)
     if options.offload:
         zero = dataclasses.replace(setup.zero, offload="optimizer")
         setup = dataclasses.replace(setup, zero=zero)
@@ -57,7 +49,9 @@ def run_plan(options: argparse.Namespace) -> int:
     # Notes: on times, on other optimizers, on what would fit.
     notes = list(plan.notes)
     if plan.device is None:
-        notes[0] = f"What fits is not known: no figures of {options.target}. Give them: {FIGURES}."
+        notes[0] = (
+            f"What fits is not known: no figures of {options.target}. Give them: {opts.FIGURES}."
+        )
     if planned:
         notes.append(note_on(planned, activations))
     if any(map(plan.seconds, plan.stages)):
@@ -76,15 +70,15 @@ def run_plan(options: argparse.Namespace) -> int:
     # The command compares all stages: no one of them is requested.
     plan = dataclasses.replace(plan, notes=tuple(notes), requested="")
     if options.json:
-        print_json(plan.to_dict())
+        opts.print_json(plan.to_dict())
     else:
         show(plan.tables(), plan.notes)
     if options.plot:
-        save(plot_plans, {"": plan}, options.plot)
+        opts.save(plot_plans, {"": plan}, options.plot)
     return 2 if plan.fits is False else 0
 
 
-def _about_times(setup: Setup) -> str:
+def _about_times(setup: opts.Setup) -> str:
     assert setup.device is not None
     attention = ", attention in full" if setup.model else ", without attention"
     return (
@@ -95,7 +89,7 @@ def _about_times(setup: Setup) -> str:
     )
 
 
-def _beside_adamw(options: argparse.Namespace, setup: Setup, plan: Plan) -> list[str]:
+def _beside_adamw(options: argparse.Namespace, setup: opts.Setup, plan: Plan) -> list[str]:
     """What the optimizer saves beside AdamW; where it saves nothing, why."""
     adamw = optax.adamw(1e-3)
     adamw = optax_ext.master_weights(adamw) if options.master else adamw
@@ -108,7 +102,7 @@ def _beside_adamw(options: argparse.Namespace, setup: Setup, plan: Plan) -> list
     return [note for note in notes if note]
 
 
-def _what_would_fit(options: argparse.Namespace, setup: Setup) -> list[str]:
+def _what_would_fit(options: argparse.Namespace, setup: opts.Setup) -> list[str]:
     """Changes that each alone make the model fit."""
     zero, state = setup.zero, options.state
     fitting = []
@@ -117,7 +111,7 @@ def _what_would_fit(options: argparse.Namespace, setup: Setup) -> list[str]:
     name = zero.axis[-1]
     for factor in (2, 4, 8, 16, 32, 64, 128, 256):
         mesh_axes = dict(zero.mesh.shape) | {name: zero.mesh.shape[name] * factor}
-        larger = dataclasses.replace(zero, mesh=abstract_mesh(mesh_axes))
+        larger = dataclasses.replace(zero, mesh=opts.abstract_mesh(mesh_axes))
         if setup.plan(larger, state_format=state).fits:
             num_devices = math.prod(mesh_axes.values())
             fitting.append(f"{num_devices} devices instead of {num_devices // factor}")
@@ -144,33 +138,17 @@ _NOT_HERE = ("mesh", "axis", "replica_axis", "remat", "plot")
 
 def pipeline_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of a pipeline."""
-    add = parser.add_argument_group("pipeline").add_argument
-    add(
-        "--pipeline",
-        type=int,
-        metavar="N",
-        help="plan N pipeline stages with ZeRO over their replicas, and compare them with ZeRO "
-        "alone; --microbatches are those of a pipeline (default: 4 N)",
-    )
-    add(
-        "--schedule",
-        choices=SCHEDULES,
-        help="of the pipeline (default: aligned); zb-h1 and zb-v need --no-remat",
-    )
-    add(
-        "--chunks",
-        type=int,
-        metavar="V",
-        help="groups of layers on each device, with --schedule interleaved (default: 2)",
-    )
-    add("--stage", choices=["0", "1", "2", "3"], help="of ZeRO over the replicas (default: 1)")
-    add("--no-remat", action="store_true", help="keep all activations of a layer")
-    add(
-        "--efficiency",
-        type=float,
-        metavar="SHARE",
-        help="of the peak that compute reaches (default: 0.5)",
-    )
+    helps = {
+        "--pipeline N": "plan N pipeline stages with ZeRO over their replicas, and compare them "
+        "with ZeRO alone; --microbatches are those of a pipeline (default: 4 N)",
+        "--schedule": "of the pipeline (default: aligned); zb-h1 and zb-v need --no-remat",
+        "--chunks V": "groups of layers on each device, with --schedule interleaved (default: 2)",
+        "--stage": "of ZeRO over the replicas (default: 1)",
+        "--no-remat": "keep all activations of a layer",
+        "--efficiency SHARE": "of the peak that compute reaches (default: 0.5)",
+    }
+    group, stages = parser.add_argument_group("pipeline"), {"choices": ["0", "1", "2", "3"]}
+    opts.add_options(group, helps, schedule={"choices": SCHEDULES}, stage=stages)
 
 
 def run_pipeline(options: argparse.Namespace) -> int:
@@ -178,7 +156,7 @@ def run_pipeline(options: argparse.Namespace) -> int:
     _reject(options, _NOT_HERE, "cannot be combined with --pipeline")
     microbatches = options.microbatches
     options.microbatches = microbatches or 1
-    setup = setup_of(options)
+    setup = opts.setup_of(options)
     if setup.model is None:
         raise ValueError(
             f"--pipeline needs a model whose layers are known, one of --help's names; --model "
@@ -205,13 +183,13 @@ def run_pipeline(options: argparse.Namespace) -> int:
         chunks=options.chunks,
         batch=setup.batch,
         length=setup.length,
-        dtype=dtype_of(options),
+        dtype=opts.dtype_of(options),
         recompute=not options.no_remat,
         efficiency=options.efficiency or 0.5,
         state_format=options.state,
     )
     if options.json:
-        print_json(plan.to_dict())
+        opts.print_json(plan.to_dict())
     else:
         show(plan.tables(), plan.notes)
     return 0 if plan.recommended else 2

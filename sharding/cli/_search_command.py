@@ -11,19 +11,7 @@ from typing import Any
 import optax
 
 import optax_ext
-from sharding.cli._options import (
-    compile_on_cpu,
-    device_of,
-    dtype_of,
-    in_short,
-    load_made,
-    optimizer_of,
-    params_of_model,
-    print_json,
-    save,
-    target_of,
-    writing,
-)
+from sharding.cli import _options as opts
 from sharding.plan._format import Table, show, size
 from sharding.plan._plot import plot_search
 from sharding.plan.machine._devices import DeviceKind
@@ -38,77 +26,46 @@ from sharding.plan.search._verify import Verification, verify
 
 def search_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the search, but for those of model, machine and output."""
-    add = parser.add_argument_group("batch and plans").add_argument
-    add(
-        "--batch",
-        dest="global_batch",
-        required=True,
-        metavar="N",
-        help="of all devices in a step: sequences such as 1024, or tokens such as 4M-tokens (units "
-        "of 2^20), in full sequences",
-    )
-    add("--length", type=int, metavar="TOKENS", help="of a sequence (default: as the model has it)")
-    add(
-        "--keep",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help=f"compare only plans with this value; names are {', '.join(KEPT)}",
-    )
-    add("--no-offload", action="store_true", help="keep the optimizer state in device memory")
-    add(
-        "--state",
-        action="append",
-        default=[],
-        choices=optax_ext.STATE_FORMATS,
-        help="compare plans with this lossy format of the optimizer state, too",
-    )
-    add(
-        "--stochastic-rounding",
-        action="store_true",
-        help="compare plans with lossy stochastic rounding of the parameters, too",
-    )
-    add(
-        "--sync",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="compare plans with this lossy synchronization of gradients, too: 'powersgd(RANK)', "
-        "'qsgd(8)' or 'qsgd(4)'",
-    )
-    add(
-        "--asynchronous",
-        action="store_true",
-        help="compare lossy pipelines without a flush, too, whose gradients are one update late",
-    )
-    add(
-        "--headroom",
-        type=float,
-        default=HEADROOM,
-        metavar="SHARE",
-        help=f"of the memory that is left to the allocator (default: {HEADROOM})",
-    )
-    add("--top", type=int, default=5, metavar="N", help="plans to list (default: 5)")
-    add("--write", metavar="FILE", help="write the best plan as JSON, with the code that builds it")
-    add(
-        "--verify",
-        type=int,
-        default=0,
-        metavar="N",
-        help="compile the first N plans for the target, and drop those that do not hold",
+    helps = {
+        "--batch N": "of all devices in a step: sequences such as 1024, or tokens such as "
+        "4M-tokens (units of 2^20), in full sequences",
+        "--length TOKENS": "of a sequence (default: as the model has it)",
+        "--keep NAME=VALUE": f"compare only plans with this value; names are {', '.join(KEPT)}",
+        "--no-offload": "keep the optimizer state in device memory",
+        "--state": "compare plans with this lossy format of the optimizer state, too",
+        "--stochastic-rounding": "compare plans with lossy stochastic rounding of the parameters, "
+        "too",
+        "--sync NAME": "compare plans with this lossy synchronization of gradients, too: "
+        "'powersgd(RANK)', 'qsgd(8)' or 'qsgd(4)'",
+        "--asynchronous": "compare lossy pipelines without a flush, too, whose gradients are one "
+        "update late",
+        "--headroom SHARE": f"of the memory that is left to the allocator (default: {HEADROOM})",
+        "--top N": "plans to list (default: 5)",
+        "--write FILE": "write the best plan as JSON, with the code that builds it",
+        "--verify N": "compile the first N plans for the target, and drop those that do not hold",
+    }
+    several: dict[str, Any] = {"action": "append", "default": []}
+    opts.add_options(
+        *(parser.add_argument_group("batch and plans"), helps),
+        batch={"dest": "global_batch", "required": True, "type": None},
+        state=several | {"choices": optax_ext.STATE_FORMATS},
+        **dict.fromkeys(("keep", "sync"), several),
+        headroom={"default": HEADROOM},
+        top={"default": 5},
+        verify={"default": 0},
     )
 
 
 def run_search(options: argparse.Namespace) -> int:
     """Searches, verifies, prints and writes; 2 where no plan holds."""
-    target, device = target_of(options), device_of(options)
+    target, device = opts.target_of(options), opts.device_of(options)
     _check_before(options, target, device)
     if options.verify:
-        compile_on_cpu(target)
+        opts.compile_on_cpu(target)
     if not options.model:
         raise ValueError("--model is missing: the name of a model, or MODULE:NAME.")
-    model, tx = _model_of(options), optimizer_of(options.optimizer)
-    length, dtype = options.length or model.length, dtype_of(options)
+    model, tx = _model_of(options), opts.optimizer_of(options.optimizer)
+    length, dtype = options.length or model.length, opts.dtype_of(options)
     lossless = "master" if options.master else "plain"
     result = search(
         *(model, tx, options.target),
@@ -135,14 +92,14 @@ def run_search(options: argparse.Namespace) -> int:
         for i, beside in verified.items():
             figures["plans"][i]["verified"] = vars(beside) | {"failures": list(beside.failures)}
         figures["chosen"] = holding[0] if holding else None
-        print_json(figures)
+        opts.print_json(figures)
     else:
         written = holding[0] if options.write and holding else None
         plans = tuple(result.plans[i] for i in holding)
         notes = list(dataclasses.replace(result, plans=plans).notes) if holding else []
         if not options.master and dtype.itemsize == 2:
             notes.append("Parameters have 16 bits; --master adds float32 master weights.")
-        notes += [*_corrected(verified, written), *_dropped(verified)]
+        notes += _compared(verified, written)
         show([*result.tables(), *_tables(verified)], notes)
         if holding:
             print("", *files[holding[0]].code(), sep="\n")
@@ -151,10 +108,10 @@ def run_search(options: argparse.Namespace) -> int:
         if holding[0] in verified:
             program = {"memory": verified[holding[0]].memory}
             file = dataclasses.replace(file, promised=file.promised | program)
-        with writing("--write", options.write):
+        with opts.writing("--write", options.write):
             file.write(options.write)
     if options.plot:
-        save(plot_search, result, options.plot)
+        opts.save(plot_search, result, options.plot)
     if not holding:
         unwritten = f", and {options.write} was not written" * bool(options.write)
         print(
@@ -185,7 +142,7 @@ def _check_before(options: argparse.Namespace, target: Target, device: DeviceKin
 def _model_of(options: argparse.Namespace) -> Decoder | TracedModel:
     """The model of a name, or one of a module's own."""
     if ":" not in options.model:
-        _, model = params_of_model(options.model, dtype_of(options), options.length)
+        _, model = opts.params_of_model(options.model, opts.dtype_of(options), options.length)
         if model is None:
             raise ValueError(
                 f"search needs a model whose layers are known, one of {', '.join(MODELS)}, or a "
@@ -193,13 +150,13 @@ def _model_of(options: argparse.Namespace) -> Decoder | TracedModel:
             )
         return model
     kinds, name = Decoder | TracedModel, "sharding.plan.TracedModel or Decoder"
-    made: Decoder | TracedModel = load_made(options.model, "--model", kinds, name)
+    made: Decoder | TracedModel = opts.load_made(options.model, "--model", kinds, name)
     if isinstance(made, TracedModel):
         try:
-            made.traced(1, dtype_of(options), "none")
+            made.traced(1, opts.dtype_of(options), "none")
         except Exception as error:  # of the user's code
             raise ValueError(
-                f"--model {options.model}: its loss of one example failed: {in_short(error)}."
+                f"--model {options.model}: its loss of one example failed: {opts.in_short(error)}."
             ) from error
     elif made.biased and (options.length or 0) > made.length:
         raise ValueError(
@@ -225,23 +182,16 @@ def _sequences(text: str, length: int) -> int:
 def _kept_values(texts: list[str]) -> dict[str, Any]:
     """The values of ``--keep``."""
     kept: dict[str, Any] = {}
-    for name, value in map(_kept_value, texts):
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ValueError(f"--keep must look like stage=3, got {text!r}.")
         if name in kept:
             raise ValueError(f"--keep {name} is given twice; a plan has one value.")
-        kept[name] = value
+        none = None if name in ("state_format", "sync") else "none"
+        word = int(value) if value.isdigit() else value
+        kept[name] = {"true": True, "false": False, "none": none}.get(value.lower(), word)
     return kept
-
-
-def _kept_value(text: str) -> tuple[str, Any]:
-    """The name and the value of ``--keep``."""
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ValueError(f"--keep must look like stage=3, got {text!r}.")
-    none = None if name in ("state_format", "sync") else "none"
-    words = {"true": True, "false": False, "none": none}
-    if value.lower() in words:
-        return name, words[value.lower()]
-    return name, int(value) if value.isdigit() else value
 
 
 def _verified(
@@ -266,27 +216,19 @@ def _verified(
 
 
 def _tables(verified: dict[int, Verification]) -> list[Table]:
-    if not verified:
-        return []
-    rows = [
-        (str(i + 1), size(compiled.memory), *compiled.ratios) for i, compiled in verified.items()
-    ]
+    rows = [(str(i + 1), size(found.memory), *found.ratios) for i, found in verified.items()]
     columns = ("plan", "memory", "/ planned", "wire / planned", "operations / planned")
-    return [Table("compiled for the target", columns, rows)]
+    return [Table("compiled for the target", columns, rows)] if rows else []
 
 
-def _corrected(verified: dict[int, Verification], written: int | None) -> list[str]:
-    return [
-        f"The program of plan {i + 1} {compiled.correction}"
-        + ("; the file has that of the program." if i == written else ".")
-        for i, compiled in verified.items()
-        if compiled.correction and not compiled.failures
-    ]
-
-
-def _dropped(verified: dict[int, Verification]) -> list[str]:
-    return [
-        f"warning: plan {i + 1} does not hold and is dropped: it {'; '.join(compiled.failures)}."
-        for i, compiled in verified.items()
-        if compiled.failures
-    ]
+def _compared(verified: dict[int, Verification], written: int | None) -> list[str]:
+    """Which programs need other memory than planned, and which plans do not hold."""
+    corrected, dropped = [], []
+    for i, found in verified.items():
+        if found.failures:
+            reasons = "; ".join(found.failures)
+            dropped.append(f"warning: plan {i + 1} does not hold and is dropped: it {reasons}.")
+        elif found.correction:
+            file = "; the file has that of the program" if i == written else ""
+            corrected.append(f"The program of plan {i + 1} {found.correction}{file}.")
+    return corrected + dropped

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 # To show tables and pictures.
 NEED = "pip install 'optax-ext[cli]'"
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class Table(NamedTuple):
@@ -30,21 +29,20 @@ class Printed:
 
 def size(nbytes: float) -> str:
     """Bytes in binary units, three digits: ``1.50 GiB``."""
-    value, unit = float(nbytes), 0
-    while abs(value) >= 1000 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    digits = 0 if unit == 0 or abs(value) >= 100 else 1 if abs(value) >= 10 else 2
-    return f"{value:.{digits}f} {_UNITS[unit]}"
+    return _in_units(float(nbytes), 1024, (" B", " KiB", " MiB", " GiB", " TiB"))
 
 
 def count(value: float) -> str:
     """A number in thousands, millions ..., three digits: ``1.50 M``."""
-    for unit in ("", " k", " M", " G", " T"):
-        if value < 1000 or unit == " T":
-            break
-        value /= 1000
-    digits = 0 if value >= 100 or not unit else 1 if value >= 10 else 2
-    return f"{value:.{digits}f}{unit}"
+    return _in_units(value, 1000, ("", " k", " M", " G", " T"))
+
+
+def _in_units(value: float, step: int, units: Sequence[str]) -> str:
+    unit = 0
+    while abs(value) >= 1000 and unit < len(units) - 1:
+        value, unit = value / step, unit + 1
+    digits = 0 if unit == 0 or abs(value) >= 100 else 1 if abs(value) >= 10 else 2
+    return f"{value:.{digits}f}{units[unit]}"
 
 
 def seconds(value: float) -> str:

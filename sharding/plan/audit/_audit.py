@@ -29,8 +29,7 @@ class Traffic:
     """All collectives of one kind."""
 
     phase: str  # one of ``PHASES``
-    # ``all-reduce``, ``reduce-scatter``, ``all-gather``, ``all-to-all`` or ``collective-
-    # permute``
+    # ``all-reduce``, ``reduce-scatter``, ``all-gather``, ``all-to-all`` or ``collective-permute``
     op: str
     axes: tuple[str, ...]  # the mesh axes that they run over; empty where no mesh is known
     dtype: str  # the dtype that is sent

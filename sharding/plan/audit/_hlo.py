@@ -211,14 +211,11 @@ class Frame:
             return self.value(instr.operands[0])
         if instr.op in ("add", "subtract", "multiply", "compare"):
             left, right = (self.value(operand) for operand in instr.operands)
-            if not isinstance(left, int) or not isinstance(right, int):
-                return None
-            if instr.op == "compare":
-                match = re.search(r"direction=(\w+)", instr.attributes)
-                return getattr(operator, match[1].lower())(left, right) if match else None
-            return {"add": left + right, "subtract": left - right, "multiply": left * right}[
-                instr.op
-            ]
+            if isinstance(left, int) and isinstance(right, int):
+                name = instr.op[:3]  # as Python's operator has it: add, sub, mul
+                if match := re.search(r"direction=(\w+)", instr.attributes):
+                    name = match[1].lower()
+                return getattr(operator, name)(left, right)
         return None
 
     def invariants(self, loop: Instruction) -> Any:

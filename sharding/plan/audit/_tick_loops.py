@@ -51,10 +51,12 @@ class Permute(NamedTuple):
 class TickLoop(NamedTuple):
     """One loop over ticks."""
 
+    instr: Instruction  # the loop
+    computation: str  # that runs it
     runs: int  # how often it starts in a step
     trips: int | None  # its iterations; None where that is not constant
     permutes: tuple[Permute, ...]  # those of an iteration
-    kept: tuple[KeptArray, ...]  # the arrays that it keeps
+    kept: tuple[KeptArray, ...] = ()  # the arrays that it keeps
 
 
 def tick_loops(
@@ -67,21 +69,10 @@ def tick_loops(
     """
     loops = list(_sending(Frame(program, program.entry, []), 1, mesh, axis))
     reader = _CarryReader(program, {loop.instr.name: loop for loop in loops}, microbatches, rows)
-    return [
-        TickLoop(loop.runs, loop.trips, loop.permutes, tuple(reader.kept(loop.instr.name)))
-        for loop in loops
-    ]
+    return [loop._replace(kept=tuple(reader.kept(loop.instr.name))) for loop in loops]
 
 
-class _Loop(NamedTuple):
-    instr: Instruction
-    computation: str
-    runs: int
-    trips: int | None
-    permutes: tuple[Permute, ...]
-
-
-def _sending(frame: Frame, runs: int, mesh: AnyMesh, axis: str) -> Iterator[_Loop]:
+def _sending(frame: Frame, runs: int, mesh: AnyMesh, axis: str) -> Iterator[TickLoop]:
     """The loops that permute, of a computation that runs so often, and of its callees."""
     program = frame.program
     for instr in frame.instructions.values():
@@ -96,7 +87,7 @@ def _sending(frame: Frame, runs: int, mesh: AnyMesh, axis: str) -> Iterator[_Loo
         permutes = () if inner else tuple(_permutes(program, body, mesh, axis))
         yield from inner
         if permutes:
-            yield _Loop(instr, frame.computation, runs, trips, permutes)
+            yield TickLoop(instr, frame.computation, runs, trips, permutes)
 
 
 def _callees(instr: Instruction) -> list[str]:
@@ -137,7 +128,7 @@ class _CarryReader:
     """Reads what loops carry, and where it comes from and goes to."""
 
     program: Program
-    loops: dict[str, _Loop]
+    loops: dict[str, TickLoop]
     microbatches: int
     rows: int
 
@@ -174,7 +165,7 @@ class _CarryReader:
         instr = behind(table[name], table, _RENAMES)
         return instr.element == index and table[instr.operands[0]].op == "parameter"
 
-    def _scope(self, loop: _Loop, index: int) -> str:
+    def _scope(self, loop: TickLoop, index: int) -> str:
         """The operation that writes an element; that of the first one, if iterations pass it on."""
         body = loop.instr.callees("body")[0]
         name = self._root(body).operands[index]
@@ -188,7 +179,7 @@ class _CarryReader:
     # --- Before the loop --------------------------------------------------------------------------
 
     def _made_before(
-        self, loop: _Loop, index: int, array: Array, messages: set[tuple[int, ...]]
+        self, loop: TickLoop, index: int, array: Array, messages: set[tuple[int, ...]]
     ) -> bool:
         """Whether an array that iterations only read was kept before.
 

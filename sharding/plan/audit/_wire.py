@@ -29,8 +29,7 @@ _MESH = r"@?mesh\[([^\]]*)\]"
 class Collective(NamedTuple):
     """One collective of a compiled program."""
 
-    # ``all-reduce``, ``reduce-scatter``, ``all-gather``, ``all-to-all`` or ``collective-
-    # permute``
+    # ``all-reduce``, ``reduce-scatter``, ``all-gather``, ``all-to-all`` or ``collective-permute``
     op: str
     dtype: str  # the dtype that is sent; of several arrays as ``"bf16+f32"``
     elements: int  # of the full array (before a scatter, after a gather), summed over its operands

@@ -12,29 +12,9 @@ import optax
 
 from sharding._zero import Zero
 from sharding.plan._format import Printed, Table, count, layer_range, seconds, size
+from sharding.plan.cost import _pipeline_schedules as schedules
+from sharding.plan.cost import _pipeline_stages as stages_of
 from sharding.plan.cost._estimate import Plan, estimate, with_state_format
-from sharding.plan.cost._pipeline_schedules import (
-    ASYNC_SCHEDULES,
-    SPLIT_SCHEDULES,
-    LayerSeconds,
-    all_chunks,
-    bubble_share,
-    check_schedule,
-    chunks_of,
-    layers_of_chunks,
-    lockstep_seconds,
-    num_ticks,
-    of_last,
-    ranges_of,
-    rows_of,
-)
-from sharding.plan.cost._pipeline_stages import (
-    Links,
-    PipelineStage,
-    StageEstimates,
-    links_of,
-    pipeline_stages,
-)
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.model._layer_costs import LayerCost, layer_costs
 from sharding.plan.model._models import Decoder
@@ -71,7 +51,7 @@ class PipelinePlan(Printed):
     microbatches: int  #: of each replica in a step
     schedule: str  #: its name, as ``estimate_pipeline`` takes it
     chunks: int  #: of layers on each device
-    stages: tuple[PipelineStage, ...]  #: one device of each stage
+    stages: tuple[stages_of.PipelineStage, ...]  #: one device of each stage
     bubble: float  #: the idle share of a step with equal operations
     ideal: float  #: seconds of compute of one device, if all devices shared it equally
     lockstep: float  #: seconds of compute, with the bubble; see ``lockstep_seconds``
@@ -149,7 +129,7 @@ class PipelinePlan(Printed):
         return Table("One step", ("", *names), rows)
 
 
-def _layers_text(stage: PipelineStage) -> str:
+def _layers_text(stage: stages_of.PipelineStage) -> str:
     """``0-9 20-29``; the number of layers where there are many chunks."""
     if len(stage.layers) > 2:
         return f"{sum(j - i for i, j in stage.layers)} in {len(stage.layers)}"
@@ -177,11 +157,10 @@ def estimate_pipeline(
 
     The layers are shared among the stages so that a step is as fast as possible, with the embedding
     in the first and the head in the last chunk. Each stage has as many replicas as devices are
-    left,
-    which are neighbours, and over which ``zero`` runs its stage. Ticks end on all devices at once,
-    as in one compiled program (see ``lockstep_seconds``), and wait for one transfer between stages.
-    All devices hold what the fullest stage needs, and the embedding and the head. Gradients of all
-    micro-batches are accumulated unsharded and reduced once per step.
+    left, which are neighbours, and over which ``zero`` runs its stage. Ticks end on all devices at
+    once, as in one compiled program (see ``lockstep_seconds``), and wait for one transfer between
+    stages. All devices hold what the fullest stage needs, and the embedding and the head. Gradients
+    of all micro-batches are accumulated unsharded and reduced once per step.
 
     ZeRO trains on the same sequences with all devices, in ceil(microbatches / num_stages)
     micro-batches on each, at its fastest stage of those that fit.
@@ -217,31 +196,26 @@ def estimate_pipeline(
       >>> plan.recommended, round(plan.bubble, 3)
       ('stage 1', 0.158)
     """
-    chunks = chunks_of(schedule, chunks)
+    chunks = schedules.chunks_of(schedule, chunks)
     microbatches = microbatches or 4 * num_stages
-    if schedule in ASYNC_SCHEDULES:
+    if schedule in schedules.ASYNC_SCHEDULES:
         raise ValueError(
             f"schedule {schedule!r} has no flush: search(..., asynchronous=True) plans it."
         )
-    check_schedule(schedule, num_stages, microbatches, chunks)
-    split = schedule in SPLIT_SCHEDULES
+    schedules.check_schedule(schedule, num_stages, microbatches, chunks, model.layers)
+    split = schedule in schedules.SPLIT_SCHEDULES
     if split and recompute:
         raise ValueError(
             f"schedule {schedule!r} splits backward passes, and computes nothing again: use "
             "recompute=False, on the command line --no-remat."
         )
-    links = links_of(zero, device)
+    links = stages_of.links_of(zero, device)
     if num_stages < 2:
         raise ValueError(f"a pipeline needs at least 2 stages, got {num_stages}.")
     if links.devices % num_stages:
         raise ValueError(
             f"{links.devices} devices cannot be shared equally by {num_stages} stages; the number "
             "of stages must divide that of the devices."
-        )
-    if num_stages * chunks > model.layers:
-        raise ValueError(
-            f"{num_stages} stages with {chunks} groups of layers each need as many layers; the "
-            f"model has {model.layers}."
         )
     length = length or model.length
     costs = layer_costs(
@@ -262,7 +236,7 @@ def estimate_pipeline(
     )
 
     # The stages.
-    estimates = StageEstimates(
+    estimates = stages_of.StageEstimates(
         *(model, with_state_format(tx, state_format), replicas),
         num_stages=num_stages,
         device=device,
@@ -272,28 +246,28 @@ def estimate_pipeline(
 
     # A layer in the middle, and the head; lookups take no time.
     weight = costs[1].weight if split else 0.0
-    layer = LayerSeconds(costs[1].forward, costs[1].backward - weight, weight)
+    layer = schedules.LayerSeconds(costs[1].forward, costs[1].backward - weight, weight)
     head = costs[-1].forward + costs[-1].backward
     num_chunks = num_stages * chunks
     lockstep = functools.partial(
-        lockstep_seconds, schedule, num_stages, microbatches, chunks=chunks
+        schedules.lockstep_seconds, schedule, num_stages, microbatches, chunks=chunks
     )
-    _, last = layers_of_chunks(model.layers, num_chunks, layer, head, lockstep)
-    fastest = ranges_of(all_chunks(model.layers, num_chunks, last))
+    _, last = schedules.layers_of_chunks(model.layers, num_chunks, layer, head, lockstep)
+    fastest = schedules.ranges_of(schedules.all_chunks(model.layers, num_chunks, last))
     message = max(cost.output_bytes for cost in costs)
-    ticks = num_ticks(schedule, num_stages, microbatches, chunks)
+    ticks = schedules.num_ticks(schedule, num_stages, microbatches, chunks)
     transfers = ticks * links.permute_seconds(message)
 
     def step_of(ranges: list[tuple[int, int]]) -> tuple[Any, float, StepTime]:
         """The stages, and the step without and with what they send."""
-        *others, last = rows_of(model.layers, ranges)
+        *others, last = schedules.rows_of(model.layers, ranges)
         taken = lockstep(
             layer.forward * max(others),
             layer.backward * max(others),
             weight=weight * max(others),
             last=((layer.forward + costs[1].backward - weight) * last + head, weight * last),
         )
-        stages = pipeline_stages(
+        stages = stages_of.pipeline_stages(
             estimates, costs, ranges, schedule=schedule, microbatches=microbatches
         )
         # Collectives: with the replicas, which are neighbours, then over all stages.
@@ -304,7 +278,7 @@ def estimate_pipeline(
         return stages, taken, StepTime("pipeline", taken + transfers, wire, held, fits)
 
     # Stages of unequal numbers of layers send them: equal ones may be faster.
-    smaller = _smaller(model.layers, num_chunks, max(rows_of(model.layers, fastest)))
+    smaller = _smaller(model.layers, num_chunks, max(schedules.rows_of(model.layers, fastest)))
     steps = [step_of(ranges) for ranges in (fastest, *smaller)]
     fitting = [step for step in steps if step[2].fits]
     stages, taken, pipeline = min(fitting or steps[:1], key=lambda step: step[2].exposed)
@@ -329,7 +303,7 @@ def estimate_pipeline(
         schedule=schedule,
         chunks=chunks,
         stages=stages,
-        bubble=bubble_share(schedule, num_stages, microbatches, chunks),
+        bubble=schedules.bubble_share(schedule, num_stages, microbatches, chunks),
         ideal=microbatches * total / num_stages,
         lockstep=taken,
         transfers=transfers,
@@ -346,10 +320,14 @@ def _smaller(layers: int, num_chunks: int, rows: int) -> Iterator[list[tuple[int
     Every device holds as many layers as the largest chunk has. The last one has the head.
     """
     for most in range(rows - 1, math.ceil(layers / num_chunks) - 1, -1):
-        yield ranges_of(all_chunks(layers, num_chunks, of_last(layers, num_chunks, most)))
+        yield schedules.ranges_of(
+            schedules.all_chunks(layers, num_chunks, schedules.of_last(layers, num_chunks, most))
+        )
 
 
-def _fastest_zero(plan: Plan, costs: list[LayerCost], links: Links, microbatches: int) -> StepTime:
+def _fastest_zero(
+    plan: Plan, costs: list[LayerCost], links: stages_of.Links, microbatches: int
+) -> StepTime:
     """The fastest stage of ZeRO that fits, with compute hiding the wire; else the smallest one."""
     assert plan.device is not None
     activations = sum(cost.activation_bytes for cost in costs)
@@ -369,7 +347,7 @@ def _fastest_zero(plan: Plan, costs: list[LayerCost], links: Links, microbatches
     return min(fitting, key=lambda step: (step.overlapped, step.exposed, step.memory))
 
 
-def _verdict(plan: PipelinePlan, links: Links) -> str:
+def _verdict(plan: PipelinePlan, links: stages_of.Links) -> str:
     """Whether to pipeline, with figures."""
     pipe, zero, name = plan.pipeline, plan.alternative, plan.device.name
     memory = size(plan.device.memory)
@@ -414,7 +392,7 @@ def _verdict(plan: PipelinePlan, links: Links) -> str:
 
 
 def _notes(
-    plan: PipelinePlan, links: Links, message: float, ticks: int, efficiency: float
+    plan: PipelinePlan, links: stages_of.Links, message: float, ticks: int, efficiency: float
 ) -> list[str]:
     """The verdict, and what the figures assume."""
     notes = [_verdict(plan, links)]

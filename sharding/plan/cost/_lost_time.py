@@ -1,5 +1,6 @@
 """Training time that failures and checkpoints take, on disk and in the memory of peers."""
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
@@ -146,27 +147,19 @@ def lost_time(
       2006.
     """
     rare = disk_interval if disk_interval_with_peers is None else disk_interval_with_peers
-    rules: tuple[tuple[str, Callable[[float], bool], Mapping[str, float]], ...] = (
-        (
-            *("a whole number above 0", lambda x: x >= 1 and x == int(x)),
-            {"num_machines": num_machines, "disk_interval": disk_interval}
-            | {"peer_interval": peer_interval, "disk_interval_with_peers": rare},
-        ),
-        (
-            *("above 0 and finite", lambda x: 0 < x < math.inf),
-            {"state_bytes": state_bytes, "machine_mtbf": machine_mtbf, "step": step}
-            | {"disk_bandwidth": disk_bandwidth},
-        ),
-        (
-            *("at least 0 and finite", lambda x: 0 <= x < math.inf),
-            {"restart": restart, "disk_blocking": disk_blocking or 0.0}
-            | {"peer_overhead": peer_overhead, "peer_restore": peer_restore},
-        ),
-    )
-    for what, allowed, values in rules:
-        for name, value in values.items():
-            if not allowed(value):
-                raise ValueError(f"{name} must be {what}, got {value}.")
+    whole = {"num_machines": num_machines, "disk_interval": disk_interval}
+    whole |= {"peer_interval": peer_interval, "disk_interval_with_peers": rare}
+    above = {"state_bytes": state_bytes, "machine_mtbf": machine_mtbf, "step": step}
+    above |= {"disk_bandwidth": disk_bandwidth}
+    least = {"restart": restart, "disk_blocking": disk_blocking or 0.0}
+    least |= {"peer_overhead": peer_overhead, "peer_restore": peer_restore}
+    for name, value in (whole | above | least).items():
+        if name in whole and not (value >= 1 and value == int(value)):
+            raise ValueError(f"{name} must be a whole number above 0, got {value}.")
+        if name in above and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be above 0 and finite, got {value}.")
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} must be at least 0 and finite, got {value}.")
     if recovery is None:
         holders = place_replicas(range(num_machines), replicas)
 
@@ -192,8 +185,14 @@ def lost_time(
         share = 1 - period.progress(failures, from_disk)
         return CheckpointLoss(interval, overhead, period.lost(from_disk), share)
 
-    best = _best_training_seconds(blocked, failures) / step
-    near = {max(shortest, math.floor(best)), max(shortest, math.ceil(best))}
+    def is_long(interval: int) -> bool:
+        """Whether one that loses least is shorter: it has 1 - exp(-f s - f b) = f s."""
+        training = failures * interval * step
+        return -math.expm1(-training - failures * blocked) <= training
+
+    longest = int(min(1 / (failures * step), 2**60)) + 2
+    best = bisect.bisect_left(range(longest), True, key=is_long)
+    near = {max(shortest, best - 1), max(shortest, best)}
     snapshots = _Period(peer_interval * step, peer_overhead, peer_interval * step)
     # Failures that peers recover from slow steps down, and have blocked ones begin again.
     speed = snapshots.progress(failures * recovered, from_peers)
@@ -230,15 +229,3 @@ def _recovered(
     if not math.isclose(total, 1.0, rel_tol=1e-6):
         raise ValueError(f"the probabilities of lost_machines must add up to 1, got {total:g}.")
     return min(1.0, math.fsum(p * recovery(lost) for lost, p in lost_machines.items()))
-
-
-def _best_training_seconds(blocked: float, failures: float) -> float:
-    """Seconds of steps between checkpoints that lose least: with y = f s, 1 - exp(-y - f b) = y."""
-    low, high = 0.0, 1.0
-    for _ in range(200):
-        middle = (low + high) / 2
-        if -math.expm1(-middle - failures * blocked) > middle:
-            low = middle
-        else:
-            high = middle
-    return low / failures

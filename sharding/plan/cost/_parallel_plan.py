@@ -9,64 +9,50 @@ from sharding.plan.model._saved_names import PARTLY
 
 WEIGHTS = ("plain", "master", "stochastic")
 RECOMPUTE = ("none", "selective", *PARTLY, "full")
+# What forward and backward passes do not depend on.
+OF_STATE = ("stage", "replicas", "spread", "offload", "state_format", "weights", "sync")
 
 
 @dataclasses.dataclass(frozen=True)
 class ParallelPlan:
-    """How a step is shared among ``tensor * data * pipe`` devices.
+    """How a step is shared among ``tensor * data * pipe`` devices."""
 
-    Attributes:
-      data: devices that have the same layers and other sequences.
-      tensor: devices that share each layer, as in Megatron-LM.
-      pipe: stages of a pipeline.
-      microbatch: sequences of one device in a micro-batch.
-      microbatches: of one pipeline in a step.
-      stage: of ZeRO, 0 to 3, over ``data / replicas`` devices.
-      replicas: of hybrid sharding.
-      spread: whether replicas share gradients and optimizer state, too, as
-        ``Zero.shard_state_over_replicas`` does.
-      sequence_parallel: whether norms and residuals are shared among ``tensor`` devices.
-      schedule: of the pipeline: ``"gpipe"``, ``"1f1b"``, ``"aligned"``, ``"interleaved"``,
-        ``"zb-h1"`` or ``"zb-v"``, which split backward passes and compute nothing again; or
-        ``"2bw"``, PipeDream-2BW, whose gradients are one update late, which is lossy.
-      chunks: of layers on each device of a pipeline.
-      even: whether the chunks of a pipeline have equal numbers of layers as far as possible, which
-        takes the least memory; else those with which a step is fastest.
-      recompute: what the backward pass computes again: ``"none"``; ``"selective"``, scores and
-        their product with values; ``"full"``, each layer; or what a preset of MaxText such as
-        ``"minimal"`` does not save.
-      offload: whether optimizer state is in host memory.
-      param_bytes: of a parameter as it is gathered.
-      grad_bytes: of a gradient as it is reduced.
-      state_bytes: of optimizer state and master weights, for one parameter.
-      state_format: of the optimizer state, a lossy one of ``optax_ext.STATE_FORMATS``; None leaves
-        it as it is.
-      weights: what updates parameters of 16 bits: ``"plain"``, the transformation as it is;
-        ``"master"``, ``optax_ext.master_weights`` of it; ``"stochastic"``,
-        ``optax_ext.stochastic_rounding`` of it, which is lossy.
-      sync: a lossy synchronization of gradients such as ``"powersgd(4)"`` or ``"qsgd(8)"``, over
-        replicas if there are; None sums them.
-    """
-
-    data: int = 1
-    tensor: int = 1
-    pipe: int = 1
-    microbatch: int = 1
-    microbatches: int = 1
-    stage: int = 0
-    replicas: int = 1
+    data: int = 1  #: devices that have the same layers and other sequences
+    tensor: int = 1  #: devices that share each layer, as in Megatron-LM
+    pipe: int = 1  #: stages of a pipeline
+    microbatch: int = 1  #: sequences of one device in a micro-batch
+    microbatches: int = 1  #: of one pipeline in a step
+    stage: int = 0  #: of ZeRO, 0 to 3, over ``data / replicas`` devices
+    replicas: int = 1  #: of hybrid sharding
+    #: whether replicas share gradients and optimizer state, too, as
+    #: ``Zero.shard_state_over_replicas`` does
     spread: bool = False
+    #: whether norms and residuals are shared among ``tensor`` devices
     sequence_parallel: bool = False
+    #: of the pipeline: ``"gpipe"``, ``"1f1b"``, ``"aligned"``, ``"interleaved"``, ``"zb-h1"`` or
+    #: ``"zb-v"``, which split backward passes and compute nothing again; or ``"2bw"``,
+    #: PipeDream-2BW, whose gradients are one update late, which is lossy
     schedule: str = "aligned"
-    chunks: int = 1
+    chunks: int = 1  #: of layers on each device of a pipeline
+    #: whether the chunks of a pipeline have equal numbers of layers as far as possible, which takes
+    #: the least memory; else those with which a step is fastest
     even: bool = False
+    #: what the backward pass computes again: ``"none"``; ``"selective"``, scores and their product
+    #: with values; ``"full"``, each layer; or what a preset of MaxText such as ``"minimal"`` does
+    #: not save
     recompute: str = "full"
-    offload: bool = False
-    param_bytes: float = 2.0
-    grad_bytes: float = 2.0
-    state_bytes: float = 12.0
+    offload: bool = False  #: whether optimizer state is in host memory
+    param_bytes: float = 2.0  #: of a parameter as it is gathered
+    grad_bytes: float = 2.0  #: of a gradient as it is reduced
+    state_bytes: float = 12.0  #: of optimizer state and master weights, for one parameter
+    #: of the optimizer state, a lossy one of ``optax_ext.STATE_FORMATS``; None leaves it as it is
     state_format: str | None = None
+    #: what updates parameters of 16 bits: ``"plain"``, the transformation as it is; ``"master"``,
+    #: ``optax_ext.master_weights`` of it; ``"stochastic"``, ``optax_ext.stochastic_rounding`` of
+    #: it, which is lossy
     weights: str = "plain"
+    #: a lossy synchronization of gradients such as ``"powersgd(4)"`` or ``"qsgd(8)"``, over
+    #: replicas if there are; None sums them
     sync: str | None = None
 
     @property
@@ -141,12 +127,7 @@ class ParallelPlan:
             raise ValueError("spread needs several replicas, and stage 1, 2 or 3.")
         if model.heads % self.tensor:
             raise ValueError(f"{self.tensor} devices cannot share {model.heads} heads equally.")
-        if self.pipe * self.chunks > model.layers:
-            raise ValueError(
-                f"{self.pipe} stages with {self.chunks} groups of layers each need as many layers; "
-                f"the model has {model.layers}."
-            )
-        check_schedule(self.schedule, self.pipe, self.microbatches, self.chunks)
+        check_schedule(self.schedule, self.pipe, self.microbatches, self.chunks, model.layers)
         if self.splits_backward and self.recompute != "none":
             raise ValueError(
                 f"schedule {self.schedule!r} splits backward passes: what a layer computes again "

@@ -36,8 +36,15 @@ def chunks_of(schedule: str, chunks: int | None = None) -> int:
     return chunks or (2 if schedule == "interleaved" else _CHUNKS.get(schedule, 1))
 
 
-def check_schedule(schedule: str, num_stages: int, microbatches: int, chunks: int = 1) -> None:
-    """Raises unless the schedule exists and takes these numbers."""
+def check_schedule(
+    schedule: str, num_stages: int, microbatches: int, chunks: int = 1, layers: int | None = None
+) -> None:
+    """Raises unless the schedule exists and takes these numbers, and chunks have layers."""
+    if layers is not None and num_stages * chunks > layers:
+        raise ValueError(
+            f"{num_stages} stages with {chunks} groups of layers each need as many layers; the "
+            f"model has {layers}."
+        )
     check_choice("schedule", schedule, SCHEDULES + ASYNC_SCHEDULES)
     if min(num_stages, microbatches, chunks) < 1:
         raise ValueError(

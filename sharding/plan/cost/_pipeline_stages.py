@@ -13,16 +13,8 @@ import optax
 from sharding._zero import Zero
 from sharding.pipeline._layers import other_dim
 from sharding.placement._specs import expand_specs, is_spec, with_axis
+from sharding.plan.cost import _pipeline_schedules as schedules
 from sharding.plan.cost._estimate import estimate_stage
-from sharding.plan.cost._pipeline_schedules import (
-    ASYNC_SCHEDULES,
-    SPLIT_SCHEDULES,
-    layers_sent,
-    max_in_flight,
-    rows_of,
-    slots_of,
-    stage_of_chunk,
-)
 from sharding.plan.cost._stage_plan import StagePlan
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.machine._tiles import num_bytes
@@ -161,15 +153,15 @@ def pipeline_stages(
     """
     model, zero, num_stages = estimates.model, estimates.zero, estimates.num_stages
     chunks = len(ranges) // num_stages
-    counts = rows_of(model.layers, ranges)
+    counts = schedules.rows_of(model.layers, ranges)
     rows = max(counts)
-    asynchronous = schedule in ASYNC_SCHEDULES
+    asynchronous = schedule in schedules.ASYNC_SCHEDULES
     held = estimates.of_rows(rows * chunks if asynchronous else model.layers / num_stages)
     layers, shared = rows * estimates.layer_bytes, estimates.shared_bytes  # layers of one chunk
     # Of unequal stages: rows beside the layers that a device holds, and what is sent for them.
     uneven = num_stages * chunks * rows > model.layers and not asynchronous
     moved = chunks * layers if uneven else 0.0
-    to_stages, back = layers_sent(schedule, num_stages, counts) if uneven else (0.0, 0.0)
+    to_stages, back = schedules.layers_sent(schedule, num_stages, counts) if uneven else (0.0, 0.0)
 
     # Sums over micro-batches; the program returns them from branches, which copies them elsewhere.
     item = jnp.dtype(estimates.dtype).itemsize
@@ -181,9 +173,9 @@ def pipeline_stages(
     # Slots: messages, what waits for a backward pass, and for its second half where it is split;
     # each has one for what nobody expects.
     layer, stream = costs[1], costs[0].output_bytes
-    slots = slots_of(schedule, num_stages, microbatches, chunks)
+    slots = schedules.slots_of(schedule, num_stages, microbatches, chunks)
     stored = (slots.residuals + 1) * rows * layer.activation_bytes + (slots.messages + 1) * stream
-    crossing = rows * layer.crossing_bytes if schedule in SPLIT_SCHEDULES else 0.0
+    crossing = rows * layer.crossing_bytes if schedule in schedules.SPLIT_SCHEDULES else 0.0
     stored += (slots.crossing + 1) * crossing
 
     # One backward pass: its residuals, beside the head or one layer. A loop over one layer is none:
@@ -212,7 +204,7 @@ def pipeline_stages(
 
     # Without a flush: slots of two versions, beside the parameters that come and go.
     versions = 2 * held.params if asynchronous else 0.0
-    stage_of = [stage_of_chunk(schedule, num_stages, v) for v in range(len(ranges))]
+    stage_of = [schedules.stage_of_chunk(schedule, num_stages, v) for v in range(len(ranges))]
 
     summed = 2 * (num_stages - 1) / num_stages * wide * shared
     summed += (to_stages + wide * back) * estimates.layer_bytes
@@ -227,7 +219,7 @@ def pipeline_stages(
             layers=own,
             forward=sum(cost.forward for i, j in own for cost in costs[i:j]),
             backward=sum(cost.backward for i, j in own for cost in costs[i:j]),
-            in_flight=max_in_flight(schedule, num_stages, s, microbatches, chunks),
+            in_flight=schedules.max_in_flight(schedule, num_stages, s, microbatches, chunks),
             params=held.params + gathered + moved + versions,
             grads=sums + copied,
             state=held.opt_state + held.master - held.host,

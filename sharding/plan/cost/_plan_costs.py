@@ -18,15 +18,15 @@ from sharding.placement._describe import Row
 from sharding.placement._specs import num_shards
 from sharding.plan.cost._compressed_sync import SyncedArray, SyncWork, sync_of, sync_work
 from sharding.plan.cost._estimate import estimate, estimate_stage, with_state_format
-from sharding.plan.cost._parallel_plan import ParallelPlan
+from sharding.plan.cost._parallel_plan import OF_STATE, ParallelPlan
 from sharding.plan.cost._pipeline_schedules import ranges_of
 from sharding.plan.cost._pipeline_stages import PipelineStage, StageEstimates, pipeline_stages
 from sharding.plan.cost._stage_plan import StagePlan
-from sharding.plan.cost._step_time import Passes, StepSeconds, passes, traced_passes, with_state
+from sharding.plan.cost._step_time import Passes, StepSeconds, passes, with_state
 from sharding.plan.machine._collective_time import Machine
 from sharding.plan.machine._tiles import num_bytes
 from sharding.plan.model._layer_costs import LayerCost, layer_costs
-from sharding.plan.model._layer_time import Implementation
+from sharding.plan.model._layer_time import COMPILED, Implementation, KernelSeconds, Roofline
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._saved_names import PARTLY
 from sharding.plan.model._traced_model import Traced, TracedModel, work_of
@@ -265,11 +265,8 @@ class PlanCosts:
         )
 
 
-# What forward and backward passes do not depend on.
-_NO_STATE: dict[str, Any] = {
-    name: getattr(ParallelPlan(), name)
-    for name in ("stage", "replicas", "spread", "offload", "state_format", "weights", "sync")
-} | {"state_bytes": 0.0}
+_NO_STATE: dict[str, Any] = {name: getattr(ParallelPlan(), name) for name in OF_STATE}
+_NO_STATE["state_bytes"] = 0.0
 
 
 def _placed(plan: ParallelPlan) -> ParallelPlan:
@@ -404,11 +401,8 @@ class TracedCosts(PlanCosts):
 
     def _passes_of(self, plan: ParallelPlan, ideal: bool) -> Passes:
         traced = self.traced(plan.microbatch, plan.recompute)
-        return traced_passes(
-            self.machine,
-            flops=plan.microbatches * traced.flops,
-            moved=plan.microbatches * traced.moved,
-            params=sum(self._sizes),
-            gathers=len(self._sizes),
-            ideal=ideal,
-        )
+        unit = Roofline(self.machine.device, COMPILED, ideal=ideal)
+        flops = plan.microbatches * traced.flops
+        moved = 0.0 if ideal else plan.microbatches * traced.moved
+        work = KernelSeconds(flops / unit.flops, moved / unit.bandwidth)
+        return Passes(work, layers=len(self._sizes), params=sum(self._sizes))  # each is gathered

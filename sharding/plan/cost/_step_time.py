@@ -6,28 +6,13 @@ import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from sharding.plan.cost import _pipeline_schedules as schedules
 from sharding.plan.cost._compressed_sync import SyncWork
 from sharding.plan.cost._parallel_plan import ParallelPlan
-from sharding.plan.cost._pipeline_schedules import (
-    LayerSeconds,
-    all_chunks,
-    layers_of_chunks,
-    layers_sent,
-    lockstep_seconds,
-    num_ticks,
-)
 from sharding.plan.cost._wire_and_flops import SCALAR, tensor_sums
 from sharding.plan.machine._collective_time import Group, Machine, Operation, collective_seconds
 from sharding.plan.machine._devices import achieved
-from sharding.plan.model._layer_time import (
-    COMPILED,
-    Implementation,
-    KernelSeconds,
-    LayerWork,
-    Roofline,
-    head_work,
-    layer_work,
-)
+from sharding.plan.model import _layer_time as layer_time
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._saved_names import saved_parts
 
@@ -126,7 +111,7 @@ class _Groups(NamedTuple):
 class Passes:
     """Forward and backward passes of all micro-batches of a step, whatever ZeRO does."""
 
-    work: KernelSeconds  # of kernels
+    work: layer_time.KernelSeconds  # of kernels
     layers: float  # that the device has, in as many parts ZeRO gathers and reduces
     params: float  # of the device
     chunks: tuple[int, ...] = ()  # layers of each chunk of a pipeline, from the first to the last
@@ -160,7 +145,7 @@ def step_seconds(
     machine: Machine,
     *,
     length: int | None = None,
-    implementation: Implementation = COMPILED,
+    implementation: layer_time.Implementation = layer_time.COMPILED,
     ideal: bool = False,
 ) -> StepSeconds:
     """What a step takes; nothing is compiled, nothing is measured.
@@ -217,7 +202,7 @@ def passes(
     machine: Machine,
     *,
     length: int,
-    implementation: Implementation = COMPILED,
+    implementation: layer_time.Implementation = layer_time.COMPILED,
     ideal: bool = False,
 ) -> Passes:
     """The passes of a step, alike for plans that differ in ZeRO, replicas, offload and state alone.
@@ -234,13 +219,13 @@ def passes(
         "implementation": implementation,
         "ideal": ideal,
     }
-    layer = layer_work(
+    layer = layer_time.layer_work(
         *(model, machine.device),
         tensor=plan.tensor,
         sequence_parallel=plan.sequence_parallel,
         **options,
     )
-    head_forward, head_backward = head_work(
+    head_forward, head_backward = layer_time.head_work(
         model, machine.device, tensor=model.shards_of_tokens(plan.tensor), **options
     )
     again = _recomputed(layer, plan, implementation)
@@ -250,15 +235,17 @@ def passes(
 
     # Layers by chunk: the last chunk has the head, too.
     launch = 0.0 if ideal else implementation.launch
-    weight = layer.weight if plan.splits_backward else KernelSeconds()
-    of_layer = LayerSeconds(
+    weight = layer.weight if plan.splits_backward else layer_time.KernelSeconds()
+    of_layer = schedules.LayerSeconds(
         forward=layer.forward.seconds + sent,
         backward=(layer.backward - weight + again).seconds + sent_back,
         weight=weight.seconds,
     )
     count, chunks = plan.microbatches, plan.chunks
-    lockstep = functools.partial(lockstep_seconds, plan.schedule, plan.pipe, count, chunks=chunks)
-    most, last = layers_of_chunks(
+    lockstep = functools.partial(
+        schedules.lockstep_seconds, plan.schedule, plan.pipe, count, chunks=chunks
+    )
+    most, last = schedules.layers_of_chunks(
         model.layers,
         plan.pipe * chunks,
         of_layer,
@@ -296,7 +283,7 @@ def passes(
         bubble = taken - count * (work.seconds + wires)
         message = float(_ITEM * plan.microbatch * length * model.width)
         message /= 1 if implementation.lockstep else plan.tensor
-        ticks = num_ticks(plan.schedule, plan.pipe, count, chunks)
+        ticks = schedules.num_ticks(plan.schedule, plan.pipe, count, chunks)
         transfers = ticks * wire("permute", message, groups.pipe)
 
     # ZeRO, the update, and host memory. The first stage has the embedding; in one compiled program
@@ -308,8 +295,8 @@ def passes(
         shared = _GRADIENT_SUM * tables * _table_params(model, plan)
         transfers += wire("all-reduce", shared, groups.pipe)
         if held * plan.pipe > model.layers:  # unequal stages send each other their layers
-            counts = all_chunks(model.layers, plan.pipe * chunks, last)
-            there, back = layers_sent(plan.schedule, plan.pipe, counts)
+            counts = schedules.all_chunks(model.layers, plan.pipe * chunks, last)
+            there, back = schedules.layers_sent(plan.schedule, plan.pipe, counts)
             sent = plan.param_bytes * there + _GRADIENT_SUM * back
             sent *= _stage_params(model, 1.0, plan, tables=0)
             transfers += wire("permute", sent, groups.pipe)
@@ -321,30 +308,11 @@ def passes(
         work=work * count,
         layers=held,
         params=params,
-        chunks=all_chunks(model.layers, plan.pipe * plan.chunks, last),
+        chunks=schedules.all_chunks(model.layers, plan.pipe * plan.chunks, last),
         tensor=count * wires,
         bubble=bubble,
         transfers=transfers,
     )
-
-
-def traced_passes(
-    machine: Machine,
-    *,
-    flops: float,
-    moved: float,
-    params: float,
-    gathers: float,
-    ideal: bool = False,
-) -> Passes:
-    """The passes of a step without pipeline and tensor parallelism whose work is known.
-
-    Products have ``flops``, everything else moves bytes, which takes nothing if ``ideal``; stage 3
-    gathers ``params`` in so many parts.
-    """
-    unit = Roofline(machine.device, COMPILED, ideal=ideal)
-    moved = 0.0 if ideal else moved
-    return Passes(KernelSeconds(flops / unit.flops, moved / unit.bandwidth), gathers, params)
 
 
 def with_state(
@@ -375,7 +343,7 @@ def with_state(
     if sync and not ideal:
         update += sync.moved
     update /= machine.device.bandwidth * reached
-    update += products / Roofline(machine.device, COMPILED, ideal=ideal).flops
+    update += products / layer_time.Roofline(machine.device, layer_time.COMPILED, ideal=ideal).flops
     # Stages update in ticks of their own, one after the other.
     waiting = (plan.pipe - 1) * update if plan.asynchronous else 0.0
     return StepSeconds(
@@ -402,15 +370,15 @@ def _groups(plan: ParallelPlan, machine: Machine) -> _Groups:
 
 
 def _recomputed(
-    layer: LayerWork, plan: ParallelPlan, implementation: Implementation
-) -> KernelSeconds:
+    layer: layer_time.LayerWork, plan: ParallelPlan, implementation: layer_time.Implementation
+) -> layer_time.KernelSeconds:
     """What a layer computes again in its backward pass.
 
     All of its forward pass but the products that are saved, and in a compiled program the last one,
     whose result nothing reads.
     """
     if plan.recompute == "none":
-        return KernelSeconds()
+        return layer_time.KernelSeconds()
     if plan.recompute == "selective":
         return layer.attention
     again = layer.forward
@@ -419,7 +387,7 @@ def _recomputed(
     return again - layer.products["down"] if implementation.lockstep else again
 
 
-def _launched(work: KernelSeconds, launch: float) -> KernelSeconds:
+def _launched(work: layer_time.KernelSeconds, launch: float) -> layer_time.KernelSeconds:
     """Kernels that the host issues no faster than it can."""
     waiting = max(0.0, work.kernels * launch - work.seconds)
     return work._replace(overhead=work.overhead + waiting)

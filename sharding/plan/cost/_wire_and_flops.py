@@ -80,10 +80,9 @@ def pipeline_wire(pipeline: Pipeline, params: Any, batch: Any, *, specs: Any = N
     """Bytes that one device sends for a pipeline in one step, beside what ``Zero`` sends.
 
     A permute of one activation in each tick and direction in which any stage sends; an all-reduce
-    of
-    the gradients of shared parameters over the stages; with two routes (Chimera) a permute of the
-    layers, and one of their gradients; where stages have unequal numbers of layers, what of these
-    and of their gradients is elsewhere. Added to ``StagePlan.wire`` it is what a step of
+    of the gradients of shared parameters over the stages; with two routes (Chimera) a permute of
+    the layers, and one of their gradients; where stages have unequal numbers of layers, what of
+    these and of their gradients is elsewhere. Added to ``StagePlan.wire`` it is what a step of
     ``Zero.train_step(pipeline.loss)`` sends, with ``gather="step"``.
 
     Args:
@@ -207,10 +206,9 @@ def tensor_sums(
 
     Forward: after ``out`` and after ``down``. Backward: the gradients of the input of attention and
     of that of the MLP. Recomputation of a layer repeats the first sum, unless its result is saved;
-    in
-    a step that is not one program (``compiled``) the second, too. A loss of sharded logits sums the
-    exponentials and the logit of the label, and takes the maximum. XLA ``adds_first`` the gradients
-    of one input, as by queries, keys and values, on GPUs and TPUs, not on CPUs.
+    in a step that is not one program (``compiled``) the second, too. A loss of sharded logits sums
+    the exponentials and the logit of the label, and takes the maximum. XLA ``adds_first`` the
+    gradients of one input, as by queries, keys and values, on GPUs and TPUs, not on CPUs.
 
     >>> from sharding.plan import MODELS
     >>> tensor_sums(MODELS["llama2-7b"], ParallelPlan(tensor=8, recompute="full"))

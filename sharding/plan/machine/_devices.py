@@ -4,86 +4,58 @@ import dataclasses
 import re
 from typing import Any
 
-_GIB, _GIGA, _TERA = 2**30, 1e9, 1e12
-_AMPERE = "NVIDIA A100 data sheet, SXM; network: of DGX A100, 200 Gb/s a GPU"
-_GPU = "NVIDIA's data sheet of the SXM module; network: of DGX systems, 400 Gb/s a GPU"
+_GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceKind:
-    """One accelerator, as jax counts devices.
+    """One accelerator, as jax counts devices."""
 
-    Attributes:
-      name: what targets call it.
-      memory: main memory, in bytes.
-      bandwidth: of the main memory, in bytes per second.
-      flops: of dense products of bfloat16 matrices, per second.
-      link: to its neighbours in one direction, the sum of all links, in bytes per second.
-      network: its share of its host's network to other hosts or slices, in bytes per second; None
-        where the maker does not publish it.
-      source: where the figures are from.
-      tile: rows and columns of the tiles of its memory; None where arrays are dense.
-      host_link: between its memory and that of its host in one direction, in bytes per second; None
-        where it is not published.
-      num_links: links of equal bandwidth that ``link`` is the sum of: two for each axis of a torus,
-        one where a switch joins the devices of a node.
-      node_size: devices of a node that are joined by ``link``; a TPU slice is a torus instead.
-    """
-
-    name: str
-    memory: float
-    bandwidth: float
-    flops: float
-    link: float
+    name: str  #: what targets call it
+    memory: float  #: main memory, in bytes
+    bandwidth: float  #: of the main memory, in bytes per second
+    flops: float  #: of dense products of bfloat16 matrices, per second
+    link: float  #: to its neighbours in one direction, the sum of all links, in bytes per second
+    #: its share of its host's network to other hosts or slices, in bytes per second; None where the
+    #: maker does not publish it
     network: float | None
-    source: str
+    source: str  #: where the figures are from
+    #: rows and columns of the tiles of its memory; None where arrays are dense
     tile: tuple[int, int] | None = None
+    #: between its memory and that of its host in one direction, in bytes per second; None where it
+    #: is not published
     host_link: float | None = None
+    #: links of equal bandwidth that ``link`` is the sum of: two for each axis of a torus, one where
+    #: a switch joins the devices of a node
     num_links: int = 1
+    #: devices of a node that are joined by ``link``; a TPU slice is a torus instead
     node_size: int = 8
 
 
-def _tpu_kind(
-    name: str,
-    memory: float,
-    bandwidth: float,
-    tflops: float,
-    link: float,
-    network: float,
-    *,
-    num_links: int,
-    host: float | None = None,
-) -> DeviceKind:
-    """A TPU, by GiB, GB/s and TFLOPS."""
-    return DeviceKind(
-        *(name, memory * _GIB, bandwidth * _GIGA, tflops * _TERA, link * _GIGA, network * _GIGA),
-        source=f"cloud.google.com/tpu/docs/{name}",
-        tile=(8, 128),
-        host_link=host and host * _GIGA,
-        num_links=num_links,
-    )
+_UNITS = {"memory": 1, "bandwidth": 1e9, "flops": 1e12}
+_UNITS |= dict.fromkeys(("link", "network", "host_link"), 1e9)
+_A100 = "NVIDIA A100 data sheet, SXM; network: of DGX A100, 200 Gb/s a GPU"
+_SXM = "NVIDIA's data sheet of the SXM module; network: of DGX systems, 400 Gb/s a GPU"
+_ADA = "NVIDIA Ada GPU architecture, appendix A: bfloat16 with float32 sums"
+_RTX = "NVIDIA RTX Blackwell GPU architecture, appendix A: bfloat16 with float32 sums"
+_PCIE_CARD = "NVIDIA H100 data sheet; the link is PCIe, a bridge joins two GPUs at 300 GB/s"
+_DGX_B200 = "NVIDIA DGX B200 data sheet; network: 400 Gb/s a GPU"
+_NVL72 = "NVIDIA GB200 NVL72 data sheet; network: 400 Gb/s a GPU; host: half a C2C link"
+_AMD = "AMD Instinct MI300X data sheet; link: 7 of 128 GB/s, both directions together"
 
 
-def _gpu(
-    name: str,
-    memory: float,
-    bandwidth: float,
-    tflops: float,
-    link: float,
-    source: str,
-    *,
-    host: float,
-    network: float | None = None,
-    **others: Any,
-) -> DeviceKind:
-    """A GPU, by bytes, GB/s and TFLOPS."""
-    return DeviceKind(
-        *(name, memory, bandwidth * _GIGA, tflops * _TERA, link * _GIGA),
-        network=network and network * _GIGA,
-        source=source,
-        host_link=host * _GIGA,
-        **others,
-    )
+def _kind(name: str, *figures: float | None, source: str, **others: Any) -> DeviceKind:
+    """A kind by figures in the order and the units of ``_UNITS``."""
+    scaled: dict[str, Any] = {
+        key: figure and figure * unit
+        for (key, unit), figure in zip(_UNITS.items(), figures, strict=True)
+    }
+    return DeviceKind(name, **scaled, source=source, **others)
+
+
+def _tpu_kind(name: str, *figures: float | None, num_links: int) -> DeviceKind:
+    page = f"cloud.google.com/tpu/docs/{name}"
+    return _kind(name, *figures, source=page, tile=(8, 128), num_links=num_links)
 
 
 # Makers publish links as the sum of both directions, of which a device sends half, and products of
@@ -94,53 +66,27 @@ def _gpu(
 _KINDS = (
     # Link: 1.1 PB/s of all-reduce for a pod of 4096 chips, which are 6 links of 45 GB/s. Network:
     # Austin et al., How to Scale Your Model, 2025, chapter TPUs.
-    _tpu_kind("v4", 32, 1200, 275, 6 * 45, 6.25, num_links=6, host=16),
-    _tpu_kind("v5e", 16, 819, 197, 400 / 2, 200 / 8 / 8, num_links=4, host=16),
+    _tpu_kind("v4", 32 * _GIB, 1200, 275, 6 * 45, 6.25, 16, num_links=6),
+    _tpu_kind("v5e", 16 * _GIB, 819, 197, 400 / 2, 200 / 8 / 8, 16, num_links=4),
     # Network: the table of generations on the page of tpu7x.
-    _tpu_kind("v5p", 95, 2765, 459, 1200 / 2, 50 / 8, num_links=6, host=16),
-    _tpu_kind("v6e", 32, 1640, 918, 800 / 2, 800 / 8 / 8, num_links=4, host=32),
+    _tpu_kind("v5p", 95 * _GIB, 2765, 459, 1200 / 2, 50 / 8, 16, num_links=6),
+    _tpu_kind("v6e", 32 * _GIB, 1640, 918, 800 / 2, 800 / 8 / 8, 32, num_links=4),
     # jax shows a chip as two devices, each with half of it.
-    _tpu_kind("tpu7x", 192 / 2, 7380 / 2, 2307 / 2, 1200 / 2 / 2, 100 / 8 / 2, num_links=6),
-    _gpu("a100-40", 40e9, 1555, 312, 600 / 2, _AMPERE, network=200 / 8, host=32),
-    _gpu("a100-80", 80e9, 2039, 312, 600 / 2, _AMPERE, network=200 / 8, host=32),
-    _gpu("l40s", 48e9, 864, 362.05, 64 / 2, "NVIDIA L40S data sheet", host=32),
-    _gpu(
-        *("rtx4090", 24e9, 1008, 165.2, 64 / 2),
-        "NVIDIA Ada GPU architecture, appendix A: bfloat16 with float32 sums",
-        host=32,
+    _tpu_kind(
+        *("tpu7x", 192 / 2 * _GIB, 7380 / 2, 2307 / 2, 1200 / 2 / 2, 100 / 8 / 2, None), num_links=6
     ),
-    _gpu(
-        # A quarter of the 838 TFLOPS of float16 with sparsity and float16 sums.
-        *("rtx5090", 32e9, 1792, 209.5, 128 / 2),
-        "NVIDIA RTX Blackwell GPU architecture, appendix A: bfloat16 with float32 sums",
-        host=64,
-    ),
-    _gpu(
-        *("h100-pcie", 80e9, 2000, 756, 128 / 2),
-        "NVIDIA H100 data sheet; the link is PCIe, a bridge joins two GPUs at 300 GB/s",
-        host=64,
-    ),
-    _gpu("h100", 84_942_979_072, 3352, 989, 900 / 2, _GPU, network=400 / 8, host=64),
-    _gpu("h200", 150_754_820_096, 4800, 989, 900 / 2, _GPU, network=400 / 8, host=64),
-    _gpu(
-        *("b200", 180e9, 8000, 2250, 1800 / 2),
-        "NVIDIA DGX B200 data sheet; network: 400 Gb/s a GPU",
-        network=400 / 8,
-        host=64,
-    ),
-    _gpu(
-        *("gb200", 186e9, 8000, 2500, 1800 / 2),
-        "NVIDIA GB200 NVL72 data sheet; network: 400 Gb/s a GPU; host: half a C2C link",
-        network=400 / 8,
-        host=900 / 2 / 2,
-        node_size=72,
-    ),
-    _gpu(
-        *("mi300x", 192e9, 5300, 1307.4, 7 * 128 / 2),
-        "AMD Instinct MI300X data sheet; link: 7 of 128 GB/s, both directions together",
-        host=64,
-        num_links=7,
-    ),
+    _kind("a100-40", 40e9, 1555, 312, 600 / 2, 200 / 8, 32, source=_A100),
+    _kind("a100-80", 80e9, 2039, 312, 600 / 2, 200 / 8, 32, source=_A100),
+    _kind("l40s", 48e9, 864, 362.05, 64 / 2, None, 32, source="NVIDIA L40S data sheet"),
+    _kind("rtx4090", 24e9, 1008, 165.2, 64 / 2, None, 32, source=_ADA),
+    # A quarter of the 838 TFLOPS of float16 with sparsity and float16 sums.
+    _kind("rtx5090", 32e9, 1792, 209.5, 128 / 2, None, 64, source=_RTX),
+    _kind("h100-pcie", 80e9, 2000, 756, 128 / 2, None, 64, source=_PCIE_CARD),
+    _kind("h100", 84_942_979_072, 3352, 989, 900 / 2, 400 / 8, 64, source=_SXM),
+    _kind("h200", 150_754_820_096, 4800, 989, 900 / 2, 400 / 8, 64, source=_SXM),
+    _kind("b200", 180e9, 8000, 2250, 1800 / 2, 400 / 8, 64, source=_DGX_B200),
+    _kind("gb200", 186e9, 8000, 2500, 1800 / 2, 400 / 8, 900 / 2 / 2, source=_NVL72, node_size=72),
+    _kind("mi300x", 192e9, 5300, 1307.4, 7 * 128 / 2, None, 64, source=_AMD, num_links=7),
 )
 KINDS = {kind.name: kind for kind in _KINDS}
 # jax's names that differ from the kind's.
@@ -220,12 +166,6 @@ class Achieved:
 # H200: 366 in a ring, 473 summed by switches, by the bytes of a ring. B200: 846 of 900 at 16 GiB,
 # 401 at 64 MiB and 36 at 1 MiB, which determine its ramp.
 _RING = 345 / 450
-_A100 = Achieved(0.87, 229 / 300, f"{_BEKMAN}; {_VTRAIN}", start=30e-6)
-_H100 = Achieved(0.80, _RING, f"{_BEKMAN}; {_AUTOPARALLEL}", all_reduce=267 / 450)
-_H200 = Achieved(0.80, 366 / 450, _BEKMAN, all_reduce=473 / 1.75 / 450)
-_B200 = Achieved(0.78, _RING, _BEKMAN, all_reduce=846 / 1.75 / 900, ramp=38e6)
-_GB200 = dataclasses.replace(_B200, matmul=0.73)
-_MI300X = Achieved(0.51, _RING, _BEKMAN)
 # PCIe of 16 lanes: 88 % one way.
 _PCIE = Achieved(0.80, 0.88, _BEKMAN)
 
@@ -246,13 +186,14 @@ _OF_KIND = {
     "v5p": _tpu(90, 100),
     "v6e": _tpu(90, 100),
     "tpu7x": _tpu(90, 100),
-    "a100-40": _A100,
-    "a100-80": _A100,
-    "h100": _H100,
-    "h200": _H200,
-    "b200": _B200,
-    "gb200": _GB200,
-    "mi300x": _MI300X,
+    **dict.fromkeys(
+        ("a100-40", "a100-80"), Achieved(0.87, 229 / 300, f"{_BEKMAN}; {_VTRAIN}", start=30e-6)
+    ),
+    "h100": Achieved(0.80, _RING, f"{_BEKMAN}; {_AUTOPARALLEL}", all_reduce=267 / 450),
+    "h200": Achieved(0.80, 366 / 450, _BEKMAN, all_reduce=473 / 1.75 / 450),
+    "b200": Achieved(0.78, _RING, _BEKMAN, all_reduce=846 / 1.75 / 900, ramp=38e6),
+    "gb200": Achieved(0.73, _RING, _BEKMAN, all_reduce=846 / 1.75 / 900, ramp=38e6),
+    "mi300x": Achieved(0.51, _RING, _BEKMAN),
 }
 
 

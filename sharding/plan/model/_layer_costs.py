@@ -19,27 +19,18 @@ from sharding.plan.model._traced_model import products_of, stored_by
 
 @dataclasses.dataclass(frozen=True)
 class LayerCost:
-    """One layer, for one micro-batch.
+    """One layer, for one micro-batch."""
 
-    Attributes:
-      forward: seconds of the forward pass.
-      backward: seconds of the backward pass, with recomputation where the layer recomputes.
-      param_bytes: of its parameters.
-      activation_bytes: of what the forward pass stores for the backward pass.
-      output_bytes: of what the next layer receives; as many bytes of gradients come back.
-      working_bytes: of temporaries of the backward pass beside ``activation_bytes``.
-      weight: seconds of the part of ``backward`` that a split backward pass leaves for later.
-      crossing_bytes: of what that part needs then, if nothing is computed again.
-    """
-
-    forward: float
-    backward: float
-    param_bytes: float = 0.0
-    activation_bytes: float = 0.0
+    forward: float  #: seconds of the forward pass
+    backward: float  #: seconds of the backward pass, with recomputation where the layer recomputes
+    param_bytes: float = 0.0  #: of its parameters
+    activation_bytes: float = 0.0  #: of what the forward pass stores for the backward pass
+    #: of what the next layer receives; as many bytes of gradients come back
     output_bytes: float = 0.0
-    working_bytes: float = 0.0
+    working_bytes: float = 0.0  #: of temporaries of the backward pass beside ``activation_bytes``
+    #: seconds of the part of ``backward`` that a split backward pass leaves for later
     weight: float = 0.0
-    crossing_bytes: float = 0.0
+    crossing_bytes: float = 0.0  #: of what that part needs then, if nothing is computed again
 
 
 def check_layers(layers: Sequence[LayerCost], num_stages: int = 1) -> None:

@@ -22,21 +22,16 @@ _MASK = 1  # bytes of an element of a dropout mask
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """How a program computes a layer.
+    """How a program computes a layer."""
 
-    Attributes:
-      attention: ``"materialized"`` writes the scores of every pair of tokens, masked ones too;
-        ``"fused"`` keeps them on chip and skips masked blocks.
-      dropout: whether there is dropout, on the scores and on both branches.
-      launch: seconds in which the host issues a kernel; 0 for compiled steps.
-      lockstep: whether a step is one compiled program: the ticks of a pipeline end on all devices
-        at once, and a layer that is computed again leaves out its last product; else each stage
-        waits for its messages alone.
-    """
-
+    #: ``"materialized"`` writes the scores of every pair of tokens, masked ones too; ``"fused"``
+    #: keeps them on chip and skips masked blocks
     attention: Literal["materialized", "fused"] = "materialized"
-    dropout: bool = False
-    launch: float = 0.0
+    dropout: bool = False  #: whether there is dropout, on the scores and on both branches
+    launch: float = 0.0  #: seconds in which the host issues a kernel; 0 for compiled steps
+    #: whether a step is one compiled program: the ticks of a pipeline end on all devices at once,
+    #: and a layer that is computed again leaves out its last product; else each stage waits for its
+    #: messages alone
     lockstep: bool = True
 
 
@@ -74,8 +69,7 @@ class LayerWork(NamedTuple):
     forward: KernelSeconds  # its forward pass
     backward: KernelSeconds  # its backward pass, without recomputation
     weight: KernelSeconds  # the part of it that no other layer waits for: gradients of the matrices
-    # what selective recomputation computes again: scores, softmax and their product with the
-    # values
+    # what selective recomputation computes again: scores, softmax and their product with the values
     attention: KernelSeconds
     # those of the forward pass, by the parts of ``SAVED_PARTS``, and ``"down"``
     products: Mapping[str, KernelSeconds]

@@ -23,35 +23,21 @@ class Matrices(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """A decoder-only transformer.
+    """A decoder-only transformer."""
 
-    Attributes:
-      layers: their number.
-      width: of the residual stream.
-      heads: of the queries.
-      kv_heads: of keys and values.
-      hidden: width of the MLP.
-      vocabulary: number of tokens.
-      length: of a sequence.
-      gated: whether the MLP has a gate (SwiGLU), or is GELU.
-      tied: whether the embedding is the output matrix, too.
-      biased: whether linear layers and norms have biases, and positions are learned, as GPT-2's.
-      scan: whether the layers are stacked and scanned.
-      head_dim: width of a head; None: ``width // heads``.
-    """
-
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    hidden: int
-    vocabulary: int
-    length: int = 2048
-    gated: bool = True
-    tied: bool = False
+    layers: int  #: their number
+    width: int  #: of the residual stream
+    heads: int  #: of the queries
+    kv_heads: int  #: of keys and values
+    hidden: int  #: width of the MLP
+    vocabulary: int  #: number of tokens
+    length: int = 2048  #: of a sequence
+    gated: bool = True  #: whether the MLP has a gate (SwiGLU), or is GELU
+    tied: bool = False  #: whether the embedding is the output matrix, too
+    #: whether linear layers and norms have biases, and positions are learned, as GPT-2's
     biased: bool = False
-    scan: bool = True
-    head_dim: int | None = None
+    scan: bool = True  #: whether the layers are stacked and scanned
+    head_dim: int | None = None  #: width of a head; None: ``width // heads``
 
     # Stage 3 gathers parameters outside the layers once; see ``estimate``.
     gathered_once: ClassVar[str] = r"^(?!layers/)"

@@ -39,18 +39,13 @@ def saved_parts(recompute: str) -> tuple[str, ...]:
     return tuple(part for part, name in SAVED_PARTS.items() if name in PRESETS[recompute][0])
 
 
-def part_elements(model: Decoder) -> dict[str, int]:
-    """Elements of the result of each part, for one token."""
-    made = {part: x.number * x.columns for part, x in model.matrices.items() if part != "down"}
-    return {"context": model.queries} | made
-
-
 def saved_elements(model: Decoder, recompute: str, tensor: int = 1) -> float:
     """Elements that a layer stores beside its input, for one token, on one of ``tensor`` devices.
 
     The output of attention is summed over the devices, and each has all of it.
     """
-    elements = part_elements(model)
+    elements = {part: x.number * x.columns for part, x in model.matrices.items()}
+    elements["context"] = model.queries
     return sum(elements[p] / (1 if p == "out" else tensor) for p in saved_parts(recompute))
 
 

@@ -139,15 +139,6 @@ class TracedModel:
     the layer, as a whole or but for values that ``jax.ad_checkpoint.checkpoint_name`` gives one of
     MaxText's names.
 
-    Attributes:
-      init: ``init(dtype)`` makes the parameters; it is traced alone.
-      apply_layer: the layer; its first argument is its parameters.
-      make_loss: ``make_loss(layer)`` is the loss with a layer that does what ``apply_layer`` does:
-        ``loss(params, batch)``, a mean over the first dim of every array of the batch.
-      example: the types of the arrays of one example, without that dim.
-      tokens: of one example.
-      gathered_once: a regular expression of the paths of parameters outside of the layers.
-
     Example:
       >>> import jax, jax.numpy as jnp, optax
       >>> from sharding.plan import TracedModel, search
@@ -168,18 +159,18 @@ class TracedModel:
       1
     """
 
-    init: Callable[[Any], Any]
-    apply_layer: _Layer
+    init: Callable[[Any], Any]  #: ``init(dtype)`` makes the parameters; it is traced alone
+    apply_layer: _Layer  #: the layer; its first argument is its parameters
+    #: ``make_loss(layer)`` is the loss with a layer that does what ``apply_layer`` does:
+    #: ``loss(params, batch)``, a mean over the first dim of every array of the batch
     make_loss: Callable[[_Layer], Callable[[Any, Any], Any]]
-    example: Any
-    tokens: int = 1
+    example: Any  #: the types of the arrays of one example, without that dim
+    tokens: int = 1  #: of one example
+    #: a regular expression of the paths of parameters outside of the layers
     gathered_once: str = r"^(?!layers(/|$))"
 
     # To plans it is one layer, which neither a pipeline nor tensor parallelism shares.
-    layers: int = dataclasses.field(default=1, init=False)
-    heads: int = dataclasses.field(default=1, init=False)
-    kv_heads: int = dataclasses.field(default=1, init=False)
-    hidden: int = dataclasses.field(default=1, init=False)
+    layers = heads = kv_heads = hidden = 1
 
     def abstract(self, dtype: Any = jnp.float32) -> Any:
         """The parameters' shapes and dtypes."""

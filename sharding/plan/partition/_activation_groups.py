@@ -1,5 +1,6 @@
 """1F1B*: the activations that periodic schedules store, and the best partition under memory."""
 
+import bisect
 import dataclasses
 import itertools
 import math
@@ -103,21 +104,11 @@ def least_period(
     # Sums are taken from the last stage to the first, as groups are filled.
     after = _padded(loads, transfers)
     chain = [float(x) for pair in zip(loads, after, strict=True) for x in pair][::-1]
-    least = max(chain)
-    sums = {least}
-    for begin in range(len(chain)):
-        total = 0.0
-        for load in chain[begin:]:
-            total += load
-            sums.add(total)
-    candidates = sorted(x for x in sums if x >= least)
-
+    sums = {x for i in range(len(chain)) for x in itertools.accumulate(chain[i:])}
+    candidates = sorted(x for x in sums if x >= max(chain))
     # Longer periods have no larger groups.
-    low, high = 0, len(candidates)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(candidates[middle]) else (middle + 1, high)
-    return candidates[low] if low < len(candidates) else math.inf
+    first = bisect.bisect_left(candidates, True, key=fits)
+    return candidates[first] if first < len(candidates) else math.inf
 
 
 def memory_aware_stages(

@@ -42,23 +42,18 @@ def stage_tables(
     fields = np.array([dataclasses.astuple(layer) for layer in layers], float).T  # (8, L)
     forward, backward, params, stored, output, *_ = fields
     seconds = forward + backward + (forward if recompute else 0.0)  # (L,)
-    compute = np.stack([of_layers(range_sums(seconds) / speed) for speed in speeds])
+    compute = np.stack([of_layers(over_ranges(np.add, seconds) / speed) for speed in speeds])
     received = np.concatenate([[0.0], output])  # (L + 1,), by the first layer of a stage
     per_byte = np.array([1 / link for link in links] + [0.0])
     transfer = 2.0 * per_byte[:, None] * received  # (S, L + 1)
 
-    held = param_factor * range_sums(params)
-    working = range_maxima([layer.working_bytes for layer in layers])
-    stash = range_sums(stored)
+    held = param_factor * over_ranges(np.add, params)
+    working = over_ranges(np.maximum, [layer.working_bytes for layer in layers])
+    stash = over_ranges(np.add, stored)
     if recompute:
         stash, working = np.broadcast_to(received[:, None], held.shape), working + stash
     memory = np.stack([of_layers(held + number * stash + working) for number in in_flight])
     return StageTables(compute, transfer, memory)
-
-
-def range_sums(values: np.ndarray) -> np.ndarray:
-    """Sums of values[i:j]; (L + 1, L + 1), 0 where j <= i."""
-    return _over_ranges(np.add, values)
 
 
 def of_layers(costs: np.ndarray) -> np.ndarray:
@@ -66,12 +61,8 @@ def of_layers(costs: np.ndarray) -> np.ndarray:
     return np.where(np.triu(np.ones(costs.shape, bool), 1), costs, np.inf)
 
 
-def range_maxima(values: Sequence[float]) -> np.ndarray:
-    """Maxima of values[i:j]; (L + 1, L + 1), 0 where j <= i."""
-    return _over_ranges(np.maximum, values)
-
-
-def _over_ranges(combine: np.ufunc, values: Any) -> np.ndarray:
+def over_ranges(combine: np.ufunc, values: Any) -> np.ndarray:
+    """Sums of values[i:j] by ``np.add``, maxima by ``np.maximum``; (L + 1, L + 1), 0 if j <= i."""
     size = len(values) + 1
     result = np.zeros((size, size))
     for i in range(size - 1):

@@ -1,5 +1,6 @@
 """HetPipe: pipelines of unequal devices, data-parallel with bounded staleness."""
 
+import bisect
 import dataclasses
 import itertools
 import math
@@ -283,13 +284,8 @@ def _fastest(
         return least_sum(np.where(limit <= period, time, np.inf))
 
     candidates = np.unique(limit[np.isfinite(limit)]).tolist()
-    low, high = 0, len(candidates) - 1
-    while low < high:  # the first period that is at least its latency / N
-        middle = (low + high) // 2
-        if at(candidates[middle])[0] / number <= candidates[middle]:
-            high = middle
-        else:
-            low = middle + 1
+    # The first period that is at least its latency / N; if there is none, the longest.
+    low = bisect.bisect_left(candidates[:-1], True, key=lambda x: at(x)[0] / number <= x)
     around = [at(candidates[i]) for i in (max(low - 1, 0), low)]
     _, boundaries = min(
         around, key=lambda partition: (_slowest(limit, partition, number), partition[0])

@@ -8,7 +8,7 @@ import numpy as np
 
 from sharding.plan._format import Printed, Table, seconds, size
 from sharding.plan.model._layer_costs import LayerCost, check_layers
-from sharding.plan.partition._balanced_stages import of_layers, range_maxima, range_sums
+from sharding.plan.partition._balanced_stages import of_layers, over_ranges
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,11 +93,11 @@ def pipedream_stages(
     check_layers(layers)
     _check_levels(levels, memory)
     count = len(layers)
-    params = range_sums(np.array([layer.param_bytes for layer in layers]))  # (L + 1, L + 1)
+    params = over_ranges(np.add, [layer.param_bytes for layer in layers])  # (L + 1, L + 1)
     output = np.array([0.0] + [layer.output_bytes for layer in layers])  # (L + 1,)
     held = _held_bytes(layers, param_factor * params)
 
-    inner = of_layers(range_sums(np.array([x.forward + x.backward for x in layers])))
+    inner = of_layers(over_ranges(np.add, [x.forward + x.backward for x in layers]))
     solved = []
     for k, (number, link) in enumerate(levels):
         level = _Level(
@@ -135,8 +135,8 @@ def _check_levels(levels: Sequence[tuple[int, float]], memory: float | None) -> 
 
 def _held_bytes(layers: Sequence[LayerCost], static: np.ndarray) -> Callable[[int], np.ndarray]:
     """The bytes of ranges of layers with a number of micro-batches in flight."""
-    stored = range_sums(np.array([layer.activation_bytes for layer in layers]))
-    working = range_maxima([layer.working_bytes for layer in layers])
+    stored = over_ranges(np.add, [layer.activation_bytes for layer in layers])
+    working = over_ranges(np.maximum, [layer.working_bytes for layer in layers])
     return lambda in_flight: static + in_flight * stored + working
 
 

@@ -12,8 +12,8 @@ from sharding.plan.model._layer_costs import LayerCost, check_layers
 from sharding.plan.partition._balanced_stages import (
     StageTables,
     least_maximum,
+    over_ranges,
     periods,
-    range_sums,
     stage_tables,
 )
 
@@ -198,5 +198,5 @@ def _with_sync(
     costs = periods(tables, overlap=False)
     if width == 1:
         return costs
-    params = range_sums(np.array([layer.param_bytes for layer in layers]))  # (L + 1, L + 1)
+    params = over_ranges(np.add, [layer.param_bytes for layer in layers])  # (L + 1, L + 1)
     return np.maximum(costs, 2 * (width - 1) / width * params / link / m)

@@ -57,17 +57,9 @@ class ChosenPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, ready for JSON."""
-        return {
-            "plan": dataclasses.asdict(self.plan),
-            "seconds": self.seconds.to_dict(),
-            "memory": self.memory,
-            "bound": self.bound,
-            "layers": list(self.layers),
-            "tokens": self.tokens,
-            "tokens_per_second": self.tokens_per_second,
-            "utilization": self.utilization,
-            "lossy": self.lossy,
-        }
+        names = ("tokens_per_second", "lossy")
+        figures = {name: getattr(self, name) for name in names}
+        return dataclasses.asdict(self) | {"seconds": self.seconds.to_dict()} | figures
 
 
 PLAN_COLUMNS = ("ZeRO", "tensor", "pipeline", "micro", "stored")

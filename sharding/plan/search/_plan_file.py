@@ -73,11 +73,8 @@ class PlanFile:
     @property
     def mesh_axes(self) -> dict[str, int]:
         """The sizes of the mesh's axes, from the devices furthest apart to the nearest."""
-        plan = self.plan
-        axes = {"pipe": plan.pipe} if plan.pipe > 1 else {}
-        axes |= {"replica": plan.replicas} if plan.replicas > 1 else {}
-        axes |= {"data": plan.shards}
-        return axes | ({TENSOR_AXIS: plan.tensor} if plan.tensor > 1 else {})
+        pipe = {"pipe": self.plan.pipe} if self.plan.pipe > 1 else {}
+        return pipe | dict(zero_of(self.plan).mesh.shape)
 
     @property
     def axis_order(self) -> tuple[str, ...]:

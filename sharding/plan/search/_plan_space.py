@@ -9,7 +9,7 @@ from typing import Any
 
 from optax_ext import STATE_FORMATS
 from sharding.plan.cost._compressed_sync import sync_of
-from sharding.plan.cost._parallel_plan import RECOMPUTE, WEIGHTS, ParallelPlan
+from sharding.plan.cost._parallel_plan import OF_STATE, RECOMPUTE, WEIGHTS, ParallelPlan
 from sharding.plan.cost._pipeline_schedules import (
     ASYNC_SCHEDULES,
     SCHEDULES,
@@ -21,13 +21,11 @@ from sharding.plan.model._traced_model import TracedModel
 
 # Forms of recomputation whose activations the planner knows.
 SEARCHED = tuple(name for name in RECOMPUTE if name != "selective")
-# What forward and backward passes do not depend on.
-_OF_STATE = ("stage", "replicas", "spread", "offload", "state_format", "weights", "sync")
 # What ``keep`` takes.
 KEPT = (
     *("data", "tensor", "pipe", "microbatch", "microbatches", "schedule", "chunks"),
     *("even", "recompute"),
-    *_OF_STATE,
+    *OF_STATE,
 )
 # What the synchronization of gradients depends on, beside the number of devices.
 _OF_SYNC = ("stage", "replicas", "sync")
@@ -48,7 +46,7 @@ class PlanGroup:
 
     def values(self, name: str) -> set[Any]:
         """The values of a field of its plans."""
-        if name in _OF_STATE:
+        if name in OF_STATE:
             return {variant[name] for variant in self.variants}
         return {getattr(self.passes, name)}
 
@@ -59,12 +57,10 @@ class PlanSpace:
 
     Devices and sequences are shared in all divisors; those that share layers must divide the heads
     and the hidden values. Stages 1 to 3 have all numbers of replicas, which share gradients and
-    state
-    or do not. Stage 3 without a pipeline has layers that are computed again, but for what they
-    save,
-    as ``Zero.gathered`` does. A pipeline has each schedule, ``"interleaved"`` each number of chunks
-    for which there are layers; those that split backward passes compute nothing again. Chunks have
-    the layers with which a step is fastest, or equal ones where these are fewer.
+    state or do not. Stage 3 without a pipeline has layers that are computed again, but for what
+    they save, as ``Zero.gathered`` does. A pipeline has each schedule, ``"interleaved"`` each
+    number of chunks for which there are layers; those that split backward passes compute nothing
+    again. Chunks have the layers with which a step is fastest, or equal ones where these are fewer.
     """
 
     model: Decoder | TracedModel  # the model
@@ -81,8 +77,7 @@ class PlanSpace:
     # synchronizations of gradients; others than None are lossy, and without pipelines and
     # shared layers
     syncs: tuple[str | None, ...] = (None,)
-    # whether equal chunks of a plan have fewer layers than the fastest; if not, it is left
-    # out
+    # whether equal chunks of a plan have fewer layers than the fastest; if not, it is left out
     spares: Callable[[ParallelPlan], bool] = lambda plan: True
     # whether the sync of a plan compresses any gradient; if not, the plan is left out
     compresses: Callable[[ParallelPlan], bool] = lambda plan: True
@@ -102,7 +97,7 @@ class PlanSpace:
             if name not in KEPT:
                 known = ", ".join(map(repr, KEPT))
                 raise ValueError(f"keep has {name!r}; what can be kept is {known}.")
-        of_state = {name: value for name, value in keep.items() if name in _OF_STATE}
+        of_state = {name: value for name, value in keep.items() if name in OF_STATE}
         variants = functools.cache(self._variants)  # of data parallelism
 
         @functools.cache
@@ -110,7 +105,7 @@ class PlanSpace:
             return self.compresses(ParallelPlan(**fields))
 
         for passes in self._passes():
-            if any(getattr(passes, k) != keep[k] for k in keep if k not in _OF_STATE):
+            if any(getattr(passes, k) != keep[k] for k in keep if k not in OF_STATE):
                 continue
             # Layers that gather their parameters are computed again.
             gathers = passes.pipe == 1 and passes.recompute == "none"
@@ -160,25 +155,17 @@ class PlanSpace:
         """ZeRO stages with their replicas, and where and in which format state is."""
         stages = [(stage, 1, False) for stage in (range(4) if data > 1 else [0])]
         stages += itertools.product((1, 2, 3), divisors(data)[1:-1], (False, True))
-        return [
-            {
-                "stage": stage,
-                "replicas": replicas,
-                "spread": spread,
-                "offload": offload,
-                "state_format": state_format,
-                "state_bytes": self.state_bytes.get((state_format, weights), 12.0),
-                "weights": weights,
-                "sync": sync,
-            }
-            for (stage, replicas, spread), offload, state_format, weights, sync in (
-                itertools.product(
-                    stages, self.offload, self.state_formats, self.weights, self.syncs
-                )
-            )
+        others = (self.offload, self.state_formats, self.weights, self.syncs)
+        variants = []
+        for (stage, replicas, spread), *values in itertools.product(stages, *others):
             # A compressed sync is that of replicas, or of stages without gathered layers.
-            if sync is None or (data > 1 and not spread and (stage < 3 or replicas > 1))
-        ]
+            if values[-1] is None or (data > 1 and not spread and (stage < 3 or replicas > 1)):
+                variant: dict[str, Any] = dict(
+                    zip(OF_STATE, (stage, replicas, spread, *values), strict=True)
+                )
+                form = variant["state_format"], variant["weights"]
+                variants.append(variant | {"state_bytes": self.state_bytes.get(form, 12.0)})
+        return variants
 
     def _meshes(self) -> Iterator[tuple[int, int]]:
         """Stages of a pipeline, and devices that share each layer."""
@@ -215,26 +202,15 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def check_lossy(
-    state_formats: Sequence[str | None], weights: Sequence[str], syncs: Sequence[str | None]
-) -> None:
-    """Raises unless everything that may be lossy is known, and there is one of each."""
-    for name, values, known in (
-        ("state_formats", state_formats, (None, *STATE_FORMATS)),
-        ("weights", weights, WEIGHTS),
-        ("syncs", syncs, None),
-    ):
+def check_values(**searched: Sequence[str | None]) -> None:
+    """Raises unless all that a search may choose is known, and there is one of each."""
+    every = {"recompute": SEARCHED, "state_formats": (None, *STATE_FORMATS), "weights": WEIGHTS}
+    for name, values in searched.items():
         if not values:
             raise ValueError(f"{name} must have at least one value, got none.")
-        for value in values:
-            if known and value not in known:
-                raise ValueError(f"{name} must be of {', '.join(map(repr, known))}, got {value!r}.")
-            if known is None and value is not None:
-                sync_of(value)
-
-
-def check_recompute(recompute: tuple[str, ...]) -> None:
-    """Raises unless the planner knows the activations of each form of recomputation."""
-    if unknown := [name for name in recompute if name not in SEARCHED]:
-        known, given = (", ".join(map(repr, names)) for names in (SEARCHED, unknown))
-        raise ValueError(f"recompute must be of {known}, got {given}.")
+        if unknown := [value for value in values if value not in every.get(name, values)]:
+            known, given = (", ".join(map(repr, x)) for x in (every[name], unknown))
+            raise ValueError(f"{name} must be of {known}, got {given}.")
+    for sync in searched["syncs"]:
+        if sync is not None:
+            sync_of(sync)

@@ -21,14 +21,8 @@ from sharding.plan.machine._devices import DeviceKind, kind_of
 from sharding.plan.model._layer_time import COMPILED, Implementation
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._traced_model import TracedModel
+from sharding.plan.search import _plan_space as plan_space
 from sharding.plan.search._chosen_plan import COLUMNS, PLAN_COLUMNS, ChosenPlan, cells, short
-from sharding.plan.search._plan_space import (
-    SEARCHED,
-    PlanGroup,
-    PlanSpace,
-    check_lossy,
-    check_recompute,
-)
 
 # The share of device memory that is left to the allocator.
 HEADROOM = 0.08
@@ -126,20 +120,8 @@ class SearchResult(Printed):
 
     def to_dict(self) -> dict[str, Any]:
         """All figures, ready for JSON."""
-        return {
-            "target": self.target,
-            "device": dataclasses.asdict(self.device),
-            "memory": self.memory,
-            "plans": [plan.to_dict() for plan in self.plans],
-            "rejected": [dataclasses.asdict(plan) for plan in self.rejected],
-            "bound": self.bound,
-            "gap": self.gap,
-            "compared": self.compared,
-            "sequences": self.sequences,
-            "length": self.length,
-            "of_update": self.of_update,
-            "frontier": [dataclasses.asdict(plan) for plan in self.frontier],
-        }
+        plans = [plan.to_dict() for plan in self.plans]
+        return dataclasses.asdict(self) | {"plans": plans, "gap": self.gap}
 
 
 def _parts(step: StepSeconds) -> str:
@@ -160,7 +142,7 @@ def search(
     dtype: Any = jnp.bfloat16,
     device: DeviceKind | None = None,
     keep: Mapping[str, Any] | None = None,
-    recompute: Sequence[str] = SEARCHED,
+    recompute: Sequence[str] = plan_space.SEARCHED,
     offload: bool = True,
     asynchronous: bool = False,
     state_formats: Sequence[str | None] = (None,),
@@ -214,8 +196,8 @@ def search(
       >>> found.bound < found.best.seconds.full_overlap < found.best.seconds.seconds
       True
     """
-    check_recompute(tuple(recompute))
-    check_lossy(state_formats, weights, syncs)
+    lossy = {"state_formats": state_formats, "weights": weights, "syncs": syncs}
+    plan_space.check_values(recompute=recompute, **lossy)
     if not 0 <= headroom < 1:
         raise ValueError(f"headroom must be in [0, 1), got {headroom}.")
     if asynchronous and (isinstance(model, TracedModel) or model.tied):
@@ -232,7 +214,7 @@ def search(
     costs: PlanCosts = costs_of(
         *(model, tx, machine), length=length, dtype=dtype, implementation=implementation
     )
-    space = PlanSpace(
+    space = plan_space.PlanSpace(
         model,
         machine.num_devices,
         sequences,
@@ -260,10 +242,10 @@ def search(
     chosen: list[tuple[StepSeconds, ParallelPlan]] = []
     rejected: list[RejectedPlan] = []
 
-    def too_large(group: PlanGroup) -> bool:
+    def too_large(group: plan_space.PlanGroup) -> bool:
         return least(group.passes) > budget
 
-    def skip(group: PlanGroup) -> bool:
+    def skip(group: plan_space.PlanGroup) -> bool:
         return len(rejected) == top and too_large(group)
 
     for step, plan in _in_order(costs, groups, skip=skip):
@@ -309,14 +291,14 @@ def search(
 
 def _frontier(
     costs: PlanCosts,
-    groups: Sequence[PlanGroup],
+    groups: Sequence[plan_space.PlanGroup],
     held: Callable[[ParallelPlan], float],
     least: Callable[[ParallelPlan], float],
 ) -> list[FrontierPlan]:
     """The plans that no other one beats in both time and memory."""
     points: list[FrontierPlan] = []
 
-    def skip(group: PlanGroup) -> bool:
+    def skip(group: plan_space.PlanGroup) -> bool:
         return bool(points) and least(group.passes) >= points[-1].memory
 
     for step, plan in _in_order(costs, groups, skip=skip):
@@ -329,9 +311,9 @@ def _frontier(
 
 def _in_order(
     costs: PlanCosts,
-    groups: Sequence[PlanGroup],
+    groups: Sequence[plan_space.PlanGroup],
     *,
-    skip: Callable[[PlanGroup], bool],
+    skip: Callable[[plan_space.PlanGroup], bool],
     ideal: bool = False,
 ) -> Iterator[tuple[StepSeconds, ParallelPlan]]:
     """All plans by their times, or by bounds if ``ideal``; of equal ones the simpler first.
@@ -393,7 +375,7 @@ def _simpler_first(plan: ParallelPlan) -> tuple[int, ...]:
     return (plan.lossy, plan.offload, *devices, plan.spread, -plan.stage, plan.microbatch, schedule)
 
 
-def _no_plan(space: PlanSpace, keep: Mapping[str, Any] | None) -> str:
+def _no_plan(space: plan_space.PlanSpace, keep: Mapping[str, Any] | None) -> str:
     """Why there is no plan."""
     every = list(space.groups())
     if not every:
@@ -419,7 +401,7 @@ def _no_plan(space: PlanSpace, keep: Mapping[str, Any] | None) -> str:
 
 def _nothing_fits(
     target: str,
-    groups: Sequence[PlanGroup],
+    groups: Sequence[plan_space.PlanGroup],
     least: Callable[[ParallelPlan], float],
     held: Callable[[ParallelPlan], float],
     budget: float,

@@ -9,15 +9,10 @@ import optax
 
 from sharding.plan._format import size
 from sharding.plan.audit._audit import audit
+from sharding.plan.cost import _wire_and_flops as of_program
 from sharding.plan.cost._estimate import estimate
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._plan_costs import sync_change, sync_of_plan, transformation_of
-from sharding.plan.cost._wire_and_flops import (
-    pipeline_flops,
-    pipeline_wire,
-    tensor_wire,
-    updates_wire,
-)
 from sharding.plan.machine import targets
 from sharding.plan.machine._devices import DeviceKind
 from sharding.plan.model._models import Decoder
@@ -137,7 +132,9 @@ def planned_wire(
     if plan.asynchronous:
         pipeline, updates = file.pipeline(mesh, model), file.async_schedule(LOWERED_UPDATES)
         batch = jax.ShapeDtypeStruct((plan.sequences, file.length + 1), jnp.int32)
-        return updates_wire(pipeline, updates, pipeline.stack(model.abstract(dtype)), batch)
+        return of_program.updates_wire(
+            pipeline, updates, pipeline.stack(model.abstract(dtype)), batch
+        )
     params, specs, sent = model.abstract(dtype), file.param_specs(model), 0.0
     if plan.pipe > 1:
         pipeline = file.pipeline(mesh, model)
@@ -145,10 +142,10 @@ def planned_wire(
         specs = pipeline.param_specs(params, specs)
         tokens = (plan.microbatches * plan.microbatch, file.length + 1)
         batch = jax.ShapeDtypeStruct(tokens, jnp.int32)
-        sent = pipeline_wire(pipeline, params, batch, specs=specs)
+        sent = of_program.pipeline_wire(pipeline, params, batch, specs=specs)
     if isinstance(model, Decoder) and plan.tensor > 1:
         schedule = file.schedule() if plan.pipe > 1 else None
-        sent += tensor_wire(
+        sent += of_program.tensor_wire(
             *(model, plan),
             length=file.length,
             itemsize=dtype.itemsize,
@@ -173,7 +170,7 @@ def _planned_flops(file: PlanFile, model: Decoder | TracedModel) -> float:
     if plan.pipe == 1 or isinstance(model, TracedModel):
         return planned_flops(model, plan, file.dtype)
     schedule = file.async_schedule(LOWERED_UPDATES) if plan.asynchronous else file.schedule()
-    return pipeline_flops(
+    return of_program.pipeline_flops(
         *(model, schedule, max(file.layers)),
         microbatch=plan.microbatch,
         recompute=plan.recompute,

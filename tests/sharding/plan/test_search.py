@@ -18,8 +18,8 @@ from sharding.plan.cost._pipeline_schedules import (
     stage_of_chunk,
 )
 from sharding.plan.cost._plan_costs import PlanCosts, zero_of
-from sharding.plan.cost._step_time import COMPILED, step_seconds
-from sharding.plan.model._layer_time import Roofline
+from sharding.plan.cost._step_time import step_seconds
+from sharding.plan.model._layer_time import COMPILED, Roofline
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._traced_model import work_of
 from sharding.plan.search._plan_space import PlanSpace

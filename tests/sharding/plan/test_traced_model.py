@@ -12,7 +12,8 @@ import pytest
 from sharding.plan import TracedModel, estimate, kind_of, layer_costs, search
 from sharding.plan.cost._parallel_plan import ParallelPlan
 from sharding.plan.cost._plan_costs import PlanCosts, TracedCosts, zero_of
-from sharding.plan.cost._step_time import COMPILED, step_seconds
+from sharding.plan.cost._step_time import step_seconds
+from sharding.plan.model._layer_time import COMPILED
 from sharding.plan.model._models import Decoder
 from sharding.plan.model._traced_model import work_of
 from sharding.plan.search._search import machine_of
