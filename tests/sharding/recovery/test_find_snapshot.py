@@ -55,7 +55,6 @@ def find(monkeypatch):
                 found[rank] = str(error)
 
         monkeypatch.setattr(jax, "process_index", lambda: me.rank)
-        monkeypatch.setattr(_find_snapshot, "gather_bytes", gather)
         monkeypatch.setattr(_find_snapshot, "gather_json", gather)
         threads = [threading.Thread(target=process, args=(rank,)) for rank in range(num)]
         for thread in threads:

@@ -25,9 +25,9 @@ from .states import adamw, invented_machines, make_state, random_like
 FLAGS = 2 * 7 / 8 * 4
 
 
-def program_of(zero, layout, leaves, *, replicas=2, placement="group"):
+def program_of(zero, layout, leaves, *, replicas=2):
     machines = invented_machines(layout)
-    holders = place_replicas(machines.domains, replicas, placement)
+    holders = place_replicas(machines.domains, replicas)
     return ReplicaProgram(zero.mesh, machines, holders, leaves)
 
 
@@ -71,7 +71,7 @@ def rounds_of(program):
 CASES = {
     # stage, mesh, machines, how many replicas are sent of each shard
     "stage 2, permuted machines": (2, (8,), "badcabcd", {}, 1),
-    "stage 3, three replicas": (3, (8,), "aabbccdd", {"replicas": 3, "placement": "ring"}, 2),
+    "stage 3, three replicas": (3, (8,), "aabbccdd", {"replicas": 3}, 2),
     "hybrid, replicas on other machines": (3, (2, 4), "aabbccdd", {}, 0),
     "hybrid, replicas on the same machine": (3, (2, 4), "abcdabcd", {}, 1),
 }
