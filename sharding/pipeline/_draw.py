@@ -1,9 +1,13 @@
 """Pictures of schedules, with matplotlib."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from sharding.pipeline._operations import Op
+import numpy as np
+
+from sharding.pipeline._operations import Costs, Op
+
+if TYPE_CHECKING:
+    from sharding.pipeline._schedule import Schedule
 
 # The colours of the papers: forward blue, backward green, weights orange.
 _COLORS = {
@@ -14,48 +18,34 @@ _COLORS = {
 }
 
 
-class Box(NamedTuple):
-    """An operation in a picture."""
-
-    stage: int
-    start: float
-    length: float
-    op: Op
-    microbatch: int
-    lighter: float  # from 0, the full colour, to 1, white: tells chunks apart
-
-
-def draw_boxes(
-    ax: Any, boxes: Sequence[Box], size: tuple[int, int], end: float, unit: str, title: str
-) -> Any:
-    """Draws a row per stage; ``size`` is that of the table: ticks and stages."""
+def draw(schedule: "Schedule", ax: Any, costs: Costs | None) -> Any:
+    """See ``Schedule.draw``."""
     import matplotlib.pyplot as plt
     from matplotlib.colors import to_rgb
 
-    num_ticks, num_stages = size
+    num_ticks, num_stages = schedule.op.shape
     if ax is None:
         width = max(4.0, min(18.0, 0.28 * num_ticks))
         _, ax = plt.subplots(figsize=(width, 0.6 + 0.35 * num_stages))
-    for box in boxes:
-        color = tuple(c + (1 - c) * box.lighter for c in to_rgb(_COLORS[box.op]))
-        span = [(box.start, box.length)]
-        ax.broken_barh(span, (box.stage - 0.45, 0.9), facecolors=[color], edgecolor="white")
-        ax.text(
-            box.start + box.length / 2,
-            box.stage,
-            str(box.microbatch),
-            ha="center",
-            va="center",
-            color="white" if box.lighter < 0.4 else "black",
-            fontsize=7,
-        )
+    lengths = np.ones(num_ticks) if costs is None else schedule._tick_times(costs)
+    starts = np.concatenate([[0.0], np.cumsum(lengths)])
+    for tick, stage, (op, microbatch, _) in schedule.tasks():
+        length = lengths[tick] if costs is None else costs.of(op)
+        # Chunks are told apart by their lightness.
+        lighter = 0.55 * int(schedule.chunk[tick, stage]) / max(1, schedule.num_chunks - 1)
+        color = tuple(c + (1 - c) * lighter for c in to_rgb(_COLORS[op]))
+        span = [(starts[tick], length)]
+        ax.broken_barh(span, (stage - 0.45, 0.9), facecolors=[color], edgecolor="white")
+        style = {"color": "white" if lighter < 0.4 else "black", "fontsize": 7}
+        at = starts[tick] + length / 2, stage
+        ax.text(*at, str(microbatch), ha="center", va="center", **style)
     ax.set(
-        xlim=(0, end),
+        xlim=(0, starts[-1]),
         ylim=(num_stages - 0.5, -0.5),
         yticks=range(num_stages),
-        xlabel=unit,
+        xlabel="ticks" if costs is None else "time",
         ylabel="stage",
-        title=title,
+        title=schedule.name,
     )
     ax.set_facecolor("#ececec")  # the bubble
     return ax

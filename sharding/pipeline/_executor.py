@@ -6,7 +6,7 @@ Runs inside a ``shard_map`` over the pipeline's axis.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +14,14 @@ import numpy as np
 from jax import lax
 
 from sharding.pipeline._instructions import Code, Instructions, Phase, Segment
-from sharding.pipeline._model import Model, ParamTree
 from sharding.pipeline._operations import Op
 from sharding.pipeline._schedule import Schedule
 from sharding.pipeline._stage import Arrays, LayerParams, Scope, Stage
 from sharding.step._gather_params import gather
 from sharding.step._microbatches import join_microbatches
+
+if TYPE_CHECKING:
+    from sharding.pipeline._pipeline import Pipeline
 
 
 class Totals(NamedTuple):
@@ -48,8 +50,8 @@ class Buffers(NamedTuple):
     messages: Any  # activations and cotangents, leaves [slots + 1, ...]
     residuals: Arrays  # [slots + 1, layers, ...], from forward to backward passes
     crossing: Arrays  # [slots + 1, layers, ...], between the halves of split backward passes
-    layer_grads: Arrays  # of the trained parameters, [chunks * layers, ...]
-    shared_grads: Arrays  # of the trained shared parameters
+    layer_grads: Any  # of the trained parameters, [chunks * layers, ...]
+    shared_grads: Any  # of the trained shared parameters
     totals: Totals
     versions: Any = ()  # of the parameters, in an asynchronous pipeline
     opt_state: Any = ()  # of the optimizer there
@@ -85,10 +87,9 @@ Result = tuple[Any, ForLater, Buffers]  # of an operation: message (None: no use
 class Executor:
     """One stage of a pipeline."""
 
-    model: Model
+    pipeline: "Pipeline"
     schedule: Schedule
     program: Instructions
-    trees: tuple[ParamTree, ParamTree]  # of the layers and of the shared parameters
     layers: LayerParams  # of all chunks of this stage, [chunks * layers, ...]
     shared: LayerParams  # of embedding and head
     microbatches: Any  # a tree of [micro-batches, ...]
@@ -145,7 +146,7 @@ class Executor:
         with jax.named_scope("messages"):
             for pairs, slot in ((phase.right, "from_left"), (phase.left, "from_right")):
                 if pairs:
-                    arrived = lax.ppermute(message, self.model.axis, pairs)
+                    arrived = lax.ppermute(message, self.pipeline.axis, pairs)
                     messages = write_slot(messages, column[slot], arrived)
             if phase.stays:
                 messages = write_slot(messages, column["from_self"], message)
@@ -167,7 +168,7 @@ class Executor:
     def _stores(self, code: Code) -> set[str]:
         """What an operation stores for later; see ``ForLater``."""
         if code.op == Op.FORWARD:
-            stores = not (self.model.recompute or code.last or self.schedule.forward_only)
+            stores = not (self.pipeline.recompute or code.last or self.schedule.forward_only)
             return {"residuals"} if stores else set()
         return {"crossing"} if code.op == Op.BACKWARD and self.schedule.splits_backward else set()
 
@@ -184,14 +185,14 @@ class Executor:
                 y = self.stage.forward(params, x, scope)
                 sum_, others = self._head(shared, y, scope)
                 return None, ForLater(), self._with_totals(buffers, column, sum_, *others)
-            if self.model.recompute or evaluating:
+            if self.pipeline.recompute or evaluating:
                 return self.stage.forward(params, x, scope), ForLater(), buffers
             y, residuals = self.stage.forward_storing(params, x, scope)
             return y, ForLater(residuals=residuals), buffers
 
     def _backward(self, code: Code, buffers: Buffers, column: Column) -> Result:
         scope, (params, shared) = self._scope(column), self._params(code, buffers, column)
-        if self.model.recompute or code.last:
+        if self.pipeline.recompute or code.last:
             with jax.named_scope("forward"):
                 x = self._input(code, buffers, column, scope, shared)
                 y, residuals = self.stage.forward_storing(params, x, scope)
@@ -203,7 +204,7 @@ class Executor:
             # The cotangent of the stage's output: from the head, or from the next stage.
             if code.last:
 
-                def head(trained: Arrays, y: Any) -> Any:
+                def head(trained: Any, y: Any) -> Any:
                     return self._head(shared._replace(trained=trained), y, scope)
 
                 sum_, vjp, others = jax.vjp(head, shared.trained, y, has_aux=True)
@@ -222,7 +223,7 @@ class Executor:
             if not code.first:
                 return cotangent, later, buffers
 
-            def embed(trained: Arrays) -> Any:
+            def embed(trained: Any) -> Any:
                 return self._embed(shared._replace(trained=trained), scope)
 
             (grads,) = jax.vjp(embed, shared.trained)[1](cotangent)
@@ -241,36 +242,35 @@ class Executor:
     @functools.cached_property
     def stage(self) -> Stage:
         """The layers of a virtual stage."""
-        counts = self.model.layer_counts
+        counts = self.pipeline.layer_counts
         return Stage(self._layer, max(counts), uneven=min(counts) < max(counts))
 
     def _layer(self, params: LayerParams, x: Any, microbatch: Any, key: Any) -> Any:
-        tree = self.trees[0].join(params)
         # Otherwise the layers are gathered already. A gather would hide that residuals are
         # parameters.
-        tree = gather(tree) if self.model.gather_layers else tree
-        return self.model.block(tree, x, microbatch, *([] if key is None else [key]))
+        tree = gather(params.tree) if self.pipeline.gather == "tick" else params.tree
+        return self.pipeline.block(tree, x, microbatch, *([] if key is None else [key]))
 
     def _embed(self, shared: LayerParams, scope: Scope) -> Any:
-        return self.model.embed(self.trees[1].join(shared), *self._args(scope, 0))
+        return self.pipeline.embed(shared.tree, *self._args(scope, 0))
 
     def _head(self, shared: LayerParams, x: Any, scope: Scope) -> tuple[Any, tuple[Any, Any]]:
         """``(sum, (weight, aux))``."""
-        out = self.model.head(self.trees[1].join(shared), x, *self._args(scope, 1))
-        (sum_, weight), aux = out if self.model.has_aux else (out, ())
+        out = self.pipeline.head(shared.tree, x, *self._args(scope, 1))
+        (sum_, weight), aux = out if self.pipeline.has_aux else (out, ())
         return jnp.asarray(sum_), (lax.stop_gradient(jnp.asarray(weight)), aux)
 
     def _args(self, scope: Scope, number: int) -> tuple[Any, ...]:
         """The micro-batch, and a key that comes after those of the layers."""
         if scope.key is None:
             return (scope.microbatch,)
-        number += sum(self.model.layer_counts)
+        number += sum(self.pipeline.layer_counts)
         return scope.microbatch, jax.random.fold_in(scope.key, number)
 
     # --- What operations read and write -----------------------------------------------------------
 
     def _scope(self, column: Column) -> Scope:
-        counts = np.array(self.model.layer_counts, np.int32)
+        counts = np.array(self.pipeline.layer_counts, np.int32)
         starts = (np.cumsum(counts) - counts).astype(np.int32)
         v, key = column["virtual_stage"], self.key
         if key is not None:
@@ -290,16 +290,18 @@ class Executor:
     ) -> tuple[LayerParams, LayerParams]:
         """The layers of one chunk, and the shared parameters."""
         del code, buffers
-        return LayerParams(*(self._chunk_of(x, column) for x in self.layers)), self.shared
+        return self._chunk_of(self.layers, column), self.shared
 
-    def _chunk_of(self, arrays: Arrays, column: Column) -> Arrays:
+    def _chunk_of(self, tree: Any, column: Column) -> Any:
         """[chunks * layers, ...] to [layers, ...]."""
         size = self.stage.num_layers
         if self.schedule.num_chunks == 1:
-            return arrays
-        return [lax.dynamic_slice_in_dim(x, column["chunk"] * size, size) for x in arrays]
+            return tree
+        return jax.tree.map(
+            lambda x: lax.dynamic_slice_in_dim(x, column["chunk"] * size, size), tree
+        )
 
-    def _with_layer_grads(self, buffers: Buffers, column: Column, grads: Arrays) -> Buffers:
+    def _with_layer_grads(self, buffers: Buffers, column: Column, grads: Any) -> Buffers:
         """Adds gradients of one chunk, [layers, ...].
 
         A sum inside the loop over layers would copy all sums into the loop and out of it.
@@ -307,10 +309,11 @@ class Executor:
         sums = _add_grads(self._chunk_of(buffers.layer_grads, column), grads)
         if self.schedule.num_chunks > 1:
             start = column["chunk"] * self.stage.num_layers
-            sums = [
-                lax.dynamic_update_slice_in_dim(x, new, start, 0)
-                for x, new in zip(buffers.layer_grads, sums, strict=True)
-            ]
+            sums = jax.tree.map(
+                lambda x, new: lax.dynamic_update_slice_in_dim(x, new, start, 0),
+                buffers.layer_grads,
+                sums,
+            )
         return buffers._replace(layer_grads=sums)
 
     def _with_totals(
@@ -333,9 +336,9 @@ class Executor:
 
         def every() -> Any:
             scope = self._scope(column)
-            params = LayerParams(*(self._chunk_of(x, column) for x in self.layers))
+            params = self._chunk_of(self.layers, column)
             x = self._embed(self.shared, scope)
-            one = LayerParams(*([leaf[0] for leaf in part] for part in params))
+            one = jax.tree.map(lambda leaf: leaf[0], params)
             _check_activations(x, self._layer(one, x, scope.microbatch, scope.key))
             out = self._head(self.shared, x, scope)
             if self.schedule.forward_only:
@@ -353,27 +356,21 @@ class Executor:
 
     def _empty_buffers(self) -> Buffers:
         message, residuals, crossing, (sum_, (weight, aux)) = self._types
-        program, evaluating = self.program, self.schedule.forward_only
+        program, (layers, shared) = self.program, (self.layers.trained, self.shared.trained)
 
         def slots(types: Any, count: int) -> Any:
             return jax.tree.map(lambda t: jnp.zeros((count, *t.shape), t.dtype), types)
 
-        def sums(params: LayerParams) -> Arrays:
-            # At least float32: a sum over micro-batches.
-            return [
-                jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in params.trained
-            ]
-
-        def total(t: Any) -> jax.Array:
-            return jnp.zeros((), jnp.promote_types(t.dtype, jnp.float32))
+        def zeros(t: Any) -> jax.Array:  # of a sum over micro-batches: at least float32
+            return jnp.zeros(t.shape, jnp.promote_types(t.dtype, jnp.float32))
 
         return Buffers(
             slots(message, program.num_messages + 1),
             slots(residuals, program.num_residuals + 1) if program.num_residuals else [],
             slots(crossing, program.num_crossing + 1) if program.num_crossing else [],
-            [] if evaluating else sums(self.layers),
-            [] if evaluating else sums(self.shared),
-            Totals(total(sum_), total(weight), slots(aux, self.schedule.num_microbatches)),
+            jax.tree.map(zeros, layers),
+            jax.tree.map(zeros, shared),
+            Totals(zeros(sum_), zeros(weight), slots(aux, self.schedule.num_microbatches)),
         )
 
 
@@ -396,5 +393,5 @@ def _check_activations(embedded: Any, after_layer: Any) -> None:
             )
 
 
-def _add_grads(sums: Arrays, grads: Arrays) -> Arrays:
-    return [s + g.astype(s.dtype) for s, g in zip(sums, grads, strict=True)]
+def _add_grads(sums: Any, grads: Any) -> Any:
+    return jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, grads)

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 
 from sharding.pipeline._differentiable_loss import loss
+from sharding.pipeline._instructions import Instructions, instructions
 from sharding.pipeline._layers import (
     StageRows,
     even_counts,
@@ -21,7 +22,7 @@ from sharding.pipeline._layers import (
     reordered,
     split_numbered,
 )
-from sharding.pipeline._model import Model, on_auto_axes
+from sharding.pipeline._model import on_auto_axes
 from sharding.pipeline._operations import Op
 from sharding.pipeline._schedule import Schedule
 from sharding.placement._specs import AnyMesh, expand_specs, is_spec
@@ -55,8 +56,7 @@ class Pipeline:
       schedule: the table, such as ``one_f_one_b(stages, microbatches)``.
       num_layers: of the model, divided evenly, the first stages with one more if need be; or those
         of every virtual stage. Where stages have unequal numbers, arrays are in the order of the
-        model: in a step stages send each other the layers that they do not hold, and gradients
-        back, and have memory for those of the largest.
+        model, and stages send each other layers in each step.
       embed: ``embed(shared, microbatch) -> x``, the activations that enter the first layer: an
         array, or a tree of arrays.
       block: ``block(layer, x, microbatch) -> x``, one layer.
@@ -163,7 +163,7 @@ class Pipeline:
                 f"{self.num_layers} layers are fewer than the {virtual} virtual stages of "
                 f"{self.schedule.name}."
             )
-        _ = self._model.training  # so that a bad schedule is rejected here
+        _ = self._training  # so that a bad schedule is rejected here
 
     # --- Layers and rows --------------------------------------------------------------------------
 
@@ -180,20 +180,15 @@ class Pipeline:
         return StageRows(self.axis, layer_of_row(held, self.layer_counts))
 
     @functools.cached_property
-    def _model(self) -> Model:
-        return Model(
-            self.mesh,
-            self.axis,
-            self.schedule,
-            self.layer_counts,
-            self._rows,
-            self.embed,
-            self.block,
-            self.head,
-            self.has_aux,
-            self.recompute,
-            self.gather == "tick",
-        )
+    def _training(self) -> tuple[Schedule, Instructions]:
+        """The schedule, and its instructions: made once, not in every trace."""
+        return self.schedule, instructions(self.schedule, self.recompute)
+
+    @functools.cached_property
+    def _evaluation(self) -> tuple[Schedule, Instructions]:
+        """The schedule without its backward passes, and its instructions."""
+        schedule = self.schedule.without_backward()
+        return schedule, instructions(schedule, self.recompute)
 
     def stack(self, tree: Any) -> Any:
         """The tree of a model, or of its optimizer's state, with layers as this pipeline has them.
@@ -208,22 +203,17 @@ class Pipeline:
         Raises:
           ValueError: if there are no layers in it, or not as many as expected.
         """
-        total, any_array = sum(self.layer_counts), False
+        stacked = []
 
         def layers(x: Any) -> Any:
-            nonlocal any_array
-            any_array = True
-            if not jnp.ndim(x) or x.shape[0] != total:
-                raise ValueError(
-                    f"arrays under {self.layers!r} must have the {total} layers along dim 0, got "
-                    f"shape {jnp.shape(x)}."
-                )
+            self._check_layers(x, stacking=True)
+            stacked.append(x)
             return reordered(x, self._rows.order)
 
         if self.numbered is not None:
-            tree = join_numbered(tree, self.numbered, self.layers, total)
+            tree = join_numbered(tree, self.numbered, self.layers, sum(self.layer_counts))
         tree = map_layers(tree, self.layers, functools.partial(jax.tree.map, layers))
-        if not any_array:
+        if not stacked:
             raise ValueError(
                 f"the tree has no key {self.layers!r} with stacked layers. If a model numbers its "
                 "layers, name their keys in numbered, such as 'block_{}'."
@@ -242,12 +232,13 @@ class Pipeline:
             tree = split_numbered(tree, self.numbered, self.layers, sum(self.layer_counts))
         return tree
 
-    def _check_layers(self, x: Any) -> None:
+    def _check_layers(self, x: Any, stacking: bool = False) -> None:
         total = sum(self.layer_counts)
         if not jnp.ndim(x) or x.shape[0] != total:
+            hint = "" if stacking else " Convert the model's parameters with pipeline.stack."
             raise ValueError(
-                f"arrays under {self.layers!r} must have {total} layers along dim 0, got shape "
-                f"{jnp.shape(x)}. Convert the model's parameters with pipeline.stack."
+                f"arrays under {self.layers!r} must have {'the ' * stacking}{total} layers along "
+                f"dim 0, got shape {jnp.shape(x)}.{hint}"
             )
 
     def param_specs(self, params: Any, specs: Any = None) -> Any:
@@ -313,7 +304,7 @@ class Pipeline:
             layers = gather(layers)
         for x in jax.tree.leaves(layers):
             self._check_layers(x)
-        sums, aux = loss(self._model, (layers, shared), self._microbatches(batch), key)
+        sums, aux = loss(self, (layers, shared), self._microbatches(batch), key)
         return (sums, aux) if self.has_aux else sums
 
     def _check_key(self, key: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from sharding.pipeline._csv import read_csv
-from sharding.pipeline._draw import Box, draw_boxes
+from sharding.pipeline._draw import draw
 from sharding.pipeline._operations import (
     LETTERS,
     Costs,
@@ -329,6 +329,8 @@ class Schedule:
         An entry is virtual stage, operation and micro-batch; ``I`` is the backward pass of the
         input alone, ``W`` that of the parameters.
         """
+        if Op.UPDATE in self._OPS:
+            raise ScheduleError(f"{self.name}: PyTorch's format has no updates and no versions.")
         letters = LETTERS | ({Op.BACKWARD: "I"} if self.splits_backward else {})
         rows = [[""] * self.num_ticks for _ in range(self.num_stages)]
         for tick, stage, (op, microbatch, v) in self.tasks():
@@ -375,15 +377,7 @@ class Schedule:
         Returns:
           The axes.
         """
-        lengths = np.ones(self.num_ticks) if costs is None else self._tick_times(costs)
-        starts = np.concatenate([[0.0], np.cumsum(lengths)])
-        boxes = []
-        for tick, stage, (op, microbatch, _) in self.tasks():
-            lighter = 0.55 * int(self.chunk[tick, stage]) / max(1, self.num_chunks - 1)
-            length = lengths[tick] if costs is None else costs.of(op)
-            boxes.append(Box(stage, starts[tick], length, op, microbatch, lighter))
-        unit = "ticks" if costs is None else "time"
-        return draw_boxes(ax, boxes, (self.num_ticks, self.num_stages), starts[-1], unit, self.name)
+        return draw(self, ax, costs)
 
     def __str__(self) -> str:
         """A line of figures, then a row per stage: operation, micro-batch, letter of the chunk."""

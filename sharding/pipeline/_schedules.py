@@ -59,15 +59,8 @@ def one_f_one_b(stages: int, microbatches: int, *, aligned: bool = True) -> Sche
     In one SPMD program a tick takes as long as its slowest operation. The classic form runs forward
     passes on some stages beside backward passes on others, and pays for the latter in each tick.
     The aligned form keeps them apart: (M + S - 1) (F + B) in all, F and B the times of the two
-    passes; it stores at most min(2 (S - 1 - s) + 1, M) micro-batches.
-
-    Args:
-      stages: devices along the pipeline's mesh axis.
-      microbatches: of one step.
-      aligned: whether even ticks hold forward passes alone and odd ticks backward passes alone.
-
-    Raises:
-      ValueError: if a number is below 1.
+    passes; it stores at most min(2 (S - 1 - s) + 1, M) micro-batches. The other arguments, and
+    errors, are those of ``gpipe``.
 
     Example:
       >>> print(one_f_one_b(stages=2, microbatches=2))
@@ -110,13 +103,7 @@ def interleaved(
 
     Bubble (S - 1) / (V M + S - 1) with V chunks; stage s stores at most
     2 (S - 1 - s) + (V - 1) S + 1 chunks of activations. Each micro-batch passes every stage V
-    times. Virtual stage v runs on stage v mod S.
-
-    Args:
-      stages: devices along the pipeline's mesh axis.
-      microbatches: of one step.
-      chunks: groups of layers per stage.
-      aligned: as in ``one_f_one_b``.
+    times. Virtual stage v runs on stage v mod S. The other arguments are those of ``one_f_one_b``.
 
     Raises:
       ValueError: if a number is below 1, or the micro-batches are not a multiple of the stages.
@@ -159,14 +146,7 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
     ``BACKWARD`` is the gradient of the input, which the stage before waits for; ``WEIGHT`` that of
     the parameters, which nobody does. Bubble (S - 1) (F + B - W); every stage stores the
     activations of up to S micro-batches until ``WEIGHT``. In one SPMD program it pays where the
-    three take about the same time.
-
-    Args:
-      stages: devices along the pipeline's mesh axis.
-      microbatches: of one step.
-
-    Raises:
-      ValueError: if a number is below 1.
+    three take about the same time. Arguments and errors are those of ``gpipe``.
 
     References:
       Qi, Wan, Huang, Lin: Zero Bubble (Almost) Pipeline Parallelism, ICLR 2024, arXiv 2401.10241.
@@ -192,14 +172,8 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
     embedding and head. With M >= 2S - 2 the table has 6M + S - 1 ticks, each of half a stage's
     layers, and bubble (S - 1) / (6M + S - 1); with fewer micro-batches it is longer. A stage stores
     at most 2S chunks of activations until ``WEIGHT``, as many layers as the first stage of 1F1B. In
-    one SPMD program it pays where the three operations take about the same time.
-
-    Args:
-      stages: devices along the pipeline's mesh axis.
-      microbatches: of one step.
-
-    Raises:
-      ValueError: if a number is below 1.
+    one SPMD program it pays where the three operations take about the same time. Arguments and
+    errors are those of ``gpipe``.
 
     Example:
       >>> print(zb_v(stages=2, microbatches=3))
@@ -208,9 +182,8 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
       1  .   F0a F0b F1a F1b B0b W0b F2a B0a W0a F2b B1b W1b B1a B2b B2a W1a W2b W2a
 
     References:
-      Qi, Wan, Huang, Lin: Zero Bubble (Almost) Pipeline Parallelism, ICLR 2024, arXiv 2401.10241
-      (section 6). Qi, Wan, Amar, Lin: Pipeline Parallelism with Controllable Memory, NeurIPS 2024,
-      arXiv 2405.15362.
+      See ``zb_h1``, section 6. Qi, Wan, Amar, Lin: Pipeline Parallelism with Controllable Memory,
+      NeurIPS 2024, arXiv 2405.15362.
     """
     check_sizes(stages=stages, microbatches=microbatches)
     route = tuple(Place(s, 0) for s in range(stages))
@@ -253,12 +226,8 @@ def chimera(stages: int, microbatches: int) -> Schedule:
     holds virtual stages s and S - 1 - s. Bubble (S - 2) / (2M + S - 2); a stage stores the
     activations of at most S micro-batches, and twice the parameters.
 
-    Args:
-      stages: devices along the pipeline's mesh axis, an even number.
-      microbatches: of one step, a multiple of ``stages``.
-
     Raises:
-      ValueError: on other numbers.
+      ValueError: if the stages are not even, or do not divide the micro-batches.
 
     References:
       Li, Hoefler: Chimera: Efficiently Training Large-Scale Neural Networks with Bidirectional

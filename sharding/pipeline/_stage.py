@@ -14,10 +14,25 @@ Arrays = list[Any]
 
 
 class LayerParams(NamedTuple):
-    """Parameters of layers: leaves of a tree, [layers, ...] or those of one layer."""
+    """A tree of parameters as two, each with None where the other has an array."""
 
-    trained: Arrays  # have a gradient
-    frozen: Arrays
+    trained: Any  # have a gradient; of layers [layers, ...], or those of one layer
+    frozen: Any = None  # None if there are none
+
+    @staticmethod
+    def of(tree: Any, trained: Any) -> "LayerParams":
+        """A tree, by a tree of whether each leaf is trained."""
+        return LayerParams(
+            jax.tree.map(lambda x, t: x if t else None, tree, trained),
+            jax.tree.map(lambda x, t: None if t else x, tree, trained),
+        )
+
+    @property
+    def tree(self) -> Any:
+        """The inverse of ``of``."""
+        if self.frozen is None:
+            return self.trained
+        return jax.tree.map(lambda x, y: y if x is None else x, *self, is_leaf=lambda x: x is None)
 
 
 class Scope(NamedTuple):
@@ -63,10 +78,10 @@ class Stage:
 
     def backward(
         self, params: LayerParams, residuals: Arrays, cotangent: Any, scope: Scope
-    ) -> tuple[Any, Arrays]:
+    ) -> tuple[Any, Any]:
         """The cotangent of the input, and the gradients of the layers."""
 
-        def run(cotangent: Any, indexed: Any, scope: Scope) -> tuple[Any, Arrays]:
+        def run(cotangent: Any, indexed: Any, scope: Scope) -> tuple[Any, Any]:
             layer_params, stored = indexed
             grads, cotangent = self._layer_vjp(layer_params, stored, scope)(cotangent)
             return cotangent, grads
@@ -85,10 +100,10 @@ class Stage:
 
         return self._scan(run, cotangent, (params, residuals), scope, reverse=True)
 
-    def backward_weight(self, params: LayerParams, crossing: Arrays, scope: Scope) -> Arrays:
+    def backward_weight(self, params: LayerParams, crossing: Arrays, scope: Scope) -> Any:
         """The gradients of the layers, after ``backward_input``."""
 
-        def run(_: None, indexed: Any, scope: Scope) -> tuple[None, Arrays]:
+        def run(_: None, indexed: Any, scope: Scope) -> tuple[None, Any]:
             return None, self._weight_part(*indexed, scope)
 
         return self._scan(run, None, (params, crossing), scope)[1]
@@ -96,7 +111,7 @@ class Stage:
     def stores_changed_params(self, params: LayerParams, x: Any, scope: Scope) -> bool:
         """Whether a layer's residuals hold what it made of its parameters alone, such as a cast."""
         treedef: Any
-        own = LayerParams(*([leaf[0] for leaf in part] for part in params))
+        own = jax.tree.map(lambda x: x[0], params)
         scope = _of_layer(scope, 0)
         leaves, treedef = jax.tree.flatten((own, x, scope.microbatch, scope.key))
 
@@ -105,7 +120,7 @@ class Stage:
             return self._run_storing(x, own, scope._replace(microbatch=microbatch, key=key))[1]
 
         graph = Graph(residuals, leaves, [False] * len(leaves))
-        num_params = len(own.trained) + len(own.frozen)
+        num_params = len(jax.tree.leaves(own))
         for value in graph.outputs:
             _, read = graph.needed([value], graph.constants)
             if read and max(read) < num_params:
@@ -135,7 +150,7 @@ class Stage:
     # --- One layer --------------------------------------------------------------------------------
 
     def _run_storing(self, x: Any, params: LayerParams, scope: Scope) -> tuple[Any, Arrays]:
-        def of_inputs(trained: Arrays, x: Any) -> Any:
+        def of_inputs(trained: Any, x: Any) -> Any:
             own = params._replace(trained=trained)
             return self.layer(own, x, scope.microbatch, scope.key)
 
@@ -155,7 +170,7 @@ class Stage:
 
 def split_backward(
     layer_vjp: Callable[..., Any], params: LayerParams, stored: Arrays, cotangent: Any, scope: Scope
-) -> tuple[Callable[..., tuple[Any, Arrays]], Callable[..., Arrays]]:
+) -> tuple[Callable[..., tuple[Any, Arrays]], Callable[..., Any]]:
     """The backward pass of one layer in two: the gradient of its input, then of its parameters.
 
     What the second needs of the first crosses over: results of the first that it reads, residuals,
@@ -167,20 +182,18 @@ def split_backward(
       ``weight_part(params, crossing, scope) -> gradients of the trained parameters``.
     """
     known = _known(params, scope)
-    num_trained, num_params = len(params.trained), len(params.trained) + len(params.frozen)
+    num_trained = len(jax.tree.leaves(params.trained))
     treedef: Any
-    scope_treedef: Any
     leaves, treedef = jax.tree.flatten(cotangent)
-    scope_treedef = jax.tree.structure((scope.microbatch, scope.key))
+    known_treedef: Any = jax.tree.structure((params, scope.microbatch, scope.key))
+    trained_treedef: Any = jax.tree.structure(params.trained)
 
     def backward(inputs: Arrays) -> Arrays:
         given, others = inputs[: len(known)], inputs[len(known) :]
-        here = LayerParams(given[:num_trained], given[num_trained:num_params])
-        microbatch, key = scope_treedef.unflatten(given[num_params:])
+        here, microbatch, key = known_treedef.unflatten(given)
         there = scope._replace(microbatch=microbatch, key=key)
         vjp = layer_vjp(here, others[: len(stored)], there)
-        grads, cotangent = vjp(treedef.unflatten(others[len(stored) :]))
-        return [*grads, *jax.tree.leaves(cotangent)]
+        return jax.tree.leaves(vjp(treedef.unflatten(others[len(stored) :])))
 
     # Values of the graph are numbers, of which the first are those of its inputs.
     inputs = [*known, *stored, *leaves]
@@ -200,18 +213,18 @@ def split_backward(
         evaluate(graph.needed(of_input, graph.constants)[0], values)
         return treedef.unflatten([values[x] for x in of_input]), [values[x] for x in crossing]
 
-    def weight_part(params: LayerParams, stored: Arrays, scope: Scope) -> Arrays:
+    def weight_part(params: LayerParams, stored: Arrays, scope: Scope) -> Any:
         values = dict(enumerate(_known(params, scope))) | graph.constants
         values |= zip(crossing, stored, strict=True)
         evaluate(graph.needed(of_params, values)[0], values)
-        return [values[x] for x in of_params]
+        return trained_treedef.unflatten([values[x] for x in of_params])
 
     return input_part, weight_part
 
 
 def _known(params: LayerParams, scope: Scope) -> Arrays:
     """Arrays that a backward pass has without storing them."""
-    return [*params.trained, *params.frozen, *jax.tree.leaves((scope.microbatch, scope.key))]
+    return jax.tree.leaves((params, scope.microbatch, scope.key))
 
 
 def _of_layer(scope: Scope, i: Any) -> Scope:

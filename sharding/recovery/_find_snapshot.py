@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from sharding.recovery._machines import Machines, gather_bytes, gather_json
+from sharding.recovery._machines import Machines, gather_json
 from sharding.recovery._slot import OpenSlot, SnapshotId, slots_in
 from sharding.recovery._stored_leaf import StoredLeaf, leaves_from_json
 
 Block = tuple[int, int]  # a leaf, and the number of a block of it
-_INTACT = np.dtype([("file", "<u4"), ("row", "<u4"), ("leaf", "<u4"), ("block", "<u8")])
 
 
 class NoCompleteCheckpoint(Exception):
@@ -83,18 +82,14 @@ def _verify(
     """Finds the snapshot if it is complete, else says what is missing; a collective."""
     me = jax.process_index()
     names = [[name for name, *_ in files] for files in seen]
-    intact = [np.zeros(0, _INTACT)]
+    intact: list[tuple[int, ...]] = []  # file, row of its table, leaf, block
     described: Any = None  # the leaves, and the user's value
     for file, slot in enumerate(slots):
         if slot.id == number and readers[names[me][file]][0] == me:
-            rows = np.flatnonzero(slot.intact())
-            blocks = np.zeros(len(rows), _INTACT)
-            blocks["file"], blocks["row"] = file, rows
-            for field in ("leaf", "block"):
-                blocks[field] = slot.table.blocks[field][rows]
-            intact.append(blocks)
+            blocks = slot.table.blocks[["leaf", "block"]].tolist()
+            intact += [(file, row, *blocks[row]) for row in np.flatnonzero(slot.intact()).tolist()]
             described = slot.table.leaves, slot.table.extra
-    tables = [np.frombuffer(raw, _INTACT) for raw in gather_bytes(np.concatenate(intact).tobytes())]
+    tables = gather_json(intact)
     # The description is that of the first process that has one, which alone sends it.
     first = gather_json(described is not None).index(True)
     rows_of_leaves, extra = gather_json(described if me == first else None)[first]
@@ -104,7 +99,7 @@ def _verify(
     processes: dict[Block, list[int]] = defaultdict(list)
     mine: dict[Block, tuple[OpenSlot, int]] = {}
     for process, table in enumerate(tables):
-        for file, row, leaf, block in table.tolist():
+        for file, row, leaf, block in table:
             name = names[process][file]
             processes[leaf, block] += readers[name]
             if name in local:

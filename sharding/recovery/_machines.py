@@ -33,20 +33,16 @@ class Machines:
         return np.argsort(self.of_device, kind="stable").reshape(len(self.names), -1)
 
 
-def gather_bytes(raw: bytes) -> list[bytes]:
-    """Gathers the bytes of all processes, by their index; a collective."""
+def gather_json(value: Any) -> list[Any]:
+    """Gathers a value of all processes, by their index; a collective."""
+    raw = json.dumps(value).encode()
     if jax.process_count() == 1:
-        return [raw]
+        return [json.loads(raw)]
     sizes = np.asarray(multihost_utils.process_allgather(np.int64(len(raw)))).reshape(-1)
     padded = np.zeros(max(1, int(sizes.max())), np.uint8)
     padded[: len(raw)] = np.frombuffer(raw, np.uint8)
     rows = np.asarray(multihost_utils.process_allgather(padded))  # [processes, longest]
-    return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
-
-
-def gather_json(value: Any) -> list[Any]:
-    """Gathers a value of all processes, by their index; a collective."""
-    return [json.loads(raw) for raw in gather_bytes(json.dumps(value).encode())]
+    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def this_machine() -> str:

@@ -73,7 +73,6 @@ class PeerCheckpoints:
       replicas: machines that store each shard. What several failure domains hold on their devices
         anyway is not sent.
       interval: ``save`` stores steps that are multiples of it.
-      placement: ``"group"``, in which machines store each other's shards, or ``"ring"``.
       failure_domain: of this process's machine, such as its rack; replicas of a shard are stored in
         different ones. Each machine is one of its own by default.
       machine: the name of this process's machine; by default its kernel's boot id, which all
@@ -112,7 +111,6 @@ class PeerCheckpoints:
         run_id: str,
         replicas: int = 2,
         interval: int = 1,
-        placement: str = "group",
         failure_domain: str | None = None,
         machine: str | None = None,
     ):
@@ -127,7 +125,7 @@ class PeerCheckpoints:
         else:
             self.machines = find_machines(mesh, machine, failure_domain)
         spread = self.machines.domains != self.machines.names
-        self.holders = place_replicas(self.machines.domains, replicas, placement, spread=spread)
+        self.holders = place_replicas(self.machines.domains, replicas, spread=spread)
         self.counts = SaveCounts()
         self.folder = pathlib.Path(folder) / run_id
         self._program: tuple[Any, ReplicaProgram, SlotLayout] | None = None

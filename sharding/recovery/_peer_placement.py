@@ -10,24 +10,15 @@ import numpy as np
 from sharding.recovery._machines import Holders, Machines
 from sharding.recovery._stored_leaf import BlockPlacement, StoredLeaf
 
-PLACEMENTS = ("group", "ring")
 _SHOWN = 8  # machines
 
 
-def place_replicas(
-    domains: Sequence[Hashable], replicas: int, placement: str = "group", *, spread: bool = False
-) -> Holders:
+def place_replicas(domains: Sequence[Hashable], replicas: int, *, spread: bool = False) -> Holders:
     """Chooses the machines that store each machine's shards, the machine itself first.
 
-    ``"group"`` is GEMINI's placement: the machines of a group of ``replicas`` store the shards of
+    GEMINI's placement (algorithm 1): the machines of a group of ``replicas`` store the shards of
     each other; machines left over form a ring with the last group, in which each stores the shards
-    of those before it. ``"ring"`` is one ring of all. Groups lose shards in the fewest cases.
-
-    Args:
-      domains: the failure domain of each machine.
-      replicas: machines that store each shard, the machine itself included.
-      placement: ``"group"`` or ``"ring"``.
-      spread: whether the replicas of a shard must be in different failure domains.
+    of those before it. ``spread``: the replicas of a shard are in different failure domains.
 
     Raises:
       ValueError: if there are fewer machines or failure domains than replicas.
@@ -36,20 +27,14 @@ def place_replicas(
     ((0, 1), (1, 0), (2, 3), (3, 4), (4, 2))
     >>> place_replicas(["a", "a", "b", "b"], 2, spread=True)
     ((0, 2), (1, 3), (2, 0), (3, 1))
-
-    References:
-      Wang et al., GEMINI: Fast Failure Recovery in Distributed Training with In-Memory
-      Checkpoints, SOSP 2023, algorithm 1.
     """
-    if placement not in PLACEMENTS:
-        raise ValueError(f"placement must be one of {PLACEMENTS}, got {placement!r}.")
     places, kind = (len(set(domains)), "failure domain") if spread else (len(domains), "machine")
     if not 1 <= replicas <= places:
         raise ValueError(
             f"replicas={replicas} needs as many {kind}s, found {places}. Give replicas={places} or "
             f"less, or add a {kind}. One replica survives lost processes, but no lost machine."
         )
-    num_groups = 1 if placement == "ring" else len(domains) // replicas
+    num_groups = len(domains) // replicas
     order = _dealt(domains, replicas, num_groups) if spread else list(range(len(domains)))
     holders: dict[int, tuple[int, ...]] = {}
     for g in range(num_groups):
@@ -101,16 +86,12 @@ def recovery_probability(holders: Iterable[Iterable[int]], num_machines: int, lo
     Exact, each set of so many machines being equally likely: the sets that include no set of
     holders are counted machine by machine.
 
-    Args:
-      holders: the machines that store each shard, in any order, repeated or not.
-      num_machines: how many there are.
-      lost: how many of them are lost at once.
-
     >>> round(recovery_probability(place_replicas(range(16), 2), 16, 3), 3)
     0.8
-    >>> round(recovery_probability(place_replicas(range(16), 2, "ring"), 16, 3), 3)
-    0.629
     """
+    from scipy.sparse import lil_array
+    from scipy.sparse.csgraph import reverse_cuthill_mckee
+
     if not 0 <= lost <= num_machines:
         raise ValueError(f"lost must be 0 to {num_machines} machines, got {lost}.")
     sets = list({frozenset(held) for held in holders})
@@ -119,7 +100,11 @@ def recovery_probability(holders: Iterable[Iterable[int]], num_machines: int, lo
     for i, members in enumerate(sets):
         for machine in members:
             sets_of[machine].append(i)
-    order = _neighbours_together(sets, sets_of)
+    # Machines with common holders are close: few sets are begun at a time.
+    members_of = lil_array((len(sets), num_machines))
+    for i, members in enumerate(sets):
+        members_of[i, list(members)] = 1
+    order = reverse_cuthill_mckee((members_of.T @ members_of).tocsr(), symmetric_mode=True).tolist()
     place = {machine: i for i, machine in enumerate(order)}
     first, last = ([end(place[m] for m in members) for members in sets] for end in (min, max))
     # By the begun sets whose machines were all lost so far: how many choices there are of each
@@ -135,21 +120,6 @@ def recovery_probability(holders: Iterable[Iterable[int]], num_machines: int, lo
         choices = after
     (counts,) = choices.values()
     return float(counts[lost] / math.comb(num_machines, lost))
-
-
-def _neighbours_together(sets: list[frozenset[int]], sets_of: list[list[int]]) -> list[int]:
-    """Orders machines so that those with common holders are close: few sets are begun at a time."""
-    order: list[int] = []
-    seen: set[int] = set()
-    for start in range(len(sets_of)):
-        waiting = [] if start in seen else [start]
-        seen.add(start)
-        for machine in waiting:  # which grows
-            near = sorted({m for i in sets_of[machine] for m in sets[i]} - seen)
-            seen.update(near)
-            waiting += near
-        order += waiting
-    return order
 
 
 @dataclasses.dataclass(frozen=True)

@@ -75,22 +75,17 @@ class ChainSearch:
     forward pass of a segment's last block is charged only for what its backward pass needs of it:
     XLA removes the rest. C is a step function of m: its steps are found, and no size is rounded.
 
-    Args:
-      blocks: the chain.
-      sizes: bytes of the input of every block, and of the last one's output.
-
     Attributes:
       peaks: bytes of the trees that no other one beats, ascending.
       times: of these trees, descending.
 
     References:
-      Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova: Optimal checkpointing for heterogeneous
-      chains: how to train deep neural networks with limited memory, ACM TOMS 2024, arXiv
-      1911.13214. Several modes of a block, exact sizes and the rule for a segment's last block are
-      ours.
+      See ``plan``. Several modes of a block, exact sizes and the rule for a segment's last block
+      are ours.
     """
 
     def __init__(self, blocks: Sequence[Block], sizes: Sequence[float]):
+        # Sizes: bytes of the input of every block, and of the last one's output.
         self._blocks, self._sizes, count = blocks, sizes, len(blocks)
         self._steps: dict[tuple[int, int], _Steps] = {}
         self._starts = np.concatenate([[0.0], np.cumsum([block.forward for block in blocks])])

@@ -87,13 +87,9 @@ def plan(
     of equal blocks, or a scan over scans, each of which runs again.
 
     Bytes are those of the peak of one device: stored activations, and the temporaries of the
-    backward pass, which is compiled for the device: of a chain each distinct block by itself, and
-    then the plan; of a stack the whole scan. Arguments and results of the step (parameters,
-    gradients, optimizer state, the batch), and what a loss after the blocks takes, are not part of
-    it.
-
-    Values have a name where a block passes them through ``jax.ad_checkpoint.checkpoint_name``.
-    Which of them are worth their bytes is an integer program over the operations of the block.
+    compiled backward pass. Arguments and results of the step (parameters, gradients, optimizer
+    state, the batch), and what a loss after the blocks takes, are not part of it. Values have a
+    name where a block passes them through ``jax.ad_checkpoint.checkpoint_name``.
 
     Args:
       blocks: ``block(params, x) -> x``, one after the other; a single function for all. The last
@@ -115,8 +111,7 @@ def plan(
         the time by which they outlast the passes beside them.
       length: the number of blocks of a stack.
       modes: of a chain, how many choices of names are compiled for each distinct block. Of a stack
-        all that are worth their bytes are candidates: those that store at most the budget are
-        compiled, the fastest first, until one fits.
+        all that are worth their bytes are candidates.
 
     Returns:
       A ``ChainPlan`` or ``StackPlan``: ``print`` it, train with ``apply()``, compare programs with
@@ -138,12 +133,6 @@ def plan(
       True
       >>> loss = lambda params, x: jnp.sum(found.apply()(params, x) ** 2)
       >>> grads = jax.jit(jax.grad(loss))(params, x)
-
-      A stack:
-
-      >>> found = shd.remat.plan(block, jnp.ones((16, 64, 256)), x, "16MiB", length=16)
-      >>> found.lengths, found.names
-      ((16,), ('hidden',))
 
     References:
       Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova: Optimal checkpointing for heterogeneous

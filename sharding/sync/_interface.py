@@ -206,23 +206,6 @@ def check_density(density: float, name: str = "density") -> None:
         raise ValueError(f"{name} must be above 0 and at most 1, got {density!r}.")
 
 
-def from_step(start: int, method: Method, before: Method) -> Method:
-    """A method that replaces a stateless one from a step on; until then its state is unchanged."""
-    if not start:
-        return method
-
-    def reduce(x: jax.Array, state: Any, axes: Axes, context: StepContext, dim: int) -> Any:
-        def run_before(x: jax.Array, state: Any) -> Any:
-            return before.reduce(x, (), axes, context, dim)[0], state
-
-        def run_method(x: jax.Array, state: Any) -> Any:
-            return method.reduce(x, state, axes, context, dim)
-
-        return lax.cond(context.step >= start, run_method, run_before, x, state)
-
-    return Method(method.init, reduce, method.is_linear, counts_steps=True)
-
-
 def path_hash(path: str) -> int:
     """A number for a path, the same in every process."""
     return zlib.crc32(path.encode())

@@ -16,7 +16,6 @@ from sharding.sync._interface import (
     Method,
     StepContext,
     SyncState,
-    from_step,
     leafwise,
     named_leaves,
     path_hash,
@@ -27,10 +26,8 @@ from sharding.sync._interface import (
 def powersgd(
     rank: int = 4,
     *,
-    start_step: int = 0,
     min_compression: float = 2.0,
     factoring: FactoringRule = last_two_dims(),
-    error_feedback: bool = True,
     seed: int = 0,
 ) -> GradientSync:
     r"""Sends a low-rank approximation of each matrix, found by one step of power iteration.
@@ -51,12 +48,10 @@ def powersgd(
 
     Args:
       rank: columns of P and Q.
-      start_step: before this step gradients are sent in full.
       min_compression: matrices are compressed if rank x (rows + columns) times this is less than
         rows x columns; all others, and vectors, are sent in full.
       factoring: which dims are rows and columns, as for optimizers
         (``optax_ext.flax_transformer()``); other dims stack matrices, each compressed by itself.
-      error_feedback: add the residual to the next gradient. Without it, much of it is lost.
       seed: of the first Q.
 
     Returns:
@@ -67,7 +62,7 @@ def powersgd(
 
     Example:
       >>> from sharding import sync
-      >>> grad_sync = sync.powersgd(rank=4, start_step=100)
+      >>> grad_sync = sync.powersgd(rank=4)
 
     References:
       Vogels, Karimireddy, Jaggi: PowerSGD: Practical Low-Rank Gradient Compression for Distributed
@@ -75,8 +70,6 @@ def powersgd(
     """
     if isinstance(rank, bool) or not isinstance(rank, int) or rank < 1:
         raise ValueError(f"rank must be an integer of at least 1, got {rank!r}.")
-    if start_step < 0:
-        raise ValueError(f"start_step must not be negative, got {start_step}.")
     if not min_compression >= 1:
         raise ValueError(f"min_compression must be at least 1, got {min_compression}.")
 
@@ -94,10 +87,7 @@ def powersgd(
 
         def choose(path: str, x: Any) -> Method:
             view = view_of(path, x, rule)
-            if view is None:
-                return dense_method()
-            method = _method_of(path, view, rank, error_feedback, seed)
-            return from_step(start_step, method, dense_method())
+            return _method_of(path, view, rank, seed) if view else dense_method()
 
         return leafwise(choose)
 
@@ -119,25 +109,21 @@ def powersgd(
     )
 
 
-def _method_of(
-    path: str, view: "_MatrixView", rank: int, error_feedback: bool, seed: int
-) -> Method:
+def _method_of(path: str, view: "_MatrixView", rank: int, seed: int) -> Method:
     """The method of the array with this path and these matrices."""
 
     def init(x: Any) -> dict[str, jax.Array]:
         dtype, key = sum_dtype(x.dtype), StepContext(None, path_hash(path)).key(seed)
-        state = {"q": jax.random.normal(key, (view.count, view.cols, rank), dtype)}
-        return state | ({"error": jnp.zeros(x.shape, dtype)} if error_feedback else {})
+        q = jax.random.normal(key, (view.count, view.cols, rank), dtype)
+        return {"q": q, "error": jnp.zeros(x.shape, dtype)}
 
     def all_reduce(
         x: jax.Array, state: Any, axes: Axes, context: StepContext
     ) -> tuple[jax.Array, Any]:
         del context
-        x = to_sum_dtype(x)
-        m = view.matrices(x + state["error"] if error_feedback else x)
+        m = view.matrices(to_sum_dtype(x) + state["error"])
         mean, own, q = _power_iteration(m, state["q"], axes)
-        error = {"error": view.array(m - own)} if error_feedback else {}
-        return view.array(mean), {"q": q} | error
+        return view.array(mean), {"q": q, "error": view.array(m - own)}
 
     return Method(init, sliced(all_reduce))
 

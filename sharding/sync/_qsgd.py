@@ -13,7 +13,6 @@ from sharding.placement._specs import Axes
 from sharding.sync._dense import dense_method
 from sharding.sync._interface import GradientSync, StepContext, leafwise, stateless
 
-_NORMS = ("max", "l2")
 _ROUNDINGS = ("stochastic", "nearest")
 
 
@@ -21,7 +20,6 @@ def qsgd(
     bits: int = 8,
     *,
     block_size: int = 512,
-    norm: str = "max",
     rounding: str = "stochastic",
     min_size: int = 4096,
     seed: int = 0,
@@ -29,16 +27,16 @@ def qsgd(
     r"""Sends gradients in 8 or 4 bits per element, with one scale per block.
 
     With :math:`s` levels, 127 of 8 bits or 7 of 4 bits, and :math:`\xi_j` the value
-    :math:`s |v_j| / \lVert v \rVert` rounded up or down at random, without bias,
+    :math:`s |v_j| / \max |v|` in its block, rounded up or down at random, without bias,
 
     .. math::
 
-      Q(v)_j = \frac{\lVert v \rVert}{s} \operatorname{sign}(v_j) \, \xi_j
+      Q(v)_j = \frac{\max |v|}{s} \operatorname{sign}(v_j) \, \xi_j
 
     An all-to-all sends each device the codes of its shard, which it decodes and sums. For a full
-    mean the sums are quantized again and all-gathered. With ``norm="max"`` and
-    ``rounding="nearest"`` this is the quantized reduce-scatter of ZeRO++ (qgZ); the maximum loses 8
-    to 66 times less than the Euclidean norm of the QSGD paper.
+    mean the sums are quantized again and all-gathered. With ``rounding="nearest"`` this is the
+    quantized reduce-scatter of ZeRO++ (qgZ). The maximum of a block loses 8 to 66 times less than
+    the Euclidean norm of the QSGD paper.
 
     Wire bytes per device: (n - 1) / n times (bits / 8 + 4 / block_size) per element for a shard of
     the mean, twice that for a full mean. The error of an element is below one level of its block,
@@ -47,7 +45,6 @@ def qsgd(
     Args:
       bits: 8 or 4; a byte holds two codes of 4 bits.
       block_size: elements per scale (float32); even.
-      norm: ``"max"`` or ``"l2"``: the norm of a block that is represented by the last level.
       rounding: ``"stochastic"`` or ``"nearest"``.
       min_size: smaller arrays are sent unquantized.
       seed: of the noise, which also depends on step, array and device.
@@ -56,7 +53,7 @@ def qsgd(
       A ``GradientSync``; its state is a count of steps, none with ``rounding="nearest"``.
 
     Raises:
-      ValueError: if bits, norm or rounding are unknown, or the block size is odd or below 2.
+      ValueError: if bits or rounding are unknown, or the block size is odd or below 2.
 
     Example:
       >>> from sharding import sync
@@ -72,13 +69,12 @@ def qsgd(
         raise ValueError(f"bits must be 4 or 8, got {bits!r}.")
     if block_size < 2 or block_size % 2:
         raise ValueError(f"block_size must be even and at least 2, got {block_size!r}.")
-    for name, value, known in (("norm", norm, _NORMS), ("rounding", rounding, _ROUNDINGS)):
-        if value not in known:
-            raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}.")
+    if rounding not in _ROUNDINGS:
+        raise ValueError(f"rounding must be one of {', '.join(_ROUNDINGS)}, got {rounding!r}.")
     stochastic = rounding == "stochastic"
 
     def encode(x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        return quantize(x, bits, block_size, norm, key)
+        return quantize(x, bits, block_size, key)
 
     def mean_of_shards(shards: jax.Array, axes: Axes, key: jax.Array | None) -> jax.Array:
         """The mean of this device's shard, (elements,), given (devices, elements) to send."""

@@ -122,8 +122,7 @@ class Sparsity:
         ========== ========================================================================
 
         References:
-          Wang, Xu, Xi, Wang, Shrivastava, Ng: ZEN: Empowering Distributed Training with
-          Sparsity-driven Data Synchronization, OSDI 2025, arXiv 2309.13254.
+          See ``zen``.
         """
         num, full = self.num_devices, self.rows * self.width * itemsize
         indexed = self.rows * (self.width * itemsize + 4)

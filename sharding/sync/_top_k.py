@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +31,7 @@ def top_k(
     *,
     feedback: str | None = "error",
     momentum: float | None = None,
-    nesterov: bool = False,
     clip_norm: float | None = None,
-    approximate: bool = False,
     min_size: int = 4096,
 ) -> GradientSync:
     r"""Sends the largest elements of each gradient and adds the rest to the next one.
@@ -61,10 +59,8 @@ def top_k(
         step -> density from that step on, as a warm-up: ``{0: 0.25, 100: 0.06, 200: 0.01}``.
       feedback: ``"error"``, ``"ef21"``, or None: elements that are not sent are lost.
       momentum: of deep gradient compression; needs ``feedback="error"``.
-      nesterov: its Nesterov form: :math:`u \leftarrow m (u + g)`, :math:`a = e + u + g`.
       clip_norm: each device first clips the gradient of each array to this norm, divided by the
         root of the number of devices.
-      approximate: may miss some of the largest elements (``lax.approx_max_k``); faster on TPUs.
       min_size: smaller arrays are sent in full, with the same momentum and clip.
 
     Returns:
@@ -94,51 +90,38 @@ def top_k(
         raise ValueError(f"momentum needs feedback='error', got {feedback!r}.")
     if momentum is not None and not 0 <= momentum < 1:
         raise ValueError(f"momentum must be at least 0 and below 1, got {momentum!r}.")
-    if nesterov and momentum is None:
-        raise ValueError("nesterov needs momentum, such as momentum=0.9, got None.")
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm must be positive, got {clip_norm!r}.")
-    top = _TopK(schedule, feedback, momentum, nesterov, clip_norm, approximate)
-    method = Method(top.init, sliced(top.all_reduce), counts_steps=len(schedule) > 1)
-    small = dense_method()
-    if momentum is not None:
-        small = Method(lambda x: {"momentum": _zeros(x)}, sliced(top.all_reduce_small))
-    return leafwise(lambda path, x: method if x.size >= min_size else small)
 
-
-class _TopK(NamedTuple):
-    """The options of ``top_k``, and its steps for one array."""
-
-    schedule: Mapping[int, float]
-    feedback: str | None
-    momentum: float | None
-    nesterov: bool
-    clip_norm: float | None
-    approximate: bool
-
-    def init(self, x: Any) -> dict[str, jax.Array]:
+    def init(x: Any) -> dict[str, jax.Array]:
         """The state of one device, zeros."""
-        if self.feedback == "ef21":
+        if feedback == "ef21":
             return {"own": _zeros(x), "mean": _zeros(x)}
-        state = {} if self.momentum is None else {"momentum": _zeros(x)}
-        return state | ({"error": _zeros(x)} if self.feedback else {})
+        state = {} if momentum is None else {"momentum": _zeros(x)}
+        return state | ({"error": _zeros(x)} if feedback else {})
+
+    def clip(x: jax.Array, axes: Axes) -> jax.Array:
+        x = to_sum_dtype(x)
+        if clip_norm is None:
+            return x
+        norm = jnp.sqrt(jnp.sum(x**2))
+        max_norm = clip_norm / math.sqrt(lax.axis_size(axes))
+        return x * jnp.minimum(1, max_norm / jnp.where(norm == 0, 1, norm))
 
     def all_reduce(
-        self, x: jax.Array, state: Any, axes: Axes, context: StepContext
+        x: jax.Array, state: Any, axes: Axes, context: StepContext
     ) -> tuple[jax.Array, Any]:
         """The mean of the largest elements."""
-        # All that could be sent, (*x.shape).
-        x, new = self._clip(x, axes), {}
-        if self.feedback == "ef21":
-            full = x - state["own"]
-        elif self.momentum is None:
-            full = x + state["error"] if self.feedback else x
-        else:
-            new["momentum"], full = self._add_momentum(state["momentum"], x)
-            full += state["error"]
+        full, new = clip(x, axes), {}  # all that could be sent, (*x.shape)
+        if momentum is not None:
+            full = new["momentum"] = momentum * state["momentum"] + full
+        if feedback == "ef21":
+            full = full - state["own"]
+        elif feedback:
+            full = full + state["error"]
 
         # The mean of the largest elements of all devices, and which ones this device sent.
-        mean, indices = _mean_of_largest(self.schedule, context, full, axes, self.approximate)
+        mean, indices = _mean_of_largest(schedule, context, full, axes)
         mean = _array(mean, x.shape)
 
         def unsent(y: jax.Array) -> jax.Array:
@@ -146,40 +129,29 @@ class _TopK(NamedTuple):
             return _array(_per_section(_zero_at)(_sections(y), indices), x.shape)
 
         # The new state.
-        if self.feedback == "ef21":
+        if feedback == "ef21":
             own = state["own"] + full - unsent(full)
             mean = state["mean"] + mean
             return mean, {"own": own, "mean": mean}
-        if self.feedback:
+        if feedback:
             new["error"] = unsent(full)
-        if self.momentum is not None:
+        if momentum is not None:
             new["momentum"] = unsent(new["momentum"])
         return mean, new
 
     def all_reduce_small(
-        self, x: jax.Array, state: Any, axes: Axes, context: StepContext
+        x: jax.Array, state: Any, axes: Axes, context: StepContext
     ) -> tuple[jax.Array, Any]:
         """The full mean of a small array, with momentum."""
         del context
-        new, x = self._add_momentum(state["momentum"], dense_mean(self._clip(x, axes), axes))
-        return x, {"momentum": new}
+        new = momentum * state["momentum"] + dense_mean(clip(x, axes), axes)
+        return new, {"momentum": new}
 
-    def _clip(self, x: jax.Array, axes: Axes) -> jax.Array:
-        x = to_sum_dtype(x)
-        if self.clip_norm is None:
-            return x
-        max_norm = self.clip_norm / math.sqrt(lax.axis_size(axes))
-        norm = jnp.sqrt(jnp.sum(x**2))
-        return x * jnp.minimum(1, max_norm / jnp.where(norm == 0, 1, norm))
-
-    def _add_momentum(self, old: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The new momentum, and the update made from it."""
-        assert self.momentum is not None
-        if self.nesterov:
-            new = self.momentum * (old + x)
-            return new, new + x
-        new = self.momentum * old + x
-        return new, new
+    method = Method(init, sliced(all_reduce), counts_steps=len(schedule) > 1)
+    small = dense_method()
+    if momentum is not None:
+        small = Method(lambda x: {"momentum": _zeros(x)}, sliced(all_reduce_small))
+    return leafwise(lambda path, x: method if x.size >= min_size else small)
 
 
 def _zeros(x: Any) -> jax.Array:
@@ -216,7 +188,7 @@ def _zero_at(flat: jax.Array, indices: jax.Array) -> jax.Array:
 
 
 def _mean_of_largest(
-    schedule: Mapping[int, float], context: StepContext, x: jax.Array, axes: Axes, approximate: bool
+    schedule: Mapping[int, float], context: StepContext, x: jax.Array, axes: Axes
 ) -> tuple[jax.Array, jax.Array]:
     """The mean of what all devices send, in sections, and the indices that this device sent."""
     sections = _sections(x)
@@ -225,8 +197,7 @@ def _mean_of_largest(
 
     def send(count: int) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
         def run(flat: jax.Array) -> tuple[jax.Array, jax.Array]:
-            find = lax.approx_max_k if approximate else lax.top_k
-            own = find(jnp.abs(flat), count)[1]  # (count,)
+            own = lax.top_k(jnp.abs(flat), count)[1]  # (count,)
             values, indices = (all_gather_concat(part, axes) for part in (flat[own], own))
             mean = jnp.zeros_like(flat).at[indices].add(values) / lax.axis_size(axes)
             # Equally long for all densities; padding is out of range and dropped.

@@ -205,44 +205,36 @@ def _pull(
     owner with more than ``capacity`` of them makes all owners send all slots.
     """
     slot_of_row = owners.slot_of(jnp.arange(owners.num_rows, dtype=jnp.int32))  # (rows,)
+    num, num_slots = owners.num_owners, owners.num_slots
+
+    all_slots = functools.partial(_pull_all_slots, axes, total, slot_of_row)
+
+    def rows_alone() -> jax.Array:
+        # Send: the touched rows, moved to the front, and a bit for every slot.
+        rank = jnp.cumsum(touched, dtype=jnp.int32) - 1  # (slots,)
+        at = jnp.full(capacity, num_slots, jnp.int32)
+        slots = jnp.arange(num_slots, dtype=jnp.int32)
+        at = at.at[jnp.where(touched, rank, capacity)].set(slots, mode="drop")
+        values = all_gather_concat(jnp.take(total, at, axis=0, fill_value=0), axes)
+        bits = all_gather_concat(jnp.packbits(touched), axes).reshape(
+            num, -1
+        )  # [owners, slots / 8]
+
+        # Receive: values are (owners * capacity, ...). Counting bits finds each slot in them.
+        flags = jnp.unpackbits(bits, axis=1, count=num_slots).astype(bool)  # (owners, slots)
+        rank = jnp.cumsum(flags, 1, dtype=jnp.int32) - 1
+        owner = jnp.arange(num, dtype=jnp.int32)[:, None]
+        index = jnp.where(flags, rank + capacity * owner, num * capacity).ravel()
+        return jnp.take(values, jnp.take(index, slot_of_row), axis=0, fill_value=0)
 
     # In bits per owner: rows with a flag per slot have to be fewer than all slots.
-    num_slots = owners.num_slots
     width = total.size // num_slots
     if capacity * width * 32 + num_slots >= num_slots * width * 32:
-        return _pull_all_slots(axes, total, touched, slot_of_row)
+        return all_slots()
     most = lax.pmax(jnp.sum(touched, dtype=jnp.int32), axes)
-    rows_alone = functools.partial(_pull_rows, capacity, axes)
-    all_slots = functools.partial(_pull_all_slots, axes)
-    return lax.cond(most <= capacity, rows_alone, all_slots, total, touched, slot_of_row)
+    return lax.cond(most <= capacity, rows_alone, all_slots)
 
 
-def _pull_rows(
-    capacity: int, axes: Axes, total: jax.Array, touched: jax.Array, slot_of_row: jax.Array
-) -> jax.Array:
-    """Gathers the touched slots, at most ``capacity`` of each owner."""
-    num, num_slots = lax.axis_size(axes), touched.size
-
-    # Send: the touched rows, moved to the front, and a bit for every slot.
-    rank = jnp.cumsum(touched, dtype=jnp.int32) - 1  # (slots,)
-    at = jnp.full(capacity, num_slots, jnp.int32)
-    slots = jnp.arange(num_slots, dtype=jnp.int32)
-    at = at.at[jnp.where(touched, rank, capacity)].set(slots, mode="drop")
-    values = all_gather_concat(jnp.take(total, at, axis=0, fill_value=0), axes)
-    bits = jnp.packbits(touched)
-    bits = all_gather_concat(bits, axes).reshape(num, -1)  # (owners, slots / 8)
-
-    # Receive: values are (owners * capacity, ...). Counting bits finds each slot in them.
-    touched = jnp.unpackbits(bits, axis=1, count=num_slots).astype(bool)  # (owners, slots)
-    rank = jnp.cumsum(touched, 1, dtype=jnp.int32) - 1
-    owner = jnp.arange(num, dtype=jnp.int32)[:, None]
-    index = jnp.where(touched, rank + capacity * owner, num * capacity).ravel()
-    return jnp.take(values, jnp.take(index, slot_of_row), axis=0, fill_value=0)
-
-
-def _pull_all_slots(
-    axes: Axes, total: jax.Array, touched: jax.Array, slot_of_row: jax.Array
-) -> jax.Array:
+def _pull_all_slots(axes: Axes, total: jax.Array, slot_of_row: jax.Array) -> jax.Array:
     """Gathers all slots of all owners."""
-    del touched
     return jnp.take(all_gather_concat(total, axes), slot_of_row, axis=0)

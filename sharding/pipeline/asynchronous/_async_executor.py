@@ -22,11 +22,11 @@ from sharding.pipeline._executor import (
 )
 from sharding.pipeline._instructions import Code, Stored, Versions, assign_slots
 from sharding.pipeline._operations import Op
-from sharding.pipeline._stage import Arrays, LayerParams
+from sharding.pipeline._stage import LayerParams
 from sharding.pipeline.asynchronous._async_schedule import AsyncSchedule
 from sharding.step._microbatches import inverse_weight
 
-Leaves = tuple[Arrays, Arrays]  # of the layers, and of the shared parameters
+Parts = tuple[Any, Any]  # the layers, and the shared parameters
 
 
 def versions_of(schedule: AsyncSchedule) -> Versions:
@@ -53,14 +53,14 @@ class AsyncExecutor(Executor):
 
     schedule: AsyncSchedule
     tx: optax.GradientTransformationExtraArgs  # of this stage
-    to_tree: Callable[[Leaves], Any]  # from leaves to the parameters that tx sees
-    of_tree: Callable[[Any], Leaves]
+    to_tree: Callable[[Parts], Any]  # the parameters that tx sees
+    of_tree: Callable[[Any], Parts]
     # (params, opt_state) -> parameters of backward passes; None for the version of the table.
     backward_params: Callable[[Any, Any], Any] | None
 
     def run_updates(
         self, opt_state: Any, tables: Sequence[dict[str, jax.Array]], last_version: Any
-    ) -> tuple[Leaves, Any, Totals]:
+    ) -> tuple[Parts, Any, Totals]:
         """Runs all ticks, from a state of this stage and the slot of its last version.
 
         Returns:
@@ -90,7 +90,7 @@ class AsyncExecutor(Executor):
     def _check_residuals(self) -> None:
         """Raises if a backward pass would read parameters of the forward pass, unasked."""
         stashes = self.schedule.stashes_weights and self.backward_params is None
-        if self.model.recompute or stashes:
+        if self.pipeline.recompute or stashes:
             return
         column = {name: jnp.zeros((), jnp.int32) for name in ("microbatch", "virtual_stage")}
         scope = self._scope(column)
@@ -131,7 +131,7 @@ class AsyncExecutor(Executor):
                 params = self.backward_params(self.to_tree(leaves), buffers.opt_state)
                 leaves = self.of_tree(params)
         layers, shared = leaves
-        return LayerParams(layers, []), LayerParams(shared, [])
+        return LayerParams(layers), LayerParams(shared)
 
     def _update(self, code: Code, buffers: Buffers, column: Column) -> Result:
         """The next version, from the sums of the gradients of a minibatch."""

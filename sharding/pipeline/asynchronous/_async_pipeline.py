@@ -13,10 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from sharding.pipeline._executor import own_columns, sum_totals
 from sharding.pipeline._instructions import Instructions, instructions
-from sharding.pipeline._model import ParamTree, over_axis, spec_of_layers
+from sharding.pipeline._model import over_axis, spec_of_layers
 from sharding.pipeline._pipeline import Pipeline
-from sharding.pipeline._stage import Arrays, LayerParams
-from sharding.pipeline.asynchronous._async_executor import AsyncExecutor, Leaves, versions_of
+from sharding.pipeline._stage import LayerParams
+from sharding.pipeline.asynchronous._async_executor import AsyncExecutor, Parts, versions_of
 from sharding.pipeline.asynchronous._async_schedule import AsyncSchedule
 from sharding.pipeline.asynchronous._padded_optimizer import PaddedOptimizer
 from sharding.step._param_uses import find_uses
@@ -41,9 +41,9 @@ class AsyncPipeline:
     r"""Trains on many minibatches in one program, without a flush between them.
 
     Each stage updates its own parameters as soon as it has their gradients, while micro-batches
-    that began with older parameters are still under way. The table says which version each
-    operation reads: ``pipedream``, ``pipedream_2bw`` and ``pipemare`` make tables. There is no
-    bubble but at the start and the end of a run, and gradients are late. The updates of a stage are
+    that began with older parameters are still under way: the table says which version each
+    operation reads. The guide has an example, and what differs from ``Pipeline``. The updates of a
+    stage are
 
     .. math::
 
@@ -53,16 +53,10 @@ class AsyncPipeline:
     over the micro-batches m of minibatch t, the gradients taken at the versions of the table.
 
     The optimizer of a stage sees the parameters of that stage, and those that all stages share:
-    ``{"layers": [layers of the stage, ...], ...}``. Norms over all parameters, as in
-    ``optax.clip_by_global_norm``, are those of the stage. Shared parameters have one owner: the
-    first stage where ``embed`` uses them, the last one where ``head`` does; tied embeddings, which
-    both use, are rejected. ``tx`` gets no extra arguments, and its random numbers are the same on
-    all stages; to change a hyperparameter in the state, pass one for each stage. In a minibatch
-    whose weight is 0 gradients are 0, and ``tx`` runs.
-
-    One program runs all stages: each holds as many versions of its layers and of the shared
-    parameters as the one that needs most. The state is sharded over the stages alone, and
-    replicated over other mesh axes.
+    ``{"layers": [layers of the stage, ...], ...}``. Shared parameters have one owner: the first
+    stage where ``embed`` uses them, the last one where ``head`` does. To change a hyperparameter in
+    the state, pass one for each stage. In a minibatch whose weight is 0 gradients are 0, and ``tx``
+    runs.
 
     Attributes:
       pipeline: the model, with its layers on the stages, and a schedule for evaluation.
@@ -77,28 +71,6 @@ class AsyncPipeline:
       ValueError: if the schedule has other stages than the pipeline, gathers are in each tick, or
         ``tx`` is neither an optimizer nor a function.
       ScheduleError: if the schedule cannot run.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, optax, sharding as shd
-      >>> n = jax.device_count()
-      >>> auto = (jax.sharding.AxisType.Auto,)
-      >>> pipeline = shd.Pipeline(
-      ...     jax.make_mesh((n,), ("pipe",), auto),
-      ...     shd.pipeline.one_f_one_b(stages=n, microbatches=2),
-      ...     num_layers=n,
-      ...     embed=lambda shared, x: x @ shared["in"],
-      ...     block=lambda w, x, _: x + jnp.tanh(x @ w),
-      ...     head=lambda shared, x, _: (jnp.sum((x @ shared["out"]) ** 2), x.shape[0]),
-      ... )
-      >>> schedule = shd.pipeline.pipedream_2bw(stages=n, microbatches=2, minibatches=5)
-      >>> training = shd.AsyncPipeline(pipeline, schedule, optax.sgd(1e-3))
-      >>> layers = jnp.full((n, 16, 16), 0.1)
-      >>> params = pipeline.stack({"in": jnp.ones((3, 16)), "layers": layers, "out": jnp.ones(16)})
-      >>> state = training.init(params)
-      >>> batches = jnp.ones((5, 2, 2, 3))  # five minibatches of four examples
-      >>> state, (sums, weights) = jax.jit(training.run, donate_argnums=0)(state, batches)
-      >>> sums.shape, weights.tolist()
-      ((5,), [4.0, 4.0, 4.0, 4.0, 4.0])
 
     References:
       See the schedules. ``optax_ext.params_history`` is the same on one device, for studies.
@@ -149,21 +121,21 @@ class AsyncPipeline:
         Raises:
           ValueError: if a parameter is no floating-point array, or not of this pipeline.
         """
-        self._leaves(params)  # raises unless they fit
+        self._parts(params)  # raises unless they fit
         specs = self.pipeline.param_specs(params, jax.tree.map(self._other_axes, params))
         params = jax.tree.map(self._place, params, specs)
-        leaves, trees = self._leaves(params)
+        parts = self._parts(params)
 
-        def on_stage(layers: Arrays, shared: Arrays) -> Any:
-            rows = self._to_stage(layers, leaves[0])
-            return _with_stage(self._optimizer().init(self._to_tree(params, trees, (rows, shared))))
+        def on_stage(shards: Any, shared: Any) -> Any:
+            own = self._to_tree(params, (self._to_stage(shards, parts[0]), shared))
+            return _with_stage(self._optimizer().init(own))
 
         on_stages = P(self.pipeline.axis)
-        in_specs = self._specs(leaves[0]), P()
-        mapped = over_axis(self.pipeline._model, on_stage, in_specs, on_stages, on_stages)
+        in_specs = jax.tree.map(self.pipeline._rows.spec, parts[0]), P()
+        mapped = over_axis(self.pipeline, on_stage, in_specs, on_stages, on_stages)
         # States are mostly zeros: no argument is left that would name the devices.
         placed = NamedSharding(self.pipeline.mesh, on_stages)
-        return AsyncState(params, jax.jit(mapped, out_shardings=placed)(*leaves))
+        return AsyncState(params, jax.jit(mapped, out_shardings=placed)(*parts))
 
     def run(self, state: AsyncState, batches: Any, key: Any = None) -> tuple[AsyncState, Any]:
         """Trains on all minibatches of the schedule; the pipeline is empty before and after.
@@ -185,70 +157,68 @@ class AsyncPipeline:
             versions.
         """
         self.pipeline._check_key(key)
-        leaves, trees = self._leaves(state.params)
+        layers, shared = self._parts(state.params)
         self._check_batches(batches)
         self._check_state(state.opt_state)
         pipeline, program = self.pipeline, self._program
         axis, on_stages = pipeline.axis, P(pipeline.axis)
         tables = [segment.tables for segment in program.segments]
-        to_tree = functools.partial(self._to_tree, state.params, trees)
+        to_tree = functools.partial(self._to_tree, state.params)
 
         def on_stage(
-            layers: Arrays, shared: Arrays, opt_state: Any, batches: Any, key: Any, tables: Any
+            shards: Any, shared: Any, opt_state: Any, batches: Any, key: Any, tables: Any
         ) -> Any:
-            layers, tx = self._to_stage(layers, leaves[0]), self._optimizer()
+            rows, tx = self._to_stage(shards, layers), self._optimizer()
             backward_params = self.backward_params
             if backward_params is not None and isinstance(tx, PaddedOptimizer):
                 backward_params = functools.partial(tx.backward_params, backward_params)
             executor = AsyncExecutor(
-                pipeline._model,
+                pipeline,
                 self.schedule,
                 program,
-                trees,
-                LayerParams(layers, []),
-                LayerParams(shared, []),
+                LayerParams(rows),
+                LayerParams(shared),
                 self._microbatches(batches),
                 key,
                 tx=tx,
                 to_tree=to_tree,
-                of_tree=self._of_tree,
+                of_tree=pipeline._parts,
                 backward_params=backward_params,
             )
             stage = lax.axis_index(axis)
-            shared_params = pipeline._parts(to_tree((layers, shared)))[1]
-            owners = stages_of_shared(pipeline, shared_params, batches, key)
-            (layers, shared), opt_state, totals = executor.run_updates(
+            owners = stages_of_shared(pipeline, shared, batches, key)
+            (rows, shared), opt_state, totals = executor.run_updates(
                 jax.tree.map(lambda x: x[0], opt_state),
                 own_columns(tables),
                 jnp.asarray(program.last_version)[stage],
             )
             # Every stage gets what the owner of a shared parameter made of it.
-            shared = [
-                lax.psum(jnp.where(stage == owner, x, jnp.zeros_like(x)), axis)
-                for x, owner in zip(shared, owners, strict=True)
-            ]
+            shared = jax.tree.map(
+                lambda x, owner: lax.psum(jnp.where(stage == owner, x, jnp.zeros_like(x)), axis),
+                shared,
+                owners,
+            )
             out = sum_totals(totals, axis)
-            layers = [pipeline._rows.from_stage(x) for x in layers]
-            return layers, shared, _with_stage(opt_state), out
+            shards = jax.tree.map(pipeline._rows.from_stage, rows)
+            return shards, shared, _with_stage(opt_state), out
 
-        layers, shared = leaves
-        specs = self._specs(layers)
+        specs = jax.tree.map(pipeline._rows.spec, layers)
         mapped = over_axis(
-            pipeline._model,
+            pipeline,
             on_stage,
             (specs, P(), on_stages, P(), P(), P(None, None, axis)),
             (specs, P(), on_stages, P()),
             (
-                [spec_of_layers(pipeline._model, x) for x in layers],
-                [jax.typeof(x).sharding.spec for x in shared],
+                jax.tree.map(functools.partial(spec_of_layers, pipeline), layers),
+                jax.tree.map(lambda x: jax.typeof(x).sharding.spec, shared),
                 on_stages,
                 P(),
             ),
         )
-        layers, shared, opt_state, (sums, aux) = mapped(
-            *leaves, state.opt_state, batches, key, jax.tree.map(jnp.asarray, tables)
+        *parts, opt_state, (sums, aux) = mapped(
+            layers, shared, state.opt_state, batches, key, jax.tree.map(jnp.asarray, tables)
         )
-        new = AsyncState(to_tree((layers, shared)), opt_state)
+        new = AsyncState(to_tree(parts), opt_state)
         return new, (sums, aux) if pipeline.has_aux else sums
 
     # --- Parameters -------------------------------------------------------------------------------
@@ -265,41 +235,27 @@ class AsyncPipeline:
             return x
         return jnp.copy(jax.device_put(x, NamedSharding(self.pipeline.mesh, spec)))
 
-    def _leaves(self, params: Any) -> tuple[Leaves, tuple[ParamTree, ParamTree]]:
-        """The leaves of the layers and of the shared parameters, and their trees."""
+    def _parts(self, params: Any) -> Parts:
+        """The layers and the shared parameters, checked."""
         for path, x in jax.tree_util.tree_leaves_with_path(params):
             if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
                 raise ValueError(
                     f"an asynchronous pipeline trains all parameters, and "
                     f"{jax.tree_util.keystr(path)} has dtype {jnp.result_type(x)}."
                 )
-        (layers, layer_tree), (shared, shared_tree) = map(
-            jax.tree.flatten, self.pipeline._parts(params)
-        )
-        for x in layers:
-            self.pipeline._check_layers(x)
-        trees = ParamTree(layer_tree, [True] * len(layers))
-        return (layers, shared), (trees, ParamTree(shared_tree, [True] * len(shared)))
+        layers, shared = self.pipeline._parts(params)
+        jax.tree.map(self.pipeline._check_layers, layers)
+        return layers, shared
 
-    def _to_tree(self, params: Any, trees: tuple[ParamTree, ParamTree], leaves: Leaves) -> Any:
-        """The tree of leaves, with the type and the keys of ``params``."""
-        layers, shared = (t.treedef.unflatten(x) for t, x in zip(trees, leaves, strict=True))
-        parts = {**shared, self.pipeline.layers: layers}
-        return type(params)({name: parts[name] for name in params})
+    def _to_tree(self, params: Any, parts: Parts) -> Any:
+        """The tree of both, with the type and the keys of ``params``."""
+        own = {**parts[1], self.pipeline.layers: parts[0]}
+        return type(params)({name: own[name] for name in params})
 
-    def _specs(self, layers: Arrays) -> list[PartitionSpec]:
-        """Specs of stacked arrays on the axis of the stages."""
-        return [self.pipeline._rows.spec(x) for x in layers]
-
-    def _to_stage(self, shards: Arrays, layers: Arrays) -> Arrays:
+    def _to_stage(self, shards: Any, layers: Any) -> Any:
         """The rows of a stage, from its shards of stacked arrays."""
         rows = self.pipeline._rows
-        return [rows.to_stage(x, like.shape) for x, like in zip(shards, layers, strict=True)]
-
-    def _of_tree(self, params: Any) -> Leaves:
-        """The inverse of ``_to_tree``."""
-        layers, shared = self.pipeline._parts(params)
-        return jax.tree.leaves(layers), jax.tree.leaves(shared)
+        return jax.tree.map(lambda x, like: rows.to_stage(x, like.shape), shards, layers)
 
     # --- Batches and optimizers -------------------------------------------------------------------
 
@@ -355,7 +311,7 @@ def _with_stage(opt_state: Any) -> Any:
     return jax.tree.map(lambda x: jnp.asarray(x)[None], opt_state)
 
 
-def stages_of_shared(pipeline: Pipeline, shared: Any, batches: Any, key: Any) -> list[int]:
+def stages_of_shared(pipeline: Pipeline, shared: Any, batches: Any, key: Any) -> Any:
     """For each leaf of the shared parameters, the stage that updates it.
 
     Raises:
@@ -391,4 +347,4 @@ def stages_of_shared(pipeline: Pipeline, shared: Any, batches: Any, key: Any) ->
                 "pipeline the first and the last stage would update it independently: give each a "
                 "parameter of its own."
             )
-    return [last if i in by_head else 0 for i in range(len(leaves))]
+    return treedef.unflatten([last if i in by_head else 0 for i in range(len(leaves))])

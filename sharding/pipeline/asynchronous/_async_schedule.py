@@ -18,13 +18,9 @@ class AsyncSchedule(Schedule):
     Forward and backward passes read the version that the table names. One route leads through one
     group of layers per stage.
 
+    The ``microbatch`` of an ``UPDATE`` is the last one of its minibatch.
+
     Attributes:
-      name: of the family, such as ``"pipedream"``.
-      op: [ticks, stages], values of ``Op``.
-      microbatch: [ticks, stages]; of ``UPDATE`` the last one of its minibatch; 0 where idle.
-      chunk: [ticks, stages]; 0.
-      routes: one, for each virtual stage its place.
-      route_of: for each micro-batch its route: 0.
       version: [ticks, stages]: how many updates are in the parameters that an operation reads, and
         for ``UPDATE`` in those that it makes; 0 where idle.
       microbatches_per_update: micro-batches of a minibatch.
@@ -168,11 +164,3 @@ class AsyncSchedule(Schedule):
             if op != Op.UPDATE and microbatch // per_update == last:
                 sums[int(op == Op.BACKWARD), stage] += last - self.version[tick, stage]
         return sums[0] / per_update, sums[1] / per_update
-
-    def to_csv(self) -> str:
-        """Not possible: PyTorch's format has no updates and versions.
-
-        Raises:
-          ScheduleError: always.
-        """
-        raise ScheduleError(f"{self.name}: PyTorch's format has no updates and no versions.")

@@ -75,17 +75,9 @@ def pipedream_2bw(
     .. math:: w^{t+1} = w^t - \eta \nabla f(w^{t-1}), \quad w^{-1} = w^0
 
     Gradients are summed over the micro-batches of an update, of which there should be as many as a
-    stage has in flight: P, and 2P - 1 if aligned. With fewer of them stages wait.
-
-    Args:
-      stages: devices along the pipeline's mesh axis.
-      microbatches: of one update.
-      minibatches: updates of one run.
-      aligned: whether forward passes, backward passes and updates have ticks of their own. Lockstep
-        time is shorter, and more activations are stored; the delay is 1 either way.
-
-    Raises:
-      ValueError: if a number is below 1.
+    stage has in flight: P, and 2P - 1 if aligned. With fewer of them stages wait. If ``aligned``,
+    more activations are stored; the delay is 1 either way. Arguments and errors are otherwise those
+    of ``pipedream``.
 
     Example:
       >>> schedule = pipedream_2bw(stages=4, microbatches=8, minibatches=5)
@@ -120,16 +112,7 @@ def pipemare(
     average, and (P - i) / N if not aligned (``AsyncSchedule.delays``). The paper, where an update
     is between the passes of the last stage, counts :math:`(2 (P - i) + 1) / N`. Its techniques
     against instability are ``optax_ext.scale_by_delay`` and ``optax_ext.discrepancy_correction``.
-
-    Args:
-      stages: devices along the pipeline's mesh axis.
-      microbatches: of one update.
-      minibatches: updates of one run.
-      aligned: whether forward passes, backward passes and updates have ticks of their own, as in
-        the paper, where every stage runs a forward and a backward pass at a time.
-
-    Raises:
-      ValueError: if a number is below 1.
+    Arguments and errors are those of ``pipedream_2bw``; the paper's tables are aligned.
 
     Example:
       >>> schedule = pipemare(stages=4, microbatches=2, minibatches=8)

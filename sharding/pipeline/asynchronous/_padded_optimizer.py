@@ -41,38 +41,40 @@ class PaddedOptimizer:
             return jax.ShapeDtypeStruct(tuple(shape), types[0].dtype)
 
         like = jax.tree.map(largest, *types)
-        return self._on_stage(
-            lambda count: _padded_rows(self.tx.init(self._own_layers(params, count)), like)
-        )
+        return self._on_stage(lambda count: self.tx.init(self._own_layers(params, count)), like)
 
     def update(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """The updates and the state, padded."""
 
         def of(count: int) -> Any:
             own = self._own_layers(grads, count), self._own_state(state, params, count)
-            updates, new = self.tx.update(*own, self._own_layers(params, count))
-            return _padded_rows(updates, grads), _padded_rows(new, state)
+            return self.tx.update(*own, self._own_layers(params, count))
 
-        return self._on_stage(of)
+        return self._on_stage(of, (grads, state))
 
     def backward_params(self, fn: Callable[[Any, Any], Any], params: Any, state: Any) -> Any:
         """``fn(params, state)``, padded."""
 
         def of(count: int) -> Any:
-            own = self._own_state(state, params, count)
-            return _padded_rows(fn(self._own_layers(params, count), own), params)
+            return fn(self._own_layers(params, count), self._own_state(state, params, count))
 
-        return self._on_stage(of)
+        return self._on_stage(of, params)
 
     @functools.cached_property
     def _counts(self) -> list[int]:
         """The numbers of layers that stages have."""
         return sorted({int(n) for n in np.sum(self.rows.layer >= 0, axis=1)})
 
-    def _on_stage(self, fn: Callable[[int], Any]) -> Any:
-        """``fn`` of the number of layers that this stage has."""
+    def _on_stage(self, fn: Callable[[int], Any], like: Any) -> Any:
+        """``fn`` of the number of layers that this stage has, with zeros at the end of its dims."""
+
+        def pad(x: Any, like: Any) -> jax.Array:
+            x = jnp.asarray(x, like.dtype)
+            more = [(0, n - m, 0) for n, m in zip(like.shape, x.shape, strict=True)]
+            return lax.pad(x, jnp.zeros((), x.dtype), more)
+
         branch = np.searchsorted(self._counts, np.sum(self.rows.layer >= 0, axis=1))  # [stages]
-        branches = [functools.partial(fn, count) for count in self._counts]
+        branches = [lambda n=n: jax.tree.map(pad, fn(n), like) for n in self._counts]
         return lax.switch(jnp.asarray(branch)[lax.axis_index(self.rows.axis)], branches)
 
     def _own_layers(self, params: Any, count: int) -> Any:
@@ -87,14 +89,3 @@ class PaddedOptimizer:
         """The state without padding."""
         types = self._state_types(params, count)
         return jax.tree.map(lambda x, t: x[tuple(map(slice, t.shape))], state, types)
-
-
-def _padded_rows(tree: Any, like: Any) -> Any:
-    """Arrays with zeros at the end of their dims, in the shapes and dtypes of others."""
-
-    def pad(x: Any, like: Any) -> jax.Array:
-        x = jnp.asarray(x, like.dtype)
-        more = [(0, n - m, 0) for n, m in zip(like.shape, x.shape, strict=True)]
-        return lax.pad(x, jnp.zeros((), x.dtype), more)
-
-    return jax.tree.map(pad, tree, like)

@@ -55,7 +55,6 @@ def find(monkeypatch):
                 return str(error)
 
         monkeypatch.setattr(jax, "process_index", lambda: me.rank)
-        monkeypatch.setattr(_find_snapshot, "gather_bytes", gather)
         monkeypatch.setattr(_find_snapshot, "gather_json", gather)
         with concurrent.futures.ThreadPoolExecutor(num) as pool:
             found = list(pool.map(process, range(num)))

