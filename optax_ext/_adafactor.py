@@ -24,7 +24,7 @@ from optax_ext._factoring_rules import (
     factorings,
     two_largest_dims,
 )
-from optax_ext._leaves import Leaves, at_least_float32, wide_zeros
+from optax_ext._leaves import Leaves, Tree, at_least_float32, wide_zeros
 
 
 class ScaleByAdafactorState(NamedTuple):
@@ -78,7 +78,6 @@ def second_moment(hyper: _Hyperparameters, dims: Factoring, leaf: _Leaf) -> _Lea
 
 def normalize(hyper: _Hyperparameters, dims: Factoring, leaf: _Leaf) -> _Leaf:
     """Returns u_t as the update, and the new second moment."""
-    del hyper, dims
     update = multiply(leaf.g.astype(leaf.dtype), leaf.factors).astype(leaf.g.dtype)
     return _Leaf(update, leaf.v.moment, leaf.t)
 
@@ -172,9 +171,8 @@ def scale_by_adafactor(
         return ScaleByAdafactorState(jnp.zeros([], jnp.int32), *split_moments(leaves, dims, nus))
 
     def update(
-        updates: optax.Updates, state: ScaleByAdafactorState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, ScaleByAdafactorState]:
-        del params
+        updates: Tree, state: ScaleByAdafactorState, params: Tree = None
+    ) -> tuple[Tree, Tree]:
         leaves = Leaves.of(updates)
         dims = factorings(rule, leaves)
         nus = join_moments(leaves, dims, nu=state.nu, nu_row=state.nu_row, nu_col=state.nu_col)
@@ -193,9 +191,7 @@ def _scale_by_parameter_rms(
 ) -> optax.GradientTransformation:
     """Multiplies updates by max(RMS(parameter), min_scale), each batch slice by its own."""
 
-    def update(
-        updates: optax.Updates, state: optax.EmptyState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, optax.EmptyState]:
+    def update(updates: Tree, state: optax.EmptyState, params: Tree = None) -> tuple[Tree, Tree]:
         if params is None:
             raise ValueError("adafactor with multiply_by_parameter_scale needs params in update.")
         leaves = Leaves.of(updates)
@@ -222,10 +218,7 @@ def _momentum(decay: jax.typing.ArrayLike, dtype: Any | None) -> optax.GradientT
     def init(params: optax.Params) -> MomentumState:
         return MomentumState(wide_zeros(params, dtype))
 
-    def update(
-        updates: optax.Updates, state: MomentumState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, MomentumState]:
-        del params
+    def update(updates: Tree, state: MomentumState, params: Tree = None) -> tuple[Tree, Tree]:
         Leaves.of(updates).averages_in("mu", state.mu, dtype)  # raises unless they match
 
         def average(u: jax.Array, mu: jax.Array) -> jax.Array:

@@ -28,7 +28,7 @@ from optax_ext._factoring_rules import (
     factorings,
     last_two_dims,
 )
-from optax_ext._leaves import Leaves, at_least_float32
+from optax_ext._leaves import Leaves, Tree, at_least_float32
 
 
 class ScaleByCameState(NamedTuple):
@@ -229,10 +229,7 @@ def scale_by_came(
 
         return _state(count, leaves, dims, list(map(zeros, leaves.arrays, dims)))
 
-    def update(
-        updates: optax.Updates, state: ScaleByCameState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, ScaleByCameState]:
-        del params
+    def update(updates: Tree, state: ScaleByCameState, params: Tree = None) -> tuple[Tree, Tree]:
         leaves = Leaves.of(updates)
         dims = factorings(rule, leaves)
         count = optax.safe_increment(state.count)

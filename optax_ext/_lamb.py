@@ -9,7 +9,7 @@ import optax
 from optax_ext import _phases, _validate
 from optax_ext._bias_correction import one_minus_power
 from optax_ext._factoring_rules import FactoringRule, factorings
-from optax_ext._leaves import Leaves, wide_zeros
+from optax_ext._leaves import Leaves, Tree, wide_zeros
 from optax_ext._trust_ratio import (
     Layer,
     check_options,
@@ -149,9 +149,7 @@ def scale_by_lamb(
         factorings(stacked, Leaves.of(params))  # raises unless the rule fits
         return ScaleByLambState(jnp.zeros([], jnp.int32), wide_zeros(params), wide_zeros(params))
 
-    def update(
-        updates: optax.Updates, state: ScaleByLambState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, ScaleByLambState]:
+    def update(updates: Tree, state: ScaleByLambState, params: Tree = None) -> tuple[Tree, Tree]:
         leaves = Leaves.of(updates)
         mus, nus = leaves.averages_in("mu", state.mu), leaves.averages_in("nu", state.nu)
         kinds, grads, weights = layers("lamb", leaves, params, stacked, **masks)

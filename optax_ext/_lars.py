@@ -8,7 +8,7 @@ import optax
 
 from optax_ext import _phases, _validate
 from optax_ext._factoring_rules import FactoringRule, factorings
-from optax_ext._leaves import Leaves, wide_zeros
+from optax_ext._leaves import Leaves, Tree, wide_zeros
 from optax_ext._trust_ratio import (
     Layer,
     check_options,
@@ -92,9 +92,7 @@ def _scale_by_local_rate(
         factorings(stacked, Leaves.of(params))  # raises unless the rule fits
         return ScaleByLarsState(jnp.zeros([], jnp.int32) if callable(weight_decay) else None)
 
-    def update(
-        updates: optax.Updates, state: ScaleByLarsState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, ScaleByLarsState]:
+    def update(updates: Tree, state: ScaleByLarsState, params: Tree = None) -> tuple[Tree, Tree]:
         leaves = Leaves.of(updates)
         kinds, grads, weights = layers("lars", leaves, params, stacked, **masks)
         decay = decay_rate(weight_decay, state.count)
@@ -172,10 +170,7 @@ def _momentum(decay: jax.typing.ArrayLike, nesterov: bool) -> optax.GradientTran
     def init(params: optax.Params) -> LarsMomentumState:
         return LarsMomentumState(wide_zeros(params))
 
-    def update(
-        updates: optax.Updates, state: LarsMomentumState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, LarsMomentumState]:
-        del params
+    def update(updates: Tree, state: LarsMomentumState, params: Tree = None) -> tuple[Tree, Tree]:
         Leaves.of(updates).averages_in("trace", state.trace)  # raises unless they match
 
         def add(u: jax.Array, trace: jax.Array) -> jax.Array:

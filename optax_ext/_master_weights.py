@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_ext import _validate
-from optax_ext._leaves import Leaves, check_dtype, check_shape
+from optax_ext._leaves import Leaves, Tree, check_dtype, check_shape
 
 
 class MasterWeightsState(NamedTuple):
@@ -123,11 +123,8 @@ def master_weights(
         return MasterWeightsState(masters([None] * len(arrays)), inner_state)
 
     def update(
-        updates: optax.Updates,
-        state: MasterWeightsState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, MasterWeightsState]:
+        updates: Tree, state: MasterWeightsState, params: Tree = None, **extra_args: Any
+    ) -> tuple[Tree, MasterWeightsState]:
         if params is None:
             raise ValueError("master_weights needs params in update.")
         leaves = Leaves.of_any_dtype(updates)

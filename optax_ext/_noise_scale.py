@@ -100,7 +100,6 @@ def gradient_noise_scale(
     _validate.unit_interval(decay=decay)
 
     def init(params: optax.Params) -> GradientNoiseScaleState:
-        del params
         # Buffers of their own: a train state that is donated must not hold one array twice.
         zero = functools.partial(jnp.zeros, [])
         return GradientNoiseScaleState(zero(jnp.int32), zero(jnp.float32), zero(jnp.float32))
@@ -114,7 +113,6 @@ def gradient_noise_scale(
         num_pieces: jax.typing.ArrayLike | None = None,
         **extra_args: Any,
     ) -> tuple[optax.Updates, GradientNoiseScaleState]:
-        del params, extra_args
         given = {"local_squared_norm": local_squared_norm, "num_pieces": num_pieces}
         missing = [name for name, value in given.items() if value is None]
         if missing:

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from optax_ext._delays import check_delays, delays_of, map_slots, numbers_in, whole_number
-from optax_ext._leaves import Leaves, check_shape
+from optax_ext._leaves import Leaves, Tree, check_shape
 
 
 class ParamsHistoryState(NamedTuple):
@@ -127,12 +127,8 @@ def params_history(delays: Any) -> optax.GradientTransformationExtraArgs:
         )
 
     def update(
-        updates: optax.Updates,
-        state: ParamsHistoryState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, ParamsHistoryState]:
-        del extra_args
+        updates: Tree, state: ParamsHistoryState, params: Tree = None, **extra_args: Any
+    ) -> tuple[Tree, ParamsHistoryState]:
         if params is None:
             raise ValueError("params_history needs params in update.")
         leaves = Leaves.of(updates)

@@ -127,5 +127,4 @@ def decayed(u: jax.Array, w: jax.Array, layer: Layer, rate: Any) -> jax.Array:
 
 def scale(hyper: Any, layer: Layer, leaf: Any) -> Any:
     """Multiplies the update by its trust ratio: the last phase of a step."""
-    del hyper, layer
     return leaf if leaf.ratio is None else leaf._replace(u=leaf.u * leaf.ratio)

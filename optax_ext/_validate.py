@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+Tree = Any  # of parameters, updates or a state
+
 
 def _check(values: dict[str, Any], holds: Callable[[Any], Any], rule: str) -> None:
     """Raises on the first value that is known while tracing and breaks a rule; None is no value."""
@@ -206,11 +208,8 @@ def keep_dtype(inner: optax.GradientTransformation) -> optax.GradientTransformat
     inner = optax.with_extra_args_support(inner)
 
     def update(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, optax.OptState]:
+        updates: Tree, state: optax.OptState, params: Tree = None, **extra_args: Any
+    ) -> tuple[Tree, optax.OptState]:
         out, state = inner.update(updates, state, params, **extra_args)
         return jax.tree.map(lambda o, u: o.astype(u.dtype), out, updates), state
 

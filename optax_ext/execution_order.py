@@ -254,7 +254,6 @@ class ScheduledRun:
 
     def store(self, output: int, x: Any) -> Any:
         """Converts a computed output to what the caller receives."""
-        del output
         return x
 
 

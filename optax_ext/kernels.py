@@ -49,7 +49,6 @@ class OneDevice:
 
     def shape_of(self, path: Path, shape: Dims) -> Dims:
         """Returns the shape of the array."""
-        del path
         return shape
 
     def run(
@@ -61,7 +60,6 @@ class OneDevice:
         result_dims: Sequence[Dims],
     ) -> list[jax.Array]:
         """Calls ``fn``."""
-        del path, dims, result_dims
         return fn(*operands)
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext._leaves import check_arrays
+from optax_ext._leaves import Tree, check_arrays
 from optax_ext.low_precision._rounding import (
     check_seed,
     make_key,
@@ -112,11 +112,8 @@ def stochastic_rounding(
         )
 
     def update(
-        updates: optax.Updates,
-        state: StochasticRoundingState,
-        params: optax.Params | None = None,
-        **extra_args: Any,
-    ) -> tuple[optax.Updates, StochasticRoundingState]:
+        updates: Tree, state: StochasticRoundingState, params: Tree = None, **extra_args: Any
+    ) -> tuple[Tree, StochasticRoundingState]:
         if params is None:
             raise ValueError("stochastic_rounding needs params in update.")
         grads = jax.tree.map(_widen, updates, params)

@@ -238,7 +238,6 @@ class _SliceBlocks:
     def reduce(self, op: Any, x: jax.Array, neutral: float) -> jax.Array:
         """Returns the maximum of each block; (rows of blocks, lanes)."""
         assert op is jnp.max, op
-        del neutral
         return self._over_lanes(functools.reduce(jnp.maximum, self._rows(x)))
 
     def largest(self, x: jax.Array) -> jax.Array:
