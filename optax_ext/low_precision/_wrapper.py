@@ -263,7 +263,7 @@ def low_precision_state(
             )
             return scheduled(updates, state, passes)
 
-        shards = kernels.shards() or kernels.OneDevice()
+        shards = kernels.shards() or kernels.Shards()
         on_several = _matrix_passes.is_partitioned((updates, state)) and kernels.shards() is None
         # Mosaic has no int64, in which loops would count.
         x64 = jax.dtypes.canonicalize_dtype(jnp.int64) == jnp.int64
