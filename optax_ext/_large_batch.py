@@ -1,5 +1,6 @@
 """Learning rates for large batches: scaling rules and warm-up."""
 
+import functools
 import math
 from typing import Any
 
@@ -114,8 +115,7 @@ def gradual_warmup(
     if not callable(learning_rate):
         _validate.non_negative(learning_rate=learning_rate)
 
-    def rate(count: jax.typing.ArrayLike) -> Any:
-        return learning_rate(count) if callable(learning_rate) else learning_rate
+    rate = functools.partial(_validate.value_at, learning_rate)
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:
         done = jnp.asarray(count, float) / max(warmup_steps, 1)

@@ -1,18 +1,18 @@
 """LARS: layer-wise adaptive rate scaling, for large batches."""
 
+import collections
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_ext import _phases, _validate
+from optax_ext import _bias_correction, _phases, _validate
 from optax_ext._factoring_rules import FactoringRule, factorings
-from optax_ext._leaves import Leaves, Tree, wide_zeros
+from optax_ext._leaves import Leaves, Tree
 from optax_ext._trust_ratio import (
     Layer,
     check_options,
-    decay_rate,
     decayed,
     layers,
     norm,
@@ -36,10 +36,9 @@ class LarsMomentumState(NamedTuple):
     trace: optax.Updates  # the parameter's shape
 
 
-class _Hyperparameters(NamedTuple):
-    trust_coefficient: Any
-    weight_decay: Any
-    denominator: str
+_Hyperparameters = collections.namedtuple(
+    "_Hyperparameters", "trust_coefficient weight_decay denominator"
+)
 
 
 class _Leaf(NamedTuple):
@@ -95,7 +94,7 @@ def _scale_by_local_rate(
     def update(updates: Tree, state: ScaleByLarsState, params: Tree = None) -> tuple[Tree, Tree]:
         leaves = Leaves.of(updates)
         kinds, grads, weights = layers("lars", leaves, params, stacked, **masks)
-        decay = decay_rate(weight_decay, state.count)
+        decay = _validate.value_at(weight_decay, state.count)
         hyper = _Hyperparameters(trust_coefficient, decay, denominator)
         step = _phases.run(PHASES, hyper, kinds, list(map(_Leaf, grads, weights)))
         count = None if state.count is None else optax.safe_increment(state.count)
@@ -164,24 +163,6 @@ def scale_by_lars(
     )
 
 
-def _momentum(decay: jax.typing.ArrayLike, nesterov: bool) -> optax.GradientTransformation:
-    """``trace = update + decay * trace``, in float32 or wider."""
-
-    def init(params: optax.Params) -> LarsMomentumState:
-        return LarsMomentumState(wide_zeros(params))
-
-    def update(updates: Tree, state: LarsMomentumState, params: Tree = None) -> tuple[Tree, Tree]:
-        Leaves.of(updates).averages_in("trace", state.trace)  # raises unless they match
-
-        def add(u: jax.Array, trace: jax.Array) -> jax.Array:
-            return u.astype(trace.dtype) + _validate.hyperparameter(decay, trace.dtype) * trace
-
-        trace = jax.tree.map(add, updates, state.trace)
-        return jax.tree.map(add, updates, trace) if nesterov else trace, LarsMomentumState(trace)
-
-    return optax.GradientTransformation(init, update)
-
-
 def lars(
     learning_rate: optax.ScalarOrSchedule,
     momentum: jax.typing.ArrayLike = 0.9,
@@ -196,7 +177,8 @@ def lars(
 ) -> optax.GradientTransformationExtraArgs:
     r"""LARS: SGD with momentum and a learning rate for each layer.
 
-    ``scale_by_lars``, then the learning rate :math:`\gamma`, then momentum:
+    ``scale_by_lars``, whose arguments it takes, then the learning rate :math:`\gamma`, then
+    momentum:
 
     .. math::
 
@@ -207,19 +189,10 @@ def lars(
     select them. With ``denominator="optax"`` and both masks None it equals ``optax.lars`` to
     rounding, but for its state in float32.
 
-    Args:
+    Other Parameters:
       learning_rate: a number or a schedule of the step count.
       momentum: :math:`m`, in [0, 1).
-      weight_decay: see ``scale_by_lars``, as all arguments not listed here.
-      trust_coefficient: :math:`\eta`.
-      denominator: ``"paper"`` or ``"optax"``.
       nesterov: update by :math:`m v` plus the newest term once more.
-      weight_decay_mask: which weights decay.
-      trust_ratio_mask: which arrays have a local learning rate.
-      stacked: which dims are stacks of layers.
-
-    Returns:
-      A ``GradientTransformation`` whose ``update`` needs ``params``.
 
     Raises:
       ValueError: as ``scale_by_lars``; also on a ``momentum`` outside [0, 1).
@@ -228,8 +201,7 @@ def lars(
       >>> import jax, jax.numpy as jnp, optax, optax_ext
       >>> tx = optax_ext.lars(optax.linear_schedule(30.0, 0.0, 100), weight_decay=1e-4)
       >>> params = {"w": jnp.ones((4, 8))}
-      >>> state = tx.init(params)
-      >>> loss = lambda p: jnp.mean((p["w"] - 3.0) ** 2)
+      >>> state, loss = tx.init(params), lambda p: jnp.mean((p["w"] - 3.0) ** 2)
       >>> for _ in range(100):
       ...     updates, state = tx.update(jax.grad(loss)(params), state, params)
       ...     params = optax.apply_updates(params, updates)
@@ -248,6 +220,8 @@ def lars(
                 stacked,
             ),
             optax.scale_by_learning_rate(learning_rate),
-            _momentum(momentum, nesterov),
+            _bias_correction.momentum(
+                LarsMomentumState, momentum, dampened=False, nesterov=nesterov
+            ),
         )
     )

@@ -115,11 +115,6 @@ def layers(
     )
 
 
-def decay_rate(weight_decay: optax.ScalarOrSchedule, count: jax.Array | None) -> Any:
-    """Returns the rate of this step: a number, or a schedule's value at the count."""
-    return weight_decay(count) if callable(weight_decay) else weight_decay
-
-
 def decayed(u: jax.Array, w: jax.Array, layer: Layer, rate: Any) -> jax.Array:
     """Returns ``u + rate * w`` if the layer's weights decay, else ``u``."""
     return u + rate * w if layer.decays else u

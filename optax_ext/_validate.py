@@ -6,7 +6,7 @@ are checked, and nothing here branches on a traced one.
 
 import re
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,12 +46,9 @@ def positive(**values: Any) -> None:
     _check(values, lambda value: value > 0, "be positive")
 
 
-def implementation(value: Any, names: tuple[str, ...]) -> None:
-    """Raises unless the value names an implementation."""
-    if value not in names:
-        *others, last = map(repr, names)
-        expected = f"{', '.join(others)} or {last}"
-        raise ValueError(f"implementation must be {expected}, got {value!r}.")
+def value_at(value: Any, count: Any) -> Any:
+    """Returns a number, or the value of a schedule at a count."""
+    return value(count) if callable(value) else value
 
 
 def as_dtype(name: str, value: Any) -> np.dtype | None:
@@ -78,16 +75,11 @@ def hyperparameter(value: Any, dtype: Any) -> Any:
     return jnp.asarray(value, dtype)
 
 
-_Hyper = TypeVar("_Hyper", bound=tuple[Any, ...])
-
-
-def cast(hyper: _Hyper, dtype: Any) -> _Hyper:
+def cast(hyper: Any, dtype: Any) -> Any:
     """Returns a NamedTuple of hyperparameters for ``dtype``; bools, strings and None stay."""
-    values = [
-        h if h is None or isinstance(h, bool | str) else hyperparameter(h, dtype) for h in hyper
-    ]
-    make: Any = type(hyper)
-    return make(*values)
+    stays = [h is None or isinstance(h, bool | str) for h in hyper]
+    values = zip(hyper, stays, strict=True)
+    return type(hyper)(*(h if stay else hyperparameter(h, dtype) for h, stay in values))
 
 
 def array(path: str, leaf: Any) -> None:
