@@ -185,23 +185,16 @@ def _fit(name: str, path: str, delay: Any, shape: tuple[int, ...]) -> Any:
 
 
 def map_slots(
-    names: tuple[str, str],
+    names: tuple[str, str],  # of the function that is called, and of that which makes the states
     fn: Callable[[Any, Any], Any],
     params: Any,
     state: Any,
     state_type: type,
-    field: Callable[[Any], Any],
+    field: Callable[[Any], Any],  # the tree of slots in a state of this type
 ) -> Any:
     """Returns ``fn(p, slot)`` for each parameter and its slot in the states of a type.
 
-    Args:
-      names: the function that is called, and the one that makes the states.
-      fn: a function of two arrays. Parameters without a slot are returned as they are, such as
-        those that ``optax.masked`` excludes.
-      params: the parameters.
-      state: an optimizer state, which contains states of ``state_type``.
-      state_type: the type.
-      field: the tree of slots in a state of this type.
+    Parameters without a slot, such as those that ``optax.masked`` excludes, are returned unchanged.
     """
     caller, maker = names
     states = states_of(state_type, state)

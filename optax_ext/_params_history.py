@@ -100,10 +100,7 @@ def params_history(delays: Any) -> optax.GradientTransformationExtraArgs:
       0.0 -2.0
 
     References:
-      Narayanan et al.: PipeDream: Generalized Pipeline Parallelism for DNN Training, SOSP 2019,
-      arXiv 1806.03377. Narayanan et al.: Memory-Efficient Pipeline-Parallel DNN Training, ICML
-      2021, arXiv 2006.09503. Yang et al.: PipeMare: Asynchronous Pipeline Parallel DNN Training,
-      MLSys 2021, arXiv 1910.05124.
+      Those of ``pipeline_delays``.
     """
     check_delays("delays", delays)
     # Of the delays alone, not of the parameters: the state's structure is the same for any.
