@@ -123,11 +123,9 @@ def check_number(name: str, value: Any) -> None:
     """Raises unless a delay is a number or an array of numbers, finite and not negative."""
     if isinstance(value, jax.core.Tracer):
         return
-    is_array = isinstance(value, np.ndarray | np.generic | jax.Array)
-    real = is_array and any(
-        jnp.issubdtype(value.dtype, kind) for kind in (jnp.integer, jnp.floating)
-    )
-    if not real and (not isinstance(value, int | float) or isinstance(value, bool)):
+    numeric = isinstance(value, int | float | np.ndarray | np.generic | jax.Array)
+    kinds = (jnp.integer, jnp.floating)
+    if not numeric or not any(jnp.issubdtype(np.asarray(value).dtype, k) for k in kinds):
         raise ValueError(f"{name} must be a number or an array, got {value!r}.")
     array = np.asarray(value, np.float64)
     if not (array >= 0).all():

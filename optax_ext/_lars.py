@@ -73,16 +73,10 @@ PHASES = ((trust_ratio, "ratio"), (scale, None))
 
 
 def _scale_by_local_rate(
-    trust_coefficient: Any,
-    weight_decay: optax.ScalarOrSchedule,
-    weight_decay_mask: Any,
-    trust_ratio_mask: Any,
-    denominator: str,
-    stacked: FactoringRule | None,
+    trust_coefficient: Any, weight_decay: Any, denominator: str, stacked: Any, **masks: Any
 ) -> optax.GradientTransformation:
     """``scale_by_lars`` whose updates stay float32."""
     _validate.positive(trust_coefficient=trust_coefficient)
-    masks = {"weight_decay_mask": weight_decay_mask, "trust_ratio_mask": trust_ratio_mask}
     check_options(weight_decay, stacked, **masks)
     if denominator not in _DENOMINATORS:
         raise ValueError(f"denominator must be 'paper' or 'optax', got {denominator!r}.")
@@ -151,16 +145,9 @@ def scale_by_lars(
     References:
       You, Gitman, Ginsburg: Large Batch Training of Convolutional Networks, 2017, arXiv 1708.03888.
     """
-    return _validate.keep_dtype(
-        _scale_by_local_rate(
-            trust_coefficient,
-            weight_decay,
-            weight_decay_mask,
-            trust_ratio_mask,
-            denominator,
-            stacked,
-        )
-    )
+    masks = {"weight_decay_mask": weight_decay_mask, "trust_ratio_mask": trust_ratio_mask}
+    scaled = _scale_by_local_rate(trust_coefficient, weight_decay, denominator, stacked, **masks)
+    return _validate.keep_dtype(scaled)
 
 
 def lars(
@@ -209,19 +196,10 @@ def lars(
       True
     """
     _validate.unit_interval(momentum=momentum)
-    return _validate.keep_dtype(
-        optax.chain(
-            _scale_by_local_rate(
-                trust_coefficient,
-                weight_decay,
-                weight_decay_mask,
-                trust_ratio_mask,
-                denominator,
-                stacked,
-            ),
-            optax.scale_by_learning_rate(learning_rate),
-            _bias_correction.momentum(
-                LarsMomentumState, momentum, dampened=False, nesterov=nesterov
-            ),
-        )
+    masks = {"weight_decay_mask": weight_decay_mask, "trust_ratio_mask": trust_ratio_mask}
+    scaled = _scale_by_local_rate(trust_coefficient, weight_decay, denominator, stacked, **masks)
+    rate = optax.scale_by_learning_rate(learning_rate)
+    velocity = _bias_correction.momentum(
+        LarsMomentumState, momentum, dampened=False, nesterov=nesterov
     )
+    return _validate.keep_dtype(optax.chain(scaled, rate, velocity))

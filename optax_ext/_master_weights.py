@@ -104,7 +104,9 @@ def master_weights(
       Micikevicius et al.: Mixed Precision Training, ICLR 2018, arXiv 1710.03740.
     """
     inner = optax.with_extra_args_support(inner)
-    wide = _master_dtype(dtype)
+    wide: Any = _validate.as_dtype("dtype", dtype)
+    if wide is None or wide.itemsize < 4:
+        raise ValueError(f"dtype must be float32 or float64, got {dtype!r}.")
 
     def init(params: optax.Params) -> MasterWeightsState:
         leaves = Leaves.of_any_dtype(params)
@@ -151,13 +153,6 @@ def master_weights(
         return leaves.unflatten([u for u, _ in moved]), MasterWeightsState(masters, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _master_dtype(value: Any) -> Any:
-    dtype = _validate.as_dtype("dtype", value)
-    if dtype is None or dtype.itemsize < 4:
-        raise ValueError(f"dtype must be float32 or float64, got {value!r}.")
-    return dtype
 
 
 def _has_master(path: str, p: Any, dtype: Any) -> bool:

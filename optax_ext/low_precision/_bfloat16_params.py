@@ -11,8 +11,9 @@ from optax_ext.low_precision._rounding import (
     check_seed,
     make_key,
     next_key,
+    salt_of,
     stochastic_bfloat16,
-    uniform_for,
+    uniform,
 )
 
 
@@ -142,6 +143,6 @@ def _rounded_sum(path: Any, p: jax.Array, u: Any, key: jax.Array) -> jax.Array:
     """Returns ``p + u``; for bfloat16 ``p``, rounded to bfloat16 and stored in float32."""
     if p.dtype != jnp.bfloat16:
         return p + u
-    noise = uniform_for(path, key, p.shape)
+    noise = uniform(key, salt_of(path), p.shape)
     new = p.astype(jnp.float32) + jnp.asarray(u, jnp.float32)
     return stochastic_bfloat16(new, noise).astype(jnp.float32)

@@ -68,7 +68,7 @@ class Linear(_Steps):
 
     Attributes:
       bits: 8 or 4.
-      block_size: elements that share a float32 scale; None means 256 for 8 bits, 128 for 4 bits.
+      block_size: as for ``Dynamic``.
       rank1: instead of blocks, an element's scale is the minimum of the maxima of its row, its
         column, and every other dim; arrays of one dim have blocks.
 
