@@ -305,8 +305,7 @@ def adafactor(
         dtype = _validate.as_dtype("dtype_momentum", dtype_momentum)
         stages.append(_bias_correction.momentum(MomentumState, momentum, dtype, dampened=True))
     if weight_decay_rate is not None:
-        if not callable(weight_decay_rate):
-            _validate.non_negative(weight_decay_rate=weight_decay_rate)
+        _validate.rate(weight_decay_rate=weight_decay_rate)
         decayed = _validate.mask_function("weight_decay_mask", weight_decay_mask)
         decay = _times(weight_decay_rate, step_size) if weight_decay_times_lr else weight_decay_rate
         stages.append(_validate.decayed_weights(decay, decayed))

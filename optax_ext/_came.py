@@ -316,8 +316,7 @@ def came(
       >>> bool(loss(params) < 1e-2)
       True
     """
-    if not callable(weight_decay):
-        _validate.non_negative(weight_decay=weight_decay)
+    _validate.rate(weight_decay=weight_decay)
     decayed = _validate.mask_function("weight_decay_mask", weight_decay_mask)
     scaled = scale_by_came(
         b1,

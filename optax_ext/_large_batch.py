@@ -53,13 +53,7 @@ def square_root_scaling(base_lr: float, base_batch: float, batch: float) -> floa
 
     The variance of a step's noise stays the same; for adaptive methods such as Adam and LAMB.
 
-    Args:
-      base_lr: :math:`\eta_0`, the rate tuned for ``base_batch``.
-      base_batch: :math:`B_0`, in any unit: examples, tokens.
-      batch: :math:`B`, in the same unit.
-
-    Raises:
-      ValueError: if an argument is not a positive number.
+    Arguments and errors are those of ``linear_scaling``.
 
     Example:
       >>> from optax_ext import square_root_scaling
@@ -112,8 +106,7 @@ def gradual_warmup(
       1706.02677.
     """
     _validate.non_negative(warmup_steps=warmup_steps, start=start)
-    if not callable(learning_rate):
-        _validate.non_negative(learning_rate=learning_rate)
+    _validate.rate(learning_rate=learning_rate)
 
     rate = functools.partial(_validate.value_at, learning_rate)
 

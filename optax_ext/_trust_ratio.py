@@ -73,8 +73,7 @@ def check_options(
     weight_decay: optax.ScalarOrSchedule, stacked: FactoringRule | None, **masks: Any
 ) -> None:
     """Raises on a negative decay, on a rule that is none, and on masks of another form."""
-    if not callable(weight_decay):
-        _validate.non_negative(weight_decay=weight_decay)
+    _validate.rate(weight_decay=weight_decay)
     check_rule("stacked", stacked)
     for name, mask in masks.items():
         if name != "trust_ratio_mask" or not isinstance(mask, bool):  # False: no ratios

@@ -41,6 +41,11 @@ def non_negative(**values: Any) -> None:
     _check(values, lambda value: value >= 0, "not be negative")
 
 
+def rate(**values: Any) -> None:
+    """Raises if a value is negative, unless it is a schedule."""
+    non_negative(**{name: value for name, value in values.items() if not callable(value)})
+
+
 def positive(**values: Any) -> None:
     """Raises unless every value that is not None is above zero."""
     _check(values, lambda value: value > 0, "be positive")
