@@ -13,6 +13,7 @@ from optax_ext._factoring_rules import FactoringRule, factorings
 from optax_ext._leaves import Leaves, Tree, wide_zeros
 from optax_ext._trust_ratio import (
     Layer,
+    Leaf,
     check_options,
     decayed,
     layers,
@@ -33,23 +34,7 @@ class ScaleByLambState(NamedTuple):
 _Hyperparameters = collections.namedtuple("_Hyperparameters", "b1 b2 eps weight_decay")
 
 
-class _Leaf(NamedTuple):
-    """One parameter in a step."""
-
-    u: jax.Array  # the gradient, then Adam's direction with weight decay, then the update
-    w: jax.Array
-    mu: jax.Array
-    nu: jax.Array
-    t: jax.Array  # (), int32, number of this step
-    ratio: jax.Array | None = None  # size 1 in all dims but those of batch
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype in which the step is computed."""
-        return self.mu.dtype
-
-
-def moments(hyper: _Hyperparameters, layer: Layer, leaf: _Leaf) -> _Leaf:
+def moments(hyper: _Hyperparameters, layer: Layer, leaf: Leaf) -> Leaf:
     """Returns ``r + lambda w`` and the new averages; r is Adam's direction."""
     b1, b2, g = hyper.b1, hyper.b2, leaf.u.astype(leaf.dtype)
     mu = b1 * leaf.mu + (1 - b1) * g
@@ -60,7 +45,7 @@ def moments(hyper: _Hyperparameters, layer: Layer, leaf: _Leaf) -> _Leaf:
     return leaf._replace(u=u, mu=mu, nu=nu)
 
 
-def trust_ratio(hyper: _Hyperparameters, layer: Layer, leaf: _Leaf) -> _Leaf:
+def trust_ratio(hyper: _Hyperparameters, layer: Layer, leaf: Leaf) -> Leaf:
     """Adds ``|w| / |u|``."""
     if not layer.has_ratio:
         return leaf
@@ -145,7 +130,7 @@ def scale_by_lamb(
         count = optax.safe_increment(state.count)
         hyper = _Hyperparameters(b1, b2, eps, decay)
         columns = zip(grads, weights, mus, nus, strict=True)
-        step = _phases.run(PHASES, hyper, kinds, [_Leaf(*arrays, count) for arrays in columns])
+        step = _phases.run(PHASES, hyper, kinds, [Leaf(*arrays, count) for arrays in columns])
         new = ([leaf.u for leaf in step], [leaf.mu for leaf in step], [leaf.nu for leaf in step])
         out, mu, nu = map(leaves.unflatten, new)
         return out, ScaleByLambState(count, mu, nu)

@@ -12,6 +12,7 @@ from optax_ext._factoring_rules import FactoringRule, factorings
 from optax_ext._leaves import Leaves, Tree
 from optax_ext._trust_ratio import (
     Layer,
+    Leaf,
     check_options,
     decayed,
     layers,
@@ -41,20 +42,7 @@ _Hyperparameters = collections.namedtuple(
 )
 
 
-class _Leaf(NamedTuple):
-    """One parameter in a step."""
-
-    u: jax.Array  # the gradient, then with weight decay, then the update
-    w: jax.Array
-    ratio: jax.Array | None = None  # size 1 in all dims but those of batch
-
-    @property
-    def dtype(self) -> Any:
-        """The dtype in which the step is computed."""
-        return self.w.dtype
-
-
-def trust_ratio(hyper: _Hyperparameters, layer: Layer, leaf: _Leaf) -> _Leaf:
+def trust_ratio(hyper: _Hyperparameters, layer: Layer, leaf: Leaf) -> Leaf:
     """Adds weight decay and the local learning rate."""
     decay, u = hyper.weight_decay, decayed(leaf.u, leaf.w, layer, hyper.weight_decay)
     if not layer.has_ratio:
@@ -90,7 +78,7 @@ def _scale_by_local_rate(
         kinds, grads, weights = layers("lars", leaves, params, stacked, **masks)
         decay = _validate.value_at(weight_decay, state.count)
         hyper = _Hyperparameters(trust_coefficient, decay, denominator)
-        step = _phases.run(PHASES, hyper, kinds, list(map(_Leaf, grads, weights)))
+        step = _phases.run(PHASES, hyper, kinds, list(map(Leaf, grads, weights)))
         count = None if state.count is None else optax.safe_increment(state.count)
         return leaves.unflatten([leaf.u for leaf in step]), ScaleByLarsState(count)
 

@@ -166,17 +166,8 @@ def _check(path: str, u: Any, delay: np.ndarray, versions: list[Any]) -> None:
 def delayed_params(params: optax.Params, state: optax.OptState) -> optax.Params:
     r"""Returns each parameter as it was :math:`\tau` updates ago, from ``params_history``.
 
-    Args:
-      params: the current parameters, which are those of delay 0.
-      state: a state that contains those of ``params_history``, in a chain, under ``optax.masked``,
-        ``optax.partition`` or other wrappers.
-
-    Returns:
-      A tree like ``params``. Parameters that are masked out are returned as they are.
-
-    Raises:
-      ValueError: if the state contains none of ``params_history``, several for a parameter, or one
-        of other parameters.
+    Takes the current parameters, and a state as ``backward_params`` does, which contains those of
+    ``params_history``. Returns and raises likewise.
     """
     names = "delayed_params", "params_history"
 
