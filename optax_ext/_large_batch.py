@@ -102,8 +102,7 @@ def gradual_warmup(
       [0.1, 0.16, 0.34, 0.4, 0.4, 0.04, 0.004]
 
     References:
-      Goyal et al.: Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour, 2017, arXiv
-      1706.02677.
+      That of ``linear_scaling``.
     """
     _validate.non_negative(warmup_steps=warmup_steps, start=start)
     _validate.rate(learning_rate=learning_rate)

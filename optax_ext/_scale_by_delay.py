@@ -68,8 +68,7 @@ def scale_by_delay(
       {'a': -1.0, 'b': -1.0}
 
     References:
-      Yang et al.: PipeMare: Asynchronous Pipeline Parallel DNN Training, MLSys 2021, arXiv
-      1910.05124.
+      That of ``discrepancy_correction``.
     """
     check_delays("delays", delays)
     _validate.positive(anneal_steps=anneal_steps)

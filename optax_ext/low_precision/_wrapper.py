@@ -127,9 +127,7 @@ def low_precision_state(
       others              float32, int32, uint32                                       8,204 bytes
 
     References:
-      Dettmers, Lewis, Shleifer, Zettlemoyer: 8-bit Optimizers via Block-wise Quantization,
-      ICLR 2022, arXiv 2110.02861. Li, Chen, Zhu: Memory Efficient Optimizers with 4-bit States,
-      NeurIPS 2023, arXiv 2309.01507.
+      Those of the formats, ``Dynamic``, ``Linear`` and ``Float8``.
     """
     _validate.known(bits=bits, block_size=block_size, min_size=min_size)
     rules = _check_formats(formats or {})
